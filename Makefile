@@ -1,0 +1,71 @@
+# The front door. `make quickstart` and `make test` need Python 3.11+ (with venv) and make, and set up the rest in .venv.
+# Overridable: PYTHON=python3.12, VENV=dir, TORCH_INDEX=URL (another index for torch alone, say one with CPU builds).
+
+VENV ?= .venv
+TORCH_INDEX ?=
+PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python3.14 python; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
+PY := $(VENV)/bin/python
+PIP := $(PY) -m pip --disable-pip-version-check install -qq -c requirements/constraints.txt
+PYTEST := $(PY) -m pytest
+
+.NOTPARALLEL:
+.DELETE_ON_ERROR:
+.PHONY: help quickstart test test-ci test-all lint clean install dev peers
+.DEFAULT_GOAL := help
+
+help:  ## this list
+	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 20
+
+quickstart: $(VENV)/.runtime  ## text to trained, resumed, talking GPT in a few minutes (files in runs/quickstart)
+	@PYTHON=$(PY) sh examples/quickstart/run.sh
+
+test: $(VENV)/.dev  ## the tests of every day (under 10 minutes on 2 cores)
+	$(PYTEST) -q
+
+test-ci: $(VENV)/.dev  ## the campaigns in CI size: kills, whole runs (under 25 minutes)
+	$(PYTEST) -q -m campaign
+
+test-all: $(VENV)/.dev  ## everything, the full sweeps too
+	$(PYTEST) -q -m "campaign or sweep or not campaign"
+
+lint: $(VENV)/.dev  ## ruff
+	$(PY) -m ruff check .
+
+install: $(VENV)/.runtime  ## only set up .venv, for running things by hand
+
+dev: $(VENV)/.dev  ## ... and the tools for tests
+
+peers: $(VENV)/.peers  ## ... and the packages that tests/peers compares with
+
+clean:  ## remove .venv, builds and caches (never runs/)
+	rm -rf $(VENV) build *.egg-info .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +
+	find megatron -name 'helpers_cpp*' -type f \( -name '*.so' -o -name '*.pyd' \) -delete
+
+$(PY):
+	@test -n "$(PYTHON)" || { echo "error: no Python 3.11 or newer found; say which: make PYTHON=/path/to/python3.11 ..."; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "error: $(PYTHON) is not Python 3.11 or newer; say which: make PYTHON=/path/to/python3.11 ..."; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || \
+		{ echo "error: $(PYTHON) cannot make virtual environments; on Debian: apt install python3-venv"; exit 1; }
+	@echo "making $(VENV) with $(PYTHON)"
+	@$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.runtime: $(PY) setup.py requirements/constraints.txt requirements/runtime.txt requirements/build.txt $(wildcard megatron/data/helpers.cpp)
+	@echo "installing torch, then what goes with it (once; some minutes on a slow network)"
+	@$(PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
+	@$(PIP) -r requirements/build.txt -r requirements/runtime.txt
+	@$(PIP) --no-deps --no-build-isolation --use-pep517 -e .
+	@$(PY) -c 'import megatron.data.helpers_cpp' 2>/dev/null || \
+		echo "note: the C++ index helper was not built (no working C++ compiler?); numpy gives the same answers, slower"
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.runtime requirements/dev.txt
+	@$(PIP) -r requirements/dev.txt
+	@touch $@
+
+$(VENV)/.peers: $(VENV)/.dev requirements/peers.txt requirements/peers-files.txt
+	@$(PIP) -r requirements/peers.txt
+	@$(PIP) --no-deps -r requirements/peers-files.txt
+	@touch $@

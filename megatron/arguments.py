@@ -1,0 +1,351 @@
+"""Flags are the fields of small frozen dataclasses, written once; here they become a parser and come back. Knows no flag.
+
+What was typed stays apart from the defaults, so that precedence is a dictionary update: defaults < the checkpoint's args
+< @file < typed. Python's own argparse is not used: it stops at the first problem, and takes -1e-5 for a flag.
+"""
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import re
+import shlex
+import textwrap
+import types
+import typing
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import MISSING
+from pathlib import Path
+from typing import Any
+
+_NUMBER = re.compile(r"-(\d[\d_]*\.?\d*|\.\d+)([eE][+-]?\d+)?|-inf|-nan")
+_CALLED = {int: "a whole number", float: "a number"}
+_SHOWN = {int: "N", float: "X", str: "TEXT"}
+
+
+def arg(default: Any = MISSING, *, help: str, flag: str | None = None, alias: tuple[str, ...] = (),
+        choices: tuple | None = None, off: str | None = None, nargs: str | int | None = None, extend: bool = False,
+        parse: Callable[[str], Any] | None = None, dump: bool = True) -> Any:
+    """A config field that is also a command-line flag.
+
+    `flag` is the spelling when it is not the name with dashes; `off` is the spelling that turns a true-by-default
+    bool off (then there is no on-switch); `nargs` is the number of a list's values when it is fixed; `extend` collects
+    repetitions into one tuple; `parse` converts one word (and raises ValueError); `dump` says whether the name stands
+    in the argument dump even at its default (new names stand there only when set).
+    """
+    meta = dict(help=help, flag=flag, alias=alias, choices=choices, off=off, nargs=nargs, extend=extend, parse=parse,
+                dump=dump)
+    return dataclasses.field(metadata=meta) if default is MISSING else dataclasses.field(default=default, metadata=meta)
+
+
+@dataclasses.dataclass(frozen=True)
+class Flag:
+    """One command-line flag: where it lives, its spellings, its type."""
+    name: str
+    group: str
+    spelling: str
+    aliases: tuple[str, ...]
+    kind: str                    # "switch" (on), "off" (turns a default-true bool off), "value" or "list"
+    type: Any
+    default: Any
+    choices: tuple | None
+    help: str
+    extend: bool = False
+    nargs: str | int | None = None
+    dump: bool = True
+
+    @property
+    def spellings(self) -> tuple[str, ...]:
+        """Every way this flag can be typed."""
+        return (self.spelling, *self.aliases)
+
+    @property
+    def metavar(self) -> str:
+        """What stands for its value in help: `N`, `X`, `TEXT`, `{a,b}`; empty for switches."""
+        if self.kind in ("switch", "off"):
+            return ""
+        one = "{" + ",".join(map(str, self.choices)) + "}" if self.choices else _SHOWN.get(self.type, "VALUE")
+        if self.kind == "value":
+            return one
+        return " ".join([one] * self.nargs) if isinstance(self.nargs, int) else f"{one} [{one} ...]"
+
+    def convert(self, words: Sequence[str]) -> Any:
+        """The value that `words` (after the flag) spell. Raises ValueError: what is wrong and what to write."""
+        if self.kind in ("switch", "off"):
+            if words:
+                raise ValueError(f"takes no value, but {' '.join(words)!r} follows; leave that out")
+            return self.kind == "switch"
+        if not words:
+            raise ValueError(f"needs a value: {self.metavar}")
+        if self.kind == "value":
+            if len(words) > 1:
+                raise ValueError(f"takes one value, but {len(words)} follow: {' '.join(words)!r}")
+            return self._one(words[0])
+        if isinstance(self.nargs, int) and len(words) != self.nargs:
+            raise ValueError(f"takes {self.nargs} values, but {len(words)} follow: {' '.join(words)!r}")
+        return tuple(map(self._one, words))
+
+    def _one(self, word: str) -> Any:
+        try:
+            value = self.type(word)
+        except ValueError as error:
+            if self.type not in _CALLED:
+                raise ValueError(f"{word!r}: {error}") from None
+            raise ValueError(f"{word!r} is not {_CALLED[self.type]}{_as_number(word)}") from None
+        if self.choices is not None and value not in self.choices:
+            lower = {str(choice).lower(): str(choice) for choice in self.choices}
+            close = difflib.get_close_matches(word.lower(), lower, 1)
+            hint = f"; did you mean {lower[close[0]]}?" if close else ""
+            raise ValueError(f"{word!r} is not one of {', '.join(map(str, self.choices))}{hint}")
+        return value
+
+
+def _as_number(word: str) -> str:
+    """How to write a number like 1e9, 300k or 1,000 so that it can be read."""
+    plain = word.strip().replace(",", "").lower()
+    factor = {"k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}.get(plain[-1:], 1)
+    try:
+        number = float(plain if factor == 1 else plain[:-1]) * factor
+        return f"; write {int(number)}" if number == int(number) else ""
+    except (ValueError, OverflowError):
+        return ""
+
+
+def flags_of(tree: type) -> dict[str, Flag]:
+    """Every flag of a dataclass whose fields are dataclasses, by field name. A name or spelling stands only once."""
+    found: dict[str, Flag] = {}
+    for group, owner in typing.get_type_hints(tree).items():
+        hints = typing.get_type_hints(owner)
+        for field in dataclasses.fields(owner):
+            if "help" in field.metadata:
+                assert field.name not in found, f"{field.name} is declared twice"
+                found[field.name] = _flag(group, field, hints[field.name])
+    _by_spelling(found.values())
+    return found
+
+
+def _by_spelling(flags: Iterable[Flag]) -> dict[str, Flag]:
+    found: dict[str, Flag] = {}
+    for flag in flags:
+        for spelling in flag.spellings:
+            assert spelling not in found, f"{spelling} is declared twice"
+            found[spelling] = flag
+    return found
+
+
+def _flag(group: str, field: dataclasses.Field, hint: Any) -> Flag:
+    meta = field.metadata
+    if typing.get_origin(hint) in (types.UnionType, typing.Union):
+        hint = next(a for a in typing.get_args(hint) if a is not type(None))
+    kind, choices = "value", meta["choices"]
+    if hint is bool:
+        kind = "off" if meta["off"] else "switch"
+    elif typing.get_origin(hint) is tuple:
+        kind, hint = "list", typing.get_args(hint)[0]
+    elif typing.get_origin(hint) is typing.Literal:
+        choices = typing.get_args(hint)
+        hint = type(choices[0])
+    default = None if field.default is MISSING else field.default
+    spelling = meta["off"] or meta["flag"] or "--" + field.name.replace("_", "-")
+    return Flag(field.name, group, spelling, meta["alias"], kind, meta["parse"] or hint, default, choices, meta["help"],
+                meta["extend"], meta["nargs"], meta["dump"])
+
+
+class Problems(ValueError):
+    """Everything that is wrong with a command line, one line each."""
+
+    def __init__(self, lines: Iterable[str]):
+        self.lines = list(lines)
+        super().__init__("\n".join(self.lines))
+
+
+class Parser:
+    """All flags of a program by their spellings. `explain` may know better than "unknown flag" what a spelling is."""
+
+    def __init__(self, flags: Iterable[Flag], *, prog: str, description: str, sections: dict[str, str],
+                 explain: Callable[[str], str | None] = lambda spelling: None):
+        self.flags = list(flags)
+        self.by_spelling = _by_spelling(self.flags)
+        self.prog, self.description, self.sections, self.explain = prog, description, sections, explain
+
+    def help(self) -> str:
+        """The text for --help: every flag of the sections, with its default."""
+        lines = [f"usage: {self.prog} [--flag [value ...]] [@FILE] ...", "", *textwrap.wrap(self.description, 110), ""]
+        lines += _help_lines("-h, --help", "print this text and exit")
+        for group, title in self.sections.items():
+            lines += ["", title]
+            for flag in self.flags:
+                if flag.group == group:
+                    lines += _help_lines(" ".join(filter(None, [", ".join(flag.spellings), flag.metavar])),
+                                         help_with_default(flag))
+        return "\n".join(lines) + "\n"
+
+
+def help_with_default(flag: Flag) -> str:
+    """The help text, and the default where it says something."""
+    told = flag.default in (None, (), "") or flag.kind in ("off", "switch") or "(default" in flag.help
+    return flag.help if told else f"{flag.help} (default: {flag.default})"
+
+
+def _help_lines(head: str, text: str) -> list[str]:
+    wrapped = textwrap.wrap(text, 76)
+    if len(head) > 30:
+        return [f"  {head}", *(" " * 34 + line for line in wrapped)]
+    return [f"  {head:<31} {wrapped[0]}", *(" " * 34 + line for line in wrapped[1:])]
+
+
+def build_parser(tree: type, *, prog: str, description: str, extra: Iterable[Flag] = (),
+                 explain: Callable[[str], str | None] = lambda spelling: None) -> Parser:
+    """A parser with one section a config class. `extra`: flags that belong to no field (help leaves them out)."""
+    sections = {group: (owner.__doc__ or group).split("\n")[0] for group, owner in typing.get_type_hints(tree).items()}
+    return Parser([*flags_of(tree).values(), *extra], prog=prog, description=description, sections=sections,
+                  explain=explain)
+
+
+@dataclasses.dataclass
+class Parsed:
+    """What a command line says: values by field name, all that is wrong with it, what is worth a line, and the names
+    of flags that were meant but could not be read."""
+    typed: dict[str, Any] = dataclasses.field(default_factory=dict)
+    problems: list[str] = dataclasses.field(default_factory=list)
+    notes: list[str] = dataclasses.field(default_factory=list)
+    broken: set[str] = dataclasses.field(default_factory=set)
+    help: bool = False
+
+
+def parse(parser: Parser, argv: Sequence[str]) -> Parsed:
+    """Read a command line as far as it can be read. What an @FILE says is read first, so that typed flags win."""
+    parsed = Parsed()
+    from_files, typed = [], []
+    for word in argv:
+        try:
+            words = expand_files([word])
+        except Problems as error:
+            parsed.problems += error.lines
+            continue
+        (from_files if word.startswith("@") and words and is_flag(words[0]) else typed).extend(words)
+    for words in (from_files, typed):
+        seen: dict[str, list[str]] = {}
+        starts = [at for at, word in enumerate(words) if at == 0 or is_flag(word)]
+        for start, end in zip(starts, [*starts[1:], len(words)], strict=True):
+            _take(parser, words[start:end], seen, parsed)
+    return parsed
+
+
+def parse_typed(parser: Parser, argv: Sequence[str]) -> dict[str, Any]:
+    """What was typed, as {field name: value}. Raises Problems with every problem at once."""
+    parsed = parse(parser, argv)
+    if parsed.problems:
+        raise Problems(parsed.problems)
+    return parsed.typed
+
+
+def _take(parser: Parser, words: list[str], seen: dict[str, list[str]], parsed: Parsed) -> None:
+    """One flag and the words up to the next one."""
+    spelling, equals, value = words[0].partition("=")
+    values = [value] * bool(equals) + words[1:]
+    if spelling in ("-h", "--help"):
+        parsed.help = True
+        return
+    if not is_flag(words[0]):
+        parsed.problems.append(f"{' '.join(words)!r} stands alone: every value follows a flag (--name value); did a "
+                               "dash get lost?")
+        return
+    flag = parser.by_spelling.get(spelling)
+    if flag is None:
+        _unknown(parser, spelling, parsed)
+        return
+    try:
+        value = flag.convert(values)
+    except ValueError as error:
+        parsed.problems.append(f"{spelling}: {error}")
+        parsed.broken.add(flag.name)
+        return
+    if flag.extend:
+        value = parsed.typed.get(flag.name, ()) + value
+    elif seen.get(flag.name, values) != values:
+        parsed.notes.append(f"{spelling} is given more than once; the last one counts: {' '.join(values)}")
+    seen[flag.name] = values
+    parsed.typed[flag.name] = value
+
+
+def is_flag(word: str) -> bool:
+    """Does this word begin a flag? Negative numbers do not."""
+    return len(word) > 1 and word[0] == "-" and not _NUMBER.fullmatch(word)
+
+
+def _unknown(parser: Parser, spelling: str, parsed: Parsed) -> None:
+    dashed = "--" + spelling.lstrip("-").replace("_", "-")
+    known = sorted(parser.by_spelling)
+    close = [dashed] if dashed in known else difflib.get_close_matches(dashed, known, 3, 0.7)
+    parsed.broken |= {parser.by_spelling[s].name for s in close}
+    if explained := parser.explain(spelling):
+        parsed.problems.append(explained)
+    elif close:
+        parsed.problems.append(f"unknown flag {spelling}; did you mean {' or '.join(close)}?")
+    else:
+        parsed.problems.append(f"unknown flag {spelling}; --help lists every flag")
+
+
+def expand_files(argv: Sequence[str], seen: tuple[Path, ...] = ()) -> list[str]:
+    """Replace each @FILE word by the words of that file: shell quoting, `#` comments, @FILE inside relative to it."""
+    words: list[str] = []
+    for word in argv:
+        if not word.startswith("@"):
+            words.append(word)
+            continue
+        path = Path(word[1:]) if not seen else seen[-1].parent / word[1:]
+        if path.resolve() in [p.resolve() for p in seen]:
+            raise Problems([f"@{path}: includes itself"])
+        words += expand_files(read_words(path), (*seen, path))
+    return words
+
+
+def read_words(path: Path) -> list[str]:
+    """The words of an @FILE, with the shell's quoting and `#` comments. Raises Problems, with the line's number."""
+    try:
+        text = path.read_text(encoding="utf8")
+    except OSError as error:
+        raise Problems([f"@{path}: {error.strerror or error}; an @FILE holds flags, one or more a line"]) from None
+    except UnicodeDecodeError:
+        raise Problems([f"@{path}: not a text file; an @FILE holds flags, one or more a line"]) from None
+    lexer = shlex.shlex(text, posix=True)
+    lexer.whitespace_split = True
+    try:
+        return list(lexer)
+    except ValueError as error:
+        raise Problems([f"@{path}, line {lexer.lineno}: {str(error).lower()}; close it, or quote it with \\"]) from None
+
+
+def config_from(tree: type, values: dict[str, Any]) -> Any:
+    """The frozen dataclass tree from {field name: value}; names that no field has are ignored."""
+    parts = {}
+    for group, owner in typing.get_type_hints(tree).items():
+        names = {f.name for f in dataclasses.fields(owner) if "help" in f.metadata}
+        parts[group] = owner(**{k: v for k, v in values.items() if k in names})
+    return tree(**parts)
+
+
+def values_of(config: Any) -> dict[str, Any]:
+    """{field name: value} of every flag of a config tree."""
+    flat = {}
+    for group in dataclasses.fields(config):
+        part = getattr(config, group.name)
+        flat |= {f.name: getattr(part, f.name) for f in dataclasses.fields(part) if "help" in f.metadata}
+    return flat
+
+
+def to_args_text(config: Any, leave_out: Iterable[str] = ()) -> str:
+    """The flags that differ from their defaults, one a line: `pretrain_gpt.py @FILE` repeats the run."""
+    lines, values, left = [], values_of(config), set(leave_out)
+    for name, flag in flags_of(type(config)).items():
+        value = values[name]
+        if value == flag.default or name in left:
+            continue
+        if flag.kind in ("switch", "off"):
+            lines.append(flag.spelling)
+        elif flag.kind == "list":
+            lines.append(f"{flag.spelling} {shlex.join(map(str, value))}")
+        else:
+            apart = "=" if str(value).startswith(("@", "-")) else " "
+            lines.append(f"{flag.spelling}{apart}{shlex.quote(str(value))}")
+    return "\n".join(lines) + "\n"

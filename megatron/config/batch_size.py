@@ -1,0 +1,295 @@
+"""How large the global batch is after any number of samples, as pure functions; knows no tensor and no process.
+
+S(n), the samples consumed after iteration n, follows from these flags alone: never from what was skipped or restarted.
+Sources: facts/megatron.md 5 (constant, ramp-up, step schedule), facts/spikes.md 4.1 (S).
+"""
+
+import math
+import re
+from bisect import bisect_right
+from collections.abc import Sequence
+from decimal import Decimal
+from typing import NamedTuple
+
+_SUFFIXES = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+_AMOUNT = re.compile(r"([0-9]+(?:\.[0-9]*)?(?:E[0-9]{1,2})?)([KMBT]?)")
+
+
+class Phase(NamedTuple):
+    """A run of iterations of equal batch size, from `first_iteration` (1-based), which starts after `consumed`."""
+
+    first_iteration: int
+    consumed: int
+    global_batch_size: int
+
+
+class BatchSizeSchedule:
+    """The global batch size as a function of samples consumed: steps of (samples, nominal size), the first at 0.
+
+    `nominal` is the size the flags ask for. With `decrease_batch_size_if_needed` the running size, which is what an
+    iteration reads and what is counted, is the nominal one rounded down to whole micro-batches on every data-parallel
+    rank; otherwise the two are equal and `problems` tells where they cannot be run. Raises ValueError on sizes that
+    leave an iteration without a sample. All look-ups are a bisection.
+    """
+
+    def __init__(
+        self,
+        steps: Sequence[tuple[int, int]],
+        *,
+        micro_batch_size: int,
+        data_parallel_size: int = 1,
+        decrease_batch_size_if_needed: bool = False,
+        flag: str = "--global-batch-size",
+        headline: str | None = None,
+        reach_target: bool = False,
+    ) -> None:
+        if micro_batch_size is None or micro_batch_size < 1:
+            raise ValueError(f"--micro-batch-size {micro_batch_size} must be at least 1")
+        assert data_parallel_size >= 1 and steps and steps[0][0] == 0
+        self.micro_batch_size = micro_batch_size
+        self.data_parallel_size = data_parallel_size
+        self.decrease_batch_size_if_needed = decrease_batch_size_if_needed
+        self.steps = tuple(steps)
+        self._flag = flag
+        self._headline = headline
+        self._reach_target = reach_target
+        self._thresholds = [threshold for threshold, _ in steps]
+        self.phases = self._find_phases()
+        self._first_iterations = [phase.first_iteration for phase in self.phases]
+        self._starts = [phase.consumed for phase in self.phases]
+
+    @property
+    def divisor(self) -> int:
+        """Samples of one micro-batch on every data-parallel rank."""
+        return self.micro_batch_size * self.data_parallel_size
+
+    @property
+    def final_global_batch_size(self) -> int:
+        """The nominal size at the end of the schedule (what --global-batch-size names)."""
+        return self.steps[-1][1]
+
+    @property
+    def is_constant(self) -> bool:
+        """Whether every iteration has the same size."""
+        return len(self.phases) == 1
+
+    def nominal_global_batch_size(self, consumed: int) -> int:
+        """The size the flags ask for after `consumed` samples."""
+        return self.steps[bisect_right(self._thresholds, consumed) - 1][1]
+
+    def global_batch_size(self, consumed: int) -> int:
+        """Samples the iteration that starts after `consumed` samples reads."""
+        return self._running(self.nominal_global_batch_size(consumed))
+
+    def num_microbatches(self, consumed: int) -> int:
+        """Micro-batches per data-parallel rank of that iteration; ValueError if its size does not divide."""
+        size = self.global_batch_size(consumed)
+        if size % self.divisor:
+            raise ValueError(self._not_divisible(size))
+        return size // self.divisor
+
+    def samples_before(self, iteration: int) -> int:
+        """S(n - 1): the samples consumed before iteration n = `iteration` (1-based), also its first sample's index."""
+        if iteration < 1:
+            raise ValueError(f"iterations start at 1, not {iteration}")
+        phase = self.phases[bisect_right(self._first_iterations, iteration) - 1]
+        return phase.consumed + (iteration - phase.first_iteration) * phase.global_batch_size
+
+    def iterations_within(self, samples: int) -> int:
+        """The largest n with S(n) <= `samples`."""
+        phase = self.phases[bisect_right(self._starts, samples) - 1]
+        return phase.first_iteration - 1 + (samples - phase.consumed) // phase.global_batch_size
+
+    def train_iters_from_samples(self, train_samples: int) -> int:
+        """Iterations for --train-samples: whole batches only, a partial last one is dropped (Megatron's rule).
+
+        With --step-batch-size-schedule it is instead the first n with S(n) >= train_samples (Megatron's newer rule), so
+        that the data must hold S(train_iters), which can be more than train_samples.
+        """
+        iterations = self.iterations_within(train_samples)
+        if self._reach_target and self.samples_before(iterations + 1) < train_samples:
+            return iterations + 1
+        return iterations
+
+    def problems(self, consumed: int = 0) -> list[str]:
+        """Every size the schedule reaches from `consumed` samples on that does not divide into micro-batches."""
+        first = bisect_right(self._starts, consumed) - 1
+        sizes = {phase.global_batch_size for phase in self.phases[first:]}
+        return [self._not_divisible(size) for size in sorted(sizes) if size % self.divisor]
+
+    def lines(self) -> list[str]:
+        """What to print at start: Megatron's lines, and the first phases of a size that changes."""
+        found = [self._headline] if self._headline else []
+        if self.decrease_batch_size_if_needed:
+            found += [
+                f"decreasing batch size from {nominal} to {self._running(nominal)}: whole micro-batches of "
+                f"{self.micro_batch_size} on {self.data_parallel_size} data-parallel ranks"
+                for nominal in sorted({self.nominal_global_batch_size(phase.consumed) for phase in self.phases})
+                if nominal != self._running(nominal)
+            ]
+        if self.is_constant:
+            return [*found, f"setting number of micro-batches to constant {self.num_microbatches(0)}"]
+        return found + [
+            f"  from iteration {phase.first_iteration} ({phase.consumed} samples): global batch size "
+            f"{phase.global_batch_size}"
+            for phase in self.phases[:20]
+        ]
+
+    def _running(self, nominal: int) -> int:
+        return nominal // self.divisor * self.divisor if self.decrease_batch_size_if_needed else nominal
+
+    def _not_divisible(self, size: int) -> str:
+        below = size // self.divisor * self.divisor
+        near = f"{below} or {below + self.divisor}" if below else f"{self.divisor}"
+        return (
+            f"{self._flag}: global batch size ({size}) is not divisible by micro batch size ({self.micro_batch_size}) "
+            f"times data parallel size ({self.data_parallel_size}); use {near}, another --micro-batch-size, or "
+            "--decrease-batch-size-if-needed"
+        )
+
+    def _find_phases(self) -> list[Phase]:
+        """Walk through the steps, not the iterations: a batch that begins before a threshold keeps its size."""
+        phases: list[Phase] = []
+        iteration, consumed = 1, 0
+        while True:
+            at = bisect_right(self._thresholds, consumed) - 1
+            size = self._running(self.steps[at][1])
+            if size < 1:
+                raise ValueError(
+                    f"{self._flag}: a global batch size of {self.steps[at][1]} holds no micro-batch of "
+                    f"{self.micro_batch_size} on each of {self.data_parallel_size} data-parallel ranks; use at least "
+                    f"{self.divisor}"
+                )
+            if not phases or phases[-1].global_batch_size != size:
+                phases.append(Phase(iteration, consumed, size))
+            if at + 1 == len(self.steps):
+                return phases
+            iterations = -(-(self._thresholds[at + 1] - consumed) // size)
+            iteration += iterations
+            consumed += iterations * size
+
+
+def build_batch_size_schedule(
+    *,
+    micro_batch_size: int,
+    global_batch_size: int | None = None,
+    data_parallel_size: int = 1,
+    rampup_batch_size: Sequence[int | str] | None = None,
+    step_batch_size_schedule: str | None = None,
+    seq_length: int | None = None,
+    decrease_batch_size_if_needed: bool = False,
+) -> BatchSizeSchedule:
+    """The schedule these flags give; without any size it is one micro-batch on every data-parallel rank.
+
+    Whether each size divides into micro-batches is left to `BatchSizeSchedule.problems`, since a resumed run may have
+    passed the sizes that do not. Raises ValueError naming the flag for everything else.
+    """
+    if micro_batch_size is None or micro_batch_size < 1:
+        raise ValueError(f"--micro-batch-size {micro_batch_size} must be at least 1")
+    common = {"micro_batch_size": micro_batch_size, "data_parallel_size": data_parallel_size}
+    if step_batch_size_schedule is not None:
+        for flag, value in (
+            ("--global-batch-size", global_batch_size),
+            ("--rampup-batch-size", rampup_batch_size),
+            ("--decrease-batch-size-if-needed", decrease_batch_size_if_needed or None),
+        ):
+            if value is not None:
+                raise ValueError(f"{flag} cannot be given with --step-batch-size-schedule, which sets all sizes")
+        steps = parse_step_schedule(step_batch_size_schedule, seq_length)
+        return BatchSizeSchedule(steps, **common, flag="--step-batch-size-schedule", reach_target=True)
+    size = micro_batch_size * data_parallel_size if global_batch_size is None else global_batch_size
+    if size < 1:
+        raise ValueError(f"--global-batch-size {size} must be at least 1")
+    steps, flag = [(0, size)], "--global-batch-size"
+    headline = f"setting global batch size to {size}" if global_batch_size is None else None
+    if rampup_batch_size is not None:
+        steps, flag = rampup_steps(rampup_batch_size, size), "--rampup-batch-size"
+        start, increment, samples = rampup_batch_size
+        headline = (
+            f"will use batch size rampup starting from global batch size {start} to global batch size {size} with "
+            f"batch size increments {increment} over {samples} samples."
+        )
+    return BatchSizeSchedule(
+        steps,
+        **common,
+        flag=flag,
+        headline=headline,
+        decrease_batch_size_if_needed=decrease_batch_size_if_needed,
+    )
+
+
+def rampup_steps(values: Sequence[int | str], global_batch_size: int) -> list[tuple[int, int]]:
+    """(samples, size) steps of --rampup-batch-size START INCREMENT SAMPLES up to `global_batch_size`.
+
+    The size after c samples is START + INCREMENT * int(c / p) while c <= SAMPLES, with p = SAMPLES / increments in
+    floating point, and the full size after that; the thresholds are the smallest c at which that expression changes.
+    """
+    flag = f"--rampup-batch-size {' '.join(map(str, values))}"
+    try:
+        start, increment, samples = (int(value) for value in values)
+    except ValueError:
+        raise ValueError(f"{flag}: expected three integers, START INCREMENT SAMPLES") from None
+    if start < 1 or increment < 1 or samples < 0:
+        raise ValueError(f"{flag}: START and INCREMENT must be at least 1, and SAMPLES not negative")
+    if start > global_batch_size:
+        raise ValueError(f"{flag}: it starts above --global-batch-size {global_batch_size}; a ramp can only rise")
+    if (global_batch_size - start) % increment:
+        raise ValueError(
+            f"{flag}: the way from {start} to --global-batch-size {global_batch_size} is "
+            f"{global_batch_size - start} samples, no multiple of the increment {increment}"
+        )
+    increments = (global_batch_size - start) // increment
+    if increments == 0:
+        return [(0, global_batch_size)]
+    if samples == 0:
+        raise ValueError(f"{flag}: a ramp over 0 samples is none; give SAMPLES, or only --global-batch-size")
+    per_increment = samples / increments
+    found = {0: start}
+    for count in range(1, increments + 1):
+        threshold = max(0, math.ceil(count * per_increment))
+        while int(threshold / per_increment) < count:
+            threshold += 1
+        while threshold and int((threshold - 1) / per_increment) >= count:
+            threshold -= 1
+        if threshold <= samples:
+            found[threshold] = start + count * increment
+    if max(found.values()) < global_batch_size:
+        found[samples + 1] = global_batch_size
+    return sorted(found.items())
+
+
+def parse_step_schedule(text: str, seq_length: int | None = None) -> list[tuple[int, int]]:
+    """(samples, size) steps of --step-batch-size-schedule "0:768 250B:1536", entries split by blanks or commas.
+
+    Thresholds are tokens when `seq_length` is given (and become whole samples), else samples. Numbers may end in K, M,
+    B or T (1e3 .. 1e12) and have decimals. Raises ValueError listing every bad entry.
+    """
+    flag = f'--step-batch-size-schedule "{text}"'
+    problems: list[str] = []
+    steps: list[tuple[int, int]] = []
+    for entry in text.replace(",", " ").split():
+        threshold_text, colon, size_text = entry.partition(":")
+        threshold, size = _amount(threshold_text), _amount(size_text)
+        if not colon or threshold is None or size is None:
+            problems.append(f"{entry} is not THRESHOLD:BATCH_SIZE, as in 250B:1536")
+            continue
+        if size < 1:
+            problems.append(f"{entry} asks for a batch size of {size}; it must be at least 1")
+        steps.append((threshold if seq_length is None else threshold // seq_length, size))
+    steps.sort(key=lambda step: step[0])
+    if not steps and not problems:
+        problems.append("it is empty; give at least 0:BATCH_SIZE")
+    if steps and steps[0][0] != 0:
+        problems.append(f"the first threshold is {steps[0][0]} samples; it must be 0")
+    for (before, _), (after, _) in zip(steps, steps[1:], strict=False):
+        if before == after:
+            problems.append(f"two entries begin at {after} samples; thresholds must be strictly increasing")
+    if problems:
+        raise ValueError(f"{flag}: {'; '.join(problems)}")
+    return steps
+
+
+def _amount(text: str) -> int | None:
+    """An integer from "250B", "1.5M" or "768"; None if it is none."""
+    match = _AMOUNT.fullmatch(text.strip().upper())
+    return int(Decimal(match[1]) * _SUFFIXES[match[2]]) if match else None

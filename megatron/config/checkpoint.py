@@ -1,0 +1,23 @@
+"""What is saved, when, and what is loaded. Knows no torch."""
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron.arguments import arg
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """Saving and loading."""
+    save: str | None = arg(None, help="directory to save checkpoints in")
+    save_interval: int | None = arg(None, help="iterations between checkpoints, needed with --save")
+    load: str | None = arg(None, help="directory (or iter_XXXXXXX inside one) to resume from")
+    ckpt_step: int | None = arg(None, help="load this iteration instead of the newest", dump=False)
+    finetune: bool = arg(False, help="load the weights alone and start from iteration 0")
+    no_load_optim: bool = arg(False, help="do not load optimizer and scheduler")
+    no_load_rng: bool = arg(False, help="do not load random state (there is none to load: masks are a function of "
+                                        "seed and iteration)")
+    no_save_optim: bool = arg(False, help="do not save the optimizer")
+    no_save_rng: bool = arg(False, help="do not save random state (there is none)")
+    use_checkpoint_args: bool = arg(False, help="take the architecture from the checkpoint's args")
+    exit_on_missing_checkpoint: bool = arg(False, help="exit when --load finds nothing, instead of a random start")

@@ -1,0 +1,39 @@
+"""Where samples come from and in which order. Knows no torch."""
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from megatron.arguments import arg
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """Data sets, their order, and the tokenizer."""
+    data_path: tuple[str, ...] | None = arg(None, help="one prefix, or a blend: weight prefix weight prefix ...")
+    train_data_path: tuple[str, ...] | None = arg(None, help="blend of the training split alone")
+    valid_data_path: tuple[str, ...] | None = arg(None, help="blend of the validation split alone")
+    test_data_path: tuple[str, ...] | None = arg(None, help="blend of the test split alone")
+    data_args_path: str | None = arg(None, help="file that holds the words of --data-path", dump=False)
+    per_split_data_args_path: str | None = arg(None, help="JSON file with the keys train, valid, test", dump=False)
+    mock_data: bool = arg(False, help="synthetic data: no files needed", dump=False)
+    split: str | None = arg(None, help="share of train, validation and test: three numbers "
+                                       "(default: 969, 30, 1; not with per-split paths)")
+    data_cache_path: str | None = arg(None, help="directory of the index cache")
+    num_workers: int = arg(2, help="processes that read ahead; 0 reads in the training process")
+    dataloader_type: Literal["single", "cyclic"] | None = arg(None, help="single pass in index order, or reshuffled "
+                                                                         "every epoch (default: single)")
+    data_sharding: bool = arg(True, off="--no-data-sharding", help="cyclic order: every rank draws from all samples")
+    reset_position_ids: bool = arg(False, help="positions start again after each end-of-document token")
+    reset_attention_mask: bool = arg(False, help="attention stays inside a document")
+    eod_mask_loss: bool = arg(False, help="no loss where the input is an end-of-document token")
+    mid_level_dataset_surplus: float = arg(0.005, help="margin of samples each member of a blend gets", dump=False)
+    tokenizer_type: str | None = arg(None, help="GPT2BPETokenizer, SentencePieceTokenizer, GPTSentencePieceTokenizer, "
+                                                "Llama2Tokenizer, HuggingFaceTokenizer, TikTokenizer or NullTokenizer "
+                                                "(default: GPT2BPETokenizer, or NullTokenizer with --mock-data)")
+    vocab_file: str | None = arg(None, help="vocab.json of the BPE")
+    merge_file: str | None = arg(None, help="merges.txt of the BPE")
+    tokenizer_model: str | None = arg(None, help="model file of the other tokenizers")
+    vocab_size: int | None = arg(None, help="vocabulary of the NullTokenizer, or to check the tokenizer against")
+    allow_data_order_change: bool = arg(False, help="resume although the order of the data differs from the "
+                                                    "checkpoint's", dump=False)

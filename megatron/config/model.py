@@ -1,0 +1,105 @@
+"""The architecture: everything a plain GPT on one device needs to know. Knows no rank, no data and no torch."""
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from megatron.arguments import arg
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """The architecture."""
+    num_layers: int | None = arg(None, help="transformer layers")
+    hidden_size: int | None = arg(None, help="width of the residual stream")
+    ffn_hidden_size: int | None = arg(None, help="MLP width; without it 4 x hidden size, or 8/3 x hidden size rounded "
+                                                 "down to a multiple of 64 with --swiglu / --geglu")
+    num_attention_heads: int | None = arg(None, help="query heads")
+    kv_channels: int | None = arg(None, help="width of one head; without it hidden size / heads")
+    group_query_attention: bool = arg(False, help="share key/value heads between query heads (GQA)")
+    num_query_groups: int = arg(1, help="key/value heads, with --group-query-attention")
+    seq_length: int | None = arg(None, help="tokens of one sample")
+    max_position_embeddings: int | None = arg(None, help="rows of the position table, at least the sequence length")
+    position_embedding_type: Literal["learned_absolute", "rope", "none"] = arg("learned_absolute", help="positions")
+    use_rotary_position_embeddings: bool = arg(False, help="the same as --position-embedding-type rope")
+    add_position_embedding: bool = arg(True, off="--no-position-embedding",
+                                       help="no learned position table (the same as --position-embedding-type none, "
+                                            "or rope where that is asked for)")
+    rotary_base: int = arg(10000, help="base of the rotary frequencies")
+    rotary_percent: float = arg(1.0, help="share of each head's width that is rotated")
+    rotary_interleaved: bool = arg(False, help="rotate neighbouring pairs instead of the two halves of a head")
+    rotary_seq_len_interpolation_factor: int | None = arg(None, help="divide rotary positions by this")
+    make_vocab_size_divisible_by: int = arg(128, help="the vocabulary is padded to a multiple of this times TP")
+    normalization: Literal["LayerNorm", "RMSNorm"] = arg("LayerNorm", help="norm of every block")
+    norm_epsilon: float = arg(1e-5, help="epsilon of the norms")
+    apply_layernorm_1p: bool = arg(False, help="norm weights are stored minus one")
+    apply_residual_connection_post_layernorm: bool = arg(False, help="take the residual after the norm")
+    qk_layernorm: bool = arg(False, help="norm of every query and key head")
+    openai_gelu: bool = arg(False, help="tanh form of GELU (also without the fusion)")
+    squared_relu: bool = arg(False, help="relu(x)^2 in the MLP")
+    swiglu: bool = arg(False, help="gated MLP with SiLU")
+    geglu: bool = arg(False, help="gated MLP with GELU")
+    bias_gelu_fusion: bool = arg(True, off="--no-bias-gelu-fusion",
+                                 help="exact erf GELU instead of the tanh form that Megatron fuses with the bias")
+    untie_embeddings_and_output_weights: bool = arg(False, help="a matrix of its own for the output layer")
+    add_bias_linear: bool = arg(True, off="--disable-bias-linear", help="no biases in linear layers")
+    add_qkv_bias: bool = arg(False, help="a bias on queries, keys and values even with --disable-bias-linear")
+    add_attention_output_bias: bool = arg(False, help="a bias on the attention output even with --disable-bias-linear")
+    add_mlp_bias: bool = arg(False, help="biases in the MLP even with --disable-bias-linear")
+    attention_dropout: float = arg(0.1, help="dropout of attention probabilities")
+    hidden_dropout: float = arg(0.1, help="dropout of the embedding and of both residual branches")
+    init_method_std: float = arg(0.02, help="standard deviation of the normal initialisation")
+    init_method_xavier_uniform: bool = arg(False, help="Xavier uniform initialisation of matrices")
+    apply_query_key_layer_scaling: bool = arg(False, help="divide scores by the layer number and undo it in the "
+                                                          "softmax; numerically neutral here")
+    attention_softmax_in_fp32: bool = arg(False, help="softmax in fp32 (always so here)")
+    fp32_residual_connection: bool = arg(False, help="residual stream in fp32, with --fp16 or --bf16")
+
+    @property
+    def head_dim(self) -> int:
+        """Width of one head."""
+        return self.kv_channels or self.hidden_size // self.num_attention_heads
+
+    @property
+    def query_groups(self) -> int:
+        """Key/value heads: as many as query heads without GQA."""
+        return self.num_query_groups if self.group_query_attention else self.num_attention_heads
+
+    @property
+    def gated(self) -> bool:
+        """Does the first MLP matrix hold a gate and an up half?"""
+        return self.swiglu or self.geglu
+
+    @property
+    def ffn(self) -> int:
+        """Width of the MLP."""
+        if self.ffn_hidden_size:
+            return self.ffn_hidden_size
+        return int(self.hidden_size * 4 * 2 / 3) // 64 * 64 if self.gated else 4 * self.hidden_size
+
+    @property
+    def positions(self) -> str:
+        """`learned_absolute`, `rope` or `none`, whichever way it was spelled."""
+        if self.use_rotary_position_embeddings or self.position_embedding_type == "rope":
+            return "rope"
+        return self.position_embedding_type if self.add_position_embedding else "none"
+
+    @property
+    def qkv_bias(self) -> bool:
+        """Have queries, keys and values a bias?"""
+        return self.add_bias_linear or self.add_qkv_bias
+
+    @property
+    def attention_output_bias(self) -> bool:
+        """Has the attention output a bias?"""
+        return self.add_bias_linear or self.add_attention_output_bias
+
+    @property
+    def mlp_bias(self) -> bool:
+        """Have the two MLP matrices biases?"""
+        return self.add_bias_linear or self.add_mlp_bias
+
+    @property
+    def tied(self) -> bool:
+        """Does the output layer use the embedding's matrix?"""
+        return not self.untie_embeddings_and_output_weights

@@ -1,0 +1,25 @@
+"""How the work is split over ranks and how they talk. Knows no torch and no model."""
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from megatron.arguments import arg
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    """How the work is split over ranks."""
+    tensor_model_parallel_size: int = arg(1, help="ranks one layer is split over")
+    pipeline_model_parallel_size: int = arg(1, help="stages the depth is split over")
+    context_parallel_size: int = arg(1, help="ranks one sequence is split over")
+    expert_model_parallel_size: int = arg(1, help="ranks the experts are split over")
+    sequence_parallel: bool = arg(False, help="split norms and dropout over the tensor-parallel ranks too")
+    use_distributed_optimizer: bool = arg(False, help="each data-parallel rank keeps its part of the optimizer state")
+    overlap_grad_reduce: bool = arg(False, help="reduce gradient buckets while the backward pass runs")
+    overlap_param_gather: bool = arg(False, help="gather weights while the forward pass runs")
+    ddp_bucket_size: int | None = arg(None, help="elements of one gradient bucket")
+    distributed_backend: Literal["nccl", "gloo"] | None = arg(None, help="process group backend; without it nccl "
+                                                                         "on CUDA and gloo on CPU")
+    distributed_timeout_minutes: int = arg(10, help="minutes a collective may wait")
+    local_rank: int | None = arg(None, help="rank on this node, given by the launcher", alias=("--local_rank",))

@@ -1,0 +1,132 @@
+"""What follows from the command line, the number of ranks and the size of the vocabulary. Knows no torch and no file."""
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron.config.batch_size import BatchSizeSchedule, build_batch_size_schedule
+from megatron.config.parameters import ParameterSpec, parameter_table
+from megatron.config.skip_ranges import SkipRanges
+from megatron.config.tree import Config
+
+BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
+
+
+@dataclass(frozen=True)
+class Targets:
+    """Samples that each split must hold."""
+    train: int
+    valid: int
+    test: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Derived facts: nothing here was typed, all of it follows."""
+    world_size: int
+    data_parallel_size: int
+    vocab_size: int
+    padded_vocab_size: int
+    parameters: tuple[ParameterSpec, ...]
+    batch: BatchSizeSchedule
+    train_iters: int
+    targets: Targets
+    skips: SkipRanges
+    split: str | None
+    layers_per_stage: tuple[tuple[int, ...], ...]
+
+    @property
+    def num_parameters(self) -> int:
+        """Parameters of the whole model, padded vocabulary rows included."""
+        return sum(p.numel for p in self.parameters)
+
+    def consumed_samples(self, iteration: int) -> int:
+        """Samples consumed after `iteration`: a function of the flags alone."""
+        return self.batch.samples_before(iteration + 1)
+
+
+def padded_vocab_size(vocab_size: int, divisible_by: int, tensor_parallel_size: int) -> int:
+    """The next multiple of `divisible_by` x TP, so that every rank holds as many rows."""
+    multiple = divisible_by * tensor_parallel_size
+    return -(-vocab_size // multiple) * multiple
+
+
+def data_parallel_size(config: Config, world_size: int) -> int:
+    """Ranks that see other data: world size / (TP x PP x CP)."""
+    p = config.parallel
+    model = p.tensor_model_parallel_size * p.pipeline_model_parallel_size * p.context_parallel_size
+    return max(1, world_size // model)
+
+
+def batch_schedule(config: Config, world_size: int) -> BatchSizeSchedule:
+    """The global batch size over the run. Raises ValueError as `build_batch_size_schedule` does."""
+    t = config.training
+    return build_batch_size_schedule(
+        micro_batch_size=t.micro_batch_size, global_batch_size=t.global_batch_size,
+        data_parallel_size=data_parallel_size(config, world_size), rampup_batch_size=t.rampup_batch_size,
+        step_batch_size_schedule=t.step_batch_size_schedule, seq_length=config.model.seq_length,
+        decrease_batch_size_if_needed=t.decrease_batch_size_if_needed)
+
+
+def split_string(config: Config) -> str | None:
+    """The split as Megatron prints it; None with per-split paths."""
+    d = config.data
+    if d.train_data_path or d.valid_data_path or d.test_data_path or d.per_split_data_args_path:
+        return None
+    return d.split or "969, 30, 1"
+
+
+def make_plan(config: Config, world_size: int, vocab_size: int) -> Plan:
+    """The plan of a command line that `megatron.config.check` found no problem in."""
+    t, p = config.training, config.parallel
+    batch = batch_schedule(config, world_size)
+    train_iters = t.train_iters if t.train_iters is not None else batch.train_iters_from_samples(t.train_samples or 0)
+    final = batch.final_global_batch_size
+    train = batch.samples_before(train_iters + 1) if t.train_samples is None else t.train_samples
+    valid = (train_iters // t.eval_interval + 1) * t.eval_iters * final
+    padded = padded_vocab_size(vocab_size, config.model.make_vocab_size_divisible_by, p.tensor_model_parallel_size)
+    skips = SkipRanges.parse(t.train_range_to_skip, train_iters=train_iters,
+                             iterations_to_skip=t.iterations_to_skip).ranges
+    layers, stages = config.model.num_layers, p.pipeline_model_parallel_size
+    per = layers // stages
+    return Plan(
+        world_size=world_size, data_parallel_size=data_parallel_size(config, world_size), vocab_size=vocab_size,
+        padded_vocab_size=padded, parameters=tuple(parameter_table(config.model, padded, vocab_size)), batch=batch,
+        train_iters=train_iters, targets=Targets(train, valid, t.eval_iters * final), skips=skips,
+        split=split_string(config),
+        layers_per_stage=tuple(tuple(range(s * per, (s + 1) * per)) for s in range(stages)))
+
+
+def bytes_per_rank(config: Config, plan: Plan) -> dict[str, int]:
+    """Bytes of weights, gradients, main weights and optimizer moments on one rank (activations not counted)."""
+    precision, n = config.precision, plan.num_parameters
+    low = precision.fp16 or precision.bf16
+    moments = 2 if config.optimizer.optimizer == "adam" else int(config.optimizer.sgd_momentum > 0)
+    return {"weights": n * BYTES[precision.params_dtype], "gradients": n * BYTES[precision.grad_dtype],
+            "main weights": n * BYTES[precision.main_dtype] if low else 0,
+            "optimizer moments": moments * n * BYTES[precision.main_dtype]}
+
+
+def describe(config: Config, plan: Plan) -> list[str]:
+    """The plan in lines, for --dry-run."""
+    p, m, t = config.parallel, config.model, config.training
+    memory = bytes_per_rank(config, plan)
+    dropped = plan.skips.count_in(1, plan.train_iters)
+    first = plan.batch.phases[0].global_batch_size
+    return [
+        f"world size {plan.world_size} = data {plan.data_parallel_size} x tensor {p.tensor_model_parallel_size} x "
+        f"pipeline {p.pipeline_model_parallel_size} x context {p.context_parallel_size}",
+        f"model: {m.num_layers} layers, hidden {m.hidden_size}, ffn {m.ffn}, {m.num_attention_heads} heads of "
+        f"{m.head_dim}, {m.query_groups} key/value groups, sequence {m.seq_length}, positions {m.positions}",
+        *(f"  stage {i}: layers {s[0]} to {s[-1]}" for i, s in enumerate(plan.layers_per_stage)),
+        f"vocabulary: {plan.vocab_size}, padded to {plan.padded_vocab_size}",
+        f"parameters: {plan.num_parameters}",
+        "bytes per rank: " + ", ".join(f"{name} {size:,}" for name, size in memory.items()) +
+        f", together {sum(memory.values()):,} (activations not counted)",
+        f"batch: {first} samples = {t.micro_batch_size} x {plan.data_parallel_size} ranks x "
+        f"{plan.batch.num_microbatches(0)} micro-batches" + ("" if plan.batch.is_constant else ", growing:"),
+        *(line for line in plan.batch.lines() if not plan.batch.is_constant),
+        f"run: {plan.train_iters} iterations, {plan.targets.train} samples, "
+        f"{plan.targets.train * m.seq_length:,} tokens" + (f", {dropped} iterations skipped" if dropped else ""),
+        f"data: train {plan.targets.train}, validation {plan.targets.valid}, test {plan.targets.test} samples, split "
+        f"{plan.split or 'given per path'}",
+    ]

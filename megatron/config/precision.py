@@ -1,0 +1,39 @@
+"""Number formats of weights, gradients and losses. Knows no torch."""
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron.arguments import arg
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrecisionConfig:
+    """Number formats and loss scaling."""
+    fp16: bool = arg(False, help="half precision with loss scaling")
+    bf16: bool = arg(False, help="bfloat16 parameters")
+    fp64: bool = arg(False, help="double precision, for proofs", dump=False)
+    loss_scale: float | None = arg(None, help="fixed loss scale (power of two); without it --fp16 scales dynamically")
+    initial_loss_scale: float = arg(2**32, help="first dynamic loss scale")
+    min_loss_scale: float = arg(1.0, help="lower bound of the dynamic loss scale")
+    loss_scale_window: float = arg(1000, help="good steps before the loss scale doubles")
+    hysteresis: int = arg(2, help="overflows tolerated before the loss scale halves")
+    fp16_lm_cross_entropy: bool = arg(False, help="compute the loss in fp16, with --fp16")
+    accumulate_allreduce_grads_in_fp32: bool = arg(False, help="gradients are kept and reduced in fp32 "
+                                                               "(always so with --bf16)")
+
+    @property
+    def params_dtype(self) -> str:
+        """Name of the torch dtype of the parameters."""
+        return "float16" if self.fp16 else "bfloat16" if self.bf16 else "float64" if self.fp64 else "float32"
+
+    @property
+    def main_dtype(self) -> str:
+        """Name of the torch dtype of main weights and optimizer state."""
+        return "float64" if self.fp64 else "float32"
+
+    @property
+    def grad_dtype(self) -> str:
+        """Name of the torch dtype in which gradients are accumulated and reduced."""
+        if self.fp16 and not self.accumulate_allreduce_grads_in_fp32:
+            return "float16"
+        return self.main_dtype

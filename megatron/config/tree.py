@@ -1,0 +1,26 @@
+"""All groups of the command line in one frozen tree. Knows no torch."""
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron.config.checkpoint import CheckpointConfig
+from megatron.config.data import DataConfig
+from megatron.config.logging import LoggingConfig
+from megatron.config.model import ModelConfig
+from megatron.config.optimizer import OptimizerConfig
+from megatron.config.parallel import ParallelConfig
+from megatron.config.precision import PrecisionConfig
+from megatron.config.training import TrainingConfig
+
+
+@dataclass(frozen=True)
+class Config:
+    """What the user asked for, unchanged; what follows from it lives in `megatron.config.plan.Plan`."""
+    model: ModelConfig
+    parallel: ParallelConfig
+    precision: PrecisionConfig
+    data: DataConfig
+    optimizer: OptimizerConfig
+    training: TrainingConfig
+    checkpoint: CheckpointConfig
+    logging: LoggingConfig

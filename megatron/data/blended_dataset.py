@@ -1,0 +1,227 @@
+"""BlendedDataset: one stream of samples drawn from several datasets by weight, and the words users say blends with.
+
+It knows datasets by length and index only; it must not know tokens, files' contents or ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from megatron import log
+from megatron.data.gpt_dataset import CACHE_FORMAT, GPTDataset
+from megatron.data.index_cache import IndexArrays, IndexCache
+from megatron.data.index_helpers import MAX_DATASETS, build_blending_indices, build_exhaustive_blending_indices
+
+LOGGER = "megatron.core.datasets.blended_dataset"
+INDEX_NAMES = ("dataset_index", "dataset_sample_index")
+SPLITS = ("train", "valid", "test")
+Blend = tuple[list[str], list[float] | None]  # prefixes, and weights if the user gave any
+SplitMatrix = list[tuple[float, float] | None]
+
+
+def parse_split(split: str) -> SplitMatrix:
+    """`--split 949,50,1` as the part of the sequences each of train, valid, test gets, None for an empty one.
+
+    Bounds are running sums of the normalized shares from an int 0 (Megatron's cache keys show it). Missing shares are
+    0. Raises ValueError for anything but one to three non-negative numbers with a positive sum.
+    """
+    words = [word for word in re.split(r"[,/\s]+", split.strip()) if word]
+    try:
+        shares = [float(word) for word in words]
+    except ValueError:
+        shares = []
+    if not 1 <= len(shares) <= 3 or not all(0 <= s < math.inf for s in shares) or sum(shares) == 0:
+        raise ValueError(f"--split {split}: must be up to three shares of train, valid and test, such as 949,50,1")
+    shares = normalize(shares + [0.0] * (3 - len(shares)))
+    bounds: list[float] = [0]
+    for share in shares:
+        bounds.append(bounds[-1] + share)
+    return [(low, high) if high > low else None for low, high in zip(bounds[:-1], bounds[1:], strict=True)]
+
+
+def split_range(part: tuple[float, float], sequences: int) -> range:
+    """The sequences of one split: both bounds rounded half to even, as Megatron rounds them."""
+    return range(int(round(part[0] * float(sequences))), int(round(part[1] * float(sequences))))
+
+
+def normalize(weights: Sequence[float]) -> list[float]:
+    """Divide by the float64 sum, with numpy's order of summation (megatron-core's numbers to the last bit)."""
+    values = np.array(weights, np.float64)
+    return (values / np.sum(values)).tolist()
+
+
+def parse_blend(items: Sequence[str], flag: str = "--data-path") -> Blend:
+    """megatron-core's grammar: an odd number of items, or no weight where pairs would have one, is prefixes; else
+    pairs of weight and prefix. Raises ValueError for a mixture and for weights that are not positive numbers.
+    """
+    items = [str(item).strip() for item in items]
+    if not items or not all(items):
+        raise ValueError(f"{flag}: names no data; give prefixes, or pairs of weight and prefix")
+    weights = [_as_float(item) for item in items[::2]]
+    if len(items) % 2 == 1 or all(weight is None for weight in weights):
+        return items, None
+    for item, weight in zip(items[::2], weights, strict=True):
+        if weight is None:
+            raise ValueError(f"{flag}: {item} stands where a weight is expected; give pairs of weight and prefix")
+        if not 0 < weight < math.inf:
+            raise ValueError(f"{flag}: weight {item} must be a positive number; leave out data that is not wanted")
+    return items[1::2], weights
+
+
+def _as_float(word: str) -> float | None:
+    try:
+        return float(word)
+    except ValueError:
+        return None
+
+
+def read_blend_file(path: str, flag: str = "--data-args-path") -> Blend:
+    """A file with the items of --data-path, separated by white space."""
+    return parse_blend(_read(path, flag).split(), f"{flag} {path}")
+
+
+def read_split_blends(path: str, flag: str = "--per-split-data-args-path") -> list[Blend | None]:
+    """A JSON file {"train": [...], "valid": "...", ...}: a list of items, or one string of them, for each split."""
+    try:
+        blends = json.loads(_read(path, flag))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{flag} {path}: is no JSON ({error})") from error
+    if not isinstance(blends, dict) or not blends or not set(blends) <= set(SPLITS):
+        raise ValueError(f"{flag} {path}: must be an object with the keys train, valid, test (some may be missing)")
+    found: list[Blend | None] = []
+    for name in SPLITS:
+        items = blends.get(name)
+        if isinstance(items, str):
+            items = items.split()
+        if items is not None and not (isinstance(items, list) and all(isinstance(i, str | int | float) for i in items)):
+            raise ValueError(f"{flag} {path}: {name} must be a list of weights and prefixes, or one string of them")
+        found.append(None if items is None else parse_blend(items, f"{flag} {path}, {name}"))
+    return found
+
+
+def _read(path: str, flag: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{flag} {path}: cannot be read ({error})") from error
+
+
+def blend_sizes(weights: Sequence[float], size: int, surplus: float) -> tuple[list[int], list[int]]:
+    """(samples used, samples built) of each dataset for a blend of `size`: ceil(N w), and that with the surplus."""
+    used = [math.ceil(size * weight) for weight in weights]
+    return used, [math.ceil(count * (1 + surplus)) for count in used]
+
+
+class BlendedDataset:
+    """`ds[i]` is a sample (int64 [sequence_length + 1]) of one of `datasets`; which one is a pure function of i.
+
+    With `size`, datasets are drawn greedily so that each keeps to its weight; `size` None uses every sample of every
+    dataset once, `weights` being their lengths. Raises ValueError if the blend needs more samples of a dataset than it
+    has. Source: megatron-core's BlendedDataset.
+    """
+
+    def __init__(
+        self,
+        datasets: Sequence[GPTDataset],
+        weights: Sequence[float],
+        size: int | None,
+        *,
+        cache: IndexCache | None = None,
+        surplus: float = 0.005,
+    ) -> None:
+        assert len(datasets) == len(weights) > 0
+        if len(datasets) > MAX_DATASETS:
+            raise ValueError(f"--data-path: {len(datasets)} datasets; a blend can have {MAX_DATASETS}: merge some")
+        if not all(0 < weight < math.inf for weight in weights):
+            raise ValueError(f"--data-path: weights {list(weights)} must all be positive numbers")
+        if size is not None and size < 1:
+            raise ValueError(f"the blend is asked for {size} samples; it must be at least one")
+        self.datasets, self.size, self.index_split = list(datasets), size, datasets[0].index_split
+        self.weights = list(weights) if size is None else normalize(weights)
+        self.description = {
+            "class": "BlendedDataset",
+            "datasets": [dataset.description for dataset in self.datasets],
+            "split": self.index_split,
+            "weights": self.weights,
+            "size": size,
+            "format": CACHE_FORMAT,
+        }
+        self._indices = self._load(cache) or self._build(cache)
+        self._check_supply(surplus)
+        log.info(LOGGER, f"> BlendedDataset length: {len(self)}")
+
+    def _load(self, cache: IndexCache | None) -> IndexArrays | None:
+        if cache is None:
+            return None
+        indices = cache.load("BlendedDataset", self._cache_key(), INDEX_NAMES)
+        size = sum(self.weights) if self.size is None else self.size
+        if indices is None or any(indices[name].shape != (size,) for name in INDEX_NAMES):
+            return None
+        log.info(LOGGER, "Load the BlendedDataset indices")
+        return indices
+
+    def _build(self, cache: IndexCache | None) -> IndexArrays:
+        save = cache is not None and cache.writable()
+        log.info(LOGGER, f"Build {'and save ' if save else ''}the BlendedDataset indices")
+        if self.size is None:
+            indices = build_exhaustive_blending_indices(self.weights)
+        else:
+            indices = build_blending_indices(self.weights, self.size)
+        arrays = dict(zip(INDEX_NAMES, indices, strict=True))
+        return cache.store("BlendedDataset", self._cache_key(), arrays) if save else IndexArrays(arrays)
+
+    def _cache_key(self) -> str:
+        return json.dumps(self.description, indent=4)
+
+    def _check_supply(self, surplus: float) -> None:
+        wanted = np.bincount(self.dataset_index, minlength=len(self.datasets))
+        for dataset, count in zip(self.datasets, wanted.tolist(), strict=True):
+            if count > len(dataset):
+                raise ValueError(
+                    f"--mid-level-dataset-surplus {surplus}: the {self.index_split} blend needs {count} samples of "
+                    f"{dataset.corpus.path_prefix}, {len(dataset)} were built; raise the surplus, for example tenfold"
+                )
+
+    @property
+    def dataset_index(self) -> np.ndarray:
+        """int16 [n]: the dataset sample i comes from."""
+        return self._indices["dataset_index"]
+
+    @property
+    def dataset_sample_index(self) -> np.ndarray:
+        """int64 [n]: which sample of that dataset it is."""
+        return self._indices["dataset_sample_index"]
+
+    def __len__(self) -> int:
+        return len(self.dataset_index)
+
+    def source(self, index: int) -> tuple[int, int]:
+        """(number of the dataset, number of its sample) that sample `index` is."""
+        if not 0 <= index < len(self):
+            raise IndexError(f"{self.index_split} sample {index} of {len(self)}")
+        return int(self.dataset_index[index]), int(self.dataset_sample_index[index])
+
+    def locate(self, index: int) -> list[tuple[int, int, int]]:
+        """As GPTDataset.locate, in the dataset that `source(index)` names."""
+        dataset, sample = self.source(index)
+        return self.datasets[dataset].locate(sample)
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        dataset, sample = self.source(index)
+        return self.datasets[dataset][sample]
+
+    def order(self) -> dict[str, object]:
+        """Everything the order of the samples depends on, in JSON types. A longer blend only goes on, so its size
+        is not among it unless the blend is exhaustive."""
+        return {
+            "kind": "BlendedDataset",
+            "exhaustive": self.size is None,
+            "weights": self.weights,
+            "datasets": [dataset.order() for dataset in self.datasets],
+        }

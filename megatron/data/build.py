@@ -1,0 +1,326 @@
+"""From the data flags to the train, valid and test datasets, and the record of what their order depends on.
+
+It knows flags, files and sizes; it must not know tokenizers, process groups, batches or training.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Protocol
+
+from megatron import log
+from megatron.data.blended_dataset import (
+    SPLITS,
+    Blend,
+    BlendedDataset,
+    SplitMatrix,
+    blend_sizes,
+    normalize,
+    parse_blend,
+    parse_split,
+    read_blend_file,
+    read_split_blends,
+    split_range,
+)
+from megatron.data.gpt_dataset import GPTDataset, MockGPTDataset, MockSequences, TokenSequences, open_corpus
+from megatron.data.index_cache import IndexCache
+
+LOGGER = "megatron.core.datasets.blended_megatron_dataset_config"
+DEFAULT_SPLIT = "969, 30, 1"
+MOCK_SPLIT = "1,1,1"
+Dataset = GPTDataset | BlendedDataset
+ORDER_FORMAT = 1
+
+# Which flag, or what else, a key of the data order comes from.
+ORDER_REMEDIES = {
+    "seed": "--seed",
+    "sequence_length": "--seq-length",
+    "sequences": "--split or --data-path",
+    "num_epochs": "--train-iters, --train-samples, --eval-iters, --eval-interval or --global-batch-size",
+    "separate_last_epoch": "--train-iters, --train-samples, --eval-iters, --eval-interval or --global-batch-size",
+    "weights": "--data-path",
+    "exhaustive": "--data-path",
+    "kind": "--data-path or --mock-data",
+    "corpus": "the data files",
+    "dataloader_type": "--dataloader-type",
+    "micro_batch_size": "--micro-batch-size",
+    "data_parallel_size": "the number of ranks",
+    "data_sharding": "--no-data-sharding",
+    "total_samples": "--train-iters or --train-samples",
+    "vocab_size": "--vocab-size",
+}
+
+
+class DataFlags(Protocol):
+    """The flags this file reads, by Megatron's names (`megatron.config.data.DataConfig` has them)."""
+
+    data_path: Sequence[str] | None
+    train_data_path: Sequence[str] | None
+    valid_data_path: Sequence[str] | None
+    test_data_path: Sequence[str] | None
+    data_args_path: str | None
+    per_split_data_args_path: str | None
+    mock_data: bool
+    split: str | None
+    data_cache_path: str | None
+    mid_level_dataset_surplus: float
+
+
+def target_sizes(
+    *,
+    global_batch_size: int,
+    train_iters: int | None,
+    train_samples: int | None = None,
+    eval_interval: int | None = 1000,
+    eval_iters: int = 100,
+    skip_train: bool = False,
+) -> tuple[int, int, int]:
+    """Samples needed of (train, valid, test). With --train-samples give the iterations they make as `train_iters`.
+
+    Validation runs every `eval_interval` iterations and once at the end, each time on new samples (with --skip-train
+    once). Raises ValueError for a missing or impossible count.
+    """
+    if train_iters is None:
+        raise ValueError("--train-iters: not given; give it or --train-samples")
+    if eval_iters < 0:
+        raise ValueError(f"--eval-iters {eval_iters}: must not be negative; 0 turns validation off")
+    if eval_iters and not skip_train and (eval_interval is None or eval_interval < 1):
+        raise ValueError(f"--eval-interval {eval_interval}: must be at least 1 (--eval-iters 0 turns validation off)")
+    train = train_iters * global_batch_size if train_samples is None else train_samples
+    evaluations = 1
+    if eval_iters and not skip_train:
+        evaluations = train_iters // eval_interval + 1
+    return train, evaluations * eval_iters * global_batch_size, eval_iters * global_batch_size
+
+
+def read_blends(data: DataFlags) -> Blend | list[Blend | None] | None:
+    """The blend for all splits, or one (or None) for each split, or None for mock data.
+
+    Raises ValueError if the flags name no data, or name it twice.
+    """
+    per_split = {f"--{name}-data-path": getattr(data, f"{name}_data_path") for name in SPLITS}
+    sources = {
+        "--data-path": data.data_path,
+        "--data-args-path": data.data_args_path,
+        "--per-split-data-args-path": data.per_split_data_args_path,
+        "--train-data-path, --valid-data-path or --test-data-path": any(per_split.values()),
+        "--mock-data": data.mock_data,
+    }
+    given = [flag for flag, value in sources.items() if value]
+    if not given:
+        raise ValueError("--data-path: no data is named; give a prefix written by tools/preprocess_data.py, or use "
+                         "--mock-data")  # fmt: skip
+    if len(given) > 1:
+        raise ValueError(f"{' and '.join(given)}: each names the data; give only one of them")
+    if data.mock_data:
+        return None
+    if data.data_path:
+        return parse_blend(data.data_path)
+    if data.data_args_path:
+        return read_blend_file(data.data_args_path)
+    if data.split is not None:
+        raise ValueError(f"--split {data.split}: has no meaning with {given[0]} (data of each split); drop it")
+    if data.per_split_data_args_path:
+        return read_split_blends(data.per_split_data_args_path)
+    return [parse_blend(items, flag) if items else None for flag, items in per_split.items()]
+
+
+def build_train_valid_test_datasets(
+    data: DataFlags,
+    *,
+    sequence_length: int,
+    seed: int,
+    sizes: Sequence[int | None],
+    vocab_size: int,
+    eod: int,
+    check_tokens: bool = True,
+) -> tuple[Dataset | None, Dataset | None, Dataset | None]:
+    """The datasets of train, valid and test, None where the flags give a split nothing or `sizes` asks for 0 samples.
+
+    `sizes` are the samples needed (`target_sizes`); None means one epoch. `vocab_size` is the tokenizer's and `eod` its
+    end-of-document id: mock data is made of them, and with `check_tokens` the head of each corpus is compared with
+    them. Every rank may call this at once; for one to build and the others to load, let it finish first. Raises
+    ValueError or FileNotFoundError with flag or file, what is wrong and what to do.
+    """
+    sizes = [None if size is None else int(size) for size in sizes]
+    if sizes[0] is not None and sizes[0] < 1:
+        raise ValueError(f"--train-iters, --train-samples: make {sizes[0]} training samples; at least 1 is needed")
+    builder = _Builder(data, sequence_length, seed, vocab_size if check_tokens else None)
+    blends = read_blends(data)
+    if blends is None:
+        return builder.mock(sizes, vocab_size, eod)
+    if isinstance(blends, tuple):
+        return builder.one_source(blends, sizes)
+    return builder.one_source_per_split(blends, sizes)
+
+
+class _Builder:
+    """What all splits have in common while they are built."""
+
+    def __init__(self, data: DataFlags, sequence_length: int, seed: int, vocab_size: int | None) -> None:
+        self.data, self.sequence_length, self.seed, self.vocab_size = data, sequence_length, seed, vocab_size
+        self.split: str | None = None
+        self.matrix: SplitMatrix | None = None
+
+    def _set_split(self, split: str) -> SplitMatrix:
+        self.split, self.matrix = split, parse_split(split)
+        log.info(LOGGER, f"Let split_matrix = {self.matrix}")
+        return self.matrix
+
+    def mock(self, sizes: Sequence[int | None], vocab_size: int, eod: int) -> tuple[Dataset | None, ...]:
+        """Three equal parts of the made-up corpus."""
+        corpus = MockSequences(vocab_size, eod)
+        matrix = self._set_split(MOCK_SPLIT)
+        return tuple(
+            None if size == 0 else self._dataset(MockGPTDataset, corpus, part, size, name, None)
+            for part, size, name in zip(matrix, sizes, SPLITS, strict=True)
+        )
+
+    def one_source(self, blend: Blend, sizes: Sequence[int | None]) -> tuple[Dataset | None, ...]:
+        """All splits from the same data, each a part of every corpus."""
+        prefixes, weights = blend
+        matrix = self._set_split(self.data.split or DEFAULT_SPLIT)
+        wanted = [None if size == 0 else part for part, size in zip(matrix, sizes, strict=True)]
+        if len(prefixes) == 1 and weights is None:
+            return tuple(self._members(prefixes, wanted, [sizes])[0])
+        return self._blend(blend, wanted, sizes)
+
+    def one_source_per_split(
+        self, blends: Sequence[Blend | None], sizes: Sequence[int | None]
+    ) -> tuple[Dataset | None, ...]:
+        """Each split from its own data, all of it."""
+        found: list[Dataset | None] = []
+        for number, (blend, size) in enumerate(zip(blends, sizes, strict=True)):
+            if blend is None or size == 0:
+                found.append(None)
+                continue
+            wanted: SplitMatrix = [(0.0, 1.0) if place == number else None for place in range(len(SPLITS))]
+            if len(blend[0]) == 1:
+                found.append(self._members(blend[0], wanted, [sizes])[0][number])
+            else:
+                found.append(self._blend(blend, wanted, sizes)[number])
+        return tuple(found)
+
+    def _blend(self, blend: Blend, wanted: SplitMatrix, sizes: Sequence[int | None]) -> tuple[Dataset | None, ...]:
+        """Blended datasets of the wanted splits, with megatron-core's sizes.
+
+        With weights a split has sum(ceil(size * weight)) samples and each corpus a surplus; without, each corpus is
+        built for one epoch and weighs its length, and the blend is no longer than all of them together.
+        """
+        prefixes, weights = blend
+        surplus = self.data.mid_level_dataset_surplus
+        totals, built = list(sizes), [[None] * len(SPLITS) for _ in prefixes]
+        if weights is not None:
+            weights = normalize(weights)
+            for split, part in enumerate(wanted):
+                if part is None:
+                    continue
+                if sizes[split] is None:
+                    raise ValueError(f"--data-path: weights need a number of {SPLITS[split]} samples; drop the weights")
+                used, needed = blend_sizes(weights, sizes[split], surplus)
+                totals[split] = sum(used)
+                for corpus, count in enumerate(needed):
+                    built[corpus][split] = count
+        members = self._members(prefixes, wanted, built)
+        found: list[Dataset | None] = []
+        for split, part in enumerate(wanted):
+            if part is None:
+                found.append(None)
+                continue
+            datasets = [splits[split] for splits in members]
+            shares, size = weights, totals[split]
+            if shares is None:
+                shares = [len(dataset) for dataset in datasets]
+                size = None if size is None else min(size, sum(shares))
+            cache = self.data.data_cache_path and IndexCache(self.data.data_cache_path, "--data-cache-path")
+            found.append(BlendedDataset(datasets, shares, size, cache=cache or None, surplus=surplus))
+        return tuple(found)
+
+    def _members(
+        self, prefixes: Sequence[str], wanted: SplitMatrix, sizes: Sequence[Sequence[int | None]]
+    ) -> list[list[GPTDataset | None]]:
+        """For each corpus a GPTDataset of each wanted split."""
+        members = []
+        for prefix, needed in zip(prefixes, sizes, strict=True):
+            corpus = open_corpus(prefix, self.vocab_size)
+            members.append([
+                None if part is None else self._dataset(GPTDataset, corpus, part, size, name, self._cache(prefix))
+                for part, size, name in zip(wanted, needed, SPLITS, strict=True)
+            ])  # fmt: skip
+        return members
+
+    def _dataset(
+        self,
+        kind: type[GPTDataset],
+        corpus: TokenSequences,
+        part: tuple[float, float],
+        size: int | None,
+        name: str,
+        cache: IndexCache | None,
+    ) -> GPTDataset:
+        return kind(
+            corpus,
+            sequence_length=self.sequence_length,
+            num_samples=size,
+            seed=self.seed,
+            sequences=split_range(part, len(corpus)),
+            index_split=name,
+            split=self.split,
+            split_matrix=self.matrix,
+            cache=cache,
+        )
+
+    def _cache(self, prefix: str) -> IndexCache:
+        if self.data.data_cache_path:
+            return IndexCache(self.data.data_cache_path, "--data-cache-path")
+        return IndexCache(os.path.join(prefix, "cache", "GPTDataset_indices"))
+
+
+def data_order_fingerprint(
+    train: Dataset | None, valid: Dataset | None, sampler: dict[str, object] | None = None
+) -> dict[str, object]:
+    """Everything the order of training and validation samples depends on, in JSON types, for the checkpoint.
+
+    What leaves the order as it was is not in it: paths, and the number of samples as long as it changes neither the
+    epochs nor the last epoch's shuffle. Test data is not in it, since every run reads it from its start.
+    `sampler` is the sampler's `order()`.
+    """
+    found: dict[str, object] = {"format": ORDER_FORMAT, "sampler": sampler or {"dataloader_type": "single"}}
+    for name, dataset in (("train", train), ("valid", valid)):
+        found[name] = None if dataset is None else dataset.order()
+    return found
+
+
+def data_order_differences(saved: dict[str, object], now: dict[str, object]) -> list[str]:
+    """One line for each key in which two data orders differ, with both values and what to look at; [] if they agree.
+
+    A split that one of the two runs does not read is no difference.
+    """
+    lines = []
+    for name in sorted(saved.keys() | now.keys()):
+        before, after = saved.get(name), now.get(name)
+        if name in ("train", "valid") and (before is None or after is None):
+            continue
+        lines += _differences(name, before, after, "")
+    return lines
+
+
+def _differences(key: str, before: object, after: object, remedy: str) -> list[str]:
+    remedy = ORDER_REMEDIES.get(key.rsplit(".", 1)[-1], remedy)
+    if isinstance(before, dict) and isinstance(after, dict):
+        return [
+            line
+            for name in sorted(before.keys() | after.keys())
+            for line in _differences(f"{key}.{name}", before.get(name), after.get(name), remedy)
+        ]
+    pairs = isinstance(before, list) and isinstance(after, list) and len(before) == len(after)
+    if pairs and any(isinstance(value, dict) for value in before):
+        return [
+            line
+            for number, (old, new) in enumerate(zip(before, after, strict=True))
+            for line in _differences(f"{key}.{number}", old, new, remedy)
+        ]
+    if before == after:
+        return []
+    return [f"{key}: {before} in the checkpoint, {after} now" + (f" ({remedy})" if remedy else "")]

@@ -1,0 +1,339 @@
+"""GPTDataset: sample k of a corpus as sequence_length + 1 tokens, in megatron-core's order.
+
+It knows token sequences, epochs and one seed; it must not know ranks, batches, masks or where a blend draws from it.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from megatron import log
+from megatron.data.index_cache import IndexArrays, IndexCache
+from megatron.data.index_helpers import build_sample_index
+from megatron.data.indexed_dataset import IndexedDataset
+
+LOGGER = "megatron.core.datasets.gpt_dataset"
+CACHE_FORMAT = 1  # part of every cache key: raise it when the meaning of the cached arrays changes
+INDEX_NAMES = ("document_index", "sample_index", "shuffle_index")
+SEPARATE_BELOW = 0.80  # a last epoch used less than this is shuffled on its own, so that it is not thinned out
+
+
+class TokenSequences(Protocol):
+    """What a GPTDataset reads from: an IndexedDataset, or something that makes up its tokens."""
+
+    path_prefix: str
+    sequence_lengths: np.ndarray  # int32 [S]
+    identity: dict[str, int | str]
+
+    def __len__(self) -> int: ...
+
+    def get(self, index: int, offset: int = 0, length: int | None = None) -> np.ndarray:
+        """`length` tokens of sequence `index` from `offset` on."""
+
+    def check(self) -> None:
+        """Raise ValueError if what `get` would return is not what was written."""
+
+
+@dataclass(frozen=True)
+class EpochPlan:
+    """How often a corpus is read for the requested samples, and which samples are shuffled together."""
+
+    tokens_per_epoch: int
+    num_epochs: int
+    num_samples: int  # samples that exist: at least those requested
+    separate_last_epoch: bool
+    samples_before_last_epoch: int  # the first shuffle range ends here; num_samples unless separate
+
+
+def plan_epochs(tokens_per_epoch: int, sequence_length: int, requested: int | None) -> EpochPlan:
+    """Plan the epochs for `requested` samples of sequence_length + 1 tokens that overlap by one (None: one epoch).
+
+    The last epoch is kept apart if fewer than int(0.8 * samples per epoch) of its samples are needed. Source:
+    megatron-core's GPTDataset.
+    """
+    assert tokens_per_epoch > sequence_length > 0
+    num_epochs = 1
+    if requested is not None:
+        num_epochs = max(1, -(-(requested * sequence_length + 1) // tokens_per_epoch))
+    num_samples = (num_epochs * tokens_per_epoch - 1) // sequence_length
+    separate, before_last = False, num_samples
+    if num_epochs > 1:
+        whole = ((num_epochs - 1) * tokens_per_epoch - 1) // sequence_length
+        per_epoch = (tokens_per_epoch - 1) // sequence_length
+        from_last = requested - whole
+        assert 0 <= from_last <= per_epoch + 1
+        separate = from_last < int(SEPARATE_BELOW * per_epoch)
+        before_last = whole if separate else num_samples
+    return EpochPlan(tokens_per_epoch, num_epochs, num_samples, separate, before_last)
+
+
+def build_indices(
+    lengths: np.ndarray, sequences: range, sequence_length: int, seed: int, plan: EpochPlan
+) -> dict[str, np.ndarray]:
+    """The three indices of one split, in megatron-core's order of random calls (documents first, then samples).
+
+    `lengths` int32 [all sequences]; `sequences` are those of the split. Returns document_index int32
+    [epochs * sequences], sample_index [n + 1, 2], shuffle_index uint32 (int64 from 2**32 - 2 samples on) [n].
+    """
+    random = np.random.RandomState(seed)
+    epoch = np.arange(sequences.start, sequences.stop, dtype=np.int32)
+    copies = [plan.num_epochs - 1, 1] if plan.separate_last_epoch else [plan.num_epochs]
+    parts = [np.tile(epoch, n) for n in copies]
+    for part in parts:
+        random.shuffle(part)
+    document_index = np.concatenate(parts) if len(parts) > 1 else parts[0]
+    sample_index = build_sample_index(lengths, document_index, sequence_length, plan.num_samples)
+    wide = plan.num_samples >= np.iinfo(np.uint32).max - 1
+    shuffle_index = np.arange(plan.num_samples, dtype=np.int64 if wide else np.uint32)
+    random.shuffle(shuffle_index[: plan.samples_before_last_epoch])
+    if plan.separate_last_epoch:
+        random.shuffle(shuffle_index[plan.samples_before_last_epoch :])
+    return {"document_index": document_index, "sample_index": sample_index, "shuffle_index": shuffle_index}
+
+
+def describe(
+    class_name: str,
+    path_prefix: str,
+    num_samples: int | None,
+    index_split: str,
+    random_seed: int,
+    sequence_length: int,
+    split: str | None,
+    split_matrix: list[tuple[float, float] | None] | None,
+    **more: object,
+) -> dict[str, object]:
+    """The keys Megatron of January 2024 hashes into its cache file names, in its order, then `more`.
+
+    Our own cache entries (`GPTDataset.description`) use these keys and three more: the format of the arrays, the range
+    of sequences, and the sha256 of the .idx header and lengths. The arrays are a function of exactly that, so an entry
+    cannot be stale, and since Megatron hashes no contents its entries and ours never meet under one name.
+    """
+    return {
+        "class": class_name,
+        "path_prefix": path_prefix,
+        "num_samples": num_samples,
+        "index_split": index_split,
+        "random_seed": random_seed,
+        "sequence_length": sequence_length,
+        "split": split,
+        "split_matrix": split_matrix,
+        **more,
+    }
+
+
+class GPTDataset:
+    """Samples of one split of one corpus: `ds[i]` is int64 [sequence_length + 1], `len(ds)` what the epochs hold.
+
+    `num_samples` is how many are needed at least (None: one epoch); `sequences` the corpus' sequences of this split;
+    `split` and `split_matrix` only enter the cache key. `cache` None keeps the indices in memory. Raises ValueError
+    for a split that cannot fill one sample.
+    """
+
+    def __init__(
+        self,
+        corpus: TokenSequences,
+        *,
+        sequence_length: int,
+        num_samples: int | None,
+        seed: int,
+        sequences: range | None = None,
+        index_split: str = "train",
+        split: str | None = None,
+        split_matrix: list[tuple[float, float] | None] | None = None,
+        cache: IndexCache | None = None,
+    ) -> None:
+        self.corpus, self.sequence_length, self.num_samples, self.seed = corpus, sequence_length, num_samples, seed
+        self.index_split = index_split
+        self.sequences = range(len(corpus)) if sequences is None else sequences
+        self._check_request(split)
+        tokens = int(corpus.sequence_lengths[self.sequences.start : self.sequences.stop].sum(dtype=np.int64))
+        if tokens <= sequence_length:
+            raise ValueError(
+                f"{corpus.path_prefix}: its {len(self.sequences)} {index_split} sequences hold {tokens} tokens, "
+                f"one sample of --seq-length {sequence_length} needs {sequence_length + 1}; "
+                f"give {index_split} more data (--split) or lower --seq-length"
+            )
+        self.plan = plan_epochs(tokens, sequence_length, num_samples)
+        self.description = describe(
+            type(self).__name__, corpus.path_prefix, num_samples, index_split, seed, sequence_length, split,
+            split_matrix, format=CACHE_FORMAT, sequences=[self.sequences.start, self.sequences.stop],
+            idx_sha256=corpus.identity["idx_sha256"],
+        )  # fmt: skip
+        self._indices = self._load(cache) or self._build(cache)
+        log.info(LOGGER, f"> total number of samples: {len(self)}")
+        log.info(LOGGER, f"> total number of epochs: {self.plan.num_epochs}")
+
+    def _check_request(self, split: str | None) -> None:
+        name, corpus = self.index_split, self.corpus
+        if self.num_samples is not None and self.num_samples < 1:
+            raise ValueError(
+                f"the {name} dataset is asked for {self.num_samples} samples; --train-iters, --train-samples, "
+                "--eval-iters and --global-batch-size must make at least one"
+            )
+        if self.sequence_length < 1:
+            raise ValueError(f"--seq-length {self.sequence_length}: must be at least 1")
+        if not 0 <= self.seed < 1 << 32:
+            raise ValueError(f"--seed {self.seed}: the data order needs a seed from 0 to 2**32 - 1")
+        if len(corpus) == 0:
+            raise ValueError(f"{corpus.path_prefix}.idx: holds no sequences; preprocess a file that has text")
+        if len(self.sequences) == 0:
+            raise ValueError(
+                f"--split {split}: gives {name} none of the {len(corpus)} sequences of {corpus.path_prefix}; "
+                f"raise its share, set it to 0 to go without, or use more data"
+            )
+
+    def _load(self, cache: IndexCache | None) -> IndexArrays | None:
+        if cache is None:
+            return None
+        kind, description = self._cache_key()
+        indices = cache.load(kind, description, INDEX_NAMES)
+        if indices is None:
+            return None
+        shapes = [indices[name].shape for name in INDEX_NAMES]
+        n = self.plan.num_samples
+        if shapes != [(self.plan.num_epochs * len(self.sequences),), (n + 1, 2), (n,)]:
+            log.warn_once(f"{cache.folder}: the cached {cache.stem(kind, description)} has odd shapes; it is rebuilt")
+            return None
+        log.info(LOGGER, f"Load the {kind} {self.index_split} indices")
+        for name in INDEX_NAMES:
+            file = f"{cache.stem(kind, description)}-{name}.npy"
+            log.info(LOGGER, f"\tLoad the {name.replace('_', ' ')} from {file}")
+        return indices
+
+    def _build(self, cache: IndexCache | None) -> IndexArrays:
+        kind, description = self._cache_key()
+        save = cache is not None and cache.writable()
+        log.info(LOGGER, f"Build {'and save ' if save else ''}the {kind} {self.index_split} indices")
+        self.corpus.check()
+        arrays = build_indices(
+            self.corpus.sequence_lengths, self.sequences, self.sequence_length, self.seed, self.plan
+        )
+        if not save:
+            return IndexArrays(arrays)
+        for name in INDEX_NAMES:
+            file = f"{cache.stem(kind, description)}-{name}.npy"
+            log.info(LOGGER, f"\tBuild and save the {name.replace('_', ' ')} to {file}")
+        return cache.store(kind, description, arrays)
+
+    def _cache_key(self) -> tuple[str, str]:
+        return type(self).__name__, json.dumps(self.description, indent=4)
+
+    @property
+    def document_index(self) -> np.ndarray:
+        """int32 [epochs * sequences]: the sequences in the order they are read."""
+        return self._indices["document_index"]
+
+    @property
+    def sample_index(self) -> np.ndarray:
+        """[n + 1, 2]: where each sample starts, as (place in document_index, token offset)."""
+        return self._indices["sample_index"]
+
+    @property
+    def shuffle_index(self) -> np.ndarray:
+        """[n]: the row of sample_index that sample i is."""
+        return self._indices["shuffle_index"]
+
+    def __len__(self) -> int:
+        return self.plan.num_samples
+
+    def locate(self, index: int) -> list[tuple[int, int, int]]:
+        """Where the tokens of sample `index` lie: pieces of (sequence in the .idx, token offset, length)."""
+        if not 0 <= index < len(self):
+            raise IndexError(f"{self.index_split} sample {index} of {len(self)}")
+        row = int(self.shuffle_index[index])
+        (first, offset), (last, end) = self.sample_index[row : row + 2].tolist()
+        documents = self.document_index[first : last + 1]
+        if first == last:
+            return [(int(documents[0]), offset, end - offset + 1)]
+        lengths = self.corpus.sequence_lengths[documents].tolist()
+        lengths[0] -= offset
+        lengths[-1] = end + 1
+        starts = [offset] + [0] * (last - first)
+        return [piece for piece in zip(documents.tolist(), starts, lengths, strict=True) if piece[2] > 0]
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        """The tokens of sample `index`: int64 [sequence_length + 1]; tokens are [:-1], labels [1:]."""
+        tokens = np.empty(self.sequence_length + 1, np.int64)
+        filled = 0
+        for sequence, offset, length in self.locate(index):
+            tokens[filled : filled + length] = self.corpus.get(sequence, offset, length)
+            filled += length
+        assert filled == len(tokens)
+        return tokens
+
+    def order(self) -> dict[str, object]:
+        """Everything the order of this dataset's samples depends on, in JSON types; paths are not among it."""
+        return {
+            "kind": type(self).__name__,
+            "corpus": self.corpus.identity,
+            "sequences": [self.sequences.start, self.sequences.stop],
+            "sequence_length": self.sequence_length,
+            "seed": self.seed,
+            "num_epochs": self.plan.num_epochs,
+            "separate_last_epoch": self.plan.separate_last_epoch,
+        }
+
+
+class MockSequences:
+    """A corpus of 100000 made-up sequences of 1 to 4095 tokens: 1, 2, 3, ... modulo the vocabulary, then EOD.
+
+    Lengths are those of megatron-core's mock data. The next token is the last one plus one, so a model can learn it.
+    """
+
+    path_prefix = "--mock-data"
+    SEED, SEQUENCES, LONGEST = 0, 100_000, 4096
+
+    def __init__(self, vocab_size: int, eod: int) -> None:
+        self.vocab_size, self.eod = vocab_size, eod
+        self.sequence_lengths = np.random.default_rng(self.SEED).integers(
+            1, self.LONGEST, self.SEQUENCES, dtype=np.int32
+        )
+        self.identity: dict[str, int | str] = {
+            "sequences": self.SEQUENCES,
+            "vocab_size": vocab_size,
+            "eod": eod,
+            "idx_sha256": "mock",
+        }
+
+    def __len__(self) -> int:
+        return self.SEQUENCES
+
+    def get(self, index: int, offset: int = 0, length: int | None = None) -> np.ndarray:
+        """Tokens `offset .. offset + length` of sequence `index`, int64."""
+        here = int(self.sequence_lengths[index])
+        stop = here if length is None else offset + length
+        if not 0 <= offset <= stop <= here:
+            raise IndexError(f"tokens {offset} .. {stop} of mock sequence {index}, which has {here}")
+        tokens = np.arange(offset + 1, stop + 1, dtype=np.int64) % self.vocab_size
+        if stop == here and stop > offset:
+            tokens[-1] = self.eod
+        return tokens
+
+    def check(self) -> None:
+        """Nothing can be damaged."""
+
+
+class MockGPTDataset(GPTDataset):
+    """GPTDataset over MockSequences: a pure function of (seed, index, split, vocabulary); needs no files."""
+
+
+def open_corpus(prefix: str, vocab_size: int | None = None) -> IndexedDataset:
+    """Open a pair for training, announced in the log; with `vocab_size` the ids at its head must fit it.
+
+    Raises ValueError for a pair of floats and for token ids outside the vocabulary.
+    """
+    corpus = IndexedDataset(prefix, announce=True)
+    if corpus.dtype.kind not in "iu":
+        raise ValueError(f"{prefix}.idx: holds {corpus.dtype.name}, not token ids; preprocess text into it")
+    if vocab_size is not None:
+        low, high = corpus.min_token_id(), corpus.max_token_id()
+        if low < 0 or high >= vocab_size:
+            raise ValueError(
+                f"{prefix}.bin: holds token ids {low} .. {high}, the vocabulary has {vocab_size}; "
+                "give the tokenizer it was preprocessed with"
+            )
+    return corpus

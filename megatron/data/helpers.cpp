@@ -1,0 +1,128 @@
+// Sample index and blending for megatron/data/index_helpers.py, whose numpy twins define the same answers.
+// It fills arrays that its caller made and checked; it knows no files, splits or seeds. No thread holds the GIL here.
+
+#include <pybind11/numpy.h>
+#include <pybind11/pybind11.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <limits>
+#include <stdexcept>
+#include <vector>
+
+// A product and a difference must round twice, as in numpy: with a fused multiply-add (the default of gcc where the
+// processor has one) ties fall differently and the same command would read other data on another machine.
+#if defined(__clang__)
+#pragma clang fp contract(off)
+#elif defined(__GNUC__)
+#pragma GCC optimize("fp-contract=off")
+#endif
+
+namespace py = pybind11;
+
+namespace {
+
+template <typename T>
+using Array = py::array_t<T, py::array::c_style>;
+
+constexpr int64_t kAhead = 24;  // how far the lengths of shuffled documents are fetched ahead
+
+// Row r of `rows` [n + 1, 2] is where token r * sequence_length lies: (place in `documents`, offset in that document).
+template <typename Row>
+void fill_sample_index(const Array<int32_t>& lengths, const Array<int32_t>& documents, const int64_t sequence_length,
+                       Array<Row>& rows) {
+  if (rows.ndim() != 2 || rows.shape(0) < 1 || rows.shape(1) != 2 || sequence_length < 1) {
+    throw std::invalid_argument("rows must have shape [n + 1, 2] and sequence_length must be positive");
+  }
+  const int64_t known = lengths.size(), entries = documents.size(), last = rows.shape(0) - 1;
+  const int32_t* length = lengths.data();
+  const int32_t* document = documents.data();
+  Row* row = rows.mutable_data();
+  py::gil_scoped_release release;
+  row[0] = row[1] = 0;
+  int64_t start = 0, next = 1, wanted = sequence_length;
+  for (int64_t place = 0; next <= last; ++place) {
+    if (place >= entries) throw std::invalid_argument("the documents have fewer tokens than the samples need");
+#if defined(__GNUC__)
+    if (place + kAhead < entries) __builtin_prefetch(length + document[place + kAhead]);
+#endif
+    if (document[place] < 0 || document[place] >= known) throw std::invalid_argument("a document has no length");
+    const int64_t end = start + length[document[place]];
+    for (; next <= last && wanted < end; ++next, wanted += sequence_length) {
+      row[2 * next] = static_cast<Row>(place);
+      row[2 * next + 1] = static_cast<Row>(wanted - start);
+    }
+    start = end;
+  }
+}
+
+// Sample i comes from the first dataset whose share so far lags most: weight * max(i, 1) - taken.
+// With `limit`, a dataset that has given limit[d] samples gives no more.
+void fill_greedy(const std::vector<double>& weights, const int64_t* limit, const int64_t size, int16_t* dataset,
+                 int64_t* sample) {
+  const int64_t count = static_cast<int64_t>(weights.size());
+  std::vector<int64_t> taken(weights.size(), 0), open(weights.size());
+  for (int64_t d = 0; d < count; ++d) open[d] = d;
+  if (limit) open.erase(std::remove_if(open.begin(), open.end(), [&](int64_t d) { return limit[d] <= 0; }), open.end());
+  for (int64_t i = 0; i < size; ++i) {
+    const double position = static_cast<double>(std::max<int64_t>(i, 1));
+    double most = -std::numeric_limits<double>::infinity();
+    int64_t chosen = -1;
+    for (const int64_t d : open) {
+      const double lag = weights[d] * position - static_cast<double>(taken[d]);
+      if (lag > most) {
+        most = lag;
+        chosen = d;
+      }
+    }
+    if (chosen < 0) throw std::invalid_argument("no dataset is left to draw from");
+    dataset[i] = static_cast<int16_t>(chosen);
+    sample[i] = taken[chosen]++;
+    if (limit && taken[chosen] == limit[chosen]) open.erase(std::find(open.begin(), open.end(), chosen));
+  }
+}
+
+void check_blend(const int64_t datasets, const Array<int16_t>& dataset_index, const Array<int64_t>& sample_index) {
+  if (datasets < 1 || datasets > std::numeric_limits<int16_t>::max() || dataset_index.size() != sample_index.size()) {
+    throw std::invalid_argument("a blend needs 1 to 32767 datasets and two index arrays of one size");
+  }
+}
+
+void fill_blending(const Array<double>& weights, Array<int16_t>& dataset_index, Array<int64_t>& sample_index) {
+  check_blend(weights.size(), dataset_index, sample_index);
+  const std::vector<double> share(weights.data(), weights.data() + weights.size());
+  int16_t* dataset = dataset_index.mutable_data();
+  int64_t* sample = sample_index.mutable_data();
+  const int64_t size = dataset_index.size();
+  py::gil_scoped_release release;
+  fill_greedy(share, nullptr, size, dataset, sample);
+}
+
+void fill_exhaustive_blending(const Array<int64_t>& sizes, Array<int16_t>& dataset_index,
+                              Array<int64_t>& sample_index) {
+  check_blend(sizes.size(), dataset_index, sample_index);
+  const int64_t* limit = sizes.data();
+  int16_t* dataset = dataset_index.mutable_data();
+  int64_t* sample = sample_index.mutable_data();
+  const int64_t size = dataset_index.size();
+  std::vector<double> share(sizes.size());
+  for (size_t d = 0; d < share.size(); ++d) {
+    share[d] = static_cast<double>(limit[d]) / static_cast<double>(size);
+  }
+  py::gil_scoped_release release;
+  fill_greedy(share, limit, size, dataset, sample);
+}
+
+}  // namespace
+
+PYBIND11_MODULE(helpers_cpp, m) {
+  m.doc() = "Sample index and blending; see megatron/data/index_helpers.py.";
+  m.def("fill_sample_index", &fill_sample_index<int32_t>, py::arg("lengths").noconvert(),
+        py::arg("documents").noconvert(), py::arg("sequence_length"), py::arg("rows").noconvert());
+  m.def("fill_sample_index", &fill_sample_index<int64_t>, py::arg("lengths").noconvert(),
+        py::arg("documents").noconvert(), py::arg("sequence_length"), py::arg("rows").noconvert());
+  m.def("fill_blending", &fill_blending, py::arg("weights").noconvert(), py::arg("dataset_index").noconvert(),
+        py::arg("sample_index").noconvert());
+  m.def("fill_exhaustive_blending", &fill_exhaustive_blending, py::arg("sizes").noconvert(),
+        py::arg("dataset_index").noconvert(), py::arg("sample_index").noconvert());
+}

@@ -1,0 +1,120 @@
+"""Keeps index arrays in files between runs, so that they are built once and shared through the page cache.
+
+It knows names, arrays and a description text; it must not know what the indices mean. An entry is written aside and
+renamed, its description last, so concurrent builders on one filesystem never show each other half an entry, and it is
+used only if its description equals the wanted one to the letter. No pickle is read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import uuid
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+
+import numpy as np
+
+from megatron import log
+
+
+class IndexArrays:
+    """Index arrays by name. Those that lie in files are pickled as paths: a spawned data worker maps them itself."""
+
+    def __init__(self, arrays: Mapping[str, np.ndarray], files: Mapping[str, str] | None = None) -> None:
+        self._arrays, self._files = dict(arrays), dict(files or {})
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        return self._arrays[name]
+
+    def __getstate__(self) -> tuple[dict[str, np.ndarray], dict[str, str]]:
+        return {name: array for name, array in self._arrays.items() if name not in self._files}, self._files
+
+    def __setstate__(self, state: tuple[dict[str, np.ndarray], dict[str, str]]) -> None:
+        arrays, self._files = state
+        self._arrays = arrays | {name: _map_array(path) for name, path in self._files.items()}
+
+
+def _map_array(path: str) -> np.ndarray:
+    return np.asarray(np.load(path, mmap_mode="r", allow_pickle=False))
+
+
+class IndexCache:
+    """A directory of index arrays.
+
+    With `flag` the user asked for it (`--data-cache-path`) and an unwritable directory is a ValueError; without, the
+    indices stay in memory and one line says so.
+    """
+
+    def __init__(self, folder: str, flag: str | None = None) -> None:
+        self.folder, self.flag = folder, flag
+
+    @staticmethod
+    def stem(kind: str, description: str) -> str:
+        """`<md5 of the description>-<kind>`, what the names of all files of an entry begin with."""
+        return f"{hashlib.md5(description.encode(), usedforsecurity=False).hexdigest()}-{kind}"
+
+    def path(self, stem: str, name: str) -> str:
+        """The file of one array of an entry."""
+        return os.path.join(self.folder, f"{stem}-{name}.npy")
+
+    def _description_path(self, stem: str) -> str:
+        return os.path.join(self.folder, f"{stem}-description.txt")
+
+    def load(self, kind: str, description: str, names: Iterable[str]) -> IndexArrays | None:
+        """The arrays of an entry, mapped read-only, or None if it is not there or not whole."""
+        stem = self.stem(kind, description)
+        try:
+            if Path(self._description_path(stem)).read_text(encoding="utf-8") != description:
+                return None
+            files = {name: self.path(stem, name) for name in names}
+            return IndexArrays({name: _map_array(path) for name, path in files.items()}, files)
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, EOFError) as error:
+            log.warn_once(f"{self.folder}: the cached {stem} cannot be used ({error}); it is built again")
+            return None
+
+    def writable(self) -> bool:
+        """Make the directory. False if that cannot be done (ValueError if the user asked for it)."""
+        try:
+            os.makedirs(self.folder, exist_ok=True)
+            if not os.access(self.folder, os.W_OK | os.X_OK):
+                raise PermissionError(f"no permission to write to {self.folder}")
+        except OSError as error:
+            self._refuse(error)
+            return False
+        return True
+
+    def store(self, kind: str, description: str, arrays: Mapping[str, np.ndarray]) -> IndexArrays:
+        """Write an entry and return it as `load` does; the arrays themselves if it cannot be written."""
+        stem = self.stem(kind, description)
+        try:
+            for name, array in arrays.items():
+                self._write(self.path(stem, name), lambda file, array=array: np.save(file, array, allow_pickle=False))
+            self._write(self._description_path(stem), lambda file: file.write(description.encode()))
+        except OSError as error:
+            self._refuse(error)
+            return IndexArrays(arrays)
+        return self.load(kind, description, arrays) or IndexArrays(arrays)
+
+    def _refuse(self, error: OSError) -> None:
+        if self.flag:
+            raise ValueError(
+                f"{self.flag} {self.folder}: cannot be written ({error.strerror or error}); "
+                "give a writable directory with enough space"
+            ) from error
+        log.warn_once(
+            f"{self.folder}: cannot be written ({error.strerror or error}), so the data indices are built in memory at "
+            "every start; give a writable directory with --data-cache-path to keep them"
+        )
+
+    @staticmethod
+    def _write(path: str, write: Callable) -> None:
+        aside = f"{path}.{uuid.uuid4().hex}.tmp"
+        try:
+            with open(aside, "xb") as file:
+                write(file)
+            os.replace(aside, path)
+        finally:
+            Path(aside).unlink(missing_ok=True)

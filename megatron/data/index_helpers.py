@@ -1,0 +1,105 @@
+"""Sample index and blending indices: takes the C++ (`megatron.data.helpers_cpp`) or its numpy twin, same answers.
+
+It knows lengths, weights and counts; it must not know files, splits, seeds or ranks. `IMPLEMENTATION` says which one
+is in use and `REASON` why it is not the C++; nothing is built at run time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+try:
+    from megatron.data import helpers_cpp as _cpp
+except ImportError as error:  # not built: no compiler at install, or run from a plain checkout
+    _cpp = None
+    IMPLEMENTATION, REASON = "numpy", f"megatron.data.helpers_cpp is not built ({error}); pip install . builds it"
+else:
+    IMPLEMENTATION, REASON = "C++", ""
+
+MAX_DATASETS = 32766  # Megatron's limit: dataset ids are int16
+
+
+def sample_index_dtype(document_entries: int, longest: int) -> np.dtype:
+    """int32 while places in the document index and offsets in a document fit it, else int64 (megatron-core's rule)."""
+    return np.dtype(np.int32 if max(document_entries, longest) <= np.iinfo(np.int32).max else np.int64)
+
+
+def build_sample_index(
+    lengths: np.ndarray, document_index: np.ndarray, sequence_length: int, num_samples: int
+) -> np.ndarray:
+    """Where each sample starts: int32 or int64 [num_samples + 1, 2].
+
+    `lengths` int32 [S] are tokens per sequence, `document_index` int32 [entries] the order they are read in. Row r is
+    (place in document_index, token offset) of token r * sequence_length; neighbours share one token, the label of the
+    last token of one sample. Source: Megatron's build_sample_idx. Raises ValueError if there are too few tokens.
+    """
+    longest = int(lengths.max()) if len(lengths) else 0
+    rows = np.empty((num_samples + 1, 2), sample_index_dtype(len(document_index), longest))
+    lengths = np.require(lengths, np.int32, ["C", "A"])
+    document_index = np.require(document_index, np.int32, ["C", "A"])
+    (_cpp.fill_sample_index if _cpp else fill_sample_index)(lengths, document_index, sequence_length, rows)
+    return rows
+
+
+def build_blending_indices(weights: Sequence[float], size: int) -> tuple[np.ndarray, np.ndarray]:
+    """Which dataset (int16 [size]) and which of its samples (int64 [size]) sample i of a weighted blend is.
+
+    `weights` sum to 1. Sample i is the next one of the first dataset that maximises weight * max(i, 1) - taken in
+    float64. Source: Megatron's build_blending_indices.
+    """
+    dataset_index, sample_index = np.empty(size, np.int16), np.empty(size, np.int64)
+    (_cpp.fill_blending if _cpp else fill_blending)(np.array(weights, np.float64), dataset_index, sample_index)
+    return dataset_index, sample_index
+
+
+def build_exhaustive_blending_indices(sizes: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+    """Like `build_blending_indices` for weights in proportion to `sizes`, using every sample of each dataset once."""
+    total = int(sum(sizes))
+    dataset_index, sample_index = np.empty(total, np.int16), np.empty(total, np.int64)
+    fill = _cpp.fill_exhaustive_blending if _cpp else fill_exhaustive_blending
+    fill(np.array(sizes, np.int64), dataset_index, sample_index)
+    return dataset_index, sample_index
+
+
+def fill_sample_index(lengths: np.ndarray, documents: np.ndarray, sequence_length: int, rows: np.ndarray) -> None:
+    """The numpy twin: token r * sequence_length lies in the first document that ends behind it."""
+    ends = np.cumsum(lengths[documents], dtype=np.int64)
+    last = len(rows) - 1
+    if last > 0 and (len(ends) == 0 or last * sequence_length >= ends[-1]):
+        raise ValueError("the documents have fewer tokens than the samples need")
+    rows[0] = 0
+    wanted = np.arange(1, last + 1, dtype=np.int64) * sequence_length
+    place = np.searchsorted(ends, wanted, side="right")
+    starts = ends - lengths[documents]
+    rows[1:, 0] = place
+    rows[1:, 1] = wanted - starts[place]
+
+
+def fill_blending(weights: np.ndarray, dataset_index: np.ndarray, sample_index: np.ndarray) -> None:
+    """The numpy twin of the greedy weighted blend."""
+    _fill_greedy(weights, None, dataset_index, sample_index)
+
+
+def fill_exhaustive_blending(sizes: np.ndarray, dataset_index: np.ndarray, sample_index: np.ndarray) -> None:
+    """The numpy twin of the exhaustive blend."""
+    _fill_greedy(sizes / max(len(dataset_index), 1), sizes, dataset_index, sample_index)
+
+
+def _fill_greedy(
+    weights: np.ndarray, limit: np.ndarray | None, dataset_index: np.ndarray, sample_index: np.ndarray
+) -> None:
+    taken = np.zeros(len(weights))  # float64 counts are exact below 2**53
+    lag = np.empty(len(weights))
+    if limit is not None:
+        taken[limit <= 0] = np.inf
+    multiply, subtract = np.multiply, np.subtract
+    for i in range(len(dataset_index)):
+        multiply(weights, max(i, 1), lag)
+        subtract(lag, taken, lag)
+        chosen = lag.argmax()
+        count = taken[chosen]
+        dataset_index[i] = chosen
+        sample_index[i] = count
+        taken[chosen] = np.inf if limit is not None and count + 1 == limit[chosen] else count + 1

@@ -1,0 +1,358 @@
+"""The `.bin` / `.idx` pair of a tokenized corpus: read zero-copy, written whole or not at all.
+
+It knows bytes, sequences and documents; it must not know tokenizers, splits, epochs or samples.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import mmap
+import os
+import shutil
+import struct
+import uuid
+from array import array
+from pathlib import Path
+from types import TracebackType
+
+import numpy as np
+
+from megatron import log
+
+LOGGER = "megatron.core.datasets.indexed_dataset"
+MAGIC = b"MMIDIDX\x00\x00"
+VERSION = 1
+HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, sequences, length of the document index
+DTYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 8: "<u2"}
+CODES = {np.dtype(name): code for code, name in DTYPES.items()}
+BLOCK = 1 << 20  # entries looked at together, so that a check of a huge index needs little memory
+PROBES, PROBE_BYTES = 16, 4096
+REMEDY = "copy the file again, or make the pair anew with tools/preprocess_data.py"
+
+
+def optimal_dtype(vocab_size: int | None) -> np.dtype:
+    """The dtype Megatron's preprocessing stores tokens in: uint16 below 65500 entries, else (or unknown) int32.
+
+    `vocab_size` is the tokenizer's own size, before padding.
+    """
+    small = vocab_size is not None and vocab_size < 65500
+    return np.dtype("<u2" if small else "<i4")
+
+
+def idx_path(prefix: str) -> str:
+    """The path of the index file of `prefix`."""
+    return f"{prefix}.idx"
+
+
+def bin_path(prefix: str) -> str:
+    """The path of the token file of `prefix`."""
+    return f"{prefix}.bin"
+
+
+def _damaged(path: str, what: str) -> ValueError:
+    return ValueError(f"{path}: {what}; {REMEDY}")
+
+
+def _missing(prefix: str, path: str) -> FileNotFoundError:
+    """A missing file, with the likeliest slip: a suffix typed, a key suffix forgotten, a blend of odd length."""
+    hint = "make it with tools/preprocess_data.py"
+    stem, suffix = os.path.splitext(prefix)
+    if suffix in (".bin", ".idx"):
+        hint = f"a data path is the prefix of the pair, without {suffix}: {stem}"
+    elif os.path.exists(idx_path(f"{prefix}_text_document")):
+        hint = f"did you mean {prefix}_text_document?"
+    elif prefix.replace(".", "", 1).isdigit():
+        hint = f"{prefix} looks like a weight: a weighted --data-path is pairs of weight and prefix"
+    return FileNotFoundError(f"{path}: no such file; {hint}")
+
+
+def _map(path: str) -> mmap.mmap | bytes:
+    """The bytes of a file, mapped read-only (an empty file cannot be mapped)."""
+    try:
+        with open(path, "rb") as file:
+            if os.fstat(file.fileno()).st_size == 0:
+                return b""
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read ({error.strerror}); check its permissions") from error
+
+
+class IndexedDataset:
+    """A corpus of `len(self)` token sequences, memory-mapped.
+
+    Opening does constant-time checks only; `check` reads the whole index. Sources: Megatron-LM's format.
+
+    Attributes: `sequence_lengths` int32 [S] in tokens, `sequence_pointers` int64 [S] in bytes, `document_indices`
+    int64 [documents + 1] (sequence number each document starts at), `dtype`, `bin_bytes`, `path_prefix`.
+    Raises FileNotFoundError or ValueError (file, what is wrong, remedy). A modes array behind the document index, as
+    multimodal datasets have it, is ignored.
+    """
+
+    def __init__(self, path_prefix: str | os.PathLike[str], *, announce: bool = False) -> None:
+        self.path_prefix = os.fspath(path_prefix)
+        self.idx_file, self.bin_file = idx_path(self.path_prefix), bin_path(self.path_prefix)
+        for path in (self.idx_file, self.bin_file):
+            if not os.path.exists(path):
+                raise _missing(self.path_prefix, path)
+        if announce:
+            log.info(LOGGER, f"Load the _IndexReader from {self.idx_file}")
+        index = _map(self.idx_file)
+        self.dtype, sequences, entries = self._read_header(index)
+        self._read_arrays(index, sequences, entries)
+        tokens = _map(self.bin_file)
+        self.bin_bytes = len(tokens)
+        self._tokens = np.frombuffer(tokens, self.dtype, count=self.bin_bytes // self.dtype.itemsize)
+        self._check_ends()
+        if announce:
+            for what in ("sequence lengths", "sequence pointers", "document indices"):
+                log.info(LOGGER, f"\tExtract the {what}")
+            log.info(LOGGER, f"> total number of sequences: {len(self)}")
+            log.info(LOGGER, f"> total number of documents: {self.num_documents}")
+
+    def _read_header(self, index: mmap.mmap | bytes) -> tuple[np.dtype, int, int]:
+        if len(index) < HEADER.size:
+            raise _damaged(self.idx_file, f"has {len(index)} bytes, its header alone needs {HEADER.size}")
+        magic, version, code, sequences, entries = HEADER.unpack_from(index)
+        if magic != MAGIC:
+            raise _damaged(self.idx_file, f"is no index file (it begins with {magic!r}, not {MAGIC!r})")
+        if version != VERSION:
+            raise _damaged(self.idx_file, f"has version {version}, this reader knows {VERSION}")
+        if code not in DTYPES:
+            raise _damaged(self.idx_file, f"has the unknown dtype code {code} (known: {', '.join(map(str, DTYPES))})")
+        expected = HEADER.size + 12 * sequences + 8 * entries
+        if len(index) not in (expected, expected + sequences):
+            state = "is cut short" if len(index) < expected else "is too long"
+            raise _damaged(self.idx_file, f"{state}: {len(index)} bytes, its header asks for {expected}")
+        return np.dtype(DTYPES[code]), sequences, entries
+
+    def _read_arrays(self, index: mmap.mmap | bytes, sequences: int, entries: int) -> None:
+        at = HEADER.size
+        self._header = bytes(index[:at])
+        self.sequence_lengths = np.frombuffer(index, "<i4", count=sequences, offset=at)
+        self.sequence_pointers = np.frombuffer(index, "<i8", count=sequences, offset=at + 4 * sequences)
+        self.document_indices = np.frombuffer(index, "<i8", count=entries, offset=at + 12 * sequences)
+
+    def _check_ends(self) -> None:
+        """What can be seen without reading the index: where the documents and the last sequence end."""
+        documents, sequences = self.document_indices, len(self)
+        if len(documents) == 0 or documents[0] != 0 or documents[-1] != sequences:
+            raise _damaged(self.idx_file, f"its document index does not run from 0 to its {sequences} sequences")
+        if sequences:
+            end = int(self.sequence_pointers[-1]) + int(self.sequence_lengths[-1]) * self.dtype.itemsize
+            if end > self.bin_bytes:
+                raise _damaged(self.bin_file, f"has {self.bin_bytes} bytes, its index asks for {end}")
+            if end < self.bin_bytes:
+                log.warn_once(
+                    f"{self.bin_file}: has {self.bin_bytes} bytes, its index uses {end}; if the two were not written "
+                    "together the tokens are wrong: make the pair anew with tools/preprocess_data.py"
+                )
+
+    def check(self) -> None:
+        """Read the whole index and raise ValueError if any sequence lies outside the token file."""
+        size = self.dtype.itemsize
+        for first in range(0, len(self), BLOCK):
+            lengths = self.sequence_lengths[first : first + BLOCK].astype(np.int64)
+            pointers = self.sequence_pointers[first : first + BLOCK]
+            ends = pointers + lengths * size
+            wrong = (lengths < 0) | (pointers < 0) | (pointers % size != 0) | (ends > self.bin_bytes)
+            if wrong.any():
+                at = int(wrong.argmax())
+                where = f"sequence {first + at} ({lengths[at]} tokens from byte {pointers[at]})"
+                raise _damaged(self.idx_file, f"{where} lies outside {self.bin_file} ({self.bin_bytes} bytes)")
+        for first in range(0, len(self.document_indices) - 1, BLOCK):
+            if (np.diff(self.document_indices[first : first + BLOCK + 1]) < 0).any():
+                raise _damaged(self.idx_file, "its document index runs backwards")
+
+    def __len__(self) -> int:
+        """The number of sequences."""
+        return len(self.sequence_lengths)
+
+    @property
+    def num_documents(self) -> int:
+        """The number of documents, empty ones included."""
+        return len(self.document_indices) - 1
+
+    def get(self, index: int, offset: int = 0, length: int | None = None) -> np.ndarray:
+        """Tokens `offset .. offset + length` of sequence `index` (to its end without `length`): a read-only view."""
+        if not 0 <= index < len(self.sequence_lengths):
+            raise IndexError(f"{self.path_prefix}: sequence {index} of {len(self)}")
+        here = int(self.sequence_lengths[index])
+        if length is None:
+            length = here - offset
+        if offset < 0 or length < 0 or offset + length > here:
+            raise IndexError(f"{self.path_prefix}: {length} tokens from {offset} of sequence {index}, which has {here}")
+        start = int(self.sequence_pointers[index]) // self.dtype.itemsize + offset
+        tokens = self._tokens[start : start + length]
+        if start < 0 or len(tokens) != length:
+            raise _damaged(self.idx_file, f"sequence {index} lies outside {self.bin_file}")
+        return tokens
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        """All tokens of one sequence: a read-only view."""
+        return self.get(index)
+
+    def max_token_id(self, limit: int = 1 << 18) -> int:
+        """The largest token id among the first `limit` tokens of the file, -1 for an empty file."""
+        head = self._tokens[:limit]
+        return int(head.max()) if len(head) else -1
+
+    def min_token_id(self, limit: int = 1 << 18) -> int:
+        """The smallest token id among the first `limit` tokens of the file, 0 for an empty file."""
+        head = self._tokens[:limit]
+        return int(head.min()) if len(head) else 0
+
+    @functools.cached_property
+    def identity(self) -> dict[str, int | str]:
+        """What tells this corpus from another one, wherever its files lie.
+
+        `idx_sha256` is over the header and all lengths, which is all that the sample order is made of;
+        `bin_sha256` is over a few pages of the token file, to tell corpora of equal lengths apart.
+        """
+        digest = hashlib.sha256(self._header)
+        for first in range(0, len(self), BLOCK):
+            digest.update(self.sequence_lengths[first : first + BLOCK].tobytes())
+        pages = hashlib.sha256()
+        step = max(1, self.bin_bytes // PROBES // PROBE_BYTES) * PROBE_BYTES
+        size = self.dtype.itemsize
+        for start in range(0, self.bin_bytes, step):
+            pages.update(self._tokens[start // size : (start + PROBE_BYTES) // size].tobytes())
+        return {
+            "sequences": len(self),
+            "dtype": self.dtype.name,
+            "bin_bytes": self.bin_bytes,
+            "idx_sha256": digest.hexdigest(),
+            "bin_sha256": pages.hexdigest(),
+        }
+
+    def __reduce__(self) -> tuple[type[IndexedDataset], tuple[str]]:
+        """Pickled as its path: a spawned data worker maps the files itself."""
+        return IndexedDataset, (self.path_prefix,)
+
+    @staticmethod
+    def exists(path_prefix: str) -> bool:
+        """Whether both files of the pair are there."""
+        return os.path.exists(idx_path(path_prefix)) and os.path.exists(bin_path(path_prefix))
+
+
+class IndexedDatasetBuilder:
+    """Writes a pair beside its final names and renames it in `finalize`; as a context manager it finalizes on success
+    and leaves nothing behind on an exception.
+
+    Raises FileNotFoundError for a missing directory, ValueError for tokens that do not fit `dtype`.
+    """
+
+    def __init__(self, path_prefix: str | os.PathLike[str], dtype: np.dtype | type | str = np.int32) -> None:
+        self.path_prefix = os.fspath(path_prefix)
+        self.dtype = np.dtype(dtype)
+        if self.dtype not in CODES:
+            raise ValueError(f"dtype {self.dtype} cannot be stored (can be: {', '.join(d.name for d in CODES)})")
+        folder = os.path.dirname(self.path_prefix) or "."
+        if not os.path.isdir(folder):
+            raise FileNotFoundError(f"{folder}: no such directory to write {self.path_prefix}.bin to; make it first")
+        partial = f"{self.path_prefix}.partial-{uuid.uuid4().hex}"
+        self._partial_bin, self._partial_idx = bin_path(partial), idx_path(partial)
+        self._bin = open(self._partial_bin, "wb", buffering=1 << 20)  # noqa: SIM115 (closed in finalize or discard)
+        self._lengths, self._documents = array("i"), array("q", [0])
+
+    def add_item(self, tokens: np.ndarray | list[int]) -> None:
+        """Append one sequence of tokens [n]."""
+        stored = self._to_dtype(tokens)
+        self._append_length(len(stored))
+        self._bin.write(stored.tobytes())
+
+    def end_document(self) -> None:
+        """Close the current document: all sequences added since the last call (possibly none)."""
+        self._documents.append(len(self._lengths))
+
+    def add_document(self, tokens: np.ndarray | list[int], lengths: list[int] | np.ndarray) -> None:
+        """Append one document at once: its tokens [sum(lengths)] and the length of each of its sequences."""
+        stored = self._to_dtype(tokens)
+        if int(np.sum(lengths)) != len(stored) or any(n < 0 for n in lengths):
+            raise ValueError(f"{self.path_prefix}: {len(stored)} tokens do not make sequences of {list(lengths)}")
+        for length in lengths:
+            self._append_length(int(length))
+        self._bin.write(stored.tobytes())
+        self.end_document()
+
+    def add_index(self, path_prefix: str | os.PathLike[str]) -> None:
+        """Append all documents of another pair of the same dtype."""
+        other = IndexedDataset(path_prefix)
+        if other.dtype != self.dtype:
+            raise ValueError(
+                f"{other.path_prefix}: holds {other.dtype.name}, {self.path_prefix} holds {self.dtype.name}; "
+                "only pairs of one dtype can be merged: preprocess both with the same tokenizer"
+            )
+        other.check()
+        shift = len(self._lengths)
+        self._lengths.frombytes(other.sequence_lengths.tobytes())
+        self._documents.frombytes((other.document_indices[1:] + shift).tobytes())
+        self._bin.flush()
+        ends = np.cumsum(other.sequence_lengths, dtype=np.int64) * self.dtype.itemsize
+        if len(other) and ends[-1] == other.bin_bytes and (other.sequence_pointers[1:] == ends[:-1]).all():
+            with open(other.bin_file, "rb") as source:
+                shutil.copyfileobj(source, self._bin, 16 << 20)
+        else:  # sequences out of order or with gaps: legal in the format, never written by us
+            for index in range(len(other)):
+                self._bin.write(other[index].tobytes())
+
+    def finalize(self) -> None:
+        """Write the index, make both files durable, and give them their final names."""
+        lengths = np.frombuffer(self._lengths, np.int32) if self._lengths else np.zeros(0, np.int32)
+        pointers = np.zeros(len(lengths), np.int64)
+        np.cumsum(lengths[:-1], dtype=np.int64, out=pointers[1:])
+        pointers *= self.dtype.itemsize
+        with open(self._partial_idx, "wb") as file:
+            file.write(HEADER.pack(MAGIC, VERSION, CODES[self.dtype], len(lengths), len(self._documents)))
+            for part, dtype in ((lengths, "<i4"), (pointers, "<i8"), (np.asarray(self._documents), "<i8")):
+                file.write(part.astype(dtype, copy=False).tobytes())
+            file.flush()
+            os.fsync(file.fileno())
+        self._bin.flush()
+        os.fsync(self._bin.fileno())
+        self._bin.close()
+        # The old index goes first: a reader meets the old pair, no index, or the new pair, never a mixture.
+        Path(idx_path(self.path_prefix)).unlink(missing_ok=True)
+        os.replace(self._partial_bin, bin_path(self.path_prefix))
+        os.replace(self._partial_idx, idx_path(self.path_prefix))
+        folder = os.open(os.path.dirname(self.path_prefix) or ".", os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+    def discard(self) -> None:
+        """Throw away everything added; files under the final names stay as they were."""
+        self._bin.close()
+        for path in (self._partial_bin, self._partial_idx):
+            Path(path).unlink(missing_ok=True)
+
+    def __enter__(self) -> IndexedDatasetBuilder:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if kind is None and not self._bin.closed:
+                self.finalize()
+        finally:
+            self.discard()  # the partial files are gone once they are renamed: then there is nothing to throw away
+
+    def _append_length(self, length: int) -> None:
+        if length > np.iinfo(np.int32).max:
+            raise ValueError(f"{self.path_prefix}: one sequence of {length} tokens; the format holds 2**31 - 1 at most")
+        self._lengths.append(length)
+
+    def _to_dtype(self, tokens: np.ndarray | list[int]) -> np.ndarray:
+        values = np.asarray(tokens)
+        if values.dtype == self.dtype or len(values) == 0:
+            return values.astype(self.dtype, copy=False)
+        if self.dtype.kind in "iu":
+            low, high, limits = values.min(), values.max(), np.iinfo(self.dtype)
+            if values.dtype.kind not in "iu" or low < limits.min or high > limits.max:
+                raise ValueError(
+                    f"{self.path_prefix}: token ids {low} .. {high} do not fit {self.dtype.name}; "
+                    "use the dtype of the tokenizer's vocabulary size"
+                )
+        return values.astype(self.dtype)

@@ -1,0 +1,152 @@
+"""Lines of JSON to token arrays, in this process or in several, in the order of the lines. Knows no output file."""
+
+from __future__ import annotations
+
+import functools
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from megatron.data.indexed_dataset import optimal_dtype
+from megatron.data.jsonl import Chunk, texts_of
+from megatron.data.tokenizer import Tokenizer, TokenizerFlags
+
+AHEAD = 4  # chunks a worker may be ahead of the writer: bounds memory on inputs of any size
+
+
+@dataclass(frozen=True)
+class Job:
+    """What to make of each line."""
+
+    tokenizer: TokenizerFlags
+    keys: tuple[str, ...]
+    append_eod: bool
+
+
+class Encoded(NamedTuple):
+    """The documents of a chunk, small to send: arrays travel as bytes.
+
+    For each key: `ids`, all tokens in the stored dtype; `lengths`, int32 [sequences]; `counts`, int32 [documents], how
+    many sequences each document has. `sizes`: bytes of each document's line. `bad`: (line number, what is wrong).
+    """
+
+    ids: list[bytes]
+    lengths: list[bytes]
+    counts: list[bytes]
+    sizes: list[int]
+    bad: list[tuple[int, str]]
+    blank: int
+
+    def documents(self, key: int, dtype: np.dtype) -> Iterator[list[np.ndarray]]:
+        """The token arrays of each document under the key of this number; none for a document without text."""
+        ids, at = np.frombuffer(self.ids[key], dtype), 0
+        lengths = iter(np.frombuffer(self.lengths[key], np.int32).tolist())
+        for count in np.frombuffer(self.counts[key], np.int32).tolist():
+            sequences = []
+            for _ in range(count):
+                length = next(lengths)
+                sequences.append(ids[at : at + length])
+                at += length
+            yield sequences
+
+
+@functools.cache
+def tokenizer_of(flags: TokenizerFlags) -> Tokenizer:
+    """The tokenizer of these flags, made once in a process, ready to encode; a forked worker inherits it."""
+    tokenizer = flags.build()
+    tokenizer.tokenize("0")  # wakes an engine that is made at the first text
+    return tokenizer
+
+
+def encode(job: Job, chunk: Chunk) -> Encoded:
+    """Tokenize a chunk. A bad line is noted and skipped; a blank line is counted."""
+    tokenizer = tokenizer_of(job.tokenizer)
+    dtype = optimal_dtype(tokenizer.vocab_size)
+    ids: list[list[np.ndarray]] = [[] for _ in job.keys]
+    lengths: list[list[int]] = [[] for _ in job.keys]
+    counts: list[list[int]] = [[] for _ in job.keys]
+    sizes, bad, blank = [], [], 0
+    end = np.asarray([tokenizer.eod], dtype) if job.append_eod else None
+    for number, line in enumerate(chunk.lines, chunk.first):
+        if line.isspace():
+            blank += 1
+            continue
+        try:
+            arrays = [_sequences(tokenizer, texts, dtype) for texts in texts_of(line, job.keys)]
+        except ValueError as error:
+            bad.append((number, str(error)))
+            continue
+        sizes.append(len(line))
+        for key, sequences in enumerate(arrays):
+            counts[key].append(len(sequences))
+            lengths[key] += map(len, sequences)
+            ids[key] += sequences
+            if sequences and end is not None:
+                lengths[key][-1] += 1
+                ids[key].append(end)
+    if not chunk.lines:
+        bad.append((chunk.first, "the file is empty"))
+    flat = [np.concatenate(arrays).tobytes() if arrays else b"" for arrays in ids]
+    small = [[np.asarray(numbers, np.int32).tobytes() for numbers in table] for table in (lengths, counts)]
+    return Encoded(flat, small[0], small[1], sizes, bad, blank)
+
+
+def _sequences(tokenizer: Tokenizer, texts: list[str], dtype: np.dtype) -> list[np.ndarray]:
+    return [sequence for sequence in tokenizer.tokenize_batch(texts, dtype) if len(sequence)]
+
+
+def encode_all(job: Job, chunks: Iterable[Chunk], workers: int) -> Iterator[tuple[Chunk, Encoded]]:
+    """Each chunk with what became of it, in order, by `workers` processes (1: by this one).
+
+    Raises ValueError if a worker dies. However it is left, no worker outlives it.
+    """
+    if workers == 1:
+        for chunk in chunks:
+            yield chunk, encode(job, chunk)
+        return
+    forks = "fork" in multiprocessing.get_all_start_methods()
+    context = multiprocessing.get_context("fork" if forks else None)
+    others = set(multiprocessing.active_children())
+    waiting: deque[tuple[Chunk, Future[Encoded]]] = deque()
+    with ProcessPoolExecutor(workers, mp_context=context, initializer=_serve_quietly, initargs=(os.getpid(),)) as pool:
+        try:
+            for chunk in chunks:
+                waiting.append((chunk, pool.submit(encode, job, chunk)))
+                if len(waiting) >= AHEAD * workers:
+                    done, future = waiting.popleft()
+                    yield done, future.result()
+            while waiting:
+                done, future = waiting.popleft()
+                yield done, future.result()
+        except BrokenProcessPool:
+            raise ValueError(
+                f"--workers {workers}: a worker process was killed, most often for want of memory; use fewer workers"
+            ) from None
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            for process in set(multiprocessing.active_children()) - others:
+                process.terminate()
+            raise
+
+
+def _serve_quietly(parent: int) -> None:
+    """In a worker: Ctrl-C is the parent's to answer, and a worker does not outlive a parent that was killed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    threading.Thread(target=_leave_with, args=(parent,), daemon=True).start()
+
+
+def _leave_with(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(1)
+    os._exit(1)

@@ -1,0 +1,185 @@
+"""Builds the tokenizer that the flags ask for. Knows which flags each type needs, and no tokenizer library.
+
+Types: Megatron's names. What each makes of a text stands at its class.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.arguments import arg
+from megatron.data.tokenizer_base import Ids, Tokenizer
+from megatron.data.tokenizer_bpe import (
+    TIKTOKEN_SPECIAL,
+    TIKTOKEN_VOCAB_SIZE,
+    GPT2BPETokenizer,
+    HuggingFaceTokenizer,
+    TikTokenizer,
+    tiktoken_patterns,
+)
+from megatron.data.tokenizer_sentencepiece import (
+    GPTSentencePieceTokenizer,
+    Llama2Tokenizer,
+    SentencePieceTokenizer,
+)
+
+__all__ = ["TOKENIZER_TYPES", "NullTokenizer", "Tokenizer", "TokenizerFlags", "build_tokenizer"]
+
+# The files each type is made from: argument name and what it is.
+_MODEL = (("tokenizer_model", "a sentencepiece .model file"),)
+TOKENIZER_TYPES: dict[str, tuple[tuple[str, str], ...]] = {
+    "GPT2BPETokenizer": (("vocab_file", "GPT-2's vocab.json"), ("merge_file", "GPT-2's merges.txt")),
+    "SentencePieceTokenizer": _MODEL,
+    "GPTSentencePieceTokenizer": _MODEL,
+    "Llama2Tokenizer": _MODEL,
+    "HuggingFaceTokenizer": (("tokenizer_model", "a local tokenizer.json or the folder that holds it"),),
+    "TikTokenizer": (("tokenizer_model", "a tiktoken vocabulary in JSON"),),
+    "NullTokenizer": (),
+}
+
+
+class NullTokenizer(Tokenizer):
+    """Text that already is ids: whole numbers with white space between. `eod` is the last id, `vocab_size` - 1."""
+
+    def __init__(self, vocab_size: int):
+        self.vocab_size = vocab_size
+        self.eod = vocab_size - 1
+
+    def encode(self, text: str) -> Ids:
+        """The numbers in a text. Raises ValueError for other words and numbers outside the vocabulary."""
+        ids = []
+        for word in text.split():
+            if not (word.isascii() and word.isdigit() and int(word) < self.vocab_size):
+                last = self.vocab_size - 1
+                raise ValueError(f"found {word[:40]!r} where NullTokenizer reads whole numbers from 0 to {last}")
+            ids.append(int(word))
+        return ids
+
+    def detokenize(self, ids: Iterable[int]) -> str:
+        """The numbers with spaces between."""
+        return " ".join(str(int(index)) for index in ids)
+
+    def settings(self) -> dict[str, Any]:
+        """See `Tokenizer.settings`."""
+        return {"vocab_size": self.vocab_size}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenizerFlags:
+    """The flags that choose a tokenizer, by Megatron's argument names."""
+
+    tokenizer_type: str | None = arg(None, help="one of " + ", ".join(TOKENIZER_TYPES))
+    vocab_file: str | None = arg(None, help="vocab.json of GPT2BPETokenizer")
+    merge_file: str | None = arg(None, help="merges.txt of GPT2BPETokenizer")
+    tokenizer_model: str | None = arg(None, help="file (HuggingFaceTokenizer: or folder) of the other tokenizers")
+    vocab_size: int | None = arg(None, help="number of ids of NullTokenizer and TikTokenizer; checked for the others")
+    vocab_extra_ids: int = arg(0, help="<extra_id_N> pieces that SentencePieceTokenizer adds")
+    tiktoken_pattern: str | None = arg(None, help="how TikTokenizer cuts a text: v1 or v2 (default: v2)")
+    tiktoken_num_special_tokens: int = arg(1000, help="ids that TikTokenizer keeps for special pieces")
+    tiktoken_special_tokens: tuple[str, ...] | None = arg(None, help="names of TikTokenizer's first special pieces")
+
+    def problems(self) -> list[str]:
+        """Everything that is wrong with these flags, one line each with flag, value and remedy; nothing is loaded."""
+        if self.tokenizer_type not in TOKENIZER_TYPES:
+            return [_unknown_type(self.tokenizer_type)]
+        problems = []
+        for name, what in TOKENIZER_TYPES[self.tokenizer_type]:
+            flag, path = "--" + name.replace("_", "-"), getattr(self, name)
+            if not path:
+                problems.append(f"{flag}: {self.tokenizer_type} needs {what}; give {flag} PATH")
+            else:
+                folder_ok = self.tokenizer_type == "HuggingFaceTokenizer"
+                problems += _file_problems(f"{flag} {path}", path, what, folder_ok)
+        if self.tokenizer_type == "NullTokenizer" and self.vocab_size is None:
+            problems.append("--vocab-size: NullTokenizer needs the number of ids; give --vocab-size N")
+        if self.vocab_size is not None and self.vocab_size < 1:
+            problems.append(f"--vocab-size {self.vocab_size}: must be at least 1")
+        if self.vocab_extra_ids < 0:
+            problems.append(f"--vocab-extra-ids {self.vocab_extra_ids}: must be 0 or more")
+        if self.tokenizer_type == "TikTokenizer":
+            problems += self._tiktoken_problems()
+        return problems
+
+    def _tiktoken_problems(self) -> list[str]:
+        problems = []
+        size, reserved = self.vocab_size or TIKTOKEN_VOCAB_SIZE, self.tiktoken_num_special_tokens
+        if self.tiktoken_pattern not in (None, *tiktoken_patterns()):
+            problems.append(f"--tiktoken-pattern {self.tiktoken_pattern}: give v1 or v2")
+        if not 0 < reserved < size:
+            problems.append(f"--tiktoken-num-special-tokens {reserved}: must lie between 1 and --vocab-size ({size})")
+        names = self.tiktoken_special_tokens or TIKTOKEN_SPECIAL
+        if not set(TIKTOKEN_SPECIAL) <= set(names) or len(set(names)) != len(names) or len(names) > reserved:
+            problems.append(
+                f"--tiktoken-special-tokens {' '.join(names)}: give each once, all of {' '.join(TIKTOKEN_SPECIAL)} "
+                f"among them, and at most --tiktoken-num-special-tokens ({reserved})"
+            )
+        return problems
+
+    def build(self) -> Tokenizer:
+        """The tokenizer these flags ask for. Raises ValueError with one line for each problem (flag, value, remedy).
+
+        `vocab_size` is NullTokenizer's and TikTokenizer's size; for the others it is checked against the tokenizer's.
+        """
+        problems = self.problems()
+        if problems:
+            raise ValueError("\n".join(problems))
+        tokenizer = self._make()
+        if self.vocab_size not in (None, tokenizer.vocab_size):
+            raise ValueError(
+                f"--vocab-size {self.vocab_size}: {self.tokenizer_type} has {tokenizer.vocab_size} ids; leave "
+                "--vocab-size away (padding for the model is added later)"
+            )
+        return tokenizer
+
+    def _make(self) -> Tokenizer:
+        match self.tokenizer_type:
+            case "GPT2BPETokenizer":
+                return GPT2BPETokenizer(self.vocab_file, self.merge_file)
+            case "SentencePieceTokenizer":
+                return SentencePieceTokenizer(self.tokenizer_model, self.vocab_extra_ids)
+            case "GPTSentencePieceTokenizer":
+                return GPTSentencePieceTokenizer(self.tokenizer_model)
+            case "Llama2Tokenizer":
+                return Llama2Tokenizer(self.tokenizer_model)
+            case "HuggingFaceTokenizer":
+                return HuggingFaceTokenizer(self.tokenizer_model)
+            case "TikTokenizer":
+                return TikTokenizer(
+                    self.tokenizer_model,
+                    self.tiktoken_pattern or "v2",
+                    self.vocab_size or TIKTOKEN_VOCAB_SIZE,
+                    self.tiktoken_num_special_tokens,
+                    self.tiktoken_special_tokens or TIKTOKEN_SPECIAL,
+                )
+        return NullTokenizer(self.vocab_size)
+
+
+def build_tokenizer(tokenizer_type: str | None, **flags: Any) -> Tokenizer:
+    """The tokenizer of this type; `flags` are the other fields of `TokenizerFlags`. Raises as its `build`."""
+    return TokenizerFlags(tokenizer_type=tokenizer_type, **flags).build()
+
+
+def _unknown_type(tokenizer_type: str | None) -> str:
+    known = ", ".join(TOKENIZER_TYPES)
+    if tokenizer_type is None:
+        return f"--tokenizer-type: is needed; give one of {known}"
+    if tokenizer_type.startswith("BertWordPiece"):
+        return f"--tokenizer-type {tokenizer_type}: BERT is not trained here; give one of {known}"
+    close = difflib.get_close_matches(tokenizer_type, TOKENIZER_TYPES, 1, 0.5)
+    hint = f"did you mean {close[0]}? Known: {known}" if close else f"give one of {known}"
+    return f"--tokenizer-type {tokenizer_type}: there is no such tokenizer here; {hint}"
+
+
+def _file_problems(flag: str, path: str, what: str, folder_ok: bool) -> list[str]:
+    if not os.path.exists(path):
+        where = f"no such file (looked in {os.getcwd()})" if not os.path.isabs(path) else "no such file"
+        return [f"{flag}: {where}; give {what}, which must be on this machine: nothing is downloaded"]
+    if os.path.isdir(path) and not folder_ok:
+        return [f"{flag}: is a directory; give {what}"]
+    if not os.access(path, os.R_OK):
+        return [f"{flag}: cannot be read; check its permissions"]
+    return []

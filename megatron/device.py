@@ -1,0 +1,57 @@
+"""The only file that says cuda: which device, which backend, memory, synchronisation, determinism. Knows no model."""
+from __future__ import annotations
+
+import os
+
+import torch
+
+from megatron.log import print_rank_0
+
+
+def choose_device(wish: str, local_rank: int) -> torch.device:
+    """The device of this rank: `auto` takes CUDA when there is any. Raises ValueError where the wish cannot be met."""
+    if wish == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device cuda: torch sees no CUDA device here; use --device cpu, or install a CUDA build")
+    if wish == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    if local_rank >= torch.cuda.device_count():
+        raise ValueError(f"local rank {local_rank}: this node has {torch.cuda.device_count()} CUDA devices; start at "
+                         f"most that many processes a node")
+    device = torch.device("cuda", local_rank)
+    torch.cuda.set_device(device)
+    return device
+
+
+def default_backend(device: torch.device) -> str:
+    """nccl on CUDA, gloo elsewhere."""
+    return "nccl" if device.type == "cuda" else "gloo"
+
+
+def set_max_connections(environ: dict[str, str] | os._Environ) -> None:
+    """Kernels and collectives must start in order for overlap: one hardware queue, unless the user chose otherwise."""
+    if "CUDA_DEVICE_MAX_CONNECTIONS" not in environ:
+        environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
+        print_rank_0("CUDA_DEVICE_MAX_CONNECTIONS was not set: set to 1 before CUDA starts")
+
+
+def set_determinism(deterministic: bool, cudnn_benchmark: bool, cudnn_deterministic: bool) -> None:
+    """Torch's switches for kernel choice. `deterministic` makes torch raise where no deterministic kernel exists."""
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.benchmark = cudnn_benchmark
+    torch.backends.cudnn.deterministic = cudnn_deterministic or deterministic
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has done all it was given; nothing to wait for on CPU."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def memory_report(device: torch.device) -> dict[str, float]:
+    """Bytes allocated and reserved on the device; empty on CPU."""
+    if device.type != "cuda":
+        return {}
+    return {"allocated": torch.cuda.memory_allocated(device), "max allocated": torch.cuda.max_memory_allocated(device),
+            "reserved": torch.cuda.memory_reserved(device), "max reserved": torch.cuda.max_memory_reserved(device)}

@@ -1,0 +1,26 @@
+"""The kernels in plain torch, the definition of right, under one name; knows local tensors, no module and no rank."""
+
+from megatron.kernels.activations import bias_gelu, geglu, gelu, squared_relu, swiglu
+from megatron.kernels.attention import attention
+from megatron.kernels.cross_entropy import cross_entropy
+from megatron.kernels.dropout import dropout
+from megatron.kernels.linear import linear, linear_weight_grad
+from megatron.kernels.norms import layer_norm, rms_norm
+from megatron.kernels.rotary import apply_rotary, rotary_tables
+
+__all__ = [
+    "apply_rotary",
+    "attention",
+    "bias_gelu",
+    "cross_entropy",
+    "dropout",
+    "geglu",
+    "gelu",
+    "layer_norm",
+    "linear",
+    "linear_weight_grad",
+    "rms_norm",
+    "rotary_tables",
+    "squared_relu",
+    "swiglu",
+]

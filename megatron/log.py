@@ -1,0 +1,62 @@
+"""What a person reads: lines of rank 0, of the last rank, and things said once. Knows no model and no process group."""
+from __future__ import annotations
+
+import os
+import sys
+
+_SAID: set[str] = set()
+
+
+def rank() -> int:
+    """Global rank of this process as its launcher gave it (torchrun's RANK, else srun's SLURM_PROCID); else 0."""
+    return int(os.environ.get("RANK") or (os.environ.get("SLURM_PROCID") if world_size() > 1 else None) or 0)
+
+
+def world_size() -> int:
+    """Number of processes as the launcher gave it (WORLD_SIZE, else srun's step or job size); 1 without one."""
+    names = ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
+    return int(next((os.environ[name] for name in names if os.environ.get(name)), 1))
+
+
+def local_rank() -> int:
+    """Rank on this node as the launcher gave it (LOCAL_RANK or SLURM_LOCALID); else 0."""
+    return int(os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or 0)
+
+
+def print_rank_0(text: str) -> None:
+    """Print `text` on global rank 0."""
+    if rank() == 0:
+        print(text, flush=True)
+
+
+def print_rank_last(text: str) -> None:
+    """Print `text` on the last global rank, where Megatron prints losses."""
+    if rank() == world_size() - 1:
+        print(text, flush=True)
+
+
+def info(module: str, text: str) -> None:
+    """A library line of rank 0 in the form of Python's root logger, `INFO:<module>:<text>`, as Megatron prints them."""
+    print_rank_0(f"INFO:{module}:{text}")
+
+
+def warn_once(text: str) -> None:
+    """Print `WARNING: text` on rank 0 the first time it is said in this process."""
+    if text not in _SAID:
+        _SAID.add(text)
+        print_rank_0(f"WARNING: {text}")
+
+
+def say_once(text: str) -> None:
+    """Print `text` on rank 0 the first time it is said in this process."""
+    if text not in _SAID:
+        _SAID.add(text)
+        print_rank_0(text)
+
+
+def fail(problems: str | list[str], code: int = 2) -> None:
+    """Print each problem as one line on stderr of rank 0 and leave with `code`; never returns."""
+    if rank() == 0:
+        for line in [problems] if isinstance(problems, str) else problems:
+            print(f"error: {line}", file=sys.stderr, flush=True)
+    raise SystemExit(code)

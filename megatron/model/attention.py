@@ -1,0 +1,68 @@
+"""Causal self-attention with multi-head or grouped queries. Knows no residual stream and no other layer."""
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import nn
+
+from megatron.config.model import ModelConfig
+from megatron.kernels import reference as kernels
+from megatron.model.norm import Norm
+from megatron.parallel.context import ParallelContext
+from megatron.parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.parallel.random import DropoutSeeds, recompute
+from megatron.parallel.sharding import ParameterFactory
+
+Rotary = tuple[torch.Tensor, torch.Tensor]
+
+
+class SelfAttention(nn.Module):
+    """Attention of this rank's heads (Vaswani et al. 2017; groups of query heads share a key and a value head).
+
+    Rows of linear_qkv by query group: the group's query heads, its key head, its value head. Scores and softmax are
+    fp32 at least in every kernel, so --attention-softmax-in-fp32 is always on and --apply-query-key-layer-scaling,
+    which keeps half-precision scores in range, has nothing left to do.
+    """
+
+    def __init__(self, model: ModelConfig, params: ParameterFactory, ctx: ParallelContext, layer: int, *,
+                 recompute_core: bool = False, implementation: str = "auto"):
+        super().__init__()
+        self.layer, self.tp_rank, self.head_dim = layer, ctx.tp.rank, model.head_dim
+        self.groups = model.query_groups // ctx.tp.size
+        self.queries_per_group = model.num_attention_heads // model.query_groups
+        self.scale = 1.0 / math.sqrt(model.head_dim)
+        self.dropout, self.interleaved = model.attention_dropout, model.rotary_interleaved
+        self.recompute_core, self.implementation = recompute_core, implementation
+        self.linear_qkv = ColumnParallelLinear(params("linear_qkv.weight"), params("linear_qkv.bias"), ctx)
+        self.q_layernorm = Norm(model, params.at("q_layernorm")) if model.qk_layernorm else None
+        self.k_layernorm = Norm(model, params.at("k_layernorm")) if model.qk_layernorm else None
+        self.linear_proj = RowParallelLinear(params("linear_proj.weight"), params("linear_proj.bias"), ctx)
+
+    def forward(self, x: torch.Tensor, rotary: Rotary | None = None, document_ids: torch.Tensor | None = None,
+                seeds: DropoutSeeds | None = None) -> torch.Tensor:
+        """x [s, b, h] -> [s, b, h]; with document_ids [b, s] no position sees another document."""
+        q, k, v = self.project(x)
+        if self.q_layernorm is not None:
+            q, k = self.q_layernorm(q), self.k_layernorm(k)
+        if rotary is not None:
+            q, k = (kernels.apply_rotary(t, *rotary, interleaved=self.interleaved) for t in (q, k))
+        if self.recompute_core and torch.is_grad_enabled():
+            y = recompute(self.core, q, k, v, document_ids, seeds)
+        else:
+            y = self.core(q, k, v, document_ids, seeds)
+        return self.linear_proj(y.flatten(2))
+
+    def project(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """x [s, b, h] -> queries [s, b, n, d], keys and values [s, b, g, d] of this rank's n heads in g groups."""
+        qkv = self.linear_qkv(x).unflatten(-1, (self.groups, self.queries_per_group + 2, self.head_dim))
+        q, k, v = qkv.split((self.queries_per_group, 1, 1), dim=3)
+        return q.flatten(2, 3), k.squeeze(3), v.squeeze(3)
+
+    def core(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, document_ids: torch.Tensor | None,
+             seeds: DropoutSeeds | None) -> torch.Tensor:
+        """The part without weights: q [s, b, n, d], k and v [s, b, g, d] -> [s, b, n, d]."""
+        drop = self.dropout if seeds is not None else 0.0
+        seed = seeds.seed(self.layer, "attention", self.tp_rank) if drop else None
+        return kernels.attention(q, k, v, scale=self.scale, dropout_p=drop, dropout_seed=seed,
+                                 document_ids=document_ids, implementation=self.implementation)

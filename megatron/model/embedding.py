@@ -1,0 +1,73 @@
+"""From token ids to the residual stream, and the tables of rotary angles. Knows no layer."""
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from megatron.config.model import ModelConfig
+from megatron.kernels import reference as kernels
+from megatron.parallel.collectives import my_slice
+from megatron.parallel.context import ParallelContext
+from megatron.parallel.layers import VocabParallelEmbedding
+from megatron.parallel.random import DropoutSeeds, dropout
+from megatron.parallel.sharding import ParameterFactory
+
+EMBEDDING_LAYER = -1  # the layer number of the embedding's dropout
+
+
+class LearnedPositions(nn.Module):
+    """A learned vector for each position: weight [max positions, h]."""
+
+    def __init__(self, weight: nn.Parameter):
+        super().__init__()
+        self.weight = weight
+
+    def forward(self, length: int, position_ids: torch.Tensor | None) -> torch.Tensor:
+        """Vectors of positions 0..length-1, [s, 1, h], or of position_ids [b, s], [s, b, h]."""
+        if position_ids is not None:
+            return F.embedding(position_ids.t(), self.weight)
+        return self.weight[:length].unsqueeze(1)
+
+
+class Embedding(nn.Module):
+    """Word embedding, plus learned positions where the model has them, plus dropout."""
+
+    def __init__(self, model: ModelConfig, params: ParameterFactory, ctx: ParallelContext):
+        super().__init__()
+        self.word_embeddings = VocabParallelEmbedding(params("word_embeddings.weight"), ctx)
+        positions = params("position_embeddings.weight")
+        self.position_embeddings = None if positions is None else LearnedPositions(positions)
+        self.dropout, self.fp32, self.ctx = model.hidden_dropout, model.fp32_residual_connection, ctx
+
+    def forward(self, tokens: torch.Tensor, position_ids: torch.Tensor | None = None,
+                seeds: DropoutSeeds | None = None) -> torch.Tensor:
+        """tokens [b, s], position_ids [b, s] or None for 0..s-1 -> [s, b, h] ([s/tp, b, h], sequence parallel)."""
+        x = self.word_embeddings(tokens)
+        shard = self.ctx.tp.rank if self.ctx.sequence_parallel else 0
+        if self.position_embeddings is not None:
+            positions = self.position_embeddings(tokens.shape[1], position_ids)
+            x = x + (my_slice(positions, self.ctx.tp) if self.ctx.sequence_parallel else positions)
+        if self.fp32:
+            x = x.float()
+        return dropout(x, self.dropout, seeds, EMBEDDING_LAYER, "embedding", shard)
+
+
+class RotaryTables(nn.Module):
+    """Cosines and sines of rotary positions (Su et al. 2021), computed once for every position there can be."""
+
+    def __init__(self, model: ModelConfig, dtype: torch.dtype, device: torch.device | str):
+        super().__init__()
+        dim = int(model.head_dim * model.rotary_percent)
+        cos, sin = kernels.rotary_tables(
+            model.max_position_embeddings or model.seq_length, dim, model.rotary_base, device=device,
+            interpolation_factor=model.rotary_seq_len_interpolation_factor,
+            dtype=torch.promote_types(dtype, torch.float32))
+        self.register_buffer("cos", cos, persistent=False)
+        self.register_buffer("sin", sin, persistent=False)
+
+    def forward(self, length: int, position_ids: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """(cos, sin) of positions 0..length-1, each [s, dim / 2], or of position_ids [b, s], each [s, b, dim / 2]."""
+        if position_ids is None:
+            return self.cos[:length], self.sin[:length]
+        return F.embedding(position_ids.t(), self.cos), F.embedding(position_ids.t(), self.sin)

@@ -1,0 +1,106 @@
+"""GPT: embedding, transformer layers, output layer, loss. Knows no optimizer, no data and no global state.
+
+Architecture after Radford et al. 2019 (GPT-2) with the options of Megatron-LM and Llama; readable as if there were one
+device: what is parallel hides in the layers' names.
+"""
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from megatron.config.model import ModelConfig
+from megatron.config.parameters import WORD_EMBEDDING, count_parameters, parameter_table, stage_table
+from megatron.config.precision import PrecisionConfig
+from megatron.model.embedding import Embedding, RotaryTables
+from megatron.model.layer import Decoder, Recompute
+from megatron.parallel.collectives import all_gather
+from megatron.parallel.context import Axis, ParallelContext
+from megatron.parallel.cross_entropy import vocab_parallel_cross_entropy
+from megatron.parallel.layers import ColumnParallelLinear
+from megatron.parallel.random import DropoutSeeds
+from megatron.parallel.sharding import ParameterFactory
+
+
+def stage_layers(num_layers: int, pp: Axis) -> range:
+    """Global numbers of the layers of this pipeline stage: equal runs in order."""
+    assert num_layers % pp.size == 0, "config/check.py refuses this"
+    per_stage = num_layers // pp.size
+    return range(pp.rank * per_stage, (pp.rank + 1) * per_stage)
+
+
+class GPTModel(nn.Module):
+    """The part of a GPT that this rank holds; with one rank, all of it.
+
+    Parameters are named as in `megatron.config.parameters.parameter_table` and their memory is not filled:
+    `megatron.parallel.sharding.init_parameters` or a checkpoint does that. Weights are [out, in]; a tied output layer
+    uses the embedding's very parameter (a copy of the same name on a last stage that is not the first).
+    """
+
+    def __init__(self, model: ModelConfig, precision: PrecisionConfig, ctx: ParallelContext, padded_vocab_size: int,
+                 vocab_size: int, dtype: torch.dtype, device: torch.device | str = "cpu", *,
+                 recompute: Recompute | None = None, attention_implementation: str = "auto"):
+        super().__init__()
+        assert ctx.cp.size == 1, "attention does not span context-parallel ranks yet: config/check.py refuses this"
+        self.ctx, self.vocab_size = ctx, vocab_size
+        self.loss_dtype = torch.float16 if precision.fp16_lm_cross_entropy else None
+        self.max_positions = model.max_position_embeddings or model.seq_length
+        self.positions = model.positions
+        first, last = ctx.pp.rank == 0, ctx.pp.rank == ctx.pp.size - 1
+        layers = stage_layers(model.num_layers, ctx.pp)
+        table = stage_table(parameter_table(model, padded_vocab_size, vocab_size), layers, first, last)
+        params = ParameterFactory(table, ctx, dtype, device)
+        self.embedding = Embedding(model, params.at("embedding"), ctx) if first else None
+        self.rotary = RotaryTables(model, dtype, device) if model.positions == "rope" else None
+        self.decoder = Decoder(model, params.at("decoder"), ctx, layers, last, recompute=recompute or Recompute(),
+                               attention_implementation=attention_implementation)
+        self.output_layer = self._build_output_layer(model, params) if last else None
+        self._check(count_parameters(table, {"tp": ctx.tp.size}), {spec.name for spec in table})
+
+    def _build_output_layer(self, model: ModelConfig, params: ParameterFactory) -> ColumnParallelLinear:
+        if not model.tied:
+            weight = params("output_layer.weight")
+        elif self.embedding is not None:
+            weight = self.embedding.word_embeddings.weight
+        else:
+            weight = params(WORD_EMBEDDING, partial=("ends",))
+        return ColumnParallelLinear(weight, None, self.ctx)
+
+    def _check(self, size: int, names: set[str]) -> None:
+        """Was built what was asked for, each parameter once?"""
+        built = {p.sharding.name for p in self.parameters()}
+        assert built == names, f"built but not asked for or asked for but not built: {sorted(built ^ names)}"
+        count = sum(p.numel() for p in self.parameters())
+        assert count == size, f"{count} parameters were built, {size} asked for"
+
+    def forward(self, tokens: torch.Tensor | None, position_ids: torch.Tensor | None = None,
+                labels: torch.Tensor | None = None, document_ids: torch.Tensor | None = None,
+                dropout: DropoutSeeds | None = None, *, hidden: torch.Tensor | None = None) -> torch.Tensor:
+        """Per-token losses [b, s] (fp32) with labels, else logits [b, s, vocab_size] of the real vocabulary.
+
+        tokens, labels [b, s]. position_ids [b, s], or None for 0..s-1 (cheaper). document_ids [b, s] keeps attention
+        inside documents. dropout: the streams of this micro-batch, or None to drop nothing. A later pipeline stage
+        gets `hidden` [s, b, h] instead of tokens; one that is not last returns it. Raises ValueError on a sequence
+        longer than the position table.
+        """
+        s = self._length(tokens, hidden)
+        x = hidden if self.embedding is None else self.embedding(tokens, position_ids, dropout)
+        rotary = None if self.rotary is None else self.rotary(s, position_ids)
+        x = self.decoder(x, rotary, document_ids, dropout)
+        if self.output_layer is None:
+            return x
+        logits = self.output_layer(x)
+        if labels is None:
+            return all_gather(logits, self.ctx.tp, dim=-1)[..., : self.vocab_size].transpose(0, 1)
+        return vocab_parallel_cross_entropy(logits, labels, vocab_size=self.vocab_size, tp=self.ctx.tp,
+                                            dtype=self.loss_dtype)
+
+    def _length(self, tokens: torch.Tensor | None, hidden: torch.Tensor | None) -> int:
+        """Tokens of one sample, before any split over ranks."""
+        if tokens is not None:
+            s = tokens.shape[1]
+        else:
+            s = hidden.shape[0] * (self.ctx.tp.size if self.ctx.sequence_parallel else 1)
+        if self.positions != "none" and s > self.max_positions:
+            raise ValueError(f"a sequence of {s} tokens is longer than the {self.max_positions} positions of "
+                             f"--max-position-embeddings; shorten it or train with a larger table")
+        return s

@@ -1,0 +1,96 @@
+"""One transformer layer, and the layers of one pipeline stage with their recompute. Knows no embedding and no loss."""
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from megatron.config.model import ModelConfig
+from megatron.model.attention import Rotary, SelfAttention
+from megatron.model.mlp import MLP
+from megatron.model.norm import Norm
+from megatron.parallel.context import ParallelContext
+from megatron.parallel.random import DropoutSeeds, dropout, recompute
+from megatron.parallel.sharding import ParameterFactory
+
+
+@dataclass(frozen=True)
+class Recompute:
+    """What is computed again in backward instead of being kept.
+
+    granularity: None, "selective" (core attention) or "full". method (with full): "uniform" (every chunk of
+    `num_layers` layers keeps only its input) or "block" (the first `num_layers` layers each keep only their input).
+    """
+    granularity: str | None = None
+    method: str | None = None
+    num_layers: int | None = None
+
+    def chunks(self, layers: int) -> list[tuple[int, int, bool]]:
+        """(start, stop, recomputed) of each run of a stage's layers, in order."""
+        if self.granularity != "full":
+            return [(0, layers, False)]
+        step = self.num_layers or 1
+        if self.method == "block":
+            kept = min(step, layers)
+            return [*((i, i + 1, True) for i in range(kept)), (kept, layers, False)]
+        return [(i, min(i + step, layers), True) for i in range(0, layers, step)]
+
+
+class TransformerLayer(nn.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x)): pre-norm (Radford et al. 2019), dropout on both branches."""
+
+    def __init__(self, model: ModelConfig, params: ParameterFactory, ctx: ParallelContext, number: int, *,
+                 recompute_core: bool = False, attention_implementation: str = "auto"):
+        super().__init__()
+        self.number, self.dropout = number, model.hidden_dropout
+        self.residual_after_norm = model.apply_residual_connection_post_layernorm
+        self.part = ctx.tp.rank if ctx.sequence_parallel else 0
+        self.input_layernorm = Norm(model, params.at("input_layernorm"))
+        self.self_attention = SelfAttention(model, params.at("self_attention"), ctx, number,
+                                            recompute_core=recompute_core, implementation=attention_implementation)
+        self.pre_mlp_layernorm = Norm(model, params.at("pre_mlp_layernorm"))
+        self.mlp = MLP(model, params.at("mlp"), ctx)
+
+    def forward(self, x: torch.Tensor, rotary: Rotary | None = None, document_ids: torch.Tensor | None = None,
+                seeds: DropoutSeeds | None = None) -> torch.Tensor:
+        """x [s, b, h] ([s/tp, b, h] with sequence parallelism) -> the same shape."""
+        normed = self.input_layernorm(x)
+        y = self.self_attention(normed, rotary, document_ids, seeds)
+        x = (normed if self.residual_after_norm else x) + self.drop(y, seeds, "attention_output")
+        normed = self.pre_mlp_layernorm(x)
+        y = self.mlp(normed)
+        return (normed if self.residual_after_norm else x) + self.drop(y, seeds, "mlp_output")
+
+    def drop(self, x: torch.Tensor, seeds: DropoutSeeds | None, site: str) -> torch.Tensor:
+        """Dropout of a residual branch."""
+        return dropout(x, self.dropout, seeds, self.number, site, self.part)
+
+
+class Decoder(nn.Module):
+    """The layers of one pipeline stage under their global numbers, and the final norm on the last one."""
+
+    def __init__(self, model: ModelConfig, params: ParameterFactory, ctx: ParallelContext, layers: range, last: bool, *,
+                 recompute: Recompute, attention_implementation: str = "auto"):
+        super().__init__()
+        self.layers = nn.ModuleDict({
+            str(i): TransformerLayer(model, params.at(f"layers.{i}"), ctx, i,
+                                     recompute_core=recompute.granularity == "selective",
+                                     attention_implementation=attention_implementation)
+            for i in layers})
+        self.chunks = recompute.chunks(len(layers))
+        self.final_layernorm = Norm(model, params.at("final_layernorm")) if last else None
+
+    def forward(self, x: torch.Tensor, rotary: Rotary | None = None, document_ids: torch.Tensor | None = None,
+                seeds: DropoutSeeds | None = None) -> torch.Tensor:
+        """x [s, b, h] -> the same shape."""
+        layers = list(self.layers.values())
+
+        def run(x: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+            for layer in layers[start:stop]:
+                x = layer(x, rotary, document_ids, seeds)
+            return x
+
+        for start, stop, again in self.chunks:
+            x = recompute(run, x, start, stop) if again and torch.is_grad_enabled() else run(x, start, stop)
+        return x if self.final_layernorm is None else self.final_layernorm(x)

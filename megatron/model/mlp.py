@@ -1,0 +1,44 @@
+"""The feed-forward half of a layer, plain or gated. Knows no attention and no residual stream."""
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from megatron.config.model import ModelConfig
+from megatron.kernels import reference as kernels
+from megatron.parallel.context import ParallelContext
+from megatron.parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.parallel.sharding import ParameterFactory
+
+
+def activation(model: ModelConfig) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The function between the two matrices; gated ones take [..., 2, ffn] and return [..., ffn].
+
+    GELU is the tanh form where Megatron's fused bias + GELU would run (the default with biases) and with
+    --openai-gelu; otherwise the exact one.
+    """
+    if model.swiglu:
+        return kernels.swiglu
+    if model.geglu:
+        return kernels.geglu
+    if model.squared_relu:
+        return kernels.squared_relu
+    approximate = model.openai_gelu or (model.bias_gelu_fusion and model.add_bias_linear)
+    return lambda x: kernels.gelu(x, approximate)
+
+
+class MLP(nn.Module):
+    """h -> ffn -> h. Gated (Shazeer 2020): linear_fc1 [2, ffn, h] holds gate and up, split over ranks alike."""
+
+    def __init__(self, model: ModelConfig, params: ParameterFactory, ctx: ParallelContext):
+        super().__init__()
+        self.gated, self.activation = model.gated, activation(model)
+        self.linear_fc1 = ColumnParallelLinear(params("linear_fc1.weight"), params("linear_fc1.bias"), ctx)
+        self.linear_fc2 = RowParallelLinear(params("linear_fc2.weight"), params("linear_fc2.bias"), ctx)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [s, b, h] -> [s, b, h]."""
+        x = self.linear_fc1(x)
+        return self.linear_fc2(self.activation(x.unflatten(-1, (2, -1)) if self.gated else x))

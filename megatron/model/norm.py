@@ -1,0 +1,30 @@
+"""The norm of every block, of queries and keys, and of the end. Knows no attention and no residual stream."""
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from megatron.config.model import ModelConfig
+from megatron.kernels import reference as kernels
+from megatron.parallel.sharding import ParameterFactory
+
+
+class Norm(nn.Module):
+    """LayerNorm (Ba et al. 2016) or RMSNorm (Zhang and Sennrich 2019) over the last dim, as --normalization says."""
+
+    def __init__(self, model: ModelConfig, params: ParameterFactory):
+        super().__init__()
+        self.weight, self.bias = params("weight"), params("bias")
+        self.rms = model.normalization == "RMSNorm"
+        self.eps, self.zero_centered = model.norm_epsilon, model.apply_layernorm_1p
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [..., width] -> [..., width] in the weight's dtype (an fp32 residual stream comes out in the model's)."""
+        weight, bias = self.weight, self.bias
+        if x.dtype != weight.dtype:
+            weight, bias = weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
+        if self.rms:
+            y = kernels.rms_norm(x, weight, self.eps, self.zero_centered)
+        else:
+            y = kernels.layer_norm(x, weight, bias, self.eps, self.zero_centered)
+        return y.to(self.weight.dtype)

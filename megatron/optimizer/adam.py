@@ -1,0 +1,64 @@
+"""The inner update: torch's AdamW or SGD over main weights, its state there from the start; knows no model."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+STATE_KEYS = {"adam": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",)}
+
+
+def _fused_or_foreach(build: Callable[..., torch.optim.Optimizer]) -> torch.optim.Optimizer:
+    """The fused kernels where this torch has them for the device and type of the weights, else the foreach ones."""
+    try:
+        return build(fused=True)
+    except RuntimeError:
+        return build(foreach=True)
+
+
+def build_adam(
+    groups: list[dict[str, Any]], *, beta1: float = 0.9, beta2: float = 0.999, eps: float = 1e-8
+) -> torch.optim.AdamW:
+    """AdamW (decoupled weight decay, bias correction) over `groups`, whose `params` are main weights.
+
+    exp_avg and exp_avg_sq are zeros and the step count is 0 before the first step, so a checkpoint taken then is an
+    ordinary one. Learning rate and weight decay are 0 until a scheduler sets them per group.
+    """
+    for flag, beta in (("--adam-beta1", beta1), ("--adam-beta2", beta2)):
+        if not 0.0 <= beta < 1.0:
+            raise ValueError(f"{flag} {beta} must be at least 0 and below 1")
+    if not eps >= 0.0:
+        raise ValueError(f"--adam-eps {eps} must not be negative")
+    optimizer = _fused_or_foreach(
+        lambda **how: torch.optim.AdamW(groups, lr=0.0, betas=(beta1, beta2), eps=eps, weight_decay=0.0, **how)
+    )
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            optimizer.state[param] = {
+                "step": torch.zeros((), dtype=torch.float32, device=param.device if group["fused"] else "cpu"),
+                "exp_avg": torch.zeros_like(param),
+                "exp_avg_sq": torch.zeros_like(param),
+            }
+    return optimizer
+
+
+def build_sgd(groups: list[dict[str, Any]], *, momentum: float = 0.9) -> torch.optim.SGD:
+    """SGD over `groups` with weight decay added to the gradient; the momentum buffer (if any) starts as zeros."""
+    if not 0.0 <= momentum < 1.0:
+        raise ValueError(f"--sgd-momentum {momentum} must be at least 0 and below 1")
+    optimizer = _fused_or_foreach(
+        lambda **how: torch.optim.SGD(groups, lr=0.0, momentum=momentum, weight_decay=0.0, **how)
+    )
+    if momentum:
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                optimizer.state[param] = {"momentum_buffer": torch.zeros_like(param)}
+    return optimizer
+
+
+def set_step_count(optimizer: torch.optim.Optimizer, step: int) -> None:
+    """Make every parameter's step count `step` (Adam's bias correction reads it); SGD has none."""
+    counts = [state["step"] for state in optimizer.state.values() if "step" in state]
+    if counts:
+        torch._foreach_zero_(counts)
+        torch._foreach_add_(counts, float(step))

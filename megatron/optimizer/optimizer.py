@@ -1,0 +1,261 @@
+"""One optimizer step in mixed precision: unscale, find overflows, clip, update main weights, copy them to the model.
+
+Knows parameters by `.main_grad` and `.sharding`, and other ranks only as functions to call; no schedule, no loop.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+
+from megatron.optimizer import adam, clip_grads
+from megatron.optimizer.param_groups import build_param_groups
+from megatron.optimizer.scaler import GradScaler
+
+LOW_PRECISION = (torch.float16, torch.bfloat16)
+
+
+class StepResult(NamedTuple):
+    """ok: an update was made. grad_norm: before clipping; None if skipped or --clip-grad 0. num_zeros: if asked for."""
+
+    ok: bool
+    grad_norm: float | None
+    num_zeros: int | None
+
+
+def _no_span(name: str) -> AbstractContextManager[Any]:
+    return nullcontext()
+
+
+class MixedPrecisionOptimizer:
+    """Adam or SGD on the fp32 (or fp64) main weights of `params`.
+
+    A bf16 or fp16 parameter gets an fp32 main copy; an fp32 or fp64 one is its own main weight (its storage is shared,
+    so whoever loads weights must copy into the parameter and not rebind it). Gradients are read from `param.main_grad`
+    at each step, without a copy unless its type differs from the main weight's.
+
+    Other ranks: `counts(param)` says whether this rank's copy counts in norms and zero counts; `reduce_sum` and
+    `reduce_max` take and return a 0-dim float64 tensor over the ranks that share the model. `span(name)` gives a
+    context manager around each part of a step (Megatron's timer names). `reduce_*` must be called by all ranks alike,
+    which holds because every rank runs the same step.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[torch.nn.Parameter],
+        *,
+        optimizer: str = "adam",
+        adam_beta1: float = 0.9,
+        adam_beta2: float = 0.999,
+        adam_eps: float = 1e-8,
+        sgd_momentum: float = 0.9,
+        clip_grad: float = 1.0,
+        log_num_zeros_in_grad: bool = False,
+        apply_wd_to_qk_layernorm: bool = False,
+        decoupled_lr: float | None = None,
+        decoupled_min_lr: float | None = None,
+        grad_scaler: GradScaler | None = None,
+        counts: Callable[[torch.nn.Parameter], bool] | None = None,
+        reduce_sum: clip_grads.Reduce = clip_grads.identity,
+        reduce_max: clip_grads.Reduce = clip_grads.identity,
+        span: Callable[[str], AbstractContextManager[Any]] = _no_span,
+    ) -> None:
+        if not clip_grad >= 0.0:
+            raise ValueError(f"--clip-grad {clip_grad} must not be negative; 0 turns clipping off")
+        if optimizer not in adam.STATE_KEYS:
+            raise ValueError(f"--optimizer {optimizer} is not known; use one of: {', '.join(sorted(adam.STATE_KEYS))}")
+        self.kind = optimizer
+        self.clip_grad = clip_grad
+        self.log_num_zeros_in_grad = log_num_zeros_in_grad
+        self.grad_scaler = grad_scaler
+        self.step_count = 0
+        self._reduce_sum, self._reduce_max, self._span = reduce_sum, reduce_max, span
+        groups = build_param_groups(
+            params,
+            apply_wd_to_qk_layernorm=apply_wd_to_qk_layernorm,
+            decoupled_lr=decoupled_lr,
+            decoupled_min_lr=decoupled_min_lr,
+        )
+        self._params = [param for group in groups for param in group["params"]]
+        self._names = [name for group in groups for name in group["names"]]
+        if not self._params:
+            raise ValueError("the optimizer was given no parameters")
+        self._device = self._params[0].device
+        self._counts = [counts is None or bool(counts(param)) for param in self._params]
+        self._main = [_main_weight(param) for param in self._params]
+        by_param = dict(zip(map(id, self._params), self._main, strict=True))
+        for group in groups:
+            group["params"] = [by_param[id(param)] for param in group["params"]]
+        if optimizer == "adam":
+            self.inner = adam.build_adam(groups, beta1=adam_beta1, beta2=adam_beta2, eps=adam_eps)
+        else:
+            self.inner = adam.build_sgd(groups, momentum=sgd_momentum)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The inner optimizer's groups: a scheduler writes `lr` and `weight_decay` into them."""
+        return self.inner.param_groups
+
+    @property
+    def loss_scale(self) -> float:
+        """What to multiply the loss by before backward (1.0 without a scaler)."""
+        return 1.0 if self.grad_scaler is None else self.grad_scaler.scale
+
+    @property
+    def implementation(self) -> str:
+        """"fused" or "foreach": which of torch's kernels make the update."""
+        return "fused" if self.param_groups[0]["fused"] else "foreach"
+
+    @torch.no_grad()
+    def step(self, grad_factor: float = 1.0) -> StepResult:
+        """Use the gradients once; on an overflow (with a scaler) adapt the scale and change nothing else.
+
+        `grad_factor` multiplies all gradients (say 1 / tokens) in the same pass that unscales and clips them. Gradients
+        are read twice and written at most once: one pass for norm and overflow together, one multiplication if its
+        factor is not 1, then the update. At most one host sync (another when zeros are counted). Without a scaler a
+        NaN or infinite norm is reported as it is, and the update is made: the loop decides what that means.
+        """
+        grads = self._attach_gradients()
+        norm: float | None = None
+        factor = grad_factor / self.loss_scale
+        if self.grad_scaler is not None or self.clip_grad > 0.0:
+            with self._span("optimizer-unscale-and-check-inf"):
+                found_inf, raw_norm = self._measure(grads)
+            if self.grad_scaler is not None:
+                self.grad_scaler.update(found_inf)
+                if found_inf:
+                    self._release_gradients()
+                    return StepResult(False, None, None)
+            if self.clip_grad > 0.0:
+                norm = raw_norm * factor
+                factor *= clip_grads.clip_coefficient(norm, self.clip_grad)
+        with self._span("optimizer-clip-main-grad"):
+            clip_grads.scale_gradients(grads, factor)
+        zeros = None
+        if self.log_num_zeros_in_grad:
+            with self._span("optimizer-count-zeros"):
+                zeros = clip_grads.count_zeros(self._counted(grads), self._reduce_sum, self._device)
+        with self._span("optimizer-inner-step"):
+            self.inner.step()
+        self.step_count += 1
+        self._release_gradients()
+        with self._span("optimizer-copy-main-to-model-params"):
+            self._copy_main_to_model()
+        return StepResult(True, norm, zeros)
+
+    def params_norm(self) -> float:
+        """L2 norm of the main weights that count (--log-params-norm); one host sync."""
+        with torch.no_grad():
+            return clip_grads.global_norm(self._counted(self._main), self._reduce_sum, self._device).item()
+
+    @torch.no_grad()
+    def reload_model_params(self) -> None:
+        """Take the main weights anew from the model: call it when weights were loaded without optimizer state."""
+        pairs = self._low_precision_pairs()
+        if pairs:
+            torch._foreach_copy_([main for main, _ in pairs], [param.detach() for _, param in pairs])
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The optimizer's tensors by global name, live (write into them to load, copy them to keep them).
+
+        optimizer.exp_avg.<name>, optimizer.exp_avg_sq.<name> (Adam) or optimizer.momentum_buffer.<name> (SGD with
+        momentum), and optimizer.fp32_param.<name> for low-precision parameters; all with the parameter's local shape.
+        """
+        found: dict[str, torch.Tensor] = {}
+        for name, param, main in zip(self._names, self._params, self._main, strict=True):
+            for key in adam.STATE_KEYS[self.kind]:
+                if key in self.inner.state[main]:
+                    found[f"optimizer.{key}.{name}"] = self.inner.state[main][key]
+            if param.dtype in LOW_PRECISION:
+                found[f"optimizer.fp32_param.{name}"] = main.detach()
+        return found
+
+    def counters(self) -> dict[str, Any]:
+        """The JSON-able rest of the state: optimizer kind, number of updates made, loss scale."""
+        scaler = None if self.grad_scaler is None else self.grad_scaler.state_dict()
+        return {"optimizer": self.kind, "step": self.step_count, "grad_scaler": scaler}
+
+    def state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+        """(tensors by global name, JSON-able counters); `load_state` takes the two back."""
+        return self.tensors(), self.counters()
+
+    @torch.no_grad()
+    def load_state(self, tensors: Mapping[str, torch.Tensor], counters: Mapping[str, Any]) -> None:
+        """Copy a state that `state` gave (same names and local shapes) into place, then the main weights to the model.
+
+        Raises ValueError, before anything is changed, that names all missing, unknown and differently shaped tensors.
+        """
+        mine = self.tensors()
+        if counters["optimizer"] != self.kind:
+            raise ValueError(
+                f"--optimizer {self.kind} cannot take the state of {counters['optimizer']}; use that optimizer, or "
+                "--no-load-optim to begin with a fresh state"
+            )
+        problems = [f"{name} is missing" for name in mine if name not in tensors]
+        problems += [f"{name} is not part of this optimizer" for name in tensors if name not in mine]
+        problems += [
+            f"{name} has shape {list(tensors[name].shape)} instead of {list(mine[name].shape)}"
+            for name in mine
+            if name in tensors and tensors[name].shape != mine[name].shape
+        ]
+        if problems:
+            raise ValueError(
+                f"the optimizer state does not fit ({len(problems)} tensors): {'; '.join(problems[:20])}; use the "
+                "precision and model flags it was saved with, or --no-load-optim"
+            )
+        for name, tensor in mine.items():
+            tensor.copy_(tensors[name])
+        self.load_counters(counters)
+        self._copy_main_to_model()
+
+    def load_counters(self, counters: Mapping[str, Any]) -> None:
+        """Take back what `counters` gave: for a loader that wrote into `tensors()` itself."""
+        self.step_count = int(counters["step"])
+        adam.set_step_count(self.inner, self.step_count)
+        if self.grad_scaler is not None and counters["grad_scaler"] is not None:
+            self.grad_scaler.load_state_dict(counters["grad_scaler"])
+
+    def _counted(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return [tensor for tensor, counts in zip(tensors, self._counts, strict=True) if counts]
+
+    def _low_precision_pairs(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        return [(m, p) for m, p in zip(self._main, self._params, strict=True) if p.dtype in LOW_PRECISION]
+
+    def _attach_gradients(self) -> list[torch.Tensor]:
+        """Each main weight's `.grad`: the parameter's main_grad itself, or its copy in the main weight's type."""
+        with self._span("optimizer-copy-to-main-grad"):
+            for param, main in zip(self._params, self._main, strict=True):
+                grad = param.main_grad
+                main.grad = grad if grad.dtype == main.dtype else grad.to(main.dtype)
+        return [main.grad for main in self._main]
+
+    def _release_gradients(self) -> None:
+        """Let go of the gradients, so that converted copies live only during the step."""
+        for main in self._main:
+            main.grad = None
+
+    def _measure(self, grads: Sequence[torch.Tensor]) -> tuple[bool, float]:
+        """(some rank's gradient is not finite, norm over those that count) of the still scaled gradients; one sync."""
+        counted = clip_grads.sum_of_squares(self._counted(grads), self._device)
+        total = self._reduce_sum(counted)
+        if self.grad_scaler is None:
+            return False, total.sqrt().item()
+        others = [grad for grad, counts in zip(grads, self._counts, strict=True) if not counts]
+        mine = counted + clip_grads.sum_of_squares(others, self._device)
+        found_inf = self._reduce_max((~torch.isfinite(mine)).double())
+        found, squared = torch.stack([found_inf, total]).tolist()
+        return found > 0.0, squared**0.5
+
+    def _copy_main_to_model(self) -> None:
+        pairs = self._low_precision_pairs()
+        if pairs:
+            torch._foreach_copy_([param for _, param in pairs], [main for main, _ in pairs])
+
+
+def _main_weight(param: torch.nn.Parameter) -> torch.Tensor:
+    """A leaf the inner optimizer may update: an fp32 copy of a low-precision parameter, else its own storage."""
+    main = param.detach()
+    if param.dtype in LOW_PRECISION:
+        main = main.float()
+    return main.requires_grad_(True)

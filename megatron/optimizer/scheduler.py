@@ -1,0 +1,287 @@
+"""Learning rate and weight decay as functions of samples consumed, written into param groups; knows no parameter.
+
+Megatron's rules to the last digit (facts/megatron.md 6). Who steps it when: `step(samples of the batch)` after each
+iteration that made an update, and also after one the user skipped (--train-range-to-skip), so that the rate stays a
+function of the iteration; NOT after an iteration that an fp16 overflow skipped.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from megatron import log
+
+LR_DECAY_STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD")
+WSD_DECAY_STYLES = ("linear", "cosine", "exponential", "minus_sqrt")
+WD_INCR_STYLES = ("constant", "linear", "cosine")
+
+
+class HasParamGroups(Protocol):
+    """What the scheduler needs of an optimizer."""
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]: ...
+
+
+@dataclass(frozen=True)
+class ScheduleSteps:
+    """The horizons of a schedule, in samples. A warmup given as a fraction stays a float (25600.0), as in Megatron."""
+
+    lr_warmup_steps: float
+    lr_decay_steps: int
+    wd_incr_steps: int
+    wsd_decay_steps: int | None = None
+
+
+def schedule_steps(
+    *,
+    global_batch_size: int,
+    train_iters: int | None = None,
+    train_samples: int | None = None,
+    lr_decay_iters: int | None = None,
+    lr_decay_samples: int | None = None,
+    lr_warmup_fraction: float | None = None,
+    lr_warmup_iters: int = 0,
+    lr_warmup_samples: int = 0,
+    lr_wsd_decay_iters: int | None = None,
+    lr_wsd_decay_samples: int | None = None,
+) -> ScheduleSteps:
+    """The horizons that the flags give: from --train-samples and its kin if that is set, else iterations x batch size.
+
+    Raises ValueError when neither --train-iters nor --train-samples is set.
+    """
+    if train_samples:
+        decay = train_samples if lr_decay_samples is None else lr_decay_samples
+        total, warmup, wsd = train_samples, lr_warmup_samples, lr_wsd_decay_samples
+    elif train_iters:
+        decay = (train_iters if lr_decay_iters is None else lr_decay_iters) * global_batch_size
+        total, warmup = train_iters * global_batch_size, lr_warmup_iters * global_batch_size
+        wsd = None if lr_wsd_decay_iters is None else lr_wsd_decay_iters * global_batch_size
+    else:
+        raise ValueError("neither --train-iters nor --train-samples is set; give one of them")
+    if lr_warmup_fraction is not None:
+        return ScheduleSteps(lr_warmup_fraction * decay, decay, total, wsd)
+    return ScheduleSteps(warmup, decay, total, wsd)
+
+
+def _decay_coefficient(style: str, ratio: float) -> float:
+    """Share of the way from the end value back to the peak when `ratio` of the decay is over (1 -> 0)."""
+    if style == "linear":
+        return 1.0 - ratio
+    if style == "cosine":
+        return 0.5 * (math.cos(math.pi * ratio) + 1.0)
+    if style == "exponential":
+        return 2.0 * math.pow(0.5, ratio) - 1.0
+    assert style == "minus_sqrt", style
+    return 1.0 - math.sqrt(ratio)
+
+
+class OptimizerParamScheduler:
+    """Sets `lr` and `weight_decay` of every param group of `optimizer`, at once and at each `step`.
+
+    All *_steps are samples. A group may carry its own `max_lr`, `min_lr` (decoupled learning rate), `lr_mult` and
+    `wd_mult`. Raises ValueError listing every bad value.
+    """
+
+    def __init__(
+        self,
+        optimizer: HasParamGroups,
+        *,
+        init_lr: float,
+        max_lr: float,
+        min_lr: float,
+        lr_warmup_steps: float,
+        lr_decay_steps: int,
+        lr_decay_style: str,
+        start_wd: float,
+        end_wd: float,
+        wd_incr_steps: int,
+        wd_incr_style: str,
+        wsd_decay_steps: int | None = None,
+        lr_wsd_decay_style: str = "exponential",
+        use_checkpoint_opt_param_scheduler: bool = False,
+        override_opt_param_scheduler: bool = False,
+    ) -> None:
+        self.optimizer = optimizer
+        self.init_lr = init_lr
+        self.max_lr = max_lr
+        self.min_lr = min_lr
+        self.lr_warmup_steps = lr_warmup_steps
+        self.lr_decay_steps = lr_decay_steps
+        self.lr_decay_style = lr_decay_style
+        self.start_wd = start_wd
+        self.end_wd = end_wd
+        self.wd_incr_steps = wd_incr_steps
+        self.wd_incr_style = wd_incr_style
+        self.wsd_decay_steps = wsd_decay_steps
+        self.lr_wsd_decay_style = lr_wsd_decay_style
+        self.use_checkpoint = use_checkpoint_opt_param_scheduler
+        self.override = override_opt_param_scheduler
+        self.num_steps = 0
+        problems = self._problems()
+        if problems:
+            raise ValueError("; ".join(problems))
+        self.max_lr = float(max_lr)
+        self.step(0)
+        log.print_rank_0(f"> learning rate decay style: {self.lr_decay_style}")
+
+    def get_lr(self, group: Mapping[str, Any] | None = None) -> float:
+        """The learning rate at `num_steps`, with the limits of `group` where it has its own (without its lr_mult)."""
+        group = group or {}
+        max_lr, min_lr = group.get("max_lr", self.max_lr), group.get("min_lr", self.min_lr)
+        n, warmup, decay = self.num_steps, self.lr_warmup_steps, self.lr_decay_steps
+        if warmup > 0 and n <= warmup:
+            return self.init_lr + (max_lr - self.init_lr) * n / warmup
+        if self.lr_decay_style == "constant":
+            return max_lr
+        if n > decay:
+            return min_lr
+        if self.lr_decay_style == "inverse-square-root":
+            return max(min_lr, max_lr * max(warmup, 1) ** 0.5 / max(n, 1) ** 0.5)
+        if self.lr_decay_style == "WSD":
+            anneal_start = decay - self.wsd_decay_steps
+            ratio = (n - anneal_start) / self.wsd_decay_steps
+            coefficient = 1.0 if n <= anneal_start else _decay_coefficient(self.lr_wsd_decay_style, ratio)
+        else:
+            coefficient = _decay_coefficient(self.lr_decay_style, (n - warmup) / (decay - warmup))
+        return min_lr + coefficient * (max_lr - min_lr)
+
+    def get_wd(self) -> float:
+        """The weight decay at `num_steps` (a group multiplies it by its wd_mult)."""
+        if self.wd_incr_style == "constant" or self.num_steps > self.wd_incr_steps:
+            return self.end_wd
+        ratio = self.num_steps / self.wd_incr_steps
+        if self.wd_incr_style == "linear":
+            coefficient = ratio
+        else:
+            coefficient = 0.5 * (math.cos(math.pi * (1.0 - ratio)) + 1.0)
+        return self.start_wd + coefficient * (self.end_wd - self.start_wd)
+
+    def step(self, increment: int) -> None:
+        """Go on by `increment` samples and write the rates of the NEXT update into the groups."""
+        self.num_steps += increment
+        weight_decay = self.get_wd()
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.get_lr(group) * group.get("lr_mult", 1.0)
+            group["weight_decay"] = weight_decay * group.get("wd_mult", 1.0)
+
+    def state_dict(self) -> dict[str, Any]:
+        """JSON-able, with Megatron's keys (the initial rate and the WSD values are not among them)."""
+        return {
+            "max_lr": self.max_lr,
+            "lr_warmup_steps": self.lr_warmup_steps,
+            "num_steps": self.num_steps,
+            "lr_decay_style": self.lr_decay_style,
+            "lr_decay_steps": self.lr_decay_steps,
+            "min_lr": self.min_lr,
+            "start_wd": self.start_wd,
+            "end_wd": self.end_wd,
+            "wd_incr_style": self.wd_incr_style,
+            "wd_incr_steps": self.wd_incr_steps,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over a checkpoint's schedule and go on by its `num_steps`.
+
+        Each value: with --override-opt_param-scheduler this run's stays; else, unless
+        --use-checkpoint-opt_param-scheduler is given, the two must be equal (ValueError listing all that differ), and
+        the checkpoint's is taken. Understands Megatron's old key names. A state without weight-decay keys leaves those.
+        """
+        found = [(*row, _first(state, keys)) for *row, keys in _STATE_ROWS if any(key in state for key in keys)]
+        if not self.override and not self.use_checkpoint:
+            different = [
+                f"{label} is {getattr(self, name)} ({flags}) and {saved} in the checkpoint"
+                for name, label, flags, saved in found
+                if getattr(self, name) != saved
+            ]
+            if different:
+                raise ValueError(
+                    f"the schedule differs from the checkpoint's: {'; '.join(different)}. Give "
+                    "--override-opt_param-scheduler to keep the command line's values or "
+                    "--use-checkpoint-opt_param-scheduler to take the checkpoint's"
+                )
+        for name, label, _, saved in found:
+            if self.override:
+                log.print_rank_0(f" > overriding {label} value to {getattr(self, name)}")
+            else:
+                log.print_rank_0(f" > using checkpoint value {saved} for {label}")
+                setattr(self, name, saved)
+        self.step(_first(state, ("num_iters", "num_steps")))
+
+    def _problems(self) -> list[str]:
+        """Every value that cannot be a schedule, with its flag and what to do."""
+        found = []
+        if self.lr_decay_style not in LR_DECAY_STYLES:
+            found.append(f"--lr-decay-style {self.lr_decay_style} is not one of {', '.join(LR_DECAY_STYLES)}")
+        if self.wd_incr_style not in WD_INCR_STYLES:
+            found.append(f"--weight-decay-incr-style {self.wd_incr_style} is not one of {', '.join(WD_INCR_STYLES)}")
+        if self.max_lr is None:
+            found.append("--lr is not set; give the peak learning rate")
+        else:
+            if not 0.0 <= self.min_lr <= self.max_lr:
+                found.append(f"--min-lr {self.min_lr} must be at least 0 and at most --lr {self.max_lr}")
+            if not self.init_lr <= self.max_lr:
+                found.append(f"--lr-warmup-init {self.init_lr} must be at most --lr {self.max_lr}")
+        if not self.lr_decay_steps > 0:
+            found.append(f"--lr-decay-iters or -samples give {self.lr_decay_steps} samples; they must be positive")
+        elif not 0 <= self.lr_warmup_steps < self.lr_decay_steps:
+            found.append(
+                f"the warmup of {self.lr_warmup_steps} samples (--lr-warmup-iters, -samples or -fraction) must end "
+                f"before the decay of {self.lr_decay_steps} samples does (--lr-decay-iters, by default --train-iters)"
+            )
+        if not 0.0 <= self.start_wd <= self.end_wd:
+            found.append(
+                f"weight decay must rise from at least 0: --start-weight-decay {self.start_wd}, "
+                f"--end-weight-decay {self.end_wd}"
+            )
+        elif self.wd_incr_style == "constant" and self.start_wd != self.end_wd:
+            found.append(
+                f"--weight-decay-incr-style constant cannot go from {self.start_wd} to {self.end_wd}; use "
+                "--weight-decay alone, or the style linear or cosine"
+            )
+        if self.wd_incr_style != "constant" and not self.wd_incr_steps > 0:
+            found.append(f"weight decay rises over {self.wd_incr_steps} samples; --train-iters must be positive")
+        return found + self._wsd_problems()
+
+    def _wsd_problems(self) -> list[str]:
+        if self.lr_decay_style != "WSD":
+            return []
+        found = []
+        if self.lr_wsd_decay_style not in WSD_DECAY_STYLES:
+            found.append(f"--lr-wsd-decay-style {self.lr_wsd_decay_style} is not one of {', '.join(WSD_DECAY_STYLES)}")
+        if self.wsd_decay_steps is None or not 0 < self.wsd_decay_steps <= self.lr_decay_steps:
+            found.append(
+                f"--lr-decay-style WSD anneals over {self.wsd_decay_steps} samples; set --lr-wsd-decay-iters (or "
+                f"-samples) to more than 0 and at most the decay of {self.lr_decay_steps} samples"
+            )
+        return found
+
+
+def _first(state: Mapping[str, Any], keys: tuple[str, ...]) -> Any:
+    """The value of the first of `keys` (oldest name first) that the checkpoint has."""
+    return next(state[key] for key in keys if key in state)
+
+
+# attribute, name in Megatron's messages, flags, keys in a checkpoint (old names first); the order is that of the lines
+_STATE_ROWS: tuple[tuple[str, str, str, tuple[str, ...]], ...] = (
+    ("max_lr", "learning rate", "--lr", ("start_lr", "max_lr")),
+    ("min_lr", "minimum learning rate", "--min-lr", ("min_lr",)),
+    (
+        "lr_warmup_steps",
+        "warmup iterations",
+        "--lr-warmup-iters, -samples or -fraction",
+        ("warmup_iter", "warmup_steps", "lr_warmup_steps"),
+    ),
+    (
+        "lr_decay_steps",
+        "total number of iterations",
+        "--lr-decay-iters, by default --train-iters",
+        ("end_iter", "decay_steps", "lr_decay_steps"),
+    ),
+    ("lr_decay_style", "learning rate decay style", "--lr-decay-style", ("decay_style", "lr_decay_style")),
+    ("start_wd", "start weight decay", "--start-weight-decay or --weight-decay", ("start_wd",)),
+    ("end_wd", "end weight decay", "--end-weight-decay or --weight-decay", ("end_wd",)),
+    ("wd_incr_steps", "total number of weight decay iterations", "--train-iters", ("wd_incr_steps",)),
+    ("wd_incr_style", "weight decay incr style", "--weight-decay-incr-style", ("wd_incr_style",)),
+)

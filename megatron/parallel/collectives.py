@@ -1,0 +1,110 @@
+"""Every collective once, beside its adjoint. On an axis of size 1 each returns its input. Knows no model."""
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron.parallel.context import Axis
+
+# torch 2.13 renames these two; torch 2.11 has only the old names.
+_NEW_NAMES = hasattr(dist, "all_gather_single") and hasattr(dist, "reduce_scatter_single")
+_gather_into = dist.all_gather_single if _NEW_NAMES else dist.all_gather_into_tensor
+_scatter_into = dist.reduce_scatter_single if _NEW_NAMES else dist.reduce_scatter_tensor
+
+
+def all_reduce_(x: torch.Tensor, axis: Axis, op: str = "sum") -> torch.Tensor:
+    """Reduce `x` in place over the axis with `sum`, `max` or `min`; returns it."""
+    if axis.size > 1:
+        dist.all_reduce(x, getattr(dist.ReduceOp, op.upper()), group=axis.group)
+    return x
+
+
+def all_reduce(x: torch.Tensor, axis: Axis, op: str = "sum") -> torch.Tensor:
+    """The reduction of `x` over the axis; `x` itself is left alone."""
+    return x if axis.size == 1 else all_reduce_(x.clone(), axis, op)
+
+
+def all_gather(x: torch.Tensor, axis: Axis, dim: int = 0) -> torch.Tensor:
+    """The shards of all ranks of the axis, joined along `dim`. Adjoint: reduce_scatter."""
+    if axis.size == 1:
+        return x
+    x = x.movedim(dim, 0).contiguous()
+    out = x.new_empty((axis.size * x.shape[0], *x.shape[1:]))
+    _gather_into(out, x, group=axis.group)
+    return out.movedim(0, dim)
+
+
+def reduce_scatter(x: torch.Tensor, axis: Axis, dim: int = 0) -> torch.Tensor:
+    """My part, along `dim`, of the sum over the axis. Adjoint: all_gather."""
+    if axis.size == 1:
+        return x
+    x = x.movedim(dim, 0).contiguous()
+    out = x.new_empty((x.shape[0] // axis.size, *x.shape[1:]))
+    _scatter_into(out, x, group=axis.group)
+    return out.movedim(0, dim)
+
+
+def my_slice(x: torch.Tensor, axis: Axis, dim: int = 0) -> torch.Tensor:
+    """My part of `x` along `dim`, without communication."""
+    return x if axis.size == 1 else x.chunk(axis.size, dim)[axis.rank].contiguous()
+
+
+def broadcast_(x: torch.Tensor, axis: Axis, source: int = 0) -> torch.Tensor:
+    """Overwrite `x` with that of the axis's rank `source`; returns it."""
+    if axis.size > 1:
+        dist.broadcast(x, axis.ranks[source], group=axis.group)
+    return x
+
+
+def gather_objects(value: Any, axis: Axis) -> list[Any]:
+    """What every rank of the axis holds, in rank order. For start-up and checkpoints, never in the step."""
+    if axis.size == 1:
+        return [value]
+    out: list[Any] = [None] * axis.size
+    dist.all_gather_object(out, value, group=axis.group)
+    return out
+
+
+def barrier(axis: Axis) -> None:
+    """Wait for every rank of the axis."""
+    if axis.size > 1:
+        dist.barrier(group=axis.group)
+
+
+def _pair(name: str, forward: Callable, backward: Callable) -> Callable:
+    """An autograd function from a collective and its adjoint."""
+    class Pair(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
+            ctx.axis, ctx.dim = axis, dim
+            return forward(x, axis, dim)
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> tuple:
+            return backward(grad, ctx.axis, ctx.dim), None, None
+
+    Pair.__name__ = name
+
+    def call(x: torch.Tensor, axis: Axis, dim: int = 0) -> torch.Tensor:
+        return x if axis.size == 1 else Pair.apply(x, axis, dim)
+
+    call.__name__ = name
+    return call
+
+
+def _same(x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
+    return x.view_as(x)
+
+
+def _sum(x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
+    return all_reduce(x, axis)
+
+
+copy_to = _pair("copy_to", _same, _sum)                                     # f of the Megatron paper
+reduce_from = _pair("reduce_from", _sum, _same)                             # g of the Megatron paper
+gather_sequence = _pair("gather_sequence", all_gather, reduce_scatter)
+scatter_sequence = _pair("scatter_sequence", reduce_scatter, all_gather)
+split_sequence = _pair("split_sequence", my_slice, all_gather)

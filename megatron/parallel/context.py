@@ -1,0 +1,59 @@
+"""Who am I along each axis of the rank grid. An axis of size 1 has no group. Knows no model; never a global."""
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron.config.parallel import ParallelConfig
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One way to walk the grid: my place among the ranks that differ from me along it only."""
+    name: str
+    size: int = 1
+    rank: int = 0
+    ranks: tuple[int, ...] = (0,)
+    group: Any = None
+
+
+class ParallelContext:
+    """The grid pp x dp x cp x tp in Megatron's order: rank = tp + TP * (cp + CP * (dp + DP * pp)).
+
+    Axes: tp, cp, dp, pp; dp_cp (ranks that see other tokens and hold the same weights), ends (first and last pipeline
+    stage), model (tp x pp: the shards of one replica), world. World size 1 needs no process group at all.
+    """
+
+    def __init__(self, config: ParallelConfig, world_size: int = 1, rank: int = 0):
+        tp, cp = config.tensor_model_parallel_size, config.context_parallel_size
+        pp = config.pipeline_model_parallel_size
+        assert world_size % (tp * cp * pp) == 0, "config/check.py refuses this"
+        self.rank = rank
+        self.sequence_parallel = config.sequence_parallel and tp > 1
+        grid = torch.arange(world_size).view(pp, -1, cp, tp)
+        self.tp = self._axis("tp", grid, 3)
+        self.cp = self._axis("cp", grid, 2)
+        self.dp = self._axis("dp", grid, 1)
+        self.pp = self._axis("pp", grid, 0)
+        self.dp_cp = self._axis("dp_cp", grid.flatten(1, 2), 1)
+        self.model = self._axis("model", grid.permute(1, 2, 0, 3).flatten(2), 2)
+        self.ends = self._axis("ends", grid[[0, -1]] if pp > 1 else grid[:1], 0)
+        self.world = self._axis("world", grid.flatten(), 0)
+
+    def _axis(self, name: str, grid: torch.Tensor, dim: int) -> Axis:
+        """Every rank makes every group of the axis, in the same order, and keeps its own."""
+        found = Axis(name, ranks=(self.rank,))
+        for ranks in grid.movedim(dim, -1).reshape(-1, grid.shape[dim]).tolist():
+            if len(ranks) == 1:
+                continue
+            group = dist.new_group(ranks)
+            if self.rank in ranks:
+                found = Axis(name, len(ranks), ranks.index(self.rank), tuple(ranks), group)
+        return found
+
+    def axis(self, name: str) -> Axis:
+        """The axis of that name."""
+        return getattr(self, name)

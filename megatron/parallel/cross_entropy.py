@@ -1,0 +1,25 @@
+"""The loss of each token from logits that may be split over the vocabulary. Knows no model."""
+from __future__ import annotations
+
+import torch
+
+from megatron.kernels import reference as kernels
+from megatron.parallel.collectives import all_reduce
+from megatron.parallel.context import Axis
+
+
+def vocab_parallel_cross_entropy(logits: torch.Tensor, labels: torch.Tensor, *, vocab_size: int, tp: Axis,
+                                 dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Cross entropy of each token: logits [s, b, v/tp], labels [b, s] -> [b, s].
+
+    `vocab_size` is the real one: padded columns are outside the softmax. The result and the maths are fp32 (fp64 for
+    fp64 logits) unless `dtype` says otherwise. Backward overwrites the memory of `logits` with their gradient.
+    """
+    s, b, v = logits.shape
+
+    def reduce(x: torch.Tensor, op: str, axis: Axis) -> torch.Tensor:
+        return all_reduce(x, axis, op)
+
+    loss = kernels.cross_entropy(logits.view(s * b, v), labels.t().reshape(s * b), vocab_size=vocab_size,
+                                 vocab_start=tp.rank * v, tp=tp, all_reduce=reduce, dtype=dtype)
+    return loss.view(s, b).t()

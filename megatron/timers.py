@@ -1,0 +1,33 @@
+"""Named spans of this rank, in seconds; training/ reduces them over ranks and prints them. Knows no process group."""
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+
+class Timers:
+    """Accumulating stopwatches by name; names above `level` cost nothing."""
+
+    def __init__(self, level: int = 0, synchronize: Callable[[], None] = lambda: None):
+        self._level, self._synchronize = level, synchronize
+        self._elapsed: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, name: str, level: int = 0) -> Iterator[None]:
+        """Add the time of the block to `name`, when `level` is at most the level asked for."""
+        if level > self._level:
+            yield
+            return
+        self._synchronize()
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._synchronize()
+            self._elapsed[name] = self._elapsed.get(name, 0.0) + time.perf_counter() - start
+
+    def pop(self, names: list[str] | None = None) -> dict[str, float]:
+        """Seconds by name, in the order of first use, and start them again from zero."""
+        chosen = list(self._elapsed) if names is None else [n for n in names if n in self._elapsed]
+        return {name: self._elapsed.pop(name) for name in chosen}

@@ -1,0 +1,111 @@
+"""One micro-batch: which samples it holds, and from their tokens to what the model takes. Knows no process group."""
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from megatron.config.batch_size import BatchSizeSchedule
+from megatron.config.skip_ranges import SkipRanges
+from megatron.parallel.random import DropoutSeeds
+from megatron.training.signals import ignore_interrupts
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What one forward pass reads; [b, s] each. None stands for the plain case: every token counts, positions run from
+    0 to s - 1, one document a row, no dropout."""
+    tokens: torch.Tensor
+    labels: torch.Tensor
+    loss_mask: torch.Tensor | None = None
+    position_ids: torch.Tensor | None = None
+    document_ids: torch.Tensor | None = None
+    dropout: DropoutSeeds | None = None
+
+
+@dataclass(frozen=True)
+class BatchRules:
+    """How end-of-document tokens are treated."""
+    eod: int | None
+    reset_position_ids: bool = False
+    reset_attention_mask: bool = False
+    eod_mask_loss: bool = False
+
+
+def make_batch(samples: torch.Tensor, rules: BatchRules, device: torch.device,
+               dropout: DropoutSeeds | None = None) -> Batch:
+    """Samples [b, s+1] on the host -> Batch on the device: inputs and labels are the same tokens, one apart.
+
+    A document ends with its end-of-document token: the next position starts a new one. `eod_mask_loss` drops the loss
+    where the INPUT is that token (predicting the first token of the next document), as Megatron does.
+    """
+    samples = samples.to(device, non_blocking=True)
+    tokens, labels = samples[:, :-1].contiguous(), samples[:, 1:].contiguous()
+    loss_mask = position_ids = document_ids = None
+    if rules.reset_position_ids or rules.reset_attention_mask or rules.eod_mask_loss:
+        ends = tokens == rules.eod
+        if rules.eod_mask_loss:
+            loss_mask = (~ends).float()
+        documents = ends.cumsum(1) - ends.long()
+        if rules.reset_attention_mask:
+            document_ids = documents
+        if rules.reset_position_ids:
+            positions = torch.arange(tokens.shape[1], device=device).expand_as(tokens)
+            starts = torch.where(torch.nn.functional.pad(ends[:, :-1], (1, 0)), positions, 0).cummax(1).values
+            position_ids = positions - starts
+    return Batch(tokens, labels, loss_mask, position_ids, document_ids, dropout)
+
+
+class Sampler(Protocol):
+    """Which samples a rank reads, as a function of the samples consumed before."""
+    step: int
+
+    def micro_batch(self, consumed: int) -> list[int]:
+        """Sample numbers of this rank's next micro-batch."""
+
+    def micro_batches_left(self, consumed: int) -> int:
+        """How many are left."""
+
+
+def training_samples(sampler: Sampler, schedule: BatchSizeSchedule, skips: SkipRanges, first: int,
+                     last: int) -> Iterator[list[int]]:
+    """Sample numbers, micro-batch by micro-batch, of the iterations first..last that are not skipped (1-based)."""
+    iteration = first
+    while iteration <= last:
+        skipped = skips.containing(iteration)
+        if skipped:
+            iteration = skipped[1] + 1
+            continue
+        consumed = schedule.samples_before(iteration)
+        for micro_batch in range(schedule.num_microbatches(consumed)):
+            yield sampler.micro_batch(consumed + micro_batch * sampler.step)
+        iteration += 1
+
+
+def evaluation_samples(sampler: Sampler, consumed: int) -> Iterator[list[int]]:
+    """Sample numbers, micro-batch by micro-batch, from `consumed` on until there are none."""
+    while sampler.micro_batches_left(consumed) > 0:
+        yield sampler.micro_batch(consumed)
+        consumed += sampler.step
+
+
+def _stack(rows: list[np.ndarray]) -> torch.Tensor:
+    return torch.from_numpy(np.stack(rows))
+
+
+def _start_worker(worker: int) -> None:
+    ignore_interrupts()
+    torch.set_num_threads(1)
+
+
+def load_samples(dataset: Any, micro_batches: Iterator[list[int]], num_workers: int,
+                 device: torch.device) -> Iterator[torch.Tensor]:
+    """Read micro-batches [b, s+1] in order, `num_workers` processes ahead (0: in this process)."""
+    loader = torch.utils.data.DataLoader(
+        dataset, batch_sampler=micro_batches, num_workers=num_workers, collate_fn=_stack,
+        worker_init_fn=_start_worker, pin_memory=device.type == "cuda",
+        multiprocessing_context="fork" if num_workers else None)
+    return iter(loader)

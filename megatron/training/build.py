@@ -1,0 +1,173 @@
+"""From configuration and plan to the things that train: tokenizer, model, optimizer, scheduler, data sets."""
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from megatron import log
+from megatron.config.plan import Plan, make_plan
+from megatron.config.tree import Config
+from megatron.data.build import build_train_valid_test_datasets, data_order_fingerprint
+from megatron.data.sampler import CyclicSampler, SequentialSampler
+from megatron.data.tokenizer import Tokenizer, build_tokenizer
+from megatron.model.gpt import GPTModel
+from megatron.model.layer import Recompute
+from megatron.optimizer.optimizer import MixedPrecisionOptimizer
+from megatron.optimizer.scaler import build_grad_scaler
+from megatron.optimizer.scheduler import OptimizerParamScheduler, schedule_steps
+from megatron.parallel.collectives import all_reduce_, barrier
+from megatron.parallel.ddp import GradBuffers
+from megatron.parallel.sharding import counts, init_parameters
+from megatron.timers import Timers
+from megatron.training.batch import BatchRules
+from megatron.training.initialize import Runtime
+
+
+@dataclass
+class Progress:
+    """How far a run is; everything else about its position follows from these."""
+    iteration: int = 0
+    consumed_train_samples: int = 0
+    consumed_valid_samples: int = 0
+    trained_iterations: int = 0
+
+
+@dataclass
+class Run:
+    """One training run: what was asked for, what follows, and what it is made of."""
+    config: Config
+    plan: Plan
+    runtime: Runtime
+    timers: Timers
+    model: GPTModel
+    buffers: GradBuffers
+    optimizer: MixedPrecisionOptimizer
+    scheduler: OptimizerParamScheduler
+    rules: BatchRules
+    tokenizer: dict[str, Any]
+    progress: Progress = field(default_factory=Progress)
+    data_order: dict[str, Any] = field(default_factory=dict)
+
+
+def make_tokenizer(config: Config) -> Tokenizer:
+    """The tokenizer of the command line; synthetic data without one has a vocabulary of plain numbers."""
+    d = config.data
+    kind = d.tokenizer_type or ("NullTokenizer" if d.mock_data else "GPT2BPETokenizer")
+    log.print_rank_0(f"> building {kind} tokenizer ...")
+    return build_tokenizer(kind, vocab_file=d.vocab_file, merge_file=d.merge_file, tokenizer_model=d.tokenizer_model,
+                           vocab_size=d.vocab_size)
+
+
+def plan_run(config: Config, world_size: int, vocab_size: int) -> Plan:
+    """The plan, with Megatron's lines about batch and vocabulary."""
+    plan = make_plan(config, world_size, vocab_size)
+    dummies = plan.padded_vocab_size - vocab_size
+    log.print_rank_0(f" > padded vocab (size: {vocab_size}) with {dummies} dummy tokens "
+                     f"(new size: {plan.padded_vocab_size})")
+    return plan
+
+
+def build_model(config: Config, plan: Plan, runtime: Runtime) -> GPTModel:
+    """The model of this rank, its parameters filled with their first values."""
+    t = config.training
+    log.print_rank_0("building GPT model ...")
+    model = GPTModel(config.model, config.precision, runtime.ctx, plan.padded_vocab_size, plan.vocab_size,
+                     getattr(torch, config.precision.params_dtype), runtime.device,
+                     recompute=Recompute(t.recompute, t.recompute_method, t.recompute_num_layers))
+    init_parameters(model.parameters(), runtime.ctx, t.seed)
+    if runtime.ctx.dp.rank == 0 and runtime.ctx.cp.rank == 0:
+        size = sum(p.numel() for p in model.parameters())
+        print(f" > number of parameters on (tensor, pipeline) model parallel rank ({runtime.ctx.tp.rank}, "
+              f"{runtime.ctx.pp.rank}): {size}", flush=True)
+    return model
+
+
+def build_run(config: Config, plan: Plan, runtime: Runtime, timers: Timers, tokenizer: Tokenizer) -> Run:
+    """Model, gradient buffers, optimizer and scheduler."""
+    model = build_model(config, plan, runtime)
+    p, o, ctx, d = config.precision, config.optimizer, runtime.ctx, config.data
+    params = list(model.parameters())
+    buffers = GradBuffers(params, ctx, getattr(torch, p.grad_dtype))
+    scaler = build_grad_scaler(fp16=p.fp16, loss_scale=p.loss_scale, initial_loss_scale=p.initial_loss_scale,
+                               min_loss_scale=p.min_loss_scale, loss_scale_window=int(p.loss_scale_window),
+                               hysteresis=p.hysteresis)
+    optimizer = MixedPrecisionOptimizer(
+        params, optimizer=o.optimizer, adam_beta1=o.adam_beta1, adam_beta2=o.adam_beta2, adam_eps=o.adam_eps,
+        sgd_momentum=o.sgd_momentum, clip_grad=o.clip_grad, log_num_zeros_in_grad=config.logging.log_num_zeros_in_grad,
+        grad_scaler=scaler, counts=lambda q: counts(q.sharding, ctx),
+        reduce_sum=lambda x: all_reduce_(x, ctx.model), reduce_max=lambda x: all_reduce_(x, ctx.model, "max"),
+        span=lambda name: timers(name, 1))
+    if config.training.torch_compile:
+        for layer in model.decoder.layers.values():
+            layer.compile(dynamic=False)
+    rules = BatchRules(tokenizer.eod, d.reset_position_ids, d.reset_attention_mask, d.eod_mask_loss)
+    return Run(config, plan, runtime, timers, model, buffers, optimizer, build_scheduler(config, plan, optimizer), rules,
+               tokenizer.identity())
+
+
+def build_scheduler(config: Config, plan: Plan, optimizer: MixedPrecisionOptimizer) -> OptimizerParamScheduler:
+    """Learning rate and weight decay over the run, in samples."""
+    o, t = config.optimizer, config.training
+    steps = schedule_steps(
+        global_batch_size=plan.batch.final_global_batch_size, train_iters=t.train_iters, train_samples=t.train_samples,
+        lr_decay_iters=o.lr_decay_iters, lr_decay_samples=o.lr_decay_samples, lr_warmup_fraction=o.lr_warmup_fraction,
+        lr_warmup_iters=o.lr_warmup_iters, lr_warmup_samples=o.lr_warmup_samples,
+        lr_wsd_decay_iters=o.lr_wsd_decay_iters, lr_wsd_decay_samples=o.lr_wsd_decay_samples)
+    constant = o.weight_decay_incr_style == "constant"
+    return OptimizerParamScheduler(
+        optimizer, init_lr=o.lr_warmup_init, max_lr=o.lr, min_lr=o.min_lr, lr_warmup_steps=steps.lr_warmup_steps,
+        lr_decay_steps=steps.lr_decay_steps, lr_decay_style=o.lr_decay_style,
+        start_wd=o.weight_decay if constant else o.start_weight_decay,
+        end_wd=o.weight_decay if constant else o.end_weight_decay, wd_incr_steps=steps.wd_incr_steps,
+        wd_incr_style=o.weight_decay_incr_style, wsd_decay_steps=steps.wsd_decay_steps,
+        lr_wsd_decay_style=o.lr_wsd_decay_style,
+        use_checkpoint_opt_param_scheduler=o.use_checkpoint_opt_param_scheduler,
+        override_opt_param_scheduler=o.override_opt_param_scheduler)
+
+
+@dataclass(frozen=True)
+class Data:
+    """The three data sets (None: not wanted or not there) and the samplers of the first two."""
+    train: Any
+    valid: Any
+    test: Any
+    train_sampler: Any
+    valid_sampler: Any
+    test_sampler: Any
+    order: dict[str, Any]
+
+
+def build_data(config: Config, plan: Plan, runtime: Runtime, tokenizer: Tokenizer) -> Data:
+    """The data sets of this rank. Rank 0 builds the index first, the others find its cache."""
+    d, t, ctx = config.data, config.training, runtime.ctx
+    targets = plan.targets
+    for line in ("> building train, validation, and test datasets ...", " > datasets target sizes (minimum size):",
+                 f"    train:      {targets.train}", f"    validation: {targets.valid}",
+                 f"    test:       {targets.test}",
+                 "> building train, validation, and test datasets for GPT ..."):
+        log.print_rank_0(line)
+
+    def build() -> tuple[Any, Any, Any]:
+        return build_train_valid_test_datasets(
+            d, sequence_length=config.model.seq_length, seed=t.seed, vocab_size=tokenizer.vocab_size,
+            eod=tokenizer.eod, sizes=(targets.train, targets.valid, targets.test))
+
+    if runtime.rank == 0:
+        train, valid, test = build()
+    barrier(ctx.world)
+    if runtime.rank != 0:
+        train, valid, test = build()
+    log.print_rank_0("> finished creating GPT datasets ...")
+    place = (t.micro_batch_size, ctx.dp.rank, ctx.dp.size)
+    samplers = []
+    for dataset in (train, valid, test):
+        if dataset is None:
+            samplers.append(None)
+        elif d.dataloader_type == "cyclic" and dataset is not test:
+            samplers.append(CyclicSampler(len(dataset), *place, d.data_sharding))
+        else:
+            samplers.append(SequentialSampler(len(dataset), *place))
+    order = data_order_fingerprint(train, valid, None if samplers[0] is None else samplers[0].order())
+    return Data(train, valid, test, *samplers, order)

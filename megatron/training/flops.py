@@ -1,0 +1,118 @@
+"""Floating-point operations of one pass over tokens, counted in integers from shapes; knows no model and no clock.
+
+Convention: a multiply and an add are 2 operations; only matrix products count; attention counts the FULL s x s square
+(as Megatron's 2024 formula and most papers do), although a causal kernel does about half of it; backward is twice
+forward; recompute is not part of the model's FLOPs. TFLOP/s printed under another convention cannot be compared.
+"""
+
+from dataclasses import dataclass
+
+CONVENTION = "full s^2 attention, backward = 2 x forward, no recompute"
+
+
+@dataclass(frozen=True)
+class TransformerShape:
+    """The sizes that matter: `gated` for swiglu or geglu, `vocab_size` as padded, `kv_channels` per head."""
+
+    num_layers: int
+    hidden_size: int
+    ffn_hidden_size: int
+    num_attention_heads: int
+    num_query_groups: int
+    kv_channels: int
+    gated: bool
+    vocab_size: int
+    seq_length: int
+
+    @property
+    def query_size(self) -> int:
+        """Width of all query heads together."""
+        return self.kv_channels * self.num_attention_heads
+
+    @property
+    def key_size(self) -> int:
+        """Width of all key heads together (values have the same)."""
+        return self.kv_channels * self.num_query_groups
+
+
+@dataclass(frozen=True)
+class FlopCount:
+    """FORWARD operations per token of `num_layers` layers (first three) and of the output layer."""
+
+    attention_linear: int
+    attention_core: int
+    mlp: int
+    logits: int
+
+    @property
+    def forward(self) -> int:
+        """Operations per token, forward."""
+        return self.attention_linear + self.attention_core + self.mlp + self.logits
+
+    @property
+    def model(self) -> int:
+        """Operations per token of a training step as MFU counts them: forward and backward."""
+        return 3 * self.forward
+
+    def hardware(self, recompute: str | None = None) -> int:
+        """Operations per token that are really done: `recompute` None, "selective" (core attention) or "full"."""
+        repeated = {
+            None: 0,
+            "selective": self.attention_core,
+            "full": self.attention_linear + self.attention_core + self.mlp,
+        }
+        return self.model + repeated[recompute]
+
+
+def count_flops(shape: TransformerShape) -> FlopCount:
+    """Exact count per token for any ffn width, grouped-query attention and gated MLPs."""
+    h, layers = shape.hidden_size, shape.num_layers
+    return FlopCount(
+        attention_linear=layers * 2 * h * (2 * shape.query_size + 2 * shape.key_size),
+        attention_core=layers * 4 * shape.seq_length * shape.query_size,
+        mlp=layers * 2 * h * shape.ffn_hidden_size * (3 if shape.gated else 2),
+        logits=2 * h * shape.vocab_size,
+    )
+
+
+def flops_per_iteration(shape: TransformerShape, batch_size: int) -> int:
+    """Model FLOPs of one training iteration over `batch_size` sequences (this suite's throughput figure)."""
+    return count_flops(shape).model * batch_size * shape.seq_length
+
+
+def megatron_flops_per_iteration(shape: TransformerShape, batch_size: int) -> int:
+    """Megatron-LM's formula of January 2024: as `flops_per_iteration`, but for ffn = 4 h and kv_channels = h / heads.
+
+    60 B s L h^2 (1 + g / 5a + s / 5h + V / 10Lh) with g query groups and a heads (facts/megatron.md 11.2).
+    """
+    h, layers, seq = shape.hidden_size, shape.num_layers, shape.seq_length
+    keys = h * shape.num_query_groups // shape.num_attention_heads
+    per_token = 60 * layers * h * h + 12 * layers * h * keys + 12 * layers * h * seq + 6 * h * shape.vocab_size
+    return per_token * batch_size * seq
+
+
+def aurora_lm_flops_per_token(shape: TransformerShape) -> int:
+    """[LM]TFLOPs of the aurora log dialect: 12 L h^2 (1 + 1.5 f/h + kv/H + s/h + V/2Lh); f counted as gated.
+
+    Full attention, no recompute (facts/spikes.md 1.6); equals `count_flops(...).model` of a gated model.
+    """
+    h, layers = shape.hidden_size, shape.num_layers
+    keys = h * shape.num_query_groups // shape.num_attention_heads
+    attention = 12 * layers * h * (h + keys + shape.seq_length)
+    return attention + 18 * layers * h * shape.ffn_hidden_size + 6 * h * shape.vocab_size
+
+
+def aurora_ds_flops_per_token(shape: TransformerShape, full_recompute: bool) -> int:
+    """[DS]TFLOPs of the aurora log dialect: 2 x (4 with full recompute, else 3) x multiply-adds per token.
+
+    Kept with its quirk: keys and values count 2 // (heads per group) squares of h, which is 0 from 3 heads a group on.
+    """
+    h = shape.hidden_size
+    heads_per_group = shape.num_attention_heads // shape.num_query_groups
+    per_layer = (2 + 2 // heads_per_group) * h * h + 2 * shape.seq_length * h + 3 * shape.ffn_hidden_size * h
+    return 2 * (4 if full_recompute else 3) * (shape.num_layers * per_layer + shape.vocab_size * h)
+
+
+def teraflops_per_rank(flops: int, seconds: float, world_size: int) -> float:
+    """TFLOP/s of each of `world_size` ranks that did `flops` together in `seconds`."""
+    return flops / (seconds * world_size * 1e12)

@@ -1,0 +1,197 @@
+"""What one iteration measured, and where it goes: log line, metrics file, TensorBoard. Knows no model."""
+from __future__ import annotations
+
+import json
+import math
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+from megatron import log
+from megatron.config.plan import Plan
+from megatron.config.tree import Config
+from megatron.parallel.collectives import gather_objects
+from megatron.parallel.context import Axis
+from megatron.timers import Timers
+from megatron.training import flops, log_lines
+from megatron.training.tensorboard import TensorBoard
+
+
+@dataclass(frozen=True)
+class IterationResult:
+    """What one iteration did. `skipped`: None, `user` (its data was not read) or `overflow` (fp16, no update)."""
+    iteration: int
+    global_batch_size: int
+    consumed_samples: int
+    learning_rate: float                # of the next step, as Megatron logs it
+    loss_scale: float
+    seconds: float
+    loss: float | None = None
+    grad_norm: float | None = None
+    num_zeros: int | None = None
+    params_norm: float | None = None
+    skipped: str | None = None
+
+
+class TrainingLog:
+    """Gathers iterations into intervals and writes them down. Lines and files belong to the last rank, as Megatron's."""
+
+    def __init__(self, config: Config, plan: Plan, timers: Timers, world: Axis):
+        self._config, self._plan, self._timers, self._world = config, plan, timers, world
+        self._interval = log_lines.Interval()
+        self._last = log.rank() == log.world_size() - 1
+        self._shape = model_shape(config, plan)
+        self._started = time.perf_counter()
+        self._first: int | None = None
+        logging = config.logging
+        self.tensorboard: TensorBoard | None = None
+        self._metrics = None
+        if self._last and logging.tensorboard_dir:
+            log_line = "> setting tensorboard ..."
+            print(log_line, flush=True)
+            self.tensorboard = TensorBoard(logging.tensorboard_dir, logging.tensorboard_queue_size)
+        if self._last and logging.metrics_file:
+            self._metrics = open(logging.metrics_file, "a", encoding="utf8", buffering=1)  # noqa: SIM115
+
+    def start(self, seconds: float, arguments: Mapping[str, Any]) -> None:
+        """The lines that end Megatron's initialisation, and the arguments as TensorBoard text."""
+        log.print_rank_0(f"time to initialize megatron (seconds): {seconds:.3f}")
+        log.print_rank_0(log_lines.datetime_line("after megatron is initialized"))
+        if self.tensorboard:
+            self.tensorboard.arguments(arguments, 0)
+
+    def add(self, result: IterationResult) -> None:
+        """Take in one iteration; print its line when the interval is full."""
+        if self._first is None:
+            self._first = result.iteration - 1
+        i = self._interval
+        if result.skipped == "user":
+            i.user_skips += 1
+        else:
+            i.trained += 1
+            i.samples += result.global_batch_size
+            i.seconds += result.seconds
+            if result.skipped is None and result.loss is not None:
+                i.losses.append(result.loss)
+            if result.skipped == "overflow":
+                i.overflow_skips += 1
+                i.nan_iterations += result.loss is not None and not math.isfinite(result.loss)
+        self._write_metrics(result)
+        self._write_tensorboard(result)
+        if result.iteration % self._config.logging.log_interval == 0:
+            self._print(result)
+            self._interval = log_lines.Interval()
+            if self._config.logging.timing_log_level > 0:
+                self.timers(tensorboard_at=result.iteration)
+
+    def _rate(self, flops_per_iteration: float, seconds: float) -> float | None:
+        return flops.teraflops_per_rank(flops_per_iteration, seconds, self._plan.world_size) if seconds > 0 else None
+
+    def _print(self, result: IterationResult) -> None:
+        if not self._last:
+            return
+        config, i, shape = self._config, self._interval, self._shape
+        tokens = i.samples * shape.seq_length
+        full = config.training.recompute == "full"
+        row = log_lines.IterationRow(
+            result.iteration, self._plan.train_iters, result.consumed_samples, shape.seq_length, result.learning_rate,
+            result.global_batch_size, result.loss_scale, result.grad_norm, i, self._plan.world_size,
+            teraflops=self._rate(flops.flops_per_iteration(shape, i.samples), i.seconds),
+            lm_teraflops=self._rate(flops.aurora_lm_flops_per_token(shape) * tokens, i.seconds),
+            ds_teraflops=self._rate(flops.aurora_ds_flops_per_token(shape, full) * tokens, i.seconds),
+            num_zeros=result.num_zeros, params_norm=result.params_norm)
+        if config.logging.log_dialect == "aurora":
+            print(log_lines.aurora_line(row, datetime.now()), flush=True)
+        else:
+            print(log_lines.megatron_line(row, config.logging.log_throughput), flush=True)
+        wish = config.logging.progress
+        if wish == "on" or (wish == "auto" and sys.stderr.isatty()):
+            seconds = time.perf_counter() - self._started
+            print(log_lines.progress_line(result.iteration, self._plan.train_iters, self._first, seconds,
+                                          tokens / i.seconds if i.seconds else 0.0), file=sys.stderr, flush=True)
+
+    def _write_metrics(self, r: IterationResult) -> None:
+        if self._metrics is None:
+            return
+        trained = r.skipped != "user"
+        tokens = r.global_batch_size * self._shape.seq_length
+        rate = self._rate(flops.flops_per_iteration(self._shape, r.global_batch_size), r.seconds) if trained else None
+        row = {"iteration": r.iteration, "lm_loss": _finite(r.loss), "grad_norm": _finite(r.grad_norm),
+               "learning_rate": r.learning_rate, "consumed_samples": r.consumed_samples,
+               "consumed_tokens": r.consumed_samples * self._shape.seq_length,
+               "elapsed_ms": round(r.seconds * 1000.0, 3),
+               "tokens_per_second": round(tokens / r.seconds, 3) if trained and r.seconds > 0 else None,
+               "tflops": None if rate is None else round(rate, 6), "loss_scale": r.loss_scale,
+               "global_batch_size": r.global_batch_size, "skipped": int(r.skipped is not None),
+               "skip_reason": r.skipped}
+        self._metrics.write(json.dumps(row) + "\n")
+
+    def _write_tensorboard(self, r: IterationResult) -> None:
+        board, logging = self.tensorboard, self._config.logging
+        if board is None or r.iteration % logging.tensorboard_log_interval:
+            return
+        n, samples = r.iteration, r.consumed_samples
+        if logging.log_learning_rate_to_tensorboard:
+            board.scalar("learning-rate", r.learning_rate, n, samples)
+        if logging.log_batch_size_to_tensorboard:
+            board.scalar("batch-size", r.global_batch_size, n, samples)
+        if r.loss is not None and r.skipped is None:
+            board.scalar("lm loss", r.loss, n, samples)
+        if logging.log_loss_scale_to_tensorboard:
+            board.scalar("loss-scale", r.loss_scale, n, samples)
+        if logging.log_world_size_to_tensorboard:
+            board.scalar("world-size", self._plan.world_size, n, samples)
+        for tag, value in (("grad-norm", r.grad_norm), ("num-zeros", r.num_zeros), ("params-norm", r.params_norm)):
+            if value is not None:
+                board.scalar(tag, value, n, samples)
+        if logging.log_timers_to_tensorboard and r.skipped != "user" and r.seconds > 0:
+            board.scalar("iteration-time", r.seconds, n)
+            if logging.log_throughput:
+                board.scalar("throughput", self._rate(flops.flops_per_iteration(self._shape, r.global_batch_size),
+                                                      r.seconds), n)
+
+    def validation(self, prefix: str, losses: dict[str, float], iteration: int, samples: int) -> None:
+        """The validation block, and its TensorBoard points."""
+        log.print_rank_last(log_lines.validation_block(prefix, losses))
+        if self.tensorboard is None:
+            return
+        for key, loss in losses.items():
+            self.tensorboard.scalar(f"{key} validation", loss, iteration, samples)
+            if self._config.logging.log_validation_ppl_to_tensorboard:
+                self.tensorboard.scalar(f"{key} validation ppl", math.exp(min(20.0, loss)), iteration, samples)
+
+    def timers(self, names: list[str] | None = None, tensorboard_at: int | None = None) -> None:
+        """Print the timers block of these names (all, without names) over all ranks, and start them again."""
+        mine = self._timers.pop(names)
+        ranks = gather_objects(mine, self._world)
+        order = list(dict.fromkeys(name for rank in ranks for name in rank))
+        text = log_lines.timers_block(order, ranks, self._config.logging.timing_log_option)
+        if text:
+            log.print_rank_last(text)
+        if tensorboard_at is not None and self.tensorboard and self._config.logging.log_timers_to_tensorboard:
+            for name in order:
+                self.tensorboard.scalar(f"{name}-time", max(r.get(name, 0.0) for r in ranks), tensorboard_at)
+
+    def close(self) -> None:
+        """Write what is still in memory."""
+        if self.tensorboard:
+            self.tensorboard.flush()
+        if self._metrics:
+            self._metrics.close()
+
+
+def model_shape(config: Config, plan: Plan) -> flops.TransformerShape:
+    """The sizes that floating-point operations depend on."""
+    m = config.model
+    return flops.TransformerShape(
+        num_layers=m.num_layers, hidden_size=m.hidden_size, ffn_hidden_size=m.ffn,
+        num_attention_heads=m.num_attention_heads, num_query_groups=m.query_groups, kv_channels=m.head_dim,
+        gated=m.gated, vocab_size=plan.padded_vocab_size, seq_length=m.seq_length)
+
+
+def _finite(value: float | None) -> Any:
+    """JSON has no NaN: such numbers are written as strings."""
+    return value if value is None or math.isfinite(value) else str(value)

@@ -1,0 +1,62 @@
+"""Pretrain a GPT: the plot from the command line to the last evaluation. `forward_step` is what a researcher edits."""
+import os
+import sys
+import time
+
+STARTED = time.time()
+
+
+def forward_step(batch, model):
+    """Loss of one micro-batch: (sum over its tokens that count, number of these tokens)."""
+    losses = model(batch.tokens, batch.position_ids, batch.labels, batch.document_ids, batch.dropout)
+    if batch.loss_mask is None:
+        return losses.sum(), losses.numel()
+    return (losses * batch.loss_mask).sum(), batch.loss_mask.sum()
+
+
+def main() -> None:
+    """Parse and check before torch is imported; then plan, build, load, train."""
+    from megatron.config import command_line
+    line = command_line.read(sys.argv[1:], os.environ)
+    if line.config.training.dry_run:
+        return command_line.print_plan(line)
+
+    from megatron.log import print_rank_0
+    from megatron.timers import Timers
+    from megatron.training import build, checkpointing, initialize, loop, metrics
+    from megatron.training.log_lines import datetime_line
+
+    config = line.config
+    tokenizer = build.make_tokenizer(config)
+    plan = build.plan_run(config, line.world_size, tokenizer.vocab_size)
+    runtime = initialize.initialize(config)
+    timers = Timers(config.logging.timing_log_level, initialize.synchronizer(runtime))
+    log = metrics.TrainingLog(config, plan, timers, runtime.ctx.world)
+    log.start(time.time() - STARTED, command_line.dumped_values(config, plan))
+
+    with timers("model-and-optimizer-setup"):
+        run = build.build_run(config, plan, runtime, timers, tokenizer)
+        checkpointing.load(run)
+    log.timers(["load-checkpoint"])
+    print_rank_0(datetime_line("after model, optimizer, and learning rate scheduler are built"))
+    with timers("train/valid/test-data-iterators-setup"):
+        data = build.build_data(config, plan, runtime, tokenizer)
+        checkpointing.check_data_order(run, data.order)
+    print_rank_0(datetime_line("after dataloaders are built"))
+    print_rank_0("done with setup ...")
+    log.timers(["model-and-optimizer-setup", "train/valid/test-data-iterators-setup"])
+    loop.pretrain(run, data, forward_step, log, STARTED)
+    initialize.finish()
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except (ValueError, OSError, ArithmeticError) as error:
+        print(f"error: {error}" if str(error) else f"error: {type(error).__name__}", file=sys.stderr, flush=True)
+        sys.exit(1)
+    except KeyboardInterrupt:
+        sys.stdout.flush()
+        if os.environ.get("RANK", "0") == "0":
+            os.write(2, b"\ninterrupted: the same command goes on from the last checkpoint\n")
+        os._exit(130)

@@ -1,0 +1,51 @@
+"""Installs the namespace package `megatron`; knows where things lie and nothing of what they do.
+
+There is no pyproject.toml: this file alone works under old and new pip, with build isolation (setup_requires brings
+pybind11) and without, with a C++ compiler (the index helper is built) and without (numpy answers the same, slower).
+"""
+
+from pathlib import Path
+
+from setuptools import find_namespace_packages, setup
+
+try:
+    from pybind11.setup_helpers import Pybind11Extension
+except ImportError:  # pip asks for setup_requires first and reads this file again once pybind11 is there
+    Pybind11Extension = None
+
+HERE = Path(__file__).resolve().parent
+
+
+def requirements(name: str) -> list[str]:
+    """The requirement lines of requirements/`name`.txt, without comments."""
+    lines = (HERE / "requirements" / f"{name}.txt").read_text(encoding="utf-8").splitlines()
+    return [line for line in (line.partition("#")[0].strip() for line in lines) if line]
+
+
+extensions = []
+if Pybind11Extension is not None:
+    helper = Pybind11Extension("megatron.data.helpers_cpp", ["megatron/data/helpers.cpp"], cxx_std=17)
+    helper.optional = True
+    extensions.append(helper)
+
+setup(
+    name="megatron-gpt-pretraining",
+    version="0.1.0",
+    description="GPT pretraining with Megatron's commands, files and logs, from one laptop process to many GPUs",
+    python_requires=">=3.11",
+    # PyPI's megatron-core owns megatron.core and may be installed beside us: no __init__.py, and never that folder.
+    packages=find_namespace_packages(
+        include=["megatron", "megatron.*"], exclude=["megatron.core", "megatron.core.*", "*.__pycache__"]
+    ),
+    package_dir={"": "."},
+    ext_modules=extensions,
+    setup_requires=["pybind11"],
+    install_requires=requirements("runtime"),
+    extras_require={
+        "dev": requirements("dev"),
+        "peers": requirements("peers"),
+        "tensorboard": ["tensorboard"],
+        "transformer-engine": ["transformer-engine[pytorch]"],
+    },
+    zip_safe=False,
+)

@@ -1,0 +1,195 @@
+"""The skip flags: every row of facts/spikes.md 4.2 that needs no ledger, and look-ups against a plain set."""
+
+import random
+import time
+
+import pytest
+
+from megatron.config.batch_size import build_batch_size_schedule
+from megatron.config.skip_ranges import SkipRanges
+
+
+def problems(*values, train_iters=1000, **more):
+    with pytest.raises(ValueError) as caught:
+        SkipRanges.parse(list(values), train_iters, **more)
+    return str(caught.value).split("\n")
+
+
+def parse(*values, train_iters=1000, **more):
+    return SkipRanges.parse(list(values), train_iters, **more)
+
+
+def test_both_ends_are_inclusive_and_pairs_go_by_position():
+    skips, warnings, infos = parse("10", "20", "25", "30")
+    assert skips.ranges == ((10, 20), (25, 30))
+    assert [n for n in range(1, 40) if skips.is_skipped(n)] == [*range(10, 21), *range(25, 31)]
+    assert warnings == []
+    assert infos == ["skipping 17 iterations: --train-range-to-skip 10 20 25 30"]
+
+
+def test_no_flag_skips_nothing():
+    skips, warnings, infos = SkipRanges.parse(None, 1000)
+    assert (skips.ranges, warnings, infos, skips.is_skipped(1), skips.count_in(1, 1000)) == ((), [], [], False, 0)
+
+
+def test_integers_and_strings_are_the_same():
+    assert parse(100, "105", 250, 250)[0].ranges == parse("100", "105", "250", "250")[0].ranges
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ([], "--train-range-to-skip has no value; give first and last"),
+        (["ten", "20"], "--train-range-to-skip ten: not an integer"),
+        (["10-20"], "--train-range-to-skip 10-20: not an integer; write --train-range-to-skip 10 20"),
+        (["10..20"], "--train-range-to-skip 10..20: not an integer; write --train-range-to-skip 10 20"),
+        (["10:20"], "--train-range-to-skip 10:20: not an integer; write --train-range-to-skip 10 20"),
+        (["1e3", "2000"], "--train-range-to-skip 1e3: not an integer; write 1000"),
+        (["1_0", "20"], "--train-range-to-skip 1_0: not an integer; write 10"),
+        (["2k", "2000"], "--train-range-to-skip 2k: not an integer; write 2000"),
+        (["1.5", "20"], "--train-range-to-skip 1.5: not an integer"),
+        (["nan", "20"], "--train-range-to-skip nan: not an integer"),
+        (["", "20"], "--train-range-to-skip : not an integer"),
+        (["9" * 5000, "20"], f"--train-range-to-skip {'9' * 5000}: not an integer"),
+        (
+            ["10", "20", "30"],
+            "--train-range-to-skip has 3 numbers: the last one, 30, has no partner; write 30 30 to skip that iteration "
+            "alone",
+        ),
+        (["20", "10"], "--train-range-to-skip 20 10: the first iteration is after the last; did you mean 10 20?"),
+        (["-5", "3"], "--train-range-to-skip -5 3: iterations start at 1; write 1 3"),
+        (["0", "3"], "--train-range-to-skip 0 3: iterations start at 1; write 1 3"),
+        (["-5", "-3"], "--train-range-to-skip -5 -3: iterations start at 1"),
+        (["1001", "1005"], "--train-range-to-skip 1001 1005: never reached, training ends with iteration 1000 "
+                           "(--train-iters)"),
+        (["1", "1000"], "--train-range-to-skip: nothing to train, all 1000 iterations are skipped; narrow the ranges"),
+        (["1", "500", "501", "2000"], "--train-range-to-skip: nothing to train, all 1000 iterations are skipped; "
+                                      "narrow the ranges"),
+    ],
+)  # fmt: skip
+def test_bad_values_are_one_line_each(values, message):
+    assert problems(*values) == [message]
+
+
+def test_all_problems_come_together():
+    found = problems("20", "10", "0", "5", "2000", "2001", "7", iterations_to_skip=["1e2", "x"])
+    assert len(found) == 6
+    for part in ("did you mean 10 20?", "0 5: iterations start at 1", "2000 2001: never reached", "7, has no partner"):
+        assert any(part in line for line in found), part
+    assert found[0] == "--iterations-to-skip 1e2: not an integer; write 100"
+    assert found[1] == "--iterations-to-skip x: not an integer"
+
+
+def test_a_thousand_problems_are_counted_not_listed():
+    found = problems(*(["5", "3"] * 1000))
+    assert len(found) == 21 and found[-1] == "... and 980 more of these"
+
+
+@pytest.mark.parametrize(
+    ("values", "ranges"),
+    [
+        (["5", "5"], ((5, 5),)),
+        (["25", "30", "10", "20"], ((10, 20), (25, 30))),
+        (["10", "20", "10", "20"], ((10, 20),)),
+        (["10", "20", "21", "30"], ((10, 30),)),
+        (["21", "30", "10", "20", "32", "33"], ((10, 30), (32, 33))),
+        (["5", "5", "6", "6", "7", "7"], ((5, 7),)),
+    ],
+)
+def test_order_repetition_and_neighbours_are_normalised_with_an_info_line(values, ranges):
+    skips, warnings, infos = parse(*values)
+    assert (skips.ranges, warnings, len(infos)) == (ranges, [], 1)
+
+
+def test_overlaps_merge_with_a_warning_that_names_both():
+    skips, warnings, _ = parse("10", "20", "15", "25", "24", "26", "24", "26", "100", "110", "102", "103")
+    assert skips.ranges == ((10, 26), (100, 110))
+    assert warnings == [
+        "--train-range-to-skip: 10 20 and 15 25 overlap; merged",
+        "--train-range-to-skip: 15 25 and 24 26 overlap; merged",
+        "--train-range-to-skip: 100 110 and 102 103 overlap; merged",
+    ]
+
+
+def test_the_end_of_training_cuts_a_range_with_a_warning():
+    skips, warnings, _ = parse("990", "2000")
+    assert skips.ranges == ((990, 1000),)
+    assert warnings == ["--train-range-to-skip 990 2000: cut to 990 1000, the end of training (--train-iters)"]
+    assert parse("990", "2000", train_iters=None)[0].ranges == ((990, 2000),)
+
+
+def test_single_iterations_join_the_union():
+    skips, warnings, _ = parse("10", "12", iterations_to_skip=["13", 20, "11"])
+    assert skips.ranges == ((10, 13), (20, 20))
+    assert warnings == ["--train-range-to-skip: 10 12 and 11 11 overlap; merged"]
+    assert SkipRanges.parse(None, 100, iterations_to_skip=[3])[0].ranges == ((3, 3),)
+    with pytest.raises(ValueError, match="--iterations-to-skip 1001: never reached"):
+        SkipRanges.parse(None, 1000, iterations_to_skip=[1001])
+    with pytest.raises(ValueError, match="--iterations-to-skip has no value"):
+        SkipRanges.parse(None, 1000, iterations_to_skip=[])
+
+
+def test_more_than_five_percent_warns_with_what_it_costs():
+    batches = build_batch_size_schedule(micro_batch_size=1, global_batch_size=8, rampup_batch_size=[2, 2, 8])
+    assert parse("951", "1000")[1] == []
+    assert parse("950", "1000")[1] == [
+        "--train-range-to-skip skips 51 of 1000 iterations (5.1 %) that will not be trained on"
+    ]
+    assert parse(
+        "2", "3", "6", "7", train_iters=10, samples_before=batches.samples_before, seq_length=128
+    )[1] == [
+        "--train-range-to-skip skips 4 of 10 iterations (40.0 %), 22 samples = 2816 tokens that will not be trained on"
+    ]
+
+
+def test_nothing_left_after_a_resume():
+    assert problems("501", "1000", completed=500) == [
+        "--train-range-to-skip: nothing to train, iterations 501 to 1000 are skipped; narrow the ranges"
+    ]
+    skips = parse("501", "1000")[0]
+    assert [skips.nothing_to_train(done, 1000) for done in (499, 500, 750, 1000)] == [False, True, True, False]
+    assert parse("501", "1000", completed=1000)[0].ranges == ((501, 1000),)  # the same command on a finished run
+
+
+def test_look_ups_equal_a_plain_set_on_random_ranges():
+    rng = random.Random(0)
+    for _ in range(200):
+        values = []
+        for _ in range(rng.randint(1, 8)):
+            first = rng.randint(1, 60)
+            values += [first, first + rng.randint(0, 12)]
+        skips = parse(*values)[0]
+        plain = {n for first, last in zip(values[::2], values[1::2], strict=True) for n in range(first, last + 1)}
+        assert {n for n in range(0, 90) if skips.is_skipped(n)} == plain
+        assert all(last + 1 < first for (_, last), (first, _) in zip(skips.ranges, skips.ranges[1:], strict=False))
+        for _ in range(20):
+            low, high = rng.randint(0, 80), rng.randint(0, 80)
+            assert skips.count_in(low, high) == len([n for n in plain if low <= n <= high])
+        for n in plain:
+            first, last = skips.containing(n)
+            assert first <= n <= last and (first, last) in skips.ranges
+
+
+def test_the_hash_depends_on_the_normalised_ranges_only():
+    one = parse("25", "30", "10", "20")[0]
+    assert one.hash() == parse("10", "15", "16", "20", "25", "30")[0].hash()
+    assert one.hash() != parse("10", "20", "25", "31")[0].hash()
+    assert one.hash() != SkipRanges().hash() == SkipRanges.parse(None, 5)[0].hash()
+    assert len(one.hash()) == 64
+
+
+def test_a_hundred_thousand_ranges():
+    firsts = [10 * i + 1 for i in range(100_000)]
+    random.Random(0).shuffle(firsts)
+    values = [str(value) for first in firsts for value in (first, first + 2)]
+    times = []
+    for _ in range(3):
+        begin = time.perf_counter()
+        skips = SkipRanges.parse(values, 10**6)[0]
+        times.append(time.perf_counter() - begin)
+    assert len(skips.ranges) == 100_000
+    assert min(times) < 1.0
+    begin = time.perf_counter()
+    assert sum(skips.is_skipped(n) for n in range(1, 200_001)) == 60_000
+    assert time.perf_counter() - begin < 2.0
+    assert "(100000 ranges)" in skips.describe() and len(skips.describe()) < 400

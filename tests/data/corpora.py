@@ -1,0 +1,36 @@
+"""Small corpora for the data tests: written by our own builder, contents known token by token."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from megatron.data.indexed_dataset import IndexedDatasetBuilder
+
+LENGTHS = [5, 3, 8, 2, 7, 4]  # the corpus of the golden vectors: 29 tokens
+
+
+def write_corpus(
+    prefix: Path, lengths: Sequence[int], dtype: type = np.uint16, seed: int | None = None, vocab: int = 1000
+) -> str:
+    """One document per length. Tokens count up from 0 over the whole corpus, or are random below `vocab`."""
+    random = None if seed is None else np.random.default_rng(seed)
+    at = 0
+    with IndexedDatasetBuilder(prefix, dtype) as builder:
+        for length in lengths:
+            tokens = np.arange(at, at + length) if random is None else random.integers(0, vocab, length)
+            builder.add_document(tokens, [length])
+            at += length
+    return str(prefix)
+
+
+def data_flags(**given: object) -> types.SimpleNamespace:
+    """The data flags with their defaults, changed by `given`."""
+    flags = dict.fromkeys(
+        ("data_path", "train_data_path", "valid_data_path", "test_data_path", "data_args_path",
+         "per_split_data_args_path", "split", "data_cache_path")
+    )  # fmt: skip
+    return types.SimpleNamespace(**{**flags, "mock_data": False, "mid_level_dataset_surplus": 0.005, **given})

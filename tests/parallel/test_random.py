@@ -1,0 +1,64 @@
+"""Dropout seeds are a stable pure function; recompute repeats a mask without any saved state."""
+
+import itertools
+
+import torch
+
+from megatron.parallel.random import DropoutSeeds, dropout, dropout_seed, recompute
+
+
+def test_seeds_never_change():
+    """Resumed runs on other machines and versions draw the same masks: these values may not move."""
+    assert dropout_seed(1234, 1, 0, 0, "attention", 0) == 3164804928296670605
+    assert dropout_seed(1234, 250000, 7, -1, "embedding", (3, 1)) == 4764114029056150889
+
+
+def test_each_argument_matters():
+    uses = list(itertools.product((1, 2), (1, 11), (0, 1), (-1, 0, 1), ("attention", "mlp_output"), (0, (0, 1))))
+    seeds = {dropout_seed(*use) for use in uses}
+    assert len(seeds) == len(uses)
+    assert all(0 <= seed < 2**63 for seed in seeds)
+
+
+def test_stream_of_a_micro_batch():
+    streams = [DropoutSeeds(1234, 5, 0), DropoutSeeds(1234, 6, 0), DropoutSeeds(1234, 5, 1), DropoutSeeds(1234, 5, 0, 1)]
+    seeds = [stream.seed(layer, site, part) for stream in streams for layer in (0, 1) for site in ("a", "b")
+             for part in (0, 1)]
+    assert len(set(seeds)) == len(seeds)
+    assert streams[0].seed(1, "a") == DropoutSeeds(1234, 5, 0, 0).seed(1, "a", 0)
+
+
+def test_dropout_off():
+    x = torch.randn(3, 4)
+    assert dropout(x, 0.5, None, 0, "a") is x
+    assert dropout(x, 0.0, DropoutSeeds(1, 1, 0), 0, "a") is x
+
+
+def test_dropout_ignores_and_leaves_the_global_generator():
+    x, seeds = torch.ones(64, 64), DropoutSeeds(1, 1, 0)
+    torch.manual_seed(1)
+    state = torch.get_rng_state()
+    first = dropout(x, 0.25, seeds, 3, "a")
+    assert torch.equal(torch.get_rng_state(), state)
+    torch.manual_seed(2)
+    assert torch.equal(dropout(x, 0.25, seeds, 3, "a"), first)
+    assert set(first.unique().tolist()) == {0.0, x.div(0.75)[0, 0].item()}
+    assert abs((first == 0).float().mean().item() - 0.25) < 0.03
+
+
+def test_recompute_repeats_the_mask():
+    seeds, w = DropoutSeeds(1, 1, 0), torch.randn(16, 16, requires_grad=True)
+    calls = []
+
+    def function(x):
+        calls.append(1)
+        return dropout(torch.tanh(x @ w), 0.5, seeds, 0, "a")
+
+    grads = []
+    for again in (False, True):
+        x = torch.linspace(-1, 1, 256).view(16, 16).requires_grad_()
+        y = recompute(function, x) if again else function(x)
+        torch.manual_seed(3)
+        grads.append(torch.autograd.grad(y.square().sum(), (x, w)))
+    assert len(calls) == 3
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
