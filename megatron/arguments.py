@@ -1,12 +1,14 @@
-"""Flags are the fields of small frozen dataclasses, written once; here they become a parser and come back. Knows no flag.
+"""Flags are fields of small frozen dataclasses, written once; here they become a parser and come back. Knows no flag.
 
-What was typed stays apart from the defaults, so that precedence is a dictionary update: defaults < the checkpoint's args
-< @file < typed. Python's own argparse is not used: it stops at the first problem, and takes -1e-5 for a flag.
+What was typed stays apart from the defaults, so that precedence is a dictionary update:
+defaults < the checkpoint's args < @file < typed.
+Python's own argparse is not used: it stops at the first problem, and takes -1e-5 for a flag.
 """
 from __future__ import annotations
 
 import dataclasses
 import difflib
+import itertools
 import re
 import shlex
 import textwrap
@@ -17,6 +19,9 @@ from dataclasses import MISSING
 from pathlib import Path
 from typing import Any
 
+# Of an @FILE: blanks (a backslash at the end of a line is one), a comment, or a word with the shell's quoting.
+_TOKEN = re.compile(r"""(?:\s|\\\r?\n)+|\#[^\n]*|
+    (?P<word>(?:[^\s'"\\]|\\(?!\r?\n).|'[^']*'|"(?:\\.|[^"\\])*")+)""", re.S | re.X)
 _NUMBER = re.compile(r"-(\d[\d_]*\.?\d*|\.\d+)([eE][+-]?\d+)?|-inf|-nan")
 _CALLED = {int: "a whole number", float: "a number"}
 _SHOWN = {int: "N", float: "X", str: "TEXT"}
@@ -226,7 +231,7 @@ def parse(parser: Parser, argv: Sequence[str]) -> Parsed:
     for words in (from_files, typed):
         seen: dict[str, list[str]] = {}
         starts = [at for at, word in enumerate(words) if at == 0 or is_flag(word)]
-        for start, end in zip(starts, [*starts[1:], len(words)], strict=True):
+        for start, end in itertools.pairwise([*starts, len(words)]):
             _take(parser, words[start:end], seen, parsed)
     return parsed
 
@@ -276,7 +281,10 @@ def is_flag(word: str) -> bool:
 def _unknown(parser: Parser, spelling: str, parsed: Parsed) -> None:
     dashed = "--" + spelling.lstrip("-").replace("_", "-")
     known = sorted(parser.by_spelling)
-    close = [dashed] if dashed in known else difflib.get_close_matches(dashed, known, 3, 0.7)
+    close = [dashed] if dashed in known else difflib.get_close_matches(dashed, known, 3, 0.75)
+    parts = set(dashed[2:].split("-"))
+    close = close or [s for s in known if parts <= set(s[2:].split("-"))][:3]
+    close = close or difflib.get_close_matches(dashed, known, 3, 0.65)
     parsed.broken |= {parser.by_spelling[s].name for s in close}
     if explained := parser.explain(spelling):
         parsed.problems.append(explained)
@@ -308,12 +316,15 @@ def read_words(path: Path) -> list[str]:
         raise Problems([f"@{path}: {error.strerror or error}; an @FILE holds flags, one or more a line"]) from None
     except UnicodeDecodeError:
         raise Problems([f"@{path}: not a text file; an @FILE holds flags, one or more a line"]) from None
-    lexer = shlex.shlex(text, posix=True)
-    lexer.whitespace_split = True
-    try:
-        return list(lexer)
-    except ValueError as error:
-        raise Problems([f"@{path}, line {lexer.lineno}: {str(error).lower()}; close it, or quote it with \\"]) from None
+    words, at = [], 0
+    while at < len(text):
+        token = _TOKEN.match(text, at)
+        if token is None:
+            line = text.count("\n", 0, at) + 1
+            raise Problems([f"@{path}, line {line}: a quote is not closed; close it, or write \\ before it"])
+        words += shlex.split(token[0]) if token["word"] else []
+        at = token.end()
+    return words
 
 
 def config_from(tree: type, values: dict[str, Any]) -> Any:

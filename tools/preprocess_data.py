@@ -5,10 +5,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import signal
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -17,13 +15,13 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs by path, uninstalled
 
 from megatron import log  # noqa: E402
-from megatron.arguments import Flag, Problems, arg, build_parser, config_from, parse_typed  # noqa: E402
-from megatron.data.indexed_dataset import IndexedDatasetBuilder, bin_path, idx_path, optimal_dtype  # noqa: E402
-from megatron.data.jsonl import Chunk, input_files, read_chunks  # noqa: E402
-from megatron.data.preprocess import Encoded, Job, encode_all, tokenizer_of  # noqa: E402
+from megatron.arguments import Problems, arg, build_parser, config_from, parse  # noqa: E402
+from megatron.data.indexed_dataset import bin_path, idx_path  # noqa: E402
+from megatron.data.jsonl import input_files, read_chunks  # noqa: E402
+from megatron.data.preprocess import BadRecords, Job, Output, encode_all, tokenizer_of  # noqa: E402
 from megatron.data.tokenizer import TokenizerFlags  # noqa: E402
 
-SENTENCES = "sentences are not split here yet; leave it away, or split them beforehand and give the key a list of strings"
+SENTENCES = "sentences are not split here yet; leave it away, or give a list of sentences under the key"
 NO_SEARCH = "the best number of workers is not searched for; give --workers, one for each CPU core"
 REFUSED = {
     "--split-sentences": SENTENCES,
@@ -34,15 +32,13 @@ REFUSED = {
     "--max-documents": NO_SEARCH,
     "--performance-dir": NO_SEARCH,
 }
-SWITCHES = ("--split-sentences", "--keep-newlines", "--find-optimal-num-workers")
-
 
 @dataclass(frozen=True, kw_only=True)
 class ReadConfig:
     """What is read."""
 
-    input: tuple[str, ...] = arg((), help="files of one JSON object a line, plain or gzip; globs in quotes are expanded")
-    json_keys: tuple[str, ...] = arg(("text",), help="keys whose text is tokenized, each into a pair of its own")
+    input: tuple[str, ...] = arg((), help="files of one JSON object a line, plain or gzip, or globs")
+    json_keys: tuple[str, ...] = arg(("text",), help="keys whose text is tokenized, each into its own pair (default: text)")
     max_bad_records: int = arg(0, help="lines that may be bad (they are named and skipped) before the run fails")
 
 
@@ -104,7 +100,7 @@ class Stop:
 
 
 class Progress:
-    """Megatron's line on stderr every `interval` documents; on a terminal also how far the input is read, and the ETA."""
+    """Megatron's line on stderr every `interval` documents; on a terminal also how far it is, and the ETA."""
 
     def __init__(self, interval: int, files: Sequence[str]) -> None:
         self.start = self._shown = time.time()
@@ -120,8 +116,9 @@ class Progress:
             self.bytes += size
             if self.documents % self._interval == 0:
                 elapsed = time.time() - self.start
-                megabytes = self.bytes / elapsed / 1024 / 1024
-                self._line(f"Processed {self.documents} documents ({self.documents / elapsed} docs/s, {megabytes} MB/s).")
+                speed = f"{self.documents / elapsed} docs/s, {self.bytes / elapsed / 1024 / 1024} MB/s"
+                self.clear()
+                print(f"Processed {self.documents} documents ({speed}).", file=sys.stderr, flush=True)
         now = time.time()
         if self._terminal and read and now - self._shown > 0.2:
             self._shown = now
@@ -130,113 +127,54 @@ class Progress:
             sys.stderr.write(f"\r{read / max(self._total, read):6.1%} of the input, ETA {minutes}:{seconds:02d}\x1b[K")
             sys.stderr.flush()
 
-    def _line(self, text: str) -> None:
-        self.clear()
-        print(text, file=sys.stderr, flush=True)
-
     def clear(self) -> None:
         """Take the display off the terminal."""
         if self._terminal:
             sys.stderr.write("\r\x1b[K")
 
 
-class Output:
-    """The pairs that are written, one a key, aside until `finish`; with partitions the later ones wait in a folder."""
-
-    def __init__(self, prefix: str, job: Job, partitions: int, stack: contextlib.ExitStack) -> None:
-        self.dtype = optimal_dtype(tokenizer_of(job.tokenizer).vocab_size)
-        self.prefixes = [f"{prefix}_{key}_document" for key in job.keys]
-        self.documents, self.tokens, self.empty = 0, [0] * len(job.keys), 0
-        self._parts: list[list[str]] = [[] for _ in job.keys]
-        if partitions > 1:
-            folder = tempfile.mkdtemp(prefix=os.path.basename(prefix) + ".partitions-", dir=os.path.dirname(prefix) or ".")
-            stack.callback(shutil.rmtree, folder, ignore_errors=True)
-            self._parts = [[os.path.join(folder, f"{key}_{n}") for n in range(1, partitions)] for key in range(len(job.keys))]
-        self._builders = [
-            [stack.enter_context(IndexedDatasetBuilder(path, self.dtype)) for path in (final, *parts)]
-            for final, parts in zip(self.prefixes, self._parts, strict=True)
-        ]
-
-    def add(self, encoded: Encoded) -> None:
-        """Append the documents of a chunk, each to its partition."""
-        for key, builders in enumerate(self._builders):
-            for number, sequences in enumerate(encoded.documents(key, self.dtype), self.documents):
-                builder = builders[number % len(builders)]
-                for sequence in sequences:
-                    builder.add_item(sequence)
-                    self.tokens[key] += len(sequence)
-                builder.end_document()
-                self.empty += not sequences
-        self.documents += len(encoded.sizes)
-
-    def finish(self, stop: Stop) -> list[str]:
-        """Join the partitions and give the pairs their names; the files that were written."""
-        for builders, parts in zip(self._builders, self._parts, strict=True):
-            for builder, part in zip(builders[1:], parts, strict=True):
-                builder.finalize()
-                builders[0].add_index(part)
-        with stop.held():
-            for builders in self._builders:
-                builders[0].finalize()
-        return [path for prefix in self.prefixes for path in (bin_path(prefix), idx_path(prefix))]
-
-
-class BadRecords:
-    """Counts bad lines against what is allowed."""
-
-    def __init__(self, allowed: int) -> None:
-        self.count = 0
-        self._allowed = allowed
-
-    def add(self, chunk: Chunk, encoded: Encoded) -> None:
-        """Name each bad line; raises ValueError at the first one too many."""
-        for number, what in encoded.bad:
-            self.count += 1
-            place = f"{chunk.file}, line {number}: {what}"
-            if self.count > self._allowed:
-                so_far = f"bad record {self.count}, and --max-bad-records {self._allowed} are allowed"
-                raise ValueError(f"{place} ({so_far}; mend the line, or allow more)")
-            print(f"skipped {place}", file=sys.stderr, flush=True)
-
-
-def parse(argv: Sequence[str]) -> tuple[Config, list[str]]:
+def read_command_line(argv: Sequence[str]) -> tuple[Config, list[str]]:
     """The command line and its input files. Raises Problems with everything that is wrong."""
-    refused = [
-        Flag(flag, "not supported", flag, (), "switch" if flag in SWITCHES else "list", str, None, None, why)
-        for flag, why in REFUSED.items()
-    ]
-    parser = build_parser(Config, prog="preprocess_data.py", description=__doc__ or "", extra=refused)
-    problems = [f"{flag}: {REFUSED[flag]}" for flag in dict.fromkeys(word.split("=")[0] for word in argv) if flag in REFUSED]
-    try:
-        typed = parse_typed(parser, argv)
-    except Problems as error:
-        raise Problems([*error.lines, *problems]) from None
-    if typed.get("help"):
-        parser.print_help()
+    parser = build_parser(Config, prog="preprocess_data.py", description=__doc__ or "", explain=_refused)
+    parsed = parse(parser, argv)
+    if parsed.help:
+        print(parser.help(), end="")
         raise SystemExit(0)
-    config = config_from(Config, typed)
-    files, wrong_files = input_files(config.read.input)
-    problems += wrong_files if config.read.input else ["--input: is needed; give one or more .jsonl files"]
+    config = config_from(Config, parsed.typed)
+    files, problems = input_files(config.read.input)
+    if not config.read.input:
+        problems.append("--input: is needed; give one or more .jsonl files")
     problems += config.tokenizer.problems() + _output_problems(config) + _number_problems(config)
+    unread = tuple(f"--{name.replace('_', '-')}:" for name in parsed.broken)  # their problem is told already
+    problems = parsed.problems + [problem for problem in problems if not problem.startswith(unread)]
     if problems:
         raise Problems(problems)
+    for note in parsed.notes:
+        print(f"note: {note}", file=sys.stderr)
     return config, files
+
+
+def _refused(flag: str) -> str | None:
+    return f"{flag}: {REFUSED[flag]}" if flag in REFUSED else None
 
 
 def _output_problems(config: Config) -> list[str]:
     prefix, keys = config.write.output_prefix, config.read.json_keys
-    problems = [f"--json-keys {key}: is given twice; give each key once" for key in dict.fromkeys(keys) if keys.count(key) > 1]
-    problems += [f"--json-keys {key}: a name of a file is made of it, so it cannot hold a slash" for key in keys if "/" in key]
+    twice = [key for key in dict.fromkeys(keys) if keys.count(key) > 1]
+    problems = [f"--json-keys {key}: is given twice; give each key once" for key in twice]
+    problems += [f"--json-keys {key}: names a file, so it cannot hold a slash" for key in keys if "/" in key]
     if not prefix:
         return [*problems, "--output-prefix: is needed; the files are called PREFIX_KEY_document.bin and .idx"]
     folder = os.path.dirname(prefix) or "."
     if not os.path.isdir(folder):
-        return [*problems, f"--output-prefix {prefix}: there is no directory {folder}; make it first (mkdir -p {folder})"]
+        return [*problems, f"--output-prefix {prefix}: no directory {folder}; make it first (mkdir -p {folder})"]
     if not os.path.basename(prefix):
         return [*problems, f"--output-prefix {prefix}: is a directory; add how the names of the files shall begin"]
     if not os.access(folder, os.W_OK):
         return [*problems, f"--output-prefix {prefix}: the directory {folder} is not writable; choose another"]
-    return problems
+    pairs = [f"{prefix}_{key}_document" for key in keys]
+    taken = [path for pair in pairs for path in (bin_path(pair), idx_path(pair)) if os.path.isdir(path)]
+    return problems + [f"--output-prefix {prefix}: {path} is a directory; choose another prefix" for path in taken]
 
 
 def _number_problems(config: Config) -> list[str]:
@@ -251,13 +189,13 @@ def _number_problems(config: Config) -> list[str]:
 
 
 def run(config: Config, files: Sequence[str], stop: Stop) -> str:
-    """Do the work; the summary line. Raises ValueError or OSError, with nothing left under or beside the final names."""
+    """Do the work; the summary line. Raises ValueError or OSError, and leaves nothing unfinished behind then."""
     started = time.time()
     job = Job(config.tokenizer, config.read.json_keys, config.write.append_eod)
     if job.append_eod and tokenizer_of(job.tokenizer).eod is None:
         raise ValueError(
-            f"--append-eod: this {job.tokenizer.tokenizer_type} has no end-of-document token; leave the flag away, or name "
-            "an eos_token in the tokenizer's own files"
+            f"--append-eod: this {job.tokenizer.tokenizer_type} has no end-of-document token; leave the flag away, or "
+            "name an eos_token in the tokenizer's own files"
         )
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     partitions = 1 if config.run.keep_sequential_samples else config.run.partitions
@@ -281,7 +219,9 @@ def run(config: Config, files: Sequence[str], stop: Stop) -> str:
             if not tokens:
                 what = f'no text under "{key}"' if output.documents else "no documents"
                 raise ValueError(f"--input {' '.join(config.read.input)}: {what}, so there is nothing to write")
-        paths = output.finish(stop)
+        output.join()
+        with stop.held():
+            paths = output.finish()
     seconds = time.time() - progress.start
     counts = {"bad": bad.count, "blank": blank, "without text": output.empty}
     notes = "".join(f", {count} {what}" for what, count in counts.items() if count)
@@ -296,7 +236,7 @@ def main(argv: Sequence[str]) -> int:
     """Exit codes: 0 written, 2 a wrong command line, 1 wrong data, 130 Ctrl-C, 143 SIGTERM."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the workers are the parallelism
     try:
-        config, files = parse(argv)
+        config, files = read_command_line(argv)
     except Problems as error:
         log.fail(error.lines)
     stop = Stop()
@@ -305,8 +245,10 @@ def main(argv: Sequence[str]) -> int:
     except Stopped:
         print("stopped: unfinished files were removed, finished ones are as they were", file=sys.stderr)
         return 128 + stop.signal
-    except (ValueError, OSError) as error:
+    except ValueError as error:
         log.fail(str(error).split("\n"), 1)
+    except OSError as error:
+        log.fail(f"--output-prefix {config.write.output_prefix}: cannot be written ({error.strerror or error})", 1)
     return 0
 
 

@@ -10,7 +10,7 @@ from megatron.arguments import arg
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """The architecture."""
-    num_layers: int | None = arg(None, help="transformer layers")
+    num_layers: int | None = arg(None, alias=("--encoder-num-layers",), help="transformer layers")
     hidden_size: int | None = arg(None, help="width of the residual stream")
     ffn_hidden_size: int | None = arg(None, help="MLP width; without it 4 x hidden size, or 8/3 x hidden size rounded "
                                                  "down to a multiple of 64 with --swiglu / --geglu")
@@ -18,34 +18,37 @@ class ModelConfig:
     kv_channels: int | None = arg(None, help="width of one head; without it hidden size / heads")
     group_query_attention: bool = arg(False, help="share key/value heads between query heads (GQA)")
     num_query_groups: int = arg(1, help="key/value heads, with --group-query-attention")
-    seq_length: int | None = arg(None, help="tokens of one sample")
+    seq_length: int | None = arg(None, alias=("--encoder-seq-length",), help="tokens of one sample")
     max_position_embeddings: int | None = arg(None, help="rows of the position table, at least the sequence length")
     position_embedding_type: Literal["learned_absolute", "rope", "none"] = arg("learned_absolute", help="positions")
     use_rotary_position_embeddings: bool = arg(False, help="the same as --position-embedding-type rope")
     add_position_embedding: bool = arg(True, off="--no-position-embedding",
                                        help="no learned position table (the same as --position-embedding-type none, "
                                             "or rope where that is asked for)")
-    rotary_base: int = arg(10000, help="base of the rotary frequencies")
+    rotary_base: int = arg(10000, help="base of the rotary frequencies", dump=False)
     rotary_percent: float = arg(1.0, help="share of each head's width that is rotated")
-    rotary_interleaved: bool = arg(False, help="rotate neighbouring pairs instead of the two halves of a head")
+    rotary_interleaved: bool = arg(False, dump=False,
+                                    help="rotate neighbouring pairs instead of the two halves of a head")
     rotary_seq_len_interpolation_factor: int | None = arg(None, help="divide rotary positions by this")
     make_vocab_size_divisible_by: int = arg(128, help="the vocabulary is padded to a multiple of this times TP")
     normalization: Literal["LayerNorm", "RMSNorm"] = arg("LayerNorm", help="norm of every block")
     norm_epsilon: float = arg(1e-5, help="epsilon of the norms")
     apply_layernorm_1p: bool = arg(False, help="norm weights are stored minus one")
     apply_residual_connection_post_layernorm: bool = arg(False, help="take the residual after the norm")
-    qk_layernorm: bool = arg(False, help="norm of every query and key head")
+    qk_layernorm: bool = arg(False, help="norm of every query and key head", dump=False)
     openai_gelu: bool = arg(False, help="tanh form of GELU (also without the fusion)")
     squared_relu: bool = arg(False, help="relu(x)^2 in the MLP")
     swiglu: bool = arg(False, help="gated MLP with SiLU")
-    geglu: bool = arg(False, help="gated MLP with GELU")
+    geglu: bool = arg(False, help="gated MLP with GELU", dump=False)
     bias_gelu_fusion: bool = arg(True, off="--no-bias-gelu-fusion",
                                  help="exact erf GELU instead of the tanh form that Megatron fuses with the bias")
     untie_embeddings_and_output_weights: bool = arg(False, help="a matrix of its own for the output layer")
     add_bias_linear: bool = arg(True, off="--disable-bias-linear", help="no biases in linear layers")
-    add_qkv_bias: bool = arg(False, help="a bias on queries, keys and values even with --disable-bias-linear")
-    add_attention_output_bias: bool = arg(False, help="a bias on the attention output even with --disable-bias-linear")
-    add_mlp_bias: bool = arg(False, help="biases in the MLP even with --disable-bias-linear")
+    add_qkv_bias: bool = arg(False, dump=False, help="a bias on queries, keys and values even with "
+                                                     "--disable-bias-linear")
+    add_attention_output_bias: bool = arg(False, dump=False, help="a bias on the attention output even with "
+                                                                  "--disable-bias-linear")
+    add_mlp_bias: bool = arg(False, dump=False, help="biases in the MLP even with --disable-bias-linear")
     attention_dropout: float = arg(0.1, help="dropout of attention probabilities")
     hidden_dropout: float = arg(0.1, help="dropout of the embedding and of both residual branches")
     init_method_std: float = arg(0.02, help="standard deviation of the normal initialisation")

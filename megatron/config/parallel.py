@@ -18,7 +18,7 @@ class ParallelConfig:
     use_distributed_optimizer: bool = arg(False, help="each data-parallel rank keeps its part of the optimizer state")
     overlap_grad_reduce: bool = arg(False, help="reduce gradient buckets while the backward pass runs")
     overlap_param_gather: bool = arg(False, help="gather weights while the forward pass runs")
-    ddp_bucket_size: int | None = arg(None, help="elements of one gradient bucket")
+    ddp_bucket_size: int | None = arg(None, help="elements of one gradient bucket", dump=False)
     distributed_backend: Literal["nccl", "gloo"] | None = arg(None, help="process group backend; without it nccl "
                                                                          "on CUDA and gloo on CPU")
     distributed_timeout_minutes: int = arg(10, help="minutes a collective may wait")

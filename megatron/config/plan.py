@@ -43,6 +43,14 @@ class Plan:
         """Samples consumed after `iteration`: a function of the flags alone."""
         return self.batch.samples_before(iteration + 1)
 
+    def global_batch_size(self, iteration: int) -> int:
+        """Samples of that iteration."""
+        return self.batch.global_batch_size(self.batch.samples_before(iteration))
+
+    def num_microbatches(self, iteration: int) -> int:
+        """Micro-batches of that iteration on each data-parallel rank."""
+        return self.batch.num_microbatches(self.batch.samples_before(iteration))
+
 
 def padded_vocab_size(vocab_size: int, divisible_by: int, tensor_parallel_size: int) -> int:
     """The next multiple of `divisible_by` x TP, so that every rank holds as many rows."""

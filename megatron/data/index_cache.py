@@ -69,7 +69,7 @@ class IndexCache:
                 return None
             files = {name: self.path(stem, name) for name in names}
             return IndexArrays({name: _map_array(path) for name, path in files.items()}, files)
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return None
         except (OSError, ValueError, EOFError) as error:
             log.warn_once(f"{self.folder}: the cached {stem} cannot be used ({error}); it is built again")

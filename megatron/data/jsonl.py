@@ -118,7 +118,7 @@ def _kind(value: object) -> str:
 
 
 def input_files(patterns: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The files that paths and globs name, each glob's in sorted order; and what is wrong with them, a line a problem."""
+    """The files that paths and globs name, each glob's in sorted order; and what is wrong with them."""
     files: list[str] = []
     problems: list[str] = []
     for pattern in patterns:

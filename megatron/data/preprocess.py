@@ -1,11 +1,18 @@
-"""Lines of JSON to token arrays, in this process or in several, in the order of the lines. Knows no output file."""
+"""Lines of JSON to token arrays, in this process or in several, in the order of the lines, and into pairs of files.
+
+Knows no flags but the tokenizer's.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import multiprocessing
 import os
+import shutil
 import signal
+import sys
+import tempfile
 import threading
 import time
 from collections import deque
@@ -17,7 +24,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron.data.indexed_dataset import optimal_dtype
+from megatron.data.indexed_dataset import IndexedDatasetBuilder, bin_path, idx_path, optimal_dtype
 from megatron.data.jsonl import Chunk, texts_of
 from megatron.data.tokenizer import Tokenizer, TokenizerFlags
 
@@ -150,3 +157,64 @@ def _leave_with(parent: int) -> None:
     while os.getppid() == parent:
         time.sleep(1)
     os._exit(1)
+
+
+class Output:
+    """The pairs that are written, one a key, aside until `finish`; partitions wait in a folder until `join`."""
+
+    def __init__(self, prefix: str, job: Job, partitions: int, stack: contextlib.ExitStack) -> None:
+        self.dtype = optimal_dtype(tokenizer_of(job.tokenizer).vocab_size)
+        self.prefixes = [f"{prefix}_{key}_document" for key in job.keys]
+        self.documents, self.tokens, self.empty = 0, [0] * len(job.keys), 0
+        self._parts: list[list[str]] = [[] for _ in job.keys]
+        if partitions > 1:
+            where, name = os.path.split(prefix)
+            folder = tempfile.mkdtemp(prefix=f"{name}.partitions-", dir=where or ".")
+            stack.callback(shutil.rmtree, folder, ignore_errors=True)
+            self._parts = [[f"{folder}/{key}_{part}" for part in range(1, partitions)] for key in range(len(job.keys))]
+        self._builders = [
+            [stack.enter_context(IndexedDatasetBuilder(path, self.dtype)) for path in (final, *parts)]
+            for final, parts in zip(self.prefixes, self._parts, strict=True)
+        ]
+
+    def add(self, encoded: Encoded) -> None:
+        """Append the documents of a chunk, each to its partition."""
+        for key, builders in enumerate(self._builders):
+            for number, sequences in enumerate(encoded.documents(key, self.dtype), self.documents):
+                builder = builders[number % len(builders)]
+                for sequence in sequences:
+                    builder.add_item(sequence)
+                    self.tokens[key] += len(sequence)
+                builder.end_document()
+                self.empty += not sequences
+        self.documents += len(encoded.sizes)
+
+    def join(self) -> None:
+        """Append the partitions to the first, in their order."""
+        for builders, parts in zip(self._builders, self._parts, strict=True):
+            for builder, part in zip(builders[1:], parts, strict=True):
+                builder.finalize()
+                builders[0].add_index(part)
+
+    def finish(self) -> list[str]:
+        """Give the pairs their names; the files that were written."""
+        for builders in self._builders:
+            builders[0].finalize()
+        return [path for prefix in self.prefixes for path in (bin_path(prefix), idx_path(prefix))]
+
+
+class BadRecords:
+    """Counts bad lines against what is allowed."""
+
+    def __init__(self, allowed: int) -> None:
+        self.count = 0
+        self._allowed = allowed
+
+    def add(self, chunk: Chunk, encoded: Encoded) -> None:
+        """Name each bad line; raises ValueError at the first one too many."""
+        for number, what in encoded.bad:
+            self.count += 1
+            place = f"{chunk.file}, line {number}: {what}"
+            if self.count > self._allowed:
+                raise ValueError(f"{place}; mend it, or skip bad records with --max-bad-records (now {self._allowed})")
+            print(f"skipped {place}", file=sys.stderr, flush=True)

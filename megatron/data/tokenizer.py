@@ -169,7 +169,7 @@ def _unknown_type(tokenizer_type: str | None) -> str:
         return f"--tokenizer-type: is needed; give one of {known}"
     if tokenizer_type.startswith("BertWordPiece"):
         return f"--tokenizer-type {tokenizer_type}: BERT is not trained here; give one of {known}"
-    close = difflib.get_close_matches(tokenizer_type, TOKENIZER_TYPES, 1, 0.5)
+    close = difflib.get_close_matches(tokenizer_type, TOKENIZER_TYPES, 1, 0.35)
     hint = f"did you mean {close[0]}? Known: {known}" if close else f"give one of {known}"
     return f"--tokenizer-type {tokenizer_type}: there is no such tokenizer here; {hint}"
 

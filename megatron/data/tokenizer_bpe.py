@@ -80,7 +80,7 @@ class GPT2BPETokenizer(Tokenizer):
             return None
         ranks = bpe.piece_ranks(*self._made_of)
         engine = encoding("gpt2-files", pat_str=bpe.GPT2_PATTERN, mergeable_ranks=ranks, special_tokens={})
-        return engine.encode_ordinary  # its encode_to_numpy also looks for special pieces: slower, though it spares a list
+        return engine.encode_ordinary  # encode_to_numpy looks for special pieces: slower, although it spares a list
 
     def _tokenizers(self) -> Callable[[str], Ids] | None:
         if importlib.util.find_spec("tokenizers") is None or not bpe.is_well_formed(*self._made_of):

@@ -1,8 +1,7 @@
 """Learning rate and weight decay as functions of samples consumed, written into param groups; knows no parameter.
 
-Megatron's rules to the last digit (facts/megatron.md 6). Who steps it when: `step(samples of the batch)` after each
-iteration that made an update, and also after one the user skipped (--train-range-to-skip), so that the rate stays a
-function of the iteration; NOT after an iteration that an fp16 overflow skipped.
+Megatron's rules to the last digit (facts/megatron.md 6). The loop calls `after_iteration` once an iteration, which
+also holds the rule for iterations that make no update.
 """
 
 import math
@@ -165,6 +164,16 @@ class OptimizerParamScheduler:
         for group in self.optimizer.param_groups:
             group["lr"] = self.get_lr(group) * group.get("lr_mult", 1.0)
             group["weight_decay"] = weight_decay * group.get("wd_mult", 1.0)
+
+    def after_iteration(self, samples: int, *, overflow: bool = False) -> None:
+        """Go on after an iteration whose batch is `samples` large, trained on or not.
+
+        An iteration that made an update advances the schedule, and so does one the user skipped
+        (--train-range-to-skip): the rate stays a function of the iteration. An fp16 `overflow` does not, as in
+        Megatron: that iteration counts its samples, but the rate stays.
+        """
+        if not overflow:
+            self.step(samples)
 
     def state_dict(self) -> dict[str, Any]:
         """JSON-able, with Megatron's keys (the initial rate and the WSD values are not among them)."""

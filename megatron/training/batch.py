@@ -70,17 +70,20 @@ class Sampler(Protocol):
         """How many are left."""
 
 
-def training_samples(sampler: Sampler, schedule: BatchSizeSchedule, skips: SkipRanges, first: int,
-                     last: int) -> Iterator[list[int]]:
-    """Sample numbers, micro-batch by micro-batch, of the iterations first..last that are not skipped (1-based)."""
+def training_samples(sampler: Sampler, schedule: BatchSizeSchedule, skips: SkipRanges, first: int, last: int,
+                     shift: int = 0) -> Iterator[list[int]]:
+    """Sample numbers, micro-batch by micro-batch, of the iterations first..last that are not skipped (1-based).
+
+    `shift`: samples consumed beyond what the schedule says, after a resume with other batch sizes.
+    """
     iteration = first
     while iteration <= last:
         skipped = skips.containing(iteration)
         if skipped:
             iteration = skipped[1] + 1
             continue
-        consumed = schedule.samples_before(iteration)
-        for micro_batch in range(schedule.num_microbatches(consumed)):
+        consumed = schedule.samples_before(iteration) + shift
+        for micro_batch in range(schedule.num_microbatches(consumed - shift)):
             yield sampler.micro_batch(consumed + micro_batch * sampler.step)
         iteration += 1
 

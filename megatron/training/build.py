@@ -31,7 +31,7 @@ class Progress:
     iteration: int = 0
     consumed_train_samples: int = 0
     consumed_valid_samples: int = 0
-    trained_iterations: int = 0
+    skipped_train_samples: int = 0
 
 
 @dataclass

@@ -56,7 +56,9 @@ class Trainer:
 
     def _open_training_samples(self) -> Iterator[torch.Tensor]:
         run, first = self.run, self.run.progress.iteration + 1
-        numbers = training_samples(self.data.train_sampler, run.plan.batch, run.plan.skips, first, run.plan.train_iters)
+        shift = run.progress.consumed_train_samples - run.plan.consumed_samples(run.progress.iteration)
+        numbers = training_samples(self.data.train_sampler, run.plan.batch, run.plan.skips, first, run.plan.train_iters,
+                                   shift)
         return load_samples(self.data.train, numbers, run.config.data.num_workers, run.runtime.device)
 
     def _evaluates(self) -> bool:
@@ -65,7 +67,7 @@ class Trainer:
     def _advance(self, iteration: int) -> int:
         """Counters of one more iteration; its global batch size."""
         progress = self.run.progress
-        size = self.run.plan.batch.global_batch_size(progress.consumed_train_samples)
+        size = self.run.plan.global_batch_size(iteration)
         progress.iteration = iteration
         progress.consumed_train_samples += size
         return size
@@ -78,7 +80,6 @@ class Trainer:
         size = self._advance(iteration)
         if outcome.updated:
             run.scheduler.step(size)
-        run.progress.trained_iterations += 1
         norm = run.optimizer.params_norm() if run.config.logging.log_params_norm else None
         self.lines.add(IterationResult(
             iteration, size, run.progress.consumed_train_samples, self._learning_rate(),
@@ -96,6 +97,7 @@ class Trainer:
             log.print_rank_0(f"skipping iterations {iteration} to {last}: {samples} samples, "
                              f"{samples * run.config.model.seq_length} tokens are not trained")
         size = self._advance(iteration)
+        run.progress.skipped_train_samples += size
         run.scheduler.step(size)
         self.lines.add(IterationResult(iteration, size, run.progress.consumed_train_samples, self._learning_rate(),
                                        run.optimizer.loss_scale, 0.0, skipped="user"))

@@ -42,8 +42,7 @@ def train_step(run: Run, forward_step: ForwardStep, samples: Iterator[torch.Tens
     """
     start = time.perf_counter()
     runtime, timers, seed = run.runtime, run.timers, run.config.training.seed
-    consumed = run.progress.consumed_train_samples
-    nominal = run.plan.batch.global_batch_size(consumed) * run.config.model.seq_length
+    nominal = run.plan.global_batch_size(iteration) * run.config.model.seq_length
     backward_scale = run.optimizer.loss_scale / nominal
     totals = torch.zeros(3, dtype=torch.float64, device=runtime.device)
 
@@ -63,7 +62,7 @@ def train_step(run: Run, forward_step: ForwardStep, samples: Iterator[torch.Tens
 
     run.buffers.zero()
     with timers("forward-backward", 1):
-        run_schedule(one_forward_one_backward(0, 1, run.plan.batch.num_microbatches(consumed)), forward, backward)
+        run_schedule(one_forward_one_backward(0, 1, run.plan.num_microbatches(iteration)), forward, backward)
     with timers("all-grads-sync", 1):
         run.buffers.reduce()
         totals[2] = flag

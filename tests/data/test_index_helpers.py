@@ -47,7 +47,8 @@ def blend_by_hand(weights, size, limits=None):
 def random_corpora(cases: int, seed: int):
     random = np.random.default_rng(seed)
     while cases:
-        lengths = random.integers(random.integers(0, 2), random.integers(2, 60), random.integers(1, 40)).astype(np.int32)
+        shortest, longest, count = random.integers(0, 2), random.integers(2, 60), random.integers(1, 40)
+        lengths = random.integers(shortest, longest, count).astype(np.int32)
         entries = random.integers(0, len(lengths), random.integers(1, 90)).astype(np.int32)
         sequence_length = int(random.integers(1, 40))
         samples = (int(lengths[entries].sum()) - 1) // sequence_length

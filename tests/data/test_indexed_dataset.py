@@ -116,7 +116,7 @@ def test_random_corpora_come_back(tmp_path):
         data.check()
         flat = [part.tolist() for document in documents for part in document]
         assert [data[i].tolist() for i in range(len(data))] == flat
-        assert data.document_indices.tolist() == [0, *np.cumsum([len(d) for d in documents]).tolist()][: len(documents) + 1]
+        assert data.document_indices.tolist() == np.cumsum([0] + [len(document) for document in documents]).tolist()
 
 
 def test_pointers_are_64_bit(tmp_path):

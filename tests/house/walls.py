@@ -24,11 +24,11 @@ OPTIONAL = {
     "apex": "kernels/apex.py",
     "flash_attn": "kernels/flash_attention.py",
     "regex": "data/bpe.py",
-    "tiktoken": "data/tokenizer.py",
-    "tokenizers": "data/tokenizer.py",
-    "transformers": "data/tokenizer.py",
-    "sentencepiece": "data/tokenizer.py",
-    "tensorboard": "training/metrics.py",
+    "tiktoken": "data/tokenizer_bpe.py",
+    "tokenizers": "data/tokenizer_bpe.py",
+    "transformers": "data/tokenizer_bpe.py",
+    "sentencepiece": "data/tokenizer_sentencepiece.py",
+    "tensorboard": "training/tensorboard.py",
 }
 DISTRIBUTED = ("parallel/", "checkpoint/", "training/initialize.py", "device.py")
 TORCH_FREE = {"arguments.py": (), "log.py": (), "config/": (), "data/": ("data/sampler.py",)}
@@ -71,7 +71,7 @@ def read(root: Path, *places: str) -> Iterator[Module]:
 
 
 def imports(tree: ast.AST) -> Iterator[tuple[ast.stmt | ast.expr, str]]:
-    """(node, dotted name) of every import: `from a import b` is a.b, import_module("a") is a, relative ones have dots"""
+    """(node, dotted name) of every import; `from a import b` is a.b, and relative ones keep their dots."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:

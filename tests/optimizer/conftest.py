@@ -22,14 +22,6 @@ DECAYED = {
 }
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.fixture
 def make_params():
     def make(dtype=torch.float32, grad_dtype=None, shapes=SHAPES, seed=1):

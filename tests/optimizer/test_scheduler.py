@@ -5,7 +5,10 @@ import math
 from types import SimpleNamespace
 
 import pytest
+import torch
 
+from megatron.optimizer.optimizer import MixedPrecisionOptimizer
+from megatron.optimizer.scaler import DynamicGradScaler
 from megatron.optimizer.scheduler import OptimizerParamScheduler, ScheduleSteps, schedule_steps
 
 SEED = {
@@ -145,6 +148,25 @@ def test_steps_in_iterations_and_in_samples():
 def test_the_style_is_printed_at_the_start(capsys):
     build()
     assert capsys.readouterr().out == "> learning rate decay style: cosine\n"
+
+
+def test_an_overflow_holds_the_rate_and_a_skipped_iteration_does_not(make_params, fill_grads):
+    params = make_params(torch.float16)
+    optimizer = MixedPrecisionOptimizer(params, grad_scaler=DynamicGradScaler(8.0))
+    scheduler = OptimizerParamScheduler(optimizer, **SEED)
+    rates = []
+    for number in range(6):
+        if number == 4:  # the user skips this one: no step at all
+            scheduler.after_iteration(8)
+        else:
+            fill_grads(params, number)
+            if number in (1, 2):
+                params[0].main_grad[0, 0] = math.inf
+            scheduler.after_iteration(8, overflow=not optimizer.step().ok)
+        rates.append(scheduler.num_steps // 8)
+    assert rates == [1, 1, 1, 2, 3, 4]
+    assert optimizer.param_groups[0]["lr"] == 1.5e-4 * 32 / 25600.0
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.01, 0.0]
 
 
 STATE_KEYS = [

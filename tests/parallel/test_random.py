@@ -21,7 +21,7 @@ def test_each_argument_matters():
 
 
 def test_stream_of_a_micro_batch():
-    streams = [DropoutSeeds(1234, 5, 0), DropoutSeeds(1234, 6, 0), DropoutSeeds(1234, 5, 1), DropoutSeeds(1234, 5, 0, 1)]
+    streams = [DropoutSeeds(1234, *use) for use in ((5, 0), (6, 0), (5, 1), (5, 0, 1))]
     seeds = [stream.seed(layer, site, part) for stream in streams for layer in (0, 1) for site in ("a", "b")
              for part in (0, 1)]
     assert len(set(seeds)) == len(seeds)

@@ -1,0 +1,174 @@
+"""Every change that saving makes to the file system, one method each, and this folder's one error; knows no tensors.
+
+All writing goes through a `Disk`, so that a test (or a crash-consistency campaign) can count, fail or kill any single
+step by overriding `Disk.step`, or record the steps by overriding the methods themselves.
+"""
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+_REMEDIES = {
+    errno.ENOSPC: "free space there or point --save at another disk; the previous checkpoint is untouched",
+    errno.EDQUOT: "the quota is used up: free space or point --save elsewhere; the previous checkpoint is untouched",
+    errno.EFBIG: "raise the file size limit (ulimit -f); the previous checkpoint is untouched",
+    errno.EROFS: "the file system is read-only: remount it or point --save elsewhere",
+    errno.EACCES: "give this user permission there or point --save elsewhere",
+    errno.EPERM: "give this user permission there or point --save elsewhere",
+    errno.ENOENT: "check the path; something removed it or never created it",
+    errno.ENOTDIR: "a part of the path is a file: choose another directory",
+    errno.EEXIST: "it exists already: move it away",
+    errno.EIO: "the disk reports an input/output error: check it (dmesg) and point --save at another one",
+    errno.EMFILE: "raise the limit of open files (ulimit -n)",
+}
+_CANNOT_EXCHANGE = (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP)
+_CANNOT_RESERVE = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS, errno.ENODEV)
+_AT_FDCWD = -100
+_RENAME_EXCHANGE = 2
+
+
+class CheckpointError(Exception):
+    """A checkpoint could not be written, found or trusted; the text names the path and says what to do.
+
+    `errno` is the operating system's number where that was the cause, else None.
+    """
+
+    def __init__(self, text: str, number: int | None = None):
+        super().__init__(text)
+        self.errno = number
+
+
+@contextmanager
+def explained(action: str, path: Path | str) -> Iterator[None]:
+    """Turn an OSError of the body into a CheckpointError `cannot {action} {path}: reason; remedy`."""
+    try:
+        yield
+    except OSError as error:
+        remedy = _REMEDIES.get(error.errno or 0, "check the path and the disk")
+        raise CheckpointError(f"cannot {action} {path}: {error.strerror or error}; {remedy}", error.errno) from error
+
+
+class Disk:
+    """The steps of a save. Each raises CheckpointError when the operating system refuses."""
+
+    def step(self, action: str, path: Path) -> None:
+        """Called before every change, with its verb and path; here nothing happens, a test may raise or kill."""
+
+    def make_directory(self, path: Path) -> None:
+        """Create `path`, whose parent exists."""
+        with explained("create directory", path):
+            self.step("mkdir", path)
+            path.mkdir()
+
+    def make_root(self, path: Path) -> None:
+        """Create `path` and its missing parents, durably; nothing happens where it exists."""
+        missing = []
+        while not path.is_dir():
+            missing.append(path)
+            path = path.parent
+        for directory in reversed(missing):
+            with explained("create directory", directory):
+                self.step("mkdir", directory)
+                directory.mkdir(exist_ok=True)
+            self.fsync_directory(directory.parent)
+
+    def create(self, path: Path) -> int:
+        """Create a new file for writing and return its descriptor; an existing one is an error."""
+        with explained("create", path):
+            self.step("create", path)
+            return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+
+    def reserve(self, descriptor: int, path: Path, length: int) -> None:
+        """Ask for `length` bytes at once: a full disk is noticed before the work, and large writes get faster."""
+        if not length or not hasattr(os, "posix_fallocate"):
+            return
+        with explained(f"reserve {length} bytes for", path):
+            self.step("reserve", path)
+            try:
+                os.posix_fallocate(descriptor, 0, length)
+            except OSError as error:
+                if error.errno not in _CANNOT_RESERVE:
+                    raise
+
+    def write(self, descriptor: int, path: Path, data: memoryview | bytes, offset: int) -> None:
+        """Write all of `data` at byte `offset` and let the kernel start moving it to the disk. Thread-safe."""
+        with explained("write", path):
+            self.step("write", path)
+            view, start = memoryview(data), offset
+            while view:
+                done = os.pwrite(descriptor, view, offset)
+                view, offset = view[done:], offset + done
+            if hasattr(os, "posix_fadvise") and offset - start >= 1 << 20:
+                # Starts the write-back of these pages, so that the fsync at the end has little left to do.
+                os.posix_fadvise(descriptor, start, offset - start, os.POSIX_FADV_DONTNEED)
+
+    def fsync(self, descriptor: int, path: Path) -> None:
+        """Wait until the file's bytes are on the disk."""
+        with explained("fsync", path):
+            self.step("fsync", path)
+            os.fsync(descriptor)
+
+    def close(self, descriptor: int, path: Path) -> None:
+        """Close the file (network file systems report late errors here)."""
+        with explained("close", path):
+            os.close(descriptor)
+
+    def write_file(self, path: Path, data: bytes) -> None:
+        """A whole new small file, on the disk when this returns."""
+        descriptor = self.create(path)
+        try:
+            self.write(descriptor, path, data, 0)
+            self.fsync(descriptor, path)
+        finally:
+            self.close(descriptor, path)
+
+    def fsync_directory(self, path: Path) -> None:
+        """Wait until the names in a directory are on the disk."""
+        with explained("fsync directory", path):
+            self.step("fsync_directory", path)
+            descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+
+    def rename(self, source: Path, target: Path) -> None:
+        """Give `source` the name `target`, replacing a file of that name in one step."""
+        with explained(f"rename {source} to", target):
+            self.step("rename", source)
+            os.replace(source, target)
+
+    def exchange(self, first: Path, second: Path) -> bool:
+        """Swap two names in one step (Linux renameat2); False where system or file system cannot."""
+        function = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+        if function is None:
+            return False
+        with explained(f"exchange {first} with", second):
+            self.step("exchange", first)
+            if function(_AT_FDCWD, os.fsencode(first), _AT_FDCWD, os.fsencode(second), _RENAME_EXCHANGE) == 0:
+                return True
+            number = ctypes.get_errno()
+            if number in _CANNOT_EXCHANGE:
+                return False
+            raise OSError(number, os.strerror(number))
+
+    def remove(self, path: Path) -> None:
+        """Remove one file."""
+        with explained("remove", path):
+            self.step("remove", path)
+            path.unlink()
+
+    def remove_tree(self, path: Path) -> None:
+        """Remove a directory of plain files; a name that is gone already is no error."""
+        with explained("remove", path):
+            self.step("remove_tree", path)
+            with suppress(FileNotFoundError):
+                shutil.rmtree(path)
+
+
+DISK = Disk()

@@ -1,0 +1,196 @@
+"""The manifest of a checkpoint: which boxes of which global tensors lie in which file, with lengths and checksums.
+
+It is JSON whose first line holds the CRC-32 of the whole text (taken with eight zeros in its place), so that a damaged
+manifest is noticed however it is damaged. Knows no directories of a run and opens no tensor file.
+"""
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron.checkpoint import boxes
+from megatron.checkpoint.boxes import Box
+from megatron.checkpoint.disk import CheckpointError
+from megatron.checkpoint.safetensors_file import BLOCK_BYTES, DTYPES, MAX_DIMS, crc32
+
+FORMAT = "sharded-safetensors"
+VERSION = 1
+FILE_NAME = "manifest.json"
+_FIRST_LINE = re.compile(rb'\{"crc32": "([0-9a-f]{8})",\n')
+_PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+_DAMAGED = "the checkpoint is damaged: use another one"
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """One box of a tensor: the file and its key there, and the CRC-32 of each block of its bytes."""
+
+    file: str
+    key: str
+    box: Box
+    crc32: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class TensorRecord:
+    """A global tensor: its shape, dtype (safetensors' name) and the chunks that together are it."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    chunks: tuple[Chunk, ...]
+
+    def bytes_of(self, box: Box) -> int:
+        """Length of a box of this tensor."""
+        return boxes.volume(box) * DTYPES[self.dtype].itemsize
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """A file of the checkpoint: its length, and the CRC-32 of its header (safetensors) or of all of it (the others)."""
+
+    bytes: int
+    crc32: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a checkpoint (or one rank's part of it) holds; `source` is its path, for messages."""
+
+    iteration: int
+    files: Mapping[str, FileRecord]
+    tensors: Mapping[str, TensorRecord]
+    block_bytes: int = BLOCK_BYTES
+    source: str = field(default=FILE_NAME, compare=False)
+
+    def dump(self) -> bytes:
+        """The text of this manifest, one tensor a line."""
+        head = {"format": FORMAT, "version": VERSION, "iteration": self.iteration, "block_bytes": self.block_bytes}
+        lines = [f"{json.dumps(key)}: {json.dumps(value)},\n" for key, value in head.items()]
+        files = {name: {"bytes": record.bytes, "crc32": record.crc32} for name, record in self.files.items()}
+        tensors = {name: self._as_json(record) for name, record in self.tensors.items()}
+        body = "".join(lines) + f'"files": {_rows(files)},\n"tensors": {_rows(tensors)}}}\n'
+        zeroed = ('{"crc32": "00000000",\n' + body).encode()
+        return zeroed.replace(b"00000000", crc32(zeroed).encode(), 1)
+
+    @staticmethod
+    def _as_json(record: TensorRecord) -> dict[str, Any]:
+        chunks = [{"file": chunk.file, "key": chunk.key, "box": [list(pair) for pair in chunk.box],
+                   "bytes": record.bytes_of(chunk.box), "crc32": list(chunk.crc32)} for chunk in record.chunks]
+        return {"shape": list(record.shape), "dtype": record.dtype, "chunks": chunks}
+
+    def check_cover(self, name: str) -> None:
+        """Raise CheckpointError unless the chunks of `name` cover each element exactly once."""
+        record = self.tensors[name]
+        pair = boxes.first_overlap([chunk.box for chunk in record.chunks])
+        if pair:
+            raise CheckpointError(f"{self.source}, tensor {name}: {boxes.text(pair[0])} and {boxes.text(pair[1])} "
+                                  "overlap; each element must be written once")
+        have, want = sum(boxes.volume(chunk.box) for chunk in record.chunks), boxes.volume(boxes.whole(record.shape))
+        if have != want:
+            raise CheckpointError(f"{self.source}, tensor {name}: its chunks hold {have} of {want} elements of shape "
+                                  f"{list(record.shape)}; a rank's part is missing")
+
+
+def _rows(table: Mapping[str, Any]) -> str:
+    """A JSON object with one line per key."""
+    rows = ",\n".join(f" {json.dumps(key)}: {json.dumps(value, separators=(',', ':'))}" for key, value in table.items())
+    return "{\n" + rows + "}"
+
+
+def merge(parts: Iterable[Manifest], extra_files: Mapping[str, FileRecord], source: str) -> Manifest:
+    """The manifest of a checkpoint from its ranks' parts; tensors sorted by name. Raises CheckpointError.
+
+    All parts must agree on iteration and on shape and dtype of every tensor; together they must cover each tensor
+    exactly once.
+    """
+    parts = list(parts)
+    files: dict[str, FileRecord] = {}
+    found: dict[str, TensorRecord] = {}
+    for part in parts:
+        assert part.iteration == parts[0].iteration, f"{part.source}: iteration {part.iteration}"
+        assert not files.keys() & part.files.keys(), f"{part.source}: a file of another rank"
+        files.update(part.files)
+        for name, record in part.tensors.items():
+            known = found.get(name, record)
+            if (known.shape, known.dtype) != (record.shape, record.dtype):
+                raise CheckpointError(f"{part.source}, tensor {name}: {record.dtype} {list(record.shape)} here, "
+                                      f"{known.dtype} {list(known.shape)} on another rank")
+            chunks = record.chunks if known is record else known.chunks + record.chunks
+            found[name] = TensorRecord(record.shape, record.dtype, chunks)
+    merged = Manifest(parts[0].iteration, {**files, **extra_files}, dict(sorted(found.items())), source=source)
+    for name in merged.tensors:
+        merged.check_cover(name)
+    return merged
+
+
+def parse(text: bytes, source: str) -> Manifest:
+    """The manifest in `text`, fully checked but for coverage (see check_cover). Raises CheckpointError."""
+    match = _FIRST_LINE.match(text)
+    if not match:
+        raise CheckpointError(f"{source} is not a manifest of this suite, or its first line is damaged; {_DAMAGED}")
+    zeroed = text[:match.start(1)] + b"00000000" + text[match.end(1):]
+    if crc32(zeroed).encode() != match[1]:
+        raise CheckpointError(f"{source}: its checksum is {crc32(zeroed)}, should be {match[1].decode()}; {_DAMAGED}")
+    try:
+        table = json.loads(text)
+        name, version = table["format"], table["version"]
+        if name != FORMAT or type(version) is not int or not 1 <= version <= VERSION:
+            raise CheckpointError(f"{source} has format {name!r} version {version!r}; this program reads {FORMAT!r} up "
+                                  f"to version {VERSION}: use a newer program")
+        files = {_plain(file): FileRecord(_whole(value["bytes"]), _text(value["crc32"]))
+                 for file, value in table["files"].items()}
+        block_bytes = _whole(table["block_bytes"])
+        if not 4096 <= block_bytes <= 1 << 30 or block_bytes % 4096:
+            raise ValueError(f"block_bytes {block_bytes}")
+        tensors = {key: _tensor(key, value, files, block_bytes) for key, value in table["tensors"].items()}
+        places = [(chunk.file, chunk.key) for record in tensors.values() for chunk in record.chunks]
+        if len(set(places)) != len(places):
+            raise ValueError("one part of a file is used twice")
+        return Manifest(_whole(table["iteration"]), files, tensors, block_bytes, source)
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{source}: {type(error).__name__} {error}; {_DAMAGED}") from None
+
+
+def _tensor(name: str, value: Any, files: Mapping[str, FileRecord], block_bytes: int) -> TensorRecord:
+    """One tensor's record; raises ValueError, TypeError or KeyError with the reason."""
+    shape = tuple(_whole(size) for size in value["shape"])
+    if value["dtype"] not in DTYPES or len(shape) > MAX_DIMS:
+        raise ValueError(f"tensor {name}: unknown dtype {value['dtype']!r} or too many dims")
+    record = TensorRecord(shape, value["dtype"], tuple(
+        Chunk(_text(chunk["file"]), _text(chunk["key"]),
+              tuple((_whole(low), _whole(high)) for low, high in chunk["box"]),
+              tuple(_text(one) for one in chunk["crc32"])) for chunk in value["chunks"]))
+    for chunk, raw in zip(record.chunks, value["chunks"], strict=True):
+        problem = boxes.problem_of(chunk.box, shape)
+        if problem:
+            raise ValueError(f"tensor {name}: box {boxes.text(chunk.box)} {problem}")
+        length = record.bytes_of(chunk.box)
+        if not length or raw["bytes"] != length or len(chunk.crc32) != -(-length // block_bytes):
+            raise ValueError(f"tensor {name}: box {boxes.text(chunk.box)} has {length} bytes, not {raw['bytes']!r}")
+        if chunk.file not in files:
+            raise ValueError(f"tensor {name}: its file {chunk.file!r} is not in the list of files")
+    return record
+
+
+def _whole(value: Any) -> int:
+    """`value` if it is a whole number that a file can hold."""
+    if type(value) is not int or not 0 <= value < 1 << 63:
+        raise ValueError(f"{value!r} is not a whole number from 0 to 2^63")
+    return value
+
+
+def _text(value: Any) -> str:
+    """`value` if it is a text."""
+    if not isinstance(value, str):
+        raise ValueError(f"{value!r} is not a text")
+    return value
+
+
+def _plain(name: Any) -> str:
+    """`name` if it is a file name inside the directory: no path, nothing hidden."""
+    if not _PLAIN_NAME.fullmatch(_text(name)):
+        raise ValueError(f"{name!r} is not a plain file name")
+    return name

@@ -1,0 +1,299 @@
+"""One file in the safetensors layout, written and read by our own code; knows neither names of a model nor ranks.
+
+Layout (github.com/huggingface/safetensors, README "Format"): 8 bytes little-endian header length, a JSON header
+{key: {dtype, shape, data_offsets}}, then the row-major tensors back to back. The header is padded with blanks to a
+multiple of 8 and tensors lie in falling order of element size, so every tensor is aligned to its element size.
+
+Checksums: the CRC-32 of every block of BLOCK_BYTES of a tensor (the last one shorter), eight hex digits each. Blocks
+are summed by a few threads while others write, and a reader of a part of a tensor checks only the blocks it reads.
+"""
+from __future__ import annotations
+
+import json
+import os
+import zlib
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron.checkpoint.disk import DISK, CheckpointError, Disk, explained
+
+BLOCK_BYTES = 1 << 20
+SECTION_BYTES = 16 << 20  # what one thread sums and writes, or reads and sums, at a time; a multiple of BLOCK_BYTES
+MAX_DIMS = 64
+MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
+_IN_FLIGHT_BYTES = 64 << 20
+_DAMAGED = "the file is damaged: use another checkpoint"
+
+DTYPES: dict[str, torch.dtype] = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
+    "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8, "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz, "F8_E5M2FNUZ": torch.float8_e5m2fnuz, "C64": torch.complex64,
+}
+DTYPE_NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor to write; `data` is it (any device, any strides) or a function that makes it when its turn comes."""
+
+    key: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    data: torch.Tensor | Callable[[], torch.Tensor]
+
+    @property
+    def bytes(self) -> int:
+        """Length of its data in the file."""
+        return prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a tensor lies: dtype name, shape, and [start, stop) in bytes from the beginning of the file."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Written:
+    """What was written: file length, CRC-32 of length field and header, and the block checksums of every key."""
+
+    bytes: int
+    header_crc32: str
+    crc32: dict[str, tuple[str, ...]]
+
+
+def crc32(data: bytes | memoryview) -> str:
+    """CRC-32 as eight lower-case hex digits."""
+    return f"{zlib.crc32(data):08x}"
+
+
+def block_checksums(view: memoryview | bytes, block_bytes: int = BLOCK_BYTES) -> tuple[str, ...]:
+    """The CRC-32 of each block of `view`; none for an empty one."""
+    view = memoryview(view)
+    return tuple(crc32(view[at:at + block_bytes]) for at in range(0, len(view), block_bytes))
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a contiguous CPU tensor, shared, not copied."""
+    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
+
+
+def thread_count() -> int:
+    """Threads for sums and copies: the processors this process may use, at most 4 (then the disk is the limit)."""
+    available = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(4, available))
+
+
+def _header(entries: Sequence[Entry], metadata: Mapping[str, str], path: Path) -> bytes:
+    """Length field and padded JSON header for entries in the order of the file."""
+    table: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    offset = 0
+    for entry in entries:
+        assert entry.key != "__metadata__" and entry.key not in table, f"{entry.key} twice in {path}"
+        assert entry.dtype in DTYPE_NAMES, f"{entry.key}: safetensors has no {entry.dtype}"
+        table[entry.key] = {"dtype": DTYPE_NAMES[entry.dtype], "shape": list(entry.shape),
+                            "data_offsets": [offset, offset + entry.bytes]}
+        offset += entry.bytes
+    text = json.dumps(table, ensure_ascii=False, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    if len(text) > MAX_HEADER_BYTES:
+        raise CheckpointError(f"{path}: the header for {len(entries)} tensors would take {len(text)} bytes, more than "
+                              f"the {MAX_HEADER_BYTES} readers accept; write fewer tensors into one file")
+    return len(text).to_bytes(8, "little") + text
+
+
+def _host_copy(entry: Entry) -> torch.Tensor:
+    """The entry's tensor on the CPU, row-major; itself where it is both already."""
+    tensor = entry.data if isinstance(entry.data, torch.Tensor) else entry.data()
+    assert tensor.dtype == entry.dtype and tuple(tensor.shape) == entry.shape, (
+        f"{entry.key}: declared {entry.dtype} {entry.shape}, got {tensor.dtype} {tuple(tensor.shape)}")
+    return tensor.detach().to("cpu").resolve_conj().resolve_neg().contiguous()
+
+
+def write_file(path: Path, entries: Sequence[Entry], *, metadata: Mapping[str, str] | None = None,
+               disk: Disk = DISK) -> Written:
+    """Write a new file of `entries` and fsync it; tensors are not copied (CUDA and strided ones: one at a time).
+
+    `metadata` is the header's free text, by default {"format": "pt"} as torch users write it. Raises CheckpointError
+    when the disk refuses; the unfinished file is then left for the caller to remove with its directory.
+    """
+    ordered = sorted(entries, key=lambda entry: -entry.dtype.itemsize)
+    header = _header(ordered, {"format": "pt"} if metadata is None else metadata, path)
+    total = len(header) + sum(entry.bytes for entry in ordered)
+    descriptor = disk.create(path)
+    try:
+        disk.reserve(descriptor, path, total)
+        disk.write(descriptor, path, header, 0)
+        sums = _write_data(descriptor, path, ordered, len(header), disk)
+        disk.fsync(descriptor, path)
+    finally:
+        disk.close(descriptor, path)
+    return Written(total, crc32(header), sums)
+
+
+def _write_data(descriptor: int, path: Path, entries: Sequence[Entry], offset: int,
+                disk: Disk) -> dict[str, tuple[str, ...]]:
+    """Sum and write the tensors by sections on a few threads, with a bounded number of bytes under way."""
+    sums: dict[str, list[Future[tuple[str, ...]]]] = {}
+    waiting: deque[tuple[Future[tuple[str, ...]], int]] = deque()
+    under_way = 0
+
+    def sum_and_write(view: memoryview, at: int) -> tuple[str, ...]:
+        section_sums = block_checksums(view)  # first, so that the write finds the bytes in the cache
+        disk.write(descriptor, path, view, at)
+        return section_sums
+
+    with ThreadPoolExecutor(thread_count()) as pool:
+        try:
+            for entry in entries:
+                view = bytes_of(_host_copy(entry))
+                sums[entry.key] = []
+                for low in range(0, len(view), SECTION_BYTES):
+                    section = view[low:low + SECTION_BYTES]
+                    future = pool.submit(sum_and_write, section, offset + low)
+                    sums[entry.key].append(future)
+                    waiting.append((future, len(section)))
+                    under_way += len(section)
+                offset += len(view)
+                while under_way > _IN_FLIGHT_BYTES:
+                    oldest, length = waiting.popleft()
+                    oldest.result()
+                    under_way -= length
+            return {key: tuple(one for future in futures for one in future.result()) for key, futures in sums.items()}
+        except BaseException:
+            pool.shutdown(wait=True, cancel_futures=True)
+            raise
+
+
+def _parse_header(path: Path, text: bytes, data_start: int, file_bytes: int) -> tuple[dict[str, Place], dict[str, str]]:
+    """Places and metadata from the JSON header, everything checked against the length of the file."""
+
+    def bad(reason: str, key: str = "") -> CheckpointError:
+        return CheckpointError(f"{path}{f', tensor {key}' if key else ''}: {reason}; {_DAMAGED}")
+
+    try:
+        table = json.loads(text)
+    except (ValueError, RecursionError):
+        raise bad("the header is not JSON") from None
+    if not isinstance(table, dict):
+        raise bad("the header is not a JSON object")
+    metadata = table.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise bad("__metadata__ must map texts to texts")
+    places: dict[str, Place] = {}
+    for key, value in table.items():
+        try:
+            dtype, shape, (low, high) = value["dtype"], tuple(value["shape"]), value["data_offsets"]
+            numbers = [*shape, low, high]
+        except (TypeError, KeyError, ValueError):
+            raise bad("the header lacks dtype, shape or data_offsets", key) from None
+        if not isinstance(dtype, str) or dtype not in DTYPES:
+            raise bad(f"unknown dtype {str(dtype)[:40]!r}", key)
+        if len(shape) > MAX_DIMS or not all(type(number) is int and 0 <= number < 1 << 63 for number in numbers):
+            raise bad(f"shape (at most {MAX_DIMS} dims) and data_offsets must be whole numbers", key)
+        if high - low != prod(shape) * DTYPES[dtype].itemsize:
+            raise bad(f"{dtype} {list(shape)} does not take {high - low} bytes", key)
+        places[key] = Place(dtype, shape, data_start + low, data_start + high)
+    end = data_start
+    for key, place in sorted(places.items(), key=lambda item: (item[1].start, item[1].stop)):
+        if place.start != end:
+            raise bad(f"starts at byte {place.start}, the tensor before it ends at {end}", key)
+        if place.stop > file_bytes:
+            raise bad(f"the file ends at byte {file_bytes}, the tensor at {place.stop}", key)
+        end = place.stop
+    if end != file_bytes:
+        raise bad(f"the file has {file_bytes} bytes, its header speaks of {end}")
+    return places, metadata
+
+
+class SafetensorsFile:
+    """An open file of tensors: `places` by key, `metadata`, and `header_crc32`. A context manager.
+
+    Opening reads and checks the header only; raises CheckpointError naming file and tensor when anything is wrong.
+    """
+
+    def __init__(self, path: Path):
+        self.path = path
+        with explained("open", path):
+            self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            self.bytes = os.fstat(self._descriptor).st_size
+            head = self._header_bytes()
+            self.header_crc32 = crc32(head)
+            self.places, self.metadata = _parse_header(path, head[8:], len(head), self.bytes)
+        except BaseException:
+            os.close(self._descriptor)
+            raise
+
+    def _header_bytes(self) -> bytes:
+        """Length field and header."""
+        length = int.from_bytes(os.pread(self._descriptor, 8, 0), "little")
+        if self.bytes < 8 or not 2 <= length <= min(self.bytes - 8, MAX_HEADER_BYTES):
+            raise CheckpointError(f"{self.path}: {self.bytes} bytes with a header of {length} "
+                                  f"(at most {MAX_HEADER_BYTES} allowed); {_DAMAGED}")
+        head = bytearray(8 + length)
+        self._read_at(memoryview(head), 0, "header")
+        return bytes(head)
+
+    def _read_at(self, view: memoryview, offset: int, key: str) -> None:
+        """Fill `view` from byte `offset` of the file."""
+        with explained("read", self.path):
+            while view:
+                done = os.preadv(self._descriptor, [view], offset)
+                if done == 0:
+                    raise CheckpointError(f"{self.path}, tensor {key}: the file ends at byte {offset}; {_DAMAGED}")
+                view, offset = view[done:], offset + done
+
+    def read_into(self, key: str, view: memoryview, start: int = 0, sums: Sequence[str] | None = None,
+                  block_bytes: int = BLOCK_BYTES) -> None:
+        """Fill `view` with the tensor's bytes from `start` on; with `sums`, the tensor's block checksums, check them.
+
+        With `sums`, `start` and the end of the view must lie between blocks (or at the tensor's end). Thread-safe.
+        Raises CheckpointError naming file and tensor.
+        """
+        place = self.places[key]
+        assert 0 <= start and place.start + start + len(view) <= place.stop, f"{key}: beyond the tensor"
+        self._read_at(view, place.start + start, key)
+        if sums is None:
+            return
+        assert start % block_bytes == 0, f"{key}: byte {start} is inside a block"
+        first = start // block_bytes
+        found = block_checksums(view, block_bytes)
+        for number, (have, want) in enumerate(zip(found, sums[first:first + len(found)], strict=True)):
+            if have != want:
+                raise CheckpointError(f"{self.path}, tensor {key}: checksum of bytes from "
+                                      f"{(first + number) * block_bytes} on is {have}, should be {want}; {_DAMAGED}")
+
+    def read(self, key: str) -> torch.Tensor:
+        """The whole tensor, new, on the CPU; checksums are the manifest's matter and not looked at here."""
+        if key not in self.places:
+            raise CheckpointError(f"{self.path} has no tensor {key!r}; it has {', '.join(sorted(self.places)[:5])} ...")
+        place = self.places[key]
+        tensor = torch.empty(place.shape, dtype=DTYPES[place.dtype])
+        self.read_into(key, bytes_of(tensor))
+        return tensor
+
+    def close(self) -> None:
+        """Close the file; a second call does nothing."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    def __enter__(self) -> SafetensorsFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

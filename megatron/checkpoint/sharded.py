@@ -1,0 +1,238 @@
+"""Writes the slices of tensors that a rank holds and reads any box of any tensor back, whoever wrote it how.
+
+Everything is indexed by global tensor name, shape and box, so the layout at save and the layout at load need not agree.
+Knows no model class, no process group and no directories of a run.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from megatron.checkpoint import boxes
+from megatron.checkpoint.boxes import Box
+from megatron.checkpoint.disk import DISK, CheckpointError, Disk
+from megatron.checkpoint.manifest import Chunk, FileRecord, Manifest, TensorRecord
+from megatron.checkpoint.safetensors_file import (
+    DTYPE_NAMES,
+    DTYPES,
+    SECTION_BYTES,
+    Entry,
+    SafetensorsFile,
+    bytes_of,
+    thread_count,
+    write_file,
+)
+
+
+@dataclass(frozen=True)
+class TensorSlice:
+    """The part `box` of the global tensor `name` that this rank writes.
+
+    `tensor` has the box's shape, any strides, on any device; or it is a function that makes it when its turn comes.
+    """
+
+    name: str
+    global_shape: tuple[int, ...]
+    dtype: torch.dtype
+    box: Box
+    tensor: torch.Tensor | Callable[[], torch.Tensor]
+
+    def __post_init__(self) -> None:
+        problem = boxes.problem_of(self.box, self.global_shape)
+        assert problem is None, f"{self.name}: box {boxes.text(self.box)} {problem}"
+        if isinstance(self.tensor, torch.Tensor):
+            assert tuple(self.tensor.shape) == boxes.extent(self.box) and self.tensor.dtype == self.dtype, (
+                f"{self.name}: {self.tensor.dtype} {tuple(self.tensor.shape)} for {self.dtype} {boxes.text(self.box)}")
+
+    @classmethod
+    def whole(cls, name: str, tensor: torch.Tensor) -> TensorSlice:
+        """The slice that is all of a tensor."""
+        shape = tuple(tensor.shape)
+        return cls(name, shape, tensor.dtype, boxes.whole(shape), tensor)
+
+    @property
+    def key(self) -> str:
+        """Its key in the file: the name, with the box behind it where it is not the whole tensor."""
+        return self.name if self.box == boxes.whole(self.global_shape) else self.name + boxes.text(self.box)
+
+
+def write(directory: Path, file_name: str, slices: Sequence[TensorSlice], iteration: int, *,
+          disk: Disk = DISK) -> Manifest:
+    """Write one rank's slices into `directory/file_name`, fsynced, and return its part of the manifest.
+
+    Empty slices are noted without data; without any data there is no file. Raises CheckpointError.
+    """
+    filled = [part for part in slices if boxes.volume(part.box)]
+    files: dict[str, FileRecord] = {}
+    sums: dict[str, tuple[str, ...]] = {}
+    if filled:
+        entries = [Entry(part.key, part.dtype, boxes.extent(part.box), part.tensor) for part in filled]
+        written = write_file(directory / file_name, entries, disk=disk)
+        files[file_name], sums = FileRecord(written.bytes, written.header_crc32), written.crc32
+    tensors: dict[str, TensorRecord] = {}
+    for part in slices:
+        known = tensors.get(part.name)
+        dtype = DTYPE_NAMES[part.dtype]
+        assert known is None or (known.shape, known.dtype) == (part.global_shape, dtype), f"{part.name}: two shapes"
+        chunks = known.chunks if known else ()
+        if boxes.volume(part.box):
+            chunks += (Chunk(file_name, part.key, part.box, sums[part.key]),)
+        tensors[part.name] = TensorRecord(part.global_shape, dtype, chunks)
+    return Manifest(iteration, files, tensors, source=str(directory / file_name))
+
+
+class Reader:
+    """Reads boxes of the tensors that `manifest` lists in `directory`, every byte checked. A context manager.
+
+    Files are opened, and their length and header compared with the manifest, when first needed.
+    """
+
+    def __init__(self, directory: Path, manifest: Manifest):
+        self.directory = directory
+        self.manifest = manifest
+        self._files: dict[str, SafetensorsFile] = {}
+        self._covered: set[str] = set()
+        self._pool = ThreadPoolExecutor(thread_count())
+
+    def names(self) -> list[str]:
+        """Names of all tensors."""
+        return list(self.manifest.tensors)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Global shape of a tensor."""
+        return self._record(name).shape
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Dtype a tensor was saved in."""
+        return DTYPES[self._record(name).dtype]
+
+    def _record(self, name: str) -> TensorRecord:
+        record = self.manifest.tensors.get(name)
+        if record is None:
+            raise CheckpointError(f"{self.directory} has no tensor {name!r} among its {len(self.manifest.tensors)}; "
+                                  "was it saved from another model, or without its optimizer?")
+        if name not in self._covered:
+            self.manifest.check_cover(name)
+            self._covered.add(name)
+        return record
+
+    def read(self, name: str, box: Box | None = None, into: torch.Tensor | None = None) -> torch.Tensor:
+        """The part `box` (all of it without) of tensor `name`: in `into` (same shape and dtype, any device and strides)
+        or in a new CPU tensor, which is returned. Raises CheckpointError naming file and tensor.
+        """
+        record = self._record(name)
+        box = boxes.whole(record.shape) if box is None else box
+        problem = boxes.problem_of(box, record.shape)
+        if problem:
+            raise CheckpointError(f"{self.directory}, tensor {name} {list(record.shape)}: "
+                                  f"box {boxes.text(box)} {problem}")
+        dtype = DTYPES[record.dtype]
+        if into is None:
+            into = torch.empty(boxes.extent(box), dtype=dtype)
+        elif tuple(into.shape) != boxes.extent(box) or into.dtype != dtype:
+            raise CheckpointError(f"{self.directory}, tensor {name}: {into.dtype} {tuple(into.shape)} cannot take "
+                                  f"{dtype} {boxes.text(box)}; read it without `into` and convert it")
+        target = into.detach()
+        tasks: list[Callable[[], None]] = []
+        for chunk in record.chunks:
+            common = boxes.intersection(chunk.box, box)
+            if common is not None:
+                tasks += self._tasks(record, chunk, common, target[boxes.slices(boxes.relative(common, box))])
+        self._run(tasks)
+        return into
+
+    def _run(self, tasks: Sequence[Callable[[], None]]) -> None:
+        """Do the tasks, several on several threads; the first error is raised after all under way have ended."""
+        if len(tasks) == 1:
+            return tasks[0]()
+        futures = [self._pool.submit(task) for task in tasks]
+        try:
+            for future in futures:
+                future.result()
+        except BaseException:
+            for future in futures:
+                future.cancel()
+            for future in futures:
+                if not future.cancelled():
+                    future.exception()
+            raise
+
+    def _tasks(self, record: TensorRecord, chunk: Chunk, common: Box, target: torch.Tensor) -> list[Callable[[], None]]:
+        """The steps that bring the part `common` (global coordinates, inside `chunk`) into `target`, of its shape."""
+        file = self._file(record, chunk)
+        block = self.manifest.block_bytes
+        if common == chunk.box and target.is_contiguous() and target.device.type == "cpu":
+            view, section = bytes_of(target), _section_bytes(block)
+            return [lambda low=low: file.read_into(chunk.key, view[low:low + section], low, chunk.crc32, block)
+                    for low in range(0, len(view), section)]
+        local, shape = boxes.relative(common, chunk.box), boxes.extent(chunk.box)
+        limit = SECTION_BYTES // target.dtype.itemsize
+        return [lambda piece=piece: _copy_piece(file, chunk, shape, piece, block,
+                                                target[boxes.slices(boxes.relative(piece, local))])
+                for piece in boxes.pieces(local, shape, limit)]
+
+    def _file(self, record: TensorRecord, chunk: Chunk) -> SafetensorsFile:
+        """The chunk's open file; its length, header and this chunk's place agree with the manifest."""
+        file = self._files.get(chunk.file)
+        if file is None:
+            file = SafetensorsFile(self.directory / chunk.file)
+            self._files[chunk.file] = file
+        want = self.manifest.files[chunk.file]
+        place = file.places.get(chunk.key)
+        if (file.bytes, file.header_crc32) != (want.bytes, want.crc32):
+            reason = f"{file.bytes} bytes with header {file.header_crc32}, should be {want.bytes} with {want.crc32}"
+        elif place is None or (place.dtype, place.shape) != (record.dtype, boxes.extent(chunk.box)):
+            reason = f"its tensor {chunk.key} is not the one of the manifest"
+        else:
+            return file
+        raise CheckpointError(f"{file.path}, tensor {chunk.key}: {reason}; the file is damaged: use another checkpoint")
+
+    def verify(self) -> int:
+        """Read and check every chunk of every tensor without keeping it; returns the bytes checked."""
+        total, block = 0, self.manifest.block_bytes
+        section = _section_bytes(block)
+        for name in self.manifest.tensors:
+            record = self._record(name)
+            for chunk in record.chunks:
+                file, length = self._file(record, chunk), record.bytes_of(chunk.box)
+                for low in range(0, length, section):
+                    scratch = memoryview(bytearray(min(section, length - low)))
+                    file.read_into(chunk.key, scratch, low, chunk.crc32, block)
+                total += length
+        return total
+
+    def close(self) -> None:
+        """Close all files."""
+        self._pool.shutdown()
+        for file in self._files.values():
+            file.close()
+        self._files.clear()
+
+    def __enter__(self) -> Reader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _section_bytes(block: int) -> int:
+    """How much one thread reads at a time: SECTION_BYTES in whole blocks, or one larger block."""
+    return max(1, SECTION_BYTES // block) * block
+
+
+def _copy_piece(file: SafetensorsFile, chunk: Chunk, shape: Sequence[int], piece: Box, block: int,
+                target: torch.Tensor) -> None:
+    """Copy `piece` of a chunk of `shape` into `target` by way of the whole blocks around it, which are checked."""
+    size = target.dtype.itemsize
+    first, stop = boxes.span(piece, shape)
+    place = file.places[chunk.key]
+    low = first * size // block * block
+    high = min(-(-stop * size // block) * block, place.stop - place.start)
+    scratch = torch.empty(high - low, dtype=torch.uint8)
+    file.read_into(chunk.key, bytes_of(scratch), low, chunk.crc32, block)
+    values = scratch[first * size - low:stop * size - low].view(target.dtype)
+    target.copy_(values.as_strided(boxes.extent(piece), boxes.strides(shape), values.storage_offset()))

@@ -1,0 +1,120 @@
+"""What a run is besides its tensors, as plain data with an exact JSON form; knows neither tensors nor directories.
+
+Floats are written with Python's shortest exact spelling and come back bit for bit (the infinities and NaN as
+{"float": "inf"}), whole numbers in full. Nothing here is ever unpickled.
+"""
+from __future__ import annotations
+
+import json
+import math
+import platform
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, fields
+from importlib import metadata
+from typing import Any
+
+from megatron.checkpoint.disk import CheckpointError
+
+VERSION = 1
+ABSENT = "(absent)"
+_FLOATS = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python, torch and numpy, for the reader of a checkpoint."""
+    return {"python": platform.python_version(), **{name: metadata.version(name) for name in ("torch", "numpy")}}
+
+
+@dataclass(kw_only=True)
+class RunState:
+    """Counters and small states of a run after `iteration` iterations. Every value is None, bool, int, float, str, or a
+    list or str-keyed dict of such; tuples come back as lists.
+
+    `skips`: the history of skipped ranges, as the loop notes them. `layout`: world, tp, pp, dp ... at the save.
+    `data`: fingerprint of the flags and files that fix the data order. `rng` is empty while all randomness is a pure
+    function of counters.
+    """
+
+    iteration: int = 0
+    consumed_train_samples: int = 0
+    consumed_valid_samples: int = 0
+    skipped_train_samples: int = 0
+    num_floating_point_operations: int = 0
+    scheduler: dict[str, Any] = field(default_factory=dict)
+    scaler: dict[str, Any] = field(default_factory=dict)
+    optimizer: dict[str, Any] = field(default_factory=dict)
+    rng: dict[str, Any] = field(default_factory=dict)
+    data: dict[str, Any] = field(default_factory=dict)
+    skips: list[Any] = field(default_factory=list)
+    layout: dict[str, Any] = field(default_factory=dict)
+    versions: dict[str, Any] = field(default_factory=versions)
+
+    def dump(self) -> bytes:
+        """The JSON text. TypeError, naming the place, for a value that would not come back as it is."""
+        table = {"version": VERSION}
+        table.update((name, _encoded(value, name)) for name, value in asdict(self).items())
+        return (json.dumps(table, indent=1, allow_nan=False) + "\n").encode()
+
+    @classmethod
+    def parse(cls, text: bytes, source: str) -> RunState:
+        """The state in `text`; `source` is its path, for messages. Raises CheckpointError."""
+        try:
+            table = json.loads(text)
+            version = table.pop("version")
+        except (ValueError, AttributeError, KeyError, TypeError, RecursionError) as error:
+            raise CheckpointError(f"{source} is not a run state: {type(error).__name__} {error}; "
+                                  "the checkpoint is damaged: use another one") from None
+        known = {one.name: one for one in fields(cls)}
+        strange = sorted(table.keys() - known.keys())
+        if version != VERSION or strange:
+            raise CheckpointError(f"{source} has version {version!r} and the unknown entries {strange}; this program "
+                                  f"reads version {VERSION}: use the program that wrote it")
+        state = cls(**{name: _decoded(value) for name, value in table.items()})
+        for name in known:
+            have, want = type(getattr(state, name)), type(getattr(cls(), name))
+            if have is not want:
+                raise CheckpointError(f"{source}: {name} is a {have.__name__}, should be a {want.__name__}; "
+                                      "the checkpoint is damaged: use another one")
+        return state
+
+
+def _encoded(value: Any, place: str) -> Any:
+    """`value` as JSON data; exact types only, since a subclass (numpy.float64, an enum) would come back as another."""
+    if value is None or type(value) in (bool, int, str):
+        return value
+    if type(value) is float:
+        return value if math.isfinite(value) else {"float": str(value)}
+    if type(value) in (list, tuple):
+        return [_encoded(one, f"{place}[{index}]") for index, one in enumerate(value)]
+    if type(value) is dict and value.keys() != {"float"}:
+        for key in value:
+            if type(key) is not str:
+                raise TypeError(f"{place}: key {key!r} is a {type(key).__name__}, must be a str")
+        return {key: _encoded(one, f"{place}.{key}") for key, one in value.items()}
+    raise TypeError(f"{place} is a {type(value).__module__}.{type(value).__qualname__} ({value!r}): a run state holds "
+                    "None, bool, int, float, str, lists and dicts (none with \"float\" as its only key)")
+
+
+def _decoded(value: Any) -> Any:
+    """The inverse of _encoded."""
+    if isinstance(value, list):
+        return [_decoded(one) for one in value]
+    if isinstance(value, dict):
+        if value.keys() == {"float"} and value["float"] in _FLOATS:
+            return _FLOATS[value["float"]]
+        return {key: _decoded(one) for key, one in value.items()}
+    return value
+
+
+def differences(saved: Mapping[str, Any], current: Mapping[str, Any],
+                names: Iterable[str]) -> list[tuple[str, Any, Any]]:
+    """(name, saved value, current value) for each of `names` on which the two disagree, in the order of `names`.
+
+    A name that one side lacks has the value ABSENT there; lists and tuples of equal elements agree.
+    """
+
+    def plain(value: Any) -> Any:
+        return [plain(one) for one in value] if isinstance(value, (list, tuple)) else value
+
+    pairs = [(name, plain(saved.get(name, ABSENT)), plain(current.get(name, ABSENT))) for name in names]
+    return [(name, old, new) for name, old, new in pairs if old != new]

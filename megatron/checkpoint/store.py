@@ -1,0 +1,336 @@
+"""The run directory: iter_XXXXXXX directories, how one comes into being whole or not at all, which is the newest.
+
+A save is written into a hidden sibling, fsynced, renamed, and only then named by the tracker file. A process may be
+killed at any step: what the tracker names is always a complete checkpoint. Knows no tensors' meaning and no process
+group: several ranks are brought together by a `gather` function of the caller.
+"""
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron import log
+from megatron.checkpoint import manifest, sharded
+from megatron.checkpoint.disk import DISK, CheckpointError, Disk, explained
+from megatron.checkpoint.manifest import FileRecord, Manifest
+from megatron.checkpoint.safetensors_file import crc32
+from megatron.checkpoint.sharded import Reader, TensorSlice
+from megatron.checkpoint.state import RunState
+
+TRACKER = "latest_checkpointed_iteration.txt"
+STATE = "state.json"
+ARGS = "args"
+_FINAL = re.compile(r"iter_(\d{7,})")
+_TEMPORARY = re.compile(r"\.(iter_\d{7,}|" + re.escape(TRACKER) + r")\.tmp-[0-9a-f]{8}")
+_ASIDE = re.compile(r"\.iter_(\d{7,})\.old-[0-9a-f]{8}")
+_FOREIGN = ("mp_rank_00", "mp_rank_00_000", "metadata.json", ".metadata")
+
+Gather = Callable[[Any], Sequence[Any]]
+
+
+def iteration_directory(root: Path | str, iteration: int) -> Path:
+    """`root/iter_0000020` for iteration 20."""
+    return Path(root) / f"iter_{iteration:07d}"
+
+
+def alone(value: Any) -> list[Any]:
+    """The gather of a single process."""
+    return [value]
+
+
+# --- writing -------------------------------------------------------------------------------------------------------
+
+
+def save(root: Path | str, iteration: int, slices: Sequence[TensorSlice], state: RunState, args: str, *,
+         rank: int = 0, world_size: int = 1, gather: Gather = alone, disk: Disk = DISK) -> Path:
+    """Write one checkpoint and make it the latest; every rank calls this with the slices it is to write.
+
+    `gather(value)` returns every rank's value in rank order and so also waits for all (all_gather_object of the world).
+    `state` and `args` are rank 0's. Returns `root/iter_XXXXXXX` when it is on the disk under its name. When any rank
+    fails, every rank raises CheckpointError, the files of this save are removed and the last checkpoint stays.
+    """
+    root = Path(root)
+    token = secrets.token_hex(4) if rank == 0 else ""
+    temporary = root / f".iter_{iteration:07d}.tmp-{gather(token)[0]}"
+    try:
+        _together(gather, lambda: prepare(root, temporary, disk), rank == 0)
+        _together(gather, lambda: write_rank_files(temporary, rank, slices, iteration, disk))
+        _together(gather, lambda: finish(temporary, world_size, state, args, disk), rank == 0)
+    except CheckpointError:
+        if rank == 0:
+            _discard(temporary, disk)
+        raise
+    _together(gather, lambda: publish(root, temporary, iteration, disk), rank == 0)
+    return iteration_directory(root, iteration)
+
+
+def _together(gather: Gather, action: Callable[[], Any], mine: bool = True) -> None:
+    """Do the action if it is this rank's, wait for all ranks; where any failed, raise its CheckpointError on all."""
+    failure: CheckpointError | None = None
+    try:
+        if mine:
+            action()
+    except CheckpointError as error:
+        failure = error
+    failures = gather((str(failure), failure.errno) if failure else None)
+    if failure:
+        raise failure
+    for rank, other in enumerate(failures):
+        if other:
+            raise CheckpointError(f"rank {rank}: {other[0]}", other[1])
+
+
+def prepare(root: Path, temporary: Path, disk: Disk = DISK) -> None:
+    """First step of a save, on rank 0 alone: root and temporary directory; leftovers of killed saves go."""
+    disk.make_root(root)
+    leftovers = [path for path in _entries(root) if _ASIDE.fullmatch(path.name) or _TEMPORARY.fullmatch(path.name)]
+    if leftovers:
+        disk.fsync_directory(root)  # whatever replaced them must be durable before they go
+    for path in leftovers:
+        aside = _ASIDE.fullmatch(path.name)
+        if aside and not iteration_directory(root, int(aside[1])).exists():
+            disk.rename(path, iteration_directory(root, int(aside[1])))  # killed in the middle of a replacement
+        else:
+            _discard(path, disk)
+    disk.make_directory(temporary)
+
+
+def write_rank_files(temporary: Path, rank: int, slices: Sequence[TensorSlice], iteration: int,
+                     disk: Disk = DISK) -> None:
+    """Second step, on every rank, after the first: this rank's tensors and its part of the manifest."""
+    part = sharded.write(temporary, f"weights_{rank:05d}.safetensors", slices, iteration, disk=disk)
+    disk.write_file(_part(temporary, rank), part.dump())
+
+
+def finish(temporary: Path, world_size: int, state: RunState, args: str, disk: Disk = DISK) -> None:
+    """Third step, on rank 0 alone, when every rank has done the second: the small files, the manifest last."""
+    parts = [_read_manifest(_part(temporary, rank)) for rank in range(world_size)]
+    small = {STATE: state.dump(), ARGS: args.encode()}
+    records = {name: FileRecord(len(data), crc32(data)) for name, data in small.items()}
+    assert parts[0].iteration == state.iteration, f"a state of iteration {state.iteration} in {temporary}"
+    whole = manifest.merge(parts, records, str(temporary / manifest.FILE_NAME))
+    for name, data in small.items():
+        disk.write_file(temporary / name, data)
+    for rank in range(world_size):
+        disk.remove(_part(temporary, rank))
+    disk.write_file(temporary / manifest.FILE_NAME, whole.dump())
+    disk.fsync_directory(temporary)
+
+
+def _part(temporary: Path, rank: int) -> Path:
+    """Where a rank leaves its part of the manifest."""
+    return temporary / f"manifest.rank{rank:05d}.json"
+
+
+def publish(root: Path, temporary: Path, iteration: int, disk: Disk = DISK) -> None:
+    """Last step, on rank 0 alone: give the complete temporary directory its final name, then write the tracker.
+
+    A checkpoint of that name is swapped out in a single step where the system can. Elsewhere it steps aside first, and
+    until the new one has the name, readers (and the next save) take the one aside for it.
+    """
+    final = iteration_directory(root, iteration)
+    old: Path | None = None
+    if not final.exists():
+        disk.rename(temporary, final)
+    elif disk.exchange(temporary, final):
+        old = temporary
+    else:
+        old = final.with_name(f".{final.name}.old-{temporary.name.rpartition('-')[2]}")
+        disk.rename(final, old)
+        disk.fsync_directory(root)
+        disk.rename(temporary, final)
+    disk.fsync_directory(root)
+    write_tracker(root, iteration, disk)
+    if old is not None:
+        _discard(old, disk)
+
+
+def write_tracker(root: Path, iteration: int, disk: Disk = DISK) -> None:
+    """Make `iteration` the one that readers find, in one step; its directory must be on the disk already."""
+    aside = root / f".{TRACKER}.tmp-{secrets.token_hex(4)}"
+    disk.write_file(aside, str(iteration).encode())
+    disk.rename(aside, root / TRACKER)
+    disk.fsync_directory(root)
+
+
+def _discard(path: Path, disk: Disk) -> None:
+    """Remove a directory or file of ours that nobody needs; a failure is said, not raised: the run can go on."""
+    try:
+        if _TEMPORARY.fullmatch(path.name) is None:  # half-removed it must never look like a checkpoint
+            iteration = _ASIDE.fullmatch(path.name) or _FINAL.fullmatch(path.name)
+            assert iteration is not None, f"{path} is not ours"
+            hidden = path.with_name(f".iter_{int(iteration[1]):07d}.tmp-{secrets.token_hex(4)}")
+            disk.rename(path, hidden)
+            path = hidden
+        if path.is_dir():
+            disk.remove_tree(path)
+        elif path.exists():
+            disk.remove(path)
+    except CheckpointError as error:
+        log.warn_once(f"{error} (left behind; it takes space and harms nothing)")
+
+
+def prune(root: Path | str, keep_last: int, keep_every: int | None = None, *, disk: Disk = DISK) -> list[int]:
+    """Remove old checkpoints but the `keep_last` newest, those of multiples of `keep_every`, and the tracker's.
+
+    Call it on rank 0 after a save has returned. Returns the iterations removed.
+    """
+    if keep_last < 1:
+        raise ValueError(f"keep_last {keep_last}: at least one checkpoint must be kept")
+    root = Path(root)
+    present = iterations(root)
+    kept = {*present[-keep_last:], latest(root), *(one for one in present if keep_every and one % keep_every == 0)}
+    removed = [one for one in present if one not in kept]
+    for one in removed:
+        _discard(iteration_directory(root, one), disk)
+    return removed
+
+
+# --- reading -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """One complete checkpoint: its directory, checked manifest, run state and the text of its args file."""
+
+    directory: Path
+    manifest: Manifest
+    state: RunState
+    args: str
+
+    @property
+    def iteration(self) -> int:
+        """Iterations done when it was saved."""
+        return self.manifest.iteration
+
+    def reader(self) -> Reader:
+        """A reader of its tensors; use it in a `with`."""
+        return Reader(self.directory, self.manifest)
+
+
+def _entries(root: Path) -> Iterator[Path]:
+    """What lies in `root`, sorted; nothing when it is missing."""
+    if root.is_dir():
+        with explained("list", root):
+            yield from sorted(root.iterdir())
+
+
+def iterations(root: Path | str) -> list[int]:
+    """Iterations of all complete checkpoints in `root`, ascending."""
+    found = [(path, _FINAL.fullmatch(path.name)) for path in _entries(Path(root))]
+    return sorted(int(match[1]) for path, match in found if match and (path / manifest.FILE_NAME).is_file())
+
+
+def latest(root: Path | str) -> int | None:
+    """The iteration that the tracker names, or None where there is no tracker. Raises CheckpointError."""
+    path = Path(root) / TRACKER
+    try:
+        with explained("read", path):
+            text = path.read_bytes()[:100].decode(errors="replace").strip()
+    except CheckpointError as error:
+        if isinstance(error.__cause__, (FileNotFoundError, NotADirectoryError)):
+            return None
+        raise
+    if not re.fullmatch(r"[0-9]{1,18}", text):
+        raise CheckpointError(f"{path} holds {text!r}, not an iteration; write the number to resume from into it "
+                              f"({_choice(root)}) or remove the file to start afresh")
+    return int(text)
+
+
+def _choice(root: Path | str) -> str:
+    """The complete checkpoints, for a message."""
+    return "complete here: " + (", ".join(map(str, iterations(root))) or "none")
+
+
+def resolve(path: Path | str, step: int | None = None) -> Path | None:
+    """The directory of the checkpoint that `path` means: a run directory, an iter_XXXXXXX in one, or a copy of such.
+
+    Without `step` a run directory means what its tracker names, and None where it has no tracker. Raises
+    CheckpointError where the checkpoint asked for is not there or not one of ours.
+    """
+    path = Path(path)
+    match = _FINAL.fullmatch(path.name)
+    if match:
+        if step is not None and step != int(match[1]):
+            raise CheckpointError(f"{path} is iteration {int(match[1])}, but iteration {step} is asked for; "
+                                  f"use --load {path.parent} or leave --ckpt-step away")
+        root, iteration = path.parent, int(match[1])
+    elif (path / manifest.FILE_NAME).is_file():
+        if step is not None:
+            raise CheckpointError(f"{path} is one checkpoint, not a run directory: leave --ckpt-step {step} away")
+        return path
+    else:
+        root, iteration = path, latest(path) if step is None else step
+        if iteration is None:
+            return None
+    final = iteration_directory(root, iteration)
+    if (final / manifest.FILE_NAME).is_file():
+        return final
+    if not final.exists():
+        for aside in _entries(root):  # see publish
+            named = _ASIDE.fullmatch(aside.name)
+            if named and int(named[1]) == iteration and (aside / manifest.FILE_NAME).is_file():
+                return aside
+    raise CheckpointError(_why_not(root, final, step is None and not match))
+
+
+def _why_not(root: Path, final: Path, from_tracker: bool) -> str:
+    """Why `final` cannot be loaded and what to do."""
+    names = [name for name in _FOREIGN if (final / name).exists()]
+    if names:
+        return (f"{final} holds {names[0]} and no {manifest.FILE_NAME}: it was written by Megatron-LM, whose pickled "
+                f"checkpoints are not loaded directly; {_choice(root)}")
+    reason = f"has no {manifest.FILE_NAME}, so it is not complete" if final.exists() else "does not exist"
+    asked = f", though {TRACKER} names it" if from_tracker else ""
+    return f"{final} {reason}{asked}; choose another one with --ckpt-step ({_choice(root)})"
+
+
+def _read_manifest(path: Path) -> Manifest:
+    """The checked manifest in a file."""
+    with explained("read", path):
+        text = path.read_bytes()
+    return manifest.parse(text, str(path))
+
+
+def read_metadata(directory: Path | str) -> Checkpoint:
+    """Everything but the tensors of the checkpoint in `directory` (as resolve returns it), checked.
+
+    The lengths of all its files are compared with the manifest too. Raises CheckpointError naming the file.
+    """
+    directory = Path(directory)
+    table = _read_manifest(directory / manifest.FILE_NAME)
+    named = _FINAL.fullmatch(directory.name) or _ASIDE.fullmatch(directory.name)
+    if named and int(named[1]) != table.iteration:
+        raise CheckpointError(f"{table.source} is of iteration {table.iteration}, not of {directory.name}: "
+                              "the directory was renamed; give it its old name")
+    for name, record in table.files.items():
+        path = directory / name
+        with explained("read", path):
+            length = path.stat().st_size
+        if length != record.bytes:
+            raise CheckpointError(f"{path} has {length} bytes, should have {record.bytes}; the checkpoint is damaged: "
+                                  "use another one")
+    texts = {}
+    for name in (STATE, ARGS):
+        if name not in table.files:
+            raise CheckpointError(f"{table.source} does not list {name}; the checkpoint is damaged: use another one")
+        with explained("read", directory / name):
+            texts[name] = (directory / name).read_bytes()
+        if crc32(texts[name]) != table.files[name].crc32:
+            raise CheckpointError(f"{directory / name}: checksum {crc32(texts[name])}, should be "
+                                  f"{table.files[name].crc32}; the checkpoint is damaged: use another one")
+    state = RunState.parse(texts[STATE], str(directory / STATE))
+    if state.iteration != table.iteration:
+        raise CheckpointError(f"{directory / STATE} is of iteration {state.iteration}, the manifest of "
+                              f"{table.iteration}; the checkpoint is damaged: use another one")
+    return Checkpoint(directory, table, state, texts[ARGS].decode(errors="replace"))
+
+
+def load(path: Path | str, step: int | None = None) -> Checkpoint | None:
+    """resolve and read_metadata in one: the checkpoint that `path` means, or None where a run directory has none."""
+    directory = resolve(path, step)
+    return None if directory is None else read_metadata(directory)

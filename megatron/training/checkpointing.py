@@ -1,0 +1,211 @@
+"""What a run saves and how it takes it back: the bridge from a Run to the checkpoint store. Knows no file layout."""
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from megatron import log
+from megatron.arguments import build_parser, config_from, parse_typed, to_args_text, values_of
+from megatron.checkpoint import store
+from megatron.checkpoint.sharded import Reader, TensorSlice
+from megatron.checkpoint.state import RunState, differences
+from megatron.checkpoint.store import Checkpoint
+from megatron.config.tree import Config
+from megatron.data.build import data_order_differences
+from megatron.parallel.collectives import gather_objects
+from megatron.parallel.sharding import Sharding, counts, local_box
+from megatron.training.build import Run
+from megatron.training.metrics import model_shape
+from megatron.training.flops import flops_per_iteration
+
+CHECKPOINT_VERSION = 3.0     # Megatron's number of the QKV layout by query group, which this suite's weights have
+
+# Flags of the architecture that neither shape nor function of the trained model depends on.
+_FREE = {"seq_length", "attention_dropout", "hidden_dropout", "init_method_std", "init_method_xavier_uniform",
+         "apply_query_key_layer_scaling", "attention_softmax_in_fp32", "fp32_residual_connection",
+         "make_vocab_size_divisible_by", "use_rotary_position_embeddings", "position_embedding_type",
+         "add_position_embedding", "add_bias_linear", "add_qkv_bias", "add_attention_output_bias", "add_mlp_bias",
+         "group_query_attention", "num_query_groups", "ffn_hidden_size", "kv_channels"}
+# ... and what several of these spell together.
+_DERIVED = ("positions", "qkv_bias", "attention_output_bias", "mlp_bias", "query_groups", "ffn", "head_dim")
+# Differences that a resume makes all the time.
+_USUAL = {"load", "save", "save_interval", "local_rank", "log_interval", "exit_interval", "exit_duration_in_mins",
+          "finetune", "ckpt_step", "allow_data_order_change", "use_checkpoint_args", "override_opt_param_scheduler",
+          "use_checkpoint_opt_param_scheduler", "progress", "metrics_file", "tensorboard_dir", "dry_run", "world_size"}
+
+
+def _own_tensors(run: Run) -> Iterator[tuple[str, Sharding, torch.Tensor]]:
+    """(name, how it lies, tensor) of every tensor of the run on this rank: weights, then optimizer state."""
+    named = {p.sharding.name: p for p in run.model.parameters()}
+    for name, p in named.items():
+        yield name, p.sharding, p.data
+    for name, tensor in run.optimizer.tensors().items():
+        yield name, named[name.split(".", 2)[2]].sharding, tensor
+
+
+def save(run: Run) -> None:
+    """Write the run as it stands under its iteration. Raises CheckpointError when it cannot be written."""
+    config, ctx, progress = run.config, run.runtime.ctx, run.progress
+    iteration, directory = progress.iteration, config.checkpoint.save
+    log.print_rank_0(f"saving checkpoint at iteration {iteration:7d} to {directory}")
+    slices = []
+    for number, (name, sharding, tensor) in enumerate(_own_tensors(run)):
+        mine = counts(sharding, ctx) and number % ctx.dp_cp.size == ctx.dp_cp.rank
+        if mine and not (config.checkpoint.no_save_optim and name.startswith("optimizer.")):
+            slices.append(TensorSlice(name, sharding.shape, tensor.dtype, local_box(sharding, ctx), tensor))
+    store.save(directory, iteration, slices, _state(run), to_args_text(config, leave_out=("local_rank",)),
+               rank=run.runtime.rank, world_size=run.runtime.world_size,
+               gather=lambda value: gather_objects(value, ctx.world))
+    log.print_rank_0(f"  successfully saved checkpoint at iteration {iteration:7d} to {directory}")
+
+
+def _state(run: Run) -> RunState:
+    progress, ctx = run.progress, run.runtime.ctx
+    samples = progress.consumed_train_samples - progress.skipped_train_samples
+    return RunState(
+        iteration=progress.iteration, consumed_train_samples=progress.consumed_train_samples,
+        consumed_valid_samples=progress.consumed_valid_samples, skipped_train_samples=progress.skipped_train_samples,
+        num_floating_point_operations=flops_per_iteration(model_shape(run.config, run.plan), samples),
+        scheduler=run.scheduler.state_dict(), optimizer=run.optimizer.counters(),
+        data={"order": run.data_order, "tokenizer": run.tokenizer}, skips=[list(r) for r in run.plan.skips.ranges],
+        layout={"world_size": run.runtime.world_size, "tp": ctx.tp.size, "pp": ctx.pp.size, "cp": ctx.cp.size,
+                "dp": ctx.dp.size})
+
+
+def load(run: Run) -> None:
+    """Take back the checkpoint that --load means, if there is one. Raises ValueError or CheckpointError."""
+    c = run.config.checkpoint
+    if not c.load:
+        return
+    with run.timers("load-checkpoint"):
+        found = store.load(c.load, c.ckpt_step)
+        if found is None:
+            _missing(c.load, c.exit_on_missing_checkpoint)
+        else:
+            _take(run, found)
+
+
+def _missing(directory: str, leave: bool) -> None:
+    path = f"{directory}/{store.TRACKER}"
+    if leave:
+        raise ValueError(f"--load {directory}: {path} is not there and --exit-on-missing-checkpoint is given")
+    log.print_rank_0(f"WARNING: could not find the metadata file {path} ")
+    log.print_rank_0("    will not load any checkpoints and will start from random")
+
+
+def _take(run: Run, found: Checkpoint) -> None:
+    config, c, state = run.config, run.config.checkpoint, found.state
+    log.print_rank_0(f" loading checkpoint from {c.load} at iteration {found.iteration}")
+    log.print_rank_0(f" checkpoint version {CHECKPOINT_VERSION}")
+    saved = saved_config(found)
+    check_architecture(saved, config, strict=not c.finetune)
+    before, now = state.data.get("tokenizer"), run.tokenizer
+    if before and before != now and not c.finetune:
+        raise ValueError(f"--load {c.load}: it was trained with the tokenizer {_short(before)}, this run has "
+                         f"{_short(now)}; give the same vocabulary, or --finetune to start anew from its weights")
+    with_optimizer = not (c.finetune or c.no_load_optim)
+    if with_optimizer and not any(name.startswith("optimizer.") for name in found.manifest.tensors):
+        raise ValueError(f"--load {c.load}: it was saved without its optimizer (--no-save-optim); give --no-load-optim "
+                         "to go on with a fresh one, or --finetune to start anew from its weights")
+    if with_optimizer:
+        run.scheduler.load_state_dict(state.scheduler)
+    with found.reader() as reader:
+        _read_tensors(run, reader, with_optimizer)
+    if with_optimizer:
+        run.optimizer.load_counters(state.optimizer)
+    else:
+        run.optimizer.reload_model_params()
+    if not c.finetune:
+        p = run.progress
+        p.iteration = state.iteration
+        p.consumed_train_samples, p.consumed_valid_samples = state.consumed_train_samples, state.consumed_valid_samples
+        p.skipped_train_samples = state.skipped_train_samples
+        run.data_order = state.data.get("order", {})
+        _check_position(run, saved)
+    old, size = state.layout, run.runtime.world_size
+    if old.get("world_size", size) != size:
+        log.print_rank_0(f" checkpoint was written by {old['world_size']} ranks (data-parallel {old['dp']}), this run has "
+                         f"{size} (data-parallel {run.runtime.ctx.dp.size})")
+    log.print_rank_0(f"  successfully loaded checkpoint from {c.load} at iteration {found.iteration}")
+
+
+def _short(identity: dict[str, Any]) -> str:
+    return ", ".join(f"{key} {str(value)[:60]}" for key, value in identity.items())
+
+
+def _read_tensors(run: Run, reader: Reader, with_optimizer: bool) -> None:
+    """Copy every tensor of this rank from the checkpoint; number formats may differ, shapes may not."""
+    there = set(reader.names())
+    for name, sharding, tensor in _own_tensors(run):
+        if name.startswith("optimizer.") and not with_optimizer:
+            continue
+        source = _source(name, there)
+        box = local_box(sharding, run.runtime.ctx)
+        if tuple(reader.shape(source)) != tuple(sharding.shape):
+            raise ValueError(f"--load: {source} has shape {list(reader.shape(source))} in the checkpoint and "
+                             f"{list(sharding.shape)} in this run; use the flags it was saved with")
+        if reader.dtype(source) == tensor.dtype:
+            reader.read(source, box, into=tensor)
+        else:
+            tensor.copy_(reader.read(source, box))
+
+
+def _source(name: str, there: set[str]) -> str:
+    """Where a tensor's most exact values are: main weights for weights of another format, and the other way round."""
+    main = f"optimizer.fp32_param.{name}"
+    if name.startswith("optimizer.fp32_param.") and name not in there:
+        return name.removeprefix("optimizer.fp32_param.")
+    return main if main in there else name
+
+
+def saved_config(found: Checkpoint) -> Config:
+    """The configuration a checkpoint was saved with, from its `args` file."""
+    parser = build_parser(Config, prog="args", description="")
+    return config_from(Config, parse_typed(parser, [f"@{found.directory / store.ARGS}"]))
+
+
+def check_architecture(saved: Config, now: Config, strict: bool) -> None:
+    """Raise ValueError on every flag that makes it another model; say every other difference."""
+    a, b = values_of(saved), values_of(now)
+    shape = [name for name in vars(saved.model) if name not in _FREE]
+    a |= {name: getattr(saved.model, name) for name in _DERIVED}
+    b |= {name: getattr(now.model, name) for name in _DERIVED}
+    wrong = differences(a, b, [*shape, *_DERIVED])
+    if wrong and strict:
+        lines = [f"{name} value from checkpoint ({old}) is not equal to the input argument value ({new})."
+                 for name, old, new in wrong]
+        raise ValueError("--load: " + " ".join(lines) + " Give the values of the checkpoint (--use-checkpoint-args does), "
+                         "or --finetune to start anew from its weights")
+    rest = [name for name in values_of(saved) if name not in _USUAL and name not in shape]
+    for name, old, new in [*wrong, *differences(a, b, rest)]:
+        log.print_rank_0(f" differs from the checkpoint: {name} was {old}, is {new}")
+
+
+def _check_position(run: Run, saved: Config) -> None:
+    """The samples consumed must be those that this run's batch sizes give, or batches would overlap or leave gaps."""
+    p = run.progress
+    expected = run.plan.consumed_samples(p.iteration)
+    if p.consumed_train_samples == expected or run.config.data.allow_data_order_change:
+        return
+    raise ValueError(
+        f"--load: after iteration {p.iteration} the checkpoint has consumed {p.consumed_train_samples} samples, with "
+        f"this run's batch sizes it would be {expected} (--global-batch-size was {saved.training.global_batch_size}, is "
+        f"{run.config.training.global_batch_size}); give the batch sizes of the checkpoint, or --allow-data-order-change "
+        f"to go on from sample {p.consumed_train_samples}")
+
+
+def check_data_order(run: Run, order: dict[str, Any]) -> None:
+    """Refuse to go on with another order of the data, unless that is asked for; then say what changes."""
+    saved, run.data_order = run.data_order, order
+    if not saved:
+        return
+    changed = data_order_differences(saved, order)
+    if not changed:
+        return
+    text = "; ".join(changed)
+    if not run.config.data.allow_data_order_change:
+        raise ValueError(f"--load: with these flags the order of the data is not that of the checkpoint, so samples would "
+                         f"be repeated or lost: {text}. Give the flags it was saved with, or --allow-data-order-change")
+    log.warn_once(f"the order of the data changes from iteration {run.progress.iteration + 1} on: {text}")

@@ -1,0 +1,118 @@
+"""Every script and argument file of examples/ and README.md says only what the programs understand."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPTS = sorted((ROOT / "examples").rglob("*.sh"))
+ARGS = sorted((ROOT / "examples").rglob("*.args"))
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "examples").rglob("*.md"))]
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.M | re.S)
+LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)]*)?\)")
+# A flag that carries one of these is not a flag of ours: the launcher's and make's words.
+LAUNCHER_FLAGS = {"--nproc-per-node", "--nproc_per_node", "--nnodes", "--node_rank", "--master_addr", "--master_port"}
+
+
+def name(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def commands(page: Path) -> list[list[str]]:
+    """The words of each command line in the page's sh blocks; a trailing backslash continues a line, # comments."""
+    lines = []
+    for language, body in FENCE.findall(page.read_text(encoding="utf-8")):
+        if language == "sh":
+            joined = body.replace("\\\n", " ")
+            lines += [shlex.split(line, comments=True) for line in joined.splitlines()]
+    return [words for words in lines if words]
+
+
+def help_of(program: str) -> str:
+    done = subprocess.run([sys.executable, program, "--help"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def flags() -> dict[str, set[str]]:
+    """The flags of each program, read off its --help."""
+    programs = ["pretrain_gpt.py", *(name(tool) for tool in sorted((ROOT / "tools").glob("*.py")))]
+    return {program: set(re.findall(r"(?<![\w-])--[\w-]+", help_of(program))) for program in programs}
+
+
+def check_flags(words: list[str], flags: dict[str, set[str]], where: str) -> None:
+    """Every --flag after a program's name is one of that program's."""
+    program = next((p for word in words for p in flags if word == p or word.endswith("/" + p)), None)
+    if program is None:
+        return
+    for word in words:
+        flag = word.partition("=")[0]
+        if flag.startswith("--") and flag not in LAUNCHER_FLAGS:
+            assert flag in flags[program], f"{where}: {program} has no {flag}"
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=name)
+def test_scripts_are_executable_shell_with_known_flags(script, flags):
+    assert script.stat().st_mode & 0o111, "not executable"
+    subprocess.run(["sh", "-n", str(script)], check=True)
+    text = script.read_text(encoding="utf-8").replace("\\\n", " ")
+    found = 0
+    for line in text.splitlines():
+        if not line.lstrip().startswith("#") and any(f"{p}" in line for p in flags):
+            words = line.replace('"', " ").split()
+            check_flags(words, flags, name(script))
+            found += 1
+    assert found, "starts none of our programs"
+
+
+@pytest.mark.parametrize("path", ARGS, ids=name)
+def test_argument_files_make_a_plan(path):
+    command = [sys.executable, "pretrain_gpt.py", f"@{name(path)}", "--mock-data", "--vocab-size", "50257", "--dry-run"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "parameters" in done.stdout
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_pages_name_things_that_exist(page, flags):
+    text = page.read_text(encoding="utf-8")
+    for link in LINK.findall(text):
+        if "://" not in link:
+            assert (page.parent / link).exists(), f"{name(page)} links to {link}, which is not there"
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.M))
+    for words in commands(page):
+        if words[0] == "make":
+            assert set(words[1:]) <= targets | {w for w in words if "=" in w}, words
+        check_flags(words, flags, name(page))
+        for word in words:
+            if word.startswith(("examples/", "tools/", "@examples/")) or word == "pretrain_gpt.py":
+                assert (ROOT / word.removeprefix("@")).exists(), f"{name(page)}: no file {word}"
+
+
+def test_the_readme_says_the_two_commands():
+    blocks = commands(ROOT / "README.md")
+    assert ["make", "quickstart"] in blocks and ["make", "test"] in blocks
+
+
+def test_the_readmes_quick_commands_run(tmp_path):
+    """All but make, git and those marked `# minutes` run as they stand, from the repository root."""
+    python = Path(sys.executable).parent
+    ran = 0
+    for language, body in FENCE.findall((ROOT / "README.md").read_text(encoding="utf-8")):
+        for line in body.replace("\\\n", " ").splitlines() if language == "sh" else ():
+            words = shlex.split(line, comments=True)
+            if not words or words[0] in ("make", "git", "cd", "pip") or "# minutes" in line:
+                continue
+            words = [str(python / words[0]) if words[0] in ("python", "torchrun") else words[0], *words[1:]]
+            words = [word.replace("/tmp/", f"{tmp_path}/") for word in words]
+            done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=300)
+            assert done.returncode == 0, f"{line}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
+            ran += 1
+    assert ran >= 3, "the README has no commands left to try"

@@ -1,0 +1,58 @@
+"""Small models for the tests, built from flags as the command line would name them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from megatron.config.model import ModelConfig
+from megatron.config.parallel import ParallelConfig
+from megatron.config.precision import PrecisionConfig
+from megatron.model.gpt import GPTModel
+from megatron.model.layer import Recompute
+from megatron.parallel.context import ParallelContext
+from megatron.parallel.random import DropoutSeeds
+from megatron.parallel.sharding import init_parameters
+
+VOCAB, PADDED = 61, 64
+DEFAULTS = dict(num_layers=3, hidden_size=32, num_attention_heads=4, seq_length=16, max_position_embeddings=16,
+                attention_dropout=0.0, hidden_dropout=0.0)
+SEEDS = DropoutSeeds(1234, 1, 0)
+
+
+def tiny_config(**flags: Any) -> ModelConfig:
+    """A 3-layer model of width 32; `flags` are fields of ModelConfig."""
+    return ModelConfig(**{**DEFAULTS, **flags})
+
+
+def tiny_model(dtype: torch.dtype = torch.float32, *, recompute: Recompute | None = None, seed: int = 1234,
+               ctx: ParallelContext | None = None, vocab: int = VOCAB, padded: int = PADDED,
+               precision: PrecisionConfig | None = None, implementation: str = "auto", scramble: bool = False,
+               **flags: Any) -> GPTModel:
+    """The model, filled; `scramble` moves norms and biases off their first values 1 and 0."""
+    ctx = ctx or ParallelContext(ParallelConfig())
+    model = GPTModel(tiny_config(**flags), precision or PrecisionConfig(), ctx, padded, vocab, dtype,
+                     recompute=recompute, attention_implementation=implementation)
+    init_parameters(model.parameters(), ctx, seed)
+    if scramble:
+        generator = torch.Generator().manual_seed(5)
+        with torch.no_grad():
+            for p in model.parameters():
+                p += 0.1 * torch.randn(p.shape, generator=generator).to(dtype)
+    return model
+
+
+def tokens(batch: int = 2, length: int = 16, vocab: int = VOCAB) -> tuple[torch.Tensor, torch.Tensor]:
+    """Random (tokens, labels), each [batch, length]."""
+    ids = torch.randint(0, vocab, (batch, length + 1), generator=torch.Generator().manual_seed(7))
+    return ids[:, :-1], ids[:, 1:]
+
+
+def loss_and_grads(model: GPTModel, **forward: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Per-token losses and the gradients of their mean by parameter name."""
+    ids, labels = tokens()
+    model.zero_grad()
+    losses = model(ids, labels=labels, **forward)
+    losses.mean().backward()
+    return losses.detach(), {p.sharding.name: p.grad.clone() for p in model.parameters()}

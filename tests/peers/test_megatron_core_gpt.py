@@ -1,0 +1,143 @@
+"""Logits, losses and gradients equal those of megatron-core's GPTModel with the same weights, option by option.
+
+megatron-core asks for CUDA in four places even on a CPU; they are patched for these tests (a scratch buffer, a random
+number tracker, the current device, the process groups of one rank).
+"""
+
+import contextlib
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from tests.model.tiny import tiny_config, tiny_model, tokens
+
+pytest.importorskip("megatron.core")
+pytestmark = [pytest.mark.peers, pytest.mark.filterwarnings("ignore")]
+
+VOCAB = 64  # no padding: megatron-core leaves dummy columns in the softmax
+SIZE = dict(hidden_size=64, num_attention_heads=8, num_layers=3, seq_length=16, max_position_embeddings=32)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_cpu_rank(tmp_path_factory):
+    from megatron.core import parallel_state, utils
+    from megatron.core.tensor_parallel import random
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "current_device", lambda: torch.device("cpu"))
+        patch.setattr(utils.GlobalMemoryBuffer, "get_tensor",
+                      lambda self, shape, dtype, name, mem_alloc_context=None: torch.empty(shape, dtype=dtype))
+        patch.setattr(random.CudaRNGStatesTracker, "fork", lambda self, name=None: contextlib.nullcontext())
+        store = dist.FileStore(str(tmp_path_factory.mktemp("store") / "file"), 1)
+        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+        parallel_state.initialize_model_parallel()
+        yield
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
+
+
+def mcore_activation(model):
+    if model.swiglu:
+        return F.silu
+    if model.squared_relu:
+        return lambda x: F.relu(x).square()
+    tanh = model.geglu or model.openai_gelu or (model.bias_gelu_fusion and model.add_bias_linear)
+    return lambda x: F.gelu(x, approximate="tanh" if tanh else "none")
+
+
+def mcore_model(model):
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    config = TransformerConfig(
+        num_layers=model.num_layers, hidden_size=model.hidden_size, num_attention_heads=model.num_attention_heads,
+        num_query_groups=model.query_groups, kv_channels=model.kv_channels, ffn_hidden_size=model.ffn,
+        gated_linear_unit=model.gated, activation_func=mcore_activation(model), normalization=model.normalization,
+        layernorm_epsilon=model.norm_epsilon, qk_layernorm=model.qk_layernorm, add_bias_linear=model.add_bias_linear,
+        add_qkv_bias=model.add_qkv_bias, rotary_interleaved=model.rotary_interleaved,
+        apply_query_key_layer_scaling=model.apply_query_key_layer_scaling,
+        attention_softmax_in_fp32=model.attention_softmax_in_fp32, hidden_dropout=0.0, attention_dropout=0.0,
+        use_cpu_initialization=True, bias_dropout_fusion=False, bias_activation_fusion=False, apply_rope_fusion=False,
+        masked_softmax_fusion=False, gradient_accumulation_fusion=False)
+    spec = get_gpt_layer_local_spec(normalization=model.normalization, qk_layernorm=model.qk_layernorm)
+    return GPTModel(
+        config, spec, vocab_size=VOCAB, max_sequence_length=model.max_position_embeddings,
+        position_embedding_type=model.positions, rotary_percent=model.rotary_percent, rotary_base=model.rotary_base,
+        seq_len_interpolation_factor=model.rotary_seq_len_interpolation_factor,
+        share_embeddings_and_output_weights=model.tied)
+
+
+ROPE = dict(position_embedding_type="rope")
+OPTIONS = {
+    "gpt2": {},
+    "exact gelu": dict(bias_gelu_fusion=False),
+    "no bias": dict(add_bias_linear=False),
+    "qkv bias": dict(add_bias_linear=False, add_qkv_bias=True),
+    "untied": dict(untie_embeddings_and_output_weights=True),
+    "no positions": dict(position_embedding_type="none"),
+    "rope": ROPE,
+    "rope interleaved": dict(ROPE, rotary_interleaved=True),
+    "rope half": dict(ROPE, rotary_percent=0.5),
+    "rope half interleaved": dict(ROPE, rotary_percent=0.5, rotary_interleaved=True),
+    "rope base": dict(ROPE, rotary_base=300),
+    "rope interpolated": dict(ROPE, rotary_seq_len_interpolation_factor=4),
+    "grouped queries": dict(group_query_attention=True, num_query_groups=2),
+    "multi query": dict(ROPE, group_query_attention=True, num_query_groups=1),
+    "head width": dict(kv_channels=24, group_query_attention=True, num_query_groups=4),
+    "rms": dict(normalization="RMSNorm"),
+    "qk layernorm": dict(qk_layernorm=True),
+    "qk rms norm, rope": dict(ROPE, qk_layernorm=True, normalization="RMSNorm"),
+    "epsilon": dict(norm_epsilon=0.01),
+    "swiglu": dict(swiglu=True, ffn_hidden_size=176),
+    "geglu": dict(geglu=True, ffn_hidden_size=176),
+    "squared relu": dict(squared_relu=True),
+    "score scaling": dict(apply_query_key_layer_scaling=True, attention_softmax_in_fp32=True),
+    "llama": dict(ROPE, swiglu=True, normalization="RMSNorm", add_bias_linear=False, group_query_attention=True,
+                  num_query_groups=2, untie_embeddings_and_output_weights=True),
+}
+
+
+def pair(flags):
+    ours = tiny_model(vocab=VOCAB, padded=VOCAB, scramble=True, **SIZE, **flags)
+    theirs = mcore_model(tiny_config(**SIZE, **flags))
+    mine = dict(ours.named_parameters())
+    assert set(mine) == {name for name, _ in theirs.named_parameters()}
+    with torch.no_grad():
+        for name, p in theirs.named_parameters():
+            p.copy_(mine[name].view(p.shape))
+    return ours, theirs
+
+
+@pytest.mark.parametrize("flags", OPTIONS.values(), ids=OPTIONS)
+def test_same_numbers(flags):
+    ours, theirs = pair(flags)
+    ids, labels = tokens(vocab=VOCAB)
+    positions = torch.arange(16).expand(2, 16)
+    hidden = torch.ones(1, 1, 16, 16, dtype=torch.bool).triu(1)
+    expected = theirs(ids, positions, hidden)
+    assert expected.std() > 0.5
+    torch.testing.assert_close(ours(ids), expected, rtol=1e-5, atol=1e-5)
+    losses, expected = ours(ids, labels=labels), theirs(ids, positions, hidden, labels=labels)
+    torch.testing.assert_close(losses, expected, rtol=1e-5, atol=1e-5)
+    losses.mean().backward()
+    expected.mean().backward()
+    mine = {name: p.grad for name, p in ours.named_parameters()}
+    for name, p in theirs.named_parameters():
+        torch.testing.assert_close(mine[name].view(p.shape), p.grad, rtol=1e-4, atol=1e-6,
+                                   msg=lambda m, name=name: f"{name}: {m}")
+
+
+def test_documents():
+    """Our document ids against a dense mask of theirs, with positions that start again in each document."""
+    ours, theirs = pair({})
+    ids, _ = tokens(vocab=VOCAB)
+    documents = (torch.arange(16) >= torch.tensor([[5], [11]])).long()
+    starts = torch.tensor([[5], [11]])
+    positions = torch.arange(16) - documents * starts
+    hidden = torch.ones(16, 16, dtype=torch.bool).triu(1) | (documents[:, :, None] != documents[:, None, :])
+    expected = theirs(ids, positions, hidden[:, None])
+    torch.testing.assert_close(ours(ids, position_ids=positions, document_ids=documents), expected,
+                               rtol=1e-5, atol=1e-5)

@@ -1,0 +1,64 @@
+"""Batches from samples: shift, masks and positions at document ends, and which samples an iteration reads."""
+import torch
+
+from megatron.config.batch_size import build_batch_size_schedule
+from megatron.config.skip_ranges import SkipRanges
+from megatron.data.sampler import SequentialSampler
+from megatron.training.batch import BatchRules, evaluation_samples, load_samples, make_batch, training_samples
+
+EOD = 9
+SAMPLE = torch.tensor([[1, 2, EOD, 3, EOD, EOD, 4, 5]])
+CPU = torch.device("cpu")
+
+
+def test_plain_batch_is_the_shift_alone():
+    batch = make_batch(SAMPLE, BatchRules(EOD), CPU)
+    assert batch.tokens.tolist() == [[1, 2, EOD, 3, EOD, EOD, 4]]
+    assert batch.labels.tolist() == [[2, EOD, 3, EOD, EOD, 4, 5]]
+    assert batch.loss_mask is None and batch.position_ids is None and batch.document_ids is None
+
+
+def test_document_ends():
+    batch = make_batch(SAMPLE, BatchRules(EOD, True, True, True), CPU)
+    assert batch.loss_mask.tolist() == [[1, 1, 0, 1, 0, 0, 1]]          # where the INPUT is the end token
+    assert batch.position_ids.tolist() == [[0, 1, 2, 0, 1, 0, 0]]       # the end token belongs to its document
+    assert batch.document_ids.tolist() == [[0, 0, 0, 1, 1, 2, 3]]
+
+
+def test_each_rule_alone():
+    assert make_batch(SAMPLE, BatchRules(EOD, reset_position_ids=True), CPU).document_ids is None
+    assert make_batch(SAMPLE, BatchRules(EOD, reset_attention_mask=True), CPU).position_ids is None
+    assert make_batch(SAMPLE, BatchRules(EOD, eod_mask_loss=True), CPU).loss_mask.sum() == 4
+
+
+def numbers(micro_batch: int, ranks: int, first: int = 1, last: int = 6, skip=()):
+    """The samples of each iteration in the order of the global batch, from what each rank reads."""
+    schedule = build_batch_size_schedule(micro_batch_size=micro_batch, global_batch_size=8, data_parallel_size=ranks)
+    streams = [list(training_samples(SequentialSampler(100, micro_batch, r, ranks), schedule, SkipRanges(skip), first,
+                                     last)) for r in range(ranks)]
+    return [sample for parts in zip(*streams, strict=True) for part in parts for sample in part]
+
+
+def test_the_order_knows_nothing_of_layout():
+    for micro_batch in (1, 2, 4):
+        for ranks in (1, 2):
+            assert numbers(micro_batch, ranks) == list(range(48))
+    assert numbers(2, 4) == list(range(48))
+
+
+def test_skipped_iterations_consume_their_samples_unread():
+    read = numbers(2, 2, skip=[(2, 3)])
+    assert read == [*range(8), *range(24, 48)]
+    assert numbers(2, 2, first=4, skip=[(2, 3)]) == list(range(24, 48))
+
+
+def test_evaluation_goes_on_where_it_was_and_ends():
+    sampler = SequentialSampler(10, 2, 1, 2)
+    assert list(evaluation_samples(sampler, 4)) == [[6, 7]]
+
+
+def test_workers_read_the_same(tmp_path):
+    data = [torch.full((3,), i).numpy() for i in range(12)]
+    for workers in (0, 2):
+        rows = list(load_samples(data, iter([[3, 1], [7, 0], [11, 2]]), workers, CPU))
+        assert torch.stack(rows)[:, :, 0].tolist() == [[3, 1], [7, 0], [11, 2]]
