@@ -14,10 +14,10 @@ def forward_step(batch, model):
     return (losses * batch.loss_mask).sum(), batch.loss_mask.sum()
 
 
-def main() -> None:
+def main(argv: list[str] | None = None) -> None:
     """Parse and check before torch is imported; then plan, build, load, train."""
     from megatron.config import command_line
-    line = command_line.read(sys.argv[1:], os.environ)
+    line = command_line.read(sys.argv[1:] if argv is None else argv, os.environ)
     if line.config.training.dry_run:
         return command_line.print_plan(line)
 
@@ -27,6 +27,8 @@ def main() -> None:
     from megatron.training.log_lines import datetime_line
 
     config = line.config
+    for text in command_line.start_lines(line):
+        print_rank_0(text)
     tokenizer = build.make_tokenizer(config)
     plan = build.plan_run(config, line.world_size, tokenizer.vocab_size)
     runtime = initialize.initialize(config)

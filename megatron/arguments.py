@@ -280,11 +280,8 @@ def is_flag(word: str) -> bool:
 
 def _unknown(parser: Parser, spelling: str, parsed: Parsed) -> None:
     dashed = "--" + spelling.lstrip("-").replace("_", "-")
-    known = sorted(parser.by_spelling)
-    close = [dashed] if dashed in known else difflib.get_close_matches(dashed, known, 3, 0.75)
-    parts = set(dashed[2:].split("-"))
-    close = close or [s for s in known if parts <= set(s[2:].split("-"))][:3]
-    close = close or difflib.get_close_matches(dashed, known, 3, 0.65)
+    shown = sorted(s for s, flag in parser.by_spelling.items() if flag.group in parser.sections)
+    close = [dashed] if dashed in parser.by_spelling else _close(dashed, shown) or _close(dashed, parser.by_spelling)
     parsed.broken |= {parser.by_spelling[s].name for s in close}
     if explained := parser.explain(spelling):
         parsed.problems.append(explained)
@@ -292,6 +289,16 @@ def _unknown(parser: Parser, spelling: str, parsed: Parsed) -> None:
         parsed.problems.append(f"unknown flag {spelling}; did you mean {' or '.join(close)}?")
     else:
         parsed.problems.append(f"unknown flag {spelling}; --help lists every flag")
+
+
+def _close(spelling: str, known: Iterable[str]) -> list[str]:
+    """The known spellings nearest to a wrong one: by letters, else by its words, else by letters from farther away."""
+    known, parts = sorted(known), set(spelling[2:].split("-"))
+    close = difflib.get_close_matches(spelling, known, 3, 0.75)
+    if close:
+        best = difflib.SequenceMatcher(None, spelling, close[0]).ratio()
+        return [s for s in close if difflib.SequenceMatcher(None, spelling, s).ratio() > best - 0.05]
+    return [s for s in known if parts <= set(s[2:].split("-"))][:3] or difflib.get_close_matches(spelling, known, 3, 0.7)
 
 
 def expand_files(argv: Sequence[str], seen: tuple[Path, ...] = ()) -> list[str]:

@@ -38,7 +38,7 @@ class ReadConfig:
     """What is read."""
 
     input: tuple[str, ...] = arg((), help="files of one JSON object a line, plain or gzip, or globs")
-    json_keys: tuple[str, ...] = arg(("text",), help="keys whose text is tokenized, each into its own pair (default: text)")
+    json_keys: tuple[str, ...] = arg(("text",), help="keys whose text is tokenized, a pair each (default: text)")
     max_bad_records: int = arg(0, help="lines that may be bad (they are named and skipped) before the run fails")
 
 

@@ -110,7 +110,7 @@ def merge(parts: Iterable[Manifest], extra_files: Mapping[str, FileRecord], sour
     files: dict[str, FileRecord] = {}
     found: dict[str, TensorRecord] = {}
     for part in parts:
-        assert part.iteration == parts[0].iteration, f"{part.source}: iteration {part.iteration}"
+        assert (part.iteration, part.block_bytes) == (parts[0].iteration, parts[0].block_bytes), part.source
         assert not files.keys() & part.files.keys(), f"{part.source}: a file of another rank"
         files.update(part.files)
         for name, record in part.tensors.items():
@@ -120,7 +120,8 @@ def merge(parts: Iterable[Manifest], extra_files: Mapping[str, FileRecord], sour
                                       f"{known.dtype} {list(known.shape)} on another rank")
             chunks = record.chunks if known is record else known.chunks + record.chunks
             found[name] = TensorRecord(record.shape, record.dtype, chunks)
-    merged = Manifest(parts[0].iteration, {**files, **extra_files}, dict(sorted(found.items())), source=source)
+    merged = Manifest(parts[0].iteration, {**files, **extra_files}, dict(sorted(found.items())),
+                      parts[0].block_bytes, source)
     for name in merged.tensors:
         merged.check_cover(name)
     return merged
@@ -168,8 +169,10 @@ def _tensor(name: str, value: Any, files: Mapping[str, FileRecord], block_bytes:
         if problem:
             raise ValueError(f"tensor {name}: box {boxes.text(chunk.box)} {problem}")
         length = record.bytes_of(chunk.box)
-        if not length or raw["bytes"] != length or len(chunk.crc32) != -(-length // block_bytes):
+        if not length or raw["bytes"] != length:
             raise ValueError(f"tensor {name}: box {boxes.text(chunk.box)} has {length} bytes, not {raw['bytes']!r}")
+        if len(chunk.crc32) != -(-length // block_bytes):
+            raise ValueError(f"tensor {name}: {len(chunk.crc32)} checksums for the {length} bytes of a box")
         if chunk.file not in files:
             raise ValueError(f"tensor {name}: its file {chunk.file!r} is not in the list of files")
     return record

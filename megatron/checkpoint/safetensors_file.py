@@ -25,7 +25,7 @@ import torch
 from megatron.checkpoint.disk import DISK, CheckpointError, Disk, explained
 
 BLOCK_BYTES = 1 << 20
-SECTION_BYTES = 16 << 20  # what one thread sums and writes, or reads and sums, at a time; a multiple of BLOCK_BYTES
+SECTION_BYTES = 16 << 20  # what one thread sums and writes, or reads and sums, at a time, in whole blocks
 MAX_DIMS = 64
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
 _IN_FLIGHT_BYTES = 64 << 20
@@ -88,7 +88,14 @@ def block_checksums(view: memoryview | bytes, block_bytes: int = BLOCK_BYTES) ->
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
     """The bytes of a contiguous CPU tensor, shared, not copied."""
-    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
+    assert tensor.is_contiguous()
+    flat = tensor.as_strided((tensor.numel(),), (1,))  # not reshape(-1), which keeps the stride of a dim of size 1
+    return memoryview(flat.view(torch.uint8).numpy())
+
+
+def section_bytes(block_bytes: int) -> int:
+    """How much one thread takes at a time: SECTION_BYTES in whole blocks, or one larger block."""
+    return max(1, SECTION_BYTES // block_bytes) * block_bytes
 
 
 def thread_count() -> int:
@@ -124,7 +131,7 @@ def _host_copy(entry: Entry) -> torch.Tensor:
 
 
 def write_file(path: Path, entries: Sequence[Entry], *, metadata: Mapping[str, str] | None = None,
-               disk: Disk = DISK) -> Written:
+               block_bytes: int = BLOCK_BYTES, disk: Disk = DISK) -> Written:
     """Write a new file of `entries` and fsync it; tensors are not copied (CUDA and strided ones: one at a time).
 
     `metadata` is the header's free text, by default {"format": "pt"} as torch users write it. Raises CheckpointError
@@ -137,22 +144,22 @@ def write_file(path: Path, entries: Sequence[Entry], *, metadata: Mapping[str, s
     try:
         disk.reserve(descriptor, path, total)
         disk.write(descriptor, path, header, 0)
-        sums = _write_data(descriptor, path, ordered, len(header), disk)
+        sums = _write_data(descriptor, path, ordered, len(header), block_bytes, disk)
         disk.fsync(descriptor, path)
     finally:
         disk.close(descriptor, path)
     return Written(total, crc32(header), sums)
 
 
-def _write_data(descriptor: int, path: Path, entries: Sequence[Entry], offset: int,
+def _write_data(descriptor: int, path: Path, entries: Sequence[Entry], offset: int, block_bytes: int,
                 disk: Disk) -> dict[str, tuple[str, ...]]:
     """Sum and write the tensors by sections on a few threads, with a bounded number of bytes under way."""
     sums: dict[str, list[Future[tuple[str, ...]]]] = {}
     waiting: deque[tuple[Future[tuple[str, ...]], int]] = deque()
-    under_way = 0
+    under_way, length = 0, section_bytes(block_bytes)
 
     def sum_and_write(view: memoryview, at: int) -> tuple[str, ...]:
-        section_sums = block_checksums(view)  # first, so that the write finds the bytes in the cache
+        section_sums = block_checksums(view, block_bytes)  # first, so that the write finds the bytes in the cache
         disk.write(descriptor, path, view, at)
         return section_sums
 
@@ -161,17 +168,17 @@ def _write_data(descriptor: int, path: Path, entries: Sequence[Entry], offset: i
             for entry in entries:
                 view = bytes_of(_host_copy(entry))
                 sums[entry.key] = []
-                for low in range(0, len(view), SECTION_BYTES):
-                    section = view[low:low + SECTION_BYTES]
+                for low in range(0, len(view), length):
+                    section = view[low:low + length]
                     future = pool.submit(sum_and_write, section, offset + low)
                     sums[entry.key].append(future)
                     waiting.append((future, len(section)))
                     under_way += len(section)
                 offset += len(view)
                 while under_way > _IN_FLIGHT_BYTES:
-                    oldest, length = waiting.popleft()
+                    oldest, done = waiting.popleft()
                     oldest.result()
-                    under_way -= length
+                    under_way -= done
             return {key: tuple(one for future in futures for one in future.result()) for key, futures in sums.items()}
         except BaseException:
             pool.shutdown(wait=True, cancel_futures=True)

@@ -17,12 +17,13 @@ from megatron.checkpoint.boxes import Box
 from megatron.checkpoint.disk import DISK, CheckpointError, Disk
 from megatron.checkpoint.manifest import Chunk, FileRecord, Manifest, TensorRecord
 from megatron.checkpoint.safetensors_file import (
+    BLOCK_BYTES,
     DTYPE_NAMES,
     DTYPES,
-    SECTION_BYTES,
     Entry,
     SafetensorsFile,
     bytes_of,
+    section_bytes,
     thread_count,
     write_file,
 )
@@ -61,7 +62,7 @@ class TensorSlice:
 
 
 def write(directory: Path, file_name: str, slices: Sequence[TensorSlice], iteration: int, *,
-          disk: Disk = DISK) -> Manifest:
+          block_bytes: int = BLOCK_BYTES, disk: Disk = DISK) -> Manifest:
     """Write one rank's slices into `directory/file_name`, fsynced, and return its part of the manifest.
 
     Empty slices are noted without data; without any data there is no file. Raises CheckpointError.
@@ -71,7 +72,7 @@ def write(directory: Path, file_name: str, slices: Sequence[TensorSlice], iterat
     sums: dict[str, tuple[str, ...]] = {}
     if filled:
         entries = [Entry(part.key, part.dtype, boxes.extent(part.box), part.tensor) for part in filled]
-        written = write_file(directory / file_name, entries, disk=disk)
+        written = write_file(directory / file_name, entries, block_bytes=block_bytes, disk=disk)
         files[file_name], sums = FileRecord(written.bytes, written.header_crc32), written.crc32
     tensors: dict[str, TensorRecord] = {}
     for part in slices:
@@ -82,7 +83,7 @@ def write(directory: Path, file_name: str, slices: Sequence[TensorSlice], iterat
         if boxes.volume(part.box):
             chunks += (Chunk(file_name, part.key, part.box, sums[part.key]),)
         tensors[part.name] = TensorRecord(part.global_shape, dtype, chunks)
-    return Manifest(iteration, files, tensors, source=str(directory / file_name))
+    return Manifest(iteration, files, tensors, block_bytes, source=str(directory / file_name))
 
 
 class Reader:
@@ -166,11 +167,11 @@ class Reader:
         file = self._file(record, chunk)
         block = self.manifest.block_bytes
         if common == chunk.box and target.is_contiguous() and target.device.type == "cpu":
-            view, section = bytes_of(target), _section_bytes(block)
+            view, section = bytes_of(target), section_bytes(block)
             return [lambda low=low: file.read_into(chunk.key, view[low:low + section], low, chunk.crc32, block)
                     for low in range(0, len(view), section)]
         local, shape = boxes.relative(common, chunk.box), boxes.extent(chunk.box)
-        limit = SECTION_BYTES // target.dtype.itemsize
+        limit = section_bytes(block) // target.dtype.itemsize
         return [lambda piece=piece: _copy_piece(file, chunk, shape, piece, block,
                                                 target[boxes.slices(boxes.relative(piece, local))])
                 for piece in boxes.pieces(local, shape, limit)]
@@ -194,7 +195,7 @@ class Reader:
     def verify(self) -> int:
         """Read and check every chunk of every tensor without keeping it; returns the bytes checked."""
         total, block = 0, self.manifest.block_bytes
-        section = _section_bytes(block)
+        section = section_bytes(block)
         for name in self.manifest.tensors:
             record = self._record(name)
             for chunk in record.chunks:
@@ -217,11 +218,6 @@ class Reader:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _section_bytes(block: int) -> int:
-    """How much one thread reads at a time: SECTION_BYTES in whole blocks, or one larger block."""
-    return max(1, SECTION_BYTES // block) * block
 
 
 def _copy_piece(file: SafetensorsFile, chunk: Chunk, shape: Sequence[int], piece: Box, block: int,

@@ -37,3 +37,8 @@ class DataConfig:
     vocab_size: int | None = arg(None, help="vocabulary of the NullTokenizer, or to check the tokenizer against")
     allow_data_order_change: bool = arg(False, help="resume although the order of the data differs from the "
                                                     "checkpoint's", dump=False)
+
+    @property
+    def tokenizer(self) -> str:
+        """The type of tokenizer, also where none was named: synthetic data is made of plain numbers."""
+        return self.tokenizer_type or ("NullTokenizer" if self.mock_data else "GPT2BPETokenizer")

@@ -21,9 +21,9 @@ _TYPES = {"int": int, "float": float, "str": str, "list": str, "ints": int}
 class ForeignFlag:
     """One flag of Megatron's that is not ours.
 
-    `takes` is "switch", "off", "int", "float", "str", "list" or "ints"; `verdict` is NO_EFFECT ("because `text`") or REFUSED
-    (`text` says why, and what to use). `fine`: values beside the default that say what happens here anyway. `dump`: its
-    default stands in Megatron's argument dump and is true here too. `era`: "2024", "newer" or "removed".
+    `takes` is "switch", "off", "int", "float", "str", "list" or "ints"; `verdict` is NO_EFFECT ("because `text`") or
+    REFUSED (`text` says why, and what to use). `fine`: values beside the default that say what happens here anyway.
+    `dump`: its default stands in Megatron's argument dump and is true here too. `era`: "2024", "newer" or "removed".
     """
     name: str
     spelling: str

@@ -1,4 +1,4 @@
-"""What follows from the command line, the number of ranks and the size of the vocabulary. Knows no torch and no file."""
+"""What follows from the command line, the number of ranks and the vocabulary size. Knows no torch and no file."""
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -37,7 +37,7 @@ class Plan:
     @property
     def num_parameters(self) -> int:
         """Parameters of the whole model, padded vocabulary rows included."""
-        return sum(p.numel for p in self.parameters)
+        return sum(p.size for p in self.parameters)
 
     def consumed_samples(self, iteration: int) -> int:
         """Samples consumed after `iteration`: a function of the flags alone."""

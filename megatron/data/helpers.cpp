@@ -117,6 +117,7 @@ void fill_exhaustive_blending(const Array<int64_t>& sizes, Array<int16_t>& datas
 
 PYBIND11_MODULE(helpers_cpp, m) {
   m.doc() = "Sample index and blending; see megatron/data/index_helpers.py.";
+  m.attr("INTERFACE") = 1;  // raise it here and in index_helpers.py when a function changes
   m.def("fill_sample_index", &fill_sample_index<int32_t>, py::arg("lengths").noconvert(),
         py::arg("documents").noconvert(), py::arg("sequence_length"), py::arg("rows").noconvert());
   m.def("fill_sample_index", &fill_sample_index<int64_t>, py::arg("lengths").noconvert(),

@@ -10,13 +10,17 @@ from collections.abc import Sequence
 
 import numpy as np
 
+INTERFACE = 1  # an installed build of an older helpers.cpp may be found beside a newer checkout
+
 try:
     from megatron.data import helpers_cpp as _cpp
 except ImportError as error:  # not built: no compiler at install, or run from a plain checkout
-    _cpp = None
-    IMPLEMENTATION, REASON = "numpy", f"megatron.data.helpers_cpp is not built ({error}); pip install . builds it"
+    _cpp, REASON = None, f"megatron.data.helpers_cpp is not built ({error}); pip install . builds it"
 else:
-    IMPLEMENTATION, REASON = "C++", ""
+    REASON = ""
+    if getattr(_cpp, "INTERFACE", None) != INTERFACE:
+        _cpp, REASON = None, f"{_cpp.__file__} was built from other source; pip install . builds it anew"
+IMPLEMENTATION = "C++" if _cpp else "numpy"
 
 MAX_DATASETS = 32766  # Megatron's limit: dataset ids are int16
 

@@ -90,7 +90,7 @@ def _parse(line: bytes) -> object:
     if line.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         raise ValueError("is UTF-16; convert the file first (iconv -f UTF-16 -t UTF-8)")
     try:
-        return json.loads(line.decode("utf-8"))
+        return json.loads(line.decode("utf-8").rstrip("\r\n"))  # no line end, so that an open string is called that
     except UnicodeDecodeError as error:
         raise ValueError(f"is not UTF-8 (byte {error.start + 1} of the line is 0x{line[error.start]:02x})") from None
     except json.JSONDecodeError as error:

@@ -173,9 +173,15 @@ class Output:
             stack.callback(shutil.rmtree, folder, ignore_errors=True)
             self._parts = [[f"{folder}/{key}_{part}" for part in range(1, partitions)] for key in range(len(job.keys))]
         self._builders = [
-            [stack.enter_context(IndexedDatasetBuilder(path, self.dtype)) for path in (final, *parts)]
+            [self._builder(path, stack) for path in (final, *parts)]
             for final, parts in zip(self.prefixes, self._parts, strict=True)
         ]
+
+    def _builder(self, prefix: str, stack: contextlib.ExitStack) -> IndexedDatasetBuilder:
+        builder = IndexedDatasetBuilder(prefix, self.dtype)
+        stack.callback(builder.discard)
+        stack.callback(contextlib.suppress(OSError)(builder.discard))  # on a full disk the first try fails to flush
+        return builder
 
     def add(self, encoded: Encoded) -> None:
         """Append the documents of a chunk, each to its partition."""

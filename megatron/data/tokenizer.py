@@ -112,7 +112,7 @@ class TokenizerFlags:
         if not 0 < reserved < size:
             problems.append(f"--tiktoken-num-special-tokens {reserved}: must lie between 1 and --vocab-size ({size})")
         names = self.tiktoken_special_tokens or TIKTOKEN_SPECIAL
-        if not set(TIKTOKEN_SPECIAL) <= set(names) or len(set(names)) != len(names) or len(names) > reserved:
+        if not set(TIKTOKEN_SPECIAL) <= set(names) or len(set(names)) != len(names) or len(names) > reserved > 0:
             problems.append(
                 f"--tiktoken-special-tokens {' '.join(names)}: give each once, all of {' '.join(TIKTOKEN_SPECIAL)} "
                 f"among them, and at most --tiktoken-num-special-tokens ({reserved})"
@@ -169,8 +169,9 @@ def _unknown_type(tokenizer_type: str | None) -> str:
         return f"--tokenizer-type: is needed; give one of {known}"
     if tokenizer_type.startswith("BertWordPiece"):
         return f"--tokenizer-type {tokenizer_type}: BERT is not trained here; give one of {known}"
-    close = difflib.get_close_matches(tokenizer_type, TOKENIZER_TYPES, 1, 0.35)
-    hint = f"did you mean {close[0]}? Known: {known}" if close else f"give one of {known}"
+    by_lower = {name.lower(): name for name in TOKENIZER_TYPES}
+    close = difflib.get_close_matches(tokenizer_type.lower(), by_lower, 1, 0.35)
+    hint = f"did you mean {by_lower[close[0]]}? Known: {known}" if close else f"give one of {known}"
     return f"--tokenizer-type {tokenizer_type}: there is no such tokenizer here; {hint}"
 
 

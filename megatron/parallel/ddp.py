@@ -49,5 +49,7 @@ class GradBuffers:
 
 
 def _add_to_main_grad(p: torch.nn.Parameter) -> None:
+    if p.grad is None:                # the kernel added to main_grad itself
+        return
     p.main_grad.add_(p.grad)
     p.grad = None

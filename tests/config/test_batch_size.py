@@ -58,6 +58,17 @@ def test_rampup_golden_numbers():
     assert len(schedule.lines()) == 1 + len(schedule.phases)
 
 
+def test_rampup_thresholds_are_those_of_the_floating_point_rule():
+    """START + INC int(c / (SAMPLES / increments)) at every c, also where SAMPLES / p is a hair off a whole number."""
+    for samples in range(1, 45):
+        for increments in range(1, 45):
+            schedule = build(global_batch_size=1 + increments, rampup_batch_size=[1, 1, samples])
+            per_increment = samples / increments
+            for consumed in range(samples + 3):
+                expected = 1 + (increments if consumed > samples else int(consumed / per_increment))
+                assert schedule.global_batch_size(consumed) == expected, (samples, increments, consumed)
+
+
 def test_a_batch_keeps_the_size_it_began_with():
     assert [build(**GOLDEN_RAMP).samples_before(n) for n in range(1, 14)] == [
         0, 16, 32, 48, 64, 88, 112, 144, 176, 216, 264, 320, 384,

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import numpy as np
 import pytest
 
+from megatron.config.data import DataConfig
 from megatron.data.blended_dataset import BlendedDataset
 from megatron.data.build import (
+    DataFlags,
     build_train_valid_test_datasets,
     data_order_differences,
     data_order_fingerprint,
@@ -34,6 +37,12 @@ def corpora(tmp_path) -> list[str]:
 
 def build(sizes=(50, 20, 4), changes=None, **flags):
     return build_train_valid_test_datasets(data_flags(**flags), sizes=sizes, **{**COMMON, **(changes or {})})
+
+
+def test_the_flags_are_those_of_the_configuration():
+    assert set(DataFlags.__annotations__) <= {field.name for field in dataclasses.fields(DataConfig)}
+    with pytest.raises(ValueError, match="--data-path: no data is named"):
+        read_blends(DataConfig())
 
 
 def test_the_seeds_target_sizes():

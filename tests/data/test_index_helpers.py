@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import importlib.util
+import sys
 import threading
 import time
+import types
 from types import ModuleType
 
 import numpy as np
 import pytest
 
+import megatron.data
 from megatron.data import index_helpers
 from megatron.data.index_helpers import (
     build_blending_indices,
@@ -183,6 +187,24 @@ def test_sample_index_dtype_grows_only_when_it_must():
     assert sample_index_dtype(top + 1, 5) == sample_index_dtype(5, top + 1) == np.int64
 
 
-def test_the_implementation_in_use_is_named():
-    assert index_helpers.IMPLEMENTATION in ("C++", "numpy")
-    assert (index_helpers.REASON == "") == (index_helpers.IMPLEMENTATION == "C++")
+def imported_anew() -> ModuleType:
+    """index_helpers.py run again, beside the one in use."""
+    spec = importlib.util.spec_from_file_location("index_helpers_anew", index_helpers.__file__)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_implementation_in_use_is_named(cpp, monkeypatch):
+    monkeypatch.setattr(megatron.data, "helpers_cpp", cpp, raising=False)
+    found = imported_anew()
+    assert (found.IMPLEMENTATION, found.REASON) == ("C++", "")
+    rows = found.build_sample_index(np.array([3, 4], np.int32), np.array([0, 1], np.int32), 2, 3)
+    assert rows.tolist() == [[0, 0], [0, 2], [1, 1], [1, 3]]
+    monkeypatch.setattr(megatron.data, "helpers_cpp", types.SimpleNamespace(__file__="/old.so", INTERFACE=0))
+    found = imported_anew()
+    assert found.IMPLEMENTATION == "numpy" and found.REASON.startswith("/old.so was built from other source")
+    monkeypatch.delattr(megatron.data, "helpers_cpp")
+    monkeypatch.setitem(sys.modules, "megatron.data.helpers_cpp", None)
+    found = imported_anew()
+    assert found.IMPLEMENTATION == "numpy" and "is not built" in found.REASON

@@ -56,12 +56,13 @@ def test_rates_and_decay_are_equal_over_random_schedules():
     for _ in range(500):
         config = random_config(rng)
         mine, theirs = both(config, random_groups(rng, config["max_lr"]))
-        stride = max(1, config["lr_decay_steps"] // 40)
-        for _ in range(50):
-            assert mine.optimizer.param_groups == theirs.optimizer.param_groups, (config, mine.num_steps)
-            increment = rng.randint(0, 2 * stride)
-            mine.step(increment)
-            theirs.step(increment)
+        decay, wd = config["lr_decay_steps"], config["wd_incr_steps"]
+        edges = {0, int(config["lr_warmup_steps"]), decay, decay - (config["wsd_decay_steps"] or 0), wd}
+        steps = {edge + near for edge in edges for near in (-1, 0, 1)} | {rng.randint(0, 2 * decay) for _ in range(30)}
+        for samples in sorted(n for n in steps if n >= 0):
+            theirs.step(samples - theirs.num_steps)
+            mine.step(samples - mine.num_steps)
+            assert mine.optimizer.param_groups == theirs.optimizer.param_groups, (config, samples)
         assert mine.state_dict() == theirs.state_dict()
 
 
@@ -128,7 +129,8 @@ def test_rampup_sizes_and_micro_batches_are_equal():
             assert mine.global_batch_size(consumed) == theirs.get_current_running_global_batch_size()
             assert mine.num_microbatches(consumed) == theirs.get()
             consumed += mbs * dp * theirs.get()
-        for consumed in (rng.randrange(2 * ramp + 2) for _ in range(50)):
+        edges = {threshold + near for threshold, _ in mine.steps for near in (-1, 0, 1)} | {ramp, ramp + 1}
+        for consumed in sorted(edge for edge in edges if edge >= 0):
             theirs.update(consumed, consistency_check=False)
             assert mine.nominal_global_batch_size(consumed) == theirs.get_current_global_batch_size()
 

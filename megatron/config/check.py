@@ -1,0 +1,333 @@
+"""Every rule that restricts a value or spans fields, and ALL that a command line breaks at once. Knows no torch.
+
+A problem is one line: flag and value, what is wrong, what to write instead. Rules are facts/megatron.md 6 and 13.3, and
+this suite's own where Megatron would build something else than what was asked for. Files: `check_paths`.
+"""
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron.arguments import Flag, flags_of, values_of
+from megatron.config import check_paths
+from megatron.config.plan import batch_schedule
+from megatron.config.skip_ranges import SkipRanges
+from megatron.config.tree import Config
+
+_AT_LEAST_ONE = (
+    "num_layers hidden_size ffn_hidden_size num_attention_heads kv_channels num_query_groups seq_length "
+    "max_position_embeddings rotary_base rotary_seq_len_interpolation_factor make_vocab_size_divisible_by "
+    "tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size expert_model_parallel_size "
+    "ddp_bucket_size distributed_timeout_minutes loss_scale_window hysteresis vocab_size lr_wsd_decay_iters "
+    "lr_wsd_decay_samples lr_decay_iters lr_decay_samples micro_batch_size global_batch_size train_iters train_samples "
+    "eval_interval exit_interval recompute_num_layers world_size save_interval log_interval tensorboard_log_interval "
+    "tensorboard_queue_size").split()
+_NOT_NEGATIVE = (
+    "init_method_std mid_level_dataset_surplus lr min_lr lr_warmup_iters lr_warmup_samples lr_warmup_init weight_decay "
+    "start_weight_decay end_weight_decay clip_grad eval_iters num_workers manual_gc_interval ckpt_step").split()
+_POSITIVE = "norm_epsilon adam_eps loss_scale initial_loss_scale min_loss_scale exit_duration_in_mins".split()
+_BELOW_ONE = "attention_dropout hidden_dropout adam_beta1 adam_beta2 sgd_momentum lr_warmup_fraction".split()
+
+# (flags that need it, the condition in words, is it met?): a flag typed without it is said to have no effect.
+_NEEDED = (
+    ("hysteresis initial_loss_scale min_loss_scale loss_scale_window", "--fp16 without --loss-scale",
+     lambda v: v["fp16"] and v["loss_scale"] is None),
+    ("loss_scale", "--fp16 or --bf16", lambda v: v["fp16"] or v["bf16"]),
+    ("sgd_momentum", "--optimizer sgd", lambda v: v["optimizer"] == "sgd"),
+    ("adam_beta1 adam_beta2 adam_eps", "--optimizer adam", lambda v: v["optimizer"] == "adam"),
+    ("tensorboard_log_interval tensorboard_queue_size log_timers_to_tensorboard log_batch_size_to_tensorboard "
+     "log_learning_rate_to_tensorboard log_loss_scale_to_tensorboard log_validation_ppl_to_tensorboard "
+     "log_memory_to_tensorboard log_world_size_to_tensorboard", "--tensorboard-dir", lambda v: v["tensorboard_dir"]),
+    ("save_interval", "--save, so that no checkpoint will be written", lambda v: v["save"]),
+    ("no_save_optim", "--save", lambda v: v["save"]),
+    ("finetune no_load_optim exit_on_missing_checkpoint override_opt_param_scheduler allow_data_order_change "
+     "use_checkpoint_opt_param_scheduler", "--load", lambda v: v["load"]),
+    ("lr_wsd_decay_style lr_wsd_decay_iters lr_wsd_decay_samples", "--lr-decay-style WSD",
+     lambda v: v["lr_decay_style"] == "WSD"),
+    ("min_lr", "a decay (--lr-decay-style is constant)", lambda v: v["lr_decay_style"] != "constant"),
+    ("manual_gc_interval manual_gc_eval", "--manual-gc", lambda v: v["manual_gc"]),
+    ("rotary_base rotary_percent rotary_interleaved rotary_seq_len_interpolation_factor",
+     "--position-embedding-type rope",
+     lambda v: v["position_embedding_type"] == "rope" or v["use_rotary_position_embeddings"]),
+    ("data_sharding", "--dataloader-type cyclic", lambda v: v["dataloader_type"] == "cyclic"),
+    ("bias_gelu_fusion", "a GELU with biases", lambda v: v["add_bias_linear"] and not (
+        v["swiglu"] or v["geglu"] or v["squared_relu"] or v["openai_gelu"])),
+    ("split", "--data-path or --data-args-path", lambda v: not v["mock_data"]),
+)
+_ALWAYS = {
+    "attention_softmax_in_fp32": "the softmax is always computed in fp32",
+    "apply_query_key_layer_scaling": "it is numerically neutral (the softmax is always computed in fp32)",
+    "no_load_rng": "there is no random state to load: masks follow from seed and iteration",
+    "no_save_rng": "there is no random state to save: masks follow from seed and iteration",
+    "ddp_bucket_size": "gradients are reduced after the backward pass, in one buffer a type",
+}
+_LATER = {
+    "tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1, "context_parallel_size": 1,
+    "expert_model_parallel_size": 1, "use_distributed_optimizer": False, "overlap_grad_reduce": False,
+    "overlap_param_gather": False,
+}
+
+
+@dataclass
+class _Facts:
+    """The command line as the rules see it: values by name, what was typed, and which values are out of range."""
+    config: Config
+    world_size: int
+    typed: Collection[str]
+    values: dict[str, Any] = field(init=False)
+    flags: dict[str, Flag] = field(init=False)
+    bad: set[str] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.values, self.flags = values_of(self.config), flags_of(Config)
+
+    def __getitem__(self, name: str) -> Any:
+        return self.values[name]
+
+    def ok(self, *names: str) -> bool:
+        """Are all these given and in range, so that a rule may compute with them?"""
+        return all(self.values[name] is not None and name not in self.bad for name in names)
+
+    def say(self, name: str) -> str:
+        """The flag with its value, as it would be typed."""
+        flag, value = self.flags[name], self.values[name]
+        if flag.kind in ("switch", "off"):
+            return flag.spelling
+        return f"{flag.spelling} {' '.join(map(str, value)) if isinstance(value, tuple) else value}"
+
+
+def problems(config: Config, world_size: int, typed: Collection[str] = ()) -> list[str]:
+    """Everything that keeps this command line from running on `world_size` ranks, one line each; [] if nothing does.
+
+    `typed`: names of the fields the user gave (a value beside its default can be wrong only because it was given).
+    Missing files are problems only of a real run, not with --dry-run.
+    """
+    facts = _Facts(config, world_size, typed)
+    found = [line for rule in _RULES for line in rule(facts)]
+    found += check_paths.problems(config)
+    if not config.training.dry_run:
+        found += check_paths.missing(config)
+    return list(dict.fromkeys(found))
+
+
+def notes(config: Config, world_size: int, typed: Collection[str] = ()) -> list[str]:
+    """What a command line without problems should still be told, one line each."""
+    facts = _Facts(config, world_size, typed)
+    found = []
+    for names, condition, met in _NEEDED:
+        if not met(facts.values):
+            found += [f"{facts.say(name)}: no effect without {condition}" for name in names.split() if name in typed]
+    found += [f"{facts.say(name)}: no effect here, because {why}" for name, why in _ALWAYS.items()
+              if name in typed and facts[name] != facts.flags[name].default]
+    if facts["sequence_parallel"]:
+        found.append("--sequence-parallel: switched off, because --tensor-model-parallel-size is 1")
+    if facts["distributed_backend"] == "nccl" and facts["device"] == "cpu":
+        found.append("--distributed-backend nccl: no effect with one rank on the CPU")
+    found += _skip_ranges(facts)[1]
+    if config.training.dry_run:
+        found += [f"not here yet: {line}" for line in check_paths.missing(config)]
+    return found
+
+
+def _required(f: _Facts) -> Iterator[str]:
+    seq = f["seq_length"]
+    for name, hint in (
+            ("num_layers", "give the number of transformer layers"), ("hidden_size", "give the width of the model"),
+            ("num_attention_heads", "give the number of query heads"), ("seq_length", "give the tokens of one sample"),
+            ("max_position_embeddings", f"give at least the sequence length{'' if seq is None else f', {seq}'}"),
+            ("micro_batch_size", "give the samples of one forward pass on one rank"),
+            ("lr", "give the peak learning rate, as in --lr 3e-4")):
+        if f[name] is None:
+            yield f"{f.flags[name].spelling} is missing: {hint}"
+    if f["train_iters"] is None and f["train_samples"] is None:
+        yield "--train-iters is missing: give it, or --train-samples"
+
+
+def _ranges(f: _Facts) -> Iterator[str]:
+    rules = ((_AT_LEAST_ONE, lambda v: v >= 1, "must be at least 1"),
+             (_NOT_NEGATIVE, lambda v: 0 <= v < math.inf, "must not be negative"),
+             (_POSITIVE, lambda v: 0 < v < math.inf, "must be greater than 0"),
+             (_BELOW_ONE, lambda v: 0 <= v < 1, "must be at least 0 and less than 1"),
+             (["rotary_percent"], lambda v: 0 < v <= 1, "must be greater than 0 and at most 1"),
+             (["seed"], lambda v: 0 < v < 2**32, f"must be between 1 and {2**32 - 1}"))
+    for names, fits, text in rules:
+        for name in names:
+            value = f[name]
+            if value is not None and not fits(value):
+                f.bad.add(name)
+                unusual = isinstance(value, float) and not math.isfinite(value)
+                yield f"{f.say(name)}: {'must be a finite number' if unusual else text}"
+
+
+def _shape(f: _Facts) -> Iterator[str]:
+    if f.ok("hidden_size", "num_attention_heads") and f["kv_channels"] is None:
+        hidden, heads = f["hidden_size"], f["num_attention_heads"]
+        if hidden % heads:
+            near = sorted({max(heads, hidden // heads * heads), (hidden // heads + 1) * heads})
+            yield (f"--hidden-size {hidden}: not a multiple of --num-attention-heads {heads}; use "
+                   f"{' or '.join(map(str, near))}, another number of heads, or give --kv-channels")
+    if f.ok("num_attention_heads", "num_query_groups"):
+        heads, groups = f["num_attention_heads"], f["num_query_groups"]
+        if f["group_query_attention"] and heads % groups:
+            fit = [str(n) for n in range(1, heads + 1) if heads % n == 0]
+            yield (f"--num-query-groups {groups}: --num-attention-heads {heads} is not a multiple of it; use "
+                   f"{', '.join(fit[:12])}")
+        if "num_query_groups" in f.typed and not f["group_query_attention"] and groups not in (1, heads):
+            yield f"--num-query-groups {groups}: counts only with --group-query-attention; add that, or leave it out"
+    if f.ok("seq_length", "max_position_embeddings") and f["max_position_embeddings"] < f["seq_length"]:
+        yield (f"--max-position-embeddings {f['max_position_embeddings']}: less than --seq-length {f['seq_length']}; "
+               f"use {f['seq_length']} or more")
+    if f.ok("hidden_size", "num_attention_heads", "rotary_percent") and f.config.model.positions == "rope":
+        width = f.config.model.head_dim
+        rotated = int(width * f["rotary_percent"])
+        if rotated < 2 or rotated % 2:
+            yield (f"--rotary-percent {f['rotary_percent']}: rotates {rotated} of the {width} channels of a head; it "
+                   "must be an even number (see --kv-channels)")
+    if f["use_rotary_position_embeddings"] and f["position_embedding_type"] == "none":
+        yield ("--position-embedding-type none: --use-rotary-position-embeddings asks for rope; leave one of them out")
+    yield from _only_one(f, "swiglu", "geglu", "squared_relu", "openai_gelu")
+
+
+def _only_one(f: _Facts, *names: str) -> Iterator[str]:
+    given = [f.flags[name].spelling for name in names if f[name]]
+    if len(given) > 1:
+        yield f"{' and '.join(given)}: only one of these can be given"
+
+
+def _precision(f: _Facts) -> Iterator[str]:
+    yield from _only_one(f, "fp16", "bf16", "fp64")
+    if f["fp32_residual_connection"] and not (f["fp16"] or f["bf16"]):
+        yield "--fp32-residual-connection: needs --fp16 or --bf16; everything is in fp32 already, so leave it out"
+    if f["fp16_lm_cross_entropy"] and not f["fp16"]:
+        yield "--fp16-lm-cross-entropy: needs --fp16; leave it out"
+    if f["fp16"] and f.ok("initial_loss_scale", "min_loss_scale") and f["initial_loss_scale"] < f["min_loss_scale"]:
+        yield f"{f.say('initial_loss_scale')}: less than {f.say('min_loss_scale')}; use at least that"
+
+
+def _parallel(f: _Facts) -> Iterator[str]:
+    for name, off in _LATER.items():
+        if f[name] != off and name not in f.bad:
+            yield (f"{f.say(name)}: not supported yet in this version; use data parallelism: torchrun --nproc-per-node "
+                   "N, and leave the flag out")
+    if f["world_size"] is not None and not f["dry_run"]:
+        yield f"--world-size {f['world_size']}: only for --dry-run; the launcher (torchrun, srun) sets the real one"
+    if f["distributed_backend"] == "nccl" and f["device"] == "cpu" and f.world_size > 1:
+        yield "--distributed-backend nccl: works between CUDA devices, not with --device cpu; use gloo"
+
+
+def _run(f: _Facts) -> Iterator[str]:
+    """Length, batch and what counts in iterations or in samples."""
+    if f["train_iters"] is not None and f["train_samples"] is not None:
+        yield (f"{f.say('train_iters')} and {f.say('train_samples')}: two lengths of the same run; give only one of "
+               "them")
+    else:
+        samples = f["train_samples"] is not None
+        mine, other = ("samples", "iters") if samples else ("iters", "samples")
+        for stem in ("lr_decay", "lr_warmup", "lr_wsd_decay"):
+            if (samples or f["train_iters"] is not None) and f[f"{stem}_{other}"]:
+                yield (f"{f.say(f'{stem}_{other}')}: the run is counted by --train-{mine}; use "
+                       f"--{stem.replace('_', '-')}-{mine}")
+        if f["train_iters"] is not None:
+            for name in ("rampup_batch_size", "step_batch_size_schedule"):
+                if f[name] is not None:
+                    yield f"{f.say(name)}: changes the batch by samples; give --train-samples instead of --train-iters"
+    if f["lr_warmup_fraction"] is not None:
+        for name in ("lr_warmup_iters", "lr_warmup_samples"):
+            if f[name]:
+                yield f"{f.say(name)} and {f.say('lr_warmup_fraction')}: two warm-ups; give only one of them"
+    if f.ok("micro_batch_size") and not f.bad & {"global_batch_size", "seq_length"}:
+        yield from _batch(f)
+
+
+def _batch(f: _Facts) -> list[str]:
+    try:
+        schedule = batch_schedule(f.config, max(1, f.world_size))
+    except ValueError as error:
+        return str(error).splitlines()
+    # A resumed run may have passed the sizes of the ramp that do not fit; the last one comes in any case.
+    return schedule.problems(schedule.phases[-1].consumed if f["load"] else 0)
+
+
+def _schedule(f: _Facts) -> Iterator[str]:
+    """Learning rate and weight decay."""
+    for name in ("min_lr", "lr_warmup_init"):
+        if f.ok("lr", name) and f[name] > f["lr"]:
+            yield f"{f.say(name)}: greater than {f.say('lr')}; use at most that"
+    unit = "iters" if f["train_samples"] is None else "samples"
+    horizon = f"lr_decay_{unit}" if f[f"lr_decay_{unit}"] is not None else f"train_{unit}"
+    if f.ok(horizon):
+        warmup = f"lr_warmup_{unit}"
+        if f.ok(warmup) and f[warmup] and f[warmup] >= f[horizon]:
+            yield f"{f.say(warmup)}: must be less than {f.say(horizon)}, the end of the decay"
+        wsd = f"lr_wsd_decay_{unit}"
+        if f["lr_decay_style"] == "WSD" and f[wsd] is None:
+            yield f"--lr-decay-style WSD: needs the length of its anneal; give {f.flags[wsd].spelling}"
+        elif f["lr_decay_style"] == "WSD" and f.ok(wsd) and f[wsd] > f[horizon]:
+            yield f"{f.say(wsd)}: longer than {f.say(horizon)}, the whole schedule; use at most that"
+    ends = ("start_weight_decay", "end_weight_decay")
+    if f["weight_decay_incr_style"] == "constant":
+        for name in ends:
+            if f[name] is not None:
+                yield (f"{f.say(name)}: weight decay is constant; use --weight-decay, or --weight-decay-incr-style "
+                       "linear or cosine")
+    else:
+        for name in ends:
+            if f[name] is None:
+                yield (f"{f.flags[name].spelling} is missing: {f.say('weight_decay_incr_style')} needs start and end")
+        if f.ok(*ends) and f[ends[0]] > f[ends[1]]:
+            yield f"{f.say(ends[0])}: greater than {f.say(ends[1])}; weight decay can only rise"
+    yield from _only_one(f, "override_opt_param_scheduler", "use_checkpoint_opt_param_scheduler")
+
+
+def _loop(f: _Facts) -> Iterator[str]:
+    """Recompute, determinism, checkpoints."""
+    layers, method = f["recompute_num_layers"], f["recompute_method"]
+    if f["recompute_activations"] and f["recompute_granularity"] == "full":
+        yield "--recompute-granularity full: --recompute-activations means selective; leave one of them out"
+    elif f["recompute_granularity"] == "full":
+        if method is None:
+            yield "--recompute-method is missing: --recompute-granularity full needs uniform or block"
+        if layers is None:
+            yield "--recompute-num-layers is missing: --recompute-granularity full needs it, 1 is usual"
+        elif f.ok("num_layers", "recompute_num_layers") and layers > f["num_layers"]:
+            yield f"--recompute-num-layers {layers}: there are only {f['num_layers']} layers; use at most that"
+    else:
+        for name in ("recompute_method", "recompute_num_layers"):
+            if f[name] is not None:
+                yield f"{f.say(name)}: needs --recompute-granularity full; add that, or leave it out"
+    if f["cudnn_benchmark"] and (f["deterministic_mode"] or f["cudnn_deterministic"]):
+        yield "--cudnn-benchmark: chooses kernels by their time, which is not deterministic; leave one of the two out"
+    if f["save"] is not None and f["save_interval"] is None:
+        yield f"--save-interval is missing: {f.say('save')} needs the iterations between checkpoints"
+    for name in ("ckpt_step", "use_checkpoint_args"):
+        if f[name] not in (None, False) and f["load"] is None:
+            yield f"{f.say(name)}: needs --load DIR, the directory of the checkpoint"
+
+
+def _skips(f: _Facts) -> list[str]:
+    return _skip_ranges(f)[0]
+
+
+def _skip_ranges(f: _Facts) -> tuple[list[str], list[str]]:
+    """(problems, warnings) of the iterations to skip."""
+    if f["train_range_to_skip"] is None and f["iterations_to_skip"] is None:
+        return [], []
+    iterations, before = f["train_iters"] if f.ok("train_iters") else None, None
+    try:
+        schedule = batch_schedule(f.config, max(1, f.world_size))
+        before = schedule.samples_before
+        if f.ok("train_samples"):
+            iterations = schedule.train_iters_from_samples(f["train_samples"])
+    except (ValueError, TypeError):
+        pass                                           # the batch flags have problems of their own, said above
+    try:
+        skips = SkipRanges.parse(f["train_range_to_skip"], iterations, iterations_to_skip=f["iterations_to_skip"],
+                                 samples_before=before, seq_length=f["seq_length"])
+    except ValueError as error:
+        return str(error).splitlines(), []
+    return [], [f"WARNING: {line}" for line in skips.warnings] + skips.infos
+
+
+_RULES = (_required, _ranges, _shape, _precision, _parallel, _run, _schedule, _loop, _skips)

@@ -1,0 +1,283 @@
+"""Rules about data, tokenizer and files: which flags name them, and what is missing on this machine. Reads no content
+but lists of paths; knows no data format.
+"""
+from __future__ import annotations
+
+import difflib
+import json
+import math
+import os
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from megatron.config.checkpoint import CheckpointConfig
+from megatron.config.data import DataConfig
+from megatron.config.tree import Config
+
+SPLITS = ("train", "valid", "test")
+# Files each tokenizer is made from (megatron/data/tokenizer.py builds them): flag and what it is.
+_MODEL = (("tokenizer_model", "its model file"),)
+TOKENIZER_FILES = {
+    "GPT2BPETokenizer": (("vocab_file", "vocab.json"), ("merge_file", "merges.txt")),
+    "SentencePieceTokenizer": _MODEL,
+    "GPTSentencePieceTokenizer": _MODEL,
+    "Llama2Tokenizer": _MODEL,
+    "HuggingFaceTokenizer": (("tokenizer_model", "a tokenizer.json, or the directory that holds it"),),
+    "TikTokenizer": _MODEL,
+    "NullTokenizer": (),
+}
+
+
+def problems(config: Config) -> list[str]:
+    """What is wrong with the flags themselves, whatever files there are."""
+    return [*_sources(config.data), *_split(config), *_tokenizer_type(config.data), *_blends(config.data)]
+
+
+def missing(config: Config) -> list[str]:
+    """What a real run would not find on this machine."""
+    d, c = config.data, config.checkpoint
+    found = []
+    if not any(_given(d).values()):
+        found.append("no data: give --data-path PREFIX (written by tools/preprocess_data.py), or --mock-data")
+    found += [*_corpora(d), *_tokenizer_files(d), *_checkpoint(c)]
+    for flag, path in (("--save", c.save), ("--data-cache-path", d.data_cache_path),
+                       ("--tensorboard-dir", config.logging.tensorboard_dir)):
+        if path is not None:
+            found += _directory_to_write(flag, path)
+    metrics = config.logging.metrics_file
+    if metrics is not None and os.path.isdir(metrics):
+        found.append(f"--metrics-file {metrics}: is a directory; give the name of a file")
+    return found
+
+
+def _given(d: DataConfig) -> dict[str, bool]:
+    per_split = {f"--{name}-data-path": getattr(d, f"{name}_data_path") for name in SPLITS}
+    named = [flag for flag, value in per_split.items() if value]
+    return {"--data-path": bool(d.data_path), "--data-args-path": d.data_args_path is not None,
+            "--per-split-data-args-path": d.per_split_data_args_path is not None,
+            " ".join(named) or "--train-data-path": bool(named), "--mock-data": d.mock_data}
+
+
+def _sources(d: DataConfig) -> Iterator[str]:
+    given = [flag for flag, value in _given(d).items() if value]
+    if len(given) > 1:
+        yield f"{' and '.join(given)}: each names the data of the run; give only one of them"
+
+
+def _split(config: Config) -> Iterator[str]:
+    d = config.data
+    if d.split is None:
+        return
+    per_split = [flag for flag, value in _given(d).items() if value and "-data-" in flag
+                 and flag not in ("--data-path", "--data-args-path")]
+    if per_split:
+        yield f"--split {d.split}: has no meaning with {per_split[0]}, which names the data of each split; leave it out"
+    words = [word for word in re.split(r"[,/\s]+", d.split.strip()) if word]
+    shares = [_number(word) for word in words]
+    if not 1 <= len(shares) <= 3 or not all(s is not None and 0 <= s < math.inf for s in shares) or not sum(shares):
+        yield f"--split {d.split}: give the shares of train, validation and test, as in --split 949,50,1"
+    elif shares[0] == 0 and not config.training.skip_train:
+        yield f"--split {d.split}: leaves no data for training; the first share must be greater than 0"
+
+
+def _number(word: str) -> float | None:
+    try:
+        return float(word)
+    except ValueError:
+        return None
+
+
+def _tokenizer_type(d: DataConfig) -> Iterator[str]:
+    kind = d.tokenizer
+    if kind in TOKENIZER_FILES:
+        return
+    known = ", ".join(TOKENIZER_FILES)
+    if kind.startswith("BertWordPiece"):
+        yield f"--tokenizer-type {kind}: BERT is not trained here; use one of {known}"
+        return
+    close = difflib.get_close_matches(kind, TOKENIZER_FILES, 1, 0.5)
+    yield (f"--tokenizer-type {kind}: there is no such tokenizer; " +
+           (f"did you mean {close[0]}?" if close else f"use one of {known}"))
+
+
+def _tokenizer_files(d: DataConfig) -> Iterator[str]:
+    kind = d.tokenizer
+    for name, what in TOKENIZER_FILES.get(kind, ()):
+        flag, path = "--" + name.replace("_", "-"), getattr(d, name)
+        if path is None:
+            yield f"{flag} is missing: {kind} needs {what}"
+        elif not os.path.exists(path):
+            yield f"{flag} {path}: no such file; {kind} needs {what} on this machine" + _near_file(path)
+        elif os.path.isdir(path) and kind != "HuggingFaceTokenizer":
+            yield f"{flag} {path}: is a directory; {kind} needs {what}"
+        elif not os.access(path, os.R_OK):
+            yield f"{flag} {path}: cannot be read; change its permissions"
+    if kind == "NullTokenizer" and d.vocab_size is None:
+        why = "the synthetic text of --mock-data" if d.mock_data and d.tokenizer_type is None else "NullTokenizer"
+        yield f"--vocab-size is missing: {why} needs the number of ids, as in --vocab-size 50257"
+
+
+def _near_file(path: str) -> str:
+    folder, name = os.path.split(path)
+    close = difflib.get_close_matches(name, _listing(folder or "."), 1, 0.6)
+    return f"; there is {os.path.join(folder, close[0])}" if close else ""
+
+
+def _listing(folder: str) -> list[str]:
+    try:
+        return sorted(os.listdir(folder))
+    except OSError:
+        return []
+
+
+def _read_blends(d: DataConfig) -> list[tuple[str, list[str] | str]]:
+    """(flag, its words, or what is wrong with the file that should hold them)."""
+    found: list[tuple[str, list[str] | str]] = []
+    for name in ("data_path", *(f"{split}_data_path" for split in SPLITS)):
+        if getattr(d, name) is not None:
+            found.append(("--" + name.replace("_", "-"), [str(word).strip() for word in getattr(d, name)]))
+    if d.data_args_path is not None:
+        lines = _text(d.data_args_path)
+        words = " ".join(lines).split() if isinstance(lines, list) else lines
+        found.append((f"--data-args-path {d.data_args_path}", words))
+    if d.per_split_data_args_path is not None:
+        found += _split_file(d.per_split_data_args_path)
+    return found
+
+
+def _text(path: str) -> list[str] | str:
+    """The lines of a file, or why they cannot be read."""
+    try:
+        return Path(path).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        return f"cannot be read ({getattr(error, 'strerror', None) or error})"
+
+
+def _split_file(path: str) -> list[tuple[str, list[str] | str]]:
+    flag, lines = f"--per-split-data-args-path {path}", _text(path)
+    if isinstance(lines, str):
+        return [(flag, lines)]
+    try:
+        blends = json.loads("\n".join(lines))
+    except json.JSONDecodeError as error:
+        return [(flag, f"is no JSON ({error}); write {{\"train\": [...], \"valid\": [...], \"test\": [...]}}")]
+    if not isinstance(blends, dict) or not blends or not set(blends) <= set(SPLITS):
+        return [(flag, "must be an object with the keys train, valid, test (some may be left out)")]
+    found: list[tuple[str, list[str] | str]] = []
+    for name, items in blends.items():
+        items = items.split() if isinstance(items, str) else items
+        if items is None:
+            continue
+        if not isinstance(items, list) or not all(isinstance(item, str | int | float) for item in items):
+            found.append((f"{flag}, {name}", "must be a list of weights and prefixes, or one string of them"))
+        else:
+            found.append((f"{flag}, {name}", [str(item).strip() for item in items]))
+    return found
+
+
+def blend_problem(words: Sequence[str]) -> str | None:
+    """What is wrong with the words of a blend, or None. Grammar: facts/megatron.md 3, as megatron-core reads it."""
+    if not words or not all(words):
+        return "names no data; give a prefix, or pairs of weight and prefix"
+    weights = [_number(word) for word in words[::2]]
+    if len(words) % 2 or all(weight is None for weight in weights):
+        return None
+    for word, weight in zip(words[::2], weights, strict=True):
+        if weight is None:
+            return f"{word} stands where a weight is expected; give pairs of weight and prefix"
+        if not 0 < weight < math.inf:
+            return f"the weight {word} must be a positive number; leave out data that is not wanted"
+    return None
+
+
+def _prefixes(words: Sequence[str]) -> Sequence[str]:
+    return words if len(words) % 2 or _number(words[0]) is None else words[1::2]
+
+
+def _blends(d: DataConfig) -> Iterator[str]:
+    for flag, words in _read_blends(d):
+        wrong = None if isinstance(words, str) else blend_problem(words)
+        if wrong:
+            yield f"{flag}: {wrong}"
+
+
+def _corpora(d: DataConfig) -> Iterator[str]:
+    for flag, words in _read_blends(d):
+        if isinstance(words, str):
+            yield f"{flag}: {words}"
+        elif blend_problem(words) is None:
+            for prefix in _prefixes(words):
+                yield from _corpus(flag, prefix, len(words))
+
+
+def _corpus(flag: str, prefix: str, words: int) -> Iterator[str]:
+    lost = [end for end in (".idx", ".bin") if not os.path.isfile(prefix + end)]
+    if not lost:
+        return
+    shown = f"{flag} {prefix}" if words == 1 else f"{flag}: {prefix}"
+    stem, end = os.path.splitext(prefix)
+    if end in (".bin", ".idx") and all(os.path.isfile(stem + e) for e in (".idx", ".bin")):
+        yield f"{shown}: give the prefix without {end}: {stem}"
+    elif end in (".json", ".jsonl", ".txt", ".gz", ".zst", ".xz") and os.path.isfile(prefix):
+        yield f"{shown}: is text; tools/preprocess_data.py makes the .bin and .idx files that training reads"
+    elif len(lost) == 1:
+        yield f"{shown}: {prefix}{lost[0]} is missing beside its other half; preprocess again, or copy it too"
+    elif words > 1 and _number(prefix) is not None:
+        yield f"{shown} is a number where a prefix is expected; give a weight for every prefix, or for none"
+    else:
+        yield f"{shown}: there is no {prefix}.idx and .bin" + _near_prefixes(prefix)
+
+
+def _near_prefixes(prefix: str) -> str:
+    """Prefixes in the same directory, the nearest first; or that there is no such directory."""
+    folder, name = os.path.split(prefix)
+    if not os.path.isdir(folder or "."):
+        return f"; there is no directory {folder} (paths start at {os.getcwd()})"
+    here = set(_listing(folder or "."))
+    known = sorted(n[:-4] for n in here if n.endswith(".idx") and n[:-4] + ".bin" in here)
+    close = difflib.get_close_matches(name, known, 3, 0.4) or known[:3]
+    if not close:
+        return f"; {folder or 'the current directory'} holds no data set (tools/preprocess_data.py makes them)"
+    return f"; there is {' and '.join(os.path.join(folder, n) for n in close)}"
+
+
+def _checkpoint(c: CheckpointConfig) -> Iterator[str]:
+    if c.load is None:
+        return
+    if os.path.isfile(c.load):
+        yield f"--load {c.load}: is a file; give the directory that holds the iter_XXXXXXX directories"
+        return
+    here = sorted(int(n[5:]) for n in _listing(c.load) if re.fullmatch(r"iter_\d{7,}", n))
+    if c.ckpt_step is not None and not os.path.isdir(os.path.join(c.load, f"iter_{c.ckpt_step:07d}")):
+        have = f"there are {', '.join(map(str, here[-6:]))}" if here else "there is none"
+        yield f"--ckpt-step {c.ckpt_step}: {c.load} has no checkpoint of that iteration; {have}"
+    elif c.exit_on_missing_checkpoint and newest_checkpoint(c.load) is None:
+        yield (f"--load {c.load}: no checkpoint there, and --exit-on-missing-checkpoint is given; leave that out to "
+               "start from random weights")
+
+
+def newest_checkpoint(load: str, ckpt_step: int | None = None) -> Path | None:
+    """The iter_XXXXXXX directory that --load means: itself, that of `ckpt_step`, or the tracker's; None if absent."""
+    folder = Path(load)
+    if re.fullmatch(r"iter_\d{7,}", folder.name) and folder.is_dir() and ckpt_step is None:
+        return folder
+    name = str(ckpt_step) if ckpt_step is not None else ""
+    if ckpt_step is None:
+        lines = _text(str(folder / "latest_checkpointed_iteration.txt"))
+        name = lines[0].strip() if isinstance(lines, list) and lines else ""
+    if not name.isdecimal():
+        return None
+    found = folder / f"iter_{int(name):07d}"
+    return found if found.is_dir() else None
+
+
+def _directory_to_write(flag: str, path: str) -> Iterator[str]:
+    """A directory that can be made or written: the nearest existing parent must be a writable directory."""
+    there = os.path.abspath(path)
+    while not os.path.lexists(there):
+        there = os.path.dirname(there)
+    if not os.path.isdir(there):
+        yield f"{flag} {path}: {there} is not a directory; give another path"
+    elif not os.access(there, os.W_OK | os.X_OK):
+        yield f"{flag} {path}: {there} cannot be written to; give another path, or change its permissions"

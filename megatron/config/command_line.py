@@ -1,0 +1,263 @@
+"""From argv to a checked configuration, and back to the text that shows it: help, argument dump, plan. Knows no torch.
+
+Everything wrong with a command line is said at once, in well under a second, before anything large is imported.
+"""
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megatron.arguments import (
+    Parsed,
+    Parser,
+    Problems,
+    build_parser,
+    config_from,
+    flags_of,
+    parse,
+    read_words,
+    values_of,
+)
+from megatron.config import check, megatron_flags
+from megatron.config.check_paths import newest_checkpoint
+from megatron.config.model import ModelConfig
+from megatron.config.plan import Plan, describe, make_plan
+from megatron.config.tree import Config
+
+DESCRIPTION = ("Pretrain a GPT. Values follow their flags; @FILE reads flags from a file (typed ones win). Flags of "
+               "Megatron-LM that have no effect here, or are refused, are listed with the reason in docs/flags.md.")
+_RANKS = ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
+_GPT2_VOCABULARY = 50257
+# Of the architecture, what may differ from the checkpoint's under --use-checkpoint-args: the weights fit either way.
+_FREE = {"seq_length", "attention_dropout", "hidden_dropout", "init_method_std", "init_method_xavier_uniform",
+         "fp32_residual_connection", "attention_softmax_in_fp32", "apply_query_key_layer_scaling"}
+# Names that say one thing together: (name in messages, all names, what they say).
+_TOGETHER: tuple[tuple[str, tuple[str, ...], Callable[[ModelConfig], Any]], ...] = (
+    ("ffn_hidden_size", ("ffn_hidden_size",), lambda m: m.ffn),
+    ("kv_channels", ("kv_channels",), lambda m: m.head_dim),
+    ("num_query_groups", ("num_query_groups", "group_query_attention"), lambda m: m.query_groups),
+    ("position_embedding_type", ("position_embedding_type", "use_rotary_position_embeddings",
+                                 "add_position_embedding"), lambda m: m.positions),
+    ("max_position_embeddings", ("max_position_embeddings",),
+     lambda m: m.max_position_embeddings if m.positions == "learned_absolute" else None),
+    ("add_bias_linear", ("add_bias_linear", "add_qkv_bias", "add_attention_output_bias", "add_mlp_bias"),
+     lambda m: (m.qkv_bias, m.attention_output_bias, m.mlp_bias)),
+    ("bias_gelu_fusion", ("bias_gelu_fusion", "openai_gelu"),
+     lambda m: m.openai_gelu or (m.bias_gelu_fusion and m.add_bias_linear)),
+)
+
+
+@dataclass(frozen=True)
+class CommandLine:
+    """A command line without problems. `typed`: what the user gave, by field name; `foreign`: Megatron's flags that
+    have no effect here; `notes`: lines to print at the start; `world_size` is the plan's with --dry-run."""
+    config: Config
+    typed: dict[str, Any]
+    foreign: dict[str, Any]
+    notes: list[str]
+    world_size: int
+    rank: int
+
+
+def parser() -> Parser:
+    """All flags of pretrain_gpt.py, Megatron's foreign ones too (help leaves those out)."""
+    return build_parser(Config, prog="pretrain_gpt.py", description=DESCRIPTION, extra=megatron_flags.parser_flags(),
+                        explain=megatron_flags.explain)
+
+
+def read(argv: Sequence[str], environ: Mapping[str, str]) -> CommandLine:
+    """The checked command line of this process; `environ` says which rank of how many it is.
+
+    Problems go to stderr of rank 0, one line each, and the process exits with 2; --help exits with 0.
+    """
+    flags = parser()
+    parsed = parse(flags, argv)
+    place, wrong = _place(environ)
+    if parsed.help:
+        if place["rank"] == 0:
+            print(flags.help(), end="", flush=True)
+        raise SystemExit(0)
+    line, problems = _checked(flags, parsed, place)
+    if wrong or problems:
+        if place["rank"] == 0:
+            print("\n".join(f"error: {text}" for text in [*wrong, *problems]), file=sys.stderr, flush=True)
+        raise SystemExit(2)
+    return line
+
+
+def _checked(flags: Parser, parsed: Parsed, place: Mapping[str, int]) -> tuple[CommandLine, list[str]]:
+    foreign = {name: value for name, value in parsed.typed.items() if name in megatron_flags.FOREIGN}
+    typed = {name: value for name, value in parsed.typed.items() if name not in foreign}
+    theirs = _from_checkpoint(flags, typed)
+    config = config_from(Config, {**theirs.values, **typed})
+    world_size = config.training.world_size if config.training.dry_run else None
+    world_size = max(1, world_size or place["world_size"])
+    found = check.problems(config, world_size, typed)
+    unread = tuple(f"{flag.spelling} is missing" for flag in flags.flags if flag.name in parsed.broken)
+    problems = [*parsed.problems, *megatron_flags.refused(foreign), *theirs.problems,
+                *(text for text in found if not text.startswith(unread))]
+    notes = [*parsed.notes, *megatron_flags.without_effect(foreign), *theirs.notes]
+    if not problems:
+        notes += check.notes(config, world_size, typed)
+    return CommandLine(config, typed, foreign, notes, world_size, place["rank"]), problems
+
+
+def _place(environ: Mapping[str, str]) -> tuple[dict[str, int], list[str]]:
+    """{rank, world_size} as the launcher gave them, and what is wrong with its variables."""
+    found, wrong = {"world_size": 1, "rank": 0}, []
+    size = next((name for name in _RANKS if environ.get(name)), None)
+    rank = next((name for name in ("RANK", "SLURM_PROCID") if environ.get(name) and size), None)
+    for key, name in (("world_size", size), ("rank", rank)):
+        if name and environ[name].isdecimal():
+            found[key] = int(environ[name])
+        elif name:
+            wrong.append(f"{name}={environ[name]} in the environment: not a whole number; unset it, or use a launcher")
+    if not wrong and not 0 <= found["rank"] < found["world_size"]:
+        wrong.append(f"{rank}={found['rank']} in the environment: must be less than {size}={found['world_size']}; "
+                     "unset both, or use a launcher")
+        found["rank"] = 0
+    return found, wrong
+
+
+@dataclass
+class _Theirs:
+    """What --use-checkpoint-args brings."""
+    values: dict[str, Any] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+def _from_checkpoint(flags: Parser, typed: Mapping[str, Any]) -> _Theirs:
+    """The architecture of the newest checkpoint (or of --ckpt-step), and where typed flags contradict it."""
+    found = _Theirs()
+    load = typed.get("load")
+    if not typed.get("use_checkpoint_args") or load is None:
+        return found
+    folder = newest_checkpoint(load, typed.get("ckpt_step"))
+    if folder is None:
+        found.notes.append(f"--use-checkpoint-args: no checkpoint in {load}; the command line's values count")
+        return found
+    try:
+        words = read_words(folder / "args")
+    except Problems as error:
+        found.problems += [f"--use-checkpoint-args: {line.removeprefix('@')}" for line in error.lines]
+        return found
+    theirs = parse(flags, [word for word in words if not word.startswith("@")])
+    found.problems += [f"--use-checkpoint-args: {folder / 'args'}: {line}" for line in theirs.problems]
+    if found.problems:
+        return found
+    saved = config_from(Config, theirs.typed)
+    values = values_of(saved)
+    for name, flag in flags_of(Config).items():
+        if (flag.group == "model" or name in ("tokenizer_type", "vocab_size")) and name not in typed:
+            found.values[name] = values[name]
+            if values[name] != flag.default:
+                found.notes.append(f"Setting {name} to {values[name]} from checkpoint")
+    merged = config_from(Config, {**found.values, **typed})
+    found.problems += _contradictions(saved.model, merged.model, typed, folder)
+    return found
+
+
+def _contradictions(saved: ModelConfig, ours: ModelConfig, typed: Mapping[str, Any], folder: Path) -> list[str]:
+    """A line for everything that the typed flags say otherwise than the checkpoint."""
+    said_together = {name for _, names, _ in _TOGETHER for name in names}
+    plain = [(name, (name,), lambda m, name=name: getattr(m, name)) for name, flag in flags_of(Config).items()
+             if flag.group == "model" and name not in _FREE | said_together]
+    lines = []
+    for name, names, value in (*plain, *_TOGETHER):
+        given = [n for n in names if n in typed]
+        if given and value(saved) != value(ours):
+            spelling = " ".join(flags_of(Config)[n].spelling for n in given)
+            lines.append(f"{spelling}: {name} is {value(ours)} by it and {value(saved)} in the checkpoint {folder}; "
+                         "leave it out, or load without --use-checkpoint-args")
+    return lines
+
+
+def dumped_values(config: Config, plan: Plan, foreign: Mapping[str, Any] | None = None, *, rank: int = 0,
+                  distributed_backend: str | None = None) -> dict[str, Any]:
+    """{name: value} as Megatron's dump has them after its own checks: defaults filled in, derived names added.
+
+    `foreign`: typed flags without effect; `distributed_backend`: the one in use, where the flag left it open.
+    """
+    flags, m, t, o = flags_of(Config), config.model, config.training, config.optimizer
+    values = values_of(config)
+    found = {name: value for name, value in values.items() if flags[name].dump or value != flags[name].default}
+    found = {name: list(v) if isinstance(v, tuple) else v for name, v in found.items()}
+    found.pop("recompute_activations", None)
+    found |= {name: value or None for name, value in found.items() if name.startswith(("no_load_", "no_save_"))}
+    found |= megatron_flags.dumped(foreign or {})
+    constant = o.weight_decay_incr_style == "constant"
+    by_device = {"cpu": "gloo", "cuda": "nccl"}.get(t.device, "auto")
+    return found | {
+        "accumulate_allreduce_grads_in_fp32": values["accumulate_allreduce_grads_in_fp32"] or config.precision.bf16,
+        "attention_softmax_in_fp32": m.attention_softmax_in_fp32 or m.apply_query_key_layer_scaling,
+        "bias_gelu_fusion": m.bias_gelu_fusion and m.add_bias_linear,
+        "consumed_train_samples": 0, "consumed_valid_samples": 0,
+        "data_parallel_size": plan.data_parallel_size,
+        "dataloader_type": config.data.dataloader_type or "single",
+        "distributed_backend": config.parallel.distributed_backend or distributed_backend or by_device,
+        "encoder_num_layers": m.num_layers, "encoder_seq_length": m.seq_length,
+        "end_weight_decay": o.weight_decay if constant else o.end_weight_decay,
+        "start_weight_decay": o.weight_decay if constant else o.start_weight_decay,
+        "ffn_hidden_size": m.ffn, "kv_channels": m.head_dim, "position_embedding_type": m.positions,
+        "global_batch_size": plan.batch.final_global_batch_size,
+        "overlap_p2p_comm": False,
+        "params_dtype": f"torch.{config.precision.params_dtype}",
+        "rampup_batch_size": None if t.rampup_batch_size is None else list(map(str, t.rampup_batch_size)),
+        "rank": rank, "world_size": plan.world_size,
+        "recompute_granularity": t.recompute,
+        "sequence_parallel": config.parallel.sequence_parallel and config.parallel.tensor_model_parallel_size > 1,
+        "split": plan.split, "tokenizer_type": config.data.tokenizer,
+        "transformer_pipeline_model_parallel_size": config.parallel.pipeline_model_parallel_size,
+        "variable_seq_lengths": False, "virtual_pipeline_model_parallel_size": None,
+    }
+
+
+def dump(config: Config, plan: Plan, foreign: Mapping[str, Any] | None = None, **place: Any) -> str:
+    """The argument dump in Megatron's form (facts/megatron.md 11.1); arguments as for `dumped_values`."""
+    lines = [f"  {name} {'.' * (48 - len(name))} {value}"
+             for name, value in dumped_values(config, plan, foreign, **place).items()]
+    return "\n".join([f"{'-' * 24} arguments {'-' * 24}", *sorted(lines, key=str.lower),
+                      f"{'-' * 20} end of arguments {'-' * 21}"])
+
+
+def start_lines(line: CommandLine) -> list[str]:
+    """What a run prints first, in Megatron's order: sizes, notes, precision, argument dump, micro-batches."""
+    config, p = line.config, line.config.parallel
+    plan = make_plan(config, line.world_size, vocabulary(config)[0])
+    found = [f"using world size: {plan.world_size}, data-parallel size: {plan.data_parallel_size}, context-parallel "
+             f"size: {p.context_parallel_size} tensor-model-parallel size: {p.tensor_model_parallel_size}, "
+             f"pipeline-model-parallel size: {p.pipeline_model_parallel_size} ", *line.notes]
+    if config.training.global_batch_size is None and config.training.step_batch_size_schedule is None:
+        found.append(f"setting global batch size to {plan.batch.final_global_batch_size}")
+    if config.precision.bf16 and not config.precision.accumulate_allreduce_grads_in_fp32:
+        found.append("accumulate and all-reduce gradients in fp32 for bfloat16 data type.")
+    return [*found, f"using torch.{config.precision.params_dtype} for parameters ...",
+            dump(config, plan, line.foreign, rank=line.rank), *plan.batch.lines()]
+
+
+def vocabulary(config: Config) -> tuple[int, str]:
+    """(size, where it comes from) of the vocabulary as far as it is known without building the tokenizer."""
+    d = config.data
+    if d.vocab_size is not None:
+        return d.vocab_size, "--vocab-size"
+    if d.tokenizer == "GPT2BPETokenizer" and d.vocab_file and os.path.isfile(d.vocab_file):
+        try:
+            size = len(json.loads(Path(d.vocab_file).read_text(encoding="utf-8")))
+            return max(1, size), f"--vocab-file {d.vocab_file}"
+        except (OSError, ValueError, TypeError):
+            pass                                       # building the tokenizer says what is wrong with it
+    return _GPT2_VOCABULARY, "assumed, GPT-2's; give --vocab-size to plan for another"
+
+
+def print_plan(line: CommandLine) -> None:
+    """What --dry-run prints."""
+    size, source = vocabulary(line.config)
+    plan = make_plan(line.config, line.world_size, size)
+    lines = [*line.notes, f"plan for {line.world_size} rank{'s' * (line.world_size > 1)} (vocabulary: {source})"]
+    print("\n".join([*lines, *(f"  {text}" for text in describe(line.config, plan))]), flush=True)

@@ -1,0 +1,226 @@
+"""The safetensors layout: what we write comes back bit for bit, and every damage is an error naming file and tensor."""
+from __future__ import annotations
+
+import json
+import random
+import zlib
+
+import pytest
+import torch
+
+from megatron.checkpoint import safetensors_file as st
+from megatron.checkpoint.disk import CheckpointError
+from megatron.checkpoint.safetensors_file import DTYPES, Entry, SafetensorsFile, bytes_of, write_file
+
+
+def random_tensor(dtype: torch.dtype, shape: tuple[int, ...], seed: int = 0) -> torch.Tensor:
+    """Random bits (NaNs included) of any dtype."""
+    generator = torch.Generator().manual_seed(seed)
+    if dtype == torch.bool:
+        return torch.randint(0, 2, shape, generator=generator).bool()
+    length = torch.Size(shape).numel() * dtype.itemsize
+    return torch.randint(0, 256, (length,), generator=generator, dtype=torch.uint8).view(dtype).reshape(shape)
+
+
+def entry(key: str, tensor: torch.Tensor) -> Entry:
+    return Entry(key, tensor.dtype, tuple(tensor.shape), tensor)
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.dtype == b.dtype and a.shape == b.shape and bytes_of(a.contiguous()) == bytes_of(b.contiguous())
+
+
+SHAPES = [(), (0,), (1,), (3, 5), (7, 0, 2), (2, 3, 4), (129,)]
+
+
+def test_every_dtype_and_shape_comes_back_bit_for_bit(tmp_path):
+    tensors = {f"{name}.{shape}": random_tensor(dtype, shape, 7) for name, dtype in DTYPES.items() for shape in SHAPES}
+    written = write_file(tmp_path / "x", [entry(key, tensor) for key, tensor in tensors.items()])
+    with SafetensorsFile(tmp_path / "x") as file:
+        assert file.metadata == {"format": "pt"} and file.places.keys() == tensors.keys()
+        assert file.bytes == written.bytes == (tmp_path / "x").stat().st_size
+        assert file.header_crc32 == written.header_crc32
+        for key, tensor in tensors.items():
+            assert same_bits(file.read(key), tensor), key
+            place = file.places[key]
+            assert place.start % max(1, tensor.dtype.itemsize) == 0, f"{key} is not aligned"
+            assert written.crc32[key] == st.block_checksums(bytes_of(tensor))
+
+
+def test_header_is_eight_byte_aligned_json(tmp_path):
+    write_file(tmp_path / "x", [entry("a", torch.ones(3)), entry("ü", torch.ones(2, dtype=torch.int8))])
+    raw = (tmp_path / "x").read_bytes()
+    length = int.from_bytes(raw[:8], "little")
+    assert length % 8 == 0
+    assert json.loads(raw[8:8 + length]) == {
+        "__metadata__": {"format": "pt"}, "a": {"dtype": "F32", "shape": [3], "data_offsets": [0, 12]},
+        "ü": {"dtype": "I8", "shape": [2], "data_offsets": [12, 14]}}
+    assert len(raw) == 8 + length + 14
+
+
+def test_strided_lazy_and_grad_tensors_are_written_as_they_look(tmp_path):
+    base = torch.randn(6, 8)
+    made = []
+
+    def lazy() -> torch.Tensor:
+        made.append(1)
+        return base * 2
+
+    parameter = torch.nn.Parameter(base.clone())
+    write_file(tmp_path / "x", [entry("t", base.t()), entry("column", base[:, 3]),
+                                entry("expanded", base[:1].expand(4, 8)),
+                                Entry("lazy", torch.float32, (6, 8), lazy), entry("parameter", parameter)])
+    with SafetensorsFile(tmp_path / "x") as file:
+        assert torch.equal(file.read("t"), base.t()) and torch.equal(file.read("column"), base[:, 3])
+        assert torch.equal(file.read("expanded"), base[:1].expand(4, 8)) and torch.equal(file.read("lazy"), base * 2)
+        assert torch.equal(file.read("parameter"), base) and made == [1]
+
+
+def test_contiguous_tensors_are_not_copied(tmp_path, monkeypatch):
+    seen = []
+    real = st.bytes_of
+    monkeypatch.setattr(st, "bytes_of", lambda tensor: seen.append(tensor.data_ptr()) or real(tensor))
+    tensors = [torch.randn(100, 10), torch.randn(5).bfloat16()]
+    write_file(tmp_path / "x", [entry(str(number), tensor) for number, tensor in enumerate(tensors)])
+    assert seen == [tensor.data_ptr() for tensor in tensors]
+
+
+def test_large_tensors_go_by_sections_and_sums_are_plain_crc32_of_blocks(tmp_path, monkeypatch):
+    monkeypatch.setattr(st, "SECTION_BYTES", 2 * st.BLOCK_BYTES)
+    monkeypatch.setattr(st, "_IN_FLIGHT_BYTES", 3 * st.BLOCK_BYTES)
+    tensors = {str(n): random_tensor(torch.uint8, (size,), n)
+               for n, size in enumerate([5 * st.BLOCK_BYTES + 17, 3, st.BLOCK_BYTES, 7 * st.BLOCK_BYTES])}
+    written = write_file(tmp_path / "x", [entry(key, tensor) for key, tensor in tensors.items()])
+    with SafetensorsFile(tmp_path / "x") as file:
+        for key, tensor in tensors.items():
+            raw = bytes(bytes_of(tensor))
+            assert written.crc32[key] == tuple(
+                f"{zlib.crc32(raw[at:at + 1048576]):08x}" for at in range(0, len(raw), 1048576))
+            assert torch.equal(file.read(key), tensor)
+        part = torch.empty(2 * st.BLOCK_BYTES + 17, dtype=torch.uint8)
+        file.read_into("0", bytes_of(part), 3 * st.BLOCK_BYTES, written.crc32["0"])
+        assert torch.equal(part, tensors["0"][3 * st.BLOCK_BYTES:])
+
+
+def sample(tmp_path):
+    """A file of three tensors, its path and bytes and what was written."""
+    tensors = {"first": random_tensor(torch.float32, (40, 10), 1), "second": random_tensor(torch.bfloat16, (33,), 2),
+               "third": random_tensor(torch.uint8, (st.BLOCK_BYTES + 9,), 3)}
+    written = write_file(tmp_path / "x", [entry(key, tensor) for key, tensor in tensors.items()])
+    return tmp_path / "x", (tmp_path / "x").read_bytes(), written
+
+
+def read_checked(path, written) -> None:
+    """Read all with the sums of `written`, as the layer above does."""
+    with SafetensorsFile(path) as file:
+        if (file.bytes, file.header_crc32) != (written.bytes, written.header_crc32):
+            raise CheckpointError(f"{path}: header")
+        for key, place in file.places.items():
+            file.read_into(key, memoryview(bytearray(place.stop - place.start)), 0, written.crc32[key])
+
+
+def test_random_flips_and_truncations_are_noticed(tmp_path):
+    path, good, written = sample(tmp_path)
+    rng = random.Random(5)
+    header_end = 8 + int.from_bytes(good[:8], "little")
+    for case in range(150):
+        bad = bytearray(good)
+        if case % 5 == 0:
+            del bad[rng.randrange(len(bad)):]
+        else:
+            at = rng.randrange(header_end) if case % 2 else rng.randrange(header_end, len(bad))
+            bad[at] ^= 1 << rng.randrange(8)
+        path.write_bytes(bad)
+        with pytest.raises(CheckpointError, match=str(path)):
+            read_checked(path, written)
+    path.write_bytes(good)
+    read_checked(path, written)
+
+
+def test_a_flip_is_placed_in_its_tensor_and_block(tmp_path):
+    path, good, written = sample(tmp_path)
+    bad = bytearray(good)
+    bad[-1] ^= 4
+    path.write_bytes(bad)
+    with SafetensorsFile(path) as file:
+        whole = memoryview(bytearray(st.BLOCK_BYTES + 9))
+        with pytest.raises(CheckpointError, match=f"{path}, tensor third: checksum of bytes from 1048576 on is"):
+            file.read_into("third", whole, 0, written.crc32["third"])
+        file.read_into("third", whole[:st.BLOCK_BYTES], 0, written.crc32["third"])  # the block before is sound
+
+
+def test_a_file_cut_while_open_is_noticed(tmp_path):
+    path, good, _ = sample(tmp_path)
+    with SafetensorsFile(path) as file:
+        path.write_bytes(good[:-4])
+        with pytest.raises(CheckpointError, match="tensor third: the file ends at byte"):
+            file.read("third")
+
+
+def with_header(text: bytes, data: bytes = b"") -> bytes:
+    return len(text).to_bytes(8, "little") + text + data
+
+
+def table(**entries: object) -> bytes:
+    return json.dumps(entries).encode()
+
+
+def f32(low: int, high: int, shape: list) -> dict:
+    return {"dtype": "F32", "shape": shape, "data_offsets": [low, high]}
+
+
+@pytest.mark.parametrize(("raw", "words"), [
+    (b"", "0 bytes with a header of 0"), (b"1234567", "7 bytes with a header"),
+    ((1 << 62).to_bytes(8, "little") + b"{}", "a header of 4611686018427387904"),
+    ((200_000_000).to_bytes(8, "little") + b"{}", "at most 100000000 allowed"),
+    (with_header(b"{}", b"data"), "its header speaks of"),
+    (with_header(b"{]"), "not JSON"), (with_header(b"[]"), "not a JSON object"), (with_header(b"\xff\xfe"), "not JSON"),
+    (with_header(b"[" * 100_000), "not JSON"), (with_header(b'{"a":1' + b"0" * 5000 + b"}"), "not JSON"),
+    (with_header(table(__metadata__=[1])), "__metadata__"), (with_header(table(__metadata__={"a": 1})), "__metadata__"),
+    (with_header(table(a=[1, 2])), "tensor a: the header lacks"),
+    (with_header(table(a={"dtype": "F32", "shape": [1]})), "tensor a: the header lacks"),
+    (with_header(table(a={**f32(0, 4, [1]), "dtype": "F33"}), b"1234"), "tensor a: unknown dtype 'F33'"),
+    (with_header(table(a={**f32(0, 4, [1]), "dtype": ["F32"]}), b"1234"), "tensor a: unknown dtype"),
+    (with_header(table(a=f32(0, 4, [1.0])), b"1234"), "whole numbers"),
+    (with_header(table(a=f32(0, 4, [True])), b"1234"), "whole numbers"),
+    (with_header(table(a=f32(0, 4, [-1])), b"1234"), "whole numbers"),
+    (with_header(table(a=f32(0, 0, [0, 1 << 64]))), "whole numbers"),
+    (with_header(table(a=f32(0, 4, [1] * 65)), b"1234"), "at most 64 dims"),
+    (with_header(table(a=f32(0, 4, [2])), b"1234"), "does not take 4 bytes"),
+    (with_header(table(a=f32(0, 4, [1]), b=f32(2, 6, [1])), b"123456"), "tensor b: starts at byte"),
+    (with_header(table(a=f32(0, 4, [1]), b=f32(8, 12, [1])), b"1" * 12), "tensor b: starts at byte"),
+    (with_header(table(a=f32(0, 1 << 40, [1 << 38])), b"1234"), "tensor a: the file ends at byte"),
+], ids=lambda value: value if isinstance(value, str) else "file")
+def test_bad_files_are_one_clear_error(tmp_path, raw, words):
+    (tmp_path / "bad").write_bytes(raw)
+    with pytest.raises(CheckpointError) as caught:
+        SafetensorsFile(tmp_path / "bad")
+    assert words in str(caught.value) and str(tmp_path / "bad") in str(caught.value)
+
+
+def test_missing_file_and_missing_tensor(tmp_path):
+    with pytest.raises(CheckpointError, match="cannot open .*nothing: No such file"):
+        SafetensorsFile(tmp_path / "nothing")
+    write_file(tmp_path / "x", [entry("a", torch.ones(1))])
+    with SafetensorsFile(tmp_path / "x") as file, pytest.raises(CheckpointError, match="has no tensor 'b'"):
+        file.read("b")
+
+
+def test_a_header_that_no_reader_would_take_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(st, "MAX_HEADER_BYTES", 100)
+    with pytest.raises(CheckpointError, match="write fewer tensors into one file"):
+        write_file(tmp_path / "x", [entry(f"tensor{n}", torch.ones(1)) for n in range(5)])
+    assert not (tmp_path / "x").exists()
+
+
+def test_a_wrong_declaration_is_our_own_mistake(tmp_path):
+    with pytest.raises(AssertionError, match="declared"):
+        write_file(tmp_path / "x", [Entry("a", torch.float32, (2,), lambda: torch.ones(3))])
+    with pytest.raises(AssertionError, match="twice"):
+        write_file(tmp_path / "y", [entry("a", torch.ones(1)), entry("a", torch.ones(1))])
+
+
+def test_no_tensors_at_all(tmp_path):
+    write_file(tmp_path / "x", [], metadata={"k": "v"})
+    with SafetensorsFile(tmp_path / "x") as file:
+        assert file.places == {} and file.metadata == {"k": "v"}

@@ -1,0 +1,114 @@
+"""Whole training runs for tests: the real `pretrain_gpt.main` on forked ranks, and what such a run leaves behind."""
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from megatron.checkpoint import store
+from megatron.data.indexed_dataset import IndexedDatasetBuilder
+from tests.forkrun import ROOT, RanksFailed, run_ranks
+
+SMALL = ("--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 "
+         "--tokenizer-type NullTokenizer --vocab-size 211 --make-vocab-size-divisible-by 8 --micro-batch-size 2 "
+         "--global-batch-size 8 --lr 0.003 --lr-decay-style cosine --lr-warmup-iters 3 --log-interval 1 "
+         "--eval-interval 10 --eval-iters 1 --num-workers 0 --device cpu").split()
+NO_DROPOUT = "--hidden-dropout 0 --attention-dropout 0".split()
+
+
+def write_text(prefix: Path, documents: int, seed: int = 0, vocab: int = 210) -> str:
+    """A corpus of random documents, each ended by token `vocab`; returns the prefix for --data-path."""
+    random = np.random.default_rng(seed)
+    with IndexedDatasetBuilder(prefix, np.uint16) as builder:
+        for _ in range(documents):
+            tokens = np.append(random.integers(0, 40, int(random.integers(5, 60))), vocab)
+            builder.add_document(tokens.astype(np.uint16), [len(tokens)])
+    return str(prefix)
+
+
+def _plot():
+    """pretrain_gpt.py as a module."""
+    spec = importlib.util.spec_from_file_location("pretrain_gpt", ROOT / "pretrain_gpt.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _rank(rank: int, world: int, argv: list[str], output: str, kill_at: int | None) -> int:
+    """One rank of a run; its output goes to `output`.RANK. With `kill_at` it dies by SIGKILL inside that iteration."""
+    from megatron.training import step
+
+    if kill_at is not None:
+        reduce = step.all_reduce_
+        count = 0
+
+        def counting(x, axis, op="sum"):
+            nonlocal count
+            count += axis.name == "dp_cp" and x.numel() == 3
+            if count == kill_at:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return reduce(x, axis, op)
+
+        step.all_reduce_ = counting
+    with open(f"{output}.{rank}", "a") as stream, contextlib.redirect_stdout(stream), contextlib.redirect_stderr(stream):
+        try:
+            _plot().main(argv)
+        except SystemExit as leave:
+            return leave.code if isinstance(leave.code, int) else 0
+        finally:
+            sys.stdout.flush()
+    return 0
+
+
+class Finished:
+    """What a run left: its log, its metrics by iteration, its checkpoints."""
+
+    def __init__(self, folder: Path, world: int):
+        self.folder = folder
+        self.save = folder / "save"
+        self.log = (folder / f"log.{world - 1}").read_text()
+        self.first_rank_log = (folder / "log.0").read_text()
+
+    @property
+    def rows(self) -> list[dict]:
+        """The metrics file, one row an iteration; of repeated iterations the last."""
+        path = self.folder / "metrics.jsonl"
+        rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        return list({row["iteration"]: row for row in rows}.values())
+
+    def series(self, *keys: str) -> list[tuple]:
+        """These keys of every row, exactly."""
+        return [tuple(row[key] for key in keys) for row in self.rows]
+
+    def tensors(self, iteration: int | None = None) -> dict[str, torch.Tensor]:
+        """Every tensor of a checkpoint (the newest without `iteration`)."""
+        with store.load(self.save, iteration).reader() as reader:
+            return {name: reader.read(name) for name in reader.names()}
+
+
+def train(folder: Path, argv: list[str], world: int = 1, kill_at: int | None = None, seconds: float = 100.0) -> Finished:
+    """Run to the end (or to the kill, in the step of the `kill_at`-th iteration of this process)."""
+    folder.mkdir(exist_ok=True)
+    argv = [*argv, "--metrics-file", str(folder / "metrics.jsonl")]
+    try:
+        codes = run_ranks(world, _rank, argv, str(folder / "log"), kill_at, seconds=seconds)
+        assert codes == [0] * world, (codes, (folder / "log.0").read_text()[-2000:])
+        assert kill_at is None, "the run ended before it could be killed"
+    except RanksFailed as failure:
+        if kill_at is None or "exit code -9" not in str(failure):
+            raise
+    return Finished(folder, world)
+
+
+def same_tensors(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
+    """Assert bitwise equality, name by name."""
+    assert a.keys() == b.keys()
+    different = [name for name in a if not torch.equal(a[name].view(torch.uint8), b[name].view(torch.uint8))]
+    assert not different, f"{len(different)} tensors differ: {different[:5]}"

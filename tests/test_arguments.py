@@ -1,0 +1,250 @@
+"""Flags made from dataclass fields: what is read, what is refused with which words, and the way back to text."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import pytest
+
+from megatron.arguments import (
+    Flag,
+    Problems,
+    arg,
+    build_parser,
+    config_from,
+    expand_files,
+    flags_of,
+    is_flag,
+    parse,
+    parse_typed,
+    to_args_text,
+    values_of,
+)
+from megatron.config.tree import Config
+
+
+def _even(word: str) -> int:
+    if int(word) % 2:
+        raise ValueError("must be even")
+    return int(word)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Size:
+    """How large."""
+    width: int | None = arg(None, help="width", alias=("--breadth",))
+    rate: float = arg(0.5, help="rate")
+    pair: tuple[int, ...] | None = arg(None, help="pair", nargs=2)
+    many: tuple[str, ...] | None = arg(None, help="many", extend=True)
+    style: Literal["sharp", "round"] = arg("round", help="style")
+    level: Literal[0, 1] = arg(0, help="level")
+    even: int | None = arg(None, help="even", parse=_even)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Look:
+    """How it looks."""
+    bright: bool = arg(False, help="bright")
+    border: bool = arg(True, off="--no-border", help="no border")
+    title: str = arg("", help="title", flag="--the-title")
+    inner: int = 3                                     # not a flag
+
+
+@dataclass(frozen=True)
+class Tree:
+    """Both."""
+    size: Size
+    look: Look
+
+
+PARSER = build_parser(Tree, prog="x", description="d")
+
+
+def problems(*argv: str) -> list[str]:
+    return parse(PARSER, argv).problems
+
+
+def test_flags_are_made_from_the_fields():
+    flags = flags_of(Tree)
+    assert list(flags) == ["width", "rate", "pair", "many", "style", "level", "even", "bright", "border", "title"]
+    assert {name: flag.kind for name, flag in flags.items() if flag.kind != "value"} == {
+        "pair": "list", "many": "list", "bright": "switch", "border": "off"}
+    assert flags["width"].spellings == ("--width", "--breadth") and flags["width"].type is int
+    assert flags["border"].spelling == "--no-border" and flags["title"].spelling == "--the-title"
+    assert flags["style"].choices == ("sharp", "round") and flags["level"].type is int
+
+
+def test_a_name_or_spelling_stands_only_once():
+    @dataclass(frozen=True)
+    class Again:
+        """Twice."""
+        width: int = arg(1, help="width")
+
+    @dataclass(frozen=True)
+    class Other:
+        """Same spelling."""
+        breadth: int = arg(1, help="breadth")
+
+    for second in (Again, Other):
+        two = dataclass(type("Two", (), {"__annotations__": {"a": Size, "b": second}}))
+        with pytest.raises(AssertionError, match="declared twice"):
+            flags_of(two)
+
+
+def test_values_are_read_in_every_spelling():
+    typed = parse_typed(PARSER, ["--width=3", "--rate", "-1e-5", "--pair", "-1", "2", "--bright", "--no-border",
+                                 "--the-title", "a b", "--style", "sharp", "--level", "1", "--even", "4"])
+    assert typed == {"width": 3, "rate": -1e-5, "pair": (-1, 2), "bright": True, "border": False, "title": "a b",
+                     "style": "sharp", "level": 1, "even": 4}
+    assert parse_typed(PARSER, ["--breadth", "7"]) == {"width": 7}
+    assert parse_typed(PARSER, ["--the-title="]) == {"title": ""} == parse_typed(PARSER, ["--the-title", ""])
+    assert parse_typed(PARSER, []) == {}
+
+
+def test_only_what_was_typed_is_returned_and_the_rest_has_defaults():
+    config = config_from(Tree, parse_typed(PARSER, ["--width", "3", "--no-border"]))
+    assert (config.size.width, config.size.rate, config.look.border, config.look.inner) == (3, 0.5, False, 3)
+    assert values_of(config)["border"] is False and "inner" not in values_of(config)
+
+
+@pytest.mark.parametrize(("argv", "line"), [
+    (["--width", "two"], "--width: 'two' is not a whole number"),
+    (["--width", "1.5"], "--width: '1.5' is not a whole number"),
+    (["--width", "1e9"], "--width: '1e9' is not a whole number; write 1000000000"),
+    (["--width", "300k"], "--width: '300k' is not a whole number; write 300000"),
+    (["--width", "1,000"], "--width: '1,000' is not a whole number; write 1000"),
+    (["--width"], "--width: needs a value: N"),
+    (["--pair"], "--pair: needs a value: N N"),
+    (["--many"], "--many: needs a value: TEXT [TEXT ...]"),
+    (["--rate", "fast"], "--rate: 'fast' is not a number"),
+    (["--rate", "1", "2"], "--rate: takes one value, but 2 follow: '1 2'"),
+    (["--pair", "1"], "--pair: takes 2 values, but 1 follow: '1'"),
+    (["--bright", "yes"], "--bright: takes no value, but 'yes' follows; leave that out"),
+    (["--bright=yes"], "--bright: takes no value, but 'yes' follows; leave that out"),
+    (["--style", "Sharp"], "--style: 'Sharp' is not one of sharp, round; did you mean sharp?"),
+    (["--style", "blunt"], "--style: 'blunt' is not one of sharp, round"),
+    (["--level", "2"], "--level: '2' is not one of 0, 1"),
+    (["--even", "3"], "--even: '3': must be even"),
+    (["--widht", "3"], "unknown flag --widht; did you mean --width?"),
+    (["--the_title", "3"], "unknown flag --the_title; did you mean --the-title?"),
+    (["-width", "3"], "unknown flag -width; did you mean --width?"),
+    (["--border"], "unknown flag --border; did you mean --no-border?"),
+    (["--colour", "3"], "unknown flag --colour; --help lists every flag"),
+    (["width", "3"], "'width 3' stands alone: every value follows a flag (--name value); did a dash get lost?"),
+])
+def test_one_problem_is_one_line(argv, line):
+    assert problems(*argv) == [line]
+    with pytest.raises(Problems) as raised:
+        parse_typed(PARSER, argv)
+    assert raised.value.lines == [line]
+
+
+def test_all_problems_are_said_at_once_and_the_rest_is_read():
+    parsed = parse(PARSER, ["loose", "--width", "x", "--rat", "1", "--bright", "--pair", "1", "2", "3"])
+    assert [line.split(":")[0].split(";")[0] for line in parsed.problems] == [
+        "'loose' stands alone", "--width", "unknown flag --rat", "--pair"]
+    assert parsed.typed == {"bright": True} and parsed.broken == {"width", "rate", "pair"}
+
+
+def test_a_flag_that_comes_again_is_noted_unless_it_collects():
+    parsed = parse(PARSER, ["--width", "1", "--width", "2", "--many", "a", "--many", "b", "c", "--rate", "1", "--rate",
+                            "1"])
+    assert parsed.typed == {"width": 2, "many": ("a", "b", "c"), "rate": 1.0}
+    assert parsed.notes == ["--width is given more than once; the last one counts: 2"]
+
+
+@pytest.mark.parametrize(("word", "expected"), [
+    ("--a", True), ("-h", True), ("-x", True), ("-1", False), ("-1e-5", False), ("-.5", False), ("-1_000", False),
+    ("-inf", False), ("-", False), ("a", False), ("", False), ("--", True), ("-1-2", True)])
+def test_negative_numbers_are_no_flags(word, expected):
+    assert is_flag(word) is expected
+
+
+def test_words_of_a_file_follow_the_shell(tmp_path: Path):
+    inner = tmp_path / "more" / "inner.args"
+    inner.parent.mkdir()
+    inner.write_text("--bright # yes\n")
+    file = tmp_path / "x.args"
+    file.write_text("# a comment with 'one quote\n--the-title 'a  b'\\''#c' \\\n  --many x#y \"d e\" f\\ g\n@more/inner.args\n")
+    assert expand_files([f"@{file}", "z"]) == ["--the-title", "a  b'#c", "--many", "x#y", "d e", "f g", "--bright", "z"]
+
+
+def test_typed_flags_win_over_a_file_wherever_it_stands(tmp_path: Path):
+    file = tmp_path / "x.args"
+    file.write_text("--width 1 --many a --rate 0.25")
+    for argv in ([f"@{file}", "--width", "2", "--many", "b"], ["--width", "2", "--many", "b", f"@{file}"]):
+        parsed = parse(PARSER, argv)
+        assert parsed.typed == {"width": 2, "rate": 0.25, "many": ("a", "b")}
+        assert not parsed.problems and not parsed.notes
+
+
+def test_a_file_of_values_stays_where_it_is(tmp_path: Path):
+    file = tmp_path / "blend.txt"
+    file.write_text("a\nb\n")
+    assert parse_typed(PARSER, ["--many", f"@{file}", "c", "--bright"]) == {"many": ("a", "b", "c"), "bright": True}
+
+
+def test_bad_files_are_problems_beside_the_others(tmp_path: Path):
+    (tmp_path / "loop.args").write_text("@loop.args")
+    (tmp_path / "quote.args").write_text("--bright\n--the-title 'open\n")
+    (tmp_path / "bytes.args").write_bytes(b"\xff\xfe\x00")
+    lines = problems(*[f"@{tmp_path / name}" for name in ("none.args", "loop.args", "quote.args", "bytes.args")],
+                     "--width", "x")
+    assert len(lines) == 5
+    for line, text in zip(lines, ["No such file", "includes itself", "line 2: a quote is not closed", "not a text file",
+                                  "'x' is not a whole number"], strict=True):
+        assert text in line
+
+
+def test_help_names_every_flag_with_type_and_default():
+    assert parse(PARSER, ["--width", "1", "-h"]).help and parse(PARSER, ["--help"]).help
+    text = PARSER.help()
+    for flag in PARSER.flags:
+        assert all(spelling in text for spelling in flag.spellings)
+    assert "How large." in text and "--pair N N" in text and "{sharp,round}" in text and "(default: 0.5)" in text
+    assert max(map(len, text.splitlines())) <= 120
+
+
+def test_what_is_unknown_may_be_explained():
+    parser = build_parser(Tree, prog="x", description="d", explain=lambda s: f"{s}: gone" if s == "--old" else None)
+    assert parse(parser, ["--old", "1", "--widt", "2"]).problems == ["--old: gone",
+                                                                      "unknown flag --widt; did you mean --width?"]
+
+
+def _other_value(flag: Flag, draw: random.Random):
+    """A random value of this flag that is not its default, as a tuple for lists."""
+    if flag.kind in ("switch", "off"):
+        return flag.kind == "switch"
+    def one():
+        if flag.choices:
+            return draw.choice([choice for choice in flag.choices if choice != flag.default])
+        if flag.type is int:
+            return draw.randint(-10**6, 10**12)
+        if flag.type is float:
+            return draw.choice([draw.random(), -draw.random() * 1e-7, draw.random() * 1e30, float(draw.randint(0, 9))])
+        return draw.choice(["a b", "x'y", 'q"r', "#h", "@at", "-dash", "back\\slash", "ünï", "$HOME", "a\nb", "w"])
+    if flag.kind == "value":
+        return one()
+    words = [one() for _ in range(flag.nargs if isinstance(flag.nargs, int) else draw.randint(1, 4))]
+    return tuple(f"p/{w}" if isinstance(w, str) else w for w in words)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_configuration_written_as_flags_reads_back_equal(seed, tmp_path: Path):
+    draw = random.Random(seed)
+    flags = flags_of(Config)
+    chosen = {name: _other_value(flag, draw) for name, flag in flags.items() if seed == 0 or draw.random() < 0.3}
+    config = config_from(Config, chosen)
+    file = tmp_path / "args"
+    file.write_text(to_args_text(config), encoding="utf-8")
+    parser = build_parser(Config, prog="x", description="d")
+    assert config_from(Config, parse_typed(parser, [f"@{file}"])) == config
+
+
+def test_defaults_are_not_written_and_names_can_be_left_out():
+    config = config_from(Tree, {"width": 3, "title": "", "bright": True})
+    assert to_args_text(config) == "--width 3\n--bright\n"
+    assert to_args_text(config, leave_out=["width"]) == "--bright\n"

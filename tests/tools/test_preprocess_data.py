@@ -1,0 +1,515 @@
+"""tools/preprocess_data.py as its user meets it: bytes written, lines printed, and what a bad input leaves behind."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import os
+import re
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron.data.indexed_dataset import IndexedDataset
+from megatron.data.tokenizer_bpe import GPT2BPETokenizer
+from tests.data.vocabularies import ADVERSARIAL, write_bpe
+from tools import preprocess_data
+
+TOOL = Path(preprocess_data.__file__)
+NULL = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "60000"]
+# facts/megatron.md 1: documents [[10,11,12]] and [[20,21],[30,31,32]] in uint16, as Megatron's own builder wrote them.
+GOLDEN_BIN = "0a000b000c00140015001e001f002000"
+GOLDEN_IDX = (
+    "4d4d49444944580000010000000000000008030000000000000003000000000000000300000002000000030000000000000000000000"
+    "06000000000000000a00000000000000000000000000000001000000000000000300000000000000"
+)
+
+
+@pytest.fixture(autouse=True)
+def handlers() -> Iterator[None]:
+    """The tool takes over signals; a test gives them back."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    (tmp_path / "out").mkdir()
+    return tmp_path / "out"
+
+
+def write_lines(path: Path, records: Sequence[object]) -> str:
+    text = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
+    (gzip.open if path.suffix == ".gz" else open)(path, "wb").write(text.encode("utf-8"))
+    return str(path)
+
+
+def main(*argv: str) -> int:
+    """The tool in this process; its exit code."""
+    try:
+        return preprocess_data.main(argv)
+    except SystemExit as stop:
+        return stop.code
+
+
+def command(*argv: str) -> list[str]:
+    return [sys.executable, str(TOOL), *argv]
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def documents(prefix: str) -> list[list[list[int]]]:
+    """For each document its sequences."""
+    data = IndexedDataset(prefix)
+    data.check()
+    starts = data.document_indices.tolist()
+    return [[data[index].tolist() for index in range(a, b)] for a, b in zip(starts, starts[1:], strict=False)]
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> tuple[str, list[str], list[str]]:
+    """A .jsonl file of 1300 documents (several chunks), its texts, and the tokenizer's flags."""
+    (tmp_path / "bpe").mkdir()
+    vocab, merges = write_bpe(tmp_path / "bpe")
+    texts = [f"{text[:200]} the theory {number}" for number in range(44) for text in ADVERSARIAL]
+    texts[7], texts[1200] = "", "the er" * 60_000
+    flags = ["--tokenizer-type", "GPT2BPETokenizer", "--vocab-file", vocab, "--merge-file", merges]
+    return write_lines(tmp_path / "corpus.jsonl", [{"text": text} for text in texts]), texts, flags
+
+
+class TestWhatIsWritten:
+    def test_the_bytes_are_megatrons(self, tmp_path: Path, out: Path) -> None:
+        file = write_lines(tmp_path / "x.jsonl", [{"text": "10 11 12"}, {"text": ["20 21", "30 31 32"]}])
+        assert main("--input", file, "--output-prefix", f"{out}/x", "--workers", "1", *NULL) == 0
+        files = contents(out)
+        assert files.keys() == {"x_text_document.bin", "x_text_document.idx"}
+        assert files["x_text_document.bin"].hex() == GOLDEN_BIN
+        assert files["x_text_document.idx"].hex() == GOLDEN_IDX
+
+    def test_ids_are_the_tokenizers_and_end_in_eod(self, corpus: tuple[str, list[str], list[str]], out: Path) -> None:
+        file, texts, flags = corpus
+        assert main("--input", file, "--output-prefix", f"{out}/x", "--append-eod", "--workers", "1", *flags) == 0
+        tokenizer = GPT2BPETokenizer(flags[3], flags[5], engine="plain")
+        expected = [[[*tokenizer.tokenize(text), tokenizer.eod]] if text else [] for text in texts]
+        assert documents(f"{out}/x_text_document") == expected
+
+    def test_workers_files_and_gzip_make_no_difference(
+        self, corpus: tuple[str, list[str], list[str]], tmp_path: Path, out: Path
+    ) -> None:
+        file, texts, flags = corpus
+        parts = tmp_path / "parts"
+        parts.mkdir()
+        for number, suffix in enumerate(("jsonl", "jsonl.gz", "packed")):
+            part = [{"text": text} for text in texts[number * 500 : number * 500 + 500]]
+            path = Path(write_lines(parts / f"{number}.{suffix.removesuffix('.gz')}", part))
+            if suffix != "jsonl":  # gzip is known by its content
+                (parts / f"{number}.{suffix}").write_bytes(gzip.compress(path.read_bytes()))
+            if suffix == "jsonl.gz":
+                path.unlink()
+        ways = {
+            "one": ["--input", file, "--workers", "1"],
+            "two": ["--input", file, "--workers", "2"],
+            "three": ["--input", file, "--workers", "3"],
+            "globbed": ["--input", f"{parts}/*", "--workers", "2"],
+            "named": ["--input", *(str(path) for path in sorted(parts.iterdir())), "--workers", "1"],
+            "sequential": ["--input", file, "--partitions", "3", "--keep-sequential-samples", "--workers", "1"],
+        }
+        pairs = []
+        for name, flagged in ways.items():
+            assert main(*flagged, "--output-prefix", f"{out}/{name}", "--append-eod", *flags) == 0
+            pairs.append([(out / f"{name}_text_document.{end}").read_bytes() for end in ("bin", "idx")])
+        assert len(contents(out)) == 2 * len(ways)
+        assert all(pair == pairs[0] for pair in pairs)
+
+    @pytest.mark.parametrize("workers", ["1", "2"])
+    def test_partitions_take_turns(self, tmp_path: Path, out: Path, workers: str) -> None:
+        file = write_lines(tmp_path / "x.jsonl", [{"text": str(number)} for number in range(2500)])
+        flags = ["--input", file, "--output-prefix", f"{out}/x", "--partitions", "4", "--workers", workers]
+        assert main(*flags, *NULL) == 0
+        expected = [number for turn in range(4) for number in range(turn, 2500, 4)]
+        assert documents(f"{out}/x_text_document") == [[[number]] for number in expected]
+        assert len(contents(out)) == 2
+
+    def test_more_partitions_than_documents(self, tmp_path: Path, out: Path) -> None:
+        file = write_lines(tmp_path / "x.jsonl", [{"text": "1"}, {"text": "2"}])
+        assert main("--input", file, "--output-prefix", f"{out}/x", "--partitions", "5", *NULL) == 0
+        assert documents(f"{out}/x_text_document") == [[[1]], [[2]]]
+
+    def test_every_key_gets_its_pair(self, tmp_path: Path, out: Path) -> None:
+        file = write_lines(tmp_path / "x.jsonl", [{"a": "1 2", "b": "3", "c": None}, {"b": ["4", "", "5 6"], "a": ""}])
+        flags = ["--json-keys", "a", "b", "--append-eod", "--partitions", "2", *NULL]
+        assert main("--input", file, "--output-prefix", f"{out}/x", *flags) == 0
+        assert documents(f"{out}/x_a_document") == [[[1, 2, 59999]], []]
+        assert documents(f"{out}/x_b_document") == [[[3, 59999]], [[4], [5, 6, 59999]]]
+        assert len(contents(out)) == 4
+
+    @pytest.mark.parametrize(("size", "dtype"), [(65499, np.uint16), (65500, np.int32)])
+    def test_the_dtype_follows_the_vocabulary(self, tmp_path: Path, out: Path, size: int, dtype: type) -> None:
+        file = write_lines(tmp_path / "x.jsonl", [{"text": str(size - 1)}])
+        flags = ["--tokenizer-type", "NullTokenizer", "--vocab-size", str(size)]
+        assert main("--input", file, "--output-prefix", f"{out}/x", *flags) == 0
+        data = IndexedDataset(f"{out}/x_text_document")
+        assert data.dtype == dtype and data[0].tolist() == [size - 1]
+
+    def test_old_files_are_replaced(self, tmp_path: Path, out: Path) -> None:
+        for text in ("1 2 3", "4"):
+            file = write_lines(tmp_path / "x.jsonl", [{"text": text}])
+            assert main("--input", file, "--output-prefix", f"{out}/x", *NULL) == 0
+        assert documents(f"{out}/x_text_document") == [[[4]]]
+        assert len(contents(out)) == 2
+
+
+class TestWhatIsPrinted:
+    @pytest.mark.parametrize("workers", ["1", "2"])
+    def test_megatrons_lines_and_a_summary(
+        self, corpus: tuple[str, list[str], list[str]], out: Path, capsys: pytest.CaptureFixture[str], workers: str
+    ) -> None:
+        file, texts, flags = corpus
+        flags = [*flags, "--workers", workers, "--log-interval", "300"]
+        assert main("--input", file, "--output-prefix", f"{out}/x", *flags) == 0
+        said = capsys.readouterr()
+        opening, startup, summary = said.out.splitlines()
+        assert opening == f"Opening {file}"
+        assert re.fullmatch(r"Time to startup: \d+\.\d+(e-\d+)?", startup)
+        data = IndexedDataset(f"{out}/x_text_document")
+        tokens, size = data.sequence_lengths.sum(), sum(map(len, contents(out).values()))
+        assert re.fullmatch(
+            rf"Wrote {len(texts)} documents, 1 without text, {tokens} tokens, {size} bytes in [\d.]+ s "
+            rf"\(\d+ tokens/s\): {out}/x_text_document.bin {out}/x_text_document.idx",
+            summary,
+        )
+        template = r"Processed (\d+) documents \(\d+\.\d+ docs/s, \d+\.\d+ MB/s\)\."
+        counts = [int(re.fullmatch(template, line)[1]) for line in said.err.splitlines()]
+        assert counts == list(range(300, len(texts) + 1, 300))
+
+    def test_a_terminal_sees_how_far_it_is(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        class Terminal(io.StringIO):
+            def isatty(self) -> bool:
+                return True
+
+        (tmp_path / "x").write_bytes(bytes(1000))
+        clock = [100.0]
+        monkeypatch.setattr(preprocess_data.time, "time", lambda: clock[0])
+        monkeypatch.setattr(sys, "stderr", Terminal())
+        progress = preprocess_data.Progress(2, [str(tmp_path / "x")])
+        for read in (100, 150, 250, 1000):
+            clock[0] += 10
+            progress.add([1 << 20], read)
+        progress.clear()
+        clear, show = "\r\x1b[K", "\r{} of the input, ETA {}\x1b[K"
+        assert sys.stderr.getvalue() == "".join(
+            [
+                show.format(" 10.0%", "1:30"),
+                clear + "Processed 2 documents (0.1 docs/s, 0.1 MB/s).\n" + show.format(" 15.0%", "1:53"),
+                show.format(" 25.0%", "1:30"),
+                clear + "Processed 4 documents (0.1 docs/s, 0.1 MB/s).\n" + show.format("100.0%", "0:00"),
+                clear,
+            ]
+        )
+
+    def test_torch_and_transformers_are_not_imported(self, tmp_path: Path, out: Path) -> None:
+        file = write_lines(tmp_path / "x.jsonl", [{"text": "1"}])
+        code = (
+            f"import sys, runpy; sys.argv = {['x', '--input', file, '--output-prefix', f'{out}/x', *NULL]!r}\n"
+            f"try: runpy.run_path({str(TOOL)!r}, run_name='__main__')\n"
+            "except SystemExit as stop: print(stop.code, [m for m in ('torch', 'transformers') if m in sys.modules])"
+        )
+        run = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
+        assert run.stdout.splitlines()[-1] == "0 []"
+
+
+GOOD = b'{"text": "1 2"}\n'
+BAD_LINES = {
+    "not JSON": (b"hello\n", "is not JSON (Expecting value, column 1)"),
+    "cut short": (b'{"text": "1\n', "is not JSON (Unterminated string"),
+    "single quotes": (b"{'text': '1'}\n", "is not JSON (Expecting property name"),
+    "one JSON document": (b"[\n", "each line must hold one whole JSON object"),
+    "a list": (b'["1"]\n', "holds a list, not a JSON object"),
+    "a string": (b'"1"\n', "holds a string, not a JSON object"),
+    "no such key": (b'{"body": "1", "id": 3}\n', 'has no key "text" (its keys: "body", "id"; choose with --json-keys)'),
+    "an empty object": (b"{}\n", 'has no key "text" (its keys: none at all'),
+    "null": (b'{"text": null}\n', '"text" is null, not a string or a list of strings'),
+    "a number": (b'{"text": 12}\n', '"text" is a number, not a string'),
+    "true": (b'{"text": true}\n', '"text" is true or false, not a string'),
+    "an object": (b'{"text": {"en": "1"}}\n', '"text" is an object, not a string'),
+    "a list of numbers": (b'{"text": [1, 2]}\n', '"text" is a list, not a string or a list of strings'),
+    "latin-1": (b'{"text": "\xe9"}\n', "is not UTF-8 (byte 11 of the line is 0xe9)"),
+    "binary": (bytes(range(128, 200)) + b"\n", "is not UTF-8 (byte 1 of the line is 0x80)"),
+    "a byte order mark": (b"\xef\xbb\xbf" + GOOD, "begins with a byte order mark"),
+    "half a surrogate pair": (b'{"text": "\\ud83d"}\n', "U+D83D, half of a surrogate pair"),
+    "too deep": (b'{"text": ' + b"[" * 200_000 + b"\n", "nested too deeply"),
+    "no number": (b'{"text": "1 x"}\n', "found 'x' where NullTokenizer reads whole numbers from 0 to 59999"),
+    "outside the vocabulary": (b'{"text": "60000"}\n', "found '60000' where"),
+}
+BAD_FILES: dict[str, tuple[bytes, str]] = {
+    "empty": (b"", "line 1: the file is empty"),
+    "UTF-16": ('{"text": "1"}\n'.encode("utf-16"), "line 1: is UTF-16; convert the file first (iconv"),
+    "blank lines only": (b"\n  \n\t\n", "no documents, so there is nothing to write"),
+    "no text": (b'{"text": ""}\n{"text": []}\n', 'no text under "text", so there is nothing to write'),
+    "gzip cut short": (gzip.compress(GOOD * 1000)[:-12], "the gzip file is damaged or cut short"),
+    "gzip damaged": (gzip.compress(GOOD)[:-6] + b"\x00" * 6, "the gzip file is damaged or cut short"),
+}  # fmt: skip
+
+
+class TestBadData:
+    def check(self, file: Path, out: Path, says: str, capsys: pytest.CaptureFixture[str], *flags: str) -> str:
+        """One message, exit code 1, nothing left behind, and old files under the final names untouched."""
+        before = {"x_text_document.bin": b"old", "x_text_document.idx": b"old"}
+        for name, content in before.items():
+            (out / name).write_bytes(content)
+        assert main("--input", str(file), "--output-prefix", f"{out}/x", *flags, *NULL) == 1
+        lines = capsys.readouterr().err.splitlines()
+        assert len(lines) == 1 and lines[0].startswith("error: ") and says in lines[0], lines
+        assert str(file) in lines[0]
+        assert contents(out) == before and not any(path.is_dir() for path in out.iterdir())
+        return lines[0]
+
+    @pytest.mark.parametrize("what", BAD_LINES)
+    def test_a_bad_line(self, what: str, tmp_path: Path, out: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        line, says = BAD_LINES[what]
+        file = tmp_path / "bad.jsonl"
+        file.write_bytes(GOOD + b"\n" + line + GOOD)
+        said = self.check(file, out, says, capsys, "--workers", "1")
+        assert said.startswith(f"error: {file}, line 3: ")
+
+    @pytest.mark.parametrize("what", BAD_FILES)
+    def test_a_bad_file(self, what: str, tmp_path: Path, out: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        content, says = BAD_FILES[what]
+        file = tmp_path / "bad.jsonl"
+        file.write_bytes(content)
+        self.check(file, out, says, capsys, "--workers", "1")
+
+    def test_gz_that_is_none(self, tmp_path: Path, out: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        (tmp_path / "bad.jsonl.gz").write_bytes(GOOD)
+        self.check(tmp_path / "bad.jsonl.gz", out, "it does not begin as a gzip file does", capsys)
+
+    def test_a_bad_line_late_with_workers_and_partitions(
+        self, tmp_path: Path, out: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        file = tmp_path / "bad.jsonl"
+        file.write_bytes(GOOD * 5000 + b"x\n" + GOOD)
+        flags = ["--workers", "2", "--partitions", "2", "--log-interval", "9999"]
+        self.check(file, out, "line 5001: is not JSON", capsys, *flags)
+
+    def test_bad_lines_may_be_allowed(self, tmp_path: Path, out: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        file = tmp_path / "bad.jsonl"
+        file.write_bytes(GOOD + b"x\n\n" + GOOD * 2000 + b"y\n" + GOOD)
+        flags = ["--input", str(file), "--output-prefix", f"{out}/x", *NULL]
+        assert main(*flags, "--max-bad-records", "1") == 1
+        first, *_, last = capsys.readouterr().err.splitlines()
+        assert first == f"skipped {file}, line 2: is not JSON (Expecting value, column 1)"
+        assert last.startswith(f"error: {file}, line 2004: ") and contents(out) == {}
+        assert main(*flags, "--max-bad-records", "2") == 0
+        said = capsys.readouterr()
+        assert [line for line in said.err.splitlines() if line.startswith("skipped")] == [
+            f"skipped {file}, line {number}: is not JSON (Expecting value, column 1)" for number in (2, 2004)
+        ]
+        assert "Wrote 2002 documents, 2 bad, 1 blank, 4004 tokens" in said.out
+        assert len(documents(f"{out}/x_text_document")) == 2002
+
+    def test_no_traceback_in_a_process_of_its_own(self, tmp_path: Path, out: Path) -> None:
+        file = tmp_path / "bad.jsonl"
+        file.write_bytes(b"x\n")
+        for workers in ("1", "2"):
+            argv = command("--input", "bad.jsonl", "--output-prefix", "out/x", "--workers", workers, *NULL)
+            run = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, check=False)
+            assert (run.returncode, run.stderr.count("\n")) == (1, 1), run.stderr
+            assert run.stderr.startswith("error: bad.jsonl, line 1: is not JSON")
+        assert contents(out) == {}
+
+
+BAD_COMMAND_LINES: dict[str, tuple[list[str], list[str]]] = {
+    "nothing": ([], ["--input: is needed", "--tokenizer-type: is needed", "--output-prefix: is needed"]),
+    "no such file": (["--input", "no.jsonl", "--output-prefix", "x", *NULL], ["--input no.jsonl: no such file"]),
+    "no file for the glob": (["--input", "*.zip", "--output-prefix", "x", *NULL], ["--input *.zip: no such file"]),
+    "a directory": (["--input", ".", "--output-prefix", "x", *NULL], ["--input .: is a directory"]),
+    "a file twice": (["--input", "a.jsonl", "*.jsonl", "--output-prefix", "x", *NULL], ["names a.jsonl a second time"]),
+    "no output directory": (
+        ["--input", "a.jsonl", "--output-prefix", "no/x", *NULL],
+        ["--output-prefix no/x: no directory no; make it first (mkdir -p no)"],
+    ),
+    "prefix is a directory": (["--input", "a.jsonl", "--output-prefix", "./", *NULL], ["is a directory; add how"]),
+    "a key twice": (
+        ["--input", "a.jsonl", "--output-prefix", "x", "--json-keys", "a", "b", "a", *NULL],
+        ["--json-keys a: is given twice"],
+    ),
+    "a key with a slash": (
+        ["--input", "a.jsonl", "--output-prefix", "x", "--json-keys", "a/b", *NULL],
+        ["--json-keys a/b: names a file"],
+    ),
+    "counts below one": (
+        ["--input", "a.jsonl", "--output-prefix", "x", *NULL, "--workers", "0", "--partitions", "-1"],
+        ["--workers 0: must be 1", "--partitions -1: must be 1"],
+    ),
+    "more of them": (
+        ["--input", "a.jsonl", "--output-prefix", "x", *NULL, "--log-interval", "0", "--max-bad-records", "-1"],
+        ["--log-interval 0: must be 1", "--max-bad-records -1: must be 0"],
+    ),
+    "no numbers": (
+        ["--input", "a.jsonl", "--output-prefix", "x", *NULL, "--workers", "two", "--partitions"],
+        ["--workers: 'two' is not a whole number", "--partitions: needs a value"],
+    ),
+    "an unknown flag": (
+        ["--input", "a.jsonl", "--output-prefix", "x", *NULL, "--apend-eod"],
+        ["unknown flag --apend-eod; did you mean --append-eod?"],
+    ),
+    "sentences": (
+        ["--input", "a.jsonl", "--output-prefix", "x", *NULL, "--split-sentences", "--lang", "english"],
+        ["--split-sentences: sentences are not split here yet", "--lang: sentences are not split here yet"],
+    ),
+    "a search": (
+        ["--input", "a.jsonl", "--output-prefix", "x", *NULL, "--find-optimal-num-workers"],
+        ["--find-optimal-num-workers: the best number of workers is not searched for; give --workers"],
+    ),
+    "BERT": (
+        ["--input", "a.jsonl", "--output-prefix", "x", "--tokenizer-type", "BertWordPieceLowerCase"],
+        ["BERT is not trained here"],
+    ),
+    "no vocabulary": (
+        ["--input", "a.jsonl", "--output-prefix", "x", "--tokenizer-type", "GPT2BPETokenizer", "--vocab-file", "v"],
+        ["--vocab-file v: no such file", "--merge-file: GPT2BPETokenizer needs"],
+    ),
+    "all at once": (
+        ["--input", "no", "--output-prefix", "no/x", "--tokenizer-type", "Llama", "--workers", "x", "--nonsense"],
+        ["unknown flag --nonsense", "--input no", "--tokenizer-type Llama", "--output-prefix no/x", "--workers: 'x'"],
+    ),
+}
+
+
+class TestBadCommandLines:
+    @pytest.mark.parametrize("what", BAD_COMMAND_LINES)
+    def test_one_message_a_problem(
+        self, what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        argv, says = BAD_COMMAND_LINES[what]
+        (tmp_path / "a.jsonl").write_bytes(GOOD)
+        monkeypatch.chdir(tmp_path)
+        assert main(*argv) == 2
+        said = capsys.readouterr()
+        assert said.out == ""
+        lines = said.err.splitlines()
+        assert all(line.startswith("error: ") for line in lines)
+        assert len(lines) == len(says), lines
+        assert all(any(part in line for line in lines) for part in says), lines
+        assert contents(tmp_path) == {"a.jsonl": GOOD}
+
+    def test_quickly_and_without_a_traceback(self, tmp_path: Path) -> None:
+        argv = command("--input", "no.jsonl", "--output-prefix", "x", *NULL)
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        run = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, check=False)
+        assert (run.returncode, run.stdout, run.stderr.count("\n")) == (2, "", 1)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 1
+
+    def test_help(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert main("--help") == 0
+        said = capsys.readouterr().out
+        assert all(flag in said for flag in ("--json-keys", "--append-eod", "--tokenizer-type", "--max-bad-records"))
+
+    def test_no_end_of_document(self, tmp_path: Path, out: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        tokenizers = pytest.importorskip("tokenizers")
+        tokenizers.Tokenizer(tokenizers.models.WordLevel({"1": 0}, "1")).save(str(tmp_path / "tokenizer.json"))
+        file = write_lines(tmp_path / "a.jsonl", [{"text": "1"}])
+        flags = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(tmp_path / "tokenizer.json")]
+        assert main("--input", file, "--output-prefix", f"{out}/x", "--append-eod", *flags) == 1
+        assert "error: --append-eod: this HuggingFaceTokenizer has no end-of-document token" in capsys.readouterr().err
+        assert contents(out) == {}
+
+
+class Running:
+    """The tool at work on input without end, which `yes` writes into a FIFO."""
+
+    def __init__(self, tmp_path: Path, workers: int) -> None:
+        self.out = tmp_path / "out"
+        self.out.mkdir()
+        fifo = tmp_path / "endless.jsonl"
+        os.mkfifo(fifo)
+        flags = ["--output-prefix", f"{self.out}/x", "--workers", str(workers), "--partitions", "2", *NULL]
+        self.said = tmp_path / "said"
+        with open(self.said, "w") as said:
+            argv = command("--input", str(fifo), *flags)
+            self.process = subprocess.Popen(argv, stdout=subprocess.DEVNULL, stderr=said, start_new_session=True)
+        with open(fifo, "w") as feed:
+            line = json.dumps({"text": "12 345 " * 20})
+            self.feeder = subprocess.Popen(["yes", line], stdout=feed, stderr=subprocess.DEVNULL)
+        wait_for(lambda: "Processed 1000" in self.said.read_text())
+        listed = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text()
+        self.workers = [int(pid) for pid in listed.split()]
+        assert len(self.workers) == (workers if workers > 1 else 0)
+
+    def end(self) -> list[str]:
+        """Wait for the end of all processes; the lines of stderr but those about the speed."""
+        self.process.wait(timeout=20)
+        wait_for(lambda: not any(map(alive, self.workers)))
+        self.feeder.wait(timeout=20)
+        return [line for line in self.said.read_text().splitlines() if not line.startswith("Processed")]
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    until = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < until, "waited in vain"
+        time.sleep(0.02)
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="could not import 'linux': needs /proc")
+class TestInterruptions:
+    @pytest.mark.parametrize(
+        ("number", "code", "workers"), [(signal.SIGINT, 130, 1), (signal.SIGINT, 130, 2), (signal.SIGTERM, 143, 2)]
+    )
+    def test_a_signal_ends_it_in_one_line(self, tmp_path: Path, number: int, code: int, workers: int) -> None:
+        running = Running(tmp_path, workers)
+        assert any(running.out.iterdir())
+        if number == signal.SIGINT:
+            os.killpg(running.process.pid, number)  # a terminal signals the whole group
+        else:
+            running.process.send_signal(number)
+        assert running.end() == ["stopped: unfinished files were removed, finished ones are as they were"]
+        assert running.process.returncode == code
+        assert list(running.out.iterdir()) == []
+
+    def test_a_killed_worker_ends_it(self, tmp_path: Path) -> None:
+        running = Running(tmp_path, 2)
+        os.kill(running.workers[0], signal.SIGKILL)
+        (line,) = running.end()
+        assert line.startswith("error: --workers 2: a worker process was killed")
+        assert running.process.returncode == 1 and list(running.out.iterdir()) == []
+
+    def test_workers_do_not_outlive_a_killed_parent(self, tmp_path: Path) -> None:
+        running = Running(tmp_path, 2)
+        running.process.kill()
+        running.end()
+        assert not any(path.suffix == ".idx" for path in running.out.glob("x_text_document.idx"))
+
+    def test_a_full_disk(self, tmp_path: Path, out: Path) -> None:
+        (out / "x_text_document.bin").write_bytes(b"old")
+        file = write_lines(tmp_path / "x.jsonl", [{"text": "1 " * 1000}] * 600)
+        run = subprocess.run(
+            command("--input", file, "--output-prefix", f"{out}/x", "--workers", "1", "--log-interval", "9999", *NULL),
+            capture_output=True,
+            text=True,
+            check=False,
+            preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20)),
+        )
+        assert run.returncode == 1
+        assert run.stderr == f"error: --output-prefix {out}/x: cannot be written (File too large)\n"
+        assert contents(out) == {"x_text_document.bin": b"old"}

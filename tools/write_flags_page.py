@@ -1,0 +1,74 @@
+#!/usr/bin/env python
+"""Write docs/flags.md from the declarations of the flags, which stand in megatron/config; knows no flag itself.
+
+Run it after a flag changed; tests/house/test_flags.py fails while the page and the declarations differ.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, os.fspath(ROOT))
+
+from megatron.arguments import Flag, build_parser, help_with_default  # noqa: E402
+from megatron.config.megatron_flags import FOREIGN, NO_EFFECT, REFUSED, ForeignFlag  # noqa: E402
+from megatron.config.tree import Config  # noqa: E402
+
+PAGE = ROOT / "docs" / "flags.md"
+HEAD = """# Flags of pretrain_gpt.py
+
+Made from the declarations in `megatron/config` by `python tools/write_flags_page.py`; do not edit it by hand. Words may
+also stand in a file: `pretrain_gpt.py @my.args --lr 1e-4` (shell quoting, `#` comments; what is typed wins over it).
+A flag that is in no table below is an error that names the nearest ones.
+"""
+NO_EFFECT_HEAD = """
+## Megatron's flags that are accepted and change nothing
+
+Each says so in one line when it is given.
+"""
+REFUSED_HEAD = """
+## Megatron's flags that are refused
+
+Ignoring them would train another model, or lose what was asked for. The error says what to use.
+"""
+
+
+def cell(text: str) -> str:
+    """Text that keeps to its table cell."""
+    return text.replace("|", "\\|").replace("\n", " ")
+
+
+def own_rows(flags: Iterable[Flag]) -> list[str]:
+    """A table of supported flags."""
+    rows = ["", "| flag | what it does |", "|---|---|"]
+    for flag in flags:
+        spelled = ", ".join(f"`{spelling}`" for spelling in flag.spellings)
+        value = f" `{flag.metavar}`" if flag.metavar else ""
+        rows.append(f"| {spelled}{cell(value)} | {cell(help_with_default(flag))} |")
+    return rows
+
+
+def foreign_rows(flags: Iterable[ForeignFlag]) -> list[str]:
+    """A table of Megatron's flags that are not ours."""
+    rows = ["", "| flag | why |", "|---|---|"]
+    return rows + [f"| `{flag.spelling}` | {cell(flag.text)} |" for flag in sorted(flags, key=lambda f: f.spelling)]
+
+
+def page() -> str:
+    """The whole page."""
+    parser = build_parser(Config, prog="pretrain_gpt.py", description="")
+    lines = [HEAD.rstrip("\n")]
+    for group, title in parser.sections.items():
+        lines += ["", f"## {title.rstrip('.')}"] + own_rows(flag for flag in parser.flags if flag.group == group)
+    for head, verdict in ((NO_EFFECT_HEAD, NO_EFFECT), (REFUSED_HEAD, REFUSED)):
+        lines += [head.rstrip("\n"), *foreign_rows(flag for flag in FOREIGN.values() if flag.verdict == verdict)]
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")
+    print(f"wrote {PAGE.relative_to(ROOT)}")
