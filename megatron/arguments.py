@@ -14,7 +14,7 @@ import shlex
 import textwrap
 import types
 import typing
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING
 from pathlib import Path
 from typing import Any
@@ -164,13 +164,16 @@ class Problems(ValueError):
 
 
 class Parser:
-    """All flags of a program by their spellings. `explain` may know better than "unknown flag" what a spelling is."""
+    """All flags of a program by their spellings. Of an unknown spelling `explain` may know why there is no such flag,
+    and `synonyms` what it is called here."""
 
     def __init__(self, flags: Iterable[Flag], *, prog: str, description: str, sections: dict[str, str],
-                 explain: Callable[[str], str | None] = lambda spelling: None):
+                 explain: Callable[[str], str | None] = lambda spelling: None,
+                 synonyms: Mapping[str, str] = types.MappingProxyType({})):
         self.flags = list(flags)
         self.by_spelling = _by_spelling(self.flags)
-        self.prog, self.description, self.sections, self.explain = prog, description, sections, explain
+        self.prog, self.description, self.sections = prog, description, sections
+        self.explain, self.synonyms = explain, synonyms
 
     def help(self) -> str:
         """The text for --help: every flag of the sections, with its default."""
@@ -199,11 +202,12 @@ def _help_lines(head: str, text: str) -> list[str]:
 
 
 def build_parser(tree: type, *, prog: str, description: str, extra: Iterable[Flag] = (),
-                 explain: Callable[[str], str | None] = lambda spelling: None) -> Parser:
+                 explain: Callable[[str], str | None] = lambda spelling: None,
+                 synonyms: Mapping[str, str] = types.MappingProxyType({})) -> Parser:
     """A parser with one section a config class. `extra`: flags that belong to no field (help leaves them out)."""
     sections = {group: (owner.__doc__ or group).split("\n")[0] for group, owner in typing.get_type_hints(tree).items()}
     return Parser([*flags_of(tree).values(), *extra], prog=prog, description=description, sections=sections,
-                  explain=explain)
+                  explain=explain, synonyms=synonyms)
 
 
 @dataclasses.dataclass
@@ -281,7 +285,12 @@ def is_flag(word: str) -> bool:
 def _unknown(parser: Parser, spelling: str, parsed: Parsed) -> None:
     dashed = "--" + spelling.lstrip("-").replace("_", "-")
     shown = sorted(s for s, flag in parser.by_spelling.items() if flag.group in parser.sections)
-    close = [dashed] if dashed in parser.by_spelling else _close(dashed, shown) or _close(dashed, parser.by_spelling)
+    if dashed in parser.by_spelling:
+        close = [dashed]
+    elif dashed in parser.synonyms:
+        close = [parser.synonyms[dashed]]
+    else:
+        close = _close(dashed, shown) or difflib.get_close_matches(dashed, sorted(parser.by_spelling), 1, 0.75)
     parsed.broken |= {parser.by_spelling[s].name for s in close}
     if explained := parser.explain(spelling):
         parsed.problems.append(explained)
@@ -291,9 +300,9 @@ def _unknown(parser: Parser, spelling: str, parsed: Parsed) -> None:
         parsed.problems.append(f"unknown flag {spelling}; --help lists every flag")
 
 
-def _close(spelling: str, known: Iterable[str]) -> list[str]:
+def _close(spelling: str, known: Sequence[str]) -> list[str]:
     """The known spellings nearest to a wrong one: by letters, else by its words, else by letters from farther away."""
-    known, parts = sorted(known), set(spelling[2:].split("-"))
+    parts = set(spelling[2:].split("-"))
     close = difflib.get_close_matches(spelling, known, 3, 0.75)
     if close:
         best = difflib.SequenceMatcher(None, spelling, close[0]).ratio()

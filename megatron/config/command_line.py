@@ -67,7 +67,7 @@ class CommandLine:
 def parser() -> Parser:
     """All flags of pretrain_gpt.py, Megatron's foreign ones too (help leaves those out)."""
     return build_parser(Config, prog="pretrain_gpt.py", description=DESCRIPTION, extra=megatron_flags.parser_flags(),
-                        explain=megatron_flags.explain)
+                        explain=megatron_flags.explain, synonyms=megatron_flags.SYNONYMS)
 
 
 def read(argv: Sequence[str], environ: Mapping[str, str]) -> CommandLine:

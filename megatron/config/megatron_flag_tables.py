@@ -297,3 +297,17 @@ PREFIXES: tuple[tuple[str, str], ...] = (
      "that gains"),
     ("--fsdp- --megatron-fsdp-", _DP),
 )
+
+# What other suites call our flags.
+SYNONYMS: dict[str, str] = {
+    "--learning-rate": "--lr", "--lr-min": "--min-lr", "--tp": "--tensor-model-parallel-size",
+    "--pp": "--pipeline-model-parallel-size", "--cp": "--context-parallel-size", "--steps": "--train-iters",
+    "--max-steps": "--train-iters", "--num-steps": "--train-iters", "--iters": "--train-iters",
+    "--epochs": "--train-iters", "--num-train-epochs": "--train-iters", "--num-heads": "--num-attention-heads",
+    "--num-head": "--num-attention-heads", "--n-head": "--num-attention-heads", "--n-layer": "--num-layers",
+    "--n-embd": "--hidden-size", "--num-kv-heads": "--num-query-groups", "--kv-heads": "--num-query-groups",
+    "--gqa": "--group-query-attention", "--rmsnorm": "--normalization", "--rope": "--position-embedding-type",
+    "--vocab": "--vocab-file", "--merges": "--merge-file", "--data": "--data-path", "--output-dir": "--save",
+    "--resume": "--load", "--num-gpus": "--world-size", "--gradient-clipping": "--clip-grad",
+    "--max-grad-norm": "--clip-grad", "--batch": "--micro-batch-size", "--random-seed": "--seed",
+}

@@ -11,9 +11,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.arguments import Flag
-from megatron.config.megatron_flag_tables import FAMILIES, NEWER, OLD, PREFIXES, REMOVED
+from megatron.config.megatron_flag_tables import FAMILIES, NEWER, OLD, PREFIXES, REMOVED, SYNONYMS
 
 NO_EFFECT, REFUSED = "no effect", "not supported"
+__all__ = ["FOREIGN", "NO_EFFECT", "REFUSED", "SYNONYMS", "ForeignFlag", "dumped", "explain", "parser_flags", "refused",
+           "without_effect"]
 _TYPES = {"int": int, "float": float, "str": str, "list": str, "ints": int}
 
 

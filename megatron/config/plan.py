@@ -83,14 +83,20 @@ def split_string(config: Config) -> str | None:
     return d.split or "969, 30, 1"
 
 
+def target_sizes(config: Config, batch: BatchSizeSchedule, train_iters: int) -> Targets:
+    """Samples needed: each validation reads new ones, every --eval-interval iterations and once at the end."""
+    t = config.training
+    evaluation = t.eval_iters * batch.final_global_batch_size
+    evaluations = 1 if t.skip_train or not t.eval_iters else train_iters // t.eval_interval + 1
+    train = batch.samples_before(train_iters + 1) if t.train_samples is None else t.train_samples
+    return Targets(max(train, batch.samples_before(train_iters + 1)), evaluations * evaluation, evaluation)
+
+
 def make_plan(config: Config, world_size: int, vocab_size: int) -> Plan:
     """The plan of a command line that `megatron.config.check` found no problem in."""
     t, p = config.training, config.parallel
     batch = batch_schedule(config, world_size)
     train_iters = t.train_iters if t.train_iters is not None else batch.train_iters_from_samples(t.train_samples or 0)
-    final = batch.final_global_batch_size
-    train = batch.samples_before(train_iters + 1) if t.train_samples is None else t.train_samples
-    valid = (train_iters // t.eval_interval + 1) * t.eval_iters * final
     padded = padded_vocab_size(vocab_size, config.model.make_vocab_size_divisible_by, p.tensor_model_parallel_size)
     skips = SkipRanges.parse(t.train_range_to_skip, train_iters=train_iters,
                              iterations_to_skip=t.iterations_to_skip).ranges
@@ -99,7 +105,7 @@ def make_plan(config: Config, world_size: int, vocab_size: int) -> Plan:
     return Plan(
         world_size=world_size, data_parallel_size=data_parallel_size(config, world_size), vocab_size=vocab_size,
         padded_vocab_size=padded, parameters=tuple(parameter_table(config.model, padded, vocab_size)), batch=batch,
-        train_iters=train_iters, targets=Targets(train, valid, t.eval_iters * final), skips=skips,
+        train_iters=train_iters, targets=target_sizes(config, batch, train_iters), skips=skips,
         split=split_string(config),
         layers_per_stage=tuple(tuple(range(s * per, (s + 1) * per)) for s in range(stages)))
 

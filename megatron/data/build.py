@@ -67,33 +67,6 @@ class DataFlags(Protocol):
     mid_level_dataset_surplus: float
 
 
-def target_sizes(
-    *,
-    global_batch_size: int,
-    train_iters: int | None,
-    train_samples: int | None = None,
-    eval_interval: int | None = 1000,
-    eval_iters: int = 100,
-    skip_train: bool = False,
-) -> tuple[int, int, int]:
-    """Samples needed of (train, valid, test). With --train-samples give the iterations they make as `train_iters`.
-
-    Validation runs every `eval_interval` iterations and once at the end, each time on new samples (with --skip-train
-    once). Raises ValueError for a missing or impossible count.
-    """
-    if train_iters is None:
-        raise ValueError("--train-iters: not given; give it or --train-samples")
-    if eval_iters < 0:
-        raise ValueError(f"--eval-iters {eval_iters}: must not be negative; 0 turns validation off")
-    if eval_iters and not skip_train and (eval_interval is None or eval_interval < 1):
-        raise ValueError(f"--eval-interval {eval_interval}: must be at least 1 (--eval-iters 0 turns validation off)")
-    train = train_iters * global_batch_size if train_samples is None else train_samples
-    evaluations = 1
-    if eval_iters and not skip_train:
-        evaluations = train_iters // eval_interval + 1
-    return train, evaluations * eval_iters * global_batch_size, eval_iters * global_batch_size
-
-
 def read_blends(data: DataFlags) -> Blend | list[Blend | None] | None:
     """The blend for all splits, or one (or None) for each split, or None for mock data.
 
@@ -138,7 +111,7 @@ def build_train_valid_test_datasets(
 ) -> tuple[Dataset | None, Dataset | None, Dataset | None]:
     """The datasets of train, valid and test, None where the flags give a split nothing or `sizes` asks for 0 samples.
 
-    `sizes` are the samples needed (`target_sizes`); None means one epoch. `vocab_size` is the tokenizer's and `eod` its
+    `sizes` are the samples needed (`megatron.config.plan.Targets`); None means one epoch. `vocab_size` is the tokenizer's and `eod` its
     end-of-document id: mock data is made of them, and with `check_tokens` the head of each corpus is compared with
     them. Every rank may call this at once; for one to build and the others to load, let it finish first. Raises
     ValueError or FileNotFoundError with flag or file, what is wrong and what to do.

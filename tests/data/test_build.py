@@ -16,7 +16,6 @@ from megatron.data.build import (
     data_order_differences,
     data_order_fingerprint,
     read_blends,
-    target_sizes,
 )
 from megatron.data.gpt_dataset import GPTDataset, MockGPTDataset
 from megatron.data.indexed_dataset import IndexedDataset
@@ -43,27 +42,6 @@ def test_the_flags_are_those_of_the_configuration():
     assert set(DataFlags.__annotations__) <= {field.name for field in dataclasses.fields(DataConfig)}
     with pytest.raises(ValueError, match="--data-path: no data is named"):
         read_blends(DataConfig())
-
-
-def test_the_seeds_target_sizes():
-    assert target_sizes(global_batch_size=8, train_iters=1000, eval_interval=1000, eval_iters=10) == (8000, 160, 80)
-    assert target_sizes(global_batch_size=8, train_iters=1000, eval_interval=1, eval_iters=10) == (8000, 80080, 80)
-
-
-def test_target_sizes():
-    given = {"global_batch_size": 4, "train_iters": 100, "eval_interval": 30, "eval_iters": 2}
-    assert target_sizes(**given) == (400, 4 * 2 * 4, 8)
-    assert target_sizes(**given, train_samples=333) == (333, 32, 8)
-    assert target_sizes(**given, skip_train=True) == (400, 8, 8)
-    assert target_sizes(**{**given, "eval_iters": 0, "eval_interval": None}) == (400, 0, 0)
-    for change, words in (
-        ({"eval_interval": 0}, "--eval-interval 0"),
-        ({"eval_interval": None}, "--eval-interval None"),
-        ({"eval_iters": -1}, "--eval-iters -1"),
-        ({"train_iters": None}, "--train-iters: not given"),
-    ):
-        with pytest.raises(ValueError, match=words):
-            target_sizes(**{**given, **change})
 
 
 def test_one_corpus(corpora, capsys):
