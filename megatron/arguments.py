@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import itertools
 import re
 import shlex
@@ -22,7 +23,7 @@ from typing import Any
 # Of an @FILE: blanks (a backslash at the end of a line is one), a comment, or a word with the shell's quoting.
 _TOKEN = re.compile(r"""(?:\s|\\\r?\n)+|\#[^\n]*|
     (?P<word>(?:[^\s'"\\]|\\(?!\r?\n).|'[^']*'|"(?:\\.|[^"\\])*")+)""", re.S | re.X)
-_NUMBER = re.compile(r"-(\d[\d_]*\.?\d*|\.\d+)([eE][+-]?\d+)?|-inf|-nan")
+_NUMBER = re.compile(r"-(\d|\.\d|inf$|nan$)")
 _CALLED = {int: "a whole number", float: "a number"}
 _SHOWN = {int: "N", float: "X", str: "TEXT"}
 
@@ -115,7 +116,8 @@ def _as_number(word: str) -> str:
         return ""
 
 
-def flags_of(tree: type) -> dict[str, Flag]:
+@functools.cache
+def flags_of(tree: type) -> Mapping[str, Flag]:
     """Every flag of a dataclass whose fields are dataclasses, by field name. A name or spelling stands only once."""
     found: dict[str, Flag] = {}
     for group, owner in typing.get_type_hints(tree).items():
@@ -125,7 +127,7 @@ def flags_of(tree: type) -> dict[str, Flag]:
                 assert field.name not in found, f"{field.name} is declared twice"
                 found[field.name] = _flag(group, field, hints[field.name])
     _by_spelling(found.values())
-    return found
+    return types.MappingProxyType(found)
 
 
 def _by_spelling(flags: Iterable[Flag]) -> dict[str, Flag]:
@@ -279,7 +281,7 @@ def _take(parser: Parser, words: list[str], seen: dict[str, list[str]], parsed: 
 
 def is_flag(word: str) -> bool:
     """Does this word begin a flag? Negative numbers do not."""
-    return len(word) > 1 and word[0] == "-" and not _NUMBER.fullmatch(word)
+    return len(word) > 1 and word[0] == "-" and not _NUMBER.match(word)
 
 
 def _unknown(parser: Parser, spelling: str, parsed: Parsed) -> None:
@@ -307,7 +309,8 @@ def _close(spelling: str, known: Sequence[str]) -> list[str]:
     if close:
         best = difflib.SequenceMatcher(None, spelling, close[0]).ratio()
         return [s for s in close if difflib.SequenceMatcher(None, spelling, s).ratio() > best - 0.05]
-    return [s for s in known if parts <= set(s[2:].split("-"))][:3] or difflib.get_close_matches(spelling, known, 3, 0.7)
+    with_words = [s for s in known if parts <= set(s[2:].split("-"))]
+    return with_words[:3] or difflib.get_close_matches(spelling, known, 2, 0.7)
 
 
 def expand_files(argv: Sequence[str], seen: tuple[Path, ...] = ()) -> list[str]:

@@ -99,7 +99,8 @@ def train(folder: Path, argv: list[str], world: int = 1, kill_at: int | None = N
     argv = [*argv, "--metrics-file", str(folder / "metrics.jsonl")]
     try:
         codes = run_ranks(world, _rank, argv, str(folder / "log"), kill_at, seconds=seconds)
-        assert codes == [0] * world, (codes, (folder / "log.0").read_text()[-2000:])
+        if codes != [0] * world:
+            raise RanksFailed(f"exit codes {codes}\n{(folder / 'log.0').read_text()[-2000:]}")
         assert kill_at is None, "the run ended before it could be killed"
     except RanksFailed as failure:
         if kill_at is None or "exit code -9" not in str(failure):

@@ -158,7 +158,7 @@ def test_a_flag_that_comes_again_is_noted_unless_it_collects():
 
 @pytest.mark.parametrize(("word", "expected"), [
     ("--a", True), ("-h", True), ("-x", True), ("-1", False), ("-1e-5", False), ("-.5", False), ("-1_000", False),
-    ("-inf", False), ("-", False), ("a", False), ("", False), ("--", True), ("-1-2", True)])
+    ("-inf", False), ("-", False), ("a", False), ("", False), ("--", True), ("-1,2", False), ("-infinite", True)])
 def test_negative_numbers_are_no_flags(word, expected):
     assert is_flag(word) is expected
 
@@ -168,7 +168,8 @@ def test_words_of_a_file_follow_the_shell(tmp_path: Path):
     inner.parent.mkdir()
     inner.write_text("--bright # yes\n")
     file = tmp_path / "x.args"
-    file.write_text("# a comment with 'one quote\n--the-title 'a  b'\\''#c' \\\n  --many x#y \"d e\" f\\ g\n@more/inner.args\n")
+    file.write_text("# a comment with 'one quote\n--the-title 'a  b'\\''#c' \\\n  --many x#y \"d e\" f\\ g\n"
+                    "@more/inner.args\n")
     assert expand_files([f"@{file}", "z"]) == ["--the-title", "a  b'#c", "--many", "x#y", "d e", "f g", "--bright", "z"]
 
 

@@ -10,8 +10,10 @@ import math
 import platform
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
-from importlib import metadata
 from typing import Any
+
+import numpy
+import torch
 
 from megatron.checkpoint.disk import CheckpointError
 
@@ -22,7 +24,7 @@ _FLOATS = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
 
 def versions() -> dict[str, str]:
     """Versions of Python, torch and numpy, for the reader of a checkpoint."""
-    return {"python": platform.python_version(), **{name: metadata.version(name) for name in ("torch", "numpy")}}
+    return {"python": platform.python_version(), "torch": str(torch.__version__), "numpy": numpy.__version__}
 
 
 @dataclass(kw_only=True)
@@ -70,8 +72,9 @@ class RunState:
             raise CheckpointError(f"{source} has version {version!r} and the unknown entries {strange}; this program "
                                   f"reads version {VERSION}: use the program that wrote it")
         state = cls(**{name: _decoded(value) for name, value in table.items()})
+        blank = cls()
         for name in known:
-            have, want = type(getattr(state, name)), type(getattr(cls(), name))
+            have, want = type(getattr(state, name)), type(getattr(blank, name))
             if have is not want:
                 raise CheckpointError(f"{source}: {name} is a {have.__name__}, should be a {want.__name__}; "
                                       "the checkpoint is damaged: use another one")

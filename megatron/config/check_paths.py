@@ -40,7 +40,9 @@ def missing(config: Config) -> list[str]:
     found = []
     if not any(_given(d).values()):
         found.append("no data: give --data-path PREFIX (written by tools/preprocess_data.py), or --mock-data")
-    found += [*_corpora(d), *_tokenizer_files(d), *_checkpoint(c)]
+    elif sum(_given(d).values()) == 1:
+        found += _corpora(d)
+    found += [*_tokenizer_files(d), *_checkpoint(c)]
     for flag, path in (("--save", c.save), ("--data-cache-path", d.data_cache_path),
                        ("--tensorboard-dir", config.logging.tensorboard_dir)):
         if path is not None:
@@ -161,7 +163,7 @@ def _split_file(path: str) -> list[tuple[str, list[str] | str]]:
     try:
         blends = json.loads("\n".join(lines))
     except json.JSONDecodeError as error:
-        return [(flag, f"is no JSON ({error}); write {{\"train\": [...], \"valid\": [...], \"test\": [...]}}")]
+        return [(flag, f'is no JSON ({error}); write {{"train": [...], "valid": [...], "test": [...]}}')]
     if not isinstance(blends, dict) or not blends or not set(blends) <= set(SPLITS):
         return [(flag, "must be an object with the keys train, valid, test (some may be left out)")]
     found: list[tuple[str, list[str] | str]] = []
@@ -207,7 +209,13 @@ def _corpora(d: DataConfig) -> Iterator[str]:
         if isinstance(words, str):
             yield f"{flag}: {words}"
         elif blend_problem(words) is None:
-            for prefix in _prefixes(words):
+            prefixes = _prefixes(words)
+            numbers = [p for p in prefixes if _number(p) is not None and not os.path.exists(p + ".idx")]
+            if numbers and len(words) > 1:
+                yield (f"{flag}: {' and '.join(numbers)} where a prefix is expected; give a weight for every prefix, or "
+                       "for none")
+                prefixes = [p for p in prefixes if p not in numbers]
+            for prefix in prefixes:
                 yield from _corpus(flag, prefix, len(words))
 
 
@@ -223,8 +231,6 @@ def _corpus(flag: str, prefix: str, words: int) -> Iterator[str]:
         yield f"{shown}: is text; tools/preprocess_data.py makes the .bin and .idx files that training reads"
     elif len(lost) == 1:
         yield f"{shown}: {prefix}{lost[0]} is missing beside its other half; preprocess again, or copy it too"
-    elif words > 1 and _number(prefix) is not None:
-        yield f"{shown} is a number where a prefix is expected; give a weight for every prefix, or for none"
     else:
         yield f"{shown}: there is no {prefix}.idx and .bin" + _near_prefixes(prefix)
 
@@ -245,7 +251,7 @@ def _near_prefixes(prefix: str) -> str:
 def _checkpoint(c: CheckpointConfig) -> Iterator[str]:
     if c.load is None:
         return
-    if os.path.isfile(c.load):
+    if os.path.exists(c.load) and not os.path.isdir(c.load):
         yield f"--load {c.load}: is a file; give the directory that holds the iter_XXXXXXX directories"
         return
     here = sorted(int(n[5:]) for n in _listing(c.load) if re.fullmatch(r"iter_\d{7,}", n))

@@ -54,6 +54,20 @@ class NoExchange(Disk):
         return False
 
 
+class Unsynced(Disk):
+    """A disk that syncs nothing: for tests in which no power is lost."""
+
+    def fsync(self, descriptor: int, path: Path) -> None:
+        self.step("fsync", path)
+
+    def fsync_directory(self, path: Path) -> None:
+        self.step("fsync_directory", path)
+
+
+class UnsyncedNoExchange(Unsynced, NoExchange):
+    """The same without an atomic exchange."""
+
+
 class Recording(Disk):
     """Remembers every step as (action, name below the temporary directory or root)."""
 
@@ -130,11 +144,12 @@ def count_steps(tmp_path, prepare, disk: type[Disk]) -> int:
     return len(recording.steps)
 
 
-START = {"empty": lambda root: None, "older": lambda root: save(root, 10), "same": lambda root: save(root, 20)}
+START = {"empty": lambda root: None, "older": lambda root: save(root, 10, Unsynced()),
+         "same": lambda root: save(root, 20, Unsynced())}
 
 
 @pytest.mark.parametrize("start", START)
-@pytest.mark.parametrize("base", [Disk, NoExchange])
+@pytest.mark.parametrize("base", [Unsynced, UnsyncedNoExchange])
 @pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt()], ids=repr)
 def test_an_error_at_any_step_leaves_a_good_checkpoint(tmp_path, start, base, error):
     """The disk fails, or Ctrl-C comes, at every single step of a save in turn."""
@@ -149,17 +164,17 @@ def test_an_error_at_any_step_leaves_a_good_checkpoint(tmp_path, start, base, er
             save(root, 20, disk, version=1)
         except CheckpointError as caught:
             assert isinstance(error, OSError) and caught.errno == errno.ENOSPC and "free space" in str(caught)
-            assert str(root) in str(caught)
+            assert str(tmp_path) in str(caught)
         except KeyboardInterrupt:
             assert isinstance(error, KeyboardInterrupt)
         else:
-            assert disk.left < -1 and store.latest(root) == 20  # only removing what is old may fail in silence
+            assert disk.left < 0 and store.latest(root) == 20  # only removing what is old may fail in silence
         if store.latest(root) is None:
             assert before is None
         else:
             assert_good(root, store.latest(root))
             assert store.latest(root) in (before, 20)
-        save(root, 30)
+        save(root, 30, Unsynced())
         assert_good(root, 30)
         assert not [path.name for path in root.iterdir() if path.name.startswith(".")], "leftovers stay"
 
@@ -188,7 +203,7 @@ def test_a_refusal_of_the_real_system(tmp_path):
 
 
 def test_only_our_own_leftovers_are_removed(tmp_path):
-    mine = [".iter_0000010.tmp-0123abcd", ".iter_0000010.old-0123abcd", ".latest_checkpointed_iteration.txt.tmp-0123abcd"]
+    mine = [".iter_0000010.tmp-0123abcd", ".iter_0000010.old-0123abcd", f".{store.TRACKER}.tmp-0123abcd"]
     others = [".iter_0000010.tmp-mine", "iter_0000010.tmp-0123abcd", ".iter_10.tmp-0123abcd", ".tmp", "notes", "iter_x"]
     save(tmp_path, 10)
     for name in mine[:2] + others:
@@ -235,7 +250,8 @@ def test_what_cannot_be_resolved_says_what_is_there(tmp_path):
     (tmp_path / "iter_0000099").mkdir()
     (tmp_path / "iter_0000099" / "metadata.json").write_text("{}")
     for step, words in [(50, "does not exist; choose another one with --ckpt-step .complete here: 20, 40"),
-                        (60, "has no manifest.json, so it is not complete"), (80, "mp_rank_00 .*written by Megatron-LM"),
+                        (60, "has no manifest.json, so it is not complete"),
+                        (80, "mp_rank_00 .*written by Megatron-LM"),
                         (99, "metadata.json .*written by Megatron-LM")]:
         with pytest.raises(CheckpointError, match=words):
             store.resolve(tmp_path, step)

@@ -14,7 +14,8 @@ from megatron.config.tree import Config
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden"
 ROWS = [line.split("\t") for line in (GOLDEN / "megatron_flags.txt").read_text().splitlines() if line[0] != "#"]
-SEED = {line.split()[0]: " ".join(line.split()[2:]) for line in (GOLDEN / "seed_dump.txt").read_text().splitlines()[1:-1]}
+DUMP = (GOLDEN / "seed_dump.txt").read_text().splitlines()[1:-1]
+SEED = {line.split()[0]: " ".join(line.split()[2:]) for line in DUMP}
 PARSER = command_line.parser()
 OURS = flags_of(Config)
 ALIASED = {"encoder_num_layers": "num_layers", "encoder_seq_length": "seq_length"}
@@ -45,8 +46,8 @@ def test_nothing_is_both_ours_and_foreign():
 
 
 # The default differs on purpose: the seed's is the older one, where the two versions disagree, or both are accepted.
-OTHER_DEFAULT = {("newer", "transformer_impl"), ("newer", "data_parallel_sharding_strategy"), ("newer", "tiktoken_pattern"),
-                 ("newer", "recompute_modules")}
+OTHER_DEFAULT = {("newer", "transformer_impl"), ("newer", "data_parallel_sharding_strategy"),
+                 ("newer", "tiktoken_pattern"), ("newer", "recompute_modules")}
 
 
 @pytest.mark.parametrize(("era", "name", "spelling", "default"), [row for row in ROWS if row[1] in FOREIGN])

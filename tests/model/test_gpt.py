@@ -310,6 +310,28 @@ def test_given_positions_equal_implied_ones(flags):
     torch.testing.assert_close(logits_of(model, position_ids=explicit), logits_of(model), rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_rotary_takes_positions_per_sample(interleaved):
+    """Positions 4 i divided by 4 are positions i; each row has its own."""
+    flags = dict(position_embedding_type="rope", rotary_interleaved=interleaved, max_position_embeddings=64)
+    plain = tiny_model(torch.float64, scramble=True, **flags)
+    stretched = tiny_model(torch.float64, scramble=True, rotary_seq_len_interpolation_factor=4, **flags)
+    positions = torch.stack((4 * torch.arange(16), torch.arange(16)))
+    packed, expected = logits_of(stretched, position_ids=positions), logits_of(plain)
+    torch.testing.assert_close(packed[0], expected[0], rtol=1e-11, atol=1e-11)
+    torch.testing.assert_close(packed[1], logits_of(stretched)[1], rtol=1e-11, atol=1e-11)
+    assert (packed[1] - expected[1]).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("recompute", RECOMPUTE[:2], ids=str)
+def test_recompute_keeps_to_documents_and_positions(recompute):
+    inside = dict(document_ids=torch.arange(16).expand(2, 16) // 5, position_ids=torch.arange(16).expand(2, 16) % 5)
+    losses, grads = loss_and_grads(tiny_model(torch.float64, **LLAMA), **inside)
+    again_losses, again = loss_and_grads(tiny_model(torch.float64, recompute=recompute, **LLAMA), **inside)
+    assert torch.equal(losses, again_losses)
+    assert all(torch.equal(grad, again[name]) for name, grad in grads.items())
+
+
 def test_tied_output_is_one_parameter():
     model = tiny_model(torch.float64)
     assert model.output_layer.weight is model.embedding.word_embeddings.weight

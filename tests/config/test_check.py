@@ -1,0 +1,419 @@
+"""Every rule of a command line: what is refused with which words, all at once, and what is only said."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron.arguments import config_from, parse
+from megatron.config import check, check_paths, command_line
+from megatron.config.tree import Config
+from megatron.data.blended_dataset import parse_blend, parse_split
+from megatron.data.tokenizer import TOKENIZER_TYPES
+
+PARSER = command_line.parser()
+BASE = ("--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 "
+        "--micro-batch-size 2 --train-iters 10 --lr 1e-3 --mock-data --vocab-size 100")
+
+
+def checked(flags: str | list[str], world_size: int = 1, base: str = BASE, drop: str = "") -> tuple[list, list]:
+    """(problems, notes) of the base with `flags` added and the flags named in `drop` taken out."""
+    words = flags.split() if isinstance(flags, str) else flags
+    parsed = parse(PARSER, [*base.split(), *words])
+    assert not parsed.problems, parsed.problems
+    typed = {name: value for name, value in parsed.typed.items() if PARSER.by_spelling["--" + name.replace(
+        "_", "-")].spelling not in drop.split()} if drop else parsed.typed
+    config = config_from(Config, typed)
+    problems = check.problems(config, world_size, typed)
+    return problems, [] if problems else check.notes(config, world_size, typed)
+
+
+def test_the_base_has_no_problem_and_nothing_to_note():
+    assert checked("") == ([], [])
+    assert checked("", world_size=64) == ([], [])
+
+
+# flags added to the base, words of the one line that must come
+ONE_PROBLEM = [
+    ("--num-layers 0", "--num-layers 0: must be at least 1"),
+    ("--hidden-size -64", "--hidden-size -64: must be at least 1"),
+    ("--seq-length 0", "--seq-length 0: must be at least 1"),
+    ("--micro-batch-size 0", "--micro-batch-size 0: must be at least 1"),
+    ("--global-batch-size 0", "--global-batch-size 0: must be at least 1"),
+    ("--train-iters 0", "--train-iters 0: must be at least 1"),
+    ("--eval-interval 0", "--eval-interval 0: must be at least 1"),
+    ("--eval-iters -1", "--eval-iters -1: must not be negative"),
+    ("--log-interval 0", "--log-interval 0: must be at least 1"),
+    ("--exit-interval 0", "--exit-interval 0: must be at least 1"),
+    ("--exit-duration-in-mins 0", "--exit-duration-in-mins 0.0: must be greater than 0"),
+    ("--num-workers -1", "--num-workers -1: must not be negative"),
+    ("--make-vocab-size-divisible-by 0", "must be at least 1"),
+    ("--vocab-size 0", "--vocab-size 0: must be at least 1"),
+    ("--seed 0", "--seed 0: must be between 1 and 4294967295"),
+    ("--seed 4294967296", "--seed 4294967296: must be between"),
+    ("--attention-dropout 1", "--attention-dropout 1.0: must be at least 0 and less than 1"),
+    ("--hidden-dropout -0.1", "--hidden-dropout -0.1: must be at least 0 and less than 1"),
+    ("--adam-beta1 1.0", "--adam-beta1 1.0: must be at least 0 and less than 1"),
+    ("--adam-beta2 1.5", "--adam-beta2 1.5"),
+    ("--adam-eps 0", "--adam-eps 0.0: must be greater than 0"),
+    ("--norm-epsilon 0", "--norm-epsilon 0.0: must be greater than 0"),
+    ("--weight-decay -0.1", "--weight-decay -0.1: must not be negative"),
+    ("--clip-grad -1", "--clip-grad -1.0: must not be negative"),
+    ("--init-method-std nan", "--init-method-std nan: must be a finite number"),
+    ("--lr inf", "--lr inf: must be a finite number"),
+    ("--lr -1e-4", "--lr -0.0001: must not be negative"),
+    ("--fp16 --loss-scale 0", "--loss-scale 0.0: must be greater than 0"),
+    ("--fp16 --hysteresis 0", "--hysteresis 0: must be at least 1"),
+    ("--mid-level-dataset-surplus -1", "must not be negative"),
+    ("--hidden-size 66", "--hidden-size 66: not a multiple of --num-attention-heads 4; use 64 or 68"),
+    ("--hidden-size 3", "--hidden-size 3: not a multiple of --num-attention-heads 4; use 4"),
+    ("--group-query-attention --num-query-groups 3", "--num-query-groups 3: --num-attention-heads 4 is not a multiple "
+                                                     "of it; use 1, 2, 4"),
+    ("--num-query-groups 2", "--num-query-groups 2: counts only with --group-query-attention"),
+    ("--max-position-embeddings 16", "--max-position-embeddings 16: less than --seq-length 32; use 32 or more"),
+    ("--swiglu --geglu", "--swiglu and --geglu: only one of these can be given"),
+    ("--swiglu --squared-relu", "only one of these"),
+    ("--use-rotary-position-embeddings --rotary-percent 0.2", "rotates 3 of the 16 channels of a head"),
+    ("--position-embedding-type rope --rotary-percent 1.5", "must be greater than 0 and at most 1"),
+    ("--position-embedding-type none --use-rotary-position-embeddings", "asks for rope"),
+    ("--fp16 --bf16", "--fp16 and --bf16: only one of these can be given"),
+    ("--bf16 --fp64", "--bf16 and --fp64: only one of these can be given"),
+    ("--fp32-residual-connection", "--fp32-residual-connection: needs --fp16 or --bf16"),
+    ("--bf16 --fp16-lm-cross-entropy", "--fp16-lm-cross-entropy: needs --fp16"),
+    ("--fp16 --initial-loss-scale 2 --min-loss-scale 4", "--initial-loss-scale 2.0: less than --min-loss-scale 4.0"),
+    ("--tensor-model-parallel-size 2", "--tensor-model-parallel-size 2: not supported yet in this version; use data "
+                                       "parallelism: torchrun --nproc-per-node N"),
+    ("--pipeline-model-parallel-size 4", "--pipeline-model-parallel-size 4: not supported yet"),
+    ("--context-parallel-size 2", "--context-parallel-size 2: not supported yet"),
+    ("--expert-model-parallel-size 2", "--expert-model-parallel-size 2: not supported yet"),
+    ("--use-distributed-optimizer", "--use-distributed-optimizer: not supported yet"),
+    ("--overlap-grad-reduce", "--overlap-grad-reduce: not supported yet"),
+    ("--overlap-param-gather", "--overlap-param-gather: not supported yet"),
+    ("--world-size 8", "--world-size 8: only for --dry-run"),
+    ("--train-samples 100", "--train-iters 10 and --train-samples 100: two lengths"),
+    ("--lr-decay-samples 5", "--lr-decay-samples 5: the run is counted by --train-iters; use --lr-decay-iters"),
+    ("--lr-warmup-samples 5", "--lr-warmup-samples 5: the run is counted by --train-iters; use --lr-warmup-iters"),
+    ("--rampup-batch-size 2 2 20 --global-batch-size 8", "--rampup-batch-size 2 2 20: changes the batch by samples"),
+    (["--step-batch-size-schedule", "0:2 32:4"], "changes the batch by samples; give --train-samples"),
+    ("--lr-warmup-fraction 0.1 --lr-warmup-iters 2", "--lr-warmup-iters 2 and --lr-warmup-fraction 0.1: two warm-ups"),
+    ("--lr-warmup-fraction 1", "--lr-warmup-fraction 1.0: must be at least 0 and less than 1"),
+    ("--lr-warmup-iters 10", "--lr-warmup-iters 10: must be less than --train-iters 10, the end of the decay"),
+    ("--lr-warmup-iters 7 --lr-decay-iters 5", "--lr-warmup-iters 7: must be less than --lr-decay-iters 5"),
+    ("--min-lr 0.1", "--min-lr 0.1: greater than --lr 0.001"),
+    ("--lr-warmup-init 0.1", "--lr-warmup-init 0.1: greater than --lr 0.001"),
+    ("--lr-decay-style WSD", "--lr-decay-style WSD: needs the length of its anneal; give --lr-wsd-decay-iters"),
+    ("--lr-decay-style WSD --lr-wsd-decay-iters 11", "--lr-wsd-decay-iters 11: longer than --train-iters 10"),
+    ("--start-weight-decay 0.1", "--start-weight-decay 0.1: weight decay is constant"),
+    ("--weight-decay-incr-style linear --start-weight-decay 0", "--end-weight-decay is missing"),
+    ("--weight-decay-incr-style cosine --start-weight-decay 0.2 --end-weight-decay 0.1",
+     "--start-weight-decay 0.2: greater than --end-weight-decay 0.1"),
+    ("--override-opt_param-scheduler --use-checkpoint-opt_param-scheduler --load x", "only one of these"),
+    ("--global-batch-size 5", "(5) is not divisible by micro batch size (2) times data parallel size (1); use 4 or 6"),
+    ("--recompute-granularity full --recompute-method uniform", "--recompute-num-layers is missing"),
+    ("--recompute-granularity full --recompute-num-layers 1", "--recompute-method is missing"),
+    ("--recompute-granularity full --recompute-method block --recompute-num-layers 3", "there are only 2 layers"),
+    ("--recompute-activations --recompute-method uniform", "--recompute-method uniform: needs --recompute-granularity "
+                                                           "full"),
+    ("--recompute-activations --recompute-granularity full", "--recompute-activations means selective"),
+    ("--recompute-num-layers 1", "--recompute-num-layers 1: needs --recompute-granularity full"),
+    ("--deterministic-mode --cudnn-benchmark", "--cudnn-benchmark: chooses kernels by their time"),
+    ("--save x", "--save-interval is missing: --save x needs"),
+    ("--ckpt-step 10", "--ckpt-step 10: needs --load DIR"),
+    ("--use-checkpoint-args", "--use-checkpoint-args: needs --load DIR"),
+    ("--train-range-to-skip 3", "the last one, 3, has no partner"),
+    ("--train-range-to-skip 10-20", "--train-range-to-skip 10-20: not an integer; write --train-range-to-skip 10 20"),
+    ("--train-range-to-skip 5 2", "did you mean 2 5?"),
+    ("--train-range-to-skip 0 2", "iterations start at 1"),
+    ("--train-range-to-skip 11 12", "never reached"),
+    ("--train-range-to-skip 1 10", "nothing to train"),
+    ("--iterations-to-skip x", "--iterations-to-skip x: not an integer"),
+    ("--data-path nowhere", "--data-path and --mock-data: each names the data of the run"),
+    ("--split 1,2,3,4", "--split 1,2,3,4: give the shares of train, validation and test"),
+    ("--split a,b,c", "--split a,b,c: give the shares"),
+    ("--split 0,0,0", "--split 0,0,0: give the shares"),
+    ("--split 0,50,50", "--split 0,50,50: leaves no data for training"),
+    ("--tokenizer-type GPT2BPE", "GPT2BPE: there is no such tokenizer; did you mean GPT2BPETokenizer?"),
+    ("--tokenizer-type BertWordPieceCase", "BERT is not trained here"),
+    ("--tokenizer-type Llama2Tokenizer", "--tokenizer-model is missing: Llama2Tokenizer needs its model file"),
+    ("--tokenizer-type Llama2Tokenizer --tokenizer-model /nowhere/x.model", "no such file"),
+    ("--save /dev/null --save-interval 1", "--save /dev/null: /dev/null is not a directory"),
+    ("--load /dev/null", "--load /dev/null: is a file"),
+    ("--load /nowhere --ckpt-step 5", "--ckpt-step 5: /nowhere has no checkpoint of that iteration; there is none"),
+    ("--load /nowhere --exit-on-missing-checkpoint", "--load /nowhere: no checkpoint there"),
+    ("--metrics-file /tmp", "--metrics-file /tmp: is a directory"),
+]
+
+
+@pytest.mark.parametrize(("flags", "words"), ONE_PROBLEM, ids=[str(flags) for flags, _ in ONE_PROBLEM])
+def test_one_rule_broken_is_one_line(flags, words):
+    problems, _ = checked(flags)
+    [line] = problems
+    assert words in line and "\n" not in line and line.startswith("--")
+
+
+@pytest.mark.parametrize(("flag", "words"), [
+    ("--num-layers", "--num-layers is missing"), ("--hidden-size", "--hidden-size is missing"),
+    ("--num-attention-heads", "--num-attention-heads is missing"), ("--seq-length", "--seq-length is missing"),
+    ("--max-position-embeddings", "--max-position-embeddings is missing: give at least the sequence length, 32"),
+    ("--micro-batch-size", "--micro-batch-size is missing"), ("--lr", "--lr is missing"),
+    ("--train-iters", "--train-iters is missing: give it, or --train-samples"),
+    ("--vocab-size", "--vocab-size is missing: the synthetic text of --mock-data needs"),
+    ("--mock-data", "no data: give --data-path"),
+])
+def test_what_is_required(flag, words):
+    flags = "--tokenizer-type NullTokenizer" if flag == "--mock-data" else ""
+    problems, _ = checked(flags, drop=flag)
+    [line] = problems
+    assert line.startswith(words)
+
+
+def test_an_empty_command_line_is_told_everything_at_once():
+    config = config_from(Config, {})
+    problems = check.problems(config, 1, {})
+    assert [line.split()[0] for line in problems] == [
+        "--num-layers", "--hidden-size", "--num-attention-heads", "--seq-length", "--max-position-embeddings",
+        "--micro-batch-size", "--lr", "--train-iters", "no", "--vocab-file", "--merge-file"]
+
+
+def test_many_rules_broken_are_many_lines():
+    problems, _ = checked("--hidden-size 65 --fp16 --bf16 --min-lr 1 --save x --split 0,1 --global-batch-size 7 "
+                          "--tensor-model-parallel-size 8 --attention-dropout 2 --iterations-to-skip 99")
+    assert len(problems) == 9
+
+
+def test_the_run_counted_in_samples():
+    base = BASE.replace("--train-iters 10", "--train-samples 100")
+    assert checked("", base=base) == ([], [])
+    assert checked("--rampup-batch-size 2 2 20 --global-batch-size 8", base=base) == ([], [])
+    assert checked(["--step-batch-size-schedule", "0:2 640:4"], base=base) == ([], [])
+    for flags, words in [
+        ("--lr-decay-iters 5", "--lr-decay-iters 5: the run is counted by --train-samples; use --lr-decay-samples"),
+        ("--lr-warmup-iters 5", "use --lr-warmup-samples"),
+        ("--lr-wsd-decay-iters 5", "use --lr-wsd-decay-samples"),
+        ("--lr-warmup-samples 100", "--lr-warmup-samples 100: must be less than --train-samples 100"),
+        ("--rampup-batch-size 2 4 20 --global-batch-size 8", "no multiple of the increment 4"),
+        ("--rampup-batch-size 2 1 20 --global-batch-size 4", "(3) is not divisible by micro batch size (2)"),
+        (["--step-batch-size-schedule", "0:2 x:4"], "x:4 is not THRESHOLD:BATCH_SIZE"),
+        (["--step-batch-size-schedule", "0:2", "--global-batch-size", "4"], "cannot be given with"),
+        ("--train-range-to-skip 51 52", "never reached, training ends with iteration 50"),
+    ]:
+        [line] = checked(flags, base=base)[0]
+        assert words in line
+
+
+def test_a_resumed_run_may_have_passed_the_sizes_that_do_not_fit():
+    base = BASE.replace("--train-iters 10", "--train-samples 100")
+    flags = "--rampup-batch-size 2 1 20 --global-batch-size 4"
+    assert len(checked(flags, base=base)[0]) == 1
+    assert checked(flags + " --load /nowhere", base=base)[0] == []
+    assert len(checked("--rampup-batch-size 2 1 20 --global-batch-size 5 --load /nowhere", base=base)[0]) == 1
+
+
+@pytest.mark.parametrize(("world_size", "batch", "words"), [
+    (3, 8, "times data parallel size (3); use 6 or 12"), (8, 8, "times data parallel size (8); use 16")])
+def test_the_batch_must_fit_the_ranks(world_size, batch, words):
+    [line] = checked(f"--global-batch-size {batch}", world_size)[0]
+    assert words in line
+
+
+def test_nccl_between_cpu_ranks():
+    flags = "--device cpu --distributed-backend nccl"
+    assert checked(flags, 2)[0] == [
+        "--distributed-backend nccl: works between CUDA devices, not with --device cpu; use gloo"]
+    assert checked(flags, 1) == ([], ["--distributed-backend nccl: no effect with one rank on the CPU"])
+    assert checked("--device cuda --distributed-backend nccl", 2) == ([], [])
+
+
+@pytest.mark.parametrize(("flags", "note"), [
+    ("--save-interval 5", "--save-interval 5: no effect without --save, so that no checkpoint will be written"),
+    ("--initial-loss-scale 65536", "--initial-loss-scale 65536.0: no effect without --fp16 without --loss-scale"),
+    ("--loss-scale 128", "--loss-scale 128.0: no effect without --fp16 or --bf16"),
+    ("--sgd-momentum 0.5", "--sgd-momentum 0.5: no effect without --optimizer sgd"),
+    ("--optimizer sgd --adam-eps 1e-6", "--adam-eps 1e-06: no effect without --optimizer adam"),
+    ("--finetune", "--finetune: no effect without --load"),
+    ("--log-memory-to-tensorboard", "--log-memory-to-tensorboard: no effect without --tensorboard-dir"),
+    ("--min-lr 1e-5 --lr-decay-style constant", "--min-lr 1e-05: no effect without a decay"),
+    ("--rotary-percent 0.5", "--rotary-percent 0.5: no effect without --position-embedding-type rope"),
+    ("--no-data-sharding", "--no-data-sharding: no effect without --dataloader-type cyclic"),
+    ("--swiglu --no-bias-gelu-fusion", "--no-bias-gelu-fusion: no effect without a GELU with biases"),
+    ("--attention-softmax-in-fp32", "no effect here, because the softmax is always computed in fp32"),
+    ("--no-save-rng", "no effect here, because there is no random state to save"),
+    ("--ddp-bucket-size 100", "--ddp-bucket-size 100: no effect here"),
+    ("--sequence-parallel", "--sequence-parallel: switched off, because --tensor-model-parallel-size is 1"),
+    ("--split 8,1,1", "--split 8,1,1: no effect without --data-path"),
+])
+def test_what_is_only_said(flags, note):
+    problems, notes = checked(flags)
+    assert not problems and len(notes) == 1 and note in notes[0]
+
+
+@pytest.mark.parametrize("flags", [
+    "--fp16 --initial-loss-scale 65536", "--optimizer sgd --sgd-momentum 0.5", "--load x --finetune",
+    "--use-rotary-position-embeddings --rotary-percent 0.5", "--dataloader-type cyclic --no-data-sharding",
+    "--no-bias-gelu-fusion", "--lr-decay-style WSD --lr-wsd-decay-iters 3", "--kv-channels 7",
+    "--num-query-groups 4", "--eval-iters 0", "--lr-warmup-fraction 0.01", "--save x --save-interval 1",
+    "--recompute-granularity full --recompute-method block --recompute-num-layers 2", "--bf16 --loss-scale 4",
+    "--weight-decay-incr-style linear --start-weight-decay 0 --end-weight-decay 0.1", "--lr 0",
+    "--decrease-batch-size-if-needed --global-batch-size 5"])
+def test_what_needs_no_word(flags):
+    assert checked(flags) == ([], [])
+
+
+def test_skipped_iterations_are_shown_normalised():
+    problems, notes = checked("--train-range-to-skip 5 6 3 4 --iterations-to-skip 9")
+    assert not problems
+    assert notes[-1] == "skipping 5 iterations: --train-range-to-skip 3 6 9 9"
+    assert notes[0] == ("WARNING: --train-range-to-skip skips 5 of 10 iterations (50.0 %), 10 samples = 320 tokens that "
+                        "will not be trained on")
+
+
+# ---- data and files
+
+
+@pytest.fixture
+def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory with two data sets (empty files), GPT-2's two files, text, and half a data set."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "d").mkdir()
+    for name in ("books_text_document.idx", "books_text_document.bin", "web_text_document.idx", "web_text_document.bin",
+                 "half.bin", "raw.jsonl"):
+        (tmp_path / "d" / name).touch()
+    (tmp_path / "vocab.json").write_text("{}")
+    (tmp_path / "merges.txt").touch()
+    return tmp_path
+
+
+REAL = BASE.replace("--mock-data --vocab-size 100", "--vocab-file vocab.json --merge-file merges.txt")
+
+
+def test_real_data_in_every_form(data: Path):
+    (data / "blend.txt").write_text("0.3 d/books_text_document\n 0.7 d/web_text_document\n")
+    (data / "splits.json").write_text(json.dumps({"train": ["1", "d/books_text_document"],
+                                                  "valid": "d/web_text_document", "test": None}))
+    for flags in ("--data-path d/books_text_document", "--data-path 0.3 d/books_text_document 0.7 d/web_text_document",
+                  "--data-path d/books_text_document d/web_text_document", "--data-args-path blend.txt",
+                  "--per-split-data-args-path splits.json", "--data-path d/books_text_document --split 969,30,1",
+                  "--train-data-path d/books_text_document --valid-data-path 1 d/web_text_document"):
+        assert checked(flags, base=REAL) == ([], [])
+
+
+@pytest.mark.parametrize(("flags", "line"), [
+    ("--data-path d/book_text_document", "--data-path d/book_text_document: there is no d/book_text_document.idx and "
+                                         ".bin; there is d/books_text_document and d/web_text_document"),
+    ("--data-path e/books", "e/books: there is no e/books.idx and .bin; there is no directory e (paths start at"),
+    ("--data-path d/books_text_document.bin", "--data-path d/books_text_document.bin: give the prefix without .bin: "
+                                              "d/books_text_document"),
+    ("--data-path d/raw.jsonl", "--data-path d/raw.jsonl: is text; tools/preprocess_data.py makes"),
+    ("--data-path d/half", "--data-path d/half: d/half.idx is missing beside its other half"),
+    ("--data-path 0.3 d/books_text_document 0.7", "--data-path: 0.3 and 0.7 where a prefix is expected"),
+    ("--data-path 0.3 d/books_text_document d/web_text_document 0.7", "--data-path: d/web_text_document stands where a "
+                                                                      "weight is expected"),
+    ("--data-path -1 d/books_text_document", "--data-path: the weight -1 must be a positive number"),
+    ("--data-path 0 d/books_text_document", "--data-path: the weight 0 must be a positive number"),
+    ("--data-path 1 d/none 2 d/web_text_document", "--data-path: d/none: there is no d/none.idx and .bin"),
+    ("--train-data-path d/none", "--train-data-path d/none: there is no"),
+    ("--train-data-path d/web_text_document --split 9,1", "--split 9,1: has no meaning with --train-data-path"),
+    ("--train-data-path d/web_text_document --data-path d/web_text_document", "--data-path and --train-data-path: each "
+                                                                              "names the data"),
+    ("--data-args-path none.txt", "--data-args-path none.txt: cannot be read (No such file or directory)"),
+    ("--data-args-path empty.txt", "--data-args-path empty.txt: names no data"),
+    ("--per-split-data-args-path bad.json", "--per-split-data-args-path bad.json: is no JSON"),
+    ("--per-split-data-args-path keys.json", "must be an object with the keys train, valid, test"),
+    ("--per-split-data-args-path list.json", "list.json, train: must be a list of weights and prefixes"),
+    ("--data-path d/web_text_document --data-cache-path vocab.json", "--data-cache-path vocab.json: "),
+])
+def test_data_that_is_not_there(data: Path, flags, line):
+    (data / "empty.txt").touch()
+    (data / "bad.json").write_text("{train: 1}")
+    (data / "keys.json").write_text('{"training": ["a"]}')
+    (data / "list.json").write_text('{"train": {"a": 1}}')
+    problems, _ = checked(flags, base=REAL)
+    assert len(problems) == 1 and line in problems[0]
+
+
+def test_an_empty_directory_of_data_says_so(data: Path):
+    (data / "void").mkdir()
+    [line] = checked("--data-path void/x", base=REAL)[0]
+    assert line.endswith("; void holds no data set (tools/preprocess_data.py makes them)")
+
+
+def test_files_of_the_tokenizer(data: Path):
+    flags = "--data-path d/web_text_document"
+    [line] = checked(flags, base=REAL.replace("vocab.json", "vocab.jsn"))[0]
+    assert line == ("--vocab-file vocab.jsn: no such file; GPT2BPETokenizer needs vocab.json on this machine; there is "
+                    "vocab.json")
+    [line] = checked(flags, base=REAL.replace("merges.txt", "d"))[0]
+    assert line == "--merge-file d: is a directory; GPT2BPETokenizer needs merges.txt"
+    assert checked(flags + " --tokenizer-type HuggingFaceTokenizer --tokenizer-model d", base=REAL) == ([], [])
+
+
+def test_a_dry_run_only_notes_what_is_missing(data: Path):
+    flags = "--data-path d/none --dry-run --load /nowhere --ckpt-step 3 --save vocab.json --save-interval 1"
+    problems, notes = checked(flags, base=REAL.replace("vocab.json", "none.json"))
+    assert not problems and len(notes) == 4
+    assert all(line.startswith("not here yet: --") for line in notes)
+    assert checked("--dry-run", base=REAL)[1] == ["not here yet: no data: give --data-path PREFIX (written by "
+                                                  "tools/preprocess_data.py), or --mock-data"]
+    assert checked("--dry-run --world-size 2 --split x --mock-data --vocab-size 9", base=REAL)[0] == [
+        "--split x: give the shares of train, validation and test, as in --split 949,50,1"]
+
+
+def test_checkpoints_that_are_there(data: Path):
+    for step in (10, 20):
+        (data / "run" / f"iter_{step:07d}").mkdir(parents=True)
+    tracker = data / "run" / "latest_checkpointed_iteration.txt"
+    assert check_paths.newest_checkpoint("run") is None
+    tracker.write_text("20")
+    assert check_paths.newest_checkpoint("run") == Path("run/iter_0000020")
+    assert check_paths.newest_checkpoint("run", 10) == Path("run/iter_0000010")
+    assert check_paths.newest_checkpoint("run", 11) is None
+    assert check_paths.newest_checkpoint("run/iter_0000010") == Path("run/iter_0000010")
+    for text in ("30", "release", "", "\x00"):
+        tracker.write_text(text)
+        assert check_paths.newest_checkpoint("run") is None
+    tracker.write_text("20")
+    assert checked("--load run --ckpt-step 10 --exit-on-missing-checkpoint") == ([], [])
+    [line] = checked("--load run --ckpt-step 11")[0]
+    assert line == "--ckpt-step 11: run has no checkpoint of that iteration; there are 10, 20"
+
+
+def test_the_parent_of_a_directory_to_write_may_be_missing(data: Path):
+    assert checked("--save new/deep/run --save-interval 1 --tensorboard-dir new/tb") == ([], [])
+    [line] = checked("--tensorboard-dir merges.txt/tb")[0]
+    assert line == f"--tensorboard-dir merges.txt/tb: {data}/merges.txt is not a directory; give another path"
+
+
+# ---- the same grammar as the code that reads the data
+
+
+def test_the_tokenizers_are_those_of_the_data_folder():
+    assert list(check_paths.TOKENIZER_FILES) == list(TOKENIZER_TYPES)
+    for kind, files in TOKENIZER_TYPES.items():
+        assert [name for name, _ in files] == [name for name, _ in check_paths.TOKENIZER_FILES[kind]]
+
+
+@pytest.mark.parametrize("words", [
+    "a", "a b", "a b c", "1 a", "1 a 2 b", "0.5 a .5 b", "1 a b 2", "a 1", "a 1 b 2", "-1 a", "0 a", "inf a", "nan a",
+    "1e-3 a", "1 2", "1 2 3", "1", "a 1 2 b", "1 a 2 b 3"])
+def test_blends_are_accepted_as_the_data_folder_accepts_them(words):
+    try:
+        prefixes = list(parse_blend(words.split())[0])
+    except ValueError:
+        assert check_paths.blend_problem(words.split())
+    else:
+        assert check_paths.blend_problem(words.split()) is None
+        assert list(check_paths._prefixes(words.split())) == prefixes
+
+
+@pytest.mark.parametrize("split", ["949,50,1", "969, 30, 1", "1", "8,2", "98/1/1", "0.5,0.5", "1 1 1", "1,2,3,4", "a",
+                                   "-1,2,3", "0,0,0", "", "nan,1,1", "inf,1,1", "1,,1", "1e2,1,1"])
+def test_splits_are_accepted_as_the_data_folder_accepts_them(split):
+    try:
+        parse_split(split)
+        expected = []
+    except ValueError:
+        expected = ["refused"]
+    problems = checked(["--split", split])[0]
+    assert bool(problems) == bool(expected), problems
