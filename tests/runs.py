@@ -33,7 +33,7 @@ def write_text(prefix: Path, documents: int, seed: int = 0, vocab: int = 210) ->
     return str(prefix)
 
 
-def _plot():
+def plot():
     """pretrain_gpt.py as a module."""
     spec = importlib.util.spec_from_file_location("pretrain_gpt", ROOT / "pretrain_gpt.py")
     module = importlib.util.module_from_spec(spec)
@@ -59,7 +59,7 @@ def _rank(rank: int, world: int, argv: list[str], output: str, kill_at: int | No
         step.all_reduce_ = counting
     with open(f"{output}.{rank}", "a") as stream, contextlib.redirect_stdout(stream), contextlib.redirect_stderr(stream):
         try:
-            _plot().main(argv)
+            plot().main(argv)
         except SystemExit as leave:
             return leave.code if isinstance(leave.code, int) else 0
         finally:

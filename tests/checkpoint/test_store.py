@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.checkpoint import manifest, store
-from megatron.checkpoint.disk import CheckpointError, Disk
+from megatron.checkpoint.disk import CheckpointError, Disk, explained
 from megatron.checkpoint.sharded import TensorSlice
 from megatron.checkpoint.state import RunState
 from tests.forkrun import run_ranks
@@ -58,10 +58,12 @@ class Unsynced(Disk):
     """A disk that syncs nothing: for tests in which no power is lost."""
 
     def fsync(self, descriptor: int, path: Path) -> None:
-        self.step("fsync", path)
+        with explained("fsync", path):
+            self.step("fsync", path)
 
     def fsync_directory(self, path: Path) -> None:
-        self.step("fsync_directory", path)
+        with explained("fsync directory", path):
+            self.step("fsync_directory", path)
 
 
 class UnsyncedNoExchange(Unsynced, NoExchange):
@@ -79,15 +81,15 @@ class Recording(Disk):
 
 
 class Failing(Disk):
-    """Raises `error` at step `at` (counted from 0), and only there."""
+    """Raises OSError `error`, or KeyboardInterrupt for 0, at step `at` (counted from 0), and only there."""
 
-    def __init__(self, at: int, error: BaseException) -> None:
+    def __init__(self, at: int, error: int) -> None:
         self.left, self.error = at, error
 
     def step(self, action: str, path: Path) -> None:
         self.left -= 1
         if self.left == -1:
-            raise self.error
+            raise OSError(self.error, os.strerror(self.error)) if self.error else KeyboardInterrupt
 
 
 def test_what_a_save_leaves(tmp_path):
@@ -150,7 +152,7 @@ START = {"empty": lambda root: None, "older": lambda root: save(root, 10, Unsync
 
 @pytest.mark.parametrize("start", START)
 @pytest.mark.parametrize("base", [Unsynced, UnsyncedNoExchange])
-@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt()], ids=repr)
+@pytest.mark.parametrize("error", [errno.ENOSPC, 0], ids=["disk full", "Ctrl-C"])
 def test_an_error_at_any_step_leaves_a_good_checkpoint(tmp_path, start, base, error):
     """The disk fails, or Ctrl-C comes, at every single step of a save in turn."""
     steps = count_steps(tmp_path, START[start], base)
@@ -163,10 +165,10 @@ def test_an_error_at_any_step_leaves_a_good_checkpoint(tmp_path, start, base, er
         try:
             save(root, 20, disk, version=1)
         except CheckpointError as caught:
-            assert isinstance(error, OSError) and caught.errno == errno.ENOSPC and "free space" in str(caught)
+            assert error == caught.errno == errno.ENOSPC and "free space" in str(caught)
             assert str(tmp_path) in str(caught)
         except KeyboardInterrupt:
-            assert isinstance(error, KeyboardInterrupt)
+            assert error == 0
         else:
             assert disk.left < 0 and store.latest(root) == 20  # only removing what is old may fail in silence
         if store.latest(root) is None:
@@ -182,7 +184,7 @@ def test_an_error_at_any_step_leaves_a_good_checkpoint(tmp_path, start, base, er
 def test_failing_saves_free_their_space(tmp_path):
     save(tmp_path, 10)
     with pytest.raises(CheckpointError, match="No space left"):
-        save(tmp_path, 20, Failing(6, OSError(errno.ENOSPC, "No space left on device")))
+        save(tmp_path, 20, Failing(6, errno.ENOSPC))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_0000010", store.TRACKER]
 
 
@@ -375,7 +377,7 @@ def save_together(rank: int, world: int, root: str, iteration: int, failing: int
     slices = [TensorSlice("w", (10, 4), torch.float32, ((low, high), (0, 4)), whole[low:high])]
     if rank == 0:
         slices.append(TensorSlice.whole("b", torch.tensor(iteration)))
-    disk = Failing(1, OSError(errno.EIO, "Input/output error")) if rank == failing else Disk()
+    disk = Failing(1, errno.EIO) if rank == failing else Disk()
     try:
         return store.save(root, iteration, slices, RunState(iteration=iteration), ARGS, rank=rank, world_size=world,
                           gather=gather, disk=disk).name

@@ -111,12 +111,12 @@ def test_closed_forms_equal_walking_on_random_schedules():
 
 def test_a_million_iterations_are_quick():
     schedule = build(micro_batch_size=1, global_batch_size=4096, rampup_batch_size=[16, 16, 10**8])
-    begin = time.perf_counter()
+    begin = time.process_time()
     samples = [schedule.samples_before(n) for n in range(1, 1_000_001, 100)]
-    assert samples[-1] > 10**8 and time.perf_counter() - begin < 0.5
-    begin = time.perf_counter()
+    assert samples[-1] > 10**8 and time.process_time() - begin < 0.5
+    begin = time.process_time()
     assert build(global_batch_size=8).samples_before(10**15) == 8 * (10**15 - 1)
-    assert time.perf_counter() - begin < 0.01
+    assert time.process_time() - begin < 0.01
 
 
 def megatrons_rampup_iterations(start, increment, ramp, size, train_samples):

@@ -184,12 +184,12 @@ def test_a_hundred_thousand_ranges():
     values = [str(value) for first in firsts for value in (first, first + 2)]
     times = []
     for _ in range(3):
-        begin = time.perf_counter()
+        begin = time.process_time()
         skips = SkipRanges.parse(values, 10**6)[0]
-        times.append(time.perf_counter() - begin)
+        times.append(time.process_time() - begin)
     assert len(skips.ranges) == 100_000
     assert min(times) < 1.0
-    begin = time.perf_counter()
+    begin = time.process_time()
     assert sum(skips.is_skipped(n) for n in range(1, 200_001)) == 60_000
-    assert time.perf_counter() - begin < 2.0
+    assert time.process_time() - begin < 2.0
     assert "(100000 ranges)" in skips.describe() and len(skips.describe()) < 400

@@ -54,7 +54,7 @@ def check_flags(words: list[str], flags: dict[str, set[str]], where: str) -> Non
         return
     for word in words:
         flag = word.partition("=")[0]
-        if flag.startswith("--") and flag not in LAUNCHER_FLAGS:
+        if flag.startswith("--") and flag != "--" and flag not in LAUNCHER_FLAGS:
             assert flag in flags[program], f"{where}: {program} has no {flag}"
 
 

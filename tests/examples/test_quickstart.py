@@ -58,8 +58,8 @@ def test_the_two_parts_are_bit_for_bit_one_straight_run(quickstart, tmp_path):
     data = folder / "data"
     command = [sys.executable, str(ROOT / "pretrain_gpt.py"), f"@{ROOT / 'examples' / 'quickstart' / 'gpt.args'}"]
     command += ["--data-path", str(data / "shakespeare_text_document"), "--vocab-file", str(data / "gpt2-vocab.json")]
-    command += ["--merge-file", str(data / "gpt2-merges.txt"), "--metrics-file", str(tmp_path / "metrics.jsonl"), *SMALL]
-    command += ["--save", str(tmp_path / "checkpoints")]
+    command += ["--merge-file", str(data / "gpt2-merges.txt"), "--save", str(tmp_path / "checkpoints")]
+    command += ["--metrics-file", str(tmp_path / "metrics.jsonl"), *SMALL]
     subprocess.run(command, check=True, capture_output=True, timeout=300)
     for key in ("lm_loss", "grad_norm", "learning_rate"):
         assert [row[key] for row in rows(tmp_path)] == [row[key] for row in rows(folder)]

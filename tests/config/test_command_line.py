@@ -1,0 +1,381 @@
+"""The command line as a user meets it: bad ones end at once with one line a problem, good ones show what they mean."""
+
+from __future__ import annotations
+
+import resource
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron.arguments import config_from, parse, to_args_text
+from megatron.config import command_line
+from megatron.config.tree import Config
+
+ROOT = Path(__file__).resolve().parents[2]
+GOLDEN = ROOT / "tests" / "golden"
+SHAPE = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32"
+GOOD = f"{SHAPE} --micro-batch-size 2 --train-iters 10 --lr 1e-3 --mock-data --vocab-size 100"
+# The seed's own command line (its launcher's part left out).
+SEED = """--tensor-model-parallel-size 1 --pipeline-model-parallel-size 1 --num-layers 24 --hidden-size 1024
+    --num-attention-heads 16 --micro-batch-size 4 --global-batch-size 8 --seq-length 1024 --max-position-embeddings 1024
+    --train-iters 1000 --lr-decay-iters 320000 --save ./checkpoints/gpt-2 --load ./checkpoints/gpt-2
+    --data-path ./data/meg-gpt2_text_document --vocab-file ./data/gpt2-vocab.json --merge-file ./data/gpt2-merges.txt
+    --split 949,50,1 --distributed-backend nccl --lr 0.00015 --lr-decay-style cosine --min-lr 1.0e-5
+    --weight-decay 1e-2 --clip-grad 1.0 --lr-warmup-fraction .01 --recompute-activations --log-interval 10
+    --save-interval 1 --eval-interval 1 --eval-iters 10 --fp16"""
+
+
+def start(flags: str | list[str], cwd: Path, **environ: str) -> tuple[subprocess.CompletedProcess, float]:
+    """`python pretrain_gpt.py FLAGS` and the seconds of CPU it took."""
+    words = flags.split() if isinstance(flags, str) else flags
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = subprocess.run([sys.executable, str(ROOT / "pretrain_gpt.py"), *words], cwd=cwd, text=True,
+                          capture_output=True, env={"PATH": "/usr/bin:/bin", "PYTHONDONTWRITEBYTECODE": "", **environ})
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return done, after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime
+
+
+# Whole command lines that cannot run, and a word of each line that must come, in order.
+BAD = [
+    ("", ["--num-layers is missing", "--hidden-size is missing", "--num-attention-heads is missing",
+          "--seq-length is missing", "--max-position-embeddings is missing", "--micro-batch-size is missing",
+          "--lr is missing", "--train-iters is missing", "no data: give --data-path", "--vocab-file is missing",
+          "--merge-file is missing"]),
+    (f"{GOOD} --num-layer 4", ["unknown flag --num-layer; did you mean --num-layers?"]),
+    (f"{GOOD} --num_layers 4", ["unknown flag --num_layers; did you mean --num-layers?"]),
+    (f"{GOOD} --learning-rate 1", ["unknown flag --learning-rate; did you mean --lr?"]),
+    (f"{GOOD} --frobnicate", ["unknown flag --frobnicate; --help lists every flag"]),
+    (f"{GOOD} num-layers 4", ["--vocab-size: takes one value, but 3 follow: '100 num-layers 4'"]),
+    (f"{GOOD} -fp16", ["unknown flag -fp16; did you mean --fp16?"]),
+    (f"{GOOD} --fp16 true", ["--fp16: takes no value, but 'true' follows"]),
+    (f"{GOOD} --train-iters 1e3", ["--train-iters: '1e3' is not a whole number; write 1000"]),
+    (f"{GOOD} --lr", ["--lr: needs a value: X"]),
+    (f"{GOOD} --lr-decay-style cosin", ["--lr-decay-style: 'cosin' is not one of constant, linear, cosine"]),
+    (f"{GOOD} --rampup-batch-size 1 2", ["--rampup-batch-size: takes 3 values, but 2 follow"]),
+    (f"{GOOD} @missing.args", ["@missing.args: No such file or directory"]),
+    (f"{GOOD} --hidden-size 63", ["--hidden-size 63: not a multiple of --num-attention-heads 4; use 60 or 64"]),
+    (f"{GOOD} --max-position-embeddings 8", ["--max-position-embeddings 8: less than --seq-length 32"]),
+    (f"{GOOD} --global-batch-size 5", ["(5) is not divisible by micro batch size (2) times data parallel size (1)"]),
+    (f"{GOOD} --fp16 --bf16", ["--fp16 and --bf16: only one of these can be given"]),
+    (f"{GOOD} --save ckpt", ["--save-interval is missing: --save ckpt needs"]),
+    (f"{GOOD} --train-samples 20", ["--train-iters 10 and --train-samples 20: two lengths"]),
+    (f"{GOOD} --lr-warmup-fraction 0.1 --lr-warmup-iters 1", ["two warm-ups"]),
+    (f"{GOOD} --min-lr 1", ["--min-lr 1.0: greater than --lr 0.001"]),
+    (f"{GOOD} --attention-dropout 1.5", ["--attention-dropout 1.5: must be at least 0 and less than 1"]),
+    (f"{GOOD} --tensor-model-parallel-size 2", ["--tensor-model-parallel-size 2: not supported yet"]),
+    (f"{GOOD} --use-distributed-optimizer --overlap-grad-reduce", ["--use-distributed-optimizer: not supported yet",
+                                                                   "--overlap-grad-reduce: not supported yet"]),
+    (f"{GOOD} --recompute-granularity full", ["--recompute-method is missing", "--recompute-num-layers is missing"]),
+    (f"{GOOD} --train-range-to-skip 5", ["the last one, 5, has no partner"]),
+    (f"{GOOD} --train-range-to-skip 9 4", ["did you mean 4 9?"]),
+    (f"{GOOD} --use-flash-attn", ["--use-flash-attn: not supported: the flash-attn package is not used"]),
+    (f"{GOOD} --transformer-impl transformer_engine", ["use", ][:0] + ["--transformer-impl transformer_engine: not"]),
+    (f"{GOOD} --num-experts 8 --moe-router-topk 4", ["--num-experts 8: not supported",
+                                                     "--moe-router-topk 4: not supported"]),
+    (f"{GOOD} --vision-pretraining", ["--vision-pretraining: not supported: vision models are not trained here"]),
+    (f"{GOOD} --batch-size 8", ["--batch-size 8: not supported: use --micro-batch-size"]),
+    (f"{GOOD} --checkpoint-activations", ["--checkpoint-activations: not supported: use --recompute-activations"]),
+    (f"{GOOD} --world-size 8", ["--world-size 8: only for --dry-run"]),
+    (f"{GOOD} --split 0,1,1", ["--split 0,1,1: leaves no data for training"]),
+    (f"{GOOD} --tokenizer-type GPT2Tokenizer", ["did you mean GPT2BPETokenizer?"]),
+    (f"{GOOD} --load none --ckpt-step 7", ["--ckpt-step 7: none has no checkpoint of that iteration"]),
+    (SEED, ["--data-path ./data/meg-gpt2_text_document: there is no ./data/meg-gpt2_text_document.idx and .bin",
+            "--vocab-file ./data/gpt2-vocab.json: no such file", "--merge-file ./data/gpt2-merges.txt: no such file"]),
+    (f"{SHAPE} --hidden-size x --fp16 1 --lr 2 --num-head 3 --train-iters 0 --mock-data --min-lr 3 --eod-maskloss",
+     ["--hidden-size: 'x' is not", "--fp16: takes no value", "unknown flag --num-head;", "unknown flag --eod-maskloss;",
+      "--micro-batch-size is missing", "--train-iters 0: must be", "--min-lr 3.0: greater", "--vocab-size is missing"]),
+]
+
+
+@pytest.mark.parametrize(("flags", "lines"), BAD, ids=[f"{n}" for n in range(len(BAD))])
+def test_a_bad_command_line_ends_at_once_with_a_line_for_each_problem(flags, lines, tmp_path):
+    done, seconds = start(flags, tmp_path)
+    assert done.returncode == 2 and done.stdout == "" and "Traceback" not in done.stderr
+    found = done.stderr.splitlines()
+    assert len(found) == len(lines), found
+    for line, words in zip(found, lines, strict=True):
+        assert line.startswith("error: ") and words in line
+    assert seconds < 1.0
+
+
+def test_there_are_enough_bad_command_lines():
+    assert len(BAD) >= 30 and len({flags for flags, _ in BAD}) == len(BAD)
+
+
+def test_only_rank_0_speaks(tmp_path):
+    for environ in ({"RANK": "1", "WORLD_SIZE": "2"}, {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"}):
+        done, _ = start(f"{GOOD} --lr x", tmp_path, **environ)
+        assert (done.returncode, done.stdout, done.stderr) == (2, "", "")
+        done, _ = start("--help", tmp_path, **environ)
+        assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+@pytest.mark.parametrize(("environ", "line"), [
+    ({"WORLD_SIZE": "two"}, "WORLD_SIZE=two in the environment: not a whole number"),
+    ({"WORLD_SIZE": "2", "RANK": "x"}, "RANK=x in the environment: not a whole number"),
+    ({"WORLD_SIZE": "2", "RANK": "2"}, "RANK=2 in the environment: must be less than WORLD_SIZE=2"),
+])
+def test_bad_ranks_are_a_problem_too(environ, line, tmp_path):
+    done, _ = start(GOOD, tmp_path, **environ)
+    assert done.returncode == 2
+    [found] = done.stderr.splitlines()
+    assert found.startswith(f"error: {line}")
+
+
+def test_help_is_quick_and_needs_no_torch(tmp_path):
+    code = ("import runpy, sys\nsys.argv = ['pretrain_gpt.py', '--help']\n"
+            f"try: runpy.run_path({str(ROOT / 'pretrain_gpt.py')!r}, run_name='__main__')\n"
+            "except SystemExit as left: print(left.code, 'torch' in sys.modules, 'numpy' in sys.modules)")
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "0 False False" and done.stderr == ""
+    for flag in ("--num-layers", "--train-range-to-skip", "--dry-run", "--log-dialect"):
+        assert flag in done.stdout
+    assert "--retro-workdir" not in done.stdout and "docs/flags.md" in done.stdout
+    assert min(start("--help", tmp_path)[1] for _ in range(3)) < 0.3
+    assert start(f"{GOOD} --wrong --help", tmp_path)[0].returncode == 0
+
+
+@pytest.mark.parametrize("launched", ["--local-rank=0", "--local_rank 0", "--local_rank=0", "--local-rank 0"])
+def test_what_the_launcher_puts_before_the_flags_is_accepted(launched, tmp_path):
+    done, _ = start(f"{launched} {GOOD} --dry-run", tmp_path)
+    assert done.returncode == 0 and done.stderr == ""
+
+
+def test_a_dry_run_needs_nothing_and_prints_the_plan(tmp_path):
+    began = time.monotonic()
+    done, seconds = start(f"{SEED} --global-batch-size 16 --dry-run --world-size 2", tmp_path)
+    assert done.returncode == 0 and done.stderr == "" and seconds < 1.0
+    assert not list(tmp_path.iterdir()) and time.monotonic() - began < 60
+    text = done.stdout
+    assert "parameters: 354871296" in text and "padded to 50304" in text and "world size 2 = data 2" in text
+    assert "not here yet: --data-path ./data/meg-gpt2_text_document: there is no" in text
+    assert "--global-batch-size is given more than once; the last one counts: 16" in text
+
+
+def test_files_of_flags_and_who_wins(tmp_path):
+    (tmp_path / "a.args").write_text(f"# small\n{GOOD} --seed 7\n")
+    done, _ = start("--seed 8 @a.args --dry-run --num-layers 3", tmp_path)
+    assert done.returncode == 0 and "3 layers" in done.stdout
+
+
+# ---- in this process
+
+
+def read(flags: str, **environ: str) -> command_line.CommandLine:
+    return command_line.read(flags.split(), environ)
+
+
+def test_ranks_come_from_the_environment():
+    assert (read(GOOD).world_size, read(GOOD).rank) == (1, 0)
+    line = read(GOOD, WORLD_SIZE="4", RANK="3")
+    assert (line.world_size, line.rank) == (4, 3)
+    line = read(GOOD, SLURM_NTASKS="8", SLURM_STEP_NUM_TASKS="2", SLURM_PROCID="1")
+    assert (line.world_size, line.rank) == (2, 1)
+    assert read(GOOD + " --dry-run --world-size 16", WORLD_SIZE="4", RANK="0").world_size == 16
+
+
+def test_typed_and_foreign_flags_stay_apart_and_have_their_notes():
+    line = read(f"{GOOD} --no-rope-fusion --use-mcore-models --transformer-impl local --wandb-project x")
+    assert line.foreign == {"apply_rope_fusion": False, "use_mcore_models": True, "transformer_impl": "local",
+                            "wandb_project": "x"}
+    assert line.typed["num_layers"] == 2 and "use_mcore_models" not in line.typed and "seed" not in line.typed
+    assert [note.split(":")[0] for note in line.notes] == ["--no-rope-fusion", "--use-mcore-models", "--wandb-project x"]
+    assert line.config == read(GOOD).config
+
+
+def test_a_mistyped_required_flag_is_one_problem(capsys):
+    with pytest.raises(SystemExit) as left:
+        read(GOOD.replace("--num-layers 2", "--num-layers two").replace("--seq-length", "--seqlength"))
+    assert left.value.code == 2
+    assert capsys.readouterr().err.splitlines() == [
+        "error: --num-layers: 'two' is not a whole number", "error: unknown flag --seqlength; did you mean --seq-length?"]
+
+
+# ---- the argument dump
+
+
+@pytest.fixture
+def seed_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> command_line.CommandLine:
+    """The seed's command line, read in a directory that has its files."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data").mkdir()
+    for name in ("meg-gpt2_text_document.idx", "meg-gpt2_text_document.bin", "gpt2-vocab.json", "gpt2-merges.txt"):
+        (tmp_path / "data" / name).touch()
+    return read(SEED)
+
+
+def dump_of(line: command_line.CommandLine) -> dict[str, str]:
+    """{name: value} of the dump that a run prints."""
+    text = next(text for text in command_line.start_lines(line) if "end of arguments" in text)
+    return {row.split()[0]: row.split(" ", 4)[4] for row in text.splitlines()[1:-1]}
+
+
+def test_the_seeds_command_line_gives_the_seeds_dump(seed_line):
+    """Every line of ours stands in the seed's, in its order; only names of models not trained here are left out."""
+    seed = [row.rstrip() for row in (GOLDEN / "seed_dump.txt").read_text().splitlines()]
+    text = next(text for text in command_line.start_lines(seed_line) if "end of arguments" in text)
+    ours = [row.rstrip() for row in text.splitlines()]
+    assert ours == [row for row in seed if row in set(ours)]
+    left_out = {row.split()[0] for row in seed if row not in set(ours)}
+    foreign = command_line.megatron_flags.FOREIGN
+    words = ("BERT", "T5", "vision", "retrievers", "Retro")
+    assert left_out == {name for name, flag in foreign.items() if flag.text.startswith(words) and flag.era == "2024"
+                        and flag.text.endswith("is not trained here, only GPT; leave the flag out")
+                        or flag.text.startswith(("vision models are", "retrievers"))}
+    assert len(ours) == 262 - len(left_out) == 202
+
+
+def test_the_first_lines_are_megatrons(seed_line):
+    lines = command_line.start_lines(seed_line)
+    assert lines[0] == ("using world size: 1, data-parallel size: 1, context-parallel size: 1 tensor-model-parallel "
+                        "size: 1, pipeline-model-parallel size: 1 ")
+    assert lines[1] == "using torch.float16 for parameters ..."
+    assert lines[2].splitlines()[0] == "------------------------ arguments ------------------------"
+    assert lines[2].splitlines()[-1] == "-------------------- end of arguments ---------------------"
+    assert lines[3:] == ["setting number of micro-batches to constant 2"]
+    lines = command_line.start_lines(read(GOOD + " --bf16", WORLD_SIZE="4", RANK="0"))
+    assert lines[1:4] == ["setting global batch size to 8",
+                          "accumulate and all-reduce gradients in fp32 for bfloat16 data type.",
+                          "using torch.bfloat16 for parameters ..."]
+
+
+@pytest.mark.parametrize(("flags", "expected"), [
+    ("", {"params_dtype": "torch.float32", "ffn_hidden_size": "256", "kv_channels": "16", "global_batch_size": "2",
+          "dataloader_type": "single", "tokenizer_type": "NullTokenizer", "start_weight_decay": "0.01",
+          "end_weight_decay": "0.01", "recompute_granularity": "None", "no_load_optim": "None", "mock_data": "True",
+          "overlap_p2p_comm": "False", "encoder_num_layers": "2", "encoder_seq_length": "32", "rank": "0",
+          "world_size": "1", "wandb_project": "", "distributed_backend": "auto"}),
+    ("--swiglu", {"ffn_hidden_size": "128", "swiglu": "True"}),
+    ("--bf16", {"params_dtype": "torch.bfloat16", "accumulate_allreduce_grads_in_fp32": "True"}),
+    ("--fp64", {"params_dtype": "torch.float64", "fp64": "True"}),
+    ("--use-rotary-position-embeddings --rotary-base 500000", {
+        "position_embedding_type": "rope", "use_rotary_position_embeddings": "True", "rotary_base": "500000"}),
+    ("--no-position-embedding", {"position_embedding_type": "none", "add_position_embedding": "False"}),
+    ("--disable-bias-linear", {"add_bias_linear": "False", "bias_gelu_fusion": "False"}),
+    ("--apply-query-key-layer-scaling", {"attention_softmax_in_fp32": "True"}),
+    ("--weight-decay-incr-style linear --start-weight-decay 0 --end-weight-decay 0.1", {
+        "start_weight_decay": "0.0", "end_weight_decay": "0.1"}),
+    ("--sequence-parallel", {"sequence_parallel": "False"}),
+    ("--no-save-rng --load x --no-load-optim", {"no_save_rng": "True", "no_load_optim": "True", "no_load_rng": "None"}),
+    ("--device cpu", {"distributed_backend": "gloo", "device": "cpu"}),
+    ("--device cuda", {"distributed_backend": "nccl"}),
+    ("--no-masked-softmax-fusion --profile-ranks 1 --wandb-exp-name run", {
+        "masked_softmax_fusion": "False", "profile_ranks": "[1]", "wandb_exp_name": "run"}),
+    ("--train-range-to-skip 2 3", {"train_range_to_skip": "['2', '3']"}),
+    ("--recompute-granularity full --recompute-method block --recompute-num-layers 1", {
+        "recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": "1"}),
+    ("--initial-loss-scale 65536 --fp16", {"initial_loss_scale": "65536.0", "params_dtype": "torch.float16"}),
+])
+def test_the_dump_has_megatrons_values_after_its_own_checks(flags, expected):
+    found = dump_of(read(f"{GOOD} {flags}"))
+    assert {name: found.get(name) for name in expected} == expected
+
+
+def test_new_names_stand_in_the_dump_only_when_set():
+    new = {"fp64", "mock_data", "device", "dry_run", "rotary_base", "geglu", "log_dialect", "metrics_file", "ddp_bucket_size"}
+    seed = {row.split()[0] for row in (GOLDEN / "seed_dump.txt").read_text().splitlines()[1:-1]}
+    plain = dump_of(read(GOOD))
+    assert set(plain) - seed == {"mock_data"}
+    more = dump_of(read(f"{GOOD} --fp64 --device cpu --rotary-base 7 --geglu --log-dialect aurora --metrics-file m "
+                        "--ddp-bucket-size 9 --ckpt-format torch"))
+    assert set(more) - seed == new - {"dry_run"} | {"ckpt_format"}
+    ramp = GOOD.replace("--train-iters 10", "--train-samples 100") + " --rampup-batch-size 2 2 20 --global-batch-size 8"
+    assert dump_of(read(ramp))["rampup_batch_size"] == "['2', '2', '20']" and dump_of(read(ramp))["train_iters"] == "None"
+
+
+# ---- --use-checkpoint-args
+
+
+def checkpoint(folder: Path, flags: str, iteration: int = 10) -> Path:
+    """A checkpoint directory as far as its args go, written as training writes them."""
+    config = config_from(Config, parse(command_line.parser(), flags.split()).typed)
+    where = folder / f"iter_{iteration:07d}"
+    where.mkdir(parents=True)
+    (where / "args").write_text(to_args_text(config))
+    (folder / "latest_checkpointed_iteration.txt").write_text(str(iteration))
+    return where
+
+
+RUN = "--micro-batch-size 1 --train-iters 5 --lr 1e-4 --mock-data"
+
+
+def test_the_architecture_comes_from_the_newest_checkpoint(tmp_path):
+    shape = f"{GOOD} --swiglu --use-rotary-position-embeddings --normalization RMSNorm --disable-bias-linear --seed 99"
+    checkpoint(tmp_path, GOOD, 10)
+    checkpoint(tmp_path, shape, 20)
+    line = read(f"{RUN} --load {tmp_path} --use-checkpoint-args")
+    theirs = read(shape).config
+    assert line.config.model == theirs.model
+    assert line.config.data.vocab_size == 100
+    assert (line.config.training.seed, line.config.training.train_iters, line.config.optimizer.lr) == (1234, 5, 1e-4)
+    assert "Setting num_layers to 2 from checkpoint" in line.notes
+    assert "Setting swiglu to True from checkpoint" in line.notes
+    assert not any("seed" in note for note in line.notes)
+    line = read(f"{RUN} --load {tmp_path} --use-checkpoint-args --ckpt-step 10")
+    assert line.config.model == read(GOOD).config.model
+    line = read(f"{RUN} --load {tmp_path / 'iter_0000010'} --use-checkpoint-args")
+    assert line.config.model == read(GOOD).config.model
+
+
+@pytest.mark.parametrize(("typed", "start_of_line"), [
+    ("--hidden-size 128", "--hidden-size: hidden_size is 128 by it and 64 in the checkpoint"),
+    ("--num-layers 3", "--num-layers: num_layers is 3 by it and 2 in the checkpoint"),
+    ("--ffn-hidden-size 512", "--ffn-hidden-size: ffn_hidden_size is 512 by it and 256"),
+    ("--group-query-attention --num-query-groups 2", "--num-query-groups --group-query-attention: num_query_groups is 2"),
+    ("--use-rotary-position-embeddings", "--use-rotary-position-embeddings: position_embedding_type is rope by it and "
+                                         "learned_absolute"),
+    ("--max-position-embeddings 64", "--max-position-embeddings: max_position_embeddings is 64 by it and 32"),
+    ("--disable-bias-linear", "--disable-bias-linear: add_bias_linear is (False, False, False) by it"),
+    ("--normalization RMSNorm", "--normalization: normalization is RMSNorm by it and LayerNorm"),
+    ("--no-bias-gelu-fusion", "--no-bias-gelu-fusion: bias_gelu_fusion is False by it and True"),
+    ("--untie-embeddings-and-output-weights", "--untie-embeddings-and-output-weights: "),
+])
+def test_a_typed_shape_that_differs_from_the_checkpoints_is_an_error(typed, start_of_line, tmp_path, capsys):
+    checkpoint(tmp_path, GOOD)
+    with pytest.raises(SystemExit):
+        read(f"{RUN} --load {tmp_path} --use-checkpoint-args {typed}")
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"error: {start_of_line}") and str(tmp_path / "iter_0000010") in line
+
+
+def test_what_fits_the_weights_may_be_typed(tmp_path):
+    checkpoint(tmp_path, GOOD)
+    line = read(f"{RUN} --load {tmp_path} --use-checkpoint-args --seq-length 16 --hidden-dropout 0 --hidden-size 64 "
+                "--ffn-hidden-size 256 --position-embedding-type learned_absolute --kv-channels 16")
+    assert (line.config.model.seq_length, line.config.model.hidden_dropout) == (16, 0.0)
+
+
+def test_without_a_checkpoint_the_command_line_counts(tmp_path, capsys):
+    line = read(f"{GOOD} --load {tmp_path} --use-checkpoint-args")
+    assert f"--use-checkpoint-args: no checkpoint in {tmp_path}; the command line's values count" in line.notes
+    with pytest.raises(SystemExit):
+        read(f"{RUN} --load {tmp_path} --use-checkpoint-args")
+    assert "error: --num-layers is missing" in capsys.readouterr().err
+
+
+def test_args_of_a_checkpoint_that_cannot_be_read_are_problems(tmp_path, capsys):
+    where = checkpoint(tmp_path, GOOD)
+    (where / "args").write_text("--num-layers 2 --hidden-size wide\n@/etc/passwd --from-the-future 3\n")
+    with pytest.raises(SystemExit):
+        read(f"{GOOD} --load {tmp_path} --use-checkpoint-args")
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 2 and all(f"--use-checkpoint-args: {where / 'args'}: " in line for line in lines)
+    (where / "args").unlink()
+    with pytest.raises(SystemExit):
+        read(f"{GOOD} --load {tmp_path} --use-checkpoint-args")
+    assert "No such file" in capsys.readouterr().err
+
+
+def test_the_vocabulary_of_a_plan(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "v.json").write_text('{"a": 0, "b": 1, "c": 2}')
+    dry = f"{SHAPE} --micro-batch-size 1 --train-iters 5 --lr 1e-4 --dry-run"
+    assert command_line.vocabulary(read(f"{dry} --vocab-size 77").config) == (77, "--vocab-size")
+    assert command_line.vocabulary(read(f"{dry} --vocab-file v.json").config) == (3, "--vocab-file v.json")
+    for flags in ("", "--vocab-file none.json", "--tokenizer-type Llama2Tokenizer"):
+        assert command_line.vocabulary(read(f"{dry} {flags}").config)[0] == 50257
+    (tmp_path / "v.json").write_text("no json")
+    assert command_line.vocabulary(read(f"{dry} --vocab-file v.json").config)[0] == 50257

@@ -1,0 +1,137 @@
+"""One training step against the same arithmetic written out in float64, and what it does with bad numbers."""
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from megatron.arguments import config_from
+from megatron.config.plan import make_plan
+from megatron.config.tree import Config
+from megatron.data.tokenizer import build_tokenizer
+from megatron.parallel.context import ParallelContext
+from megatron.timers import Timers
+from megatron.training.build import Run, build_run
+from megatron.training.initialize import Runtime
+from megatron.training.step import NotFinite, evaluate, next_samples, train_step
+from tests.runs import plot
+
+EOD = 52
+BASE = dict(num_layers=2, hidden_size=16, num_attention_heads=2, seq_length=12, max_position_embeddings=12,
+            micro_batch_size=2, global_batch_size=4, train_iters=10, lr=0.01, vocab_size=53, mock_data=True,
+            make_vocab_size_divisible_by=8, hidden_dropout=0.0, attention_dropout=0.0, fp64=True, clip_grad=1e9,
+            tokenizer_type="NullTokenizer", device="cpu", weight_decay=0.0)
+
+
+def make_run(**changes) -> Run:
+    config = config_from(Config, BASE | changes)
+    tokenizer = build_tokenizer("NullTokenizer", vocab_size=config.data.vocab_size)
+    runtime = Runtime(torch.device("cpu"), ParallelContext(config.parallel), 1, 0)
+    return build_run(config, make_plan(config, 1, tokenizer.vocab_size), runtime, Timers(), tokenizer)
+
+
+def samples(rows: int = 4, seed: int = 0) -> torch.Tensor:
+    """[rows, s+1] with end-of-document tokens spread unevenly, so that micro-batches have different counts."""
+    tokens = torch.randint(0, 50, (rows, 13), generator=torch.Generator().manual_seed(seed))
+    tokens[0, [2, 5, 9]] = EOD
+    tokens[1, 7] = EOD
+    return tokens
+
+
+def plain_loss(run: Run, tokens: torch.Tensor, masked: bool) -> torch.Tensor:
+    """Mean over all tokens that count, from the model's logits, in one piece."""
+    inputs, labels = tokens[:, :-1], tokens[:, 1:]
+    losses = F.cross_entropy(run.model(inputs).flatten(0, 1), labels.flatten(), reduction="none").view_as(labels)
+    keep = (inputs != EOD).double() if masked else torch.ones_like(losses)
+    return (losses * keep).sum() / keep.sum()
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("micro_batch", [1, 2, 4])
+def test_loss_and_norm_are_those_of_the_whole_batch(masked, micro_batch):
+    """Divided by the global number of tokens that count, however the batch is cut."""
+    run = make_run(eod_mask_loss=masked, micro_batch_size=micro_batch)
+    tokens = samples()
+    expected = plain_loss(run, tokens, masked)
+    run.buffers.zero()
+    expected.backward()
+    norm = run.buffers.flat.norm().item()
+    outcome = train_step(run, plot().forward_step, iter(tokens.split(micro_batch)), 1)
+    assert outcome.loss == pytest.approx(expected.item(), rel=1e-12)
+    assert outcome.grad_norm == pytest.approx(norm, rel=1e-12)
+
+
+def test_document_masks_reach_the_model():
+    """Positions and attention restart: the loss is that of the pieces run alone."""
+    run = make_run(reset_position_ids=True, reset_attention_mask=True)
+    tokens = samples()
+    losses = []
+    for row in tokens:
+        inputs, labels, start = row[:-1], row[1:], 0
+        ends = [i + 1 for i, token in enumerate(inputs.tolist()) if token == EOD] + [len(inputs)]
+        for end in ends:
+            if end > start:
+                losses.append(run.model(inputs[None, start:end], labels=labels[None, start:end]).flatten())
+            start = end
+    expected = torch.cat(losses).mean().item()
+    assert train_step(run, plot().forward_step, iter(tokens.split(2)), 1).loss == pytest.approx(expected, rel=1e-12)
+
+
+def test_dropout_is_a_function_of_the_iteration():
+    tokens = samples()
+
+    def loss(iteration: int, **changes) -> float:
+        run = make_run(hidden_dropout=0.1, attention_dropout=0.1, **changes)
+        return train_step(run, plot().forward_step, iter(tokens.split(2)), iteration).loss
+
+    assert loss(3) == loss(3) != loss(4)
+    assert loss(3) != loss(3, seed=5)
+
+
+def test_evaluation_has_no_dropout_and_averages_over_tokens():
+    run = make_run(hidden_dropout=0.5, attention_dropout=0.5, eod_mask_loss=True)
+    tokens = samples(8)
+    said = []
+    got = evaluate(run, plot().forward_step, iter(tokens.split(2)), 2, said.append)["lm loss"]
+    assert got == pytest.approx(plain_loss(run, tokens, True).item(), rel=1e-12)
+    assert said == ["Evaluating on 8 samples", "Evaluating iter 1/2", "Evaluating iter 2/2"]
+
+
+def test_constant_loss_scale_changes_nothing():
+    """A power of two scales exactly."""
+    plain = train_step(make_run(), plot().forward_step, iter(samples().split(2)), 1)
+    scaled = train_step(make_run(loss_scale=1024.0), plot().forward_step, iter(samples().split(2)), 1)
+    assert (plain.loss, plain.grad_norm) == (scaled.loss, scaled.grad_norm)
+
+
+def broken(batch, model):
+    loss, count = plot().forward_step(batch, model)
+    return loss * float("nan"), count
+
+
+def test_nan_loss_stops_before_the_step():
+    run = make_run()
+    before = [p.detach().clone() for p in run.model.parameters()]
+    with pytest.raises(NotFinite, match="iteration 7: the loss is nan .found on rank 0.*--train-range-to-skip 7 7"):
+        train_step(run, broken, iter(samples().split(2)), 7)
+    assert all(torch.equal(a, b) for a, b in zip(before, run.model.parameters(), strict=True))
+
+
+def test_nan_under_dynamic_scaling_is_an_overflow_not_an_error():
+    run = make_run(fp64=False, fp16=True)
+    outcome = train_step(run, broken, iter(samples().split(2)), 1)
+    assert not outcome.updated and math.isnan(outcome.loss) and outcome.grad_norm is None
+
+
+def test_nan_can_be_allowed():
+    run = make_run(check_for_nan_in_loss_and_grad=False)
+    assert math.isnan(train_step(run, broken, iter(samples().split(2)), 1).loss)
+
+
+def test_flag_travels_with_the_loss():
+    assert train_step(make_run(), plot().forward_step, iter(samples().split(2)), 1, flag=3).flag == 3
+
+
+def test_exhausted_data_says_what_to_do():
+    with pytest.raises(ValueError, match="no samples left.*--train-iters"):
+        next_samples(iter(()))
