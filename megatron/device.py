@@ -5,8 +5,6 @@ import os
 
 import torch
 
-from megatron.log import print_rank_0
-
 
 def choose_device(wish: str, local_rank: int) -> torch.device:
     """The device of this rank: `auto` takes CUDA when there is any. Raises ValueError where the wish cannot be met."""
@@ -27,11 +25,15 @@ def default_backend(device: torch.device) -> str:
     return "nccl" if device.type == "cuda" else "gloo"
 
 
-def set_max_connections(environ: dict[str, str] | os._Environ) -> None:
-    """Kernels and collectives must start in order for overlap: one hardware queue, unless the user chose otherwise."""
-    if "CUDA_DEVICE_MAX_CONNECTIONS" not in environ:
-        environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
-        print_rank_0("CUDA_DEVICE_MAX_CONNECTIONS was not set: set to 1 before CUDA starts")
+def set_max_connections() -> bool:
+    """Kernels and collectives must start in order for overlap: one hardware queue, unless the user chose otherwise.
+
+    To be called before CUDA starts; whether the environment was changed.
+    """
+    if "CUDA_DEVICE_MAX_CONNECTIONS" in os.environ:
+        return False
+    os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
+    return True
 
 
 def set_determinism(deterministic: bool, cudnn_benchmark: bool, cudnn_deterministic: bool) -> None:

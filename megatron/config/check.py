@@ -63,7 +63,8 @@ _ALWAYS = {
     "no_save_rng": "there is no random state to save: masks follow from seed and iteration",
     "ddp_bucket_size": "gradients are reduced after the backward pass, in one buffer a type",
 }
-_LATER = {
+# Flags of features that come later, with the value that leaves them off.
+LATER = {
     "tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1, "context_parallel_size": 1,
     "expert_model_parallel_size": 1, "use_distributed_optimizer": False, "overlap_grad_reduce": False,
     "overlap_param_gather": False,
@@ -207,7 +208,7 @@ def _precision(f: _Facts) -> Iterator[str]:
 
 
 def _parallel(f: _Facts) -> Iterator[str]:
-    for name, off in _LATER.items():
+    for name, off in LATER.items():
         if f[name] != off and name not in f.bad:
             yield (f"{f.say(name)}: not supported yet in this version; use data parallelism: torchrun --nproc-per-node "
                    "N, and leave the flag out")

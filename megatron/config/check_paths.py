@@ -212,8 +212,8 @@ def _corpora(d: DataConfig) -> Iterator[str]:
             prefixes = _prefixes(words)
             numbers = [p for p in prefixes if _number(p) is not None and not os.path.exists(p + ".idx")]
             if numbers and len(words) > 1:
-                yield (f"{flag}: {' and '.join(numbers)} where a prefix is expected; give a weight for every prefix, or "
-                       "for none")
+                yield (f"{flag}: {' and '.join(numbers)} where a prefix is expected; give a weight for every prefix, "
+                       "or for none")
                 prefixes = [p for p in prefixes if p not in numbers]
             for prefix in prefixes:
                 yield from _corpus(flag, prefix, len(words))

@@ -32,6 +32,9 @@ from megatron.config.tree import Config
 DESCRIPTION = ("Pretrain a GPT. Values follow their flags; @FILE reads flags from a file (typed ones win). Flags of "
                "Megatron-LM that have no effect here, or are refused, are listed with the reason in docs/flags.md.")
 _RANKS = ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
+# A flag that could not be read: what must not be called missing because of it.
+_IN_PLACE_OF = {"train_samples": "--train-iters is missing"} | dict.fromkeys(
+    ("data_path", "train_data_path", "data_args_path", "per_split_data_args_path", "mock_data"), "no data:")
 _GPT2_VOCABULARY = 50257
 # Of the architecture, what may differ from the checkpoint's under --use-checkpoint-args: the weights fit either way.
 _FREE = {"seq_length", "attention_dropout", "hidden_dropout", "init_method_std", "init_method_xavier_uniform",
@@ -98,7 +101,8 @@ def _checked(flags: Parser, parsed: Parsed, place: Mapping[str, int]) -> tuple[C
     world_size = config.training.world_size if config.training.dry_run else None
     world_size = max(1, world_size or place["world_size"])
     found = check.problems(config, world_size, typed)
-    unread = tuple(f"{flag.spelling} is missing" for flag in flags.flags if flag.name in parsed.broken)
+    unread = tuple(_IN_PLACE_OF.get(flag.name, f"{flag.spelling} is missing") for flag in flags.flags
+                   if flag.name in parsed.broken)
     problems = [*parsed.problems, *megatron_flags.refused(foreign), *theirs.problems,
                 *(text for text in found if not text.startswith(unread))]
     notes = [*parsed.notes, *megatron_flags.without_effect(foreign), *theirs.notes]

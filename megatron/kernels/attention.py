@@ -1,14 +1,16 @@
 """Causal attention of local heads: torch's fused kernel, or exact blocks of query rows; knows no layer and no rank."""
 
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.kernels.dropout import keep_mask, seeded_generator
-from megatron.kernels.linear import compute_dtype
+from megatron.kernels.dropout import DropoutBits
 
 IMPLEMENTATIONS = ("auto", "sdpa", "chunked")
-QUERY_ROWS = 256  # of one block
+QUERY_ROWS = 64  # of one block; few, so that little above the diagonal is computed in vain
+BLOCK_ELEMENTS = 1 << 18  # of the scores of one block: they stay in the cache
 
 
 def attention(
@@ -31,147 +33,181 @@ def attention(
     `implementation`: "sdpa" (torch's fused kernel: plain causal, no dropout), "chunked" (blocks of query rows, all
     cases) or "auto". Neither holds an s x s tensor. Raises ValueError for a request that cannot be met.
     """
-    chosen = select_attention(q.dtype, dropout_p, document_ids is not None, implementation)
-    if dropout_p > 0.0 and dropout_seed is None:
-        raise ValueError("attention dropout needs dropout_seed")
+    chosen, _ = select_attention(q.device, q.dtype, dropout_p, document_ids is not None, implementation)
     if chosen == "sdpa":
         return _sdpa(q, k, v, scale)
-    ids = None if document_ids is None else document_ids.to(q.device)
-    return _ChunkedAttention.apply(q, k, v, scale, dropout_p, dropout_seed, ids)
+    if dropout_p > 0.0 and dropout_seed is None:
+        raise ValueError("attention with dropout_p > 0 needs dropout_seed: pass the seed of this layer and site")
+    return _ChunkedAttention.apply(q, k, v, scale, dropout_p, dropout_seed, document_ids)
 
 
-def select_attention(dtype: torch.dtype, dropout_p: float, documents: bool, implementation: str = "auto") -> str:
-    """Which implementation runs: "sdpa" or "chunked". Raises ValueError if the one asked for cannot."""
+def select_attention(
+    device: torch.device, dtype: torch.dtype, dropout_p: float, documents: bool, implementation: str = "auto"
+) -> tuple[str, str]:
+    """Which implementation runs ("sdpa" or "chunked") and why. Raises ValueError if the one asked for cannot."""
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"attention implementation {implementation!r} is unknown: use one of {IMPLEMENTATIONS}")
-    plain = dropout_p == 0.0 and not documents and dtype != torch.float64
-    if implementation == "sdpa" and not plain:
-        raise ValueError("attention implementation 'sdpa' does plain causal attention in fp32, bf16 and fp16 only: "
-                         "use 'auto' or 'chunked' with dropout, document masks or fp64")
-    return implementation if implementation != "auto" else "sdpa" if plain else "chunked"
+    obstacles = [reason for reason, there in (("attention dropout", dropout_p > 0.0), ("document masks", documents),
+                                              ("fp64", dtype == torch.float64)) if there]
+    if implementation == "sdpa" and obstacles:
+        raise ValueError(f"attention implementation 'sdpa' cannot do {' and '.join(obstacles)} without an s x s "
+                         "tensor or a hidden generator: use 'auto' or 'chunked'")
+    if implementation != "auto":
+        return implementation, "asked for"
+    if obstacles:
+        return "chunked", f"{' and '.join(obstacles)}: torch's kernel would hold an s x s tensor or a hidden generator"
+    return "sdpa", "plain causal attention"
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    dtype = compute_dtype(q)
-    q_, k_, v_ = (t.permute(1, 2, 0, 3).to(dtype) for t in (q, k, v))
+    q_, k_, v_ = (t.permute(1, 2, 0, 3) for t in (q, k, v))
     repeats = q.shape[2] // k.shape[2]
-    if repeats == 1:
-        out = F.scaled_dot_product_attention(q_, k_, v_, is_causal=True, scale=scale)
-    else:
-        parts = [F.scaled_dot_product_attention(q_[:, i::repeats], k_, v_, is_causal=True, scale=scale)
-                 for i in range(repeats)]
-        out = torch.stack(parts, 2).flatten(1, 2)
-    return out.permute(2, 0, 1, 3).to(q.dtype)
+    parts = [F.scaled_dot_product_attention(q_[:, i::repeats], k_, v_, is_causal=True, scale=scale)
+             for i in range(repeats)]
+    out = parts[0] if repeats == 1 else torch.stack(parts, 2).flatten(1, 2)
+    return out.permute(2, 0, 1, 3)
 
 
-def _first_keys(document_ids: Tensor, starts: list[int], stops: list[int]) -> list[int]:
-    """For each block of query rows the first key that any of its rows may see, over all samples."""
-    ids = document_ids.tolist()
-    first = [document_ids.shape[1]] * len(starts)
-    for sample in ids:
-        seen: dict[int, int] = {}
-        for block, (start, stop) in enumerate(zip(starts, stops, strict=True)):
-            for position in range(start, stop):
-                first[block] = min(first[block], seen.setdefault(sample[position], position))
-    return first
+@dataclass(frozen=True)
+class _Block:
+    """Query rows start..stop of one set of heads, which see keys first..stop."""
+
+    start: int
+    stop: int
+    first: int
+    bias: Tensor  # 0 where seen, -inf where not: [rows, rows] over the last keys, or [rows, keys] with documents
 
 
-class _Blocks:
-    """The blocks of one attention call: which keys each touches, its mask and its dropout bits."""
+class _Plan:
+    """How one attention call is cut: sets of heads of a few samples, and blocks of query rows in each set."""
 
-    def __init__(self, q: Tensor, groups: int, dropout_p: float, seed: int | None, document_ids: Tensor | None):
-        self.s, self.b, self.n, self.d = q.shape
-        self.groups, self.repeats = groups, self.n // groups
-        self.dropout_p, self.document_ids, self.device = dropout_p, document_ids, q.device
-        starts = list(range(0, self.s, QUERY_ROWS))
-        stops = [min(start + QUERY_ROWS, self.s) for start in starts]
-        first = [0] * len(starts) if document_ids is None else _first_keys(document_ids, starts, stops)
-        self.spans = list(zip(starts, stops, first, strict=True))
-        self.generator = seeded_generator(seed, q.device) if dropout_p > 0.0 else None
+    def __init__(self, q: Tensor, k: Tensor, document_ids: Tensor | None):
+        self.s, self.b, n, self.d = q.shape
+        self.groups = k.shape[2]
+        self.repeats = n // self.groups
+        self.dtype = torch.promote_types(q.dtype, torch.float32)
+        self.device = q.device
+        self.rows = [(i, min(i + QUERY_ROWS, self.s)) for i in range(0, self.s, QUERY_ROWS)]
+        self.ids = document_ids
+        self.first = None if document_ids is None else _first_keys(document_ids)
+        upper = torch.full((QUERY_ROWS, QUERY_ROWS), -torch.inf, dtype=self.dtype, device=self.device)
+        self.upper = upper.triu_(1)
 
-    def hidden(self, start: int, stop: int, first: int) -> Tensor:
-        """True where a query may not see a key: [1 or b, 1, rows, keys]."""
-        rows = torch.arange(start, stop, device=self.device)[:, None]
-        keys = torch.arange(first, stop, device=self.device)[None, :]
-        hidden = (keys > rows)[None, None]
-        if self.document_ids is not None:
-            ids = self.document_ids
-            hidden = hidden | (ids[:, None, start:stop, None] != ids[:, None, None, first:stop])
-        return hidden
+    def head_sets(self) -> list[tuple[int, int]]:
+        """Ranges of the b * g key heads; within one sample if it has documents, whose masks they share."""
+        longest = min(QUERY_ROWS, self.s) * self.s * self.repeats
+        per_set = max(1, BLOCK_ELEMENTS // longest)
+        ends = self.groups if self.ids is not None else self.b * self.groups
+        ranges = [(i, min(i + per_set, ends)) for i in range(0, ends, per_set)]
+        samples = self.b if self.ids is not None else 1
+        return [(i + ends * sample, j + ends * sample) for sample in range(samples) for i, j in ranges]
 
-    def scores(self, rows: Tensor, keys: Tensor, scale: float, span: tuple[int, int, int]) -> Tensor:
-        """Masked scores [b g, r rows, keys] of a block."""
-        start, stop, first = span
-        scores = torch.bmm(rows, keys.transpose(1, 2)).mul_(scale)
-        view = scores.view(self.b, -1, stop - start, stop - first)
-        view.masked_fill_(self.hidden(start, stop, first), -torch.inf)
-        return scores
+    def blocks(self, heads: tuple[int, int]):
+        for start, stop in self.rows:
+            if self.ids is None:
+                yield _Block(start, stop, 0, self.upper[: stop - start, : stop - start])
+                continue
+            sample = heads[0] // self.groups
+            ids, first = self.ids[sample], min(self.first[sample][start:stop])
+            other = ids[start:stop, None] != ids[None, first:stop]
+            bias = torch.zeros(other.shape, dtype=self.dtype, device=self.device).masked_fill_(other, -torch.inf)
+            bias[:, start - first :] += self.upper[: stop - start, : stop - start]
+            yield _Block(start, stop, first, bias)
 
-    def keep(self, scores: Tensor) -> Tensor | None:
-        """Dropout factors of the next block: 0 or 1 / (1 - p)."""
-        if self.generator is None:
-            return None
-        return keep_mask(scores.shape, self.dropout_p, self.generator).to(scores.dtype).mul_(1 / (1 - self.dropout_p))
+    def load(self, t: Tensor, heads: tuple[int, int]) -> Tensor:
+        """[s, b, g r, d] -> [heads, r, s, d] of a set of heads, contiguous, in the dtype of the maths."""
+        per_head = t.shape[2] // self.groups
+        part = t.flatten(1, 2)[:, heads[0] * per_head : heads[1] * per_head].unflatten(1, (-1, per_head))
+        out = torch.empty((heads[1] - heads[0], per_head, self.s, self.d), dtype=self.dtype, device=self.device)
+        return out.copy_(part.permute(1, 2, 0, 3))
 
-    def query_rows(self, t: Tensor, start: int, stop: int, dtype: torch.dtype) -> Tensor:
-        """[s, b, n, d] -> [b g, r rows, d] of the block."""
-        part = t[start:stop].to(dtype).view(stop - start, self.b, self.groups, self.repeats, self.d)
-        return part.permute(1, 2, 3, 0, 4).reshape(self.b * self.groups, self.repeats * (stop - start), self.d)
+    def store(self, target: Tensor, heads: tuple[int, int], values: Tensor) -> None:
+        """[heads, r, s, d] -> its place in target [s, b g r, d]."""
+        per_head = values.shape[1]
+        target[:, heads[0] * per_head : heads[1] * per_head] = values.flatten(0, 1).transpose(0, 1)
 
-    def store_rows(self, out: Tensor, start: int, stop: int, rows: Tensor) -> None:
-        view = rows.view(self.b, self.groups * self.repeats, stop - start, self.d)
-        out[start:stop] = view.permute(2, 0, 1, 3)
+    def probabilities(self, rows: Tensor, keys: Tensor, block: _Block) -> Tensor:
+        """softmax of the scores of a block: rows [heads, r rows, d] (scaled), keys [heads, s, d]."""
+        scores = torch.bmm(rows, keys[:, block.first : block.stop].transpose(1, 2))
+        lines = scores.view(-1, block.stop - block.start, scores.shape[2])
+        lines[:, :, -block.bias.shape[1] :].add_(block.bias)
+        return torch.softmax(scores, -1)
 
-    def heads(self, t: Tensor, dtype: torch.dtype) -> Tensor:
-        """[s, b, g, d] -> [b g, s, d]."""
-        return t.to(dtype).permute(1, 2, 0, 3).reshape(self.b * self.groups, self.s, self.d)
+
+def _first_keys(document_ids: Tensor) -> list[list[int]]:
+    """For each position [b, s] the first position of its sample with its id."""
+    b, s = document_ids.shape
+    ids, names = torch.unique(document_ids, return_inverse=True)
+    slots = names + torch.arange(b, device=names.device)[:, None] * len(ids)
+    positions = torch.arange(s, device=names.device).expand(b, s)
+    first = torch.full((b * len(ids),), s, device=names.device)
+    first.scatter_reduce_(0, slots.flatten(), positions.flatten(), "amin")
+    return first[slots].tolist()
+
+
+def _rows(t: Tensor, block: _Block) -> Tensor:
+    """[heads, r, s, d] -> [heads, r rows, d] of a block."""
+    return t[:, :, block.start : block.stop].flatten(1, 2)
 
 
 class _ChunkedAttention(torch.autograd.Function):
+    """Probabilities are computed again in backward and dropout bits drawn again: only q, k and v are kept."""
+
     @staticmethod
     def forward(ctx, q, k, v, scale, dropout_p, seed, document_ids):
-        dtype = torch.promote_types(q.dtype, torch.float32)
-        blocks = _Blocks(q, k.shape[2], dropout_p, seed, document_ids)
-        keys, values = blocks.heads(k, dtype), blocks.heads(v, dtype)
-        out = torch.empty_like(q, memory_format=torch.contiguous_format)
-        log_totals = []
-        for span in blocks.spans:
-            start, stop, first = span
-            scores = blocks.scores(blocks.query_rows(q, start, stop, dtype), keys[:, first:stop], scale, span)
-            log_total = torch.logsumexp(scores, -1, keepdim=True)
-            probs = scores.sub_(log_total).exp_()
-            keep = blocks.keep(scores)
-            if keep is not None:
-                probs.mul_(keep)
-            blocks.store_rows(out, start, stop, torch.bmm(probs, values[:, first:stop]))
-            log_totals.append(log_total)
-        ctx.save_for_backward(q, k, v, out, document_ids, *log_totals)
+        ctx.save_for_backward(q, k, v, document_ids)
         ctx.scale, ctx.dropout_p, ctx.seed = scale, dropout_p, seed
+        plan = _Plan(q, k, document_ids)
+        bits = DropoutBits(seed, dropout_p, q.device) if dropout_p > 0.0 else None
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        for heads in plan.head_sets():
+            queries = plan.load(q, heads).mul_(scale)
+            keys, values = plan.load(k, heads).squeeze(1), plan.load(v, heads).squeeze(1)
+            result = torch.empty_like(queries)
+            for block in plan.blocks(heads):
+                probs = plan.probabilities(_rows(queries, block), keys, block)
+                if bits is not None:
+                    probs.mul_(bits.keep(probs.numel(), probs.dtype).view(probs.shape))
+                part = torch.bmm(probs, values[:, block.first : block.stop])
+                result[:, :, block.start : block.stop] = part.view(len(part), plan.repeats, -1, plan.d)
+            plan.store(out.flatten(1, 2), heads, result if bits is None else result.mul_(1.0 / (1.0 - dropout_p)))
         return out
 
     @staticmethod
     def backward(ctx, grad_out):
-        q, k, v, out, document_ids, *log_totals = ctx.saved_tensors
-        dtype = torch.promote_types(q.dtype, torch.float32)
-        blocks = _Blocks(q, k.shape[2], ctx.dropout_p, ctx.seed, document_ids)
-        keys, values = blocks.heads(k, dtype), blocks.heads(v, dtype)
-        grad_q = torch.empty_like(q, memory_format=torch.contiguous_format)
-        grad_k, grad_v = torch.zeros_like(keys), torch.zeros_like(values)
-        for span, log_total in zip(blocks.spans, log_totals, strict=True):
-            start, stop, first = span
-            rows = blocks.query_rows(q, start, stop, dtype)
-            grads = blocks.query_rows(grad_out, start, stop, dtype)
-            dots = (grads * blocks.query_rows(out, start, stop, dtype)).sum(-1, keepdim=True)
-            probs = blocks.scores(rows, keys[:, first:stop], ctx.scale, span).sub_(log_total).exp_()
-            grad_probs = torch.bmm(grads, values[:, first:stop].transpose(1, 2))
-            keep = blocks.keep(probs)
-            dropped = probs
-            if keep is not None:
-                grad_probs.mul_(keep)
-                dropped = probs * keep
-            grad_v[:, first:stop].baddbmm_(dropped.transpose(1, 2), grads)
-            grad_scores = grad_probs.sub_(dots).mul_(probs).mul_(ctx.scale)
-            blocks.store_rows(grad_q, start, stop, torch.bmm(grad_scores, keys[:, first:stop]))
-            grad_k[:, first:stop].baddbmm_(grad_scores.transpose(1, 2), rows)
-        to_keys = lambda t: t.view(blocks.b, blocks.groups, blocks.s, blocks.d).permute(2, 0, 1, 3).to(q.dtype)  # noqa: E731
-        return grad_q, to_keys(grad_k), to_keys(grad_v), None, None, None, None
+        q, k, v, document_ids = ctx.saved_tensors
+        plan = _Plan(q, k, document_ids)
+        bits = DropoutBits(ctx.seed, ctx.dropout_p, q.device) if ctx.dropout_p > 0.0 else None
+        grads = tuple(torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k, v))
+        for heads in plan.head_sets():
+            for target, values in zip(grads, _head_set_grads(ctx, plan, heads, (q, k, v, grad_out), bits), strict=True):
+                plan.store(target.flatten(1, 2), heads, values)
+        return *grads, None, None, None, None
+
+
+def _head_set_grads(ctx, plan: _Plan, heads: tuple[int, int], tensors: tuple[Tensor, ...], bits: DropoutBits | None):
+    """Gradients of q, k and v of one set of heads, each [heads, r, s, d]."""
+    queries, keys, values, grad_out = (plan.load(t, heads) for t in tensors)
+    keys, values = keys.squeeze(1), values.squeeze(1)
+    queries.mul_(ctx.scale)
+    if bits is not None:
+        grad_out.mul_(1.0 / (1.0 - ctx.dropout_p))
+    grad_q = torch.empty_like(queries)
+    # Kept transposed, [heads, d, s]: the product with the probabilities then reads them row by row.
+    grad_k, grad_v = (torch.zeros_like(keys).view(len(keys), plan.d, plan.s) for _ in range(2))
+    for block in plan.blocks(heads):
+        seen = slice(block.first, block.stop)
+        rows, grad_rows = _rows(queries, block), _rows(grad_out, block)
+        probs = plan.probabilities(rows, keys, block)
+        grad_probs = torch.bmm(grad_rows, values[:, seen].transpose(1, 2))
+        dropped = probs
+        if bits is not None:
+            keep = bits.keep(probs.numel(), probs.dtype).view(probs.shape)
+            dropped = probs * keep
+            grad_probs.mul_(keep)
+        grad_v[:, :, seen].baddbmm_(grad_rows.transpose(1, 2), dropped)
+        grad_scores = torch._softmax_backward_data(grad_probs, probs, -1, probs.dtype)
+        grad_k[:, :, seen].baddbmm_(rows.transpose(1, 2), grad_scores)
+        part = torch.bmm(grad_scores, keys[:, seen])
+        grad_q[:, :, block.start : block.stop] = part.view(len(part), plan.repeats, -1, plan.d)
+    return grad_q.mul_(ctx.scale), grad_k.transpose(1, 2).unsqueeze(1), grad_v.transpose(1, 2).unsqueeze(1)

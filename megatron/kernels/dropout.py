@@ -1,17 +1,41 @@
-"""Dropout whose mask is a pure function of (seed, shape, device); keeps no generator state and no mask."""
+"""Dropout whose mask is a pure function of (seed, shape); keeps no generator state, no mask, knows no layer."""
+
+import random
 
 import torch
 from torch import Tensor
 
-
-def seeded_generator(seed: int, device: torch.device) -> torch.Generator:
-    """A fresh generator on `device` whose stream depends on `seed` alone."""
-    return torch.Generator(device=device).manual_seed(seed)
+CHUNK_ELEMENTS = 1 << 16  # drawn and applied at a time, so that they stay in the cache
+LANES = 4  # 16-bit lanes of one 64-bit draw
 
 
-def keep_mask(shape: torch.Size | tuple[int, ...], p: float, generator: torch.Generator) -> Tensor:
-    """The next bool mask of `shape` of the generator: True (keep) with probability 1 - p."""
-    return torch.empty(shape, dtype=torch.bool, device=generator.device).bernoulli_(1.0 - p, generator=generator)
+class DropoutBits:
+    """A stream of dropout masks that depends on the seed alone.
+
+    An element is kept if 16 random bits are below a threshold. (1 - p) 2^16 is not an integer, so every chunk takes
+    the integer below or above it at random, in such a proportion that each element is kept with probability 1 - p to
+    float precision. One 64-bit draw serves four elements: several times cheaper than bernoulli_ on a CPU.
+    """
+
+    def __init__(self, seed: int, p: float, device: torch.device):
+        self.generator = torch.Generator(device=device).manual_seed(seed)
+        self.dither = random.Random(seed)
+        self.level = (1.0 - p) * 2**16
+
+    def keep(self, elements: int, dtype: torch.dtype) -> Tensor:
+        """The next `elements` of the stream as a flat tensor: 1 keep, 0 drop."""
+        parts = [self._chunk(min(CHUNK_ELEMENTS, elements - start), dtype)
+                 for start in range(0, elements, CHUNK_ELEMENTS)]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _chunk(self, elements: int, dtype: torch.dtype) -> Tensor:
+        draws = torch.empty(-(-elements // LANES), dtype=torch.int64, device=self.generator.device)
+        draws.random_(-(2**63), None, generator=self.generator)
+        threshold = int(self.level + self.dither.random()) - 2**15  # lanes are signed
+        bits = draws.view(torch.int16)[:elements]
+        if threshold > 2**15 - 1:
+            return torch.ones(elements, dtype=dtype, device=draws.device)
+        return bits.lt_(threshold).to(dtype)
 
 
 class _Dropout(torch.autograd.Function):
@@ -26,14 +50,21 @@ class _Dropout(torch.autograd.Function):
 
 
 def _drop(x: Tensor, p: float, seed: int) -> Tensor:
-    mask = keep_mask(x.shape, p, seeded_generator(seed, x.device))
-    return x * (mask.to(x.dtype) * (1.0 / (1.0 - p)))
+    bits = DropoutBits(seed, p, x.device)
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    source, target = x.reshape(-1), out.view(-1)
+    for start in range(0, source.numel(), CHUNK_ELEMENTS):
+        part = source[start : start + CHUNK_ELEMENTS]
+        factors = bits.keep(part.numel(), torch.promote_types(x.dtype, torch.float32)).mul_(1.0 / (1.0 - p))
+        torch.mul(part, factors, out=target[start : start + CHUNK_ELEMENTS])
+    return out
 
 
 def dropout(x: Tensor, p: float, seed: int) -> Tensor:
-    """Zero each element with probability p and scale the others by 1 / (1 - p). x: any shape.
+    """Zero each element with probability p and scale the others by 1 / (1 - p) (Srivastava et al. 2014).
 
-    The mask is a pure function of (seed, shape, device type), drawn again in backward and never stored.
+    x: any shape. The mask is a pure function of (seed, shape) on a kind of device; it is drawn again in backward and
+    never stored.
     """
     assert 0.0 <= p < 1.0, f"dropout probability must be in [0, 1), got {p}"
     return x if p == 0.0 else _Dropout.apply(x, p, seed)

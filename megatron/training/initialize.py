@@ -28,9 +28,9 @@ def initialize(config: Config) -> Runtime:
     """Choose the device, join the process group (only when there is more than one rank), build the grid."""
     world_size, rank, local_rank = log.world_size(), log.rank(), log.local_rank()
     training, parallel = config.training, config.parallel
+    if training.device != "cpu" and devices.set_max_connections():
+        log.print_rank_0("CUDA_DEVICE_MAX_CONNECTIONS was not set: set to 1 before CUDA starts")
     device = devices.choose_device(training.device, local_rank)
-    if device.type == "cuda":
-        devices.set_max_connections(os.environ)
     devices.set_determinism(training.deterministic_mode, training.cudnn_benchmark, training.cudnn_deterministic)
     log.print_rank_0("> initializing torch distributed ...")
     if world_size > 1 and not dist.is_initialized():

@@ -78,8 +78,7 @@ class Trainer:
         loss_scale = run.optimizer.loss_scale
         outcome = train_step(run, self.forward_step, samples, iteration, wish)
         size = self._advance(iteration)
-        if outcome.updated:
-            run.scheduler.step(size)
+        run.scheduler.after_iteration(size, overflow=not outcome.updated)
         norm = run.optimizer.params_norm() if run.config.logging.log_params_norm else None
         self.lines.add(IterationResult(
             iteration, size, run.progress.consumed_train_samples, self._learning_rate(),
@@ -98,7 +97,7 @@ class Trainer:
                              f"{samples * run.config.model.seq_length} tokens are not trained")
         size = self._advance(iteration)
         run.progress.skipped_train_samples += size
-        run.scheduler.step(size)
+        run.scheduler.after_iteration(size)
         self.lines.add(IterationResult(iteration, size, run.progress.consumed_train_samples, self._learning_rate(),
                                        run.optimizer.loss_scale, 0.0, skipped="user"))
         return 0

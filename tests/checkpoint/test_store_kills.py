@@ -117,7 +117,7 @@ def kill_at_random(rank: int, world: int, folder: str, kills: int) -> int:
 
 
 def test_killed_at_random_moments(tmp_path):
-    assert run_ranks(1, kill_at_random, str(tmp_path), 40)[0] > 3
+    assert run_ranks(1, kill_at_random, str(tmp_path), 25)[0] > 3
 
 
 @pytest.mark.sweep

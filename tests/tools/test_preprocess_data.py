@@ -441,13 +441,22 @@ class Running:
         with open(self.said, "w") as said:
             argv = command("--input", str(fifo), *flags)
             self.process = subprocess.Popen(argv, stdout=subprocess.DEVNULL, stderr=said, start_new_session=True)
-        with open(fifo, "w") as feed:
-            line = json.dumps({"text": "12 345 " * 20})
-            self.feeder = subprocess.Popen(["yes", line], stdout=feed, stderr=subprocess.DEVNULL)
+        feed = wait_for(lambda: self._open(fifo))
+        os.set_blocking(feed, True)
+        line = json.dumps({"text": "12 345 " * 20})
+        self.feeder = subprocess.Popen(["yes", line], stdout=feed, stderr=subprocess.DEVNULL)
+        os.close(feed)
         wait_for(lambda: "Processed 1000" in self.said.read_text())
         listed = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text()
         self.workers = [int(pid) for pid in listed.split()]
         assert len(self.workers) == (workers if workers > 1 else 0)
+
+    def _open(self, fifo: Path) -> int | None:
+        assert self.process.poll() is None, self.said.read_text()
+        try:
+            return os.open(fifo, os.O_WRONLY | os.O_NONBLOCK)  # to wait for the reader here would be to wait for ever
+        except OSError:
+            return None
 
     def end(self) -> list[str]:
         """Wait for the end of all processes; the lines of stderr but those about the speed."""
@@ -457,11 +466,12 @@ class Running:
         return [line for line in self.said.read_text().splitlines() if not line.startswith("Processed")]
 
 
-def wait_for(condition: Callable[[], bool]) -> None:
+def wait_for(condition: Callable[[], int | None]) -> int:
     until = time.monotonic() + 20
-    while not condition():
+    while not (answer := condition()):
         assert time.monotonic() < until, "waited in vain"
         time.sleep(0.02)
+    return answer
 
 
 def alive(pid: int) -> bool:
