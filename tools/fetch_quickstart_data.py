@@ -99,6 +99,8 @@ def archive_of(source: Source, cache: Path) -> Path:
     quiet = {**os.environ, "PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_NO_INPUT": "1"}
     result = subprocess.run(command, capture_output=True, text=True, env=quiet, check=False)
     found = list(cache.glob(pattern))
+    if "No module named pip" in result.stderr:
+        raise ValueError(f"{sys.executable} has no pip to fetch {wanted} with; run: {sys.executable} -m ensurepip")
     if result.returncode or not found:
         said = [line for line in result.stderr.splitlines() if line.strip()] or [f"exit code {result.returncode}"]
         reason = next((line for line in said if line.startswith("ERROR")), said[-1]).removeprefix("ERROR: ")

@@ -115,15 +115,15 @@ def _place(environ: Mapping[str, str]) -> tuple[dict[str, int], list[str]]:
     """{rank, world_size} as the launcher gave them, and what is wrong with its variables."""
     found, wrong = {"world_size": 1, "rank": 0}, []
     size = next((name for name in _RANKS if environ.get(name)), None)
-    rank = next((name for name in ("RANK", "SLURM_PROCID") if environ.get(name) and size), None)
+    rank = "RANK" if environ.get("RANK") else "SLURM_PROCID" if environ.get("SLURM_PROCID") and size else None
     for key, name in (("world_size", size), ("rank", rank)):
         if name and environ[name].isdecimal():
             found[key] = int(environ[name])
         elif name:
             wrong.append(f"{name}={environ[name]} in the environment: not a whole number; unset it, or use a launcher")
     if not wrong and not 0 <= found["rank"] < found["world_size"]:
-        wrong.append(f"{rank}={found['rank']} in the environment: must be less than {size}={found['world_size']}; "
-                     "unset both, or use a launcher")
+        wrong.append(f"{rank}={found['rank']} in the environment: must be less than {size or 'WORLD_SIZE'}="
+                     f"{found['world_size']}; unset both, or use a launcher")
         found["rank"] = 0
     return found, wrong
 
@@ -237,12 +237,13 @@ def start_lines(line: CommandLine) -> list[str]:
     found = [f"using world size: {plan.world_size}, data-parallel size: {plan.data_parallel_size}, context-parallel "
              f"size: {p.context_parallel_size} tensor-model-parallel size: {p.tensor_model_parallel_size}, "
              f"pipeline-model-parallel size: {p.pipeline_model_parallel_size} ", *line.notes]
-    if config.training.global_batch_size is None and config.training.step_batch_size_schedule is None:
-        found.append(f"setting global batch size to {plan.batch.final_global_batch_size}")
+    batch = plan.batch.lines()
+    found += [text for text in batch if text.startswith("setting global batch size")]
     if config.precision.bf16 and not config.precision.accumulate_allreduce_grads_in_fp32:
         found.append("accumulate and all-reduce gradients in fp32 for bfloat16 data type.")
     return [*found, f"using torch.{config.precision.params_dtype} for parameters ...",
-            dump(config, plan, line.foreign, rank=line.rank), *plan.batch.lines()]
+            dump(config, plan, line.foreign, rank=line.rank),
+            *(text for text in batch if text not in found)]
 
 
 def vocabulary(config: Config) -> tuple[int, str]:
@@ -260,7 +261,9 @@ def vocabulary(config: Config) -> tuple[int, str]:
 
 
 def print_plan(line: CommandLine) -> None:
-    """What --dry-run prints."""
+    """What --dry-run prints, on rank 0."""
+    if line.rank != 0:
+        return
     size, source = vocabulary(line.config)
     plan = make_plan(line.config, line.world_size, size)
     lines = [*line.notes, f"plan for {line.world_size} rank{'s' * (line.world_size > 1)} (vocabulary: {source})"]

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import pytest
 
-from megatron.arguments import config_from, parse
-from megatron.config import check, check_paths, command_line
+from megatron.arguments import config_from, flags_of, parse
+from megatron.config import check, command_line
 from megatron.config.tree import Config
-from megatron.data.blended_dataset import parse_blend, parse_split
-from megatron.data.tokenizer import TOKENIZER_TYPES
 
 PARSER = command_line.parser()
 BASE = ("--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 "
@@ -23,8 +18,7 @@ def checked(flags: str | list[str], world_size: int = 1, base: str = BASE, drop:
     words = flags.split() if isinstance(flags, str) else flags
     parsed = parse(PARSER, [*base.split(), *words])
     assert not parsed.problems, parsed.problems
-    typed = {name: value for name, value in parsed.typed.items() if PARSER.by_spelling["--" + name.replace(
-        "_", "-")].spelling not in drop.split()} if drop else parsed.typed
+    typed = {name: value for name, value in parsed.typed.items() if flags_of(Config)[name].spelling not in drop.split()}
     config = config_from(Config, typed)
     problems = check.problems(config, world_size, typed)
     return problems, [] if problems else check.notes(config, world_size, typed)
@@ -265,155 +259,5 @@ def test_skipped_iterations_are_shown_normalised():
     problems, notes = checked("--train-range-to-skip 5 6 3 4 --iterations-to-skip 9")
     assert not problems
     assert notes[-1] == "skipping 5 iterations: --train-range-to-skip 3 6 9 9"
-    assert notes[0] == ("WARNING: --train-range-to-skip skips 5 of 10 iterations (50.0 %), 10 samples = 320 tokens that "
-                        "will not be trained on")
-
-
-# ---- data and files
-
-
-@pytest.fixture
-def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A directory with two data sets (empty files), GPT-2's two files, text, and half a data set."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "d").mkdir()
-    for name in ("books_text_document.idx", "books_text_document.bin", "web_text_document.idx", "web_text_document.bin",
-                 "half.bin", "raw.jsonl"):
-        (tmp_path / "d" / name).touch()
-    (tmp_path / "vocab.json").write_text("{}")
-    (tmp_path / "merges.txt").touch()
-    return tmp_path
-
-
-REAL = BASE.replace("--mock-data --vocab-size 100", "--vocab-file vocab.json --merge-file merges.txt")
-
-
-def test_real_data_in_every_form(data: Path):
-    (data / "blend.txt").write_text("0.3 d/books_text_document\n 0.7 d/web_text_document\n")
-    (data / "splits.json").write_text(json.dumps({"train": ["1", "d/books_text_document"],
-                                                  "valid": "d/web_text_document", "test": None}))
-    for flags in ("--data-path d/books_text_document", "--data-path 0.3 d/books_text_document 0.7 d/web_text_document",
-                  "--data-path d/books_text_document d/web_text_document", "--data-args-path blend.txt",
-                  "--per-split-data-args-path splits.json", "--data-path d/books_text_document --split 969,30,1",
-                  "--train-data-path d/books_text_document --valid-data-path 1 d/web_text_document"):
-        assert checked(flags, base=REAL) == ([], [])
-
-
-@pytest.mark.parametrize(("flags", "line"), [
-    ("--data-path d/book_text_document", "--data-path d/book_text_document: there is no d/book_text_document.idx and "
-                                         ".bin; there is d/books_text_document and d/web_text_document"),
-    ("--data-path e/books", "e/books: there is no e/books.idx and .bin; there is no directory e (paths start at"),
-    ("--data-path d/books_text_document.bin", "--data-path d/books_text_document.bin: give the prefix without .bin: "
-                                              "d/books_text_document"),
-    ("--data-path d/raw.jsonl", "--data-path d/raw.jsonl: is text; tools/preprocess_data.py makes"),
-    ("--data-path d/half", "--data-path d/half: d/half.idx is missing beside its other half"),
-    ("--data-path 0.3 d/books_text_document 0.7", "--data-path: 0.3 and 0.7 where a prefix is expected"),
-    ("--data-path 0.3 d/books_text_document d/web_text_document 0.7", "--data-path: d/web_text_document stands where a "
-                                                                      "weight is expected"),
-    ("--data-path -1 d/books_text_document", "--data-path: the weight -1 must be a positive number"),
-    ("--data-path 0 d/books_text_document", "--data-path: the weight 0 must be a positive number"),
-    ("--data-path 1 d/none 2 d/web_text_document", "--data-path: d/none: there is no d/none.idx and .bin"),
-    ("--train-data-path d/none", "--train-data-path d/none: there is no"),
-    ("--train-data-path d/web_text_document --split 9,1", "--split 9,1: has no meaning with --train-data-path"),
-    ("--train-data-path d/web_text_document --data-path d/web_text_document", "--data-path and --train-data-path: each "
-                                                                              "names the data"),
-    ("--data-args-path none.txt", "--data-args-path none.txt: cannot be read (No such file or directory)"),
-    ("--data-args-path empty.txt", "--data-args-path empty.txt: names no data"),
-    ("--per-split-data-args-path bad.json", "--per-split-data-args-path bad.json: is no JSON"),
-    ("--per-split-data-args-path keys.json", "must be an object with the keys train, valid, test"),
-    ("--per-split-data-args-path list.json", "list.json, train: must be a list of weights and prefixes"),
-    ("--data-path d/web_text_document --data-cache-path vocab.json", "--data-cache-path vocab.json: "),
-])
-def test_data_that_is_not_there(data: Path, flags, line):
-    (data / "empty.txt").touch()
-    (data / "bad.json").write_text("{train: 1}")
-    (data / "keys.json").write_text('{"training": ["a"]}')
-    (data / "list.json").write_text('{"train": {"a": 1}}')
-    problems, _ = checked(flags, base=REAL)
-    assert len(problems) == 1 and line in problems[0]
-
-
-def test_an_empty_directory_of_data_says_so(data: Path):
-    (data / "void").mkdir()
-    [line] = checked("--data-path void/x", base=REAL)[0]
-    assert line.endswith("; void holds no data set (tools/preprocess_data.py makes them)")
-
-
-def test_files_of_the_tokenizer(data: Path):
-    flags = "--data-path d/web_text_document"
-    [line] = checked(flags, base=REAL.replace("vocab.json", "vocab.jsn"))[0]
-    assert line == ("--vocab-file vocab.jsn: no such file; GPT2BPETokenizer needs vocab.json on this machine; there is "
-                    "vocab.json")
-    [line] = checked(flags, base=REAL.replace("merges.txt", "d"))[0]
-    assert line == "--merge-file d: is a directory; GPT2BPETokenizer needs merges.txt"
-    assert checked(flags + " --tokenizer-type HuggingFaceTokenizer --tokenizer-model d", base=REAL) == ([], [])
-
-
-def test_a_dry_run_only_notes_what_is_missing(data: Path):
-    flags = "--data-path d/none --dry-run --load /nowhere --ckpt-step 3 --save vocab.json --save-interval 1"
-    problems, notes = checked(flags, base=REAL.replace("vocab.json", "none.json"))
-    assert not problems and len(notes) == 4
-    assert all(line.startswith("not here yet: --") for line in notes)
-    assert checked("--dry-run", base=REAL)[1] == ["not here yet: no data: give --data-path PREFIX (written by "
-                                                  "tools/preprocess_data.py), or --mock-data"]
-    assert checked("--dry-run --world-size 2 --split x --mock-data --vocab-size 9", base=REAL)[0] == [
-        "--split x: give the shares of train, validation and test, as in --split 949,50,1"]
-
-
-def test_checkpoints_that_are_there(data: Path):
-    for step in (10, 20):
-        (data / "run" / f"iter_{step:07d}").mkdir(parents=True)
-    tracker = data / "run" / "latest_checkpointed_iteration.txt"
-    assert check_paths.newest_checkpoint("run") is None
-    tracker.write_text("20")
-    assert check_paths.newest_checkpoint("run") == Path("run/iter_0000020")
-    assert check_paths.newest_checkpoint("run", 10) == Path("run/iter_0000010")
-    assert check_paths.newest_checkpoint("run", 11) is None
-    assert check_paths.newest_checkpoint("run/iter_0000010") == Path("run/iter_0000010")
-    for text in ("30", "release", "", "\x00"):
-        tracker.write_text(text)
-        assert check_paths.newest_checkpoint("run") is None
-    tracker.write_text("20")
-    assert checked("--load run --ckpt-step 10 --exit-on-missing-checkpoint") == ([], [])
-    [line] = checked("--load run --ckpt-step 11")[0]
-    assert line == "--ckpt-step 11: run has no checkpoint of that iteration; there are 10, 20"
-
-
-def test_the_parent_of_a_directory_to_write_may_be_missing(data: Path):
-    assert checked("--save new/deep/run --save-interval 1 --tensorboard-dir new/tb") == ([], [])
-    [line] = checked("--tensorboard-dir merges.txt/tb")[0]
-    assert line == f"--tensorboard-dir merges.txt/tb: {data}/merges.txt is not a directory; give another path"
-
-
-# ---- the same grammar as the code that reads the data
-
-
-def test_the_tokenizers_are_those_of_the_data_folder():
-    assert list(check_paths.TOKENIZER_FILES) == list(TOKENIZER_TYPES)
-    for kind, files in TOKENIZER_TYPES.items():
-        assert [name for name, _ in files] == [name for name, _ in check_paths.TOKENIZER_FILES[kind]]
-
-
-@pytest.mark.parametrize("words", [
-    "a", "a b", "a b c", "1 a", "1 a 2 b", "0.5 a .5 b", "1 a b 2", "a 1", "a 1 b 2", "-1 a", "0 a", "inf a", "nan a",
-    "1e-3 a", "1 2", "1 2 3", "1", "a 1 2 b", "1 a 2 b 3"])
-def test_blends_are_accepted_as_the_data_folder_accepts_them(words):
-    try:
-        prefixes = list(parse_blend(words.split())[0])
-    except ValueError:
-        assert check_paths.blend_problem(words.split())
-    else:
-        assert check_paths.blend_problem(words.split()) is None
-        assert list(check_paths._prefixes(words.split())) == prefixes
-
-
-@pytest.mark.parametrize("split", ["949,50,1", "969, 30, 1", "1", "8,2", "98/1/1", "0.5,0.5", "1 1 1", "1,2,3,4", "a",
-                                   "-1,2,3", "0,0,0", "", "nan,1,1", "inf,1,1", "1,,1", "1e2,1,1"])
-def test_splits_are_accepted_as_the_data_folder_accepts_them(split):
-    try:
-        parse_split(split)
-        expected = []
-    except ValueError:
-        expected = ["refused"]
-    problems = checked(["--split", split])[0]
-    assert bool(problems) == bool(expected), problems
+    assert notes[0] == ("WARNING: --train-range-to-skip skips 5 of 10 iterations (50.0 %), 10 samples = 320 tokens "
+                        "that will not be trained on")

@@ -109,14 +109,16 @@ def test_only_rank_0_speaks(tmp_path):
     for environ in ({"RANK": "1", "WORLD_SIZE": "2"}, {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"}):
         done, _ = start(f"{GOOD} --lr x", tmp_path, **environ)
         assert (done.returncode, done.stdout, done.stderr) == (2, "", "")
-        done, _ = start("--help", tmp_path, **environ)
-        assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+        for flags in ("--help", f"{GOOD} --dry-run"):
+            done, _ = start(flags, tmp_path, **environ)
+            assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
 @pytest.mark.parametrize(("environ", "line"), [
     ({"WORLD_SIZE": "two"}, "WORLD_SIZE=two in the environment: not a whole number"),
     ({"WORLD_SIZE": "2", "RANK": "x"}, "RANK=x in the environment: not a whole number"),
     ({"WORLD_SIZE": "2", "RANK": "2"}, "RANK=2 in the environment: must be less than WORLD_SIZE=2"),
+    ({"RANK": "1"}, "RANK=1 in the environment: must be less than WORLD_SIZE=1"),
 ])
 def test_bad_ranks_are_a_problem_too(environ, line, tmp_path):
     done, _ = start(GOOD, tmp_path, **environ)
@@ -247,6 +249,7 @@ def test_the_first_lines_are_megatrons(seed_line):
     assert lines[1:4] == ["setting global batch size to 8",
                           "accumulate and all-reduce gradients in fp32 for bfloat16 data type.",
                           "using torch.bfloat16 for parameters ..."]
+    assert lines[5:] == ["setting number of micro-batches to constant 1"]
 
 
 @pytest.mark.parametrize(("flags", "expected"), [
@@ -254,7 +257,7 @@ def test_the_first_lines_are_megatrons(seed_line):
           "dataloader_type": "single", "tokenizer_type": "NullTokenizer", "start_weight_decay": "0.01",
           "end_weight_decay": "0.01", "recompute_granularity": "None", "no_load_optim": "None", "mock_data": "True",
           "overlap_p2p_comm": "False", "encoder_num_layers": "2", "encoder_seq_length": "32", "rank": "0",
-          "world_size": "1", "wandb_project": "", "distributed_backend": "auto"}),
+          "world_size": "1", "wandb_project": "", "distributed_backend": "auto", "split": "1,1,1"}),
     ("--swiglu", {"ffn_hidden_size": "128", "swiglu": "True"}),
     ("--bf16", {"params_dtype": "torch.bfloat16", "accumulate_allreduce_grads_in_fp32": "True"}),
     ("--fp64", {"params_dtype": "torch.float64", "fp64": "True"}),
