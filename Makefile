@@ -20,13 +20,13 @@ help:  ## this list
 quickstart: $(VENV)/.runtime  ## text to trained, resumed, talking GPT in a few minutes (files in runs/quickstart)
 	@PYTHON=$(PY) sh examples/quickstart/run.sh
 
-test: $(VENV)/.dev  ## the tests of every day (under 10 minutes on 2 cores)
+test: $(VENV)/.dev $(VENV)/.files  ## the tests of every day (under 10 minutes on 2 cores)
 	$(PYTEST) -q
 
-test-ci: $(VENV)/.dev  ## the campaigns in CI size: kills, whole runs (under 25 minutes)
+test-ci: $(VENV)/.dev $(VENV)/.files  ## the campaigns in CI size: kills, whole runs (under 25 minutes)
 	$(PYTEST) -q -m campaign
 
-test-all: $(VENV)/.dev  ## everything, the full sweeps too
+test-all: $(VENV)/.dev $(VENV)/.files  ## everything, the full sweeps too
 	$(PYTEST) -q -m "campaign or sweep or not campaign"
 
 lint: $(VENV)/.dev  ## ruff
@@ -34,9 +34,9 @@ lint: $(VENV)/.dev  ## ruff
 
 install: $(VENV)/.runtime  ## only set up .venv, for running things by hand
 
-dev: $(VENV)/.dev  ## ... and the tools for tests
+dev: $(VENV)/.dev $(VENV)/.files  ## ... and the tools for tests
 
-peers: $(VENV)/.peers  ## ... and the packages that tests/peers compares with
+peers: $(VENV)/.peers $(VENV)/.files  ## ... and the packages that tests/peers compares with
 
 clean:  ## remove .venv, builds and caches (never runs/)
 	rm -rf $(VENV) build *.egg-info .pytest_cache .ruff_cache
@@ -65,7 +65,11 @@ $(VENV)/.dev: $(VENV)/.runtime requirements/dev.txt
 	@$(PIP) -r requirements/dev.txt
 	@touch $@
 
-$(VENV)/.peers: $(VENV)/.dev requirements/peers.txt requirements/peers-files.txt
+$(VENV)/.peers: $(VENV)/.dev requirements/peers.txt
 	@$(PIP) -r requirements/peers.txt
-	@$(PIP) --no-deps -r requirements/peers-files.txt
+	@touch $@
+
+# Last: pip would report, at each later install, the dependencies that these go without on purpose.
+$(VENV)/.files: $(VENV)/.dev requirements/files.txt
+	@$(PIP) --no-deps -r requirements/files.txt
 	@touch $@

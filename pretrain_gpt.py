@@ -3,6 +3,8 @@ import os
 import sys
 import time
 
+from megatron.training.signals import SignalWatch, leave_with
+
 STARTED = time.time()
 
 
@@ -14,7 +16,7 @@ def forward_step(batch, model):
     return (losses * batch.loss_mask).sum(), batch.loss_mask.sum()
 
 
-def main(argv: list[str] | None = None) -> None:
+def main(argv: list[str] | None = None, signals: SignalWatch | None = None) -> None:
     """Parse and check before torch is imported; then plan, build, load, train."""
     from megatron.config import command_line
     line = command_line.read(sys.argv[1:] if argv is None else argv, os.environ)
@@ -31,9 +33,10 @@ def main(argv: list[str] | None = None) -> None:
         print_rank_0(text)
     tokenizer = build.make_tokenizer(config)
     plan = build.plan_run(config, line.world_size, tokenizer.vocab_size)
+    writers = metrics.open_writers(config)
     runtime = initialize.initialize(config)
     timers = Timers(config.logging.timing_log_level, initialize.synchronizer(runtime))
-    log = metrics.TrainingLog(config, plan, timers, runtime.ctx.world)
+    log = metrics.TrainingLog(config, plan, timers, runtime.ctx.world, writers, runtime)
     log.start(time.time() - STARTED, command_line.dumped_values(config, plan))
 
     with timers("model-and-optimizer-setup"):
@@ -47,18 +50,14 @@ def main(argv: list[str] | None = None) -> None:
     print_rank_0(datetime_line("after dataloaders are built"))
     print_rank_0("done with setup ...")
     log.timers(["model-and-optimizer-setup", "train/valid/test-data-iterators-setup"])
-    loop.pretrain(run, data, forward_step, log, STARTED)
+    loop.pretrain(run, data, forward_step, log, STARTED, signals)
     initialize.finish()
 
 
 if __name__ == "__main__":
+    watch = SignalWatch()
+    watch.catch_interrupts()
     try:
-        main()
-    except (ValueError, OSError, ArithmeticError) as error:
-        print(f"error: {error}" if str(error) else f"error: {type(error).__name__}", file=sys.stderr, flush=True)
-        sys.exit(1)
-    except KeyboardInterrupt:
-        sys.stdout.flush()
-        if os.environ.get("RANK", "0") == "0":
-            os.write(2, b"\ninterrupted: the same command goes on from the last checkpoint\n")
-        os._exit(130)
+        main(signals=watch)
+    except Exception as error:
+        leave_with(error)

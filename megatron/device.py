@@ -52,8 +52,21 @@ def synchronize(device: torch.device) -> None:
 
 
 def memory_report(device: torch.device) -> dict[str, float]:
-    """Bytes allocated and reserved on the device; empty on CPU."""
+    """Bytes allocated and reserved on the device, and the number of allocations; empty on CPU."""
     if device.type != "cuda":
         return {}
     return {"allocated": torch.cuda.memory_allocated(device), "max allocated": torch.cuda.max_memory_allocated(device),
-            "reserved": torch.cuda.memory_reserved(device), "max reserved": torch.cuda.max_memory_reserved(device)}
+            "reserved": torch.cuda.memory_reserved(device), "max reserved": torch.cuda.max_memory_reserved(device),
+            "allocations": torch.cuda.memory_stats(device)["allocation.all.current"]}
+
+
+def name(device: torch.device) -> str:
+    """What the maker calls the device; `cpu` on CPU."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+
+
+def release_memory(device: torch.device) -> None:
+    """Give unused memory of the device back and start its peak anew; nothing to do on CPU."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)

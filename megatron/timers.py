@@ -19,6 +19,7 @@ class Timers:
         if level > self._level:
             yield
             return
+        self._elapsed.setdefault(name, 0.0)             # what begins first stands first, though it may end last
         self._synchronize()
         start = time.perf_counter()
         try:

@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +22,16 @@ SMALL = ("--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 3
          "--global-batch-size 8 --lr 0.003 --lr-decay-style cosine --lr-warmup-iters 3 --log-interval 1 "
          "--eval-interval 10 --eval-iters 1 --num-workers 0 --device cpu").split()
 NO_DROPOUT = "--hidden-dropout 0 --attention-dropout 0".split()
+
+
+def with_flags(words: Sequence[str], *more: str) -> list[str]:
+    """A command line in which the flags of `more` replace those of the same name, so that none stands twice."""
+    new = {word for word in more if word.startswith("--")}
+    kept, drop = [], False
+    for word in words:
+        drop = word in new if word.startswith("--") else drop
+        kept += [] if drop else [word]
+    return [*kept, *more]
 
 
 def write_text(prefix: Path, documents: int, seed: int = 0, vocab: int = 210) -> str:
@@ -41,10 +52,16 @@ def plot():
     return module
 
 
-def _rank(rank: int, world: int, argv: list[str], output: str, kill_at: int | None) -> int:
-    """One rank of a run; its output goes to `output`.RANK. With `kill_at` it dies by SIGKILL inside that iteration."""
+def _rank(rank: int, world: int, argv: list[str], output: str, kill_at: int | None,
+          hook: Callable[[], None] | None = None) -> int:
+    """One rank of a run; its output goes to `output`.RANK. With `kill_at` it dies by SIGKILL inside that iteration.
+
+    `hook` is called first; it may change what is imported.
+    """
     from megatron.training import step
 
+    if hook:
+        hook()
     if kill_at is not None:
         reduce = step.all_reduce_
         count = 0
@@ -57,7 +74,7 @@ def _rank(rank: int, world: int, argv: list[str], output: str, kill_at: int | No
             return reduce(x, axis, op)
 
         step.all_reduce_ = counting
-    with open(f"{output}.{rank}", "a") as stream, contextlib.redirect_stdout(stream), contextlib.redirect_stderr(stream):
+    with open(f"{output}.{rank}", "a") as file, contextlib.redirect_stdout(file), contextlib.redirect_stderr(file):
         try:
             plot().main(argv)
         except SystemExit as leave:
@@ -93,12 +110,16 @@ class Finished:
             return {name: reader.read(name) for name in reader.names()}
 
 
-def train(folder: Path, argv: list[str], world: int = 1, kill_at: int | None = None, seconds: float = 100.0) -> Finished:
-    """Run to the end (or to the kill, in the step of the `kill_at`-th iteration of this process)."""
+def train(folder: Path, argv: list[str], world: int = 1, kill_at: int | None = None, seconds: float = 100.0,
+          hook: Callable[[], None] | None = None) -> Finished:
+    """Run to the end (or to the kill, in the step of the `kill_at`-th iteration of this process).
+
+    `hook`, a function of a module, is called on every rank before the run.
+    """
     folder.mkdir(exist_ok=True)
     argv = [*argv, "--metrics-file", str(folder / "metrics.jsonl")]
     try:
-        codes = run_ranks(world, _rank, argv, str(folder / "log"), kill_at, seconds=seconds)
+        codes = run_ranks(world, _rank, argv, str(folder / "log"), kill_at, hook, seconds=seconds)
         if codes != [0] * world:
             raise RanksFailed(f"exit codes {codes}\n{(folder / 'log.0').read_text()[-2000:]}")
         assert kill_at is None, "the run ended before it could be killed"

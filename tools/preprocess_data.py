@@ -14,7 +14,6 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs by path, uninstalled
 
-from megatron import log  # noqa: E402
 from megatron.arguments import Problems, arg, build_parser, config_from, parse  # noqa: E402
 from megatron.data.indexed_dataset import bin_path, idx_path  # noqa: E402
 from megatron.data.jsonl import input_files, read_chunks  # noqa: E402
@@ -207,10 +206,9 @@ def run(config: Config, files: Sequence[str], stop: Stop) -> str:
         stack.callback(results.close)
         progress = Progress(config.run.log_interval, files)
         stack.callback(progress.clear)
-        for chunk, encoded in results:
-            if started:
+        for number, (chunk, encoded) in enumerate(results):
+            if number == 0:
                 print("Time to startup:", time.time() - started, flush=True)
-                started = 0.0
             bad.add(chunk, encoded)
             blank += encoded.blank
             output.add(encoded)
@@ -235,21 +233,27 @@ def run(config: Config, files: Sequence[str], stop: Stop) -> str:
 def main(argv: Sequence[str]) -> int:
     """Exit codes: 0 written, 2 a wrong command line, 1 wrong data, 130 Ctrl-C, 143 SIGTERM."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the workers are the parallelism
-    try:
-        config, files = read_command_line(argv)
-    except Problems as error:
-        log.fail(error.lines)
     stop = Stop()
     try:
+        config, files = read_command_line(argv)
         print(run(config, files, stop), flush=True)
     except Stopped:
         print("stopped: unfinished files were removed, finished ones are as they were", file=sys.stderr)
         return 128 + stop.signal
+    except Problems as error:
+        return _failed(error.lines, 2)
     except ValueError as error:
-        log.fail(str(error).split("\n"), 1)
+        return _failed(str(error).split("\n"), 1)
     except OSError as error:
-        log.fail(f"--output-prefix {config.write.output_prefix}: cannot be written ({error.strerror or error})", 1)
+        prefix = config.write.output_prefix
+        return _failed([f"--output-prefix {prefix}: cannot be written ({error.strerror or error})"], 1)
     return 0
+
+
+def _failed(lines: Sequence[str], code: int) -> int:
+    for line in lines:
+        print(f"error: {line}", file=sys.stderr)
+    return code
 
 
 if __name__ == "__main__":

@@ -1,28 +1,33 @@
 #!/bin/sh
 # The main job in small: real text, real vocabulary, training, a resume, a sample. Each command is printed before it
-# runs. Words given to this script go to every training command: examples/quickstart/run.sh --train-iters 300
+# runs. Words given to this script go to every training command: examples/quickstart/run.sh --train-iters 1000
 # May be set: PYTHON, QUICKSTART_DIR (runs/quickstart; what an earlier run trained there is removed) and
-# QUICKSTART_STOP (100), the iteration at which the first part of the training stops.
+# QUICKSTART_STOP (300), the iteration at which the first part of the training stops.
 set -eu
 cd "$(dirname "$0")/../.."
 python=${PYTHON:-python}
 out=${QUICKSTART_DIR:-runs/quickstart}
 data=$out/data
-stop=${QUICKSTART_STOP:-100}
+stop=${QUICKSTART_STOP:-300}
 
 say() { printf '\n== %s\n' "$1"; }
 run() {
     printf '\n$ %s\n' "$*"
     "$@"
 }
-# The same, kept in $out/log.txt whole; the 200 lines of arguments at the start of a training are left out on the screen.
+# The same, kept whole in $out/log.txt; the 200 lines of arguments at the start of a training stay off the screen.
 run_logged() {
     printf '\n$ %s\n' "$*" | tee -a "$out/log.txt"
-    { "$@" 2>&1 && echo 0 >"$out/status" || echo $? >"$out/status"; } | tee -a "$out/log.txt" | awk '
-        / arguments -----/ { hidden = 1 }
-        !hidden { print; fflush() }
-        / end of arguments -----/ { hidden = 0 }'
+    { "$@" 2>&1 && echo 0 >"$out/status" || echo $? >"$out/status"; } | tee -a "$out/log.txt" | without_arguments
     return "$(cat "$out/status")"
+}
+without_arguments() { # not awk: some of them hold lines back until a block is full
+    hidden=
+    while IFS= read -r line; do
+        case $line in *" arguments -----"*) hidden=yes ;; esac
+        [ "$hidden" ] || printf '%s\n' "$line"
+        case $line in *" end of arguments -----"*) hidden= ;; esac
+    done
 }
 validation_loss() { # first or last, out of the log
     awk '/^ validation loss at/ { sub(/.*lm loss value: /, ""); print $1 + 0 }' "$out/log.txt" | "$1" -n 1
@@ -61,8 +66,8 @@ checkpoints    $out/checkpoints (the newest: iteration $(cat "$out/checkpoints/l
 all numbers    $out/metrics.jsonl, one JSON object an iteration; all that was printed: $out/log.txt
 curves         $python -m tensorboard.main --logdir $out/tensorboard
 talk           $python tools/generate.py $out/checkpoints "JULIET"
-train on       the command of step 5 with --train-iters 600 --override-opt_param-scheduler
-two processes  the same command, $(dirname "$python")/torchrun --nproc-per-node 2 in place of $python: the same losses
+train on       the command of step 5 with --train-iters 1000 --override-opt_param-scheduler
+two processes  the same command, $(dirname "$python")/torchrun --nproc-per-node 2 in place of $python: the same losses to rounding
 your own text  one {"text": "..."} a line: step 2 and the command of step 4 with it
 a real model   examples/gpt2_345m
 TEXT

@@ -13,8 +13,9 @@ from typing import Any
 
 from megatron.checkpoint import boxes
 from megatron.checkpoint.boxes import Box
+from megatron.checkpoint.checksums import ALGORITHM, BLOCK_BYTES, crc32
 from megatron.checkpoint.disk import CheckpointError
-from megatron.checkpoint.safetensors_file import BLOCK_BYTES, DTYPES, MAX_DIMS, crc32
+from megatron.checkpoint.safetensors_file import DTYPES, MAX_DIMS
 
 FORMAT = "sharded-safetensors"
 VERSION = 1
@@ -26,12 +27,12 @@ _DAMAGED = "the checkpoint is damaged: use another one"
 
 @dataclass(frozen=True)
 class Chunk:
-    """One box of a tensor: the file and its key there, and the CRC-32 of each block of its bytes."""
+    """One box of a tensor: the file and its key there, and the sum of each block of its bytes (checksums.py)."""
 
     file: str
     key: str
     box: Box
-    crc32: tuple[str, ...]
+    sums: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,8 @@ class Manifest:
 
     def dump(self) -> bytes:
         """The text of this manifest, one tensor a line."""
-        head = {"format": FORMAT, "version": VERSION, "iteration": self.iteration, "block_bytes": self.block_bytes}
+        head = {"format": FORMAT, "version": VERSION, "iteration": self.iteration, "checksum": ALGORITHM,
+                "block_bytes": self.block_bytes}
         lines = [f"{json.dumps(key)}: {json.dumps(value)},\n" for key, value in head.items()]
         files = {name: {"bytes": record.bytes, "crc32": record.crc32} for name, record in self.files.items()}
         tensors = {name: self._as_json(record) for name, record in self.tensors.items()}
@@ -78,7 +80,7 @@ class Manifest:
     @staticmethod
     def _as_json(record: TensorRecord) -> dict[str, Any]:
         chunks = [{"file": chunk.file, "key": chunk.key, "box": [list(pair) for pair in chunk.box],
-                   "bytes": record.bytes_of(chunk.box), "crc32": list(chunk.crc32)} for chunk in record.chunks]
+                   "bytes": record.bytes_of(chunk.box), "sums": list(chunk.sums)} for chunk in record.chunks]
         return {"shape": list(record.shape), "dtype": record.dtype, "chunks": chunks}
 
     def check_cover(self, name: str) -> None:
@@ -143,6 +145,8 @@ def parse(text: bytes, source: str) -> Manifest:
                                   f"to version {VERSION}: use a newer program")
         files = {_plain(file): FileRecord(_whole(value["bytes"]), _text(value["crc32"]))
                  for file, value in table["files"].items()}
+        if table["checksum"] != ALGORITHM:
+            raise ValueError(f"checksum {table['checksum']!r}")
         block_bytes = _whole(table["block_bytes"])
         if not 4096 <= block_bytes <= 1 << 30 or block_bytes % 4096:
             raise ValueError(f"block_bytes {block_bytes}")
@@ -163,7 +167,7 @@ def _tensor(name: str, value: Any, files: Mapping[str, FileRecord], block_bytes:
     record = TensorRecord(shape, value["dtype"], tuple(
         Chunk(_text(chunk["file"]), _text(chunk["key"]),
               tuple((_whole(low), _whole(high)) for low, high in chunk["box"]),
-              tuple(_text(one) for one in chunk["crc32"])) for chunk in value["chunks"]))
+              tuple(_text(one) for one in chunk["sums"])) for chunk in value["chunks"]))
     for chunk, raw in zip(record.chunks, value["chunks"], strict=True):
         problem = boxes.problem_of(chunk.box, shape)
         if problem:
@@ -171,8 +175,8 @@ def _tensor(name: str, value: Any, files: Mapping[str, FileRecord], block_bytes:
         length = record.bytes_of(chunk.box)
         if not length or raw["bytes"] != length:
             raise ValueError(f"tensor {name}: box {boxes.text(chunk.box)} has {length} bytes, not {raw['bytes']!r}")
-        if len(chunk.crc32) != -(-length // block_bytes):
-            raise ValueError(f"tensor {name}: {len(chunk.crc32)} checksums for the {length} bytes of a box")
+        if len(chunk.sums) != -(-length // block_bytes):
+            raise ValueError(f"tensor {name}: {len(chunk.sums)} checksums for the {length} bytes of a box")
         if chunk.file not in files:
             raise ValueError(f"tensor {name}: its file {chunk.file!r} is not in the list of files")
     return record

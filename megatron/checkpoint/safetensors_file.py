@@ -4,14 +4,12 @@ Layout (github.com/huggingface/safetensors, README "Format"): 8 bytes little-end
 {key: {dtype, shape, data_offsets}}, then the row-major tensors back to back. The header is padded with blanks to a
 multiple of 8 and tensors lie in falling order of element size, so every tensor is aligned to its element size.
 
-Checksums: the CRC-32 of every block of BLOCK_BYTES of a tensor (the last one shorter), eight hex digits each. Blocks
-are summed by a few threads while others write, and a reader of a part of a tensor checks only the blocks it reads.
+Tensors are summed by blocks (checksums.py) on a few threads while others write.
 """
 from __future__ import annotations
 
 import json
 import os
-import zlib
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -22,9 +20,9 @@ from typing import Any
 
 import torch
 
+from megatron.checkpoint.checksums import BLOCK_BYTES, block_sums, crc32
 from megatron.checkpoint.disk import DISK, CheckpointError, Disk, explained
 
-BLOCK_BYTES = 1 << 20
 SECTION_BYTES = 16 << 20  # what one thread sums and writes, or reads and sums, at a time, in whole blocks
 MAX_DIMS = 64
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
@@ -68,22 +66,11 @@ class Place:
 
 @dataclass(frozen=True)
 class Written:
-    """What was written: file length, CRC-32 of length field and header, and the block checksums of every key."""
+    """What was written: file length, CRC-32 of length field and header, and the sums of the blocks of every key."""
 
     bytes: int
     header_crc32: str
-    crc32: dict[str, tuple[str, ...]]
-
-
-def crc32(data: bytes | memoryview) -> str:
-    """CRC-32 as eight lower-case hex digits."""
-    return f"{zlib.crc32(data):08x}"
-
-
-def block_checksums(view: memoryview | bytes, block_bytes: int = BLOCK_BYTES) -> tuple[str, ...]:
-    """The CRC-32 of each block of `view`; none for an empty one."""
-    view = memoryview(view)
-    return tuple(crc32(view[at:at + block_bytes]) for at in range(0, len(view), block_bytes))
+    sums: dict[str, tuple[str, ...]]
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
@@ -159,7 +146,7 @@ def _write_data(descriptor: int, path: Path, entries: Sequence[Entry], offset: i
     under_way, length = 0, section_bytes(block_bytes)
 
     def sum_and_write(view: memoryview, at: int) -> tuple[str, ...]:
-        section_sums = block_checksums(view, block_bytes)  # first, so that the write finds the bytes in the cache
+        section_sums = block_sums(view, block_bytes)  # first, so that the write finds the bytes in the cache
         disk.write(descriptor, path, view, at)
         return section_sums
 
@@ -266,7 +253,7 @@ class SafetensorsFile:
 
     def read_into(self, key: str, view: memoryview, start: int = 0, sums: Sequence[str] | None = None,
                   block_bytes: int = BLOCK_BYTES) -> None:
-        """Fill `view` with the tensor's bytes from `start` on; with `sums`, the tensor's block checksums, check them.
+        """Fill `view` with the tensor's bytes from `start` on; with `sums`, those of the tensor's blocks, check them.
 
         With `sums`, `start` and the end of the view must lie between blocks (or at the tensor's end). Thread-safe.
         Raises CheckpointError naming file and tensor.
@@ -278,7 +265,7 @@ class SafetensorsFile:
             return
         assert start % block_bytes == 0, f"{key}: byte {start} is inside a block"
         first = start // block_bytes
-        found = block_checksums(view, block_bytes)
+        found = block_sums(view, block_bytes)
         for number, (have, want) in enumerate(zip(found, sums[first:first + len(found)], strict=True)):
             if have != want:
                 raise CheckpointError(f"{self.path}, tensor {key}: checksum of bytes from "

@@ -14,10 +14,10 @@ import torch
 
 from megatron.checkpoint import boxes
 from megatron.checkpoint.boxes import Box
+from megatron.checkpoint.checksums import BLOCK_BYTES
 from megatron.checkpoint.disk import DISK, CheckpointError, Disk
 from megatron.checkpoint.manifest import Chunk, FileRecord, Manifest, TensorRecord
 from megatron.checkpoint.safetensors_file import (
-    BLOCK_BYTES,
     DTYPE_NAMES,
     DTYPES,
     Entry,
@@ -73,7 +73,7 @@ def write(directory: Path, file_name: str, slices: Sequence[TensorSlice], iterat
     if filled:
         entries = [Entry(part.key, part.dtype, boxes.extent(part.box), part.tensor) for part in filled]
         written = write_file(directory / file_name, entries, block_bytes=block_bytes, disk=disk)
-        files[file_name], sums = FileRecord(written.bytes, written.header_crc32), written.crc32
+        files[file_name], sums = FileRecord(written.bytes, written.header_crc32), written.sums
     tensors: dict[str, TensorRecord] = {}
     for part in slices:
         known = tensors.get(part.name)
@@ -168,7 +168,7 @@ class Reader:
         block = self.manifest.block_bytes
         if common == chunk.box and target.is_contiguous() and target.device.type == "cpu":
             view, section = bytes_of(target), section_bytes(block)
-            return [lambda low=low: file.read_into(chunk.key, view[low:low + section], low, chunk.crc32, block)
+            return [lambda low=low: file.read_into(chunk.key, view[low:low + section], low, chunk.sums, block)
                     for low in range(0, len(view), section)]
         local, shape = boxes.relative(common, chunk.box), boxes.extent(chunk.box)
         limit = section_bytes(block) // target.dtype.itemsize
@@ -202,7 +202,7 @@ class Reader:
                 file, length = self._file(record, chunk), record.bytes_of(chunk.box)
                 for low in range(0, length, section):
                     scratch = memoryview(bytearray(min(section, length - low)))
-                    file.read_into(chunk.key, scratch, low, chunk.crc32, block)
+                    file.read_into(chunk.key, scratch, low, chunk.sums, block)
                 total += length
         return total
 
@@ -229,6 +229,6 @@ def _copy_piece(file: SafetensorsFile, chunk: Chunk, shape: Sequence[int], piece
     low = first * size // block * block
     high = min(-(-stop * size // block) * block, place.stop - place.start)
     scratch = torch.empty(high - low, dtype=torch.uint8)
-    file.read_into(chunk.key, bytes_of(scratch), low, chunk.crc32, block)
+    file.read_into(chunk.key, bytes_of(scratch), low, chunk.sums, block)
     values = scratch[first * size - low:stop * size - low].view(target.dtype)
     target.copy_(values.as_strided(boxes.extent(piece), boxes.strides(shape), values.storage_offset()))

@@ -15,9 +15,9 @@ from typing import Any
 
 from megatron import log
 from megatron.checkpoint import manifest, sharded
+from megatron.checkpoint.checksums import crc32
 from megatron.checkpoint.disk import DISK, CheckpointError, Disk, explained
 from megatron.checkpoint.manifest import FileRecord, Manifest
-from megatron.checkpoint.safetensors_file import crc32
 from megatron.checkpoint.sharded import Reader, TensorSlice
 from megatron.checkpoint.state import RunState
 

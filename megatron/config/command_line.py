@@ -114,7 +114,8 @@ def _checked(flags: Parser, parsed: Parsed, place: Mapping[str, int]) -> tuple[C
 def _place(environ: Mapping[str, str]) -> tuple[dict[str, int], list[str]]:
     """{rank, world_size} as the launcher gave them, and what is wrong with its variables."""
     found, wrong = {"world_size": 1, "rank": 0}, []
-    size = next((name for name in _RANKS if environ.get(name)), None)
+    sizes = _RANKS if environ.get("SLURM_PROCID") else ("WORLD_SIZE",)      # an allocation alone is no launcher
+    size = next((name for name in sizes if environ.get(name)), None)
     rank = "RANK" if environ.get("RANK") else "SLURM_PROCID" if environ.get("SLURM_PROCID") and size else None
     for key, name in (("world_size", size), ("rank", rank)):
         if name and environ[name].isdecimal():

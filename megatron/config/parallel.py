@@ -10,15 +10,20 @@ from megatron.arguments import arg
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
     """How the work is split over ranks."""
-    tensor_model_parallel_size: int = arg(1, help="ranks one layer is split over")
-    pipeline_model_parallel_size: int = arg(1, help="stages the depth is split over")
-    context_parallel_size: int = arg(1, help="ranks one sequence is split over")
-    expert_model_parallel_size: int = arg(1, help="ranks the experts are split over")
-    sequence_parallel: bool = arg(False, help="split norms and dropout over the tensor-parallel ranks too")
-    use_distributed_optimizer: bool = arg(False, help="each data-parallel rank keeps its part of the optimizer state")
-    overlap_grad_reduce: bool = arg(False, help="reduce gradient buckets while the backward pass runs")
-    overlap_param_gather: bool = arg(False, help="gather weights while the forward pass runs")
-    ddp_bucket_size: int | None = arg(None, help="elements of one gradient bucket", dump=False)
+    tensor_model_parallel_size: int = arg(1, help="ranks one layer is split over (only 1 in this version)")
+    pipeline_model_parallel_size: int = arg(1, help="stages the depth is split over (only 1 in this version)")
+    context_parallel_size: int = arg(1, help="ranks one sequence is split over (only 1 in this version)")
+    expert_model_parallel_size: int = arg(1, help="ranks the experts are split over (only 1 in this version)")
+    sequence_parallel: bool = arg(False, help="split norms and dropout over the tensor-parallel ranks too; off "
+                                               "while there is only one")
+    use_distributed_optimizer: bool = arg(False, help="each data-parallel rank keeps its part of the optimizer "
+                                                       "state (not in this version)")
+    overlap_grad_reduce: bool = arg(False, help="reduce gradient buckets while the backward pass runs (not in "
+                                                 "this version)")
+    overlap_param_gather: bool = arg(False, help="gather weights while the forward pass runs (not in this "
+                                                  "version)")
+    ddp_bucket_size: int | None = arg(None, dump=False, help="elements of a gradient bucket (no effect in this "
+                                                              "version)")
     distributed_backend: Literal["nccl", "gloo"] | None = arg(None, help="process group backend; without it nccl "
                                                                          "on CUDA and gloo on CPU")
     distributed_timeout_minutes: int = arg(10, help="minutes a collective may wait")

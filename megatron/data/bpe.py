@@ -10,7 +10,7 @@ import functools
 import heapq
 import json
 import unicodedata
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -59,6 +59,18 @@ def has_newer_characters(text: str) -> bool:
     Each engine answers by the age of its tables, so such a text (they are rare) is left to the plain implementation.
     """
     return not text.isascii() and bool(_newer_characters()[np.frombuffer(text.encode("utf-32-le"), "<u4")].any())
+
+
+def has_endless_blank(text: str) -> bool:
+    """Whether a text may hold a run of a million blanks, at which tiktoken's pattern engine gives up.
+
+    Looks at every 10000th character, so that it costs nothing; such a run shows as 99 of them at least.
+    """
+    return len(text) >= 1_000_000 and any(run.isspace() for run in _windows(text[::10_000], 90))
+
+
+def _windows(sample: str, size: int) -> Iterator[str]:
+    return (sample[start : start + size] for start in range(len(sample) - size + 1))
 
 
 def read_vocabulary(path: str | Path) -> dict[str, int]:

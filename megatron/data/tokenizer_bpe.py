@@ -50,7 +50,9 @@ class GPT2BPETokenizer(Tokenizer):
 
     def encode(self, text: str) -> Ids:
         """See `Tokenizer.encode`."""
-        return self._plain.encode(text) if bpe.has_newer_characters(text) else self._engine[1](text)
+        if bpe.has_newer_characters(text) or bpe.has_endless_blank(text):
+            return self._plain.encode(text)
+        return self._engine[1](text)
 
     def detokenize(self, ids: Iterable[int]) -> str:
         """The text of ids; bytes that are no UTF-8 become U+FFFD."""
@@ -122,8 +124,13 @@ class TikTokenizer(Tokenizer):
         self._pieces = [name.encode("utf-8") for name in self._names] + pieces
 
     def encode(self, text: str) -> Ids:
-        """See `Tokenizer.encode`."""
-        return self._engine.encode_ordinary(text)
+        """See `Tokenizer.encode`. Raises ValueError for a run of a million like characters: tiktoken gives up there."""
+        try:
+            return self._engine.encode_ordinary(text)
+        except BaseException as error:
+            if type(error).__name__ != "PanicException":  # pyo3's, which no module exports and no Exception is
+                raise
+            raise ValueError("tiktoken gives up on this text, which has an endless run; cut it in parts") from None
 
     def detokenize(self, ids: Iterable[int]) -> str:
         """The text of ids, special pieces by name; bytes that are no UTF-8 become U+FFFD."""

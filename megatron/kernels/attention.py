@@ -7,10 +7,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.kernels.dropout import DropoutBits
+from megatron.kernels.linear import low_precision_is_native
 
 IMPLEMENTATIONS = ("auto", "sdpa", "chunked")
 QUERY_ROWS = 64  # of one block; few, so that little above the diagonal is computed in vain
 BLOCK_ELEMENTS = 1 << 18  # of the scores of one block: they stay in the cache
+LONG_ON_CPU = 256  # from so many positions on, chunks beat torch's kernel on a CPU (docs/performance.md)
 
 
 def attention(
@@ -33,7 +35,7 @@ def attention(
     `implementation`: "sdpa" (torch's fused kernel: plain causal, no dropout), "chunked" (blocks of query rows, all
     cases) or "auto". Neither holds an s x s tensor. Raises ValueError for a request that cannot be met.
     """
-    chosen, _ = select_attention(q.device, q.dtype, dropout_p, document_ids is not None, implementation)
+    chosen, _ = select_attention(q.device, q.dtype, dropout_p, document_ids is not None, implementation, len(q))
     if chosen == "sdpa":
         return _sdpa(q, k, v, scale)
     if dropout_p > 0.0 and dropout_seed is None:
@@ -42,7 +44,8 @@ def attention(
 
 
 def select_attention(
-    device: torch.device, dtype: torch.dtype, dropout_p: float, documents: bool, implementation: str = "auto"
+    device: torch.device, dtype: torch.dtype, dropout_p: float, documents: bool, implementation: str = "auto",
+    seq_length: int = LONG_ON_CPU,
 ) -> tuple[str, str]:
     """Which implementation runs ("sdpa" or "chunked") and why. Raises ValueError if the one asked for cannot."""
     if implementation not in IMPLEMENTATIONS:
@@ -56,6 +59,10 @@ def select_attention(
         return implementation, "asked for"
     if obstacles:
         return "chunked", f"{' and '.join(obstacles)}: torch's kernel would hold an s x s tensor or a hidden generator"
+    if not low_precision_is_native(device.type, dtype):
+        return "chunked", f"this {device.type} emulates {dtype}: chunks compute in fp32"
+    if device.type == "cpu" and dtype == torch.float32 and seq_length >= LONG_ON_CPU:
+        return "chunked", "faster than torch's kernel on a CPU"
     return "sdpa", "plain causal attention"
 
 

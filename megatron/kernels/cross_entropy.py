@@ -6,7 +6,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-CHUNK_ELEMENTS = 1 << 20  # of the fp32 scratch a chunk of rows goes through
+CHUNK_ELEMENTS = 1 << 19  # of the scratch that a chunk of rows goes through, so that it stays in the cache
 
 
 class VocabAxis(Protocol):
@@ -37,17 +37,16 @@ def cross_entropy(
     Backward overwrites the storage of `logits` with their gradient: do not read them after it.
 
     Vocabulary-parallel: `tp` with size > 1 and `all_reduce(tensor, "max" | "sum", tp) -> tensor`, called once with the
-    row maxima and once with the stacked sums and target logits of all rows.
+    [n] local logsumexps and once with the [2, n] stacked sums and target logits.
     """
     assert logits.dim() == 2 and labels.shape == logits.shape[:1], (logits.shape, labels.shape)
     if dtype is None:
         dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
     valid = min(max(vocab_size - vocab_start, 0), logits.shape[1])
-    reduce = None
-    if tp is not None and tp.size > 1:
-        assert all_reduce is not None, "a vocabulary split over ranks needs all_reduce"
-        reduce = lambda tensor, op: all_reduce(tensor, op, tp)  # noqa: E731
-    return _CrossEntropy.apply(logits, labels - vocab_start, valid, dtype, reduce)
+    if tp is None or tp.size == 1:
+        return _CrossEntropy.apply(logits, labels - vocab_start, valid, dtype)
+    assert all_reduce is not None, "a vocabulary split over ranks needs all_reduce"
+    return _ParallelCrossEntropy.apply(logits, labels - vocab_start, valid, dtype, tp, all_reduce)
 
 
 def _chunks(logits: Tensor) -> list[slice]:
@@ -55,24 +54,51 @@ def _chunks(logits: Tensor) -> list[slice]:
     return [slice(start, start + rows) for start in range(0, logits.shape[0], rows)]
 
 
+def _overwrite(logits: Tensor, rows: slice, valid: int, probs: Tensor, columns: Tensor, grads: Tensor, hits: Tensor):
+    """Put probs * grads - onehot(columns) * hits in the place of a chunk of logits; the padding gets zero."""
+    target = logits[rows, :valid]
+    product = torch.mul(probs, grads[rows, None], out=target if target.dtype == probs.dtype else probs)
+    if valid:
+        product.scatter_add_(1, columns[rows, None], -hits[rows, None])
+    if product is not target:
+        target.copy_(product)
+    logits[rows, valid:] = 0
+
+
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, logits: Tensor, targets: Tensor, valid: int, dtype: torch.dtype, reduce) -> Tensor:
+    def forward(ctx, logits: Tensor, columns: Tensor, valid: int, dtype: torch.dtype) -> Tensor:
+        loss = torch.empty(logits.shape[0], dtype=dtype, device=logits.device)
+        for rows in _chunks(logits):
+            log_probs = torch.log_softmax(logits[rows, :valid].to(dtype), -1)
+            loss[rows] = log_probs.gather(1, columns[rows, None]).squeeze(1).neg_()
+        ctx.save_for_backward(logits, columns)
+        ctx.valid, ctx.dtype = valid, dtype
+        return loss
+
+    @staticmethod
+    def backward(ctx, grad_loss: Tensor):
+        logits, columns = ctx.saved_tensors
+        grad_loss = grad_loss.to(ctx.dtype)
+        for rows in _chunks(logits):
+            probs = torch.softmax(logits[rows, : ctx.valid].to(ctx.dtype), -1)
+            _overwrite(logits, rows, ctx.valid, probs, columns, grad_loss, grad_loss)
+        return logits, None, None, None
+
+
+class _ParallelCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, logits: Tensor, targets: Tensor, valid: int, dtype: torch.dtype, tp, all_reduce) -> Tensor:
         mine = (targets >= 0) & (targets < valid)
         columns = torch.where(mine, targets, 0)
-        peak, total, target = (torch.empty(logits.shape[0], dtype=dtype, device=logits.device) for _ in range(3))
-        for rows in _chunks(logits):
+        local = torch.full((logits.shape[0],), -torch.inf, dtype=dtype, device=logits.device)
+        target = torch.zeros_like(local)
+        for rows in _chunks(logits) if valid else []:
             part = logits[rows, :valid].to(dtype)
-            if valid:
-                torch.amax(part, -1, out=peak[rows])
-                target[rows] = part.gather(1, columns[rows, None]).squeeze(1)
-                total[rows] = part.sub(peak[rows, None]).exp_().sum(-1)
-        target = torch.where(mine, target, 0)
-        if reduce is not None:
-            local_peak = peak if valid else torch.full_like(peak, -torch.inf)
-            peak = reduce(local_peak.clone(), "max")
-            total = torch.where(local_peak == -torch.inf, 0, total * (local_peak - peak).exp())
-            total, target = reduce(torch.stack((total, target)), "sum").unbind(0)
+            local[rows] = torch.logsumexp(part, -1)
+            target[rows] = part.gather(1, columns[rows, None]).squeeze(1)
+        peak = all_reduce(local.clone(), "max", tp)
+        total, target = all_reduce(torch.stack(((local - peak).exp(), torch.where(mine, target, 0))), "sum", tp)
         log_total = total.log() + peak
         ctx.save_for_backward(logits, columns, mine, log_total)
         ctx.valid = valid
@@ -82,11 +108,8 @@ class _CrossEntropy(torch.autograd.Function):
     def backward(ctx, grad_loss: Tensor):
         logits, columns, mine, log_total = ctx.saved_tensors
         grad_loss = grad_loss.to(log_total.dtype)
+        hits = torch.where(mine, grad_loss, 0)
         for rows in _chunks(logits):
             part = logits[rows, : ctx.valid].to(log_total.dtype)
-            part = part.sub(log_total[rows, None]).exp_().mul_(grad_loss[rows, None])
-            if ctx.valid:
-                part.scatter_add_(1, columns[rows, None], torch.where(mine, -grad_loss, 0)[rows, None])
-            logits[rows, : ctx.valid] = part
-            logits[rows, ctx.valid :] = 0
-        return logits, None, None, None, None
+            _overwrite(logits, rows, ctx.valid, part.sub(log_total[rows, None]).exp_(), columns, grad_loss, hits)
+        return logits, None, None, None, None, None

@@ -24,18 +24,14 @@ class DropoutBits:
 
     def keep(self, elements: int, dtype: torch.dtype) -> Tensor:
         """The next `elements` of the stream as a flat tensor: 1 keep, 0 drop."""
-        parts = [self._chunk(min(CHUNK_ELEMENTS, elements - start), dtype)
-                 for start in range(0, elements, CHUNK_ELEMENTS)]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-    def _chunk(self, elements: int, dtype: torch.dtype) -> Tensor:
-        draws = torch.empty(-(-elements // LANES), dtype=torch.int64, device=self.generator.device)
-        draws.random_(-(2**63), None, generator=self.generator)
-        threshold = int(self.level + self.dither.random()) - 2**15  # lanes are signed
-        bits = draws.view(torch.int16)[:elements]
-        if threshold > 2**15 - 1:
-            return torch.ones(elements, dtype=dtype, device=draws.device)
-        return bits.lt_(threshold).to(dtype)
+        out = torch.empty(elements, dtype=dtype, device=self.generator.device)
+        for part in out.split(CHUNK_ELEMENTS):
+            draws = torch.empty(-(-part.numel() // LANES), dtype=torch.int64, device=out.device)
+            draws.random_(-(2**63), None, generator=self.generator)
+            below = int(self.level + self.dither.random()) - 2**15  # the lanes are signed
+            lanes = draws.view(torch.int16)[: part.numel()]
+            part.copy_(lanes.le_(below - 1))  # below - 1 fits 16 bits even if every lane is below
+        return out
 
 
 class _Dropout(torch.autograd.Function):

@@ -5,6 +5,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
+BLOCK_ELEMENTS = 1 << 24  # of one fp32 copy of columns of a low-precision matrix: bounds the scratch memory
+
 
 @cache
 def low_precision_is_native(device_type: str, dtype: torch.dtype) -> bool:
@@ -25,48 +27,81 @@ def compute_dtype(tensor: Tensor) -> torch.dtype:
     return tensor.dtype if low_precision_is_native(tensor.device.type, tensor.dtype) else torch.float32
 
 
+def _column_blocks(rows: int, columns: int) -> list[slice]:
+    width = max(1, BLOCK_ELEMENTS // max(1, rows))
+    return [slice(start, min(start + width, columns)) for start in range(0, columns, width)]
+
+
 def linear_weight_grad(grad_out: Tensor, x: Tensor, accumulate_into: Tensor | None = None) -> Tensor | None:
     """Gradient of the weight of y = x w^T.
 
     grad_out [..., out], x [..., in] -> [out, in] in x's dtype, rounded once. With `accumulate_into` (a buffer
-    [out, in], as a rule fp32) the gradient is added there instead, without rounding it to x's dtype where the
-    product is computed in fp32, and None is returned.
+    [out, in], as a rule fp32) the gradient is added there instead and None is returned; where low-precision products
+    are computed in fp32 it is then never rounded to x's dtype.
     """
     dtype = compute_dtype(x)
-    rows_out = grad_out.reshape(-1, grad_out.shape[-1]).to(dtype)
-    rows_in = x.reshape(-1, x.shape[-1]).to(dtype)
-    if accumulate_into is None:
-        return torch.mm(rows_out.t(), rows_in).to(x.dtype)
-    if accumulate_into.dtype == dtype:
-        accumulate_into.addmm_(rows_out.t(), rows_in)
-    else:
+    rows_out, rows_in = grad_out.reshape(-1, grad_out.shape[-1]), x.reshape(-1, x.shape[-1]).to(dtype)
+    if dtype == x.dtype and accumulate_into is None:
+        return torch.mm(rows_out.t(), rows_in)
+    if dtype == x.dtype and accumulate_into.dtype != dtype:
         accumulate_into.add_(torch.mm(rows_out.t(), rows_in))
-    return None
+        return None
+    grad = x.new_empty(rows_out.shape[1], rows_in.shape[1]) if accumulate_into is None else accumulate_into
+    for columns in _column_blocks(*rows_out.shape):
+        block = rows_out[:, columns].to(dtype).t()
+        if grad.dtype == dtype:
+            grad[columns].addmm_(block, rows_in)
+        elif accumulate_into is not None:
+            grad[columns].add_(torch.mm(block, rows_in))
+        else:
+            grad[columns] = torch.mm(block, rows_in)
+    return grad if accumulate_into is None else None
+
+
+def _product(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """rows [m, in], weight [out, in] -> rows weight^T + bias, [m, out]."""
+    dtype = compute_dtype(rows)
+    if dtype == rows.dtype:
+        return torch.mm(rows, weight.t()) if bias is None else torch.addmm(bias, rows, weight.t())
+    wide, out = rows.to(dtype), rows.new_empty(rows.shape[0], weight.shape[0])
+    for columns in _column_blocks(*out.shape):
+        block = weight[columns].to(dtype).t()
+        out[:, columns] = torch.mm(wide, block) if bias is None else torch.addmm(bias[columns].to(dtype), wide, block)
+    return out
+
+
+def _input_grad(rows: Tensor, weight: Tensor) -> Tensor:
+    """rows [m, out] of the output's gradient, weight [out, in] -> [m, in] in weight's dtype."""
+    dtype = compute_dtype(weight)
+    if dtype == weight.dtype:
+        return torch.mm(rows, weight)
+    grad = torch.zeros(rows.shape[0], weight.shape[1], dtype=dtype, device=rows.device)
+    for columns in _column_blocks(*rows.shape):
+        grad.addmm_(rows[:, columns].to(dtype), weight[columns].to(dtype))
+    return grad.to(weight.dtype)
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None, accumulate_into: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.accumulate_into = accumulate_into
-        dtype = compute_dtype(x)
-        rows = x.reshape(-1, x.shape[-1]).to(dtype)
-        matrix = weight.to(dtype).t()
-        out = torch.mm(rows, matrix) if bias is None else torch.addmm(bias.to(dtype), rows, matrix)
-        return out.to(x.dtype).view(*x.shape[:-1], weight.shape[0])
+        out = _product(x.reshape(-1, x.shape[-1]), weight, bias)
+        return out.view(*x.shape[:-1], weight.shape[0])
 
     @staticmethod
     def backward(ctx, grad_out: Tensor):
         x, weight = ctx.saved_tensors
-        rows = grad_out.reshape(-1, grad_out.shape[-1]).to(compute_dtype(x))
+        rows = grad_out.reshape(-1, grad_out.shape[-1])
         grad_x = grad_weight = grad_bias = None
+        if ctx.needs_input_grad[2]:
+            grad_bias = rows.sum(0)
+        if len(_column_blocks(*rows.shape)) == 1:
+            rows = rows.to(compute_dtype(x))  # once for both products
         if ctx.needs_input_grad[0]:
-            grad_x = torch.mm(rows, weight.to(rows.dtype)).to(x.dtype).view(x.shape)
+            grad_x = _input_grad(rows, weight).view(x.shape)
         if ctx.needs_input_grad[1]:
             grad_weight = linear_weight_grad(rows, x, ctx.accumulate_into)
-        if ctx.needs_input_grad[2]:
-            grad_bias = rows.sum(0).to(ctx.bias_dtype)
         return grad_x, grad_weight, grad_bias, None
 
 
@@ -76,7 +111,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, accumulate_
     x [..., in], weight [out, in], bias [out] or None, all of one dtype (bf16, fp16, fp32, fp64) -> [..., out].
 
     `accumulate_into`: None, or a buffer [out, in] (the parameter's fp32 `main_grad`). Then backward does
-    `accumulate_into += weight gradient` itself, before any rounding to a low precision, and autograd sees no
-    gradient for the weight: its `.grad` stays None and its post-accumulate hooks do not run for this use.
+    `accumulate_into += weight gradient` itself, before any rounding to a low precision where the product is computed
+    in fp32, and autograd sees no gradient for the weight: its `.grad` is left alone and its post-accumulate hooks do
+    not run for this use.
     """
     return _Linear.apply(x, weight, bias, accumulate_into)

@@ -9,7 +9,7 @@ from megatron.config.model import ModelConfig
 from megatron.kernels import reference as kernels
 from megatron.parallel.collectives import my_slice
 from megatron.parallel.context import ParallelContext
-from megatron.parallel.layers import VocabParallelEmbedding
+from megatron.parallel.layers import VocabParallelEmbedding, embedding
 from megatron.parallel.random import DropoutSeeds, dropout
 from megatron.parallel.sharding import ParameterFactory
 
@@ -26,7 +26,7 @@ class LearnedPositions(nn.Module):
     def forward(self, length: int, position_ids: torch.Tensor | None) -> torch.Tensor:
         """Vectors of positions 0..length-1, [s, 1, h], or of position_ids [b, s], [s, b, h]."""
         if position_ids is not None:
-            return F.embedding(position_ids.t(), self.weight)
+            return embedding(position_ids.t(), self.weight)
         return self.weight[:length].unsqueeze(1)
 
 
@@ -49,7 +49,7 @@ class Embedding(nn.Module):
             positions = self.position_embeddings(tokens.shape[1], position_ids)
             x = x + (my_slice(positions, self.ctx.tp) if self.ctx.sequence_parallel else positions)
         if self.fp32:
-            x = x.float()
+            x = x.to(torch.promote_types(x.dtype, torch.float32))
         return dropout(x, self.dropout, seeds, EMBEDDING_LAYER, "embedding", shard)
 
 

@@ -5,6 +5,8 @@ tensor-parallel rank every collective here is the identity.
 """
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -21,6 +23,36 @@ def _linear(x: torch.Tensor, weight: nn.Parameter, bias: nn.Parameter | None = N
         weight, bias = weight.flatten(0, -2), None if bias is None else bias.flatten()
         main_grad = None if main_grad is None else main_grad.flatten(0, -2)
     return kernels.linear(x, weight, bias, accumulate_into=main_grad)
+
+
+class _Embedding(torch.autograd.Function):
+    """Rows by id, whose gradients are summed in fp32: torch sums them in the weight's format, and a frequent token's
+    gradient in bf16 stops growing after some hundred occurrences."""
+
+    @staticmethod
+    def forward(ctx: Any, ids: torch.Tensor, weight: torch.Tensor, main_grad: torch.Tensor | None) -> torch.Tensor:
+        ctx.save_for_backward(ids)
+        ctx.rows, ctx.dtype, ctx.main_grad = weight.shape[0], weight.dtype, main_grad
+        return F.embedding(ids, weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple:
+        ids, = ctx.saved_tensors
+        wide = torch.promote_types(ctx.dtype, torch.float32)
+        grad, total = grad.to(wide), ctx.main_grad
+        if total is not None and total.dtype == wide and total.device.type == "cpu":
+            total.index_add_(0, ids.reshape(-1), grad.reshape(-1, grad.shape[-1]))     # touches only the rows used
+            return None, None, None
+        dense = torch.ops.aten.embedding_dense_backward(grad, ids, ctx.rows, -1, False)  # deterministic on CUDA too
+        if total is None:
+            return None, dense.to(ctx.dtype), None
+        total.add_(dense)
+        return None, None, None
+
+
+def embedding(ids: torch.Tensor, weight: nn.Parameter) -> torch.Tensor:
+    """Rows of `weight` [v, h] by ids (any shape) -> [..., h]; backward adds to `weight.main_grad` if there is one."""
+    return _Embedding.apply(ids, weight, getattr(weight, "main_grad", None))
 
 
 class ColumnParallelLinear(nn.Module):
@@ -70,9 +102,9 @@ class VocabParallelEmbedding(nn.Module):
         """tokens [b, s] -> [s, b, h] ([s/tp, b, h] with sequence parallelism)."""
         tp, ids = self.ctx.tp, tokens.t()
         if tp.size == 1:
-            return F.embedding(ids, self.weight)
+            return embedding(ids, self.weight)
         rows = self.weight.shape[0]
         ids = ids - tp.rank * rows
         mine = (ids >= 0) & (ids < rows)
-        x = F.embedding(torch.where(mine, ids, 0), self.weight) * mine.unsqueeze(-1)
+        x = embedding(torch.where(mine, ids, 0), self.weight) * mine.unsqueeze(-1)
         return scatter_sequence(x, tp) if self.ctx.sequence_parallel else reduce_from(x, tp)

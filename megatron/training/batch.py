@@ -11,7 +11,7 @@ import torch
 from megatron.config.batch_size import BatchSizeSchedule
 from megatron.config.skip_ranges import SkipRanges
 from megatron.parallel.random import DropoutSeeds
-from megatron.training.signals import ignore_interrupts
+from megatron.training.signals import WorkerSignals
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ def _stack(rows: list[np.ndarray]) -> torch.Tensor:
 
 
 def _start_worker(worker: int) -> None:
-    ignore_interrupts()
+    WorkerSignals().install()
     torch.set_num_threads(1)
 
 

@@ -17,8 +17,8 @@ from megatron.data.build import data_order_differences
 from megatron.parallel.collectives import gather_objects
 from megatron.parallel.sharding import Sharding, counts, local_box
 from megatron.training.build import Run
-from megatron.training.metrics import model_shape
 from megatron.training.flops import flops_per_iteration
+from megatron.training.metrics import model_shape
 
 CHECKPOINT_VERSION = 3.0     # Megatron's number of the QKV layout by query group, which this suite's weights have
 
@@ -197,9 +197,9 @@ def _check_position(run: Run, saved: Config) -> None:
 
 
 def check_data_order(run: Run, order: dict[str, Any]) -> None:
-    """Refuse to go on with another order of the data, unless that is asked for; then say what changes."""
+    """Refuse to train on with another order of the data, unless that is asked for; then say what changes."""
     saved, run.data_order = run.data_order, order
-    if not saved:
+    if not saved or run.config.training.skip_train:
         return
     changed = data_order_differences(saved, order)
     if not changed:

@@ -1,4 +1,4 @@
-"""From a checked command line to a device and a grid of ranks. The only part of training/ that starts process groups."""
+"""From a checked command line to a device and a grid of ranks; alone in training/ to start process groups."""
 from __future__ import annotations
 
 import os
@@ -67,5 +67,5 @@ def _set_rendezvous(world_size: int, rank: int) -> None:
         os.environ.setdefault("MASTER_PORT", str(20000 + int(os.environ["SLURM_JOB_ID"]) % 20000))
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing:
-        raise ValueError(f"{' and '.join(missing)} not set: {world_size} ranks need a meeting point; start with torchrun, "
-                         f"or set MASTER_ADDR and MASTER_PORT to the address of rank 0 and a free port there")
+        raise ValueError(f"{' and '.join(missing)} not set: {world_size} ranks need a meeting point; start with "
+                         f"torchrun, or set MASTER_ADDR and MASTER_PORT to the address of rank 0 and a free port there")

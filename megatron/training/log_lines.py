@@ -1,4 +1,4 @@
-"""The text of log lines, in Megatron's form (January 2024) and in AuroraGPT's. Pure functions from numbers to strings."""
+"""The text of log lines, in Megatron's form (January 2024) and in AuroraGPT's: pure functions of numbers."""
 from __future__ import annotations
 
 import math
@@ -66,7 +66,8 @@ def megatron_line(row: IterationRow, log_throughput: bool) -> str:
         parts.append(f" num zeros: {row.num_zeros:.1f}")
     if row.params_norm is not None:
         parts.append(f" params norm: {row.params_norm:.3f}")
-    parts += [f" number of skipped iterations: {i.overflow_skips:3d}", f" number of nan iterations: {i.nan_iterations:3d}"]
+    parts += [f" number of skipped iterations: {i.overflow_skips:3d}",
+              f" number of nan iterations: {i.nan_iterations:3d}"]
     if i.user_skips:
         parts.append(f" number of user-skipped iterations: {i.user_skips:3d}")
     return " |".join(parts) + " |"
@@ -84,7 +85,8 @@ def aurora_line(row: IterationRow, now: datetime) -> str:
     parts.append(f"loss_scale={row.loss_scale:.1f}")
     if row.grad_norm is not None:
         parts.append(f"grad_norm={row.grad_norm:.3f}")
-    parts += [f"actual_seqlen={row.seq_length:5d}", f"number_of_skipped_iterations={i.overflow_skips + i.user_skips:3d}",
+    parts += [f"actual_seqlen={row.seq_length:5d}",
+              f"number_of_skipped_iterations={i.overflow_skips + i.user_skips:3d}",
               f"number_of_nan_iterations={i.nan_iterations:3d}"]
     if i.trained and i.seconds > 0:
         rate = i.samples / i.seconds
@@ -113,7 +115,8 @@ def timers_block(names: Sequence[str], ranks: Sequence[Mapping[str, float]], opt
             continue
         label = "\n    " + (name + " ").ljust(48, ".")
         if option == "all":
-            rows.append(f"\n  {name}:" + "".join(f"\n     rank {r:2d}: {t:.2f}" for r, t in enumerate(times) if t > 0.0))
+            each = (f"\n     rank {rank:2d}: {t:.2f}" for rank, t in enumerate(times) if t > 0.0)
+            rows.append(f"\n  {name}:" + "".join(each))
         elif option == "max":
             rows.append(f"{label}: {max(shown):.2f}")
         else:
@@ -121,6 +124,12 @@ def timers_block(names: Sequence[str], ranks: Sequence[Mapping[str, float]], opt
     header = {"all": "times across ranks (ms):", "max": "max time across ranks (ms):",
               "minmax": "(min, max) time across ranks (ms):"}[option]
     return header + "".join(rows) if rows else ""
+
+
+def memory_line(rank: int, iteration: int, report: Mapping[str, float]) -> str:
+    """Megatron's line of device memory in MB (2^20 bytes); `report` holds bytes."""
+    parts = [f"{key}: {report[key] / 2**20}" for key in ("allocated", "max allocated", "reserved", "max reserved")]
+    return f"[Rank {rank}] (after {iteration} iterations) memory (MB) | " + " | ".join(parts)
 
 
 def datetime_line(what: str) -> str:

@@ -3,11 +3,12 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
 from megatron import log
+from megatron.parallel.collectives import all_reduce_
 from megatron.training import checkpointing
 from megatron.training.batch import evaluation_samples, load_samples, training_samples
 from megatron.training.build import Data, Run
@@ -16,37 +17,41 @@ from megatron.training.metrics import IterationResult, TrainingLog
 from megatron.training.signals import SignalWatch
 from megatron.training.step import ForwardStep, evaluate, train_step
 
-SIGNAL, TIME_UP = 1, 2
+SIGNAL, TIME_UP = 1, 1 << 20    # what a rank asks for; summed over fewer than 2^20 ranks the two stay apart
+AGREE_EVERY = 1000              # iterations, where nothing but skipping goes on
 
 
 class Trainer:
     """Runs the iterations that are left. Order within one, as Megatron's: log, evaluate, signal, save, time, exit."""
 
-    def __init__(self, run: Run, data: Data, forward_step: ForwardStep, lines: TrainingLog, started: float):
+    def __init__(self, run: Run, data: Data, forward_step: ForwardStep, lines: TrainingLog, started: float,
+                 signals: SignalWatch | None = None):
         self.run, self.data, self.forward_step, self.lines = run, data, forward_step, lines
         self.started = started
-        self.signals = SignalWatch()
+        self.signals = signals or SignalWatch()
         if run.config.training.exit_signal_handler:
-            self.signals.install()
+            self.signals.remember_requests()
         self._valid_samples: Iterator[torch.Tensor] | None = None
-        self._saved_at = run.progress.iteration
+        self._saved_at = self._loaded = run.progress.iteration
         self._skipping_to = 0
+        self._advise()
 
     def train(self) -> str | None:
         """Train to the end, or until an exit is due: then the reason, in Megatron's words."""
         run, t = self.run, self.run.config.training
         progress, plan = run.progress, run.plan
-        samples = self._open_training_samples()
+        samples = self.open_training_samples()
         if t.manual_gc:
             gc.disable()
         while progress.iteration < plan.train_iters:
             iteration = progress.iteration + 1
-            if plan.skips.is_skipped(iteration):
-                flag = self._skip(iteration)
+            skipped = plan.skips.containing(iteration)
+            if skipped:
+                iteration, flag = self._skip(iteration, skipped[1])
             else:
-                flag = self._train_one(iteration, samples)
-            if self._evaluates() and iteration % t.eval_interval == 0:
-                self.validate(f"iteration {iteration}")
+                flag = self.train_one(iteration, samples)
+            if self._evaluation_due(iteration):
+                flag |= self.validate(f"iteration {iteration}")
             reason = self._due(iteration, flag)
             if t.manual_gc and t.manual_gc_interval and iteration % t.manual_gc_interval == 0:
                 gc.collect()
@@ -54,7 +59,8 @@ class Trainer:
                 return reason
         return None
 
-    def _open_training_samples(self) -> Iterator[torch.Tensor]:
+    def open_training_samples(self) -> Iterator[torch.Tensor]:
+        """The micro-batches [b, s+1] of all iterations that are left."""
         run, first = self.run, self.run.progress.iteration + 1
         shift = run.progress.consumed_train_samples - run.plan.consumed_samples(run.progress.iteration)
         numbers = training_samples(self.data.train_sampler, run.plan.batch, run.plan.skips, first, run.plan.train_iters,
@@ -64,20 +70,32 @@ class Trainer:
     def _evaluates(self) -> bool:
         return self.data.valid is not None and self.run.config.training.eval_iters > 0
 
-    def _advance(self, iteration: int) -> int:
-        """Counters of one more iteration; its global batch size."""
-        progress = self.run.progress
-        size = self.run.plan.global_batch_size(iteration)
-        progress.iteration = iteration
-        progress.consumed_train_samples += size
-        return size
+    def _evaluation_due(self, iteration: int) -> bool:
+        return self._evaluates() and iteration % self.run.config.training.eval_interval == 0
 
-    def _train_one(self, iteration: int, samples: Iterator[torch.Tensor]) -> int:
+    def _save_due(self, iteration: int) -> bool:
+        c = self.run.config.checkpoint
+        return bool(c.save and c.save_interval and iteration % c.save_interval == 0)
+
+    def _wish(self) -> int:
+        """What this rank asks for."""
+        return (SIGNAL if self.signals.received else 0) + (TIME_UP if self._time_is_up() else 0)
+
+    def _agreed_wish(self) -> int:
+        """What all ranks together ask for: their sum."""
+        if self.run.runtime.world_size == 1:
+            return self._wish()
+        flag = torch.tensor(self._wish(), dtype=torch.float64, device=self.run.runtime.device)
+        return int(all_reduce_(flag, self.run.runtime.ctx.world).item())
+
+    def train_one(self, iteration: int, samples: Iterator[torch.Tensor]) -> int:
+        """One iteration with its counters, schedule and log line; the flag that the ranks agreed on."""
         run = self.run
-        wish = (SIGNAL if self.signals.received else 0) + (TIME_UP if self._time_is_up() else 0)
         loss_scale = run.optimizer.loss_scale
-        outcome = train_step(run, self.forward_step, samples, iteration, wish)
-        size = self._advance(iteration)
+        outcome = train_step(run, self.forward_step, samples, iteration, self._wish)
+        size = run.plan.global_batch_size(iteration)
+        run.progress.iteration = iteration
+        run.progress.consumed_train_samples += size
         run.scheduler.after_iteration(size, overflow=not outcome.updated)
         norm = run.optimizer.params_norm() if run.config.logging.log_params_norm else None
         self.lines.add(IterationResult(
@@ -86,21 +104,39 @@ class Trainer:
             outcome.grad_norm, outcome.num_zeros, norm, None if outcome.updated else "overflow"))
         return outcome.flag
 
-    def _skip(self, iteration: int) -> int:
-        """Skip an iteration: its samples are consumed unread, the schedule goes on, nothing else changes."""
-        run = self.run
-        last = run.plan.skips.containing(iteration)[1]
+    def _skip(self, first: int, last: int) -> tuple[int, int]:
+        """Skip from `first` to `last`, or to where something is due before: (iteration reached, flag).
+
+        Samples are consumed unread, the schedule goes on, nothing else changes. The ranks need no agreement to skip;
+        they come to one, so that a run can be asked to leave, where they evaluate or save, and now and then.
+        """
+        run, plan, progress = self.run, self.run.plan, self.run.progress
+        before = plan.consumed_samples(first - 1)
         if last != self._skipping_to:
             self._skipping_to = last
-            samples = run.plan.consumed_samples(last) - run.plan.consumed_samples(iteration - 1)
-            log.print_rank_0(f"skipping iterations {iteration} to {last}: {samples} samples, "
+            samples = plan.consumed_samples(last) - before
+            log.print_rank_0(f"skipping iterations {first} to {last}: {samples} samples, "
                              f"{samples * run.config.model.seq_length} tokens are not trained")
-        size = self._advance(iteration)
-        run.progress.skipped_train_samples += size
-        run.scheduler.after_iteration(size)
-        self.lines.add(IterationResult(iteration, size, run.progress.consumed_train_samples, self._learning_rate(),
-                                       run.optimizer.loss_scale, 0.0, skipped="user"))
-        return 0
+        iteration = min(last, self._next_stop(first))
+        samples = plan.consumed_samples(iteration) - before
+        progress.iteration = iteration
+        progress.consumed_train_samples += samples
+        progress.skipped_train_samples += samples
+        run.scheduler.after_iteration(samples)
+        self.lines.add(IterationResult(
+            iteration, plan.global_batch_size(iteration), progress.consumed_train_samples, self._learning_rate(),
+            run.optimizer.loss_scale, 0.0, skipped="user", iterations=iteration - first + 1))
+        if (run.runtime.world_size == 1 or self._evaluation_due(iteration) or self._save_due(iteration)
+                or iteration % AGREE_EVERY == 0):
+            return iteration, self._agreed_wish()
+        return iteration, 0
+
+    def _next_stop(self, first: int) -> int:
+        """The first iteration from `first` on at which something besides skipping may be due; the same on all ranks."""
+        t, c = self.run.config.training, self.run.config.checkpoint
+        every = [AGREE_EVERY, *self.lines.intervals, t.exit_interval, t.manual_gc_interval if t.manual_gc else None,
+                 t.eval_interval if self._evaluates() else None, c.save_interval if c.save else None]
+        return min(-(-first // n) * n for n in every if n)
 
     def _learning_rate(self) -> float:
         return self.run.optimizer.param_groups[0]["lr"]
@@ -111,12 +147,12 @@ class Trainer:
 
     def _due(self, iteration: int, flag: int) -> str | None:
         """Save where a save is due; the reason to leave, if there is one (then it is saved too)."""
-        t, c = self.run.config.training, self.run.config.checkpoint
-        if flag & SIGNAL:
+        t = self.run.config.training
+        if flag % TIME_UP:
             return self._leave("exiting program after receiving SIGTERM.")
-        if c.save and c.save_interval and iteration % c.save_interval == 0:
+        if self._save_due(iteration):
             self.save()
-        if flag & TIME_UP:
+        if flag >= TIME_UP:
             return self._leave(f"exiting program after {(time.time() - self.started) / 60.0} minutes")
         if t.exit_interval and iteration % t.exit_interval == 0:
             return self._leave(f"exiting program at iteration {iteration}")
@@ -131,50 +167,74 @@ class Trainer:
         iteration = self.run.progress.iteration
         if not self.run.config.checkpoint.save or self._saved_at == iteration:
             return
+        self.lines.flush()                  # what a checkpoint has behind it is never told again
         with self.run.timers("save-checkpoint"):
             checkpointing.save(self.run)
         self._saved_at = iteration
+        self._advise()
         self.lines.timers(["save-checkpoint"])
 
-    def validate(self, prefix: str) -> None:
-        """Evaluate on the next validation samples and print the block."""
+    def _advise(self) -> None:
+        """Keep ready what to tell a user who interrupts."""
+        c, n = self.run.config.checkpoint, self._saved_at
+        if n and c.load and (c.load == c.save or n == self._loaded):
+            self.signals.advice = "the same command goes on from the last checkpoint"
+        elif n and c.save:
+            self.signals.advice = f"--load {c.save} goes on from the last checkpoint"
+        else:
+            self.signals.advice = "there is no checkpoint yet" if c.save else "nothing was saved (--save is not given)"
+
+    def _out_of_time(self) -> bool:
+        """Asked within evaluations: is the time of --exit-duration-in-mins over for any rank?"""
+        return self._agreed_wish() >= TIME_UP
+
+    def _evaluate(self, samples: Iterator[torch.Tensor], prefix: str, tell: Callable[[str], None]) -> int:
+        """Evaluate and print the block; TIME_UP when the time was over first, otherwise 0."""
+        run, t = self.run, self.run.config.training
+        with run.timers("evaluate"):
+            losses = evaluate(run, self.forward_step, samples, t.eval_iters, tell,
+                              self._out_of_time if t.exit_duration_in_mins else None)
+        if losses is None:
+            log.print_rank_0("Exiting during evaluation, timelimit reached")
+            return TIME_UP
+        self.lines.timers(["evaluate"])
+        self.lines.validation(prefix, losses, run.progress.iteration, run.progress.consumed_train_samples)
+        return 0
+
+    def validate(self, prefix: str, tell: Callable[[str], None] = lambda text: None) -> int:
+        """Evaluate on the next validation samples and print the block; TIME_UP when the time was over before its end.
+
+        Its samples are consumed either way: where the next validation begins does not depend on clocks.
+        """
         run, t = self.run, self.run.config.training
         micro_batches = t.eval_iters * run.plan.batch.final_global_batch_size // run.plan.batch.divisor
         if self._valid_samples is None:
-            numbers = evaluation_samples(self.data.valid_sampler, run.progress.consumed_valid_samples)
+            first = 0 if t.skip_train else run.progress.consumed_valid_samples
+            numbers = evaluation_samples(self.data.valid_sampler, first)
             self._valid_samples = load_samples(self.data.valid, numbers, run.config.data.num_workers,
                                                run.runtime.device)
         if t.manual_gc and t.manual_gc_eval:
             gc.collect()
-        with run.timers("evaluate"):
-            losses = evaluate(run, self.forward_step, self._valid_samples, t.eval_iters, tell=_quiet)
+        flag = self._evaluate(self._valid_samples, prefix, tell)
         run.progress.consumed_valid_samples += micro_batches * run.plan.batch.divisor
-        self.lines.timers(["evaluate"])
-        self.lines.validation(prefix, losses, run.progress.iteration, run.progress.consumed_train_samples)
+        return flag
 
     def final_evaluation(self) -> None:
         """Validation and test losses of the finished run, as Megatron prints them."""
         run, t = self.run, self.run.config.training
         iteration = run.progress.iteration
-        if self._evaluates():
-            self.validate(f"iteration {iteration} on validation set")
+        if self._evaluates() and self.validate(f"iteration {iteration} on validation set", log.print_rank_0):
+            return
         if self.data.test is not None and t.eval_iters > 0:
             samples = load_samples(self.data.test, evaluation_samples(self.data.test_sampler, 0),
                                    run.config.data.num_workers, run.runtime.device)
-            with run.timers("evaluate"):
-                losses = evaluate(run, self.forward_step, samples, t.eval_iters, tell=log.print_rank_0)
-            self.lines.timers(["evaluate"])
-            self.lines.validation(f"iteration {iteration} on test set", losses, iteration,
-                                  run.progress.consumed_train_samples)
+            self._evaluate(samples, f"iteration {iteration} on test set", log.print_rank_0)
 
 
-def _quiet(text: str) -> None:
-    pass
-
-
-def pretrain(run: Run, data: Data, forward_step: ForwardStep, lines: TrainingLog, started: float) -> None:
+def pretrain(run: Run, data: Data, forward_step: ForwardStep, lines: TrainingLog, started: float,
+             signals: SignalWatch | None = None) -> None:
     """The whole run after set-up: train, save, evaluate, say goodbye."""
-    trainer = Trainer(run, data, forward_step, lines, started)
+    trainer = Trainer(run, data, forward_step, lines, started, signals)
     reason: str | None = None
     if run.config.training.skip_train:
         log.print_rank_0("skipping training (--skip-train is on) ...")

@@ -8,8 +8,9 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any
+from typing import Any, TextIO
 
+from megatron import device as devices
 from megatron import log
 from megatron.config.plan import Plan
 from megatron.config.tree import Config
@@ -17,7 +18,12 @@ from megatron.parallel.collectives import gather_objects
 from megatron.parallel.context import Axis
 from megatron.timers import Timers
 from megatron.training import flops, log_lines
+from megatron.training.initialize import Runtime
 from megatron.training.tensorboard import TensorBoard
+
+# Megatron's tags of what megatron.device.memory_report measures.
+_MEMORY_TAGS = {"reserved": "mem-reserved-bytes", "allocated": "mem-allocated-bytes",
+                "allocations": "mem-allocated-count"}
 
 
 @dataclass(frozen=True)
@@ -34,27 +40,50 @@ class IterationResult:
     num_zeros: int | None = None
     params_norm: float | None = None
     skipped: str | None = None
+    iterations: int = 1                 # how many at once, up to this one; more than one only where the user skips
+
+
+@dataclass(frozen=True)
+class Writers:
+    """The files of the last rank, where they are asked for."""
+    tensorboard: TensorBoard | None
+    metrics: TextIO | None
+
+
+def open_writers(config: Config) -> Writers:
+    """Open them; on other ranks there are none. Raises ValueError or OSError where that cannot be."""
+    logging, tensorboard, metrics = config.logging, None, None
+    if log.rank() == log.world_size() - 1:
+        if logging.tensorboard_dir:
+            log.print_rank_last("> setting tensorboard ...")
+            tensorboard = TensorBoard(logging.tensorboard_dir, logging.tensorboard_queue_size)
+        if logging.metrics_file:
+            metrics = open(logging.metrics_file, "a", encoding="utf8", buffering=1)  # noqa: SIM115
+    return Writers(tensorboard, metrics)
 
 
 class TrainingLog:
-    """Gathers iterations into intervals and writes them down. Lines and files belong to the last rank, as Megatron's."""
+    """Gathers iterations into intervals and writes them down. Lines and files are the last rank's, as Megatron's."""
 
-    def __init__(self, config: Config, plan: Plan, timers: Timers, world: Axis):
+    def __init__(self, config: Config, plan: Plan, timers: Timers, world: Axis, writers: Writers | None = None,
+                 runtime: Runtime | None = None):
         self._config, self._plan, self._timers, self._world = config, plan, timers, world
         self._interval = log_lines.Interval()
         self._last = log.rank() == log.world_size() - 1
         self._shape = model_shape(config, plan)
         self._started = time.perf_counter()
         self._first: int | None = None
-        logging = config.logging
-        self.tensorboard: TensorBoard | None = None
-        self._metrics = None
-        if self._last and logging.tensorboard_dir:
-            log_line = "> setting tensorboard ..."
-            print(log_line, flush=True)
-            self.tensorboard = TensorBoard(logging.tensorboard_dir, logging.tensorboard_queue_size)
-        if self._last and logging.metrics_file:
-            self._metrics = open(logging.metrics_file, "a", encoding="utf8", buffering=1)  # noqa: SIM115
+        writers = writers or open_writers(config)
+        self.tensorboard, self._metrics = writers.tensorboard, writers.metrics
+        self._runtime = runtime
+        self._memory_told = False
+
+    @property
+    def intervals(self) -> tuple[int, ...]:
+        """Something is written at multiples of these; the same on all ranks."""
+        logging = self._config.logging
+        return (1 if logging.metrics_file else logging.log_interval, logging.log_interval,
+                *((logging.tensorboard_log_interval,) if logging.tensorboard_dir else ()))
 
     def start(self, seconds: float, arguments: Mapping[str, Any]) -> None:
         """The lines that end Megatron's initialisation, and the arguments as TensorBoard text."""
@@ -66,10 +95,10 @@ class TrainingLog:
     def add(self, result: IterationResult) -> None:
         """Take in one iteration; print its line when the interval is full."""
         if self._first is None:
-            self._first = result.iteration - 1
+            self._first = result.iteration - result.iterations
         i = self._interval
         if result.skipped == "user":
-            i.user_skips += 1
+            i.user_skips += result.iterations
         else:
             i.trained += 1
             i.samples += result.global_batch_size
@@ -83,6 +112,7 @@ class TrainingLog:
         self._write_tensorboard(result)
         if result.iteration % self._config.logging.log_interval == 0:
             self._print(result)
+            self._tell_memory(result.iteration)
             self._interval = log_lines.Interval()
             if self._config.logging.timing_log_level > 0:
                 self.timers(tensorboard_at=result.iteration)
@@ -90,19 +120,24 @@ class TrainingLog:
     def _rate(self, flops_per_iteration: float, seconds: float) -> float | None:
         return flops.teraflops_per_rank(flops_per_iteration, seconds, self._plan.world_size) if seconds > 0 else None
 
+    def _rates(self, tokens: int) -> tuple[float | None, float | None, float | None]:
+        """TFLOP/s of the interval a rank: ours, and the two of the aurora dialect."""
+        i, shape, full = self._interval, self._shape, self._config.training.recompute == "full"
+        if i.seconds <= 0:
+            return None, None, None
+        return (self._rate(flops.flops_per_iteration(shape, i.samples), i.seconds),
+                self._rate(flops.aurora_lm_flops_per_token(shape) * tokens, i.seconds),
+                self._rate(flops.aurora_ds_flops_per_token(shape, full) * tokens, i.seconds))
+
     def _print(self, result: IterationResult) -> None:
         if not self._last:
             return
         config, i, shape = self._config, self._interval, self._shape
         tokens = i.samples * shape.seq_length
-        full = config.training.recompute == "full"
         row = log_lines.IterationRow(
             result.iteration, self._plan.train_iters, result.consumed_samples, shape.seq_length, result.learning_rate,
             result.global_batch_size, result.loss_scale, result.grad_norm, i, self._plan.world_size,
-            teraflops=self._rate(flops.flops_per_iteration(shape, i.samples), i.seconds),
-            lm_teraflops=self._rate(flops.aurora_lm_flops_per_token(shape) * tokens, i.seconds),
-            ds_teraflops=self._rate(flops.aurora_ds_flops_per_token(shape, full) * tokens, i.seconds),
-            num_zeros=result.num_zeros, params_norm=result.params_norm)
+            *self._rates(tokens), num_zeros=result.num_zeros, params_norm=result.params_norm)
         if config.logging.log_dialect == "aurora":
             print(log_lines.aurora_line(row, datetime.now()), flush=True)
         else:
@@ -112,6 +147,15 @@ class TrainingLog:
             seconds = time.perf_counter() - self._started
             print(log_lines.progress_line(result.iteration, self._plan.train_iters, self._first, seconds,
                                           tokens / i.seconds if i.seconds else 0.0), file=sys.stderr, flush=True)
+
+    def _tell_memory(self, iteration: int) -> None:
+        """Once, from every rank that is first among those that hold the same weights; nothing on CPU."""
+        if self._memory_told or self._runtime is None or self._runtime.ctx.dp.rank:
+            return
+        self._memory_told = True
+        report = devices.memory_report(self._runtime.device)
+        if report:
+            print(log_lines.memory_line(log.rank(), iteration, report), flush=True)
 
     def _write_metrics(self, r: IterationResult) -> None:
         if self._metrics is None:
@@ -144,6 +188,10 @@ class TrainingLog:
             board.scalar("loss-scale", r.loss_scale, n, samples)
         if logging.log_world_size_to_tensorboard:
             board.scalar("world-size", self._plan.world_size, n, samples)
+        if logging.log_memory_to_tensorboard and self._runtime:
+            for key, value in devices.memory_report(self._runtime.device).items():
+                if key in _MEMORY_TAGS:
+                    board.scalar(_MEMORY_TAGS[key], value, n)
         for tag, value in (("grad-norm", r.grad_norm), ("num-zeros", r.num_zeros), ("params-norm", r.params_norm)):
             if value is not None:
                 board.scalar(tag, value, n, samples)
@@ -175,10 +223,16 @@ class TrainingLog:
             for name in order:
                 self.tensorboard.scalar(f"{name}-time", max(r.get(name, 0.0) for r in ranks), tensorboard_at)
 
-    def close(self) -> None:
+    def flush(self) -> None:
         """Write what is still in memory."""
         if self.tensorboard:
             self.tensorboard.flush()
+        if self._metrics:
+            self._metrics.flush()
+
+    def close(self) -> None:
+        """Write what is still in memory; no more will come."""
+        self.flush()
         if self._metrics:
             self._metrics.close()
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from megatron.model.gpt import GPTModel
-from megatron.parallel.collectives import all_reduce_
+from megatron.parallel.collectives import all_reduce_, gather_objects
 from megatron.parallel.pipeline import run_schedule
 from megatron.parallel.random import DropoutSeeds
 from megatron.parallel.schedules import one_forward_one_backward
@@ -24,7 +24,7 @@ class NotFinite(ArithmeticError):
 
 
 class StepOutcome(NamedTuple):
-    """What a training step measured; `flag` is the largest of what the ranks handed in."""
+    """What a training step measured; `flag` is the sum of what the ranks handed in."""
     loss: float
     updated: bool
     grad_norm: float | None
@@ -34,11 +34,12 @@ class StepOutcome(NamedTuple):
 
 
 def train_step(run: Run, forward_step: ForwardStep, samples: Iterator[torch.Tensor], iteration: int,
-               flag: int = 0) -> StepOutcome:
+               flag: Callable[[], int] = int) -> StepOutcome:
     """Gradients of one global batch, divided by its true number of tokens, and one optimizer step.
 
     Each micro-batch's backward uses the nominal count, so that nothing overflows in fp16; the true count, known at
-    the end, corrects it. `flag` travels with the loss, so that all ranks agree on it without a collective of its own.
+    the end, corrects it. `flag()`, asked for then, travels with the loss, so that all ranks agree on its sum without a
+    collective of its own.
     """
     start = time.perf_counter()
     runtime, timers, seed = run.runtime, run.timers, run.config.training.seed
@@ -65,7 +66,7 @@ def train_step(run: Run, forward_step: ForwardStep, samples: Iterator[torch.Tens
         run_schedule(one_forward_one_backward(0, 1, run.plan.num_microbatches(iteration)), forward, backward)
     with timers("all-grads-sync", 1):
         run.buffers.reduce()
-        totals[2] = flag
+        totals[2] = flag()
         local = totals[0].clone()
         all_reduce_(totals, runtime.ctx.dp_cp)
     loss_sum, tokens, flags = totals.tolist()
@@ -74,9 +75,9 @@ def train_step(run: Run, forward_step: ForwardStep, samples: Iterator[torch.Tens
     with timers("optimizer", 1):
         result = run.optimizer.step(grad_factor=nominal / max(1.0, tokens))
     if result.grad_norm is not None and not math.isfinite(result.grad_norm) and _checks(run):
-        raise NotFinite(f"iteration {iteration}: the gradient norm is {result.grad_norm}; nothing of this step is saved. "
-                        f"Resume from the last checkpoint with --train-range-to-skip {iteration} {iteration}, a lower "
-                        f"--lr, or --no-check-for-nan-in-loss-and-grad to go on regardless")
+        raise NotFinite(f"iteration {iteration}: the gradient norm is {result.grad_norm}; nothing of this step is "
+                        f"saved. Resume from the last checkpoint with --train-range-to-skip {iteration} {iteration}, a "
+                        f"lower --lr, or --no-check-for-nan-in-loss-and-grad to go on regardless")
     return StepOutcome(loss, result.ok, result.grad_norm, result.num_zeros, time.perf_counter() - start, int(flags))
 
 
@@ -98,17 +99,22 @@ def _checks(run: Run) -> bool:
 def _check_loss(run: Run, iteration: int, loss: float, local: torch.Tensor) -> None:
     if math.isfinite(loss) or not _checks(run):
         return
-    mine = local.item()
-    where = "" if math.isfinite(mine) else f" (found on rank {run.runtime.rank})"
-    raise NotFinite(f"iteration {iteration}: the loss is {loss}{where}; no step was made. Resume from the last checkpoint "
-                    f"with --train-range-to-skip {iteration} {iteration}, a lower --lr, or "
+    axis = run.runtime.ctx.dp_cp
+    bad = [rank for rank, other in zip(axis.ranks, gather_objects(local.item(), axis), strict=True)
+           if not math.isfinite(other)]
+    where = f" (found on rank{'s' * (len(bad) > 1)} {', '.join(map(str, bad))})" if bad else ""
+    raise NotFinite(f"iteration {iteration}: the loss is {loss}{where}; no step was made. Resume from the last "
+                    f"checkpoint with --train-range-to-skip {iteration} {iteration}, a lower --lr, or "
                     f"--no-check-for-nan-in-loss-and-grad to go on regardless")
 
 
 @torch.no_grad()
 def evaluate(run: Run, forward_step: ForwardStep, samples: Iterator[torch.Tensor], eval_iters: int,
-             tell: Callable[[str], None]) -> dict[str, float]:
-    """Mean loss per token over `eval_iters` global batches of the final size; dropout is off. One sync at the end."""
+             tell: Callable[[str], None], stop: Callable[[], bool] | None = None) -> dict[str, float] | None:
+    """Mean loss per token over `eval_iters` global batches of the final size; dropout is off. One sync at the end.
+
+    `stop`, if given, is asked after each global batch (its answer must be that of all ranks); then there is no result.
+    """
     batch_size = run.plan.batch.final_global_batch_size
     micro_batches = batch_size // run.plan.batch.divisor
     totals = torch.zeros(2, dtype=torch.float64, device=run.runtime.device)
@@ -120,6 +126,8 @@ def evaluate(run: Run, forward_step: ForwardStep, samples: Iterator[torch.Tensor
             loss, tokens = forward_step(batch, run.model)
             totals[0] += loss
             totals[1] += tokens
+        if stop and stop():
+            return None
     all_reduce_(totals, run.runtime.ctx.dp_cp)
     loss_sum, tokens = totals.tolist()
     return {"lm loss": loss_sum / max(1.0, tokens)}

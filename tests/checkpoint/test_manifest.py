@@ -6,9 +6,9 @@ import random
 
 import pytest
 
+from megatron.checkpoint.checksums import crc32
 from megatron.checkpoint.disk import CheckpointError
 from megatron.checkpoint.manifest import Chunk, FileRecord, Manifest, TensorRecord, merge, parse
-from megatron.checkpoint.safetensors_file import crc32
 
 FILE = "weights_00000.safetensors"
 
@@ -67,6 +67,7 @@ def first(table):
     (lambda t: t.update(format="other"), "format 'other'"), (lambda t: t.update(version=2), "version 2"),
     (lambda t: t.update(version=True), "version True"), (lambda t: t.pop("version"), "KeyError"),
     (lambda t: t.update(iteration=-1), "-1 is not a whole number"), (lambda t: t.update(iteration=1.0), "1.0 is not"),
+    (lambda t: t.update(checksum="none"), "checksum 'none'"),
     (lambda t: t.update(block_bytes=0), "block_bytes"), (lambda t: t.update(block_bytes=5000), "block_bytes"),
     (lambda t: t.update(block_bytes=1 << 40), "block_bytes"),
     (lambda t: t["files"].update({"../x": {"bytes": 1, "crc32": ""}}), "'../x' is not a plain file name"),
@@ -86,9 +87,9 @@ def first(table):
     (lambda t: first(t)["chunks"][0].update(box=[[0, 2], [0, 2]]), "has 16 bytes, not 24"),
     (lambda t: first(t)["chunks"][0].update(box=[[0, 0], [0, 2]], bytes=0), "has 0 bytes"),
     (lambda t: first(t)["chunks"][0].update(bytes=25), "has 24 bytes, not 25"),
-    (lambda t: first(t)["chunks"][0].update(crc32=[]), "0 checksums for the 24 bytes"),
-    (lambda t: first(t)["chunks"][0].update(crc32=["0", "0"]), "2 checksums for"),
-    (lambda t: first(t)["chunks"][0].update(crc32=[0]), "0 is not a text"),
+    (lambda t: first(t)["chunks"][0].update(sums=[]), "0 checksums for the 24 bytes"),
+    (lambda t: first(t)["chunks"][0].update(sums=["0", "0"]), "2 checksums for"),
+    (lambda t: first(t)["chunks"][0].update(sums=[0]), "0 is not a text"),
     (lambda t: first(t)["chunks"][0].update(file="other"), "'other' is not in the list of files"),
     (lambda t: first(t)["chunks"][0].update(key=first(t)["chunks"][1]["key"]), "used twice"),
 ])

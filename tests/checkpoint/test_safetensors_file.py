@@ -3,12 +3,12 @@ from __future__ import annotations
 
 import json
 import random
-import zlib
 
 import pytest
 import torch
 
 from megatron.checkpoint import safetensors_file as st
+from megatron.checkpoint.checksums import BLOCK_BYTES, block_sum, block_sums
 from megatron.checkpoint.disk import CheckpointError
 from megatron.checkpoint.safetensors_file import DTYPES, Entry, SafetensorsFile, bytes_of, write_file
 
@@ -44,7 +44,7 @@ def test_every_dtype_and_shape_comes_back_bit_for_bit(tmp_path):
             assert same_bits(file.read(key), tensor), key
             place = file.places[key]
             assert place.start % max(1, tensor.dtype.itemsize) == 0, f"{key} is not aligned"
-            assert written.crc32[key] == st.block_checksums(bytes_of(tensor))
+            assert written.sums[key] == block_sums(bytes_of(tensor))
 
 
 def test_header_is_eight_byte_aligned_json(tmp_path):
@@ -85,27 +85,27 @@ def test_contiguous_tensors_are_not_copied(tmp_path, monkeypatch):
     assert seen == [tensor.data_ptr() for tensor in tensors]
 
 
-def test_large_tensors_go_by_sections_and_sums_are_plain_crc32_of_blocks(tmp_path, monkeypatch):
-    monkeypatch.setattr(st, "SECTION_BYTES", 2 * st.BLOCK_BYTES)
-    monkeypatch.setattr(st, "_IN_FLIGHT_BYTES", 3 * st.BLOCK_BYTES)
+def test_large_tensors_go_by_sections_and_sums_are_those_of_blocks(tmp_path, monkeypatch):
+    monkeypatch.setattr(st, "SECTION_BYTES", 2 * BLOCK_BYTES)
+    monkeypatch.setattr(st, "_IN_FLIGHT_BYTES", 3 * BLOCK_BYTES)
     tensors = {str(n): random_tensor(torch.uint8, (size,), n)
-               for n, size in enumerate([5 * st.BLOCK_BYTES + 17, 3, st.BLOCK_BYTES, 7 * st.BLOCK_BYTES])}
+               for n, size in enumerate([5 * BLOCK_BYTES + 17, 3, BLOCK_BYTES, 7 * BLOCK_BYTES])}
     written = write_file(tmp_path / "x", [entry(key, tensor) for key, tensor in tensors.items()])
     with SafetensorsFile(tmp_path / "x") as file:
         for key, tensor in tensors.items():
             raw = bytes(bytes_of(tensor))
-            assert written.crc32[key] == tuple(
-                f"{zlib.crc32(raw[at:at + 1048576]):08x}" for at in range(0, len(raw), 1048576))
+            assert written.sums[key] == tuple(
+                block_sum(raw[at:at + 1048576]) for at in range(0, len(raw), 1048576))
             assert torch.equal(file.read(key), tensor)
-        part = torch.empty(2 * st.BLOCK_BYTES + 17, dtype=torch.uint8)
-        file.read_into("0", bytes_of(part), 3 * st.BLOCK_BYTES, written.crc32["0"])
-        assert torch.equal(part, tensors["0"][3 * st.BLOCK_BYTES:])
+        part = torch.empty(2 * BLOCK_BYTES + 17, dtype=torch.uint8)
+        file.read_into("0", bytes_of(part), 3 * BLOCK_BYTES, written.sums["0"])
+        assert torch.equal(part, tensors["0"][3 * BLOCK_BYTES:])
 
 
 def sample(tmp_path):
     """A file of three tensors, its path and bytes and what was written."""
     tensors = {"first": random_tensor(torch.float32, (40, 10), 1), "second": random_tensor(torch.bfloat16, (33,), 2),
-               "third": random_tensor(torch.uint8, (st.BLOCK_BYTES + 9,), 3)}
+               "third": random_tensor(torch.uint8, (BLOCK_BYTES + 9,), 3)}
     written = write_file(tmp_path / "x", [entry(key, tensor) for key, tensor in tensors.items()])
     return tmp_path / "x", (tmp_path / "x").read_bytes(), written
 
@@ -116,7 +116,7 @@ def read_checked(path, written) -> None:
         if (file.bytes, file.header_crc32) != (written.bytes, written.header_crc32):
             raise CheckpointError(f"{path}: header")
         for key, place in file.places.items():
-            file.read_into(key, memoryview(bytearray(place.stop - place.start)), 0, written.crc32[key])
+            file.read_into(key, memoryview(bytearray(place.stop - place.start)), 0, written.sums[key])
 
 
 def test_random_flips_and_truncations_are_noticed(tmp_path):
@@ -143,10 +143,10 @@ def test_a_flip_is_placed_in_its_tensor_and_block(tmp_path):
     bad[-1] ^= 4
     path.write_bytes(bad)
     with SafetensorsFile(path) as file:
-        whole = memoryview(bytearray(st.BLOCK_BYTES + 9))
+        whole = memoryview(bytearray(BLOCK_BYTES + 9))
         with pytest.raises(CheckpointError, match=f"{path}, tensor third: checksum of bytes from 1048576 on is"):
-            file.read_into("third", whole, 0, written.crc32["third"])
-        file.read_into("third", whole[:st.BLOCK_BYTES], 0, written.crc32["third"])  # the block before is sound
+            file.read_into("third", whole, 0, written.sums["third"])
+        file.read_into("third", whole[:BLOCK_BYTES], 0, written.sums["third"])  # the block before is sound
 
 
 def test_a_file_cut_while_open_is_noticed(tmp_path):

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron.checkpoint import boxes, manifest, safetensors_file
+from megatron.checkpoint import boxes, checksums, manifest, safetensors_file
 from megatron.checkpoint.disk import CheckpointError
 from megatron.checkpoint.manifest import FileRecord, Manifest
 from megatron.checkpoint.sharded import Reader, TensorSlice, write
@@ -90,7 +90,7 @@ def save_cut(folder, rng, tensors, ranks: int, block: int) -> Manifest:
 @pytest.mark.parametrize("seed", range(25))
 def test_any_cut_is_read_back_as_any_box(tmp_path, monkeypatch, seed):
     rng = random.Random(seed)
-    block = safetensors_file.BLOCK_BYTES
+    block = checksums.BLOCK_BYTES
     if seed % 2:  # small blocks and pieces, so that small tensors take the roads of large ones
         block = 4096
         monkeypatch.setattr(safetensors_file, "SECTION_BYTES", 8192)
@@ -120,7 +120,7 @@ def test_blocks_of_any_size_the_manifest_names(tmp_path, monkeypatch):
     part = write(tmp_path, "w.safetensors", [TensorSlice.whole("w", tensor)], 7)
     raw = safetensors_file.bytes_of(tensor)
     for block in (4096, 16384, 65536):
-        chunk = replace(part.tensors["w"].chunks[0], crc32=safetensors_file.block_checksums(raw, block))
+        chunk = replace(part.tensors["w"].chunks[0], sums=checksums.block_sums(raw, block))
         table = replace(part, block_bytes=block, tensors={"w": replace(part.tensors["w"], chunks=(chunk,))})
         with Reader(tmp_path, manifest.parse(table.dump(), "x")) as reader:
             assert same_bits(reader.read("w"), tensor) and reader.verify() == 300 * 70 * 4

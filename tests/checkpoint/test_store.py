@@ -153,12 +153,12 @@ START = {"empty": lambda root: None, "older": lambda root: save(root, 10, Unsync
 @pytest.mark.parametrize("start", START)
 @pytest.mark.parametrize("base", [Unsynced, UnsyncedNoExchange])
 @pytest.mark.parametrize("error", [errno.ENOSPC, 0], ids=["disk full", "Ctrl-C"])
-def test_an_error_at_any_step_leaves_a_good_checkpoint(tmp_path, start, base, error):
+def test_an_error_at_any_step_leaves_a_good_checkpoint(memory_path, start, base, error):
     """The disk fails, or Ctrl-C comes, at every single step of a save in turn."""
-    steps = count_steps(tmp_path, START[start], base)
+    steps = count_steps(memory_path, START[start], base)
     assert steps > 20
     for at in range(steps):
-        root = tmp_path / str(at)
+        root = memory_path / str(at)
         START[start](root)
         before = store.latest(root)
         disk = type("FailingDisk", (Failing, base), {})(at, error)
@@ -166,7 +166,7 @@ def test_an_error_at_any_step_leaves_a_good_checkpoint(tmp_path, start, base, er
             save(root, 20, disk, version=1)
         except CheckpointError as caught:
             assert error == caught.errno == errno.ENOSPC and "free space" in str(caught)
-            assert str(tmp_path) in str(caught)
+            assert str(memory_path) in str(caught)
         except KeyboardInterrupt:
             assert error == 0
         else:
@@ -287,9 +287,9 @@ def test_a_checkpoint_copied_elsewhere_under_any_name(tmp_path):
         store.load(tmp_path / "iter_0000030")
 
 
-def test_random_damage_to_any_file_is_found_and_named(tmp_path):
+def test_random_damage_to_any_file_is_found_and_named(memory_path):
     rng = random.Random(9)
-    directory = save(tmp_path, 20)
+    directory = save(memory_path, 20)
     good = {path: path.read_bytes() for path in sorted(directory.iterdir())}
     for case in range(240):
         path = rng.choice(list(good))
@@ -303,10 +303,10 @@ def test_random_damage_to_any_file_is_found_and_named(tmp_path):
             bad[rng.randrange(len(bad))] ^= 1 << rng.randrange(8)
         path.write_bytes(bad)
         with pytest.raises(CheckpointError, match=str(path)):
-            with store.load(tmp_path).reader() as reader:
+            with store.load(memory_path).reader() as reader:
                 reader.verify()
         path.write_bytes(good[path])
-    assert_good(tmp_path, 20)
+    assert_good(memory_path, 20)
 
 
 @pytest.mark.parametrize("name", ["args", "state.json", "weights_00000.safetensors"])

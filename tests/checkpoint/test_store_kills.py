@@ -77,11 +77,11 @@ def kill_at_every_step(rank: int, world: int, folder: str, kind: type[Deadly], s
     raise AssertionError("the save never ended")
 
 
-@pytest.mark.parametrize(("kind", "start"), [*((Deadly, start) for start in START),
-                                             (DeadlyNoExchange, "same"), (DeadlyNoExchange, "newer")])
-def test_killed_at_every_step(tmp_path, kind, start):
+@pytest.mark.parametrize(("kind", "start"), [
+    (Deadly, "empty"), (Deadly, "older"), (Deadly, "same"), (DeadlyNoExchange, "same"), (DeadlyNoExchange, "newer")])
+def test_killed_at_every_step(memory_path, kind, start):
     before = START[start]
-    kills, found = run_ranks(1, kill_at_every_step, str(tmp_path), kind, before)[0]
+    kills, found = run_ranks(1, kill_at_every_step, str(memory_path), kind, before)[0]
     assert kills > 20
     assert found >= {(before[-1], 0) if before else (None, None), (20, 1)}, "both the old and the new were seen"
 
@@ -116,10 +116,10 @@ def kill_at_random(rank: int, world: int, folder: str, kills: int) -> int:
     return last
 
 
-def test_killed_at_random_moments(tmp_path):
-    assert run_ranks(1, kill_at_random, str(tmp_path), 25)[0] > 3
+def test_killed_at_random_moments(memory_path):
+    assert run_ranks(1, kill_at_random, str(memory_path), 25)[0] > 3
 
 
 @pytest.mark.sweep
-def test_killed_at_random_moments_a_thousand_times(tmp_path):
-    assert run_ranks(1, kill_at_random, str(tmp_path), 1000, seconds=1200)[0] > 50
+def test_killed_at_random_moments_a_thousand_times(memory_path):
+    assert run_ranks(1, kill_at_random, str(memory_path), 1000, seconds=1200)[0] > 50

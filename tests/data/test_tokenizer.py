@@ -241,6 +241,15 @@ class TestGPT2BPETokenizer:
         with pytest.raises(ZeroDivisionError):
             tokenizer.tokenize("é")
 
+    def test_endless_blanks_are_left_to_the_plain_one(self, tiny: list[str]) -> None:
+        tokenizer = GPT2BPETokenizer(*tiny)
+        for before in (0, 1, 9_999, 123_456):
+            assert bpe.has_endless_blank("x" * before + "\t " * 500_000 + "x")
+        assert not any(map(bpe.has_endless_blank, ["", " " * 500_000, "ab " * 400_000, "word\n" * 300_000]))
+        tokenizer.__dict__["_engine"] = ("broken", lambda text: 1 / 0)
+        tokenizer._plain.encode = len  # the ids would take seconds
+        assert tokenizer.encode("a" + " " * 1_000_001 + "b") == 1_000_003
+
     def test_identity_follows_the_content(self, tiny: list[str], tmp_path: Path) -> None:
         before = GPT2BPETokenizer(*tiny).identity()
         assert before["class"] == "GPT2BPETokenizer" and before["files"] == tiny
@@ -341,6 +350,12 @@ class TestTikTokenizer:
         (tmp_path / "v.json").write_text(content)
         with pytest.raises(ValueError, match=f"v.json: .*{says}"):
             build_tokenizer("TikTokenizer", tokenizer_model=str(tmp_path / "v.json"), vocab_size=2000)
+
+    def test_an_endless_run_is_a_bad_text(self, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+        path = write_tiktoken(tmp_path / "v.json")
+        sizes = dict(tokenizer_model=path, vocab_size=263, tiktoken_num_special_tokens=7)
+        with pytest.raises(ValueError, match="tiktoken gives up on this text"):
+            build_tokenizer("TikTokenizer", **sizes).tokenize(" " * 1_000_001 + "x")
 
     def test_too_few_pieces(self, tmp_path: Path) -> None:
         path = write_tiktoken(tmp_path / "v.json")

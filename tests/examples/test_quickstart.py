@@ -46,23 +46,39 @@ def test_it_learns_from_knowing_nothing(quickstart):
 def test_every_iteration_runs_once_and_the_second_part_goes_on_where_the_first_stopped(quickstart):
     folder, printed = quickstart
     assert [row["iteration"] for row in rows(folder)] == list(range(1, 31))
-    assert [row["consumed_samples"] for row in rows(folder)] == [4 * n for n in range(1, 31)]
+    assert [row["consumed_samples"] for row in rows(folder)] == [2 * n for n in range(1, 31)]
     assert "[exiting program at iteration 15]" in printed
     assert "successfully loaded checkpoint from" in printed and "at iteration 15\n" in printed
     assert "end of arguments" not in printed and "end of arguments" in (folder / "log.txt").read_text()
 
 
-@pytest.mark.campaign
-def test_the_two_parts_are_bit_for_bit_one_straight_run(quickstart, tmp_path):
-    folder = quickstart[0]
+def train(folder: Path, metrics: Path, *more: str) -> list[dict]:
+    """The quickstart's training command on its data with other places to write to; the rows of its metrics file."""
     data = folder / "data"
     command = [sys.executable, str(ROOT / "pretrain_gpt.py"), f"@{ROOT / 'examples' / 'quickstart' / 'gpt.args'}"]
     command += ["--data-path", str(data / "shakespeare_text_document"), "--vocab-file", str(data / "gpt2-vocab.json")]
-    command += ["--merge-file", str(data / "gpt2-merges.txt"), "--save", str(tmp_path / "checkpoints")]
-    command += ["--metrics-file", str(tmp_path / "metrics.jsonl"), *SMALL]
-    subprocess.run(command, check=True, capture_output=True, timeout=300)
+    command += ["--merge-file", str(data / "gpt2-merges.txt"), "--metrics-file", str(metrics), *SMALL, *more]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return rows(metrics.parent)
+
+
+@pytest.mark.campaign
+def test_the_two_parts_are_bit_for_bit_one_straight_run(quickstart, tmp_path):
+    straight = train(quickstart[0], tmp_path / "metrics.jsonl", "--save", str(tmp_path / "checkpoints"))
     for key in ("lm_loss", "grad_norm", "learning_rate"):
-        assert [row[key] for row in rows(tmp_path)] == [row[key] for row in rows(folder)]
+        assert [row[key] for row in straight] == [row[key] for row in rows(quickstart[0])]
+
+
+@pytest.mark.campaign
+def test_training_on_works_as_it_says(quickstart, tmp_path):
+    folder, printed = quickstart
+    flags = ["--train-iters", "1000", "--override-opt_param-scheduler"]
+    assert " ".join(flags) in printed
+    flags[1] = "35"
+    more = train(folder, tmp_path / "metrics.jsonl", "--load", str(folder / "checkpoints"), "--save",
+                 str(tmp_path / "checkpoints"), *flags)
+    assert [row["iteration"] for row in more] == [31, 32, 33, 34, 35]
 
 
 @pytest.mark.campaign

@@ -9,7 +9,8 @@ from megatron.config.parallel import ParallelConfig
 from megatron.config.parameters import ParameterSpec
 from megatron.parallel.context import Axis, ParallelContext
 from megatron.parallel.cross_entropy import vocab_parallel_cross_entropy
-from megatron.parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+from megatron.parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding, embedding
+from megatron.parallel.random import DropoutSeeds
 from megatron.parallel.sharding import ParameterFactory, init_parameters, local_box
 from tests.forkrun import run_ranks
 from tests.model.tiny import tiny_model, tokens
@@ -83,6 +84,37 @@ def test_the_gpt_on_two_ranks(flags, sequence_parallel):
             torch.testing.assert_close(got, wanted, rtol=1e-11, atol=1e-11)
 
 
+class WatchedSeeds(DropoutSeeds):
+    """Notes which part of the tensor each site says it drops from."""
+
+    def __init__(self):
+        super().__init__(1234, 1, 0)
+        self.parts = set()
+
+    def seed(self, layer, site, part=0):
+        self.parts.add((site, part))
+        return super().seed(layer, site, part)
+
+
+def dropped_losses(rank, world, sequence_parallel):
+    config = ParallelConfig(tensor_model_parallel_size=world, sequence_parallel=sequence_parallel)
+    model = tiny_model(ctx=ParallelContext(config, world, rank), hidden_dropout=0.1, attention_dropout=0.1)
+    seeds, (ids, labels) = WatchedSeeds(), tokens()
+    with torch.no_grad():
+        return model(ids, labels=labels, dropout=seeds), seeds.parts
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_ranks_drop_alike_where_they_hold_the_same(sequence_parallel):
+    """Heads differ by rank, so do their masks; the residual stream is the same on both unless it is split too."""
+    results = run_ranks(2, dropped_losses, sequence_parallel)
+    assert torch.equal(results[0][0], results[1][0])
+    for rank, (_, parts) in enumerate(results):
+        hidden = rank if sequence_parallel else 0
+        assert parts == {("attention", rank), *((site, hidden) for site in
+                                                ("embedding", "attention_output", "mlp_output"))}
+
+
 def one_rank_of(tp, tp_rank):
     return SimpleNamespace(tp=Axis("tp", tp, tp_rank), sequence_parallel=False)
 
@@ -94,3 +126,24 @@ def test_a_gated_matrix_keeps_gate_and_up_together():
     assert [local_box(p.sharding, one_rank_of(2, rank))[1] for rank, p in enumerate(parts)] == [(0, 6), (6, 12)]
 
 
+
+
+@pytest.mark.parametrize("dtype, buffer", [
+    (torch.float32, None), (torch.float32, torch.float32), (torch.float64, torch.float64), (torch.bfloat16, None),
+    (torch.bfloat16, torch.float32), (torch.float16, torch.float16)], ids=str)
+def test_a_frequent_token_gets_its_whole_gradient(dtype, buffer):
+    """2000 small gradients of one row, 20 of another: summed as in fp64 and rounded once, also when added to more."""
+    weight = torch.nn.Parameter(torch.zeros(7, 4, dtype=dtype))
+    if buffer is not None:
+        weight.main_grad = torch.ones(7, 4, dtype=buffer)
+    ids = (torch.arange(2020) < 20).long().view(20, 101) * 3
+    grad = (1e-3 * torch.rand(20, 101, 4, generator=torch.Generator().manual_seed(1))).to(dtype)
+    embedding(ids, weight).backward(grad)
+    expected = torch.zeros(7, 4, dtype=torch.float64).index_add_(0, ids.flatten(), grad.double().flatten(0, 1))
+    if buffer is None:
+        got, step = weight.grad, torch.finfo(dtype).eps
+    else:
+        assert weight.grad is None
+        got, step, expected = weight.main_grad, torch.finfo(buffer).eps, expected + 1
+    assert expected[0].min() > 0.5 and not got.isnan().any()
+    torch.testing.assert_close(got.double(), expected, rtol=max(step, 1e-5 if dtype != torch.float64 else 0), atol=1e-9)

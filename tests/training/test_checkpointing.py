@@ -12,7 +12,8 @@ BASE = [*SMALL, "--train-iters", "8", "--split", "80,20,0", "--eval-interval", "
 def trained(tmp_path_factory):
     """(folder, flags) of a run that stopped after 4 of 8 iterations; its data holds more than one epoch's worth."""
     folder = tmp_path_factory.mktemp("trained")
-    argv = [*BASE, "--data-path", write_text(folder / "text", 300), "--save", str(folder / "save"), "--save-interval", "2"]
+    argv = [*BASE, "--data-path", write_text(folder / "text", 300), "--save", str(folder / "save"), "--save-interval",
+            "2"]
     train(folder, [*argv, "--exit-interval", "4"])
     return folder, argv
 
@@ -102,7 +103,8 @@ def test_ckpt_step_and_directory_of_one_checkpoint(trained, tmp_path):
     older = resume(trained, tmp_path / "a", "--ckpt-step", "2")
     assert older.rows[0]["iteration"] == 3
     folder, argv = trained
-    run = train(tmp_path / "b", [*argv, "--load", str(folder / "save/iter_0000002"), "--save", str(tmp_path / "b/save")])
+    places = ["--load", str(folder / "save/iter_0000002"), "--save", str(tmp_path / "b/save")]
+    run = train(tmp_path / "b", [*argv, *places])
     assert run.series("lm_loss") == older.series("lm_loss")
 
 

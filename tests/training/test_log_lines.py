@@ -23,8 +23,9 @@ SEED_AURORA = ("iteration= 1/ 635782 | consumed_samples= 768 | consumed_tokens= 
                "lm loss=11.167250 | loss_scale=1.0 | grad_norm=6.363 | actual_seqlen= 4096 | "
                "number_of_skipped_iterations= 0 | number_of_nan_iterations= 0 | samples_per_second=25.972 | "
                "tokens_per_gpu_per_second_tgs=4432.597 | [LM]TFLOPs=20.30 | [DS]TFLOPs=26.18 |")
-SEED_SKIPPED = ("iteration= 2/ 635782 | consumed_samples= 1536 | consumed_tokens= 6291456 | learning_rate=1.88744e-08 | "
-                "global_batch_size= 768 | loss_scale=1.0 | actual_seqlen= 4096 | number_of_skipped_iterations= 1 | "
+SEED_SKIPPED = ("iteration= 2/ 635782 | consumed_samples= 1536 | consumed_tokens= 6291456 | "
+                "learning_rate=1.88744e-08 | global_batch_size= 768 | loss_scale=1.0 | actual_seqlen= 4096 | "
+                "number_of_skipped_iterations= 1 | "
                 "number_of_nan_iterations= 0")
 
 
@@ -47,7 +48,8 @@ def test_perplexity_is_capped_as_megatrons():
 
 
 def test_iteration_line_to_the_character():
-    interval = Interval(losses=[11.0, 10.0], trained=10, seconds=12.3456, samples=80, overflow_skips=8, nan_iterations=1)
+    interval = Interval(losses=[11.0, 10.0], trained=10, seconds=12.3456, samples=80, overflow_skips=8,
+                        nan_iterations=1)
     assert megatron_line(row(interval, grad_norm=1.23456, teraflops=7.06, num_zeros=5, params_norm=2.5), True) == (
         " iteration       10/    1000 | consumed samples:           80 | elapsed time per iteration (ms): 1234.6 |"
         " throughput per GPU (TFLOP/s/GPU): 7.1 | learning rate: 4.688E-07 | global batch size:     8 |"

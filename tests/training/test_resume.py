@@ -55,7 +55,7 @@ def test_workers_and_prefetch_change_nothing(tmp_path):
     """Position is counters alone: another micro-batch size after the resume reads the same samples."""
     data = write_text(tmp_path / "text", 260)
     base = [*SMALL, "--fp64", "--hidden-dropout", "0", "--attention-dropout", "0"]
-    run = [*base, "--data-path", data, "--train-iters", "12", "--save-interval", "6"]
+    run = [*base, "--data-path", data, "--split", "90,10,0", "--train-iters", "12", "--save-interval", "6"]
     one = train(tmp_path / "one", [*run, "--save", str(tmp_path / "one/save")])
     train(tmp_path / "two", [*run, "--save", str(tmp_path / "two/save"), "--exit-interval", "6"])
     two = train(tmp_path / "two", [*run, "--save", str(tmp_path / "two/save"), "--load", str(tmp_path / "two/save"),

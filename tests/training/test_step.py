@@ -129,7 +129,7 @@ def test_nan_can_be_allowed():
 
 
 def test_flag_travels_with_the_loss():
-    assert train_step(make_run(), plot().forward_step, iter(samples().split(2)), 1, flag=3).flag == 3
+    assert train_step(make_run(), plot().forward_step, iter(samples().split(2)), 1, flag=lambda: 3).flag == 3
 
 
 def test_exhausted_data_says_what_to_do():

@@ -1,0 +1,253 @@
+"""Every way to start a run: torchrun, torch.distributed.launch, srun's variables, one process; uninstalled, by path.
+
+Real interpreters where the start itself is the matter (seconds each; most are campaign), forked ones elsewhere.
+"""
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron.checkpoint import store
+from tests.e2e.programs import SCRIPT, Program, fork_program, fork_ranks, free_port, spawn_program
+from tests.forkrun import run_ranks
+from tests.runs import SMALL, Finished, same_tensors, train, write_text
+
+EXACT = ("iteration", "lm_loss", "grad_norm", "learning_rate", "consumed_samples")
+RUN = "-m torch.distributed.run --nproc-per-node 2 --master-port".split()
+LAUNCH = "-m torch.distributed.launch --nproc_per_node 2 --nnodes 1 --node_rank 0 --master_addr localhost --master_port"
+SAYS = "interrupted: "
+OURS = ("megatron/", "pretrain_gpt.py\", line")      # of a traceback's lines
+
+
+def argv(folder: Path, iterations: int = 4, *extra: str) -> list[str]:
+    """Relative paths: they count from where the command is given."""
+    return [*SMALL, "--data-path", "text", "--split", "90,10,0", "--train-iters", str(iterations), "--save", "save",
+            "--load", "save", "--save-interval", "2", *extra]
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    write_text(tmp_path / "text", 260)
+    return tmp_path
+
+
+@pytest.fixture
+def two_ranks(folder, monkeypatch) -> Finished:
+    """What two ranks compute, here forked."""
+    monkeypatch.chdir(folder)
+    words = argv(folder)
+    words[words.index("--save"):words.index("--save-interval")] = ["--save", "two/save"]
+    return train(folder / "two", words, 2)
+
+
+def rows(folder: Path) -> list[tuple]:
+    return Finished(folder, 1).series(*EXACT)
+
+
+def spawn(folder: Path, launcher: list[str], iterations: int, *extra: str, environ=None) -> Program:
+    """In `folder`, the script by its path."""
+    words = argv(folder, iterations, "--metrics-file", "metrics.jsonl", *extra)
+    return spawn_program([*launcher, SCRIPT, *words], folder, environ, cwd=folder)
+
+
+def test_torchrun(folder, two_ranks):
+    program = spawn(folder, [*RUN, str(free_port())], 4)
+    assert program.end(120) == 0, program.err
+    assert rows(folder) == two_ranks.series(*EXACT)
+    same_tensors(Finished(folder, 1).tensors(), two_ranks.tensors())
+    assert not any(word in program.err for word in ("Error", "Traceback", "Warning: destroy_process_group"))
+    assert program.out.count("training ...") == 1 and program.out.count("lm loss value") == 1
+
+
+@pytest.mark.campaign
+def test_torch_distributed_launch(folder, two_ranks):
+    """It puts --local-rank=N before the user's flags, and says itself that it is deprecated."""
+    program = spawn(folder, [*LAUNCH.split(), str(free_port())], 4)
+    assert program.end(120) == 0, program.err
+    assert rows(folder) == two_ranks.series(*EXACT)
+    assert "  local_rank ...................................... 0\n" in program.out
+
+
+def slurm(rank: int, world: int, folder: Path, environ: dict[str, str]) -> list:
+    os.chdir(folder)
+    ranks = [{"SLURM_PROCID": str(r), "SLURM_LOCALID": str(r), "SLURM_NTASKS": "2", **environ} for r in range(2)]
+    words = argv(folder, 4, "--metrics-file", "metrics.jsonl")
+    programs = [fork_program(words, folder, str(r), place) for r, place in enumerate(ranks)]
+    return [(p.end(), p.err) for p in programs]
+
+
+@pytest.mark.parametrize("from_job", [True, False])
+def test_srun(folder, two_ranks, from_job):
+    """The meeting point is given, or made of the launch node's address and the job's number."""
+    port = free_port()
+    if from_job:
+        while not 20000 <= port < 40000:
+            port = free_port()
+        environ = {"SLURM_LAUNCH_NODE_IPADDR": "127.0.0.1", "SLURM_JOB_ID": str(20000 * 7 + port - 20000)}
+    else:
+        environ = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    assert run_ranks(1, slurm, folder, environ) == [[(0, "")] * 2]
+    assert rows(folder) == two_ranks.series(*EXACT)
+
+
+def without_meeting_point(rank: int, world: int, folder: Path) -> tuple:
+    os.chdir(folder)
+    program = fork_program(argv(folder), folder, environ={"SLURM_PROCID": "0", "SLURM_NTASKS": "2"})
+    return program.end(), program.err
+
+
+def test_ranks_need_a_meeting_point(folder):
+    code, text = run_ranks(1, without_meeting_point, folder)[0]
+    assert code == 1 and text.startswith("error: MASTER_ADDR and MASTER_PORT not set: 2 ranks need a meeting point;")
+    assert text.count("\n") == 1
+
+
+def inside_an_allocation(rank: int, world: int, folder: Path) -> tuple:
+    os.chdir(folder)
+    program = fork_program(argv(folder), folder, environ={"SLURM_NTASKS": "4", "SLURM_JOB_ID": "7"})
+    return program.end(), program.err
+
+
+def test_a_shell_in_an_allocation_is_one_process(folder):
+    assert run_ranks(1, inside_an_allocation, folder) == [(0, "")]
+
+
+def workers(rank: int, world: int, folder: Path, ranks: int) -> list:
+    os.chdir(folder)
+    codes = []
+    for name, number in (("none", "0"), ("some", "2")):
+        words = argv(folder, 4, "--num-workers", number, "--save", f"{name}/save", "--load", f"{name}/save",
+                     "--metrics-file", f"{name}/metrics.jsonl")
+        codes += [p.end() for p in fork_ranks(words, folder / name, ranks)]
+    return codes
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_data_workers_change_nothing(folder, ranks):
+    assert run_ranks(1, workers, folder, ranks) == [[0] * 2 * ranks]
+    assert rows(folder / "none") == rows(folder / "some") and len(rows(folder / "none")) == 4
+
+
+BLOCKER = '''"""Only torch, numpy and what they need; anything else is not installed."""
+import sys
+
+BLOCKED = {"tensorboard", "safetensors", "tiktoken", "regex", "sentencepiece", "transformers", "tokenizers", "pybind11",
+           "megatron.core", "helpers_cpp", "tqdm", "requests", "pytest"}
+
+
+class Block:
+    def __init__(self, finder):
+        self.finder = finder
+
+    def find_spec(self, name, path=None, target=None):
+        blocked = name in BLOCKED or name.split(".")[0] in BLOCKED or name.endswith("helpers_cpp")
+        return None if blocked else self.finder.find_spec(name, path, target)
+
+
+sys.meta_path[:] = [Block(finder) for finder in sys.meta_path]
+'''
+
+
+def test_mock_data_needs_torch_and_numpy_only(tmp_path):
+    """In a new interpreter in which every optional package is missing, from another directory, saved and resumed."""
+    hook = tmp_path / "hook"
+    hook.mkdir()
+    (hook / "sitecustomize.py").write_text(BLOCKER)
+    words = [SCRIPT, *SMALL, "--mock-data", "--train-iters", "4", "--save", "save", "--save-interval", "2"]
+    program = spawn_program(words, tmp_path / "run", {"PYTHONPATH": str(hook)})
+    assert program.end(120) == 0, program.err
+    assert store.latest(tmp_path / "run/save") == 4 and program.err == ""
+
+
+def ours(text: str) -> list[str]:
+    """Lines of tracebacks that point into this project."""
+    return [line for line in text.splitlines() if line.lstrip().startswith("File ") and any(o in line for o in OURS)]
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("seconds", [0.0, 0.1, 0.3, 0.6, 1.0, 1.5, 2.5])
+def test_ctrl_c_while_it_starts(folder, seconds):
+    """While torch is imported, above all: from the script's first line on there is no moment for a traceback."""
+    program = spawn(folder, [], 100000)
+    deadline = time.monotonic() + 30
+    while "Threads:\t1\n" in Path(f"/proc/{program.pid}/status").read_text() and time.monotonic() < deadline:
+        time.sleep(0.002)                   # the second thread is the one that listens
+    time.sleep(seconds)
+    program.interrupt()
+    assert program.end(30) == 130
+    assert program.err.startswith(SAYS) and program.err.count("\n") == 1 and program.left_behind() == []
+
+
+@pytest.mark.campaign
+def test_ctrl_c_under_torchrun(folder):
+    """The launcher has its own words (and exit code 1); from our ranks comes one line, and nobody is left."""
+    extra = ["--save-interval", "10", "--num-workers", "1", "--eval-interval", "1", "--eval-iters", "9"]
+    program = spawn(folder, [*RUN, str(free_port())], 40, *extra)
+    program.wait_for("iteration       20/", 120)
+    program.interrupt()
+    program.end(60)
+    assert program.err.count(SAYS) == 1 and ours(program.err) == []
+    assert "the same command goes on from the last checkpoint\n" in program.err and not left_in(folder)
+    resumed = spawn(folder, [*RUN, str(free_port())], 40, *extra)
+    assert resumed.end(120) == 0 and "successfully loaded checkpoint from save at iteration" in resumed.out
+    words = [*argv(folder, 40), *extra, "--data-path", str(folder / "text"), "--load", str(folder / "two/save"),
+             "--save", str(folder / "two/save"), "--num-workers", "0"]
+    straight = train(folder / "two", words, 2)
+    assert rows(folder) == straight.series(*EXACT)
+    same_tensors(Finished(folder, 1).tensors(), straight.tensors())
+
+
+@pytest.mark.campaign
+def test_request_under_torchrun(folder):
+    """SIGTERM to the launcher, which passes it on: saved and left; the launcher itself then exits with 1."""
+    program = spawn(folder, [*RUN, str(free_port())], 100000, "--exit-signal-handler", "--save-interval", "1000000")
+    program.wait_for("iteration       10/", 120)
+    program.signal(signal.SIGTERM)
+    program.end(60)
+    assert "[exiting program after receiving SIGTERM.] datetime: " in program.out and ours(program.err) == []
+    assert store.latest(folder / "save") >= 10 and not left_in(folder)
+
+
+FAILING = '''"""pretrain_gpt.py whose last rank cannot go on."""
+import os, runpy
+from megatron.training import loop
+
+def wrong(*args):
+    raise {error}("planted on rank " + os.environ["RANK"])
+
+if os.environ["RANK"] in {ranks}:
+    loop.train_step = wrong
+runpy.run_path({script!r}, run_name="__main__")
+'''
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("ranks, error, said", [
+    ("01", "ValueError", "error: planted on rank 0"), ("1", "ValueError", "rank 1: error: planted on rank 1"),
+    ("01", "KeyError", "KeyError: 'planted on rank 0'")])
+def test_an_error_under_torchrun_is_said_once(folder, ranks, error, said):
+    wrapper = folder / "wrapper.py"
+    wrapper.write_text(FAILING.format(error=error, ranks=repr(ranks), script=SCRIPT))
+    program = spawn_program([*RUN, str(free_port()), str(wrapper), *argv(folder)], folder,
+                            {"PYTHONPATH": str(Path(SCRIPT).parent)})
+    assert program.end(120) == 1
+    assert program.err.count("planted on rank 0") + program.err.count("planted on rank 1") == 1 and not left_in(folder)
+    assert said in program.err.splitlines()
+
+
+def left_in(folder: Path) -> list[int]:
+    """Living processes that work in `folder`."""
+    time.sleep(0.5)
+    found = []
+    for process in Path("/proc").iterdir():
+        if process.name.isdigit() and process.name != str(os.getpid()):
+            try:
+                if os.readlink(process / "cwd") == str(folder):
+                    found.append(int(process.name))
+            except OSError:
+                continue
+    return found

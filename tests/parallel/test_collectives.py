@@ -1,0 +1,135 @@
+"""Each collective and its adjoint on real gloo ranks: values, and gradients against the whole computation on one."""
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron.config.parallel import ParallelConfig
+from megatron.parallel import collectives
+from megatron.parallel.context import Axis, ParallelContext
+from tests.forkrun import run_ranks
+
+SHAPE = (4, 8, 12)
+WORLDS = [2, 4]
+
+
+def part(rank: int, seed: int = 0, shape: tuple[int, ...] = SHAPE) -> torch.Tensor:
+    """A tensor that every rank can make for every rank."""
+    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(100 * seed + rank))
+
+
+def world_axis(rank: int, world: int) -> Axis:
+    return ParallelContext(ParallelConfig(), world, rank).world
+
+
+def call(rank: int, world: int, name: str, args: tuple) -> tuple[torch.Tensor, torch.Tensor]:
+    """(result, the input afterwards) of a collective on this rank's part."""
+    x = part(rank)
+    return getattr(collectives, name)(x, world_axis(rank, world), *args), x
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("op", ["sum", "max", "min"])
+def test_all_reduce(world, op):
+    parts = torch.stack([part(rank) for rank in range(world)])
+    expected = {"sum": parts.sum(0), "max": parts.amax(0), "min": parts.amin(0)}[op]
+    for rank, (result, after) in enumerate(run_ranks(world, call, "all_reduce", (op,))):
+        torch.testing.assert_close(result, expected)
+        assert torch.equal(after, part(rank))
+    for result, after in run_ranks(world, call, "all_reduce_", (op,)):
+        assert torch.equal(result, after)
+        torch.testing.assert_close(result, expected)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("dim", [0, 1, -1])
+def test_gather_scatter_and_slice(world, dim):
+    parts = [part(rank) for rank in range(world)]
+    for result, _ in run_ranks(world, call, "all_gather", (dim,)):
+        assert torch.equal(result, torch.cat(parts, dim))
+    shards = sum(parts).chunk(world, dim)
+    for rank, (result, _) in enumerate(run_ranks(world, call, "reduce_scatter", (dim,))):
+        torch.testing.assert_close(result, shards[rank])
+    for rank, (result, _) in enumerate(run_ranks(world, call, "my_slice", (dim,))):
+        assert torch.equal(result, parts[rank].chunk(world, dim)[rank]) and result.is_contiguous()
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_broadcast_and_objects(world):
+    for result, after in run_ranks(world, call, "broadcast_", (1,)):
+        assert torch.equal(result, part(1)) and torch.equal(after, part(1))
+    assert run_ranks(world, gather) == [[{"rank": rank, "text": "x" * rank} for rank in range(world)]] * world
+
+
+def gather(rank: int, world: int) -> list:
+    axis = world_axis(rank, world)
+    collectives.barrier(axis)
+    return collectives.gather_objects({"rank": rank, "text": "x" * rank}, axis)
+
+
+def differentiate(rank: int, world: int, name: str, dim: int, replicated: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Value on this rank, and the gradient that this rank gets of sum over ranks of <weight_r, value_r>."""
+    x = part(0 if replicated else rank).requires_grad_()
+    value = getattr(collectives, name)(x, world_axis(rank, world), dim)
+    (value * part(rank, 1, tuple(value.shape))).sum().backward()
+    return value.detach(), x.grad
+
+
+def whole(name: str, world: int, dim: int, replicated: bool) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """The same on one process, in plain torch: every rank's value from every rank's input."""
+    inputs = [part(0 if replicated else rank).requires_grad_() for rank in range(world)]
+    if replicated:
+        inputs = inputs[:1] * world
+    values = {
+        "copy_to": lambda: [x * 1 for x in inputs],
+        "reduce_from": lambda: [sum(inputs) for _ in inputs],
+        "gather_sequence": lambda: [torch.cat(inputs, dim) for _ in inputs],
+        "scatter_sequence": lambda: list(sum(inputs).chunk(world, dim)),
+        "split_sequence": lambda: [x.chunk(world, dim)[rank] for rank, x in enumerate(inputs)],
+    }[name]()
+    weights = [part(rank, 1, tuple(value.shape)) for rank, value in enumerate(values)]
+    if name == "reduce_from":            # what follows is the same on all ranks, so one of the equal losses counts
+        weights = [weights[0]] + [torch.zeros_like(w) for w in weights[1:]]
+    sum((value * weight).sum() for value, weight in zip(values, weights, strict=True)).backward()
+    return [(value.detach(), x.grad) for value, x in zip(values, inputs, strict=True)]
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("name, replicated, dims", [
+    ("copy_to", True, [0]), ("gather_sequence", False, [0, 1]), ("scatter_sequence", False, [0, 1]),
+    ("split_sequence", True, [0, 1])])
+def test_adjoints(world, name, replicated, dims):
+    """What each rank's input receives is the gradient of all ranks' losses together."""
+    for dim in dims:
+        expected = whole(name, world, dim, replicated)
+        for got, wanted in zip(run_ranks(world, differentiate, name, dim, replicated), expected, strict=True):
+            torch.testing.assert_close(got[0], wanted[0])
+            torch.testing.assert_close(got[1], wanted[1])
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_reduce_from(world):
+    """Its result is one and the same on all ranks, and so is what follows: each rank's gradient passes as it is."""
+    got = run_ranks(world, differentiate, "reduce_from", 0, False)
+    for rank, ((value, grad), (expected, _)) in enumerate(zip(got, whole("reduce_from", world, 0, False), strict=True)):
+        torch.testing.assert_close(value, expected)
+        assert torch.equal(grad, part(rank, 1, SHAPE))
+    first = whole("reduce_from", world, 0, False)[0][1]
+    assert torch.equal(got[0][1], first)
+
+
+@pytest.mark.parametrize("name", ["all_reduce", "all_reduce_", "all_gather", "reduce_scatter", "my_slice", "broadcast_",
+                                  "copy_to", "reduce_from", "gather_sequence", "scatter_sequence", "split_sequence"])
+def test_an_axis_of_one_returns_its_input(name):
+    """The very tensor, and no process group is there."""
+    x = part(0)
+    assert getattr(collectives, name)(x, Axis("tp")) is x
+    assert collectives.gather_objects("x", Axis("tp")) == ["x"] and collectives.barrier(Axis("tp")) is None
+
+
+def test_both_spellings_of_torch_are_known():
+    """2.13's names where there are any, the older ones elsewhere."""
+    names = {collectives._gather_into.__name__, collectives._scatter_into.__name__}
+    new = hasattr(torch.distributed, "all_gather_single")
+    assert names == ({"all_gather_single", "reduce_scatter_single"} if new else
+                     {"all_gather_into_tensor", "reduce_scatter_tensor"})

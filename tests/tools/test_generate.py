@@ -1,0 +1,101 @@
+"""tools/generate.py on a checkpoint of a short run: which one it takes, what it prints, and how it says no."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+TOOL = ROOT / "tools" / "generate.py"
+TRAIN = (
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 16 --max-position-embeddings 16 "
+    "--micro-batch-size 2 --train-iters 4 --lr 1e-2 --save-interval 2 --eval-iters 0 --mock-data --vocab-size 50 "
+    "--save run --device cpu --num-workers 0"
+).split()
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> Path:
+    """A run directory with the iterations 2 and 4 of a model of numbers below 50."""
+    folder = tmp_path_factory.mktemp("trained")
+    subprocess.run([sys.executable, str(ROOT / "pretrain_gpt.py"), *TRAIN], cwd=folder, check=True, capture_output=True)
+    return folder / "run"
+
+
+@pytest.fixture(scope="module")
+def tool():
+    """The tool as a module."""
+    spec = importlib.util.spec_from_file_location("generate_tool", TOOL)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def talk(tool, capfd):
+    """Call the tool as its command line would; returns (exit code, stdout, stderr)."""
+
+    def call(*words: object) -> tuple[int, str, str]:
+        code = tool.main([str(word) for word in words])
+        return code, *capfd.readouterr()
+
+    return call
+
+
+def test_it_continues_the_prompt_with_the_newest_checkpoint_from_any_folder(run, tmp_path):
+    command = [sys.executable, str(TOOL), str(run), "1 2 3", "--max-new-tokens", "5", "--temperature", "0"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    words = done.stdout.split()
+    assert words[:3] == ["1", "2", "3"] and 4 <= len(words) <= 8 and all(int(word) < 50 for word in words)
+    assert "iter_0000004 (iteration 4)" in done.stderr
+
+
+def test_an_iteration_can_be_named_in_two_ways(run, talk):
+    code, text, said = talk(run / "iter_0000002", "7", "--max-new-tokens", 3, "--seed", 5)
+    assert code == 0 and "(iteration 2)" in said
+    assert text == talk(run, "7", "--max-new-tokens", 3, "--seed", 5, "--ckpt-step", 2)[1]
+    assert text != talk(run / "iter_0000002", "7", "--max-new-tokens", 3, "--seed", 6)[1]
+
+
+def test_without_a_prompt_it_starts_a_document(run, talk):
+    code, text, said = talk(run, "--max-new-tokens", 4)
+    assert code == 0 and text.strip(), said
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["missing"], "no checkpoint there"),
+        (["run", "1", "--ckpt-step", "3"], "complete here: 2, 4"),
+        (["run", "1", "--temperature", "-1", "--top-p", "0"], "--top-p 0.0: must be above 0"),
+        (["run", "1", "--max-new-tokens", "0"], "--max-new-tokens 0: must be at least 1"),
+        (["run", "one"], "'one'"),
+        (["run", "50"], "'50'"),
+    ],
+)
+def test_what_cannot_be_done_is_said_in_a_line(run, talk, monkeypatch, words, said):
+    monkeypatch.chdir(run.parent)
+    code, text, errors = talk(*words)
+    assert code == 1 and text == "" and said in errors and errors.splitlines()[-1].startswith("error: ")
+
+
+def test_a_changed_args_file_is_noticed(run, talk, tmp_path):
+    shutil.copytree(run, tmp_path / "run")
+    args = tmp_path / "run" / "iter_0000004" / "args"
+    args.write_text(args.read_text().replace("--vocab-size 50", "--vocab-size 51"))
+    code, _, errors = talk(tmp_path / "run", "1")
+    assert code == 1 and str(args) in errors
+
+
+def test_a_character_waits_until_all_its_bytes_are_there(tool):
+    text = "aé日🙂!"
+    pieces = list(tool.readable([ord("a")], text.encode()[1:], lambda ids: bytes(ids).decode(errors="replace")))
+    assert "".join(pieces) == text[1:] and all("\ufffd" not in piece for piece in pieces)
+    torn = list(tool.readable([], text.encode()[:-2], lambda ids: bytes(ids).decode(errors="replace")))
+    assert "".join(torn) == "aé日\ufffd"

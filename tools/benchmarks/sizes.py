@@ -1,0 +1,104 @@
+"""The models that the step benchmark trains: their sizes, and each as flags of pretrain_gpt.py. Knows no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+
+LEARNING_RATE, WEIGHT_DECAY, BETAS, CLIP = 3e-4, 0.1, (0.9, 0.95), 1.0
+
+
+@dataclass(frozen=True)
+class Size:
+    """One model and one batch. family: `gpt` (GPT-2: learned positions, LayerNorm, tanh GELU, biases, tied output) or
+    `llama` (rotary positions, RMSNorm, SwiGLU, no biases, output matrix of its own)."""
+
+    name: str
+    layers: int
+    hidden: int
+    heads: int
+    seq: int
+    micro_batch: int
+    vocab: int
+    family: str = "gpt"
+    ffn: int = 0
+    micro_batches: int = 1
+
+    @property
+    def ffn_size(self) -> int:
+        """Width of the MLP: 4 x hidden where none was given."""
+        return self.ffn or 4 * self.hidden
+
+    @property
+    def gated(self) -> bool:
+        """Has the MLP a gate?"""
+        return self.family == "llama"
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of one step."""
+        return self.seq * self.micro_batch * self.micro_batches
+
+
+CPU_SIZES = (
+    Size("gpt10m", 6, 384, 6, seq=256, micro_batch=16, vocab=256),
+    Size("llama30m", 8, 512, 8, seq=512, micro_batch=8, vocab=4096, family="llama", ffn=1376),
+    Size("gpt124m", 12, 768, 12, seq=1024, micro_batch=4, vocab=50304),
+)
+# The shapes of GPT-3 (Brown et al. 2020, table 2.1); 760M and 1.3B with 16 heads, as 24 do not divide their widths well.
+CUDA_SIZES = (
+    Size("125m", 12, 768, 12, seq=2048, micro_batch=32, vocab=50304, micro_batches=2),
+    Size("350m", 24, 1024, 16, seq=2048, micro_batch=16, vocab=50304, micro_batches=4),
+    Size("760m", 24, 1536, 16, seq=2048, micro_batch=16, vocab=50304, micro_batches=4),
+    Size("1.3b", 24, 2048, 16, seq=2048, micro_batch=8, vocab=50304, micro_batches=8),
+    Size("2.7b", 32, 2560, 32, seq=2048, micro_batch=4, vocab=50304, micro_batches=8),
+    Size("6.7b", 32, 4096, 32, seq=2048, micro_batch=1, vocab=50304, micro_batches=32),
+)
+NAMED = {size.name: size for size in (*CPU_SIZES, *CUDA_SIZES)}
+
+
+def parse_size(text: str) -> Size:
+    """A size by name, changed or not (`gpt10m`, `gpt10m:layers=2,seq=128`), or a new one: `name:layers=..,hidden=..`.
+
+    Raises ValueError for a name or a field that does not exist and for a new size that lacks one.
+    """
+    name, _, rest = text.partition(":")
+    kinds = {f.name: str if f.name == "family" else int for f in fields(Size) if f.name != "name"}
+    given = {}
+    for word in filter(None, rest.split(",")):
+        key, _, value = word.partition("=")
+        if key not in kinds or not value:
+            raise ValueError(f"--size {text}: {word!r} is not FIELD=VALUE with a field of {', '.join(kinds)}")
+        try:
+            given[key] = kinds[key](value)
+        except ValueError:
+            raise ValueError(f"--size {text}: {key} is a whole number, not {value!r}") from None
+    if given.get("family", "gpt") not in ("gpt", "llama"):
+        raise ValueError(f"--size {text}: family is gpt or llama, not {given['family']!r}")
+    if name in NAMED:
+        return replace(NAMED[name], **given)
+    missing = [key for key in ("layers", "hidden", "heads", "seq", "micro_batch", "vocab") if key not in given]
+    if missing:
+        raise ValueError(f"--size {text}: {name!r} is none of {', '.join(NAMED)}; for a new size give "
+                         f"{', '.join(missing)} too")
+    return Size(name, **given)
+
+
+def command_line(size: Size, dtype: str, device: str, extra: Sequence[str] = ()) -> list[str]:
+    """Flags of pretrain_gpt.py that train this size on mock data without dropout; `extra` ones are added."""
+    words = (
+        f"--num-layers {size.layers} --hidden-size {size.hidden} --num-attention-heads {size.heads} "
+        f"--ffn-hidden-size {size.ffn_size} --seq-length {size.seq} --max-position-embeddings {size.seq} "
+        f"--mock-data --tokenizer-type NullTokenizer --vocab-size {size.vocab} --make-vocab-size-divisible-by 1 "
+        f"--micro-batch-size {size.micro_batch} --global-batch-size {size.micro_batch * size.micro_batches} "
+        f"--attention-dropout 0 --hidden-dropout 0 --train-iters 100000 --eval-iters 0 --log-interval 1 "
+        f"--lr {LEARNING_RATE} --lr-decay-style constant --weight-decay {WEIGHT_DECAY} --clip-grad {CLIP} "
+        f"--adam-beta1 {BETAS[0]} --adam-beta2 {BETAS[1]} --log-throughput --device {device} "
+        f"--num-workers {0 if device == 'cpu' else 2}"
+    ).split()
+    if size.family == "llama":
+        words += ("--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear "
+                  "--untie-embeddings-and-output-weights").split()
+    if dtype == "bf16":
+        words.append("--bf16")
+    return [*words, *extra]
