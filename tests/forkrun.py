@@ -31,7 +31,8 @@ class RanksFailed(AssertionError):
 def _context() -> multiprocessing.context.ForkServerContext:
     """The fork server's context; the server starts with the first rank and lives as long as the test session."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo", "numpy", "pytest", "megatron.training.loop"])
+    modules = ["torch", "torch.distributed", "torch._dynamo", "numpy", "pytest", "megatron.training.loop"]
+    context.set_forkserver_preload(modules)
     return context
 
 

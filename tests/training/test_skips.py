@@ -175,8 +175,10 @@ def test_masks_after_the_range_are_the_same(text, tmp_path):
 LAYOUTS = [(1, "1", "0"), (1, "2", "2"), (2, "1", "0"), (2, "2", "0")]       # ranks, micro-batch, workers
 
 
-@pytest.mark.parametrize("ramp", [[], pytest.param(
-    ["--rampup-batch-size", "2", "2", "12", "--train-samples", "38"], marks=pytest.mark.campaign)], ids=["constant", "ramp"])
+RAMP = ["--rampup-batch-size", "2", "2", "12", "--train-samples", "38"]
+
+
+@pytest.mark.parametrize("ramp", [[], pytest.param(RAMP, marks=pytest.mark.campaign)], ids=["constant", "ramp"])
 def test_same_data_after_the_range_in_every_layout(text, tmp_path, ramp):
     """Iterations after the range train on what they would have; samples of the range are fetched nowhere, nor ahead."""
     whole, _ = layout(text, tmp_path / "whole", ramp, 1, "2", "0", [])

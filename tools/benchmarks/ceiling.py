@@ -11,7 +11,6 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 from sizes import Size
-from torch import Tensor
 
 Clock = Callable[[], float]
 # Dense bf16 peaks in TFLOP/s by a word of the device's name, the more special name first.
