@@ -113,7 +113,9 @@ def build_train_valid_test_datasets(
 
     `sizes` are the samples needed (`megatron.config.plan.Targets`); None means one epoch. `vocab_size` is the tokenizer's
     and `eod` its end-of-document id: mock data is made of them, and with `check_tokens` the head of each corpus is
-    compared with them. Every rank may call this at once; for one to build and the others to load, let it finish first. Raises
+    compared with them.
+
+    Every rank may call this at once; for one to build and the others to load, let it finish first. Raises
     ValueError or FileNotFoundError with flag or file, what is wrong and what to do.
     """
     sizes = [None if size is None else int(size) for size in sizes]
