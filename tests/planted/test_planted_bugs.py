@@ -21,8 +21,8 @@ class Bug(NamedTuple):
 
 BUGS = {
     "off by one in the sample index": Bug(
-        "megatron/data/index_helpers.py", 'np.searchsorted(ends, wanted, side="right")',
-        'np.searchsorted(ends, wanted, side="left")', "tests/data/test_gpt_dataset.py::test_golden_indices"),
+        "megatron/data/index_helpers.py", "    return rows\n", "    rows[1:, 1] += 1\n    return rows\n",
+        "tests/data/test_gpt_dataset.py::test_golden_indices"),
     "forgotten loss mask": Bug(
         "pretrain_gpt.py", "(losses * batch.loss_mask).sum(), batch.loss_mask.sum()", "losses.sum(), losses.numel()",
         "tests/training/test_step.py::test_loss_and_norm_are_those_of_the_whole_batch"),
@@ -45,7 +45,7 @@ def run(copy: Path, test: str) -> subprocess.CompletedProcess:
 def test_a_planted_bug_is_caught(name, tmp_path):
     bug = BUGS[name]
     copy = tmp_path / "copy"
-    ignore = shutil.ignore_patterns("__pycache__", "*.so")          # the numpy twin is what is patched
+    ignore = shutil.ignore_patterns("__pycache__", "*.so")
     for part in ("megatron", "tests"):
         shutil.copytree(ROOT / part, copy / part, ignore=ignore)
     for part in ("pretrain_gpt.py", ".pytest.ini"):
