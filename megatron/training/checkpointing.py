@@ -101,7 +101,7 @@ def _take(run: Run, found: Checkpoint) -> None:
     log.print_rank_0(f" checkpoint version {CHECKPOINT_VERSION}")
     saved = saved_config(found)
     check_architecture(saved, config, strict=not c.finetune)
-    before, now = state.data.get("tokenizer"), run.tokenizer
+    before, now = _vocabulary(state.data.get("tokenizer") or {}), _vocabulary(run.tokenizer)
     if before and before != now and not c.finetune:
         raise ValueError(f"--load {c.load}: it was trained with the tokenizer {_short(before)}, this run has "
                          f"{_short(now)}; give the same vocabulary, or --finetune to start anew from its weights")
@@ -129,6 +129,11 @@ def _take(run: Run, found: Checkpoint) -> None:
         log.print_rank_0(f" checkpoint was written by {old['world_size']} ranks (data-parallel {old['dp']}), this run has "
                          f"{size} (data-parallel {run.runtime.ctx.dp.size})")
     log.print_rank_0(f"  successfully loaded checkpoint from {c.load} at iteration {found.iteration}")
+
+
+def _vocabulary(identity: dict[str, Any]) -> dict[str, Any]:
+    """What decides the ids: all of a tokenizer's identity but where its files lie."""
+    return {key: value for key, value in identity.items() if key != "files"}
 
 
 def _short(identity: dict[str, Any]) -> str:
