@@ -124,10 +124,12 @@ def leave_with(error: Exception) -> NoReturn:
 
 
 def describe(error: Exception) -> str:
-    """One line where the error is about what the user gave or about another rank; otherwise the traceback."""
+    """One line where the user can mend it or another rank says it; otherwise the traceback."""
     text = str(error) or type(error).__name__
     if isinstance(error, (ValueError, OSError, ArithmeticError)):
         return f"error: {text}\n"
     if type(error).__name__.startswith("Dist") or "Connection closed by peer" in text or "Connection reset" in text:
         return f"error: the connection to another rank is lost; its own message says why ({text.splitlines()[0]})\n"
+    if "InvalidCxxCompiler" in text:
+        return "error: --torch-compile needs a C++ compiler that works; install one (say g++), or leave the flag out\n"
     return "".join(traceback.format_exception(error))

@@ -177,7 +177,7 @@ def request(rank: int, world: int, folder: Path, ranks: int, to: list[int], numb
 
 @pytest.mark.parametrize("ranks, to, number, extra", [
     (1, [0], signal.SIGTERM, ["--num-workers", "2"]), (1, [0], signal.SIGUSR1, []), (2, [1], signal.SIGTERM, []),
-    (2, [0, 1], signal.SIGTERM, []), (4, [0, 1, 2, 3], signal.SIGUSR1, ["--global-batch-size", "8"])],
+    pytest.param(2, [0, 1], signal.SIGTERM, [], marks=pytest.mark.campaign), (4, [0, 1, 2, 3], signal.SIGUSR1, [])],
     ids=["whole process group with workers", "USR1", "only one of two", "both of two", "all of four"])
 def test_a_request_saves_and_leaves(folder, ranks, to, number, extra):
     """Every rank exits with 0 after the step that the request fell into; the line is Megatron's."""

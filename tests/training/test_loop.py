@@ -188,8 +188,7 @@ def count_collections(folder: str) -> None:
 
 
 @pytest.mark.parametrize("extra, count", [
-    ([], 0), (["--manual-gc"], 3), (["--manual-gc", "--manual-gc-interval", "2"], 6),
-    (["--manual-gc", "--no-manual-gc-eval"], 0)])
+    ([], 0), (["--manual-gc", "--manual-gc-interval", "2"], 6), (["--manual-gc", "--no-manual-gc-eval"], 0)])
 def test_manual_gc(text, tmp_path, extra, count):
     """Collections at the interval and around the 3 evaluations, and no automatic ones."""
     hook = functools.partial(count_collections, str(tmp_path))

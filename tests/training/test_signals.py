@@ -18,7 +18,9 @@ LOST = "error: the connection to another rank is lost; its own message says why 
     (ZeroDivisionError(), "error: ZeroDivisionError\n"),
     (RuntimeError("[gloo/pair.cc:5] Connection closed by peer [::1]\nmore"),
      LOST + "[gloo/pair.cc:5] Connection closed by peer [::1])\n"),
-    (type("DistBackendError", (RuntimeError,), {})("NCCL error"), LOST + "NCCL error)\n")])
+    (type("DistBackendError", (RuntimeError,), {})("NCCL error"), LOST + "NCCL error)\n"),
+    (RuntimeError("InvalidCxxCompiler: No working C++ compiler found\nmore"),
+     "error: --torch-compile needs a C++ compiler that works; install one (say g++), or leave the flag out\n")])
 def test_one_line_for_what_needs_no_traceback(error, text):
     assert signals.describe(error) == text
 
