@@ -80,7 +80,7 @@ def slurm(rank: int, world: int, folder: Path, environ: dict[str, str]) -> list:
     return [(p.end(), p.err) for p in programs]
 
 
-@pytest.mark.parametrize("from_job", [True, False])
+@pytest.mark.parametrize("from_job", [True, pytest.param(False, marks=pytest.mark.campaign)])
 def test_srun(folder, two_ranks, from_job):
     """The meeting point is given, or made of the launch node's address and the job's number."""
     port = free_port()
@@ -126,7 +126,7 @@ def workers(rank: int, world: int, folder: Path, ranks: int) -> list:
     return codes
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.campaign)])
 def test_data_workers_change_nothing(folder, ranks):
     assert run_ranks(1, workers, folder, ranks) == [[0] * 2 * ranks]
     assert rows(folder / "none") == rows(folder / "some") and len(rows(folder / "none")) == 4
@@ -202,12 +202,16 @@ def test_ctrl_c_under_torchrun(folder):
 
 
 @pytest.mark.campaign
-def test_request_under_torchrun(folder):
-    """SIGTERM to the launcher, which passes it on: saved and left; the launcher itself then exits with 1."""
+@pytest.mark.parametrize("to_launcher", [True, False])
+def test_request_under_torchrun(folder, to_launcher):
+    """SIGTERM to the launcher, which passes it on, or to one rank: saved and left. Only the second way it exits with 0."""
     program = spawn(folder, [*RUN, str(free_port())], 100000, "--exit-signal-handler", "--save-interval", "1000000")
     program.wait_for("iteration       10/", 120)
-    program.signal(signal.SIGTERM)
-    program.end(60)
+    if to_launcher:
+        program.signal(signal.SIGTERM)
+    else:
+        os.kill(ranks_of(program)[1], signal.SIGTERM)
+    assert (program.end(60) == 0) is not to_launcher
     assert "[exiting program after receiving SIGTERM.] datetime: " in program.out and ours(program.err) == []
     assert store.latest(folder / "save") >= 10 and not left_in(folder)
 
@@ -237,6 +241,12 @@ def test_an_error_under_torchrun_is_said_once(folder, ranks, error, said):
     assert program.end(120) == 1
     assert program.err.count("planted on rank 0") + program.err.count("planted on rank 1") == 1 and not left_in(folder)
     assert said in program.err.splitlines()
+
+
+def ranks_of(launcher: Program) -> list[int]:
+    """Its child processes."""
+    tasks = Path(f"/proc/{launcher.pid}/task").iterdir()
+    return sorted(int(word) for task in tasks for word in (task / "children").read_text().split())
 
 
 def left_in(folder: Path) -> list[int]:
