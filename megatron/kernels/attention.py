@@ -6,12 +6,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron.kernels.blocks import for_each
 from megatron.kernels.dropout import DropoutBits
 from megatron.kernels.linear import low_precision_is_native
 
 IMPLEMENTATIONS = ("auto", "sdpa", "chunked")
 QUERY_ROWS = 64  # of one block; few, so that little above the diagonal is computed in vain
-BLOCK_ELEMENTS = 1 << 18  # of the scores of one block: they stay in the cache
+BLOCK_ELEMENTS = 1 << 18  # of the scores of one block on a CPU, so that they stay in the cache
+LAUNCH_ELEMENTS = 1 << 26  # elsewhere, where each operation is a launch
+SEED_STEP = 0x9E3779B97F4A7C15  # of the dropout streams of two heads
 LONG_ON_CPU = 256  # from so many positions on, chunks beat torch's kernel on a CPU (docs/performance.md)
 
 
@@ -68,11 +71,8 @@ def select_attention(
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     q_, k_, v_ = (t.permute(1, 2, 0, 3) for t in (q, k, v))
-    repeats = q.shape[2] // k.shape[2]
-    parts = [F.scaled_dot_product_attention(q_[:, i::repeats], k_, v_, is_causal=True, scale=scale)
-             for i in range(repeats)]
-    out = parts[0] if repeats == 1 else torch.stack(parts, 2).flatten(1, 2)
-    return out.permute(2, 0, 1, 3)
+    gqa = q.shape[2] != k.shape[2]
+    return F.scaled_dot_product_attention(q_, k_, v_, is_causal=True, scale=scale, enable_gqa=gqa).permute(2, 0, 1, 3)
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ class _Plan:
     def head_sets(self) -> list[tuple[int, int]]:
         """Ranges of the b * g key heads; within one sample if it has documents, whose masks they share."""
         longest = min(QUERY_ROWS, self.s) * self.s * self.repeats
-        per_set = max(1, BLOCK_ELEMENTS // longest)
+        per_set = max(1, (BLOCK_ELEMENTS if self.device.type == "cpu" else LAUNCH_ELEMENTS) // longest)
         ends = self.groups if self.ids is not None else self.b * self.groups
         ranges = [(i, min(i + per_set, ends)) for i in range(0, ends, per_set)]
         samples = self.b if self.ids is not None else 1
@@ -157,6 +157,11 @@ def _rows(t: Tensor, block: _Block) -> Tensor:
     return t[:, :, block.start : block.stop].flatten(1, 2)
 
 
+def _bits_of(seed: int | None, p: float, device: torch.device, heads: tuple[int, int]) -> DropoutBits | None:
+    """The stream of a set of heads, whose seed is far from that of every other set; None without dropout."""
+    return DropoutBits((seed + SEED_STEP * heads[0]) % 2**63, p, device) if p > 0.0 else None
+
+
 class _ChunkedAttention(torch.autograd.Function):
     """Probabilities are computed again in backward and dropout bits drawn again: only q, k and v are kept."""
 
@@ -165,9 +170,10 @@ class _ChunkedAttention(torch.autograd.Function):
         ctx.save_for_backward(q, k, v, document_ids)
         ctx.scale, ctx.dropout_p, ctx.seed = scale, dropout_p, seed
         plan = _Plan(q, k, document_ids)
-        bits = DropoutBits(seed, dropout_p, q.device) if dropout_p > 0.0 else None
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
-        for heads in plan.head_sets():
+
+        def work(heads: tuple[int, int]) -> None:
+            bits = _bits_of(seed, dropout_p, q.device, heads)
             queries = plan.load(q, heads).mul_(scale)
             keys, values = plan.load(k, heads).squeeze(1), plan.load(v, heads).squeeze(1)
             result = torch.empty_like(queries)
@@ -178,17 +184,22 @@ class _ChunkedAttention(torch.autograd.Function):
                 part = torch.bmm(probs, values[:, block.first : block.stop])
                 result[:, :, block.start : block.stop] = part.view(len(part), plan.repeats, -1, plan.d)
             plan.store(out.flatten(1, 2), heads, result if bits is None else result.mul_(1.0 / (1.0 - dropout_p)))
+
+        for_each(plan.head_sets(), q.device, work)
         return out
 
     @staticmethod
     def backward(ctx, grad_out):
         q, k, v, document_ids = ctx.saved_tensors
         plan = _Plan(q, k, document_ids)
-        bits = DropoutBits(ctx.seed, ctx.dropout_p, q.device) if ctx.dropout_p > 0.0 else None
         grads = tuple(torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k, v))
-        for heads in plan.head_sets():
+
+        def work(heads: tuple[int, int]) -> None:
+            bits = _bits_of(ctx.seed, ctx.dropout_p, q.device, heads)
             for target, values in zip(grads, _head_set_grads(ctx, plan, heads, (q, k, v, grad_out), bits), strict=True):
                 plan.store(target.flatten(1, 2), heads, values)
+
+        for_each(plan.head_sets(), q.device, work)
         return *grads, None, None, None, None
 
 

@@ -6,7 +6,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-CHUNK_ELEMENTS = 1 << 19  # of the scratch that a chunk of rows goes through, so that it stays in the cache
+CHUNK_ELEMENTS = 1 << 19  # of the rows taken at a time on a CPU, so that they stay in the cache
+LAUNCH_ELEMENTS = 1 << 26  # elsewhere, where each operation is a launch
 
 
 class VocabAxis(Protocol):
@@ -50,19 +51,23 @@ def cross_entropy(
 
 
 def _chunks(logits: Tensor) -> list[slice]:
-    rows = max(1, CHUNK_ELEMENTS // max(1, logits.shape[1]))
+    elements = CHUNK_ELEMENTS if logits.device.type == "cpu" else LAUNCH_ELEMENTS
+    rows = max(1, elements // max(1, logits.shape[1]))
     return [slice(start, start + rows) for start in range(0, logits.shape[0], rows)]
 
 
-def _overwrite(logits: Tensor, rows: slice, valid: int, probs: Tensor, columns: Tensor, grads: Tensor, hits: Tensor):
-    """Put probs * grads - onehot(columns) * hits in the place of a chunk of logits; the padding gets zero."""
-    target = logits[rows, :valid]
-    product = torch.mul(probs, grads[rows, None], out=target if target.dtype == probs.dtype else probs)
-    if valid:
-        product.scatter_add_(1, columns[rows, None], -hits[rows, None])
-    if product is not target:
-        target.copy_(product)
-    logits[rows, valid:] = 0
+def _overwrite(logits: Tensor, valid: int, dtype: torch.dtype, columns: Tensor, grads: Tensor, hits: Tensor, to_probs):
+    """Put probabilities * grads - onehot(columns) * hits in the place of the logits, chunk by chunk.
+
+    `to_probs(chunk, rows)` turns logits into probabilities in place; those of padding columns come out as zero.
+    """
+    for rows in _chunks(logits):
+        part = logits[rows].to(dtype)  # the logits themselves if they are of this dtype
+        part[:, valid:] = -torch.inf
+        to_probs(part, rows)
+        part.mul_(grads[rows, None]).scatter_add_(1, columns[rows, None], -hits[rows, None])
+        if part.dtype != logits.dtype:
+            logits[rows] = part
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -80,9 +85,8 @@ class _CrossEntropy(torch.autograd.Function):
     def backward(ctx, grad_loss: Tensor):
         logits, columns = ctx.saved_tensors
         grad_loss = grad_loss.to(ctx.dtype)
-        for rows in _chunks(logits):
-            probs = torch.softmax(logits[rows, : ctx.valid].to(ctx.dtype), -1)
-            _overwrite(logits, rows, ctx.valid, probs, columns, grad_loss, grad_loss)
+        _overwrite(logits, ctx.valid, ctx.dtype, columns, grad_loss, grad_loss,
+                   lambda part, rows: torch.softmax(part, -1, out=part))
         return logits, None, None, None
 
 
@@ -108,8 +112,6 @@ class _ParallelCrossEntropy(torch.autograd.Function):
     def backward(ctx, grad_loss: Tensor):
         logits, columns, mine, log_total = ctx.saved_tensors
         grad_loss = grad_loss.to(log_total.dtype)
-        hits = torch.where(mine, grad_loss, 0)
-        for rows in _chunks(logits):
-            part = logits[rows, : ctx.valid].to(log_total.dtype)
-            _overwrite(logits, rows, ctx.valid, part.sub(log_total[rows, None]).exp_(), columns, grad_loss, hits)
+        _overwrite(logits, ctx.valid, log_total.dtype, columns, grad_loss, torch.where(mine, grad_loss, 0),
+                   lambda part, rows: part.sub_(log_total[rows, None]).exp_())
         return logits, None, None, None, None, None

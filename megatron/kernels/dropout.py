@@ -5,7 +5,8 @@ import random
 import torch
 from torch import Tensor
 
-CHUNK_ELEMENTS = 1 << 16  # drawn and applied at a time, so that they stay in the cache
+CHUNK_ELEMENTS = 1 << 16  # drawn and applied at a time on a CPU, so that they stay in the cache
+LAUNCH_ELEMENTS = 1 << 24  # elsewhere, where each operation is a launch
 LANES = 4  # 16-bit lanes of one 64-bit draw
 
 
@@ -18,14 +19,17 @@ class DropoutBits:
     """
 
     def __init__(self, seed: int, p: float, device: torch.device):
-        self.generator = torch.Generator(device=device).manual_seed(seed)
+        assert 0.0 <= p <= 1.0 - 2**-16, f"dropout probability must be in [0, 1), got {p}"
+        # A CPU generator takes 32 bits of its seed: fold the upper ones in.
+        self.generator = torch.Generator(device=device).manual_seed(seed ^ (seed >> 32))
         self.dither = random.Random(seed)
         self.level = (1.0 - p) * 2**16
+        self.chunk = CHUNK_ELEMENTS if device.type == "cpu" else LAUNCH_ELEMENTS
 
     def keep(self, elements: int, dtype: torch.dtype) -> Tensor:
         """The next `elements` of the stream as a flat tensor: 1 keep, 0 drop."""
         out = torch.empty(elements, dtype=dtype, device=self.generator.device)
-        for part in out.split(CHUNK_ELEMENTS):
+        for part in out.split(self.chunk):
             draws = torch.empty(-(-part.numel() // LANES), dtype=torch.int64, device=out.device)
             draws.random_(-(2**63), None, generator=self.generator)
             below = int(self.level + self.dither.random()) - 2**15  # the lanes are signed
@@ -48,11 +52,9 @@ class _Dropout(torch.autograd.Function):
 def _drop(x: Tensor, p: float, seed: int) -> Tensor:
     bits = DropoutBits(seed, p, x.device)
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    source, target = x.reshape(-1), out.view(-1)
-    for start in range(0, source.numel(), CHUNK_ELEMENTS):
-        part = source[start : start + CHUNK_ELEMENTS]
+    for part, target in zip(x.reshape(-1).split(bits.chunk), out.view(-1).split(bits.chunk), strict=True):
         factors = bits.keep(part.numel(), torch.promote_types(x.dtype, torch.float32)).mul_(1.0 / (1.0 - p))
-        torch.mul(part, factors, out=target[start : start + CHUNK_ELEMENTS])
+        torch.mul(part, factors, out=target)
     return out
 
 

@@ -112,7 +112,6 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, accumulate_
 
     `accumulate_into`: None, or a buffer [out, in] (the parameter's fp32 `main_grad`). Then backward does
     `accumulate_into += weight gradient` itself, before any rounding to a low precision where the product is computed
-    in fp32, and autograd sees no gradient for the weight: its `.grad` is left alone and its post-accumulate hooks do
-    not run for this use.
+    in fp32, and autograd sees no gradient for the weight: its `.grad` is left alone. Its post-accumulate hooks do run.
     """
     return _Linear.apply(x, weight, bias, accumulate_into)

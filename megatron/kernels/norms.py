@@ -1,20 +1,76 @@
 """LayerNorm and RMSNorm over the last dimension; knows tensors, no module."""
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from megatron.kernels.blocks import for_each, pays_off, row_blocks, wide_dtype
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, zero_centered: bool = False) -> Tensor:
     """LayerNorm (Ba et al. 2016) over the last dimension: x [..., h], weight and bias [h] -> [..., h].
 
-    Mean and variance are taken in fp32 for bf16 and fp16. `zero_centered`: the stored weight is gamma - 1.
+    Mean and variance are taken in fp32 for bf16 and fp16. `zero_centered`: the stored weight is gamma - 1, and the
+    sum of the two is not rounded to a low precision.
     """
-    return F.layer_norm(x, weight.shape, weight + 1 if zero_centered else weight, bias, eps)
+    if not zero_centered:
+        return F.layer_norm(x, weight.shape, weight, bias, eps)
+    wide = wide_dtype(x)
+    bias = None if bias is None else bias.to(wide)
+    return F.layer_norm(x.to(wide), weight.shape, weight.to(wide) + 1, bias, eps).to(x.dtype)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, zero_centered: bool = False) -> Tensor:
     """RMSNorm (Zhang and Sennrich 2019) over the last dimension: x [..., h], weight [h] -> [..., h].
 
-    The mean square is taken in fp32 for bf16 and fp16. `zero_centered`: the stored weight is gamma - 1.
+    The mean square is taken in fp32 for bf16 and fp16. `zero_centered`: the stored weight is gamma - 1, and the sum of
+    the two is not rounded to a low precision.
     """
-    return F.rms_norm(x, weight.shape, weight + 1 if zero_centered else weight, eps)
+    weight = weight.to(wide_dtype(x)) + 1 if zero_centered else weight
+    if pays_off(x):
+        return _RmsNorm.apply(x, weight, eps)
+    return F.rms_norm(x.to(weight.dtype), weight.shape, weight, eps).to(x.dtype)
+
+
+def _inverse_rms(x: Tensor, eps: float) -> Tensor:
+    """1 / sqrt(mean square + eps) of each row, [rows, 1]."""
+    return x.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
+
+
+class _RmsNorm(torch.autograd.Function):
+    """With y = x / rms the gradient of x is (g w - y mean(g w y)) / rms."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.eps = eps
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
+        source, target = x.reshape(-1, x.shape[-1]), out.view(-1, x.shape[-1])
+
+        def work(rows: slice) -> None:
+            part = source[rows].to(wide_dtype(x))
+            torch.mul(part * _inverse_rms(part, eps), weight, out=target[rows])
+
+        for_each(row_blocks(*source.shape), x.device, work)
+        return out
+
+    @staticmethod
+    def backward(ctx, grad_out: Tensor):
+        x, weight = ctx.saved_tensors
+        grad_x = torch.empty_like(x, memory_format=torch.contiguous_format)
+        source, grads, target = (t.reshape(-1, x.shape[-1]) for t in (x, grad_out, grad_x))
+        blocks = row_blocks(*source.shape)
+        weight_grads = torch.empty((len(blocks), len(weight)), dtype=wide_dtype(x), device=x.device)
+
+        def work(numbered: tuple[int, slice]) -> None:
+            number, rows = numbered
+            part, grad = source[rows].to(wide_dtype(x)), grads[rows].to(wide_dtype(x))
+            inverse = _inverse_rms(part, ctx.eps)
+            y = part * inverse
+            weight_grads[number] = (grad * y).sum(0)
+            grad = grad * weight
+            mean = (grad * y).mean(-1, keepdim=True)
+            torch.mul(grad.addcmul_(y, mean, value=-1), inverse, out=target[rows])
+
+        for_each(list(enumerate(blocks)), x.device, work)
+        return grad_x, weight_grads.sum(0).to(weight.dtype), None

@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from megatron.kernels.blocks import for_each, pays_off, row_blocks
+
 
 def rotary_tables(
     positions_or_length: Tensor | int,
@@ -42,14 +44,52 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False)
     x [s, b, n, d]; cos and sin [s, dim / 2] or [s, b, dim / 2] with dim <= d. Pairs are (i, i + dim / 2), or
     (2 i, 2 i + 1) if `interleaved`. Computed in the wider of the dtypes of x and cos, returned in x's.
     """
-    half = cos.shape[-1]
     while cos.dim() < x.dim():
         cos, sin = cos.unsqueeze(1 if cos.dim() == 2 else 2), sin.unsqueeze(1 if sin.dim() == 2 else 2)
-    rotated, rest = x[..., : 2 * half], x[..., 2 * half :]
-    if interleaved:
-        first, second = rotated.unflatten(-1, (half, 2)).unbind(-1)
-    else:
-        first, second = rotated.chunk(2, -1)
+    if pays_off(x):
+        return _Rotary.apply(x, cos, sin, interleaved)
+    half = cos.shape[-1]
+    first, second = _pairs(x, half, interleaved)
     parts = (first * cos - second * sin, second * cos + first * sin)
     out = (torch.stack(parts, -1).flatten(-2) if interleaved else torch.cat(parts, -1)).to(x.dtype)
-    return torch.cat((out, rest), -1) if rest.shape[-1] else out
+    return torch.cat((out, x[..., 2 * half :]), -1) if x.shape[-1] > 2 * half else out
+
+
+def _pairs(x: Tensor, half: int, interleaved: bool) -> tuple[Tensor, Tensor]:
+    """Views of the first and the second numbers of all pairs, each [..., half]."""
+    if interleaved:
+        return x[..., 0 : 2 * half : 2], x[..., 1 : 2 * half : 2]
+    return x[..., :half], x[..., half : 2 * half]
+
+
+class _Rotary(torch.autograd.Function):
+    """Keeps nothing of its input: backward rotates the gradient the other way round."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        ctx.interleaved = interleaved
+        return _rotate(x, cos, sin, 1, interleaved)
+
+    @staticmethod
+    def backward(ctx, grad_out: Tensor):
+        return _rotate(grad_out, *ctx.saved_tensors, -1, ctx.interleaved), None, None, None
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor, sign: int, interleaved: bool) -> Tensor:
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    wide, half = torch.promote_types(x.dtype, cos.dtype), cos.shape[-1]
+
+    def work(rows: slice) -> None:
+        part = x[rows].to(wide)
+        turned = out[rows] if wide == x.dtype else torch.empty_like(part)
+        turned[..., 2 * half :] = part[..., 2 * half :]
+        first, second = _pairs(part, half, interleaved)
+        to_first, to_second = _pairs(turned, half, interleaved)
+        torch.mul(first, cos[rows], out=to_first).addcmul_(second, sin[rows], value=-sign)
+        torch.mul(second, cos[rows], out=to_second).addcmul_(first, sin[rows], value=sign)
+        if turned.dtype != x.dtype:
+            out[rows] = turned
+
+    for_each(row_blocks(x.shape[0], out[0].numel()), x.device, work)
+    return out

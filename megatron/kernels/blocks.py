@@ -1,0 +1,61 @@
+"""Work on a CPU in blocks whose scratch stays in the cache, spread over threads block by block; knows no kernel.
+
+torch does one operation at a time over the whole tensor, each a trip to memory and back, and all threads wait for each
+other after each; a formula of eight operations over runs of rows makes one trip and waits once. On other devices, and
+where torch.compile fuses by itself, nothing is gained.
+"""
+
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+BLOCK_ELEMENTS = 1 << 18  # of one run
+
+Block = TypeVar("Block")
+
+
+def pays_off(x: Tensor) -> bool:
+    """Whether a formula over `x` is better computed in runs of rows than operation by operation."""
+    return x.device.type == "cpu" and not torch.compiler.is_compiling()
+
+
+def row_blocks(rows: int, width: int) -> list[slice]:
+    """Slices of `rows` rows, each of about BLOCK_ELEMENTS / `width` rows."""
+    step = max(1, BLOCK_ELEMENTS // max(1, width))
+    return [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
+
+
+def for_each(blocks: Sequence[Block], device: torch.device, work: Callable[[Block], object]) -> None:
+    """`work(block)` for every block, without gradients: on a CPU side by side in as many threads as torch may use.
+
+    Blocks must not write to the same memory. A thread does its block alone, so threads wait for each other once and not
+    in every operation: on a machine with other work, and with many threads, that is most of the time.
+    """
+    threads = min(torch.get_num_threads(), len(blocks)) if device.type == "cpu" else 1
+    if threads > 1 and not torch.compiler.is_compiling():
+        list(_pool(torch.get_num_threads(), os.getpid()).map(work, blocks))
+        return
+    with torch.no_grad():
+        for block in blocks:
+            work(block)
+
+
+@cache
+def _pool(threads: int, process: int) -> ThreadPoolExecutor:
+    """Threads whose torch operations are not spread any further; a forked process needs its own."""
+    return ThreadPoolExecutor(threads, f"blocks-of-{process}", initializer=_work_alone)
+
+
+def _work_alone() -> None:
+    torch.set_num_threads(1)
+    torch.set_grad_enabled(False)
+
+
+def wide_dtype(x: Tensor) -> torch.dtype:
+    """The dtype of the maths: fp32 for bf16 and fp16, else that of `x`."""
+    return torch.promote_types(x.dtype, torch.float32)

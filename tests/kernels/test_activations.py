@@ -1,0 +1,80 @@
+"""Activations against their formulas in fp64."""
+import math
+
+import pytest
+import torch
+
+from megatron.kernels import blocks
+from megatron.kernels.reference import bias_gelu, geglu, gelu, squared_relu, swiglu
+
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+
+
+@pytest.fixture(autouse=True, params=[1 << 18, 24], ids=["one run", "many runs"])
+def run_of_rows(request, monkeypatch):
+    monkeypatch.setattr(blocks, "BLOCK_ELEMENTS", request.param)
+
+
+def tanh_gelu(x):
+    return 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+
+
+def erf_gelu(x):
+    return 0.5 * x * (1 + torch.erf(x / math.sqrt(2)))
+
+
+CASES = {
+    "gelu tanh": (lambda x: gelu(x, True), tanh_gelu, [(3, 4, 6)]),
+    "gelu erf": (lambda x: gelu(x, False), erf_gelu, [(3, 4, 6)]),
+    "bias gelu": (bias_gelu, lambda x, b: tanh_gelu(x + b), [(3, 4, 6), (6,)]),
+    "swiglu": (swiglu, lambda x: x[..., 0, :] * torch.sigmoid(x[..., 0, :]) * x[..., 1, :], [(3, 4, 2, 6)]),
+    "geglu": (geglu, lambda x: tanh_gelu(x[..., 0, :]) * x[..., 1, :], [(3, 4, 2, 6)]),
+    "squared relu": (squared_relu, lambda x: torch.where(x > 0, x, 0) ** 2, [(3, 4, 6)]),
+}
+
+
+def inputs(name: str, dtype: torch.dtype):
+    generator = torch.Generator().manual_seed(4)
+    return [(torch.randn(*shape, generator=generator, dtype=torch.float64) * 2).to(dtype).requires_grad_()
+            for shape in CASES[name][2]]
+
+
+@pytest.mark.parametrize("runs_pay_off", [True, False])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", CASES)
+def test_value_and_gradient_are_the_formula(monkeypatch, name, dtype, runs_pay_off):
+    monkeypatch.setattr("megatron.kernels.activations.pays_off", lambda _: runs_pay_off)
+    call, formula, _ = CASES[name]
+    tensors = inputs(name, dtype)
+    wide = [t.detach().double().requires_grad_() for t in tensors]
+    actual, exact = call(*tensors), formula(*wide)
+    grad = torch.randn(exact.shape, generator=torch.Generator().manual_seed(5), dtype=torch.float64).to(dtype)
+    results = (actual, *torch.autograd.grad(actual, tensors, grad))
+    wanted = (exact, *torch.autograd.grad(exact, wide, grad.double()))
+    unit = torch.finfo(dtype).eps
+    for got, value in zip(results, wanted, strict=True):
+        assert got.dtype == dtype
+        torch.testing.assert_close(got.double(), value, rtol=4 * unit, atol=(6 if unit > 1e-5 else 100) * unit)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_gradcheck(name):
+    assert torch.autograd.gradcheck(CASES[name][0], inputs(name, torch.float64))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gelu_far_from_zero_is_the_identity_or_zero(dtype):
+    x = torch.tensor([-1e4, -60.0, 60.0, 1e4], dtype=dtype, requires_grad=True)
+    y = gelu(x, True)
+    y.sum().backward()
+    torch.testing.assert_close(y, torch.tensor([0.0, 0.0, 60.0, 1e4], dtype=dtype))
+    torch.testing.assert_close(x.grad, torch.tensor([0.0, 0.0, 1.0, 1.0], dtype=dtype))
+
+
+def test_inputs_that_are_not_contiguous_and_scalars():
+    x = torch.randn(6, 5, dtype=torch.float64)
+    torch.testing.assert_close(gelu(x.t(), True), tanh_gelu(x.t()))
+    gate_up = torch.randn(2, 7, 6, dtype=torch.float64)
+    torch.testing.assert_close(swiglu(gate_up.transpose(0, 1)),
+                               gate_up[0] * torch.sigmoid(gate_up[0]) * gate_up[1])
+    torch.testing.assert_close(gelu(x[0, 0], True), tanh_gelu(x[0, 0]))

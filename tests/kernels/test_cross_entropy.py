@@ -1,0 +1,193 @@
+"""Cross entropy against the formula in fp64: padding, chunks, split vocabularies, formats, memory."""
+import threading
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatron.kernels import cross_entropy as module
+from megatron.kernels.reference import cross_entropy
+
+ROWS, COLUMNS, VOCAB = 11, 16, 13
+
+
+@pytest.fixture(autouse=True, params=[1 << 19, 3 * COLUMNS], ids=["one chunk", "many chunks"])
+def chunk_elements(request, monkeypatch):
+    monkeypatch.setattr(module, "CHUNK_ELEMENTS", request.param)
+
+
+def inputs(dtype: torch.dtype = torch.float64, spread: float = 2.0):
+    generator = torch.Generator().manual_seed(2)
+    logits = (torch.randn(ROWS, COLUMNS, generator=generator, dtype=torch.float64) * spread).to(dtype)
+    labels = torch.randint(0, VOCAB, (ROWS,), generator=generator)
+    labels[0], labels[1] = 0, VOCAB - 1
+    weights = torch.randn(ROWS, generator=generator, dtype=torch.float64)
+    return logits, labels, weights
+
+
+def formula(logits: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor):
+    """Loss of each row and the gradient of the weighted sum, in fp64, by softmax minus one-hot."""
+    real = logits.double()[:, :VOCAB]
+    loss = real.exp().sum(-1).log() - real.gather(1, labels[:, None]).squeeze(1)
+    grad = torch.zeros(logits.shape, dtype=torch.float64)
+    grad[:, :VOCAB] = (real.exp() / real.exp().sum(-1, keepdim=True) - F.one_hot(labels, VOCAB)) * weights[:, None]
+    return loss, grad
+
+
+def run(logits: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor, **options):
+    """Loss and gradient through a copy that is nobody's leaf."""
+    leaf = logits.clone().requires_grad_()
+    loss = cross_entropy(leaf.clone(), labels, vocab_size=VOCAB, **options)
+    loss.backward(weights.to(loss.dtype))
+    return loss.detach(), leaf.grad
+
+
+def test_loss_and_gradient_are_the_formula():
+    logits, labels, weights = inputs()
+    for actual, exact in zip(run(logits, labels, weights), formula(logits, labels, weights), strict=True):
+        torch.testing.assert_close(actual, exact, rtol=1e-13, atol=1e-14)
+
+
+@pytest.mark.parametrize("dtype, unit", [(torch.float32, 2e-7), (torch.bfloat16, 2.0**-8), (torch.float16, 2.0**-11)])
+def test_low_precision_logits_have_a_loss_in_fp32(dtype, unit):
+    logits, labels, weights = inputs(dtype)
+    loss, grad = run(logits, labels, weights)
+    exact_loss, exact_grad = formula(logits, labels, weights)
+    assert loss.dtype == torch.float32 and grad.dtype == dtype
+    torch.testing.assert_close(loss.double(), exact_loss, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(grad.double(), exact_grad, rtol=1.01 * unit, atol=1e-6)
+
+
+def test_the_maths_can_be_in_fp16():
+    logits, labels, weights = inputs(torch.float16)
+    loss, grad = run(logits, labels, weights, dtype=torch.float16)
+    exact_loss, exact_grad = formula(logits, labels, weights)
+    assert loss.dtype == torch.float16
+    torch.testing.assert_close(loss.double(), exact_loss, rtol=3e-3, atol=3e-3)
+    torch.testing.assert_close(grad.double(), exact_grad, rtol=1e-2, atol=3e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_padding_columns_do_not_count_and_have_no_gradient(dtype):
+    logits, labels, weights = inputs(dtype)
+    loss, grad = run(logits, labels, weights)
+    logits[:, VOCAB:] = 100.0
+    other_loss, other_grad = run(logits, labels, weights)
+    assert torch.equal(loss, other_loss) and torch.equal(grad, other_grad)
+    assert torch.equal(grad[:, VOCAB:], torch.zeros(ROWS, COLUMNS - VOCAB, dtype=dtype))
+
+
+def test_without_padding_it_is_torchs():
+    logits, _, weights = inputs()
+    labels = torch.arange(ROWS) % COLUMNS
+    leaf = logits.clone().requires_grad_()
+    loss = cross_entropy(leaf.clone(), labels, vocab_size=COLUMNS)
+    torch.testing.assert_close(loss, F.cross_entropy(leaf, labels, reduction="none"), rtol=1e-13, atol=1e-13)
+
+
+def test_large_logits_neither_overflow_nor_lose_the_loss():
+    logits, labels, weights = inputs(torch.float32, spread=1.0)
+    loss, grad = run(logits + 3e4, labels, weights)
+    assert torch.isfinite(loss).all() and torch.isfinite(grad).all()
+    torch.testing.assert_close(loss, run((logits + 3e4) - 3e4, labels, weights)[0], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_gradient_lies_where_the_logits_lay(dtype):
+    logits, labels, weights = inputs(dtype)
+    leaf = logits.clone().requires_grad_()
+    middle = leaf.clone()
+    seen = []
+    middle.register_hook(lambda grad: seen.append(grad.data_ptr()))
+    loss = cross_entropy(middle, labels, vocab_size=VOCAB)
+    assert torch.equal(middle.detach(), logits)  # forward has not touched them
+    loss.sum().backward()
+    assert seen == [middle.data_ptr()]
+
+
+def test_a_second_backward_over_the_overwritten_logits_is_an_error():
+    logits, labels, _ = inputs()
+    loss = cross_entropy(logits.requires_grad_().clone(), labels, vocab_size=VOCAB).sum()
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+class LargestNew(TorchDispatchMode):
+    """Bytes of the largest tensor that any operation returns in new memory."""
+
+    def __init__(self, *known: torch.Tensor):
+        super().__init__()
+        self.known, self.bytes = {t.untyped_storage().data_ptr() for t in known}, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for t in out if isinstance(out, (tuple, list)) else (out,):
+            if isinstance(t, torch.Tensor) and t.untyped_storage().data_ptr() not in self.known:
+                self.bytes = max(self.bytes, t.untyped_storage().nbytes())
+        return out
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_there_is_never_a_second_copy_of_the_logits(monkeypatch, dtype):
+    monkeypatch.setattr(module, "CHUNK_ELEMENTS", 4 * 500)
+    logits = torch.randn(64, 500).to(dtype).requires_grad_()
+    middle = logits * 1
+    with LargestNew(middle, logits) as largest:
+        (grad,) = torch.autograd.grad(cross_entropy(middle, torch.arange(64), vocab_size=490).sum(), middle)
+    assert grad.data_ptr() == middle.data_ptr()
+    assert 0 < largest.bytes <= 4 * 500 * 4
+
+
+@dataclass(frozen=True)
+class Part:
+    """An axis of threads: what the kernel and the reduction below need of it."""
+
+    size: int
+    rank: int
+
+
+class Reduction:
+    """All-reduce between threads, and how often it was called by each."""
+
+    def __init__(self, size: int):
+        self.barrier, self.slots, self.calls = threading.Barrier(size), [None] * size, [0] * size
+
+    def __call__(self, tensor: torch.Tensor, op: str, axis: Part) -> torch.Tensor:
+        self.calls[axis.rank] += 1
+        self.slots[axis.rank] = tensor.clone()
+        self.barrier.wait(20)
+        stacked = torch.stack(self.slots)
+        self.barrier.wait(20)
+        return stacked.amax(0) if op == "max" else stacked.sum(0)
+
+
+@pytest.mark.parametrize("size", [2, 4])  # with 4 the last part holds three columns of padding and one real one
+@pytest.mark.parametrize("padding_part", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_a_split_vocabulary_gives_the_same(size, padding_part, dtype):
+    logits, labels, weights = inputs(dtype)
+    parts = list(logits.split(COLUMNS // size, dim=1))
+    if padding_part:  # one more rank whose columns are all padding
+        parts.append(torch.full_like(parts[0], 7.0))
+    reduction, results = Reduction(len(parts)), [None] * len(parts)
+
+    def work(rank: int) -> None:
+        results[rank] = run(parts[rank], labels, weights, vocab_start=rank * parts[0].shape[1],
+                            tp=Part(len(parts), rank), all_reduce=reduction)
+
+    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(len(parts))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    loss, grad = formula(logits, labels, weights)
+    close = dict(rtol=1e-12, atol=1e-13) if dtype == torch.float64 else dict(rtol=2.0**-8 * 1.01, atol=1e-6)
+    for result in results:
+        torch.testing.assert_close(result[0].double(), loss, rtol=1e-6 if dtype != torch.float64 else 1e-12, atol=1e-6)
+    torch.testing.assert_close(torch.cat([r[1] for r in results], 1)[:, :COLUMNS].double(), grad, **close)
+    if padding_part:
+        assert not results[-1][1].any()
+    assert reduction.calls == [2] * len(parts)

@@ -1,0 +1,132 @@
+"""Linear layers against the formulas in fp64, with and without native low-precision products."""
+import pytest
+import torch
+
+from megatron.kernels import linear as module
+from megatron.kernels.reference import linear, linear_weight_grad
+
+LOW = [torch.bfloat16, torch.float16]
+DTYPES = [torch.float64, torch.float32, *LOW]
+
+
+def inputs(dtype: torch.dtype, out: int = 23, width: int = 12, lead: tuple[int, ...] = (5, 3)):
+    generator = torch.Generator().manual_seed(1)
+    draw = lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)  # noqa: E731
+    x, weight, bias, grad = draw(*lead, width), draw(out, width), draw(out), draw(*lead, out)
+    return x.requires_grad_(), weight.requires_grad_(), bias.requires_grad_(), grad
+
+
+def formulas(x, weight, bias, grad):
+    """Output and gradients in fp64 of the values given."""
+    x, weight, bias, grad = (t.detach().double() for t in (x, weight, bias, grad))
+    return (torch.einsum("abi,oi->abo", x, weight) + bias, torch.einsum("abo,oi->abi", grad, weight),
+            torch.einsum("abo,abi->oi", grad, x), grad.sum((0, 1)))
+
+
+def assert_rounded_once(actual: torch.Tensor, exact: torch.Tensor) -> None:
+    """Within half a unit in the last place of the dtype, and what fp32 sums may add."""
+    unit = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 1e-6, torch.float64: 1e-14}[actual.dtype]
+    atol = 1e-13 if actual.dtype == torch.float64 else 5e-6
+    torch.testing.assert_close(actual.double(), exact, rtol=unit * 1.001, atol=atol)
+
+
+@pytest.fixture(params=[True, False], ids=["native", "through fp32"])
+def native(request, monkeypatch):
+    """Low precision as on a machine that has, or has not, instructions for it."""
+    monkeypatch.setattr(module, "low_precision_is_native", lambda _, dtype: request.param or dtype not in LOW)
+    return request.param
+
+
+@pytest.fixture(params=[1 << 24, 40], ids=["one block", "many blocks"])
+def block_elements(request, monkeypatch):
+    """Columns of a low-precision product in one piece, or in several with a shorter last one."""
+    monkeypatch.setattr(module, "BLOCK_ELEMENTS", request.param)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_output_and_gradients_are_the_formulas_rounded_once(dtype, native, block_elements):
+    x, weight, bias, grad = inputs(dtype)
+    out = linear(x, weight, bias)
+    out.backward(grad)
+    for actual, exact in zip((out, x.grad, weight.grad, bias.grad), formulas(x, weight, bias, grad), strict=True):
+        assert actual.dtype == dtype
+        assert_rounded_once(actual.detach(), exact)
+
+
+def test_gradcheck_with_and_without_bias():
+    x, weight, bias, _ = inputs(torch.float64, out=4, width=3, lead=(2, 2))
+    assert torch.autograd.gradcheck(linear, (x, weight, bias))
+    assert torch.autograd.gradcheck(linear, (x, weight))
+
+
+def test_only_the_gradients_asked_for_are_computed():
+    x, weight, bias, grad = inputs(torch.float32)
+    out = linear(x.detach(), weight, bias.detach())
+    out.backward(grad)
+    assert x.grad is None and bias.grad is None
+    assert_rounded_once(weight.grad, formulas(x, weight, bias, grad)[2])
+
+
+def test_inputs_that_are_not_contiguous():
+    x, weight, bias, grad = inputs(torch.float32)
+    turned = x.detach().transpose(0, 1).requires_grad_()
+    linear(turned, weight, bias).backward(grad.transpose(0, 1))
+    assert_rounded_once(turned.grad.transpose(0, 1), formulas(x, weight, bias, grad)[1])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_weight_gradient_stands_alone(dtype, native, block_elements):
+    x, weight, bias, grad = inputs(dtype)
+    alone = linear_weight_grad(grad, x.detach())
+    linear(x, weight, bias).backward(grad)
+    assert torch.equal(alone, weight.grad)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_accumulation_adds_to_the_buffer_and_leaves_grad_alone(dtype, native, block_elements):
+    x, weight, bias, grad = inputs(dtype)
+    wide = torch.promote_types(dtype, torch.float32)
+    main_grad = torch.full(weight.shape, 3.0, dtype=wide)
+    for _ in range(2):
+        linear(x, weight, bias, accumulate_into=main_grad).backward(grad)
+    assert weight.grad is None and x.grad is not None and bias.grad is not None
+    exact = formulas(x, weight, bias, grad)[2]
+    tolerance = 2e-6 if dtype not in LOW or not native else {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}[dtype]
+    torch.testing.assert_close(main_grad.double(), 3 + 2 * exact, rtol=2 * tolerance, atol=1e-4 if tolerance < 1e-4 else .1)
+
+
+@pytest.mark.parametrize("dtype", LOW)
+def test_through_fp32_the_accumulated_gradient_is_never_rounded(monkeypatch, dtype):
+    monkeypatch.setattr(module, "low_precision_is_native", lambda *_: False)
+    x, weight, bias, grad = inputs(dtype)
+    main_grad = torch.zeros(weight.shape)
+    linear(x, weight, bias, accumulate_into=main_grad).backward(grad)
+    exact = formulas(x, weight, bias, grad)[2]
+    torch.testing.assert_close(main_grad.double(), exact, rtol=1e-6, atol=1e-5)
+    assert not torch.equal(main_grad, main_grad.to(dtype).float())
+
+
+def test_a_low_precision_buffer_is_added_to_in_its_own_format(native):
+    x, weight, bias, grad = inputs(torch.bfloat16)
+    buffer = torch.zeros(weight.shape, dtype=torch.bfloat16)
+    linear(x, weight, bias, accumulate_into=buffer).backward(grad)
+    assert_rounded_once(buffer, formulas(x, weight, bias, grad)[2])
+
+
+@pytest.mark.parametrize("view", [False, True])
+def test_post_accumulate_hooks_run_also_for_an_accumulated_weight(view):
+    """What overlaps communication with backward learns that main_grad is complete, although grad is None."""
+    x, weight, bias, grad = inputs(torch.float32)
+    main_grad, seen = torch.zeros(weight.shape), []
+    weight.register_post_accumulate_grad_hook(lambda p: seen.append((p.grad, main_grad.any().item())))
+    used = weight.view(1, *weight.shape).flatten(0, 1) if view else weight
+    linear(x, used, bias, accumulate_into=main_grad).backward(grad)
+    assert seen == [(None, True)]
+
+
+def test_the_capability_is_the_librarys_word():
+    assert module.low_precision_is_native("cpu", torch.float32) and module.low_precision_is_native("cpu", torch.float64)
+    assert module.low_precision_is_native("cuda", torch.bfloat16)
+    if torch.backends.mkldnn.is_available():
+        assert module.low_precision_is_native("cpu", torch.bfloat16) == torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        assert module.low_precision_is_native("cpu", torch.float16) == torch.ops.mkldnn._is_mkldnn_fp16_supported()

@@ -1,0 +1,89 @@
+"""Rotary embedding against complex numbers in fp64, and its promise: scores depend on distances alone."""
+import pytest
+import torch
+
+from megatron.kernels import blocks
+from megatron.kernels.reference import apply_rotary, rotary_tables
+
+S, B, N, D = 9, 2, 3, 8
+
+
+@pytest.fixture(autouse=True, params=[1 << 18, 100], ids=["one run", "many runs"])
+def run_of_rows(request, monkeypatch):
+    monkeypatch.setattr(blocks, "BLOCK_ELEMENTS", request.param)
+
+
+def formula(x: torch.Tensor, positions: torch.Tensor, dim: int, base: float, interleaved: bool) -> torch.Tensor:
+    """Pairs as complex numbers times exp(i position base^(-2 j / dim)); positions [b, s]."""
+    x, out = x.double(), x.double().clone()
+    for pair in range(dim // 2):
+        i, j = (2 * pair, 2 * pair + 1) if interleaved else (pair, pair + dim // 2)
+        angle = positions.t().double()[..., None] * base ** (-2 * pair / dim)
+        turned = torch.complex(x[..., i], x[..., j]) * torch.polar(torch.ones_like(angle), angle)
+        out[..., i], out[..., j] = turned.real, turned.imag
+    return out
+
+
+@pytest.mark.parametrize("runs_pay_off", [True, False])
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("dim", [D, D // 2])
+@pytest.mark.parametrize("per_sample", [False, True])
+def test_rotation_is_the_formula(monkeypatch, per_sample, dim, interleaved, runs_pay_off):
+    monkeypatch.setattr("megatron.kernels.rotary.pays_off", lambda _: runs_pay_off)
+    x = torch.randn(S, B, N, D, dtype=torch.float64)
+    positions = torch.randint(0, 5000, (B, S)) if per_sample else torch.arange(S).expand(B, S)
+    tables = rotary_tables(positions if per_sample else S, dim, base=500.0, dtype=torch.float64)
+    assert tables[0].shape == ((S, B, dim // 2) if per_sample else (S, dim // 2))
+    torch.testing.assert_close(apply_rotary(x, *tables, interleaved), formula(x, positions, dim, 500.0, interleaved),
+                               rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_low_precision_is_rotated_in_fp32_and_rounded_once(dtype, interleaved):
+    x = torch.randn(S, B, N, D).to(dtype)
+    out = apply_rotary(x, *rotary_tables(S, D), interleaved)
+    assert out.dtype == dtype
+    exact = formula(x, torch.arange(S).expand(B, S), D, 10000.0, interleaved)
+    torch.testing.assert_close(out.double(), exact, rtol=torch.finfo(dtype).eps * 0.501, atol=1e-6)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_gradcheck_and_views_of_a_fused_tensor(interleaved):
+    tables = rotary_tables(4, 4, dtype=torch.float64)
+    x = torch.randn(4, 1, 2, 6, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda x: apply_rotary(x, *tables, interleaved), x)
+    fused = torch.randn(4, 1, 2, 18, dtype=torch.float64)
+    assert torch.equal(apply_rotary(fused[..., 6:12], *tables, interleaved),
+                       apply_rotary(fused[..., 6:12].contiguous(), *tables, interleaved))
+
+
+def test_scores_depend_on_the_distance_alone():
+    q, k = torch.randn(2, 1, 1, 1, D, dtype=torch.float64)
+    tables = lambda p: rotary_tables(torch.tensor([p]), D, dtype=torch.float64)  # noqa: E731
+    score = lambda i, j: (apply_rotary(q, *tables(i)) * apply_rotary(k, *tables(j))).sum()  # noqa: E731
+    torch.testing.assert_close(score(3, 1), score(1003, 1001))
+    assert (score(3, 1) - score(3, 2)).abs() > 1e-6
+
+
+def test_positions_one_by_one_are_the_length():
+    for one, other in zip(rotary_tables(S, D), rotary_tables(torch.arange(S), D), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_positions_are_divided_by_the_interpolation_factor():
+    for one, other in zip(rotary_tables(S, D, interpolation_factor=4), rotary_tables(torch.arange(S) / 4, D), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_tables_of_far_positions_are_exact():
+    """In fp32 an angle near 10^4 is off by up to 5e-4."""
+    cos, sin = rotary_tables(torch.tensor([1_000_003]), 4)
+    exact = torch.tensor([1_000_003, 10_000.03], dtype=torch.float64)
+    torch.testing.assert_close(cos[0].double(), exact.cos(), rtol=0, atol=6e-8)
+    torch.testing.assert_close(sin[0].double(), exact.sin(), rtol=0, atol=6e-8)
+
+
+def test_an_odd_number_of_dimensions_is_refused():
+    with pytest.raises(AssertionError, match="even"):
+        rotary_tables(S, 3)

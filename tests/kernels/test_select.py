@@ -1,0 +1,72 @@
+"""The table of kernels says what really runs."""
+import pytest
+import torch
+
+from megatron.arguments import config_from
+from megatron.config.tree import Config
+from megatron.kernels import blocks, linear, reference
+from megatron.kernels.select import KernelRow, kernel_table
+
+CPU = torch.device("cpu")
+
+
+def table(dtype: torch.dtype = torch.float32, **values) -> dict[str, KernelRow]:
+    """The rows that are on, by operation."""
+    rows = kernel_table(CPU, dtype, config_from(Config, {"seq_length": 512, **values}))
+    chosen = [row for row in rows if row.on]
+    assert len({row.operation for row in chosen}) == len(chosen)
+    assert all(row.reason for row in rows)
+    return {row.operation: row for row in chosen}
+
+
+def test_dropout_puts_training_and_evaluation_on_rows_of_their_own():
+    assert table(attention_dropout=0.1)["attention (training)"].implementation == "blocks of query rows"
+    assert "attention dropout" in table(attention_dropout=0.1)["attention (training)"].reason
+    assert "attention (evaluation)" in table(attention_dropout=0.1)
+    assert "attention" in table(attention_dropout=0.0)
+
+
+def test_document_masks_and_short_sequences_change_the_attention():
+    assert "document masks" in table(attention_dropout=0.0, reset_attention_mask=True)["attention"].reason
+    assert table(attention_dropout=0.0, seq_length=32)["attention"].implementation == "torch's fused attention"
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_linear_follows_the_capability(monkeypatch, native):
+    monkeypatch.setattr(linear, "low_precision_is_native", lambda *_: native)
+    row = table(torch.bfloat16)["linear"]
+    assert row.implementation == ("bfloat16 products" if native else "fp32 products, rounded once")
+    assert table(torch.float32)["linear"].implementation == "float32 products"
+
+
+@pytest.mark.parametrize("cpu_pays_off", [True, False])
+@pytest.mark.parametrize("values, operation, call", [
+    ({"swiglu": True}, "swiglu", lambda x: reference.swiglu(x)),
+    ({"geglu": True}, "geglu", None),
+    ({"squared_relu": True}, "squared_relu", lambda x: reference.squared_relu(x)),
+    ({}, "gelu (tanh)", lambda x: reference.gelu(x, True)),
+    ({"bias_gelu_fusion": False}, "gelu (erf)", lambda x: reference.gelu(x, False)),
+    ({"normalization": "RMSNorm"}, "RMSNorm", lambda x: reference.rms_norm(x, torch.ones(4), 1e-5)),
+    ({}, "LayerNorm", lambda x: reference.layer_norm(x, torch.ones(4), None, 1e-5)),
+])
+def test_the_row_that_is_on_is_what_autograd_sees(monkeypatch, cpu_pays_off, values, operation, call):
+    for module in ("activations", "norms", "select"):
+        monkeypatch.setattr(f"megatron.kernels.{module}.pays_off", lambda _: cpu_pays_off)
+    implementation = table(**values)[operation].implementation
+    if call is None:
+        assert implementation == ("runs of rows" if cpu_pays_off else "torch")
+        return
+    node = call(torch.ones(3, 2, 4, requires_grad=True)).grad_fn
+    ours = isinstance(node, torch.autograd.function.BackwardCFunction)
+    assert implementation == ("runs of rows" if ours else "torch")
+
+
+def test_libraries_are_off_and_say_why():
+    rows = [row for row in kernel_table(CPU, torch.float32, config_from(Config, {})) if row.operation == "fused kernels"]
+    assert {row.implementation for row in rows} == {"transformer_engine", "apex", "flash_attn"}
+    assert all(not row.on and "installed" in row.reason for row in rows)
+
+
+def test_runs_of_rows_pay_off_on_a_cpu_only():
+    assert blocks.pays_off(torch.empty(1))
+    assert not blocks.pays_off(torch.empty(1, device="meta"))
