@@ -16,20 +16,36 @@ def forward_step(batch, model):
     return (losses * batch.loss_mask).sum(), batch.loss_mask.sum()
 
 
+def print_kernels(line):
+    """The end of a dry run, on rank 0: which kernels a run would use here. It needs torch, which the plan does not."""
+    if line.rank != 0:
+        return
+    try:
+        from megatron.training.kernel_lines import kernel_lines
+        lines = kernel_lines(line.config)
+    except (ImportError, ValueError) as error:
+        lines = [f"kernels: not known on this machine: {error}"]
+    print("\n".join(lines), flush=True)
+
+
 def main(argv: list[str] | None = None, signals: SignalWatch | None = None) -> None:
     """Parse and check before torch is imported; then plan, build, load, train."""
     from megatron.config import command_line
     line = command_line.read(sys.argv[1:] if argv is None else argv, os.environ)
     if line.config.training.dry_run:
-        return command_line.print_plan(line)
+        command_line.print_plan(line)
+        return print_kernels(line)
+    # Read when torch loads: CPU threads that wait then leave the cores to threads and ranks that work.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
+    from megatron.device import default_backend
     from megatron.log import print_rank_0
     from megatron.timers import Timers
     from megatron.training import build, checkpointing, initialize, loop, metrics
     from megatron.training.log_lines import datetime_line
 
-    config = line.config
-    for text in command_line.start_lines(line):
+    config, backend = line.config, default_backend(line.config.training.device)
+    for text in command_line.start_lines(line, backend):
         print_rank_0(text)
     tokenizer = build.make_tokenizer(config)
     plan = build.plan_run(config, line.world_size, tokenizer.vocab_size)
@@ -37,7 +53,7 @@ def main(argv: list[str] | None = None, signals: SignalWatch | None = None) -> N
     runtime = initialize.initialize(config)
     timers = Timers(config.logging.timing_log_level, initialize.synchronizer(runtime))
     log = metrics.TrainingLog(config, plan, timers, runtime.ctx.world, writers, runtime)
-    log.start(time.time() - STARTED, command_line.dumped_values(config, plan))
+    log.start(time.time() - STARTED, command_line.dumped_values(config, plan, backend))
 
     with timers("model-and-optimizer-setup"):
         run = build.build_run(config, plan, runtime, timers, tokenizer)

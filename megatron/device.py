@@ -6,11 +6,16 @@ import os
 import torch
 
 
+def device_type(wish: str) -> str:
+    """`cpu` or `cuda`: what the wish (auto, cpu, cuda) comes to here. Does not start CUDA."""
+    return ("cuda" if torch.cuda.is_available() else "cpu") if wish == "auto" else wish
+
+
 def choose_device(wish: str, local_rank: int) -> torch.device:
     """The device of this rank: `auto` takes CUDA when there is any. Raises ValueError where the wish cannot be met."""
     if wish == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device cuda: torch sees no CUDA device here; use --device cpu, or install a CUDA build")
-    if wish == "cpu" or not torch.cuda.is_available():
+    if device_type(wish) == "cpu":
         return torch.device("cpu")
     if local_rank >= torch.cuda.device_count():
         raise ValueError(f"local rank {local_rank}: this node has {torch.cuda.device_count()} CUDA devices; start at "
@@ -20,9 +25,9 @@ def choose_device(wish: str, local_rank: int) -> torch.device:
     return device
 
 
-def default_backend(device: torch.device) -> str:
-    """nccl on CUDA, gloo elsewhere."""
-    return "nccl" if device.type == "cuda" else "gloo"
+def default_backend(wish: str) -> str:
+    """nccl on CUDA, gloo elsewhere; `wish` as for `device_type`."""
+    return "nccl" if device_type(wish) == "cuda" else "gloo"
 
 
 def set_max_connections() -> bool:

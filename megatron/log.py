@@ -13,12 +13,11 @@ def rank() -> int:
 
 
 def world_size() -> int:
-    """Number of processes as the launcher gave it (WORLD_SIZE, else srun's step or job size); 1 without one.
+    """Number of processes as the launcher gave it (WORLD_SIZE, else the size of srun's step); 1 without one.
 
-    A shell inside a SLURM allocation has the job's size too, but no SLURM_PROCID: it is one process.
+    SLURM_NTASKS says nothing: a shell or a batch script in an allocation has it too, and is one process.
     """
-    names = ("WORLD_SIZE", *(("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS") if os.environ.get("SLURM_PROCID") else ()))
-    return int(next((os.environ[name] for name in names if os.environ.get(name)), 1))
+    return int(os.environ.get("WORLD_SIZE") or os.environ.get("SLURM_STEP_NUM_TASKS") or 1)
 
 
 def local_rank() -> int:

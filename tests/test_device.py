@@ -45,8 +45,13 @@ def test_a_machine_with_two(cuda):
         device.choose_device("auto", 2)
 
 
-def test_backend():
-    assert device.default_backend(CPU) == "gloo" and device.default_backend(torch.device("cuda", 0)) == "nccl"
+def test_backend_without_cuda(no_cuda):
+    assert [device.default_backend(wish) for wish in ("cpu", "cuda", "auto")] == ["gloo", "nccl", "gloo"]
+
+
+def test_backend_with_cuda(cuda):
+    assert [device.default_backend(wish) for wish in ("cpu", "cuda", "auto")] == ["gloo", "nccl", "nccl"]
+    assert cuda == []                       # CUDA was not started
 
 
 def test_max_connections(monkeypatch):

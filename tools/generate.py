@@ -73,6 +73,7 @@ def run(options: argparse.Namespace) -> None:
 def main(argv: Sequence[str]) -> int:
     """Exit codes: 0 done, 1 it could not be done, 2 a wrong command line, 130 Ctrl-C."""
     options = build_parser().parse_args(argv)
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # as pretrain_gpt.py does, before torch loads
     from megatron.checkpoint.disk import CheckpointError
 
     try:

@@ -39,7 +39,7 @@ Ignoring them would train another model, or lose what was asked for. The error s
 
 def cell(text: str) -> str:
     """Text that keeps to its table cell."""
-    return text.replace("|", "\\|").replace("\n", " ")
+    return text.replace("|", "\\|").replace("<", "&lt;").replace("\n", " ")
 
 
 def own_rows(flags: Iterable[Flag]) -> list[str]:

@@ -26,7 +26,8 @@ _AT_LEAST_ONE = (
     "tensorboard_queue_size").split()
 _NOT_NEGATIVE = (
     "init_method_std mid_level_dataset_surplus lr min_lr lr_warmup_iters lr_warmup_samples lr_warmup_init weight_decay "
-    "start_weight_decay end_weight_decay clip_grad eval_iters num_workers manual_gc_interval ckpt_step").split()
+    "start_weight_decay end_weight_decay clip_grad eval_iters num_workers manual_gc_interval ckpt_step decoupled_lr "
+    "decoupled_min_lr vocab_extra_ids").split()
 _POSITIVE = "norm_epsilon adam_eps loss_scale initial_loss_scale min_loss_scale exit_duration_in_mins".split()
 _BELOW_ONE = "attention_dropout hidden_dropout adam_beta1 adam_beta2 sgd_momentum lr_warmup_fraction".split()
 
@@ -46,11 +47,16 @@ _NEEDED = (
      "use_checkpoint_opt_param_scheduler", "--load", lambda v: v["load"]),
     ("lr_wsd_decay_style lr_wsd_decay_iters lr_wsd_decay_samples", "--lr-decay-style WSD",
      lambda v: v["lr_decay_style"] == "WSD"),
-    ("min_lr", "a decay (--lr-decay-style is constant)", lambda v: v["lr_decay_style"] != "constant"),
+    ("min_lr decoupled_min_lr", "a decay (--lr-decay-style is constant)", lambda v: v["lr_decay_style"] != "constant"),
     ("manual_gc_interval manual_gc_eval", "--manual-gc", lambda v: v["manual_gc"]),
     ("rotary_base rotary_percent rotary_interleaved rotary_seq_len_interpolation_factor",
      "--position-embedding-type rope",
      lambda v: v["position_embedding_type"] == "rope" or v["use_rotary_position_embeddings"]),
+    ("apply_wd_to_qk_layernorm", "--qk-layernorm", lambda v: v["qk_layernorm"]),
+    ("vocab_extra_ids", "--tokenizer-type SentencePieceTokenizer",
+     lambda v: v["tokenizer_type"] == "SentencePieceTokenizer"),
+    ("tiktoken_pattern tiktoken_num_special_tokens tiktoken_special_tokens", "--tokenizer-type TikTokenizer",
+     lambda v: v["tokenizer_type"] == "TikTokenizer"),
     ("data_sharding", "--dataloader-type cyclic", lambda v: v["dataloader_type"] == "cyclic"),
     ("bias_gelu_fusion", "a GELU with biases", lambda v: v["add_bias_linear"] and not (
         v["swiglu"] or v["geglu"] or v["squared_relu"] or v["openai_gelu"])),
@@ -253,9 +259,12 @@ def _batch(f: _Facts) -> list[str]:
 
 def _schedule(f: _Facts) -> Iterator[str]:
     """Learning rate and weight decay."""
-    for name in ("min_lr", "lr_warmup_init"):
-        if f.ok("lr", name) and f[name] > f["lr"]:
-            yield f"{f.say(name)}: greater than {f.say('lr')}; use at most that"
+    for name, peak in (("min_lr", "lr"), ("lr_warmup_init", "lr"), ("lr_warmup_init", "decoupled_lr"),
+                       ("decoupled_min_lr" if f["decoupled_min_lr"] is not None else "min_lr", "decoupled_lr")):
+        if f.ok(peak, name) and f[name] > f[peak]:
+            yield f"{f.say(name)}: greater than {f.say(peak)}; use at most that"
+    if f["decoupled_min_lr"] is not None and f["decoupled_lr"] is None:
+        yield f"{f.say('decoupled_min_lr')}: is the floor of --decoupled-lr; give that too, or leave it out"
     unit = "iters" if f["train_samples"] is None else "samples"
     horizon = f"lr_decay_{unit}" if f[f"lr_decay_{unit}"] is not None else f"train_{unit}"
     if f.ok(horizon):

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.data import DataConfig
+from megatron.config.tokenizer import tiktoken_problems
 from megatron.config.tree import Config
 
 SPLITS = ("train", "valid", "test")
@@ -31,7 +32,7 @@ TOKENIZER_FILES = {
 
 def problems(config: Config) -> list[str]:
     """What is wrong with the flags themselves, whatever files there are."""
-    return [*_sources(config.data), *_split(config), *_tokenizer_type(config.data), *_blends(config.data)]
+    return [*_sources(config.data), *_split(config), *_tokenizer(config.data), *_blends(config.data)]
 
 
 def missing(config: Config) -> list[str]:
@@ -90,9 +91,11 @@ def _number(word: str) -> float | None:
         return None
 
 
-def _tokenizer_type(d: DataConfig) -> Iterator[str]:
+def _tokenizer(d: DataConfig) -> Iterator[str]:
     kind = d.tokenizer
     if kind in TOKENIZER_FILES:
+        if kind == "TikTokenizer":
+            yield from tiktoken_problems(d.vocab_size, d.tiktoken_num_special_tokens, d.tiktoken_special_tokens)
         return
     known = ", ".join(TOKENIZER_FILES)
     if kind.startswith("BertWordPiece"):

@@ -27,15 +27,20 @@ from megatron.config import check, megatron_flags
 from megatron.config.check_paths import newest_checkpoint
 from megatron.config.model import ModelConfig
 from megatron.config.plan import Plan, describe, make_plan
+from megatron.config.tokenizer import TIKTOKEN_VOCAB_SIZE
 from megatron.config.tree import Config
 
 DESCRIPTION = ("Pretrain a GPT. Values follow their flags; @FILE reads flags from a file (typed ones win). Flags of "
                "Megatron-LM that have no effect here, or are refused, are listed with the reason in docs/flags.md.")
-_RANKS = ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
+# The number of processes, by launcher; srun's is the step's: a shell or a batch script has the job's SLURM_NTASKS too.
+_RANKS = ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
 # A flag that could not be read: what must not be called missing because of it.
 _IN_PLACE_OF = {"train_samples": "--train-iters is missing"} | dict.fromkeys(
     ("data_path", "train_data_path", "data_args_path", "per_split_data_args_path", "mock_data"), "no data:")
 _GPT2_VOCABULARY = 50257
+# Of the data, what --use-checkpoint-args takes over: all that decides the ids but the files, which may lie elsewhere now.
+_TOKENIZER = {"tokenizer_type", "vocab_size", "vocab_extra_ids", "tiktoken_pattern", "tiktoken_num_special_tokens",
+              "tiktoken_special_tokens"}
 # Of the architecture, what may differ from the checkpoint's under --use-checkpoint-args: the weights fit either way.
 _FREE = {"seq_length", "attention_dropout", "hidden_dropout", "init_method_std", "init_method_xavier_uniform",
          "fp32_residual_connection", "attention_softmax_in_fp32", "apply_query_key_layer_scaling"}
@@ -114,8 +119,7 @@ def _checked(flags: Parser, parsed: Parsed, place: Mapping[str, int]) -> tuple[C
 def _place(environ: Mapping[str, str]) -> tuple[dict[str, int], list[str]]:
     """{rank, world_size} as the launcher gave them, and what is wrong with its variables."""
     found, wrong = {"world_size": 1, "rank": 0}, []
-    sizes = _RANKS if environ.get("SLURM_PROCID") else ("WORLD_SIZE",)      # an allocation alone is no launcher
-    size = next((name for name in sizes if environ.get(name)), None)
+    size = next((name for name in _RANKS if environ.get(name)), None)
     rank = "RANK" if environ.get("RANK") else "SLURM_PROCID" if environ.get("SLURM_PROCID") and size else None
     for key, name in (("world_size", size), ("rank", rank)):
         if name and environ[name].isdecimal():
@@ -159,7 +163,7 @@ def _from_checkpoint(flags: Parser, typed: Mapping[str, Any]) -> _Theirs:
     saved = config_from(Config, theirs.typed)
     values = values_of(saved)
     for name, flag in flags_of(Config).items():
-        if (flag.group == "model" or name in ("tokenizer_type", "vocab_size")) and name not in typed:
+        if (flag.group == "model" or name in _TOKENIZER) and name not in typed:
             found.values[name] = values[name]
             if values[name] != flag.default:
                 found.notes.append(f"Setting {name} to {values[name]} from checkpoint")
@@ -183,11 +187,11 @@ def _contradictions(saved: ModelConfig, ours: ModelConfig, typed: Mapping[str, A
     return lines
 
 
-def dumped_values(config: Config, plan: Plan, foreign: Mapping[str, Any] | None = None, *, rank: int = 0,
-                  distributed_backend: str | None = None) -> dict[str, Any]:
+def dumped_values(config: Config, plan: Plan, distributed_backend: str, foreign: Mapping[str, Any] | None = None, *,
+                  rank: int = 0) -> dict[str, Any]:
     """{name: value} as Megatron's dump has them after its own checks: defaults filled in, derived names added.
 
-    `foreign`: typed flags without effect; `distributed_backend`: the one in use, where the flag left it open.
+    `distributed_backend`: the one in use, where the flag left it open; `foreign`: typed flags without effect.
     """
     flags, m, t, o = flags_of(Config), config.model, config.training, config.optimizer
     values = values_of(config)
@@ -197,7 +201,6 @@ def dumped_values(config: Config, plan: Plan, foreign: Mapping[str, Any] | None 
     found |= {name: value or None for name, value in found.items() if name.startswith(("no_load_", "no_save_"))}
     found |= megatron_flags.dumped(foreign or {})
     constant = o.weight_decay_incr_style == "constant"
-    by_device = {"cpu": "gloo", "cuda": "nccl"}.get(t.device, "auto")
     return found | {
         "accumulate_allreduce_grads_in_fp32": values["accumulate_allreduce_grads_in_fp32"] or config.precision.bf16,
         "attention_softmax_in_fp32": m.attention_softmax_in_fp32 or m.apply_query_key_layer_scaling,
@@ -205,7 +208,7 @@ def dumped_values(config: Config, plan: Plan, foreign: Mapping[str, Any] | None 
         "consumed_train_samples": 0, "consumed_valid_samples": 0,
         "data_parallel_size": plan.data_parallel_size,
         "dataloader_type": config.data.dataloader_type or "single",
-        "distributed_backend": config.parallel.distributed_backend or distributed_backend or by_device,
+        "distributed_backend": config.parallel.distributed_backend or distributed_backend,
         "encoder_num_layers": m.num_layers, "encoder_seq_length": m.seq_length,
         "end_weight_decay": o.weight_decay if constant else o.end_weight_decay,
         "start_weight_decay": o.weight_decay if constant else o.start_weight_decay,
@@ -223,16 +226,20 @@ def dumped_values(config: Config, plan: Plan, foreign: Mapping[str, Any] | None 
     }
 
 
-def dump(config: Config, plan: Plan, foreign: Mapping[str, Any] | None = None, **place: Any) -> str:
+def dump(config: Config, plan: Plan, distributed_backend: str, foreign: Mapping[str, Any] | None = None, *,
+         rank: int = 0) -> str:
     """The argument dump in Megatron's form (facts/megatron.md 11.1); arguments as for `dumped_values`."""
     lines = [f"  {name} {'.' * (48 - len(name))} {value}"
-             for name, value in dumped_values(config, plan, foreign, **place).items()]
+             for name, value in dumped_values(config, plan, distributed_backend, foreign, rank=rank).items()]
     return "\n".join([f"{'-' * 24} arguments {'-' * 24}", *sorted(lines, key=str.lower),
                       f"{'-' * 20} end of arguments {'-' * 21}"])
 
 
-def start_lines(line: CommandLine) -> list[str]:
-    """What a run prints first, in Megatron's order: sizes, notes, precision, argument dump, micro-batches."""
+def start_lines(line: CommandLine, distributed_backend: str) -> list[str]:
+    """What a run prints first, in Megatron's order: sizes, notes, precision, argument dump, micro-batches.
+
+    `distributed_backend`: as for `dumped_values`.
+    """
     config, p = line.config, line.config.parallel
     plan = make_plan(config, line.world_size, vocabulary(config)[0])
     found = [f"using world size: {plan.world_size}, data-parallel size: {plan.data_parallel_size}, context-parallel "
@@ -243,7 +250,7 @@ def start_lines(line: CommandLine) -> list[str]:
     if config.precision.bf16 and not config.precision.accumulate_allreduce_grads_in_fp32:
         found.append("accumulate and all-reduce gradients in fp32 for bfloat16 data type.")
     return [*found, f"using torch.{config.precision.params_dtype} for parameters ...",
-            dump(config, plan, line.foreign, rank=line.rank),
+            dump(config, plan, distributed_backend, line.foreign, rank=line.rank),
             *(text for text in batch if text not in found)]
 
 
@@ -252,6 +259,8 @@ def vocabulary(config: Config) -> tuple[int, str]:
     d = config.data
     if d.vocab_size is not None:
         return d.vocab_size, "--vocab-size"
+    if d.tokenizer == "TikTokenizer":
+        return TIKTOKEN_VOCAB_SIZE, "TikTokenizer's, without --vocab-size"
     if d.tokenizer == "GPT2BPETokenizer" and d.vocab_file and os.path.isfile(d.vocab_file):
         try:
             size = len(json.loads(Path(d.vocab_file).read_text(encoding="utf-8")))

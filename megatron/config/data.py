@@ -34,7 +34,13 @@ class DataConfig:
     vocab_file: str | None = arg(None, help="vocab.json of the BPE")
     merge_file: str | None = arg(None, help="merges.txt of the BPE")
     tokenizer_model: str | None = arg(None, help="model file of the other tokenizers")
-    vocab_size: int | None = arg(None, help="vocabulary of the NullTokenizer, or to check the tokenizer against")
+    vocab_size: int | None = arg(None, help="number of ids of NullTokenizer and TikTokenizer; checked for the others")
+    vocab_extra_ids: int = arg(0, help="<extra_id_N> pieces that SentencePieceTokenizer adds")
+    tiktoken_pattern: Literal["v1", "v2"] | None = arg(None, help="how TikTokenizer cuts a text (default: v2)",
+                                                       dump=False)
+    tiktoken_num_special_tokens: int = arg(1000, help="ids that TikTokenizer keeps for special pieces", dump=False)
+    tiktoken_special_tokens: tuple[str, ...] | None = arg(None, help="names of TikTokenizer's first special pieces",
+                                                          dump=False)
     allow_data_order_change: bool = arg(False, help="resume although the order of the data differs from the "
                                                     "checkpoint's", dump=False)
 

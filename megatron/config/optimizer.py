@@ -13,6 +13,9 @@ class OptimizerConfig:
     optimizer: Literal["adam", "sgd"] = arg("adam", help="adam (AdamW) or sgd")
     lr: float | None = arg(None, help="peak learning rate")
     min_lr: float = arg(0.0, help="floor of the decay")
+    decoupled_lr: float | None = arg(None, help="peak learning rate of the word embedding and the output layer "
+                                                "(default: --lr)", dump=False)
+    decoupled_min_lr: float | None = arg(None, help="floor of --decoupled-lr (default: --min-lr)", dump=False)
     lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = arg(
         "linear", help="shape of the decay")
     lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = arg(
@@ -29,6 +32,7 @@ class OptimizerConfig:
     start_weight_decay: float | None = arg(None, help="weight decay at the start, with an increment style")
     end_weight_decay: float | None = arg(None, help="weight decay at the end, with an increment style")
     weight_decay_incr_style: Literal["constant", "linear", "cosine"] = arg("constant", help="shape of its increase")
+    apply_wd_to_qk_layernorm: bool = arg(False, help="weight decay on the norms of queries and keys, too", dump=False)
     adam_beta1: float = arg(0.9, help="decay of Adam's first moment")
     adam_beta2: float = arg(0.999, help="decay of Adam's second moment")
     adam_eps: float = arg(1e-8, help="Adam's epsilon")

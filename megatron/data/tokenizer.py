@@ -12,10 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.arguments import arg
+from megatron.config.tokenizer import TIKTOKEN_SPECIAL, TIKTOKEN_VOCAB_SIZE, tiktoken_problems
 from megatron.data.tokenizer_base import Ids, Tokenizer
 from megatron.data.tokenizer_bpe import (
-    TIKTOKEN_SPECIAL,
-    TIKTOKEN_VOCAB_SIZE,
     GPT2BPETokenizer,
     HuggingFaceTokenizer,
     TikTokenizer,
@@ -101,21 +100,10 @@ class TokenizerFlags:
         if self.vocab_extra_ids < 0:
             problems.append(f"--vocab-extra-ids {self.vocab_extra_ids}: must be 0 or more")
         if self.tokenizer_type == "TikTokenizer":
-            problems += self._tiktoken_problems()
-        return problems
-
-    def _tiktoken_problems(self) -> list[str]:
-        problems = []
-        size, reserved = self.vocab_size or TIKTOKEN_VOCAB_SIZE, self.tiktoken_num_special_tokens
-        if self.tiktoken_pattern not in (None, *tiktoken_patterns()):
-            problems.append(f"--tiktoken-pattern {self.tiktoken_pattern}: give v1 or v2")
-        if not 0 < reserved < size:
-            problems.append(f"--tiktoken-num-special-tokens {reserved}: must lie between 1 and --vocab-size ({size})")
-        names = self.tiktoken_special_tokens or TIKTOKEN_SPECIAL
-        if not set(TIKTOKEN_SPECIAL) <= set(names) or len(set(names)) != len(names) or len(names) > reserved > 0:
-            problems.append(
-                f"--tiktoken-special-tokens {' '.join(names)}: give each once, all of {' '.join(TIKTOKEN_SPECIAL)} "
-                f"among them, and at most --tiktoken-num-special-tokens ({reserved})"
+            if self.tiktoken_pattern not in (None, *tiktoken_patterns()):
+                problems.append(f"--tiktoken-pattern {self.tiktoken_pattern}: give v1 or v2")
+            problems += tiktoken_problems(
+                self.vocab_size, self.tiktoken_num_special_tokens, self.tiktoken_special_tokens
             )
         return problems
 

@@ -15,12 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron import log
+from megatron.config.tokenizer import TIKTOKEN_SPECIAL, TIKTOKEN_VOCAB_SIZE
 from megatron.data import bpe
 from megatron.data.tokenizer_base import Ids, Tokenizer, library
-
-# Special pieces that TikTokenizer's ids begin with, in this order, unless others are given.
-TIKTOKEN_SPECIAL = ("<unk>", "<s>", "</s>", "<mask>", "<pad>", "<cls>", "<sep>")
-TIKTOKEN_VOCAB_SIZE = 1 << 17
 
 
 class GPT2BPETokenizer(Tokenizer):

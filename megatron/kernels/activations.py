@@ -1,62 +1,15 @@
 """Activation functions of the MLP, gated ones included; knows tensors, no module."""
 
-import math
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.kernels.blocks import for_each, pays_off, row_blocks, wide_dtype
 
-TANH_GELU = 2 * math.sqrt(2 / math.pi), 2 * math.sqrt(2 / math.pi) * 0.044715
-
 
 def gelu(x: Tensor, approximate: bool) -> Tensor:
     """GELU (Hendrycks and Gimpel 2016): the tanh form if `approximate`, else the exact one with erf. Any shape."""
-    if approximate and x.dim() and pays_off(x):
-        return _TanhGelu.apply(x)
     return F.gelu(x, approximate="tanh" if approximate else "none")
-
-
-class _TanhGelu(torch.autograd.Function):
-    """x (1 + tanh u) / 2 as x sigmoid(2 u), for torch's tanh is slow on a CPU. With t = 2 u = a x + c x^3 the derivative
-    is s + x s (1 - s) t' where s = sigmoid(t)."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        out = torch.empty_like(x, memory_format=torch.contiguous_format)
-        source, target = x.reshape(-1, x.shape[-1]), out.view(-1, x.shape[-1])
-        a, c = TANH_GELU
-
-        def work(rows: slice) -> None:
-            part = source[rows].to(wide_dtype(x))
-            torch.mul(_sigmoid_of_cubic(part, a, c), part, out=target[rows])
-
-        for_each(row_blocks(*source.shape), x.device, work)
-        return out
-
-    @staticmethod
-    def backward(ctx, grad_out: Tensor):
-        x, = ctx.saved_tensors
-        grad_x = torch.empty_like(x, memory_format=torch.contiguous_format)
-        source, grads, target = (t.reshape(-1, x.shape[-1]) for t in (x, grad_out, grad_x))
-        a, c = TANH_GELU
-
-        def work(rows: slice) -> None:
-            part, grad = source[rows].to(wide_dtype(x)), grads[rows].to(wide_dtype(x))
-            s = _sigmoid_of_cubic(part, a, c)
-            slope = torch.addcmul(part.new_tensor(a), part, part, value=3 * c)
-            slope.mul_(part).mul_(torch.ops.aten.sigmoid_backward(grad, s))
-            torch.addcmul(slope, grad, s, out=target[rows])
-
-        for_each(row_blocks(*source.shape), x.device, work)
-        return grad_x
-
-
-def _sigmoid_of_cubic(x: Tensor, a: float, c: float) -> Tensor:
-    """sigmoid(a x + c x^3)."""
-    return torch.addcmul(x.new_tensor(a), x, x, value=c).mul_(x).sigmoid_()
 
 
 def bias_gelu(x: Tensor, bias: Tensor) -> Tensor:

@@ -84,7 +84,7 @@ def _elementwise_rows(device: torch.device, config: Config) -> list[KernelRow]:
     norm = model.normalization
     rows = []
     for operation in (norm, activation):
-        if operation in ("LayerNorm", "gelu (erf)", "squared_relu"):
+        if operation not in ("RMSNorm", "swiglu"):
             rows.append(KernelRow(operation, "torch", True, "torch's kernel is as fast as any"))
         else:
             rows += _pair(operation, ("runs of rows", "torch"), in_rows, reasons)

@@ -1,7 +1,7 @@
 """From configuration and plan to the things that train: tokenizer, model, optimizer, scheduler, data sets."""
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
@@ -9,9 +9,10 @@ import torch
 from megatron import log
 from megatron.config.plan import Plan, make_plan
 from megatron.config.tree import Config
+from megatron.data import index_helpers
 from megatron.data.build import build_train_valid_test_datasets, data_order_fingerprint
 from megatron.data.sampler import CyclicSampler, SequentialSampler
-from megatron.data.tokenizer import Tokenizer, build_tokenizer
+from megatron.data.tokenizer import Tokenizer, TokenizerFlags
 from megatron.model.gpt import GPTModel
 from megatron.model.layer import Recompute
 from megatron.optimizer.optimizer import MixedPrecisionOptimizer
@@ -54,10 +55,9 @@ class Run:
 def make_tokenizer(config: Config) -> Tokenizer:
     """The tokenizer of the command line; synthetic data without one has a vocabulary of plain numbers."""
     d = config.data
-    kind = d.tokenizer_type or ("NullTokenizer" if d.mock_data else "GPT2BPETokenizer")
-    log.print_rank_0(f"> building {kind} tokenizer ...")
-    return build_tokenizer(kind, vocab_file=d.vocab_file, merge_file=d.merge_file, tokenizer_model=d.tokenizer_model,
-                           vocab_size=d.vocab_size)
+    log.print_rank_0(f"> building {d.tokenizer} tokenizer ...")
+    flags = {flag.name: getattr(d, flag.name) for flag in fields(TokenizerFlags)}
+    return TokenizerFlags(**flags | {"tokenizer_type": d.tokenizer}).build()
 
 
 def plan_run(config: Config, world_size: int, vocab_size: int) -> Plan:
@@ -96,6 +96,8 @@ def build_run(config: Config, plan: Plan, runtime: Runtime, timers: Timers, toke
     optimizer = MixedPrecisionOptimizer(
         params, optimizer=o.optimizer, adam_beta1=o.adam_beta1, adam_beta2=o.adam_beta2, adam_eps=o.adam_eps,
         sgd_momentum=o.sgd_momentum, clip_grad=o.clip_grad, log_num_zeros_in_grad=config.logging.log_num_zeros_in_grad,
+        apply_wd_to_qk_layernorm=o.apply_wd_to_qk_layernorm, decoupled_lr=o.decoupled_lr,
+        decoupled_min_lr=o.decoupled_min_lr,
         grad_scaler=scaler, counts=lambda q: counts(q.sharding, ctx),
         reduce_sum=lambda x: all_reduce_(x, ctx.model), reduce_max=lambda x: all_reduce_(x, ctx.model, "max"),
         span=lambda name: timers(name, 1))
@@ -148,6 +150,8 @@ def build_data(config: Config, plan: Plan, runtime: Runtime, tokenizer: Tokenize
                  f"    test:       {targets.test}",
                  "> building train, validation, and test datasets for GPT ..."):
         log.print_rank_0(line)
+    if index_helpers.REASON and not d.mock_data:
+        log.print_rank_0(f" > index helpers: {index_helpers.IMPLEMENTATION}, because {index_helpers.REASON}")
 
     def build() -> tuple[Any, Any, Any]:
         return build_train_valid_test_datasets(

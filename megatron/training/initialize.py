@@ -35,7 +35,7 @@ def initialize(config: Config) -> Runtime:
     log.print_rank_0("> initializing torch distributed ...")
     if world_size > 1 and not dist.is_initialized():
         _set_rendezvous(world_size, rank)
-        backend = parallel.distributed_backend or devices.default_backend(device)
+        backend = parallel.distributed_backend or devices.default_backend(training.device)
         dist.init_process_group(backend, timeout=timedelta(minutes=parallel.distributed_timeout_minutes),
                                 rank=rank, world_size=world_size)
     ctx = ParallelContext(parallel, world_size, rank)

@@ -149,12 +149,23 @@ def test_what_the_launcher_puts_before_the_flags_is_accepted(launched, tmp_path)
 def test_a_dry_run_needs_nothing_and_prints_the_plan(tmp_path):
     began = time.monotonic()
     done, seconds = start(f"{SEED} --global-batch-size 16 --dry-run --world-size 2", tmp_path)
-    assert done.returncode == 0 and done.stderr == "" and seconds < 1.0
+    assert done.returncode == 0 and done.stderr == "" and seconds < 4.0
     assert not list(tmp_path.iterdir()) and time.monotonic() - began < 60
     text = done.stdout
     assert "parameters: 354871296" in text and "padded to 50304" in text and "world size 2 = data 2" in text
     assert "not here yet: --data-path ./data/meg-gpt2_text_document: there is no" in text
     assert "--global-batch-size is given more than once; the last one counts: 16" in text
+    plan, _, kernels = text.partition("kernels on this ")
+    assert "samples, split 949,50,1" in plan and "\n  cross entropy: " in kernels
+    assert kernels.splitlines()[-1].startswith("  off: ")
+
+
+def test_a_dry_run_without_torch_prints_the_plan_at_once(tmp_path):
+    (tmp_path / "torch.py").write_text("raise ImportError('no torch here')")
+    done, seconds = start(f"{GOOD} --dry-run", tmp_path, PYTHONPATH=str(tmp_path))
+    assert (done.returncode, done.stderr) == (0, "") and seconds < 1.0
+    assert "parameters: 110336" in done.stdout
+    assert done.stdout.splitlines()[-1] == "kernels: not known on this machine: no torch here"
 
 
 def test_files_of_flags_and_who_wins(tmp_path):
@@ -221,14 +232,14 @@ def seed_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> command_line.C
 
 def dump_of(line: command_line.CommandLine) -> dict[str, str]:
     """{name: value} of the dump that a run prints."""
-    text = next(text for text in command_line.start_lines(line) if "end of arguments" in text)
+    text = next(text for text in command_line.start_lines(line, "gloo") if "end of arguments" in text)
     return {row.split()[0]: row.split(" ", 4)[4] for row in text.splitlines()[1:-1]}
 
 
 def test_the_seeds_command_line_gives_the_seeds_dump(seed_line):
     """Every line of ours stands in the seed's, in its order; only names of models not trained here are left out."""
     seed = [row.rstrip() for row in (GOLDEN / "seed_dump.txt").read_text().splitlines()]
-    text = next(text for text in command_line.start_lines(seed_line) if "end of arguments" in text)
+    text = next(text for text in command_line.start_lines(seed_line, "gloo") if "end of arguments" in text)
     ours = [row.rstrip() for row in text.splitlines()]
     assert ours == [row for row in seed if row in set(ours)]
     left_out = {row.split()[0] for row in seed if row not in set(ours)}
@@ -238,14 +249,14 @@ def test_the_seeds_command_line_gives_the_seeds_dump(seed_line):
 
 
 def test_the_first_lines_are_megatrons(seed_line):
-    lines = command_line.start_lines(seed_line)
+    lines = command_line.start_lines(seed_line, "gloo")
     assert lines[0] == ("using world size: 1, data-parallel size: 1, context-parallel size: 1 tensor-model-parallel "
                         "size: 1, pipeline-model-parallel size: 1 ")
     assert lines[1] == "using torch.float16 for parameters ..."
     assert lines[2].splitlines()[0] == "------------------------ arguments ------------------------"
     assert lines[2].splitlines()[-1] == "-------------------- end of arguments ---------------------"
     assert lines[3:] == ["setting number of micro-batches to constant 2"]
-    lines = command_line.start_lines(read(GOOD + " --bf16", WORLD_SIZE="4", RANK="0"))
+    lines = command_line.start_lines(read(GOOD + " --bf16", WORLD_SIZE="4", RANK="0"), "gloo")
     assert lines[1:4] == ["setting global batch size to 8",
                           "accumulate and all-reduce gradients in fp32 for bfloat16 data type.",
                           "using torch.bfloat16 for parameters ..."]
@@ -257,7 +268,7 @@ def test_the_first_lines_are_megatrons(seed_line):
           "dataloader_type": "single", "tokenizer_type": "NullTokenizer", "start_weight_decay": "0.01",
           "end_weight_decay": "0.01", "recompute_granularity": "None", "no_load_optim": "None", "mock_data": "True",
           "overlap_p2p_comm": "False", "encoder_num_layers": "2", "encoder_seq_length": "32", "rank": "0",
-          "world_size": "1", "wandb_project": "", "distributed_backend": "auto", "split": "1,1,1"}),
+          "world_size": "1", "wandb_project": "", "distributed_backend": "gloo", "split": "1,1,1"}),
     ("--swiglu", {"ffn_hidden_size": "128", "swiglu": "True"}),
     ("--bf16", {"params_dtype": "torch.bfloat16", "accumulate_allreduce_grads_in_fp32": "True"}),
     ("--fp64", {"params_dtype": "torch.float64", "fp64": "True"}),
@@ -270,8 +281,12 @@ def test_the_first_lines_are_megatrons(seed_line):
         "start_weight_decay": "0.0", "end_weight_decay": "0.1"}),
     ("--sequence-parallel", {"sequence_parallel": "False"}),
     ("--no-save-rng --load x --no-load-optim", {"no_save_rng": "True", "no_load_optim": "True", "no_load_rng": "None"}),
-    ("--device cpu", {"distributed_backend": "gloo", "device": "cpu"}),
-    ("--device cuda", {"distributed_backend": "nccl"}),
+    ("--device cuda --distributed-backend nccl", {"distributed_backend": "nccl", "device": "cuda"}),
+    ("--decoupled-lr 0.5 --decoupled-min-lr 0.1 --qk-layernorm --apply-wd-to-qk-layernorm", {
+        "decoupled_lr": "0.5", "decoupled_min_lr": "0.1", "apply_wd_to_qk_layernorm": "True"}),
+    ("--vocab-extra-ids 7 --tiktoken-pattern v1 --tiktoken-special-tokens a b", {
+        "vocab_extra_ids": "7", "tiktoken_pattern": "v1", "tiktoken_special_tokens": "['a', 'b']",
+        "tiktoken_num_special_tokens": None, "decoupled_lr": None}),
     ("--no-masked-softmax-fusion --profile-ranks 1 --wandb-exp-name run", {
         "masked_softmax_fusion": "False", "profile_ranks": "[1]", "wandb_exp_name": "run"}),
     ("--train-range-to-skip 2 3", {"train_range_to_skip": "['2', '3']"}),
@@ -359,6 +374,16 @@ def test_what_fits_the_weights_may_be_typed(tmp_path):
     assert (line.config.model.seq_length, line.config.model.hidden_dropout) == (16, 0.0)
 
 
+def test_what_decides_the_ids_comes_from_the_checkpoint_too(tmp_path):
+    checkpoint(tmp_path, f"{GOOD} --vocab-extra-ids 5 --tiktoken-pattern v1 --tiktoken-num-special-tokens 9 "
+                         "--tiktoken-special-tokens a b --tokenizer-model m")
+    line = read(f"{RUN} --load {tmp_path} --use-checkpoint-args --tiktoken-num-special-tokens 8")
+    d = line.config.data
+    assert (d.vocab_extra_ids, d.tiktoken_pattern, d.tiktoken_special_tokens) == (5, "v1", ("a", "b"))
+    assert (d.tiktoken_num_special_tokens, d.tokenizer_model) == (8, None)
+    assert "Setting tiktoken_pattern to v1 from checkpoint" in line.notes
+
+
 def test_without_a_checkpoint_the_command_line_counts(tmp_path, capsys):
     line = read(f"{GOOD} --load {tmp_path} --use-checkpoint-args")
     assert f"--use-checkpoint-args: no checkpoint in {tmp_path}; the command line's values count" in line.notes
@@ -386,6 +411,7 @@ def test_the_vocabulary_of_a_plan(tmp_path, monkeypatch):
     dry = f"{SHAPE} --micro-batch-size 1 --train-iters 5 --lr 1e-4 --dry-run"
     assert command_line.vocabulary(read(f"{dry} --vocab-size 77").config) == (77, "--vocab-size")
     assert command_line.vocabulary(read(f"{dry} --vocab-file v.json").config) == (3, "--vocab-file v.json")
+    assert command_line.vocabulary(read(f"{dry} --tokenizer-type TikTokenizer").config)[0] == 131072
     for flags in ("", "--vocab-file none.json", "--tokenizer-type Llama2Tokenizer"):
         assert command_line.vocabulary(read(f"{dry} {flags}").config)[0] == 50257
     (tmp_path / "v.json").write_text("no json")

@@ -47,7 +47,7 @@ def test_nothing_is_both_ours_and_foreign():
 
 # The default differs on purpose: the seed's is the older one, where the two versions disagree, or both are accepted.
 OTHER_DEFAULT = {("newer", "transformer_impl"), ("newer", "data_parallel_sharding_strategy"),
-                 ("newer", "tiktoken_pattern"), ("newer", "recompute_modules")}
+                 ("newer", "recompute_modules")}
 
 
 @pytest.mark.parametrize(("era", "name", "spelling", "default"), [row for row in ROWS if row[1] in FOREIGN])

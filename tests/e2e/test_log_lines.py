@@ -7,6 +7,7 @@ import signal
 from pathlib import Path
 
 import pytest
+import torch
 
 from megatron.checkpoint import store
 from megatron.training import loop
@@ -81,7 +82,8 @@ def two(tmp_path_factory) -> Finished:
 def test_order_of_the_first_run(first):
     """11.1, line by line, to the last one."""
     two_iterations = ["iteration", *names(ONE_ITERATION)]
-    assert squeezed(scrape(first.log)) == names(START) + squeezed(
+    lines = [line for line in scrape(first.log) if line.name != "index helpers"]      # said where nothing was compiled
+    assert squeezed(lines) == names(START) + squeezed(
         [Line(name, {}, "") for name in two_iterations + two_iterations + names(END)])
 
 
@@ -125,6 +127,12 @@ def test_argument_dump(first):
     found = {line.fields["name"]: line.fields["value"] for line in dump}
     assert (found["hidden_size"], found["params_dtype"], found["split"], found["save_interval"]) == (
         "32", "torch.float32", "80,10,10", "2")
+
+
+def test_the_dump_names_the_backend_that_auto_comes_to(tmp_path):
+    run = job(tmp_path / "run", "--device", "auto", "--eval-iters", "0")
+    found = {line.fields["name"]: line.fields["value"] for line in by_name(scrape(run.log), "argument")}
+    assert "device" not in found and found["distributed_backend"] == ("nccl" if torch.cuda.is_available() else "gloo")
 
 
 def test_validation_blocks(first):
@@ -233,7 +241,7 @@ def test_every_template_was_seen(first, two):
                  "exit duration", "exit interval", "exit in evaluation", "timers all", "timer all", "timer rank",
                  "timers max", "timer max"}
     assert set(TEMPLATES) - elsewhere <= seen
-    assert seen - set(TEMPLATES) <= set(OWN) and len(OWN) < 10
+    assert seen - set(TEMPLATES) <= set(OWN) and len(OWN) <= 10
 
 
 @pytest.mark.parametrize("text", [

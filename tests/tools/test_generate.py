@@ -10,6 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from megatron.training.trained_model import open_trained_model
+from tests.data.vocabularies import write_tiktoken
+
 ROOT = Path(__file__).resolve().parents[2]
 TOOL = ROOT / "tools" / "generate.py"
 TRAIN = (
@@ -83,6 +86,21 @@ def test_what_cannot_be_done_is_said_in_a_line(run, talk, monkeypatch, words, sa
     monkeypatch.chdir(run.parent)
     code, text, errors = talk(*words)
     assert code == 1 and text == "" and said in errors and errors.splitlines()[-1].startswith("error: ")
+
+
+def test_the_vocabulary_is_that_of_the_training_flags(tmp_path, talk):
+    """Settings of a tokenizer travel with the checkpoint; its file may lie elsewhere now."""
+    pytest.importorskip("tiktoken")
+    path = write_tiktoken(tmp_path / "v.json", [b"aB"])
+    flags = [word if word != "50" else "265" for word in TRAIN] + ["--tokenizer-type", "TikTokenizer"]
+    flags += ["--tokenizer-model", path, "--tiktoken-num-special-tokens", "8", "--tiktoken-pattern", "v1"]
+    command = [sys.executable, str(ROOT / "pretrain_gpt.py"), *flags]
+    subprocess.run(command, cwd=tmp_path, check=True, capture_output=True)
+    there = shutil.move(path, tmp_path / "moved.json")
+    code, text, errors = talk(tmp_path / "run", "aBa", "--tokenizer-model", there, "--max-new-tokens", 2)
+    assert code == 0 and text.startswith("aBa"), errors
+    trained = open_trained_model(str(tmp_path / "run"), None, {"tokenizer_model": str(there)}, "cpu")
+    assert trained.tokenizer.tokenize("aBa") == [264, ord("a") + 8]
 
 
 def test_a_changed_args_file_is_noticed(run, talk, tmp_path):

@@ -1,0 +1,28 @@
+"""The table of kernels as lines that a person reads. Knows no kernel."""
+from __future__ import annotations
+
+import torch
+
+from megatron import log
+from megatron.config.tree import Config
+from megatron.device import choose_device
+from megatron.kernels.select import KernelRow, kernel_table
+
+
+def kernel_lines(config: Config) -> list[str]:
+    """Which kernels a run would use on this machine. Raises ValueError if --device names one that is not here."""
+    device = choose_device(config.training.device, log.local_rank())
+    rows = kernel_table(device, getattr(torch, config.precision.params_dtype), config)
+    return [f"kernels on this {device.type}", *(f"  {text}" for text in describe(rows))]
+
+
+def describe(rows: list[KernelRow]) -> list[str]:
+    """A line for each operation, and one for all that is off, by reasons; those given above are not repeated."""
+    lines = [f"{row.operation}: {row.implementation} ({row.reason})" for row in rows if row.on]
+    said = {row.reason for row in rows if row.on}
+    off: dict[str, list[str]] = {}
+    for row in rows:
+        if not row.on:
+            off.setdefault("see above" if row.reason in said else row.reason, []).append(
+                f"{row.operation} by {row.implementation}")
+    return [*lines, "off: " + "; ".join(f"{', '.join(names)} ({reason})" for reason, names in off.items())]

@@ -1,0 +1,126 @@
+"""From typed flags to the things that train: what each flag changes in them."""
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron.arguments import config_from, parse_typed
+from megatron.config import command_line
+from megatron.config.plan import make_plan
+from megatron.config.tree import Config
+from megatron.data import index_helpers
+from megatron.parallel.context import ParallelContext
+from megatron.timers import Timers
+from megatron.training.build import Run, build_data, build_run, make_tokenizer, plan_run
+from megatron.training.initialize import Runtime
+from tests.data.vocabularies import write_sentencepiece, write_tiktoken
+from tests.runs import SMALL, with_flags, write_text
+
+EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
+RUNTIME = Runtime(torch.device("cpu"), ParallelContext(config_from(Config, {}).parallel), 1, 0)
+
+
+NUMBERS = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "211"]
+
+
+def config_of(*flags: str) -> Config:
+    """The small model with these flags, on synthetic data; plain numbers unless they name a tokenizer."""
+    plain = [word for word in SMALL if word not in NUMBERS] + ["--mock-data", "--train-iters", "10"]
+    words = with_flags(plain if "--tokenizer-type" in flags else plain + NUMBERS, *flags)
+    return config_from(Config, parse_typed(command_line.parser(), words))
+
+
+def built(*flags: str) -> Run:
+    config = config_of(*flags)
+    tokenizer = make_tokenizer(config)
+    return build_run(config, make_plan(config, 1, tokenizer.vocab_size), RUNTIME, Timers(), tokenizer)
+
+
+def by_name(run: Run, key: str) -> dict[str, float]:
+    """A value of the parameter groups by the name of each parameter."""
+    return {name: group[key] for group in run.optimizer.param_groups for name in group["names"]}
+
+
+def test_decoupled_learning_rate():
+    """Embedding and output layer rise to --decoupled-lr and fall to its floor, all others to --lr and --min-lr."""
+    plain = ["--lr", "0.01", "--min-lr", "0.001", "--untie-embeddings-and-output-weights"]
+    for flags, peak, floor in (([], 0.01, 0.001), (["--decoupled-lr", "0.5"], 0.5, 0.001),
+                               (["--decoupled-lr", "0.5", "--decoupled-min-lr", "0.25"], 0.5, 0.25)):
+        run = built(*plain, *flags)
+        for samples, own, others in ((24, peak, 0.01), (100, floor, 0.001)):
+            run.scheduler.step(samples)
+            rates = by_name(run, "lr")
+            assert [rates.pop(EMBEDDING), rates.pop(OUTPUT)] == pytest.approx([own, own])
+            assert list(rates.values()) == pytest.approx([others] * len(rates)) and len(rates) > 10
+
+
+def test_the_decoupled_rate_moves_the_embedding_alone():
+    """One update with gradients of one: Adam's first step is the learning rate itself."""
+    run = built("--lr", "0.01", "--decoupled-lr", "0.0625", "--weight-decay", "0", "--clip-grad", "0",
+                "--lr-decay-style", "constant", "--lr-warmup-iters", "0")
+    before = {p.sharding.name: p.detach().clone() for p in run.model.parameters()}
+    for p in run.model.parameters():
+        p.main_grad.fill_(1.0)
+    run.optimizer.step()
+    for p in run.model.parameters():
+        rate = 0.0625 if p.sharding.name == EMBEDDING else 0.01
+        torch.testing.assert_close(before[p.sharding.name] - p.detach(), torch.full_like(p, rate), rtol=1e-3, atol=1e-6)
+
+
+def test_weight_decay_of_query_and_key_norms():
+    flags = ["--qk-layernorm", "--weight-decay", "0.125"]
+    without, decays = (by_name(built(*flags, *more), "weight_decay") for more in ([], ["--apply-wd-to-qk-layernorm"]))
+    changed = {name for name in decays if decays[name] != without[name]}
+    assert changed == {f"decoder.layers.{i}.self_attention.{qk}_layernorm.{kind}"
+                       for i in range(2) for qk in "qk" for kind in ("weight", "bias")}
+    assert {decays[name] for name in changed} == {0.125} and {without[name] for name in changed} == {0.0}
+
+
+def vocabulary(*flags: str) -> tuple[int, int]:
+    """(ids, padded)"""
+    config = config_of(*flags)
+    size = make_tokenizer(config).vocab_size
+    return size, plan_run(config, 1, size).padded_vocab_size
+
+
+def test_extra_ids_make_a_larger_vocabulary(tmp_path: Path):
+    flags = ["--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", write_sentencepiece(tmp_path)]
+    plain, more = vocabulary(*flags), vocabulary(*flags, "--vocab-extra-ids", "20")
+    assert more[0] - plain[0] == 20 and more[1] - plain[1] in (16, 24)
+
+
+def test_tiktoken_flags_reach_the_tokenizer(tmp_path: Path):
+    pytest.importorskip("tiktoken")
+    path = write_tiktoken(tmp_path / "v.json", [b"ab", b"cd", b"aB"])
+    flags = ["--tokenizer-type", "TikTokenizer", "--tokenizer-model", path, "--vocab-size", "267",
+             "--tiktoken-num-special-tokens", "8"]
+    plain = make_tokenizer(config_of(*flags))
+    assert plain.tokenize("a") == [ord("a") + 8] and vocabulary(*flags)[0] == 267
+    moved = make_tokenizer(config_of(*flags, "--tiktoken-num-special-tokens", "9"))
+    assert moved.tokenize("a") == [ord("a") + 9]
+    whole = make_tokenizer(config_of(*flags, "--tiktoken-pattern", "v1"))
+    assert (plain.tokenize("aB"), whole.tokenize("aB")) == ([105, 74], [266])
+    names = ["</s>", "<unk>", "<s>", "<mask>", "<pad>", "<cls>", "<sep>"]
+    assert make_tokenizer(config_of(*flags, "--tiktoken-special-tokens", *names)).eod == 0 != plain.eod
+
+
+def test_slow_index_helpers_are_said_where_they_are_used(tmp_path: Path, monkeypatch, capsys):
+    monkeypatch.setattr(index_helpers, "IMPLEMENTATION", "numpy")
+    monkeypatch.setattr(index_helpers, "REASON", "the C++ was taken away")
+    text = write_text(tmp_path / "text", 200)
+
+    def said(*more: str) -> int:
+        config = config_of(*more)
+        if "--data-path" in more:
+            config = replace(config, data=replace(config.data, mock_data=False))
+        tokenizer = make_tokenizer(config)
+        build_data(config, make_plan(config, 1, tokenizer.vocab_size), RUNTIME, tokenizer)
+        return capsys.readouterr().out.count(" > index helpers: numpy, because the C++ was taken away\n")
+
+    data = ["--data-path", text, "--split", "80,10,10"]
+    assert (said(*data), said()) == (1, 0)
+    monkeypatch.setattr(index_helpers, "REASON", "")
+    assert said(*data) == 0
