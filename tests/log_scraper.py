@@ -126,7 +126,7 @@ OWN = {
     "skipped iteration": r" iteration .* number of nan iterations: +\d+ \| number of user-skipped iterations: +\d+ \|",
     "differs": r" differs from the checkpoint: \w+ was .*, is .*",                      # every difference is said
     "data order": r"WARNING: the order of the data changes from iteration \d+ on: .*",    # it was allowed to
-    "other world size": r" checkpoint was written by \d+ ranks \(data-parallel \d+\), this run has \d+ .*",
+    "other world size": r" checkpoint was written by \d+ ranks \(data \d+ x .*\), this run has \d+ .*",
     "index helpers": r" > index helpers: numpy, because .*",                            # slow, where nothing was compiled
     "blend indices": r"INFO:megatron\.core\.datasets\.blended_dataset:(?:\t?Build and save|\t?Load|Build) the .*",
     "no effect": r"\S.*(?:has no effect|have no effect|is given twice).*",              # of a flag that changes nothing

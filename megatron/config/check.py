@@ -71,7 +71,7 @@ _ALWAYS = {
 }
 # Flags of features that come later, with the value that leaves them off.
 LATER = {
-    "tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1, "context_parallel_size": 1,
+    "pipeline_model_parallel_size": 1, "context_parallel_size": 1,
     "expert_model_parallel_size": 1, "use_distributed_optimizer": False, "overlap_grad_reduce": False,
     "overlap_param_gather": False,
 }
@@ -128,7 +128,7 @@ def notes(config: Config, world_size: int, typed: Collection[str] = ()) -> list[
             found += [f"{facts.say(name)}: no effect without {condition}" for name in names.split() if name in typed]
     found += [f"{facts.say(name)}: no effect here, because {why}" for name, why in _ALWAYS.items()
               if name in typed and facts[name] != facts.flags[name].default]
-    if facts["sequence_parallel"]:
+    if facts["sequence_parallel"] and facts["tensor_model_parallel_size"] == 1:
         found.append("--sequence-parallel: switched off, because --tensor-model-parallel-size is 1")
     if facts["distributed_backend"] == "nccl" and facts["device"] == "cpu":
         found.append("--distributed-backend nccl: no effect with one rank on the CPU")
@@ -216,12 +216,57 @@ def _precision(f: _Facts) -> Iterator[str]:
 def _parallel(f: _Facts) -> Iterator[str]:
     for name, off in LATER.items():
         if f[name] != off and name not in f.bad:
-            yield (f"{f.say(name)}: not supported yet in this version; use data parallelism: torchrun --nproc-per-node "
-                   "N, and leave the flag out")
+            yield (f"{f.say(name)}: not supported yet in this version; use data or tensor parallelism: torchrun "
+                   "--nproc-per-node N, with --tensor-model-parallel-size where the model is split, and leave the flag out")
+    yield from _tensor_parallel(f)
+    yield from _world_size(f)
     if f["world_size"] is not None and not f["dry_run"]:
         yield f"--world-size {f['world_size']}: only for --dry-run; the launcher (torchrun, srun) sets the real one"
     if f["distributed_backend"] == "nccl" and f["device"] == "cpu" and f.world_size > 1:
         yield "--distributed-backend nccl: works between CUDA devices, not with --device cpu; use gloo"
+
+
+def _tensor_parallel(f: _Facts) -> Iterator[str]:
+    """What is cut into equal parts must be a multiple of their number."""
+    tp, said = f["tensor_model_parallel_size"], f.say("tensor_model_parallel_size")
+    if not f.ok("tensor_model_parallel_size") or tp == 1:
+        return
+    heads, groups = f["num_attention_heads"], f.config.model.query_groups
+    if f.ok("num_attention_heads"):
+        if heads % tp:
+            yield f"{said}: --num-attention-heads {heads} is not a multiple of it; {_fit(heads)}"
+        elif f.ok("num_query_groups") and heads % groups == 0 and groups % tp:
+            few = "fewer key/value heads than ranks are" if groups < tp else "this is"
+            yield (f"{said}: --num-query-groups {groups} is not a multiple of it, and {few} "
+                   f"not supported yet; {_fit(groups)}, or more groups")
+    if f.ok("hidden_size", "num_attention_heads") and f.config.model.ffn % tp:
+        ffn = f.config.model.ffn
+        yield (f"{said}: the MLP width {ffn} is not a multiple of it; {_fit(ffn)}, or give "
+               f"--ffn-hidden-size {(ffn // tp + 1) * tp}")
+    if f["sequence_parallel"] and f.ok("seq_length") and f["seq_length"] % tp:
+        seq = f["seq_length"]
+        near = sorted({max(tp, seq // tp * tp), (seq // tp + 1) * tp})
+        yield (f"{f.say('seq_length')}: --sequence-parallel splits it over {said}, of which it is not a multiple; use "
+               f"{' or '.join(map(str, near))}, or leave --sequence-parallel out")
+
+
+def _fit(size: int) -> str:
+    """Which numbers of ranks can share `size` equally."""
+    return f"use {', '.join([str(n) for n in range(1, size + 1) if size % n == 0][:12])}"
+
+
+def _world_size(f: _Facts) -> Iterator[str]:
+    """The ranks must be whole copies of the model."""
+    names = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
+    if not f.ok(*names) or any(f[name] != LATER.get(name, f[name]) for name in names):
+        return
+    one = math.prod(f[name] for name in names)
+    if f.world_size % one:
+        product = " x ".join(f.say(name) for name in names if f[name] > 1)
+        near = [str(n) for n in (f.world_size // one * one, (f.world_size // one + 1) * one) if n]
+        how = "--world-size" if f["dry_run"] else "torchrun --nproc-per-node"
+        yield (f"{product}: one copy of the model takes {one} ranks, and the {f.world_size} of this run are not a multiple; "
+               f"use {' or '.join(f'{how} {n}' for n in near)}")
 
 
 def _run(f: _Facts) -> Iterator[str]:

@@ -20,9 +20,9 @@ def no(name: str, default: Any, text: str, **more: Any) -> Row:
     return False, name, default, text, more
 
 
-_DP = "not in this version; use data parallelism: torchrun --nproc-per-node N"
+_DP = "not in this version; use data or tensor parallelism: torchrun --nproc-per-node N"
 _NO_PIPELINE = "there is no pipeline in this version"
-_NO_TP = "there is no tensor parallelism in this version"
+_NO_TP_COMM = "it steers overlap inside kernels of Transformer Engine, which are not used here"
 _ONE_KERNEL = "there is one implementation with the same numbers"
 _NO_FP8 = "there are no FP8 kernels here; use --bf16"
 _NO_TE = "Transformer Engine is not used; torch's own kernels run instead, so leave the flag out"
@@ -62,19 +62,19 @@ OLD: tuple[Row, ...] = (
        "command again"),
     same("adlr_autoresume_interval", 1000, "there is no --adlr-autoresume"),
     same("apply_rope_fusion", True, _ONE_KERNEL, spelling="--no-rope-fusion"),
-    same("async_tensor_model_parallel_allreduce", True, _NO_TP,
+    same("async_tensor_model_parallel_allreduce", True, "they are always reduced while weight gradients are computed",
          spelling="--no-async-tensor-model-parallel-allreduce"),
     same("barrier_with_L1_time", True, "timers never make one rank wait for another",
          spelling="--no-barrier-with-level-1-timing"),
     same("bias_dropout_fusion", True, _ONE_KERNEL, spelling="--no-bias-dropout-fusion"),
     same("bias_swiglu_fusion", True, _ONE_KERNEL, spelling="--no-bias-swiglu-fusion"),
-    same("clone_scatter_output_in_embedding", True, "there is no sequence parallelism in this version",
+    same("clone_scatter_output_in_embedding", True, "the slice is a tensor of its own, so nothing keeps the whole alive",
          spelling="--no-clone-scatter-output-in-embedding"),
     same("data_parallel_random_init", False, "all ranks draw the same weights, from the seed and each one's name"),
     same("delay_grad_reduce", True, _NO_PIPELINE, spelling="--no-delay-grad-reduce"),
     same("delay_param_gather", False, _NO_PIPELINE),
-    no("distribute_saved_activations", False, "it spreads saved activations over tensor-parallel ranks, and " + _NO_TP +
-       "; use --recompute-granularity full alone"),
+    no("distribute_saved_activations", False, "with --sequence-parallel saved activations are spread over the "
+       "tensor-parallel ranks already; use that"),
     same("empty_unused_memory_level", 0, "the device's cache is left to torch between steps"),
     no("fp8", None, _NO_FP8, spelling="--fp8-format"),
     no("fp8_amax_compute_algo", "most_recent", _NO_FP8),
@@ -105,12 +105,12 @@ OLD: tuple[Row, ...] = (
          spelling="--no-scatter-gather-tensors-in-pipeline"),
     no("spec", None, "the model's layers are those of megatron/model; change them there", takes="list"),
     no("standalone_embedding_stage", False, _DP),
-    same("tp_comm_bulk_dgrad", True, _NO_TP, spelling="--disable-tp-comm-bulk-dgrad"),
-    same("tp_comm_bulk_wgrad", True, _NO_TP, spelling="--disable-tp-comm-bulk-wgrad"),
-    no("tp_comm_overlap", False, _NO_TP + "; leave the flag out"),
-    same("tp_comm_overlap_cfg", None, _NO_TP),
-    same("tp_comm_split_ag", True, _NO_TP, spelling="--disable-tp-comm-split-ag"),
-    same("tp_comm_split_rs", True, _NO_TP, spelling="--disable-tp-comm-split-rs"),
+    same("tp_comm_bulk_dgrad", True, _NO_TP_COMM, spelling="--disable-tp-comm-bulk-dgrad"),
+    same("tp_comm_bulk_wgrad", True, _NO_TP_COMM, spelling="--disable-tp-comm-bulk-wgrad"),
+    no("tp_comm_overlap", False, _NO_TP_COMM + "; leave the flag out"),
+    same("tp_comm_overlap_cfg", None, _NO_TP_COMM),
+    same("tp_comm_split_ag", True, _NO_TP_COMM, spelling="--disable-tp-comm-split-ag"),
+    same("tp_comm_split_rs", True, _NO_TP_COMM, spelling="--disable-tp-comm-split-rs"),
     no("transformer_impl", "local", _NO_TE + ", or --transformer-impl local"),
     same("use_cpu_initialization", None, "weights are always drawn on the CPU, alike for any number of ranks",
          takes="switch"),
@@ -277,7 +277,7 @@ PREFIXES: tuple[tuple[str, str], ...] = (
     ("--moe- --expert-", _NO_MOE),
     ("--fp8- --fp4- --te- --keep-fp8-", _NO_FP8),
     ("--use-flash-attn", "torch's own fused attention runs instead, so leave the flag out"),
-    ("--tp-comm-", _NO_TP),
+    ("--tp-comm-", _NO_TP_COMM),
     ("--wandb- --one-logger-", _NO_WANDB),
     ("--bert- --retro- --vision- --dino- --ict- --biencoder- --retriever-", "only GPT is trained here; leave the flag "
      "out"),

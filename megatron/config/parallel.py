@@ -10,12 +10,13 @@ from megatron.arguments import arg
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
     """How the work is split over ranks."""
-    tensor_model_parallel_size: int = arg(1, help="ranks one layer is split over (only 1 in this version)")
+    tensor_model_parallel_size: int = arg(1, help="ranks one layer is split over: attention by heads, the "
+                                                    "MLP by width, the vocabulary by rows")
     pipeline_model_parallel_size: int = arg(1, help="stages the depth is split over (only 1 in this version)")
     context_parallel_size: int = arg(1, help="ranks one sequence is split over (only 1 in this version)")
     expert_model_parallel_size: int = arg(1, help="ranks the experts are split over (only 1 in this version)")
-    sequence_parallel: bool = arg(False, help="split norms and dropout over the tensor-parallel ranks too; off "
-                                               "while there is only one")
+    sequence_parallel: bool = arg(False, help="split norms and dropout, by position, over the "
+                                               "tensor-parallel ranks too; off while there is only one")
     use_distributed_optimizer: bool = arg(False, help="each data-parallel rank keeps its part of the optimizer "
                                                        "state (not in this version)")
     overlap_grad_reduce: bool = arg(False, help="reduce gradient buckets while the backward pass runs (not in "

@@ -5,7 +5,7 @@ It is the one truth from which the model is built, a plan counts bytes, and chec
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from megatron.config.model import ModelConfig
@@ -35,6 +35,11 @@ class ParameterSpec:
     def size(self) -> int:
         """Number of elements over all ranks."""
         return math.prod(self.shape)
+
+    @property
+    def padding(self) -> int:
+        """Number of these that are in padding rows."""
+        return 0 if self.real_rows is None else (self.shape[0] - self.real_rows) * math.prod(self.shape[1:])
 
     @property
     def layer(self) -> int | None:
@@ -97,7 +102,7 @@ def parameter_table(model: ModelConfig, padded_vocab_size: int, vocab_size: int 
     return table
 
 
-def stage_table(table: Iterable[ParameterSpec], layers: range, first: bool, last: bool) -> list[ParameterSpec]:
+def stage_table(table: Iterable[ParameterSpec], layers: Collection[int], first: bool, last: bool) -> list[ParameterSpec]:
     """The parameters a pipeline stage with these (global) layers holds, in the table's order.
 
     The first stage has the embeddings, the last one the final norm and the output matrix: with tied weights a copy of

@@ -4,7 +4,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron.config.batch_size import BatchSizeSchedule, build_batch_size_schedule
-from megatron.config.parameters import ParameterSpec, parameter_table
+from megatron.config.parameters import ParameterSpec, count_parameters, parameter_table, stage_table
 from megatron.config.skip_ranges import SkipRanges
 from megatron.config.tree import Config
 
@@ -38,6 +38,16 @@ class Plan:
     def num_parameters(self) -> int:
         """Parameters of the whole model, padded vocabulary rows included."""
         return sum(p.size for p in self.parameters)
+
+    @property
+    def num_padding(self) -> int:
+        """How many of them are padding: always 0, and as many as the layout asks for."""
+        return sum(p.padding for p in self.parameters)
+
+    def parameters_of(self, stage: int) -> list[ParameterSpec]:
+        """The parameters of a pipeline stage."""
+        layers = self.layers_per_stage[stage]
+        return stage_table(self.parameters, layers, stage == 0, stage == len(self.layers_per_stage) - 1)
 
     def consumed_samples(self, iteration: int) -> int:
         """Samples consumed after `iteration`: a function of the flags alone."""
@@ -110,9 +120,18 @@ def make_plan(config: Config, world_size: int, vocab_size: int) -> Plan:
         layers_per_stage=tuple(tuple(range(s * per, (s + 1) * per)) for s in range(stages)))
 
 
-def bytes_per_rank(config: Config, plan: Plan) -> dict[str, int]:
-    """Bytes of weights, gradients, main weights and optimizer moments on one rank (activations not counted)."""
-    precision, n = config.precision, plan.num_parameters
+def parameters_per_rank(config: Config, plan: Plan, stage: int = 0) -> int:
+    """Parameters on each tensor-parallel rank of a pipeline stage, padded vocabulary rows included."""
+    return count_parameters(plan.parameters_of(stage), {"tp": config.parallel.tensor_model_parallel_size})
+
+
+def bytes_per_rank(config: Config, plan: Plan, stage: int = 0) -> dict[str, int]:
+    """Bytes of weights, gradients, main weights and optimizer moments on one rank of a pipeline stage.
+
+    Activations are not counted, nor what aligns the gradients (less than 64 bytes for each parameter).
+    """
+    precision = config.precision
+    n = parameters_per_rank(config, plan, stage)
     low = precision.fp16 or precision.bf16
     moments = 2 if config.optimizer.optimizer == "adam" else int(config.optimizer.sgd_momentum > 0)
     return {"weights": n * BYTES[precision.params_dtype], "gradients": n * BYTES[precision.grad_dtype],
@@ -133,7 +152,8 @@ def describe(config: Config, plan: Plan) -> list[str]:
         f"{m.head_dim}, {m.query_groups} key/value groups, sequence {m.seq_length}, positions {m.positions}",
         *(f"  stage {i}: layers {s[0]} to {s[-1]}" for i, s in enumerate(plan.layers_per_stage)),
         f"vocabulary: {plan.vocab_size}, padded to {plan.padded_vocab_size}",
-        f"parameters: {plan.num_parameters}",
+        f"parameters: {plan.num_parameters}" + (f", {parameters_per_rank(config, plan)} on a rank"
+                                                if p.tensor_model_parallel_size > 1 else ""),
         "bytes per rank: " + ", ".join(f"{name} {size:,}" for name, size in memory.items()) +
         f", together {sum(memory.values()):,} (activations not counted)",
         f"batch: {first} samples = {t.micro_batch_size} x {plan.data_parallel_size} ranks x "

@@ -1,6 +1,8 @@
 """Matrix products of linear layers with a separable weight gradient; knows local tensors, no module and no rank."""
 
+from collections.abc import Callable
 from functools import cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -81,11 +83,26 @@ def _input_grad(rows: Tensor, weight: Tensor) -> Tensor:
     return grad.to(weight.dtype)
 
 
+Start = Callable[[Tensor], Callable[[], Tensor]]
+
+
+class Exchange(NamedTuple):
+    """What the ranks that share a layer do with its input. Each function starts it and returns what waits for the result.
+
+    `gather` makes the whole input of this rank's part; `reduce` is its adjoint, of the input's gradient.
+    """
+    gather: Start
+    reduce: Start
+
+
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None, accumulate_into: Tensor | None) -> Tensor:
+    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None, accumulate_into: Tensor | None,
+                exchange: Exchange | None) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.accumulate_into = accumulate_into
+        ctx.accumulate_into, ctx.exchange = accumulate_into, exchange
+        if exchange:
+            x = exchange.gather(x)()
         out = _product(x.reshape(-1, x.shape[-1]), weight, bias)
         return out.view(*x.shape[:-1], weight.shape[0])
 
@@ -93,19 +110,22 @@ class _Linear(torch.autograd.Function):
     def backward(ctx, grad_out: Tensor):
         x, weight = ctx.saved_tensors
         rows = grad_out.reshape(-1, grad_out.shape[-1])
-        grad_x = grad_weight = grad_bias = None
+        grad_x = grad_weight = grad_bias = reduced = None
+        gathered = ctx.exchange.gather(x) if ctx.exchange and ctx.needs_input_grad[1] else None
         if ctx.needs_input_grad[2]:
             grad_bias = rows.sum(0)
         if len(_column_blocks(*rows.shape)) == 1:
             rows = rows.to(compute_dtype(x))  # once for both products
         if ctx.needs_input_grad[0]:
-            grad_x = _input_grad(rows, weight).view(x.shape)
+            grad_x = _input_grad(rows, weight).view(*grad_out.shape[:-1], weight.shape[1])
+            reduced = ctx.exchange.reduce(grad_x) if ctx.exchange else None
         if ctx.needs_input_grad[1]:
-            grad_weight = linear_weight_grad(rows, x, ctx.accumulate_into)
-        return grad_x, grad_weight, grad_bias, None
+            grad_weight = linear_weight_grad(rows, gathered() if gathered else x, ctx.accumulate_into)
+        return reduced() if reduced else grad_x, grad_weight, grad_bias, None, None
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, accumulate_into: Tensor | None = None) -> Tensor:
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, accumulate_into: Tensor | None = None,
+           exchange: Exchange | None = None) -> Tensor:
     """y = x w^T + bias.
 
     x [..., in], weight [out, in], bias [out] or None, all of one dtype (bf16, fp16, fp32, fp64) -> [..., out].
@@ -113,5 +133,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, accumulate_
     `accumulate_into`: None, or a buffer [out, in] (the parameter's fp32 `main_grad`). Then backward does
     `accumulate_into += weight gradient` itself, before any rounding to a low precision where the product is computed
     in fp32, and autograd sees no gradient for the weight: its `.grad` is left alone. Its post-accumulate hooks do run.
+
+    `exchange`: x is what this rank has of an input that ranks share. It is gathered for the product, and once more in
+    backward, so that only this rank's part is kept; there gathering runs beside the product for the input's gradient,
+    and the reduction of that beside the product for the weight's.
     """
-    return _Linear.apply(x, weight, bias, accumulate_into)
+    return _Linear.apply(x, weight, bias, accumulate_into, exchange)

@@ -4,11 +4,12 @@ from megatron.kernels.activations import bias_gelu, geglu, gelu, squared_relu, s
 from megatron.kernels.attention import attention
 from megatron.kernels.cross_entropy import cross_entropy
 from megatron.kernels.dropout import dropout
-from megatron.kernels.linear import linear, linear_weight_grad
+from megatron.kernels.linear import Exchange, linear, linear_weight_grad
 from megatron.kernels.norms import layer_norm, rms_norm
 from megatron.kernels.rotary import apply_rotary, rotary_tables
 
 __all__ = [
+    "Exchange",
     "apply_rotary",
     "attention",
     "bias_gelu",

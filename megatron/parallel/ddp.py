@@ -1,4 +1,4 @@
-"""Flat gradient buffers of one replica and their reduction over the ranks that see other tokens. Knows no model."""
+"""Flat gradient buffers of one replica and their reduction over the ranks that hold other parts. Knows no model."""
 from __future__ import annotations
 
 from collections.abc import Iterable
@@ -6,7 +6,7 @@ from collections.abc import Iterable
 import torch
 
 from megatron.parallel.collectives import all_reduce_
-from megatron.parallel.context import ParallelContext
+from megatron.parallel.context import Axis, ParallelContext
 
 _ALIGN_BYTES = 64
 
@@ -35,6 +35,7 @@ class GradBuffers:
                 p.grad = p.main_grad
             else:
                 p.register_post_accumulate_grad_hook(_add_to_main_grad)
+        self._partial = _partial(self.params, ctx)
 
     def zero(self) -> None:
         """Forget all gradients, before the first micro-batch of a step."""
@@ -44,8 +45,22 @@ class GradBuffers:
                 p.grad = p.main_grad
 
     def reduce(self) -> None:
-        """Sum over the ranks that saw other tokens."""
+        """Sum over the ranks that saw other tokens, after copies that saw part of their gradient are summed."""
+        for axis, grads in self._partial:
+            together = torch.cat([grad.flatten() for grad in grads])
+            sizes = [grad.numel() for grad in grads]
+            for grad, whole in zip(grads, all_reduce_(together, axis).split(sizes), strict=True):
+                grad.copy_(whole.view(grad.shape))
         all_reduce_(self.flat, self._axis)
+
+
+def _partial(params: Iterable[torch.nn.Parameter], ctx: ParallelContext) -> list[tuple[Axis, list[torch.Tensor]]]:
+    """(axis, main_grads to sum over it), small tensors together, for each axis of more than one rank that has any."""
+    found: dict[str, list[torch.Tensor]] = {}
+    for p in params:
+        for name in p.sharding.partial:
+            found.setdefault(name, []).append(p.main_grad)
+    return [(ctx.axis(name), grads) for name, grads in found.items() if ctx.axis(name).size > 1]
 
 
 def _add_to_main_grad(p: torch.nn.Parameter) -> None:

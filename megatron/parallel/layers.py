@@ -12,17 +12,34 @@ import torch.nn.functional as F
 from torch import nn
 
 from megatron.kernels import reference as kernels
-from megatron.parallel.collectives import copy_to, gather_sequence, reduce_from, scatter_sequence
+from megatron.parallel.collectives import (
+    reduce_from,
+    scatter_sequence,
+    start_all_gather,
+    start_all_reduce,
+    start_reduce_scatter,
+)
 from megatron.parallel.context import ParallelContext
 
 
-def _linear(x: torch.Tensor, weight: nn.Parameter, bias: nn.Parameter | None = None) -> torch.Tensor:
+def _linear(x: torch.Tensor, weight: nn.Parameter, bias: nn.Parameter | None = None,
+            exchange: kernels.Exchange | None = None) -> torch.Tensor:
     """x W^T + b with W and b as matrix and vector; backward adds to `weight.main_grad` itself where there is one."""
     main_grad = getattr(weight, "main_grad", None)
     if weight.dim() > 2:
         weight, bias = weight.flatten(0, -2), None if bias is None else bias.flatten()
         main_grad = None if main_grad is None else main_grad.flatten(0, -2)
-    return kernels.linear(x, weight, bias, accumulate_into=main_grad)
+    return kernels.linear(x, weight, bias, accumulate_into=main_grad, exchange=exchange)
+
+
+def _exchange(ctx: ParallelContext) -> kernels.Exchange | None:
+    """From this rank's input of a layer split by output feature to the whole one, and back with its gradient."""
+    tp = ctx.tp
+    if tp.size == 1:
+        return None
+    if ctx.sequence_parallel:
+        return kernels.Exchange(lambda x: start_all_gather(x, tp), lambda grad: start_reduce_scatter(grad, tp))
+    return kernels.Exchange(lambda x: lambda: x, lambda grad: start_all_reduce(grad, tp))
 
 
 class _Embedding(torch.autograd.Function):
@@ -63,12 +80,11 @@ class ColumnParallelLinear(nn.Module):
 
     def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, ctx: ParallelContext):
         super().__init__()
-        self.weight, self.bias, self.ctx = weight, bias, ctx
+        self.weight, self.bias, self.exchange = weight, bias, _exchange(ctx)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [s, b, in] ([s/tp, b, in] with sequence parallelism) -> [s, b, out/tp]."""
-        x = gather_sequence(x, self.ctx.tp) if self.ctx.sequence_parallel else copy_to(x, self.ctx.tp)
-        return _linear(x, self.weight, self.bias)
+        return _linear(x, self.weight, self.bias, self.exchange)
 
 
 class RowParallelLinear(nn.Module):

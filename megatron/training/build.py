@@ -18,7 +18,7 @@ from megatron.model.layer import Recompute
 from megatron.optimizer.optimizer import MixedPrecisionOptimizer
 from megatron.optimizer.scaler import build_grad_scaler
 from megatron.optimizer.scheduler import OptimizerParamScheduler, schedule_steps
-from megatron.parallel.collectives import all_reduce_, barrier
+from megatron.parallel.collectives import all_reduce, barrier
 from megatron.parallel.ddp import GradBuffers
 from megatron.parallel.sharding import counts, init_parameters
 from megatron.timers import Timers
@@ -99,7 +99,7 @@ def build_run(config: Config, plan: Plan, runtime: Runtime, timers: Timers, toke
         apply_wd_to_qk_layernorm=o.apply_wd_to_qk_layernorm, decoupled_lr=o.decoupled_lr,
         decoupled_min_lr=o.decoupled_min_lr,
         grad_scaler=scaler, counts=lambda q: counts(q.sharding, ctx),
-        reduce_sum=lambda x: all_reduce_(x, ctx.model), reduce_max=lambda x: all_reduce_(x, ctx.model, "max"),
+        reduce_sum=lambda x: all_reduce(x, ctx.model), reduce_max=lambda x: all_reduce(x, ctx.model, "max"),
         span=lambda name: timers(name, 1))
     if config.training.torch_compile:
         for layer in model.decoder.layers.values():

@@ -12,9 +12,11 @@ from megatron.checkpoint import store
 from megatron.checkpoint.sharded import Reader, TensorSlice
 from megatron.checkpoint.state import RunState, differences
 from megatron.checkpoint.store import Checkpoint
+from megatron.config.parameters import OUTPUT_LAYER, WORD_EMBEDDING
 from megatron.config.tree import Config
 from megatron.data.build import data_order_differences
 from megatron.parallel.collectives import gather_objects
+from megatron.parallel.context import ParallelContext
 from megatron.parallel.sharding import Sharding, counts, local_box
 from megatron.training.build import Run
 from megatron.training.flops import flops_per_iteration
@@ -62,7 +64,7 @@ def save(run: Run) -> None:
 
 
 def _state(run: Run) -> RunState:
-    progress, ctx = run.progress, run.runtime.ctx
+    progress = run.progress
     samples = progress.consumed_train_samples - progress.skipped_train_samples
     return RunState(
         iteration=progress.iteration, consumed_train_samples=progress.consumed_train_samples,
@@ -70,8 +72,20 @@ def _state(run: Run) -> RunState:
         num_floating_point_operations=flops_per_iteration(model_shape(run.config, run.plan), samples),
         scheduler=run.scheduler.state_dict(), optimizer=run.optimizer.counters(),
         data={"order": run.data_order, "tokenizer": run.tokenizer}, skips=[list(r) for r in run.plan.skips.ranges],
-        layout={"world_size": run.runtime.world_size, "tp": ctx.tp.size, "pp": ctx.pp.size, "cp": ctx.cp.size,
-                "dp": ctx.dp.size})
+        layout=_layout(run))
+
+
+def _layout(run: Run) -> dict[str, int]:
+    """How many ranks this run has along each axis."""
+    ctx = run.runtime.ctx
+    return {"world_size": run.runtime.world_size, "tp": ctx.tp.size, "pp": ctx.pp.size, "cp": ctx.cp.size,
+            "dp": ctx.dp.size}
+
+
+def _ranks(layout: dict[str, int]) -> str:
+    """`layout` for a reader."""
+    return (f"{layout['world_size']} ranks (data {layout['dp']} x tensor {layout['tp']} x pipeline {layout['pp']} x "
+            f"context {layout['cp']})")
 
 
 def load(run: Run) -> None:
@@ -124,10 +138,9 @@ def _take(run: Run, found: Checkpoint) -> None:
         p.skipped_train_samples = state.skipped_train_samples
         run.data_order = state.data.get("order", {})
         _check_position(run, saved)
-    old, size = state.layout, run.runtime.world_size
-    if old.get("world_size", size) != size:
-        log.print_rank_0(f" checkpoint was written by {old['world_size']} ranks (data-parallel {old['dp']}), this run has "
-                         f"{size} (data-parallel {run.runtime.ctx.dp.size})")
+    now = _layout(run)
+    if state.layout != now:
+        log.print_rank_0(f" checkpoint was written by {_ranks(state.layout)}, this run has {_ranks(now)}")
     log.print_rank_0(f"  successfully loaded checkpoint from {c.load} at iteration {found.iteration}")
 
 
@@ -146,15 +159,27 @@ def _read_tensors(run: Run, reader: Reader, with_optimizer: bool) -> None:
     for name, sharding, tensor in _own_tensors(run):
         if name.startswith("optimizer.") and not with_optimizer:
             continue
-        source = _source(name, there)
-        box = local_box(sharding, run.runtime.ctx)
-        if tuple(reader.shape(source)) != tuple(sharding.shape):
-            raise ValueError(f"--load: {source} has shape {list(reader.shape(source))} in the checkpoint and "
-                             f"{list(sharding.shape)} in this run; use the flags it was saved with")
-        if reader.dtype(source) == tensor.dtype:
-            reader.read(source, box, into=tensor)
-        else:
-            tensor.copy_(reader.read(source, box))
+        read_into(tensor, reader, _source(name, there), sharding, run.runtime.ctx, run.plan.vocab_size)
+
+
+def read_into(tensor: torch.Tensor, reader: Reader, source: str, sharding: Sharding, ctx: ParallelContext,
+              vocab_size: int) -> None:
+    """Copy this rank's part of the tensor `source`; of a vocabulary padded otherwise (for another number of ranks) the
+    real rows. Number formats may differ; raises ValueError where shapes do."""
+    (start, stop), *rest = local_box(sharding, ctx)
+    there, here = tuple(reader.shape(source)), tuple(sharding.shape)
+    if there != here:
+        vocabulary = sharding.name in (WORD_EMBEDDING, OUTPUT_LAYER)
+        if not vocabulary or there[1:] != here[1:] or min(there[0], here[0]) < vocab_size:
+            raise ValueError(f"{source} has shape {list(there)} in {reader.directory}, and {list(here)} by the flags; use "
+                             "those it was saved with")
+        stop = max(start, min(stop, vocab_size))
+        tensor[stop - start:].zero_()
+        tensor = tensor[:stop - start]
+    if reader.dtype(source) == tensor.dtype:
+        reader.read(source, ((start, stop), *rest), into=tensor)
+    else:
+        tensor.copy_(reader.read(source, ((start, stop), *rest)))
 
 
 def _source(name: str, there: set[str]) -> str:

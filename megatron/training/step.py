@@ -24,7 +24,8 @@ class NotFinite(ArithmeticError):
 
 
 class StepOutcome(NamedTuple):
-    """What a training step measured; `flag` is the sum of what the ranks handed in."""
+    """What a training step measured; `num_zeros` is that of real parameters (those that are padding always have zero
+    gradients); `flag` is the sum of what the ranks handed in."""
     loss: float
     updated: bool
     grad_norm: float | None
@@ -68,7 +69,9 @@ def train_step(run: Run, forward_step: ForwardStep, samples: Iterator[torch.Tens
         run.buffers.reduce()
         totals[2] = flag()
         local = totals[0].clone()
-        all_reduce_(totals, runtime.ctx.dp_cp)
+        if runtime.ctx.tp.rank:             # tensor-parallel ranks have the same loss: it counts once
+            totals[:2] = 0
+        all_reduce_(totals, runtime.ctx.world)
     loss_sum, tokens, flags = totals.tolist()
     loss = loss_sum / max(1.0, tokens)
     _check_loss(run, iteration, loss, local)
@@ -78,7 +81,8 @@ def train_step(run: Run, forward_step: ForwardStep, samples: Iterator[torch.Tens
         raise NotFinite(f"iteration {iteration}: the gradient norm is {result.grad_norm}; nothing of this step is "
                         f"saved. Resume from the last checkpoint with --train-range-to-skip {iteration} {iteration}, a "
                         f"lower --lr, or --no-check-for-nan-in-loss-and-grad to go on regardless")
-    return StepOutcome(loss, result.ok, result.grad_norm, result.num_zeros, time.perf_counter() - start, int(flags))
+    zeros = None if result.num_zeros is None else result.num_zeros - run.plan.num_padding
+    return StepOutcome(loss, result.ok, result.grad_norm, zeros, time.perf_counter() - start, int(flags))
 
 
 def next_samples(samples: Iterator[torch.Tensor]) -> torch.Tensor:
@@ -99,7 +103,7 @@ def _checks(run: Run) -> bool:
 def _check_loss(run: Run, iteration: int, loss: float, local: torch.Tensor) -> None:
     if math.isfinite(loss) or not _checks(run):
         return
-    axis = run.runtime.ctx.dp_cp
+    axis = run.runtime.ctx.world
     bad = [rank for rank, other in zip(axis.ranks, gather_objects(local.item(), axis), strict=True)
            if not math.isfinite(other)]
     where = f" (found on rank{'s' * (len(bad) > 1)} {', '.join(map(str, bad))})" if bad else ""

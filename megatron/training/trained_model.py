@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 import torch
 
 from megatron.checkpoint import store
-from megatron.checkpoint.sharded import Reader
 from megatron.config.parallel import ParallelConfig
 from megatron.config.plan import padded_vocab_size
 from megatron.config.precision import PrecisionConfig
@@ -17,7 +16,7 @@ from megatron.device import choose_device
 from megatron.model.gpt import GPTModel
 from megatron.parallel.context import ParallelContext
 from megatron.training.build import make_tokenizer
-from megatron.training.checkpointing import saved_config
+from megatron.training.checkpointing import read_into, saved_config
 
 
 @dataclass(frozen=True)
@@ -51,7 +50,8 @@ def open_trained_model(path: str, step: int | None = None, tokenizer_files: Mapp
                      torch.float32, choose_device(device, 0))
     with found.reader() as reader, torch.no_grad():
         for parameter in model.parameters():
-            _fill(parameter, reader, tokenizer.vocab_size)
+            name = parameter.sharding.name
+            read_into(parameter, reader, name, parameter.sharding, model.ctx, tokenizer.vocab_size)
     return TrainedModel(model.eval(), tokenizer, config, found.iteration, str(found.directory))
 
 
@@ -64,18 +64,3 @@ def _check_tokenizer(trained: Mapping | None, now: Tokenizer, directory: str) ->
     if differ:
         raise ValueError(f"{directory} was trained with another tokenizer ({', '.join(differ)} differ); give the files "
                          "it was trained with: --vocab-file and --merge-file, or --tokenizer-model")
-
-
-def _fill(parameter: torch.nn.Parameter, reader: Reader, vocab_size: int) -> None:
-    """Copy one parameter; of a vocabulary padded otherwise (another number of ranks) the real rows."""
-    name, shape = parameter.sharding.name, tuple(parameter.sharding.shape)
-    there = reader.shape(name)
-    if there == shape:
-        parameter.copy_(reader.read(name))
-        return
-    padded = len(there) == 2 and there[1:] == shape[1:] and min(there[0], shape[0]) >= vocab_size
-    if not padded:
-        raise ValueError(f"{name} has shape {list(there)} in {reader.directory}, and {list(shape)} by the args file "
-                         "beside it; the two do not belong together")
-    parameter.zero_()
-    parameter[:vocab_size].copy_(reader.read(name, ((0, vocab_size), (0, shape[1]))))

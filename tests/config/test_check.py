@@ -77,9 +77,8 @@ ONE_PROBLEM = [
     ("--fp32-residual-connection", "--fp32-residual-connection: needs --fp16 or --bf16"),
     ("--bf16 --fp16-lm-cross-entropy", "--fp16-lm-cross-entropy: needs --fp16"),
     ("--fp16 --initial-loss-scale 2 --min-loss-scale 4", "--initial-loss-scale 2.0: less than --min-loss-scale 4.0"),
-    ("--tensor-model-parallel-size 2", "--tensor-model-parallel-size 2: not supported yet in this version; use data "
-                                       "parallelism: torchrun --nproc-per-node N"),
-    ("--pipeline-model-parallel-size 4", "--pipeline-model-parallel-size 4: not supported yet"),
+    ("--pipeline-model-parallel-size 4", "--pipeline-model-parallel-size 4: not supported yet in this version; use data or "
+                                         "tensor parallelism: torchrun --nproc-per-node N"),
     ("--context-parallel-size 2", "--context-parallel-size 2: not supported yet"),
     ("--expert-model-parallel-size 2", "--expert-model-parallel-size 2: not supported yet"),
     ("--use-distributed-optimizer", "--use-distributed-optimizer: not supported yet"),
@@ -184,7 +183,7 @@ def test_an_empty_command_line_is_told_everything_at_once():
 
 def test_many_rules_broken_are_many_lines():
     problems, _ = checked("--hidden-size 65 --fp16 --bf16 --min-lr 1 --save x --split 0,1 --global-batch-size 7 "
-                          "--tensor-model-parallel-size 8 --attention-dropout 2 --iterations-to-skip 99")
+                          "--context-parallel-size 8 --attention-dropout 2 --iterations-to-skip 99")
     assert len(problems) == 9
 
 
@@ -221,6 +220,38 @@ def test_a_resumed_run_may_have_passed_the_sizes_that_do_not_fit():
 def test_the_batch_must_fit_the_ranks(world_size, batch, words):
     [line] = checked(f"--global-batch-size {batch}", world_size)[0]
     assert words in line
+
+
+TP = "--tensor-model-parallel-size"
+
+
+@pytest.mark.parametrize(("flags", "world_size", "line"), [
+    (f"{TP} 3 --ffn-hidden-size 258", 3, f"{TP} 3: --num-attention-heads 4 is not a multiple of it; use 1, 2, 4"),
+    (f"{TP} 4 --group-query-attention --num-query-groups 2", 4,
+     f"{TP} 4: --num-query-groups 2 is not a multiple of it, and fewer key/value heads than ranks are not supported yet; "
+     "use 1, 2, or more groups"),
+    (f"{TP} 4 --ffn-hidden-size 130", 4,
+     f"{TP} 4: the MLP width 130 is not a multiple of it; use 1, 2, 5, 10, 13, 26, 65, 130, or give --ffn-hidden-size 132"),
+    (f"{TP} 4 --sequence-parallel --seq-length 30", 4,
+     f"--seq-length 30: --sequence-parallel splits it over {TP} 4, of which it is not a multiple; use 28 or 32, or leave "
+     "--sequence-parallel out"),
+    (f"{TP} 2", 1, f"{TP} 2: one copy of the model takes 2 ranks, and the 1 of this run are not a multiple; use torchrun "
+     "--nproc-per-node 2"),
+    (f"{TP} 2", 5, f"{TP} 2: one copy of the model takes 2 ranks, and the 5 of this run are not a multiple; use torchrun "
+     "--nproc-per-node 4 or torchrun --nproc-per-node 6"),
+    (f"{TP} 2 --dry-run --world-size 3", 3, f"{TP} 2: one copy of the model takes 2 ranks, and the 3 of this run are not a "
+     "multiple; use --world-size 2 or --world-size 4")])
+def test_what_does_not_split_over_the_ranks(flags, world_size, line):
+    assert checked(flags, world_size)[0] == [line]
+
+
+@pytest.mark.parametrize(("flags", "world_size"), [
+    (f"{TP} 2", 2), (f"{TP} 4 --sequence-parallel", 8), (f"{TP} 4 --seq-length 30", 4), (f"{TP} 2 --vocab-size 99", 2),
+    (f"{TP} 2 --group-query-attention --num-query-groups 2 --sequence-parallel", 4),
+    (f"{TP} 4 --hidden-size 62 --kv-channels 8", 4)])
+def test_what_splits_over_the_ranks(flags, world_size):
+    """... sequence parallelism is then on without a word; a split sequence is the only reason to split the length."""
+    assert checked(flags, world_size) == ([], [])
 
 
 def test_nccl_between_cpu_ranks():

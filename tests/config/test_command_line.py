@@ -65,7 +65,7 @@ BAD = [
     (f"{GOOD} --lr-warmup-fraction 0.1 --lr-warmup-iters 1", ["two warm-ups"]),
     (f"{GOOD} --min-lr 1", ["--min-lr 1.0: greater than --lr 0.001"]),
     (f"{GOOD} --attention-dropout 1.5", ["--attention-dropout 1.5: must be at least 0 and less than 1"]),
-    (f"{GOOD} --tensor-model-parallel-size 2", ["--tensor-model-parallel-size 2: not supported yet"]),
+    (f"{GOOD} --tensor-model-parallel-size 2", ["--tensor-model-parallel-size 2: one copy of the model takes 2 ranks"]),
     (f"{GOOD} --use-distributed-optimizer --overlap-grad-reduce", ["--use-distributed-optimizer: not supported yet",
                                                                    "--overlap-grad-reduce: not supported yet"]),
     (f"{GOOD} --recompute-granularity full", ["--recompute-method is missing", "--recompute-num-layers is missing"]),

@@ -4,7 +4,7 @@ from dataclasses import replace
 import pytest
 
 from megatron.arguments import config_from
-from megatron.config.plan import bytes_per_rank, describe, make_plan, padded_vocab_size
+from megatron.config.plan import bytes_per_rank, describe, make_plan, padded_vocab_size, parameters_per_rank
 from megatron.config.tree import Config
 
 SEED = dict(num_layers=24, hidden_size=1024, num_attention_heads=16, micro_batch_size=4, global_batch_size=8,
@@ -54,6 +54,18 @@ def test_bytes():
                                          "optimizer moments": 8 * n}
     fp32 = replace(config, precision=replace(config.precision, fp16=False))
     assert bytes_per_rank(fp32, p) == {"weights": 4 * n, "gradients": 4 * n, "main weights": 0, "optimizer moments": 8 * n}
+
+
+def test_tensor_parallel_ranks_share_what_is_split():
+    """By hand: norms, output biases and positions are whole on each rank, all else is cut; padding grows with the ranks."""
+    config, p = plan(4, tensor_model_parallel_size=4)
+    h, layers, padded = 1024, 24, 50688
+    assert (p.data_parallel_size, p.padded_vocab_size, p.num_padding) == (1, padded, (padded - 50257) * h)
+    whole = 1024 * h + layers * (4 * h + 2 * h) + 2 * h
+    split = padded * h + layers * (3 * h * h + 3 * h + h * h + 8 * h * h + 4 * h)
+    assert p.num_parameters == whole + split and parameters_per_rank(config, p) == whole + split // 4
+    assert bytes_per_rank(config, p)["optimizer moments"] == 8 * (whole + split // 4)
+    assert f"parameters: {whole + split}, {whole + split // 4} on a rank" in describe(config, p)
 
 
 def test_description_names_what_follows():

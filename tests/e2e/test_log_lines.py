@@ -112,7 +112,7 @@ def test_numbers_of_the_first_run(first):
         assert (int(f["n"]), int(f["samples"])) == (row["iteration"], row["consumed_samples"])
         assert (f["of"], f["batch"]) == ("4", "8")
         assert (f["loss"], f["lr"]) == (f"{row['lm_loss']:.6E}", f"{row['learning_rate']:.3E}")
-        assert f["norm"] == f"{row['grad_norm']:.3f}" and float(f["zeros"]) > 0 and float(f["params"]) > 0
+        assert f["norm"] == f"{row['grad_norm']:.3f}" and float(f["zeros"]) < 5 * 32 and float(f["params"]) > 0
         assert (f["scale"], f["skipped"], f["nan"]) == ("1.0", "0", "0")
         assert f"{row['tflops']:.1f}" == f["tflops"]
 

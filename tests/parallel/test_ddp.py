@@ -7,14 +7,19 @@ import torch
 from megatron.config.parallel import ParallelConfig
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.ddp import GradBuffers
+from megatron.parallel.sharding import Sharding
 from tests.forkrun import run_ranks
 
 SHAPES = [(3, 5), (7,), (1,), (16, 16), (4, 2, 3)]
 ALONE = ParallelContext(ParallelConfig())
 
 
-def parameters(dtype: torch.dtype) -> list[torch.nn.Parameter]:
-    return [torch.nn.Parameter(torch.ones(shape, dtype=dtype)) for shape in SHAPES]
+def parameters(dtype: torch.dtype, partial: tuple[int, ...] = ()) -> list[torch.nn.Parameter]:
+    """Ones of all shapes; those of the numbers in `partial` see part of their gradient on each tensor-parallel rank."""
+    params = [torch.nn.Parameter(torch.ones(shape, dtype=dtype)) for shape in SHAPES]
+    for n, p in enumerate(params):
+        p.sharding = Sharding(f"p{n}", SHAPES[n], partial=("tp",) if n in partial else ())
+    return params
 
 
 def loss(params: list[torch.nn.Parameter], factor: float) -> torch.Tensor:
@@ -104,14 +109,16 @@ def test_ranks_sum_and_do_not_average(world, dtype):
 
 
 def tensor_parallel(rank: int, world: int) -> list[float]:
-    params = parameters(torch.float32)
+    params = parameters(torch.float64, partial=(1, 3))
     ctx = ParallelContext(ParallelConfig(tensor_model_parallel_size=2), world, rank)
-    buffers = GradBuffers(params, ctx, torch.float32)
+    buffers = GradBuffers(params, ctx, torch.float64)
     loss(params, 10.0**rank).backward()
     buffers.reduce()
-    return params[0].main_grad.unique().item()
+    return [p.main_grad.unique().item() / (n + 1) for n, p in enumerate(params)]
 
 
-def test_only_ranks_with_other_data_are_summed():
-    """TP 2 x DP 2: ranks 0 and 2 hold the same shard, as do 1 and 3."""
-    assert run_ranks(4, tensor_parallel) == [101.0, 1010.0, 101.0, 1010.0]
+def test_shards_are_summed_over_other_data_and_parts_over_their_axis_too():
+    """TP 2 x DP 2: ranks 0 and 2 hold the same shard, as do 1 and 3; copies that saw a part are summed over all four."""
+    shards = {0: 101.0, 1: 1010.0, 2: 101.0, 3: 1010.0}
+    for rank, grads in enumerate(run_ranks(4, tensor_parallel)):
+        assert grads == [shards[rank], 1111.0, shards[rank], 1111.0, shards[rank]]

@@ -63,6 +63,24 @@ def test_ranks_give_the_numbers_of_one(world, sequence_parallel):
         torch.testing.assert_close(joined, grad, **close)
 
 
+def kept_elements(rank, world, sequence_parallel):
+    """Elements that a layer split by output feature keeps of its input for backward."""
+    config = ParallelConfig(tensor_model_parallel_size=world, sequence_parallel=sequence_parallel)
+    ctx = ParallelContext(config, world, rank)
+    params = ParameterFactory(TABLE, ctx, torch.float64)
+    up, kept = ColumnParallelLinear(params("up.weight"), None, ctx), []
+    x = torch.ones(S // world if sequence_parallel else S, B, H, dtype=torch.float64, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        assert up(x * 1).shape == (S, B, 2 * FFN // world)
+    return sum(t.numel() for t in kept if t.shape[-1] == H and t.numel() != up.weight.numel())
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_only_the_own_part_of_a_gathered_input_is_kept(world):
+    assert run_ranks(world, kept_elements, True) == [S // world * B * H] * world
+    assert run_ranks(world, kept_elements, False) == [S * B * H] * world
+
+
 GATED = dict(position_embedding_type="rope", normalization="RMSNorm", swiglu=True, add_bias_linear=False,
              add_qkv_bias=True, group_query_attention=True, num_query_groups=2)
 

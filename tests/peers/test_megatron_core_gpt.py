@@ -5,12 +5,16 @@ number tracker, the current device, the process groups of one rank).
 """
 
 import contextlib
+import copy
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from megatron.config.parallel import ParallelConfig
+from megatron.parallel.context import ParallelContext
+from tests.forkrun import run_ranks
 from tests.model.tiny import tiny_config, tiny_model, tokens
 
 pytest.importorskip("megatron.core")
@@ -20,16 +24,22 @@ VOCAB = 64  # no padding: megatron-core leaves dummy columns in the softmax
 SIZE = dict(hidden_size=64, num_attention_heads=8, num_layers=3, seq_length=16, max_position_embeddings=32)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_cpu_rank(tmp_path_factory):
-    from megatron.core import parallel_state, utils
+def let_it_run_on_a_cpu(patch):
+    from megatron.core import utils
     from megatron.core.tensor_parallel import random
 
+    patch.setattr(torch.cuda, "current_device", lambda: torch.device("cpu"))
+    patch.setattr(utils.GlobalMemoryBuffer, "get_tensor",
+                  lambda self, shape, dtype, name, mem_alloc_context=None: torch.empty(shape, dtype=dtype))
+    patch.setattr(random.CudaRNGStatesTracker, "fork", lambda self, name=None: contextlib.nullcontext())
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_cpu_rank(tmp_path_factory):
+    from megatron.core import parallel_state
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.cuda, "current_device", lambda: torch.device("cpu"))
-        patch.setattr(utils.GlobalMemoryBuffer, "get_tensor",
-                      lambda self, shape, dtype, name, mem_alloc_context=None: torch.empty(shape, dtype=dtype))
-        patch.setattr(random.CudaRNGStatesTracker, "fork", lambda self, name=None: contextlib.nullcontext())
+        let_it_run_on_a_cpu(patch)
         store = dist.FileStore(str(tmp_path_factory.mktemp("store") / "file"), 1)
         dist.init_process_group("gloo", store=store, rank=0, world_size=1)
         parallel_state.initialize_model_parallel()
@@ -47,12 +57,14 @@ def mcore_activation(model):
     return lambda x: F.gelu(x, approximate="tanh" if tanh else "none")
 
 
-def mcore_model(model):
+def mcore_model(model, parallel=None):
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.transformer.transformer_config import TransformerConfig
 
+    parallel = parallel or ParallelConfig()
     config = TransformerConfig(
+        tensor_model_parallel_size=parallel.tensor_model_parallel_size, sequence_parallel=parallel.sequence_parallel,
         num_layers=model.num_layers, hidden_size=model.hidden_size, num_attention_heads=model.num_attention_heads,
         num_query_groups=model.query_groups, kv_channels=model.kv_channels, ffn_hidden_size=model.ffn,
         gated_linear_unit=model.gated, activation_func=mcore_activation(model), normalization=model.normalization,
@@ -100,9 +112,11 @@ OPTIONS = {
 }
 
 
-def pair(flags):
-    ours = tiny_model(vocab=VOCAB, padded=VOCAB, scramble=True, **SIZE, **flags)
-    theirs = mcore_model(tiny_config(**SIZE, **flags))
+def pair(flags, parallel=None, rank=0):
+    parallel = parallel or ParallelConfig()
+    ctx = ParallelContext(parallel, parallel.tensor_model_parallel_size, rank)
+    ours = tiny_model(vocab=VOCAB, padded=VOCAB, scramble=True, ctx=ctx, **SIZE, **flags)
+    theirs = mcore_model(tiny_config(**SIZE, **flags), parallel)
     mine = dict(ours.named_parameters())
     assert set(mine) == {name for name, _ in theirs.named_parameters()}
     with torch.no_grad():
@@ -114,20 +128,62 @@ def pair(flags):
 @pytest.mark.parametrize("flags", OPTIONS.values(), ids=OPTIONS)
 def test_same_numbers(flags):
     ours, theirs = pair(flags)
-    ids, labels = tokens(vocab=VOCAB)
+    ids, _ = tokens(vocab=VOCAB)
     positions = torch.arange(16).expand(2, 16)
     hidden = torch.ones(1, 1, 16, 16, dtype=torch.bool).triu(1)
     expected = theirs(ids, positions, hidden)
     assert expected.std() > 0.5
     torch.testing.assert_close(ours(ids), expected, rtol=1e-5, atol=1e-5)
+    same_loss_and_gradients(ours, theirs)
+
+
+def same_loss_and_gradients(ours, theirs, finished=lambda name, grad: grad):
+    ids, labels = tokens(vocab=VOCAB)
+    positions = torch.arange(16).expand(2, 16)
+    hidden = torch.ones(1, 1, 16, 16, dtype=torch.bool).triu(1)
     losses, expected = ours(ids, labels=labels), theirs(ids, positions, hidden, labels=labels)
     torch.testing.assert_close(losses, expected, rtol=1e-5, atol=1e-5)
     losses.mean().backward()
     expected.mean().backward()
-    mine = {name: p.grad for name, p in ours.named_parameters()}
+    mine = {name: finished(name, p.grad) for name, p in ours.named_parameters()}
     for name, p in theirs.named_parameters():
         torch.testing.assert_close(mine[name].view(p.shape), p.grad, rtol=1e-4, atol=1e-6,
                                    msg=lambda m, name=name: f"{name}: {m}")
+
+
+def on_a_rank(rank, world, flags, sequence_parallel):
+    from megatron.core import parallel_state
+    from megatron.core.transformer import torch_norm
+
+    patch = pytest.MonkeyPatch()
+    let_it_run_on_a_cpu(patch)
+    new_norm = torch_norm.WrappedTorchNorm.__new__
+
+    def norm(cls, config, *args, **options):
+        """Its torch norm refuses sequence parallelism, whose part it has no part in: that is who sums the gradients."""
+        config = copy.copy(config)
+        config.sequence_parallel = False
+        return new_norm(cls, config, *args, **options)
+
+    patch.setattr(torch_norm.WrappedTorchNorm, "__new__", norm)
+    parallel_state.initialize_model_parallel(world)
+    parallel = ParallelConfig(tensor_model_parallel_size=world, sequence_parallel=sequence_parallel)
+    ours, theirs = pair(flags, parallel, rank)
+
+    def sum_positions(name, grad):
+        """They gather the positions' gradient while they go back; here it is summed with the norms', after that."""
+        if sequence_parallel and "position_embeddings" in name:
+            dist.all_reduce(grad)
+        return grad
+
+    same_loss_and_gradients(ours, theirs, sum_positions)
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("name", ["gpt2", "qk layernorm", "llama"])
+def test_same_numbers_on_two_tensor_parallel_ranks(name, sequence_parallel):
+    """Each rank's part of every gradient, before anything is summed over ranks, is theirs (but see the positions)."""
+    run_ranks(2, on_a_rank, OPTIONS[name], sequence_parallel)
 
 
 def test_documents():

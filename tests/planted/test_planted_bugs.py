@@ -33,6 +33,44 @@ BUGS = {
         "megatron/training/step.py", "backward_scale = run.optimizer.loss_scale / nominal",
         "backward_scale = run.optimizer.loss_scale / nominal * run.plan.num_microbatches(iteration)",
         "tests/training/test_step.py::test_loss_and_norm_are_those_of_the_whole_batch"),
+    "dropout of split heads that does not know the tensor-parallel rank": Bug(
+        "megatron/model/attention.py", 'seeds.seed(self.layer, "attention", self.tp_rank)',
+        'seeds.seed(self.layer, "attention")',
+        "tests/parallel/test_layers.py::test_ranks_drop_alike_where_they_hold_the_same"),
+}
+SEQUENCE = "tp4 sp, untied, masked documents"
+LAYOUTS = "tests/parity/test_layouts.py::test_a_layout_gives_the_numbers_of_one_process"
+TENSOR_PARALLEL = {
+    "norm gradients of sequence shards not summed": Bug(
+        "megatron/parallel/ddp.py", "for axis, grads in self._partial:", "for axis, grads in []:", f"{LAYOUTS}[{SEQUENCE}]"),
+    "sequence parallelism forgets that whole parameters see part of the tokens": Bug(
+        "megatron/parallel/sharding.py", 'partial = (*partial, "tp")', "pass", f"{LAYOUTS}[{SEQUENCE}]"),
+    "copies counted twice in the norm": Bug(
+        "megatron/parallel/sharding.py", "return all(getattr(ctx, axis).rank == 0 for axis in copies)", "return True",
+        f"{LAYOUTS}[tp2]"),
+    "norm of one rank's part": Bug(
+        "megatron/training/build.py", "reduce_sum=lambda x: all_reduce(x, ctx.model)", "reduce_sum=lambda x: x",
+        f"{LAYOUTS}[tp2]"),
+    "replicated bias added on every rank": Bug(
+        "megatron/parallel/layers.py", "y = _linear(x, self.weight)\n", "y = _linear(x, self.weight, self.bias)\n",
+        f"{LAYOUTS}[tp2]"),
+    "padding inside the softmax": Bug(
+        "megatron/kernels/cross_entropy.py", "valid = min(max(vocab_size - vocab_start, 0), logits.shape[1])",
+        "valid = logits.shape[1]", f"{LAYOUTS}[tp2]"),
+    "loss counted on every tensor-parallel rank": Bug(
+        "megatron/training/step.py", "if runtime.ctx.tp.rank:", "if False:", f"{LAYOUTS}[tp2]"),
+    "input gradient not summed": Bug(
+        "megatron/parallel/layers.py", "lambda grad: start_all_reduce(grad, tp)", "lambda grad: lambda: grad",
+        f"{LAYOUTS}[tp2]"),
+    "position embedding not cut with the sequence": Bug(
+        "megatron/model/embedding.py", "my_slice(positions, self.ctx.tp)", "positions[:x.shape[0]]",
+        f"{LAYOUTS}[{SEQUENCE}]"),
+    "overflow found on one rank alone": Bug(
+        "megatron/training/build.py", 'reduce_max=lambda x: all_reduce(x, ctx.model, "max")', "reduce_max=lambda x: x",
+        "tests/parity/test_layouts.py::test_an_overflow_on_one_rank_skips_the_step_on_all"),
+    "a wish of one tensor-parallel rank alone": Bug(
+        "megatron/training/step.py", "all_reduce_(totals, runtime.ctx.world)",
+        "all_reduce_(totals, runtime.ctx.dp_cp)", "tests/training/test_step.py::test_tensor_parallel_ranks_agree"),
 }
 
 
@@ -43,7 +81,17 @@ def run(copy: Path, test: str) -> subprocess.CompletedProcess:
 
 @pytest.mark.parametrize("name", BUGS)
 def test_a_planted_bug_is_caught(name, tmp_path):
-    bug = BUGS[name]
+    caught(BUGS[name], tmp_path)
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("name", TENSOR_PARALLEL)
+def test_a_planted_bug_of_tensor_parallelism_is_caught(name, tmp_path):
+    caught(TENSOR_PARALLEL[name], tmp_path)
+
+
+def caught(bug: Bug, tmp_path: Path) -> None:
+    """Assert that the bug's test fails on a copy that has the bug."""
     copy = tmp_path / "copy"
     ignore = shutil.ignore_patterns("__pycache__", "*.so")
     for part in ("megatron", "tests"):

@@ -9,14 +9,16 @@ import torch
 
 from megatron.arguments import config_from, parse_typed
 from megatron.config import command_line
-from megatron.config.plan import make_plan
+from megatron.config.plan import bytes_per_rank, make_plan
 from megatron.config.tree import Config
 from megatron.data import index_helpers
 from megatron.parallel.context import ParallelContext
+from megatron.parallel.sharding import local_box
 from megatron.timers import Timers
 from megatron.training.build import Run, build_data, build_run, make_tokenizer, plan_run
 from megatron.training.initialize import Runtime
 from tests.data.vocabularies import write_sentencepiece, write_tiktoken
+from tests.forkrun import run_ranks
 from tests.runs import SMALL, with_flags, write_text
 
 EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
@@ -37,6 +39,40 @@ def built(*flags: str) -> Run:
     config = config_of(*flags)
     tokenizer = make_tokenizer(config)
     return build_run(config, make_plan(config, 1, tokenizer.vocab_size), RUNTIME, Timers(), tokenizer)
+
+
+def rank_of_a_run(rank: int, world: int, flags: list[str]) -> tuple[dict, dict, dict]:
+    """(bytes really held by kind, the plan's, {name: (place in the whole, values)}) of a rank of a run."""
+    config = config_of(*flags)
+    tokenizer = make_tokenizer(config)
+    plan = make_plan(config, world, tokenizer.vocab_size)
+    runtime = Runtime(torch.device("cpu"), ParallelContext(config.parallel, world, rank), world, rank)
+    run = build_run(config, plan, runtime, Timers(), tokenizer)
+    params, state = list(run.model.parameters()), run.optimizer.tensors()
+
+    def size(part: str) -> int:
+        return sum(tensor.nbytes for name, tensor in state.items() if part in name)
+
+    held = {"weights": sum(p.nbytes for p in params), "gradients": sum(p.main_grad.nbytes for p in params),
+            "main weights": size("fp32_param"), "optimizer moments": size("exp_avg")}
+    shards = {p.sharding.name: (local_box(p.sharding, runtime.ctx), p.detach().clone()) for p in params}
+    return held, bytes_per_rank(config, plan), shards
+
+
+@pytest.mark.parametrize("more", [["--bf16"], ["--untie-embeddings-and-output-weights", "--swiglu", "--qk-layernorm",
+                                               "--group-query-attention", "--num-query-groups", "2"]], ids=" ".join)
+def test_ranks_hold_what_the_plan_says_and_slices_of_the_same_weights(more):
+    _, _, whole = rank_of_a_run(0, 1, more)
+    for held, planned, shards in run_ranks(2, rank_of_a_run, [*more, "--tensor-model-parallel-size", "2"]):
+        assert held == planned
+        assert shards.keys() == whole.keys()
+        cut = 0
+        for name, (box, values) in shards.items():
+            full = whole[name][1]
+            expected = full[tuple(slice(*span) for span in box)]              # of a vocabulary: what one rank has of it
+            assert torch.equal(values[:len(expected)], expected) and not values[len(expected):].any(), name
+            cut += values.numel() < full.numel()
+        assert cut >= 1 + 2 * 6, "the embedding and six tensors of each layer are split"
 
 
 def by_name(run: Run, key: str) -> dict[str, float]:

@@ -14,6 +14,7 @@ from megatron.timers import Timers
 from megatron.training.build import Run, build_run
 from megatron.training.initialize import Runtime
 from megatron.training.step import NotFinite, evaluate, next_samples, train_step
+from tests.forkrun import run_ranks
 from tests.runs import plot
 
 EOD = 52
@@ -23,11 +24,11 @@ BASE = dict(num_layers=2, hidden_size=16, num_attention_heads=2, seq_length=12, 
             tokenizer_type="NullTokenizer", device="cpu", weight_decay=0.0)
 
 
-def make_run(**changes) -> Run:
+def make_run(rank: int = 0, world: int = 1, **changes) -> Run:
     config = config_from(Config, BASE | changes)
     tokenizer = build_tokenizer("NullTokenizer", vocab_size=config.data.vocab_size)
-    runtime = Runtime(torch.device("cpu"), ParallelContext(config.parallel), 1, 0)
-    return build_run(config, make_plan(config, 1, tokenizer.vocab_size), runtime, Timers(), tokenizer)
+    runtime = Runtime(torch.device("cpu"), ParallelContext(config.parallel, world, rank), world, rank)
+    return build_run(config, make_plan(config, world, tokenizer.vocab_size), runtime, Timers(), tokenizer)
 
 
 def samples(rows: int = 4, seed: int = 0) -> torch.Tensor:
@@ -130,6 +131,20 @@ def test_nan_can_be_allowed():
 
 def test_flag_travels_with_the_loss():
     assert train_step(make_run(), plot().forward_step, iter(samples().split(2)), 1, flag=lambda: 3).flag == 3
+
+
+def step_of_rank(rank: int, world: int, changes: dict) -> tuple[float, float, int]:
+    run = make_run(rank, world, **changes)
+    outcome = train_step(run, plot().forward_step, iter(samples().split(2)), 1, flag=lambda: 10**rank)
+    return outcome.loss, outcome.grad_norm, outcome.flag
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_tensor_parallel_ranks_agree(sequence_parallel):
+    """On the loss and norm of one process to the last bit among themselves, and on what either of them wishes."""
+    changes = dict(tensor_model_parallel_size=2, sequence_parallel=sequence_parallel)
+    first, second = run_ranks(2, step_of_rank, changes)
+    assert first == second == pytest.approx((*step_of_rank(0, 1, {})[:2], 11), rel=1e-12)
 
 
 def test_exhausted_data_says_what_to_do():

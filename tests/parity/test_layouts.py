@@ -1,0 +1,271 @@
+"""The same numbers in every layout: whole runs of pretrain_gpt.main on gloo ranks against one process, step by step."""
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from megatron.checkpoint import store
+from megatron.parallel import ddp
+from megatron.training.trained_model import open_trained_model
+from tests.forkrun import ROOT
+from tests.runs import NO_DROPOUT, SMALL, Finished, same_tensors, train, with_flags, write_text
+
+TP, SP = "--tensor-model-parallel-size", "--sequence-parallel"
+GPT2 = ()
+UNTIED = ("--untie-embeddings-and-output-weights", "--qk-layernorm", "--reset-attention-mask", "--reset-position-ids",
+          "--eod-mask-loss")
+LLAMA = ("--untie-embeddings-and-output-weights", "--position-embedding-type", "rope", "--swiglu", "--normalization",
+         "RMSNorm", "--disable-bias-linear", "--group-query-attention", "--num-query-groups", "4", "--num-attention-heads",
+         "8")
+SELECTIVE = ("--recompute-activations",)
+FULL = ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1")
+
+
+class Case(NamedTuple):
+    """`layout` on `world` ranks against the same `model` in one process; `only` are flags of the layout's run alone."""
+    model: tuple[str, ...]
+    world: int
+    layout: tuple[str, ...]
+    steps: int = 20
+    only: tuple[str, ...] = ()
+    precision: str = "--fp64"
+
+
+CASES = {
+    "tp2": Case(GPT2, 2, (TP, "2"), steps=10),
+    "tp4 sp, untied, masked documents": Case(UNTIED, 4, (TP, "4", SP), steps=10),
+    "tp2 sp dp2, rotary swiglu RMSNorm GQA": Case(LLAMA, 4, (TP, "2", SP), steps=10),
+}
+CAMPAIGN = {
+    "tp2, 20 steps": Case(GPT2, 2, (TP, "2")),
+    "tp4": Case(GPT2, 4, (TP, "4")),
+    "tp2 sp": Case(GPT2, 2, (TP, "2", SP)),
+    "tp4 sp": Case(GPT2, 4, (TP, "4", SP)),
+    "tp2 dp2": Case(GPT2, 4, (TP, "2")),
+    "tp2 sp dp2": Case(GPT2, 4, (TP, "2", SP)),
+    "tp2, untied": Case(UNTIED, 2, (TP, "2")),
+    "tp2 sp dp2, untied": Case(UNTIED, 4, (TP, "2", SP)),
+    "tp2, rotary swiglu RMSNorm GQA": Case(LLAMA, 2, (TP, "2")),
+    "tp4 sp, rotary swiglu RMSNorm GQA": Case(LLAMA, 4, (TP, "4", SP)),
+    "tp2 sp, selective recompute": Case(GPT2, 2, (TP, "2", SP), only=SELECTIVE),
+    "tp2 sp, full recompute": Case(LLAMA, 2, (TP, "2", SP), only=FULL),
+    "tp2 sp, one large micro-batch": Case(GPT2, 2, (TP, "2", SP, "--micro-batch-size", "8")),
+    "tp2 sp dp2, fp32": Case(GPT2, 4, (TP, "2", SP), precision=""),
+    "tp4, rotary swiglu RMSNorm GQA, fp32": Case(LLAMA, 4, (TP, "4"), precision=""),
+}
+ROW = "| {} | {} | {} | {:.0e} | {:.0e} |\n"
+PAGE = ROOT / "docs/parity.md"
+HEAD = """# The same numbers in every layout
+
+Largest relative differences from one process over all steps of whole runs of `pretrain_gpt.py` on gloo ranks, in float64
+where nothing else is said. tests/parity/test_layouts.py writes this page when all of its layouts have run
+(`make test-all`); it fails beyond 1e-10 (float32: loss 1e-5, gradient norm 1e-3).
+
+| layout | ranks | steps | loss | gradient norm |
+|---|---|---|---|---|
+"""
+TOLERANCE = {"--fp64": (1e-10, 1e-10), "": (1e-5, 1e-3)}        # relative, of loss and gradient norm
+
+Reference = Callable[[Case], Finished]
+Table = dict[str, tuple[float, float]]
+
+
+def argv(data: str, model: tuple[str, ...], steps: int, *more: str) -> list[str]:
+    """The flags of one process. Gradients are clipped in every step, so that a wrong norm changes the loss too."""
+    return with_flags([*SMALL, *NO_DROPOUT, "--clip-grad", "0.25", "--eval-interval", "1000", "--log-num-zeros-in-grad",
+                       "--data-path", data, "--split", "90,10,0", "--train-iters", str(steps)], *model, *more)
+
+
+def saved(folder: Path) -> tuple[str, ...]:
+    """Flags that save every fourth step where `Finished` looks for it."""
+    return ("--save", str(folder / "save"), "--save-interval", "4")
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> str:
+    return write_text(tmp_path_factory.mktemp("data") / "text", 400)
+
+
+@pytest.fixture(scope="module")
+def reference(data, tmp_path_factory) -> Reference:
+    """The run of one process that a case is compared with; those that agree share it."""
+    found: dict[tuple, Finished] = {}
+
+    def run(case: Case) -> Finished:
+        key = (case.model, case.steps, case.precision)
+        if key not in found:
+            found[key] = train(tmp_path_factory.mktemp("one"), argv(data, case.model, case.steps, *case.precision.split()))
+        return found[key]
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def table() -> Iterator[Table]:
+    """Largest differences of loss and gradient norm by layout; all of them make the page."""
+    found: Table = {}
+    yield found
+    cases = CASES | CAMPAIGN
+    if found.keys() == cases.keys():
+        PAGE.write_text(HEAD + "".join(ROW.format(name, c.world, c.steps, *found[name]) for name, c in cases.items()))
+
+
+def largest_difference(run: Finished, other: Finished, key: str) -> float:
+    """The largest relative difference of a number over all steps."""
+    pairs = zip(run.series("iteration", key), other.series("iteration", key), strict=True)
+    worst = 0.0
+    for (step, a), (other_step, b) in pairs:
+        assert step == other_step
+        worst = max(worst, abs(a - b) / abs(b))
+    return worst
+
+
+def said(run: Finished, word: str) -> list[str]:
+    """The validation lines, or what iteration lines say of `word`."""
+    parts = [part for line in run.log.splitlines() for part in line.split(" | ")]
+    return [part for part in parts if word in part]
+
+
+def check(case: Case, folder: Path, data: str, reference: Reference) -> tuple[float, float]:
+    """Assert that the layout trains like one process; the largest differences of loss and gradient norm."""
+    one = reference(case)
+    run = train(folder / "run", argv(data, case.model, case.steps, *case.precision.split(), *case.layout, *case.only),
+                case.world)
+    assert [row["iteration"] for row in run.rows] == list(range(1, case.steps + 1))
+    losses, norms = (largest_difference(run, one, key) for key in ("lm_loss", "grad_norm"))
+    print(f"largest relative difference over {case.steps} steps: loss {losses:.1e}, gradient norm {norms:.1e}")
+    limit, norm_limit = TOLERANCE[case.precision]
+    assert losses <= limit and norms <= norm_limit
+    assert one.rows[0]["grad_norm"] > 0.25, "clipping must be on"
+    assert run.series("consumed_samples", "learning_rate") == one.series("consumed_samples", "learning_rate")
+    if case.precision == "--fp64":
+        assert said(run, "lm loss value") == said(one, "lm loss value") != []
+        zeros = [(float(a.split()[2]), float(b.split()[2])) for a, b in
+                 zip(said(run, "num zeros"), said(one, "num zeros"), strict=True)]
+        assert max(abs(a - b) for a, b in zeros) <= 3 and zeros, "a value may be 0 by rounding; a wrong count is off by more"
+    return losses, norms
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_layout_gives_the_numbers_of_one_process(name, tmp_path, data, reference, table):
+    table[name] = check(CASES[name], tmp_path, data, reference)
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("name", CAMPAIGN)
+def test_every_layout_gives_the_numbers_of_one_process(name, tmp_path, data, reference, table):
+    table[name] = check(CAMPAIGN[name], tmp_path, data, reference)
+
+
+@pytest.mark.campaign
+def test_a_vocabulary_that_pads_otherwise_on_every_number_of_ranks(tmp_path):
+    """50257 ids are 50304, 50432 and 50688 rows at TP 1, 2 and 4: dummies are outside the softmax."""
+    text = write_text(tmp_path / "text", 100, vocab=50256)
+    flags = argv(text, (), 5, "--fp64", "--vocab-size", "50257", "--make-vocab-size-divisible-by", "128", "--hidden-size",
+                 "16")
+    one = train(tmp_path / "one", flags)
+    assert "with 47 dummy tokens (new size: 50304)" in one.first_rank_log
+    for ranks, dummies in ((2, 175), (4, 431)):
+        run = train(tmp_path / f"tp{ranks}", [*flags, TP, str(ranks), SP], ranks)
+        assert f"with {dummies} dummy tokens" in run.first_rank_log
+        worst = [largest_difference(run, one, key) for key in ("lm_loss", "grad_norm")]
+        print(f"TP {ranks}: largest relative differences {worst}")
+        assert max(worst) <= 1e-10
+
+
+@pytest.mark.parametrize("layout", [(TP, "2"), pytest.param((TP, "2", SP), marks=pytest.mark.campaign)], ids="-".join)
+def test_overflows_are_agreed_upon(layout, data, tmp_path):
+    """fp16: the same steps are skipped and the loss scales are the same, whichever rank's part overflows."""
+    flags = argv(data, (), 14, "--fp16", "--initial-loss-scale", str(2.0**24), "--hysteresis", "1", "--loss-scale-window",
+                 "2")
+    one = train(tmp_path / "one", flags)
+    run = train(tmp_path / "run", [*flags, *layout], 2)
+    keys = ("iteration", "loss_scale", "skipped", "skip_reason", "learning_rate")
+    assert run.series(*keys) == one.series(*keys)
+    skipped = [row["skipped"] for row in one.rows]
+    assert skipped[0] == 1 and 0 in skipped and 1 in skipped[skipped.index(0):], "first many, then one after a rise"
+    assert largest_difference(run, one, "lm_loss") < 5e-3
+
+
+def overflow_on_rank_1() -> None:
+    """In the second step one value of what only rank 1 holds is infinite."""
+    reduce, steps = ddp.GradBuffers.reduce, []
+
+    def reduced(self: ddp.GradBuffers) -> None:
+        reduce(self)
+        steps.append(1)
+        if len(steps) == 2 and os.environ["RANK"] == "1":
+            next(p for p in self.params if p.sharding.splits).main_grad.view(-1)[3] = float("inf")
+
+    ddp.GradBuffers.reduce = reduced
+
+
+def test_an_overflow_on_one_rank_skips_the_step_on_all(data, tmp_path):
+    """Rank 1 writes the metrics, rank 0 the counters of the checkpoint: both have skipped."""
+    flags = argv(data, (), 4, "--fp16", "--initial-loss-scale", "1024", "--hysteresis", "1", TP, "2")
+    run = train(tmp_path / "run", [*flags, *saved(tmp_path / "run")], 2, hook=overflow_on_rank_1)
+    assert [row["skipped"] for row in run.rows] == [0, 1, 0, 0]
+    counters = store.load(run.save).state.optimizer
+    assert counters["step"] == 3 and counters["grad_scaler"]["scale"] == 512
+
+
+EXACT = ("iteration", "lm_loss", "grad_norm", "loss_scale", "consumed_samples")
+
+
+DROPOUT = ("--hidden-dropout", "0.1", "--attention-dropout", "0.1")
+
+
+def test_a_resume_in_the_same_layout_is_exact(data, tmp_path):
+    """TP 2 with sequence parallelism and dropout, stopped in the middle: bit for bit the run that was not."""
+    flags = with_flags(argv(data, UNTIED, 8, TP, "2", SP), *DROPOUT)
+    straight = train(tmp_path / "a", [*flags, *saved(tmp_path / "a")], 2)
+    train(tmp_path / "b", [*flags, *saved(tmp_path / "b"), "--exit-interval", "4"], 2)
+    resumed = train(tmp_path / "b", [*flags, *saved(tmp_path / "b"), "--load", str(tmp_path / "b/save")], 2)
+    assert f"successfully loaded checkpoint from {tmp_path}/b/save at iteration 4\n" in resumed.first_rank_log
+    assert resumed.series(*EXACT) == straight.series(*EXACT)
+    same_tensors(resumed.tensors(), straight.tensors())
+
+
+@pytest.mark.campaign
+def test_a_resume_in_another_layout_gives_the_same_numbers(data, tmp_path):
+    """Saved at TP 2, where the vocabulary has other padding: gone on with at TP 1, TP 4, and TP 2 x DP 2."""
+    case = Case(GPT2, 1, (), steps=8)
+    flags = argv(data, case.model, case.steps, case.precision)
+    one = train(tmp_path / "one", [*flags, *saved(tmp_path / "one")])
+    train(tmp_path / "two", [*flags, *saved(tmp_path / "two"), "--exit-interval", "4", TP, "2", SP], 2)
+    padded = "embedding.word_embeddings.weight"
+    read = open_trained_model(str(tmp_path / "two/save"), device="cpu").model.embedding.word_embeddings.weight
+    written = store.load(tmp_path / "two/save").reader().read(padded)
+    assert len(read) == 216 and len(written) == 224 and torch.equal(read[:211], written[:211].float())
+    for world, layout in ((1, ()), (4, (TP, "4", SP)), (4, (TP, "2"))):
+        folder = tmp_path / f"{world}-{len(layout)}"
+        run = train(folder, [*flags, *layout, *saved(folder), "--load", str(tmp_path / "two/save")], world)
+        assert "checkpoint was written by 2 ranks (data 1 x tensor 2 x pipeline 1 x context 1)" in run.first_rank_log
+        rest = one.rows[4:]
+        assert [row["iteration"] for row in run.rows] == [5, 6, 7, 8]
+        for row, expected in zip(run.rows, rest, strict=True):
+            assert row["lm_loss"] == pytest.approx(expected["lm_loss"], rel=1e-10)
+            assert row["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-10)
+        tensors = run.tensors()
+        for name, tensor in one.tensors().items():
+            rows = 211 if name.endswith(padded) else len(tensor)
+            assert tensors[name][:rows].allclose(tensor[:rows], rtol=1e-7, atol=1e-12), name
+            assert not tensors[name][rows:].any()
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("layout", [(TP, "2"), (TP, "2", SP)], ids="-".join)
+def test_dropout_repeats_in_a_layout_with_and_without_recompute(layout, data, tmp_path):
+    flags = with_flags(argv(data, GPT2, 6, *layout), *DROPOUT)
+    runs = [train(tmp_path / str(n), [*flags, *again, "--save", str(tmp_path / str(n) / "save"), "--save-interval", "6"], 2)
+            for n, again in enumerate(((), (), SELECTIVE, FULL))]
+    for run in runs[1:]:
+        assert run.series(*EXACT) == runs[0].series(*EXACT)
+        same_tensors(run.tensors(), runs[0].tensors())
+    plain = train(tmp_path / "plain", argv(data, GPT2, 6, *layout), 2)
+    assert plain.series("lm_loss") != runs[0].series("lm_loss")
