@@ -9,6 +9,7 @@ import torch
 from megatron import log
 from megatron.arguments import build_parser, config_from, parse_typed, to_args_text, values_of
 from megatron.checkpoint import store
+from megatron.checkpoint.disk import CheckpointError
 from megatron.checkpoint.sharded import Reader, TensorSlice
 from megatron.checkpoint.state import RunState, differences
 from megatron.checkpoint.store import Checkpoint
@@ -59,6 +60,16 @@ def save(run: Run) -> None:
                rank=run.runtime.rank, world_size=run.runtime.world_size,
                gather=lambda value: gather_objects(value, ctx.world))
     log.print_rank_0(f"  successfully saved checkpoint at iteration {iteration:7d} to {directory}")
+
+
+def what_remains(run: Run) -> str:
+    """What there is to go on from after a save that failed, for a message."""
+    directory = run.config.checkpoint.save
+    try:
+        found = store.latest(directory)
+    except CheckpointError as error:
+        return str(error)
+    return f"{directory} holds none yet" if found is None else f"The last good one in {directory} is of iteration {found}"
 
 
 def _state(run: Run) -> RunState:
