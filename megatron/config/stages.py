@@ -1,0 +1,104 @@
+"""How the depth is cut into pipeline stages, and what a schedule of them costs by formula. Knows no torch and no step."""
+from __future__ import annotations
+
+Split = tuple[tuple[range, ...], ...]
+
+FIRST, LAST = "--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers"
+PER_CHUNK, CHUNKS = "--num-layers-per-virtual-pipeline-stage", "--num-virtual-stages-per-pipeline-rank"
+
+
+def chunks_per_stage(num_layers: int, stages: int, layers_per_chunk: int | None = None, chunks: int | None = None,
+                     uneven: bool = False) -> int:
+    """Virtual stages on each rank: 1, `chunks` as typed, or as many as hold `layers_per_chunk` layers each.
+
+    `uneven`: is the size of the first or the last stage given? Raises ValueError with the flags, values and remedy.
+    """
+    if layers_per_chunk is not None and chunks is not None:
+        raise ValueError(f"{PER_CHUNK} {layers_per_chunk} and {CHUNKS} {chunks} say the same thing: give one of them")
+    if layers_per_chunk is None and chunks is None:
+        return 1
+    typed = f"{CHUNKS} {chunks}" if layers_per_chunk is None else f"{PER_CHUNK} {layers_per_chunk}"
+    if min(n for n in (layers_per_chunk, chunks) if n is not None) < 1:
+        raise ValueError(f"{typed}: must be at least 1")
+    if layers_per_chunk is not None:
+        if uneven:
+            raise ValueError(f"{typed} says that all stages are alike, {FIRST} and {LAST} that they are not: give "
+                             f"{CHUNKS} instead")
+        if num_layers % (stages * layers_per_chunk):
+            fits = [n for n in range(1, num_layers // stages + 1) if num_layers % (stages * n) == 0]
+            remedy = f"{PER_CHUNK} {' or '.join(map(str, fits))}" if fits else f"{CHUNKS} (stages may differ by a layer)"
+            raise ValueError(f"{typed}: --num-layers {num_layers} is not a multiple of --pipeline-model-parallel-size "
+                             f"{stages} x {layers_per_chunk} = {stages * layers_per_chunk}; give {remedy}")
+        chunks = num_layers // (stages * layers_per_chunk)
+    if chunks > 1 and stages == 1:
+        raise ValueError(f"{typed} makes {chunks} virtual stages, which --pipeline-model-parallel-size 1 has no use for: "
+                         f"remove it, or give at least 2 stages")
+    return chunks
+
+
+def split_layers(num_layers: int, stages: int, chunks: int = 1, first: int | None = None,
+                 last: int | None = None) -> Split:
+    """The global layer numbers of each stage's chunks: `split_layers(...)[stage][chunk]`, all layers once, in order.
+
+    Chunk c of stage s is the virtual stage c * stages + s (Narayanan et al. 2021). Layers are shared as evenly as can
+    be; what does not divide goes to the last virtual stages, one each (InternLM's rule), so that neither two of them nor
+    two stages differ by more than a layer. `first` and `last` are the layers of the first and the last stage, in equal
+    chunks; the others share the rest. Raises ValueError with the flags, values and remedy.
+    """
+    given = {stage: (flag, n) for stage, flag, n in ((0, FIRST, first), (stages - 1, LAST, last)) if n is not None}
+    for flag, n in given.values():
+        if stages == 1:
+            raise ValueError(f"{flag} {n}: there is only one stage; remove it, or give --pipeline-model-parallel-size")
+        if n < 1 or n % chunks:
+            raise ValueError(f"{flag} {n}: must be at least 1" + f" and a multiple of {CHUNKS} {chunks}" * (chunks > 1))
+    free = [stage for stage in range(stages) if stage not in given]
+    rest = num_layers - sum(n for _, n in given.values())
+    places = len(free) * chunks
+    if rest < places or (rest and not places):
+        asked = "".join(f", {flag} {n}" for flag, n in given.values())
+        size = f"--pipeline-model-parallel-size {stages}" + f" x {chunks} virtual stages" * (chunks > 1)
+        left = f"leave {rest} for {len(free)} stages" if given else f"are less than {places}"
+        raise ValueError(f"--num-layers {num_layers} with {size}{asked}: the layers {left}, and each (virtual) stage needs "
+                         f"one; give " + ("sizes that add up" if given else "fewer stages, or more layers"))
+    small, larger = divmod(rest, places) if places else (0, 0)
+    split: list[list[range]] = [[] for _ in range(stages)]
+    start = at = 0
+    for _ in range(chunks):
+        for stage in range(stages):
+            if stage in given:
+                size = given[stage][1] // chunks
+            else:
+                size = small + (at >= places - larger)
+                at += 1
+            split[stage].append(range(start, start + size))
+            start += size
+    assert start == num_layers
+    return tuple(map(tuple, split))
+
+
+def check_micro_batches(micro_batches: int, stages: int, chunks: int = 1) -> None:
+    """Interleaving sends micro-batches through a chunk in groups of `stages`: raises ValueError if that does not fit."""
+    if chunks > 1 and micro_batches % stages:
+        more = -(-micro_batches // stages) * stages
+        raise ValueError(f"{micro_batches} micro-batches are not a multiple of --pipeline-model-parallel-size {stages}, as "
+                         f"{chunks} virtual stages per rank need: choose --global-batch-size for {more} (or "
+                         f"{more - stages or 2 * stages}) of them, or remove {PER_CHUNK} / {CHUNKS}")
+
+
+def warm_up_forwards(stage: int, stages: int, micro_batches: int, chunks: int = 1) -> int:
+    """Forwards (of one chunk each) that a stage does before it alternates forward and backward.
+
+    1F1B and interleaved 1F1B of Narayanan et al. 2021, counted as Megatron does.
+    """
+    after = stages - stage - 1
+    return min(after if chunks == 1 else 2 * after + (chunks - 1) * stages, micro_batches * chunks)
+
+
+def activations_alive(stage: int, stages: int, micro_batches: int, chunks: int = 1) -> int:
+    """The most (micro-batch, chunk) pairs whose activations a stage holds at a time."""
+    return min(warm_up_forwards(stage, stages, micro_batches, chunks) + 1, micro_batches * chunks)
+
+
+def bubble_fraction(stages: int, micro_batches: int, chunks: int = 1) -> float:
+    """Idle time of a stage as a share of its working time: (p - 1) / (v m), Narayanan et al. 2021."""
+    return (stages - 1) / (chunks * micro_batches)

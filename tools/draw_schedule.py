@@ -1,0 +1,161 @@
+#!/usr/bin/env python
+"""Draw a pipeline schedule: which stage computes what when, how long it idles, how many activations it holds.
+
+Without --output a timeline in text, a line per stage: a number is the forward of that micro-batch, in brackets its
+backward, a letter behind it the chunk (virtual stage), dots are idle time. With --output FILE.svg a picture.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from typing import NamedTuple
+from xml.sax.saxutils import escape
+
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+
+from megatron.config.stages import bubble_fraction  # noqa: E402
+from megatron.parallel.schedules import Step, compute_order, timetable  # noqa: E402
+
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
+
+
+class Box(NamedTuple):
+    """One computation of a stage, from `start` to `end` in units of time."""
+
+    start: int
+    end: int
+    step: Step
+
+
+Drawing = list[list[Box]]
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
+    parser.add_argument("--pipeline-model-parallel-size", type=int, required=True, metavar="P", help="stages")
+    parser.add_argument("--num-microbatches", type=int, required=True, metavar="M", help="micro-batches of a step")
+    parser.add_argument("--num-virtual-stages-per-pipeline-rank", type=int, default=1, metavar="V",
+                        help="chunks of a stage; more than one is the interleaved schedule (default: 1)")
+    parser.add_argument("--forward-time", type=int, default=1, metavar="N", help="units of a chunk's forward (default: 1)")
+    parser.add_argument("--backward-time", type=int, default=2, metavar="N", help="of its backward (default: 2)")
+    parser.add_argument("--forward-only", action="store_true", help="evaluation")
+    parser.add_argument("--output", metavar="FILE.svg", help="write a picture instead of text")
+    return parser
+
+
+def make_drawing(stages: int, micro_batches: int, chunks: int, forward: int, backward: int, forward_only: bool) -> Drawing:
+    """The boxes of each stage. Raises ValueError if there is no such schedule."""
+    orders = [compute_order(stage, stages, micro_batches, chunks, forward_only) for stage in range(stages)]
+    times = timetable([[(step,) for step in order] for order in orders], chunks, forward, backward)
+    return [[Box(int(start), int(end), step) for (start, end), step in zip(time, order, strict=True)]
+            for time, order in zip(times, orders, strict=True)]
+
+
+def most_alive(boxes: list[Box]) -> int:
+    """The most forwards of a stage whose backward is not done yet."""
+    alive = most = 0
+    for box in boxes:
+        alive += 1 if box.step.kind == "forward" else -1
+        most = max(most, alive)
+    return most
+
+
+def summary(drawing: Drawing, micro_batches: int, chunks: int) -> list[str]:
+    """What the drawing shows, in numbers."""
+    length = max(boxes[-1].end for boxes in drawing)
+    busy = sum(box.end - box.start for box in drawing[0])
+    lines = [f"time {length}, of which a stage works {busy}: bubble {length / busy - 1:.2%} of the ideal time "
+             f"(formula: {bubble_fraction(len(drawing), micro_batches, chunks):.2%})"]
+    if any(box.step.kind == "backward" for box in drawing[0]):
+        lines.append("activations alive (micro-batch x chunk), by stage: " +
+                     " ".join(str(most_alive(boxes)) for boxes in drawing))
+    return lines
+
+
+def as_text(drawing: Drawing, chunks: int) -> list[str]:
+    """One line per stage: each box is the micro-batch and its chunk's letter, `(...)` around a backward, dots idle."""
+    label = {box.step: f"{box.step.micro_batch}{LETTERS[box.step.chunk] if chunks > 1 else ''}"
+             for boxes in drawing for box in boxes}
+    unit = max(-(-(len(label[box.step]) + 2 * (box.step.kind == "backward") + 1) // (box.end - box.start))
+               for boxes in drawing for box in boxes)
+    lines = []
+    for stage, boxes in enumerate(drawing):
+        line, at = f"stage {stage:<{len(str(len(drawing)))}}|", 0
+        for box in boxes:
+            line += "." * (unit * (box.start - at))
+            text = label[box.step] if box.step.kind == "forward" else f"({label[box.step]})"
+            line += f"{text:<{unit * (box.end - box.start)}}"
+            at = box.end
+        lines.append(line + "." * (unit * (max(boxes[-1].end for boxes in drawing) - at)) + "|")
+    return lines
+
+
+def as_svg(drawing: Drawing, chunks: int, title: str, notes: Sequence[str]) -> str:
+    """A picture: blue forwards, green backwards, a lighter shade for each later chunk, grey idle time."""
+    width, height, left, top = 26, 26, 70, 34
+    length = max(boxes[-1].end for boxes in drawing)
+    bottom = top + height * len(drawing)
+    size = f'width="{max(left + width * length, 640) + 10}" height="{bottom + 20 * len(notes) + 30}"'
+    out = [f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif" font-size="11">',
+           '<rect width="100%" height="100%" fill="white"/>',
+           f'<text x="{left}" y="20" font-size="14">{escape(title)}</text>']
+    for stage, boxes in enumerate(drawing):
+        y = top + height * stage
+        out.append(f'<text x="8" y="{y + 17}">stage {stage}</text>')
+        out.append(f'<rect x="{left}" y="{y}" width="{width * length}" height="{height - 2}" fill="#e4e4e4"/>')
+        for box in boxes:
+            forward = box.step.kind == "forward"
+            light = 48 + 34 * box.step.chunk // max(1, chunks - 1)
+            x, wide = left + width * box.start, width * (box.end - box.start)
+            out.append(f'<rect x="{x}" y="{y}" width="{wide - 1}" height="{height - 2}" '
+                       f'fill="hsl({212 if forward else 130},{70 if forward else 45}%,{light}%)"/>')
+            out.append(f'<text x="{x + wide / 2}" y="{y + 16}" text-anchor="middle" '
+                       f'fill="{"white" if light < 60 else "black"}">{box.step.micro_batch}</text>')
+    legend = "blue: forward, green: backward, grey: idle, numbers: micro-batches" + \
+             "; the lighter, the later the chunk" * (chunks > 1)
+    for i, line in enumerate([legend, *notes]):
+        out.append(f'<text x="{left}" y="{bottom + 18 + 20 * i}">{escape(line)}</text>')
+    return "\n".join([*out, "</svg>", ""])
+
+
+def draw(options: argparse.Namespace) -> str:
+    """What to print. Raises ValueError or OSError."""
+    stages, micro_batches = options.pipeline_model_parallel_size, options.num_microbatches
+    chunks, output = options.num_virtual_stages_per_pipeline_rank, options.output
+    for name in ("pipeline_model_parallel_size", "num_microbatches", "num_virtual_stages_per_pipeline_rank",
+                 "forward_time", "backward_time"):
+        if getattr(options, name) < 1:
+            raise ValueError(f"--{name.replace('_', '-')} {getattr(options, name)}: must be at least 1")
+    if chunks > len(LETTERS) or chunks > 1 and stages == 1:
+        raise ValueError(f"--num-virtual-stages-per-pipeline-rank {chunks}: must be 1 with one stage, and at most "
+                         f"{len(LETTERS)}")
+    if output and not output.endswith(".svg"):
+        raise ValueError(f"--output {output}: only SVG is written; give a name that ends in .svg")
+    drawing = make_drawing(stages, micro_batches, chunks, options.forward_time, options.backward_time, options.forward_only)
+    name = "forward only" if options.forward_only else "1F1B" if chunks == 1 else f"interleaved 1F1B, {chunks} chunks"
+    title = f"{name}: {stages} stage{'s' * (stages > 1)}, {micro_batches} micro-batches"
+    notes = summary(drawing, micro_batches, chunks)
+    if output:
+        with open(output, "w", encoding="utf-8") as file:
+            file.write(as_svg(drawing, chunks, title, notes))
+        return "\n".join([title, *notes, f"wrote {output}"])
+    return "\n".join([title, *as_text(drawing, chunks), *notes])
+
+
+def main(argv: Sequence[str]) -> int:
+    """Exit codes: 0 done, 1 the file could not be written, 2 a wrong command line."""
+    options = build_parser().parse_args(argv)
+    try:
+        print(draw(options))
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2 if isinstance(error, ValueError) else 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
