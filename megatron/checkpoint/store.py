@@ -57,23 +57,25 @@ def save(root: Path | str, iteration: int, slices: Sequence[TensorSlice], state:
     token = secrets.token_hex(4) if rank == 0 else ""
     temporary = root / f".iter_{iteration:07d}.tmp-{gather(token)[0]}"
     try:
-        _together(gather, lambda: prepare(root, temporary, disk), rank == 0)
-        _together(gather, lambda: write_rank_files(temporary, rank, slices, iteration, disk))
-        _together(gather, lambda: finish(temporary, world_size, state, args, disk), rank == 0)
+        _together(gather, root, lambda: prepare(root, temporary, disk), rank == 0)
+        _together(gather, root, lambda: write_rank_files(temporary, rank, slices, iteration, disk))
+        _together(gather, root, lambda: finish(temporary, world_size, state, args, disk), rank == 0)
     except CheckpointError:
         if rank == 0:
             _discard(temporary, disk)
+        gather(None)        # nobody ends the run before that is done
         raise
-    _together(gather, lambda: publish(root, temporary, iteration, disk), rank == 0)
+    _together(gather, root, lambda: publish(root, temporary, iteration, disk), rank == 0)
     return iteration_directory(root, iteration)
 
 
-def _together(gather: Gather, action: Callable[[], Any], mine: bool = True) -> None:
+def _together(gather: Gather, root: Path, action: Callable[[], Any], mine: bool = True) -> None:
     """Do the action if it is this rank's, wait for all ranks; where any failed, raise its CheckpointError on all."""
     failure: CheckpointError | None = None
     try:
         if mine:
-            action()
+            with explained("save in", root):
+                action()
     except CheckpointError as error:
         failure = error
     failures = gather((str(failure), failure.errno) if failure else None)
@@ -135,7 +137,11 @@ def publish(root: Path, temporary: Path, iteration: int, disk: Disk = DISK) -> N
     final = iteration_directory(root, iteration)
     old: Path | None = None
     if not final.exists():
-        disk.rename(temporary, final)
+        try:
+            disk.rename(temporary, final)
+        except CheckpointError:
+            _discard(temporary, disk)
+            raise
     elif disk.exchange(temporary, final):
         old = temporary
     else:

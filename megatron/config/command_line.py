@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from megatron.arguments import (
     read_words,
     values_of,
 )
-from megatron.config import check, megatron_flags
+from megatron.config import architecture, check, megatron_flags
 from megatron.config.check_paths import newest_checkpoint
 from megatron.config.model import ModelConfig
 from megatron.config.plan import Plan, describe, make_plan
@@ -41,23 +41,6 @@ _GPT2_VOCABULARY = 50257
 # Of the data, what --use-checkpoint-args takes over: all that decides the ids but the files, which may lie elsewhere now.
 _TOKENIZER = {"tokenizer_type", "vocab_size", "vocab_extra_ids", "tiktoken_pattern", "tiktoken_num_special_tokens",
               "tiktoken_special_tokens"}
-# Of the architecture, what may differ from the checkpoint's under --use-checkpoint-args: the weights fit either way.
-_FREE = {"seq_length", "attention_dropout", "hidden_dropout", "init_method_std", "init_method_xavier_uniform",
-         "fp32_residual_connection", "attention_softmax_in_fp32", "apply_query_key_layer_scaling"}
-# Names that say one thing together: (name in messages, all names, what they say).
-_TOGETHER: tuple[tuple[str, tuple[str, ...], Callable[[ModelConfig], Any]], ...] = (
-    ("ffn_hidden_size", ("ffn_hidden_size",), lambda m: m.ffn),
-    ("kv_channels", ("kv_channels",), lambda m: m.head_dim),
-    ("num_query_groups", ("num_query_groups", "group_query_attention"), lambda m: m.query_groups),
-    ("position_embedding_type", ("position_embedding_type", "use_rotary_position_embeddings",
-                                 "add_position_embedding"), lambda m: m.positions),
-    ("max_position_embeddings", ("max_position_embeddings",),
-     lambda m: m.max_position_embeddings if m.positions == "learned_absolute" else None),
-    ("add_bias_linear", ("add_bias_linear", "add_qkv_bias", "add_attention_output_bias", "add_mlp_bias"),
-     lambda m: (m.qkv_bias, m.attention_output_bias, m.mlp_bias)),
-    ("bias_gelu_fusion", ("bias_gelu_fusion", "openai_gelu"),
-     lambda m: m.openai_gelu or (m.bias_gelu_fusion and m.add_bias_linear)),
-)
 
 
 @dataclass(frozen=True)
@@ -174,16 +157,13 @@ def _from_checkpoint(flags: Parser, typed: Mapping[str, Any]) -> _Theirs:
 
 def _contradictions(saved: ModelConfig, ours: ModelConfig, typed: Mapping[str, Any], folder: Path) -> list[str]:
     """A line for everything that the typed flags say otherwise than the checkpoint."""
-    said_together = {name for _, names, _ in _TOGETHER for name in names}
-    plain = [(name, (name,), lambda m, name=name: getattr(m, name)) for name, flag in flags_of(Config).items()
-             if flag.group == "model" and name not in _FREE | said_together]
     lines = []
-    for name, names, value in (*plain, *_TOGETHER):
-        given = [n for n in names if n in typed]
-        if given and value(saved) != value(ours):
-            spelling = " ".join(flags_of(Config)[n].spelling for n in given)
-            lines.append(f"{spelling}: {name} is {value(ours)} by it and {value(saved)} in the checkpoint {folder}; "
-                         "leave it out, or load without --use-checkpoint-args")
+    for name, fields, theirs, mine in architecture.differences(saved, ours):
+        given = [field for field in fields if field in typed]
+        if given:
+            spelling = " ".join(flags_of(Config)[field].spelling for field in given)
+            lines.append(f"{spelling}: {name} is {mine} by it and {theirs} in the checkpoint {folder}; leave it out, or "
+                         "load without --use-checkpoint-args")
     return lines
 
 

@@ -74,6 +74,19 @@ class ModelConfig:
         return self.swiglu or self.geglu
 
     @property
+    def activation(self) -> str:
+        """`swiglu`, `geglu`, `squared_relu`, `gelu (tanh)` or `gelu (erf)`.
+
+        GELU is the tanh form where Megatron's fused bias + GELU would run (the default with biases) and with
+        --openai-gelu; otherwise the exact one.
+        """
+        for name in ("swiglu", "geglu", "squared_relu"):
+            if getattr(self, name):
+                return name
+        tanh = self.openai_gelu or (self.bias_gelu_fusion and self.add_bias_linear)
+        return "gelu (tanh)" if tanh else "gelu (erf)"
+
+    @property
     def ffn(self) -> int:
         """Width of the MLP."""
         if self.ffn_hidden_size:

@@ -5,6 +5,7 @@ It knows bytes, sequences and documents; it must not know tokenizers, splits, ep
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import mmap
@@ -323,7 +324,8 @@ class IndexedDatasetBuilder:
 
     def discard(self) -> None:
         """Throw away everything added; files under the final names stay as they were."""
-        self._bin.close()
+        with contextlib.suppress(OSError):  # what is buffered may not fit on a full disk; the file is closed then too
+            self._bin.close()
         for path in (self._partial_bin, self._partial_idx):
             Path(path).unlink(missing_ok=True)
 

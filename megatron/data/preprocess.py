@@ -159,12 +159,6 @@ def _leave_with(parent: int) -> None:
     os._exit(1)
 
 
-def _discard(builder: IndexedDatasetBuilder) -> None:
-    with contextlib.suppress(OSError):  # on a full disk what is buffered cannot be flushed; the file is closed then
-        builder.discard()
-    builder.discard()
-
-
 class Output:
     """The pairs that are written, one a key, aside until `finish`; partitions wait in a folder until `join`."""
 
@@ -185,7 +179,7 @@ class Output:
 
     def _builder(self, prefix: str, stack: contextlib.ExitStack) -> IndexedDatasetBuilder:
         builder = IndexedDatasetBuilder(prefix, self.dtype)
-        stack.callback(_discard, builder)
+        stack.callback(builder.discard)
         return builder
 
     def add(self, encoded: Encoded) -> None:

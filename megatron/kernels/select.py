@@ -75,15 +75,12 @@ def _attention_rows(device: torch.device, dtype: torch.dtype, config: Config) ->
 
 def _elementwise_rows(device: torch.device, config: Config) -> list[KernelRow]:
     model = config.model
-    tanh = model.openai_gelu or (model.bias_gelu_fusion and model.add_bias_linear)
-    activation = next((name for name in ("swiglu", "geglu", "squared_relu") if getattr(model, name)),
-                      "gelu (tanh)" if tanh else "gelu (erf)")
     in_rows = pays_off(torch.empty(0, device=device))
     reasons = (("passes over runs of rows stay in the cache", "a trip to memory for every operation") if in_rows else
                ("torch's own kernels are fused on this device", "every operation is a launch"))
     norm = model.normalization
     rows = []
-    for operation in (norm, activation):
+    for operation in (norm, model.activation):
         if operation not in ("RMSNorm", "swiglu"):
             rows.append(KernelRow(operation, "torch", True, "torch's kernel is as fast as any"))
         else:

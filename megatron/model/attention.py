@@ -62,7 +62,13 @@ class SelfAttention(nn.Module):
     def core(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, document_ids: torch.Tensor | None,
              seeds: DropoutSeeds | None) -> torch.Tensor:
         """The part without weights: q [s, b, n, d], k and v [s, b, g, d] -> [s, b, n, d]."""
-        drop = self.dropout if seeds is not None else 0.0
-        seed = seeds.seed(self.layer, "attention", self.tp_rank) if drop else None
-        return kernels.attention(q, k, v, scale=self.scale, dropout_p=drop, dropout_seed=seed,
+        if seeds is not None and self.dropout > 0.0:
+            return self.dropping_core(q, k, v, document_ids, seeds)
+        return kernels.attention(q, k, v, scale=self.scale, document_ids=document_ids, implementation=self.implementation)
+
+    def dropping_core(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, document_ids: torch.Tensor | None,
+                      seeds: DropoutSeeds) -> torch.Tensor:
+        """`core` with dropout of the probabilities."""
+        return kernels.attention(q, k, v, scale=self.scale, dropout_p=self.dropout,
+                                 dropout_seed=seeds.seed(self.layer, "attention", self.tp_rank),
                                  document_ids=document_ids, implementation=self.implementation)

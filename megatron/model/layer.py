@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -64,7 +65,16 @@ class TransformerLayer(nn.Module):
 
     def drop(self, x: torch.Tensor, seeds: DropoutSeeds | None, site: str) -> torch.Tensor:
         """Dropout of a residual branch."""
+        return x if seeds is None or self.dropout == 0.0 else self._drop(x, seeds, site)
+
+    def _drop(self, x: torch.Tensor, seeds: DropoutSeeds, site: str) -> torch.Tensor:
         return dropout(x, self.dropout, seeds, self.number, site, self.part)
+
+    def compile(self, **options: Any) -> None:
+        """As Module's. What takes a dropout seed stays out: a graph holds integers as constants, and each seed is new."""
+        self._drop = torch.compiler.disable(self._drop)
+        self.self_attention.dropping_core = torch.compiler.disable(self.self_attention.dropping_core)
+        super().compile(**options)
 
 
 class Decoder(nn.Module):

@@ -14,19 +14,10 @@ from megatron.parallel.sharding import ParameterFactory
 
 
 def activation(model: ModelConfig) -> Callable[[torch.Tensor], torch.Tensor]:
-    """The function between the two matrices; gated ones take [..., 2, ffn] and return [..., ffn].
-
-    GELU is the tanh form where Megatron's fused bias + GELU would run (the default with biases) and with
-    --openai-gelu; otherwise the exact one.
-    """
-    if model.swiglu:
-        return kernels.swiglu
-    if model.geglu:
-        return kernels.geglu
-    if model.squared_relu:
-        return kernels.squared_relu
-    approximate = model.openai_gelu or (model.bias_gelu_fusion and model.add_bias_linear)
-    return lambda x: kernels.gelu(x, approximate)
+    """The function between the two matrices; gated ones take [..., 2, ffn] and return [..., ffn]."""
+    return {"swiglu": kernels.swiglu, "geglu": kernels.geglu, "squared_relu": kernels.squared_relu,
+            "gelu (tanh)": lambda x: kernels.gelu(x, True), "gelu (erf)": lambda x: kernels.gelu(x, False),
+            }[model.activation]
 
 
 class MLP(nn.Module):

@@ -9,9 +9,11 @@ import torch
 from megatron import log
 from megatron.arguments import build_parser, config_from, parse_typed, to_args_text, values_of
 from megatron.checkpoint import store
+from megatron.checkpoint.disk import CheckpointError
 from megatron.checkpoint.sharded import Reader, TensorSlice
 from megatron.checkpoint.state import RunState, differences
 from megatron.checkpoint.store import Checkpoint
+from megatron.config import architecture
 from megatron.config.parameters import OUTPUT_LAYER, WORD_EMBEDDING
 from megatron.config.tree import Config
 from megatron.data.build import data_order_differences
@@ -24,14 +26,6 @@ from megatron.training.metrics import model_shape
 
 CHECKPOINT_VERSION = 3.0     # Megatron's number of the QKV layout by query group, which this suite's weights have
 
-# Flags of the architecture that neither shape nor function of the trained model depends on.
-_FREE = {"seq_length", "attention_dropout", "hidden_dropout", "init_method_std", "init_method_xavier_uniform",
-         "apply_query_key_layer_scaling", "attention_softmax_in_fp32", "fp32_residual_connection",
-         "make_vocab_size_divisible_by", "use_rotary_position_embeddings", "position_embedding_type",
-         "add_position_embedding", "add_bias_linear", "add_qkv_bias", "add_attention_output_bias", "add_mlp_bias",
-         "group_query_attention", "num_query_groups", "ffn_hidden_size", "kv_channels"}
-# ... and what several of these spell together.
-_DERIVED = ("positions", "qkv_bias", "attention_output_bias", "mlp_bias", "query_groups", "ffn", "head_dim")
 # Differences that a resume makes all the time.
 _USUAL = {"load", "save", "save_interval", "local_rank", "log_interval", "exit_interval", "exit_duration_in_mins",
           "finetune", "ckpt_step", "allow_data_order_change", "use_checkpoint_args", "override_opt_param_scheduler",
@@ -61,6 +55,16 @@ def save(run: Run) -> None:
                rank=run.runtime.rank, world_size=run.runtime.world_size,
                gather=lambda value: gather_objects(value, ctx.world))
     log.print_rank_0(f"  successfully saved checkpoint at iteration {iteration:7d} to {directory}")
+
+
+def what_remains(run: Run) -> str:
+    """What there is to go on from after a save that failed, for a message."""
+    directory = run.config.checkpoint.save
+    try:
+        found = store.latest(directory)
+    except CheckpointError as error:
+        return str(error)
+    return f"{directory} holds none yet" if found is None else f"The last good one in {directory} is of iteration {found}"
 
 
 def _state(run: Run) -> RunState:
@@ -198,18 +202,15 @@ def saved_config(found: Checkpoint) -> Config:
 
 def check_architecture(saved: Config, now: Config, strict: bool) -> None:
     """Raise ValueError on every flag that makes it another model; say every other difference."""
-    a, b = values_of(saved), values_of(now)
-    shape = [name for name in vars(saved.model) if name not in _FREE]
-    a |= {name: getattr(saved.model, name) for name in _DERIVED}
-    b |= {name: getattr(now.model, name) for name in _DERIVED}
-    wrong = differences(a, b, [*shape, *_DERIVED])
+    wrong = architecture.differences(saved.model, now.model)
     if wrong and strict:
         lines = [f"{name} value from checkpoint ({old}) is not equal to the input argument value ({new})."
-                 for name, old, new in wrong]
+                 for name, _, old, new in wrong]
         raise ValueError("--load: " + " ".join(lines) + " Give the values of the checkpoint (--use-checkpoint-args does), "
                          "or --finetune to start anew from its weights")
-    rest = [name for name in values_of(saved) if name not in _USUAL and name not in shape]
-    for name, old, new in [*wrong, *differences(a, b, rest)]:
+    said = _USUAL | {field for one in wrong for field in one.fields}
+    rest = differences(values_of(saved), values_of(now), [name for name in values_of(saved) if name not in said])
+    for name, old, new in [*((one.name, one.saved, one.now) for one in wrong), *rest]:
         log.print_rank_0(f" differs from the checkpoint: {name} was {old}, is {new}")
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from megatron import log
+from megatron.checkpoint.disk import CheckpointError
 from megatron.parallel.collectives import all_reduce_
 from megatron.training import checkpointing
 from megatron.training.batch import evaluation_samples, load_samples, training_samples
@@ -147,14 +148,15 @@ class Trainer:
 
     def _due(self, iteration: int, flag: int) -> str | None:
         """Save where a save is due; the reason to leave, if there is one (then it is saved too)."""
-        t = self.run.config.training
+        interval = self.run.config.training.exit_interval
+        exit_due = bool(interval and iteration % interval == 0)
         if flag % TIME_UP:
             return self._leave("exiting program after receiving SIGTERM.")
         if self._save_due(iteration):
-            self.save()
+            self.save(final=exit_due or flag >= TIME_UP or iteration == self.run.plan.train_iters)
         if flag >= TIME_UP:
             return self._leave(f"exiting program after {(time.time() - self.started) / 60.0} minutes")
-        if t.exit_interval and iteration % t.exit_interval == 0:
+        if exit_due:
             return self._leave(f"exiting program at iteration {iteration}")
         return None
 
@@ -162,17 +164,32 @@ class Trainer:
         self.save()
         return reason
 
-    def save(self) -> None:
-        """Save this iteration, if there is a place to and it is not saved already."""
+    def save(self, final: bool = True) -> None:
+        """Save this iteration, if there is a place to and it is not saved already.
+
+        Where the disk refuses, the `final` save of a run raises CheckpointError; any other is a warning, since more follow.
+        """
         iteration = self.run.progress.iteration
         if not self.run.config.checkpoint.save or self._saved_at == iteration:
             return
         self.lines.flush()                  # what a checkpoint has behind it is never told again
         with self.run.timers("save-checkpoint"):
-            checkpointing.save(self.run)
-        self._saved_at = iteration
+            try:
+                checkpointing.save(self.run)
+                self._saved_at = iteration
+            except CheckpointError as error:
+                if final or error.errno is None:        # no number: not the disk's fault
+                    raise
+                log.print_rank_0(f"WARNING: no checkpoint of iteration {iteration}: {error}. "
+                                 f"{checkpointing.what_remains(self.run)}; training goes on, the next save is tried at "
+                                 f"iteration {self._next_save(iteration)}")
         self._advise()
         self.lines.timers(["save-checkpoint"])
+
+    def _next_save(self, iteration: int) -> int:
+        """The next iteration after this one that is saved if nobody interrupts the run."""
+        every = self.run.config.checkpoint.save_interval, self.run.config.training.exit_interval
+        return min(self.run.plan.train_iters, *((iteration // n + 1) * n for n in every if n))
 
     def _advise(self) -> None:
         """Keep ready what to tell a user who interrupts."""

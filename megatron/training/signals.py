@@ -11,6 +11,7 @@ from types import FrameType
 from typing import NoReturn
 
 from megatron import log
+from megatron.checkpoint.disk import CheckpointError
 
 WATCHED = (signal.SIGTERM, signal.SIGUSR1)
 INTERRUPTED = 130               # what a shell reports of a program that Ctrl-C ended
@@ -126,7 +127,7 @@ def leave_with(error: Exception) -> NoReturn:
 def describe(error: Exception) -> str:
     """One line where the user can mend it or another rank says it; otherwise the traceback."""
     text = str(error) or type(error).__name__
-    if isinstance(error, (ValueError, OSError, ArithmeticError)):
+    if isinstance(error, (ValueError, OSError, ArithmeticError, CheckpointError)):
         return f"error: {text}\n"
     if type(error).__name__.startswith("Dist") or "Connection closed by peer" in text or "Connection reset" in text:
         return f"error: the connection to another rank is lost; its own message says why ({text.splitlines()[0]})\n"

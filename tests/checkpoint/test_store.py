@@ -182,10 +182,24 @@ def test_an_error_at_any_step_leaves_a_good_checkpoint(memory_path, start, base,
 
 
 def test_failing_saves_free_their_space(tmp_path):
-    save(tmp_path, 10)
+    recording = Recording()
+    save(tmp_path, 10, recording)
     with pytest.raises(CheckpointError, match="No space left"):
         save(tmp_path, 20, Failing(6, errno.ENOSPC))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_0000010", store.TRACKER]
+    with pytest.raises(CheckpointError, match="cannot rename .*Input/output error"):
+        save(tmp_path, 20, Failing(recording.steps.index(("rename", ".tmp")), errno.EIO))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_0000010", store.TRACKER]
+
+
+def test_a_refusal_where_none_was_expected_is_explained_too(tmp_path, monkeypatch):
+    def refuse(*_: object) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    monkeypatch.setattr(store, "finish", refuse)
+    with pytest.raises(CheckpointError, match=f"cannot save in {tmp_path}: Permission denied; give this user") as caught:
+        save(tmp_path, 20)
+    assert caught.value.errno == errno.EACCES and not list(tmp_path.iterdir())
 
 
 def save_under_a_size_limit(rank: int, world: int, root: str) -> str:

@@ -356,7 +356,7 @@ def test_the_architecture_comes_from_the_newest_checkpoint(tmp_path):
     ("--max-position-embeddings 64", "--max-position-embeddings: max_position_embeddings is 64 by it and 32"),
     ("--disable-bias-linear", "--disable-bias-linear: add_bias_linear is (False, False, False) by it"),
     ("--normalization RMSNorm", "--normalization: normalization is RMSNorm by it and LayerNorm"),
-    ("--no-bias-gelu-fusion", "--no-bias-gelu-fusion: bias_gelu_fusion is False by it and True"),
+    ("--no-bias-gelu-fusion", "--no-bias-gelu-fusion: activation is gelu (erf) by it and gelu (tanh)"),
     ("--untie-embeddings-and-output-weights", "--untie-embeddings-and-output-weights: "),
 ])
 def test_a_typed_shape_that_differs_from_the_checkpoints_is_an_error(typed, start_of_line, tmp_path, capsys):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import pickle
+import resource
 import struct
 from pathlib import Path
 
@@ -11,6 +13,7 @@ import pytest
 
 from megatron.data.indexed_dataset import CODES, IndexedDataset, IndexedDatasetBuilder, optimal_dtype
 from tests.data.corpora import write_corpus
+from tests.forkrun import run_ranks
 
 BIN = "0a000b000c00140015001e001f002000"
 IDX = (
@@ -300,6 +303,27 @@ def test_a_reader_keeps_the_old_pair_while_a_new_one_is_written(tmp_path):
     write_corpus(tmp_path / "golden", [2, 2])
     assert old[2].tolist() == [30, 31, 32]
     assert [IndexedDataset(tmp_path / "golden")[i].tolist() for i in range(2)] == [[0, 1], [2, 3]]
+
+
+def discard_under_a_size_limit(rank: int, world: int, folder: str) -> str:
+    """Throw away what was added, then fail inside a `with`: both while the system takes no more than 1000 bytes."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+    builder = IndexedDatasetBuilder(f"{folder}/thrown", np.uint16)
+    builder.add_item(np.zeros(5000, np.uint16))
+    builder.discard()
+    builder.discard()
+    try:
+        with IndexedDatasetBuilder(f"{folder}/written", np.uint16) as builder:
+            builder.add_item(np.zeros(5000, np.uint16))
+    except OSError as error:
+        return errno.errorcode[error.errno]
+    return "written"
+
+
+def test_nothing_is_left_where_the_system_takes_no_more(tmp_path):
+    """What is buffered cannot be flushed when the file is closed."""
+    assert run_ranks(1, discard_under_a_size_limit, str(tmp_path)) == ["EFBIG"]
+    assert not list(tmp_path.iterdir())
 
 
 def test_the_builder_refuses_what_does_not_fit(tmp_path):

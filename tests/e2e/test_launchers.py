@@ -74,7 +74,7 @@ def test_torch_distributed_launch(folder, two_ranks):
 
 def slurm(rank: int, world: int, folder: Path, environ: dict[str, str]) -> list:
     os.chdir(folder)
-    ranks = [{"SLURM_PROCID": str(r), "SLURM_LOCALID": str(r), "SLURM_NTASKS": "2", **environ} for r in range(2)]
+    ranks = [{"SLURM_PROCID": str(r), "SLURM_LOCALID": str(r), "SLURM_STEP_NUM_TASKS": "2", **environ} for r in range(2)]
     words = argv(folder, 4, "--metrics-file", "metrics.jsonl")
     programs = [fork_program(words, folder, str(r), place) for r, place in enumerate(ranks)]
     return [(p.end(), p.err) for p in programs]
@@ -96,7 +96,7 @@ def test_srun(folder, two_ranks, from_job):
 
 def without_meeting_point(rank: int, world: int, folder: Path) -> tuple:
     os.chdir(folder)
-    program = fork_program(argv(folder), folder, environ={"SLURM_PROCID": "0", "SLURM_NTASKS": "2"})
+    program = fork_program(argv(folder), folder, environ={"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2"})
     return program.end(), program.err
 
 
@@ -106,14 +106,15 @@ def test_ranks_need_a_meeting_point(folder):
     assert text.count("\n") == 1
 
 
-def inside_an_allocation(rank: int, world: int, folder: Path) -> tuple:
+def inside_an_allocation(rank: int, world: int, folder: Path, environ: dict[str, str]) -> tuple:
     os.chdir(folder)
-    program = fork_program(argv(folder), folder, environ={"SLURM_NTASKS": "4", "SLURM_JOB_ID": "7"})
+    program = fork_program(argv(folder), folder, environ={"SLURM_NTASKS": "4", "SLURM_JOB_ID": "7", **environ})
     return program.end(), program.err
 
 
-def test_a_shell_in_an_allocation_is_one_process(folder):
-    assert run_ranks(1, inside_an_allocation, folder) == [(0, "")]
+@pytest.mark.parametrize("environ", [{}, {"SLURM_PROCID": "0", "SLURM_LOCALID": "0"}], ids=["shell", "batch script"])
+def test_without_srun_an_allocation_is_one_process(folder, environ):
+    assert run_ranks(1, inside_an_allocation, folder, environ) == [(0, "")]
 
 
 def workers(rank: int, world: int, folder: Path, ranks: int) -> list:

@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+from megatron.checkpoint.disk import CheckpointError
 from megatron.training import signals
 
 LOST = "error: the connection to another rank is lost; its own message says why ("
@@ -15,6 +16,7 @@ LOST = "error: the connection to another rank is lost; its own message says why 
 @pytest.mark.parametrize("error, text", [
     (ValueError("--x 3: too large"), "error: --x 3: too large\n"),
     (FileNotFoundError(2, "No such file", "/x"), "error: [Errno 2] No such file: '/x'\n"),
+    (CheckpointError("cannot write /x: No space left on device"), "error: cannot write /x: No space left on device\n"),
     (ZeroDivisionError(), "error: ZeroDivisionError\n"),
     (RuntimeError("[gloo/pair.cc:5] Connection closed by peer [::1]\nmore"),
      LOST + "[gloo/pair.cc:5] Connection closed by peer [::1])\n"),

@@ -68,18 +68,18 @@ def parse_size(text: str) -> Size:
     for word in filter(None, rest.split(",")):
         key, _, value = word.partition("=")
         if key not in kinds or not value:
-            raise ValueError(f"--size {text}: {word!r} is not FIELD=VALUE with a field of {', '.join(kinds)}")
+            raise ValueError(f"{text}: {word!r} is not FIELD=VALUE with a field of {', '.join(kinds)}")
         try:
             given[key] = kinds[key](value)
         except ValueError:
-            raise ValueError(f"--size {text}: {key} is a whole number, not {value!r}") from None
+            raise ValueError(f"{text}: {key} is a whole number, not {value!r}") from None
     if given.get("family", "gpt") not in ("gpt", "llama"):
-        raise ValueError(f"--size {text}: family is gpt or llama, not {given['family']!r}")
+        raise ValueError(f"{text}: family is gpt or llama, not {given['family']!r}")
     if name in NAMED:
         return replace(NAMED[name], **given)
     missing = [key for key in ("layers", "hidden", "heads", "seq", "micro_batch", "vocab") if key not in given]
     if missing:
-        raise ValueError(f"--size {text}: {name!r} is none of {', '.join(NAMED)}; for a new size give "
+        raise ValueError(f"{text}: {name!r} is none of {', '.join(NAMED)}; for a new size give "
                          f"{', '.join(missing)} too")
     return Size(name, **given)
 

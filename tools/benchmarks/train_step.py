@@ -24,13 +24,16 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(Path(__file__).resolve().parent)]
 
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # as pretrain_gpt.py does
+
 import torch  # noqa: E402
 from bare_model import megatron_to_bare  # noqa: E402
-from ceiling import Ceiling, matmul_rate, peak_of  # noqa: E402
+from ceiling import Ceiling, faster_dtype, matmul_rate, peak_of  # noqa: E402
 from contestants import Ours, bare, huggingface, transformers  # noqa: E402
 from sizes import CPU_SIZES, CUDA_SIZES, Size, parse_size  # noqa: E402
 
 from megatron import device as devices  # noqa: E402
+from megatron.kernels.linear import low_precision_is_native  # noqa: E402
 from megatron.training import flops  # noqa: E402
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -57,15 +60,15 @@ class Race:
     memory_bytes: float | None = None
 
     def ratio(self, other: str, mine: str) -> float | None:
-        """How many times as fast as `other` is `mine`: the median over the rounds, each of which ran both."""
+        """How many times as fast as `other` is `mine`: the median over the rounds that ran both."""
         if other not in self.seconds or mine not in self.seconds:
             return None
-        return statistics.median(a / b for a, b in zip(self.seconds[other], self.seconds[mine], strict=True))
+        return statistics.median(a / b for a, b in zip(self.seconds[other], self.seconds[mine], strict=False))
 
 
 def build_parser() -> argparse.ArgumentParser:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
+    parser = argparse.ArgumentParser(usage="%(prog)s [OPTION ...]", description=__doc__, allow_abbrev=False)
     parser.add_argument("--size", action="append", type=_size, metavar="SIZE",
                         help="a size by name, with changes (gpt10m:seq=128), or a new one (name:layers=2,hidden=64,...); "
                              "may be repeated (default: the three CPU sizes, on CUDA 125m to 6.7b)")
@@ -75,8 +78,9 @@ def build_parser() -> argparse.ArgumentParser:
                         help="besides ours: bare, transformers, ceiling (default: all three; on CUDA none)")
     parser.add_argument("--alone", action="store_true", help="only ours")
     parser.add_argument("--torch-compile", action="store_true", help="our step with --torch-compile takes part too")
-    parser.add_argument("--rounds", type=int, help="timed steps of each contestant (default: 7; on CUDA 20)")
-    parser.add_argument("--warmup", type=int, help="steps before, whose losses are compared (default: 2; on CUDA 5)")
+    parser.add_argument("--rounds", type=_count, help="timed steps of each contestant (default: 7; on CUDA 20; 1 for bf16 "
+                                                      "of the others on a CPU that emulates it)")
+    parser.add_argument("--warmup", type=_count, help="steps before, whose losses are compared (default: 2; on CUDA 5)")
     parser.add_argument("--minutes", type=float, help="for everything; rounds are left out to keep it (default: no "
                                                       "limit; on CUDA 9)")
     parser.add_argument("--threads", type=int, help="CPU threads (default: torch's)")
@@ -84,7 +88,7 @@ def build_parser() -> argparse.ArgumentParser:
                         help="cpu: processor time of this process, for a machine that others use too; take --threads 1")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: CUDA if any")
     parser.add_argument("--peak-tflops", type=float, help="peak of the device for MFU (default: by its name)")
-    parser.add_argument("--json", metavar="FILE", help="write all figures there")
+    parser.add_argument("--json", metavar="FILE", type=_writable, help="write all figures there")
     return parser
 
 
@@ -93,6 +97,21 @@ def _size(text: str) -> Size:
         return parse_size(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of steps, 1 or more")
+    return int(text)
+
+
+def _writable(text: str) -> Path:
+    """That path; noticed before the race and not after it where it cannot be written."""
+    try:
+        open(text, "a").close()
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"{text}: {error.strerror}") from None
+    return Path(text)
 
 
 def make_clock(kind: str, device: torch.device) -> Callable[[], float]:
@@ -136,6 +155,17 @@ def warm_up(racers: dict[str, Any], steps: int, dtype: str, tell: Callable[[str]
                                    f"not train the same model, so their times say nothing")
 
 
+def rounds_of(options: argparse.Namespace, racers: dict[str, Any], dtype: str) -> dict[str, int]:
+    """Rounds of each contestant: of those that a CPU without bf16 makes slow fewer, unless --rounds says it; ours is not."""
+    if options.typed_rounds or low_precision_is_native(options.torch_device.type, DTYPES[dtype]):
+        return dict.fromkeys(racers, options.rounds)
+    slow = [name for name in racers if name in (BARE, HUGGINGFACE)]
+    if slow:
+        print(f"\nthis CPU emulates {dtype}, a step may take minutes: 1 round of {' and '.join(slow)} "
+              f"(--rounds N: N of all)", flush=True)
+    return dict.fromkeys(racers, options.rounds) | dict.fromkeys(slow, 1)
+
+
 def race(options: argparse.Namespace, size: Size, dtype: str, deadline: float, tell: Callable[[str], None]) -> Race:
     """Build, warm up, then let the contestants take turns; the order moves on by one every round."""
     device = options.torch_device
@@ -144,14 +174,16 @@ def race(options: argparse.Namespace, size: Size, dtype: str, deadline: float, t
     ours, racers = field_of(options, size, dtype, options.warmup + options.rounds)
     result = Race(size, dtype, ours.run.plan.num_parameters,
                   flops.flops_per_iteration(ours.shape, size.micro_batch * size.micro_batches))
+    names, rounds = list(racers), rounds_of(options, racers, dtype)
     warm_up(racers, options.warmup, dtype, tell)
     ceiling = Ceiling(size, DTYPES[dtype], device, clock) if "ceiling" in options.contestants else None
-    names = list(racers)
     for done in range(options.rounds):
         if done and time.monotonic() > deadline:
             break
         tell(f"round {done + 1}/{options.rounds}")
         for name in names[done % len(names):] + names[:done % len(names)]:
+            if done >= rounds[name]:
+                continue
             start = clock()
             loss = racers[name].step()
             result.seconds.setdefault(name, []).append(clock() - start)
@@ -169,9 +201,11 @@ def heading(result: Race) -> str:
     """What was raced."""
     s = result.size
     rounds = len(result.seconds[OURS])
+    fewer = ", ".join(f"{name} {len(values)}" for name, values in result.seconds.items() if len(values) < rounds)
     return (f"{s.name} {result.dtype}: {s.family}, {s.layers} layers, hidden {s.hidden}, ffn {s.ffn_size}, {s.heads} "
             f"heads, sequence {s.seq}, vocabulary {s.vocab}, {result.parameters / 1e6:.1f}M parameters; "
-            f"{s.micro_batches} x {s.micro_batch} samples = {s.tokens} tokens a step; {rounds} rounds")
+            f"{s.micro_batches} x {s.micro_batch} samples = {s.tokens} tokens a step; {rounds} rounds"
+            + f" ({fewer})" * bool(fewer))
 
 
 def table(result: Race, rate: float, peak: float | None) -> list[str]:
@@ -234,7 +268,7 @@ def settle(options: argparse.Namespace) -> None:
         torch.set_num_threads(options.threads)
     options.size = options.size or list(CUDA_SIZES if cuda else CPU_SIZES)
     options.dtype = options.dtype or (["bf16"] if cuda else ["fp32", "bf16"])
-    options.rounds = options.rounds or (20 if cuda else 7)
+    options.typed_rounds, options.rounds = options.rounds, options.rounds or (20 if cuda else 7)
     options.warmup = options.warmup or (5 if cuda else 2)
     options.minutes = options.minutes or (9.0 if cuda else None)
     if options.contestants is None:
@@ -262,9 +296,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(", ".join(f"{key.replace('_', ' ')} {value}" for key, value in place.items() if value is not None), flush=True)
     pairs = [(size, dtype) for size in options.size for dtype in options.dtype]
     end = time.monotonic() + 60.0 * options.minutes if options.minutes else float("inf")
-    rates = {dtype: matmul_rate(device, DTYPES[dtype], make_clock(options.clock, device)) for dtype in options.dtype}
+    clock = make_clock(options.clock, device)
+    fast = {dtype: faster_dtype(DTYPES[dtype], device, clock) for dtype in options.dtype}
+    rates = {dtype: matmul_rate(device, kind, clock) for dtype, kind in fast.items()}
     peak = options.peak_tflops or (peak_of(place["device"]) if device.type == "cuda" else None)
-    print("large matrix product: " + ", ".join(f"{dtype} {rate:.3f} TFLOP/s" for dtype, rate in rates.items()) +
+    print("large matrix product: " + ", ".join(f"{dtype} {rate:.3f} TFLOP/s" + " (in fp32)" * (fast[dtype] != DTYPES[dtype])
+                                               for dtype, rate in rates.items()) +
           f"; peak {peak or 'not known (--peak-tflops): no MFU'}; TFLOP/s of a step count {flops.CONVENTION}", flush=True)
     results: list[dict[str, Any]] = []
     for number, (size, dtype) in enumerate(pairs):
@@ -288,7 +325,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                         result.ratio(HUGGINGFACE, OURS), "tokens_per_step": size.tokens})
     if options.json:
         report = {"machine": place, "matmul_tflops": rates, "peak_tflops": peak, "races": results}
-        Path(options.json).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        options.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     return 0
 
 
