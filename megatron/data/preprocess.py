@@ -141,8 +141,10 @@ def encode_all(job: Job, chunks: Iterable[Chunk], workers: int) -> Iterator[tupl
             ) from None
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
+            # Not SIGTERM: a worker that just forked may still have the parent's handler, and one killed while it hands a
+            # result over leaves the others waiting for its lock.
             for process in set(multiprocessing.active_children()) - others:
-                process.terminate()
+                process.kill()
             raise
 
 

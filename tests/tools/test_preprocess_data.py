@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import multiprocessing
 import os
 import re
 import resource
@@ -18,6 +19,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megatron.data import preprocess
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.tokenizer_bpe import GPT2BPETokenizer
 from tests.data.vocabularies import ADVERSARIAL, write_bpe
@@ -52,6 +54,16 @@ def write_lines(path: Path, records: Sequence[object]) -> str:
     text = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
     (gzip.open if path.suffix == ".gz" else open)(path, "wb").write(text.encode("utf-8"))
     return str(path)
+
+
+def deaf(parent: int) -> None:
+    """A worker that a polite signal does not end, as one that has the parent's handler still."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
+def slow(job: object, chunk: object) -> None:
+    """Work that takes longer than a test."""
+    time.sleep(60)
 
 
 def main(*argv: str) -> int:
@@ -523,3 +535,19 @@ class TestInterruptions:
         assert run.returncode == 1
         assert run.stderr == f"error: --output-prefix {out}/x: cannot be written (File too large)\n"
         assert contents(out) == {"x_text_document.bin": b"old"}
+
+
+def test_no_worker_is_waited_for_when_the_work_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preprocess, "_serve_quietly", deaf)
+    monkeypatch.setattr(preprocess, "encode", slow)
+
+    def chunks() -> Iterator[object]:
+        yield "a chunk"
+        raise KeyError("the reader gave up")
+
+    start = time.monotonic()
+    with pytest.raises(KeyError):
+        list(preprocess.encode_all(None, chunks(), 2))
+    while multiprocessing.active_children() and time.monotonic() - start < 20:
+        time.sleep(0.05)
+    assert time.monotonic() - start < 20
