@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron.arguments import Flag, flags_of, values_of
-from megatron.config import check_paths
+from megatron.config import check_ddp, check_paths
 from megatron.config.plan import batch_schedule
 from megatron.config.skip_ranges import SkipRanges
 from megatron.config.tree import Config
@@ -20,7 +20,8 @@ _AT_LEAST_ONE = (
     "num_layers hidden_size ffn_hidden_size num_attention_heads kv_channels num_query_groups seq_length "
     "max_position_embeddings rotary_base rotary_seq_len_interpolation_factor make_vocab_size_divisible_by "
     "tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size expert_model_parallel_size "
-    "ddp_bucket_size distributed_timeout_minutes loss_scale_window hysteresis vocab_size lr_wsd_decay_iters "
+    "ddp_bucket_size ddp_num_buckets num_distributed_optimizer_instances distributed_timeout_minutes loss_scale_window "
+    "hysteresis vocab_size lr_wsd_decay_iters "
     "lr_wsd_decay_samples lr_decay_iters lr_decay_samples micro_batch_size global_batch_size train_iters train_samples "
     "eval_interval exit_interval recompute_num_layers world_size save_interval log_interval tensorboard_log_interval "
     "tensorboard_queue_size").split()
@@ -67,13 +68,11 @@ _ALWAYS = {
     "apply_query_key_layer_scaling": "it is numerically neutral (the softmax is always computed in fp32)",
     "no_load_rng": "there is no random state to load: masks follow from seed and iteration",
     "no_save_rng": "there is no random state to save: masks follow from seed and iteration",
-    "ddp_bucket_size": "gradients are reduced after the backward pass, in one buffer a type",
 }
 # Flags of features that come later, with the value that leaves them off.
 LATER = {
     "pipeline_model_parallel_size": 1, "context_parallel_size": 1,
-    "expert_model_parallel_size": 1, "use_distributed_optimizer": False, "overlap_grad_reduce": False,
-    "overlap_param_gather": False,
+    "expert_model_parallel_size": 1,
 }
 
 
@@ -113,6 +112,7 @@ def problems(config: Config, world_size: int, typed: Collection[str] = ()) -> li
     """
     facts = _Facts(config, world_size, typed)
     found = [line for rule in _RULES for line in rule(facts)]
+    found += check_ddp.problems(config.parallel, world_size)
     found += check_paths.problems(config)
     if not config.training.dry_run:
         found += check_paths.missing(config)
@@ -132,6 +132,7 @@ def notes(config: Config, world_size: int, typed: Collection[str] = ()) -> list[
         found.append("--sequence-parallel: switched off, because --tensor-model-parallel-size is 1")
     if facts["distributed_backend"] == "nccl" and facts["device"] == "cpu":
         found.append("--distributed-backend nccl: no effect with one rank on the CPU")
+    found += check_ddp.notes(config.parallel, world_size)
     found += _skip_ranges(facts)[1]
     if config.training.dry_run:
         found += [f"not here yet: {line}" for line in check_paths.missing(config)]

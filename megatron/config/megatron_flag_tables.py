@@ -135,8 +135,6 @@ NEWER: tuple[Row, ...] = (
     no("account_for_embedding_in_pipeline_split", False, _DP),
     no("account_for_loss_in_pipeline_split", False, _DP),
     no("pipeline_model_parallel_layout", None, _DP),
-    no("num_distributed_optimizer_instances", 1, _DP),
-    same("ddp_num_buckets", None, "gradients are reduced after the backward pass, in one buffer a type"),
     same("ddp_average_in_collective", False, "gradients are divided by the global count of tokens after the sum"),
     no("use_megatron_fsdp", False, _DP),
     no("data_parallel_sharding_strategy", "no_shard", _DP, fine=("optim_grads_params",)),
