@@ -272,8 +272,8 @@ def _pipeline(f: _Facts) -> list[str]:
 
 
 def _sizes(f: _Facts) -> list[int]:
-    """Every number of micro-batches of a step that is still to come, in order; [] where the batch flags do not fit."""
-    if not f.ok("micro_batch_size") or f.bad & {"global_batch_size", "seq_length"} or _batch(f):
+    """Every number of micro-batches of a step that is still to come; [] where batch or world size do not fit."""
+    if not f.ok("micro_batch_size") or f.bad & {"global_batch_size", "seq_length"} or [*_world_size(f), *_batch(f)]:
         return []
     schedule = batch_schedule(f.config, max(1, f.world_size))
     phases = schedule.phases[-1:] if f["load"] else schedule.phases

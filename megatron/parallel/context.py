@@ -23,8 +23,9 @@ class Axis:
 class ParallelContext:
     """The grid pp x dp x cp x tp in Megatron's order: rank = tp + TP * (cp + CP * (dp + DP * pp)).
 
-    Axes: tp, cp, dp, pp; pp_gradients (the ranks of pp in a group of its own); dp_cp (ranks that see other tokens and hold the same weights), ends (first and last pipeline
-    stage), model (tp x pp: the shards of one replica), world. World size 1 needs no process group at all.
+    Axes: tp, cp, dp, pp; pp_gradients (the ranks of pp in a group of their own); dp_cp (ranks that see other tokens and
+    hold the same weights), ends (first and last pipeline stage), model (tp x pp: the shards of one replica), world.
+    World size 1 needs no process group at all.
     """
 
     def __init__(self, config: ParallelConfig, world_size: int = 1, rank: int = 0):
