@@ -12,8 +12,9 @@ from typing import Any
 
 from megatron.arguments import Flag, flags_of, values_of
 from megatron.config import check_ddp, check_paths
-from megatron.config.plan import batch_schedule
+from megatron.config.plan import batch_schedule, layer_split
 from megatron.config.skip_ranges import SkipRanges
+from megatron.config.stages import check_micro_batches
 from megatron.config.tree import Config
 
 _AT_LEAST_ONE = (
@@ -62,6 +63,7 @@ _NEEDED = (
     ("bias_gelu_fusion", "a GELU with biases", lambda v: v["add_bias_linear"] and not (
         v["swiglu"] or v["geglu"] or v["squared_relu"] or v["openai_gelu"])),
     ("split", "--data-path or --data-args-path", lambda v: not v["mock_data"]),
+    ("overlap_p2p_comm", "--pipeline-model-parallel-size", lambda v: v["pipeline_model_parallel_size"] > 1),
 )
 _ALWAYS = {
     "attention_softmax_in_fp32": "the softmax is always computed in fp32",
@@ -71,7 +73,7 @@ _ALWAYS = {
 }
 # Flags of features that come later, with the value that leaves them off.
 LATER = {
-    "pipeline_model_parallel_size": 1, "context_parallel_size": 1,
+    "context_parallel_size": 1,
     "expert_model_parallel_size": 1,
 }
 
@@ -217,9 +219,11 @@ def _precision(f: _Facts) -> Iterator[str]:
 def _parallel(f: _Facts) -> Iterator[str]:
     for name, off in LATER.items():
         if f[name] != off and name not in f.bad:
-            yield (f"{f.say(name)}: not supported yet in this version; use data or tensor parallelism: torchrun "
-                   "--nproc-per-node N, with --tensor-model-parallel-size where the model is split, and leave the flag out")
+            yield (f"{f.say(name)}: not supported yet in this version; use data, tensor or pipeline parallelism: "
+                   "torchrun --nproc-per-node N, with --tensor-model-parallel-size or --pipeline-model-parallel-size where "
+                   "the model is split, and leave the flag out")
     yield from _tensor_parallel(f)
+    yield from _pipeline(f)
     yield from _world_size(f)
     if f["world_size"] is not None and not f["dry_run"]:
         yield f"--world-size {f['world_size']}: only for --dry-run; the launcher (torchrun, srun) sets the real one"
@@ -249,6 +253,32 @@ def _tensor_parallel(f: _Facts) -> Iterator[str]:
         near = sorted({max(tp, seq // tp * tp), (seq // tp + 1) * tp})
         yield (f"{f.say('seq_length')}: --sequence-parallel splits it over {said}, of which it is not a multiple; use "
                f"{' or '.join(map(str, near))}, or leave --sequence-parallel out")
+
+
+def _pipeline(f: _Facts) -> list[str]:
+    """Every (virtual) stage must have a layer, and interleaving needs its groups of micro-batches in every phase."""
+    if not f.ok("num_layers", "pipeline_model_parallel_size"):
+        return []
+    try:
+        chunks = len(layer_split(f.config)[0])
+    except ValueError as error:
+        return [str(error)]
+    found = []
+    for size in _sizes(f) if chunks > 1 else ():
+        try:
+            check_micro_batches(size, f["pipeline_model_parallel_size"], chunks)
+        except ValueError as error:
+            found.append(str(error))
+    return found
+
+
+def _sizes(f: _Facts) -> list[int]:
+    """Every number of micro-batches of a step that is still to come; [] where batch or world size do not fit."""
+    if not f.ok("micro_batch_size") or f.bad & {"global_batch_size", "seq_length"} or [*_world_size(f), *_batch(f)]:
+        return []
+    schedule = batch_schedule(f.config, max(1, f.world_size))
+    phases = schedule.phases[-1:] if f["load"] else schedule.phases
+    return list(dict.fromkeys(phase.global_batch_size // schedule.divisor for phase in phases))
 
 
 def _fit(size: int) -> str:

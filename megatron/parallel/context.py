@@ -23,8 +23,9 @@ class Axis:
 class ParallelContext:
     """The grid pp x dp x cp x tp in Megatron's order: rank = tp + TP * (cp + CP * (dp + DP * pp)).
 
-    Axes: tp, cp, dp, pp; dp_cp (ranks that see other tokens and hold the same weights), ends (first and last pipeline
-    stage), model (tp x pp: the shards of one replica), world. World size 1 needs no process group at all.
+    Axes: tp, cp, dp, pp; pp_gradients (the ranks of pp in a group of their own); dp_cp (ranks that see other tokens and
+    hold the same weights), ends (first and last pipeline stage), model (tp x pp: the shards of one replica), world.
+    World size 1 needs no process group at all.
 
     The distributed optimizer cuts dp_cp into instances of consecutive ranks: shard (ranks of one instance, which share
     one copy of the optimizer's state), instances (ranks with the same share in each), optimizer (tp x pp x shard: the
@@ -42,6 +43,7 @@ class ParallelContext:
         self.cp = self._axis("cp", grid, 2)
         self.dp = self._axis("dp", grid, 1)
         self.pp = self._axis("pp", grid, 0)
+        self.pp_gradients = self._axis("pp_gradients", grid, 0)
         self.dp_cp = self._axis("dp_cp", grid.flatten(1, 2), 1)
         self.model = self._axis("model", grid.permute(1, 2, 0, 3).flatten(2), 2)
         self.ends = self._axis("ends", grid[[0, -1]] if pp > 1 else grid[:1], 0)

@@ -17,13 +17,14 @@ from megatron.training.signals import WorkerSignals
 @dataclass(frozen=True)
 class Batch:
     """What one forward pass reads; [b, s] each. None stands for the plain case: every token counts, positions run from
-    0 to s - 1, one document a row, no dropout."""
+    0 to s - 1, one document a row, no dropout. `hidden` [s, b, h] comes from the pipeline stage before, if there is one."""
     tokens: torch.Tensor
     labels: torch.Tensor
     loss_mask: torch.Tensor | None = None
     position_ids: torch.Tensor | None = None
     document_ids: torch.Tensor | None = None
     dropout: DropoutSeeds | None = None
+    hidden: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
