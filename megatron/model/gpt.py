@@ -40,7 +40,6 @@ class GPTModel(nn.Module):
                  vocab_size: int, dtype: torch.dtype, device: torch.device | str = "cpu", *,
                  recompute: Recompute | None = None, attention_implementation: str = "auto"):
         super().__init__()
-        assert ctx.cp.size == 1, "attention does not span context-parallel ranks yet: config/check.py refuses this"
         self.ctx, self.vocab_size = ctx, vocab_size
         self.loss_dtype = torch.float16 if precision.fp16_lm_cross_entropy else None
         self.max_positions = model.max_position_embeddings or model.seq_length
@@ -79,9 +78,11 @@ class GPTModel(nn.Module):
 
         tokens, labels [b, s]. position_ids [b, s], or None for 0..s-1 (cheaper). document_ids [b, s] keeps attention
         inside documents. dropout: the streams of this micro-batch, or None to drop nothing. A later pipeline stage
-        gets `hidden` [s, b, h] instead of tokens; one that is not last returns it. Raises ValueError on a sequence
+        gets `hidden` [s, b, h] instead of tokens; one that is not last returns it. With context parallelism each s but
+        that of document_ids is s/cp, and position_ids [b or 1, s/cp] must be given. Raises ValueError on a sequence
         longer than the position table.
         """
+        assert position_ids is not None or self.ctx.cp.size == 1, "a rank's chunks of a sequence have no plain positions"
         s = self._length(tokens, hidden)
         x = hidden if self.embedding is None else self.embedding(tokens, position_ids, dropout)
         rotary = None if self.rotary is None else self.rotary(s, position_ids)
@@ -97,9 +98,9 @@ class GPTModel(nn.Module):
     def _length(self, tokens: torch.Tensor | None, hidden: torch.Tensor | None) -> int:
         """Tokens of one sample, before any split over ranks."""
         if tokens is not None:
-            s = tokens.shape[1]
+            s = tokens.shape[1] * self.ctx.cp.size
         else:
-            s = hidden.shape[0] * (self.ctx.tp.size if self.ctx.sequence_parallel else 1)
+            s = hidden.shape[0] * self.ctx.cp.size * (self.ctx.tp.size if self.ctx.sequence_parallel else 1)
         if self.positions != "none" and s > self.max_positions:
             raise ValueError(f"a sequence of {s} tokens is longer than the {self.max_positions} positions of "
                              f"--max-position-embeddings; shorten it or train with a larger table")

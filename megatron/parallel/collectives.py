@@ -68,6 +68,22 @@ def start_reduce_scatter(x: torch.Tensor, axis: Axis) -> Callable[[], torch.Tens
     return _waiting(_scatter_into(out, x, group=axis.group, async_op=True), lambda: out)
 
 
+def start_shift(x: torch.Tensor, axis: Axis) -> Callable[[], torch.Tensor]:
+    """Begin to send `x` to the next of several ranks of a ring; the function waits and returns what the one before sent."""
+    x = x.contiguous()
+    out = torch.empty_like(x)
+    after, before = (axis.ranks[(axis.rank + step) % axis.size] for step in (1, -1))
+    works = dist.batch_isend_irecv([dist.P2POp(dist.isend, x, after, axis.group),
+                                    dist.P2POp(dist.irecv, out, before, axis.group)])
+
+    def wait() -> torch.Tensor:
+        for work in works:
+            work.wait()
+        return out
+
+    return wait
+
+
 def _waiting(work: Any, result: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
     def wait() -> torch.Tensor:
         work.wait()
