@@ -54,6 +54,7 @@ _NEEDED = (
     ("rotary_base rotary_percent rotary_interleaved rotary_seq_len_interpolation_factor",
      "--position-embedding-type rope",
      lambda v: v["position_embedding_type"] == "rope" or v["use_rotary_position_embeddings"]),
+    ("cp_comm_type", "--context-parallel-size", lambda v: v["context_parallel_size"] > 1),
     ("apply_wd_to_qk_layernorm", "--qk-layernorm", lambda v: v["qk_layernorm"]),
     ("vocab_extra_ids", "--tokenizer-type SentencePieceTokenizer",
      lambda v: v["tokenizer_type"] == "SentencePieceTokenizer"),
@@ -73,7 +74,6 @@ _ALWAYS = {
 }
 # Flags of features that come later, with the value that leaves them off.
 LATER = {
-    "context_parallel_size": 1,
     "expert_model_parallel_size": 1,
 }
 
@@ -223,6 +223,7 @@ def _parallel(f: _Facts) -> Iterator[str]:
                    "torchrun --nproc-per-node N, with --tensor-model-parallel-size or --pipeline-model-parallel-size where "
                    "the model is split, and leave the flag out")
     yield from _tensor_parallel(f)
+    yield from _sequence(f)
     yield from _pipeline(f)
     yield from _world_size(f)
     if f["world_size"] is not None and not f["dry_run"]:
@@ -248,11 +249,27 @@ def _tensor_parallel(f: _Facts) -> Iterator[str]:
         ffn = f.config.model.ffn
         yield (f"{said}: the MLP width {ffn} is not a multiple of it; {_fit(ffn)}, or give "
                f"--ffn-hidden-size {(ffn // tp + 1) * tp}")
-    if f["sequence_parallel"] and f.ok("seq_length") and f["seq_length"] % tp:
-        seq = f["seq_length"]
-        near = sorted({max(tp, seq // tp * tp), (seq // tp + 1) * tp})
-        yield (f"{f.say('seq_length')}: --sequence-parallel splits it over {said}, of which it is not a multiple; use "
-               f"{' or '.join(map(str, near))}, or leave --sequence-parallel out")
+
+
+def _sequence(f: _Facts) -> Iterator[str]:
+    """Context parallelism cuts a sequence into two chunks for each rank, sequence parallelism a rank's share once more."""
+    if f["cp_comm_type"] not in ("p2p", "all_gather"):
+        yield (f"{f.say('cp_comm_type')}: not supported; use p2p (keys and values go round a ring while blocks are "
+               "computed) or all_gather")
+    sizes = ("tensor_model_parallel_size", "context_parallel_size")
+    if not f.ok("seq_length", *sizes):
+        return
+    tp, cp, seq = *(f[name] for name in sizes), f["seq_length"]
+    chunks, parts = 2 * cp if cp > 1 else 1, cp * tp if f["sequence_parallel"] else 1
+    unit = math.lcm(chunks, parts)
+    use = f"use {' or '.join(map(str, sorted({max(unit, seq // unit * unit), (seq // unit + 1) * unit})))}"
+    if seq % chunks:
+        yield (f"{f.say('seq_length')}: {f.say(sizes[1])} cuts it into {chunks} chunks, of which it is not a multiple; "
+               f"{use}, or fewer context-parallel ranks")
+    elif seq % unit:
+        ranks = " x ".join(f.say(name) for name in sizes if f[name] > 1)
+        yield (f"{f.say('seq_length')}: --sequence-parallel splits it over {ranks}, of which it is not a multiple; {use}, "
+               "or leave --sequence-parallel out")
 
 
 def _pipeline(f: _Facts) -> list[str]:

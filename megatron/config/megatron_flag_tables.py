@@ -125,8 +125,8 @@ OLD: tuple[Row, ...] = (
 
 # Flags that came after January 2024.
 NEWER: tuple[Row, ...] = (
-    same("cp_comm_type", ("p2p",), "there is no context parallelism in this version", takes="list"),
-    no("hierarchical_context_parallel_sizes", None, _DP, takes="list"),
+    no("hierarchical_context_parallel_sizes", None, "context-parallel ranks form one ring; leave the flag out",
+       takes="list"),
     no("use_tp_pp_dp_mapping", False, "ranks are numbered tensor, context, data, pipeline; leave the flag out"),
     no("microbatch_group_size_per_vp_stage", None, "as many micro-batches as stages pass a chunk in turn; leave the flag "
        "out", spelling="--microbatch-group-size-per-virtual-pipeline-stage"),

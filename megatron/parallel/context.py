@@ -38,6 +38,7 @@ class ParallelContext:
         assert world_size % (tp * cp * pp) == 0, "config/check.py refuses this"
         self.rank = rank
         self.sequence_parallel = config.sequence_parallel and tp > 1
+        self.cp_comm_type = config.cp_comm_type
         grid = torch.arange(world_size).view(pp, -1, cp, tp)
         self.tp = self._axis("tp", grid, 3)
         self.cp = self._axis("cp", grid, 2)

@@ -135,7 +135,7 @@ def build_run(config: Config, plan: Plan, runtime: Runtime, timers: Timers, toke
         for chunk in model:
             for layer in chunk.decoder.layers.values():
                 layer.compile(dynamic=False)
-    rules = BatchRules(tokenizer.eod, d.reset_position_ids, d.reset_attention_mask, d.eod_mask_loss)
+    rules = BatchRules(tokenizer.eod, d.reset_position_ids, d.reset_attention_mask, d.eod_mask_loss, ctx.cp)
     return Run(config, plan, runtime, timers, model, build_pipeline(config, plan, runtime), buffers, optimizer,
                build_scheduler(config, plan, optimizer), rules, tokenizer.identity())
 

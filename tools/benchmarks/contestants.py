@@ -42,7 +42,8 @@ class KeepingLog(TrainingLog):
 class Ours:
     """The iteration of pretrain_gpt.py, built by the functions it is built by there: samples, step, counters, log line.
 
-    `environ` is the launcher's, where there are several ranks. `text` holds what such a run prints; `weights()` are the parameters by Megatron's global names.
+    `environ` is the launcher's, where there are several ranks. `text` holds what such a run prints; `weights()` are the
+    parameters by Megatron's global names.
     """
 
     def __init__(self, size: Size, dtype: str, device: str, extra: Sequence[str] = (),
