@@ -9,8 +9,13 @@ STARTED = time.time()
 
 
 def forward_step(batch, model):
-    """Loss of one micro-batch: (sum over its tokens that count, number of these tokens)."""
-    losses = model(batch.tokens, batch.position_ids, batch.labels, batch.document_ids, batch.dropout)
+    """Loss of one micro-batch: (sum over its tokens that count, number of these tokens).
+
+    On pipeline stages before the last: the hidden states for the next stage.
+    """
+    losses = model(batch.tokens, batch.position_ids, batch.labels, batch.document_ids, batch.dropout, hidden=batch.hidden)
+    if model.output_layer is None:
+        return losses
     if batch.loss_mask is None:
         return losses.sum(), losses.numel()
     return (losses * batch.loss_mask).sum(), batch.loss_mask.sum()

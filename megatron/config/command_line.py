@@ -180,7 +180,7 @@ def dumped_values(config: Config, plan: Plan, distributed_backend: str, foreign:
     found.pop("recompute_activations", None)
     found |= {name: value or None for name, value in found.items() if name.startswith(("no_load_", "no_save_"))}
     found |= megatron_flags.dumped(foreign or {})
-    constant = o.weight_decay_incr_style == "constant"
+    constant, chunks = o.weight_decay_incr_style == "constant", len(plan.layers_per_stage[0])
     return found | {
         "accumulate_allreduce_grads_in_fp32": values["accumulate_allreduce_grads_in_fp32"] or config.precision.bf16,
         "attention_softmax_in_fp32": m.attention_softmax_in_fp32 or m.apply_query_key_layer_scaling,
@@ -194,7 +194,7 @@ def dumped_values(config: Config, plan: Plan, distributed_backend: str, foreign:
         "start_weight_decay": o.weight_decay if constant else o.start_weight_decay,
         "ffn_hidden_size": m.ffn, "kv_channels": m.head_dim, "position_embedding_type": m.positions,
         "global_batch_size": plan.batch.final_global_batch_size,
-        "overlap_p2p_comm": False,
+        "overlap_p2p_comm": config.parallel.overlap_p2p_comm and len(plan.layers_per_stage) > 1,
         "params_dtype": f"torch.{config.precision.params_dtype}",
         "rampup_batch_size": None if t.rampup_batch_size is None else list(map(str, t.rampup_batch_size)),
         "rank": rank, "world_size": plan.world_size,
@@ -202,7 +202,7 @@ def dumped_values(config: Config, plan: Plan, distributed_backend: str, foreign:
         "sequence_parallel": config.parallel.sequence_parallel and config.parallel.tensor_model_parallel_size > 1,
         "split": plan.split, "tokenizer_type": config.data.tokenizer,
         "transformer_pipeline_model_parallel_size": config.parallel.pipeline_model_parallel_size,
-        "variable_seq_lengths": False, "virtual_pipeline_model_parallel_size": None,
+        "variable_seq_lengths": False, "virtual_pipeline_model_parallel_size": chunks if chunks > 1 else None,
     }
 
 

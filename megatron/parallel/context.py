@@ -1,7 +1,7 @@
 """Who am I along each axis of the rank grid. An axis of size 1 has no group. Knows no model; never a global."""
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,8 +23,13 @@ class Axis:
 class ParallelContext:
     """The grid pp x dp x cp x tp in Megatron's order: rank = tp + TP * (cp + CP * (dp + DP * pp)).
 
-    Axes: tp, cp, dp, pp; dp_cp (ranks that see other tokens and hold the same weights), ends (first and last pipeline
-    stage), model (tp x pp: the shards of one replica), world. World size 1 needs no process group at all.
+    Axes: tp, cp, dp, pp; pp_gradients (the ranks of pp in a group of their own); dp_cp (ranks that see other tokens and
+    hold the same weights), ends (first and last pipeline stage), model (tp x pp: the shards of one replica), world.
+    World size 1 needs no process group at all.
+
+    The distributed optimizer cuts dp_cp into instances of consecutive ranks: shard (ranks of one instance, which share
+    one copy of the optimizer's state), instances (ranks with the same share in each), optimizer (tp x pp x shard: the
+    ranks that together hold one whole state). Without it every rank is an instance of its own.
     """
 
     def __init__(self, config: ParallelConfig, world_size: int = 1, rank: int = 0):
@@ -33,15 +38,35 @@ class ParallelContext:
         assert world_size % (tp * cp * pp) == 0, "config/check.py refuses this"
         self.rank = rank
         self.sequence_parallel = config.sequence_parallel and tp > 1
+        self.cp_comm_type = config.cp_comm_type
         grid = torch.arange(world_size).view(pp, -1, cp, tp)
         self.tp = self._axis("tp", grid, 3)
         self.cp = self._axis("cp", grid, 2)
         self.dp = self._axis("dp", grid, 1)
         self.pp = self._axis("pp", grid, 0)
+        self.pp_gradients = self._axis("pp_gradients", grid, 0)
         self.dp_cp = self._axis("dp_cp", grid.flatten(1, 2), 1)
         self.model = self._axis("model", grid.permute(1, 2, 0, 3).flatten(2), 2)
         self.ends = self._axis("ends", grid[[0, -1]] if pp > 1 else grid[:1], 0)
         self.world = self._axis("world", grid.flatten(), 0)
+        self._cut_into_instances(grid.flatten(1, 2), config)
+
+    def _cut_into_instances(self, grid: torch.Tensor, config: ParallelConfig) -> None:
+        """shard, instances and optimizer of a grid [pp, dp x cp, tp]; axes of equal ranks share their group."""
+        ranks, instances = grid.shape[1], config.num_distributed_optimizer_instances
+        assert ranks % instances == 0, "config/check.py refuses this"
+        alone = Axis("alone", ranks=(self.rank,))
+        if not config.use_distributed_optimizer or instances == ranks:
+            shard, between, optimizer = alone, self.dp_cp, self.model
+        elif instances == 1:
+            shard, between, optimizer = self.dp_cp, alone, self.world
+        else:
+            grid = grid.unflatten(1, (instances, -1))
+            shard, between = self._axis("shard", grid, 2), self._axis("instances", grid, 1)
+            optimizer = self._axis("optimizer", grid.transpose(0, 1).flatten(1), 1)
+        self.shard = replace(shard, name="shard")
+        self.instances = replace(between, name="instances")
+        self.optimizer = replace(optimizer, name="optimizer")
 
     def _axis(self, name: str, grid: torch.Tensor, dim: int) -> Axis:
         """Every rank makes every group of the axis, in the same order, and keeps its own."""

@@ -15,7 +15,8 @@ from megatron.training.trained_model import open_trained_model
 from tests.forkrun import ROOT
 from tests.runs import NO_DROPOUT, SMALL, Finished, same_tensors, train, with_flags, write_text
 
-TP, SP = "--tensor-model-parallel-size", "--sequence-parallel"
+TP, SP, CP = "--tensor-model-parallel-size", "--sequence-parallel", "--context-parallel-size"
+GATHER = ("--cp-comm-type", "all_gather")
 GPT2 = ()
 UNTIED = ("--untie-embeddings-and-output-weights", "--qk-layernorm", "--reset-attention-mask", "--reset-position-ids",
           "--eod-mask-loss")
@@ -24,6 +25,10 @@ LLAMA = ("--untie-embeddings-and-output-weights", "--position-embedding-type", "
          "8")
 SELECTIVE = ("--recompute-activations",)
 FULL = ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1")
+DISTRIBUTED = ("--use-distributed-optimizer",)
+BUCKETS = (*DISTRIBUTED, "--overlap-grad-reduce", "--ddp-bucket-size", "3000")
+OVERLAP = (*BUCKETS, "--overlap-param-gather")
+INSTANCES = ("--num-distributed-optimizer-instances", "2")
 
 
 class Case(NamedTuple):
@@ -40,6 +45,9 @@ CASES = {
     "tp2": Case(GPT2, 2, (TP, "2"), steps=10),
     "tp4 sp, untied, masked documents": Case(UNTIED, 4, (TP, "4", SP), steps=10),
     "tp2 sp dp2, rotary swiglu RMSNorm GQA": Case(LLAMA, 4, (TP, "2", SP), steps=10),
+    "dp2, distributed optimizer": Case(GPT2, 2, DISTRIBUTED, steps=10),
+    "dp4, distributed optimizer in 2 instances, overlap": Case(UNTIED, 4, (*OVERLAP, *INSTANCES), steps=10),
+    "cp2, untied, masked documents": Case(UNTIED, 2, (CP, "2"), steps=10),
 }
 CAMPAIGN = {
     "tp2, 20 steps": Case(GPT2, 2, (TP, "2")),
@@ -57,6 +65,32 @@ CAMPAIGN = {
     "tp2 sp, one large micro-batch": Case(GPT2, 2, (TP, "2", SP, "--micro-batch-size", "8")),
     "tp2 sp dp2, fp32": Case(GPT2, 4, (TP, "2", SP), precision=""),
     "tp4, rotary swiglu RMSNorm GQA, fp32": Case(LLAMA, 4, (TP, "4"), precision=""),
+    "dp4, overlapped gradient reduction": Case(GPT2, 4, ("--overlap-grad-reduce", "--ddp-bucket-size", "3000")),
+    "dp4, distributed optimizer": Case(GPT2, 4, DISTRIBUTED),
+    "dp4, distributed optimizer, overlap": Case(GPT2, 4, OVERLAP),
+    "dp4, distributed optimizer in 2 instances": Case(GPT2, 4, (*DISTRIBUTED, *INSTANCES)),
+    "dp2, distributed optimizer, overlap, 1 micro-batch": Case(GPT2, 2, (*OVERLAP, "--micro-batch-size", "4")),
+    "dp2, distributed optimizer, overlap, 4 micro-batches": Case(GPT2, 2, (*OVERLAP, "--micro-batch-size", "1")),
+    "dp2, distributed optimizer, overlap, full recompute": Case(GPT2, 2, OVERLAP, only=FULL),
+    "tp2 sp dp2, distributed optimizer, overlap": Case(GPT2, 4, (TP, "2", SP, *OVERLAP)),
+    "tp2 sp dp2, distributed optimizer, overlap, rotary swiglu RMSNorm GQA": Case(LLAMA, 4, (TP, "2", SP, *OVERLAP)),
+    "dp4, distributed optimizer in 2 instances, overlap, rotary swiglu RMSNorm GQA, fp32":
+        Case(LLAMA, 4, (*OVERLAP, *INSTANCES), precision=""),
+    "cp2": Case(GPT2, 2, (CP, "2")),
+    "cp4": Case(GPT2, 4, (CP, "4")),
+    "cp2 all_gather": Case(GPT2, 2, (CP, "2", *GATHER)),
+    "cp2 dp2": Case(GPT2, 4, (CP, "2")),
+    "cp2 tp2 sp": Case(GPT2, 4, (CP, "2", TP, "2", SP)),
+    "cp2 tp2 sp dp2": Case(GPT2, 8, (CP, "2", TP, "2", SP)),
+    "cp8, one large micro-batch": Case(GPT2, 8, (CP, "8", "--micro-batch-size", "8")),
+    "cp2, rotary swiglu RMSNorm GQA": Case(LLAMA, 2, (CP, "2")),
+    "cp2 tp2, rotary swiglu RMSNorm GQA, all_gather": Case(LLAMA, 4, (CP, "2", TP, "2", *GATHER)),
+    "cp4, untied, masked documents": Case(UNTIED, 4, (CP, "4")),
+    "cp2 tp2 sp, untied, masked documents, all_gather": Case(UNTIED, 4, (CP, "2", TP, "2", SP, *GATHER)),
+    "cp2, selective recompute": Case(UNTIED, 2, (CP, "2"), only=SELECTIVE),
+    "cp2 tp2 sp, full recompute": Case(LLAMA, 4, (CP, "2", TP, "2", SP), only=FULL),
+    "cp4, fp32": Case(GPT2, 4, (CP, "4"), precision=""),
+    "cp2 tp2 sp, rotary swiglu RMSNorm GQA, fp32": Case(LLAMA, 4, (CP, "2", TP, "2", SP), precision=""),
 }
 ROW = "| {} | {} | {} | {:.0e} | {:.0e} |\n"
 PAGE = ROOT / "docs/parity.md"

@@ -42,7 +42,7 @@ def samples(rows: int = 4, seed: int = 0) -> torch.Tensor:
 def plain_loss(run: Run, tokens: torch.Tensor, masked: bool) -> torch.Tensor:
     """Mean over all tokens that count, from the model's logits, in one piece."""
     inputs, labels = tokens[:, :-1], tokens[:, 1:]
-    losses = F.cross_entropy(run.model(inputs).flatten(0, 1), labels.flatten(), reduction="none").view_as(labels)
+    losses = F.cross_entropy(run.model[0](inputs).flatten(0, 1), labels.flatten(), reduction="none").view_as(labels)
     keep = (inputs != EOD).double() if masked else torch.ones_like(losses)
     return (losses * keep).sum() / keep.sum()
 
@@ -72,7 +72,7 @@ def test_document_masks_reach_the_model():
         ends = [i + 1 for i, token in enumerate(inputs.tolist()) if token == EOD] + [len(inputs)]
         for end in ends:
             if end > start:
-                losses.append(run.model(inputs[None, start:end], labels=labels[None, start:end]).flatten())
+                losses.append(run.model[0](inputs[None, start:end], labels=labels[None, start:end]).flatten())
             start = end
     expected = torch.cat(losses).mean().item()
     assert train_step(run, plot().forward_step, iter(tokens.split(2)), 1).loss == pytest.approx(expected, rel=1e-12)
