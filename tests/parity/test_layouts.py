@@ -299,7 +299,8 @@ EXACT = ("iteration", "lm_loss", "grad_norm", "loss_scale", "consumed_samples")
 
 
 @pytest.mark.parametrize("model, layout", [
-    (UNTIED, (TP, "2", SP)), pytest.param(DEEP, (PP, "2", CHUNKS, "2"), marks=pytest.mark.campaign)])
+    (UNTIED, (TP, "2", SP)), pytest.param(DEEP, (PP, "2", CHUNKS, "2"), marks=pytest.mark.campaign),
+    pytest.param(UNTIED, (CP, "2"), marks=pytest.mark.campaign)])
 def test_a_resume_in_the_same_layout_is_exact(model, layout, data, tmp_path):
     """With dropout, stopped in the middle: bit for bit the run that was not."""
     flags = with_flags(argv(data, model, 8, *layout), *DROPOUT)
@@ -322,10 +323,31 @@ def test_a_resume_in_another_layout_gives_the_same_numbers(data, tmp_path):
     read = open_trained_model(str(tmp_path / "two/save"), device="cpu").model.embedding.word_embeddings.weight
     written = store.load(tmp_path / "two/save").reader().read(padded)
     assert len(read) == 216 and len(written) == 224 and torch.equal(read[:211], written[:211].float())
-    for world, layout in ((1, ()), (4, (TP, "4", SP)), (4, (TP, "2"))):
-        folder = tmp_path / f"{world}-{len(layout)}"
-        run = train(folder, [*flags, *layout, *saved(folder), "--load", str(tmp_path / "two/save")], world)
-        assert "checkpoint was written by 2 ranks (data 1 x tensor 2 x pipeline 1 x context 1)" in run.first_rank_log
+    layouts = ((1, ()), (4, (TP, "4", SP)), (4, (TP, "2")), (4, (TP, "2", SP, CP, "2")))
+    go_on(one, flags, tmp_path / "two/save", "data 1 x tensor 2 x pipeline 1 x context 1", layouts)
+
+
+@pytest.mark.campaign
+def test_a_resume_with_another_split_of_the_sequence_gives_the_same_numbers(data, tmp_path):
+    """Saved at CP 2: read by one process that generates, gone on with at CP 1, CP 4, TP 2, and DP 2 x CP 2."""
+    case = Case(UNTIED, 1, (), steps=8)
+    flags = argv(data, case.model, case.steps, case.precision)
+    one = train(tmp_path / "one", [*flags, *saved(tmp_path / "one")])
+    train(tmp_path / "two", [*flags, *saved(tmp_path / "two"), "--exit-interval", "4", CP, "2"], 2)
+    model = open_trained_model(str(tmp_path / "two/save"), device="cpu").model
+    with torch.no_grad():
+        assert model.ctx.cp.size == 1 and model(torch.arange(31).view(1, 31)).isfinite().all()
+    layouts = ((1, ()), (4, (CP, "4")), (2, (TP, "2", SP)), (4, (CP, "2", *GATHER)))
+    go_on(one, flags, tmp_path / "two/save", "data 1 x tensor 1 x pipeline 1 x context 2", layouts)
+
+
+def go_on(one: Finished, flags: list[str], checkpoint: Path, written_by: str, layouts: tuple) -> None:
+    """Assert that in each of the layouts a checkpoint of the fourth step trains on as one process did."""
+    padded = ("embedding.word_embeddings.weight", "output_layer.weight")
+    for world, layout in layouts:
+        folder = checkpoint.parent.parent / f"on-{world}{''.join(layout)}"
+        run = train(folder, [*flags, *layout, *saved(folder), "--load", str(checkpoint)], world)
+        assert f"checkpoint was written by 2 ranks ({written_by})" in run.first_rank_log
         rest = one.rows[4:]
         assert [row["iteration"] for row in run.rows] == [5, 6, 7, 8]
         for row, expected in zip(run.rows, rest, strict=True):
@@ -379,7 +401,8 @@ def test_a_batch_that_grows_in_a_pipeline(data, tmp_path):
 
 
 @pytest.mark.campaign
-@pytest.mark.parametrize("layout", [(TP, "2"), (TP, "2", SP), (PP, "2"), (PP, "2", CHUNKS, "2", *DEEP)], ids="-".join)
+@pytest.mark.parametrize("layout", [(TP, "2"), (TP, "2", SP), (PP, "2"), (PP, "2", CHUNKS, "2", *DEEP), (CP, "2"),
+                                    (CP, "2", *GATHER)], ids="-".join)
 def test_dropout_repeats_in_a_layout_with_and_without_recompute(layout, data, tmp_path):
     flags = with_flags(argv(data, GPT2, 6, *layout), *DROPOUT)
     runs = [train(tmp_path / str(n), [*flags, *again, "--save", str(tmp_path / str(n) / "save"), "--save-interval", "6"], 2)
