@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -37,6 +38,7 @@ class ParallelContext:
         pp = config.pipeline_model_parallel_size
         assert world_size % (tp * cp * pp) == 0, "config/check.py refuses this"
         self.rank = rank
+        self._timeout = timedelta(minutes=config.distributed_timeout_minutes)
         self.sequence_parallel = config.sequence_parallel and tp > 1
         self.cp_comm_type = config.cp_comm_type
         grid = torch.arange(world_size).view(pp, -1, cp, tp)
@@ -74,7 +76,7 @@ class ParallelContext:
         for ranks in grid.movedim(dim, -1).reshape(-1, grid.shape[dim]).tolist():
             if len(ranks) == 1:
                 continue
-            group = dist.new_group(ranks)
+            group = dist.new_group(ranks, timeout=self._timeout)       # torch's own default is half an hour
             if self.rank in ranks:
                 found = Axis(name, len(ranks), ranks.index(self.rank), tuple(ranks), group)
         return found

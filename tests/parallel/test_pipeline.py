@@ -162,7 +162,6 @@ def sleeping_run(rank: int, world: int, micro_batches: int, chunks: int, seconds
         time.sleep(2 * seconds / 3 / chunks)
         torch.autograd.backward(output, gradient)
 
-    toy.pipeline.run(micro_batches, forward, backward)
     best = float("inf")
     for _ in range(4):
         dist.barrier()
@@ -176,8 +175,8 @@ def sleeping_run(rank: int, world: int, micro_batches: int, chunks: int, seconds
 @pytest.mark.campaign
 @pytest.mark.parametrize("chunks", [1, 2])
 def test_the_measured_bubble_is_that_of_the_formula(chunks):
-    """8 stages, 16 micro-batches, within 5 % of (p - 1) / (v m)."""
-    stages, micro_batches, seconds = 8, 16, 0.24
+    """8 stages, 8 micro-batches, within 5 % of (p - 1) / (v m)."""
+    stages, micro_batches, seconds = 8, 8, 0.4
     taken = max(run_ranks(stages, sleeping_run, micro_batches, chunks, seconds))
     bubble = taken / (micro_batches * seconds) - 1
     print(f"{chunks} chunks: bubble {bubble:.4f}, by formula {bubble_fraction(stages, micro_batches, chunks):.4f}")
