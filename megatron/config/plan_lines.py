@@ -57,9 +57,11 @@ def memory_lines(config: Config, plan: Plan) -> list[str]:
     what = "chunks of micro-batches" if len(plan.layers_per_stage[0]) > 1 else "micro-batches"
     device = "the CPU" if config.training.device == "cpu" else "CUDA"
     again = max(pairs.again for pairs in held)
-    return [*lines, f"  activations on {device}: {kept} {what} at a time; of them final norm, logits and loss "
-                    f"{held[-1].head:,} on the last stage" + (f"; layers computed again {again:,}" if again else ""),
-            "  not counted: padding of flat buffers, scratch memory of kernels and collectives, what libraries take"]
+    lines.append(f"  activations on {device}: {kept} {what} at a time; {held[-1].head:,} on the last stage are final norm, "
+                 "logits and loss")
+    if again:
+        lines.append(f"  {again:,} of them while layers are computed again")
+    return [*lines, "  not counted: padding of flat buffers, scratch memory of kernels and collectives, what libraries take"]
 
 
 def traffic_lines(config: Config, plan: Plan) -> list[str]:

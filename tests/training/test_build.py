@@ -54,9 +54,9 @@ def rank_of_a_run(rank: int, world: int, flags: list[str]) -> tuple[dict, dict, 
         return sum(tensor.nbytes for name, tensor in state.items() if part in name)
 
     held = {"weights": sum(p.nbytes for p in params), "gradients": sum(p.main_grad.nbytes for p in params),
-            "main weights": size("fp32_param"), "optimizer moments": size("exp_avg")}
+            "main weights": size("fp32_param"), "optimizer moments": size("exp_avg") + size("momentum_buffer")}
     shards = {p.sharding.name: (local_box(p.sharding, runtime.ctx), p.detach().clone()) for p in params}
-    return held, bytes_per_rank(config, plan), shards
+    return held, bytes_per_rank(config, plan, runtime.ctx.pp.rank, runtime.ctx.shard.rank), shards
 
 
 @pytest.mark.parametrize("more", [["--bf16"], ["--untie-embeddings-and-output-weights", "--swiglu", "--qk-layernorm",
@@ -73,6 +73,20 @@ def test_ranks_hold_what_the_plan_says_and_slices_of_the_same_weights(more):
             assert torch.equal(values[:len(expected)], expected) and not values[len(expected):].any(), name
             cut += values.numel() < full.numel()
         assert cut >= 1 + 2 * 6, "the embedding and six tensors of each layer are split"
+
+
+@pytest.mark.parametrize("world, flags", [
+    (2, ["--pipeline-model-parallel-size", "2", "--bf16"]),
+    (4, ["--pipeline-model-parallel-size", "2", "--tensor-model-parallel-size", "2", "--num-layers", "5",
+         "--num-virtual-stages-per-pipeline-rank", "2", "--untie-embeddings-and-output-weights"]),
+    (4, ["--use-distributed-optimizer", "--bf16"]), (4, ["--use-distributed-optimizer", "--fp16", "--ddp-num-buckets", "3",
+                                                         "--num-distributed-optimizer-instances", "2"]),
+    (4, ["--use-distributed-optimizer", "--tensor-model-parallel-size", "2", "--sequence-parallel", "--optimizer", "sgd"]),
+], ids=lambda value: " ".join(value) if isinstance(value, list) else None)
+def test_every_rank_holds_what_the_plan_says(world, flags):
+    """Weights, gradients, main weights and moments, to the byte, of every stage and every share of the optimizer."""
+    for held, planned, _ in run_ranks(world, rank_of_a_run, flags):
+        assert held == planned
 
 
 def by_name(run: Run, key: str) -> dict[str, float]:

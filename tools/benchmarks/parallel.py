@@ -18,10 +18,9 @@ import multiprocessing
 import os
 import platform
 import shlex
-import shutil
+import socket
 import statistics
 import sys
-import tempfile
 import time
 import traceback
 from collections.abc import Sequence
@@ -75,16 +74,21 @@ def parse_layout(text: str) -> Layout:
     return Layout(name, int(words[0]), tuple(words[1:]))
 
 
-def rank_main(rank: int, layout: Layout, size: Size, dtype: str, store: str, pipe: Connection) -> None:
+def free_port() -> int:
+    """A port that nobody listens on now."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+def rank_main(rank: int, layout: Layout, size: Size, dtype: str, port: int, pipe: Connection) -> None:
     """The body of one rank: build, then one step and its (seconds, loss) for each message, until None comes."""
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(layout.ranks))
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(layout.ranks), MASTER_ADDR="127.0.0.1",
+                      MASTER_PORT=str(port))
     torch.set_num_threads(1)
     said = io.StringIO()
     try:
         with contextlib.redirect_stderr(said):
-            if layout.ranks > 1:
-                torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank,
-                                                     world_size=layout.ranks)
             ours = Ours(size, dtype, "cpu", layout.flags, os.environ)
         pipe.send(("ready", sum(p.numel() for p in ours.run.model.parameters())))
         while pipe.recv() is not None:
@@ -101,15 +105,15 @@ def rank_main(rank: int, layout: Layout, size: Size, dtype: str, store: str, pip
 class Ranks:
     """The processes of one layout. Raises Refused or RankFailed wherever one of them does not answer as it should."""
 
-    def __init__(self, layout: Layout, size: Size, dtype: str, folder: str):
+    def __init__(self, layout: Layout, size: Size, dtype: str):
         self.layout = layout
+        port = free_port()
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["torch", "torch.distributed", "megatron.training.loop"])
         self._pipes, self._processes = [], []
         for rank in range(layout.ranks):
             mine, theirs = context.Pipe()
-            process = context.Process(target=rank_main, daemon=True,
-                                      args=(rank, layout, size, dtype, f"{folder}/{layout.name}", theirs))
+            process = context.Process(target=rank_main, daemon=True, args=(rank, layout, size, dtype, port, theirs))
             process.start()
             theirs.close()
             self._pipes.append(mine)
@@ -174,11 +178,10 @@ class Race:
 def race(layouts: Sequence[Layout], size: Size, dtype: str, rounds: int, warmup: int) -> Race:
     """Start everybody, compare the losses of the warm-up steps, then take turns. Raises RankFailed."""
     result, running = Race(), {}
-    folder = tempfile.mkdtemp(prefix="parallel-")
     try:
         for layout in layouts:
             try:
-                running[layout.name] = Ranks(layout, size, dtype, folder)
+                running[layout.name] = Ranks(layout, size, dtype)
                 result.parameters[layout.name] = running[layout.name].parameters
             except Refused as refusal:
                 result.refused[layout.name] = str(refusal)
@@ -197,7 +200,6 @@ def race(layouts: Sequence[Layout], size: Size, dtype: str, rounds: int, warmup:
     finally:
         for ranks in running.values():
             ranks.end()
-        shutil.rmtree(folder, ignore_errors=True)
     return result
 
 
