@@ -81,9 +81,15 @@ ONE_PROBLEM = [
                                          "tensor parallelism: torchrun --nproc-per-node N"),
     ("--context-parallel-size 2", "--context-parallel-size 2: not supported yet"),
     ("--expert-model-parallel-size 2", "--expert-model-parallel-size 2: not supported yet"),
-    ("--use-distributed-optimizer", "--use-distributed-optimizer: not supported yet"),
-    ("--overlap-grad-reduce", "--overlap-grad-reduce: not supported yet"),
-    ("--overlap-param-gather", "--overlap-param-gather: not supported yet"),
+    ("--overlap-param-gather --overlap-grad-reduce", "--overlap-param-gather: needs --use-distributed-optimizer; add that"),
+    ("--overlap-param-gather --use-distributed-optimizer", "--overlap-param-gather: needs --overlap-grad-reduce; add that"),
+    ("--ddp-bucket-size 0", "--ddp-bucket-size 0: must be at least 1"),
+    ("--ddp-num-buckets 0", "--ddp-num-buckets 0: must be at least 1"),
+    ("--ddp-bucket-size 9 --ddp-num-buckets 2", "--ddp-bucket-size 9 and --ddp-num-buckets 2: two sizes of one bucket"),
+    ("--use-distributed-optimizer --num-distributed-optimizer-instances 0", "must be at least 1"),
+    ("--use-distributed-optimizer --num-distributed-optimizer-instances 2",
+     "--num-distributed-optimizer-instances 2: the 1 ranks that see other data (data x context parallel) are not a multiple "
+     "of it; use 1"),
     ("--world-size 8", "--world-size 8: only for --dry-run"),
     ("--train-samples 100", "--train-iters 10 and --train-samples 100: two lengths"),
     ("--lr-decay-samples 5", "--lr-decay-samples 5: the run is counted by --train-iters; use --lr-decay-iters"),
@@ -254,6 +260,19 @@ def test_what_splits_over_the_ranks(flags, world_size):
     assert checked(flags, world_size) == ([], [])
 
 
+def test_instances_of_the_distributed_optimizer():
+    """They divide the ranks that hold the same weights, which tensor parallelism leaves fewer of."""
+    flags = f"{TP} 2 --global-batch-size 8 --num-distributed-optimizer-instances"
+    for number, world_size in ((2, 8), (4, 8), (1, 8), (2, 4)):
+        assert checked(f"{flags} {number} --use-distributed-optimizer", world_size) == ([], [])
+    [line] = checked(f"{flags} 3 --use-distributed-optimizer", 8)[0]
+    assert "the 4 ranks that see other data" in line and line.endswith("use 1, 2, 4")
+    [line] = checked(f"{flags} 2", 8)[0]
+    assert line == "--num-distributed-optimizer-instances 2: needs --use-distributed-optimizer; add that, or leave it out"
+    every = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 9"
+    assert checked(every, 2) == ([], [])
+
+
 def test_nccl_between_cpu_ranks():
     flags = "--device cpu --distributed-backend nccl"
     assert checked(flags, 2)[0] == [
@@ -283,7 +302,10 @@ def test_nccl_between_cpu_ranks():
     ("--swiglu --no-bias-gelu-fusion", "--no-bias-gelu-fusion: no effect without a GELU with biases"),
     ("--attention-softmax-in-fp32", "no effect here, because the softmax is always computed in fp32"),
     ("--no-save-rng", "no effect here, because there is no random state to save"),
-    ("--ddp-bucket-size 100", "--ddp-bucket-size 100: no effect here"),
+    ("--ddp-bucket-size 100", "--ddp-bucket-size 100: no effect with one data-parallel rank"),
+    ("--ddp-num-buckets 3", "--ddp-num-buckets 3: no effect with one data-parallel rank"),
+    ("--use-distributed-optimizer", "--use-distributed-optimizer: no effect with one data-parallel rank"),
+    ("--overlap-grad-reduce", "--overlap-grad-reduce: no effect with one data-parallel rank"),
     ("--sequence-parallel", "--sequence-parallel: switched off, because --tensor-model-parallel-size is 1"),
     ("--split 8,1,1", "--split 8,1,1: no effect without --data-path"),
 ])
