@@ -27,7 +27,8 @@ from megatron.arguments import (
 from megatron.config import architecture, check, megatron_flags
 from megatron.config.check_paths import newest_checkpoint
 from megatron.config.model import ModelConfig
-from megatron.config.plan import Plan, describe, make_plan
+from megatron.config.plan import Plan, make_plan
+from megatron.config.plan_lines import describe
 from megatron.config.tokenizer import TIKTOKEN_VOCAB_SIZE
 from megatron.config.tree import Config
 
