@@ -18,7 +18,7 @@ def made(monkeypatch) -> list[tuple[int, ...]]:
     """Groups that would have been made, in order; a group is its tuple of ranks."""
     groups: list[tuple[int, ...]] = []
 
-    def new_group(ranks):
+    def new_group(ranks, timeout):
         groups.append(tuple(ranks))
         return tuple(ranks)
 
