@@ -12,8 +12,9 @@ from typing import Any
 
 from megatron.arguments import Flag, flags_of, values_of
 from megatron.config import check_ddp, check_paths
-from megatron.config.plan import batch_schedule
+from megatron.config.plan import batch_schedule, layer_split
 from megatron.config.skip_ranges import SkipRanges
+from megatron.config.stages import check_micro_batches
 from megatron.config.tree import Config
 
 _AT_LEAST_ONE = (
@@ -53,6 +54,7 @@ _NEEDED = (
     ("rotary_base rotary_percent rotary_interleaved rotary_seq_len_interpolation_factor",
      "--position-embedding-type rope",
      lambda v: v["position_embedding_type"] == "rope" or v["use_rotary_position_embeddings"]),
+    ("cp_comm_type", "--context-parallel-size", lambda v: v["context_parallel_size"] > 1),
     ("apply_wd_to_qk_layernorm", "--qk-layernorm", lambda v: v["qk_layernorm"]),
     ("vocab_extra_ids", "--tokenizer-type SentencePieceTokenizer",
      lambda v: v["tokenizer_type"] == "SentencePieceTokenizer"),
@@ -62,6 +64,7 @@ _NEEDED = (
     ("bias_gelu_fusion", "a GELU with biases", lambda v: v["add_bias_linear"] and not (
         v["swiglu"] or v["geglu"] or v["squared_relu"] or v["openai_gelu"])),
     ("split", "--data-path or --data-args-path", lambda v: not v["mock_data"]),
+    ("overlap_p2p_comm", "--pipeline-model-parallel-size", lambda v: v["pipeline_model_parallel_size"] > 1),
 )
 _ALWAYS = {
     "attention_softmax_in_fp32": "the softmax is always computed in fp32",
@@ -71,7 +74,6 @@ _ALWAYS = {
 }
 # Flags of features that come later, with the value that leaves them off.
 LATER = {
-    "pipeline_model_parallel_size": 1, "context_parallel_size": 1,
     "expert_model_parallel_size": 1,
 }
 
@@ -217,9 +219,12 @@ def _precision(f: _Facts) -> Iterator[str]:
 def _parallel(f: _Facts) -> Iterator[str]:
     for name, off in LATER.items():
         if f[name] != off and name not in f.bad:
-            yield (f"{f.say(name)}: not supported yet in this version; use data or tensor parallelism: torchrun "
-                   "--nproc-per-node N, with --tensor-model-parallel-size where the model is split, and leave the flag out")
+            yield (f"{f.say(name)}: not supported yet in this version; use data, tensor or pipeline parallelism: "
+                   "torchrun --nproc-per-node N, with --tensor-model-parallel-size or --pipeline-model-parallel-size where "
+                   "the model is split, and leave the flag out")
     yield from _tensor_parallel(f)
+    yield from _sequence(f)
+    yield from _pipeline(f)
     yield from _world_size(f)
     if f["world_size"] is not None and not f["dry_run"]:
         yield f"--world-size {f['world_size']}: only for --dry-run; the launcher (torchrun, srun) sets the real one"
@@ -244,11 +249,53 @@ def _tensor_parallel(f: _Facts) -> Iterator[str]:
         ffn = f.config.model.ffn
         yield (f"{said}: the MLP width {ffn} is not a multiple of it; {_fit(ffn)}, or give "
                f"--ffn-hidden-size {(ffn // tp + 1) * tp}")
-    if f["sequence_parallel"] and f.ok("seq_length") and f["seq_length"] % tp:
-        seq = f["seq_length"]
-        near = sorted({max(tp, seq // tp * tp), (seq // tp + 1) * tp})
-        yield (f"{f.say('seq_length')}: --sequence-parallel splits it over {said}, of which it is not a multiple; use "
-               f"{' or '.join(map(str, near))}, or leave --sequence-parallel out")
+
+
+def _sequence(f: _Facts) -> Iterator[str]:
+    """Context parallelism cuts a sequence into two chunks for each rank, sequence parallelism a rank's share once more."""
+    if f["cp_comm_type"] not in ("p2p", "all_gather"):
+        yield (f"{f.say('cp_comm_type')}: not supported; use p2p (keys and values go round a ring while blocks are "
+               "computed) or all_gather")
+    sizes = ("tensor_model_parallel_size", "context_parallel_size")
+    if not f.ok("seq_length", *sizes):
+        return
+    tp, cp, seq = *(f[name] for name in sizes), f["seq_length"]
+    chunks, parts = 2 * cp if cp > 1 else 1, cp * tp if f["sequence_parallel"] else 1
+    unit = math.lcm(chunks, parts)
+    use = f"use {' or '.join(map(str, sorted({max(unit, seq // unit * unit), (seq // unit + 1) * unit})))}"
+    if seq % chunks:
+        yield (f"{f.say('seq_length')}: {f.say(sizes[1])} cuts it into {chunks} chunks, of which it is not a multiple; "
+               f"{use}, or fewer context-parallel ranks")
+    elif seq % unit:
+        ranks = " x ".join(f.say(name) for name in sizes if f[name] > 1)
+        yield (f"{f.say('seq_length')}: --sequence-parallel splits it over {ranks}, of which it is not a multiple; {use}, "
+               "or leave --sequence-parallel out")
+
+
+def _pipeline(f: _Facts) -> list[str]:
+    """Every (virtual) stage must have a layer, and interleaving needs its groups of micro-batches in every phase."""
+    if not f.ok("num_layers", "pipeline_model_parallel_size"):
+        return []
+    try:
+        chunks = len(layer_split(f.config)[0])
+    except ValueError as error:
+        return [str(error)]
+    found = []
+    for size in _sizes(f) if chunks > 1 else ():
+        try:
+            check_micro_batches(size, f["pipeline_model_parallel_size"], chunks)
+        except ValueError as error:
+            found.append(str(error))
+    return found
+
+
+def _sizes(f: _Facts) -> list[int]:
+    """Every number of micro-batches of a step that is still to come; [] where batch or world size do not fit."""
+    if not f.ok("micro_batch_size") or f.bad & {"global_batch_size", "seq_length"} or [*_world_size(f), *_batch(f)]:
+        return []
+    schedule = batch_schedule(f.config, max(1, f.world_size))
+    phases = schedule.phases[-1:] if f["load"] else schedule.phases
+    return list(dict.fromkeys(phase.global_batch_size // schedule.divisor for phase in phases))
 
 
 def _fit(size: int) -> str:

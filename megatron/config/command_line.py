@@ -6,12 +6,13 @@ from __future__ import annotations
 
 import json
 import os
-import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
+from megatron import log
 from megatron.arguments import (
     Parsed,
     Parser,
@@ -26,7 +27,8 @@ from megatron.arguments import (
 from megatron.config import architecture, check, megatron_flags
 from megatron.config.check_paths import newest_checkpoint
 from megatron.config.model import ModelConfig
-from megatron.config.plan import Plan, describe, make_plan
+from megatron.config.plan import Plan, make_plan
+from megatron.config.plan_lines import describe
 from megatron.config.tokenizer import TIKTOKEN_VOCAB_SIZE
 from megatron.config.tree import Config
 
@@ -75,10 +77,17 @@ def read(argv: Sequence[str], environ: Mapping[str, str]) -> CommandLine:
         raise SystemExit(0)
     line, problems = _checked(flags, parsed, place)
     if wrong or problems:
-        if place["rank"] == 0:
-            print("\n".join(f"error: {text}" for text in [*wrong, *problems]), file=sys.stderr, flush=True)
-        raise SystemExit(2)
+        _refuse([*wrong, *problems], place["rank"], environ)
     return line
+
+
+def _refuse(problems: list[str], rank: int, environ: Mapping[str, str]) -> NoReturn:
+    """Leave with 2. Rank 0 speaks; where it has nothing to say, so that no launcher ends the rest, a rank of each node."""
+    if rank:
+        time.sleep(log.OTHERS_WAIT if "LOCAL_RANK" in environ or "SLURM_LOCALID" in environ else 0.0)
+    if rank == 0 or "0" in (environ.get("LOCAL_RANK"), environ.get("SLURM_LOCALID")):
+        log.last_words("".join(f"{f'rank {rank}: ' if rank else ''}error: {text}\n" for text in problems))
+    raise SystemExit(2)
 
 
 def _checked(flags: Parser, parsed: Parsed, place: Mapping[str, int]) -> tuple[CommandLine, list[str]]:
@@ -180,7 +189,7 @@ def dumped_values(config: Config, plan: Plan, distributed_backend: str, foreign:
     found.pop("recompute_activations", None)
     found |= {name: value or None for name, value in found.items() if name.startswith(("no_load_", "no_save_"))}
     found |= megatron_flags.dumped(foreign or {})
-    constant = o.weight_decay_incr_style == "constant"
+    constant, chunks = o.weight_decay_incr_style == "constant", len(plan.layers_per_stage[0])
     return found | {
         "accumulate_allreduce_grads_in_fp32": values["accumulate_allreduce_grads_in_fp32"] or config.precision.bf16,
         "attention_softmax_in_fp32": m.attention_softmax_in_fp32 or m.apply_query_key_layer_scaling,
@@ -194,7 +203,7 @@ def dumped_values(config: Config, plan: Plan, distributed_backend: str, foreign:
         "start_weight_decay": o.weight_decay if constant else o.start_weight_decay,
         "ffn_hidden_size": m.ffn, "kv_channels": m.head_dim, "position_embedding_type": m.positions,
         "global_batch_size": plan.batch.final_global_batch_size,
-        "overlap_p2p_comm": False,
+        "overlap_p2p_comm": config.parallel.overlap_p2p_comm and len(plan.layers_per_stage) > 1,
         "params_dtype": f"torch.{config.precision.params_dtype}",
         "rampup_batch_size": None if t.rampup_batch_size is None else list(map(str, t.rampup_batch_size)),
         "rank": rank, "world_size": plan.world_size,
@@ -202,7 +211,7 @@ def dumped_values(config: Config, plan: Plan, distributed_backend: str, foreign:
         "sequence_parallel": config.parallel.sequence_parallel and config.parallel.tensor_model_parallel_size > 1,
         "split": plan.split, "tokenizer_type": config.data.tokenizer,
         "transformer_pipeline_model_parallel_size": config.parallel.pipeline_model_parallel_size,
-        "variable_seq_lengths": False, "virtual_pipeline_model_parallel_size": None,
+        "variable_seq_lengths": False, "virtual_pipeline_model_parallel_size": chunks if chunks > 1 else None,
     }
 
 

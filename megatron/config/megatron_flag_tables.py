@@ -21,7 +21,9 @@ def no(name: str, default: Any, text: str, **more: Any) -> Row:
 
 
 _DP = "not in this version; use data or tensor parallelism: torchrun --nproc-per-node N"
-_NO_PIPELINE = "there is no pipeline in this version"
+_WHOLE_SENDS = "stages send whole hidden states (with --sequence-parallel each rank its part) by send and receive"
+_ENDS = "use --decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers to give the ends fewer layers"
+_AFTER_BACKWARD = "gradients are reduced after the backward pass, in one buffer a type"
 _NO_TP_COMM = "it steers overlap inside kernels of Transformer Engine, which are not used here"
 _ONE_KERNEL = "there is one implementation with the same numbers"
 _NO_FP8 = "there are no FP8 kernels here; use --bf16"
@@ -71,8 +73,8 @@ OLD: tuple[Row, ...] = (
     same("clone_scatter_output_in_embedding", True, "the slice is a tensor of its own, so nothing keeps the whole alive",
          spelling="--no-clone-scatter-output-in-embedding"),
     same("data_parallel_random_init", False, "all ranks draw the same weights, from the seed and each one's name"),
-    same("delay_grad_reduce", True, _NO_PIPELINE, spelling="--no-delay-grad-reduce"),
-    same("delay_param_gather", False, _NO_PIPELINE),
+    same("delay_grad_reduce", True, _AFTER_BACKWARD, spelling="--no-delay-grad-reduce"),
+    same("delay_param_gather", False, "weights are not gathered in this version"),
     no("distribute_saved_activations", False, "with --sequence-parallel saved activations are spread over the "
        "tensor-parallel ranks already; use that"),
     same("empty_unused_memory_level", 0, "the device's cache is left to torch between steps"),
@@ -92,19 +94,17 @@ OLD: tuple[Row, ...] = (
     same("nccl_communicator_config_path", None, "process groups have NCCL's defaults; its NCCL_* variables count"),
     same("no_persist_layer_norm", False, _ONE_KERNEL),
     no("num_experts", None, _NO_MOE),
-    no("num_layers_per_virtual_pipeline_stage", None, _DP),
     same("onnx_safe", None, "nothing is exported to ONNX"),
-    same("overlap_p2p_comm", True, _NO_PIPELINE, spelling="--no-overlap-p2p-communication"),
     same("perform_initialization", True, "weights are always drawn (--load overwrites them)",
          spelling="--no-initialization"),
     no("profile", False, "no CUDA profiler range is opened; use --timing-log-level 2, or a profiler from outside"),
     same("profile_ranks", (0,), "there is no --profile", takes="ints"),
     same("profile_step_end", 12, "there is no --profile"),
     same("profile_step_start", 10, "there is no --profile"),
-    same("scatter_gather_tensors_in_pipeline", True, _NO_PIPELINE,
+    same("scatter_gather_tensors_in_pipeline", True, _WHOLE_SENDS,
          spelling="--no-scatter-gather-tensors-in-pipeline"),
     no("spec", None, "the model's layers are those of megatron/model; change them there", takes="list"),
-    no("standalone_embedding_stage", False, _DP),
+    no("standalone_embedding_stage", False, _ENDS),
     same("tp_comm_bulk_dgrad", True, _NO_TP_COMM, spelling="--disable-tp-comm-bulk-dgrad"),
     same("tp_comm_bulk_wgrad", True, _NO_TP_COMM, spelling="--disable-tp-comm-bulk-wgrad"),
     no("tp_comm_overlap", False, _NO_TP_COMM + "; leave the flag out"),
@@ -117,7 +117,7 @@ OLD: tuple[Row, ...] = (
     no("use_flash_attn", False, "the flash-attn package is not used; torch's own fused attention runs instead, exact "
        "and without a matrix of all scores, so leave the flag out"),
     same("use_mcore_models", False, "there is one model, with megatron-core's parameter names"),
-    same("use_ring_exchange_p2p", False, _NO_PIPELINE),
+    same("use_ring_exchange_p2p", False, _WHOLE_SENDS),
     same("wandb_exp_name", "", _NO_WANDB),
     same("wandb_project", "", _NO_WANDB),
     same("wandb_save_dir", "", _NO_WANDB),
@@ -125,23 +125,21 @@ OLD: tuple[Row, ...] = (
 
 # Flags that came after January 2024.
 NEWER: tuple[Row, ...] = (
-    same("cp_comm_type", ("p2p",), "there is no context parallelism in this version", takes="list"),
-    no("hierarchical_context_parallel_sizes", None, _DP, takes="list"),
+    no("hierarchical_context_parallel_sizes", None, "context-parallel ranks form one ring; leave the flag out",
+       takes="list"),
     no("use_tp_pp_dp_mapping", False, "ranks are numbered tensor, context, data, pipeline; leave the flag out"),
-    no("num_virtual_stages_per_pipeline_rank", None, _DP),
-    no("microbatch_group_size_per_vp_stage", None, _DP, spelling="--microbatch-group-size-per-virtual-pipeline-stage"),
-    no("decoder_first_pipeline_num_layers", None, _DP),
-    no("decoder_last_pipeline_num_layers", None, _DP),
-    no("account_for_embedding_in_pipeline_split", False, _DP),
-    no("account_for_loss_in_pipeline_split", False, _DP),
-    no("pipeline_model_parallel_layout", None, _DP),
+    no("microbatch_group_size_per_vp_stage", None, "as many micro-batches as stages pass a chunk in turn; leave the flag "
+       "out", spelling="--microbatch-group-size-per-virtual-pipeline-stage"),
+    no("account_for_embedding_in_pipeline_split", False, _ENDS),
+    no("account_for_loss_in_pipeline_split", False, _ENDS),
+    no("pipeline_model_parallel_layout", None, _ENDS),
     same("ddp_average_in_collective", False, "gradients are divided by the global count of tokens after the sum"),
     no("use_megatron_fsdp", False, _DP),
     no("data_parallel_sharding_strategy", "no_shard", _DP, fine=("optim_grads_params",)),
     no("use_torch_fsdp2", False, _DP),
     no("grad_reduce_in_bf16", False, "gradients are kept and reduced in fp32 with --bf16; leave the flag out"),
-    same("align_param_gather", True, _NO_PIPELINE, spelling="--no-align-param-gather"),
-    same("align_grad_reduce", True, _NO_PIPELINE, spelling="--no-align-grad-reduce"),
+    same("align_param_gather", True, "weights are not gathered in this version", spelling="--no-align-param-gather"),
+    same("align_grad_reduce", True, _AFTER_BACKWARD, spelling="--no-align-grad-reduce"),
     no("use_precision_aware_optimizer", False, "main weights and moments are fp32; leave the flag out"),
     no("main_grads_dtype", "fp32", "main gradients are fp32; leave the flag out"),
     no("main_params_dtype", "fp32", "main weights are fp32; leave the flag out"),
@@ -262,7 +260,7 @@ REMOVED: tuple[Row, ...] = (
     same("use_contiguous_buffers_in_local_ddp", True, "gradients always live in flat buffers of our own",
          spelling="--no-contiguous-buffers-in-local-ddp"),
     same("query_key_layer_scaling", True, "it is numerically neutral", spelling="--no-query-key-layer-scaling"),
-    same("no_pipeline_parallel", False, _NO_PIPELINE),
+    same("no_pipeline_parallel", False, "--pipeline-model-parallel-size alone says how many stages there are"),
     no("tokenizer_name_or_path", None, "use --tokenizer-type HuggingFaceTokenizer --tokenizer-model PATH"),
     no("train_tokens", None, "use --train-samples, the tokens divided by --seq-length"),
     no("skip_train_iteration_range", None, "use --train-range-to-skip a b, whose numbers are absolute", takes="list"),

@@ -12,8 +12,19 @@ class ParallelConfig:
     """How the work is split over ranks."""
     tensor_model_parallel_size: int = arg(1, help="ranks one layer is split over: attention by heads, the "
                                                     "MLP by width, the vocabulary by rows")
-    pipeline_model_parallel_size: int = arg(1, help="stages the depth is split over (only 1 in this version)")
-    context_parallel_size: int = arg(1, help="ranks one sequence is split over (only 1 in this version)")
+    pipeline_model_parallel_size: int = arg(1, help="stages the depth is split over, as evenly as can be")
+    num_layers_per_virtual_pipeline_stage: int | None = arg(None, help="layers of a virtual stage: a rank has several "
+                                                            "that are not neighbours, which shortens idle time")
+    num_virtual_stages_per_pipeline_rank: int | None = arg(None, dump=False, help="the same by their number on a rank")
+    decoder_first_pipeline_num_layers: int | None = arg(None, dump=False, help="layers of the first stage, where it has "
+                                                        "others than the rest")
+    decoder_last_pipeline_num_layers: int | None = arg(None, dump=False, help="layers of the last stage, likewise")
+    overlap_p2p_comm: bool = arg(True, off="--no-overlap-p2p-communication", help="wait for each transfer between stages "
+                                 "where it starts, not where its tensor is used")
+    context_parallel_size: int = arg(1, help="ranks one sequence is split over, each with an early and a late part")
+    cp_comm_type: Literal["p2p", "all_gather", "a2a", "a2a+p2p"] = arg(
+        "p2p", dump=False, help="how keys and values reach the queries of the other context-parallel ranks: p2p (round a "
+                                "ring, in parts) or all_gather (all at once); the others are not supported")
     expert_model_parallel_size: int = arg(1, help="ranks the experts are split over (only 1 in this version)")
     sequence_parallel: bool = arg(False, help="split norms and dropout, by position, over the "
                                                "tensor-parallel ranks too; off while there is only one")

@@ -89,7 +89,9 @@ def parameter_table(model: ModelConfig, padded_vocab_size: int, vocab_size: int 
     h = model.hidden_size
     real_rows = vocab_size if vocab_size not in (None, padded_vocab_size) else None
     vocab = dict(shape=(padded_vocab_size, h), splits=(("tp", 0),), real_rows=real_rows)
-    table = [ParameterSpec(WORD_EMBEDDING, **vocab, **_drawn(draw("word_embedding", 0)))]
+    # With tied weights the first and the last pipeline stage each have a copy that sees its own use alone.
+    table = [ParameterSpec(WORD_EMBEDDING, **vocab, **_drawn(draw("word_embedding", 0)),
+                           partial=("ends",) if model.tied else ())]
     if model.positions == "learned_absolute":
         rows = model.max_position_embeddings or model.seq_length
         table.append(ParameterSpec("embedding.position_embeddings.weight", (rows, h),

@@ -8,6 +8,7 @@ from megatron.config import buckets
 from megatron.config.batch_size import BatchSizeSchedule, build_batch_size_schedule
 from megatron.config.parameters import WORD_EMBEDDING, ParameterSpec, count_parameters, parameter_table, stage_table
 from megatron.config.skip_ranges import SkipRanges
+from megatron.config.stages import Split, chunks_per_stage, split_layers
 from megatron.config.tree import Config
 
 BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
@@ -34,7 +35,7 @@ class Plan:
     targets: Targets
     skips: SkipRanges
     split: str | None
-    layers_per_stage: tuple[tuple[int, ...], ...]
+    layers_per_stage: Split             # [stage][chunk], global numbers
 
     @property
     def num_parameters(self) -> int:
@@ -48,7 +49,7 @@ class Plan:
 
     def parameters_of(self, stage: int) -> list[ParameterSpec]:
         """The parameters of a pipeline stage."""
-        layers = self.layers_per_stage[stage]
+        layers = {layer for chunk in self.layers_per_stage[stage] for layer in chunk}
         return stage_table(self.parameters, layers, stage == 0, stage == len(self.layers_per_stage) - 1)
 
     def consumed_samples(self, iteration: int) -> int:
@@ -104,6 +105,15 @@ def target_sizes(config: Config, batch: BatchSizeSchedule, train_iters: int) -> 
     return Targets(max(train, batch.samples_before(train_iters + 1)), evaluations * evaluation, evaluation)
 
 
+def layer_split(config: Config) -> Split:
+    """The layers of each stage's chunks. Raises ValueError with flags, values and remedy where there is no such split."""
+    layers, p = config.model.num_layers, config.parallel
+    stages, ends = p.pipeline_model_parallel_size, (p.decoder_first_pipeline_num_layers, p.decoder_last_pipeline_num_layers)
+    chunks = chunks_per_stage(layers, stages, p.num_layers_per_virtual_pipeline_stage,
+                              p.num_virtual_stages_per_pipeline_rank, uneven=ends != (None, None))
+    return split_layers(layers, stages, chunks, *ends)
+
+
 def make_plan(config: Config, world_size: int, vocab_size: int) -> Plan:
     """The plan of a command line that `megatron.config.check` found no problem in."""
     t, p = config.training, config.parallel
@@ -112,14 +122,11 @@ def make_plan(config: Config, world_size: int, vocab_size: int) -> Plan:
     padded = padded_vocab_size(vocab_size, config.model.make_vocab_size_divisible_by, p.tensor_model_parallel_size)
     skips = SkipRanges.parse(t.train_range_to_skip, train_iters=train_iters,
                              iterations_to_skip=t.iterations_to_skip).ranges
-    layers, stages = config.model.num_layers, p.pipeline_model_parallel_size
-    per = layers // stages
     return Plan(
         world_size=world_size, data_parallel_size=data_parallel_size(config, world_size), vocab_size=vocab_size,
         padded_vocab_size=padded, parameters=tuple(parameter_table(config.model, padded, vocab_size)), batch=batch,
         train_iters=train_iters, targets=target_sizes(config, batch, train_iters), skips=skips,
-        split=split_string(config),
-        layers_per_stage=tuple(tuple(range(s * per, (s + 1) * per)) for s in range(stages)))
+        split=split_string(config), layers_per_stage=layer_split(config))
 
 
 def parameters_per_rank(config: Config, plan: Plan, stage: int = 0) -> int:
@@ -182,30 +189,3 @@ def bytes_per_rank(config: Config, plan: Plan, stage: int = 0, shard: int = 0) -
     return {"weights": n * BYTES[precision.params_dtype], "gradients": n * BYTES[precision.grad_dtype],
             "main weights": owned * BYTES[precision.main_dtype] if low else 0,
             "optimizer moments": moments * owned * BYTES[precision.main_dtype]}
-
-
-def describe(config: Config, plan: Plan) -> list[str]:
-    """The plan in lines, for --dry-run."""
-    p, m, t = config.parallel, config.model, config.training
-    memory = bytes_per_rank(config, plan)
-    dropped = plan.skips.count_in(1, plan.train_iters)
-    first = plan.batch.phases[0].global_batch_size
-    return [
-        f"world size {plan.world_size} = data {plan.data_parallel_size} x tensor {p.tensor_model_parallel_size} x "
-        f"pipeline {p.pipeline_model_parallel_size} x context {p.context_parallel_size}",
-        f"model: {m.num_layers} layers, hidden {m.hidden_size}, ffn {m.ffn}, {m.num_attention_heads} heads of "
-        f"{m.head_dim}, {m.query_groups} key/value groups, sequence {m.seq_length}, positions {m.positions}",
-        *(f"  stage {i}: layers {s[0]} to {s[-1]}" for i, s in enumerate(plan.layers_per_stage)),
-        f"vocabulary: {plan.vocab_size}, padded to {plan.padded_vocab_size}",
-        f"parameters: {plan.num_parameters}" + (f", {parameters_per_rank(config, plan)} on a rank"
-                                                if p.tensor_model_parallel_size > 1 else ""),
-        "bytes per rank: " + ", ".join(f"{name} {size:,}" for name, size in memory.items()) +
-        f", together {sum(memory.values()):,} (activations not counted)",
-        f"batch: {first} samples = {t.micro_batch_size} x {plan.data_parallel_size} ranks x "
-        f"{plan.batch.num_microbatches(0)} micro-batches" + ("" if plan.batch.is_constant else ", growing:"),
-        *(line for line in plan.batch.lines() if not plan.batch.is_constant),
-        f"run: {plan.train_iters} iterations, {plan.targets.train} samples, "
-        f"{plan.targets.train * m.seq_length:,} tokens" + (f", {dropped} iterations skipped" if dropped else ""),
-        f"data: train {plan.targets.train}, validation {plan.targets.valid}, test {plan.targets.test} samples, split "
-        f"{plan.split or 'given per path'}",
-    ]

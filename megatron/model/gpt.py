@@ -14,39 +14,38 @@ from megatron.config.precision import PrecisionConfig
 from megatron.model.embedding import Embedding, RotaryTables
 from megatron.model.layer import Decoder, Recompute
 from megatron.parallel.collectives import all_gather
-from megatron.parallel.context import Axis, ParallelContext
+from megatron.parallel.context import ParallelContext
 from megatron.parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron.parallel.layers import ColumnParallelLinear
 from megatron.parallel.random import DropoutSeeds
 from megatron.parallel.sharding import ParameterFactory
 
 
-def stage_layers(num_layers: int, pp: Axis) -> range:
-    """Global numbers of the layers of this pipeline stage: equal runs in order."""
-    assert num_layers % pp.size == 0, "config/check.py refuses this"
-    per_stage = num_layers // pp.size
-    return range(pp.rank * per_stage, (pp.rank + 1) * per_stage)
+def hidden_dtype(model: ModelConfig, dtype: torch.dtype) -> torch.dtype:
+    """The number format of the residual stream behind a layer of a model whose parameters are `dtype`."""
+    wide = model.fp32_residual_connection and not model.apply_residual_connection_post_layernorm
+    return torch.promote_types(dtype, torch.float32) if wide else dtype
 
 
 class GPTModel(nn.Module):
-    """The part of a GPT that this rank holds; with one rank, all of it.
+    """A GPT, or the chunk of one that has the (global) `layers`.
 
+    The chunk with the first layer has the embedding, the one with the last layer final norm, output layer and loss.
     Parameters are named as in `megatron.config.parameters.parameter_table` and their memory is not filled:
     `megatron.parallel.sharding.init_parameters` or a checkpoint does that. Weights are [out, in]; a tied output layer
-    uses the embedding's very parameter (a copy of the same name on a last stage that is not the first).
+    uses the embedding's very parameter, or in another chunk a copy of the same name.
     """
 
     def __init__(self, model: ModelConfig, precision: PrecisionConfig, ctx: ParallelContext, padded_vocab_size: int,
                  vocab_size: int, dtype: torch.dtype, device: torch.device | str = "cpu", *,
-                 recompute: Recompute | None = None, attention_implementation: str = "auto"):
+                 layers: range | None = None, recompute: Recompute | None = None, attention_implementation: str = "auto"):
         super().__init__()
-        assert ctx.cp.size == 1, "attention does not span context-parallel ranks yet: config/check.py refuses this"
+        layers = range(model.num_layers) if layers is None else layers
+        first, last = layers.start == 0, layers.stop == model.num_layers
         self.ctx, self.vocab_size = ctx, vocab_size
         self.loss_dtype = torch.float16 if precision.fp16_lm_cross_entropy else None
         self.max_positions = model.max_position_embeddings or model.seq_length
         self.positions = model.positions
-        first, last = ctx.pp.rank == 0, ctx.pp.rank == ctx.pp.size - 1
-        layers = stage_layers(model.num_layers, ctx.pp)
         table = stage_table(parameter_table(model, padded_vocab_size, vocab_size), layers, first, last)
         params = ParameterFactory(table, ctx, dtype, device)
         self.embedding = Embedding(model, params.at("embedding"), ctx) if first else None
@@ -62,7 +61,7 @@ class GPTModel(nn.Module):
         elif self.embedding is not None:
             weight = self.embedding.word_embeddings.weight
         else:
-            weight = params(WORD_EMBEDDING, partial=("ends",))
+            weight = params(WORD_EMBEDDING)
         return ColumnParallelLinear(weight, None, self.ctx)
 
     def _check(self, size: int, names: set[str]) -> None:
@@ -78,11 +77,16 @@ class GPTModel(nn.Module):
         """Per-token losses [b, s] (fp32) with labels, else logits [b, s, vocab_size] of the real vocabulary.
 
         tokens, labels [b, s]. position_ids [b, s], or None for 0..s-1 (cheaper). document_ids [b, s] keeps attention
-        inside documents. dropout: the streams of this micro-batch, or None to drop nothing. A later pipeline stage
-        gets `hidden` [s, b, h] instead of tokens; one that is not last returns it. Raises ValueError on a sequence
-        longer than the position table.
+        inside documents. dropout: the streams of this micro-batch, or None to drop nothing. A chunk without the first
+        layer needs `hidden` [s, b, h] ([s/tp, b, h] with sequence parallelism), the output of the one before; a chunk
+        without the last layer returns such a tensor. Raises ValueError on a sequence longer than the position table,
+        and where `hidden` is missing. With context parallelism each s but that of document_ids is s/cp, and position_ids
+        [b or 1, s/cp] must be given.
         """
+        assert position_ids is not None or self.ctx.cp.size == 1, "a rank's chunks of a sequence have no plain positions"
         s = self._length(tokens, hidden)
+        if self.embedding is None and hidden is None:
+            raise ValueError("this part of the model has no embedding: forward_step must pass hidden=batch.hidden to it")
         x = hidden if self.embedding is None else self.embedding(tokens, position_ids, dropout)
         rotary = None if self.rotary is None else self.rotary(s, position_ids)
         x = self.decoder(x, rotary, document_ids, dropout)
@@ -97,9 +101,9 @@ class GPTModel(nn.Module):
     def _length(self, tokens: torch.Tensor | None, hidden: torch.Tensor | None) -> int:
         """Tokens of one sample, before any split over ranks."""
         if tokens is not None:
-            s = tokens.shape[1]
+            s = tokens.shape[1] * self.ctx.cp.size
         else:
-            s = hidden.shape[0] * (self.ctx.tp.size if self.ctx.sequence_parallel else 1)
+            s = hidden.shape[0] * self.ctx.cp.size * (self.ctx.tp.size if self.ctx.sequence_parallel else 1)
         if self.positions != "none" and s > self.max_positions:
             raise ValueError(f"a sequence of {s} tokens is longer than the {self.max_positions} positions of "
                              f"--max-position-embeddings; shorten it or train with a larger table")

@@ -111,6 +111,33 @@ def start_reduce_scatter_(x: torch.Tensor, axis: Axis) -> Pending:
     return Pending([work], lambda: torch.sum(parts.view(axis.size, -1), 0, out=mine))
 
 
+def start_shift(x: torch.Tensor, axis: Axis) -> Callable[[], torch.Tensor]:
+    """Begin to send `x` to the next of several ranks of a ring; the function waits and returns what the one before sent."""
+    x = x.contiguous()
+    out = torch.empty_like(x)
+    after, before = (axis.ranks[(axis.rank + step) % axis.size] for step in (1, -1))
+    works = dist.batch_isend_irecv([dist.P2POp(dist.isend, x, after, axis.group),
+                                    dist.P2POp(dist.irecv, out, before, axis.group)])
+
+    def wait() -> torch.Tensor:
+        for work in works:
+            work.wait()
+        return out
+
+    return wait
+
+
+def start_send(x: torch.Tensor, axis: Axis, peer: int) -> Callable[[], torch.Tensor]:
+    """Begin to send `x` to the axis's rank `peer`; the function waits until it is gone and returns what was sent."""
+    x = x.contiguous()
+    return _waiting(dist.isend(x, axis.ranks[peer], group=axis.group), lambda: x)
+
+
+def start_receive(x: torch.Tensor, axis: Axis, peer: int) -> Callable[[], torch.Tensor]:
+    """Begin to overwrite `x` with what the axis's rank `peer` sends next; the function waits and returns it."""
+    return _waiting(dist.irecv(x, axis.ranks[peer], group=axis.group), lambda: x)
+
+
 def _waiting(work: Any, result: Callable[[], torch.Tensor]) -> Pending:
     return Pending([work], result)
 

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -23,8 +24,9 @@ class Axis:
 class ParallelContext:
     """The grid pp x dp x cp x tp in Megatron's order: rank = tp + TP * (cp + CP * (dp + DP * pp)).
 
-    Axes: tp, cp, dp, pp; dp_cp (ranks that see other tokens and hold the same weights), ends (first and last pipeline
-    stage), model (tp x pp: the shards of one replica), world. World size 1 needs no process group at all.
+    Axes: tp, cp, dp, pp; pp_gradients (the ranks of pp in a group of their own); dp_cp (ranks that see other tokens and
+    hold the same weights), ends (first and last pipeline stage), model (tp x pp: the shards of one replica), world.
+    World size 1 needs no process group at all.
 
     The distributed optimizer cuts dp_cp into instances of consecutive ranks: shard (ranks of one instance, which share
     one copy of the optimizer's state), instances (ranks with the same share in each), optimizer (tp x pp x shard: the
@@ -36,12 +38,15 @@ class ParallelContext:
         pp = config.pipeline_model_parallel_size
         assert world_size % (tp * cp * pp) == 0, "config/check.py refuses this"
         self.rank = rank
+        self._timeout = timedelta(minutes=config.distributed_timeout_minutes)
         self.sequence_parallel = config.sequence_parallel and tp > 1
+        self.cp_comm_type = config.cp_comm_type
         grid = torch.arange(world_size).view(pp, -1, cp, tp)
         self.tp = self._axis("tp", grid, 3)
         self.cp = self._axis("cp", grid, 2)
         self.dp = self._axis("dp", grid, 1)
         self.pp = self._axis("pp", grid, 0)
+        self.pp_gradients = self._axis("pp_gradients", grid, 0)
         self.dp_cp = self._axis("dp_cp", grid.flatten(1, 2), 1)
         self.model = self._axis("model", grid.permute(1, 2, 0, 3).flatten(2), 2)
         self.ends = self._axis("ends", grid[[0, -1]] if pp > 1 else grid[:1], 0)
@@ -71,7 +76,7 @@ class ParallelContext:
         for ranks in grid.movedim(dim, -1).reshape(-1, grid.shape[dim]).tolist():
             if len(ranks) == 1:
                 continue
-            group = dist.new_group(ranks)
+            group = dist.new_group(ranks, timeout=self._timeout)       # torch's own default is half an hour
             if self.rank in ranks:
                 found = Axis(name, len(ranks), ranks.index(self.rank), tuple(ranks), group)
         return found

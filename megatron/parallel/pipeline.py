@@ -1,20 +1,152 @@
-"""The one runner of any schedule. Knows steps and two functions; no model, no loss, no data."""
+"""The one runner of any schedule, and what moves between stages. Knows steps and two functions; no model and no data."""
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable
+from functools import lru_cache
 
 import torch
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from megatron.parallel.schedules import Step
+from megatron.parallel.collectives import start_receive, start_send
+from megatron.parallel.context import Axis, ParallelContext
+from megatron.parallel.schedules import Order, Step, schedule
+
+Key = tuple[int, int]               # (micro-batch, chunk)
+# (micro-batch, chunk, hidden states or None for the first chunk of all) -> hidden states, or the loss of the last chunk.
+Forward = Callable[[int, int, torch.Tensor | None], torch.Tensor]
+# (loss, None), or (edge of the graph of hidden states that were sent, their gradient).
+Backward = Callable[[torch.Tensor | GradientEdge, torch.Tensor | None], None]
+
+SENDS_UNDER_WAY = 4                 # each holds a tensor; a receive is posted before the computation after next
 
 
-def run_schedule(steps: Iterable[Step], forward: Callable[[int], torch.Tensor],
-                 backward: Callable[[torch.Tensor], None]) -> None:
-    """Do the steps in order: `forward(micro_batch)` gives the tensor that `backward` takes when its turn comes."""
-    alive: dict[int, torch.Tensor] = {}
+class Links:
+    """Transfers between a stage and its neighbours: hidden states of one shape in one group, gradients in another.
+
+    So neither waits behind the other where a backend has one queue for a pair of ranks (NCCL). Without `overlap` each
+    transfer is waited for where it starts.
+    """
+
+    def __init__(self, activations: Axis, gradients: Axis, shape: tuple[int, ...], dtype: torch.dtype,
+                 device: torch.device, overlap: bool = True):
+        self._activations, self._gradients, self._overlap = activations, gradients, overlap
+        self._shape, self._dtype, self._device = shape, dtype, device
+        self._sends: deque[Callable[[], torch.Tensor]] = deque()
+
+    def send(self, step: Step, x: torch.Tensor) -> None:
+        """Begin to send; the tensor is kept until it is gone, and no more than a few are on their way."""
+        assert x.shape == self._shape and x.dtype == self._dtype, f"{step}: {x.shape} {x.dtype}"
+        self._sends.append(start_send(x, self._axis(step), step.peer))
+        while len(self._sends) > (SENDS_UNDER_WAY if self._overlap else 0):
+            self._sends.popleft()()
+
+    def receive(self, step: Step) -> Callable[[], torch.Tensor]:
+        """Begin to receive; the function waits for the tensor and returns it."""
+        x = torch.empty(self._shape, dtype=self._dtype, device=self._device)
+        wait = start_receive(x, self._axis(step), step.peer)
+        if self._overlap:
+            return wait
+        wait()
+        return lambda: x
+
+    def finish(self) -> None:
+        """Wait for what is still on its way."""
+        while self._sends:
+            self._sends.popleft()()
+
+    def _axis(self, step: Step) -> Axis:
+        return self._activations if step.kind.endswith("activation") else self._gradients
+
+
+class Work:
+    """What one stage holds while it does its steps: a method for each kind of step, of the same name.
+
+    Between a forward and its backward the graph, the input and a loss are kept; an output that was sent is not. Under
+    no_grad there is no backward, and only outputs that are still to be sent and losses are kept.
+    """
+
+    def __init__(self, forward: Forward, backward: Backward | None, links: Links | None):
+        self._forward, self._backward, self._links = forward, backward, links
+        self.inputs: dict[Key, Callable[[], torch.Tensor]] = {}
+        self.alive: dict[Key, tuple[torch.Tensor | None, torch.Tensor | GradientEdge]] = {}
+        self.output_gradients: dict[Key, Callable[[], torch.Tensor]] = {}
+        self.input_gradients: dict[Key, torch.Tensor] = {}
+
+    def forward(self, step: Step) -> None:
+        """Wait for the input, if it comes from elsewhere, and compute."""
+        key, hidden = step[1:3], None
+        if key in self.inputs:
+            hidden = self.inputs.pop(key)().requires_grad_(torch.is_grad_enabled())
+        output = self._forward(*key, hidden)
+        self.alive[key] = hidden if torch.is_grad_enabled() else None, output
+
+    def backward(self, step: Step) -> None:
+        """Wait for the gradient, if it comes from elsewhere, and compute."""
+        key, gradient = step[1:3], None
+        hidden, output = self.alive.pop(key)
+        if key in self.output_gradients:
+            gradient = self.output_gradients.pop(key)()
+        self._backward(output, gradient)
+        if hidden is not None:
+            self.input_gradients[key] = hidden.grad
+
+    def send_activation(self, step: Step) -> None:
+        """Send an output; where backward comes, only its edge of the graph stays."""
+        key = step[1:3]
+        hidden, output = self.alive.pop(key)
+        self._links.send(step, output.detach())
+        if output.requires_grad:
+            self.alive[key] = hidden, get_gradient_edge(output)
+
+    def receive_activation(self, step: Step) -> None:
+        """Begin to receive an input."""
+        self.inputs[step[1:3]] = self._links.receive(step)
+
+    def send_gradient(self, step: Step) -> None:
+        """Send the gradient of an input."""
+        self._links.send(step, self.input_gradients.pop(step[1:3]))
+
+    def receive_gradient(self, step: Step) -> None:
+        """Begin to receive the gradient of an output."""
+        self.output_gradients[step[1:3]] = self._links.receive(step)
+
+
+def run_schedule(steps: Iterable[Step], forward: Forward, backward: Backward | None = None,
+                 links: Links | None = None) -> None:
+    """Do the steps of one stage in order. Nothing is waited for but the input of a computation and, at the end, sends."""
+    work = Work(forward, backward, links)
     for step in steps:
-        if step.kind == "forward":
-            alive[step.micro_batch] = forward(step.micro_batch)
-        else:
-            backward(alive.pop(step.micro_batch))
-    assert not alive, f"micro-batches {sorted(alive)} had no backward step"
+        getattr(work, step.kind)(step)
+    if links is not None:
+        links.finish()
+    left = {"forward": work.inputs, "backward": (*work.output_gradients, *(work.alive if backward else ())),
+            "send": work.input_gradients}
+    assert not any(left.values()), {f"had no {what}": list(keys) for what, keys in left.items() if keys}
+
+
+@lru_cache(maxsize=8)
+def stage_schedule(stage: int, stages: int, micro_batches: int, chunks: int, forward_only: bool, overlap: bool) -> Order:
+    """The list of one stage; the last few are remembered, since a run asks for the same ones in every iteration."""
+    return schedule(stages, micro_batches, chunks, forward_only=forward_only, overlap=overlap)[stage]
+
+
+class Pipeline:
+    """This rank's stage: `chunks` parts of the model, and links to the stages before and after.
+
+    shape, dtype: the hidden states that pass between stages, [s, b, h] ([s/tp, b, h] with sequence parallelism).
+    """
+
+    def __init__(self, ctx: ParallelContext, chunks: int, shape: tuple[int, ...], dtype: torch.dtype,
+                 device: torch.device, overlap: bool = True):
+        self._pp, self.chunks, self._overlap = ctx.pp, chunks, overlap
+        self._links = Links(ctx.pp, ctx.pp_gradients, shape, dtype, device, overlap) if ctx.pp.size > 1 else None
+
+    def is_last(self, chunk: int) -> bool:
+        """Is it the chunk, of all stages', that ends in the loss?"""
+        return self._pp.rank == self._pp.size - 1 and chunk == self.chunks - 1
+
+    def run(self, micro_batches: int, forward: Forward, backward: Backward | None = None) -> None:
+        """Forward and backward of that many micro-batches; without `backward` (and under no_grad) forward alone."""
+        steps = stage_schedule(self._pp.rank, self._pp.size, micro_batches, self.chunks, backward is None, self._overlap)
+        run_schedule(steps, forward, backward, self._links)

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
+from torch import nn
 
 from megatron import log
 from megatron.config.plan import Plan, bucket_size, make_plan
@@ -13,13 +14,15 @@ from megatron.data import index_helpers
 from megatron.data.build import build_train_valid_test_datasets, data_order_fingerprint
 from megatron.data.sampler import CyclicSampler, SequentialSampler
 from megatron.data.tokenizer import Tokenizer, TokenizerFlags
-from megatron.model.gpt import GPTModel
+from megatron.model.gpt import GPTModel, hidden_dtype
 from megatron.model.layer import Recompute
 from megatron.optimizer.optimizer import MixedPrecisionOptimizer
 from megatron.optimizer.scaler import build_grad_scaler
 from megatron.optimizer.scheduler import OptimizerParamScheduler, schedule_steps
-from megatron.parallel.collectives import all_reduce, barrier
+from megatron.parallel.collectives import all_reduce, barrier, gather_objects
+from megatron.parallel.context import ParallelContext
 from megatron.parallel.ddp import GradBuffers
+from megatron.parallel.pipeline import Pipeline
 from megatron.parallel.sharding import counts, init_parameters
 from megatron.timers import Timers
 from megatron.training.batch import BatchRules
@@ -42,7 +45,8 @@ class Run:
     plan: Plan
     runtime: Runtime
     timers: Timers
-    model: GPTModel
+    model: nn.ModuleList            # of GPTModel: this rank's chunks of it, one without virtual stages
+    pipeline: Pipeline
     buffers: GradBuffers
     optimizer: MixedPrecisionOptimizer
     scheduler: OptimizerParamScheduler
@@ -69,19 +73,41 @@ def plan_run(config: Config, world_size: int, vocab_size: int) -> Plan:
     return plan
 
 
-def build_model(config: Config, plan: Plan, runtime: Runtime) -> GPTModel:
-    """The model of this rank, its parameters filled with their first values."""
-    t = config.training
+def build_model(config: Config, plan: Plan, runtime: Runtime) -> nn.ModuleList:
+    """The chunks of the model that this rank holds, their parameters filled with their first values."""
+    t, ctx = config.training, runtime.ctx
     log.print_rank_0("building GPT model ...")
-    model = GPTModel(config.model, config.precision, runtime.ctx, plan.padded_vocab_size, plan.vocab_size,
-                     getattr(torch, config.precision.params_dtype), runtime.device,
-                     recompute=Recompute(t.recompute, t.recompute_method, t.recompute_num_layers))
-    init_parameters(model.parameters(), runtime.ctx, t.seed)
-    if runtime.ctx.dp.rank == 0 and runtime.ctx.cp.rank == 0:
+    model = nn.ModuleList(
+        GPTModel(config.model, config.precision, ctx, plan.padded_vocab_size, plan.vocab_size,
+                 getattr(torch, config.precision.params_dtype), runtime.device, layers=layers,
+                 recompute=Recompute(t.recompute, t.recompute_method, t.recompute_num_layers))
+        for layers in plan.layers_per_stage[ctx.pp.rank])
+    init_parameters(model.parameters(), ctx, t.seed)
+    if ctx.dp.rank == 0 and ctx.cp.rank == 0:
         size = sum(p.numel() for p in model.parameters())
-        print(f" > number of parameters on (tensor, pipeline) model parallel rank ({runtime.ctx.tp.rank}, "
-              f"{runtime.ctx.pp.rank}): {size}", flush=True)
+        print(f" > number of parameters on (tensor, pipeline) model parallel rank ({ctx.tp.rank}, {ctx.pp.rank}): {size}",
+              flush=True)
+    _check_whole(model, config, plan, ctx)
     return model
+
+
+def _check_whole(model: nn.ModuleList, config: Config, plan: Plan, ctx: ParallelContext) -> None:
+    """Do all ranks together hold the layers and parameters that were asked for, each once?"""
+    layers = [int(name) for chunk in model for name in chunk.decoder.layers]
+    built = sorted(layer for rank in gather_objects(layers, ctx.pp) for layer in rank)
+    assert built == list(range(config.model.num_layers)), f"layers {built} were built"
+    size = sum(gather_objects(sum(p.numel() for p in model.parameters() if counts(p.sharding, ctx)), ctx.model))
+    assert size == plan.num_parameters, f"{size} parameters were built, {plan.num_parameters} asked for"
+
+
+def build_pipeline(config: Config, plan: Plan, runtime: Runtime) -> Pipeline:
+    """This rank's stage, with links for hidden states of this model's shape."""
+    m, ctx = config.model, runtime.ctx
+    length = m.seq_length // ctx.cp.size // (ctx.tp.size if ctx.sequence_parallel else 1)
+    return Pipeline(ctx, len(plan.layers_per_stage[ctx.pp.rank]),
+                    (length, config.training.micro_batch_size, m.hidden_size),
+                    hidden_dtype(m, getattr(torch, config.precision.params_dtype)), runtime.device,
+                    config.parallel.overlap_p2p_comm)
 
 
 def build_run(config: Config, plan: Plan, runtime: Runtime, timers: Timers, tokenizer: Tokenizer) -> Run:
@@ -105,12 +131,13 @@ def build_run(config: Config, plan: Plan, runtime: Runtime, timers: Timers, toke
         reduce_sum=lambda x: all_reduce(x, ctx.optimizer), reduce_max=lambda x: all_reduce(x, ctx.optimizer, "max"),
         span=lambda name: timers(name, 1))
     if config.training.torch_compile:
-        for layer in model.decoder.layers.values():
-            layer.compile(dynamic=False)
+        for chunk in model:
+            for layer in chunk.decoder.layers.values():
+                layer.compile(dynamic=False)
     buffers.wait_in_forward(model)
-    rules = BatchRules(tokenizer.eod, d.reset_position_ids, d.reset_attention_mask, d.eod_mask_loss)
-    return Run(config, plan, runtime, timers, model, buffers, optimizer, build_scheduler(config, plan, optimizer), rules,
-               tokenizer.identity())
+    rules = BatchRules(tokenizer.eod, d.reset_position_ids, d.reset_attention_mask, d.eod_mask_loss, ctx.cp)
+    return Run(config, plan, runtime, timers, model, build_pipeline(config, plan, runtime), buffers, optimizer,
+               build_scheduler(config, plan, optimizer), rules, tokenizer.identity())
 
 
 def build_scheduler(config: Config, plan: Plan, optimizer: MixedPrecisionOptimizer) -> OptimizerParamScheduler:

@@ -4,19 +4,21 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
+from torch.autograd.graph import GradientEdge
 
 from megatron.model.gpt import GPTModel
 from megatron.parallel.collectives import all_reduce_, gather_objects
-from megatron.parallel.pipeline import run_schedule
+from megatron.parallel.pipeline import Forward
 from megatron.parallel.random import DropoutSeeds
-from megatron.parallel.schedules import one_forward_one_backward
 from megatron.training.batch import Batch, make_batch
 from megatron.training.build import Run
 
-ForwardStep = Callable[[Batch, GPTModel], tuple[torch.Tensor, torch.Tensor | int]]
+# (loss sum, number of tokens); of a chunk of the model before the last, hidden states.
+ForwardStep = Callable[[Batch, GPTModel], tuple[torch.Tensor, torch.Tensor | int] | torch.Tensor]
 
 
 class NotFinite(ArithmeticError):
@@ -48,30 +50,25 @@ def train_step(run: Run, forward_step: ForwardStep, samples: Iterator[torch.Tens
     backward_scale = run.optimizer.loss_scale / nominal
     totals = torch.zeros(3, dtype=torch.float64, device=runtime.device)
 
-    def forward(micro_batch: int) -> torch.Tensor:
-        with timers("batch-generator", 2):
-            seeds = DropoutSeeds(seed, iteration, micro_batch, runtime.ctx.dp_cp.rank)
-            batch = make_batch(next_samples(samples), run.rules, runtime.device, seeds)
-        with timers("forward-compute", 2):
-            loss, tokens = forward_step(batch, run.model)
-        totals[0] += loss.detach()
-        totals[1] += tokens
-        return loss
+    def dropout(micro_batch: int) -> DropoutSeeds:
+        return DropoutSeeds(seed, iteration, micro_batch, runtime.ctx.dp_cp.rank)
 
-    def backward(loss: torch.Tensor) -> None:
+    def backward(output: torch.Tensor | GradientEdge, gradient: torch.Tensor | None) -> None:
         with timers("backward-compute", 2):
-            (loss * backward_scale).backward()
+            if gradient is None:
+                (output * backward_scale).backward()
+            else:
+                torch.autograd.backward(output, gradient)
 
     run.buffers.zero(run.plan.num_microbatches(iteration))
     with timers("forward-backward", 1):
-        run_schedule(one_forward_one_backward(0, 1, run.plan.num_microbatches(iteration)), forward, backward)
+        run.pipeline.run(run.plan.num_microbatches(iteration), _forwards(run, forward_step, samples, totals, dropout),
+                         backward)
     with timers("all-grads-sync", 1):
         run.buffers.reduce()
         totals[2] = flag()
         local = totals[0].clone()
-        if runtime.ctx.tp.rank:             # tensor-parallel ranks have the same loss: it counts once
-            totals[:2] = 0
-        all_reduce_(totals, runtime.ctx.world)
+        _sum_losses(run, totals)
     loss_sum, tokens, flags = totals.tolist()
     loss = loss_sum / max(1.0, tokens)
     _check_loss(run, iteration, loss, local)
@@ -86,6 +83,38 @@ def train_step(run: Run, forward_step: ForwardStep, samples: Iterator[torch.Tens
                         f"lower --lr, or --no-check-for-nan-in-loss-and-grad to go on regardless")
     zeros = None if result.num_zeros is None else result.num_zeros - run.plan.num_padding
     return StepOutcome(loss, result.ok, result.grad_norm, zeros, time.perf_counter() - start, int(flags))
+
+
+def _forwards(run: Run, forward_step: ForwardStep, samples: Iterator[torch.Tensor], totals: torch.Tensor,
+              dropout: Callable[[int], DropoutSeeds | None]) -> Forward:
+    """The forward of a schedule: reads a micro-batch when it comes to this rank's first chunk, keeps it for the others,
+    and adds the last chunk's loss and tokens to `totals`."""
+    batches: dict[int, Batch] = {}
+    chunks, timers = len(run.model), run.timers
+
+    def forward(micro_batch: int, chunk: int, hidden: torch.Tensor | None) -> torch.Tensor:
+        if chunk == 0:
+            with timers("batch-generator", 2):
+                batches[micro_batch] = make_batch(next_samples(samples), run.rules, run.runtime.device, dropout(micro_batch))
+        batch = batches.pop(micro_batch) if chunk == chunks - 1 else batches[micro_batch]
+        with timers("forward-compute", 2):
+            output = forward_step(batch if hidden is None else replace(batch, hidden=hidden), run.model[chunk])
+        if not run.pipeline.is_last(chunk):
+            return output
+        loss, tokens = output
+        totals[0] += loss.detach()
+        totals[1] += tokens
+        return loss
+
+    return forward
+
+
+def _sum_losses(run: Run, totals: torch.Tensor) -> None:
+    """Sum (losses, tokens, more) over all ranks: stages before the last have none of the first two, and tensor-parallel
+    ranks have the same, which counts once."""
+    if run.runtime.ctx.tp.rank:
+        totals[:2] = 0
+    all_reduce_(totals, run.runtime.ctx.world)
 
 
 def next_samples(samples: Iterator[torch.Tensor]) -> torch.Tensor:
@@ -125,16 +154,13 @@ def evaluate(run: Run, forward_step: ForwardStep, samples: Iterator[torch.Tensor
     batch_size = run.plan.batch.final_global_batch_size
     micro_batches = batch_size // run.plan.batch.divisor
     totals = torch.zeros(2, dtype=torch.float64, device=run.runtime.device)
+    forward = _forwards(run, forward_step, samples, totals, lambda micro_batch: None)
     tell(f"Evaluating on {eval_iters * batch_size} samples")
     for iteration in range(1, eval_iters + 1):
         tell(f"Evaluating iter {iteration}/{eval_iters}")
-        for _ in range(micro_batches):
-            batch = make_batch(next_samples(samples), run.rules, run.runtime.device)
-            loss, tokens = forward_step(batch, run.model)
-            totals[0] += loss
-            totals[1] += tokens
+        run.pipeline.run(micro_batches, forward)
         if stop and stop():
             return None
-    all_reduce_(totals, run.runtime.ctx.dp_cp)
+    _sum_losses(run, totals)
     loss_sum, tokens = totals.tolist()
     return {"lm loss": loss_sum / max(1.0, tokens)}

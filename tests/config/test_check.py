@@ -77,9 +77,8 @@ ONE_PROBLEM = [
     ("--fp32-residual-connection", "--fp32-residual-connection: needs --fp16 or --bf16"),
     ("--bf16 --fp16-lm-cross-entropy", "--fp16-lm-cross-entropy: needs --fp16"),
     ("--fp16 --initial-loss-scale 2 --min-loss-scale 4", "--initial-loss-scale 2.0: less than --min-loss-scale 4.0"),
-    ("--pipeline-model-parallel-size 4", "--pipeline-model-parallel-size 4: not supported yet in this version; use data or "
-                                         "tensor parallelism: torchrun --nproc-per-node N"),
-    ("--context-parallel-size 2", "--context-parallel-size 2: not supported yet"),
+    ("--cp-comm-type a2a", "--cp-comm-type a2a: not supported; use p2p (keys and values go round a ring"),
+    ("--cp-comm-type a2a+p2p", "--cp-comm-type a2a+p2p: not supported; use p2p"),
     ("--expert-model-parallel-size 2", "--expert-model-parallel-size 2: not supported yet"),
     ("--overlap-param-gather --overlap-grad-reduce", "--overlap-param-gather: needs --use-distributed-optimizer; add that"),
     ("--overlap-param-gather --use-distributed-optimizer", "--overlap-param-gather: needs --overlap-grad-reduce; add that"),
@@ -228,7 +227,7 @@ def test_the_batch_must_fit_the_ranks(world_size, batch, words):
     assert words in line
 
 
-TP = "--tensor-model-parallel-size"
+TP, CP = "--tensor-model-parallel-size", "--context-parallel-size"
 
 
 @pytest.mark.parametrize(("flags", "world_size", "line"), [
@@ -241,6 +240,22 @@ TP = "--tensor-model-parallel-size"
     (f"{TP} 4 --sequence-parallel --seq-length 30", 4,
      f"--seq-length 30: --sequence-parallel splits it over {TP} 4, of which it is not a multiple; use 28 or 32, or leave "
      "--sequence-parallel out"),
+    (f"{CP} 2 --seq-length 30", 2,
+     f"--seq-length 30: {CP} 2 cuts it into 4 chunks, of which it is not a multiple; use 28 or 32, or fewer "
+     "context-parallel ranks"),
+    (f"{CP} 16 --seq-length 30", 16,
+     f"--seq-length 30: {CP} 16 cuts it into 32 chunks, of which it is not a multiple; use 32, or fewer context-parallel "
+     "ranks"),
+    (f"{CP} 2 {TP} 4 --sequence-parallel --seq-length 28", 8,
+     f"--seq-length 28: --sequence-parallel splits it over {TP} 4 x {CP} 2, of which it is not a multiple; use 24 or 32, or "
+     "leave --sequence-parallel out"),
+    (f"{CP} 2 {TP} 4 --sequence-parallel --seq-length 30", 8,
+     f"--seq-length 30: {CP} 2 cuts it into 4 chunks, of which it is not a multiple; use 24 or 32, or fewer "
+     "context-parallel ranks"),
+    (f"{CP} 2", 1, f"{CP} 2: one copy of the model takes 2 ranks, and the 1 of this run are not a multiple; use torchrun "
+     "--nproc-per-node 2"),
+    (f"{TP} 2 {CP} 2", 6, f"{TP} 2 x {CP} 2: one copy of the model takes 4 ranks, and the 6 of this run are not a multiple; "
+     "use torchrun --nproc-per-node 4 or torchrun --nproc-per-node 8"),
     (f"{TP} 2", 1, f"{TP} 2: one copy of the model takes 2 ranks, and the 1 of this run are not a multiple; use torchrun "
      "--nproc-per-node 2"),
     (f"{TP} 2", 5, f"{TP} 2: one copy of the model takes 2 ranks, and the 5 of this run are not a multiple; use torchrun "
@@ -254,10 +269,59 @@ def test_what_does_not_split_over_the_ranks(flags, world_size, line):
 @pytest.mark.parametrize(("flags", "world_size"), [
     (f"{TP} 2", 2), (f"{TP} 4 --sequence-parallel", 8), (f"{TP} 4 --seq-length 30", 4), (f"{TP} 2 --vocab-size 99", 2),
     (f"{TP} 2 --group-query-attention --num-query-groups 2 --sequence-parallel", 4),
-    (f"{TP} 4 --hidden-size 62 --kv-channels 8", 4)])
+    (f"{TP} 4 --hidden-size 62 --kv-channels 8", 4), (f"{CP} 2", 2), (f"{CP} 3 --seq-length 30", 3),
+    (f"{CP} 4 {TP} 2 --sequence-parallel --cp-comm-type all_gather", 16), (f"{CP} 2 {TP} 4 --seq-length 28", 8)])
 def test_what_splits_over_the_ranks(flags, world_size):
     """... sequence parallelism is then on without a word; a split sequence is the only reason to split the length."""
     assert checked(flags, world_size) == ([], [])
+
+
+PP, PER_CHUNK = "--pipeline-model-parallel-size", "--num-layers-per-virtual-pipeline-stage"
+CHUNKS, FIRST = "--num-virtual-stages-per-pipeline-rank", "--decoder-first-pipeline-num-layers"
+
+
+@pytest.mark.parametrize(("flags", "world_size", "line"), [
+    (f"--num-layers 80 {PP} 16 {PER_CHUNK} 2 --global-batch-size 64", 16,
+     f"{PER_CHUNK} 2: --num-layers 80 is not a multiple of {PP} 16 x 2 = 32; give {PER_CHUNK} 1 or 5"),
+    (f"{PP} 4", 4, f"--num-layers 2 with {PP} 4: the layers are less than 4, and each (virtual) stage needs one; give fewer "
+     "stages, or more layers"),
+    (f"--num-layers 8 {PP} 2 {FIRST} 8", 2, f"--num-layers 8 with {PP} 2, {FIRST} 8: the layers leave 0 for 1 stages, and "
+     "each (virtual) stage needs one; give sizes that add up"),
+    (f"--num-layers 8 {PP} 2 {CHUNKS} 0", 2, f"{CHUNKS} 0: must be at least 1"),
+    (f"--num-layers 8 {PP} 2 {CHUNKS} 2 {PER_CHUNK} 2", 2,
+     f"{PER_CHUNK} 2 and {CHUNKS} 2 say the same thing: give one of them"),
+    (f"--num-layers 8 {CHUNKS} 2", 1, f"{CHUNKS} 2 makes 2 virtual stages, which {PP} 1 has no use for: remove it, or give "
+     "at least 2 stages"),
+    (f"{FIRST} 1", 1, f"{FIRST} 1: there is only one stage; remove it, or give {PP}"),
+    (f"--num-layers 8 {PP} 4 {CHUNKS} 2 --global-batch-size 12", 4,
+     f"6 micro-batches are not a multiple of {PP} 4, as 2 virtual stages per rank need: choose --global-batch-size for 8 "
+     f"(or 4) of them, or remove {PER_CHUNK} / {CHUNKS}"),
+    (f"{PP} 2", 5, f"{PP} 2: one copy of the model takes 2 ranks, and the 5 of this run are not a multiple; use torchrun "
+     "--nproc-per-node 4 or torchrun --nproc-per-node 6"),
+    (f"{PP} 2 {TP} 2 --dry-run --world-size 6", 6, f"{TP} 2 x {PP} 2: one copy of the model takes 4 ranks, and the 6 of "
+     "this run are not a multiple; use --world-size 4 or --world-size 8"),
+])
+def test_what_makes_no_pipeline(flags, world_size, line):
+    assert checked(flags, world_size)[0] == [line]
+
+
+@pytest.mark.parametrize(("flags", "world_size"), [
+    (f"--num-layers 30 {PP} 4", 4), (f"--num-layers 80 {PP} 16 {PER_CHUNK} 5 --global-batch-size 64", 32),
+    (f"--num-layers 80 {PP} 16 {CHUNKS} 2 --global-batch-size 32", 16), (f"--num-layers 5 {PP} 2 {FIRST} 2", 4),
+    (f"--num-layers 5 {PP} 2 --no-overlap-p2p-communication", 2),
+    (f"--num-layers 8 {PP} 4 --global-batch-size 12", 4)])
+def test_what_makes_a_pipeline(flags, world_size):
+    assert checked(flags, world_size) == ([], [])
+
+
+def test_every_phase_of_a_ramp_must_fit_an_interleaved_pipeline():
+    """... of those that are still to come; evaluation has the size of the last one."""
+    base = BASE.replace("--train-iters 10", "--train-samples 1000").replace("--num-layers 2", "--num-layers 8")
+    flags = f"{PP} 2 {CHUNKS} 2 --global-batch-size 16 --rampup-batch-size"
+    assert checked(f"{flags} 4 4 100", 2, base=base)[0] == []
+    lines = checked(f"{flags} 2 2 100", 2, base=base)[0]
+    assert [line.split(" are not")[0] for line in lines] == [f"{n} micro-batches" for n in (1, 3, 5, 7)]
+    assert checked(f"{flags} 2 2 100 --load x", 2, base=base)[0] == []
 
 
 def test_instances_of_the_distributed_optimizer():
@@ -302,12 +366,14 @@ def test_nccl_between_cpu_ranks():
     ("--swiglu --no-bias-gelu-fusion", "--no-bias-gelu-fusion: no effect without a GELU with biases"),
     ("--attention-softmax-in-fp32", "no effect here, because the softmax is always computed in fp32"),
     ("--no-save-rng", "no effect here, because there is no random state to save"),
+    ("--cp-comm-type all_gather", "--cp-comm-type all_gather: no effect without --context-parallel-size"),
     ("--ddp-bucket-size 100", "--ddp-bucket-size 100: no effect with one data-parallel rank"),
     ("--ddp-num-buckets 3", "--ddp-num-buckets 3: no effect with one data-parallel rank"),
     ("--use-distributed-optimizer", "--use-distributed-optimizer: no effect with one data-parallel rank"),
     ("--overlap-grad-reduce", "--overlap-grad-reduce: no effect with one data-parallel rank"),
     ("--sequence-parallel", "--sequence-parallel: switched off, because --tensor-model-parallel-size is 1"),
     ("--split 8,1,1", "--split 8,1,1: no effect without --data-path"),
+    ("--no-overlap-p2p-communication", "--no-overlap-p2p-communication: no effect without --pipeline-model-parallel-size"),
 ])
 def test_what_is_only_said(flags, note):
     problems, notes = checked(flags)

@@ -279,7 +279,13 @@ def test_the_first_lines_are_megatrons(seed_line):
     ("--apply-query-key-layer-scaling", {"attention_softmax_in_fp32": "True"}),
     ("--weight-decay-incr-style linear --start-weight-decay 0 --end-weight-decay 0.1", {
         "start_weight_decay": "0.0", "end_weight_decay": "0.1"}),
-    ("--sequence-parallel", {"sequence_parallel": "False"}),
+    ("--sequence-parallel", {"sequence_parallel": "False", "virtual_pipeline_model_parallel_size": "None"}),
+    ("--dry-run --world-size 2 --num-layers 8 --pipeline-model-parallel-size 2 --global-batch-size 8 "
+     "--num-layers-per-virtual-pipeline-stage 2", {
+         "overlap_p2p_comm": "True", "virtual_pipeline_model_parallel_size": "2",
+         "num_layers_per_virtual_pipeline_stage": "2", "transformer_pipeline_model_parallel_size": "2"}),
+    ("--dry-run --world-size 2 --pipeline-model-parallel-size 2 --no-overlap-p2p-communication", {
+        "overlap_p2p_comm": "False", "virtual_pipeline_model_parallel_size": "None"}),
     ("--no-save-rng --load x --no-load-optim", {"no_save_rng": "True", "no_load_optim": "True", "no_load_rng": "None"}),
     ("--device cuda --distributed-backend nccl", {"distributed_backend": "nccl", "device": "cuda"}),
     ("--decoupled-lr 0.5 --decoupled-min-lr 0.1 --qk-layernorm --apply-wd-to-qk-layernorm", {

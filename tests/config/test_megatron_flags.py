@@ -65,7 +65,7 @@ def test_the_default_is_megatrons_and_typing_it_is_silent(era, name, spelling, d
 def test_the_seeds_dump_has_the_defaults_of_the_foreign_flags():
     shown = {name: str(list(f.default) if isinstance(f.default, tuple) else f.default) for name, f in FOREIGN.items()}
     differ = {name for name in SEED if name in FOREIGN and shown[name] != SEED[name]}
-    assert differ == {"overlap_p2p_comm", "retriever_report_topk_accuracies"}  # switched off without pipeline; left out
+    assert differ == {"retriever_report_topk_accuracies"}                       # left out
 
 
 def _typed_otherwise(flag: megatron_flags.ForeignFlag) -> list[str]:
@@ -138,7 +138,7 @@ def test_an_ordinary_typing_error_is_not_taken_for_a_family():
 def test_the_dump_has_the_flags_of_2024_and_those_that_were_typed():
     plain = megatron_flags.dumped({})
     assert set(plain) == {name for name in SEED if name in FOREIGN and FOREIGN[name].dump}
-    assert all(str(value) == SEED[name] for name, value in plain.items() if name != "overlap_p2p_comm")
+    assert all(str(value) == SEED[name] for name, value in plain.items())
     typed = parse(PARSER, ["--wandb-project", "p", "--profile-ranks", "1", "2", "--ckpt-format", "torch"]).typed
     more = megatron_flags.dumped(typed)
     assert (more["wandb_project"], more["profile_ranks"], more["ckpt_format"]) == ("p", [1, 2], "torch")

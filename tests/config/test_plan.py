@@ -68,6 +68,20 @@ def test_tensor_parallel_ranks_share_what_is_split():
     assert f"parameters: {whole + split}, {whole + split // 4} on a rank" in describe(config, p)
 
 
+def test_a_stage_has_the_layers_of_its_chunks_and_the_ends_of_the_model():
+    config, p = plan(4, num_layers=30, pipeline_model_parallel_size=4, num_virtual_stages_per_pipeline_rank=2)
+    assert p.layers_per_stage[1] == (range(3, 6), range(18, 22)) and p.data_parallel_size == 1
+    assert "  stage 1: layers 3 to 5 and 18 to 21" in describe(config, p)
+    names = [{spec.name for spec in p.parameters_of(stage)} for stage in range(4)]
+    assert {name.split(".")[2] for name in names[1]} == set("3 4 5 18 19 20 21".split())
+    tied, ends = "embedding.word_embeddings.weight", {"decoder.final_layernorm.weight", "decoder.final_layernorm.bias"}
+    assert names[0] & names[3] == {tied} and ends < names[3]
+    assert sum(parameters_per_rank(config, p, stage) for stage in range(4)) == p.num_parameters + 50304 * 1024
+    _, p = plan(4, num_layers=30, pipeline_model_parallel_size=4, decoder_first_pipeline_num_layers=6,
+                decoder_last_pipeline_num_layers=6)
+    assert [len(chunk) for [chunk] in p.layers_per_stage] == [6, 9, 9, 6]
+
+
 def test_description_names_what_follows():
     config, p = plan(2)
     text = "\n".join(describe(config, p))

@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from megatron.config.parallel import ParallelConfig
 from megatron.config.parameters import count_parameters, parameter_table
 from megatron.config.precision import PrecisionConfig
-from megatron.model.gpt import GPTModel, stage_layers
+from megatron.model.gpt import GPTModel, hidden_dtype
 from megatron.model.layer import Recompute
-from megatron.parallel.context import Axis, ParallelContext
+from megatron.parallel.context import ParallelContext
 from megatron.parallel.random import DropoutSeeds
 from tests.model.tiny import PADDED, SEEDS, VOCAB, loss_and_grads, tiny_config, tiny_model, tokens
 
@@ -370,19 +370,31 @@ def test_without_positions_any_length_goes():
 
 
 def test_stages_hold_global_layer_numbers_and_chain():
-    """Two pipeline stages, each built alone, give the loss of one process."""
-    assert [stage_layers(6, Axis("pp", 3, rank)) for rank in range(3)] == [range(0, 2), range(2, 4), range(4, 6)]
+    """Chunks of a model, each built alone, give the loss of the whole."""
     for flags in ({}, LLAMA):
-        whole, stages = tiny_model(num_layers=4, **flags), []
-        for rank in (0, 1):
-            ctx = ParallelContext(ParallelConfig())
-            ctx.pp = Axis("pp", 2, rank)
-            stages.append(tiny_model(num_layers=4, ctx=ctx, **flags))
-        assert list(stages[1].decoder.layers) == ["2", "3"]
-        assert stages[1].output_layer.weight.sharding.partial == (() if flags else ("ends",))
+        whole = tiny_model(num_layers=4, **flags)
+        first, middle, last = (tiny_model(num_layers=4, layers=layers, **flags) for layers in (
+            range(0, 1), range(1, 3), range(3, 4)))
+        assert list(middle.decoder.layers) == ["1", "2"] and list(last.decoder.layers) == ["3"]
+        assert [chunk.embedding is not None for chunk in (first, middle, last)] == [True, False, False]
+        assert [chunk.output_layer is not None for chunk in (first, middle, last)] == [False, False, True]
+        assert last.output_layer.weight.sharding.partial == (() if flags else ("ends",))
         ids, labels = tokens()
-        chained = stages[1](None, labels=labels, hidden=stages[0](ids))
+        chained = last(None, labels=labels, hidden=middle(ids, hidden=first(ids)))
         assert torch.equal(chained, whole(ids, labels=labels))
+
+
+def test_a_chunk_without_embedding_needs_hidden_states():
+    with pytest.raises(ValueError, match="forward_step must pass hidden=batch.hidden"):
+        tiny_model(layers=range(1, 2))(tokens()[0])
+
+
+@pytest.mark.parametrize("flags", [{}, dict(fp32_residual_connection=True), dict(
+    fp32_residual_connection=True, apply_residual_connection_post_layernorm=True)], ids=str)
+def test_the_number_format_between_chunks(flags):
+    hidden = tiny_model(torch.bfloat16, layers=range(0, 2), **flags)(tokens()[0])
+    assert hidden.dtype == hidden_dtype(tiny_config(**flags), torch.bfloat16)
+    assert hidden.dtype == (torch.float32 if len(flags) == 1 else torch.bfloat16)
 
 
 def test_builds_on_the_meta_device():

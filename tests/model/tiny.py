@@ -29,11 +29,11 @@ def tiny_config(**flags: Any) -> ModelConfig:
 def tiny_model(dtype: torch.dtype = torch.float32, *, recompute: Recompute | None = None, seed: int = 1234,
                ctx: ParallelContext | None = None, vocab: int = VOCAB, padded: int = PADDED,
                precision: PrecisionConfig | None = None, implementation: str = "auto", scramble: bool = False,
-               **flags: Any) -> GPTModel:
-    """The model, filled; `scramble` moves norms and biases off their first values 1 and 0."""
+               layers: range | None = None, **flags: Any) -> GPTModel:
+    """The model (its part with `layers`), filled; `scramble` moves norms and biases off their first values 1 and 0."""
     ctx = ctx or ParallelContext(ParallelConfig())
     model = GPTModel(tiny_config(**flags), precision or PrecisionConfig(), ctx, padded, vocab, dtype,
-                     recompute=recompute, attention_implementation=implementation)
+                     layers=layers, recompute=recompute, attention_implementation=implementation)
     init_parameters(model.parameters(), ctx, seed)
     if scramble:
         generator = torch.Generator().manual_seed(5)

@@ -1,25 +1,34 @@
-"""The runner of schedules: what it calls, in which order, and that it keeps no activation longer than its list says."""
+"""The runner of schedules: what it calls in which order, what it keeps, what it sends, and how long stages idle."""
 from __future__ import annotations
 
 import gc
+import time
 import weakref
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from megatron.parallel.pipeline import run_schedule
-from megatron.parallel.schedules import Step, one_forward_one_backward
+from megatron.config.parallel import ParallelConfig
+from megatron.config.stages import activations_alive, bubble_fraction
+from megatron.parallel import pipeline
+from megatron.parallel.context import ParallelContext
+from megatron.parallel.pipeline import Pipeline, run_schedule, stage_schedule
+from megatron.parallel.schedules import Step, compute_order, one_forward_one_backward
+from tests.forkrun import run_ranks
+
+CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize("stage, stages", [(0, 1), (0, 4), (2, 4)])
 def test_steps_run_in_order_and_backward_gets_its_own_forward(stage, stages):
     said = []
 
-    def forward(micro_batch: int) -> torch.Tensor:
-        said.append(Step("forward", micro_batch))
+    def forward(micro_batch: int, chunk: int, hidden: None) -> torch.Tensor:
+        said.append(Step("forward", micro_batch, chunk))
         return torch.tensor(micro_batch)
 
-    def backward(output: torch.Tensor) -> None:
+    def backward(output: torch.Tensor, gradient: None) -> None:
         said.append(Step("backward", output.item()))
 
     steps = one_forward_one_backward(stage, stages, 5)
@@ -31,12 +40,12 @@ def test_an_output_is_let_go_after_its_backward():
     outputs: list[weakref.ref] = []
     alive = []
 
-    def forward(micro_batch: int) -> torch.Tensor:
+    def forward(*_: object) -> torch.Tensor:
         output = torch.zeros(3)
         outputs.append(weakref.ref(output))
         return output
 
-    def backward(output: torch.Tensor) -> None:
+    def backward(*_: object) -> None:
         gc.collect()
         alive.append(sum(reference() is not None for reference in outputs))
 
@@ -45,5 +54,131 @@ def test_an_output_is_let_go_after_its_backward():
 
 
 def test_a_forgotten_backward_is_noticed():
-    with pytest.raises(AssertionError, match=r"\[1\] had no backward"):
-        run_schedule([Step("forward", 0), Step("forward", 1), Step("backward", 0)], torch.tensor, lambda output: None)
+    with pytest.raises(AssertionError, match=r"had no backward': \[\(1, 0\)\]"):
+        run_schedule([Step("forward", 0), Step("forward", 1), Step("backward", 0)], lambda *_: torch.zeros(()),
+                     lambda *_: None)
+
+
+def test_lists_are_made_once():
+    assert stage_schedule(1, 4, 8, 2, False, True) is stage_schedule(1, 4, 8, 2, False, True)
+
+
+SHAPE = (3, 2)
+
+
+class Toy:
+    """A chain of virtual stages x -> tanh(x * weight) in float64; the last one's sum is the loss."""
+
+    def __init__(self, rank: int, world: int, chunks: int, overlap: bool = True):
+        ctx = ParallelContext(ParallelConfig(pipeline_model_parallel_size=world), world, rank)
+        self.pipeline = Pipeline(ctx, chunks, SHAPE, torch.float64, CPU, overlap)
+        self.first = rank == 0
+        self.weights = [torch.full((), 1.0 + 0.1 * (chunk * world + rank), dtype=torch.float64, requires_grad=True)
+                        for chunk in range(chunks)]
+        self.losses: list[float] = []
+        self.order: list[tuple] = []
+        self.made: dict[tuple, weakref.ref] = {}
+        self.most_alive = self.most_outputs = 0
+
+    def forward(self, micro_batch: int, chunk: int, hidden: torch.Tensor | None) -> torch.Tensor:
+        assert (hidden is None) == (self.first and chunk == 0)
+        x = torch.full(SHAPE, 0.1 * (micro_batch + 1), dtype=torch.float64) if hidden is None else hidden
+        y = torch.tanh(x * self.weights[chunk])
+        self.order.append(("forward", micro_batch, chunk))
+        if self.pipeline.is_last(chunk):
+            self.losses.append(y.sum().item())
+            return y.sum()
+        self.most_outputs = max(self.most_outputs, sum(made() is not None for made in self.made.values()))
+        y = y + 0                     # nobody's saved tensor
+        self.made[micro_batch, chunk] = weakref.ref(y)
+        return y
+
+    def backward(self, output: object, gradient: torch.Tensor | None) -> None:
+        self.order.append(("backward",))
+        torch.autograd.backward(output, gradient)
+
+
+def toy_run(rank: int, world: int, micro_batches: int, chunks: int, overlap: bool) -> tuple:
+    toy = Toy(rank, world, chunks, overlap)
+    toy.pipeline.run(micro_batches, toy.forward, toy.backward)
+    train_order, toy.order = toy.order, []
+    gradients = [weight.grad.item() for weight in toy.weights]
+    losses, toy.losses = toy.losses, []
+    with torch.no_grad():
+        toy.pipeline.run(micro_batches, toy.forward)
+    assert toy.losses == losses and all(order[0] == "forward" for order in toy.order)
+    return losses, gradients, train_order, toy.most_outputs
+
+
+def toy_alone(virtual: int, micro_batches: int) -> tuple[list[float], list[float]]:
+    """(losses, gradients by virtual stage) in one piece."""
+    weights = [torch.full((), 1.0 + 0.1 * i, dtype=torch.float64, requires_grad=True) for i in range(virtual)]
+    losses = []
+    for m in range(micro_batches):
+        x = torch.full(SHAPE, 0.1 * (m + 1), dtype=torch.float64)
+        for weight in weights:
+            x = torch.tanh(x * weight)
+        losses.append(x.sum())
+    sum(losses).backward()
+    return [loss.item() for loss in losses], [weight.grad.item() for weight in weights]
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("stages, micro_batches, chunks", [(2, 1, 1), (2, 5, 1), (4, 2, 1), (4, 9, 1), (2, 2, 2), (2, 4, 3),
+                                                           (3, 6, 2)])
+def test_gradients_of_a_pipeline_are_those_of_the_whole(stages, micro_batches, chunks, overlap):
+    """In the order of the list; training, then evaluation; the outputs that were sent are not kept for backward."""
+    ranks = run_ranks(stages, toy_run, micro_batches, chunks, overlap, seconds=60)
+    losses, gradients = toy_alone(stages * chunks, micro_batches)
+    assert ranks[-1][0] == losses and all(rank[0] == [] for rank in ranks[:-1])
+    found = [ranks[stage][1][chunk] for chunk in range(chunks) for stage in range(stages)]
+    assert found == pytest.approx(gradients, rel=1e-12)
+    for stage, (_, _, order, most_outputs) in enumerate(ranks):
+        want = compute_order(stage, stages, micro_batches, chunks)
+        assert [step[0] for step in order] == [step.kind for step in want]
+        assert [step[1:] for step in order if len(step) > 1] == [step[1:3] for step in want if step.kind == "forward"]
+        assert most_outputs <= (pipeline.SENDS_UNDER_WAY if overlap else 0) + 1
+
+
+def test_a_wrong_shape_is_not_sent():
+    def forward(*_: object) -> torch.Tensor:
+        return torch.zeros(1, 2)
+
+    ctx = ParallelContext(ParallelConfig())
+    links = pipeline.Links(ctx.pp, ctx.pp, SHAPE, torch.float32, CPU)
+    with pytest.raises(AssertionError, match="send_activation.*1, 2"):
+        run_schedule([Step("forward", 0), Step("send_activation", 0, 0, 1)], forward, None, links)
+
+
+def sleeping_run(rank: int, world: int, micro_batches: int, chunks: int, seconds: float) -> float:
+    """Seconds of a step whose chunks only sleep, a backward twice as long as a forward."""
+    toy = Toy(rank, world, chunks)
+
+    def forward(micro_batch: int, chunk: int, hidden: torch.Tensor | None) -> torch.Tensor:
+        time.sleep(seconds / 3 / chunks)
+        return toy.forward(micro_batch, chunk, hidden)
+
+    def backward(output: object, gradient: torch.Tensor | None) -> None:
+        time.sleep(2 * seconds / 3 / chunks)
+        torch.autograd.backward(output, gradient)
+
+    best = float("inf")
+    for _ in range(4):
+        dist.barrier()
+        start = time.perf_counter()
+        toy.pipeline.run(micro_batches, forward, backward)
+        dist.barrier()
+        best = min(best, time.perf_counter() - start)
+    return best
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_the_measured_bubble_is_that_of_the_formula(chunks):
+    """8 stages, 8 micro-batches, within 5 % of (p - 1) / (v m)."""
+    stages, micro_batches, seconds = 8, 8, 0.4
+    taken = max(run_ranks(stages, sleeping_run, micro_batches, chunks, seconds))
+    bubble = taken / (micro_batches * seconds) - 1
+    print(f"{chunks} chunks: bubble {bubble:.4f}, by formula {bubble_fraction(stages, micro_batches, chunks):.4f}")
+    assert bubble == pytest.approx(bubble_fraction(stages, micro_batches, chunks), rel=0.05)
+    assert activations_alive(0, stages, micro_batches) == stages

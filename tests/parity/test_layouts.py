@@ -15,13 +15,20 @@ from megatron.training.trained_model import open_trained_model
 from tests.forkrun import ROOT
 from tests.runs import NO_DROPOUT, SMALL, Finished, same_tensors, train, with_flags, write_text
 
-TP, SP = "--tensor-model-parallel-size", "--sequence-parallel"
+TP, SP, CP = "--tensor-model-parallel-size", "--sequence-parallel", "--context-parallel-size"
+GATHER = ("--cp-comm-type", "all_gather")
+PP, CHUNKS = "--pipeline-model-parallel-size", "--num-virtual-stages-per-pipeline-rank"
+PER_CHUNK, NO_OVERLAP = "--num-layers-per-virtual-pipeline-stage", "--no-overlap-p2p-communication"
 GPT2 = ()
 UNTIED = ("--untie-embeddings-and-output-weights", "--qk-layernorm", "--reset-attention-mask", "--reset-position-ids",
           "--eod-mask-loss")
 LLAMA = ("--untie-embeddings-and-output-weights", "--position-embedding-type", "rope", "--swiglu", "--normalization",
          "RMSNorm", "--disable-bias-linear", "--group-query-attention", "--num-query-groups", "4", "--num-attention-heads",
          "8")
+DEEP = ("--num-layers", "4")
+DEEPER = ("--num-layers", "8")
+ODD = ("--num-layers", "7")
+DROPOUT = ("--hidden-dropout", "0.1", "--attention-dropout", "0.1")
 SELECTIVE = ("--recompute-activations",)
 FULL = ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1")
 DISTRIBUTED = ("--use-distributed-optimizer",)
@@ -47,6 +54,9 @@ CASES = {
     "dp2, distributed optimizer": Case(GPT2, 2, DISTRIBUTED, steps=10),
     "dp4, distributed optimizer in 2 instances, overlap": Case(UNTIED, 4, (*OVERLAP, *INSTANCES, "--micro-batch-size",
                                                                                        "1"), steps=10),
+    "cp2, untied, masked documents": Case(UNTIED, 2, (CP, "2"), steps=10),
+    "pp2": Case(GPT2, 2, (PP, "2"), steps=10),
+    "pp2 vpp2": Case(DEEP, 2, (PP, "2", CHUNKS, "2"), steps=10),
 }
 CAMPAIGN = {
     "tp2, 20 steps": Case(GPT2, 2, (TP, "2")),
@@ -75,6 +85,47 @@ CAMPAIGN = {
     "tp2 sp dp2, distributed optimizer, overlap, rotary swiglu RMSNorm GQA": Case(LLAMA, 4, (TP, "2", SP, *OVERLAP)),
     "dp4, distributed optimizer in 2 instances, overlap, rotary swiglu RMSNorm GQA, fp32":
         Case(LLAMA, 4, (*OVERLAP, *INSTANCES), precision=""),
+    "cp2": Case(GPT2, 2, (CP, "2")),
+    "cp4": Case(GPT2, 4, (CP, "4")),
+    "cp2 all_gather": Case(GPT2, 2, (CP, "2", *GATHER)),
+    "cp2 dp2": Case(GPT2, 4, (CP, "2")),
+    "cp2 tp2 sp": Case(GPT2, 4, (CP, "2", TP, "2", SP)),
+    "cp2 tp2 sp dp2": Case(GPT2, 8, (CP, "2", TP, "2", SP)),
+    "cp8, one large micro-batch": Case(GPT2, 8, (CP, "8", "--micro-batch-size", "8")),
+    "cp2, rotary swiglu RMSNorm GQA": Case(LLAMA, 2, (CP, "2")),
+    "cp2 tp2, rotary swiglu RMSNorm GQA, all_gather": Case(LLAMA, 4, (CP, "2", TP, "2", *GATHER)),
+    "cp4, untied, masked documents": Case(UNTIED, 4, (CP, "4")),
+    "cp2 tp2 sp, untied, masked documents, all_gather": Case(UNTIED, 4, (CP, "2", TP, "2", SP, *GATHER)),
+    "cp2, selective recompute": Case(UNTIED, 2, (CP, "2"), only=SELECTIVE),
+    "cp2 tp2 sp, full recompute": Case(LLAMA, 4, (CP, "2", TP, "2", SP), only=FULL),
+    "cp4, fp32": Case(GPT2, 4, (CP, "4"), precision=""),
+    "cp2 tp2 sp, rotary swiglu RMSNorm GQA, fp32": Case(LLAMA, 4, (CP, "2", TP, "2", SP), precision=""),
+    "pp2, 20 steps": Case(GPT2, 2, (PP, "2")),
+    "pp4": Case(DEEP, 4, (PP, "4")),
+    "pp2 vpp2, 20 steps": Case(DEEP, 2, (PP, "2", CHUNKS, "2")),
+    "pp2 vpp4": Case(DEEPER, 2, (PP, "2", PER_CHUNK, "1")),
+    "pp4 vpp2": Case(DEEPER, 4, (PP, "4", CHUNKS, "2")),
+    "pp2, no overlap": Case(GPT2, 2, (PP, "2", NO_OVERLAP)),
+    "pp4 vpp2, no overlap": Case(DEEPER, 4, (PP, "4", CHUNKS, "2", NO_OVERLAP)),
+    "pp2 dp2": Case(GPT2, 4, (PP, "2")),
+    "tp2 sp pp2": Case(GPT2, 4, (TP, "2", SP, PP, "2")),
+    "tp2 sp pp2 vpp2 dp2": Case(DEEP, 8, (TP, "2", SP, PP, "2", CHUNKS, "2")),
+    "pp4, uneven: 1, 2, 2 and 2 layers": Case(ODD, 4, (PP, "4")),
+    "pp2, uneven: 2 and 5 layers": Case(ODD, 2, (PP, "2", "--decoder-first-pipeline-num-layers", "2")),
+    "pp4, uneven: 2, 2, 2 and 1 layers": Case(ODD, 4, (PP, "4", "--decoder-last-pipeline-num-layers", "1")),
+    "pp2 vpp2, uneven: 1 + 2 and 2 + 2 layers": Case(ODD, 2, (PP, "2", CHUNKS, "2")),
+    "pp2, untied, masked documents": Case(UNTIED, 2, (PP, "2")),
+    "pp2 vpp2, untied, masked documents": Case(UNTIED + DEEP, 2, (PP, "2", CHUNKS, "2")),
+    "pp2, rotary swiglu RMSNorm GQA": Case(LLAMA, 2, (PP, "2")),
+    "tp2 sp pp2, rotary swiglu RMSNorm GQA": Case(LLAMA, 4, (TP, "2", SP, PP, "2")),
+    "pp2 vpp2, selective recompute": Case(DEEP, 2, (PP, "2", CHUNKS, "2"), only=SELECTIVE),
+    "pp2 vpp2, full recompute": Case(DEEP, 2, (PP, "2", CHUNKS, "2"), only=FULL),
+    "pp2, one micro-batch": Case(GPT2, 2, (PP, "2", "--micro-batch-size", "8")),
+    "pp4, one micro-batch": Case(DEEP, 4, (PP, "4", "--micro-batch-size", "8")),
+    "pp2, dropout": Case(GPT2 + DROPOUT, 2, (PP, "2")),
+    "pp2 vpp2, dropout": Case(DEEP + DROPOUT, 2, (PP, "2", CHUNKS, "2")),
+    "pp2, fp32": Case(GPT2, 2, (PP, "2"), precision=""),
+    "pp4 vpp2, fp32": Case(DEEPER, 4, (PP, "4", CHUNKS, "2"), precision=""),
 }
 ROW = "| {} | {} | {} | {:.0e} | {:.0e} |\n"
 PAGE = ROOT / "docs/parity.md"
@@ -196,8 +247,8 @@ def test_a_vocabulary_that_pads_otherwise_on_every_number_of_ranks(tmp_path):
         assert max(worst) <= 1e-10
 
 
-@pytest.mark.parametrize("layout", [(TP, "2"), pytest.param((TP, "2", SP), marks=pytest.mark.campaign), OVERLAP],
-                         ids="-".join)
+@pytest.mark.parametrize("layout", [(TP, "2"), *(pytest.param(layout, marks=pytest.mark.campaign) for layout in (
+    (TP, "2", SP), (PP, "2"))), OVERLAP], ids="-".join)
 def test_overflows_are_agreed_upon(layout, data, tmp_path):
     """fp16: the same steps are skipped and the loss scales are the same, whichever rank's part overflows."""
     flags = argv(data, (), 14, "--fp16", "--initial-loss-scale", str(2.0**24), "--hysteresis", "1", "--loss-scale-window",
@@ -213,23 +264,34 @@ def test_overflows_are_agreed_upon(layout, data, tmp_path):
 
 def overflow_on_rank_1() -> None:
     """In the second step one value of what only rank 1 updates is infinite."""
+    overflow("1", lambda p: p.sharding.splits or hasattr(p, "span"))
+
+
+def overflow_on_rank_0() -> None:
+    """... of the first layer, which pipeline stage 0 holds."""
+    overflow("0", lambda p: p.sharding.name.startswith("decoder.layers.0."))
+
+
+def overflow(rank: str, where: Callable[[torch.nn.Parameter], object]) -> None:
+    """Plant the infinite value."""
     reduce, steps = ddp.GradBuffers.reduce, []
 
     def reduced(self: ddp.GradBuffers) -> None:
         reduce(self)
         steps.append(1)
-        if len(steps) == 2 and os.environ["RANK"] == "1":
-            mine = (p for p in self.owned if p.numel() and (p.sharding.splits or hasattr(p, "span")))
-            next(mine).main_grad.view(-1)[3] = float("inf")
+        if len(steps) == 2 and os.environ["RANK"] == rank:
+            next(p for p in self.owned if p.numel() and where(p)).main_grad.view(-1)[3] = float("inf")
 
     ddp.GradBuffers.reduce = reduced
 
 
-@pytest.mark.parametrize("layout", [(TP, "2"), DISTRIBUTED], ids="-".join)
-def test_an_overflow_on_one_rank_skips_the_step_on_all(layout, data, tmp_path):
+@pytest.mark.parametrize("layout, hook", [
+    ((TP, "2"), overflow_on_rank_1), (DISTRIBUTED, overflow_on_rank_1),
+    pytest.param((PP, "2"), overflow_on_rank_0, marks=pytest.mark.campaign)])
+def test_an_overflow_on_one_rank_skips_the_step_on_all(layout, hook, data, tmp_path):
     """Rank 1 writes the metrics, rank 0 the counters of the checkpoint: both have skipped."""
     flags = argv(data, (), 4, "--fp16", "--initial-loss-scale", "1024", "--hysteresis", "1", *layout)
-    run = train(tmp_path / "run", [*flags, *saved(tmp_path / "run")], 2, hook=overflow_on_rank_1)
+    run = train(tmp_path / "run", [*flags, *saved(tmp_path / "run")], 2, hook=hook)
     assert [row["skipped"] for row in run.rows] == [0, 1, 0, 0]
     counters = store.load(run.save).state.optimizer
     assert counters["step"] == 3 and counters["grad_scaler"]["scale"] == 512
@@ -238,12 +300,12 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(layout, data, tmp_path):
 EXACT = ("iteration", "lm_loss", "grad_norm", "loss_scale", "consumed_samples")
 
 
-DROPOUT = ("--hidden-dropout", "0.1", "--attention-dropout", "0.1")
-
-
-def test_a_resume_in_the_same_layout_is_exact(data, tmp_path):
-    """TP 2 with sequence parallelism and dropout, stopped in the middle: bit for bit the run that was not."""
-    flags = with_flags(argv(data, UNTIED, 8, TP, "2", SP), *DROPOUT)
+@pytest.mark.parametrize("model, layout", [
+    (UNTIED, (TP, "2", SP)), pytest.param(DEEP, (PP, "2", CHUNKS, "2"), marks=pytest.mark.campaign),
+    pytest.param(UNTIED, (CP, "2"), marks=pytest.mark.campaign)])
+def test_a_resume_in_the_same_layout_is_exact(model, layout, data, tmp_path):
+    """With dropout, stopped in the middle: bit for bit the run that was not."""
+    flags = with_flags(argv(data, model, 8, *layout), *DROPOUT)
     straight = train(tmp_path / "a", [*flags, *saved(tmp_path / "a")], 2)
     train(tmp_path / "b", [*flags, *saved(tmp_path / "b"), "--exit-interval", "4"], 2)
     resumed = train(tmp_path / "b", [*flags, *saved(tmp_path / "b"), "--load", str(tmp_path / "b/save")], 2)
@@ -263,10 +325,31 @@ def test_a_resume_in_another_layout_gives_the_same_numbers(data, tmp_path):
     read = open_trained_model(str(tmp_path / "two/save"), device="cpu").model.embedding.word_embeddings.weight
     written = store.load(tmp_path / "two/save").reader().read(padded)
     assert len(read) == 216 and len(written) == 224 and torch.equal(read[:211], written[:211].float())
-    for world, layout in ((1, ()), (4, (TP, "4", SP)), (4, (TP, "2"))):
-        folder = tmp_path / f"{world}-{len(layout)}"
-        run = train(folder, [*flags, *layout, *saved(folder), "--load", str(tmp_path / "two/save")], world)
-        assert "checkpoint was written by 2 ranks (data 1 x tensor 2 x pipeline 1 x context 1)" in run.first_rank_log
+    layouts = ((1, ()), (4, (TP, "4", SP)), (4, (TP, "2")), (4, (TP, "2", SP, CP, "2")))
+    go_on(one, flags, tmp_path / "two/save", "data 1 x tensor 2 x pipeline 1 x context 1", layouts)
+
+
+@pytest.mark.campaign
+def test_a_resume_with_another_split_of_the_sequence_gives_the_same_numbers(data, tmp_path):
+    """Saved at CP 2: read by one process that generates, gone on with at CP 1, CP 4, TP 2, and DP 2 x CP 2."""
+    case = Case(UNTIED, 1, (), steps=8)
+    flags = argv(data, case.model, case.steps, case.precision)
+    one = train(tmp_path / "one", [*flags, *saved(tmp_path / "one")])
+    train(tmp_path / "two", [*flags, *saved(tmp_path / "two"), "--exit-interval", "4", CP, "2"], 2)
+    model = open_trained_model(str(tmp_path / "two/save"), device="cpu").model
+    with torch.no_grad():
+        assert model.ctx.cp.size == 1 and model(torch.arange(31).view(1, 31)).isfinite().all()
+    layouts = ((1, ()), (4, (CP, "4")), (2, (TP, "2", SP)), (4, (CP, "2", *GATHER)))
+    go_on(one, flags, tmp_path / "two/save", "data 1 x tensor 1 x pipeline 1 x context 2", layouts)
+
+
+def go_on(one: Finished, flags: list[str], checkpoint: Path, written_by: str, layouts: tuple) -> None:
+    """Assert that in each of the layouts a checkpoint of the fourth step trains on as one process did."""
+    padded = ("embedding.word_embeddings.weight", "output_layer.weight")
+    for world, layout in layouts:
+        folder = checkpoint.parent.parent / f"on-{world}{''.join(layout)}"
+        run = train(folder, [*flags, *layout, *saved(folder), "--load", str(checkpoint)], world)
+        assert f"checkpoint was written by 2 ranks ({written_by})" in run.first_rank_log
         rest = one.rows[4:]
         assert [row["iteration"] for row in run.rows] == [5, 6, 7, 8]
         for row, expected in zip(run.rows, rest, strict=True):
@@ -351,7 +434,48 @@ def test_overlap_changes_no_bit_in_fp32(world, more, data, tmp_path):
 
 
 @pytest.mark.campaign
-@pytest.mark.parametrize("layout", [(TP, "2"), (TP, "2", SP)], ids="-".join)
+@pytest.mark.parametrize("before, after", [
+    ((PP, "2"), [(1, ()), (2, (TP, "2")), (2, (PP, "2", CHUNKS, "2"))]),
+    ((PP, "2", CHUNKS, "2"), [(1, ()), (2, (PP, "2")), (4, (PP, "4"))]),
+    ((TP, "2", SP), [(2, (PP, "2"))]), ((), [(2, (PP, "2", CHUNKS, "2"))])], ids=lambda value: "-".join(map(str, value)))
+def test_a_resume_with_other_stages_gives_the_same_numbers(before, after, data, tmp_path):
+    """... and a checkpoint of stages opens as a model; of tied ends one copy is written."""
+    flags = argv(data, DEEP, 8, "--fp64")
+    one = train(tmp_path / "one", [*flags, *saved(tmp_path / "one")])
+    train(tmp_path / "two", [*flags, *saved(tmp_path / "two"), "--exit-interval", "4", *before], 2 if before else 1)
+    parts = [dict(open_trained_model(str(tmp_path / name / "save"), 4, device="cpu").model.named_parameters())
+             for name in ("one", "two")]
+    assert parts[0].keys() == parts[1].keys() and all(
+        p.allclose(parts[1][name], rtol=1e-6, atol=1e-7) for name, p in parts[0].items())
+    for world, layout in after:
+        folder = tmp_path / f"{world}-{len(layout)}"
+        run = train(folder, [*flags, *layout, *saved(folder), "--load", str(tmp_path / "two/save")], world)
+        assert [row["iteration"] for row in run.rows] == [5, 6, 7, 8]
+        for row, expected in zip(run.rows, one.rows[4:], strict=True):
+            assert row["lm_loss"] == pytest.approx(expected["lm_loss"], rel=1e-10)
+            assert row["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-10)
+        tensors = run.tensors()
+        assert tensors.keys() == one.tensors().keys()
+        assert all(tensors[name].shape[1:] == tensor.shape[1:] and tensors[name][:211].allclose(
+            tensor[:211], rtol=1e-7, atol=1e-12) for name, tensor in one.tensors().items())
+
+
+@pytest.mark.campaign
+def test_a_batch_that_grows_in_a_pipeline(data, tmp_path):
+    """4 samples a step, then 8: two and four micro-batches, both of which interleaving takes."""
+    flags = argv(data, DEEP, 8, "--fp64")
+    at = flags.index("--train-iters")
+    flags = [*flags[:at], *flags[at + 2:], "--train-samples", "64", "--rampup-batch-size", "4", "4", "24"]
+    at = flags.index("--lr-warmup-iters")
+    flags = [*flags[:at], *flags[at + 2:]]
+    one, run = train(tmp_path / "one", flags), train(tmp_path / "run", [*flags, PP, "2", CHUNKS, "2"], 2)
+    assert [size for [size] in run.series("global_batch_size")][:1] == [4] and run.rows[-1]["global_batch_size"] == 8
+    assert max(largest_difference(run, one, key) for key in ("lm_loss", "grad_norm")) <= 1e-10
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("layout", [(TP, "2"), (TP, "2", SP), (PP, "2"), (PP, "2", CHUNKS, "2", *DEEP), (CP, "2"),
+                                    (CP, "2", *GATHER)], ids="-".join)
 def test_dropout_repeats_in_a_layout_with_and_without_recompute(layout, data, tmp_path):
     flags = with_flags(argv(data, GPT2, 6, *layout), *DROPOUT)
     runs = [train(tmp_path / str(n), [*flags, *again, "--save", str(tmp_path / str(n) / "save"), "--save-interval", "6"], 2)

@@ -58,7 +58,7 @@ TENSOR_PARALLEL = {
         "megatron/kernels/cross_entropy.py", "valid = min(max(vocab_size - vocab_start, 0), logits.shape[1])",
         "valid = logits.shape[1]", f"{LAYOUTS}[tp2]"),
     "loss counted on every tensor-parallel rank": Bug(
-        "megatron/training/step.py", "if runtime.ctx.tp.rank:", "if False:", f"{LAYOUTS}[tp2]"),
+        "megatron/training/step.py", "if run.runtime.ctx.tp.rank:", "if False:", f"{LAYOUTS}[tp2]"),
     "input gradient not summed": Bug(
         "megatron/parallel/layers.py", "lambda grad: start_all_reduce(grad, tp)", "lambda grad: lambda: grad",
         f"{LAYOUTS}[tp2]"),
@@ -69,10 +69,65 @@ TENSOR_PARALLEL = {
         "megatron/training/build.py", 'reduce_max=lambda x: all_reduce(x, ctx.optimizer, "max")', "reduce_max=lambda x: x",
         "tests/parity/test_layouts.py::test_an_overflow_on_one_rank_skips_the_step_on_all"),
     "a wish of one tensor-parallel rank alone": Bug(
-        "megatron/training/step.py", "all_reduce_(totals, runtime.ctx.world)",
-        "all_reduce_(totals, runtime.ctx.dp_cp)", "tests/training/test_step.py::test_tensor_parallel_ranks_agree"),
+        "megatron/training/step.py", "all_reduce_(totals, run.runtime.ctx.world)",
+        "all_reduce_(totals, run.runtime.ctx.dp_cp)", "tests/training/test_step.py::test_ranks_of_a_model_agree"),
 }
-EVERY = "tests/parity/test_layouts.py::test_every_layout_gives_the_numbers_of_one_process"
+ALL_LAYOUTS = "tests/parity/test_layouts.py::test_every_layout_gives_the_numbers_of_one_process"
+PIPELINE = {
+    "a tied embedding not summed": Bug(
+        "megatron/config/parameters.py", 'partial=("ends",) if model.tied else ()', "partial=()", f"{LAYOUTS}[pp2]"),
+    "a tied embedding counted twice in the norm": Bug(
+        "megatron/parallel/sharding.py", "for axis in copies)", 'for axis in copies - {"ends"})', f"{LAYOUTS}[pp2]"),
+    "too few warm-up forwards": Bug(
+        "megatron/config/stages.py", "2 * after + (chunks - 1) * stages", "2 * after + chunks - 1", f"{LAYOUTS}[pp2 vpp2]"),
+    "a warm-up that only makes stages idle": Bug(
+        "megatron/config/stages.py", "2 * after + (chunks - 1) * stages", "after + (chunks - 1) * stages",
+        "tests/parallel/test_schedules.py"),
+    "a swapped virtual chunk": Bug(
+        "megatron/training/step.py", "run.model[chunk])",
+        "run.model[chunks - 1 - chunk if run.runtime.ctx.pp.rank == 1 else chunk])", f"{ALL_LAYOUTS}[pp4 vpp2]"),
+    "backward begins with the first virtual chunk": Bug(
+        "megatron/parallel/schedules.py", 'Step("backward", m, chunks - 1 - chunk)', 'Step("backward", m, chunk)',
+        f"{LAYOUTS}[pp2 vpp2]"),
+    "the same dropout in every micro-batch of a pipeline": Bug(
+        "megatron/training/step.py", "dropout(micro_batch))", "dropout(micro_batch * (chunks == 1)))",
+        f"{ALL_LAYOUTS}[pp2 vpp2, dropout]"),
+    "a gradient that a stage hands on without its residual branch": Bug(
+        "megatron/parallel/pipeline.py", "self.input_gradients[key] = hidden.grad",
+        "self.input_gradients[key] = hidden.grad - (0 if gradient is None else gradient)", f"{ALL_LAYOUTS}[pp4]"),
+    "a loss scale applied on every stage": Bug(
+        "megatron/training/step.py", "torch.autograd.backward(output, gradient)",
+        "torch.autograd.backward(output, gradient * backward_scale)", f"{LAYOUTS}[pp2]"),
+    "the loss is known to the last stage alone": Bug(
+        "megatron/training/step.py", "all_reduce_(totals, run.runtime.ctx.world)",
+        "all_reduce_(totals, run.runtime.ctx.dp_cp)", "tests/training/test_step.py::test_ranks_of_a_model_agree"),
+}
+
+MASKED = "cp2, untied, masked documents"
+CONTEXT_PARALLEL = {
+    "loss counted as often as there are context-parallel ranks": Bug(
+        "pretrain_gpt.py", "(losses * batch.loss_mask).sum(), ", "(losses * batch.loss_mask).sum() * model.ctx.cp.size, ",
+        f"{LAYOUTS}[{MASKED}]"),
+    "tokens counted as if each rank had all of them": Bug(
+        "pretrain_gpt.py", "batch.loss_mask.sum()\n", "batch.loss_mask.sum() * model.ctx.cp.size\n",
+        f"{LAYOUTS}[{MASKED}]"),
+    "parts of a softmax joined by the larger sum": Bug(
+        "megatron/kernels/block_attention.py", "torch.logaddexp(lse, part_lse, out=lse)",
+        "torch.maximum(lse, part_lse, out=lse)", f"{LAYOUTS}[{MASKED}]"),
+    "parts of a softmax joined with equal weights": Bug(
+        "megatron/kernels/block_attention.py", "torch.sigmoid(part_lse - lse)", "torch.sigmoid(lse - lse)",
+        f"{LAYOUTS}[{MASKED}]"),
+    "chunks of a rank in another order than the masks think": Bug(
+        "megatron/parallel/zigzag.py", "chunks[2 * ranks - 1 - rank]", "chunks[ranks + rank]", f"{LAYOUTS}[{MASKED}]"),
+    "positions that are not those of the tokens": Bug(
+        "megatron/training/batch.py", "for x in (tokens, labels, loss_mask, position_ids))",
+        "for x in (tokens, labels, loss_mask, position_ids.roll(rules.cp.rank, 1)))", f"{LAYOUTS}[{MASKED}]"),
+    "gradients of keys and values that do not come home": Bug(
+        "megatron/parallel/ring_attention.py", "_add_part(self.own, self.arriving(), self.part)", "self.arriving()",
+        f"{LAYOUTS}[{MASKED}]"),
+    "gradients not summed over the ranks of a sequence": Bug(
+        "megatron/parallel/context.py", 'self._axis("dp_cp", grid.flatten(1, 2), 1)', "self.dp", f"{LAYOUTS}[{MASKED}]"),
+}
 SHARDS, TWICE = "dp2, distributed optimizer", "dp4, distributed optimizer in 2 instances, overlap"
 SEQUENCE_SHARDS = "tp2 sp dp2, distributed optimizer, overlap, rotary swiglu RMSNorm GQA"
 SHARDED = {
@@ -99,7 +154,7 @@ SHARDED = {
         "tests/parallel/test_ddp.py::test_weights_arrive_before_they_are_used"),
     "what sequence shards hold of a norm's gradient is sent before it is summed": Bug(
         "megatron/parallel/ddp.py", "if bucket.missing or bucket.place.partial:", "if bucket.missing:",
-        f"{EVERY}[{SEQUENCE_SHARDS}]"),
+        f"{ALL_LAYOUTS}[{SEQUENCE_SHARDS}]"),
     "a shard is written as if tensor parallelism had not cut the tensor": Bug(
         "megatron/training/checkpointing.py", "tuple((start + low, start + high)", "tuple((low, high)",
         "tests/parity/test_layouts.py::test_shards_are_read_in_every_other_layout[tp2 dp2 to dp4]"),
@@ -107,7 +162,7 @@ SHARDED = {
 
 
 def run(copy: Path, test: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", "campaign or not campaign", test]
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", "not sweep", test]
     return subprocess.run(command, cwd=copy, capture_output=True, text=True, timeout=300)
 
 
@@ -120,6 +175,18 @@ def test_a_planted_bug_is_caught(name, tmp_path):
 @pytest.mark.parametrize("name", TENSOR_PARALLEL)
 def test_a_planted_bug_of_tensor_parallelism_is_caught(name, tmp_path):
     caught(TENSOR_PARALLEL[name], tmp_path)
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("name", PIPELINE)
+def test_a_planted_bug_of_pipeline_parallelism_is_caught(name, tmp_path):
+    caught(PIPELINE[name], tmp_path)
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("name", CONTEXT_PARALLEL)
+def test_a_planted_bug_of_context_parallelism_is_caught(name, tmp_path):
+    caught(CONTEXT_PARALLEL[name], tmp_path)
 
 
 @pytest.mark.campaign

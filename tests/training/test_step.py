@@ -14,7 +14,7 @@ from megatron.timers import Timers
 from megatron.training.build import Run, build_run
 from megatron.training.initialize import Runtime
 from megatron.training.step import NotFinite, evaluate, next_samples, train_step
-from tests.forkrun import run_ranks
+from tests.forkrun import RanksFailed, run_ranks
 from tests.runs import plot
 
 EOD = 52
@@ -42,7 +42,7 @@ def samples(rows: int = 4, seed: int = 0) -> torch.Tensor:
 def plain_loss(run: Run, tokens: torch.Tensor, masked: bool) -> torch.Tensor:
     """Mean over all tokens that count, from the model's logits, in one piece."""
     inputs, labels = tokens[:, :-1], tokens[:, 1:]
-    losses = F.cross_entropy(run.model(inputs).flatten(0, 1), labels.flatten(), reduction="none").view_as(labels)
+    losses = F.cross_entropy(run.model[0](inputs).flatten(0, 1), labels.flatten(), reduction="none").view_as(labels)
     keep = (inputs != EOD).double() if masked else torch.ones_like(losses)
     return (losses * keep).sum() / keep.sum()
 
@@ -72,7 +72,7 @@ def test_document_masks_reach_the_model():
         ends = [i + 1 for i, token in enumerate(inputs.tolist()) if token == EOD] + [len(inputs)]
         for end in ends:
             if end > start:
-                losses.append(run.model(inputs[None, start:end], labels=labels[None, start:end]).flatten())
+                losses.append(run.model[0](inputs[None, start:end], labels=labels[None, start:end]).flatten())
             start = end
     expected = torch.cat(losses).mean().item()
     assert train_step(run, plot().forward_step, iter(tokens.split(2)), 1).loss == pytest.approx(expected, rel=1e-12)
@@ -106,8 +106,8 @@ def test_constant_loss_scale_changes_nothing():
 
 
 def broken(batch, model):
-    loss, count = plot().forward_step(batch, model)
-    return loss * float("nan"), count
+    output = plot().forward_step(batch, model)
+    return (output[0] * float("nan"), output[1]) if model.output_layer is not None else output
 
 
 def test_nan_loss_stops_before_the_step():
@@ -133,18 +133,42 @@ def test_flag_travels_with_the_loss():
     assert train_step(make_run(), plot().forward_step, iter(samples().split(2)), 1, flag=lambda: 3).flag == 3
 
 
-def step_of_rank(rank: int, world: int, changes: dict) -> tuple[float, float, int]:
+def step_of_rank(rank: int, world: int, changes: dict) -> tuple[float, float, float, int]:
     run = make_run(rank, world, **changes)
     outcome = train_step(run, plot().forward_step, iter(samples().split(2)), 1, flag=lambda: 10**rank)
-    return outcome.loss, outcome.grad_norm, outcome.flag
+    valid = evaluate(run, plot().forward_step, iter(samples(8, 1).split(2)), 2, lambda text: None)["lm loss"]
+    return outcome.loss, outcome.grad_norm, valid, outcome.flag
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_tensor_parallel_ranks_agree(sequence_parallel):
-    """On the loss and norm of one process to the last bit among themselves, and on what either of them wishes."""
-    changes = dict(tensor_model_parallel_size=2, sequence_parallel=sequence_parallel)
+@pytest.mark.parametrize("changes", [
+    dict(tensor_model_parallel_size=2), dict(tensor_model_parallel_size=2, sequence_parallel=True),
+    dict(pipeline_model_parallel_size=2)], ids=str)
+def test_ranks_of_a_model_agree(changes):
+    """On the losses and norm of one process to the last bit among themselves, and on what either of them wishes."""
     first, second = run_ranks(2, step_of_rank, changes)
-    assert first == second == pytest.approx((*step_of_rank(0, 1, {})[:2], 11), rel=1e-12)
+    assert first == second == pytest.approx((*step_of_rank(0, 1, {})[:3], 11), rel=1e-12)
+
+
+def broken_step(rank: int, world: int) -> str:
+    run = make_run(rank, world, pipeline_model_parallel_size=2)
+    with pytest.raises(NotFinite) as caught:
+        train_step(run, broken, iter(samples().split(2)), 7)
+    return str(caught.value)
+
+
+def test_a_nan_loss_is_found_on_the_last_stage():
+    first, last = run_ranks(2, broken_step)
+    assert first == last and "iteration 7: the loss is nan (found on rank 1)" in first
+
+
+def step_without_hidden(rank: int, world: int) -> None:
+    run = make_run(rank, world, pipeline_model_parallel_size=2)
+    train_step(run, lambda batch, model: model(batch.tokens, labels=batch.labels), iter(samples().split(2)), 1)
+
+
+def test_a_forward_step_that_forgets_the_stage_before_is_told():
+    with pytest.raises(RanksFailed, match="forward_step must pass hidden=batch.hidden"):
+        run_ranks(2, step_without_hidden)
 
 
 def test_exhausted_data_says_what_to_do():
