@@ -200,6 +200,9 @@ def said(run: Finished, word: str) -> list[str]:
     return [part for part in parts if word in part]
 
 
+KEY_BIASES = 2 * 32     # their gradients are 0 but for rounding, which may make any of them exactly 0
+
+
 def check(case: Case, folder: Path, data: str, reference: Reference) -> tuple[float, float]:
     """Assert that the layout trains like one process; the largest differences of loss and gradient norm."""
     one = reference(case)
@@ -216,7 +219,7 @@ def check(case: Case, folder: Path, data: str, reference: Reference) -> tuple[fl
         assert said(run, "lm loss value") == said(one, "lm loss value") != []
         zeros = [(float(a.split()[2]), float(b.split()[2])) for a, b in
                  zip(said(run, "num zeros"), said(one, "num zeros"), strict=True)]
-        assert max(abs(a - b) for a, b in zeros) <= 3 and zeros, "a value may be 0 by rounding; a wrong count is off by more"
+        assert zeros and max(abs(a - b) for a, b in zeros) <= KEY_BIASES, "a wrong count is off by a row at least"
     return losses, norms
 
 
