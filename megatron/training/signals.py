@@ -170,7 +170,7 @@ def leave_for(end: End) -> NoReturn:
 
 def _is_timeout(error: BaseException) -> bool:
     text = str(error).lower()
-    return isinstance(error, RuntimeError) and ("timed out" in text or "timeout" in text)
+    return isinstance(error, RuntimeError) and ("timed out" in text or "timeout" in text) and "connect" not in text
 
 
 def _is_lost(error: BaseException) -> bool:
