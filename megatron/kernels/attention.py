@@ -15,7 +15,7 @@ QUERY_ROWS = 64  # of one block; few, so that little above the diagonal is compu
 BLOCK_ELEMENTS = 1 << 18  # of the scores of one block on a CPU, so that they stay in the cache
 LAUNCH_ELEMENTS = 1 << 26  # elsewhere, where each operation is a launch
 SEED_STEP = 0x9E3779B97F4A7C15  # of the dropout streams of two heads
-LONG_ON_CPU = 256  # from so many positions on, chunks beat torch's kernel on a CPU (docs/performance.md)
+LONG_ON_CPU = 512  # from so many positions on, chunks beat torch's kernel on a CPU (docs/performance.md)
 
 
 def attention(

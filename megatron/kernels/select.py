@@ -81,7 +81,7 @@ def _elementwise_rows(device: torch.device, config: Config) -> list[KernelRow]:
     norm = model.normalization
     rows = []
     for operation in (norm, model.activation):
-        if operation not in ("RMSNorm", "swiglu"):
+        if operation not in ("RMSNorm", "swiglu", "gelu (tanh)"):
             rows.append(KernelRow(operation, "torch", True, "torch's kernel is as fast as any"))
         else:
             rows += _pair(operation, ("runs of rows", "torch"), in_rows, reasons)
