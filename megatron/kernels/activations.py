@@ -21,7 +21,7 @@ def gelu(x: Tensor, approximate: bool) -> Tensor:
 
 
 class _TanhGelu(torch.autograd.Function):
-    """Computes the slope beside the value, while the sigmoid is at hand, and keeps it in place of the input."""
+    """Computes the slope beside the value, while the sigmoid is at hand, and keeps it instead of the input."""
 
     @staticmethod
     def forward(ctx, x: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
 #!/usr/bin/env python
 """Race our kernels for CPUs against torch's own operations: forward and backward, in turns, in one process.
 
-A row says how many times as fast as torch's is ours, and which of the two a run takes here. Before any clock runs the two
-must agree. docs/performance.md has figures. Needs torch and numpy only.
+A row says how many times as fast as torch's is ours (the median over rounds), and which of the two a run takes here. Before
+any clock runs the two must agree. docs/performance.md has figures. Needs torch and numpy only.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -44,17 +45,17 @@ def torch_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def races(sequences: list[int], tokens: int) -> list[tuple[str, Kernel, Kernel, tuple[Tensor, ...], str]]:
     """(name, ours, torch's, inputs, which one runs here) of every race, `tokens` tokens each."""
-    rows = []
+    rows: list[tuple[str, Kernel, Kernel, tuple[Tensor, ...], str]] = []
+    ours, theirs = (partial(kernels.attention, scale=HEAD**-0.5, implementation=way) for way in ("chunked", "sdpa"))
     for s in sequences:
-        b, n, scale = max(1, tokens // s), HIDDEN // HEAD, HEAD**-0.5
-        qkv = tuple(torch.randn(s, b, n, HEAD) for _ in range(3))
-        chosen, _ = select_attention(torch.device("cpu"), torch.float32, 0.0, False, seq_length=s)
-        rows.append((f"attention, sequence {s}", *(
-            lambda q, k, v, way=way: kernels.attention(q, k, v, scale=scale, implementation=way)
-            for way in ("chunked", "sdpa")), qkv, "ours" if chosen == "chunked" else "torch"))
+        qkv = tuple(torch.randn(s, max(1, tokens // s), HIDDEN // HEAD, HEAD) for _ in range(3))
+        chosen, *_ = select_attention(torch.device("cpu"), torch.float32, 0.0, False, seq_length=s)
+        rows.append((f"attention, sequence {s}", ours, theirs, qkv, "ours" if chosen == "chunked" else "torch"))
     x, s = torch.randn(tokens, 1, HIDDEN), tokens
     cos, sin = kernels.rotary_tables(s, HEAD)
     return [*rows,
+            ("tanh GELU", lambda x: kernels.gelu(x, True), lambda x: F.gelu(x, approximate="tanh"),
+             (torch.randn(tokens, 1, FFN),), "ours"),
             ("RMSNorm", lambda x, w: kernels.rms_norm(x, w, 1e-5), lambda x, w: F.rms_norm(x, w.shape, w, 1e-5),
              (x, torch.rand(HIDDEN)), "ours"),
             ("swiglu", kernels.swiglu, torch_swiglu, (torch.randn(tokens, 1, 2, FFN),), "ours"),
@@ -94,7 +95,8 @@ def main(argv: list[str] | None = None) -> int:
                 both_ways(kernel, inputs, grad)
                 times.append(time.perf_counter() - start)
         mine, other = (1e3 * statistics.median(times) for times in seconds.values())
-        print(f"{name:24}{mine:9.1f}{other:10.1f}{other / mine:9.2f}  {chosen}", flush=True)
+        ratio = statistics.median(b / a for a, b in zip(*seconds.values(), strict=True))
+        print(f"{name:24}{mine:9.1f}{other:10.1f}{ratio:9.2f}  {chosen}", flush=True)
     return 0
 
 
