@@ -50,12 +50,13 @@ def main(argv: list[str] | None = None, signals: SignalWatch | None = None) -> N
     from megatron.training.log_lines import datetime_line
 
     config, backend = line.config, default_backend(line.config.training.device)
+    meeting = initialize.Meeting(config, signals)
     for text in command_line.start_lines(line, backend):
         print_rank_0(text)
     tokenizer = build.make_tokenizer(config)
     plan = build.plan_run(config, line.world_size, tokenizer.vocab_size)
     writers = metrics.open_writers(config)
-    runtime = initialize.initialize(config)
+    runtime = initialize.initialize(config, meeting)
     timers = Timers(config.logging.timing_log_level, initialize.synchronizer(runtime))
     log = metrics.TrainingLog(config, plan, timers, runtime.ctx.world, writers, runtime)
     log.start(time.time() - STARTED, command_line.dumped_values(config, plan, backend))
@@ -72,7 +73,7 @@ def main(argv: list[str] | None = None, signals: SignalWatch | None = None) -> N
     print_rank_0("done with setup ...")
     log.timers(["model-and-optimizer-setup", "train/valid/test-data-iterators-setup"])
     loop.pretrain(run, data, forward_step, log, STARTED, signals)
-    initialize.finish()
+    initialize.finish(meeting)
 
 
 if __name__ == "__main__":
@@ -80,5 +81,5 @@ if __name__ == "__main__":
     watch.catch_interrupts()
     try:
         main(signals=watch)
-    except Exception as error:
-        leave_with(error)
+    except (Exception, SystemExit) as error:
+        leave_with(error, watch)

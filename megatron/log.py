@@ -1,8 +1,10 @@
 """What a person reads: lines of rank 0, of the last rank, and things said once. Knows no model and no process group."""
 from __future__ import annotations
 
+import json
 import os
-import sys
+import time
+from pathlib import Path
 
 _SAID: set[str] = set()
 
@@ -56,9 +58,19 @@ def say_once(text: str) -> None:
         print_rank_0(text)
 
 
-def fail(problems: str | list[str], code: int = 2) -> None:
-    """Print each problem as one line on stderr of rank 0 and leave with `code`; never returns."""
-    if rank() == 0:
-        for line in [problems] if isinstance(problems, str) else problems:
-            print(f"error: {line}", file=sys.stderr, flush=True)
-    raise SystemExit(code)
+def last_words(text: str) -> None:
+    """Say why this process ends, where a user sees it last.
+
+    That is stderr, or what torchrun prints when it has ended the other ranks, below a heading with rank and host: it
+    names a file for this text. Of several attempts (--max-restarts) it shows the last one's only.
+    """
+    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if file and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"):
+        details = {"py_callstack": text.rstrip("\n"), "timestamp": str(int(time.time()))}
+        message = {"message": text.strip().rpartition("\n")[2], "extraInfo": details}
+        try:
+            Path(file).write_text(json.dumps({"message": message}))
+            return
+        except OSError:
+            pass                    # then torchrun has nothing to show
+    os.write(2, text.encode(errors="replace"))

@@ -41,6 +41,24 @@ def slices(box: Box) -> tuple[slice, ...]:
     return tuple(slice(start, stop) for start, stop in box)
 
 
+def of_range(start: int, stop: int, shape: Sequence[int]) -> Iterator[Box]:
+    """The boxes that elements `start` to `stop` of a row-major tensor of `shape` are, in order: at most 2k-1 of k dims."""
+    if start >= stop:
+        return
+    if not shape:
+        yield ()
+        return
+    inner = prod(shape[1:])
+    first, last = -(-start // inner), stop // inner             # rows that lie in the range as a whole
+    if first > last:                                            # inside one row
+        yield from (((last, first), *box) for box in of_range(start - last * inner, stop - last * inner, shape[1:]))
+        return
+    yield from (((first - 1, first), *box) for box in of_range(start - (first - 1) * inner, inner, shape[1:]))
+    if first < last:
+        yield ((first, last), *whole(shape[1:]))
+    yield from (((last, last + 1), *box) for box in of_range(0, stop - last * inner, shape[1:]))
+
+
 def problem_of(box: Box, shape: Sequence[int]) -> str | None:
     """Why `box` is not a part of a tensor of `shape`, or None when it is."""
     if len(box) != len(shape):

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron.arguments import Flag, flags_of, values_of
-from megatron.config import check_paths
+from megatron.config import check_ddp, check_paths
 from megatron.config.plan import batch_schedule, layer_split
 from megatron.config.skip_ranges import SkipRanges
 from megatron.config.stages import check_micro_batches
@@ -21,7 +21,8 @@ _AT_LEAST_ONE = (
     "num_layers hidden_size ffn_hidden_size num_attention_heads kv_channels num_query_groups seq_length "
     "max_position_embeddings rotary_base rotary_seq_len_interpolation_factor make_vocab_size_divisible_by "
     "tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size expert_model_parallel_size "
-    "ddp_bucket_size distributed_timeout_minutes loss_scale_window hysteresis vocab_size lr_wsd_decay_iters "
+    "ddp_bucket_size ddp_num_buckets num_distributed_optimizer_instances distributed_timeout_minutes loss_scale_window "
+    "hysteresis vocab_size lr_wsd_decay_iters "
     "lr_wsd_decay_samples lr_decay_iters lr_decay_samples micro_batch_size global_batch_size train_iters train_samples "
     "eval_interval exit_interval recompute_num_layers world_size save_interval log_interval tensorboard_log_interval "
     "tensorboard_queue_size").split()
@@ -53,6 +54,7 @@ _NEEDED = (
     ("rotary_base rotary_percent rotary_interleaved rotary_seq_len_interpolation_factor",
      "--position-embedding-type rope",
      lambda v: v["position_embedding_type"] == "rope" or v["use_rotary_position_embeddings"]),
+    ("cp_comm_type", "--context-parallel-size", lambda v: v["context_parallel_size"] > 1),
     ("apply_wd_to_qk_layernorm", "--qk-layernorm", lambda v: v["qk_layernorm"]),
     ("vocab_extra_ids", "--tokenizer-type SentencePieceTokenizer",
      lambda v: v["tokenizer_type"] == "SentencePieceTokenizer"),
@@ -69,13 +71,10 @@ _ALWAYS = {
     "apply_query_key_layer_scaling": "it is numerically neutral (the softmax is always computed in fp32)",
     "no_load_rng": "there is no random state to load: masks follow from seed and iteration",
     "no_save_rng": "there is no random state to save: masks follow from seed and iteration",
-    "ddp_bucket_size": "gradients are reduced after the backward pass, in one buffer a type",
 }
 # Flags of features that come later, with the value that leaves them off.
 LATER = {
-    "context_parallel_size": 1,
-    "expert_model_parallel_size": 1, "use_distributed_optimizer": False, "overlap_grad_reduce": False,
-    "overlap_param_gather": False,
+    "expert_model_parallel_size": 1,
 }
 
 
@@ -115,6 +114,7 @@ def problems(config: Config, world_size: int, typed: Collection[str] = ()) -> li
     """
     facts = _Facts(config, world_size, typed)
     found = [line for rule in _RULES for line in rule(facts)]
+    found += check_ddp.problems(config.parallel, world_size)
     found += check_paths.problems(config)
     if not config.training.dry_run:
         found += check_paths.missing(config)
@@ -134,6 +134,7 @@ def notes(config: Config, world_size: int, typed: Collection[str] = ()) -> list[
         found.append("--sequence-parallel: switched off, because --tensor-model-parallel-size is 1")
     if facts["distributed_backend"] == "nccl" and facts["device"] == "cpu":
         found.append("--distributed-backend nccl: no effect with one rank on the CPU")
+    found += check_ddp.notes(config.parallel, world_size)
     found += _skip_ranges(facts)[1]
     if config.training.dry_run:
         found += [f"not here yet: {line}" for line in check_paths.missing(config)]
@@ -222,6 +223,7 @@ def _parallel(f: _Facts) -> Iterator[str]:
                    "torchrun --nproc-per-node N, with --tensor-model-parallel-size or --pipeline-model-parallel-size where "
                    "the model is split, and leave the flag out")
     yield from _tensor_parallel(f)
+    yield from _sequence(f)
     yield from _pipeline(f)
     yield from _world_size(f)
     if f["world_size"] is not None and not f["dry_run"]:
@@ -247,11 +249,27 @@ def _tensor_parallel(f: _Facts) -> Iterator[str]:
         ffn = f.config.model.ffn
         yield (f"{said}: the MLP width {ffn} is not a multiple of it; {_fit(ffn)}, or give "
                f"--ffn-hidden-size {(ffn // tp + 1) * tp}")
-    if f["sequence_parallel"] and f.ok("seq_length") and f["seq_length"] % tp:
-        seq = f["seq_length"]
-        near = sorted({max(tp, seq // tp * tp), (seq // tp + 1) * tp})
-        yield (f"{f.say('seq_length')}: --sequence-parallel splits it over {said}, of which it is not a multiple; use "
-               f"{' or '.join(map(str, near))}, or leave --sequence-parallel out")
+
+
+def _sequence(f: _Facts) -> Iterator[str]:
+    """Context parallelism cuts a sequence into two chunks for each rank, sequence parallelism a rank's share once more."""
+    if f["cp_comm_type"] not in ("p2p", "all_gather"):
+        yield (f"{f.say('cp_comm_type')}: not supported; use p2p (keys and values go round a ring while blocks are "
+               "computed) or all_gather")
+    sizes = ("tensor_model_parallel_size", "context_parallel_size")
+    if not f.ok("seq_length", *sizes):
+        return
+    tp, cp, seq = *(f[name] for name in sizes), f["seq_length"]
+    chunks, parts = 2 * cp if cp > 1 else 1, cp * tp if f["sequence_parallel"] else 1
+    unit = math.lcm(chunks, parts)
+    use = f"use {' or '.join(map(str, sorted({max(unit, seq // unit * unit), (seq // unit + 1) * unit})))}"
+    if seq % chunks:
+        yield (f"{f.say('seq_length')}: {f.say(sizes[1])} cuts it into {chunks} chunks, of which it is not a multiple; "
+               f"{use}, or fewer context-parallel ranks")
+    elif seq % unit:
+        ranks = " x ".join(f.say(name) for name in sizes if f[name] > 1)
+        yield (f"{f.say('seq_length')}: --sequence-parallel splits it over {ranks}, of which it is not a multiple; {use}, "
+               "or leave --sequence-parallel out")
 
 
 def _pipeline(f: _Facts) -> list[str]:

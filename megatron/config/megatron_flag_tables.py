@@ -125,16 +125,14 @@ OLD: tuple[Row, ...] = (
 
 # Flags that came after January 2024.
 NEWER: tuple[Row, ...] = (
-    same("cp_comm_type", ("p2p",), "there is no context parallelism in this version", takes="list"),
-    no("hierarchical_context_parallel_sizes", None, _DP, takes="list"),
+    no("hierarchical_context_parallel_sizes", None, "context-parallel ranks form one ring; leave the flag out",
+       takes="list"),
     no("use_tp_pp_dp_mapping", False, "ranks are numbered tensor, context, data, pipeline; leave the flag out"),
     no("microbatch_group_size_per_vp_stage", None, "as many micro-batches as stages pass a chunk in turn; leave the flag "
        "out", spelling="--microbatch-group-size-per-virtual-pipeline-stage"),
     no("account_for_embedding_in_pipeline_split", False, _ENDS),
     no("account_for_loss_in_pipeline_split", False, _ENDS),
     no("pipeline_model_parallel_layout", None, _ENDS),
-    no("num_distributed_optimizer_instances", 1, _DP),
-    same("ddp_num_buckets", None, "gradients are reduced after the backward pass, in one buffer a type"),
     same("ddp_average_in_collective", False, "gradients are divided by the global count of tokens after the sum"),
     no("use_megatron_fsdp", False, _DP),
     no("data_parallel_sharding_strategy", "no_shard", _DP, fine=("optim_grads_params",)),

@@ -1,10 +1,12 @@
 """What follows from the command line, the number of ranks and the vocabulary size. Knows no torch and no file."""
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
+from megatron.config import buckets
 from megatron.config.batch_size import BatchSizeSchedule, build_batch_size_schedule
-from megatron.config.parameters import ParameterSpec, count_parameters, parameter_table, stage_table
+from megatron.config.parameters import WORD_EMBEDDING, ParameterSpec, count_parameters, parameter_table, stage_table
 from megatron.config.skip_ranges import SkipRanges
 from megatron.config.stages import Split, chunks_per_stage, split_layers
 from megatron.config.tree import Config
@@ -132,18 +134,61 @@ def parameters_per_rank(config: Config, plan: Plan, stage: int = 0) -> int:
     return count_parameters(plan.parameters_of(stage), {"tp": config.parallel.tensor_model_parallel_size})
 
 
-def bytes_per_rank(config: Config, plan: Plan, stage: int = 0) -> dict[str, int]:
+def bucket_size(config: Config, plan: Plan, stage: int = 0) -> int | None:
+    """Elements after which a gradient bucket of a pipeline stage is full; None: never.
+
+    Buckets help to overlap, and keep what a reduce-scatter takes beside the buffer small.
+    """
+    p = config.parallel
+    if p.ddp_num_buckets is not None:
+        return -(-parameters_per_rank(config, plan, stage) // p.ddp_num_buckets)
+    if p.ddp_bucket_size is None and (p.overlap_grad_reduce or p.use_distributed_optimizer):
+        return max(buckets.DEFAULT_ELEMENTS, 1_000_000 * plan.data_parallel_size * p.context_parallel_size)
+    return p.ddp_bucket_size
+
+
+def flat_layout(config: Config, plan: Plan, stage: int = 0) -> buckets.Layout:
+    """How the parameters of a rank of that stage lie in its flat buffers."""
+    p, m = config.parallel, config.model
+    axes = {"tp": p.tensor_model_parallel_size, "ends": min(2, p.pipeline_model_parallel_size)}
+
+    def partial(spec: ParameterSpec) -> tuple[str, ...]:
+        """As the model's parameters have it: see ParameterFactory and the tied output layer."""
+        found = list(spec.partial)
+        if p.sequence_parallel and "tp" not in dict(spec.splits):
+            found.append("tp")
+        if m.tied and spec.name == WORD_EMBEDDING:
+            found.append("ends")
+        return tuple(axis for axis in dict.fromkeys(found) if axes[axis] > 1)
+
+    table = plan.parameters_of(stage)
+    itemsize = min(BYTES[config.precision.params_dtype], BYTES[config.precision.grad_dtype])
+    return buckets.lay_out([math.prod(spec.local_shape(axes)) for spec in table], [partial(spec) for spec in table],
+                           bucket_size=bucket_size(config, plan, stage), shards=shards(config, plan), itemsize=itemsize)
+
+
+def shards(config: Config, plan: Plan) -> int:
+    """Ranks that share one copy of main weights and optimizer state."""
+    p = config.parallel
+    ranks = plan.data_parallel_size * p.context_parallel_size
+    return ranks // p.num_distributed_optimizer_instances if p.use_distributed_optimizer else 1
+
+
+def bytes_per_rank(config: Config, plan: Plan, stage: int = 0, shard: int = 0) -> dict[str, int]:
     """Bytes of weights, gradients, main weights and optimizer moments on one rank of a pipeline stage.
 
-    Activations are not counted, nor what aligns the gradients (less than 64 bytes for each parameter).
+    `shard`: which of the ranks that share the last two; they differ by a little, the first has the most. Activations are
+    not counted, nor what aligns parameters and shards in flat buffers (less than 64 bytes each).
     """
     precision = config.precision
-    n = parameters_per_rank(config, plan, stage)
-    low = precision.fp16 or precision.bf16
+    n = owned = parameters_per_rank(config, plan, stage)
+    low, parts = precision.fp16 or precision.bf16, shards(config, plan)
+    if parts > 1:
+        owned = sum(stop - start for start, stop in flat_layout(config, plan, stage).spans(shard, parts))
     moments = 2 if config.optimizer.optimizer == "adam" else int(config.optimizer.sgd_momentum > 0)
     return {"weights": n * BYTES[precision.params_dtype], "gradients": n * BYTES[precision.grad_dtype],
-            "main weights": n * BYTES[precision.main_dtype] if low else 0,
-            "optimizer moments": moments * n * BYTES[precision.main_dtype]}
+            "main weights": owned * BYTES[precision.main_dtype] if low else 0,
+            "optimizer moments": moments * owned * BYTES[precision.main_dtype]}
 
 
 def describe(config: Config, plan: Plan) -> list[str]:

@@ -7,6 +7,7 @@ import torch
 
 from megatron.config.tree import Config
 from megatron.kernels.attention import select_attention
+from megatron.kernels.block_attention import flash
 from megatron.kernels.blocks import pays_off
 from megatron.kernels.linear import compute_dtype
 
@@ -66,6 +67,12 @@ def _attention_rows(device: torch.device, dtype: torch.dtype, config: Config) ->
     dropout, documents = config.model.attention_dropout, config.data.reset_attention_mask
     uses = {"attention (training)": dropout, "attention (evaluation)": 0.0} if dropout else {"attention": 0.0}
     for operation, p in uses.items():
+        if config.parallel.context_parallel_size > 1:
+            on = flash(device.type, dtype, config.model.head_dim, p, documents)
+            rows += _pair(operation, ("torch's flash kernel, block by block", "rows of queries, block by block"), on,
+                          ("blocks of keys come round the ring", "rows of queries need more passes over memory" if on else
+                           "needs CUDA, fp16 or bf16, no attention dropout and no document masks"))
+            continue
         length = {} if config.model.seq_length is None else {"seq_length": config.model.seq_length}
         chosen, reason = select_attention(device, dtype, p, documents, **length)
         rows += _pair(operation, ("torch's fused attention", "blocks of query rows"), chosen == "sdpa",

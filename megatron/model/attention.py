@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import nn
@@ -12,6 +13,7 @@ from megatron.model.norm import Norm
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.parallel.random import DropoutSeeds, recompute
+from megatron.parallel.ring_attention import ring_attention
 from megatron.parallel.sharding import ParameterFactory
 
 Rotary = tuple[torch.Tensor, torch.Tensor]
@@ -29,6 +31,7 @@ class SelfAttention(nn.Module):
                  recompute_core: bool = False, implementation: str = "auto"):
         super().__init__()
         self.layer, self.tp_rank, self.head_dim = layer, ctx.tp.rank, model.head_dim
+        self.cp, self.cp_comm_type = ctx.cp, ctx.cp_comm_type
         self.groups = model.query_groups // ctx.tp.size
         self.queries_per_group = model.num_attention_heads // model.query_groups
         self.scale = 1.0 / math.sqrt(model.head_dim)
@@ -41,7 +44,7 @@ class SelfAttention(nn.Module):
 
     def forward(self, x: torch.Tensor, rotary: Rotary | None = None, document_ids: torch.Tensor | None = None,
                 seeds: DropoutSeeds | None = None) -> torch.Tensor:
-        """x [s, b, h] -> [s, b, h]; with document_ids [b, s] no position sees another document."""
+        """x [s/cp, b, h] -> [s/cp, b, h]; with document_ids [b, s], whole, no position sees another document."""
         q, k, v = self.project(x)
         if self.q_layernorm is not None:
             q, k = self.q_layernorm(q), self.k_layernorm(k)
@@ -64,11 +67,18 @@ class SelfAttention(nn.Module):
         """The part without weights: q [s, b, n, d], k and v [s, b, g, d] -> [s, b, n, d]."""
         if seeds is not None and self.dropout > 0.0:
             return self.dropping_core(q, k, v, document_ids, seeds)
-        return kernels.attention(q, k, v, scale=self.scale, document_ids=document_ids, implementation=self.implementation)
+        return self.attend(q, k, v, document_ids)
 
     def dropping_core(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, document_ids: torch.Tensor | None,
                       seeds: DropoutSeeds) -> torch.Tensor:
         """`core` with dropout of the probabilities."""
-        return kernels.attention(q, k, v, scale=self.scale, dropout_p=self.dropout,
-                                 dropout_seed=seeds.seed(self.layer, "attention", self.tp_rank),
-                                 document_ids=document_ids, implementation=self.implementation)
+        return self.attend(q, k, v, document_ids, dropout_p=self.dropout,
+                           dropout_seed=seeds.seed(self.layer, "attention", self.tp_rank))
+
+    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, document_ids: torch.Tensor | None,
+               **more: Any) -> torch.Tensor:
+        """To this rank's keys alone, or with those of the other context-parallel ranks."""
+        more |= {"scale": self.scale, "document_ids": document_ids, "implementation": self.implementation}
+        if self.cp.size > 1:
+            return ring_attention(q, k, v, self.cp, comm_type=self.cp_comm_type, **more)
+        return kernels.attention(q, k, v, **more)

@@ -24,7 +24,7 @@ class LearnedPositions(nn.Module):
         self.weight = weight
 
     def forward(self, length: int, position_ids: torch.Tensor | None) -> torch.Tensor:
-        """Vectors of positions 0..length-1, [s, 1, h], or of position_ids [b, s], [s, b, h]."""
+        """Vectors of positions 0..length-1, [s, 1, h], or of position_ids [b or 1, s], [s, b or 1, h]."""
         if position_ids is not None:
             return embedding(position_ids.t(), self.weight)
         return self.weight[:length].unsqueeze(1)
@@ -42,7 +42,7 @@ class Embedding(nn.Module):
 
     def forward(self, tokens: torch.Tensor, position_ids: torch.Tensor | None = None,
                 seeds: DropoutSeeds | None = None) -> torch.Tensor:
-        """tokens [b, s], position_ids [b, s] or None for 0..s-1 -> [s, b, h] ([s/tp, b, h], sequence parallel)."""
+        """tokens [b, s], position_ids [b or 1, s] or None for 0..s-1 -> [s, b, h] ([s/tp, b, h], sequence parallel)."""
         x = self.word_embeddings(tokens)
         shard = self.ctx.tp.rank if self.ctx.sequence_parallel else 0
         if self.position_embeddings is not None:
@@ -67,7 +67,7 @@ class RotaryTables(nn.Module):
         self.register_buffer("sin", sin, persistent=False)
 
     def forward(self, length: int, position_ids: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """(cos, sin) of positions 0..length-1, each [s, dim / 2], or of position_ids [b, s], each [s, b, dim / 2]."""
+        """(cos, sin) of positions 0..length-1, each [s, dim/2], or of position_ids [b or 1, s], each [s, b or 1, dim/2]."""
         if position_ids is None:
             return self.cos[:length], self.sin[:length]
         return F.embedding(position_ids.t(), self.cos), F.embedding(position_ids.t(), self.sin)

@@ -42,7 +42,6 @@ class GPTModel(nn.Module):
         super().__init__()
         layers = range(model.num_layers) if layers is None else layers
         first, last = layers.start == 0, layers.stop == model.num_layers
-        assert ctx.cp.size == 1, "attention does not span context-parallel ranks yet: config/check.py refuses this"
         self.ctx, self.vocab_size = ctx, vocab_size
         self.loss_dtype = torch.float16 if precision.fp16_lm_cross_entropy else None
         self.max_positions = model.max_position_embeddings or model.seq_length
@@ -81,8 +80,10 @@ class GPTModel(nn.Module):
         inside documents. dropout: the streams of this micro-batch, or None to drop nothing. A chunk without the first
         layer needs `hidden` [s, b, h] ([s/tp, b, h] with sequence parallelism), the output of the one before; a chunk
         without the last layer returns such a tensor. Raises ValueError on a sequence longer than the position table,
-        and where `hidden` is missing.
+        and where `hidden` is missing. With context parallelism each s but that of document_ids is s/cp, and position_ids
+        [b or 1, s/cp] must be given.
         """
+        assert position_ids is not None or self.ctx.cp.size == 1, "a rank's chunks of a sequence have no plain positions"
         s = self._length(tokens, hidden)
         if self.embedding is None and hidden is None:
             raise ValueError("this part of the model has no embedding: forward_step must pass hidden=batch.hidden to it")
@@ -100,9 +101,9 @@ class GPTModel(nn.Module):
     def _length(self, tokens: torch.Tensor | None, hidden: torch.Tensor | None) -> int:
         """Tokens of one sample, before any split over ranks."""
         if tokens is not None:
-            s = tokens.shape[1]
+            s = tokens.shape[1] * self.ctx.cp.size
         else:
-            s = hidden.shape[0] * (self.ctx.tp.size if self.ctx.sequence_parallel else 1)
+            s = hidden.shape[0] * self.ctx.cp.size * (self.ctx.tp.size if self.ctx.sequence_parallel else 1)
         if self.positions != "none" and s > self.max_positions:
             raise ValueError(f"a sequence of {s} tokens is longer than the {self.max_positions} positions of "
                              f"--max-position-embeddings; shorten it or train with a larger table")

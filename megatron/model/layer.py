@@ -73,7 +73,10 @@ class TransformerLayer(nn.Module):
     def compile(self, **options: Any) -> None:
         """As Module's. What takes a dropout seed stays out: a graph holds integers as constants, and each seed is new."""
         self._drop = torch.compiler.disable(self._drop)
-        self.self_attention.dropping_core = torch.compiler.disable(self.self_attention.dropping_core)
+        attention = self.self_attention
+        attention.dropping_core = torch.compiler.disable(attention.dropping_core)
+        if attention.cp.size > 1:
+            attention.attend = torch.compiler.disable(attention.attend)
         super().compile(**options)
 
 

@@ -77,11 +77,14 @@ class MixedPrecisionOptimizer:
             decoupled_lr=decoupled_lr,
             decoupled_min_lr=decoupled_min_lr,
         )
+        if not groups:
+            raise ValueError("the optimizer was given no parameters")
+        self._device = groups[0]["params"][0].device
+        for group in groups:                # of a sharded parameter this rank may have nothing; the group stays
+            held = [i for i, param in enumerate(group["params"]) if param.numel()]
+            group["params"], group["names"] = [group["params"][i] for i in held], [group["names"][i] for i in held]
         self._params = [param for group in groups for param in group["params"]]
         self._names = [name for group in groups for name in group["names"]]
-        if not self._params:
-            raise ValueError("the optimizer was given no parameters")
-        self._device = self._params[0].device
         self._counts = [counts is None or bool(counts(param)) for param in self._params]
         self._main = [_main_weight(param) for param in self._params]
         by_param = dict(zip(map(id, self._params), self._main, strict=True))

@@ -1,7 +1,8 @@
 """Who am I along each axis of the rank grid. An axis of size 1 has no group. Knows no model; never a global."""
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -26,6 +27,10 @@ class ParallelContext:
     Axes: tp, cp, dp, pp; pp_gradients (the ranks of pp in a group of their own); dp_cp (ranks that see other tokens and
     hold the same weights), ends (first and last pipeline stage), model (tp x pp: the shards of one replica), world.
     World size 1 needs no process group at all.
+
+    The distributed optimizer cuts dp_cp into instances of consecutive ranks: shard (ranks of one instance, which share
+    one copy of the optimizer's state), instances (ranks with the same share in each), optimizer (tp x pp x shard: the
+    ranks that together hold one whole state). Without it every rank is an instance of its own.
     """
 
     def __init__(self, config: ParallelConfig, world_size: int = 1, rank: int = 0):
@@ -33,7 +38,9 @@ class ParallelContext:
         pp = config.pipeline_model_parallel_size
         assert world_size % (tp * cp * pp) == 0, "config/check.py refuses this"
         self.rank = rank
+        self._timeout = timedelta(minutes=config.distributed_timeout_minutes)
         self.sequence_parallel = config.sequence_parallel and tp > 1
+        self.cp_comm_type = config.cp_comm_type
         grid = torch.arange(world_size).view(pp, -1, cp, tp)
         self.tp = self._axis("tp", grid, 3)
         self.cp = self._axis("cp", grid, 2)
@@ -44,6 +51,24 @@ class ParallelContext:
         self.model = self._axis("model", grid.permute(1, 2, 0, 3).flatten(2), 2)
         self.ends = self._axis("ends", grid[[0, -1]] if pp > 1 else grid[:1], 0)
         self.world = self._axis("world", grid.flatten(), 0)
+        self._cut_into_instances(grid.flatten(1, 2), config)
+
+    def _cut_into_instances(self, grid: torch.Tensor, config: ParallelConfig) -> None:
+        """shard, instances and optimizer of a grid [pp, dp x cp, tp]; axes of equal ranks share their group."""
+        ranks, instances = grid.shape[1], config.num_distributed_optimizer_instances
+        assert ranks % instances == 0, "config/check.py refuses this"
+        alone = Axis("alone", ranks=(self.rank,))
+        if not config.use_distributed_optimizer or instances == ranks:
+            shard, between, optimizer = alone, self.dp_cp, self.model
+        elif instances == 1:
+            shard, between, optimizer = self.dp_cp, alone, self.world
+        else:
+            grid = grid.unflatten(1, (instances, -1))
+            shard, between = self._axis("shard", grid, 2), self._axis("instances", grid, 1)
+            optimizer = self._axis("optimizer", grid.transpose(0, 1).flatten(1), 1)
+        self.shard = replace(shard, name="shard")
+        self.instances = replace(between, name="instances")
+        self.optimizer = replace(optimizer, name="optimizer")
 
     def _axis(self, name: str, grid: torch.Tensor, dim: int) -> Axis:
         """Every rank makes every group of the axis, in the same order, and keeps its own."""
@@ -51,7 +76,7 @@ class ParallelContext:
         for ranks in grid.movedim(dim, -1).reshape(-1, grid.shape[dim]).tolist():
             if len(ranks) == 1:
                 continue
-            group = dist.new_group(ranks)
+            group = dist.new_group(ranks, timeout=self._timeout)       # torch's own default is half an hour
             if self.rank in ranks:
                 found = Axis(name, len(ranks), ranks.index(self.rank), tuple(ranks), group)
         return found

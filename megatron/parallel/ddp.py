@@ -1,14 +1,33 @@
-"""Flat gradient buffers of one replica and their reduction over the ranks that hold other parts. Knows no model."""
+"""Flat buffers of one replica's gradients (and, sharded, weights), summed and gathered by bucket. Knows no model."""
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
+from typing import Any
 
 import torch
+from torch import nn
 
-from megatron.parallel.collectives import all_reduce_
-from megatron.parallel.context import Axis, ParallelContext
+from megatron.config import buckets as flat_buckets
+from megatron.parallel.collectives import (
+    Pending,
+    all_reduce_,
+    start_all_gather_,
+    start_all_reduce,
+    start_reduce_scatter_,
+)
+from megatron.parallel.context import ParallelContext
 
-_ALIGN_BYTES = 64
+
+class _Bucket:
+    """One bucket of a step: what is still missing of it and what is under way."""
+
+    def __init__(self, place: flat_buckets.Bucket, params: list[nn.Parameter]):
+        self.place, self.params = place, params
+        self.range = slice(place.start, place.stop)
+        self.missing = 0                        # parameters that wait for gradients of this step
+        self.reduction: Pending | None = None
+        self.gather: Pending | None = None
 
 
 class GradBuffers:
@@ -17,53 +36,163 @@ class GradBuffers:
     Parameters lie in reverse order of registration, which is about the order in which their gradients are ready.
     A kernel may add a weight gradient to `p.main_grad` itself; what autograd delivers as `p.grad` is added by a hook
     (or, where the number formats agree, `p.grad` is the view and autograd adds in place).
+
+    A bucket's gradients are summed over the ranks that saw other tokens: reduce-scatter over `ctx.shard`, all-reduce
+    over `ctx.instances`. With `overlap_grad_reduce` that starts as soon as each of its parameters has the gradients of all
+    micro-batches. Without shards every rank then has all sums and updates all weights (`owned` are the parameters). With
+    shards it has those of its range of each bucket: `owned` are flat views of that range, parameter by parameter, each
+    with the `sharding` of its parameter and a `span` (start, stop) in its elements; weights live in a flat buffer too,
+    and `gather_weights` brings them together after an update.
     """
 
-    def __init__(self, params: Iterable[torch.nn.Parameter], ctx: ParallelContext, grad_dtype: torch.dtype):
-        self.params = [p for p in reversed(list(params)) if p.requires_grad]
-        self._axis = ctx.dp_cp
-        per = _ALIGN_BYTES // grad_dtype.itemsize
-        starts, total = [], 0
-        for p in self.params:
-            starts.append(total)
-            total += -(-p.numel() // per) * per
-        device = self.params[0].device
-        self.flat = torch.zeros(total, dtype=grad_dtype, device=device)
-        for p, start in zip(self.params, starts, strict=True):
+    def __init__(self, params: Iterable[nn.Parameter], ctx: ParallelContext, grad_dtype: torch.dtype, *,
+                 bucket_size: int | None = None, overlap_grad_reduce: bool = False,
+                 overlap_param_gather: bool = False):
+        params = [p for p in params if p.requires_grad]
+        self._ctx = ctx
+        sharded = ctx.shard.size > 1
+        layout = flat_buckets.lay_out(
+            [p.numel() for p in params],
+            [tuple(axis for axis in p.sharding.partial if ctx.axis(axis).size > 1) for p in params],
+            bucket_size=bucket_size, shards=ctx.shard.size, itemsize=min(grad_dtype.itemsize, params[0].dtype.itemsize))
+        self._buckets = [_Bucket(place, [params[number] for number in place.members]) for place in layout.buckets]
+        self.params = [p for bucket in self._buckets for p in bucket.params]
+        self.flat = torch.zeros(layout.size, dtype=grad_dtype, device=params[0].device)
+        for p, start in zip(params, layout.starts, strict=True):
             p.main_grad = self.flat[start:start + p.numel()].view(p.shape)
             if p.dtype == grad_dtype:
                 p.grad = p.main_grad
             else:
                 p.register_post_accumulate_grad_hook(_add_to_main_grad)
-        self._partial = _partial(self.params, ctx)
+        self._weights = _flatten(params, layout) if sharded else None
+        self.owned = _owned(params, layout.spans(ctx.shard.rank, ctx.shard.size)) if sharded else params
+        self._overlap_gather = overlap_param_gather
+        self._expected: dict[nn.Parameter, int] = {}            # gradients still to come, when they are counted
+        self._next = 0                                          # the first bucket whose sum has not begun
+        if overlap_grad_reduce and ctx.dp_cp.size > 1:
+            for bucket in self._buckets:
+                for p in bucket.params:
+                    p.register_post_accumulate_grad_hook(partial(self._arrived, bucket))
+                    self._expected[p] = 0
 
-    def zero(self) -> None:
-        """Forget all gradients, before the first micro-batch of a step."""
+    def zero(self, micro_batches: int = 1) -> None:
+        """Forget all gradients; as many micro-batches come in this step, each with one gradient of every parameter."""
         self.flat.zero_()
+        for bucket in self._buckets:
+            bucket.missing = len(bucket.params)
+        for p in self._expected:
+            self._expected[p] = micro_batches
         for p in self.params:
             if p.dtype == self.flat.dtype:
                 p.grad = p.main_grad
 
     def reduce(self) -> None:
-        """Sum over the ranks that saw other tokens, after copies that saw part of their gradient are summed."""
-        for axis, grads in self._partial:
-            together = torch.cat([grad.flatten() for grad in grads])
-            sizes = [grad.numel() for grad in grads]
-            for grad, whole in zip(grads, all_reduce_(together, axis).split(sizes), strict=True):
-                grad.copy_(whole.view(grad.shape))
-        all_reduce_(self.flat, self._axis)
+        """Sum over the ranks that saw other tokens, after copies that saw part of their gradient are summed.
+
+        What overlaps the backward pass is only waited for. A rank then has the sums of `owned`.
+        """
+        self.wait_for_weights()                                 # the update that follows writes them
+        ctx = self._ctx
+        while self._next < len(self._buckets):
+            bucket = self._buckets[self._next]
+            for axis in bucket.place.partial:
+                all_reduce_(self.flat[bucket.range], ctx.axis(axis))
+            self._start_next()
+            self._collect(wait=not self._expected)
+        self._collect(wait=True)
+        self._next = 0
+        if ctx.shard.size > 1 and ctx.instances.size > 1:
+            mine = (self.flat[slice(*bucket.place.shard(ctx.shard.rank, ctx.shard.size))] for bucket in self._buckets)
+            for pending in [start_all_reduce(part, ctx.instances) for part in mine]:
+                pending()
+
+    def _arrived(self, bucket: _Bucket, p: nn.Parameter) -> None:
+        """Count a micro-batch's gradient of `p`, and begin with the buckets that are complete, in order on every rank."""
+        self._expected[p] -= 1
+        assert self._expected[p] >= 0, f"{p.sharding.name}: more gradients than the micro-batches that zero() was told"
+        bucket.missing -= self._expected[p] == 0
+        while self._next < len(self._buckets):
+            bucket = self._buckets[self._next]
+            if bucket.missing or bucket.place.partial:
+                break
+            self._start_next()
+
+    def _start_next(self) -> None:
+        """Begin to sum the next bucket over shard, or over instances where there is only one shard."""
+        self._collect(wait=False)
+        bucket, ctx = self._buckets[self._next], self._ctx
+        self._next += 1
+        if ctx.shard.size > 1:
+            bucket.reduction = start_reduce_scatter_(self.flat[bucket.range], ctx.shard)
+        elif ctx.instances.size > 1:
+            bucket.reduction = start_all_reduce(self.flat[bucket.range], ctx.instances)
+
+    def _collect(self, wait: bool) -> None:
+        """Finish the sums that have arrived, or all: what they took besides the buffer is free again."""
+        for bucket in self._buckets[:self._next]:
+            if bucket.reduction is not None and (wait or bucket.reduction.arrived):
+                bucket.reduction()
+                bucket.reduction = None
+
+    def gather_weights(self) -> None:
+        """Give every rank all weights after an update of `owned`; with overlap they are only under way then."""
+        if self._weights is None:
+            return
+        for bucket in reversed(self._buckets):                  # the first layers lie last
+            bucket.gather = start_all_gather_(self._weights[bucket.range], self._ctx.shard)
+            if not self._overlap_gather:
+                _wait_for([bucket])
+
+    def wait_for_weights(self) -> None:
+        """Wait for weights under way, before something other than a forward pass reads them."""
+        _wait_for(self._buckets)
+
+    def wait_in_forward(self, model: nn.Module) -> None:
+        """From now on each module of `model`, when called, waits for its own weights."""
+        if self._weights is None or not self._overlap_gather:
+            return
+        home = {p: bucket for bucket in self._buckets for p in bucket.params}
+        for module in model.modules():
+            buckets = {home[p]: None for p in module.parameters(recurse=False) if p in home}
+            if buckets:
+                module.register_forward_pre_hook(partial(_before_forward, list(buckets)))
 
 
-def _partial(params: Iterable[torch.nn.Parameter], ctx: ParallelContext) -> list[tuple[Axis, list[torch.Tensor]]]:
-    """(axis, main_grads to sum over it), small tensors together, for each axis of more than one rank that has any."""
-    found: dict[str, list[torch.Tensor]] = {}
-    for p in params:
-        for name in p.sharding.partial:
-            found.setdefault(name, []).append(p.main_grad)
-    return [(ctx.axis(name), grads) for name, grads in found.items() if ctx.axis(name).size > 1]
+@torch.no_grad()
+def _flatten(params: list[nn.Parameter], layout: flat_buckets.Layout) -> torch.Tensor:
+    """The weights in one flat buffer, of which the parameters are views from then on; padding is 0."""
+    assert len({p.dtype for p in params}) == 1, "one buffer holds one number format"
+    flat = params[0].new_zeros(layout.size)
+    for p, start in zip(params, layout.starts, strict=True):
+        place = flat[start:start + p.numel()].view(p.shape)
+        place.copy_(p)
+        p.data = place
+    return flat
 
 
-def _add_to_main_grad(p: torch.nn.Parameter) -> None:
+def _owned(params: list[nn.Parameter], spans: list[tuple[int, int]]) -> list[torch.Tensor]:
+    """Of each parameter the flat view that this rank updates (perhaps empty), with its part of `main_grad`."""
+    owned = []
+    for p, (start, stop) in zip(params, spans, strict=True):
+        part = p.detach().view(-1)[start:stop]
+        part.main_grad = p.main_grad.view(-1)[start:stop]
+        part.sharding, part.span = p.sharding, (start, stop)
+        owned.append(part)
+    return owned
+
+
+def _wait_for(buckets: Iterable[_Bucket]) -> None:
+    for bucket in buckets:
+        if bucket.gather is not None:
+            bucket.gather()
+            bucket.gather = None
+
+
+def _before_forward(buckets: list[_Bucket], module: nn.Module, args: Any) -> None:
+    _wait_for(buckets)
+
+
+def _add_to_main_grad(p: nn.Parameter) -> None:
     if p.grad is None:                # the kernel added to main_grad itself
         return
     p.main_grad.add_(p.grad)

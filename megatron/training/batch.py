@@ -10,14 +10,18 @@ import torch
 
 from megatron.config.batch_size import BatchSizeSchedule
 from megatron.config.skip_ranges import SkipRanges
+from megatron.parallel.context import Axis
 from megatron.parallel.random import DropoutSeeds
+from megatron.parallel.zigzag import my_chunks
 from megatron.training.signals import WorkerSignals
 
 
 @dataclass(frozen=True)
 class Batch:
     """What one forward pass reads; [b, s] each. None stands for the plain case: every token counts, positions run from
-    0 to s - 1, one document a row, no dropout. `hidden` [s, b, h] comes from the pipeline stage before, if there is one."""
+    0 to s - 1, one document a row, no dropout. With context parallelism these are this rank's chunks, [b, s/cp], and
+    position_ids are always there, [1, s/cp] where all rows have the same; document_ids stay whole. `hidden` [s, b, h] comes
+    from the pipeline stage before, if there is one."""
     tokens: torch.Tensor
     labels: torch.Tensor
     loss_mask: torch.Tensor | None = None
@@ -29,11 +33,12 @@ class Batch:
 
 @dataclass(frozen=True)
 class BatchRules:
-    """How end-of-document tokens are treated."""
+    """How end-of-document tokens are treated, and over which ranks the sequence is split."""
     eod: int | None
     reset_position_ids: bool = False
     reset_attention_mask: bool = False
     eod_mask_loss: bool = False
+    cp: Axis = Axis("cp")
 
 
 def make_batch(samples: torch.Tensor, rules: BatchRules, device: torch.device,
@@ -41,7 +46,8 @@ def make_batch(samples: torch.Tensor, rules: BatchRules, device: torch.device,
     """Samples [b, s+1] on the host -> Batch on the device: inputs and labels are the same tokens, one apart.
 
     A document ends with its end-of-document token: the next position starts a new one. `eod_mask_loss` drops the loss
-    where the INPUT is that token (predicting the first token of the next document), as Megatron does.
+    where the INPUT is that token (predicting the first token of the next document), as Megatron does. A rank's chunks
+    are taken last, since what holds for a token depends on those before it.
     """
     samples = samples.to(device, non_blocking=True)
     tokens, labels = samples[:, :-1].contiguous(), samples[:, 1:].contiguous()
@@ -57,7 +63,10 @@ def make_batch(samples: torch.Tensor, rules: BatchRules, device: torch.device,
             positions = torch.arange(tokens.shape[1], device=device).expand_as(tokens)
             starts = torch.where(torch.nn.functional.pad(ends[:, :-1], (1, 0)), positions, 0).cummax(1).values
             position_ids = positions - starts
-    return Batch(tokens, labels, loss_mask, position_ids, document_ids, dropout)
+    if rules.cp.size > 1 and position_ids is None:
+        position_ids = torch.arange(tokens.shape[1], device=device).unsqueeze(0)
+    mine = (None if x is None else my_chunks(x, rules.cp) for x in (tokens, labels, loss_mask, position_ids))
+    return Batch(*mine, document_ids, dropout)
 
 
 class Sampler(Protocol):

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from megatron import log
-from megatron.config.plan import Plan, make_plan
+from megatron.config.plan import Plan, bucket_size, make_plan
 from megatron.config.tree import Config
 from megatron.data import index_helpers
 from megatron.data.build import build_train_valid_test_datasets, data_order_fingerprint
@@ -115,23 +115,27 @@ def build_run(config: Config, plan: Plan, runtime: Runtime, timers: Timers, toke
     model = build_model(config, plan, runtime)
     p, o, ctx, d = config.precision, config.optimizer, runtime.ctx, config.data
     params = list(model.parameters())
-    buffers = GradBuffers(params, ctx, getattr(torch, p.grad_dtype))
+    overlap = config.parallel
+    buffers = GradBuffers(params, ctx, getattr(torch, p.grad_dtype), bucket_size=bucket_size(config, plan, ctx.pp.rank),
+                          overlap_grad_reduce=overlap.overlap_grad_reduce,
+                          overlap_param_gather=overlap.overlap_param_gather)
+    buffers.wait_in_forward(model)
     scaler = build_grad_scaler(fp16=p.fp16, loss_scale=p.loss_scale, initial_loss_scale=p.initial_loss_scale,
                                min_loss_scale=p.min_loss_scale, loss_scale_window=int(p.loss_scale_window),
                                hysteresis=p.hysteresis)
     optimizer = MixedPrecisionOptimizer(
-        params, optimizer=o.optimizer, adam_beta1=o.adam_beta1, adam_beta2=o.adam_beta2, adam_eps=o.adam_eps,
+        buffers.owned, optimizer=o.optimizer, adam_beta1=o.adam_beta1, adam_beta2=o.adam_beta2, adam_eps=o.adam_eps,
         sgd_momentum=o.sgd_momentum, clip_grad=o.clip_grad, log_num_zeros_in_grad=config.logging.log_num_zeros_in_grad,
         apply_wd_to_qk_layernorm=o.apply_wd_to_qk_layernorm, decoupled_lr=o.decoupled_lr,
         decoupled_min_lr=o.decoupled_min_lr,
         grad_scaler=scaler, counts=lambda q: counts(q.sharding, ctx),
-        reduce_sum=lambda x: all_reduce(x, ctx.model), reduce_max=lambda x: all_reduce(x, ctx.model, "max"),
+        reduce_sum=lambda x: all_reduce(x, ctx.optimizer), reduce_max=lambda x: all_reduce(x, ctx.optimizer, "max"),
         span=lambda name: timers(name, 1))
     if config.training.torch_compile:
         for chunk in model:
             for layer in chunk.decoder.layers.values():
                 layer.compile(dynamic=False)
-    rules = BatchRules(tokenizer.eod, d.reset_position_ids, d.reset_attention_mask, d.eod_mask_loss)
+    rules = BatchRules(tokenizer.eod, d.reset_position_ids, d.reset_attention_mask, d.eod_mask_loss, ctx.cp)
     return Run(config, plan, runtime, timers, model, build_pipeline(config, plan, runtime), buffers, optimizer,
                build_scheduler(config, plan, optimizer), rules, tokenizer.identity())
 

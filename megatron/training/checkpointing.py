@@ -8,7 +8,7 @@ import torch
 
 from megatron import log
 from megatron.arguments import build_parser, config_from, parse_typed, to_args_text, values_of
-from megatron.checkpoint import store
+from megatron.checkpoint import boxes, store
 from megatron.checkpoint.disk import CheckpointError
 from megatron.checkpoint.sharded import Reader, TensorSlice
 from megatron.checkpoint.state import RunState, differences
@@ -18,8 +18,8 @@ from megatron.config.parameters import OUTPUT_LAYER, WORD_EMBEDDING
 from megatron.config.tree import Config
 from megatron.data.build import data_order_differences
 from megatron.parallel.collectives import gather_objects
-from megatron.parallel.context import ParallelContext
-from megatron.parallel.sharding import Sharding, counts, local_box
+from megatron.parallel.context import Axis, ParallelContext
+from megatron.parallel.sharding import Box, Sharding, counts, local_box
 from megatron.training.build import Run
 from megatron.training.flops import flops_per_iteration
 from megatron.training.metrics import model_shape
@@ -32,13 +32,31 @@ _USUAL = {"load", "save", "save_interval", "local_rank", "log_interval", "exit_i
           "use_checkpoint_opt_param_scheduler", "progress", "metrics_file", "tensorboard_dir", "dry_run", "world_size"}
 
 
-def _own_tensors(run: Run) -> Iterator[tuple[str, Sharding, torch.Tensor]]:
-    """(name, how it lies, tensor) of every tensor of the run on this rank: weights, then optimizer state."""
-    named = {p.sharding.name: p for p in run.model.parameters()}
-    for name, p in named.items():
-        yield name, p.sharding, p.data
+def _own_tensors(run: Run) -> Iterator[tuple[str, Sharding, Axis, list[tuple[Box, torch.Tensor]]]]:
+    """(name, how it lies, axis of the ranks that hold the same, its parts with their places in the whole) of every tensor
+    of the run on this rank: weights, then optimizer state."""
+    ctx = run.runtime.ctx
+    run.buffers.wait_for_weights()
+    for p in run.model.parameters():
+        yield p.sharding.name, p.sharding, ctx.dp_cp, parts(p.sharding, ctx, p.data)
+    owned = {part.sharding.name: part for part in run.buffers.owned}
     for name, tensor in run.optimizer.tensors().items():
-        yield name, named[name.split(".", 2)[2]].sharding, tensor
+        part = owned[name.split(".", 2)[2]]
+        yield name, part.sharding, ctx.instances, parts(part.sharding, ctx, tensor, getattr(part, "span", None))
+
+
+def parts(sharding: Sharding, ctx: ParallelContext, tensor: torch.Tensor,
+          span: tuple[int, int] | None = None) -> list[tuple[Box, torch.Tensor]]:
+    """(place in the whole tensor, view) of this rank's part, or of the elements `span` of it, which `tensor` then holds."""
+    local = local_box(sharding, ctx)
+    if span is None:
+        return [(local, tensor)]
+    found, done = [], 0
+    for box in boxes.of_range(*span, boxes.extent(local)):
+        view = tensor[done:done + boxes.volume(box)].view(boxes.extent(box))
+        done += view.numel()
+        found.append((tuple((start + low, start + high) for (start, _), (low, high) in zip(local, box, strict=True)), view))
+    return found
 
 
 def save(run: Run) -> None:
@@ -47,10 +65,10 @@ def save(run: Run) -> None:
     iteration, directory = progress.iteration, config.checkpoint.save
     log.print_rank_0(f"saving checkpoint at iteration {iteration:7d} to {directory}")
     slices = []
-    for number, (name, sharding, tensor) in enumerate(_own_tensors(run)):
-        mine = counts(sharding, ctx) and number % ctx.dp_cp.size == ctx.dp_cp.rank
+    for number, (name, sharding, copies, own) in enumerate(_own_tensors(run)):
+        mine = counts(sharding, ctx) and number % copies.size == copies.rank
         if mine and not (config.checkpoint.no_save_optim and name.startswith("optimizer.")):
-            slices.append(TensorSlice(name, sharding.shape, tensor.dtype, local_box(sharding, ctx), tensor))
+            slices += [TensorSlice(name, sharding.shape, tensor.dtype, box, tensor) for box, tensor in own]
     store.save(directory, iteration, slices, _state(run), to_args_text(config, leave_out=("local_rank",)),
                rank=run.runtime.rank, world_size=run.runtime.world_size,
                gather=lambda value: gather_objects(value, ctx.world))
@@ -160,17 +178,17 @@ def _short(identity: dict[str, Any]) -> str:
 def _read_tensors(run: Run, reader: Reader, with_optimizer: bool) -> None:
     """Copy every tensor of this rank from the checkpoint; number formats may differ, shapes may not."""
     there = set(reader.names())
-    for name, sharding, tensor in _own_tensors(run):
+    for name, sharding, _, own in _own_tensors(run):
         if name.startswith("optimizer.") and not with_optimizer:
             continue
-        read_into(tensor, reader, _source(name, there), sharding, run.runtime.ctx, run.plan.vocab_size)
+        for box, tensor in own:
+            read_into(tensor, reader, _source(name, there), sharding, box, run.plan.vocab_size)
 
 
-def read_into(tensor: torch.Tensor, reader: Reader, source: str, sharding: Sharding, ctx: ParallelContext,
-              vocab_size: int) -> None:
-    """Copy this rank's part of the tensor `source`; of a vocabulary padded otherwise (for another number of ranks) the
-    real rows. Number formats may differ; raises ValueError where shapes do."""
-    (start, stop), *rest = local_box(sharding, ctx)
+def read_into(tensor: torch.Tensor, reader: Reader, source: str, sharding: Sharding, box: Box, vocab_size: int) -> None:
+    """Copy the part `box` of the tensor `source`; of a vocabulary padded otherwise (for another number of ranks) the real
+    rows. Number formats may differ; raises ValueError where shapes do."""
+    (start, stop), *rest = box
     there, here = tuple(reader.shape(source)), tuple(sharding.shape)
     if there != here:
         vocabulary = sharding.name in (WORD_EMBEDDING, OUTPUT_LAYER)

@@ -1,6 +1,7 @@
 """How a run is left before its end: signals, Ctrl-C and errors. Knows nothing of what is run, and needs no torch."""
 from __future__ import annotations
 
+import faulthandler
 import os
 import signal
 import sys
@@ -12,11 +13,13 @@ from typing import NoReturn
 
 from megatron import log
 from megatron.checkpoint.disk import CheckpointError
+from megatron.training.lifeline import End, Line, my_place, place_in_code
 
 WATCHED = (signal.SIGTERM, signal.SIGUSR1)
 INTERRUPTED = 130               # what a shell reports of a program that Ctrl-C ended
 SAME_REQUEST_SECONDS = 1.0      # a scheduler and a launcher both pass one request on
-FIRST_RANK_WAITS, OTHERS_WAIT = 0.5, 3.0
+OTHERS_WAIT = 3.0               # for a launcher that saw one rank fail to end the others
+LOST_WAITS = 10.0               # for the news why a connection is lost
 
 
 class SignalWatch:
@@ -24,17 +27,21 @@ class SignalWatch:
 
     With `catch_interrupts`, Ctrl-C ends the process with one line and exit code 130; `advice` is the line's second
     half. With `remember_requests`, the first SIGTERM or SIGUSR1 is kept in `received`; a second one, at least a second
-    later, ends the process. Both are to be called in the main thread.
+    later, ends the process. Both are to be called in the main thread. Once the ranks have met they hear of each other's
+    end over `line`; `limit` is that of a collective, as a user types it.
     """
 
     def __init__(self) -> None:
         self.received: signal.Signals | None = None
         self.advice = "training had not begun"
+        self.line: Line | None = None
+        self.limit = ""
         self._received_at = 0.0
         self._listener: threading.Thread | None = None
 
     def catch_interrupts(self) -> None:
-        """From now on Ctrl-C means: one line, no traceback, exit code 130."""
+        """From now on Ctrl-C means one line, no traceback, exit code 130; and a crash in a library shows where it was."""
+        faulthandler.enable(all_threads=False)
         self._listen(signal.SIGINT)
 
     def remember_requests(self) -> None:
@@ -59,7 +66,7 @@ class SignalWatch:
             for number in os.read(read_end, 64):
                 if number == signal.SIGINT:
                     start = "\n" if os.isatty(2) else ""            # below the terminal's ^C
-                    _exit(INTERRUPTED, f"{start}interrupted: {self.advice}\n")
+                    self._leave(INTERRUPTED, f"{start}interrupted: {self.advice}\n")
                 elif number in WATCHED:
                     self._request(signal.Signals(number))
 
@@ -67,7 +74,14 @@ class SignalWatch:
         if self.received is None:
             self.received, self._received_at = number, time.monotonic()
         elif time.monotonic() - self._received_at > SAME_REQUEST_SECONDS:
-            _exit(128 + number, "second signal: leaving now, without a save\n")
+            self._leave(128 + number, "second signal: leaving now, without a save\n")
+
+    def _leave(self, code: int, text: str) -> NoReturn:
+        """End the run: of all ranks that are asked to, the lowest says so."""
+        if self.line:
+            self.line.tell(text.strip(), code)
+            _exit(code, text)
+        _exit(code, text if log.rank() == 0 else "")
 
 
 def _leave_to_listener(number: int, frame: FrameType | None) -> None:
@@ -79,9 +93,9 @@ def _deafen() -> None:
     signal.set_wakeup_fd(-1)
 
 
-def _exit(code: int, text: str, rank: int = 0) -> NoReturn:
-    """End this process and its workers at once; `text` is written by `rank` only."""
-    if text and log.rank() == rank:
+def _exit(code: int, text: str = "") -> NoReturn:
+    """End this process and its workers at once, with `text` on stderr."""
+    if text:
         os.write(2, text.encode(errors="replace"))
     processes = sys.modules.get("multiprocessing.process")          # where nobody loaded it there are no workers
     for child in getattr(processes, "active_children", list)():
@@ -110,26 +124,75 @@ class WorkerSignals:
             os._exit(128 + number)
 
 
-def leave_with(error: Exception) -> NoReturn:
-    """Say what went wrong and end this process with exit code 1.
+def leave_with(error: Exception | SystemExit, watch: SignalWatch) -> NoReturn:
+    """Say what went wrong and end this process with exit code 1 (of a SystemExit, with its own).
 
-    What is wrong for one rank is mostly wrong for all, and a rank that fails breaks the connections of the others: rank
-    0 speaks first, and the others stay silent long enough for a launcher to end them.
+    What is wrong for one rank is mostly wrong for all, and a rank that fails breaks the connections of the others. Over
+    the line they agree on one to speak: the lowest of those that failed for reasons of their own. Without it, rank 0
+    speaks first, and the others wait long enough for a launcher to end them.
     """
+    line = watch.line
+    if isinstance(error, SystemExit) and line is None:
+        raise error                     # a bad command line, which has been said
     rank, alone = log.rank(), log.world_size() == 1
-    if not alone:
-        time.sleep(OTHERS_WAIT if rank else FIRST_RANK_WAITS)
+    code = error.code if isinstance(error, SystemExit) else 1
+    code = code if isinstance(code, int) else int(code is not None)
     text = describe(error)
+    if line is None:
+        time.sleep(OTHERS_WAIT if rank else 0.0)
+    elif _is_timeout(error):
+        text = _timeout(error, line, watch.limit)
+    elif _is_lost(error):
+        time.sleep(LOST_WAITS)          # the line's thread ends this process when it hears why
+    if line is not None:
+        line.tell(text.strip().rpartition("\n")[2].removeprefix("error: "), code)
     sys.stdout.flush()
-    _exit(1, text if alone or rank == 0 else f"rank {rank}: {text}", rank)
+    if not alone and text.startswith("Traceback"):
+        log.last_words(f"{my_place()} failed:\n{text}")
+    else:
+        log.last_words(f"rank {rank}: {text}" if rank else text)
+    _exit(code)
 
 
-def describe(error: Exception) -> str:
+def leave_for(end: End) -> NoReturn:
+    """Another rank has failed: end this process without noise, as that one is to be heard.
+
+    torchrun reports what it sees first on its node, so there the others wait to be ended by it; on another node one rank
+    tells torchrun what happened. Without it rank 0 (or 1) says in one line whom to look at.
+    """
+    agent = "TORCHELASTIC_RUN_ID" in os.environ
+    if agent and (log.local_rank() or end.place.node == my_place().node):
+        time.sleep(OTHERS_WAIT)
+        _exit(max(1, end.code))
+    if agent or log.rank() == (0 if end.place.rank else 1) and (end.silent or end.place.rank):
+        log.last_words(f"rank {log.rank()} ends, because {end.place} {'' if end.silent else 'failed: '}{end.text}\n")
+    _exit(max(1, end.code))
+
+
+def _is_timeout(error: BaseException) -> bool:
+    text = str(error).lower()
+    return isinstance(error, RuntimeError) and ("timed out" in text or "timeout" in text)
+
+
+def _is_lost(error: BaseException) -> bool:
+    text = str(error)
+    return type(error).__name__.startswith("Dist") or any(
+        sign in text for sign in ("Connection closed by peer", "Connection reset", "Broken pipe"))
+
+
+def _timeout(error: BaseException, line: Line, limit: str) -> str:
+    """Where this rank waited, and what the ranks do that do not wait."""
+    others = "; ".join(line.ask()[:8]) or "none (a slow network, or collectives that do not fit each other)"
+    return (f"error: waited longer than {limit} allows in {place_in_code(traceback.extract_tb(error.__traceback__))}. Not "
+            f"waiting: {others}. Find out what keeps them, or allow more where so long a wait is right\n")
+
+
+def describe(error: BaseException) -> str:
     """One line where the user can mend it or another rank says it; otherwise the traceback."""
     text = str(error) or type(error).__name__
     if isinstance(error, (ValueError, OSError, ArithmeticError, CheckpointError)):
         return f"error: {text}\n"
-    if type(error).__name__.startswith("Dist") or "Connection closed by peer" in text or "Connection reset" in text:
+    if _is_lost(error):
         return f"error: the connection to another rank is lost; its own message says why ({text.splitlines()[0]})\n"
     if "InvalidCxxCompiler" in text:
         return "error: --torch-compile needs a C++ compiler that works; install one (say g++), or leave the flag out\n"

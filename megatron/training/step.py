@@ -60,7 +60,7 @@ def train_step(run: Run, forward_step: ForwardStep, samples: Iterator[torch.Tens
             else:
                 torch.autograd.backward(output, gradient)
 
-    run.buffers.zero()
+    run.buffers.zero(run.plan.num_microbatches(iteration))
     with timers("forward-backward", 1):
         run.pipeline.run(run.plan.num_microbatches(iteration), _forwards(run, forward_step, samples, totals, dropout),
                          backward)
@@ -74,6 +74,9 @@ def train_step(run: Run, forward_step: ForwardStep, samples: Iterator[torch.Tens
     _check_loss(run, iteration, loss, local)
     with timers("optimizer", 1):
         result = run.optimizer.step(grad_factor=nominal / max(1.0, tokens))
+        if result.ok:
+            with timers("params-all-gather", 1):
+                run.buffers.gather_weights()
     if result.grad_norm is not None and not math.isfinite(result.grad_norm) and _checks(run):
         raise NotFinite(f"iteration {iteration}: the gradient norm is {result.grad_norm}; nothing of this step is "
                         f"saved. Resume from the last checkpoint with --train-range-to-skip {iteration} {iteration}, a "

@@ -15,6 +15,7 @@ from megatron.data.tokenizer import Tokenizer
 from megatron.device import choose_device
 from megatron.model.gpt import GPTModel
 from megatron.parallel.context import ParallelContext
+from megatron.parallel.sharding import local_box
 from megatron.training.build import make_tokenizer
 from megatron.training.checkpointing import read_into, saved_config
 
@@ -50,8 +51,8 @@ def open_trained_model(path: str, step: int | None = None, tokenizer_files: Mapp
                      torch.float32, choose_device(device, 0))
     with found.reader() as reader, torch.no_grad():
         for parameter in model.parameters():
-            name = parameter.sharding.name
-            read_into(parameter, reader, name, parameter.sharding, model.ctx, tokenizer.vocab_size)
+            sharding = parameter.sharding
+            read_into(parameter, reader, sharding.name, sharding, local_box(sharding, model.ctx), tokenizer.vocab_size)
     return TrainedModel(model.eval(), tokenizer, config, found.iteration, str(found.directory))
 
 

@@ -77,12 +77,9 @@ ONE_PROBLEM = [
     ("--fp32-residual-connection", "--fp32-residual-connection: needs --fp16 or --bf16"),
     ("--bf16 --fp16-lm-cross-entropy", "--fp16-lm-cross-entropy: needs --fp16"),
     ("--fp16 --initial-loss-scale 2 --min-loss-scale 4", "--initial-loss-scale 2.0: less than --min-loss-scale 4.0"),
-    ("--context-parallel-size 2", "--context-parallel-size 2: not supported yet in this version; use data, tensor or "
-                                  "pipeline parallelism: torchrun --nproc-per-node N"),
+    ("--cp-comm-type a2a", "--cp-comm-type a2a: not supported; use p2p (keys and values go round a ring"),
+    ("--cp-comm-type a2a+p2p", "--cp-comm-type a2a+p2p: not supported; use p2p"),
     ("--expert-model-parallel-size 2", "--expert-model-parallel-size 2: not supported yet"),
-    ("--use-distributed-optimizer", "--use-distributed-optimizer: not supported yet"),
-    ("--overlap-grad-reduce", "--overlap-grad-reduce: not supported yet"),
-    ("--overlap-param-gather", "--overlap-param-gather: not supported yet"),
     ("--world-size 8", "--world-size 8: only for --dry-run"),
     ("--train-samples 100", "--train-iters 10 and --train-samples 100: two lengths"),
     ("--lr-decay-samples 5", "--lr-decay-samples 5: the run is counted by --train-iters; use --lr-decay-iters"),
@@ -221,7 +218,7 @@ def test_the_batch_must_fit_the_ranks(world_size, batch, words):
     assert words in line
 
 
-TP = "--tensor-model-parallel-size"
+TP, CP = "--tensor-model-parallel-size", "--context-parallel-size"
 
 
 @pytest.mark.parametrize(("flags", "world_size", "line"), [
@@ -234,6 +231,22 @@ TP = "--tensor-model-parallel-size"
     (f"{TP} 4 --sequence-parallel --seq-length 30", 4,
      f"--seq-length 30: --sequence-parallel splits it over {TP} 4, of which it is not a multiple; use 28 or 32, or leave "
      "--sequence-parallel out"),
+    (f"{CP} 2 --seq-length 30", 2,
+     f"--seq-length 30: {CP} 2 cuts it into 4 chunks, of which it is not a multiple; use 28 or 32, or fewer "
+     "context-parallel ranks"),
+    (f"{CP} 16 --seq-length 30", 16,
+     f"--seq-length 30: {CP} 16 cuts it into 32 chunks, of which it is not a multiple; use 32, or fewer context-parallel "
+     "ranks"),
+    (f"{CP} 2 {TP} 4 --sequence-parallel --seq-length 28", 8,
+     f"--seq-length 28: --sequence-parallel splits it over {TP} 4 x {CP} 2, of which it is not a multiple; use 24 or 32, or "
+     "leave --sequence-parallel out"),
+    (f"{CP} 2 {TP} 4 --sequence-parallel --seq-length 30", 8,
+     f"--seq-length 30: {CP} 2 cuts it into 4 chunks, of which it is not a multiple; use 24 or 32, or fewer "
+     "context-parallel ranks"),
+    (f"{CP} 2", 1, f"{CP} 2: one copy of the model takes 2 ranks, and the 1 of this run are not a multiple; use torchrun "
+     "--nproc-per-node 2"),
+    (f"{TP} 2 {CP} 2", 6, f"{TP} 2 x {CP} 2: one copy of the model takes 4 ranks, and the 6 of this run are not a multiple; "
+     "use torchrun --nproc-per-node 4 or torchrun --nproc-per-node 8"),
     (f"{TP} 2", 1, f"{TP} 2: one copy of the model takes 2 ranks, and the 1 of this run are not a multiple; use torchrun "
      "--nproc-per-node 2"),
     (f"{TP} 2", 5, f"{TP} 2: one copy of the model takes 2 ranks, and the 5 of this run are not a multiple; use torchrun "
@@ -247,7 +260,8 @@ def test_what_does_not_split_over_the_ranks(flags, world_size, line):
 @pytest.mark.parametrize(("flags", "world_size"), [
     (f"{TP} 2", 2), (f"{TP} 4 --sequence-parallel", 8), (f"{TP} 4 --seq-length 30", 4), (f"{TP} 2 --vocab-size 99", 2),
     (f"{TP} 2 --group-query-attention --num-query-groups 2 --sequence-parallel", 4),
-    (f"{TP} 4 --hidden-size 62 --kv-channels 8", 4)])
+    (f"{TP} 4 --hidden-size 62 --kv-channels 8", 4), (f"{CP} 2", 2), (f"{CP} 3 --seq-length 30", 3),
+    (f"{CP} 4 {TP} 2 --sequence-parallel --cp-comm-type all_gather", 16), (f"{CP} 2 {TP} 4 --seq-length 28", 8)])
 def test_what_splits_over_the_ranks(flags, world_size):
     """... sequence parallelism is then on without a word; a split sequence is the only reason to split the length."""
     assert checked(flags, world_size) == ([], [])
@@ -331,6 +345,7 @@ def test_nccl_between_cpu_ranks():
     ("--attention-softmax-in-fp32", "no effect here, because the softmax is always computed in fp32"),
     ("--no-save-rng", "no effect here, because there is no random state to save"),
     ("--ddp-bucket-size 100", "--ddp-bucket-size 100: no effect here"),
+    ("--cp-comm-type all_gather", "--cp-comm-type all_gather: no effect without --context-parallel-size"),
     ("--sequence-parallel", "--sequence-parallel: switched off, because --tensor-model-parallel-size is 1"),
     ("--split 8,1,1", "--split 8,1,1: no effect without --data-path"),
     ("--no-overlap-p2p-communication", "--no-overlap-p2p-communication: no effect without --pipeline-model-parallel-size"),

@@ -5,12 +5,12 @@ To accept a change: python -m tests.house.test_flags && python tools/write_flags
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 
 from megatron.arguments import flags_of
 from megatron.config.megatron_flags import FOREIGN
 from megatron.config.tree import Config
+from tests.load_tool import load_tool
 
 ROOT = Path(__file__).resolve().parents[2]
 FROZEN = Path(__file__).with_name("flags.txt")
@@ -28,9 +28,7 @@ def test_the_list_of_flags_is_the_frozen_one():
 
 
 def test_the_page_of_flags_is_up_to_date():
-    spec = importlib.util.spec_from_file_location("write_flags_page", ROOT / "tools" / "write_flags_page.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = load_tool("write_flags_page")
     assert module.page() == module.PAGE.read_text(encoding="utf-8"), __doc__
 
 

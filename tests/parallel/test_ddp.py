@@ -29,19 +29,19 @@ def loss(params: list[torch.nn.Parameter], factor: float) -> torch.Tensor:
 
 @pytest.mark.parametrize("grad_dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_layout(grad_dtype):
-    """One buffer, last parameters first; every view starts at a multiple of 64 bytes, and none overlap."""
+    """One buffer, last parameters first; every view starts at a multiple of 64 bytes of the smaller format, none overlap."""
     params = parameters(torch.float32)
     frozen = torch.nn.Parameter(torch.ones(9), requires_grad=False)
     buffers = GradBuffers([params[0], frozen, *params[1:]], ALONE, grad_dtype)
     assert all(a is b for a, b in zip(buffers.params, reversed(params), strict=True))
     assert not hasattr(frozen, "main_grad")
-    ends = 0
+    ends, itemsize = 0, min(4, grad_dtype.itemsize)
     for p in buffers.params:
-        start = p.main_grad.storage_offset() * grad_dtype.itemsize
+        start = p.main_grad.storage_offset() * itemsize
         assert start % 64 == 0 and start == ends and p.main_grad.shape == p.shape and p.main_grad.dtype == grad_dtype
         assert p.main_grad.untyped_storage().data_ptr() == buffers.flat.untyped_storage().data_ptr()
-        ends = start + -(-p.numel() * grad_dtype.itemsize // 64) * 64
-    assert buffers.flat.numel() * grad_dtype.itemsize == ends and buffers.flat.data_ptr() % 64 == 0
+        ends = start + -(-p.numel() * itemsize // 64) * 64
+    assert buffers.flat.numel() * itemsize == ends and buffers.flat.data_ptr() % 64 == 0
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

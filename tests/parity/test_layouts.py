@@ -15,7 +15,8 @@ from megatron.training.trained_model import open_trained_model
 from tests.forkrun import ROOT
 from tests.runs import NO_DROPOUT, SMALL, Finished, same_tensors, train, with_flags, write_text
 
-TP, SP = "--tensor-model-parallel-size", "--sequence-parallel"
+TP, SP, CP = "--tensor-model-parallel-size", "--sequence-parallel", "--context-parallel-size"
+GATHER = ("--cp-comm-type", "all_gather")
 PP, CHUNKS = "--pipeline-model-parallel-size", "--num-virtual-stages-per-pipeline-rank"
 PER_CHUNK, NO_OVERLAP = "--num-layers-per-virtual-pipeline-stage", "--no-overlap-p2p-communication"
 GPT2 = ()
@@ -30,6 +31,10 @@ ODD = ("--num-layers", "7")
 DROPOUT = ("--hidden-dropout", "0.1", "--attention-dropout", "0.1")
 SELECTIVE = ("--recompute-activations",)
 FULL = ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1")
+DISTRIBUTED = ("--use-distributed-optimizer",)
+BUCKETS = (*DISTRIBUTED, "--overlap-grad-reduce", "--ddp-bucket-size", "3000")
+OVERLAP = (*BUCKETS, "--overlap-param-gather")
+INSTANCES = ("--num-distributed-optimizer-instances", "2")
 
 
 class Case(NamedTuple):
@@ -46,6 +51,9 @@ CASES = {
     "tp2": Case(GPT2, 2, (TP, "2"), steps=10),
     "tp4 sp, untied, masked documents": Case(UNTIED, 4, (TP, "4", SP), steps=10),
     "tp2 sp dp2, rotary swiglu RMSNorm GQA": Case(LLAMA, 4, (TP, "2", SP), steps=10),
+    "dp2, distributed optimizer": Case(GPT2, 2, DISTRIBUTED, steps=10),
+    "dp4, distributed optimizer in 2 instances, overlap": Case(UNTIED, 4, (*OVERLAP, *INSTANCES), steps=10),
+    "cp2, untied, masked documents": Case(UNTIED, 2, (CP, "2"), steps=10),
     "pp2": Case(GPT2, 2, (PP, "2"), steps=10),
     "pp2 vpp2": Case(DEEP, 2, (PP, "2", CHUNKS, "2"), steps=10),
 }
@@ -65,6 +73,32 @@ CAMPAIGN = {
     "tp2 sp, one large micro-batch": Case(GPT2, 2, (TP, "2", SP, "--micro-batch-size", "8")),
     "tp2 sp dp2, fp32": Case(GPT2, 4, (TP, "2", SP), precision=""),
     "tp4, rotary swiglu RMSNorm GQA, fp32": Case(LLAMA, 4, (TP, "4"), precision=""),
+    "dp4, overlapped gradient reduction": Case(GPT2, 4, ("--overlap-grad-reduce", "--ddp-bucket-size", "3000")),
+    "dp4, distributed optimizer": Case(GPT2, 4, DISTRIBUTED),
+    "dp4, distributed optimizer, overlap": Case(GPT2, 4, OVERLAP),
+    "dp4, distributed optimizer in 2 instances": Case(GPT2, 4, (*DISTRIBUTED, *INSTANCES)),
+    "dp2, distributed optimizer, overlap, 1 micro-batch": Case(GPT2, 2, (*OVERLAP, "--micro-batch-size", "4")),
+    "dp2, distributed optimizer, overlap, 4 micro-batches": Case(GPT2, 2, (*OVERLAP, "--micro-batch-size", "1")),
+    "dp2, distributed optimizer, overlap, full recompute": Case(GPT2, 2, OVERLAP, only=FULL),
+    "tp2 sp dp2, distributed optimizer, overlap": Case(GPT2, 4, (TP, "2", SP, *OVERLAP)),
+    "tp2 sp dp2, distributed optimizer, overlap, rotary swiglu RMSNorm GQA": Case(LLAMA, 4, (TP, "2", SP, *OVERLAP)),
+    "dp4, distributed optimizer in 2 instances, overlap, rotary swiglu RMSNorm GQA, fp32":
+        Case(LLAMA, 4, (*OVERLAP, *INSTANCES), precision=""),
+    "cp2": Case(GPT2, 2, (CP, "2")),
+    "cp4": Case(GPT2, 4, (CP, "4")),
+    "cp2 all_gather": Case(GPT2, 2, (CP, "2", *GATHER)),
+    "cp2 dp2": Case(GPT2, 4, (CP, "2")),
+    "cp2 tp2 sp": Case(GPT2, 4, (CP, "2", TP, "2", SP)),
+    "cp2 tp2 sp dp2": Case(GPT2, 8, (CP, "2", TP, "2", SP)),
+    "cp8, one large micro-batch": Case(GPT2, 8, (CP, "8", "--micro-batch-size", "8")),
+    "cp2, rotary swiglu RMSNorm GQA": Case(LLAMA, 2, (CP, "2")),
+    "cp2 tp2, rotary swiglu RMSNorm GQA, all_gather": Case(LLAMA, 4, (CP, "2", TP, "2", *GATHER)),
+    "cp4, untied, masked documents": Case(UNTIED, 4, (CP, "4")),
+    "cp2 tp2 sp, untied, masked documents, all_gather": Case(UNTIED, 4, (CP, "2", TP, "2", SP, *GATHER)),
+    "cp2, selective recompute": Case(UNTIED, 2, (CP, "2"), only=SELECTIVE),
+    "cp2 tp2 sp, full recompute": Case(LLAMA, 4, (CP, "2", TP, "2", SP), only=FULL),
+    "cp4, fp32": Case(GPT2, 4, (CP, "4"), precision=""),
+    "cp2 tp2 sp, rotary swiglu RMSNorm GQA, fp32": Case(LLAMA, 4, (CP, "2", TP, "2", SP), precision=""),
     "pp2, 20 steps": Case(GPT2, 2, (PP, "2")),
     "pp4": Case(DEEP, 4, (PP, "4")),
     "pp2 vpp2, 20 steps": Case(DEEP, 2, (PP, "2", CHUNKS, "2")),
@@ -265,7 +299,8 @@ EXACT = ("iteration", "lm_loss", "grad_norm", "loss_scale", "consumed_samples")
 
 
 @pytest.mark.parametrize("model, layout", [
-    (UNTIED, (TP, "2", SP)), pytest.param(DEEP, (PP, "2", CHUNKS, "2"), marks=pytest.mark.campaign)])
+    (UNTIED, (TP, "2", SP)), pytest.param(DEEP, (PP, "2", CHUNKS, "2"), marks=pytest.mark.campaign),
+    pytest.param(UNTIED, (CP, "2"), marks=pytest.mark.campaign)])
 def test_a_resume_in_the_same_layout_is_exact(model, layout, data, tmp_path):
     """With dropout, stopped in the middle: bit for bit the run that was not."""
     flags = with_flags(argv(data, model, 8, *layout), *DROPOUT)
@@ -288,10 +323,31 @@ def test_a_resume_in_another_layout_gives_the_same_numbers(data, tmp_path):
     read = open_trained_model(str(tmp_path / "two/save"), device="cpu").model.embedding.word_embeddings.weight
     written = store.load(tmp_path / "two/save").reader().read(padded)
     assert len(read) == 216 and len(written) == 224 and torch.equal(read[:211], written[:211].float())
-    for world, layout in ((1, ()), (4, (TP, "4", SP)), (4, (TP, "2"))):
-        folder = tmp_path / f"{world}-{len(layout)}"
-        run = train(folder, [*flags, *layout, *saved(folder), "--load", str(tmp_path / "two/save")], world)
-        assert "checkpoint was written by 2 ranks (data 1 x tensor 2 x pipeline 1 x context 1)" in run.first_rank_log
+    layouts = ((1, ()), (4, (TP, "4", SP)), (4, (TP, "2")), (4, (TP, "2", SP, CP, "2")))
+    go_on(one, flags, tmp_path / "two/save", "data 1 x tensor 2 x pipeline 1 x context 1", layouts)
+
+
+@pytest.mark.campaign
+def test_a_resume_with_another_split_of_the_sequence_gives_the_same_numbers(data, tmp_path):
+    """Saved at CP 2: read by one process that generates, gone on with at CP 1, CP 4, TP 2, and DP 2 x CP 2."""
+    case = Case(UNTIED, 1, (), steps=8)
+    flags = argv(data, case.model, case.steps, case.precision)
+    one = train(tmp_path / "one", [*flags, *saved(tmp_path / "one")])
+    train(tmp_path / "two", [*flags, *saved(tmp_path / "two"), "--exit-interval", "4", CP, "2"], 2)
+    model = open_trained_model(str(tmp_path / "two/save"), device="cpu").model
+    with torch.no_grad():
+        assert model.ctx.cp.size == 1 and model(torch.arange(31).view(1, 31)).isfinite().all()
+    layouts = ((1, ()), (4, (CP, "4")), (2, (TP, "2", SP)), (4, (CP, "2", *GATHER)))
+    go_on(one, flags, tmp_path / "two/save", "data 1 x tensor 1 x pipeline 1 x context 2", layouts)
+
+
+def go_on(one: Finished, flags: list[str], checkpoint: Path, written_by: str, layouts: tuple) -> None:
+    """Assert that in each of the layouts a checkpoint of the fourth step trains on as one process did."""
+    padded = ("embedding.word_embeddings.weight", "output_layer.weight")
+    for world, layout in layouts:
+        folder = checkpoint.parent.parent / f"on-{world}{''.join(layout)}"
+        run = train(folder, [*flags, *layout, *saved(folder), "--load", str(checkpoint)], world)
+        assert f"checkpoint was written by 2 ranks ({written_by})" in run.first_rank_log
         rest = one.rows[4:]
         assert [row["iteration"] for row in run.rows] == [5, 6, 7, 8]
         for row, expected in zip(run.rows, rest, strict=True):
@@ -345,7 +401,8 @@ def test_a_batch_that_grows_in_a_pipeline(data, tmp_path):
 
 
 @pytest.mark.campaign
-@pytest.mark.parametrize("layout", [(TP, "2"), (TP, "2", SP), (PP, "2"), (PP, "2", CHUNKS, "2", *DEEP)], ids="-".join)
+@pytest.mark.parametrize("layout", [(TP, "2"), (TP, "2", SP), (PP, "2"), (PP, "2", CHUNKS, "2", *DEEP), (CP, "2"),
+                                    (CP, "2", *GATHER)], ids="-".join)
 def test_dropout_repeats_in_a_layout_with_and_without_recompute(layout, data, tmp_path):
     flags = with_flags(argv(data, GPT2, 6, *layout), *DROPOUT)
     runs = [train(tmp_path / str(n), [*flags, *again, "--save", str(tmp_path / str(n) / "save"), "--save-interval", "6"], 2)

@@ -103,6 +103,32 @@ PIPELINE = {
         "all_reduce_(totals, run.runtime.ctx.dp_cp)", "tests/training/test_step.py::test_ranks_of_a_model_agree"),
 }
 
+MASKED = "cp2, untied, masked documents"
+CONTEXT_PARALLEL = {
+    "loss counted as often as there are context-parallel ranks": Bug(
+        "pretrain_gpt.py", "(losses * batch.loss_mask).sum(), ", "(losses * batch.loss_mask).sum() * model.ctx.cp.size, ",
+        f"{LAYOUTS}[{MASKED}]"),
+    "tokens counted as if each rank had all of them": Bug(
+        "pretrain_gpt.py", "batch.loss_mask.sum()\n", "batch.loss_mask.sum() * model.ctx.cp.size\n",
+        f"{LAYOUTS}[{MASKED}]"),
+    "parts of a softmax joined by the larger sum": Bug(
+        "megatron/kernels/block_attention.py", "torch.logaddexp(lse, part_lse, out=lse)",
+        "torch.maximum(lse, part_lse, out=lse)", f"{LAYOUTS}[{MASKED}]"),
+    "parts of a softmax joined with equal weights": Bug(
+        "megatron/kernels/block_attention.py", "torch.sigmoid(part_lse - lse)", "torch.sigmoid(lse - lse)",
+        f"{LAYOUTS}[{MASKED}]"),
+    "chunks of a rank in another order than the masks think": Bug(
+        "megatron/parallel/zigzag.py", "chunks[2 * ranks - 1 - rank]", "chunks[ranks + rank]", f"{LAYOUTS}[{MASKED}]"),
+    "positions that are not those of the tokens": Bug(
+        "megatron/training/batch.py", "for x in (tokens, labels, loss_mask, position_ids))",
+        "for x in (tokens, labels, loss_mask, position_ids.roll(rules.cp.rank, 1)))", f"{LAYOUTS}[{MASKED}]"),
+    "gradients of keys and values that do not come home": Bug(
+        "megatron/parallel/ring_attention.py", "_add_part(self.own, self.arriving(), self.part)", "self.arriving()",
+        f"{LAYOUTS}[{MASKED}]"),
+    "gradients not summed over the ranks of a sequence": Bug(
+        "megatron/parallel/context.py", 'self._axis("dp_cp", grid.flatten(1, 2), 1)', "self.dp", f"{LAYOUTS}[{MASKED}]"),
+}
+
 
 def run(copy: Path, test: str) -> subprocess.CompletedProcess:
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", "not sweep", test]
@@ -124,6 +150,12 @@ def test_a_planted_bug_of_tensor_parallelism_is_caught(name, tmp_path):
 @pytest.mark.parametrize("name", PIPELINE)
 def test_a_planted_bug_of_pipeline_parallelism_is_caught(name, tmp_path):
     caught(PIPELINE[name], tmp_path)
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("name", CONTEXT_PARALLEL)
+def test_a_planted_bug_of_context_parallelism_is_caught(name, tmp_path):
+    caught(CONTEXT_PARALLEL[name], tmp_path)
 
 
 def caught(bug: Bug, tmp_path: Path) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 import pytest
+
+from tests.load_tool import load_tool
 
 TOOL = Path(__file__).resolve().parents[2] / "tools" / "draw_schedule.py"
 FOUR = ["--pipeline-model-parallel-size", "4"]
@@ -17,10 +18,7 @@ FOUR = ["--pipeline-model-parallel-size", "4"]
 @pytest.fixture(scope="module")
 def tool():
     """The tool as a module."""
-    spec = importlib.util.spec_from_file_location("draw_schedule_tool", TOOL)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_tool("draw_schedule")
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import shutil
 import subprocess
 import sys
@@ -12,6 +11,7 @@ import pytest
 
 from megatron.training.trained_model import open_trained_model
 from tests.data.vocabularies import write_tiktoken
+from tests.load_tool import load_tool
 
 ROOT = Path(__file__).resolve().parents[2]
 TOOL = ROOT / "tools" / "generate.py"
@@ -33,10 +33,7 @@ def run(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def tool():
     """The tool as a module."""
-    spec = importlib.util.spec_from_file_location("generate_tool", TOOL)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_tool("generate")
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ import torch
 from megatron.config.batch_size import build_batch_size_schedule
 from megatron.config.skip_ranges import SkipRanges
 from megatron.data.sampler import SequentialSampler
+from megatron.parallel.context import Axis
 from megatron.training.batch import BatchRules, evaluation_samples, load_samples, make_batch, training_samples
 
 EOD = 9
@@ -29,6 +30,19 @@ def test_each_rule_alone():
     assert make_batch(SAMPLE, BatchRules(EOD, reset_position_ids=True), CPU).document_ids is None
     assert make_batch(SAMPLE, BatchRules(EOD, reset_attention_mask=True), CPU).position_ids is None
     assert make_batch(SAMPLE, BatchRules(EOD, eod_mask_loss=True), CPU).loss_mask.sum() == 4
+
+
+def test_a_context_parallel_rank_gets_its_chunks_of_what_holds_for_the_whole_sequence():
+    """Documents, positions and masks go on over the cut between the ranks; document ids stay whole."""
+    sample = torch.tensor([[1, 2, EOD, 3, EOD, EOD, 4, 5, 6], [1, 2, 3, 4, 5, 6, EOD, 8, 9]])
+    whole = make_batch(sample, BatchRules(EOD, True, True, True), CPU)
+    for rank, places in ((0, [0, 1, 6, 7]), (1, [2, 3, 4, 5])):
+        batch = make_batch(sample, BatchRules(EOD, True, True, True, Axis("cp", 2, rank)), CPU)
+        for name in ("tokens", "labels", "loss_mask", "position_ids"):
+            assert torch.equal(getattr(batch, name), getattr(whole, name)[:, places]), name
+        assert torch.equal(batch.document_ids, whole.document_ids)
+        plain = make_batch(sample, BatchRules(EOD, cp=Axis("cp", 2, rank)), CPU)
+        assert plain.position_ids.tolist() == [places] and plain.loss_mask is None and plain.document_ids is None
 
 
 def numbers(micro_batch: int, ranks: int, first: int = 1, last: int = 6, skip=()):

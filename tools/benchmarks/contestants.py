@@ -9,7 +9,7 @@ import contextlib
 import io
 import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from bare_model import BareModel
@@ -42,11 +42,13 @@ class KeepingLog(TrainingLog):
 class Ours:
     """The iteration of pretrain_gpt.py, built by the functions it is built by there: samples, step, counters, log line.
 
-    `text` holds what such a run prints; `weights()` are the parameters by Megatron's global names.
+    `environ` is the launcher's, where there are several ranks. `text` holds what such a run prints; `weights()` are the
+    parameters by Megatron's global names.
     """
 
-    def __init__(self, size: Size, dtype: str, device: str, extra: Sequence[str] = ()):
-        line = megatron_command_line.read(command_line(size, dtype, device, extra), {})
+    def __init__(self, size: Size, dtype: str, device: str, extra: Sequence[str] = (),
+                 environ: Mapping[str, str] | None = None):
+        line = megatron_command_line.read(command_line(size, dtype, device, extra), environ or {})
         config, self.text = line.config, io.StringIO()
         with contextlib.redirect_stdout(self.text):
             tokenizer = build.make_tokenizer(config)

@@ -1,0 +1,42 @@
+"""Rules of gradient buckets, their overlap and the sharded optimizer, as in Megatron. Knows no torch and no other rule."""
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron.config.parallel import ParallelConfig
+
+
+def problems(p: ParallelConfig, world_size: int) -> Iterator[str]:
+    """One line for each rule that these flags break on `world_size` ranks."""
+    if p.overlap_param_gather:
+        for spelling, given in (("--use-distributed-optimizer", p.use_distributed_optimizer),
+                                ("--overlap-grad-reduce", p.overlap_grad_reduce)):
+            if not given:
+                yield f"--overlap-param-gather: needs {spelling}; add that, or leave it out"
+    if p.ddp_bucket_size is not None and p.ddp_num_buckets is not None:
+        yield (f"--ddp-bucket-size {p.ddp_bucket_size} and --ddp-num-buckets {p.ddp_num_buckets}: two sizes of one bucket; "
+               "give only one of them")
+    instances = p.num_distributed_optimizer_instances
+    if instances <= 1:
+        return
+    said, ranks = f"--num-distributed-optimizer-instances {instances}", data_ranks(p, world_size)
+    if not p.use_distributed_optimizer:
+        yield f"{said}: needs --use-distributed-optimizer; add that, or leave it out"
+    if ranks and ranks % instances:
+        fit = ", ".join([str(n) for n in range(1, ranks + 1) if ranks % n == 0][:12])
+        yield f"{said}: the {ranks} ranks that see other data (data x context parallel) are not a multiple of it; use {fit}"
+
+
+def notes(p: ParallelConfig, world_size: int) -> Iterator[str]:
+    """One line for each of these flags that changes nothing on `world_size` ranks."""
+    given = {"--use-distributed-optimizer": p.use_distributed_optimizer, "--overlap-grad-reduce": p.overlap_grad_reduce,
+             "--overlap-param-gather": p.overlap_param_gather, "--ddp-bucket-size": p.ddp_bucket_size is not None,
+             "--ddp-num-buckets": p.ddp_num_buckets is not None}
+    if data_ranks(p, world_size) <= 1:
+        yield from (f"{spelling}: no effect with one data-parallel rank" for spelling, on in given.items() if on)
+
+
+def data_ranks(p: ParallelConfig, world_size: int) -> int:
+    """Ranks that see other data or other parts of a sequence and hold the same weights; 0 where the world does not fit."""
+    model = p.tensor_model_parallel_size * p.pipeline_model_parallel_size
+    return 0 if model < 1 or world_size % model else world_size // model

@@ -1,0 +1,15 @@
+"""A program of tools/ as a module, for tests that call its main()."""
+from __future__ import annotations
+
+import importlib.util
+from types import ModuleType
+
+from tests.forkrun import ROOT
+
+
+def load_tool(name: str) -> ModuleType:
+    """tools/`name`.py, loaded by path as its users run it."""
+    spec = importlib.util.spec_from_file_location(f"{name}_tool", ROOT / "tools" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
