@@ -124,6 +124,10 @@ CAMPAIGN = {
     "pp4, one micro-batch": Case(DEEP, 4, (PP, "4", "--micro-batch-size", "8")),
     "pp2, dropout": Case(GPT2 + DROPOUT, 2, (PP, "2")),
     "pp2 vpp2, dropout": Case(DEEP + DROPOUT, 2, (PP, "2", CHUNKS, "2")),
+    "pp2 vpp2 dp2, distributed optimizer, overlap": Case(DEEP, 4, (PP, "2", CHUNKS, "2", *OVERLAP)),
+    "tp2 sp pp2 dp2, distributed optimizer, overlap": Case(GPT2, 8, (TP, "2", SP, PP, "2", *OVERLAP)),
+    "cp2 pp2": Case(GPT2, 4, (CP, "2", PP, "2")),
+    "cp2 tp2 sp pp2 vpp2, untied, masked documents": Case(UNTIED + DEEP, 8, (CP, "2", TP, "2", SP, PP, "2", CHUNKS, "2")),
     "pp2, fp32": Case(GPT2, 2, (PP, "2"), precision=""),
     "pp4 vpp2, fp32": Case(DEEPER, 4, (PP, "4", CHUNKS, "2"), precision=""),
 }

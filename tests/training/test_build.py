@@ -1,6 +1,8 @@
 """From typed flags to the things that train: what each flag changes in them."""
 from __future__ import annotations
 
+import contextlib
+import io
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +17,7 @@ from megatron.data import index_helpers
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.sharding import local_box
 from megatron.timers import Timers
-from megatron.training.build import Run, build_data, build_run, make_tokenizer, plan_run
+from megatron.training.build import Run, build_data, build_model, build_run, make_tokenizer, plan_run
 from megatron.training.initialize import Runtime
 from tests.data.vocabularies import write_sentencepiece, write_tiktoken
 from tests.forkrun import run_ranks
@@ -108,6 +110,45 @@ def test_bucket_flags():
     assert buckets(2) == [1] and buckets(2, "--overlap-grad-reduce") == [1]
     assert buckets(2, "--ddp-num-buckets", "3") == [3]
     assert buckets(2, *SHARDS, "--ddp-bucket-size", "10000") == [3] != buckets(2, *SHARDS, "--ddp-bucket-size", "5000")
+
+
+def test_stages_hold_what_the_plan_says():
+    """Two virtual stages on each of two ranks: every parameter once, but the word embedding on both ends."""
+    flags = ["--num-layers", "5", "--bf16"]
+    _, _, whole, _ = rank_of_a_run(0, 1, flags)
+    ranks = run_ranks(2, rank_of_a_run, [*flags, "--pipeline-model-parallel-size", "2",
+                                         "--num-virtual-stages-per-pipeline-rank", "2"])
+    assert all(held == planned for held, planned, _, _ in ranks)
+    first, last = (shards for _, _, shards, _ in ranks)
+    assert first.keys() & last.keys() == {EMBEDDING} and first.keys() | last.keys() == whole.keys()
+    assert all(torch.equal(values, whole[name][1]) for shards in (first, last) for name, (_, values) in shards.items())
+    assert {name.split(".")[2] for name in first if ".layers." in name} == {"0", "2"}
+
+
+def lines_of_a_rank(rank: int, world: int) -> str:
+    config = config_of("--pipeline-model-parallel-size", "2")
+    runtime = Runtime(torch.device("cpu"), ParallelContext(config.parallel, world, rank), world, rank)
+    text = io.StringIO()
+    with contextlib.redirect_stdout(text):
+        build_model(config, make_plan(config, world, 211), runtime)
+    return text.getvalue()
+
+
+def test_every_stage_tells_its_parameters():
+    first, last = run_ranks(2, lines_of_a_rank)
+    layer, embedding, positions, norm = 4 * 32 + 3 * 32 * 33 + 32 * 33 + 128 * 33 + 32 * 129, 216 * 32, 32 * 32, 2 * 32
+    line = " > number of parameters on (tensor, pipeline) model parallel rank (0, {}): {}\n"
+    assert first.endswith(line.format(0, embedding + positions + layer))
+    assert last == line.format(1, embedding + layer + norm)
+
+
+def test_a_model_with_fewer_layers_than_asked_for_is_noticed():
+    config = config_of()
+    plan = make_plan(config, 1, 211)
+    with pytest.raises(AssertionError, match=r"layers \[0\] were built"):
+        build_model(config, replace(plan, layers_per_stage=((range(0, 1),),)), RUNTIME)
+    with pytest.raises(AssertionError, match="parameters were built"):
+        build_model(config, replace(plan, parameters=plan.parameters[1:]), RUNTIME)
 
 
 def by_name(run: Run, key: str) -> dict[str, float]:
