@@ -1,15 +1,52 @@
 """Activation functions of the MLP, gated ones included; knows tensors, no module."""
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from megatron.kernels.blocks import for_each, pays_off, row_blocks, wide_dtype
+
+GELU_LINEAR = 2 * math.sqrt(2 / math.pi)  # tanh GELU is x sigmoid(GELU_LINEAR x + GELU_CUBIC x^3)
+GELU_CUBIC = 0.044715 * GELU_LINEAR
 
 
 def gelu(x: Tensor, approximate: bool) -> Tensor:
     """GELU (Hendrycks and Gimpel 2016): the tanh form if `approximate`, else the exact one with erf. Any shape."""
+    if approximate and pays_off(x):
+        return _TanhGelu.apply(x)
     return F.gelu(x, approximate="tanh" if approximate else "none")
+
+
+class _TanhGelu(torch.autograd.Function):
+    """Computes the slope beside the value, while the sigmoid is at hand, and keeps it instead of the input."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        out, slope = (torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(2))
+        source, targets = x.reshape(-1), (out.view(-1), slope.view(-1))
+
+        def work(run: slice) -> None:
+            part = source[run].to(wide_dtype(x))
+            value, rise = (t[run] if t.dtype == part.dtype else torch.empty_like(part) for t in targets)
+            torch.pow(part, 3, out=rise)
+            torch.mul(part, GELU_LINEAR, out=value).add_(rise, alpha=GELU_CUBIC).sigmoid_()
+            rise.mul_(3 * GELU_CUBIC).add_(part, alpha=GELU_LINEAR)
+            torch.ops.aten.sigmoid_backward.grad_input(rise, value, grad_input=rise).add_(value)
+            value.mul_(part)
+            if part.dtype != x.dtype:
+                targets[0][run], targets[1][run] = value, rise
+
+        for_each(row_blocks(len(source), 1), x.device, work)
+        ctx.save_for_backward(slope)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_out: Tensor):
+        return grad_out * ctx.saved_tensors[0]
 
 
 def bias_gelu(x: Tensor, bias: Tensor) -> Tensor:

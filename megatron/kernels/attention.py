@@ -15,7 +15,7 @@ QUERY_ROWS = 64  # of one block; few, so that little above the diagonal is compu
 BLOCK_ELEMENTS = 1 << 18  # of the scores of one block on a CPU, so that they stay in the cache
 LAUNCH_ELEMENTS = 1 << 26  # elsewhere, where each operation is a launch
 SEED_STEP = 0x9E3779B97F4A7C15  # of the dropout streams of two heads
-LONG_ON_CPU = 256  # from so many positions on, chunks beat torch's kernel on a CPU (docs/performance.md)
+CHUNKS_ON_CPU = range(256, 1025)  # so many positions: chunks are not behind torch's kernel there (docs/performance.md)
 
 
 def attention(
@@ -38,7 +38,7 @@ def attention(
     `implementation`: "sdpa" (torch's fused kernel: plain causal, no dropout), "chunked" (blocks of query rows, all
     cases) or "auto". Neither holds an s x s tensor. Raises ValueError for a request that cannot be met.
     """
-    chosen, _ = select_attention(q.device, q.dtype, dropout_p, document_ids is not None, implementation, len(q))
+    chosen, _, _ = select_attention(q.device, q.dtype, dropout_p, document_ids is not None, implementation, len(q))
     if chosen == "sdpa":
         return _sdpa(q, k, v, scale)
     if dropout_p > 0.0 and dropout_seed is None:
@@ -48,9 +48,10 @@ def attention(
 
 def select_attention(
     device: torch.device, dtype: torch.dtype, dropout_p: float, documents: bool, implementation: str = "auto",
-    seq_length: int = LONG_ON_CPU,
-) -> tuple[str, str]:
-    """Which implementation runs ("sdpa" or "chunked") and why. Raises ValueError if the one asked for cannot."""
+    seq_length: int = CHUNKS_ON_CPU.start,
+) -> tuple[str, str, str]:
+    """Which implementation runs ("sdpa" or "chunked"), why, and why not the other. Raises ValueError if the one asked
+    for cannot."""
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"attention implementation {implementation!r} is unknown: use one of {IMPLEMENTATIONS}")
     obstacles = [reason for reason, there in (("attention dropout", dropout_p > 0.0), ("document masks", documents),
@@ -59,14 +60,14 @@ def select_attention(
         raise ValueError(f"attention implementation 'sdpa' cannot do {' and '.join(obstacles)} without an s x s "
                          "tensor or a hidden generator: use 'auto' or 'chunked'")
     if implementation != "auto":
-        return implementation, "asked for"
+        return implementation, "asked for", "not asked for"
     if obstacles:
-        return "chunked", f"{' and '.join(obstacles)}: torch's kernel would hold an s x s tensor or a hidden generator"
+        return "chunked", f"needed for {' and '.join(obstacles)}", "would hold an s x s tensor or a hidden generator"
     if not low_precision_is_native(device.type, dtype):
-        return "chunked", f"this {device.type} emulates {dtype}: chunks compute in fp32"
-    if device.type == "cpu" and dtype == torch.float32 and seq_length >= LONG_ON_CPU:
-        return "chunked", "faster than torch's kernel on a CPU"
-    return "sdpa", "plain causal attention"
+        return "chunked", "computes in fp32", f"this {device.type} emulates {dtype}"
+    if device.type == "cpu" and dtype == torch.float32 and seq_length in CHUNKS_ON_CPU:
+        return "chunked", f"a CPU, {CHUNKS_ON_CPU[0]} to {CHUNKS_ON_CPU[-1]} positions", "not faster at this length"
+    return "sdpa", "plain causal attention", "needs more passes over memory"
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:

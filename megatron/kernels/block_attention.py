@@ -105,9 +105,9 @@ def _flash_grads(q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor, out: Tensor,
         grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             *_heads_first(grad_out, q, _repeated(k, q), _repeated(v, q), out), lse, 0.0, block.causal, scale=block.scale)
     else:
-        unused = torch.empty(0, dtype=torch.int64, device=q.device)
+        state, unused = (torch.empty(size, dtype=torch.uint64, device=q.device) for size in ((2,), ()))     # of dropout
         grads = torch.ops.aten._scaled_dot_product_flash_attention_backward(
-            *_heads_first(grad_out, q, k, v, out), lse, None, None, len(q), len(k), 0.0, block.causal, unused, unused,
+            *_heads_first(grad_out, q, k, v, out), lse, None, None, len(q), len(k), 0.0, block.causal, state, unused,
             scale=block.scale)
     dq, dk, dv = (grad.permute(2, 0, 1, 3) for grad in grads)
     dk, dv = (grad.unflatten(2, (k.shape[2], -1)).sum(3) if grad.shape != k.shape else grad for grad in (dk, dv))

@@ -1,4 +1,4 @@
-"""The kernels in plain torch, the definition of right, under one name; knows local tensors, no module and no rank."""
+"""All kernels under one name; knows local tensors, no module and no rank."""
 
 from megatron.kernels.activations import bias_gelu, geglu, gelu, squared_relu, swiglu
 from megatron.kernels.attention import attention

@@ -74,9 +74,8 @@ def _attention_rows(device: torch.device, dtype: torch.dtype, config: Config) ->
                            "needs CUDA, fp16 or bf16, no attention dropout and no document masks"))
             continue
         length = {} if config.model.seq_length is None else {"seq_length": config.model.seq_length}
-        chosen, reason = select_attention(device, dtype, p, documents, **length)
-        rows += _pair(operation, ("torch's fused attention", "blocks of query rows"), chosen == "sdpa",
-                      (reason, "needs more passes over memory" if chosen == "sdpa" else reason))
+        chosen, *reasons = select_attention(device, dtype, p, documents, **length)
+        rows += _pair(operation, ("torch's fused attention", "blocks of query rows"), chosen == "sdpa", tuple(reasons))
     return rows
 
 
@@ -88,8 +87,8 @@ def _elementwise_rows(device: torch.device, config: Config) -> list[KernelRow]:
     norm = model.normalization
     rows = []
     for operation in (norm, model.activation):
-        if operation not in ("RMSNorm", "swiglu"):
-            rows.append(KernelRow(operation, "torch", True, "torch's kernel is as fast as any"))
+        if operation not in ("RMSNorm", "swiglu", "gelu (tanh)"):
+            rows.append(KernelRow(operation, "torch", True, "there is no other one here"))
         else:
             rows += _pair(operation, ("runs of rows", "torch"), in_rows, reasons)
     rows.append(KernelRow("cross entropy", "runs of rows", True, "never holds a second copy of the logits"))

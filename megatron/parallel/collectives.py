@@ -90,7 +90,7 @@ def start_all_gather_(x: torch.Tensor, axis: Axis) -> Pending:
 def start_reduce_scatter(x: torch.Tensor, axis: Axis) -> Pending:
     """Begin to sum over several ranks; the function waits and returns this rank's part along dim 0.
 
-    gloo takes twice as long for its own reduce-scatter as for exchanging the parts, which are then summed here.
+    With gloo the ranks exchange the parts and sum them here: its own reduce-scatter is slower.
     """
     x = x.contiguous()
     if dist.get_backend(axis.group) == "gloo":

@@ -148,14 +148,21 @@ class GradBuffers:
         _wait_for(self._buckets)
 
     def wait_in_forward(self, model: nn.Module) -> None:
-        """From now on each module of `model`, when called, waits for its own weights."""
+        """From now on each module of `model`, when called, waits for its own weights; a compiled one for all inside it."""
         if self._weights is None or not self._overlap_gather:
             return
         home = {p: bucket for bucket in self._buckets for p in bucket.params}
-        for module in model.modules():
-            buckets = {home[p]: None for p in module.parameters(recurse=False) if p in home}
+
+        def visit(module: nn.Module) -> None:
+            compiled = module._compiled_call_impl is not None
+            buckets = list({home[p]: None for p in module.parameters(recurse=compiled) if p in home})
+            hook = partial(_before_forward, buckets)
             if buckets:
-                module.register_forward_pre_hook(partial(_before_forward, list(buckets)))
+                module.register_forward_pre_hook(torch.compiler.disable(hook) if compiled else hook)
+            for child in () if compiled else module.children():
+                visit(child)
+
+        visit(model)
 
 
 @torch.no_grad()

@@ -119,7 +119,6 @@ def build_run(config: Config, plan: Plan, runtime: Runtime, timers: Timers, toke
     buffers = GradBuffers(params, ctx, getattr(torch, p.grad_dtype), bucket_size=bucket_size(config, plan, ctx.pp.rank),
                           overlap_grad_reduce=overlap.overlap_grad_reduce,
                           overlap_param_gather=overlap.overlap_param_gather)
-    buffers.wait_in_forward(model)
     scaler = build_grad_scaler(fp16=p.fp16, loss_scale=p.loss_scale, initial_loss_scale=p.initial_loss_scale,
                                min_loss_scale=p.min_loss_scale, loss_scale_window=int(p.loss_scale_window),
                                hysteresis=p.hysteresis)
@@ -135,6 +134,7 @@ def build_run(config: Config, plan: Plan, runtime: Runtime, timers: Timers, toke
         for chunk in model:
             for layer in chunk.decoder.layers.values():
                 layer.compile(dynamic=False)
+    buffers.wait_in_forward(model)
     rules = BatchRules(tokenizer.eod, d.reset_position_ids, d.reset_attention_mask, d.eod_mask_loss, ctx.cp)
     return Run(config, plan, runtime, timers, model, build_pipeline(config, plan, runtime), buffers, optimizer,
                build_scheduler(config, plan, optimizer), rules, tokenizer.identity())

@@ -14,7 +14,8 @@ from megatron import device as devices
 from megatron import log
 from megatron.config.tree import Config
 from megatron.parallel.context import ParallelContext
-from megatron.training.lifeline import Hub, Line, Place, address_towards, my_place
+from megatron.training.lifeline import Hub, Line, Place, my_place
+from megatron.training.network import address_towards, interface_towards
 from megatron.training.signals import SignalWatch, leave_for
 
 
@@ -82,6 +83,9 @@ def initialize(config: Config, meeting: Meeting | None = None) -> Runtime:
     log.print_rank_0("> initializing torch distributed ...")
     if world_size > 1 and not dist.is_initialized():
         backend = parallel.distributed_backend or devices.default_backend(training.device)
+        interface = interface_towards(os.environ.get("MASTER_ADDR", ""))
+        if interface:       # gloo would take that of the machine's own name, which is often the loopback's
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         dist.init_process_group(backend, store=(meeting or Meeting(config)).store, rank=rank, world_size=world_size,
                                 timeout=timedelta(minutes=parallel.distributed_timeout_minutes))
     ctx = ParallelContext(parallel, world_size, rank)

@@ -17,12 +17,10 @@ def kernel_lines(config: Config) -> list[str]:
 
 
 def describe(rows: list[KernelRow]) -> list[str]:
-    """A line for each operation, and one for all that is off, by reasons; those given above are not repeated."""
+    """A line for each operation, and one for all that is off, by reasons."""
     lines = [f"{row.operation}: {row.implementation} ({row.reason})" for row in rows if row.on]
-    said = {row.reason for row in rows if row.on}
     off: dict[str, list[str]] = {}
     for row in rows:
         if not row.on:
-            off.setdefault("see above" if row.reason in said else row.reason, []).append(
-                f"{row.operation} by {row.implementation}")
+            off.setdefault(row.reason, []).append(f"{row.operation} by {row.implementation}")
     return [*lines, "off: " + "; ".join(f"{', '.join(names)} ({reason})" for reason, names in off.items())]

@@ -66,19 +66,6 @@ def my_place() -> Place:
     return Place(log.rank(), os.getpid(), host, os.environ.get("GROUP_RANK") or os.environ.get("SLURM_NODEID") or host)
 
 
-def address_towards(host: str, port: int) -> tuple[int, str]:
-    """(family, address) of this machine on the way to `host`; nothing is sent. Raises OSError."""
-    problem = OSError(f"{host} has no address")
-    for family, kind, protocol, _, there in socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM):
-        try:
-            with socket.socket(family, kind, protocol) as probe:
-                probe.connect(there)
-                return family, probe.getsockname()[0]
-        except OSError as error:
-            problem = error
-    raise problem
-
-
 def place_in_code(frames: Sequence[traceback.FrameSummary]) -> str:
     """`function (file:line)` of the innermost frame that is neither torch's nor Python's."""
     libraries = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "purelib"))

@@ -259,6 +259,7 @@ def pretrain(run: Run, data: Data, forward_step: ForwardStep, lines: TrainingLog
         log.print_rank_0("training ...")
         log.print_rank_0(datetime_line("before the start of training step"))
         reason = trainer.train()
+        run.buffers.wait_for_weights()              # nobody leaves while another still needs its part
         if reason is None:
             log.print_rank_0(datetime_line("after training is done"))
             trainer.save()

@@ -193,3 +193,32 @@ def test_ratio_of_unequal_numbers_of_rounds(alone):
     assert race.ratio(alone.BARE, alone.OURS) == 1.0 and race.ratio(alone.HUGGINGFACE, alone.OURS) is None
     race.seconds[alone.BARE] = [2.0]
     assert race.ratio(alone.BARE, alone.OURS) == 2.0
+
+
+def test_mfu_stands_beside_the_matmul_rate(alone, tmp_path, capsys):
+    """The CUDA run's own columns, on a CPU with a made-up peak: both shares from the same FLOPs and the same median."""
+    file = tmp_path / "figures.json"
+    assert alone.main(["--size", GPT, "--dtype", "bf16", "--alone", "--peak-tflops", "1e-3", "--minutes", "1", "--rounds",
+                       "3", "--device", "cpu", "--json", str(file)]) == 0
+    line, = rows(capsys.readouterr().out)
+    figures = json.loads(file.read_text())
+    race, rate = figures["races"][0], figures["matmul_tflops"]["bf16"]
+    speed = race["flops_per_step"] / statistics.median(race["seconds"]["ours"]) / 1e12
+    assert (line["MFU"], line["of matmul"]) == (f"{100 * speed / 1e-3:.1f}%", f"{100 * speed / rate:.1f}%")
+
+
+def test_the_default_on_cuda(alone, monkeypatch):
+    """GPT from 125M to 6.7B, only ours, in bf16, within nine minutes; every size is what its name says."""
+    monkeypatch.setattr(alone.devices, "choose_device", lambda wish, rank: torch.device("cuda"))
+    options = alone.build_parser().parse_args([])
+    alone.settle(options)
+    assert (options.dtype, options.contestants, options.rounds, options.warmup, options.minutes) == (
+        ["bf16"], [], 20, 5, 9.0)
+    units = {"m": 1e6, "b": 1e9}
+    contestants, sizes = sys.modules["contestants"], sys.modules["sizes"]
+    for size in options.size:
+        line = contestants.megatron_command_line.read(sizes.command_line(size, "bf16", "cpu"), {})
+        plan = contestants.build.plan_run(line.config, 1, size.vocab)
+        assert plan.num_parameters == pytest.approx(float(size.name[:-1]) * units[size.name[-1]], rel=0.05)
+        assert plan.num_microbatches(1) == size.micro_batches
+    assert [size.name for size in options.size] == ["125m", "350m", "760m", "1.3b", "2.7b", "6.7b"]

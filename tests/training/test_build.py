@@ -1,6 +1,8 @@
 """From typed flags to the things that train: what each flag changes in them."""
 from __future__ import annotations
 
+import contextlib
+import io
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +17,7 @@ from megatron.data import index_helpers
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.sharding import local_box
 from megatron.timers import Timers
-from megatron.training.build import Run, build_data, build_run, make_tokenizer, plan_run
+from megatron.training.build import Run, build_data, build_model, build_run, make_tokenizer, plan_run
 from megatron.training.initialize import Runtime
 from tests.data.vocabularies import write_sentencepiece, write_tiktoken
 from tests.forkrun import run_ranks
@@ -41,8 +43,8 @@ def built(*flags: str) -> Run:
     return build_run(config, make_plan(config, 1, tokenizer.vocab_size), RUNTIME, Timers(), tokenizer)
 
 
-def rank_of_a_run(rank: int, world: int, flags: list[str]) -> tuple[dict, dict, dict]:
-    """(bytes really held by kind, the plan's, {name: (place in the whole, values)}) of a rank of a run."""
+def rank_of_a_run(rank: int, world: int, flags: list[str]) -> tuple[dict, dict, dict, int]:
+    """(bytes really held by kind, the plan's, {name: (place in the whole, values)}, number of buckets) of a run's rank."""
     config = config_of(*flags)
     tokenizer = make_tokenizer(config)
     plan = make_plan(config, world, tokenizer.vocab_size)
@@ -56,14 +58,15 @@ def rank_of_a_run(rank: int, world: int, flags: list[str]) -> tuple[dict, dict, 
     held = {"weights": sum(p.nbytes for p in params), "gradients": sum(p.main_grad.nbytes for p in params),
             "main weights": size("fp32_param"), "optimizer moments": size("exp_avg") + size("momentum_buffer")}
     shards = {p.sharding.name: (local_box(p.sharding, runtime.ctx), p.detach().clone()) for p in params}
-    return held, bytes_per_rank(config, plan, runtime.ctx.pp.rank, runtime.ctx.shard.rank), shards
+    planned = bytes_per_rank(config, plan, runtime.ctx.pp.rank, runtime.ctx.shard.rank)
+    return held, planned, shards, len(run.buffers._buckets)
 
 
 @pytest.mark.parametrize("more", [["--bf16"], ["--untie-embeddings-and-output-weights", "--swiglu", "--qk-layernorm",
                                                "--group-query-attention", "--num-query-groups", "2"]], ids=" ".join)
 def test_ranks_hold_what_the_plan_says_and_slices_of_the_same_weights(more):
-    _, _, whole = rank_of_a_run(0, 1, more)
-    for held, planned, shards in run_ranks(2, rank_of_a_run, [*more, "--tensor-model-parallel-size", "2"]):
+    _, _, whole, _ = rank_of_a_run(0, 1, more)
+    for held, planned, shards, _ in run_ranks(2, rank_of_a_run, [*more, "--tensor-model-parallel-size", "2"]):
         assert held == planned
         assert shards.keys() == whole.keys()
         cut = 0
@@ -85,8 +88,79 @@ def test_ranks_hold_what_the_plan_says_and_slices_of_the_same_weights(more):
 ], ids=lambda value: " ".join(value) if isinstance(value, list) else None)
 def test_every_rank_holds_what_the_plan_says(world, flags):
     """Weights, gradients, main weights and moments, to the byte, of every stage and every share of the optimizer."""
-    for held, planned, _ in run_ranks(world, rank_of_a_run, flags):
+    for held, planned, *_ in run_ranks(world, rank_of_a_run, flags):
         assert held == planned
+SHARDS = ["--use-distributed-optimizer"]
+SPLIT = ["--tensor-model-parallel-size", "2", "--sequence-parallel", *SHARDS]
+INSTANCES = [*SHARDS, "--num-distributed-optimizer-instances", "2"]
+
+
+@pytest.mark.parametrize("world, more", [
+    (2, [*SHARDS, "--bf16"]), (4, SHARDS), (4, INSTANCES), (4, [*SPLIT, "--bf16", "--ddp-num-buckets", "3"]),
+    (4, [*SPLIT, "--ddp-bucket-size", "2000"]), (2, [*SHARDS, "--fp16", "--optimizer", "sgd"])], ids=lambda x: " ".join(x)
+    if isinstance(x, list) else None)
+def test_shards_of_the_optimizer_are_the_plans_to_the_byte(world, more):
+    """Every rank's own figures; together the ranks of one instance hold the state once."""
+    config = config_of(*more)
+    found = run_ranks(world, rank_of_a_run, more)
+    for held, planned, _, _ in found:
+        assert held == planned
+    share = [held["optimizer moments"] for held, *_ in found]
+    whole = bytes_per_rank(replace(config, parallel=replace(config.parallel, use_distributed_optimizer=False)),
+                           make_plan(config, world, 211))["optimizer moments"]
+    copies = 2 if "--num-distributed-optimizer-instances" in more or "--sequence-parallel" in more else 1
+    assert sum(share) == copies * whole and max(share) < 1.1 * whole * copies / world
+
+
+def buckets(world: int, *more: str) -> list[int]:
+    """How many gradient buckets ranks have with these flags."""
+    return sorted({count for *_, count in run_ranks(world, rank_of_a_run, list(more))})
+
+
+def test_bucket_flags():
+    """28,000 parameters: their number or their size, neither of which goes without the other."""
+    assert buckets(2) == [1] and buckets(2, "--overlap-grad-reduce") == [1]
+    assert buckets(2, "--ddp-num-buckets", "3") == [3]
+    assert buckets(2, *SHARDS, "--ddp-bucket-size", "10000") == [3] != buckets(2, *SHARDS, "--ddp-bucket-size", "5000")
+
+
+def test_stages_hold_what_the_plan_says():
+    """Two virtual stages on each of two ranks: every parameter once, but the word embedding on both ends."""
+    flags = ["--num-layers", "5", "--bf16"]
+    _, _, whole, _ = rank_of_a_run(0, 1, flags)
+    ranks = run_ranks(2, rank_of_a_run, [*flags, "--pipeline-model-parallel-size", "2",
+                                         "--num-virtual-stages-per-pipeline-rank", "2"])
+    assert all(held == planned for held, planned, _, _ in ranks)
+    first, last = (shards for _, _, shards, _ in ranks)
+    assert first.keys() & last.keys() == {EMBEDDING} and first.keys() | last.keys() == whole.keys()
+    assert all(torch.equal(values, whole[name][1]) for shards in (first, last) for name, (_, values) in shards.items())
+    assert {name.split(".")[2] for name in first if ".layers." in name} == {"0", "2"}
+
+
+def lines_of_a_rank(rank: int, world: int) -> str:
+    config = config_of("--pipeline-model-parallel-size", "2")
+    runtime = Runtime(torch.device("cpu"), ParallelContext(config.parallel, world, rank), world, rank)
+    text = io.StringIO()
+    with contextlib.redirect_stdout(text):
+        build_model(config, make_plan(config, world, 211), runtime)
+    return text.getvalue()
+
+
+def test_every_stage_tells_its_parameters():
+    first, last = run_ranks(2, lines_of_a_rank)
+    layer, embedding, positions, norm = 4 * 32 + 3 * 32 * 33 + 32 * 33 + 128 * 33 + 32 * 129, 216 * 32, 32 * 32, 2 * 32
+    line = " > number of parameters on (tensor, pipeline) model parallel rank (0, {}): {}\n"
+    assert first.endswith(line.format(0, embedding + positions + layer))
+    assert last == line.format(1, embedding + layer + norm)
+
+
+def test_a_model_with_fewer_layers_than_asked_for_is_noticed():
+    config = config_of()
+    plan = make_plan(config, 1, 211)
+    with pytest.raises(AssertionError, match=r"layers \[0\] were built"):
+        build_model(config, replace(plan, layers_per_stage=((range(0, 1),),)), RUNTIME)
+    with pytest.raises(AssertionError, match="parameters were built"):
+        build_model(config, replace(plan, parameters=plan.parameters[1:]), RUNTIME)
 
 
 def by_name(run: Run, key: str) -> dict[str, float]:

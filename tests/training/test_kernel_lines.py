@@ -11,12 +11,12 @@ from megatron.training import kernel_lines
 
 def test_a_line_for_what_is_on_and_one_for_all_that_is_off():
     rows = [KernelRow("linear", "fp32 products", True, "bf16 is emulated"),
-            KernelRow("linear", "bf16 products", False, "bf16 is emulated"),
+            KernelRow("linear", "bf16 products", False, "no instructions"),
             KernelRow("norm", "torch", True, "fast"), KernelRow("norm", "loop", False, "slow"),
             KernelRow("gelu", "loop", False, "slow"), KernelRow("fused", "apex", False, "not installed")]
     assert kernel_lines.describe(rows) == [
         "linear: fp32 products (bf16 is emulated)", "norm: torch (fast)",
-        "off: linear by bf16 products (see above); norm by loop, gelu by loop (slow); fused by apex (not installed)"]
+        "off: linear by bf16 products (no instructions); norm by loop, gelu by loop (slow); fused by apex (not installed)"]
 
 
 @pytest.mark.parametrize(("values", "operation"), [

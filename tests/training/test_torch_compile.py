@@ -26,6 +26,9 @@ def count_graphs() -> None:
     loop.train_step = counting
 
 
+OVERLAP = ["--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather", "--ddp-bucket-size", "3000"]
+
+
 @pytest.mark.campaign
 @pytest.mark.parametrize("flags, graphs, frames", [([], 5, 11), (["--recompute-granularity", "selective"], 5, 11),
                                                    (NO_DROPOUT, 1, 1)])
@@ -38,3 +41,14 @@ def test_dropout_does_not_compile_again(tmp_path, flags, graphs, frames):
     plain = train(tmp_path / "plain", [*with_flags(TEN_LAYERS, *flags), *STEPS[:-1]])
     for key, near in (("lm_loss", 1e-5), ("grad_norm", 1e-3)):
         assert [value for value, in compiled.series(key)] == pytest.approx([value for value, in plain.series(key)], rel=near)
+
+
+@pytest.mark.campaign
+def test_weights_under_way_split_no_graph(tmp_path):
+    """A compiled layer waits for its weights before its one graph begins."""
+    flags = [*with_flags(TEN_LAYERS, *NO_DROPOUT), *STEPS, *OVERLAP]
+    compiled = train(tmp_path / "compiled", flags, 2, hook=count_graphs)
+    assert [line for line in compiled.log.splitlines() if line.startswith("COUNTS")] == ["COUNTS [1, 1]"] * 3
+    plain = train(tmp_path / "plain", [flag for flag in flags if flag != "--torch-compile"], 2)
+    assert [value for value, in compiled.series("lm_loss")] == pytest.approx([value for value, in plain.series("lm_loss")],
+                                                                             rel=1e-5)

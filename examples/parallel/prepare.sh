@@ -1,0 +1,12 @@
+#!/bin/sh
+# The quickstart's text as token ids, once, where all nodes can read it: $DATA (runs/quickstart/data).
+# May be set: DATA, PYTHON.
+set -eu
+cd "$(dirname "$0")/../.."
+python=${PYTHON:-python}
+data=${DATA:-runs/quickstart/data}
+[ -f "$data/shakespeare_text_document.idx" ] && exit 0
+"$python" tools/fetch_quickstart_data.py "$data"
+"$python" tools/preprocess_data.py --input "$data/shakespeare.jsonl" --output-prefix "$data/shakespeare" \
+    --tokenizer-type GPT2BPETokenizer --vocab-file "$data/gpt2-vocab.json" --merge-file "$data/gpt2-merges.txt" \
+    --append-eod --workers 2

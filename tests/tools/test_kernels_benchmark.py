@@ -1,0 +1,42 @@
+"""tools/benchmarks/kernels.py on few tokens: its table, what it refuses, and that no clock runs for a wrong kernel."""
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from megatron.kernels import reference
+from tests.load_tool import load_tool
+
+SMALL = ["--tokens", "32", "--sequences", "16", "256", "--rounds", "2"]
+
+
+def test_a_row_for_each_race(capsys):
+    assert load_tool("benchmarks/kernels").main(SMALL) == 0
+    head, titles, *rows = capsys.readouterr().out.splitlines()
+    assert re.match(r"date .*, torch .*, \d+ threads, load average .*; fp32, forward \+ backward$", head)
+    assert titles.split() == ["ours", "ms", "torch", "ms", "x", "torch", "here", "runs"]
+    names = [re.match(r"(.+?) +[\d.]+ +[\d.]+ +[\d.]+  (ours|torch)$", row).groups() for row in rows]
+    assert names == [("attention, sequence 16", "torch"), ("attention, sequence 256", "ours"), ("tanh GELU", "ours"),
+                     ("RMSNorm", "ours"), ("swiglu", "ours"), ("rotary", "ours")]
+
+
+@pytest.mark.parametrize("kernel", ["gelu", "rms_norm", "swiglu", "apply_rotary", "attention"])
+def test_a_wrong_kernel_does_not_race(monkeypatch, capsys, kernel):
+    right = getattr(reference, kernel)
+
+    def wrong(*args, **options):
+        return right(*args, **options) * (1.0 if options.get("implementation") == "sdpa" else 1.01)
+
+    monkeypatch.setattr(reference, kernel, wrong)
+    with pytest.raises(AssertionError, match="not close"):
+        load_tool("benchmarks/kernels").main(SMALL)
+    word = {"rms_norm": "RMSNorm", "apply_rotary": "rotary", "gelu": "tanh GELU"}.get(kernel, kernel)
+    assert not any(line.startswith(word) for line in capsys.readouterr().out.splitlines())
+
+
+@pytest.mark.parametrize("flags", [["--rounds", "0"], ["--tokens", "0"], ["--sequences", "0"]])
+def test_nothing_to_time(capsys, flags):
+    with pytest.raises(SystemExit) as leave:
+        load_tool("benchmarks/kernels").main(flags)
+    assert leave.value.code == 2 and "must be at least 1" in capsys.readouterr().err

@@ -1,0 +1,104 @@
+#!/usr/bin/env python
+"""Race our kernels for CPUs against torch's own operations: forward and backward, in turns, in one process.
+
+A row says how many times as fast as torch's is ours (the median over rounds), and which of the two a run takes here. Before
+any clock runs the two must agree. docs/performance.md has figures. Needs torch and numpy only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # as pretrain_gpt.py does
+
+import torch  # noqa: E402
+import torch.nn.functional as F  # noqa: E402
+from torch import Tensor  # noqa: E402
+
+from megatron.kernels import reference as kernels  # noqa: E402
+from megatron.kernels.attention import select_attention  # noqa: E402
+
+Kernel = Callable[..., Tensor]
+TOKENS, HIDDEN, FFN, HEAD = 4096, 512, 1376, 64
+
+
+def torch_swiglu(gate_up: Tensor) -> Tensor:
+    """silu(gate) * up, operation by operation."""
+    gate, up = gate_up.unbind(-2)
+    return F.silu(gate) * up
+
+
+def torch_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotation of the pairs (i, i + half), operation by operation."""
+    first, second = x.chunk(2, -1)
+    cos, sin = cos[:, None, None], sin[:, None, None]
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
+
+
+def races(sequences: list[int], tokens: int) -> list[tuple[str, Kernel, Kernel, tuple[Tensor, ...], str]]:
+    """(name, ours, torch's, inputs, which one runs here) of every race, `tokens` tokens each."""
+    rows: list[tuple[str, Kernel, Kernel, tuple[Tensor, ...], str]] = []
+    ours, theirs = (partial(kernels.attention, scale=HEAD**-0.5, implementation=way) for way in ("chunked", "sdpa"))
+    for s in sequences:
+        qkv = tuple(torch.randn(s, max(1, tokens // s), HIDDEN // HEAD, HEAD) for _ in range(3))
+        chosen, *_ = select_attention(torch.device("cpu"), torch.float32, 0.0, False, seq_length=s)
+        rows.append((f"attention, sequence {s}", ours, theirs, qkv, "ours" if chosen == "chunked" else "torch"))
+    x, s = torch.randn(tokens, 1, HIDDEN), tokens
+    cos, sin = kernels.rotary_tables(s, HEAD)
+    return [*rows,
+            ("tanh GELU", lambda x: kernels.gelu(x, True), lambda x: F.gelu(x, approximate="tanh"),
+             (torch.randn(tokens, 1, FFN),), "ours"),
+            ("RMSNorm", lambda x, w: kernels.rms_norm(x, w, 1e-5), lambda x, w: F.rms_norm(x, w.shape, w, 1e-5),
+             (x, torch.rand(HIDDEN)), "ours"),
+            ("swiglu", kernels.swiglu, torch_swiglu, (torch.randn(tokens, 1, 2, FFN),), "ours"),
+            ("rotary", lambda x: kernels.apply_rotary(x, cos, sin), lambda x: torch_rotary(x, cos, sin),
+             (torch.randn(s, 1, HIDDEN // HEAD, HEAD),), "ours")]
+
+
+def both_ways(kernel: Kernel, inputs: tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor, ...]:
+    """The output and the gradients of all inputs."""
+    leaves = [t.detach().requires_grad_() for t in inputs]
+    out = kernel(*leaves)
+    return out, *torch.autograd.grad(out, leaves, grad)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Print the table; the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
+    parser.add_argument("--rounds", type=int, default=15, help="timed runs of each (default: 15)")
+    parser.add_argument("--sequences", type=int, nargs="+", default=[128, 256, 512, 1024, 2048], metavar="S",
+                        help="lengths of the attention races")
+    parser.add_argument("--tokens", type=int, default=TOKENS, help=f"of every race (default: {TOKENS})")
+    options = parser.parse_args(argv)
+    if min(options.rounds, options.tokens, *options.sequences) < 1:
+        parser.error("--rounds, --tokens and --sequences must be at least 1")
+    torch.manual_seed(1)
+    print(f"date {time.strftime('%Y-%m-%d %H:%M')}, torch {torch.__version__}, {torch.get_num_threads()} threads, load "
+          f"average {os.getloadavg()[0]:.2f}, OMP_WAIT_POLICY {os.environ['OMP_WAIT_POLICY']}; fp32, forward + backward")
+    print(f"{'':24}{'ours ms':>9}{'torch ms':>10}{'x torch':>9}  here runs")
+    for name, ours, theirs, inputs, chosen in races(options.sequences, options.tokens):
+        grad = torch.randn_like(ours(*inputs))
+        for a, b in zip(both_ways(ours, inputs, grad), both_ways(theirs, inputs, grad), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3)
+        seconds: dict[Kernel, list[float]] = {ours: [], theirs: []}
+        for _ in range(options.rounds):
+            for kernel, times in seconds.items():
+                start = time.perf_counter()
+                both_ways(kernel, inputs, grad)
+                times.append(time.perf_counter() - start)
+        mine, other = (1e3 * statistics.median(times) for times in seconds.values())
+        ratio = statistics.median(b / a for a, b in zip(*seconds.values(), strict=True))
+        print(f"{name:24}{mine:9.1f}{other:10.1f}{ratio:9.2f}  {chosen}", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
