@@ -78,18 +78,6 @@ def test_ranks_hold_what_the_plan_says_and_slices_of_the_same_weights(more):
         assert cut >= 1 + 2 * 6, "the embedding and six tensors of each layer are split"
 
 
-@pytest.mark.parametrize("world, flags", [
-    (2, ["--pipeline-model-parallel-size", "2", "--bf16"]),
-    (4, ["--pipeline-model-parallel-size", "2", "--tensor-model-parallel-size", "2", "--num-layers", "5",
-         "--num-virtual-stages-per-pipeline-rank", "2", "--untie-embeddings-and-output-weights"]),
-    (4, ["--use-distributed-optimizer", "--bf16"]), (4, ["--use-distributed-optimizer", "--fp16", "--ddp-num-buckets", "3",
-                                                         "--num-distributed-optimizer-instances", "2"]),
-    (4, ["--use-distributed-optimizer", "--tensor-model-parallel-size", "2", "--sequence-parallel", "--optimizer", "sgd"]),
-], ids=lambda value: " ".join(value) if isinstance(value, list) else None)
-def test_every_rank_holds_what_the_plan_says(world, flags):
-    """Weights, gradients, main weights and moments, to the byte, of every stage and every share of the optimizer."""
-    for held, planned, *_ in run_ranks(world, rank_of_a_run, flags):
-        assert held == planned
 SHARDS = ["--use-distributed-optimizer"]
 SPLIT = ["--tensor-model-parallel-size", "2", "--sequence-parallel", *SHARDS]
 INSTANCES = [*SHARDS, "--num-distributed-optimizer-instances", "2"]
