@@ -3,10 +3,12 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import time
 from pathlib import Path
 
 _SAID: set[str] = set()
+OTHERS_WAIT = 3.0       # seconds, for a launcher that saw one rank leave to end the others
 
 
 def rank() -> int:
@@ -73,4 +75,5 @@ def last_words(text: str) -> None:
             return
         except OSError:
             pass                    # then torchrun has nothing to show
-    os.write(2, text.encode(errors="replace"))
+    sys.stderr.write(text)
+    sys.stderr.flush()

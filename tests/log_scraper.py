@@ -127,6 +127,7 @@ OWN = {
     "differs": r" differs from the checkpoint: \w+ was .*, is .*",                      # every difference is said
     "data order": r"WARNING: the order of the data changes from iteration \d+ on: .*",    # it was allowed to
     "other world size": r" checkpoint was written by \d+ ranks \(data \d+ x .*\), this run has \d+ .*",
+    "layout": r"> layout: \d+ ranks = pipeline \d+ x data \d+ x context \d+ x tensor \d+; rank 0 is in the groups .*",
     "index helpers": r" > index helpers: numpy, because .*",                            # slow, where nothing was compiled
     "blend indices": r"INFO:megatron\.core\.datasets\.blended_dataset:(?:\t?Build and save|\t?Load|Build) the .*",
     "no effect": r"\S.*(?:has no effect|have no effect|is given twice).*",              # of a flag that changes nothing

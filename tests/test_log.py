@@ -4,6 +4,7 @@ from __future__ import annotations
 import os
 
 import pytest
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from megatron import log
 from megatron.config import command_line
@@ -78,12 +79,19 @@ def test_said_once(place, capsys):
     assert capsys.readouterr().out == "news of test_log\n"
 
 
-@pytest.mark.parametrize("rank, said", [(0, "error: one\nerror: two\n"), (1, "")])
-def test_fail(place, capsys, rank, said):
-    place(RANK=rank, WORLD_SIZE=2)
-    with pytest.raises(SystemExit) as leave:
-        log.fail(["one", "two"])
-    assert leave.value.code == 2 and capsys.readouterr() == ("", said)
-    with pytest.raises(SystemExit) as leave:
-        log.fail("one", 3)
-    assert leave.value.code == 3
+def test_last_words_go_to_stderr_or_where_torchrun_shows_them(monkeypatch, capsys, tmp_path):
+    log.last_words("one\ntwo\n")
+    assert capsys.readouterr() == ("", "one\ntwo\n")
+    file = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "1")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+    log.last_words("not the last attempt\n")
+    assert capsys.readouterr() == ("", "not the last attempt\n") and not file.exists()
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    log.last_words("one\ntwo\n")
+    shown = ProcessFailure(local_rank=0, pid=1, exitcode=1, error_file=str(file))
+    assert capsys.readouterr() == ("", "") and str(ChildFailedError("x", {0: shown})).count("traceback : one\n  two\n") == 1
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "nowhere/error.json"))
+    log.last_words("cannot be written\n")
+    assert capsys.readouterr() == ("", "cannot be written\n")

@@ -30,10 +30,11 @@ def problems(p: ParallelConfig, world_size: int) -> Iterator[str]:
 def notes(p: ParallelConfig, world_size: int) -> Iterator[str]:
     """One line for each of these flags that changes nothing on `world_size` ranks."""
     given = {"--use-distributed-optimizer": p.use_distributed_optimizer, "--overlap-grad-reduce": p.overlap_grad_reduce,
-             "--overlap-param-gather": p.overlap_param_gather, "--ddp-bucket-size": p.ddp_bucket_size is not None,
-             "--ddp-num-buckets": p.ddp_num_buckets is not None}
+             "--overlap-param-gather": p.overlap_param_gather,
+             f"--ddp-bucket-size {p.ddp_bucket_size}": p.ddp_bucket_size is not None,
+             f"--ddp-num-buckets {p.ddp_num_buckets}": p.ddp_num_buckets is not None}
     if data_ranks(p, world_size) <= 1:
-        yield from (f"{spelling}: no effect with one data-parallel rank" for spelling, on in given.items() if on)
+        yield from (f"{said}: no effect with one data-parallel rank" for said, on in given.items() if on)
 
 
 def data_ranks(p: ParallelConfig, world_size: int) -> int:

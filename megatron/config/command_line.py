@@ -6,12 +6,13 @@ from __future__ import annotations
 
 import json
 import os
-import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
+from megatron import log
 from megatron.arguments import (
     Parsed,
     Parser,
@@ -26,7 +27,8 @@ from megatron.arguments import (
 from megatron.config import architecture, check, megatron_flags
 from megatron.config.check_paths import newest_checkpoint
 from megatron.config.model import ModelConfig
-from megatron.config.plan import Plan, describe, make_plan
+from megatron.config.plan import Plan, make_plan
+from megatron.config.plan_lines import describe
 from megatron.config.tokenizer import TIKTOKEN_VOCAB_SIZE
 from megatron.config.tree import Config
 
@@ -75,10 +77,17 @@ def read(argv: Sequence[str], environ: Mapping[str, str]) -> CommandLine:
         raise SystemExit(0)
     line, problems = _checked(flags, parsed, place)
     if wrong or problems:
-        if place["rank"] == 0:
-            print("\n".join(f"error: {text}" for text in [*wrong, *problems]), file=sys.stderr, flush=True)
-        raise SystemExit(2)
+        _refuse([*wrong, *problems], place["rank"], environ)
     return line
+
+
+def _refuse(problems: list[str], rank: int, environ: Mapping[str, str]) -> NoReturn:
+    """Leave with 2. Rank 0 speaks; where it has nothing to say, so that no launcher ends the rest, a rank of each node."""
+    if rank:
+        time.sleep(log.OTHERS_WAIT if "LOCAL_RANK" in environ or "SLURM_LOCALID" in environ else 0.0)
+    if rank == 0 or "0" in (environ.get("LOCAL_RANK"), environ.get("SLURM_LOCALID")):
+        log.last_words("".join(f"{f'rank {rank}: ' if rank else ''}error: {text}\n" for text in problems))
+    raise SystemExit(2)
 
 
 def _checked(flags: Parser, parsed: Parsed, place: Mapping[str, int]) -> tuple[CommandLine, list[str]]:

@@ -189,31 +189,3 @@ def bytes_per_rank(config: Config, plan: Plan, stage: int = 0, shard: int = 0) -
     return {"weights": n * BYTES[precision.params_dtype], "gradients": n * BYTES[precision.grad_dtype],
             "main weights": owned * BYTES[precision.main_dtype] if low else 0,
             "optimizer moments": moments * owned * BYTES[precision.main_dtype]}
-
-
-def describe(config: Config, plan: Plan) -> list[str]:
-    """The plan in lines, for --dry-run."""
-    p, m, t = config.parallel, config.model, config.training
-    memory = bytes_per_rank(config, plan)
-    dropped = plan.skips.count_in(1, plan.train_iters)
-    first = plan.batch.phases[0].global_batch_size
-    return [
-        f"world size {plan.world_size} = data {plan.data_parallel_size} x tensor {p.tensor_model_parallel_size} x "
-        f"pipeline {p.pipeline_model_parallel_size} x context {p.context_parallel_size}",
-        f"model: {m.num_layers} layers, hidden {m.hidden_size}, ffn {m.ffn}, {m.num_attention_heads} heads of "
-        f"{m.head_dim}, {m.query_groups} key/value groups, sequence {m.seq_length}, positions {m.positions}",
-        *(f"  stage {i}: layers " + " and ".join(f"{c[0]} to {c[-1]}" for c in chunks)
-          for i, chunks in enumerate(plan.layers_per_stage)),
-        f"vocabulary: {plan.vocab_size}, padded to {plan.padded_vocab_size}",
-        f"parameters: {plan.num_parameters}" + (f", {parameters_per_rank(config, plan)} on a rank"
-                                                if p.tensor_model_parallel_size > 1 else ""),
-        "bytes per rank: " + ", ".join(f"{name} {size:,}" for name, size in memory.items()) +
-        f", together {sum(memory.values()):,} (activations not counted)",
-        f"batch: {first} samples = {t.micro_batch_size} x {plan.data_parallel_size} ranks x "
-        f"{plan.batch.num_microbatches(0)} micro-batches" + ("" if plan.batch.is_constant else ", growing:"),
-        *(line for line in plan.batch.lines() if not plan.batch.is_constant),
-        f"run: {plan.train_iters} iterations, {plan.targets.train} samples, "
-        f"{plan.targets.train * m.seq_length:,} tokens" + (f", {dropped} iterations skipped" if dropped else ""),
-        f"data: train {plan.targets.train}, validation {plan.targets.valid}, test {plan.targets.test} samples, split "
-        f"{plan.split or 'given per path'}",
-    ]

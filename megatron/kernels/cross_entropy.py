@@ -98,9 +98,10 @@ class _ParallelCrossEntropy(torch.autograd.Function):
         local = torch.full((logits.shape[0],), -torch.inf, dtype=dtype, device=logits.device)
         target = torch.zeros_like(local)
         for rows in _chunks(logits) if valid else []:
-            part = logits[rows, :valid].to(dtype)
-            local[rows] = torch.logsumexp(part, -1)
-            target[rows] = part.gather(1, columns[rows, None]).squeeze(1)
+            part, picked = logits[rows, :valid].to(dtype), columns[rows, None]
+            target[rows] = part.gather(1, picked).squeeze(1)
+            # torch's log-softmax makes one pass, its logsumexp four; any column gives the sum of its row.
+            local[rows] = target[rows] - torch.log_softmax(part, -1).gather(1, picked).squeeze(1)
         peak = all_reduce(local.clone(), "max", tp)
         total, target = all_reduce(torch.stack(((local - peak).exp(), torch.where(mine, target, 0))), "sum", tp)
         log_total = total.log() + peak

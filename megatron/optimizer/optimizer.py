@@ -35,6 +35,10 @@ class MixedPrecisionOptimizer:
     so whoever loads weights must copy into the parameter and not rebind it). Gradients are read from `param.main_grad`
     at each step, without a copy unless its type differs from the main weight's.
 
+    `params` may as well be flat views of parts of parameters (`GradBuffers.owned`): all that is read of them is
+    `main_grad`, and of `sharding` the name and global shape. Empty ones stand for parameters that others update: every
+    rank has the same groups.
+
     Other ranks: `counts(param)` says whether this rank's copy counts in norms and zero counts; `reduce_sum` and
     `reduce_max` take and return a 0-dim float64 tensor over the ranks that share the model. `span(name)` gives a
     context manager around each part of a step (Megatron's timer names). `reduce_*` must be called by all ranks alike,

@@ -18,7 +18,6 @@ from megatron.training.lifeline import End, Line, my_place, place_in_code
 WATCHED = (signal.SIGTERM, signal.SIGUSR1)
 INTERRUPTED = 130               # what a shell reports of a program that Ctrl-C ended
 SAME_REQUEST_SECONDS = 1.0      # a scheduler and a launcher both pass one request on
-OTHERS_WAIT = 3.0               # for a launcher that saw one rank fail to end the others
 LOST_WAITS = 10.0               # for the news why a connection is lost
 
 
@@ -139,7 +138,7 @@ def leave_with(error: Exception | SystemExit, watch: SignalWatch) -> NoReturn:
     code = code if isinstance(code, int) else int(code is not None)
     text = describe(error)
     if line is None:
-        time.sleep(OTHERS_WAIT if rank else 0.0)
+        time.sleep(log.OTHERS_WAIT if rank else 0.0)
     elif _is_timeout(error):
         text = _timeout(error, line, watch.limit)
     elif _is_lost(error):
@@ -162,7 +161,7 @@ def leave_for(end: End) -> NoReturn:
     """
     agent = "TORCHELASTIC_RUN_ID" in os.environ
     if agent and (log.local_rank() or end.place.node == my_place().node):
-        time.sleep(OTHERS_WAIT)
+        time.sleep(log.OTHERS_WAIT)
         _exit(max(1, end.code))
     if agent or log.rank() == (0 if end.place.rank else 1) and (end.silent or end.place.rank):
         log.last_words(f"rank {log.rank()} ends, because {end.place} {'' if end.silent else 'failed: '}{end.text}\n")

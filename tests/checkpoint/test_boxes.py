@@ -80,3 +80,17 @@ def test_what_is_wrong_with_a_box(box, words):
 
 def test_a_right_box_and_its_text():
     assert boxes.problem_of(((0, 3), (2, 2)), (3, 4)) is None and boxes.text(((0, 3), (2, 2))) == "[0:3,2:2]"
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_a_flat_range_is_a_few_boxes_in_order(seed):
+    """Their elements, one box after another, are the range; k dims need no more than 2k - 1."""
+    rng = random.Random(seed)
+    shape = tuple(rng.randint(1, 5) for _ in range(rng.randint(0, 4)))
+    elements = np.arange(int(np.prod(shape))).reshape(shape)
+    for start in range(elements.size + 1):
+        for stop in range(start, elements.size + 1):
+            found = list(boxes.of_range(start, stop, shape))
+            inside = [number for box in found for number in elements[boxes.slices(box)].ravel().tolist()]
+            assert inside == list(range(start, stop)) and len(found) <= max(1, 2 * len(shape) - 1)
+            assert all(boxes.volume(box) for box in found)

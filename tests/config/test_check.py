@@ -80,6 +80,15 @@ ONE_PROBLEM = [
     ("--cp-comm-type a2a", "--cp-comm-type a2a: not supported; use p2p (keys and values go round a ring"),
     ("--cp-comm-type a2a+p2p", "--cp-comm-type a2a+p2p: not supported; use p2p"),
     ("--expert-model-parallel-size 2", "--expert-model-parallel-size 2: not supported yet"),
+    ("--overlap-param-gather --overlap-grad-reduce", "--overlap-param-gather: needs --use-distributed-optimizer; add that"),
+    ("--overlap-param-gather --use-distributed-optimizer", "--overlap-param-gather: needs --overlap-grad-reduce; add that"),
+    ("--ddp-bucket-size 0", "--ddp-bucket-size 0: must be at least 1"),
+    ("--ddp-num-buckets 0", "--ddp-num-buckets 0: must be at least 1"),
+    ("--ddp-bucket-size 9 --ddp-num-buckets 2", "--ddp-bucket-size 9 and --ddp-num-buckets 2: two sizes of one bucket"),
+    ("--use-distributed-optimizer --num-distributed-optimizer-instances 0", "must be at least 1"),
+    ("--use-distributed-optimizer --num-distributed-optimizer-instances 2",
+     "--num-distributed-optimizer-instances 2: the 1 ranks that see other data (data x context parallel) are not a multiple "
+     "of it; use 1"),
     ("--world-size 8", "--world-size 8: only for --dry-run"),
     ("--train-samples 100", "--train-iters 10 and --train-samples 100: two lengths"),
     ("--lr-decay-samples 5", "--lr-decay-samples 5: the run is counted by --train-iters; use --lr-decay-iters"),
@@ -315,6 +324,19 @@ def test_every_phase_of_a_ramp_must_fit_an_interleaved_pipeline():
     assert checked(f"{flags} 2 2 100 --load x", 2, base=base)[0] == []
 
 
+def test_instances_of_the_distributed_optimizer():
+    """They divide the ranks that hold the same weights, which tensor parallelism leaves fewer of."""
+    flags = f"{TP} 2 --global-batch-size 8 --num-distributed-optimizer-instances"
+    for number, world_size in ((2, 8), (4, 8), (1, 8), (2, 4)):
+        assert checked(f"{flags} {number} --use-distributed-optimizer", world_size) == ([], [])
+    [line] = checked(f"{flags} 3 --use-distributed-optimizer", 8)[0]
+    assert "the 4 ranks that see other data" in line and line.endswith("use 1, 2, 4")
+    [line] = checked(f"{flags} 2", 8)[0]
+    assert line == "--num-distributed-optimizer-instances 2: needs --use-distributed-optimizer; add that, or leave it out"
+    every = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 9"
+    assert checked(every, 2) == ([], [])
+
+
 def test_nccl_between_cpu_ranks():
     flags = "--device cpu --distributed-backend nccl"
     assert checked(flags, 2)[0] == [
@@ -344,8 +366,11 @@ def test_nccl_between_cpu_ranks():
     ("--swiglu --no-bias-gelu-fusion", "--no-bias-gelu-fusion: no effect without a GELU with biases"),
     ("--attention-softmax-in-fp32", "no effect here, because the softmax is always computed in fp32"),
     ("--no-save-rng", "no effect here, because there is no random state to save"),
-    ("--ddp-bucket-size 100", "--ddp-bucket-size 100: no effect here"),
     ("--cp-comm-type all_gather", "--cp-comm-type all_gather: no effect without --context-parallel-size"),
+    ("--ddp-bucket-size 100", "--ddp-bucket-size 100: no effect with one data-parallel rank"),
+    ("--ddp-num-buckets 3", "--ddp-num-buckets 3: no effect with one data-parallel rank"),
+    ("--use-distributed-optimizer", "--use-distributed-optimizer: no effect with one data-parallel rank"),
+    ("--overlap-grad-reduce", "--overlap-grad-reduce: no effect with one data-parallel rank"),
     ("--sequence-parallel", "--sequence-parallel: switched off, because --tensor-model-parallel-size is 1"),
     ("--split 8,1,1", "--split 8,1,1: no effect without --data-path"),
     ("--no-overlap-p2p-communication", "--no-overlap-p2p-communication: no effect without --pipeline-model-parallel-size"),

@@ -144,12 +144,12 @@ def fork_program(argv: Sequence[str], folder: Path, name: str = "0", environ: Ma
 
 
 def fork_ranks(argv: Sequence[str], folder: Path, world: int, environ: Mapping[str, str] | None = None,
-               before: Callable[[], None] | None = None) -> list[Program]:
-    """As torchrun would: `world` processes, each in a session of its own, that meet at a free port."""
+               before: Callable[[], None] | None = None, ranks: Sequence[int] | None = None) -> list[Program]:
+    """As srun would: processes, each in a session of its own, that meet at a free port; `ranks` of `world`, else all."""
     folder.mkdir(exist_ok=True)
     common = {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), **(environ or {})}
     return [fork_program(argv, folder, str(rank), {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}, before)
-            for rank in range(world)]
+            for rank in (range(world) if ranks is None else ranks)]
 
 
 def spawn_program(command: Sequence[str], folder: Path, environ: Mapping[str, str] | None = None,

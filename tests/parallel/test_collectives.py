@@ -68,6 +68,37 @@ def test_the_backends_own_reduce_scatter_gives_the_same(world):
         torch.testing.assert_close(exchanged, own)
 
 
+def in_place(rank: int, world: int, dtype: torch.dtype, backend: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """(sum of my part, everything once it is gathered), in one buffer, with several of each under way at a time."""
+    axis = world_axis(rank, world)
+    collectives.dist.get_backend = lambda group: backend
+    buffers = [part(rank, seed).flatten().to(dtype) for seed in range(3)]
+    reductions = [collectives.start_reduce_scatter_(x, axis) for x in buffers]
+    sums = [pending() for pending in reductions]
+    for x, mine in zip(buffers, sums, strict=True):
+        assert mine.data_ptr() == x.chunk(world)[rank].data_ptr()
+    kept = torch.cat(sums).clone()
+    for pending in [collectives.start_all_gather_(x, axis) for x in buffers]:
+        pending()
+    assert backend != "gloo" or all(pending.arrived for pending in reductions)
+    return kept, torch.stack(buffers)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_reduce_scatter_and_gather_in_place(world, dtype):
+    """The sum goes over the ranks in order, in fp32 for short formats: the same bytes whatever the bucket."""
+    wide = torch.promote_types(dtype, torch.float32)
+    whole = [torch.stack([part(rank, seed).flatten().to(dtype) for rank in range(world)]) for seed in range(3)]
+    expected = torch.stack([x.to(wide).sum(0).to(dtype) for x in whole])
+    for rank, (sums, gathered) in enumerate(run_ranks(world, in_place, dtype, "gloo")):
+        torch.testing.assert_close(gathered, expected)
+        assert torch.equal(sums, torch.cat([x.chunk(world)[rank] for x in gathered]))
+    if dtype == torch.float64:
+        for _, gathered in run_ranks(world, in_place, dtype, "nccl"):
+            torch.testing.assert_close(gathered, expected)
+
+
 @pytest.mark.parametrize("world", WORLDS)
 def test_broadcast_and_objects(world):
     for result, after in run_ranks(world, call, "broadcast_", (1,)):

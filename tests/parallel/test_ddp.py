@@ -1,12 +1,21 @@
-"""Gradient buffers: where gradients lie, in which format they add up, what the ranks sum."""
+"""Gradient buffers: where gradients lie, in which format they add up, what the ranks sum, and when."""
 from __future__ import annotations
+
+import queue
+import threading
+import time
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from megatron.config.parallel import ParallelConfig
-from megatron.parallel.context import ParallelContext
+from megatron.parallel import ddp
+from megatron.parallel.collectives import Pending
+from megatron.parallel.context import Axis, ParallelContext
 from megatron.parallel.ddp import GradBuffers
+from megatron.parallel.layers import ColumnParallelLinear
 from megatron.parallel.sharding import Sharding
 from tests.forkrun import run_ranks
 
@@ -122,3 +131,293 @@ def test_shards_are_summed_over_other_data_and_parts_over_their_axis_too():
     shards = {0: 101.0, 1: 1010.0, 2: 101.0, 3: 1010.0}
     for rank, grads in enumerate(run_ranks(4, tensor_parallel)):
         assert grads == [shards[rank], 1111.0, shards[rank], 1111.0, shards[rank]]
+
+
+LAYERS, WIDTH = 5, 12
+
+
+def layered(dtype: torch.dtype, rank: int) -> nn.Sequential:
+    """Linear layers whose kernel adds the weight's gradient to main_grad itself; the same on each rank, bias included."""
+    generator = torch.Generator().manual_seed(0)
+    layers = []
+    for number in range(LAYERS):
+        weight, bias = (nn.Parameter(torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype))
+                        for shape in ((WIDTH, WIDTH), (WIDTH,)))
+        weight.sharding = Sharding(f"{number}.weight", (WIDTH, WIDTH))
+        bias.sharding = Sharding(f"{number}.bias", (WIDTH,))
+        layers.append(ColumnParallelLinear(weight, bias, ALONE))
+    return nn.Sequential(*layers)
+
+
+def micro_batch(rank: int, number: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(100 * rank + number), dtype=torch.float64).to(dtype)
+
+
+def config_of(shards: bool, instances: int) -> ParallelConfig:
+    return ParallelConfig(use_distributed_optimizer=shards, num_distributed_optimizer_instances=instances)
+
+
+class Spy:
+    """Notes in `events` when each bucket's sum begins."""
+
+    def __init__(self, events: list[Any]):
+        for name in ("start_reduce_scatter_", "start_all_reduce"):
+            setattr(ddp, name, self.spied(getattr(ddp, name), name, events))
+
+    @staticmethod
+    def spied(start: Any, name: str, events: list[Any]) -> Any:
+        def spy(x: torch.Tensor, axis: Axis) -> Pending:
+            events.append((name, axis.name, x.storage_offset()))
+            return start(x, axis)
+
+        return spy
+
+
+def accumulated(rank: int, world: int, dtype: torch.dtype, overlap: bool, shards: bool, instances: int,
+                micro_batches: int, bucket_size: int | None) -> tuple[list[Any], dict[str, Any]]:
+    """(what happened when, {name: (span, sums)} of what this rank owns) in the second of two steps."""
+    model = layered(dtype, rank)
+    ctx = ParallelContext(config_of(shards, instances), world, rank)
+    wide = torch.promote_types(dtype, torch.float32)
+    buffers = GradBuffers(model.parameters(), ctx, wide, bucket_size=bucket_size, overlap_grad_reduce=overlap)
+    events: list[Any] = []
+    Spy(events)
+    for _ in range(2):
+        events.clear()
+        buffers.zero(micro_batches)
+        for number in range(micro_batches):
+            events.append(number)
+            model(micro_batch(rank, number, dtype)).double().square().sum().backward()
+        events.append("end")
+        buffers.reduce()
+    owned = {p.sharding.name: (getattr(p, "span", (0, p.numel())), p.main_grad.flatten().clone()) for p in buffers.owned}
+    return events, owned
+
+
+def expected_sums(world: int, micro_batches: int) -> dict[str, torch.Tensor]:
+    """By plain autograd, in float64."""
+    model = layered(torch.float64, 0)
+    for rank in range(world):
+        for number in range(micro_batches):
+            model(micro_batch(rank, number, torch.float64)).square().sum().backward()
+    return {p.sharding.name: p.grad.flatten() for p in model.parameters()}
+
+
+@pytest.mark.parametrize("world, shards, instances, micro_batches, bucket_size", [
+    (2, False, 1, 3, 100), (2, True, 1, 1, 100), (2, True, 1, 3, None), (4, True, 1, 2, 20), (4, True, 2, 2, 100),
+    (4, True, 4, 1, 200), (4, False, 1, 1, 20)])
+def test_sums_with_and_without_overlap(world, shards, instances, micro_batches, bucket_size):
+    """The ranks of an instance own every element once; the sums are autograd's, and overlap changes no bit."""
+    args = shards, instances, micro_batches, bucket_size
+    whole = expected_sums(world, micro_batches)
+    runs = [run_ranks(world, accumulated, torch.float64, overlap, *args) for overlap in (False, True)]
+    parts = world // instances if shards else 1
+    for run in runs:
+        for rank, (_, owned) in enumerate(run):
+            for name, ((start, stop), sums) in owned.items():
+                torch.testing.assert_close(sums, whole[name][start:stop], rtol=1e-12, atol=1e-12)
+                assert torch.equal(sums, runs[0][rank % parts if shards else 0][1][name][1]), "copies are equal, bit for bit"
+        for name, values in whole.items():
+            spans = sorted(run[rank][1][name][0] for rank in range(parts))
+            held = [span for span in spans if span[0] < span[1]]
+            assert held[0][0] == 0 and held[-1][1] == len(values)
+            assert all(a[1] == b[0] for a, b in zip(held[:-1], held[1:], strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_buckets_are_sent_in_the_last_micro_batch_in_order(dtype):
+    """A bucket for each layer, from the last to the first; each as soon as it is complete, not before."""
+    for events, _ in run_ranks(2, accumulated, dtype, True, True, 1, 3, WIDTH * WIDTH + WIDTH):
+        sums = [event for event in events if isinstance(event, tuple)]
+        assert events == [0, 1, 2, *sums, "end"] and len(sums) == LAYERS, "although kernels return no gradient"
+        places = [place for _, _, place in sums]
+        assert places == sorted(set(places)) and {name for name, *_ in sums} == {"start_reduce_scatter_"}
+    for events, _ in run_ranks(2, accumulated, dtype, False, True, 1, 3, WIDTH * WIDTH + WIDTH):
+        assert events[:4] == [0, 1, 2, "end"] and len(events) == 4 + LAYERS
+
+
+def unusual(rank: int, world: int) -> tuple[str, list[float]]:
+    """(what is said of one micro-batch too many, sums when some parameters get no gradient)"""
+    params = parameters(torch.float32)
+    buffers = GradBuffers(params, ParallelContext(ParallelConfig(), world, rank), torch.float32, bucket_size=1,
+                          overlap_grad_reduce=True)
+    buffers.zero(1)
+    loss(params[:2], 1.0).backward()
+    buffers.reduce()
+    sums = [p.main_grad.flatten()[0].item() for p in params]
+    buffers.zero(1)
+    loss(params, 1.0).backward()
+    try:
+        loss(params, 1.0).backward()
+    except AssertionError as error:
+        return str(error), sums
+    return "nothing", sums
+
+
+def test_parameters_without_gradient_and_a_micro_batch_too_many():
+    for said, sums in run_ranks(2, unusual):
+        assert "more gradients than the micro-batches" in said and sums == [2, 4, 0, 0, 0]
+
+
+def test_one_process_and_no_overlap_have_no_hooks():
+    for config in (ParallelConfig(), ParallelConfig(use_distributed_optimizer=True)):
+        model = layered(torch.float32, 0)
+        buffers = GradBuffers(model.parameters(), ParallelContext(config), torch.float32, overlap_grad_reduce=True,
+                              overlap_param_gather=True)
+        buffers.wait_in_forward(model)
+        assert not any(p._post_accumulate_grad_hooks for p in buffers.params)
+        assert not any(module._forward_pre_hooks for module in model.modules())
+        assert all(a is b for a, b in zip(buffers.owned, model.parameters(), strict=True)), "nothing is copied or cut"
+        buffers.gather_weights()
+        buffers.wait_for_weights()
+
+
+class Slow(Pending):
+    """A gather whose values are there only once it was waited for; until then others' parts are NaN."""
+
+    waited: list[int] = []
+
+    def __init__(self, x: torch.Tensor, axis: Axis, start: Any):
+        self.x, self.place = x, x.storage_offset()
+        mine = x.chunk(axis.size)[axis.rank].clone()
+        self.values = start(x.clone(), axis)()
+        x.fill_(float("nan"))
+        x.chunk(axis.size)[axis.rank].copy_(mine)
+
+    def __call__(self) -> torch.Tensor:
+        Slow.waited.append(self.place)
+        return self.x.copy_(self.values)
+
+
+def updated(rank: int, world: int, overlap: bool, instances: int) -> tuple[list[torch.Tensor], list[int]]:
+    """(outputs of each layer after each rank has added 1 to what it owns, how many buckets had been waited for then)."""
+    model = layered(torch.float32, rank)
+    buffers = GradBuffers(model.parameters(), ParallelContext(config_of(True, instances), world, rank), torch.float32,
+                          bucket_size=WIDTH * WIDTH, overlap_grad_reduce=overlap, overlap_param_gather=overlap)
+    buffers.wait_in_forward(model)
+    start = ddp.start_all_gather_
+    ddp.start_all_gather_ = lambda x, axis: Slow(x, axis, start)
+    for _ in range(2):
+        buffers.zero()
+        buffers.reduce()
+        assert len(Slow.waited) in (0, LAYERS), "nothing is under way any more when the update begins"
+        Slow.waited.clear()
+        for part in buffers.owned:
+            part.add_(1.0)
+        buffers.gather_weights()
+    outputs, waited, x = [], [], micro_batch(0, 0, torch.float32)
+    for layer in model:
+        x = layer(x).detach()
+        outputs.append(x)
+        waited.append(len(Slow.waited))
+    return outputs, waited
+
+
+@pytest.mark.parametrize("world, instances", [(2, 1), (4, 2)])
+def test_weights_arrive_before_they_are_used(world, instances):
+    """Each layer waits for its own bucket and no other; without overlap all have arrived before."""
+    model, expected, x = layered(torch.float32, 0), [], micro_batch(0, 0, torch.float32)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(1.0).add_(1.0)
+        for layer in model:
+            x = layer(x)
+            expected.append(x)
+    for overlap, waited in ((True, list(range(1, LAYERS + 1))), (False, [LAYERS] * LAYERS)):
+        for outputs, found in run_ranks(world, updated, overlap, instances):
+            assert found == waited
+            assert all(torch.equal(a, b) for a, b in zip(outputs, expected, strict=True))
+
+
+def memory(rank: int, world: int) -> tuple[bool, int, int]:
+    model = layered(torch.bfloat16, rank)
+    ctx = ParallelContext(config_of(True, 1), world, rank)
+    buffers = GradBuffers(model.parameters(), ctx, torch.float32)
+    weights = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in model.parameters()}
+    inside = all(part.untyped_storage().data_ptr() in weights and part.data_ptr() % 64 == 0 and
+                 part.main_grad.untyped_storage().data_ptr() == buffers.flat.untyped_storage().data_ptr()
+                 for part in buffers.owned if part.numel())
+    return inside, len(weights), sum(weights.values()) - 2 * buffers.flat.numel()
+
+
+def test_what_a_rank_owns_are_views():
+    """One buffer of weights, one of gradients, and no other copy; views begin at 64 bytes."""
+    assert run_ranks(2, memory) == [(True, 1, 0)] * 2
+
+
+class SlowBackward(torch.autograd.Function):
+    """Passes on, and sleeps in backward as a device would compute."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, seconds: float) -> torch.Tensor:
+        ctx.seconds = seconds
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple:
+        time.sleep(ctx.seconds)
+        return grad, None
+
+
+class SlowLink:
+    """Does one collective after another in a thread, each after `seconds`: a link that is busy for so long."""
+
+    def __init__(self, seconds: float):
+        self.seconds, self.jobs = seconds, queue.Queue()
+        threading.Thread(target=self.work, daemon=True).start()
+
+    def work(self) -> None:
+        while True:
+            job, done = self.jobs.get()
+            time.sleep(self.seconds)
+            job()
+            done.set()
+
+    def over(self, start: Any) -> Any:
+        def slow(x: torch.Tensor, axis: Axis) -> Pending:
+            done = threading.Event()
+            self.jobs.put((lambda: start(x, axis)(), done))
+            pending = Pending([], lambda: x)
+            pending._works = [done]
+            done.is_completed = done.is_set
+            return pending
+
+        return slow
+
+
+DEPTH = 30
+
+
+def step_times(rank: int, world: int, compute: float, communication: float) -> dict[bool, float]:
+    """Seconds of backward and reduction with and without overlap; one bucket a layer."""
+    link, found = SlowLink(communication), {}
+    ddp.start_reduce_scatter_ = link.over(ddp.start_reduce_scatter_)
+    for overlap in (False, True):
+        params = [nn.Parameter(torch.ones(16)) for _ in range(DEPTH)]
+        for number, p in enumerate(params):
+            p.sharding = Sharding(f"p{number}", (16,))
+        buffers = GradBuffers(params, ParallelContext(config_of(True, 1), world, rank), torch.float32, bucket_size=1,
+                              overlap_grad_reduce=overlap)
+        best = float("inf")
+        for _ in range(3):
+            buffers.zero(1)
+            x = torch.ones(16)
+            for p in params:
+                x = SlowBackward.apply(x * p, compute)
+            torch.distributed.barrier()
+            start = time.perf_counter()
+            x.sum().backward()
+            buffers.reduce()
+            best = min(best, time.perf_counter() - start)
+        found[overlap] = best
+    return found
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("compute, communication", [(0.030, 0.015), (0.015, 0.030), (0.025, 0.025)])
+def test_overlapped_reduction_costs_a_tenth_more_than_the_longer_of_the_two(compute, communication):
+    for found in run_ranks(2, step_times, compute, communication):
+        longer, together = DEPTH * max(compute, communication), DEPTH * (compute + communication)
+        print(f"compute {DEPTH * compute:.2f} s, communication {DEPTH * communication:.2f} s: one after the other "
+              f"{found[False]:.3f} s, overlapped {found[True]:.3f} s, {found[True] / longer:.3f} of the longer")
+        assert together <= found[False] and longer <= found[True] <= 1.10 * longer

@@ -42,14 +42,14 @@ SEQUENCE = "tp4 sp, untied, masked documents"
 LAYOUTS = "tests/parity/test_layouts.py::test_a_layout_gives_the_numbers_of_one_process"
 TENSOR_PARALLEL = {
     "norm gradients of sequence shards not summed": Bug(
-        "megatron/parallel/ddp.py", "for axis, grads in self._partial:", "for axis, grads in []:", f"{LAYOUTS}[{SEQUENCE}]"),
+        "megatron/parallel/ddp.py", "for axis in bucket.place.partial:", "for axis in ():", f"{LAYOUTS}[{SEQUENCE}]"),
     "sequence parallelism forgets that whole parameters see part of the tokens": Bug(
         "megatron/parallel/sharding.py", 'partial = (*partial, "tp")', "pass", f"{LAYOUTS}[{SEQUENCE}]"),
     "copies counted twice in the norm": Bug(
         "megatron/parallel/sharding.py", "return all(getattr(ctx, axis).rank == 0 for axis in copies)", "return True",
         f"{LAYOUTS}[tp2]"),
     "norm of one rank's part": Bug(
-        "megatron/training/build.py", "reduce_sum=lambda x: all_reduce(x, ctx.model)", "reduce_sum=lambda x: x",
+        "megatron/training/build.py", "reduce_sum=lambda x: all_reduce(x, ctx.optimizer)", "reduce_sum=lambda x: x",
         f"{LAYOUTS}[tp2]"),
     "replicated bias added on every rank": Bug(
         "megatron/parallel/layers.py", "y = _linear(x, self.weight)\n", "y = _linear(x, self.weight, self.bias)\n",
@@ -66,7 +66,7 @@ TENSOR_PARALLEL = {
         "megatron/model/embedding.py", "my_slice(positions, self.ctx.tp)", "positions[:x.shape[0]]",
         f"{LAYOUTS}[{SEQUENCE}]"),
     "overflow found on one rank alone": Bug(
-        "megatron/training/build.py", 'reduce_max=lambda x: all_reduce(x, ctx.model, "max")', "reduce_max=lambda x: x",
+        "megatron/training/build.py", 'reduce_max=lambda x: all_reduce(x, ctx.optimizer, "max")', "reduce_max=lambda x: x",
         "tests/parity/test_layouts.py::test_an_overflow_on_one_rank_skips_the_step_on_all"),
     "a wish of one tensor-parallel rank alone": Bug(
         "megatron/training/step.py", "all_reduce_(totals, run.runtime.ctx.world)",
@@ -128,6 +128,41 @@ CONTEXT_PARALLEL = {
     "gradients not summed over the ranks of a sequence": Bug(
         "megatron/parallel/context.py", 'self._axis("dp_cp", grid.flatten(1, 2), 1)', "self.dp", f"{LAYOUTS}[{MASKED}]"),
 }
+SHARDS, TWICE = "dp2, distributed optimizer", "dp4, distributed optimizer in 2 instances, overlap"
+SEQUENCE_SHARDS = "tp2 sp dp2, distributed optimizer, overlap, rotary swiglu RMSNorm GQA"
+SHARDED = {
+    "clip counts every instance's copy": Bug(
+        "megatron/training/build.py", "reduce_sum=lambda x: all_reduce(x, ctx.optimizer)",
+        "reduce_sum=lambda x: all_reduce(x, ctx.world)", f"{LAYOUTS}[{TWICE}]"),
+    "clip counts one shard": Bug(
+        "megatron/training/build.py", "reduce_sum=lambda x: all_reduce(x, ctx.optimizer)",
+        "reduce_sum=lambda x: all_reduce(x, ctx.model)", f"{LAYOUTS}[{SHARDS}]"),
+    "a bucket is sent one micro-batch early": Bug(
+        "megatron/parallel/ddp.py", "bucket.missing -= self._expected[p] == 0", "bucket.missing -= self._expected[p] == 1",
+        f"{LAYOUTS}[{TWICE}]"),
+    "a bucket is sent when its first parameter is complete": Bug(
+        "megatron/parallel/ddp.py", "bucket.missing = len(bucket.params)", "bucket.missing = 1", f"{LAYOUTS}[{TWICE}]"),
+    "gradients not summed over instances": Bug(
+        "megatron/parallel/ddp.py", "if ctx.shard.size > 1 and ctx.instances.size > 1:", "if False:", f"{LAYOUTS}[{TWICE}]"),
+    "a shard begins one alignment late": Bug(
+        "megatron/config/buckets.py", "start = max(low - self.starts[number], 0)",
+        "start = max(low + 8 - self.starts[number], 0)", f"{LAYOUTS}[{SHARDS}]"),
+    "weights not gathered": Bug(
+        "megatron/training/step.py", "run.buffers.gather_weights()", "pass", f"{LAYOUTS}[{SHARDS}]"),
+    "weights used before they arrive": Bug(
+        "megatron/parallel/ddp.py", "args: Any) -> None:\n    _wait_for(buckets)", "args: Any) -> None:\n    pass",
+        "tests/parallel/test_ddp.py::test_weights_arrive_before_they_are_used"),
+    "what sequence shards hold of a norm's gradient is sent before it is summed": Bug(
+        "megatron/parallel/ddp.py", "if bucket.missing or bucket.place.partial:", "if bucket.missing:",
+        f"{ALL_LAYOUTS}[{SEQUENCE_SHARDS}]"),
+    "an overflow in one shard is that rank's alone": Bug(
+        "megatron/training/build.py", 'reduce_max=lambda x: all_reduce(x, ctx.optimizer, "max")',
+        'reduce_max=lambda x: all_reduce(x, ctx.model, "max")',
+        "tests/parity/test_layouts.py::test_an_overflow_on_one_rank_skips_the_step_on_all"),
+    "a shard is written as if tensor parallelism had not cut the tensor": Bug(
+        "megatron/training/checkpointing.py", "tuple((start + low, start + high)", "tuple((low, high)",
+        "tests/parity/test_layouts.py::test_shards_are_read_in_every_other_layout"),
+}
 
 
 def run(copy: Path, test: str) -> subprocess.CompletedProcess:
@@ -156,6 +191,12 @@ def test_a_planted_bug_of_pipeline_parallelism_is_caught(name, tmp_path):
 @pytest.mark.parametrize("name", CONTEXT_PARALLEL)
 def test_a_planted_bug_of_context_parallelism_is_caught(name, tmp_path):
     caught(CONTEXT_PARALLEL[name], tmp_path)
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("name", SHARDED)
+def test_a_planted_bug_of_shards_and_overlap_is_caught(name, tmp_path):
+    caught(SHARDED[name], tmp_path)
 
 
 def caught(bug: Bug, tmp_path: Path) -> None:

@@ -43,8 +43,8 @@ def built(*flags: str) -> Run:
     return build_run(config, make_plan(config, 1, tokenizer.vocab_size), RUNTIME, Timers(), tokenizer)
 
 
-def rank_of_a_run(rank: int, world: int, flags: list[str]) -> tuple[dict, dict, dict]:
-    """(bytes really held by kind, the plan's, {name: (place in the whole, values)}) of a rank of a run."""
+def rank_of_a_run(rank: int, world: int, flags: list[str]) -> tuple[dict, dict, dict, int]:
+    """(bytes really held by kind, the plan's, {name: (place in the whole, values)}, number of buckets) of a run's rank."""
     config = config_of(*flags)
     tokenizer = make_tokenizer(config)
     plan = make_plan(config, world, tokenizer.vocab_size)
@@ -56,16 +56,17 @@ def rank_of_a_run(rank: int, world: int, flags: list[str]) -> tuple[dict, dict, 
         return sum(tensor.nbytes for name, tensor in state.items() if part in name)
 
     held = {"weights": sum(p.nbytes for p in params), "gradients": sum(p.main_grad.nbytes for p in params),
-            "main weights": size("fp32_param"), "optimizer moments": size("exp_avg")}
+            "main weights": size("fp32_param"), "optimizer moments": size("exp_avg") + size("momentum_buffer")}
     shards = {p.sharding.name: (local_box(p.sharding, runtime.ctx), p.detach().clone()) for p in params}
-    return held, bytes_per_rank(config, plan, runtime.ctx.pp.rank), shards
+    planned = bytes_per_rank(config, plan, runtime.ctx.pp.rank, runtime.ctx.shard.rank)
+    return held, planned, shards, len(run.buffers._buckets)
 
 
 @pytest.mark.parametrize("more", [["--bf16"], ["--untie-embeddings-and-output-weights", "--swiglu", "--qk-layernorm",
                                                "--group-query-attention", "--num-query-groups", "2"]], ids=" ".join)
 def test_ranks_hold_what_the_plan_says_and_slices_of_the_same_weights(more):
-    _, _, whole = rank_of_a_run(0, 1, more)
-    for held, planned, shards in run_ranks(2, rank_of_a_run, [*more, "--tensor-model-parallel-size", "2"]):
+    _, _, whole, _ = rank_of_a_run(0, 1, more)
+    for held, planned, shards, _ in run_ranks(2, rank_of_a_run, [*more, "--tensor-model-parallel-size", "2"]):
         assert held == planned
         assert shards.keys() == whole.keys()
         cut = 0
@@ -80,11 +81,11 @@ def test_ranks_hold_what_the_plan_says_and_slices_of_the_same_weights(more):
 def test_stages_hold_what_the_plan_says():
     """Two virtual stages on each of two ranks: every parameter once, but the word embedding on both ends."""
     flags = ["--num-layers", "5", "--bf16"]
-    _, _, whole = rank_of_a_run(0, 1, flags)
+    whole = rank_of_a_run(0, 1, flags)[2]
     ranks = run_ranks(2, rank_of_a_run, [*flags, "--pipeline-model-parallel-size", "2",
                                          "--num-virtual-stages-per-pipeline-rank", "2"])
-    assert all(held == planned for held, planned, _ in ranks)
-    first, last = (shards for _, _, shards in ranks)
+    assert all(held == planned for held, planned, *_ in ranks)
+    first, last = (shards for _, _, shards, _ in ranks)
     assert first.keys() & last.keys() == {EMBEDDING} and first.keys() | last.keys() == whole.keys()
     assert all(torch.equal(values, whole[name][1]) for shards in (first, last) for name, (_, values) in shards.items())
     assert {name.split(".")[2] for name in first if ".layers." in name} == {"0", "2"}
@@ -114,6 +115,40 @@ def test_a_model_with_fewer_layers_than_asked_for_is_noticed():
         build_model(config, replace(plan, layers_per_stage=((range(0, 1),),)), RUNTIME)
     with pytest.raises(AssertionError, match="parameters were built"):
         build_model(config, replace(plan, parameters=plan.parameters[1:]), RUNTIME)
+
+
+SHARDS = ["--use-distributed-optimizer"]
+SPLIT = ["--tensor-model-parallel-size", "2", "--sequence-parallel", *SHARDS]
+INSTANCES = [*SHARDS, "--num-distributed-optimizer-instances", "2"]
+
+
+@pytest.mark.parametrize("world, more", [
+    (2, [*SHARDS, "--bf16"]), (4, SHARDS), (4, INSTANCES), (4, [*SPLIT, "--bf16", "--ddp-num-buckets", "3"]),
+    (4, [*SPLIT, "--ddp-bucket-size", "2000"]), (2, [*SHARDS, "--fp16", "--optimizer", "sgd"])], ids=lambda x: " ".join(x)
+    if isinstance(x, list) else None)
+def test_shards_of_the_optimizer_are_the_plans_to_the_byte(world, more):
+    """Every rank's own figures; together the ranks of one instance hold the state once."""
+    config = config_of(*more)
+    found = run_ranks(world, rank_of_a_run, more)
+    for held, planned, _, _ in found:
+        assert held == planned
+    share = [held["optimizer moments"] for held, *_ in found]
+    whole = bytes_per_rank(replace(config, parallel=replace(config.parallel, use_distributed_optimizer=False)),
+                           make_plan(config, world, 211))["optimizer moments"]
+    copies = 2 if "--num-distributed-optimizer-instances" in more or "--sequence-parallel" in more else 1
+    assert sum(share) == copies * whole and max(share) < 1.1 * whole * copies / world
+
+
+def buckets(world: int, *more: str) -> list[int]:
+    """How many gradient buckets ranks have with these flags."""
+    return sorted({count for *_, count in run_ranks(world, rank_of_a_run, list(more))})
+
+
+def test_bucket_flags():
+    """28,000 parameters: their number or their size, neither of which goes without the other."""
+    assert buckets(2) == [1] and buckets(2, "--overlap-grad-reduce") == [1]
+    assert buckets(2, "--ddp-num-buckets", "3") == [3]
+    assert buckets(2, *SHARDS, "--ddp-bucket-size", "10000") == [3] != buckets(2, *SHARDS, "--ddp-bucket-size", "5000")
 
 
 def by_name(run: Run, key: str) -> dict[str, float]:

@@ -1,0 +1,337 @@
+#!/usr/bin/env python
+"""What one process pays for the parallel code being there: the training step against the same step without it.
+
+Both train one model object with the same kernels, batches, timers and optimizer. "With" is the product's `train_step`.
+"Without" is a loop written here, in which
+  - linear layers, embedding and loss call their kernel directly (no column- or row-parallel layer, no axis asked),
+  - micro-batches run in a plain for loop (no schedule, no runner, no links between stages),
+  - gradients are not reduced, losses not summed, norms not added up over ranks, weights not gathered.
+So the difference is what rank 0 of 1 pays for code that 1,000 ranks need. Two figures, each with a goal of at most 2 %:
+  - instructions of a step, counted by valgrind's callgrind (Python's included). They hardly depend on the machine or on
+    other work there, which a clock does. The model is tiny on purpose: a real one has the same number of calls and more
+    work in each, so its share is smaller.
+  - microseconds: each parallel piece timed alone, again and again, against the direct call it stands for, on tensors so
+    small that the kernel is all overhead; times its calls in a step, as a share of the time of a step.
+Needs torch and numpy; valgrind for the instructions (left out without it, --no-callgrind: not wanted).
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import os
+import re
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from contextlib import redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(Path(__file__).resolve().parent)]
+
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = "1"
+
+import torch  # noqa: E402
+from contestants import Ours  # noqa: E402
+from sizes import Size, parse_size  # noqa: E402
+
+from megatron.kernels import reference as kernels  # noqa: E402
+from megatron.optimizer.optimizer import MixedPrecisionOptimizer  # noqa: E402
+from megatron.parallel.collectives import all_reduce, all_reduce_  # noqa: E402
+from megatron.parallel.cross_entropy import vocab_parallel_cross_entropy  # noqa: E402
+from megatron.parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding, embedding  # noqa: E402
+from megatron.parallel.random import DropoutSeeds  # noqa: E402
+from megatron.training.batch import make_batch  # noqa: E402
+from megatron.training.step import train_step  # noqa: E402
+from pretrain_gpt import forward_step  # noqa: E402
+
+DEFAULT_SIZE = "overhead:layers=4,hidden=128,heads=4,seq=128,micro_batch=2,micro_batches=4,vocab=1024"
+GOAL = 0.02
+SECONDS = 900           # for valgrind
+
+
+class Step:
+    """One model with its samples, and a step with and one without the parallel code on it."""
+
+    def __init__(self, size: Size):
+        self.run = Ours(size, "fp32", "cpu").run
+        steps = self.run.plan.num_microbatches(1)
+        generator = torch.Generator().manual_seed(1)
+        self.samples = [torch.randint(0, size.vocab, (size.micro_batch, size.seq + 1), generator=generator)
+                        for _ in range(steps)]
+        o = self.run.config.optimizer
+        self.optimizer = MixedPrecisionOptimizer(self.run.buffers.params, clip_grad=o.clip_grad, adam_beta1=o.adam_beta1,
+                                                 adam_beta2=o.adam_beta2, adam_eps=o.adam_eps)
+        for group, ours in zip(self.optimizer.param_groups, self.run.optimizer.param_groups, strict=True):
+            group["lr"] = ours["lr"]
+
+    def with_parallel_code(self) -> float:
+        """The product's step; its loss."""
+        return train_step(self.run, forward_step, iter(self.samples), 1).loss
+
+    def without(self) -> float:
+        """The same arithmetic and the same log spans; its loss."""
+        run, timers, model = self.run, self.run.timers, self.model
+        nominal = run.plan.global_batch_size(1) * run.config.model.seq_length
+        totals = torch.zeros(2, dtype=torch.float64)
+        run.buffers.flat.zero_()
+        for p in run.buffers.params:
+            p.grad = p.main_grad
+        with timers("forward-backward", 1):
+            for number, samples in enumerate(self.samples):
+                with timers("batch-generator", 2):
+                    seeds = DropoutSeeds(run.config.training.seed, 1, number, 0)
+                    batch = make_batch(samples, run.rules, run.runtime.device, seeds)
+                with timers("forward-compute", 2):
+                    loss, tokens = forward_step(batch, model)
+                totals[0] += loss.detach()
+                totals[1] += tokens
+                with timers("backward-compute", 2):
+                    (loss * (1.0 / nominal)).backward()
+        loss_sum, tokens = totals.tolist()
+        with timers("optimizer", 1):
+            self.optimizer.step(grad_factor=nominal / max(1.0, tokens))
+        return loss_sum / max(1.0, tokens)
+
+    @property
+    def model(self) -> torch.nn.Module:
+        """The whole model."""
+        whole, = self.run.model
+        return whole
+
+    def strip(self) -> Callable[[], None]:
+        """Make layers and loss call their kernels directly; the function that is returned undoes it."""
+        model, vocab = self.model, self.run.plan.vocab_size
+        changed = [module for module in model.modules() if type(module) in DIRECT]
+        for module in changed:
+            module.forward = DIRECT[type(module)](module)
+        whole = model.forward
+
+        def forward(tokens: Any, position_ids: Any, labels: Any, document_ids: Any, dropout: Any, **_: Any) -> Any:
+            x = model.embedding(tokens, position_ids, dropout)
+            rotary = None if model.rotary is None else model.rotary(tokens.shape[1], position_ids)
+            logits = model.output_layer(model.decoder(x, rotary, document_ids, dropout))
+            s, b, v = logits.shape
+            return kernels.cross_entropy(logits.view(s * b, v), labels.t().reshape(s * b), vocab_size=vocab).view(s, b).t()
+
+        model.forward = forward
+
+        def undo() -> None:
+            model.forward = whole
+            for module in changed:
+                del module.forward
+
+        return undo
+
+
+def direct_linear(layer: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The kernel with the layer's weight and bias (of a gated layer as matrix and vector, as they lie there)."""
+    weight, bias, total = layer.weight, layer.bias, layer.weight.main_grad
+    if weight.dim() == 2:
+        return lambda x: kernels.linear(x, weight, bias, accumulate_into=total)
+    total = total.flatten(0, -2)
+    return lambda x: kernels.linear(x, weight.flatten(0, -2), None if bias is None else bias.flatten(),
+                                    accumulate_into=total)
+
+
+def direct_embedding(layer: VocabParallelEmbedding) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Rows by token."""
+    return lambda tokens: embedding(tokens.t(), layer.weight)
+
+
+DIRECT = {ColumnParallelLinear: direct_linear, RowParallelLinear: direct_linear, VocabParallelEmbedding: direct_embedding}
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A parallel piece: what is called, the direct call it stands for, and how often a step calls it."""
+    name: str
+    ours: Callable[[], Any]
+    direct: Callable[[], Any]
+    calls: int
+
+
+def pieces(step: Step) -> list[Piece]:
+    """Every place where a step of one process goes through code that is there for several."""
+    run, micro_batches = step.run, len(step.samples)
+    ctx, model = run.runtime.ctx, step.model
+    x, ids = torch.zeros(1, 1, run.config.model.hidden_size), torch.zeros(1, 1, dtype=torch.int64)
+    layer = next(iter(model.decoder.layers.values()))
+    norm, logits = torch.zeros(()), torch.zeros(1, 1, 8)
+
+    def linear(module: Any, x: torch.Tensor) -> tuple[Callable[[], Any], Callable[[], Any]]:
+        plain = direct_linear(module)
+        return (lambda: module.forward(x)), (lambda: plain(x))
+
+    wide = torch.zeros(1, 1, layer.mlp.linear_fc2.weight.shape[1])
+    count = {kind: micro_batches * sum(type(m) is kind for m in model.modules()) for kind in DIRECT}
+    table, rows = model.embedding.word_embeddings, direct_embedding(model.embedding.word_embeddings)
+
+    def plain_loop() -> None:
+        for micro_batch in range(micro_batches):
+            _no_backward(_no_forward(micro_batch, 0, None), None)
+
+    def loss() -> torch.Tensor:
+        return kernels.cross_entropy(logits.view(1, 8), ids.t().reshape(1), vocab_size=8).view(1, 1).t()
+
+    return [
+        Piece("column-parallel linear", *linear(layer.mlp.linear_fc1, x), count[ColumnParallelLinear]),
+        Piece("row-parallel linear", *linear(layer.mlp.linear_fc2, wide), count[RowParallelLinear]),
+        Piece("vocabulary-parallel embedding", lambda: table.forward(ids), lambda: rows(ids), micro_batches),
+        Piece("vocabulary-parallel loss", lambda: vocab_parallel_cross_entropy(logits, ids, vocab_size=8, tp=ctx.tp), loss,
+              micro_batches),
+        Piece("schedule and runner", lambda: run.pipeline.run(micro_batches, _no_forward, _no_backward), plain_loop, 1),
+        Piece("gradient reduction", run.buffers.reduce, _nothing, 1),
+        Piece("gathering weights", run.buffers.gather_weights, _nothing, 1),
+        Piece("sums of loss and norm", lambda: (all_reduce_(norm, ctx.world), all_reduce(norm, ctx.optimizer)),
+              lambda: (norm, norm), 1),
+    ]
+
+
+def _nothing() -> None:
+    pass
+
+
+def _no_forward(micro_batch: int, chunk: int, hidden: torch.Tensor | None) -> None:
+    return None
+
+
+def _no_backward(output: Any, gradient: Any) -> None:
+    return None
+
+
+def microseconds(function: Callable[[], Any], repeats: int, loops: int) -> float:
+    """The smallest mean of `loops` calls, over the repeats: other work on the machine only ever adds."""
+    best = float("inf")
+    for _ in range(repeats):
+        start = time.perf_counter()
+        for _ in range(loops):
+            function()
+        best = min(best, (time.perf_counter() - start) / loops)
+    return 1e6 * best
+
+
+def instructions(size_text: str, steps: int) -> dict[str, int]:
+    """Instructions of a step with and without, counted in a process of its own under callgrind."""
+    with tempfile.TemporaryDirectory(prefix="overhead-") as folder:
+        words = ["valgrind", "--tool=callgrind", "--instr-atstart=no", "--dump-instr=no", "--separate-threads=no",
+                 f"--callgrind-out-file={folder}/out", sys.executable, __file__, "--inside", "--size", size_text,
+                 "--steps", str(steps)]
+        done = subprocess.run(words, capture_output=True, text=True, timeout=SECONDS, check=False)
+        if done.returncode:
+            raise RuntimeError(f"valgrind ended with {done.returncode}: {done.stderr[-2000:]}")
+        counts = []
+        for number in (1, 2):
+            text = Path(f"{folder}/out.{number}").read_text(errors="replace")
+            counts.append(int(re.search(r"^(?:totals|summary): (\d+)", text, re.MULTILINE)[1]))
+    return {"with": counts[0] // steps, "without": counts[1] // steps}
+
+
+def inside(size: Size, steps: int) -> None:
+    """Under callgrind: warm up both, then count steps with, then steps without."""
+    step = Step(size)
+    for turn in (step.with_parallel_code, step.without):
+        undo = step.strip() if turn == step.without else _nothing
+        turn()
+        turn()
+        torch._C._valgrind_toggle()
+        for _ in range(steps):
+            turn()
+        torch._C._valgrind_toggle_and_dump_stats()
+        undo()
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = argparse.ArgumentParser(usage="%(prog)s [OPTION ...]", description=__doc__, allow_abbrev=False,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", default=DEFAULT_SIZE, help="as of train_step.py (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=2, help="steps counted by callgrind (default: 2)")
+    parser.add_argument("--repeats", type=int, default=30, help="repeats of each timing, of which the best counts")
+    parser.add_argument("--no-callgrind", action="store_true", help="only microseconds")
+    parser.add_argument("--json", metavar="FILE", type=Path, help="write all figures there")
+    parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
+    return parser
+
+
+def timed(size: Size, repeats: int) -> dict[str, Any]:
+    """Microseconds of every piece and of a step; the losses of both steps must agree first."""
+    step = Step(size)
+    start = {p: p.detach().clone() for p in step.model.parameters()}
+    ours = step.with_parallel_code()
+    with torch.no_grad():
+        for p, values in start.items():
+            p.copy_(values)
+    undo = step.strip()
+    plain = step.without()
+    undo()
+    if ours != plain:
+        raise RuntimeError(f"the loss is {ours!r} with the parallel code and {plain!r} without: not the same step")
+    whole = microseconds(step.with_parallel_code, max(3, repeats // 6), 1)
+    rows = []
+    for piece in pieces(step):
+        loops = 20 if piece.calls == 1 else 100
+        pairs = [(microseconds(piece.ours, 1, loops), microseconds(piece.direct, 1, loops)) for _ in range(repeats)]
+        ours, direct = (min(values) for values in zip(*pairs, strict=True))
+        rows.append({"piece": piece.name, "us": ours, "direct_us": direct, "calls": piece.calls,
+                     "us_per_step": (ours - direct) * piece.calls, "spread": statistics.pstdev(a - b for a, b in pairs)})
+    return {"step_us": whole, "pieces": rows, "share": sum(row["us_per_step"] for row in rows) / whole}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Both figures; 1 if one of them is above the goal or cannot be had."""
+    options = build_parser().parse_args(argv)
+    torch.set_num_threads(1)
+    try:
+        size = parse_size(options.size)
+    except ValueError as error:
+        print(f"error: --size {error}", file=sys.stderr)
+        return 2
+    if options.inside:
+        with redirect_stdout(io.StringIO()):
+            inside(size, options.steps)
+        return 0
+    try:
+        report: dict[str, Any] = timed(size, options.repeats)
+        if not options.no_callgrind:
+            report["instructions"] = counted(options)
+    except (RuntimeError, subprocess.TimeoutExpired) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    shares = [report["share"]]
+    print(f"{size.name}: {size.layers} layers, hidden {size.hidden}, sequence {size.seq}, {size.micro_batches} x "
+          f"{size.micro_batch} samples, one thread, torch {torch.__version__}")
+    print(f"  {'piece':32}{'us a call':>10}{'direct':>9}{'calls':>7}{'us a step':>11}")
+    for row in report["pieces"]:
+        print(f"  {row['piece']:32}{row['us']:10.2f}{row['direct_us']:9.2f}{row['calls']:7}{row['us_per_step']:11.1f}")
+    print(f"microseconds: {100 * report['share']:.2f} % of a step of {report['step_us']:.0f} us (goal: at most 2 %)")
+    if report.get("instructions"):
+        counts = report["instructions"]
+        report["instruction_share"] = counts["with"] / counts["without"] - 1.0
+        shares.append(report["instruction_share"])
+        print(f"instructions: {counts['with']:,} a step with the parallel code, {counts['without']:,} without: "
+              f"{100 * shares[-1]:+.2f} % (goal: at most 2 %)")
+    if options.json:
+        options.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    return int(max(shares) > GOAL)
+
+
+def counted(options: argparse.Namespace) -> dict[str, int] | None:
+    """Instructions, or None with the reason said where they cannot be counted."""
+    if shutil.which("valgrind") is None or not torch._C._valgrind_supported_platform():
+        print("valgrind is not installed, or this torch does not know it: instructions are not counted")
+        return None
+    return instructions(options.size, options.steps)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
