@@ -86,8 +86,6 @@ CAMPAIGN = {
     "dp4, distributed optimizer in 2 instances, overlap, rotary swiglu RMSNorm GQA, fp32":
         Case(LLAMA, 4, (*OVERLAP, *INSTANCES), precision=""),
     "pp2 dp2, distributed optimizer, overlap": Case(GPT2, 4, (PP, "2", *OVERLAP)),
-    "pp2 vpp2 dp2, distributed optimizer, overlap": Case(DEEP, 4, (PP, "2", CHUNKS, "2", *OVERLAP)),
-    "tp2 sp pp2 dp2, distributed optimizer, overlap": Case(GPT2, 8, (TP, "2", SP, PP, "2", *OVERLAP)),
     "cp2 dp2, distributed optimizer in 2 instances, overlap": Case(UNTIED, 4, (CP, "2", *OVERLAP, *INSTANCES)),
     "cp2, distributed optimizer, untied, masked documents": Case(UNTIED, 2, (CP, "2", *DISTRIBUTED)),
     "cp2": Case(GPT2, 2, (CP, "2")),
