@@ -22,8 +22,8 @@ SCRIPTS = ROOT / "examples/parallel"
 EXACT = ("iteration", "lm_loss", "grad_norm", "learning_rate", "consumed_samples")
 LAYOUT = "--tensor-model-parallel-size 2 --sequence-parallel"
 FLAGS = with_flags([*SMALL, *NO_DROPOUT], "--train-iters", "6", "--save-interval", "3", "--eval-interval", "3",
-                   "--eval-iters", "1", "--min-lr", "0.0006", "--adam-beta2", "0.95", "--weight-decay", "0.1", "--lr-warmup-iters", "2",
-                   "--split", "95,5,0")
+                   "--eval-iters", "1", "--min-lr", "0.0006", "--adam-beta2", "0.95", "--weight-decay", "0.1",
+                   "--lr-warmup-iters", "2", "--split", "95,5,0")
 FIRST_PART = ("--exit-interval", "3")
 
 
