@@ -311,10 +311,20 @@ def _world_size(f: _Facts) -> Iterator[str]:
     one = math.prod(f[name] for name in names)
     if f.world_size % one:
         product = " x ".join(f.say(name) for name in names if f[name] > 1)
-        near = [str(n) for n in (f.world_size // one * one, (f.world_size // one + 1) * one) if n]
-        how = "--world-size" if f["dry_run"] else "torchrun --nproc-per-node"
+        near = " or ".join(map(str, _sizes_that_fit(f, one))) or one
+        how = f"--world-size {near}" if f["dry_run"] else (
+            f"torchrun --nproc-per-node {near} (times --nnodes, where there are several)")
         yield (f"{product}: one copy of the model takes {one} ranks, and the {f.world_size} of this run are not a multiple; "
-               f"use {' or '.join(f'{how} {n}' for n in near)}")
+               f"use {how}")
+
+
+def _sizes_that_fit(f: _Facts, one: int) -> list[int]:
+    """The nearest numbers of ranks below and above that are whole copies of `one`, each with whole micro-batches."""
+    batch, micro = f["global_batch_size"], f["micro_batch_size"]
+    free = not f.ok("global_batch_size", "micro_batch_size") or f["decrease_batch_size_if_needed"] or batch % micro
+    copies = range(1, f.world_size // one + 2 if free else batch // micro + 1)
+    fit = [n * one for n in copies if free or batch // micro % n == 0]
+    return [*[n for n in fit if n < f.world_size][-1:], *[n for n in fit if n > f.world_size][:1]]
 
 
 def _run(f: _Facts) -> Iterator[str]:
@@ -347,7 +357,10 @@ def _batch(f: _Facts) -> list[str]:
     except ValueError as error:
         return str(error).splitlines()
     # A resumed run may have passed the sizes of the ramp that do not fit; the last one comes in any case.
-    return schedule.problems(schedule.phases[-1].consumed if f["load"] else 0)
+    found = schedule.problems(schedule.phases[-1].consumed if f["load"] else 0)
+    near = _sizes_that_fit(f, max(1, f.world_size // schedule.data_parallel_size))
+    ranks = f", or {' or '.join(map(str, near))} ranks" if near and schedule.data_parallel_size > 1 else ""
+    return [text + ranks * (" is not divisible by micro batch size " in text) for text in found]
 
 
 def _schedule(f: _Facts) -> Iterator[str]:

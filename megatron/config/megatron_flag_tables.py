@@ -20,10 +20,11 @@ def no(name: str, default: Any, text: str, **more: Any) -> Row:
     return False, name, default, text, more
 
 
-_DP = "not in this version; use data or tensor parallelism: torchrun --nproc-per-node N"
+_DP = "not in this version; use data, tensor, pipeline or context parallelism, and --use-distributed-optimizer"
 _WHOLE_SENDS = "stages send whole hidden states (with --sequence-parallel each rank its part) by send and receive"
 _ENDS = "use --decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers to give the ends fewer layers"
-_AFTER_BACKWARD = "gradients are reduced after the backward pass, in one buffer a type"
+_WHEN_COMPLETE = "a bucket of gradients is sent as soon as it is complete, on every pipeline stage"
+_AT_ONCE = "weights are gathered right after the update, on every pipeline stage"
 _NO_TP_COMM = "it steers overlap inside kernels of Transformer Engine, which are not used here"
 _ONE_KERNEL = "there is one implementation with the same numbers"
 _NO_FP8 = "there are no FP8 kernels here; use --bf16"
@@ -73,8 +74,8 @@ OLD: tuple[Row, ...] = (
     same("clone_scatter_output_in_embedding", True, "the slice is a tensor of its own, so nothing keeps the whole alive",
          spelling="--no-clone-scatter-output-in-embedding"),
     same("data_parallel_random_init", False, "all ranks draw the same weights, from the seed and each one's name"),
-    same("delay_grad_reduce", True, _AFTER_BACKWARD, spelling="--no-delay-grad-reduce"),
-    same("delay_param_gather", False, "weights are not gathered in this version"),
+    same("delay_grad_reduce", True, _WHEN_COMPLETE, spelling="--no-delay-grad-reduce"),
+    same("delay_param_gather", False, _AT_ONCE),
     no("distribute_saved_activations", False, "with --sequence-parallel saved activations are spread over the "
        "tensor-parallel ranks already; use that"),
     same("empty_unused_memory_level", 0, "the device's cache is left to torch between steps"),
@@ -138,8 +139,8 @@ NEWER: tuple[Row, ...] = (
     no("data_parallel_sharding_strategy", "no_shard", _DP, fine=("optim_grads_params",)),
     no("use_torch_fsdp2", False, _DP),
     no("grad_reduce_in_bf16", False, "gradients are kept and reduced in fp32 with --bf16; leave the flag out"),
-    same("align_param_gather", True, "weights are not gathered in this version", spelling="--no-align-param-gather"),
-    same("align_grad_reduce", True, _AFTER_BACKWARD, spelling="--no-align-grad-reduce"),
+    same("align_param_gather", True, _AT_ONCE, spelling="--no-align-param-gather"),
+    same("align_grad_reduce", True, _WHEN_COMPLETE, spelling="--no-align-grad-reduce"),
     no("use_precision_aware_optimizer", False, "main weights and moments are fp32; leave the flag out"),
     no("main_grads_dtype", "fp32", "main gradients are fp32; leave the flag out"),
     no("main_params_dtype", "fp32", "main weights are fp32; leave the flag out"),

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from megatron.config import buckets
 from megatron.config.batch_size import BatchSizeSchedule, build_batch_size_schedule
-from megatron.config.parameters import WORD_EMBEDDING, ParameterSpec, count_parameters, parameter_table, stage_table
+from megatron.config.parameters import ParameterSpec, count_parameters, parameter_table, stage_table
 from megatron.config.skip_ranges import SkipRanges
 from megatron.config.stages import Split, chunks_per_stage, split_layers
 from megatron.config.tree import Config
@@ -149,16 +149,14 @@ def bucket_size(config: Config, plan: Plan, stage: int = 0) -> int | None:
 
 def flat_layout(config: Config, plan: Plan, stage: int = 0) -> buckets.Layout:
     """How the parameters of a rank of that stage lie in its flat buffers."""
-    p, m = config.parallel, config.model
+    p = config.parallel
     axes = {"tp": p.tensor_model_parallel_size, "ends": min(2, p.pipeline_model_parallel_size)}
 
     def partial(spec: ParameterSpec) -> tuple[str, ...]:
-        """As the model's parameters have it: see ParameterFactory and the tied output layer."""
+        """As the model's parameters have it: see ParameterFactory."""
         found = list(spec.partial)
         if p.sequence_parallel and "tp" not in dict(spec.splits):
             found.append("tp")
-        if m.tied and spec.name == WORD_EMBEDDING:
-            found.append("ends")
         return tuple(axis for axis in dict.fromkeys(found) if axes[axis] > 1)
 
     table = plan.parameters_of(stage)

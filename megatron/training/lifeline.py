@@ -219,8 +219,11 @@ class Hub:
         self._asking.clear()
 
     def _end(self) -> None:
-        """All but the one that failed go; rank 0, with this thread, after the others; who failed speaks last."""
-        end = min(self._ends, key=lambda one: (one.silent, one.place.rank))
+        """All but the one that failed go; rank 0, with this thread, after the others; who failed speaks last.
+
+        Of several that died the first counts: a launcher kills its other ranks when it has seen one die.
+        """
+        end = min(self._ends, key=lambda one: (one.silent, not one.silent and one.place.rank))
         self._decided = asdict(end)
         last = (end.place.rank, 0)
         self._tell_all("end", but=last, end=self._decided)

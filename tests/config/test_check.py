@@ -221,7 +221,8 @@ def test_a_resumed_run_may_have_passed_the_sizes_that_do_not_fit():
 
 
 @pytest.mark.parametrize(("world_size", "batch", "words"), [
-    (3, 8, "times data parallel size (3); use 6 or 12"), (8, 8, "times data parallel size (8); use 16")])
+    (3, 8, "times data parallel size (3); use 6 or 12"), (8, 8, "times data parallel size (8); use 16"),
+    (3, 8, "--decrease-batch-size-if-needed, or 2 or 4 ranks"), (9, 8, "--decrease-batch-size-if-needed, or 4 ranks")])
 def test_the_batch_must_fit_the_ranks(world_size, batch, words):
     [line] = checked(f"--global-batch-size {batch}", world_size)[0]
     assert words in line
@@ -257,11 +258,13 @@ TP, CP = "--tensor-model-parallel-size", "--context-parallel-size"
     (f"{TP} 2 {CP} 2", 6, f"{TP} 2 x {CP} 2: one copy of the model takes 4 ranks, and the 6 of this run are not a multiple; "
      "use torchrun --nproc-per-node 4 or torchrun --nproc-per-node 8"),
     (f"{TP} 2", 1, f"{TP} 2: one copy of the model takes 2 ranks, and the 1 of this run are not a multiple; use torchrun "
-     "--nproc-per-node 2"),
+     "--nproc-per-node 2 (times --nnodes, where there are several)"),
     (f"{TP} 2", 5, f"{TP} 2: one copy of the model takes 2 ranks, and the 5 of this run are not a multiple; use torchrun "
-     "--nproc-per-node 4 or torchrun --nproc-per-node 6"),
+     "--nproc-per-node 4 or 6 (times --nnodes, where there are several)"),
+    (f"{TP} 2 --global-batch-size 24", 7, f"{TP} 2: one copy of the model takes 2 ranks, and the 7 of this run are not a "
+     "multiple; use torchrun --nproc-per-node 6 or 8 (times --nnodes, where there are several)"),
     (f"{TP} 2 --dry-run --world-size 3", 3, f"{TP} 2: one copy of the model takes 2 ranks, and the 3 of this run are not a "
-     "multiple; use --world-size 2 or --world-size 4")])
+     "multiple; use --world-size 2 or 4")])
 def test_what_does_not_split_over_the_ranks(flags, world_size, line):
     assert checked(flags, world_size)[0] == [line]
 

@@ -90,6 +90,12 @@ class Program:
         return left
 
 
+def ranks_of(launcher: Program) -> list[int]:
+    """Its child processes."""
+    tasks = Path(f"/proc/{launcher.pid}/task").iterdir()
+    return sorted(int(word) for task in tasks for word in (task / "children").read_text().split())
+
+
 def session(leader: int) -> list[int]:
     """Living processes of the session that `leader` opened."""
     found = []
@@ -153,11 +159,11 @@ def fork_ranks(argv: Sequence[str], folder: Path, world: int, environ: Mapping[s
 
 
 def spawn_program(command: Sequence[str], folder: Path, environ: Mapping[str, str] | None = None,
-                  cwd: Path | None = None) -> Program:
-    """Start `command` (after the interpreter) in a new interpreter."""
+                  cwd: Path | None = None, program: Sequence[str] = (sys.executable,)) -> Program:
+    """Start `command` in a new interpreter, or with another `program` before it."""
     folder.mkdir(exist_ok=True)
     with open(folder / "log.0", "a") as out, open(folder / "err.0", "a") as err:
-        process = subprocess.Popen([sys.executable, *command], stdout=out, stderr=err, start_new_session=True,
+        process = subprocess.Popen([*program, *command], stdout=out, stderr=err, start_new_session=True,
                                    env=environment(environ), cwd=cwd or folder)
     process.returncode = 0              # waited for by Program, not by Popen
     return Program(process.pid, folder, "0")

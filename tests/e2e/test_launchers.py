@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from megatron.checkpoint import store
-from tests.e2e.programs import SCRIPT, Program, fork_program, fork_ranks, free_port, spawn_program
+from tests.e2e.programs import SCRIPT, Program, fork_program, fork_ranks, free_port, ranks_of, spawn_program
 from tests.forkrun import run_ranks
 from tests.runs import SMALL, Finished, same_tensors, train, write_text
 
@@ -242,12 +242,6 @@ def test_an_error_under_torchrun_is_said_once(folder, ranks, error, said):
     assert program.end(120) == 1
     assert program.err.count("planted on rank 0") + program.err.count("planted on rank 1") == 1 and not left_in(folder)
     assert said in program.err.splitlines()
-
-
-def ranks_of(launcher: Program) -> list[int]:
-    """Its child processes."""
-    tasks = Path(f"/proc/{launcher.pid}/task").iterdir()
-    return sorted(int(word) for task in tasks for word in (task / "children").read_text().split())
 
 
 def left_in(folder: Path) -> list[int]:

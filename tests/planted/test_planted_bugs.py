@@ -157,7 +157,7 @@ SHARDED = {
         f"{ALL_LAYOUTS}[{SEQUENCE_SHARDS}]"),
     "a shard is written as if tensor parallelism had not cut the tensor": Bug(
         "megatron/training/checkpointing.py", "tuple((start + low, start + high)", "tuple((low, high)",
-        "tests/parity/test_layouts.py::test_shards_are_read_in_every_other_layout[tp2 dp2 to dp4]"),
+        "tests/parity/test_shards.py::test_shards_are_read_in_every_other_layout[tp2 dp2 to dp4]"),
 }
 
 

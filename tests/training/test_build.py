@@ -100,6 +100,18 @@ def test_shards_of_the_optimizer_are_the_plans_to_the_byte(world, more):
     assert sum(share) == copies * whole and max(share) < 1.1 * whole * copies / world
 
 
+@pytest.mark.parametrize("world, more", [
+    (4, ["--pipeline-model-parallel-size", "2"]),
+    (4, ["--pipeline-model-parallel-size", "2", "--num-layers", "4", "--num-virtual-stages-per-pipeline-rank", "2"]),
+    (4, ["--context-parallel-size", "2"]),
+    pytest.param(8, ["--pipeline-model-parallel-size", "2", "--tensor-model-parallel-size", "2", "--sequence-parallel"],
+                 marks=pytest.mark.campaign)], ids=lambda x: " ".join(x) if isinstance(x, list) else None)
+def test_shards_of_every_stage_are_the_plans_to_the_byte(world, more):
+    """Tied embeddings and norms of sequence shards, which have buckets of their own, and chunks of layers."""
+    for held, planned, _, _ in run_ranks(world, rank_of_a_run, [*more, *SHARDS, "--bf16", "--ddp-bucket-size", "3000"]):
+        assert held == planned
+
+
 def buckets(world: int, *more: str) -> list[int]:
     """How many gradient buckets ranks have with these flags."""
     return sorted({count for *_, count in run_ranks(world, rank_of_a_run, list(more))})
