@@ -40,7 +40,7 @@ def test_layouts_take_turns(tool, tmp_path, capsys):
     assert parallel.main(["--size", TINY, "--rounds", "2", "--warmup", "1", *layouts, "--json", str(file)]) == 0
     out = capsys.readouterr().out
     found = json.loads(file.read_text())
-    names = ["one rank", "tp2", "dp2", "pp2"]
+    names = ["one rank", "two apart", "tp2", "dp2", "pp2"]
     assert list(found["seconds"]) == names and all(len(values) == 2 for values in found["seconds"].values())
     for name in names:
         assert found["losses"][name] == pytest.approx(found["losses"]["one rank"], rel=1e-5)

@@ -5,7 +5,8 @@ A layout is a number of ranks and flags of pretrain_gpt.py; its ranks are proces
 the whole iteration (data, step, log line). The layouts take turns, one step each, the order moving on every round; ranks
 that have no turn sleep. Before any clock runs the losses of all layouts must agree. A speed-up is the median over the
 rounds of (seconds of one rank / seconds of the layout) in the same round, with its smallest and largest value: the noise
-of the machine. Needs torch and numpy only.
+of the machine. "two apart" are two runs of one rank at the same time that have nothing to say to each other: what two cores
+of this machine can give at best. Needs torch and numpy only.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import sys
 import time
 import traceback
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -39,10 +40,10 @@ import torch  # noqa: E402
 from contestants import Ours  # noqa: E402
 from sizes import Size, parse_size  # noqa: E402
 
-ONE = "one rank"
+ONE, APART = "one rank", "two apart"
 DEFAULT_SIZE = "peers:layers=4,hidden=256,heads=4,ffn=688,seq=256,micro_batch=4,micro_batches=4,vocab=50304,family=llama"
 TP, SP, PP = "--tensor-model-parallel-size", "--sequence-parallel", "--pipeline-model-parallel-size"
-DEFAULT_LAYOUTS = (f"tp2=2 {TP} 2", f"tp2+sp=2 {TP} 2 {SP}", "dp2=2", f"pp2=2 {PP} 2")
+DEFAULT_LAYOUTS = (f"tp2=2 {TP} 2", f"tp2+sp=2 {TP} 2 {SP}", "dp2=2", f"pp2=2 {PP} 2 --decoder-last-pipeline-num-layers 1")
 # Speed-ups to reach on two cores: the best of megatron-core and picotron on this shape.
 GOALS = {"tp2": 1.85, "dp2": 1.80, "pp2": 1.15}
 TOLERANCE = 1e-5       # of losses in the warm-up steps, relative
@@ -51,10 +52,11 @@ SECONDS = 300.0        # of silence after which a rank counts as hung
 
 @dataclass(frozen=True)
 class Layout:
-    """One way to share the work: `ranks` processes with these flags."""
+    """One way to share the work: `ranks` processes with these flags, or (`apart`) so many runs of one rank."""
     name: str
     ranks: int = 1
     flags: tuple[str, ...] = ()
+    apart: bool = False
 
 
 class Refused(ValueError):
@@ -83,8 +85,9 @@ def free_port() -> int:
 
 def rank_main(rank: int, layout: Layout, size: Size, dtype: str, port: int, pipe: Connection) -> None:
     """The body of one rank: build, then one step and its (seconds, loss) for each message, until None comes."""
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(layout.ranks), MASTER_ADDR="127.0.0.1",
-                      MASTER_PORT=str(port))
+    if not layout.apart:
+        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(layout.ranks), MASTER_ADDR="127.0.0.1",
+                          MASTER_PORT=str(port))
     torch.set_num_threads(1)
     said = io.StringIO()
     try:
@@ -148,11 +151,12 @@ class Ranks:
         return [found[rank] for rank in range(len(self._pipes))]
 
     def step(self) -> tuple[float, float]:
-        """(seconds of the slowest rank, loss) of one step."""
+        """(seconds of the slowest rank, for one step's tokens, loss) of one step."""
         for pipe in self._pipes:
             pipe.send("step")
         answers = self._answers()
-        return max(seconds for seconds, _ in answers), answers[0][1]
+        seconds = max(seconds for seconds, _ in answers)
+        return seconds / self.layout.ranks if self.layout.apart else seconds, answers[0][1]
 
     def end(self) -> None:
         """Stop the processes."""
@@ -225,7 +229,7 @@ def build_parser() -> argparse.ArgumentParser:
     """The command line."""
     parser = argparse.ArgumentParser(usage="%(prog)s [OPTION ...]", description=__doc__, allow_abbrev=False)
     parser.add_argument("--layout", action="append", type=_read(parse_layout), metavar="'NAME=RANKS FLAGS...'",
-                        help="a layout besides one rank; may be repeated (default: tp2, tp2+sp, dp2, pp2)")
+                        help="a layout besides one rank and two apart; may be repeated (default: tp2, tp2+sp, dp2, pp2)")
     parser.add_argument("--size", type=_read(parse_size), default=DEFAULT_SIZE, metavar="SIZE",
                         help="as of train_step.py (default: %(default)s)")
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32")
@@ -257,8 +261,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Race the layouts; 1 if a rank fails or layouts disagree."""
     options = build_parser().parse_args(argv)
     size, more = options.size, tuple(shlex.split(options.flags))
-    layouts = [Layout(ONE), *(options.layout or map(parse_layout, DEFAULT_LAYOUTS))]
-    layouts = [Layout(layout.name, layout.ranks, (*layout.flags, *more)) for layout in layouts]
+    layouts = [Layout(ONE), Layout(APART, 2, apart=True), *(options.layout or map(parse_layout, DEFAULT_LAYOUTS))]
+    layouts = [replace(layout, flags=(*layout.flags, *more)) for layout in layouts]
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
     print(f"{time.strftime('%Y-%m-%d %H:%M')}, {os.cpu_count()} cores, {platform.machine()} "
           f"{torch.backends.cpu.get_cpu_capability()}, torch {torch.__version__}, load {load}, one thread a rank")
