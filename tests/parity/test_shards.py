@@ -3,23 +3,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.parity.test_layouts import (
-    BUCKETS,
-    CP,
-    DISTRIBUTED,
-    DROPOUT,
-    EXACT,
-    GPT2,
-    INSTANCES,
-    LLAMA,
-    OVERLAP,
-    PP,
-    SP,
-    TP,
-    UNTIED,
-    argv,
-    saved,
-)
+from tests.parity.layouts import BUCKETS, CP, DISTRIBUTED, DROPOUT, GPT2, INSTANCES, LLAMA, OVERLAP, PP, SP, TP, UNTIED
+from tests.parity.test_layouts import EXACT, argv, saved
 from tests.runs import same_tensors, train, with_flags, write_text
 
 
