@@ -254,9 +254,9 @@ TP, CP = "--tensor-model-parallel-size", "--context-parallel-size"
      f"--seq-length 30: {CP} 2 cuts it into 4 chunks, of which it is not a multiple; use 24 or 32, or fewer "
      "context-parallel ranks"),
     (f"{CP} 2", 1, f"{CP} 2: one copy of the model takes 2 ranks, and the 1 of this run are not a multiple; use torchrun "
-     "--nproc-per-node 2"),
+     "--nproc-per-node 2 (times --nnodes, where there are several)"),
     (f"{TP} 2 {CP} 2", 6, f"{TP} 2 x {CP} 2: one copy of the model takes 4 ranks, and the 6 of this run are not a multiple; "
-     "use torchrun --nproc-per-node 4 or torchrun --nproc-per-node 8"),
+     "use torchrun --nproc-per-node 4 or 8 (times --nnodes, where there are several)"),
     (f"{TP} 2", 1, f"{TP} 2: one copy of the model takes 2 ranks, and the 1 of this run are not a multiple; use torchrun "
      "--nproc-per-node 2 (times --nnodes, where there are several)"),
     (f"{TP} 2", 5, f"{TP} 2: one copy of the model takes 2 ranks, and the 5 of this run are not a multiple; use torchrun "
@@ -300,9 +300,9 @@ CHUNKS, FIRST = "--num-virtual-stages-per-pipeline-rank", "--decoder-first-pipel
      f"6 micro-batches are not a multiple of {PP} 4, as 2 virtual stages per rank need: choose --global-batch-size for 8 "
      f"(or 4) of them, or remove {PER_CHUNK} / {CHUNKS}"),
     (f"{PP} 2", 5, f"{PP} 2: one copy of the model takes 2 ranks, and the 5 of this run are not a multiple; use torchrun "
-     "--nproc-per-node 4 or torchrun --nproc-per-node 6"),
+     "--nproc-per-node 4 or 6 (times --nnodes, where there are several)"),
     (f"{PP} 2 {TP} 2 --dry-run --world-size 6", 6, f"{TP} 2 x {PP} 2: one copy of the model takes 4 ranks, and the 6 of "
-     "this run are not a multiple; use --world-size 4 or --world-size 8"),
+     "this run are not a multiple; use --world-size 4 or 8"),
 ])
 def test_what_makes_no_pipeline(flags, world_size, line):
     assert checked(flags, world_size)[0] == [line]

@@ -52,3 +52,15 @@ def test_weights_under_way_split_no_graph(tmp_path):
     plain = train(tmp_path / "plain", [flag for flag in flags if flag != "--torch-compile"], 2)
     assert [value for value, in compiled.series("lm_loss")] == pytest.approx([value for value, in plain.series("lm_loss")],
                                                                              rel=1e-5)
+
+
+@pytest.mark.campaign
+def test_attention_over_context_parallel_ranks_stays_out_of_the_graphs(tmp_path):
+    flags = [*with_flags(TEN_LAYERS, *NO_DROPOUT), *STEPS, "--context-parallel-size", "2"]
+    compiled = train(tmp_path / "compiled", flags, 2, hook=count_graphs)
+    counts = [json.loads(line.removeprefix("COUNTS ")) for line in compiled.log.splitlines() if line.startswith("COUNTS")]
+    assert len(counts) == 3 and counts[0] == counts[1] == counts[2], counts
+    assert 1 <= counts[0][0] <= 5 and "recompile_limit" not in compiled.log
+    plain = train(tmp_path / "plain", [flag for flag in flags if flag != "--torch-compile"], 2)
+    assert [value for value, in compiled.series("lm_loss")] == pytest.approx([value for value, in plain.series("lm_loss")],
+                                                                             rel=1e-5)
