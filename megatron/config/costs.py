@@ -79,9 +79,9 @@ class _Sizes:
         return nbytes
 
     def mlp(self) -> int:
-        """Input and result of the activation function, and what a gated one keeps between."""
+        """Input (or slope) and result of the activation function, and what a gated one keeps between."""
         m = self.config.model
-        widths = {"swiglu": 3 if self.on_cpu else 4, "geglu": 4}.get(m.activation, 2)
+        widths = {"swiglu": 3 if self.on_cpu else 4, "geglu": 5 if self.on_cpu else 4}.get(m.activation, 2)
         return self.tokens * self.item * widths * (m.ffn // self.tp)
 
     def layer(self) -> int:

@@ -41,15 +41,17 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = "1"
 
 import torch  # noqa: E402
-from contestants import Ours  # noqa: E402
-from sizes import Size, parse_size  # noqa: E402
+from sizes import Size, command_line, parse_size  # noqa: E402
 
+from megatron.config import command_line as megatron_command_line  # noqa: E402
 from megatron.kernels import reference as kernels  # noqa: E402
 from megatron.optimizer.optimizer import MixedPrecisionOptimizer  # noqa: E402
 from megatron.parallel.collectives import all_reduce, all_reduce_  # noqa: E402
 from megatron.parallel.cross_entropy import vocab_parallel_cross_entropy  # noqa: E402
 from megatron.parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding, embedding  # noqa: E402
 from megatron.parallel.random import DropoutSeeds  # noqa: E402
+from megatron.timers import Timers  # noqa: E402
+from megatron.training import build, initialize  # noqa: E402
 from megatron.training.batch import make_batch  # noqa: E402
 from megatron.training.step import train_step  # noqa: E402
 from pretrain_gpt import forward_step  # noqa: E402
@@ -63,7 +65,11 @@ class Step:
     """One model with its samples, and a step with and one without the parallel code on it."""
 
     def __init__(self, size: Size):
-        self.run = Ours(size, "fp32", "cpu").run
+        line = megatron_command_line.read(command_line(size, "fp32", "cpu"), {})
+        with redirect_stdout(io.StringIO()):
+            tokenizer = build.make_tokenizer(line.config)
+            plan = build.plan_run(line.config, 1, tokenizer.vocab_size)
+            self.run = build.build_run(line.config, plan, initialize.initialize(line.config), Timers(0), tokenizer)
         steps = self.run.plan.num_microbatches(1)
         generator = torch.Generator().manual_seed(1)
         self.samples = [torch.randint(0, size.vocab, (size.micro_batch, size.seq + 1), generator=generator)
