@@ -74,7 +74,7 @@ def train_step(run: Run, forward_step: ForwardStep, samples: Iterator[torch.Tens
     _check_loss(run, iteration, loss, local)
     with timers("optimizer", 1):
         result = run.optimizer.step(grad_factor=nominal / max(1.0, tokens))
-        if result.ok:
+        if result.ok and run.runtime.ctx.shard.size > 1:
             with timers("params-all-gather", 1):
                 run.buffers.gather_weights()
     if result.grad_norm is not None and not math.isfinite(result.grad_norm) and _checks(run):
