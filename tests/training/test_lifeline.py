@@ -28,14 +28,15 @@ class Ranks:
             self.lines.append(self.join(rank))
 
     def join(self, rank: int) -> Line:
-        line: list[Line] = []
+        line: queue.Queue[Line] = queue.Queue()
 
         def leave(end: End) -> None:
             self.ended.put((rank, end))
-            hang_up(line[0])
+            hang_up(line.get())
 
-        line.append(Line([("127.0.0.1", self.hub.port)], self.hub.token, self.places[0], leave))
-        return line[0]
+        found = Line([("127.0.0.1", self.hub.port)], self.hub.token, self.places[0], leave)
+        line.put(found)
+        return found
 
     def die(self, rank: int) -> None:
         self.lines[rank]._told = True                               # its own thread is to say nothing
