@@ -288,6 +288,7 @@ class Line:
 
     def ask(self) -> list[str]:
         """Of each rank that does not wait for others: which it is and where in the code it stands."""
+        self._answered.clear()
         self._wire.send("ask")
         self._answered.wait(2 * ANSWERS_WITHIN)
         return self._places

@@ -231,7 +231,7 @@ runpy.run_path({script!r}, run_name="__main__")
 
 
 @pytest.mark.campaign
-@pytest.mark.parametrize("ranks, error, said", [
+@pytest.mark.parametrize("ranks, error, said", [       # torchrun shows it at the end of its report
     ("01", "ValueError", "error: planted on rank 0"), ("1", "ValueError", "rank 1: error: planted on rank 1"),
     ("01", "KeyError", "KeyError: 'planted on rank 0'")])
 def test_an_error_under_torchrun_is_said_once(folder, ranks, error, said):
@@ -241,7 +241,32 @@ def test_an_error_under_torchrun_is_said_once(folder, ranks, error, said):
                             {"PYTHONPATH": str(Path(SCRIPT).parent)})
     assert program.end(120) == 1
     assert program.err.count("planted on rank 0") + program.err.count("planted on rank 1") == 1 and not left_in(folder)
-    assert said in program.err.splitlines()
+    report = program.err.partition("Root Cause (first observed failure):")[2].rstrip("=\n")
+    assert report.endswith(said) and f"rank      : {ranks[0]} (local_rank: {ranks[0]})" in report
+    assert program.err.count("Traceback (most recent call last):\n    File") == (error == "KeyError")
+
+
+@pytest.mark.campaign
+def test_a_bad_command_line_under_torchrun_is_said_once(folder):
+    program = spawn(folder, [*RUN, str(free_port())], 4, "--lr-warmup-fraction", "0.1")
+    assert program.end(120) == 1 and program.err.count("error: --lr-warmup-iters 3 and --lr-warmup-fraction 0.1: ") == 1
+    report = program.err.partition("Root Cause (first observed failure):")[2]
+    assert "exitcode  : 2 " in report and "traceback : error: --lr-warmup-iters 3 and --lr-warmup-fraction 0.1: " in report
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_killed_under_torchrun(folder, rank):
+    """torchrun, its parent, knows the signal; nothing of ours stands below that or beside it."""
+    program = spawn(folder, [*RUN, str(free_port())], 100000, "--save-interval", "1000000", "--num-workers", "1")
+    program.wait_for("iteration       10/", 120)
+    victim = ranks_of(program)[rank]
+    os.kill(victim, signal.SIGKILL)
+    assert program.end(15) == 1 and ours(program.err) == [] and "died without" not in program.err
+    report = program.err.partition("Root Cause (first observed failure):")[2]
+    assert f"rank      : {rank} (local_rank: {rank})" in report
+    assert report.rstrip("=\n").endswith(f"traceback : Signal 9 (SIGKILL) received by PID {victim}")
+    assert program.left_behind(8.0) == []
 
 
 def left_in(folder: Path) -> list[int]:
