@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import itertools
+from datetime import timedelta
 
 import pytest
 
@@ -18,7 +19,8 @@ def made(monkeypatch) -> list[tuple[int, ...]]:
     """Groups that would have been made, in order; a group is its tuple of ranks."""
     groups: list[tuple[int, ...]] = []
 
-    def new_group(ranks):
+    def new_group(ranks, timeout):
+        assert timeout == timedelta(minutes=10)
         groups.append(tuple(ranks))
         return tuple(ranks)
 
