@@ -11,6 +11,7 @@ out=${OUT:-runs/parallel}
 : "${LAYOUT=--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --sequence-parallel --use-distributed-optimizer}"
 
 DATA=$data PYTHON=$python sh examples/parallel/prepare.sh
+mkdir -p "$out"
 exec "$python" -m torch.distributed.run --standalone --nproc-per-node "${NPROC:-8}" \
     pretrain_gpt.py @examples/quickstart/gpt.args $LAYOUT \
     --global-batch-size 8 \

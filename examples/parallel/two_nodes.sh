@@ -15,6 +15,7 @@ data=${DATA:-runs/quickstart/data}
 out=${OUT:-runs/parallel}
 : "${LAYOUT=--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --sequence-parallel --use-distributed-optimizer}"
 
+mkdir -p "$out"
 exec "${PYTHON:-python}" -m torch.distributed.run --nnodes 2 --nproc-per-node "${NPROC:-4}" \
     --node-rank "$node" --master-addr "$first" --master-port "${MASTER_PORT:-29500}" \
     pretrain_gpt.py @examples/quickstart/gpt.args $LAYOUT \

@@ -48,8 +48,7 @@ def straight(folder) -> Finished:
 def start(folder: Path, out: str, script: str, *words: str, prefix: tuple[str, ...] = (), part: str = "0", flags=(),
           **environ: str) -> Program:
     """A script of the folder, in the small."""
-    run = folder / out / part
-    run.mkdir(parents=True, exist_ok=True)
+    run = folder / f"{out}-log-{part}"
     changes = {"PYTHON": sys.executable, "DATA": str(folder / "data"), "OUT": str(folder / out), "LAYOUT": LAYOUT, **environ}
     command = [*prefix, "sh", str(SCRIPTS / script), *words, *FLAGS, *flags]
     return spawn_program(command, run, changes, cwd=ROOT, program=())

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import itertools
+from datetime import timedelta
 
 import pytest
 
@@ -19,6 +20,7 @@ def made(monkeypatch) -> list[tuple[int, ...]]:
     groups: list[tuple[int, ...]] = []
 
     def new_group(ranks, timeout):
+        assert timeout == timedelta(minutes=10)
         groups.append(tuple(ranks))
         return tuple(ranks)
 
@@ -76,43 +78,9 @@ def test_every_grid(made, tp, cp, dp, pp):
         assert sorted(itertools.chain(*found)) == list(range(world))
 
 
-def shared(world: int, instances: int, **sizes: int) -> list[ParallelContext]:
-    """A grid with the distributed optimizer."""
-    config = ParallelConfig(use_distributed_optimizer=True, num_distributed_optimizer_instances=instances, **sizes)
-    return [ParallelContext(config, world, rank) for rank in range(world)]
-
-
-def test_instances_are_neighbours_and_shards_lie_alike_in_each(made):
-    """TP 2, PP 2, DP 4 in two instances: shards of ranks next to each other, each with its like in the other instance."""
-    ranks = shared(16, 2, tensor_model_parallel_size=2, pipeline_model_parallel_size=2)
-    assert groups_of(ranks, "dp") == [(0, 2, 4, 6), (1, 3, 5, 7), (8, 10, 12, 14), (9, 11, 13, 15)]
-    assert groups_of(ranks, "shard") == [(0, 2), (1, 3), (4, 6), (5, 7), (8, 10), (9, 11), (12, 14), (13, 15)]
-    assert groups_of(ranks, "instances") == [(0, 4), (1, 5), (2, 6), (3, 7), (8, 12), (9, 13), (10, 14), (11, 15)]
-    assert groups_of(ranks, "optimizer") == [(0, 1, 2, 3, 8, 9, 10, 11), (4, 5, 6, 7, 12, 13, 14, 15)]
-    for c in ranks:
-        for axis in (c.shard, c.instances, c.optimizer):
-            assert axis.ranks[axis.rank] == c.rank and axis.group == axis.ranks and len(axis.ranks) == axis.size
-
-
-def test_one_instance_is_everyone_and_none_is_each_rank_alone(made):
-    """... without a group more than data parallelism has."""
-    whole, count = shared(8, 1, tensor_model_parallel_size=2, context_parallel_size=2), len(made) // 8
-    for c in whole:
-        assert (c.shard.ranks, c.shard.group) == (c.dp_cp.ranks, c.dp_cp.group) and c.instances.size == 1
-        assert (c.optimizer.ranks, c.optimizer.group) == (c.world.ranks, c.world.group)
-    for ranks in (grid(8, tp=2, cp=2), shared(8, 4, tensor_model_parallel_size=2, context_parallel_size=2)):
-        for c in ranks:
-            assert c.shard.size == 1 and c.shard.group is None and c.shard.ranks == (c.rank,)
-            assert (c.instances.ranks, c.instances.group) == (c.dp_cp.ranks, c.dp_cp.group)
-            assert (c.optimizer.ranks, c.optimizer.group) == (c.model.ranks, c.model.group)
-    assert len(made) == 3 * 8 * count
-    assert [c.shard.name for c in whole[:1]] + [c.optimizer.name for c in whole[:1]] == ["shard", "optimizer"]
-
-
 def test_one_process_needs_no_process_group():
     c = ParallelContext(ParallelConfig())
-    names = (*AXES, "shard", "instances", "optimizer")
-    assert [c.axis(name) for name in names] == [Axis(name) for name in names] and not c.sequence_parallel
+    assert [c.axis(name) for name in AXES] == [Axis(name) for name in AXES] and not c.sequence_parallel
 
 
 def test_sequence_parallel_is_off_without_tensor_parallel(made):
