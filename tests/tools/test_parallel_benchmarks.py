@@ -84,6 +84,7 @@ def test_microseconds_of_the_parallel_code(tool, tmp_path, capsys):
     found, out = json.loads(file.read_text()), capsys.readouterr().out
     assert code == int(found["share"] > 0.02) and "microseconds:" in out and "instructions" not in out
     assert found["share"] == pytest.approx(sum(row["us_per_step"] for row in found["pieces"]) / found["step_us"])
+    assert found["calls"]["with"] > found["calls"]["without"] > 1000 and f"{found['calls']['with']} a step with" in out
     calls = {row["piece"]: row["calls"] for row in found["pieces"]}
     assert calls["column-parallel linear"] == 2 * (2 * 2 + 1) and calls["row-parallel linear"] == 2 * 2 * 2
     for row in found["pieces"]:

@@ -6,12 +6,14 @@ Both train one model object with the same kernels, batches, timers and optimizer
   - linear layers, embedding and loss call their kernel directly (no column- or row-parallel layer, no axis asked),
   - micro-batches run in a plain for loop (no schedule, no runner, no links between stages),
   - gradients are not reduced, losses not summed, norms not added up over ranks, weights not gathered.
-So the difference is what rank 0 of 1 pays for code that 1,000 ranks need. Two figures, each with a goal of at most 2 %:
+So the difference is what rank 0 of 1 pays for code that 1,000 ranks need. The first two figures have a goal of at most 2 %:
   - instructions of a step, counted by valgrind's callgrind (Python's included). They hardly depend on the machine or on
     other work there, which a clock does. The model is tiny on purpose: a real one has the same number of calls and more
     work in each, so its share is smaller.
-  - microseconds: each parallel piece timed alone, again and again, against the direct call it stands for, on tensors so
-    small that the kernel is all overhead; times its calls in a step, as a share of the time of a step.
+  - microseconds of processor time: each parallel piece timed alone, again and again, against the direct call it stands
+    for, on tensors so small that the kernel is all overhead; times its calls in a step, as a share of the time of a step.
+  - calls of Python and C functions in a step, for what they say where valgrind takes too long (it needs some ten minutes of
+    processor time to load torch): they count alike whatever a call costs, so they have no goal.
 Needs torch and numpy; valgrind for the instructions (left out without it, --no-callgrind: not wanted).
 """
 
@@ -216,14 +218,30 @@ def _no_backward(output: Any, gradient: Any) -> None:
 
 
 def microseconds(function: Callable[[], Any], repeats: int, loops: int) -> float:
-    """The smallest mean of `loops` calls, over the repeats: other work on the machine only ever adds."""
+    """The smallest mean of `loops` calls, over the repeats, in this thread's processor time: other work only ever adds."""
     best = float("inf")
     for _ in range(repeats):
-        start = time.perf_counter()
+        start = time.thread_time()
         for _ in range(loops):
             function()
-        best = min(best, (time.perf_counter() - start) / loops)
+        best = min(best, (time.thread_time() - start) / loops)
     return 1e6 * best
+
+
+def function_calls(function: Callable[[], Any]) -> int:
+    """Calls of Python and C functions in this thread while it runs."""
+    count = 0
+
+    def note(frame: Any, event: str, argument: Any) -> None:
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    sys.setprofile(note)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+    return count
 
 
 def instructions(size_text: str, steps: int) -> dict[str, int]:
@@ -279,7 +297,9 @@ def timed(size: Size, repeats: int) -> dict[str, Any]:
             p.copy_(values)
     undo = step.strip()
     plain = step.without()
+    calls = {"without": function_calls(step.without)}
     undo()
+    calls["with"] = function_calls(step.with_parallel_code)
     if ours != plain:
         raise RuntimeError(f"the loss is {ours!r} with the parallel code and {plain!r} without: not the same step")
     whole = microseconds(step.with_parallel_code, max(3, repeats // 6), 1)
@@ -290,7 +310,7 @@ def timed(size: Size, repeats: int) -> dict[str, Any]:
         ours, direct = (min(values) for values in zip(*pairs, strict=True))
         rows.append({"piece": piece.name, "us": ours, "direct_us": direct, "calls": piece.calls,
                      "us_per_step": (ours - direct) * piece.calls, "spread": statistics.pstdev(a - b for a, b in pairs)})
-    return {"step_us": whole, "pieces": rows, "share": sum(row["us_per_step"] for row in rows) / whole}
+    return {"step_us": whole, "pieces": rows, "calls": calls, "share": sum(row["us_per_step"] for row in rows) / whole}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -320,6 +340,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     for row in report["pieces"]:
         print(f"  {row['piece']:32}{row['us']:10.2f}{row['direct_us']:9.2f}{row['calls']:7}{row['us_per_step']:11.1f}")
     print(f"microseconds: {100 * report['share']:.2f} % of a step of {report['step_us']:.0f} us (goal: at most 2 %)")
+    calls = report["calls"]
+    print(f"calls of functions: {calls['with']} a step with the parallel code, {calls['without']} without: "
+          f"{100 * (calls['with'] / calls['without'] - 1):+.1f} %")
     if report.get("instructions"):
         counts = report["instructions"]
         report["instruction_share"] = counts["with"] / counts["without"] - 1.0
