@@ -9,6 +9,7 @@ import contextlib
 import functools
 import multiprocessing
 import os
+import queue
 import shutil
 import signal
 import sys
@@ -17,10 +18,10 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import NamedTuple
+from multiprocessing.connection import Connection
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -123,29 +124,76 @@ def encode_all(job: Job, chunks: Iterable[Chunk], workers: int) -> Iterator[tupl
         return
     forks = "fork" in multiprocessing.get_all_start_methods()
     context = multiprocessing.get_context("fork" if forks else None)
-    others = set(multiprocessing.active_children())
+    idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
     waiting: deque[tuple[Chunk, Future[Encoded]]] = deque()
-    with ProcessPoolExecutor(workers, mp_context=context, initializer=_serve_quietly, initargs=(os.getpid(),)) as pool:
+    team: list[_Worker] = []
+
+    def work(chunk: Chunk) -> Encoded:
+        worker = idle.get()
         try:
+            return worker.encode(chunk)
+        finally:
+            idle.put(worker)
+
+    with ThreadPoolExecutor(workers) as threads:
+        try:
+            for _ in range(workers):            # all of them before the first thread starts
+                team.append(_Worker(context, job))
+                idle.put(team[-1])
             for chunk in chunks:
-                waiting.append((chunk, pool.submit(encode, job, chunk)))
+                waiting.append((chunk, threads.submit(work, chunk)))
                 if len(waiting) >= AHEAD * workers:
                     done, future = waiting.popleft()
                     yield done, future.result()
             while waiting:
                 done, future = waiting.popleft()
                 yield done, future.result()
-        except BrokenProcessPool:
+        except WorkerDied:
             raise ValueError(
                 f"--workers {workers}: a worker process was killed, most often for want of memory; use fewer workers"
             ) from None
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            # Not SIGTERM: a worker that just forked may still have the parent's handler, and one killed while it hands a
-            # result over leaves the others waiting for its lock.
-            for process in set(multiprocessing.active_children()) - others:
-                process.kill()
-            raise
+        finally:
+            threads.shutdown(wait=False, cancel_futures=True)
+            for worker in team:
+                worker.process.kill()
+
+
+class WorkerDied(Exception):
+    """A worker process is gone."""
+
+
+class _Worker:
+    """A process that encodes one chunk after the other. It has a pipe of its own, whose other end it alone holds: whenever it
+    dies, within a message too, this side reads an end of file, and no lock is left behind."""
+
+    def __init__(self, context: Any, job: Job):
+        self._pipe, theirs = context.Pipe()
+        self.process = context.Process(target=_serve, args=(theirs, job, os.getpid()), daemon=True)
+        self.process.start()
+        theirs.close()
+
+    def encode(self, chunk: Chunk) -> Encoded:
+        """What `encode` gives there. Raises what it raises, and WorkerDied."""
+        try:
+            self._pipe.send(chunk)
+            found = self._pipe.recv()
+        except (EOFError, OSError):
+            raise WorkerDied from None
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+
+def _serve(pipe: Connection, job: Job, parent: int) -> None:
+    """The life of a worker: chunks in, what became of them out."""
+    _serve_quietly(parent)
+    while True:
+        chunk = pipe.recv()
+        try:
+            found: Encoded | Exception = encode(job, chunk)
+        except Exception as error:
+            found = error
+        pipe.send(found)
 
 
 def _serve_quietly(parent: int) -> None:
