@@ -163,8 +163,11 @@ class WorkerDied(Exception):
 
 
 class _Worker:
-    """A process that encodes one chunk after the other. It has a pipe of its own, whose other end it alone holds: whenever it
-    dies, within a message too, this side reads an end of file, and no lock is left behind."""
+    """A process that encodes one chunk after the other.
+
+    It has a pipe of its own, whose other end it alone holds: whenever it dies, within a message too, this side reads an end
+    of file, and no lock is left behind.
+    """
 
     def __init__(self, context: Any, job: Job):
         self._pipe, theirs = context.Pipe()

@@ -14,7 +14,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-BLOCK_ELEMENTS = 1 << 19  # of one run: less, and threads wait for the interpreter more than they work
+BLOCK_ELEMENTS = 1 << 19  # of one run; shorter ones are slower: after each operation a thread waits for the interpreter
 
 Block = TypeVar("Block")
 

@@ -1,7 +1,6 @@
 """Matrix products of linear layers with a separable weight gradient; knows local tensors, no module and no rank."""
 
 from collections.abc import Callable
-from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -10,7 +9,6 @@ from torch import Tensor
 BLOCK_ELEMENTS = 1 << 24  # of one fp32 copy of columns of a low-precision matrix: bounds the scratch memory
 
 
-@cache
 def low_precision_is_native(device_type: str, dtype: torch.dtype) -> bool:
     """Whether matrix products of `dtype` run at full speed on this kind of device.
 
