@@ -110,7 +110,7 @@ class Finished:
             return {name: reader.read(name) for name in reader.names()}
 
 
-def train(folder: Path, argv: list[str], world: int = 1, kill_at: int | None = None, seconds: float = 100.0,
+def train(folder: Path, argv: list[str], world: int = 1, kill_at: int | None = None, seconds: float = 200.0,
           hook: Callable[[], None] | None = None) -> Finished:
     """Run to the end (or to the kill, in the step of the `kill_at`-th iteration of this process).
 
