@@ -21,7 +21,10 @@ def gelu(x: Tensor, approximate: bool) -> Tensor:
 
 
 class _TanhGelu(torch.autograd.Function):
-    """Computes the slope beside the value, while the sigmoid is at hand, and keeps it instead of the input."""
+    """Computes the slope beside the value, while the sigmoid is at hand, and keeps it instead of the input.
+
+    Backward turns the slope into the gradient where it lies; torch refuses a second backward over it.
+    """
 
     @staticmethod
     def forward(ctx, x: Tensor) -> Tensor:
@@ -46,7 +49,8 @@ class _TanhGelu(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_out: Tensor):
-        return grad_out * ctx.saved_tensors[0]
+        slope, = ctx.saved_tensors
+        return slope.mul_(grad_out)
 
 
 def bias_gelu(x: Tensor, bias: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from tests.runs import NO_DROPOUT, SMALL, Finished, same_tensors, train, with_fl
 
 SCRIPTS = ROOT / "examples/parallel"
 EXACT = ("iteration", "lm_loss", "grad_norm", "learning_rate", "consumed_samples")
-LAYOUT = "--tensor-model-parallel-size 2 --sequence-parallel"
+LAYOUT = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --sequence-parallel --use-distributed-optimizer"
 FLAGS = with_flags([*SMALL, *NO_DROPOUT], "--train-iters", "6", "--save-interval", "3", "--eval-interval", "3",
                    "--eval-iters", "1", "--min-lr", "0.0006", "--adam-beta2", "0.95", "--weight-decay", "0.1",
                    "--lr-warmup-iters", "2", "--split", "95,5,0")
@@ -49,7 +49,7 @@ def start(folder: Path, out: str, script: str, *words: str, prefix: tuple[str, .
           **environ: str) -> Program:
     """A script of the folder, in the small."""
     run = folder / f"{out}-log-{part}"
-    changes = {"PYTHON": sys.executable, "DATA": str(folder / "data"), "OUT": str(folder / out), "LAYOUT": LAYOUT, **environ}
+    changes = {"PYTHON": sys.executable, "DATA": str(folder / "data"), "OUT": str(folder / out), **environ}
     command = [*prefix, "sh", str(SCRIPTS / script), *words, *FLAGS, *flags]
     return spawn_program(command, run, changes, cwd=ROOT, program=())
 
@@ -72,7 +72,7 @@ def test_one_node(folder, straight):
     program = start(folder, "one", "one_node.sh", flags=FIRST_PART)
     finished([program])
     assert store.latest(folder / "one/checkpoints") == 3 and "validation loss at iteration 3 |" in program.out
-    assert "> layout: 8 ranks = pipeline 1 x data 4 x context 1 x tensor 2; rank 0 is in " in program.out
+    assert "> layout: 8 ranks = pipeline 2 x data 2 x context 1 x tensor 2; rank 0 is in " in program.out
     program = start(folder, "one", "one_node.sh", part="again")
     finished([program])
     assert "successfully loaded checkpoint" in program.out
