@@ -48,9 +48,11 @@ def missing(config: Config) -> list[str]:
                        ("--tensorboard-dir", config.logging.tensorboard_dir)):
         if path is not None:
             found += _directory_to_write(flag, path)
-    metrics = config.logging.metrics_file
-    if metrics is not None and os.path.isdir(metrics):
-        found.append(f"--metrics-file {metrics}: is a directory; give the name of a file")
+    for flag, path in (("--metrics-file", config.logging.metrics_file), ("--data-ledger", config.logging.data_ledger)):
+        if path is not None and os.path.isdir(path):
+            found.append(f"{flag} {path}: is a directory; give the name of a file")
+        elif path is not None and not os.path.isdir(os.path.dirname(path) or "."):
+            found.append(f"{flag} {path}: there is no directory {os.path.dirname(path)}; make it, or give another path")
     return found
 
 

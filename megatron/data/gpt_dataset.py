@@ -330,7 +330,7 @@ def open_corpus(prefix: str, vocab_size: int | None = None) -> IndexedDataset:
     if corpus.dtype.kind not in "iu":
         raise ValueError(f"{prefix}.idx: holds {corpus.dtype.name}, not token ids; preprocess text into it")
     if vocab_size is not None:
-        low, high = corpus.min_token_id(), corpus.max_token_id()
+        low, high = corpus.id_range()
         if low < 0 or high >= vocab_size:
             raise ValueError(
                 f"{prefix}.bin: holds token ids {low} .. {high}, the vocabulary has {vocab_size}; "

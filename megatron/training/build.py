@@ -12,7 +12,9 @@ from megatron.config.plan import Plan, bucket_size, make_plan
 from megatron.config.tree import Config
 from megatron.data import index_helpers
 from megatron.data.build import build_train_valid_test_datasets, data_order_fingerprint
-from megatron.data.sampler import CyclicSampler, SequentialSampler
+from megatron.data.cyclic_sampler import CyclicSampler
+from megatron.data.ledger import Ledger, Recorder
+from megatron.data.sampler import SequentialSampler
 from megatron.data.tokenizer import Tokenizer, TokenizerFlags
 from megatron.model.gpt import GPTModel, hidden_dtype
 from megatron.model.layer import Recompute
@@ -54,6 +56,7 @@ class Run:
     tokenizer: dict[str, Any]
     progress: Progress = field(default_factory=Progress)
     data_order: dict[str, Any] = field(default_factory=dict)
+    recorder: Recorder | None = None        # of --data-ledger
 
 
 def make_tokenizer(config: Config) -> Tokenizer:
@@ -137,7 +140,17 @@ def build_run(config: Config, plan: Plan, runtime: Runtime, timers: Timers, toke
     buffers.wait_in_forward(model)
     rules = BatchRules(tokenizer.eod, d.reset_position_ids, d.reset_attention_mask, d.eod_mask_loss, ctx.cp)
     return Run(config, plan, runtime, timers, model, build_pipeline(config, plan, runtime), buffers, optimizer,
-               build_scheduler(config, plan, optimizer), rules, tokenizer.identity())
+               build_scheduler(config, plan, optimizer), rules, tokenizer.identity(),
+               recorder=build_recorder(config, runtime))
+
+
+def build_recorder(config: Config, runtime: Runtime) -> Recorder | None:
+    """What takes notes for --data-ledger: rank 0 writes, and of the ranks that read the same samples one counts."""
+    path, ctx = config.logging.data_ledger, runtime.ctx
+    if path is None:
+        return None
+    ledger = Ledger(path, config.model.seq_length) if runtime.rank == 0 else None
+    return Recorder(ledger, counts=not (ctx.tp.rank or ctx.pp.rank or ctx.cp.rank))
 
 
 def build_scheduler(config: Config, plan: Plan, optimizer: MixedPrecisionOptimizer) -> OptimizerParamScheduler:
