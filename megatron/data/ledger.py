@@ -71,9 +71,10 @@ class Ledger:
 
     def skip(self, iteration: int, firsts: Sequence[int]) -> None:
         """The iterations from `iteration` on were skipped; they begin at samples `firsts`, whose last entry is the end."""
-        records = np.zeros(len(firsts) - 1, RECORD)
+        starts = np.asarray(firsts, np.int64)
+        records = np.zeros(len(starts) - 1, RECORD)
         records["iteration"] = np.arange(iteration, iteration + len(records))
-        records["first"], records["count"], records["flag"] = firsts[:-1], np.diff(firsts), SKIPPED
+        records["first"], records["count"], records["flag"] = starts[:-1], np.diff(starts), SKIPPED
         self._append(records)
 
     def sync(self) -> None:
