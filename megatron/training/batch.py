@@ -142,11 +142,6 @@ def _handed_out(batches: Iterator[Any], on_hash: Callable[[int], None] | None) -
             text = str(error)
             raise ValueError(text.strip().rpartition("\n")[2].partition(": ")[2]
                              if text.startswith("Caught ") else text) from error
-        except RuntimeError as error:
-            if "Bus error" not in str(error):
-                raise
-            raise ValueError("a data worker was ended by a bus error: an index it had mapped was cut short, or the disk "
-                             "failed; tools/inspect_data.py check PREFIX... finds the file") from error
         if on_hash:
             batch, value = batch
             on_hash(value)
