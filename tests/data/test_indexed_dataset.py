@@ -217,6 +217,8 @@ def damage_cases() -> dict[str, tuple]:
         "pointer": (lambda idx, _: write_at(idx, 54, struct.pack("<q", 14)), "sequence 1 (2 tokens from byte 14)"),
         "odd pointer": (lambda idx, _: write_at(idx, 54, struct.pack("<q", 7)), "sequence 1 (2 tokens from byte 7)"),
         "negative pointer": (lambda idx, _: write_at(idx, 54, struct.pack("<q", -8)), "sequence 1 (2 tokens from"),
+        "pointer that wraps": (
+            lambda idx, _: write_at(idx, 54, struct.pack("<q", 2**63 - 2)), "sequence 1 (2 tokens from byte 9223372036854"),
         "negative length": (lambda idx, _: write_at(idx, 38, struct.pack("<i", -2)), "sequence 1 (-2 tokens"),
         "documents backwards": (lambda idx, _: write_at(idx, 78, struct.pack("<q", 5)), "runs backwards"),
     }
