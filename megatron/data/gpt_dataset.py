@@ -206,18 +206,23 @@ class GPTDataset:
 
     def _build(self, cache: IndexCache | None) -> IndexArrays:
         kind, description = self._cache_key()
-        save = cache is not None and cache.writable()
-        log.info(LOGGER, f"Build {'and save ' if save else ''}the {kind} {self.index_split} indices")
+        if cache is None or not cache.writable():
+            log.info(LOGGER, f"Build the {kind} {self.index_split} indices")
+            return IndexArrays(self._arrays())
+        with cache.building(kind, description):
+            found = self._load(cache)  # by another process, while this one waited
+            if found is not None:
+                return found
+            log.info(LOGGER, f"Build and save the {kind} {self.index_split} indices")
+            arrays = self._arrays()
+            for name in INDEX_NAMES:
+                file = f"{cache.stem(kind, description)}-{name}.npy"
+                log.info(LOGGER, f"\tBuild and save the {name.replace('_', ' ')} to {file}")
+            return cache.store(kind, description, arrays)
+
+    def _arrays(self) -> dict[str, np.ndarray]:
         self.corpus.check()
-        arrays = build_indices(
-            self.corpus.sequence_lengths, self.sequences, self.sequence_length, self.seed, self.plan
-        )
-        if not save:
-            return IndexArrays(arrays)
-        for name in INDEX_NAMES:
-            file = f"{cache.stem(kind, description)}-{name}.npy"
-            log.info(LOGGER, f"\tBuild and save the {name.replace('_', ' ')} to {file}")
-        return cache.store(kind, description, arrays)
+        return build_indices(self.corpus.sequence_lengths, self.sequences, self.sequence_length, self.seed, self.plan)
 
     def _cache_key(self) -> tuple[str, str]:
         return type(self).__name__, json.dumps(self.description, indent=4)
@@ -236,6 +241,13 @@ class GPTDataset:
     def shuffle_index(self) -> np.ndarray:
         """[n]: the row of sample_index that sample i is."""
         return self._indices["shuffle_index"]
+
+    @property
+    def num_documents(self) -> int:
+        """Documents that begin among the sequences of this split."""
+        starts = self.corpus.document_indices
+        first, stop = np.searchsorted(starts[:-1], [self.sequences.start, self.sequences.stop])
+        return int(stop - first)
 
     def __len__(self) -> int:
         return self.plan.num_samples
