@@ -16,7 +16,7 @@ import numpy as np
 from megatron import log
 from megatron.data.gpt_dataset import CACHE_FORMAT, GPTDataset
 from megatron.data.index_cache import IndexArrays, IndexCache
-from megatron.data.index_helpers import MAX_DATASETS, build_blending_indices, build_exhaustive_blending_indices
+from megatron.data.index_helpers import build_blending_indices, build_exhaustive_blending_indices
 
 LOGGER = "megatron.core.datasets.blended_dataset"
 INDEX_NAMES = ("dataset_index", "dataset_sample_index")
@@ -152,8 +152,6 @@ class BlendedDataset:
         surplus: float = 0.005,
     ) -> None:
         assert len(datasets) == len(weights) > 0
-        if len(datasets) > MAX_DATASETS:
-            raise ValueError(f"--data-path: {len(datasets)} datasets; a blend can have {MAX_DATASETS}: merge some")
         if not all(0 < weight < math.inf for weight in weights):
             raise ValueError(f"--data-path: weights {list(weights)} must all be positive numbers")
         if size is not None and size < 1:
@@ -214,7 +212,7 @@ class BlendedDataset:
 
     @property
     def dataset_index(self) -> np.ndarray:
-        """int16 [n]: the dataset sample i comes from."""
+        """int16 (int32 beyond 32,766 datasets) [n]: the dataset sample i comes from."""
         return self._indices["dataset_index"]
 
     @property

@@ -189,6 +189,22 @@ class IndexedDataset:
             raise _damaged(self.idx_file, f"sequence {index} lies outside {self.bin_file}")
         return tokens
 
+    def gather(self, sequences: np.ndarray, offset: int, end: int) -> np.ndarray:
+        """Sequences one after the other, int64: of the first the tokens from `offset` on, of the last those before `end`.
+
+        What one sample is made of, so it is read often: as few steps as do it.
+        """
+        starts = (self.sequence_pointers[sequences] // self.dtype.itemsize).tolist()
+        lengths = self.sequence_lengths[sequences].tolist()
+        lengths[-1] = end
+        wanted = sum(lengths) - offset
+        parts = [self._tokens[start : start + length] for start, length in zip(starts, lengths, strict=True)]
+        parts[0] = parts[0][offset:]
+        tokens = np.concatenate(parts, dtype=np.int64)
+        if len(tokens) != wanted or min(starts) < 0:
+            raise _damaged(self.idx_file, f"one of its sequences {sequences.tolist()} lies outside {self.bin_file}")
+        return tokens
+
     def __getitem__(self, index: int) -> np.ndarray:
         """All tokens of one sequence: a read-only view."""
         return self.get(index)
