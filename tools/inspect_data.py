@@ -34,7 +34,7 @@ from megatron.config import command_line  # noqa: E402
 from megatron.config.check_paths import newest_checkpoint  # noqa: E402
 from megatron.config.plan import Plan, make_plan  # noqa: E402
 from megatron.config.tree import Config  # noqa: E402
-from megatron.data.build import build_train_valid_test_datasets  # noqa: E402
+from megatron.data.build import Before, build_train_valid_test_datasets  # noqa: E402
 from megatron.data.indexed_dataset import IndexedDataset  # noqa: E402
 from megatron.data.ledger import MASK, SKIPPED, read_ledger, sample_hash, tokens_hash  # noqa: E402
 from megatron.data.sampler import Sampler, SequentialSampler  # noqa: E402
@@ -172,9 +172,11 @@ def open_run(options: argparse.Namespace, flags: Sequence[str] | None, iteration
     flags_of_tokenizer = {flag.name: getattr(d, flag.name) for flag in fields(TokenizerFlags)}
     tokenizer = TokenizerFlags(**flags_of_tokenizer | {"tokenizer_type": d.tokenizer}).build()
     plan = make_plan(config, world_size, tokenizer.vocab_size)
+    order = state["data"]["order"]["train"] if state else None
+    before = Before(order, state["consumed_train_samples"]) if order else None
     dataset, _, _ = build_train_valid_test_datasets(
         d, sequence_length=config.model.seq_length, seed=config.training.seed, vocab_size=tokenizer.vocab_size,
-        eod=tokenizer.eod, sizes=(plan.targets.train, 0, 0), check_tokens=False)
+        eod=tokenizer.eod, sizes=(plan.targets.train, 0, 0), check_tokens=False, before=before)
     shift = state["consumed_train_samples"] - plan.consumed_samples(state["iteration"]) if state else 0
     return Reading(config, plan, dataset, tokenizer, shift)
 

@@ -11,7 +11,7 @@ It knows tokens by position, weights and one seed; it must not know flags, ranks
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from fractions import Fraction
 from itertools import accumulate
@@ -60,6 +60,11 @@ class EpochDataset:
 
     def position(self, index: int) -> int:
         """Which token of the corpus sample `index` begins with."""
+        self._turn_to(index)
+        return (self._begin + self._order[index - self._begin]) * self.sequence_length % self.tokens
+
+    def _turn_to(self, index: int) -> None:
+        """Have the permutation of the epoch of sample `index` at hand, shuffled or not."""
         length, tokens = self.sequence_length, self.tokens
         epoch = ((index + 1) * length - 1) // tokens
         if epoch != self._epoch:
@@ -67,7 +72,20 @@ class EpochDataset:
             size = (epoch + 1) * tokens // length - begin
             self._epoch, self._begin = epoch, begin
             self._order = Permutation(size, self.seed, epoch, tokens, self.index_split)
-        return (self._begin + self._order[index - self._begin]) * length % tokens
+
+    def showing(self, prefix: str, first: int, end: int, samples: int) -> set[int]:
+        """Of the first `samples` samples those that hold any of the tokens `first .. end` of `prefix`.bin."""
+        found, length = set(), self.sequence_length
+        for number, file in enumerate(self.maps.files):
+            shift = self._ends[number] - self._first[number]
+            low, high = max(first + shift, self._ends[number]), min(end + shift, self._ends[number + 1])
+            if file.prefix != prefix or low >= high:
+                continue
+            for turn in range(0, samples * length + self.tokens + 1, self.tokens):
+                for unshuffled in range(max(0, -(-(low + turn) // length) - 1), (high - 1 + turn) // length + 1):
+                    self._turn_to(unshuffled)
+                    found.add(self._begin + self._order.index(unshuffled - self._begin))
+        return {sample for sample in found if sample < samples}
 
     def pieces(self, index: int) -> list[Piece]:
         """Where the tokens of sample `index` lie."""
@@ -136,6 +154,18 @@ class EpochBlend:
             raise IndexError(f"{self.index_split} sample {index} of {self.since} .. {self.size}")
         dataset, draw = self.shares.source(index - self.since)
         return dataset, self._before[dataset] + draw
+
+    def showing(self, prefix: str, first: int, end: int) -> list[int]:
+        """The samples that hold any of the tokens `first .. end` of `prefix`.bin, in rising order."""
+        found = []
+        for number, (dataset, before) in enumerate(zip(self.datasets, self._before, strict=True)):
+            draws = range(self.size - self.since)
+            given = self.shares.taken(len(draws))[number]
+            for sample in dataset.showing(prefix, first, end, before + given):
+                if sample >= before:
+                    count = sample - before + 1
+                    found.append(self.since + bisect_left(draws, count, key=lambda n: self.shares.taken(n + 1)[number]))  # noqa: B023
+        return sorted(found)
 
     def pieces(self, index: int) -> list[Piece]:
         """Where the tokens of sample `index` lie: (prefix, token number in its .bin, tokens)."""

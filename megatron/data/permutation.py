@@ -47,3 +47,17 @@ class Permutation:
             index = high * right + low
             if index < size:
                 return index
+
+    def index(self, value: int) -> int:
+        """The i for which p[i] is `value`: the network backwards."""
+        size, left, right = self.size, self._left, self._right
+        while True:
+            high, low = divmod(value, right)
+            for even, odd in reversed(self._keys):
+                mixed = (high ^ odd) * 0x94D049BB133111EB & MASK
+                low = (low - ((mixed ^ mixed >> 31) * 0x9E3779B97F4A7C15 & MASK) // 4294967296) % right
+                mixed = (low ^ even) * 0x9E3779B97F4A7C15 & MASK
+                high = (high - ((mixed ^ mixed >> 29) * 0xBF58476D1CE4E5B9 & MASK) // 4294967296) % left
+            value = high * right + low
+            if value < size:
+                return value

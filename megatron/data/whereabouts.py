@@ -10,10 +10,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron.data.blended_dataset import BlendedDataset
-from megatron.data.gpt_dataset import GPTDataset
+from megatron.data.epoch_dataset import EpochBlend
+from megatron.data.gpt_dataset import GPTDataset, TokenSequences
 from megatron.data.indexed_dataset import IndexedDataset
 
-Dataset = GPTDataset | BlendedDataset
+Dataset = GPTDataset | BlendedDataset | EpochBlend
 
 
 @dataclass(frozen=True)
@@ -31,18 +32,22 @@ class Piece:
     end_byte: int | None
 
 
-def members(dataset: Dataset) -> list[GPTDataset]:
+def members(dataset: GPTDataset | BlendedDataset) -> list[GPTDataset]:
     """The datasets a blend is made of, or the one dataset."""
     return dataset.datasets if isinstance(dataset, BlendedDataset) else [dataset]
 
 
 def prefixes(dataset: Dataset) -> list[str]:
     """Their data, each once, in the order they were given."""
+    if isinstance(dataset, EpochBlend):
+        return list(dict.fromkeys(file.prefix for member in dataset.datasets for file in member.maps.files))
     return list(dict.fromkeys(member.corpus.path_prefix for member in members(dataset)))
 
 
 def pieces(dataset: Dataset, index: int) -> list[Piece]:
     """Where the tokens of sample `index` of a dataset or a blend lie, in their order."""
+    if isinstance(dataset, EpochBlend):
+        return [piece for run in dataset.pieces(index) for piece in _documents(*run)]
     number, sample = dataset.source(index) if isinstance(dataset, BlendedDataset) else (0, index)
     member = members(dataset)[number]
     corpus, found = member.corpus, []
@@ -57,16 +62,34 @@ def pieces(dataset: Dataset, index: int) -> list[Piece]:
     return found
 
 
+def _documents(prefix: str, first: int, count: int) -> list[Piece]:
+    """Tokens `first .. first + count` of `prefix`.bin, document by document; its sequences lie one behind the other."""
+    corpus, found, end = IndexedDataset(prefix), [], first + count
+    size = corpus.dtype.itemsize
+    sequence = int(np.searchsorted(corpus.sequence_pointers, first * size, side="right")) - 1
+    while first < end:
+        start, length = int(corpus.sequence_pointers[sequence]) // size, int(corpus.sequence_lengths[sequence])
+        count = min(end, start + length) - first
+        if count > 0:
+            document, before = corpus.document_of(sequence)
+            found.append(Piece(prefix, document, before + first - start, count, first * size, (first + count) * size))
+            first += count
+        sequence += 1
+    return found
+
+
 def samples_showing(dataset: Dataset, prefix: str, document: int) -> dict[int, int]:
     """{sample: how many tokens of this document of `prefix` it holds} of a dataset or a blend, in rising order.
 
     Raises ValueError for a document that is not there.
     """
+    if isinstance(dataset, EpochBlend):
+        return _showing_in_epochs(dataset, prefix, document)
     found: dict[int, int] = {}
     for number, member in enumerate(members(dataset)):
         if member.corpus.path_prefix != prefix:
             continue
-        sequences = _sequences(member, document)
+        sequences = _sequences(member.corpus, document)
         own = _samples_of(member, sequences)
         counts = {sample: sum(n for sequence, _, n in member.locate(sample) if sequence in sequences) for sample in own}
         if not isinstance(dataset, BlendedDataset):
@@ -79,9 +102,23 @@ def samples_showing(dataset: Dataset, prefix: str, document: int) -> dict[int, i
     return dict(sorted(found.items()))
 
 
-def _sequences(member: GPTDataset, document: int) -> range:
+def _showing_in_epochs(dataset: EpochBlend, prefix: str, document: int) -> dict[int, int]:
+    corpus = IndexedDataset(prefix)
+    sequences = _sequences(corpus, document)
+    if not sequences:
+        return {}
+    size, last = corpus.dtype.itemsize, sequences[-1]
+    first = int(corpus.sequence_pointers[sequences[0]]) // size
+    end = int(corpus.sequence_pointers[last]) // size + int(corpus.sequence_lengths[last])
+    found = {}
+    for sample in dataset.showing(prefix, first, end):
+        runs = [(max(at, first), min(at + count, end)) for name, at, count in dataset.pieces(sample) if name == prefix]
+        found[sample] = sum(max(0, stop - start) for start, stop in runs)
+    return found
+
+
+def _sequences(corpus: TokenSequences, document: int) -> range:
     """The sequences of a document; of made-up data a document is a sequence."""
-    corpus = member.corpus
     count = corpus.num_documents if isinstance(corpus, IndexedDataset) else len(corpus)
     if not 0 <= document < count:
         raise ValueError(f"--document {document}: {corpus.path_prefix} has the documents 0 to {count - 1}")

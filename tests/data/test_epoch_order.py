@@ -281,3 +281,11 @@ def test_three_milliard_documents(tmp_path):
     last = max(range(300), key=lambda k: train.pieces(k)[0][1])
     assert train.pieces(last)[0][1] > 2**32 and train[last].tolist() == [0] * 9
     assert os.stat(idx_path(prefix)).st_blocks < 1000
+
+
+def test_a_permutation_is_undone():
+    for size in (1, 2, 3, 7, 64, 1000, 4097):
+        order = Permutation(size, 5, "key")
+        assert [order.index(order[i]) for i in range(size)] == list(range(size))
+    large = Permutation(2**45 + 3, 1)
+    assert [large.index(large[i]) for i in range(0, 2**45, 2**38 + 1)] == list(range(0, 2**45, 2**38 + 1))

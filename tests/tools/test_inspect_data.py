@@ -50,16 +50,20 @@ def refused(capsys, *words: str) -> str:
     return out + error
 
 
+KINDS = [kind + order for kind in ("one", "weighted", "all", "sentences") for order in ("", " in epochs")]
+
+
 def blends(texts, kind: str) -> list[str]:
     a, b = texts
+    kind, epochs, _ = kind.partition(" in epochs")
     data = {"one": [a], "weighted": ["1", a, "3", b], "all": [a, b], "sentences": [b]}[kind]
-    return ["--data-path", *data, "--mid-level-dataset-surplus", "0.1"]
+    return ["--data-path", *data, "--mid-level-dataset-surplus", "0.1", *(["--data-order", "epoch"] if epochs else [])]
 
 
 # --- at ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["one", "weighted", "all", "sentences"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_the_bytes_it_names_are_the_samples(texts, capsys, kind):
     """The tokens at the printed byte ranges, joined, have the printed hash; documents and offsets name the same bytes."""
     for iteration in (1, 7):
@@ -96,7 +100,8 @@ def test_made_up_data(capsys):
 
 
 ORDERS = {"single": [], "cyclic": ["--dataloader-type", "cyclic"],
-          "shared": ["--dataloader-type", "cyclic", "--no-data-sharding"], "skips": ["--train-range-to-skip", "3", "4"]}
+          "shared": ["--dataloader-type", "cyclic", "--no-data-sharding"], "epochs": ["--data-order", "epoch"],
+          "skips": ["--train-range-to-skip", "3", "4"]}
 
 
 @pytest.mark.parametrize("extra", ORDERS.values(), ids=ORDERS)
@@ -171,10 +176,11 @@ def test_what_cannot_be_told(texts, tmp_path, capsys):
 # --- find ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["one", "weighted", "all", "sentences"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_find_is_the_inverse_of_at(texts, capsys, kind):
     """Every document of the run, found by reading all iterations, is found by asking for it, and no more."""
-    words = flags(*blends(texts, kind), "--train-range-to-skip", "5", "5")
+    several_epochs = ["--global-batch-size", "64"] if "in epochs" in kind else []
+    words = flags(*blends(texts, kind), "--train-range-to-skip", "5", "5", *several_epochs)
     shown: dict[tuple[str, int], dict[int, list]] = {}
     for iteration in range(1, 13):
         for row in ask(capsys, "at", "--iteration", str(iteration), "--", *words)["batch"]:
