@@ -195,7 +195,7 @@ NEWER: tuple[Row, ...] = (
     no("start_eval_at_iter", None, "the first validation comes after --eval-interval; leave the flag out"),
     no("full_validation", False, "validation reads --eval-iters batches; set that instead"),
     no("multiple_validation_sets", False, "there is one validation set; leave the flag out"),
-    same("mmap_bin_files", True, "the .bin file is always mapped", spelling="--no-mmap-bin-files"),
+    same("mmap_bin_files", True, "the .bin file is never mapped", spelling="--no-mmap-bin-files"),
     same("create_attention_mask_in_dataloader", True, "no matrix of masks is ever made",
          spelling="--no-create-attention-mask-in-dataloader"),
     no("dataloader_inter_document_masking", False, "use --reset-attention-mask and --reset-position-ids"),

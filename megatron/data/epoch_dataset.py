@@ -20,7 +20,7 @@ import numpy as np
 
 from megatron.data.permutation import Permutation
 from megatron.data.shares import Shares
-from megatron.data.token_files import TokenFile, TokenMaps, fingerprint
+from megatron.data.token_files import TokenFile, TokenReader, fingerprint
 
 Piece = tuple[str, int, int]  # (prefix, token number in its .bin, tokens)
 
@@ -36,7 +36,7 @@ class EpochDataset:
         self.name, self.sequence_length, self.seed, self.index_split = name, sequence_length, seed, index_split
         used = [file for file in files if file.spans[split].tokens]
         spans = [file.spans[split] for file in used]
-        self.files, self.maps = list(files), TokenMaps(used)
+        self.files, self.reader = list(files), TokenReader(used)
         self.documents = sum(file.spans[split].documents for file in files)
         self._first = [span.first for span in spans]
         self._ends = [0, *accumulate(span.tokens for span in spans)]
@@ -76,7 +76,7 @@ class EpochDataset:
     def showing(self, prefix: str, first: int, end: int, samples: int) -> set[int]:
         """Of the first `samples` samples those that hold any of the tokens `first .. end` of `prefix`.bin."""
         found, length = set(), self.sequence_length
-        for number, file in enumerate(self.maps.files):
+        for number, file in enumerate(self.reader.files):
             shift = self._ends[number] - self._first[number]
             low, high = max(first + shift, self._ends[number]), min(end + shift, self._ends[number + 1])
             if file.prefix != prefix or low >= high:
@@ -93,7 +93,7 @@ class EpochDataset:
         while left:
             file = bisect_right(self._ends, at) - 1
             count = min(left, self._ends[file + 1] - at)
-            found.append((self.maps.files[file].prefix, self._first[file] + at - self._ends[file], count))
+            found.append((self.reader.files[file].prefix, self._first[file] + at - self._ends[file], count))
             left -= count
             at = (at + count) % self.tokens
         return found
@@ -103,12 +103,12 @@ class EpochDataset:
         file = bisect_right(ends, at) - 1
         start = self._first[file] + at - ends[file]
         if at + wanted <= ends[file + 1]:
-            return self.maps[file][start : start + wanted].astype(np.int64)
+            return self.reader.read(file, start, wanted).astype(np.int64)
         tokens, filled = np.empty(wanted, np.int64), 0
         while filled < wanted:
             file = bisect_right(ends, at) - 1
             start, count = self._first[file] + at - ends[file], min(wanted - filled, ends[file + 1] - at)
-            tokens[filled : filled + count] = self.maps[file][start : start + count]
+            tokens[filled : filled + count] = self.reader.read(file, start, count)
             filled += count
             at = (at + count) % self.tokens
         return tokens

@@ -1,4 +1,4 @@
-"""Token files as a start needs them: a few numbers of each index, read in a handful of small reads, and maps on demand.
+"""Token files as a start needs them: a few numbers of each index, read in a handful of small reads, and tokens on demand.
 
 It knows the .bin/.idx format and parts of a corpus; it must not know samples, epochs, weights or seeds. Whatever the
 number of documents, an index is not read: its pointers are running sums already, and the first and the last say enough.
@@ -7,9 +7,9 @@ number of documents, an index is not read: its pointers are running sums already
 from __future__ import annotations
 
 import hashlib
-import mmap
 import os
 import resource
+import weakref
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -17,11 +17,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron.data.blended_dataset import split_range
+from megatron.data.file_access import open_to_read, read_at
 from megatron.data.indexed_dataset import DTYPES, HEADER, MAGIC, VERSION, IndexedDataset, bin_path, idx_path
 
 THREADS = 8          # that read indexes side by side: a cold start waits for the disk
 HEAD_BYTES = 4096    # of a .bin, hashed to tell data of equal sizes apart
-MAX_MAPS = 30_000    # Linux gives a process 65,530 maps
+MAX_OPEN = 30_000    # files that are kept open
 Part = tuple[float, float] | None  # of a corpus, as `blended_dataset.parse_split` makes them
 
 
@@ -166,44 +167,54 @@ def fingerprint(files: Sequence[TokenFile]) -> str:
     return digest.hexdigest()
 
 
-class TokenMaps:
-    """The tokens of files, mapped when they are first read; beyond `limit` the one mapped first is let go.
+class TokenReader:
+    """Reads tokens of files, which are opened when they are first read; beyond `limit` the one opened first is closed.
 
-    A map keeps a file open, so the process's limit of open files is raised as far as it may be. Raises ValueError for a
-    file that has another size than at the start.
+    The process's limit of open files is raised as far as it may be. Raises ValueError for a file that has another size
+    than at the start, and where it cannot be read.
     """
 
     def __init__(self, files: Sequence[TokenFile]) -> None:
-        self.files, self._maps = list(files), {}
+        self.files, self._opened = list(files), {}
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        wanted = min(hard, 2 * len(self.files) + 4096) if hard != resource.RLIM_INFINITY else 2 * len(self.files) + 4096
+        wanted = min(hard, len(self.files) + 4096) if hard != resource.RLIM_INFINITY else len(self.files) + 4096
         if soft != resource.RLIM_INFINITY and soft < wanted:
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
             soft = wanted
-        self.limit = MAX_MAPS if soft == resource.RLIM_INFINITY else max(16, min(MAX_MAPS, soft // 2))
+        self.limit = MAX_OPEN if soft == resource.RLIM_INFINITY else max(16, min(MAX_OPEN, soft // 2))
+        weakref.finalize(self, _close, self._opened)
 
-    def __getitem__(self, number: int) -> np.ndarray:
-        """All tokens of file `number`, a view."""
-        found = self._maps.get(number)
-        if found is not None:
-            return found
+    def read(self, number: int, first: int, count: int) -> np.ndarray:
+        """Tokens `first .. first + count` of file `number`, read-only."""
+        file, size = self.files[number], self.files[number].dtype.itemsize
+        opened = self._opened.get(number)
+        if opened is None:
+            opened = self._open(number)
+        return np.frombuffer(read_at(opened, bin_path(file.prefix), first * size, count * size), file.dtype)
+
+    def _open(self, number: int) -> int:
         file = self.files[number]
-        with open(bin_path(file.prefix), "rb") as opened:
-            size = os.fstat(opened.fileno()).st_size
-            if size != file.bin_bytes:
-                raise ValueError(f"{file.prefix}.bin: has {size} bytes, at the start of this run it had {file.bin_bytes}; "
-                                 "start again, and leave data alone while they are read")  # fmt: skip
-            mapped = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
-        if len(self._maps) >= self.limit:
-            self._maps.pop(next(iter(self._maps)))
-        found = self._maps[number] = np.frombuffer(mapped, file.dtype)
-        return found
+        opened = open_to_read(bin_path(file.prefix))
+        size = os.fstat(opened).st_size
+        if size != file.bin_bytes:
+            os.close(opened)
+            raise ValueError(f"{file.prefix}.bin: has {size} bytes, at the start of this run it had {file.bin_bytes}; "
+                             "start again, and leave data alone while they are read")  # fmt: skip
+        if len(self._opened) >= self.limit:
+            os.close(self._opened.pop(next(iter(self._opened))))
+        self._opened[number] = opened
+        return opened
 
     def __getstate__(self) -> list[TokenFile]:
         return self.files
 
     def __setstate__(self, files: list[TokenFile]) -> None:
         self.__init__(files)
+
+
+def _close(opened: dict[int, int]) -> None:
+    for file in opened.values():
+        os.close(file)
 
 
 def check_heads(files: Sequence[TokenFile], vocab_size: int) -> None:

@@ -40,7 +40,7 @@ def members(dataset: GPTDataset | BlendedDataset) -> list[GPTDataset]:
 def prefixes(dataset: Dataset) -> list[str]:
     """Their data, each once, in the order they were given."""
     if isinstance(dataset, EpochBlend):
-        return list(dict.fromkeys(file.prefix for member in dataset.datasets for file in member.maps.files))
+        return list(dict.fromkeys(file.prefix for member in dataset.datasets for file in member.reader.files))
     return list(dict.fromkeys(member.corpus.path_prefix for member in members(dataset)))
 
 

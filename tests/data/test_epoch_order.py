@@ -14,7 +14,7 @@ from megatron.data.build import Before, build_train_valid_test_datasets, data_or
 from megatron.data.indexed_dataset import HEADER, MAGIC, IndexedDataset, bin_path, idx_path
 from megatron.data.permutation import Permutation
 from megatron.data.shares import Shares, whole_weights
-from megatron.data.token_files import TokenMaps, read_token_file
+from megatron.data.token_files import TokenReader, read_token_file
 from tests.data.corpora import data_flags, write_corpus
 
 COMMON = {"sequence_length": 8, "seed": 7, "vocab_size": 60_000, "eod": 999}
@@ -251,12 +251,13 @@ def test_damaged_pairs(tmp_path):
             build(data_path=[prefix])
 
 
-def test_more_maps_than_the_limit(tmp_path):
+def test_more_files_than_may_be_open(tmp_path):
     prefixes = [corpus(tmp_path, f"{n}", 10, n) for n in range(40)]
-    maps = TokenMaps([read_token_file(prefix, []) for prefix in prefixes])
-    maps.limit = 16
+    reader = TokenReader([read_token_file(prefix, []) for prefix in prefixes])
+    reader.limit = 16
     for n in [*range(40), *range(40)]:
-        assert (maps[n] == np.fromfile(bin_path(prefixes[n]), np.int32)).all() and len(maps._maps) <= 16
+        assert (reader.read(n, 0, reader.files[n].tokens) == np.fromfile(bin_path(prefixes[n]), np.int32)).all()
+        assert len(reader._opened) <= 16
 
 
 def test_three_milliard_documents(tmp_path):

@@ -117,13 +117,14 @@ class Hook:
         self.function(self.path)
 
 
+@pytest.mark.parametrize("order", ["megatron", "epoch"])
 @pytest.mark.parametrize("workers", ["0", "2"])
 @pytest.mark.parametrize(("hook", "words"), [(cut_in_iteration_3, "was cut short while it is in use: it has 1000 bytes"),
                                              (fail_disk, "cannot be read (Input/output error); its disk or network fails")])
-def test_a_bin_that_fails_while_it_is_read(tmp_path, workers, hook, words):
+def test_a_bin_that_fails_while_it_is_read(tmp_path, order, workers, hook, words):
     """In this process and in a data worker: the same line. Memory that is mapped would end either with SIGBUS."""
     prefix = write(tmp_path / "text")
-    more = ["--num-workers", workers, "--train-iters", "40"]
+    more = ["--num-workers", workers, "--train-iters", "40", "--data-order", order]
     code, out, err = trained(tmp_path / "run", prefix, *more, before=Hook(hook, prefix + ".bin"))
     assert code == 1 and err.startswith(f"error: {prefix}.bin: ") and err.count("\n") == 1 and words in err
     assert "start again from the last checkpoint" in err and " iteration        1/" in out
