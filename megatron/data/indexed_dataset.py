@@ -14,6 +14,7 @@ import struct
 import uuid
 import weakref
 from array import array
+from bisect import bisect_right
 from pathlib import Path
 from types import TracebackType
 
@@ -177,7 +178,7 @@ class IndexedDataset:
 
     def document_of(self, sequence: int) -> tuple[int, int]:
         """(the document that a sequence belongs to, tokens of that document before it)."""
-        document = int(np.searchsorted(self.document_indices, sequence, side="right")) - 1
+        document = bisect_right(self.document_indices, sequence) - 1  # numpy's would copy numbers that lie at odd bytes
         return document, int(self.sequence_lengths[self.document_indices[document] : sequence].sum(dtype=np.int64))
 
     def get(self, index: int, offset: int = 0, length: int | None = None) -> np.ndarray:

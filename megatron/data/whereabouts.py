@@ -5,6 +5,7 @@ It knows datasets by their own order; it must not know batches, ranks, iteration
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import dataclass
 
 import numpy as np
@@ -66,7 +67,7 @@ def _documents(prefix: str, first: int, count: int) -> list[Piece]:
     """Tokens `first .. first + count` of `prefix`.bin, document by document; its sequences lie one behind the other."""
     corpus, found, end = IndexedDataset(prefix), [], first + count
     size = corpus.dtype.itemsize
-    sequence = int(np.searchsorted(corpus.sequence_pointers, first * size, side="right")) - 1
+    sequence = bisect_right(corpus.sequence_pointers, first * size) - 1
     while first < end:
         start, length = int(corpus.sequence_pointers[sequence]) // size, int(corpus.sequence_lengths[sequence])
         count = min(end, start + length) - first
