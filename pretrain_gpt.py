@@ -67,7 +67,7 @@ def main(argv: list[str] | None = None, signals: SignalWatch | None = None) -> N
     log.timers(["load-checkpoint"])
     print_rank_0(datetime_line("after model, optimizer, and learning rate scheduler are built"))
     with timers("train/valid/test-data-iterators-setup"):
-        data = build.build_data(config, plan, runtime, tokenizer)
+        data = build.build_data(config, plan, runtime, tokenizer, run)
         checkpointing.check_data_order(run, data.order)
     print_rank_0(datetime_line("after dataloaders are built"))
     print_rank_0("done with setup ...")

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 from types import ModuleType
 
 from tests.forkrun import ROOT
@@ -11,5 +12,6 @@ def load_tool(name: str) -> ModuleType:
     """tools/`name`.py, loaded by path as its users run it."""
     spec = importlib.util.spec_from_file_location(f"{name}_tool", ROOT / "tools" / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module         # dataclasses look there for their module
     spec.loader.exec_module(module)
     return module

@@ -60,6 +60,7 @@ _NEEDED = (
      lambda v: v["tokenizer_type"] == "SentencePieceTokenizer"),
     ("tiktoken_pattern tiktoken_num_special_tokens tiktoken_special_tokens", "--tokenizer-type TikTokenizer",
      lambda v: v["tokenizer_type"] == "TikTokenizer"),
+    ("continue_data_mix", "--load and --data-order epoch", lambda v: v["load"] and v["data_order"] == "epoch"),
     ("data_sharding", "--dataloader-type cyclic", lambda v: v["dataloader_type"] == "cyclic"),
     ("bias_gelu_fusion", "a GELU with biases", lambda v: v["add_bias_linear"] and not (
         v["swiglu"] or v["geglu"] or v["squared_relu"] or v["openai_gelu"])),

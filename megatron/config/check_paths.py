@@ -4,6 +4,7 @@ but lists of paths; knows no data format.
 from __future__ import annotations
 
 import difflib
+import glob
 import json
 import math
 import os
@@ -17,6 +18,7 @@ from megatron.config.tokenizer import tiktoken_problems
 from megatron.config.tree import Config
 
 SPLITS = ("train", "valid", "test")
+EPOCHS = "epochs:"
 # Files each tokenizer is made from (megatron/data/tokenizer.py builds them): flag and what it is.
 _MODEL = (("tokenizer_model", "its model file"),)
 TOKENIZER_FILES = {
@@ -32,7 +34,7 @@ TOKENIZER_FILES = {
 
 def problems(config: Config) -> list[str]:
     """What is wrong with the flags themselves, whatever files there are."""
-    return [*_sources(config.data), *_split(config), *_tokenizer(config.data), *_blends(config.data)]
+    return [*_sources(config.data), *_order(config.data), *_split(config), *_tokenizer(config.data), *_blends(config.data)]
 
 
 def missing(config: Config) -> list[str]:
@@ -48,9 +50,11 @@ def missing(config: Config) -> list[str]:
                        ("--tensorboard-dir", config.logging.tensorboard_dir)):
         if path is not None:
             found += _directory_to_write(flag, path)
-    metrics = config.logging.metrics_file
-    if metrics is not None and os.path.isdir(metrics):
-        found.append(f"--metrics-file {metrics}: is a directory; give the name of a file")
+    for flag, path in (("--metrics-file", config.logging.metrics_file), ("--data-ledger", config.logging.data_ledger)):
+        if path is not None and os.path.isdir(path):
+            found.append(f"{flag} {path}: is a directory; give the name of a file")
+        elif path is not None and not os.path.isdir(os.path.dirname(path) or "."):
+            found.append(f"{flag} {path}: there is no directory {os.path.dirname(path)}; make it, or give another path")
     return found
 
 
@@ -60,6 +64,14 @@ def _given(d: DataConfig) -> dict[str, bool]:
     return {"--data-path": bool(d.data_path), "--data-args-path": d.data_args_path is not None,
             "--per-split-data-args-path": d.per_split_data_args_path is not None,
             " ".join(named) or "--train-data-path": bool(named), "--mock-data": d.mock_data}
+
+
+def _order(d: DataConfig) -> Iterator[str]:
+    if d.data_order == "epoch" and d.dataloader_type == "cyclic":
+        yield ("--data-order epoch: has its own order in each epoch, --dataloader-type cyclic would shuffle it again; leave "
+               "out one of the two")
+    if d.data_order == "epoch" and d.mock_data:
+        yield "--data-order epoch: --mock-data has Megatron's order only; leave out one of the two"
 
 
 def _sources(d: DataConfig) -> Iterator[str]:
@@ -182,9 +194,16 @@ def _split_file(path: str) -> list[tuple[str, list[str] | str]]:
 
 
 def blend_problem(words: Sequence[str]) -> str | None:
-    """What is wrong with the words of a blend, or None. Grammar: facts/megatron.md 3, as megatron-core reads it."""
+    """What is wrong with the words of a blend, or None. Grammar: facts/megatron.md 3, as megatron-core reads it, and
+    `epochs:2` where a weight may stand."""
     if not words or not all(words):
         return "names no data; give a prefix, or pairs of weight and prefix"
+    if any(word.startswith(EPOCHS) for word in words):
+        for word in words[::2]:
+            count = _number(word.removeprefix(EPOCHS)) if word.startswith(EPOCHS) else None
+            if count is None or not 0 < count < math.inf or len(words) % 2:
+                return f"{word} stands where epochs are expected; give pairs such as epochs:2 PREFIX"
+        return None
     weights = [_number(word) for word in words[::2]]
     if len(words) % 2 or all(weight is None for weight in weights):
         return None
@@ -197,7 +216,8 @@ def blend_problem(words: Sequence[str]) -> str | None:
 
 
 def _prefixes(words: Sequence[str]) -> Sequence[str]:
-    return words if len(words) % 2 or _number(words[0]) is None else words[1::2]
+    weighted = _number(words[0]) is not None or words[0].startswith(EPOCHS)
+    return words[1::2] if weighted and len(words) % 2 == 0 else words
 
 
 def _blends(d: DataConfig) -> Iterator[str]:
@@ -205,6 +225,8 @@ def _blends(d: DataConfig) -> Iterator[str]:
         wrong = None if isinstance(words, str) else blend_problem(words)
         if wrong:
             yield f"{flag}: {wrong}"
+        elif not isinstance(words, str) and words[0].startswith(EPOCHS) and d.data_order != "epoch":
+            yield f"{flag} {words[0]}: epochs are kept by --data-order epoch only; add it, or give weights"
 
 
 def _corpora(d: DataConfig) -> Iterator[str]:
@@ -224,7 +246,7 @@ def _corpora(d: DataConfig) -> Iterator[str]:
 
 def _corpus(flag: str, prefix: str, words: int) -> Iterator[str]:
     lost = [end for end in (".idx", ".bin") if not os.path.isfile(prefix + end)]
-    if not lost:
+    if not lost or (len(lost) == 2 and _several(prefix)):
         return
     shown = f"{flag} {prefix}" if words == 1 else f"{flag}: {prefix}"
     stem, end = os.path.splitext(prefix)
@@ -236,6 +258,16 @@ def _corpus(flag: str, prefix: str, words: int) -> Iterator[str]:
         yield f"{shown}: {prefix}{lost[0]} is missing beside its other half; preprocess again, or copy it too"
     else:
         yield f"{shown}: there is no {prefix}.idx and .bin" + _near_prefixes(prefix)
+
+
+def _several(word: str) -> bool:
+    """Is it a directory or a pattern with pairs? (megatron/data/data_paths.py says which.)"""
+    if os.path.isdir(word):
+        return any(name.endswith(".idx") for _, _, names in os.walk(word) for name in names)
+    stem, end = os.path.splitext(word)
+    found = glob.iglob((stem if end in (".idx", ".bin") else word) + ".idx", recursive=True)
+    return glob.has_magic(word) and (next(found, None) is not None or any(
+        path.endswith(".idx") for path in glob.iglob(word, recursive=True)))
 
 
 def _near_prefixes(prefix: str) -> str:

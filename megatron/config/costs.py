@@ -266,4 +266,5 @@ def _scalars(config: Config, sizes: _Sizes) -> list[Transfer]:
     """Loss, tokens and a flag over all ranks; norm, overflow and zeros over the ranks of one optimizer."""
     scaled = config.precision.fp16 or config.precision.loss_scale is not None
     sums = (scaled or config.optimizer.clip_grad > 0) + scaled + config.logging.log_num_zeros_in_grad
-    return [Transfer("world", "all-reduce", 1, 3 * 8), Transfer("optimizer", "all-reduce", sums, sums * 8)]
+    numbers = 5 if config.logging.data_ledger else 3
+    return [Transfer("world", "all-reduce", 1, numbers * 8), Transfer("optimizer", "all-reduce", sums, sums * 8)]

@@ -20,6 +20,12 @@ class DataConfig:
     split: str | None = arg(None, help="share of train, validation and test: three numbers "
                                        "(default: 969, 30, 1; not with per-split paths)")
     data_cache_path: str | None = arg(None, help="directory of the index cache")
+    data_order: Literal["megatron", "epoch"] = arg("megatron", help=(
+        "megatron: as Megatron orders samples, from indexes built for the length of the run; epoch: a permutation of each "
+        "epoch, the same however long the run is, with nothing to build"), dump=False)
+    continue_data_mix: bool = arg(False, help="with --load and --data-order epoch: a mix of data other than the "
+                                              "checkpoint's begins, and each data set goes on where it was left",
+                                  dump=False)
     num_workers: int = arg(2, help="processes that read ahead; 0 reads in the training process")
     dataloader_type: Literal["single", "cyclic"] | None = arg(None, help="single pass in index order, or reshuffled "
                                                                          "every epoch (default: single)")

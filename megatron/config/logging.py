@@ -13,6 +13,8 @@ class LoggingConfig:
     log_interval: int = arg(100, help="iterations between log lines")
     log_dialect: Literal["megatron", "aurora"] = arg("megatron", help="form of the iteration line", dump=False)
     metrics_file: str | None = arg(None, help="JSON lines, one an iteration", dump=False)
+    data_ledger: str | None = arg(None, help="file of 32 bytes an iteration: which samples it read, and their hash "
+                                             "(tools/inspect_data.py reads it)", dump=False)
     progress: Literal["auto", "on", "off"] = arg("auto", help="a line of progress and time left on stderr beside each "
                                                  "log line; auto: where stderr is a terminal", dump=False)
     log_throughput: bool = arg(False, help="TFLOP/s on the iteration line")

@@ -16,13 +16,18 @@ import numpy as np
 from megatron import log
 from megatron.data.gpt_dataset import CACHE_FORMAT, GPTDataset
 from megatron.data.index_cache import IndexArrays, IndexCache
-from megatron.data.index_helpers import MAX_DATASETS, build_blending_indices, build_exhaustive_blending_indices
+from megatron.data.index_helpers import build_blending_indices, build_exhaustive_blending_indices
 
 LOGGER = "megatron.core.datasets.blended_dataset"
 INDEX_NAMES = ("dataset_index", "dataset_sample_index")
 SPLITS = ("train", "valid", "test")
-Blend = tuple[list[str], list[float] | None]  # prefixes, and weights if the user gave any
+EPOCHS = "epochs:"
+Blend = tuple[list[str], list[float] | None]  # prefixes, and weights (or EpochCounts) if the user gave any
 SplitMatrix = list[tuple[float, float] | None]
+
+
+class EpochCounts(list):
+    """How often each data set is read: what a blend has in the place of weights where the user wrote `epochs:`."""
 
 
 def parse_split(split: str) -> SplitMatrix:
@@ -58,11 +63,14 @@ def normalize(weights: Sequence[float]) -> list[float]:
 
 def parse_blend(items: Sequence[str], flag: str = "--data-path") -> Blend:
     """megatron-core's grammar: an odd number of items, or no weight where pairs would have one, is prefixes; else
-    pairs of weight and prefix. Raises ValueError for a mixture and for weights that are not positive numbers.
+    pairs of weight and prefix. Ours: `epochs:2` in the place of every weight is how often the data are read. Raises
+    ValueError for a mixture and for weights that are not positive numbers.
     """
     items = [str(item).strip() for item in items]
     if not items or not all(items):
         raise ValueError(f"{flag}: names no data; give prefixes, or pairs of weight and prefix")
+    if any(item.startswith(EPOCHS) for item in items):
+        return _parse_epochs(items, flag)
     weights = [_as_float(item) for item in items[::2]]
     if len(items) % 2 == 1 or all(weight is None for weight in weights):
         return items, None
@@ -72,6 +80,14 @@ def parse_blend(items: Sequence[str], flag: str = "--data-path") -> Blend:
         if not 0 < weight < math.inf:
             raise ValueError(f"{flag}: weight {item} must be a positive number; leave out data that is not wanted")
     return items[1::2], weights
+
+
+def _parse_epochs(items: Sequence[str], flag: str) -> Blend:
+    counts = [_as_float(item.removeprefix(EPOCHS)) if item.startswith(EPOCHS) else None for item in items[::2]]
+    for item, count in zip(items[::2], counts, strict=True):
+        if count is None or not 0 < count < math.inf or len(items) % 2:
+            raise ValueError(f"{flag}: {item} stands where epochs are expected; give pairs such as epochs:2 PREFIX")
+    return items[1::2], EpochCounts(counts)
 
 
 def _as_float(word: str) -> float | None:
@@ -136,8 +152,6 @@ class BlendedDataset:
         surplus: float = 0.005,
     ) -> None:
         assert len(datasets) == len(weights) > 0
-        if len(datasets) > MAX_DATASETS:
-            raise ValueError(f"--data-path: {len(datasets)} datasets; a blend can have {MAX_DATASETS}: merge some")
         if not all(0 < weight < math.inf for weight in weights):
             raise ValueError(f"--data-path: weights {list(weights)} must all be positive numbers")
         if size is not None and size < 1:
@@ -167,14 +181,22 @@ class BlendedDataset:
         return indices
 
     def _build(self, cache: IndexCache | None) -> IndexArrays:
-        save = cache is not None and cache.writable()
-        log.info(LOGGER, f"Build {'and save ' if save else ''}the BlendedDataset indices")
+        if cache is None or not cache.writable():
+            log.info(LOGGER, "Build the BlendedDataset indices")
+            return IndexArrays(self._arrays())
+        with cache.building("BlendedDataset", self._cache_key()):
+            found = self._load(cache)  # by another process, while this one waited
+            if found is not None:
+                return found
+            log.info(LOGGER, "Build and save the BlendedDataset indices")
+            return cache.store("BlendedDataset", self._cache_key(), self._arrays())
+
+    def _arrays(self) -> dict[str, np.ndarray]:
         if self.size is None:
             indices = build_exhaustive_blending_indices(self.weights)
         else:
             indices = build_blending_indices(self.weights, self.size)
-        arrays = dict(zip(INDEX_NAMES, indices, strict=True))
-        return cache.store("BlendedDataset", self._cache_key(), arrays) if save else IndexArrays(arrays)
+        return dict(zip(INDEX_NAMES, indices, strict=True))
 
     def _cache_key(self) -> str:
         return json.dumps(self.description, indent=4)
@@ -190,7 +212,7 @@ class BlendedDataset:
 
     @property
     def dataset_index(self) -> np.ndarray:
-        """int16 [n]: the dataset sample i comes from."""
+        """int16 (int32 beyond 32,766 datasets) [n]: the dataset sample i comes from."""
         return self._indices["dataset_index"]
 
     @property

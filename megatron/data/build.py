@@ -9,11 +9,14 @@ import os
 from collections.abc import Sequence
 from typing import Protocol
 
+import numpy as np
+
 from megatron import log
 from megatron.data.blended_dataset import (
     SPLITS,
     Blend,
     BlendedDataset,
+    EpochCounts,
     SplitMatrix,
     blend_sizes,
     normalize,
@@ -23,14 +26,20 @@ from megatron.data.blended_dataset import (
     read_split_blends,
     split_range,
 )
+from megatron.data.data_paths import expand
+from megatron.data.epoch_build import Before, EpochBuilder
+from megatron.data.epoch_dataset import EpochBlend
 from megatron.data.gpt_dataset import GPTDataset, MockGPTDataset, MockSequences, TokenSequences, open_corpus
 from megatron.data.index_cache import IndexCache
+from megatron.data.plan_table import Row
+from megatron.data.token_files import read_token_files
 
 LOGGER = "megatron.core.datasets.blended_megatron_dataset_config"
 DEFAULT_SPLIT = "969, 30, 1"
 MOCK_SPLIT = "1,1,1"
-Dataset = GPTDataset | BlendedDataset
+Dataset = GPTDataset | BlendedDataset | EpochBlend
 ORDER_FORMAT = 1
+SHOWN = 300  # characters of a value that differs: there may be thousands of data sets
 
 # Which flag, or what else, a key of the data order comes from.
 ORDER_REMEDIES = {
@@ -40,6 +49,8 @@ ORDER_REMEDIES = {
     "num_epochs": "--train-iters, --train-samples, --eval-iters, --eval-interval or --global-batch-size",
     "separate_last_epoch": "--train-iters, --train-samples, --eval-iters, --eval-interval or --global-batch-size",
     "weights": "--data-path",
+    "since": "--data-path",
+    "taken": "--data-path",
     "exhaustive": "--data-path",
     "kind": "--data-path or --mock-data",
     "corpus": "the data files",
@@ -64,6 +75,7 @@ class DataFlags(Protocol):
     mock_data: bool
     split: str | None
     data_cache_path: str | None
+    data_order: str
     mid_level_dataset_surplus: float
 
 
@@ -108,26 +120,84 @@ def build_train_valid_test_datasets(
     vocab_size: int,
     eod: int,
     check_tokens: bool = True,
+    before: Before | None = None,
+    rows: list[Row] | None = None,
 ) -> tuple[Dataset | None, Dataset | None, Dataset | None]:
     """The datasets of train, valid and test, None where the flags give a split nothing or `sizes` asks for 0 samples.
 
     `sizes` are the samples needed (`megatron.config.plan.Targets`); None means one epoch. `vocab_size` is the tokenizer's
     and `eod` its end-of-document id: mock data is made of them, and with `check_tokens` the head of each corpus is
-    compared with them.
+    compared with them. `before` is where a run in epoch order is resumed; `rows`, if given, gets the table of the plan.
 
-    Every rank may call this at once; for one to build and the others to load, let it finish first. Raises
-    ValueError or FileNotFoundError with flag or file, what is wrong and what to do.
+    Every rank may call this at once: of those that share a cache one builds, the others wait for it. Raises ValueError
+    or FileNotFoundError with flag or file, what is wrong and what to do.
     """
     sizes = [None if size is None else int(size) for size in sizes]
     if sizes[0] is not None and sizes[0] < 1:
         raise ValueError(f"--train-iters, --train-samples: make {sizes[0]} training samples; at least 1 is needed")
-    builder = _Builder(data, sequence_length, seed, vocab_size if check_tokens else None)
     blends = read_blends(data)
-    if blends is None:
-        return builder.mock(sizes, vocab_size, eod)
+    known = vocab_size if check_tokens else None
+    if data.data_order == "epoch" and blends is not None:
+        found, table = _in_epochs(data, blends, EpochBuilder(sequence_length, seed, known, before), sizes)
+    else:
+        builder = _Builder(data, sequence_length, seed, known)
+        if blends is None:
+            found = builder.mock(sizes, vocab_size, eod)
+        elif isinstance(blends, tuple):
+            found = builder.one_source(_members_of(blends), sizes)
+        else:
+            found = builder.one_source_per_split([blend and _members_of(blend) for blend in blends], sizes)
+        table = [row for dataset, size in zip(found, sizes, strict=True) for row in plan_rows(dataset, size)]
+    if rows is not None:
+        rows += table
+    return found
+
+
+def _in_epochs(
+    data: DataFlags, blends: Blend | list[Blend | None], builder: EpochBuilder, sizes: Sequence[int | None]
+) -> tuple[tuple[EpochBlend | None, ...], list[Row]]:
+    """The datasets of `--data-order epoch`, and their rows of the plan."""
     if isinstance(blends, tuple):
-        return builder.one_source(blends, sizes)
-    return builder.one_source_per_split(blends, sizes)
+        matrix = parse_split(data.split or DEFAULT_SPLIT)
+        log.info(LOGGER, f"Let split_matrix = {matrix}")
+        found = builder.one_source(blends, matrix, sizes)
+    else:
+        found = [
+            None if blend is None or size == 0 else builder.one_split(blend, number, size)
+            for number, (blend, size) in enumerate(zip(blends, sizes, strict=True))
+        ]
+    return tuple(found), builder.rows
+
+
+def _members_of(blend: Blend) -> Blend:
+    """A blend for Megatron's order: each directory or pattern is replaced by the pairs it names, which share its weight
+    in proportion to their tokens. Raises ValueError for epochs, which that order cannot keep."""
+    words, weights = blend
+    if isinstance(weights, EpochCounts):
+        raise ValueError("--data-path epochs: is kept by --data-order epoch only; add it, or give weights")
+    prefixes = [expand(word) for word in words]
+    if weights is None:
+        return [prefix for some in prefixes for prefix in some], None
+    shares: list[float] = []
+    for some, weight in zip(prefixes, weights, strict=True):
+        tokens = [1] if len(some) == 1 else [file.tokens for file in read_token_files(some, ())]
+        shares += [weight * count / sum(tokens) for count in tokens]
+    return [prefix for some in prefixes for prefix in some], shares
+
+
+def plan_rows(dataset: Dataset | None, size: int | None) -> list[Row]:
+    """What a run reads of each corpus of a dataset in Megatron's order, if it reads `size` samples of it."""
+    if dataset is None or isinstance(dataset, MockGPTDataset):
+        return []
+    members, counts = [dataset], [len(dataset) if size is None else size]
+    if isinstance(dataset, BlendedDataset):
+        members = dataset.datasets
+        counts = np.bincount(dataset.dataset_index[:size], minlength=len(members)).tolist()
+    return [
+        Row(dataset.index_split, member.corpus.path_prefix, member.num_documents, member.plan.tokens_per_epoch, count,
+            member.sequence_length)
+        for member, count in zip(members, counts, strict=True)
+    ]  # fmt: skip
 
 
 class _Builder:
@@ -267,15 +337,18 @@ def data_order_fingerprint(
     return found
 
 
-def data_order_differences(saved: dict[str, object], now: dict[str, object]) -> list[str]:
+def data_order_differences(saved: dict[str, object], now: dict[str, object], other_mix: bool = False) -> list[str]:
     """One line for each key in which two data orders differ, with both values and what to look at; [] if they agree.
 
-    A split that one of the two runs does not read is no difference.
+    A split that one of the two runs does not read is no difference, nor is, with `other_mix`, the mix of training data in
+    epoch order.
     """
     lines = []
     for name in sorted(saved.keys() | now.keys()):
         before, after = saved.get(name), now.get(name)
         if name in ("train", "valid") and (before is None or after is None):
+            continue
+        if other_mix and name == "train" and before["kind"] == after["kind"] == "EpochBlend":
             continue
         lines += _differences(name, before, after, "")
     return lines
@@ -298,4 +371,9 @@ def _differences(key: str, before: object, after: object, remedy: str) -> list[s
         ]
     if before == after:
         return []
-    return [f"{key}: {before} in the checkpoint, {after} now" + (f" ({remedy})" if remedy else "")]
+    return [f"{key}: {_short(before)} in the checkpoint, {_short(after)} now" + (f" ({remedy})" if remedy else "")]
+
+
+def _short(value: object) -> str:
+    text = str(value)
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."

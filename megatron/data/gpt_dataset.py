@@ -13,7 +13,7 @@ import numpy as np
 
 from megatron import log
 from megatron.data.index_cache import IndexArrays, IndexCache
-from megatron.data.index_helpers import build_sample_index
+from megatron.data.index_helpers import build_sample_index, document_index_dtype
 from megatron.data.indexed_dataset import IndexedDataset
 
 LOGGER = "megatron.core.datasets.gpt_dataset"
@@ -31,11 +31,11 @@ class TokenSequences(Protocol):
 
     def __len__(self) -> int: ...
 
-    def get(self, index: int, offset: int = 0, length: int | None = None) -> np.ndarray:
-        """`length` tokens of sequence `index` from `offset` on."""
+    def gather(self, sequences: np.ndarray, offset: int, end: int) -> np.ndarray:
+        """Sequences one after the other, int64: of the first from token `offset` on, of the last those before `end`."""
 
     def check(self) -> None:
-        """Raise ValueError if what `get` would return is not what was written."""
+        """Raise ValueError if what `gather` would return is not what was written."""
 
 
 @dataclass(frozen=True)
@@ -76,11 +76,13 @@ def build_indices(
 ) -> dict[str, np.ndarray]:
     """The three indices of one split, in megatron-core's order of random calls (documents first, then samples).
 
-    `lengths` int32 [all sequences]; `sequences` are those of the split. Returns document_index int32
-    [epochs * sequences], sample_index [n + 1, 2], shuffle_index uint32 (int64 from 2**32 - 2 samples on) [n].
+    `lengths` int32 [all sequences]; `sequences` are those of the split. Returns document_index int32 (int64
+    beyond 2**31 sequences) [epochs * sequences], sample_index [n + 1, 2], shuffle_index uint32 (int64 from 2**32 - 2
+    samples on) [n].
     """
     random = np.random.RandomState(seed)
-    epoch = np.arange(sequences.start, sequences.stop, dtype=np.int32)
+    dtype = document_index_dtype(sequences.stop)
+    epoch = np.arange(sequences.start, sequences.stop, dtype=dtype)
     copies = [plan.num_epochs - 1, 1] if plan.separate_last_epoch else [plan.num_epochs]
     parts = [np.tile(epoch, n) for n in copies]
     for part in parts:
@@ -206,18 +208,23 @@ class GPTDataset:
 
     def _build(self, cache: IndexCache | None) -> IndexArrays:
         kind, description = self._cache_key()
-        save = cache is not None and cache.writable()
-        log.info(LOGGER, f"Build {'and save ' if save else ''}the {kind} {self.index_split} indices")
+        if cache is None or not cache.writable():
+            log.info(LOGGER, f"Build the {kind} {self.index_split} indices")
+            return IndexArrays(self._arrays())
+        with cache.building(kind, description):
+            found = self._load(cache)  # by another process, while this one waited
+            if found is not None:
+                return found
+            log.info(LOGGER, f"Build and save the {kind} {self.index_split} indices")
+            arrays = self._arrays()
+            for name in INDEX_NAMES:
+                file = f"{cache.stem(kind, description)}-{name}.npy"
+                log.info(LOGGER, f"\tBuild and save the {name.replace('_', ' ')} to {file}")
+            return cache.store(kind, description, arrays)
+
+    def _arrays(self) -> dict[str, np.ndarray]:
         self.corpus.check()
-        arrays = build_indices(
-            self.corpus.sequence_lengths, self.sequences, self.sequence_length, self.seed, self.plan
-        )
-        if not save:
-            return IndexArrays(arrays)
-        for name in INDEX_NAMES:
-            file = f"{cache.stem(kind, description)}-{name}.npy"
-            log.info(LOGGER, f"\tBuild and save the {name.replace('_', ' ')} to {file}")
-        return cache.store(kind, description, arrays)
+        return build_indices(self.corpus.sequence_lengths, self.sequences, self.sequence_length, self.seed, self.plan)
 
     def _cache_key(self) -> tuple[str, str]:
         return type(self).__name__, json.dumps(self.description, indent=4)
@@ -237,32 +244,38 @@ class GPTDataset:
         """[n]: the row of sample_index that sample i is."""
         return self._indices["shuffle_index"]
 
+    @property
+    def num_documents(self) -> int:
+        """Documents that begin among the sequences of this split."""
+        starts = self.corpus.document_indices
+        first, stop = np.searchsorted(starts[:-1], [self.sequences.start, self.sequences.stop])
+        return int(stop - first)
+
     def __len__(self) -> int:
         return self.plan.num_samples
 
+    def _read(self, index: int) -> tuple[np.ndarray, int, int]:
+        """(the sequences of sample `index`, where it begins in the first, where it ends in the last)."""
+        if not 0 <= index < self.plan.num_samples:
+            raise IndexError(f"{self.index_split} sample {index} of {len(self)}")
+        indices = self._indices
+        row = indices["shuffle_index"][index]
+        (first, offset), (last, end) = indices["sample_index"][row : row + 2].tolist()
+        return indices["document_index"][first : last + 1], offset, end + 1
+
     def locate(self, index: int) -> list[tuple[int, int, int]]:
         """Where the tokens of sample `index` lie: pieces of (sequence in the .idx, token offset, length)."""
-        if not 0 <= index < len(self):
-            raise IndexError(f"{self.index_split} sample {index} of {len(self)}")
-        row = int(self.shuffle_index[index])
-        (first, offset), (last, end) = self.sample_index[row : row + 2].tolist()
-        documents = self.document_index[first : last + 1]
-        if first == last:
-            return [(int(documents[0]), offset, end - offset + 1)]
+        documents, offset, end = self._read(index)
         lengths = self.corpus.sequence_lengths[documents].tolist()
+        lengths[-1] = end
         lengths[0] -= offset
-        lengths[-1] = end + 1
-        starts = [offset] + [0] * (last - first)
+        starts = [offset] + [0] * (len(lengths) - 1)
         return [piece for piece in zip(documents.tolist(), starts, lengths, strict=True) if piece[2] > 0]
 
     def __getitem__(self, index: int) -> np.ndarray:
         """The tokens of sample `index`: int64 [sequence_length + 1]; tokens are [:-1], labels [1:]."""
-        tokens = np.empty(self.sequence_length + 1, np.int64)
-        filled = 0
-        for sequence, offset, length in self.locate(index):
-            tokens[filled : filled + length] = self.corpus.get(sequence, offset, length)
-            filled += length
-        assert filled == len(tokens)
+        tokens = self.corpus.gather(*self._read(index))
+        assert len(tokens) == self.sequence_length + 1
         return tokens
 
     def order(self) -> dict[str, object]:
@@ -313,6 +326,13 @@ class MockSequences:
             tokens[-1] = self.eod
         return tokens
 
+    def gather(self, sequences: np.ndarray, offset: int, end: int) -> np.ndarray:
+        """Sequences one after the other: of the first the tokens from `offset` on, of the last those before `end`."""
+        parts = [self.get(number) for number in sequences.tolist()]
+        parts[-1] = parts[-1][:end]
+        parts[0] = parts[0][offset:]
+        return np.concatenate(parts)
+
     def check(self) -> None:
         """Nothing can be damaged."""
 
@@ -330,7 +350,7 @@ def open_corpus(prefix: str, vocab_size: int | None = None) -> IndexedDataset:
     if corpus.dtype.kind not in "iu":
         raise ValueError(f"{prefix}.idx: holds {corpus.dtype.name}, not token ids; preprocess text into it")
     if vocab_size is not None:
-        low, high = corpus.min_token_id(), corpus.max_token_id()
+        low, high = corpus.id_range()
         if low < 0 or high >= vocab_size:
             raise ValueError(
                 f"{prefix}.bin: holds token ids {low} .. {high}, the vocabulary has {vocab_size}; "

@@ -28,15 +28,15 @@ using Array = py::array_t<T, py::array::c_style>;
 constexpr int64_t kAhead = 24;  // how far the lengths of shuffled documents are fetched ahead
 
 // Row r of `rows` [n + 1, 2] is where token r * sequence_length lies: (place in `documents`, offset in that document).
-template <typename Row>
-void fill_sample_index(const Array<int32_t>& lengths, const Array<int32_t>& documents, const int64_t sequence_length,
+template <typename Document, typename Row>
+void fill_sample_index(const Array<int32_t>& lengths, const Array<Document>& documents, const int64_t sequence_length,
                        Array<Row>& rows) {
   if (rows.ndim() != 2 || rows.shape(0) < 1 || rows.shape(1) != 2 || sequence_length < 1) {
     throw std::invalid_argument("rows must have shape [n + 1, 2] and sequence_length must be positive");
   }
   const int64_t known = lengths.size(), entries = documents.size(), last = rows.shape(0) - 1;
   const int32_t* length = lengths.data();
-  const int32_t* document = documents.data();
+  const Document* document = documents.data();
   Row* row = rows.mutable_data();
   py::gil_scoped_release release;
   row[0] = row[1] = 0;
@@ -58,7 +58,8 @@ void fill_sample_index(const Array<int32_t>& lengths, const Array<int32_t>& docu
 
 // Sample i comes from the first dataset whose share so far lags most: weight * max(i, 1) - taken.
 // With `limit`, a dataset that has given limit[d] samples gives no more.
-void fill_greedy(const std::vector<double>& weights, const int64_t* limit, const int64_t size, int16_t* dataset,
+template <typename Id>
+void fill_greedy(const std::vector<double>& weights, const int64_t* limit, const int64_t size, Id* dataset,
                  int64_t* sample) {
   const int64_t count = static_cast<int64_t>(weights.size());
   std::vector<int64_t> taken(weights.size(), 0), open(weights.size());
@@ -76,33 +77,35 @@ void fill_greedy(const std::vector<double>& weights, const int64_t* limit, const
       }
     }
     if (chosen < 0) throw std::invalid_argument("no dataset is left to draw from");
-    dataset[i] = static_cast<int16_t>(chosen);
+    dataset[i] = static_cast<Id>(chosen);
     sample[i] = taken[chosen]++;
     if (limit && taken[chosen] == limit[chosen]) open.erase(std::find(open.begin(), open.end(), chosen));
   }
 }
 
-void check_blend(const int64_t datasets, const Array<int16_t>& dataset_index, const Array<int64_t>& sample_index) {
-  if (datasets < 1 || datasets > std::numeric_limits<int16_t>::max() || dataset_index.size() != sample_index.size()) {
-    throw std::invalid_argument("a blend needs 1 to 32767 datasets and two index arrays of one size");
+template <typename Id>
+void check_blend(const int64_t datasets, const Array<Id>& dataset_index, const Array<int64_t>& sample_index) {
+  if (datasets < 1 || datasets > std::numeric_limits<Id>::max() || dataset_index.size() != sample_index.size()) {
+    throw std::invalid_argument("a blend needs at least one dataset, ids that hold them and two index arrays of one size");
   }
 }
 
-void fill_blending(const Array<double>& weights, Array<int16_t>& dataset_index, Array<int64_t>& sample_index) {
+template <typename Id>
+void fill_blending(const Array<double>& weights, Array<Id>& dataset_index, Array<int64_t>& sample_index) {
   check_blend(weights.size(), dataset_index, sample_index);
   const std::vector<double> share(weights.data(), weights.data() + weights.size());
-  int16_t* dataset = dataset_index.mutable_data();
+  Id* dataset = dataset_index.mutable_data();
   int64_t* sample = sample_index.mutable_data();
   const int64_t size = dataset_index.size();
   py::gil_scoped_release release;
   fill_greedy(share, nullptr, size, dataset, sample);
 }
 
-void fill_exhaustive_blending(const Array<int64_t>& sizes, Array<int16_t>& dataset_index,
-                              Array<int64_t>& sample_index) {
+template <typename Id>
+void fill_exhaustive_blending(const Array<int64_t>& sizes, Array<Id>& dataset_index, Array<int64_t>& sample_index) {
   check_blend(sizes.size(), dataset_index, sample_index);
   const int64_t* limit = sizes.data();
-  int16_t* dataset = dataset_index.mutable_data();
+  Id* dataset = dataset_index.mutable_data();
   int64_t* sample = sample_index.mutable_data();
   const int64_t size = dataset_index.size();
   std::vector<double> share(sizes.size());
@@ -113,17 +116,29 @@ void fill_exhaustive_blending(const Array<int64_t>& sizes, Array<int16_t>& datas
   fill_greedy(share, limit, size, dataset, sample);
 }
 
+template <typename Document, typename Row>
+void define_sample_index(py::module_& m) {
+  m.def("fill_sample_index", &fill_sample_index<Document, Row>, py::arg("lengths").noconvert(),
+        py::arg("documents").noconvert(), py::arg("sequence_length"), py::arg("rows").noconvert());
+}
+
+template <typename Id>
+void define_blending(py::module_& m) {
+  m.def("fill_blending", &fill_blending<Id>, py::arg("weights").noconvert(), py::arg("dataset_index").noconvert(),
+        py::arg("sample_index").noconvert());
+  m.def("fill_exhaustive_blending", &fill_exhaustive_blending<Id>, py::arg("sizes").noconvert(),
+        py::arg("dataset_index").noconvert(), py::arg("sample_index").noconvert());
+}
+
 }  // namespace
 
 PYBIND11_MODULE(helpers_cpp, m) {
   m.doc() = "Sample index and blending; see megatron/data/index_helpers.py.";
-  m.attr("INTERFACE") = 1;  // raise it here and in index_helpers.py when a function changes
-  m.def("fill_sample_index", &fill_sample_index<int32_t>, py::arg("lengths").noconvert(),
-        py::arg("documents").noconvert(), py::arg("sequence_length"), py::arg("rows").noconvert());
-  m.def("fill_sample_index", &fill_sample_index<int64_t>, py::arg("lengths").noconvert(),
-        py::arg("documents").noconvert(), py::arg("sequence_length"), py::arg("rows").noconvert());
-  m.def("fill_blending", &fill_blending, py::arg("weights").noconvert(), py::arg("dataset_index").noconvert(),
-        py::arg("sample_index").noconvert());
-  m.def("fill_exhaustive_blending", &fill_exhaustive_blending, py::arg("sizes").noconvert(),
-        py::arg("dataset_index").noconvert(), py::arg("sample_index").noconvert());
+  m.attr("INTERFACE") = 2;  // raise it here and in index_helpers.py when a function changes
+  define_sample_index<int32_t, int32_t>(m);
+  define_sample_index<int32_t, int64_t>(m);
+  define_sample_index<int64_t, int32_t>(m);
+  define_sample_index<int64_t, int64_t>(m);
+  define_blending<int16_t>(m);
+  define_blending<int32_t>(m);
 }

@@ -7,10 +7,12 @@ used only if its description equals the wanted one to the letter. No pickle is r
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import hashlib
 import os
 import uuid
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -37,6 +39,20 @@ class IndexArrays:
 
 def _map_array(path: str) -> np.ndarray:
     return np.asarray(np.load(path, mmap_mode="r", allow_pickle=False))
+
+
+def _locked(path: str) -> int:
+    """An open file that this process alone has locked, and that still is the one called `path`. Raises OSError."""
+    while True:
+        file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            if os.path.exists(path) and os.path.samestat(os.fstat(file), os.stat(path)):
+                return file
+        except BaseException:
+            os.close(file)
+            raise
+        os.close(file)  # its owner removed it while we waited
 
 
 class IndexCache:
@@ -97,6 +113,25 @@ class IndexCache:
             self._refuse(error)
             return IndexArrays(arrays)
         return self.load(kind, description, arrays) or IndexArrays(arrays)
+
+    @contextlib.contextmanager
+    def building(self, kind: str, description: str) -> Iterator[None]:
+        """While one process builds an entry, others that want the same one wait here; then they find it.
+
+        The kernel lets go of the lock of a process that ends, however it ends. Where the filesystem has no locks, all
+        build at once, which costs time and harms nothing.
+        """
+        path = os.path.join(self.folder, f"{self.stem(kind, description)}.lock")
+        try:
+            file = _locked(path)
+        except OSError:
+            yield
+            return
+        try:
+            yield
+        finally:
+            Path(path).unlink(missing_ok=True)  # before it is let go: see _locked
+            os.close(file)
 
     def _refuse(self, error: OSError) -> None:
         if self.flag:

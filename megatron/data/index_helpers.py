@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-INTERFACE = 1  # an installed build of an older helpers.cpp may be found beside a newer checkout
+INTERFACE = 2  # an installed build of an older helpers.cpp may be found beside a newer checkout
 
 try:
     from megatron.data import helpers_cpp as _cpp
@@ -22,7 +22,17 @@ else:
         _cpp, REASON = None, f"{_cpp.__file__} was built from other source; pip install . builds it anew"
 IMPLEMENTATION = "C++" if _cpp else "numpy"
 
-MAX_DATASETS = 32766  # Megatron's limit: dataset ids are int16
+NARROW_DATASETS = 32766  # so many have ids of int16, as in Megatron; more have int32
+
+
+def dataset_index_dtype(datasets: int) -> np.dtype:
+    """int16 where Megatron has it, int32 for blends of more datasets than it can hold."""
+    return np.dtype(np.int16 if datasets <= NARROW_DATASETS else np.int32)
+
+
+def document_index_dtype(sequences: int) -> np.dtype:
+    """int32 where Megatron has it, int64 for more than 2**31 sequences."""
+    return np.dtype(np.int32 if sequences <= 1 << 31 else np.int64)
 
 
 def sample_index_dtype(document_entries: int, longest: int) -> np.dtype:
@@ -35,25 +45,26 @@ def build_sample_index(
 ) -> np.ndarray:
     """Where each sample starts: int32 or int64 [num_samples + 1, 2].
 
-    `lengths` int32 [S] are tokens per sequence, `document_index` int32 [entries] the order they are read in. Row r is
-    (place in document_index, token offset) of token r * sequence_length; neighbours share one token, the label of the
-    last token of one sample. Source: Megatron's build_sample_idx. Raises ValueError if there are too few tokens.
+    `lengths` int32 [S] are tokens per sequence, `document_index` int32 or int64 [entries] the order they are read in.
+    Row r is (place in document_index, token offset) of token r * sequence_length; neighbours share one token, the label
+    of the last token of one sample. Source: Megatron's build_sample_idx. Raises ValueError if there are too few tokens.
     """
     longest = int(lengths.max()) if len(lengths) else 0
     rows = np.empty((num_samples + 1, 2), sample_index_dtype(len(document_index), longest))
     lengths = np.require(lengths, np.int32, ["C", "A"])
-    document_index = np.require(document_index, np.int32, ["C", "A"])
+    wide = np.int64 if document_index.dtype.itemsize > 4 else np.int32
+    document_index = np.require(document_index, wide, ["C", "A"])
     (_cpp.fill_sample_index if _cpp else fill_sample_index)(lengths, document_index, sequence_length, rows)
     return rows
 
 
 def build_blending_indices(weights: Sequence[float], size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Which dataset (int16 [size]) and which of its samples (int64 [size]) sample i of a weighted blend is.
+    """Which dataset (int16 or int32 [size]) and which of its samples (int64 [size]) sample i of a weighted blend is.
 
     `weights` sum to 1. Sample i is the next one of the first dataset that maximises weight * max(i, 1) - taken in
     float64. Source: Megatron's build_blending_indices.
     """
-    dataset_index, sample_index = np.empty(size, np.int16), np.empty(size, np.int64)
+    dataset_index, sample_index = np.empty(size, dataset_index_dtype(len(weights))), np.empty(size, np.int64)
     (_cpp.fill_blending if _cpp else fill_blending)(np.array(weights, np.float64), dataset_index, sample_index)
     return dataset_index, sample_index
 
@@ -61,7 +72,7 @@ def build_blending_indices(weights: Sequence[float], size: int) -> tuple[np.ndar
 def build_exhaustive_blending_indices(sizes: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
     """Like `build_blending_indices` for weights in proportion to `sizes`, using every sample of each dataset once."""
     total = int(sum(sizes))
-    dataset_index, sample_index = np.empty(total, np.int16), np.empty(total, np.int64)
+    dataset_index, sample_index = np.empty(total, dataset_index_dtype(len(sizes))), np.empty(total, np.int64)
     fill = _cpp.fill_exhaustive_blending if _cpp else fill_exhaustive_blending
     fill(np.array(sizes, np.int64), dataset_index, sample_index)
     return dataset_index, sample_index

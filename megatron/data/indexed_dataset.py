@@ -1,4 +1,4 @@
-"""The `.bin` / `.idx` pair of a tokenized corpus: read zero-copy, written whole or not at all.
+"""The `.bin` / `.idx` pair of a tokenized corpus: read piece by piece, written whole or not at all.
 
 It knows bytes, sequences and documents; it must not know tokenizers, splits, epochs or samples.
 """
@@ -8,11 +8,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
-import mmap
 import os
 import shutil
 import struct
 import uuid
+import weakref
 from array import array
 from pathlib import Path
 from types import TracebackType
@@ -20,6 +20,7 @@ from types import TracebackType
 import numpy as np
 
 from megatron import log
+from megatron.data.file_access import map_file, open_to_read, read_at
 
 LOGGER = "megatron.core.datasets.indexed_dataset"
 MAGIC = b"MMIDIDX\x00\x00"
@@ -29,6 +30,7 @@ DTYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 
 CODES = {np.dtype(name): code for code, name in DTYPES.items()}
 BLOCK = 1 << 20  # entries looked at together, so that a check of a huge index needs little memory
 PROBES, PROBE_BYTES = 16, 4096
+MANY_BYTES = 64 << 20  # read together where all tokens are looked at
 REMEDY = "copy the file again, or make the pair anew with tools/preprocess_data.py"
 
 
@@ -68,21 +70,12 @@ def _missing(prefix: str, path: str) -> FileNotFoundError:
     return FileNotFoundError(f"{path}: no such file; {hint}")
 
 
-def _map(path: str) -> mmap.mmap | bytes:
-    """The bytes of a file, mapped read-only (an empty file cannot be mapped)."""
-    try:
-        with open(path, "rb") as file:
-            if os.fstat(file.fileno()).st_size == 0:
-                return b""
-            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    except OSError as error:
-        raise ValueError(f"{path}: cannot be read ({error.strerror}); check its permissions") from error
-
-
 class IndexedDataset:
-    """A corpus of `len(self)` token sequences, memory-mapped.
+    """A corpus of `len(self)` token sequences.
 
-    Opening does constant-time checks only; `check` reads the whole index. Sources: Megatron-LM's format.
+    The index is memory-mapped; tokens are read by system calls, since those report a failing disk or a file cut short
+    as errors, where mapped memory ends the process. Opening does constant-time checks only; `check` reads the whole
+    index. Sources: Megatron-LM's format.
 
     Attributes: `sequence_lengths` int32 [S] in tokens, `sequence_pointers` int64 [S] in bytes, `document_indices`
     int64 [documents + 1] (sequence number each document starts at), `dtype`, `bin_bytes`, `path_prefix`.
@@ -98,12 +91,12 @@ class IndexedDataset:
                 raise _missing(self.path_prefix, path)
         if announce:
             log.info(LOGGER, f"Load the _IndexReader from {self.idx_file}")
-        index = _map(self.idx_file)
+        index = memoryview(map_file(self.idx_file))
         self.dtype, sequences, entries = self._read_header(index)
         self._read_arrays(index, sequences, entries)
-        tokens = _map(self.bin_file)
-        self.bin_bytes = len(tokens)
-        self._tokens = np.frombuffer(tokens, self.dtype, count=self.bin_bytes // self.dtype.itemsize)
+        self._bin = open_to_read(self.bin_file)
+        weakref.finalize(self, os.close, self._bin)
+        self.bin_bytes = os.fstat(self._bin).st_size
         self._check_ends()
         if announce:
             for what in ("sequence lengths", "sequence pointers", "document indices"):
@@ -111,7 +104,7 @@ class IndexedDataset:
             log.info(LOGGER, f"> total number of sequences: {len(self)}")
             log.info(LOGGER, f"> total number of documents: {self.num_documents}")
 
-    def _read_header(self, index: mmap.mmap | bytes) -> tuple[np.dtype, int, int]:
+    def _read_header(self, index: memoryview) -> tuple[np.dtype, int, int]:
         if len(index) < HEADER.size:
             raise _damaged(self.idx_file, f"has {len(index)} bytes, its header alone needs {HEADER.size}")
         magic, version, code, sequences, entries = HEADER.unpack_from(index)
@@ -127,7 +120,7 @@ class IndexedDataset:
             raise _damaged(self.idx_file, f"{state}: {len(index)} bytes, its header asks for {expected}")
         return np.dtype(DTYPES[code]), sequences, entries
 
-    def _read_arrays(self, index: mmap.mmap | bytes, sequences: int, entries: int) -> None:
+    def _read_arrays(self, index: memoryview, sequences: int, entries: int) -> None:
         at = HEADER.size
         self._header = bytes(index[:at])
         self.sequence_lengths = np.frombuffer(index, "<i4", count=sequences, offset=at)
@@ -139,15 +132,23 @@ class IndexedDataset:
         documents, sequences = self.document_indices, len(self)
         if len(documents) == 0 or documents[0] != 0 or documents[-1] != sequences:
             raise _damaged(self.idx_file, f"its document index does not run from 0 to its {sequences} sequences")
-        if sequences:
-            end = int(self.sequence_pointers[-1]) + int(self.sequence_lengths[-1]) * self.dtype.itemsize
-            if end > self.bin_bytes:
-                raise _damaged(self.bin_file, f"has {self.bin_bytes} bytes, its index asks for {end}")
-            if end < self.bin_bytes:
-                log.warn_once(
-                    f"{self.bin_file}: has {self.bin_bytes} bytes, its index uses {end}; if the two were not written "
-                    "together the tokens are wrong: make the pair anew with tools/preprocess_data.py"
-                )
+        at = sequences - 1
+        while at > max(0, sequences - 1024) and self.sequence_lengths[at] == 0:
+            at -= 1
+        end = self._end(at, at + 1)
+        if end < self.bin_bytes:  # sequences may lie in any order
+            end = max(self._end(first, first + BLOCK) for first in range(0, max(1, sequences), BLOCK))
+        if end != self.bin_bytes:
+            raise _damaged(
+                self.bin_file,
+                f"has {self.bin_bytes} bytes, its index asks for {end}; one was cut short, or they are of two pairs",
+            )
+
+    def _end(self, first: int, stop: int) -> int:
+        """The byte where the last token of sequences first .. stop lies before; 0 without any."""
+        lengths = self.sequence_lengths[first:stop].astype(np.int64)
+        ends = self.sequence_pointers[first:stop] + lengths * self.dtype.itemsize
+        return int(ends.max(initial=0, where=lengths != 0))
 
     def check(self) -> None:
         """Read the whole index and raise ValueError if any sequence lies outside the token file."""
@@ -155,8 +156,8 @@ class IndexedDataset:
         for first in range(0, len(self), BLOCK):
             lengths = self.sequence_lengths[first : first + BLOCK].astype(np.int64)
             pointers = self.sequence_pointers[first : first + BLOCK]
-            ends = pointers + lengths * size
-            wrong = (lengths < 0) | (pointers < 0) | (pointers % size != 0) | (ends > self.bin_bytes)
+            wrong = (lengths < 0) | (pointers < 0) | (pointers % size != 0)
+            wrong |= pointers > self.bin_bytes - lengths * size
             if wrong.any():
                 at = int(wrong.argmax())
                 where = f"sequence {first + at} ({lengths[at]} tokens from byte {pointers[at]})"
@@ -174,8 +175,16 @@ class IndexedDataset:
         """The number of documents, empty ones included."""
         return len(self.document_indices) - 1
 
+    def document_of(self, sequence: int) -> tuple[int, int]:
+        """(the document that a sequence belongs to, tokens of that document before it)."""
+        document = int(np.searchsorted(self.document_indices, sequence, side="right")) - 1
+        return document, int(self.sequence_lengths[self.document_indices[document] : sequence].sum(dtype=np.int64))
+
     def get(self, index: int, offset: int = 0, length: int | None = None) -> np.ndarray:
-        """Tokens `offset .. offset + length` of sequence `index` (to its end without `length`): a read-only view."""
+        """Tokens `offset .. offset + length` of sequence `index` (to its end without `length`), read-only.
+
+        Raises IndexError for what the sequence does not have, ValueError where the file cannot give it.
+        """
         if not 0 <= index < len(self.sequence_lengths):
             raise IndexError(f"{self.path_prefix}: sequence {index} of {len(self)}")
         here = int(self.sequence_lengths[index])
@@ -183,25 +192,48 @@ class IndexedDataset:
             length = here - offset
         if offset < 0 or length < 0 or offset + length > here:
             raise IndexError(f"{self.path_prefix}: {length} tokens from {offset} of sequence {index}, which has {here}")
-        start = int(self.sequence_pointers[index]) // self.dtype.itemsize + offset
-        tokens = self._tokens[start : start + length]
-        if start < 0 or len(tokens) != length:
+        start = int(self.sequence_pointers[index]) + offset * self.dtype.itemsize
+        if start < 0 or start > self.bin_bytes - length * self.dtype.itemsize:
             raise _damaged(self.idx_file, f"sequence {index} lies outside {self.bin_file}")
-        return tokens
+        return self._read(start, length)
+
+    def _read(self, start: int, length: int) -> np.ndarray:
+        """`length` tokens from byte `start` of the token file on."""
+        data = read_at(self._bin, self.bin_file, start, length * self.dtype.itemsize)
+        return np.frombuffer(data, self.dtype)
+
+    def gather(self, sequences: np.ndarray, offset: int, end: int) -> np.ndarray:
+        """Sequences one after the other, int64: of the first the tokens from `offset` on, of the last those before `end`.
+
+        What one sample is made of, so it is read often: as few steps as do it.
+        """
+        size = self.dtype.itemsize
+        starts = self.sequence_pointers[sequences].tolist()
+        lengths = self.sequence_lengths[sequences].tolist()
+        lengths[-1] = end
+        starts[0] += offset * size
+        lengths[0] -= offset
+        parts = []
+        for start, length in zip(starts, lengths, strict=True):
+            if start < 0 or length < 0 or start + length * size > self.bin_bytes:
+                raise _damaged(self.idx_file, f"one of its sequences {sequences.tolist()} lies outside {self.bin_file}")
+            parts.append(read_at(self._bin, self.bin_file, start, length * size))
+        return np.frombuffer(b"".join(parts), self.dtype).astype(np.int64)
 
     def __getitem__(self, index: int) -> np.ndarray:
-        """All tokens of one sequence: a read-only view."""
+        """All tokens of one sequence, read-only."""
         return self.get(index)
 
-    def max_token_id(self, limit: int = 1 << 18) -> int:
-        """The largest token id among the first `limit` tokens of the file, -1 for an empty file."""
-        head = self._tokens[:limit]
-        return int(head.max()) if len(head) else -1
-
-    def min_token_id(self, limit: int = 1 << 18) -> int:
-        """The smallest token id among the first `limit` tokens of the file, 0 for an empty file."""
-        head = self._tokens[:limit]
-        return int(head.min()) if len(head) else 0
+    def id_range(self, limit: int | None = 1 << 18) -> tuple[int, int]:
+        """(smallest, largest) token id among the first `limit` tokens of the file (None: all), (0, -1) without any."""
+        size = self.dtype.itemsize
+        end = self.bin_bytes // size if limit is None else min(limit, self.bin_bytes // size)
+        if end == 0:
+            return 0, -1
+        step = MANY_BYTES // size
+        parts = (self._read(first * size, min(step, end - first)) for first in range(0, end, step))
+        ranges = [(int(part.min()), int(part.max())) for part in parts]
+        return min(low for low, _ in ranges), max(high for _, high in ranges)
 
     @functools.cached_property
     def identity(self) -> dict[str, int | str]:
@@ -217,7 +249,7 @@ class IndexedDataset:
         step = max(1, self.bin_bytes // PROBES // PROBE_BYTES) * PROBE_BYTES
         size = self.dtype.itemsize
         for start in range(0, self.bin_bytes, step):
-            pages.update(self._tokens[start // size : (start + PROBE_BYTES) // size].tobytes())
+            pages.update(self._read(start, min(PROBE_BYTES, self.bin_bytes - start) // size).tobytes())
         return {
             "sequences": len(self),
             "dtype": self.dtype.name,

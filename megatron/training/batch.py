@@ -1,7 +1,7 @@
 """One micro-batch: which samples it holds, and from their tokens to what the model takes. Knows no process group."""
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -109,16 +109,40 @@ def _stack(rows: list[np.ndarray]) -> torch.Tensor:
     return torch.from_numpy(np.stack(rows))
 
 
+def _stack_hashed(rows: list[tuple[np.ndarray, int]]) -> tuple[torch.Tensor, int]:
+    return _stack([tokens for tokens, _ in rows]), sum(value for _, value in rows)
+
+
 def _start_worker(worker: int) -> None:
     WorkerSignals().install()
     torch.set_num_threads(1)
 
 
-def load_samples(dataset: Any, micro_batches: Iterator[list[int]], num_workers: int,
-                 device: torch.device) -> Iterator[torch.Tensor]:
-    """Read micro-batches [b, s+1] in order, `num_workers` processes ahead (0: in this process)."""
+def load_samples(dataset: Any, micro_batches: Iterator[list[int]], num_workers: int, device: torch.device,
+                 on_hash: Callable[[int], None] | None = None) -> Iterator[torch.Tensor]:
+    """Read micro-batches [b, s+1] in order, `num_workers` processes ahead (0: in this process).
+
+    `on_hash`, for a dataset of pairs (tokens, hash), gets the sum of the hashes when a micro-batch is handed out. Raises
+    ValueError where data cannot be read, in one line also when it was a worker that met it.
+    """
     loader = torch.utils.data.DataLoader(
-        dataset, batch_sampler=micro_batches, num_workers=num_workers, collate_fn=_stack,
+        dataset, batch_sampler=micro_batches, num_workers=num_workers, collate_fn=_stack_hashed if on_hash else _stack,
         worker_init_fn=_start_worker, pin_memory=device.type == "cuda",
         multiprocessing_context="fork" if num_workers else None)
-    return iter(loader)
+    return _handed_out(iter(loader), on_hash)
+
+
+def _handed_out(batches: Iterator[Any], on_hash: Callable[[int], None] | None) -> Iterator[torch.Tensor]:
+    while True:
+        try:
+            batch = next(batches)
+        except StopIteration:
+            return
+        except (ValueError, OSError) as error:          # torch puts a worker's traceback before its message
+            text = str(error)
+            raise ValueError(text.strip().rpartition("\n")[2].partition(": ")[2]
+                             if text.startswith("Caught ") else text) from error
+        if on_hash:
+            batch, value = batch
+            on_hash(value)
+        yield batch

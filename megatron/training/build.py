@@ -11,15 +11,18 @@ from megatron import log
 from megatron.config.plan import Plan, bucket_size, make_plan
 from megatron.config.tree import Config
 from megatron.data import index_helpers
-from megatron.data.build import build_train_valid_test_datasets, data_order_fingerprint
-from megatron.data.sampler import CyclicSampler, SequentialSampler
+from megatron.data.build import Before, build_train_valid_test_datasets, data_order_fingerprint
+from megatron.data.cyclic_sampler import CyclicSampler
+from megatron.data.ledger import Ledger, Recorder
+from megatron.data.plan_table import Row, plan_table
+from megatron.data.sampler import SequentialSampler
 from megatron.data.tokenizer import Tokenizer, TokenizerFlags
 from megatron.model.gpt import GPTModel, hidden_dtype
 from megatron.model.layer import Recompute
 from megatron.optimizer.optimizer import MixedPrecisionOptimizer
 from megatron.optimizer.scaler import build_grad_scaler
 from megatron.optimizer.scheduler import OptimizerParamScheduler, schedule_steps
-from megatron.parallel.collectives import all_reduce, barrier, gather_objects
+from megatron.parallel.collectives import all_reduce, gather_objects
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.ddp import GradBuffers
 from megatron.parallel.pipeline import Pipeline
@@ -54,6 +57,7 @@ class Run:
     tokenizer: dict[str, Any]
     progress: Progress = field(default_factory=Progress)
     data_order: dict[str, Any] = field(default_factory=dict)
+    recorder: Recorder | None = None        # of --data-ledger
 
 
 def make_tokenizer(config: Config) -> Tokenizer:
@@ -137,7 +141,17 @@ def build_run(config: Config, plan: Plan, runtime: Runtime, timers: Timers, toke
     buffers.wait_in_forward(model)
     rules = BatchRules(tokenizer.eod, d.reset_position_ids, d.reset_attention_mask, d.eod_mask_loss, ctx.cp)
     return Run(config, plan, runtime, timers, model, build_pipeline(config, plan, runtime), buffers, optimizer,
-               build_scheduler(config, plan, optimizer), rules, tokenizer.identity())
+               build_scheduler(config, plan, optimizer), rules, tokenizer.identity(),
+               recorder=build_recorder(config, runtime))
+
+
+def build_recorder(config: Config, runtime: Runtime) -> Recorder | None:
+    """What takes notes for --data-ledger: rank 0 writes, and of the ranks that read the same samples one counts."""
+    path, ctx = config.logging.data_ledger, runtime.ctx
+    if path is None:
+        return None
+    ledger = Ledger(path, config.model.seq_length) if runtime.rank == 0 else None
+    return Recorder(ledger, counts=not (ctx.tp.rank or ctx.pp.rank or ctx.cp.rank))
 
 
 def build_scheduler(config: Config, plan: Plan, optimizer: MixedPrecisionOptimizer) -> OptimizerParamScheduler:
@@ -172,8 +186,8 @@ class Data:
     order: dict[str, Any]
 
 
-def build_data(config: Config, plan: Plan, runtime: Runtime, tokenizer: Tokenizer) -> Data:
-    """The data sets of this rank. Rank 0 builds the index first, the others find its cache."""
+def build_data(config: Config, plan: Plan, runtime: Runtime, tokenizer: Tokenizer, run: Run | None = None) -> Data:
+    """The data sets of this rank. A checkpoint that `run` was loaded from says which mix of data it had."""
     d, t, ctx = config.data, config.training, runtime.ctx
     targets = plan.targets
     for line in ("> building train, validation, and test datasets ...", " > datasets target sizes (minimum size):",
@@ -184,16 +198,15 @@ def build_data(config: Config, plan: Plan, runtime: Runtime, tokenizer: Tokenize
     if index_helpers.REASON and not d.mock_data:
         log.print_rank_0(f" > index helpers: {index_helpers.IMPLEMENTATION}, because {index_helpers.REASON}")
 
-    def build() -> tuple[Any, Any, Any]:
-        return build_train_valid_test_datasets(
-            d, sequence_length=config.model.seq_length, seed=t.seed, vocab_size=tokenizer.vocab_size,
-            eod=tokenizer.eod, sizes=(targets.train, targets.valid, targets.test))
-
-    if runtime.rank == 0:
-        train, valid, test = build()
-    barrier(ctx.world)
-    if runtime.rank != 0:
-        train, valid, test = build()
+    before = None
+    if run is not None and run.data_order.get("train"):
+        before = Before(run.data_order["train"], run.progress.consumed_train_samples, d.continue_data_mix)
+    rows: list[Row] = []
+    train, valid, test = build_train_valid_test_datasets(
+        d, sequence_length=config.model.seq_length, seed=t.seed, vocab_size=tokenizer.vocab_size, eod=tokenizer.eod,
+        sizes=(targets.train, targets.valid, targets.test), before=before, rows=rows)
+    for line in plan_table(rows):
+        log.print_rank_0(line)
     log.print_rank_0("> finished creating GPT datasets ...")
     place = (t.micro_batch_size, ctx.dp.rank, ctx.dp.size)
     samplers = []

@@ -29,7 +29,8 @@ CHECKPOINT_VERSION = 3.0     # Megatron's number of the QKV layout by query grou
 # Differences that a resume makes all the time.
 _USUAL = {"load", "save", "save_interval", "local_rank", "log_interval", "exit_interval", "exit_duration_in_mins",
           "finetune", "ckpt_step", "allow_data_order_change", "use_checkpoint_args", "override_opt_param_scheduler",
-          "use_checkpoint_opt_param_scheduler", "progress", "metrics_file", "tensorboard_dir", "dry_run", "world_size"}
+          "use_checkpoint_opt_param_scheduler", "progress", "metrics_file", "data_ledger", "tensorboard_dir", "dry_run",
+          "world_size"}
 
 
 def _own_tensors(run: Run) -> Iterator[tuple[str, Sharding, Axis, list[tuple[Box, torch.Tensor]]]]:
@@ -250,11 +251,12 @@ def check_data_order(run: Run, order: dict[str, Any]) -> None:
     saved, run.data_order = run.data_order, order
     if not saved or run.config.training.skip_train:
         return
-    changed = data_order_differences(saved, order)
+    changed = data_order_differences(saved, order, run.config.data.continue_data_mix)
     if not changed:
         return
     text = "; ".join(changed)
     if not run.config.data.allow_data_order_change:
+        mix = ", --continue-data-mix to go on with another mix" * (run.config.data.data_order == "epoch")
         raise ValueError(f"--load: with these flags the order of the data is not that of the checkpoint, so samples would "
-                         f"be repeated or lost: {text}. Give the flags it was saved with, or --allow-data-order-change")
+                         f"be repeated or lost: {text}. Give the flags it was saved with{mix}, or --allow-data-order-change")
     log.warn_once(f"the order of the data changes from iteration {run.progress.iteration + 1} on: {text}")

@@ -9,6 +9,7 @@ import torch
 
 from megatron import log
 from megatron.checkpoint.disk import CheckpointError
+from megatron.data.samples import Samples
 from megatron.parallel.collectives import all_reduce_
 from megatron.training import checkpointing
 from megatron.training.batch import evaluation_samples, load_samples, training_samples
@@ -66,7 +67,9 @@ class Trainer:
         shift = run.progress.consumed_train_samples - run.plan.consumed_samples(run.progress.iteration)
         numbers = training_samples(self.data.train_sampler, run.plan.batch, run.plan.skips, first, run.plan.train_iters,
                                    shift)
-        return load_samples(self.data.train, numbers, run.config.data.num_workers, run.runtime.device)
+        samples = Samples(self.data.train, run.plan.vocab_size, hashed=run.recorder is not None)
+        return load_samples(samples, numbers, run.config.data.num_workers, run.runtime.device,
+                            run.recorder.add if run.recorder else None)
 
     def _evaluates(self) -> bool:
         return self.data.valid is not None and self.run.config.training.eval_iters > 0
@@ -120,6 +123,9 @@ class Trainer:
                              f"{samples * run.config.model.seq_length} tokens are not trained")
         iteration = min(last, self._next_stop(first))
         samples = plan.consumed_samples(iteration) - before
+        if run.recorder and run.recorder.ledger:
+            shift = progress.consumed_train_samples - before
+            run.recorder.ledger.skip(first, [plan.consumed_samples(n) + shift for n in range(first - 1, iteration + 1)])
         progress.iteration = iteration
         progress.consumed_train_samples += samples
         progress.skipped_train_samples += samples
@@ -169,10 +175,12 @@ class Trainer:
 
         Where the disk refuses, the `final` save of a run raises CheckpointError; any other is a warning, since more follow.
         """
-        iteration = self.run.progress.iteration
-        if not self.run.config.checkpoint.save or self._saved_at == iteration:
+        run, iteration = self.run, self.run.progress.iteration
+        if not run.config.checkpoint.save or self._saved_at == iteration:
             return
         self.lines.flush()                  # what a checkpoint has behind it is never told again
+        if run.recorder and run.recorder.ledger:
+            run.recorder.ledger.sync()
         with self.run.timers("save-checkpoint"):
             try:
                 checkpointing.save(self.run)
@@ -228,8 +236,8 @@ class Trainer:
         if self._valid_samples is None:
             first = 0 if t.skip_train else run.progress.consumed_valid_samples
             numbers = evaluation_samples(self.data.valid_sampler, first)
-            self._valid_samples = load_samples(self.data.valid, numbers, run.config.data.num_workers,
-                                               run.runtime.device)
+            self._valid_samples = load_samples(Samples(self.data.valid, run.plan.vocab_size), numbers,
+                                               run.config.data.num_workers, run.runtime.device)
         if t.manual_gc and t.manual_gc_eval:
             gc.collect()
         flag = self._evaluate(self._valid_samples, prefix, tell)
@@ -243,8 +251,9 @@ class Trainer:
         if self._evaluates() and self.validate(f"iteration {iteration} on validation set", log.print_rank_0):
             return
         if self.data.test is not None and t.eval_iters > 0:
-            samples = load_samples(self.data.test, evaluation_samples(self.data.test_sampler, 0),
-                                   run.config.data.num_workers, run.runtime.device)
+            samples = load_samples(Samples(self.data.test, run.plan.vocab_size),
+                                   evaluation_samples(self.data.test_sampler, 0), run.config.data.num_workers,
+                                   run.runtime.device)
             self._evaluate(samples, f"iteration {iteration} on test set", log.print_rank_0)
 
 

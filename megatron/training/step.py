@@ -48,7 +48,8 @@ def train_step(run: Run, forward_step: ForwardStep, samples: Iterator[torch.Tens
     runtime, timers, seed = run.runtime, run.timers, run.config.training.seed
     nominal = run.plan.global_batch_size(iteration) * run.config.model.seq_length
     backward_scale = run.optimizer.loss_scale / nominal
-    totals = torch.zeros(3, dtype=torch.float64, device=runtime.device)
+    recorder = run.recorder
+    totals = torch.zeros(5 if recorder else 3, dtype=torch.float64, device=runtime.device)
 
     def dropout(micro_batch: int) -> DropoutSeeds:
         return DropoutSeeds(seed, iteration, micro_batch, runtime.ctx.dp_cp.rank)
@@ -67,9 +68,13 @@ def train_step(run: Run, forward_step: ForwardStep, samples: Iterator[torch.Tens
     with timers("all-grads-sync", 1):
         run.buffers.reduce()
         totals[2] = flag()
+        if recorder:
+            totals[3], totals[4] = recorder.halves()
         local = totals[0].clone()
         _sum_losses(run, totals)
-    loss_sum, tokens, flags = totals.tolist()
+    loss_sum, tokens, flags, *halves = totals.tolist()
+    if recorder:
+        recorder.record(iteration, run.progress.consumed_train_samples, run.plan.global_batch_size(iteration), *halves)
     loss = loss_sum / max(1.0, tokens)
     _check_loss(run, iteration, loss, local)
     with timers("optimizer", 1):

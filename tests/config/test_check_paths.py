@@ -134,7 +134,8 @@ def test_the_tokenizers_are_those_of_the_data_folder():
 
 @pytest.mark.parametrize("words", [
     "a", "a b", "a b c", "1 a", "1 a 2 b", "0.5 a .5 b", "1 a b 2", "a 1", "a 1 b 2", "-1 a", "0 a", "inf a", "nan a",
-    "1e-3 a", "1 2", "1 2 3", "1", "a 1 2 b", "1 a 2 b 3"])
+    "1e-3 a", "1 2", "1 2 3", "1", "a 1 2 b", "1 a 2 b 3", "epochs:2 a epochs:1 b",
+    "epochs:2 a", "epochs:2 a 1 b", "1 a epochs:2 b", "epochs: a", "epochs:x a", "epochs:-1 a", "epochs:2", "epochs:2 a b"])
 def test_blends_are_accepted_as_the_data_folder_accepts_them(words):
     try:
         prefixes = list(parse_blend(words.split())[0])

@@ -33,4 +33,5 @@ def data_flags(**given: object) -> types.SimpleNamespace:
         ("data_path", "train_data_path", "valid_data_path", "test_data_path", "data_args_path",
          "per_split_data_args_path", "split", "data_cache_path")
     )  # fmt: skip
-    return types.SimpleNamespace(**{**flags, "mock_data": False, "mid_level_dataset_surplus": 0.005, **given})
+    return types.SimpleNamespace(**{**flags, "mock_data": False, "mid_level_dataset_surplus": 0.005,
+                                    "data_order": "megatron", **given})

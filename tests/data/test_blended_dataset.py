@@ -209,5 +209,10 @@ def test_bad_weights(members, weights):
 def test_a_blend_of_nothing(members):
     with pytest.raises(ValueError, match="asked for 0 samples"):
         BlendedDataset(members, [1, 1, 1], 0)
-    with pytest.raises(ValueError, match="32767 datasets"):
-        BlendedDataset(members[:1] * 32767, [1.0] * 32767, 5)
+
+
+def test_more_datasets_than_sixteen_bits_can_number(members):
+    """Megatron's ids are int16: of 32,767 datasets and more, ours are int32."""
+    blend = BlendedDataset(members[:1] * 40_000, [1.0] * 39_999 + [40_000.0], 3)
+    assert blend.dataset_index.dtype == np.int32 and blend.source(0)[0] == 39_999
+    assert BlendedDataset(members[:1] * 32_766, [1.0] * 32_766, 3).dataset_index.dtype == np.int16

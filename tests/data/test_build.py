@@ -17,9 +17,10 @@ from megatron.data.build import (
     data_order_fingerprint,
     read_blends,
 )
+from megatron.data.cyclic_sampler import CyclicSampler
 from megatron.data.gpt_dataset import GPTDataset, MockGPTDataset
 from megatron.data.indexed_dataset import IndexedDataset
-from megatron.data.sampler import CyclicSampler, SequentialSampler
+from megatron.data.sampler import SequentialSampler
 from tests.data.corpora import data_flags, write_corpus
 
 COMMON = {"sequence_length": 8, "seed": 7, "vocab_size": 1000, "eod": 999}

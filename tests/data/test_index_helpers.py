@@ -18,6 +18,8 @@ from megatron.data.index_helpers import (
     build_blending_indices,
     build_exhaustive_blending_indices,
     build_sample_index,
+    dataset_index_dtype,
+    document_index_dtype,
     sample_index_dtype,
 )
 from tests.data import native
@@ -77,7 +79,7 @@ def test_sample_index_equals_counting_tokens(cpp):
         assert found.dtype == np.int32 and [tuple(row) for row in found.tolist()] == wanted
         for dtype in (np.int32, np.int64):
             rows, twin = (np.full((samples + 1, 2), -1, dtype) for _ in range(2))
-            cpp.fill_sample_index(lengths, entries, sequence_length, rows)
+            cpp.fill_sample_index(lengths, entries.astype(dtype), sequence_length, rows)
             index_helpers.fill_sample_index(lengths, entries, sequence_length, twin)
             assert [tuple(row) for row in rows.tolist()] == wanted and (rows == twin).all()
 
@@ -89,7 +91,7 @@ def test_blending_equals_the_plain_loop(cpp):
         weights = weights / weights.sum()
         wanted = blend_by_hand(weights.tolist(), 200)
         for fill in (cpp.fill_blending, index_helpers.fill_blending):
-            ids, samples = np.empty(200, np.int16), np.empty(200, np.int64)
+            ids, samples = np.empty(200, (np.int16, np.int32)[case % 2]), np.empty(200, np.int64)
             fill(weights, ids, samples)
             assert list(zip(ids.tolist(), samples.tolist(), strict=True)) == wanted
 
@@ -185,6 +187,14 @@ def test_sample_index_dtype_grows_only_when_it_must():
     top = np.iinfo(np.int32).max
     assert sample_index_dtype(top, 5) == sample_index_dtype(5, top) == np.int32
     assert sample_index_dtype(top + 1, 5) == sample_index_dtype(5, top + 1) == np.int64
+
+
+def test_ids_grow_only_where_they_must(cpp):
+    assert dataset_index_dtype(32_766) == np.int16 and dataset_index_dtype(32_767) == np.int32
+    assert document_index_dtype(1 << 31) == np.int32 and document_index_dtype((1 << 31) + 1) == np.int64
+    with pytest.raises(ValueError, match="at least one dataset"):
+        cpp.fill_blending(np.ones(40_000), np.empty(3, np.int16), np.empty(3, np.int64))
+    cpp.fill_blending(np.ones(40_000), np.empty(3, np.int32), np.empty(3, np.int64))
 
 
 def imported_anew() -> ModuleType:

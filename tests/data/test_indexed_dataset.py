@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import pickle
 import resource
 import struct
@@ -61,10 +62,8 @@ def test_read_items_and_parts(tmp_path):
             data.get(*wrong)
 
 
-def test_items_are_read_only_views(tmp_path):
-    data = IndexedDataset(write_golden(tmp_path / "golden"))
-    item = data[1]
-    assert not item.flags.owndata and not item.flags.writeable and np.shares_memory(item, data.get(1))
+def test_items_are_read_only(tmp_path):
+    assert not IndexedDataset(write_golden(tmp_path / "golden"))[1].flags.writeable
 
 
 def test_an_empty_document_has_no_sequence(tmp_path):
@@ -218,6 +217,8 @@ def damage_cases() -> dict[str, tuple]:
         "pointer": (lambda idx, _: write_at(idx, 54, struct.pack("<q", 14)), "sequence 1 (2 tokens from byte 14)"),
         "odd pointer": (lambda idx, _: write_at(idx, 54, struct.pack("<q", 7)), "sequence 1 (2 tokens from byte 7)"),
         "negative pointer": (lambda idx, _: write_at(idx, 54, struct.pack("<q", -8)), "sequence 1 (2 tokens from"),
+        "pointer that wraps": (
+            lambda idx, _: write_at(idx, 54, struct.pack("<q", 2**63 - 2)), "sequence 1 (2 tokens from byte 9223372036854"),
         "negative length": (lambda idx, _: write_at(idx, 38, struct.pack("<i", -2)), "sequence 1 (-2 tokens"),
         "documents backwards": (lambda idx, _: write_at(idx, 78, struct.pack("<q", 5)), "runs backwards"),
     }
@@ -272,12 +273,57 @@ def test_an_unreadable_file_is_one_message(tmp_path):
         IndexedDataset(tmp_path / "d")
 
 
-def test_a_bin_longer_than_its_index_is_said(tmp_path, capsys):
-    prefix = write_golden(tmp_path / "golden")
+def test_halves_of_two_pairs_are_refused(tmp_path):
+    """A .bin that is longer than its index uses, an index of another .bin, and one that says another dtype."""
+    prefix, other = write_golden(tmp_path / "golden"), write_corpus(tmp_path / "other", [4, 7, 0])
     with open(prefix + ".bin", "ab") as file:
         file.write(b"123")
-    assert IndexedDataset(prefix)[2].tolist() == [30, 31, 32]
-    assert "has 19 bytes, its index uses 16" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="golden.bin: has 19 bytes, its index asks for 16"):
+        IndexedDataset(prefix)
+    Path(prefix + ".idx").write_bytes(Path(other + ".idx").read_bytes())
+    with pytest.raises(ValueError, match="golden.bin: has 19 bytes, its index asks for 22"):
+        IndexedDataset(prefix)
+    for code in (1, 4):
+        write_at(Path(other + ".idx"), 17, bytes([code]))
+        with pytest.raises(ValueError, match="other.bin: has 22 bytes, its index asks for"):
+            IndexedDataset(other)
+
+
+def test_a_bin_cut_short_while_it_is_read_is_one_message(tmp_path):
+    """Mapped memory would end the process with SIGBUS."""
+    prefix = write_corpus(tmp_path / "d", [9000, 9000])
+    data = IndexedDataset(prefix)
+    os.truncate(prefix + ".bin", 20000)
+    assert data[0].tolist() == list(range(9000))
+    with pytest.raises(ValueError, match="d.bin: was cut short while it is in use: it has 20000 bytes, 36000 are needed"):
+        data[1]
+
+
+def test_a_failing_disk_is_one_message(tmp_path, monkeypatch):
+    data = IndexedDataset(write_golden(tmp_path / "golden"))
+
+    def fail(*_):
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "pread", fail)
+    with pytest.raises(ValueError, match=r"golden.bin: cannot be read \(Input/output error\); its disk or network fails"):
+        data[0]
+
+
+def open_many(rank: int, world: int, folder: str) -> int:
+    """Open more data sets than a process may open files at first; the descriptors go with the data sets."""
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (40, hard))
+    kept = [IndexedDataset(f"{folder}/golden") for _ in range(60)]
+    assert all(data[2].tolist() == [30, 31, 32] for data in kept)
+    before = len(os.listdir("/proc/self/fd"))
+    del kept
+    return before - len(os.listdir("/proc/self/fd"))
+
+
+def test_more_data_sets_than_the_customary_limit_of_files(tmp_path):
+    write_golden(tmp_path / "golden")
+    assert run_ranks(1, open_many, str(tmp_path)) == [120]
 
 
 def test_nothing_is_left_behind_by_an_exception(tmp_path):

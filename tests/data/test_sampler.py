@@ -6,7 +6,8 @@ import itertools
 
 import pytest
 
-from megatron.data.sampler import CyclicSampler, SequentialSampler
+from megatron.data.cyclic_sampler import CyclicSampler
+from megatron.data.sampler import SequentialSampler
 
 
 def take(sampler, consumed, count=None):

@@ -17,7 +17,7 @@ SOUND = {
     "megatron/device.py": '"""Devices."""\nimport torch\n\nHAS = torch.cuda.is_available()\n',
     "megatron/log.py": '"""Lines."""\n',
     "megatron/config/model.py": '"""Shapes."""\nfrom dataclasses import dataclass\n',
-    "megatron/data/sampler.py": '"""Order."""\nimport torch\n\nfrom megatron import log\n',
+    "megatron/data/cyclic_sampler.py": '"""Order."""\nimport torch\n\nfrom megatron import log\n',
     "megatron/data/tokenizer_bpe.py": '"""Ids."""\nimport tiktoken\n',
     "megatron/parallel/collectives.py": '"""Collectives."""\nimport torch.distributed as dist\n',
     "megatron/model/gpt.py": '"""GPT."""\nfrom megatron.parallel import collectives\n',

@@ -31,7 +31,7 @@ OPTIONAL = {
     "tensorboard": "training/tensorboard.py",
 }
 DISTRIBUTED = ("parallel/", "checkpoint/", "training/initialize.py", "device.py")
-TORCH_FREE = {"arguments.py": (), "log.py": (), "config/": (), "data/": ("data/sampler.py",)}
+TORCH_FREE = {"arguments.py": (), "log.py": (), "config/": (), "data/": ("data/cyclic_sampler.py",)}
 PICKLES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}
 # State on purpose: what this process has said once already.
 STATE = {("log.py", "_SAID")}
@@ -187,7 +187,7 @@ def libraries_in_one_file(root: Path) -> Iterator[str]:
 
 
 def torch_free(root: Path) -> Iterator[str]:
-    """No torch in config/, arguments.py, log.py and data/ (but its sampler); config/ has no numpy either."""
+    """No torch in config/, arguments.py, log.py and data/ (but its cyclic sampler); config/ has no numpy either."""
     for module in read(root, "megatron"):
         place = next((place for place in TORCH_FREE if module.inside.startswith(place)), None)
         if place is None or module.inside in TORCH_FREE[place]:

@@ -1,0 +1,38 @@
+"""A word of --data-path that is a directory or a pattern, as the prefixes it stands for.
+
+It knows names of files; it must not know what is in them.
+"""
+
+from __future__ import annotations
+
+import glob
+import os
+
+from megatron.data.indexed_dataset import idx_path
+
+PARTIAL = ".partial-"  # in names of pairs that are being written, see IndexedDatasetBuilder
+
+
+def expand(word: str) -> list[str]:
+    """The prefixes that `word` names, in the order of their names: itself if it is a prefix; all pairs below a
+    directory; the pairs that a pattern (`data/part-*`, with or without .idx or .bin) finds.
+
+    Raises FileNotFoundError for a directory or pattern without pairs. A word that is nothing of all that is returned as
+    it is: whoever opens it has the message.
+    """
+    if os.path.exists(idx_path(word)):
+        return [word]
+    if os.path.isdir(word):
+        found = [os.path.join(folder, name) for folder, _, names in os.walk(word) for name in names]
+        what = f"{word}: the directory holds no .idx"
+    elif glob.has_magic(word):
+        stem, suffix = os.path.splitext(word)
+        pattern = stem if suffix in (".idx", ".bin") else word
+        found = [*glob.glob(idx_path(pattern), recursive=True), *glob.glob(pattern, recursive=True)]
+        what = f"{word}: no .idx has a name like this"
+    else:
+        return [word]
+    prefixes = sorted({path[:-4] for path in found if path.endswith(".idx") and PARTIAL not in os.path.basename(path)})
+    if not prefixes:
+        raise FileNotFoundError(f"{what}; make data with tools/preprocess_data.py")
+    return prefixes

@@ -1,0 +1,71 @@
+"""Files that are read for long and from many places: opened, mapped, and read with errors that name file and remedy.
+
+It knows paths and bytes; it must not know what the bytes mean.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import resource
+import stat
+
+REMEDIES = {
+    errno.EIO: "its disk or network fails: copy the file to another disk, then start again from the last checkpoint",
+    errno.ESTALE: "it was replaced on its file server: start again from the last checkpoint",
+    errno.EMFILE: "more files are needed than ulimit -Hn allows: raise it, or merge data sets",
+    errno.ENOMEM: "memory or maps are used up: raise vm.max_map_count, or merge data sets",
+}
+
+
+def unreadable(path: str, error: OSError) -> ValueError:
+    """The error for a file that the system does not give."""
+    remedy = REMEDIES.get(error.errno, "check its permissions")
+    return ValueError(f"{path}: cannot be read ({os.strerror(error.errno or errno.EIO)}); {remedy}")
+
+
+def open_to_read(path: str) -> int:
+    """A descriptor of a file. As many may be open as the system lets a process ask for, not only the customary 1024."""
+    try:
+        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if error.errno != errno.EMFILE or soft == hard:
+            raise unreadable(path, error) from error
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        return open_to_read(path)
+    if stat.S_ISDIR(os.fstat(file).st_mode):
+        os.close(file)
+        raise unreadable(path, OSError(errno.EISDIR, ""))
+    return file
+
+
+def map_file(path: str) -> mmap.mmap | bytes:
+    """The bytes of a file, mapped read-only (an empty file cannot be mapped)."""
+    file = open_to_read(path)
+    try:
+        return mmap.mmap(file, 0, access=mmap.ACCESS_READ) if os.fstat(file).st_size else b""
+    except OSError as error:
+        raise unreadable(path, error) from error
+    finally:
+        os.close(file)
+
+
+def read_at(file: int, path: str, start: int, count: int) -> bytes:
+    """`count` bytes from byte `start` on of an open file; `path` is for messages. Raises ValueError if it has fewer."""
+    try:
+        data = os.pread(file, count, start)
+        while len(data) < count:  # one call gives 2 GB at most
+            more = os.pread(file, count - len(data), start + len(data))
+            if not more:
+                break
+            data += more
+    except OSError as error:
+        raise unreadable(path, error) from error
+    if len(data) < count:
+        raise ValueError(
+            f"{path}: was cut short while it is in use: it has {os.fstat(file).st_size} bytes, {start + count} are "
+            "needed; copy the file again, then start again from the last checkpoint"
+        )
+    return data

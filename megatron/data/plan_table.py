@@ -1,0 +1,55 @@
+"""The table of what a run will read: documents, tokens, samples, share and epochs of each data set.
+
+It knows numbers; it must not know where they come from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+SHOWN = 40  # rows of a split; the rest is told in one line
+TITLES = ("split", "data", "documents", "tokens", "samples", "share", "epochs")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One data set in one split; `samples` are those the run reads."""
+
+    split: str
+    name: str
+    documents: int
+    tokens: int
+    samples: float
+    sequence_length: int
+
+    @property
+    def epochs(self) -> float:
+        """How often each of its tokens is read, on average."""
+        return self.samples * self.sequence_length / self.tokens if self.tokens else 0.0
+
+
+def _cells(row: Row, total: float) -> tuple[str, ...]:
+    share = 100 * row.samples / total if total else 0.0
+    return (row.split, row.name, f"{row.documents:,}", f"{row.tokens:,}", f"{row.samples:,.0f}", f"{share:.3f} %",
+            f"{row.epochs:.4g}")  # fmt: skip
+
+
+def _of_split(rows: Sequence[Row]) -> Iterator[tuple[str, ...]]:
+    total = sum(row.samples for row in rows)
+    for row in rows[:SHOWN]:
+        yield _cells(row, total)
+    sums = [sum(getattr(row, key) for row in rows[SHOWN:]) for key in ("documents", "tokens", "samples")]
+    if len(rows) > SHOWN:
+        yield _cells(Row(rows[0].split, f"{len(rows) - SHOWN} more", *sums, rows[0].sequence_length), total)
+
+
+def plan_table(rows: Sequence[Row]) -> list[str]:
+    """Lines: a head, a row for each data set of each split, in the order given."""
+    if not rows:
+        return []
+    splits = list(dict.fromkeys(row.split for row in rows))
+    cells = [TITLES, *(line for name in splits for line in _of_split([row for row in rows if row.split == name]))]
+    width = [max(len(line[column]) for line in cells) for column in range(len(TITLES))]
+    aligned = [str.ljust] * 2 + [str.rjust] * (len(TITLES) - 2)
+    return ["  " + "  ".join(align(cell, n) for align, cell, n in zip(aligned, line, width, strict=True)) for line in cells]

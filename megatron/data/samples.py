@@ -1,0 +1,43 @@
+"""What a loader reads: the samples of a dataset, each checked against the vocabulary and, for a ledger, hashed.
+
+It knows datasets by index; it must not know batches, ranks or where a ledger is written.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from megatron.data.ledger import sample_hash, tokens_hash
+from megatron.data.whereabouts import Dataset, pieces
+
+
+class Samples:
+    """`samples[i]` is sample i, int64 [sequence_length + 1]; with `hashed` a pair of it and its hash.
+
+    Raises ValueError for an id that is not below `vocab_size`, with the file and the place where it stands.
+    """
+
+    def __init__(self, dataset: Dataset, vocab_size: int, hashed: bool = False) -> None:
+        self.dataset, self.vocab_size, self.hashed = dataset, vocab_size, hashed
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> np.ndarray | tuple[np.ndarray, int]:
+        tokens = self.dataset[index]
+        # As unsigned numbers negative ids are large ones: one pass finds both.
+        if int(tokens.view(np.uint64).max()) >= self.vocab_size:
+            raise self._outside(index, tokens)
+        return (tokens, sample_hash(index, tokens_hash(tokens))) if self.hashed else tokens
+
+    def _outside(self, index: int, tokens: np.ndarray) -> ValueError:
+        place = at = int((tokens.view(np.uint64) >= self.vocab_size).argmax())
+        for piece in pieces(self.dataset, index):
+            if at < piece.length:
+                break
+            at -= piece.length
+        return ValueError(
+            f"{piece.prefix}.bin: token {piece.offset + at} of document {piece.document} is the id {tokens[place]}, the "
+            f"vocabulary has {self.vocab_size}; give the tokenizer it was preprocessed with, or make the pair anew with "
+            "tools/preprocess_data.py"
+        )

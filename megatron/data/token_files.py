@@ -1,0 +1,217 @@
+"""Token files as a start needs them: a few numbers of each index, read in a handful of small reads, and maps on demand.
+
+It knows the .bin/.idx format and parts of a corpus; it must not know samples, epochs, weights or seeds. Whatever the
+number of documents, an index is not read: its pointers are running sums already, and the first and the last say enough.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import mmap
+import os
+import resource
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron.data.blended_dataset import split_range
+from megatron.data.indexed_dataset import DTYPES, HEADER, MAGIC, VERSION, IndexedDataset, bin_path, idx_path
+
+THREADS = 8          # that read indexes side by side: a cold start waits for the disk
+HEAD_BYTES = 4096    # of a .bin, hashed to tell data of equal sizes apart
+MAX_MAPS = 30_000    # Linux gives a process 65,530 maps
+Part = tuple[float, float] | None  # of a corpus, as `blended_dataset.parse_split` makes them
+
+
+@dataclass(frozen=True)
+class Span:
+    """One split's part of a token file: its sequences and documents, and where its tokens lie in the .bin."""
+
+    sequences: range
+    documents: int
+    first: int   # token number in the .bin
+    tokens: int
+
+
+@dataclass(frozen=True)
+class TokenFile:
+    """What a start knows of a pair. `spans` has one entry for each split asked for, None where it was not."""
+
+    prefix: str
+    dtype: np.dtype
+    sequences: int
+    documents: int
+    bin_bytes: int
+    head: bytes
+    spans: tuple[Span | None, ...]
+
+    @property
+    def tokens(self) -> int:
+        """All tokens of the file."""
+        return self.bin_bytes // self.dtype.itemsize
+
+    def fingerprint(self) -> bytes:
+        """What tells it from other data, wherever it lies: sizes and the first tokens."""
+        return repr((self.sequences, self.documents, self.dtype.name, self.bin_bytes, self.head)).encode()
+
+
+def _odd(prefix: str, what: str) -> ValueError:
+    """The reader's own message if it finds fault with the pair, else `what`."""
+    IndexedDataset(prefix)
+    return ValueError(f"{prefix}: {what}; --data-order epoch reads tokens where they lie: write the pair anew with "
+                      "tools/merge_datasets.py, or use --data-order megatron")  # fmt: skip
+
+
+class _Index:
+    """An open .idx, read number by number."""
+
+    def __init__(self, prefix: str, file: int) -> None:
+        self.prefix, self._file = prefix, file
+        header = os.pread(file, HEADER.size, 0)
+        magic, version, code, sequences, entries = HEADER.unpack(header) if len(header) == HEADER.size else (b"", 0, 0, 0, 0)
+        size, expected = os.fstat(file).st_size, HEADER.size + 12 * sequences + 8 * entries
+        if magic != MAGIC or version != VERSION or code not in DTYPES or size not in (expected, expected + sequences):
+            raise _odd(prefix, "its index has odd sizes")
+        self.dtype, self.sequences, self.documents = np.dtype(DTYPES[code]), sequences, entries - 1
+        if self.dtype.kind not in "iu":
+            raise ValueError(f"{prefix}.idx: holds {self.dtype.name}, not token ids; preprocess text into it")
+
+    def _numbers(self, at: int, count: int, dtype: str) -> list[int]:
+        return np.frombuffer(os.pread(self._file, count * int(dtype[-1]), at), dtype, count).tolist()
+
+    def pointers(self, at: int, count: int = 1) -> list[int]:
+        """`count` byte offsets from sequence `at` on."""
+        return self._numbers(HEADER.size + 4 * self.sequences + 8 * at, count, "<i8")
+
+    def starts(self, at: int, count: int = 1) -> list[int]:
+        """`count` entries of the document index."""
+        return self._numbers(HEADER.size + 12 * self.sequences + 8 * at, count, "<i8")
+
+    def end(self, sequence: int) -> int:
+        """The byte behind `sequence`."""
+        length = self._numbers(HEADER.size + 4 * sequence, 1, "<i4")[0]
+        return self.pointers(sequence)[0] + length * self.dtype.itemsize
+
+    def cut(self, sequence: int) -> int:
+        """The byte where `sequence` starts and the one before it ends."""
+        if sequence == 0:
+            return 0
+        end = self.end(sequence - 1)
+        if sequence < self.sequences and self.pointers(sequence)[0] != end:
+            raise _odd(self.prefix, f"its sequence {sequence} does not lie behind the one before")
+        return end
+
+    def documents_before(self, sequence: int) -> int:
+        """How many documents begin before `sequence`."""
+        if self.documents == self.sequences and self.starts(sequence)[0] == sequence:
+            return sequence
+        low, high = 0, self.documents
+        while low < high:
+            middle = (low + high) // 2
+            low, high = (middle + 1, high) if self.starts(middle)[0] < sequence else (low, middle)
+        return low
+
+
+def read_token_file(prefix: str, parts: Sequence[Part]) -> TokenFile:
+    """The numbers of one pair. Raises FileNotFoundError or ValueError as IndexedDataset does, and ValueError for
+    sequences that do not lie one behind the other, as far as the ends of the parts and the middle show it."""
+    try:
+        file = os.open(idx_path(prefix), os.O_RDONLY)
+    except OSError:
+        IndexedDataset(prefix)  # has the message
+        raise
+    try:
+        index = _Index(prefix, file)
+        count = index.sequences
+        tokens = os.open(bin_path(prefix), os.O_RDONLY) if os.path.exists(bin_path(prefix)) else -1
+        if tokens < 0:
+            raise _odd(prefix, "has no .bin")
+        try:
+            bin_bytes, head = os.fstat(tokens).st_size, os.pread(tokens, HEAD_BYTES, 0)
+        finally:
+            os.close(tokens)
+        ends = (index.starts(0)[0], index.starts(index.documents)[0]) if index.documents >= 0 else (1, 1)
+        if ends != (0, count) or (count and (index.pointers(0)[0] != 0 or index.cut(count // 2) < 0)):
+            raise _odd(prefix, "its first sequence does not begin the .bin")
+        if index.cut(count) != bin_bytes:
+            raise _odd(prefix, f"its index ends at byte {index.cut(count)}, its .bin at {bin_bytes}")
+        spans = tuple(None if part is None else _span(index, part) for part in parts)
+        return TokenFile(prefix, index.dtype, count, index.documents, bin_bytes, head, spans)
+    finally:
+        os.close(file)
+
+
+def _span(index: _Index, part: tuple[float, float]) -> Span:
+    sequences, size = split_range(part, index.sequences), index.dtype.itemsize
+    first, end = index.cut(sequences.start), index.cut(sequences.stop)
+    documents = index.documents_before(sequences.stop) - index.documents_before(sequences.start)
+    return Span(sequences, documents, first // size, (end - first) // size)
+
+
+def read_token_files(prefixes: Sequence[str], parts: Sequence[Part]) -> list[TokenFile]:
+    """`read_token_file` of many, side by side; the first error in the order of `prefixes` is raised."""
+    if len(prefixes) < 2 * THREADS:
+        return [read_token_file(prefix, parts) for prefix in prefixes]
+    with ThreadPoolExecutor(THREADS) as pool:
+        return list(pool.map(lambda prefix: read_token_file(prefix, parts), prefixes))
+
+
+def fingerprint(files: Sequence[TokenFile]) -> str:
+    """One sha256 of all files in their order."""
+    digest = hashlib.sha256()
+    for file in files:
+        digest.update(file.fingerprint())
+    return digest.hexdigest()
+
+
+class TokenMaps:
+    """The tokens of files, mapped when they are first read; beyond `limit` the one mapped first is let go.
+
+    A map keeps a file open, so the process's limit of open files is raised as far as it may be. Raises ValueError for a
+    file that has another size than at the start.
+    """
+
+    def __init__(self, files: Sequence[TokenFile]) -> None:
+        self.files, self._maps = list(files), {}
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        wanted = min(hard, 2 * len(self.files) + 4096) if hard != resource.RLIM_INFINITY else 2 * len(self.files) + 4096
+        if soft != resource.RLIM_INFINITY and soft < wanted:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+            soft = wanted
+        self.limit = MAX_MAPS if soft == resource.RLIM_INFINITY else max(16, min(MAX_MAPS, soft // 2))
+
+    def __getitem__(self, number: int) -> np.ndarray:
+        """All tokens of file `number`, a view."""
+        found = self._maps.get(number)
+        if found is not None:
+            return found
+        file = self.files[number]
+        with open(bin_path(file.prefix), "rb") as opened:
+            size = os.fstat(opened.fileno()).st_size
+            if size != file.bin_bytes:
+                raise ValueError(f"{file.prefix}.bin: has {size} bytes, at the start of this run it had {file.bin_bytes}; "
+                                 "start again, and leave data alone while they are read")  # fmt: skip
+            mapped = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
+        if len(self._maps) >= self.limit:
+            self._maps.pop(next(iter(self._maps)))
+        found = self._maps[number] = np.frombuffer(mapped, file.dtype)
+        return found
+
+    def __getstate__(self) -> list[TokenFile]:
+        return self.files
+
+    def __setstate__(self, files: list[TokenFile]) -> None:
+        self.__init__(files)
+
+
+def check_heads(files: Sequence[TokenFile], vocab_size: int) -> None:
+    """The first ids of each file must be in the vocabulary. Raises ValueError with the file and its ids."""
+    for file in files:
+        head = np.frombuffer(file.head, file.dtype, len(file.head) // file.dtype.itemsize)
+        if len(head) and (int(head.min()) < 0 or int(head.max()) >= vocab_size):
+            raise ValueError(
+                f"{file.prefix}.bin: holds token ids {head.min()} .. {head.max()}, the vocabulary has {vocab_size}; "
+                "give the tokenizer it was preprocessed with"
+            )

@@ -1,0 +1,147 @@
+"""Damaged data meet training: one line that names the file and what to do, exit code 1, no process left."""
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron.data.indexed_dataset import IndexedDatasetBuilder
+from megatron.training import loop
+from tests.e2e.programs import fork_program
+from tests.forkrun import run_ranks
+from tests.runs import SMALL, with_flags
+
+DOCUMENTS, LENGTH = 400, 1000
+
+
+def write(prefix: Path, dtype: type = np.uint16, empty: int = 0) -> str:
+    """A corpus of DOCUMENTS documents of LENGTH ids below 200, and `empty` ones without any among them."""
+    random = np.random.default_rng(0)
+    with IndexedDatasetBuilder(prefix, dtype) as builder:
+        for number in range(DOCUMENTS):
+            builder.add_document(random.integers(0, 200, LENGTH), [LENGTH])
+            if number < empty:
+                builder.add_document([], [0])
+                builder.end_document()
+    return str(prefix)
+
+
+def program(rank: int, world: int, folder: Path, words: list[str], before: Callable[[], None] | None) -> tuple:
+    running = fork_program(words, folder, before=before)
+    return running.end(), running.out, running.err, running.left_behind()
+
+
+def trained(folder: Path, prefix: str, *extra: str, before: Callable[[], None] | None = None) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr of a run over the data; nobody is left."""
+    words = with_flags([*SMALL, "--data-path", prefix, "--train-iters", "8", "--eval-iters", "0"], *extra)
+    code, out, err, left = run_ranks(1, program, folder, words, before)[0]
+    assert left == [] and "Traceback" not in err
+    return code, out, err
+
+
+def swap_dtype(prefix: str) -> None:
+    data = bytearray(Path(prefix + ".idx").read_bytes())
+    data[17] = 4                                        # int32
+    Path(prefix + ".idx").write_bytes(data)
+
+
+def other_index(prefix: str) -> None:
+    shutil.copy(write(Path(prefix + "-other"), empty=2) + ".idx", prefix + ".idx")
+    os.truncate(prefix + ".bin", os.path.getsize(prefix + ".bin") - 2000)
+
+
+def strange_ids(prefix: str) -> None:
+    tokens = np.fromfile(prefix + ".bin", "<u2")
+    tokens[1 << 18:] = 65000
+    tokens.tofile(prefix + ".bin")
+
+
+DAMAGE = {
+    "cut .bin": (lambda prefix: os.truncate(prefix + ".bin", 5000), ".bin: has 5000 bytes, its index asks for 800000"),
+    "no .bin": (lambda prefix: os.truncate(prefix + ".bin", 0), ".bin: has 0 bytes, its index asks for 800000"),
+    "dtype": (swap_dtype, ".bin: has 800000 bytes, its index asks for"),
+    "index of another pair": (other_index, ".bin: has 798000 bytes, its index asks for 800000"),
+    "ids": (strange_ids, "is the id 65000, the vocabulary has 211; give the tokenizer it was preprocessed with"),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_damaged_pairs(tmp_path, kind):
+    damage, words = DAMAGE[kind]
+    prefix = write(tmp_path / "text")
+    damage(prefix)
+    code, _, err = trained(tmp_path / "run", prefix)
+    assert code == 1 and err.startswith(f"error: {prefix}.bin: ") and err.count("\n") == 1 and words in err
+    assert "tools/preprocess_data.py" in err
+
+
+def cut_in_iteration_3(path: str) -> None:
+    """Cut a file while the run reads it: a .bin to 1000 bytes, an index, which is mapped, to none."""
+    train_one = loop.Trainer.train_one
+
+    def cutting(self, iteration, samples):
+        if iteration == 3:
+            os.truncate(path, 1000 if path.endswith(".bin") else 0)
+        return train_one(self, iteration, samples)
+
+    loop.Trainer.train_one = cutting
+
+
+def fail_disk(path: str) -> None:
+    """The disk of a .bin fails after 30 reads of this process."""
+    read, count = os.pread, 0
+
+    def failing(file, size, start):
+        nonlocal count
+        if os.readlink(f"/proc/self/fd/{file}") == path:
+            count += 1
+            if count > 30:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return read(file, size, start)
+
+    os.pread = failing
+
+
+class Hook:
+    """A function and its argument, as one thing that can be sent to another process."""
+
+    def __init__(self, function: Callable[[str], None], path: str):
+        self.function, self.path = function, path
+
+    def __call__(self) -> None:
+        self.function(self.path)
+
+
+@pytest.mark.parametrize("workers", ["0", "2"])
+@pytest.mark.parametrize(("hook", "words"), [(cut_in_iteration_3, "was cut short while it is in use: it has 1000 bytes"),
+                                             (fail_disk, "cannot be read (Input/output error); its disk or network fails")])
+def test_a_bin_that_fails_while_it_is_read(tmp_path, workers, hook, words):
+    """In this process and in a data worker: the same line. Memory that is mapped would end either with SIGBUS."""
+    prefix = write(tmp_path / "text")
+    more = ["--num-workers", workers, "--train-iters", "40"]
+    code, out, err = trained(tmp_path / "run", prefix, *more, before=Hook(hook, prefix + ".bin"))
+    assert code == 1 and err.startswith(f"error: {prefix}.bin: ") and err.count("\n") == 1 and words in err
+    assert "start again from the last checkpoint" in err and " iteration        1/" in out
+
+
+def test_an_index_cut_short_while_workers_read_it(tmp_path):
+    prefix = write(tmp_path / "text")
+    hook = Hook(cut_in_iteration_3, prefix + ".idx")
+    code, _, err = trained(tmp_path / "run", prefix, "--num-workers", "2", "--train-iters", "40", before=hook)
+    assert code == 1 and "error: a data worker was ended by a bus error: a file it had mapped was cut short" in err
+    assert "tools/inspect_data.py check" in err
+
+
+def test_empty_documents_train_and_nothing_else_does_not(tmp_path):
+    assert trained(tmp_path / "run", write(tmp_path / "text", empty=300))[0] == 0
+    prefix = str(tmp_path / "none")
+    with IndexedDatasetBuilder(prefix, np.uint16) as builder:
+        for _ in range(50):
+            builder.add_document([], [0])
+    code, _, err = trained(tmp_path / "again", prefix)
+    assert code == 1 and err.count("\n") == 1 and f"error: {prefix}" in err and "hold 0 tokens" in err

@@ -1,0 +1,268 @@
+"""tools/inspect_data.py: what it says of iterations, documents and files is what training reads and what lies there."""
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import struct
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron.data.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
+from megatron.data.ledger import Ledger, read_ledger, tokens_hash
+from tests.data.corpora import write_corpus
+from tests.forkrun import ROOT
+from tests.load_tool import load_tool
+from tests.runs import NO_DROPOUT, SMALL, train, with_flags, write_text
+
+TOOL = load_tool("inspect_data")
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory) -> tuple[str, str]:
+    folder = tmp_path_factory.mktemp("data")
+    with IndexedDatasetBuilder(folder / "b", np.int32) as builder:      # documents of sentences, some empty
+        random = np.random.default_rng(1)
+        for _ in range(300):
+            lengths = random.integers(0, 20, int(random.integers(0, 4)))
+            builder.add_document(random.integers(0, 210, int(lengths.sum())), lengths)
+    return write_text(folder / "a", 300), str(folder / "b")
+
+
+def flags(*more: str) -> list[str]:
+    return with_flags([*SMALL, *NO_DROPOUT, "--split", "90,10,0", "--train-iters", "12", "--eval-iters", "0"], *more)
+
+
+def ask(capsys, *words: str, code: int = 0) -> dict:
+    assert TOOL.main([*words[:1], "--json", *words[1:]]) == code
+    return json.loads(capsys.readouterr().out)
+
+
+def refused(capsys, *words: str) -> str:
+    assert TOOL.main(words) == 1
+    out, error = capsys.readouterr()
+    assert error.startswith("error: ") and "Traceback" not in error
+    return out + error
+
+
+KINDS = [kind + order for kind in ("one", "weighted", "all", "sentences") for order in ("", " in epochs")]
+
+
+def blends(texts, kind: str) -> list[str]:
+    a, b = texts
+    kind, epochs, _ = kind.partition(" in epochs")
+    data = {"one": [a], "weighted": ["1", a, "3", b], "all": [a, b], "sentences": [b]}[kind]
+    return ["--data-path", *data, "--mid-level-dataset-surplus", "0.1", *(["--data-order", "epoch"] if epochs else [])]
+
+
+# --- at ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_bytes_it_names_are_the_samples(texts, capsys, kind):
+    """The tokens at the printed byte ranges, joined, have the printed hash; documents and offsets name the same bytes."""
+    for iteration in (1, 7):
+        found = ask(capsys, "at", "--iteration", str(iteration), "--world-size", "2", "--", *flags(*blends(texts, kind)))
+        assert [row["sample"] for row in found["batch"]] == [8 * (iteration - 1) + n for n in (0, 1, 4, 5, 2, 3, 6, 7)]
+        assert [(row["dp_rank"], row["micro_batch"]) for row in found["batch"]] == [
+            (0, 0), (0, 0), (0, 1), (0, 1), (1, 0), (1, 0), (1, 1), (1, 1)]
+        for row in found["batch"]:
+            tokens = []
+            for piece in row["pieces"]:
+                corpus = IndexedDataset(piece["dataset"])
+                data = Path(piece["dataset"] + ".bin").read_bytes()[slice(*piece["bytes"])]
+                tokens.append(np.frombuffer(data, corpus.dtype).astype(np.int64))
+                first, last = corpus.document_indices[piece["document"]:piece["document"] + 2]
+                document = np.concatenate([corpus[n] for n in range(first, last)])
+                part = document[piece["offset"]:piece["offset"] + piece["tokens"]]
+                assert part.tolist() == tokens[-1].tolist() and len(part) == piece["tokens"] > 0
+                assert piece["text"].split() == [str(token) for token in part[:16]]
+            joined = np.concatenate(tokens)
+            assert len(joined) == 33 and f"{tokens_hash(joined):016x}" == row["hash"]
+
+
+def test_a_blend_names_the_data_set(texts, capsys):
+    found = ask(capsys, "at", "--iteration", "3", "--", *flags(*blends(texts, "weighted")))
+    names = [row["pieces"][0]["dataset"] for row in found["batch"]]
+    assert sorted(names) == [texts[0]] * 2 + [texts[1]] * 6
+
+
+def test_made_up_data(capsys):
+    words = [word for word in flags("--mock-data") if word not in ("--split", "90,10,0")]
+    found = ask(capsys, "at", "--iteration", "2", "--", *words)
+    assert {piece["dataset"] for row in found["batch"] for piece in row["pieces"]} == {"--mock-data"}
+    assert all(piece["bytes"] is None for row in found["batch"] for piece in row["pieces"])
+
+
+ORDERS = {"single": [], "cyclic": ["--dataloader-type", "cyclic"],
+          "shared": ["--dataloader-type", "cyclic", "--no-data-sharding"], "epochs": ["--data-order", "epoch"],
+          "skips": ["--train-range-to-skip", "3", "4"]}
+
+
+@pytest.mark.parametrize("extra", ORDERS.values(), ids=ORDERS)
+def test_the_ledger_of_a_run_agrees(texts, tmp_path, capsys, extra):
+    """Two ranks, three micro-batches: each iteration's hash is the recorded one, from flags as from the run directory."""
+    words = flags(*blends(texts, "weighted"), "--global-batch-size", "6", "--micro-batch-size", "1", "--train-iters", "5",
+                  "--data-ledger", str(tmp_path / "ledger"), "--save", str(tmp_path / "save"), "--save-interval", "2",
+                  *extra)
+    train(tmp_path, words, world=2)
+    records = {row[0]: row for row in read_ledger(str(tmp_path / "ledger"))[1].tolist()}
+    assert list(records) == [1, 2, 3, 4, 5]
+    for iteration in records:
+        typed = ask(capsys, "at", "--iteration", str(iteration), "--world-size", "2", "--", *words)
+        assert typed == ask(capsys, "at", "--iteration", str(iteration), str(tmp_path / "save"))
+        skipped = bool(extra) and extra[0] == "--train-range-to-skip" and iteration in (3, 4)
+        assert typed["ledger"]["agrees"] and typed["skipped"] == skipped == bool(records[iteration][3])
+        assert records[iteration][4] == (0 if skipped else int(typed["hash"], 16))
+        assert (typed["first_sample"], typed["samples"]) == (6 * iteration - 6, 6)
+
+
+@pytest.mark.campaign
+def test_iteration_37_of_a_run_on_two_ranks(tmp_path, capsys):
+    """The ledger of a real run of 40 iterations, killed at 25 and resumed, with a ramp: asked without training."""
+    text = write_text(tmp_path / "text", 3000)
+    save = str(tmp_path / "save")
+    words = [*SMALL, *NO_DROPOUT, "--data-path", text, "--train-iters", "40", "--eval-iters", "0", "--save", save, "--load",
+             save, "--save-interval", "10", "--num-workers", "0", "--data-ledger", str(tmp_path / "ledger")]
+    train(tmp_path, words, world=2, kill_at=25)
+    train(tmp_path, words, world=2)
+    _, records = read_ledger(str(tmp_path / "ledger"))
+    assert records["iteration"].tolist() == list(range(1, 41))
+    found = ask(capsys, "at", "--iteration", "37", save)
+    assert found["ledger"]["agrees"] and int(found["hash"], 16) == int(records["hash"][36])
+    assert {row["dp_rank"] for row in found["batch"]} == {0, 1} and found["first_sample"] == 36 * 8
+    started = time.perf_counter()
+    done = subprocess.run([sys.executable, "tools/inspect_data.py", "at", "--iteration", "37", save], cwd=ROOT,
+                          capture_output=True, text=True, check=True)
+    assert time.perf_counter() - started < 5 and "the ledger" in done.stdout and "agrees" in done.stdout
+
+
+def test_a_ledger_that_differs_is_said(texts, tmp_path, capsys):
+    words = flags(*blends(texts, "one"))
+    right = ask(capsys, "at", "--iteration", "2", "--", *words)
+    ledger = Ledger(str(tmp_path / "ledger"), 32)
+    ledger.record(2, 8, 8, int(right["hash"], 16))
+    ledger.record(3, 16, 8, 5)
+    at = ["at", "--data-ledger", str(tmp_path / "ledger"), "--iteration"]
+    assert ask(capsys, *at, "2", "--", *words)["ledger"]["agrees"]
+    assert not ask(capsys, *at, "3", "--", *words, code=1)["ledger"]["agrees"]
+    assert ask(capsys, *at, "4", "--", *words)["ledger"] == {"file": str(tmp_path / "ledger"), "recorded": False}
+    assert TOOL.main([*at, "3", "--", *words]) == 1
+    assert "differs: 8 samples from 16 on, hash 0000000000000005" in capsys.readouterr().out
+
+
+def test_no_torch_is_loaded(texts):
+    code = ("import sys; sys.argv[0] = 'x'; sys.path.insert(0, 'tools'); import inspect_data; "
+            "assert inspect_data.main(sys.argv[1:]) == 0; assert 'torch' not in sys.modules")
+    for words in (["at", "--iteration", "3"], ["find", "--document", "3"]):
+        subprocess.run([sys.executable, "-c", code, *words, "--", *flags(*blends(texts, "one"))], cwd=ROOT, check=True,
+                       capture_output=True)
+
+
+def test_what_cannot_be_told(texts, tmp_path, capsys):
+    words = flags(*blends(texts, "weighted"))
+    assert "the run has the iterations 1 to 12" in refused(capsys, "at", "--iteration", "13", "--", *words)
+    assert "no run: give the directory" in refused(capsys, "at", "--iteration", "1")
+    assert "no checkpoint there" in refused(capsys, "at", "--iteration", "1", str(tmp_path))
+    assert "--prefix is missing: the run reads" in refused(capsys, "find", "--document", "1", "--", *words)
+    assert "has the documents 0 to 299" in refused(capsys, "find", "--document", "300", "--prefix", texts[0], "--", *words)
+
+
+# --- find ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_find_is_the_inverse_of_at(texts, capsys, kind):
+    """Every document of the run, found by reading all iterations, is found by asking for it, and no more."""
+    several_epochs = ["--global-batch-size", "64"] if "in epochs" in kind else []
+    words = flags(*blends(texts, kind), "--train-range-to-skip", "5", "5", *several_epochs)
+    shown: dict[tuple[str, int], dict[int, list]] = {}
+    for iteration in range(1, 13):
+        for row in ask(capsys, "at", "--iteration", str(iteration), "--", *words)["batch"]:
+            for piece in row["pieces"]:
+                key = (piece["dataset"], piece["document"])
+                one = shown.setdefault(key, {}).setdefault(row["sample"], [iteration, 0])
+                one[1] += piece["tokens"]
+    assert len(shown) > 100
+    asked = [*list(shown)[::7], *((prefix, n) for prefix in {key[0] for key in shown} for n in (0, 1, 2, 299))]
+    for prefix, document in asked:
+        found = ask(capsys, "find", "--document", str(document), "--prefix", prefix, "--", *words)
+        got = {one["sample"]: [one["iteration"], one["tokens"]] for one in found["shown"]}
+        assert got == shown.get((prefix, document), {})
+        assert all(one["skipped"] == (one["iteration"] == 5) for one in found["shown"])
+
+
+def test_find_in_a_cyclic_order(texts, capsys):
+    words = flags(*blends(texts, "one"), "--dataloader-type", "cyclic", "--train-iters", "60")
+    sample = ask(capsys, "at", "--iteration", "2", "--", *words)["batch"][3]
+    found = ask(capsys, "find", "--document", str(sample["pieces"][0]["document"]), "--", *words)["shown"]
+    assert (2, sample["sample"]) in [(one["iteration"], one["sample"]) for one in found]
+
+
+# --- check ---------------------------------------------------------------------------------------------------------
+
+
+def test_check_tells_sound_pairs(texts, tmp_path, capsys):
+    found = ask(capsys, "check", *texts)
+    a, b = found["pairs"]
+    assert found["problems"] == 0
+    assert (a["documents"], a["dtype"], a["smallest_id"], a["largest_id"]) == (300, "uint16", 0, 210)
+    assert b["tokens"] * 4 == b["bin_bytes"] and b["empty_documents"] > 0
+    assert TOOL.main(["check", *texts]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == f"2 pairs, {a['tokens'] + b['tokens']} tokens, 0 with a problem"
+
+
+def damage(kind: str, prefix: Path) -> list[str]:
+    """Damage a sound pair; more words for the command line."""
+    idx, bin_ = Path(f"{prefix}.idx"), Path(f"{prefix}.bin")
+    data = bytearray(idx.read_bytes())
+    if kind == "cut":
+        os.truncate(bin_, 100)
+    elif kind == "magic":
+        idx.write_bytes(b"PAR1" + data[4:])
+    elif kind == "pointers":
+        struct.pack_into("<q", data, 34 + 4 * 50 + 8 * 20, 1 << 40)
+        idx.write_bytes(data)
+    elif kind == "overlap":
+        struct.pack_into("<i", data, 34 + 4 * 20, 12)
+        idx.write_bytes(data)
+    elif kind == "id":
+        tokens = np.fromfile(bin_, "<u2")
+        tokens[300000] = 65000
+        tokens.tofile(bin_)
+        return ["--vocab-size", "1000", "--all-tokens"]
+    elif kind == "gone":
+        bin_.unlink()
+    return []
+
+
+@pytest.mark.parametrize(("kind", "words"), [
+    ("cut", ".bin: has 100 bytes, its index asks for"), ("magic", ".idx: is no index file"),
+    ("pointers", "sequence 20 (10000 tokens from byte 1099511627776) lies outside"),
+    ("overlap", ".bin: 19976 of its bytes are in no sequence"),
+    ("id", ".bin: holds token ids 0 .. 65000, the vocabulary has 1000"), ("gone", ".bin: no such file")])
+def test_check_finds(tmp_path, capsys, kind, words):
+    prefix = write_corpus(tmp_path / "d", [10000] * 50, seed=3)
+    shutil.copy(prefix + ".idx", tmp_path / "good.idx")
+    shutil.copy(prefix + ".bin", tmp_path / "good.bin")
+    more = damage(kind, Path(prefix))
+    assert TOOL.main(["check", prefix, str(tmp_path / "good"), *more]) == 1
+    out, error = capsys.readouterr()
+    assert words in error and error.count("error: ") == 1 and "good: 50 documents" in out and "1 with a problem" in out
+
+
+def test_check_of_2419_files(tmp_path, capsys):
+    """2,419 pairs of a thousand documents; the figure of 2 s is measured apart, here a loaded machine may take longer."""
+    write_corpus(tmp_path / "0", [7] * 1000, seed=1)
+    for n in range(1, 2419):
+        for end in (".idx", ".bin"):
+            os.link(tmp_path / f"0{end}", tmp_path / f"{n}{end}")
+    started = time.perf_counter()
+    assert TOOL.main(["check", *(str(tmp_path / str(n)) for n in range(2419))]) == 0
+    seconds = time.perf_counter() - started
+    assert capsys.readouterr().out.endswith(f"2419 pairs, {2419 * 7000} tokens, 0 with a problem\n") and seconds < 8

@@ -1,0 +1,151 @@
+"""tools/merge_datasets.py: the documents of all inputs in their order, whatever their size, or one clear message."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron.data.indexed_dataset import HEADER, MAGIC, IndexedDataset, IndexedDatasetBuilder, bin_path, idx_path
+from tests.data.corpora import write_corpus
+from tests.load_tool import load_tool
+
+ROOT = Path(__file__).resolve().parents[2]
+TOOL = load_tool("merge_datasets")
+
+
+def documents(prefix) -> list[list[list[int]]]:
+    """Every document as its sequences, every sequence as its tokens."""
+    data = IndexedDataset(prefix)
+    bounds = data.document_indices.tolist()
+    return [[data[s].tolist() for s in range(low, high)] for low, high in zip(bounds[:-1], bounds[1:], strict=True)]
+
+
+def test_documents_follow_each_other(tmp_path, capsys):
+    with IndexedDatasetBuilder(tmp_path / "a", np.uint16) as builder:
+        builder.add_document([10, 11, 12], [3])
+        builder.add_document([], [])
+        builder.add_document([20, 21, 30, 31, 32], [2, 3])
+    write_corpus(tmp_path / "b", [4, 2])
+    (tmp_path / "empty.bin").write_bytes(b"")
+    with IndexedDatasetBuilder(tmp_path / "empty", np.uint16):
+        pass
+    words = [str(tmp_path / name) for name in ("b", "a", "empty", "a")]
+    TOOL.main(["--input", *words, "--output-prefix", str(tmp_path / "all")])
+    assert documents(tmp_path / "all") == documents(words[0]) + documents(words[1]) * 2
+    IndexedDataset(tmp_path / "all").check()
+    with IndexedDatasetBuilder(tmp_path / "builder", np.uint16) as builder:
+        for word in words:
+            builder.add_index(word)
+    for suffix in (".idx", ".bin"):
+        assert (tmp_path / f"all{suffix}").read_bytes() == (tmp_path / f"builder{suffix}").read_bytes()
+    assert "4 data sets, 8 documents, 8 sequences, 22 tokens" in capsys.readouterr().out
+
+
+@pytest.mark.peers
+def test_the_bytes_are_those_of_megatron_core(tmp_path):
+    peer = pytest.importorskip("megatron.core.datasets.indexed_dataset")
+    prefixes = [write_corpus(tmp_path / name, [5, 1, 9, 2], np.int32, seed) for seed, name in enumerate("abc")]
+    builder = peer.IndexedDatasetBuilder(str(tmp_path / "peer.bin"), dtype=np.int32)
+    for prefix in prefixes:
+        builder.add_index(prefix)
+    builder.finalize(str(tmp_path / "peer.idx"))
+    TOOL.main(["--input", str(tmp_path / "[abc]"), "--output-prefix", str(tmp_path / "ours")])
+    for suffix in (".idx", ".bin"):
+        assert (tmp_path / f"ours{suffix}").read_bytes() == (tmp_path / f"peer{suffix}").read_bytes()
+
+
+def test_sequences_out_of_order_and_with_gaps(tmp_path):
+    """Legal in the format, never written by us: the result is in order and without gaps."""
+    lengths, pointers = [3, 2, 4, 1], [8, 0, 14, 24]
+    with open(tmp_path / "a.idx", "wb") as file:
+        file.write(HEADER.pack(MAGIC, 1, 8, 4, 5))
+        for values, dtype in ((lengths, "<i4"), (pointers, "<i8"), (range(5), "<i8")):
+            file.write(np.array(values, dtype).tobytes())
+    np.arange(13, dtype=np.uint16).tofile(tmp_path / "a.bin")
+    TOOL.main(["--input", str(tmp_path / "a"), "--output-prefix", str(tmp_path / "b")])
+    assert documents(tmp_path / "b") == documents(tmp_path / "a") == [[[4, 5, 6]], [[0, 1]], [[7, 8, 9, 10]], [[12]]]
+    assert np.fromfile(tmp_path / "b.bin", np.uint16).tolist() == [4, 5, 6, 0, 1, 7, 8, 9, 10, 12]
+
+
+def sparse(prefix: Path, sequences: int, length: int) -> None:
+    """A pair of int32 whose .bin is a hole but for the last token of each sequence: its number, 1, 2, ..."""
+    with open(idx_path(prefix), "wb") as file:
+        file.write(HEADER.pack(MAGIC, 1, 4, sequences, sequences + 1))
+        file.write(np.full(sequences, length, "<i4").tobytes())
+        file.write((np.arange(sequences, dtype="<i8") * length * 4).tobytes())
+        file.write(np.arange(sequences + 1, dtype="<i8").tobytes())
+    with open(bin_path(prefix), "wb") as file:
+        for number in range(sequences):
+            file.seek(4 * (length * (number + 1) - 1))
+            file.write(np.int32(number + 1).tobytes())
+
+
+def test_more_than_two_to_the_31_tokens_in_little_memory(tmp_path):
+    """Sparse files: 4e9 tokens, 16 GB of .bin, of which the disk holds some kilobytes; so does the result."""
+    length = 500_000_000
+    sparse(tmp_path / "a", 3, length)
+    sparse(tmp_path / "b", 5, length)
+    words = ["--input", str(tmp_path / "a"), str(tmp_path / "b"), "--output-prefix", str(tmp_path / "all")]
+    code = "import runpy, re; runpy.run_path('tools/merge_datasets.py', run_name='__main__'); " \
+           "print(re.search(r'VmHWM:\\s*(\\d+)', open('/proc/self/status').read())[1])"
+    done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0 and "4,000,000,000 tokens" in done.stdout, done.stderr
+    assert int(done.stdout.split()[-1]) < 200 << 10  # KB
+    data = IndexedDataset(tmp_path / "all")
+    data.check()
+    assert len(data) == 8 and data.bin_bytes == 16_000_000_000 > 4 * 2**31
+    assert [int(data.get(s, length - 1, 1)[0]) for s in range(8)] == [1, 2, 3, 1, 2, 3, 4, 5]
+    assert not data.get(7, 0, 1000).any() and data.sequence_pointers[7] == 14_000_000_000
+    assert os.stat(tmp_path / "all.bin").st_blocks * 512 < 1 << 20
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["a", "c"], "c: holds int32, .*a holds uint16; only pairs of one dtype"),
+        (["a", "out"], "is one of the inputs; give another place"),
+        (["none"], "none.idx: no such file"),
+        (["cut"], "cut.idx: is cut short"),
+        (["d*"], "no .idx has a name like this"),
+    ],
+)
+def test_what_cannot_be_merged(tmp_path, capsys, words, message):
+    write_corpus(tmp_path / "a", [3, 4])
+    write_corpus(tmp_path / "out", [3, 4])
+    write_corpus(tmp_path / "c", [3, 4], np.int32)
+    write_corpus(tmp_path / "cut", [3, 4])
+    (tmp_path / "cut.idx").write_bytes((tmp_path / "cut.idx").read_bytes()[:-1])
+    before = (tmp_path / "out.bin").read_bytes()
+    with pytest.raises(SystemExit) as left:
+        TOOL.main(["--input", *(str(tmp_path / word) for word in words), "--output-prefix", str(tmp_path / "out")])
+    error = capsys.readouterr().err
+    assert left.value.code == 1 and error.count("\n") == 1
+    assert re.search(message, error), error
+    assert (tmp_path / "out.bin").read_bytes() == before and not list(tmp_path.glob("*partial*"))
+
+
+def test_a_full_disk_and_no_directory(tmp_path, capsys, monkeypatch):
+    prefix = write_corpus(tmp_path / "a", [3, 4])
+    with pytest.raises(SystemExit):
+        TOOL.main(["--input", prefix, "--output-prefix", str(tmp_path / "no" / "b")])
+    assert "there is no directory" in capsys.readouterr().err
+    monkeypatch.setattr(os, "statvfs", lambda path: type("Disk", (), {"f_bavail": 1, "f_frsize": 8})())
+    with pytest.raises(SystemExit):
+        TOOL.main(["--input", prefix, "--output-prefix", str(tmp_path / "b")])
+    assert "has 8 bytes free" in capsys.readouterr().err
+    monkeypatch.undo()
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "write", full)
+    with pytest.raises(SystemExit):
+        TOOL.main(["--input", prefix, "--output-prefix", str(tmp_path / "b")])
+    monkeypatch.undo()
+    assert "No space left" in capsys.readouterr().err and sorted(p.name for p in tmp_path.iterdir()) == ["a.bin", "a.idx"]

@@ -1,0 +1,236 @@
+#!/usr/bin/env python
+"""How long the data take to be ready, and how fast samples are read, beside megatron-core where it is installed.
+
+    data_startup.py start     a set of many files with 2e12 tokens in sparse .bin files, in epoch order: with --documents,
+                              then with a tenth of them; and one pair of 10 million documents in Megatron's order, without
+                              and with a cache, ours and megatron-core's. Every figure is a process of its own; before it the
+                              files are put out of the page cache (posix_fadvise), unless it says "cached".
+    data_startup.py getitem   samples a second of one process at --seq-length, in one process, in turns; best of --rounds.
+
+Seconds are from after the imports to the first sample read, and of the whole process; memory is the peak resident size.
+Needs 2.3 GB of disk for 1e8 documents, in --folder, where the set stays for the next time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT)]
+from megatron.data import index_helpers  # noqa: E402
+from megatron.data.build import build_train_valid_test_datasets  # noqa: E402
+from megatron.data.gpt_dataset import GPTDataset  # noqa: E402
+from megatron.data.indexed_dataset import HEADER, MAGIC, IndexedDataset, bin_path, idx_path  # noqa: E402
+
+VOCAB = 50257
+
+
+def write_pair(prefix: str, lengths: np.ndarray, tokens: np.ndarray | None = None) -> None:
+    """A pair of uint16, one sequence a document; without `tokens` the .bin is a hole."""
+    pointers = np.zeros(len(lengths), "<i8")
+    np.cumsum(lengths[:-1], dtype=np.int64, out=pointers[1:])
+    total = int(pointers[-1]) + int(lengths[-1])
+    with open(idx_path(prefix), "wb") as file:
+        file.write(HEADER.pack(MAGIC, 1, 8, len(lengths), len(lengths) + 1))
+        for array in (lengths.astype("<i4"), pointers * 2, np.arange(len(lengths) + 1, dtype="<i8")):
+            file.write(array.data)
+        file.flush()
+        os.fsync(file.fileno())  # what is not on the disk cannot be put out of the cache
+    with open(bin_path(prefix), "wb") as file:
+        if tokens is not None:
+            file.write(tokens.astype("<u2").data)
+        file.truncate(2 * total)
+
+
+def make_set(folder: Path, files: int, documents: int, tokens: int) -> Path:
+    """A directory of pairs whose lengths are even random numbers around their mean; kept if it is there."""
+    target = folder / f"set-{files}-{documents}-{tokens}"
+    if not target.exists():
+        aside = target.with_suffix(".making")
+        shutil.rmtree(aside, ignore_errors=True)
+        aside.mkdir(parents=True)
+        random, mean = np.random.default_rng(1), tokens // documents
+        for number in range(files):
+            count = documents * (number + 1) // files - documents * number // files
+            lengths = random.integers(1, 2 * mean, count, dtype=np.int32)
+            write_pair(str(aside / f"part-{number:05d}"), lengths)
+        aside.rename(target)
+    return target
+
+
+def forget(folder: Path) -> None:
+    """Put all files below `folder` out of the page cache."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            file = os.open(path, os.O_RDONLY)
+            os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(file)
+
+
+def our_flags(**given: object) -> SimpleNamespace:
+    """The data flags with their defaults, changed by `given`."""
+    names = ("data_path train_data_path valid_data_path test_data_path data_args_path per_split_data_args_path split "
+             "data_cache_path").split()  # fmt: skip
+    fixed = {"mock_data": False, "mid_level_dataset_surplus": 0.005, "data_order": "megatron"}
+    return SimpleNamespace(**{**dict.fromkeys(names), **fixed, **given})
+
+
+def megatron_core_dataset(prefix: str, seq_length: int, samples: int, cache: str | None) -> object:
+    """megatron-core's GPTDataset of a whole pair."""
+    from megatron.core.datasets import gpt_dataset, indexed_dataset, utils
+
+    tokenizer = SimpleNamespace(vocab_size=VOCAB, eod=VOCAB - 1, pad=-1, unique_identifiers={"class": "none"})
+    config = gpt_dataset.GPTDatasetConfig(
+        random_seed=1, sequence_length=seq_length, tokenizer=tokenizer, reset_position_ids=False,
+        reset_attention_mask=False, eod_mask_loss=False, split="1,0,0", blend=([prefix], None), path_to_cache=cache,
+        create_attention_mask=False,
+    )  # fmt: skip
+    corpus = indexed_dataset.IndexedDataset(prefix)
+    sequences = np.arange(len(corpus.sequence_lengths), dtype=np.int32)
+    return gpt_dataset.GPTDataset(corpus, prefix, sequences, samples, utils.Split.train, config)
+
+
+def peak_kb() -> int:
+    """Peak resident KB of this process since it was started (getrusage would count its parent's too)."""
+    return int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0])
+
+
+def child(what: str, path: str, seq_length: int, samples: int, cache: str | None) -> dict[str, float]:
+    """Make the dataset in this process, read one sample; seconds since the imports and peak resident bytes."""
+    if what == "megatron-core":
+        import torch  # noqa: F401
+        from megatron.core.datasets import gpt_dataset  # noqa: F401
+    start, base = time.perf_counter(), peak_kb()
+    if what == "megatron-core":
+        megatron_core_dataset(path, seq_length, samples, cache)[0]
+    else:
+        flags = our_flags(data_path=[path], split="100,0,0" if what == "megatron" else "98,1,1", data_order=what,
+                          data_cache_path=cache)  # fmt: skip
+        datasets = build_train_valid_test_datasets(
+            flags, sequence_length=seq_length, seed=1, sizes=(samples, 0 if what == "megatron" else 1000, 0),
+            vocab_size=VOCAB, eod=VOCAB - 1,
+        )  # fmt: skip
+        datasets[0][0]
+    return {"seconds": time.perf_counter() - start, "peak_mb": peak_kb() / 1024, "own_mb": (peak_kb() - base) / 1024}
+
+
+def measured(what: str, path: Path, seq_length: int, samples: int, cache: Path | None = None) -> dict[str, float]:
+    """`child` in a process of its own, with the seconds of the whole process."""
+    words = [what, path, seq_length, samples, cache or "-"]
+    start = time.perf_counter()
+    done = subprocess.run([sys.executable, __file__, "child", *map(str, words)], capture_output=True, text=True, check=False)
+    whole = time.perf_counter() - start
+    if done.returncode:
+        raise SystemExit(f"{what}: {done.stderr}")
+    return json.loads(done.stdout.splitlines()[-1]) | {"whole": whole}
+
+
+def show(name: str, found: dict[str, float]) -> None:
+    print(f"{name:58s} {found['seconds']:7.3f} s   whole process {found['whole']:6.2f} s   peak {found['peak_mb']:6.0f} MB "
+          f"({found['own_mb']:.0f} after imports)", flush=True)  # fmt: skip
+
+
+def start(args: argparse.Namespace) -> None:
+    """The start-up table."""
+    folder, best = Path(args.folder), {}
+    for documents in (args.documents, args.documents // 10):
+        data = make_set(folder, args.files, documents, args.tokens)
+        name = f"epoch order, {args.files:,} files, {args.tokens:.0e} tokens, {documents:.0e} documents"
+        for state in ("cold", "cached"):
+            runs = []
+            for _ in range(args.rounds):
+                if state == "cold":
+                    forget(data)
+                runs.append(measured("epoch", data, args.seq_length, 10**9))
+            best[documents, state] = min(runs, key=lambda run: run["seconds"])
+            show(f"{name}, {state}", best[documents, state])
+    for state in ("cold", "cached"):
+        times = [best[documents, state]["seconds"] for documents in (args.documents, args.documents // 10)]
+        print(f"ten times the documents, {state}: {100 * (times[0] / times[1] - 1):+.1f} %")
+    pair = make_set(folder, 1, args.pair_documents, 1000 * args.pair_documents) / "part-00000"
+    samples = 1000 * args.pair_documents // args.seq_length * 99 // 100
+    for what in ("megatron", *(["megatron-core"] if args.megatron_core else [])):
+        kind = index_helpers.IMPLEMENTATION if what == "megatron" else "its helpers"
+        for state in ("no index cache", "index cached"):
+            runs = []
+            for _ in range(args.rounds):
+                cache = Path(folder / f"cache-{what}")
+                if state == "no index cache":
+                    shutil.rmtree(cache, ignore_errors=True)
+                runs.append(measured(what, pair, args.seq_length, samples, cache))
+            best_run = min(runs, key=lambda run: run["seconds"])
+            show(f"{what} order, {args.pair_documents:.0e} documents, {kind}, {state}", best_run)
+
+
+def getitem(args: argparse.Namespace) -> None:
+    """Samples a second, in turns."""
+    folder = Path(args.folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    random, prefix = np.random.default_rng(2), str(folder / "getitem")
+    lengths = random.integers(1, 2000, args.getitem_tokens // 1000, dtype=np.int32)
+    if not IndexedDataset.exists(prefix):
+        write_pair(prefix, lengths, random.integers(0, VOCAB, int(lengths.sum(dtype=np.int64)), dtype=np.uint16))
+    corpus = IndexedDataset(prefix)
+    count = (corpus.bin_bytes // 2 - 1) // args.seq_length
+    epoch, *_ = build_train_valid_test_datasets(
+        our_flags(data_path=[prefix], split="1,0,0", data_order="epoch"), sequence_length=args.seq_length, seed=1,
+        sizes=(count, 0, 0), vocab_size=VOCAB, eod=VOCAB - 1,
+    )  # fmt: skip
+    ours = {"epoch order": epoch,
+            "Megatron order": GPTDataset(corpus, sequence_length=args.seq_length, num_samples=count, seed=1)}  # fmt: skip
+    if args.megatron_core:
+        ours["megatron-core"] = megatron_core_dataset(prefix, args.seq_length, count, str(folder / "cache-getitem"))
+    numbers = random.permutation(count)[: args.samples].tolist()
+    times: dict[str, list[list[float]]] = {name: [] for name in ours}
+    for _ in range(args.rounds + 1):  # the first round fills the page cache
+        for name, dataset in ours.items():
+            laps = []
+            for number in numbers:
+                begin = time.perf_counter()
+                dataset[number]
+                laps.append(time.perf_counter() - begin)
+            times[name].append(laps)
+    for name, rounds in times.items():
+        best = min(sum(laps) for laps in rounds[1:]) / len(numbers)
+        late = min(float(np.percentile(laps, 99)) for laps in rounds[1:])
+        print(f"__getitem__ at {args.seq_length}, {name:15s} {1e6 * best:6.1f} us = {args.seq_length / best / 1e6:6.1f} M "
+              f"tokens/s; 99th percentile {1e6 * late:.0f} us", flush=True)  # fmt: skip
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """`start` or `getitem`."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if words[:1] == ["child"]:
+        what, path, seq_length, samples, cache = words[1:]
+        print(json.dumps(child(what, path, int(seq_length), int(samples), None if cache == "-" else cache)))
+        return
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("part", choices=["start", "getitem"])
+    parser.add_argument("--folder", default=os.path.join(tempfile.gettempdir(), "data_startup"))
+    parser.add_argument("--files", type=int, default=2419)
+    parser.add_argument("--documents", type=int, default=10**8)
+    parser.add_argument("--tokens", type=int, default=2 * 10**12)
+    parser.add_argument("--pair-documents", type=int, default=10**7)
+    parser.add_argument("--getitem-tokens", type=int, default=500_000_000)
+    parser.add_argument("--samples", type=int, default=20_000)
+    parser.add_argument("--seq-length", type=int, default=2048)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--no-megatron-core", dest="megatron_core", action="store_false")
+    args = parser.parse_args(words)
+    {"start": start, "getitem": getitem}[args.part](args)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,334 @@
+#!/usr/bin/env python
+"""Look into data without training: whether pairs of .bin and .idx are sound, what an iteration reads, and when a document
+is read. Needs the data and a run's flags; knows no model.
+
+  inspect_data.py check PREFIX...                    each pair: sizes, pointers, token ids
+  inspect_data.py at --iteration 37 RUN              the samples of that global batch: documents, bytes, hashes, text
+  inspect_data.py find --document 12 RUN             the iterations that show a document
+
+RUN is the directory that --save named, or an iter_XXXXXXX in it; or `--` and the flags of pretrain_gpt.py.
+Exit codes: 0 as it should be, 1 something is wrong with the data, 2 a wrong command line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import json
+import os
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+
+import numpy as np  # noqa: E402
+
+from megatron.arguments import Problems, build_parser, config_from, parse_typed  # noqa: E402
+from megatron.config import command_line  # noqa: E402
+from megatron.config.check_paths import newest_checkpoint  # noqa: E402
+from megatron.config.plan import Plan, make_plan  # noqa: E402
+from megatron.config.tree import Config  # noqa: E402
+from megatron.data.build import Before, build_train_valid_test_datasets  # noqa: E402
+from megatron.data.indexed_dataset import IndexedDataset  # noqa: E402
+from megatron.data.ledger import MASK, SKIPPED, read_ledger, sample_hash, tokens_hash  # noqa: E402
+from megatron.data.sampler import Sampler, SequentialSampler  # noqa: E402
+from megatron.data.tokenizer import Tokenizer, TokenizerFlags  # noqa: E402
+from megatron.data.whereabouts import Dataset, pieces, prefixes, samples_showing  # noqa: E402
+
+HEAD = 16       # tokens of a piece that are shown as text
+THREADS = 4     # that check pairs side by side
+
+
+def arguments() -> argparse.ArgumentParser:
+    """The command line, without what stands behind `--`."""
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    check = commands.add_parser("check", help="are these pairs sound?")
+    check.add_argument("prefixes", nargs="+", metavar="PREFIX", help="path without .bin and .idx")
+    check.add_argument("--vocab-size", type=int, help="refuse token ids that are not below this")
+    check.add_argument("--all-tokens", action="store_true", help="look at every token (default: the first 262144)")
+    at = commands.add_parser("at", help="what an iteration reads")
+    at.add_argument("--iteration", type=int, required=True, help="its number on the log line")
+    at.add_argument("--data-ledger", help="compare with this ledger (default: the one of the run's flags, if it is there)")
+    find = commands.add_parser("find", help="which iterations show a document")
+    find.add_argument("--document", type=int, required=True, help="its number in its data set, from 0")
+    find.add_argument("--prefix", help="of which data set, where the run reads several")
+    for command in (check, at, find):
+        command.add_argument("--json", action="store_true", help="one JSON object on stdout")
+    for command in (at, find):
+        command.add_argument("run", nargs="?", help="directory of a run (--save), or an iter_XXXXXXX in it")
+        command.add_argument("--world-size", type=int, help="number of ranks (default: the run's; with flags: 1)")
+    return parser
+
+
+# --- check ---------------------------------------------------------------------------------------------------------
+
+
+def check_pair(prefix: str, vocab_size: int | None, all_tokens: bool) -> dict[str, Any]:
+    """What is known of a pair; `problem` says what is wrong with it, if anything is."""
+    found: dict[str, Any] = {"prefix": prefix}
+    try:
+        corpus = IndexedDataset(prefix)
+        corpus.check()
+        low, high = corpus.id_range(None if all_tokens else 1 << 18)
+        tokens = int(corpus.sequence_lengths.sum(dtype=np.int64))
+        empty = int((np.diff(corpus.document_indices) == 0).sum() + (corpus.sequence_lengths == 0).sum())
+        found |= {"documents": corpus.num_documents, "sequences": len(corpus), "tokens": tokens, "dtype": corpus.dtype.name,
+                  "bin_bytes": corpus.bin_bytes, "empty_documents": empty, "smallest_id": low, "largest_id": high}
+        if corpus.dtype.kind not in "iu":
+            raise ValueError(f"{prefix}.idx: holds {corpus.dtype.name}, not token ids; preprocess text into it")
+        if low < 0 or (vocab_size is not None and high >= vocab_size):
+            limit = "ids begin at 0" if low < 0 else f"the vocabulary has {vocab_size}"
+            raise ValueError(f"{prefix}.bin: holds token ids {low} .. {high}, {limit}; give the vocabulary it was "
+                             "preprocessed with, or make the pair anew with tools/preprocess_data.py")
+        if tokens == 0:
+            raise ValueError(f"{prefix}.bin: holds no tokens; preprocess a file that has text")
+        unused = corpus.bin_bytes - tokens * corpus.dtype.itemsize
+        if unused:
+            raise ValueError(f"{prefix}.bin: {abs(unused)} of its bytes are {'in no sequence' if unused > 0 else 'in two'}; "
+                             "if that is not meant, make the pair anew with tools/preprocess_data.py")
+    except (ValueError, OSError) as error:
+        found["problem"] = str(error)
+    return found
+
+
+def check(options: argparse.Namespace) -> int:
+    """`check`: a line for each pair and one for all."""
+    with ThreadPoolExecutor(THREADS) as pool:
+        found = list(pool.map(lambda prefix: check_pair(prefix, options.vocab_size, options.all_tokens), options.prefixes))
+    bad = [pair for pair in found if "problem" in pair]
+    if options.json:
+        print(json.dumps({"pairs": found, "problems": len(bad)}))
+        return int(bool(bad))
+    for pair in found:
+        if "problem" not in pair:
+            empty = f", {pair['empty_documents']} of them empty" if pair["empty_documents"] else ""
+            print(f"{pair['prefix']}: {pair['documents']} documents{empty}, {pair['tokens']} tokens of {pair['dtype']}, "
+                  f"ids {pair['smallest_id']} .. {pair['largest_id']}{'' if options.all_tokens else ' at its head'}")
+    tokens = sum(pair.get("tokens", 0) for pair in found)
+    print(f"{len(found)} pairs, {tokens} tokens, {len(bad)} with a problem", flush=True)
+    for pair in bad:
+        print(f"error: {pair['problem']}", file=sys.stderr)
+    return int(bool(bad))
+
+
+# --- a run's data ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Reading:
+    """The training data of a run and who reads them. `shift`: samples consumed beyond what the batch sizes say."""
+
+    config: Config
+    plan: Plan
+    dataset: Dataset
+    tokenizer: Tokenizer
+    shift: int
+
+    def samplers(self) -> list[Sampler]:
+        """The sampler of each data-parallel rank."""
+        d, place = self.config.data, (len(self.dataset), self.config.training.micro_batch_size)
+        ranks = range(self.plan.data_parallel_size)
+        if d.dataloader_type == "cyclic":
+            from megatron.data.cyclic_sampler import CyclicSampler  # torch, which takes longer to load than all the rest
+
+            return [CyclicSampler(*place, rank, len(ranks), d.data_sharding) for rank in ranks]
+        return [SequentialSampler(*place, rank, len(ranks)) for rank in ranks]
+
+    def first_sample(self, iteration: int) -> int:
+        """Samples consumed before an iteration."""
+        return self.plan.batch.samples_before(iteration) + self.shift
+
+    def batch(self, iteration: int, samplers: Sequence[Sampler]) -> Iterator[tuple[int, int, int]]:
+        """(sample, rank, micro-batch) of a global batch, micro-batch by micro-batch and rank by rank."""
+        first = self.first_sample(iteration)
+        for micro_batch in range(self.plan.num_microbatches(iteration)):
+            for rank, sampler in enumerate(samplers):
+                for sample in sampler.micro_batch(first + micro_batch * sampler.step):
+                    yield sample, rank, micro_batch
+
+
+def open_run(options: argparse.Namespace, flags: Sequence[str] | None, iteration: int | None) -> Reading:
+    """The data of the run that the command line names. Raises ValueError."""
+    state: dict[str, Any] = {}
+    if flags is not None:
+        line = command_line.read(flags, {"WORLD_SIZE": str(options.world_size or 1)})
+        config, world_size = line.config, line.world_size
+    elif options.run is None:
+        raise ValueError("no run: give the directory that --save named, or -- and the flags of pretrain_gpt.py")
+    else:
+        folder = checkpoint_after(options.run, iteration)
+        state = json.loads((folder / "state.json").read_text(encoding="utf8"))
+        words = parse_typed(build_parser(Config, prog="args", description=""), [f"@{folder / 'args'}"])
+        config, world_size = config_from(Config, words), options.world_size or state["layout"]["world_size"]
+    d = config.data
+    flags_of_tokenizer = {flag.name: getattr(d, flag.name) for flag in fields(TokenizerFlags)}
+    tokenizer = TokenizerFlags(**flags_of_tokenizer | {"tokenizer_type": d.tokenizer}).build()
+    plan = make_plan(config, world_size, tokenizer.vocab_size)
+    order = state["data"]["order"]["train"] if state else None
+    before = Before(order, state["consumed_train_samples"]) if order else None
+    dataset, _, _ = build_train_valid_test_datasets(
+        d, sequence_length=config.model.seq_length, seed=config.training.seed, vocab_size=tokenizer.vocab_size,
+        eod=tokenizer.eod, sizes=(plan.targets.train, 0, 0), check_tokens=False, before=before)
+    shift = state["consumed_train_samples"] - plan.consumed_samples(state["iteration"]) if state else 0
+    return Reading(config, plan, dataset, tokenizer, shift)
+
+
+def checkpoint_after(run: str, iteration: int | None) -> Path:
+    """The checkpoint whose flags an iteration ran with: the first one that has it behind it, else the newest."""
+    newest = newest_checkpoint(run)
+    if newest is None:
+        raise ValueError(f"{run}: no checkpoint there, whose flags would say what was read; give the directory that --save "
+                         "named, or -- and the flags of pretrain_gpt.py")
+    known = sorted(int(name[5:]) for name in os.listdir(newest.parent) if re.fullmatch(r"iter_\d{7,}", name))
+    after = [number for number in known if iteration is not None and iteration <= number <= int(newest.name[5:])]
+    return newest.parent / f"iter_{after[0]:07d}" if after and newest != Path(run) else newest
+
+
+# --- at --------------------------------------------------------------------------------------------------------------
+
+
+def describe_sample(reading: Reading, sample: int) -> dict[str, Any]:
+    """A sample's hash and pieces; a `text` is the beginning of its piece."""
+    tokens, found, at = reading.dataset[sample], [], 0
+    for piece in pieces(reading.dataset, sample):
+        head = tokens[at : at + min(HEAD, piece.length)].tolist()
+        at += piece.length
+        known = all(0 <= token < reading.tokenizer.vocab_size for token in head)
+        found.append({"dataset": piece.prefix, "document": piece.document, "offset": piece.offset, "tokens": piece.length,
+                      "bytes": None if piece.first_byte is None else [piece.first_byte, piece.end_byte],
+                      "text": reading.tokenizer.detokenize(head) if known else None, "ids": head})
+    return {"hash": f"{tokens_hash(tokens):016x}", "pieces": found}
+
+
+def describe_iteration(reading: Reading, iteration: int, ledger: str | None) -> dict[str, Any]:
+    """All that `at` tells. The hash is that of the ledger: of the samples with their numbers."""
+    plan = reading.plan
+    if not 1 <= iteration <= plan.train_iters:
+        raise ValueError(f"--iteration {iteration}: the run has the iterations 1 to {plan.train_iters}")
+    rows, total = [], 0
+    for sample, rank, micro_batch in reading.batch(iteration, reading.samplers()):
+        row = {"sample": sample, "dp_rank": rank, "micro_batch": micro_batch} | describe_sample(reading, sample)
+        total = (total + sample_hash(sample, int(row["hash"], 16))) & MASK
+        rows.append(row)
+    found = {"iteration": iteration, "first_sample": reading.first_sample(iteration), "samples": len(rows),
+             "data_parallel_size": plan.data_parallel_size, "skipped": plan.skips.is_skipped(iteration),
+             "hash": f"{total:016x}", "batch": sorted(rows, key=lambda row: (row["dp_rank"], row["micro_batch"]))}
+    path = ledger or reading.config.logging.data_ledger
+    if ledger or path and os.path.exists(path):
+        found["ledger"] = compare(path, found, reading.config.model.seq_length)
+    return found
+
+
+def compare(path: str, found: dict[str, Any], sequence_length: int) -> dict[str, Any]:
+    """What a ledger says of the iteration, and whether it is the same."""
+    length, records = read_ledger(path, range(found["iteration"], found["iteration"] + 1))
+    if length != sequence_length:
+        raise ValueError(f"--data-ledger {path}: is of samples of {length} tokens, the run's --seq-length is "
+                         f"{sequence_length}; give the ledger of this run")
+    if not len(records):
+        return {"file": path, "recorded": False}
+    _, first, count, flag, value = records[0].tolist()
+    place = (first, count) == (found["first_sample"], found["samples"])
+    agrees = place and (flag == SKIPPED) == found["skipped"] and (bool(flag) or f"{value:016x}" == found["hash"])
+    return {"file": path, "recorded": True, "first_sample": first, "samples": count, "skipped": flag == SKIPPED,
+            "hash": f"{value:016x}", "agrees": agrees}
+
+
+def show_iteration(found: dict[str, Any]) -> None:
+    """For a reader."""
+    print(f"iteration {found['iteration']}: {found['samples']} samples from sample {found['first_sample']} on, "
+          f"{found['data_parallel_size']} data-parallel ranks, hash {found['hash']}"
+          f"{', skipped: not read' if found['skipped'] else ''}")
+    ledger = found.get("ledger")
+    if ledger:
+        says = "does not have it" if not ledger["recorded"] else "agrees" if ledger["agrees"] else (
+            f"differs: {ledger['samples']} samples from {ledger['first_sample']} on, hash {ledger['hash']}"
+            f"{', skipped' if ledger['skipped'] else ''}")
+        print(f"the ledger {ledger['file']} {says}")
+    for row in found["batch"]:
+        print(f"sample {row['sample']}: rank {row['dp_rank']}, micro-batch {row['micro_batch']}, hash {row['hash']}")
+        for piece in row["pieces"]:
+            place = "" if piece["bytes"] is None else f", bytes {piece['bytes'][0]} .. {piece['bytes'][1]}"
+            text = piece["ids"] if piece["text"] is None else json.dumps(piece["text"], ensure_ascii=False)
+            print(f"  {piece['dataset']} document {piece['document']}, tokens {piece['offset']} .. "
+                  f"{piece['offset'] + piece['tokens']}{place}: {text}")
+
+
+# --- find ------------------------------------------------------------------------------------------------------------
+
+
+def find_document(reading: Reading, document: int, prefix: str | None) -> dict[str, Any]:
+    """Every sample of the run that shows the document, with its iteration."""
+    known = prefixes(reading.dataset)
+    if prefix is None and len(known) == 1:
+        prefix = known[0]
+    if prefix not in known:
+        raise ValueError(f"--prefix {prefix or 'is missing'}: the run reads {', '.join(known[:20])}; give one of them")
+    shown = samples_showing(reading.dataset, prefix, document)
+    return {"document": document, "dataset": prefix, "shown": list(place_samples(reading, shown))}
+
+
+def place_samples(reading: Reading, shown: dict[int, int]) -> Iterator[dict[str, Any]]:
+    """(iteration, sample, rank, micro-batch, tokens of the document) in the order of training."""
+    plan, samplers = reading.plan, reading.samplers()
+    if isinstance(samplers[0], SequentialSampler):
+        iterations = sorted({plan.batch.iterations_within(sample - reading.shift) + 1 for sample in shown
+                             if sample >= reading.shift})
+    else:
+        iterations = range(1, plan.train_iters + 1)
+    for iteration in iterations:
+        if iteration > plan.train_iters:
+            return
+        for sample, rank, micro_batch in reading.batch(iteration, samplers):
+            if sample in shown:
+                yield {"iteration": iteration, "sample": sample, "dp_rank": rank, "micro_batch": micro_batch,
+                       "tokens": shown[sample], "skipped": plan.skips.is_skipped(iteration)}
+
+
+def show_found(found: dict[str, Any]) -> None:
+    """For a reader."""
+    print(f"{found['dataset']} document {found['document']}: in {len(found['shown'])} samples of the run")
+    for one in found["shown"]:
+        print(f"iteration {one['iteration']}: {one['tokens']} tokens in sample {one['sample']}, rank {one['dp_rank']}, "
+              f"micro-batch {one['micro_batch']}{', skipped: not read' if one['skipped'] else ''}")
+
+
+def main(argv: Sequence[str]) -> int:
+    """Exit codes as above."""
+    words = list(argv)
+    flags = words[words.index("--") + 1:] if "--" in words else None
+    options = arguments().parse_args(words[:words.index("--")] if flags is not None else words)
+    try:
+        if options.command == "check":
+            return check(options)
+        at = options.command == "at"
+        with contextlib.redirect_stdout(io.StringIO()):     # what training would log of its data
+            reading = open_run(options, flags, options.iteration if at else None)
+            found = (describe_iteration(reading, options.iteration, options.data_ledger) if at
+                     else find_document(reading, options.document, options.prefix))
+        if options.json:
+            print(json.dumps(found))
+        else:
+            (show_iteration if at else show_found)(found)
+        sys.stdout.flush()
+        return int(not found.get("ledger", {}).get("agrees", True))
+    except Problems as error:
+        print("\n".join(f"error: {line}" for line in error.lines), file=sys.stderr)
+    except BrokenPipeError:                                 # the reader has seen enough, as `head` has
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,176 @@
+#!/usr/bin/env python
+"""Join .bin/.idx pairs into one: the documents of all inputs, in the order given.
+
+    python tools/merge_datasets.py --input PREFIX_OR_DIRECTORY_OR_PATTERN ... --output-prefix PREFIX
+
+It streams, so memory does not grow with the data, and it writes aside and renames, so that an interrupted merge leaves
+nothing half done. Training needs no merging: --data-path takes directories and patterns too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import sys
+import uuid
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from megatron.data.data_paths import PARTIAL, expand  # noqa: E402
+from megatron.data.indexed_dataset import BLOCK, CODES, HEADER, MAGIC, VERSION, IndexedDataset, bin_path, idx_path  # noqa: E402
+
+CHUNK = 64 << 20  # bytes copied at a time
+
+
+def inputs(words: Sequence[str], output: str) -> list[str]:
+    """The prefixes to join. Raises ValueError or FileNotFoundError for what cannot be joined."""
+    prefixes = [prefix for word in words for prefix in expand(word)]
+    same = [prefix for prefix in prefixes if os.path.realpath(idx_path(prefix)) == os.path.realpath(idx_path(output))]
+    if same:
+        raise ValueError(f"--output-prefix {output}: is one of the inputs; give another place")
+    first = IndexedDataset(prefixes[0])
+    for prefix in prefixes:
+        other = IndexedDataset(prefix)
+        other.check()
+        if other.dtype != first.dtype:
+            raise ValueError(f"{prefix}: holds {other.dtype.name}, {prefixes[0]} holds {first.dtype.name}; only pairs of "
+                             "one dtype can be merged: preprocess both with the same tokenizer")  # fmt: skip
+    return prefixes
+
+
+def check_space(prefixes: Sequence[str], folder: str) -> None:
+    """Raise ValueError if the disk has less room than the inputs take on theirs."""
+    paths = [path(prefix) for prefix in prefixes for path in (bin_path, idx_path)]
+    wanted = sum(512 * os.stat(path).st_blocks for path in paths)
+    disk = os.statvfs(folder)
+    if disk.f_bavail * disk.f_frsize < wanted:
+        raise ValueError(f"--output-prefix: {folder} has {disk.f_bavail * disk.f_frsize:,} bytes free, the inputs take "
+                         f"{wanted:,}; give a directory with more space")  # fmt: skip
+
+
+def spans(corpus: IndexedDataset) -> Iterator[tuple[int, int]]:
+    """(first byte, bytes) of its sequences in their order, those that lie one behind the other put together."""
+    size, begin, end = corpus.dtype.itemsize, 0, 0
+    for first in range(0, len(corpus), BLOCK):
+        starts = corpus.sequence_pointers[first : first + BLOCK]
+        ends = starts + corpus.sequence_lengths[first : first + BLOCK].astype(np.int64) * size
+        breaks = np.flatnonzero(starts[1:] != ends[:-1]) + 1
+        for low, high in zip([0, *breaks.tolist()], [*breaks.tolist(), len(starts)], strict=True):
+            if starts[low] != end:
+                yield begin, end - begin
+                begin = int(starts[low])
+            end = int(ends[high - 1])
+    yield begin, end - begin
+
+
+def copy(source: int, target: int, start: int, count: int) -> None:
+    """Append `count` bytes of one file to another. Holes stay holes."""
+    at, stop = start, start + count
+    while at < stop:
+        try:
+            data = min(stop, os.lseek(source, at, os.SEEK_DATA))
+        except OSError:  # nothing but a hole to the end of the file
+            data = stop
+        os.ftruncate(target, os.lseek(target, data - at, os.SEEK_END))
+        at = data
+        end = min(stop, os.lseek(source, at, os.SEEK_HOLE)) if at < stop else at
+        while at < end:
+            block = os.pread(source, min(CHUNK, end - at), at)
+            if not block:
+                raise ValueError("an input ended while it was read; leave data alone while they are merged")
+            view = memoryview(block)
+            at += len(block)
+            while view:
+                view = view[os.write(target, view) :]
+
+
+def write_bin(prefixes: Sequence[str], path: str) -> None:
+    """The tokens of all sequences."""
+    target = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+    try:
+        for prefix in prefixes:
+            source = os.open(bin_path(prefix), os.O_RDONLY)
+            try:
+                for start, count in spans(IndexedDataset(prefix)):
+                    copy(source, target, start, count)
+            finally:
+                os.close(source)
+        os.fsync(target)
+    finally:
+        os.close(target)
+
+
+def write_idx(prefixes: Sequence[str], path: str) -> tuple[int, int, int]:
+    """The index of all sequences; (tokens, sequences, documents)."""
+    sizes = [(len(corpus), corpus.num_documents) for corpus in map(IndexedDataset, prefixes)]
+    sequences, documents = (sum(column) for column in zip(*sizes, strict=True))
+    dtype = IndexedDataset(prefixes[0]).dtype
+    token = 0
+    with open(path, "xb") as file:
+        file.write(HEADER.pack(MAGIC, VERSION, CODES[dtype], sequences, documents + 1))
+        for prefix in prefixes:
+            for block in _blocks(IndexedDataset(prefix).sequence_lengths):
+                file.write(block.tobytes())
+        for prefix in prefixes:
+            for block in _blocks(IndexedDataset(prefix).sequence_lengths):
+                ends = np.cumsum(block, dtype=np.int64) + token
+                file.write(((ends - block) * dtype.itemsize).astype("<i8").tobytes())
+                token = int(ends[-1])
+        file.write(np.int64(0).tobytes())
+        shift = 0
+        for prefix, (count, _) in zip(prefixes, sizes, strict=True):
+            for block in _blocks(IndexedDataset(prefix).document_indices[1:]):
+                file.write((block + shift).astype("<i8").tobytes())
+            shift += count
+        file.flush()
+        os.fsync(file.fileno())
+    return token, sequences, documents
+
+
+def _blocks(array: np.ndarray) -> Iterator[np.ndarray]:
+    for first in range(0, len(array), BLOCK):
+        yield array[first : first + BLOCK]
+
+
+def merge(prefixes: Sequence[str], output: str) -> tuple[int, int, int]:
+    """Write the pair; (tokens, sequences, documents)."""
+    partial = f"{output}{PARTIAL}{uuid.uuid4().hex}"
+    try:
+        write_bin(prefixes, bin_path(partial))
+        counts = write_idx(prefixes, idx_path(partial))
+        # The old index goes first: a reader meets the old pair, no index, or the new pair, never a mixture.
+        Path(idx_path(output)).unlink(missing_ok=True)
+        os.replace(bin_path(partial), bin_path(output))
+        os.replace(idx_path(partial), idx_path(output))
+    finally:
+        for path in (bin_path(partial), idx_path(partial)):
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)
+    return counts
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Read the command line and merge."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--input", nargs="+", required=True, metavar="WHAT", help="prefixes, directories, patterns")
+    parser.add_argument("--output-prefix", required=True, metavar="PREFIX", help="the pair to write")
+    args = parser.parse_args(argv)
+    folder = os.path.dirname(args.output_prefix) or "."
+    try:
+        if not os.path.isdir(folder):
+            raise FileNotFoundError(f"--output-prefix {args.output_prefix}: there is no directory {folder}; make it first")
+        prefixes = inputs(args.input, args.output_prefix)
+        check_space(prefixes, folder)
+        tokens, sequences, documents = merge(prefixes, args.output_prefix)
+    except (OSError, ValueError) as error:
+        parser.exit(1, f"{parser.prog}: error: {error}\n")
+    print(f"{args.output_prefix}: {len(prefixes)} data sets, {documents:,} documents, {sequences:,} sequences, "
+          f"{tokens:,} tokens")  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
