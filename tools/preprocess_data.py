@@ -223,16 +223,17 @@ def run(config: Config, files: Sequence[str], stop: Stop) -> str:
         progress = Progress(config.run.log_interval, files, work.documents)
         stack.callback(progress.clear)
         reader = Reader(files, read.json_keys, read.txt_lines)
-        blocks = reader.blocks(work.place, lambda file: print("Opening", file, flush=True))
         before = sum(work.tokens)
-        results = encode_all(job, work.paths(), blocks, config.run.workers or cores,
-                             lambda block, encoded: work.take(block, encoded, bad))  # fmt: skip
-        stack.callback(results.close)
-        for number, (block, encoded) in enumerate(results):
-            if number == 0:
-                print("Time to startup:", time.time() - started, flush=True)
-            work.confirm(block)
-            progress.add(encoded.documents, encoded.bytes, block.read)
+        if not work.finishing:
+            blocks = reader.blocks(work.place, lambda file: print("Opening", file, flush=True))
+            results = encode_all(job, work.paths(), blocks, config.run.workers or cores,
+                                 lambda block, encoded: work.take(block, encoded, bad))  # fmt: skip
+            stack.callback(results.close)
+            for number, (block, encoded) in enumerate(results):
+                if number == 0:
+                    print("Time to startup:", time.time() - started, flush=True)
+                work.confirm(block)
+                progress.add(encoded.documents, encoded.bytes, block.read)
         for key, tokens in zip(job.keys, work.tokens, strict=True):
             if not tokens:
                 what = f'no text under "{key}"' if work.documents else "no documents"

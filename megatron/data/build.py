@@ -5,11 +5,13 @@ It knows flags, files and sizes; it must not know tokenizers, process groups, ba
 
 from __future__ import annotations
 
+import glob
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from megatron import log
+from megatron.data import provenance
 from megatron.data.blended_dataset import (
     SPLITS,
     Blend,
@@ -25,6 +27,7 @@ from megatron.data.blended_dataset import (
 )
 from megatron.data.gpt_dataset import GPTDataset, MockGPTDataset, MockSequences, TokenSequences, open_corpus
 from megatron.data.index_cache import IndexCache
+from megatron.data.indexed_dataset import idx_path
 
 LOGGER = "megatron.core.datasets.blended_megatron_dataset_config"
 DEFAULT_SPLIT = "969, 30, 1"
@@ -299,3 +302,13 @@ def _differences(key: str, before: object, after: object, remedy: str) -> list[s
     if before == after:
         return []
     return [f"{key}: {before} in the checkpoint, {after} now" + (f" ({remedy})" if remedy else "")]
+
+
+def check_tokenizer(data: DataFlags, identity: Mapping[str, object]) -> None:
+    """Raise ValueError if a pair that the flags name was made by another tokenizer than this (see `Tokenizer.identity`)."""
+    blends = read_blends(data)
+    for blend in blends if isinstance(blends, list) else [blends]:
+        for word in blend[0] if blend else ():
+            pairs = [word] if os.path.exists(idx_path(word)) else glob.glob(f"{word}/*.idx") + glob.glob(f"{word}.idx")
+            for pair in pairs:
+                provenance.check(pair.removesuffix(".idx"), identity)

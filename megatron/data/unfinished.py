@@ -39,7 +39,8 @@ class Unfinished:
 
     `place`: where reading goes on. Counts, over all runs: `documents`, `blank` lines, `empty` texts, `tokens` for each
     key, `done` bytes of documents. `resumed`: whether something was there to go on with; `discarded`: what of the job was
-    another one's. Work that is not `lasting` is removed however it ends.
+    another one's. `finishing`: whether only names are left to be given. Work that is not `lasting` is removed however it
+    ends.
     """
 
     def __init__(
@@ -51,7 +52,7 @@ class Unfinished:
         self.documents = self.blank = self.empty = self.bad = self.done = 0
         self.tokens = [0] * len(pairs)
         self._sizes = [[[0, 0, 0] for _ in range(parts)] for _ in pairs]
-        self._bad_size, self._finishing, self._lasting = 0, False, lasting
+        self._bad_size, self.finishing, self._lasting = 0, False, lasting
         self._files, self._bad_file = [], None
         self._behind: dict[int, dict[str, Any]] = {}
         os.makedirs(self.folder, exist_ok=True)
@@ -64,7 +65,7 @@ class Unfinished:
         self.resumed = self._read_state(job)
         if not self.resumed:
             self._start(job)
-        if not self._finishing:
+        if not self.finishing:
             self._open()
 
     def paths(self) -> list[list[str]]:
@@ -112,7 +113,7 @@ class Unfinished:
         """Make the pairs whole and give them their names; the files that were written. `descriptions`: of each pair."""
         for file in self._open_files():
             file.flush()
-        if not self._finishing:
+        if not self.finishing:
             for key, description in enumerate(descriptions):
                 for kind in KINDS:
                     for part in range(1, self._parts):
@@ -121,7 +122,7 @@ class Unfinished:
                 Path(self._path(key, 0, "json")).write_text(description, encoding="utf-8")
                 for kind in ("bin", "idx", "json"):
                     _sync(self._path(key, 0, kind))
-            self._finishing = True
+            self.finishing = True
             self._note(self._state())
         for key, pair in enumerate(self.pairs):
             if os.path.exists(self._path(key, 0, "bin")):
@@ -164,7 +165,7 @@ class Unfinished:
         return {
             "place": list(self.place), "documents": self.documents, "blank": self.blank, "empty": self.empty,
             "bad": self.bad, "done": self.done, "tokens": list(self.tokens), "bad_size": self._bad_size,
-            "sizes": [[list(sizes) for sizes in parts] for parts in self._sizes], "finishing": self._finishing,
+            "sizes": [[list(sizes) for sizes in parts] for parts in self._sizes], "finishing": self.finishing,
         }  # fmt: skip
 
     def _note(self, state: dict[str, Any]) -> None:
@@ -188,7 +189,7 @@ class Unfinished:
         self.place = Place(*state["place"])
         for name in ("documents", "blank", "empty", "bad", "done", "tokens"):
             setattr(self, name, state[name])
-        self._sizes, self._bad_size, self._finishing = state["sizes"], state["bad_size"], state["finishing"]
+        self._sizes, self._bad_size, self.finishing = state["sizes"], state["bad_size"], state["finishing"]
         return True
 
     def _start(self, job: dict[str, Any]) -> None:

@@ -11,7 +11,7 @@ from megatron import log
 from megatron.config.plan import Plan, bucket_size, make_plan
 from megatron.config.tree import Config
 from megatron.data import index_helpers
-from megatron.data.build import build_train_valid_test_datasets, data_order_fingerprint
+from megatron.data.build import build_train_valid_test_datasets, check_tokenizer, data_order_fingerprint
 from megatron.data.sampler import CyclicSampler, SequentialSampler
 from megatron.data.tokenizer import Tokenizer, TokenizerFlags
 from megatron.model.gpt import GPTModel, hidden_dtype
@@ -183,6 +183,8 @@ def build_data(config: Config, plan: Plan, runtime: Runtime, tokenizer: Tokenize
         log.print_rank_0(line)
     if index_helpers.REASON and not d.mock_data:
         log.print_rank_0(f" > index helpers: {index_helpers.IMPLEMENTATION}, because {index_helpers.REASON}")
+
+    check_tokenizer(d, tokenizer.identity())
 
     def build() -> tuple[Any, Any, Any]:
         return build_train_valid_test_datasets(
