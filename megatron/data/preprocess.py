@@ -120,10 +120,11 @@ class Encoder:
             size += length
             try:
                 texts = texts_at()
+                del texts_at
                 if texts is None:
                     blank += 1
                     continue
-                found = [self._sequences(under) for under in texts]
+                found = [self._sequences(texts.pop(0)) for _ in keys]
             except ValueError as error:
                 bad.append((lines - 1, str(error)))
                 continue
@@ -191,11 +192,14 @@ def _records(block: Block, keys: Sequence[str]) -> Iterator[tuple[Callable[[], l
         if data:
             yield functools.partial(_plain_texts, data), len(data)
         return
-    lines = data.split(b"\n")
-    last = lines.pop()
+    lines = data.split(b"\n")[::-1]
+    del data  # nothing is kept that is not needed any more: a document may be large
+    if not lines[0]:
+        del lines[0]
     read = functools.partial(_line_texts, keys=keys) if block.kind == "jsonl" else _text_line
-    for line in [*lines, last] if last else lines:
-        yield functools.partial(read, line), len(line) + 1
+    while lines:
+        size = len(lines[-1]) + 1
+        yield functools.partial(read, lines.pop()), size
 
 
 def _line_texts(line: bytes, keys: Sequence[str]) -> list[list[str]] | None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -24,9 +25,12 @@ PROBE = (
     "".join(map(chr, range(0x250))), "",
 )
 
+PIECE = 1 << 18  # characters
+LINE_END = re.compile(r"(?<=\S)\n(?=\S)")
+
 
 def engine(plain: bpe.PlainBPE, merges: Sequence[tuple[str, str]]) -> Callable[[str], np.ndarray] | None:
-    """Text to ids, uint32 [n], or None if gigatoken is not installed, or (said in a line) gives other ids than `plain`.
+    """Text to ids, unsigned [n], or None if gigatoken is not installed, or (said in a line) gives other ids than `plain`.
 
     No piece is special to it: a text that spells one stays text.
     """
@@ -42,7 +46,25 @@ def engine(plain: bpe.PlainBPE, merges: Sequence[tuple[str, str]]) -> Callable[[
     if differs:
         log.warn_once(f"gigatoken gives other ids than the vocabulary files on {differs[0][:20]!r}; another engine is used")
         return None
-    return encode
+    smallest = np.uint16 if len(plain.vocabulary) <= 1 << 16 else np.uint32
+
+    def encode_in_pieces(text: str) -> np.ndarray:
+        if len(text) <= PIECE:
+            return encode(text)
+        return np.concatenate([encode(piece).astype(smallest) for piece in pieces(text)])
+
+    return encode_in_pieces
+
+
+def pieces(text: str) -> Iterator[str]:
+    """A long text in parts that GPT-2's pattern cuts alike, so that memory stays small: behind the end of a line with no
+    white space around it, which is a cut of its own whatever comes before and behind.
+    """
+    start = 0
+    while len(text) - start > PIECE and (end := LINE_END.search(text, start + PIECE)):
+        yield text[start : end.end()]
+        start = end.end()
+    yield text[start:]
 
 
 def _as_json(vocabulary: Mapping[str, int], merges: Sequence[tuple[str, str]]) -> str:

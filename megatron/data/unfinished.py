@@ -14,6 +14,7 @@ import os
 import shutil
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,8 @@ class Unfinished:
         self._bad_size, self.finishing, self._lasting = 0, False, lasting
         self._files, self._bad_file = [], None
         self._behind: dict[int, dict[str, Any]] = {}
+        self._aside = ThreadPoolExecutor(1)  # notes are made while the work goes on
+        self._noting: Future[None] | None = None
         os.makedirs(self.folder, exist_ok=True)
         self._lock = open(f"{self.folder}/lock", "w")  # noqa: SIM115 (closed in close)
         try:
@@ -101,16 +104,25 @@ class Unfinished:
         """All ids up to this block are in their places: make that last, now and then."""
         state = self._behind.pop(block.number)
         if time.monotonic() - self._noted > SECONDS:
-            for path in [path for parts in self.paths() for path in parts]:
-                _sync(path)
+            if self._noting:
+                if not self._noting.done():
+                    return
+                self._noting.result()  # raises what writing raised
             for file in self._open_files():
                 file.flush()
-                os.fsync(file.fileno())
-            self._note(state)
+            self._noting = self._aside.submit(self._make_last, state)
             self._noted = time.monotonic()
+
+    def _make_last(self, state: dict[str, Any]) -> None:
+        for path in [path for parts in self.paths() for path in parts]:
+            _sync(path)
+        for file in self._open_files():
+            os.fsync(file.fileno())
+        self._note(state)
 
     def finish(self, descriptions: Sequence[str]) -> list[str]:
         """Make the pairs whole and give them their names; the files that were written. `descriptions`: of each pair."""
+        self._aside.shutdown()
         for file in self._open_files():
             file.flush()
         if not self.finishing:
@@ -141,7 +153,8 @@ class Unfinished:
         return [path for pair in self.pairs for path in (bin_path(pair), idx_path(pair))]
 
     def close(self) -> None:
-        """Close the files, and remove the folder if there is nothing in it to go on with."""
+        """Wait for the last note, close the files, and remove the folder if there is nothing in it to go on with."""
+        self._aside.shutdown()
         for file in self._open_files():
             with contextlib.suppress(OSError):  # what is buffered may not fit on a full disk; the file is closed then too
                 file.close()
