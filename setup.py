@@ -42,6 +42,7 @@ setup(
     setup_requires=["pybind11"],
     install_requires=requirements("runtime"),
     extras_require={
+        "data": requirements("data"),
         "dev": requirements("dev"),
         "peers": requirements("peers"),
         "tensorboard": ["tensorboard"],

@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Tokenize .jsonl files into the .bin/.idx pairs that training reads. Flags and output names are Megatron's."""
+"""Tokenize files of text into the .bin/.idx pairs that training reads. Flags and output names are Megatron's."""
 
 from __future__ import annotations
 
@@ -15,17 +15,16 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs by path, uninstalled
 
 from megatron.arguments import Problems, arg, build_parser, config_from, parse  # noqa: E402
-from megatron.data.indexed_dataset import bin_path, idx_path  # noqa: E402
-from megatron.data.jsonl import input_files, read_chunks  # noqa: E402
-from megatron.data.preprocess import BadRecords, Job, Output, encode_all, tokenizer_of  # noqa: E402
-from megatron.data.tokenizer import TokenizerFlags  # noqa: E402
+from megatron.data import sentences  # noqa: E402
+from megatron.data.indexed_dataset import bin_path, idx_path, optimal_dtype  # noqa: E402
+from megatron.data.inputs import BLOCK_BYTES, Reader, input_files  # noqa: E402
+from megatron.data.preprocess import BadRecords, Job, encode_all, tokenizer_of  # noqa: E402
+from megatron.data.provenance import describe, fingerprint, vocabulary_of  # noqa: E402
+from megatron.data.tokenizer import Tokenizer, TokenizerFlags  # noqa: E402
+from megatron.data.unfinished import Busy, Unfinished  # noqa: E402
 
-SENTENCES = "sentences are not split here yet; leave it away, or give a list of sentences under the key"
 NO_SEARCH = "the best number of workers is not searched for; give --workers, one for each CPU core"
 REFUSED = {
-    "--split-sentences": SENTENCES,
-    "--keep-newlines": SENTENCES,
-    "--lang": SENTENCES,
     "--find-optimal-num-workers": NO_SEARCH,
     "--workers-to-check": NO_SEARCH,
     "--max-documents": NO_SEARCH,
@@ -36,17 +35,23 @@ REFUSED = {
 class ReadConfig:
     """What is read."""
 
-    input: tuple[str, ...] = arg((), help="files of one JSON object a line, plain or gzip, or globs")
-    json_keys: tuple[str, ...] = arg(("text",), help="keys whose text is tokenized, a pair each (default: text)")
+    input: tuple[str, ...] = arg((), help="files or globs: a JSON object a line, .txt (a document a file), plain or packed "
+                                 "(gzip, xz, zstd), or parquet")  # fmt: skip
+    json_keys: tuple[str, ...] = arg(("text",), help="keys or columns whose text is tokenized, a pair each (default: text)")
+    txt_lines: bool = arg(False, help="each line of a .txt file is a document")
+    split_sentences: bool = arg(False, help="make a sequence of each sentence; the files are called PREFIX_KEY_sentence")
+    keep_newlines: bool = arg(False, help="keep the white space behind each sentence with --split-sentences")
+    lang: str = arg("english", help="language of the sentences")
     max_bad_records: int = arg(0, help="lines that may be bad (they are named and skipped) before the run fails")
 
 
 @dataclass(frozen=True, kw_only=True)
 class WriteConfig:
-    """What is written: PREFIX_KEY_document.bin and .idx."""
+    """What is written: PREFIX_KEY_document.bin and .idx, and a .json that says which tokenizer made them."""
 
     output_prefix: str = arg("", help="path that the names of the output files begin with")
     append_eod: bool = arg(False, help="end each document with the end-of-document token")
+    allow_special_tokens: bool = arg(False, help="a text that spells a special token, as <|endoftext|>, means that token")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,29 +104,33 @@ class Stop:
 
 
 class Progress:
-    """Megatron's line on stderr every `interval` documents; on a terminal also how far it is, and the ETA."""
+    """Megatron's line on stderr every `interval` documents; on a terminal also how far it is, and the ETA.
 
-    def __init__(self, interval: int, files: Sequence[str]) -> None:
+    `documents` were done, and `bytes` of documents read, by runs before this one.
+    """
+
+    def __init__(self, interval: int, files: Sequence[str], documents: int = 0) -> None:
         self.start = self._shown = time.time()
-        self.documents = self.bytes = 0
-        self._interval = interval
+        self.bytes, self._new, self._documents, self._interval = 0, 0, documents, interval
         self._total = sum(os.path.getsize(file) for file in files)
+        self._first: int | None = None
         self._terminal = sys.stderr.isatty()
 
-    def add(self, sizes: Sequence[int], read: int) -> None:
-        """Documents of these sizes in bytes are done; `read` bytes of the input files are behind us."""
-        for size in sizes:
-            self.documents += 1
-            self.bytes += size
-            if self.documents % self._interval == 0:
-                elapsed = time.time() - self.start
-                speed = f"{self.documents / elapsed} docs/s, {self.bytes / elapsed / 1024 / 1024} MB/s"
-                self.clear()
-                print(f"Processed {self.documents} documents ({speed}).", file=sys.stderr, flush=True)
+    def add(self, documents: int, size: int, read: int) -> None:
+        """So many documents of so many bytes are done; `read` bytes of the input files are behind us."""
+        self.bytes += size
+        elapsed = max(time.time() - self.start, 1e-9)
+        before, self._new = self._new, self._new + documents
+        past = self._documents + before
+        for count in range(past - past % self._interval + self._interval, past + documents + 1, self._interval):
+            speed = f"{self._new / elapsed} docs/s, {self.bytes / elapsed / 1024 / 1024} MB/s"
+            self.clear()
+            print(f"Processed {count} documents ({speed}).", file=sys.stderr, flush=True)
         now = time.time()
-        if self._terminal and read and now - self._shown > 0.2:
+        self._first = read - size if self._first is None and self._documents else self._first or 0
+        if self._terminal and read > self._first and now - self._shown > 0.2:
             self._shown = now
-            left = (now - self.start) * max(self._total - read, 0) / read
+            left = (now - self.start) * max(self._total - read, 0) / (read - self._first)
             minutes, seconds = divmod(round(left), 60)
             sys.stderr.write(f"\r{read / max(self._total, read):6.1%} of the input, ETA {minutes}:{seconds:02d}\x1b[K")
             sys.stderr.flush()
@@ -144,6 +153,8 @@ def read_command_line(argv: Sequence[str]) -> tuple[Config, list[str]]:
     if not config.read.input:
         problems.append("--input: is needed; give one or more .jsonl files")
     problems += config.tokenizer.problems() + _output_problems(config) + _number_problems(config)
+    if config.read.split_sentences:
+        problems += sentences.problems(config.read.lang)
     unread = tuple(f"--{name.replace('_', '-')}:" for name in parsed.broken)  # their problem is told already
     problems = parsed.problems + [problem for problem in problems if not problem.startswith(unread)]
     if problems:
@@ -171,9 +182,14 @@ def _output_problems(config: Config) -> list[str]:
         return [*problems, f"--output-prefix {prefix}: is a directory; add how the names of the files shall begin"]
     if not os.access(folder, os.W_OK):
         return [*problems, f"--output-prefix {prefix}: the directory {folder} is not writable; choose another"]
-    pairs = [f"{prefix}_{key}_document" for key in keys]
+    pairs = _pairs(config)
     taken = [path for pair in pairs for path in (bin_path(pair), idx_path(pair)) if os.path.isdir(path)]
     return problems + [f"--output-prefix {prefix}: {path} is a directory; choose another prefix" for path in taken]
+
+
+def _pairs(config: Config) -> list[str]:
+    level = "sentence" if config.read.split_sentences else "document"
+    return [f"{config.write.output_prefix}_{key}_{level}" for key in config.read.json_keys]
 
 
 def _number_problems(config: Config) -> list[str]:
@@ -188,45 +204,98 @@ def _number_problems(config: Config) -> list[str]:
 
 
 def run(config: Config, files: Sequence[str], stop: Stop) -> str:
-    """Do the work; the summary line. Raises ValueError or OSError, and leaves nothing unfinished behind then."""
+    """Do the work; the summary line. Raises ValueError, Busy or OSError; what is done then is there for the next run."""
     started = time.time()
-    job = Job(config.tokenizer, config.read.json_keys, config.write.append_eod)
-    if job.append_eod and tokenizer_of(job.tokenizer).eod is None:
+    read, write = config.read, config.write
+    job = Job(config.tokenizer, read.json_keys, write.append_eod, write.allow_special_tokens,
+              read.lang if read.split_sentences else None, read.keep_newlines)  # fmt: skip
+    tokenizer = tokenizer_of(job.tokenizer)
+    _check_tokenizer(job, tokenizer)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    parts = 1 if config.run.keep_sequential_samples else config.run.partitions
+    lasting = all(os.path.isfile(file) for file in files)
+    with contextlib.ExitStack() as stack:
+        work = Unfinished(write.output_prefix, _pairs(config), optimal_dtype(tokenizer.vocab_size), parts,
+                          _job_identity(config, files, tokenizer, parts), lasting)  # fmt: skip
+        stack.callback(work.close)
+        _say_what_was_there(work)
+        bad = BadRecords(read.max_bad_records, work.bad)
+        progress = Progress(config.run.log_interval, files, work.documents)
+        stack.callback(progress.clear)
+        reader = Reader(files, read.json_keys, read.txt_lines)
+        before = sum(work.tokens)
+        if not work.finishing:
+            blocks = reader.blocks(work.place, lambda file: print("Opening", file, flush=True))
+            results = encode_all(job, work.paths(), blocks, config.run.workers or cores,
+                                 lambda block, encoded: work.take(block, encoded, bad))  # fmt: skip
+            stack.callback(results.close)
+            for number, (block, encoded) in enumerate(results):
+                if number == 0:
+                    print("Time to startup:", time.time() - started, flush=True)
+                work.confirm(block)
+                progress.add(encoded.documents, encoded.bytes, block.read)
+        for key, tokens in zip(job.keys, work.tokens, strict=True):
+            if not tokens:
+                what = f'no text under "{key}"' if work.documents else "no documents"
+                raise ValueError(f"--input {' '.join(read.input)}: {what}, so there is nothing to write")
+        counts = {"append_eod": job.append_eod, "documents": work.documents, "bad_records": work.bad,
+                  "blank_lines": work.blank, "input_bytes": work.done}  # fmt: skip
+        identity, size = tokenizer.identity(), tokenizer.vocab_size
+        described = [describe(identity, size, {**counts, "tokens": tokens}) for tokens in work.tokens]
+        with stop.held():
+            paths = work.finish(described)
+    return _summary(work, tokenizer, paths, sum(work.tokens) - before, progress.bytes, time.time() - started)
+
+
+def _check_tokenizer(job: Job, tokenizer: Tokenizer) -> None:
+    kind = job.tokenizer.tokenizer_type
+    if job.append_eod and tokenizer.eod is None:
         raise ValueError(
-            f"--append-eod: this {job.tokenizer.tokenizer_type} has no end-of-document token; leave the flag away, or "
+            f"--append-eod: this {kind} has no end-of-document token; leave the flag away, or "
             "name an eos_token in the tokenizer's own files"
         )
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    partitions = 1 if config.run.keep_sequential_samples else config.run.partitions
-    bad, blank = BadRecords(config.read.max_bad_records), 0
-    with contextlib.ExitStack() as stack:
-        output = Output(config.write.output_prefix, job, partitions, stack)
-        chunks = read_chunks(files, lambda file: print("Opening", file, flush=True))
-        results = encode_all(job, chunks, config.run.workers or cores)
-        stack.callback(results.close)
-        progress = Progress(config.run.log_interval, files)
-        stack.callback(progress.clear)
-        for number, (chunk, encoded) in enumerate(results):
-            if number == 0:
-                print("Time to startup:", time.time() - started, flush=True)
-            bad.add(chunk, encoded)
-            blank += encoded.blank
-            output.add(encoded)
-            progress.add(encoded.sizes, chunk.read)
-        for key, tokens in zip(job.keys, output.tokens, strict=True):
-            if not tokens:
-                what = f'no text under "{key}"' if output.documents else "no documents"
-                raise ValueError(f"--input {' '.join(config.read.input)}: {what}, so there is nothing to write")
-        output.join()
-        with stop.held():
-            paths = output.finish()
-    seconds = time.time() - progress.start
-    counts = {"bad": bad.count, "blank": blank, "without text": output.empty}
+    if job.allow_special_tokens and not tokenizer.special:
+        raise ValueError(f"--allow-special-tokens: {kind} has no special tokens that could be told from text; leave it away")
+
+
+def _job_identity(config: Config, files: Sequence[str], tokenizer: Tokenizer, parts: int) -> dict[str, object]:
+    """What decides every byte that is written; equal ones may go on with each other's work."""
+    stats = [(os.path.abspath(file), os.stat(file)) for file in files]
+    read, write = config.read, config.write
+    return {
+        "format": 1,
+        "block": BLOCK_BYTES,
+        "--input": [[path, stat.st_size, stat.st_mtime_ns] for path, stat in stats],
+        "the tokenizer": vocabulary_of(tokenizer.identity()),
+        "--json-keys": list(read.json_keys),
+        "--txt-lines": read.txt_lines,
+        "--split-sentences": [read.split_sentences, read.keep_newlines, read.lang] if read.split_sentences else [],
+        "--append-eod": write.append_eod,
+        "--allow-special-tokens": write.allow_special_tokens,
+        "--partitions": parts,
+    }
+
+
+def _say_what_was_there(work: Unfinished) -> None:
+    if work.resumed:
+        print(f"Going on where a run before stopped: {work.documents} documents are done", flush=True)
+    elif work.discarded:
+        print(f"note: {work.folder} held unfinished work of another command ({work.discarded} differed); it is thrown away",
+              file=sys.stderr)  # fmt: skip
+
+
+def _summary(
+    work: Unfinished, tokenizer: Tokenizer, paths: Sequence[str], tokens: int, read: int, seconds: float
+) -> str:
+    counts = {"bad": work.bad, "blank": work.blank, "without text": work.empty}
     notes = "".join(f", {count} {what}" for what, count in counts.items() if count)
-    tokens, size = sum(output.tokens), sum(map(os.path.getsize, paths))
+    if work.bad:
+        print(f"bad records are listed in {work.bad_path}", file=sys.stderr)
+    size, engine = sum(map(os.path.getsize, paths)), getattr(tokenizer, "engine", type(tokenizer).__name__)
     return (
-        f"Wrote {output.documents} documents{notes}, {tokens} tokens, {size} bytes in {seconds:.1f} s "
-        f"({tokens / seconds:.0f} tokens/s): {' '.join(paths)}"
+        f"Wrote {work.documents} documents{notes}, {sum(work.tokens)} tokens, {size} bytes in {seconds:.1f} s "
+        f"({tokens / seconds:.0f} tokens/s, {read / seconds / 1e6:.1f} MB/s, {engine}; "
+        f"tokenizer {fingerprint(tokenizer.identity())[:12]}): {' '.join(paths)}"
     )
 
 
@@ -238,11 +307,11 @@ def main(argv: Sequence[str]) -> int:
         config, files = read_command_line(argv)
         print(run(config, files, stop), flush=True)
     except Stopped:
-        print("stopped: unfinished files were removed, finished ones are as they were", file=sys.stderr)
+        print("stopped: finished files are as they were; the same command goes on with what is done", file=sys.stderr)
         return 128 + stop.signal
     except Problems as error:
         return _failed(error.lines, 2)
-    except ValueError as error:
+    except (ValueError, Busy) as error:
         return _failed(str(error).split("\n"), 1)
     except OSError as error:
         prefix = config.write.output_prefix

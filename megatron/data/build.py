@@ -6,12 +6,13 @@ It knows flags, files and sizes; it must not know tokenizers, process groups, ba
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
 
 from megatron import log
+from megatron.data import provenance
 from megatron.data.blended_dataset import (
     SPLITS,
     Blend,
@@ -377,3 +378,12 @@ def _differences(key: str, before: object, after: object, remedy: str) -> list[s
 def _short(value: object) -> str:
     text = str(value)
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
+
+
+def check_tokenizer(data: DataFlags, identity: Mapping[str, object]) -> None:
+    """Raise ValueError if a pair that the flags name was made by another tokenizer than this (see `Tokenizer.identity`)."""
+    blends = read_blends(data)
+    for blend in blends if isinstance(blends, list) else [blends]:
+        for word in blend[0] if blend else ():
+            for prefix in expand(word):
+                provenance.check(prefix, identity)

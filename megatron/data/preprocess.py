@@ -1,71 +1,90 @@
-"""Lines of JSON to token arrays, in this process or in several, in the order of the lines, and into pairs of files.
+"""Blocks of documents to token arrays, in this process or in several, each of which writes its own ids to their place.
 
-Knows no flags but the tokenizer's.
+Knows no flags but the tokenizer's, and not where a block's ids go: it is told.
 """
 
 from __future__ import annotations
 
-import contextlib
+import codecs
 import functools
+import json
 import multiprocessing
 import os
-import queue
-import shutil
+import re
 import signal
 import sys
-import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
-from multiprocessing.connection import Connection
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from multiprocessing import connection
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from megatron.data.indexed_dataset import IndexedDatasetBuilder, bin_path, idx_path, optimal_dtype
-from megatron.data.jsonl import Chunk, texts_of
+from megatron.data import sentences
+from megatron.data.indexed_dataset import optimal_dtype
+from megatron.data.inputs import Block
+from megatron.data.jsonl import texts_of, texts_under
 from megatron.data.tokenizer import Tokenizer, TokenizerFlags
 
-AHEAD = 4  # chunks a worker may be ahead of the writer: bounds memory on inputs of any size
+AHEAD = 4  # blocks for each worker that may be on their way: bounds memory on inputs of any size
+SHOWN = 20  # bad records that are named on the screen; the side file has all
+LONGEST = np.iinfo(np.int32).max  # tokens of one sequence in the format
 
 
 @dataclass(frozen=True)
 class Job:
-    """What to make of each line."""
+    """What to make of each document. `language`: of the sentences it is split into, None for not at all."""
 
     tokenizer: TokenizerFlags
     keys: tuple[str, ...]
-    append_eod: bool
+    append_eod: bool = False
+    allow_special_tokens: bool = False
+    language: str | None = None
+    keep_newlines: bool = False
 
 
 class Encoded(NamedTuple):
-    """The documents of a chunk, small to send: arrays travel as bytes.
+    """What a block's ids are like; the ids wait where they were made.
 
-    For each key: `ids`, all tokens in the stored dtype; `lengths`, int32 [sequences]; `counts`, int32 [documents], how
-    many sequences each document has. `sizes`: bytes of each document's line. `bad`: (line number, what is wrong).
+    For each key: `lengths`, int32 [sequences]; `counts`, int32 [documents], how many sequences each document has. `lines`
+    and `bytes` of the block. `bad`: (line, 0 for the block's first; what is wrong). `empty`: documents without text.
     """
 
-    ids: list[bytes]
-    lengths: list[bytes]
-    counts: list[bytes]
-    sizes: list[int]
+    lengths: list[np.ndarray]
+    counts: list[np.ndarray]
+    lines: int
+    bytes: int
     bad: list[tuple[int, str]]
     blank: int
+    empty: int
 
-    def documents(self, key: int, dtype: np.dtype) -> Iterator[list[np.ndarray]]:
-        """The token arrays of each document under the key of this number; none for a document without text."""
-        ids, at = np.frombuffer(self.ids[key], dtype), 0
-        lengths = iter(np.frombuffer(self.lengths[key], np.int32).tolist())
-        for count in np.frombuffer(self.counts[key], np.int32).tolist():
-            sequences = []
-            for _ in range(count):
-                length = next(lengths)
-                sequences.append(ids[at : at + length])
-                at += length
-            yield sequences
+    @property
+    def documents(self) -> int:
+        """How many documents the block has."""
+        return len(self.counts[0])
+
+    def share(self, key: int, first: int, part: int, parts: int) -> tuple[np.ndarray, np.ndarray, np.ndarray | slice]:
+        """Of the key: lengths, counts and ids (as an index) of the documents whose number % `parts` is `part`.
+
+        `first` is the number of the block's first document.
+        """
+        lengths, counts = self.lengths[key], self.counts[key]
+        if parts == 1:
+            return lengths, counts, slice(None)
+        documents = (first + np.arange(len(counts))) % parts == part
+        sequences = np.repeat(documents, counts)
+        return lengths[sequences], counts[documents], np.repeat(sequences, lengths)
+
+
+class Order(NamedTuple):
+    """Write the ids of block `number`: `first` is its first document's number, `offsets` bytes for each key and part."""
+
+    number: int
+    first: int
+    offsets: list[list[int]]
 
 
 @functools.cache
@@ -76,127 +95,281 @@ def tokenizer_of(flags: TokenizerFlags) -> Tokenizer:
     return tokenizer
 
 
-def encode(job: Job, chunk: Chunk) -> Encoded:
-    """Tokenize a chunk. A bad line is noted and skipped; a blank line is counted."""
-    tokenizer = tokenizer_of(job.tokenizer)
-    dtype = optimal_dtype(tokenizer.vocab_size)
-    ids: list[list[np.ndarray]] = [[] for _ in job.keys]
-    lengths: list[list[int]] = [[] for _ in job.keys]
-    counts: list[list[int]] = [[] for _ in job.keys]
-    sizes, bad, blank = [], [], 0
-    end = np.asarray([tokenizer.eod], dtype) if job.append_eod else None
-    for number, line in enumerate(chunk.lines, chunk.first):
-        if line.isspace():
-            blank += 1
-            continue
-        try:
-            arrays = [_sequences(tokenizer, texts, dtype) for texts in texts_of(line, job.keys)]
-        except ValueError as error:
-            bad.append((number, str(error)))
-            continue
-        sizes.append(len(line))
-        for key, sequences in enumerate(arrays):
-            counts[key].append(len(sequences))
-            lengths[key] += map(len, sequences)
-            ids[key] += sequences
-            if sequences and end is not None:
-                lengths[key][-1] += 1
-                ids[key].append(end)
-    if not chunk.lines:
-        bad.append((chunk.first, "the file is empty"))
-    flat = [np.concatenate(arrays).tobytes() if arrays else b"" for arrays in ids]
-    small = [[np.asarray(numbers, np.int32).tobytes() for numbers in table] for table in (lengths, counts)]
-    return Encoded(flat, small[0], small[1], sizes, bad, blank)
+class Encoder:
+    """Encodes blocks and keeps their ids until it is told where in `paths` (of each key and part) they go."""
+
+    def __init__(self, job: Job, paths: Sequence[Sequence[str]]):
+        self._job, self._tokenizer = job, tokenizer_of(job.tokenizer)
+        self._dtype = optimal_dtype(self._tokenizer.vocab_size)
+        self._end = np.asarray([self._tokenizer.eod], self._dtype) if job.append_eod else None
+        self._special = None
+        if job.allow_special_tokens:
+            self._special = re.compile("(" + "|".join(map(re.escape, self._tokenizer.special)) + ")")
+        self._files = [[os.open(path, os.O_WRONLY) for path in parts] for parts in paths]
+        self._kept: dict[int, tuple[Encoded, list[np.ndarray]]] = {}
+
+    def encode(self, block: Block) -> Encoded:
+        """Tokenize a block. A bad line is noted and skipped; a blank one is counted."""
+        keys = self._job.keys
+        ids: list[list[np.ndarray]] = [[] for _ in keys]
+        lengths: list[list[int]] = [[] for _ in keys]
+        counts: list[list[int]] = [[] for _ in keys]
+        bad, blank, empty, lines, size = [], 0, 0, 0, 0
+        for texts_at, length in _records(block, keys):
+            lines += 1
+            size += length
+            try:
+                texts = texts_at()
+                del texts_at
+                if texts is None:
+                    blank += 1
+                    continue
+                found = [self._sequences(texts.pop(0)) for _ in keys]
+            except ValueError as error:
+                bad.append((lines - 1, str(error)))
+                continue
+            for key, sequences in enumerate(found):
+                counts[key].append(len(sequences))
+                lengths[key] += map(len, sequences)
+                ids[key] += sequences
+                empty += not sequences
+                if sequences and self._end is not None:
+                    lengths[key][-1] += 1
+                    ids[key].append(self._end)
+        if not lines:
+            bad.append((0, "the file is empty"))
+        small = [[np.asarray(numbers, np.int32) for numbers in table] for table in (lengths, counts)]
+        encoded = Encoded(small[0], small[1], lines, size, bad, blank, empty)
+        flat = [np.concatenate(arrays) if arrays else np.zeros(0, self._dtype) for arrays in ids]
+        self._kept[block.number] = (encoded, flat)
+        return encoded
+
+    def write(self, order: Order) -> None:
+        """Write the ids of a block where the order says. Raises OSError."""
+        encoded, flat = self._kept.pop(order.number)
+        for key, offsets in enumerate(order.offsets):
+            for part, offset in enumerate(offsets):
+                mine = flat[key][encoded.share(key, order.first, part, len(offsets))[2]]
+                left = memoryview(mine).cast("B") if len(mine) else b""
+                while len(left):
+                    written = os.pwrite(self._files[key][part], left, offset)
+                    left, offset = left[written:], offset + written
+
+    def close(self) -> None:
+        """Close the files."""
+        for file in [file for parts in self._files for file in parts]:
+            os.close(file)
+
+    def _sequences(self, texts: list[str]) -> list[np.ndarray]:
+        job, tokenizer = self._job, self._tokenizer
+        if job.language is not None:
+            texts = [part for text in texts for part in sentences.split(text, job.language, job.keep_newlines)]
+        if self._special is None:
+            found = tokenizer.tokenize_batch(texts, self._dtype)
+        else:
+            found = [self._with_special(text) for text in texts]
+        if any(len(ids) >= LONGEST for ids in found):
+            raise ValueError(f"one sequence of {LONGEST} tokens or more, which the format cannot hold; cut it in parts")
+        return [ids for ids in found if len(ids)]
+
+    def _with_special(self, text: str) -> np.ndarray:
+        names = self._tokenizer.special
+        parts = self._special.split(text)
+        plain = self._tokenizer.tokenize_batch(parts[::2], self._dtype)
+        ids = [np.asarray([names[name]], self._dtype) for name in parts[1::2]]
+        return np.concatenate([plain[0], *(array for pair in zip(ids, plain[1:], strict=True) for array in pair)])
 
 
-def _sequences(tokenizer: Tokenizer, texts: list[str], dtype: np.dtype) -> list[np.ndarray]:
-    return [sequence for sequence in tokenizer.tokenize_batch(texts, dtype) if len(sequence)]
+def _records(block: Block, keys: Sequence[str]) -> Iterator[tuple[Callable[[], list[list[str]] | None], int]]:
+    """For each line or row what gives its texts under each key (None if it is blank; raises ValueError), and its bytes."""
+    if block.kind == "rows":
+        for row in zip(*block.data, strict=True):
+            size = sum(len(value) for value in row if isinstance(value, str))
+            yield functools.partial(_row_texts, row, keys), size
+        return
+    data = block.content()
+    if block.kind == "text":
+        if data:
+            yield functools.partial(_plain_texts, data), len(data)
+        return
+    lines = data.split(b"\n")[::-1]
+    del data  # nothing is kept that is not needed any more: a document may be large
+    if not lines[0]:
+        del lines[0]
+    read = functools.partial(_line_texts, keys=keys) if block.kind == "jsonl" else _text_line
+    while lines:
+        size = len(lines[-1]) + 1
+        yield functools.partial(read, lines.pop()), size
 
 
-def encode_all(job: Job, chunks: Iterable[Chunk], workers: int) -> Iterator[tuple[Chunk, Encoded]]:
-    """Each chunk with what became of it, in order, by `workers` processes (1: by this one).
+def _line_texts(line: bytes, keys: Sequence[str]) -> list[list[str]] | None:
+    return texts_of(line, keys) if line and not line.isspace() else None
 
-    Raises ValueError if a worker dies. However it is left, no worker outlives it.
+
+def _row_texts(row: Sequence[Any], keys: Sequence[str]) -> list[list[str]]:
+    record = dict(zip(keys, row, strict=True))
+    return [texts_under(record, key) for key in keys]
+
+
+def _text_line(line: bytes) -> list[list[str]] | None:
+    return _plain_texts(line.removesuffix(b"\r")) if line and not line.isspace() else None
+
+
+def _plain_texts(data: bytes) -> list[list[str]]:
+    if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        raise ValueError("is UTF-16; convert the file first (iconv -f UTF-16 -t UTF-8)")
+    try:
+        return [[data.decode("utf-8")]]
+    except UnicodeDecodeError as error:
+        raise ValueError(f"is not UTF-8 (byte {error.start + 1} is 0x{data[error.start]:02x})") from None
+
+
+Place = Callable[[Block, Encoded], Order]
+
+
+def encode_all(
+    job: Job, paths: Sequence[Sequence[str]], blocks: Iterable[Block], workers: int, place: Place
+) -> Iterator[tuple[Block, Encoded]]:
+    """Each block with what became of it, in order, once its ids are in the files; by `workers` processes (1: by this one).
+
+    `place` is called for the blocks in order and says where the ids go. Raises ValueError if a worker dies, and what
+    reading, encoding and writing raise. However it is left, no worker outlives it.
     """
     if workers == 1:
-        for chunk in chunks:
-            yield chunk, encode(job, chunk)
+        encoder = Encoder(job, paths)
+        try:
+            for block in blocks:
+                encoded = encoder.encode(block)
+                encoder.write(place(block, encoded))
+                yield block, encoded
+        finally:
+            encoder.close()
         return
     forks = "fork" in multiprocessing.get_all_start_methods()
     context = multiprocessing.get_context("fork" if forks else None)
-    idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
-    waiting: deque[tuple[Chunk, Future[Encoded]]] = deque()
     team: list[_Worker] = []
+    try:
+        for _ in range(workers):
+            team.append(_Worker(context, job, paths))
+        yield from _work(team, iter(blocks), place)
+    except WorkerDied:
+        raise ValueError(
+            f"--workers {workers}: a worker process was killed, most often for want of memory; use fewer workers"
+        ) from None
+    finally:
+        for worker in team:
+            worker.process.kill()
 
-    def work(chunk: Chunk) -> Encoded:
-        worker = idle.get()
-        try:
-            return worker.encode(chunk)
-        finally:
-            idle.put(worker)
 
-    with ThreadPoolExecutor(workers) as threads:
-        try:
-            for _ in range(workers):            # all of them before the first thread starts
-                team.append(_Worker(context, job))
-                idle.put(team[-1])
-            for chunk in chunks:
-                waiting.append((chunk, threads.submit(work, chunk)))
-                if len(waiting) >= AHEAD * workers:
-                    done, future = waiting.popleft()
-                    yield done, future.result()
-            while waiting:
-                done, future = waiting.popleft()
-                yield done, future.result()
-        except WorkerDied:
-            raise ValueError(
-                f"--workers {workers}: a worker process was killed, most often for want of memory; use fewer workers"
-            ) from None
-        finally:
-            threads.shutdown(wait=False, cancel_futures=True)
-            for worker in team:
-                worker.process.kill()
+@dataclass
+class _Ticket:
+    """A block on its way."""
+
+    block: Block
+    worker: _Worker
+    encoded: Encoded | None = None
+    placed: bool = False
+    written: bool = False
+
+
+def _work(team: Sequence[_Worker], blocks: Iterator[Block], place: Place) -> Iterator[tuple[Block, Encoded]]:
+    flying: deque[_Ticket] = deque()
+    ahead = next(blocks, None)
+    while ahead or flying:
+        while ahead and len(flying) < AHEAD * len(team):
+            worker = min(team, key=lambda worker: worker.busy)
+            if worker.busy >= (2 if ahead.data is None else 1):  # with bytes to send, only to one who reads them at once
+                break
+            worker.send(ahead)
+            flying.append(_Ticket(ahead, worker))
+            ahead = next(blocks, None)
+        for worker in team:
+            if worker.orders and not worker.busy:
+                worker.send(None)
+        by_number = {ticket.block.number: ticket for ticket in flying}
+        for pipe in connection.wait([worker.pipe for worker in team if worker.busy]):
+            worker = next(worker for worker in team if worker.pipe is pipe)
+            number, encoded, written = worker.receive()
+            if encoded is not None:
+                by_number[number].encoded = encoded
+            for done in written:
+                by_number[done].written = True
+        for ticket in flying:
+            if ticket.encoded is None:
+                break
+            if not ticket.placed:
+                ticket.worker.orders.append(place(ticket.block, ticket.encoded))
+                ticket.placed = True
+        while flying and flying[0].written:
+            done = flying.popleft()
+            yield done.block, done.encoded
 
 
 class WorkerDied(Exception):
     """A worker process is gone."""
 
 
+@dataclass
 class _Worker:
-    """A process that encodes one chunk after the other.
+    """A process that encodes and writes one block after the other.
 
     It has a pipe of its own, whose other end it alone holds: whenever it dies, within a message too, this side reads an end
-    of file, and no lock is left behind.
+    of file, and no lock is left behind. `busy`: messages without an answer. `orders`: what the next message carries.
     """
 
-    def __init__(self, context: Any, job: Job):
-        self._pipe, theirs = context.Pipe()
-        self.process = context.Process(target=_serve, args=(theirs, job, os.getpid()), daemon=True)
+    context: Any
+    job: Job
+    paths: Sequence[Sequence[str]]
+    busy: int = 0
+    orders: list[Order] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.pipe, theirs = self.context.Pipe()
+        self.process = self.context.Process(target=_serve, args=(theirs, self.job, self.paths, os.getpid()), daemon=True)
         self.process.start()
         theirs.close()
 
-    def encode(self, chunk: Chunk) -> Encoded:
-        """What `encode` gives there. Raises what it raises, and WorkerDied."""
+    def send(self, block: Block | None) -> None:
+        """Have the orders carried out and then the block, if any, encoded. Raises WorkerDied."""
         try:
-            self._pipe.send(chunk)
-            found = self._pipe.recv()
+            self.pipe.send((self.orders, block))
+        except OSError:
+            raise WorkerDied from None
+        self.orders = []
+        self.busy += 1
+
+    def receive(self) -> tuple[int, Encoded | None, list[int]]:
+        """The answer: number and what became of the block, numbers of the blocks written. Raises what was raised there."""
+        try:
+            found = self.pipe.recv()
         except (EOFError, OSError):
             raise WorkerDied from None
         if isinstance(found, Exception):
             raise found
+        self.busy -= 1
         return found
 
 
-def _serve(pipe: Connection, job: Job, parent: int) -> None:
-    """The life of a worker: chunks in, what became of them out."""
+def _serve(pipe: connection.Connection, job: Job, paths: Sequence[Sequence[str]], parent: int) -> None:
+    """The life of a worker: orders and blocks in, what became of them out."""
     _serve_quietly(parent)
+    encoder = Encoder(job, paths)
     while True:
-        chunk = pipe.recv()
         try:
-            found: Encoded | Exception = encode(job, chunk)
+            orders, block = pipe.recv()
+        except EOFError:
+            return
+        try:
+            for order in orders:
+                encoder.write(order)
+            encoded = encoder.encode(block) if block else None
+            found: Any = (block.number if block else -1, encoded, [order.number for order in orders])
         except Exception as error:
             found = error
-        pipe.send(found)
+        try:
+            pipe.send(found)
+        except OSError:  # nobody is there any more
+            return
 
 
 def _serve_quietly(parent: int) -> None:
@@ -212,67 +385,20 @@ def _leave_with(parent: int) -> None:
     os._exit(1)
 
 
-class Output:
-    """The pairs that are written, one a key, aside until `finish`; partitions wait in a folder until `join`."""
-
-    def __init__(self, prefix: str, job: Job, partitions: int, stack: contextlib.ExitStack) -> None:
-        self.dtype = optimal_dtype(tokenizer_of(job.tokenizer).vocab_size)
-        self.prefixes = [f"{prefix}_{key}_document" for key in job.keys]
-        self.documents, self.tokens, self.empty = 0, [0] * len(job.keys), 0
-        self._parts: list[list[str]] = [[] for _ in job.keys]
-        if partitions > 1:
-            where, name = os.path.split(prefix)
-            folder = tempfile.mkdtemp(prefix=f"{name}.partitions-", dir=where or ".")
-            stack.callback(shutil.rmtree, folder, ignore_errors=True)
-            self._parts = [[f"{folder}/{key}_{part}" for part in range(1, partitions)] for key in range(len(job.keys))]
-        self._builders = [
-            [self._builder(path, stack) for path in (final, *parts)]
-            for final, parts in zip(self.prefixes, self._parts, strict=True)
-        ]
-
-    def _builder(self, prefix: str, stack: contextlib.ExitStack) -> IndexedDatasetBuilder:
-        builder = IndexedDatasetBuilder(prefix, self.dtype)
-        stack.callback(builder.discard)
-        return builder
-
-    def add(self, encoded: Encoded) -> None:
-        """Append the documents of a chunk, each to its partition."""
-        for key, builders in enumerate(self._builders):
-            for number, sequences in enumerate(encoded.documents(key, self.dtype), self.documents):
-                builder = builders[number % len(builders)]
-                for sequence in sequences:
-                    builder.add_item(sequence)
-                    self.tokens[key] += len(sequence)
-                builder.end_document()
-                self.empty += not sequences
-        self.documents += len(encoded.sizes)
-
-    def join(self) -> None:
-        """Append the partitions to the first, in their order."""
-        for builders, parts in zip(self._builders, self._parts, strict=True):
-            for builder, part in zip(builders[1:], parts, strict=True):
-                builder.finalize()
-                builders[0].add_index(part)
-
-    def finish(self) -> list[str]:
-        """Give the pairs their names; the files that were written."""
-        for builders in self._builders:
-            builders[0].finalize()
-        return [path for prefix in self.prefixes for path in (bin_path(prefix), idx_path(prefix))]
-
-
 class BadRecords:
     """Counts bad lines against what is allowed."""
 
-    def __init__(self, allowed: int) -> None:
-        self.count = 0
+    def __init__(self, allowed: int, count: int = 0) -> None:
+        self.count = count
         self._allowed = allowed
 
-    def add(self, chunk: Chunk, encoded: Encoded) -> None:
-        """Name each bad line; raises ValueError at the first one too many."""
-        for number, what in encoded.bad:
-            self.count += 1
-            place = f"{chunk.file}, line {number}: {what}"
-            if self.count > self._allowed:
-                raise ValueError(f"{place}; mend it, or skip bad records with --max-bad-records (now {self._allowed})")
-            print(f"skipped {place}", file=sys.stderr, flush=True)
+    def add(self, file: str, line: int, what: str) -> str:
+        """What the side file says of it; raises ValueError if it is one too many."""
+        self.count += 1
+        if self.count > self._allowed:
+            raise ValueError(f"{file}, line {line}: {what}; mend it, or skip bad records with --max-bad-records "
+                             f"(now {self._allowed})")
+        if self.count <= SHOWN:
+            more = "; further ones only in the side file" if self.count == SHOWN else ""
+            print(f"skipped {file}, line {line}: {what}{more}", file=sys.stderr, flush=True)
+        return json.dumps({"file": file, "line": line, "what": what}, ensure_ascii=False) + "\n"

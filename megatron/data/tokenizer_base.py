@@ -5,9 +5,9 @@ from __future__ import annotations
 import abc
 import hashlib
 import importlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -34,6 +34,7 @@ class Tokenizer(abc.ABC):
     eos: int | None = None
     pad: int | None = None
     files: tuple[str, ...] = ()
+    special: Mapping[str, int] = MappingProxyType({})  # pieces that stay text in a text, with their ids, where asked for
 
     @abc.abstractmethod
     def encode(self, text: str) -> Ids:

@@ -16,14 +16,15 @@ from typing import Any
 
 from megatron import log
 from megatron.config.tokenizer import TIKTOKEN_SPECIAL, TIKTOKEN_VOCAB_SIZE
-from megatron.data import bpe
+from megatron.data import bpe, tokenizer_gigatoken
 from megatron.data.tokenizer_base import Ids, Tokenizer, library
 
 
 class GPT2BPETokenizer(Tokenizer):
     """GPT-2's byte-level BPE from vocab.json and merges.txt; `<|endoftext|>` in a text is ordinary text.
 
-    The engine is chosen at the first text: tiktoken if installed, else tokenizers, else `bpe.PlainBPE`; equal ids.
+    The engine is chosen at the first text: gigatoken if installed, else tiktoken, else tokenizers, else `bpe.PlainBPE`;
+    their ids are equal.
     """
 
     def __init__(self, vocab_file: str, merge_file: str, engine: str | None = None):
@@ -42,6 +43,7 @@ class GPT2BPETokenizer(Tokenizer):
             )
         self.vocab_size = len(vocabulary)
         self.eod = self.eos = vocabulary["<|endoftext|>"]
+        self.special = {"<|endoftext|>": self.eod}
         self._made_of, self._asked = (vocabulary, merges), engine
         self._plain = bpe.PlainBPE(vocabulary, merges)
 
@@ -51,24 +53,36 @@ class GPT2BPETokenizer(Tokenizer):
             return self._plain.encode(text)
         return self._engine[1](text)
 
+    def _encode_checked(self, text: str) -> Ids:
+        try:
+            return self.encode(text)
+        except UnicodeEncodeError:  # looking for newer characters found half of a pair
+            return super()._encode_checked(text)
+
     def detokenize(self, ids: Iterable[int]) -> str:
         """The text of ids; bytes that are no UTF-8 become U+FFFD."""
         return self._plain.decode(ids)
 
     @property
     def engine(self) -> str:
-        """Which engine encodes: tiktoken, tokenizers or plain."""
+        """Which engine encodes: gigatoken, tiktoken, tokenizers or plain."""
         return self._engine[0]
 
     @functools.cached_property
     def _engine(self) -> tuple[str, Callable[[str], Ids]]:
         """The fastest engine that is installed and can take these files; raises ValueError if there is none."""
-        makers = {"tiktoken": self._tiktoken, "tokenizers": self._tokenizers, "plain": self._regex}
+        makers = {"gigatoken": self._gigatoken, "tiktoken": self._tiktoken, "tokenizers": self._tokenizers,
+                  "plain": self._regex}  # fmt: skip
         for name in [self._asked] if self._asked else makers:
             encode = makers[name]()
             if encode is not None:
                 return name, encode
         raise ValueError(f"GPT2BPETokenizer: the engine {self._asked} is not installed or cannot take these files")
+
+    def _gigatoken(self) -> Callable[[str], Ids] | None:
+        if not bpe.is_well_formed(*self._made_of):
+            return None
+        return tokenizer_gigatoken.engine(self._plain, self._made_of[1])
 
     def _tiktoken(self) -> Callable[[str], Ids] | None:
         if importlib.util.find_spec("tiktoken") is None:
@@ -114,6 +128,7 @@ class TikTokenizer(Tokenizer):
         self.vocab_size = vocab_size
         self._settings = {"pattern": pattern, "num_special": num_special, "special": list(special)}
         self._names = [*special, *(f"<SPECIAL_{number}>" for number in range(len(special), num_special))]
+        self.special = {name: index for index, name in enumerate(self._names)}
         self.bos, self.eos, self.pad = (self._names.index(name) for name in ("<s>", "</s>", "<pad>"))
         self.eod = self.eos
         pieces = _tiktoken_pieces(tokenizer_model, vocab_size - num_special)

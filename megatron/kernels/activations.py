@@ -30,14 +30,17 @@ class _TanhGelu(torch.autograd.Function):
     def forward(ctx, x: Tensor) -> Tensor:
         out, slope = (torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(2))
         source, targets = x.reshape(-1), (out.view(-1), slope.view(-1))
+        linear = torch.tensor(GELU_LINEAR, dtype=wide_dtype(x), device=x.device)
 
         def work(run: slice) -> None:
             part = source[run].to(wide_dtype(x))
             value, rise = (t[run] if t.dtype == part.dtype else torch.empty_like(part) for t in targets)
-            torch.pow(part, 3, out=rise)
-            torch.mul(part, GELU_LINEAR, out=value).add_(rise, alpha=GELU_CUBIC).sigmoid_()
-            rise.mul_(3 * GELU_CUBIC).add_(part, alpha=GELU_LINEAR)
-            torch.ops.aten.sigmoid_backward.grad_input(rise, value, grad_input=rise).add_(value)
+            torch.mul(part, part, out=rise)
+            torch.add(linear, rise, alpha=GELU_CUBIC, out=rise).mul_(part)
+            torch.sigmoid(rise, out=value)
+            rise.add_(part, alpha=-2 / 3 * GELU_LINEAR)  # a third of x times the slope of what the sigmoid is taken of
+            torch.ops.aten.sigmoid_backward.grad_input(rise, value, grad_input=rise)
+            torch.add(value, rise, alpha=3, out=rise)
             value.mul_(part)
             if part.dtype != x.dtype:
                 targets[0][run], targets[1][run] = value, rise

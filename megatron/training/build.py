@@ -11,7 +11,7 @@ from megatron import log
 from megatron.config.plan import Plan, bucket_size, make_plan
 from megatron.config.tree import Config
 from megatron.data import index_helpers
-from megatron.data.build import Before, build_train_valid_test_datasets, data_order_fingerprint
+from megatron.data.build import Before, build_train_valid_test_datasets, check_tokenizer, data_order_fingerprint
 from megatron.data.cyclic_sampler import CyclicSampler
 from megatron.data.ledger import Ledger, Recorder
 from megatron.data.plan_table import Row, plan_table
@@ -198,6 +198,7 @@ def build_data(config: Config, plan: Plan, runtime: Runtime, tokenizer: Tokenize
     if index_helpers.REASON and not d.mock_data:
         log.print_rank_0(f" > index helpers: {index_helpers.IMPLEMENTATION}, because {index_helpers.REASON}")
 
+    check_tokenizer(d, tokenizer.identity())
     before = None
     if run is not None and run.data_order.get("train"):
         before = Before(run.data_order["train"], run.progress.consumed_train_samples, d.continue_data_mix)

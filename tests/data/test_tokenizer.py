@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.data import bpe, tokenizer_base
+from megatron.data import bpe, tokenizer_base, tokenizer_gigatoken
 from megatron.data.tokenizer import NullTokenizer, TokenizerFlags, build_tokenizer
 from megatron.data.tokenizer_bpe import GPT2BPETokenizer
 from tests.data.vocabularies import ADVERSARIAL, MERGES, gpt2_files, write_bpe, write_sentencepiece, write_tiktoken
@@ -203,7 +203,12 @@ class TestGPT2BPETokenizer:
 
     @pytest.mark.parametrize(
         ("missing", "engine"),
-        [((), "tiktoken"), (("tiktoken",), "tokenizers"), (("tiktoken", "tokenizers"), "plain")],
+        [
+            ((), "gigatoken"),
+            (("gigatoken",), "tiktoken"),
+            (("gigatoken", "tiktoken"), "tokenizers"),
+            (("gigatoken", "tiktoken", "tokenizers"), "plain"),
+        ],
     )
     def test_the_best_engine_there_is(
         self, tiny: list[str], monkeypatch: pytest.MonkeyPatch, missing: tuple[str, ...], engine: str
@@ -216,6 +221,24 @@ class TestGPT2BPETokenizer:
         assert tokenizer.engine == engine
         expected = GPT2BPETokenizer(*tiny, engine="plain")
         assert [tokenizer.tokenize(text) for text in ADVERSARIAL] == [expected.tokenize(text) for text in ADVERSARIAL]
+
+    def test_a_gigatoken_with_other_ids_is_not_used_and_that_is_said(
+        self, tiny: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        pytest.importorskip("gigatoken")
+        as_json = tokenizer_gigatoken._as_json
+
+        def special(vocabulary: dict[str, int], merges: list[tuple[str, str]]) -> str:
+            made = json.loads(as_json(vocabulary, merges))
+            name = "<|endoftext|>"  # as in the tokenizer.json that is published
+            made["added_tokens"] = [{"id": vocabulary[name], "content": name, "special": True, "normalized": False,
+                                     "single_word": False, "lstrip": False, "rstrip": False}]  # fmt: skip
+            return json.dumps(made)
+
+        monkeypatch.setattr(tokenizer_gigatoken, "_as_json", special)
+        tokenizer = GPT2BPETokenizer(*tiny)
+        assert tokenizer.engine != "gigatoken"
+        assert "gigatoken gives other ids than the vocabulary files on '<|endoftext|> a<|end" in capsys.readouterr().out
 
     def test_without_any_engine_it_says_what_to_install(self, tiny: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
@@ -253,7 +276,7 @@ class TestGPT2BPETokenizer:
         code = (
             "import sys; from megatron.data.tokenizer import build_tokenizer\n"
             f"t = build_tokenizer('GPT2BPETokenizer', vocab_file={tiny[0]!r}, merge_file={tiny[1]!r})\n"
-            "print(t.eod, [m for m in ('torch', 'tiktoken', 'tokenizers', 'transformers', 'sentencepiece')"
+            "print(t.eod, [m for m in ('torch', 'gigatoken', 'tiktoken', 'tokenizers', 'transformers', 'sentencepiece')"
             " if m in sys.modules])"
         )
         run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)

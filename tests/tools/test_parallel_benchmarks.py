@@ -11,7 +11,7 @@ import pytest
 
 FOLDER = Path(__file__).resolve().parents[2] / "tools" / "benchmarks"
 TINY = "tiny:layers=2,hidden=32,heads=2,seq=16,micro_batch=1,micro_batches=2,vocab=64"
-NAMES = ("parallel", "overhead", "bare_model", "contestants", "sizes")
+NAMES = ("parallel", "overhead", "bare_model", "contestants", "peer", "sizes")
 TP = "--tensor-model-parallel-size"
 
 
@@ -51,6 +51,25 @@ def test_layouts_take_turns(tool, tmp_path, capsys):
     assert found["parameters"]["tp2"] < found["parameters"]["one rank"] == found["parameters"]["dp2"]
     assert re.search(r"^tp3 is refused: --tensor-model-parallel-size 3: --num-attention-heads 2 is not", out, re.MULTILINE)
     assert "goal" in out and re.search(r"^  dp2 .* 1\.80 (reached|missed)$", out, re.MULTILINE)
+
+
+@pytest.mark.peers
+@pytest.mark.campaign
+def test_megatron_core_takes_part(tool, tmp_path, capsys):
+    """Of the same shape, against its own one rank."""
+    pytest.importorskip("megatron.core")
+    parallel, file = tool("parallel"), tmp_path / "figures.json"
+    size = TINY + ",ffn=48,family=llama"
+    words = ["--size", size, "--rounds", "1", "--warmup", "1", "--layout", f"tp2=2 {TP} 2", "--peer", "--json", str(file)]
+    assert parallel.main(words) == 0
+    found = json.loads(file.read_text())
+    for peer, ours in (("megatron-core", "one rank"), ("megatron-core tp2", "tp2")):
+        assert found["parameters"][peer] == found["parameters"][ours]
+        assert found["losses"][peer][0] == pytest.approx(found["losses"][ours][0], rel=0.05)   # other weights and samples
+    seconds = found["seconds"]
+    assert found["speed_up"]["megatron-core tp2"] == seconds["megatron-core"][0] / seconds["megatron-core tp2"][0]
+    assert parallel.main(["--size", TINY, "--peer"]) == 2
+    assert "--peer: megatron-core takes part with family=llama and fp32 only" in capsys.readouterr().err
 
 
 def test_layouts_that_train_another_model_do_not_race(tool, capsys):

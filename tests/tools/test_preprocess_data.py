@@ -19,8 +19,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.data import preprocess
+from megatron.data import inputs, preprocess
 from megatron.data.indexed_dataset import IndexedDataset
+from megatron.data.tokenizer import TokenizerFlags
 from megatron.data.tokenizer_bpe import GPT2BPETokenizer
 from tests.data.vocabularies import ADVERSARIAL, write_bpe
 from tools import preprocess_data
@@ -42,6 +43,12 @@ def handlers() -> Iterator[None]:
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small inputs are cut in many blocks, too."""
+    monkeypatch.setattr(inputs, "BLOCK_BYTES", 1 << 14)
 
 
 @pytest.fixture
@@ -106,7 +113,7 @@ class TestWhatIsWritten:
         file = write_lines(tmp_path / "x.jsonl", [{"text": "10 11 12"}, {"text": ["20 21", "30 31 32"]}])
         assert main("--input", file, "--output-prefix", f"{out}/x", "--workers", "1", *NULL) == 0
         files = contents(out)
-        assert files.keys() == {"x_text_document.bin", "x_text_document.idx"}
+        assert files.keys() == {"x_text_document.bin", "x_text_document.idx", "x_text_document.json"}
         assert files["x_text_document.bin"].hex() == GOLDEN_BIN
         assert files["x_text_document.idx"].hex() == GOLDEN_IDX
 
@@ -142,7 +149,7 @@ class TestWhatIsWritten:
         for name, flagged in ways.items():
             assert main(*flagged, "--output-prefix", f"{out}/{name}", "--append-eod", *flags) == 0
             pairs.append([(out / f"{name}_text_document.{end}").read_bytes() for end in ("bin", "idx")])
-        assert len(contents(out)) == 2 * len(ways)
+        assert len(contents(out)) == 3 * len(ways)
         assert all(pair == pairs[0] for pair in pairs)
 
     @pytest.mark.parametrize("workers", ["1", "2"])
@@ -152,7 +159,7 @@ class TestWhatIsWritten:
         assert main(*flags, *NULL) == 0
         expected = [number for turn in range(4) for number in range(turn, 2500, 4)]
         assert documents(f"{out}/x_text_document") == [[[number]] for number in expected]
-        assert len(contents(out)) == 2
+        assert len(contents(out)) == 3
 
     def test_more_partitions_than_documents(self, tmp_path: Path, out: Path) -> None:
         file = write_lines(tmp_path / "x.jsonl", [{"text": "1"}, {"text": "2"}])
@@ -165,7 +172,7 @@ class TestWhatIsWritten:
         assert main("--input", file, "--output-prefix", f"{out}/x", *flags) == 0
         assert documents(f"{out}/x_a_document") == [[[1, 2, 59999]], []]
         assert documents(f"{out}/x_b_document") == [[[3, 59999]], [[4], [5, 6, 59999]]]
-        assert len(contents(out)) == 4
+        assert len(contents(out)) == 6
 
     @pytest.mark.parametrize(("size", "dtype"), [(65499, np.uint16), (65500, np.int32)])
     def test_the_dtype_follows_the_vocabulary(self, tmp_path: Path, out: Path, size: int, dtype: type) -> None:
@@ -180,7 +187,7 @@ class TestWhatIsWritten:
             file = write_lines(tmp_path / "x.jsonl", [{"text": text}])
             assert main("--input", file, "--output-prefix", f"{out}/x", *NULL) == 0
         assert documents(f"{out}/x_text_document") == [[[4]]]
-        assert len(contents(out)) == 2
+        assert len(contents(out)) == 3
 
 
 class TestWhatIsPrinted:
@@ -196,10 +203,12 @@ class TestWhatIsPrinted:
         assert opening == f"Opening {file}"
         assert re.fullmatch(r"Time to startup: \d+\.\d+(e-\d+)?", startup)
         data = IndexedDataset(f"{out}/x_text_document")
-        tokens, size = data.sequence_lengths.sum(), sum(map(len, contents(out).values()))
+        tokens = data.sequence_lengths.sum()
+        size = sum(len(content) for name, content in contents(out).items() if not name.endswith(".json"))
         assert re.fullmatch(
             rf"Wrote {len(texts)} documents, 1 without text, {tokens} tokens, {size} bytes in [\d.]+ s "
-            rf"\(\d+ tokens/s\): {out}/x_text_document.bin {out}/x_text_document.idx",
+            rf"\(\d+ tokens/s, [\d.]+ MB/s, \w+; tokenizer [0-9a-f]{{12}}\): "
+            rf"{out}/x_text_document.bin {out}/x_text_document.idx",
             summary,
         )
         template = r"Processed (\d+) documents \(\d+\.\d+ docs/s, \d+\.\d+ MB/s\)\."
@@ -218,7 +227,7 @@ class TestWhatIsPrinted:
         progress = preprocess_data.Progress(2, [str(tmp_path / "x")])
         for read in (100, 150, 250, 1000):
             clock[0] += 10
-            progress.add([1 << 20], read)
+            progress.add(1, 1 << 20, read)
         progress.clear()
         clear, show = "\r\x1b[K", "\r{} of the input, ETA {}\x1b[K"
         assert sys.stderr.getvalue() == "".join(
@@ -378,8 +387,8 @@ BAD_COMMAND_LINES: dict[str, tuple[list[str], list[str]]] = {
         ["unknown flag --apend-eod; did you mean --append-eod?"],
     ),
     "sentences": (
-        ["--input", "a.jsonl", "--output-prefix", "x", *NULL, "--split-sentences", "--lang", "english"],
-        ["--split-sentences: sentences are not split here yet", "--lang: sentences are not split here yet"],
+        ["--input", "a.jsonl", "--output-prefix", "x", *NULL, "--split-sentences", "--lang", "klingon"],
+        ["--lang klingon: there is no sentence model for it; give one of"],
     ),
     "a search": (
         ["--input", "a.jsonl", "--output-prefix", "x", *NULL, "--find-optimal-num-workers"],
@@ -505,9 +514,9 @@ class TestInterruptions:
             os.killpg(running.process.pid, number)  # a terminal signals the whole group
         else:
             running.process.send_signal(number)
-        assert running.end() == ["stopped: unfinished files were removed, finished ones are as they were"]
+        assert running.end() == ["stopped: finished files are as they were; the same command goes on with what is done"]
         assert running.process.returncode == code
-        assert list(running.out.iterdir()) == []
+        assert list(running.out.iterdir()) == []  # what comes out of a pipe cannot be gone on with
 
     def test_a_killed_worker_ends_it(self, tmp_path: Path) -> None:
         running = Running(tmp_path, 2)
@@ -538,16 +547,17 @@ class TestInterruptions:
 
 
 def test_no_worker_is_waited_for_when_the_work_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = preprocess.Job(TokenizerFlags(tokenizer_type="NullTokenizer", vocab_size=10), ("text",))
     monkeypatch.setattr(preprocess, "_serve_quietly", deaf)
-    monkeypatch.setattr(preprocess, "encode", slow)
+    monkeypatch.setattr(preprocess.Encoder, "encode", slow)
 
-    def chunks() -> Iterator[object]:
-        yield "a chunk"
+    def blocks() -> Iterator[inputs.Block]:
+        yield inputs.Block(0, 0, "x", "jsonl", 0, 1, b"1", 1)
         raise KeyError("the reader gave up")
 
     start = time.monotonic()
     with pytest.raises(KeyError):
-        list(preprocess.encode_all(None, chunks(), 2))
+        list(preprocess.encode_all(job, [[]], blocks(), 2, lambda block, encoded: None))
     while multiprocessing.active_children() and time.monotonic() - start < 20:
         time.sleep(0.05)
     assert time.monotonic() - start < 20

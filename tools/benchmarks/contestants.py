@@ -9,7 +9,7 @@ import contextlib
 import io
 import itertools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from bare_model import BareModel
@@ -68,6 +68,10 @@ class Ours:
         with contextlib.redirect_stdout(self.text):
             self._trainer.train_one(self.run.progress.iteration + 1, self._samples)
         return self._log.last.loss
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Those of this rank."""
+        return self.run.model.parameters()
 
     def weights(self) -> dict[str, Tensor]:
         """Copies of the main weights (fp32), by global name."""

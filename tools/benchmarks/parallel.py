@@ -6,13 +6,15 @@ the whole iteration (data, step, log line). The layouts take turns, one step eac
 that have no turn sleep. Before any clock runs the losses of all layouts must agree. A speed-up is the median over the
 rounds of (seconds of one rank / seconds of the layout) in the same round, with its smallest and largest value: the noise
 of the machine. "two apart" are two runs of one rank at the same time that have nothing to say to each other: what two cores
-of this machine can give at best. Needs torch and numpy only.
+of this machine can give at best. --peer adds megatron-core's GPT of the same shape, on one rank and tensor-parallel on two,
+its speed-up being against its own one rank; that needs megatron-core, the rest torch and numpy only.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
 import io
 import json
 import multiprocessing
@@ -40,7 +42,7 @@ import torch  # noqa: E402
 from contestants import Ours  # noqa: E402
 from sizes import Size, parse_size  # noqa: E402
 
-ONE, APART = "one rank", "two apart"
+ONE, APART, PEER = "one rank", "two apart", "megatron-core"
 DEFAULT_SIZE = "peers:layers=4,hidden=256,heads=4,ffn=688,seq=256,micro_batch=4,micro_batches=4,vocab=50304,family=llama"
 TP, SP, PP = "--tensor-model-parallel-size", "--sequence-parallel", "--pipeline-model-parallel-size"
 DEFAULT_LAYOUTS = (f"tp2=2 {TP} 2", f"tp2+sp=2 {TP} 2 {SP}", "dp2=2", f"pp2=2 {PP} 2 --decoder-last-pipeline-num-layers 1")
@@ -57,6 +59,12 @@ class Layout:
     ranks: int = 1
     flags: tuple[str, ...] = ()
     apart: bool = False
+    peer: bool = False
+
+    @property
+    def base(self) -> str:
+        """The layout of one rank that its speed-up is against."""
+        return PEER if self.peer else ONE
 
 
 class Refused(ValueError):
@@ -83,6 +91,11 @@ def free_port() -> int:
         return listener.getsockname()[1]
 
 
+def peer() -> Any:
+    """The module of megatron-core's contestant, whose import takes seconds that only --peer shall cost."""
+    return importlib.import_module("peer")
+
+
 def rank_main(rank: int, layout: Layout, size: Size, dtype: str, port: int, pipe: Connection) -> None:
     """The body of one rank: build, then one step and its (seconds, loss) for each message, until None comes."""
     if not layout.apart:
@@ -92,11 +105,12 @@ def rank_main(rank: int, layout: Layout, size: Size, dtype: str, port: int, pipe
     said = io.StringIO()
     try:
         with contextlib.redirect_stderr(said):
-            ours = Ours(size, dtype, "cpu", layout.flags, os.environ)
-        pipe.send(("ready", sum(p.numel() for p in ours.run.model.parameters())))
+            runner = (peer().MegatronCore(size, os.environ) if layout.peer else
+                      Ours(size, dtype, "cpu", layout.flags, os.environ))
+        pipe.send(("ready", sum(p.numel() for p in runner.parameters())))
         while pipe.recv() is not None:
             start = time.perf_counter()
-            loss = ours.step()
+            loss = runner.step()
             pipe.send(("step", (time.perf_counter() - start, loss)))
     except SystemExit:
         pipe.send(("refused", said.getvalue()))
@@ -174,9 +188,9 @@ class Race:
     parameters: dict[str, int] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
 
-    def speed_ups(self, name: str) -> list[float]:
+    def speed_ups(self, name: str, base: str = ONE) -> list[float]:
         """How many times as fast as one rank, round by round."""
-        return [one / mine for one, mine in zip(self.seconds[ONE], self.seconds[name], strict=True)]
+        return [one / mine for one, mine in zip(self.seconds[base], self.seconds[name], strict=True)]
 
 
 def race(layouts: Sequence[Layout], size: Size, dtype: str, rounds: int, warmup: int) -> Race:
@@ -191,7 +205,8 @@ def race(layouts: Sequence[Layout], size: Size, dtype: str, rounds: int, warmup:
                 result.refused[layout.name] = str(refusal)
         for step in range(warmup):
             losses = {name: ranks.step()[1] for name, ranks in running.items()}
-            for name, loss in losses.items():
+            for name in (layout.name for layout in layouts if layout.name in losses and not layout.peer):
+                loss = losses[name]
                 if not abs(loss - losses[ONE]) <= TOLERANCE * abs(losses[ONE]):
                     raise RankFailed(f"{name}: the loss of step {step + 1} is {loss:.6f}, that of one rank "
                                      f"{losses[ONE]:.6f}: they do not train the same model, so times say nothing")
@@ -214,7 +229,7 @@ def table(result: Race, layouts: Sequence[Layout], size: Size) -> list[str]:
         if layout.name in result.refused:
             rows.append((layout.name, str(layout.ranks), "-", "-", "-", "-", "-", "-", "refused, see below"))
             continue
-        seconds, ups = result.seconds[layout.name], result.speed_ups(layout.name)
+        seconds, ups = result.seconds[layout.name], result.speed_ups(layout.name, layout.base)
         middle, goal = statistics.median(ups), GOALS.get(layout.name)
         verdict = "" if goal is None else f"{goal:.2f} {'reached' if middle >= goal else 'missed'}"
         rows.append((layout.name, str(layout.ranks), f"{1e3 * statistics.median(seconds):.1f}", f"{1e3 * min(seconds):.1f}",
@@ -234,6 +249,7 @@ def build_parser() -> argparse.ArgumentParser:
                         help="as of train_step.py (default: %(default)s)")
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32")
     parser.add_argument("--flags", default="", metavar="'FLAGS...'", help="flags of pretrain_gpt.py for every layout")
+    parser.add_argument("--peer", action="store_true", help="megatron-core too (fp32 and family=llama only)")
     parser.add_argument("--rounds", type=_read(_count), default=5, help="timed steps of each layout (default: 5)")
     parser.add_argument("--warmup", type=_read(_count), default=2, help="steps before, whose losses are compared "
                                                                         "(default: 2)")
@@ -263,6 +279,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     size, more = options.size, tuple(shlex.split(options.flags))
     layouts = [Layout(ONE), Layout(APART, 2, apart=True), *(options.layout or map(parse_layout, DEFAULT_LAYOUTS))]
     layouts = [replace(layout, flags=(*layout.flags, *more)) for layout in layouts]
+    if options.peer:
+        if reason := peer().missing(size, options.dtype):
+            print(f"error: --peer: {reason}", file=sys.stderr)
+            return 2
+        layouts += [Layout(PEER, peer=True), Layout(f"{PEER} tp2", 2, peer=True)]
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
     print(f"{time.strftime('%Y-%m-%d %H:%M')}, {os.cpu_count()} cores, {platform.machine()} "
           f"{torch.backends.cpu.get_cpu_capability()}, torch {torch.__version__}, load {load}, one thread a rank")
@@ -282,7 +303,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{name} is refused: {reason}")
     if options.json:
         report = {"size": asdict(size), "dtype": options.dtype, "load": load, **asdict(result),
-                  "speed_up": {name: statistics.median(result.speed_ups(name)) for name in result.seconds}}
+                  "speed_up": {layout.name: statistics.median(result.speed_ups(layout.name, layout.base))
+                               for layout in layouts if layout.name in result.seconds}}
         options.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     return 0
 

@@ -1,0 +1,167 @@
+"""tools/preprocess_data.py killed and run again: it goes on with what is done, and every byte is as if it had run once."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from megatron.data import inputs, unfinished
+from tests.data.vocabularies import ADVERSARIAL, write_bpe
+from tools import preprocess_data
+
+# The tool with small blocks, that notes every 20 ms how far it is.
+DRIVER = """
+import sys
+from megatron.data import inputs, unfinished
+inputs.BLOCK_BYTES, unfinished.SECONDS = 1 << 14, 0.02
+from tools import preprocess_data
+sys.exit(preprocess_data.main(sys.argv[1:]))
+"""
+ROOT = Path(preprocess_data.__file__).parents[1]
+
+
+class Killed(BaseException):
+    """What a test raises where a kill would end the process."""
+
+
+@pytest.fixture(autouse=True)
+def quick_notes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    monkeypatch.setattr(inputs, "BLOCK_BYTES", 1 << 14)
+    monkeypatch.setattr(unfinished, "SECONDS", 0.0)
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> list[str]:
+    """The tool's flags for a plain file and a packed one with two keys, bad lines and empty texts in them."""
+    (tmp_path / "bpe").mkdir()
+    vocab, merges = write_bpe(tmp_path / "bpe")
+    (tmp_path / "out").mkdir()
+    draw = random.Random(5)
+    for name in ("a.jsonl", "b.jsonl.gz"):
+        lines = []
+        for number in range(1500):
+            texts = {key: "".join(draw.choices(ADVERSARIAL, k=2))[:300] * draw.randint(0, 2) for key in ("text", "more")}
+            lines.append("no JSON" if number % 400 == 7 else json.dumps(texts))
+        (gzip.open if name.endswith("gz") else open)(tmp_path / name, "wb").write("\n".join(lines).encode())
+    return ["--input", str(tmp_path / "*.jsonl*"), "--json-keys", "text", "more", "--append-eod", "--max-bad-records", "9",
+            "--tokenizer-type", "GPT2BPETokenizer", "--vocab-file", vocab, "--merge-file", merges]  # fmt: skip
+
+
+def contents(folder: Path, prefix: str) -> dict[str, bytes]:
+    """The files of a prefix by what comes behind it."""
+    return {path.name.removeprefix(prefix): path.read_bytes() for path in folder.iterdir() if path.name.startswith(prefix)}
+
+
+def run(*argv: str) -> int:
+    return preprocess_data.main(argv)
+
+
+ENDS = {f"_{key}_document.{end}" for key in ("text", "more") for end in ("bin", "idx", "json")} | {".bad_records.jsonl"}
+
+
+@pytest.mark.parametrize("partitions", ["1", "3"])
+def test_killed_after_any_note_it_goes_on(
+    corpus: list[str], tmp_path: Path, partitions: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = [*corpus, "--workers", "1", "--partitions", partitions]
+    assert run(*flags, "--output-prefix", f"{tmp_path}/out/once") == 0
+    once = contents(tmp_path / "out", "once")
+    assert once.keys() == ENDS
+    replace, left, runs = os.replace, 0, 0
+
+    def killing(source: str, target: str) -> None:
+        nonlocal left
+        left -= 1
+        if not left:
+            raise Killed
+        replace(source, target)
+
+    monkeypatch.setattr(unfinished.os, "replace", killing)
+    while runs < 200:  # each run gets a little further, the last ones through the renames of the end
+        left, runs = 2 + runs % 13, runs + 1
+        try:
+            assert run(*flags, "--output-prefix", f"{tmp_path}/out/x") == 0
+            break
+        except Killed:
+            found = contents(tmp_path / "out", "x_")
+            assert {name for name in found if f"_{name}" in ENDS and found[name] != once[f"_{name}"]} == set()
+    assert runs > 6 and contents(tmp_path / "out", "x") == once
+    assert capsys.readouterr().out.count("Going on where a run before stopped") == runs - 1
+
+
+def killed_at_random(flags: list[str], out: Path, kills: int, seed: int) -> int:
+    """Run, kill -9 at random moments (the workers are left alive), run again to the end; how many runs went on."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", DRIVER, *flags, "--log-interval", "99999", "--output-prefix"]
+    start = time.monotonic()
+    subprocess.run([*command, str(out / "once")], env=environment, check=True, capture_output=True)
+    duration, draw, went_on = time.monotonic() - start, random.Random(seed), 0
+    for kill in range(kills):
+        name = f"x{kill}"
+        process = subprocess.Popen([*command, str(out / name)], env=environment, stdout=subprocess.DEVNULL)
+        time.sleep(draw.uniform(0.1, 1.0) * duration)
+        process.kill()
+        process.wait()
+        last = subprocess.run([*command, str(out / name)], env=environment, check=True, capture_output=True, text=True)
+        went_on += "Going on where" in last.stdout
+        assert contents(out, name) == contents(out, "once")
+        for path in list(out.glob(f"{name}*")):
+            path.unlink()
+    return went_on
+
+
+def test_kill_9_twice(corpus: list[str], tmp_path: Path) -> None:
+    killed_at_random([*corpus, "--workers", "2"], tmp_path / "out", 2, seed=1)
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("workers", ["1", "2", "3"])
+def test_kill_9_at_twenty_random_moments(corpus: list[str], tmp_path: Path, workers: str) -> None:
+    went_on = killed_at_random([*corpus, "--workers", workers], tmp_path / "out", 20, seed=int(workers))
+    assert went_on > 2
+
+
+def test_other_work_is_not_gone_on_with(corpus: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                        capsys: pytest.CaptureFixture[str]) -> None:  # fmt: skip
+    def stop(*_: object) -> None:
+        raise Killed
+
+    prefix = f"{tmp_path}/out/x"
+    with monkeypatch.context() as patch:
+        patch.setattr(unfinished.Unfinished, "finish", stop)
+        with pytest.raises(Killed):
+            run(*corpus, "--workers", "1", "--output-prefix", prefix)
+    assert (tmp_path / "out/x.unfinished/state.json").exists()
+    flags = [flag for flag in corpus if flag != "--append-eod"]
+    assert run(*flags, "--workers", "1", "--output-prefix", prefix) == 0
+    assert "held unfinished work of another command (--append-eod differed); it is thrown away" in capsys.readouterr().err
+    assert run(*flags, "--workers", "1", "--output-prefix", f"{tmp_path}/out/once") == 0
+    assert contents(tmp_path / "out", "x") == contents(tmp_path / "out", "once")
+
+
+def test_two_runs_do_not_write_one_prefix(corpus: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "out" / "x.unfinished"
+    folder.mkdir()
+    code = "import fcntl, sys; f = open(sys.argv[1], 'w'); fcntl.lockf(f, fcntl.LOCK_EX); print(1, flush=True); input()"
+    command, pipe = [sys.executable, "-c", code, str(folder / "lock")], subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe) as other:
+        other.stdout.readline()
+        assert run(*corpus, "--output-prefix", f"{tmp_path}/out/x") == 1
+        assert f"another run writes in {folder}" in capsys.readouterr().err
+        other.communicate(b"\n")
+    assert run(*corpus, "--workers", "1", "--output-prefix", f"{tmp_path}/out/x") == 0
+    assert contents(tmp_path / "out", "x").keys() == ENDS
