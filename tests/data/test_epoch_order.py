@@ -243,7 +243,7 @@ def test_damaged_pairs(tmp_path):
     ):  # fmt: skip
         (tmp_path / path).write_bytes(damaged)
         with pytest.raises(ValueError, match=error):
-            build(data_path=[prefix])
+            build(data_path=[prefix], split="1,1,0")  # looks at sequences 0, 30 and 60
         (tmp_path / "a.idx").write_bytes(index)
         (tmp_path / "a.bin").write_bytes(tokens)
     train, *_ = build(data_path=[prefix])
