@@ -80,7 +80,7 @@ class _Index:
             raise ValueError(f"{prefix}.idx: holds {self.dtype.name}, not token ids; preprocess text into it")
 
     def _number(self, at: int, size: int) -> int:
-        """The signed integer of `size` bytes at byte `at`. Read in blocks, since numbers that are asked for are neighbours."""
+        """The signed integer of `size` bytes at byte `at`. Read in blocks: numbers that are asked for are neighbours."""
         number, inside = divmod(at, BLOCK_BYTES)
         if inside + size > BLOCK_BYTES:
             return int.from_bytes(os.pread(self._file, size, at), "little", signed=True)
