@@ -34,7 +34,8 @@ TOKENIZER_FILES = {
 
 def problems(config: Config) -> list[str]:
     """What is wrong with the flags themselves, whatever files there are."""
-    return [*_sources(config.data), *_order(config.data), *_split(config), *_tokenizer(config.data), *_blends(config.data)]
+    d = config.data
+    return [*_sources(d), *_order(d), *_validation(d), *_split(config), *_tokenizer(d), *_blends(d)]
 
 
 def missing(config: Config) -> list[str]:
@@ -72,6 +73,19 @@ def _order(d: DataConfig) -> Iterator[str]:
                "out one of the two")
     if d.data_order == "epoch" and d.mock_data:
         yield "--data-order epoch: --mock-data has Megatron's order only; leave out one of the two"
+
+
+def _validation(d: DataConfig) -> Iterator[str]:
+    if d.multiple_validation_sets and not (d.valid_data_path or d.per_split_data_args_path):
+        yield ("--multiple-validation-sets: name the sets, each with its own data, by --valid-data-path A B ... or "
+               "--per-split-data-args-path")
+    for flag, words in _read_blends(d):
+        if not isinstance(words, str) and ("valid" in flag) and blend_problem(words) is None and (
+                _prefixes(words) is not words):
+            if d.multiple_validation_sets:
+                yield f"{flag}: sets with validations of their own have no weights (--multiple-validation-sets); drop them"
+            elif d.full_validation:
+                yield f"{flag}: --full-validation reads all of the data once, so weights have no meaning; drop them"
 
 
 def _sources(d: DataConfig) -> Iterator[str]:

@@ -26,6 +26,11 @@ class DataConfig:
     continue_data_mix: bool = arg(False, help="with --load and --data-order epoch: a mix of data other than the "
                                               "checkpoint's begins, and each data set goes on where it was left",
                                   dump=False)
+    multiple_validation_sets: bool = arg(False, help="each data set of the validation split has a validation of its "
+                                                     "own; with --valid-data-path or per-split paths, without weights",
+                                             dump=False)
+    full_validation: bool = arg(False, help="each validation reads all of its data from the start, but for an incomplete "
+                                            "last micro-batch, and not --eval-iters batches", dump=False)
     num_workers: int = arg(2, help="processes that read ahead; 0 reads in the training process")
     dataloader_type: Literal["single", "cyclic"] | None = arg(None, help="single pass in index order, or reshuffled "
                                                                          "every epoch (default: single)")

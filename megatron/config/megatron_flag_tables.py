@@ -193,8 +193,6 @@ NEWER: tuple[Row, ...] = (
     no("rerun_mode", "disabled", "iterations are not run twice to look for faults; leave the flag out"),
     no("eval_global_batch_size", None, "validation has the batch size of training; set --eval-iters for its length"),
     no("start_eval_at_iter", None, "the first validation comes after --eval-interval; leave the flag out"),
-    no("full_validation", False, "validation reads --eval-iters batches; set that instead"),
-    no("multiple_validation_sets", False, "there is one validation set; leave the flag out"),
     same("mmap_bin_files", True, "the .bin file is never mapped", spelling="--no-mmap-bin-files"),
     same("create_attention_mask_in_dataloader", True, "no matrix of masks is ever made",
          spelling="--no-create-attention-mask-in-dataloader"),

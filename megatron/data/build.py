@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 import numpy as np
@@ -77,6 +78,7 @@ class DataFlags(Protocol):
     split: str | None
     data_cache_path: str | None
     data_order: str
+    multiple_validation_sets: bool
     mid_level_dataset_surplus: float
 
 
@@ -123,8 +125,9 @@ def build_train_valid_test_datasets(
     check_tokens: bool = True,
     before: Before | None = None,
     rows: list[Row] | None = None,
-) -> tuple[Dataset | None, Dataset | None, Dataset | None]:
+) -> tuple[Dataset | None, Dataset | list[Dataset] | None, Dataset | None]:
     """The datasets of train, valid and test, None where the flags give a split nothing or `sizes` asks for 0 samples.
+    With --multiple-validation-sets, valid is a list.
 
     `sizes` are the samples needed (`megatron.config.plan.Targets`); None means one epoch. `vocab_size` is the tokenizer's
     and `eod` its end-of-document id: mock data is made of them, and with `check_tokens` the head of each corpus is
@@ -138,9 +141,11 @@ def build_train_valid_test_datasets(
         raise ValueError(f"--train-iters, --train-samples: make {sizes[0]} training samples; at least 1 is needed")
     blends = read_blends(data)
     known = vocab_size if check_tokens else None
-    if data.data_order == "epoch" and blends is not None:
-        found, table = _in_epochs(data, blends, EpochBuilder(sequence_length, seed, known, before), sizes)
-    else:
+    table = [] if rows is None else rows
+
+    def make(blends: Blend | list[Blend | None] | None) -> tuple[Dataset | None, ...]:
+        if data.data_order == "epoch" and blends is not None:
+            return _in_epochs(data, blends, EpochBuilder(sequence_length, seed, known, before, table), sizes)
         builder = _Builder(data, sequence_length, seed, known)
         if blends is None:
             found = builder.mock(sizes, vocab_size, eod)
@@ -148,16 +153,26 @@ def build_train_valid_test_datasets(
             found = builder.one_source(_members_of(blends), sizes)
         else:
             found = builder.one_source_per_split([blend and _members_of(blend) for blend in blends], sizes)
-        table = [row for dataset, size in zip(found, sizes, strict=True) for row in plan_rows(dataset, size)]
-    if rows is not None:
-        rows += table
-    return found
+        table.extend(row for dataset, size in zip(found, sizes, strict=True) for row in plan_rows(dataset, size))
+        return found
+
+    if not data.multiple_validation_sets:
+        return make(blends)
+    if not isinstance(blends, list) or blends[1] is None or blends[1][1] is not None:
+        raise ValueError("--multiple-validation-sets: needs --valid-data-path, or per-split paths, without weights")
+    train, _, test = make([blends[0], None, blends[2]])
+    valid = []
+    for number, word in enumerate(blends[1][0]):
+        told = len(table)
+        valid.append(make([None, ([word], None), None])[1])
+        table[told:] = [replace(row, split=f"valid-{number}") for row in table[told:]]
+    return train, valid, test
 
 
 def _in_epochs(
     data: DataFlags, blends: Blend | list[Blend | None], builder: EpochBuilder, sizes: Sequence[int | None]
-) -> tuple[tuple[EpochBlend | None, ...], list[Row]]:
-    """The datasets of `--data-order epoch`, and their rows of the plan."""
+) -> tuple[EpochBlend | None, ...]:
+    """The datasets of `--data-order epoch`."""
     if isinstance(blends, tuple):
         matrix = parse_split(data.split or DEFAULT_SPLIT)
         log.info(LOGGER, f"Let split_matrix = {matrix}")
@@ -167,7 +182,7 @@ def _in_epochs(
             None if blend is None or size == 0 else builder.one_split(blend, number, size)
             for number, (blend, size) in enumerate(zip(blends, sizes, strict=True))
         ]
-    return tuple(found), builder.rows
+    return tuple(found)
 
 
 def _members_of(blend: Blend) -> Blend:
@@ -324,7 +339,7 @@ class _Builder:
 
 
 def data_order_fingerprint(
-    train: Dataset | None, valid: Dataset | None, sampler: dict[str, object] | None = None
+    train: Dataset | None, valid: Dataset | list[Dataset] | None, sampler: dict[str, object] | None = None
 ) -> dict[str, object]:
     """Everything the order of training and validation samples depends on, in JSON types, for the checkpoint.
 
@@ -334,7 +349,7 @@ def data_order_fingerprint(
     """
     found: dict[str, object] = {"format": ORDER_FORMAT, "sampler": sampler or {"dataloader_type": "single"}}
     for name, dataset in (("train", train), ("valid", valid)):
-        found[name] = None if dataset is None else dataset.order()
+        found[name] = dataset and ([one.order() for one in dataset] if isinstance(dataset, list) else dataset.order())
     return found
 
 

@@ -29,9 +29,12 @@ class Before:
 class EpochBuilder:
     """Makes the datasets of all splits of one run."""
 
-    def __init__(self, sequence_length: int, seed: int, vocab_size: int | None, before: Before | None = None) -> None:
-        self.sequence_length, self.seed, self.vocab_size, self.before = sequence_length, seed, vocab_size, before
-        self.rows: list[Row] = []
+    def __init__(
+        self, sequence_length: int, seed: int, vocab_size: int | None, before: Before | None, rows: list[Row]
+    ) -> None:
+        """`rows` gets the table of the plan."""
+        self.sequence_length, self.seed, self.vocab_size = sequence_length, seed, vocab_size
+        self.before, self.rows = before, rows
 
     def one_source(self, blend: Blend, parts: SplitMatrix, sizes: Sequence[int | None]) -> list[EpochBlend | None]:
         """All splits from the same data, each a part of every file."""

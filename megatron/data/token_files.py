@@ -21,6 +21,7 @@ from megatron.data.file_access import open_to_read, read_at
 from megatron.data.indexed_dataset import DTYPES, HEADER, MAGIC, VERSION, IndexedDataset, bin_path, idx_path
 
 THREADS = 8          # that read indexes side by side: a cold start waits for the disk
+BLOCK_BYTES = 16384  # of an index read at once
 HEAD_BYTES = 4096    # of a .bin, hashed to tell data of equal sizes apart
 MAX_OPEN = 30_000    # files that are kept open
 Part = tuple[float, float] | None  # of a corpus, as `blended_dataset.parse_split` makes them
@@ -55,7 +56,7 @@ class TokenFile:
 
     def fingerprint(self) -> bytes:
         """What tells it from other data, wherever it lies: sizes and the first tokens."""
-        return repr((self.sequences, self.documents, self.dtype.name, self.bin_bytes, self.head)).encode()
+        return repr((self.sequences, self.documents, self.dtype.name, self.bin_bytes)).encode() + self.head
 
 
 def _odd(prefix: str, what: str) -> ValueError:
@@ -66,10 +67,10 @@ def _odd(prefix: str, what: str) -> ValueError:
 
 
 class _Index:
-    """An open .idx, read number by number."""
+    """An open .idx, of which a few numbers are read."""
 
     def __init__(self, prefix: str, file: int) -> None:
-        self.prefix, self._file = prefix, file
+        self.prefix, self._file, self._blocks = prefix, file, {}
         header = os.pread(file, HEADER.size, 0)
         magic, version, code, sequences, entries = HEADER.unpack(header) if len(header) == HEADER.size else (b"", 0, 0, 0, 0)
         size, expected = os.fstat(file).st_size, HEADER.size + 12 * sequences + 8 * entries
@@ -79,45 +80,51 @@ class _Index:
         if self.dtype.kind not in "iu":
             raise ValueError(f"{prefix}.idx: holds {self.dtype.name}, not token ids; preprocess text into it")
 
-    def _numbers(self, at: int, count: int, dtype: str) -> list[int]:
-        return np.frombuffer(os.pread(self._file, count * int(dtype[-1]), at), dtype, count).tolist()
+    def _number(self, at: int, size: int) -> int:
+        """The signed integer of `size` bytes at byte `at`. Read in blocks: numbers that are asked for are neighbours."""
+        number, inside = divmod(at, BLOCK_BYTES)
+        if inside + size > BLOCK_BYTES:
+            return int.from_bytes(os.pread(self._file, size, at), "little", signed=True)
+        block = self._blocks.get(number)
+        if block is None:
+            block = self._blocks[number] = os.pread(self._file, BLOCK_BYTES, number * BLOCK_BYTES)
+        return int.from_bytes(block[inside : inside + size], "little", signed=True)
 
-    def pointers(self, at: int, count: int = 1) -> list[int]:
-        """`count` byte offsets from sequence `at` on."""
-        return self._numbers(HEADER.size + 4 * self.sequences + 8 * at, count, "<i8")
+    def pointer(self, sequence: int) -> int:
+        """The byte of the .bin where `sequence` starts."""
+        return self._number(HEADER.size + 4 * self.sequences + 8 * sequence, 8)
 
-    def starts(self, at: int, count: int = 1) -> list[int]:
-        """`count` entries of the document index."""
-        return self._numbers(HEADER.size + 12 * self.sequences + 8 * at, count, "<i8")
+    def start(self, document: int) -> int:
+        """An entry of the document index: the sequence where `document` starts."""
+        return self._number(HEADER.size + 12 * self.sequences + 8 * document, 8)
 
     def end(self, sequence: int) -> int:
         """The byte behind `sequence`."""
-        length = self._numbers(HEADER.size + 4 * sequence, 1, "<i4")[0]
-        return self.pointers(sequence)[0] + length * self.dtype.itemsize
+        return self.pointer(sequence) + self._number(HEADER.size + 4 * sequence, 4) * self.dtype.itemsize
 
     def cut(self, sequence: int) -> int:
         """The byte where `sequence` starts and the one before it ends."""
         if sequence == 0:
             return 0
         end = self.end(sequence - 1)
-        if sequence < self.sequences and self.pointers(sequence)[0] != end:
+        if sequence < self.sequences and self.pointer(sequence) != end:
             raise _odd(self.prefix, f"its sequence {sequence} does not lie behind the one before")
         return end
 
     def documents_before(self, sequence: int) -> int:
         """How many documents begin before `sequence`."""
-        if self.documents == self.sequences and self.starts(sequence)[0] == sequence:
+        if self.documents == self.sequences and self.start(sequence) == sequence:
             return sequence
         low, high = 0, self.documents
         while low < high:
             middle = (low + high) // 2
-            low, high = (middle + 1, high) if self.starts(middle)[0] < sequence else (low, middle)
+            low, high = (middle + 1, high) if self.start(middle) < sequence else (low, middle)
         return low
 
 
 def read_token_file(prefix: str, parts: Sequence[Part]) -> TokenFile:
     """The numbers of one pair. Raises FileNotFoundError or ValueError as IndexedDataset does, and ValueError for
-    sequences that do not lie one behind the other, as far as the ends of the parts and the middle show it."""
+    sequences that do not lie one behind the other, as far as the ends of the parts show it."""
     try:
         file = os.open(idx_path(prefix), os.O_RDONLY)
     except OSError:
@@ -133,8 +140,8 @@ def read_token_file(prefix: str, parts: Sequence[Part]) -> TokenFile:
             bin_bytes, head = os.fstat(tokens).st_size, os.pread(tokens, HEAD_BYTES, 0)
         finally:
             os.close(tokens)
-        ends = (index.starts(0)[0], index.starts(index.documents)[0]) if index.documents >= 0 else (1, 1)
-        if ends != (0, count) or (count and (index.pointers(0)[0] != 0 or index.cut(count // 2) < 0)):
+        ends = (index.start(0), index.start(index.documents)) if index.documents >= 0 else (1, 1)
+        if ends != (0, count) or (count and index.pointer(0) != 0):
             raise _odd(prefix, "its first sequence does not begin the .bin")
         if index.cut(count) != bin_bytes:
             raise _odd(prefix, f"its index ends at byte {index.cut(count)}, its .bin at {bin_bytes}")

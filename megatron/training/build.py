@@ -176,12 +176,12 @@ def build_scheduler(config: Config, plan: Plan, optimizer: MixedPrecisionOptimiz
 
 @dataclass(frozen=True)
 class Data:
-    """The three data sets (None: not wanted or not there) and the samplers of the first two."""
+    """The data sets (None or none: not wanted or not there) and their samplers; of validation there may be several."""
     train: Any
-    valid: Any
+    valid: list[Any]
     test: Any
     train_sampler: Any
-    valid_sampler: Any
+    valid_samplers: list[Any]
     test_sampler: Any
     order: dict[str, Any]
 
@@ -203,20 +203,25 @@ def build_data(config: Config, plan: Plan, runtime: Runtime, tokenizer: Tokenize
     if run is not None and run.data_order.get("train"):
         before = Before(run.data_order["train"], run.progress.consumed_train_samples, d.continue_data_mix)
     rows: list[Row] = []
+    valid_size = None if d.full_validation and targets.valid else targets.valid
     train, valid, test = build_train_valid_test_datasets(
         d, sequence_length=config.model.seq_length, seed=t.seed, vocab_size=tokenizer.vocab_size, eod=tokenizer.eod,
-        sizes=(targets.train, targets.valid, targets.test), before=before, rows=rows)
+        sizes=(targets.train, valid_size, targets.test), before=before, rows=rows)
+    valids = valid if isinstance(valid, list) else [valid] if valid is not None else []
     for line in plan_table(rows):
         log.print_rank_0(line)
     log.print_rank_0("> finished creating GPT datasets ...")
     place = (t.micro_batch_size, ctx.dp.rank, ctx.dp.size)
-    samplers = []
-    for dataset in (train, valid, test):
+
+    def sampler(dataset: Any, cyclic: bool) -> Any:
         if dataset is None:
-            samplers.append(None)
-        elif d.dataloader_type == "cyclic" and dataset is not test:
-            samplers.append(CyclicSampler(len(dataset), *place, d.data_sharding))
-        else:
-            samplers.append(SequentialSampler(len(dataset), *place))
-    order = data_order_fingerprint(train, valid, None if samplers[0] is None else samplers[0].order())
-    return Data(train, valid, test, *samplers, order)
+            return None
+        if cyclic:
+            return CyclicSampler(len(dataset), *place, d.data_sharding)
+        return SequentialSampler(len(dataset), *place)
+
+    cyclic = d.dataloader_type == "cyclic"
+    of_train = sampler(train, cyclic)
+    order = data_order_fingerprint(train, valid, None if of_train is None else of_train.order())
+    return Data(train, valids, test, of_train, [sampler(one, cyclic and not d.full_validation) for one in valids],
+                sampler(test, False), order)

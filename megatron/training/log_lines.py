@@ -96,9 +96,9 @@ def aurora_line(row: IterationRow, now: datetime) -> str:
     return f"[{now:%Y-%m-%d %H:%M:%S.%f}][INFO][training_log] - " + " | ".join(parts) + " |"
 
 
-def validation_block(prefix: str, losses: Mapping[str, float]) -> str:
-    """The validation line between its two rows of dashes, one longer than the line."""
-    line = f" validation loss at {prefix} | "
+def validation_block(prefix: str, losses: Mapping[str, float], suffix: str = "") -> str:
+    """The validation line between its two rows of dashes, one longer than the line; `suffix` says of which set."""
+    line = f" validation{suffix} loss at {prefix} | "
     for key, loss in losses.items():
         line += f"{key} value: {loss:.6E} | {key} PPL: {math.exp(min(20.0, loss)):.6E} | "
     dashes = "-" * (len(line) + 1)

@@ -33,7 +33,7 @@ class Trainer:
         self.signals = signals or SignalWatch()
         if run.config.training.exit_signal_handler:
             self.signals.remember_requests()
-        self._valid_samples: Iterator[torch.Tensor] | None = None
+        self._valid_samples: dict[int, Iterator[torch.Tensor]] = {}
         self._saved_at = self._loaded = run.progress.iteration
         self._skipping_to = 0
         self._advise()
@@ -72,7 +72,7 @@ class Trainer:
                             run.recorder.add if run.recorder else None)
 
     def _evaluates(self) -> bool:
-        return self.data.valid is not None and self.run.config.training.eval_iters > 0
+        return bool(self.data.valid) and self.run.config.training.eval_iters > 0
 
     def _evaluation_due(self, iteration: int) -> bool:
         return self._evaluates() and iteration % self.run.config.training.eval_interval == 0
@@ -213,35 +213,52 @@ class Trainer:
         """Asked within evaluations: is the time of --exit-duration-in-mins over for any rank?"""
         return self._agreed_wish() >= TIME_UP
 
-    def _evaluate(self, samples: Iterator[torch.Tensor], prefix: str, tell: Callable[[str], None]) -> int:
-        """Evaluate and print the block; TIME_UP when the time was over first, otherwise 0."""
+    def _evaluate(self, samples: Iterator[torch.Tensor], count: int, prefix: str, tell: Callable[[str], None],
+                  suffix: str = "") -> int:
+        """Evaluate `count` micro-batches and print the block; TIME_UP when the time was over first, otherwise 0."""
         run, t = self.run, self.run.config.training
         with run.timers("evaluate"):
-            losses = evaluate(run, self.forward_step, samples, t.eval_iters, tell,
+            losses = evaluate(run, self.forward_step, samples, count, tell,
                               self._out_of_time if t.exit_duration_in_mins else None)
         if losses is None:
             log.print_rank_0("Exiting during evaluation, timelimit reached")
             return TIME_UP
         self.lines.timers(["evaluate"])
-        self.lines.validation(prefix, losses, run.progress.iteration, run.progress.consumed_train_samples)
+        self.lines.validation(prefix, losses, run.progress.iteration, run.progress.consumed_train_samples, suffix)
         return 0
 
+    def _eval_micro_batches(self) -> int:
+        """Micro-batches of --eval-iters global batches on each data-parallel rank."""
+        batch = self.run.plan.batch
+        return self.run.config.training.eval_iters * batch.final_global_batch_size // batch.divisor
+
+    def _validation_samples(self, number: int) -> tuple[Iterator[torch.Tensor], int]:
+        """The samples of a validation set, and how many micro-batches of them one validation reads."""
+        run, t, sampler = self.run, self.run.config.training, self.data.valid_samplers[number]
+        full = run.config.data.full_validation
+        if full or number not in self._valid_samples:
+            first = 0 if full or t.skip_train else run.progress.consumed_valid_samples
+            samples = Samples(self.data.valid[number], run.plan.vocab_size)
+            self._valid_samples[number] = load_samples(samples, evaluation_samples(sampler, first),
+                                                       run.config.data.num_workers, run.runtime.device)
+        left = sampler.micro_batches_left(0)
+        stages = run.config.parallel.pipeline_model_parallel_size       # take micro-batches in rounds
+        return self._valid_samples[number], (left // stages * stages if full else self._eval_micro_batches())
+
     def validate(self, prefix: str, tell: Callable[[str], None] = lambda text: None) -> int:
-        """Evaluate on the next validation samples and print the block; TIME_UP when the time was over before its end.
+        """Evaluate on the next samples of each validation set and print its block; TIME_UP when the time was over first.
 
         Its samples are consumed either way: where the next validation begins does not depend on clocks.
         """
         run, t = self.run, self.run.config.training
-        micro_batches = t.eval_iters * run.plan.batch.final_global_batch_size // run.plan.batch.divisor
-        if self._valid_samples is None:
-            first = 0 if t.skip_train else run.progress.consumed_valid_samples
-            numbers = evaluation_samples(self.data.valid_sampler, first)
-            self._valid_samples = load_samples(Samples(self.data.valid, run.plan.vocab_size), numbers,
-                                               run.config.data.num_workers, run.runtime.device)
         if t.manual_gc and t.manual_gc_eval:
             gc.collect()
-        flag = self._evaluate(self._valid_samples, prefix, tell)
-        run.progress.consumed_valid_samples += micro_batches * run.plan.batch.divisor
+        several, flag = run.config.data.multiple_validation_sets, 0
+        for number in range(len(self.data.valid)):
+            samples, count = self._validation_samples(number)
+            flag = flag or self._evaluate(samples, count, prefix, tell, f"-{number}" if several else "")
+        if not run.config.data.full_validation:
+            run.progress.consumed_valid_samples += self._eval_micro_batches() * run.plan.batch.divisor
         return flag
 
     def final_evaluation(self) -> None:
@@ -254,7 +271,8 @@ class Trainer:
             samples = load_samples(Samples(self.data.test, run.plan.vocab_size),
                                    evaluation_samples(self.data.test_sampler, 0), run.config.data.num_workers,
                                    run.runtime.device)
-            self._evaluate(samples, f"iteration {iteration} on test set", log.print_rank_0)
+            self._evaluate(samples, self._eval_micro_batches(), f"iteration {iteration} on test set",
+                           log.print_rank_0)
 
 
 def pretrain(run: Run, data: Data, forward_step: ForwardStep, lines: TrainingLog, started: float,

@@ -201,15 +201,15 @@ class TrainingLog:
                 board.scalar("throughput", self._rate(flops.flops_per_iteration(self._shape, r.global_batch_size),
                                                       r.seconds), n)
 
-    def validation(self, prefix: str, losses: dict[str, float], iteration: int, samples: int) -> None:
-        """The validation block, and its TensorBoard points."""
-        log.print_rank_last(log_lines.validation_block(prefix, losses))
+    def validation(self, prefix: str, losses: dict[str, float], iteration: int, samples: int, suffix: str = "") -> None:
+        """The validation block, and its TensorBoard points; `suffix` says of which of several sets."""
+        log.print_rank_last(log_lines.validation_block(prefix, losses, suffix))
         if self.tensorboard is None:
             return
         for key, loss in losses.items():
-            self.tensorboard.scalar(f"{key} validation", loss, iteration, samples)
+            self.tensorboard.scalar(f"{key} validation{suffix}", loss, iteration, samples)
             if self._config.logging.log_validation_ppl_to_tensorboard:
-                self.tensorboard.scalar(f"{key} validation ppl", math.exp(min(20.0, loss)), iteration, samples)
+                self.tensorboard.scalar(f"{key} validation{suffix} ppl", math.exp(min(20.0, loss)), iteration, samples)
 
     def timers(self, names: list[str] | None = None, tensorboard_at: int | None = None) -> None:
         """Print the timers block of these names (all, without names) over all ranks, and start them again."""

@@ -150,20 +150,21 @@ def _check_loss(run: Run, iteration: int, loss: float, local: torch.Tensor) -> N
 
 
 @torch.no_grad()
-def evaluate(run: Run, forward_step: ForwardStep, samples: Iterator[torch.Tensor], eval_iters: int,
+def evaluate(run: Run, forward_step: ForwardStep, samples: Iterator[torch.Tensor], count: int,
              tell: Callable[[str], None], stop: Callable[[], bool] | None = None) -> dict[str, float] | None:
-    """Mean loss per token over `eval_iters` global batches of the final size; dropout is off. One sync at the end.
+    """Mean loss per token over `count` micro-batches, in global batches of the final size; dropout is off. One sync at
+    the end.
 
     `stop`, if given, is asked after each global batch (its answer must be that of all ranks); then there is no result.
     """
-    batch_size = run.plan.batch.final_global_batch_size
-    micro_batches = batch_size // run.plan.batch.divisor
+    micro_batches = run.plan.batch.final_global_batch_size // run.plan.batch.divisor
+    iterations = -(-count // micro_batches)
     totals = torch.zeros(2, dtype=torch.float64, device=run.runtime.device)
     forward = _forwards(run, forward_step, samples, totals, lambda micro_batch: None)
-    tell(f"Evaluating on {eval_iters * batch_size} samples")
-    for iteration in range(1, eval_iters + 1):
-        tell(f"Evaluating iter {iteration}/{eval_iters}")
-        run.pipeline.run(micro_batches, forward)
+    tell(f"Evaluating on {count * run.plan.batch.divisor} samples")
+    for iteration in range(1, iterations + 1):
+        tell(f"Evaluating iter {iteration}/{iterations}")
+        run.pipeline.run(min(micro_batches, count - (iteration - 1) * micro_batches), forward)
         if stop and stop():
             return None
     _sum_losses(run, totals)

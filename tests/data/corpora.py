@@ -34,4 +34,5 @@ def data_flags(**given: object) -> types.SimpleNamespace:
          "per_split_data_args_path", "split", "data_cache_path")
     )  # fmt: skip
     return types.SimpleNamespace(**{**flags, "mock_data": False, "mid_level_dataset_surplus": 0.005,
-                                    "data_order": "megatron", **given})
+                                    "data_order": "megatron", "multiple_validation_sets": False,
+                                    **given})

@@ -10,7 +10,12 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from megatron.data.build import Before, build_train_valid_test_datasets, data_order_fingerprint
+from megatron.data.build import (
+    Before,
+    build_train_valid_test_datasets,
+    data_order_differences,
+    data_order_fingerprint,
+)
 from megatron.data.indexed_dataset import HEADER, MAGIC, IndexedDataset, bin_path, idx_path
 from megatron.data.permutation import Permutation
 from megatron.data.shares import Shares, whole_weights
@@ -238,7 +243,7 @@ def test_damaged_pairs(tmp_path):
     ):  # fmt: skip
         (tmp_path / path).write_bytes(damaged)
         with pytest.raises(ValueError, match=error):
-            build(data_path=[prefix])
+            build(data_path=[prefix], split="1,1,0")  # looks at sequences 0, 30 and 60
         (tmp_path / "a.idx").write_bytes(index)
         (tmp_path / "a.bin").write_bytes(tokens)
     train, *_ = build(data_path=[prefix])
@@ -290,3 +295,24 @@ def test_a_permutation_is_undone():
         assert [order.index(order[i]) for i in range(size)] == list(range(size))
     large = Permutation(2**45 + 3, 1)
     assert [large.index(large[i]) for i in range(0, 2**45, 2**38 + 1)] == list(range(0, 2**45, 2**38 + 1))
+
+
+@pytest.mark.parametrize("order", ["megatron", "epoch"])
+def test_validation_sets_are_made_each_from_its_own_data(tmp_path, order):
+    a, b, c = (corpus(tmp_path, name, 60 + seed, seed) for seed, name in enumerate("abc"))
+    rows = []
+    flags = {"train_data_path": [a], "valid_data_path": [b, c], "data_order": order}
+    _, valid, test = build((50, 20, 0), {"rows": rows}, **flags, multiple_validation_sets=True)
+    assert isinstance(valid, list) and test is None
+    for dataset, prefix in zip(valid, (b, c), strict=True):
+        alone = build((50, 20, 0), train_data_path=[a], valid_data_path=[prefix], data_order=order)[1]
+        assert [dataset[k].tolist() for k in range(20)] == [alone[k].tolist() for k in range(20)]
+    assert [row.split for row in rows] == ["train", "valid-0", "valid-1"]
+    found = data_order_fingerprint(None, valid)["valid"]
+    assert found == [one.order() for one in valid] and data_order_differences({"valid": found}, {"valid": found}) == []
+    everything = build((50, None, 0), **flags, multiple_validation_sets=True)[1]
+    tokens = [IndexedDataset(prefix).bin_bytes // 4 - (order == "megatron") for prefix in (b, c)]
+    assert [len(one) for one in everything] == [count // 8 for count in tokens]
+    for bad in ({"data_path": [a]}, {"train_data_path": [a], "valid_data_path": ["1", b, "1", c]}):
+        with pytest.raises(ValueError, match="--multiple-validation-sets: needs"):
+            build((50, 20, 0), **bad, multiple_validation_sets=True, data_order=order)

@@ -159,6 +159,27 @@ SHARDED = {
         "megatron/training/checkpointing.py", "tuple((start + low, start + high)", "tuple((low, high)",
         "tests/parity/test_shards.py::test_shards_are_read_in_every_other_layout[tp2 dp2 to dp4]"),
 }
+EPOCHS = "tests/data/test_epoch_order.py"
+DATA = {
+    "a sample that begins in an epoch counts for it": Bug(
+        "megatron/data/epoch_dataset.py", "epoch = ((index + 1) * length - 1) // tokens", "epoch = index * length // tokens",
+        f"{EPOCHS}::test_epochs_show_each_document_exactly_so_often[200]"),
+    "shares that forget where they began": Bug(
+        "megatron/data/shares.py", "divmod(draw * left + (total >> 1), total)", "divmod(draw * left, total)",
+        f"{EPOCHS}::test_shares_are_exact_and_every_draw_is_counted_once"),
+    "another mix reads each data set from its start": Bug(
+        "megatron/data/epoch_dataset.py", "self._before[dataset] + draw", "draw",
+        f"{EPOCHS}::test_another_mix_goes_on_where_each_data_set_was_left"),
+    "the seed does not matter": Bug(
+        "megatron/data/epoch_dataset.py", "Permutation(size, self.seed, epoch", "Permutation(size, epoch",
+        f"{EPOCHS}::test_the_order_does_not_depend_on_the_length_of_the_run"),
+    "an index cache that does not know the contents": Bug(
+        "megatron/data/gpt_dataset.py", 'idx_sha256=corpus.identity["idx_sha256"]', 'idx_sha256=""',
+        "tests/data/test_races.py::test_one_of_four_is_killed_while_they_build"),
+    "a cache entry that is written in place": Bug(
+        "megatron/data/index_cache.py", 'aside = f"{path}.{uuid.uuid4().hex}.tmp"', "aside = path",
+        "tests/data/test_races.py"),
+}
 OF_LAYOUTS = TENSOR_PARALLEL | PIPELINE | CONTEXT_PARALLEL | SHARDED
 IN_CI = {        # the others are make test-all's
     "norm gradients of sequence shards not summed", "copies counted twice in the norm",
@@ -183,6 +204,12 @@ def test_a_planted_bug_is_caught(name, tmp_path):
                                   for name in OF_LAYOUTS])
 def test_a_planted_bug_of_a_layout_is_caught(name, tmp_path):
     caught(OF_LAYOUTS[name], tmp_path)
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("name", DATA)
+def test_a_planted_bug_of_the_data_is_caught(name, tmp_path):
+    caught(DATA[name], tmp_path)
 
 
 def caught(bug: Bug, tmp_path: Path) -> None:

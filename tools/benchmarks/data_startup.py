@@ -83,7 +83,8 @@ def our_flags(**given: object) -> SimpleNamespace:
     """The data flags with their defaults, changed by `given`."""
     names = ("data_path train_data_path valid_data_path test_data_path data_args_path per_split_data_args_path split "
              "data_cache_path").split()  # fmt: skip
-    fixed = {"mock_data": False, "mid_level_dataset_surplus": 0.005, "data_order": "megatron"}
+    fixed = {"mock_data": False, "mid_level_dataset_surplus": 0.005, "data_order": "megatron",
+             "multiple_validation_sets": False}  # fmt: skip
     return SimpleNamespace(**{**dict.fromkeys(names), **fixed, **given})
 
 
@@ -191,6 +192,9 @@ def getitem(args: argparse.Namespace) -> None:
     ours = {"epoch order": epoch,
             "Megatron order": GPTDataset(corpus, sequence_length=args.seq_length, num_samples=count, seed=1)}  # fmt: skip
     if args.megatron_core:
+        import torch
+
+        torch.set_num_threads(1)  # else it waits for threads that a loaded machine does not run
         ours["megatron-core"] = megatron_core_dataset(prefix, args.seq_length, count, str(folder / "cache-getitem"))
     numbers = random.permutation(count)[: args.samples].tolist()
     times: dict[str, list[list[float]]] = {name: [] for name in ours}

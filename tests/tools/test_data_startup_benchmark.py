@@ -1,0 +1,34 @@
+"""tools/benchmarks/data_startup.py in small: its lines, and that a set is made once."""
+from __future__ import annotations
+
+import re
+
+from tests.load_tool import load_tool
+
+SMALL = "--files 40 --documents 40000 --tokens 4000000 --pair-documents 3000 --seq-length 256 --rounds 1 --samples 200 "
+
+
+def test_a_line_for_each_start(tmp_path, capsys):
+    tool = load_tool("benchmarks/data_startup")
+    words = ["start", "--folder", str(tmp_path), "--no-megatron-core", *SMALL.split()]
+    tool.main(words)
+    made = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.idx")}
+    assert len(made) == 81
+    capsys.readouterr()
+    tool.main(words)
+    assert made == {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.idx")}
+    lines = [re.sub(r"[ :]+[-+\d.]+ (s|%).*", "", line) for line in capsys.readouterr().out.splitlines()]
+    epoch = "epoch order, 40 files, 4e+06 tokens, 4e+0{} documents, {}"
+    megatron = f"megatron order, 3e+03 documents, {tool.index_helpers.IMPLEMENTATION}, "
+    assert lines == [epoch.format(4, "cold"), epoch.format(4, "cached"), epoch.format(3, "cold"), epoch.format(3, "cached"),
+                     "ten times the documents, cold", "ten times the documents, cached", megatron + "no index cache",
+                     megatron + "index cached"]
+
+
+def test_samples_of_both_orders_are_timed(tmp_path, capsys):
+    words = ["getitem", "--folder", str(tmp_path), "--no-megatron-core", "--getitem-tokens", "1000000", *SMALL.split()]
+    load_tool("benchmarks/data_startup").main(words)
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("__getitem__")]
+    assert len(lines) == 2
+    for line, name in zip(lines, ("epoch order", "Megatron order"), strict=True):
+        assert re.match(rf"__getitem__ at 256, {name} +[\d.]+ us = +[\d.]+ M tokens/s; 99th percentile \d+ us$", line)
