@@ -94,7 +94,7 @@ def late_in_evaluation() -> None:
     asked = []
 
     def time_is_up(self: loop.Trainer) -> bool:
-        if self._valid_samples is not None:
+        if self._valid_samples:
             asked.append(1)
         return len(asked) >= 2
 
