@@ -130,7 +130,7 @@ OWN = {
     "layout": r"> layout: \d+ ranks = pipeline \d+ x data \d+ x context \d+ x tensor \d+; rank 0 is in the groups .*",
     "index helpers": r" > index helpers: numpy, because .*",                            # slow, where nothing was compiled
     "blend indices": r"INFO:megatron\.core\.datasets\.blended_dataset:(?:\t?Build and save|\t?Load|Build) the .*",
-    "data table": r"  split  data +documents +tokens +samples +share +epochs",             # what the run will read, a row each
+    "data table": r"  split  data +documents +tokens +samples +share +epochs",           # what the run will read
     "data row": r"  (?:train|valid|test) +\S.* [\d,]+ +[\d,]+ +[\d,]+ +[\d.]+ % +[\d.e+-]+",
     "no effect": r"\S.*(?:has no effect|have no effect|is given twice).*",              # of a flag that changes nothing
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import sys
 import time
@@ -153,6 +154,9 @@ def read_command_line(argv: Sequence[str]) -> tuple[Config, list[str]]:
     if not config.read.input:
         problems.append("--input: is needed; give one or more .jsonl files")
     problems += config.tokenizer.problems() + _output_problems(config) + _number_problems(config)
+    texts = [file for file in files if re.search(r"\.txt(\.\w+)?$", file)]
+    if texts and len(config.read.json_keys) > 1:
+        problems.append(f"--json-keys {' '.join(config.read.json_keys)}: {texts[0]} has no keys, only a text; give one key")
     if config.read.split_sentences:
         problems += sentences.problems(config.read.lang)
     unread = tuple(f"--{name.replace('_', '-')}:" for name in parsed.broken)  # their problem is told already

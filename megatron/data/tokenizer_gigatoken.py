@@ -51,7 +51,10 @@ def engine(plain: bpe.PlainBPE, merges: Sequence[tuple[str, str]]) -> Callable[[
     def encode_in_pieces(text: str) -> np.ndarray:
         if len(text) <= PIECE:
             return encode(text)
-        return np.concatenate([encode(piece).astype(smallest) for piece in pieces(text)])
+        ids = bytearray()
+        for piece in pieces(text):
+            ids += encode(piece).astype(smallest).data
+        return np.frombuffer(ids, smallest)
 
     return encode_in_pieces
 

@@ -58,6 +58,18 @@ class TestGPT2:
         assert fast.engine == engine
         assert differing(fast, plain.tokenize) == []
 
+    @pytest.mark.campaign
+    def test_every_character_is_cut_alike(self) -> None:
+        """All that `has_newer_characters` does not keep from an engine: alone, in a word, behind a space, before a digit."""
+        characters = [chr(code) for code in range(0x40000) if not 0xD800 <= code < 0xE000]
+        old = [char for char in characters if not bpe.has_newer_characters(char)]
+        around = [f"{char} a{char}b {char}1{char}{char}!{char}\n{char}" for char in old]
+        texts = ["".join(around[start : start + 64]) for start in range(0, len(old), 64)]
+        plain = GPT2BPETokenizer(*gpt2_files(), engine="plain")
+        for engine in ("gigatoken", "tiktoken"):
+            pytest.importorskip(engine)
+            assert differing(GPT2BPETokenizer(*gpt2_files(), engine=engine), plain.tokenize, texts) == [], engine
+
     def test_the_plain_implementation_equals_tiktokens_own_gpt2(self, tmp_path: Path) -> None:
         """tiktoken's public "gpt2" with its own pattern and its own reading of the same two files."""
         public = pytest.importorskip("tiktoken_ext.openai_public")
