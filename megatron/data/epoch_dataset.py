@@ -20,23 +20,33 @@ import numpy as np
 
 from megatron.data.permutation import Permutation
 from megatron.data.shares import Shares
-from megatron.data.token_files import TokenFile, TokenMaps, fingerprint
+from megatron.data.token_files import TokenMaps, fingerprint
 
 Piece = tuple[str, int, int]  # (prefix, token number in its .bin, tokens)
 
 
 class EpochDataset:
     """Samples without end of one split (`split`: place in `TokenFile.spans`) of token files: `ds[i]` is int64
-    [sequence_length + 1]. `name` is what messages call the data. Raises ValueError if they cannot fill one sample.
+    [sequence_length + 1]. The files are those of `maps`, which data sets share, with these `numbers`; `name` is what
+    messages call the data. Raises ValueError if they cannot fill one sample.
     """
 
     def __init__(
-        self, name: str, files: Sequence[TokenFile], split: int, *, sequence_length: int, seed: int, index_split: str
+        self,
+        name: str,
+        maps: TokenMaps,
+        numbers: Sequence[int],
+        split: int,
+        *,
+        sequence_length: int,
+        seed: int,
+        index_split: str,
     ) -> None:
         self.name, self.sequence_length, self.seed, self.index_split = name, sequence_length, seed, index_split
-        used = [file for file in files if file.spans[split].tokens]
-        spans = [file.spans[split] for file in used]
-        self.files, self.maps = list(files), TokenMaps(used)
+        files = [maps.files[number] for number in numbers]
+        self.maps = maps
+        self._numbers = [number for number in numbers if maps.files[number].spans[split].tokens]
+        spans = [maps.files[number].spans[split] for number in self._numbers]
         self.documents = sum(file.spans[split].documents for file in files)
         self._first = [span.first for span in spans]
         self._ends = [0, *accumulate(span.tokens for span in spans)]
@@ -46,7 +56,7 @@ class EpochDataset:
                 f"{name}: its {index_split} part holds {self.tokens} tokens, one sample of --seq-length {sequence_length} "
                 f"needs {sequence_length + 1}; give {index_split} more data (--split) or lower --seq-length"
             )
-        self.fingerprint = fingerprint(self.files)
+        self.num_files, self.fingerprint = len(files), fingerprint(files)
         self._epoch = self._begin = -1
         self._order = Permutation(1)
 
@@ -75,7 +85,7 @@ class EpochDataset:
         while left:
             file = bisect_right(self._ends, at) - 1
             count = min(left, self._ends[file + 1] - at)
-            found.append((self.maps.files[file].prefix, self._first[file] + at - self._ends[file], count))
+            found.append((self.maps.files[self._numbers[file]].prefix, self._first[file] + at - self._ends[file], count))
             left -= count
             at = (at + count) % self.tokens
         return found
@@ -85,12 +95,12 @@ class EpochDataset:
         file = bisect_right(ends, at) - 1
         start = self._first[file] + at - ends[file]
         if at + wanted <= ends[file + 1]:
-            return self.maps[file][start : start + wanted].astype(np.int64)
+            return self.maps[self._numbers[file]][start : start + wanted].astype(np.int64)
         tokens, filled = np.empty(wanted, np.int64), 0
         while filled < wanted:
             file = bisect_right(ends, at) - 1
             start, count = self._first[file] + at - ends[file], min(wanted - filled, ends[file + 1] - at)
-            tokens[filled : filled + count] = self.maps[file][start : start + count]
+            tokens[filled : filled + count] = self.maps[self._numbers[file]][start : start + count]
             filled += count
             at = (at + count) % self.tokens
         return tokens
@@ -99,7 +109,7 @@ class EpochDataset:
         """Everything the order of the samples depends on, in JSON types."""
         return {
             "kind": "EpochDataset",
-            "corpus": {"files": len(self.files), "tokens": self.tokens, "sha256": self.fingerprint},
+            "corpus": {"files": self.num_files, "tokens": self.tokens, "sha256": self.fingerprint},
             "sequence_length": self.sequence_length,
             "seed": self.seed,
         }
