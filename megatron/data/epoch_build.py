@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from megatron.data.blended_dataset import SPLITS, Blend, EpochCounts, SplitMatrix
 from megatron.data.data_paths import expand
 from megatron.data.epoch_dataset import EpochBlend, EpochDataset
 from megatron.data.plan_table import Row
 from megatron.data.shares import Shares, whole_weights
-from megatron.data.token_files import TokenFile, check_heads, read_token_files
+from megatron.data.token_files import TokenReader, check_heads, read_token_files
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,14 @@ class Before:
     order: dict[str, object]
     consumed: int
     other_mix: bool = False
+
+
+@dataclass(frozen=True)
+class Members:
+    """The files of a blend, and by the word that named them which of them are its."""
+
+    reader: TokenReader
+    named: list[tuple[str, range]]
 
 
 class EpochBuilder:
@@ -38,7 +47,7 @@ class EpochBuilder:
 
     def one_source(self, blend: Blend, parts: SplitMatrix, sizes: Sequence[int | None]) -> list[EpochBlend | None]:
         """All splits from the same data, each a part of every file."""
-        members = self._read(blend[0], parts)
+        members = self._read(blend[0], parts)  # one for all splits, so that a file is open once
         return [
             None if part is None or size == 0 else self._split(blend, members, number, size)
             for number, (part, size) in enumerate(zip(parts, sizes, strict=True))
@@ -49,22 +58,22 @@ class EpochBuilder:
         parts = [(0.0, 1.0) if place == number else None for place in range(len(SPLITS))]
         return self._split(blend, self._read(blend[0], parts), number, size)
 
-    def _read(self, words: Sequence[str], parts: SplitMatrix) -> list[tuple[str, list[TokenFile]]]:
+    def _read(self, words: Sequence[str], parts: SplitMatrix) -> Members:
         prefixes = [expand(word) for word in words]
         files = read_token_files([prefix for some in prefixes for prefix in some], parts)
         if self.vocab_size is not None:
             check_heads(files, self.vocab_size)
-        rest = iter(files)
-        return [(word, [next(rest) for _ in some]) for word, some in zip(words, prefixes, strict=True)]
+        ends = list(accumulate(len(some) for some in prefixes))
+        return Members(TokenReader(files), [
+            (word, range(end - len(some), end)) for word, some, end in zip(words, prefixes, ends, strict=True)
+        ])  # fmt: skip
 
-    def _split(
-        self, blend: Blend, members: list[tuple[str, list[TokenFile]]], number: int, size: int | None
-    ) -> EpochBlend:
+    def _split(self, blend: Blend, members: Members, number: int, size: int | None) -> EpochBlend:
         weights, split = blend[1], SPLITS[number]
         repeats = isinstance(weights, EpochCounts)
         if weights is None or (repeats and split != "train"):
             return self._together(members, number, size)
-        datasets = [self._dataset(name, files, number) for name, files in members]
+        datasets = [self._dataset(name, members.reader, files, number) for name, files in members.named]
         if repeats:
             shares = [dataset.samples(count) for dataset, count in zip(datasets, weights, strict=True)]
             for dataset, count, samples in zip(datasets, weights, shares, strict=True):
@@ -81,22 +90,23 @@ class EpochBuilder:
             self.rows.append(Row(split, dataset.name, dataset.documents, dataset.tokens, samples, self.sequence_length))
         return made
 
-    def _together(self, members: list[tuple[str, list[TokenFile]]], number: int, size: int | None) -> EpochBlend:
+    def _together(self, members: Members, number: int, size: int | None) -> EpochBlend:
         """Data without weights are one corpus: each is read in proportion to its tokens."""
         split = SPLITS[number]
-        name = members[0][0] if len(members) == 1 else f"the {len(members)} data sets of --data-path"
-        dataset = self._dataset(name, [file for _, files in members for file in files], number)
+        named, reader = members.named, members.reader
+        name = named[0][0] if len(named) == 1 else f"the {len(named)} data sets of --data-path"
+        dataset = self._dataset(name, reader, range(len(reader.files)), number)
         made = self._blend([dataset], [1], dataset.samples() if size is None else size, split)
-        for name, files in members:
-            spans = [file.spans[number] for file in files]
+        for name, files in named:
+            spans = [reader.files[file].spans[number] for file in files]
             tokens = sum(span.tokens for span in spans)
             samples = made.size * tokens / dataset.tokens
             self.rows.append(Row(split, name, sum(s.documents for s in spans), tokens, samples, self.sequence_length))
         return made
 
-    def _dataset(self, name: str, files: list[TokenFile], number: int) -> EpochDataset:
+    def _dataset(self, name: str, reader: TokenReader, files: range, number: int) -> EpochDataset:
         return EpochDataset(
-            name, files, number, sequence_length=self.sequence_length, seed=self.seed, index_split=SPLITS[number]
+            name, reader, files, number, sequence_length=self.sequence_length, seed=self.seed, index_split=SPLITS[number]
         )
 
     def _blend(

@@ -20,23 +20,33 @@ import numpy as np
 
 from megatron.data.permutation import Permutation
 from megatron.data.shares import Shares
-from megatron.data.token_files import TokenFile, TokenReader, fingerprint
+from megatron.data.token_files import TokenReader, fingerprint
 
 Piece = tuple[str, int, int]  # (prefix, token number in its .bin, tokens)
 
 
 class EpochDataset:
     """Samples without end of one split (`split`: place in `TokenFile.spans`) of token files: `ds[i]` is int64
-    [sequence_length + 1]. `name` is what messages call the data. Raises ValueError if they cannot fill one sample.
+    [sequence_length + 1]. The files are those of `reader`, which data sets share, with these `numbers`; `name` is what
+    messages call the data. Raises ValueError if they cannot fill one sample.
     """
 
     def __init__(
-        self, name: str, files: Sequence[TokenFile], split: int, *, sequence_length: int, seed: int, index_split: str
+        self,
+        name: str,
+        reader: TokenReader,
+        numbers: Sequence[int],
+        split: int,
+        *,
+        sequence_length: int,
+        seed: int,
+        index_split: str,
     ) -> None:
         self.name, self.sequence_length, self.seed, self.index_split = name, sequence_length, seed, index_split
-        used = [file for file in files if file.spans[split].tokens]
-        spans = [file.spans[split] for file in used]
-        self.files, self.reader = list(files), TokenReader(used)
+        files = [reader.files[number] for number in numbers]
+        self.reader = reader
+        self._numbers = [number for number in numbers if reader.files[number].spans[split].tokens]
+        spans = [reader.files[number].spans[split] for number in self._numbers]
         self.documents = sum(file.spans[split].documents for file in files)
         self._first = [span.first for span in spans]
         self._ends = [0, *accumulate(span.tokens for span in spans)]
@@ -46,13 +56,17 @@ class EpochDataset:
                 f"{name}: its {index_split} part holds {self.tokens} tokens, one sample of --seq-length {sequence_length} "
                 f"needs {sequence_length + 1}; give {index_split} more data (--split) or lower --seq-length"
             )
-        self.fingerprint = fingerprint(self.files)
+        self.num_files, self.fingerprint = len(files), fingerprint(files)
         self._epoch = self._begin = -1
         self._order = Permutation(1)
 
     def samples(self, epochs: float = 1) -> int:
         """Whole samples in that many epochs."""
         return int(Fraction(str(epochs)) * self.tokens) // self.sequence_length
+
+    def prefixes(self) -> list[str]:
+        """Its token files that have a part in this split, in their order."""
+        return [self.reader.files[number].prefix for number in self._numbers]
 
     def epoch_of(self, index: int) -> int:
         """The epoch, from 0, that sample `index` belongs to."""
@@ -76,10 +90,10 @@ class EpochDataset:
     def showing(self, prefix: str, first: int, end: int, samples: int) -> set[int]:
         """Of the first `samples` samples those that hold any of the tokens `first .. end` of `prefix`.bin."""
         found, length = set(), self.sequence_length
-        for number, file in enumerate(self.reader.files):
+        for number, place in enumerate(self._numbers):
             shift = self._ends[number] - self._first[number]
             low, high = max(first + shift, self._ends[number]), min(end + shift, self._ends[number + 1])
-            if file.prefix != prefix or low >= high:
+            if self.reader.files[place].prefix != prefix or low >= high:
                 continue
             for turn in range(0, samples * length + self.tokens + 1, self.tokens):
                 for unshuffled in range(max(0, -(-(low + turn) // length) - 1), (high - 1 + turn) // length + 1):
@@ -93,7 +107,7 @@ class EpochDataset:
         while left:
             file = bisect_right(self._ends, at) - 1
             count = min(left, self._ends[file + 1] - at)
-            found.append((self.reader.files[file].prefix, self._first[file] + at - self._ends[file], count))
+            found.append((self.reader.files[self._numbers[file]].prefix, self._first[file] + at - self._ends[file], count))
             left -= count
             at = (at + count) % self.tokens
         return found
@@ -103,12 +117,12 @@ class EpochDataset:
         file = bisect_right(ends, at) - 1
         start = self._first[file] + at - ends[file]
         if at + wanted <= ends[file + 1]:
-            return self.reader.read(file, start, wanted).astype(np.int64)
+            return self.reader.read(self._numbers[file], start, wanted).astype(np.int64)
         tokens, filled = np.empty(wanted, np.int64), 0
         while filled < wanted:
             file = bisect_right(ends, at) - 1
             start, count = self._first[file] + at - ends[file], min(wanted - filled, ends[file + 1] - at)
-            tokens[filled : filled + count] = self.reader.read(file, start, count)
+            tokens[filled : filled + count] = self.reader.read(self._numbers[file], start, count)
             filled += count
             at = (at + count) % self.tokens
         return tokens
@@ -117,7 +131,7 @@ class EpochDataset:
         """Everything the order of the samples depends on, in JSON types."""
         return {
             "kind": "EpochDataset",
-            "corpus": {"files": len(self.files), "tokens": self.tokens, "sha256": self.fingerprint},
+            "corpus": {"files": self.num_files, "tokens": self.tokens, "sha256": self.fingerprint},
             "sequence_length": self.sequence_length,
             "seed": self.seed,
         }

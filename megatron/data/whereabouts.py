@@ -41,7 +41,7 @@ def members(dataset: GPTDataset | BlendedDataset) -> list[GPTDataset]:
 def prefixes(dataset: Dataset) -> list[str]:
     """Their data, each once, in the order they were given."""
     if isinstance(dataset, EpochBlend):
-        return list(dict.fromkeys(file.prefix for member in dataset.datasets for file in member.reader.files))
+        return list(dict.fromkeys(prefix for member in dataset.datasets for prefix in member.prefixes()))
     return list(dict.fromkeys(member.corpus.path_prefix for member in members(dataset)))
 
 

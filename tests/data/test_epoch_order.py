@@ -165,7 +165,7 @@ def test_a_directory_and_a_pattern_are_data_sets(tmp_path):
     for word in (f"{tmp_path}/d", f"{tmp_path}/d/"):
         assert (read(build(data_path=[word])[0]) == read(named)).all()
     pattern, *_ = build(data_path=["1", f"{tmp_path}/d/*", "1", prefixes[2]])
-    assert [len(d.files) for d in pattern.datasets] == [2, 1]
+    assert [d.num_files for d in pattern.datasets] == [2, 1]
     blend, *_ = build(data_path=["1", f"{tmp_path}/d/[bc].bin", "2", prefixes[2]], data_order="megatron")
     assert [d.corpus.path_prefix for d in blend.datasets] == prefixes
     tokens = [d.plan.tokens_per_epoch for d in blend.datasets[:2]]
