@@ -13,7 +13,7 @@ import numpy as np
 
 from megatron import log
 from megatron.data.index_cache import IndexArrays, IndexCache
-from megatron.data.index_helpers import build_sample_index, document_index_dtype
+from megatron.data.index_helpers import build_sample_index, document_index_dtype, shuffle
 from megatron.data.indexed_dataset import IndexedDataset
 
 LOGGER = "megatron.core.datasets.gpt_dataset"
@@ -86,14 +86,14 @@ def build_indices(
     copies = [plan.num_epochs - 1, 1] if plan.separate_last_epoch else [plan.num_epochs]
     parts = [np.tile(epoch, n) for n in copies]
     for part in parts:
-        random.shuffle(part)
+        shuffle(random, part)
     document_index = np.concatenate(parts) if len(parts) > 1 else parts[0]
     sample_index = build_sample_index(lengths, document_index, sequence_length, plan.num_samples)
     wide = plan.num_samples >= np.iinfo(np.uint32).max - 1
     shuffle_index = np.arange(plan.num_samples, dtype=np.int64 if wide else np.uint32)
-    random.shuffle(shuffle_index[: plan.samples_before_last_epoch])
+    shuffle(random, shuffle_index[: plan.samples_before_last_epoch])
     if plan.separate_last_epoch:
-        random.shuffle(shuffle_index[plan.samples_before_last_epoch :])
+        shuffle(random, shuffle_index[plan.samples_before_last_epoch :])
     return {"document_index": document_index, "sample_index": sample_index, "shuffle_index": shuffle_index}
 
 

@@ -3,11 +3,13 @@
 
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
 
 #include <algorithm>
 #include <cstdint>
 #include <limits>
 #include <stdexcept>
+#include <utility>
 #include <vector>
 
 // A product and a difference must round twice, as in numpy: with a fused multiply-add (the default of gcc where the
@@ -116,6 +118,44 @@ void fill_exhaustive_blending(const Array<int64_t>& sizes, Array<Id>& dataset_in
   fill_greedy(share, limit, size, dataset, sample);
 }
 
+// The swaps of numpy's RandomState.shuffle from entry `left` down, as far as the 32-bit numbers `raw` go: (the entry to go on
+// with, numbers used). Partners are drawn some time before the swap, so that the memory has time to bring them.
+template <typename T>
+std::pair<int64_t, int64_t> shuffle(Array<T>& values, int64_t left, const Array<uint32_t>& raw) {
+  if (left >= values.size() || left > std::numeric_limits<uint32_t>::max()) {
+    throw std::invalid_argument("there is no such entry to shuffle");
+  }
+  T* value = values.mutable_data();
+  const uint32_t* number = raw.data();
+  const int64_t count = raw.size();
+  py::gil_scoped_release release;
+  std::vector<uint32_t> partners;
+  partners.reserve(count);
+  uint32_t mask = 1;
+  while (mask < left) mask = mask << 1 | 1;
+  int64_t used = 0, next = left;
+  while (next > 0 && used < count) {
+    if ((mask >> 1) >= next) mask >>= 1;
+    const uint32_t drawn = number[used++] & mask;
+    if (drawn > next) continue;
+    partners.push_back(drawn);
+    --next;
+  }
+  const int64_t swaps = static_cast<int64_t>(partners.size());
+  for (int64_t i = 0; i < swaps; ++i) {
+#if defined(__GNUC__)
+    if (i + kAhead < swaps) __builtin_prefetch(value + partners[i + kAhead], 1);
+#endif
+    std::swap(value[left - i], value[partners[i]]);
+  }
+  return {next, used};
+}
+
+template <typename T>
+void define_shuffle(py::module_& m) {
+  m.def("shuffle", &shuffle<T>, py::arg("values").noconvert(), py::arg("left"), py::arg("raw").noconvert());
+}
+
 template <typename Document, typename Row>
 void define_sample_index(py::module_& m) {
   m.def("fill_sample_index", &fill_sample_index<Document, Row>, py::arg("lengths").noconvert(),
@@ -134,11 +174,14 @@ void define_blending(py::module_& m) {
 
 PYBIND11_MODULE(helpers_cpp, m) {
   m.doc() = "Sample index and blending; see megatron/data/index_helpers.py.";
-  m.attr("INTERFACE") = 2;  // raise it here and in index_helpers.py when a function changes
+  m.attr("INTERFACE") = 3;  // raise it here and in index_helpers.py when a function changes
   define_sample_index<int32_t, int32_t>(m);
   define_sample_index<int32_t, int64_t>(m);
   define_sample_index<int64_t, int32_t>(m);
   define_sample_index<int64_t, int64_t>(m);
+  define_shuffle<int32_t>(m);
+  define_shuffle<uint32_t>(m);
+  define_shuffle<int64_t>(m);
   define_blending<int16_t>(m);
   define_blending<int32_t>(m);
 }

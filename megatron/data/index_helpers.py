@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-INTERFACE = 2  # an installed build of an older helpers.cpp may be found beside a newer checkout
+INTERFACE = 3  # an installed build of an older helpers.cpp may be found beside a newer checkout
 
 try:
     from megatron.data import helpers_cpp as _cpp
@@ -22,6 +22,7 @@ else:
         _cpp, REASON = None, f"{_cpp.__file__} was built from other source; pip install . builds it anew"
 IMPLEMENTATION = "C++" if _cpp else "numpy"
 
+RAW_NUMBERS = 1 << 20  # random numbers drawn at a time for a shuffle
 NARROW_DATASETS = 32766  # so many have ids of int16, as in Megatron; more have int32
 
 
@@ -38,6 +39,20 @@ def document_index_dtype(sequences: int) -> np.dtype:
 def sample_index_dtype(document_entries: int, longest: int) -> np.dtype:
     """int32 while places in the document index and offsets in a document fit it, else int64 (megatron-core's rule)."""
     return np.dtype(np.int32 if max(document_entries, longest) <= np.iinfo(np.int32).max else np.int64)
+
+
+def shuffle(random: np.random.RandomState, values: np.ndarray) -> None:
+    """What `random.shuffle(values)` does, to the array [n] and to the generator, in a third of the time with the C++."""
+    if _cpp is None or len(values) > 1 << 32:
+        random.shuffle(values)
+        return
+    left = len(values) - 1
+    while left > 0:
+        state, count = random.get_state(), min(RAW_NUMBERS, 2 * left + 64)
+        left, used = _cpp.shuffle(values, left, random.randint(0, 1 << 32, size=count, dtype=np.uint32))
+        if used < count:  # the rest were not drawn
+            random.set_state(state)
+            random.randint(0, 1 << 32, size=used, dtype=np.uint32)
 
 
 def build_sample_index(

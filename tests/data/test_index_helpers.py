@@ -189,6 +189,19 @@ def test_sample_index_dtype_grows_only_when_it_must():
     assert sample_index_dtype(top + 1, 5) == sample_index_dtype(5, top + 1) == np.int64
 
 
+@pytest.mark.parametrize("size", [0, 1, 2, 3, 4, 5, 100, 1024, 1025, 3_000_001])
+@pytest.mark.parametrize("dtype", [np.int32, np.uint32, np.int64])
+def test_shuffles_are_numpys_and_leave_its_generator_alike(cpp, monkeypatch, size, dtype):
+    monkeypatch.setattr(index_helpers, "_cpp", cpp)
+    ours, theirs = np.random.RandomState(size), np.random.RandomState(size)
+    for _ in range(2):
+        mine, other = np.arange(size, dtype=dtype), np.arange(size, dtype=dtype)
+        index_helpers.shuffle(ours, mine)
+        theirs.shuffle(other)
+        assert (mine == other).all()
+    assert ours.random_sample(5).tolist() == theirs.random_sample(5).tolist()
+
+
 def test_ids_grow_only_where_they_must(cpp):
     assert dataset_index_dtype(32_766) == np.int16 and dataset_index_dtype(32_767) == np.int32
     assert document_index_dtype(1 << 31) == np.int32 and document_index_dtype((1 << 31) + 1) == np.int64
