@@ -193,9 +193,10 @@ def describe(error: BaseException) -> str:
         return f"error: {text}\n"
     if _is_lost(error):
         return f"error: the connection to another rank is lost; its own message says why ({text.splitlines()[0]})\n"
-    if text.startswith("DataLoader worker") and "Bus error" in text:        # torch raises it wherever the run is just then
-        return ("error: a data worker was ended by a bus error: a file it had mapped was cut short (tools/inspect_data.py "
-                "check PREFIX... tells which), or /dev/shm is full; start again from the last checkpoint\n")
+    if text.startswith("DataLoader worker"):            # killed; torch raises it wherever the run is just then
+        return (f"error: a data worker died ({text.partition('. ')[0]}): a file it had mapped was cut short "
+                "(tools/inspect_data.py check PREFIX... tells which), or memory or /dev/shm ran out; start again from the "
+                "last checkpoint\n")
     if "InvalidCxxCompiler" in text:
         return "error: --torch-compile needs a C++ compiler that works; install one (say g++), or leave the flag out\n"
     return "".join(traceback.format_exception(error))
