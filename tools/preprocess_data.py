@@ -19,10 +19,10 @@ from megatron.arguments import Problems, arg, build_parser, config_from, parse  
 from megatron.data import sentences  # noqa: E402
 from megatron.data.indexed_dataset import bin_path, idx_path, optimal_dtype  # noqa: E402
 from megatron.data.inputs import BLOCK_BYTES, Reader, input_files  # noqa: E402
-from megatron.data.preprocess import BadRecords, Job, encode_all, tokenizer_of  # noqa: E402
+from megatron.data.preprocess import Job, encode_all, tokenizer_of  # noqa: E402
 from megatron.data.provenance import describe, fingerprint, vocabulary_of  # noqa: E402
 from megatron.data.tokenizer import Tokenizer, TokenizerFlags  # noqa: E402
-from megatron.data.unfinished import Busy, Unfinished  # noqa: E402
+from megatron.data.unfinished import BadRecords, Busy, Unfinished  # noqa: E402
 
 NO_SEARCH = "the best number of workers is not searched for; give --workers, one for each CPU core"
 REFUSED = {

@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import codecs
 import functools
-import json
 import multiprocessing
 import os
 import re
 import signal
-import sys
 import threading
 import time
 from collections import deque
@@ -30,7 +28,6 @@ from megatron.data.jsonl import texts_of, texts_under
 from megatron.data.tokenizer import Tokenizer, TokenizerFlags
 
 AHEAD = 4  # blocks for each worker that may be on their way: bounds memory on inputs of any size
-SHOWN = 20  # bad records that are named on the screen; the side file has all
 LONGEST = np.iinfo(np.int32).max  # tokens of one sequence in the format
 
 
@@ -383,22 +380,3 @@ def _leave_with(parent: int) -> None:
     while os.getppid() == parent:
         time.sleep(1)
     os._exit(1)
-
-
-class BadRecords:
-    """Counts bad lines against what is allowed."""
-
-    def __init__(self, allowed: int, count: int = 0) -> None:
-        self.count = count
-        self._allowed = allowed
-
-    def add(self, file: str, line: int, what: str) -> str:
-        """What the side file says of it; raises ValueError if it is one too many."""
-        self.count += 1
-        if self.count > self._allowed:
-            raise ValueError(f"{file}, line {line}: {what}; mend it, or skip bad records with --max-bad-records "
-                             f"(now {self._allowed})")
-        if self.count <= SHOWN:
-            more = "; further ones only in the side file" if self.count == SHOWN else ""
-            print(f"skipped {file}, line {line}: {what}{more}", file=sys.stderr, flush=True)
-        return json.dumps({"file": file, "line": line, "what": what}, ensure_ascii=False) + "\n"

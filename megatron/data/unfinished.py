@@ -12,6 +12,7 @@ import fcntl
 import json
 import os
 import shutil
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -22,13 +23,33 @@ import numpy as np
 
 from megatron.data.indexed_dataset import CODES, HEADER, MAGIC, VERSION, bin_path, idx_path
 from megatron.data.inputs import Block, Place
-from megatron.data.preprocess import BadRecords, Encoded, Order
+from megatron.data.preprocess import Encoded, Order
 from megatron.data.provenance import json_path
 
 SECONDS = 1.0  # between two notes of how far the work is
 PIECE = 1 << 20  # numbers of an index that are made at a time
 COPY = 1 << 30
+SHOWN = 20  # bad records that are named on the screen; the side file has all
 KINDS = ("bin", "lengths", "counts")
+
+
+class BadRecords:
+    """Counts bad lines against what is allowed."""
+
+    def __init__(self, allowed: int, count: int = 0) -> None:
+        self.count = count
+        self._allowed = allowed
+
+    def add(self, file: str, line: int, what: str) -> str:
+        """What the side file says of it; raises ValueError if it is one too many."""
+        self.count += 1
+        if self.count > self._allowed:
+            raise ValueError(f"{file}, line {line}: {what}; mend it, or skip bad records with --max-bad-records "
+                             f"(now {self._allowed})")
+        if self.count <= SHOWN:
+            more = "; further ones only in the side file" if self.count == SHOWN else ""
+            print(f"skipped {file}, line {line}: {what}{more}", file=sys.stderr, flush=True)
+        return json.dumps({"file": file, "line": line, "what": what}, ensure_ascii=False) + "\n"
 
 
 class Busy(Exception):
