@@ -93,7 +93,7 @@ def test_evaluation_has_no_dropout_and_averages_over_tokens():
     run = make_run(hidden_dropout=0.5, attention_dropout=0.5, eod_mask_loss=True)
     tokens = samples(8)
     said = []
-    got = evaluate(run, plot().forward_step, iter(tokens.split(2)), 2, said.append)["lm loss"]
+    got = evaluate(run, plot().forward_step, iter(tokens.split(2)), 4, said.append)["lm loss"]
     assert got == pytest.approx(plain_loss(run, tokens, True).item(), rel=1e-12)
     assert said == ["Evaluating on 8 samples", "Evaluating iter 1/2", "Evaluating iter 2/2"]
 
@@ -136,7 +136,7 @@ def test_flag_travels_with_the_loss():
 def step_of_rank(rank: int, world: int, changes: dict) -> tuple[float, float, float, int]:
     run = make_run(rank, world, **changes)
     outcome = train_step(run, plot().forward_step, iter(samples().split(2)), 1, flag=lambda: 10**rank)
-    valid = evaluate(run, plot().forward_step, iter(samples(8, 1).split(2)), 2, lambda text: None)["lm loss"]
+    valid = evaluate(run, plot().forward_step, iter(samples(8, 1).split(2)), 4, lambda text: None)["lm loss"]
     return outcome.loss, outcome.grad_norm, valid, outcome.flag
 
 
