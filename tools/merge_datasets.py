@@ -4,13 +4,15 @@
     python tools/merge_datasets.py --input PREFIX_OR_DIRECTORY_OR_PATTERN ... --output-prefix PREFIX
 
 It streams, so memory does not grow with the data, and it writes aside and renames, so that an interrupted merge leaves
-nothing half done. Training needs no merging: --data-path takes directories and patterns too.
+nothing half done. Pairs of two tokenizers are refused; what they say of theirs goes with the joined pair. Training needs no
+merging: --data-path takes directories and patterns too.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import os
 import sys
 import uuid
@@ -22,6 +24,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from megatron.data.data_paths import PARTIAL, expand  # noqa: E402
 from megatron.data.indexed_dataset import BLOCK, CODES, HEADER, MAGIC, VERSION, IndexedDataset, bin_path, idx_path  # noqa: E402
+from megatron.data.provenance import common_maker, json_path  # noqa: E402
 
 CHUNK = 64 << 20  # bytes copied at a time
 
@@ -137,13 +140,17 @@ def _blocks(array: np.ndarray) -> Iterator[np.ndarray]:
 
 
 def merge(prefixes: Sequence[str], output: str) -> tuple[int, int, int]:
-    """Write the pair; (tokens, sequences, documents)."""
+    """Write the pair; (tokens, sequences, documents). Raises ValueError for pairs of two tokenizers."""
+    made_by = common_maker(prefixes)
     partial = f"{output}{PARTIAL}{uuid.uuid4().hex}"
     try:
         write_bin(prefixes, bin_path(partial))
         counts = write_idx(prefixes, idx_path(partial))
         # The old index goes first: a reader meets the old pair, no index, or the new pair, never a mixture.
         Path(idx_path(output)).unlink(missing_ok=True)
+        Path(json_path(output)).unlink(missing_ok=True)
+        if made_by:
+            Path(json_path(output)).write_text(json.dumps({"tokenizer": made_by}, indent=1) + "\n", encoding="utf-8")
         os.replace(bin_path(partial), bin_path(output))
         os.replace(idx_path(partial), idx_path(output))
     finally:

@@ -98,8 +98,10 @@ class Stop:
     def held(self) -> Iterator[None]:
         """Nothing is stopped inside; a signal that came takes effect at the end."""
         self._held = True
-        yield
-        self._held = False
+        try:
+            yield
+        finally:
+            self._held = False
         if self.signal:
             raise Stopped
 
@@ -236,8 +238,9 @@ def run(config: Config, files: Sequence[str], stop: Stop) -> str:
             for number, (block, encoded) in enumerate(results):
                 if number == 0:
                     print("Time to startup:", time.time() - started, flush=True)
-                work.confirm(block)
-                progress.add(encoded.documents, encoded.bytes, block.read)
+                with stop.held():  # a line that is half printed would swallow the one about the end
+                    work.confirm(block)
+                    progress.add(encoded.documents, encoded.bytes, block.read)
         for key, tokens in zip(job.keys, work.tokens, strict=True):
             if not tokens:
                 what = f'no text under "{key}"' if work.documents else "no documents"

@@ -7,14 +7,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass, field
-from typing import Any
 
-from megatron.arguments import Flag, flags_of, values_of
-from megatron.config import check_ddp, check_paths
-from megatron.config.plan import batch_schedule, layer_split
+from megatron.config import check_ddp, check_layout, check_paths
+from megatron.config.facts import Facts
+from megatron.config.plan import batch_schedule
 from megatron.config.skip_ranges import SkipRanges
-from megatron.config.stages import check_micro_batches
 from megatron.config.tree import Config
 
 _AT_LEAST_ONE = (
@@ -73,47 +70,13 @@ _ALWAYS = {
     "no_load_rng": "there is no random state to load: masks follow from seed and iteration",
     "no_save_rng": "there is no random state to save: masks follow from seed and iteration",
 }
-# Flags of features that come later, with the value that leaves them off.
-LATER = {
-    "expert_model_parallel_size": 1,
-}
-
-
-@dataclass
-class _Facts:
-    """The command line as the rules see it: values by name, what was typed, and which values are out of range."""
-    config: Config
-    world_size: int
-    typed: Collection[str]
-    values: dict[str, Any] = field(init=False)
-    flags: dict[str, Flag] = field(init=False)
-    bad: set[str] = field(default_factory=set)
-
-    def __post_init__(self) -> None:
-        self.values, self.flags = values_of(self.config), flags_of(Config)
-
-    def __getitem__(self, name: str) -> Any:
-        return self.values[name]
-
-    def ok(self, *names: str) -> bool:
-        """Are all these given and in range, so that a rule may compute with them?"""
-        return all(self.values[name] is not None and name not in self.bad for name in names)
-
-    def say(self, name: str) -> str:
-        """The flag with its value, as it would be typed."""
-        flag, value = self.flags[name], self.values[name]
-        if flag.kind in ("switch", "off"):
-            return flag.spelling
-        return f"{flag.spelling} {' '.join(map(str, value)) if isinstance(value, tuple) else value}"
-
-
 def problems(config: Config, world_size: int, typed: Collection[str] = ()) -> list[str]:
     """Everything that keeps this command line from running on `world_size` ranks, one line each; [] if nothing does.
 
     `typed`: names of the fields the user gave (a value beside its default can be wrong only because it was given).
     Missing files are problems only of a real run, not with --dry-run.
     """
-    facts = _Facts(config, world_size, typed)
+    facts = Facts(config, world_size, typed)
     found = [line for rule in _RULES for line in rule(facts)]
     found += check_ddp.problems(config.parallel, world_size)
     found += check_paths.problems(config)
@@ -124,7 +87,7 @@ def problems(config: Config, world_size: int, typed: Collection[str] = ()) -> li
 
 def notes(config: Config, world_size: int, typed: Collection[str] = ()) -> list[str]:
     """What a command line without problems should still be told, one line each."""
-    facts = _Facts(config, world_size, typed)
+    facts = Facts(config, world_size, typed)
     found = []
     for names, condition, met in _NEEDED:
         if not met(facts.values):
@@ -142,7 +105,7 @@ def notes(config: Config, world_size: int, typed: Collection[str] = ()) -> list[
     return found
 
 
-def _required(f: _Facts) -> Iterator[str]:
+def _required(f: Facts) -> Iterator[str]:
     seq = f["seq_length"]
     for name, hint in (
             ("num_layers", "give the number of transformer layers"), ("hidden_size", "give the width of the model"),
@@ -156,7 +119,7 @@ def _required(f: _Facts) -> Iterator[str]:
         yield "--train-iters is missing: give it, or --train-samples"
 
 
-def _ranges(f: _Facts) -> Iterator[str]:
+def _ranges(f: Facts) -> Iterator[str]:
     rules = ((_AT_LEAST_ONE, lambda v: v >= 1, "must be at least 1"),
              (_NOT_NEGATIVE, lambda v: 0 <= v < math.inf, "must not be negative"),
              (_POSITIVE, lambda v: 0 < v < math.inf, "must be greater than 0"),
@@ -172,7 +135,7 @@ def _ranges(f: _Facts) -> Iterator[str]:
                 yield f"{f.say(name)}: {'must be a finite number' if unusual else text}"
 
 
-def _shape(f: _Facts) -> Iterator[str]:
+def _shape(f: Facts) -> Iterator[str]:
     if f.ok("hidden_size", "num_attention_heads") and f["kv_channels"] is None:
         hidden, heads = f["hidden_size"], f["num_attention_heads"]
         if hidden % heads:
@@ -201,13 +164,13 @@ def _shape(f: _Facts) -> Iterator[str]:
     yield from _only_one(f, "swiglu", "geglu", "squared_relu", "openai_gelu")
 
 
-def _only_one(f: _Facts, *names: str) -> Iterator[str]:
+def _only_one(f: Facts, *names: str) -> Iterator[str]:
     given = [f.flags[name].spelling for name in names if f[name]]
     if len(given) > 1:
         yield f"{' and '.join(given)}: only one of these can be given"
 
 
-def _precision(f: _Facts) -> Iterator[str]:
+def _precision(f: Facts) -> Iterator[str]:
     yield from _only_one(f, "fp16", "bf16", "fp64")
     if f["fp32_residual_connection"] and not (f["fp16"] or f["bf16"]):
         yield "--fp32-residual-connection: needs --fp16 or --bf16; everything is in fp32 already, so leave it out"
@@ -217,118 +180,7 @@ def _precision(f: _Facts) -> Iterator[str]:
         yield f"{f.say('initial_loss_scale')}: less than {f.say('min_loss_scale')}; use at least that"
 
 
-def _parallel(f: _Facts) -> Iterator[str]:
-    for name, off in LATER.items():
-        if f[name] != off and name not in f.bad:
-            yield (f"{f.say(name)}: not supported yet in this version; use data, tensor or pipeline parallelism: "
-                   "torchrun --nproc-per-node N, with --tensor-model-parallel-size or --pipeline-model-parallel-size where "
-                   "the model is split, and leave the flag out")
-    yield from _tensor_parallel(f)
-    yield from _sequence(f)
-    yield from _pipeline(f)
-    yield from _world_size(f)
-    if f["world_size"] is not None and not f["dry_run"]:
-        yield f"--world-size {f['world_size']}: only for --dry-run; the launcher (torchrun, srun) sets the real one"
-    if f["distributed_backend"] == "nccl" and f["device"] == "cpu" and f.world_size > 1:
-        yield "--distributed-backend nccl: works between CUDA devices, not with --device cpu; use gloo"
-
-
-def _tensor_parallel(f: _Facts) -> Iterator[str]:
-    """What is cut into equal parts must be a multiple of their number."""
-    tp, said = f["tensor_model_parallel_size"], f.say("tensor_model_parallel_size")
-    if not f.ok("tensor_model_parallel_size") or tp == 1:
-        return
-    heads, groups = f["num_attention_heads"], f.config.model.query_groups
-    if f.ok("num_attention_heads"):
-        if heads % tp:
-            yield f"{said}: --num-attention-heads {heads} is not a multiple of it; {_fit(heads)}"
-        elif f.ok("num_query_groups") and heads % groups == 0 and groups % tp:
-            few = "fewer key/value heads than ranks are" if groups < tp else "this is"
-            yield (f"{said}: --num-query-groups {groups} is not a multiple of it, and {few} "
-                   f"not supported yet; {_fit(groups)}, or more groups")
-    if f.ok("hidden_size", "num_attention_heads") and f.config.model.ffn % tp:
-        ffn = f.config.model.ffn
-        yield (f"{said}: the MLP width {ffn} is not a multiple of it; {_fit(ffn)}, or give "
-               f"--ffn-hidden-size {(ffn // tp + 1) * tp}")
-
-
-def _sequence(f: _Facts) -> Iterator[str]:
-    """Context parallelism cuts a sequence into two chunks for each rank, sequence parallelism a rank's share once more."""
-    if f["cp_comm_type"] not in ("p2p", "all_gather"):
-        yield (f"{f.say('cp_comm_type')}: not supported; use p2p (keys and values go round a ring while blocks are "
-               "computed) or all_gather")
-    sizes = ("tensor_model_parallel_size", "context_parallel_size")
-    if not f.ok("seq_length", *sizes):
-        return
-    tp, cp, seq = *(f[name] for name in sizes), f["seq_length"]
-    chunks, parts = 2 * cp if cp > 1 else 1, cp * tp if f["sequence_parallel"] else 1
-    unit = math.lcm(chunks, parts)
-    use = f"use {' or '.join(map(str, sorted({max(unit, seq // unit * unit), (seq // unit + 1) * unit})))}"
-    if seq % chunks:
-        yield (f"{f.say('seq_length')}: {f.say(sizes[1])} cuts it into {chunks} chunks, of which it is not a multiple; "
-               f"{use}, or fewer context-parallel ranks")
-    elif seq % unit:
-        ranks = " x ".join(f.say(name) for name in sizes if f[name] > 1)
-        yield (f"{f.say('seq_length')}: --sequence-parallel splits it over {ranks}, of which it is not a multiple; {use}, "
-               "or leave --sequence-parallel out")
-
-
-def _pipeline(f: _Facts) -> list[str]:
-    """Every (virtual) stage must have a layer, and interleaving needs its groups of micro-batches in every phase."""
-    if not f.ok("num_layers", "pipeline_model_parallel_size"):
-        return []
-    try:
-        chunks = len(layer_split(f.config)[0])
-    except ValueError as error:
-        return [str(error)]
-    found = []
-    for size in _sizes(f) if chunks > 1 else ():
-        try:
-            check_micro_batches(size, f["pipeline_model_parallel_size"], chunks)
-        except ValueError as error:
-            found.append(str(error))
-    return found
-
-
-def _sizes(f: _Facts) -> list[int]:
-    """Every number of micro-batches of a step that is still to come; [] where batch or world size do not fit."""
-    if not f.ok("micro_batch_size") or f.bad & {"global_batch_size", "seq_length"} or [*_world_size(f), *_batch(f)]:
-        return []
-    schedule = batch_schedule(f.config, max(1, f.world_size))
-    phases = schedule.phases[-1:] if f["load"] else schedule.phases
-    return list(dict.fromkeys(phase.global_batch_size // schedule.divisor for phase in phases))
-
-
-def _fit(size: int) -> str:
-    """Which numbers of ranks can share `size` equally."""
-    return f"use {', '.join([str(n) for n in range(1, size + 1) if size % n == 0][:12])}"
-
-
-def _world_size(f: _Facts) -> Iterator[str]:
-    """The ranks must be whole copies of the model."""
-    names = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
-    if not f.ok(*names) or any(f[name] != LATER.get(name, f[name]) for name in names):
-        return
-    one = math.prod(f[name] for name in names)
-    if f.world_size % one:
-        product = " x ".join(f.say(name) for name in names if f[name] > 1)
-        near = " or ".join(map(str, _sizes_that_fit(f, one))) or one
-        how = f"--world-size {near}" if f["dry_run"] else (
-            f"torchrun --nproc-per-node {near} (times --nnodes, where there are several)")
-        yield (f"{product}: one copy of the model takes {one} ranks, and the {f.world_size} of this run are not a multiple; "
-               f"use {how}")
-
-
-def _sizes_that_fit(f: _Facts, one: int) -> list[int]:
-    """The nearest numbers of ranks below and above that are whole copies of `one`, each with whole micro-batches."""
-    batch, micro = f["global_batch_size"], f["micro_batch_size"]
-    free = not f.ok("global_batch_size", "micro_batch_size") or f["decrease_batch_size_if_needed"] or batch % micro
-    copies = range(1, f.world_size // one + 2 if free else batch // micro + 1)
-    fit = [n * one for n in copies if free or batch // micro % n == 0]
-    return [*[n for n in fit if n < f.world_size][-1:], *[n for n in fit if n > f.world_size][:1]]
-
-
-def _run(f: _Facts) -> Iterator[str]:
+def _run(f: Facts) -> Iterator[str]:
     """Length, batch and what counts in iterations or in samples."""
     if f["train_iters"] is not None and f["train_samples"] is not None:
         yield (f"{f.say('train_iters')} and {f.say('train_samples')}: two lengths of the same run; give only one of "
@@ -349,22 +201,10 @@ def _run(f: _Facts) -> Iterator[str]:
             if f[name]:
                 yield f"{f.say(name)} and {f.say('lr_warmup_fraction')}: two warm-ups; give only one of them"
     if f.ok("micro_batch_size") and not f.bad & {"global_batch_size", "seq_length"}:
-        yield from _batch(f)
+        yield from check_layout.batch(f)
 
 
-def _batch(f: _Facts) -> list[str]:
-    try:
-        schedule = batch_schedule(f.config, max(1, f.world_size))
-    except ValueError as error:
-        return str(error).splitlines()
-    # A resumed run may have passed the sizes of the ramp that do not fit; the last one comes in any case.
-    found = schedule.problems(schedule.phases[-1].consumed if f["load"] else 0)
-    near = _sizes_that_fit(f, max(1, f.world_size // schedule.data_parallel_size))
-    ranks = f", or {' or '.join(map(str, near))} ranks" if near and schedule.data_parallel_size > 1 else ""
-    return [text + ranks * (" is not divisible by micro batch size " in text) for text in found]
-
-
-def _schedule(f: _Facts) -> Iterator[str]:
+def _schedule(f: Facts) -> Iterator[str]:
     """Learning rate and weight decay."""
     for name, peak in (("min_lr", "lr"), ("lr_warmup_init", "lr"), ("lr_warmup_init", "decoupled_lr"),
                        ("decoupled_min_lr" if f["decoupled_min_lr"] is not None else "min_lr", "decoupled_lr")):
@@ -398,7 +238,7 @@ def _schedule(f: _Facts) -> Iterator[str]:
     yield from _only_one(f, "override_opt_param_scheduler", "use_checkpoint_opt_param_scheduler")
 
 
-def _loop(f: _Facts) -> Iterator[str]:
+def _loop(f: Facts) -> Iterator[str]:
     """Recompute, determinism, checkpoints."""
     layers, method = f["recompute_num_layers"], f["recompute_method"]
     if f["recompute_activations"] and f["recompute_granularity"] == "full":
@@ -423,11 +263,11 @@ def _loop(f: _Facts) -> Iterator[str]:
             yield f"{f.say(name)}: needs --load DIR, the directory of the checkpoint"
 
 
-def _skips(f: _Facts) -> list[str]:
+def _skips(f: Facts) -> list[str]:
     return _skip_ranges(f)[0]
 
 
-def _skip_ranges(f: _Facts) -> tuple[list[str], list[str]]:
+def _skip_ranges(f: Facts) -> tuple[list[str], list[str]]:
     """(problems, warnings) of the iterations to skip."""
     if f["train_range_to_skip"] is None and f["iterations_to_skip"] is None:
         return [], []
@@ -447,4 +287,4 @@ def _skip_ranges(f: _Facts) -> tuple[list[str], list[str]]:
     return [], [f"WARNING: {line}" for line in skips.warnings] + skips.infos
 
 
-_RULES = (_required, _ranges, _shape, _precision, _parallel, _run, _schedule, _loop, _skips)
+_RULES = (_required, _ranges, _shape, _precision, check_layout.rule, _run, _schedule, _loop, _skips)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+NULL = "NullTokenizer"
 
 
 def json_path(path_prefix: str) -> str:
@@ -30,22 +32,51 @@ def describe(identity: Mapping[str, Any], vocab_size: int, counts: Mapping[str, 
     return json.dumps({"tokenizer": tokenizer, **counts}, indent=1) + "\n"
 
 
-def check(path_prefix: str, identity: Mapping[str, Any]) -> None:
-    """Raise ValueError if the pair says that another tokenizer made it. Plain numbers (NullTokenizer) fit any other."""
+def maker(path_prefix: str) -> dict[str, Any] | None:
+    """What the pair says of the tokenizer that made it, at least `class` and `fingerprint`; None if it says nothing.
+
+    Raises ValueError if its file cannot be understood.
+    """
     path = json_path(path_prefix)
     if not os.path.exists(path):
-        return
+        return None
     try:
         with open(path, encoding="utf-8") as file:
             made_by = json.load(file)["tokenizer"]
-        name, mark = made_by["class"], made_by["fingerprint"]
+        _ = made_by["class"], made_by["fingerprint"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path}: does not say which tokenizer made {path_prefix}.bin ({type(error).__name__}: {error}); "
                          "run tools/preprocess_data.py again, or remove the file") from None
-    if mark == fingerprint(identity) or "NullTokenizer" in (name, identity["class"]):
+    return made_by
+
+
+def common_maker(prefixes: Sequence[str]) -> dict[str, Any] | None:
+    """The tokenizer of all these pairs, as far as they name one; raises ValueError if they name two.
+
+    Plain numbers (NullTokenizer) fit any other.
+    """
+    found: tuple[str, dict[str, Any]] | None = None
+    for prefix in prefixes:
+        made_by = maker(prefix)
+        if made_by is None or found and made_by["class"] == NULL:
+            continue
+        if found and NULL != found[1]["class"] and made_by["fingerprint"] != found[1]["fingerprint"]:
+            raise ValueError(
+                f"{prefix}: was made by {made_by['class']} (fingerprint {made_by['fingerprint'][:12]}), {found[0]} by "
+                f"{found[1]['class']} ({found[1]['fingerprint'][:12]}), so their ids mean other text; tokenize both with "
+                f"one vocabulary (if you know that both give the same ids, remove {json_path(prefix)})"
+            )
+        found = prefix, made_by
+    return found[1] if found else None
+
+
+def check(path_prefix: str, identity: Mapping[str, Any]) -> None:
+    """Raise ValueError if the pair says that another tokenizer made it. Plain numbers (NullTokenizer) fit any other."""
+    made_by = maker(path_prefix)
+    if made_by is None or NULL in (made_by["class"], identity["class"]) or made_by["fingerprint"] == fingerprint(identity):
         return
     raise ValueError(
-        f"--data-path {path_prefix}: was made by {name} (fingerprint {mark[:12]}), this run has {identity['class']} "
-        f"({fingerprint(identity)[:12]}), so its ids mean other text; give the vocabulary it was made with, or tokenize "
-        f"again (if you know that both give the same ids, remove {path})"
+        f"--data-path {path_prefix}: was made by {made_by['class']} (fingerprint {made_by['fingerprint'][:12]}), this run "
+        f"has {identity['class']} ({fingerprint(identity)[:12]}), so its ids mean other text; give the vocabulary it was "
+        f"made with, or tokenize again (if you know that both give the same ids, remove {json_path(path_prefix)})"
     )

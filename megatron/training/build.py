@@ -11,8 +11,9 @@ from megatron import log
 from megatron.config.plan import Plan, bucket_size, make_plan
 from megatron.config.tree import Config
 from megatron.data import index_helpers
-from megatron.data.build import Before, build_train_valid_test_datasets, check_tokenizer, data_order_fingerprint
+from megatron.data.build import Before, build_train_valid_test_datasets, check_tokenizer
 from megatron.data.cyclic_sampler import CyclicSampler
+from megatron.data.data_order import data_order_fingerprint
 from megatron.data.ledger import Ledger, Recorder
 from megatron.data.plan_table import Row, plan_table
 from megatron.data.sampler import SequentialSampler

@@ -16,7 +16,7 @@ from megatron.checkpoint.store import Checkpoint
 from megatron.config import architecture
 from megatron.config.parameters import OUTPUT_LAYER, WORD_EMBEDDING
 from megatron.config.tree import Config
-from megatron.data.build import data_order_differences
+from megatron.data.data_order import data_order_differences
 from megatron.parallel.collectives import gather_objects
 from megatron.parallel.context import Axis, ParallelContext
 from megatron.parallel.sharding import Box, Sharding, counts, local_box

@@ -13,11 +13,10 @@ from megatron.data.blended_dataset import BlendedDataset
 from megatron.data.build import (
     DataFlags,
     build_train_valid_test_datasets,
-    data_order_differences,
-    data_order_fingerprint,
     read_blends,
 )
 from megatron.data.cyclic_sampler import CyclicSampler
+from megatron.data.data_order import data_order_differences, data_order_fingerprint
 from megatron.data.gpt_dataset import GPTDataset, MockGPTDataset
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.sampler import SequentialSampler

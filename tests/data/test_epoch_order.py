@@ -13,9 +13,8 @@ import pytest
 from megatron.data.build import (
     Before,
     build_train_valid_test_datasets,
-    data_order_differences,
-    data_order_fingerprint,
 )
+from megatron.data.data_order import data_order_differences, data_order_fingerprint
 from megatron.data.indexed_dataset import HEADER, MAGIC, IndexedDataset, bin_path, idx_path
 from megatron.data.permutation import Permutation
 from megatron.data.shares import Shares, whole_weights

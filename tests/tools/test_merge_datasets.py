@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -45,6 +46,32 @@ def test_documents_follow_each_other(tmp_path, capsys):
     for suffix in (".idx", ".bin"):
         assert (tmp_path / f"all{suffix}").read_bytes() == (tmp_path / f"builder{suffix}").read_bytes()
     assert "4 data sets, 8 documents, 8 sequences, 22 tokens" in capsys.readouterr().out
+
+
+def made_by(prefix, name: str, mark: str) -> None:
+    Path(f"{prefix}.json").write_text(json.dumps({"tokenizer": {"class": name, "fingerprint": mark}, "tokens": 1}))
+
+
+def test_the_tokenizer_goes_with_the_pair_and_two_are_refused(tmp_path, capsys):
+    prefixes = [write_corpus(tmp_path / name, [5, 2], np.int32, seed) for seed, name in enumerate("abcd")]
+    output, note = tmp_path / "all", tmp_path / "all.json"
+    words = ["--input", *map(str, prefixes), "--output-prefix", str(output)]
+    made_by(prefixes[1], "NullTokenizer", "0" * 64)
+    made_by(prefixes[2], "GPT2BPETokenizer", "1" * 64)
+    TOOL.main(words)
+    assert json.loads(note.read_text()) == {"tokenizer": {"class": "GPT2BPETokenizer", "fingerprint": "1" * 64}}
+    before = [path.read_bytes() for path in (output.with_suffix(".idx"), note)]
+    made_by(prefixes[3], "GPT2BPETokenizer", "2" * 64)
+    with pytest.raises(SystemExit) as leave:
+        TOOL.main(words)
+    assert leave.value.code == 1
+    assert re.search(r"/d: was made by GPT2BPETokenizer \(fingerprint 2{12}\), .*/c by GPT2BPETokenizer \(1{12}\)",
+                     capsys.readouterr().err)
+    assert [path.read_bytes() for path in (output.with_suffix(".idx"), note)] == before
+    for prefix in prefixes[1:]:
+        Path(f"{prefix}.json").unlink()
+    TOOL.main(words)
+    assert not note.exists()                            # what it said was of other data
 
 
 @pytest.mark.peers

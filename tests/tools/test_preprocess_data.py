@@ -514,8 +514,8 @@ class TestInterruptions:
             os.killpg(running.process.pid, number)  # a terminal signals the whole group
         else:
             running.process.send_signal(number)
-        assert running.end() == ["stopped: finished files are as they were; the same command goes on with what is done"]
-        assert running.process.returncode == code
+        said = ["stopped: finished files are as they were; the same command goes on with what is done"]
+        assert (running.end(), running.process.returncode) == (said, code), running.said.read_text()[-500:]
         assert list(running.out.iterdir()) == []  # what comes out of a pipe cannot be gone on with
 
     def test_a_killed_worker_ends_it(self, tmp_path: Path) -> None:
