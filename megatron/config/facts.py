@@ -1,0 +1,37 @@
+"""A command line as the rules of `check` see it. Knows no rule and no torch."""
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron.arguments import Flag, flags_of, values_of
+from megatron.config.tree import Config
+
+
+@dataclass
+class Facts:
+    """Values by name, what was typed, and which values are out of range."""
+    config: Config
+    world_size: int
+    typed: Collection[str]
+    values: dict[str, Any] = field(init=False)
+    flags: dict[str, Flag] = field(init=False)
+    bad: set[str] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.values, self.flags = values_of(self.config), flags_of(Config)
+
+    def __getitem__(self, name: str) -> Any:
+        return self.values[name]
+
+    def ok(self, *names: str) -> bool:
+        """Are all these given and in range, so that a rule may compute with them?"""
+        return all(self.values[name] is not None and name not in self.bad for name in names)
+
+    def say(self, name: str) -> str:
+        """The flag with its value, as it would be typed."""
+        flag, value = self.flags[name], self.values[name]
+        if flag.kind in ("switch", "off"):
+            return flag.spelling
+        return f"{flag.spelling} {' '.join(map(str, value)) if isinstance(value, tuple) else value}"

@@ -1,0 +1,96 @@
+"""What the order of a run's samples depends on, for its checkpoint, and in which keys two such records differ.
+
+It knows what data sets and samplers say of themselves; it must not know flags but by name, files or tokens.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+ORDER_FORMAT = 1
+SHOWN = 300  # characters of a value that differs: there may be thousands of data sets
+
+# Which flag, or what else, a key of the data order comes from.
+ORDER_REMEDIES = {
+    "seed": "--seed",
+    "sequence_length": "--seq-length",
+    "sequences": "--split or --data-path",
+    "num_epochs": "--train-iters, --train-samples, --eval-iters, --eval-interval or --global-batch-size",
+    "separate_last_epoch": "--train-iters, --train-samples, --eval-iters, --eval-interval or --global-batch-size",
+    "weights": "--data-path",
+    "since": "--data-path",
+    "taken": "--data-path",
+    "exhaustive": "--data-path",
+    "kind": "--data-path or --mock-data",
+    "corpus": "the data files",
+    "dataloader_type": "--dataloader-type",
+    "micro_batch_size": "--micro-batch-size",
+    "data_parallel_size": "the number of ranks",
+    "data_sharding": "--no-data-sharding",
+    "total_samples": "--train-iters or --train-samples",
+    "vocab_size": "--vocab-size",
+}
+
+
+class Ordered(Protocol):
+    """A data set that tells what its order depends on."""
+
+    def order(self) -> dict[str, object]:
+        """In JSON types."""
+
+
+def data_order_fingerprint(
+    train: Ordered | None, valid: Ordered | list[Ordered] | None, sampler: dict[str, object] | None = None
+) -> dict[str, object]:
+    """Everything the order of training and validation samples depends on, in JSON types, for the checkpoint.
+
+    What leaves the order as it was is not in it: paths, and the number of samples as long as it changes neither the
+    epochs nor the last epoch's shuffle. Test data is not in it, since every run reads it from its start.
+    `sampler` is the sampler's `order()`.
+    """
+    found: dict[str, object] = {"format": ORDER_FORMAT, "sampler": sampler or {"dataloader_type": "single"}}
+    for name, dataset in (("train", train), ("valid", valid)):
+        found[name] = dataset and ([one.order() for one in dataset] if isinstance(dataset, list) else dataset.order())
+    return found
+
+
+def data_order_differences(saved: dict[str, object], now: dict[str, object], other_mix: bool = False) -> list[str]:
+    """One line for each key in which two data orders differ, with both values and what to look at; [] if they agree.
+
+    A split that one of the two runs does not read is no difference, nor is, with `other_mix`, the mix of training data in
+    epoch order.
+    """
+    lines = []
+    for name in sorted(saved.keys() | now.keys()):
+        before, after = saved.get(name), now.get(name)
+        if name in ("train", "valid") and (before is None or after is None):
+            continue
+        if other_mix and name == "train" and before["kind"] == after["kind"] == "EpochBlend":
+            continue
+        lines += _differences(name, before, after, "")
+    return lines
+
+
+def _differences(key: str, before: object, after: object, remedy: str) -> list[str]:
+    remedy = ORDER_REMEDIES.get(key.rsplit(".", 1)[-1], remedy)
+    if isinstance(before, dict) and isinstance(after, dict):
+        return [
+            line
+            for name in sorted(before.keys() | after.keys())
+            for line in _differences(f"{key}.{name}", before.get(name), after.get(name), remedy)
+        ]
+    pairs = isinstance(before, list) and isinstance(after, list) and len(before) == len(after)
+    if pairs and any(isinstance(value, dict) for value in before):
+        return [
+            line
+            for number, (old, new) in enumerate(zip(before, after, strict=True))
+            for line in _differences(f"{key}.{number}", old, new, remedy)
+        ]
+    if before == after:
+        return []
+    return [f"{key}: {_short(before)} in the checkpoint, {_short(after)} now" + (f" ({remedy})" if remedy else "")]
+
+
+def _short(value: object) -> str:
+    text = str(value)
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
