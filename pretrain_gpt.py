@@ -21,10 +21,22 @@ def forward_step(batch, model):
     return (losses * batch.loss_mask).sum(), batch.loss_mask.sum()
 
 
+def print_data(line, plan):
+    """Of a dry run: what would be read of which data set, if the data are here."""
+    from megatron.data.plan_table import plan_table
+    from megatron.data.planned import planned_rows
+    data, targets = line.config.data, plan.targets
+    valid = None if data.full_validation and targets.valid else targets.valid
+    try:
+        rows = planned_rows(data, (targets.train, valid, targets.test), line.config.model.seq_length)
+        lines = ["data:", *plan_table(rows)] if rows else ["data: made up (--mock-data)"]
+    except (ValueError, OSError) as error:
+        lines = [f"data: cannot be read on this machine: {error}"]
+    print("\n".join(lines), flush=True)
+
+
 def print_kernels(line):
-    """The end of a dry run, on rank 0: which kernels a run would use here. It needs torch, which the plan does not."""
-    if line.rank != 0:
-        return
+    """The end of a dry run: which kernels a run would use here. It needs torch, which the plan does not."""
     try:
         from megatron.training.kernel_lines import kernel_lines
         lines = kernel_lines(line.config)
@@ -38,8 +50,10 @@ def main(argv: list[str] | None = None, signals: SignalWatch | None = None) -> N
     from megatron.config import command_line
     line = command_line.read(sys.argv[1:] if argv is None else argv, os.environ)
     if line.config.training.dry_run:
-        command_line.print_plan(line)
-        return print_kernels(line)
+        if line.rank == 0:
+            print_data(line, command_line.print_plan(line))
+            print_kernels(line)
+        return
     # Read when torch loads: CPU threads that wait then leave the cores to threads and ranks that work.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 

@@ -259,11 +259,10 @@ def vocabulary(config: Config) -> tuple[int, str]:
     return _GPT2_VOCABULARY, "assumed, GPT-2's; give --vocab-size to plan for another"
 
 
-def print_plan(line: CommandLine) -> None:
-    """What --dry-run prints, on rank 0."""
-    if line.rank != 0:
-        return
+def print_plan(line: CommandLine) -> Plan:
+    """What --dry-run prints first; the plan."""
     size, source = vocabulary(line.config)
     plan = make_plan(line.config, line.world_size, size)
     lines = [*line.notes, f"plan for {line.world_size} rank{'s' * (line.world_size > 1)} (vocabulary: {source})"]
     print("\n".join([*lines, *(f"  {text}" for text in describe(line.config, plan))]), flush=True)
+    return plan

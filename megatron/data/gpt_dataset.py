@@ -259,6 +259,7 @@ class GPTDataset:
         if not 0 <= index < self.plan.num_samples:
             raise IndexError(f"{self.index_split} sample {index} of {len(self)}")
         indices = self._indices
+        indices.check_files()
         row = indices["shuffle_index"][index]
         (first, offset), (last, end) = indices["sample_index"][row : row + 2].tolist()
         return indices["document_index"][first : last + 1], offset, end + 1
