@@ -51,7 +51,8 @@ def missing(config: Config) -> list[str]:
                        ("--tensorboard-dir", config.logging.tensorboard_dir)):
         if path is not None:
             found += _directory_to_write(flag, path)
-    for flag, path in (("--metrics-file", config.logging.metrics_file), ("--data-ledger", config.logging.data_ledger)):
+    for flag, path in (("--metrics-file", config.logging.metrics_file), ("--data-ledger", config.logging.data_ledger),
+                       ("--control-file", c.control_file)):
         if path is not None and os.path.isdir(path):
             found.append(f"{flag} {path}: is a directory; give the name of a file")
         elif path is not None and not os.path.isdir(os.path.dirname(path) or "."):
