@@ -42,8 +42,10 @@ def main(argv: list[str] | None = None, signals: SignalWatch | None = None) -> N
         return print_kernels(line)
     from megatron.checkpoint import lock
     writes = line.rank == 0 and not line.config.training.skip_train
-    with lock.held(line.config.checkpoint.save if writes else None) as fence:
-        train(line, fence, signals)
+    with lock.held(line.config.checkpoint.save if writes else None) as held:
+        if signals:
+            signals.leaving = held.release
+        train(line, held.check, signals)
 
 
 def train(line, fence, signals: SignalWatch | None) -> None:

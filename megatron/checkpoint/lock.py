@@ -14,7 +14,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -71,18 +71,22 @@ class Lock:
                 self.path.unlink()
 
 
-@contextmanager
-def held(directory: str | None) -> Iterator[Callable[[], None]]:
-    """Own `directory` (nothing for None) within the block; yields the check to make before a commit.
+class NoLock:
+    """What a process has that writes no checkpoints."""
 
-    Raises CheckpointError at once where another job has it.
-    """
-    if directory is None:
-        yield lambda: None
-        return
-    lock = acquire(Path(directory))
+    def check(self) -> None:
+        """There is nothing to lose."""
+
+    def release(self) -> None:
+        """There is nothing to give up."""
+
+
+@contextmanager
+def held(directory: str | None) -> Iterator[Lock | NoLock]:
+    """Own `directory` (nothing for None) within the block. Raises CheckpointError at once where another job has it."""
+    lock = NoLock() if directory is None else acquire(Path(directory))
     try:
-        yield lock.check
+        yield lock
     finally:
         lock.release()
 
