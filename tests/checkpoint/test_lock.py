@@ -226,8 +226,8 @@ def test_a_paused_holder_that_wakes_up_cannot_commit(memory_path):
 
 def test_a_second_job_is_refused_within_a_second(tmp_path):
     """The whole program, from the start of the interpreter: before torch is loaded."""
-    command = [sys.executable, "pretrain_gpt.py", *SMALL, "--mock-data", "--train-iters", "9", "--save", str(tmp_path / "run"),
-               "--save-interval", "2"]
+    command = [sys.executable, "pretrain_gpt.py", *SMALL, "--mock-data", "--train-iters", "9", "--save-interval", "2",
+               "--save", str(tmp_path / "run")]
     held = lock.acquire(tmp_path / "run")
     began, before = time.monotonic(), os.times()
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
