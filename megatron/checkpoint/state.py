@@ -15,7 +15,7 @@ from typing import Any
 import numpy
 import torch
 
-from megatron.checkpoint.disk import CheckpointError
+from megatron.checkpoint.disk import CheckpointError, ForeignCheckpoint
 
 VERSION = 1
 ABSENT = "(absent)"
@@ -69,8 +69,8 @@ class RunState:
         known = {one.name: one for one in fields(cls)}
         strange = sorted(table.keys() - known.keys())
         if version != VERSION or strange:
-            raise CheckpointError(f"{source} has version {version!r} and the unknown entries {strange}; this program "
-                                  f"reads version {VERSION}: use the program that wrote it")
+            raise ForeignCheckpoint(f"{source} has version {version!r} and the unknown entries {strange}; this program "
+                                    f"reads version {VERSION}: use the program that wrote it")
         state = cls(**{name: _decoded(value) for name, value in table.items()})
         blank = cls()
         for name in known:

@@ -49,8 +49,8 @@ def refuse(action: str, part: str, rank: int, number: int, times: int = 1) -> No
 
 
 def names(folder) -> list[str]:
-    """What lies in a save directory, hidden names too."""
-    return sorted(path.name for path in (folder / "save").iterdir())
+    """What lies in a save directory, hidden names too, but for the lock of a rank that was killed while it left."""
+    return sorted(path.name for path in (folder / "save").iterdir() if not path.name.startswith(".lock."))
 
 
 ALL = ["iter_0000002", "iter_0000004", "iter_0000006", "iter_0000007", store.TRACKER]
