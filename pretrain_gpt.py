@@ -59,19 +59,21 @@ def main(argv: list[str] | None = None, signals: SignalWatch | None = None) -> N
     with lock.held(line.config.checkpoint.save if writes else None) as held:
         if signals:
             signals.leaving = held.release
-        train(line, held.check, signals)
+        # Read when torch loads: CPU threads that wait then leave the cores to threads and ranks that work.
+        os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+        from megatron.checkpoint import async_writer
+        c = line.config.checkpoint
+        with async_writer.started(c.async_save and bool(c.save) and not line.config.training.skip_train) as writer:
+            train(line, held.check, writer, signals)
 
 
-def train(line, fence, signals: SignalWatch | None) -> None:
-    """Plan, build, load, train; `fence()` raises where another job has taken --save over."""
+def train(line, fence, writer, signals: SignalWatch | None) -> None:
+    """Plan, build, load, train; `fence()` raises where another job has taken --save over; `writer` of --async-save."""
     from megatron.config import command_line
-    # Read when torch loads: CPU threads that wait then leave the cores to threads and ranks that work.
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-
     from megatron.device import default_backend
     from megatron.log import print_rank_0
     from megatron.timers import Timers
-    from megatron.training import build, checkpointing, initialize, loop, metrics
+    from megatron.training import build, checkpointing, data_position, initialize, loop, metrics
     from megatron.training.log_lines import datetime_line
 
     config, backend = line.config, default_backend(line.config.training.device)
@@ -88,13 +90,13 @@ def train(line, fence, signals: SignalWatch | None) -> None:
 
     with timers("model-and-optimizer-setup"):
         run = build.build_run(config, plan, runtime, timers, tokenizer)
-        run.fence = fence
+        run.fence, run.writer = fence, writer
         checkpointing.load(run)
     log.timers(["load-checkpoint"])
     print_rank_0(datetime_line("after model, optimizer, and learning rate scheduler are built"))
     with timers("train/valid/test-data-iterators-setup"):
         data = build.build_data(config, plan, runtime, tokenizer, run)
-        checkpointing.check_data_order(run, data.order)
+        data_position.check_data_order(run, data.order)
     print_rank_0(datetime_line("after dataloaders are built"))
     print_rank_0("done with setup ...")
     log.timers(["model-and-optimizer-setup", "train/valid/test-data-iterators-setup"])

@@ -21,6 +21,8 @@ class CheckpointConfig:
     no_save_rng: bool = arg(False, help="do not save random state (there is none)")
     use_checkpoint_args: bool = arg(False, help="take the architecture from the checkpoint's args")
     exit_on_missing_checkpoint: bool = arg(False, help="exit when --load finds nothing, instead of a random start")
+    async_save: bool = arg(False, help="training goes on while another process writes the checkpoint from a copy in shared "
+                                       "memory, which takes as much memory as a rank saves", dump=False)
     keep_last: int | None = arg(None, help="after each save, remove checkpoints but the N newest", dump=False)
     keep_every: int | None = arg(None, help="with --keep-last: multiples of N iterations are never removed", dump=False)
     snapshot_interval: int | None = arg(None, help="iterations between snapshots, of which the last two are kept; a resume "

@@ -203,7 +203,6 @@ NEWER: tuple[Row, ...] = (
     same("ckpt_format", "torch_dist", _OWN_FORMAT),
     same("dist_ckpt_format", "torch_dist", _OWN_FORMAT),
     same("use_dist_ckpt", False, _OWN_FORMAT),
-    same("async_save", False, _OWN_FORMAT),
     same("async_strategy", "nvrx", _OWN_FORMAT),
     same("ckpt_fully_parallel_save", True, _OWN_FORMAT, spelling="--no-ckpt-fully-parallel-save"),
     same("ckpt_fully_parallel_save_deprecated", False, _OWN_FORMAT, spelling="--ckpt-fully-parallel-save"),
