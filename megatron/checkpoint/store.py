@@ -209,6 +209,7 @@ def discard(path: Path, disk: Disk) -> None:
             assert iteration is not None, f"{path} is not ours"
             hidden = path.with_name(f".iter_{int(iteration[1]):07d}.tmp-{secrets.token_hex(4)}")
             disk.rename(path, hidden)
+            disk.fsync_directory(path.parent)
             path = hidden
         if path.is_dir():
             disk.remove_tree(path)

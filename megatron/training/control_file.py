@@ -16,17 +16,14 @@ class ControlFile:
     def __init__(self, path: str):
         """The file is made where it is missing. Raises OSError."""
         self._path = Path(path)
+        self._asked = NOTHING
         if not self._path.exists():
             self._path.write_text(NOTHING + "\n")
 
     def wish(self, iteration: int) -> str | None:
         """SAVE or STOP where that is asked for after `iteration`."""
-        try:
-            with self._path.open("rb") as file:
-                text = file.read(100).decode(errors="replace").strip()
-        except OSError:
-            return None                                         # being replaced, or removed: nothing is asked for
-        if not text or text == NOTHING:
+        self._asked = text = self._read()
+        if text == NOTHING:
             return None
         if not _REQUEST.fullmatch(text):
             log.warn_once(f"--control-file {self._path} holds {text[:40]!r}: write save, stop, N or -N into it")
@@ -35,9 +32,18 @@ class ControlFile:
             return text
         return (SAVE if text[0] == "-" else STOP) if iteration >= abs(int(text)) > 0 else None
 
-    def done(self) -> None:
-        """What was asked for is done."""
+    def _read(self) -> str:
+        """The request; none where the file is being replaced, or was removed."""
         try:
-            self._path.write_text(NOTHING + "\n")
+            with self._path.open("rb") as file:
+                return file.read(100).decode(errors="replace").strip() or NOTHING
+        except OSError:
+            return NOTHING
+
+    def done(self) -> None:
+        """What was asked for is done; another request made meanwhile stays."""
+        try:
+            if self._read() == self._asked:
+                self._path.write_text(NOTHING + "\n")
         except OSError as error:
             log.warn_once(f"--control-file {self._path} cannot be set back: {error.strerror}")

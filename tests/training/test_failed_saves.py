@@ -9,9 +9,9 @@ import signal
 import pytest
 
 from megatron.checkpoint import disk, manifest, store
-from megatron.training import loop
+from megatron.training import checkpointing, loop
 from tests.forkrun import RanksFailed
-from tests.runs import SMALL, same_tensors, train, write_text
+from tests.runs import SMALL, same_tensors, train, with_flags, write_text
 
 BASE = [*SMALL, "--train-iters", "7", "--split", "100,0,0", "--eval-iters", "0", "--save-interval", "2"]
 EXACT = ("iteration", "lm_loss", "grad_norm", "consumed_samples", "learning_rate")
@@ -141,3 +141,58 @@ def test_a_fault_of_the_program_ends_the_run_at_once(data, tmp_path):
     with pytest.raises(RanksFailed, match="CheckpointError: planted"):
         run(tmp_path, data, 1, hook=write_nonsense)
     assert "WARNING" not in (tmp_path / "log.0").read_text()
+
+
+def refuse_every_step(number: int, rank: int, save: str) -> None:
+    """A hook: each second save is refused at one of its steps, at each step in turn; then the newest one must be whole."""
+    whole, refused = checkpointing.save, []
+
+    def saved(run) -> None:
+        iteration, at, wrong = run.progress.iteration, 0, None
+        plain = disk.Disk.step
+
+        def step(self, action, path) -> None:
+            nonlocal at
+            at += 1
+            if iteration % 2 and at == (iteration + 1) // 2:
+                refused.append(f"{action} {path.name}")
+                raise OSError(number, os.strerror(number))
+
+        if run.runtime.rank == rank:
+            disk.Disk.step = step
+        try:
+            whole(run)
+        except disk.CheckpointError as error:
+            wrong = error
+        disk.Disk.step = plain
+        if run.runtime.rank == 0:
+            newest = store.latest(save)
+            assert newest in (iteration, iteration - 1 or None, *(() if iteration % 2 == 0 else (iteration - 2,)))
+            if newest:
+                with store.load(save).reader() as reader:
+                    reader.verify()
+            assert iteration % 2 or newest == iteration, "a save after one that failed works"
+        if run.runtime.rank == rank and iteration == run.plan.train_iters:
+            print(f"refused {len(refused)} different steps of saves that have {at}", flush=True)
+            assert len(refused) >= at > 8
+        if wrong:
+            raise wrong
+
+    checkpointing.save = saved
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize(("number", "world"), [(FULL, 1), (BROKEN, 1), (errno.EROFS, 1), (FULL, 2)])
+def test_a_refusal_at_every_step_of_a_save_costs_that_save_alone(data, memory_path, number, world):
+    folder = memory_path / "refused"
+    flags = ["--train-iters", "120", "--save-interval", "1", "--num-layers", "1", "--hidden-size", "16", "--no-save-optim"]
+    argv = with_flags([*BASE, "--data-path", data, "--save", str(folder / "save")], *flags)
+    hook = functools.partial(refuse_every_step, number, world - 1, str(folder / "save"))
+    done = train(folder, argv, world, hook=hook)
+    other = ("--save", str(memory_path / "plain/save"), "--save-interval", "120")
+    plain = train(memory_path / "plain", with_flags(argv, *other), world)
+    refused = done.first_rank_log.count("WARNING: no checkpoint of iteration")
+    [line] = [line for line in (folder / f"log.{world - 1}").read_text().splitlines() if " different steps of " in line]
+    print(f"{os.strerror(number)} on {world} ranks: {refused} saves refused; {line}")
+    assert done.series(*EXACT) == plain.series(*EXACT)
+    same_tensors(done.tensors(120), plain.tensors(120))
