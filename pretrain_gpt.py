@@ -61,9 +61,12 @@ def main(argv: list[str] | None = None, signals: SignalWatch | None = None) -> N
             signals.leaving = held.release
         # Read when torch loads: CPU threads that wait then leave the cores to threads and ranks that work.
         os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-        from megatron.checkpoint import async_writer
+        from megatron.checkpoint import async_writer, object_store
         c = line.config.checkpoint
-        with async_writer.started(c.async_save and bool(c.save) and not line.config.training.skip_train) as writer:
+        if line.load_url and line.rank == 0:
+            object_store.fetch(line.load_url, c.load, c.ckpt_step)
+        beside = c.async_save and bool(c.save) and not line.config.training.skip_train
+        with object_store.uploading(c.save, line.save_url if writes else None), async_writer.started(beside) as writer:
             train(line, held.check, writer, signals)
 
 

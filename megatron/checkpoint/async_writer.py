@@ -7,19 +7,14 @@ from __future__ import annotations
 
 import errno
 import mmap
-import multiprocessing
 import os
-import signal
-import threading
-import time
-import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from math import prod
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle, send_handle
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 
 import torch
 
@@ -28,9 +23,9 @@ from megatron.checkpoint import boxes, store
 from megatron.checkpoint.boxes import Box
 from megatron.checkpoint.disk import CheckpointError, explained
 from megatron.checkpoint.sharded import TensorSlice
+from megatron.checkpoint.side_process import SideProcess
 
 ALIGNED = 64        # bytes
-WATCH_SECONDS = 0.5  # between two looks whether the rank is there
 Failure = tuple[str, int | None]
 
 
@@ -66,12 +61,7 @@ class Writer:
         """Fork the process. Raises ValueError where the system lacks what it takes."""
         if not hasattr(os, "memfd_create"):
             raise ValueError("--async-save: needs memory shared by descriptor (Linux's memfd_create); leave it away here")
-        self._pipe, theirs = multiprocessing.Pipe()
-        parent = os.getpid()
-        self.pid, self._exit_code = os.fork(), None
-        if self.pid == 0:
-            _serve(theirs, self._pipe, parent)
-        theirs.close()
+        self.process = SideProcess(_serve)
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._busy, self._answers = False, []
 
@@ -91,7 +81,7 @@ class Writer:
         self._busy = True
         parts, needed = _laid_out(slices)
         try:
-            if not self._alive():
+            if not self.process.alive():
                 raise ChildProcessError(errno.ECHILD, "its process has died")
             grown = needed if needed > len(self._memory) else 0
             if grown:
@@ -100,7 +90,7 @@ class Writer:
                 tensor = one.tensor if isinstance(one.tensor, torch.Tensor) else one.tensor()
                 part.view(self._memory).copy_(tensor.detach(), non_blocking=True)
             devices.synchronize(device)
-            self._pipe.send(Job(parts, temporary, rank, iteration, 0))
+            self.process.pipe.send(Job(parts, temporary, rank, iteration, 0))
         except OSError as error:
             print(f"WARNING: --async-save: not beside training ({error.strerror or error}): rank {rank} stands still "
                   f"while it writes its part of iteration {iteration}", flush=True)
@@ -108,16 +98,16 @@ class Writer:
 
     def done(self) -> bool:
         """Is there a result to take without waiting?"""
-        return self._busy and (bool(self._answers) or self._pipe.poll())
+        return self._busy and (bool(self._answers) or self.process.pipe.poll())
 
     def result(self) -> None:
         """Wait until what was started is on the disk. Raises CheckpointError if it is not, or if the process has died."""
         assert self._busy, "nothing was started"
         try:
-            failure = self._answers.pop() if self._answers else self._pipe.recv()
+            failure = self._answers.pop() if self._answers else self.process.pipe.recv()
         except (EOFError, OSError):
-            self._wait()
-            failure = f"the process that writes checkpoints has died (exit code {self._exit_code})", errno.ECHILD
+            self.process.wait()
+            failure = f"the process that writes checkpoints has died (exit code {self.process.exit_code})", errno.ECHILD
         self._busy = False
         if failure:
             raise CheckpointError(*failure)
@@ -129,8 +119,8 @@ class Writer:
         file = os.memfd_create("checkpoint")
         try:
             os.posix_fallocate(file, 0, size)       # too little memory is an error here, and SIGBUS later
-            self._pipe.send(Job([], Path(), 0, 0, size))
-            send_handle(self._pipe, file, self.pid)
+            self.process.pipe.send(Job([], Path(), 0, 0, size))
+            send_handle(self.process.pipe, file, self.process.pid)
             self._memory = _mapped(file, size)
         finally:
             os.close(file)
@@ -139,20 +129,7 @@ class Writer:
 
     def close(self) -> None:
         """End the process; a save under way is given up."""
-        if self._busy and self._alive():
-            os.kill(self.pid, signal.SIGKILL)
-        self._pipe.close()
-        self._wait()
-
-    def _alive(self) -> bool:
-        self._wait(os.WNOHANG)
-        return self._exit_code is None
-
-    def _wait(self, how: int = 0) -> None:
-        """Take note of the end of the process."""
-        if self._exit_code is None:
-            pid, status = os.waitpid(self.pid, how)
-            self._exit_code = os.waitstatus_to_exitcode(status) if pid else None
+        self.process.close()
 
 
 @contextmanager
@@ -191,39 +168,15 @@ def _written(job: Job, slices: Sequence[TensorSlice]) -> Failure | None:
     return None
 
 
-def _serve(pipe: Connection, ours: Connection, parent: int) -> NoReturn:
-    """The process: write what is asked for until the rank is gone. Signals are the rank's affair."""
-    try:
-        ours.close()
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-            signal.signal(number, signal.SIG_IGN)
-        threading.Thread(target=_leave_with, args=(parent,), daemon=True).start()
-        _do_jobs(pipe)
-    except BaseException:
-        os.write(2, traceback.format_exc().encode())
-        os._exit(1)
-    os._exit(0)
-
-
-def _do_jobs(pipe: Connection) -> None:
+def _serve(pipe: Connection) -> None:
+    """The process: write what is asked for until the rank is gone."""
     memory = torch.empty(0, dtype=torch.uint8)
     while True:
-        try:
-            job = pipe.recv()
-            if job.memory:
-                file = recv_handle(pipe)
-                memory = _mapped(file, job.memory)
-                os.close(file)
-                continue
-            slices = [TensorSlice(part.name, part.global_shape, part.dtype, part.box, part.view(memory))
-                      for part in job.parts]
-            pipe.send(_written(job, slices))
-        except (EOFError, OSError):
-            return
-
-
-def _leave_with(parent: int) -> None:
-    """A rank that was killed cannot say so, and others may hold its end of the pipe."""
-    while os.getppid() == parent:
-        time.sleep(WATCH_SECONDS)
-    os._exit(1)
+        job = pipe.recv()
+        if job.memory:
+            file = recv_handle(pipe)
+            memory = _mapped(file, job.memory)
+            os.close(file)
+            continue
+        slices = [TensorSlice(part.name, part.global_shape, part.dtype, part.box, part.view(memory)) for part in job.parts]
+        pipe.send(_written(job, slices))

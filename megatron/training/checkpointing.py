@@ -34,7 +34,7 @@ CHECKPOINT_VERSION = 3.0     # Megatron's number of the QKV layout by query grou
 _USUAL = {"load", "save", "save_interval", "local_rank", "log_interval", "exit_interval", "exit_duration_in_mins",
           "finetune", "ckpt_step", "allow_data_order_change", "use_checkpoint_args", "override_opt_param_scheduler",
           "use_checkpoint_opt_param_scheduler", "progress", "metrics_file", "data_ledger", "tensorboard_dir", "dry_run",
-          "world_size", "async_save"}
+          "world_size", "async_save", "staging_dir"}
 
 
 def _own_tensors(run: Run) -> Iterator[tuple[str, Sharding, Axis, list[tuple[Box, torch.Tensor]]]]:

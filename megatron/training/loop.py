@@ -1,6 +1,7 @@
 """The training loop: iterate, log, evaluate, save, leave. Knows no flag's spelling and no file format."""
 from __future__ import annotations
 
+import errno
 import gc
 import time
 from collections.abc import Callable, Iterator
@@ -18,7 +19,7 @@ from megatron.training.control_file import SAVE, STOP, ControlFile
 from megatron.training.log_lines import datetime_line
 from megatron.training.metrics import IterationResult, TrainingLog
 from megatron.training.signals import SignalWatch
-from megatron.training.step import ForwardStep, evaluate, train_step
+from megatron.training.step import ForwardStep, NotFinite, evaluate, train_step
 
 # What a rank asks for or tells, summed over the ranks; of fewer than 2^16 the sums stay apart, and exact in float64.
 SIGNAL, TIME_UP = 1, 1 << 16
@@ -59,7 +60,11 @@ class Trainer:
             if skipped:
                 iteration, flag = self._skip(iteration, skipped[1])
             else:
-                flag = self.train_one(iteration, samples)
+                try:
+                    flag = self.train_one(iteration, samples)
+                except NotFinite:               # all ranks are here
+                    self._settle()
+                    raise
             if self._evaluation_due(iteration):
                 flag |= self.validate(f"iteration {iteration}")
             reason = self._due(iteration, flag)
@@ -214,6 +219,9 @@ class Trainer:
             self._attempt(lambda: checkpointing.save(run), iteration, final)
         if final:
             self._settle(final)
+            if self._saved_at != iteration:         # a process of --async-save has died: once more, without it
+                self._attempt(lambda: checkpointing.save(run), iteration, final)
+                self._settle(final)
 
     def _snapshot(self) -> None:
         """Write a snapshot, or begin to; where the disk refuses, that is a warning."""
@@ -228,14 +236,15 @@ class Trainer:
             self._attempt(lambda: checkpointing.finish_save(self.run), begun.iteration, final, begun.is_snapshot)
 
     def _attempt(self, action: Callable[[], None], iteration: int, final: bool = False, is_snapshot: bool = False) -> None:
-        """Do a part of a save; one that is not `final` is a warning where the disk refuses."""
+        """Do a part of a save; one that is not `final` is a warning where the disk refuses, and always where a process
+        of --async-save has died."""
         with self.run.timers("save-checkpoint"):
             try:
                 action()
                 if not is_snapshot and not self.run.under_way:
                     self._saved_at = iteration
             except CheckpointError as error:
-                if final or error.errno is None:        # no number: not the disk's fault
+                if error.errno is None or final and error.errno != errno.ECHILD:    # no number: not the disk's fault
                     raise
                 follows = "" if is_snapshot else (f". {checkpointing.what_remains(self.run)}; training goes on, the next "
                                                   f"save is tried at iteration {self._next_save(iteration)}")

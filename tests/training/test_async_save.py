@@ -13,6 +13,7 @@ import pytest
 from megatron.checkpoint import disk, store
 from megatron.checkpoint.async_writer import Writer
 from megatron.training import loop
+from tests.forkrun import RanksFailed
 from tests.runs import SMALL, same_tensors, train, write_text
 
 BASE = [*SMALL, "--train-iters", "7", "--split", "100,0,0", "--eval-iters", "0", "--save-interval", "2"]
@@ -90,7 +91,7 @@ def test_the_bytes_of_a_save_that_stands_still(plain, data, tmp_path):
         assert beside.first_rank_log.count(f"  successfully saved checkpoint at iteration {iteration:7d}") == 1
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.campaign), 1])
 def test_a_full_disk_in_the_writer_is_one_warning(data, tmp_path, rank):
     hook = functools.partial(hold_the_writer, rank, "write", ".iter_0000004", "full")
     done = run(tmp_path, data, 2, "--async-save", hook=hook)
@@ -102,7 +103,7 @@ def test_a_full_disk_in_the_writer_is_one_warning(data, tmp_path, rank):
     assert sorted(path.name for path in done.save.iterdir() if path.name.startswith(".")) == []
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.campaign)])
 def test_a_writer_that_dies_is_said_and_the_run_saves_without_it(data, tmp_path, rank):
     hook = functools.partial(hold_the_writer, rank, "write", ".iter_0000004", "kill")
     done = run(tmp_path, data, 2, "--async-save", hook=hook)
@@ -113,6 +114,69 @@ def test_a_writer_that_dies_is_said_and_the_run_saves_without_it(data, tmp_path,
         False, False, True, True], text
 
 
+@pytest.mark.campaign
+def test_the_last_save_is_made_without_a_writer_that_died_in_it(data, tmp_path):
+    hook = functools.partial(hold_the_writer, 1, "write", ".iter_0000007", "kill")
+    done = run(tmp_path, data, 2, "--async-save", hook=hook)
+    assert store.iterations(done.save) == [2, 4, 6, 7] and store.latest(done.save) == 7
+    text = done.first_rank_log
+    said = "WARNING: no checkpoint of iteration 7: rank 1: the process that writes checkpoints has died"
+    assert text.count(said) == 1, text
+    assert text.count(f"successfully saved checkpoint at iteration {7:7d}") == 1, text
+
+
+@pytest.mark.campaign
+def test_the_last_save_that_a_writer_cannot_make_is_an_error(data, tmp_path):
+    with pytest.raises(RanksFailed, match="exit codes|CheckpointError"):
+        run(tmp_path, data, 1, "--async-save", hook=functools.partial(hold_the_writer, 0, "write", ".iter_0000007", "full"))
+    assert store.latest(tmp_path / "save") == 6 and store.iterations(tmp_path / "save") == [2, 4, 6]
+
+
+def not_a_number_in_3() -> None:
+    """A hook: the save of 2 is held until it is waited for, and the loss of iteration 3 is no number."""
+    settle_only_when_due(0)
+    step = loop.train_step
+
+    def bad(run, forward_step, samples, iteration, flag):
+        def forward(batch, model):
+            total, count = forward_step(batch, model)
+            return (total * float("nan"), count) if iteration == 3 else (total, count)
+
+        return step(run, forward, samples, iteration, flag)
+
+    loop.train_step = bad
+
+
+@pytest.mark.campaign
+def test_a_loss_that_is_no_number_costs_no_save(data, tmp_path):
+    with pytest.raises(RanksFailed, match="the loss is nan"):
+        run(tmp_path, data, 2, "--async-save", hook=not_a_number_in_3)
+    assert store.latest(tmp_path / "save") == 2 and "settled at 2" in (tmp_path / "log.0").read_text()
+
+
+@pytest.mark.campaign
+def test_snapshots_are_written_beside_training_too(data, tmp_path):
+    done = run(tmp_path, data, 2, "--async-save", "--snapshot-interval", "1", "--load", str(tmp_path / "save"))
+    again = run(tmp_path / "still", data, 2, "--snapshot-interval", "1")
+    assert done.series(*EXACT) == again.series(*EXACT)
+    for slot in ("0", "1"):
+        one, other = (store.load(folder / "snapshots" / slot) for folder in (done.save, again.save))
+        assert one.iteration == other.iteration
+        with one.reader() as mine, other.reader() as theirs:
+            same_tensors({name: mine.read(name) for name in mine.names()},
+                         {name: theirs.read(name) for name in theirs.names()})
+
+
+@pytest.mark.campaign
+def test_an_evaluation_and_skipped_iterations_beside_a_save(data, tmp_path):
+    """Whatever an iteration is: the ranks agree when the save counts, and the run ends with all its checkpoints."""
+    more = ["--eval-iters", "1", "--eval-interval", "3", "--split", "80,20,0", "--train-range-to-skip", "3", "5"]
+    done = run(tmp_path, data, 2, "--async-save", *more)
+    still = run(tmp_path / "still", data, 2, *more)
+    assert done.series(*EXACT) == still.series(*EXACT) and store.iterations(done.save) == [2, 4, 6, 7]
+    same_tensors(done.tensors(), still.tensors())
+
+
 def remember_the_writer(held: bool) -> None:
     """A hook: the pid of the writer lies in a file; with `held` it never ends the save of iteration 4."""
     if held:
@@ -120,7 +184,7 @@ def remember_the_writer(held: bool) -> None:
     start = Writer.start
 
     def noting(self, slices, temporary, *rest):
-        (temporary.parent.parent / "pid").write_text(str(self.pid))
+        (temporary.parent.parent / "pid").write_text(str(self.process.pid))
         start(self, slices, temporary, *rest)
 
     Writer.start = noting

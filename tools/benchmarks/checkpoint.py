@@ -173,7 +173,8 @@ def report(times: dict[str, float], size: int) -> list[str]:
         goal = GOALS.get(name)
         met = "" if goal is None else f" (goal: {'at least' if name == 'save' else 'at most'} {goal})"
         what = "of the rate of" if name == "save" else "times"
-        both = [f"{one:7.3f} s" + ("" if "products" in name else f" = {size / one / 1e9:5.2f} GB/s") for one in (mine, other)]
+        rates = [f" = {size / one / 1e9:5.2f} GB/s" * ("products" not in name) for one in (mine, other)]
+        both = [f"{one:7.3f} s{rate}" for one, rate in zip((mine, other), rates, strict=True)]
         lines.append(f"{name:16s} {both[0]}; {against:16s} {both[1]}: {ratio:.2f} {what} {against}{met}")
     lines.append(f"an async save is on the disk {times['save in the background']:.3f} s after it was begun")
     return lines
