@@ -92,8 +92,8 @@ class Remote:
             return False
         return True
 
-    def fetch(self, iteration: int, staging: Path) -> None:
-        """Bring a checkpoint out of the store, whole or not at all; the tracker of `staging` then names it.
+    def fetch(self, iteration: int, staging: Path, as_newest: bool) -> None:
+        """Bring a checkpoint out of the store, whole or not at all; `as_newest`: the tracker of `staging` then names it.
 
         Its bytes are checked when it is loaded. Raises CheckpointError.
         """
@@ -105,8 +105,10 @@ class Remote:
         for there in found:
             self._patiently("fetch", there, lambda there=there: self._files.get_file(
                 there, str(temporary / there.rpartition("/")[2])))
-        DISK.rename(temporary, final)
-        store.write_tracker(staging, iteration)
+        if as_newest:
+            store.publish(staging, temporary, iteration)
+        else:
+            DISK.rename(temporary, final)
 
     def _patiently(self, what: str, there: str, action: Any) -> Any:
         """Do it, again and again where the store fails. Raises CheckpointError after TRIES."""
@@ -137,7 +139,7 @@ def fetch(url: str, staging: str, step: int | None = None) -> None:
         return
     log.print_rank_0(f" fetching the checkpoint of iteration {iteration} from {url} to {staging}")
     try:
-        remote.fetch(iteration, Path(staging))
+        remote.fetch(iteration, Path(staging), as_newest=step is None)
     except FileNotFoundError:
         raise CheckpointError(f"{url} has no checkpoint of iteration {iteration}; choose another one with --ckpt-step"
                               ) from None
@@ -183,7 +185,11 @@ def uploading(staging: str, url: str | None) -> Iterator[None]:
 
 def _serve(pipe: Connection, staging: Path, url: str) -> None:
     """The process: upload until the run says that it is over."""
-    remote, uploaded, over, failure = Remote(url), None, False, None
+    remote, over, failure = Remote(url), False, None
+    try:
+        uploaded = remote.latest()          # what its tracker names was compared when it was uploaded
+    except CheckpointError:
+        uploaded = None
     while not over:
         over, before = pipe.poll(LOOKS) and pipe.recv() is None, failure
         uploaded, failure = _upload_newest(remote, staging, uploaded)
