@@ -91,14 +91,10 @@ class Recorder:
         return call
 
     def _shared(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """A sum through shared memory: what is summed counts, not the message that says it is there."""
+        """A sum through shared memory."""
         def start(sums: SharedSums, x: torch.Tensor) -> Any:
             self.note("all-reduce", sums.axis.ranks, x)
-            inside, self._inside = self._inside, False
-            try:
-                return function(sums, x)
-            finally:
-                self._inside = inside
+            return function(sums, x)
         return start
 
     def _peer(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -63,7 +63,8 @@ def reduce_scatter(x: torch.Tensor, axis: Axis, dim: int = 0) -> torch.Tensor:
 def start_all_reduce(x: torch.Tensor, axis: Axis) -> Pending:
     """Begin to sum `x` in place over an axis of several ranks; the function waits for it and returns it."""
     if axis.shared and axis.shared.takes(x):
-        return _waiting(*axis.shared.start(x))
+        work = axis.shared.start(x)
+        return _waiting(work, work.result)
     return _waiting(dist.all_reduce(x, group=axis.group, async_op=True), lambda: x)
 
 

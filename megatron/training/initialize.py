@@ -90,7 +90,7 @@ def initialize(config: Config, meeting: Meeting | None = None) -> Runtime:
         dist.init_process_group(backend, store=(meeting or Meeting(config)).store, rank=rank, world_size=world_size,
                                 timeout=timedelta(minutes=parallel.distributed_timeout_minutes))
     ctx = ParallelContext(parallel, world_size, rank)
-    ctx.tp = replace(ctx.tp, shared=open_shared(ctx.tp))
+    ctx.tp = replace(ctx.tp, shared=open_shared(ctx.tp, timedelta(minutes=parallel.distributed_timeout_minutes)))
     if world_size > 1:
         log.print_rank_0(layout_line(ctx))
     log.print_rank_0(f"> initialized tensor model parallel with size {ctx.tp.size}")

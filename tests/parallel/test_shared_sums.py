@@ -4,6 +4,7 @@ from __future__ import annotations
 import os
 import time
 from dataclasses import replace
+from datetime import timedelta
 
 import pytest
 import torch
@@ -17,9 +18,9 @@ from tests.forkrun import run_ranks
 SIZES = (LEAST_BYTES // 2, 100_003, SLOT_BYTES // 8)
 
 
-def shared_axis(rank: int, world: int) -> Axis:
+def shared_axis(rank: int, world: int, timeout: timedelta = timedelta(minutes=1)) -> Axis:
     axis = ParallelContext(ParallelConfig(), world, rank).world
-    return replace(axis, shared=open_shared(axis))
+    return replace(axis, shared=open_shared(axis, timeout))
 
 
 def part(rank: int, turn: int, dtype: torch.dtype) -> torch.Tensor:
@@ -113,16 +114,53 @@ def opened(rank: int, world: int, fails: str) -> tuple[bool, float]:
         os.posix_fallocate = refuse
     if fails == "no such call" and rank == 0:
         del os.memfd_create
+    if fails == "another processor":
+        shared_sums.platform.machine = lambda: "aarch64"
     if fails == "nccl":
         shared_sums.dist.get_backend = lambda group: "nccl"
     axis = shared_axis(rank, world)
     return axis.shared is not None, float(collectives.all_reduce_(torch.ones(LEAST_BYTES), axis)[0])
 
 
-@pytest.mark.parametrize("fails", ["out of reach", "another file", "no memory", "no such call", "nccl", ""])
+@pytest.mark.parametrize("fails", ["out of reach", "another file", "no memory", "no such call", "another processor", "nccl",
+                                   ""])
 def test_all_ranks_share_memory_or_none(fails):
     assert run_ranks(2, opened, fails) == [(fails == "", 2.0)] * 2
 
 
+def alone(rank: int, world: int) -> str:
+    """What rank 0 hears when rank 1 does not come."""
+    axis = shared_axis(rank, world, timedelta(seconds=0.2))
+    if rank == 0:
+        pending = collectives.start_all_reduce(torch.ones(LEAST_BYTES), axis)
+        assert not pending.arrived
+        try:
+            pending()
+        except RuntimeError as error:
+            return str(error)
+    return ""
+
+
+def test_a_rank_that_does_not_come():
+    message, _ = run_ranks(2, alone)
+    assert message.startswith("timed out after 0 s of waiting for rank 1")
+
+
+def arrivals(rank: int, world: int) -> list[bool]:
+    axis = shared_axis(rank, world)
+    if rank == 1:
+        collectives.barrier(axis)
+    pending = collectives.start_all_reduce(torch.ones(LEAST_BYTES), axis)
+    before = pending.arrived
+    if rank == 0:
+        collectives.barrier(axis)
+    pending()
+    return [before, pending.arrived]
+
+
+def test_a_sum_has_arrived_when_all_have_begun_it():
+    assert run_ranks(2, arrivals) == [[False, True], [True, True]]
+
+
 def test_one_rank_needs_none():
-    assert open_shared(Axis("tp")) is None
+    assert open_shared(Axis("tp"), timedelta(minutes=1)) is None

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -141,8 +142,8 @@ def test_a_layout_gives_the_numbers_of_one_process(name, tmp_path, data, referen
 
 def only_shared_sums() -> None:
     """Hook: every sum of tensor-parallel ranks, small ones too, goes through the memory they share."""
-    def opened(axis: Axis) -> shared_sums.SharedSums:
-        sums = open_shared(axis)
+    def opened(axis: Axis, timeout: timedelta) -> shared_sums.SharedSums:
+        sums = open_shared(axis, timeout)
         assert sums is not None, "this machine's ranks share no memory"
         return sums
 
