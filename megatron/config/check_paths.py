@@ -48,8 +48,8 @@ def missing(config: Config) -> list[str]:
     elif sum(_given(d).values()) == 1:
         found += _corpora(d)
     found += [*_tokenizer_files(d), *_checkpoint(c)]
-    for flag, path in (("--save", c.save), ("--data-cache-path", d.data_cache_path),
-                       ("--tensorboard-dir", config.logging.tensorboard_dir)):
+    for flag, path in (("--save", c.save), ("--snapshot-dir", c.snapshot_dir if c.snapshot_interval else None),
+                       ("--data-cache-path", d.data_cache_path), ("--tensorboard-dir", config.logging.tensorboard_dir)):
         if path is not None:
             found += _directory_to_write(flag, path)
     for flag, path in (("--metrics-file", config.logging.metrics_file), ("--data-ledger", config.logging.data_ledger),
@@ -336,15 +336,18 @@ def newest_with_good_args(load: str, ckpt_step: int | None = None) -> Path | Non
     A load goes back to an older checkpoint where the newest is damaged, so its flags must not count either.
     """
     newest = newest_checkpoint(load, ckpt_step)
-    if newest is None or ckpt_step is not None or newest == Path(load):
+    here = _listing(load)
+    if ckpt_step is not None or newest == Path(load) or "latest_checkpointed_iteration.txt" not in here:
         return newest
-    names = sorted((n for n in _listing(load) if re.fullmatch(r"iter_\d{7,}", n)), key=lambda name: -int(name[5:]))
-    older = (Path(load, name) for name in names if int(name[5:]) <= int(newest.name[5:]))
+    names = sorted((n for n in here if re.fullmatch(r"iter_\d{7,}", n)), key=lambda name: -int(name[5:]))
+    older = (Path(load, name) for name in names if newest is None or int(name[5:]) <= int(newest.name[5:]))
     return next((folder for folder in older if _has_good_args(folder)), newest)
 
 
 def _has_good_args(folder: Path) -> bool:
     """Does the manifest vouch for the file args?"""
+    if not (folder / "manifest.json").is_file() or not (folder / "args").is_file():     # nor a pipe, to wait for
+        return False
     try:
         crc32 = json.loads((folder / "manifest.json").read_bytes())["files"]["args"]["crc32"]
         return f"{zlib.crc32((folder / 'args').read_bytes()):08x}" == crc32
