@@ -40,6 +40,17 @@ def main(argv: list[str] | None = None, signals: SignalWatch | None = None) -> N
     if line.config.training.dry_run:
         command_line.print_plan(line)
         return print_kernels(line)
+    from megatron.checkpoint import lock
+    writes = line.rank == 0 and not line.config.training.skip_train
+    with lock.held(line.config.checkpoint.save if writes else None) as held:
+        if signals:
+            signals.leaving = held.release
+        train(line, held.check, signals)
+
+
+def train(line, fence, signals: SignalWatch | None) -> None:
+    """Plan, build, load, train; `fence()` raises where another job has taken --save over."""
+    from megatron.config import command_line
     # Read when torch loads: CPU threads that wait then leave the cores to threads and ranks that work.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
@@ -63,6 +74,7 @@ def main(argv: list[str] | None = None, signals: SignalWatch | None = None) -> N
 
     with timers("model-and-optimizer-setup"):
         run = build.build_run(config, plan, runtime, timers, tokenizer)
+        run.fence = fence
         checkpointing.load(run)
     log.timers(["load-checkpoint"])
     print_rank_0(datetime_line("after model, optimizer, and learning rate scheduler are built"))

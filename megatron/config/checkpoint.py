@@ -21,3 +21,11 @@ class CheckpointConfig:
     no_save_rng: bool = arg(False, help="do not save random state (there is none)")
     use_checkpoint_args: bool = arg(False, help="take the architecture from the checkpoint's args")
     exit_on_missing_checkpoint: bool = arg(False, help="exit when --load finds nothing, instead of a random start")
+    keep_last: int | None = arg(None, help="after each save, remove checkpoints but the N newest", dump=False)
+    keep_every: int | None = arg(None, help="with --keep-last: multiples of N iterations are never removed", dump=False)
+    snapshot_interval: int | None = arg(None, help="iterations between snapshots, of which the last two are kept; a resume "
+                                                   "takes the newest of snapshots and checkpoints", dump=False)
+    snapshot_dir: str | None = arg(None, help="where the two snapshots are, SAVE/snapshots without it", dump=False)
+    control_file: str | None = arg(None, help="file that is read in each step: 'save' or 'stop' (save, and leave) now, or "
+                                              "-N or N: the same at iteration N; it is set to 0 when that is done",
+                                   dump=False)

@@ -214,8 +214,8 @@ NEWER: tuple[Row, ...] = (
     no("dist_ckpt_strictness", "assume_ok_unexpected", "a checkpoint must hold exactly what the model needs, and every "
        "difference is an error"),
     no("pretrained_checkpoint", None, "use --load DIR --finetune"),
-    same("save_retain_interval", None, "no checkpoint is ever deleted"),
-    no("non_persistent_save_interval", None, "use a smaller --save-interval"),
+    no("save_retain_interval", None, "use --keep-last 1 --keep-every N"),
+    no("non_persistent_save_interval", None, "use --snapshot-interval"),
     no("override_ckpt_iteration", None, "use --ckpt-step, or --finetune to start from iteration 0"),
     no("use_legacy_models", False, "there is one model, with megatron-core's parameter names; leave the flag out"),
     same("log_progress", False, "no progress.txt is written; --metrics-file has every iteration"),

@@ -1,6 +1,7 @@
 """From configuration and plan to the things that train: tokenizer, model, optimizer, scheduler, data sets."""
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -59,6 +60,7 @@ class Run:
     progress: Progress = field(default_factory=Progress)
     data_order: dict[str, Any] = field(default_factory=dict)
     recorder: Recorder | None = None        # of --data-ledger
+    fence: Callable[[], None] = lambda: None        # raises where another job has taken --save over; asked by rank 0
 
 
 def make_tokenizer(config: Config) -> Tokenizer:

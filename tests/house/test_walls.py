@@ -66,6 +66,8 @@ PLANTS = [
     ("no_code_from_data", "tools/x.py", '\n\ndef f(g):\n    g(weights_only=False)\n', "weights_only"),
     ("no_code_from_data", "tools/x.py", 'import numpy as np\n\nnp.load("x", allow_pickle=True)\n', "allow_pickle"),
     ("no_code_from_data", "megatron/log.py", 'eval("1")\n', "eval"),
+    ("no_code_from_data", "megatron/training/unpickle_worker.py", 'import pickle\n', "pickle"),
+    ("no_code_from_data", "tools/unpickle_worker.py", 'from pickle import loads\n', "pickle"),
     ("namespace_package", "megatron/data/__init__.py", '', "__init__.py"),
     ("names_and_leftovers", "megatron/data/utils.py", '', "named after"),
     ("names_and_leftovers", "tools/x.py", '# TO' + "DO: later\n", "TO" + "DO"),
