@@ -1,0 +1,79 @@
+#!/usr/bin/env python
+"""Bring checkpoints in from other formats and out to them: tools/convert_checkpoint.py COMMAND --help. See docs/convert.md.
+
+    hf-import  HF_FOLDER DIR       a Hugging Face model becomes a run directory that --load and tools/generate.py read
+    hf-export  DIR HF_FOLDER       a checkpoint, whatever layout wrote it, becomes a Hugging Face folder
+
+Nothing is downloaded, nothing is overwritten, one tensor is in memory at a time, and each is used exactly once.
+"""
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+from megatron.checkpoint.disk import CheckpointError  # noqa: E402
+from tools.convert.families import FAMILIES  # noqa: E402
+from tools.convert.huggingface import hf_export, hf_import  # noqa: E402
+
+_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+
+
+def size(word: str) -> int:
+    """Bytes of 5GB, 200MB or 1000."""
+    match = re.fullmatch(r"(\d+)(KB|MB|GB)?", word)
+    if not match or not int(match[1]):
+        raise argparse.ArgumentTypeError(f"{word!r} is not a size; write 5GB, 200MB or a number of bytes")
+    return int(match[1]) * _UNITS[match[2] or ""]
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
+                                     allow_abbrev=False)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    def command(name: str, text: str, *paths: str) -> argparse.ArgumentParser:
+        one = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
+        for path in paths:
+            one.add_argument(path.lower(), metavar=path, type=Path)
+        return one
+
+    one = command("hf-import", "make a run directory of a Hugging Face folder", "SOURCE", "TARGET")
+    one.add_argument("--ignore-config-key", nargs="+", default=[], metavar="KEY",
+                     help="keys of config.json that change nothing")
+    one.add_argument("--max-position-embeddings", type=int, metavar="N", help="a shorter context than config.json's")
+    one.add_argument("--no-tokenizer", action="store_true", help="leave the tokenizer's files behind (NullTokenizer)")
+    one.set_defaults(run=lambda o: hf_import(o.source, o.target, ignored=tuple(o.ignore_config_key),
+                                             tokenizer=not o.no_tokenizer, max_positions=o.max_position_embeddings))
+
+    one = command("hf-export", "write a Hugging Face folder of a checkpoint", "SOURCE", "TARGET")
+    one.add_argument("--family", choices=sorted(FAMILIES), help="default: the imported model's, else the first that fits")
+    one.add_argument("--ckpt-step", type=int, metavar="N", help="this iteration instead of the newest")
+    one.add_argument("--vocab-size", type=int, metavar="N", help="rows of the vocabulary (default: the tokenizer's)")
+    one.add_argument("--max-shard-size", type=size, default=5 * 10**9, metavar="SIZE", help="5GB, 200MB ... (default: 5GB)")
+    one.set_defaults(run=lambda o: hf_export(o.source, o.target, step=o.ckpt_step, family=o.family, vocab_size=o.vocab_size,
+                                             shard_bytes=o.max_shard_size))
+    return parser
+
+
+def main(argv: Sequence[str]) -> int:
+    """Exit codes: 0 done, 1 it could not be done, 2 a wrong command line, 130 Ctrl-C."""
+    options = build_parser().parse_args(argv)
+    try:
+        print(options.run(options))
+    except (ValueError, OSError, CheckpointError) as error:
+        print("\n".join(f"error: {line}" for line in str(error).splitlines()), file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
