@@ -3,6 +3,10 @@
 
     hf-import  HF_FOLDER DIR       a Hugging Face model becomes a run directory that --load and tools/generate.py read
     hf-export  DIR HF_FOLDER       a checkpoint, whatever layout wrote it, becomes a Hugging Face folder
+    megatron-import, megatron-export   Megatron-LM's mp_rank_XX folders, any TP x PP, both of its models
+    inspect    PATH                what is in it
+    diff       A B                 tensor by tensor, ours or Hugging Face on either side
+    verify     DIR HF_FOLDER       the same numbers out of both models? block by block
 
 Nothing is downloaded, nothing is overwritten, one tensor is in memory at a time, and each is used exactly once.
 """
@@ -20,6 +24,8 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 from megatron.checkpoint.disk import CheckpointError  # noqa: E402
 from tools.convert.families import FAMILIES  # noqa: E402
 from tools.convert.huggingface import hf_export, hf_import  # noqa: E402
+from tools.convert.inspection import diff, inspect, verify  # noqa: E402
+from tools.convert.megatron_layout import megatron_export, megatron_import  # noqa: E402
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
@@ -59,20 +65,55 @@ def build_parser() -> argparse.ArgumentParser:
     one.add_argument("--max-shard-size", type=size, default=5 * 10**9, metavar="SIZE", help="5GB, 200MB ... (default: 5GB)")
     one.set_defaults(run=lambda o: hf_export(o.source, o.target, step=o.ckpt_step, family=o.family, vocab_size=o.vocab_size,
                                              shard_bytes=o.max_shard_size))
+
+    one = command("megatron-import", "make a run directory of a Megatron-LM checkpoint (mp_rank_XX)", "SOURCE", "TARGET")
+    one.add_argument("--args", type=Path, metavar="FILE", help="flags that count more than the checkpoint's arguments")
+    one.add_argument("--no-tokenizer", action="store_true", help="leave the tokenizer behind (NullTokenizer)")
+    one.add_argument("--vocab-size", type=int, metavar="N", help="with --no-tokenizer: rows that are no padding")
+    one.set_defaults(run=lambda o: megatron_import(o.source, o.target, args_file=o.args, tokenizer=not o.no_tokenizer,
+                                                   vocab_size=o.vocab_size))
+
+    one = command("megatron-export", "write a Megatron-LM checkpoint (mp_rank_XX, release)", "SOURCE", "TARGET")
+    one.add_argument("--tensor-model-parallel-size", type=int, default=1, metavar="N", help="default: 1")
+    one.add_argument("--pipeline-model-parallel-size", type=int, default=1, metavar="N", help="default: 1")
+    one.add_argument("--model", choices=("core", "legacy"), default="core",
+                     help="megatron-core's GPTModel, or the older one")
+    one.add_argument("--ckpt-step", type=int, metavar="N", help="this iteration instead of the newest")
+    one.set_defaults(run=lambda o: megatron_export(o.source, o.target, tp=o.tensor_model_parallel_size, kind=o.model,
+                                                   pp=o.pipeline_model_parallel_size, step=o.ckpt_step))
+
+    one = command("inspect", "say what a checkpoint or a Hugging Face folder holds", "PATH")
+    one.add_argument("--ckpt-step", type=int, metavar="N", help="this iteration instead of the newest")
+    one.add_argument("--tensors", action="store_true", help="name every tensor")
+    one.set_defaults(run=lambda o: inspect(o.path, o.ckpt_step, o.tensors))
+
+    one = command("diff", "compare two of them tensor by tensor; exit code 1 where they differ", "A", "B")
+    one.add_argument("--ckpt-step", type=int, metavar="N", help="this iteration instead of the newest, of both")
+    one.set_defaults(run=lambda o: diff(o.a, o.b, o.ckpt_step))
+
+    one = command("verify", "compare what a checkpoint and a Hugging Face model compute, block by block (needs "
+                  "transformers); exit code 1 where they differ", "CHECKPOINT", "HF_FOLDER")
+    one.add_argument("--ckpt-step", type=int, metavar="N", help="this iteration instead of the newest")
+    one.add_argument("--tolerance", type=float, default=1e-4, metavar="X",
+                     help="largest difference, as a share of the largest value (default: 1e-4)")
+    one.add_argument("--length", type=int, default=64, metavar="N", help="tokens of each of two samples (default: 64)")
+    one.set_defaults(run=lambda o: verify(o.checkpoint, o.hf_folder, o.ckpt_step, o.tolerance, o.length))
     return parser
 
 
 def main(argv: Sequence[str]) -> int:
-    """Exit codes: 0 done, 1 it could not be done, 2 a wrong command line, 130 Ctrl-C."""
+    """Exit codes: 0 done, 1 it could not be done (diff, verify: they differ), 2 a wrong command line, 130 Ctrl-C."""
     options = build_parser().parse_args(argv)
     try:
-        print(options.run(options))
+        done = options.run(options)
+        text, good = done if isinstance(done, tuple) else (done, True)
+        print(text)
+        return 0 if good else 1
     except (ValueError, OSError, CheckpointError) as error:
         print("\n".join(f"error: {line}" for line in str(error).splitlines()), file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130
-    return 0
 
 
 if __name__ == "__main__":

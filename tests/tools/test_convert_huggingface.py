@@ -24,14 +24,14 @@ def tool():
 
 @pytest.fixture
 def convert(tool, capfd):
-    """Call the tool as its command line would; asserts success and returns what it says, or returns what was wrong."""
+    """Call the tool as its command line would: it must succeed, or fail with errors or (fails="out") a verdict."""
 
-    def call(*words, fails: bool = False) -> str:
+    def call(*words, fails: bool | str = False) -> str:
         capfd.readouterr()
         code = tool.main([str(word) for word in words])
         out, errors = capfd.readouterr()
         assert code == (1 if fails else 0), f"exit code {code}\n{out}{errors}"
-        return errors if fails else out
+        return errors if fails is True else out
 
     return call
 
@@ -277,3 +277,33 @@ def test_a_pickle_is_not_read_and_nothing_is_overwritten(tmp_path, convert):
     assert "pytorch_model.bin is a pickle" in convert("hf-import", tmp_path / "hf", tmp_path / "no", fails=True)
     assert "there is no config.json" in convert("hf-import", tmp_path, tmp_path / "no", fails=True)
     assert "no checkpoint of this suite" in convert("hf-export", tmp_path / "hf", tmp_path / "no", fails=True)
+
+
+# --- inspect, diff, verify ------------------------------------------------------------------------------------------
+
+
+def test_inspect_diff_and_verify(tmp_path, convert):
+    make(transformers, "llama", tmp_path / "hf")
+    convert("hf-import", tmp_path / "hf", tmp_path / "ours")
+    rewrite_on_ranks(tmp_path / "ours", tmp_path / "ranks", tp=2, pp=2)
+    said = convert("inspect", tmp_path / "ranks", "--tensors")
+    assert "iteration 5" in said and "decoder.layers.3.mlp.linear_fc1.weight float32 [2, 96, 64]" in said
+    assert "num_query_groups=2" in said and "optimizer: none" in said
+    assert "model_type 'llama'" in convert("inspect", tmp_path / "hf") and "cannot be imported" not in said
+    for a, b in (("ours", "ranks"), ("ours", "hf"), ("hf", "ranks"), ("hf", "hf")):
+        assert "same: " in convert("diff", tmp_path / a, tmp_path / b), (a, b)
+    assert "the models agree" in convert("verify", tmp_path / "ranks", tmp_path / "hf")
+    edit_tensors(tmp_path / "hf", lambda s: s[Q].__setitem__((3, 5), 4.0))
+    out = convert("diff", tmp_path / "ours", tmp_path / "hf", fails="out")
+    assert f"{Q}: 1 of 4,096 values differ" in out and "1 of 39 tensors differ" in out
+    lines = convert("verify", tmp_path / "ours", tmp_path / "hf", fails="out").splitlines()
+    wrong = ["TOO LARGE" in line for line in lines[:-1]]
+    assert wrong == [False, False, True, True, True, True] and "THE MODELS DIFFER" in lines[-1], lines
+
+
+def test_verify_says_what_it_cannot_do(tmp_path, convert):
+    make(transformers, "llama", tmp_path / "hf")
+    convert("hf-import", tmp_path / "hf", tmp_path / "ours")
+    edit_config(tmp_path / "hf", model_type="internlm2")
+    assert "hf-export --family llama" in convert("verify", tmp_path / "ours", tmp_path / "hf", fails=True)
+    assert "no Hugging Face folder" in convert("verify", tmp_path / "ours", tmp_path / "ours", fails=True)

@@ -67,7 +67,7 @@ class Keys:
 
     def done(self) -> None:
         """Raise ConversionError with all problems, and with the keys that nobody has read."""
-        unread = sorted(self.table.keys() - self._read - HARMLESS)
+        unread = sorted(key for key in self.table.keys() - self._read - HARMLESS if not key.startswith("_"))
         if unread:
             self.problems.append(f"{self.source}: {', '.join(unread)}: not known here, so perhaps another model than the "
                                  "one that would be made; if it changes nothing, give --ignore-config-key "

@@ -127,7 +127,7 @@ def as_hf(ours: Ours, family_name: str | None = None, vocab_size: int | None = N
     tensors = ours.outgoing(links_of(ours.model, rows, family.names), rows)
     config = config_for(family, ours.model, rows, base)
     dtype = str(tensors[0].dtype).removeprefix("torch.")
-    config = {key: value for key, value in config.items() if key != "dtype"} | {"torch_dtype": dtype}
+    config = config | {"dtype" if "dtype" in config else "torch_dtype": dtype}
     files = side_files(ours.base_folder) if ours.base_folder else _own_files(ours)
     return AsHF(config, tensors, files)
 

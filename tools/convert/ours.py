@@ -122,18 +122,14 @@ class _Part:
 
 @dataclass(frozen=True)
 class TokenizerChoice:
-    """The tokenizer of an imported model: its flags, and what the checkpoint keeps of it."""
+    """What a checkpoint keeps of its tokenizer, and the number of ids."""
 
-    flags: dict[str, Any]
     identity: dict[str, Any]
     size: int
 
 
-def choose_tokenizer(folder: Path, model_type: str, rows: int) -> TokenizerChoice:
-    """The tokenizer whose files lie in `folder`: GPT-2's own, tokenizer.json, or SentencePiece's; numbers if none does.
-
-    `rows`: of the embedding. Raises ConversionError for a tokenizer with more ids than these.
-    """
+def tokenizer_flags(folder: Path, model_type: str, rows: int) -> dict[str, Any]:
+    """The tokenizer whose files lie in `folder`: GPT-2's own, tokenizer.json, or SentencePiece's; numbers if none does."""
     has = {file.name for file in side_files(folder)}
     if model_type == "gpt2" and {"vocab.json", "merges.txt"} <= has:
         flags = {"tokenizer_type": "GPT2BPETokenizer", "vocab_file": str(folder / "vocab.json"),
@@ -146,12 +142,21 @@ def choose_tokenizer(folder: Path, model_type: str, rows: int) -> TokenizerChoic
         flags = {"tokenizer_type": "NullTokenizer", "vocab_size": rows}
     if flags["tokenizer_type"] == "HuggingFaceTokenizer":
         flags["tokenizer_model"] = str(folder)
+    return flags
+
+
+def choose_tokenizer(flags: dict[str, Any], rows: int) -> TokenizerChoice:
+    """The tokenizer that `flags` make, which is built once to know its size. Raises ConversionError where it cannot be, or
+    has more ids than the `rows` of the embedding."""
     known = {flag.name for flag in fields(TokenizerFlags)}
-    tokenizer = TokenizerFlags(**{name: value for name, value in flags.items() if name in known}).build()
+    try:
+        tokenizer = TokenizerFlags(**{name: value for name, value in flags.items() if name in known}).build()
+    except ValueError as error:
+        raise ConversionError(f"{error}\nthe tokenizer could not be made; --no-tokenizer leaves it behind") from None
     if tokenizer.vocab_size > rows:
-        raise ConversionError(f"{folder}: the tokenizer has {tokenizer.vocab_size} ids, the model {rows} rows; give the "
+        raise ConversionError(f"{flags['tokenizer_type']}: has {tokenizer.vocab_size} ids, the model {rows} rows; give the "
                               "tokenizer that the model was trained with, or --no-tokenizer")
-    return TokenizerChoice(flags, tokenizer.identity(), tokenizer.vocab_size)
+    return TokenizerChoice(tokenizer.identity(), tokenizer.vocab_size)
 
 
 def divisor(size: int, rows: int) -> int:
@@ -175,8 +180,8 @@ class Incoming:
 def write_checkpoint(root: Path, model: ModelConfig, weights: Sequence[Incoming], rows: int, model_type: str,
                      tokenizer_files: Iterable[Path], *, iteration: int = 0,
                      flags: dict[str, Any] | None = None) -> Path:
-    """Write a run directory with one checkpoint of these weights; `flags` are more of our flags for its args file (of a
-    tokenizer, which else is found among the copied `tokenizer_files`). Nothing stays behind when it fails.
+    """Write a run directory with one checkpoint of these weights; `flags` choose the tokenizer, which else is
+    found among the copied `tokenizer_files`. Nothing stays behind when it fails.
     """
     new_folder(root)
     root.mkdir()
@@ -185,19 +190,17 @@ def write_checkpoint(root: Path, model: ModelConfig, weights: Sequence[Incoming]
         copies.mkdir()
         for file in tokenizer_files:
             shutil.copyfile(file, copies / file.name)
-        flags, identity = dict(flags or {}), {}
-        if "tokenizer_type" not in flags:
-            choice = choose_tokenizer(copies.absolute(), model_type, rows)
-            flags, identity = flags | choice.flags, choice.identity
-            flags["make_vocab_size_divisible_by"] = divisor(choice.size, rows)
+        flags = flags or tokenizer_flags(copies.absolute(), model_type, rows)
+        choice = choose_tokenizer(flags, rows)
+        more = {"make_vocab_size_divisible_by": divisor(choice.size, rows)}
         if not any(copies.iterdir()):
             copies.rmdir()
         formats = {weight.dtype for weight in weights}
         precision = {"bf16": formats == {torch.bfloat16}, "fp16": formats == {torch.float16}}
-        config = config_from(Config, {**vars(model), **precision, **flags})
+        config = config_from(Config, {**vars(model), **precision, **flags, **more})
         slices = [TensorSlice(one.name, one.shape, one.dtype, whole(one.shape), one.make) for one in weights]
         layout = dict.fromkeys(("world_size", "tp", "pp", "cp", "dp"), 1)
-        state = RunState(iteration=iteration, data={"tokenizer": identity} if identity else {}, layout=layout)
+        state = RunState(iteration=iteration, data={"tokenizer": choice.identity}, layout=layout)
         return store.save(root, iteration, slices, state, to_args_text(config))
     except BaseException:
         shutil.rmtree(root, ignore_errors=True)
