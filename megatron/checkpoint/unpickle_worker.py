@@ -1,7 +1,9 @@
 """Reads tensors out of torch's pickled files, in a process of its own: the only file in which anything is unpickled.
 
-    python unpickle_worker.py read FILE.pt OUT.safetensors OUT.json PREFIX ...
-    python unpickle_worker.py write IN.safetensors IN.json FILE.pt
+Each line of its input is a job in JSON, each line of its output the answer, null or what is wrong with the file:
+
+    ["read", "FILE.pt", "OUT.safetensors", "OUT.json", "PREFIX", ...]
+    ["write", "IN.safetensors", "IN.json", "FILE.pt"]
 
 No name in a pickle leads to anything but the stand-ins below: `find_class` imports nothing, and a name that is not listed
 ends the program. Storages are read straight from the archive, by name and length, and nothing is unpacked to disk. So the
@@ -16,12 +18,14 @@ import argparse
 import io
 import json
 import pickle
+import re
 import sys
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -31,6 +35,7 @@ from megatron.checkpoint.safetensors_file import DTYPE_NAMES, Entry, Safetensors
 
 MAX_PICKLE_BYTES = 1 << 28
 MAX_DEPTH = 100
+_LARGE = re.compile(r"model\d*|optimizer")      # of the root: they hold tensors, and no plain values that count
 
 
 class Refused(Exception):
@@ -69,8 +74,7 @@ class Opaque:
 class Namespace:
     """Stands for argparse.Namespace and the like: what a pickle sets on it is kept as data."""
 
-    def __init__(self) -> None:
-        self.values: dict[str, Any] = {}
+    values: Mapping[str, Any] = MappingProxyType({})
 
     def __setstate__(self, state: Any) -> None:
         self.values = state if isinstance(state, dict) else {}
@@ -113,7 +117,8 @@ ALLOWED: dict[tuple[str, str], Any] = {
     ("collections", "OrderedDict"): Table,
     ("argparse", "Namespace"): Namespace,
     ("types", "SimpleNamespace"): Namespace,
-    ("datetime", "timedelta"): Opaque,
+    ("builtins", "set"): list, ("__builtin__", "set"): list,
+    ("datetime", "timedelta"): Opaque, ("pathlib", "PosixPath"): Opaque, ("signal", "Signals"): Opaque,
     ("_io", "BytesIO"): Opaque,
     ("_codecs", "encode"): Opaque,
     ("numpy", "ndarray"): Opaque, ("numpy", "dtype"): Opaque,
@@ -157,12 +162,13 @@ class TorchFile:
         except (OSError, zipfile.BadZipFile, NotImplementedError, ValueError) as error:
             raise Refused(f"is not a zip file as torch.save writes it since version 1.6 ({error}); load an older one there "
                           "and save it again") from None
-        pickles = [name for name in self._zip.namelist() if name.count("/") == 1 and name.endswith("/data.pkl")]
-        if len(pickles) != 1 or len(set(self._zip.namelist())) != len(self._zip.namelist()):
+        self._names = set(self._zip.namelist())
+        pickles = [name for name in self._names if name.count("/") == 1 and name.endswith("/data.pkl")]
+        if len(pickles) != 1 or len(self._names) != len(self._zip.namelist()):
             raise Refused("is a zip file, but not one of torch.save")
         self._prefix = pickles[0].removesuffix("data.pkl")
         order = self._prefix + "byteorder"
-        if order in self._zip.namelist() and self._bytes(order, 16) != b"little":
+        if order in self._names and self._bytes(order, 16) != b"little":
             raise Refused("was written on a big-endian machine, which is not read")
         data = self._bytes(pickles[0], MAX_PICKLE_BYTES)
         try:
@@ -187,15 +193,20 @@ class TorchFile:
             raise Refused(f"its member {name} is damaged ({error})") from None
         return data
 
+    def check(self, place: TensorPlace) -> str:
+        """The name of a tensor's member, which is there and has the length that it should have."""
+        storage = place.storage
+        name, length = f"{self._prefix}data/{storage.key}", storage.numel * storage.dtype.itemsize
+        if name not in self._names:
+            raise Refused(f"lacks its member {name}")
+        if self._zip.getinfo(name).file_size != length:
+            raise Refused(f"its member {name} has {self._zip.getinfo(name).file_size} bytes, should have {length}")
+        return name
+
     def tensor(self, place: TensorPlace) -> torch.Tensor:
         """The numbers of a tensor."""
         storage = place.storage
-        name, length = f"{self._prefix}data/{storage.key}", storage.numel * storage.dtype.itemsize
-        if name not in self._zip.namelist():
-            raise Refused(f"lacks its member {name}")
-        data = self._bytes(name, length)
-        if len(data) != length:
-            raise Refused(f"its member {name} has {len(data)} bytes, should have {length}")
+        data = self._bytes(self.check(place), storage.numel * storage.dtype.itemsize)
         if not prod(place.shape):
             return torch.empty(place.shape, dtype=storage.dtype)
         return torch.frombuffer(data, dtype=storage.dtype).as_strided(place.shape, place.stride, place.offset)
@@ -220,7 +231,7 @@ def plain(value: Any, depth: int = 0) -> Any:
         raise Refused("its pickle is nested too deeply")
     if isinstance(value, Namespace):
         value = value.values
-    if isinstance(value, dict):
+    if isinstance(value, Mapping):
         return {str(key): plain(one, depth + 1) for key, one in value.items()}
     if isinstance(value, (list, tuple)):
         return [plain(one, depth + 1) for one in value]
@@ -239,11 +250,12 @@ def read(source: Path, tensors: Path, values: Path, prefixes: list[str]) -> None
             raise Refused(f"holds {name} twice")
         if place.storage.dtype not in DTYPE_NAMES:
             raise Refused(f"{name} has a number format that is not converted")
+        file.check(place)
         found.add(name)
         entries.append(Entry(name, place.storage.dtype, place.shape, lambda place=place: file.tensor(place)))
     write_file(tensors, entries)
     root = file.tree if isinstance(file.tree, dict) else {}
-    kept = {key: value for key, value in root.items() if isinstance(key, str) and not key.startswith(("model", "optimizer"))}
+    kept = {key: value for key, value in root.items() if isinstance(key, str) and not _LARGE.fullmatch(key)}
     values.write_text(json.dumps(plain(kept)), encoding="utf-8")
 
 
@@ -260,19 +272,19 @@ def write(tensors: Path, values: Path, target: Path) -> None:
     torch.save(root, target)
 
 
-def main(argv: list[str]) -> int:
-    """0, or 1 with one line on stderr."""
-    command, *paths = argv
+def answer(job: list[str]) -> str | None:
+    """Do a job; None, or what is wrong."""
+    command, *paths = job
     try:
         if command == "read":
             read(*map(Path, paths[:3]), paths[3:])
         else:
             write(*map(Path, paths))
     except (Refused, CheckpointError, OSError) as error:
-        print(error, file=sys.stderr)
-        return 1
-    return 0
+        return str(error)
+    return None
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    for line in sys.stdin:
+        print(json.dumps(answer(json.loads(line))), flush=True)

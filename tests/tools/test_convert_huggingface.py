@@ -307,3 +307,38 @@ def test_verify_says_what_it_cannot_do(tmp_path, convert):
     edit_config(tmp_path / "hf", model_type="internlm2")
     assert "hf-export --family llama" in convert("verify", tmp_path / "ours", tmp_path / "hf", fails=True)
     assert "no Hugging Face folder" in convert("verify", tmp_path / "ours", tmp_path / "ours", fails=True)
+
+
+def test_a_tokenizer_with_fewer_ids_than_the_embedding_has_rows(tmp_path, convert):
+    """As Qwen's: the rows behind stay, through a run of the same layout too, and the tokenizer's files go along."""
+    tokenizers = pytest.importorskip("tokenizers")
+    model = make(transformers, "llama", tmp_path / "hf")
+    words = {f"w{number}": number for number in range(49)} | {"<eos>": 49}
+    tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w0")).save(str(tmp_path / "hf" / "tokenizer.json"))
+    (tmp_path / "hf" / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<eos>"}))
+    convert("hf-import", tmp_path / "hf", tmp_path / "ours")
+    trained = open_trained_model(str(tmp_path / "ours"), device="cpu")
+    assert (trained.tokenizer.vocab_size, trained.tokenizer.eod) == (50, 49)
+    assert trained.model.embedding.word_embeddings.weight.shape[0] == VOCAB
+    with torch.no_grad():
+        ids = IDS % 50
+        torch.testing.assert_close(trained.model(ids), model(ids).logits[..., :50], rtol=0, atol=1e-5)
+    convert("hf-export", tmp_path / "ours", tmp_path / "back")
+    same_model(model, tmp_path / "back")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        assert (tmp_path / "hf" / name).read_bytes() == (tmp_path / "back" / name).read_bytes()
+    words |= {f"more{number}": number for number in range(50, 70)}
+    tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w0")).save(str(tmp_path / "hf" / "tokenizer.json"))
+    errors = convert("hf-import", tmp_path / "hf", tmp_path / "no", fails=True)
+    assert "has 70 ids, the model 61 rows" in errors and not (tmp_path / "no").exists()
+    convert("hf-import", tmp_path / "hf", tmp_path / "numbers", "--no-tokenizer")
+    assert open_trained_model(str(tmp_path / "numbers"), device="cpu").tokenizer.vocab_size == VOCAB
+
+
+def test_a_model_trained_here_gets_its_own_special_ids(tmp_path, convert):
+    make(transformers, "llama", tmp_path / "hf")
+    convert("hf-import", tmp_path / "hf", tmp_path / "ours")
+    rewrite_on_ranks(tmp_path / "ours", tmp_path / "ranks", tp=1, pp=1)
+    convert("hf-export", tmp_path / "ranks", tmp_path / "back")
+    config = transformers.AutoConfig.from_pretrained(tmp_path / "back")
+    assert (config.bos_token_id, config.eos_token_id, config.pad_token_id) == (None, VOCAB - 1, None)

@@ -247,7 +247,7 @@ def same(a, b) -> bool:
 
 REFUSED = {
     "experts": (dict(num_experts=8), "num_experts 8 cannot be represented"),
-    "rope scaling": (dict(use_rope_scaling=True), "use_rope_scaling True"),
+    "window": (dict(window_size=(128, 0)), "window_size"),
     "positions": (dict(position_embedding_type="mrope"), "position_embedding_type"),
     "wider MLP": (dict(ffn_hidden_size=512), "dense_h_to_4h.weight has shape [256, 64], should be [512, 64]"),
     "more layers": (dict(num_layers=5), "decoder.layers.4.input_layernorm.weight is missing"),

@@ -12,11 +12,14 @@ from typing import Any
 
 from megatron.config import architecture
 from megatron.config.model import ModelConfig
+from megatron.kernels.rotary import LLAMA3_CONTEXT, LLAMA3_HIGH, LLAMA3_LOW
 from tools.convert.config_keys import Keys
 from tools.convert.links import FUSED_QKV_T, GATE_UP, QKV, SAME, TRANSPOSED, ConversionError, Names
 
 Flags = dict[str, Any]
 _LAYER = "decoder.layers.{}."
+_LLAMA3 = {"low_freq_factor": LLAMA3_LOW, "high_freq_factor": LLAMA3_HIGH,
+           "original_max_position_embeddings": LLAMA3_CONTEXT}
 
 
 @dataclass(frozen=True)
@@ -141,9 +144,12 @@ def _read_rotary(keys: Keys) -> Flags:
     kind, factor = scaling.get("rope_type", scaling.get("type", "default")), scaling.get("factor", 1.0)
     # Dynamic NTK changes nothing within max_position_embeddings, and longer sequences are refused here.
     if kind == "linear" and isinstance(factor, (int, float)) and factor == int(factor) >= 1:
-        flags["rotary_seq_len_interpolation_factor"] = int(factor)
+        flags["rotary_seq_len_interpolation_factor"] = int(factor) if factor > 1 else None
+    elif kind == "llama3" and all(scaling.get(name) == value for name, value in _LLAMA3.items()):
+        flags |= {"use_rope_scaling": True, "rope_scaling_factor": float(factor)}
     elif kind not in ("default", "dynamic", None):
-        keys.refuse(key, scaling, "the types default, dynamic, and linear with a whole factor can be")
+        keys.refuse(key, scaling, "the types default, dynamic, linear with a whole factor, and llama3 with its own numbers "
+                    "can be")
     return flags
 
 
@@ -215,7 +221,11 @@ def _write_llama_like(m: ModelConfig) -> dict[str, Any]:
         rope |= {"rope_type": "linear", "factor": float(factor)}
     if m.rotary_percent != 1.0:
         rope["partial_rotary_factor"] = m.rotary_percent
-    old = {"type": "linear", "factor": float(factor)} if factor and factor > 1 else None
+    if m.use_rope_scaling:
+        rope |= {"rope_type": "llama3", "factor": m.rope_scaling_factor, **_LLAMA3}
+    old = {name: value for name, value in rope.items() if name not in ("rope_theta", "partial_rotary_factor")}
+    if rope["rope_type"] == "default":
+        old = None
     return {"num_hidden_layers": m.num_layers, "hidden_size": m.hidden_size, "num_attention_heads": m.num_attention_heads,
             "num_key_value_heads": m.query_groups, "head_dim": m.head_dim, "intermediate_size": m.ffn,
             "max_position_embeddings": m.max_position_embeddings or m.seq_length, "rms_norm_eps": m.norm_epsilon,

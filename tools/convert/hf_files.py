@@ -4,7 +4,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -135,9 +135,10 @@ def new_folder(path: Path) -> None:
         raise ConversionError(f"{path}: there is no directory {path.parent}; make it first")
 
 
-def write_folder(path: Path, config: dict[str, Any], tensors: Sequence[Outgoing], side_files: Sequence[Path],
+def write_folder(path: Path, config: dict[str, Any], tensors: Sequence[Outgoing], files: Mapping[str, Path],
                  limit: int) -> list[str]:
-    """Write the folder, whole or not at all: under a name of its own, then renamed. Returns the names of the shards."""
+    """Write the folder, whole or not at all: under a name of its own, then renamed. `files` are copied into it under these
+    names. Returns the names of the shards."""
     new_folder(path)
     aside = path.with_name(f".{path.name}.partial")
     shutil.rmtree(aside, ignore_errors=True)
@@ -153,8 +154,8 @@ def write_folder(path: Path, config: dict[str, Any], tensors: Sequence[Outgoing]
             total = sum(one.bytes for one in tensors)
             _write_json(aside / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
         _write_json(aside / CONFIG, config)
-        for file in side_files:
-            DISK.write_file(aside / file.name, file.read_bytes())
+        for name, file in files.items():
+            DISK.write_file(aside / name, file.read_bytes())
         DISK.fsync_directory(aside)
         DISK.rename(aside, path)
         DISK.fsync_directory(path.parent)

@@ -115,7 +115,7 @@ class AsHF:
 
     config: dict[str, Any]
     tensors: list[Outgoing]
-    files: list[Path]
+    files: dict[str, Path]
 
 
 def as_hf(ours: Ours, family_name: str | None = None, vocab_size: int | None = None) -> AsHF:
@@ -123,13 +123,14 @@ def as_hf(ours: Ours, family_name: str | None = None, vocab_size: int | None = N
     base, rows = ours.base, ours.vocab_size(vocab_size)
     family = _family(ours, family_name, base)
     if base.get("model_type") != family.model_type:
-        base = {}
+        base = {key: base[key] for key in base if key.endswith("_token_id")} or ours.special_ids()
     tensors = ours.outgoing(links_of(ours.model, rows, family.names), rows)
     config = config_for(family, ours.model, rows, base)
     dtype = str(tensors[0].dtype).removeprefix("torch.")
     config = config | {"dtype" if "dtype" in config else "torch_dtype": dtype}
-    files = side_files(ours.base_folder) if ours.base_folder else _own_files(ours)
-    return AsHF(config, tensors, files)
+    if ours.base_folder:
+        return AsHF(config, tensors, {file.name: file for file in side_files(ours.base_folder)})
+    return AsHF(config, tensors, _own_files(ours))
 
 
 def _family(ours: Ours, asked: str | None, base: dict[str, Any]) -> Family:
@@ -138,16 +139,18 @@ def _family(ours: Ours, asked: str | None, base: dict[str, Any]) -> Family:
     return fitting(ours.model)
 
 
-def _own_files(ours: Ours) -> list[Path]:
-    """The tokenizer files of a model that was trained here, where transformers knows them by name."""
+def _own_files(ours: Ours) -> dict[str, Path]:
+    """The tokenizer files of a model that was trained here, under the names that transformers knows."""
     d = ours.config.data
+    named: dict[str, str | None] = {}
     if d.tokenizer == "HuggingFaceTokenizer" and d.tokenizer_model:
         path = Path(d.tokenizer_model)
-        return side_files(path if path.is_dir() else path.parent)
-    named = {"vocab.json": d.vocab_file, "merges.txt": d.merge_file} if d.tokenizer == "GPT2BPETokenizer" else {}
-    if d.tokenizer == "Llama2Tokenizer":
+        return {file.name: file for file in side_files(path if path.is_dir() else path.parent)}
+    if d.tokenizer == "GPT2BPETokenizer":
+        named = {"vocab.json": d.vocab_file, "merges.txt": d.merge_file}
+    elif d.tokenizer == "Llama2Tokenizer":
         named = {"tokenizer.model": d.tokenizer_model}
-    return [Path(path) for name, path in named.items() if path and Path(path).name == name and Path(path).is_file()]
+    return {name: Path(path) for name, path in named.items() if path and Path(path).is_file()}
 
 
 def hf_export(source: Path, target: Path, *, step: int | None = None, family: str | None = None,
@@ -157,6 +160,6 @@ def hf_export(source: Path, target: Path, *, step: int | None = None, family: st
     with Ours(source, step) as ours:
         made = as_hf(ours, family, vocab_size)
         names = write_folder(target, made.config, made.tensors, made.files, shard_bytes)
-        copied = ", ".join(file.name for file in made.files) or "no tokenizer files"
+        copied = ", ".join(made.files) or "no tokenizer files"
         return (f"{target}: {made.config['model_type']}, {len(made.tensors)} tensors in {len(names)} file"
                 f"{'s' * (len(names) > 1)}; with it: {copied}")

@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 import re
-import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,13 +15,20 @@ from megatron.checkpoint import boxes
 from megatron.checkpoint.disk import DISK
 from megatron.checkpoint.safetensors_file import Entry
 from megatron.config.model import ModelConfig
-from megatron.config.parameters import LAYER_PREFIX, WORD_EMBEDDING, ParameterSpec, parameter_table, stage_table
+from megatron.config.parameters import (
+    LAYER_PREFIX,
+    OUTPUT_LAYER,
+    WORD_EMBEDDING,
+    ParameterSpec,
+    parameter_table,
+    stage_table,
+)
 from megatron.config.tree import Config
 from tools.convert.hf_files import new_folder
 from tools.convert.links import ConversionError, is_vocabulary
 from tools.convert.megatron_names import TIED_COPY, args_for, flags_from, legacy_path, our_name
 from tools.convert.ours import Incoming, Ours, write_checkpoint
-from tools.convert.torch_files import TorchFile, write_torch_file
+from tools.convert.torch_files import TorchFile, Unpickler
 
 FILE = "model_optim_rng.pt"
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -41,7 +47,7 @@ class Part:
     @property
     def header(self) -> tuple[torch.dtype, tuple[int, ...]]:
         """Number format and shape."""
-        return self.file.headers()[self.path]
+        return self.file.header(self.path)
 
 
 def find_ranks(source: Path) -> tuple[Path, dict[tuple[int, int], Path]]:
@@ -74,12 +80,12 @@ def find_ranks(source: Path) -> tuple[Path, dict[tuple[int, int], Path]]:
 class MegatronCheckpoint:
     """An open Megatron-LM checkpoint: arguments, and for each tensor of ours its parts by tensor rank."""
 
-    def __init__(self, source: Path, folder: Path):
+    def __init__(self, source: Path, unpickler: Unpickler):
         self.source, ranks = find_ranks(source)
         self.tp, self.pp = (1 + max(numbers) for numbers in zip(*ranks, strict=True))
-        self.files = {rank: TorchFile(path, folder, ("model",)) for rank, path in ranks.items()}
+        self.files = {rank: unpickler.read(path, ("model",)) for rank, path in ranks.items()}
         first = self.files[0, 0].values
-        self.args: dict[str, Any] = first.get("args") or {}
+        self.args: dict[str, Any] = first["args"] if isinstance(first.get("args"), dict) else {}
         version = first.get("checkpoint_version", 0)
         if not isinstance(version, (int, float)) or version < 2.0:
             raise ConversionError(f"{self.source}: checkpoint_version {version}: queries, keys and values lie in an older "
@@ -91,17 +97,15 @@ class MegatronCheckpoint:
 
     def _sort(self, tp: int) -> None:
         """Note where the tensors of this tensor rank lie, layers under their global numbers."""
-        offset = 0
-        last = self.pp - 1
-        for chunk, pp, names in self._chunks(tp):
+        offset, tied = 0, not self.args.get("untie_embeddings_and_output_weights")
+        for pp, names in self._chunks(tp):
             layers: set[int] = set()
             for path, name in names:
                 match = _LAYER.fullmatch(name)
                 if match:
                     layers.add(int(match[2]))
                     name = f"{match[1]}{int(match[2]) + offset}{match[3]}"
-                copy = name == TIED_COPY or (name in (WORD_EMBEDDING, "output_layer.weight") and self._tied() and (
-                    pp == last and (pp, chunk) != (0, 0) or name == "output_layer.weight"))
+                copy = tied and name in (TIED_COPY, OUTPUT_LAYER)
                 table = self.copies if copy else self.parts
                 found = table.setdefault(WORD_EMBEDDING if copy else name, [])
                 if len(found) > tp:
@@ -111,11 +115,9 @@ class MegatronCheckpoint:
                 raise ConversionError(f"{self.source}: stage {pp} has the layers {sorted(layers)}, not 0, 1, 2, ...")
             offset += len(layers)
 
-    def _tied(self) -> bool:
-        return not self.args.get("untie_embeddings_and_output_weights")
-
-    def _chunks(self, tp: int) -> Iterator[tuple[int, int, list[tuple[str, str]]]]:
-        """(chunk, pipeline rank, [(path, our name with the chunk's own layer numbers)]) in the order of the layers."""
+    def _chunks(self, tp: int) -> Iterator[tuple[int, list[tuple[str, str]]]]:
+        """(pipeline rank, [(path, our name with the chunk's own layer numbers)]) in the order of the layers: virtual stage
+        by virtual stage, in each rank by rank."""
         found: dict[tuple[int, int], list[tuple[str, str]]] = {}
         for pp in range(self.pp):
             for path in self.files[tp, pp].headers():
@@ -123,13 +125,8 @@ class MegatronCheckpoint:
                 name = our_name(match[2]) if match else path
                 if name is not None:
                     found.setdefault((int(match[1] or 0) if match else 0, pp), []).append((path, name))
-        for (chunk, pp), names in sorted(found.items()):
-            yield chunk, pp, names
-
-    def close(self) -> None:
-        """Close all files."""
-        for file in self.files.values():
-            file.close()
+        for (_, pp), names in sorted(found.items()):
+            yield pp, names
 
 
 def _their_shape(spec: ParameterSpec, shape: Sequence[int], model: ModelConfig) -> tuple[int, ...]:
@@ -190,10 +187,8 @@ def megatron_import(source: Path, target: Path, *, args_file: Path | None = None
     """Make a run directory of a Megatron-LM checkpoint. `args_file`: flags that count more than its arguments; without
     `tokenizer` ids are plain numbers, `vocab_size` of them. Returns what to say of it."""
     new_folder(target)
-    folder = Path(tempfile.mkdtemp(prefix=".convert-", dir=target.parent))
-    there = None
-    try:
-        there = MegatronCheckpoint(source, folder)
+    with tempfile.TemporaryDirectory(prefix=".convert-", dir=target.parent) as folder, Unpickler(Path(folder)) as unpickler:
+        there = MegatronCheckpoint(source, unpickler)
         given = parse_typed(build_parser(Config, prog="args", description=""), [f"@{args_file}"]) if args_file else {}
         there.args |= given
         flags = flags_from(there.args, str(there.source))
@@ -214,10 +209,6 @@ def megatron_import(source: Path, target: Path, *, args_file: Path | None = None
         written = write_checkpoint(target, model, weights, rows, "megatron", [], flags=flags)
         return (f"{written}: {len(weights)} tensors from {there.tp} tensor x {there.pp} pipeline ranks, tokenizer "
                 f"{flags['tokenizer_type']}")
-    finally:
-        if there is not None:
-            there.close()
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 # --- export ---------------------------------------------------------------------------------------------------------
@@ -230,8 +221,8 @@ def megatron_export(source: Path, target: Path, *, tp: int = 1, pp: int = 1, kin
     new_folder(target)
     with Ours(source, step) as ours:
         table, rows, args = _export_plan(ours, tp, pp)
-        aside = Path(tempfile.mkdtemp(prefix=".convert-", dir=target.parent))
-        try:
+        with tempfile.TemporaryDirectory(prefix=".convert-", dir=target.parent) as name, Unpickler(Path(name)) as unpickler:
+            aside = Path(name)
             (aside / "run" / "release").mkdir(parents=True)
             for p in range(pp):
                 layers = range(p * ours.model.num_layers // pp, (p + 1) * ours.model.num_layers // pp)
@@ -239,13 +230,10 @@ def megatron_export(source: Path, target: Path, *, tp: int = 1, pp: int = 1, kin
                 for t in range(tp):
                     folder = aside / "run" / "release" / (f"mp_rank_{t:02d}" + f"_{p:03d}" * (pp > 1))
                     folder.mkdir()
-                    entries, paths = _rank(ours, stage, layers.start, rows, t, tp, p, kind)
-                    write_torch_file(folder / FILE, aside, entries, paths,
-                                     {"checkpoint_version": 3.0, "iteration": 0}, args)
+                    entries, paths = _rank(ours, stage, layers.start, t, tp, p, kind)
+                    unpickler.write(folder / FILE, entries, paths, {"checkpoint_version": 3.0, "iteration": 0}, args)
             (aside / "run" / TRACKER).write_text("release")
             DISK.rename(aside / "run", target)
-        finally:
-            shutil.rmtree(aside, ignore_errors=True)
     return (f"{target}: {len(table)} tensors for {tp} tensor x {pp} pipeline ranks, {kind} model, {rows} rows of the "
             "vocabulary")
 
@@ -262,8 +250,7 @@ def _export_plan(ours: Ours, tp: int, pp: int) -> tuple[list[ParameterSpec], int
     args = args_for(model, {
         "tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp, "padded_vocab_size": rows,
         "tokenizer_type": d.tokenizer, "vocab_file": d.vocab_file, "merge_file": d.merge_file,
-        "tokenizer_model": d.tokenizer_model, "vocab_size": d.vocab_size,
-        "params_dtype": None})
+        "tokenizer_model": d.tokenizer_model, "vocab_size": d.vocab_size})
     table = parameter_table(model, rows, size)
     held = {spec.name for spec in table}
     strange = sorted(held ^ set(ours.weights()))
@@ -272,7 +259,7 @@ def _export_plan(ours: Ours, tp: int, pp: int) -> tuple[list[ParameterSpec], int
     return table, rows, args
 
 
-def _rank(ours: Ours, stage: Sequence[ParameterSpec], first_layer: int, rows: int, t: int, tp: int, p: int,
+def _rank(ours: Ours, stage: Sequence[ParameterSpec], first_layer: int, t: int, tp: int, p: int,
           kind: str) -> tuple[list[Entry], dict[str, tuple[str, ...]]]:
     """(tensors to write, the path of each) of one rank."""
     entries, paths = [], {}
@@ -283,7 +270,7 @@ def _rank(ours: Ours, stage: Sequence[ParameterSpec], first_layer: int, rows: in
             tail = name.removeprefix(f"{LAYER_PREFIX}{spec.layer}.")
             name = f"{LAYER_PREFIX}{spec.layer - first_layer}.{tail}"
         if tied_copy and name == WORD_EMBEDDING:
-            name = TIED_COPY if kind == "legacy" else "output_layer.weight"
+            name = TIED_COPY if kind == "legacy" else OUTPUT_LAYER
         path = ("model", *legacy_path(name)) if kind == "legacy" else ("model", name)
         shape = _their_shape(spec, spec.local_shape({"tp": tp}), ours.model)
         paths[name] = path

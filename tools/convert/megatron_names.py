@@ -17,7 +17,7 @@ from tools.convert.links import ConversionError
 
 # Arguments of theirs that change what is computed and have no flag here: name -> values under which nothing changes.
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    "num_experts": (None,), "multi_latent_attention": (None, False), "use_rope_scaling": (None, False),
+    "num_experts": (None,), "multi_latent_attention": (None, False),
     "window_size": (None,), "softmax_type": (None, "vanilla"), "quick_geglu": (None, False), "mtp_num_layers": (None, 0),
     "no_rope_freq": (None,), "attention_output_gate": (None, False), "experimental_attention_variant": (None,),
     "glu_linear_offset": (None, 0, 0.0), "activation_func_clamp_value": (None,), "retro_add_retriever": (None, False),
@@ -86,10 +86,13 @@ def flags_from(args: Mapping[str, Any], source: str) -> dict[str, Any]:
             problems.append(f"{source}: its arguments have no {name}; give --args FILE with the flags of the model")
     known = flags_of(Config)
     for name, value in flags.items():
+        switch = known[name].kind in ("switch", "off")
         try:
-            value = known[name].convert([]) if isinstance(value, bool) else known[name].convert([str(value)])
+            flags[name] = bool(value) if switch else known[name].convert([str(value)])
         except ValueError as error:
             problems.append(f"{source}: {name}: {error}")
+        if switch and not isinstance(value, bool):
+            problems.append(f"{source}: {name} is {value!r}, should be True or False")
     if problems:
         raise ConversionError("\n".join(problems))
     if flags.get("kv_channels") == flags["hidden_size"] / flags["num_attention_heads"]:

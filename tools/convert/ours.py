@@ -76,6 +76,14 @@ class Ours:
             raise ConversionError(f"{error}\n{self.found.directory}: its tokenizer says how many rows of the vocabulary are "
                                   "no padding; give --vocab-size N instead") from None
 
+    def special_ids(self) -> dict[str, int | None]:
+        """config.json's ids of special pieces; none where the tokenizer is not on this machine."""
+        try:
+            tokenizer = self._tokenizer()
+        except ConversionError:
+            return dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+        return {"bos_token_id": tokenizer.bos, "eos_token_id": tokenizer.eod, "pad_token_id": tokenizer.pad}
+
     def weights(self) -> list[str]:
         """Names of the model's tensors."""
         return [name for name in self.reader.names() if not name.startswith("optimizer.")]
