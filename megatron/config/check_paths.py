@@ -305,6 +305,10 @@ def _checkpoint(c: CheckpointConfig) -> Iterator[str]:
     if os.path.exists(c.load) and not os.path.isdir(c.load):
         yield f"--load {c.load}: is a file; give the directory that holds the iter_XXXXXXX directories"
         return
+    if tool := _of_another_suite(c.load):
+        yield (f"--load {c.load}: is no checkpoint of this suite; make one of it first: python tools/convert_checkpoint.py "
+               f"{tool} {c.load} DIR")
+        return
     here = sorted(int(n[5:]) for n in _listing(c.load) if re.fullmatch(r"iter_\d{7,}", n))
     if c.ckpt_step is not None and not os.path.isdir(os.path.join(c.load, f"iter_{c.ckpt_step:07d}")):
         have = f"there are {', '.join(map(str, here[-6:]))}" if here else "there is none"
@@ -313,6 +317,17 @@ def _checkpoint(c: CheckpointConfig) -> Iterator[str]:
             _listing(os.path.join(c.snapshot_dir or os.path.join(c.load, "snapshots"), slot)) for slot in "01"):
         yield (f"--load {c.load}: no checkpoint there, and --exit-on-missing-checkpoint is given; leave that out to "
                "start from random weights")
+
+
+def _of_another_suite(load: str) -> str | None:
+    """The converter's command for what lies in a folder, where that is no checkpoint of ours: without this, training would
+    find none and start from random weights."""
+    newest = newest_checkpoint(load)
+    if newest is None and os.path.isfile(os.path.join(load, "config.json")):
+        return "hf-import"
+    if any(n.startswith("mp_rank_") for n in _listing(str(newest or os.path.join(load, "release")))):
+        return "megatron-import"
+    return None
 
 
 def newest_checkpoint(load: str, ckpt_step: int | None = None) -> Path | None:

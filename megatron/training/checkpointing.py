@@ -259,7 +259,14 @@ def _take_tensors(run: Run, found: Checkpoint) -> None:
     if before and before != now and not c.finetune:
         raise ValueError(f"--load {c.load}: it was trained with the tokenizer {_short(before)}, this run has "
                          f"{_short(now)}; give the same vocabulary, or --finetune to start anew from its weights")
+<<<<<<< HEAD
     if _with_optimizer(c) and not any(name.startswith("optimizer.") for name in found.manifest.tensors):
+=======
+    has_optimizer = any(name.startswith("optimizer.") for name in found.manifest.tensors)
+    imported = state.iteration == 0 and not has_optimizer       # weights that another suite trained
+    with_optimizer = not (c.finetune or c.no_load_optim or imported)
+    if with_optimizer and not has_optimizer:
+>>>>>>> h-conv
         raise ValueError(f"--load {c.load}: it was saved without its optimizer (--no-save-optim); give --no-load-optim "
                          "to go on with a fresh one, or --finetune to start anew from its weights")
     with found.reader() as reader:

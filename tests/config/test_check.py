@@ -371,6 +371,7 @@ def test_nccl_between_cpu_ranks():
     ("--tiktoken-num-special-tokens 9", "--tiktoken-num-special-tokens 9: no effect without --tokenizer-type Tik"),
     ("--tiktoken-special-tokens <s>", "--tiktoken-special-tokens <s>: no effect without --tokenizer-type TikTok"),
     ("--rotary-percent 0.5", "--rotary-percent 0.5: no effect without --position-embedding-type rope"),
+    ("--rope-scaling-factor 4", "--rope-scaling-factor 4.0: no effect without --use-rope-scaling"),
     ("--no-data-sharding", "--no-data-sharding: no effect without --dataloader-type cyclic"),
     ("--swiglu --no-bias-gelu-fusion", "--no-bias-gelu-fusion: no effect without a GELU with biases"),
     ("--attention-softmax-in-fp32", "no effect here, because the softmax is always computed in fp32"),
