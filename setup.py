@@ -46,6 +46,7 @@ setup(
         "dev": requirements("dev"),
         "peers": requirements("peers"),
         "plot": ["matplotlib"],
+        "s3": requirements("s3"),
         "tensorboard": ["tensorboard"],
         "transformer-engine": ["transformer-engine[pytorch]"],
     },

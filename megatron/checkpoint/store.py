@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import secrets
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -60,20 +61,42 @@ def save(root: Path | str, iteration: int, slices: Sequence[TensorSlice], state:
     name. When any rank fails, every rank raises CheckpointError, the files of this save are removed and the last
     checkpoint stays.
     """
+    temporary = begin(root, iteration, rank=rank, gather=gather, disk=disk)
+    return commit(temporary, iteration, lambda: write_rank_files(temporary, rank, slices, iteration, disk), state, args,
+                  rank=rank, world_size=world_size, gather=gather, disk=disk, fence=fence)
+
+
+def begin(root: Path | str, iteration: int, *, rank: int = 0, gather: Gather = alone, disk: Disk = DISK) -> Path:
+    """The first half of `save`: the temporary directory, in which every rank may write its files now."""
     root = Path(root)
     token = secrets.token_hex(4) if rank == 0 else ""
     temporary = root / f".iter_{iteration:07d}.tmp-{gather(token)[0]}"
-    try:
+    with _discarded(temporary, rank, gather, disk):
         _together(gather, root, lambda: prepare(root, temporary, disk), rank == 0)
-        _together(gather, root, lambda: write_rank_files(temporary, rank, slices, iteration, disk))
+    return temporary
+
+
+def commit(temporary: Path, iteration: int, write: Callable[[], None], state: RunState, args: str, *, rank: int = 0,
+           world_size: int = 1, gather: Gather = alone, disk: Disk = DISK, fence: Fence = unfenced) -> Path:
+    """The second half of `save`: `write` returns when this rank's files are on the disk (or raises CheckpointError)."""
+    root = temporary.parent
+    with _discarded(temporary, rank, gather, disk):
+        _together(gather, root, write)
         _together(gather, root, lambda: finish(temporary, world_size, state, args, disk), rank == 0)
+    _together(gather, root, lambda: publish(root, temporary, iteration, disk, fence), rank == 0)
+    return iteration_directory(root, iteration)
+
+
+@contextmanager
+def _discarded(temporary: Path, rank: int, gather: Gather, disk: Disk) -> Iterator[None]:
+    """Where the block, which all ranks are in, raises a CheckpointError, the temporary directory goes."""
+    try:
+        yield
     except CheckpointError:
         if rank == 0:
             discard(temporary, disk)
         gather(None)        # nobody ends the run before that is done
         raise
-    _together(gather, root, lambda: publish(root, temporary, iteration, disk, fence), rank == 0)
-    return iteration_directory(root, iteration)
 
 
 def _together(gather: Gather, root: Path, action: Callable[[], Any], mine: bool = True) -> None:

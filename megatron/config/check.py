@@ -42,7 +42,7 @@ _NEEDED = (
      "log_learning_rate_to_tensorboard log_loss_scale_to_tensorboard log_validation_ppl_to_tensorboard "
      "log_memory_to_tensorboard log_world_size_to_tensorboard", "--tensorboard-dir", lambda v: v["tensorboard_dir"]),
     ("save_interval", "--save, so that no checkpoint will be written", lambda v: v["save"]),
-    ("no_save_optim keep_last snapshot_interval", "--save", lambda v: v["save"]),
+    ("no_save_optim async_save keep_last snapshot_interval", "--save", lambda v: v["save"]),
     ("keep_every", "--keep-last, without which nothing is removed", lambda v: v["keep_last"]),
     ("finetune no_load_optim exit_on_missing_checkpoint override_opt_param_scheduler allow_data_order_change "
      "use_checkpoint_opt_param_scheduler", "--load", lambda v: v["load"]),

@@ -13,7 +13,7 @@ import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from megatron.config.checkpoint import CheckpointConfig
+from megatron.config.checkpoint import CheckpointConfig, is_url, staged
 from megatron.config.data import DataConfig
 from megatron.config.tokenizer import tiktoken_problems
 from megatron.config.tree import Config
@@ -47,8 +47,9 @@ def missing(config: Config) -> list[str]:
         found.append("no data: give --data-path PREFIX (written by tools/preprocess_data.py), or --mock-data")
     elif sum(_given(d).values()) == 1:
         found += _corpora(d)
-    found += [*_tokenizer_files(d), *_checkpoint(c)]
-    for flag, path in (("--save", c.save), ("--snapshot-dir", c.snapshot_dir if c.snapshot_interval else None),
+    found += [*_tokenizer_files(d), *([] if is_url(c.load) else _checkpoint(c))]
+    for flag, path in (("--staging-dir" if is_url(c.save) else "--save", staged(c).save),
+                       ("--snapshot-dir", c.snapshot_dir if c.snapshot_interval else None),
                        ("--data-cache-path", d.data_cache_path), ("--tensorboard-dir", config.logging.tensorboard_dir)):
         if path is not None:
             found += _directory_to_write(flag, path)

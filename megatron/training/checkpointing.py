@@ -1,7 +1,8 @@
 """What a run saves and how it takes it back: the bridge from a Run to the checkpoint store. Knows no file layout."""
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,11 @@ from megatron.config import architecture
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.parameters import OUTPUT_LAYER, WORD_EMBEDDING
 from megatron.config.tree import Config
-from megatron.data.data_order import data_order_differences
 from megatron.parallel.collectives import gather_objects
 from megatron.parallel.context import Axis, ParallelContext
 from megatron.parallel.sharding import Box, Sharding, counts, local_box
 from megatron.training.build import Run
+from megatron.training.data_position import check_position
 from megatron.training.flops import flops_per_iteration
 from megatron.training.metrics import model_shape
 
@@ -33,7 +34,7 @@ CHECKPOINT_VERSION = 3.0     # Megatron's number of the QKV layout by query grou
 _USUAL = {"load", "save", "save_interval", "local_rank", "log_interval", "exit_interval", "exit_duration_in_mins",
           "finetune", "ckpt_step", "allow_data_order_change", "use_checkpoint_args", "override_opt_param_scheduler",
           "use_checkpoint_opt_param_scheduler", "progress", "metrics_file", "data_ledger", "tensorboard_dir", "dry_run",
-          "world_size"}
+          "world_size", "async_save", "staging_dir"}
 
 
 def _own_tensors(run: Run) -> Iterator[tuple[str, Sharding, Axis, list[tuple[Box, torch.Tensor]]]]:
@@ -64,17 +65,16 @@ def parts(sharding: Sharding, ctx: ParallelContext, tensor: torch.Tensor,
 
 
 def save(run: Run) -> None:
-    """Write the run as it stands under its iteration. Raises CheckpointError when it cannot be written."""
+    """Write the run as it stands under its iteration, or have a copy of it written (--async-save): then `finish_save` is
+    due. Raises CheckpointError when it cannot be written.
+    """
     c, iteration = run.config.checkpoint, run.progress.iteration
     log.print_rank_0(f"saving checkpoint at iteration {iteration:7d} to {c.save}")
-    _write(run, c.save)
-    log.print_rank_0(f"  successfully saved checkpoint at iteration {iteration:7d} to {c.save}")
-    if run.runtime.rank == 0:
-        _clean_up(run)
+    _begin(run, c.save, f"  successfully saved checkpoint at iteration {iteration:7d} to {c.save}")
 
 
 def snapshot(run: Run) -> None:
-    """Write the run as it stands over the older of the two snapshots. Raises CheckpointError when it cannot be written."""
+    """Like `save`, over the older of the two snapshots."""
     iteration, ctx = run.progress.iteration, run.runtime.ctx
     folder = snapshot_directory(run.config.checkpoint, run.config.checkpoint.save)
     slot, failure = None, None
@@ -87,10 +87,7 @@ def snapshot(run: Run) -> None:
     slot, failure = gather_objects((slot, failure), ctx.world)[0]
     if failure:
         raise CheckpointError(*failure)
-    _write(run, slot)
-    log.print_rank_0(f"  saved snapshot at iteration {iteration:7d} to {slot}")
-    if run.runtime.rank == 0:
-        _clean_up(run)
+    _begin(run, slot, f"  saved snapshot at iteration {iteration:7d} to {slot}", is_snapshot=True)
 
 
 def snapshot_directory(c: CheckpointConfig, root: str) -> Path:
@@ -98,17 +95,59 @@ def snapshot_directory(c: CheckpointConfig, root: str) -> Path:
     return Path(c.snapshot_dir or f"{root}/snapshots")
 
 
-def _write(run: Run, directory: str) -> None:
-    """Write all tensors and the state into a run directory."""
+@dataclass(frozen=True)
+class UnderWay:
+    """A save that has begun: all that is written of it but the tensors, and what is said when it is done."""
+
+    temporary: Path
+    iteration: int
+    state: RunState
+    args: str
+    said: str
+    is_snapshot: bool
+
+
+def _begin(run: Run, directory: str, said: str, is_snapshot: bool = False) -> None:
+    """Write all tensors and the state into a run directory; with --async-save only the copy is made here."""
+    ctx, slices, iteration = run.runtime.ctx, own_slices(run), run.progress.iteration
+    assert run.under_way is None, "one save at a time"
+    temporary = store.begin(directory, iteration, rank=ctx.rank, gather=lambda value: gather_objects(value, ctx.world))
+    args = to_args_text(run.config, leave_out=("local_rank",))
+    begun = UnderWay(temporary, iteration, _state(run), args, said, is_snapshot)
+    if run.writer is None:
+        return _finish(run, begun, lambda: store.write_rank_files(temporary, ctx.rank, slices, iteration))
+    run.writer.start(slices, temporary, ctx.rank, iteration, run.runtime.device)
+    run.under_way = begun
+    log.print_rank_0(f"  scheduled an async save at iteration {iteration:7d} to {directory}")
+
+
+def finish_save(run: Run) -> None:
+    """Wait until all ranks have written what --async-save has under way, and give it its name; all ranks call this.
+
+    Raises CheckpointError when it could not be written; then nothing is under way either.
+    """
+    begun, run.under_way = run.under_way, None
+    _finish(run, begun, run.writer.result)
+
+
+def _finish(run: Run, begun: UnderWay, write: Callable[[], None]) -> None:
+    store.commit(begun.temporary, begun.iteration, write, begun.state, begun.args, rank=run.runtime.rank,
+                 world_size=run.runtime.world_size, gather=lambda value: gather_objects(value, run.runtime.ctx.world),
+                 fence=run.fence)
+    log.print_rank_0(begun.said)
+    if run.runtime.rank == 0:
+        _clean_up(run)
+
+
+def own_slices(run: Run) -> list[TensorSlice]:
+    """What this rank saves: each tensor of the run is written by one rank."""
     config, ctx = run.config, run.runtime.ctx
     slices = []
     for number, (name, sharding, copies, own) in enumerate(_own_tensors(run)):
         mine = counts(sharding, ctx) and number % copies.size == copies.rank
         if mine and not (config.checkpoint.no_save_optim and name.startswith("optimizer.")):
             slices += [TensorSlice(name, sharding.shape, tensor.dtype, box, tensor) for box, tensor in own]
-    store.save(directory, run.progress.iteration, slices, _state(run), to_args_text(config, leave_out=("local_rank",)),
-               rank=run.runtime.rank, world_size=run.runtime.world_size,
-               gather=lambda value: gather_objects(value, ctx.world), fence=run.fence)
+    return slices
 
 
 def _clean_up(run: Run) -> None:
@@ -292,7 +331,7 @@ def _take_state(run: Run, found: Checkpoint) -> None:
         p.consumed_train_samples, p.consumed_valid_samples = state.consumed_train_samples, state.consumed_valid_samples
         p.skipped_train_samples = state.skipped_train_samples
         run.data_order = state.data.get("order", {})
-        _check_position(run, saved_config(found))
+        check_position(run, saved_config(found))
     now = _layout(run)
     if state.layout != now:
         log.print_rank_0(f" checkpoint was written by {written_by}, this run has {_ranks(now)}")
@@ -365,32 +404,3 @@ def check_architecture(saved: Config, now: Config, strict: bool) -> None:
     rest = differences(values_of(saved), values_of(now), [name for name in values_of(saved) if name not in said])
     for name, old, new in [*((one.name, one.saved, one.now) for one in wrong), *rest]:
         log.print_rank_0(f" differs from the checkpoint: {name} was {old}, is {new}")
-
-
-def _check_position(run: Run, saved: Config) -> None:
-    """The samples consumed must be those that this run's batch sizes give, or batches would overlap or leave gaps."""
-    p = run.progress
-    expected = run.plan.consumed_samples(p.iteration)
-    if p.consumed_train_samples == expected or run.config.data.allow_data_order_change:
-        return
-    raise ValueError(
-        f"--load: after iteration {p.iteration} the checkpoint has consumed {p.consumed_train_samples} samples, with "
-        f"this run's batch sizes it would be {expected} (--global-batch-size was {saved.training.global_batch_size}, is "
-        f"{run.config.training.global_batch_size}); give the batch sizes of the checkpoint, or --allow-data-order-change "
-        f"to go on from sample {p.consumed_train_samples}")
-
-
-def check_data_order(run: Run, order: dict[str, Any]) -> None:
-    """Refuse to train on with another order of the data, unless that is asked for; then say what changes."""
-    saved, run.data_order = run.data_order, order
-    if not saved or run.config.training.skip_train:
-        return
-    changed = data_order_differences(saved, order, run.config.data.continue_data_mix)
-    if not changed:
-        return
-    text = "; ".join(changed)
-    if not run.config.data.allow_data_order_change:
-        mix = ", --continue-data-mix to go on with another mix" * (run.config.data.data_order == "epoch")
-        raise ValueError(f"--load: with these flags the order of the data is not that of the checkpoint, so samples would "
-                         f"be repeated or lost: {text}. Give the flags it was saved with{mix}, or --allow-data-order-change")
-    log.warn_once(f"the order of the data changes from iteration {run.progress.iteration + 1} on: {text}")

@@ -1,6 +1,7 @@
 """The training loop: iterate, log, evaluate, save, leave. Knows no flag's spelling and no file format."""
 from __future__ import annotations
 
+import errno
 import gc
 import time
 from collections.abc import Callable, Iterator
@@ -18,10 +19,12 @@ from megatron.training.control_file import SAVE, STOP, ControlFile
 from megatron.training.log_lines import datetime_line
 from megatron.training.metrics import IterationResult, TrainingLog
 from megatron.training.signals import SignalWatch
-from megatron.training.step import ForwardStep, evaluate, train_step
+from megatron.training.step import ForwardStep, NotFinite, evaluate, train_step
 
-SIGNAL, TIME_UP = 1, 1 << 20    # what a rank asks for; summed over fewer than 2^20 ranks the two stay apart
-SAVE_NOW, STOP_NOW = 1 << 40, 1 << 41       # what rank 0 alone asks for, of --control-file
+# What a rank asks for or tells, summed over the ranks; of fewer than 2^16 the sums stay apart, and exact in float64.
+SIGNAL, TIME_UP = 1, 1 << 16
+SAVE_NOW, STOP_NOW = 1 << 32, 1 << 33       # rank 0 alone, of --control-file
+WRITTEN = 1 << 34                           # its part of what --async-save has under way is on the disk, or has failed
 AGREE_EVERY = 1000              # iterations, where nothing but skipping goes on
 
 
@@ -47,6 +50,8 @@ class Trainer:
         run, t = self.run, self.run.config.training
         progress, plan = run.progress, run.plan
         samples = self.open_training_samples()
+        if run.writer:
+            run.writer.reserve(checkpointing.own_slices(run), run.runtime.device)
         if t.manual_gc:
             gc.disable()
         while progress.iteration < plan.train_iters:
@@ -55,7 +60,11 @@ class Trainer:
             if skipped:
                 iteration, flag = self._skip(iteration, skipped[1])
             else:
-                flag = self.train_one(iteration, samples)
+                try:
+                    flag = self.train_one(iteration, samples)
+                except NotFinite:               # all ranks are here
+                    self._settle()
+                    raise
             if self._evaluation_due(iteration):
                 flag |= self.validate(f"iteration {iteration}")
             reason = self._due(iteration, flag)
@@ -89,7 +98,8 @@ class Trainer:
         """What this rank asks for after `iteration`."""
         asked = self._control.wish(iteration) if self._control else None
         return ((SIGNAL if self.signals.received else 0) + (TIME_UP if self._time_is_up() else 0)
-                + {SAVE: SAVE_NOW, STOP: STOP_NOW, None: 0}[asked])
+                + {SAVE: SAVE_NOW, STOP: STOP_NOW, None: 0}[asked]
+                + (WRITTEN if self.run.under_way and self.run.writer.done() else 0))
 
     def _snapshot_due(self, iteration: int) -> bool:
         c = self.run.config.checkpoint
@@ -167,16 +177,19 @@ class Trainer:
         """Save where a save is due; the reason to leave, if there is one (then it is saved too)."""
         interval = self.run.config.training.exit_interval
         exit_due = bool(interval and iteration % interval == 0)
-        asked, time_up = flag // SAVE_NOW, flag % SAVE_NOW >= TIME_UP
+        asked, time_up = flag % WRITTEN // SAVE_NOW, flag % SAVE_NOW >= TIME_UP
+        stop = asked * SAVE_NOW >= STOP_NOW
+        if flag // WRITTEN == self.run.runtime.world_size:
+            self._settle()
         if flag % TIME_UP:
             return self._leave("exiting program after receiving SIGTERM.")
         if self._save_due(iteration) or asked:
-            self.save(final=exit_due or time_up or flag >= STOP_NOW or iteration == self.run.plan.train_iters)
+            self.save(final=exit_due or time_up or stop or iteration == self.run.plan.train_iters)
         elif self._snapshot_due(iteration):
             self._snapshot()
         if asked and self._control:
             self._control.done()
-        if flag >= STOP_NOW:
+        if stop:
             return self._leave(f"exiting program at iteration {iteration}, as --control-file asks for")
         if time_up:
             return self._leave(f"exiting program after {(time.time() - self.started) / 60.0} minutes")
@@ -192,35 +205,52 @@ class Trainer:
         """Save this iteration, if there is a place to and it is not saved already.
 
         Where the disk refuses, the `final` save of a run raises CheckpointError; any other is a warning, since more follow.
+        With --async-save it is only begun here, but for the final one.
         """
         run, iteration = self.run, self.run.progress.iteration
-        if not run.config.checkpoint.save or self._saved_at == iteration:
+        if not run.config.checkpoint.save:
             return
-        self._flush()
-        with self.run.timers("save-checkpoint"):
-            try:
-                checkpointing.save(self.run)
-                self._saved_at = iteration
-            except CheckpointError as error:
-                if final or error.errno is None:        # no number: not the disk's fault
-                    raise
-                log.print_rank_0(f"WARNING: no checkpoint of iteration {iteration}: {error}. "
-                                 f"{checkpointing.what_remains(self.run)}; training goes on, the next save is tried at "
-                                 f"iteration {self._next_save(iteration)}")
-        self._advise()
-        self.lines.timers(["save-checkpoint"])
+        begun = run.under_way
+        if begun is None or begun.is_snapshot or begun.iteration != iteration:
+            self._settle()
+            if self._saved_at == iteration:
+                return
+            self._flush()
+            self._attempt(lambda: checkpointing.save(run), iteration, final)
+        if final:
+            self._settle(final)
+            if self._saved_at != iteration:         # a process of --async-save has died: once more, without it
+                self._attempt(lambda: checkpointing.save(run), iteration, final)
+                self._settle(final)
 
     def _snapshot(self) -> None:
-        """Write a snapshot; where the disk refuses, that is a warning."""
+        """Write a snapshot, or begin to; where the disk refuses, that is a warning."""
+        self._settle()
         self._flush()
+        self._attempt(lambda: checkpointing.snapshot(self.run), self.run.progress.iteration, is_snapshot=True)
+
+    def _settle(self, final: bool = False) -> None:
+        """Wait for the save under way, if there is one, and make it count."""
+        begun = self.run.under_way
+        if begun:
+            self._attempt(lambda: checkpointing.finish_save(self.run), begun.iteration, final, begun.is_snapshot)
+
+    def _attempt(self, action: Callable[[], None], iteration: int, final: bool = False, is_snapshot: bool = False) -> None:
+        """Do a part of a save; one that is not `final` is a warning where the disk refuses, and always where a process
+        of --async-save has died."""
         with self.run.timers("save-checkpoint"):
             try:
-                checkpointing.snapshot(self.run)
+                action()
+                if not is_snapshot and not self.run.under_way:
+                    self._saved_at = iteration
             except CheckpointError as error:
-                if error.errno is None:
+                if error.errno is None or final and error.errno != errno.ECHILD:    # no number: not the disk's fault
                     raise
-                log.print_rank_0(f"WARNING: no snapshot of iteration {self.run.progress.iteration}: {error}; training "
-                                 "goes on")
+                follows = "" if is_snapshot else (f". {checkpointing.what_remains(self.run)}; training goes on, the next "
+                                                  f"save is tried at iteration {self._next_save(iteration)}")
+                what = "snapshot" if is_snapshot else "checkpoint"
+                log.print_rank_0(f"WARNING: no {what} of iteration {iteration}: {error}{follows or '; training goes on'}")
+        self._advise()
         self.lines.timers(["save-checkpoint"])
 
     def _flush(self) -> None:

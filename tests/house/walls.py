@@ -34,6 +34,7 @@ OPTIONAL = {
     "transformers": "data/tokenizer_bpe.py",
     "sentencepiece": "data/tokenizer_sentencepiece.py",
     "tensorboard": "training/tensorboard.py",
+    "fsspec": "checkpoint/object_store.py",
 }
 DISTRIBUTED = ("parallel/", "checkpoint/", "training/initialize.py", "device.py")
 TORCH_FREE = {"arguments.py": (), "log.py": (), "config/": (), "data/": ("data/cyclic_sampler.py",)}

@@ -66,12 +66,13 @@ class Campaign:
         self.data = write_text(folder / "text", 300)
         self.straight: dict[int, Finished] = {}
 
-    def argv(self, folder: Path, layout: tuple[str, ...]) -> list[str]:
+    def argv(self, folder: Path, layout: tuple[str, ...], *more: str) -> list[str]:
         save = str(folder / "save")
-        return [*BASE, *layout, "--data-path", self.data, "--save", save, "--load", save]
+        return [*BASE, *layout, "--data-path", self.data, "--save", save, "--load", save, *more]
 
     def killed_run(self, seed: int) -> tuple[int, int]:
-        """One run; (how often it was killed, how often of these in a save)."""
+        """One run; (how often it was killed, how often of these in a save). Every other four of them with --async-save,
+        where a kill in a save may be one of the process that writes."""
         rng = random.Random(seed)
         number = seed % len(LAYOUTS)
         world, layout = LAYOUTS[number]
@@ -79,7 +80,7 @@ class Campaign:
             whole = self.folder / f"straight-{number}"
             self.straight[number] = train(whole, self.argv(whole, layout), world)
         folder, marker, kills, in_saves = self.folder / f"killed-{seed}", self.folder / "marker", 0, 0
-        argv = self.argv(folder, layout)
+        argv = self.argv(folder, layout, *(["--async-save"] if seed // len(LAYOUTS) % 2 else []))
         while True:
             rank, in_save = rng.randrange(world), 2 * in_saves <= kills
             hook: Callable[[], None] = functools.partial(kill_some_time, str(marker), rank, rng.randint(1, 12),

@@ -2,7 +2,7 @@
 """Speed and memory of the data tools, side by side with what Megatron does; `data.py tokenize --help` says more.
 
     python tools/benchmarks/data.py tokenize --input FILE.jsonl --vocab-file vocab.json --merge-file merges.txt
-    python tools/benchmarks/data.py start | getitem [flags of data_startup.py]
+    python tools/benchmarks/data.py start | resume | getitem [flags of data_startup.py]
 """
 
 from __future__ import annotations
@@ -190,7 +190,7 @@ def main(argv: Sequence[str]) -> int:
     """Exit codes: 0 measured, 1 outputs differ, 2 a wrong command line."""
     if argv[:1] == ["tokenize"]:
         return tokenize(argv[1:])
-    if argv[:1] in (["start"], ["getitem"]):
+    if argv[:1] in (["start"], ["resume"], ["getitem"]):
         return subprocess.run([sys.executable, Path(__file__).with_name("data_startup.py"), *argv], check=False).returncode
     print(__doc__, end="", file=sys.stdout if argv[:1] in (["-h"], ["--help"]) else sys.stderr)
     return 0 if argv[:1] in (["-h"], ["--help"]) else 2
