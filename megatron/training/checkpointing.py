@@ -285,8 +285,14 @@ def _missing(directory: str, leave: bool) -> None:
                          f"{here[-1]} goes on from the newest")
 
 
-def _with_optimizer(c: CheckpointConfig) -> bool:
-    return not (c.finetune or c.no_load_optim)
+def _has_optimizer(found: Checkpoint) -> bool:
+    return any(name.startswith("optimizer.") for name in found.manifest.tensors)
+
+
+def _with_optimizer(c: CheckpointConfig, found: Checkpoint) -> bool:
+    """Does the run go on with its optimizer? Weights that another suite trained came without one."""
+    imported = found.state.iteration == 0 and not _has_optimizer(found)
+    return not (c.finetune or c.no_load_optim or imported)
 
 
 def _take_tensors(run: Run, found: Checkpoint) -> None:
@@ -298,18 +304,11 @@ def _take_tensors(run: Run, found: Checkpoint) -> None:
     if before and before != now and not c.finetune:
         raise ValueError(f"--load {c.load}: it was trained with the tokenizer {_short(before)}, this run has "
                          f"{_short(now)}; give the same vocabulary, or --finetune to start anew from its weights")
-<<<<<<< HEAD
-    if _with_optimizer(c) and not any(name.startswith("optimizer.") for name in found.manifest.tensors):
-=======
-    has_optimizer = any(name.startswith("optimizer.") for name in found.manifest.tensors)
-    imported = state.iteration == 0 and not has_optimizer       # weights that another suite trained
-    with_optimizer = not (c.finetune or c.no_load_optim or imported)
-    if with_optimizer and not has_optimizer:
->>>>>>> h-conv
+    if _with_optimizer(c, found) and not _has_optimizer(found):
         raise ValueError(f"--load {c.load}: it was saved without its optimizer (--no-save-optim); give --no-load-optim "
                          "to go on with a fresh one, or --finetune to start anew from its weights")
     with found.reader() as reader:
-        _read_tensors(run, reader, _with_optimizer(c))
+        _read_tensors(run, reader, _with_optimizer(c, found))
 
 
 def _take_state(run: Run, found: Checkpoint) -> None:
@@ -317,7 +316,7 @@ def _take_state(run: Run, found: Checkpoint) -> None:
     c, state = run.config.checkpoint, found.state
     try:
         written_by = _ranks(state.layout)
-        if _with_optimizer(c):
+        if _with_optimizer(c, found):
             run.scheduler.load_state_dict(state.scheduler)
             run.optimizer.load_counters(state.optimizer)
         else:
