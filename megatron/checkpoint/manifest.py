@@ -181,6 +181,8 @@ def _tensor(name: str, value: Any, files: Mapping[str, FileRecord], block_bytes:
             raise ValueError(f"tensor {name}: {len(chunk.sums)} checksums for the {length} bytes of a box")
         if chunk.file not in files:
             raise ValueError(f"tensor {name}: its file {chunk.file!r} is not in the list of files")
+        if length > files[chunk.file].bytes:
+            raise ValueError(f"tensor {name}: box {boxes.text(chunk.box)} has more bytes than its file")
     return record
 
 

@@ -22,6 +22,8 @@ _TOGETHER: tuple[tuple[str, tuple[str, ...], Callable[[ModelConfig], Any]], ...]
      lambda m: m.max_position_embeddings if m.positions == "learned_absolute" else None),
     ("add_bias_linear", ("add_bias_linear", "add_qkv_bias", "add_attention_output_bias", "add_mlp_bias"),
      lambda m: (m.qkv_bias, m.attention_output_bias, m.mlp_bias)),
+    ("rope_scaling_factor", ("rope_scaling_factor", "use_rope_scaling"),
+     lambda m: m.rope_scaling_factor if m.use_rope_scaling else None),
     ("activation", _ACTIVATIONS, lambda m: m.activation),
 )
 

@@ -27,7 +27,8 @@ _NOT_NEGATIVE = (
     "init_method_std mid_level_dataset_surplus lr min_lr lr_warmup_iters lr_warmup_samples lr_warmup_init weight_decay "
     "start_weight_decay end_weight_decay clip_grad eval_iters num_workers manual_gc_interval ckpt_step decoupled_lr "
     "decoupled_min_lr vocab_extra_ids").split()
-_POSITIVE = "norm_epsilon adam_eps loss_scale initial_loss_scale min_loss_scale exit_duration_in_mins".split()
+_POSITIVE = ("norm_epsilon adam_eps loss_scale initial_loss_scale min_loss_scale exit_duration_in_mins "
+             "rope_scaling_factor").split()
 _BELOW_ONE = "attention_dropout hidden_dropout adam_beta1 adam_beta2 sgd_momentum lr_warmup_fraction".split()
 
 # (flags that need it, the condition in words, is it met?): a flag typed without it is said to have no effect.
@@ -49,7 +50,8 @@ _NEEDED = (
      lambda v: v["lr_decay_style"] == "WSD"),
     ("min_lr decoupled_min_lr", "a decay (--lr-decay-style is constant)", lambda v: v["lr_decay_style"] != "constant"),
     ("manual_gc_interval manual_gc_eval", "--manual-gc", lambda v: v["manual_gc"]),
-    ("rotary_base rotary_percent rotary_interleaved rotary_seq_len_interpolation_factor",
+    ("rope_scaling_factor", "--use-rope-scaling", lambda v: v["use_rope_scaling"]),
+    ("rotary_base rotary_percent rotary_interleaved rotary_seq_len_interpolation_factor use_rope_scaling",
      "--position-embedding-type rope",
      lambda v: v["position_embedding_type"] == "rope" or v["use_rotary_position_embeddings"]),
     ("cp_comm_type", "--context-parallel-size", lambda v: v["context_parallel_size"] > 1),

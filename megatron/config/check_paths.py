@@ -49,8 +49,8 @@ def missing(config: Config) -> list[str]:
         found += _corpora(d)
     found += [*_tokenizer_files(d), *([] if is_url(c.load) else _checkpoint(c))]
     for flag, path in (("--staging-dir" if is_url(c.save) else "--save", staged(c).save),
-                       ("--data-cache-path", d.data_cache_path),
-                       ("--tensorboard-dir", config.logging.tensorboard_dir)):
+                       ("--snapshot-dir", c.snapshot_dir if c.snapshot_interval else None),
+                       ("--data-cache-path", d.data_cache_path), ("--tensorboard-dir", config.logging.tensorboard_dir)):
         if path is not None:
             found += _directory_to_write(flag, path)
     for flag, path in (("--metrics-file", config.logging.metrics_file), ("--data-ledger", config.logging.data_ledger),
@@ -306,6 +306,10 @@ def _checkpoint(c: CheckpointConfig) -> Iterator[str]:
     if os.path.exists(c.load) and not os.path.isdir(c.load):
         yield f"--load {c.load}: is a file; give the directory that holds the iter_XXXXXXX directories"
         return
+    if tool := _of_another_suite(c.load):
+        yield (f"--load {c.load}: is no checkpoint of this suite; make one of it first: python tools/convert_checkpoint.py "
+               f"{tool} {c.load} DIR")
+        return
     here = sorted(int(n[5:]) for n in _listing(c.load) if re.fullmatch(r"iter_\d{7,}", n))
     if c.ckpt_step is not None and not os.path.isdir(os.path.join(c.load, f"iter_{c.ckpt_step:07d}")):
         have = f"there are {', '.join(map(str, here[-6:]))}" if here else "there is none"
@@ -314,6 +318,17 @@ def _checkpoint(c: CheckpointConfig) -> Iterator[str]:
             _listing(os.path.join(c.snapshot_dir or os.path.join(c.load, "snapshots"), slot)) for slot in "01"):
         yield (f"--load {c.load}: no checkpoint there, and --exit-on-missing-checkpoint is given; leave that out to "
                "start from random weights")
+
+
+def _of_another_suite(load: str) -> str | None:
+    """The converter's command for what lies in a folder, where that is no checkpoint of ours: without this, training would
+    find none and start from random weights."""
+    newest = newest_checkpoint(load)
+    if newest is None and os.path.isfile(os.path.join(load, "config.json")):
+        return "hf-import"
+    if any(n.startswith("mp_rank_") for n in _listing(str(newest or os.path.join(load, "release")))):
+        return "megatron-import"
+    return None
 
 
 def newest_checkpoint(load: str, ckpt_step: int | None = None) -> Path | None:
@@ -337,15 +352,18 @@ def newest_with_good_args(load: str, ckpt_step: int | None = None) -> Path | Non
     A load goes back to an older checkpoint where the newest is damaged, so its flags must not count either.
     """
     newest = newest_checkpoint(load, ckpt_step)
-    if newest is None or ckpt_step is not None or newest == Path(load):
+    here = _listing(load)
+    if ckpt_step is not None or newest == Path(load) or "latest_checkpointed_iteration.txt" not in here:
         return newest
-    names = sorted((n for n in _listing(load) if re.fullmatch(r"iter_\d{7,}", n)), key=lambda name: -int(name[5:]))
-    older = (Path(load, name) for name in names if int(name[5:]) <= int(newest.name[5:]))
+    names = sorted((n for n in here if re.fullmatch(r"iter_\d{7,}", n)), key=lambda name: -int(name[5:]))
+    older = (Path(load, name) for name in names if newest is None or int(name[5:]) <= int(newest.name[5:]))
     return next((folder for folder in older if _has_good_args(folder)), newest)
 
 
 def _has_good_args(folder: Path) -> bool:
     """Does the manifest vouch for the file args?"""
+    if not (folder / "manifest.json").is_file() or not (folder / "args").is_file():     # nor a pipe, to wait for
+        return False
     try:
         crc32 = json.loads((folder / "manifest.json").read_bytes())["files"]["args"]["crc32"]
         return f"{zlib.crc32((folder / 'args').read_bytes()):08x}" == crc32

@@ -153,11 +153,14 @@ def _from_checkpoint(flags: Parser, typed: Mapping[str, Any]) -> _Theirs:
     folder = newest_with_good_args(load, typed.get("ckpt_step"))
     newest = newest_checkpoint(load, typed.get("ckpt_step"))
     if folder != newest:
-        found.notes.append(f"WARNING: --use-checkpoint-args: {newest / 'args'} is damaged; those of {folder.name} are used")
+        found.notes.append(f"WARNING: --use-checkpoint-args: {newest / 'args' if newest else load} is damaged; those of "
+                           f"{folder.name} are used")
     if folder is None:
         found.notes.append(f"--use-checkpoint-args: no checkpoint in {load}; the command line's values count")
         return found
     try:
+        if (folder / "args").exists() and not (folder / "args").is_file():
+            raise Problems([f"@{folder / 'args'}: is no file; the checkpoint is not complete, choose another --load"])
         words = read_words(folder / "args")
     except Problems as error:
         found.problems += [f"--use-checkpoint-args: {line.removeprefix('@')}" for line in error.lines]

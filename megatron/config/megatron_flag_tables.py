@@ -172,8 +172,6 @@ NEWER: tuple[Row, ...] = (
     no("kv_lora_rank", 32, "latent attention is not built here; use --group-query-attention"),
     no("mtp_num_layers", None, "only the next token is predicted; leave the flag out"),
     no("mtp_loss_scaling_factor", 0.1, "only the next token is predicted; leave the flag out"),
-    no("use_rope_scaling", False, "use --rotary-base or --rotary-seq-len-interpolation-factor"),
-    no("rope_scaling_factor", 8.0, "use --rotary-base or --rotary-seq-len-interpolation-factor"),
     no("window_size", None, "attention looks at all tokens before; leave the flag out"),
     no("softmax_type", "vanilla", "there are no attention sinks; leave the flag out"),
     no("quick_geglu", False, "use --geglu (its GELU is the tanh form) or --swiglu"),

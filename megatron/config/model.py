@@ -30,6 +30,9 @@ class ModelConfig:
     rotary_interleaved: bool = arg(False, dump=False,
                                     help="rotate neighbouring pairs instead of the two halves of a head")
     rotary_seq_len_interpolation_factor: int | None = arg(None, help="divide rotary positions by this")
+    use_rope_scaling: bool = arg(False, dump=False, help="Llama 3.1's rotary frequencies: those that turn less than once in "
+                                                         "8,192 positions are slowed by --rope-scaling-factor")
+    rope_scaling_factor: float = arg(8.0, help="how much they are slowed", dump=False)
     make_vocab_size_divisible_by: int = arg(128, help="the vocabulary is padded to a multiple of this times TP")
     normalization: Literal["LayerNorm", "RMSNorm"] = arg("LayerNorm", help="norm of every block")
     norm_epsilon: float = arg(1e-5, help="epsilon of the norms")

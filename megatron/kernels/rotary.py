@@ -5,6 +5,9 @@ from torch import Tensor
 
 from megatron.kernels.blocks import for_each, pays_off, row_blocks
 
+# Llama 3.1's context before it was lengthened, and the turns in it between which frequencies go over from slowed to kept.
+LLAMA3_CONTEXT, LLAMA3_LOW, LLAMA3_HIGH = 8192, 1.0, 4.0
+
 
 def rotary_tables(
     positions_or_length: Tensor | int,
@@ -12,6 +15,7 @@ def rotary_tables(
     base: float = 10000.0,
     *,
     interpolation_factor: float | None = None,
+    scaling_factor: float | None = None,
     device: torch.device | str | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor, Tensor]:
@@ -19,7 +23,8 @@ def rotary_tables(
 
     positions_or_length: a length s (positions 0..s-1), positions [s], or positions per sample [b, s]. `dim` is the
     even number of rotated dimensions of a head (kv_channels * rotary percent). Positions are divided by
-    `interpolation_factor` (--rotary-seq-len-interpolation-factor) if it is given.
+    `interpolation_factor` (--rotary-seq-len-interpolation-factor) if it is given, and slow frequencies by `scaling_factor`
+    (`slowed`).
 
     Returns (cos, sin), each [s, dim / 2], or [s, b, dim / 2] for positions per sample, as `apply_rotary` takes them.
     Angles are computed in fp64, so that a long position is exact in `dtype`.
@@ -34,8 +39,22 @@ def rotary_tables(
     if interpolation_factor is not None:
         positions = positions / interpolation_factor
     exponents = torch.arange(0, dim, 2, device=positions.device, dtype=torch.float64) / dim
-    angles = positions.unsqueeze(-1) * torch.pow(float(base), -exponents)
+    frequencies = torch.pow(float(base), -exponents)
+    if scaling_factor is not None:
+        frequencies = slowed(frequencies, scaling_factor)
+    angles = positions.unsqueeze(-1) * frequencies
     return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+def slowed(frequencies: Tensor, factor: float) -> Tensor:
+    """Llama 3.1's frequencies (Dubey et al. 2024; the numbers are those of its code), in radians a position.
+
+    With c = 8,192 positions: those that turn more than 4 times in c stay, those that turn less than once are divided by
+    `factor`, and between the two the result goes over linearly in the number of turns.
+    """
+    turns = frequencies * LLAMA3_CONTEXT / (2 * torch.pi)
+    kept = ((turns - LLAMA3_LOW) / (LLAMA3_HIGH - LLAMA3_LOW)).clamp(0, 1)
+    return frequencies * (kept + (1 - kept) / factor)
 
 
 def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:

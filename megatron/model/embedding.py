@@ -62,6 +62,7 @@ class RotaryTables(nn.Module):
         cos, sin = kernels.rotary_tables(
             model.max_position_embeddings or model.seq_length, dim, model.rotary_base, device=device,
             interpolation_factor=model.rotary_seq_len_interpolation_factor,
+            scaling_factor=model.rope_scaling_factor if model.use_rope_scaling else None,
             dtype=torch.promote_types(dtype, torch.float32))
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from megatron import log
-from megatron.arguments import build_parser, config_from, parse_typed, to_args_text, values_of
+from megatron.arguments import build_parser, config_from, parse_typed, read_words, to_args_text, values_of
 from megatron.checkpoint import boxes, retention, store
 from megatron.checkpoint.candidates import Candidate, candidates
-from megatron.checkpoint.disk import CheckpointError
+from megatron.checkpoint.disk import CheckpointError, ForeignCheckpoint
 from megatron.checkpoint.sharded import Reader, TensorSlice
 from megatron.checkpoint.state import RunState, differences
 from megatron.checkpoint.store import Checkpoint
@@ -205,7 +205,7 @@ def load(run: Run) -> None:
     Where it is damaged for any rank, all take the newest good one before it; not if it was asked for by its number.
     """
     c, world = run.config.checkpoint, run.runtime.ctx.world
-    if run.runtime.rank == 0 and c.save:
+    if run.runtime.rank == 0 and c.save and not run.config.training.skip_train:     # then the directory is this job's
         _clear_leftovers(c)
     if not c.load:
         return
@@ -279,10 +279,20 @@ def _missing(directory: str, leave: bool) -> None:
         raise ValueError(f"--load {directory}: {path} is not there and --exit-on-missing-checkpoint is given")
     log.print_rank_0(f"WARNING: could not find the metadata file {path} ")
     log.print_rank_0("    will not load any checkpoints and will start from random")
+    here = store.iterations(directory)
+    if here:
+        log.print_rank_0(f"WARNING: {directory} holds checkpoints, which {store.TRACKER} does not name: --ckpt-step "
+                         f"{here[-1]} goes on from the newest")
 
 
-def _with_optimizer(c: CheckpointConfig) -> bool:
-    return not (c.finetune or c.no_load_optim)
+def _has_optimizer(found: Checkpoint) -> bool:
+    return any(name.startswith("optimizer.") for name in found.manifest.tensors)
+
+
+def _with_optimizer(c: CheckpointConfig, found: Checkpoint) -> bool:
+    """Does the run go on with its optimizer? Weights that another suite trained came without one."""
+    imported = found.state.iteration == 0 and not _has_optimizer(found)
+    return not (c.finetune or c.no_load_optim or imported)
 
 
 def _take_tensors(run: Run, found: Checkpoint) -> None:
@@ -294,21 +304,26 @@ def _take_tensors(run: Run, found: Checkpoint) -> None:
     if before and before != now and not c.finetune:
         raise ValueError(f"--load {c.load}: it was trained with the tokenizer {_short(before)}, this run has "
                          f"{_short(now)}; give the same vocabulary, or --finetune to start anew from its weights")
-    if _with_optimizer(c) and not any(name.startswith("optimizer.") for name in found.manifest.tensors):
+    if _with_optimizer(c, found) and not _has_optimizer(found):
         raise ValueError(f"--load {c.load}: it was saved without its optimizer (--no-save-optim); give --no-load-optim "
                          "to go on with a fresh one, or --finetune to start anew from its weights")
     with found.reader() as reader:
-        _read_tensors(run, reader, _with_optimizer(c))
+        _read_tensors(run, reader, _with_optimizer(c, found))
 
 
 def _take_state(run: Run, found: Checkpoint) -> None:
     """Counters, schedule and data order of the checkpoint whose tensors have been taken."""
     c, state = run.config.checkpoint, found.state
-    if _with_optimizer(c):
-        run.scheduler.load_state_dict(state.scheduler)
-        run.optimizer.load_counters(state.optimizer)
-    else:
-        run.optimizer.reload_model_params()
+    try:
+        written_by = _ranks(state.layout)
+        if _with_optimizer(c, found):
+            run.scheduler.load_state_dict(state.scheduler)
+            run.optimizer.load_counters(state.optimizer)
+        else:
+            run.optimizer.reload_model_params()
+    except (KeyError, TypeError, AttributeError, OverflowError, StopIteration) as error:
+        raise ForeignCheckpoint(f"{found.directory / store.STATE} lacks something or has it in another form "
+                                f"({type(error).__name__} {error}); use another checkpoint, or --finetune") from None
     if not c.finetune:
         p = run.progress
         p.iteration = state.iteration
@@ -318,7 +333,7 @@ def _take_state(run: Run, found: Checkpoint) -> None:
         check_position(run, saved_config(found))
     now = _layout(run)
     if state.layout != now:
-        log.print_rank_0(f" checkpoint was written by {_ranks(state.layout)}, this run has {_ranks(now)}")
+        log.print_rank_0(f" checkpoint was written by {written_by}, this run has {_ranks(now)}")
 
 
 def _vocabulary(identity: dict[str, Any]) -> dict[str, Any]:
@@ -369,8 +384,11 @@ def _source(name: str, there: set[str]) -> str:
 
 def saved_config(found: Checkpoint) -> Config:
     """The configuration a checkpoint was saved with, from its `args` file."""
-    parser = build_parser(Config, prog="args", description="")
-    return config_from(Config, parse_typed(parser, [f"@{found.directory / store.ARGS}"]))
+    parser, path = build_parser(Config, prog="args", description=""), found.directory / store.ARGS
+    words = read_words(path)
+    if any(word.startswith("@") for word in words):
+        raise ForeignCheckpoint(f"{path} includes another file, which no checkpoint of this suite does")
+    return config_from(Config, parse_typed(parser, words))
 
 
 def check_architecture(saved: Config, now: Config, strict: bool) -> None:

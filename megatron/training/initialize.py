@@ -4,7 +4,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 
 import torch
@@ -14,6 +14,7 @@ from megatron import device as devices
 from megatron import log
 from megatron.config.tree import Config
 from megatron.parallel.context import ParallelContext
+from megatron.parallel.shared_sums import open_shared
 from megatron.training.lifeline import Hub, Line, Place, my_place
 from megatron.training.network import address_towards, interface_towards
 from megatron.training.signals import SignalWatch
@@ -89,6 +90,7 @@ def initialize(config: Config, meeting: Meeting | None = None) -> Runtime:
         dist.init_process_group(backend, store=(meeting or Meeting(config)).store, rank=rank, world_size=world_size,
                                 timeout=timedelta(minutes=parallel.distributed_timeout_minutes))
     ctx = ParallelContext(parallel, world_size, rank)
+    ctx.tp = replace(ctx.tp, shared=open_shared(ctx.tp, timedelta(minutes=parallel.distributed_timeout_minutes)))
     if world_size > 1:
         log.print_rank_0(layout_line(ctx))
     log.print_rank_0(f"> initialized tensor model parallel with size {ctx.tp.size}")

@@ -118,7 +118,7 @@ def check_case(case: str, folder: Path, most: int) -> tuple[int, int, set]:
     return crashes, len(states), found
 
 
-QUICK = ("replacing the same", "two ranks")
+QUICK = ("two ranks",)
 
 
 def marked(case: str):
@@ -140,6 +140,7 @@ def test_every_crash_of_the_longer_ones(case, memory_path):
     print(f"{case}: {crashes} crashes, {states} different states, all good")
 
 
+@pytest.mark.campaign
 def test_a_crash_while_a_snapshot_is_written_leaves_the_other_one(memory_path):
     slots = retention.slots(memory_path / "run")
     for slot, iteration in zip(slots, (10, 15), strict=True):

@@ -37,6 +37,7 @@ def test_another_spelling_is_no_difference(saved, now):
     (dict(swiglu=True), dict(swiglu=True, ffn_hidden_size=256), ["ffn_hidden_size"]),
     (dict(group_query_attention=True, num_query_groups=2), {}, ["num_query_groups"]),
     (ROPE, ROPE | dict(rotary_base=500000), ["rotary_base"]),
+    (ROPE, ROPE | dict(use_rope_scaling=True), ["rope_scaling_factor"]),
 ])
 def test_another_model_is_a_difference(saved, now, names):
     assert found(saved, now) == names

@@ -120,6 +120,19 @@ def test_checkpoints_that_are_there(data: Path):
     assert line == "--ckpt-step 11: run has no checkpoint of that iteration; there are 10, 20"
 
 
+def test_a_checkpoint_of_another_suite_is_not_taken_for_none(data: Path):
+    """Training would say that there is no checkpoint and start from random weights."""
+    (data / "hf").mkdir()
+    (data / "hf" / "config.json").touch()
+    [line] = checked("--load hf")[0]
+    assert line.endswith("make one of it first: python tools/convert_checkpoint.py hf-import hf DIR")
+    for name, word in (("release", "release"), ("iter_0000007", "7")):
+        (data / word / name / "mp_rank_00").mkdir(parents=True)
+        (data / word / "latest_checkpointed_iteration.txt").write_text(word)
+        [line] = checked(f"--load {word}")[0]
+        assert f"megatron-import {word} DIR" in line
+
+
 def test_the_parent_of_a_directory_to_write_may_be_missing(data: Path):
     assert checked("--save new/deep/run --save-interval 1 --tensorboard-dir new/tb") == ([], [])
     [line] = checked("--tensorboard-dir merges.txt/tb")[0]

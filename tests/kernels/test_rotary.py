@@ -4,6 +4,7 @@ import torch
 
 from megatron.kernels import blocks
 from megatron.kernels.reference import apply_rotary, rotary_tables
+from megatron.kernels.rotary import slowed
 
 S, B, N, D = 9, 2, 3, 8
 
@@ -87,3 +88,13 @@ def test_tables_of_far_positions_are_exact():
 def test_an_odd_number_of_dimensions_is_refused():
     with pytest.raises(AssertionError, match="even"):
         rotary_tables(S, 3)
+
+
+def test_slow_frequencies_are_slowed_and_fast_ones_kept():
+    """By turns in 8,192 positions: under 1 a factor of 8 slower, over 4 as they were, between them linear in the turns."""
+    turns = torch.tensor([0.1, 0.99, 1.0, 2.5, 4.0, 4.01, 900.0], dtype=torch.float64)
+    frequencies = turns * 2 * torch.pi / 8192
+    wanted = torch.tensor([1 / 8, 1 / 8, 1 / 8, (1 / 8 + 1) / 2, 1, 1, 1], dtype=torch.float64)
+    torch.testing.assert_close(slowed(frequencies, 8.0) / frequencies, wanted, rtol=1e-12, atol=0)
+    plain, scaled = (rotary_tables(torch.tensor([1000]), 8, scaling_factor=factor) for factor in (None, 8.0))
+    assert torch.equal(plain[0][:, :2], scaled[0][:, :2]) and not torch.equal(plain[0][:, -1], scaled[0][:, -1])

@@ -149,6 +149,13 @@ def test_each_rotary_option_changes_the_output(flags):
     assert (before - after).abs().max() > 1e-4
 
 
+def test_rope_scaling_and_its_factor_change_the_output():
+    far, flags = (torch.arange(16) * 200).expand(2, 16), dict(ROPE, max_position_embeddings=4096)
+    options = ({}, dict(use_rope_scaling=True), dict(use_rope_scaling=True, rope_scaling_factor=2.0))
+    plain, scaled, less = (logits_of(tiny_model(scramble=True, **flags, **f), position_ids=far) for f in options)
+    assert min((a - b).abs().max() for a, b in ((plain, scaled), (plain, less), (scaled, less))) > 1e-4
+
+
 def test_two_spellings_of_rotary():
     alias = logits_of(tiny_model(use_rotary_position_embeddings=True))
     assert torch.equal(alias, logits_of(tiny_model(position_embedding_type="rope")))

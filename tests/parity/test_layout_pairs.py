@@ -26,9 +26,9 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {     # name: (ranks, flags)
     "pp2 vpp2 dp2, distributed optimizer": (4, (*VPP, *DISTRIBUTED)),
 }
 PAIRS = list(itertools.permutations(LAYOUTS, 2))
-QUICK = [("tp2", "pp2 vpp2"), ("dp2, distributed optimizer", "tp2 sp")]
+QUICK = [("tp2 sp", "pp2 vpp2")]
 NAMES = list(LAYOUTS)
-CAMPAIGN = [(NAMES[n], NAMES[(n + 11) % len(NAMES)]) for n in range(0, len(NAMES), 3)]
+CAMPAIGN = [(NAMES[n], NAMES[(n + 11) % len(NAMES)]) for n in range(0, len(NAMES), 6)]
 
 Writer = Callable[[str], Finished]
 

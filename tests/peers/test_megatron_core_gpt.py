@@ -79,6 +79,7 @@ def mcore_model(model, parallel=None):
         config, spec, vocab_size=VOCAB, max_sequence_length=model.max_position_embeddings,
         position_embedding_type=model.positions, rotary_percent=model.rotary_percent, rotary_base=model.rotary_base,
         seq_len_interpolation_factor=model.rotary_seq_len_interpolation_factor,
+        rope_scaling=model.use_rope_scaling, rope_scaling_factor=model.rope_scaling_factor,
         share_embeddings_and_output_weights=model.tied)
 
 
@@ -95,6 +96,7 @@ OPTIONS = {
     "rope half": dict(ROPE, rotary_percent=0.5),
     "rope half interleaved": dict(ROPE, rotary_percent=0.5, rotary_interleaved=True),
     "rope base": dict(ROPE, rotary_base=300),
+    "rope scaled": dict(ROPE, rotary_base=500, use_rope_scaling=True, rope_scaling_factor=16.0),
     "rope interpolated": dict(ROPE, rotary_seq_len_interpolation_factor=4),
     "grouped queries": dict(group_query_attention=True, num_query_groups=2),
     "multi query": dict(ROPE, group_query_attention=True, num_query_groups=1),

@@ -42,6 +42,7 @@ def test_keep_last_and_keep_every(data, straight, tmp_path):
     same_tensors(done.tensors(), straight.tensors())
 
 
+@pytest.mark.campaign
 def test_an_older_one_goes_only_when_a_newer_one_is_on_the_disk(data, tmp_path):
     """Saves from iteration 3 on fail: what was there before stays."""
     hook = functools.partial(refuse, "fsync", ".iter_0000003.tmp-", 0, FULL)
@@ -52,7 +53,7 @@ def test_an_older_one_goes_only_when_a_newer_one_is_on_the_disk(data, tmp_path):
     assert store.iterations(done.save) == [4]
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.campaign)])
 def test_a_resume_takes_the_newest_of_snapshots_and_checkpoints(data, straight, tmp_path, world):
     """Killed in iteration 8: the snapshot of 6, in its slot, is newer than the checkpoint of 4."""
     flags = ("--save-interval", "4", "--snapshot-interval", "2", "--global-batch-size", "8")
@@ -69,6 +70,7 @@ def test_a_resume_takes_the_newest_of_snapshots_and_checkpoints(data, straight, 
         same_tensors(done.tensors(), straight.tensors())
 
 
+@pytest.mark.campaign
 def test_a_snapshot_elsewhere_that_is_damaged_or_cannot_be_written(data, straight, tmp_path):
     elsewhere = tmp_path / "fast"
     flags = ("--save-interval", "5", "--snapshot-interval", "3", "--snapshot-dir", str(elsewhere))
@@ -90,6 +92,7 @@ def test_a_snapshot_elsewhere_that_is_damaged_or_cannot_be_written(data, straigh
     same_tensors(done.tensors(), straight.tensors())
 
 
+@pytest.mark.campaign
 def test_snapshots_of_a_line_that_was_left_go(data, tmp_path):
     """Back to iteration 2 by hand: the first save after that ends the snapshot of 6."""
     run(data, tmp_path, "--save-interval", "2", "--snapshot-interval", "1", "--exit-interval", "7")
@@ -110,7 +113,7 @@ def ask(requests: dict[int, str], path: str) -> None:
     loop.train_step = asked
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.campaign), 2])
 def test_a_control_file_saves_and_stops(data, straight, tmp_path, world):
     """InternLM's stop_file_path: -N saves, N saves and stops; and both now, by their names."""
     file = tmp_path / "control"

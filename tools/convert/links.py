@@ -1,0 +1,151 @@
+"""How our tensors correspond to those of another format: names and small transforms, each tensor used exactly once.
+
+Knows no file format and no family of models. A `Names` table maps our parameter names, without `.weight` / `.bias` and with
+{} for the layer's number, to the other side's name or names. Shapes of the other side follow from ours by the transform.
+"""
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from megatron.config.model import ModelConfig
+from megatron.config.parameters import OUTPUT_LAYER, WORD_EMBEDDING, ParameterSpec, parameter_table
+
+_LAYER = re.compile(r"(decoder\.layers\.)(\d+)(\..*)")
+SHOWN = 5  # names of a kind that one error shows
+Shape = tuple[int, ...]
+Header = tuple[torch.dtype, Shape]
+
+
+class ConversionError(ValueError):
+    """What cannot be converted, one line for each reason: tensor or key, value, remedy."""
+
+
+@dataclass(frozen=True)
+class Transform:
+    """`split` makes the other side's tensors of ours, `join` is its inverse; both get the model."""
+
+    split: Callable[[torch.Tensor, ModelConfig], Sequence[torch.Tensor]]
+    join: Callable[[Sequence[torch.Tensor], ModelConfig], torch.Tensor]
+
+
+def _split_qkv(rows: torch.Tensor, m: ModelConfig) -> list[torch.Tensor]:
+    """Rows by query group (its queries, key, value) -> all queries, all keys, all values."""
+    per_group = m.num_attention_heads // m.query_groups
+    grouped = rows.unflatten(0, (m.query_groups, per_group + 2, m.head_dim))
+    return [part.reshape(-1, *rows.shape[1:]) for part in grouped.split((per_group, 1, 1), dim=1)]
+
+
+def _join_qkv(parts: Sequence[torch.Tensor], m: ModelConfig) -> torch.Tensor:
+    grouped = [part.unflatten(0, (m.query_groups, -1, m.head_dim)) for part in parts]
+    return torch.cat(grouped, dim=1).flatten(0, 2)
+
+
+def _matrix_t(x: torch.Tensor) -> torch.Tensor:
+    return x.t() if x.dim() == 2 else x
+
+
+def _heads(m: ModelConfig) -> list[int]:
+    return [m.num_attention_heads * m.head_dim, *[m.query_groups * m.head_dim] * 2]
+
+
+SAME = Transform(lambda x, m: [x], lambda parts, m: parts[0])
+TRANSPOSED = Transform(lambda x, m: [_matrix_t(x)], lambda parts, m: _matrix_t(parts[0]))
+QKV = Transform(_split_qkv, _join_qkv)
+# Queries, keys and values one behind the other in one tensor: as rows, or as columns (GPT-2).
+FUSED_QKV = Transform(lambda x, m: [torch.cat(_split_qkv(x, m))],
+                      lambda parts, m: _join_qkv(parts[0].split(_heads(m)), m))
+FUSED_QKV_T = Transform(lambda x, m: [_matrix_t(torch.cat(_split_qkv(x, m)))],
+                        lambda parts, m: _join_qkv(_matrix_t(parts[0]).split(_heads(m)), m))
+GATE_UP = Transform(lambda x, m: list(x.unbind(0)), lambda parts, m: torch.stack(list(parts)))
+# Gate rows, then up rows, in one matrix (Megatron); without a gate it is a plain matrix.
+FLAT_GATE_UP = Transform(lambda x, m: [x.flatten(0, 1) if m.gated else x],
+                         lambda parts, m: parts[0].unflatten(0, (2, -1)) if m.gated else parts[0])
+
+Names = Mapping[str, tuple[tuple[str, ...], Transform]]
+
+
+@dataclass(frozen=True)
+class Link:
+    """One tensor of ours, the other side's tensors that it is made of, and how. Shapes are global, without padding rows."""
+
+    ours: str
+    shape: Shape
+    theirs: tuple[str, ...]
+    transform: Transform
+    model: ModelConfig
+
+    def their_shapes(self) -> list[Shape]:
+        """Shapes of the other side's tensors."""
+        return [tuple(part.shape) for part in self.split(torch.empty(self.shape, device="meta"))]
+
+    def split(self, ours: torch.Tensor) -> Sequence[torch.Tensor]:
+        """Our tensor -> the other side's."""
+        return self.transform.split(ours, self.model)
+
+    def join(self, theirs: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The other side's tensors -> ours."""
+        return self.transform.join(theirs, self.model)
+
+
+def links_of(model: ModelConfig, vocab_size: int, names: Names) -> list[Link]:
+    """One link for every parameter of the model. Raises ConversionError for one that the format has no name for."""
+    found = []
+    for spec in parameter_table(model, vocab_size, vocab_size):
+        stem, kind = spec.name.rsplit(".", 1)
+        layer = _LAYER.fullmatch(stem)
+        entry = names.get(f"{layer[1]}{{}}{layer[3]}" if layer else stem)
+        if entry is None:
+            raise ConversionError(f"{spec.name}: that format has no place for it")
+        theirs = tuple(f"{name.format(layer[2]) if layer else name}.{kind}" for name in entry[0])
+        found.append(Link(spec.name, spec.shape, theirs, entry[1], model))
+    return found
+
+
+def check(links: Iterable[Link], there: Mapping[str, Header], where: str, ignored: re.Pattern[str] | None = None) -> None:
+    """Raise ConversionError unless the other side's tensors are exactly those of the links, with their shapes, and of
+    one floating-point format each; every one that is missing, left over or of another shape is named."""
+    wanted: dict[str, Shape] = {}
+    for link in links:
+        for name, shape in zip(link.theirs, link.their_shapes(), strict=True):
+            assert name not in wanted, f"{name} is assigned twice"
+            wanted[name] = shape
+    extra = sorted(name for name in there.keys() - wanted.keys() if not (ignored and ignored.fullmatch(name)))
+    missing = sorted(wanted.keys() - there.keys())
+    lines = [_named(missing, "is missing", "are missing", where), _named(extra, "is not a part of this model",
+                                                                        "are no part of this model", where)]
+    wrong = []
+    for name in sorted(wanted.keys() & there.keys()):
+        dtype, shape = there[name]
+        if shape != wanted[name]:
+            wrong.append(f"{where}: {name} has shape {list(shape)}, should have {list(wanted[name])} by the configuration")
+        elif not dtype.is_floating_point or dtype.itemsize == 1:
+            wrong.append(f"{where}: {name} is {dtype}; quantized weights are not converted: give the full-precision model")
+    for link in links:
+        formats = {there[name][0] for name in link.theirs if name in there}
+        if len(formats) > 1:
+            wrong.append(f"{where}: {', '.join(link.theirs)} become one tensor, but are {sorted(map(str, formats))}")
+    if len(wrong) > SHOWN:
+        wrong[SHOWN:] = [f"{where}: and {len(wrong) - SHOWN} more like these"]
+    if any(lines) or wrong:
+        raise ConversionError("\n".join(line for line in (*lines, *wrong) if line))
+
+
+def _named(names: Sequence[str], one: str, several: str, where: str) -> str:
+    if not names:
+        return ""
+    shown = ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
+    return f"{where}: {shown} {one if len(names) == 1 else several}"
+
+
+def is_vocabulary(name: str) -> bool:
+    """Has this tensor of ours one row for each id, and padding rows behind them?"""
+    return name in (WORD_EMBEDDING, OUTPUT_LAYER)
+
+
+def specs_of(model: ModelConfig, vocab_size: int) -> Iterator[ParameterSpec]:
+    """The parameters without padding rows."""
+    yield from parameter_table(model, vocab_size, vocab_size)
