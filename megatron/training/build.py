@@ -3,6 +3,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import nn
 
 from megatron import log
 from megatron.checkpoint.async_writer import Writer
+from megatron.checkpoint.state import RunState
 from megatron.config.plan import Plan, bucket_size, make_plan
 from megatron.config.tree import Config
 from megatron.data import index_helpers
@@ -44,6 +46,18 @@ class Progress:
     skipped_train_samples: int = 0
 
 
+@dataclass(frozen=True)
+class UnderWay:
+    """A save that has begun: all that is written of it but the tensors, and what is said when it is done."""
+
+    temporary: Path
+    iteration: int
+    state: RunState
+    args: str
+    said: str
+    is_snapshot: bool
+
+
 @dataclass
 class Run:
     """One training run: what was asked for, what follows, and what it is made of."""
@@ -62,7 +76,7 @@ class Run:
     data_order: dict[str, Any] = field(default_factory=dict)
     recorder: Recorder | None = None        # of --data-ledger
     writer: Writer | None = None            # of --async-save
-    under_way: Any = None                   # the save that --async-save has begun, `checkpointing.UnderWay`
+    under_way: UnderWay | None = None       # the save that --async-save has begun
     fence: Callable[[], None] = lambda: None        # raises where another job has taken --save over; asked by rank 0
 
 

@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from megatron.config.tree import Config
 from megatron.parallel.collectives import gather_objects
 from megatron.parallel.context import Axis, ParallelContext
 from megatron.parallel.sharding import Box, Sharding, counts, local_box
-from megatron.training.build import Run
+from megatron.training.build import Run, UnderWay
 from megatron.training.data_position import check_position
 from megatron.training.flops import flops_per_iteration
 from megatron.training.metrics import model_shape
@@ -93,18 +92,6 @@ def snapshot(run: Run) -> None:
 def snapshot_directory(c: CheckpointConfig, root: str) -> Path:
     """Where the snapshots of the run directory `root` are."""
     return Path(c.snapshot_dir or f"{root}/snapshots")
-
-
-@dataclass(frozen=True)
-class UnderWay:
-    """A save that has begun: all that is written of it but the tensors, and what is said when it is done."""
-
-    temporary: Path
-    iteration: int
-    state: RunState
-    args: str
-    said: str
-    is_snapshot: bool
 
 
 def _begin(run: Run, directory: str, said: str, is_snapshot: bool = False) -> None:
@@ -246,7 +233,7 @@ def _take_newest_good(run: Run, tries: list[Candidate]) -> None:
         try:
             found = candidate.open()
             log.print_rank_0(f" loading checkpoint from {candidate.path} at iteration {found.iteration}")
-            _take_tensors(run, found)
+            saved = _take_tensors(run, found)
         except CheckpointError as error:
             failure = error
         answers = gather_objects((found and found.manifest.crc32, failure and str(failure), failure and failure.is_damage),
@@ -269,7 +256,7 @@ def _take_newest_good(run: Run, tries: list[Candidate]) -> None:
     if bad:
         log.print_rank_0(f"WARNING: the checkpoint of iteration {found.iteration} is used instead of that of iteration "
                          f"{tries[0].step}, which is damaged; what came after iteration {found.iteration} is done again")
-    _take_state(run, found)
+    _take_state(run, found, saved)
     log.print_rank_0(f"  successfully loaded checkpoint from {candidate.path} at iteration {found.iteration}")
 
 
@@ -295,11 +282,12 @@ def _with_optimizer(c: CheckpointConfig, found: Checkpoint) -> bool:
     return not (c.finetune or c.no_load_optim or imported)
 
 
-def _take_tensors(run: Run, found: Checkpoint) -> None:
-    """Check that the checkpoint is of this model, then copy its tensors, every byte checked."""
+def _take_tensors(run: Run, found: Checkpoint) -> Config:
+    """Check that the checkpoint is of this model, then copy its tensors, every byte checked; what it was saved with."""
     config, c, state = run.config, run.config.checkpoint, found.state
     log.print_rank_0(f" checkpoint version {CHECKPOINT_VERSION}")
-    check_architecture(saved_config(found), config, strict=not c.finetune)
+    saved = saved_config(found)
+    check_architecture(saved, config, strict=not c.finetune)
     before, now = _vocabulary(state.data.get("tokenizer") or {}), _vocabulary(run.tokenizer)
     if before and before != now and not c.finetune:
         raise ValueError(f"--load {c.load}: it was trained with the tokenizer {_short(before)}, this run has "
@@ -309,9 +297,10 @@ def _take_tensors(run: Run, found: Checkpoint) -> None:
                          "to go on with a fresh one, or --finetune to start anew from its weights")
     with found.reader() as reader:
         _read_tensors(run, reader, _with_optimizer(c, found))
+    return saved
 
 
-def _take_state(run: Run, found: Checkpoint) -> None:
+def _take_state(run: Run, found: Checkpoint, saved: Config) -> None:
     """Counters, schedule and data order of the checkpoint whose tensors have been taken."""
     c, state = run.config.checkpoint, found.state
     try:
@@ -330,7 +319,7 @@ def _take_state(run: Run, found: Checkpoint) -> None:
         p.consumed_train_samples, p.consumed_valid_samples = state.consumed_train_samples, state.consumed_valid_samples
         p.skipped_train_samples = state.skipped_train_samples
         run.data_order = state.data.get("order", {})
-        check_position(run, saved_config(found))
+        check_position(run, saved)
     now = _layout(run)
     if state.layout != now:
         log.print_rank_0(f" checkpoint was written by {written_by}, this run has {_ranks(now)}")

@@ -126,7 +126,7 @@ def marked(case: str):
     return case if case in QUICK else pytest.param(case, marks=mark)
 
 
-@pytest.mark.parametrize("case", map(marked, CASES))
+@pytest.mark.parametrize("case", [marked(case) for case in CASES])
 def test_every_crash_leaves_the_old_or_the_new_one(case, memory_path):
     crashes, states, found = check_case(case, memory_path, 64 if case in QUICK else 1 << ALL_OF)
     print(f"{case}: {crashes} crashes, {states} different states, all good: {sorted(map(str, found))}")

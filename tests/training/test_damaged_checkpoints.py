@@ -45,7 +45,7 @@ def saved(tmp_path_factory) -> Iterator[tuple[Run, Path, dict[int, dict[str, tor
     """(a tiny run that loads from a directory, the directory, its state at the iterations saved there)."""
     home = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else tmp_path_factory.mktemp("saved")
     root = home / f"damaged-{os.getpid()}"
-    flags = ("--hidden-size", "8", "--num-attention-heads", "2", "--vocab-size", "60")
+    flags = ("--num-layers", "1", "--hidden-size", "8", "--num-attention-heads", "2", "--vocab-size", "60")
     writer, states = built(*flags, "--save", str(root), "--save-interval", "10"), {}
     for iteration in (10, 20):
         set_state(writer, iteration)
@@ -153,7 +153,7 @@ def test_none_good_is_an_error_and_so_is_one_asked_for_by_name(saved, capsys):
         checkpointing.load(run)
     assert failed.value.errno is None
     weights[0].write_bytes(good[0])
-    flags = ("--hidden-size", "8", "--num-attention-heads", "2", "--vocab-size", "60")
+    flags = ("--num-layers", "1", "--hidden-size", "8", "--num-attention-heads", "2", "--vocab-size", "60")
     for how in (("--load", str(root), "--ckpt-step", "20"), ("--load", str(root / "iter_0000020"))):
         with pytest.raises(CheckpointError, match="iter_0000020/weights_00000.safetensors, tensor .*checksum"):
             checkpointing.load(built(*flags, *how))

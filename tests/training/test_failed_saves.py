@@ -194,7 +194,8 @@ def test_a_refusal_at_every_step_of_a_save_costs_that_save_alone(data, memory_pa
     """No space, an error of the disk, a file system that became read-only."""
     folder = memory_path / "refused"
     flags = ["--train-iters", str(iterations), "--save-interval", "1", "--num-layers", "1", "--hidden-size", "16",
-             "--no-save-optim"]
+             "--no-save-optim", "--global-batch-size", "2", "--micro-batch-size", "1", "--seq-length", "8",
+             "--max-position-embeddings", "8"]
     argv = with_flags([*BASE, "--data-path", data, "--save", str(folder / "save")], *flags)
     hook = functools.partial(refuse_every_step, world - 1, str(folder / "save"))
     done = train(folder, argv, world, hook=hook)
