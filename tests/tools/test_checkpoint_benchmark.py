@@ -4,9 +4,12 @@ from __future__ import annotations
 import json
 import re
 
+import pytest
+
 from tests.load_tool import load_tool
 
 
+@pytest.mark.campaign
 def test_a_line_for_each_ratio(tmp_path, capsys):
     words = ["--gb", "0.01", "--rounds", "1", "--folder", str(tmp_path), "--json", str(tmp_path / "seconds.json")]
     load_tool("benchmarks/checkpoint").main(words)

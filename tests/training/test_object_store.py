@@ -68,6 +68,7 @@ def test_what_is_a_url():
     assert (c.save, c.load) == ("/disk/s3/bucket/runs/a", "runs/b")
 
 
+@pytest.mark.campaign
 def test_there_and_back(bucket, tmp_path):
     remote = Remote(f"{bucket}/back")
     assert remote.latest() is None
@@ -85,6 +86,7 @@ def test_there_and_back(bucket, tmp_path):
         object_store.fetch(f"{bucket}/back", str(tmp_path / "there"), 4)
 
 
+@pytest.mark.campaign
 def test_a_store_that_fails_now_and_then_and_one_that_lies(bucket, tmp_path, monkeypatch):
     """Each file is put again until the store gives it back as it is; the tracker is not moved before that."""
     checkpoint(tmp_path, 1)
@@ -108,6 +110,7 @@ def test_a_store_that_fails_now_and_then_and_one_that_lies(bucket, tmp_path, mon
     assert remote.latest() == 1
 
 
+@pytest.mark.campaign
 def test_what_is_there_is_not_put_again(bucket, tmp_path, monkeypatch):
     checkpoint(tmp_path, 1)
     remote = Remote(f"{bucket}/again")
