@@ -133,8 +133,9 @@ def test_a_bin_that_fails_while_it_is_read(tmp_path, order, workers, hook, words
     assert "start again from the last checkpoint" in err and " iteration        1/" in out
 
 
-@pytest.mark.parametrize(("what", "workers"), [("the index", "0"), ("the index", "2"), ("a cached index array", "0"), pytest.param(
-    "a cached index array", "2", marks=pytest.mark.campaign)])
+@pytest.mark.parametrize(("what", "workers"), [
+    ("the index", "0"), ("the index", "2"), ("a cached index array", "0"),
+    pytest.param("a cached index array", "2", marks=pytest.mark.campaign)])
 def test_an_index_cut_short_while_it_is_mapped(tmp_path, what, workers):
     """Touching what a mapped file has lost is SIGBUS: its size is looked at before."""
     prefix = write(tmp_path / "text")

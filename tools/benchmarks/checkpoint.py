@@ -138,9 +138,9 @@ def measure(folder: Path, state: dict[str, torch.Tensor], writer: Writer, rounds
         start = time.perf_counter()
         best.measure("stall", lambda temporary=temporary, number=number: writer.start(slices, temporary, 0, number, CPU))
         best.measure("products beside", lambda: products(work))
-        was_busy = not writer.done()
         store.commit(temporary, number, writer.result, RunState(iteration=number), "")
-        best.times["save in the background"] = time.perf_counter() - start if was_busy else float("nan")
+        whole = time.perf_counter() - start
+        best.times["async save"] = min(best.times.get("async save", whole), whole)
         directory = store.iteration_directory(folder, number)
         for how in ("cached", "cold"):
             if how == "cold":
@@ -176,7 +176,7 @@ def report(times: dict[str, float], size: int) -> list[str]:
         rates = [f" = {size / one / 1e9:5.2f} GB/s" * ("products" not in name) for one in (mine, other)]
         both = [f"{one:7.3f} s{rate}" for one, rate in zip((mine, other), rates, strict=True)]
         lines.append(f"{name:16s} {both[0]}; {against:16s} {both[1]}: {ratio:.2f} {what} {against}{met}")
-    lines.append(f"an async save is on the disk {times['save in the background']:.3f} s after it was begun")
+    lines.append(f"an async save is on the disk {times['async save']:.3f} s after it was begun, or before the products end")
     return lines
 
 
