@@ -85,11 +85,13 @@ class Trainer:
         c = self.run.config.checkpoint
         return bool(c.save and c.save_interval and iteration % c.save_interval == 0)
 
-    def _wish(self, iteration: int) -> int:
-        """What this rank asks for after `iteration`."""
-        asked = self._control.wish(iteration) if self._control else None
-        return ((SIGNAL if self.signals.received else 0) + (TIME_UP if self._time_is_up() else 0)
-                + {SAVE: SAVE_NOW, STOP: STOP_NOW, None: 0}[asked])
+    def _wish(self) -> int:
+        """What this rank asks for."""
+        return (SIGNAL if self.signals.received else 0) + (TIME_UP if self._time_is_up() else 0)
+
+    def _ordered(self, iteration: int) -> int:
+        """What the control file asks for after `iteration`."""
+        return {SAVE: SAVE_NOW, STOP: STOP_NOW, None: 0}[self._control.wish(iteration) if self._control else None]
 
     def _snapshot_due(self, iteration: int) -> bool:
         c = self.run.config.checkpoint
@@ -97,7 +99,7 @@ class Trainer:
 
     def _agreed_wish(self) -> int:
         """What all ranks together ask for: their sum."""
-        wish = self._wish(self.run.progress.iteration)
+        wish = self._wish() + self._ordered(self.run.progress.iteration)
         if self.run.runtime.world_size == 1:
             return wish
         flag = torch.tensor(wish, dtype=torch.float64, device=self.run.runtime.device)
@@ -107,7 +109,7 @@ class Trainer:
         """One iteration with its counters, schedule and log line; the flag that the ranks agreed on."""
         run = self.run
         loss_scale = run.optimizer.loss_scale
-        outcome = train_step(run, self.forward_step, samples, iteration, lambda: self._wish(iteration))
+        outcome = train_step(run, self.forward_step, samples, iteration, lambda: self._wish() + self._ordered(iteration))
         size = run.plan.global_batch_size(iteration)
         run.progress.iteration = iteration
         run.progress.consumed_train_samples += size
