@@ -94,12 +94,14 @@ class Trainer:
         c = self.run.config.checkpoint
         return bool(c.save and c.save_interval and iteration % c.save_interval == 0)
 
-    def _wish(self, iteration: int) -> int:
-        """What this rank asks for after `iteration`."""
-        asked = self._control.wish(iteration) if self._control else None
-        return ((SIGNAL if self.signals.received else 0) + (TIME_UP if self._time_is_up() else 0)
-                + {SAVE: SAVE_NOW, STOP: STOP_NOW, None: 0}[asked]
-                + (WRITTEN if self.run.under_way and self.run.writer.done() else 0))
+    def _wish(self) -> int:
+        """What this rank asks for."""
+        return (SIGNAL if self.signals.received else 0) + (TIME_UP if self._time_is_up() else 0)
+
+    def _ordered(self, iteration: int) -> int:
+        """What the control file asks for after `iteration`, and whether this rank has written what is under way."""
+        asked = {SAVE: SAVE_NOW, STOP: STOP_NOW, None: 0}[self._control.wish(iteration) if self._control else None]
+        return asked + (WRITTEN if self.run.under_way and self.run.writer.done() else 0)
 
     def _snapshot_due(self, iteration: int) -> bool:
         c = self.run.config.checkpoint
@@ -107,7 +109,7 @@ class Trainer:
 
     def _agreed_wish(self) -> int:
         """What all ranks together ask for: their sum."""
-        wish = self._wish(self.run.progress.iteration)
+        wish = self._wish() + self._ordered(self.run.progress.iteration)
         if self.run.runtime.world_size == 1:
             return wish
         flag = torch.tensor(wish, dtype=torch.float64, device=self.run.runtime.device)
@@ -117,7 +119,7 @@ class Trainer:
         """One iteration with its counters, schedule and log line; the flag that the ranks agreed on."""
         run = self.run
         loss_scale = run.optimizer.loss_scale
-        outcome = train_step(run, self.forward_step, samples, iteration, lambda: self._wish(iteration))
+        outcome = train_step(run, self.forward_step, samples, iteration, lambda: self._wish() + self._ordered(iteration))
         size = run.plan.global_batch_size(iteration)
         run.progress.iteration = iteration
         run.progress.consumed_train_samples += size

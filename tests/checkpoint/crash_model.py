@@ -34,7 +34,6 @@ class Recorder(Disk):
     def __init__(self, root: Path):
         self.root = root
         self.operations: list[Operation] = []
-        self.marks: list[int] = []          # numbers of operations after which power may be lost: all of them, and fsyncs
         self._next = 0
         self.directories: dict[int, dict[str, int]] = {}
         self.files: dict[int, bytes] = {}
@@ -72,6 +71,8 @@ class Recorder(Disk):
                 self._now[operation.inode][name] = inode
 
     def _sync(self, inode: int) -> None:
+        """An operation of its own, that changes nothing: before it, what it makes durable can still be lost."""
+        self.operations.append(Operation(inode))
         for operation in self.operations:
             if operation.inode == inode and operation.synced_at == float("inf"):
                 operation.synced_at = len(self.operations)

@@ -122,7 +122,7 @@ QUICK = ("two ranks",)
 
 
 def marked(case: str):
-    mark = pytest.mark.sweep if "three" in case else pytest.mark.campaign
+    mark = pytest.mark.sweep if "three" in case or "leftovers" in case else pytest.mark.campaign
     return case if case in QUICK else pytest.param(case, marks=mark)
 
 

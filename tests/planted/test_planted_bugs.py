@@ -204,7 +204,7 @@ STORE = {
         "megatron/checkpoint/lock.py", "os.O_WRONLY | os.O_CREAT | os.O_EXCL", "os.O_WRONLY | os.O_CREAT",
         "tests/checkpoint/test_lock.py::test_of_several_at_most_one_gets_a_dead_ones_lock"),
     "checksums that are not compared": Bug(
-        "megatron/checkpoint/safetensors_file.py", "                if have != want:", "                if False:",
+        "megatron/checkpoint/safetensors_file.py", "if have != want:", "if False:",
         "tests/training/test_damaged_checkpoints.py::test_a_hundred_damages"),
     "a half-loaded model that is kept": Bug(
         "megatron/training/checkpointing.py", "        if not failed:\n            break",
