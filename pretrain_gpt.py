@@ -21,10 +21,22 @@ def forward_step(batch, model):
     return (losses * batch.loss_mask).sum(), batch.loss_mask.sum()
 
 
+def print_data(line, plan):
+    """Of a dry run: what would be read of which data set, if the data are here."""
+    from megatron.data.plan_table import plan_table
+    from megatron.data.planned import planned_rows
+    data, targets = line.config.data, plan.targets
+    valid = None if data.full_validation and targets.valid else targets.valid
+    try:
+        rows = planned_rows(data, (targets.train, valid, targets.test), line.config.model.seq_length)
+        lines = ["data:", *plan_table(rows)] if rows else ["data: made up (--mock-data)"]
+    except (ValueError, OSError) as error:
+        lines = [f"data: cannot be read on this machine: {error}"]
+    print("\n".join(lines), flush=True)
+
+
 def print_kernels(line):
-    """The end of a dry run, on rank 0: which kernels a run would use here. It needs torch, which the plan does not."""
-    if line.rank != 0:
-        return
+    """The end of a dry run: which kernels a run would use here. It needs torch, which the plan does not."""
     try:
         from megatron.training.kernel_lines import kernel_lines
         lines = kernel_lines(line.config)
@@ -38,15 +50,33 @@ def main(argv: list[str] | None = None, signals: SignalWatch | None = None) -> N
     from megatron.config import command_line
     line = command_line.read(sys.argv[1:] if argv is None else argv, os.environ)
     if line.config.training.dry_run:
-        command_line.print_plan(line)
-        return print_kernels(line)
-    # Read when torch loads: CPU threads that wait then leave the cores to threads and ranks that work.
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+        if line.rank == 0:
+            print_data(line, command_line.print_plan(line))
+            print_kernels(line)
+        return
+    from megatron.checkpoint import lock
+    writes = line.rank == 0 and not line.config.training.skip_train
+    with lock.held(line.config.checkpoint.save if writes else None) as held:
+        if signals:
+            signals.leaving = held.release
+        # Read when torch loads: CPU threads that wait then leave the cores to threads and ranks that work.
+        os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+        from megatron.checkpoint import async_writer, object_store
+        c = line.config.checkpoint
+        if line.load_url and line.rank == 0:
+            object_store.fetch(line.load_url, c.load, c.ckpt_step)
+        beside = c.async_save and bool(c.save) and not line.config.training.skip_train
+        with object_store.uploading(c.save, line.save_url if writes else None), async_writer.started(beside) as writer:
+            train(line, held.check, writer, signals)
 
+
+def train(line, fence, writer, signals: SignalWatch | None) -> None:
+    """Plan, build, load, train; `fence()` raises where another job has taken --save over; `writer` of --async-save."""
+    from megatron.config import command_line
     from megatron.device import default_backend
     from megatron.log import print_rank_0
     from megatron.timers import Timers
-    from megatron.training import build, checkpointing, initialize, loop, metrics
+    from megatron.training import build, checkpointing, data_position, initialize, loop, metrics
     from megatron.training.log_lines import datetime_line
 
     config, backend = line.config, default_backend(line.config.training.device)
@@ -63,12 +93,13 @@ def main(argv: list[str] | None = None, signals: SignalWatch | None = None) -> N
 
     with timers("model-and-optimizer-setup"):
         run = build.build_run(config, plan, runtime, timers, tokenizer)
+        run.fence, run.writer = fence, writer
         checkpointing.load(run)
     log.timers(["load-checkpoint"])
     print_rank_0(datetime_line("after model, optimizer, and learning rate scheduler are built"))
     with timers("train/valid/test-data-iterators-setup"):
         data = build.build_data(config, plan, runtime, tokenizer, run)
-        checkpointing.check_data_order(run, data.order)
+        data_position.check_data_order(run, data.order)
     print_rank_0(datetime_line("after dataloaders are built"))
     print_rank_0("done with setup ...")
     log.timers(["model-and-optimizer-setup", "train/valid/test-data-iterators-setup"])

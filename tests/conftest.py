@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 # Before torch is imported anywhere: two busy cores shared by several ranks are slower with more threads, not faster.
@@ -52,6 +55,15 @@ def _count(config: pytest.Config, report: pytest.TestReport | pytest.CollectRepo
     """Note one skip with its reason; `longrepr` of a skip is (path, line, reason)."""
     reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
     config.stash[SKIPS].append((report.nodeid, reason.removeprefix("Skipped: ")))
+
+
+@pytest.fixture
+def memory_path(tmp_path: Path) -> Iterator[Path]:
+    """Like tmp_path, but in memory where the system has such a place: a killed process loses nothing there either."""
+    home = "/dev/shm" if os.access("/dev/shm", os.W_OK) else tmp_path
+    path = Path(tempfile.mkdtemp(dir=home, prefix="checkpoint-test-"))
+    yield path
+    shutil.rmtree(path)
 
 
 class _Counter:

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.parallel import collectives
+from megatron.parallel.shared_sums import SharedSums
 
 
 class Call(NamedTuple):
@@ -78,6 +79,7 @@ class Recorder:
                     setattr(collectives, mine, wrapped[name])
         operation, unwrapped = dist.P2POp, {wrapped[name]: originals[name] for name in ("isend", "irecv")}
         dist.P2POp = lambda op, *args, **kwargs: operation(unwrapped[op], *args, **kwargs)
+        SharedSums.start = self._shared(SharedSums.start)
         for name in self.FORBIDDEN:
             setattr(dist, name, self._refuse(name, getattr(dist, name)))
 
@@ -87,6 +89,13 @@ class Recorder:
             self.note(self.GROUP[name], _ranks(kwargs), _whole(args, kwargs))
             return function(*args, **kwargs)
         return call
+
+    def _shared(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """A sum through shared memory."""
+        def start(sums: SharedSums, x: torch.Tensor) -> Any:
+            self.note("all-reduce", sums.axis.ranks, x)
+            return function(sums, x)
+        return start
 
     def _peer(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         kinds = {"isend": "send", "irecv": "receive"}

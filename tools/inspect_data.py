@@ -34,6 +34,7 @@ from megatron.config import command_line  # noqa: E402
 from megatron.config.check_paths import newest_checkpoint  # noqa: E402
 from megatron.config.plan import Plan, make_plan  # noqa: E402
 from megatron.config.tree import Config  # noqa: E402
+from megatron.data import provenance  # noqa: E402
 from megatron.data.build import Before, build_train_valid_test_datasets  # noqa: E402
 from megatron.data.indexed_dataset import IndexedDataset  # noqa: E402
 from megatron.data.ledger import MASK, SKIPPED, read_ledger, sample_hash, tokens_hash  # noqa: E402
@@ -90,6 +91,7 @@ def check_pair(prefix: str, vocab_size: int | None, all_tokens: bool) -> dict[st
                              "preprocessed with, or make the pair anew with tools/preprocess_data.py")
         if tokens == 0:
             raise ValueError(f"{prefix}.bin: holds no tokens; preprocess a file that has text")
+        found["tokenizer"] = _tokenizer(prefix, found)
         unused = corpus.bin_bytes - tokens * corpus.dtype.itemsize
         if unused:
             raise ValueError(f"{prefix}.bin: {abs(unused)} of its bytes are {'in no sequence' if unused > 0 else 'in two'}; "
@@ -99,11 +101,38 @@ def check_pair(prefix: str, vocab_size: int | None, all_tokens: bool) -> dict[st
     return found
 
 
+def _named(made_by: dict[str, Any] | None) -> str:
+    if made_by is None:
+        return "no .json that says which tokenizer made it"
+    return f"made by {made_by['class']} of {made_by.get('vocab_size', '?')} ids ({made_by['fingerprint'][:12]})"
+
+
+def _tokenizer(prefix: str, found: dict[str, Any]) -> dict[str, Any] | None:
+    """Who made the pair, as PREFIX.json says. Raises ValueError if that is not of this pair."""
+    said = provenance.note(prefix)
+    if said is None:
+        return None
+    path, made_by = provenance.json_path(prefix), said["tokenizer"]
+    for what in ("tokens", "documents"):
+        if said.get(what, found[what]) != found[what]:
+            raise ValueError(f"{path}: says {said[what]} {what}, the pair has {found[what]}; it is of another pair: "
+                             "copy all three files again, or make them anew with tools/preprocess_data.py")
+    size = made_by.get("vocab_size")
+    if size is not None and found["largest_id"] >= size:
+        raise ValueError(f"{path}: says that {made_by['class']} has {size} ids, {prefix}.bin holds {found['largest_id']}; "
+                         "it is of another pair, or the pair was made by another vocabulary")
+    return made_by
+
+
 def check(options: argparse.Namespace) -> int:
     """`check`: a line for each pair and one for all."""
     with ThreadPoolExecutor(THREADS) as pool:
         found = list(pool.map(lambda prefix: check_pair(prefix, options.vocab_size, options.all_tokens), options.prefixes))
     bad = [pair for pair in found if "problem" in pair]
+    try:
+        provenance.common_maker([pair["prefix"] for pair in found if pair not in bad])
+    except ValueError as error:
+        print(f"warning: {error}", file=sys.stderr)
     if options.json:
         print(json.dumps({"pairs": found, "problems": len(bad)}))
         return int(bool(bad))
@@ -111,7 +140,8 @@ def check(options: argparse.Namespace) -> int:
         if "problem" not in pair:
             empty = f", {pair['empty_documents']} of them empty" if pair["empty_documents"] else ""
             print(f"{pair['prefix']}: {pair['documents']} documents{empty}, {pair['tokens']} tokens of {pair['dtype']}, "
-                  f"ids {pair['smallest_id']} .. {pair['largest_id']}{'' if options.all_tokens else ' at its head'}")
+                  f"ids {pair['smallest_id']} .. {pair['largest_id']}{'' if options.all_tokens else ' at its head'}, "
+                  f"{_named(pair['tokenizer'])}")
     tokens = sum(pair.get("tokens", 0) for pair in found)
     print(f"{len(found)} pairs, {tokens} tokens, {len(bad)} with a problem", flush=True)
     for pair in bad:

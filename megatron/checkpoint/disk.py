@@ -9,6 +9,7 @@ import ctypes
 import errno
 import os
 import shutil
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -28,6 +29,7 @@ _REMEDIES = {
 }
 _CANNOT_EXCHANGE = (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP)
 _CANNOT_RESERVE = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS, errno.ENODEV)
+_DAMAGE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EIO, errno.ENXIO)
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
 
@@ -42,6 +44,20 @@ class CheckpointError(Exception):
         super().__init__(text)
         self.errno = number
 
+    @property
+    def is_damage(self) -> bool:
+        """Would an older checkpoint help? Not where this user may not read, or a limit of the process is reached."""
+        return self.errno is None or self.errno in _DAMAGE
+
+
+class ForeignCheckpoint(CheckpointError):
+    """A checkpoint that is whole, but not for this program or this run: an older one is not the remedy."""
+
+    @property
+    def is_damage(self) -> bool:
+        """It is none."""
+        return False
+
 
 @contextmanager
 def explained(action: str, path: Path | str) -> Iterator[None]:
@@ -51,6 +67,24 @@ def explained(action: str, path: Path | str) -> Iterator[None]:
     except OSError as error:
         remedy = _REMEDIES.get(error.errno or 0, "check the path and the disk")
         raise CheckpointError(f"cannot {action} {path}: {error.strerror or error}; {remedy}", error.errno) from error
+
+
+def read_small_file(path: Path, limit: int = 1 << 30) -> bytes:
+    """All bytes of a plain file of at most `limit` bytes; no pipe or device is waited for. Raises CheckpointError."""
+    with explained("read", path):
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        with open(descriptor, "rb") as file:
+            check_plain(descriptor, path)
+            data = file.read(limit + 1)
+    if len(data) > limit:
+        raise CheckpointError(f"{path} has more than {limit} bytes; the checkpoint is damaged: use another one")
+    return data
+
+
+def check_plain(descriptor: int, path: Path) -> None:
+    """Raise CheckpointError for an open file that is a pipe, a device or a socket."""
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        raise CheckpointError(f"{path} is not a plain file; the checkpoint is damaged: use another one")
 
 
 class Disk:

@@ -14,7 +14,7 @@ from typing import Any
 from megatron.checkpoint import boxes
 from megatron.checkpoint.boxes import Box
 from megatron.checkpoint.checksums import ALGORITHM, BLOCK_BYTES, crc32
-from megatron.checkpoint.disk import CheckpointError
+from megatron.checkpoint.disk import CheckpointError, ForeignCheckpoint
 from megatron.checkpoint.safetensors_file import DTYPES, MAX_DIMS
 
 FORMAT = "sharded-safetensors"
@@ -58,13 +58,15 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint (or one rank's part of it) holds; `source` is its path, for messages."""
+    """What a checkpoint (or one rank's part of it) holds; `source` is its path, for messages; `crc32` that of the text
+    it was read from."""
 
     iteration: int
     files: Mapping[str, FileRecord]
     tensors: Mapping[str, TensorRecord]
     block_bytes: int = BLOCK_BYTES
     source: str = field(default=FILE_NAME, compare=False)
+    crc32: str = field(default="", compare=False)
 
     def dump(self) -> bytes:
         """The text of this manifest, one tensor a line."""
@@ -141,8 +143,8 @@ def parse(text: bytes, source: str) -> Manifest:
         table = json.loads(text)
         name, version = table["format"], table["version"]
         if name != FORMAT or type(version) is not int or not 1 <= version <= VERSION:
-            raise CheckpointError(f"{source} has format {name!r} version {version!r}; this program reads {FORMAT!r} up "
-                                  f"to version {VERSION}: use a newer program")
+            raise ForeignCheckpoint(f"{source} has format {name!r} version {version!r}; this program reads {FORMAT!r} "
+                                    f"up to version {VERSION}: use a newer program")
         files = {_plain(file): FileRecord(_whole(value["bytes"]), _text(value["crc32"]))
                  for file, value in table["files"].items()}
         if table["checksum"] != ALGORITHM:
@@ -154,7 +156,7 @@ def parse(text: bytes, source: str) -> Manifest:
         places = [(chunk.file, chunk.key) for record in tensors.values() for chunk in record.chunks]
         if len(set(places)) != len(places):
             raise ValueError("one part of a file is used twice")
-        return Manifest(_whole(table["iteration"]), files, tensors, block_bytes, source)
+        return Manifest(_whole(table["iteration"]), files, tensors, block_bytes, source, match[1].decode())
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{source}: {type(error).__name__} {error}; {_DAMAGED}") from None
 
@@ -179,6 +181,8 @@ def _tensor(name: str, value: Any, files: Mapping[str, FileRecord], block_bytes:
             raise ValueError(f"tensor {name}: {len(chunk.sums)} checksums for the {length} bytes of a box")
         if chunk.file not in files:
             raise ValueError(f"tensor {name}: its file {chunk.file!r} is not in the list of files")
+        if length > files[chunk.file].bytes:
+            raise ValueError(f"tensor {name}: box {boxes.text(chunk.box)} has more bytes than its file")
     return record
 
 

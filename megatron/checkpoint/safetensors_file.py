@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from megatron.checkpoint.checksums import BLOCK_BYTES, block_sums, crc32
-from megatron.checkpoint.disk import DISK, CheckpointError, Disk, explained
+from megatron.checkpoint.disk import DISK, CheckpointError, Disk, check_plain, explained
 
 SECTION_BYTES = 16 << 20  # what one thread sums and writes, or reads and sums, at a time, in whole blocks
 MAX_DIMS = 64
@@ -222,8 +222,9 @@ class SafetensorsFile:
     def __init__(self, path: Path):
         self.path = path
         with explained("open", path):
-            self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)    # of a pipe: at once
         try:
+            check_plain(self._descriptor, path)
             self.bytes = os.fstat(self._descriptor).st_size
             head = self._header_bytes()
             self.header_crc32 = crc32(head)

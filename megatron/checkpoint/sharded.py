@@ -15,7 +15,7 @@ import torch
 from megatron.checkpoint import boxes
 from megatron.checkpoint.boxes import Box
 from megatron.checkpoint.checksums import BLOCK_BYTES
-from megatron.checkpoint.disk import DISK, CheckpointError, Disk
+from megatron.checkpoint.disk import DISK, CheckpointError, Disk, ForeignCheckpoint
 from megatron.checkpoint.manifest import Chunk, FileRecord, Manifest, TensorRecord
 from megatron.checkpoint.safetensors_file import (
     DTYPE_NAMES,
@@ -114,8 +114,8 @@ class Reader:
     def _record(self, name: str) -> TensorRecord:
         record = self.manifest.tensors.get(name)
         if record is None:
-            raise CheckpointError(f"{self.directory} has no tensor {name!r} among its {len(self.manifest.tensors)}; "
-                                  "was it saved from another model, or without its optimizer?")
+            raise ForeignCheckpoint(f"{self.directory} has no tensor {name!r} among its {len(self.manifest.tensors)}; "
+                                    "was it saved from another model, or without its optimizer?")
         if name not in self._covered:
             self.manifest.check_cover(name)
             self._covered.add(name)

@@ -15,7 +15,7 @@ from typing import Any
 import numpy
 import torch
 
-from megatron.checkpoint.disk import CheckpointError
+from megatron.checkpoint.disk import CheckpointError, ForeignCheckpoint
 
 VERSION = 1
 ABSENT = "(absent)"
@@ -69,9 +69,12 @@ class RunState:
         known = {one.name: one for one in fields(cls)}
         strange = sorted(table.keys() - known.keys())
         if version != VERSION or strange:
-            raise CheckpointError(f"{source} has version {version!r} and the unknown entries {strange}; this program "
-                                  f"reads version {VERSION}: use the program that wrote it")
-        state = cls(**{name: _decoded(value) for name, value in table.items()})
+            raise ForeignCheckpoint(f"{source} has version {version!r} and the unknown entries {strange}; this program "
+                                    f"reads version {VERSION}: use the program that wrote it")
+        try:
+            state = cls(**{name: _decoded(value) for name, value in table.items()})
+        except RecursionError:
+            raise CheckpointError(f"{source} is nested too deep; the checkpoint is damaged: use another one") from None
         blank = cls()
         for name in known:
             have, want = type(getattr(state, name)), type(getattr(blank, name))
@@ -103,7 +106,7 @@ def _decoded(value: Any) -> Any:
     if isinstance(value, list):
         return [_decoded(one) for one in value]
     if isinstance(value, dict):
-        if value.keys() == {"float"} and value["float"] in _FLOATS:
+        if value.keys() == {"float"} and isinstance(value["float"], str) and value["float"] in _FLOATS:
             return _FLOATS[value["float"]]
         return {key: _decoded(one) for key, one in value.items()}
     return value

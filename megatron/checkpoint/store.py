@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import secrets
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from typing import Any
 from megatron import log
 from megatron.checkpoint import manifest, sharded
 from megatron.checkpoint.checksums import crc32
-from megatron.checkpoint.disk import DISK, CheckpointError, Disk, explained
+from megatron.checkpoint.disk import DISK, CheckpointError, Disk, ForeignCheckpoint, explained, read_small_file
 from megatron.checkpoint.manifest import FileRecord, Manifest
 from megatron.checkpoint.sharded import Reader, TensorSlice
 from megatron.checkpoint.state import RunState
@@ -30,6 +31,7 @@ _ASIDE = re.compile(r"\.iter_(\d{7,})\.old-[0-9a-f]{8}")
 _FOREIGN = ("mp_rank_00", "mp_rank_00_000", "metadata.json", ".metadata")
 
 Gather = Callable[[Any], Sequence[Any]]
+Fence = Callable[[], None]
 
 
 def iteration_directory(root: Path | str, iteration: int) -> Path:
@@ -42,31 +44,59 @@ def alone(value: Any) -> list[Any]:
     return [value]
 
 
+def unfenced() -> None:
+    """The fence of a directory that nobody else writes into."""
+
+
 # --- writing -------------------------------------------------------------------------------------------------------
 
 
 def save(root: Path | str, iteration: int, slices: Sequence[TensorSlice], state: RunState, args: str, *,
-         rank: int = 0, world_size: int = 1, gather: Gather = alone, disk: Disk = DISK) -> Path:
+         rank: int = 0, world_size: int = 1, gather: Gather = alone, disk: Disk = DISK, fence: Fence = unfenced) -> Path:
     """Write one checkpoint and make it the latest; every rank calls this with the slices it is to write.
 
     `gather(value)` returns every rank's value in rank order and so also waits for all (all_gather_object of the world).
-    `state` and `args` are rank 0's. Returns `root/iter_XXXXXXX` when it is on the disk under its name. When any rank
-    fails, every rank raises CheckpointError, the files of this save are removed and the last checkpoint stays.
+    `state`, `args` and `fence` are rank 0's; the fence is asked before the checkpoint gets its name and raises where
+    this job has lost the directory to another (lock.py). Returns `root/iter_XXXXXXX` when it is on the disk under its
+    name. When any rank fails, every rank raises CheckpointError, the files of this save are removed and the last
+    checkpoint stays.
     """
+    temporary = begin(root, iteration, rank=rank, gather=gather, disk=disk)
+    return commit(temporary, iteration, lambda: write_rank_files(temporary, rank, slices, iteration, disk), state, args,
+                  rank=rank, world_size=world_size, gather=gather, disk=disk, fence=fence)
+
+
+def begin(root: Path | str, iteration: int, *, rank: int = 0, gather: Gather = alone, disk: Disk = DISK) -> Path:
+    """The first half of `save`: the temporary directory, in which every rank may write its files now."""
     root = Path(root)
     token = secrets.token_hex(4) if rank == 0 else ""
     temporary = root / f".iter_{iteration:07d}.tmp-{gather(token)[0]}"
-    try:
+    with _discarded(temporary, rank, gather, disk):
         _together(gather, root, lambda: prepare(root, temporary, disk), rank == 0)
-        _together(gather, root, lambda: write_rank_files(temporary, rank, slices, iteration, disk))
+    return temporary
+
+
+def commit(temporary: Path, iteration: int, write: Callable[[], None], state: RunState, args: str, *, rank: int = 0,
+           world_size: int = 1, gather: Gather = alone, disk: Disk = DISK, fence: Fence = unfenced) -> Path:
+    """The second half of `save`: `write` returns when this rank's files are on the disk (or raises CheckpointError)."""
+    root = temporary.parent
+    with _discarded(temporary, rank, gather, disk):
+        _together(gather, root, write)
         _together(gather, root, lambda: finish(temporary, world_size, state, args, disk), rank == 0)
+    _together(gather, root, lambda: publish(root, temporary, iteration, disk, fence), rank == 0)
+    return iteration_directory(root, iteration)
+
+
+@contextmanager
+def _discarded(temporary: Path, rank: int, gather: Gather, disk: Disk) -> Iterator[None]:
+    """Where the block, which all ranks are in, raises a CheckpointError, the temporary directory goes."""
+    try:
+        yield
     except CheckpointError:
         if rank == 0:
-            _discard(temporary, disk)
+            discard(temporary, disk)
         gather(None)        # nobody ends the run before that is done
         raise
-    _together(gather, root, lambda: publish(root, temporary, iteration, disk), rank == 0)
-    return iteration_directory(root, iteration)
 
 
 def _together(gather: Gather, root: Path, action: Callable[[], Any], mine: bool = True) -> None:
@@ -89,6 +119,16 @@ def _together(gather: Gather, root: Path, action: Callable[[], Any], mine: bool 
 def prepare(root: Path, temporary: Path, disk: Disk = DISK) -> None:
     """First step of a save, on rank 0 alone: root and temporary directory; leftovers of killed saves go."""
     disk.make_root(root)
+    clear_leftovers(root, disk)
+    disk.make_directory(temporary)
+
+
+def clear_leftovers(root: Path, disk: Disk = DISK) -> None:
+    """Remove what killed saves left; a replacement that was cut in the middle gets its name back.
+
+    Whoever has just taken a directory over does this before anything else: what its former owner, should it wake up, is
+    about to rename is then gone.
+    """
     leftovers = [path for path in _entries(root) if _ASIDE.fullmatch(path.name) or _TEMPORARY.fullmatch(path.name)]
     if leftovers:
         disk.fsync_directory(root)  # whatever replaced them must be durable before they go
@@ -97,8 +137,7 @@ def prepare(root: Path, temporary: Path, disk: Disk = DISK) -> None:
         if aside and not iteration_directory(root, int(aside[1])).exists():
             disk.rename(path, iteration_directory(root, int(aside[1])))  # killed in the middle of a replacement
         else:
-            _discard(path, disk)
-    disk.make_directory(temporary)
+            discard(path, disk)
 
 
 def write_rank_files(temporary: Path, rank: int, slices: Sequence[TensorSlice], iteration: int,
@@ -128,42 +167,41 @@ def _part(temporary: Path, rank: int) -> Path:
     return temporary / f"manifest.rank{rank:05d}.json"
 
 
-def publish(root: Path, temporary: Path, iteration: int, disk: Disk = DISK) -> None:
-    """Last step, on rank 0 alone: give the complete temporary directory its final name, then write the tracker.
+def publish(root: Path, temporary: Path, iteration: int, disk: Disk = DISK, fence: Fence = unfenced) -> None:
+    """Last step, on rank 0 alone: give the complete temporary directory its final name, then the tracker its text.
 
     A checkpoint of that name is swapped out in a single step where the system can. Elsewhere it steps aside first, and
-    until the new one has the name, readers (and the next save) take the one aside for it.
+    until the new one has the name, readers (and the next save) take the one aside for it. After the fence come renames
+    alone, of names that another job removes when it takes the directory over (clear_leftovers).
     """
     final = iteration_directory(root, iteration)
+    tracker = root / f".{TRACKER}.tmp-{secrets.token_hex(4)}"
     old: Path | None = None
-    if not final.exists():
-        try:
+    try:
+        disk.write_file(tracker, str(iteration).encode())
+        fence()
+        if not final.exists():
             disk.rename(temporary, final)
-        except CheckpointError:
-            _discard(temporary, disk)
-            raise
-    elif disk.exchange(temporary, final):
-        old = temporary
-    else:
-        old = final.with_name(f".{final.name}.old-{temporary.name.rpartition('-')[2]}")
-        disk.rename(final, old)
+        elif disk.exchange(temporary, final):
+            old = temporary
+        else:
+            old = final.with_name(f".{final.name}.old-{temporary.name.rpartition('-')[2]}")
+            disk.rename(final, old)
+            disk.fsync_directory(root)
+            disk.rename(temporary, final)
         disk.fsync_directory(root)
-        disk.rename(temporary, final)
+        disk.rename(tracker, root / TRACKER)
+    except CheckpointError:
+        discard(tracker, disk)
+        if old is None:
+            discard(temporary, disk)
+        raise
     disk.fsync_directory(root)
-    write_tracker(root, iteration, disk)
     if old is not None:
-        _discard(old, disk)
+        discard(old, disk)
 
 
-def write_tracker(root: Path, iteration: int, disk: Disk = DISK) -> None:
-    """Make `iteration` the one that readers find, in one step; its directory must be on the disk already."""
-    aside = root / f".{TRACKER}.tmp-{secrets.token_hex(4)}"
-    disk.write_file(aside, str(iteration).encode())
-    disk.rename(aside, root / TRACKER)
-    disk.fsync_directory(root)
-
-
-def _discard(path: Path, disk: Disk) -> None:
+def discard(path: Path, disk: Disk) -> None:
     """Remove a directory or file of ours that nobody needs; a failure is said, not raised: the run can go on."""
     try:
         if _TEMPORARY.fullmatch(path.name) is None:  # half-removed it must never look like a checkpoint
@@ -171,6 +209,7 @@ def _discard(path: Path, disk: Disk) -> None:
             assert iteration is not None, f"{path} is not ours"
             hidden = path.with_name(f".iter_{int(iteration[1]):07d}.tmp-{secrets.token_hex(4)}")
             disk.rename(path, hidden)
+            disk.fsync_directory(path.parent)
             path = hidden
         if path.is_dir():
             disk.remove_tree(path)
@@ -178,22 +217,6 @@ def _discard(path: Path, disk: Disk) -> None:
             disk.remove(path)
     except CheckpointError as error:
         log.warn_once(f"{error} (left behind; it takes space and harms nothing)")
-
-
-def prune(root: Path | str, keep_last: int, keep_every: int | None = None, *, disk: Disk = DISK) -> list[int]:
-    """Remove old checkpoints but the `keep_last` newest, those of multiples of `keep_every`, and the tracker's.
-
-    Call it on rank 0 after a save has returned. Returns the iterations removed.
-    """
-    if keep_last < 1:
-        raise ValueError(f"keep_last {keep_last}: at least one checkpoint must be kept")
-    root = Path(root)
-    present = iterations(root)
-    kept = {*present[-keep_last:], latest(root), *(one for one in present if keep_every and one % keep_every == 0)}
-    removed = [one for one in present if one not in kept]
-    for one in removed:
-        _discard(iteration_directory(root, one), disk)
-    return removed
 
 
 # --- reading -------------------------------------------------------------------------------------------------------
@@ -235,8 +258,7 @@ def latest(root: Path | str) -> int | None:
     """The iteration that the tracker names, or None where there is no tracker. Raises CheckpointError."""
     path = Path(root) / TRACKER
     try:
-        with explained("read", path):
-            text = path.read_bytes()[:100].decode(errors="replace").strip()
+        text = read_small_file(path)[:100].decode(errors="replace").strip()
     except CheckpointError as error:
         if isinstance(error.__cause__, (FileNotFoundError, NotADirectoryError)):
             return None
@@ -250,6 +272,11 @@ def latest(root: Path | str) -> int | None:
 def _choice(root: Path | str) -> str:
     """The complete checkpoints, for a message."""
     return "complete here: " + (", ".join(map(str, iterations(root))) or "none")
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Is `path` one checkpoint, by its name or by what it holds, and not a run directory?"""
+    return bool(_FINAL.fullmatch(path.name)) or (path / manifest.FILE_NAME).is_file()
 
 
 def resolve(path: Path | str, step: int | None = None) -> Path | None:
@@ -281,25 +308,23 @@ def resolve(path: Path | str, step: int | None = None) -> Path | None:
             named = _ASIDE.fullmatch(aside.name)
             if named and int(named[1]) == iteration and (aside / manifest.FILE_NAME).is_file():
                 return aside
-    raise CheckpointError(_why_not(root, final, step is None and not match))
+    raise _why_not(root, final, step is None and not match)
 
 
-def _why_not(root: Path, final: Path, from_tracker: bool) -> str:
+def _why_not(root: Path, final: Path, from_tracker: bool) -> CheckpointError:
     """Why `final` cannot be loaded and what to do."""
     names = [name for name in _FOREIGN if (final / name).exists()]
     if names:
-        return (f"{final} holds {names[0]} and no {manifest.FILE_NAME}: it was written by Megatron-LM, whose pickled "
-                f"checkpoints are not loaded directly; {_choice(root)}")
+        return ForeignCheckpoint(f"{final} holds {names[0]} and no {manifest.FILE_NAME}: it was written by Megatron-LM, "
+                                 f"whose pickled checkpoints are not loaded directly; {_choice(root)}")
     reason = f"has no {manifest.FILE_NAME}, so it is not complete" if final.exists() else "does not exist"
     asked = f", though {TRACKER} names it" if from_tracker else ""
-    return f"{final} {reason}{asked}; choose another one with --ckpt-step ({_choice(root)})"
+    return CheckpointError(f"{final} {reason}{asked}; choose another one with --ckpt-step ({_choice(root)})")
 
 
 def _read_manifest(path: Path) -> Manifest:
     """The checked manifest in a file."""
-    with explained("read", path):
-        text = path.read_bytes()
-    return manifest.parse(text, str(path))
+    return manifest.parse(read_small_file(path), str(path))
 
 
 def read_metadata(directory: Path | str) -> Checkpoint:
@@ -324,8 +349,7 @@ def read_metadata(directory: Path | str) -> Checkpoint:
     for name in (STATE, ARGS):
         if name not in table.files:
             raise CheckpointError(f"{table.source} does not list {name}; the checkpoint is damaged: use another one")
-        with explained("read", directory / name):
-            texts[name] = (directory / name).read_bytes()
+        texts[name] = read_small_file(directory / name)
         if crc32(texts[name]) != table.files[name].crc32:
             raise CheckpointError(f"{directory / name}: checksum {crc32(texts[name])}, should be "
                                   f"{table.files[name].crc32}; the checkpoint is damaged: use another one")

@@ -21,8 +21,8 @@ _AT_LEAST_ONE = (
     "ddp_bucket_size ddp_num_buckets num_distributed_optimizer_instances distributed_timeout_minutes loss_scale_window "
     "hysteresis vocab_size lr_wsd_decay_iters "
     "lr_wsd_decay_samples lr_decay_iters lr_decay_samples micro_batch_size global_batch_size train_iters train_samples "
-    "eval_interval exit_interval recompute_num_layers world_size save_interval log_interval tensorboard_log_interval "
-    "tensorboard_queue_size").split()
+    "eval_interval exit_interval recompute_num_layers world_size save_interval keep_last keep_every snapshot_interval "
+    "log_interval tensorboard_log_interval tensorboard_queue_size").split()
 _NOT_NEGATIVE = (
     "init_method_std mid_level_dataset_surplus lr min_lr lr_warmup_iters lr_warmup_samples lr_warmup_init weight_decay "
     "start_weight_decay end_weight_decay clip_grad eval_iters num_workers manual_gc_interval ckpt_step decoupled_lr "
@@ -42,7 +42,8 @@ _NEEDED = (
      "log_learning_rate_to_tensorboard log_loss_scale_to_tensorboard log_validation_ppl_to_tensorboard "
      "log_memory_to_tensorboard log_world_size_to_tensorboard", "--tensorboard-dir", lambda v: v["tensorboard_dir"]),
     ("save_interval", "--save, so that no checkpoint will be written", lambda v: v["save"]),
-    ("no_save_optim", "--save", lambda v: v["save"]),
+    ("no_save_optim async_save keep_last snapshot_interval", "--save", lambda v: v["save"]),
+    ("keep_every", "--keep-last, without which nothing is removed", lambda v: v["keep_last"]),
     ("finetune no_load_optim exit_on_missing_checkpoint override_opt_param_scheduler allow_data_order_change "
      "use_checkpoint_opt_param_scheduler", "--load", lambda v: v["load"]),
     ("lr_wsd_decay_style lr_wsd_decay_iters lr_wsd_decay_samples", "--lr-decay-style WSD",

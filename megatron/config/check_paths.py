@@ -9,10 +9,11 @@ import json
 import math
 import os
 import re
+import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from megatron.config.checkpoint import CheckpointConfig
+from megatron.config.checkpoint import CheckpointConfig, is_url, staged
 from megatron.config.data import DataConfig
 from megatron.config.tokenizer import tiktoken_problems
 from megatron.config.tree import Config
@@ -46,12 +47,14 @@ def missing(config: Config) -> list[str]:
         found.append("no data: give --data-path PREFIX (written by tools/preprocess_data.py), or --mock-data")
     elif sum(_given(d).values()) == 1:
         found += _corpora(d)
-    found += [*_tokenizer_files(d), *_checkpoint(c)]
-    for flag, path in (("--save", c.save), ("--data-cache-path", d.data_cache_path),
-                       ("--tensorboard-dir", config.logging.tensorboard_dir)):
+    found += [*_tokenizer_files(d), *([] if is_url(c.load) else _checkpoint(c))]
+    for flag, path in (("--staging-dir" if is_url(c.save) else "--save", staged(c).save),
+                       ("--snapshot-dir", c.snapshot_dir if c.snapshot_interval else None),
+                       ("--data-cache-path", d.data_cache_path), ("--tensorboard-dir", config.logging.tensorboard_dir)):
         if path is not None:
             found += _directory_to_write(flag, path)
-    for flag, path in (("--metrics-file", config.logging.metrics_file), ("--data-ledger", config.logging.data_ledger)):
+    for flag, path in (("--metrics-file", config.logging.metrics_file), ("--data-ledger", config.logging.data_ledger),
+                       ("--control-file", c.control_file)):
         if path is not None and os.path.isdir(path):
             found.append(f"{flag} {path}: is a directory; give the name of a file")
         elif path is not None and not os.path.isdir(os.path.dirname(path) or "."):
@@ -311,7 +314,8 @@ def _checkpoint(c: CheckpointConfig) -> Iterator[str]:
     if c.ckpt_step is not None and not os.path.isdir(os.path.join(c.load, f"iter_{c.ckpt_step:07d}")):
         have = f"there are {', '.join(map(str, here[-6:]))}" if here else "there is none"
         yield f"--ckpt-step {c.ckpt_step}: {c.load} has no checkpoint of that iteration; {have}"
-    elif c.exit_on_missing_checkpoint and newest_checkpoint(c.load) is None:
+    elif c.exit_on_missing_checkpoint and newest_checkpoint(c.load) is None and not here and not any(
+            _listing(os.path.join(c.snapshot_dir or os.path.join(c.load, "snapshots"), slot)) for slot in "01"):
         yield (f"--load {c.load}: no checkpoint there, and --exit-on-missing-checkpoint is given; leave that out to "
                "start from random weights")
 
@@ -340,6 +344,31 @@ def newest_checkpoint(load: str, ckpt_step: int | None = None) -> Path | None:
         return None
     found = folder / f"iter_{int(name):07d}"
     return found if found.is_dir() else None
+
+
+def newest_with_good_args(load: str, ckpt_step: int | None = None) -> Path | None:
+    """What newest_checkpoint finds; of a run directory, the newest one up to it whose args are those its manifest names.
+
+    A load goes back to an older checkpoint where the newest is damaged, so its flags must not count either.
+    """
+    newest = newest_checkpoint(load, ckpt_step)
+    here = _listing(load)
+    if ckpt_step is not None or newest == Path(load) or "latest_checkpointed_iteration.txt" not in here:
+        return newest
+    names = sorted((n for n in here if re.fullmatch(r"iter_\d{7,}", n)), key=lambda name: -int(name[5:]))
+    older = (Path(load, name) for name in names if newest is None or int(name[5:]) <= int(newest.name[5:]))
+    return next((folder for folder in older if _has_good_args(folder)), newest)
+
+
+def _has_good_args(folder: Path) -> bool:
+    """Does the manifest vouch for the file args?"""
+    if not (folder / "manifest.json").is_file() or not (folder / "args").is_file():     # nor a pipe, to wait for
+        return False
+    try:
+        crc32 = json.loads((folder / "manifest.json").read_bytes())["files"]["args"]["crc32"]
+        return f"{zlib.crc32((folder / 'args').read_bytes()):08x}" == crc32
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return False
 
 
 def _directory_to_write(flag: str, path: str) -> Iterator[str]:

@@ -8,7 +8,7 @@ import json
 import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -25,7 +25,8 @@ from megatron.arguments import (
     values_of,
 )
 from megatron.config import architecture, check, megatron_flags
-from megatron.config.check_paths import newest_checkpoint
+from megatron.config.check_paths import newest_checkpoint, newest_with_good_args
+from megatron.config.checkpoint import is_url, staged
 from megatron.config.model import ModelConfig
 from megatron.config.plan import Plan, make_plan
 from megatron.config.plan_lines import describe
@@ -48,13 +49,16 @@ _TOKENIZER = {"tokenizer_type", "vocab_size", "vocab_extra_ids", "tiktoken_patte
 @dataclass(frozen=True)
 class CommandLine:
     """A command line without problems. `typed`: what the user gave, by field name; `foreign`: Megatron's flags that
-    have no effect here; `notes`: lines to print at the start; `world_size` is the plan's with --dry-run."""
+    have no effect here; `notes`: lines to print at the start; `world_size` is the plan's with --dry-run. Of --save and
+    --load in an object store, `save_url` and `load_url`; the configuration then has their staging directories."""
     config: Config
     typed: dict[str, Any]
     foreign: dict[str, Any]
     notes: list[str]
     world_size: int
     rank: int
+    save_url: str | None = None
+    load_url: str | None = None
 
 
 def parser() -> Parser:
@@ -105,7 +109,10 @@ def _checked(flags: Parser, parsed: Parsed, place: Mapping[str, int]) -> tuple[C
     notes = [*parsed.notes, *megatron_flags.without_effect(foreign), *theirs.notes]
     if not problems:
         notes += check.notes(config, world_size, typed)
-    return CommandLine(config, typed, foreign, notes, world_size, place["rank"]), problems
+    c = config.checkpoint
+    urls = [path if is_url(path) else None for path in (c.save, c.load)]
+    config = replace(config, checkpoint=staged(c))
+    return CommandLine(config, typed, foreign, notes, world_size, place["rank"], *urls), problems
 
 
 def _place(environ: Mapping[str, str]) -> tuple[dict[str, int], list[str]]:
@@ -139,11 +146,21 @@ def _from_checkpoint(flags: Parser, typed: Mapping[str, Any]) -> _Theirs:
     load = typed.get("load")
     if not typed.get("use_checkpoint_args") or load is None:
         return found
-    folder = newest_checkpoint(load, typed.get("ckpt_step"))
+    if is_url(load):
+        found.problems.append(f"--use-checkpoint-args: reads a directory, and --load {load} is none; give the flags "
+                              "themselves")
+        return found
+    folder = newest_with_good_args(load, typed.get("ckpt_step"))
+    newest = newest_checkpoint(load, typed.get("ckpt_step"))
+    if folder != newest:
+        found.notes.append(f"WARNING: --use-checkpoint-args: {newest / 'args' if newest else load} is damaged; those of "
+                           f"{folder.name} are used")
     if folder is None:
         found.notes.append(f"--use-checkpoint-args: no checkpoint in {load}; the command line's values count")
         return found
     try:
+        if (folder / "args").exists() and not (folder / "args").is_file():
+            raise Problems([f"@{folder / 'args'}: is no file; the checkpoint is not complete, choose another --load"])
         words = read_words(folder / "args")
     except Problems as error:
         found.problems += [f"--use-checkpoint-args: {line.removeprefix('@')}" for line in error.lines]
@@ -259,11 +276,10 @@ def vocabulary(config: Config) -> tuple[int, str]:
     return _GPT2_VOCABULARY, "assumed, GPT-2's; give --vocab-size to plan for another"
 
 
-def print_plan(line: CommandLine) -> None:
-    """What --dry-run prints, on rank 0."""
-    if line.rank != 0:
-        return
+def print_plan(line: CommandLine) -> Plan:
+    """What --dry-run prints first; the plan."""
     size, source = vocabulary(line.config)
     plan = make_plan(line.config, line.world_size, size)
     lines = [*line.notes, f"plan for {line.world_size} rank{'s' * (line.world_size > 1)} (vocabulary: {source})"]
     print("\n".join([*lines, *(f"  {text}" for text in describe(line.config, plan))]), flush=True)
+    return plan

@@ -32,7 +32,7 @@ _NO_TE = "Transformer Engine is not used; torch's own kernels run instead, so le
 _NO_WANDB = "nothing is sent to Weights & Biases; --tensorboard-dir DIR or --metrics-file FILE keep the same numbers"
 _NO_MOE = "mixture-of-experts models are not built here; leave the flag out for a dense model"
 _ONLY_LAYERS = "only transformer layers are built; leave the flag out"
-_OWN_FORMAT = "checkpoints have one format, written whole before training goes on, that any number of ranks reads"
+_OWN_FORMAT = "checkpoints have one format, that any number of ranks reads"
 
 # Flags of January 2024 for models that are not trained here.
 FAMILIES: tuple[tuple[str, str], ...] = (
@@ -201,7 +201,6 @@ NEWER: tuple[Row, ...] = (
     same("ckpt_format", "torch_dist", _OWN_FORMAT),
     same("dist_ckpt_format", "torch_dist", _OWN_FORMAT),
     same("use_dist_ckpt", False, _OWN_FORMAT),
-    same("async_save", False, _OWN_FORMAT),
     same("async_strategy", "nvrx", _OWN_FORMAT),
     same("ckpt_fully_parallel_save", True, _OWN_FORMAT, spelling="--no-ckpt-fully-parallel-save"),
     same("ckpt_fully_parallel_save_deprecated", False, _OWN_FORMAT, spelling="--ckpt-fully-parallel-save"),
@@ -212,8 +211,8 @@ NEWER: tuple[Row, ...] = (
     no("dist_ckpt_strictness", "assume_ok_unexpected", "a checkpoint must hold exactly what the model needs, and every "
        "difference is an error"),
     no("pretrained_checkpoint", None, "use --load DIR --finetune"),
-    same("save_retain_interval", None, "no checkpoint is ever deleted"),
-    no("non_persistent_save_interval", None, "use a smaller --save-interval"),
+    no("save_retain_interval", None, "use --keep-last 1 --keep-every N"),
+    no("non_persistent_save_interval", None, "use --snapshot-interval"),
     no("override_ckpt_iteration", None, "use --ckpt-step, or --finetune to start from iteration 0"),
     no("use_legacy_models", False, "there is one model, with megatron-core's parameter names; leave the flag out"),
     same("log_progress", False, "no progress.txt is written; --metrics-file has every iteration"),

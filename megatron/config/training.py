@@ -49,7 +49,7 @@ class TrainingConfig:
                                                      "are not trained")
     device: Literal["auto", "cpu", "cuda"] = arg("auto", help="where to train; auto takes CUDA when there is any",
                                                  dump=False)
-    dry_run: bool = arg(False, help="print the plan and the kernels, and exit; needs no data, checkpoint or "
+    dry_run: bool = arg(False, help="print the plan, the data and the kernels, and exit; needs no data, checkpoint or "
                                             "launcher", dump=False)
     world_size: int | None = arg(None, help="ranks to plan for, with --dry-run (otherwise the launcher's)",
                                  dump=False)

@@ -227,6 +227,7 @@ class BlendedDataset:
         """(number of the dataset, number of its sample) that sample `index` is."""
         if not 0 <= index < len(self):
             raise IndexError(f"{self.index_split} sample {index} of {len(self)}")
+        self._indices.check_files()
         return int(self.dataset_index[index]), int(self.dataset_sample_index[index])
 
     def locate(self, index: int) -> list[tuple[int, int, int]]:

@@ -49,7 +49,7 @@ def _prints(byte: int) -> bool:
 def _newer_characters() -> np.ndarray:
     """bool [0x110000]: characters that this Python's Unicode tables do not know, and all from U+40000 on."""
     newer = np.ones(0x110000, dtype=bool)
-    newer[:0x40000] = [unicodedata.category(chr(code)) == "Cn" for code in range(0x40000)]
+    newer[:0x40000] = list(map("Cn".__eq__, map(unicodedata.category, map(chr, range(0x40000)))))
     return newer
 
 
@@ -107,7 +107,7 @@ def read_merges(path: str | Path) -> list[tuple[str, str]]:
         if not line or (number == 1 and line.startswith("#version")):
             continue
         pair = tuple(line.split(" "))
-        if len(pair) != 2 or not all(pair):
+        if len(pair) != 2 or "" in pair:
             raise ValueError(f"--merge-file {path}, line {number}: expected two pieces and one space, found {line!r}")
         merges.append(pair)
     if not merges:

@@ -52,6 +52,18 @@ def map_file(path: str) -> mmap.mmap | bytes:
         os.close(file)
 
 
+def check_mapped(path: str, mapped: mmap.mmap) -> None:
+    """Raise ValueError if a mapped file is shorter now: touching what it lost would end the process with SIGBUS."""
+    size = mapped.size()
+    if size < len(mapped):
+        raise ValueError(_cut_short(path, size, len(mapped)))
+
+
+def _cut_short(path: str, size: int, needed: int) -> str:
+    return (f"{path}: was cut short while it is in use: it has {size} bytes, {needed} are needed; copy the file again, then "
+            "start again from the last checkpoint")  # fmt: skip
+
+
 def read_at(file: int, path: str, start: int, count: int) -> bytes:
     """`count` bytes from byte `start` on of an open file; `path` is for messages. Raises ValueError if it has fewer."""
     try:
@@ -64,8 +76,5 @@ def read_at(file: int, path: str, start: int, count: int) -> bytes:
     except OSError as error:
         raise unreadable(path, error) from error
     if len(data) < count:
-        raise ValueError(
-            f"{path}: was cut short while it is in use: it has {os.fstat(file).st_size} bytes, {start + count} are "
-            "needed; copy the file again, then start again from the last checkpoint"
-        )
+        raise ValueError(_cut_short(path, os.fstat(file).st_size, start + count))
     return data

@@ -6,6 +6,7 @@ It knows token sequences, epochs and one seed; it must not know ranks, batches, 
 from __future__ import annotations
 
 import json
+from bisect import bisect_left
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -247,9 +248,9 @@ class GPTDataset:
     @property
     def num_documents(self) -> int:
         """Documents that begin among the sequences of this split."""
-        starts = self.corpus.document_indices
-        first, stop = np.searchsorted(starts[:-1], [self.sequences.start, self.sequences.stop])
-        return int(stop - first)
+        starts = self.corpus.document_indices  # numpy's own search would copy it where it lies at odd bytes
+        first, stop = (bisect_left(starts, end, hi=len(starts) - 1) for end in (self.sequences.start, self.sequences.stop))
+        return stop - first
 
     def __len__(self) -> int:
         return self.plan.num_samples
@@ -259,6 +260,7 @@ class GPTDataset:
         if not 0 <= index < self.plan.num_samples:
             raise IndexError(f"{self.index_split} sample {index} of {len(self)}")
         indices = self._indices
+        indices.check_files()
         row = indices["shuffle_index"][index]
         (first, offset), (last, end) = indices["sample_index"][row : row + 2].tolist()
         return indices["document_index"][first : last + 1], offset, end + 1

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
+import mmap
 import os
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -18,6 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron import log
+from megatron.data.file_access import check_mapped
 
 
 class IndexArrays:
@@ -25,6 +27,12 @@ class IndexArrays:
 
     def __init__(self, arrays: Mapping[str, np.ndarray], files: Mapping[str, str] | None = None) -> None:
         self._arrays, self._files = dict(arrays), dict(files or {})
+        self._maps = {path: _map_of(self._arrays[name]) for name, path in self._files.items()}
+
+    def check_files(self) -> None:
+        """Raise ValueError if a file that is mapped was cut short."""
+        for path, mapped in self._maps.items():
+            check_mapped(path, mapped)
 
     def __getitem__(self, name: str) -> np.ndarray:
         return self._arrays[name]
@@ -33,12 +41,20 @@ class IndexArrays:
         return {name: array for name, array in self._arrays.items() if name not in self._files}, self._files
 
     def __setstate__(self, state: tuple[dict[str, np.ndarray], dict[str, str]]) -> None:
-        arrays, self._files = state
-        self._arrays = arrays | {name: _map_array(path) for name, path in self._files.items()}
+        arrays, files = state
+        self.__init__(arrays | {name: _map_array(path) for name, path in files.items()}, files)
 
 
 def _map_array(path: str) -> np.ndarray:
     return np.asarray(np.load(path, mmap_mode="r", allow_pickle=False))
+
+
+def _map_of(array: np.ndarray) -> mmap.mmap:
+    """The map that an array lies in."""
+    base = array.base
+    while not isinstance(base, mmap.mmap):
+        base = base.base
+    return base
 
 
 def _locked(path: str) -> int:

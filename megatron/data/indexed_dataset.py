@@ -21,7 +21,7 @@ from types import TracebackType
 import numpy as np
 
 from megatron import log
-from megatron.data.file_access import map_file, open_to_read, read_at
+from megatron.data.file_access import check_mapped, map_file, open_to_read, read_at
 
 LOGGER = "megatron.core.datasets.indexed_dataset"
 MAGIC = b"MMIDIDX\x00\x00"
@@ -74,9 +74,9 @@ def _missing(prefix: str, path: str) -> FileNotFoundError:
 class IndexedDataset:
     """A corpus of `len(self)` token sequences.
 
-    The index is memory-mapped; tokens are read by system calls, since those report a failing disk or a file cut short
-    as errors, where mapped memory ends the process. Opening does constant-time checks only; `check` reads the whole
-    index. Sources: Megatron-LM's format.
+    The index is memory-mapped, and its size is looked at before each read; tokens are read by system calls, since those
+    report a failing disk or a file cut short as errors, where mapped memory ends the process. Opening does
+    constant-time checks only; `check` reads the whole index. Sources: Megatron-LM's format.
 
     Attributes: `sequence_lengths` int32 [S] in tokens, `sequence_pointers` int64 [S] in bytes, `document_indices`
     int64 [documents + 1] (sequence number each document starts at), `dtype`, `bin_bytes`, `path_prefix`.
@@ -92,7 +92,8 @@ class IndexedDataset:
                 raise _missing(self.path_prefix, path)
         if announce:
             log.info(LOGGER, f"Load the _IndexReader from {self.idx_file}")
-        index = memoryview(map_file(self.idx_file))
+        self._index = map_file(self.idx_file)
+        index = memoryview(self._index)
         self.dtype, sequences, entries = self._read_header(index)
         self._read_arrays(index, sequences, entries)
         self._bin = open_to_read(self.bin_file)
@@ -188,6 +189,7 @@ class IndexedDataset:
         """
         if not 0 <= index < len(self.sequence_lengths):
             raise IndexError(f"{self.path_prefix}: sequence {index} of {len(self)}")
+        check_mapped(self.idx_file, self._index)
         here = int(self.sequence_lengths[index])
         if length is None:
             length = here - offset
@@ -208,6 +210,7 @@ class IndexedDataset:
 
         What one sample is made of, so it is read often: as few steps as do it.
         """
+        check_mapped(self.idx_file, self._index)
         size = self.dtype.itemsize
         starts = self.sequence_pointers[sequences].tolist()
         lengths = self.sequence_lengths[sequences].tolist()

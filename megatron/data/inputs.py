@@ -17,7 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, BinaryIO, NamedTuple
 
-BLOCK_BYTES = 4 << 20  # some 30 ms of work for the fastest tokenizer: handing a block over costs far less
+BLOCK_BYTES = 1 << 18  # stays in a core's caches: 4 MB cost a fifth more; some 2 ms of work, ten times the handing over
 ROWS = 256  # of a parquet file that are read at a time
 SCAN = 1 << 16
 PACKED = {b"\x1f\x8b": ("gzip", ".gz"), b"\xfd7zXZ\x00": ("xz", ".xz"), b"\x28\xb5\x2f\xfd": ("zstd", ".zst")}
@@ -48,6 +48,11 @@ class Block(NamedTuple):
     end: int
     data: bytes | list[list[Any]] | None
     read: int
+
+    @property
+    def weight(self) -> int:
+        """Its size, 1 for the usual one or less; of rows nothing is known."""
+        return max(1, (self.end - self.start) // BLOCK_BYTES)
 
     def content(self) -> bytes:
         """The bytes of a block that is not of rows. Raises ValueError if the file cannot be read or became shorter."""

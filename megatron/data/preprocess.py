@@ -27,7 +27,8 @@ from megatron.data.inputs import Block
 from megatron.data.jsonl import texts_of, texts_under
 from megatron.data.tokenizer import Tokenizer, TokenizerFlags
 
-AHEAD = 4  # blocks for each worker that may be on their way: bounds memory on inputs of any size
+QUEUE = 4  # blocks of the usual size that a worker may have before it: so that it need not wait for this process
+AHEAD = 64  # blocks for each worker that may be on their way while one of them is at a long document: bounds memory
 LONGEST = np.iinfo(np.int32).max  # tokens of one sequence in the format
 
 
@@ -274,17 +275,17 @@ def _work(team: Sequence[_Worker], blocks: Iterator[Block], place: Place) -> Ite
     ahead = next(blocks, None)
     while ahead or flying:
         while ahead and len(flying) < AHEAD * len(team):
-            worker = min(team, key=lambda worker: worker.busy)
-            if worker.busy >= (2 if ahead.data is None else 1):  # with bytes to send, only to one who reads them at once
+            worker = min(team, key=lambda worker: sum(worker.weights))
+            if sum(worker.weights) >= QUEUE if ahead.data is None else worker.weights:  # bytes: to one who reads them now
                 break
             worker.send(ahead)
-            flying.append(_Ticket(ahead, worker))
+            flying.append(_Ticket(ahead._replace(data=None), worker))
             ahead = next(blocks, None)
         for worker in team:
-            if worker.orders and not worker.busy:
+            if worker.orders and not worker.weights:
                 worker.send(None)
         by_number = {ticket.block.number: ticket for ticket in flying}
-        for pipe in connection.wait([worker.pipe for worker in team if worker.busy]):
+        for pipe in connection.wait([worker.pipe for worker in team if worker.weights]):
             worker = next(worker for worker in team if worker.pipe is pipe)
             number, encoded, written = worker.receive()
             if encoded is not None:
@@ -311,13 +312,14 @@ class _Worker:
     """A process that encodes and writes one block after the other.
 
     It has a pipe of its own, whose other end it alone holds: whenever it dies, within a message too, this side reads an end
-    of file, and no lock is left behind. `busy`: messages without an answer. `orders`: what the next message carries.
+    of file, and no lock is left behind. `weights`: of the blocks without an answer, 0 for orders alone. `orders`: what the
+    next message carries.
     """
 
     context: Any
     job: Job
     paths: Sequence[Sequence[str]]
-    busy: int = 0
+    weights: deque[int] = field(default_factory=deque)
     orders: list[Order] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -333,7 +335,7 @@ class _Worker:
         except OSError:
             raise WorkerDied from None
         self.orders = []
-        self.busy += 1
+        self.weights.append(block.weight if block else 0)
 
     def receive(self) -> tuple[int, Encoded | None, list[int]]:
         """The answer: number and what became of the block, numbers of the blocks written. Raises what was raised there."""
@@ -343,7 +345,7 @@ class _Worker:
             raise WorkerDied from None
         if isinstance(found, Exception):
             raise found
-        self.busy -= 1
+        self.weights.popleft()
         return found
 
 

@@ -37,17 +37,23 @@ def maker(path_prefix: str) -> dict[str, Any] | None:
 
     Raises ValueError if its file cannot be understood.
     """
+    said = note(path_prefix)
+    return said["tokenizer"] if said else None
+
+
+def note(path_prefix: str) -> dict[str, Any] | None:
+    """All that the pair's file says: `tokenizer` and counts. None without the file; raises ValueError as `maker` does."""
     path = json_path(path_prefix)
     if not os.path.exists(path):
         return None
     try:
         with open(path, encoding="utf-8") as file:
-            made_by = json.load(file)["tokenizer"]
-        _ = made_by["class"], made_by["fingerprint"]
+            said = json.load(file)
+        _ = said["tokenizer"]["class"], said["tokenizer"]["fingerprint"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path}: does not say which tokenizer made {path_prefix}.bin ({type(error).__name__}: {error}); "
                          "run tools/preprocess_data.py again, or remove the file") from None
-    return made_by
+    return said
 
 
 def common_maker(prefixes: Sequence[str]) -> dict[str, Any] | None:

@@ -79,8 +79,13 @@ class GPT2BPETokenizer(Tokenizer):
                 return name, encode
         raise ValueError(f"GPT2BPETokenizer: the engine {self._asked} is not installed or cannot take these files")
 
+    @functools.cached_property
+    def _published(self) -> bool:
+        """Whether these are GPT-2's own files, known to be canonical: spares the check, 1 s."""
+        return tuple(self.identity()["sha256"]) == bpe.GPT2_SHA256
+
     def _gigatoken(self) -> Callable[[str], Ids] | None:
-        if not bpe.is_well_formed(*self._made_of):
+        if not (self._published or bpe.is_well_formed(*self._made_of)):
             return None
         return tokenizer_gigatoken.engine(self._plain, self._made_of[1])
 
@@ -88,8 +93,7 @@ class GPT2BPETokenizer(Tokenizer):
         if importlib.util.find_spec("tiktoken") is None:
             return None
         encoding = library("tiktoken", "GPT2BPETokenizer").Encoding
-        published = tuple(self.identity()["sha256"]) == bpe.GPT2_SHA256  # known to be canonical: spares the check, 1 s
-        if not (published or bpe.is_canonical(*self._made_of)):
+        if not (self._published or bpe.is_canonical(*self._made_of)):
             return None
         ranks = bpe.piece_ranks(*self._made_of)
         engine = encoding("gpt2-files", pat_str=bpe.GPT2_PATTERN, mergeable_ranks=ranks, special_tokens={})

@@ -75,6 +75,6 @@ def _as_json(vocabulary: Mapping[str, int], merges: Sequence[tuple[str, str]]) -
     cut = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
     model = {"type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": "",
              "end_of_word_suffix": "", "fuse_unk": False, "byte_fallback": False, "vocab": vocabulary,
-             "merges": [list(pair) for pair in merges]}  # fmt: skip
+             "merges": list(map(" ".join, merges))}  # fmt: skip
     return json.dumps({"version": "1.0", "truncation": None, "padding": None, "added_tokens": [], "normalizer": None,
                        "pre_tokenizer": cut, "post_processor": None, "decoder": cut, "model": model})  # fmt: skip

@@ -34,6 +34,8 @@ class Pending:
 
 def all_reduce_(x: torch.Tensor, axis: Axis, op: str = "sum") -> torch.Tensor:
     """Reduce `x` in place over the axis with `sum`, `max` or `min`; returns it."""
+    if axis.size > 1 and op == "sum":
+        return start_all_reduce(x, axis)()
     if axis.size > 1:
         dist.all_reduce(x, getattr(dist.ReduceOp, op.upper()), group=axis.group)
     return x
@@ -60,8 +62,10 @@ def reduce_scatter(x: torch.Tensor, axis: Axis, dim: int = 0) -> torch.Tensor:
 
 def start_all_reduce(x: torch.Tensor, axis: Axis) -> Pending:
     """Begin to sum `x` in place over an axis of several ranks; the function waits for it and returns it."""
-    work = dist.all_reduce(x, group=axis.group, async_op=True)
-    return _waiting(work, lambda: x)
+    if axis.shared and axis.shared.takes(x):
+        work = axis.shared.start(x)
+        return _waiting(work, work.result)
+    return _waiting(dist.all_reduce(x, group=axis.group, async_op=True), lambda: x)
 
 
 def start_all_gather(x: torch.Tensor, axis: Axis) -> Pending:

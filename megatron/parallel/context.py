@@ -13,12 +13,16 @@ from megatron.config.parallel import ParallelConfig
 
 @dataclass(frozen=True)
 class Axis:
-    """One way to walk the grid: my place among the ranks that differ from me along it only."""
+    """One way to walk the grid: my place among the ranks that differ from me along it only.
+
+    `shared`: memory of one machine through which these ranks sum (parallel/shared_sums.py), if they have it.
+    """
     name: str
     size: int = 1
     rank: int = 0
     ranks: tuple[int, ...] = (0,)
     group: Any = None
+    shared: Any = None
 
 
 class ParallelContext:

@@ -1,6 +1,7 @@
 """From configuration and plan to the things that train: tokenizer, model, optimizer, scheduler, data sets."""
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -8,6 +9,7 @@ import torch
 from torch import nn
 
 from megatron import log
+from megatron.checkpoint.async_writer import Writer
 from megatron.config.plan import Plan, bucket_size, make_plan
 from megatron.config.tree import Config
 from megatron.data import index_helpers
@@ -59,6 +61,9 @@ class Run:
     progress: Progress = field(default_factory=Progress)
     data_order: dict[str, Any] = field(default_factory=dict)
     recorder: Recorder | None = None        # of --data-ledger
+    writer: Writer | None = None            # of --async-save
+    under_way: Any = None                   # the save that --async-save has begun, `checkpointing.UnderWay`
+    fence: Callable[[], None] = lambda: None        # raises where another job has taken --save over; asked by rank 0
 
 
 def make_tokenizer(config: Config) -> Tokenizer:

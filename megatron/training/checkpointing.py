@@ -1,26 +1,30 @@
 """What a run saves and how it takes it back: the bridge from a Run to the checkpoint store. Knows no file layout."""
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from megatron import log
-from megatron.arguments import build_parser, config_from, parse_typed, to_args_text, values_of
-from megatron.checkpoint import boxes, store
-from megatron.checkpoint.disk import CheckpointError
+from megatron.arguments import build_parser, config_from, parse_typed, read_words, to_args_text, values_of
+from megatron.checkpoint import boxes, retention, store
+from megatron.checkpoint.candidates import Candidate, candidates
+from megatron.checkpoint.disk import CheckpointError, ForeignCheckpoint
 from megatron.checkpoint.sharded import Reader, TensorSlice
 from megatron.checkpoint.state import RunState, differences
 from megatron.checkpoint.store import Checkpoint
 from megatron.config import architecture
+from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.parameters import OUTPUT_LAYER, WORD_EMBEDDING
 from megatron.config.tree import Config
-from megatron.data.data_order import data_order_differences
 from megatron.parallel.collectives import gather_objects
 from megatron.parallel.context import Axis, ParallelContext
 from megatron.parallel.sharding import Box, Sharding, counts, local_box
 from megatron.training.build import Run
+from megatron.training.data_position import check_position
 from megatron.training.flops import flops_per_iteration
 from megatron.training.metrics import model_shape
 
@@ -30,7 +34,7 @@ CHECKPOINT_VERSION = 3.0     # Megatron's number of the QKV layout by query grou
 _USUAL = {"load", "save", "save_interval", "local_rank", "log_interval", "exit_interval", "exit_duration_in_mins",
           "finetune", "ckpt_step", "allow_data_order_change", "use_checkpoint_args", "override_opt_param_scheduler",
           "use_checkpoint_opt_param_scheduler", "progress", "metrics_file", "data_ledger", "tensorboard_dir", "dry_run",
-          "world_size"}
+          "world_size", "async_save", "staging_dir"}
 
 
 def _own_tensors(run: Run) -> Iterator[tuple[str, Sharding, Axis, list[tuple[Box, torch.Tensor]]]]:
@@ -61,19 +65,103 @@ def parts(sharding: Sharding, ctx: ParallelContext, tensor: torch.Tensor,
 
 
 def save(run: Run) -> None:
-    """Write the run as it stands under its iteration. Raises CheckpointError when it cannot be written."""
-    config, ctx, progress = run.config, run.runtime.ctx, run.progress
-    iteration, directory = progress.iteration, config.checkpoint.save
-    log.print_rank_0(f"saving checkpoint at iteration {iteration:7d} to {directory}")
+    """Write the run as it stands under its iteration, or have a copy of it written (--async-save): then `finish_save` is
+    due. Raises CheckpointError when it cannot be written.
+    """
+    c, iteration = run.config.checkpoint, run.progress.iteration
+    log.print_rank_0(f"saving checkpoint at iteration {iteration:7d} to {c.save}")
+    _begin(run, c.save, f"  successfully saved checkpoint at iteration {iteration:7d} to {c.save}")
+
+
+def snapshot(run: Run) -> None:
+    """Like `save`, over the older of the two snapshots."""
+    iteration, ctx = run.progress.iteration, run.runtime.ctx
+    folder = snapshot_directory(run.config.checkpoint, run.config.checkpoint.save)
+    slot, failure = None, None
+    if run.runtime.rank == 0:
+        try:
+            run.fence()
+            slot = str(retention.free_slot(folder, iteration))
+        except CheckpointError as error:
+            failure = str(error), error.errno
+    slot, failure = gather_objects((slot, failure), ctx.world)[0]
+    if failure:
+        raise CheckpointError(*failure)
+    _begin(run, slot, f"  saved snapshot at iteration {iteration:7d} to {slot}", is_snapshot=True)
+
+
+def snapshot_directory(c: CheckpointConfig, root: str) -> Path:
+    """Where the snapshots of the run directory `root` are."""
+    return Path(c.snapshot_dir or f"{root}/snapshots")
+
+
+@dataclass(frozen=True)
+class UnderWay:
+    """A save that has begun: all that is written of it but the tensors, and what is said when it is done."""
+
+    temporary: Path
+    iteration: int
+    state: RunState
+    args: str
+    said: str
+    is_snapshot: bool
+
+
+def _begin(run: Run, directory: str, said: str, is_snapshot: bool = False) -> None:
+    """Write all tensors and the state into a run directory; with --async-save only the copy is made here."""
+    ctx, slices, iteration = run.runtime.ctx, own_slices(run), run.progress.iteration
+    assert run.under_way is None, "one save at a time"
+    temporary = store.begin(directory, iteration, rank=ctx.rank, gather=lambda value: gather_objects(value, ctx.world))
+    args = to_args_text(run.config, leave_out=("local_rank",))
+    begun = UnderWay(temporary, iteration, _state(run), args, said, is_snapshot)
+    if run.writer is None:
+        return _finish(run, begun, lambda: store.write_rank_files(temporary, ctx.rank, slices, iteration))
+    run.writer.start(slices, temporary, ctx.rank, iteration, run.runtime.device)
+    run.under_way = begun
+    log.print_rank_0(f"  scheduled an async save at iteration {iteration:7d} to {directory}")
+
+
+def finish_save(run: Run) -> None:
+    """Wait until all ranks have written what --async-save has under way, and give it its name; all ranks call this.
+
+    Raises CheckpointError when it could not be written; then nothing is under way either.
+    """
+    begun, run.under_way = run.under_way, None
+    _finish(run, begun, run.writer.result)
+
+
+def _finish(run: Run, begun: UnderWay, write: Callable[[], None]) -> None:
+    store.commit(begun.temporary, begun.iteration, write, begun.state, begun.args, rank=run.runtime.rank,
+                 world_size=run.runtime.world_size, gather=lambda value: gather_objects(value, run.runtime.ctx.world),
+                 fence=run.fence)
+    log.print_rank_0(begun.said)
+    if run.runtime.rank == 0:
+        _clean_up(run)
+
+
+def own_slices(run: Run) -> list[TensorSlice]:
+    """What this rank saves: each tensor of the run is written by one rank."""
+    config, ctx = run.config, run.runtime.ctx
     slices = []
     for number, (name, sharding, copies, own) in enumerate(_own_tensors(run)):
         mine = counts(sharding, ctx) and number % copies.size == copies.rank
         if mine and not (config.checkpoint.no_save_optim and name.startswith("optimizer.")):
             slices += [TensorSlice(name, sharding.shape, tensor.dtype, box, tensor) for box, tensor in own]
-    store.save(directory, iteration, slices, _state(run), to_args_text(config, leave_out=("local_rank",)),
-               rank=run.runtime.rank, world_size=run.runtime.world_size,
-               gather=lambda value: gather_objects(value, ctx.world))
-    log.print_rank_0(f"  successfully saved checkpoint at iteration {iteration:7d} to {directory}")
+    return slices
+
+
+def _clean_up(run: Run) -> None:
+    """What the checkpoint just written makes superfluous; it is on the disk. A failure is said and costs nothing."""
+    c = run.config.checkpoint
+    try:
+        run.fence()
+        if c.keep_last:
+            removed = retention.prune(c.save, c.keep_last, c.keep_every)
+            if removed:
+                log.print_rank_0(f"  removed checkpoints of iterations {', '.join(map(str, removed))}")
+        retention.drop_beyond(snapshot_directory(c, c.save), run.progress.iteration)
+    except CheckpointError as error:
+        log.print_rank_0(f"WARNING: older checkpoints stay: {error}")
 
 
 def what_remains(run: Run) -> str:
@@ -112,16 +200,77 @@ def _ranks(layout: dict[str, int]) -> str:
 
 
 def load(run: Run) -> None:
-    """Take back the checkpoint that --load means, if there is one. Raises ValueError or CheckpointError."""
-    c = run.config.checkpoint
+    """Take back the checkpoint that --load means, if there is one. Raises ValueError or CheckpointError.
+
+    Where it is damaged for any rank, all take the newest good one before it; not if it was asked for by its number.
+    """
+    c, world = run.config.checkpoint, run.runtime.ctx.world
+    if run.runtime.rank == 0 and c.save and not run.config.training.skip_train:     # then the directory is this job's
+        _clear_leftovers(c)
     if not c.load:
         return
     with run.timers("load-checkpoint"):
-        found = store.load(c.load, c.ckpt_step)
-        if found is None:
+        tries, problems, failure = gather_objects(_tries(c) if run.runtime.rank == 0 else None, world)[0]
+        if failure:
+            raise CheckpointError(failure)
+        for text in problems:
+            log.print_rank_0(f"WARNING: {text}")
+        if not tries:
             _missing(c.load, c.exit_on_missing_checkpoint)
         else:
-            _take(run, found)
+            _take_newest_good(run, tries)
+
+
+def _clear_leftovers(c: CheckpointConfig) -> None:
+    """Whoever had the directory before us can finish nothing from here on."""
+    for root in (Path(c.save), *retention.slots(snapshot_directory(c, c.save))):
+        try:
+            store.clear_leftovers(root)
+        except CheckpointError as error:
+            log.warn_once(str(error))
+
+
+def _tries(c: CheckpointConfig) -> tuple[list[Candidate], list[str], str | None]:
+    """What to try in order, what is wrong with trackers, and why nothing can be tried."""
+    try:
+        return (*candidates(c.load, c.ckpt_step, retention.slots(snapshot_directory(c, c.load))), None)
+    except CheckpointError as error:
+        return [], [], str(error)
+
+
+def _take_newest_good(run: Run, tries: list[Candidate]) -> None:
+    """Load the first of these checkpoints that is good for all ranks."""
+    bad: list[str] = []
+    for candidate in tries:
+        found, failure = None, None
+        try:
+            found = candidate.open()
+            log.print_rank_0(f" loading checkpoint from {candidate.path} at iteration {found.iteration}")
+            _take_tensors(run, found)
+        except CheckpointError as error:
+            failure = error
+        answers = gather_objects((found and found.manifest.crc32, failure and str(failure), failure and failure.is_damage),
+                                 run.runtime.ctx.world)
+        failed = [(rank, text, damage) for rank, (_, text, damage) in enumerate(answers) if text]
+        if not failed and len({crc32 for crc32, _, _ in answers}) > 1:
+            raise CheckpointError(f"--load {candidate.path}: the ranks see different checkpoints of iteration "
+                                  f"{found.iteration}; give a directory that all of them share")
+        if not failed:
+            break
+        rank, text, damage = failed[0]
+        text = f"rank {rank}: {text}" if rank else text
+        if candidate.step is None or run.config.checkpoint.ckpt_step is not None or not damage:
+            raise failure or CheckpointError(text)
+        bad.append(f"{text} (iteration {candidate.step})")
+        log.print_rank_0(f"WARNING: cannot load iteration {candidate.step}: {text}")
+    else:
+        raise CheckpointError(f"--load {run.config.checkpoint.load}: none of its {len(bad)} checkpoints is good: "
+                              f"{'; '.join(bad[:3])}. Give another --load, or none to start from random weights")
+    if bad:
+        log.print_rank_0(f"WARNING: the checkpoint of iteration {found.iteration} is used instead of that of iteration "
+                         f"{tries[0].step}, which is damaged; what came after iteration {found.iteration} is done again")
+    _take_state(run, found)
+    log.print_rank_0(f"  successfully loaded checkpoint from {candidate.path} at iteration {found.iteration}")
 
 
 def _missing(directory: str, leave: bool) -> None:
@@ -130,43 +279,61 @@ def _missing(directory: str, leave: bool) -> None:
         raise ValueError(f"--load {directory}: {path} is not there and --exit-on-missing-checkpoint is given")
     log.print_rank_0(f"WARNING: could not find the metadata file {path} ")
     log.print_rank_0("    will not load any checkpoints and will start from random")
+    here = store.iterations(directory)
+    if here:
+        log.print_rank_0(f"WARNING: {directory} holds checkpoints, which {store.TRACKER} does not name: --ckpt-step "
+                         f"{here[-1]} goes on from the newest")
 
 
-def _take(run: Run, found: Checkpoint) -> None:
+def _has_optimizer(found: Checkpoint) -> bool:
+    return any(name.startswith("optimizer.") for name in found.manifest.tensors)
+
+
+def _with_optimizer(c: CheckpointConfig, found: Checkpoint) -> bool:
+    """Does the run go on with its optimizer? Weights that another suite trained came without one."""
+    imported = found.state.iteration == 0 and not _has_optimizer(found)
+    return not (c.finetune or c.no_load_optim or imported)
+
+
+def _take_tensors(run: Run, found: Checkpoint) -> None:
+    """Check that the checkpoint is of this model, then copy its tensors, every byte checked."""
     config, c, state = run.config, run.config.checkpoint, found.state
-    log.print_rank_0(f" loading checkpoint from {c.load} at iteration {found.iteration}")
     log.print_rank_0(f" checkpoint version {CHECKPOINT_VERSION}")
-    saved = saved_config(found)
-    check_architecture(saved, config, strict=not c.finetune)
+    check_architecture(saved_config(found), config, strict=not c.finetune)
     before, now = _vocabulary(state.data.get("tokenizer") or {}), _vocabulary(run.tokenizer)
     if before and before != now and not c.finetune:
         raise ValueError(f"--load {c.load}: it was trained with the tokenizer {_short(before)}, this run has "
                          f"{_short(now)}; give the same vocabulary, or --finetune to start anew from its weights")
-    has_optimizer = any(name.startswith("optimizer.") for name in found.manifest.tensors)
-    imported = state.iteration == 0 and not has_optimizer       # weights that another suite trained
-    with_optimizer = not (c.finetune or c.no_load_optim or imported)
-    if with_optimizer and not has_optimizer:
+    if _with_optimizer(c, found) and not _has_optimizer(found):
         raise ValueError(f"--load {c.load}: it was saved without its optimizer (--no-save-optim); give --no-load-optim "
                          "to go on with a fresh one, or --finetune to start anew from its weights")
-    if with_optimizer:
-        run.scheduler.load_state_dict(state.scheduler)
     with found.reader() as reader:
-        _read_tensors(run, reader, with_optimizer)
-    if with_optimizer:
-        run.optimizer.load_counters(state.optimizer)
-    else:
-        run.optimizer.reload_model_params()
+        _read_tensors(run, reader, _with_optimizer(c, found))
+
+
+def _take_state(run: Run, found: Checkpoint) -> None:
+    """Counters, schedule and data order of the checkpoint whose tensors have been taken."""
+    c, state = run.config.checkpoint, found.state
+    try:
+        written_by = _ranks(state.layout)
+        if _with_optimizer(c, found):
+            run.scheduler.load_state_dict(state.scheduler)
+            run.optimizer.load_counters(state.optimizer)
+        else:
+            run.optimizer.reload_model_params()
+    except (KeyError, TypeError, AttributeError, OverflowError, StopIteration) as error:
+        raise ForeignCheckpoint(f"{found.directory / store.STATE} lacks something or has it in another form "
+                                f"({type(error).__name__} {error}); use another checkpoint, or --finetune") from None
     if not c.finetune:
         p = run.progress
         p.iteration = state.iteration
         p.consumed_train_samples, p.consumed_valid_samples = state.consumed_train_samples, state.consumed_valid_samples
         p.skipped_train_samples = state.skipped_train_samples
         run.data_order = state.data.get("order", {})
-        _check_position(run, saved)
+        check_position(run, saved_config(found))
     now = _layout(run)
     if state.layout != now:
-        log.print_rank_0(f" checkpoint was written by {_ranks(state.layout)}, this run has {_ranks(now)}")
-    log.print_rank_0(f"  successfully loaded checkpoint from {c.load} at iteration {found.iteration}")
+        log.print_rank_0(f" checkpoint was written by {written_by}, this run has {_ranks(now)}")
 
 
 def _vocabulary(identity: dict[str, Any]) -> dict[str, Any]:
@@ -217,8 +384,11 @@ def _source(name: str, there: set[str]) -> str:
 
 def saved_config(found: Checkpoint) -> Config:
     """The configuration a checkpoint was saved with, from its `args` file."""
-    parser = build_parser(Config, prog="args", description="")
-    return config_from(Config, parse_typed(parser, [f"@{found.directory / store.ARGS}"]))
+    parser, path = build_parser(Config, prog="args", description=""), found.directory / store.ARGS
+    words = read_words(path)
+    if any(word.startswith("@") for word in words):
+        raise ForeignCheckpoint(f"{path} includes another file, which no checkpoint of this suite does")
+    return config_from(Config, parse_typed(parser, words))
 
 
 def check_architecture(saved: Config, now: Config, strict: bool) -> None:
@@ -233,32 +403,3 @@ def check_architecture(saved: Config, now: Config, strict: bool) -> None:
     rest = differences(values_of(saved), values_of(now), [name for name in values_of(saved) if name not in said])
     for name, old, new in [*((one.name, one.saved, one.now) for one in wrong), *rest]:
         log.print_rank_0(f" differs from the checkpoint: {name} was {old}, is {new}")
-
-
-def _check_position(run: Run, saved: Config) -> None:
-    """The samples consumed must be those that this run's batch sizes give, or batches would overlap or leave gaps."""
-    p = run.progress
-    expected = run.plan.consumed_samples(p.iteration)
-    if p.consumed_train_samples == expected or run.config.data.allow_data_order_change:
-        return
-    raise ValueError(
-        f"--load: after iteration {p.iteration} the checkpoint has consumed {p.consumed_train_samples} samples, with "
-        f"this run's batch sizes it would be {expected} (--global-batch-size was {saved.training.global_batch_size}, is "
-        f"{run.config.training.global_batch_size}); give the batch sizes of the checkpoint, or --allow-data-order-change "
-        f"to go on from sample {p.consumed_train_samples}")
-
-
-def check_data_order(run: Run, order: dict[str, Any]) -> None:
-    """Refuse to train on with another order of the data, unless that is asked for; then say what changes."""
-    saved, run.data_order = run.data_order, order
-    if not saved or run.config.training.skip_train:
-        return
-    changed = data_order_differences(saved, order, run.config.data.continue_data_mix)
-    if not changed:
-        return
-    text = "; ".join(changed)
-    if not run.config.data.allow_data_order_change:
-        mix = ", --continue-data-mix to go on with another mix" * (run.config.data.data_order == "epoch")
-        raise ValueError(f"--load: with these flags the order of the data is not that of the checkpoint, so samples would "
-                         f"be repeated or lost: {text}. Give the flags it was saved with{mix}, or --allow-data-order-change")
-    log.warn_once(f"the order of the data changes from iteration {run.progress.iteration + 1} on: {text}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 
 import torch
@@ -14,9 +14,10 @@ from megatron import device as devices
 from megatron import log
 from megatron.config.tree import Config
 from megatron.parallel.context import ParallelContext
+from megatron.parallel.shared_sums import open_shared
 from megatron.training.lifeline import Hub, Line, Place, my_place
 from megatron.training.network import address_towards, interface_towards
-from megatron.training.signals import SignalWatch, leave_for
+from megatron.training.signals import SignalWatch
 
 
 @dataclass(frozen=True)
@@ -46,9 +47,9 @@ class Meeting:
         self.store = _open_store(timedelta(minutes=minutes), limit)
         if watch is not None:
             watch.limit = limit
-            self._line = watch.line = self._open_line()
+            self._line = watch.line = self._open_line(watch)
 
-    def _open_line(self) -> Line | None:
+    def _open_line(self, watch: SignalWatch) -> Line | None:
         """Rank 0 opens a hub and leaves its address in the store."""
         master = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         key = f"lifeline/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
@@ -58,7 +59,7 @@ class Meeting:
                 self._hub = Hub(log.world_size(), family)
                 self.store.set(key, json.dumps([address, self._hub.port, self._hub.token, asdict(my_place())]))
             address, port, token, place = json.loads(self.store.get(key))
-            return Line([(address, port), (master[0], port)], token, Place(**place), leave_for)
+            return Line([(address, port), (master[0], port)], token, Place(**place), watch.leave_for)
         except OSError as error:
             print(f"WARNING: rank {log.rank()} has no line to rank 0 ({error}); should a rank fail, this one hears of it "
                   f"only when a collective fails", flush=True)
@@ -89,6 +90,7 @@ def initialize(config: Config, meeting: Meeting | None = None) -> Runtime:
         dist.init_process_group(backend, store=(meeting or Meeting(config)).store, rank=rank, world_size=world_size,
                                 timeout=timedelta(minutes=parallel.distributed_timeout_minutes))
     ctx = ParallelContext(parallel, world_size, rank)
+    ctx.tp = replace(ctx.tp, shared=open_shared(ctx.tp, timedelta(minutes=parallel.distributed_timeout_minutes)))
     if world_size > 1:
         log.print_rank_0(layout_line(ctx))
     log.print_rank_0(f"> initialized tensor model parallel with size {ctx.tp.size}")

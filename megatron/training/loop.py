@@ -1,6 +1,7 @@
 """The training loop: iterate, log, evaluate, save, leave. Knows no flag's spelling and no file format."""
 from __future__ import annotations
 
+import errno
 import gc
 import time
 from collections.abc import Callable, Iterator
@@ -14,12 +15,16 @@ from megatron.parallel.collectives import all_reduce_
 from megatron.training import checkpointing
 from megatron.training.batch import evaluation_samples, load_samples, training_samples
 from megatron.training.build import Data, Run
+from megatron.training.control_file import SAVE, STOP, ControlFile
 from megatron.training.log_lines import datetime_line
 from megatron.training.metrics import IterationResult, TrainingLog
 from megatron.training.signals import SignalWatch
-from megatron.training.step import ForwardStep, evaluate, train_step
+from megatron.training.step import ForwardStep, NotFinite, evaluate, train_step
 
-SIGNAL, TIME_UP = 1, 1 << 20    # what a rank asks for; summed over fewer than 2^20 ranks the two stay apart
+# What a rank asks for or tells, summed over the ranks; of fewer than 2^16 the sums stay apart, and exact in float64.
+SIGNAL, TIME_UP = 1, 1 << 16
+SAVE_NOW, STOP_NOW = 1 << 32, 1 << 33       # rank 0 alone, of --control-file
+WRITTEN = 1 << 34                           # its part of what --async-save has under way is on the disk, or has failed
 AGREE_EVERY = 1000              # iterations, where nothing but skipping goes on
 
 
@@ -33,6 +38,8 @@ class Trainer:
         self.signals = signals or SignalWatch()
         if run.config.training.exit_signal_handler:
             self.signals.remember_requests()
+        control = run.config.checkpoint.control_file
+        self._control = ControlFile(control) if control and run.runtime.rank == 0 else None
         self._valid_samples: dict[int, Iterator[torch.Tensor]] = {}
         self._saved_at = self._loaded = run.progress.iteration
         self._skipping_to = 0
@@ -43,6 +50,8 @@ class Trainer:
         run, t = self.run, self.run.config.training
         progress, plan = run.progress, run.plan
         samples = self.open_training_samples()
+        if run.writer:
+            run.writer.reserve(checkpointing.own_slices(run), run.runtime.device)
         if t.manual_gc:
             gc.disable()
         while progress.iteration < plan.train_iters:
@@ -51,7 +60,11 @@ class Trainer:
             if skipped:
                 iteration, flag = self._skip(iteration, skipped[1])
             else:
-                flag = self.train_one(iteration, samples)
+                try:
+                    flag = self.train_one(iteration, samples)
+                except NotFinite:               # all ranks are here
+                    self._settle()
+                    raise
             if self._evaluation_due(iteration):
                 flag |= self.validate(f"iteration {iteration}")
             reason = self._due(iteration, flag)
@@ -81,22 +94,30 @@ class Trainer:
         c = self.run.config.checkpoint
         return bool(c.save and c.save_interval and iteration % c.save_interval == 0)
 
-    def _wish(self) -> int:
-        """What this rank asks for."""
-        return (SIGNAL if self.signals.received else 0) + (TIME_UP if self._time_is_up() else 0)
+    def _wish(self, iteration: int) -> int:
+        """What this rank asks for after `iteration`."""
+        asked = self._control.wish(iteration) if self._control else None
+        return ((SIGNAL if self.signals.received else 0) + (TIME_UP if self._time_is_up() else 0)
+                + {SAVE: SAVE_NOW, STOP: STOP_NOW, None: 0}[asked]
+                + (WRITTEN if self.run.under_way and self.run.writer.done() else 0))
+
+    def _snapshot_due(self, iteration: int) -> bool:
+        c = self.run.config.checkpoint
+        return bool(c.save and c.snapshot_interval and iteration % c.snapshot_interval == 0)
 
     def _agreed_wish(self) -> int:
         """What all ranks together ask for: their sum."""
+        wish = self._wish(self.run.progress.iteration)
         if self.run.runtime.world_size == 1:
-            return self._wish()
-        flag = torch.tensor(self._wish(), dtype=torch.float64, device=self.run.runtime.device)
+            return wish
+        flag = torch.tensor(wish, dtype=torch.float64, device=self.run.runtime.device)
         return int(all_reduce_(flag, self.run.runtime.ctx.world).item())
 
     def train_one(self, iteration: int, samples: Iterator[torch.Tensor]) -> int:
         """One iteration with its counters, schedule and log line; the flag that the ranks agreed on."""
         run = self.run
         loss_scale = run.optimizer.loss_scale
-        outcome = train_step(run, self.forward_step, samples, iteration, self._wish)
+        outcome = train_step(run, self.forward_step, samples, iteration, lambda: self._wish(iteration))
         size = run.plan.global_batch_size(iteration)
         run.progress.iteration = iteration
         run.progress.consumed_train_samples += size
@@ -134,7 +155,7 @@ class Trainer:
             iteration, plan.global_batch_size(iteration), progress.consumed_train_samples, self._learning_rate(),
             run.optimizer.loss_scale, 0.0, skipped="user", iterations=iteration - first + 1))
         if (run.runtime.world_size == 1 or self._evaluation_due(iteration) or self._save_due(iteration)
-                or iteration % AGREE_EVERY == 0):
+                or self._snapshot_due(iteration) or iteration % AGREE_EVERY == 0):
             return iteration, self._agreed_wish()
         return iteration, 0
 
@@ -142,7 +163,7 @@ class Trainer:
         """The first iteration from `first` on at which something besides skipping may be due; the same on all ranks."""
         t, c = self.run.config.training, self.run.config.checkpoint
         every = [AGREE_EVERY, *self.lines.intervals, t.exit_interval, t.manual_gc_interval if t.manual_gc else None,
-                 t.eval_interval if self._evaluates() else None, c.save_interval if c.save else None]
+                 t.eval_interval if self._evaluates() else None, *((c.save_interval, c.snapshot_interval) if c.save else ())]
         return min(-(-first // n) * n for n in every if n)
 
     def _learning_rate(self) -> float:
@@ -156,11 +177,21 @@ class Trainer:
         """Save where a save is due; the reason to leave, if there is one (then it is saved too)."""
         interval = self.run.config.training.exit_interval
         exit_due = bool(interval and iteration % interval == 0)
+        asked, time_up = flag % WRITTEN // SAVE_NOW, flag % SAVE_NOW >= TIME_UP
+        stop = asked * SAVE_NOW >= STOP_NOW
+        if flag // WRITTEN == self.run.runtime.world_size:
+            self._settle()
         if flag % TIME_UP:
             return self._leave("exiting program after receiving SIGTERM.")
-        if self._save_due(iteration):
-            self.save(final=exit_due or flag >= TIME_UP or iteration == self.run.plan.train_iters)
-        if flag >= TIME_UP:
+        if self._save_due(iteration) or asked:
+            self.save(final=exit_due or time_up or stop or iteration == self.run.plan.train_iters)
+        elif self._snapshot_due(iteration):
+            self._snapshot()
+        if asked and self._control:
+            self._control.done()
+        if stop:
+            return self._leave(f"exiting program at iteration {iteration}, as --control-file asks for")
+        if time_up:
             return self._leave(f"exiting program after {(time.time() - self.started) / 60.0} minutes")
         if exit_due:
             return self._leave(f"exiting program at iteration {iteration}")
@@ -174,25 +205,59 @@ class Trainer:
         """Save this iteration, if there is a place to and it is not saved already.
 
         Where the disk refuses, the `final` save of a run raises CheckpointError; any other is a warning, since more follow.
+        With --async-save it is only begun here, but for the final one.
         """
         run, iteration = self.run, self.run.progress.iteration
-        if not run.config.checkpoint.save or self._saved_at == iteration:
+        if not run.config.checkpoint.save:
             return
-        self.lines.flush()                  # what a checkpoint has behind it is never told again
-        if run.recorder and run.recorder.ledger:
-            run.recorder.ledger.sync()
+        begun = run.under_way
+        if begun is None or begun.is_snapshot or begun.iteration != iteration:
+            self._settle()
+            if self._saved_at == iteration:
+                return
+            self._flush()
+            self._attempt(lambda: checkpointing.save(run), iteration, final)
+        if final:
+            self._settle(final)
+            if self._saved_at != iteration:         # a process of --async-save has died: once more, without it
+                self._attempt(lambda: checkpointing.save(run), iteration, final)
+                self._settle(final)
+
+    def _snapshot(self) -> None:
+        """Write a snapshot, or begin to; where the disk refuses, that is a warning."""
+        self._settle()
+        self._flush()
+        self._attempt(lambda: checkpointing.snapshot(self.run), self.run.progress.iteration, is_snapshot=True)
+
+    def _settle(self, final: bool = False) -> None:
+        """Wait for the save under way, if there is one, and make it count."""
+        begun = self.run.under_way
+        if begun:
+            self._attempt(lambda: checkpointing.finish_save(self.run), begun.iteration, final, begun.is_snapshot)
+
+    def _attempt(self, action: Callable[[], None], iteration: int, final: bool = False, is_snapshot: bool = False) -> None:
+        """Do a part of a save; one that is not `final` is a warning where the disk refuses, and always where a process
+        of --async-save has died."""
         with self.run.timers("save-checkpoint"):
             try:
-                checkpointing.save(self.run)
-                self._saved_at = iteration
+                action()
+                if not is_snapshot and not self.run.under_way:
+                    self._saved_at = iteration
             except CheckpointError as error:
-                if final or error.errno is None:        # no number: not the disk's fault
+                if error.errno is None or final and error.errno != errno.ECHILD:    # no number: not the disk's fault
                     raise
-                log.print_rank_0(f"WARNING: no checkpoint of iteration {iteration}: {error}. "
-                                 f"{checkpointing.what_remains(self.run)}; training goes on, the next save is tried at "
-                                 f"iteration {self._next_save(iteration)}")
+                follows = "" if is_snapshot else (f". {checkpointing.what_remains(self.run)}; training goes on, the next "
+                                                  f"save is tried at iteration {self._next_save(iteration)}")
+                what = "snapshot" if is_snapshot else "checkpoint"
+                log.print_rank_0(f"WARNING: no {what} of iteration {iteration}: {error}{follows or '; training goes on'}")
         self._advise()
         self.lines.timers(["save-checkpoint"])
+
+    def _flush(self) -> None:
+        """What a checkpoint has behind it is never told again."""
+        self.lines.flush()
+        if self.run.recorder and self.run.recorder.ledger:
+            self.run.recorder.ledger.sync()
 
     def _next_save(self, iteration: int) -> int:
         """The next iteration after this one that is saved if nobody interrupts the run."""
@@ -211,7 +276,7 @@ class Trainer:
 
     def _out_of_time(self) -> bool:
         """Asked within evaluations: is the time of --exit-duration-in-mins over for any rank?"""
-        return self._agreed_wish() >= TIME_UP
+        return self._agreed_wish() % SAVE_NOW >= TIME_UP
 
     def _evaluate(self, samples: Iterator[torch.Tensor], count: int, prefix: str, tell: Callable[[str], None],
                   suffix: str = "") -> int:

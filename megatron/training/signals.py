@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from types import FrameType
 from typing import NoReturn
 
@@ -34,6 +35,7 @@ class SignalWatch:
         self.received: signal.Signals | None = None
         self.advice = "training had not begun"
         self.line: Line | None = None
+        self.leaving: Callable[[], None] = lambda: None         # what a process does before it ends at once
         self.limit = ""
         self._received_at = 0.0
         self._listener: threading.Thread | None = None
@@ -75,8 +77,14 @@ class SignalWatch:
         elif time.monotonic() - self._received_at > SAME_REQUEST_SECONDS:
             self._leave(128 + number, "second signal: leaving now, without a save\n")
 
+    def leave_for(self, end: End) -> NoReturn:
+        """Another rank has failed: end this process."""
+        self.leaving()
+        leave_for(end)
+
     def _leave(self, code: int, text: str) -> NoReturn:
         """End the run: of all ranks that are asked to, the lowest says so."""
+        self.leaving()
         if self.line:
             self.line.tell(text.strip(), code)
             _exit(code, text)

@@ -24,7 +24,7 @@ def example() -> Manifest:
         "empty": TensorRecord((0, 5), "BF16", ()),
         "big": TensorRecord((300_000,), "F32", (chunk(((0, 300_000),), sums=("1234abcd", "ffffffff")),)),
     }
-    return Manifest(20, {FILE: FileRecord(1234, "00c0ffee"), "args": FileRecord(3, "deadbeef")}, tensors)
+    return Manifest(20, {FILE: FileRecord(2_000_000, "00c0ffee"), "args": FileRecord(3, "deadbeef")}, tensors)
 
 
 def test_round_trip_and_the_first_line():

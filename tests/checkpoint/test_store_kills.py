@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.checkpoint import store
+from megatron.checkpoint import retention, store
 from tests.checkpoint.test_store import NoExchange, Unsynced, assert_good, save
 from tests.forkrun import run_ranks
 
@@ -92,7 +92,7 @@ def save_for_ever(root: Path, first: int) -> None:
     while True:
         save(root, iteration)
         save(root, iteration, version=1)
-        store.prune(root, 2)
+        retention.prune(root, 2)
         iteration += 1
 
 

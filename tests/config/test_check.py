@@ -152,6 +152,9 @@ ONE_PROBLEM = [
     ("--load /nowhere --ckpt-step 5", "--ckpt-step 5: /nowhere has no checkpoint of that iteration; there is none"),
     ("--load /nowhere --exit-on-missing-checkpoint", "--load /nowhere: no checkpoint there"),
     ("--metrics-file /tmp", "--metrics-file /tmp: is a directory"),
+    ("--control-file /no/such/file", "--control-file /no/such/file: there is no directory /no/such; make it"),
+    ("--keep-last 0", "--keep-last 0"), ("--keep-every 0", "--keep-every 0"),
+    ("--snapshot-interval 0", "--snapshot-interval 0"),
 ]
 
 
@@ -350,6 +353,9 @@ def test_nccl_between_cpu_ranks():
 
 @pytest.mark.parametrize(("flags", "note"), [
     ("--save-interval 5", "--save-interval 5: no effect without --save, so that no checkpoint will be written"),
+    ("--keep-last 2", "--keep-last 2: no effect without --save"),
+    ("--keep-every 2", "--keep-every 2: no effect without --keep-last, without which nothing is removed"),
+    ("--snapshot-interval 2", "--snapshot-interval 2: no effect without --save"),
     ("--initial-loss-scale 65536", "--initial-loss-scale 65536.0: no effect without --fp16 without --loss-scale"),
     ("--loss-scale 128", "--loss-scale 128.0: no effect without --fp16 or --bf16"),
     ("--sgd-momentum 0.5", "--sgd-momentum 0.5: no effect without --optimizer sgd"),

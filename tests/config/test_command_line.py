@@ -13,6 +13,7 @@ import pytest
 from megatron.arguments import config_from, parse, to_args_text
 from megatron.config import command_line
 from megatron.config.tree import Config
+from tests.data.corpora import write_corpus
 
 ROOT = Path(__file__).resolve().parents[2]
 GOLDEN = ROOT / "tests" / "golden"
@@ -155,6 +156,7 @@ def test_a_dry_run_needs_nothing_and_prints_the_plan(tmp_path):
     assert "parameters: 354871296" in text and "padded to 50304" in text and "world size 2 = data 2" in text
     assert "not here yet: --data-path ./data/meg-gpt2_text_document: there is no" in text
     assert "--global-batch-size is given more than once; the last one counts: 16" in text
+    assert "\ndata: cannot be read on this machine: ./data/meg-gpt2_text_document.idx: no such file; make it with" in text
     plan, _, kernels = text.partition("kernels on this ")
     assert "samples, split 949,50,1" in plan and "\n  cross entropy: " in kernels
     assert kernels.splitlines()[-1].startswith("  off: ")
@@ -166,6 +168,16 @@ def test_a_dry_run_without_torch_prints_the_plan_at_once(tmp_path):
     assert (done.returncode, done.stderr) == (0, "") and seconds < 1.0
     assert "parameters: 110336" in done.stdout
     assert done.stdout.splitlines()[-1] == "kernels: not known on this machine: no torch here"
+
+
+def test_a_dry_run_shows_what_would_be_read(tmp_path):
+    prefix = write_corpus(tmp_path / "a", [99] * 50)
+    before = sorted(tmp_path.rglob("*"))
+    done, _ = start(f"{GOOD.replace('--mock-data', '')} --split 1,0,0 --data-path {prefix} --dry-run", tmp_path)
+    assert done.returncode == 0, done
+    row = done.stdout.partition("\ndata:\n")[2].splitlines()[1].split()
+    assert row[:4] == ["train", prefix, "50", "4,950"] and row[5:7] == ["100.000", "%"], done.stdout
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_files_of_flags_and_who_wins(tmp_path):

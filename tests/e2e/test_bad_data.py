@@ -4,6 +4,8 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,8 +14,9 @@ import pytest
 
 from megatron.data.indexed_dataset import IndexedDatasetBuilder
 from megatron.training import loop
+from tests.data.vocabularies import MERGES, write_bpe
 from tests.e2e.programs import fork_program
-from tests.forkrun import run_ranks
+from tests.forkrun import ROOT, run_ranks
 from tests.runs import SMALL, with_flags
 
 DOCUMENTS, LENGTH = 400, 1000
@@ -130,12 +133,40 @@ def test_a_bin_that_fails_while_it_is_read(tmp_path, order, workers, hook, words
     assert "start again from the last checkpoint" in err and " iteration        1/" in out
 
 
-def test_an_index_cut_short_while_workers_read_it(tmp_path):
+@pytest.mark.parametrize("workers", ["0", "2"])
+@pytest.mark.parametrize("what", ["the index", "a cached index array"])
+def test_an_index_cut_short_while_it_is_mapped(tmp_path, what, workers):
+    """Touching what a mapped file has lost is SIGBUS: its size is looked at before."""
     prefix = write(tmp_path / "text")
-    hook = Hook(cut_in_iteration_3, prefix + ".idx")
-    code, _, err = trained(tmp_path / "run", prefix, "--num-workers", "2", "--train-iters", "40", before=hook)
-    assert code == 1 and "error: a data worker died (DataLoader worker" in err and "was cut short" in err
-    assert "tools/inspect_data.py check" in err
+    cut = prefix + ".idx"
+    if what != "the index":
+        assert trained(tmp_path / "first", prefix, "--train-iters", "40")[0] == 0
+        cut = max(map(str, Path(prefix, "cache").rglob("*document_index.npy")), key=os.path.getsize)
+    more = ["--num-workers", workers, "--train-iters", "40"]
+    code, out, err = trained(tmp_path / "run", prefix, *more, before=Hook(cut_in_iteration_3, cut))
+    assert code == 1 and err.startswith(f"error: {cut}: was cut short while it is in use: it has 0 bytes"), (code, out, err)
+    assert err.count("\n") == 1 and "start again from the last checkpoint" in err
+
+
+def test_another_vocabulary_is_refused(tmp_path):
+    """A pair that preprocess_data.py made: the run with its vocabulary trains, one with another merge is refused."""
+    said = {}
+    for name, merges in (("mine", MERGES), ("other", [*MERGES, "x y"])):
+        (tmp_path / name).mkdir()
+        vocab, merge = write_bpe(tmp_path / name, merges)
+        said[name] = ["--tokenizer-type", "GPT2BPETokenizer", "--vocab-file", vocab, "--merge-file", merge]
+    (tmp_path / "text.jsonl").write_text("".join(f'{{"text": "{number} in the cab"}}\n' for number in range(500)))
+    words = ["--input", str(tmp_path / "text.jsonl"), "--output-prefix", str(tmp_path / "x"), "--workers", "1"]
+    subprocess.run([sys.executable, ROOT / "tools/preprocess_data.py", *words, *said["mine"], "--append-eod"], check=True)
+    prefix = str(tmp_path / "x_text_document")
+    run = [word for word in SMALL if word not in ("--tokenizer-type", "NullTokenizer", "--vocab-size", "211")]
+    run += ["--data-path", prefix, "--train-iters", "8", "--eval-iters", "0"]
+    ends = [run_ranks(1, program, tmp_path / name, [*run, *said[name]], None)[0] for name in said]
+    assert [(code, left) for code, _, _, left in ends] == [(0, []), (1, [])], ends
+    err = ends[1][2]
+    assert err.startswith(f"error: --data-path {prefix}: was made by GPT2BPETokenizer (fingerprint ")
+    assert err.count("\n") == 1
+    assert "give the vocabulary it was made with, or tokenize again" in err and " iteration " not in ends[1][1]
 
 
 def test_empty_documents_train_and_nothing_else_does_not(tmp_path):

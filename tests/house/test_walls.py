@@ -66,6 +66,8 @@ PLANTS = [
     ("no_code_from_data", "tools/x.py", '\n\ndef f(g):\n    g(weights_only=False)\n', "weights_only"),
     ("no_code_from_data", "tools/x.py", 'import numpy as np\n\nnp.load("x", allow_pickle=True)\n', "allow_pickle"),
     ("no_code_from_data", "megatron/log.py", 'eval("1")\n', "eval"),
+    ("no_code_from_data", "megatron/training/unpickle_worker.py", 'import pickle\n', "pickle"),
+    ("no_code_from_data", "tools/unpickle_worker.py", 'from pickle import loads\n', "pickle"),
     ("no_code_from_data", "megatron/checkpoint/x.py", 'import pickle\n', "pickle"),
     ("no_code_from_data", "megatron/checkpoint/unpickle_worker.py", 'import torch\n\ntorch.load("x")\n', "torch.load"),
     ("no_code_from_data", "megatron/checkpoint/unpickle_worker.py", 'import pickle\n\npickle.load(1)\n', "pickle.load"),

@@ -3,13 +3,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
 
 from megatron.checkpoint import store
-from megatron.parallel import ddp
+from megatron.parallel import ddp, shared_sums
+from megatron.parallel.context import Axis
+from megatron.training import initialize
 from megatron.training.trained_model import open_trained_model
 from tests.forkrun import ROOT
 from tests.parity.layouts import (
@@ -23,6 +26,7 @@ from tests.parity.layouts import (
     FULL,
     GATHER,
     GPT2,
+    LLAMA,
     OVERLAP,
     PP,
     SELECTIVE,
@@ -110,11 +114,12 @@ def said(run: Finished, word: str) -> list[str]:
 KEY_BIASES = 2 * 32     # their gradients are 0 but for rounding, which may make any of them exactly 0
 
 
-def check(case: Case, folder: Path, data: str, reference: Reference) -> tuple[float, float]:
+def check(case: Case, folder: Path, data: str, reference: Reference,
+          hook: Callable[[], None] | None = None) -> tuple[float, float]:
     """Assert that the layout trains like one process; the largest differences of loss and gradient norm."""
     one = reference(case)
     run = train(folder / "run", argv(data, case.model, case.steps, *case.precision.split(), *case.layout, *case.only),
-                case.world)
+                case.world, hook=hook)
     assert [row["iteration"] for row in run.rows] == list(range(1, case.steps + 1))
     losses, norms = (largest_difference(run, one, key) for key in ("lm_loss", "grad_norm"))
     print(f"largest relative difference over {case.steps} steps: loss {losses:.1e}, gradient norm {norms:.1e}")
@@ -133,6 +138,27 @@ def check(case: Case, folder: Path, data: str, reference: Reference) -> tuple[fl
 @pytest.mark.parametrize("name", CASES)
 def test_a_layout_gives_the_numbers_of_one_process(name, tmp_path, data, reference):
     check(CASES[name], tmp_path, data, reference)
+
+
+def only_shared_sums() -> None:
+    """Hook: every sum of tensor-parallel ranks, small ones too, goes through the memory they share."""
+    def opened(axis: Axis, timeout: timedelta) -> shared_sums.SharedSums:
+        sums = open_shared(axis, timeout)
+        assert sums is not None, "this machine's ranks share no memory"
+        return sums
+
+    def taken(sums: shared_sums.SharedSums, x: torch.Tensor) -> bool:
+        assert takes(sums, x), f"{x.dtype} {tuple(x.shape)} {x.stride()} goes through gloo"
+        return True
+
+    open_shared, takes = initialize.open_shared, shared_sums.SharedSums.takes
+    shared_sums.LEAST_BYTES = 0
+    initialize.open_shared, shared_sums.SharedSums.takes = opened, taken
+
+
+@pytest.mark.parametrize(("model", "world"), [(GPT2, 2), (LLAMA, 4)])
+def test_sums_through_shared_memory_give_the_numbers_of_one_process(model, world, tmp_path, data, reference):
+    check(Case(model, world, (TP, str(world)), steps=10), tmp_path, data, reference, only_shared_sums)
 
 
 @pytest.mark.campaign

@@ -13,6 +13,7 @@ from megatron.data import bpe
 from megatron.data.tokenizer import Tokenizer, build_tokenizer
 from megatron.data.tokenizer_bpe import GPT2BPETokenizer
 from tests.data.vocabularies import ADVERSARIAL, gpt2_files, package_file, write_bpe
+from tests.forkrun import ROOT
 
 pytestmark = pytest.mark.peers
 
@@ -114,6 +115,31 @@ class TestGPT2:
         texts = [text for text in TEXTS if "<|endoftext|>" not in text]  # special there, text here as in Megatron
         plain = GPT2BPETokenizer(vocab, merges)
         assert differing(plain, lambda text: oracle(text).input_ids, texts) == []
+
+
+    @pytest.mark.campaign
+    def test_transformers_on_a_document_of_10_mb(self) -> None:
+        """Texts of all kinds, real files and long runs in one document: every engine's ids are transformers'."""
+        transformers = pytest.importorskip("transformers")
+        vocab, merges = gpt2_files()
+        text = mixed_text(10_000_000)
+        assert 10_000_000 <= len(text.encode()) < 11_000_000
+        ids = transformers.GPT2TokenizerFast(vocab=vocab, merges=merges)(text).input_ids
+        for engine in ("gigatoken", "tiktoken"):
+            assert GPT2BPETokenizer(vocab, merges, engine=engine).tokenize(text) == ids, engine
+
+
+def mixed_text(size: int) -> str:
+    """At least `size` bytes of UTF-8: this suite's own files, and texts that tokenizers disagree on, in random order."""
+    draw = random.Random(5)
+    paths = sorted(ROOT.glob("megatron/**/*.py")) + sorted(ROOT.glob("docs/*.md"))
+    kinds = [path.read_text(encoding="utf-8") for path in paths] + TEXTS
+    kinds = [text for text in kinds if text and "<|endoftext|>" not in text]
+    parts, length = [], 0
+    while length < size:
+        parts.append(draw.choice(kinds) + draw.choice(["", "\n", " "]))
+        length += len(parts[-1].encode())
+    return "".join(parts)
 
 
 class TestHuggingFace:

@@ -190,6 +190,32 @@ IN_CI = {        # the others are make test-all's
 }
 
 
+CRASH = "tests/checkpoint/test_crashes.py::test_every_crash_leaves_the_old_or_the_new_one[two ranks]"
+STORE = {
+    "a manifest that is named before the names beside it are on the disk": Bug(
+        "megatron/checkpoint/store.py", "whole.dump())\n    disk.fsync_directory(temporary)", "whole.dump())", CRASH),
+    "a tracker that names what is not on the disk": Bug(
+        "megatron/checkpoint/store.py", "        disk.fsync_directory(root)\n        disk.rename(tracker, root / TRACKER)",
+        "        disk.rename(tracker, root / TRACKER)", CRASH),
+    "a commit that does not ask for the lock": Bug(
+        "megatron/checkpoint/store.py", "        fence()\n", "        pass\n",
+        "tests/checkpoint/test_lock.py::test_a_holder_that_was_replaced_cannot_commit"),
+    "a lock whose number a new one shares": Bug(
+        "megatron/checkpoint/lock.py", "os.O_WRONLY | os.O_CREAT | os.O_EXCL", "os.O_WRONLY | os.O_CREAT",
+        "tests/checkpoint/test_lock.py::test_of_several_at_most_one_gets_a_dead_ones_lock"),
+    "checksums that are not compared": Bug(
+        "megatron/checkpoint/safetensors_file.py", "                if have != want:", "                if False:",
+        "tests/training/test_damaged_checkpoints.py::test_a_hundred_damages"),
+    "a half-loaded model that is kept": Bug(
+        "megatron/training/checkpointing.py", "        if not failed:\n            break",
+        "        if found:\n            break",
+        "tests/training/test_damaged_checkpoints.py::test_a_hundred_damages"),
+    "a newest checkpoint that may be removed": Bug(
+        "megatron/checkpoint/retention.py", "kept = {*present[-keep_last:], newest,", "kept = {*present[-keep_last - 1:-1],",
+        "tests/checkpoint/test_store.py::test_prune_keeps_the_newest_the_multiples_and_the_trackers"),
+}
+
+
 def run(copy: Path, test: str) -> subprocess.CompletedProcess:
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", "not sweep", test]
     return subprocess.run(command, cwd=copy, capture_output=True, text=True, timeout=300)
@@ -210,6 +236,12 @@ def test_a_planted_bug_of_a_layout_is_caught(name, tmp_path):
 @pytest.mark.parametrize("name", DATA)
 def test_a_planted_bug_of_the_data_is_caught(name, tmp_path):
     caught(DATA[name], tmp_path)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("name", STORE)
+def test_a_planted_bug_of_the_store_is_caught(name, tmp_path):
+    caught(STORE[name], tmp_path)
 
 
 def caught(bug: Bug, tmp_path: Path) -> None:

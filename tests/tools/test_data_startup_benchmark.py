@@ -3,6 +3,8 @@ from __future__ import annotations
 
 import re
 
+import pytest
+
 from tests.load_tool import load_tool
 
 SMALL = "--files 40 --documents 40000 --tokens 4000000 --pair-documents 3000 --seq-length 256 --rounds 1 --samples 200 "
@@ -23,6 +25,15 @@ def test_a_line_for_each_start(tmp_path, capsys):
     assert lines == [epoch.format(4, "cold"), epoch.format(4, "cached"), epoch.format(3, "cold"), epoch.format(3, "cached"),
                      "ten times the documents, cold", "ten times the documents, cached", megatron + "no index cache",
                      megatron + "index cached"]
+
+
+@pytest.mark.campaign
+def test_a_line_for_each_resume(tmp_path, capsys):
+    words = ["resume", "--folder", str(tmp_path), "--iteration", "30", *SMALL.split(), "--pair-documents", "9000"]
+    load_tool("benchmarks/data_startup").main(words)
+    lines = [re.sub(r" +[\d.]+ s .*", "", line) for line in capsys.readouterr().out.splitlines()]
+    assert lines == [f"{order} order, resumed at iteration {at}, {workers} workers"
+                     for order, at in (("epoch", 30), ("megatron", 30)) for workers in (0, 2)]
 
 
 def test_samples_of_both_orders_are_timed(tmp_path, capsys):

@@ -256,6 +256,38 @@ def test_check_finds(tmp_path, capsys, kind, words):
     assert words in error and error.count("error: ") == 1 and "good: 50 documents" in out and "1 with a problem" in out
 
 
+def noted(prefix: Path, **changed: object) -> str:
+    """A pair of 50 documents and 500,000 tokens with a PREFIX.json beside it."""
+    path = write_corpus(prefix, [10000] * 50, seed=3)
+    tokens = int(IndexedDataset(path).sequence_lengths.sum())
+    note = {"tokenizer": {"class": "GPT2BPETokenizer", "fingerprint": "f" * 64, "vocab_size": 65000},
+            "tokens": tokens, "documents": 50}
+    Path(f"{path}.json").write_text(json.dumps({**note, **changed}))
+    return path
+
+
+def test_check_names_the_tokenizer(tmp_path, capsys):
+    one, none = noted(tmp_path / "one"), write_corpus(tmp_path / "none", [10000] * 50, seed=3)
+    assert TOOL.main(["check", one, none]) == 0
+    out, error = capsys.readouterr()
+    assert "made by GPT2BPETokenizer of 65000 ids (ffffffffffff)" in out.splitlines()[0] and not error
+    assert "no .json that says which tokenizer made it" in out.splitlines()[1]
+    assert [pair["tokenizer"] and pair["tokenizer"]["class"] for pair in ask(capsys, "check", one, none)["pairs"]] == [
+        "GPT2BPETokenizer", None]
+    two = noted(tmp_path / "two", tokenizer={"class": "TikTokenizer", "fingerprint": "e" * 64, "vocab_size": 70000})
+    assert TOOL.main(["check", one, two]) == 0
+    assert f"warning: {two}: was made by TikTokenizer (fingerprint eeeeeeeeeeee)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("changed", "words"), [
+    ({"tokens": 7}, "says 7 tokens, the pair has"), ({"documents": 7}, "says 7 documents, the pair has 50"),
+    ({"tokenizer": {"class": "Null", "fingerprint": "f", "vocab_size": 3}}, "says that Null has 3 ids, "),
+    ({"tokenizer": 3}, "does not say which tokenizer made")])
+def test_check_finds_a_note_of_another_pair(tmp_path, capsys, changed, words):
+    prefix = noted(tmp_path / "d", **changed)
+    assert f"error: {prefix}.json: " in (said := refused(capsys, "check", prefix)) and words in said
+
+
 def test_check_of_2419_files(tmp_path, capsys):
     """2,419 pairs of a thousand documents; the figure of 2 s is measured apart, here a loaded machine may take longer."""
     write_corpus(tmp_path / "0", [7] * 1000, seed=1)

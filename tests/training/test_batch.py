@@ -1,4 +1,6 @@
 """Batches from samples: shift, masks and positions at document ends, and which samples an iteration reads."""
+import numpy as np
+import pytest
 import torch
 
 from megatron.config.batch_size import build_batch_size_schedule
@@ -10,6 +12,31 @@ from megatron.training.batch import BatchRules, evaluation_samples, load_samples
 EOD = 9
 SAMPLE = torch.tensor([[1, 2, EOD, 3, EOD, EOD, 4, 5]])
 CPU = torch.device("cpu")
+
+
+class NotPickled:
+    """A data set that cannot be pickled."""
+
+    def __getitem__(self, index):
+        return np.full(5, index)
+
+    def __reduce__(self):
+        raise AssertionError("it is pickled")
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_pinned_memory_is_asked_for_with_cuda_alone(monkeypatch, device, workers):
+    asked = {}
+    monkeypatch.setattr(torch.utils.data, "DataLoader", lambda dataset, **given: asked.update(given) or iter(()))
+    load_samples([], iter([]), workers, torch.device(device))
+    assert asked["pin_memory"] is (device == "cuda") and asked["num_workers"] == workers
+
+
+def test_workers_get_the_data_set_without_pickling_it():
+    numbers = [[n, n + 1] for n in range(0, 20, 2)]
+    found = list(load_samples(NotPickled(), iter(numbers), 2, CPU))
+    assert [rows[:, 0].tolist() for rows in found] == numbers
 
 
 def test_plain_batch_is_the_shift_alone():

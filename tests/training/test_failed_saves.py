@@ -9,9 +9,9 @@ import signal
 import pytest
 
 from megatron.checkpoint import disk, manifest, store
-from megatron.training import loop
+from megatron.training import checkpointing, loop
 from tests.forkrun import RanksFailed
-from tests.runs import SMALL, same_tensors, train, write_text
+from tests.runs import SMALL, same_tensors, train, with_flags, write_text
 
 BASE = [*SMALL, "--train-iters", "7", "--split", "100,0,0", "--eval-iters", "0", "--save-interval", "2"]
 EXACT = ("iteration", "lm_loss", "grad_norm", "consumed_samples", "learning_rate")
@@ -49,8 +49,8 @@ def refuse(action: str, part: str, rank: int, number: int, times: int = 1) -> No
 
 
 def names(folder) -> list[str]:
-    """What lies in a save directory, hidden names too."""
-    return sorted(path.name for path in (folder / "save").iterdir())
+    """What lies in a save directory, hidden names too, but for the lock of a rank that was killed while it left."""
+    return sorted(path.name for path in (folder / "save").iterdir() if not path.name.startswith(".lock."))
 
 
 ALL = ["iter_0000002", "iter_0000004", "iter_0000006", "iter_0000007", store.TRACKER]
@@ -141,3 +141,68 @@ def test_a_fault_of_the_program_ends_the_run_at_once(data, tmp_path):
     with pytest.raises(RanksFailed, match="CheckpointError: planted"):
         run(tmp_path, data, 1, hook=write_nonsense)
     assert "WARNING" not in (tmp_path / "log.0").read_text()
+
+
+NUMBERS = (FULL, BROKEN, errno.EROFS)
+
+
+def refuse_every_step(rank: int, save: str) -> None:
+    """A hook: of four saves three are refused, at the same step, for three reasons; at the next step the next time.
+
+    After each of them the newest checkpoint must be whole.
+    """
+    whole, refused = checkpointing.save, []
+
+    def saved(run) -> None:
+        iteration, at, wrong = run.progress.iteration, 0, None
+        plain, before = disk.Disk.step, store.latest(save)
+
+        def step(self, action, path) -> None:
+            nonlocal at
+            at += 1
+            if iteration % 4 and at == iteration // 4 + 1:
+                refused.append(f"{action} {path.name}")
+                number = NUMBERS[iteration % 4 - 1]
+                raise OSError(number, os.strerror(number))
+
+        if run.runtime.rank == rank:
+            disk.Disk.step = step
+        try:
+            whole(run)
+        except disk.CheckpointError as error:
+            wrong = error
+        disk.Disk.step = plain
+        if run.runtime.rank == 0:
+            newest = store.latest(save)
+            assert newest == iteration or wrong and newest == before, (iteration, before, newest)
+            if newest:
+                with store.load(save).reader() as reader:
+                    reader.verify()
+            assert iteration % 4 or newest == iteration, "a save after some that failed works"
+        if run.runtime.rank == rank and iteration == run.plan.train_iters:
+            print(f"{len(refused)} refusals in saves that have {at} steps", flush=True)
+            assert len(refused) >= 3 * at > 24
+        if wrong:
+            raise wrong
+
+    checkpointing.save = saved
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize(("world", "iterations"), [(1, 176), (2, 68)])
+def test_a_refusal_at_every_step_of_a_save_costs_that_save_alone(data, memory_path, world, iterations):
+    """No space, an error of the disk, a file system that became read-only."""
+    folder = memory_path / "refused"
+    flags = ["--train-iters", str(iterations), "--save-interval", "1", "--num-layers", "1", "--hidden-size", "16",
+             "--no-save-optim"]
+    argv = with_flags([*BASE, "--data-path", data, "--save", str(folder / "save")], *flags)
+    hook = functools.partial(refuse_every_step, world - 1, str(folder / "save"))
+    done = train(folder, argv, world, hook=hook)
+    other = ("--save", str(memory_path / "plain/save"), "--save-interval", str(iterations))
+    plain = train(memory_path / "plain", with_flags(argv, *other), world)
+    refused = done.first_rank_log.count("WARNING: no checkpoint of iteration")
+    [line] = [line for line in (folder / f"log.{world - 1}").read_text().splitlines() if "refusals in saves" in line]
+    print(f"{world} ranks: {refused} saves refused; {line}")
+    assert refused >= 24
+    assert done.series(*EXACT) == plain.series(*EXACT)
+    same_tensors(done.tensors(iterations), plain.tensors(iterations))

@@ -2,13 +2,14 @@
 """Speed and memory of the data tools, side by side with what Megatron does; `data.py tokenize --help` says more.
 
     python tools/benchmarks/data.py tokenize --input FILE.jsonl --vocab-file vocab.json --merge-file merges.txt
-    python tools/benchmarks/data.py start | getitem [flags of data_startup.py]
+    python tools/benchmarks/data.py start | resume | getitem [flags of data_startup.py]
 """
 
 from __future__ import annotations
 
 import argparse
 import hashlib
+import importlib.util
 import json
 import os
 import subprocess
@@ -20,6 +21,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from megatron.data import bpe  # noqa: E402
+
 TOOL = ROOT / "tools" / "preprocess_data.py"
 # The tool as it is where the extra "data" is not installed.
 WITHOUT = """
@@ -52,6 +57,26 @@ with open(source, encoding="utf-8") as lines, multiprocessing.Pool(int(workers))
         for ids in pool.imap(encode, lines, 32):
             builder.add_document(ids, [len(ids)] if ids else [])
 """
+# The parts of Megatron's preprocess_data_fast.py that are to be had: gigatoken on whole files, megatron-core's builder.
+FAST_MEGATRON = """
+import sys
+import awkward, gigatoken, numpy as np
+from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+source, prefix, vocabulary = sys.argv[1:]
+engine = gigatoken.Tokenizer.from_json(open(vocabulary, "rb").read())
+rows = engine.encode_files([source])
+ends = np.cumsum(awkward.to_numpy(awkward.num(rows)))
+ids = awkward.to_numpy(awkward.flatten(rows)).astype(np.uint16)
+ids = np.insert(ids, ends, engine.vocab_size - 1)
+lengths = np.diff(ends + np.arange(1, len(ends) + 1), prepend=0)
+builder = IndexedDatasetBuilder(prefix + "_text_document.bin", dtype=np.uint16)
+start = 0
+for length in lengths.tolist():
+    builder.add_document(ids[start:start + length], [length])
+    start += length
+builder.finalize(prefix + "_text_document.idx")
+"""
+FAST = "gigatoken as in Megatron's fast tool"
 
 
 class Measured(NamedTuple):
@@ -94,7 +119,19 @@ def commands(args: argparse.Namespace, prefix: Path, source: str) -> dict[str, l
     found[f"tokenizers as in Megatron, {max(args.workers)} workers"] = [
         sys.executable, "-c", LIKE_MEGATRON, str(ROOT), source, str(prefix), args.vocab_file, args.merge_file,
         str(max(args.workers))]  # fmt: skip
+    if all(map(importlib.util.find_spec, ("awkward", "gigatoken", "megatron.core"))):
+        found[FAST] = [sys.executable, "-c", FAST_MEGATRON, source, str(prefix), vocabulary_in_one(args, prefix.parent)]
     return found
+
+
+def vocabulary_in_one(args: argparse.Namespace, folder: Path) -> str:
+    """The path of a tokenizer.json of the vocabulary, without special pieces."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    engine = Tokenizer(models.BPE(vocab=bpe.read_vocabulary(args.vocab_file), merges=bpe.read_merges(args.merge_file)))
+    engine.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    engine.save(str(folder / "tokenizer.json"))
+    return str(folder / "tokenizer.json")
 
 
 def head_of(source: str, size: int, folder: str) -> str:
@@ -126,7 +163,7 @@ def tokenize(argv: Sequence[str]) -> int:
         head = head_of(args.input, args.slow_mb * 1_000_000, folder)
         runs = {}
         for name in commands(args, Path(folder, "x"), head):
-            source = args.input if name.startswith("with the extra") else head
+            source = args.input if name.startswith(("with the extra", FAST)) else head
             runs[name] = (source, commands(args, Path(folder, "x"), source)[name])
         runs["with the extra, on the slower ones' input"] = (
             head, commands(args, Path(folder, "x"), head)[f"with the extra, {max(args.workers)} workers"])
@@ -153,7 +190,7 @@ def main(argv: Sequence[str]) -> int:
     """Exit codes: 0 measured, 1 outputs differ, 2 a wrong command line."""
     if argv[:1] == ["tokenize"]:
         return tokenize(argv[1:])
-    if argv[:1] in (["start"], ["getitem"]):
+    if argv[:1] in (["start"], ["resume"], ["getitem"]):
         return subprocess.run([sys.executable, Path(__file__).with_name("data_startup.py"), *argv], check=False).returncode
     print(__doc__, end="", file=sys.stdout if argv[:1] in (["-h"], ["--help"]) else sys.stderr)
     return 0 if argv[:1] in (["-h"], ["--help"]) else 2

@@ -5,6 +5,8 @@
                               then with a tenth of them; and one pair of 10 million documents in Megatron's order, without
                               and with a cache, ours and megatron-core's. Every figure is a process of its own; before it the
                               files are put out of the page cache (posix_fadvise), unless it says "cached".
+    data_startup.py resume    the first micro-batch of iteration 10^6, as a resumed run reads it: data sets, sampler and
+                              DataLoader are made anew (no optimizer, no checkpoint), without and with data workers.
     data_startup.py getitem   samples a second of one process at --seq-length, in one process, in turns; best of --rounds.
 
 Seconds are from after the imports to the first sample read, and of the whole process; memory is the peak resident size.
@@ -35,6 +37,7 @@ from megatron.data.gpt_dataset import GPTDataset  # noqa: E402
 from megatron.data.indexed_dataset import HEADER, MAGIC, IndexedDataset, bin_path, idx_path  # noqa: E402
 
 VOCAB = 50257
+BATCH = 256  # samples of an iteration
 
 
 def write_pair(prefix: str, lengths: np.ndarray, tokens: np.ndarray | None = None) -> None:
@@ -108,8 +111,27 @@ def peak_kb() -> int:
     return int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0])
 
 
-def child(what: str, path: str, seq_length: int, samples: int, cache: str | None) -> dict[str, float]:
-    """Make the dataset in this process, read one sample; seconds since the imports and peak resident bytes."""
+def first_of(dataset: object, iteration: int, workers: int) -> None:
+    """Read the first micro-batch of an iteration of 256 samples, as training does after a resume."""
+    import torch
+
+    from megatron.config.batch_size import build_batch_size_schedule
+    from megatron.config.skip_ranges import SkipRanges
+    from megatron.data.sampler import SequentialSampler
+    from megatron.training.batch import load_samples, training_samples
+
+    batch = build_batch_size_schedule(micro_batch_size=4, global_batch_size=BATCH)
+    sampler = SequentialSampler(len(dataset), 4, 0, 1)
+    numbers = training_samples(sampler, batch, SkipRanges(), iteration, iteration + 10)
+    next(load_samples(dataset, numbers, workers, torch.device("cpu")))
+
+
+def child(what: str, path: str, seq_length: int, samples: int, cache: str | None, iteration: int = 0,
+          workers: int = 0) -> dict[str, float]:  # fmt: skip
+    """Make the dataset in this process, read one sample, or an iteration's first; seconds since the imports and peak
+    resident bytes."""
+    if iteration:
+        import megatron.training.batch  # noqa: F401
     if what == "megatron-core":
         import torch  # noqa: F401
         from megatron.core.datasets import gpt_dataset  # noqa: F401
@@ -123,13 +145,14 @@ def child(what: str, path: str, seq_length: int, samples: int, cache: str | None
             flags, sequence_length=seq_length, seed=1, sizes=(samples, 0 if what == "megatron" else 1000, 0),
             vocab_size=VOCAB, eod=VOCAB - 1,
         )  # fmt: skip
-        datasets[0][0]
+        first_of(datasets[0], iteration, workers) if iteration else datasets[0][0]
     return {"seconds": time.perf_counter() - start, "peak_mb": peak_kb() / 1024, "own_mb": (peak_kb() - base) / 1024}
 
 
-def measured(what: str, path: Path, seq_length: int, samples: int, cache: Path | None = None) -> dict[str, float]:
+def measured(what: str, path: Path, seq_length: int, samples: int, cache: Path | None = None,
+             *more: int) -> dict[str, float]:  # fmt: skip
     """`child` in a process of its own, with the seconds of the whole process."""
-    words = [what, path, seq_length, samples, cache or "-"]
+    words = [what, path, seq_length, samples, cache or "-", *more]
     start = time.perf_counter()
     done = subprocess.run([sys.executable, __file__, "child", *map(str, words)], capture_output=True, text=True, check=False)
     whole = time.perf_counter() - start
@@ -175,6 +198,22 @@ def start(args: argparse.Namespace) -> None:
             show(f"{what} order, {args.pair_documents:.0e} documents, {kind}, {state}", best_run)
 
 
+def resume(args: argparse.Namespace) -> None:
+    """The first micro-batch of an iteration, in both orders, by this process and by two workers."""
+    folder = Path(args.folder)
+    data = make_set(folder, args.files, args.documents, args.tokens)
+    pair = make_set(folder, 1, args.pair_documents, 1000 * args.pair_documents) / "part-00000"
+    of_pair = 1000 * args.pair_documents // args.seq_length * 99 // 100
+    cache = folder / "cache-megatron"
+    measured("megatron", pair, args.seq_length, of_pair, cache)  # indices are there, as they are when a run is resumed
+    for what, path, samples in (("epoch", data, (args.iteration + 10) * BATCH), ("megatron", pair, of_pair)):
+        iteration = min(args.iteration, of_pair // BATCH - 10) if what == "megatron" else args.iteration
+        for workers in (0, 2):
+            runs = [measured(what, path, args.seq_length, samples, cache, iteration, workers) for _ in range(args.rounds)]
+            best = min(runs, key=lambda run: run["seconds"])
+            show(f"{what} order, resumed at iteration {iteration:,}, {workers} workers", best)
+
+
 def getitem(args: argparse.Namespace) -> None:
     """Samples a second, in turns."""
     folder = Path(args.folder)
@@ -216,26 +255,28 @@ def getitem(args: argparse.Namespace) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """`start` or `getitem`."""
+    """`start`, `resume` or `getitem`."""
     words = list(sys.argv[1:] if argv is None else argv)
     if words[:1] == ["child"]:
-        what, path, seq_length, samples, cache = words[1:]
-        print(json.dumps(child(what, path, int(seq_length), int(samples), None if cache == "-" else cache)))
+        what, path, seq_length, samples, cache, *more = words[1:]
+        found = child(what, path, int(seq_length), int(samples), None if cache == "-" else cache, *map(int, more))
+        print(json.dumps(found))
         return
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=["start", "getitem"])
+    parser.add_argument("part", choices=["start", "resume", "getitem"])
     parser.add_argument("--folder", default=os.path.join(tempfile.gettempdir(), "data_startup"))
     parser.add_argument("--files", type=int, default=2419)
     parser.add_argument("--documents", type=int, default=10**8)
     parser.add_argument("--tokens", type=int, default=2 * 10**12)
     parser.add_argument("--pair-documents", type=int, default=10**7)
     parser.add_argument("--getitem-tokens", type=int, default=500_000_000)
+    parser.add_argument("--iteration", type=int, default=10**6)
     parser.add_argument("--samples", type=int, default=20_000)
     parser.add_argument("--seq-length", type=int, default=2048)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--no-megatron-core", dest="megatron_core", action="store_false")
     args = parser.parse_args(words)
-    {"start": start, "getitem": getitem}[args.part](args)
+    {"start": start, "resume": resume, "getitem": getitem}[args.part](args)
 
 
 if __name__ == "__main__":

@@ -14,12 +14,13 @@ So the difference is what rank 0 of 1 pays for code that 1,000 ranks need. The f
     for, on tensors so small that the kernel is all overhead; times its calls in a step, as a share of the time of a step.
   - calls of Python and C functions in a step, for what they say where valgrind takes too long (it needs some ten minutes of
     processor time to load torch): they count alike whatever a call costs, so they have no goal.
-Needs torch and numpy; valgrind for the instructions (left out without it, --no-callgrind: not wanted).
+Needs torch and numpy; valgrind and cc for the instructions (left out without them, --no-callgrind: not wanted).
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import io
 import json
 import os
@@ -60,7 +61,14 @@ from pretrain_gpt import forward_step  # noqa: E402
 
 DEFAULT_SIZE = "overhead:layers=4,hidden=128,heads=4,seq=128,micro_batch=2,micro_batches=4,vocab=1024"
 GOAL = 0.02
-SECONDS = 3600           # for valgrind
+SECONDS = 7200           # for valgrind
+HEADER = "/usr/include/valgrind/callgrind.h"
+# To count only what is wanted: everything before runs several times faster.
+SWITCH = f"""
+#include "{HEADER}"
+void on(void) {{ CALLGRIND_START_INSTRUMENTATION; CALLGRIND_ZERO_STATS; }}
+void off(void) {{ CALLGRIND_DUMP_STATS; CALLGRIND_STOP_INSTRUMENTATION; }}
+"""
 
 
 class Step:
@@ -247,9 +255,11 @@ def function_calls(function: Callable[[], Any]) -> int:
 def instructions(size_text: str, steps: int) -> dict[str, int]:
     """Instructions of a step with and without, counted in a process of its own under callgrind."""
     with tempfile.TemporaryDirectory(prefix="overhead-") as folder:
+        Path(folder, "switch.c").write_text(SWITCH)
+        subprocess.run(["cc", "-O1", "-shared", "-fPIC", "-o", f"{folder}/switch.so", f"{folder}/switch.c"], check=True)
         words = ["valgrind", "--tool=callgrind", "--instr-atstart=no", "--dump-instr=no", "--separate-threads=no",
                  f"--callgrind-out-file={folder}/out", sys.executable, __file__, "--inside", "--size", size_text,
-                 "--steps", str(steps)]
+                 "--steps", str(steps), "--switch", f"{folder}/switch.so"]
         done = subprocess.run(words, capture_output=True, text=True, timeout=SECONDS, check=False)
         if done.returncode:
             raise RuntimeError(f"valgrind ended with {done.returncode}: {done.stderr[-2000:]}")
@@ -260,17 +270,17 @@ def instructions(size_text: str, steps: int) -> dict[str, int]:
     return {"with": counts[0] // steps, "without": counts[1] // steps}
 
 
-def inside(size: Size, steps: int) -> None:
-    """Under callgrind: warm up both, then count steps with, then steps without."""
+def inside(size: Size, steps: int, switch: ctypes.CDLL) -> None:
+    """Under callgrind: warm up and count steps with, then steps without."""
     step = Step(size)
     for turn in (step.with_parallel_code, step.without):
         undo = step.strip() if turn == step.without else _nothing
         turn()
         turn()
-        torch._C._valgrind_toggle()
+        switch.on()
         for _ in range(steps):
             turn()
-        torch._C._valgrind_toggle_and_dump_stats()
+        switch.off()
         undo()
 
 
@@ -284,6 +294,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--no-callgrind", action="store_true", help="only microseconds")
     parser.add_argument("--json", metavar="FILE", type=Path, help="write all figures there")
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--switch", help=argparse.SUPPRESS)
     return parser
 
 
@@ -324,7 +335,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     if options.inside:
         with redirect_stdout(io.StringIO()):
-            inside(size, options.steps)
+            inside(size, options.steps, ctypes.CDLL(options.switch))
         return 0
     try:
         report: dict[str, Any] = timed(size, options.repeats)
@@ -356,8 +367,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def counted(options: argparse.Namespace) -> dict[str, int] | None:
     """Instructions, or None with the reason said where they cannot be counted."""
-    if shutil.which("valgrind") is None or not torch._C._valgrind_supported_platform():
-        print("valgrind is not installed, or this torch does not know it: instructions are not counted")
+    if shutil.which("valgrind") is None or shutil.which("cc") is None or not Path(HEADER).exists():
+        print(f"valgrind, its header {HEADER} or a C compiler is not there: instructions are not counted")
         return None
     return instructions(options.size, options.steps)
 

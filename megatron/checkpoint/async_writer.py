@@ -1,0 +1,182 @@
+"""A process beside a rank that writes the rank's part of a checkpoint while training goes on.
+
+It is forked before CUDA and process groups are started, gets the bytes through shared memory (a copy of all that the rank
+saves), has one save in hand at most, and ends with its rank. Knows slices and directories, not what a run is made of.
+"""
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from math import prod
+from multiprocessing.connection import Connection
+from multiprocessing.reduction import recv_handle, send_handle
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from megatron import device as devices
+from megatron.checkpoint import boxes, store
+from megatron.checkpoint.boxes import Box
+from megatron.checkpoint.disk import CheckpointError, explained
+from megatron.checkpoint.sharded import TensorSlice
+from megatron.checkpoint.side_process import SideProcess
+
+ALIGNED = 64        # bytes
+Failure = tuple[str, int | None]
+
+
+class Part(NamedTuple):
+    """A slice as the other process finds it: its bytes begin at `offset` of the shared memory."""
+
+    name: str
+    global_shape: tuple[int, ...]
+    dtype: torch.dtype
+    box: Box
+    offset: int
+
+    def view(self, memory: torch.Tensor) -> torch.Tensor:
+        """Its tensor in the memory (uint8)."""
+        shape = boxes.extent(self.box)
+        return memory[self.offset:self.offset + prod(shape) * self.dtype.itemsize].view(self.dtype).view(shape)
+
+
+class Job(NamedTuple):
+    """What to write where; `memory` bytes are to be mapped anew first, if not 0."""
+
+    parts: list[Part]
+    temporary: Path
+    rank: int
+    iteration: int
+    memory: int
+
+
+class Writer:
+    """The rank's end. `start` a save, ask whether it is `done`, take its `result`; only then the next one."""
+
+    def __init__(self) -> None:
+        """Fork the process. Raises ValueError where the system lacks what it takes."""
+        if not hasattr(os, "memfd_create"):
+            raise ValueError("--async-save: needs memory shared by descriptor (Linux's memfd_create); leave it away here")
+        self.process = SideProcess(_serve)
+        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._busy, self._answers = False, []
+
+    def reserve(self, slices: Sequence[TensorSlice], device: torch.device) -> None:
+        """Get the memory for a snapshot of such slices now, so that the first save need not wait for it."""
+        needed = _laid_out(slices)[1]
+        with suppress(OSError):         # said at the first save
+            if needed > len(self._memory):
+                self._allocate(needed, device)
+
+    def start(self, slices: Sequence[TensorSlice], temporary: Path, rank: int, iteration: int, device: torch.device) -> None:
+        """Copy the slices and have them written into `temporary` (see `store.begin`); returns when they are copied.
+
+        Without the process, or without memory for the copy, they are written before this returns, and that is said.
+        """
+        assert not self._busy, "a save is under way"
+        self._busy = True
+        parts, needed = _laid_out(slices)
+        try:
+            if not self.process.alive():
+                raise ChildProcessError(errno.ECHILD, "its process has died")
+            grown = needed if needed > len(self._memory) else 0
+            if grown:
+                self._allocate(grown, device)
+            for part, one in zip(parts, slices, strict=True):
+                tensor = one.tensor if isinstance(one.tensor, torch.Tensor) else one.tensor()
+                part.view(self._memory).copy_(tensor.detach(), non_blocking=True)
+            devices.synchronize(device)
+            self.process.pipe.send(Job(parts, temporary, rank, iteration, 0))
+        except OSError as error:
+            print(f"WARNING: --async-save: not beside training ({error.strerror or error}): rank {rank} stands still "
+                  f"while it writes its part of iteration {iteration}", flush=True)
+            self._answers.append(_written(Job(parts, temporary, rank, iteration, 0), slices))
+
+    def done(self) -> bool:
+        """Is there a result to take without waiting?"""
+        return self._busy and (bool(self._answers) or self.process.pipe.poll())
+
+    def result(self) -> None:
+        """Wait until what was started is on the disk. Raises CheckpointError if it is not, or if the process has died."""
+        assert self._busy, "nothing was started"
+        try:
+            failure = self._answers.pop() if self._answers else self.process.pipe.recv()
+        except (EOFError, OSError):
+            self.process.wait()
+            failure = f"the process that writes checkpoints has died (exit code {self.process.exit_code})", errno.ECHILD
+        self._busy = False
+        if failure:
+            raise CheckpointError(*failure)
+
+    def _allocate(self, size: int, device: torch.device) -> None:
+        """Shared memory of so many bytes, in both processes; every page is there when this returns. Raises OSError."""
+        devices.unpin(self._memory, device)
+        self._memory = torch.empty(0, dtype=torch.uint8)
+        file = os.memfd_create("checkpoint")
+        try:
+            os.posix_fallocate(file, 0, size)       # too little memory is an error here, and SIGBUS later
+            self.process.pipe.send(Job([], Path(), 0, 0, size))
+            send_handle(self.process.pipe, file, self.process.pid)
+            self._memory = _mapped(file, size)
+        finally:
+            os.close(file)
+        if not devices.pin(self._memory, device):
+            print(f"WARNING: --async-save: {size} bytes of memory cannot be pinned, so copies to it are slow", flush=True)
+
+    def close(self) -> None:
+        """End the process; a save under way is given up."""
+        self.process.close()
+
+
+@contextmanager
+def started(wanted: bool) -> Iterator[Writer | None]:
+    """A writer within the block, if one is wanted."""
+    writer = Writer() if wanted else None
+    try:
+        yield writer
+    finally:
+        if writer:
+            writer.close()
+
+
+def _laid_out(slices: Sequence[TensorSlice]) -> tuple[list[Part], int]:
+    """Where each slice lies in the memory, and how much they take together."""
+    parts, offset = [], 0
+    for one in slices:
+        parts.append(Part(one.name, one.global_shape, one.dtype, one.box, offset))
+        offset += -(-boxes.volume(one.box) * one.dtype.itemsize // ALIGNED) * ALIGNED
+    return parts, offset
+
+
+def _mapped(file: int, size: int) -> torch.Tensor:
+    """The bytes of a file in memory, uint8, its pages in this process's table already."""
+    flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
+    return torch.frombuffer(mmap.mmap(file, size, flags=flags), dtype=torch.uint8)
+
+
+def _written(job: Job, slices: Sequence[TensorSlice]) -> Failure | None:
+    """Write the slices; what kept them from being written."""
+    try:
+        with explained("save in", job.temporary.parent):
+            store.write_rank_files(job.temporary, job.rank, slices, job.iteration)
+    except CheckpointError as error:
+        return str(error), error.errno
+    return None
+
+
+def _serve(pipe: Connection) -> None:
+    """The process: write what is asked for until the rank is gone."""
+    memory = torch.empty(0, dtype=torch.uint8)
+    while True:
+        job = pipe.recv()
+        if job.memory:
+            file = recv_handle(pipe)
+            memory = _mapped(file, job.memory)
+            os.close(file)
+            continue
+        slices = [TensorSlice(part.name, part.global_shape, part.dtype, part.box, part.view(memory)) for part in job.parts]
+        pipe.send(_written(job, slices))

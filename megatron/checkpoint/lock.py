@@ -1,0 +1,192 @@
+"""Only one job at a time writes into a run directory: a lock file says which. Knows no checkpoint, and needs no torch.
+
+The lock is the file `.lock.N` with the highest N; it names host, process and a secret token, and its time of change is
+the heartbeat. A job whose process is gone (same machine), or whose heartbeat is old by the clock of the file system
+(another machine), is dead: the next one makes `.lock.N+1`, which only one can, and removes the dead one's. Whoever wakes
+up after that finds its file gone, or a higher one, when it asks before a commit (`Lock.check`).
+"""
+from __future__ import annotations
+
+import json
+import os
+import re
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from megatron import log
+from megatron.checkpoint.disk import DISK, CheckpointError, explained, read_small_file
+
+BEAT_SECONDS = 5.0
+STALE_SECONDS = 60.0
+_NAME = re.compile(r"\.lock\.(\d{6})")
+
+
+@dataclass(frozen=True)
+class Owner:
+    """Who holds a lock. `machine`: host, boot and process name space; `started`: the process's, which a pid alone is not."""
+
+    host: str
+    machine: str
+    pid: int
+    started: str
+    token: str
+    since: str
+
+
+class Lock:
+    """A lock that this process holds; a thread keeps its heart beating."""
+
+    def __init__(self, path: Path, owner: Owner):
+        self.path, self.owner = path, owner
+        self._over = threading.Event()
+        threading.Thread(target=self._beat, name="lock", daemon=True).start()
+
+    def _beat(self) -> None:
+        while not self._over.wait(BEAT_SECONDS):
+            with suppress(OSError):             # a lock that is lost is said when something is to be written
+                os.utime(self.path)
+
+    def check(self) -> None:
+        """Raise CheckpointError unless this job still owns the directory; to be asked before every commit."""
+        root = self.path.parent
+        others = [path for path in _locks(root) if path.name > self.path.name]
+        mine = _owner(self.path)
+        if others or mine is None or mine.token != self.owner.token:
+            other = _owner(others[-1] if others else self.path)
+            raise CheckpointError(f"{root} is no longer this job's: {_say(other)} took it over while this process (pid "
+                                  f"{self.owner.pid} on {self.owner.host}) stood still; nothing more is written here")
+
+    def release(self) -> None:
+        """Give the directory up."""
+        self._over.set()
+        mine = _owner(self.path)
+        if mine is not None and mine.token == self.owner.token and os.getpid() == self.owner.pid:
+            with suppress(OSError):
+                self.path.unlink()
+
+
+class NoLock:
+    """What a process has that writes no checkpoints."""
+
+    def check(self) -> None:
+        """There is nothing to lose."""
+
+    def release(self) -> None:
+        """There is nothing to give up."""
+
+
+@contextmanager
+def held(directory: str | None) -> Iterator[Lock | NoLock]:
+    """Own `directory` (nothing for None) within the block. Raises CheckpointError at once where another job has it."""
+    lock = NoLock() if directory is None else acquire(Path(directory))
+    try:
+        yield lock
+    finally:
+        lock.release()
+
+
+def acquire(root: Path) -> Lock:
+    """Take the lock of `root`, which is made where it is missing; raises CheckpointError where a living job has it."""
+    DISK.make_root(root)
+    seen = _locks(root)
+    for path in seen:
+        _refuse_if_alive(path)
+    number = int(_NAME.fullmatch(seen[-1].name)[1]) + 1 if seen else 1
+    mine = root / f".lock.{number:06d}"
+    owner = Owner(socket.gethostname(), _machine(), os.getpid(), _started(os.getpid()) or "", secrets.token_hex(8),
+                  time.strftime("%Y-%m-%d %H:%M:%S"))
+    with explained("create", mine):
+        try:
+            descriptor = os.open(mine, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        except FileExistsError:
+            raise CheckpointError(f"{root} is in use: another job has taken it just now; give another --save") from None
+        with open(descriptor, "w") as file:
+            json.dump(asdict(owner), file)
+    others = [path for path in _locks(root) if path not in (mine, *seen)]
+    if others:                                  # made at the same time as mine: each sees the other, at least one yields
+        mine.unlink()
+        raise CheckpointError(f"{root} is in use: {_say(_owner(others[-1]))} has taken it just now; give another --save")
+    for path in seen:
+        log.print_rank_0(f"WARNING: {root} was held by {_say(_owner(path))}, which is gone; this job takes it over")
+        with suppress(FileNotFoundError):
+            path.unlink()
+    return Lock(mine, owner)
+
+
+def _locks(root: Path) -> list[Path]:
+    """The lock files of a directory, ascending."""
+    with explained("list", root):
+        return sorted(path for path in root.iterdir() if _NAME.fullmatch(path.name))
+
+
+def _owner(path: Path) -> Owner | None:
+    """Who holds a lock file; None where it is gone, or not written yet, or is not one of ours."""
+    try:
+        return Owner(**json.loads(read_small_file(path, 10_000)))
+    except (CheckpointError, ValueError, TypeError):
+        return None
+
+
+def _refuse_if_alive(path: Path) -> None:
+    """Raise CheckpointError unless the holder of `path` is dead."""
+    owner = _owner(path)
+    try:
+        age = _age(path)
+    except FileNotFoundError:
+        return                                                  # released just now
+    if owner and owner.machine == _machine():
+        alive, proof = _started(owner.pid) == owner.started, f"it is dead when process {owner.pid} is"
+    else:
+        alive = age < STALE_SECONDS
+        proof = f"it is taken for dead {STALE_SECONDS:.0f} s after its last heartbeat, which was {max(0.0, age):.0f} s ago"
+    if alive:
+        raise CheckpointError(f"{path.parent} is in use by {_say(owner)}: two jobs would overwrite each other's "
+                              f"checkpoints. End that one ({proof}; should this be wrong, remove {path}), or give another "
+                              f"--save")
+
+
+def _say(owner: Owner | None) -> str:
+    return f"the job of process {owner.pid} on {owner.host} since {owner.since}" if owner else "another job"
+
+
+def _age(path: Path) -> float:
+    """Seconds since the last heartbeat, by the clock of the file system alone."""
+    probe = path.with_name(f".lock-clock-{secrets.token_hex(4)}")
+    with explained("create", probe):
+        probe.touch()
+        now = probe.stat().st_mtime
+        probe.unlink()
+    return now - path.stat().st_mtime
+
+
+def _machine() -> str:
+    """What two processes have in common that see each other's pids."""
+    known = [socket.gethostname()]
+    with suppress(OSError):
+        known.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
+        known.append(os.readlink("/proc/self/ns/pid"))
+    return " ".join(known)
+
+
+def _started(pid: int) -> str | None:
+    """When a process of this machine was started (Linux: in clock ticks since boot); None for one that is gone."""
+    try:
+        state, *rest = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return None if state in "ZX" else rest[18]
+    except OSError:
+        pass
+    if Path("/proc/self/stat").exists():
+        return None
+    try:
+        os.kill(pid, 0)                                         # signal 0: is it there?
+    except ProcessLookupError:
+        return None
+    except OSError:
+        pass
+    return "running"

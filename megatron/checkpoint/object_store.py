@@ -1,0 +1,212 @@
+"""Run directories in object stores (s3://bucket/path): fetched before a run, uploaded beside it. The only user of fsspec.
+
+A run saves into a directory of a local disk, the staging directory. A process of its own uploads the checkpoint that the
+tracker there names: file by file, each read back and compared, the manifest behind the tensors, the tracker last. So what
+the tracker in the store names is whole. Knows no tensors and no process group.
+"""
+from __future__ import annotations
+
+import importlib
+import re
+import secrets
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from megatron import log
+from megatron.checkpoint import manifest, store
+from megatron.checkpoint.disk import DISK, CheckpointError
+from megatron.checkpoint.side_process import SideProcess
+
+TRIES = 5
+WAITS = 1.0             # seconds before the second try, twice as long before each further one
+LOOKS = 1.0             # seconds between two looks at the staging directory
+PIECE = 16 << 20
+
+
+class Remote:
+    """A run directory in a store. Raises ValueError for a URL that cannot be used here."""
+
+    def __init__(self, url: str):
+        self.url = url
+        try:
+            core = importlib.import_module("fsspec.core")
+            self._files, self._root = core.url_to_fs(url)
+        except ImportError as error:
+            raise ValueError(f"{url}: {error}; run: pip install fsspec s3fs (or install this suite with its extra: [s3])"
+                             ) from None
+        except ValueError as error:
+            raise ValueError(f"{url}: {error}; give a URL such as s3://bucket/path") from None
+
+    def latest(self) -> int | None:
+        """The iteration that the tracker in the store names, None without one. Raises CheckpointError."""
+        text = self._patiently("read", store.TRACKER, self._tracker)
+        if text is not None and not re.fullmatch(rb"[0-9]{1,18}\s*", text):
+            raise CheckpointError(f"{self.url}/{store.TRACKER} holds {text[:40]!r}, not an iteration")
+        return None if text is None else int(text)
+
+    def _tracker(self) -> bytes | None:
+        try:
+            return self._files.cat_file(f"{self._root}/{store.TRACKER}")
+        except FileNotFoundError:
+            return None
+
+    def upload(self, staging: Path, iteration: int) -> None:
+        """Bring a checkpoint into the store, and the tracker to it; files that are there already are compared only.
+
+        Raises CheckpointError where the store refuses, FileNotFoundError if the checkpoint goes meanwhile.
+        """
+        directory = store.iteration_directory(staging, iteration)
+        names = sorted((path.name for path in directory.iterdir()), key=lambda name: (name == manifest.FILE_NAME, name))
+        if manifest.FILE_NAME not in names:
+            raise FileNotFoundError(f"{directory} is not whole any more")
+        for name in names:
+            there = f"{directory.name}/{name}"
+            self._patiently("upload", there, lambda name=name, there=there: self._put(directory / name, there))
+        self._patiently("write", store.TRACKER,
+                        lambda: self._files.pipe_file(f"{self._root}/{store.TRACKER}", str(iteration).encode()))
+
+    def _put(self, path: Path, there: str) -> None:
+        if not self._is_same(path, there):
+            self._files.put_file(str(path), f"{self._root}/{there}")
+            if not self._is_same(path, there):
+                raise OSError("what was uploaded is not what the store gives back")
+
+    def _is_same(self, path: Path, there: str) -> bool:
+        """Is the file in the store, every byte the same?"""
+        self._files.invalidate_cache()
+        try:
+            if self._files.info(f"{self._root}/{there}")["size"] != path.stat().st_size:
+                return False
+            with path.open("rb") as mine, self._files.open(f"{self._root}/{there}", "rb", block_size=PIECE) as other:
+                while piece := mine.read(PIECE):
+                    if other.read(len(piece)) != piece:
+                        return False
+        except FileNotFoundError:
+            if not path.exists():
+                raise
+            return False
+        return True
+
+    def fetch(self, iteration: int, staging: Path, as_newest: bool) -> None:
+        """Bring a checkpoint out of the store, whole or not at all; `as_newest`: the tracker of `staging` then names it.
+
+        Its bytes are checked when it is loaded. Raises CheckpointError.
+        """
+        final = store.iteration_directory(staging, iteration)
+        temporary = final.with_name(f".{final.name}.tmp-{secrets.token_hex(4)}")
+        self._files.invalidate_cache()
+        found = self._patiently("list", final.name, lambda: self._files.ls(f"{self._root}/{final.name}", detail=False))
+        DISK.make_root(temporary)
+        for there in found:
+            self._patiently("fetch", there, lambda there=there: self._files.get_file(
+                there, str(temporary / there.rpartition("/")[2])))
+        if as_newest:
+            store.publish(staging, temporary, iteration)
+        else:
+            DISK.rename(temporary, final)
+
+    def _patiently(self, what: str, there: str, action: Any) -> Any:
+        """Do it, again and again where the store fails. Raises CheckpointError after TRIES."""
+        for number in range(TRIES):
+            try:
+                return action()
+            except FileNotFoundError:
+                raise
+            except Exception as error:      # every store has errors of its own
+                failure = error
+                if number + 1 < TRIES:
+                    time.sleep(WAITS * 2**number)
+        raise CheckpointError(f"cannot {what} {there} in {self.url}, tried {TRIES} times: {type(failure).__name__}: "
+                              f"{' '.join(str(failure).split())[:300]}") from failure
+
+
+def fetch(url: str, staging: str, step: int | None = None) -> None:
+    """Have the newest checkpoint of `url` (or that of iteration `step`) in the staging directory, if it is not there.
+
+    A newer one that lies there, not uploaded yet, stays the newest. Raises CheckpointError and ValueError.
+    """
+    remote = Remote(url)
+    iteration = remote.latest() if step is None else step
+    if iteration is None:
+        return
+    here, local = store.iterations(staging), store.latest(staging)
+    if iteration in here or (step is None and local is not None and local > iteration and local in here):
+        return
+    log.print_rank_0(f" fetching the checkpoint of iteration {iteration} from {url} to {staging}")
+    try:
+        remote.fetch(iteration, Path(staging), as_newest=step is None)
+    except FileNotFoundError:
+        raise CheckpointError(f"{url} has no checkpoint of iteration {iteration}; choose another one with --ckpt-step"
+                              ) from None
+
+
+class Uploader:
+    """The process that uploads what is saved in `staging` to `url`, and the end of it that the run holds."""
+
+    def __init__(self, staging: str, url: str):
+        Remote(url)                         # says what is wrong before anything is done
+        self._url = url
+        self._process = SideProcess(lambda pipe: _serve(pipe, Path(staging), url))
+
+    def finish(self) -> None:
+        """Wait until the newest checkpoint is in the store. Raises CheckpointError if it cannot be brought there."""
+        try:
+            self._process.pipe.send(None)
+            failure = self._process.pipe.recv()
+        except (EOFError, OSError):
+            self._process.wait()
+            failure = f"the process that uploads has died (exit code {self._process.exit_code})"
+        if failure:
+            raise CheckpointError(f"--save {self._url}: {failure}; the checkpoint is safe in the staging directory, and the "
+                                  "same command uploads it")
+
+    def close(self) -> None:
+        """End the process; what is not uploaded is uploaded by the next run."""
+        self._process.close()
+
+
+@contextmanager
+def uploading(staging: str, url: str | None) -> Iterator[None]:
+    """Upload beside the block what is saved in it, if there is a `url`, and wait for that at its end."""
+    uploader = Uploader(staging, url) if url else None
+    try:
+        yield
+        if uploader:
+            uploader.finish()
+    finally:
+        if uploader:
+            uploader.close()
+
+
+def _serve(pipe: Connection, staging: Path, url: str) -> None:
+    """The process: upload until the run says that it is over."""
+    remote, over, failure = Remote(url), False, None
+    try:
+        uploaded = remote.latest()          # what its tracker names was compared when it was uploaded
+    except CheckpointError:
+        uploaded = None
+    while not over:
+        over, before = pipe.poll(LOOKS) and pipe.recv() is None, failure
+        uploaded, failure = _upload_newest(remote, staging, uploaded)
+        if failure and failure != before and not over:
+            print(f"WARNING: --save {url}: {failure}; it is tried again, training goes on", file=sys.stderr, flush=True)
+    pipe.send(failure)
+
+
+def _upload_newest(remote: Remote, staging: Path, uploaded: int | None) -> tuple[int | None, str | None]:
+    """Upload what the tracker names if that is another one than `uploaded`: (what is uploaded now, why it is not)."""
+    try:
+        newest = store.latest(staging)
+        if newest is not None and newest != uploaded:
+            remote.upload(staging, newest)
+            return newest, None
+    except FileNotFoundError:               # removed (--keep-last) before it was uploaded: a newer one is there
+        pass
+    except CheckpointError as error:
+        return uploaded, str(error)
+    return uploaded, None

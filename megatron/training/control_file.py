@@ -1,0 +1,49 @@
+"""A file through which a person (or a scheduler) asks a run to save or to stop. Knows no loop and no checkpoint."""
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from megatron import log
+
+SAVE, STOP, NOTHING = "save", "stop", "0"
+_REQUEST = re.compile(r"(save|stop|[+-]?\d{1,18})")
+
+
+class ControlFile:
+    """`save` and `stop` mean now; `-N` saves and `N` (or `+N`) stops after iteration N, or at once where N is over."""
+
+    def __init__(self, path: str):
+        """The file is made where it is missing. Raises OSError."""
+        self._path = Path(path)
+        self._asked = NOTHING
+        if not self._path.exists():
+            self._path.write_text(NOTHING + "\n")
+
+    def wish(self, iteration: int) -> str | None:
+        """SAVE or STOP where that is asked for after `iteration`."""
+        self._asked = text = self._read()
+        if text == NOTHING:
+            return None
+        if not _REQUEST.fullmatch(text):
+            log.warn_once(f"--control-file {self._path} holds {text[:40]!r}: write save, stop, N or -N into it")
+            return None
+        if text in (SAVE, STOP):
+            return text
+        return (SAVE if text[0] == "-" else STOP) if iteration >= abs(int(text)) > 0 else None
+
+    def _read(self) -> str:
+        """The request; none where the file is being replaced, or was removed."""
+        try:
+            with self._path.open("rb") as file:
+                return file.read(100).decode(errors="replace").strip() or NOTHING
+        except OSError:
+            return NOTHING
+
+    def done(self) -> None:
+        """What was asked for is done; another request made meanwhile stays."""
+        try:
+            if self._read() == self._asked:
+                self._path.write_text(NOTHING + "\n")
+        except OSError as error:
+            log.warn_once(f"--control-file {self._path} cannot be set back: {error.strerror}")

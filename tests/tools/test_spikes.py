@@ -1,0 +1,139 @@
+"""tools/spikes.py analyze: events, the flags it prints, the picture, and what it cannot read."""
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.forkrun import ROOT
+from tools import spikes
+
+
+def losses(steps: int = 600, interval: int = 1) -> dict[int, float]:
+    noise = np.random.default_rng(4).normal(0, 0.02, steps)
+    return {interval * (i + 1): 3 + 5 * (i + 1) ** -0.5 + noise[i] for i in range(steps)}
+
+
+def log(path: Path, values: dict[int, float | None], total: int = 1000) -> str:
+    """A log of Megatron's lines with a batch of 8."""
+    rows = []
+    for n, loss in values.items():
+        found = f" lm loss: {loss:.6E} | grad norm: {1 + 0.001 * (n % 7):.3f} |" if loss is not None else \
+            " number of user-skipped iterations:   1 |"
+        rows.append(f" iteration {n:8d}/{total:8d} | consumed samples: {8 * n:12d} | global batch size:     8 |{found}\n")
+    path.write_text("some other line\n" + "".join(rows))
+    return str(path)
+
+
+def said(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str]:
+    code = spikes.main(["analyze", *argv])
+    return code, capsys.readouterr().out
+
+
+def test_a_healthy_run(tmp_path, capsys):
+    assert said(capsys, log(tmp_path / "log", losses())) == (0, "600 records of iterations 1 to 600\nno spike\n")
+
+
+def test_a_spike_with_its_restart_line(tmp_path, capsys):
+    values = losses()
+    for n, more in ((399, 0.1), (401, 0.9), (402, 1.5), (403, 0.6)):     # 399: between 4 and 6 sigma
+        values[n] += more
+    for n in (100, 300, 398, 500):
+        (tmp_path / f"ckpt/iter_{n:07d}").mkdir(parents=True)
+    code, out = said(capsys, log(tmp_path / "log", values), "--load", f"{tmp_path}/ckpt")
+    assert code == 10
+    _, first, second, third = out.splitlines()
+    assert first.startswith("benign spike at iterations 401 to 403, worst at 402: loss ")
+    assert second == "  leave out 398 to 404 (7 iterations, 56 samples, 0.7 % of the run):"
+    assert third == f"  --load {tmp_path}/ckpt --ckpt-step 300 --train-range-to-skip 398 404"
+    code, out = said(capsys, log(tmp_path / "log", values))
+    assert "--load DIR --ckpt-step 397 --train-range-to-skip 398 404    (or any checkpoint before it)" in out
+
+
+@pytest.mark.parametrize(("after", "kind"), [(0, "benign"), (210, "slow"), (260, "malignant")])
+def test_what_becomes_of_it(after, kind, tmp_path, capsys):
+    values = losses(900)
+    values[300] += 2
+    for n in range(301, 301 + after):
+        values[n] += 0.5
+    values = {n: loss for n, loss in values.items() if n <= 560}
+    _, out = said(capsys, log(tmp_path / "log", values), "--json")
+    assert [e["kind"] for e in json.loads(out)["events"]] == [kind]
+
+
+def test_the_log_ends_before_it_can_be_said(tmp_path, capsys):
+    values = losses(300)
+    values[299] += 2
+    values[300] += 1
+    _, out = said(capsys, log(tmp_path / "log", values), "--json")
+    event, = json.loads(out)["events"]
+    assert (event["kind"], event["first"], event["last"], event["peak"], event["start"], event["end"]) == (
+        "open", 299, 300, 299, 298, 301)
+
+
+def test_a_number_that_is_none(tmp_path, capsys):
+    values = losses(300)
+    values[200] = float("nan")
+    code, out = said(capsys, log(tmp_path / "log", values), "--json")
+    event, = json.loads(out)["events"]
+    assert (code, event["kind"], event["start"], event["end"], event["loss"]) == (10, "non-finite", 199, 201, "nan")
+
+
+def test_a_wide_log_interval_widens_the_range(tmp_path, capsys):
+    values = losses(300, 10)
+    values[2000] += 2
+    code, out = said(capsys, log(tmp_path / "log", values, 4000))
+    assert "one every 10: events are localised to 10 iterations" in out
+    assert "--train-range-to-skip 1981 2010" in out, "the interval 1991 to 2000, the one before and the one behind"
+
+
+def test_a_restart_that_skips_it_has_no_event(tmp_path, capsys):
+    values = losses()
+    values[402] += 1.5
+    first = log(tmp_path / "first", values)
+    again = losses()
+    second = log(tmp_path / "second", {n: None if 401 <= n <= 403 else loss for n, loss in again.items() if n > 300})
+    code, out = said(capsys, first, second)
+    assert (code, out.splitlines()) == (0, ["597 records of iterations 1 to 600; restarted at 301", "no spike"])
+
+
+def test_pictures(tmp_path, capsys):
+    values: dict[int, float | None] = dict(losses())
+    values[402] += 1.5
+    values |= dict.fromkeys(range(500, 520))
+    (tmp_path / "iter_0000300").mkdir()
+    source = log(tmp_path / "log", values)
+    for name, start in (("x.svg", b"<?xml"), ("x.png", b"\x89PNG")):
+        assert said(capsys, source, "--plot", f"{tmp_path}/{name}", "--load", str(tmp_path))[0] == 10
+        assert (tmp_path / name).read_bytes().startswith(start)
+    assert "leave out" in (tmp_path / "x.svg").read_text() and "checkpoint" in (tmp_path / "x.svg").read_text()
+
+
+def test_the_seed(capsys):
+    assert said(capsys, str(ROOT / "tests/golden/seed_log.txt"))[0] == 0
+
+
+@pytest.mark.parametrize(("text", "message"), [
+    (None, "cannot be read (No such file or directory)"),
+    ("nothing\n", "no iteration line of a training log is in it"),
+    ('{"iteration": 1}\n{"iteration": 2}\n', "line 1: KeyError: 'skip_reason'; not a line of --metrics-file"),
+])
+def test_what_cannot_be_read(text, message, tmp_path, capsys):
+    if text is not None:
+        (tmp_path / "log").write_text(text)
+    assert spikes.main(["analyze", f"{tmp_path}/log"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: {tmp_path}/log") and message in error and error.count("\n") == 1
+
+
+def test_a_picture_that_cannot_be_written(tmp_path, capsys):
+    source = log(tmp_path / "log", losses(100))
+    assert spikes.main(["analyze", source, "--plot", f"{tmp_path}/x.docx"]) == 2
+    assert f"error: --plot {tmp_path}/x.docx: cannot be written" in capsys.readouterr().err
+
+
+def test_front_door(capsys):
+    assert (spikes.main(["--help"]), spikes.main(["plot"]), spikes.main([])) == (0, 2, 2)
+    assert "analyze LOG" in capsys.readouterr().err
