@@ -156,6 +156,7 @@ def test_a_view_beyond_its_storage_is_refused():
             worker._tensor(place, offset, shape, stride)
 
 
+@pytest.mark.campaign
 def test_as_a_program_it_answers_each_job_in_a_line(tmp_path):
     path = archive(tmp_path / "x.pt", pickle.dumps(Gadget(os.system, f"touch {tmp_path / 'flag'}")))
     root = Path(worker.__file__).parents[2]

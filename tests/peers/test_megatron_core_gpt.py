@@ -96,7 +96,7 @@ OPTIONS = {
     "rope half": dict(ROPE, rotary_percent=0.5),
     "rope half interleaved": dict(ROPE, rotary_percent=0.5, rotary_interleaved=True),
     "rope base": dict(ROPE, rotary_base=300),
-    "rope scaled": dict(ROPE, rotary_base=500, use_rope_scaling=True, rope_scaling_factor=16.0),
+    "rope scaled": dict(ROPE, kv_channels=16, use_rope_scaling=True, rope_scaling_factor=32.0),
     "rope interpolated": dict(ROPE, rotary_seq_len_interpolation_factor=4),
     "grouped queries": dict(group_query_attention=True, num_query_groups=2),
     "multi query": dict(ROPE, group_query_attention=True, num_query_groups=1),

@@ -37,7 +37,7 @@ def configs(transformers):
         "llama linear": (t.LlamaForCausalLM, t.LlamaConfig(**_LLAMA, rope_parameters={
             "rope_type": "linear", "rope_theta": 500.0, "factor": 4.0})),
         "llama 3.1": (t.LlamaForCausalLM, t.LlamaConfig(**_LLAMA, rope_parameters={
-            "rope_type": "llama3", "rope_theta": 500.0, "factor": 16.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+            "rope_type": "llama3", "rope_theta": 10000.0, "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
             "original_max_position_embeddings": 8192})),
         "llama heads": (t.LlamaForCausalLM, t.LlamaConfig(**_LLAMA | {"num_key_value_heads": 4}, head_dim=24)),
         "mistral": (t.MistralForCausalLM, t.MistralConfig(**_LLAMA, sliding_window=None, rope_parameters=rope)),

@@ -14,7 +14,7 @@ from megatron.config import architecture
 from megatron.config.model import ModelConfig
 from megatron.kernels.rotary import LLAMA3_CONTEXT, LLAMA3_HIGH, LLAMA3_LOW
 from tools.convert.config_keys import Keys
-from tools.convert.links import FUSED_QKV_T, GATE_UP, QKV, SAME, TRANSPOSED, ConversionError, Names
+from tools.convert.links import FUSED_QKV, GATE_UP, QKV, SAME, TRANSPOSED, ConversionError, Names
 
 Flags = dict[str, Any]
 _LAYER = "decoder.layers.{}."
@@ -79,7 +79,7 @@ def _gpt2_names() -> Names:
         "embedding.word_embeddings": (("transformer.wte",), SAME),
         "embedding.position_embeddings": (("transformer.wpe",), SAME),
         _LAYER + "input_layernorm": ((at + "ln_1",), SAME),
-        _LAYER + "self_attention.linear_qkv": ((at + "attn.c_attn",), FUSED_QKV_T),
+        _LAYER + "self_attention.linear_qkv": ((at + "attn.c_attn",), FUSED_QKV),
         _LAYER + "self_attention.linear_proj": ((at + "attn.c_proj",), TRANSPOSED),
         _LAYER + "pre_mlp_layernorm": ((at + "ln_2",), SAME),
         _LAYER + "mlp.linear_fc1": ((at + "mlp.c_fc",), TRANSPOSED),

@@ -6,13 +6,13 @@ Knows no file format and no family of models. A `Names` table maps our parameter
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from megatron.config.model import ModelConfig
-from megatron.config.parameters import OUTPUT_LAYER, WORD_EMBEDDING, ParameterSpec, parameter_table
+from megatron.config.parameters import OUTPUT_LAYER, WORD_EMBEDDING, parameter_table
 
 _LAYER = re.compile(r"(decoder\.layers\.)(\d+)(\..*)")
 SHOWN = 5  # names of a kind that one error shows
@@ -55,15 +55,10 @@ def _heads(m: ModelConfig) -> list[int]:
 SAME = Transform(lambda x, m: [x], lambda parts, m: parts[0])
 TRANSPOSED = Transform(lambda x, m: [_matrix_t(x)], lambda parts, m: _matrix_t(parts[0]))
 QKV = Transform(_split_qkv, _join_qkv)
-# Queries, keys and values one behind the other in one tensor: as rows, or as columns (GPT-2).
-FUSED_QKV = Transform(lambda x, m: [torch.cat(_split_qkv(x, m))],
-                      lambda parts, m: _join_qkv(parts[0].split(_heads(m)), m))
-FUSED_QKV_T = Transform(lambda x, m: [_matrix_t(torch.cat(_split_qkv(x, m)))],
+# Queries, keys and values one behind the other as columns of one matrix (GPT-2).
+FUSED_QKV = Transform(lambda x, m: [_matrix_t(torch.cat(_split_qkv(x, m)))],
                         lambda parts, m: _join_qkv(_matrix_t(parts[0]).split(_heads(m)), m))
 GATE_UP = Transform(lambda x, m: list(x.unbind(0)), lambda parts, m: torch.stack(list(parts)))
-# Gate rows, then up rows, in one matrix (Megatron); without a gate it is a plain matrix.
-FLAT_GATE_UP = Transform(lambda x, m: [x.flatten(0, 1) if m.gated else x],
-                         lambda parts, m: parts[0].unflatten(0, (2, -1)) if m.gated else parts[0])
 
 Names = Mapping[str, tuple[tuple[str, ...], Transform]]
 
@@ -144,8 +139,3 @@ def _named(names: Sequence[str], one: str, several: str, where: str) -> str:
 def is_vocabulary(name: str) -> bool:
     """Has this tensor of ours one row for each id, and padding rows behind them?"""
     return name in (WORD_EMBEDDING, OUTPUT_LAYER)
-
-
-def specs_of(model: ModelConfig, vocab_size: int) -> Iterator[ParameterSpec]:
-    """The parameters without padding rows."""
-    yield from parameter_table(model, vocab_size, vocab_size)

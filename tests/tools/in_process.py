@@ -1,0 +1,31 @@
+"""The converter's unpickling without a process of its own, which takes seconds to start. Knows no format."""
+from __future__ import annotations
+
+from pathlib import Path
+
+from megatron.checkpoint import unpickle_worker
+from tools.convert.links import ConversionError
+from tools.convert.torch_files import Unpickler
+
+
+class InProcess(Unpickler):
+    """Does the jobs of the other process here, by the same functions."""
+
+    def __init__(self, folder: Path):
+        self.folder, self._count, self._files = folder, 0, []
+
+    def _ask(self, source: Path, *job: object) -> None:
+        wrong = unpickle_worker.answer([str(word) for word in job])
+        if wrong is not None:
+            raise ConversionError(f"{source}: {wrong}")
+
+    def close(self) -> None:
+        """Close the files."""
+        for file in self._files:
+            file.close()
+
+
+def use_it(monkeypatch) -> None:
+    """Until the end of the test, for every command."""
+    for name in ("megatron_layout", "internlm"):
+        monkeypatch.setattr(f"tools.convert.{name}.Unpickler", InProcess)
