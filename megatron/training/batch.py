@@ -129,19 +129,21 @@ def load_samples(dataset: Any, micro_batches: Iterator[list[int]], num_workers: 
         dataset, batch_sampler=micro_batches, num_workers=num_workers, collate_fn=_stack_hashed if on_hash else _stack,
         worker_init_fn=_start_worker, pin_memory=device.type == "cuda",
         multiprocessing_context="fork" if num_workers else None)
-    return _handed_out(iter(loader), on_hash)
+    return _handed_out(iter(loader), on_hash, num_workers > 0)
 
 
-def _handed_out(batches: Iterator[Any], on_hash: Callable[[int], None] | None) -> Iterator[torch.Tensor]:
+def _handed_out(batches: Iterator[Any], on_hash: Callable[[int], None] | None, workers: bool) -> Iterator[torch.Tensor]:
     while True:
         try:
             batch = next(batches)
         except StopIteration:
             return
-        except (ValueError, OSError) as error:          # torch puts a worker's traceback before its message
+        except (ValueError, OSError, EOFError) as error:
             text = str(error)
-            raise ValueError(text.strip().rpartition("\n")[2].partition(": ")[2]
-                             if text.startswith("Caught ") else text) from error
+            caught = text.startswith("Caught ")         # by a worker: torch puts its traceback before the message
+            if workers and not caught and not isinstance(error, ValueError):
+                raise RuntimeError(f"DataLoader worker died while it handed over a micro-batch ({type(error).__name__})") from error
+            raise ValueError(text.strip().rpartition("\n")[2].partition(": ")[2] if caught else text) from error
         if on_hash:
             batch, value = batch
             on_hash(value)

@@ -145,8 +145,11 @@ def test_an_index_cut_short_while_it_is_mapped(tmp_path, what, workers):
         cut = max(map(str, Path(prefix, "cache").rglob("*document_index.npy")), key=os.path.getsize)
     more = ["--num-workers", workers, "--train-iters", "40"]
     code, out, err = trained(tmp_path / "run", prefix, *more, before=Hook(cut_in_iteration_3, cut))
-    assert code == 1 and err.startswith(f"error: {cut}: was cut short while it is in use: it has 0 bytes"), (code, out, err)
-    assert err.count("\n") == 1 and "start again from the last checkpoint" in err
+    says = [f"error: {cut}: was cut short while it is in use: it has 0 bytes"]
+    if workers != "0":          # one may be between its look at the size and its reading just when the file is cut
+        says.append("error: a data worker died (")
+    assert code == 1 and err.startswith(tuple(says)) and "was cut short" in err, (code, out, err)
+    assert err.count("\n") == 1 and "start again from the last checkpoint" in err, err
 
 
 def test_another_vocabulary_is_refused(tmp_path):

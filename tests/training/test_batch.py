@@ -7,7 +7,9 @@ from megatron.config.batch_size import build_batch_size_schedule
 from megatron.config.skip_ranges import SkipRanges
 from megatron.data.sampler import SequentialSampler
 from megatron.parallel.context import Axis
+from megatron.training import batch
 from megatron.training.batch import BatchRules, evaluation_samples, load_samples, make_batch, training_samples
+from megatron.training.signals import describe
 
 EOD = 9
 SAMPLE = torch.tensor([[1, 2, EOD, 3, EOD, EOD, 4, 5]])
@@ -103,3 +105,17 @@ def test_workers_read_the_same(tmp_path):
     for workers in (0, 2):
         rows = list(load_samples(data, iter([[3, 1], [7, 0], [11, 2]]), workers, CPU))
         assert torch.stack(rows)[:, :, 0].tolist() == [[3, 1], [7, 0], [11, 2]]
+
+
+@pytest.mark.parametrize("error", [EOFError(), ConnectionResetError(104, "Connection reset by peer"),
+                                   FileNotFoundError(2, "No such file or directory", "/tmp/pymp-1/listener-2")])
+def test_a_worker_that_dies_while_it_hands_over_a_micro_batch(error):
+    def broken():
+        raise error
+        yield
+
+    with pytest.raises(RuntimeError, match="DataLoader worker died while it handed over a micro-batch") as found:
+        next(batch._handed_out(broken(), None, True))
+    assert describe(found.value).startswith("error: a data worker died (DataLoader worker died while")
+    with pytest.raises(ValueError):
+        next(batch._handed_out(broken(), None, False))
