@@ -142,7 +142,8 @@ def _handed_out(batches: Iterator[Any], on_hash: Callable[[int], None] | None, w
             text = str(error)
             caught = text.startswith("Caught ")         # by a worker: torch puts its traceback before the message
             if workers and not caught and not isinstance(error, ValueError):
-                raise RuntimeError(f"DataLoader worker died while it handed over a micro-batch ({type(error).__name__})") from error
+                name = type(error).__name__
+                raise RuntimeError(f"DataLoader worker died while it handed over a micro-batch ({name})") from error
             raise ValueError(text.strip().rpartition("\n")[2].partition(": ")[2] if caught else text) from error
         if on_hash:
             batch, value = batch
