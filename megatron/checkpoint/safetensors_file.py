@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from megatron.checkpoint.checksums import BLOCK_BYTES, block_sums, crc32
+from megatron.checkpoint.checksums import BLOCK_BYTES, block_sum, block_sums, crc32
 from megatron.checkpoint.disk import DISK, CheckpointError, Disk, check_plain, explained
 
 SECTION_BYTES = 16 << 20  # what one thread sums and writes, or reads and sums, at a time, in whole blocks
@@ -261,16 +261,16 @@ class SafetensorsFile:
         """
         place = self.places[key]
         assert 0 <= start and place.start + start + len(view) <= place.stop, f"{key}: beyond the tensor"
-        self._read_at(view, place.start + start, key)
         if sums is None:
-            return
+            return self._read_at(view, place.start + start, key)
         assert start % block_bytes == 0, f"{key}: byte {start} is inside a block"
-        first = start // block_bytes
-        found = block_sums(view, block_bytes)
-        for number, (have, want) in enumerate(zip(found, sums[first:first + len(found)], strict=True)):
+        for at in range(0, len(view), block_bytes):             # a block is summed while it lies in the core's caches
+            block = view[at:at + block_bytes]
+            self._read_at(block, place.start + start + at, key)
+            have, want = block_sum(block), sums[(start + at) // block_bytes]
             if have != want:
-                raise CheckpointError(f"{self.path}, tensor {key}: checksum of bytes from "
-                                      f"{(first + number) * block_bytes} on is {have}, should be {want}; {_DAMAGED}")
+                raise CheckpointError(f"{self.path}, tensor {key}: checksum of bytes from {start + at} on is {have}, should "
+                                      f"be {want}; {_DAMAGED}")
 
     def read(self, key: str) -> torch.Tensor:
         """The whole tensor, new, on the CPU; checksums are the manifest's matter and not looked at here."""
