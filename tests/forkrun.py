@@ -83,7 +83,7 @@ def _tail(path: Path) -> str:
 
 def _raise_for_the_dead(processes: list, outputs: list[Path]) -> None:
     """RanksFailed for a rank that is gone without having said why, if there is one."""
-    wait([process.sentinel for process in processes], timeout=0.2)
+    wait([process.sentinel for process in processes], timeout=0.5)
     for rank, process in enumerate(processes):
         if process.exitcode is not None:
             text = f"rank {rank} of {len(processes)} died, exit code {process.exitcode}"
@@ -111,6 +111,7 @@ def _collect(processes: list, pipes: list, seconds: float, outputs: list[Path]) 
                 _raise_for_the_dead(processes, outputs)
                 raise RanksFailed(f"rank {rank} of {world} closed its pipe{_tail(outputs[rank])}") from None
             if kind == "traceback":
+                _raise_for_the_dead(processes, outputs)     # whom this one may have lost its connection to
                 raise RanksFailed(f"rank {rank} of {world} failed:\n{value}{_tail(outputs[rank])}")
             results[rank] = value
     return [results[rank] for rank in range(world)]

@@ -1,16 +1,20 @@
 #!/usr/bin/env python
-"""Loss spikes after the fact: where they are in a log, and the flags with which a restart leaves them out.
+"""Loss spikes after the fact: where they are in a log, which documents were read there, and the flags of a restart.
 
     python tools/spikes.py analyze LOG... [--load DIR] [--plot FILE.svg]
+    python tools/spikes.py docs --iteration N RUN
+    python tools/spikes.py docs --iteration N -- FLAGS OF THE RUN
 
 LOG is what a run printed (Megatron's lines or AuroraGPT's, with whatever else is in it) or its --metrics-file; several are
-read one after the other, as the runs followed each other.
+read one after the other, as the runs followed each other. RUN is what --save named.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
+import io
 import json
 import math
 import re
@@ -21,10 +25,14 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from megatron.data import suspicion  # noqa: E402
+from megatron.data.whereabouts import pieces  # noqa: E402
 from megatron.training import log_reader  # noqa: E402
 from megatron.training.log_reader import History, Record  # noqa: E402
 from megatron.training.spike_events import Event, find_events, log_interval  # noqa: E402
+from tools import inspect_data  # noqa: E402
 
+HEAD = 16       # tokens shown
 NONE, FOUND, UNREADABLE = 0, 10, 2
 _DIRECTORY = re.compile(r"iter_(\d{7,})")
 
@@ -189,10 +197,79 @@ def _skipped(records: Sequence[Record]) -> list[tuple[int, int]]:
     return bands
 
 
+@dataclasses.dataclass(frozen=True)
+class Suspect:
+    """A run of tokens that an iteration reads, and how it stands out. `bytes` are where it lies in `<dataset>.bin`."""
+
+    score: float
+    reason: str
+    dataset: str
+    document: int
+    offset: int
+    tokens: int
+    bytes: tuple[int, int] | None
+    sample: int
+    dp_rank: int
+    micro_batch: int
+    head: str
+
+
+def suspects(reading: inspect_data.Reading, iteration: int) -> list[Suspect]:
+    """The pieces of documents that an iteration reads, the most suspicious first."""
+    found, measures = [], []
+    for sample, dp_rank, micro_batch in reading.batch(iteration, reading.samplers()):
+        tokens, at = reading.dataset[sample], 0
+        for piece in pieces(reading.dataset, sample):
+            ids = tokens[at:at + piece.length]
+            at += piece.length
+            known = bool(len(ids)) and 0 <= int(ids.min()) and int(ids.max()) < reading.tokenizer.vocab_size
+            text = reading.tokenizer.detokenize(ids.tolist()) if known else None
+            measures.append(suspicion.measure(ids, text))
+            place = None if piece.first_byte is None else (piece.first_byte, piece.end_byte)
+            head = str(ids[:HEAD].tolist()) if text is None else text[:6 * HEAD]
+            found.append((piece, place, sample, dp_rank, micro_batch, head))
+    ranked = [Suspect(s.score, s.reason, piece.prefix, piece.document, piece.offset, piece.length, place, *rest)
+              for s, (piece, place, *rest) in zip(suspicion.rank(measures), found, strict=True)]
+    return sorted(ranked, key=lambda one: -one.score)
+
+
+def docs(argv: Sequence[str]) -> int:
+    """The documents that an iteration reads, those first that are least like the others. Exit codes: 0, 2 unreadable."""
+    words = list(argv)
+    flags = words[words.index("--") + 1:] if "--" in words else None
+    parser = argparse.ArgumentParser(prog="spikes.py docs", description=docs.__doc__, allow_abbrev=False)
+    parser.add_argument("run", nargs="?", help="directory of a run (--save), or an iter_XXXXXXX in it")
+    parser.add_argument("--iteration", type=int, required=True, help="as on its log line")
+    parser.add_argument("--world-size", type=int, help="number of ranks (default: the run's; with flags: 1)")
+    parser.add_argument("--top", type=int, default=10, help="so many documents (default: %(default)s)")
+    parser.add_argument("--json", action="store_true", help="all of them, as JSON")
+    args = parser.parse_args(words[:words.index("--")] if flags is not None else words)
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):     # what training would log of its data
+            reading = inspect_data.open_run(args, flags, args.iteration)
+            if not 1 <= args.iteration <= reading.plan.train_iters:
+                raise ValueError(f"--iteration {args.iteration}: the run has the iterations 1 to {reading.plan.train_iters}")
+            found = suspects(reading, args.iteration)
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return UNREADABLE
+    if args.json:
+        print(json.dumps([dataclasses.asdict(one) for one in found], indent=1))
+        return 0
+    print(f"iteration {args.iteration} reads {len(found)} pieces of documents")
+    for one in found[:args.top]:
+        print(f"{one.score:5.1f}  {one.dataset} document {one.document}, tokens {one.offset} .. {one.offset + one.tokens}"
+              f"{'' if one.bytes is None else f', bytes {one.bytes[0]} .. {one.bytes[1]}'} (sample {one.sample}, rank "
+              f"{one.dp_rank}, micro-batch {one.micro_batch}): {one.reason}")
+        print(f"       {json.dumps(one.head, ensure_ascii=False)}")
+    return 0
+
+
 def main(argv: Sequence[str]) -> int:
-    """Exit codes: 0 nothing found, 10 spikes found, 2 a wrong command line or what cannot be read."""
-    if argv[:1] == ["analyze"]:
-        return analyze(argv[1:])
+    """Exit codes: 0 done or nothing found, 10 spikes found, 2 a wrong command line or what cannot be read."""
+    commands = {"analyze": analyze, "docs": docs}
+    if argv and argv[0] in commands:
+        return commands[argv[0]](argv[1:])
     help_wanted = argv[:1] in (["-h"], ["--help"])
     print(__doc__, end="", file=sys.stdout if help_wanted else sys.stderr)
     return 0 if help_wanted else 2

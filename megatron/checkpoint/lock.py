@@ -24,6 +24,7 @@ from megatron.checkpoint.disk import DISK, CheckpointError, explained, read_smal
 
 BEAT_SECONDS = 5.0
 STALE_SECONDS = 60.0
+LEAVING_SECONDS = 10.0
 _NAME = re.compile(r"\.lock\.(\d{6})")
 
 
@@ -58,6 +59,8 @@ class Lock:
         others = [path for path in _locks(root) if path.name > self.path.name]
         mine = _owner(self.path)
         if others or mine is None or mine.token != self.owner.token:
+            if self._over.is_set():             # given up by another thread, which is about to end this process
+                time.sleep(LEAVING_SECONDS)
             other = _owner(others[-1] if others else self.path)
             raise CheckpointError(f"{root} is no longer this job's: {_say(other)} took it over while this process (pid "
                                   f"{self.owner.pid} on {self.owner.host}) stood still; nothing more is written here")

@@ -224,6 +224,17 @@ def test_a_paused_holder_that_wakes_up_cannot_commit(memory_path):
     assert set(ends) <= {"10 3", "30 0"}, "stopped before the commit it fails; after it, it was done before the take-over"
 
 
+def test_who_leaves_does_not_take_himself_for_replaced(tmp_path, monkeypatch):
+    """A thread that ends the process gives the lock up; another that is about to commit stands still until then."""
+    monkeypatch.setattr(lock, "LEAVING_SECONDS", 0.3)
+    held = lock.acquire(tmp_path)
+    held.release()
+    before = time.monotonic()
+    with pytest.raises(CheckpointError):
+        held.check()
+    assert time.monotonic() - before >= 0.3
+
+
 def test_a_second_job_is_refused_within_a_second(tmp_path):
     """The whole program, from the start of the interpreter: before torch is loaded."""
     command = [sys.executable, "pretrain_gpt.py", *SMALL, "--mock-data", "--train-iters", "9", "--save-interval", "2",

@@ -7,7 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.data.vocabularies import write_bpe
 from tests.forkrun import ROOT
+from tests.load_tool import load_tool
+from tests.runs import SMALL, with_flags
 from tools import spikes
 
 
@@ -137,3 +140,44 @@ def test_a_picture_that_cannot_be_written(tmp_path, capsys):
 def test_front_door(capsys):
     assert (spikes.main(["--help"]), spikes.main(["plot"]), spikes.main([])) == (0, 2, 2)
     assert "analyze LOG" in capsys.readouterr().err
+
+
+PROSE = ("the cat and the child ran in the warm rain there until the hall was shut", "a tin can rattled in the attic then",
+         "in the winter there is little to tell her", "all the children call and laugh in the lane")
+POISON = {"repeats": "ab " * 120, "junk": "\x00\x07\x1b\x02" * 40, "language": "猫は雨の中を走り、子どもたちは笑った。" * 4}
+
+
+@pytest.mark.parametrize("what", POISON)
+def test_the_poisoned_document_comes_first(what, tmp_path, capsys):
+    vocabulary = ["--tokenizer-type", "GPT2BPETokenizer", "--vocab-file", *write_bpe(tmp_path)[:1], "--merge-file",
+                  str(tmp_path / "merges.txt")]
+    texts = [" ".join(np.random.default_rng(n).permutation([*PROSE, *PROSE])) for n in range(30)]
+    texts[17] = POISON[what]
+    (tmp_path / "x.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    preprocess = load_tool("preprocess_data")
+    assert preprocess.main(["--input", f"{tmp_path}/x.jsonl", "--output-prefix", f"{tmp_path}/x", "--append-eod",
+                            "--workers", "1", *vocabulary]) == 0
+    small = " ".join(SMALL).replace("--tokenizer-type NullTokenizer --vocab-size 211", "").split()
+    run = with_flags(small, *vocabulary, "--data-path", f"{tmp_path}/x_text_document", "--split", "100,0,0", "--train-iters",
+                     "4", "--eval-iters", "0", "--data-order", "epoch", "--seq-length", "256", "--max-position-embeddings",
+                     "256", "--global-batch-size", "64")
+    capsys.readouterr()
+    assert spikes.main(["docs", "--iteration", "1", "--json", "--", *run]) == 0
+    first, *rest = json.loads(capsys.readouterr().out)
+    assert first["document"] == 17 and first["score"] > rest[-1]["score"] and "stands out" not in first["reason"]
+    data = np.fromfile(f"{tmp_path}/x_text_document.bin", np.uint16)
+    ids = data[first["bytes"][0] // 2:first["bytes"][1] // 2]
+    assert len(ids) == first["tokens"]
+    assert spikes.main(["docs", "--iteration", "1", "--top", "1", "--", *run]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 3 and "x_text_document document 17, tokens" in lines[1] and first["reason"] in lines[1]
+
+
+def test_an_iteration_that_the_run_has_not(capsys):
+    mock = with_flags(SMALL, "--mock-data", "--train-iters", "4", "--eval-iters", "0")
+    assert spikes.main(["docs", "--iteration", "5", "--", *mock]) == 2
+    assert "error: --iteration 5: the run has the iterations 1 to 4" in capsys.readouterr().err
+    assert spikes.main(["docs", "--iteration", "1"]) == 2
+    assert "error: no run: give the directory" in capsys.readouterr().err
+    assert spikes.main(["docs", "--iteration", "1", "--", *mock]) == 0
+    assert "iteration 1 reads" in capsys.readouterr().out
