@@ -11,8 +11,11 @@ def argv(data: str, micro_batch: int, extra: list[str]) -> list[str]:
             "--micro-batch-size", str(micro_batch), *extra]
 
 
-@pytest.mark.parametrize("extra", [[], ["--eod-mask-loss", "--reset-attention-mask", "--reset-position-ids"]],
-                         ids=["plain", "masked loss"])
+MASKED = ["--eod-mask-loss", "--reset-attention-mask", "--reset-position-ids"]
+
+
+@pytest.mark.parametrize("extra", [pytest.param([], id="plain", marks=pytest.mark.campaign),
+                                   pytest.param(MASKED, id="masked loss")])
 def test_layouts_agree_in_float64(tmp_path, extra):
     data = write_text(tmp_path / "text", 400)
     reference = train(tmp_path / "one", argv(data, 2, extra)).series("lm_loss", "grad_norm", "consumed_samples")

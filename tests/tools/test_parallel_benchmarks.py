@@ -32,6 +32,7 @@ def tool(monkeypatch):
         sys.modules.pop(name, None)
 
 
+@pytest.mark.campaign
 def test_layouts_take_turns(tool, tmp_path, capsys):
     """Three layouts and one that the product refuses: a row each, equal losses, ratios of the same rounds."""
     parallel, file = tool("parallel"), tmp_path / "figures.json"
@@ -72,6 +73,7 @@ def test_megatron_core_takes_part(tool, tmp_path, capsys):
     assert "--peer: megatron-core takes part with family=llama and fp32 only" in capsys.readouterr().err
 
 
+@pytest.mark.campaign
 def test_layouts_that_train_another_model_do_not_race(tool, capsys):
     parallel = tool("parallel")
     words = ["--size", TINY, "--rounds", "1", "--warmup", "2", "--layout", "other=1 --seed 7"]
@@ -81,6 +83,7 @@ def test_layouts_that_train_another_model_do_not_race(tool, capsys):
     assert "speed-up" not in out
 
 
+@pytest.mark.campaign
 def test_a_rank_that_fails_ends_the_race(tool, capsys):
     parallel = tool("parallel")
     assert parallel.main(["--size", TINY, "--layout", "worse=2 --distributed-timeout-minutes 99999999999999"]) == 1
@@ -117,6 +120,7 @@ def test_a_step_that_is_not_the_same_is_not_compared(tool, monkeypatch, capsys):
     assert "not the same step" in capsys.readouterr().err
 
 
+@pytest.mark.campaign
 def test_instructions_are_read_from_two_dumps(tool, monkeypatch, capsys):
     """callgrind's files stand in for a run of minutes: a total for the steps with, one for the steps without."""
     overhead = tool("overhead")
