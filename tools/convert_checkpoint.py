@@ -15,6 +15,7 @@ Nothing is downloaded, nothing is overwritten, one tensor is in memory at a time
 from __future__ import annotations
 
 import argparse
+import ctypes
 import os
 import re
 import sys
@@ -29,6 +30,8 @@ from tools.convert.huggingface import hf_export, hf_import  # noqa: E402
 from tools.convert.inspection import diff, inspect, verify  # noqa: E402
 from tools.convert.internlm import MLP_ORDERS, internlm_import  # noqa: E402
 from tools.convert.megatron_layout import megatron_export, megatron_import  # noqa: E402
+
+M_MMAP_THRESHOLD = -3      # of glibc's malloc.h
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
@@ -131,6 +134,13 @@ def _step(one: argparse.ArgumentParser) -> None:
     one.add_argument("--ckpt-step", type=int, metavar="N", help="this iteration instead of the newest")
 
 
+def _give_memory_back() -> None:
+    """Have glibc return each block of 1 MB or more when it is freed; else tensors of the past stay in its heap."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+    if mallopt:
+        mallopt(M_MMAP_THRESHOLD, 1 << 20)
+
+
 def main(argv: Sequence[str]) -> int:
     """Exit codes: 0 done, 1 it could not be done (diff, verify: they differ), 2 a wrong command line, 130 Ctrl-C."""
     options = build_parser().parse_args(argv)
@@ -147,4 +157,5 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
+    _give_memory_back()
     sys.exit(main(sys.argv[1:]))
