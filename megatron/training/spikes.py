@@ -42,11 +42,6 @@ class Finding:
         """Is it one that something may be done about?"""
         return self.kind in ("loss", "grad-norm", "non-finite")
 
-    def text(self) -> str:
-        """For a log line."""
-        return (f"{self.kind} (loss {self.loss_z:.1f} sigma, {self.excess:+.3f} above trend; grad norm {self.norm_z:.1f} "
-                f"sigma, {self.ratio:.2f} x trend)")
-
 
 @dataclass
 class Series:
