@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -38,6 +40,17 @@ def test_all_runs_write_the_same(tool: object, flags: list[str], tmp_path: Path)
     assert list(report) == ["with the extra, 2 workers", "without it, 2 workers", "tokenizers as in Megatron, 2 workers",
                             *fast, "with the extra, on the slower ones' input"]  # fmt: skip
     assert all(row["seconds"] > 0 and row["cpu"] > 0 and 20 < row["peak_mb"] < 2000 for row in report.values())
+
+
+def test_the_peak_is_the_runs_own(tool: object, tmp_path: Path) -> None:
+    held = bytearray(b"x") * 400_000_000  # what this process holds is not what the run took
+    write = "import sys; [open(sys.argv[1] + '_text_document.' + end, 'w') for end in ('bin', 'idx')]; "
+    write += "held = bytearray(b'x') * 100_000_000"
+    found = tool.measure([sys.executable, "-S", "-c", write, f"{tmp_path}/x"], tmp_path / "x")
+    assert len(held) == 400_000_000 and 90 < found.peak_mb < 200 and 0 < found.cpu and 0 < found.seconds
+    with pytest.raises(subprocess.CalledProcessError) as failed:
+        tool.measure([sys.executable, "-S", "-c", "raise SystemExit('no such thing')"], tmp_path / "x")
+    assert failed.value.returncode == 1 and failed.value.stderr == b"no such thing\n"
 
 
 def test_other_bytes_are_an_error(

@@ -15,7 +15,6 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -77,6 +76,15 @@ for length in lengths.tolist():
 builder.finalize(prefix + "_text_document.idx")
 """
 FAST = "gigatoken as in Megatron's fast tool"
+# A process's peak begins with what its parent held when it forked, so a small one starts the run and says what it took.
+STARTER = """
+import json, os, subprocess, sys, time
+start = time.monotonic()
+process = subprocess.Popen(sys.argv[1:], stdout=subprocess.DEVNULL)
+_, status, usage = os.wait4(process.pid, 0)
+print(json.dumps([time.monotonic() - start, usage.ru_utime + usage.ru_stime, usage.ru_maxrss / 1024]))
+sys.exit(os.waitstatus_to_exitcode(status) & 255)
+"""
 
 
 class Measured(NamedTuple):
@@ -90,20 +98,14 @@ class Measured(NamedTuple):
 
 def measure(command: Sequence[str], prefix: Path) -> Measured:
     """Run a command that writes PREFIX_text_document. Raises CalledProcessError with what it said."""
-    start = time.monotonic()
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-    process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, cwd=ROOT)
-    said = process.stderr.read()
-    _, status, usage = os.wait4(process.pid, 0)
-    seconds = time.monotonic() - start
-    process.returncode = os.waitstatus_to_exitcode(status)
-    if process.returncode:
-        raise subprocess.CalledProcessError(process.returncode, command, stderr=said)
+    starter = [sys.executable, "-S", "-c", STARTER, *command]
+    said = subprocess.run(starter, env=environment, capture_output=True, cwd=ROOT, check=True).stdout
     digest = hashlib.sha256()
     for end in ("bin", "idx"):
         with open(f"{prefix}_text_document.{end}", "rb") as file:
             digest.update(hashlib.file_digest(file, "sha256").digest())
-    return Measured(seconds, usage.ru_utime + usage.ru_stime, usage.ru_maxrss / 1024, digest.hexdigest()[:12])
+    return Measured(*json.loads(said), digest.hexdigest()[:12])
 
 
 def commands(args: argparse.Namespace, prefix: Path, source: str) -> dict[str, list[str]]:
