@@ -45,7 +45,7 @@ class GPTModel(nn.Module):
         self.ctx, self.vocab_size = ctx, vocab_size
         self.loss_dtype = torch.float16 if precision.fp16_lm_cross_entropy else None
         self.max_positions = model.max_position_embeddings or model.seq_length
-        self.positions = model.positions
+        self.positions, self.label_smoothing = model.positions, model.label_smoothing
         table = stage_table(parameter_table(model, padded_vocab_size, vocab_size), layers, first, last)
         params = ParameterFactory(table, ctx, dtype, device)
         self.embedding = Embedding(model, params.at("embedding"), ctx) if first else None
@@ -96,7 +96,8 @@ class GPTModel(nn.Module):
         if labels is None:
             return all_gather(logits, self.ctx.tp, dim=-1)[..., : self.vocab_size].transpose(0, 1)
         return vocab_parallel_cross_entropy(logits, labels, vocab_size=self.vocab_size, tp=self.ctx.tp,
-                                            dtype=self.loss_dtype)
+                                            dtype=self.loss_dtype,
+                                            smoothing=self.label_smoothing if torch.is_grad_enabled() else 0.0)
 
     def _length(self, tokens: torch.Tensor | None, hidden: torch.Tensor | None) -> int:
         """Tokens of one sample, before any split over ranks."""

@@ -13,6 +13,7 @@ from megatron import log
 from megatron.checkpoint.async_writer import Writer
 from megatron.checkpoint.state import RunState
 from megatron.config.plan import Plan, bucket_size, make_plan
+from megatron.config.training import TrainingConfig
 from megatron.config.tree import Config
 from megatron.data import index_helpers
 from megatron.data.build import Before, build_train_valid_test_datasets, check_tokenizer
@@ -104,7 +105,7 @@ def build_model(config: Config, plan: Plan, runtime: Runtime) -> nn.ModuleList:
     model = nn.ModuleList(
         GPTModel(config.model, config.precision, ctx, plan.padded_vocab_size, plan.vocab_size,
                  getattr(torch, config.precision.params_dtype), runtime.device, layers=layers,
-                 recompute=Recompute(t.recompute, t.recompute_method, t.recompute_num_layers))
+                 recompute=_recompute(t, len(layers)))
         for layers in plan.layers_per_stage[ctx.pp.rank])
     init_parameters(model.parameters(), ctx, t.seed)
     if ctx.dp.rank == 0 and ctx.cp.rank == 0:
@@ -113,6 +114,13 @@ def build_model(config: Config, plan: Plan, runtime: Runtime) -> nn.ModuleList:
               flush=True)
     _check_whole(model, config, plan, ctx)
     return model
+
+
+def _recompute(t: TrainingConfig, layers: int) -> Recompute:
+    """What a chunk of so many layers computes again."""
+    if t.recompute_fraction is not None:
+        return Recompute("full", "block", len(t.recomputed_runs(layers)))
+    return Recompute(t.recompute, t.recompute_method, t.recompute_num_layers)
 
 
 def _check_whole(model: nn.ModuleList, config: Config, plan: Plan, ctx: ParallelContext) -> None:
@@ -144,13 +152,15 @@ def build_run(config: Config, plan: Plan, runtime: Runtime, timers: Timers, toke
                           overlap_grad_reduce=overlap.overlap_grad_reduce,
                           overlap_param_gather=overlap.overlap_param_gather)
     scaler = build_grad_scaler(fp16=p.fp16, loss_scale=p.loss_scale, initial_loss_scale=p.initial_loss_scale,
-                               min_loss_scale=p.min_loss_scale, loss_scale_window=int(p.loss_scale_window),
-                               hysteresis=p.hysteresis)
+                               min_loss_scale=p.min_loss_scale, max_loss_scale=p.max_loss_scale,
+                               loss_scale_window=int(p.loss_scale_window), hysteresis=p.hysteresis,
+                               growth_factor=p.loss_scale_growth_factor, backoff_factor=p.loss_scale_backoff_factor)
     optimizer = MixedPrecisionOptimizer(
         buffers.owned, optimizer=o.optimizer, adam_beta1=o.adam_beta1, adam_beta2=o.adam_beta2, adam_eps=o.adam_eps,
-        sgd_momentum=o.sgd_momentum, clip_grad=o.clip_grad, log_num_zeros_in_grad=config.logging.log_num_zeros_in_grad,
-        apply_wd_to_qk_layernorm=o.apply_wd_to_qk_layernorm, decoupled_lr=o.decoupled_lr,
-        decoupled_min_lr=o.decoupled_min_lr,
+        adam_beta2_schedule_c=o.adam_beta2_schedule_c, sgd_momentum=o.sgd_momentum, clip_grad=o.clip_grad,
+        log_num_zeros_in_grad=config.logging.log_num_zeros_in_grad, apply_wd_to_all=o.apply_wd_to_all,
+        apply_wd_to_qk_layernorm=o.apply_wd_to_qk_layernorm, embed_grad_scale=config.model.embed_grad_scale,
+        decoupled_lr=o.decoupled_lr, decoupled_min_lr=o.decoupled_min_lr,
         grad_scaler=scaler, counts=lambda q: counts(q.sharding, ctx),
         reduce_sum=lambda x: all_reduce(x, ctx.optimizer), reduce_max=lambda x: all_reduce(x, ctx.optimizer, "max"),
         span=lambda name: timers(name, 1))
@@ -180,11 +190,13 @@ def build_scheduler(config: Config, plan: Plan, optimizer: MixedPrecisionOptimiz
     steps = schedule_steps(
         global_batch_size=plan.batch.final_global_batch_size, train_iters=t.train_iters, train_samples=t.train_samples,
         lr_decay_iters=o.lr_decay_iters, lr_decay_samples=o.lr_decay_samples, lr_warmup_fraction=o.lr_warmup_fraction,
-        lr_warmup_iters=o.lr_warmup_iters, lr_warmup_samples=o.lr_warmup_samples,
+        lr_init_iters=o.lr_init_iters, lr_warmup_iters=o.lr_warmup_iters, lr_warmup_samples=o.lr_warmup_samples,
         lr_wsd_decay_iters=o.lr_wsd_decay_iters, lr_wsd_decay_samples=o.lr_wsd_decay_samples)
     constant = o.weight_decay_incr_style == "constant"
     return OptimizerParamScheduler(
         optimizer, init_lr=o.lr_warmup_init, max_lr=o.lr, min_lr=o.min_lr, lr_warmup_steps=steps.lr_warmup_steps,
+        zero_lr_steps=steps.zero_lr_steps,
+        lr_warmup_lead=plan.batch.final_global_batch_size if o.lr_warmup_first_step else 0,
         lr_decay_steps=steps.lr_decay_steps, lr_decay_style=o.lr_decay_style,
         start_wd=o.weight_decay if constant else o.start_weight_decay,
         end_wd=o.weight_decay if constant else o.end_weight_decay, wd_incr_steps=steps.wd_incr_steps,

@@ -123,7 +123,7 @@ class Trainer:
         size = run.plan.global_batch_size(iteration)
         run.progress.iteration = iteration
         run.progress.consumed_train_samples += size
-        run.scheduler.after_iteration(size, overflow=not outcome.updated)
+        run.scheduler.after_iteration(run.plan.scheduled_samples(iteration, iteration), overflow=not outcome.updated)
         norm = run.optimizer.params_norm() if run.config.logging.log_params_norm else None
         self.lines.add(IterationResult(
             iteration, size, run.progress.consumed_train_samples, self._learning_rate(),
@@ -152,7 +152,7 @@ class Trainer:
         progress.iteration = iteration
         progress.consumed_train_samples += samples
         progress.skipped_train_samples += samples
-        run.scheduler.after_iteration(samples)
+        run.scheduler.after_iteration(plan.scheduled_samples(first, iteration))
         self.lines.add(IterationResult(
             iteration, plan.global_batch_size(iteration), progress.consumed_train_samples, self._learning_rate(),
             run.optimizer.loss_scale, 0.0, skipped="user", iterations=iteration - first + 1))
