@@ -1,5 +1,6 @@
 #!/bin/sh
-# Three healthy runs of 2,000 iterations, and how near the spike detector came to its limits in them (docs/spikes.md).
+# Six healthy runs of 2,000 iterations, two kinds of text, and how near the spike detector came to its limits in them
+# (docs/spikes.md). A run takes some two minutes of one core.
 # May be set: PYTHON, DATA, RUNS (runs/auroragpt_skip/healthy). Words given to this script go to every run.
 set -eu
 cd "$(dirname "$0")/../.."
@@ -19,4 +20,7 @@ healthy() { # name, text, learning rate, seed
 healthy plays-1e-3 shakespeare 1e-3 1 "$@"
 healthy plays-6e-3 shakespeare 6e-3 2 "$@"
 healthy code-3e-3 code 3e-3 3 "$@"
+healthy plays-3e-3 shakespeare 3e-3 4 "$@"
+healthy code-1e-3 code 1e-3 5 "$@"
+healthy code-6e-3 code 6e-3 6 "$@"
 "$python" tools/benchmarks/spike_margins.py "$runs"/*.jsonl

@@ -18,7 +18,8 @@ from tests.forkrun import ROOT
 SEED = (ROOT / "tests/golden/seed_log.txt").read_text()
 RANKS, VOCABULARY = 24, 32000
 # The configuration that the printed numbers follow from (facts/spikes.md 1.6).
-FLAGS = """--num-layers 3 --hidden-size 4096 --ffn-hidden-size 11008 --swiglu --num-attention-heads 32 --group-query-attention
+FLAGS = """--num-layers 3 --hidden-size 4096 --ffn-hidden-size 11008 --swiglu --num-attention-heads 32
+ --group-query-attention
  --num-query-groups 8 --seq-length 4096 --max-position-embeddings 4096 --untie-embeddings-and-output-weights
  --disable-bias-linear --normalization RMSNorm --use-rotary-position-embeddings --recompute-granularity full
  --recompute-method uniform --recompute-num-layers 1 --micro-batch-size 4 --global-batch-size 768 --train-iters 635782
