@@ -33,6 +33,7 @@ class RunState:
     list or str-keyed dict of such; tuples come back as lists.
 
     `skips`: the history of skipped ranges, as the loop notes them. `layout`: world, tp, pp, dp ... at the save.
+    `spikes`: what the detector remembers.
     `data`: fingerprint of the flags and files that fix the data order. `rng` is empty while all randomness is a pure
     function of counters.
     """
@@ -48,6 +49,7 @@ class RunState:
     rng: dict[str, Any] = field(default_factory=dict)
     data: dict[str, Any] = field(default_factory=dict)
     skips: list[Any] = field(default_factory=list)
+    spikes: dict[str, Any] = field(default_factory=dict)
     layout: dict[str, Any] = field(default_factory=dict)
     versions: dict[str, Any] = field(default_factory=versions)
 

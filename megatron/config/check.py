@@ -26,7 +26,7 @@ _AT_LEAST_ONE = (
 _NOT_NEGATIVE = (
     "init_method_std mid_level_dataset_surplus lr min_lr lr_warmup_iters lr_warmup_samples lr_warmup_init weight_decay "
     "start_weight_decay end_weight_decay clip_grad eval_iters num_workers manual_gc_interval ckpt_step decoupled_lr "
-    "decoupled_min_lr vocab_extra_ids").split()
+    "decoupled_min_lr vocab_extra_ids spike_snapshot_interval").split()
 _POSITIVE = ("norm_epsilon adam_eps loss_scale initial_loss_scale min_loss_scale exit_duration_in_mins "
              "rope_scaling_factor").split()
 _BELOW_ONE = "attention_dropout hidden_dropout adam_beta1 adam_beta2 sgd_momentum lr_warmup_fraction".split()
@@ -65,6 +65,7 @@ _NEEDED = (
     ("bias_gelu_fusion", "a GELU with biases", lambda v: v["add_bias_linear"] and not (
         v["swiglu"] or v["geglu"] or v["squared_relu"] or v["openai_gelu"])),
     ("split", "--data-path or --data-args-path", lambda v: not v["mock_data"]),
+    ("spike_snapshot_interval", "--spike-action rewind", lambda v: v["spike_action"] == "rewind"),
     ("overlap_p2p_comm", "--pipeline-model-parallel-size", lambda v: v["pipeline_model_parallel_size"] > 1),
 )
 _ALWAYS = {

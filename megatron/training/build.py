@@ -35,6 +35,7 @@ from megatron.parallel.sharding import counts, init_parameters
 from megatron.timers import Timers
 from megatron.training.batch import BatchRules
 from megatron.training.initialize import Runtime
+from megatron.training.spike_policy import SpikePolicy
 
 
 @dataclass
@@ -73,6 +74,7 @@ class Run:
     rules: BatchRules
     tokenizer: dict[str, Any]
     progress: Progress = field(default_factory=Progress)
+    spikes: SpikePolicy = field(default_factory=SpikePolicy)
     data_order: dict[str, Any] = field(default_factory=dict)
     recorder: Recorder | None = None        # of --data-ledger
     writer: Writer | None = None            # of --async-save
@@ -162,7 +164,7 @@ def build_run(config: Config, plan: Plan, runtime: Runtime, timers: Timers, toke
     rules = BatchRules(tokenizer.eod, d.reset_position_ids, d.reset_attention_mask, d.eod_mask_loss, ctx.cp)
     return Run(config, plan, runtime, timers, model, build_pipeline(config, plan, runtime), buffers, optimizer,
                build_scheduler(config, plan, optimizer), rules, tokenizer.identity(),
-               recorder=build_recorder(config, runtime))
+               spikes=SpikePolicy(config.spikes.spike_action), recorder=build_recorder(config, runtime))
 
 
 def build_recorder(config: Config, runtime: Runtime) -> Recorder | None:

@@ -170,7 +170,7 @@ def _state(run: Run) -> RunState:
         num_floating_point_operations=flops_per_iteration(model_shape(run.config, run.plan), samples),
         scheduler=run.scheduler.state_dict(), optimizer=run.optimizer.counters(),
         data={"order": run.data_order, "tokenizer": run.tokenizer}, skips=[list(r) for r in run.plan.skips.ranges],
-        layout=_layout(run))
+        spikes=run.spikes.state_dict(), layout=_layout(run))
 
 
 def _layout(run: Run) -> dict[str, int]:
@@ -319,6 +319,7 @@ def _take_state(run: Run, found: Checkpoint, saved: Config) -> None:
         p.consumed_train_samples, p.consumed_valid_samples = state.consumed_train_samples, state.consumed_valid_samples
         p.skipped_train_samples = state.skipped_train_samples
         run.data_order = state.data.get("order", {})
+        run.spikes.load_state_dict(state.spikes)
         check_position(run, saved)
     now = _layout(run)
     if state.layout != now:

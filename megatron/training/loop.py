@@ -19,7 +19,8 @@ from megatron.training.control_file import SAVE, STOP, ControlFile
 from megatron.training.log_lines import datetime_line
 from megatron.training.metrics import IterationResult, TrainingLog
 from megatron.training.signals import SignalWatch
-from megatron.training.step import ForwardStep, NotFinite, evaluate, train_step
+from megatron.training.spikes import Finding
+from megatron.training.step import ForwardStep, NotFinite, StepOutcome, evaluate, train_step
 
 # What a rank asks for or tells, summed over the ranks; of fewer than 2^16 the sums stay apart, and exact in float64.
 SIGNAL, TIME_UP = 1, 1 << 16
@@ -123,13 +124,26 @@ class Trainer:
         size = run.plan.global_batch_size(iteration)
         run.progress.iteration = iteration
         run.progress.consumed_train_samples += size
-        run.scheduler.after_iteration(size, overflow=not outcome.updated)
+        run.scheduler.after_iteration(size, overflow=outcome.skipped == "overflow")
+        finding = self._judge(outcome)
         norm = run.optimizer.params_norm() if run.config.logging.log_params_norm else None
         self.lines.add(IterationResult(
             iteration, size, run.progress.consumed_train_samples, self._learning_rate(),
-            run.optimizer.loss_scale if outcome.updated else loss_scale, outcome.seconds, outcome.loss,
-            outcome.grad_norm, outcome.num_zeros, norm, None if outcome.updated else "overflow"))
+            loss_scale if outcome.skipped == "overflow" else run.optimizer.loss_scale, outcome.seconds, outcome.loss,
+            outcome.grad_norm, outcome.num_zeros, norm, outcome.skipped, finding=finding))
         return outcome.flag
+
+    def _judge(self, outcome: StepOutcome) -> Finding:
+        """What the iteration just done is, and say so; an overflow is none of the detector's business."""
+        spikes, iteration = self.run.spikes, self.run.progress.iteration
+        if spikes.action == "off" or outcome.skipped == "overflow":
+            return Finding()
+        if not spikes.decides:
+            spikes.judge(iteration, outcome.loss, outcome.grad_norm)
+        line = spikes.line(iteration, outcome.loss, outcome.grad_norm)
+        if line:
+            log.print_rank_last(line)
+        return spikes.finding
 
     def _skip(self, first: int, last: int) -> tuple[int, int]:
         """Skip from `first` to `last`, or to where something is due before: (iteration reached, flag).

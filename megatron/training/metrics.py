@@ -19,6 +19,7 @@ from megatron.parallel.context import Axis
 from megatron.timers import Timers
 from megatron.training import flops, log_lines
 from megatron.training.initialize import Runtime
+from megatron.training.spikes import Finding
 from megatron.training.tensorboard import TensorBoard
 
 # Megatron's tags of what megatron.device.memory_report measures.
@@ -28,7 +29,8 @@ _MEMORY_TAGS = {"reserved": "mem-reserved-bytes", "allocated": "mem-allocated-by
 
 @dataclass(frozen=True)
 class IterationResult:
-    """What one iteration did. `skipped`: None, `user` (its data was not read) or `overflow` (fp16, no update)."""
+    """What one iteration did. `skipped`: None, `user` (its data was not read), or no update was made: `overflow` (fp16),
+    `spike` or `nonfinite` (--spike-action)."""
     iteration: int
     global_batch_size: int
     consumed_samples: int
@@ -41,6 +43,7 @@ class IterationResult:
     params_norm: float | None = None
     skipped: str | None = None
     iterations: int = 1                 # how many at once, up to this one; more than one only where the user skips
+    finding: Finding = Finding()
 
 
 @dataclass(frozen=True)
@@ -105,8 +108,9 @@ class TrainingLog:
             i.seconds += result.seconds
             if result.skipped is None and result.loss is not None:
                 i.losses.append(result.loss)
-            if result.skipped == "overflow":
-                i.overflow_skips += 1
+            if result.skipped:
+                i.overflow_skips += result.skipped == "overflow"
+                i.spike_skips += result.skipped != "overflow"
                 i.nan_iterations += result.loss is not None and not math.isfinite(result.loss)
         self._write_metrics(result)
         self._write_tensorboard(result)
@@ -170,7 +174,7 @@ class TrainingLog:
                "tokens_per_second": round(tokens / r.seconds, 3) if trained and r.seconds > 0 else None,
                "tflops": None if rate is None else round(rate, 6), "loss_scale": r.loss_scale,
                "global_batch_size": r.global_batch_size, "skipped": int(r.skipped is not None),
-               "skip_reason": r.skipped}
+               "skip_reason": r.skipped, "spike": r.finding.kind or None, "spike_sigma": round(r.finding.sigma, 3)}
         self._metrics.write(json.dumps(row) + "\n")
 
     def _write_tensorboard(self, r: IterationResult) -> None:
@@ -192,6 +196,8 @@ class TrainingLog:
             for key, value in devices.memory_report(self._runtime.device).items():
                 if key in _MEMORY_TAGS:
                     board.scalar(_MEMORY_TAGS[key], value, n)
+        if r.finding.spike:
+            board.scalar("spike", r.finding.sigma, n, samples)
         for tag, value in (("grad-norm", r.grad_norm), ("num-zeros", r.num_zeros), ("params-norm", r.params_norm)):
             if value is not None:
                 board.scalar(tag, value, n, samples)
