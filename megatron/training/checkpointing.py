@@ -169,8 +169,8 @@ def _state(run: Run) -> RunState:
         consumed_valid_samples=progress.consumed_valid_samples, skipped_train_samples=progress.skipped_train_samples,
         num_floating_point_operations=flops_per_iteration(model_shape(run.config, run.plan), samples),
         scheduler=run.scheduler.state_dict(), optimizer=run.optimizer.counters(),
-        data={"order": run.data_order, "tokenizer": run.tokenizer}, skips=[list(r) for r in run.plan.skips.ranges],
-        layout=_layout(run))
+        data={"order": run.data_order, "tokenizer": run.tokenizer}, skips=list(run.skip_history.lines),
+        skipped=[list(one) for one in run.skip_history.executed], layout=_layout(run))
 
 
 def _layout(run: Run) -> dict[str, int]:
@@ -318,6 +318,7 @@ def _take_state(run: Run, found: Checkpoint, saved: Config) -> None:
         p.iteration = state.iteration
         p.consumed_train_samples, p.consumed_valid_samples = state.consumed_train_samples, state.consumed_valid_samples
         p.skipped_train_samples = state.skipped_train_samples
+        run.skip_history.executed = state.skipped_ranges()
         run.data_order = state.data.get("order", {})
         check_position(run, saved)
     now = _layout(run)

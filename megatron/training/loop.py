@@ -56,7 +56,7 @@ class Trainer:
             gc.disable()
         while progress.iteration < plan.train_iters:
             iteration = progress.iteration + 1
-            skipped = plan.skips.containing(iteration)
+            skipped = run.plan.skips.containing(iteration)
             if skipped:
                 iteration, flag = self._skip(iteration, skipped[1])
             else:
@@ -152,6 +152,7 @@ class Trainer:
         progress.iteration = iteration
         progress.consumed_train_samples += samples
         progress.skipped_train_samples += samples
+        run.skip_history.note(first, iteration)
         run.scheduler.after_iteration(samples)
         self.lines.add(IterationResult(
             iteration, plan.global_batch_size(iteration), progress.consumed_train_samples, self._learning_rate(),
