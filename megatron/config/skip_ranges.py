@@ -85,6 +85,14 @@ class SkipRanges:
         """How many iterations of [first, last] are skipped."""
         return max(0, self._count_to(last) - self._count_to(first - 1))
 
+    def joined(self, ranges: Iterable[Range]) -> "SkipRanges":
+        """These and others; nothing is said of overlaps."""
+        return SkipRanges(_merge([*self.ranges, *ranges], []))
+
+    def cut(self, last: int) -> "SkipRanges":
+        """These without the iterations after `last`."""
+        return SkipRanges((start, min(end, last)) for start, end in self.ranges if start <= last)
+
     def nothing_to_train(self, completed: int, train_iters: int) -> bool:
         """Whether iterations are left after `completed` ones and every one of them is skipped."""
         left = train_iters - completed

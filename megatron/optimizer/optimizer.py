@@ -17,13 +17,12 @@ LOW_PRECISION = (torch.float16, torch.bfloat16)
 
 
 class StepResult(NamedTuple):
-    """ok: an update was made; overflow: none, because a scaled gradient was not finite. grad_norm: before clipping; None
-    after an overflow, and with --clip-grad 0 unless somebody admits steps. num_zeros: if asked for."""
+    """ok: an update was made. grad_norm: before clipping; None after an overflow, and with --clip-grad 0 unless somebody is
+    asked to admit the step. num_zeros: if asked for."""
 
     ok: bool
     grad_norm: float | None
     num_zeros: int | None
-    overflow: bool = False
 
 
 def _no_span(name: str) -> AbstractContextManager[Any]:
@@ -141,7 +140,7 @@ class MixedPrecisionOptimizer:
                 self.grad_scaler.update(found_inf)
                 if found_inf:
                     self._release_gradients()
-                    return StepResult(False, None, None, overflow=True)
+                    return StepResult(False, None, None)
             if self.clip_grad > 0.0:
                 factor *= clip_grads.clip_coefficient(norm, self.clip_grad)
         with self._span("optimizer-clip-main-grad"):

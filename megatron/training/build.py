@@ -11,6 +11,7 @@ from torch import nn
 
 from megatron import log
 from megatron.checkpoint.async_writer import Writer
+from megatron.checkpoint.skip_records import SkipHistory
 from megatron.checkpoint.state import RunState
 from megatron.config.plan import Plan, bucket_size, make_plan
 from megatron.config.tree import Config
@@ -78,6 +79,7 @@ class Run:
     data_order: dict[str, Any] = field(default_factory=dict)
     recorder: Recorder | None = None        # of --data-ledger
     writer: Writer | None = None            # of --async-save
+    skip_history: SkipHistory = field(default_factory=SkipHistory)      # `plan.skips` are the ranges to come
     under_way: UnderWay | None = None       # the save that --async-save has begun
     fence: Callable[[], None] = lambda: None        # raises where another job has taken --save over; asked by rank 0
 

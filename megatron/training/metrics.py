@@ -121,6 +121,10 @@ class TrainingLog:
             if self._config.logging.timing_log_level > 0:
                 self.timers(tensorboard_at=result.iteration)
 
+    def go_back(self) -> None:
+        """The iterations since the last line will not count."""
+        self._interval = log_lines.Interval()
+
     def _rate(self, flops_per_iteration: float, seconds: float) -> float | None:
         return flops.teraflops_per_rank(flops_per_iteration, seconds, self._plan.world_size) if seconds > 0 else None
 

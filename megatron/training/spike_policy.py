@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from megatron import log
+from megatron.training.signals import Refusal
 from megatron.training.spikes import Finding, SpikeDetector
 
 BUDGET, WITHIN = 10, 1000       # updates left out, in so many iterations
@@ -17,12 +19,7 @@ TOGETHER = 32                   # iterations: marks that long before a spike bel
 AGAIN = 200                     # iterations after what was skipped: a spike there is the same trouble
 BEFORE, AFTER = 100, 200        # what the second attempt skips around the first spike
 ATTEMPTS = 2
-
-
-class SpikesPersist(ArithmeticError):
-    """Spikes come again whatever is done about them; the text says what was tried and what to do."""
-
-    exit_code = 3
+EXIT_CODE = 3                   # of a run that gives up
 
 
 @dataclass(frozen=True)
@@ -88,22 +85,36 @@ class SpikePolicy:
         self._spent = [n for n in self._spent if n > iteration - WITHIN]
         return finding
 
+    def observe(self, iteration: int, loss: float, grad_norm: float | None, skipped: str | None) -> Finding:
+        """What a trained iteration is, and say so on the last rank; one that overflowed is not looked at."""
+        if self.action == "off" or skipped == "overflow":
+            return Finding()
+        if not self.decides:
+            self.judge(iteration, loss, grad_norm)
+        line = self.line(iteration, loss, grad_norm)
+        if line:
+            log.print_rank_last(line)
+        return self.finding
+
     def admits(self, iteration: int, loss: float, grad_norm: float | None) -> bool:
         """Take in an iteration before its update; is that to be made?"""
         finding = self.judge(iteration, loss, grad_norm)
         return not (finding.spike if self.action == "skip-update" else finding.kind == "non-finite")
 
-    def check_budget(self) -> None:
-        """Raise SpikesPersist when more updates have been left out than may be. A row counts as one, since it is the data or
+    def _check_budget(self) -> None:
+        """Raise Refusal when more updates have been left out than may be. A row counts as one, since it is the data or
         the level that has changed; numbers that are not finite count each."""
-        if self.action == "skip-update" and len(self._spent) > BUDGET:
-            raise SpikesPersist(
+        if self.action == "skip-update" and self.finding.spike and len(self._spent) > BUDGET:
+            raise Refusal(
                 f"{len(self._spent)} spikes within {WITHIN} iterations (at {', '.join(map(str, self._spent))}), of which "
                 f"--spike-action skip-update leaves out {BUDGET}: so many are no accident of the data. Go back before the "
-                "first with a lower --lr or --clip-grad, or give --spike-action log to go on regardless")
+                "first with a lower --lr or --clip-grad, or give --spike-action log to go on regardless",
+                EXIT_CODE)
 
     def due(self, train_iters: int, iteration: int) -> Rewind | None:
-        """Is it time to go back, after `iteration`? A row of spikes is waited for until it is over. Raises SpikesPersist."""
+        """Is it time to go back, after `iteration`? A row of spikes is waited for until it is over. Raises Refusal where
+        nothing helps any more."""
+        self._check_budget()
         row = self._over
         if row is None and (self.finding.kind == "non-finite" or iteration == train_iters):
             row = self._row
@@ -112,10 +123,10 @@ class SpikePolicy:
         before = self.rewinds[-1] if self.rewinds and row.first <= self.rewinds[-1].end + AGAIN else None
         attempt, first = (before.attempt + 1, before.first) if before else (1, row.first)
         if attempt > ATTEMPTS:
-            raise SpikesPersist(
+            raise Refusal(
                 f"a spike at iteration {row.first}, though {self.tried(first)}. So it is not the data of these iterations: "
                 f"go on from a checkpoint before iteration {self.rewinds[-1].start} with a lower --lr, or look at the data "
-                "(tools/spikes.py docs)")
+                "(tools/spikes.py docs)", EXIT_CODE)
         start, end = (row.mark - 1, row.last + 1) if attempt == 1 else (first - BEFORE, max(first + AFTER, row.last + 1))
         return Rewind(attempt, max(1, start), min(end, train_iters), first, row.first)
 

@@ -95,8 +95,11 @@ def train_step(run: Run, forward_step: ForwardStep, samples: Iterator[torch.Tens
 
 
 def _why_skipped(run: Run, result: StepResult) -> str | None:
-    if result.ok or result.overflow:
-        return "overflow" if result.overflow else None
+    """Why no update was made, None if one was. What was not admitted has a norm, what overflowed has none."""
+    if result.ok:
+        return None
+    if result.grad_norm is None:
+        return "overflow"
     return "nonfinite" if run.spikes.finding.kind == "non-finite" else "spike"
 
 

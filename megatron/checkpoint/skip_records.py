@@ -1,0 +1,137 @@
+"""`skips.jsonl` of a run directory: which ranges of iterations are to be left out, one JSON object a line; lines are only
+ever added.
+
+A line is a record of a range, or `{"forget": id, ...}`, which takes one back; the last line about an id counts. Knows no
+run, no flag and no data.
+"""
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from datetime import UTC, datetime
+from pathlib import Path
+
+from megatron.checkpoint.disk import DISK, CheckpointError, explained, read_small_file
+
+FILE_NAME = "skips.jsonl"
+
+
+@dataclass(frozen=True)
+class SkipRecord:
+    """Iterations `a` to `b`, which read samples `s0` to `s1` (excluded), are not trained; `id` is "a-b".
+
+    `reason`: user, spike ...; `source`: who asked; `hash`: what decides which data these samples are.
+    """
+
+    id: str
+    a: int
+    b: int
+    s0: int
+    s1: int
+    tokens: int
+    reason: str
+    source: str
+    time: str
+    hash: str
+
+    def line(self) -> str:
+        """The record as a line of the file, without its end."""
+        return json.dumps(asdict(self))
+
+
+_FIELDS = {one.name: int if one.type == "int" else str for one in fields(SkipRecord)}
+
+
+def now() -> str:
+    """The time in UTC, to the second."""
+    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def forget_line(identity: str) -> str:
+    """The line that takes a record back."""
+    return json.dumps({"forget": identity, "time": now()})
+
+
+def active(lines: Iterable[str], source: str) -> dict[str, SkipRecord]:
+    """The records that count, by id in the order of their lines. `source`: where the lines are from, for the message.
+
+    Raises CheckpointError for a line that is neither a record nor takes one back.
+    """
+    found: dict[str, SkipRecord] = {}
+    for number, line in enumerate(lines, 1):
+        try:
+            row = json.loads(line)
+            if isinstance(row, dict) and row.keys() == {"forget", "time"}:
+                found.pop(row["forget"], None)
+                continue
+            record = SkipRecord(**row)
+            if any(type(getattr(record, name)) is not kind for name, kind in _FIELDS.items()) or not (
+                    1 <= record.a <= record.b and 0 <= record.s0 < record.s1):
+                raise ValueError("its values make no sense")
+        except (ValueError, TypeError, RecursionError) as error:
+            raise CheckpointError(f"{source}, line {number}: is no record of skipped iterations ({error}): {line[:80]!r}; "
+                                  "mend or remove that line") from None
+        found.pop(record.id, None)
+        found[record.id] = record
+    return found
+
+
+def read(directory: Path | str) -> tuple[list[str], str]:
+    """(the whole lines of the file in `directory`, what a write that was cut off has left behind them). Raises
+    CheckpointError where it cannot be read."""
+    try:
+        data = read_small_file(Path(directory) / FILE_NAME)
+    except CheckpointError as error:
+        if isinstance(error.__cause__, (FileNotFoundError, NotADirectoryError)):
+            return [], ""
+        raise
+    *whole, rest = data.decode(errors="replace").split("\n")
+    return whole, rest
+
+
+def append(directory: Path | str, lines: Sequence[str]) -> None:
+    """Add lines, durably, in one write; what a write that was cut off has left at the end goes. Raises CheckpointError."""
+    path = Path(directory) / FILE_NAME
+    DISK.make_root(path.parent)
+    new = not path.exists()
+    with explained("append to", path):
+        DISK.step("append", path)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    try:
+        with explained("append to", path):
+            there = os.pread(descriptor, os.fstat(descriptor).st_size, 0)
+            end = there.rfind(b"\n") + 1
+            if end < len(there):
+                os.ftruncate(descriptor, end)
+        DISK.write(descriptor, path, "".join(f"{line}\n" for line in lines).encode(), end)
+        DISK.fsync(descriptor, path)
+    finally:
+        DISK.close(descriptor, path)
+    if new:
+        DISK.fsync_directory(path.parent)
+
+
+@dataclass
+class SkipHistory:
+    """`lines`: the records that count, as they stand in `skips.jsonl`; `executed`: [first, last] of what this run has left
+    out so far, ascending."""
+    lines: list[str] = field(default_factory=list)
+    executed: list[list[int]] = field(default_factory=list)
+
+    @property
+    def records(self) -> dict[str, SkipRecord]:
+        """The records by id."""
+        return active(self.lines, "the list of skipped iterations")
+
+    def note(self, first: int, last: int) -> None:
+        """Iterations first to last have been left out just now."""
+        if self.executed and self.executed[-1][1] == first - 1:
+            self.executed[-1][1] = last
+        else:
+            self.executed.append([first, last])
+
+    def back_to(self, iteration: int) -> None:
+        """The run goes on from `iteration`: what came later has not happened."""
+        self.executed = [[first, min(last, iteration)] for first, last in self.executed if first <= iteration]
