@@ -33,7 +33,7 @@ CHECKPOINT_VERSION = 3.0     # Megatron's number of the QKV layout by query grou
 _USUAL = {"load", "save", "save_interval", "local_rank", "log_interval", "exit_interval", "exit_duration_in_mins",
           "finetune", "ckpt_step", "allow_data_order_change", "use_checkpoint_args", "override_opt_param_scheduler",
           "use_checkpoint_opt_param_scheduler", "progress", "metrics_file", "data_ledger", "tensorboard_dir", "dry_run",
-          "world_size", "async_save", "staging_dir"}
+          "world_size", "async_save", "staging_dir", "forget_skip"}
 
 
 def _own_tensors(run: Run) -> Iterator[tuple[str, Sharding, Axis, list[tuple[Box, torch.Tensor]]]]:
@@ -169,7 +169,7 @@ def _state(run: Run) -> RunState:
         consumed_valid_samples=progress.consumed_valid_samples, skipped_train_samples=progress.skipped_train_samples,
         num_floating_point_operations=flops_per_iteration(model_shape(run.config, run.plan), samples),
         scheduler=run.scheduler.state_dict(), optimizer=run.optimizer.counters(),
-        data={"order": run.data_order, "tokenizer": run.tokenizer}, skips=list(run.skip_history.lines),
+        data={"order": run.data_order, "tokenizer": run.tokenizer}, skips=run.skip_history.lines(),
         skipped=[list(one) for one in run.skip_history.executed], layout=_layout(run))
 
 
@@ -318,7 +318,7 @@ def _take_state(run: Run, found: Checkpoint, saved: Config) -> None:
         p.iteration = state.iteration
         p.consumed_train_samples, p.consumed_valid_samples = state.consumed_train_samples, state.consumed_valid_samples
         p.skipped_train_samples = state.skipped_train_samples
-        run.skip_history.executed = state.skipped_ranges()
+        run.skip_history.take(state.skipped_ranges(), state.iteration)
         run.data_order = state.data.get("order", {})
         check_position(run, saved)
     now = _layout(run)
