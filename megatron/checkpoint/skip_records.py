@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from datetime import UTC, datetime
@@ -135,6 +136,16 @@ def append(directory: Path | str, lines: Sequence[str]) -> None:
         DISK.fsync_directory(path.parent)
 
 
+def replace(directory: Path | str, lines: Sequence[str]) -> None:
+    """Put a file of these lines in the place of the one in `directory`, in one step. Raises CheckpointError."""
+    path = Path(directory) / FILE_NAME
+    temporary = path.with_name(f".{FILE_NAME}.tmp-{secrets.token_hex(4)}")
+    DISK.make_root(path.parent)
+    DISK.write_file(temporary, "".join(f"{line}\n" for line in lines).encode())
+    DISK.rename(temporary, path)
+    DISK.fsync_directory(path.parent)
+
+
 @dataclass
 class SkipHistory:
     """`records`: those that count, by id; `executed`: [first, last] of what a run has left out so far, ascending, in all
@@ -146,6 +157,10 @@ class SkipHistory:
     def lines(self) -> list[str]:
         """The records as lines of the file."""
         return [record.line() for record in self.records.values()]
+
+    def reason(self, iteration: int) -> str:
+        """Why an iteration is left out: `user`, unless a record says otherwise."""
+        return next((r.reason for r in self.records.values() if r.reason != "user" and r.a <= iteration <= r.b), "user")
 
     def note(self, first: int, last: int) -> None:
         """Iterations first to last have been left out just now."""

@@ -17,6 +17,7 @@ class Interval:
     overflow_skips: int = 0
     user_skips: int = 0
     nan_iterations: int = 0
+    reasons: set[str] = field(default_factory=set)      # why data were not read
 
     @property
     def loss(self) -> float:
@@ -70,6 +71,8 @@ def megatron_line(row: IterationRow, log_throughput: bool) -> str:
               f" number of nan iterations: {i.nan_iterations:3d}"]
     if i.user_skips:
         parts.append(f" number of user-skipped iterations: {i.user_skips:3d}")
+    if i.reasons - {"user"}:
+        parts.append(f" skip reason: {' '.join(sorted(i.reasons))}")
     return " |".join(parts) + " |"
 
 
