@@ -1,9 +1,11 @@
 #!/usr/bin/env python
-"""Loss spikes after the fact: where they are in a log, which documents were read there, and the flags of a restart.
+"""Loss spikes after the fact: where they are in a log, which documents were read there, the flags of a restart, and whether
+a run left out what it was to leave out.
 
     python tools/spikes.py analyze LOG... [--load DIR] [--plot FILE.svg]
     python tools/spikes.py docs --iteration N RUN
     python tools/spikes.py docs --iteration N -- FLAGS OF THE RUN
+    python tools/spikes.py verify [--ledger FILE] [--reference FILE] RUN
 
 LOG is what a run printed (Megatron's lines or AuroraGPT's, with whatever else is in it) or its --metrics-file; several are
 read one after the other, as the runs followed each other. RUN is what --save named.
@@ -30,7 +32,7 @@ from megatron.data.whereabouts import pieces  # noqa: E402
 from megatron.training import log_reader  # noqa: E402
 from megatron.training.log_reader import History, Record  # noqa: E402
 from megatron.training.spike_events import Event, find_events, log_interval  # noqa: E402
-from tools import inspect_data  # noqa: E402
+from tools import inspect_data, spike_verify  # noqa: E402
 
 HEAD = 16       # tokens shown
 NONE, FOUND, UNREADABLE = 0, 10, 2
@@ -266,8 +268,9 @@ def docs(argv: Sequence[str]) -> int:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Exit codes: 0 done or nothing found, 10 spikes found, 2 a wrong command line or what cannot be read."""
-    commands = {"analyze": analyze, "docs": docs}
+    """Exit codes: 0 done or nothing found, 10 spikes found, 1 found wrong by `verify`, 2 a wrong command line or what cannot
+    be read."""
+    commands = {"analyze": analyze, "docs": docs, "verify": spike_verify.verify}
     if argv and argv[0] in commands:
         return commands[argv[0]](argv[1:])
     help_wanted = argv[:1] in (["-h"], ["--help"])

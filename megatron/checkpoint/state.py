@@ -54,8 +54,13 @@ class RunState:
     versions: dict[str, Any] = field(default_factory=versions)
 
     def skipped_ranges(self) -> list[list[int]]:
-        """`skipped`; of an older checkpoint, whose `skips` are the ranges of its flags, their part up to its iteration."""
+        """`skipped`; of an older checkpoint, whose `skips` are the ranges of its flags, their part up to its iteration.
+        Raises CheckpointError where they are none."""
         flags = [one for one in self.skips if isinstance(one, list)]
+        for one in self.skipped or flags:
+            if not isinstance(one, list) or [type(end) for end in one] != [int, int] or not 1 <= one[0] <= one[1]:
+                raise CheckpointError(f"the run state says that the range {one} was skipped, which is none; the checkpoint "
+                                      "is damaged: use another one")
         return self.skipped or [[first, min(last, self.iteration)] for first, last in flags if first <= self.iteration]
 
     def dump(self) -> bytes:

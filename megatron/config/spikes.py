@@ -16,3 +16,8 @@ class SpikeConfig:
     spike_snapshot_interval: int = arg(50, dump=False, help="with --spike-action rewind: iterations between copies of the "
                                                             "run in host memory, of which two are kept; 0: none, go back "
                                                             "to checkpoints")
+
+    @property
+    def copies(self) -> int:
+        """How many copies of the run a rank keeps in host memory."""
+        return 2 if self.spike_action == "rewind" and self.spike_snapshot_interval else 0

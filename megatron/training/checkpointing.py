@@ -164,7 +164,7 @@ def state_of(run: Run) -> RunState:
         consumed_valid_samples=progress.consumed_valid_samples, skipped_train_samples=progress.skipped_train_samples,
         num_floating_point_operations=flops_per_iteration(model_shape(run.config, run.plan), samples),
         scheduler=run.scheduler.state_dict(), optimizer=run.optimizer.counters(),
-        data={"order": run.data_order, "tokenizer": run.tokenizer}, skips=list(run.skip_history.lines),
+        data={"order": run.data_order, "tokenizer": run.tokenizer}, skips=run.skip_history.lines(),
         skipped=[list(one) for one in run.skip_history.executed], spikes=run.spikes.state_dict(),
         layout=_layout(run))
 
@@ -335,7 +335,7 @@ def take_counters(run: Run, state: RunState, with_optimizer: bool = True, with_p
         p.iteration = state.iteration
         p.consumed_train_samples, p.consumed_valid_samples = state.consumed_train_samples, state.consumed_valid_samples
         p.skipped_train_samples = state.skipped_train_samples
-        run.skip_history.executed = state.skipped_ranges()
+        run.skip_history.take(state.skipped_ranges(), state.iteration)
         run.data_order = state.data.get("order", {})
         run.spikes.load_state_dict(state.spikes)
 

@@ -18,6 +18,7 @@ class Interval:
     user_skips: int = 0
     spike_skips: int = 0
     nan_iterations: int = 0
+    reasons: set[str] = field(default_factory=set)      # why the user or a spike skipped
 
     @property
     def loss(self) -> float:
@@ -73,6 +74,8 @@ def megatron_line(row: IterationRow, log_throughput: bool) -> str:
         parts.append(f" number of user-skipped iterations: {i.user_skips:3d}")
     if i.spike_skips:
         parts.append(f" number of spike-skipped iterations: {i.spike_skips:3d}")
+    if i.reasons - {"user"}:
+        parts.append(f" skip reason: {' '.join(sorted(i.reasons))}")
     return " |".join(parts) + " |"
 
 

@@ -137,7 +137,8 @@ class Trainer:
         self.lines.add(IterationResult(
             iteration, size, run.progress.consumed_train_samples, self._learning_rate(),
             loss_scale if outcome.skipped == "overflow" else run.optimizer.loss_scale, outcome.seconds, outcome.loss,
-            outcome.grad_norm, outcome.num_zeros, norm, outcome.skipped, finding=finding))
+            outcome.grad_norm, outcome.num_zeros, norm, outcome.skipped, finding=finding,
+            skipped_iterations_total=run.skip_history.total, skipped_samples=run.progress.skipped_train_samples))
         return outcome.flag
 
     def _went_back(self) -> bool:
@@ -164,11 +165,12 @@ class Trainer:
         they come to one, so that a run can be asked to leave, where they evaluate or save, and now and then.
         """
         run, plan, progress = self.run, self.run.plan, self.run.progress
-        before = plan.consumed_samples(first - 1)
+        before, reason = plan.consumed_samples(first - 1), run.skip_history.reason(first)
         if last != self._skipping_to:
             self._skipping_to = last
             samples = plan.consumed_samples(last) - before
-            log.print_rank_0(f"skipping iterations {first} to {last}: {samples} samples, "
+            why = "" if reason == "user" else f" ({reason})"
+            log.print_rank_0(f"skipping iterations {first} to {last}{why}: {samples} samples, "
                              f"{samples * run.config.model.seq_length} tokens are not trained")
         iteration = min(last, self._next_stop(first))
         samples = plan.consumed_samples(iteration) - before
@@ -182,7 +184,9 @@ class Trainer:
         run.scheduler.after_iteration(samples)
         self.lines.add(IterationResult(
             iteration, plan.global_batch_size(iteration), progress.consumed_train_samples, self._learning_rate(),
-            run.optimizer.loss_scale, 0.0, skipped="user", iterations=iteration - first + 1))
+            run.optimizer.loss_scale, 0.0, skipped="user", iterations=iteration - first + 1,
+            reason=reason, skipped_iterations_total=run.skip_history.total,
+            skipped_samples=progress.skipped_train_samples))
         if (run.runtime.world_size == 1 or self._evaluation_due(iteration) or self._save_due(iteration)
                 or self._snapshot_due(iteration) or iteration % AGREE_EVERY == 0):
             return iteration, self._agreed_wish()

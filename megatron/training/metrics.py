@@ -42,7 +42,10 @@ class IterationResult:
     num_zeros: int | None = None
     params_norm: float | None = None
     skipped: str | None = None
-    iterations: int = 1                 # how many at once, up to this one; more than one only where the user skips
+    iterations: int = 1                 # how many at once, up to this one; more than one only where data are not read
+    reason: str | None = None           # why the data were not read: user, spike ...
+    skipped_iterations_total: int = 0   # whose data were not read, in the whole run, and their samples
+    skipped_samples: int = 0
     finding: Finding = Finding()
 
 
@@ -102,6 +105,7 @@ class TrainingLog:
         i = self._interval
         if result.skipped == "user":
             i.user_skips += result.iterations
+            i.reasons.add(result.reason or "user")
         else:
             i.trained += 1
             i.samples += result.global_batch_size
@@ -110,7 +114,9 @@ class TrainingLog:
                 i.losses.append(result.loss)
             if result.skipped:
                 i.overflow_skips += result.skipped == "overflow"
-                i.spike_skips += result.skipped != "overflow"
+                if result.skipped != "overflow":
+                    i.spike_skips += 1
+                    i.reasons.add(result.skipped)
                 i.nan_iterations += result.loss is not None and not math.isfinite(result.loss)
         self._write_metrics(result)
         self._write_tensorboard(result)
@@ -178,7 +184,9 @@ class TrainingLog:
                "tokens_per_second": round(tokens / r.seconds, 3) if trained and r.seconds > 0 else None,
                "tflops": None if rate is None else round(rate, 6), "loss_scale": r.loss_scale,
                "global_batch_size": r.global_batch_size, "skipped": int(r.skipped is not None),
-               "skip_reason": r.skipped, "spike": r.finding.kind or None, "spike_sigma": round(r.finding.sigma, 3)}
+               "skip_reason": r.reason or r.skipped, "skipped_iterations_total": r.skipped_iterations_total,
+               "skipped_samples": r.skipped_samples, "spike": r.finding.kind or None,
+               "spike_sigma": round(r.finding.sigma, 3)}
         self._metrics.write(json.dumps(row) + "\n")
 
     def _write_tensorboard(self, r: IterationResult) -> None:
@@ -192,6 +200,8 @@ class TrainingLog:
             board.scalar("batch-size", r.global_batch_size, n, samples)
         if r.loss is not None and r.skipped is None:
             board.scalar("lm loss", r.loss, n, samples)
+        if r.skipped == "user":
+            board.scalar("skipped", 1, n, samples)
         if logging.log_loss_scale_to_tensorboard:
             board.scalar("loss-scale", r.loss_scale, n, samples)
         if logging.log_world_size_to_tensorboard:

@@ -21,8 +21,6 @@ from megatron.training.signals import Refusal
 from megatron.training.skip_history import record_skip
 from megatron.training.spike_policy import EXIT_CODE, Rewind
 
-DEPTH = 2
-
 
 @dataclass
 class Copy:
@@ -48,14 +46,16 @@ class Past:
         """Copy the run as it stands, over the oldest copy, if that is due; never while a spike may still grow."""
         run, every = self._run, self._run.config.spikes.spike_snapshot_interval
         newest = self._copies[-1].iteration if self._copies else -every
-        if run.spikes.action != "rewind" or not every or run.spikes.unsettled or run.progress.iteration < newest + every:
+        if not run.config.spikes.copies or run.spikes.unsettled or run.progress.iteration < newest + every:
             return
         tensors = _tensors(run)
-        reused = self._copies.pop(0).tensors if len(self._copies) == DEPTH else [torch.empty_like(t, device="cpu")
-                                                                                for t in tensors]
-        for mine, tensor in zip(reused, tensors, strict=True):
+        if len(self._copies) == run.config.spikes.copies:
+            memory = self._copies.pop(0).tensors
+        else:
+            memory = [torch.empty_like(tensor, device="cpu") for tensor in tensors]
+        for mine, tensor in zip(memory, tensors, strict=True):
             mine.copy_(tensor)
-        self._copies.append(Copy(run.progress.iteration, checkpointing.state_of(run).dump(), reused))
+        self._copies.append(Copy(run.progress.iteration, checkpointing.state_of(run).dump(), memory))
 
     def rewind(self, asked: Rewind) -> None:
         """Go back before `asked.start` and skip from there to `asked.end`; where nothing so old is left, from the oldest
@@ -70,9 +70,9 @@ class Past:
                           "(--spike-snapshot-interval) nor a checkpoint of this run; start again, with "
                           f"--train-range-to-skip {asked.start} {asked.end}", EXIT_CODE)
         asked, left = replace(asked, start=max(asked.start, max(older) + 1)), progress.iteration
-        rewinds = [*run.spikes.rewinds, asked]
+        rewinds, order = [*run.spikes.rewinds, asked], run.data_order
         where = self._take_back(max(older), checkpoints)
-        run.spikes.rewinds = rewinds
+        run.spikes.rewinds, run.data_order = rewinds, order
         first = progress.iteration + 1
         again = f"{first} to {asked.start - 1} are trained again, " if first < asked.start else ""
         log.print_rank_0(f"rewind from iteration {left} to {progress.iteration} ({where}), attempt {asked.attempt} for the "

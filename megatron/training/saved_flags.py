@@ -14,7 +14,8 @@ from megatron.config.tree import Config
 _USUAL = {"load", "save", "save_interval", "local_rank", "log_interval", "exit_interval", "exit_duration_in_mins",
           "finetune", "ckpt_step", "allow_data_order_change", "use_checkpoint_args", "override_opt_param_scheduler",
           "use_checkpoint_opt_param_scheduler", "progress", "metrics_file", "data_ledger", "tensorboard_dir", "dry_run",
-          "world_size", "async_save", "staging_dir", "spike_action", "spike_snapshot_interval"}
+          "world_size", "async_save", "staging_dir", "spike_action", "spike_snapshot_interval",
+          "forget_skip"}
 
 
 def saved_config(found: Checkpoint) -> Config:
