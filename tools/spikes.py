@@ -1,10 +1,12 @@
 #!/usr/bin/env python
-"""Loss spikes after the fact: where they are in a log, which documents were read there, and the flags of a restart.
+"""Loss spikes after the fact: where they are in a log, which documents were read there, the flags of a restart, and whether
+a run left out what it was to leave out.
 
     python tools/spikes.py analyze LOG... [--load DIR] [--plot FILE.svg]
     python tools/spikes.py docs --iteration N RUN [--order loss]
     python tools/spikes.py docs --doc D RUN
     python tools/spikes.py replay --load DIR --ckpt-step C --iterations A-B [--other-ckpt C2]
+    python tools/spikes.py verify [--ledger FILE] [--reference FILE] RUN
 
 LOG is what a run printed (Megatron's lines or AuroraGPT's, with whatever else is in it), its --metrics-file or its
 --tensorboard-dir; several are read one after the other, as the runs followed each other. RUN is what --save named, or
@@ -27,6 +29,7 @@ from megatron.training.log_reader import History, without_nan  # noqa: E402
 from megatron.training.run_history import checkpoints, read_history  # noqa: E402
 from megatron.training.spike_events import Event, find_events, log_interval  # noqa: E402
 from megatron.training.spike_plot import draw  # noqa: E402
+from tools import spike_verify  # noqa: E402
 from tools.spike_docs import docs  # noqa: E402
 
 NONE, FOUND, UNREADABLE = 0, 10, 2
@@ -111,12 +114,13 @@ def analyze(argv: Sequence[str]) -> int:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Exit codes: 0 done or nothing found, 10 spikes found, 2 a wrong command line or what cannot be read."""
+    """Exit codes: 0 done or nothing found, 10 spikes found, 1 found wrong by `verify`, 2 a wrong command line or what cannot
+    be read."""
     if argv[:1] == ["replay"]:
         from tools.spike_replay import replay  # torch, which takes longer to load than all the rest
 
         return replay(argv[1:])
-    commands = {"analyze": analyze, "docs": docs}
+    commands = {"analyze": analyze, "docs": docs, "verify": spike_verify.verify}
     if argv and argv[0] in commands:
         return commands[argv[0]](argv[1:])
     help_wanted = argv[:1] in (["-h"], ["--help"])
