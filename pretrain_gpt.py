@@ -76,7 +76,7 @@ def train(line, fence, writer, signals: SignalWatch | None) -> None:
     from megatron.device import default_backend
     from megatron.log import print_rank_0
     from megatron.timers import Timers
-    from megatron.training import build, checkpointing, data_position, initialize, loop, metrics
+    from megatron.training import build, checkpointing, data_position, initialize, loop, metrics, skip_history
     from megatron.training.log_lines import datetime_line
 
     config, backend = line.config, default_backend(line.config.training.device)
@@ -87,6 +87,7 @@ def train(line, fence, writer, signals: SignalWatch | None) -> None:
     plan = build.plan_run(config, line.world_size, tokenizer.vocab_size)
     writers = metrics.open_writers(config)
     runtime = initialize.initialize(config, meeting)
+    plan, skips = skip_history.judge_skips(config, plan, runtime)
     timers = Timers(config.logging.timing_log_level, initialize.synchronizer(runtime))
     log = metrics.TrainingLog(config, plan, timers, runtime.ctx.world, writers, runtime)
     log.start(time.time() - STARTED, command_line.dumped_values(config, plan, backend))
@@ -100,6 +101,7 @@ def train(line, fence, writer, signals: SignalWatch | None) -> None:
     with timers("train/valid/test-data-iterators-setup"):
         data = build.build_data(config, plan, runtime, tokenizer, run)
         data_position.check_data_order(run, data.order)
+        skip_history.start_skips(run, skips)
     print_rank_0(datetime_line("after dataloaders are built"))
     print_rank_0("done with setup ...")
     log.timers(["model-and-optimizer-setup", "train/valid/test-data-iterators-setup"])

@@ -21,7 +21,7 @@ import re
 import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +30,11 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 import numpy as np  # noqa: E402
 
 from megatron.arguments import Problems, build_parser, config_from, parse_typed  # noqa: E402
+from megatron.checkpoint import skip_records  # noqa: E402
 from megatron.config import command_line  # noqa: E402
 from megatron.config.check_paths import newest_checkpoint  # noqa: E402
 from megatron.config.plan import Plan, make_plan  # noqa: E402
+from megatron.config.skip_ranges import SkipRanges  # noqa: E402
 from megatron.config.tree import Config  # noqa: E402
 from megatron.data import provenance  # noqa: E402
 from megatron.data.build import Before, build_train_valid_test_datasets  # noqa: E402
@@ -185,6 +187,12 @@ class Reading:
                     yield sample, rank, micro_batch
 
 
+def hash_of(reading: Reading, iteration: int, samplers: Sequence[Sampler]) -> int:
+    """The hash of an iteration's samples as the ledger has it, read from the data."""
+    return sum(sample_hash(sample, tokens_hash(reading.dataset[sample]))
+               for sample, _, _ in reading.batch(iteration, samplers)) & MASK
+
+
 def open_run(options: argparse.Namespace, flags: Sequence[str] | None, iteration: int | None) -> Reading:
     """The data of the run that the command line names. Raises ValueError."""
     state: dict[str, Any] = {}
@@ -202,6 +210,8 @@ def open_run(options: argparse.Namespace, flags: Sequence[str] | None, iteration
     flags_of_tokenizer = {flag.name: getattr(d, flag.name) for flag in fields(TokenizerFlags)}
     tokenizer = TokenizerFlags(**flags_of_tokenizer | {"tokenizer_type": d.tokenizer}).build()
     plan = make_plan(config, world_size, tokenizer.vocab_size)
+    if state.get("skipped") is not None:
+        plan = replace(plan, skips=_skips(folder, state, plan.skips))
     order = state["data"]["order"]["train"] if state else None
     before = Before(order, state["consumed_train_samples"]) if order else None
     dataset, _, _ = build_train_valid_test_datasets(
@@ -209,6 +219,16 @@ def open_run(options: argparse.Namespace, flags: Sequence[str] | None, iteration
         eod=tokenizer.eod, sizes=(plan.targets.train, 0, 0), check_tokens=False, before=before)
     shift = state["consumed_train_samples"] - plan.consumed_samples(state["iteration"]) if state else 0
     return Reading(config, plan, dataset, tokenizer, shift)
+
+
+def _skips(folder: Path, state: dict[str, Any], typed: SkipRanges) -> SkipRanges:
+    """What a run has left out up to a checkpoint, and from there on will leave out by flags and records."""
+    lines, _ = skip_records.read(folder.parent)
+    records = skip_records.active([*(one for one in state["skips"] if isinstance(one, str)), *lines], str(folder))
+    to_come = typed.joined((one.a, one.b) for one in records.values()).ranges
+    done = state["iteration"]
+    past = SkipRanges((first, last) for first, last in state["skipped"]).cut(done)
+    return past.joined((max(first, done + 1), last) for first, last in to_come if last > done)
 
 
 def checkpoint_after(run: str, iteration: int | None) -> Path:

@@ -2,7 +2,7 @@
 
 A run saves into a directory of a local disk, the staging directory. A process of its own uploads the checkpoint that the
 tracker there names: file by file, each read back and compared, the manifest behind the tensors, the tracker last. So what
-the tracker in the store names is whole. Knows no tensors and no process group.
+the tracker in the store names is whole. `skips.jsonl` goes with them. Knows no tensors and no process group.
 """
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron import log
-from megatron.checkpoint import manifest, store
+from megatron.checkpoint import manifest, skip_records, store
 from megatron.checkpoint.disk import DISK, CheckpointError
 from megatron.checkpoint.side_process import SideProcess
 
@@ -69,6 +69,27 @@ class Remote:
             self._patiently("upload", there, lambda name=name, there=there: self._put(directory / name, there))
         self._patiently("write", store.TRACKER,
                         lambda: self._files.pipe_file(f"{self._root}/{store.TRACKER}", str(iteration).encode()))
+
+    def bring_skips(self, staging: Path) -> None:
+        """Join the records of skipped iterations in the store and in the staging directory, there: those of the store first.
+
+        Raises CheckpointError.
+        """
+        try:
+            text = self._patiently("read", skip_records.FILE_NAME,
+                                   lambda: self._files.cat_file(f"{self._root}/{skip_records.FILE_NAME}"))
+        except FileNotFoundError:
+            return
+        theirs = text.decode(errors="replace").splitlines()
+        mine, _ = skip_records.read(staging)
+        if mine[:len(theirs)] != theirs:            # otherwise the store has nothing that is not here
+            skip_records.replace(staging, [*theirs, *(line for line in mine if line not in set(theirs))])
+
+    def upload_skips(self, staging: Path) -> None:
+        """Bring the records of skipped iterations into the store, where there are any. Raises CheckpointError."""
+        path = staging / skip_records.FILE_NAME
+        if path.exists():
+            self._patiently("upload", path.name, lambda: self._put(path, path.name))
 
     def _put(self, path: Path, there: str) -> None:
         if not self._is_same(path, there):
@@ -126,11 +147,13 @@ class Remote:
 
 
 def fetch(url: str, staging: str, step: int | None = None) -> None:
-    """Have the newest checkpoint of `url` (or that of iteration `step`) in the staging directory, if it is not there.
+    """Have the newest checkpoint of `url` (or that of iteration `step`) in the staging directory, if it is not there, and its
+    records of skipped iterations.
 
     A newer one that lies there, not uploaded yet, stays the newest. Raises CheckpointError and ValueError.
     """
     remote = Remote(url)
+    remote.bring_skips(Path(staging))
     iteration = remote.latest() if step is None else step
     if iteration is None:
         return
@@ -190,12 +213,27 @@ def _serve(pipe: Connection, staging: Path, url: str) -> None:
         uploaded = remote.latest()          # what its tracker names was compared when it was uploaded
     except CheckpointError:
         uploaded = None
+    records = b""
     while not over:
         over, before = pipe.poll(LOOKS) and pipe.recv() is None, failure
+        records, skips_failure = _upload_skips(remote, staging, records)
         uploaded, failure = _upload_newest(remote, staging, uploaded)
+        failure = failure or skips_failure
         if failure and failure != before and not over:
             print(f"WARNING: --save {url}: {failure}; it is tried again, training goes on", file=sys.stderr, flush=True)
     pipe.send(failure)
+
+
+def _upload_skips(remote: Remote, staging: Path, uploaded: bytes) -> tuple[bytes, str | None]:
+    """Upload the records of skipped iterations if they are others than `uploaded`; the result is that of _upload_newest."""
+    try:
+        path = staging / skip_records.FILE_NAME
+        found = path.read_bytes() if path.exists() else b""
+        if found != uploaded:
+            remote.upload_skips(staging)
+        return found, None
+    except (CheckpointError, OSError) as error:
+        return uploaded, str(error)
 
 
 def _upload_newest(remote: Remote, staging: Path, uploaded: int | None) -> tuple[int | None, str | None]:

@@ -32,9 +32,9 @@ class RunState:
     """Counters and small states of a run after `iteration` iterations. Every value is None, bool, int, float, str, or a
     list or str-keyed dict of such; tuples come back as lists.
 
-    `skips`: the history of skipped ranges, as the loop notes them. `layout`: world, tp, pp, dp ... at the save.
-    `data`: fingerprint of the flags and files that fix the data order. `rng` is empty while all randomness is a pure
-    function of counters.
+    `skips`: the lines of `skips.jsonl` that count; `skipped`: the ranges [first, last] left out so far. `layout`: world, tp,
+    pp, dp ... at the save. `data`: fingerprint of the flags and files that fix the data order. `rng` is empty while all
+    randomness is a pure function of counters. `spikes`: what the detector remembers.
     """
 
     iteration: int = 0
@@ -48,8 +48,20 @@ class RunState:
     rng: dict[str, Any] = field(default_factory=dict)
     data: dict[str, Any] = field(default_factory=dict)
     skips: list[Any] = field(default_factory=list)
+    spikes: dict[str, Any] = field(default_factory=dict)
+    skipped: list[Any] = field(default_factory=list)
     layout: dict[str, Any] = field(default_factory=dict)
     versions: dict[str, Any] = field(default_factory=versions)
+
+    def skipped_ranges(self) -> list[list[int]]:
+        """`skipped`; of an older checkpoint, whose `skips` are the ranges of its flags, their part up to its iteration.
+        Raises CheckpointError where they are none."""
+        flags = [one for one in self.skips if isinstance(one, list)]
+        for one in self.skipped or flags:
+            if not isinstance(one, list) or [type(end) for end in one] != [int, int] or not 1 <= one[0] <= one[1]:
+                raise CheckpointError(f"the run state says that the range {one} was skipped, which is none; the checkpoint "
+                                      "is damaged: use another one")
+        return self.skipped or [[first, min(last, self.iteration)] for first, last in flags if first <= self.iteration]
 
     def dump(self) -> bytes:
         """The JSON text. TypeError, naming the place, for a value that would not come back as it is."""

@@ -26,7 +26,7 @@ _AT_LEAST_ONE = (
 _NOT_NEGATIVE = (
     "init_method_std mid_level_dataset_surplus lr min_lr lr_warmup_iters lr_warmup_samples lr_warmup_init weight_decay "
     "start_weight_decay end_weight_decay clip_grad eval_iters num_workers manual_gc_interval ckpt_step decoupled_lr "
-    "decoupled_min_lr vocab_extra_ids lr_init_iters adam_beta2_schedule_c").split()
+    "decoupled_min_lr vocab_extra_ids lr_init_iters adam_beta2_schedule_c spike_snapshot_interval").split()
 _POSITIVE = ("norm_epsilon adam_eps loss_scale initial_loss_scale min_loss_scale exit_duration_in_mins "
              "rope_scaling_factor max_loss_scale embed_grad_scale").split()
 _BELOW_ONE = "attention_dropout hidden_dropout label_smoothing adam_beta1 adam_beta2 sgd_momentum lr_warmup_fraction".split()
@@ -69,6 +69,8 @@ _NEEDED = (
     ("bias_gelu_fusion", "a GELU with biases", lambda v: v["add_bias_linear"] and not (
         v["swiglu"] or v["geglu"] or v["squared_relu"] or v["openai_gelu"])),
     ("split", "--data-path or --data-args-path", lambda v: not v["mock_data"]),
+    ("spike_action", "training, which --skip-train leaves out", lambda v: not v["skip_train"]),
+    ("spike_snapshot_interval", "--spike-action rewind", lambda v: v["spike_action"] == "rewind"),
     ("overlap_p2p_comm", "--pipeline-model-parallel-size", lambda v: v["pipeline_model_parallel_size"] > 1),
 )
 _ALWAYS = {
@@ -259,6 +261,17 @@ def _schedule(f: Facts) -> Iterator[str]:
     yield from _only_one(f, "override_opt_param_scheduler", "use_checkpoint_opt_param_scheduler")
 
 
+def _spikes(f: Facts) -> Iterator[str]:
+    if f["spike_action"] != "rewind":
+        return
+    if not f["spike_snapshot_interval"] and f["save"] is None and f["load"] is None:
+        yield ("--spike-action rewind: there is nothing to go back to with --spike-snapshot-interval 0 and neither --save nor "
+               "--load; give --save DIR, or an interval such as 50")
+    if f["no_save_optim"]:
+        yield ("--no-save-optim: --spike-action rewind saves where it goes back to, and needs the optimizer there; leave one "
+               "of them out")
+
+
 def _loop(f: Facts) -> Iterator[str]:
     """Recompute, determinism, checkpoints."""
     layers, method = f["recompute_num_layers"], f["recompute_method"]
@@ -313,4 +326,4 @@ def _skip_ranges(f: Facts) -> tuple[list[str], list[str]]:
     return [], [f"WARNING: {line}" for line in skips.warnings] + skips.infos
 
 
-_RULES = (_required, _ranges, _shape, _precision, check_layout.rule, _run, _schedule, _loop, _skips)
+_RULES = (_required, _ranges, _shape, _precision, check_layout.rule, _run, _schedule, _loop, _spikes, _skips)

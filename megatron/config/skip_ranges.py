@@ -66,11 +66,11 @@ class SkipRanges:
             left = f"iterations {completed + 1} to {train_iters}" if completed else f"all {train_iters} iterations"
             problems.append(f"{RANGE_FLAG}: nothing to train, {left} are skipped; narrow the ranges")
         if problems:
-            raise ValueError("\n".join(_shorten(problems)))
+            raise ValueError("\n".join(shorten(problems)))
         infos = [merged.describe()] if merged.ranges else []
         if train_iters and LARGE_SHARE * merged.count_in(1, train_iters) > train_iters:
             warnings.append(merged._large_share(train_iters, samples_before, seq_length))
-        return ParsedSkips(merged, _shorten(warnings), infos)
+        return ParsedSkips(merged, shorten(warnings), infos)
 
     def is_skipped(self, iteration: int) -> bool:
         """Whether iteration n (1-based, the number on its log line) is skipped."""
@@ -84,6 +84,14 @@ class SkipRanges:
     def count_in(self, first: int, last: int) -> int:
         """How many iterations of [first, last] are skipped."""
         return max(0, self._count_to(last) - self._count_to(first - 1))
+
+    def joined(self, ranges: Iterable[Range]) -> "SkipRanges":
+        """These and others; nothing is said of overlaps."""
+        return SkipRanges(_merge([*self.ranges, *ranges], []))
+
+    def cut(self, last: int) -> "SkipRanges":
+        """These without the iterations after `last`."""
+        return SkipRanges((start, min(end, last)) for start, end in self.ranges if start <= last)
 
     def nothing_to_train(self, completed: int, train_iters: int) -> bool:
         """Whether iterations are left after `completed` ones and every one of them is skipped."""
@@ -205,6 +213,6 @@ def _merge(ranges: list[Range], warnings: list[str]) -> list[Range]:
     return [*merged, (start, end)] if start else merged
 
 
-def _shorten(lines: list[str]) -> list[str]:
+def shorten(lines: list[str]) -> list[str]:
     """At most SHOWN lines, and how many more there are."""
     return lines if len(lines) <= SHOWN else [*lines[:SHOWN], f"... and {len(lines) - SHOWN} more of these"]

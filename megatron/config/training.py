@@ -52,6 +52,8 @@ class TrainingConfig:
                                                       "iterations a to b (both included) are not trained")
     iterations_to_skip: tuple[str, ...] | None = arg(None, extend=True, dump=False, help="single iterations that "
                                                      "are not trained")
+    forget_skip: tuple[str, ...] | None = arg(None, extend=True, dump=False, help="ids of recorded ranges, which "
+                                              "the start lists, that are to be trained after all")
     device: Literal["auto", "cpu", "cuda"] = arg("auto", help="where to train; auto takes CUDA when there is any",
                                                  dump=False)
     dry_run: bool = arg(False, help="print the plan, the data and the kernels, and exit; needs no data, checkpoint or "

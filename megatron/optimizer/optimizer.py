@@ -19,7 +19,8 @@ LOW_PRECISION = (torch.float16, torch.bfloat16)
 
 
 class StepResult(NamedTuple):
-    """ok: an update was made. grad_norm: before clipping; None if skipped or --clip-grad 0. num_zeros: if asked for."""
+    """ok: an update was made. grad_norm: before clipping; None after an overflow, and with --clip-grad 0 unless somebody is
+    asked to admit the step. num_zeros: if asked for."""
 
     ok: bool
     grad_norm: float | None
@@ -129,27 +130,32 @@ class MixedPrecisionOptimizer:
         return "fused" if self.param_groups[0]["fused"] else "foreach"
 
     @torch.no_grad()
-    def step(self, grad_factor: float = 1.0) -> StepResult:
+    def step(self, grad_factor: float = 1.0, admit: Callable[[float], bool] | None = None) -> StepResult:
         """Use the gradients once; on an overflow (with a scaler) adapt the scale and change nothing else.
 
         `grad_factor` multiplies all gradients (say 1 / tokens) in the same pass that unscales and clips them. Gradients
         are read twice and written at most once: one pass for norm and overflow together, one multiplication if its
         factor is not 1, then the update. At most one host sync (another when zeros are counted). Without a scaler a
-        NaN or infinite norm is reported as it is, and the update is made: the loop decides what that means.
+        NaN or infinite norm is reported as it is, and the update is made: the loop decides what that means. `admit(norm)`,
+        if given, is asked first, unless there is an overflow; where it says no nothing is changed, the scaler neither.
         """
         grads = self._attach_gradients()
         norm: float | None = None
         factor = grad_factor / self.loss_scale
-        if self.grad_scaler is not None or self.clip_grad > 0.0:
+        if self.grad_scaler is not None or self.clip_grad > 0.0 or admit:
             with self._span("optimizer-unscale-and-check-inf"):
                 found_inf, raw_norm = self._measure(grads)
+            if self.clip_grad > 0.0 or admit:
+                norm = raw_norm * factor
+            if not found_inf and admit and not admit(norm):
+                self._release_gradients()
+                return StepResult(False, norm, None)
             if self.grad_scaler is not None:
                 self.grad_scaler.update(found_inf)
                 if found_inf:
                     self._release_gradients()
                     return StepResult(False, None, None)
             if self.clip_grad > 0.0:
-                norm = raw_norm * factor
                 factor *= clip_grads.clip_coefficient(norm, self.clip_grad)
         with self._span("optimizer-clip-main-grad"):
             clip_grads.scale_gradients(grads, factor)

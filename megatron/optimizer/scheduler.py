@@ -227,6 +227,7 @@ class OptimizerParamScheduler:
             else:
                 log.print_rank_0(f" > using checkpoint value {saved} for {label}")
                 setattr(self, name, saved)
+        self.num_steps = 0
         self.step(_first(state, ("num_iters", "num_steps")))
 
     def _problems(self) -> list[str]:

@@ -11,6 +11,7 @@ from torch import nn
 
 from megatron import log
 from megatron.checkpoint.async_writer import Writer
+from megatron.checkpoint.skip_records import SkipHistory
 from megatron.checkpoint.state import RunState
 from megatron.config.plan import Plan, bucket_size, make_plan
 from megatron.config.training import TrainingConfig
@@ -36,6 +37,7 @@ from megatron.parallel.sharding import counts, init_parameters
 from megatron.timers import Timers
 from megatron.training.batch import BatchRules
 from megatron.training.initialize import Runtime
+from megatron.training.spike_policy import SpikePolicy
 
 
 @dataclass
@@ -74,9 +76,11 @@ class Run:
     rules: BatchRules
     tokenizer: dict[str, Any]
     progress: Progress = field(default_factory=Progress)
+    spikes: SpikePolicy = field(default_factory=SpikePolicy)
     data_order: dict[str, Any] = field(default_factory=dict)
     recorder: Recorder | None = None        # of --data-ledger
     writer: Writer | None = None            # of --async-save
+    skip_history: SkipHistory = field(default_factory=SkipHistory)      # `plan.skips` are the ranges to come
     under_way: UnderWay | None = None       # the save that --async-save has begun
     fence: Callable[[], None] = lambda: None        # raises where another job has taken --save over; asked by rank 0
 
@@ -172,7 +176,7 @@ def build_run(config: Config, plan: Plan, runtime: Runtime, timers: Timers, toke
     rules = BatchRules(tokenizer.eod, d.reset_position_ids, d.reset_attention_mask, d.eod_mask_loss, ctx.cp)
     return Run(config, plan, runtime, timers, model, build_pipeline(config, plan, runtime), buffers, optimizer,
                build_scheduler(config, plan, optimizer), rules, tokenizer.identity(),
-               recorder=build_recorder(config, runtime))
+               spikes=SpikePolicy(config.spikes.spike_action), recorder=build_recorder(config, runtime))
 
 
 def build_recorder(config: Config, runtime: Runtime) -> Recorder | None:

@@ -19,6 +19,7 @@ from megatron.parallel.context import Axis
 from megatron.timers import Timers
 from megatron.training import flops, log_lines
 from megatron.training.initialize import Runtime
+from megatron.training.spikes import Finding
 from megatron.training.tensorboard import TensorBoard
 
 # Megatron's tags of what megatron.device.memory_report measures.
@@ -28,7 +29,8 @@ _MEMORY_TAGS = {"reserved": "mem-reserved-bytes", "allocated": "mem-allocated-by
 
 @dataclass(frozen=True)
 class IterationResult:
-    """What one iteration did. `skipped`: None, `user` (its data was not read) or `overflow` (fp16, no update)."""
+    """What one iteration did. `skipped`: None, `user` (its data was not read), or no update was made: `overflow` (fp16),
+    `spike` or `nonfinite` (--spike-action)."""
     iteration: int
     global_batch_size: int
     consumed_samples: int
@@ -40,7 +42,11 @@ class IterationResult:
     num_zeros: int | None = None
     params_norm: float | None = None
     skipped: str | None = None
-    iterations: int = 1                 # how many at once, up to this one; more than one only where the user skips
+    iterations: int = 1                 # how many at once, up to this one; more than one only where data are not read
+    reason: str | None = None           # why the data were not read: user, spike ...
+    skipped_iterations_total: int = 0   # whose data were not read, in the whole run, and their samples
+    skipped_samples: int = 0
+    finding: Finding = Finding()
 
 
 @dataclass(frozen=True)
@@ -99,14 +105,18 @@ class TrainingLog:
         i = self._interval
         if result.skipped == "user":
             i.user_skips += result.iterations
+            i.reasons.add(result.reason or "user")
         else:
             i.trained += 1
             i.samples += result.global_batch_size
             i.seconds += result.seconds
             if result.skipped is None and result.loss is not None:
                 i.losses.append(result.loss)
-            if result.skipped == "overflow":
-                i.overflow_skips += 1
+            if result.skipped:
+                i.overflow_skips += result.skipped == "overflow"
+                if result.skipped != "overflow":
+                    i.spike_skips += 1
+                    i.reasons.add(result.skipped)
                 i.nan_iterations += result.loss is not None and not math.isfinite(result.loss)
         self._write_metrics(result)
         self._write_tensorboard(result)
@@ -116,6 +126,10 @@ class TrainingLog:
             self._interval = log_lines.Interval()
             if self._config.logging.timing_log_level > 0:
                 self.timers(tensorboard_at=result.iteration)
+
+    def go_back(self) -> None:
+        """The iterations since the last line will not count."""
+        self._interval = log_lines.Interval()
 
     def _rate(self, flops_per_iteration: float, seconds: float) -> float | None:
         return flops.teraflops_per_rank(flops_per_iteration, seconds, self._plan.world_size) if seconds > 0 else None
@@ -170,7 +184,9 @@ class TrainingLog:
                "tokens_per_second": round(tokens / r.seconds, 3) if trained and r.seconds > 0 else None,
                "tflops": None if rate is None else round(rate, 6), "loss_scale": r.loss_scale,
                "global_batch_size": r.global_batch_size, "skipped": int(r.skipped is not None),
-               "skip_reason": r.skipped}
+               "skip_reason": r.reason or r.skipped, "skipped_iterations_total": r.skipped_iterations_total,
+               "skipped_samples": r.skipped_samples, "spike": r.finding.kind or None,
+               "spike_sigma": round(r.finding.sigma, 3)}
         self._metrics.write(json.dumps(row) + "\n")
 
     def _write_tensorboard(self, r: IterationResult) -> None:
@@ -184,6 +200,8 @@ class TrainingLog:
             board.scalar("batch-size", r.global_batch_size, n, samples)
         if r.loss is not None and r.skipped is None:
             board.scalar("lm loss", r.loss, n, samples)
+        if r.skipped == "user":
+            board.scalar("skipped", 1, n, samples)
         if logging.log_loss_scale_to_tensorboard:
             board.scalar("loss-scale", r.loss_scale, n, samples)
         if logging.log_world_size_to_tensorboard:
@@ -192,6 +210,8 @@ class TrainingLog:
             for key, value in devices.memory_report(self._runtime.device).items():
                 if key in _MEMORY_TAGS:
                     board.scalar(_MEMORY_TAGS[key], value, n)
+        if r.finding.spike:
+            board.scalar("spike", r.finding.sigma, n, samples)
         for tag, value in (("grad-norm", r.grad_norm), ("num-zeros", r.num_zeros), ("params-norm", r.params_norm)):
             if value is not None:
                 board.scalar(tag, value, n, samples)

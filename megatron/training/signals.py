@@ -22,6 +22,14 @@ SAME_REQUEST_SECONDS = 1.0      # a scheduler and a launcher both pass one reque
 LOST_WAITS = 10.0               # for the news why a connection is lost
 
 
+class Refusal(ValueError):
+    """Why a run ends, in one line for the user, and with which exit code. To be raised on all ranks."""
+
+    def __init__(self, text: str, code: int):
+        super().__init__(text)
+        self.code = code
+
+
 class SignalWatch:
     """Hears signals at once, also while the main thread waits inside a library: a thread of its own reads them.
 
@@ -132,7 +140,7 @@ class WorkerSignals:
 
 
 def leave_with(error: Exception | SystemExit, watch: SignalWatch) -> NoReturn:
-    """Say what went wrong and end this process with exit code 1 (of a SystemExit, with its own).
+    """Say what went wrong and end this process with exit code 1 (of a SystemExit or a Refusal, with its own).
 
     What is wrong for one rank is mostly wrong for all, and a rank that fails breaks the connections of the others. Over
     the line they agree on one to speak: the lowest of those that failed for reasons of their own. Without it, rank 0
@@ -142,7 +150,7 @@ def leave_with(error: Exception | SystemExit, watch: SignalWatch) -> NoReturn:
     if isinstance(error, SystemExit) and line is None:
         raise error                     # a bad command line, which has been said
     rank, alone = log.rank(), log.world_size() == 1
-    code = error.code if isinstance(error, SystemExit) else 1
+    code = error.code if isinstance(error, (SystemExit, Refusal)) else 1
     code = code if isinstance(code, int) else int(code is not None)
     text = describe(error)
     if line is None:

@@ -1,6 +1,7 @@
 """One training iteration and one evaluation, from samples to numbers. Knows no log, no file and no signal."""
 from __future__ import annotations
 
+import functools
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -11,6 +12,7 @@ import torch
 from torch.autograd.graph import GradientEdge
 
 from megatron.model.gpt import GPTModel
+from megatron.optimizer.optimizer import StepResult
 from megatron.parallel.collectives import all_reduce_, gather_objects
 from megatron.parallel.pipeline import Forward
 from megatron.parallel.random import DropoutSeeds
@@ -26,10 +28,11 @@ class NotFinite(ArithmeticError):
 
 
 class StepOutcome(NamedTuple):
-    """What a training step measured; `num_zeros` is that of real parameters (those that are padding always have zero
-    gradients); `flag` is the sum of what the ranks handed in."""
+    """What a training step measured; `skipped`: None, or why no update was made: `overflow` (fp16), `spike` or `nonfinite`
+    (--spike-action); `num_zeros` is that of real parameters (those that are padding always have zero gradients); `flag` is
+    the sum of what the ranks handed in."""
     loss: float
-    updated: bool
+    skipped: str | None
     grad_norm: float | None
     num_zeros: int | None
     seconds: float
@@ -77,17 +80,27 @@ def train_step(run: Run, forward_step: ForwardStep, samples: Iterator[torch.Tens
         recorder.record(iteration, run.progress.consumed_train_samples, run.plan.global_batch_size(iteration), *halves)
     loss = loss_sum / max(1.0, tokens)
     _check_loss(run, iteration, loss, local)
+    admit = functools.partial(run.spikes.admits, iteration, loss) if run.spikes.decides else None
     with timers("optimizer", 1):
-        result = run.optimizer.step(grad_factor=nominal / max(1.0, tokens))
+        result = run.optimizer.step(nominal / max(1.0, tokens), admit)
         if result.ok and run.runtime.ctx.shard.size > 1:
             with timers("params-all-gather", 1):
                 run.buffers.gather_weights()
-    if result.grad_norm is not None and not math.isfinite(result.grad_norm) and _checks(run):
+    if result.ok and result.grad_norm is not None and not math.isfinite(result.grad_norm) and _checks(run):
         raise NotFinite(f"iteration {iteration}: the gradient norm is {result.grad_norm}; nothing of this step is "
                         f"saved. Resume from the last checkpoint with --train-range-to-skip {iteration} {iteration}, a "
                         f"lower --lr, or --no-check-for-nan-in-loss-and-grad to go on regardless")
     zeros = None if result.num_zeros is None else result.num_zeros - run.plan.num_padding
-    return StepOutcome(loss, result.ok, result.grad_norm, zeros, time.perf_counter() - start, int(flags))
+    return StepOutcome(loss, _why_skipped(run, result), result.grad_norm, zeros, time.perf_counter() - start, int(flags))
+
+
+def _why_skipped(run: Run, result: StepResult) -> str | None:
+    """Why no update was made, None if one was. What was not admitted has a norm, what overflowed has none."""
+    if result.ok:
+        return None
+    if result.grad_norm is None:
+        return "overflow"
+    return "nonfinite" if run.spikes.finding.kind == "non-finite" else "spike"
 
 
 def _forwards(run: Run, forward_step: ForwardStep, samples: Iterator[torch.Tensor], totals: torch.Tensor,
@@ -132,9 +145,10 @@ def next_samples(samples: Iterator[torch.Tensor]) -> torch.Tensor:
 
 
 def _checks(run: Run) -> bool:
-    """Are non-finite numbers an error? Not under dynamic loss scaling, where they are how it finds its scale."""
+    """Are non-finite numbers an error? Not under dynamic loss scaling, where they are how it finds its scale, nor where
+    --spike-action leaves such an update out."""
     dynamic = run.config.precision.fp16 and run.config.precision.loss_scale is None
-    return run.config.training.check_for_nan_in_loss_and_grad and not dynamic
+    return run.config.training.check_for_nan_in_loss_and_grad and not dynamic and not run.spikes.decides
 
 
 def _check_loss(run: Run, iteration: int, loss: float, local: torch.Tensor) -> None:

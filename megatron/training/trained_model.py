@@ -17,7 +17,8 @@ from megatron.model.gpt import GPTModel
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.sharding import local_box
 from megatron.training.build import make_tokenizer
-from megatron.training.checkpointing import read_into, saved_config
+from megatron.training.checkpointing import read_into
+from megatron.training.saved_flags import saved_config
 
 
 @dataclass(frozen=True)

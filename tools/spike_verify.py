@@ -1,0 +1,132 @@
+"""`spikes.py verify`: does a run's data ledger show that exactly the ranges it was to leave out were left out? Reads ledgers
+and, of skipped iterations, the data; knows no model.
+"""
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron.arguments import Problems
+from megatron.checkpoint.disk import CheckpointError
+from megatron.data.ledger import SKIPPED, read_ledger
+from tools import inspect_data
+
+GOOD, WRONG, UNREADABLE = 0, 1, 2
+SHOWN = 20
+
+
+@dataclass(frozen=True)
+class Table:
+    """A ledger. `rows` by iteration: first sample, samples, skipped, hash."""
+    path: str
+    rows: dict[int, tuple[int, int, bool, int]]
+
+
+def read(path: str, sequence_length: int) -> Table:
+    """A ledger of samples of so many tokens. Raises ValueError."""
+    if not Path(path).is_file():
+        raise ValueError(f"{path}: there is no such file; give a file that --data-ledger wrote")
+    length, records = read_ledger(path)
+    if length != sequence_length:
+        raise ValueError(f"{path}: is of samples of {length} tokens, the run's --seq-length is {sequence_length}; give the "
+                         "ledger of this run")
+    if not len(records):
+        raise ValueError(f"{path}: has no iteration; give the ledger of a run that has trained")
+    return Table(path, {n: (first, count, flag == SKIPPED, value) for n, first, count, flag, value in records.tolist()})
+
+
+def skipped_as_asked(table: Table, reading: inspect_data.Reading) -> Iterator[str]:
+    """Iterations that the ledger lacks, calls skipped though nobody asked for that, or trained though they were to be
+    skipped."""
+    for n in range(min(table.rows), max(table.rows) + 1):
+        if n not in table.rows:
+            yield f"{table.path}: iteration {n} is not in it"
+            continue
+        _, _, skipped, value = table.rows[n]
+        if skipped != reading.plan.skips.is_skipped(n):
+            said = "skipped, which nothing asks for" if skipped else "trained, though it was to be skipped"
+            yield f"{table.path}: iteration {n} was {said}"
+        elif skipped and value:
+            yield f"{table.path}: iteration {n} is marked as skipped and has the hash {value:016x} of something read"
+
+
+def same_but_skipped(table: Table, reference: Table) -> Iterator[str]:
+    """Iterations that read something else than in the reference, or other places of the data."""
+    for n in sorted(table.rows.keys() & reference.rows.keys()):
+        mine, other = table.rows[n], reference.rows[n]
+        if mine[:2] != other[:2]:
+            yield (f"iteration {n}: {mine[1]} samples from {mine[0]} on in {table.path}, {other[1]} from {other[0]} on in "
+                   f"{reference.path}")
+        elif not mine[2] and mine != other:
+            said = "skipped" if other[2] else f"hash {other[3]:016x}"
+            yield f"iteration {n}: hash {mine[3]:016x} in {table.path}, {said} in {reference.path}"
+
+
+def hashes_of_skipped(table: Table, reference: Table | None, reading: inspect_data.Reading) -> Iterator[str]:
+    """Skipped iterations whose samples, read now, are not what the reference read there, or were trained elsewhere."""
+    trained = {value: n for n, (_, _, skipped, value) in table.rows.items() if not skipped}
+    samplers = reading.samplers()
+    for n, (first, count, skipped, _) in sorted(table.rows.items()):
+        if not skipped:
+            continue
+        if (first, count) != (reading.first_sample(n), reading.plan.global_batch_size(n)):
+            yield (f"iteration {n}: {count} samples from {first} on in {table.path}, by the run's flags "
+                   f"{reading.plan.global_batch_size(n)} from {reading.first_sample(n)} on")
+            continue
+        value = inspect_data.hash_of(reading, n, samplers)
+        other = reference.rows.get(n) if reference else None
+        if other and not other[2] and other[3] != value:
+            yield f"iteration {n}: its samples have the hash {value:016x} now, {other[3]:016x} in {reference.path}"
+        if value in trained:
+            yield f"iteration {n}: was skipped, and its samples were trained in iteration {trained[value]}"
+
+
+def report(what: str, found: Iterator[str]) -> bool:
+    """Print a line on a check, and lines on what it found; whether all is well."""
+    lines = list(found)
+    print(f"{'wrong' if lines else 'good'}: {what}")
+    for line in lines[:SHOWN]:
+        print(f"  {line}")
+    if len(lines) > SHOWN:
+        print(f"  ... and {len(lines) - SHOWN} more of these")
+    return not lines
+
+
+def verify(argv: Sequence[str]) -> int:
+    """Check by its data ledger that a run left out what it was to leave out, and nothing else. Exit codes: 0 it did, 1 it
+    did not, 2 unreadable."""
+    words = list(argv)
+    flags = words[words.index("--") + 1:] if "--" in words else None
+    parser = argparse.ArgumentParser(prog="spikes.py verify", description=verify.__doc__, allow_abbrev=False)
+    parser.add_argument("run", nargs="?", help="directory of a run (--save), or an iter_XXXXXXX in it")
+    parser.add_argument("--ledger", metavar="FILE", help="the run's ledger (default: the one of its flags)")
+    parser.add_argument("--reference", metavar="FILE", help="the ledger of the same run without (these) skips")
+    parser.add_argument("--world-size", type=int, help="number of ranks (default: the run's; with flags: 1)")
+    args = parser.parse_args(words[:words.index("--")] if flags is not None else words)
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):     # what training would log of its data
+            reading = inspect_data.open_run(args, flags, None)
+        length, path = reading.config.model.seq_length, args.ledger or reading.config.logging.data_ledger
+        if path is None:
+            raise ValueError("--ledger is missing: the run's flags name no --data-ledger; give the file")
+        table = read(path, length)
+        reference = read(args.reference, length) if args.reference else None
+        print(f"{path}: {len(table.rows)} iterations, {sum(row[2] for row in table.rows.values())} of them skipped")
+        good = report("the iterations marked as skipped, and no others, are those that were to be skipped",
+                      skipped_as_asked(table, reading))
+        if reference:
+            good &= report(f"all others read what they do in {args.reference}", same_but_skipped(table, reference))
+        good &= report("the samples of the skipped iterations, read now, were trained nowhere" + (
+            f", and are those of {args.reference}" if reference else ""), hashes_of_skipped(table, reference, reading))
+    except Problems as error:
+        print("\n".join(f"error: {line}" for line in error.lines), file=sys.stderr)
+        return UNREADABLE
+    except (ValueError, OSError, CheckpointError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return UNREADABLE
+    return GOOD if good else WRONG
