@@ -128,7 +128,7 @@ class Trainer:
         self.lines.add(IterationResult(
             iteration, size, run.progress.consumed_train_samples, self._learning_rate(),
             run.optimizer.loss_scale if outcome.updated else loss_scale, outcome.seconds, outcome.loss,
-            outcome.grad_norm, outcome.num_zeros, norm, None if outcome.updated else "overflow"))
+            outcome.grad_norm, outcome.num_zeros, norm, None if outcome.updated else "overflow", packed=outcome.packed))
         return outcome.flag
 
     def _skip(self, first: int, last: int) -> tuple[int, int]:

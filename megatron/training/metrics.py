@@ -41,6 +41,7 @@ class IterationResult:
     params_norm: float | None = None
     skipped: str | None = None
     iterations: int = 1                 # how many at once, up to this one; more than one only where the user skips
+    packed: Mapping[str, Any] | None = None     # counts of packed samples, by name
 
 
 @dataclass(frozen=True)
@@ -170,7 +171,7 @@ class TrainingLog:
                "tokens_per_second": round(tokens / r.seconds, 3) if trained and r.seconds > 0 else None,
                "tflops": None if rate is None else round(rate, 6), "loss_scale": r.loss_scale,
                "global_batch_size": r.global_batch_size, "skipped": int(r.skipped is not None),
-               "skip_reason": r.skipped}
+               "skip_reason": r.skipped} | {key: _finite(value) for key, value in (r.packed or {}).items()}
         self._metrics.write(json.dumps(row) + "\n")
 
     def _write_tensorboard(self, r: IterationResult) -> None:
