@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator
 
-from megatron.config import check_ddp, check_layout, check_paths
+from megatron.config import check_ddp, check_layout, check_packed, check_paths
 from megatron.config.facts import Facts
 from megatron.config.plan import batch_schedule
 from megatron.config.skip_ranges import SkipRanges
@@ -26,7 +26,8 @@ _AT_LEAST_ONE = (
 _NOT_NEGATIVE = (
     "init_method_std mid_level_dataset_surplus lr min_lr lr_warmup_iters lr_warmup_samples lr_warmup_init weight_decay "
     "start_weight_decay end_weight_decay clip_grad eval_iters num_workers manual_gc_interval ckpt_step decoupled_lr "
-    "decoupled_min_lr vocab_extra_ids lr_init_iters adam_beta2_schedule_c spike_snapshot_interval").split()
+    "decoupled_min_lr vocab_extra_ids lr_init_iters adam_beta2_schedule_c spike_snapshot_interval min_sample_length"
+).split()
 _POSITIVE = ("norm_epsilon adam_eps loss_scale initial_loss_scale min_loss_scale exit_duration_in_mins "
              "rope_scaling_factor max_loss_scale embed_grad_scale").split()
 _BELOW_ONE = "attention_dropout hidden_dropout label_smoothing adam_beta1 adam_beta2 sgd_momentum lr_warmup_fraction".split()
@@ -68,9 +69,10 @@ _NEEDED = (
     ("data_sharding", "--dataloader-type cyclic", lambda v: v["dataloader_type"] == "cyclic"),
     ("bias_gelu_fusion", "a GELU with biases", lambda v: v["add_bias_linear"] and not (
         v["swiglu"] or v["geglu"] or v["squared_relu"] or v["openai_gelu"])),
-    ("split", "--data-path or --data-args-path", lambda v: not v["mock_data"]),
+    ("split", "--data-path or --data-args-path", lambda v: not (v["mock_data"] or v["dummy_data"])),
     ("spike_action", "training, which --skip-train leaves out", lambda v: not v["skip_train"]),
     ("spike_snapshot_interval", "--spike-action rewind", lambda v: v["spike_action"] == "rewind"),
+    ("pack_into_one pad_samples min_sample_length", "--packed-samples", lambda v: v["packed_samples"]),
     ("overlap_p2p_comm", "--pipeline-model-parallel-size", lambda v: v["pipeline_model_parallel_size"] > 1),
 )
 _ALWAYS = {
@@ -326,4 +328,5 @@ def _skip_ranges(f: Facts) -> tuple[list[str], list[str]]:
     return [], [f"WARNING: {line}" for line in skips.warnings] + skips.infos
 
 
-_RULES = (_required, _ranges, _shape, _precision, check_layout.rule, _run, _schedule, _loop, _spikes, _skips)
+_RULES = (_required, _ranges, _shape, _precision, check_layout.rule, check_packed.rule, _run, _schedule, _loop, _spikes,
+          _skips)

@@ -100,7 +100,7 @@ def batch_schedule(config: Config, world_size: int) -> BatchSizeSchedule:
 def split_string(config: Config) -> str | None:
     """The split as Megatron prints it: None with per-split paths, equal parts of synthetic data."""
     d = config.data
-    if d.train_data_path or d.valid_data_path or d.test_data_path or d.per_split_data_args_path:
+    if d.packed_samples or d.train_data_path or d.valid_data_path or d.test_data_path or d.per_split_data_args_path:
         return None
     return "1,1,1" if d.mock_data else d.split or "969, 30, 1"
 

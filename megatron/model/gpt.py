@@ -79,12 +79,12 @@ class GPTModel(nn.Module):
         tokens, labels [b, s]. position_ids [b, s], or None for 0..s-1 (cheaper). document_ids [b, s] keeps attention
         inside documents. dropout: the streams of this micro-batch, or None to drop nothing. A chunk without the first
         layer needs `hidden` [s, b, h] ([s/tp, b, h] with sequence parallelism), the output of the one before; a chunk
-        without the last layer returns such a tensor. Raises ValueError on a sequence longer than the position table,
-        and where `hidden` is missing. With context parallelism each s but that of document_ids is s/cp, and position_ids
-        [b or 1, s/cp] must be given.
+        without the last layer returns such a tensor. Raises ValueError where `hidden` is missing and, without
+        position_ids, on a sequence longer than the position table. With context parallelism each s but that of
+        document_ids is s/cp, and position_ids [b or 1, s/cp] must be given.
         """
         assert position_ids is not None or self.ctx.cp.size == 1, "a rank's chunks of a sequence have no plain positions"
-        s = self._length(tokens, hidden)
+        s = self._length(tokens, hidden, position_ids)
         if self.embedding is None and hidden is None:
             raise ValueError("this part of the model has no embedding: forward_step must pass hidden=batch.hidden to it")
         x = hidden if self.embedding is None else self.embedding(tokens, position_ids, dropout)
@@ -99,13 +99,13 @@ class GPTModel(nn.Module):
                                             dtype=self.loss_dtype,
                                             smoothing=self.label_smoothing if torch.is_grad_enabled() else 0.0)
 
-    def _length(self, tokens: torch.Tensor | None, hidden: torch.Tensor | None) -> int:
+    def _length(self, tokens: torch.Tensor | None, hidden: torch.Tensor | None, position_ids: torch.Tensor | None) -> int:
         """Tokens of one sample, before any split over ranks."""
         if tokens is not None:
             s = tokens.shape[1] * self.ctx.cp.size
         else:
             s = hidden.shape[0] * self.ctx.cp.size * (self.ctx.tp.size if self.ctx.sequence_parallel else 1)
-        if self.positions != "none" and s > self.max_positions:
+        if self.positions != "none" and position_ids is None and s > self.max_positions:
             raise ValueError(f"a sequence of {s} tokens is longer than the {self.max_positions} positions of "
                              f"--max-position-embeddings; shorten it or train with a larger table")
         return s

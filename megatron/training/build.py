@@ -21,8 +21,9 @@ from megatron.data.build import Before, build_train_valid_test_datasets, check_t
 from megatron.data.cyclic_sampler import CyclicSampler
 from megatron.data.data_order import data_order_fingerprint
 from megatron.data.ledger import Ledger, Recorder
+from megatron.data.packed_build import build_packed_datasets
 from megatron.data.plan_table import Row, plan_table
-from megatron.data.sampler import SequentialSampler
+from megatron.data.sampler import PackedSampler, SequentialSampler
 from megatron.data.tokenizer import Tokenizer, TokenizerFlags
 from megatron.model.gpt import GPTModel, hidden_dtype
 from megatron.model.layer import Recompute
@@ -37,6 +38,7 @@ from megatron.parallel.sharding import counts, init_parameters
 from megatron.timers import Timers
 from megatron.training.batch import BatchRules
 from megatron.training.initialize import Runtime
+from megatron.training.row_counts import RowCounts
 from megatron.training.spike_policy import SpikePolicy
 
 
@@ -79,6 +81,7 @@ class Run:
     spikes: SpikePolicy = field(default_factory=SpikePolicy)
     data_order: dict[str, Any] = field(default_factory=dict)
     recorder: Recorder | None = None        # of --data-ledger
+    rows: RowCounts | None = None           # of --packed-samples
     writer: Writer | None = None            # of --async-save
     skip_history: SkipHistory = field(default_factory=SkipHistory)      # `plan.skips` are the ranges to come
     under_way: UnderWay | None = None       # the save that --async-save has begun
@@ -139,9 +142,11 @@ def _check_whole(model: nn.ModuleList, config: Config, plan: Plan, ctx: Parallel
 def build_pipeline(config: Config, plan: Plan, runtime: Runtime) -> Pipeline:
     """This rank's stage, with links for hidden states of this model's shape."""
     m, ctx = config.model, runtime.ctx
-    length = m.seq_length // ctx.cp.size // (ctx.tp.size if ctx.sequence_parallel else 1)
-    return Pipeline(ctx, len(plan.layers_per_stage[ctx.pp.rank]),
-                    (length, config.training.micro_batch_size, m.hidden_size),
+    rows, length = config.training.micro_batch_size, m.seq_length
+    if config.data.packed_samples:
+        rows, length = 1, rows * length
+    length = length // ctx.cp.size // (ctx.tp.size if ctx.sequence_parallel else 1)
+    return Pipeline(ctx, len(plan.layers_per_stage[ctx.pp.rank]), (length, rows, m.hidden_size),
                     hidden_dtype(m, getattr(torch, config.precision.params_dtype)), runtime.device,
                     config.parallel.overlap_p2p_comm)
 
@@ -173,7 +178,8 @@ def build_run(config: Config, plan: Plan, runtime: Runtime, timers: Timers, toke
             for layer in chunk.decoder.layers.values():
                 layer.compile(dynamic=False)
     buffers.wait_in_forward(model)
-    rules = BatchRules(tokenizer.eod, d.reset_position_ids, d.reset_attention_mask, d.eod_mask_loss, ctx.cp)
+    rules = BatchRules(tokenizer.eod, d.reset_position_ids, d.reset_attention_mask, d.eod_mask_loss, ctx.cp,
+                       d.packed_samples)
     return Run(config, plan, runtime, timers, model, build_pipeline(config, plan, runtime), buffers, optimizer,
                build_scheduler(config, plan, optimizer), rules, tokenizer.identity(),
                spikes=SpikePolicy(config.spikes.spike_action), recorder=build_recorder(config, runtime))
@@ -234,15 +240,23 @@ def build_data(config: Config, plan: Plan, runtime: Runtime, tokenizer: Tokenize
     if index_helpers.REASON and not d.mock_data:
         log.print_rank_0(f" > index helpers: {index_helpers.IMPLEMENTATION}, because {index_helpers.REASON}")
 
-    check_tokenizer(d, tokenizer.identity())
-    before = None
-    if run is not None and run.data_order.get("train"):
-        before = Before(run.data_order["train"], run.progress.consumed_train_samples, d.continue_data_mix)
     rows: list[Row] = []
-    valid_size = None if d.full_validation and targets.valid else targets.valid
-    train, valid, test = build_train_valid_test_datasets(
-        d, sequence_length=config.model.seq_length, seed=t.seed, vocab_size=tokenizer.vocab_size, eod=tokenizer.eod,
-        sizes=(targets.train, valid_size, targets.test), before=before, rows=rows)
+    sizes = targets.train, None if d.full_validation and targets.valid else targets.valid, targets.test
+    if d.packed_samples:
+        train, valid, test = build_packed_datasets(
+            d, sequence_length=config.model.seq_length, micro_batch_size=t.micro_batch_size,
+            global_batch_size=plan.batch.final_global_batch_size, sizes=sizes, vocab_size=tokenizer.vocab_size,
+            identity=tokenizer.identity(), rows=rows)
+        if run is not None and train is not None:
+            run.rows = RowCounts(train.subsets, ctx)
+    else:
+        check_tokenizer(d, tokenizer.identity())
+        before = None
+        if run is not None and run.data_order.get("train"):
+            before = Before(run.data_order["train"], run.progress.consumed_train_samples, d.continue_data_mix)
+        train, valid, test = build_train_valid_test_datasets(
+            d, sequence_length=config.model.seq_length, seed=t.seed, vocab_size=tokenizer.vocab_size, eod=tokenizer.eod,
+            sizes=sizes, before=before, rows=rows)
     valids = valid if isinstance(valid, list) else [valid] if valid is not None else []
     for line in plan_table(rows):
         log.print_rank_0(line)
@@ -252,6 +266,8 @@ def build_data(config: Config, plan: Plan, runtime: Runtime, tokenizer: Tokenize
     def sampler(dataset: Any, cyclic: bool) -> Any:
         if dataset is None:
             return None
+        if d.packed_samples:
+            return PackedSampler(len(dataset), *place)
         if cyclic:
             return CyclicSampler(len(dataset), *place, d.data_sharding)
         return SequentialSampler(len(dataset), *place)

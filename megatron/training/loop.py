@@ -138,7 +138,7 @@ class Trainer:
         self.lines.add(IterationResult(
             iteration, size, run.progress.consumed_train_samples, self._learning_rate(),
             loss_scale if outcome.skipped == "overflow" else run.optimizer.loss_scale, outcome.seconds, outcome.loss,
-            outcome.grad_norm, outcome.num_zeros, norm, outcome.skipped, finding=finding,
+            outcome.grad_norm, outcome.num_zeros, norm, outcome.skipped, finding=finding, packed=outcome.packed,
             skipped_iterations_total=run.skip_history.total, skipped_samples=run.progress.skipped_train_samples))
         return outcome.flag
 

@@ -47,6 +47,7 @@ class IterationResult:
     skipped_iterations_total: int = 0   # whose data were not read, in the whole run, and their samples
     skipped_samples: int = 0
     finding: Finding = Finding()
+    packed: Mapping[str, Any] | None = None     # counts of packed samples, by name
 
 
 @dataclass(frozen=True)
@@ -186,7 +187,7 @@ class TrainingLog:
                "global_batch_size": r.global_batch_size, "skipped": int(r.skipped is not None),
                "skip_reason": r.reason or r.skipped, "skipped_iterations_total": r.skipped_iterations_total,
                "skipped_samples": r.skipped_samples, "spike": r.finding.kind or None,
-               "spike_sigma": round(r.finding.sigma, 3)}
+               "spike_sigma": round(r.finding.sigma, 3)} | {key: _finite(value) for key, value in (r.packed or {}).items()}
         self._metrics.write(json.dumps(row) + "\n")
 
     def _write_tensorboard(self, r: IterationResult) -> None:
