@@ -147,8 +147,8 @@ class Remote:
 
 
 def fetch(url: str, staging: str, step: int | None = None) -> None:
-    """Have the newest checkpoint of `url` (or that of iteration `step`) in the staging directory, if it is not there, and its
-    records of skipped iterations.
+    """Have the newest checkpoint of `url` (or that of iteration `step`) in the staging directory, if it is not there, and
+    its records of skipped iterations.
 
     A newer one that lies there, not uploaded yet, stays the newest. Raises CheckpointError and ValueError.
     """
