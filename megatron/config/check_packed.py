@@ -24,6 +24,8 @@ def rule(f: Facts) -> Iterator[str]:
     if not f["packed_samples"]:
         if f["dummy_data"] is not None:
             yield f"{f.say('dummy_data')}: makes samples of many lengths, which are packed; add --packed-samples"
+        if f["log_accuracy"]:
+            yield "--log-accuracy: is counted by subset of packed samples; add --packed-samples, or leave it out"
         return
     for name, off, why in _APART:
         if f[name] != off:

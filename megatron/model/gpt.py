@@ -33,7 +33,8 @@ class GPTModel(nn.Module):
     The chunk with the first layer has the embedding, the one with the last layer final norm, output layer and loss.
     Parameters are named as in `megatron.config.parameters.parameter_table` and their memory is not filled:
     `megatron.parallel.sharding.init_parameters` or a checkpoint does that. Weights are [out, in]; a tied output layer
-    uses the embedding's very parameter, or in another chunk a copy of the same name.
+    uses the embedding's very parameter, or in another chunk a copy of the same name. With `count_right` the chunk with the
+    loss leaves in `right` (bool [s b]) which labels of the last training forward had the largest logit.
     """
 
     def __init__(self, model: ModelConfig, precision: PrecisionConfig, ctx: ParallelContext, padded_vocab_size: int,
@@ -45,6 +46,7 @@ class GPTModel(nn.Module):
         self.ctx, self.vocab_size = ctx, vocab_size
         self.loss_dtype = torch.float16 if precision.fp16_lm_cross_entropy else None
         self.max_positions = model.max_position_embeddings or model.seq_length
+        self.count_right, self.right = False, None
         self.positions, self.label_smoothing = model.positions, model.label_smoothing
         table = stage_table(parameter_table(model, padded_vocab_size, vocab_size), layers, first, last)
         params = ParameterFactory(table, ctx, dtype, device)
@@ -95,9 +97,11 @@ class GPTModel(nn.Module):
         logits = self.output_layer(x)
         if labels is None:
             return all_gather(logits, self.ctx.tp, dim=-1)[..., : self.vocab_size].transpose(0, 1)
+        training = torch.is_grad_enabled()
+        self.right = labels.new_empty(labels.numel(), dtype=torch.bool) if self.count_right and training else None
         return vocab_parallel_cross_entropy(logits, labels, vocab_size=self.vocab_size, tp=self.ctx.tp,
                                             dtype=self.loss_dtype,
-                                            smoothing=self.label_smoothing if torch.is_grad_enabled() else 0.0)
+                                            smoothing=self.label_smoothing if training else 0.0, right=self.right)
 
     def _length(self, tokens: torch.Tensor | None, hidden: torch.Tensor | None, position_ids: torch.Tensor | None) -> int:
         """Tokens of one sample, before any split over ranks."""

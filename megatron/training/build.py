@@ -248,7 +248,8 @@ def build_data(config: Config, plan: Plan, runtime: Runtime, tokenizer: Tokenize
             global_batch_size=plan.batch.final_global_batch_size, sizes=sizes, vocab_size=tokenizer.vocab_size,
             identity=tokenizer.identity(), rows=rows)
         if run is not None and train is not None:
-            run.rows = RowCounts(train.subsets, ctx)
+            run.rows = RowCounts(train.subsets, ctx, config.logging.log_accuracy)
+            run.model[-1].count_right = config.logging.log_accuracy
     else:
         check_tokenizer(d, tokenizer.identity())
         before = None

@@ -139,6 +139,7 @@ class Trainer:
             iteration, size, run.progress.consumed_train_samples, self._learning_rate(),
             loss_scale if outcome.skipped == "overflow" else run.optimizer.loss_scale, outcome.seconds, outcome.loss,
             outcome.grad_norm, outcome.num_zeros, norm, outcome.skipped, finding=finding, packed=outcome.packed,
+            fwd_bwd_seconds=outcome.fwd_bwd_seconds, adam_beta2=run.optimizer.adam_beta2,
             skipped_iterations_total=run.skip_history.total, skipped_samples=run.progress.skipped_train_samples))
         return outcome.flag
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 import time
 from collections.abc import Mapping
@@ -17,7 +18,7 @@ from megatron.config.tree import Config
 from megatron.parallel.collectives import gather_objects
 from megatron.parallel.context import Axis
 from megatron.timers import Timers
-from megatron.training import flops, log_lines
+from megatron.training import flops, internlm_lines, log_lines
 from megatron.training.initialize import Runtime
 from megatron.training.spikes import Finding
 from megatron.training.tensorboard import TensorBoard
@@ -48,6 +49,8 @@ class IterationResult:
     skipped_samples: int = 0
     finding: Finding = Finding()
     packed: Mapping[str, Any] | None = None     # counts of packed samples, by name
+    fwd_bwd_seconds: float = 0.0        # forward and backward with the sum of gradients
+    adam_beta2: float | None = None
 
 
 @dataclass(frozen=True)
@@ -76,6 +79,7 @@ class TrainingLog:
                  runtime: Runtime | None = None):
         self._config, self._plan, self._timers, self._world = config, plan, timers, world
         self._interval = log_lines.Interval()
+        self._rates_of_tokens, self._failed_updates = internlm_lines.TokenRates(), 0
         self._last = log.rank() == log.world_size() - 1
         self._shape = model_shape(config, plan)
         self._started = time.perf_counter()
@@ -114,6 +118,7 @@ class TrainingLog:
             if result.skipped is None and result.loss is not None:
                 i.losses.append(result.loss)
             if result.skipped:
+                self._failed_updates += 1
                 i.overflow_skips += result.skipped == "overflow"
                 if result.skipped != "overflow":
                     i.spike_skips += 1
@@ -153,7 +158,9 @@ class TrainingLog:
             result.iteration, self._plan.train_iters, result.consumed_samples, shape.seq_length, result.learning_rate,
             result.global_batch_size, result.loss_scale, result.grad_norm, i, self._plan.world_size,
             *self._rates(tokens), num_zeros=result.num_zeros, params_norm=result.params_norm)
-        if config.logging.log_dialect == "aurora":
+        if config.logging.log_dialect == "internlm":
+            print(self._internlm_line(result), flush=True)
+        elif config.logging.log_dialect == "aurora":
             print(log_lines.aurora_line(row, datetime.now()), flush=True)
         else:
             print(log_lines.megatron_line(row, config.logging.log_throughput), flush=True)
@@ -162,6 +169,21 @@ class TrainingLog:
             seconds = time.perf_counter() - self._started
             print(log_lines.progress_line(result.iteration, self._plan.train_iters, self._first, seconds,
                                           tokens / i.seconds if i.seconds else 0.0), file=sys.stderr, flush=True)
+
+    def _internlm_line(self, r: IterationResult) -> str:
+        """The line of the last iteration of the interval; the rates are over all iterations that have a line."""
+        process, plan, full = os.getpid(), self._plan, self._config.training.recompute == "full"
+        if r.skipped == "user":
+            return internlm_lines.skipped_line(r.iteration - r.iterations, r.iteration - 1, r.reason or "user",
+                                               datetime.now(), process)
+        tokens = r.global_batch_size * self._shape.seq_length
+        count = internlm_lines.flops_per_token(self._shape, full) * tokens
+        return internlm_lines.internlm_line(internlm_lines.StepRow(
+            r.iteration - 1, r.loss, self._rate(count, r.seconds) or 0.0,
+            self._rates_of_tokens.add(tokens / plan.world_size, r.seconds), r.learning_rate, r.loss_scale, r.grad_norm,
+            r.global_batch_size // plan.batch.divisor,
+            (r.consumed_samples - r.skipped_samples) * self._shape.seq_length, self._failed_updates, r.adam_beta2,
+            r.fwd_bwd_seconds, r.packed or {}), datetime.now(), process)
 
     def _tell_memory(self, iteration: int) -> None:
         """Once, from every rank that is first among those that hold the same weights; nothing on CPU."""

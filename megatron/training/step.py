@@ -38,6 +38,7 @@ class StepOutcome(NamedTuple):
     seconds: float
     flag: int
     packed: dict[str, float | int | None] | None = None
+    fwd_bwd_seconds: float = 0.0        # up to the sum of losses over the ranks, which waits for the device
 
 
 def train_step(run: Run, forward_step: ForwardStep, samples: Iterator[torch.Tensor], iteration: int,
@@ -80,6 +81,7 @@ def train_step(run: Run, forward_step: ForwardStep, samples: Iterator[torch.Tens
         local = totals[0].clone()
         _sum_losses(run, totals)
     loss_sum, tokens, flags, *more = totals.tolist()
+    fwd_bwd_seconds = time.perf_counter() - start
     if recorder:
         recorder.record(iteration, run.progress.consumed_train_samples, run.plan.global_batch_size(iteration), *more[:2])
     loss = loss_sum / max(1.0, tokens)
@@ -97,7 +99,8 @@ def train_step(run: Run, forward_step: ForwardStep, samples: Iterator[torch.Tens
     zeros = None if result.num_zeros is None else result.num_zeros - run.plan.num_padding
     packed = run.rows.named(more[slots - 3:]) if run.rows else None
     skipped = _why_skipped(run, result)
-    return StepOutcome(loss, skipped, result.grad_norm, zeros, time.perf_counter() - start, int(flags), packed)
+    return StepOutcome(loss, skipped, result.grad_norm, zeros, time.perf_counter() - start, int(flags), packed,
+                       fwd_bwd_seconds)
 
 
 def _why_skipped(run: Run, result: StepResult) -> str | None:
@@ -132,7 +135,7 @@ def _forwards(run: Run, forward_step: ForwardStep, samples: Iterator[torch.Tenso
         totals[0] += loss.detach()
         totals[1] += tokens
         if slots is not None:
-            run.rows.add(slots, batch, loss, tokens)
+            run.rows.add(slots, batch, loss, tokens, run.model[chunk].right)
         return loss
 
     return forward

@@ -98,6 +98,16 @@ def test_smoothing_is_torchs():
     torch.testing.assert_close(grad, leaf.grad, rtol=1e-13, atol=1e-14)
 
 
+def test_which_labels_are_first():
+    logits, labels, weights = inputs()
+    labels[3] = logits[3, :VOCAB].argmax()
+    right = torch.zeros(ROWS, dtype=torch.bool)
+    logits[:, VOCAB:] = 100.0                       # padding is never first
+    loss, _ = run(logits, labels, weights, right=right)
+    assert torch.equal(right, logits[:, :VOCAB].argmax(-1) == labels) and right[3] and not right.all()
+    assert torch.equal(loss, run(logits, labels, weights)[0])
+
+
 def test_large_logits_neither_overflow_nor_lose_the_loss():
     logits, labels, weights = inputs(torch.float32, spread=1.0)
     loss, grad = run(logits + 3e4, labels, weights)
@@ -185,10 +195,13 @@ def test_a_split_vocabulary_gives_the_same(size, padding_part, dtype, smoothing)
     if padding_part:  # one more rank whose columns are all padding
         parts.append(torch.full_like(parts[0], 7.0))
     reduction, results = Reduction(len(parts)), [None] * len(parts)
+    labels[3] = logits[3, :VOCAB].double().argmax()
+    right = [torch.zeros(ROWS, dtype=torch.bool) for _ in parts]
 
     def work(rank: int) -> None:
         results[rank] = run(parts[rank], labels, weights, vocab_start=rank * parts[0].shape[1],
-                            tp=Part(len(parts), rank), all_reduce=reduction, smoothing=smoothing)
+                            tp=Part(len(parts), rank), all_reduce=reduction, smoothing=smoothing,
+                            right=right[rank] if smoothing else None)
 
     threads = [threading.Thread(target=work, args=(rank,)) for rank in range(len(parts))]
     for thread in threads:
@@ -196,6 +209,9 @@ def test_a_split_vocabulary_gives_the_same(size, padding_part, dtype, smoothing)
     for thread in threads:
         thread.join(30)
     loss, grad = formula(logits, labels, weights, smoothing)
+    if smoothing:
+        assert all(torch.equal(one, logits[:, :VOCAB].gather(1, labels[:, None]).squeeze(1) == logits[:, :VOCAB].amax(-1))
+                   for one in right) and right[0][3]
     close = dict(rtol=1e-12, atol=1e-13) if dtype == torch.float64 else dict(rtol=2.0**-8 * 1.01, atol=1e-6)
     for result in results:
         torch.testing.assert_close(result[0].double(), loss, rtol=1e-6 if dtype != torch.float64 else 1e-12, atol=1e-6)

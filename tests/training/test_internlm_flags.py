@@ -94,3 +94,25 @@ def test_the_first_loss_is_that_of_internlms_deviation(tmp_path: Path):
                        "1", "--init-scheme", "internlm", "--ffn-multiple-of", "256", "--lr-warmup-iters", "0")
     [row] = train(tmp_path, [*words, "--mock-data"]).rows
     assert row["lm_loss"] == pytest.approx(math.log(4096) + 0.0052**2 * 256 / 2, abs=0.03)
+
+
+DUMMY = with_flags([*SMALL, *NO_DROPOUT, *LLAMA[:-2]], "--packed-samples", "--dummy-data", "internlm", "--fp64",
+                   "--train-iters", "4", "--log-accuracy", "--log-dialect", "internlm", "--micro-batch-size", "2", "--lr",
+                   "0.02", "--eval-iters", "0")
+
+
+def test_the_share_of_right_labels_and_the_dialect(tmp_path):
+    """The same counts on two ranks that share the vocabulary as on one; the line has what the metrics file has."""
+    one = train(tmp_path / "one", DUMMY)
+    two = train(tmp_path / "two", [*DUMMY, "--tensor-model-parallel-size", "2"], 2)
+    for row, other in zip(one.rows, two.rows, strict=True):
+        assert row["acc"] == other["acc"] == row["acc/en"] and row["tokens/en"] == other["tokens/en"] > 0
+        assert row["loss/en"] == pytest.approx(row["lm_loss"], rel=1e-12) and row["acc/cn"] is None
+    assert one.rows[-1]["acc"] > 0.02                   # the samples repeat themselves: four steps find something
+    lines = [line for line in one.first_rank_log.splitlines() if " tgs/tgs_all=" in line]
+    assert len(lines) == 4
+    for line, row in zip(lines, one.rows, strict=True):
+        for text in (f" step={row['iteration'] - 1} ", f" acc={round(row['acc'], 4)} ", f" tokens/en={row['tokens/en']} ",
+                     f" num_samples_in_batch={row['num_samples_in_batch']} ", f" lr={row['learning_rate']} ",
+                     f" num_consumed_tokens={row['consumed_tokens']} ", " adam_beta2=0.999 "):
+            assert text in line
