@@ -134,7 +134,7 @@ def to_flags(values: Mapping[str, Any], world_size: int) -> Args:
 
 
 def _top(values: Mapping[str, Any], args: Args) -> None:
-    args.flag("--log-interval", 1)
+    args.flag("--log-interval", 1, "--log-dialect internlm --log-accuracy")
     args.flag("--seed", 1024, why="train.py's own default")
     top = Section("top level", {k: v for k, v in values.items() if k not in SECTIONS and not k.isupper()}, args)
     if top.switch("cudnn_deterministic", False):
@@ -257,12 +257,13 @@ def _data(data: Section, dp: int) -> None:
     args.flag("--micro-batch-size", micro, "--global-batch-size", micro * count * dp,
               why=f"micro_bsz {micro} x micro_num {count} x {dp} data-parallel ranks")
     args.flag("--packed-samples", *["--pack-into-one"] * data.switch("pack_sample_into_one", False))
-    if least := data.integer("min_length", 0):
-        args.flag("--min-sample-length", least)
+    least = data.integer("min_length", 0)
     folder, validation = data.text("train_folder"), data.text("valid_folder")
     if folder is None:
-        args.flag("--dummy-data internlm", why="no train_folder: the made-up samples of the demos")
+        args.flag("--dummy-data internlm", why="no train_folder: the made-up samples of the demos, short ones too")
     else:
+        if least:
+            args.flag("--min-sample-length", least)
         args.flag("--train-data-path", folder)
         if validation:
             args.flag("--valid-data-path", validation)
