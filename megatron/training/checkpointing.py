@@ -357,11 +357,12 @@ def _read_tensors(run: Run, reader: Reader, with_optimizer: bool) -> None:
             continue
         for box, tensor in own:
             read_into(tensor, reader, _source(name, there), sharding, box, run.plan.vocab_size)
+    reader.wait()
 
 
 def read_into(tensor: torch.Tensor, reader: Reader, source: str, sharding: Sharding, box: Box, vocab_size: int) -> None:
     """Copy the part `box` of the tensor `source`; of a vocabulary padded otherwise (for another number of ranks) the real
-    rows. Number formats may differ; raises ValueError where shapes do."""
+    rows, when `reader.wait` returns. Number formats may differ; raises ValueError where shapes do."""
     (start, stop), *rest = box
     there, here = tuple(reader.shape(source)), tuple(sharding.shape)
     if there != here:
@@ -373,7 +374,7 @@ def read_into(tensor: torch.Tensor, reader: Reader, source: str, sharding: Shard
         tensor[stop - start:].zero_()
         tensor = tensor[:stop - start]
     if reader.dtype(source) == tensor.dtype:
-        reader.read(source, ((start, stop), *rest), into=tensor)
+        reader.read_later(source, ((start, stop), *rest), tensor)
     else:
         tensor.copy_(reader.read(source, ((start, stop), *rest)))
 

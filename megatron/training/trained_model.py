@@ -54,6 +54,7 @@ def open_trained_model(path: str, step: int | None = None, tokenizer_files: Mapp
         for parameter in model.parameters():
             sharding = parameter.sharding
             read_into(parameter, reader, sharding.name, sharding, local_box(sharding, model.ctx), tokenizer.vocab_size)
+        reader.wait()
     return TrainedModel(model.eval(), tokenizer, config, found.iteration, str(found.directory))
 
 
