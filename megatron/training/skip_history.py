@@ -48,7 +48,7 @@ def judge_skips(config: Config, plan: Plan, runtime: Runtime) -> tuple[Plan, Ski
     c, found, failure = config.checkpoint, None, None
     if runtime.rank == 0:
         try:
-            known, saved, at = _known(c)
+            known, saved, at = (Known(), frozenset(), Position()) if config.training.skip_train else _known(c)
             found = Skips(plan.skips, known, saved, judge(plan, plan.skips, config.training.forget_skip or (), known, at))
         except CheckpointError as error:
             failure = str(error), error.errno
