@@ -28,7 +28,8 @@ def print_data(line, plan):
     data, targets = line.config.data, plan.targets
     valid = None if data.full_validation and targets.valid else targets.valid
     try:
-        rows = planned_rows(data, (targets.train, valid, targets.test), line.config.model.seq_length)
+        rows = planned_rows(data, (targets.train, valid, targets.test), line.config.model.seq_length,
+                            line.config.training.micro_batch_size, plan.batch.final_global_batch_size)
         lines = ["data:", *plan_table(rows)] if rows else ["data: made up (--mock-data)"]
     except (ValueError, OSError) as error:
         lines = [f"data: cannot be read on this machine: {error}"]

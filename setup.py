@@ -1,7 +1,7 @@
 """Installs the namespace package `megatron`; knows where things lie and nothing of what they do.
 
 There is no pyproject.toml: this file alone works under old and new pip, with build isolation (setup_requires brings
-pybind11) and without, with a C++ compiler (the index helper is built) and without (numpy answers the same, slower).
+pybind11) and without, with a C++ compiler (the helpers are built) and without (numpy answers the same, slower).
 """
 
 from pathlib import Path
@@ -24,9 +24,11 @@ def requirements(name: str) -> list[str]:
 
 extensions = []
 if Pybind11Extension is not None:
-    helper = Pybind11Extension("megatron.data.helpers_cpp", ["megatron/data/helpers.cpp"], cxx_std=17)
-    helper.optional = True
-    extensions.append(helper)
+    for name, source in (("megatron.data.helpers_cpp", "megatron/data/helpers.cpp"),
+                         ("megatron.checkpoint.read_sums_cpp", "megatron/checkpoint/read_sums.cpp")):
+        helper = Pybind11Extension(name, [source], cxx_std=17)
+        helper.optional = True
+        extensions.append(helper)
 
 setup(
     name="megatron-gpt-pretraining",

@@ -50,6 +50,13 @@ def set_determinism(deterministic: bool, cudnn_benchmark: bool, cudnn_determinis
     torch.backends.cudnn.deterministic = cudnn_deterministic or deterministic
 
 
+def allow_tf32(device: torch.device) -> None:
+    """fp32 matrix products with TF32 inputs (10 bits of mantissa). Raises ValueError on a CPU, which has none."""
+    if device.type != "cuda":
+        raise ValueError("--tf32: there is no CUDA device here, and a CPU has no TF32; leave it out")
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
+
+
 def synchronize(device: torch.device) -> None:
     """Wait until the device has done all it was given; nothing to wait for on CPU."""
     if device.type == "cuda":

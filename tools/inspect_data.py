@@ -40,7 +40,8 @@ from megatron.data import provenance  # noqa: E402
 from megatron.data.build import Before, build_train_valid_test_datasets  # noqa: E402
 from megatron.data.indexed_dataset import IndexedDataset  # noqa: E402
 from megatron.data.ledger import MASK, SKIPPED, read_ledger, sample_hash, tokens_hash  # noqa: E402
-from megatron.data.sampler import Sampler, SequentialSampler  # noqa: E402
+from megatron.data.packed_build import build_packed_datasets  # noqa: E402
+from megatron.data.sampler import PackedSampler, Sampler, SequentialSampler  # noqa: E402
 from megatron.data.tokenizer import Tokenizer, TokenizerFlags  # noqa: E402
 from megatron.data.whereabouts import Dataset, pieces, prefixes, samples_showing  # noqa: E402
 
@@ -168,6 +169,8 @@ class Reading:
         """The sampler of each data-parallel rank."""
         d, place = self.config.data, (len(self.dataset), self.config.training.micro_batch_size)
         ranks = range(self.plan.data_parallel_size)
+        if d.packed_samples:
+            return [PackedSampler(*place, rank, len(ranks)) for rank in ranks]
         if d.dataloader_type == "cyclic":
             from megatron.data.cyclic_sampler import CyclicSampler  # torch, which takes longer to load than all the rest
 
@@ -214,9 +217,15 @@ def open_run(options: argparse.Namespace, flags: Sequence[str] | None, iteration
         plan = replace(plan, skips=_skips(folder, state, plan.skips))
     order = state["data"]["order"]["train"] if state else None
     before = Before(order, state["consumed_train_samples"]) if order else None
-    dataset, _, _ = build_train_valid_test_datasets(
-        d, sequence_length=config.model.seq_length, seed=config.training.seed, vocab_size=tokenizer.vocab_size,
-        eod=tokenizer.eod, sizes=(plan.targets.train, 0, 0), check_tokens=False, before=before)
+    sizes, length = (plan.targets.train, 0, 0), config.model.seq_length
+    if d.packed_samples:
+        dataset, _, _ = build_packed_datasets(
+            d, sequence_length=length, micro_batch_size=config.training.micro_batch_size,
+            global_batch_size=plan.batch.final_global_batch_size, sizes=sizes, vocab_size=None)
+    else:
+        dataset, _, _ = build_train_valid_test_datasets(
+            d, sequence_length=length, seed=config.training.seed, vocab_size=tokenizer.vocab_size, eod=tokenizer.eod,
+            sizes=sizes, check_tokens=False, before=before)
     shift = state["consumed_train_samples"] - plan.consumed_samples(state["iteration"]) if state else 0
     return Reading(config, plan, dataset, tokenizer, shift)
 
@@ -248,7 +257,8 @@ def checkpoint_after(run: str, iteration: int | None) -> Path:
 
 def describe_sample(reading: Reading, sample: int) -> dict[str, Any]:
     """A sample's hash and pieces; a `text` is the beginning of its piece."""
-    tokens, found, at = reading.dataset[sample], [], 0
+    row, found, at = reading.dataset[sample], [], 0
+    tokens = np.atleast_2d(row)[0]
     for piece in pieces(reading.dataset, sample):
         head = tokens[at : at + min(HEAD, piece.length)].tolist()
         at += piece.length
@@ -256,7 +266,7 @@ def describe_sample(reading: Reading, sample: int) -> dict[str, Any]:
         found.append({"dataset": piece.prefix, "document": piece.document, "offset": piece.offset, "tokens": piece.length,
                       "bytes": None if piece.first_byte is None else [piece.first_byte, piece.end_byte],
                       "text": reading.tokenizer.detokenize(head) if known else None, "ids": head})
-    return {"hash": f"{tokens_hash(tokens):016x}", "pieces": found}
+    return {"hash": f"{tokens_hash(row):016x}", "pieces": found}
 
 
 def describe_iteration(reading: Reading, iteration: int, ledger: str | None) -> dict[str, Any]:
@@ -269,7 +279,8 @@ def describe_iteration(reading: Reading, iteration: int, ledger: str | None) -> 
         row = {"sample": sample, "dp_rank": rank, "micro_batch": micro_batch} | describe_sample(reading, sample)
         total = (total + sample_hash(sample, int(row["hash"], 16))) & MASK
         rows.append(row)
-    found = {"iteration": iteration, "first_sample": reading.first_sample(iteration), "samples": len(rows),
+    found = {"iteration": iteration, "first_sample": reading.first_sample(iteration),
+             "samples": plan.global_batch_size(iteration),
              "data_parallel_size": plan.data_parallel_size, "skipped": plan.skips.is_skipped(iteration),
              "hash": f"{total:016x}", "batch": sorted(rows, key=lambda row: (row["dp_rank"], row["micro_batch"]))}
     path = ledger or reading.config.logging.data_ledger
@@ -331,8 +342,9 @@ def place_samples(reading: Reading, shown: dict[int, int]) -> Iterator[dict[str,
     """(iteration, sample, rank, micro-batch, tokens of the document) in the order of training."""
     plan, samplers = reading.plan, reading.samplers()
     if isinstance(samplers[0], SequentialSampler):
-        iterations = sorted({plan.batch.iterations_within(sample - reading.shift) + 1 for sample in shown
-                             if sample >= reading.shift})
+        unit = reading.config.training.micro_batch_size if reading.config.data.packed_samples else 1
+        iterations = sorted({plan.batch.iterations_within(sample * unit - reading.shift) + 1 for sample in shown
+                             if sample * unit >= reading.shift})
     else:
         iterations = range(1, plan.train_iters + 1)
     for iteration in iterations:

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from megatron.checkpoint.checksums import BLOCK_BYTES, block_sum, block_sums, crc32
+from megatron.checkpoint.checksums import BLOCK_BYTES, block_sums, crc32, read_summed
 from megatron.checkpoint.disk import DISK, CheckpointError, Disk, check_plain, explained
 
 SECTION_BYTES = 16 << 20  # what one thread sums and writes, or reads and sums, at a time, in whole blocks
@@ -264,13 +264,15 @@ class SafetensorsFile:
         if sums is None:
             return self._read_at(view, place.start + start, key)
         assert start % block_bytes == 0, f"{key}: byte {start} is inside a block"
-        for at in range(0, len(view), block_bytes):             # a block is summed while it lies in the core's caches
-            block = view[at:at + block_bytes]
-            self._read_at(block, place.start + start + at, key)
-            have, want = block_sum(block), sums[(start + at) // block_bytes]
-            if have != want:
-                raise CheckpointError(f"{self.path}, tensor {key}: checksum of bytes from {start + at} on is {have}, should "
-                                      f"be {want}; {_DAMAGED}")
+        with explained("read", self.path):
+            done, found = read_summed(self._descriptor, view, place.start + start, block_bytes)
+        where = f"{self.path}, tensor {key}"
+        for number, have in enumerate(found, start // block_bytes):
+            if have != sums[number]:
+                raise CheckpointError(f"{where}: checksum of bytes from {number * block_bytes} on is {have}, should be "
+                                      f"{sums[number]}; {_DAMAGED}")
+        if done < len(view):
+            raise CheckpointError(f"{where}: the file ends at byte {place.start + start + done}; {_DAMAGED}")
 
     def read(self, key: str) -> torch.Tensor:
         """The whole tensor, new, on the CPU; checksums are the manifest's matter and not looked at here."""

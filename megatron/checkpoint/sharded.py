@@ -5,8 +5,9 @@ Knows no model class, no process group and no directories of a run.
 """
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,6 +28,8 @@ from megatron.checkpoint.safetensors_file import (
     thread_count,
     write_file,
 )
+
+MOST_LATER = 1024           # sections that wait to be read
 
 
 @dataclass(frozen=True)
@@ -98,6 +101,7 @@ class Reader:
         self._files: dict[str, SafetensorsFile] = {}
         self._covered: set[str] = set()
         self._pool = ThreadPoolExecutor(thread_count())
+        self._later: deque[Future[None]] = deque()
 
     def names(self) -> list[str]:
         """Names of all tensors."""
@@ -125,6 +129,15 @@ class Reader:
         """The part `box` (all of it without) of tensor `name`: in `into` (same shape and dtype, any device and strides)
         or in a new CPU tensor, which is returned. Raises CheckpointError naming file and tensor.
         """
+        if into is None:
+            box = boxes.whole(self.shape(name)) if box is None else box
+            into = torch.empty(boxes.extent(box), dtype=self.dtype(name))
+        self.read_later(name, box, into)
+        self.wait()
+        return into
+
+    def read_later(self, name: str, box: Box | None, into: torch.Tensor) -> None:
+        """As `read`, but `into` is filled only when `wait` returns: several tensors are read at a time, on all threads."""
         record = self._record(name)
         box = boxes.whole(record.shape) if box is None else box
         problem = boxes.problem_of(box, record.shape)
@@ -132,32 +145,32 @@ class Reader:
             raise CheckpointError(f"{self.directory}, tensor {name} {list(record.shape)}: "
                                   f"box {boxes.text(box)} {problem}")
         dtype = DTYPES[record.dtype]
-        if into is None:
-            into = torch.empty(boxes.extent(box), dtype=dtype)
-        elif tuple(into.shape) != boxes.extent(box) or into.dtype != dtype:
+        if tuple(into.shape) != boxes.extent(box) or into.dtype != dtype:
             raise CheckpointError(f"{self.directory}, tensor {name}: {into.dtype} {tuple(into.shape)} cannot take "
                                   f"{dtype} {boxes.text(box)}; read it without `into` and convert it")
         target = into.detach()
-        tasks: list[Callable[[], None]] = []
         for chunk in record.chunks:
             common = boxes.intersection(chunk.box, box)
             if common is not None:
-                tasks += self._tasks(record, chunk, common, target[boxes.slices(boxes.relative(common, box))])
-        self._run(tasks)
-        return into
+                self._later.extend(map(self._pool.submit, self._tasks(
+                    record, chunk, common, target[boxes.slices(boxes.relative(common, box))])))
+        while len(self._later) > MOST_LATER:
+            self._take_first()
 
-    def _run(self, tasks: Sequence[Callable[[], None]]) -> None:
-        """Do the tasks, several on several threads; the first error is raised after all under way have ended."""
-        if len(tasks) == 1:
-            return tasks[0]()
-        futures = [self._pool.submit(task) for task in tasks]
+    def wait(self) -> None:
+        """Until all that was to be read later is there. The first error is raised after all under way have ended."""
+        while self._later:
+            self._take_first()
+
+    def _take_first(self) -> None:
         try:
-            for future in futures:
-                future.result()
+            self._later.popleft().result()
         except BaseException:
-            for future in futures:
+            rest = list(self._later)
+            self._later.clear()
+            for future in rest:
                 future.cancel()
-            for future in futures:
+            for future in rest:
                 if not future.cancelled():
                     future.exception()
             raise

@@ -34,7 +34,7 @@ class RunState:
 
     `skips`: the lines of `skips.jsonl` that count; `skipped`: the ranges [first, last] left out so far. `layout`: world, tp,
     pp, dp ... at the save. `data`: fingerprint of the flags and files that fix the data order. `rng` is empty while all
-    randomness is a pure function of counters.
+    randomness is a pure function of counters. `spikes`: what the detector remembers.
     """
 
     iteration: int = 0
@@ -48,6 +48,7 @@ class RunState:
     rng: dict[str, Any] = field(default_factory=dict)
     data: dict[str, Any] = field(default_factory=dict)
     skips: list[Any] = field(default_factory=list)
+    spikes: dict[str, Any] = field(default_factory=dict)
     skipped: list[Any] = field(default_factory=list)
     layout: dict[str, Any] = field(default_factory=dict)
     versions: dict[str, Any] = field(default_factory=versions)

@@ -8,12 +8,12 @@ from megatron.config.model import ModelConfig
 
 # What neither the shape nor the function of trained weights depends on.
 FREE = {"seq_length", "attention_dropout", "hidden_dropout", "init_method_std", "init_method_xavier_uniform",
-        "fp32_residual_connection", "attention_softmax_in_fp32", "apply_query_key_layer_scaling",
-        "make_vocab_size_divisible_by"}
+        "init_scheme", "embed_grad_scale", "label_smoothing", "fp32_residual_connection",
+        "attention_softmax_in_fp32", "apply_query_key_layer_scaling", "make_vocab_size_divisible_by"}
 _ACTIVATIONS = ("swiglu", "geglu", "squared_relu", "bias_gelu_fusion", "openai_gelu")
 # Fields that say one thing together: (name in messages, all of them, what they say).
 _TOGETHER: tuple[tuple[str, tuple[str, ...], Callable[[ModelConfig], Any]], ...] = (
-    ("ffn_hidden_size", ("ffn_hidden_size",), lambda m: m.ffn),
+    ("ffn_hidden_size", ("ffn_hidden_size", "ffn_multiple_of"), lambda m: m.ffn),
     ("kv_channels", ("kv_channels",), lambda m: m.head_dim),
     ("num_query_groups", ("num_query_groups", "group_query_attention"), lambda m: m.query_groups),
     ("position_embedding_type", ("position_embedding_type", "use_rotary_position_embeddings",

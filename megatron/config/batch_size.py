@@ -175,6 +175,7 @@ def build_batch_size_schedule(
     global_batch_size: int | None = None,
     data_parallel_size: int = 1,
     rampup_batch_size: Sequence[int | str] | None = None,
+    rampup_micro_batches: Sequence[int | str] | None = None,
     step_batch_size_schedule: str | None = None,
     seq_length: int | None = None,
     decrease_batch_size_if_needed: bool = False,
@@ -191,6 +192,7 @@ def build_batch_size_schedule(
         for flag, value in (
             ("--global-batch-size", global_batch_size),
             ("--rampup-batch-size", rampup_batch_size),
+            ("--rampup-micro-batches", rampup_micro_batches),
             ("--decrease-batch-size-if-needed", decrease_batch_size_if_needed or None),
         ):
             if value is not None:
@@ -209,6 +211,11 @@ def build_batch_size_schedule(
             f"will use batch size rampup starting from global batch size {start} to global batch size {size} with "
             f"batch size increments {increment} over {samples} samples."
         )
+    if rampup_micro_batches is not None:
+        if rampup_batch_size is not None:
+            raise ValueError("--rampup-micro-batches and --rampup-batch-size are two ramps: give only one of them")
+        steps = micro_batch_steps(rampup_micro_batches, size, micro_batch_size * data_parallel_size)
+        flag = "--rampup-micro-batches"
     return BatchSizeSchedule(
         steps,
         **common,
@@ -256,6 +263,29 @@ def rampup_steps(values: Sequence[int | str], global_batch_size: int) -> list[tu
     if max(found.values()) < global_batch_size:
         found[samples + 1] = global_batch_size
     return sorted(found.items())
+
+
+def micro_batch_steps(values: Sequence[int | str], global_batch_size: int, divisor: int) -> list[tuple[int, int]]:
+    """(samples, size) steps of --rampup-micro-batches START INCREMENT ITERATIONS up to `global_batch_size`.
+
+    Iteration n (1-based) has min(START + (n - 1) // ITERATIONS * INCREMENT, all) micro-batches on each data-parallel rank,
+    each of `divisor` samples over all of them (facts/internlm.md 1.2.7). Raises ValueError.
+    """
+    flag = f"--rampup-micro-batches {' '.join(map(str, values))}"
+    try:
+        start, increment, iterations = (int(value) for value in values)
+    except ValueError:
+        raise ValueError(f"{flag}: expected three integers, START INCREMENT ITERATIONS") from None
+    if min(start, increment, iterations) < 1:
+        raise ValueError(f"{flag}: each of the three must be at least 1")
+    if start * divisor > global_batch_size:
+        raise ValueError(f"{flag}: it starts above the {global_batch_size // divisor} micro-batches of --global-batch-size "
+                         f"{global_batch_size}; a ramp can only rise")
+    steps, consumed = [], 0
+    for size in range(start * divisor, global_batch_size, increment * divisor):
+        steps.append((consumed, size))
+        consumed += size * iterations
+    return [*steps, (consumed, global_batch_size)]
 
 
 def parse_step_schedule(text: str, seq_length: int | None = None) -> list[tuple[int, int]]:

@@ -8,14 +8,14 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator
 
-from megatron.config import check_ddp, check_layout, check_paths
+from megatron.config import check_ddp, check_layout, check_packed, check_paths
 from megatron.config.facts import Facts
 from megatron.config.plan import batch_schedule
 from megatron.config.skip_ranges import SkipRanges
 from megatron.config.tree import Config
 
 _AT_LEAST_ONE = (
-    "num_layers hidden_size ffn_hidden_size num_attention_heads kv_channels num_query_groups seq_length "
+    "num_layers hidden_size ffn_hidden_size ffn_multiple_of num_attention_heads kv_channels num_query_groups seq_length "
     "max_position_embeddings rotary_base rotary_seq_len_interpolation_factor make_vocab_size_divisible_by "
     "tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size expert_model_parallel_size "
     "ddp_bucket_size ddp_num_buckets num_distributed_optimizer_instances distributed_timeout_minutes loss_scale_window "
@@ -26,18 +26,23 @@ _AT_LEAST_ONE = (
 _NOT_NEGATIVE = (
     "init_method_std mid_level_dataset_surplus lr min_lr lr_warmup_iters lr_warmup_samples lr_warmup_init weight_decay "
     "start_weight_decay end_weight_decay clip_grad eval_iters num_workers manual_gc_interval ckpt_step decoupled_lr "
-    "decoupled_min_lr vocab_extra_ids").split()
+    "decoupled_min_lr vocab_extra_ids lr_init_iters adam_beta2_schedule_c spike_snapshot_interval min_sample_length"
+).split()
 _POSITIVE = ("norm_epsilon adam_eps loss_scale initial_loss_scale min_loss_scale exit_duration_in_mins "
-             "rope_scaling_factor").split()
-_BELOW_ONE = "attention_dropout hidden_dropout adam_beta1 adam_beta2 sgd_momentum lr_warmup_fraction".split()
+             "rope_scaling_factor max_loss_scale embed_grad_scale").split()
+_BELOW_ONE = "attention_dropout hidden_dropout label_smoothing adam_beta1 adam_beta2 sgd_momentum lr_warmup_fraction".split()
 
 # (flags that need it, the condition in words, is it met?): a flag typed without it is said to have no effect.
 _NEEDED = (
-    ("hysteresis initial_loss_scale min_loss_scale loss_scale_window", "--fp16 without --loss-scale",
+    ("hysteresis initial_loss_scale min_loss_scale max_loss_scale loss_scale_growth_factor loss_scale_backoff_factor "
+     "loss_scale_window", "--fp16 without --loss-scale",
      lambda v: v["fp16"] and v["loss_scale"] is None),
     ("loss_scale", "--fp16 or --bf16", lambda v: v["fp16"] or v["bf16"]),
     ("sgd_momentum", "--optimizer sgd", lambda v: v["optimizer"] == "sgd"),
-    ("adam_beta1 adam_beta2 adam_eps", "--optimizer adam", lambda v: v["optimizer"] == "adam"),
+    ("init_method_std init_method_xavier_uniform", "--init-scheme megatron", lambda v: v["init_scheme"] == "megatron"),
+    ("lr_warmup_first_step", "a warm-up", lambda v: v["lr_warmup_iters"] or v["lr_warmup_samples"] or
+     v["lr_warmup_fraction"]),
+    ("adam_beta1 adam_beta2 adam_beta2_schedule_c adam_eps", "--optimizer adam", lambda v: v["optimizer"] == "adam"),
     ("tensorboard_log_interval tensorboard_queue_size log_timers_to_tensorboard log_batch_size_to_tensorboard "
      "log_learning_rate_to_tensorboard log_loss_scale_to_tensorboard log_validation_ppl_to_tensorboard "
      "log_memory_to_tensorboard log_world_size_to_tensorboard", "--tensorboard-dir", lambda v: v["tensorboard_dir"]),
@@ -64,7 +69,10 @@ _NEEDED = (
     ("data_sharding", "--dataloader-type cyclic", lambda v: v["dataloader_type"] == "cyclic"),
     ("bias_gelu_fusion", "a GELU with biases", lambda v: v["add_bias_linear"] and not (
         v["swiglu"] or v["geglu"] or v["squared_relu"] or v["openai_gelu"])),
-    ("split", "--data-path or --data-args-path", lambda v: not v["mock_data"]),
+    ("split", "--data-path or --data-args-path", lambda v: not (v["mock_data"] or v["dummy_data"])),
+    ("spike_action", "training, which --skip-train leaves out", lambda v: not v["skip_train"]),
+    ("spike_snapshot_interval", "--spike-action rewind", lambda v: v["spike_action"] == "rewind"),
+    ("pack_into_one pad_samples min_sample_length", "--packed-samples", lambda v: v["packed_samples"]),
     ("overlap_p2p_comm", "--pipeline-model-parallel-size", lambda v: v["pipeline_model_parallel_size"] > 1),
 )
 _ALWAYS = {
@@ -128,6 +136,9 @@ def _ranges(f: Facts) -> Iterator[str]:
              (_POSITIVE, lambda v: 0 < v < math.inf, "must be greater than 0"),
              (_BELOW_ONE, lambda v: 0 <= v < 1, "must be at least 0 and less than 1"),
              (["rotary_percent"], lambda v: 0 < v <= 1, "must be greater than 0 and at most 1"),
+             (["recompute_fraction"], lambda v: 0 <= v <= 1, "must be at least 0 and at most 1"),
+             (["loss_scale_growth_factor"], lambda v: 1 < v < math.inf, "must be greater than 1"),
+             (["loss_scale_backoff_factor"], lambda v: 0 < v < 1, "must be greater than 0 and less than 1"),
              (["seed"], lambda v: 0 < v < 2**32, f"must be between 1 and {2**32 - 1}"))
     for names, fits, text in rules:
         for name in names:
@@ -165,6 +176,10 @@ def _shape(f: Facts) -> Iterator[str]:
     if f["use_rotary_position_embeddings"] and f["position_embedding_type"] == "none":
         yield ("--position-embedding-type none: --use-rotary-position-embeddings asks for rope; leave one of them out")
     yield from _only_one(f, "swiglu", "geglu", "squared_relu", "openai_gelu")
+    yield from _only_one(f, "ffn_hidden_size", "ffn_multiple_of")
+    for name in ("ffn_multiple_of", "init_scheme"):
+        if f[name] not in (None, "megatron") and not f.config.model.gated:
+            yield f"{f.say(name)}: is InternLM's rule for a gated MLP; add --swiglu, or leave it out"
 
 
 def _only_one(f: Facts, *names: str) -> Iterator[str]:
@@ -179,6 +194,10 @@ def _precision(f: Facts) -> Iterator[str]:
         yield "--fp32-residual-connection: needs --fp16 or --bf16; everything is in fp32 already, so leave it out"
     if f["fp16_lm_cross_entropy"] and not f["fp16"]:
         yield "--fp16-lm-cross-entropy: needs --fp16; leave it out"
+    if f["tf32"] and (f["fp16"] or f["bf16"] or f["fp64"] or f["device"] == "cpu"):
+        yield "--tf32: is a way to multiply fp32 matrices on CUDA; leave it out"
+    if f["fp16"] and f.ok("initial_loss_scale", "max_loss_scale") and f["initial_loss_scale"] > f["max_loss_scale"]:
+        yield f"{f.say('initial_loss_scale')}: greater than {f.say('max_loss_scale')}; use at most that"
     if f["fp16"] and f.ok("initial_loss_scale", "min_loss_scale") and f["initial_loss_scale"] < f["min_loss_scale"]:
         yield f"{f.say('initial_loss_scale')}: less than {f.say('min_loss_scale')}; use at least that"
 
@@ -221,6 +240,9 @@ def _schedule(f: Facts) -> Iterator[str]:
         warmup = f"lr_warmup_{unit}"
         if f.ok(warmup) and f[warmup] and f[warmup] >= f[horizon]:
             yield f"{f.say(warmup)}: must be less than {f.say(horizon)}, the end of the decay"
+        elif f.ok(warmup, "lr_init_iters") and f["lr_init_iters"] and unit == "iters" and (
+                f[warmup] + f["lr_init_iters"] >= f[horizon]):
+            yield f"{f.say(warmup)}: with {f.say('lr_init_iters')} must be less than {f.say(horizon)}, the end of the decay"
         wsd = f"lr_wsd_decay_{unit}"
         if f["lr_decay_style"] == "WSD" and f[wsd] is None:
             yield f"--lr-decay-style WSD: needs the length of its anneal; give {f.flags[wsd].spelling}"
@@ -241,10 +263,26 @@ def _schedule(f: Facts) -> Iterator[str]:
     yield from _only_one(f, "override_opt_param_scheduler", "use_checkpoint_opt_param_scheduler")
 
 
+def _spikes(f: Facts) -> Iterator[str]:
+    if f["spike_action"] != "rewind":
+        return
+    if not f["spike_snapshot_interval"] and f["save"] is None and f["load"] is None:
+        yield ("--spike-action rewind: there is nothing to go back to with --spike-snapshot-interval 0 and neither --save "
+               "nor --load; give --save DIR, or an interval such as 50")
+    if f["no_save_optim"]:
+        yield ("--no-save-optim: --spike-action rewind saves where it goes back to, and needs the optimizer there; leave "
+               "one of them out")
+
+
 def _loop(f: Facts) -> Iterator[str]:
     """Recompute, determinism, checkpoints."""
     layers, method = f["recompute_num_layers"], f["recompute_method"]
-    if f["recompute_activations"] and f["recompute_granularity"] == "full":
+    others = [f.say(name) for name in ("recompute_activations", "recompute_granularity", "recompute_method",
+                                       "recompute_num_layers") if f[name]]
+    if f["recompute_fraction"] is not None:
+        if others:
+            yield f"{f.say('recompute_fraction')}: says all about recompute; leave out {', '.join(others)}"
+    elif f["recompute_activations"] and f["recompute_granularity"] == "full":
         yield "--recompute-granularity full: --recompute-activations means selective; leave one of them out"
     elif f["recompute_granularity"] == "full":
         if method is None:
@@ -290,4 +328,5 @@ def _skip_ranges(f: Facts) -> tuple[list[str], list[str]]:
     return [], [f"WARNING: {line}" for line in skips.warnings] + skips.infos
 
 
-_RULES = (_required, _ranges, _shape, _precision, check_layout.rule, _run, _schedule, _loop, _skips)
+_RULES = (_required, _ranges, _shape, _precision, check_layout.rule, check_packed.rule, _run, _schedule, _loop, _spikes,
+          _skips)

@@ -67,7 +67,8 @@ def _given(d: DataConfig) -> dict[str, bool]:
     named = [flag for flag, value in per_split.items() if value]
     return {"--data-path": bool(d.data_path), "--data-args-path": d.data_args_path is not None,
             "--per-split-data-args-path": d.per_split_data_args_path is not None,
-            " ".join(named) or "--train-data-path": bool(named), "--mock-data": d.mock_data}
+            " ".join(named) or "--train-data-path": bool(named), "--mock-data": d.mock_data,
+            "--dummy-data": d.dummy_data is not None}
 
 
 def _order(d: DataConfig) -> Iterator[str]:
@@ -148,7 +149,8 @@ def _tokenizer_files(d: DataConfig) -> Iterator[str]:
         elif not os.access(path, os.R_OK):
             yield f"{flag} {path}: cannot be read; change its permissions"
     if kind == "NullTokenizer" and d.vocab_size is None:
-        why = "the synthetic text of --mock-data" if d.mock_data and d.tokenizer_type is None else "NullTokenizer"
+        synthetic = "--mock-data" if d.mock_data else "--dummy-data" if d.dummy_data else None
+        why = f"the synthetic text of {synthetic}" if synthetic and d.tokenizer_type is None else "NullTokenizer"
         yield f"--vocab-size is missing: {why} needs the number of ids, as in --vocab-size 50257"
 
 
@@ -258,7 +260,8 @@ def _corpora(d: DataConfig) -> Iterator[str]:
                        "or for none")
                 prefixes = [p for p in prefixes if p not in numbers]
             for prefix in prefixes:
-                yield from _corpus(flag, prefix, len(words))
+                if not d.packed_samples or not _packable(prefix):
+                    yield from _corpus(flag, prefix, len(words))
 
 
 def _corpus(flag: str, prefix: str, words: int) -> Iterator[str]:
@@ -275,6 +278,11 @@ def _corpus(flag: str, prefix: str, words: int) -> Iterator[str]:
         yield f"{shown}: {prefix}{lost[0]} is missing beside its other half; preprocess again, or copy it too"
     else:
         yield f"{shown}: there is no {prefix}.idx and .bin" + _near_prefixes(prefix)
+
+
+def _packable(word: str) -> bool:
+    """Is it a directory, which may hold InternLM's files, or one of these? (megatron/data/packed_build.py opens them.)"""
+    return os.path.isdir(word) or os.path.isfile(word.removesuffix(".bin") + ".bin.meta")
 
 
 def _several(word: str) -> bool:

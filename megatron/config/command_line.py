@@ -39,7 +39,8 @@ DESCRIPTION = ("Pretrain a GPT. Values follow their flags; @FILE reads flags fro
 _RANKS = ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
 # A flag that could not be read: what must not be called missing because of it.
 _IN_PLACE_OF = {"train_samples": "--train-iters is missing"} | dict.fromkeys(
-    ("data_path", "train_data_path", "data_args_path", "per_split_data_args_path", "mock_data"), "no data:")
+    ("data_path", "train_data_path", "data_args_path", "per_split_data_args_path", "mock_data", "dummy_data"),
+    "no data:")
 _GPT2_VOCABULARY = 50257
 # Of the data, what --use-checkpoint-args takes over: all that decides the ids but the files, which may lie elsewhere now.
 _TOKENIZER = {"tokenizer_type", "vocab_size", "vocab_extra_ids", "tiktoken_pattern", "tiktoken_num_special_tokens",

@@ -110,20 +110,9 @@ class Activations(NamedTuple):
         return self.stored + self.head + self.again
 
 
-def recomputed_runs(config: Config, layers: int) -> list[int]:
-    """The lengths of the runs of layers that keep only their input, of a chunk of so many layers."""
-    t = config.training
-    if t.recompute != "full":
-        return []
-    step = t.recompute_num_layers or 1
-    if t.recompute_method == "block":
-        return [1] * min(step, layers)
-    return [min(step, layers - start) for start in range(0, layers, step)]
-
-
 def chunk_activations(config: Config, plan: Plan, layers: int) -> int:
     """Bytes that so many layers of one micro-batch keep between forward and backward."""
-    sizes, runs = _Sizes(config, plan), recomputed_runs(config, layers)
+    sizes, runs = _Sizes(config, plan), config.training.recomputed_runs(layers)
     return (layers - sum(runs)) * sizes.layer() + len(runs) * sizes.rows * sizes.hidden * sizes.residual
 
 
@@ -144,7 +133,7 @@ def activations(config: Config, plan: Plan, stage: int) -> Activations:
     stages, largest = len(plan.layers_per_stage), max(len(chunk) for chunk in chunks)
     alive = activations_alive(stage, stages, plan.num_microbatches(plan.train_iters), len(chunks))
     one = chunk_activations(config, plan, largest) + (embedding_activations(config, plan) if stage == 0 else 0)
-    runs = recomputed_runs(config, largest)
+    runs = config.training.recomputed_runs(largest)
     again = max(runs) * _Sizes(config, plan).layer() if runs else 0
     return Activations(alive * one, alive, head_activations(config, plan) if stage == stages - 1 else 0, again)
 
@@ -218,7 +207,7 @@ def _layers(config: Config, sizes: _Sizes, layers: int) -> list[Transfer]:
     With sequence parallelism a column-parallel layer's input is gathered in forward and once more in backward. The second
     forward of a run ends before the last sum, whose result nothing needs.
     """
-    whole, runs = sizes.tokens * sizes.hidden * sizes.item, recomputed_runs(config, layers)
+    whole, runs = sizes.tokens * sizes.hidden * sizes.item, config.training.recomputed_runs(layers)
     found = _tensor_parallel(sizes, whole, forward=2 * layers, backward=2 * layers, gathered_grads=2 * layers)
     again = sum(runs)
     if sizes.sequence:

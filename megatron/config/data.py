@@ -17,6 +17,15 @@ class DataConfig:
     data_args_path: str | None = arg(None, help="file that holds the words of --data-path", dump=False)
     per_split_data_args_path: str | None = arg(None, help="JSON file with the keys train, valid, test", dump=False)
     mock_data: bool = arg(False, help="synthetic data: no files needed", dump=False)
+    packed_samples: bool = arg(False, help="a micro-batch is one row of micro-batch-size x seq-length tokens, filled with "
+                                           "whole samples; attention, positions and labels stay inside each (docs/data.md)",
+                               dump=False)
+    pack_into_one: bool = arg(False, help="packed rows: attention crosses the samples of each seq-length tokens", dump=False)
+    pad_samples: bool = arg(False, help="packed rows: micro-batch-size samples, each cut to seq-length, and padding",
+                            dump=False)
+    min_sample_length: int = arg(0, help="packed rows: leave samples of fewer tokens out", dump=False)
+    dummy_data: Literal["internlm"] | None = arg(None, help="made-up samples to pack, those of InternLM's demos: no files "
+                                                            "needed", dump=False)
     split: str | None = arg(None, help="share of train, validation and test: three numbers "
                                        "(default: 969, 30, 1; not with per-split paths)")
     data_cache_path: str | None = arg(None, help="directory of the index cache")
@@ -58,4 +67,4 @@ class DataConfig:
     @property
     def tokenizer(self) -> str:
         """The type of tokenizer, also where none was named: synthetic data is made of plain numbers."""
-        return self.tokenizer_type or ("NullTokenizer" if self.mock_data else "GPT2BPETokenizer")
+        return self.tokenizer_type or ("NullTokenizer" if self.mock_data or self.dummy_data else "GPT2BPETokenizer")

@@ -11,12 +11,14 @@ from megatron.arguments import arg
 class LoggingConfig:
     """Log lines, metrics file, TensorBoard, timers."""
     log_interval: int = arg(100, help="iterations between log lines")
-    log_dialect: Literal["megatron", "aurora"] = arg("megatron", help="form of the iteration line", dump=False)
+    log_dialect: Literal["megatron", "aurora", "internlm"] = arg("megatron", help="form of the iteration line", dump=False)
     metrics_file: str | None = arg(None, help="JSON lines, one an iteration", dump=False)
     data_ledger: str | None = arg(None, help="file of 32 bytes an iteration: which samples it read, and their hash "
                                              "(tools/inspect_data.py reads it)", dump=False)
     progress: Literal["auto", "on", "off"] = arg("auto", help="a line of progress and time left on stderr beside each "
                                                  "log line; auto: where stderr is a terminal", dump=False)
+    log_accuracy: bool = arg(False, help="with --packed-samples: share of labels that the model ranks first, in all and of "
+                                         "each subset, in the metrics file", dump=False)
     log_throughput: bool = arg(False, help="TFLOP/s on the iteration line")
     log_num_zeros_in_grad: bool = arg(False, help="count zeros in the gradients")
     log_params_norm: bool = arg(False, help="norm of the parameters on the iteration line")

@@ -14,6 +14,8 @@ class ModelConfig:
     hidden_size: int | None = arg(None, help="width of the residual stream")
     ffn_hidden_size: int | None = arg(None, help="MLP width; without it 4 x hidden size, or 8/3 x hidden size rounded "
                                                  "down to a multiple of 64 with --swiglu / --geglu")
+    ffn_multiple_of: int | None = arg(None, dump=False, help="with --swiglu / --geglu, in place of --ffn-hidden-size: 8/3 x "
+                                                             "hidden size rounded UP to a multiple of this (InternLM: 256)")
     num_attention_heads: int | None = arg(None, help="query heads")
     kv_channels: int | None = arg(None, help="width of one head; without it hidden size / heads")
     group_query_attention: bool = arg(False, help="share key/value heads between query heads (GQA)")
@@ -56,6 +58,11 @@ class ModelConfig:
     hidden_dropout: float = arg(0.1, help="dropout of the embedding and of both residual branches")
     init_method_std: float = arg(0.02, help="standard deviation of the normal initialisation")
     init_method_xavier_uniform: bool = arg(False, help="Xavier uniform initialisation of matrices")
+    init_scheme: Literal["megatron", "internlm"] = arg("megatron", dump=False, help="whose initial values: megatron, or "
+                                                       "InternLM's fixed deviations, which depend on the layer")
+    embed_grad_scale: float = arg(1.0, dump=False, help="multiply the gradients of the embedding and of the output layer by "
+                                                        "this (GLM-130B)")
+    label_smoothing: float = arg(0.0, dump=False, help="share of each label that goes to all ids alike, in training")
     apply_query_key_layer_scaling: bool = arg(False, help="divide scores by the layer number and undo it in the "
                                                           "softmax; numerically neutral here")
     attention_softmax_in_fp32: bool = arg(False, help="softmax in fp32 (always so here)")
@@ -94,6 +101,8 @@ class ModelConfig:
         """Width of the MLP."""
         if self.ffn_hidden_size:
             return self.ffn_hidden_size
+        if self.ffn_multiple_of:
+            return -(-int(self.hidden_size * 8 / 3) // self.ffn_multiple_of) * self.ffn_multiple_of
         return int(self.hidden_size * 4 * 2 / 3) // 64 * 64 if self.gated else 4 * self.hidden_size
 
     @property

@@ -19,15 +19,16 @@ LAYER_PREFIX = "decoder.layers."
 class ParameterSpec:
     """One parameter under its global name, whichever rank, stage or format holds it.
 
-    `shape` is global; `splits` says which rank axis cuts which dim; `init` is "normal" (with `std`),
-    "xavier_uniform", "zeros" or "ones". `partial` names axes whose ranks hold a copy but always see only part of its
-    gradient. `real_rows`: rows of dim 0 that mean something when a vocabulary is padded (the rest stay 0), else None.
+    `shape` is global; `splits` says which rank axis cuts which dim; `init` is "normal" (with `std`: one for all, or one
+    for each index of dim 0), "xavier_uniform", "zeros" or "ones". `partial` names axes whose ranks hold a copy but always
+    see only part of its gradient. `real_rows`: rows of dim 0 that mean something when a vocabulary is padded (the rest
+    stay 0), else None.
     """
     name: str
     shape: tuple[int, ...]
     splits: tuple[tuple[str, int], ...] = ()
     init: str = "zeros"
-    std: float = 0.0
+    std: float | tuple[float, ...] = 0.0
     partial: tuple[str, ...] = ()
     real_rows: int | None = None
 
@@ -57,7 +58,7 @@ class ParameterSpec:
         return tuple(shape)
 
 
-Draw = tuple[str, float]
+Draw = tuple[str, float | tuple[float, ...]]
 Scheme = Callable[[str, int], Draw]
 
 
@@ -78,14 +79,35 @@ def megatron_scheme(model: ModelConfig) -> Scheme:
     return draw
 
 
+def internlm_scheme(model: ModelConfig) -> Scheme:
+    """InternLM's initial values, whatever the width (facts/internlm.md 2.3, the version whose logs the demos show).
+
+    What ends the attention branch has 0.006 / sqrt(2 (layer + 1)), by its OWN layer; so has the up half of a gated MLP,
+    and the matrix after it has 0.0015.
+    """
+
+    def draw(role: str, layer: int) -> Draw:
+        if role in ("word_embedding", "position_embedding", "output_layer"):
+            return "normal", 0.0052
+        scaled = 0.006 / math.sqrt(2.0 * (layer + 1))
+        of_role = {"qkv": 0.006, "attention_output": scaled, "mlp_in": (0.006, scaled) if model.gated else 0.006,
+                   "mlp_out": 0.0015}
+        return "normal", of_role[role]
+
+    return draw
+
+
+SCHEMES: dict[str, Callable[[ModelConfig], Scheme]] = {"megatron": megatron_scheme, "internlm": internlm_scheme}
+
+
 def parameter_table(model: ModelConfig, padded_vocab_size: int, vocab_size: int | None = None,
                     scheme: Scheme | None = None) -> list[ParameterSpec]:
     """All parameters in the model's order.
 
     `vocab_size` is the number of rows of the (padded) vocabulary that mean something; without it all do. `scheme`
-    gives the initial values of matrices (default: Megatron's).
+    gives the initial values of matrices (default: that of --init-scheme).
     """
-    draw = scheme or megatron_scheme(model)
+    draw = scheme or SCHEMES[model.init_scheme](model)
     h = model.hidden_size
     real_rows = vocab_size if vocab_size not in (None, padded_vocab_size) else None
     vocab = dict(shape=(padded_vocab_size, h), splits=(("tp", 0),), real_rows=real_rows)

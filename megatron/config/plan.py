@@ -34,6 +34,7 @@ class Plan:
     train_iters: int
     targets: Targets
     skips: SkipRanges
+    by_iteration: bool
     split: str | None
     layers_per_stage: Split             # [stage][chunk], global numbers
 
@@ -60,6 +61,13 @@ class Plan:
         """Samples of that iteration."""
         return self.batch.global_batch_size(self.batch.samples_before(iteration))
 
+    def scheduled_samples(self, first: int, last: int) -> int:
+        """By how many samples iterations first..last move learning rate and weight decay: those they consume, and with
+        --rampup-micro-batches, which counts iterations, those of a full batch each."""
+        if self.by_iteration:
+            return (last - first + 1) * self.batch.final_global_batch_size
+        return self.consumed_samples(last) - self.consumed_samples(first - 1)
+
     def num_microbatches(self, iteration: int) -> int:
         """Micro-batches of that iteration on each data-parallel rank."""
         return self.batch.num_microbatches(self.batch.samples_before(iteration))
@@ -84,6 +92,7 @@ def batch_schedule(config: Config, world_size: int) -> BatchSizeSchedule:
     return build_batch_size_schedule(
         micro_batch_size=t.micro_batch_size, global_batch_size=t.global_batch_size,
         data_parallel_size=data_parallel_size(config, world_size), rampup_batch_size=t.rampup_batch_size,
+        rampup_micro_batches=t.rampup_micro_batches,
         step_batch_size_schedule=t.step_batch_size_schedule, seq_length=config.model.seq_length,
         decrease_batch_size_if_needed=t.decrease_batch_size_if_needed)
 
@@ -91,7 +100,7 @@ def batch_schedule(config: Config, world_size: int) -> BatchSizeSchedule:
 def split_string(config: Config) -> str | None:
     """The split as Megatron prints it: None with per-split paths, equal parts of synthetic data."""
     d = config.data
-    if d.train_data_path or d.valid_data_path or d.test_data_path or d.per_split_data_args_path:
+    if d.packed_samples or d.train_data_path or d.valid_data_path or d.test_data_path or d.per_split_data_args_path:
         return None
     return "1,1,1" if d.mock_data else d.split or "969, 30, 1"
 
@@ -126,6 +135,7 @@ def make_plan(config: Config, world_size: int, vocab_size: int) -> Plan:
         world_size=world_size, data_parallel_size=data_parallel_size(config, world_size), vocab_size=vocab_size,
         padded_vocab_size=padded, parameters=tuple(parameter_table(config.model, padded, vocab_size)), batch=batch,
         train_iters=train_iters, targets=target_sizes(config, batch, train_iters), skips=skips,
+        by_iteration=config.training.rampup_micro_batches is not None,
         split=split_string(config), layers_per_stage=layer_split(config))
 
 

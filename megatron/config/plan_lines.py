@@ -57,10 +57,15 @@ def memory_lines(config: Config, plan: Plan) -> list[str]:
     what = "chunks of micro-batches" if len(plan.layers_per_stage[0]) > 1 else "micro-batches"
     device = "the CPU" if config.training.device == "cpu" else "CUDA"
     again = max(pairs.again for pairs in held)
+    copied = config.spikes.copies * max(
+        sum(size for what, size in bytes_per_rank(config, plan, stage).items() if what != "gradients") for stage in stages)
     lines.append(f"  activations on {device}: {kept} {what} at a time; {held[-1].head:,} on the last stage are final norm, "
                  "logits and loss")
     if again:
         lines.append(f"  {again:,} of them while layers are computed again")
+    if config.spikes.copies:
+        lines.append(f"  in host memory: {config.spikes.copies} copies for --spike-action rewind, {copied:,} bytes "
+                     f"({copied / GIB:.2f} GiB) a rank")
     return [*lines, "  not counted: padding of flat buffers, scratch memory of kernels and collectives, what libraries take"]
 
 

@@ -15,6 +15,9 @@ class TrainingConfig:
                                                    "size)")
     rampup_batch_size: tuple[int, ...] | None = arg(None, nargs=3, help="START INCREMENT SAMPLES: grow the global "
                                                                         "batch from START over SAMPLES")
+    rampup_micro_batches: tuple[int, ...] | None = arg(None, nargs=3, dump=False, help="START INCREMENT ITERATIONS: micro-"
+                                                       "batches of a step on each data-parallel rank, growing every so many "
+                                                       "iterations up to --global-batch-size (InternLM)")
     step_batch_size_schedule: str | None = arg(None, help='"0:768 250B:1536": global batch from so many tokens on',
                                                dump=False)
     decrease_batch_size_if_needed: bool = arg(False, help="round a batch that does not fit down instead of failing",
@@ -36,6 +39,8 @@ class TrainingConfig:
     recompute_method: Literal["uniform", "block"] | None = arg(None, help="with full: chunks of so many layers, or "
                                                                           "the first so many layers")
     recompute_num_layers: int | None = arg(None, help="layers of one recompute unit")
+    recompute_fraction: float | None = arg(None, dump=False, help="recompute the first so much of each stage's layers "
+                                                                  "(InternLM's model.checkpoint)")
     deterministic_mode: bool = arg(False, help="deterministic kernels only, or an error", dump=False)
     cudnn_benchmark: bool = arg(False, help="let cudnn choose kernels by timing them", dump=False)
     cudnn_deterministic: bool = arg(False, help="deterministic cudnn kernels", dump=False)
@@ -59,4 +64,17 @@ class TrainingConfig:
     @property
     def recompute(self) -> str | None:
         """`full`, `selective` or None, whichever way it was spelled."""
+        if self.recompute_fraction is not None:
+            return "full"
         return "selective" if self.recompute_activations else self.recompute_granularity
+
+    def recomputed_runs(self, layers: int) -> list[int]:
+        """The lengths of the runs of layers that keep only their input, of a stage's chunk of so many; the first ones."""
+        if self.recompute != "full":
+            return []
+        if self.recompute_fraction is not None:
+            return [1] * int(layers * self.recompute_fraction)
+        step = self.recompute_num_layers or 1
+        if self.recompute_method == "block":
+            return [1] * min(step, layers)
+        return [min(step, layers - start) for start in range(0, layers, step)]

@@ -10,6 +10,7 @@ from megatron.config.model import ModelConfig
 from megatron.config.optimizer import OptimizerConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.config.precision import PrecisionConfig
+from megatron.config.spikes import SpikeConfig
 from megatron.config.training import TrainingConfig
 
 
@@ -24,3 +25,4 @@ class Config:
     training: TrainingConfig
     checkpoint: CheckpointConfig
     logging: LoggingConfig
+    spikes: SpikeConfig

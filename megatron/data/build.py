@@ -55,6 +55,7 @@ class DataFlags(Protocol):
     split: str | None
     data_cache_path: str | None
     data_order: str
+    packed_samples: bool
     multiple_validation_sets: bool
     mid_level_dataset_surplus: float
 

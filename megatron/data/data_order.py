@@ -29,6 +29,10 @@ ORDER_REMEDIES = {
     "data_sharding": "--no-data-sharding",
     "total_samples": "--train-iters or --train-samples",
     "vocab_size": "--vocab-size",
+    "rows": "--micro-batch-size",
+    "rows_per_batch": "--global-batch-size",
+    "mode": "--pack-into-one or --pad-samples",
+    "min_length": "--min-sample-length",
 }
 
 

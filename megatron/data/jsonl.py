@@ -1,4 +1,4 @@
-"""The texts in a line of JSON, and what is wrong with a line. Knows no files and no tokenizer."""
+"""The texts, or the token ids, in a line of JSON, and what is wrong with a line. Knows no files and no tokenizer."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import contextlib
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+import numpy as np
 
 try:
     import orjson
@@ -20,6 +22,21 @@ def texts_of(line: bytes, keys: Sequence[str]) -> list[list[str]]:
     if not isinstance(record, dict):
         raise ValueError(f"holds {_kind(record)}, not a JSON object")
     return [texts_under(record, key) for key in keys]
+
+
+def ids_of(line: bytes) -> np.ndarray:
+    """The token ids under "tokens", int64. Raises ValueError saying what is wrong."""
+    record = _parse(line)
+    if not isinstance(record, dict) or not isinstance(record.get("tokens"), list):
+        raise ValueError('is no JSON object with a list of ids under "tokens"')
+    values = record["tokens"]
+    try:
+        ids = np.array(values, np.int64 if not values else None)
+    except ValueError:  # lists of several lengths in it
+        ids = np.empty(0, object)
+    if ids.dtype != np.int64 or ids.ndim != 1:
+        raise ValueError('holds something else than whole numbers below 2**63 under "tokens"')
+    return ids
 
 
 def _parse(line: bytes) -> object:

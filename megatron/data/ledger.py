@@ -77,6 +77,10 @@ class Ledger:
         records["first"], records["count"], records["flag"] = starts[:-1], np.diff(starts), SKIPPED
         self._append(records)
 
+    def go_back(self) -> None:
+        """The next record is of an iteration done again: as after opening, it removes what follows."""
+        self._begun = False
+
     def sync(self) -> None:
         """Return when what is written is on the disk."""
         os.fsync(self._file)

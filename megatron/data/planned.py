@@ -10,16 +10,24 @@ from collections.abc import Iterator, Sequence
 from megatron.data.blended_dataset import SPLITS, Blend, EpochCounts, normalize, parse_split
 from megatron.data.build import DEFAULT_SPLIT, DataFlags, read_blends
 from megatron.data.data_paths import expand
+from megatron.data.packed_build import build_packed_datasets
 from megatron.data.plan_table import Row
 from megatron.data.token_files import Part, Span, read_token_files
 
 
-def planned_rows(data: DataFlags, sizes: Sequence[int | None], sequence_length: int) -> list[Row]:
-    """A row for each word of the data flags and each split that is read; none for --mock-data.
+def planned_rows(data: DataFlags, sizes: Sequence[int | None], sequence_length: int, micro_batch_size: int = 1,
+                 global_batch_size: int = 1) -> list[Row]:
+    """A row for each word of the data flags and each split that is read; none for --mock-data. Of packed samples, for which
+    the batch sizes are needed, a row for each subset.
 
     `sizes`: samples needed of each split, None for one epoch. Samples of a mix are its shares to a fraction; a run gives
     whole ones. Raises ValueError and FileNotFoundError for what would keep the run from starting, as it would.
     """
+    if data.packed_samples:
+        found: list[Row] = []
+        build_packed_datasets(data, sequence_length=sequence_length, micro_batch_size=micro_batch_size,
+                              global_batch_size=global_batch_size, sizes=sizes, vocab_size=None, rows=found)
+        return found
     blends = read_blends(data)
     if blends is None:
         return []

@@ -61,3 +61,23 @@ class SequentialSampler(Sampler):
     def order(self) -> dict[str, object]:
         """What the order of the samples depends on beyond the dataset, in JSON types."""
         return {"dataloader_type": "single"}
+
+
+class PackedSampler(SequentialSampler):
+    """`--packed-samples`: as one pass, but what `micro_batch_size` samples would be is one row of the data set.
+
+    `total_rows` is the length of the data set. Row numbers, too, are the same whatever the data-parallel size is: it takes
+    rows consumed / micro_batch_size + r on rank r, which are InternLM's indices[r::size].
+    """
+
+    def __init__(self, total_rows: int, micro_batch_size: int, dp_rank: int = 0, dp_size: int = 1) -> None:
+        super().__init__(total_rows * micro_batch_size, micro_batch_size, dp_rank, dp_size)
+
+    def micro_batch(self, consumed: int) -> list[int]:
+        """The number of the row, alone in a list. Raises ValueError when they are used up or `consumed` ends within one."""
+        if consumed % self.micro_batch_size:
+            raise ValueError(
+                f"--packed-samples: {consumed} consumed samples are no whole rows of --micro-batch-size "
+                f"{self.micro_batch_size}; resume with the batch sizes of the checkpoint"
+            )
+        return [super().micro_batch(consumed)[0] // self.micro_batch_size]

@@ -8,11 +8,13 @@ from __future__ import annotations
 import numpy as np
 
 from megatron.data.ledger import sample_hash, tokens_hash
+from megatron.data.packed import LABELS
 from megatron.data.whereabouts import Dataset, pieces
 
 
 class Samples:
-    """`samples[i]` is sample i, int64 [sequence_length + 1]; with `hashed` a pair of it and its hash.
+    """`samples[i]` is sample i, int64 [sequence_length + 1] (packed: a row, [4, tokens]); with `hashed` a pair of it and its
+    hash.
 
     Raises ValueError for an id that is not below `vocab_size`, with the file and the place where it stands.
     """
@@ -26,18 +28,25 @@ class Samples:
     def __getitem__(self, index: int) -> np.ndarray | tuple[np.ndarray, int]:
         tokens = self.dataset[index]
         # As unsigned numbers negative ids are large ones: one pass finds both.
-        if int(tokens.view(np.uint64).max()) >= self.vocab_size:
+        if int(ids_of(tokens).view(np.uint64).max()) >= self.vocab_size:
             raise self._outside(index, tokens)
         return (tokens, sample_hash(index, tokens_hash(tokens))) if self.hashed else tokens
 
     def _outside(self, index: int, tokens: np.ndarray) -> ValueError:
-        place = at = int((tokens.view(np.uint64) >= self.vocab_size).argmax())
+        lines = np.atleast_2d(ids_of(tokens))
+        line, place = np.argwhere(lines.view(np.uint64) >= self.vocab_size)[0].tolist()
+        at = place
         for piece in pieces(self.dataset, index):
             if at < piece.length:
                 break
             at -= piece.length
         return ValueError(
-            f"{piece.prefix}.bin: token {piece.offset + at} of document {piece.document} is the id {tokens[place]}, the "
-            f"vocabulary has {self.vocab_size}; give the tokenizer it was preprocessed with, or make the pair anew with "
-            "tools/preprocess_data.py"
+            f"{piece.prefix}.bin: token {piece.offset + at + line} of document {piece.document} is the id "
+            f"{lines[line, place]}, the vocabulary has {self.vocab_size}; give the tokenizer it was preprocessed with, or "
+            "make the pair anew with tools/preprocess_data.py"
         )
+
+
+def ids_of(sample: np.ndarray) -> np.ndarray:
+    """What of a sample are token ids: all of it, of a packed row its tokens and labels."""
+    return sample if sample.ndim == 1 else sample[: LABELS + 1]

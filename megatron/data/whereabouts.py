@@ -14,8 +14,9 @@ from megatron.data.blended_dataset import BlendedDataset
 from megatron.data.epoch_dataset import EpochBlend
 from megatron.data.gpt_dataset import GPTDataset, TokenSequences
 from megatron.data.indexed_dataset import IndexedDataset
+from megatron.data.packed import PackedDataset
 
-Dataset = GPTDataset | BlendedDataset | EpochBlend
+Dataset = GPTDataset | BlendedDataset | EpochBlend | PackedDataset
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,8 @@ def prefixes(dataset: Dataset) -> list[str]:
     """Their data, each once, in the order they were given."""
     if isinstance(dataset, EpochBlend):
         return list(dict.fromkeys(prefix for member in dataset.datasets for prefix in member.prefixes()))
+    if isinstance(dataset, PackedDataset):
+        return dataset.prefixes()
     return list(dict.fromkeys(member.corpus.path_prefix for member in members(dataset)))
 
 
@@ -49,6 +52,9 @@ def pieces(dataset: Dataset, index: int) -> list[Piece]:
     """Where the tokens of sample `index` of a dataset or a blend lie, in their order."""
     if isinstance(dataset, EpochBlend):
         return [piece for run in dataset.pieces(index) for piece in _documents(*run)]
+    if isinstance(dataset, PackedDataset):
+        rows, row = dataset.source(index)
+        return [Piece(rows.file.prefix, *part, *(rows.file.bytes_of(*part) or (None, None))) for part in rows.parts(row)]
     number, sample = dataset.source(index) if isinstance(dataset, BlendedDataset) else (0, index)
     member = members(dataset)[number]
     corpus, found = member.corpus, []
@@ -86,6 +92,11 @@ def samples_showing(dataset: Dataset, prefix: str, document: int) -> dict[int, i
     """
     if isinstance(dataset, EpochBlend):
         return _showing_in_epochs(dataset, prefix, document)
+    if isinstance(dataset, PackedDataset):
+        count = len(dataset.files[dataset.prefixes().index(prefix)].file.lengths)
+        if not 0 <= document < count:
+            raise ValueError(f"--document {document}: {prefix} has the documents 0 to {count - 1}")
+        return dataset.showing(prefix, document)
     found: dict[int, int] = {}
     for number, member in enumerate(members(dataset)):
         if member.corpus.path_prefix != prefix:

@@ -28,6 +28,8 @@ def cross_entropy(
     tp: VocabAxis | None = None,
     all_reduce: AllReduce | None = None,
     dtype: torch.dtype | None = None,
+    smoothing: float = 0.0,
+    right: Tensor | None = None,
 ) -> Tensor:
     """Loss of each row, logsumexp(row) - row[label], never holding a second copy of the logits.
 
@@ -35,19 +37,26 @@ def cross_entropy(
     vocab_start + j; columns with an id >= vocab_size are padding: outside the softmax, gradient zero. The maths and the
     result are in `dtype`: by default fp32 (fp64 for fp64 logits); --fp16-lm-cross-entropy passes torch.float16.
 
+    With `smoothing` e the label counts 1 - e, and e is spread over all ids alike: (1 - e) of that loss and e of the mean
+    over the ids of logsumexp(row) - row[id].
+
+    `right` (bool [n]) is filled with whether the label's logit is the largest of its row.
+
     Backward overwrites the storage of `logits` with their gradient: do not read them after it.
 
     Vocabulary-parallel: `tp` with size > 1 and `all_reduce(tensor, "max" | "sum", tp) -> tensor`, called once with the
-    [n] local logsumexps and once with the [2, n] stacked sums and target logits.
+    [n] local logsumexps (with `right` [2, n], the largest logits too) and once with the [2, n] stacked sums and target
+    logits (with `smoothing` [3, n], the sums of the logits too).
     """
     assert logits.dim() == 2 and labels.shape == logits.shape[:1], (logits.shape, labels.shape)
     if dtype is None:
         dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
     valid = min(max(vocab_size - vocab_start, 0), logits.shape[1])
     if tp is None or tp.size == 1:
-        return _CrossEntropy.apply(logits, labels - vocab_start, valid, dtype)
+        return _CrossEntropy.apply(logits, labels - vocab_start, valid, dtype, smoothing, right)
     assert all_reduce is not None, "a vocabulary split over ranks needs all_reduce"
-    return _ParallelCrossEntropy.apply(logits, labels - vocab_start, valid, dtype, tp, all_reduce)
+    return _ParallelCrossEntropy.apply(logits, labels - vocab_start, valid, dtype, tp, all_reduce, smoothing,
+                                       smoothing / vocab_size, right)
 
 
 def _chunks(logits: Tensor) -> list[slice]:
@@ -56,8 +65,9 @@ def _chunks(logits: Tensor) -> list[slice]:
     return [slice(start, start + rows) for start in range(0, logits.shape[0], rows)]
 
 
-def _overwrite(logits: Tensor, valid: int, dtype: torch.dtype, columns: Tensor, grads: Tensor, hits: Tensor, to_probs):
-    """Put probabilities * grads - onehot(columns) * hits in the place of the logits, chunk by chunk.
+def _overwrite(logits: Tensor, valid: int, dtype: torch.dtype, columns: Tensor, grads: Tensor, hits: Tensor, to_probs,
+               uniform: float = 0.0):
+    """Put (probabilities - uniform) * grads - onehot(columns) * hits in the place of the logits, chunk by chunk.
 
     `to_probs(chunk, rows)` turns logits into probabilities in place; those of padding columns come out as zero.
     """
@@ -65,6 +75,8 @@ def _overwrite(logits: Tensor, valid: int, dtype: torch.dtype, columns: Tensor, 
         part = logits[rows].to(dtype)  # the logits themselves if they are of this dtype
         part[:, valid:] = -torch.inf
         to_probs(part, rows)
+        if uniform:
+            part[:, :valid] -= uniform
         part.mul_(grads[rows, None]).scatter_add_(1, columns[rows, None], -hits[rows, None])
         if part.dtype != logits.dtype:
             logits[rows] = part
@@ -72,47 +84,68 @@ def _overwrite(logits: Tensor, valid: int, dtype: torch.dtype, columns: Tensor, 
 
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, logits: Tensor, columns: Tensor, valid: int, dtype: torch.dtype) -> Tensor:
+    def forward(ctx, logits: Tensor, columns: Tensor, valid: int, dtype: torch.dtype, smoothing: float,
+                right: Tensor | None) -> Tensor:
         loss = torch.empty(logits.shape[0], dtype=dtype, device=logits.device)
         for rows in _chunks(logits):
             log_probs = torch.log_softmax(logits[rows, :valid].to(dtype), -1)
-            loss[rows] = log_probs.gather(1, columns[rows, None]).squeeze(1).neg_()
+            target = log_probs.gather(1, columns[rows, None]).squeeze(1)
+            loss[rows] = -target
+            if right is not None:
+                right[rows] = target >= log_probs.amax(-1)
+            if smoothing:
+                loss[rows].mul_(1.0 - smoothing).sub_(log_probs.mean(-1), alpha=smoothing)
         ctx.save_for_backward(logits, columns)
-        ctx.valid, ctx.dtype = valid, dtype
+        ctx.valid, ctx.dtype, ctx.smoothing = valid, dtype, smoothing
         return loss
 
     @staticmethod
     def backward(ctx, grad_loss: Tensor):
         logits, columns = ctx.saved_tensors
         grad_loss = grad_loss.to(ctx.dtype)
-        _overwrite(logits, ctx.valid, ctx.dtype, columns, grad_loss, grad_loss,
-                   lambda part, rows: torch.softmax(part, -1, out=part))
-        return logits, None, None, None
+        _overwrite(logits, ctx.valid, ctx.dtype, columns, grad_loss, grad_loss * (1.0 - ctx.smoothing),
+                   lambda part, rows: torch.softmax(part, -1, out=part), ctx.smoothing / ctx.valid)
+        return logits, *[None] * 5
 
 
 class _ParallelCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, logits: Tensor, targets: Tensor, valid: int, dtype: torch.dtype, tp, all_reduce) -> Tensor:
+    def forward(ctx, logits: Tensor, targets: Tensor, valid: int, dtype: torch.dtype, tp, all_reduce, smoothing: float,
+                uniform: float, right: Tensor | None) -> Tensor:
         mine = (targets >= 0) & (targets < valid)
         columns = torch.where(mine, targets, 0)
         local = torch.full((logits.shape[0],), -torch.inf, dtype=dtype, device=logits.device)
-        target = torch.zeros_like(local)
+        target, logit_sum = torch.zeros_like(local), torch.zeros_like(local)
+        largest = local.clone() if right is not None else None
         for rows in _chunks(logits) if valid else []:
             part, picked = logits[rows, :valid].to(dtype), columns[rows, None]
             target[rows] = part.gather(1, picked).squeeze(1)
+            if right is not None:
+                largest[rows] = part.amax(-1)
+            if smoothing:
+                logit_sum[rows] = part.sum(-1)
             # torch's log-softmax makes one pass, its logsumexp four; any column gives the sum of its row.
             local[rows] = target[rows] - torch.log_softmax(part, -1).gather(1, picked).squeeze(1)
-        peak = all_reduce(local.clone(), "max", tp)
-        total, target = all_reduce(torch.stack(((local - peak).exp(), torch.where(mine, target, 0))), "sum", tp)
+        if right is None:
+            peak = all_reduce(local.clone(), "max", tp)
+        else:
+            peak, largest = all_reduce(torch.stack((local, largest)), "max", tp)
+        sums = [(local - peak).exp(), torch.where(mine, target, 0)] + [logit_sum] * (smoothing > 0.0)
+        total, target, *rest = all_reduce(torch.stack(sums), "sum", tp)
         log_total = total.log() + peak
+        if right is not None:
+            torch.ge(target, largest, out=right)
         ctx.save_for_backward(logits, columns, mine, log_total)
-        ctx.valid = valid
-        return log_total - target
+        ctx.valid, ctx.smoothing, ctx.uniform = valid, smoothing, uniform
+        if not smoothing:
+            return log_total - target
+        return log_total - (1.0 - smoothing) * target - uniform * rest[0]
 
     @staticmethod
     def backward(ctx, grad_loss: Tensor):
         logits, columns, mine, log_total = ctx.saved_tensors
         grad_loss = grad_loss.to(log_total.dtype)
-        _overwrite(logits, ctx.valid, log_total.dtype, columns, grad_loss, torch.where(mine, grad_loss, 0),
-                   lambda part, rows: part.sub_(log_total[rows, None]).exp_())
-        return logits, None, None, None, None, None
+        _overwrite(logits, ctx.valid, log_total.dtype, columns, grad_loss,
+                   torch.where(mine, grad_loss * (1.0 - ctx.smoothing), 0),
+                   lambda part, rows: part.sub_(log_total[rows, None]).exp_(), ctx.uniform)
+        return logits, *[None] * 8

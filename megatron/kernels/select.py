@@ -64,7 +64,7 @@ def _linear_rows(device: torch.device, dtype: torch.dtype) -> list[KernelRow]:
 
 def _attention_rows(device: torch.device, dtype: torch.dtype, config: Config) -> list[KernelRow]:
     rows = []
-    dropout, documents = config.model.attention_dropout, config.data.reset_attention_mask
+    dropout, documents = config.model.attention_dropout, config.data.reset_attention_mask or config.data.packed_samples
     uses = {"attention (training)": dropout, "attention (evaluation)": 0.0} if dropout else {"attention": 0.0}
     for operation, p in uses.items():
         if config.parallel.context_parallel_size > 1:

@@ -33,7 +33,8 @@ class GPTModel(nn.Module):
     The chunk with the first layer has the embedding, the one with the last layer final norm, output layer and loss.
     Parameters are named as in `megatron.config.parameters.parameter_table` and their memory is not filled:
     `megatron.parallel.sharding.init_parameters` or a checkpoint does that. Weights are [out, in]; a tied output layer
-    uses the embedding's very parameter, or in another chunk a copy of the same name.
+    uses the embedding's very parameter, or in another chunk a copy of the same name. With `count_right` the chunk with the
+    loss leaves in `right` (bool [s b]) which labels of the last training forward had the largest logit.
     """
 
     def __init__(self, model: ModelConfig, precision: PrecisionConfig, ctx: ParallelContext, padded_vocab_size: int,
@@ -45,7 +46,8 @@ class GPTModel(nn.Module):
         self.ctx, self.vocab_size = ctx, vocab_size
         self.loss_dtype = torch.float16 if precision.fp16_lm_cross_entropy else None
         self.max_positions = model.max_position_embeddings or model.seq_length
-        self.positions = model.positions
+        self.count_right, self.right = False, None
+        self.positions, self.label_smoothing = model.positions, model.label_smoothing
         table = stage_table(parameter_table(model, padded_vocab_size, vocab_size), layers, first, last)
         params = ParameterFactory(table, ctx, dtype, device)
         self.embedding = Embedding(model, params.at("embedding"), ctx) if first else None
@@ -79,12 +81,12 @@ class GPTModel(nn.Module):
         tokens, labels [b, s]. position_ids [b, s], or None for 0..s-1 (cheaper). document_ids [b, s] keeps attention
         inside documents. dropout: the streams of this micro-batch, or None to drop nothing. A chunk without the first
         layer needs `hidden` [s, b, h] ([s/tp, b, h] with sequence parallelism), the output of the one before; a chunk
-        without the last layer returns such a tensor. Raises ValueError on a sequence longer than the position table,
-        and where `hidden` is missing. With context parallelism each s but that of document_ids is s/cp, and position_ids
-        [b or 1, s/cp] must be given.
+        without the last layer returns such a tensor. Raises ValueError where `hidden` is missing and, without
+        position_ids, on a sequence longer than the position table. With context parallelism each s but that of
+        document_ids is s/cp, and position_ids [b or 1, s/cp] must be given.
         """
         assert position_ids is not None or self.ctx.cp.size == 1, "a rank's chunks of a sequence have no plain positions"
-        s = self._length(tokens, hidden)
+        s = self._length(tokens, hidden, position_ids)
         if self.embedding is None and hidden is None:
             raise ValueError("this part of the model has no embedding: forward_step must pass hidden=batch.hidden to it")
         x = hidden if self.embedding is None else self.embedding(tokens, position_ids, dropout)
@@ -95,16 +97,19 @@ class GPTModel(nn.Module):
         logits = self.output_layer(x)
         if labels is None:
             return all_gather(logits, self.ctx.tp, dim=-1)[..., : self.vocab_size].transpose(0, 1)
+        training = torch.is_grad_enabled()
+        self.right = labels.new_empty(labels.numel(), dtype=torch.bool) if self.count_right and training else None
         return vocab_parallel_cross_entropy(logits, labels, vocab_size=self.vocab_size, tp=self.ctx.tp,
-                                            dtype=self.loss_dtype)
+                                            dtype=self.loss_dtype,
+                                            smoothing=self.label_smoothing if training else 0.0, right=self.right)
 
-    def _length(self, tokens: torch.Tensor | None, hidden: torch.Tensor | None) -> int:
+    def _length(self, tokens: torch.Tensor | None, hidden: torch.Tensor | None, position_ids: torch.Tensor | None) -> int:
         """Tokens of one sample, before any split over ranks."""
         if tokens is not None:
             s = tokens.shape[1] * self.ctx.cp.size
         else:
             s = hidden.shape[0] * self.ctx.cp.size * (self.ctx.tp.size if self.ctx.sequence_parallel else 1)
-        if self.positions != "none" and s > self.max_positions:
+        if self.positions != "none" and position_ids is None and s > self.max_positions:
             raise ValueError(f"a sequence of {s} tokens is longer than the {self.max_positions} positions of "
                              f"--max-position-embeddings; shorten it or train with a larger table")
         return s

@@ -31,10 +31,10 @@ class Recompute:
         """(start, stop, recomputed) of each run of a stage's layers, in order."""
         if self.granularity != "full":
             return [(0, layers, False)]
-        step = self.num_layers or 1
         if self.method == "block":
-            kept = min(step, layers)
-            return [*((i, i + 1, True) for i in range(kept)), (kept, layers, False)]
+            again = min(self.num_layers, layers)
+            return [*((i, i + 1, True) for i in range(again)), (again, layers, False)]
+        step = self.num_layers or 1
         return [(i, min(i + step, layers), True) for i in range(0, layers, step)]
 
 

@@ -13,11 +13,14 @@ from megatron.optimizer import adam, clip_grads
 from megatron.optimizer.param_groups import build_param_groups
 from megatron.optimizer.scaler import GradScaler
 
+# What --embed-grad-scale applies to: the tables behind an embedding's output, and the output layer.
+EMBEDDINGS = ("embedding.word_embeddings.weight", "embedding.position_embeddings.weight", "output_layer.weight")
 LOW_PRECISION = (torch.float16, torch.bfloat16)
 
 
 class StepResult(NamedTuple):
-    """ok: an update was made. grad_norm: before clipping; None if skipped or --clip-grad 0. num_zeros: if asked for."""
+    """ok: an update was made. grad_norm: before clipping; None after an overflow, and with --clip-grad 0 unless somebody is
+    asked to admit the step. num_zeros: if asked for."""
 
     ok: bool
     grad_norm: float | None
@@ -53,10 +56,13 @@ class MixedPrecisionOptimizer:
         adam_beta1: float = 0.9,
         adam_beta2: float = 0.999,
         adam_eps: float = 1e-8,
+        adam_beta2_schedule_c: float = 0.0,
         sgd_momentum: float = 0.9,
         clip_grad: float = 1.0,
         log_num_zeros_in_grad: bool = False,
         apply_wd_to_qk_layernorm: bool = False,
+        apply_wd_to_all: bool = False,
+        embed_grad_scale: float = 1.0,
         decoupled_lr: float | None = None,
         decoupled_min_lr: float | None = None,
         grad_scaler: GradScaler | None = None,
@@ -78,6 +84,7 @@ class MixedPrecisionOptimizer:
         groups = build_param_groups(
             params,
             apply_wd_to_qk_layernorm=apply_wd_to_qk_layernorm,
+            apply_wd_to_all=apply_wd_to_all,
             decoupled_lr=decoupled_lr,
             decoupled_min_lr=decoupled_min_lr,
         )
@@ -89,11 +96,13 @@ class MixedPrecisionOptimizer:
             group["params"], group["names"] = [group["params"][i] for i in held], [group["names"][i] for i in held]
         self._params = [param for group in groups for param in group["params"]]
         self._names = [name for group in groups for name in group["names"]]
+        self._scales = [embed_grad_scale if name in EMBEDDINGS else 1.0 for name in self._names]
         self._counts = [counts is None or bool(counts(param)) for param in self._params]
         self._main = [_main_weight(param) for param in self._params]
         by_param = dict(zip(map(id, self._params), self._main, strict=True))
         for group in groups:
             group["params"] = [by_param[id(param)] for param in group["params"]]
+        self._beta2 = (adam_beta2, adam_beta2_schedule_c)
         if optimizer == "adam":
             self.inner = adam.build_adam(groups, beta1=adam_beta1, beta2=adam_beta2, eps=adam_eps)
         else:
@@ -110,32 +119,43 @@ class MixedPrecisionOptimizer:
         return 1.0 if self.grad_scaler is None else self.grad_scaler.scale
 
     @property
+    def adam_beta2(self) -> float:
+        """Decay of the second moment in the next update: with --adam-beta2-schedule-c, 1 - updates^-c where it is larger."""
+        least, c = self._beta2
+        return max(least, 1.0 - self.step_count**-c) if c > 0.0 and self.step_count else least
+
+    @property
     def implementation(self) -> str:
         """"fused" or "foreach": which of torch's kernels make the update."""
         return "fused" if self.param_groups[0]["fused"] else "foreach"
 
     @torch.no_grad()
-    def step(self, grad_factor: float = 1.0) -> StepResult:
+    def step(self, grad_factor: float = 1.0, admit: Callable[[float], bool] | None = None) -> StepResult:
         """Use the gradients once; on an overflow (with a scaler) adapt the scale and change nothing else.
 
         `grad_factor` multiplies all gradients (say 1 / tokens) in the same pass that unscales and clips them. Gradients
         are read twice and written at most once: one pass for norm and overflow together, one multiplication if its
         factor is not 1, then the update. At most one host sync (another when zeros are counted). Without a scaler a
-        NaN or infinite norm is reported as it is, and the update is made: the loop decides what that means.
+        NaN or infinite norm is reported as it is, and the update is made: the loop decides what that means. `admit(norm)`,
+        if given, is asked first, unless there is an overflow; where it says no nothing is changed, the scaler neither.
         """
         grads = self._attach_gradients()
         norm: float | None = None
         factor = grad_factor / self.loss_scale
-        if self.grad_scaler is not None or self.clip_grad > 0.0:
+        if self.grad_scaler is not None or self.clip_grad > 0.0 or admit:
             with self._span("optimizer-unscale-and-check-inf"):
                 found_inf, raw_norm = self._measure(grads)
+            if self.clip_grad > 0.0 or admit:
+                norm = raw_norm * factor
+            if not found_inf and admit and not admit(norm):
+                self._release_gradients()
+                return StepResult(False, norm, None)
             if self.grad_scaler is not None:
                 self.grad_scaler.update(found_inf)
                 if found_inf:
                     self._release_gradients()
                     return StepResult(False, None, None)
             if self.clip_grad > 0.0:
-                norm = raw_norm * factor
                 factor *= clip_grads.clip_coefficient(norm, self.clip_grad)
         with self._span("optimizer-clip-main-grad"):
             clip_grads.scale_gradients(grads, factor)
@@ -144,6 +164,9 @@ class MixedPrecisionOptimizer:
             with self._span("optimizer-count-zeros"):
                 zeros = clip_grads.count_zeros(self._counted(grads), self._reduce_sum, self._device)
         with self._span("optimizer-inner-step"):
+            if self._beta2[1] > 0.0:
+                for group in self.param_groups:
+                    group["betas"] = (group["betas"][0], self.adam_beta2)
             self.inner.step()
         self.step_count += 1
         self._release_gradients()
@@ -235,6 +258,9 @@ class MixedPrecisionOptimizer:
             for param, main in zip(self._params, self._main, strict=True):
                 grad = param.main_grad
                 main.grad = grad if grad.dtype == main.dtype else grad.to(main.dtype)
+        for main, scale in zip(self._main, self._scales, strict=True):
+            if scale != 1.0:
+                main.grad.mul_(scale)
         return [main.grad for main in self._main]
 
     def _release_gradients(self) -> None:

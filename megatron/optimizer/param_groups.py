@@ -8,14 +8,17 @@ import torch
 DECOUPLED_LR_NAMES = ("embedding.word_embeddings.weight", "output_layer.weight")
 
 
-def has_weight_decay(name: str, shape: Sequence[int], apply_wd_to_qk_layernorm: bool = False) -> bool:
+def has_weight_decay(
+    name: str, shape: Sequence[int], apply_wd_to_qk_layernorm: bool = False, apply_wd_to_all: bool = False
+) -> bool:
     """Whether the parameter of this global name and GLOBAL shape is decayed.
 
     Biases (also the two-row bias [2, ffn] of a gated MLP) and every 1-D parameter are not; embeddings and position
-    embeddings are. `apply_wd_to_qk_layernorm` puts the query and key norms back among the decayed ones.
+    embeddings are. `apply_wd_to_qk_layernorm` puts the query and key norms back among the decayed ones,
+    `apply_wd_to_all` everything.
     Source: facts/megatron.md 6 (Megatron-LM's rule).
     """
-    if apply_wd_to_qk_layernorm and (".q_layernorm." in name or ".k_layernorm." in name):
+    if apply_wd_to_all or apply_wd_to_qk_layernorm and (".q_layernorm." in name or ".k_layernorm." in name):
         return True
     return not name.endswith(".bias") and len(shape) != 1
 
@@ -24,6 +27,7 @@ def build_param_groups(
     params: Iterable[torch.nn.Parameter],
     *,
     apply_wd_to_qk_layernorm: bool = False,
+    apply_wd_to_all: bool = False,
     decoupled_lr: float | None = None,
     decoupled_min_lr: float | None = None,
 ) -> list[dict[str, Any]]:
@@ -41,7 +45,7 @@ def build_param_groups(
             raise ValueError(f"parameter {name} was given to the optimizer twice; pass each parameter once")
         seen.add(name)
         decoupled = decoupled_lr is not None and name in DECOUPLED_LR_NAMES
-        decayed = has_weight_decay(name, shape, apply_wd_to_qk_layernorm)
+        decayed = has_weight_decay(name, shape, apply_wd_to_qk_layernorm, apply_wd_to_all)
         group = groups.get((decoupled, decayed))
         if group is None:
             group = {"params": [], "names": [], "wd_mult": 1.0 if decayed else 0.0, "lr_mult": 1.0}

@@ -1,5 +1,6 @@
 """Loss scales for half precision as host numbers: how large now, and what an overflow or a good step does to it."""
 
+import math
 from typing import Any, Protocol
 
 
@@ -39,7 +40,7 @@ class DynamicGradScaler:
 
     An overflow uses up one unit of hysteresis and, once none is left, multiplies the scale by `backoff_factor` (not
     below `min_scale`). Hysteresis comes back only with a full window of `growth_interval` good steps in a row, when the
-    scale also grows by `growth_factor`; a backoff does not replenish it.
+    scale also grows by `growth_factor` (to at most `max_scale`); a backoff does not replenish it.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class DynamicGradScaler:
         hysteresis: int = 2,
         growth_factor: float = 2.0,
         backoff_factor: float = 0.5,
+        max_scale: float | None = None,
     ) -> None:
         if not min_scale > 0:
             raise ValueError(f"--min-loss-scale {min_scale} must be positive")
@@ -62,9 +64,15 @@ class DynamicGradScaler:
             raise ValueError(f"--loss-scale-window {growth_interval} must be at least 1")
         if hysteresis < 1:
             raise ValueError(f"--hysteresis {hysteresis} must be at least 1")
-        assert growth_factor > 1.0 and 0.0 < backoff_factor < 1.0
+        if not growth_factor > 1.0:
+            raise ValueError(f"--loss-scale-growth-factor {growth_factor} must be greater than 1")
+        if not 0.0 < backoff_factor < 1.0:
+            raise ValueError(f"--loss-scale-backoff-factor {backoff_factor} must be between 0 and 1")
+        if max_scale is not None and not initial_scale <= max_scale:
+            raise ValueError(f"--max-loss-scale {max_scale} is below --initial-loss-scale {initial_scale}; lower the second")
         self.scale = float(initial_scale)
         self.min_scale = float(min_scale)
+        self.max_scale = math.inf if max_scale is None else float(max_scale)
         self.growth_interval = growth_interval
         self.hysteresis = hysteresis
         self.growth_factor = growth_factor
@@ -84,7 +92,7 @@ class DynamicGradScaler:
         if self.growth_tracker == self.growth_interval:
             self.growth_tracker = 0
             self.hysteresis_tracker = self.hysteresis
-            self.scale *= self.growth_factor
+            self.scale = min(self.scale * self.growth_factor, self.max_scale)
 
     def state_dict(self) -> dict[str, Any]:
         """JSON-able: scale (float), growth_tracker and hysteresis_tracker (int)."""
@@ -109,10 +117,14 @@ def build_grad_scaler(
     min_loss_scale: float = 1.0,
     loss_scale_window: int = 1000,
     hysteresis: int = 2,
+    growth_factor: float = 2.0,
+    backoff_factor: float = 0.5,
+    max_loss_scale: float | None = None,
 ) -> GradScaler | None:
     """The scaler these flags ask for: constant with --loss-scale (any precision), dynamic with --fp16, else None."""
     if loss_scale is not None:
         return ConstantGradScaler(loss_scale)
     if fp16:
-        return DynamicGradScaler(initial_loss_scale, min_loss_scale, loss_scale_window, hysteresis)
+        return DynamicGradScaler(initial_loss_scale, min_loss_scale, loss_scale_window, hysteresis, growth_factor,
+                                 backoff_factor, max_loss_scale)
     return None

@@ -31,6 +31,7 @@ class ScheduleSteps:
     lr_decay_steps: int
     wd_incr_steps: int
     wsd_decay_steps: int | None = None
+    zero_lr_steps: int = 0
 
 
 def schedule_steps(
@@ -41,6 +42,7 @@ def schedule_steps(
     lr_decay_iters: int | None = None,
     lr_decay_samples: int | None = None,
     lr_warmup_fraction: float | None = None,
+    lr_init_iters: int = 0,
     lr_warmup_iters: int = 0,
     lr_warmup_samples: int = 0,
     lr_wsd_decay_iters: int | None = None,
@@ -60,8 +62,8 @@ def schedule_steps(
     else:
         raise ValueError("neither --train-iters nor --train-samples is set; give one of them")
     if lr_warmup_fraction is not None:
-        return ScheduleSteps(lr_warmup_fraction * decay, decay, total, wsd)
-    return ScheduleSteps(warmup, decay, total, wsd)
+        warmup = lr_warmup_fraction * decay
+    return ScheduleSteps(warmup, decay, total, wsd, lr_init_iters * global_batch_size)
 
 
 def _decay_coefficient(style: str, ratio: float) -> float:
@@ -79,8 +81,9 @@ def _decay_coefficient(style: str, ratio: float) -> float:
 class OptimizerParamScheduler:
     """Sets `lr` and `weight_decay` of every param group of `optimizer`, at once and at each `step`.
 
-    All *_steps are samples. A group may carry its own `max_lr`, `min_lr` (decoupled learning rate), `lr_mult` and
-    `wd_mult`. Raises ValueError listing every bad value.
+    All *_steps are samples. The rate is 0 for `zero_lr_steps`, then rises over `lr_warmup_steps` (its place in them is
+    `lr_warmup_lead` ahead: InternLM counts from the first step, Megatron from 0), then decays. A group may carry its own
+    `max_lr`, `min_lr` (decoupled learning rate), `lr_mult` and `wd_mult`. Raises ValueError listing every bad value.
     """
 
     def __init__(
@@ -99,6 +102,8 @@ class OptimizerParamScheduler:
         wd_incr_style: str,
         wsd_decay_steps: int | None = None,
         lr_wsd_decay_style: str = "exponential",
+        zero_lr_steps: int = 0,
+        lr_warmup_lead: int = 0,
         use_checkpoint_opt_param_scheduler: bool = False,
         override_opt_param_scheduler: bool = False,
     ) -> None:
@@ -115,6 +120,8 @@ class OptimizerParamScheduler:
         self.wd_incr_style = wd_incr_style
         self.wsd_decay_steps = wsd_decay_steps
         self.lr_wsd_decay_style = lr_wsd_decay_style
+        self.zero_lr_steps = zero_lr_steps
+        self.lr_warmup_lead = lr_warmup_lead
         self.use_checkpoint = use_checkpoint_opt_param_scheduler
         self.override = override_opt_param_scheduler
         self.num_steps = 0
@@ -130,8 +137,12 @@ class OptimizerParamScheduler:
         group = group or {}
         max_lr, min_lr = group.get("max_lr", self.max_lr), group.get("min_lr", self.min_lr)
         n, warmup, decay = self.num_steps, self.lr_warmup_steps, self.lr_decay_steps
-        if warmup > 0 and n <= warmup:
-            return self.init_lr + (max_lr - self.init_lr) * n / warmup
+        if n < self.zero_lr_steps:
+            return 0.0
+        rise = n - self.zero_lr_steps + self.lr_warmup_lead
+        if warmup > 0 and rise <= warmup:
+            return self.init_lr + (max_lr - self.init_lr) * rise / warmup
+        warmup += self.zero_lr_steps
         if self.lr_decay_style == "constant":
             return max_lr
         if n > decay:
@@ -216,6 +227,7 @@ class OptimizerParamScheduler:
             else:
                 log.print_rank_0(f" > using checkpoint value {saved} for {label}")
                 setattr(self, name, saved)
+        self.num_steps = 0
         self.step(_first(state, ("num_iters", "num_steps")))
 
     def _problems(self) -> list[str]:
@@ -232,11 +244,12 @@ class OptimizerParamScheduler:
                 found.append(f"--min-lr {self.min_lr} must be at least 0 and at most --lr {self.max_lr}")
             if not self.init_lr <= self.max_lr:
                 found.append(f"--lr-warmup-init {self.init_lr} must be at most --lr {self.max_lr}")
+        after = f", after {self.zero_lr_steps} of --lr-init-iters," if self.zero_lr_steps else ""
         if not self.lr_decay_steps > 0:
             found.append(f"--lr-decay-iters or -samples give {self.lr_decay_steps} samples; they must be positive")
-        elif not 0 <= self.lr_warmup_steps < self.lr_decay_steps:
+        elif not 0 <= self.lr_warmup_steps < self.lr_decay_steps - self.zero_lr_steps:
             found.append(
-                f"the warmup of {self.lr_warmup_steps} samples (--lr-warmup-iters, -samples or -fraction) must end "
+                f"the warmup of {self.lr_warmup_steps} samples (--lr-warmup-iters, -samples or -fraction){after} must end "
                 f"before the decay of {self.lr_decay_steps} samples does (--lr-decay-iters, by default --train-iters)"
             )
         if not 0.0 <= self.start_wd <= self.end_wd:

@@ -28,7 +28,7 @@ class Sharding:
     data: str = "dp_cp"
     partial: tuple[str, ...] = ()
     init: str = "zeros"
-    std: float = 0.0
+    std: float | tuple[float, ...] = 0.0
     real_rows: int | None = None
 
 
@@ -129,6 +129,10 @@ def draw_values(sharding: Sharding, seed: int) -> torch.Tensor:
     # torch's CPU generator keeps only 32 bits of its seed.
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:4], "big"))
     values = torch.empty((rows, *sharding.shape[1:]), dtype=torch.float32)
+    if sharding.init == "normal" and isinstance(sharding.std, tuple):
+        for part, std in zip(values, sharding.std, strict=True):
+            part.normal_(0.0, std, generator=generator)
+        return values
     if sharding.init == "normal":
         return values.normal_(0.0, sharding.std, generator=generator)
     assert sharding.init == "xavier_uniform", f"{sharding.name}: no such initialisation as {sharding.init!r}"

@@ -10,6 +10,7 @@ import torch
 
 from megatron.config.batch_size import BatchSizeSchedule
 from megatron.config.skip_ranges import SkipRanges
+from megatron.data.packed import LABELS, POSITIONS, SUBSET, TOKENS
 from megatron.parallel.context import Axis
 from megatron.parallel.random import DropoutSeeds
 from megatron.parallel.zigzag import my_chunks
@@ -21,7 +22,8 @@ class Batch:
     """What one forward pass reads; [b, s] each. None stands for the plain case: every token counts, positions run from
     0 to s - 1, one document a row, no dropout. With context parallelism these are this rank's chunks, [b, s/cp], and
     position_ids are always there, [1, s/cp] where all rows have the same; document_ids stay whole. `hidden` [s, b, h] comes
-    from the pipeline stage before, if there is one."""
+    from the pipeline stage before, if there is one. Of packed samples b is 1 and s a whole row; `subset_ids` [1, s/cp] then
+    say which subset of the data each token is of."""
     tokens: torch.Tensor
     labels: torch.Tensor
     loss_mask: torch.Tensor | None = None
@@ -29,16 +31,18 @@ class Batch:
     document_ids: torch.Tensor | None = None
     dropout: DropoutSeeds | None = None
     hidden: torch.Tensor | None = None
+    subset_ids: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
 class BatchRules:
-    """How end-of-document tokens are treated, and over which ranks the sequence is split."""
+    """How end-of-document tokens are treated, over which ranks the sequence is split, and whether samples are packed."""
     eod: int | None
     reset_position_ids: bool = False
     reset_attention_mask: bool = False
     eod_mask_loss: bool = False
     cp: Axis = Axis("cp")
+    packed: bool = False
 
 
 def make_batch(samples: torch.Tensor, rules: BatchRules, device: torch.device,
@@ -47,9 +51,11 @@ def make_batch(samples: torch.Tensor, rules: BatchRules, device: torch.device,
 
     A document ends with its end-of-document token: the next position starts a new one. `eod_mask_loss` drops the loss
     where the INPUT is that token (predicting the first token of the next document), as Megatron does. A rank's chunks
-    are taken last, since what holds for a token depends on those before it.
+    are taken last, since what holds for a token depends on those before it. Of packed samples [1, 4, s] see `_packed_batch`.
     """
     samples = samples.to(device, non_blocking=True)
+    if rules.packed:
+        return _packed_batch(samples, rules.cp, dropout)
     tokens, labels = samples[:, :-1].contiguous(), samples[:, 1:].contiguous()
     loss_mask = position_ids = document_ids = None
     if rules.reset_position_ids or rules.reset_attention_mask or rules.eod_mask_loss:
@@ -67,6 +73,15 @@ def make_batch(samples: torch.Tensor, rules: BatchRules, device: torch.device,
         position_ids = torch.arange(tokens.shape[1], device=device).unsqueeze(0)
     mine = (None if x is None else my_chunks(x, rules.cp) for x in (tokens, labels, loss_mask, position_ids))
     return Batch(*mine, document_ids, dropout)
+
+
+def _packed_batch(lines: torch.Tensor, cp: Axis, dropout: DropoutSeeds | None) -> Batch:
+    """A row of packed samples, lines [1, 4, s] as `megatron.data.packed.PackedDataset` has them: positions begin anew with
+    each piece, attention stays inside it, and tokens without a label (0) have no loss."""
+    positions = lines[:, POSITIONS]
+    parts = (lines[:, TOKENS], lines[:, LABELS], (lines[:, LABELS] > 0).float(), positions, lines[:, SUBSET])
+    tokens, labels, loss_mask, position_ids, subset_ids = (my_chunks(x, cp).contiguous() for x in parts)
+    return Batch(tokens, labels, loss_mask, position_ids, (positions == 0).cumsum(1), dropout, subset_ids=subset_ids)
 
 
 class Sampler(Protocol):

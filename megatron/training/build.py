@@ -14,14 +14,16 @@ from megatron.checkpoint.async_writer import Writer
 from megatron.checkpoint.skip_records import SkipHistory
 from megatron.checkpoint.state import RunState
 from megatron.config.plan import Plan, bucket_size, make_plan
+from megatron.config.training import TrainingConfig
 from megatron.config.tree import Config
 from megatron.data import index_helpers
 from megatron.data.build import Before, build_train_valid_test_datasets, check_tokenizer
 from megatron.data.cyclic_sampler import CyclicSampler
 from megatron.data.data_order import data_order_fingerprint
 from megatron.data.ledger import Ledger, Recorder
+from megatron.data.packed_build import build_packed_datasets
 from megatron.data.plan_table import Row, plan_table
-from megatron.data.sampler import SequentialSampler
+from megatron.data.sampler import PackedSampler, SequentialSampler
 from megatron.data.tokenizer import Tokenizer, TokenizerFlags
 from megatron.model.gpt import GPTModel, hidden_dtype
 from megatron.model.layer import Recompute
@@ -36,6 +38,8 @@ from megatron.parallel.sharding import counts, init_parameters
 from megatron.timers import Timers
 from megatron.training.batch import BatchRules
 from megatron.training.initialize import Runtime
+from megatron.training.row_counts import RowCounts
+from megatron.training.spike_policy import SpikePolicy
 
 
 @dataclass
@@ -74,8 +78,10 @@ class Run:
     rules: BatchRules
     tokenizer: dict[str, Any]
     progress: Progress = field(default_factory=Progress)
+    spikes: SpikePolicy = field(default_factory=SpikePolicy)
     data_order: dict[str, Any] = field(default_factory=dict)
     recorder: Recorder | None = None        # of --data-ledger
+    rows: RowCounts | None = None           # of --packed-samples
     writer: Writer | None = None            # of --async-save
     skip_history: SkipHistory = field(default_factory=SkipHistory)      # `plan.skips` are the ranges to come
     under_way: UnderWay | None = None       # the save that --async-save has begun
@@ -106,7 +112,7 @@ def build_model(config: Config, plan: Plan, runtime: Runtime) -> nn.ModuleList:
     model = nn.ModuleList(
         GPTModel(config.model, config.precision, ctx, plan.padded_vocab_size, plan.vocab_size,
                  getattr(torch, config.precision.params_dtype), runtime.device, layers=layers,
-                 recompute=Recompute(t.recompute, t.recompute_method, t.recompute_num_layers))
+                 recompute=_recompute(t, len(layers)))
         for layers in plan.layers_per_stage[ctx.pp.rank])
     init_parameters(model.parameters(), ctx, t.seed)
     if ctx.dp.rank == 0 and ctx.cp.rank == 0:
@@ -115,6 +121,13 @@ def build_model(config: Config, plan: Plan, runtime: Runtime) -> nn.ModuleList:
               flush=True)
     _check_whole(model, config, plan, ctx)
     return model
+
+
+def _recompute(t: TrainingConfig, layers: int) -> Recompute:
+    """What a chunk of so many layers computes again."""
+    if t.recompute_fraction is not None:
+        return Recompute("full", "block", len(t.recomputed_runs(layers)))
+    return Recompute(t.recompute, t.recompute_method, t.recompute_num_layers)
 
 
 def _check_whole(model: nn.ModuleList, config: Config, plan: Plan, ctx: ParallelContext) -> None:
@@ -129,9 +142,11 @@ def _check_whole(model: nn.ModuleList, config: Config, plan: Plan, ctx: Parallel
 def build_pipeline(config: Config, plan: Plan, runtime: Runtime) -> Pipeline:
     """This rank's stage, with links for hidden states of this model's shape."""
     m, ctx = config.model, runtime.ctx
-    length = m.seq_length // ctx.cp.size // (ctx.tp.size if ctx.sequence_parallel else 1)
-    return Pipeline(ctx, len(plan.layers_per_stage[ctx.pp.rank]),
-                    (length, config.training.micro_batch_size, m.hidden_size),
+    rows, length = config.training.micro_batch_size, m.seq_length
+    if config.data.packed_samples:
+        rows, length = 1, rows * length
+    length = length // ctx.cp.size // (ctx.tp.size if ctx.sequence_parallel else 1)
+    return Pipeline(ctx, len(plan.layers_per_stage[ctx.pp.rank]), (length, rows, m.hidden_size),
                     hidden_dtype(m, getattr(torch, config.precision.params_dtype)), runtime.device,
                     config.parallel.overlap_p2p_comm)
 
@@ -146,13 +161,15 @@ def build_run(config: Config, plan: Plan, runtime: Runtime, timers: Timers, toke
                           overlap_grad_reduce=overlap.overlap_grad_reduce,
                           overlap_param_gather=overlap.overlap_param_gather)
     scaler = build_grad_scaler(fp16=p.fp16, loss_scale=p.loss_scale, initial_loss_scale=p.initial_loss_scale,
-                               min_loss_scale=p.min_loss_scale, loss_scale_window=int(p.loss_scale_window),
-                               hysteresis=p.hysteresis)
+                               min_loss_scale=p.min_loss_scale, max_loss_scale=p.max_loss_scale,
+                               loss_scale_window=int(p.loss_scale_window), hysteresis=p.hysteresis,
+                               growth_factor=p.loss_scale_growth_factor, backoff_factor=p.loss_scale_backoff_factor)
     optimizer = MixedPrecisionOptimizer(
         buffers.owned, optimizer=o.optimizer, adam_beta1=o.adam_beta1, adam_beta2=o.adam_beta2, adam_eps=o.adam_eps,
-        sgd_momentum=o.sgd_momentum, clip_grad=o.clip_grad, log_num_zeros_in_grad=config.logging.log_num_zeros_in_grad,
-        apply_wd_to_qk_layernorm=o.apply_wd_to_qk_layernorm, decoupled_lr=o.decoupled_lr,
-        decoupled_min_lr=o.decoupled_min_lr,
+        adam_beta2_schedule_c=o.adam_beta2_schedule_c, sgd_momentum=o.sgd_momentum, clip_grad=o.clip_grad,
+        log_num_zeros_in_grad=config.logging.log_num_zeros_in_grad, apply_wd_to_all=o.apply_wd_to_all,
+        apply_wd_to_qk_layernorm=o.apply_wd_to_qk_layernorm, embed_grad_scale=config.model.embed_grad_scale,
+        decoupled_lr=o.decoupled_lr, decoupled_min_lr=o.decoupled_min_lr,
         grad_scaler=scaler, counts=lambda q: counts(q.sharding, ctx),
         reduce_sum=lambda x: all_reduce(x, ctx.optimizer), reduce_max=lambda x: all_reduce(x, ctx.optimizer, "max"),
         span=lambda name: timers(name, 1))
@@ -161,10 +178,11 @@ def build_run(config: Config, plan: Plan, runtime: Runtime, timers: Timers, toke
             for layer in chunk.decoder.layers.values():
                 layer.compile(dynamic=False)
     buffers.wait_in_forward(model)
-    rules = BatchRules(tokenizer.eod, d.reset_position_ids, d.reset_attention_mask, d.eod_mask_loss, ctx.cp)
+    rules = BatchRules(tokenizer.eod, d.reset_position_ids, d.reset_attention_mask, d.eod_mask_loss, ctx.cp,
+                       d.packed_samples)
     return Run(config, plan, runtime, timers, model, build_pipeline(config, plan, runtime), buffers, optimizer,
                build_scheduler(config, plan, optimizer), rules, tokenizer.identity(),
-               recorder=build_recorder(config, runtime))
+               spikes=SpikePolicy(config.spikes.spike_action), recorder=build_recorder(config, runtime))
 
 
 def build_recorder(config: Config, runtime: Runtime) -> Recorder | None:
@@ -182,11 +200,13 @@ def build_scheduler(config: Config, plan: Plan, optimizer: MixedPrecisionOptimiz
     steps = schedule_steps(
         global_batch_size=plan.batch.final_global_batch_size, train_iters=t.train_iters, train_samples=t.train_samples,
         lr_decay_iters=o.lr_decay_iters, lr_decay_samples=o.lr_decay_samples, lr_warmup_fraction=o.lr_warmup_fraction,
-        lr_warmup_iters=o.lr_warmup_iters, lr_warmup_samples=o.lr_warmup_samples,
+        lr_init_iters=o.lr_init_iters, lr_warmup_iters=o.lr_warmup_iters, lr_warmup_samples=o.lr_warmup_samples,
         lr_wsd_decay_iters=o.lr_wsd_decay_iters, lr_wsd_decay_samples=o.lr_wsd_decay_samples)
     constant = o.weight_decay_incr_style == "constant"
     return OptimizerParamScheduler(
         optimizer, init_lr=o.lr_warmup_init, max_lr=o.lr, min_lr=o.min_lr, lr_warmup_steps=steps.lr_warmup_steps,
+        zero_lr_steps=steps.zero_lr_steps,
+        lr_warmup_lead=plan.batch.final_global_batch_size if o.lr_warmup_first_step else 0,
         lr_decay_steps=steps.lr_decay_steps, lr_decay_style=o.lr_decay_style,
         start_wd=o.weight_decay if constant else o.start_weight_decay,
         end_wd=o.weight_decay if constant else o.end_weight_decay, wd_incr_steps=steps.wd_incr_steps,
@@ -220,15 +240,24 @@ def build_data(config: Config, plan: Plan, runtime: Runtime, tokenizer: Tokenize
     if index_helpers.REASON and not d.mock_data:
         log.print_rank_0(f" > index helpers: {index_helpers.IMPLEMENTATION}, because {index_helpers.REASON}")
 
-    check_tokenizer(d, tokenizer.identity())
-    before = None
-    if run is not None and run.data_order.get("train"):
-        before = Before(run.data_order["train"], run.progress.consumed_train_samples, d.continue_data_mix)
     rows: list[Row] = []
-    valid_size = None if d.full_validation and targets.valid else targets.valid
-    train, valid, test = build_train_valid_test_datasets(
-        d, sequence_length=config.model.seq_length, seed=t.seed, vocab_size=tokenizer.vocab_size, eod=tokenizer.eod,
-        sizes=(targets.train, valid_size, targets.test), before=before, rows=rows)
+    sizes = targets.train, None if d.full_validation and targets.valid else targets.valid, targets.test
+    if d.packed_samples:
+        train, valid, test = build_packed_datasets(
+            d, sequence_length=config.model.seq_length, micro_batch_size=t.micro_batch_size,
+            global_batch_size=plan.batch.final_global_batch_size, sizes=sizes, vocab_size=tokenizer.vocab_size,
+            identity=tokenizer.identity(), rows=rows)
+        if run is not None and train is not None:
+            run.rows = RowCounts(train.subsets, ctx, config.logging.log_accuracy)
+            run.model[-1].count_right = config.logging.log_accuracy
+    else:
+        check_tokenizer(d, tokenizer.identity())
+        before = None
+        if run is not None and run.data_order.get("train"):
+            before = Before(run.data_order["train"], run.progress.consumed_train_samples, d.continue_data_mix)
+        train, valid, test = build_train_valid_test_datasets(
+            d, sequence_length=config.model.seq_length, seed=t.seed, vocab_size=tokenizer.vocab_size, eod=tokenizer.eod,
+            sizes=sizes, before=before, rows=rows)
     valids = valid if isinstance(valid, list) else [valid] if valid is not None else []
     for line in plan_table(rows):
         log.print_rank_0(line)
@@ -238,6 +267,8 @@ def build_data(config: Config, plan: Plan, runtime: Runtime, tokenizer: Tokenize
     def sampler(dataset: Any, cyclic: bool) -> Any:
         if dataset is None:
             return None
+        if d.packed_samples:
+            return PackedSampler(len(dataset), *place)
         if cyclic:
             return CyclicSampler(len(dataset), *place, d.data_sharding)
         return SequentialSampler(len(dataset), *place)

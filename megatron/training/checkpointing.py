@@ -2,20 +2,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from megatron import log
-from megatron.arguments import build_parser, config_from, parse_typed, read_words, to_args_text, values_of
+from megatron.arguments import to_args_text
 from megatron.checkpoint import boxes, retention, store
 from megatron.checkpoint.candidates import Candidate, candidates
 from megatron.checkpoint.disk import CheckpointError, ForeignCheckpoint
 from megatron.checkpoint.sharded import Reader, TensorSlice
-from megatron.checkpoint.state import RunState, differences
+from megatron.checkpoint.state import RunState
 from megatron.checkpoint.store import Checkpoint
-from megatron.config import architecture
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.parameters import OUTPUT_LAYER, WORD_EMBEDDING
 from megatron.config.tree import Config
@@ -26,17 +26,12 @@ from megatron.training.build import Run, UnderWay
 from megatron.training.data_position import check_position
 from megatron.training.flops import flops_per_iteration
 from megatron.training.metrics import model_shape
+from megatron.training.saved_flags import check_architecture, saved_config
 
 CHECKPOINT_VERSION = 3.0     # Megatron's number of the QKV layout by query group, which this suite's weights have
 
-# Differences that a resume makes all the time.
-_USUAL = {"load", "save", "save_interval", "local_rank", "log_interval", "exit_interval", "exit_duration_in_mins",
-          "finetune", "ckpt_step", "allow_data_order_change", "use_checkpoint_args", "override_opt_param_scheduler",
-          "use_checkpoint_opt_param_scheduler", "progress", "metrics_file", "data_ledger", "tensorboard_dir", "dry_run",
-          "world_size", "async_save", "staging_dir", "forget_skip"}
 
-
-def _own_tensors(run: Run) -> Iterator[tuple[str, Sharding, Axis, list[tuple[Box, torch.Tensor]]]]:
+def own_tensors(run: Run) -> Iterator[tuple[str, Sharding, Axis, list[tuple[Box, torch.Tensor]]]]:
     """(name, how it lies, axis of the ranks that hold the same, its parts with their places in the whole) of every tensor
     of the run on this rank: weights, then optimizer state."""
     ctx = run.runtime.ctx
@@ -100,7 +95,7 @@ def _begin(run: Run, directory: str, said: str, is_snapshot: bool = False) -> No
     assert run.under_way is None, "one save at a time"
     temporary = store.begin(directory, iteration, rank=ctx.rank, gather=lambda value: gather_objects(value, ctx.world))
     args = to_args_text(run.config, leave_out=("local_rank",))
-    begun = UnderWay(temporary, iteration, _state(run), args, said, is_snapshot)
+    begun = UnderWay(temporary, iteration, state_of(run), args, said, is_snapshot)
     if run.writer is None:
         return _finish(run, begun, lambda: store.write_rank_files(temporary, ctx.rank, slices, iteration))
     run.writer.start(slices, temporary, ctx.rank, iteration, run.runtime.device)
@@ -130,7 +125,7 @@ def own_slices(run: Run) -> list[TensorSlice]:
     """What this rank saves: each tensor of the run is written by one rank."""
     config, ctx = run.config, run.runtime.ctx
     slices = []
-    for number, (name, sharding, copies, own) in enumerate(_own_tensors(run)):
+    for number, (name, sharding, copies, own) in enumerate(own_tensors(run)):
         mine = counts(sharding, ctx) and number % copies.size == copies.rank
         if mine and not (config.checkpoint.no_save_optim and name.startswith("optimizer.")):
             slices += [TensorSlice(name, sharding.shape, tensor.dtype, box, tensor) for box, tensor in own]
@@ -161,7 +156,7 @@ def what_remains(run: Run) -> str:
     return f"{directory} holds none yet" if found is None else f"The last good one in {directory} is of iteration {found}"
 
 
-def _state(run: Run) -> RunState:
+def state_of(run: Run) -> RunState:
     progress = run.progress
     samples = progress.consumed_train_samples - progress.skipped_train_samples
     return RunState(
@@ -170,7 +165,8 @@ def _state(run: Run) -> RunState:
         num_floating_point_operations=flops_per_iteration(model_shape(run.config, run.plan), samples),
         scheduler=run.scheduler.state_dict(), optimizer=run.optimizer.counters(),
         data={"order": run.data_order, "tokenizer": run.tokenizer}, skips=run.skip_history.lines(),
-        skipped=[list(one) for one in run.skip_history.executed], layout=_layout(run))
+        skipped=[list(one) for one in run.skip_history.executed], spikes=run.spikes.state_dict(),
+        layout=_layout(run))
 
 
 def _layout(run: Run) -> dict[str, int]:
@@ -260,6 +256,17 @@ def _take_newest_good(run: Run, tries: list[Candidate]) -> None:
     log.print_rank_0(f"  successfully loaded checkpoint from {candidate.path} at iteration {found.iteration}")
 
 
+def go_back(run: Run, tries: list[Candidate]) -> None:
+    """Take the first of these checkpoints of this run that is good, whatever --load was about."""
+    asked = run.config
+    run.config = replace(asked, checkpoint=replace(asked.checkpoint, load=tries[0].path, ckpt_step=None, finetune=False,
+                                                   no_load_optim=False))
+    try:
+        _take_newest_good(run, tries)
+    finally:
+        run.config = asked
+
+
 def _missing(directory: str, leave: bool) -> None:
     path = f"{directory}/{store.TRACKER}"
     if leave:
@@ -305,25 +312,32 @@ def _take_state(run: Run, found: Checkpoint, saved: Config) -> None:
     c, state = run.config.checkpoint, found.state
     try:
         written_by = _ranks(state.layout)
-        if _with_optimizer(c, found):
-            run.scheduler.load_state_dict(state.scheduler)
-            run.optimizer.load_counters(state.optimizer)
-        else:
-            run.optimizer.reload_model_params()
+        take_counters(run, state, _with_optimizer(c, found), not c.finetune)
     except (KeyError, TypeError, AttributeError, OverflowError, StopIteration) as error:
         raise ForeignCheckpoint(f"{found.directory / store.STATE} lacks something or has it in another form "
                                 f"({type(error).__name__} {error}); use another checkpoint, or --finetune") from None
     if not c.finetune:
+        check_position(run, saved)
+    now = _layout(run)
+    if state.layout != now:
+        log.print_rank_0(f" checkpoint was written by {written_by}, this run has {_ranks(now)}")
+
+
+def take_counters(run: Run, state: RunState, with_optimizer: bool = True, with_progress: bool = True) -> None:
+    """Take back all that is not a tensor: of optimizer and schedule, and of how far the run is."""
+    if with_optimizer:
+        run.scheduler.load_state_dict(state.scheduler)
+        run.optimizer.load_counters(state.optimizer)
+    else:
+        run.optimizer.reload_model_params()
+    if with_progress:
         p = run.progress
         p.iteration = state.iteration
         p.consumed_train_samples, p.consumed_valid_samples = state.consumed_train_samples, state.consumed_valid_samples
         p.skipped_train_samples = state.skipped_train_samples
         run.skip_history.take(state.skipped_ranges(), state.iteration)
         run.data_order = state.data.get("order", {})
-        check_position(run, saved)
-    now = _layout(run)
-    if state.layout != now:
-        log.print_rank_0(f" checkpoint was written by {written_by}, this run has {_ranks(now)}")
+        run.spikes.load_state_dict(state.spikes)
 
 
 def _vocabulary(identity: dict[str, Any]) -> dict[str, Any]:
@@ -338,16 +352,17 @@ def _short(identity: dict[str, Any]) -> str:
 def _read_tensors(run: Run, reader: Reader, with_optimizer: bool) -> None:
     """Copy every tensor of this rank from the checkpoint; number formats may differ, shapes may not."""
     there = set(reader.names())
-    for name, sharding, _, own in _own_tensors(run):
+    for name, sharding, _, own in own_tensors(run):
         if name.startswith("optimizer.") and not with_optimizer:
             continue
         for box, tensor in own:
             read_into(tensor, reader, _source(name, there), sharding, box, run.plan.vocab_size)
+    reader.wait()
 
 
 def read_into(tensor: torch.Tensor, reader: Reader, source: str, sharding: Sharding, box: Box, vocab_size: int) -> None:
     """Copy the part `box` of the tensor `source`; of a vocabulary padded otherwise (for another number of ranks) the real
-    rows. Number formats may differ; raises ValueError where shapes do."""
+    rows, when `reader.wait` returns. Number formats may differ; raises ValueError where shapes do."""
     (start, stop), *rest = box
     there, here = tuple(reader.shape(source)), tuple(sharding.shape)
     if there != here:
@@ -359,7 +374,7 @@ def read_into(tensor: torch.Tensor, reader: Reader, source: str, sharding: Shard
         tensor[stop - start:].zero_()
         tensor = tensor[:stop - start]
     if reader.dtype(source) == tensor.dtype:
-        reader.read(source, ((start, stop), *rest), into=tensor)
+        reader.read_later(source, ((start, stop), *rest), tensor)
     else:
         tensor.copy_(reader.read(source, ((start, stop), *rest)))
 
@@ -370,26 +385,3 @@ def _source(name: str, there: set[str]) -> str:
     if name.startswith("optimizer.fp32_param.") and name not in there:
         return name.removeprefix("optimizer.fp32_param.")
     return main if main in there else name
-
-
-def saved_config(found: Checkpoint) -> Config:
-    """The configuration a checkpoint was saved with, from its `args` file."""
-    parser, path = build_parser(Config, prog="args", description=""), found.directory / store.ARGS
-    words = read_words(path)
-    if any(word.startswith("@") for word in words):
-        raise ForeignCheckpoint(f"{path} includes another file, which no checkpoint of this suite does")
-    return config_from(Config, parse_typed(parser, words))
-
-
-def check_architecture(saved: Config, now: Config, strict: bool) -> None:
-    """Raise ValueError on every flag that makes it another model; say every other difference."""
-    wrong = architecture.differences(saved.model, now.model)
-    if wrong and strict:
-        lines = [f"{name} value from checkpoint ({old}) is not equal to the input argument value ({new})."
-                 for name, _, old, new in wrong]
-        raise ValueError("--load: " + " ".join(lines) + " Give the values of the checkpoint (--use-checkpoint-args does), "
-                         "or --finetune to start anew from its weights")
-    said = _USUAL | {field for one in wrong for field in one.fields}
-    rest = differences(values_of(saved), values_of(now), [name for name in values_of(saved) if name not in said])
-    for name, old, new in [*((one.name, one.saved, one.now) for one in wrong), *rest]:
-        log.print_rank_0(f" differs from the checkpoint: {name} was {old}, is {new}")

@@ -81,6 +81,8 @@ def initialize(config: Config, meeting: Meeting | None = None) -> Runtime:
         log.print_rank_0("CUDA_DEVICE_MAX_CONNECTIONS was not set: set to 1 before CUDA starts")
     device = devices.choose_device(training.device, local_rank)
     devices.set_determinism(training.deterministic_mode, training.cudnn_benchmark, training.cudnn_deterministic)
+    if config.precision.tf32:
+        devices.allow_tf32(device)
     log.print_rank_0("> initializing torch distributed ...")
     if world_size > 1 and not dist.is_initialized():
         backend = parallel.distributed_backend or devices.default_backend(training.device)

@@ -16,8 +16,9 @@ class Interval:
     samples: int = 0
     overflow_skips: int = 0
     user_skips: int = 0
+    spike_skips: int = 0
     nan_iterations: int = 0
-    reasons: set[str] = field(default_factory=set)      # why data were not read
+    reasons: set[str] = field(default_factory=set)      # why the user or a spike skipped
 
     @property
     def loss(self) -> float:
@@ -71,6 +72,8 @@ def megatron_line(row: IterationRow, log_throughput: bool) -> str:
               f" number of nan iterations: {i.nan_iterations:3d}"]
     if i.user_skips:
         parts.append(f" number of user-skipped iterations: {i.user_skips:3d}")
+    if i.spike_skips:
+        parts.append(f" number of spike-skipped iterations: {i.spike_skips:3d}")
     if i.reasons - {"user"}:
         parts.append(f" skip reason: {' '.join(sorted(i.reasons))}")
     return " |".join(parts) + " |"
@@ -89,7 +92,7 @@ def aurora_line(row: IterationRow, now: datetime) -> str:
     if row.grad_norm is not None:
         parts.append(f"grad_norm={row.grad_norm:.3f}")
     parts += [f"actual_seqlen={row.seq_length:5d}",
-              f"number_of_skipped_iterations={i.overflow_skips + i.user_skips:3d}",
+              f"number_of_skipped_iterations={i.overflow_skips + i.user_skips + i.spike_skips:3d}",
               f"number_of_nan_iterations={i.nan_iterations:3d}"]
     if i.trained and i.seconds > 0:
         rate = i.samples / i.seconds

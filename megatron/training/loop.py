@@ -18,7 +18,8 @@ from megatron.training.build import Data, Run
 from megatron.training.control_file import SAVE, STOP, ControlFile
 from megatron.training.log_lines import datetime_line
 from megatron.training.metrics import IterationResult, TrainingLog
-from megatron.training.signals import SignalWatch
+from megatron.training.rewind import Past
+from megatron.training.signals import Refusal, SignalWatch
 from megatron.training.step import ForwardStep, NotFinite, evaluate, train_step
 
 # What a rank asks for or tells, summed over the ranks; of fewer than 2^16 the sums stay apart, and exact in float64.
@@ -42,6 +43,7 @@ class Trainer:
         self._control = ControlFile(control) if control and run.runtime.rank == 0 else None
         self._valid_samples: dict[int, Iterator[torch.Tensor]] = {}
         self._saved_at = self._loaded = run.progress.iteration
+        self._past = Past(run)
         self._skipping_to = 0
         self._advise()
 
@@ -49,6 +51,7 @@ class Trainer:
         """Train to the end, or until an exit is due: then the reason, in Megatron's words."""
         run, t = self.run, self.run.config.training
         progress, plan = run.progress, run.plan
+        self._past.copy_if_due()
         samples = self.open_training_samples()
         if run.writer:
             run.writer.reserve(checkpointing.own_slices(run), run.runtime.device)
@@ -62,8 +65,13 @@ class Trainer:
             else:
                 try:
                     flag = self.train_one(iteration, samples)
-                except NotFinite:               # all ranks are here
+                    if self._went_back():
+                        samples = self.open_training_samples()
+                        continue
+                except (NotFinite, Refusal):    # all ranks are here
                     self._settle()
+                    if run.spikes.action == "skip-update":      # no update was made of what is wrong
+                        self.save()
                     raise
             if self._evaluation_due(iteration):
                 flag |= self.validate(f"iteration {iteration}")
@@ -123,14 +131,34 @@ class Trainer:
         size = run.plan.global_batch_size(iteration)
         run.progress.iteration = iteration
         run.progress.consumed_train_samples += size
-        run.scheduler.after_iteration(size, overflow=not outcome.updated)
+        run.scheduler.after_iteration(run.plan.scheduled_samples(iteration, iteration),
+                                      overflow=outcome.skipped == "overflow")
+        finding = run.spikes.observe(iteration, outcome.loss, outcome.grad_norm, outcome.skipped)
         norm = run.optimizer.params_norm() if run.config.logging.log_params_norm else None
         self.lines.add(IterationResult(
             iteration, size, run.progress.consumed_train_samples, self._learning_rate(),
-            run.optimizer.loss_scale if outcome.updated else loss_scale, outcome.seconds, outcome.loss,
-            outcome.grad_norm, outcome.num_zeros, norm, None if outcome.updated else "overflow",
+            loss_scale if outcome.skipped == "overflow" else run.optimizer.loss_scale, outcome.seconds, outcome.loss,
+            outcome.grad_norm, outcome.num_zeros, norm, outcome.skipped, finding=finding, packed=outcome.packed,
+            fwd_bwd_seconds=outcome.fwd_bwd_seconds, adam_beta2=run.optimizer.adam_beta2,
             skipped_iterations_total=run.skip_history.total, skipped_samples=run.progress.skipped_train_samples))
         return outcome.flag
+
+    def _went_back(self) -> bool:
+        """Do what --spike-action asks for now; True if the run stands at an earlier iteration then. Raises Refusal."""
+        run = self.run
+        asked = run.spikes.due(run.plan.train_iters, run.progress.iteration)
+        if asked is None:
+            self._past.copy_if_due()
+            return False
+        self._settle()
+        self._past.rewind(asked)
+        self.lines.go_back()
+        self._valid_samples.clear()
+        self._skipping_to, self._saved_at = 0, -1
+        self.save(final=False)
+        self._settle()
+        self._past.put_aside()
+        return True
 
     def _skip(self, first: int, last: int) -> tuple[int, int]:
         """Skip from `first` to `last`, or to where something is due before: (iteration reached, flag).
@@ -155,7 +183,7 @@ class Trainer:
         progress.consumed_train_samples += samples
         progress.skipped_train_samples += samples
         run.skip_history.note(first, iteration)
-        run.scheduler.after_iteration(samples)
+        run.scheduler.after_iteration(plan.scheduled_samples(first, iteration))
         self.lines.add(IterationResult(
             iteration, plan.global_batch_size(iteration), progress.consumed_train_samples, self._learning_rate(),
             run.optimizer.loss_scale, 0.0, skipped="user", iterations=iteration - first + 1,
@@ -250,6 +278,7 @@ class Trainer:
                 action()
                 if not is_snapshot and not self.run.under_way:
                     self._saved_at = iteration
+                    self._past.has_saved(iteration)
             except CheckpointError as error:
                 if error.errno is None or final and error.errno != errno.ECHILD:    # no number: not the disk's fault
                     raise

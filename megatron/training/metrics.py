@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 import time
 from collections.abc import Mapping
@@ -17,8 +18,9 @@ from megatron.config.tree import Config
 from megatron.parallel.collectives import gather_objects
 from megatron.parallel.context import Axis
 from megatron.timers import Timers
-from megatron.training import flops, log_lines
+from megatron.training import flops, internlm_lines, log_lines
 from megatron.training.initialize import Runtime
+from megatron.training.spikes import Finding
 from megatron.training.tensorboard import TensorBoard
 
 # Megatron's tags of what megatron.device.memory_report measures.
@@ -28,7 +30,8 @@ _MEMORY_TAGS = {"reserved": "mem-reserved-bytes", "allocated": "mem-allocated-by
 
 @dataclass(frozen=True)
 class IterationResult:
-    """What one iteration did. `skipped`: None, `user` (its data was not read) or `overflow` (fp16, no update)."""
+    """What one iteration did. `skipped`: None, `user` (its data was not read), or no update was made: `overflow` (fp16),
+    `spike` or `nonfinite` (--spike-action)."""
     iteration: int
     global_batch_size: int
     consumed_samples: int
@@ -44,6 +47,10 @@ class IterationResult:
     reason: str | None = None           # why the data were not read: user, spike ...
     skipped_iterations_total: int = 0   # whose data were not read, in the whole run, and their samples
     skipped_samples: int = 0
+    finding: Finding = Finding()
+    packed: Mapping[str, Any] | None = None     # counts of packed samples, by name
+    fwd_bwd_seconds: float = 0.0        # forward and backward with the sum of gradients
+    adam_beta2: float | None = None
 
 
 @dataclass(frozen=True)
@@ -72,6 +79,7 @@ class TrainingLog:
                  runtime: Runtime | None = None):
         self._config, self._plan, self._timers, self._world = config, plan, timers, world
         self._interval = log_lines.Interval()
+        self._rates_of_tokens, self._failed_updates = internlm_lines.TokenRates(), 0
         self._last = log.rank() == log.world_size() - 1
         self._shape = model_shape(config, plan)
         self._started = time.perf_counter()
@@ -109,8 +117,12 @@ class TrainingLog:
             i.seconds += result.seconds
             if result.skipped is None and result.loss is not None:
                 i.losses.append(result.loss)
-            if result.skipped == "overflow":
-                i.overflow_skips += 1
+            if result.skipped:
+                self._failed_updates += 1
+                i.overflow_skips += result.skipped == "overflow"
+                if result.skipped != "overflow":
+                    i.spike_skips += 1
+                    i.reasons.add(result.skipped)
                 i.nan_iterations += result.loss is not None and not math.isfinite(result.loss)
         self._write_metrics(result)
         self._write_tensorboard(result)
@@ -120,6 +132,10 @@ class TrainingLog:
             self._interval = log_lines.Interval()
             if self._config.logging.timing_log_level > 0:
                 self.timers(tensorboard_at=result.iteration)
+
+    def go_back(self) -> None:
+        """The iterations since the last line will not count."""
+        self._interval = log_lines.Interval()
 
     def _rate(self, flops_per_iteration: float, seconds: float) -> float | None:
         return flops.teraflops_per_rank(flops_per_iteration, seconds, self._plan.world_size) if seconds > 0 else None
@@ -142,7 +158,9 @@ class TrainingLog:
             result.iteration, self._plan.train_iters, result.consumed_samples, shape.seq_length, result.learning_rate,
             result.global_batch_size, result.loss_scale, result.grad_norm, i, self._plan.world_size,
             *self._rates(tokens), num_zeros=result.num_zeros, params_norm=result.params_norm)
-        if config.logging.log_dialect == "aurora":
+        if config.logging.log_dialect == "internlm":
+            print(self._internlm_line(result), flush=True)
+        elif config.logging.log_dialect == "aurora":
             print(log_lines.aurora_line(row, datetime.now()), flush=True)
         else:
             print(log_lines.megatron_line(row, config.logging.log_throughput), flush=True)
@@ -151,6 +169,21 @@ class TrainingLog:
             seconds = time.perf_counter() - self._started
             print(log_lines.progress_line(result.iteration, self._plan.train_iters, self._first, seconds,
                                           tokens / i.seconds if i.seconds else 0.0), file=sys.stderr, flush=True)
+
+    def _internlm_line(self, r: IterationResult) -> str:
+        """The line of the last iteration of the interval; the rates are over all iterations that have a line."""
+        process, plan, full = os.getpid(), self._plan, self._config.training.recompute == "full"
+        if r.skipped == "user":
+            return internlm_lines.skipped_line(r.iteration - r.iterations, r.iteration - 1, r.reason or "user",
+                                               datetime.now(), process)
+        tokens = r.global_batch_size * self._shape.seq_length
+        count = internlm_lines.flops_per_token(self._shape, full) * tokens
+        return internlm_lines.internlm_line(internlm_lines.StepRow(
+            r.iteration - 1, r.loss, self._rate(count, r.seconds) or 0.0,
+            self._rates_of_tokens.add(tokens / plan.world_size, r.seconds), r.learning_rate, r.loss_scale, r.grad_norm,
+            r.global_batch_size // plan.batch.divisor,
+            (r.consumed_samples - r.skipped_samples) * self._shape.seq_length, self._failed_updates, r.adam_beta2,
+            r.fwd_bwd_seconds, r.packed or {}), datetime.now(), process)
 
     def _tell_memory(self, iteration: int) -> None:
         """Once, from every rank that is first among those that hold the same weights; nothing on CPU."""
@@ -175,7 +208,8 @@ class TrainingLog:
                "tflops": None if rate is None else round(rate, 6), "loss_scale": r.loss_scale,
                "global_batch_size": r.global_batch_size, "skipped": int(r.skipped is not None),
                "skip_reason": r.reason or r.skipped, "skipped_iterations_total": r.skipped_iterations_total,
-               "skipped_samples": r.skipped_samples}
+               "skipped_samples": r.skipped_samples, "spike": r.finding.kind or None,
+               "spike_sigma": round(r.finding.sigma, 3)} | {key: _finite(value) for key, value in (r.packed or {}).items()}
         self._metrics.write(json.dumps(row) + "\n")
 
     def _write_tensorboard(self, r: IterationResult) -> None:
@@ -199,6 +233,8 @@ class TrainingLog:
             for key, value in devices.memory_report(self._runtime.device).items():
                 if key in _MEMORY_TAGS:
                     board.scalar(_MEMORY_TAGS[key], value, n)
+        if r.finding.spike:
+            board.scalar("spike", r.finding.sigma, n, samples)
         for tag, value in (("grad-norm", r.grad_norm), ("num-zeros", r.num_zeros), ("params-norm", r.params_norm)):
             if value is not None:
                 board.scalar(tag, value, n, samples)

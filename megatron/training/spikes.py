@@ -42,6 +42,11 @@ class Finding:
         """Is it one that something may be done about?"""
         return self.kind in ("loss", "grad-norm", "non-finite")
 
+    @property
+    def sigma(self) -> float:
+        """How far out of line it is, by the worse of the two."""
+        return max(self.loss_z, self.norm_z)
+
 
 @dataclass
 class Series:

@@ -1,6 +1,7 @@
 """One training iteration and one evaluation, from samples to numbers. Knows no log, no file and no signal."""
 from __future__ import annotations
 
+import functools
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -11,6 +12,7 @@ import torch
 from torch.autograd.graph import GradientEdge
 
 from megatron.model.gpt import GPTModel
+from megatron.optimizer.optimizer import StepResult
 from megatron.parallel.collectives import all_reduce_, gather_objects
 from megatron.parallel.pipeline import Forward
 from megatron.parallel.random import DropoutSeeds
@@ -26,14 +28,17 @@ class NotFinite(ArithmeticError):
 
 
 class StepOutcome(NamedTuple):
-    """What a training step measured; `num_zeros` is that of real parameters (those that are padding always have zero
-    gradients); `flag` is the sum of what the ranks handed in."""
+    """What a training step measured; `skipped`: None, or why no update was made: `overflow` (fp16), `spike` or `nonfinite`
+    (--spike-action); `num_zeros` is that of real parameters (those that are padding always have zero gradients); `flag` is
+    the sum of what the ranks handed in; `packed` are the counts of packed samples."""
     loss: float
-    updated: bool
+    skipped: str | None
     grad_norm: float | None
     num_zeros: int | None
     seconds: float
     flag: int
+    packed: dict[str, float | int | None] | None = None
+    fwd_bwd_seconds: float = 0.0        # up to the sum of losses over the ranks, which waits for the device
 
 
 def train_step(run: Run, forward_step: ForwardStep, samples: Iterator[torch.Tensor], iteration: int,
@@ -49,7 +54,8 @@ def train_step(run: Run, forward_step: ForwardStep, samples: Iterator[torch.Tens
     nominal = run.plan.global_batch_size(iteration) * run.config.model.seq_length
     backward_scale = run.optimizer.loss_scale / nominal
     recorder = run.recorder
-    totals = torch.zeros(5 if recorder else 3, dtype=torch.float64, device=runtime.device)
+    slots = 5 if recorder else 3
+    totals = torch.zeros(slots + (run.rows.size if run.rows else 0), dtype=torch.float64, device=runtime.device)
 
     def dropout(micro_batch: int) -> DropoutSeeds:
         return DropoutSeeds(seed, iteration, micro_batch, runtime.ctx.dp_cp.rank)
@@ -63,44 +69,63 @@ def train_step(run: Run, forward_step: ForwardStep, samples: Iterator[torch.Tens
 
     run.buffers.zero(run.plan.num_microbatches(iteration))
     with timers("forward-backward", 1):
-        run.pipeline.run(run.plan.num_microbatches(iteration), _forwards(run, forward_step, samples, totals, dropout),
-                         backward)
+        run.pipeline.run(run.plan.num_microbatches(iteration), _forwards(run, forward_step, samples, totals, dropout,
+                                                                           totals[slots:] if run.rows else None), backward)
     with timers("all-grads-sync", 1):
         run.buffers.reduce()
         totals[2] = flag()
         if recorder:
             totals[3], totals[4] = recorder.halves()
+        if run.rows:
+            run.rows.close(totals[slots:])
         local = totals[0].clone()
         _sum_losses(run, totals)
-    loss_sum, tokens, flags, *halves = totals.tolist()
+    loss_sum, tokens, flags, *more = totals.tolist()
+    fwd_bwd_seconds = time.perf_counter() - start
     if recorder:
-        recorder.record(iteration, run.progress.consumed_train_samples, run.plan.global_batch_size(iteration), *halves)
+        recorder.record(iteration, run.progress.consumed_train_samples, run.plan.global_batch_size(iteration), *more[:2])
     loss = loss_sum / max(1.0, tokens)
     _check_loss(run, iteration, loss, local)
+    admit = functools.partial(run.spikes.admits, iteration, loss) if run.spikes.decides else None
     with timers("optimizer", 1):
-        result = run.optimizer.step(grad_factor=nominal / max(1.0, tokens))
+        result = run.optimizer.step(nominal / max(1.0, tokens), admit)
         if result.ok and run.runtime.ctx.shard.size > 1:
             with timers("params-all-gather", 1):
                 run.buffers.gather_weights()
-    if result.grad_norm is not None and not math.isfinite(result.grad_norm) and _checks(run):
+    if result.ok and result.grad_norm is not None and not math.isfinite(result.grad_norm) and _checks(run):
         raise NotFinite(f"iteration {iteration}: the gradient norm is {result.grad_norm}; nothing of this step is "
                         f"saved. Resume from the last checkpoint with --train-range-to-skip {iteration} {iteration}, a "
                         f"lower --lr, or --no-check-for-nan-in-loss-and-grad to go on regardless")
     zeros = None if result.num_zeros is None else result.num_zeros - run.plan.num_padding
-    return StepOutcome(loss, result.ok, result.grad_norm, zeros, time.perf_counter() - start, int(flags))
+    packed = run.rows.named(more[slots - 3:]) if run.rows else None
+    skipped = _why_skipped(run, result)
+    return StepOutcome(loss, skipped, result.grad_norm, zeros, time.perf_counter() - start, int(flags), packed,
+                       fwd_bwd_seconds)
+
+
+def _why_skipped(run: Run, result: StepResult) -> str | None:
+    """Why no update was made, None if one was. What was not admitted has a norm, what overflowed has none."""
+    if result.ok:
+        return None
+    if result.grad_norm is None:
+        return "overflow"
+    return "nonfinite" if run.spikes.finding.kind == "non-finite" else "spike"
 
 
 def _forwards(run: Run, forward_step: ForwardStep, samples: Iterator[torch.Tensor], totals: torch.Tensor,
-              dropout: Callable[[int], DropoutSeeds | None]) -> Forward:
+              dropout: Callable[[int], DropoutSeeds | None], slots: torch.Tensor | None = None) -> Forward:
     """The forward of a schedule: reads a micro-batch when it comes to this rank's first chunk, keeps it for the others,
-    and adds the last chunk's loss and tokens to `totals`."""
+    and adds the last chunk's loss and tokens to `totals`, and with `slots` (packed samples) to those of its subset."""
     batches: dict[int, Batch] = {}
     chunks, timers = len(run.model), run.timers
 
     def forward(micro_batch: int, chunk: int, hidden: torch.Tensor | None) -> torch.Tensor:
         if chunk == 0:
             with timers("batch-generator", 2):
-                batches[micro_batch] = make_batch(next_samples(samples), run.rules, run.runtime.device, dropout(micro_batch))
+                loaded = next_samples(samples)
+                if slots is not None:
+                    run.rows.see(loaded)
+                batches[micro_batch] = make_batch(loaded, run.rules, run.runtime.device, dropout(micro_batch))
         batch = batches.pop(micro_batch) if chunk == chunks - 1 else batches[micro_batch]
         with timers("forward-compute", 2):
             output = forward_step(batch if hidden is None else replace(batch, hidden=hidden), run.model[chunk])
@@ -109,6 +134,8 @@ def _forwards(run: Run, forward_step: ForwardStep, samples: Iterator[torch.Tenso
         loss, tokens = output
         totals[0] += loss.detach()
         totals[1] += tokens
+        if slots is not None:
+            run.rows.add(slots, batch, loss, tokens, run.model[chunk].right)
         return loss
 
     return forward
@@ -132,9 +159,10 @@ def next_samples(samples: Iterator[torch.Tensor]) -> torch.Tensor:
 
 
 def _checks(run: Run) -> bool:
-    """Are non-finite numbers an error? Not under dynamic loss scaling, where they are how it finds its scale."""
+    """Are non-finite numbers an error? Not under dynamic loss scaling, where they are how it finds its scale, nor where
+    --spike-action leaves such an update out."""
     dynamic = run.config.precision.fp16 and run.config.precision.loss_scale is None
-    return run.config.training.check_for_nan_in_loss_and_grad and not dynamic
+    return run.config.training.check_for_nan_in_loss_and_grad and not dynamic and not run.spikes.decides
 
 
 def _check_loss(run: Run, iteration: int, loss: float, local: torch.Tensor) -> None:

@@ -17,7 +17,8 @@ from megatron.model.gpt import GPTModel
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.sharding import local_box
 from megatron.training.build import make_tokenizer
-from megatron.training.checkpointing import read_into, saved_config
+from megatron.training.checkpointing import read_into
+from megatron.training.saved_flags import saved_config
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,7 @@ def open_trained_model(path: str, step: int | None = None, tokenizer_files: Mapp
         for parameter in model.parameters():
             sharding = parameter.sharding
             read_into(parameter, reader, sharding.name, sharding, local_box(sharding, model.ctx), tokenizer.vocab_size)
+        reader.wait()
     return TrainedModel(model.eval(), tokenizer, config, found.iteration, str(found.directory))
 
 

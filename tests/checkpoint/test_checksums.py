@@ -6,7 +6,8 @@ import zlib
 
 import pytest
 
-from megatron.checkpoint.checksums import BLOCK_BYTES, ROW_WORDS, block_sum, block_sums, crc32
+from megatron.checkpoint import checksums
+from megatron.checkpoint.checksums import BLOCK_BYTES, ROW_WORDS, block_sum, block_sums, crc32, read_summed
 
 
 def by_definition(block: bytes) -> str:
@@ -39,6 +40,31 @@ def test_known_values():
 def test_blocks_are_summed_one_by_one():
     data = random.Random(1).randbytes(3 * 4096 + 5)
     assert block_sums(data, 4096) == tuple(block_sum(data[at:at + 4096]) for at in (0, 4096, 8192, 12288))
+
+
+@pytest.mark.parametrize("native", [True, False])
+@pytest.mark.parametrize("block_bytes", [4096, 8336, 1 << 18, BLOCK_BYTES])
+def test_what_is_read_is_summed_as_what_is_held(native, block_bytes, tmp_path, monkeypatch):
+    if native:
+        assert checksums._cpp is not None, "megatron.checkpoint.read_sums_cpp is not built"
+    else:
+        monkeypatch.setattr(checksums, "_cpp", None)
+    data = random.Random(7).randbytes(3 * (1 << 20) + 4321)
+    path = tmp_path / "data"
+    path.write_bytes(data)
+    with path.open("rb") as file:
+        for start, stop in ((0, len(data)), (17, 17 + 2 * block_bytes), (5, 6), (0, 0), (100, 8500 + block_bytes // 2)):
+            view = memoryview(bytearray(stop - start + 1))[1:]          # not aligned to words
+            done, sums = read_summed(file.fileno(), view, start, block_bytes)
+            assert done == stop - start and view == data[start:stop]
+            assert tuple(sums) == block_sums(data[start:stop], block_bytes)
+        view = memoryview(bytearray(2 * block_bytes + 50))              # beyond the end: what is there, and whole blocks
+        start = len(data) - block_bytes - 9
+        done, sums = read_summed(file.fileno(), view, start, block_bytes)
+        assert done == block_bytes + 9 and sums == list(block_sums(data[start:start + block_bytes], block_bytes))
+        assert view[:done] == data[start:]
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        read_summed(10**6, memoryview(bytearray(9)), 0)
 
 
 @pytest.mark.parametrize("content", ["random", "zeros", "floats"])

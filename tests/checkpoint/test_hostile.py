@@ -25,7 +25,7 @@ from megatron.config import command_line
 from megatron.data.gpt_dataset import open_corpus
 from megatron.data.index_cache import IndexCache
 from megatron.data.tokenizer import build_tokenizer
-from megatron.training import checkpointing
+from megatron.training import checkpointing, saved_flags
 from megatron.training.control_file import ControlFile
 from tests.checkpoint.forged import (
     Gadget,
@@ -244,7 +244,7 @@ def control(root: Path) -> None:
 OTHERS: dict[str, Case] = {
     "args with code for a number": (args(b"--num-layers __import__('os').system('touch_canary')"), use_args),
     "args with a shell's substitution": (args(b"--num-layers $(touch canary)"), use_args),
-    "args that include a file": (args(b"--num-layers 2 @/etc/passwd"), lambda root: checkpointing.saved_config(
+    "args that include a file": (args(b"--num-layers 2 @/etc/passwd"), lambda root: saved_flags.saved_config(
         store.load(root / "run"))),
     "args that are a pickle": (args(b"\x80\x02cos\nsystem\n(S'touch canary'\ntR."), use_args),
     "args of an unknown flag": (args(b"--exec 'touch canary'"), use_args),

@@ -34,5 +34,7 @@ def data_flags(**given: object) -> types.SimpleNamespace:
          "per_split_data_args_path", "split", "data_cache_path")
     )  # fmt: skip
     return types.SimpleNamespace(**{**flags, "mock_data": False, "mid_level_dataset_surplus": 0.005,
-                                    "data_order": "megatron", "multiple_validation_sets": False,
+                                    "data_order": "megatron", "multiple_validation_sets": False, "packed_samples": False,
+                                    "pack_into_one": False, "pad_samples": False, "min_sample_length": 0,
+                                    "dummy_data": None,
                                     **given})

@@ -27,12 +27,13 @@ def inputs(dtype: torch.dtype = torch.float64, spread: float = 2.0):
     return logits, labels, weights
 
 
-def formula(logits: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor):
-    """Loss of each row and the gradient of the weighted sum, in fp64, by softmax minus one-hot."""
+def formula(logits: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor, smoothing: float = 0.0):
+    """Loss of each row and the gradient of the weighted sum, in fp64, by softmax minus (smoothed) one-hot."""
     real = logits.double()[:, :VOCAB]
-    loss = real.exp().sum(-1).log() - real.gather(1, labels[:, None]).squeeze(1)
+    target = F.one_hot(labels, VOCAB).double() * (1.0 - smoothing) + smoothing / VOCAB
+    loss = real.exp().sum(-1).log() - (real * target).sum(-1)
     grad = torch.zeros(logits.shape, dtype=torch.float64)
-    grad[:, :VOCAB] = (real.exp() / real.exp().sum(-1, keepdim=True) - F.one_hot(labels, VOCAB)) * weights[:, None]
+    grad[:, :VOCAB] = (real.exp() / real.exp().sum(-1, keepdim=True) - target) * weights[:, None]
     return loss, grad
 
 
@@ -85,6 +86,26 @@ def test_without_padding_it_is_torchs():
     leaf = logits.clone().requires_grad_()
     loss = cross_entropy(leaf.clone(), labels, vocab_size=COLUMNS)
     torch.testing.assert_close(loss, F.cross_entropy(leaf, labels, reduction="none"), rtol=1e-13, atol=1e-13)
+
+
+def test_smoothing_is_torchs():
+    logits, labels, weights = inputs()
+    loss, grad = run(logits, labels, weights, smoothing=0.1)
+    leaf = logits.clone().requires_grad_()
+    exact = F.cross_entropy(leaf[:, :VOCAB], labels, reduction="none", label_smoothing=0.1)
+    exact.backward(weights)
+    torch.testing.assert_close(loss, exact.detach(), rtol=1e-13, atol=1e-14)
+    torch.testing.assert_close(grad, leaf.grad, rtol=1e-13, atol=1e-14)
+
+
+def test_which_labels_are_first():
+    logits, labels, weights = inputs()
+    labels[3] = logits[3, :VOCAB].argmax()
+    right = torch.zeros(ROWS, dtype=torch.bool)
+    logits[:, VOCAB:] = 100.0                       # padding is never first
+    loss, _ = run(logits, labels, weights, right=right)
+    assert torch.equal(right, logits[:, :VOCAB].argmax(-1) == labels) and right[3] and not right.all()
+    assert torch.equal(loss, run(logits, labels, weights)[0])
 
 
 def test_large_logits_neither_overflow_nor_lose_the_loss():
@@ -167,23 +188,30 @@ class Reduction:
 @pytest.mark.parametrize("size", [2, 4])  # with 4 the last part holds three columns of padding and one real one
 @pytest.mark.parametrize("padding_part", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_a_split_vocabulary_gives_the_same(size, padding_part, dtype):
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_a_split_vocabulary_gives_the_same(size, padding_part, dtype, smoothing):
     logits, labels, weights = inputs(dtype)
     parts = list(logits.split(COLUMNS // size, dim=1))
     if padding_part:  # one more rank whose columns are all padding
         parts.append(torch.full_like(parts[0], 7.0))
     reduction, results = Reduction(len(parts)), [None] * len(parts)
+    labels[3] = logits[3, :VOCAB].double().argmax()
+    right = [torch.zeros(ROWS, dtype=torch.bool) for _ in parts]
 
     def work(rank: int) -> None:
         results[rank] = run(parts[rank], labels, weights, vocab_start=rank * parts[0].shape[1],
-                            tp=Part(len(parts), rank), all_reduce=reduction)
+                            tp=Part(len(parts), rank), all_reduce=reduction, smoothing=smoothing,
+                            right=right[rank] if smoothing else None)
 
     threads = [threading.Thread(target=work, args=(rank,)) for rank in range(len(parts))]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(30)
-    loss, grad = formula(logits, labels, weights)
+    loss, grad = formula(logits, labels, weights, smoothing)
+    if smoothing:
+        assert all(torch.equal(one, logits[:, :VOCAB].gather(1, labels[:, None]).squeeze(1) == logits[:, :VOCAB].amax(-1))
+                   for one in right) and right[0][3]
     close = dict(rtol=1e-12, atol=1e-13) if dtype == torch.float64 else dict(rtol=2.0**-8 * 1.01, atol=1e-6)
     for result in results:
         torch.testing.assert_close(result[0].double(), loss, rtol=1e-6 if dtype != torch.float64 else 1e-12, atol=1e-6)

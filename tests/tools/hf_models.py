@@ -15,7 +15,7 @@ from megatron.checkpoint.state import RunState
 from megatron.config.parameters import parameter_table, stage_table
 from megatron.config.tree import Config
 from megatron.parallel.sharding import counts, local_box, parameter
-from megatron.training.checkpointing import saved_config
+from megatron.training.saved_flags import saved_config
 
 VOCAB, POSITIONS = 61, 32
 _LLAMA = dict(vocab_size=VOCAB, hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4,

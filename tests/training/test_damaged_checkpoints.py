@@ -27,13 +27,13 @@ BASE = [*SMALL, "--train-iters", "8", "--split", "100,0,0", "--eval-iters", "0",
 def state_of(run: Run) -> dict[str, torch.Tensor]:
     """Copies of all tensors of a run."""
     return {name: torch.cat([part.flatten() for _, part in own]).clone()
-            for name, _, _, own in checkpointing._own_tensors(run)}
+            for name, _, _, own in checkpointing.own_tensors(run)}
 
 
 def set_state(run: Run, seed: int) -> None:
     """Other values, counters and schedule for the run."""
     torch.manual_seed(seed)
-    for _, _, _, own in checkpointing._own_tensors(run):
+    for _, _, _, own in checkpointing.own_tensors(run):
         for _, part in own:
             part.copy_(torch.randn(part.shape))
     run.progress.iteration, run.progress.consumed_train_samples = seed, 8 * seed

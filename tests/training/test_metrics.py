@@ -22,7 +22,7 @@ from tests.training.test_step import make_run
 ITERATIONS = 6
 KEYS = {"iteration", "lm_loss", "grad_norm", "learning_rate", "consumed_samples", "consumed_tokens", "elapsed_ms",
         "tokens_per_second", "tflops", "loss_scale", "global_batch_size", "skipped", "skip_reason",
-        "skipped_iterations_total", "skipped_samples"}
+        "skipped_iterations_total", "skipped_samples", "spike", "spike_sigma"}
 
 
 @pytest.fixture(scope="module")

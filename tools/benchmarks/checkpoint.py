@@ -160,7 +160,8 @@ def load(folder: Path, number: int, names: Sequence[str], into: Sequence[torch.T
     """As training does it: metadata, then every tensor into its place."""
     with store.load(folder, number).reader() as reader:
         for name, tensor in zip(names, into, strict=True):
-            reader.read(name, into=tensor)
+            reader.read_later(name, None, tensor)
+        reader.wait()
 
 
 def report(times: dict[str, float], size: int) -> list[str]:

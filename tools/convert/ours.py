@@ -21,7 +21,7 @@ from megatron.config.model import ModelConfig
 from megatron.config.tree import Config
 from megatron.data.tokenizer import Tokenizer, TokenizerFlags
 from megatron.training.build import make_tokenizer
-from megatron.training.checkpointing import saved_config
+from megatron.training.saved_flags import saved_config
 from tools.convert.config_keys import read_json
 from tools.convert.hf_files import CONFIG, Outgoing, new_folder, side_files
 from tools.convert.links import SAME, ConversionError, Header, Link, Shape, check, is_vocabulary

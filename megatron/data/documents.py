@@ -1,0 +1,36 @@
+"""The documents of a pair of .bin and .idx as samples. Knows the pair's format; must not know what is made of them."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from megatron.data.gpt_dataset import open_corpus
+
+
+class Documents:
+    """Each document of the pair is a sample. Raises FileNotFoundError and ValueError as IndexedDataset does."""
+
+    def __init__(self, prefix: str) -> None:
+        self.prefix, self._corpus = prefix, open_corpus(prefix)
+        self._corpus.check()
+        self._starts = np.asarray(self._corpus.document_indices, np.int64)
+        ends = np.concatenate(([0], np.cumsum(self._corpus.sequence_lengths, dtype=np.int64)))
+        self.lengths = np.diff(ends[self._starts])
+
+    def read(self, sample: int, first: int, count: int) -> np.ndarray:
+        """Ids `first .. first + count` of a document, int64."""
+        start, stop = self._starts[sample : sample + 2].tolist()
+        if stop - start == 1:
+            return np.asarray(self._corpus.get(start, first, count), np.int64)
+        last = int(self._corpus.sequence_lengths[stop - 1])
+        return self._corpus.gather(np.arange(start, stop), 0, last)[first : first + count]
+
+    def bytes_of(self, sample: int, first: int, count: int) -> tuple[int, int]:
+        """The bytes of the .bin that hold them: a document's sequences lie one behind the other."""
+        size = self._corpus.dtype.itemsize
+        begin = int(self._corpus.sequence_pointers[self._starts[sample]]) + first * size
+        return begin, begin + count * size
+
+    def fingerprint(self) -> bytes:
+        """What tells its documents from others."""
+        return repr(self._corpus.identity).encode()

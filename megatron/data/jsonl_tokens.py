@@ -1,0 +1,133 @@
+"""InternLM's token files: X.bin has a sample a line, {"tokens": [ids]}, and X.bin.meta says where each begins.
+
+It knows this format and the folders it comes in; it must not know rows, flags or a vocabulary. Source: facts/internlm.md
+1.2.2, 1.2.3. X.bin.meta is a .npy array of integers [n, 2 or more]: in the first column the byte where a line begins, in
+the last one its tokens.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import weakref
+from collections.abc import Sequence
+
+import numpy as np
+
+from megatron.data.data_paths import PARTIAL
+from megatron.data.file_access import open_to_read, read_at
+from megatron.data.jsonl import ids_of
+
+BLOCK_BYTES = 1 << 16  # read at once where the end of a line is not known
+
+
+def meta_path(bin_path: str) -> str:
+    """The file beside X.bin that says where its lines begin."""
+    return f"{bin_path}.meta"
+
+
+def _load_meta(path: str, bin_bytes: int) -> np.ndarray:
+    """The checked array of a .meta file of a .bin of so many bytes."""
+    how = "make it anew with the tokenizer that made it, or with tools/convert_data.py"
+    try:
+        meta = np.load(path, allow_pickle=False)
+    except (ValueError, EOFError, OSError) as error:
+        raise ValueError(f"{path}: is no array in numpy's .npy format ({str(error).splitlines()[0]}); {how}") from None
+    if not isinstance(meta, np.ndarray) or meta.ndim != 2 or meta.shape[1] < 2 or meta.dtype.kind not in "iu":
+        said = f"{meta.dtype} {list(meta.shape)}" if isinstance(meta, np.ndarray) else "several arrays"
+        raise ValueError(f"{path}: holds {said}, not integers [samples, 2] (first byte of each line, its tokens); {how}")
+    meta = np.stack((meta[:, 0], meta[:, -1]), 1).astype(np.int64)
+    outside = (meta[:, 0] < 0) | (meta[:, 0] >= bin_bytes)
+    for wrong, column, what in ((outside, 0, f"line begins at byte {{}}, {path[:-5]} has {bin_bytes} bytes"),
+                                (meta[:, 1] < 0, 1, "line has {} tokens")):  # fmt: skip
+        if wrong.any():
+            at = int(wrong.argmax())
+            raise ValueError(f"{path}: entry {at} says that its {what.format(meta[at, column])}; {how}")
+    return meta
+
+
+class JsonlTokens:
+    """The samples of one X.bin, whose `prefix` is the path without .bin. Raises FileNotFoundError without X.bin.meta,
+    ValueError for one that does not fit; reading a sample raises ValueError for a line that is not what the meta says."""
+
+    def __init__(self, path: str) -> None:
+        self.path, self.prefix = path, path.removesuffix(".bin")
+        if not os.path.exists(meta_path(path)):
+            raise FileNotFoundError(f"{meta_path(path)}: is missing beside {path}; copy it too, or make both anew")
+        self._file = open_to_read(path)
+        weakref.finalize(self, os.close, self._file)
+        self.bin_bytes = os.fstat(self._file).st_size
+        self._meta = _load_meta(meta_path(path), self.bin_bytes)
+        self.lengths = self._meta[:, 1]
+
+    def line(self, sample: int) -> bytes:
+        """The line of a sample, without its end."""
+        start = int(self._meta[sample, 0])
+        after = int(self._meta[sample + 1, 0]) if sample + 1 < len(self._meta) else self.bin_bytes
+        found, count = b"", after - start if after > start else BLOCK_BYTES
+        while True:
+            count = min(count, self.bin_bytes - start - len(found))
+            if count <= 0:
+                return found
+            found += read_at(self._file, self.path, start + len(found), count)
+            end = found.find(b"\n")
+            if end >= 0:
+                return found[:end]
+            count = BLOCK_BYTES
+
+    def ids(self, sample: int) -> np.ndarray:
+        """All ids of a sample, int64."""
+        try:
+            ids = ids_of(self.line(sample))
+            if len(ids) != self.lengths[sample]:
+                raise ValueError(f"has {len(ids)} tokens, {meta_path(self.path)} says {self.lengths[sample]}")
+        except ValueError as error:
+            raise ValueError(f"{self.path}: sample {sample}, at byte {self._meta[sample, 0]}: {error}; make the file and "
+                             "its meta anew, or copy both again") from None  # fmt: skip
+        return ids
+
+    def read(self, sample: int, first: int, count: int) -> np.ndarray:
+        """Ids `first .. first + count` of a sample, int64."""
+        return self.ids(sample)[first : first + count]
+
+    def bytes_of(self, sample: int, first: int, count: int) -> tuple[int, int]:
+        """The bytes of the sample's line: where in it a token stands is not known."""
+        start = int(self._meta[sample, 0])
+        return start, start + len(self.line(sample))
+
+    def fingerprint(self) -> bytes:
+        """What tells its samples from others: sizes, places and lengths."""
+        return hashlib.sha256(self._meta.tobytes()).digest() + repr(self.bin_bytes).encode()
+
+
+def token_files(folder: str) -> list[str]:
+    """Every .bin file below a folder: directories and files in the order of their names, those of a directory before its
+    sub-directories; links are followed. Raises FileNotFoundError if there is none."""
+    found = []
+    for path, directories, names in os.walk(folder, followlinks=True):
+        directories.sort()
+        found += [os.path.join(path, name) for name in sorted(names) if name.endswith(".bin") and PARTIAL not in name]
+    if not found:
+        raise FileNotFoundError(f"{folder}: the directory holds no .bin; give a folder of InternLM's (FOLDER/SUBSET/X.bin "
+                                "with X.bin.meta), or a prefix written by tools/preprocess_data.py")  # fmt: skip
+    return found
+
+
+def subset_names(folder: str) -> list[str]:
+    """The subsets of a folder: its directories in the order of their names. One whose name is another's behind z and _
+    (z_en beside en) is no subset of its own, it only sorts last."""
+    names = sorted(entry.name for entry in os.scandir(folder) if entry.is_dir())
+    return [name for name in names if not (name.lstrip("z_") != name and name.lstrip("z_") in names)]
+
+
+def subset_of(path: str, folder: str, names: Sequence[str]) -> str:
+    """Which subset a file below `folder` belongs to: the one whose name a directory on the way has, but for z and _ in
+    front. Raises ValueError if that is none, or several."""
+    on_the_way = os.path.relpath(path, folder).split(os.sep)[:-1]
+    found = [name for name in names if any(name in (part, part.lstrip("z_")) for part in on_the_way)]
+    if len(found) != 1:
+        which = f"belongs to {len(found)} of them ({', '.join(found)})" if found else "belongs to none of them"
+        known = ", ".join(names) or "there are none"
+        raise ValueError(f"{path}: the subsets of {folder} are its directories ({known}), and this file {which}; move it, "
+                         "or rename a directory")  # fmt: skip
+    return found[0]

@@ -1,0 +1,225 @@
+"""Packed samples: rows of `rows` x `sequence_length` tokens, filled with whole samples one behind the other.
+
+It knows files of samples by length and index, and one rule; it must not know formats, flags, ranks or batches. The rule is
+InternLM's (facts/internlm.md 1.2.4, 1.2.5): the samples of a file are shuffled, put end to end and cut every row; what is
+left of a file is dropped, so a row never mixes files. The rows of all files are shuffled anew each epoch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Literal, Protocol
+
+import numpy as np
+
+from megatron.data.index_helpers import shuffle
+
+SEED = 1024  # of both shuffles, whatever --seed is: a file's samples lie alike in every run
+TOKENS, LABELS, POSITIONS, SUBSET = range(4)  # the lines of a row
+IGNORED = 0  # the label of a token without one: ids <= 0 are never a target
+
+
+class SampleFile(Protocol):
+    """Samples of one file. Ids may be negative: then the token is a prompt's, -id is read and nobody has to predict it."""
+
+    prefix: str  # the path without .bin
+    lengths: np.ndarray  # [n] tokens of each sample
+
+    def read(self, sample: int, first: int, count: int) -> np.ndarray:
+        """Ids `first .. first + count` of a sample, int64."""
+
+    def bytes_of(self, sample: int, first: int, count: int) -> tuple[int, int] | None:
+        """The bytes of the .bin that hold them; None for made-up data."""
+
+    def fingerprint(self) -> bytes:
+        """What tells its samples and their order from others, wherever it lies."""
+
+
+@dataclass(frozen=True)
+class PackingRule:
+    """How samples fill a row of `rows` x `sequence_length` tokens; those of fewer than `min_length` tokens are left out.
+
+    mode "pieces": a sample that a row's end cuts goes on in the next row; what lies in one row is a piece, cut again every
+    `sequence_length` tokens, and attention stays inside a piece. "blocks": the same tokens, but attention stays inside the
+    blocks of `sequence_length` tokens and crosses samples (InternLM's pack_sample_into_one=True). "padded": `rows` samples,
+    each cut to `sequence_length`, the rest of the row zeros (InternLM without flash attention).
+    """
+
+    sequence_length: int
+    rows: int
+    mode: Literal["pieces", "blocks", "padded"] = "pieces"
+    min_length: int = 0
+
+    @property
+    def length(self) -> int:
+        """Tokens of a row."""
+        return self.sequence_length * self.rows
+
+
+class PackedFile:
+    """The rows of one file: `file_rows[k]` is int64 [4, tokens], see `PackedDataset`."""
+
+    def __init__(self, file: SampleFile, subset: int, rule: PackingRule) -> None:
+        self.file, self.subset, self.rule = file, subset, rule
+        lengths = np.asarray(file.lengths)
+        kept = np.flatnonzero(lengths >= rule.min_length)
+        places = np.arange(len(kept))
+        shuffle(np.random.RandomState(SEED), places)
+        self.order = kept[places].astype(np.int32 if len(lengths) < 1 << 31 else np.int64)
+        used = lengths[self.order].astype(np.int64)
+        self.ends = np.cumsum(np.minimum(used, rule.sequence_length) if rule.mode == "padded" else used)
+        self.tokens = int(self.ends[-1]) if len(kept) else 0
+
+    def __len__(self) -> int:
+        return len(self.order) // self.rule.rows if self.rule.mode == "padded" else self.tokens // self.rule.length
+
+    def parts(self, row: int) -> Iterator[tuple[int, int, int]]:
+        """What a row is made of, as (sample, first token, tokens)."""
+        if self.rule.mode == "padded":
+            for sample in self.order[row * self.rule.rows : (row + 1) * self.rule.rows].tolist():
+                if self.file.lengths[sample] > 0:
+                    yield sample, 0, min(int(self.file.lengths[sample]), self.rule.sequence_length)
+            return
+        at, end = row * self.rule.length, (row + 1) * self.rule.length
+        place = int(np.searchsorted(self.ends, at, side="right"))
+        start = int(self.ends[place - 1]) if place else 0
+        while at < end:
+            stop = int(self.ends[place])
+            if stop > at:  # else the sample is empty
+                yield int(self.order[place]), at - start, min(stop, end) - at
+                at = min(stop, end)
+            start, place = stop, place + 1
+
+    def showing(self, sample: int) -> dict[int, int]:
+        """{row: how many tokens of this sample it holds}."""
+        found: dict[int, int] = {}
+        for place in np.flatnonzero(self.order == sample).tolist():
+            if self.rule.mode == "padded":
+                rows = [place // self.rule.rows]
+            else:
+                start, end = (int(self.ends[place - 1]) if place else 0), int(self.ends[place])
+                rows = range(start // self.rule.length, -(-end // self.rule.length))
+            for row in rows:
+                if row < len(self):
+                    found[row] = sum(count for one, _, count in self.parts(row) if one == sample)
+        return found
+
+    def __getitem__(self, row: int) -> np.ndarray:
+        rule = self.rule
+        lines = np.zeros((4, rule.length), np.int64)
+        lines[SUBSET] = self.subset
+        at = 0
+        for sample, first, count in self.parts(row):
+            more = rule.mode != "padded" and first + count < self.file.lengths[sample]  # the next id is the last label
+            ids = self.file.read(sample, first, count + more)
+            here = slice(at, at + count)
+            lines[TOKENS, here] = np.abs(ids[:count])
+            lines[LABELS, at : at + len(ids) - 1] = np.maximum(ids[1:], IGNORED)
+            lines[POSITIONS, here] = np.arange(count) % rule.sequence_length
+            at += count
+        lines[POSITIONS, at:] = np.arange(rule.length - at) % rule.sequence_length
+        if rule.mode == "blocks":
+            lines[LABELS, -1] = IGNORED
+            lines[POSITIONS] = np.arange(rule.length) % rule.sequence_length
+        return lines
+
+
+class PackedDataset:
+    """Row k of a run, for k from 0 to `size` - 1 (None: one epoch), as a pure function of the files, the rule and k.
+
+    `dataset[k]` is int64 [4, tokens]: ids, labels (0: none), positions (0 where a piece begins), number of the subset. An
+    epoch is as many whole global batches of `rows_per_batch` rows as there are, in an order that one RandomState(1024)
+    goes on shuffling from epoch to epoch. Raises ValueError, in which `name` stands for the data, if there is none.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        files: Sequence[PackedFile],
+        subsets: Sequence[str],
+        rule: PackingRule,
+        *,
+        size: int | None,
+        rows_per_batch: int = 1,
+        index_split: str = "train",
+    ) -> None:
+        self.name, self.rule, self.subsets, self.index_split = name, rule, tuple(subsets), index_split
+        self.files = [file for file in files if len(file)]
+        self._ends = [0, *accumulate(len(file) for file in self.files)]
+        self.rows, self.rows_per_batch = self._ends[-1], rows_per_batch
+        self.rows_per_epoch = self.rows // rows_per_batch * rows_per_batch
+        if not self.rows_per_epoch:
+            tokens, samples = sum(file.tokens for file in files), sum(len(file.order) for file in files)
+            raise ValueError(
+                f"{name}: its {samples} {index_split} samples of at least {rule.min_length} tokens hold {tokens}, which "
+                f"make {self.rows} whole rows of {rule.rows} x {rule.sequence_length} tokens (each file alone); one global "
+                f"batch needs {rows_per_batch}; use more data, or a lower --seq-length, --micro-batch-size, "
+                "--global-batch-size or --min-sample-length"
+            )
+        self.size = self.rows if size is None else size
+        if size is None:
+            self.rows_per_epoch = self.rows
+        self._random, self._epoch = np.random.RandomState(SEED), -1
+        self._order = np.empty(0, np.int64)
+
+    def __len__(self) -> int:
+        return self.size
+
+    def _turn_to(self, epoch: int) -> np.ndarray:
+        """The order of an epoch, all rows of it."""
+        if epoch < self._epoch:
+            self._random, self._epoch = np.random.RandomState(SEED), -1
+        while self._epoch < epoch:
+            self._order = np.arange(self.rows)
+            shuffle(self._random, self._order)
+            self._epoch += 1
+        return self._order
+
+    def source(self, index: int) -> tuple[PackedFile, int]:
+        """(file, row of the file) that row `index` of the run is."""
+        if not 0 <= index < self.size:
+            raise IndexError(f"{self.index_split} row {index} of {self.size}")
+        epoch, at = divmod(index, self.rows_per_epoch)
+        number = int(self._turn_to(epoch)[at])
+        place = bisect_right(self._ends, number) - 1
+        return self.files[place], number - self._ends[place]
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        file, row = self.source(index)
+        return file[row]
+
+    def prefixes(self) -> list[str]:
+        """Its files, in their order."""
+        return [file.file.prefix for file in self.files]
+
+    def showing(self, prefix: str, sample: int) -> dict[int, int]:
+        """{row of the run: how many tokens of this sample of `prefix` it holds}, in rising order."""
+        place = self.prefixes().index(prefix)
+        counts = {self._ends[place] + row: count for row, count in self.files[place].showing(sample).items()}
+        found = {}
+        for epoch in range(-(-self.size // self.rows_per_epoch)) if counts else ():
+            order = self._turn_to(epoch)[: self.rows_per_epoch]
+            for at in np.flatnonzero(np.isin(order, list(counts))).tolist():
+                index = epoch * self.rows_per_epoch + at
+                if index < self.size and counts[int(order[at])]:
+                    found[index] = counts[int(order[at])]
+        return found
+
+    def order(self) -> dict[str, object]:
+        """Everything the order of the rows and what is in them depends on, in JSON types."""
+        digest = hashlib.sha256()
+        for file in self.files:
+            digest.update(file.file.fingerprint() + self.subsets[file.subset].encode())
+        return {
+            "kind": "PackedDataset",
+            "corpus": {"files": len(self.files), "sha256": digest.hexdigest()},
+            "sequence_length": self.rule.sequence_length,
+            "rows": self.rule.rows,
+            "mode": self.rule.mode,
+            "min_length": self.rule.min_length,
+            "rows_per_batch": self.rows_per_batch,
+        }

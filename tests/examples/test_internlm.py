@@ -1,0 +1,59 @@
+"""examples/internlm as it stands, at 1/64 of the width: each demo by its script, with the numbers of one process."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+
+from megatron.arguments import read_words
+from tests.e2e.programs import free_port, spawn_program
+from tests.forkrun import ROOT
+from tests.runs import train, with_flags
+from tests.tools.test_internlm_config import SIZES, demo, written
+from tools.internlm_config import main
+
+EXAMPLES = ROOT / "examples/internlm"
+RANKS = {"7b": 4, "20b": 8, "30b": 4}
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_the_files_are_what_the_tool_makes(name, tmp_path, capsys):
+    assert main([str(written(tmp_path, demo(name))), "--world-size", str(SIZES[name][5])]) == 0
+    made = capsys.readouterr().out.splitlines()[1:]
+    assert (EXAMPLES / f"{name}.args").read_text().splitlines()[1:] == made
+
+
+def small(name: str) -> list[str]:
+    """What makes a demo small: 1/64 of width and vocabulary, few layers, short samples."""
+    width = SIZES[name][0] // 64
+    return ["--num-layers", "4", "--hidden-size", str(width), "--num-attention-heads", "4", "--ffn-multiple-of", "4",
+            "--vocab-size", "1612", "--seq-length", "128", "--max-position-embeddings", "128", "--global-batch-size", "16",
+            "--train-iters", "20", "--lr-decay-iters", "20", "--lr-warmup-iters", "5", "--lr", "0.01", "--device", "cpu",
+            "--num-workers", "0"]
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("name", SIZES)
+def test_a_demo_on_several_ranks_is_the_same_run_as_in_one_process(name, tmp_path):
+    """In float64 instead of float16, so that the difference says something."""
+    lines = (EXAMPLES / f"{name}.args").read_text().splitlines()
+    kept = [line for line in lines if not line.startswith(("--fp16", "--initial-loss-scale"))]
+    (tmp_path / f"{name}.args").write_text("\n".join([*kept, "--fp64"]))
+    metrics = tmp_path / "metrics.jsonl"
+    run = spawn_program(["sh", str(EXAMPLES / "torchrun.sh"), name, *small(name), "--metrics-file", str(metrics)],
+                        tmp_path / "log", {"PYTHON": sys.executable, "ARGS": str(tmp_path), "NPROC": str(RANKS[name]),
+                                           "MASTER_PORT": str(free_port())}, cwd=ROOT, program=())
+    assert run.end(400.0) == 0, run.err[-3000:]
+    rows = [json.loads(line) for line in metrics.read_text().splitlines()]
+    words = with_flags(read_words(tmp_path / f"{name}.args"), *small(name))
+    one = train(tmp_path / "one", with_flags(words, "--tensor-model-parallel-size", "1"))
+    assert len(rows) == len(one.rows) == 20
+    for row, other in zip(rows, one.rows, strict=True):
+        for key in ("lm_loss", "grad_norm"):
+            assert abs(row[key] - other[key]) <= 1e-10 * abs(other[key]), (row["iteration"], key)
+        for key in ("learning_rate", "tokens/en", "acc"):
+            assert row[key] == other[key]
+    assert rows[-1]["lm_loss"] < rows[0]["lm_loss"] - 0.5
+    assert run.out.count(" tgs/tgs_all=") == 20

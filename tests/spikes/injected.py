@@ -1,0 +1,25 @@
+"""Spikes put into runs of tests: a hook for `tests.runs.train`. Knows no action."""
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from megatron.training import loop, spikes
+
+
+def inject(bad: Mapping[int, float], least: int = 24) -> None:
+    """A hook: in iteration n the loss, and so its gradient, is `bad[n]` times what it is. `least` accepted values are
+    enough to compare with, so that runs may be short."""
+    spikes.LEAST = least
+    train_step = loop.train_step
+
+    def injected(run, forward_step, samples, iteration, flag):
+        def forward(batch, model):
+            output = forward_step(batch, model)
+            if model.output_layer is None or iteration not in bad:
+                return output
+            loss, tokens = output
+            return loss * bad[iteration], tokens
+
+        return train_step(run, forward, samples, iteration, flag)
+
+    loop.train_step = injected

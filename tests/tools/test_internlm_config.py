@@ -1,0 +1,203 @@
+"""tools/internlm_config.py: the demos' configs become runs of the right size, and nothing is executed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron.arguments import config_from, parse_typed, read_words
+from megatron.config import command_line
+from megatron.config.plan import make_plan
+from megatron.config.tree import Config
+from tools.internlm.read_config import ConfigError, read_config
+from tools.internlm.to_flags import to_flags
+from tools.internlm_config import main
+
+# The keys and values of the demos (seeds 000, 001, 003), comments left out.
+DEMO = """
+JOB_NAME = "{name}_train"
+SEQ_LEN = 2048
+HIDDEN_SIZE = {hidden}
+NUM_ATTENTION_HEAD = {heads}
+MLP_RATIO = 8 / 3
+NUM_LAYER = {layers}
+VOCAB_SIZE = 103168
+MODEL_ONLY_FOLDER = "local:llm_ckpts/xxxx"
+SAVE_CKPT_FOLDER = "local:llm_ckpts"
+LOAD_CKPT_FOLDER = "local:llm_ckpts/49"
+CHECKPOINT_EVERY = 50
+ckpt = dict(
+    enable_save_ckpt=False,
+    save_ckpt_folder=SAVE_CKPT_FOLDER,
+    load_optimizer=True,
+    checkpoint_every=CHECKPOINT_EVERY,
+    async_upload=True,
+    async_upload_tmp_folder="/dev/shm/internlm_tmp_ckpt/",
+    snapshot_ckpt_folder="/".join([SAVE_CKPT_FOLDER, "snapshot"]),
+    oss_snapshot_freq=int(CHECKPOINT_EVERY / 2),
+)
+TRAIN_FOLDER = "/path/to/dataset"
+VALID_FOLDER = "/path/to/dataset"
+data = dict(seq_len=SEQ_LEN, micro_num=4, micro_bsz=2, valid_micro_num=4, valid_every=50, pack_sample_into_one=False,
+            total_steps=50000, skip_batches="", rampup_batch_size="", min_length=50)
+grad_scaler = dict(fp16=dict(initial_scale=2**16, min_scale=1, growth_interval=1000), growth_factor=2, backoff_factor=0.5,
+                   max_scale=2**24, hysteresis=2)
+hybrid_zero_optimizer = dict(overlap_sync_grad=True, overlap_sync_param=True, reduce_bucket_size=512 * 1024 * 1024,
+                             clip_grad_norm=1.0)
+loss = dict(label_smoothing=0)
+adam = dict(lr=1e-4, adam_beta1=0.9, adam_beta2=0.95, adam_beta2_c=0, adam_eps=1e-8, weight_decay=0.01)
+lr_scheduler = dict(total_steps=data["total_steps"], init_steps=0, warmup_ratio=0.01, eta_min=1e-5, last_epoch=-1)
+beta2_scheduler = dict(init_beta2=adam["adam_beta2"], c=adam["adam_beta2_c"], cur_iter=-1)
+model = dict(checkpoint=False, num_attention_heads=NUM_ATTENTION_HEAD, embed_split_hidden=True, vocab_size=VOCAB_SIZE,
+             embed_grad_scale=1, parallel_output=True, hidden_size=HIDDEN_SIZE, num_layers=NUM_LAYER, mlp_ratio=MLP_RATIO,
+             apply_post_layer_norm=False, dtype="torch.float16", norm_type="rmsnorm", layer_norm_epsilon=1e-5,
+             use_flash_attn=True, num_chunks=1)
+\"\"\"
+zero1 parallel: a comment in the form of a text.
+\"\"\"
+parallel = dict(zero1={zero}, {tensor}pipeline=dict(size=1, interleaved_overlap=True), sequence_parallel=False)
+cudnn_deterministic = False
+cudnn_benchmark = False
+"""
+SIZES = {"7b": (4096, 32, 32, 8, "", 8, 7_321_948_160, 64), "20b": (5120, 40, 60, -1, "tensor=4, ", 16, 20_089_943_040, 32),
+         "30b": (6144, 48, 60, -1, "tensor=4, ", 16, 28_449_036_288, 32)}
+
+
+def demo(name: str) -> str:
+    hidden, heads, layers, zero, tensor, *_ = SIZES[name]
+    return DEMO.format(name=name, hidden=hidden, heads=heads, layers=layers, zero=zero, tensor=tensor)
+
+
+def written(folder: Path, text: str) -> Path:
+    path = folder / "config.py"
+    path.write_text(text)
+    return path
+
+
+def converted(folder: Path, text: str, world: int, capsys: pytest.CaptureFixture[str]) -> Config:
+    """The configuration that the printed .args file gives."""
+    assert main([str(written(folder, text)), "--world-size", str(world)]) == 0, capsys.readouterr().err
+    (folder / "run.args").write_text(capsys.readouterr().out)
+    return config_from(Config, parse_typed(command_line.parser(), read_words(folder / "run.args")))
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_a_demo_becomes_the_same_run(name, tmp_path, capsys):
+    *_, world, size, batch = SIZES[name]
+    config = converted(tmp_path, demo(name), world, capsys)
+    plan = make_plan(config, world, 103168)
+    assert plan.num_parameters == size and plan.padded_vocab_size == 103168
+    t, o, p = config.training, config.optimizer, config.precision
+    assert (t.global_batch_size, t.micro_batch_size, t.train_iters, config.model.seq_length) == (batch, 2, 50000, 2048)
+    assert (o.lr, o.min_lr, o.lr_warmup_iters, o.lr_warmup_first_step, o.adam_beta2) == (1e-4, 1e-5, 500, True, 0.95)
+    assert (p.fp16, p.initial_loss_scale, p.max_loss_scale, p.loss_scale_window) == (True, 65536, 2**24, 1000)
+    assert config.model.init_scheme == "internlm" and o.apply_wd_to_all and o.clip_grad == 1.0
+    assert config.data.dummy_data == "internlm" and config.data.packed_samples
+    assert config.data.min_sample_length == 0       # the logs of the demos count short samples of the made-up data, too
+    assert config.parallel.use_distributed_optimizer and config.parallel.overlap_grad_reduce
+    assert config.checkpoint.save is None
+
+
+# what is changed in the 7B demo, and words of the .args file that it comes to
+CHANGES = [
+    ('skip_batches=""', 'skip_batches="2-3,7,10-11"', "--train-range-to-skip 3 4 8 8 11 12"),
+    ('rampup_batch_size=""', 'rampup_batch_size="2 2 6"', "--rampup-micro-batches 2 2 6"),
+    ("pack_sample_into_one=False", "pack_sample_into_one=True", "--packed-samples --pack-into-one"),
+    ("checkpoint=False", "checkpoint=0.25", "--recompute-fraction 0.25"),
+    ("checkpoint=False", "checkpoint=True", "--recompute-fraction 1"),
+    ("embed_grad_scale=1", "embed_grad_scale=0.1", "--embed-grad-scale 0.1"),
+    ("label_smoothing=0", "label_smoothing=0.1", "--label-smoothing 0.1"),
+    ("adam_beta2_c=0", "adam_beta2_c=0.8", "--adam-beta2-schedule-c 0.8"),
+    ("init_steps=0", "init_steps=7", "--lr-init-iters 7"),
+    ("zero1=8", "zero1=4", "--use-distributed-optimizer --num-distributed-optimizer-instances 2"),
+    ("mlp_ratio=MLP_RATIO", "mlp_ratio=4", "--swiglu --ffn-hidden-size 16384"),
+    ('dtype="torch.float16"', 'dtype="torch.bfloat16"', "--bf16"), ('dtype="torch.float16"', 'dtype="torch.tf32"', "--tf32"),
+    ("enable_save_ckpt=False", "enable_save_ckpt=True",
+     "--save llm_ckpts --save-interval 50\n--snapshot-interval 25 --snapshot-dir llm_ckpts/snapshot\n--load llm_ckpts"),
+    ("skip_batches", 'train_folder="data/train", skip_batches',
+     "--packed-samples\n--min-sample-length 50\n--train-data-path data/train\n"),
+    ("size=1, interleaved", "size=2, interleaved", "--tensor-model-parallel-size 1 --pipeline-model-parallel-size 2"),
+    ("cudnn_deterministic = False", "cudnn_deterministic = True", "--cudnn-deterministic"),
+]
+
+
+@pytest.mark.parametrize(("old", "new", "words"), CHANGES, ids=[row[1] for row in CHANGES])
+def test_each_key_reaches_its_flag(old, new, words, tmp_path, capsys):
+    text = demo("7b")
+    assert text.count(old) == 1
+    assert main([str(written(tmp_path, text.replace(old, new))), "--world-size", "8"]) == 0, capsys.readouterr().err
+    assert words in "\n".join(line.partition("   #")[0] for line in capsys.readouterr().out.splitlines())
+
+
+REFUSED = [
+    ("num_chunks=1", "num_chunks=1, num_expert=4", "model.num_expert: is no key that this tool knows"),
+    ("use_flash_attn=True", "use_scaled_init=False", "only the layer-wise deviations are built in"),
+    ("use_flash_attn=True", "num_experts=4", "model.num_experts = 4: there are no experts"),
+    ('skip_batches=""', 'skip_batches="3-2"', "data.skip_batches = '3-2': '3-2' is neither a batch nor a range"),
+    ('dtype="torch.float16"', 'dtype="torch.int8"', "model.dtype = 'torch.int8': must be one of torch.float16"),
+    ("zero1=8", "zero1=3", "parallel.zero1 = 3: the 8 data-parallel ranks are not a multiple of it"),
+    ("zero1=8", "zero1=dict(size=8, fsdp=True)", "fully sharded weights are not built in"),
+    ("zero1=8", "tensor=3", "8 ranks (--world-size) are not a multiple of tensor 3 x pipeline 1"),
+    ("zero1=8", 'tensor=dict(size=2, mode="isp")', "only mtp and msp"),
+    ("cudnn_benchmark = False", "cudnn_bench = False", "cudnn_bench: is no key that this tool knows"),
+    ("adam_eps=1e-8", 'adam_eps="small"', "adam.adam_eps = 'small': must be a number"),
+    ("HIDDEN_SIZE = 4096", "HIDDEN_SIZE = 4100", "--hidden-size 4100: not a multiple of --num-attention-heads 32"),
+]
+
+
+@pytest.mark.parametrize(("old", "new", "text"), REFUSED, ids=[row[1] for row in REFUSED])
+def test_what_cannot_be_honoured_is_an_error_with_its_line(old, new, text, tmp_path, capsys):
+    assert main([str(written(tmp_path, demo("7b").replace(old, new))), "--world-size", "8"]) == 1
+    said = capsys.readouterr()
+    assert text in said.err and said.out == "" and "Traceback" not in said.err
+
+
+# None of these may run anything, write anything or take long.
+HOSTILE = [
+    "import subprocess", "import os, sys", "from os import system", "import os as o", "x = open('/etc/passwd').read()",
+    "x = __import__('os').system('touch {mark}')", "x = eval('1')", "x = (lambda: 1)()", "x = [y for y in (1, 2)]",
+    "import os\nx = os.system('touch {mark}')", "import os\nos.environ['HOME'] = '/'", "x = os.environ['HOME']",
+    "import os\nx = os.environ['NO_SUCH_VARIABLE_HERE']", "exec('1')", "def f():\n    pass", "class A:\n    pass",
+    "while True:\n    pass", "for i in range(3):\n    pass", "with open('{mark}', 'w') as f:\n    pass", "x = ().__class__",
+    "x = 'a'.format(1)", "x = 9 ** 9 ** 9 ** 9", "x = 'a' * 10 ** 9", "x = [0] * 10 ** 9", "x = 2 ** 100000", "x = y",
+    "x = x", "a = b\nb = a", "x: int", "x[0] = 1", "x.y = 1", "x, y = 1, 2", "x = {{**dict(a=1)}}", "x = dict(**dict(a=1))",
+    "x = 1 if True else 2", "x = 1 and 2", "x = f'{{1!r}}'", "x = f'{{1:>9999999999}}'", "x = 1j", "x = b'bytes'", "x = ...",
+    "x = 1 / 0", "x = int('a')", "x = dict(a=1)['b']", "x = [1][5]", "assert False", "raise SystemExit(0)", "del x", "x = (",
+    "x = '\\0'\0", "global x", "x = print('hello')", "x = '/'.join(open('/etc/passwd'))", "x = int.__subclasses__()",
+    "x = " + "(" * 3000 + "1" + ")" * 3000, "x = " + "-" * 50000 + "1", "x = " + "+".join(["1"] * 40000), "x = str(b=1)",
+    "x = @", "async def f(): pass", "x = await y", "x = (y := 1)", "print(1)", "x = min()", "x = -'a'", "x = not 1",
+]
+
+
+@pytest.mark.parametrize("text", HOSTILE, ids=[text[:30] for text in HOSTILE])
+def test_nothing_is_executed(text, tmp_path):
+    mark = tmp_path / "mark"
+    with pytest.raises(ConfigError, match=r"config.py") as refused:
+        read_config(written(tmp_path, text.replace("{mark}", str(mark)).replace("{{", "{").replace("}}", "}")))
+    assert not mark.exists() and len(str(refused.value)) < 400
+
+
+def test_what_may_stand_there(tmp_path):
+    path = written(tmp_path, 'import os\nA: int = -2 ** 4 // 3\nB = f"{A}/x" + "y"\n'
+                             'C = dict(a=[1, (2.5, None)], b={"k": True})\n'
+                             'D = C["a"][1][0] * 2\nE = os.environ.get("NAME", "other")\nF = os.environ["HERE"]\n'
+                             'G = "-".join(["p", B])\nH = max(1, int(7.9), 3) % 5\n')
+    values, lines = read_config(path, {"HERE": "yes"})
+    assert values == {"A": -6, "B": "-6/xy", "C": {"a": [1, (2.5, None)], "b": {"k": True}}, "D": 5.0, "E": "other",
+                      "F": "yes", "G": "p--6/xy", "H": 2} and lines["D"] == 5
+
+
+def test_missing_parts_are_all_named_at_once():
+    problems = to_flags({"data": 3}, 1).problems
+    for name in ("model", "adam", "lr_scheduler"):
+        assert f"{name}: is missing; a config has this dict" in problems
+    assert "data = 3: must be a dict" in problems
+    assert any(p.startswith("data.seq_len: is missing") for p in problems)
+
+
+def test_command_line(tmp_path, capsys):
+    assert main([str(tmp_path / "none.py"), "--world-size", "1"]) == 1
+    assert capsys.readouterr().err == f"error: {tmp_path}/none.py: No such file or directory\n"
+    with pytest.raises(SystemExit, match="2"):
+        main([str(tmp_path / "none.py"), "--world-size", "0"])

@@ -1,0 +1,420 @@
+"""From the values of an InternLM config to this suite's flags: each key has one rule here; a key without one is an error.
+
+It knows keys and flags (facts: InternLM's documents and sources); it must not know files, nor how a flag is parsed.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+import shlex
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+DTYPES = {"torch.float16": ["--fp16"], "torch.half": ["--fp16"], "torch.bfloat16": ["--bf16"], "torch.float32": [],
+          "torch.tf32": ["--tf32"]}
+MISSING = object()
+
+
+@dataclass
+class Args:
+    """What a config comes to: lines of flags and comments, the flags alone, and what keeps it from being honoured."""
+
+    lines: list[str] = field(default_factory=list)
+    words: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+    def section(self, title: str) -> None:
+        """Begin a part of the file."""
+        self.lines += ["", f"# {title}"]
+
+    def flag(self, *words: object, why: str = "") -> None:
+        """One line of flags; a text that begins with -- may hold several words."""
+        parts: list[str] = []
+        for word in words:
+            parts += word.split() if isinstance(word, str) and word.startswith("--") else [_text(word)]
+        self.words += parts
+        text = " ".join(map(shlex.quote, parts))
+        self.lines.append(f"{text}   # {why}" if why else text)
+
+    def note(self, text: str) -> None:
+        """Something that has no flag, and why."""
+        self.lines.append(f"# {text}")
+
+
+def _text(value: object) -> str:
+    return f"{value:.12g}" if isinstance(value, float) else str(value)
+
+
+class Section:
+    """One dict of a config whose keys are taken one by one; those that nobody takes are problems."""
+
+    def __init__(self, name: str, values: Mapping[str, Any], args: Args):
+        self.name, self.left, self.args = name, dict(values), args
+
+    def take(self, key: str, default: Any = None, check: Callable[[Any], bool] | None = None, wants: str = "") -> Any:
+        """The value of a key (gone from those left), or the default; one that `check` refuses is a problem."""
+        value = self.left.pop(key, MISSING)
+        if value is MISSING:
+            return default
+        if check is not None and not check(value):
+            self.refuse(key, value, f"must be {wants}")
+            return default
+        return value
+
+    def integer(self, key: str, default: Any = None, least: int = 0) -> Any:
+        """A whole number of at least so much (or None, which is the default)."""
+        return self.take(key, default, lambda v: v is None or type(v) is int and v >= least,
+                         f"a whole number, at least {least}")
+
+    def number(self, key: str, default: Any = None) -> Any:
+        """A number."""
+        return self.take(key, default, lambda v: type(v) in (int, float), "a number")
+
+    def switch(self, key: str, default: bool) -> bool:
+        """True or False."""
+        return self.take(key, default, lambda v: isinstance(v, bool), "True or False")
+
+    def text(self, key: str, default: str | None = None) -> Any:
+        """A text or None."""
+        return self.take(key, default, lambda v: v is None or isinstance(v, str), "a text")
+
+    def only(self, key: str, value: Any, why: str) -> None:
+        """A key of which only one value can be honoured."""
+        found = self.take(key, value)
+        if found != value:
+            self.refuse(key, found, why)
+
+    def ignore(self, *keys: str, why: str) -> None:
+        """Keys that change no number here; they become a comment."""
+        for key in keys:
+            if key in self.left:
+                self.args.note(f"{self.name}.{key} = {self.left.pop(key)!r}: {why}")
+
+    def refuse(self, key: str, value: Any, why: str) -> None:
+        """A value that cannot be honoured."""
+        self.args.problems.append(f"{self.name}.{key} = {value!r}: {why}")
+
+    def done(self, known: tuple[str, ...] = ()) -> None:
+        """What is left is unknown."""
+        for key in self.left:
+            near = difflib.get_close_matches(key, known, 1)
+            hint = f"; did you mean {near[0]}?" if near else "; remove it if the run does not depend on it"
+            self.args.problems.append(f"{self.name}.{key}: is no key that this tool knows{hint}")
+
+
+SECTIONS = ("ckpt", "data", "grad_scaler", "hybrid_zero_optimizer", "loss", "adam", "lr_scheduler", "beta2_scheduler",
+            "model", "parallel", "monitor")
+
+
+def to_flags(values: Mapping[str, Any], world_size: int) -> Args:
+    """The flags of a config for `world_size` ranks."""
+    args = Args()
+    sections = {}
+    for name in SECTIONS:
+        found = values.get(name, {})
+        if not isinstance(found, Mapping):
+            args.problems.append(f"{name} = {found!r}: must be a dict")
+            found = {}
+        sections[name] = Section(name, found, args)
+    for name in ("model", "data", "adam", "lr_scheduler"):
+        if name not in values:
+            args.problems.append(f"{name}: is missing; a config has this dict")
+    _top(values, args)
+    dtype = _model(sections["model"])
+    layout = _parallel(sections["parallel"], world_size)
+    _data(sections["data"], layout.pop("dp"))
+    _optimizer(sections, layout, dtype)
+    _checkpoints(sections["ckpt"])
+    sections["monitor"].ignore("alert", why="no webhook here; logs and exit codes say what happened")
+    for section in sections.values():
+        section.done()
+    return args
+
+
+def _top(values: Mapping[str, Any], args: Args) -> None:
+    args.flag("--log-interval", 1, "--log-dialect internlm --log-accuracy")
+    args.flag("--seed", 1024, why="train.py's own default")
+    top = Section("top level", {k: v for k, v in values.items() if k not in SECTIONS and not k.isupper()}, args)
+    if top.switch("cudnn_deterministic", False):
+        args.flag("--cudnn-deterministic")
+    if top.switch("cudnn_benchmark", False):
+        args.flag("--cudnn-benchmark")
+    top.only("model_type", "INTERNLM", "only the INTERNLM architecture is translated")
+    top.only("use_fp32_norm", False, "norms have the parameters' format here")
+    folder = top.text("tensorboard_folder")
+    if top.switch("enable_tb", True) and folder:
+        args.flag("--tensorboard-dir", folder)
+    top.ignore("resume_tb_folder", "metric_dtype", "grad_profiling", why="has no counterpart")
+    top.done()
+
+
+def _model(model: Section) -> str:
+    args = model.args
+    args.section("Architecture: InternLM's, with biases on attention alone")
+    hidden, layers, heads = (model.integer(key, default, 1) for key, default in
+                             (("hidden_size", 2048), ("num_layers", 48), ("num_attention_heads", 32)))
+    args.flag("--num-layers", layers, "--hidden-size", hidden, "--num-attention-heads", heads)
+    ratio = model.number("mlp_ratio", 4.0)
+    model.only("use_swiglu", True, "InternLM's gelu MLP is not translated")
+    if ratio == 8 / 3:
+        args.flag("--swiglu --ffn-multiple-of", 256)
+    else:
+        args.flag("--swiglu --ffn-hidden-size", -(-int(hidden * ratio) // 256) * 256, why=f"mlp_ratio {ratio:g}")
+    norm = model.text("norm_type", "rmsnorm")
+    args.flag("--normalization", "RMSNorm" if norm == "rmsnorm" else "LayerNorm", "--norm-epsilon",
+              float(model.number("layer_norm_epsilon", 1e-5)))
+    args.flag("--position-embedding-type rope --untie-embeddings-and-output-weights")
+    args.flag("--disable-bias-linear --add-qkv-bias --add-attention-output-bias")
+    model.only("use_scaled_init", True, "only the layer-wise deviations are built in (--init-scheme internlm)")
+    args.flag("--init-scheme internlm")
+    args.flag("--tokenizer-type NullTokenizer --vocab-size", model.integer("vocab_size", 50304, 1),
+              "--make-vocab-size-divisible-by 1", why="samples are tokens already; no padding")
+    args.flag("--hidden-dropout", model.number("drop_rate", 0), "--attention-dropout", model.number("attn_drop_rate", 0))
+    scale = model.number("embed_grad_scale", 1)
+    if scale != 1:
+        args.flag("--embed-grad-scale", scale)
+    dtype = model.take("dtype", "torch.float16", lambda v: v in DTYPES, "one of " + ", ".join(DTYPES))
+    for word in DTYPES[dtype]:
+        args.flag(word)
+    if model.switch("residual_in_fp32", False):
+        args.flag("--fp32-residual-connection")
+    checkpoint = model.take("checkpoint", False, lambda v: isinstance(v, bool | int | float) and 0 <= v <= 1,
+                            "True, False or a share between 0 and 1")
+    if checkpoint:
+        args.flag("--recompute-fraction", float(checkpoint))
+    chunks = model.integer("num_chunks", 1, 1)
+    if chunks > 1:
+        args.flag("--num-virtual-stages-per-pipeline-rank", chunks)
+    model.only("use_dynamic_ntk_rope", False, "is for inference")
+    model.only("is_reward", False, "there is no reward head")
+    model.only("num_experts", 1, "there are no experts")
+    model.ignore("max_position_embeddings", why="the rotary table is as long as a sample")
+    model.ignore("embed_split_hidden", why="the table is split by vocabulary over tensor-parallel ranks: the same numbers")
+    model.ignore("parallel_output", why="logits stay split over tensor-parallel ranks")
+    model.ignore("apply_post_layer_norm", "dropout_selective_checkpoint", why="changes no number")
+    model.ignore("use_flash_attn", why="attention within samples is exact with every kernel")
+    return dtype
+
+
+def _parallel(parallel: Section, world_size: int) -> dict[str, int]:
+    """{"dp": data-parallel size, "zero": ranks that share one optimizer (1: each has all of it)}."""
+    args = parallel.args
+    args.section(f"Layout of {world_size} ranks")
+
+    def size(key: str) -> int:
+        value = parallel.take(key, 1, lambda v: type(v) is int or isinstance(v, Mapping), "a number or a dict with a size")
+        if not isinstance(value, Mapping):
+            return max(1, value)
+        inner = Section(f"parallel.{key}", value, args)
+        found = max(1, inner.integer("size", 1, -1))
+        if key == "tensor":
+            mode = inner.text("mode", "mtp")
+            if mode == "msp":
+                sequence.append(True)
+            elif mode != "mtp":
+                inner.refuse("mode", mode, "only mtp and msp (Megatron's tensor and sequence parallelism) are built in")
+        inner.ignore("interleaved_overlap", why="sends and receives of an interleaved pipeline overlap by default")
+        inner.ignore("overlap", "memory_pool", why="has no counterpart")
+        inner.done()
+        return found
+
+    sequence: list[bool] = [True] if parallel.switch("sequence_parallel", False) else []
+    tensor, pipeline, weight = size("tensor"), size("pipeline"), size("weight")
+    if weight > 1:
+        parallel.refuse("weight", weight, "weight parallelism (isp) is not built in; use tensor with mtp or msp")
+    args.flag("--tensor-model-parallel-size", tensor, "--pipeline-model-parallel-size", pipeline,
+              *["--sequence-parallel"] * bool(sequence and tensor > 1))
+    zero = parallel.take("zero1", -1, lambda v: type(v) is int or isinstance(v, Mapping), "a number or a dict with a size")
+    if isinstance(zero, Mapping):
+        inner = Section("parallel.zero1", zero, args)
+        zero = inner.integer("size", -1, -1)
+        inner.only("fsdp", False, "fully sharded weights are not built in")
+        inner.done()
+    dp, rest = divmod(world_size, tensor * pipeline)
+    if rest or not dp:
+        args.problems.append(f"parallel: {world_size} ranks (--world-size) are not a multiple of tensor {tensor} x pipeline "
+                             f"{pipeline}; give the number of ranks of the run")
+        dp = 1
+    zero = dp if zero <= 0 else min(zero, dp)
+    if dp % zero:
+        parallel.refuse("zero1", zero, f"the {dp} data-parallel ranks are not a multiple of it")
+    if zero > 1:
+        instances = ["--num-distributed-optimizer-instances", dp // zero] if zero < dp else []
+        args.flag("--use-distributed-optimizer", *instances)
+    return {"dp": dp, "zero": zero}
+
+
+def _data(data: Section, dp: int) -> None:
+    args = data.args
+    args.section("Data and batch")
+    length = data.integer("seq_len", None, 1)
+    micro, count = data.integer("micro_bsz", 1, 1), data.integer("micro_num", 1, 1)
+    if length is None:
+        args.problems.append("data.seq_len: is missing; give the tokens of one attention segment")
+    args.flag("--seq-length", length, "--max-position-embeddings", length)
+    args.flag("--micro-batch-size", micro, "--global-batch-size", micro * count * dp,
+              why=f"micro_bsz {micro} x micro_num {count} x {dp} data-parallel ranks")
+    args.flag("--packed-samples", *["--pack-into-one"] * data.switch("pack_sample_into_one", False))
+    least = data.integer("min_length", 0)
+    folder, validation = data.text("train_folder"), data.text("valid_folder")
+    if folder is None:
+        args.flag("--dummy-data internlm", why="no train_folder: the made-up samples of the demos, short ones too")
+    else:
+        if least:
+            args.flag("--min-sample-length", least)
+        args.flag("--train-data-path", folder)
+        if validation:
+            args.flag("--valid-data-path", validation)
+    steps = data.integer("total_steps", None, 1)
+    if steps is None:
+        args.problems.append("data.total_steps: is missing; give the steps of the run")
+    args.flag("--train-iters", steps)
+    every = data.integer("valid_every", 0)
+    data.ignore("valid_micro_num", why="a validation reads all of it, in batches of the training's size")
+    if every and validation:
+        args.flag("--eval-interval", every, "--full-validation")
+    else:
+        args.flag("--eval-iters", 0, why="no valid_folder: no validation" if every else "valid_every 0")
+    _skipped(data)
+    ramp = data.text("rampup_batch_size", "")
+    if ramp:
+        if len(ramp.split()) != 3 or not all(word.isdecimal() for word in ramp.split()):
+            data.refuse("rampup_batch_size", ramp, "must be three whole numbers: start, increment, steps of each")
+        else:
+            args.flag("--rampup-micro-batches", *ramp.split())
+    if gc := data.integer("empty_cache_and_diag_interval", 0):
+        args.flag("--manual-gc --manual-gc-interval", gc)
+    data.only("min_length_dict", {}, "lengths by file are not built in; use min_length")
+    data.only("type", "tokenized", "only tokenized files are read")
+    data.ignore("packed_length", "gradient_accumulation", "batch_size", why="follows from the others")
+    data.ignore("diag_outlier_ratio", "num_worker", "seed", why="has no counterpart")
+    data.ignore("use_packed_dataset", "fixed_random_dataset_seqlen", why="is InternEvo's later key and has no counterpart")
+
+
+def _skipped(data: Section) -> None:
+    """skip_batches counts from 0, as the log of InternLM does; --train-range-to-skip counts from 1."""
+    text = data.text("skip_batches", "")
+    if not text:
+        return
+    ranges = []
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?", part)
+        if not match or int(match[2] or match[1]) < int(match[1]):
+            data.refuse("skip_batches", text, f"{part!r} is neither a batch nor a range first-last")
+            return
+        ranges += [int(match[1]) + 1, int(match[2] or match[1]) + 1]
+    data.args.flag("--train-range-to-skip", *ranges, why=f"batches {text}, which count from 0")
+
+
+def _optimizer(sections: Mapping[str, Section], layout: Mapping[str, int], dtype: str) -> None:
+    adam, rate, beta2 = sections["adam"], sections["lr_scheduler"], sections["beta2_scheduler"]
+    args = adam.args
+    args.section("Optimizer")
+    args.flag("--lr", adam.number("lr", 1e-4), "--min-lr", rate.number("eta_min", 0.0), "--lr-decay-style cosine")
+    total = rate.integer("total_steps", None, 1)
+    if total is None:
+        args.problems.append("lr_scheduler.total_steps: is missing; give the steps of the whole schedule")
+        total = 1
+    args.flag("--lr-decay-iters", total)
+    warmup = int(total * rate.number("warmup_ratio", 0.0))
+    if warmup:
+        args.flag("--lr-warmup-iters", warmup, "--lr-warmup-first-step", why="InternLM's first step has lr / warm-up")
+    if init := rate.integer("init_steps", 0):
+        args.flag("--lr-init-iters", init)
+    rate.only("last_epoch", -1, "a schedule goes on by --load, not from a number")
+    beta2_start = adam.number("adam_beta2", 0.95)
+    args.flag("--adam-beta1", adam.number("adam_beta1", 0.9), "--adam-beta2", beta2.number("init_beta2", beta2_start),
+              "--adam-eps", float(adam.number("adam_eps", 1e-8)))
+    c = beta2.number("c", adam.number("adam_beta2_c", 0))
+    if c > 0:
+        args.flag("--adam-beta2-schedule-c", c)
+    beta2.take("cur_iter", -1, lambda v: v in (-1, 0), "-1: the schedule goes on by --load")
+    args.flag("--weight-decay", adam.number("weight_decay", 0.01), "--apply-wd-to-all", why="norms and biases, too")
+    smoothing = sections["loss"].number("label_smoothing", 0)
+    if smoothing:
+        args.flag("--label-smoothing", smoothing)
+    sections["loss"].ignore("moe_loss_coeff", why="there are no experts")
+    zero = sections["hybrid_zero_optimizer"]
+    args.flag("--clip-grad", float(zero.number("clip_grad_norm", 0.0)))
+    if zero.switch("overlap_sync_grad", False) | zero.switch("zero_overlap_communication", False) and layout["zero"] > 1:
+        args.flag("--overlap-grad-reduce")
+        if zero.switch("overlap_sync_param", False):
+            args.flag("--overlap-param-gather")
+    zero.ignore("overlap_sync_param", why="goes with overlap_sync_grad and a zero1 of more than 1 alone")
+    if bucket := zero.integer("reduce_bucket_size", 0):
+        args.flag("--ddp-bucket-size", bucket)
+    _scaler(sections["grad_scaler"], dtype)
+
+
+def _scaler(scaler: Section, dtype: str) -> None:
+    fp16 = Section("grad_scaler.fp16", scaler.take("fp16", {}, lambda v: isinstance(v, Mapping), "a dict"), scaler.args)
+    values = [("--initial-loss-scale", fp16.number("initial_scale", 2**16)),
+              ("--min-loss-scale", fp16.number("min_scale", 1)),
+              ("--loss-scale-window", fp16.integer("growth_interval", 1000, 1)),
+              ("--loss-scale-growth-factor", scaler.number("growth_factor", 2)),
+              ("--loss-scale-backoff-factor", scaler.number("backoff_factor", 0.5)),
+              ("--max-loss-scale", scaler.number("max_scale", 2**24)), ("--hysteresis", scaler.integer("hysteresis", 2, 1))]
+    fp16.done()
+    if DTYPES[dtype] == ["--fp16"]:
+        scaler.args.flag(*(word for pair in values for word in pair))
+    elif dtype == "torch.bfloat16":
+        scaler.args.note("grad_scaler: bf16 needs no loss scale; InternLM multiplies by one all the same")
+
+
+def _checkpoints(ckpt: Section) -> None:
+    args = ckpt.args
+    args.section("Checkpoints")
+    saves = ckpt.switch("enable_save_ckpt", True)
+    save, every = _folder(ckpt, "save_ckpt_folder"), ckpt.integer("checkpoint_every", 0)
+    snapshot, often = _folder(ckpt, "snapshot_ckpt_folder"), ckpt.integer("oss_snapshot_freq", 0)
+    load, weights = _folder(ckpt, "load_ckpt_folder"), _folder(ckpt, "load_model_only_folder")
+    resume = ckpt.switch("auto_resume", True) & ckpt.switch("load_given_ckpt", True)
+    optimizer, ahead = ckpt.switch("load_optimizer", True), ckpt.switch("async_upload", False)
+    if saves and save:
+        if not every:
+            args.problems.append("ckpt.checkpoint_every: is missing; give the steps between checkpoints")
+        args.flag("--save", save, "--save-interval", every)
+        if ahead and save.startswith("s3://"):
+            args.flag("--async-save")
+        if snapshot and often > 1:
+            args.flag("--snapshot-interval", often, "--snapshot-dir", snapshot)
+    else:
+        args.note("enable_save_ckpt is False: nothing is saved")
+    info = ckpt.take("load_ckpt_info", None, lambda v: v is None or isinstance(v, Mapping), "a dict")
+    if info is not None:
+        inner = Section("ckpt.load_ckpt_info", info, args)
+        load, content = _folder(inner, "path"), inner.take("content", ("all",))
+        inner.only("ckpt_type", "internlm", "convert other checkpoints by tools/convert_checkpoint.py hf-import")
+        weights = load if set(content) == {"model"} else weights
+        optimizer = optimizer and bool({"all", "optimizer"} & set(content))
+        inner.done()
+    if resume and saves and save:
+        args.flag("--load", save, why="auto_resume: goes on where the last run stopped, if there was one")
+    elif weights:
+        args.flag("--load", weights, "--finetune", why="convert it first: convert_checkpoint.py internlm-import")
+    elif load:
+        args.flag("--load", load, *["--no-load-optim"] * (not optimizer),
+                  why="convert it first: convert_checkpoint.py internlm-import")
+    if control := ckpt.text("stop_file_path"):
+        args.flag("--control-file", control)
+    ckpt.ignore("async_upload_tmp_folder", why="uploads are staged beside the run")
+
+
+def _folder(section: Section, key: str) -> str | None:
+    """A folder without InternLM's prefix of a backend; s3 keeps its own."""
+    value = section.text(key)
+    if not value:
+        return None
+    backend, colon, path = value.partition(":")
+    if value.startswith("s3://") or not colon:
+        return value
+    if backend == "local":
+        return path
+    match = re.fullmatch(r"s3://([^./]+)\.([^/]+)(/.*)?", path)
+    if backend != "boto3" or not match:
+        section.refuse(key, value, "only local: and boto3:s3://bucket.address/path are translated")
+        return None
+    section.args.note(f"{key}: the endpoint was {match[2]}; set AWS_ENDPOINT_URL to it")
+    return f"s3://{match[1]}{match[3] or ''}"

@@ -1,0 +1,62 @@
+#!/usr/bin/env python
+"""Turn an InternLM python config into an .args file: tools/internlm_config.py CONFIG.py --world-size N > run.args
+
+`torchrun ... pretrain_gpt.py @run.args` then runs it. The config is read, never executed. Each of its keys becomes a flag,
+a comment that says why it needs none, or an error; what it cannot honour is listed all at once and nothing is printed.
+See docs/internlm.md for every key.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+from megatron.arguments import Problems, config_from, parse_typed  # noqa: E402
+from megatron.config import check, command_line  # noqa: E402
+from megatron.config.tree import Config  # noqa: E402
+from tools.internlm.read_config import ConfigError, read_config  # noqa: E402
+from tools.internlm.to_flags import to_flags  # noqa: E402
+
+
+def refused(words: Sequence[str], world_size: int) -> list[str]:
+    """What pretrain_gpt.py would say against these flags, but for files that are not here."""
+    try:
+        typed = parse_typed(command_line.parser(), words)
+    except Problems as error:
+        return error.lines
+    return check.problems(config_from(Config, typed | {"dry_run": True}), world_size, tuple(typed))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit codes: 0 printed, 1 the config cannot be honoured, 2 a wrong command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
+                                     allow_abbrev=False)
+    parser.add_argument("config", type=Path, metavar="CONFIG.py")
+    parser.add_argument("--world-size", type=int, required=True, metavar="N", help="ranks (GPUs) of the run")
+    args = parser.parse_args(argv)
+    if args.world_size < 1:
+        parser.error(f"--world-size {args.world_size}: must be at least 1")
+    try:
+        values, lines = read_config(args.config)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    found = to_flags(values, args.world_size)
+    found.problems = found.problems or refused(found.words, args.world_size)
+    if found.problems:
+        for problem in found.problems:
+            section = problem.partition(".")[0].partition(":")[0].partition(" ")[0]
+            line = f", line {lines[section]}" if section in lines else ""
+            print(f"error: {args.config}{line}: {problem}", file=sys.stderr)
+        return 1
+    print(f"# {args.config} for {args.world_size} ranks, by tools/internlm_config.py; docs/internlm.md says what differs.")
+    print("\n".join(found.lines))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
