@@ -154,7 +154,7 @@ class SpikePolicy:
         """What a checkpoint keeps, as JSON."""
         if self.action == "off":
             return {}
-        return {"detector": self._detector.state_dict(), "marks": self._marks, "spent": self._spent,
+        return {"detector": self._detector.state_dict(), "marks": list(self._marks), "spent": list(self._spent),
                 "row": self._row and asdict(self._row), "rewinds": [asdict(one) for one in self.rewinds]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

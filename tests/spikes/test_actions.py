@@ -20,7 +20,7 @@ from megatron.training.spikes import LEVEL_SHIFT
 from megatron.training.step import train_step
 from tests.e2e.programs import fork_program
 from tests.forkrun import run_ranks
-from tests.runs import SMALL, Finished, plot, same_tensors, train, write_text
+from tests.runs import SMALL, Finished, plot, same_tensors, train, with_flags, write_text
 from tests.spikes.injected import inject
 from tests.training.test_step import make_run, samples
 
@@ -35,7 +35,7 @@ def data(tmp_path_factory) -> str:
 
 
 def argv(folder: Path, data: str, *extra: str, iterations: int = 40) -> list[str]:
-    return [*BASE, "--data-path", data, "--train-iters", str(iterations), "--save", str(folder / "save"), *extra]
+    return with_flags(BASE, "--data-path", data, "--train-iters", str(iterations), "--save", str(folder / "save"), *extra)
 
 
 def run(folder: Path, data: str, *extra: str, bad: Mapping[int, float] | None = None, world: int = 1,
@@ -84,9 +84,9 @@ def rewound_is_restarted(tmp_path: Path, data: str, back: int, *extra: str, sour
     return mine
 
 
-@pytest.mark.campaign
 @pytest.mark.parametrize("extra", [
-    (), pytest.param(("--async-save", "--num-workers", "1"), marks=pytest.mark.sweep)], ids=["plain", "async save, a worker"])
+    pytest.param((), id="plain", marks=pytest.mark.sweep),
+    pytest.param(("--async-save", "--num-workers", "1"), id="async save, a worker", marks=pytest.mark.campaign)])
 def test_t15_rewind_from_memory_is_the_run_started_again(tmp_path, data, extra):
     rewound_is_restarted(tmp_path, data, 20, "--spike-snapshot-interval", "10", *extra, source="a copy in memory")
 
@@ -127,7 +127,7 @@ def test_t15_the_same_command_goes_on_after_a_rewind_and_a_kill(tmp_path, data):
     words = ("--spike-action", "rewind", "--spike-snapshot-interval", "10", "--load", str(killed / "save"))
     run(killed, data, *words, bad=SPIKES, kill_at=33 + 5)
     done = run(killed, data, *words, bad=SPIKES)
-    assert "loading checkpoint from " in done.log and done.log.count("attempt 1 for the spike at 31") == 2
+    assert "loading checkpoint from " in done.log and done.log.count("successfully loaded") == 1
     assert len(lines_of(done.log, "rewind ")) == 1, done.log
     same_tensors(done.tensors(40), straight.tensors(40))
     assert done.series(*EXACT) == straight.series(*EXACT)
@@ -204,7 +204,8 @@ def test_t16_a_nan_gradient_or_a_spike_changes_nothing(kind):
 @pytest.mark.campaign
 def test_t16_in_a_run_of_two_ranks_with_the_distributed_optimizer(tmp_path, data):
     """The schedule and the samples go on; the line says why; nothing else moves."""
-    extra = "--use-distributed-optimizer", "--overlap-param-gather", "--spike-action", "skip-update", "--save-interval", "1"
+    extra = ("--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather", "--save-interval", "1",
+             "--spike-action", "skip-update")
     done = run(tmp_path, data, *extra, bad={5: math.nan}, world=2, iterations=7)
     same_tensors(done.tensors(4), done.tensors(5))
     states = {n: store.load(done.save, n).state for n in (4, 5, 6)}
@@ -214,14 +215,17 @@ def test_t16_in_a_run_of_two_ranks_with_the_distributed_optimizer(tmp_path, data
     assert (rows[5]["skipped"], rows[5]["skip_reason"], rows[5]["spike"], rows[5]["lm_loss"]) == (
         1, "nonfinite", "non-finite", "nan")
     assert len({rows[n]["learning_rate"] for n in (4, 5, 6)}) == 3 and math.isfinite(rows[7]["lm_loss"])
-    assert "spike at iteration 5: loss nan, gradient norm nan; this update is not made (1 of 10 in 1000 iterations)" in done.log
+    told, = lines_of(done.log, "spike at iteration ")
+    assert told == "spike at iteration 5: loss nan, gradient norm nan; this update is not made (1 of 10 in 1000 iterations)"
     line, = lines_of(done.log, " iteration        5/")
     assert " number of spike-skipped iterations:   1 | skip reason: nonfinite |" in line and "lm loss" not in line
 
 
 @pytest.mark.campaign
 def test_t17_a_lasting_shift_of_the_loss_ends_no_run(tmp_path, data):
-    done = run(tmp_path, data, "--spike-action", "skip-update", bad=dict.fromkeys(range(31, 201), 1.2), iterations=110)
+    """Of a model that hardly learns, so that 20 % are out of line so early."""
+    done = run(tmp_path, data, "--spike-action", "skip-update", "--lr", "1e-6", bad=dict.fromkeys(range(31, 201), 1.2),
+               iterations=110)
     skipped = [row["iteration"] for row in done.rows if row["skip_reason"] == "spike"]
     assert skipped == list(range(31, 31 + LEVEL_SHIFT)), skipped
     assert "level shift at iteration 95" in done.log
@@ -252,7 +256,7 @@ def test_log_says_it_and_changes_no_byte_and_a_resumed_run_judges_alike(tmp_path
     off = run(tmp_path / "off", data, "--spike-action", "off", bad=SPIKES)
     says = run(tmp_path / "log", data, bad=SPIKES)
     same_tensors(off.tensors(40), says.tensors(40))
-    assert "spike" not in off.log and {row["spike"] for row in off.rows} == {None}
+    assert "spike at" not in off.log and {row["spike"] for row in off.rows} == {None}
     assert [line[:21] for line in lines_of(says.log, "spike at ")] == ["spike at iteration 31", "spike at iteration 32"]
     assert [row["iteration"] for row in says.rows if row["spike"] == "loss"] == [31, 32]
     folder = tmp_path / "killed"
