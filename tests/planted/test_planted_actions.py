@@ -21,7 +21,8 @@ QUICK = {
         "                self.grad_scaler and self.grad_scaler.update(found_inf)\n" + NOT_ADMITTED,
         f"{T16}[fp16 with its scale]"),
     "a norm that is not measured without clipping": Bug(
-        "megatron/optimizer/optimizer.py", "self.clip_grad > 0.0 or admit:\n            with", "self.clip_grad > 0.0:\n            with",
+        "megatron/optimizer/optimizer.py", "self.clip_grad > 0.0 or admit:\n            with",
+        "self.clip_grad > 0.0:\n            with",
         f"{T16}[no clipping]"),
     "a flagged value that enters the window": Bug(
         "megatron/training/spikes.py", 'if kind not in ("loss", "grad-norm"):', "if True:",

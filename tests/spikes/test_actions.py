@@ -14,6 +14,8 @@ import pytest
 import torch
 
 from megatron.checkpoint import store
+from megatron.config.plan_lines import memory_lines
+from megatron.training.rewind import Past
 from megatron.training.signals import Refusal
 from megatron.training.spike_policy import BUDGET, EXIT_CODE, Rewind, SpikePolicy
 from megatron.training.spikes import LEVEL_SHIFT
@@ -148,6 +150,42 @@ def test_t15_the_second_attempt_is_larger_and_the_third_is_given_up(tmp_path, da
     assert err.count("\n") == 1, err
 
 
+@pytest.mark.parametrize("kind", [{}, {"bf16": True, "fp64": False}, {"optimizer": "sgd"}], ids=["fp64", "bf16", "sgd"])
+def test_two_copies_are_kept_of_the_size_that_a_dry_run_tells(kind):
+    made = make_run(spike_action="rewind", spike_snapshot_interval=4, **kind)
+    past, begun = Past(made), made.model[0].decoder.final_layernorm.weight.clone()
+    for n in range(11):
+        made.progress.iteration = n
+        past.copy_if_due()
+        torch.nn.init.constant_(made.model[0].decoder.final_layernorm.weight, n)
+    copies = past._copies
+    assert [one.iteration for one in copies] == [4, 8]
+    told, = (line for line in memory_lines(made.config, made.plan) if "host memory" in line)
+    nbytes = sum(tensor.nbytes for one in copies for tensor in one.tensors)
+    assert f" {nbytes:,} bytes " in told
+    past.rewind(Rewind(1, 6, 10, 7))
+    assert made.progress.iteration == 4 and not torch.equal(begun, made.model[0].decoder.final_layernorm.weight)
+    assert set(made.model[0].decoder.final_layernorm.weight.tolist()) == {3.0}
+    assert made.plan.skips.ranges == ((6, 10),) and [one.iteration for one in copies] == [4, 8]
+    assert [one.iteration for one in past._copies] == [4]
+    past.rewind(Rewind(2, 2, 30, 7))            # from the oldest there is on
+    assert made.plan.skips.ranges == ((5, 30),) and made.spikes.rewinds[-1] == Rewind(2, 5, 30, 7)
+    with pytest.raises(Refusal, match="nothing older to go back to") as caught:
+        past.rewind(Rewind(1, 1, 3, 2))
+    assert caught.value.code == EXIT_CODE
+
+
+def test_no_copy_is_made_while_a_spike_may_grow():
+    made = make_run(spike_action="rewind", spike_snapshot_interval=1)
+    past = Past(made)
+    past.copy_if_due()
+    for n, (loss, norm) in enumerate([*noisy(100), (9.0, 1.0), (9.0, 1.0), (3.0, 1.0)], 1):
+        made.progress.iteration = n
+        made.spikes.judge(n, loss, norm)
+        past.copy_if_due()
+        assert past._copies[-1].iteration == (100 if n in (101, 102) else n)
+
+
 # --- skip-update -------------------------------------------------------------------------------------------------------
 
 
@@ -269,7 +307,7 @@ def test_log_says_it_and_changes_no_byte_and_a_resumed_run_judges_alike(tmp_path
 
 def noisy(count: int) -> list[tuple[float, float]]:
     values = np.random.default_rng(1).uniform(-0.01, 0.01, (count, 2))       # so that nothing is a mark
-    return [(3.0 + a, math.exp(b)) for a, b in values]
+    return [(3.0 + a, math.exp(b)) for a, b in values.tolist()]
 
 
 def fed(policy: SpikePolicy, numbers: list[tuple[float, float]], first: int = 1) -> list[Rewind | None]:
