@@ -36,7 +36,7 @@ QUICK = {
 }
 RUNS = {
     "a schedule that adds up what it goes back to": Bug(
-        "megatron/optimizer/scheduler.py", "        self.num_steps = 0\n        self.step(_first", "        self.step(_first", T15),
+        "megatron/optimizer/scheduler.py", "self.num_steps = 0\n        self.step(_first", "self.step(_first", T15),
     "samples that are not opened anew": Bug(
         "megatron/training/loop.py", "                        samples = self.open_training_samples()\n", "", T15),
     "a copy without the optimizer": Bug(
