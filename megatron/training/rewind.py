@@ -4,6 +4,7 @@ Knows a Run, its checkpoints and its list of skips; it must not know why a run g
 """
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -98,20 +99,23 @@ class Past:
 
     def _checkpoints(self) -> dict[int, list[Candidate]]:
         """Checkpoints by iteration that are this run's own: it saved them, or they led to what it loaded."""
-        run, found = self._run, {}
-        if run.runtime.rank == 0:
-            c = run.config.checkpoint
-            for n in store.iterations(c.save) if c.save else ():
-                if n in self._saved:
-                    found.setdefault(n, []).append(Candidate(c.save, n))
-            if c.load and self._loaded and not (c.finetune or c.no_load_optim):
-                if store.is_checkpoint(Path(c.load)):
-                    found.setdefault(self._loaded, []).append(Candidate(c.load, None))
-                else:
-                    for n in store.iterations(c.load):
-                        if n <= self._loaded:
-                            found.setdefault(n, []).append(Candidate(c.load, n))
-        return gather_objects(found, run.runtime.ctx.world)[0]
+        found: dict[int, list[Candidate]] = {}
+        if self._run.runtime.rank == 0:
+            try:
+                for n, one in self._listed():
+                    found.setdefault(n, []).append(one)
+            except CheckpointError as error:
+                log.print_rank_0(f"WARNING: {error}")
+        return gather_objects(found, self._run.runtime.ctx.world)[0]
+
+    def _listed(self) -> Iterator[tuple[int, Candidate]]:
+        c = self._run.config.checkpoint
+        yield from ((n, Candidate(c.save, n)) for n in (store.iterations(c.save) if c.save else ()) if n in self._saved)
+        if c.load and self._loaded and not (c.finetune or c.no_load_optim):
+            if store.is_checkpoint(Path(c.load)):
+                yield self._loaded, Candidate(c.load, None)
+            else:
+                yield from ((n, Candidate(c.load, n)) for n in store.iterations(c.load) if n <= self._loaded)
 
     def put_aside(self) -> None:
         """After the iteration gone back to has been saved: checkpoints beyond it get a name that nobody loads by itself."""
