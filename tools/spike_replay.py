@@ -178,7 +178,8 @@ def _replayed(reading: inspect_data.Reading, wanted: range, around: Sequence[int
     """Every sample of the range and of its neighbours; a line an iteration, or a sample, as they come."""
     progress, found = Progress(len(wanted) + len(around)), []
     if not as_json:
-        print(f"iterations {wanted.start} to {wanted.stop - 1} at {state.directory}"
+        which = f"iterations {wanted.start} to {wanted.stop - 1}" if len(wanted) > 1 else f"iteration {wanted.start}"
+        print(f"{which} at {state.directory}"
               + (f" and {other.directory}" if other else "") + ", forward only", flush=True)
     measures = usual(reading, around)
     for iteration in [*wanted, *around]:
