@@ -116,7 +116,7 @@ def analyze(argv: Sequence[str]) -> int:
 def main(argv: Sequence[str]) -> int:
     """Exit codes: 0 done or nothing found, 10 spikes found, 1 found wrong by `verify`, 2 a wrong command line or what cannot
     be read."""
-    if argv[:1] == ["replay"]:
+    if argv and argv[0] == "replay":
         from tools.spike_replay import replay  # torch, which takes longer to load than all the rest
 
         return replay(argv[1:])
