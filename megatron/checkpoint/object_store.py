@@ -81,9 +81,9 @@ class Remote:
         except FileNotFoundError:
             return
         theirs = text.decode(errors="replace").splitlines()
-        mine, _ = skip_records.read(staging)
+        mine, known = skip_records.read(staging)[0], set(theirs)
         if mine[:len(theirs)] != theirs:            # otherwise the store has nothing that is not here
-            skip_records.replace(staging, [*theirs, *(line for line in mine if line not in set(theirs))])
+            skip_records.replace(staging, [*theirs, *(line for line in mine if line not in known)])
 
     def upload_skips(self, staging: Path) -> None:
         """Bring the records of skipped iterations into the store, where there are any. Raises CheckpointError."""
@@ -147,8 +147,8 @@ class Remote:
 
 
 def fetch(url: str, staging: str, step: int | None = None) -> None:
-    """Have the newest checkpoint of `url` (or that of iteration `step`) in the staging directory, if it is not there, and its
-    records of skipped iterations.
+    """Have the newest checkpoint of `url` (or that of iteration `step`) in the staging directory, if it is not there, and
+    the records of skipped iterations.
 
     A newer one that lies there, not uploaded yet, stays the newest. Raises CheckpointError and ValueError.
     """
@@ -172,7 +172,7 @@ class Uploader:
     """The process that uploads what is saved in `staging` to `url`, and the end of it that the run holds."""
 
     def __init__(self, staging: str, url: str):
-        Remote(url)                         # says what is wrong before anything is done
+        Remote(url).bring_skips(Path(staging))      # ... and says what is wrong before anything is done
         self._url = url
         self._process = SideProcess(lambda pipe: _serve(pipe, Path(staging), url))
 

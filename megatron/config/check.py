@@ -247,11 +247,11 @@ def _spikes(f: Facts) -> Iterator[str]:
     if f["spike_action"] != "rewind":
         return
     if not f["spike_snapshot_interval"] and f["save"] is None and f["load"] is None:
-        yield ("--spike-action rewind: there is nothing to go back to with --spike-snapshot-interval 0 and neither --save nor "
-               "--load; give --save DIR, or an interval such as 50")
+        yield ("--spike-action rewind: there is nothing to go back to with --spike-snapshot-interval 0 and neither --save "
+               "nor --load; give --save DIR, or an interval such as 50")
     if f["no_save_optim"]:
-        yield ("--no-save-optim: --spike-action rewind saves where it goes back to, and needs the optimizer there; leave one "
-               "of them out")
+        yield ("--no-save-optim: --spike-action rewind saves where it goes back to, and needs the optimizer there; leave "
+               "one of them out")
 
 
 def _loop(f: Facts) -> Iterator[str]:

@@ -94,7 +94,7 @@ def _row(row: dict[str, Any]) -> Record:
         value = row[name]
         return None if value is None else float(value)
 
-    user = bool(row["skipped"]) and row["skip_reason"] != "overflow" and row["lm_loss"] is None      # its data were not read
+    user = row["skip_reason"] not in (None, "overflow") and row["lm_loss"] is None      # its data were not read
     return Record(int(row["iteration"]), None, number("lm_loss"), number("grad_norm"), number("learning_rate"),
                   int(row["consumed_samples"]), int(row["global_batch_size"]),
                   skipped=int(row["skipped"] and not user), user_skipped=int(user),

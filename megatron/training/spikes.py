@@ -109,8 +109,8 @@ class SpikeDetector:
         return Finding(kind, loss_z, norm_z, excess, ratio)
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps, as JSON."""
-        return {"loss": self._loss.values, "log_grad_norm": self._norm.values, "in_a_row": self._in_a_row}
+        """What a checkpoint keeps, as JSON; a copy, since one may be written while the run goes on."""
+        return {"loss": list(self._loss.values), "log_grad_norm": list(self._norm.values), "in_a_row": self._in_a_row}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what a checkpoint kept."""

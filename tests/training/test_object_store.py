@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.checkpoint import object_store, store
+from megatron.checkpoint import object_store, skip_records, store
 from megatron.checkpoint.disk import CheckpointError
 from megatron.checkpoint.object_store import Remote
 from megatron.checkpoint.state import RunState
@@ -171,3 +171,22 @@ def test_a_store_that_refuses_costs_the_run_its_success_and_no_checkpoint(bucket
     assert store.latest(tmp_path / "one/staging/s3/bucket/runs/refused") == 6
     run(tmp_path / "one", data, url)                    # nothing is left to train: it uploads
     assert Remote(url).latest() == 6
+
+
+@pytest.mark.campaign
+def test_ranges_to_skip_survive_in_the_store(bucket, tmp_path):
+    """A machine that has nothing but the store skips what another one was told to skip, and both records stay."""
+    data, url = write_text(tmp_path / "text", 300), f"{bucket}/runs/skips"
+    run(tmp_path / "one", data, url, "--exit-interval", "2", "--train-range-to-skip", "4", "4")
+    second = run(tmp_path / "two", data, url, "--train-range-to-skip", "5", "5")
+    assert [row["iteration"] for row in second.rows if row["skipped"]] == [4, 5]
+    path = "staging/s3/bucket/runs/skips/skips.jsonl"
+    assert Remote(url)._files.cat_file("bucket/runs/skips/skips.jsonl") == (tmp_path / "two" / path).read_bytes()
+    lines = (tmp_path / "two" / path).read_text().splitlines()
+    assert len(lines) == 2 and lines[:1] == (tmp_path / "one" / path).read_text().splitlines()
+    mine = tmp_path / "three"
+    skip_records.append(mine, ["from here"])
+    Remote(url).bring_skips(mine)
+    assert skip_records.read(mine)[0] == [*lines, "from here"]
+    Remote(url).bring_skips(mine)
+    assert skip_records.read(mine)[0] == [*lines, "from here"]

@@ -1,0 +1,263 @@
+"""Runs that leave out iterations, watched from outside: what they fetch, what they train on, and planted bugs."""
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import multiprocessing
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron.config.skip_ranges import SkipRanges
+from megatron.data import gpt_dataset, indexed_dataset
+from megatron.parallel.random import DropoutSeeds
+from megatron.training import build, loop, metrics, step
+from tests.forkrun import RanksFailed
+from tests.runs import SMALL, Finished, train, with_flags
+
+ITERATIONS = 6
+COLUMNS = ("learning_rate", "consumed_samples", "consumed_tokens")
+EXACT = ("iteration", "lm_loss", "grad_norm", "learning_rate", "loss_scale", "consumed_samples", "skipped",
+         "skipped_iterations_total", "skipped_samples")
+
+
+def argv(text: str, folder: Path, *extra: str) -> list[str]:
+    save = str(folder / "save")
+    mine = ["--data-path", text, "--split", "90,10,0", "--train-iters", str(ITERATIONS), "--save", save, "--load", save,
+            "--save-interval", "1", "--eval-iters", "0"]
+    return with_flags(with_flags(SMALL, *mine), *extra)
+
+
+def watched(text: str, folder: Path, *extra: str, world: int = 1, hook=None) -> Finished:
+    folder.mkdir(exist_ok=True)
+    return train(folder, argv(text, folder, *extra), world, hook=functools.partial(hook or note_batches, str(folder)))
+
+
+def killed(text: str, folder: Path, hook, *extra: str) -> None:
+    """A run that its hook kills."""
+    with pytest.raises(RanksFailed, match="exit code -9"):
+        watched(text, folder, *extra, hook=hook)
+
+
+def refused(text: str, folder: Path, *extra: str, world: int = 1) -> str:
+    """What a run says that is refused before model and data are built."""
+    with pytest.raises(RanksFailed, match="Refusal") as failure:
+        watched(text, folder, *extra, world=world, hook=note_set_up)
+    assert not (folder / "set-up").exists()
+    return str(failure.value)
+
+
+# --- what is seen from outside ---------------------------------------------------------------------------------------
+
+
+def note_reads(folder: str) -> None:
+    """Every process of the run, data workers too, writes down each training sample it fetches."""
+    fetch = gpt_dataset.GPTDataset.__getitem__
+
+    def noted(self, index):
+        if self.index_split == "train":
+            with open(f"{folder}/reads", "a") as file:
+                file.write(f"{index}\n")
+        return fetch(self, index)
+
+    gpt_dataset.GPTDataset.__getitem__ = noted
+
+
+def note_bytes(folder: str) -> None:
+    """... and how many bytes of token files it reads."""
+    note_reads(folder)
+    read_at = indexed_dataset.read_at
+
+    def noted(file, path, start, count):
+        if path.endswith(".bin"):
+            with open(f"{folder}/bytes", "a") as notes:
+                notes.write(f"{count}\n")
+        return read_at(file, path, start, count)
+
+    indexed_dataset.read_at = noted
+
+
+def note_batches(folder: str) -> None:
+    """Each sample fetched, and of each iteration the sums and heads of the rows it trains on. Forked ranks may have data
+    workers."""
+    multiprocessing.process.current_process()._config["daemon"] = False
+    note_reads(folder)
+    make, train_step = step.make_batch, loop.train_step
+    now = []
+
+    def noted_step(run, forward_step, samples, iteration, flag):
+        now[:] = [iteration]
+        return train_step(run, forward_step, samples, iteration, flag)
+
+    def noted_batch(samples, rules, device, dropout=None):
+        if dropout is not None:
+            with open(f"{folder}/batches", "a") as file:
+                file.write(json.dumps([now[0], samples.sum(1).tolist(), samples[:, :3].tolist()]) + "\n")
+        return make(samples, rules, device, dropout)
+
+    step.make_batch, loop.train_step = noted_batch, noted_step
+
+
+def note_masks(folder: str) -> None:
+    """The seeds of every dropout mask of iteration 4."""
+    train_step, seed_of = loop.train_step, DropoutSeeds.seed
+    now = []
+
+    def noted_step(run, forward_step, samples, iteration, flag):
+        now[:] = [iteration]
+        return train_step(run, forward_step, samples, iteration, flag)
+
+    def noted_seed(self, layer, site, part=0):
+        seed = seed_of(self, layer, site, part)
+        if now == [4]:
+            with open(f"{folder}/masks", "a") as file:
+                file.write(f"{layer} {site} {seed}\n")
+        return seed
+
+    loop.train_step, DropoutSeeds.seed = noted_step, noted_seed
+
+
+def note_seconds(folder: str) -> None:
+    """The CPU seconds of this thread in the loop, training apart, and which samples and bytes were fetched."""
+    note_bytes(folder)
+    train_all, train_one = loop.Trainer.train, loop.Trainer.train_one
+    trained = []
+
+    def timed_one(self, *args):
+        start = time.thread_time()
+        result = train_one(self, *args)
+        trained.append(time.thread_time() - start)
+        return result
+
+    def timed(self):
+        Path(folder, "bytes").unlink(missing_ok=True)       # what a start looks at
+        start = time.thread_time()
+        result = train_all(self)
+        Path(folder, "seconds").write_text(f"{time.thread_time() - start - sum(trained)}")
+        return result
+
+    loop.Trainer.train, loop.Trainer.train_one = timed, timed_one
+
+
+def note_set_up(folder: str) -> None:
+    """Whether a model or data sets were begun to be built."""
+    for name in ("build_model", "build_data"):
+        right = getattr(build, name)
+
+        def noted(*args, right=right):
+            Path(folder, "set-up").touch()
+            return right(*args)
+
+        setattr(build, name, noted)
+
+
+def kill_after(iteration: int, folder: str) -> None:
+    """Die when that iteration is done and told, before a save of it."""
+    add = metrics.TrainingLog.add
+
+    def adding(self, result):
+        add(self, result)
+        if result.iteration >= iteration:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    metrics.TrainingLog.add = adding
+
+
+def reads(folder: Path) -> list[int]:
+    path = folder / "reads"
+    return sorted(map(int, path.read_text().split())) if path.exists() else []
+
+
+def batches(folder: Path) -> dict[int, list]:
+    """The rows that each iteration trained on, in whatever order ranks and micro-batches came."""
+    found: dict[int, list] = {}
+    for line in (folder / "batches").read_text().splitlines():
+        iteration, sums, heads = json.loads(line)
+        found.setdefault(iteration, []).extend(zip(sums, map(tuple, heads), strict=True))
+    return {iteration: sorted(rows) for iteration, rows in found.items()}
+
+
+# --- planted bugs ------------------------------------------------------------------------------------------------------
+
+
+def keep_position(folder: str) -> None:
+    """T5, the first version of the seed: skipped iterations do not move the data."""
+    note_batches(folder)
+    right = loop.training_samples
+
+    def wrong(sampler, schedule, skips, first, last, shift=0):
+        return right(sampler, schedule, SkipRanges(), first, last, shift)
+
+    loop.training_samples = wrong
+
+
+def read_ahead(folder: str) -> None:
+    """The third version: the data of skipped iterations are read, and thrown away."""
+    note_batches(folder)
+    right, skip, opened = loop.training_samples, loop.Trainer._skip, loop.load_samples
+    stream = []
+
+    def wrong(sampler, schedule, skips, first, last, shift=0):
+        return right(sampler, schedule, SkipRanges(), first, last, shift)
+
+    def keeping(*args):
+        stream[:] = [opened(*args)]
+        return stream[0]
+
+    def dropping(self, first, last):
+        reached, flag = skip(self, first, last)
+        for iteration in range(first, reached + 1):
+            for _ in range(self.run.plan.num_microbatches(iteration)):
+                next(stream[0])
+        return reached, flag
+
+    loop.training_samples, loop.Trainer._skip, loop.load_samples = wrong, dropping, keeping
+
+
+def hold_learning_rate(folder: str) -> None:
+    """Megatron-LM's way: the schedule stands still where the weights do."""
+    note_batches(folder)
+    skip = loop.Trainer._skip
+
+    def holding(self, first, last):
+        scheduler = self.run.scheduler
+        after, scheduler.after_iteration = scheduler.after_iteration, lambda *args, **more: None
+        try:
+            return skip(self, first, last)
+        finally:
+            scheduler.after_iteration = after
+
+    loop.Trainer._skip = holding
+
+
+def print_stale_norm(folder: str) -> None:
+    """The seed's log: the last gradient norm stands on the lines of skipped iterations too."""
+    note_batches(folder)
+    add = metrics.TrainingLog.add
+    last = []
+
+    def adding(self, result):
+        if result.skipped == "user":
+            result = dataclasses.replace(result, grad_norm=last[-1])
+        last.append(result.grad_norm)
+        add(self, result)
+
+    metrics.TrainingLog.add = adding
+
+
+def step_on_zeros(folder: str) -> None:
+    """An update with gradients of zero is no skip: moments and weight decay go on."""
+    note_batches(folder)
+    skip = loop.Trainer._skip
+
+    def stepping(self, first, last):
+        for part in self.run.buffers.owned:
+            part.main_grad.zero_()
+        self.run.optimizer.step()
+        return skip(self, first, last)
+
+    loop.Trainer._skip = stepping

@@ -1,0 +1,131 @@
+"""What is wrong with ranges to skip is said in one line, before anything is built: T10 of facts/spikes.md 4.6."""
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron.checkpoint import skip_records
+from megatron.config import command_line
+from megatron.config.skip_ranges import SkipRanges
+from tests.forkrun import ROOT
+from tests.runs import train, write_text
+from tests.spikes.skip_runs import argv, refused, watched
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory) -> str:
+    return write_text(tmp_path_factory.mktemp("data") / "text", 400)
+
+
+GOOD = ("--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 "
+        "--mock-data --vocab-size 100 --micro-batch-size 2 --global-batch-size 8 --lr 0.003 --train-iters 100 "
+        "--device cpu").split()
+REFUSED = {
+    "": "needs a value", "5": "the last one, 5, has no partner; write 5 5", "1 2 7": "7, has no partner",
+    "ten 20": "ten: not an integer", "10-20": "10-20: not an integer; write --train-range-to-skip 10 20",
+    "1e1 20": "1e1: not an integer; write 10",
+    "20 10": "20 10: the first iteration is after the last; did you mean 10 20?",
+    "0 5": "0 5: iterations start at 1; write 1 5", "-3 5": "-3 5: iterations start at 1; write 1 5",
+    "101 120": "101 120: never reached, training ends with iteration 100", "1 100": "nothing to train",
+    "1 60 61 100": "nothing to train"}
+ACCEPTED = {
+    "7 7": ([(7, 7)], None), "30 31 3 4": ([(3, 4), (30, 31)], None), "3 4 5 6 3 4": ([(3, 6)], None),
+    "2 4 3 5": ([(2, 5)], "2 4 and 3 5 overlap; merged"), "99 120": ([(99, 100)], "99 120: cut to 99 100"),
+    "1 9": ([(1, 9)], "skips 9 of 100 iterations (9.0 %), 72 samples = 2304 tokens")}
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_t10_bad_ranges(capsys, words):
+    """Exit code 2 and one line that names flag, values and remedy; nothing was built or opened."""
+    with pytest.raises(SystemExit) as leave:
+        command_line.read([*GOOD, "--train-range-to-skip", *words.split()], {})
+    out, err = capsys.readouterr()
+    assert leave.value.code == 2 and out == ""
+    assert err.startswith("error: --train-range-to-skip") and err.count("\n") == 1 and REFUSED[words] in err
+
+
+@pytest.mark.parametrize("words", ACCEPTED)
+def test_t10_good_ranges(words):
+    ranges, warning = ACCEPTED[words]
+    line = command_line.read([*GOOD, "--train-range-to-skip", *words.split()], {})
+    count = sum(last - first + 1 for first, last in ranges)
+    said = " ".join(f"{first} {last}" for first, last in ranges)
+    assert f"skipping {count} iterations: --train-range-to-skip {said}" in line.notes
+    assert warning is None or any(warning in note for note in line.notes)
+    assert command_line.read([*GOOD, "--train-range-to-skip", *said.split()], {}).config is not None
+
+
+def test_t10_single_iterations_are_ranges_too():
+    line = command_line.read([*GOOD, "--iterations-to-skip", "9", "4", "--train-range-to-skip", "5", "6"], {})
+    assert "skipping 4 iterations: --train-range-to-skip 4 6 9 9" in line.notes
+
+
+def test_t10_refused_before_any_set_up():
+    """In a new interpreter: not even torch or numpy is loaded."""
+    code = ("import runpy, sys, atexit\n"
+            "atexit.register(lambda: print(*(name for name in sys.modules if name in ('torch', 'numpy', "
+            "'megatron.training.build', 'megatron.data.build'))))\n"
+            f"sys.argv = ['x', *{[*GOOD, '--train-range-to-skip', '20', '10']!r}]\n"
+            f"runpy.run_path({str(ROOT / 'pretrain_gpt.py')!r}, run_name='__main__')\n")
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stdout.split()) == (2, [])
+
+
+def test_t10_a_hundred_thousand_ranges():
+    """Accepted; start-up and look-up cost nothing."""
+    words = [str(n) for first in range(10, 2_000_000, 20) for n in (first, first + 1)]
+    start = time.thread_time()
+    ranges = SkipRanges.parse(words, 3_000_000).ranges
+    assert len(ranges.ranges) == 100_000 and time.thread_time() - start < 1.0
+    start = time.thread_time()
+    assert sum(ranges.is_skipped(n) for n in range(1, 100_001)) == 10_000
+    assert time.thread_time() - start < 1.0
+
+
+@pytest.fixture(scope="module")
+def trained(text, tmp_path_factory) -> Path:
+    """8 iterations of 12 without skips; checkpoints of 3, 6 and 8."""
+    folder = tmp_path_factory.mktemp("trained") / "run"
+    train(folder, argv(text, folder, "--train-iters", "12", "--save-interval", "3", "--exit-interval", "8"))
+    return folder
+
+
+def test_t10_iterations_that_were_trained_cannot_be_skipped(text, trained, tmp_path):
+    """It says so before anything is built, names the checkpoint to go back to, and records nothing; on all ranks."""
+    (tmp_path / "run").mkdir()
+    load = ("--load", str(trained / "save"), "--train-iters", "12", "--save-interval", "100")
+    said = refused(text, tmp_path / "run", *load, "--train-range-to-skip", "5", "9")
+    assert ("--train-range-to-skip 5 9: iterations of 5 to 8 have been trained already, the run goes on from iteration 8; "
+            "go back with --ckpt-step 3, the newest checkpoint before them, or leave the range out") in said
+    assert "has no checkpoint before them: start anew without --load" in refused(
+        text, tmp_path / "run", *load, "--train-range-to-skip", "2", "2", world=2)
+    assert not (tmp_path / "run/save" / skip_records.FILE_NAME).exists()
+    back = watched(text, tmp_path / "back", *load, "--ckpt-step", "3", "--train-range-to-skip", "5", "9")
+    assert [row["iteration"] for row in back.rows if row["skipped"]] == [5, 6, 7, 8, 9]
+
+
+@pytest.mark.campaign
+def test_t10_the_exit_code_of_a_refused_resume(text, trained, tmp_path):
+    words = argv(text, tmp_path, "--load", str(trained / "save"), "--train-iters", "12", "--train-range-to-skip", "4", "4")
+    done = subprocess.run([sys.executable, str(ROOT / "pretrain_gpt.py"), *words], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr.startswith("error: --train-range-to-skip 4 4: "), done.stderr
+    assert done.stderr.count("\n") == 1 and "building GPT model" not in done.stdout, done
+
+
+def test_t10_changed_batch_sizes(text, tmp_path):
+    """A recorded range is other iterations where it can be, and otherwise an error before anything is built."""
+    folder = tmp_path / "run"
+    words = ("--train-iters", "12", "--allow-data-order-change", "--save-interval", "2", "--override-opt_param-scheduler")
+    watched(text, folder, *words, "--train-range-to-skip", "7", "8", "--exit-interval", "4")
+    said = refused(text, folder, *words, "--global-batch-size", "32")
+    assert ("skips.jsonl: 7-8 leaves out samples 48 to 63, which are parts of iterations 5 to 5 with these batch sizes; "
+            "give those of before, or --forget-skip 7-8 --train-range-to-skip 5 5") in said
+    done = watched(text, folder, *words, "--global-batch-size", "16")
+    assert "skips.jsonl: 7-8 is iterations 6 to 6 now, since batch sizes have changed\n" in done.first_rank_log
+    assert [(row["iteration"], row["consumed_samples"]) for row in done.rows if row["skipped"]] == [(6, 64)]
+    records = skip_records.active(skip_records.read(done.save)[0], "x")
+    assert list(records) == ["6-6"] and (records["6-6"].s0, records["6-6"].s1) == (48, 64)
