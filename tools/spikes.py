@@ -2,8 +2,8 @@
 """Loss spikes after the fact: where they are in a log, which documents were read there, the flags of a restart, and whether
 a run left out what it was to leave out.
 
-    python tools/spikes.py analyze LOG... [--load DIR] [--plot FILE.svg]
-    python tools/spikes.py docs --iteration N RUN [--order loss]
+    python tools/spikes.py analyze LOG... [--load DIR] [--plot FILE.svg] [--json]
+    python tools/spikes.py docs --iteration N RUN [--top K] [--order loss]
     python tools/spikes.py docs --doc D RUN
     python tools/spikes.py replay --load DIR --ckpt-step C --iterations A-B [--other-ckpt C2]
     python tools/spikes.py verify [--ledger FILE] [--reference FILE] RUN
