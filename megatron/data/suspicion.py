@@ -63,9 +63,9 @@ def _repeats(ids: np.ndarray) -> tuple[float, int]:
     return best
 
 
-def rank(pieces: Sequence[Measures]) -> list[Suspicion]:
-    """How suspicious each of the pieces is, beside the others."""
-    long = [piece for piece in pieces if piece.tokens >= FEW]
+def rank(pieces: Sequence[Measures], others: Sequence[Measures] = ()) -> list[Suspicion]:
+    """How suspicious each of the pieces is, beside each other and `others`."""
+    long = [piece for piece in (*pieces, *others) if piece.tokens >= FEW]
     return [_suspicion(piece, long) for piece in pieces]
 
 

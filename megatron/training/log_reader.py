@@ -1,4 +1,4 @@
-"""Iterations read back from what runs wrote: Megatron's lines, AuroraGPT's, metrics files. Judges nothing.
+"""Iterations read back from what runs wrote: Megatron's lines, AuroraGPT's, metrics files, scalars. Judges nothing.
 
 A log may hold other text between its lines and inside them, and several runs one after the other: a later line about an
 iteration replaces an earlier one, as the restarted run replaced it.
@@ -10,6 +10,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any
 
 _HEAD = re.compile(r"iteration\s*=?\s*(\d+)\s*/\s*(\d+)\s*\|")
@@ -100,6 +101,18 @@ def _row(row: dict[str, Any]) -> Record:
                   numbers={"milliseconds": float(row["elapsed_ms"]), "consumed_tokens": float(row["consumed_tokens"])})
 
 
+_TAGS = {"lm loss": "loss", "grad-norm": "grad_norm", "learning-rate": "learning_rate", "batch-size": "global_batch_size"}
+
+
+def read_points(points: Iterable[tuple[str, int, float]]) -> Iterator[Record]:
+    """The records of TensorBoard's (tag, step, value), in their order. An iteration without a loss was skipped."""
+    for step, group in groupby((point for point in points if point[0] in _TAGS), key=lambda point: point[1]):
+        found: dict[str, Any] = {_TAGS[tag]: value for tag, _, value in group}
+        loss, batch = found.get("loss"), found.get("global_batch_size")
+        yield Record(step, None, loss, found.get("grad_norm") if loss is not None else None, found.get("learning_rate"),
+                     global_batch_size=None if batch is None else int(batch), skipped=int(loss is None))
+
+
 def joined(records: Iterable[Record]) -> History:
     """One history of records that may go back in time."""
     latest: dict[int, Record] = {}
@@ -112,3 +125,12 @@ def joined(records: Iterable[Record]) -> History:
         latest[record.iteration] = record
         last = record.iteration
     return History([latest[iteration] for iteration in sorted(latest)], joins)
+
+
+def without_nan(value: object) -> object:
+    """JSON has no NaN: such numbers are written as strings."""
+    if isinstance(value, dict):
+        return {key: without_nan(one) for key, one in value.items()}
+    if isinstance(value, list):
+        return [without_nan(one) for one in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

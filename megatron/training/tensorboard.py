@@ -1,7 +1,8 @@
-"""TensorBoard scalars under Megatron's tags, on the last rank. The only importer of tensorboard."""
+"""TensorBoard scalars under Megatron's tags: written on the last rank, and read back. The only importer of tensorboard."""
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 
@@ -30,3 +31,24 @@ class TensorBoard:
     def flush(self) -> None:
         """Write what is queued."""
         self._writer.flush()
+
+
+def read_scalars(directory: str) -> Iterator[tuple[str, int, float]]:
+    """(tag, step, value) of every scalar under a directory, file by file as they were begun and in the order written.
+
+    Raises ValueError where the package is missing.
+    """
+    try:
+        from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
+        from tensorboard.util.tensor_util import make_ndarray
+    except ImportError:
+        raise ValueError(f"{directory}: TensorBoard files need the package tensorboard: pip install tensorboard") from None
+    for path in sorted(Path(directory).rglob("*tfevents*"), key=lambda path: (path.name, path)):
+        for event in LegacyEventFileLoader(str(path)).Load():
+            for value in event.summary.value:
+                if value.HasField("simple_value"):
+                    yield value.tag, event.step, value.simple_value
+                elif value.HasField("tensor") and value.metadata.plugin_data.plugin_name in ("", "scalars"):
+                    number = make_ndarray(value.tensor)
+                    if number.ndim == 0 and number.dtype.kind == "f":
+                        yield value.tag, event.step, float(number)

@@ -35,6 +35,7 @@ OPTIONAL = {
     "sentencepiece": "data/tokenizer_sentencepiece.py",
     "tensorboard": "training/tensorboard.py",
     "fsspec": "checkpoint/object_store.py",
+    "matplotlib": "training/spike_plot.py",
 }
 DISTRIBUTED = ("parallel/", "checkpoint/", "training/initialize.py", "device.py")
 TORCH_FREE = {"arguments.py": (), "log.py": (), "config/": (), "data/": ("data/cyclic_sampler.py",)}

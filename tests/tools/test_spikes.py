@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megatron.checkpoint.manifest import FILE_NAME
 from tests.data.vocabularies import write_bpe
 from tests.forkrun import ROOT
 from tests.load_tool import load_tool
@@ -30,6 +31,12 @@ def log(path: Path, values: dict[int, float | None], total: int = 1000) -> str:
     return str(path)
 
 
+def checkpoint(folder: Path, iteration: int) -> None:
+    """What a whole checkpoint is known by."""
+    (folder / f"iter_{iteration:07d}").mkdir(parents=True)
+    (folder / f"iter_{iteration:07d}" / FILE_NAME).touch()
+
+
 def said(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str]:
     code = spikes.main(["analyze", *argv])
     return code, capsys.readouterr().out
@@ -44,7 +51,8 @@ def test_a_spike_with_its_restart_line(tmp_path, capsys):
     for n, more in ((399, 0.1), (401, 0.9), (402, 1.5), (403, 0.6)):     # 399: between 4 and 6 sigma
         values[n] += more
     for n in (100, 300, 398, 500):
-        (tmp_path / f"ckpt/iter_{n:07d}").mkdir(parents=True)
+        checkpoint(tmp_path / "ckpt", n)
+    (tmp_path / "ckpt/iter_0000395").mkdir()      # one that was never finished
     code, out = said(capsys, log(tmp_path / "log", values), "--load", f"{tmp_path}/ckpt")
     assert code == 10
     _, first, second, third = out.splitlines()
@@ -88,7 +96,7 @@ def test_a_wide_log_interval_widens_the_range(tmp_path, capsys):
     values = losses(300, 10)
     values[2000] += 2
     code, out = said(capsys, log(tmp_path / "log", values, 4000))
-    assert "one every 10: events are localised to 10 iterations" in out
+    assert "one every 10: events are localised to +-10 iterations" in out
     assert "--train-range-to-skip 1981 2010" in out, "the interval 1991 to 2000, the one before and the one behind"
 
 
@@ -106,7 +114,7 @@ def test_pictures(tmp_path, capsys):
     values: dict[int, float | None] = dict(losses())
     values[402] += 1.5
     values |= dict.fromkeys(range(500, 520))
-    (tmp_path / "iter_0000300").mkdir()
+    checkpoint(tmp_path, 300)
     source = log(tmp_path / "log", values)
     for name, start in (("x.svg", b"<?xml"), ("x.png", b"\x89PNG")):
         assert said(capsys, source, "--plot", f"{tmp_path}/{name}", "--load", str(tmp_path))[0] == 10
@@ -121,7 +129,7 @@ def test_the_seed(capsys):
 @pytest.mark.parametrize(("text", "message"), [
     (None, "cannot be read (No such file or directory)"),
     ("nothing\n", "no iteration line of a training log is in it"),
-    ('{"iteration": 1}\n{"iteration": 2}\n', "line 1: KeyError: 'skip_reason'; not a line of --metrics-file"),
+    ('{"iteration": 1}\n{"iteration": 2}\n', "line 1: KeyError: 'skipped'; not a line of --metrics-file"),
 ])
 def test_what_cannot_be_read(text, message, tmp_path, capsys):
     if text is not None:

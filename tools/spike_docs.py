@@ -1,0 +1,191 @@
+"""`tools/spikes.py docs`: what an iteration read, the most suspicious first; and when a document is read.
+
+It knows a run's data by tools/inspect_data.py; it must not know logs. With --order loss it asks a checkpoint of the run.
+"""
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import io
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron.data import suspicion
+from megatron.data.whereabouts import Piece, pieces
+from tools import inspect_data
+
+HEAD = 16       # tokens shown
+ENOUGH = 64     # samples to compare with; neighbouring iterations give what an iteration lacks
+
+
+@dataclass(frozen=True)
+class Place:
+    """A sample of an iteration: its number in the training data, and who reads it in which micro-batch."""
+    sample: int
+    dp_rank: int
+    micro_batch: int
+
+
+@dataclass(frozen=True)
+class Suspect:
+    """A run of tokens that an iteration reads, and how it stands out. `bytes` are where it lies in `<dataset>.bin`; `loss`
+    is its mean in nats a token at a checkpoint, where one was asked."""
+
+    score: float
+    reason: str
+    dataset: str
+    document: int
+    offset: int
+    tokens: int
+    bytes: tuple[int, int] | None
+    sample: int
+    dp_rank: int
+    micro_batch: int
+    head: str
+    loss: float | None = None
+
+    def line(self) -> str:
+        """Which it is and where it lies."""
+        place = "" if self.bytes is None else f", bytes {self.bytes[0]} .. {self.bytes[1]}"
+        return f"{self.dataset} document {self.document}, tokens {self.offset} .. {self.offset + self.tokens}{place}"
+
+
+def places(reading: inspect_data.Reading, iteration: int, micro_batch: int | None = None, dp_rank: int | None = None
+           ) -> list[Place]:
+    """The samples of an iteration, of all its micro-batches and ranks or of one. Raises ValueError where there are none."""
+    if not 1 <= iteration <= reading.plan.train_iters:
+        raise ValueError(f"--iteration {iteration}: the run has the iterations 1 to {reading.plan.train_iters}")
+    for flag, value, count in (("--microbatch", micro_batch, reading.plan.num_microbatches(iteration)),
+                               ("--dp-rank", dp_rank, reading.plan.data_parallel_size)):
+        if value is not None and not 0 <= value < count:
+            raise ValueError(f"{flag} {value}: iteration {iteration} has 0 to {count - 1}")
+    found = [Place(*one) for one in reading.batch(iteration, reading.samplers())]
+    return [one for one in found if micro_batch in (None, one.micro_batch) and dp_rank in (None, one.dp_rank)]
+
+
+def neighbours(reading: inspect_data.Reading, first: int, last: int) -> list[int]:
+    """Iterations around a range, as many as give enough samples to compare with."""
+    found: list[int] = []
+    before, after = first - 1, last + 1
+    count = sum(reading.plan.global_batch_size(n) for n in range(first, last + 1))
+    while count < ENOUGH and (before >= 1 or after <= reading.plan.train_iters):
+        for n in (before, after):
+            if 1 <= n <= reading.plan.train_iters and count < ENOUGH:
+                found.append(n)
+                count += reading.plan.global_batch_size(n)
+        before, after = before - 1, after + 1
+    return sorted(found)
+
+
+def usual(reading: inspect_data.Reading, iterations: Sequence[int]) -> list[suspicion.Measures]:
+    """The measures of all that these iterations read, to compare with."""
+    found = []
+    for sample in (place.sample for iteration in iterations for place in places(reading, iteration)):
+        tokens, at = reading.dataset[sample], 0
+        for piece in pieces(reading.dataset, sample):
+            ids = tokens[at:at + piece.length]
+            at += piece.length
+            found.append(suspicion.measure(ids, _text(reading, ids)))
+    return found
+
+
+def suspects(reading: inspect_data.Reading, read: Sequence[Place], others: Sequence[suspicion.Measures] = (),
+             losses: Callable[[Sequence[np.ndarray]], Iterator[np.ndarray]] | None = None) -> list[Suspect]:
+    """The pieces of documents in these samples, in their order, compared with each other and with `others`; `losses` gives
+    those of the tokens 1 .. of each sample."""
+    samples = [reading.dataset[place.sample] for place in read]
+    of_tokens = losses(samples) if losses else iter([None] * len(read))
+    found, measures = [], []
+    for place, tokens, each in zip(read, samples, of_tokens, strict=True):
+        at = 0
+        for piece in pieces(reading.dataset, place.sample):
+            ids = tokens[at:at + piece.length]
+            mine = None if each is None else each[max(0, at - 1):at - 1 + piece.length]     # a token's loss stands before it
+            at += piece.length
+            text = _text(reading, ids)
+            measures.append(suspicion.measure(ids, text))
+            head = str(ids[:HEAD].tolist()) if text is None else text[:6 * HEAD]
+            found.append((piece, place, head, mine))
+    return [_suspect(one, *rest) for one, rest in zip(suspicion.rank(measures, others), found, strict=True)]
+
+
+def _text(reading: inspect_data.Reading, ids: np.ndarray) -> str | None:
+    known = bool(len(ids)) and 0 <= int(ids.min()) and int(ids.max()) < reading.tokenizer.vocab_size
+    return reading.tokenizer.detokenize(ids.tolist()) if known else None
+
+
+def _suspect(found: suspicion.Suspicion, piece: Piece, place: Place, head: str, losses: np.ndarray | None) -> Suspect:
+    counted = np.array([]) if losses is None else losses[~np.isnan(losses)]
+    where = None if piece.first_byte is None else (piece.first_byte, piece.end_byte)
+    return Suspect(found.score, found.reason, piece.prefix, piece.document, piece.offset, piece.length, where, place.sample,
+                   place.dp_rank, place.micro_batch, head,
+                   float(counted.mean(dtype=np.float64)) if len(counted) else None)
+
+
+def arguments() -> argparse.ArgumentParser:
+    """The command line, without what stands behind `--`."""
+    parser = argparse.ArgumentParser(prog="spikes.py docs", description=docs.__doc__, allow_abbrev=False)
+    parser.add_argument("run", nargs="?", help="directory of a run (--save), or an iter_XXXXXXX in it")
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--iteration", type=int, help="which documents it reads; as on its log line")
+    what.add_argument("--doc", type=int, help="which iterations read this document; its number in its data set, from 0")
+    parser.add_argument("--prefix", help="with --doc: of which data set, where the run reads several")
+    parser.add_argument("--microbatch", type=int, metavar="K", help="this micro-batch alone, from 0")
+    parser.add_argument("--dp-rank", type=int, metavar="R", help="this data-parallel rank's samples alone, from 0")
+    parser.add_argument("--order", choices=("suspicion", "loss"), default="suspicion",
+                        help="loss: of the model of the newest checkpoint before the iteration (default: %(default)s)")
+    parser.add_argument("--ckpt-step", type=int, metavar="C", help="with --order loss: this checkpoint instead")
+    parser.add_argument("--world-size", type=int, help="number of ranks (default: the run's; with flags: 1)")
+    parser.add_argument("--top", type=int, default=10, help="so many documents (default: %(default)s)")
+    parser.add_argument("--json", action="store_true", help="all of them, as JSON")
+    return parser
+
+
+def docs(argv: Sequence[str]) -> int:
+    """The documents that an iteration reads, those first that are least like the others; or the iterations that read a
+    document. Exit codes: 0, 2 unreadable."""
+    words = list(argv)
+    flags = words[words.index("--") + 1:] if "--" in words else None
+    args = arguments().parse_args(words[:words.index("--")] if flags is not None else words)
+    try:
+        if args.order == "loss" and (args.doc is not None or args.run is None):
+            raise ValueError("--order loss: needs --iteration and a run, whose checkpoints it asks")
+        with contextlib.redirect_stdout(io.StringIO()):     # what training would log of its data
+            reading = inspect_data.open_run(args, flags, args.iteration)
+            if args.doc is not None:
+                shown = inspect_data.find_document(reading, args.doc, args.prefix)
+            else:
+                found, state = _ranked(reading, args)
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    if args.doc is not None:
+        print(json.dumps(shown)) if args.json else inspect_data.show_found(shown)
+    elif args.json:
+        print(json.dumps([dataclasses.asdict(one) for one in found], indent=1))
+    else:
+        print(f"iteration {args.iteration} reads {len(found)} pieces of documents"
+              + (f"; losses in nats a token at {state}" if state else ""))
+        for one in found[:args.top]:
+            first = f"{one.score:5.1f}" if not state else "  -  " if one.loss is None else f"{one.loss:5.2f}"
+            print(f"{first}  {one.line()} (sample {one.sample}, rank {one.dp_rank}, micro-batch {one.micro_batch}): "
+                  f"{one.reason}\n       {json.dumps(one.head, ensure_ascii=False)}")
+    return 0
+
+
+def _ranked(reading: inspect_data.Reading, args: argparse.Namespace) -> tuple[list[Suspect], str]:
+    """The suspects in the order asked for, and the checkpoint that was."""
+    read = places(reading, args.iteration, args.microbatch, args.dp_rank)
+    others = usual(reading, neighbours(reading, args.iteration, args.iteration))
+    if args.order == "suspicion":
+        return sorted(suspects(reading, read, others), key=lambda one: -one.score), ""
+    from tools.spike_replay import state_before  # torch, which takes longer to load than all the rest
+
+    state = state_before(args.run, args.iteration, args.ckpt_step)
+    found = suspects(reading, read, others, state.losses)
+    return sorted(found, key=lambda one: -np.inf if one.loss is None else -one.loss), state.directory

@@ -1,0 +1,225 @@
+"""`tools/spikes.py replay`: samples of some iterations at the state of a checkpoint, forward only, and which stand out.
+
+It knows a run's checkpoints and data; it must not know logs. One process reads a checkpoint of any layout.
+"""
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import io
+import json
+import os
+import re
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron.checkpoint.disk import CheckpointError
+from megatron.data.suspicion import Measures
+from megatron.training import log_reader
+from megatron.training.batch import BatchRules
+from megatron.training.replay import Scale, mean_loss, scale_of, token_losses
+from megatron.training.run_history import checkpoints
+from megatron.training.trained_model import TrainedModel, open_trained_model
+from tools import inspect_data
+from tools.spike_docs import Place, Suspect, neighbours, places, suspects, usual
+
+SECONDS = 5.0           # between two lines of progress
+
+
+@dataclass(frozen=True)
+class State:
+    """A checkpoint's model, to ask for losses."""
+    trained: TrainedModel
+    rules: BatchRules
+
+    @property
+    def directory(self) -> str:
+        """Where it comes from."""
+        return self.trained.directory
+
+    def losses(self, samples: Sequence[np.ndarray]) -> Iterator[np.ndarray]:
+        """The losses [s] of the tokens 1 .. s of each sample [s+1]."""
+        return token_losses(self.trained.model, self.rules, samples, self.trained.config.training.micro_batch_size)
+
+
+def open_state(path: str, step: int | None, device: str = "auto") -> State:
+    """The model of a checkpoint. Raises ValueError or CheckpointError."""
+    trained = open_trained_model(path, step, device=device)
+    d = trained.config.data
+    return State(trained, BatchRules(trained.tokenizer.eod, d.reset_position_ids, d.reset_attention_mask, d.eod_mask_loss))
+
+
+def state_before(run: str, iteration: int, step: int | None) -> State:
+    """The state of `step`, else of the newest checkpoint before an iteration. Raises ValueError."""
+    root = str(Path(run).parent) if re.fullmatch(r"iter_\d{7,}", Path(run).name) else run
+    before = [number for number in checkpoints(root) if number < iteration]
+    if step is None and not before:
+        raise ValueError(f"{root}: no checkpoint before iteration {iteration}; give another one with --ckpt-step")
+    try:
+        return open_state(root, before[-1] if step is None else step)
+    except CheckpointError as error:
+        raise ValueError(str(error)) from None
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """A sample and its losses: `loss` at the checkpoint, `other` at the other one, if there is one; its pieces."""
+    iteration: int
+    place: Place
+    loss: float
+    other: float | None
+    pieces: list[Suspect]
+
+
+class Progress:
+    """Lines on stderr, now and then."""
+
+    def __init__(self, total: int):
+        self._total, self._done, self._start, self._told = total, 0, time.monotonic(), time.monotonic()
+
+    def step(self) -> None:
+        """One more is done."""
+        self._done, now = self._done + 1, time.monotonic()
+        if now - self._told >= SECONDS:
+            left = (now - self._start) / self._done * (self._total - self._done)
+            print(f"  {self._done} of {self._total} iterations, {left:.0f} s left", file=sys.stderr, flush=True)
+            self._told = now
+
+
+def replay_iteration(reading: inspect_data.Reading, iteration: int, state: State, other: State | None,
+                     measures: Sequence[Measures]) -> list[Replayed]:
+    """All samples of an iteration; `measures` are of other text, which theirs is compared with."""
+    read = places(reading, iteration)
+    samples = [reading.dataset[place.sample] for place in read]
+    mine = list(state.losses(samples))
+    theirs = [mean_loss(each) for each in other.losses(samples)] if other else [None] * len(read)
+    found: dict[Place, list[Suspect]] = {place: [] for place in read}
+    for one in suspects(reading, read, measures, lambda _: iter(mine)):
+        found[Place(one.sample, one.dp_rank, one.micro_batch)].append(one)
+    return [Replayed(iteration, place, mean_loss(each), loss, found[place])
+            for place, each, loss in zip(read, mine, theirs, strict=True)]
+
+
+def verdict(one: Replayed, other: Scale | None, iteration: int) -> str:
+    """What a sample that stands out at the checkpoint is, by its loss at the other one, of `iteration`."""
+    if other is None:
+        return "stands out here; --other-ckpt tells whether that is the data alone"
+    z = other.z(one.other)
+    if other.stands_out(one.other):
+        return f"data: at iteration {iteration} it stands out too ({one.other:.2f}, {z:.1f} sigma)"
+    return f"data x state: at iteration {iteration} it is as others ({one.other:.2f}, {z:.1f} sigma)"
+
+
+def arguments() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="spikes.py replay", description=replay.__doc__, allow_abbrev=False)
+    parser.add_argument("--ckpt", metavar="PATH", help="a checkpoint, iter_XXXXXXX; or with --load and --ckpt-step:")
+    parser.add_argument("--load", metavar="DIR", help="the run's checkpoints")
+    parser.add_argument("--ckpt-step", type=int, metavar="C", help="which of them (default: the newest before the range)")
+    parser.add_argument("--iterations", required=True, metavar="A-B", help="as on their log lines, both included")
+    parser.add_argument("--other-ckpt", metavar="PATH|C", help="another checkpoint, or an iteration of the same directory, "
+                                                               "to tell data from data x state")
+    parser.add_argument("--world-size", type=int, help="number of ranks that read the data (default: the run's)")
+    parser.add_argument("--top", type=int, default=5, help="so many samples (default: %(default)s)")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: auto, CUDA if any")
+    parser.add_argument("--json", action="store_true", help="every sample of the range, as JSON lines while they come")
+    return parser
+
+
+def opened(args: argparse.Namespace) -> tuple[inspect_data.Reading, range, State, State | None]:
+    """What the command line names. Raises ValueError or CheckpointError."""
+    match = re.fullmatch(r"(\d+)(?:-(\d+))?", args.iterations)
+    if not match:
+        raise ValueError(f"--iterations {args.iterations}: give the first and the last as A-B, say 398-404")
+    first, last = int(match[1]), int(match[2] or match[1])
+    if (args.ckpt is None) == (args.load is None):
+        raise ValueError("give the checkpoint: --ckpt PATH/iter_XXXXXXX, or --load DIR and --ckpt-step C")
+    run = args.ckpt or args.load
+    reading = inspect_data.open_run(argparse.Namespace(run=run, world_size=args.world_size), None, first)
+    if not 1 <= first <= last <= reading.plan.train_iters:
+        raise ValueError(f"--iterations {args.iterations}: the run has the iterations 1 to {reading.plan.train_iters}, and "
+                         "the first must not be behind the last")
+    state = (open_state(args.ckpt, None, args.device) if args.ckpt else state_before(args.load, first, args.ckpt_step))
+    other = None
+    if args.other_ckpt is not None:
+        root = str(Path(state.directory).parent)
+        named = (root, int(args.other_ckpt)) if args.other_ckpt.isdecimal() else (args.other_ckpt, None)
+        other = open_state(*named, args.device)
+    return reading, range(first, last + 1), state, other
+
+
+def replay(argv: Sequence[str]) -> int:
+    """The samples of some iterations at a checkpoint's state, forward only: which of them have a loss far above the others,
+    what they hold, and whether another state finds that too. Exit codes: 0, 2 unreadable."""
+    args = arguments().parse_args(argv)
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):     # what training would log of its data and model
+            reading, wanted, state, other = opened(args)
+        around = neighbours(reading, wanted.start, wanted.stop - 1)
+        samples = _replayed(reading, wanted, around, state, other, args.json)
+    except (ValueError, OSError, CheckpointError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    if not args.json:
+        _show(samples, wanted, state, other, args.top)
+    return 0
+
+
+def _replayed(reading: inspect_data.Reading, wanted: range, around: Sequence[int], state: State, other: State | None,
+              as_json: bool) -> list[Replayed]:
+    """Every sample of the range and of its neighbours; a line an iteration, or a sample, as they come."""
+    progress, found = Progress(len(wanted) + len(around)), []
+    if not as_json:
+        which = f"iterations {wanted.start} to {wanted.stop - 1}" if len(wanted) > 1 else f"iteration {wanted.start}"
+        print(f"{which} at {state.directory}"
+              + (f" and {other.directory}" if other else "") + ", forward only", flush=True)
+    measures = usual(reading, around)
+    for iteration in [*wanted, *around]:
+        rows = replay_iteration(reading, iteration, state, other, measures)
+        found += rows if iteration in wanted else [dataclasses.replace(row, pieces=[]) for row in rows]
+        progress.step()
+        if iteration not in wanted:
+            continue
+        if as_json:
+            for row in rows:
+                print(json.dumps(log_reader.without_nan(_as_json(row))), flush=True)
+        else:
+            mean = float(np.mean([row.loss for row in rows]))
+            also = f", {np.mean([row.other for row in rows]):.4f} there" if other else ""
+            highest = max(row.loss for row in rows)
+            print(f"iteration {iteration}: loss {mean:.4f}{also}; highest sample {highest:.4f}", flush=True)
+    return found
+
+
+def _as_json(row: Replayed) -> dict[str, Any]:
+    return {"iteration": row.iteration, **dataclasses.asdict(row.place), "loss": row.loss, "other": row.other,
+            "pieces": [dataclasses.asdict(piece) for piece in row.pieces]}
+
+
+def _show(samples: Sequence[Replayed], wanted: range, state: State, other: State | None, top: int) -> None:
+    """Which samples stand out, for a reader."""
+    inside = [one for one in samples if one.iteration in wanted]
+    scale = scale_of([one.loss for one in samples])
+    there = scale_of([one.other for one in samples]) if other else None
+    out = [one for one in inside if scale.stands_out(one.loss)]
+    out.sort(key=lambda one: -np.nan_to_num(one.loss, nan=np.inf))
+    print(f"usual is {scale.median:.2f} +- {scale.sigma:.2f} ({len(samples)} samples, {len(samples) - len(inside)} of them "
+          f"of neighbouring iterations); {len(out)} of {len(inside)} stand out")
+    for one in out[:top]:
+        worst = max(one.pieces, key=lambda piece: -np.inf if piece.loss is None else piece.loss)
+        told = verdict(one, there, other.trained.iteration if other else 0)
+        print(f"{one.loss:6.2f}  {scale.z(one.loss):.1f} sigma: sample {one.place.sample} of iteration {one.iteration} "
+              f"(rank {one.place.dp_rank}, micro-batch {one.place.micro_batch})\n        {told}\n"
+              f"        worst in it: {worst.line()}: {worst.loss:.2f} nats a token; {worst.reason}\n"
+              f"        {json.dumps(worst.head, ensure_ascii=False)}")
+    if not out:
+        print("no sample stands out at this state: if the run spiked here, state and data made it together; try the newest "
+              "checkpoint before the spike, or a wider range")
