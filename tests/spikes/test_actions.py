@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megatron.checkpoint import store
 from megatron.config.plan_lines import memory_lines
@@ -253,7 +254,7 @@ def test_t16_a_nan_gradient_or_a_spike_changes_nothing(kind):
 def test_t16_in_a_run_of_two_ranks_with_the_distributed_optimizer(tmp_path, data):
     """The schedule and the samples go on; the line says why; nothing else moves."""
     extra = ("--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather", "--save-interval", "1",
-             "--spike-action", "skip-update")
+             "--spike-action", "skip-update", "--tensorboard-dir", str(tmp_path / "board"))
     done = run(tmp_path, data, *extra, bad={5: math.nan}, world=2, iterations=7)
     same_tensors(done.tensors(4), done.tensors(5))
     states = {n: store.load(done.save, n).state for n in (4, 5, 6)}
@@ -266,7 +267,11 @@ def test_t16_in_a_run_of_two_ranks_with_the_distributed_optimizer(tmp_path, data
     told, = lines_of(done.log, "spike at iteration ")
     assert told == "spike at iteration 5: loss nan, gradient norm nan; this update is not made (1 of 10 in 1000 iterations)"
     line, = lines_of(done.log, " iteration        5/")
-    assert " number of spike-skipped iterations:   1 | skip reason: nonfinite |" in line and "lm loss" not in line
+    assert " number of spike-skipped iterations:   1 | skip reason: nonfinite |" in line
+    assert "lm loss" not in line and "grad norm" not in line
+    board = EventAccumulator(str(tmp_path / "board"), size_guidance={"scalars": 0}).Reload()
+    assert [event.step for event in board.Scalars("spike")] == [event.step for event in board.Scalars("skipped")] == [5]
+    assert [event.step for event in board.Scalars("lm loss")] == [1, 2, 3, 4, 6, 7]
 
 
 @pytest.mark.campaign
