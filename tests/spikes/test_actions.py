@@ -147,7 +147,7 @@ def test_t15_the_same_command_goes_on_after_a_rewind_and_a_kill(tmp_path, data):
     assert len((done.save / "skips.jsonl").read_text().splitlines()) == 1
 
 
-@pytest.mark.campaign
+@pytest.mark.sweep
 def test_t15_the_second_attempt_is_larger_and_the_third_is_given_up(tmp_path, data):
     bad = {31: 2.0, 36: 2.0}
     code, out, err = run_ranks(1, ended, argv(tmp_path, data, "--spike-action", "rewind", iterations=300), str(tmp_path),
@@ -155,7 +155,7 @@ def test_t15_the_second_attempt_is_larger_and_the_third_is_given_up(tmp_path, da
     assert code == EXIT_CODE, (code, out, err)
     told = lines_of(out, "rewind ")
     assert len(told) == 2, out
-    assert "attempt 1 for the spike at 31: iterations 1 to 29 are trained again, 30 to 32 are skipped" in told[0]
+    assert "attempt 1 for the spike at 31: iterations 16 to 29 are trained again, 30 to 32 are skipped" in told[0]
     assert "attempt 2 for the spike at 31: iterations 1 to 231 are skipped" in told[1]
     assert "spike at iteration 31 and skipped 30 to 32 and then 1 to 231" in err and "lower --lr" in err
     assert err.count("\n") == 1, err
