@@ -96,3 +96,14 @@ def test_its_state_goes_through_json_and_on_and_an_empty_one_is_a_fresh_start():
     off = SpikePolicy("off")
     off.load_state_dict(whole.state_dict())
     assert off.state_dict() == {}
+
+
+def test_a_state_that_was_given_does_not_change():
+    """A save that is under way writes it later."""
+    policy, numbers = SpikePolicy("rewind"), noisy(300)
+    numbers[200] = 3.6, 1.0
+    fed(policy, numbers[:201])
+    state = policy.state_dict()
+    before = json.dumps(state)
+    fed(policy, numbers[201:] + [(math.nan, 1.0)], 202)
+    assert json.dumps(state) == before != json.dumps(policy.state_dict())
