@@ -224,7 +224,8 @@ def open_run(options: argparse.Namespace, flags: Sequence[str] | None, iteration
 def _skips(folder: Path, state: dict[str, Any], typed: SkipRanges) -> SkipRanges:
     """What a run has left out up to a checkpoint, and from there on will leave out by flags and records."""
     lines, _ = skip_records.read(folder.parent)
-    records = skip_records.active([*(one for one in state["skips"] if isinstance(one, str)), *lines], str(folder))
+    found = skip_records.parse([*(one for one in state["skips"] if isinstance(one, str)), *lines], str(folder))
+    records = skip_records.active(found)
     to_come = typed.joined((one.a, one.b) for one in records.values()).ranges
     done = state["iteration"]
     past = SkipRanges((first, last) for first, last in state["skipped"]).cut(done)

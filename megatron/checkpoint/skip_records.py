@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from datetime import UTC, datetime
 from pathlib import Path
@@ -42,7 +42,9 @@ class SkipRecord:
         return json.dumps(vars(self))
 
 
-_FIELDS = {one.name: int if one.type == "int" else str for one in fields(SkipRecord)}
+Entry = tuple[str, SkipRecord | None]       # an id, and its record, or None where it is taken back
+_NAMES = [one.name for one in fields(SkipRecord)]
+_TYPES = [int if one.type == "int" else str for one in fields(SkipRecord)]
 
 
 def now() -> str:
@@ -55,40 +57,35 @@ def forget_line(identity: str) -> str:
     return json.dumps({"forget": identity, "time": now()})
 
 
-def active(lines: Iterable[str], source: str) -> dict[str, SkipRecord]:
-    """The records that count, by id in the order of their lines. `source`: where the lines are from, for the message.
-
-    Raises CheckpointError for a line that is neither a record nor takes one back.
-    """
-    found: dict[str, SkipRecord] = {}
-    for name, record in _parsed(lines, source):
-        found.pop(name, None)
-        if record:
-            found[name] = record
-    return found
-
-
-def identities(lines: Iterable[str], source: str) -> list[str]:
-    """All ids that the lines speak of. Raises CheckpointError as `active` does."""
-    return [name for name, _ in _parsed(lines, source)]
-
-
-def _parsed(lines: Iterable[str], source: str) -> Iterator[tuple[str, SkipRecord | None]]:
-    """(id, its record, or None where it is taken back) of each line."""
+def parse(lines: Iterable[str], source: str) -> list[Entry]:
+    """What each line says; `source` is where they are from, for messages. Raises CheckpointError for one that is neither a
+    record nor takes one back."""
+    found: list[Entry] = []
     for number, line in enumerate(lines, 1):
         try:
             row = json.loads(line)
             if isinstance(row, dict) and row.keys() == {"forget", "time"} and isinstance(row["forget"], str):
-                yield row["forget"], None
+                found.append((row["forget"], None))
                 continue
             record = SkipRecord(**row)
-            if any(type(getattr(record, name)) is not kind for name, kind in _FIELDS.items()) or not (
-                    1 <= record.a <= record.b and 0 <= record.s0 < record.s1):
+            typed = [type(row[name]) for name in _NAMES] == _TYPES
+            if not typed or not (1 <= record.a <= record.b and 0 <= record.s0 < record.s1):
                 raise ValueError("its values make no sense")
         except (ValueError, TypeError, RecursionError) as error:
             raise CheckpointError(f"{source}, line {number}: is no record of skipped iterations ({error}): {line[:80]!r}; "
                                   "mend or remove that line") from None
-        yield record.id, record
+        found.append((record.id, record))
+    return found
+
+
+def active(entries: Iterable[Entry]) -> dict[str, SkipRecord]:
+    """The records that count, by id, in the order of their lines."""
+    found: dict[str, SkipRecord] = {}
+    for name, record in entries:
+        found.pop(name, None)
+        if record:
+            found[name] = record
+    return found
 
 
 def read(directory: Path | str) -> tuple[list[str], str]:

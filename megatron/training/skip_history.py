@@ -14,7 +14,7 @@ from megatron import log
 from megatron.checkpoint import retention, skip_records, store
 from megatron.checkpoint.candidates import candidates
 from megatron.checkpoint.disk import CheckpointError
-from megatron.checkpoint.skip_records import SkipRecord
+from megatron.checkpoint.skip_records import Entry, SkipRecord
 from megatron.checkpoint.state import RunState
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.plan import Plan
@@ -48,7 +48,7 @@ def judge_skips(config: Config, plan: Plan, runtime: Runtime) -> tuple[Plan, Ski
     c, found, failure = config.checkpoint, None, None
     if runtime.rank == 0:
         try:
-            known, saved, at = _known(c)
+            known, saved, at = (Known(), frozenset(), Position()) if config.training.skip_train else _known(c)
             found = Skips(plan.skips, known, saved, judge(plan, plan.skips, config.training.forget_skip or (), known, at))
         except CheckpointError as error:
             failure = str(error), error.errno
@@ -71,30 +71,31 @@ def _known(c: CheckpointConfig) -> tuple[Known, frozenset[str], Position]:
     """What lies on disk: records of the checkpoint, of the run it is of and of --save, the last one counting; the ids that
     the last of these has; and where the run goes on."""
     state, at = _expected(c), Position()
-    lines: list[str] = []
+    entries: list[Entry] = []
     origins: dict[str, str] = {}
+
+    def take(lines: list[str], source: str) -> list[Entry]:
+        new = skip_records.parse(lines, source)
+        origins.update((name, source) for name, _ in new)
+        entries.extend(new)
+        return new
+
     root = None
     if c.load and not c.finetune:
         root = Path(c.load).parent if store.is_checkpoint(Path(c.load)) else Path(c.load)
     if state is not None:
         at = Position(state.iteration, state.consumed_train_samples, state.skipped_ranges())
-        _take([one for one in state.skips if isinstance(one, str)], "the checkpoint", lines, origins)
-    saved: list[str] = []
+        take([one for one in state.skips if isinstance(one, str)], "the checkpoint")
+    saved: list[Entry] = []
     for directory in dict.fromkeys(str(Path(path)) for path in (root, c.save) if path):
-        saved, torn = skip_records.read(directory)
+        lines, torn = skip_records.read(directory)
         source = f"{directory}/{skip_records.FILE_NAME}"
         if torn:
             log.print_rank_0(f"WARNING: {source}: its last line was cut off while it was written and does not count: "
                              f"{torn[:80]!r}")
-        _take(saved, source, lines, origins)
-    records = skip_records.active(lines, "the records together")
-    known = Known(records, origins, store.iterations(root) if root else (), str(root or ""))
-    return known, frozenset(skip_records.active(saved, "") if c.save else ()), at
-
-
-def _take(new: list[str], source: str, lines: list[str], origins: dict[str, str]) -> None:
-    origins.update(dict.fromkeys(skip_records.identities(new, source), source))
-    lines += new
+        saved = take(lines, source)
+    known = Known(skip_records.active(entries), origins, store.iterations(root) if root else (), str(root or ""))
+    return known, frozenset(skip_records.active(saved) if c.save else ()), at
 
 
 def _expected(c: CheckpointConfig) -> RunState | None:
@@ -128,7 +129,7 @@ def start_skips(run: Run, skips: Skips) -> None:
     if run.runtime.rank == 0:
         made = _changes(run, skips, judgement)
     kept, lines, notes = gather_objects(made, world)[0]
-    run.skip_history.records = skip_records.active(kept, "the records that count")
+    run.skip_history.records = skip_records.active(skip_records.parse(kept, "the records that count"))
     for text in notes:
         log.print_rank_0(text)
     _append(run, lines)
@@ -140,8 +141,8 @@ def _changes(run: Run, skips: Skips, judgement: Judgement) -> tuple[list[str], l
     for name, record in judgement.kept.items():
         line = record.line()
         if record.hash != now and record.s1 > run.progress.consumed_train_samples:
-            line = new_record(run, record.a, record.b, record.reason, f"{record.source}; the data order was {record.hash}"
-                              ).line()
+            line = new_record(run, record.a, record.b, record.reason, f"{record.source}; the data order was {record.hash}",
+                              now).line()
             notes.append(f"WARNING: {skips.known.origins[name]}: {name} was recorded with another order of the data (seed, "
                          f"sequence length, batch sizes or data set): it is samples {record.s0} to {record.s1 - 1} of the "
                          f"order that the data have now")
@@ -150,11 +151,11 @@ def _changes(run: Run, skips: Skips, judgement: Judgement) -> tuple[list[str], l
             lines.append(line)
         kept.append(line)
     for name, reason, (first, last) in judgement.moved:
-        new = new_record(run, first, last, reason, f"was {name}").line()
+        new = new_record(run, first, last, reason, f"was {name}", now).line()
         kept.append(new)
         lines += [skip_records.forget_line(name), new]
     lines += [skip_records.forget_line(name) for name in judgement.forgotten]
-    new = [new_record(run, first, last, "user", "command line").line() for first, last in judgement.new]
+    new = [new_record(run, first, last, "user", "command line", now).line() for first, last in judgement.new]
     return kept + new, lines + new, notes
 
 
@@ -165,13 +166,13 @@ def order_hash(run: Run) -> str:
     return hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def new_record(run: Run, first: int, last: int, reason: str, source: str) -> SkipRecord:
-    """The record of a range, as of now."""
+def new_record(run: Run, first: int, last: int, reason: str, source: str, order: str) -> SkipRecord:
+    """The record of a range, as of now; `order`: what `order_hash` gives."""
     plan, progress = run.plan, run.progress
     shift = progress.consumed_train_samples - plan.consumed_samples(progress.iteration)
     s0, s1 = plan.consumed_samples(first - 1) + shift, plan.consumed_samples(last) + shift
     return SkipRecord(f"{first}-{last}", first, last, s0, s1, (s1 - s0) * run.config.model.seq_length, reason, source,
-                      skip_records.now(), order_hash(run))
+                      skip_records.now(), order)
 
 
 def _append(run: Run, lines: list[str]) -> None:
@@ -194,9 +195,10 @@ def record_skip(run: Run, first: int, last: int, reason: str, source: str) -> No
     The samples that are open already know nothing of it: they must be opened anew. Raises CheckpointError where it cannot be
     written.
     """
-    line = gather_objects(new_record(run, first, last, reason, source).line(), run.runtime.ctx.world)[0]
+    new = new_record(run, first, last, reason, source, order_hash(run))
+    line = gather_objects(new.line(), run.runtime.ctx.world)[0]
     _append(run, [line])
-    record = skip_records.active([line], "new")[f"{first}-{last}"]
+    (_, record), = skip_records.parse([line], "the new record")
     run.skip_history.records[record.id] = record
     run.plan = replace(run.plan, skips=run.plan.skips.joined([(first, last)]))
     log.print_rank_0(f"iterations {first} to {last} are left out from here on ({reason}, {source}): samples {record.s0} to "

@@ -50,13 +50,13 @@ class Judgement:
 def judge(plan: Plan, typed: SkipRanges, forget: Sequence[str], known: Known, at: Position) -> Judgement:
     """The judgement on the ranges `typed` and those in `known`, of which `forget` names ids to drop, at a position."""
     problems: list[str] = []
-    executed = SkipRanges().joined([(first, last) for first, last in at.executed])
+    executed, asked = SkipRanges().joined([(first, last) for first, last in at.executed]), set(typed.ranges)
     dropped = _forgotten(forget, typed, known, at, executed, problems)
     records = {name: record for name, record in known.records.items() if name not in dropped}
     for first, last in typed.ranges:
         problems += _trained((first, last), f"{RANGE_FLAG} {first} {last}", "leave the range out", known, at, executed)
     for name, record in records.items():
-        if (record.a, record.b) not in typed.ranges:
+        if (record.a, record.b) not in asked:
             problems += _trained((record.a, record.b), f"{known.origins[name]}: {name}", f"{FORGET_FLAG} {name}", known, at,
                                  executed)
     moved = _moved(plan, records, known, at, problems)

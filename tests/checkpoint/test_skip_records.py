@@ -24,9 +24,9 @@ def test_there_and_back(tmp_path):
     skip_records.append(tmp_path / "run", [ONE.line()])
     skip_records.append(tmp_path / "run", [TWO.line(), skip_records.forget_line("10-20")])
     lines, torn = skip_records.read(tmp_path / "run")
-    assert (len(lines), torn) == (3, "") and skip_records.active(lines, "x") == {"30-31": TWO}
-    assert skip_records.active([*lines, ONE.line()], "x") == {"30-31": TWO, "10-20": ONE}
-    assert skip_records.identities(lines, "x") == ["10-20", "30-31", "10-20"]
+    assert (len(lines), torn) == (3, "") and skip_records.active(skip_records.parse(lines, "x")) == {"30-31": TWO}
+    assert skip_records.active(skip_records.parse([*lines, ONE.line()], "x")) == {"30-31": TWO, "10-20": ONE}
+    assert [name for name, _ in skip_records.parse(lines, "x")] == ["10-20", "30-31", "10-20"]
     assert set(json.loads(lines[0])) == {"id", "a", "b", "s0", "s1", "tokens", "reason", "source", "time", "hash"}
 
 
@@ -50,7 +50,7 @@ def test_a_line_cut_off_anywhere(tmp_path, keep):
                                  ONE.line().replace('"a": 10', '"a": "10"'), ONE.line().replace('"a": 10', '"a": 21')])
 def test_damage_is_one_clear_error(bad):
     with pytest.raises(CheckpointError, match=r"^F, line 2: is no record of skipped iterations \(.*; mend or remove that "):
-        skip_records.active([ONE.line(), bad, TWO.line()], "F")
+        skip_records.parse([ONE.line(), bad, TWO.line()], "F")
 
 
 def test_replacing(tmp_path):

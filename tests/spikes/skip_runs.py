@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron.checkpoint import skip_records
 from megatron.config.skip_ranges import SkipRanges
 from megatron.data import gpt_dataset, indexed_dataset
 from megatron.parallel.random import DropoutSeeds
@@ -165,6 +166,11 @@ def kill_after(iteration: int, folder: str) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
     metrics.TrainingLog.add = adding
+
+
+def records(save: Path) -> dict[str, skip_records.SkipRecord]:
+    """The records that count in `skips.jsonl` of a run directory."""
+    return skip_records.active(skip_records.parse(skip_records.read(save)[0], str(save)))
 
 
 def reads(folder: Path) -> list[int]:

@@ -1,5 +1,5 @@
 """What a run does about spikes (facts/spikes.md 4.4): updates left out, going back, giving up. T13, the detector
-alone, is in test_detector."""
+alone, is in test_detector, what it makes of findings in test_policy."""
 from __future__ import annotations
 
 import functools
@@ -12,18 +12,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megatron.checkpoint import store
 from megatron.config.plan_lines import memory_lines
 from megatron.training.rewind import Past
 from megatron.training.signals import Refusal
-from megatron.training.spike_policy import BUDGET, EXIT_CODE, Rewind, SpikePolicy
+from megatron.training.spike_policy import BUDGET, EXIT_CODE, Rewind
 from megatron.training.spikes import LEVEL_SHIFT
 from megatron.training.step import train_step
 from tests.e2e.programs import fork_program
 from tests.forkrun import run_ranks
 from tests.runs import SMALL, Finished, plot, same_tensors, train, with_flags, write_text
 from tests.spikes.injected import inject
+from tests.spikes.test_policy import noisy
 from tests.training.test_step import make_run, samples
 
 BASE = [*SMALL, "--split", "100,0,0", "--eval-iters", "0", "--save-interval", "15"]
@@ -68,16 +70,27 @@ def states_agree(one: Path, other: Path, iteration: int) -> None:
     assert mine == its
 
 
+def validations(text: str) -> dict[int, str]:
+    """The validation lines of a log by iteration, of repeated ones the last."""
+    lines = lines_of(text, " validation loss at iteration ")
+    return {int(line.split()[4]): line.partition(" | ")[2] for line in lines}
+
+
 def rewound_is_restarted(tmp_path: Path, data: str, back: int, *extra: str, source: str, world: int = 1) -> Finished:
     """A run that goes back by itself, against one that is started again from a checkpoint of iteration `back`."""
-    mine = run(tmp_path / "mine", data, "--spike-action", "rewind", *extra, bad=SPIKES, world=world)
+    extra += "--eval-iters", "1", "--eval-interval", "7", "--split", "90,10,0"
+    mine = run(tmp_path / "mine", data, "--spike-action", "rewind", *extra, "--data-ledger", str(tmp_path / "mine/ledger"),
+               bad=SPIKES, world=world)
     assert f"rewind from iteration 33 to {back} ({source}), attempt 1 for the spike at 31" in mine.first_rank_log, mine.log
     assert [json.loads(line)["id"] for line in (mine.save / "skips.jsonl").read_text().splitlines()] == ["30-33"]
     its = tmp_path / "its"
+    extra += "--data-ledger", str(its / "ledger")
     run(its, data, "--exit-interval", str(back), *extra, "--spike-action", "log", world=world)
     other = run(its, data, "--load", str(its / "save"), "--train-range-to-skip", "30", "33", *extra, "--spike-action", "log",
                 bad=SPIKES, world=world)
     assert mine.series(*EXACT) == other.series(*EXACT)
+    assert validations(mine.log) == validations(other.log) and validations(mine.log).keys() == {7, 14, 21, 28, 35, 40}
+    assert (tmp_path / "mine/ledger").read_bytes() == (its / "ledger").read_bytes()
     assert [row["iteration"] for row in mine.rows if row["skipped"]] == [30, 31, 32, 33]
     for iteration in (30, 40):
         same_tensors(mine.tensors(iteration), other.tensors(iteration))
@@ -95,9 +108,7 @@ def test_t15_rewind_from_memory_is_the_run_started_again(tmp_path, data, extra):
 
 @pytest.mark.campaign
 def test_t15_rewind_to_a_checkpoint_is_the_run_started_again(tmp_path, data):
-    """Also of fp16 with its scale, and of the data ledger."""
-    for name in ("mine", "its"):
-        (tmp_path / name).mkdir()
+    """Also of fp16 with its scale."""
     extra = "--spike-snapshot-interval", "0", "--fp16", "--initial-loss-scale", "65536", "--loss-scale-window", "12"
     mine = rewound_is_restarted(tmp_path, data, 15, *extra, source="a checkpoint")
     assert {row["loss_scale"] for row in mine.rows} > {65536.0}
@@ -243,7 +254,7 @@ def test_t16_a_nan_gradient_or_a_spike_changes_nothing(kind):
 def test_t16_in_a_run_of_two_ranks_with_the_distributed_optimizer(tmp_path, data):
     """The schedule and the samples go on; the line says why; nothing else moves."""
     extra = ("--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather", "--save-interval", "1",
-             "--spike-action", "skip-update")
+             "--spike-action", "skip-update", "--tensorboard-dir", str(tmp_path / "board"))
     done = run(tmp_path, data, *extra, bad={5: math.nan}, world=2, iterations=7)
     same_tensors(done.tensors(4), done.tensors(5))
     states = {n: store.load(done.save, n).state for n in (4, 5, 6)}
@@ -256,7 +267,11 @@ def test_t16_in_a_run_of_two_ranks_with_the_distributed_optimizer(tmp_path, data
     told, = lines_of(done.log, "spike at iteration ")
     assert told == "spike at iteration 5: loss nan, gradient norm nan; this update is not made (1 of 10 in 1000 iterations)"
     line, = lines_of(done.log, " iteration        5/")
-    assert " number of spike-skipped iterations:   1 | skip reason: nonfinite |" in line and "lm loss" not in line
+    assert " number of spike-skipped iterations:   1 | skip reason: nonfinite |" in line
+    assert "lm loss" not in line and "grad norm" not in line
+    board = EventAccumulator(str(tmp_path / "board"), size_guidance={"scalars": 0}).Reload()
+    assert [event.step for event in board.Scalars("spike")] == [event.step for event in board.Scalars("skipped")] == [5]
+    assert [event.step for event in board.Scalars("lm loss")] == [1, 2, 3, 4, 6, 7]
 
 
 @pytest.mark.campaign
@@ -303,90 +318,3 @@ def test_log_says_it_and_changes_no_byte_and_a_resumed_run_judges_alike(tmp_path
     again = run(folder, data, *words, bad=SPIKES)
     assert again.series(*EXACT) == says.series(*EXACT)
     assert store.load(again.save, 40).state == store.load(says.save, 40).state
-
-
-def noisy(count: int) -> list[tuple[float, float]]:
-    values = np.random.default_rng(1).uniform(-0.01, 0.01, (count, 2))       # so that nothing is a mark
-    return [(3.0 + a, math.exp(b)) for a, b in values.tolist()]
-
-
-def fed(policy: SpikePolicy, numbers: list[tuple[float, float]], first: int = 1) -> list[Rewind | None]:
-    """What `due` says after each iteration."""
-    found = []
-    for n, (loss, norm) in enumerate(numbers, first):
-        policy.judge(n, loss, norm)
-        found.append(policy.due(10_000, n))
-    return found
-
-
-def test_what_is_skipped_begins_before_the_first_mark_and_ends_after_the_last():
-    numbers = noisy(300)
-    for n, more in {230: 0.045, 250: 1.0, 251: 0.8}.items():
-        numbers[n - 1] = numbers[n - 1][0] + more, numbers[n - 1][1]
-    policy = SpikePolicy("rewind")
-    due = fed(policy, numbers)
-    marked = [n for n, one in enumerate(due, 1) if one]
-    assert marked == [252] and due[251] == Rewind(1, 229, 252, 250)
-
-
-def test_the_last_iteration_and_a_nan_are_not_waited_for():
-    policy, numbers = SpikePolicy("rewind"), noisy(200)
-    fed(policy, numbers[:150])
-    policy.judge(151, 5.0, 1.0)
-    assert policy.due(200, 151) is None and policy.unsettled
-    assert policy.due(151, 151) == Rewind(1, 150, 151, 151)
-    policy.judge(152, math.nan, 1.0)
-    assert policy.due(200, 152) == Rewind(1, 150, 153, 151)
-
-
-def test_an_event_elsewhere_is_a_first_attempt_again():
-    policy = SpikePolicy("rewind")
-    numbers = noisy(910)
-    for n in (300, 302, 701, 902):
-        numbers[n - 1] = 5.0, 1.0
-    attempts = []
-    for n, (loss, norm) in enumerate(numbers, 1):
-        policy.judge(n, loss, norm)
-        asked = policy.due(10_000, n)
-        if asked:
-            policy.rewinds.append(asked)
-            attempts.append(asked)
-    assert [(one.attempt, one.start, one.end) for one in attempts] == [
-        (1, 299, 301), (2, 200, 500), (1, 700, 702), (2, 601, 903)]
-    with pytest.raises(Refusal) as caught:
-        fed(policy, [(5.0, 1.0), (3.0, 1.0)], 1103)
-    assert caught.value.code == EXIT_CODE and "skipped 700 to 702 and then 601 to 903" in str(caught.value)
-
-
-def test_a_level_shift_is_no_reason_to_go_back_and_costs_one_of_the_budget():
-    numbers = noisy(400)
-    numbers[200:] = [(loss * 1.2, norm) for loss, norm in numbers[200:]]
-    policy = SpikePolicy("rewind")
-    assert fed(policy, numbers) == [None] * 400
-    assert policy.state_dict()["spent"] == [201]
-
-
-def test_its_state_goes_through_json_and_on_and_an_empty_one_is_a_fresh_start():
-    numbers = noisy(400)
-    for n in (150, 151, 160, 161, 300, 320, 321):
-        numbers[n - 1] = 3.6, 1.0
-    whole, states = SpikePolicy("rewind"), []
-    for n, (loss, norm) in enumerate(numbers, 1):
-        states.append(json.dumps(whole.state_dict()))
-        whole.judge(n, loss, norm)
-        asked = whole.due(10_000, n)
-        whole.rewinds += [asked] if asked and asked.attempt == 1 else []
-    for cut in (1, 100, 150, 151, 156, 320, 399):
-        policy = SpikePolicy("rewind")
-        policy.judge(1, math.nan, math.nan)         # which a load forgets
-        policy.load_state_dict(json.loads(states[cut]))
-        for n, (loss, norm) in enumerate(numbers[cut:], cut + 1):
-            policy.judge(n, loss, norm)
-            asked = policy.due(10_000, n)
-            policy.rewinds += [asked] if asked and asked.attempt == 1 else []
-        assert policy.state_dict() == whole.state_dict(), cut
-    policy.load_state_dict({})
-    assert policy.state_dict() == SpikePolicy().state_dict()
-    off = SpikePolicy("off")
-    off.load_state_dict(whole.state_dict())
-    assert off.state_dict() == {}

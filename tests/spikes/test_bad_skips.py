@@ -11,8 +11,9 @@ import pytest
 from megatron.checkpoint import skip_records
 from megatron.config import command_line
 from megatron.config.skip_ranges import SkipRanges
-from tests.forkrun import ROOT
+from tests.forkrun import ROOT, RanksFailed
 from tests.runs import train, write_text
+from tests.spikes import skip_runs
 from tests.spikes.skip_runs import argv, refused, watched
 
 
@@ -116,6 +117,7 @@ def test_t10_the_exit_code_of_a_refused_resume(text, trained, tmp_path):
     assert done.stderr.count("\n") == 1 and "building GPT model" not in done.stdout, done
 
 
+@pytest.mark.campaign
 def test_t10_changed_batch_sizes(text, tmp_path):
     """A recorded range is other iterations where it can be, and otherwise an error before anything is built."""
     folder = tmp_path / "run"
@@ -127,5 +129,59 @@ def test_t10_changed_batch_sizes(text, tmp_path):
     done = watched(text, folder, *words, "--global-batch-size", "16")
     assert "skips.jsonl: 7-8 is iterations 6 to 6 now, since batch sizes have changed\n" in done.first_rank_log
     assert [(row["iteration"], row["consumed_samples"]) for row in done.rows if row["skipped"]] == [(6, 64)]
-    records = skip_records.active(skip_records.read(done.save)[0], "x")
+    records = skip_runs.records(done.save)
     assert list(records) == ["6-6"] and (records["6-6"].s0, records["6-6"].s1) == (48, 64)
+
+
+@pytest.mark.campaign
+def test_t10_another_order_of_the_data(text, tmp_path):
+    """A new seed leaves the iterations as they are, with a warning, once; the record is that of the new order then."""
+    folder = tmp_path / "run"
+    words = ("--train-iters", "8", "--allow-data-order-change", "--save-interval", "2")
+    watched(text, folder, *words, "--train-range-to-skip", "7", "7", "--exit-interval", "2")
+    before = skip_runs.records(folder / "save")["7-7"]
+    said = watched(text, folder, *words, "--seed", "5", "--exit-interval", "4").first_rank_log
+    assert said.count("skips.jsonl: 7-7 was recorded with another order of the data") == 1
+    done = watched(text, folder, *words, "--seed", "5")
+    assert done.first_rank_log.count("was recorded with another order of the data") == 1       # the log of all three runs
+    assert [row["iteration"] for row in done.rows if row["skipped"]] == [7]
+    now = skip_runs.records(folder / "save")["7-7"]
+    assert now.hash != before.hash and now.source == f"command line; the data order was {before.hash}"
+
+
+@pytest.mark.campaign
+def test_t10_judged_again_where_an_older_checkpoint_is_loaded(text, tmp_path):
+    """The newest, which skipped 5, is damaged; the one before it is of a run that trained 5."""
+    folder = tmp_path / "run"
+    words = ("--train-iters", "9")
+    watched(text, folder, *words, "--save-interval", "3", "--exit-interval", "6")
+    watched(text, folder, *words, "--save-interval", "4", "--exit-interval", "8", "--ckpt-step", "3",
+            "--iterations-to-skip", "5")
+    (path,) = (folder / "save/iter_0000008").glob("*.safetensors")
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    (folder / "save/iter_0000004").rename(folder / "gone")
+    with pytest.raises(RanksFailed, match="Refusal") as failure:
+        watched(text, folder, *words, "--save-interval", "4")
+    assert ("skips.jsonl: 5-5: iterations of 5 to 5 have been trained already, the run goes on from iteration 6; go back "
+            "with --ckpt-step 3, the newest checkpoint before them, or --forget-skip 5-5") in str(failure.value)
+    done = watched(text, folder, *words, "--save-interval", "4", "--ckpt-step", "3")
+    assert [row["iteration"] for row in done.rows if row["skipped"]] == [5]
+
+
+@pytest.mark.campaign
+def test_t10_damage_of_the_file(text, trained, tmp_path):
+    """A line cut off is said and dropped; another one that is none is one error."""
+    folder = tmp_path / "run"
+    words = ("--load", str(trained / "save"), "--train-iters", "12", "--save-interval", "100", "--exit-interval", "9")
+    watched(text, folder, *words, "--train-range-to-skip", "9", "10")
+    path = folder / "save" / skip_records.FILE_NAME
+    whole = path.read_text()
+    path.write_text(whole + whole[:50])
+    said = watched(text, folder, *words, "--iterations-to-skip", "12").first_rank_log
+    assert f"WARNING: {path}: its last line was cut off while it was written and does not count: '{{" in said
+    assert path.read_text().startswith(whole) and list(skip_runs.records(folder / "save")) == ["9-10", "12-12"]
+    path.write_text("x" + path.read_text())
+    with pytest.raises(RanksFailed, match=r"CheckpointError: .*skips.jsonl, line 1: is no record of skipped iterations"):
+        watched(text, folder, *words, world=2)

@@ -84,7 +84,7 @@ def test_t01_columns_are_those_of_the_whole_run(whole, skips):
     assert skips.first_rank_log.count("skipping iterations 2 to 3: 16 samples, 512 tokens are not trained\n") == 1
 
 
-@pytest.mark.parametrize("ranges", [[], [*SKIP]], ids=["whole", "skips"])
+@pytest.mark.parametrize("ranges", [pytest.param([], marks=pytest.mark.campaign), [*SKIP]], ids=["whole", "skips"])
 def test_t01_the_learning_rates_of_the_seed(text, tmp_path, ranges):
     """Its batch size, length, peak and warm-up: what its two logs print at iterations 1 to 4."""
     words = with_flags(SMALL, *("--data-order epoch --train-iters 635782 --global-batch-size 768 --micro-batch-size 768 "
@@ -234,7 +234,7 @@ def test_t20_the_same_command_line_on_a_third_resume(text, tmp_path, straight):
         train(folder, argv(text, folder, *TWELVE, "--exit-interval", stop))
     path = folder / "save" / skip_records.FILE_NAME
     assert len(path.read_text().splitlines()) == 1
-    record = skip_records.active(skip_records.read(folder / "save")[0], "x")["5-8"]
+    record = skip_runs.records(folder / "save")["5-8"]
     assert (record.s0, record.s1, record.tokens, record.reason, record.source) == (32, 64, 1024, "user", "command line")
     last = train(folder, argv(text, folder, "--train-iters", "12"))
     same_end(last, straight)

@@ -63,6 +63,7 @@ def test_good_runs(text, whole, skips, capsys):
     assert verify(capsys, "--ledger", skips.folder / "ledger", "--", *flags)[0] == 0
 
 
+@pytest.mark.campaign
 def test_a_data_position_that_stays(text, tmp_path, whole, capsys):
     """The first version of the seed: one ledger alone shows it."""
     mutant = run(text, tmp_path / "run", "--train-range-to-skip", "2", "3", hook=skip_runs.keep_position)
@@ -101,6 +102,7 @@ def test_what_cannot_be_read(tmp_path, whole, skips, capsys):
         assert (code, out) == (2, "") and said in err and err.startswith("error: ") and err.count("\n") == 1
 
 
+@pytest.mark.campaign
 def test_ranges_on_record_count_too(text, tmp_path, capsys):
     """A range that the last command line does not name, and one that was taken back."""
     folder = tmp_path / "run"

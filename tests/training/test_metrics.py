@@ -61,6 +61,7 @@ def test_metrics_file(text, tmp_path):
             assert row["elapsed_ms"] == 0.0 and "lm loss" not in line and "grad norm" not in line
             continue
         assert (row["skipped"], row["skip_reason"]) == (0, None)
+        assert (row["skipped_iterations_total"], row["skipped_samples"]) == ((1, 8) if n > 3 else (0, 0))
         assert f"{row['lm_loss']:.6E}" == line["lm loss"] and f"{row['grad_norm']:.3f}" == line["grad norm"]
         assert row["tokens_per_second"] == pytest.approx(8 * 32 / (row["elapsed_ms"] / 1000), rel=1e-3)
         assert 0 < row["tflops"] < 1
@@ -216,6 +217,7 @@ def test_tensorboard_with_everything(text, tmp_path):
         assert [step for step, _ in got] == [1, 3, 4, 5, 6]
         assert [value for _, value in got] == pytest.approx([row[key] for row in trained], rel=1e-6)
     assert [s for s, _ in points(found, "lm loss vs samples")] == [row["consumed_samples"] for row in trained]
+    assert points(found, "skipped") == [(2, 1.0)]
     rates = points(found, "learning-rate")
     assert [s for s, _ in rates] == list(range(1, 7))
     assert [v for _, v in rates] == pytest.approx([row["learning_rate"] for row in done.rows], rel=1e-6)

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import random
 
 import pytest
@@ -16,6 +17,7 @@ WORDS = ("--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 3
          "--vocab-size 100 --micro-batch-size 2 --lr 0.003 --device cpu").split()
 
 
+@functools.cache
 def plan(size: int = 8, iterations: int = 100):
     words = [*WORDS, "--global-batch-size", str(size), "--train-iters", str(iterations)]
     return make_plan(command_line.read(words, {}).config, 1, 100)
