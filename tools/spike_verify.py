@@ -14,6 +14,7 @@ from pathlib import Path
 from megatron.arguments import Problems
 from megatron.checkpoint.disk import CheckpointError
 from megatron.data.ledger import SKIPPED, read_ledger
+from megatron.data.sampler import Sampler
 from tools import inspect_data
 
 GOOD, WRONG, UNREADABLE = 0, 1, 2
@@ -67,16 +68,47 @@ def same_but_skipped(table: Table, reference: Table) -> Iterator[str]:
             yield f"iteration {n}: hash {mine[3]:016x} in {table.path}, {said} in {reference.path}"
 
 
-def hashes_of_skipped(table: Table, reference: Table | None, reading: inspect_data.Reading) -> Iterator[str]:
+Opened = tuple[inspect_data.Reading, list[Sampler]]
+
+
+class Data:
+    """The data of a run, opened by its flags at the end, and where these do not fit an iteration by those it ran with.
+
+    Raises ValueError.
+    """
+
+    def __init__(self, args: argparse.Namespace, flags: Sequence[str] | None) -> None:
+        self._args, self._opened = args, {}
+        self._has_history = flags is None
+        self._last = self._open(args.run, flags)
+        self.last = self._last[0]
+
+    def _open(self, run: str | None, flags: Sequence[str] | None = None) -> Opened:
+        with contextlib.redirect_stdout(io.StringIO()):     # what training would log of its data
+            found = inspect_data.open_run(argparse.Namespace(run=run, world_size=self._args.world_size), flags, None)
+        return found, found.samplers()
+
+    def at(self, iteration: int, place: tuple[int, int]) -> Opened:
+        """The data as an iteration at `place` (first sample, samples) read them."""
+        if not self._has_history or _place(self.last, iteration) == place:
+            return self._last
+        folder = str(inspect_data.checkpoint_after(self._args.run, iteration))
+        if folder not in self._opened:
+            self._opened[folder] = self._open(folder)
+        return self._opened[folder]
+
+
+def hashes_of_skipped(table: Table, reference: Table | None, data: Data) -> Iterator[str]:
     """Skipped iterations whose samples, read now, are not what the reference read there, or were trained elsewhere."""
     trained = {value: n for n, (_, _, skipped, value) in table.rows.items() if not skipped}
-    samplers = reading.samplers()
     for n, (first, count, skipped, _) in sorted(table.rows.items()):
         if not skipped:
             continue
-        if (first, count) != (reading.first_sample(n), reading.plan.global_batch_size(n)):
-            yield (f"iteration {n}: {count} samples from {first} on in {table.path}, by the run's flags "
-                   f"{reading.plan.global_batch_size(n)} from {reading.first_sample(n)} on")
+        reading, samplers = data.at(n, (first, count))
+        start, size = _place(reading, n)
+        if (start, size) != (first, count):
+            yield (f"iteration {n}: {count} samples from {first} on in {table.path}, by the run's flags {size} from {start} "
+                   "on")
             continue
         value = inspect_data.hash_of(reading, n, samplers)
         other = reference.rows.get(n) if reference else None
@@ -84,6 +116,11 @@ def hashes_of_skipped(table: Table, reference: Table | None, reading: inspect_da
             yield f"iteration {n}: its samples have the hash {value:016x} now, {other[3]:016x} in {reference.path}"
         if value in trained:
             yield f"iteration {n}: was skipped, and its samples were trained in iteration {trained[value]}"
+
+
+def _place(reading: inspect_data.Reading, iteration: int) -> tuple[int, int]:
+    """(first sample, samples) of an iteration by the flags."""
+    return reading.first_sample(iteration), reading.plan.global_batch_size(iteration)
 
 
 def report(what: str, found: Iterator[str]) -> bool:
@@ -109,8 +146,8 @@ def verify(argv: Sequence[str]) -> int:
     parser.add_argument("--world-size", type=int, help="number of ranks (default: the run's; with flags: 1)")
     args = parser.parse_args(words[:words.index("--")] if flags is not None else words)
     try:
-        with contextlib.redirect_stdout(io.StringIO()):     # what training would log of its data
-            reading = inspect_data.open_run(args, flags, None)
+        data = Data(args, flags)
+        reading = data.last
         length, path = reading.config.model.seq_length, args.ledger or reading.config.logging.data_ledger
         if path is None:
             raise ValueError("--ledger is missing: the run's flags name no --data-ledger; give the file")
@@ -122,7 +159,7 @@ def verify(argv: Sequence[str]) -> int:
         if reference:
             good &= report(f"all others read what they do in {args.reference}", same_but_skipped(table, reference))
         good &= report("the samples of the skipped iterations, read now, were trained nowhere" + (
-            f", and are those of {args.reference}" if reference else ""), hashes_of_skipped(table, reference, reading))
+            f", and are those of {args.reference}" if reference else ""), hashes_of_skipped(table, reference, data))
     except Problems as error:
         print("\n".join(f"error: {line}" for line in error.lines), file=sys.stderr)
         return UNREADABLE

@@ -29,6 +29,7 @@ from megatron.training.log_reader import History, without_nan  # noqa: E402
 from megatron.training.run_history import checkpoints, read_history  # noqa: E402
 from megatron.training.spike_events import Event, find_events, log_interval  # noqa: E402
 from megatron.training.spike_plot import draw  # noqa: E402
+from megatron.training.spikes import LEAST  # noqa: E402
 from tools import spike_verify  # noqa: E402
 from tools.spike_docs import docs  # noqa: E402
 
@@ -109,7 +110,8 @@ def analyze(argv: Sequence[str]) -> int:
     if len(events) > 1:
         print(f"all {len(events)} in one restart:\n  {restart(events, args.load, saved)}")
     if not events:
-        print("no spike")
+        too_few = f"; but the first {LEAST} records are held against nothing, and there are no more"
+        print(f"no spike{too_few if len(trained) <= LEAST else ''}")
     return FOUND if events else NONE
 
 

@@ -26,7 +26,7 @@ HUMAN_RIGHTS = ("すべての人間は、生まれながらにして自由であ
 def bad_documents() -> dict[str, str]:
     """A stuck key, a picture taken for text, another language."""
     noise = random.Random(0).randbytes(110).decode("utf-8", errors="replace")
-    return {"repeats": "QZ" * 100, "noise": noise, "language": HUMAN_RIGHTS}
+    return {"repeats": "§" * 100, "noise": noise, "language": HUMAN_RIGHTS}
 
 
 def write_vocabulary(folder: Path) -> None:

@@ -10,13 +10,15 @@ import numpy as np
 import pytest
 
 from megatron.training.run_history import read_history
+from megatron.training.sample_losses import MASKED, scale_of
 from megatron.training.spike_events import find_events
 from megatron.training.tensorboard import TensorBoard
 from tests.data.vocabularies import write_bpe
 from tests.load_tool import load_tool
 from tests.runs import NO_DROPOUT, SMALL, train, with_flags, write_text
-from tools import inspect_data, spikes
-from tools.spike_docs import neighbours
+from tools import inspect_data, spike_replay, spikes
+from tools.spike_docs import Place, neighbours, places
+from tools.spike_replay import Replayed, state_before, verdict
 
 ITERATIONS = 6
 
@@ -151,13 +153,48 @@ def test_replay_in_one_process_of_what_two_wrote(layout, tmp_path, capsys):
     assert {row["dp_rank"] for row in rows} == ({0, 1} if "--use-distributed-optimizer" in layout else {0})
 
 
+@pytest.mark.campaign
+def test_replay_counts_the_tokens_that_training_counts(tmp_path):
+    """Documents of their own positions and attention, and no loss behind their ends."""
+    masks = ["--eod-mask-loss", "--reset-position-ids", "--reset-attention-mask"]
+    masked = _trained(tmp_path, 1, *masks)
+    reading = inspect_data.open_run(argparse.Namespace(run=str(masked.save), world_size=None), None, 3)
+    state = state_before(str(masked.save), 3, None)
+    losses = np.concatenate(list(state.losses([reading.dataset[one.sample] for one in places(reading, 3)])))
+    counted = losses[losses != MASKED]
+    assert 0 < len(counted) < len(losses)
+    assert counted.mean(dtype=np.float64) == pytest.approx(masked.rows[2]["lm_loss"], rel=1e-6)
+
+
+def test_what_stands_out_and_whether_another_state_finds_it_too():
+    usual = scale_of([5 + 0.01 * n for n in range(-32, 33)] + [float("nan")])
+    assert (usual.median, usual.sigma) == (pytest.approx(5.0), pytest.approx(1.4826 * 0.16, rel=0.05))
+    assert not usual.stands_out(6.3)
+    assert all(usual.stands_out(loss) for loss in (6.6, float("nan"), float("inf")))
+    assert not scale_of([5.0, 5.001, 5.002]).stands_out(5.4), "a small excess is none, however alike the others are"
+
+    def told(other: float | None) -> str:
+        return verdict(Replayed(9, Place(1, 0, 0), 12.0, other), None if other is None else usual, 50)
+
+    assert told(12.0).startswith("data: at iteration 50 it stands out too (12.00, ")
+    assert told(5.1).startswith("data x state: at iteration 50 it is as others (5.10, ")
+    assert "--other-ckpt tells" in told(None)
+
+
+def test_replay_says_how_far_it_is(run, capsys, monkeypatch):
+    monkeypatch.setattr(spike_replay, "SECONDS", 0.0)
+    assert spikes.main(["replay", "--load", str(run.save), "--iterations", "3-4"]) == 0
+    assert "  1 of 6 iterations, " in capsys.readouterr().err
+
+
 def test_replay_for_a_reader(run, capsys):
     code, out = said(capsys, "replay", "--load", str(run.save), "--iterations", "3-4", "--other-ckpt", "6")
     lines = out.splitlines()
     assert code == 0
     assert lines[0] == f"iterations 3 to 4 at {run.save}/iter_0000002 and {run.save}/iter_0000006, forward only"
     assert lines[1].startswith("iteration 3: loss ") and " there; highest sample " in lines[1]
-    assert lines[3].startswith("usual is ") and lines[3].endswith("; 0 of 16 stand out")
+    assert lines[3].startswith("usual is ")
+    assert lines[3].endswith("(48 samples, 32 of them of neighbouring iterations); 0 of 16 stand out")
     assert lines[4].startswith("no sample stands out at this state")
 
 

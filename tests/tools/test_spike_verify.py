@@ -114,3 +114,15 @@ def test_ranges_on_record_count_too(text, tmp_path, capsys):
     assert code == 0 and "6 iterations, 1 of them skipped" in out
     code, out, _ = verify(capsys, "--ledger", folder / "ledger", "--", *argv(text, folder, "--iterations-to-skip", "5"))
     assert code == 1 and "iteration 5 was trained, though it was to be skipped" in out
+
+
+@pytest.mark.campaign
+def test_batch_sizes_that_changed(text, tmp_path, capsys):
+    """The iterations of each part of the run are read by the flags of that part."""
+    folder = tmp_path / "run"
+    run(text, folder, "--train-range-to-skip", "2", "2", "--exit-interval", "4")
+    done = run(text, folder, "--global-batch-size", "16", "--iterations-to-skip", "6", "--train-iters", "7",
+               "--allow-data-order-change", "--override-opt_param-scheduler")
+    assert [row["iteration"] for row in done.rows if row["skipped"]] == [2, 6]
+    code, out, _ = verify(capsys, done.save)
+    assert code == 0 and "7 iterations, 2 of them skipped" in out, out

@@ -123,13 +123,15 @@ def test_pictures(tmp_path, capsys):
 
 
 def test_the_seed(capsys):
-    assert said(capsys, str(ROOT / "tests/golden/seed_log.txt"))[0] == 0
+    code, out = said(capsys, str(ROOT / "tests/golden/seed_log.txt"))
+    assert code == 0
+    assert out.splitlines()[1] == "no spike; but the first 64 records are held against nothing, and there are no more"
 
 
 @pytest.mark.parametrize(("text", "message"), [
     (None, "cannot be read (No such file or directory)"),
     ("nothing\n", "no iteration line of a training log is in it"),
-    ('{"iteration": 1}\n{"iteration": 2}\n', "line 1: KeyError: 'skipped'; not a line of --metrics-file"),
+    ('{"iteration": 1}\n{"iteration": 2}\n', "line 1: KeyError: 'skip_reason'; not a line of --metrics-file"),
 ])
 def test_what_cannot_be_read(text, message, tmp_path, capsys):
     if text is not None:
