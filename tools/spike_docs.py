@@ -15,8 +15,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from megatron.arguments import Problems
 from megatron.data import suspicion
 from megatron.data.whereabouts import Piece, pieces
+from megatron.training.log_reader import without_nan
+from megatron.training.sample_losses import MASKED, mean_loss
 from tools import inspect_data
 
 HEAD = 16       # tokens shown
@@ -84,14 +87,17 @@ def neighbours(reading: inspect_data.Reading, first: int, last: int) -> list[int
 
 def usual(reading: inspect_data.Reading, iterations: Sequence[int]) -> list[suspicion.Measures]:
     """The measures of all that these iterations read, to compare with."""
-    found = []
-    for sample in (place.sample for iteration in iterations for place in places(reading, iteration)):
-        tokens, at = reading.dataset[sample], 0
-        for piece in pieces(reading.dataset, sample):
-            ids = tokens[at:at + piece.length]
-            at += piece.length
-            found.append(suspicion.measure(ids, _text(reading, ids)))
-    return found
+    samples = (place.sample for iteration in iterations for place in places(reading, iteration))
+    return [suspicion.measure(ids, _text(reading, ids))
+            for sample in samples for _, _, ids in _cut(reading, sample, reading.dataset[sample])]
+
+
+def _cut(reading: inspect_data.Reading, sample: int, tokens: np.ndarray) -> Iterator[tuple[Piece, int, np.ndarray]]:
+    """The pieces of a sample, each with its place in it and its ids."""
+    at = 0
+    for piece in pieces(reading.dataset, sample):
+        yield piece, at, tokens[at:at + piece.length]
+        at += piece.length
 
 
 def suspects(reading: inspect_data.Reading, read: Sequence[Place], others: Sequence[suspicion.Measures] = (),
@@ -102,11 +108,8 @@ def suspects(reading: inspect_data.Reading, read: Sequence[Place], others: Seque
     of_tokens = losses(samples) if losses else iter([None] * len(read))
     found, measures = [], []
     for place, tokens, each in zip(read, samples, of_tokens, strict=True):
-        at = 0
-        for piece in pieces(reading.dataset, place.sample):
-            ids = tokens[at:at + piece.length]
+        for piece, at, ids in _cut(reading, place.sample, tokens):
             mine = None if each is None else each[max(0, at - 1):at - 1 + piece.length]     # a token's loss stands before it
-            at += piece.length
             text = _text(reading, ids)
             measures.append(suspicion.measure(ids, text))
             head = str(ids[:HEAD].tolist()) if text is None else text[:6 * HEAD]
@@ -120,11 +123,16 @@ def _text(reading: inspect_data.Reading, ids: np.ndarray) -> str | None:
 
 
 def _suspect(found: suspicion.Suspicion, piece: Piece, place: Place, head: str, losses: np.ndarray | None) -> Suspect:
-    counted = np.array([]) if losses is None else losses[~np.isnan(losses)]
+    counts = losses is not None and bool((losses != MASKED).any())
     where = None if piece.first_byte is None else (piece.first_byte, piece.end_byte)
     return Suspect(found.score, found.reason, piece.prefix, piece.document, piece.offset, piece.length, where, place.sample,
                    place.dp_rank, place.micro_batch, head,
-                   float(counted.mean(dtype=np.float64)) if len(counted) else None)
+                   mean_loss(losses) if counts else None)
+
+
+def height(loss: float | None) -> float:
+    """A loss, for an order: one that is no number is the highest, none is the lowest."""
+    return -np.inf if loss is None else loss if np.isfinite(loss) else np.inf
 
 
 def arguments() -> argparse.ArgumentParser:
@@ -161,13 +169,16 @@ def docs(argv: Sequence[str]) -> int:
                 shown = inspect_data.find_document(reading, args.doc, args.prefix)
             else:
                 found, state = _ranked(reading, args)
+    except Problems as error:
+        print("\n".join(f"error: {line}" for line in error.lines), file=sys.stderr)
+        return 2
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     if args.doc is not None:
         print(json.dumps(shown)) if args.json else inspect_data.show_found(shown)
     elif args.json:
-        print(json.dumps([dataclasses.asdict(one) for one in found], indent=1))
+        print(json.dumps(without_nan([dataclasses.asdict(one) for one in found]), indent=1))
     else:
         print(f"iteration {args.iteration} reads {len(found)} pieces of documents"
               + (f"; losses in nats a token at {state}" if state else ""))
@@ -188,4 +199,4 @@ def _ranked(reading: inspect_data.Reading, args: argparse.Namespace) -> tuple[li
 
     state = state_before(args.run, args.iteration, args.ckpt_step)
     found = suspects(reading, read, others, state.losses)
-    return sorted(found, key=lambda one: -np.inf if one.loss is None else -one.loss), state.directory
+    return sorted(found, key=lambda one: -height(one.loss)), state.directory

@@ -24,11 +24,12 @@ from megatron.checkpoint.disk import CheckpointError
 from megatron.data.suspicion import Measures
 from megatron.training import log_reader
 from megatron.training.batch import BatchRules
-from megatron.training.replay import Scale, mean_loss, scale_of, token_losses
+from megatron.training.replay import token_losses
 from megatron.training.run_history import checkpoints
+from megatron.training.sample_losses import Scale, mean_loss, scale_of
 from megatron.training.trained_model import TrainedModel, open_trained_model
 from tools import inspect_data
-from tools.spike_docs import Place, Suspect, neighbours, places, suspects, usual
+from tools.spike_docs import Place, Suspect, height, neighbours, places, suspects, usual
 
 SECONDS = 5.0           # between two lines of progress
 
@@ -56,26 +57,28 @@ def open_state(path: str, step: int | None, device: str = "auto") -> State:
     return State(trained, BatchRules(trained.tokenizer.eod, d.reset_position_ids, d.reset_attention_mask, d.eod_mask_loss))
 
 
-def state_before(run: str, iteration: int, step: int | None) -> State:
+def state_before(run: str, iteration: int, step: int | None, device: str = "auto") -> State:
     """The state of `step`, else of the newest checkpoint before an iteration. Raises ValueError."""
     root = str(Path(run).parent) if re.fullmatch(r"iter_\d{7,}", Path(run).name) else run
     before = [number for number in checkpoints(root) if number < iteration]
     if step is None and not before:
         raise ValueError(f"{root}: no checkpoint before iteration {iteration}; give another one with --ckpt-step")
     try:
-        return open_state(root, before[-1] if step is None else step)
+        return open_state(root, before[-1] if step is None else step, device)
     except CheckpointError as error:
         raise ValueError(str(error)) from None
 
 
 @dataclass(frozen=True)
 class Replayed:
-    """A sample and its losses: `loss` at the checkpoint, `other` at the other one, if there is one; its pieces."""
+    """A sample and its mean losses: at the checkpoint, and at the other one if there is one."""
     iteration: int
     place: Place
     loss: float
     other: float | None
-    pieces: list[Suspect]
+
+
+Row = tuple[Replayed, np.ndarray]       # with the loss of each token
 
 
 class Progress:
@@ -93,18 +96,13 @@ class Progress:
             self._told = now
 
 
-def replay_iteration(reading: inspect_data.Reading, iteration: int, state: State, other: State | None,
-                     measures: Sequence[Measures]) -> list[Replayed]:
-    """All samples of an iteration; `measures` are of other text, which theirs is compared with."""
+def replay_iteration(reading: inspect_data.Reading, iteration: int, state: State, other: State | None) -> list[Row]:
+    """All samples of an iteration."""
     read = places(reading, iteration)
     samples = [reading.dataset[place.sample] for place in read]
-    mine = list(state.losses(samples))
     theirs = [mean_loss(each) for each in other.losses(samples)] if other else [None] * len(read)
-    found: dict[Place, list[Suspect]] = {place: [] for place in read}
-    for one in suspects(reading, read, measures, lambda _: iter(mine)):
-        found[Place(one.sample, one.dp_rank, one.micro_batch)].append(one)
-    return [Replayed(iteration, place, mean_loss(each), loss, found[place])
-            for place, each, loss in zip(read, mine, theirs, strict=True)]
+    return [(Replayed(iteration, place, mean_loss(each), loss), each)
+            for place, each, loss in zip(read, state.losses(samples), theirs, strict=True)]
 
 
 def verdict(one: Replayed, other: Scale | None, iteration: int) -> str:
@@ -146,7 +144,8 @@ def opened(args: argparse.Namespace) -> tuple[inspect_data.Reading, range, State
     if not 1 <= first <= last <= reading.plan.train_iters:
         raise ValueError(f"--iterations {args.iterations}: the run has the iterations 1 to {reading.plan.train_iters}, and "
                          "the first must not be behind the last")
-    state = (open_state(args.ckpt, None, args.device) if args.ckpt else state_before(args.load, first, args.ckpt_step))
+    state = (open_state(args.ckpt, args.ckpt_step, args.device) if args.ckpt
+             else state_before(args.load, first, args.ckpt_step, args.device))
     other = None
     if args.other_ckpt is not None:
         root = str(Path(state.directory).parent)
@@ -164,56 +163,72 @@ def replay(argv: Sequence[str]) -> int:
         with contextlib.redirect_stdout(io.StringIO()):     # what training would log of its data and model
             reading, wanted, state, other = opened(args)
         around = neighbours(reading, wanted.start, wanted.stop - 1)
-        samples = _replayed(reading, wanted, around, state, other, args.json)
+        samples, highest = _replayed(reading, wanted, around, state, other, args)
+        if not args.json:
+            _show(reading, samples, highest, wanted, around, state, other)
     except (ValueError, OSError, CheckpointError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    if not args.json:
-        _show(samples, wanted, state, other, args.top)
     return 0
 
 
 def _replayed(reading: inspect_data.Reading, wanted: range, around: Sequence[int], state: State, other: State | None,
-              as_json: bool) -> list[Replayed]:
-    """Every sample of the range and of its neighbours; a line an iteration, or a sample, as they come."""
-    progress, found = Progress(len(wanted) + len(around)), []
-    if not as_json:
-        print(f"iterations {wanted.start} to {wanted.stop - 1} at {state.directory}"
-              + (f" and {other.directory}" if other else "") + ", forward only", flush=True)
-    measures = usual(reading, around)
-    for iteration in [*wanted, *around]:
-        rows = replay_iteration(reading, iteration, state, other, measures)
-        found += rows if iteration in wanted else [dataclasses.replace(row, pieces=[]) for row in rows]
+              args: argparse.Namespace) -> tuple[list[Replayed], list[Row]]:
+    """Every sample of the range and of its neighbours, and those of the range with the highest losses. Prints a line an
+    iteration, or a sample, as they come."""
+    progress = Progress(len(wanted) + len(around))
+    found: list[Replayed] = []
+    highest: list[Row] = []
+    measures = usual(reading, around) if args.json else []
+    if not args.json:
+        which = f"iterations {wanted.start} to {wanted.stop - 1}" if len(wanted) > 1 else f"iteration {wanted.start}"
+        print(f"{which} at {state.directory}{f' and {other.directory}' if other else ''}, forward only", flush=True)
+    for iteration in [*wanted, *([] if args.json else around)]:
+        rows = replay_iteration(reading, iteration, state, other)
+        found += [row for row, _ in rows]
         progress.step()
         if iteration not in wanted:
             continue
-        if as_json:
+        highest = sorted(highest + rows, key=lambda one: -height(one[0].loss))[:args.top]
+        if args.json:
             for row in rows:
-                print(json.dumps(log_reader.without_nan(_as_json(row))), flush=True)
+                print(json.dumps(log_reader.without_nan(_as_json(reading, row, measures))), flush=True)
         else:
-            mean = float(np.mean([row.loss for row in rows]))
-            also = f", {np.mean([row.other for row in rows]):.4f} there" if other else ""
-            highest = max(row.loss for row in rows)
-            print(f"iteration {iteration}: loss {mean:.4f}{also}; highest sample {highest:.4f}", flush=True)
-    return found
+            print(_line(iteration, [row for row, _ in rows]), flush=True)
+    return found, highest
 
 
-def _as_json(row: Replayed) -> dict[str, Any]:
-    return {"iteration": row.iteration, **dataclasses.asdict(row.place), "loss": row.loss, "other": row.other,
-            "pieces": [dataclasses.asdict(piece) for piece in row.pieces]}
+def _line(iteration: int, rows: Sequence[Replayed]) -> str:
+    mean = float(np.mean([row.loss for row in rows]))
+    also = "" if rows[0].other is None else f", {np.mean([row.other for row in rows]):.4f} there"
+    return f"iteration {iteration}: loss {mean:.4f}{also}; highest sample {max(height(row.loss) for row in rows):.4f}"
 
 
-def _show(samples: Sequence[Replayed], wanted: range, state: State, other: State | None, top: int) -> None:
+def _pieces(reading: inspect_data.Reading, row: Row, measures: Sequence[Measures]) -> list[Suspect]:
+    return suspects(reading, [row[0].place], measures, lambda _: iter([row[1]]))
+
+
+def _as_json(reading: inspect_data.Reading, row: Row, measures: Sequence[Measures]) -> dict[str, Any]:
+    one = row[0]
+    return {"iteration": one.iteration, **dataclasses.asdict(one.place), "loss": one.loss, "other": one.other,
+            "pieces": [dataclasses.asdict(piece) for piece in _pieces(reading, row, measures)]}
+
+
+def _show(reading: inspect_data.Reading, samples: Sequence[Replayed], highest: Sequence[Row], wanted: range,
+          around: Sequence[int], state: State, other: State | None) -> None:
     """Which samples stand out, for a reader."""
-    inside = [one for one in samples if one.iteration in wanted]
     scale = scale_of([one.loss for one in samples])
     there = scale_of([one.other for one in samples]) if other else None
-    out = [one for one in inside if scale.stands_out(one.loss)]
-    out.sort(key=lambda one: -np.nan_to_num(one.loss, nan=np.inf))
+    inside = [one for one in samples if one.iteration in wanted]
+    out = sum(scale.stands_out(one.loss) for one in inside)
     print(f"usual is {scale.median:.2f} +- {scale.sigma:.2f} ({len(samples)} samples, {len(samples) - len(inside)} of them "
-          f"of neighbouring iterations); {len(out)} of {len(inside)} stand out")
-    for one in out[:top]:
-        worst = max(one.pieces, key=lambda piece: -np.inf if piece.loss is None else piece.loss)
+          f"of neighbouring iterations); {out} of {len(inside)} stand out")
+    measures = usual(reading, around) if out else []
+    for row in highest:
+        one = row[0]
+        if not scale.stands_out(one.loss):
+            break
+        worst = max(_pieces(reading, row, measures), key=lambda piece: height(piece.loss))
         told = verdict(one, there, other.trained.iteration if other else 0)
         print(f"{one.loss:6.2f}  {scale.z(one.loss):.1f} sigma: sample {one.place.sample} of iteration {one.iteration} "
               f"(rank {one.place.dp_rank}, micro-batch {one.place.micro_batch})\n        {told}\n"

@@ -2,8 +2,8 @@
 """Loss spikes after the fact: where they are in a log, which documents were read there, the flags of a restart, and whether
 a run left out what it was to leave out.
 
-    python tools/spikes.py analyze LOG... [--load DIR] [--plot FILE.svg]
-    python tools/spikes.py docs --iteration N RUN [--order loss]
+    python tools/spikes.py analyze LOG... [--load DIR] [--plot FILE.svg] [--json]
+    python tools/spikes.py docs --iteration N RUN [--top K] [--order loss]
     python tools/spikes.py docs --doc D RUN
     python tools/spikes.py replay --load DIR --ckpt-step C --iterations A-B [--other-ckpt C2]
     python tools/spikes.py verify [--ledger FILE] [--reference FILE] RUN
@@ -29,6 +29,7 @@ from megatron.training.log_reader import History, without_nan  # noqa: E402
 from megatron.training.run_history import checkpoints, read_history  # noqa: E402
 from megatron.training.spike_events import Event, find_events, log_interval  # noqa: E402
 from megatron.training.spike_plot import draw  # noqa: E402
+from megatron.training.spikes import LEAST  # noqa: E402
 from tools import spike_verify  # noqa: E402
 from tools.spike_docs import docs  # noqa: E402
 
@@ -109,14 +110,15 @@ def analyze(argv: Sequence[str]) -> int:
     if len(events) > 1:
         print(f"all {len(events)} in one restart:\n  {restart(events, args.load, saved)}")
     if not events:
-        print("no spike")
+        too_few = f"; but the first {LEAST} records are held against nothing, and there are no more"
+        print(f"no spike{too_few if len(trained) <= LEAST else ''}")
     return FOUND if events else NONE
 
 
 def main(argv: Sequence[str]) -> int:
     """Exit codes: 0 done or nothing found, 10 spikes found, 1 found wrong by `verify`, 2 a wrong command line or what cannot
     be read."""
-    if argv[:1] == ["replay"]:
+    if argv and argv[0] == "replay":
         from tools.spike_replay import replay  # torch, which takes longer to load than all the rest
 
         return replay(argv[1:])

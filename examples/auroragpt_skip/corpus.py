@@ -4,8 +4,8 @@
     corpus.py DIR       DIR holds what tools/fetch_quickstart_data.py wrote
 
 vocab.json and merges.txt are the first 1,024 entries of GPT-2's, so that nearly all of a small model is not vocabulary.
-clean.jsonl is the first scenes of the plays; poisoned.jsonl the same with three documents between them that no filter
-caught; code.jsonl is the source of Python's own library, another kind of text.
+clean.jsonl is the first scenes of the plays; repeats.jsonl, noise.jsonl and language.jsonl are the same, each with one
+document between them that no filter caught; code.jsonl is the source of Python's own library, another kind of text.
 """
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ from pathlib import Path
 
 IDS = 1024
 SCENES = 90
+AT = 86         # the scene before which a bad document stands: its tokens are all read in iteration 194 of spike.args
 HUMAN_RIGHTS = ("すべての人間は、生まれながらにして自由であり、かつ、尊厳と権利とについて平等である。"
                 "人間は、理性と良心とを授けられており、互いに同胞の精神をもって行動しなければならない。")
 
 
-def bad_documents() -> dict[int, str]:
-    """{number of the document before which it stands: text}: a stuck key, a picture taken for text, another language."""
-    noise = random.Random(0).randbytes(260)
-    return {20: "QZ" * 110, 45: noise.decode("utf-8", errors="replace"), 70: HUMAN_RIGHTS}
+def bad_documents() -> dict[str, str]:
+    """A stuck key, a picture taken for text, another language."""
+    noise = random.Random(0).randbytes(110).decode("utf-8", errors="replace")
+    return {"repeats": "§" * 100, "noise": noise, "language": HUMAN_RIGHTS}
 
 
 def write_vocabulary(folder: Path) -> None:
@@ -57,11 +58,9 @@ def main(argv: Sequence[str]) -> int:
     try:
         write_vocabulary(folder)
         scenes = [json.loads(line)["text"] for line in (folder / "shakespeare.jsonl").open(encoding="utf-8")]
-        bad, poisoned = bad_documents(), []
-        for number, scene in enumerate(scenes[:SCENES]):
-            poisoned += [bad[number], scene] if number in bad else [scene]
         write_texts(folder / "clean.jsonl", scenes[:SCENES])
-        write_texts(folder / "poisoned.jsonl", poisoned)
+        for name, text in bad_documents().items():
+            write_texts(folder / f"{name}.jsonl", [*scenes[:AT], text, *scenes[AT:SCENES]])
         write_texts(folder / "code.jsonl", library())
     except OSError as error:
         print(f"error: {error}; tools/fetch_quickstart_data.py {folder} fetches what is missing", file=sys.stderr)

@@ -254,6 +254,7 @@ def _gradients(config: Config, plan: Plan, stage: int) -> list[Transfer]:
 def _scalars(config: Config, sizes: _Sizes) -> list[Transfer]:
     """Loss, tokens and a flag over all ranks; norm, overflow and zeros over the ranks of one optimizer."""
     scaled = config.precision.fp16 or config.precision.loss_scale is not None
-    sums = (scaled or config.optimizer.clip_grad > 0) + scaled + config.logging.log_num_zeros_in_grad
+    measured = scaled or config.optimizer.clip_grad > 0 or config.spikes.spike_action in ("skip-update", "rewind")
+    sums = measured + scaled + config.logging.log_num_zeros_in_grad
     numbers = 5 if config.logging.data_ledger else 3
     return [Transfer("world", "all-reduce", 1, numbers * 8), Transfer("optimizer", "all-reduce", sums, sums * 8)]

@@ -187,7 +187,7 @@ NEWER: tuple[Row, ...] = (
     no("cuda_graph_impl", "none", "CUDA graphs are not used; --torch-compile fuses where that gains"),
     no("delay_wgrad_compute", False, _DP),
     same("calculate_per_token_loss", False, "loss and gradients are always divided by the global count of tokens"),
-    no("check_for_spiky_loss", False, "watch --metrics-file, and skip iterations by --train-range-to-skip"),
+    no("check_for_spiky_loss", False, "every run looks for spikes; --spike-action says what is done about one"),
     no("rerun_mode", "disabled", "iterations are not run twice to look for faults; leave the flag out"),
     no("eval_global_batch_size", None, "validation has the batch size of training; set --eval-iters for its length"),
     no("start_eval_at_iter", None, "the first validation comes after --eval-interval; leave the flag out"),

@@ -156,8 +156,8 @@ class TrainingLog:
         tokens = i.samples * shape.seq_length
         row = log_lines.IterationRow(
             result.iteration, self._plan.train_iters, result.consumed_samples, shape.seq_length, result.learning_rate,
-            result.global_batch_size, result.loss_scale, result.grad_norm, i, self._plan.world_size,
-            *self._rates(tokens), num_zeros=result.num_zeros, params_norm=result.params_norm)
+            result.global_batch_size, result.loss_scale, None if result.skipped else result.grad_norm, i,
+            self._plan.world_size, *self._rates(tokens), num_zeros=result.num_zeros, params_norm=result.params_norm)
         if config.logging.log_dialect == "internlm":
             print(self._internlm_line(result), flush=True)
         elif config.logging.log_dialect == "aurora":
@@ -213,17 +213,18 @@ class TrainingLog:
         self._metrics.write(json.dumps(row) + "\n")
 
     def _write_tensorboard(self, r: IterationResult) -> None:
-        board, logging = self.tensorboard, self._config.logging
-        if board is None or r.iteration % logging.tensorboard_log_interval:
+        board, logging, n, samples = self.tensorboard, self._config.logging, r.iteration, r.consumed_samples
+        if board and r.finding.spike:
+            board.scalar("spike", r.finding.sigma, n, samples)
+        if board is None or n % logging.tensorboard_log_interval:
             return
-        n, samples = r.iteration, r.consumed_samples
         if logging.log_learning_rate_to_tensorboard:
             board.scalar("learning-rate", r.learning_rate, n, samples)
         if logging.log_batch_size_to_tensorboard:
             board.scalar("batch-size", r.global_batch_size, n, samples)
         if r.loss is not None and r.skipped is None:
             board.scalar("lm loss", r.loss, n, samples)
-        if r.skipped == "user":
+        if r.skipped not in (None, "overflow"):
             board.scalar("skipped", 1, n, samples)
         if logging.log_loss_scale_to_tensorboard:
             board.scalar("loss-scale", r.loss_scale, n, samples)
@@ -233,8 +234,6 @@ class TrainingLog:
             for key, value in devices.memory_report(self._runtime.device).items():
                 if key in _MEMORY_TAGS:
                     board.scalar(_MEMORY_TAGS[key], value, n)
-        if r.finding.spike:
-            board.scalar("spike", r.finding.sigma, n, samples)
         for tag, value in (("grad-norm", r.grad_norm), ("num-zeros", r.num_zeros), ("params-norm", r.params_norm)):
             if value is not None:
                 board.scalar(tag, value, n, samples)

@@ -4,6 +4,8 @@ Knows a Run, its checkpoints and its list of skips; it must not know why a run g
 """
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -62,16 +64,15 @@ class Past:
         there is on. Raises Refusal where nothing is older than the spike, CheckpointError where a disk refuses."""
         run, progress = self._run, self._run.progress
         checkpoints = self._checkpoints()
-        older = ([one.iteration for one in self._copies if one.iteration < asked.start]
-                 or [n for n in checkpoints if n < asked.start]
-                 or [min([*checkpoints, *(one.iteration for one in self._copies)], default=asked.first)])
-        if max(older) >= asked.first:
+        there = [*checkpoints, *(one.iteration for one in self._copies)]
+        back = max((n for n in there if n < asked.start), default=min(there, default=asked.first))
+        if back >= asked.first:
             raise Refusal(f"a spike at iteration {asked.first}, and nothing older to go back to: neither a copy in memory "
                           "(--spike-snapshot-interval) nor a checkpoint of this run; start again, with "
                           f"--train-range-to-skip {asked.start} {asked.end}", EXIT_CODE)
-        asked, left = replace(asked, start=max(asked.start, max(older) + 1)), progress.iteration
+        asked, left = replace(asked, start=max(asked.start, back + 1)), progress.iteration
         rewinds, order = [*run.spikes.rewinds, asked], run.data_order
-        where = self._take_back(max(older), checkpoints)
+        where = self._take_back(back, checkpoints)
         run.spikes.rewinds, run.data_order = rewinds, order
         first = progress.iteration + 1
         again = f"{first} to {asked.start - 1} are trained again, " if first < asked.start else ""
@@ -98,27 +99,30 @@ class Past:
 
     def _checkpoints(self) -> dict[int, list[Candidate]]:
         """Checkpoints by iteration that are this run's own: it saved them, or they led to what it loaded."""
-        run, found = self._run, {}
-        if run.runtime.rank == 0:
-            c = run.config.checkpoint
-            for n in store.iterations(c.save) if c.save else ():
-                if n in self._saved:
-                    found.setdefault(n, []).append(Candidate(c.save, n))
-            if c.load and self._loaded and not (c.finetune or c.no_load_optim):
-                if store.is_checkpoint(Path(c.load)):
-                    found.setdefault(self._loaded, []).append(Candidate(c.load, None))
-                else:
-                    for n in store.iterations(c.load):
-                        if n <= self._loaded:
-                            found.setdefault(n, []).append(Candidate(c.load, n))
-        return gather_objects(found, run.runtime.ctx.world)[0]
+        found: dict[int, list[Candidate]] = {}
+        if self._run.runtime.rank == 0:
+            try:
+                for n, one in self._listed():
+                    found.setdefault(n, []).append(one)
+            except CheckpointError as error:
+                log.print_rank_0(f"WARNING: {error}")
+        return gather_objects(found, self._run.runtime.ctx.world)[0]
+
+    def _listed(self) -> Iterator[tuple[int, Candidate]]:
+        c = self._run.config.checkpoint
+        yield from ((n, Candidate(c.save, n)) for n in (store.iterations(c.save) if c.save else ()) if n in self._saved)
+        if c.load and self._loaded and not (c.finetune or c.no_load_optim):
+            if store.is_checkpoint(Path(c.load)):
+                yield self._loaded, Candidate(c.load, None)
+            else:
+                yield from ((n, Candidate(c.load, n)) for n in store.iterations(c.load) if n <= self._loaded)
 
     def put_aside(self) -> None:
         """After the iteration gone back to has been saved: checkpoints beyond it get a name that nobody loads by itself."""
         run, c, now = self._run, self._run.config.checkpoint, self._run.progress.iteration
         beyond = {n for n in self._saved if n > now}
-        if c.load == c.save and self._loaded > now:
-            beyond |= {n for n in range(now + 1, self._loaded + 1)}
+        if c.save and c.load and Path(c.load) == Path(c.save):
+            beyond |= set(range(now + 1, self._loaded + 1))
         self._saved -= beyond
         self._loaded = min(self._loaded, now)
         if run.runtime.rank or not c.save:
@@ -130,7 +134,8 @@ class Past:
             for n in store.iterations(c.save):
                 if n in beyond:
                     path = store.iteration_directory(c.save, n)
-                    aside = path.with_name(f"{path.name}.left-{len(run.spikes.rewinds)}")
+                    names = (path.with_name(f"{path.name}.left-{number}") for number in itertools.count(1))
+                    aside = next(name for name in names if not name.exists())
                     DISK.rename(path, aside)
                     log.print_rank_0(f"  {path} is of the stretch that was left: it is {aside.name} now")
         except CheckpointError as error:

@@ -24,13 +24,11 @@ EXIT_CODE = 3                   # of a run that gives up
 
 @dataclass(frozen=True)
 class Rewind:
-    """The run goes back before `start` and skips `start` to `end`. `first`: the iteration out of line that began it all,
-    `seen`: the one that led to this attempt."""
+    """The run goes back before `start` and skips `start` to `end`. `first`: the iteration out of line that began it all."""
     attempt: int
     start: int
     end: int
     first: int
-    seen: int
 
 
 @dataclass
@@ -128,7 +126,7 @@ class SpikePolicy:
                 f"go on from a checkpoint before iteration {self.rewinds[-1].start} with a lower --lr, or look at the data "
                 "(tools/spikes.py docs)", EXIT_CODE)
         start, end = (row.mark - 1, row.last + 1) if attempt == 1 else (first - BEFORE, max(first + AFTER, row.last + 1))
-        return Rewind(attempt, max(1, start), min(end, train_iters), first, row.first)
+        return Rewind(attempt, max(1, start), min(end, train_iters), first)
 
     def tried(self, first: int) -> str:
         """What has been skipped because of a spike at `first`."""
@@ -156,7 +154,7 @@ class SpikePolicy:
         """What a checkpoint keeps, as JSON."""
         if self.action == "off":
             return {}
-        return {"detector": self._detector.state_dict(), "marks": self._marks, "spent": self._spent,
+        return {"detector": self._detector.state_dict(), "marks": list(self._marks), "spent": list(self._spent),
                 "row": self._row and asdict(self._row), "rewinds": [asdict(one) for one in self.rewinds]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

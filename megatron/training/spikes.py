@@ -16,7 +16,7 @@ import numpy as np
 WINDOW = 128            # accepted values that a new one is held against
 LEAST = 64              # as many must be there
 LOSS_Z, LOSS_EXCESS = 6.0, 0.05         # sigma, and nats above the line
-NORM_Z, NORM_RATIO = 8.0, 2.0           # sigma of the logarithm, and times the line
+NORM_Z, NORM_RATIO = 8.0, 10.0          # sigma of the logarithm, and times the line: docs/spikes.md says why
 PRECURSOR_Z = 4.0
 LEVEL_SHIFT = 64        # out of line in a row: the level has changed
 SIGMA = 1.4826          # standard deviations of a normal distribution in its median absolute deviation
@@ -109,8 +109,8 @@ class SpikeDetector:
         return Finding(kind, loss_z, norm_z, excess, ratio)
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps, as JSON."""
-        return {"loss": self._loss.values, "log_grad_norm": self._norm.values, "in_a_row": self._in_a_row}
+        """What a checkpoint keeps, as JSON; a copy, since one may be written while the run goes on."""
+        return {"loss": list(self._loss.values), "log_grad_norm": list(self._norm.values), "in_a_row": self._in_a_row}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what a checkpoint kept."""

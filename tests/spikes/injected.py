@@ -1,6 +1,7 @@
 """Spikes put into runs of tests: a hook for `tests.runs.train`. Knows no action."""
 from __future__ import annotations
 
+import multiprocessing
 from collections.abc import Mapping
 
 from megatron.training import loop, spikes
@@ -8,7 +9,8 @@ from megatron.training import loop, spikes
 
 def inject(bad: Mapping[int, float], least: int = 24) -> None:
     """A hook: in iteration n the loss, and so its gradient, is `bad[n]` times what it is. `least` accepted values are
-    enough to compare with, so that runs may be short."""
+    enough to compare with, so that runs may be short. The rank may have data workers."""
+    multiprocessing.process.current_process()._config["daemon"] = False
     spikes.LEAST = least
     train_step = loop.train_step
 

@@ -12,6 +12,7 @@ So the difference is what rank 0 of 1 pays for code that 1,000 ranks need. The f
     work in each, so its share is smaller.
   - microseconds of processor time: each parallel piece timed alone, again and again, against the direct call it stands
     for, on tensors so small that the kernel is all overhead; times its calls in a step, as a share of the time of a step.
+  - microseconds of processor time that the spike detector takes an iteration, beside the step.
   - calls of Python and C functions in a step, for what they say where valgrind takes too long (it needs some ten minutes of
     processor time to load torch): they count alike whatever a call costs, so they have no goal.
 Needs torch and numpy; valgrind and cc for the instructions (left out without them, --no-callgrind: not wanted).
@@ -22,6 +23,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import io
+import itertools
 import json
 import os
 import re
@@ -54,8 +56,9 @@ from megatron.parallel.cross_entropy import vocab_parallel_cross_entropy  # noqa
 from megatron.parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding, embedding  # noqa: E402
 from megatron.parallel.random import DropoutSeeds  # noqa: E402
 from megatron.timers import Timers  # noqa: E402
-from megatron.training import build, initialize  # noqa: E402
+from megatron.training import build, initialize, spikes  # noqa: E402
 from megatron.training.batch import make_batch  # noqa: E402
+from megatron.training.spike_policy import SpikePolicy  # noqa: E402
 from megatron.training.step import train_step  # noqa: E402
 from pretrain_gpt import forward_step  # noqa: E402
 
@@ -236,6 +239,19 @@ def microseconds(function: Callable[[], Any], repeats: int, loops: int) -> float
     return 1e6 * best
 
 
+def detector_microseconds(repeats: int) -> float:
+    """What the spike detector takes an iteration, with loss, norm and full windows."""
+    policy, numbers = SpikePolicy("log"), itertools.count(1)
+    values = itertools.cycle([3.0, 3.01, 2.99, 3.02, 2.98, 3.005, 2.995])
+
+    def judge() -> None:
+        value = next(values)
+        policy.judge(next(numbers), value, value)
+
+    microseconds(judge, 1, 2 * spikes.WINDOW)
+    return microseconds(judge, repeats, 100)
+
+
 def function_calls(function: Callable[[], Any]) -> int:
     """Calls of Python and C functions in this thread while it runs."""
     count = 0
@@ -321,7 +337,8 @@ def timed(size: Size, repeats: int) -> dict[str, Any]:
         ours, direct = (min(values) for values in zip(*pairs, strict=True))
         rows.append({"piece": piece.name, "us": ours, "direct_us": direct, "calls": piece.calls,
                      "us_per_step": (ours - direct) * piece.calls, "spread": statistics.pstdev(a - b for a, b in pairs)})
-    return {"step_us": whole, "pieces": rows, "calls": calls, "share": sum(row["us_per_step"] for row in rows) / whole}
+    return {"step_us": whole, "pieces": rows, "calls": calls, "detector_us": detector_microseconds(repeats),
+            "share": sum(row["us_per_step"] for row in rows) / whole}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -351,6 +368,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for row in report["pieces"]:
         print(f"  {row['piece']:32}{row['us']:10.2f}{row['direct_us']:9.2f}{row['calls']:7}{row['us_per_step']:11.1f}")
     print(f"microseconds: {100 * report['share']:.2f} % of a step of {report['step_us']:.0f} us (goal: at most 2 %)")
+    print(f"spike detector: {report['detector_us']:.1f} us an iteration, and no synchronisation")
     calls = report["calls"]
     print(f"calls of functions: {calls['with']} a step with the parallel code, {calls['without']} without: "
           f"{100 * (calls['with'] / calls['without'] - 1):+.1f} %")

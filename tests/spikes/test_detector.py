@@ -72,7 +72,7 @@ def test_t13_what_is_not_finite_is_a_spike_and_leaves_no_trace(loss, norm):
 
 def test_the_gradient_norm_alone_is_enough_and_only_upwards():
     losses, norms = curve(600), np.exp(np.random.default_rng(0).normal(0, 0.1, 2500))
-    norms[1500], norms[2000] = 3.5, 1 / 3.5
+    norms[1500], norms[2000] = 12.0, 1 / 12.0
     found = {i: finding.kind for i, finding in enumerate(judged(losses, norms)) if finding.spike}
     assert found == {1500: "grad-norm"}
     losses[2200] -= 100 * SIGMA
@@ -82,11 +82,11 @@ def test_the_gradient_norm_alone_is_enough_and_only_upwards():
 def test_small_excess_and_small_ratio_are_no_spikes_however_quiet_the_run():
     losses = np.full(300, 3.0) + np.random.default_rng(1).normal(0, 1e-4, 300)
     norms = np.ones(300) + np.random.default_rng(2).normal(0, 1e-4, 300)
-    losses[200], norms[250] = 3.04, 1.9
+    losses[200], norms[250] = 3.04, 9.8
     findings = judged(losses, norms)
     assert not any(finding.spike for finding in findings)
     assert findings[200].kind == findings[250].kind == "precursor"
-    losses[200], norms[250] = 3.06, 2.1
+    losses[200], norms[250] = 3.06, 10.2
     assert [finding.kind for finding in judged(losses, norms) if finding.spike] == ["loss", "grad-norm"]
 
 
