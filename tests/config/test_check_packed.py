@@ -15,7 +15,8 @@ def test_packed_rows_of_made_up_samples_need_nothing_else():
     assert checked("--dummy-data internlm", base=PACKED)[0] == []
     assert checked("", base=BASE.replace("--mock-data", "--dummy-data internlm"))[0] == [
         "--dummy-data internlm: makes samples of many lengths, which are packed; add --packed-samples"]
-    assert checked("--tokenizer-type NullTokenizer", base=PACKED)[0] == ["no data: give --train-data-path FOLDER, or --dummy-data internlm"]
+    assert checked("--tokenizer-type NullTokenizer", base=PACKED)[0] == [
+        "no data: give --train-data-path FOLDER, or --dummy-data internlm"]
     assert checked("--dummy-data internlm", base=PACKED.replace("--vocab-size 100", ""))[0] == [
         "--vocab-size is missing: the synthetic text of --dummy-data needs the number of ids, as in --vocab-size 50257"]
     assert command_line.read(f"{PACKED} --dummy-data internlm".split(), {}).config.data.tokenizer == "NullTokenizer"

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import torch
 from megatron.data.packed import LABELS, POSITIONS, TOKENS, PackedFile, PackingRule
 from megatron.data.sampler import PackedSampler
 from megatron.data.samples import Samples
+from megatron.kernels.select import kernel_table
 from megatron.model import gpt
 from megatron.parallel.context import Axis
 from megatron.training import step
@@ -67,6 +69,26 @@ def test_the_twelve_steps_of_the_demo_logs():
         assert [(row["tokens/en"], row["num_samples_in_batch"], row["largest_length"], row["largest_batch"],
                  row["smallest_batch"]) for row in found] == rows
         assert all((row["loss/en"], row["tokens/cn"], row["loss/code"]) == (2.0, 0, None) for row in found)
+
+
+def test_each_flag_changes_the_rows(folders):
+    """--packed-samples itself: a micro-batch is one row, and attention is that of documents."""
+    base = ("--train-data-path", folders[0], "--eval-iters", "0")
+
+    def first(*flags: str) -> np.ndarray:
+        config = config_of(*base, *flags)
+        config = replace(config, data=replace(config.data, mock_data=False))
+        return build_data(config, plan_run(config, 1, 211), RUNTIME, make_tokenizer(config)).train[0]
+
+    plain, into_one, padded, long = (first("--packed-samples", *more) for more in (
+        (), ("--pack-into-one",), ("--pad-samples",), ("--min-sample-length", "20")))
+    assert plain.shape == (4, 64) and (plain[POSITIONS, 1:] == 0).any()
+    assert into_one[POSITIONS].tolist() == [*range(32), *range(32)] and np.array_equal(into_one[TOKENS], plain[TOKENS])
+    assert padded[TOKENS, -1] == 0 != plain[TOKENS, -1] and not np.array_equal(long, plain)
+    for flags, name in ((("--packed-samples",), "blocks of query rows"), ((), "torch's fused attention")):
+        config = config_of(*flags, "--seq-length", "64", "--max-position-embeddings", "64", *NO_DROPOUT)
+        rows = kernel_table(CPU, torch.float32, config)
+        assert [row.implementation for row in rows if row.operation == "attention" and row.on] == [name]
 
 
 # --- pieces do not see each other ------------------------------------------------------------------------------------------
@@ -267,6 +289,19 @@ def test_every_layout_trains_alike_and_keeps_samples_apart(layout, folders, alon
         kept += int((~marked).sum())
         moved += int((a[marked] != b[marked]).any(1).sum())
     assert files and moved > 20 and kept > 20, (len(files), moved, kept)
+
+
+@pytest.mark.campaign
+def test_validation_reads_a_folder_of_its_own(folders, tmp_path):
+    """New rows at each validation, or with --full-validation all of them each time; on two ranks as on one."""
+    random = np.random.default_rng(8)
+    write_lines(tmp_path / "valid/en/a.bin", [random.integers(1, 200, random.integers(1, 60)).tolist() for _ in range(20)])
+    words = argv(folders[0], "--valid-data-path", str(tmp_path / "valid"), "--eval-iters", "1", "--eval-interval", "2")
+    for more in ((), ("--full-validation",)):
+        one, two = (train(tmp_path / f"{world}{len(more)}", with_flags(words, *more), world) for world in (1, 2))
+        said = [re.findall(r"lm loss value: (\S+)", run.log) for run in (one, two)]
+        assert len(said[0]) == 3 and len(set(said[0])) > 1
+        assert more or said[0] == said[1]       # an odd number of rows is cut to whole micro-batches of all ranks
 
 
 @pytest.mark.campaign
