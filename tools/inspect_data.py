@@ -175,6 +175,10 @@ class Reading:
             return [CyclicSampler(*place, rank, len(ranks), d.data_sharding) for rank in ranks]
         return [SequentialSampler(*place, rank, len(ranks)) for rank in ranks]
 
+    def tokens(self, sample: int) -> np.ndarray:
+        """The token ids of a sample; of packed samples, of that row."""
+        return np.atleast_2d(self.dataset[sample])[0]
+
     def first_sample(self, iteration: int) -> int:
         """Samples consumed before an iteration."""
         return self.plan.batch.samples_before(iteration) + self.shift
@@ -236,8 +240,7 @@ def checkpoint_after(run: str, iteration: int | None) -> Path:
 
 def describe_sample(reading: Reading, sample: int) -> dict[str, Any]:
     """A sample's hash and pieces; a `text` is the beginning of its piece."""
-    row, found, at = reading.dataset[sample], [], 0
-    tokens = np.atleast_2d(row)[0]
+    tokens, found, at = reading.tokens(sample), [], 0
     for piece in pieces(reading.dataset, sample):
         head = tokens[at : at + min(HEAD, piece.length)].tolist()
         at += piece.length
@@ -245,7 +248,7 @@ def describe_sample(reading: Reading, sample: int) -> dict[str, Any]:
         found.append({"dataset": piece.prefix, "document": piece.document, "offset": piece.offset, "tokens": piece.length,
                       "bytes": None if piece.first_byte is None else [piece.first_byte, piece.end_byte],
                       "text": reading.tokenizer.detokenize(head) if known else None, "ids": head})
-    return {"hash": f"{tokens_hash(row):016x}", "pieces": found}
+    return {"hash": f"{tokens_hash(reading.dataset[sample]):016x}", "pieces": found}
 
 
 def describe_iteration(reading: Reading, iteration: int, ledger: str | None) -> dict[str, Any]:

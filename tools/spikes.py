@@ -218,7 +218,7 @@ def suspects(reading: inspect_data.Reading, iteration: int) -> list[Suspect]:
     """The pieces of documents that an iteration reads, the most suspicious first."""
     found, measures = [], []
     for sample, dp_rank, micro_batch in reading.batch(iteration, reading.samplers()):
-        tokens, at = reading.dataset[sample], 0
+        tokens, at = reading.tokens(sample), 0
         for piece in pieces(reading.dataset, sample):
             ids = tokens[at:at + piece.length]
             at += piece.length
