@@ -66,6 +66,7 @@ _NEEDED = (
         v["swiglu"] or v["geglu"] or v["squared_relu"] or v["openai_gelu"])),
     ("split", "--data-path or --data-args-path", lambda v: not (v["mock_data"] or v["dummy_data"])),
     ("pack_into_one pad_samples min_sample_length", "--packed-samples", lambda v: v["packed_samples"]),
+    ("min_sample_length", "files of data (--dummy-data has all its samples)", lambda v: v["dummy_data"] is None),
     ("overlap_p2p_comm", "--pipeline-model-parallel-size", lambda v: v["pipeline_model_parallel_size"] > 1),
 )
 _ALWAYS = {

@@ -50,6 +50,11 @@ def test_flags_of_packing_alone_have_no_effect():
                                                                    "--min-sample-length 5")]  # fmt: skip
 
 
+def test_made_up_samples_are_never_left_out():
+    assert checked("--dummy-data internlm --min-sample-length 50", base=PACKED) == (
+        [], ["--min-sample-length 50: no effect without files of data (--dummy-data has all its samples)"])
+
+
 def test_folders_are_looked_at_before_the_start(tmp_path: Path):
     (tmp_path / "en").mkdir()
     flags = f"--tokenizer-type NullTokenizer --train-data-path {tmp_path}"
