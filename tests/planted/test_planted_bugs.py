@@ -265,8 +265,8 @@ def test_a_planted_bug_of_the_data_is_caught(name, tmp_path):
     caught(DATA[name], tmp_path)
 
 
-@pytest.mark.campaign
-@pytest.mark.parametrize("name", PACKED)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.campaign if number < 5 else pytest.mark.sweep)
+                                  for number, name in enumerate(PACKED)])
 def test_a_planted_bug_of_packed_samples_is_caught(name, tmp_path):
     caught(PACKED[name], tmp_path)
 

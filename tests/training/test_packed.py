@@ -306,8 +306,8 @@ def test_validation_reads_a_folder_of_its_own(folders, tmp_path):
         assert more or said[0] == said[1]       # an odd number of rows is cut to whole micro-batches of all ranks
 
 
-@pytest.mark.campaign
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", [pytest.param(mode, marks=pytest.mark.sweep if MODES[mode] else pytest.mark.campaign)
+                                  for mode in MODES])
 def test_a_resumed_run_is_the_run_bit_for_bit(mode, folders, tmp_path):
     """Over the end of an epoch, with the ledger; and other packing is not resumed with."""
     def words(where: Path) -> list[str]:
