@@ -91,6 +91,17 @@ def test_each_flag_changes_the_rows(folders):
         assert [row.implementation for row in rows if row.operation == "attention" and row.on] == [name]
 
 
+@pytest.mark.parametrize("dp", [pytest.param(4, marks=pytest.mark.campaign), pytest.param(8, marks=pytest.mark.sweep)])
+def test_the_demo_logs_from_whole_runs(dp, tmp_path):
+    """The same from the metrics file of pretrain_gpt.py on as many ranks, with a model of width 8."""
+    words = ("--num-layers 1 --hidden-size 8 --num-attention-heads 1 --seq-length 2048 --max-position-embeddings 2048 "
+             "--micro-batch-size 2 --lr 1e-3 --lr-warmup-iters 1 --train-iters 6 --packed-samples --dummy-data internlm "
+             f"--vocab-size 200 --num-workers 0 --eval-iters 0 --device cpu --global-batch-size {8 * dp}").split()
+    run = train(tmp_path, [*words, *NO_DROPOUT], dp)
+    assert run.series("tokens/en", *FILLED) == DEMOS[dp]
+    assert run.rows[-1]["consumed_tokens"] == 6 * 8 * dp * 2048
+
+
 # --- pieces do not see each other ------------------------------------------------------------------------------------------
 
 
@@ -117,8 +128,8 @@ def gradients(model, loss: torch.Tensor) -> dict[str, torch.Tensor]:
     return {p.sharding.name: p.grad.clone() for p in model.parameters()}
 
 
-@pytest.mark.parametrize("positions", ["learned_absolute", "rope"])
-@pytest.mark.parametrize("mode", ["pieces", "blocks", "padded"])
+@pytest.mark.parametrize(("mode", "positions"), [("pieces", "rope"), ("pieces", "learned_absolute"), ("blocks", "rope"),
+                                                 ("padded", "learned_absolute")])
 def test_a_row_has_the_loss_of_its_pieces_one_by_one(mode, positions):
     model = tiny_model(torch.float64, scramble=True, position_embedding_type=positions)
     lines = a_row(mode)
