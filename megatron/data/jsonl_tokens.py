@@ -91,6 +91,18 @@ class JsonlTokens:
                              "its meta anew, or copy both again") from None  # fmt: skip
         return ids
 
+    def id_range(self, limit: int | None = None) -> tuple[int, int]:
+        """(smallest, largest) id of the first lines until they have `limit` tokens (None: all), (0, -1) without any."""
+        seen, lows, highs = 0, [], []
+        for sample in range(len(self.lengths)):
+            if limit is not None and seen >= limit:
+                break
+            ids = self.ids(sample)
+            seen += len(ids)
+            if len(ids):
+                lows, highs = [min([*lows, int(ids.min())])], [max([*highs, int(ids.max())])]
+        return (lows[0], highs[0]) if seen else (0, -1)
+
     def read(self, sample: int, first: int, count: int) -> np.ndarray:
         """Ids `first .. first + count` of a sample, int64."""
         return self.ids(sample)[first : first + count]

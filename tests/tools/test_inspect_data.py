@@ -332,3 +332,16 @@ def test_packed_samples(tmp_path, capsys):
         assert all(one["iteration"] == one["sample"] // 4 + 1 for one in found["shown"])
     said = refused(capsys, "find", "--document", "30", "--prefix", prefix, str(tmp_path / "save"))
     assert "has the documents 0 to 29" in said
+
+
+def test_files_of_internlm_are_checked_line_by_line(tmp_path, capsys):
+    path = write_lines(tmp_path / "en/a.bin", [[-5, 6], [], [70, 8, 9]])
+    found = ask(capsys, "check", path, "--vocab-size", "71")["pairs"][0]
+    assert (found["documents"], found["tokens"], found["empty_documents"]) == (3, 5, 1)
+    assert (found["smallest_id"], found["largest_id"]) == (-5, 70)
+    assert "the vocabulary has 70" in ask(capsys, "check", path, "--vocab-size", "70", code=1)["pairs"][0]["problem"]
+    assert TOOL.main(["check", path]) == 0
+    assert f"{path}: 3 documents, 1 of them empty, 5 tokens of JSON, ids -5 .. 70 at its head" in capsys.readouterr().out
+    with open(path, "r+b") as file:
+        file.write(b"[")
+    assert "sample 0, at byte 0: is no" in ask(capsys, "check", path, code=1)["pairs"][0]["problem"]
