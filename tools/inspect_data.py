@@ -39,6 +39,7 @@ from megatron.config.tree import Config  # noqa: E402
 from megatron.data import provenance  # noqa: E402
 from megatron.data.build import Before, build_train_valid_test_datasets  # noqa: E402
 from megatron.data.indexed_dataset import IndexedDataset  # noqa: E402
+from megatron.data.jsonl_tokens import JsonlTokens, meta_path  # noqa: E402
 from megatron.data.ledger import MASK, SKIPPED, read_ledger, sample_hash, tokens_hash  # noqa: E402
 from megatron.data.packed_build import build_packed_datasets  # noqa: E402
 from megatron.data.sampler import PackedSampler, Sampler, SequentialSampler  # noqa: E402
@@ -55,7 +56,7 @@ def arguments() -> argparse.ArgumentParser:
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     check = commands.add_parser("check", help="are these pairs sound?")
-    check.add_argument("prefixes", nargs="+", metavar="PREFIX", help="path without .bin and .idx")
+    check.add_argument("prefixes", nargs="+", metavar="PREFIX", help="path without .bin and .idx; or X.bin with X.bin.meta")
     check.add_argument("--vocab-size", type=int, help="refuse token ids that are not below this")
     check.add_argument("--all-tokens", action="store_true", help="look at every token (default: the first 262144)")
     at = commands.add_parser("at", help="what an iteration reads")
@@ -104,6 +105,23 @@ def check_pair(prefix: str, vocab_size: int | None, all_tokens: bool) -> dict[st
     return found
 
 
+def check_lines(path: str, vocab_size: int | None, all_tokens: bool) -> dict[str, Any]:
+    """The same of a .bin of InternLM's and its .meta; lines are read until they have 262144 tokens, or all of them."""
+    found: dict[str, Any] = {"prefix": path}
+    try:
+        samples = JsonlTokens(path)
+        low, high = samples.id_range(None if all_tokens else 1 << 18)
+        found |= {"documents": len(samples.lengths), "tokens": int(samples.lengths.sum()), "dtype": "JSON",
+                  "bin_bytes": samples.bin_bytes, "empty_documents": int((samples.lengths == 0).sum()),
+                  "smallest_id": low, "largest_id": high, "tokenizer": None}
+        if vocab_size is not None and max(high, -low) >= vocab_size:
+            raise ValueError(f"{path}: holds token ids {low} .. {high}, the vocabulary has {vocab_size}; give the "
+                             "vocabulary it was tokenized with")
+    except (ValueError, OSError) as error:
+        found["problem"] = str(error)
+    return found
+
+
 def _named(made_by: dict[str, Any] | None) -> str:
     if made_by is None:
         return "no .json that says which tokenizer made it"
@@ -130,7 +148,8 @@ def _tokenizer(prefix: str, found: dict[str, Any]) -> dict[str, Any] | None:
 def check(options: argparse.Namespace) -> int:
     """`check`: a line for each pair and one for all."""
     with ThreadPoolExecutor(THREADS) as pool:
-        found = list(pool.map(lambda prefix: check_pair(prefix, options.vocab_size, options.all_tokens), options.prefixes))
+        found = list(pool.map(lambda name: (check_lines if os.path.exists(meta_path(name)) else check_pair)(
+            name, options.vocab_size, options.all_tokens), options.prefixes))
     bad = [pair for pair in found if "problem" in pair]
     try:
         provenance.common_maker([pair["prefix"] for pair in found if pair not in bad])
@@ -176,6 +195,10 @@ class Reading:
 
             return [CyclicSampler(*place, rank, len(ranks), d.data_sharding) for rank in ranks]
         return [SequentialSampler(*place, rank, len(ranks)) for rank in ranks]
+
+    def tokens(self, sample: int) -> np.ndarray:
+        """The token ids of a sample; of packed samples, of that row."""
+        return np.atleast_2d(self.dataset[sample])[0]
 
     def first_sample(self, iteration: int) -> int:
         """Samples consumed before an iteration."""
@@ -257,8 +280,7 @@ def checkpoint_after(run: str, iteration: int | None) -> Path:
 
 def describe_sample(reading: Reading, sample: int) -> dict[str, Any]:
     """A sample's hash and pieces; a `text` is the beginning of its piece."""
-    row, found, at = reading.dataset[sample], [], 0
-    tokens = np.atleast_2d(row)[0]
+    tokens, found, at = reading.tokens(sample), [], 0
     for piece in pieces(reading.dataset, sample):
         head = tokens[at : at + min(HEAD, piece.length)].tolist()
         at += piece.length
@@ -266,7 +288,7 @@ def describe_sample(reading: Reading, sample: int) -> dict[str, Any]:
         found.append({"dataset": piece.prefix, "document": piece.document, "offset": piece.offset, "tokens": piece.length,
                       "bytes": None if piece.first_byte is None else [piece.first_byte, piece.end_byte],
                       "text": reading.tokenizer.detokenize(head) if known else None, "ids": head})
-    return {"hash": f"{tokens_hash(row):016x}", "pieces": found}
+    return {"hash": f"{tokens_hash(reading.dataset[sample]):016x}", "pieces": found}
 
 
 def describe_iteration(reading: Reading, iteration: int, ledger: str | None) -> dict[str, Any]:

@@ -73,6 +73,7 @@ _NEEDED = (
     ("spike_action", "training, which --skip-train leaves out", lambda v: not v["skip_train"]),
     ("spike_snapshot_interval", "--spike-action rewind", lambda v: v["spike_action"] == "rewind"),
     ("pack_into_one pad_samples min_sample_length", "--packed-samples", lambda v: v["packed_samples"]),
+    ("min_sample_length", "files of data (--dummy-data has all its samples)", lambda v: v["dummy_data"] is None),
     ("overlap_p2p_comm", "--pipeline-model-parallel-size", lambda v: v["pipeline_model_parallel_size"] > 1),
 )
 _ALWAYS = {

@@ -1,18 +1,19 @@
-"""Rules of --packed-samples: what has no meaning beside it. Knows no torch and no file."""
+"""Rules of --packed-samples: what has no meaning beside it, and which folders it can read. Knows no torch; reads no file."""
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 from megatron.config.facts import Facts
 
-# Flags that cannot stand beside --packed-samples, the value that leaves them off, and why.
+# Flags that cannot stand beside --packed-samples, the value that leaves them off, and what to do.
 _APART = (
-    ("mock_data", False, "is one long text; --dummy-data internlm makes up samples"),
-    ("data_path", None, "would be split, and packed folders are read whole; name them by --train-data-path, and those of "
-                        "validation by --valid-data-path"),
-    ("data_args_path", None, "would be split, and packed folders are read whole; name them by --train-data-path"),
+    ("mock_data", False, "it is one long text; --dummy-data internlm makes up samples"),
+    ("data_path", None, "it would be split, and packed data are read whole; give --train-data-path, and for validation "
+                        "--valid-data-path"),
+    ("data_args_path", None, "it would be split, and packed data are read whole; give --train-data-path"),
     ("data_order", "megatron", "packed rows have an order of their own; leave it out"),
-    ("multiple_validation_sets", False, "is not supported with packed rows; validate one set at a time"),
+    ("multiple_validation_sets", False, "rows are of one validation set; leave it out"),
     ("reset_position_ids", False, "positions restart with each sample anyway; leave it out"),
     ("reset_attention_mask", False, "attention stays inside each sample anyway; leave it out"),
     ("eod_mask_loss", False, "the last token of a sample has no label anyway; leave it out"),
@@ -29,23 +30,23 @@ def rule(f: Facts) -> Iterator[str]:
         return
     for name, off, why in _APART:
         if f[name] != off:
-            yield f"{f.flags[name].spelling}: with --packed-samples it {why}" if why.startswith(("is ", "would ")) else (
-                f"{f.flags[name].spelling}: with --packed-samples {why}")
+            yield f"{f.flags[name].spelling}: cannot stand beside --packed-samples: {why}"
     if f["dataloader_type"] == "cyclic":
         yield "--dataloader-type cyclic: packed rows are shuffled each epoch anyway; leave it out"
     if f["pack_into_one"] and f["pad_samples"]:
         yield "--pack-into-one and --pad-samples: two ways to fill a row; leave one of them out"
-    for name in ("train_data_path", "valid_data_path", "test_data_path"):
-        words = f[name] or ()
-        weights = [word for word in words if word.startswith("epochs:") or _is_number(word)]
-        if weights:
-            yield (f"{f.flags[name].spelling} {weights[0]}: packed rows are drawn from each file as often as it has them, "
-                   "without weights; give the folders or prefixes alone")
 
 
-def _is_number(word: str) -> bool:
-    try:
-        float(word)
-    except ValueError:
-        return False
-    return True
+def word_problems(flag: str, word: str) -> list[str] | None:
+    """What is wrong with a word of a data flag that is a directory or a file of InternLM's; None if it is neither, but a
+    prefix or a pattern."""
+    if not os.path.isdir(word) or os.path.isfile(word + ".idx"):
+        return [] if os.path.isfile(word.removesuffix(".bin") + ".bin.meta") else None
+    files = [os.path.join(path, name) for path, _, names in os.walk(word, followlinks=True) for name in names
+             if name.endswith(".bin")]
+    if not files:
+        return [f"{flag}: {word} holds no .bin; give a folder of InternLM's (FOLDER/SUBSET/X.bin with X.bin.meta), or a "
+                "prefix written by tools/preprocess_data.py"]
+    bare = sorted(path for path in files if not (os.path.isfile(path + ".meta") or os.path.isfile(path[:-4] + ".idx")))
+    return [f"{flag}: {path} has no {os.path.basename(path)}.meta beside it (nor an .idx); copy it too, or make both anew"
+            for path in bare[:3]]

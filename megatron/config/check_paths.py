@@ -13,6 +13,7 @@ import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from megatron.config import check_packed
 from megatron.config.checkpoint import CheckpointConfig, is_url, staged
 from megatron.config.data import DataConfig
 from megatron.config.tokenizer import tiktoken_problems
@@ -44,7 +45,8 @@ def missing(config: Config) -> list[str]:
     d, c = config.data, config.checkpoint
     found = []
     if not any(_given(d).values()):
-        found.append("no data: give --data-path PREFIX (written by tools/preprocess_data.py), or --mock-data")
+        found.append("no data: give --train-data-path FOLDER, or --dummy-data internlm" if d.packed_samples else
+                     "no data: give --data-path PREFIX (written by tools/preprocess_data.py), or --mock-data")
     elif sum(_given(d).values()) == 1:
         found += _corpora(d)
     found += [*_tokenizer_files(d), *([] if is_url(c.load) else _checkpoint(c))]
@@ -246,6 +248,9 @@ def _blends(d: DataConfig) -> Iterator[str]:
             yield f"{flag}: {wrong}"
         elif not isinstance(words, str) and words[0].startswith(EPOCHS) and d.data_order != "epoch":
             yield f"{flag} {words[0]}: epochs are kept by --data-order epoch only; add it, or give weights"
+        elif d.packed_samples and not isinstance(words, str) and _prefixes(words) is not words:
+            yield (f"{flag} {words[0]}: with --packed-samples each file is drawn from as often as it has rows; drop the "
+                   "weights")
 
 
 def _corpora(d: DataConfig) -> Iterator[str]:
@@ -260,8 +265,8 @@ def _corpora(d: DataConfig) -> Iterator[str]:
                        "or for none")
                 prefixes = [p for p in prefixes if p not in numbers]
             for prefix in prefixes:
-                if not d.packed_samples or not _packable(prefix):
-                    yield from _corpus(flag, prefix, len(words))
+                found = check_packed.word_problems(flag, prefix) if d.packed_samples else None
+                yield from _corpus(flag, prefix, len(words)) if found is None else found
 
 
 def _corpus(flag: str, prefix: str, words: int) -> Iterator[str]:
@@ -278,11 +283,6 @@ def _corpus(flag: str, prefix: str, words: int) -> Iterator[str]:
         yield f"{shown}: {prefix}{lost[0]} is missing beside its other half; preprocess again, or copy it too"
     else:
         yield f"{shown}: there is no {prefix}.idx and .bin" + _near_prefixes(prefix)
-
-
-def _packable(word: str) -> bool:
-    """Is it a directory, which may hold InternLM's files, or one of these? (megatron/data/packed_build.py opens them.)"""
-    return os.path.isdir(word) or os.path.isfile(word.removesuffix(".bin") + ".bin.meta")
 
 
 def _several(word: str) -> bool:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import numpy as np
 
-from megatron.data.gpt_dataset import open_corpus
+from megatron.data.indexed_dataset import IndexedDataset
 
 
 class Documents:
-    """Each document of the pair is a sample. Raises FileNotFoundError and ValueError as IndexedDataset does."""
+    """Each document of the pair is a sample. Raises FileNotFoundError and ValueError as IndexedDataset does, and ValueError
+    for a pair of something else than token ids."""
 
     def __init__(self, prefix: str) -> None:
-        self.prefix, self._corpus = prefix, open_corpus(prefix)
+        self.prefix, self._corpus = prefix, IndexedDataset(prefix)
+        if self._corpus.dtype.kind not in "iu":
+            raise ValueError(f"{prefix}.idx: holds {self._corpus.dtype.name}, not token ids; preprocess text into it")
         self._corpus.check()
         self._starts = np.asarray(self._corpus.document_indices, np.int64)
         ends = np.concatenate(([0], np.cumsum(self._corpus.sequence_lengths, dtype=np.int64)))

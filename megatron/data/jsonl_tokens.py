@@ -1,16 +1,21 @@
 """InternLM's token files: X.bin has a sample a line, {"tokens": [ids]}, and X.bin.meta says where each begins.
 
-It knows this format and the folders it comes in; it must not know rows, flags or a vocabulary. Source: facts/internlm.md
-1.2.2, 1.2.3. X.bin.meta is a .npy array of integers [n, 2 or more]: in the first column the byte where a line begins, in
-the last one its tokens.
+It reads and writes this format, and knows the folders it comes in; it must not know rows, flags or a vocabulary. Source:
+facts/internlm.md 1.2.2, 1.2.3. X.bin.meta is a .npy array of integers [n, 2 or more]: in the first column the byte where a
+line begins, in the last one its tokens.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import json
 import os
+import uuid
 import weakref
+from array import array
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 
@@ -86,6 +91,18 @@ class JsonlTokens:
                              "its meta anew, or copy both again") from None  # fmt: skip
         return ids
 
+    def id_range(self, limit: int | None = None) -> tuple[int, int]:
+        """(smallest, largest) id of the first lines until they have `limit` tokens (None: all), (0, -1) without any."""
+        seen, lows, highs = 0, [], []
+        for sample in range(len(self.lengths)):
+            if limit is not None and seen >= limit:
+                break
+            ids = self.ids(sample)
+            seen += len(ids)
+            if len(ids):
+                lows, highs = [min([*lows, int(ids.min())])], [max([*highs, int(ids.max())])]
+        return (lows[0], highs[0]) if seen else (0, -1)
+
     def read(self, sample: int, first: int, count: int) -> np.ndarray:
         """Ids `first .. first + count` of a sample, int64."""
         return self.ids(sample)[first : first + count]
@@ -98,6 +115,45 @@ class JsonlTokens:
     def fingerprint(self) -> bytes:
         """What tells its samples from others: sizes, places and lengths."""
         return hashlib.sha256(self._meta.tobytes()).digest() + repr(self.bin_bytes).encode()
+
+
+class JsonlWriter:
+    """Writes X.bin and X.bin.meta aside and, at the end of a `with`, gives both their names; after an exception nothing is
+    left of them. The meta is of int64, so that files may be larger than 2 GiB."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self._partial = f"{path}{PARTIAL}{uuid.uuid4().hex}"
+        self._file = open(self._partial, "wb", buffering=1 << 20)  # noqa: SIM115 (closed in __exit__)
+        self._at, self._meta = 0, array("q")
+
+    def add(self, ids: np.ndarray) -> None:
+        """Append a sample."""
+        line = json.dumps({"tokens": ids.tolist()}).encode() + b"\n"
+        self._file.write(line)
+        self._meta.extend((self._at, len(ids)))
+        self._at += len(line)
+
+    def __enter__(self) -> JsonlWriter:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        aside = self._partial, meta_path(self._partial)
+        try:
+            if kind is None:
+                self._file.flush()
+                os.fsync(self._file.fileno())
+                with open(aside[1], "wb") as file:
+                    np.save(file, np.frombuffer(self._meta, np.int64).reshape(-1, 2))
+                    file.flush()
+                    os.fsync(file.fileno())
+                os.replace(aside[1], meta_path(self.path))
+                os.replace(aside[0], self.path)
+        finally:
+            with contextlib.suppress(OSError):  # a full disk, which has been said
+                self._file.close()
+            for path in aside:
+                Path(path).unlink(missing_ok=True)
 
 
 def token_files(folder: str) -> list[str]:

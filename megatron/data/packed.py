@@ -193,13 +193,17 @@ class PackedDataset:
         return file[row]
 
     def prefixes(self) -> list[str]:
-        """Its files, in their order."""
-        return [file.file.prefix for file in self.files]
+        """Its files, each once, in their order."""
+        return list(dict.fromkeys(file.file.prefix for file in self.files))
 
     def showing(self, prefix: str, sample: int) -> dict[int, int]:
         """{row of the run: how many tokens of this sample of `prefix` it holds}, in rising order."""
-        place = self.prefixes().index(prefix)
-        counts = {self._ends[place] + row: count for row, count in self.files[place].showing(sample).items()}
+        counts = {
+            self._ends[place] + row: count
+            for place, file in enumerate(self.files)
+            if file.file.prefix == prefix
+            for row, count in file.showing(sample).items()
+        }
         found = {}
         for epoch in range(-(-self.size // self.rows_per_epoch)) if counts else ():
             order = self._turn_to(epoch)[: self.rows_per_epoch]

@@ -52,7 +52,9 @@ def build_packed_datasets(
     gets the table of the plan. Raises ValueError or FileNotFoundError with flag or file, what is wrong and what to do.
     """
     mode = "blocks" if data.pack_into_one else "padded" if data.pad_samples else "pieces"
-    rule = PackingRule(sequence_length, micro_batch_size, mode, data.min_sample_length)
+    # InternLM's demos ask for samples of 50 tokens and more, but its made-up ones are never left out.
+    shortest = 0 if data.dummy_data else data.min_sample_length
+    rule = PackingRule(sequence_length, micro_batch_size, mode, shortest)
     blends = [None] * len(SPLITS) if data.dummy_data else read_blends(data)
     found: list[PackedDataset | None] = []
     for split, blend, size in zip(SPLITS, blends, sizes, strict=True):

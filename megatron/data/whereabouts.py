@@ -93,7 +93,7 @@ def samples_showing(dataset: Dataset, prefix: str, document: int) -> dict[int, i
     if isinstance(dataset, EpochBlend):
         return _showing_in_epochs(dataset, prefix, document)
     if isinstance(dataset, PackedDataset):
-        count = len(dataset.files[dataset.prefixes().index(prefix)].file.lengths)
+        count = next(len(rows.file.lengths) for rows in dataset.files if rows.file.prefix == prefix)
         if not 0 <= document < count:
             raise ValueError(f"--document {document}: {prefix} has the documents 0 to {count - 1}")
         return dataset.showing(prefix, document)

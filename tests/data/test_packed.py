@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from megatron.data import packed
+from megatron.data.data_order import data_order_differences, data_order_fingerprint
 from megatron.data.dummy_data import DummySamples
 from megatron.data.indexed_dataset import IndexedDatasetBuilder
 from megatron.data.jsonl_tokens import JsonlTokens
@@ -202,6 +204,28 @@ def test_folders_of_both_formats_are_the_same_rows(tmp_path):
             builder.add_document(np.array(sample, np.int32), [1, len(sample) - 1] if len(sample) > 1 else [1])
     again, once = build([several])[0], build([str(tmp_path / "pairs/cn/a")])[0]
     assert all(np.array_equal(once[k], again[k]) for k in range(len(once)))
+
+
+def test_what_the_order_of_the_rows_depends_on(tmp_path):
+    """Each difference is told with its flag; paths and the length of the run are none."""
+    samples = [ids(n, 9) for n in range(1, 60)]
+    path, other = write_lines(tmp_path / "a.bin", samples), write_lines(tmp_path / "b.bin", samples[::-1] + [[1, 2]])
+    os.makedirs(tmp_path / "moved")
+    for end in ("", ".meta"):
+        os.symlink(path + end, tmp_path / f"moved/a.bin{end}")
+
+    def differs(*words, **given) -> str:
+        now = build(list(words) or [path], **given)[0]
+        return "; ".join(data_order_differences(saved, data_order_fingerprint(now, None)))
+
+    saved = data_order_fingerprint(build([path])[0], None)
+    assert differs() == differs(str(tmp_path / "moved/a.bin")) == differs(sizes=(400, 0, 0)) == ""
+    assert re.fullmatch(r"train.corpus.sha256: \w+ in the checkpoint, \w+ now \(the data files\)", differs(other))
+    assert differs(min_sample_length=2) == "train.min_length: 0 in the checkpoint, 2 now (--min-sample-length)"
+    assert "(--pack-into-one or --pad-samples)" in differs(pack_into_one=True)
+    assert "train.rows_per_batch: 1 in the checkpoint, 3 now (--global-batch-size)" == differs(batch=6)
+    assert "train.rows: 2 in the checkpoint, 1 now (--micro-batch-size)" in differs(rows=1)
+    assert "(--seq-length)" in differs(seq=5)
 
 
 def test_where_the_tokens_of_a_row_stand(tmp_path):

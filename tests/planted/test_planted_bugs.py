@@ -215,6 +215,32 @@ STORE = {
         "tests/checkpoint/test_store.py::test_prune_keeps_the_newest_the_multiples_and_the_trackers"),
 }
 
+ROWS, PACKED_RUNS = "tests/data/test_packed.py", "tests/training/test_packed.py"
+PACKED = {
+    "the last token of a row has no label": Bug(
+        "megatron/data/packed.py", "ids = self.file.read(sample, first, count + more)",
+        "ids = self.file.read(sample, first, count)", f"{ROWS}::test_the_worked_example_label_by_label"),
+    "positions go on where a sample goes on in the next row": Bug(
+        "megatron/data/packed.py", "lines[POSITIONS, here] = np.arange(count)",
+        "lines[POSITIONS, here] = np.arange(first, first + count)", f"{ROWS}::test_the_worked_example_label_by_label"),
+    "samples of exactly the shortest length left out": Bug(
+        "megatron/data/packed.py", "lengths >= rule.min_length", "lengths > rule.min_length",
+        f"{ROWS}::test_rows_are_those_of_a_plain_packer"),
+    "each epoch in the order of the first": Bug(
+        "megatron/data/packed.py", "shuffle(self._random, self._order)",
+        "shuffle(np.random.RandomState(SEED), self._order)",
+        f"{ROWS}::test_epochs_are_whole_batches_of_one_generator_that_goes_on"),
+    "attention crosses pieces": Bug(
+        "megatron/training/batch.py", "(positions == 0).cumsum(1)", "(positions < 0).cumsum(1)",
+        f"{PACKED_RUNS}::test_another_sample_changes_no_bit"),
+    "label 0 is a target": Bug(
+        "megatron/training/batch.py", "(lines[:, LABELS] > 0).float()", "(lines[:, LABELS] >= 0).float()",
+        f"{PACKED_RUNS}::test_the_twelve_steps_of_the_demo_logs"),
+    "losses of subsets counted on every tensor-parallel rank": Bug(
+        "megatron/training/row_counts.py", "if not self._sums:", "if self._sums is None:",
+        f"{PACKED_RUNS}::test_every_layout_trains_alike_and_keeps_samples_apart[tp 2]"),
+}
+
 
 def run(copy: Path, test: str) -> subprocess.CompletedProcess:
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", "not sweep", test]
@@ -237,6 +263,12 @@ def test_a_planted_bug_of_a_layout_is_caught(name, tmp_path):
 @pytest.mark.parametrize("name", DATA)
 def test_a_planted_bug_of_the_data_is_caught(name, tmp_path):
     caught(DATA[name], tmp_path)
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.campaign if number < 5 else pytest.mark.sweep)
+                                  for number, name in enumerate(PACKED)])
+def test_a_planted_bug_of_packed_samples_is_caught(name, tmp_path):
+    caught(PACKED[name], tmp_path)
 
 
 @pytest.mark.sweep

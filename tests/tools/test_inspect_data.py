@@ -16,6 +16,7 @@ import pytest
 from megatron.data.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
 from megatron.data.ledger import Ledger, read_ledger, tokens_hash
 from tests.data.corpora import write_corpus
+from tests.data.test_packed import write_lines
 from tests.forkrun import ROOT
 from tests.load_tool import load_tool
 from tests.runs import NO_DROPOUT, SMALL, train, with_flags, write_text
@@ -298,3 +299,49 @@ def test_check_of_2419_files(tmp_path, capsys):
     assert TOOL.main(["check", *(str(tmp_path / str(n)) for n in range(2419))]) == 0
     seconds = time.perf_counter() - started
     assert capsys.readouterr().out.endswith(f"2419 pairs, {2419 * 7000} tokens, 0 with a problem\n") and seconds < 8
+
+
+@pytest.mark.campaign
+def test_packed_samples(tmp_path, capsys):
+    """Rows of InternLM's files: the ledger of a run on two ranks agrees, over epochs, and find is the inverse of at."""
+    random = np.random.default_rng(3)
+    for name in ("en/a", "cn/b"):
+        samples = [random.integers(1, 200, random.integers(1, 60)).tolist() for _ in range(30)]
+        write_lines(tmp_path / f"data/{name}.bin", samples)
+    words = flags("--packed-samples", "--train-data-path", str(tmp_path / "data"), "--data-ledger", str(tmp_path / "ledger"),
+                  "--save", str(tmp_path / "save"), "--save-interval", "12")
+    words = [word for word in words if word not in ("--split", "90,10,0")]
+    train(tmp_path, words, world=2)
+    records = {row[0]: row for row in read_ledger(str(tmp_path / "ledger"))[1].tolist()}
+    shown: dict[int, dict[int, int]] = {}
+    prefix = str(tmp_path / "data/cn/b")
+    for iteration in range(1, 13):
+        typed = ask(capsys, "at", "--iteration", str(iteration), "--world-size", "2", "--", *words)
+        assert typed == ask(capsys, "at", "--iteration", str(iteration), str(tmp_path / "save"))
+        assert typed["ledger"]["agrees"] and records[iteration][:3] == (iteration, 8 * iteration - 8, 8)
+        assert len(typed["batch"]) == 4 and [row["dp_rank"] for row in typed["batch"]] == [0, 0, 1, 1]
+        for row in typed["batch"]:
+            assert sum(piece["tokens"] for piece in row["pieces"]) == 64
+            for piece in row["pieces"]:
+                if piece["dataset"] == prefix:
+                    of_row = shown.setdefault(piece["document"], {})
+                    of_row[row["sample"]] = of_row.get(row["sample"], 0) + piece["tokens"]
+    for document in range(30):
+        found = ask(capsys, "find", "--document", str(document), "--prefix", prefix, str(tmp_path / "save"))
+        assert {one["sample"]: one["tokens"] for one in found["shown"]} == shown.get(document, {})
+        assert all(one["iteration"] == one["sample"] // 4 + 1 for one in found["shown"])
+    said = refused(capsys, "find", "--document", "30", "--prefix", prefix, str(tmp_path / "save"))
+    assert "has the documents 0 to 29" in said
+
+
+def test_files_of_internlm_are_checked_line_by_line(tmp_path, capsys):
+    path = write_lines(tmp_path / "en/a.bin", [[-5, 6], [], [70, 8, 9]])
+    found = ask(capsys, "check", path, "--vocab-size", "71")["pairs"][0]
+    assert (found["documents"], found["tokens"], found["empty_documents"]) == (3, 5, 1)
+    assert (found["smallest_id"], found["largest_id"]) == (-5, 70)
+    assert "the vocabulary has 70" in ask(capsys, "check", path, "--vocab-size", "70", code=1)["pairs"][0]["problem"]
+    assert TOOL.main(["check", path]) == 0
+    assert f"{path}: 3 documents, 1 of them empty, 5 tokens of JSON, ids -5 .. 70 at its head" in capsys.readouterr().out
+    with open(path, "r+b") as file:
+        file.write(b"[")
+    assert "sample 0, at byte 0: is no" in ask(capsys, "check", path, code=1)["pairs"][0]["problem"]
