@@ -89,7 +89,7 @@ def usual(reading: inspect_data.Reading, iterations: Sequence[int]) -> list[susp
     """The measures of all that these iterations read, to compare with."""
     samples = (place.sample for iteration in iterations for place in places(reading, iteration))
     return [suspicion.measure(ids, _text(reading, ids))
-            for sample in samples for _, _, ids in _cut(reading, sample, reading.dataset[sample])]
+            for sample in samples for _, _, ids in _cut(reading, sample, reading.tokens(sample))]
 
 
 def _cut(reading: inspect_data.Reading, sample: int, tokens: np.ndarray) -> Iterator[tuple[Piece, int, np.ndarray]]:
@@ -104,7 +104,7 @@ def suspects(reading: inspect_data.Reading, read: Sequence[Place], others: Seque
              losses: Callable[[Sequence[np.ndarray]], Iterator[np.ndarray]] | None = None) -> list[Suspect]:
     """The pieces of documents in these samples, in their order, compared with each other and with `others`; `losses` gives
     those of the tokens 1 .. of each sample."""
-    samples = [reading.dataset[place.sample] for place in read]
+    samples = [reading.tokens(place.sample) for place in read]
     of_tokens = losses(samples) if losses else iter([None] * len(read))
     found, measures = [], []
     for place, tokens, each in zip(read, samples, of_tokens, strict=True):
@@ -195,8 +195,9 @@ def _ranked(reading: inspect_data.Reading, args: argparse.Namespace) -> tuple[li
     others = usual(reading, neighbours(reading, args.iteration, args.iteration))
     if args.order == "suspicion":
         return sorted(suspects(reading, read, others), key=lambda one: -one.score), ""
-    from tools.spike_replay import state_before  # torch, which takes longer to load than all the rest
+    from tools.spike_replay import check_replayable, state_before  # torch, which takes longer to load than all the rest
 
+    check_replayable(reading)
     state = state_before(args.run, args.iteration, args.ckpt_step)
     found = suspects(reading, read, others, state.losses)
     return sorted(found, key=lambda one: -height(one.loss)), state.directory

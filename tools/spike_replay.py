@@ -96,9 +96,17 @@ class Progress:
             self._told = now
 
 
+def check_replayable(reading: inspect_data.Reading) -> None:
+    """Raises ValueError for rows of packed samples."""
+    if reading.config.data.packed_samples:
+        raise ValueError("rows of packed samples are not replayed: each has many samples, which have no loss of their own; "
+                         "`spikes.py docs --iteration N` ranks their documents by suspicion")
+
+
 def replay_iteration(reading: inspect_data.Reading, iteration: int, state: State, other: State | None) -> list[Row]:
     """All samples of an iteration."""
     read = places(reading, iteration)
+    check_replayable(reading)
     samples = [reading.dataset[place.sample] for place in read]
     theirs = [mean_loss(each) for each in other.losses(samples)] if other else [None] * len(read)
     return [(Replayed(iteration, place, mean_loss(each), loss), each)
