@@ -30,8 +30,8 @@ from megatron.training.run_history import checkpoints, read_history  # noqa: E40
 from megatron.training.spike_events import Event, find_events, log_interval  # noqa: E402
 from megatron.training.spike_plot import draw  # noqa: E402
 from megatron.training.spikes import LEAST  # noqa: E402
-from tools import spike_verify  # noqa: E402
-from tools.spike_docs import docs  # noqa: E402
+from tools.spike.docs import docs  # noqa: E402
+from tools.spike.verify import verify  # noqa: E402
 
 NONE, FOUND, UNREADABLE = 0, 10, 2
 
@@ -119,10 +119,10 @@ def main(argv: Sequence[str]) -> int:
     """Exit codes: 0 done or nothing found, 10 spikes found, 1 found wrong by `verify`, 2 a wrong command line or what cannot
     be read."""
     if argv and argv[0] == "replay":
-        from tools.spike_replay import replay  # torch, which takes longer to load than all the rest
+        from tools.spike.replay import replay  # torch, which takes longer to load than all the rest
 
         return replay(argv[1:])
-    commands = {"analyze": analyze, "docs": docs, "verify": spike_verify.verify}
+    commands = {"analyze": analyze, "docs": docs, "verify": verify}
     if argv and argv[0] in commands:
         return commands[argv[0]](argv[1:])
     help_wanted = argv[:1] in (["-h"], ["--help"])

@@ -16,9 +16,10 @@ from megatron.training.tensorboard import TensorBoard
 from tests.data.vocabularies import write_bpe
 from tests.load_tool import load_tool
 from tests.runs import NO_DROPOUT, SMALL, train, with_flags, write_text
-from tools import inspect_data, spike_replay, spikes
-from tools.spike_docs import Place, neighbours, places
-from tools.spike_replay import Replayed, state_before, verdict
+from tools import inspect_data, spikes
+from tools.spike import replay as spike_replay
+from tools.spike.docs import Place, neighbours, places
+from tools.spike.replay import Replayed, state_before, verdict
 
 ITERATIONS = 6
 

@@ -195,7 +195,7 @@ def _ranked(reading: inspect_data.Reading, args: argparse.Namespace) -> tuple[li
     others = usual(reading, neighbours(reading, args.iteration, args.iteration))
     if args.order == "suspicion":
         return sorted(suspects(reading, read, others), key=lambda one: -one.score), ""
-    from tools.spike_replay import check_replayable, state_before  # torch, which takes longer to load than all the rest
+    from tools.spike.replay import check_replayable, state_before  # torch, which takes longer to load than all the rest
 
     check_replayable(reading)
     state = state_before(args.run, args.iteration, args.ckpt_step)

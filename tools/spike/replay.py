@@ -29,7 +29,7 @@ from megatron.training.run_history import checkpoints
 from megatron.training.sample_losses import Scale, mean_loss, scale_of
 from megatron.training.trained_model import TrainedModel, open_trained_model
 from tools import inspect_data
-from tools.spike_docs import Place, Suspect, height, neighbours, places, suspects, usual
+from tools.spike.docs import Place, Suspect, height, neighbours, places, suspects, usual
 
 SECONDS = 5.0           # between two lines of progress
 
