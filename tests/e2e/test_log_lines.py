@@ -169,8 +169,7 @@ def test_two_ranks_each_print_their_own_lines(two):
 
 def test_a_resumed_run(first, tmp_path):
     """11.4 of a load, and index caches that are found; tried on another number of ranks and other flags."""
-    flags = ["--train-iters", "5", "--exit-interval", "5", "--train-range-to-skip", "4", "4",
-             "--override-opt_param-scheduler", "--allow-data-order-change"]
+    flags = ["--train-iters", "5", "--exit-interval", "5", "--override-opt_param-scheduler", "--allow-data-order-change"]
     done = go_on(first, tmp_path / "run", *flags, world=2)
     lines = scrape(done.first_rank_log)
     assert [line.text for line in lines if line.name is None] == []
@@ -243,7 +242,7 @@ def test_every_template_was_seen(first, two):
                  "exit duration", "exit interval", "exit in evaluation", "timers all", "timer all", "timer rank",
                  "timers max", "timer max"}
     assert set(TEMPLATES) - elsewhere <= seen
-    assert seen - set(TEMPLATES) <= set(OWN) and len(OWN) <= 13
+    assert seen - set(TEMPLATES) <= set(OWN) and len(OWN) <= 14
 
 
 @pytest.mark.parametrize("text", [

@@ -18,7 +18,8 @@ FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.M | re.S)
 LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)]*)?\)")
 # A flag that carries one of these is not a flag of ours: the launcher's and make's words.
 LAUNCHER_FLAGS = {"--nproc-per-node", "--nproc_per_node", "--nnodes", "--node_rank", "--master_addr", "--master_port",
-                  "--node-rank", "--master-addr", "--master-port", "--standalone", "--kill-on-bad-exit"}
+                  "--node-rank", "--master-addr", "--master-port", "--standalone", "--kill-on-bad-exit",
+                  "--ntasks-per-node", "--gpus-per-task"}
 
 
 def name(path: Path) -> str:
@@ -75,7 +76,11 @@ def test_scripts_are_executable_shell_with_known_flags(script, flags):
 
 @pytest.mark.parametrize("path", ARGS, ids=name)
 def test_argument_files_make_a_plan(path):
-    command = [sys.executable, "pretrain_gpt.py", f"@{name(path)}", "--mock-data", "--vocab-size", "50257", "--dry-run"]
+    text = path.read_text()
+    ranks = re.search(r"on (\d+) ranks", text)
+    data = [] if "--dummy-data" in text else ["--mock-data", "--vocab-size", "50257"]
+    command = [sys.executable, "pretrain_gpt.py", f"@{name(path)}", *data, "--dry-run",
+               *(["--world-size", ranks[1]] if ranks else [])]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "parameters" in done.stdout
