@@ -78,16 +78,20 @@ def train(line, fence, writer, signals: SignalWatch | None) -> None:
     from megatron.log import print_rank_0
     from megatron.timers import Timers
     from megatron.training import build, checkpointing, data_position, initialize, loop, metrics, skip_history
+    from megatron.training.kernel_lines import check_wishes, kernel_lines
     from megatron.training.log_lines import datetime_line
 
     config, backend = line.config, default_backend(line.config.training.device)
     meeting = initialize.Meeting(config, signals)
     for text in command_line.start_lines(line, backend):
         print_rank_0(text)
+    check_wishes(config)
     tokenizer = build.make_tokenizer(config)
     plan = build.plan_run(config, line.world_size, tokenizer.vocab_size)
     writers = metrics.open_writers(config)
     runtime = initialize.initialize(config, meeting)
+    for text in kernel_lines(config):
+        print_rank_0(text)
     plan, skips = skip_history.judge_skips(config, plan, runtime)
     timers = Timers(config.logging.timing_log_level, initialize.synchronizer(runtime))
     log = metrics.TrainingLog(config, plan, timers, runtime.ctx.world, writers, runtime)

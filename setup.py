@@ -26,7 +26,7 @@ extensions = []
 if Pybind11Extension is not None:
     for name, source in (("megatron.data.helpers_cpp", "megatron/data/helpers.cpp"),
                          ("megatron.checkpoint.read_sums_cpp", "megatron/checkpoint/read_sums.cpp")):
-        helper = Pybind11Extension(name, [source], cxx_std=17)
+        helper = Pybind11Extension(name, [source], cxx_std=17, extra_compile_args=["-O3"])
         helper.optional = True
         extensions.append(helper)
 
@@ -50,7 +50,7 @@ setup(
         "plot": ["matplotlib"],
         "s3": requirements("s3"),
         "tensorboard": ["tensorboard"],
-        "transformer-engine": ["transformer-engine[pytorch]"],
+        "transformer-engine": ["transformer-engine[pytorch]>=2.20,<3"],
     },
     zip_safe=False,
 )

@@ -20,8 +20,9 @@ from dataclasses import MISSING
 from pathlib import Path
 from typing import Any
 
-# Of an @FILE: blanks (a backslash at the end of a line is one), a comment, or a word with the shell's quoting.
-_TOKEN = re.compile(r"""(?:\s|\\\r?\n)+|\#[^\n]*|
+# Of an @FILE: blanks (a backslash at the end of a line is one), a comment, any number of whole numbers (there may be
+# thousands), or a word with the shell's quoting.
+_TOKEN = re.compile(r"""(?:\s|\\\r?\n)+|\#[^\n]*|(?P<numbers>\d[\d\s]*(?<=\d)(?=\s))|
     (?P<word>(?:[^\s'"\\]|\\(?!\r?\n).|'[^']*'|"(?:\\.|[^"\\])*")+)""", re.S | re.X)
 _NUMBER = re.compile(r"-(\d|\.\d|inf$|nan$)")
 _CALLED = {int: "a whole number", float: "a number"}
@@ -88,6 +89,11 @@ class Flag:
             return self._one(words[0])
         if isinstance(self.nargs, int) and len(words) != self.nargs:
             raise ValueError(f"takes {self.nargs} values, but {len(words)} follow: {' '.join(words)!r}")
+        try:
+            if self.choices is None:
+                return tuple(map(self.type, words))
+        except ValueError:
+            pass                                    # the word by word reading says which
         return tuple(map(self._one, words))
 
     def _one(self, word: str) -> Any:
@@ -228,15 +234,18 @@ def parse(parser: Parser, argv: Sequence[str]) -> Parsed:
     parsed = Parsed()
     from_files, typed = [], []
     for word in argv:
+        if word[:1] != "@":
+            typed.append(word)
+            continue
         try:
             words = expand_files([word])
         except Problems as error:
             parsed.problems += error.lines
             continue
-        (from_files if word.startswith("@") and words and is_flag(words[0]) else typed).extend(words)
+        (from_files if words and is_flag(words[0]) else typed).extend(words)
     for words in (from_files, typed):
         seen: dict[str, list[str]] = {}
-        starts = [at for at, word in enumerate(words) if at == 0 or is_flag(word)]
+        starts = [at for at, word in enumerate(words) if at == 0 or (word[:1] == "-" and is_flag(word))]
         for start, end in itertools.pairwise([*starts, len(words)]):
             _take(parser, words[start:end], seen, parsed)
     return parsed
@@ -316,6 +325,8 @@ def _close(spelling: str, known: Sequence[str]) -> list[str]:
 def expand_files(argv: Sequence[str], seen: tuple[Path, ...] = ()) -> list[str]:
     """Replace each @FILE word by the words of that file: shell quoting, `#` comments, @FILE inside relative to it."""
     words: list[str] = []
+    if "@" not in "".join(argv):
+        return list(argv)
     for word in argv:
         if not word.startswith("@"):
             words.append(word)
@@ -341,7 +352,7 @@ def read_words(path: Path) -> list[str]:
         if token is None:
             line = text.count("\n", 0, at) + 1
             raise Problems([f"@{path}, line {line}: a quote is not closed; close it, or write \\ before it"])
-        words += shlex.split(token[0]) if token["word"] else []
+        words += (token["numbers"] or "").split() or (shlex.split(token[0]) if token["word"] else [])
         at = token.end()
     return words
 

@@ -57,6 +57,11 @@ def allow_tf32(device: torch.device) -> None:
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
 
 
+def multiplies_fp8(device: torch.device) -> bool:
+    """Has this CUDA device matrix products of 8-bit numbers (Ada, Hopper and later)?"""
+    return torch.cuda.get_device_capability(device) >= (8, 9)
+
+
 def synchronize(device: torch.device) -> None:
     """Wait until the device has done all it was given; nothing to wait for on CPU."""
     if device.type == "cuda":

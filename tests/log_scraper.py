@@ -133,6 +133,9 @@ OWN = {
     "blend indices": r"INFO:megatron\.core\.datasets\.blended_dataset:(?:\t?Build and save|\t?Load|Build) the .*",
     "data table": r"  split  data +documents +tokens +samples +share +epochs",           # what the run will read
     "data row": r"  (?:train|valid|test) +\S.* [\d,]+ +[\d,]+ +[\d,]+ +[\d.]+ % +[\d.e+-]+",
+    "kernels": r"kernels on this \w+",                                                 # what computes what
+    "kernel": r"  (?:linear|output layer|weight gradients|attention|LayerNorm|RMSNorm|gelu|swiglu|geglu|squared_relu|"
+              r"rotary|cross entropy|dropout)[\w ()]*: .+ \(.+\)|  off: .+",
     "no effect": r"\S.*(?:has no effect|have no effect|is given twice).*",              # of a flag that changes nothing
 }
 _COMPILED = {name: re.compile(text) for name, text in {**TEMPLATES, **OWN}.items()}

@@ -43,8 +43,8 @@ class Recorder:
     # gloo scatters sums as an exchange of parts: the same bytes travel.
     GROUP = {"all_reduce": "all-reduce", "all_gather_into_tensor": "all-gather", "all_gather_single": "all-gather",
              "reduce_scatter_tensor": "reduce-scatter", "reduce_scatter_single": "reduce-scatter",
-             "all_to_all_single": "reduce-scatter", "broadcast": "broadcast"}
-    FORBIDDEN = ("all_gather", "reduce", "reduce_scatter", "all_to_all", "gather", "scatter", "send", "recv")
+             "all_to_all_single": "reduce-scatter", "broadcast": "broadcast", "reduce": "reduce"}
+    FORBIDDEN = ("all_gather", "reduce_scatter", "all_to_all", "gather", "scatter", "send", "recv")
 
     def __init__(self) -> None:
         self.steps: list[list[Call]] = []

@@ -17,34 +17,23 @@ import contextlib
 import io
 import json
 import os
-import re
 import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, fields, replace
-from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 import numpy as np  # noqa: E402
 
-from megatron.arguments import Problems, build_parser, config_from, parse_typed  # noqa: E402
-from megatron.checkpoint import skip_records  # noqa: E402
-from megatron.config import command_line  # noqa: E402
-from megatron.config.check_paths import newest_checkpoint  # noqa: E402
-from megatron.config.plan import Plan, make_plan  # noqa: E402
-from megatron.config.skip_ranges import SkipRanges  # noqa: E402
-from megatron.config.tree import Config  # noqa: E402
+from megatron.arguments import Problems  # noqa: E402
 from megatron.data import provenance  # noqa: E402
-from megatron.data.build import Before, build_train_valid_test_datasets  # noqa: E402
 from megatron.data.indexed_dataset import IndexedDataset  # noqa: E402
 from megatron.data.jsonl_tokens import JsonlTokens, meta_path  # noqa: E402
 from megatron.data.ledger import MASK, SKIPPED, read_ledger, sample_hash, tokens_hash  # noqa: E402
-from megatron.data.packed_build import build_packed_datasets  # noqa: E402
-from megatron.data.sampler import PackedSampler, Sampler, SequentialSampler  # noqa: E402
-from megatron.data.tokenizer import Tokenizer, TokenizerFlags  # noqa: E402
-from megatron.data.whereabouts import Dataset, pieces, prefixes, samples_showing  # noqa: E402
+from megatron.data.sampler import SequentialSampler  # noqa: E402
+from megatron.data.whereabouts import pieces, prefixes, samples_showing  # noqa: E402
+from tools.inspection.reading import Reading, open_run  # noqa: E402
 
 HEAD = 16       # tokens of a piece that are shown as text
 THREADS = 4     # that check pairs side by side
@@ -171,110 +160,6 @@ def check(options: argparse.Namespace) -> int:
     return int(bool(bad))
 
 
-# --- a run's data ----------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Reading:
-    """The training data of a run and who reads them. `shift`: samples consumed beyond what the batch sizes say."""
-
-    config: Config
-    plan: Plan
-    dataset: Dataset
-    tokenizer: Tokenizer
-    shift: int
-
-    def samplers(self) -> list[Sampler]:
-        """The sampler of each data-parallel rank."""
-        d, place = self.config.data, (len(self.dataset), self.config.training.micro_batch_size)
-        ranks = range(self.plan.data_parallel_size)
-        if d.packed_samples:
-            return [PackedSampler(*place, rank, len(ranks)) for rank in ranks]
-        if d.dataloader_type == "cyclic":
-            from megatron.data.cyclic_sampler import CyclicSampler  # torch, which takes longer to load than all the rest
-
-            return [CyclicSampler(*place, rank, len(ranks), d.data_sharding) for rank in ranks]
-        return [SequentialSampler(*place, rank, len(ranks)) for rank in ranks]
-
-    def tokens(self, sample: int) -> np.ndarray:
-        """The token ids of a sample; of packed samples, of that row."""
-        return np.atleast_2d(self.dataset[sample])[0]
-
-    def first_sample(self, iteration: int) -> int:
-        """Samples consumed before an iteration."""
-        return self.plan.batch.samples_before(iteration) + self.shift
-
-    def batch(self, iteration: int, samplers: Sequence[Sampler]) -> Iterator[tuple[int, int, int]]:
-        """(sample, rank, micro-batch) of a global batch, micro-batch by micro-batch and rank by rank."""
-        first = self.first_sample(iteration)
-        for micro_batch in range(self.plan.num_microbatches(iteration)):
-            for rank, sampler in enumerate(samplers):
-                for sample in sampler.micro_batch(first + micro_batch * sampler.step):
-                    yield sample, rank, micro_batch
-
-
-def hash_of(reading: Reading, iteration: int, samplers: Sequence[Sampler]) -> int:
-    """The hash of an iteration's samples as the ledger has it, read from the data."""
-    return sum(sample_hash(sample, tokens_hash(reading.dataset[sample]))
-               for sample, _, _ in reading.batch(iteration, samplers)) & MASK
-
-
-def open_run(options: argparse.Namespace, flags: Sequence[str] | None, iteration: int | None) -> Reading:
-    """The data of the run that the command line names. Raises ValueError."""
-    state: dict[str, Any] = {}
-    if flags is not None:
-        line = command_line.read(flags, {"WORLD_SIZE": str(options.world_size or 1)})
-        config, world_size = line.config, line.world_size
-    elif options.run is None:
-        raise ValueError("no run: give the directory that --save named, or -- and the flags of pretrain_gpt.py")
-    else:
-        folder = checkpoint_after(options.run, iteration)
-        state = json.loads((folder / "state.json").read_text(encoding="utf8"))
-        words = parse_typed(build_parser(Config, prog="args", description=""), [f"@{folder / 'args'}"])
-        config, world_size = config_from(Config, words), options.world_size or state["layout"]["world_size"]
-    d = config.data
-    flags_of_tokenizer = {flag.name: getattr(d, flag.name) for flag in fields(TokenizerFlags)}
-    tokenizer = TokenizerFlags(**flags_of_tokenizer | {"tokenizer_type": d.tokenizer}).build()
-    plan = make_plan(config, world_size, tokenizer.vocab_size)
-    if state.get("skipped") is not None:
-        plan = replace(plan, skips=_skips(folder, state, plan.skips))
-    order = state["data"]["order"]["train"] if state else None
-    before = Before(order, state["consumed_train_samples"]) if order else None
-    sizes, length = (plan.targets.train, 0, 0), config.model.seq_length
-    if d.packed_samples:
-        dataset, _, _ = build_packed_datasets(
-            d, sequence_length=length, micro_batch_size=config.training.micro_batch_size,
-            global_batch_size=plan.batch.final_global_batch_size, sizes=sizes, vocab_size=None)
-    else:
-        dataset, _, _ = build_train_valid_test_datasets(
-            d, sequence_length=length, seed=config.training.seed, vocab_size=tokenizer.vocab_size, eod=tokenizer.eod,
-            sizes=sizes, check_tokens=False, before=before)
-    shift = state["consumed_train_samples"] - plan.consumed_samples(state["iteration"]) if state else 0
-    return Reading(config, plan, dataset, tokenizer, shift)
-
-
-def _skips(folder: Path, state: dict[str, Any], typed: SkipRanges) -> SkipRanges:
-    """What a run has left out up to a checkpoint, and from there on will leave out by flags and records."""
-    lines, _ = skip_records.read(folder.parent)
-    found = skip_records.parse([*(one for one in state["skips"] if isinstance(one, str)), *lines], str(folder))
-    records = skip_records.active(found)
-    to_come = typed.joined((one.a, one.b) for one in records.values()).ranges
-    done = state["iteration"]
-    past = SkipRanges((first, last) for first, last in state["skipped"]).cut(done)
-    return past.joined((max(first, done + 1), last) for first, last in to_come if last > done)
-
-
-def checkpoint_after(run: str, iteration: int | None) -> Path:
-    """The checkpoint whose flags an iteration ran with: the first one that has it behind it, else the newest."""
-    newest = newest_checkpoint(run)
-    if newest is None:
-        raise ValueError(f"{run}: no checkpoint there, whose flags would say what was read; give the directory that --save "
-                         "named, or -- and the flags of pretrain_gpt.py")
-    known = sorted(int(name[5:]) for name in os.listdir(newest.parent) if re.fullmatch(r"iter_\d{7,}", name))
-    after = [number for number in known if iteration is not None and iteration <= number <= int(newest.name[5:])]
-    return newest.parent / f"iter_{after[0]:07d}" if after and newest != Path(run) else newest
-
-
 # --- at --------------------------------------------------------------------------------------------------------------
 
 
@@ -396,7 +281,7 @@ def main(argv: Sequence[str]) -> int:
             return check(options)
         at = options.command == "at"
         with contextlib.redirect_stdout(io.StringIO()):     # what training would log of its data
-            reading = open_run(options, flags, options.iteration if at else None)
+            reading = open_run(options.run, flags, options.iteration if at else None, options.world_size)
             found = (describe_iteration(reading, options.iteration, options.data_ledger) if at
                      else find_document(reading, options.document, options.prefix))
         if options.json:

@@ -18,16 +18,25 @@ namespace py = pybind11;
 namespace {
 
 constexpr int64_t kWords = 521, kRow = 8 * kWords;
-constexpr int64_t kPiece = 31 * kRow;  // what is read at a time: whole rows, about 128 KB
+constexpr int64_t kPiece = 32 * kRow;  // what is read at a time: whole rows, about 130 KB
 
-void add_rows(const char* at, const int64_t rows, uint64_t* columns) {
-  for (int64_t row = 0; row < rows; ++row, at += kRow) {
-    for (int64_t i = 0; i < kWords; ++i) {
+template <int64_t kTogether>
+void add_together(const char* at, uint64_t* columns) {
+  for (int64_t i = 0; i < kWords; ++i) {
+    uint64_t sum = columns[i];
+    for (int64_t row = 0; row < kTogether; ++row) {
       uint64_t word;
-      std::memcpy(&word, at + 8 * i, 8);
-      columns[i] += word;
+      std::memcpy(&word, at + row * kRow + 8 * i, 8);
+      sum += word;
     }
+    columns[i] = sum;
   }
+}
+
+// Eight rows at a time: each column is then read and written once for eight words of the file.
+void add_rows(const char* at, int64_t rows, uint64_t* columns) {
+  for (; rows >= 8; rows -= 8, at += 8 * kRow) add_together<8>(at, columns);
+  for (; rows > 0; --rows, at += kRow) add_together<1>(at, columns);
 }
 
 // Fills `view` from byte `offset` of the file; (sums of the whole rows of each block [blocks, 521], bytes that were there).

@@ -1,8 +1,8 @@
 """`skips.jsonl` of a run directory: which ranges of iterations are to be left out, one JSON object a line; lines are only
 ever added.
 
-A line is a record of a range, or `{"forget": id, ...}`, which takes one back; the last line about an id counts. Knows no
-run, no flag and no data.
+A line is a record of a range (or, where one command line has more than a thousand, of all of them), or `{"forget": id,
+...}`, which takes one back; the last line about an id counts. Knows no run, no flag and no data.
 """
 from __future__ import annotations
 
@@ -12,18 +12,24 @@ import secrets
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from datetime import UTC, datetime
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from megatron.checkpoint.disk import DISK, CheckpointError, explained, read_small_file
+from megatron.config.skip_ranges import Range, SkipRanges
 
 FILE_NAME = "skips.jsonl"
+MANY = 1000             # new ranges of one command line that get a record each
 
 
 @dataclass(frozen=True)
 class SkipRecord:
     """Iterations `a` to `b`, which read samples `s0` to `s1` (excluded), are not trained; `id` is "a-b".
 
-    `reason`: user, spike ...; `source`: who asked; `hash`: what decides which data these samples are.
+    `reason`: user, spike ...; `source`: who asked; `hash`: what decides which data these samples are. A record of n ranges
+    spells them in `ranges`, as "5-7 15-17 ..."; a, b, s0 and s1 are then where the first begins and the last ends, `tokens`
+    are theirs without the gaps, and `id` is "a-bxn".
     """
 
     id: str
@@ -36,10 +42,39 @@ class SkipRecord:
     source: str
     time: str
     hash: str
+    ranges: str = ""
+
+    @cached_property
+    def parts(self) -> SkipRanges:
+        """The iterations. Raises ValueError for `ranges` that are none."""
+        if not self.ranges:
+            return SkipRanges([(self.a, self.b)])
+        numbers = list(map(int, self.ranges.replace("-", " ").split()))
+        found = SkipRanges().joined(zip(numbers[::2], numbers[1::2], strict=True))
+        if _spelled(found) != self.ranges or (found.ranges[0][0], found.ranges[-1][1]) != (self.a, self.b):
+            raise ValueError("its ranges are not in order")
+        return found
 
     def line(self) -> str:
         """The record as a line of the file, without its end."""
-        return json.dumps(vars(self))
+        return json.dumps({name: value for name in _NAMES if (value := getattr(self, name)) or name != "ranges"})
+
+
+def named(parts: SkipRanges) -> dict[str, Any]:
+    """What a record of these iterations calls them: its `id`, `a`, `b` and `ranges`."""
+    (a, _), *_, (_, b) = [parts.ranges[0], *parts.ranges]
+    many = len(parts.ranges) > 1
+    return {"id": f"{a}-{b}x{len(parts.ranges)}" if many else f"{a}-{b}", "a": a, "b": b,
+            "ranges": _spelled(parts) if many else ""}
+
+
+def grouped(ranges: Sequence[Range]) -> list[SkipRanges]:
+    """The records that new ranges of one command line get: one each, or one for all of very many."""
+    return [SkipRanges(ranges)] if len(ranges) > MANY else [SkipRanges([one]) for one in ranges]
+
+
+def _spelled(parts: SkipRanges) -> str:
+    return " ".join([f"{first}-{last}" for first, last in parts.ranges])
 
 
 Entry = tuple[str, SkipRecord | None]       # an id, and its record, or None where it is taken back
@@ -68,8 +103,8 @@ def parse(lines: Iterable[str], source: str) -> list[Entry]:
                 found.append((row["forget"], None))
                 continue
             record = SkipRecord(**row)
-            typed = [type(row[name]) for name in _NAMES] == _TYPES
-            if not typed or not (1 <= record.a <= record.b and 0 <= record.s0 < record.s1):
+            typed = [type(getattr(record, name)) for name in _NAMES] == _TYPES
+            if not typed or not (1 <= record.a <= record.b and 0 <= record.s0 < record.s1) or not record.parts:
                 raise ValueError("its values make no sense")
         except (ValueError, TypeError, RecursionError) as error:
             raise CheckpointError(f"{source}, line {number}: is no record of skipped iterations ({error}): {line[:80]!r}; "
@@ -157,7 +192,8 @@ class SkipHistory:
 
     def reason(self, iteration: int) -> str:
         """Why an iteration is left out: `user`, unless a record says otherwise."""
-        return next((r.reason for r in self.records.values() if r.reason != "user" and r.a <= iteration <= r.b), "user")
+        others = (r for r in self.records.values() if r.reason != "user")
+        return next((r.reason for r in others if r.parts.is_skipped(iteration)), "user")
 
     def note(self, first: int, last: int) -> None:
         """Iterations first to last have been left out just now."""

@@ -11,6 +11,9 @@ from collections.abc import Sequence
 from decimal import Decimal
 from typing import NamedTuple
 
+from megatron.config.skip_ranges import SkipRanges
+
+FOREVER = 2**63
 _SUFFIXES = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 _AMOUNT = re.compile(r"([0-9]+(?:\.[0-9]*)?(?:E[0-9]{1,2})?)([KMBT]?)")
 
@@ -94,6 +97,12 @@ class BatchSizeSchedule:
             raise ValueError(f"iterations start at 1, not {iteration}")
         phase = self.phases[bisect_right(self._first_iterations, iteration) - 1]
         return phase.consumed + (iteration - phase.first_iteration) * phase.global_batch_size
+
+    def samples_in(self, skips: SkipRanges) -> int:
+        """How many samples the iterations of `skips` have."""
+        ends = [*(first - 1 for first in self._first_iterations[1:]), FOREVER]
+        return sum(phase.global_batch_size * skips.count_in(phase.first_iteration, end)
+                   for phase, end in zip(self.phases, ends, strict=True))
 
     def iterations_within(self, samples: int) -> int:
         """The largest n with S(n) <= `samples`."""

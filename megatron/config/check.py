@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator
 
-from megatron.config import check_ddp, check_layout, check_packed, check_paths
+from megatron.config import check_ddp, check_fp8, check_kernels, check_layout, check_packed, check_paths
 from megatron.config.facts import Facts
 from megatron.config.plan import batch_schedule
 from megatron.config.skip_ranges import SkipRanges
@@ -22,7 +22,7 @@ _AT_LEAST_ONE = (
     "hysteresis vocab_size lr_wsd_decay_iters "
     "lr_wsd_decay_samples lr_decay_iters lr_decay_samples micro_batch_size global_batch_size train_iters train_samples "
     "eval_interval exit_interval recompute_num_layers world_size save_interval keep_last keep_every snapshot_interval "
-    "log_interval tensorboard_log_interval tensorboard_queue_size").split()
+    "log_interval tensorboard_log_interval tensorboard_queue_size fp8_amax_history_len").split()
 _NOT_NEGATIVE = (
     "init_method_std mid_level_dataset_surplus lr min_lr lr_warmup_iters lr_warmup_samples lr_warmup_init weight_decay "
     "start_weight_decay end_weight_decay clip_grad eval_iters num_workers manual_gc_interval ckpt_step decoupled_lr "
@@ -74,6 +74,14 @@ _NEEDED = (
     ("spike_snapshot_interval", "--spike-action rewind", lambda v: v["spike_action"] == "rewind"),
     ("pack_into_one pad_samples min_sample_length", "--packed-samples", lambda v: v["packed_samples"]),
     ("min_sample_length", "files of data (--dummy-data has all its samples)", lambda v: v["dummy_data"] is None),
+    ("bias_swiglu_fusion", "--swiglu", lambda v: v["swiglu"]),
+    ("apply_rope_fusion", "--position-embedding-type rope",
+     lambda v: v["position_embedding_type"] == "rope" or v["use_rotary_position_embeddings"]),
+    ("masked_softmax_fusion", "--attention-backend auto or unfused",
+     lambda v: v["attention_backend"] in ("auto", "unfused") and not v["use_flash_attn"]),
+    ("fp8_recipe", "--fp8-format", lambda v: v["fp8"]),
+    ("fp8_margin fp8_amax_history_len fp8_amax_compute_algo", "--fp8-format and --fp8-recipe delayed",
+     lambda v: v["fp8"] and v["fp8_recipe"] == "delayed"),
     ("overlap_p2p_comm", "--pipeline-model-parallel-size", lambda v: v["pipeline_model_parallel_size"] > 1),
 )
 _ALWAYS = {
@@ -111,6 +119,7 @@ def notes(config: Config, world_size: int, typed: Collection[str] = ()) -> list[
     if facts["distributed_backend"] == "nccl" and facts["device"] == "cpu":
         found.append("--distributed-backend nccl: no effect with one rank on the CPU")
     found += check_ddp.notes(config.parallel, world_size)
+    found += check_kernels.notes(facts)
     found += _skip_ranges(facts)[1]
     if config.training.dry_run:
         found += [f"not here yet: {line}" for line in check_paths.missing(config)]
@@ -313,21 +322,21 @@ def _skip_ranges(f: Facts) -> tuple[list[str], list[str]]:
     """(problems, warnings) of the iterations to skip."""
     if f["train_range_to_skip"] is None and f["iterations_to_skip"] is None:
         return [], []
-    iterations, before = f["train_iters"] if f.ok("train_iters") else None, None
+    iterations, samples_in = f["train_iters"] if f.ok("train_iters") else None, None
     try:
         schedule = batch_schedule(f.config, max(1, f.world_size))
-        before = schedule.samples_before
+        samples_in = schedule.samples_in
         if f.ok("train_samples"):
             iterations = schedule.train_iters_from_samples(f["train_samples"])
     except (ValueError, TypeError):
         pass                                           # the batch flags have problems of their own, said above
     try:
         skips = SkipRanges.parse(f["train_range_to_skip"], iterations, iterations_to_skip=f["iterations_to_skip"],
-                                 samples_before=before, seq_length=f["seq_length"])
+                                 samples_in=samples_in, seq_length=f["seq_length"])
     except ValueError as error:
         return str(error).splitlines(), []
     return [], [f"WARNING: {line}" for line in skips.warnings] + skips.infos
 
 
-_RULES = (_required, _ranges, _shape, _precision, check_layout.rule, check_packed.rule, _run, _schedule, _loop, _spikes,
-          _skips)
+_RULES = (_required, _ranges, _shape, _precision, check_fp8.rule, check_layout.rule, check_packed.rule, _run, _schedule,
+          _loop, _spikes, _skips, check_kernels.rule)

@@ -13,6 +13,9 @@ def problems(p: ParallelConfig, world_size: int) -> Iterator[str]:
                                 ("--overlap-grad-reduce", p.overlap_grad_reduce)):
             if not given:
                 yield f"--overlap-param-gather: needs {spelling}; add that, or leave it out"
+    if p.zero_partition != "even" and not p.use_distributed_optimizer:
+        yield (f"--zero-partition {p.zero_partition}: says how --use-distributed-optimizer shares its state; add that, or "
+               "leave it out")
     if p.ddp_bucket_size is not None and p.ddp_num_buckets is not None:
         yield (f"--ddp-bucket-size {p.ddp_bucket_size} and --ddp-num-buckets {p.ddp_num_buckets}: two sizes of one bucket; "
                "give only one of them")
@@ -31,6 +34,7 @@ def notes(p: ParallelConfig, world_size: int) -> Iterator[str]:
     """One line for each of these flags that changes nothing on `world_size` ranks."""
     given = {"--use-distributed-optimizer": p.use_distributed_optimizer, "--overlap-grad-reduce": p.overlap_grad_reduce,
              "--overlap-param-gather": p.overlap_param_gather,
+             f"--zero-partition {p.zero_partition}": p.zero_partition != "even",
              f"--ddp-bucket-size {p.ddp_bucket_size}": p.ddp_bucket_size is not None,
              f"--ddp-num-buckets {p.ddp_num_buckets}": p.ddp_num_buckets is not None}
     if data_ranks(p, world_size) <= 1:

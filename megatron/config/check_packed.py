@@ -13,7 +13,6 @@ _APART = (
                         "--valid-data-path"),
     ("data_args_path", None, "it would be split, and packed data are read whole; give --train-data-path"),
     ("data_order", "megatron", "packed rows have an order of their own; leave it out"),
-    ("multiple_validation_sets", False, "rows are of one validation set; leave it out"),
     ("reset_position_ids", False, "positions restart with each sample anyway; leave it out"),
     ("reset_attention_mask", False, "attention stays inside each sample anyway; leave it out"),
     ("eod_mask_loss", False, "the last token of a sample has no label anyway; leave it out"),
@@ -25,8 +24,8 @@ def rule(f: Facts) -> Iterator[str]:
     if not f["packed_samples"]:
         if f["dummy_data"] is not None:
             yield f"{f.say('dummy_data')}: makes samples of many lengths, which are packed; add --packed-samples"
-        if f["log_accuracy"]:
-            yield "--log-accuracy: is counted by subset of packed samples; add --packed-samples, or leave it out"
+        if f["log_accuracy"] and not (f["log_subsets"] or f["log_dialect"] == "internlm"):
+            yield "--log-accuracy: is counted by subset of the data; add --log-subsets, or leave it out"
         return
     for name, off, why in _APART:
         if f[name] != off:

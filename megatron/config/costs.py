@@ -27,7 +27,9 @@ class Transfer(NamedTuple):
 
     def sent(self, size: int) -> int:
         """Bytes that a rank sends, and as many it receives, where `size` ranks do it by the shortest way (a ring)."""
-        share = {"all-reduce": 2 * (size - 1), "all-gather": size - 1, "reduce-scatter": size - 1, "send": size}
+        once = size - 1                 # of a reduce or a broadcast one rank sends nothing, the others everything
+        share = {"all-reduce": 2 * once, "all-gather": once, "reduce-scatter": once, "reduce": once, "broadcast": once,
+                 "send": size}
         return self.nbytes * share[self.operation] // size
 
 
@@ -73,7 +75,11 @@ class _Sizes:
             statistics = self.norm(1, 0, self.item) * (heads + groups)
             widened = self.norm(1, 1, self.item) - self.norm(1, 0, self.item) > self.item
             nbytes += self.tokens * (statistics + (self.wide * (self.query + self.key) if widened else 0))
+        backend = self.config.kernels.attention
         chunked = m.attention_dropout > 0 or self.config.data.reset_attention_mask or self.config.precision.fp64
+        chunked = chunked or backend in ("local", "unfused")
+        if t.recompute != "selective" and backend == "unfused":
+            nbytes += self.tokens * heads * m.seq_length * self.wide * (3 if m.attention_dropout else 1)   # probabilities
         if t.recompute != "selective" and (self.cp > 1 or not chunked):
             nbytes += self.tokens * heads * self.wide   # logarithms of the softmax's sums
         return nbytes
@@ -81,7 +87,8 @@ class _Sizes:
     def mlp(self) -> int:
         """Input (or slope) and result of the activation function, and what a gated one keeps between."""
         m = self.config.model
-        widths = {"swiglu": 3 if self.on_cpu else 4, "geglu": 5 if self.on_cpu else 4}.get(m.activation, 2)
+        runs = self.on_cpu and self.config.kernels.bias_swiglu_fusion
+        widths = {"swiglu": 3 if runs else 4, "geglu": 5 if self.on_cpu else 4}.get(m.activation, 2)
         return self.tokens * self.item * widths * (m.ffn // self.tp)
 
     def layer(self) -> int:
@@ -245,9 +252,12 @@ def _gradients(config: Config, plan: Plan, stage: int) -> list[Transfer]:
         elements = bucket.stop - bucket.start
         nbytes = elements * BYTES[p.grad_dtype]
         found += [Transfer(axis, "all-reduce", 1, nbytes) for axis in bucket.partial]
-        found += [Transfer("instances", "all-reduce", 1, nbytes // parts)]
-        found += [Transfer("shard", "reduce-scatter", 1, nbytes),
-                  Transfer("shard", "all-gather", 1, elements * BYTES[p.params_dtype])]
+        kinds, calls, largest = ("reduce-scatter", "all-gather"), 1, nbytes // parts
+        if config.parallel.zero_partition == "whole-params":
+            owned = [stop - start for start, stop in map(bucket.shard, range(parts)) if stop > start]
+            kinds, calls, largest = ("reduce", "broadcast"), len(owned), max(owned) * BYTES[p.grad_dtype]
+        found += [Transfer("instances", "all-reduce", 1, largest), Transfer("shard", kinds[0], calls, nbytes),
+                  Transfer("shard", kinds[1], calls, elements * BYTES[p.params_dtype])]
     return found
 
 

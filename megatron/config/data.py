@@ -36,7 +36,8 @@ class DataConfig:
                                               "checkpoint's begins, and each data set goes on where it was left",
                                   dump=False)
     multiple_validation_sets: bool = arg(False, help="each data set of the validation split has a validation of its "
-                                                     "own; with --valid-data-path or per-split paths, without weights",
+                                                     "own; with --valid-data-path or per-split paths, without weights. Of "
+                                                     "packed samples each directory with files is one",
                                              dump=False)
     full_validation: bool = arg(False, help="each validation reads all of its data from the start, but for an incomplete "
                                             "last micro-batch, and not --eval-iters batches", dump=False)

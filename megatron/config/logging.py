@@ -17,8 +17,10 @@ class LoggingConfig:
                                              "(tools/inspect_data.py reads it)", dump=False)
     progress: Literal["auto", "on", "off"] = arg("auto", help="a line of progress and time left on stderr beside each "
                                                  "log line; auto: where stderr is a terminal", dump=False)
-    log_accuracy: bool = arg(False, help="with --packed-samples: share of labels that the model ranks first, in all and of "
-                                         "each subset, in the metrics file", dump=False)
+    log_subsets: bool = arg(False, help="tokens and loss of each data set of a blend in metrics file and TensorBoard; "
+                                        "always with --packed-samples and --log-dialect internlm", dump=False)
+    log_accuracy: bool = arg(False, help="with --log-subsets: share of labels that the model ranks first, in all and of "
+                                         "each subset", dump=False)
     log_throughput: bool = arg(False, help="TFLOP/s on the iteration line")
     log_num_zeros_in_grad: bool = arg(False, help="count zeros in the gradients")
     log_params_norm: bool = arg(False, help="norm of the parameters on the iteration line")
@@ -36,3 +38,7 @@ class LoggingConfig:
     log_validation_ppl_to_tensorboard: bool = arg(False, help="validation perplexity in TensorBoard")
     log_memory_to_tensorboard: bool = arg(False, help="device memory in TensorBoard")
     log_world_size_to_tensorboard: bool = arg(False, help="world size in TensorBoard")
+
+    def counts_subsets(self, packed: bool) -> bool:
+        """Are tokens and losses of each subset counted, where samples are `packed` or not?"""
+        return packed or self.log_subsets or self.log_dialect == "internlm"

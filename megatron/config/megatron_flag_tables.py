@@ -25,10 +25,9 @@ _WHOLE_SENDS = "stages send whole hidden states (with --sequence-parallel each r
 _ENDS = "use --decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers to give the ends fewer layers"
 _WHEN_COMPLETE = "a bucket of gradients is sent as soon as it is complete, on every pipeline stage"
 _AT_ONCE = "weights are gathered right after the update, on every pipeline stage"
-_NO_TP_COMM = "it steers overlap inside kernels of Transformer Engine, which are not used here"
+_NO_TP_COMM = "it steers overlap inside Transformer Engine's kernels, whose shared buffers are not set up here"
 _ONE_KERNEL = "there is one implementation with the same numbers"
-_NO_FP8 = "there are no FP8 kernels here; use --bf16"
-_NO_TE = "Transformer Engine is not used; torch's own kernels run instead, so leave the flag out"
+_NO_FP8 = "fp8 is --fp8-format with --fp8-recipe tensorwise or delayed, and weights keep their format; leave the flag out"
 _NO_WANDB = "nothing is sent to Weights & Biases; --tensorboard-dir DIR or --metrics-file FILE keep the same numbers"
 _NO_MOE = "mixture-of-experts models are not built here; leave the flag out for a dense model"
 _ONLY_LAYERS = "only transformer layers are built; leave the flag out"
@@ -64,13 +63,11 @@ OLD: tuple[Row, ...] = (
     no("adlr_autoresume", False, "that service runs on NVIDIA's own cluster; use --exit-signal-handler and the same "
        "command again"),
     same("adlr_autoresume_interval", 1000, "there is no --adlr-autoresume"),
-    same("apply_rope_fusion", True, _ONE_KERNEL, spelling="--no-rope-fusion"),
     same("async_tensor_model_parallel_allreduce", True, "they are always reduced while weight gradients are computed",
          spelling="--no-async-tensor-model-parallel-allreduce"),
     same("barrier_with_L1_time", True, "timers never make one rank wait for another",
          spelling="--no-barrier-with-level-1-timing"),
     same("bias_dropout_fusion", True, _ONE_KERNEL, spelling="--no-bias-dropout-fusion"),
-    same("bias_swiglu_fusion", True, _ONE_KERNEL, spelling="--no-bias-swiglu-fusion"),
     same("clone_scatter_output_in_embedding", True, "the slice is a tensor of its own, so nothing keeps the whole alive",
          spelling="--no-clone-scatter-output-in-embedding"),
     same("data_parallel_random_init", False, "all ranks draw the same weights, from the seed and each one's name"),
@@ -79,17 +76,10 @@ OLD: tuple[Row, ...] = (
     no("distribute_saved_activations", False, "with --sequence-parallel saved activations are spread over the "
        "tensor-parallel ranks already; use that"),
     same("empty_unused_memory_level", 0, "the device's cache is left to torch between steps"),
-    no("fp8", None, _NO_FP8, spelling="--fp8-format"),
-    no("fp8_amax_compute_algo", "most_recent", _NO_FP8),
-    no("fp8_amax_history_len", 1, _NO_FP8),
-    no("fp8_interval", 1, _NO_FP8),
-    no("fp8_margin", 0, _NO_FP8),
-    no("fp8_wgrad", True, _NO_FP8, spelling="--no-fp8-wgrad"),
-    same("gradient_accumulation_fusion", True, _ONE_KERNEL, spelling="--no-gradient-accumulation-fusion"),
+    no("fp8_interval", 1, "delayed scales follow every step; leave the flag out"),
+    no("fp8_wgrad", True, "all three products of a layer are of 8 bits; leave the flag out", spelling="--no-fp8-wgrad"),
     same("inference_batch_times_seqlen_threshold", 512, "training runs no inference server"),
     no("lazy_mpu_init", None, "process groups are always made at the start; leave the flag out"),
-    same("masked_softmax_fusion", True, "the masked scores are never stored, and masks are always honoured",
-         spelling="--no-masked-softmax-fusion"),
     same("max_tokens_to_oom", 12000, "training runs no inference server"),
     no("moe_grouped_gemm", False, _NO_MOE),
     same("nccl_communicator_config_path", None, "process groups have NCCL's defaults; its NCCL_* variables count"),
@@ -112,11 +102,8 @@ OLD: tuple[Row, ...] = (
     same("tp_comm_overlap_cfg", None, _NO_TP_COMM),
     same("tp_comm_split_ag", True, _NO_TP_COMM, spelling="--disable-tp-comm-split-ag"),
     same("tp_comm_split_rs", True, _NO_TP_COMM, spelling="--disable-tp-comm-split-rs"),
-    no("transformer_impl", "local", _NO_TE + ", or --transformer-impl local"),
     same("use_cpu_initialization", None, "weights are always drawn on the CPU, alike for any number of ranks",
          takes="switch"),
-    no("use_flash_attn", False, "the flash-attn package is not used; torch's own fused attention runs instead, exact "
-       "and without a matrix of all scores, so leave the flag out"),
     same("use_mcore_models", False, "there is one model, with megatron-core's parameter names"),
     same("use_ring_exchange_p2p", False, _WHOLE_SENDS),
     same("wandb_exp_name", "", _NO_WANDB),
@@ -175,11 +162,8 @@ NEWER: tuple[Row, ...] = (
     no("window_size", None, "attention looks at all tokens before; leave the flag out"),
     no("softmax_type", "vanilla", "there are no attention sinks; leave the flag out"),
     no("quick_geglu", False, "use --geglu (its GELU is the tanh form) or --swiglu"),
-    no("attention_backend", "auto", "torch's own fused attention runs, or a chunked exact one; leave the flag out",
-       fine=("local", "unfused")),
     same("cross_entropy_loss_fusion", False, "the loss is always computed in chunks, exactly"),
     same("cross_entropy_fusion_impl", "native", "the loss is always computed in chunks, exactly"),
-    no("fp8_recipe", "delayed", _NO_FP8),
     no("fp8_param_gather", False, _NO_FP8),
     no("fp4", None, "there are no FP4 kernels here; use --bf16", spelling="--fp4-format"),
     no("recompute_modules", ("core_attn",), "--recompute-granularity selective recomputes core attention; use full for "
@@ -268,7 +252,7 @@ REMOVED: tuple[Row, ...] = (
 PREFIXES: tuple[tuple[str, str], ...] = (
     ("--moe- --expert-", _NO_MOE),
     ("--fp8- --fp4- --te- --keep-fp8-", _NO_FP8),
-    ("--use-flash-attn", "torch's own fused attention runs instead, so leave the flag out"),
+    ("--use-flash-attn", "use --use-flash-attn, or --attention-backend flash"),
     ("--tp-comm-", _NO_TP_COMM),
     ("--wandb- --one-logger-", _NO_WANDB),
     ("--bert- --retro- --vision- --dino- --ict- --biencoder- --retriever-", "only GPT is trained here; leave the flag "

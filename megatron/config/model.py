@@ -62,7 +62,8 @@ class ModelConfig:
                                                        "InternLM's fixed deviations, which depend on the layer")
     embed_grad_scale: float = arg(1.0, dump=False, help="multiply the gradients of the embedding and of the output layer by "
                                                         "this (GLM-130B)")
-    label_smoothing: float = arg(0.0, dump=False, help="share of each label that goes to all ids alike, in training")
+    label_smoothing: float = arg(0.0, dump=False, help="share of each label that goes to all ids alike, in training; "
+                                                         "losses of subsets are without it")
     apply_query_key_layer_scaling: bool = arg(False, help="divide scores by the layer number and undo it in the "
                                                           "softmax; numerically neutral here")
     attention_softmax_in_fp32: bool = arg(False, help="softmax in fp32 (always so here)")

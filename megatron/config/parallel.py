@@ -32,6 +32,8 @@ class ParallelConfig:
                                                        "weights and optimizer state (ZeRO stage 1)")
     num_distributed_optimizer_instances: int = arg(1, dump=False, help="copies of the optimizer state, each shared by "
                                                                        "as many data-parallel ranks")
+    zero_partition: Literal["even", "whole-params"] = arg("even", dump=False, help="which part of them: even, or "
+                                                          "whole-params, as InternLM gives out whole parameters")
     overlap_grad_reduce: bool = arg(False, help="sum gradient buckets over ranks while the backward pass runs")
     overlap_param_gather: bool = arg(False, help="gather weights while the next forward pass runs, with "
                                                   "--use-distributed-optimizer and --overlap-grad-reduce")

@@ -10,6 +10,7 @@ from megatron.config.parameters import ParameterSpec, count_parameters, paramete
 from megatron.config.skip_ranges import SkipRanges
 from megatron.config.stages import Split, chunks_per_stage, split_layers
 from megatron.config.tree import Config
+from megatron.config.zero_partition import whole_parameters
 
 BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 
@@ -169,10 +170,14 @@ def flat_layout(config: Config, plan: Plan, stage: int = 0) -> buckets.Layout:
             found.append("tp")
         return tuple(axis for axis in dict.fromkeys(found) if axes[axis] > 1)
 
-    table = plan.parameters_of(stage)
+    table, parts = plan.parameters_of(stage), shards(config, plan)
+    shapes, partition = [spec.local_shape(axes) for spec in table], None
+    if p.zero_partition == "whole-params" and parts > 1:
+        partition = whole_parameters([spec.name for spec in table], shapes, parts)
     itemsize = min(BYTES[config.precision.params_dtype], BYTES[config.precision.grad_dtype])
-    return buckets.lay_out([math.prod(spec.local_shape(axes)) for spec in table], [partial(spec) for spec in table],
-                           bucket_size=bucket_size(config, plan, stage), shards=shards(config, plan), itemsize=itemsize)
+    return buckets.lay_out([math.prod(shape) for shape in shapes], [partial(spec) for spec in table],
+                           bucket_size=bucket_size(config, plan, stage), shards=parts, itemsize=itemsize,
+                           partition=partition)
 
 
 def shards(config: Config, plan: Plan) -> int:
@@ -182,17 +187,20 @@ def shards(config: Config, plan: Plan) -> int:
     return ranks // p.num_distributed_optimizer_instances if p.use_distributed_optimizer else 1
 
 
-def bytes_per_rank(config: Config, plan: Plan, stage: int = 0, shard: int = 0) -> dict[str, int]:
+def bytes_per_rank(config: Config, plan: Plan, stage: int = 0, shard: int | None = None) -> dict[str, int]:
     """Bytes of weights, gradients, main weights and optimizer moments on one rank of a pipeline stage.
 
-    `shard`: which of the ranks that share the last two; they differ by a little, the first has the most. Activations are
+    `shard`: which of the ranks that share the last two; without it that with the most. Activations are
     not counted, nor what aligns parameters and shards in flat buffers (less than 64 bytes each).
     """
     precision = config.precision
     n = owned = parameters_per_rank(config, plan, stage)
     low, parts = precision.fp16 or precision.bf16, shards(config, plan)
     if parts > 1:
-        owned = sum(stop - start for start, stop in flat_layout(config, plan, stage).spans(shard, parts))
+        layout = flat_layout(config, plan, stage)
+        if shard is None and config.parallel.zero_partition == "even":
+            shard = 0                       # the others have as much, or less by what is padding
+        owned = max(layout.elements()) if shard is None else sum(stop - start for start, stop in layout.spans(shard))
     moments = 2 if config.optimizer.optimizer == "adam" else int(config.optimizer.sgd_momentum > 0)
     return {"weights": n * BYTES[precision.params_dtype], "gradients": n * BYTES[precision.grad_dtype],
             "main weights": owned * BYTES[precision.main_dtype] if low else 0,

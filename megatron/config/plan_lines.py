@@ -4,7 +4,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from megatron.config.costs import activations, axis_sizes, sent_by_axis
-from megatron.config.plan import Plan, bytes_per_rank, parameters_per_rank, shards
+from megatron.config.plan import Plan, bytes_per_rank, flat_layout, parameters_per_rank, shards
 from megatron.config.stages import bubble_fraction
 from megatron.config.tree import Config
 
@@ -52,6 +52,10 @@ def memory_lines(config: Config, plan: Plan) -> list[str]:
     parts = shards(config, plan)
     share = f" (optimizer: a share of {parts})" if parts > 1 else ""
     lines = [f"bytes of one rank, by pipeline stage{share}:", *_table(titles, rows, plan)]
+    if parts > 1 and config.parallel.zero_partition == "whole-params":
+        for stage in stages:
+            where = f" of stage {stage}" if len(stages) > 1 else ""
+            lines.append(f"  elements per ZeRO rank{where}: {flat_layout(config, plan, stage).elements()}")
     alive = sorted({pairs.alive for pairs in held})
     kept = f"{alive[0]} to {alive[-1]}" if len(alive) > 1 else f"{alive[0]}"
     what = "chunks of micro-batches" if len(plan.layers_per_stage[0]) > 1 else "micro-batches"

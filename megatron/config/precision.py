@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from megatron.arguments import arg
 
@@ -24,6 +25,16 @@ class PrecisionConfig:
     fp16_lm_cross_entropy: bool = arg(False, help="compute the loss in fp16, with --fp16")
     accumulate_allreduce_grads_in_fp32: bool = arg(False, help="gradients are kept and reduced in fp32 "
                                                                "(always so with --bf16)")
+
+    fp8: Literal["e4m3", "hybrid"] | None = arg(
+        None, flag="--fp8-format", help="linear layers of the transformer layers multiply in 8 bits: e4m3, or "
+                                               "hybrid with gradients in e5m2; emulated on a CPU")
+    fp8_recipe: Literal["delayed", "tensorwise"] = arg(
+        "delayed", dump=False, help="scales of --fp8-format: from the maxima of the steps before, or of the tensor itself")
+    fp8_margin: int = arg(0, help="delayed scales leave room for numbers larger by 2 to this")
+    fp8_amax_history_len: int = arg(1, help="steps whose maxima are kept for delayed scales")
+    fp8_amax_compute_algo: Literal["most_recent", "max"] = arg("most_recent", help="which of them count: the last, or the "
+                                                                                   "largest of all")
 
     @property
     def params_dtype(self) -> str:

@@ -4,10 +4,12 @@ Sources: facts/spikes.md 4.1 (closed intervals, 1-based, the number printed on t
 """
 
 import hashlib
+import operator
 import re
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
-from itertools import accumulate
+from functools import lru_cache
+from itertools import accumulate, islice
 from typing import NamedTuple
 
 RANGE_FLAG = "--train-range-to-skip"
@@ -46,22 +48,17 @@ class SkipRanges:
         *,
         iterations_to_skip: Sequence[int | str] | None = None,
         completed: int = 0,
-        samples_before: Callable[[int], int] | None = None,
+        samples_in: Callable[["SkipRanges"], int] | None = None,
         seq_length: int | None = None,
     ) -> ParsedSkips:
         """The union of --train-range-to-skip a b [c d ...] and --iterations-to-skip n ..., normalised.
 
         `train_iters` (when known) bounds it, `completed` iterations of a resumed run are behind us, and
-        `samples_before(n)` with `seq_length` say what a range costs. Raises ValueError with ALL problems, one a line.
+        `samples_in(ranges)` with `seq_length` say what they cost. Raises ValueError with ALL problems, one a line.
         """
-        problems: list[str] = []
-        warnings: list[str] = []
-        values = _integers(RANGE_FLAG, train_range_to_skip, problems)
-        singles = _integers(SINGLE_FLAG, iterations_to_skip, problems)
-        given = _pairs(values, problems) + [(n, n) for n in singles]
-        flags = [RANGE_FLAG] * (len(given) - len(singles)) + [SINGLE_FLAG] * len(singles)
-        usable = _check_bounds(given, flags, train_iters, problems, warnings)
-        merged = cls(_merge(usable, warnings))
+        typed = (None if one is None else tuple(one) for one in (train_range_to_skip, iterations_to_skip))
+        merged, *said = _read(*typed, train_iters)
+        problems, warnings = map(list, said)
         if not problems and train_iters and merged.nothing_to_train(completed, train_iters):
             left = f"iterations {completed + 1} to {train_iters}" if completed else f"all {train_iters} iterations"
             problems.append(f"{RANGE_FLAG}: nothing to train, {left} are skipped; narrow the ranges")
@@ -69,7 +66,7 @@ class SkipRanges:
             raise ValueError("\n".join(shorten(problems)))
         infos = [merged.describe()] if merged.ranges else []
         if train_iters and LARGE_SHARE * merged.count_in(1, train_iters) > train_iters:
-            warnings.append(merged._large_share(train_iters, samples_before, seq_length))
+            warnings.append(merged._large_share(train_iters, samples_in, seq_length))
         return ParsedSkips(merged, shorten(warnings), infos)
 
     def is_skipped(self, iteration: int) -> bool:
@@ -81,16 +78,25 @@ class SkipRanges:
         at = bisect_right(self._firsts, iteration) - 1
         return self.ranges[at] if at >= 0 and iteration <= self.ranges[at][1] else None
 
+    def __len__(self) -> int:
+        """How many iterations these are."""
+        return self._before[-1]
+
     def count_in(self, first: int, last: int) -> int:
         """How many iterations of [first, last] are skipped."""
         return max(0, self._count_to(last) - self._count_to(first - 1))
 
     def joined(self, ranges: Iterable[Range]) -> "SkipRanges":
         """These and others; nothing is said of overlaps."""
-        return SkipRanges(_merge([*self.ranges, *ranges], []))
+        given = [*ranges]
+        if not given or tuple(given) == self.ranges:
+            return self
+        return SkipRanges(given if not self.ranges and _normal(given, None) else _merge([*self.ranges, *given], []))
 
     def cut(self, last: int) -> "SkipRanges":
         """These without the iterations after `last`."""
+        if not self.ranges or self.ranges[-1][1] <= last:
+            return self
         return SkipRanges((start, min(end, last)) for start, end in self.ranges if start <= last)
 
     def nothing_to_train(self, completed: int, train_iters: int) -> bool:
@@ -106,7 +112,7 @@ class SkipRanges:
         """One line: the flag with the normalised ranges (ready to copy while they are few) and their total."""
         shown = " ".join(f"{first} {last}" for first, last in self.ranges[:SHOWN])
         more = f" ... ({len(self.ranges)} ranges)" if len(self.ranges) > SHOWN else ""
-        return f"skipping {self._before[-1]} iterations: {RANGE_FLAG} {shown}{more}"
+        return f"skipping {len(self)} iterations: {RANGE_FLAG} {shown}{more}"
 
     def _count_to(self, iteration: int) -> int:
         at = bisect_right(self._firsts, iteration) - 1
@@ -116,14 +122,28 @@ class SkipRanges:
         return self._before[at] + min(iteration, last) - first + 1
 
     def _large_share(
-        self, train_iters: int, samples_before: Callable[[int], int] | None, seq_length: int | None
+        self, train_iters: int, samples_in: Callable[["SkipRanges"], int] | None, seq_length: int | None
     ) -> str:
-        count = self._before[-1]
+        count = len(self)
         text = f"{RANGE_FLAG} skips {count} of {train_iters} iterations ({100 * count / train_iters:.1f} %)"
-        if samples_before is not None:
-            samples = sum(samples_before(last + 1) - samples_before(first) for first, last in self.ranges)
+        if samples_in is not None:
+            samples = samples_in(self)
             text += f", {samples} samples" + (f" = {samples * seq_length} tokens" if seq_length else "")
         return text + " that will not be trained on"
+
+
+@lru_cache(maxsize=1)  # rules, notes and plan of one command line ask for the same, and there may be 1e5 ranges
+def _read(pairs: tuple[int | str, ...] | None, singles: tuple[int | str, ...] | None,
+          train_iters: int | None) -> tuple[SkipRanges, tuple[str, ...], tuple[str, ...]]:
+    """The ranges that the values of the two flags are, problems and warnings."""
+    problems: list[str] = []
+    warnings: list[str] = []
+    values, alone = _integers(RANGE_FLAG, pairs, problems), _integers(SINGLE_FLAG, singles, problems)
+    given = _pairs(values, problems) + [(n, n) for n in alone]
+    if problems or not _normal(given, train_iters):
+        flags = [RANGE_FLAG] * (len(given) - len(alone)) + [SINGLE_FLAG] * len(alone)
+        given = _merge(_check_bounds(given, flags, train_iters, problems, warnings), warnings)
+    return SkipRanges(given), tuple(problems), tuple(warnings)
 
 
 def _integers(flag: str, values: Sequence[int | str] | None, problems: list[str]) -> list[int]:
@@ -134,8 +154,8 @@ def _integers(flag: str, values: Sequence[int | str] | None, problems: list[str]
         problems.append(f"{flag} has no value; give " + ("first and last" if flag == RANGE_FLAG else "the iterations"))
     texts = list(map(str, values))
     digits = "".join(texts)
-    if all(texts) and digits.isascii() and digits.isdecimal() and max(map(len, texts)) < 19:
-        return list(map(int, texts))  # the ordinary case, quick for 1e5 ranges
+    if all(texts) and digits.isascii() and digits.isdecimal() and len(max(texts, key=len)) < 19:
+        return list(map(int, texts))  # the ordinary case, quick
     found, bad = [], []
     for value in texts:
         if _INTEGER.fullmatch(value):
@@ -168,6 +188,15 @@ def _pairs(values: list[int], problems: list[str]) -> list[Range]:
             f"write {values[-1]} {values[-1]} to skip that iteration alone"
         )
     return list(zip(values[::2], values[1::2], strict=False))
+
+
+def _normal(given: list[Range], train_iters: int | None) -> bool:
+    """Whether ranges stand as `SkipRanges` keeps them, within the training: quick, since there may be 1e5 of them."""
+    if not given:
+        return True
+    firsts, ends = [first for first, _ in given], [last + 1 for _, last in given]
+    return (firsts[0] >= 1 and (train_iters is None or ends[-1] <= train_iters + 1)
+            and all(map(operator.lt, firsts, ends)) and all(map(operator.lt, ends, islice(firsts, 1, None))))
 
 
 def _check_bounds(

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.data import DataConfig
+from megatron.config.kernels import KernelsConfig
 from megatron.config.logging import LoggingConfig
 from megatron.config.model import ModelConfig
 from megatron.config.optimizer import OptimizerConfig
@@ -20,6 +21,7 @@ class Config:
     model: ModelConfig
     parallel: ParallelConfig
     precision: PrecisionConfig
+    kernels: KernelsConfig
     data: DataConfig
     optimizer: OptimizerConfig
     training: TrainingConfig

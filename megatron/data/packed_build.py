@@ -21,6 +21,7 @@ from megatron.data.indexed_dataset import idx_path
 from megatron.data.jsonl_tokens import JsonlTokens, meta_path, subset_names, subset_of, token_files
 from megatron.data.packed import PackedDataset, PackedFile, PackingRule, SampleFile
 from megatron.data.plan_table import Row
+from megatron.data.subsets import shortened
 
 HEAD = 1024  # ids of a file's first sample that are compared with the vocabulary at the start
 
@@ -32,6 +33,7 @@ class PackedFlags(DataFlags, Protocol):
     pad_samples: bool
     min_sample_length: int
     dummy_data: str | None
+    multiple_validation_sets: bool
 
 
 def build_packed_datasets(
@@ -44,8 +46,10 @@ def build_packed_datasets(
     vocab_size: int | None,
     identity: Mapping[str, object] | None = None,
     rows: list[Row] | None = None,
-) -> tuple[PackedDataset | None, PackedDataset | None, PackedDataset | None]:
-    """The data sets of train, valid and test, None where the flags give a split nothing or `sizes` asks for nothing.
+) -> tuple[PackedDataset | None, PackedDataset | list[PackedDataset] | None, PackedDataset | None]:
+    """The data sets of train, valid and test, None where the flags give a split nothing or `sizes` asks for nothing. With
+    --multiple-validation-sets valid is a list, one of each directory with files (and of each prefix), whose one
+    subset has its name.
 
     `sizes` are samples of `sequence_length` tokens, of which a row is `micro_batch_size`; None means one epoch. With
     `vocab_size` the head of each file is compared with it, with `identity` pairs must be made by that tokenizer. `rows`
@@ -56,7 +60,21 @@ def build_packed_datasets(
     shortest = 0 if data.dummy_data else data.min_sample_length
     rule = PackingRule(sequence_length, micro_batch_size, mode, shortest)
     blends = [None] * len(SPLITS) if data.dummy_data else read_blends(data)
-    found: list[PackedDataset | None] = []
+    found: list[PackedDataset | list[PackedDataset] | None] = []
+
+    def made(split: str, name: str, subsets: list[str], files: list[tuple[str, SampleFile]],
+             size: int | None) -> PackedDataset:
+        if vocab_size is not None:
+            for _, file in files:
+                _check_head(file, vocab_size)
+        packed = [PackedFile(file, subsets.index(subset), rule) for subset, file in files]
+        dataset = PackedDataset(
+            name, packed, subsets, rule, size=None if size is None else -(-size // micro_batch_size), index_split=split,
+            rows_per_batch=global_batch_size // micro_batch_size if split == "train" else 1)  # fmt: skip
+        if rows is not None:
+            rows.extend(_plan_rows(dataset, packed))
+        return dataset
+
     for split, blend, size in zip(SPLITS, blends, sizes, strict=True):
         dummy = data.dummy_data and split == "train"
         if size == 0 or not (blend or dummy):
@@ -66,21 +84,28 @@ def build_packed_datasets(
             if vocab_size is not None and vocab_size < VOCABULARY:
                 raise ValueError(f"--dummy-data internlm: has ids up to {VOCABULARY - 1}, the vocabulary has {vocab_size}; "
                                  f"give --vocab-size {VOCABULARY} or more")  # fmt: skip
-            name, subsets, files = DummySamples.prefix, list(SUBSETS), [(SUBSETS[0], DummySamples(sequence_length))]
+            files = [(SUBSETS[0], DummySamples(sequence_length))]
+            found.append(made(split, DummySamples.prefix, list(SUBSETS), files, size))
+        elif split == "valid" and data.multiple_validation_sets:
+            found.append([made(f"valid-{name}", f"--valid-data-path {os.path.dirname(paths[0])}", [name],
+                               [(name, _open(path, identity)) for path in paths], size)
+                          for name, paths in validation_sets(blend[0]).items()])
         else:
-            name = f"--{split}-data-path {' '.join(blend[0])}"
-            subsets, files = open_files(blend[0], identity)
-        if vocab_size is not None:
-            for _, file in files:
-                _check_head(file, vocab_size)
-        packed = [PackedFile(file, subsets.index(subset), rule) for subset, file in files]
-        dataset = PackedDataset(
-            name, packed, subsets, rule, size=None if size is None else -(-size // micro_batch_size), index_split=split,
-            rows_per_batch=global_batch_size // micro_batch_size if split == "train" else 1)  # fmt: skip
-        if rows is not None:
-            rows += _plan_rows(dataset, packed)
-        found.append(dataset)
+            found.append(made(split, f"--{split}-data-path {' '.join(blend[0])}", *open_files(blend[0], identity), size))
     return tuple(found)
+
+
+def validation_sets(words: Sequence[str]) -> dict[str, list[str]]:
+    """By name the files of each set: of a folder each directory with .bin files is one, as InternLM has it, called by what
+    its path has beyond the folder that all lie in; a prefix or a pattern is one."""
+    found: dict[str, list[str]] = {}
+    for word in words:
+        if os.path.isdir(word) and not os.path.exists(idx_path(word)):
+            for path in token_files(word):
+                found.setdefault(os.path.dirname(path), []).append(path)
+        else:
+            found[word] = [f"{prefix}.bin" for prefix in expand(word.removesuffix(".bin"))]
+    return dict(zip(shortened(list(found)), found.values(), strict=True))
 
 
 def open_files(

@@ -9,18 +9,19 @@ import numpy as np
 
 from megatron.data.ledger import sample_hash, tokens_hash
 from megatron.data.packed import LABELS
+from megatron.data.subsets import subset_of
 from megatron.data.whereabouts import Dataset, pieces
 
 
 class Samples:
     """`samples[i]` is sample i, int64 [sequence_length + 1] (packed: a row, [4, tokens]); with `hashed` a pair of it and its
-    hash.
+    hash. With `with_subset` an id behind the tokens says which data set of a blend the sample is of.
 
     Raises ValueError for an id that is not below `vocab_size`, with the file and the place where it stands.
     """
 
-    def __init__(self, dataset: Dataset, vocab_size: int, hashed: bool = False) -> None:
-        self.dataset, self.vocab_size, self.hashed = dataset, vocab_size, hashed
+    def __init__(self, dataset: Dataset, vocab_size: int, hashed: bool = False, with_subset: bool = False) -> None:
+        self.dataset, self.vocab_size, self.hashed, self.with_subset = dataset, vocab_size, hashed, with_subset
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -30,7 +31,8 @@ class Samples:
         # As unsigned numbers negative ids are large ones: one pass finds both.
         if int(ids_of(tokens).view(np.uint64).max()) >= self.vocab_size:
             raise self._outside(index, tokens)
-        return (tokens, sample_hash(index, tokens_hash(tokens))) if self.hashed else tokens
+        sample = np.append(tokens, subset_of(self.dataset, index)) if self.with_subset else tokens
+        return (sample, sample_hash(index, tokens_hash(tokens))) if self.hashed else sample
 
     def _outside(self, index: int, tokens: np.ndarray) -> ValueError:
         lines = np.atleast_2d(ids_of(tokens))

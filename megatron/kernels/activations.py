@@ -61,9 +61,12 @@ def bias_gelu(x: Tensor, bias: Tensor) -> Tensor:
     return gelu(x + bias, approximate=True)
 
 
-def swiglu(gate_up: Tensor) -> Tensor:
-    """SwiGLU (Shazeer 2020): silu(gate) * up; gate_up [..., 2, ffn] (gate first) -> [..., ffn]."""
-    if pays_off(gate_up):
+def swiglu(gate_up: Tensor, fused: bool = True) -> Tensor:
+    """SwiGLU (Shazeer 2020): silu(gate) * up; gate_up [..., 2, ffn] (gate first) -> [..., ffn].
+
+    `fused` False: operation by operation on every device.
+    """
+    if fused and pays_off(gate_up):
         return _SwiGlu.apply(gate_up)
     gate, up = gate_up.unbind(-2)
     return F.silu(gate) * up

@@ -1,4 +1,4 @@
-"""Causal attention of local heads: torch's fused kernel, or exact blocks of query rows; knows no layer and no rank."""
+"""Causal attention of local heads: torch's fused kernel, exact blocks of query rows, or flash-attn; knows no layer."""
 
 from dataclasses import dataclass
 
@@ -6,11 +6,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron.kernels import flash_attention
 from megatron.kernels.blocks import for_each
 from megatron.kernels.dropout import DropoutBits
 from megatron.kernels.linear import low_precision_is_native
+from megatron.kernels.plain import plain_attention
 
-IMPLEMENTATIONS = ("auto", "sdpa", "chunked")
+IMPLEMENTATIONS = ("auto", "sdpa", "chunked", "plain", "flash")
 QUERY_ROWS = 64  # of one block; few, so that little above the diagonal is computed in vain
 BLOCK_ELEMENTS = 1 << 18  # of the scores of one block on a CPU, so that they stay in the cache
 LAUNCH_ELEMENTS = 1 << 26  # elsewhere, where each operation is a launch
@@ -36,13 +38,18 @@ def attention(
     probabilities needs `dropout_seed`, of which (with the shape) the mask is a pure function.
 
     `implementation`: "sdpa" (torch's fused kernel: plain causal, no dropout), "chunked" (blocks of query rows, all
-    cases) or "auto". Neither holds an s x s tensor. Raises ValueError for a request that cannot be met.
+    cases), "flash" (flash-attn: CUDA, 16 bits, no dropout), "plain" (the formula, all cases) or "auto". None but "plain"
+    holds an s x s tensor. Raises ValueError for a request that cannot be met.
     """
     chosen, _, _ = select_attention(q.device, q.dtype, dropout_p, document_ids is not None, implementation, len(q))
     if chosen == "sdpa":
         return _sdpa(q, k, v, scale)
+    if chosen == "flash":
+        return flash_attention.flash_attention(q, k, v, scale, document_ids)
     if dropout_p > 0.0 and dropout_seed is None:
         raise ValueError("attention with dropout_p > 0 needs dropout_seed: pass the seed of this layer and site")
+    if chosen == "plain":
+        return plain_attention(q, k, v, scale, dropout_p, dropout_seed, document_ids)
     return _ChunkedAttention.apply(q, k, v, scale, dropout_p, dropout_seed, document_ids)
 
 
@@ -50,8 +57,8 @@ def select_attention(
     device: torch.device, dtype: torch.dtype, dropout_p: float, documents: bool, implementation: str = "auto",
     seq_length: int = CHUNKS_ON_CPU.start,
 ) -> tuple[str, str, str]:
-    """Which implementation runs ("sdpa" or "chunked"), why, and why not the other. Raises ValueError if the one asked
-    for cannot."""
+    """Which implementation runs, why, and why not the other of "sdpa" and "chunked". Raises ValueError if the one asked
+    for cannot (whether flash-attn is there, select.py has asked)."""
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"attention implementation {implementation!r} is unknown: use one of {IMPLEMENTATIONS}")
     obstacles = [reason for reason, there in (("attention dropout", dropout_p > 0.0), ("document masks", documents),
@@ -59,6 +66,8 @@ def select_attention(
     if implementation == "sdpa" and obstacles:
         raise ValueError(f"attention implementation 'sdpa' cannot do {' and '.join(obstacles)} without an s x s "
                          "tensor or a hidden generator: use 'auto' or 'chunked'")
+    if implementation == "flash" and dropout_p > 0.0:
+        raise ValueError("attention implementation 'flash' drops by a generator of its own: use 'auto' or 'chunked'")
     if implementation != "auto":
         return implementation, "asked for", "not asked for"
     if obstacles:
@@ -97,7 +106,7 @@ class _Plan:
         self.device = q.device
         self.rows = [(i, min(i + QUERY_ROWS, self.s)) for i in range(0, self.s, QUERY_ROWS)]
         self.ids = document_ids
-        self.first = None if document_ids is None else _first_keys(document_ids)
+        self.first = _first_keys(document_ids) if document_ids is not None and read_ids(self.device) else None
         upper = torch.full((QUERY_ROWS, QUERY_ROWS), -torch.inf, dtype=self.dtype, device=self.device)
         self.upper = upper.triu_(1)
 
@@ -116,7 +125,7 @@ class _Plan:
                 yield _Block(start, stop, 0, self.upper[: stop - start, : stop - start])
                 continue
             sample = heads[0] // self.groups
-            ids, first = self.ids[sample], min(self.first[sample][start:stop])
+            ids, first = self.ids[sample], min(self.first[sample][start:stop]) if self.first else 0
             other = ids[start:stop, None] != ids[None, first:stop]
             bias = torch.zeros(other.shape, dtype=self.dtype, device=self.device).masked_fill_(other, -torch.inf)
             bias[:, start - first :] += self.upper[: stop - start, : stop - start]
@@ -140,6 +149,12 @@ class _Plan:
         lines = scores.view(-1, block.stop - block.start, scores.shape[2])
         lines[:, :, -block.bias.shape[1] :].add_(block.bias)
         return torch.softmax(scores, -1)
+
+
+def read_ids(device: torch.device) -> bool:
+    """Whether to read document ids on the host, to leave out keys that no row of a block sees. Only a CPU does not wait
+    for that; elsewhere shapes do not depend on them, and the masks do it all."""
+    return device.type == "cpu"
 
 
 def _first_keys(document_ids: Tensor) -> list[list[int]]:

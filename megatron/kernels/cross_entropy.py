@@ -30,6 +30,7 @@ def cross_entropy(
     dtype: torch.dtype | None = None,
     smoothing: float = 0.0,
     right: Tensor | None = None,
+    plain: Tensor | None = None,
 ) -> Tensor:
     """Loss of each row, logsumexp(row) - row[label], never holding a second copy of the logits.
 
@@ -40,7 +41,8 @@ def cross_entropy(
     With `smoothing` e the label counts 1 - e, and e is spread over all ids alike: (1 - e) of that loss and e of the mean
     over the ids of logsumexp(row) - row[id].
 
-    `right` (bool [n]) is filled with whether the label's logit is the largest of its row.
+    `right` (bool [n]) is filled with whether the label's logit is the largest of its row, `plain` ([n], of the maths'
+    dtype) with the loss without smoothing.
 
     Backward overwrites the storage of `logits` with their gradient: do not read them after it.
 
@@ -53,16 +55,22 @@ def cross_entropy(
         dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
     valid = min(max(vocab_size - vocab_start, 0), logits.shape[1])
     if tp is None or tp.size == 1:
-        return _CrossEntropy.apply(logits, labels - vocab_start, valid, dtype, smoothing, right)
+        return _CrossEntropy.apply(logits, labels - vocab_start, valid, dtype, smoothing, right, plain)
     assert all_reduce is not None, "a vocabulary split over ranks needs all_reduce"
     return _ParallelCrossEntropy.apply(logits, labels - vocab_start, valid, dtype, tp, all_reduce, smoothing,
-                                       smoothing / vocab_size, right)
+                                       smoothing / vocab_size, right, plain)
 
 
 def _chunks(logits: Tensor) -> list[slice]:
     elements = CHUNK_ELEMENTS if logits.device.type == "cpu" else LAUNCH_ELEMENTS
     rows = max(1, elements // max(1, logits.shape[1]))
     return [slice(start, start + rows) for start in range(0, logits.shape[0], rows)]
+
+
+def _log_softmax(logits: Tensor, dtype: torch.dtype) -> Tensor:
+    """Of each row, in `dtype`, in as much new memory as the result takes."""
+    part = logits.to(dtype)
+    return torch.log_softmax(part, -1, out=None if logits.dtype == dtype else part)
 
 
 def _overwrite(logits: Tensor, valid: int, dtype: torch.dtype, columns: Tensor, grads: Tensor, hits: Tensor, to_probs,
@@ -80,21 +88,25 @@ def _overwrite(logits: Tensor, valid: int, dtype: torch.dtype, columns: Tensor, 
         part.mul_(grads[rows, None]).scatter_add_(1, columns[rows, None], -hits[rows, None])
         if part.dtype != logits.dtype:
             logits[rows] = part
+        del part
 
 
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits: Tensor, columns: Tensor, valid: int, dtype: torch.dtype, smoothing: float,
-                right: Tensor | None) -> Tensor:
+                right: Tensor | None, plain: Tensor | None) -> Tensor:
         loss = torch.empty(logits.shape[0], dtype=dtype, device=logits.device)
         for rows in _chunks(logits):
-            log_probs = torch.log_softmax(logits[rows, :valid].to(dtype), -1)
+            log_probs = _log_softmax(logits[rows, :valid], dtype)
             target = log_probs.gather(1, columns[rows, None]).squeeze(1)
             loss[rows] = -target
+            if plain is not None:
+                plain[rows] = -target
             if right is not None:
                 right[rows] = target >= log_probs.amax(-1)
             if smoothing:
                 loss[rows].mul_(1.0 - smoothing).sub_(log_probs.mean(-1), alpha=smoothing)
+            del log_probs  # before there are those of the next rows
         ctx.save_for_backward(logits, columns)
         ctx.valid, ctx.dtype, ctx.smoothing = valid, dtype, smoothing
         return loss
@@ -105,27 +117,27 @@ class _CrossEntropy(torch.autograd.Function):
         grad_loss = grad_loss.to(ctx.dtype)
         _overwrite(logits, ctx.valid, ctx.dtype, columns, grad_loss, grad_loss * (1.0 - ctx.smoothing),
                    lambda part, rows: torch.softmax(part, -1, out=part), ctx.smoothing / ctx.valid)
-        return logits, *[None] * 5
+        return logits, *[None] * 6
 
 
 class _ParallelCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits: Tensor, targets: Tensor, valid: int, dtype: torch.dtype, tp, all_reduce, smoothing: float,
-                uniform: float, right: Tensor | None) -> Tensor:
+                uniform: float, right: Tensor | None, plain: Tensor | None) -> Tensor:
         mine = (targets >= 0) & (targets < valid)
         columns = torch.where(mine, targets, 0)
         local = torch.full((logits.shape[0],), -torch.inf, dtype=dtype, device=logits.device)
         target, logit_sum = torch.zeros_like(local), torch.zeros_like(local)
         largest = local.clone() if right is not None else None
         for rows in _chunks(logits) if valid else []:
-            part, picked = logits[rows, :valid].to(dtype), columns[rows, None]
-            target[rows] = part.gather(1, picked).squeeze(1)
+            part, picked = logits[rows, :valid], columns[rows, None]
+            target[rows] = part.gather(1, picked).squeeze(1).to(dtype)
             if right is not None:
-                largest[rows] = part.amax(-1)
+                largest[rows] = part.amax(-1).to(dtype)
             if smoothing:
-                logit_sum[rows] = part.sum(-1)
+                logit_sum[rows] = part.sum(-1, dtype=dtype)
             # torch's log-softmax makes one pass, its logsumexp four; any column gives the sum of its row.
-            local[rows] = target[rows] - torch.log_softmax(part, -1).gather(1, picked).squeeze(1)
+            local[rows] = target[rows] - _log_softmax(part, dtype).gather(1, picked).squeeze(1)
         if right is None:
             peak = all_reduce(local.clone(), "max", tp)
         else:
@@ -135,6 +147,8 @@ class _ParallelCrossEntropy(torch.autograd.Function):
         log_total = total.log() + peak
         if right is not None:
             torch.ge(target, largest, out=right)
+        if plain is not None:
+            torch.sub(log_total, target, out=plain)
         ctx.save_for_backward(logits, columns, mine, log_total)
         ctx.valid, ctx.smoothing, ctx.uniform = valid, smoothing, uniform
         if not smoothing:
@@ -148,4 +162,4 @@ class _ParallelCrossEntropy(torch.autograd.Function):
         _overwrite(logits, ctx.valid, log_total.dtype, columns, grad_loss,
                    torch.where(mine, grad_loss * (1.0 - ctx.smoothing), 0),
                    lambda part, rows: part.sub_(log_total[rows, None]).exp_(), ctx.uniform)
-        return logits, *[None] * 8
+        return logits, *[None] * 9

@@ -6,6 +6,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from megatron.kernels import apex
+
 BLOCK_ELEMENTS = 1 << 24  # of one fp32 copy of columns of a low-precision matrix: bounds the scratch memory
 
 
@@ -43,6 +45,10 @@ def linear_weight_grad(grad_out: Tensor, x: Tensor, accumulate_into: Tensor | No
     rows_out, rows_in = grad_out.reshape(-1, grad_out.shape[-1]), x.reshape(-1, x.shape[-1]).to(dtype)
     if dtype == x.dtype and accumulate_into is None:
         return torch.mm(rows_out.t(), rows_in)
+    if (dtype == x.dtype and not torch.compiler.is_compiling()
+            and apex.gradient_obstacle(x.device, dtype, accumulate_into.dtype) is None):
+        apex.accumulate_weight_grad(rows_in, rows_out, accumulate_into)
+        return None
     if dtype == x.dtype and accumulate_into.dtype != dtype:
         accumulate_into.add_(torch.mm(rows_out.t(), rows_in))
         return None

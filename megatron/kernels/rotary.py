@@ -57,15 +57,16 @@ def slowed(frequencies: Tensor, factor: float) -> Tensor:
     return frequencies * (kept + (1 - kept) / factor)
 
 
-def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
+def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False, fused: bool = True) -> Tensor:
     """Rotate the first 2 * cos.shape[-1] dimensions of each head, pass the others through.
 
     x [s, b, n, d]; cos and sin [s, dim / 2] or [s, b, dim / 2] with dim <= d. Pairs are (i, i + dim / 2), or
-    (2 i, 2 i + 1) if `interleaved`. Computed in the wider of the dtypes of x and cos, returned in x's.
+    (2 i, 2 i + 1) if `interleaved`. Computed in the wider of the dtypes of x and cos, returned in x's. `fused`
+    False: operation by operation on every device.
     """
     while cos.dim() < x.dim():
         cos, sin = cos.unsqueeze(1 if cos.dim() == 2 else 2), sin.unsqueeze(1 if sin.dim() == 2 else 2)
-    if pays_off(x):
+    if fused and pays_off(x):
         return _Rotary.apply(x, cos, sin, interleaved)
     half = cos.shape[-1]
     first, second = _pairs(x, half, interleaved)

@@ -1,21 +1,24 @@
 """Which implementation of each kernel runs on a device and why each other one is off; knows no model and no rank."""
 
+import os
 from dataclasses import dataclass
-from importlib.util import find_spec
 
 import torch
 
+from megatron.config.precision import PrecisionConfig
 from megatron.config.tree import Config
+from megatron.device import multiplies_fp8
+from megatron.kernels import apex, flash_attention, transformer_engine
 from megatron.kernels.attention import select_attention
 from megatron.kernels.block_attention import flash
 from megatron.kernels.blocks import pays_off
+from megatron.kernels.choice import Kernels
 from megatron.kernels.linear import compute_dtype
 
-LIBRARIES = {
-    "transformer_engine": "Transformer Engine",
-    "apex": "NVIDIA's apex",
-    "flash_attn": "flash-attn",
-}
+ATTENTION = {"fused": "sdpa", "local": "chunked", "unfused": "plain", "flash": "flash", "auto": "auto"}
+NAMES = {"sdpa": "torch's fused attention", "chunked": "blocks of query rows", "plain": "one matrix of scores",
+         "flash": "flash-attn", "engine": "Transformer Engine"}
+ENGINE_ATTENTION = {"flash": "NVTE_FLASH_ATTN", "fused": "NVTE_FUSED_ATTN", "unfused": "NVTE_UNFUSED_ATTN"}
 
 
 @dataclass(frozen=True)
@@ -28,18 +31,99 @@ class KernelRow:
     reason: str
 
 
+def choose_kernels(device: torch.device, dtype: torch.dtype, config: Config) -> Kernels:
+    """What the layers of this configuration compute with on `device` with weights of `dtype`.
+
+    `auto` takes the best that works. Raises ValueError, with what to install, where something asked for by name is not
+    possible here.
+    """
+    check_wishes(device, dtype, config)
+    k, engine, attention = config.kernels, None, ATTENTION[config.kernels.attention]
+    if k.transformer_impl == "transformer_engine":
+        transformer_engine.load()
+        engine = transformer_engine.Engine(k.gradient_accumulation_fusion, _fp8(config.precision))
+    if attention == "auto" and _documents(config) and _flash_obstacle(device, dtype, config) is None:
+        attention = "flash"
+    if engine is not None and _engine_attention_obstacle(dtype, config) is None:
+        attention = "engine"
+        _tell_engine(k.attention)
+    return Kernels(attention, k.bias_swiglu_fusion, k.apply_rope_fusion, k.gradient_accumulation_fusion,
+                   engine is None and _apex_obstacle(device, dtype, config) is None, engine)
+
+
+def _documents(config: Config) -> bool:
+    """Does attention stay inside documents?"""
+    return config.data.reset_attention_mask or config.data.packed_samples
+
+
+def _flash_obstacle(device: torch.device, dtype: torch.dtype, config: Config, asked: bool = False) -> str | None:
+    """Why flash-attn does not run; `asked`: the command line's rules have spoken of what is not the library's."""
+    why_not = flash_attention.obstacle(device, dtype, config.model.head_dim)
+    return why_not or (None if asked else _foreign_attention_obstacle(config))
+
+
+def _foreign_attention_obstacle(config: Config) -> str | None:
+    """Why attention stays with this suite's own kernels, whatever library there is."""
+    if config.parallel.context_parallel_size > 1:
+        return "blocks of keys come round this suite's ring"
+    if config.model.attention_dropout:
+        return "drops by a generator of its own, whose masks a resumed run does not repeat"
+    return None
+
+
+def _apex_obstacle(device: torch.device, dtype: torch.dtype, config: Config) -> str | None:
+    if config.training.torch_compile or config.model.apply_layernorm_1p:
+        return ("--torch-compile fuses norms itself" if config.training.torch_compile else
+                "would round 1 + weight (--apply-layernorm-1p)")
+    return apex.obstacle(device, dtype)
+
+
+def _fp8(p: PrecisionConfig) -> transformer_engine.Fp8 | None:
+    if p.fp8 is None:
+        return None
+    return transformer_engine.Fp8(p.fp8, p.fp8_recipe, p.fp8_margin, p.fp8_amax_history_len, p.fp8_amax_compute_algo)
+
+
+def check_wishes(device: torch.device, dtype: torch.dtype, config: Config) -> None:
+    """Raise ValueError where something asked for by name is missing here; loads no library and starts no device."""
+    k = config.kernels
+    if k.transformer_impl == "transformer_engine":
+        if (why_not := transformer_engine.obstacle(device, dtype)) is not None:
+            raise ValueError(f"--transformer-impl transformer_engine: {why_not}; or use --transformer-impl local")
+    if k.attention == "flash":
+        if (why_not := _flash_obstacle(device, dtype, config, asked=True)) is not None:
+            asked = "--use-flash-attn" if k.use_flash_attn else "--attention-backend flash"
+            raise ValueError(f"{asked}: {why_not}; or use --attention-backend auto")
+
+
+def _engine_attention_obstacle(dtype: torch.dtype, config: Config) -> str | None:
+    """Why attention stays with this suite under --transformer-impl transformer_engine; None if it does not."""
+    if config.kernels.attention == "local":
+        return "not asked for"
+    why_not = None if dtype in (torch.float16, torch.bfloat16) else "needs fp16 or bf16"
+    return why_not or _foreign_attention_obstacle(config)
+
+
+def _tell_engine(backend: str) -> None:
+    """Transformer Engine reads its choice of attention from the environment, before the first call."""
+    if backend in ENGINE_ATTENTION:
+        os.environ |= {name: str(int(key == backend)) for key, name in ENGINE_ATTENTION.items()}
+
+
 def kernel_table(device: torch.device, dtype: torch.dtype, config: Config) -> list[KernelRow]:
     """The implementations of every operation that this configuration can use on `device` with weights of `dtype`.
 
-    One row of each operation is on; the rows of optional libraries, which have no path here yet, are all off. Nothing
-    is run or timed: the choice follows from the kind of device, the capabilities of torch and the configuration, so
-    that a resumed run chooses alike.
+    One row of each operation is on. Nothing is run or timed: the choice follows from the kind of device, the capabilities
+    of torch, the libraries there and the configuration, so that a resumed run chooses alike. Raises ValueError as
+    `choose_kernels`.
     """
+    kernels = choose_kernels(device, dtype, config)
     return [
-        *_linear_rows(device, dtype),
-        *_attention_rows(device, dtype, config),
-        *_elementwise_rows(device, config),
-        *_library_rows(),
+        *_linear_rows(device, dtype, kernels),
+        *fp8_rows(device, config),
+        *_accumulation_rows(device, dtype, config, kernels),
+        *_attention_rows(device, dtype, config, kernels),
+        *_elementwise_rows(device, dtype, config, kernels),
     ]
 
 
@@ -50,21 +134,61 @@ def _pair(operation: str, names: tuple[str, str], first: bool, reasons: tuple[st
     return [KernelRow(operation, names[chosen], True, why), KernelRow(operation, names[1 - chosen], False, why_not)]
 
 
-def _linear_rows(device: torch.device, dtype: torch.dtype) -> list[KernelRow]:
+def _off(operation: str, name: str, why_not: str | None) -> list[KernelRow]:
+    """The row of an optional library that an operation does without; `why_not` None: it would work, and is not asked for."""
+    return [KernelRow(operation, name, False, why_not or "not asked for")]
+
+
+def _linear_rows(device: torch.device, dtype: torch.dtype, kernels: Kernels) -> list[KernelRow]:
     compute = compute_dtype(torch.empty(0, dtype=dtype, device=device))
-    name = str(dtype).removeprefix("torch.")
+    name, why_not = str(dtype).removeprefix("torch."), transformer_engine.obstacle(device, dtype)
+    if kernels.engine is not None:
+        return [KernelRow("linear of transformer layers", "Transformer Engine", True, "asked for"),
+                KernelRow("output layer", f"{name} products", True, "the weights' own format")]
+    rows = _off("linear", "Transformer Engine", why_not)
     if dtype not in (torch.bfloat16, torch.float16):
-        return [KernelRow("linear", f"{name} products", True, "the weights' own format")]
+        return [KernelRow("linear", f"{name} products", True, "the weights' own format"), *rows]
     native = compute == dtype
     reasons = ((f"this {device.type} has instructions for {name}", "not needed") if native else
                (f"{name} is emulated on this {device.type}; fp32 is several times faster and rounds once",
                 f"no instructions for {name}"))
-    return _pair("linear", (f"{name} products", "fp32 products, rounded once"), native, reasons)
+    return _pair("linear", (f"{name} products", "fp32 products, rounded once"), native, reasons) + rows
 
 
-def _attention_rows(device: torch.device, dtype: torch.dtype, config: Config) -> list[KernelRow]:
+def _accumulation_rows(device: torch.device, dtype: torch.dtype, config: Config, kernels: Kernels) -> list[KernelRow]:
+    operation, main = "weight gradients", getattr(torch, config.precision.grad_dtype)
+    names = ("the layer itself", "autograd, then a sum")
+    if not kernels.accumulation:
+        return _pair(operation, names, False, ("--no-gradient-accumulation-fusion", "switched off"))
+    why_not = apex.gradient_obstacle(device, dtype, main)
+    rows = _pair(operation, names, True, ("no second copy of them", "rounds them to the weights' format"))
+    if why_not is None and kernels.engine is None:
+        return [KernelRow(operation, "apex's product", True, "one pass over memory less"),
+                *(KernelRow(row.operation, row.implementation, False, "slower") for row in rows)]
+    return rows + _off(operation, "apex", why_not)
+
+
+def fp8_rows(device: torch.device, config: Config) -> list[KernelRow]:
+    """How --fp8-format multiplies on `device`, none without it; ValueError where it cannot be met."""
+    operation, kind = "linear in transformer layers", config.precision.fp8
+    if kind is None:
+        return []
+    if device.type != "cpu" and not multiplies_fp8(device):
+        raise ValueError(f"--fp8-format {kind}: this device cannot multiply numbers of 8 bits (Ada, Hopper and later can); "
+                         "leave it out")
+    if config.kernels.transformer_impl == "transformer_engine":
+        return _pair(operation, (f"Transformer Engine's products in 8 bits ({kind})", f"products in 8 bits ({kind})"), True,
+                     (f"--fp8-recipe {config.precision.fp8_recipe}", "--transformer-impl transformer_engine"))
+    native = device.type != "cpu"
+    return _pair(operation, (f"products in 8 bits ({kind})", f"casts to 8 bits ({kind}), products in fp32"), native,
+                 (f"this {device.type} has instructions for them" if native else
+                  f"EMULATED: a {device.type} has no products in 8 bits; the same casts, slower than without --fp8-format",
+                  "not needed" if native else f"no instructions for them on this {device.type}"))
+
+
+def _attention_rows(device: torch.device, dtype: torch.dtype, config: Config, kernels: Kernels) -> list[KernelRow]:
     rows = []
-    dropout, documents = config.model.attention_dropout, config.data.reset_attention_mask or config.data.packed_samples
+    dropout, documents = config.model.attention_dropout, _documents(config)
     uses = {"attention (training)": dropout, "attention (evaluation)": 0.0} if dropout else {"attention": 0.0}
     for operation, p in uses.items():
         if config.parallel.context_parallel_size > 1:
@@ -73,24 +197,43 @@ def _attention_rows(device: torch.device, dtype: torch.dtype, config: Config) ->
                           ("blocks of keys come round the ring", "rows of queries need more passes over memory" if on else
                            "needs CUDA, fp16 or bf16, no attention dropout and no document masks"))
             continue
-        length = {} if config.model.seq_length is None else {"seq_length": config.model.seq_length}
-        chosen, *reasons = select_attention(device, dtype, p, documents, **length)
-        rows += _pair(operation, ("torch's fused attention", "blocks of query rows"), chosen == "sdpa", tuple(reasons))
+        rows += _plain_attention_rows(operation, device, dtype, config, kernels, p)
     return rows
 
 
-def _elementwise_rows(device: torch.device, config: Config) -> list[KernelRow]:
+def _plain_attention_rows(operation: str, device: torch.device, dtype: torch.dtype, config: Config, kernels: Kernels,
+                          dropout: float) -> list[KernelRow]:
+    """Attention of whole sequences on one rank."""
+    backend = config.kernels.attention
+    if kernels.attention == "engine":
+        return [KernelRow(operation, NAMES["engine"], True, "asked for" + f", its {backend} one" * (backend != "auto"))]
+    length = {} if config.model.seq_length is None else {"seq_length": config.model.seq_length}
+    chosen, why, why_not = select_attention(device, dtype, dropout, _documents(config), kernels.attention, **length)
+    if chosen == "flash" and backend == "auto":
+        why, why_not = "documents of any length, and nothing outside them", "computes what document masks hide"
+    off = {"sdpa": why_not, "chunked": why_not, "plain": "holds an s x s tensor"}
+    off["flash"] = _flash_obstacle(device, dtype, config) or "no better here"
+    if kernels.engine is not None:
+        off["engine"] = _engine_attention_obstacle(dtype, config)
+    return [KernelRow(operation, NAMES[chosen], True, why),
+            *(KernelRow(operation, NAMES[name], False, reason) for name, reason in off.items() if name != chosen)]
+
+
+def _elementwise_rows(device: torch.device, dtype: torch.dtype, config: Config, kernels: Kernels) -> list[KernelRow]:
     model = config.model
     in_rows = pays_off(torch.empty(0, device=device))
     reasons = (("passes over runs of rows stay in the cache", "a trip to memory for every operation") if in_rows else
                ("torch's own kernels are fused on this device", "every operation is a launch"))
-    norm = model.normalization
-    rows = []
-    for operation in (norm, model.activation):
-        if operation not in ("RMSNorm", "swiglu", "gelu (tanh)"):
+    rows = _norm_rows(device, dtype, config, kernels, in_rows, reasons)
+    fused = {"swiglu": (kernels.fused_swiglu, "--no-bias-swiglu-fusion"),
+             "rotary": (kernels.fused_rotary, "--no-rope-fusion")}
+    for operation in (model.activation, *["rotary"] * (model.positions == "rope")):
+        wanted, flag = fused.get(operation, (True, ""))
+        if operation not in ("swiglu", "gelu (tanh)", "rotary"):
             rows.append(KernelRow(operation, "torch", True, "there is no other one here"))
         else:
-            rows += _pair(operation, ("runs of rows", "torch"), in_rows, reasons)
+            rows += _pair(operation, ("runs of rows", "torch"), in_rows and wanted, reasons if wanted else
+                          (flag, "switched off"))
     rows.append(KernelRow("cross entropy", "runs of rows", True, "never holds a second copy of the logits"))
     rows.append(KernelRow("cross entropy", "torch", False, "holds two more copies of the logits"))
     if model.hidden_dropout or model.attention_dropout:
@@ -99,10 +242,14 @@ def _elementwise_rows(device: torch.device, config: Config) -> list[KernelRow]:
     return rows
 
 
-def _library_rows() -> list[KernelRow]:
-    rows = []
-    for module, name in LIBRARIES.items():
-        there = find_spec(module) is not None
-        reason = "installed, but this version has no path for it" if there else f"{name} is not installed"
-        rows.append(KernelRow("fused kernels", module, False, reason))
-    return rows
+def _norm_rows(device: torch.device, dtype: torch.dtype, config: Config, kernels: Kernels, in_rows: bool,
+               reasons: tuple[str, str]) -> list[KernelRow]:
+    norm = config.model.normalization
+    if kernels.engine is not None:
+        return [KernelRow(norm, "Transformer Engine", True, "asked for")]
+    if kernels.apex_norms:
+        return [KernelRow(norm, "apex", True, "fused with its gradients"), *_off(norm, "torch", "apex is there")]
+    rows = _off(norm, "apex", _apex_obstacle(device, dtype, config))
+    if norm == "RMSNorm":
+        return _pair(norm, ("runs of rows", "torch"), in_rows, reasons) + rows
+    return [KernelRow(norm, "torch", True, "there is no other one here"), *rows]

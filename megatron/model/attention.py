@@ -9,6 +9,7 @@ from torch import nn
 
 from megatron.config.model import ModelConfig
 from megatron.kernels import reference as kernels
+from megatron.kernels.choice import Kernels
 from megatron.model.norm import Norm
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.layers import ColumnParallelLinear, RowParallelLinear
@@ -28,7 +29,7 @@ class SelfAttention(nn.Module):
     """
 
     def __init__(self, model: ModelConfig, params: ParameterFactory, ctx: ParallelContext, layer: int, *,
-                 recompute_core: bool = False, implementation: str = "auto"):
+                 recompute_core: bool = False):
         super().__init__()
         self.layer, self.tp_rank, self.head_dim = layer, ctx.tp.rank, model.head_dim
         self.cp, self.cp_comm_type = ctx.cp, ctx.cp_comm_type
@@ -36,11 +37,20 @@ class SelfAttention(nn.Module):
         self.queries_per_group = model.num_attention_heads // model.query_groups
         self.scale = 1.0 / math.sqrt(model.head_dim)
         self.dropout, self.interleaved = model.attention_dropout, model.rotary_interleaved
-        self.recompute_core, self.implementation = recompute_core, implementation
-        self.linear_qkv = ColumnParallelLinear(params("linear_qkv.weight"), params("linear_qkv.bias"), ctx)
+        self.recompute_core, self.kernels, self.engine = recompute_core, Kernels(), None
+        self.linear_qkv = ColumnParallelLinear(params("linear_qkv.weight"), params("linear_qkv.bias"), ctx,
+                                               params.scaling("linear_qkv"))
         self.q_layernorm = Norm(model, params.at("q_layernorm")) if model.qk_layernorm else None
         self.k_layernorm = Norm(model, params.at("k_layernorm")) if model.qk_layernorm else None
-        self.linear_proj = RowParallelLinear(params("linear_proj.weight"), params("linear_proj.bias"), ctx)
+        self.linear_proj = RowParallelLinear(params("linear_proj.weight"), params("linear_proj.bias"), ctx,
+                                             params.scaling("linear_proj"))
+
+    def use(self, kernels: Kernels) -> None:
+        """From now on compute as `kernels` says."""
+        self.kernels = kernels
+        if kernels.attention == "engine":
+            heads = self.groups * self.queries_per_group
+            self.engine = kernels.engine.attention(heads, self.groups, self.head_dim, self.scale)
 
     def forward(self, x: torch.Tensor, rotary: Rotary | None = None, document_ids: torch.Tensor | None = None,
                 seeds: DropoutSeeds | None = None) -> torch.Tensor:
@@ -49,7 +59,8 @@ class SelfAttention(nn.Module):
         if self.q_layernorm is not None:
             q, k = self.q_layernorm(q), self.k_layernorm(k)
         if rotary is not None:
-            q, k = (kernels.apply_rotary(t, *rotary, interleaved=self.interleaved) for t in (q, k))
+            q, k = (kernels.apply_rotary(t, *rotary, interleaved=self.interleaved, fused=self.kernels.fused_rotary)
+                    for t in (q, k))
         if self.recompute_core and torch.is_grad_enabled():
             y = recompute(self.core, q, k, v, document_ids, seeds)
         else:
@@ -78,7 +89,9 @@ class SelfAttention(nn.Module):
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, document_ids: torch.Tensor | None,
                **more: Any) -> torch.Tensor:
         """To this rank's keys alone, or with those of the other context-parallel ranks."""
-        more |= {"scale": self.scale, "document_ids": document_ids, "implementation": self.implementation}
+        if self.engine is not None:
+            return self.engine(q, k, v, document_ids)
+        more |= {"scale": self.scale, "document_ids": document_ids, "implementation": self.kernels.attention}
         if self.cp.size > 1:
             return ring_attention(q, k, v, self.cp, comm_type=self.cp_comm_type, **more)
         return kernels.attention(q, k, v, **more)

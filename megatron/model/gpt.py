@@ -11,11 +11,13 @@ from torch import nn
 from megatron.config.model import ModelConfig
 from megatron.config.parameters import WORD_EMBEDDING, count_parameters, parameter_table, stage_table
 from megatron.config.precision import PrecisionConfig
+from megatron.kernels.choice import Kernels
 from megatron.model.embedding import Embedding, RotaryTables
 from megatron.model.layer import Decoder, Recompute
 from megatron.parallel.collectives import all_gather
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.cross_entropy import vocab_parallel_cross_entropy
+from megatron.parallel.fp8 import LayerScaling
 from megatron.parallel.layers import ColumnParallelLinear
 from megatron.parallel.random import DropoutSeeds
 from megatron.parallel.sharding import ParameterFactory
@@ -33,28 +35,32 @@ class GPTModel(nn.Module):
     The chunk with the first layer has the embedding, the one with the last layer final norm, output layer and loss.
     Parameters are named as in `megatron.config.parameters.parameter_table` and their memory is not filled:
     `megatron.parallel.sharding.init_parameters` or a checkpoint does that. Weights are [out, in]; a tied output layer
-    uses the embedding's very parameter, or in another chunk a copy of the same name. With `count_right` the chunk with the
-    loss leaves in `right` (bool [s b]) which labels of the last training forward had the largest logit.
+    uses the embedding's very parameter, or in another chunk a copy of the same name. `kernels`: what layers compute with.
+    With `keep_losses` the chunk with the loss leaves those of the last training forward, without label smoothing, in
+    `losses` [b, s], and with `count_right` in `right` (bool [b, s]) which labels had the largest logit.
     """
 
     def __init__(self, model: ModelConfig, precision: PrecisionConfig, ctx: ParallelContext, padded_vocab_size: int,
                  vocab_size: int, dtype: torch.dtype, device: torch.device | str = "cpu", *,
-                 layers: range | None = None, recompute: Recompute | None = None, attention_implementation: str = "auto"):
+                 layers: range | None = None, recompute: Recompute | None = None, kernels: Kernels | None = None):
         super().__init__()
         layers = range(model.num_layers) if layers is None else layers
         first, last = layers.start == 0, layers.stop == model.num_layers
         self.ctx, self.vocab_size = ctx, vocab_size
         self.loss_dtype = torch.float16 if precision.fp16_lm_cross_entropy else None
         self.max_positions = model.max_position_embeddings or model.seq_length
-        self.count_right, self.right = False, None
+        self.keep_losses, self.losses, self.count_right, self.right = False, None, False, None
         self.positions, self.label_smoothing = model.positions, model.label_smoothing
         table = stage_table(parameter_table(model, padded_vocab_size, vocab_size), layers, first, last)
-        params = ParameterFactory(table, ctx, dtype, device)
+        kernels = kernels or Kernels()
+        ours = precision.fp8 is not None and kernels.engine is None
+        scaling = (lambda name: LayerScaling(name, precision, ctx, device)) if ours else None
+        params = ParameterFactory(table, ctx, dtype, device, scaling)
         self.embedding = Embedding(model, params.at("embedding"), ctx) if first else None
         self.rotary = RotaryTables(model, dtype, device) if model.positions == "rope" else None
-        self.decoder = Decoder(model, params.at("decoder"), ctx, layers, last, recompute=recompute or Recompute(),
-                               attention_implementation=attention_implementation)
+        self.decoder = Decoder(model, params.at("decoder"), ctx, layers, last, recompute=recompute or Recompute())
         self.output_layer = self._build_output_layer(model, params) if last else None
+        self._use(kernels)
         self._check(count_parameters(table, {"tp": ctx.tp.size}), {spec.name for spec in table})
 
     def _build_output_layer(self, model: ModelConfig, params: ParameterFactory) -> ColumnParallelLinear:
@@ -65,6 +71,13 @@ class GPTModel(nn.Module):
         else:
             weight = params(WORD_EMBEDDING)
         return ColumnParallelLinear(weight, None, self.ctx)
+
+    def _use(self, kernels: Kernels) -> None:
+        """Tell every layer what to compute with; Transformer Engine has a part in the transformer layers alone."""
+        for module in [module for module in self.decoder.modules() if hasattr(module, "use")]:
+            module.use(kernels)
+        if self.output_layer is not None:
+            self.output_layer.use(kernels.without_engine())
 
     def _check(self, size: int, names: set[str]) -> None:
         """Was built what was asked for, each parameter once?"""
@@ -97,11 +110,23 @@ class GPTModel(nn.Module):
         logits = self.output_layer(x)
         if labels is None:
             return all_gather(logits, self.ctx.tp, dim=-1)[..., : self.vocab_size].transpose(0, 1)
-        training = torch.is_grad_enabled()
-        self.right = labels.new_empty(labels.numel(), dtype=torch.bool) if self.count_right and training else None
-        return vocab_parallel_cross_entropy(logits, labels, vocab_size=self.vocab_size, tp=self.ctx.tp,
-                                            dtype=self.loss_dtype,
-                                            smoothing=self.label_smoothing if training else 0.0, right=self.right)
+        return self._losses(logits, labels)
+
+    def _losses(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """Losses [b, s], in training smoothed; leaves behind what `keep_losses` and `count_right` ask for."""
+        right = plain = None
+        smoothing = self.label_smoothing if torch.is_grad_enabled() else 0.0
+        if self.count_right and torch.is_grad_enabled():
+            right = labels.new_empty(labels.numel(), dtype=torch.bool)
+        if self.keep_losses and smoothing:
+            dtype = torch.promote_types(logits.dtype, torch.float32) if self.loss_dtype is None else self.loss_dtype
+            plain = logits.new_empty(labels.numel(), dtype=dtype)
+        losses = vocab_parallel_cross_entropy(logits, labels, vocab_size=self.vocab_size, tp=self.ctx.tp,
+                                              dtype=self.loss_dtype, smoothing=smoothing, right=right, plain=plain)
+        self.right, kept = (None if x is None else x.view(logits.shape[:2]).t() for x in (right, plain))
+        if self.keep_losses and torch.is_grad_enabled():
+            self.losses = losses.detach() if kept is None else kept
+        return losses
 
     def _length(self, tokens: torch.Tensor | None, hidden: torch.Tensor | None, position_ids: torch.Tensor | None) -> int:
         """Tokens of one sample, before any split over ranks."""

@@ -1,6 +1,7 @@
 """One transformer layer, and the layers of one pipeline stage with their recompute. Knows no embedding and no loss."""
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,6 +9,7 @@ import torch
 from torch import nn
 
 from megatron.config.model import ModelConfig
+from megatron.kernels.choice import Kernels
 from megatron.model.attention import Rotary, SelfAttention
 from megatron.model.mlp import MLP
 from megatron.model.norm import Norm
@@ -42,14 +44,14 @@ class TransformerLayer(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)): pre-norm (Radford et al. 2019), dropout on both branches."""
 
     def __init__(self, model: ModelConfig, params: ParameterFactory, ctx: ParallelContext, number: int, *,
-                 recompute_core: bool = False, attention_implementation: str = "auto"):
+                 recompute_core: bool = False):
         super().__init__()
         self.number, self.dropout = number, model.hidden_dropout
         self.residual_after_norm = model.apply_residual_connection_post_layernorm
         self.part = ctx.tp.rank if ctx.sequence_parallel else 0
         self.input_layernorm = Norm(model, params.at("input_layernorm"))
         self.self_attention = SelfAttention(model, params.at("self_attention"), ctx, number,
-                                            recompute_core=recompute_core, implementation=attention_implementation)
+                                            recompute_core=recompute_core)
         self.pre_mlp_layernorm = Norm(model, params.at("pre_mlp_layernorm"))
         self.mlp = MLP(model, params.at("mlp"), ctx)
 
@@ -84,15 +86,18 @@ class Decoder(nn.Module):
     """The layers of one pipeline stage under their global numbers, and the final norm on the last one."""
 
     def __init__(self, model: ModelConfig, params: ParameterFactory, ctx: ParallelContext, layers: range, last: bool, *,
-                 recompute: Recompute, attention_implementation: str = "auto"):
+                 recompute: Recompute):
         super().__init__()
         self.layers = nn.ModuleDict({
             str(i): TransformerLayer(model, params.at(f"layers.{i}"), ctx, i,
-                                     recompute_core=recompute.granularity == "selective",
-                                     attention_implementation=attention_implementation)
+                                     recompute_core=recompute.granularity == "selective")
             for i in layers})
-        self.chunks = recompute.chunks(len(layers))
+        self.chunks, self.group, self.engine = recompute.chunks(len(layers)), ctx.tp.group, None
         self.final_layernorm = Norm(model, params.at("final_layernorm")) if last else None
+
+    def use(self, kernels: Kernels) -> None:
+        """From now on compute as `kernels` says; the layers are told themselves."""
+        self.engine = kernels.engine
 
     def forward(self, x: torch.Tensor, rotary: Rotary | None = None, document_ids: torch.Tensor | None = None,
                 seeds: DropoutSeeds | None = None) -> torch.Tensor:
@@ -100,8 +105,9 @@ class Decoder(nn.Module):
         layers = list(self.layers.values())
 
         def run(x: torch.Tensor, start: int, stop: int) -> torch.Tensor:
-            for layer in layers[start:stop]:
-                x = layer(x, rotary, document_ids, seeds)
+            with self.engine.autocast(self.group) if self.engine is not None else nullcontext():
+                for layer in layers[start:stop]:
+                    x = layer(x, rotary, document_ids, seeds)
             return x
 
         for start, stop, again in self.chunks:

@@ -2,20 +2,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import nn
 
 from megatron.config.model import ModelConfig
 from megatron.kernels import reference as kernels
+from megatron.kernels.choice import Kernels
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.parallel.sharding import ParameterFactory
 
 
-def activation(model: ModelConfig) -> Callable[[torch.Tensor], torch.Tensor]:
+def activation(model: ModelConfig, chosen: Kernels) -> Callable[[torch.Tensor], torch.Tensor]:
     """The function between the two matrices; gated ones take [..., 2, ffn] and return [..., ffn]."""
-    return {"swiglu": kernels.swiglu, "geglu": kernels.geglu, "squared_relu": kernels.squared_relu,
+    return {"swiglu": partial(kernels.swiglu, fused=chosen.fused_swiglu), "geglu": kernels.geglu,
+            "squared_relu": kernels.squared_relu,
             "gelu (tanh)": lambda x: kernels.gelu(x, True), "gelu (erf)": lambda x: kernels.gelu(x, False),
             }[model.activation]
 
@@ -25,9 +28,15 @@ class MLP(nn.Module):
 
     def __init__(self, model: ModelConfig, params: ParameterFactory, ctx: ParallelContext):
         super().__init__()
-        self.gated, self.activation = model.gated, activation(model)
-        self.linear_fc1 = ColumnParallelLinear(params("linear_fc1.weight"), params("linear_fc1.bias"), ctx)
-        self.linear_fc2 = RowParallelLinear(params("linear_fc2.weight"), params("linear_fc2.bias"), ctx)
+        self.model, self.gated, self.activation = model, model.gated, activation(model, Kernels())
+        self.linear_fc1 = ColumnParallelLinear(params("linear_fc1.weight"), params("linear_fc1.bias"), ctx,
+                                              params.scaling("linear_fc1"))
+        self.linear_fc2 = RowParallelLinear(params("linear_fc2.weight"), params("linear_fc2.bias"), ctx,
+                                           params.scaling("linear_fc2"))
+
+    def use(self, kernels: Kernels) -> None:
+        """From now on compute as `kernels` says."""
+        self.activation = activation(self.model, kernels)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [s, b, h] -> [s, b, h]."""

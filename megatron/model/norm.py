@@ -5,7 +5,9 @@ import torch
 from torch import nn
 
 from megatron.config.model import ModelConfig
+from megatron.kernels import apex
 from megatron.kernels import reference as kernels
+from megatron.kernels.choice import Kernels
 from megatron.parallel.sharding import ParameterFactory
 
 
@@ -17,13 +19,24 @@ class Norm(nn.Module):
         self.weight, self.bias = params("weight"), params("bias")
         self.rms = model.normalization == "RMSNorm"
         self.eps, self.zero_centered = model.norm_epsilon, model.apply_layernorm_1p
+        self.apex, self.engine = False, None
+
+    def use(self, kernels: Kernels) -> None:
+        """From now on compute as `kernels` says."""
+        self.apex = kernels.apex_norms and not self.zero_centered      # 1 + weight would be rounded to 16 bits
+        if kernels.engine is not None:
+            self.engine = kernels.engine.norm(self.weight, self.bias, self.eps, self.zero_centered, self.rms)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., width] -> [..., width] in the weight's dtype (an fp32 residual stream comes out in the model's)."""
+        if self.engine is not None:
+            return self.engine(x)
         weight, bias = self.weight, self.bias
         if x.dtype != weight.dtype:
             weight, bias = weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
-        if self.rms:
+        if self.apex:
+            y = apex.rms_norm(x, weight, self.eps) if self.rms else apex.layer_norm(x, weight, bias, self.eps)
+        elif self.rms:
             y = kernels.rms_norm(x, weight, self.eps, self.zero_centered)
         else:
             y = kernels.layer_norm(x, weight, bias, self.eps, self.zero_centered)

@@ -1,11 +1,22 @@
 """The inner update: torch's AdamW or SGD over main weights, its state there from the start; knows no model."""
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 STATE_KEYS = {"adam": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",)}
+
+
+def _eager(kind: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
+    """torch's class without what makes its methods fit for torch.compile, whose first use imports the compiler: more than
+    a second of every start, and updates are never compiled here."""
+    return type(kind.__name__, (kind,), {"add_param_group": inspect.unwrap(kind.add_param_group),
+                                         "step": torch.no_grad()(inspect.unwrap(kind.step))})
+
+
+_AdamW, _SGD = _eager(torch.optim.AdamW), _eager(torch.optim.SGD)
 
 
 def _fused_or_foreach(build: Callable[..., torch.optim.Optimizer]) -> torch.optim.Optimizer:
@@ -30,7 +41,7 @@ def build_adam(
     if not eps >= 0.0:
         raise ValueError(f"--adam-eps {eps} must not be negative")
     optimizer = _fused_or_foreach(
-        lambda **how: torch.optim.AdamW(groups, lr=0.0, betas=(beta1, beta2), eps=eps, weight_decay=0.0, **how)
+        lambda **how: _AdamW(groups, lr=0.0, betas=(beta1, beta2), eps=eps, weight_decay=0.0, **how)
     )
     for group in optimizer.param_groups:
         for param in group["params"]:
@@ -47,7 +58,7 @@ def build_sgd(groups: list[dict[str, Any]], *, momentum: float = 0.9) -> torch.o
     if not 0.0 <= momentum < 1.0:
         raise ValueError(f"--sgd-momentum {momentum} must be at least 0 and below 1")
     optimizer = _fused_or_foreach(
-        lambda **how: torch.optim.SGD(groups, lr=0.0, momentum=momentum, weight_decay=0.0, **how)
+        lambda **how: _SGD(groups, lr=0.0, momentum=momentum, weight_decay=0.0, **how)
     )
     if momentum:
         for group in optimizer.param_groups:

@@ -1,7 +1,7 @@
 """Every collective once, beside its adjoint. On an axis of size 1 each returns its input. Knows no model."""
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -113,6 +113,20 @@ def start_reduce_scatter_(x: torch.Tensor, axis: Axis) -> Pending:
     parts = torch.empty_like(x)
     work = dist.all_to_all_single(parts, x, group=axis.group, async_op=True)
     return Pending([work], lambda: torch.sum(parts.view(axis.size, -1), 0, out=mine))
+
+
+def start_reduce_parts_(parts: Sequence[torch.Tensor], axis: Axis) -> Pending:
+    """Begin to sum each of several ranks' parts, of any size, on that rank: it gets it back, the rest is undefined."""
+    works = [dist.reduce(part, rank, group=axis.group, async_op=True)
+             for rank, part in zip(axis.ranks, parts, strict=True) if part.numel()]
+    return Pending(works, lambda: parts[axis.rank])
+
+
+def start_broadcast_parts_(parts: Sequence[torch.Tensor], axis: Axis) -> Pending:
+    """Begin to give every one of several ranks each rank's part, of any size; it waits and returns this rank's."""
+    works = [dist.broadcast(part, rank, group=axis.group, async_op=True)
+             for rank, part in zip(axis.ranks, parts, strict=True) if part.numel()]
+    return Pending(works, lambda: parts[axis.rank])
 
 
 def start_shift(x: torch.Tensor, axis: Axis) -> Callable[[], torch.Tensor]:

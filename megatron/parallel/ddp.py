@@ -1,7 +1,7 @@
 """Flat buffers of one replica's gradients (and, sharded, weights), summed and gathered by bucket. Knows no model."""
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -9,11 +9,14 @@ import torch
 from torch import nn
 
 from megatron.config import buckets as flat_buckets
+from megatron.config.zero_partition import whole_parameters
 from megatron.parallel.collectives import (
     Pending,
     all_reduce_,
     start_all_gather_,
     start_all_reduce,
+    start_broadcast_parts_,
+    start_reduce_parts_,
     start_reduce_scatter_,
 )
 from megatron.parallel.context import ParallelContext
@@ -42,19 +45,23 @@ class GradBuffers:
     micro-batches. Without shards every rank then has all sums and updates all weights (`owned` are the parameters). With
     shards it has those of its range of each bucket: `owned` are flat views of that range, parameter by parameter, each
     with the `sharding` of its parameter and a `span` (start, stop) in its elements; weights live in a flat buffer too,
-    and `gather_weights` brings them together after an update.
+    and `gather_weights` brings them together after an update. With `whole_params` a rank's range of each bucket are whole
+    parameters, as InternLM gives them out; its sums are then reduced to it, and its weights broadcast.
     """
 
     def __init__(self, params: Iterable[nn.Parameter], ctx: ParallelContext, grad_dtype: torch.dtype, *,
                  bucket_size: int | None = None, overlap_grad_reduce: bool = False,
-                 overlap_param_gather: bool = False):
+                 overlap_param_gather: bool = False, whole_params: bool = False):
         params = [p for p in params if p.requires_grad]
         self._ctx = ctx
         sharded = ctx.shard.size > 1
         layout = flat_buckets.lay_out(
             [p.numel() for p in params],
             [tuple(axis for axis in p.sharding.partial if ctx.axis(axis).size > 1) for p in params],
-            bucket_size=bucket_size, shards=ctx.shard.size, itemsize=min(grad_dtype.itemsize, params[0].dtype.itemsize))
+            bucket_size=bucket_size, shards=ctx.shard.size, itemsize=min(grad_dtype.itemsize, params[0].dtype.itemsize),
+            partition=whole_parameters([p.sharding.name for p in params], [p.shape for p in params], ctx.shard.size)
+            if whole_params and sharded else None)
+        self._uneven, self.layout = whole_params and sharded, layout
         self._buckets = [_Bucket(place, [params[number] for number in place.members]) for place in layout.buckets]
         self.params = [p for bucket in self._buckets for p in bucket.params]
         self.flat = torch.zeros(layout.size, dtype=grad_dtype, device=params[0].device)
@@ -65,7 +72,7 @@ class GradBuffers:
             else:
                 p.register_post_accumulate_grad_hook(_add_to_main_grad)
         self._weights = _flatten(params, layout) if sharded else None
-        self.owned = _owned(params, layout.spans(ctx.shard.rank, ctx.shard.size)) if sharded else params
+        self.owned = _owned(params, layout.spans(ctx.shard.rank)) if sharded else params
         self._overlap_gather = overlap_param_gather
         self._expected: dict[nn.Parameter, int] = {}            # gradients still to come, when they are counted
         self._next = 0                                          # the first bucket whose sum has not begun
@@ -102,8 +109,8 @@ class GradBuffers:
         self._collect(wait=True)
         self._next = 0
         if ctx.shard.size > 1 and ctx.instances.size > 1:
-            mine = (self.flat[slice(*bucket.place.shard(ctx.shard.rank, ctx.shard.size))] for bucket in self._buckets)
-            for pending in [start_all_reduce(part, ctx.instances) for part in mine]:
+            mine = (self.flat[slice(*bucket.place.shard(ctx.shard.rank))] for bucket in self._buckets)
+            for pending in [start_all_reduce(part, ctx.instances) for part in mine if part.numel()]:
                 pending()
 
     def _arrived(self, bucket: _Bucket, p: nn.Parameter) -> None:
@@ -122,7 +129,9 @@ class GradBuffers:
         self._collect(wait=False)
         bucket, ctx = self._buckets[self._next], self._ctx
         self._next += 1
-        if ctx.shard.size > 1:
+        if self._uneven:
+            bucket.reduction = start_reduce_parts_(self._parts(bucket, self.flat), ctx.shard)
+        elif ctx.shard.size > 1:
             bucket.reduction = start_reduce_scatter_(self.flat[bucket.range], ctx.shard)
         elif ctx.instances.size > 1:
             bucket.reduction = start_all_reduce(self.flat[bucket.range], ctx.instances)
@@ -139,9 +148,16 @@ class GradBuffers:
         if self._weights is None:
             return
         for bucket in reversed(self._buckets):                  # the first layers lie last
-            bucket.gather = start_all_gather_(self._weights[bucket.range], self._ctx.shard)
+            if self._uneven:
+                bucket.gather = start_broadcast_parts_(self._parts(bucket, self._weights), self._ctx.shard)
+            else:
+                bucket.gather = start_all_gather_(self._weights[bucket.range], self._ctx.shard)
             if not self._overlap_gather:
                 _wait_for([bucket])
+
+    def _parts(self, bucket: _Bucket, flat: torch.Tensor) -> Sequence[torch.Tensor]:
+        """Of each rank that shares the optimizer its range of a bucket."""
+        return [flat[slice(*bucket.place.shard(rank))] for rank in range(self._ctx.shard.size)]
 
     def wait_for_weights(self) -> None:
         """Wait for weights under way, before something other than a forward pass reads them."""

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from megatron.kernels import reference as kernels
+from megatron.kernels.choice import Kernels
 from megatron.parallel.collectives import (
     reduce_from,
     scatter_sequence,
@@ -20,15 +21,20 @@ from megatron.parallel.collectives import (
     start_reduce_scatter,
 )
 from megatron.parallel.context import ParallelContext
+from megatron.parallel.fp8 import LayerScaling
 
 
 def _linear(x: torch.Tensor, weight: nn.Parameter, bias: nn.Parameter | None = None,
-            exchange: kernels.Exchange | None = None) -> torch.Tensor:
-    """x W^T + b with W and b as matrix and vector; backward adds to `weight.main_grad` itself where there is one."""
-    main_grad = getattr(weight, "main_grad", None)
+            exchange: kernels.Exchange | None = None, scaling: LayerScaling | None = None, *,
+            accumulate: bool = True) -> torch.Tensor:
+    """x W^T + b with W and b as matrix and vector; backward adds to `weight.main_grad` itself where there is one and
+    `accumulate` allows it. With `scaling` the products are of 8 bits."""
+    main_grad = getattr(weight, "main_grad", None) if accumulate else None
     if weight.dim() > 2:
         weight, bias = weight.flatten(0, -2), None if bias is None else bias.flatten()
         main_grad = None if main_grad is None else main_grad.flatten(0, -2)
+    if scaling is not None:
+        return kernels.linear_fp8(x, weight, bias, scaling=scaling, accumulate_into=main_grad, exchange=exchange)
     return kernels.linear(x, weight, bias, accumulate_into=main_grad, exchange=exchange)
 
 
@@ -72,37 +78,63 @@ def embedding(ids: torch.Tensor, weight: nn.Parameter) -> torch.Tensor:
     return _Embedding.apply(ids, weight, getattr(weight, "main_grad", None))
 
 
+def _engine(kernels: Kernels, mode: str, layer: ColumnParallelLinear | RowParallelLinear) -> nn.Module | None:
+    """Transformer Engine's module in place of a layer, if it is chosen; it does the layer's collectives too."""
+    if kernels.engine is None:
+        return None
+    tp = layer.ctx.tp
+    return kernels.engine.linear(mode, layer.weight, layer.bias, group=tp.group, size=tp.size,
+                                 sequence_parallel=layer.ctx.sequence_parallel)
+
+
 class ColumnParallelLinear(nn.Module):
     """y = x W^T + b with W split by output feature: the input is whole, the output this rank's features.
 
-    weight [out/tp, in] or, gated, [2, out/tp, in] (then the output is [..., 2 * out/tp], gate first).
+    weight [out/tp, in] or, gated, [2, out/tp, in] (then the output is [..., 2 * out/tp], gate first). `scaling`: of the
+    layer's products in 8 bits, None for those of the weight's own format.
     """
 
-    def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, ctx: ParallelContext):
+    def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, ctx: ParallelContext,
+                 scaling: LayerScaling | None = None):
         super().__init__()
-        self.weight, self.bias, self.exchange = weight, bias, _exchange(ctx)
+        self.weight, self.bias, self.exchange, self.scaling = weight, bias, _exchange(ctx), scaling
+        self.ctx, self.accumulate, self.engine = ctx, True, None
+
+    def use(self, kernels: Kernels) -> None:
+        """From now on compute as `kernels` says."""
+        self.accumulate, self.engine = kernels.accumulation, _engine(kernels, "column", self)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [s, b, in] ([s/tp, b, in] with sequence parallelism) -> [s, b, out/tp]."""
-        return _linear(x, self.weight, self.bias, self.exchange)
+        if self.engine is not None:
+            return self.engine(x)
+        return _linear(x, self.weight, self.bias, self.exchange, self.scaling, accumulate=self.accumulate)
 
 
 class RowParallelLinear(nn.Module):
     """y = x W^T + b with W split by input feature: the input is this rank's features, the output the sum over ranks.
 
-    weight [out, in/tp]; bias [out] whole on every rank.
+    weight [out, in/tp]; bias [out] whole on every rank; `scaling` as above.
     """
 
-    def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, ctx: ParallelContext):
+    def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, ctx: ParallelContext,
+                 scaling: LayerScaling | None = None):
         super().__init__()
-        self.weight, self.bias, self.ctx = weight, bias, ctx
+        self.weight, self.bias, self.ctx, self.scaling = weight, bias, ctx, scaling
+        self.accumulate, self.engine = True, None
+
+    def use(self, kernels: Kernels) -> None:
+        """From now on compute as `kernels` says."""
+        self.accumulate, self.engine = kernels.accumulation, _engine(kernels, "row", self)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [s, b, in/tp] -> [s, b, out] ([s/tp, b, out] with sequence parallelism)."""
         tp = self.ctx.tp
+        if self.engine is not None:
+            return self.engine(x)
         if tp.size == 1:
-            return _linear(x, self.weight, self.bias)
-        y = _linear(x, self.weight)
+            return _linear(x, self.weight, self.bias, scaling=self.scaling, accumulate=self.accumulate)
+        y = _linear(x, self.weight, scaling=self.scaling, accumulate=self.accumulate)
         y = scatter_sequence(y, tp) if self.ctx.sequence_parallel else reduce_from(y, tp)
         return y if self.bias is None else y + self.bias
 

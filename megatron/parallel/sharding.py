@@ -3,9 +3,10 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -72,16 +73,20 @@ def parameter(spec: ParameterSpec, ctx: ParallelContext, dtype: torch.dtype, dev
 
 
 class ParameterFactory:
-    """Makes the parameters of a table by name; what the table lacks (a bias that is off) is None."""
+    """Makes the parameters of a table by name; what the table lacks (a bias that is off) is None.
+
+    `make_scaling`: from a linear layer's name to the scales of its products in 8 bits, or None without such products.
+    """
 
     def __init__(self, table: Iterable[ParameterSpec], ctx: ParallelContext, dtype: torch.dtype,
-                 device: torch.device | str = "cpu"):
+                 device: torch.device | str = "cpu", make_scaling: Callable[[str], Any] | None = None):
         self._specs = {spec.name: spec for spec in table}
         self._ctx, self._dtype, self._device, self._prefix = ctx, dtype, device, ""
+        self._make_scaling = make_scaling
 
     def at(self, path: str) -> ParameterFactory:
         """The same factory for names under `path`."""
-        inner = ParameterFactory(self._specs.values(), self._ctx, self._dtype, self._device)
+        inner = ParameterFactory(self._specs.values(), self._ctx, self._dtype, self._device, self._make_scaling)
         inner._prefix = f"{self._prefix}{path}."
         return inner
 
@@ -93,6 +98,10 @@ class ParameterFactory:
         if self._ctx.sequence_parallel and "tp" not in dict(spec.splits):
             partial = (*partial, "tp")
         return parameter(spec, self._ctx, self._dtype, self._device, partial)
+
+    def scaling(self, name: str) -> Any:
+        """What scales the products of the linear layer of this name, or None."""
+        return self._make_scaling and self._make_scaling(self._prefix + name)
 
 
 def init_parameters(params: Iterable[torch.nn.Parameter], ctx: ParallelContext, seed: int, *,

@@ -22,8 +22,8 @@ class Batch:
     """What one forward pass reads; [b, s] each. None stands for the plain case: every token counts, positions run from
     0 to s - 1, one document a row, no dropout. With context parallelism these are this rank's chunks, [b, s/cp], and
     position_ids are always there, [1, s/cp] where all rows have the same; document_ids stay whole. `hidden` [s, b, h] comes
-    from the pipeline stage before, if there is one. Of packed samples b is 1 and s a whole row; `subset_ids` [1, s/cp] then
-    say which subset of the data each token is of."""
+    from the pipeline stage before, if there is one. Of packed samples b is 1 and s a whole row. `subset_ids`, where
+    subsets of the data are counted, say which each token is of: [b, 1], of packed samples [1, s/cp]."""
     tokens: torch.Tensor
     labels: torch.Tensor
     loss_mask: torch.Tensor | None = None
@@ -46,8 +46,9 @@ class BatchRules:
 
 
 def make_batch(samples: torch.Tensor, rules: BatchRules, device: torch.device,
-               dropout: DropoutSeeds | None = None) -> Batch:
-    """Samples [b, s+1] on the host -> Batch on the device: inputs and labels are the same tokens, one apart.
+               dropout: DropoutSeeds | None = None, with_subset: bool = False) -> Batch:
+    """Samples [b, s+1] on the host -> Batch on the device: inputs and labels are the same tokens, one apart. `with_subset`:
+    [b, s+2], the last being the number of a subset.
 
     A document ends with its end-of-document token: the next position starts a new one. `eod_mask_loss` drops the loss
     where the INPUT is that token (predicting the first token of the next document), as Megatron does. A rank's chunks
@@ -56,6 +57,9 @@ def make_batch(samples: torch.Tensor, rules: BatchRules, device: torch.device,
     samples = samples.to(device, non_blocking=True)
     if rules.packed:
         return _packed_batch(samples, rules.cp, dropout)
+    subset_ids = None
+    if with_subset:
+        samples, subset_ids = samples[:, :-1], samples[:, -1:]
     tokens, labels = samples[:, :-1].contiguous(), samples[:, 1:].contiguous()
     loss_mask = position_ids = document_ids = None
     if rules.reset_position_ids or rules.reset_attention_mask or rules.eod_mask_loss:
@@ -72,7 +76,7 @@ def make_batch(samples: torch.Tensor, rules: BatchRules, device: torch.device,
     if rules.cp.size > 1 and position_ids is None:
         position_ids = torch.arange(tokens.shape[1], device=device).unsqueeze(0)
     mine = (None if x is None else my_chunks(x, rules.cp) for x in (tokens, labels, loss_mask, position_ids))
-    return Batch(*mine, document_ids, dropout)
+    return Batch(*mine, document_ids, dropout, subset_ids=subset_ids)
 
 
 def _packed_batch(lines: torch.Tensor, cp: Axis, dropout: DropoutSeeds | None) -> Batch:

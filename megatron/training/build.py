@@ -3,6 +3,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,9 @@ from megatron.data.ledger import Ledger, Recorder
 from megatron.data.packed_build import build_packed_datasets
 from megatron.data.plan_table import Row, plan_table
 from megatron.data.sampler import PackedSampler, SequentialSampler
+from megatron.data.subsets import subset_names
 from megatron.data.tokenizer import Tokenizer, TokenizerFlags
+from megatron.kernels.select import choose_kernels, fp8_rows
 from megatron.model.gpt import GPTModel, hidden_dtype
 from megatron.model.layer import Recompute
 from megatron.optimizer.optimizer import MixedPrecisionOptimizer
@@ -33,11 +36,13 @@ from megatron.optimizer.scheduler import OptimizerParamScheduler, schedule_steps
 from megatron.parallel.collectives import all_reduce, gather_objects
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.ddp import GradBuffers
+from megatron.parallel.fp8 import DelayedScaling, delayed_scaling
 from megatron.parallel.pipeline import Pipeline
 from megatron.parallel.sharding import counts, init_parameters
 from megatron.timers import Timers
 from megatron.training.batch import BatchRules
 from megatron.training.initialize import Runtime
+from megatron.training.internlm_lines import start_line
 from megatron.training.row_counts import RowCounts
 from megatron.training.spike_policy import SpikePolicy
 
@@ -81,7 +86,8 @@ class Run:
     spikes: SpikePolicy = field(default_factory=SpikePolicy)
     data_order: dict[str, Any] = field(default_factory=dict)
     recorder: Recorder | None = None        # of --data-ledger
-    rows: RowCounts | None = None           # of --packed-samples
+    rows: RowCounts | None = None           # of --packed-samples and --log-subsets
+    fp8: DelayedScaling | None = None       # of --fp8-recipe delayed
     writer: Writer | None = None            # of --async-save
     skip_history: SkipHistory = field(default_factory=SkipHistory)      # `plan.skips` are the ranges to come
     under_way: UnderWay | None = None       # the save that --async-save has begun
@@ -109,10 +115,14 @@ def build_model(config: Config, plan: Plan, runtime: Runtime) -> nn.ModuleList:
     """The chunks of the model that this rank holds, their parameters filled with their first values."""
     t, ctx = config.training, runtime.ctx
     log.print_rank_0("building GPT model ...")
+    kernels = choose_kernels(runtime.device, getattr(torch, config.precision.params_dtype), config)
+    for row in fp8_rows(runtime.device, config):
+        if row.on:
+            log.print_rank_0(f" > {row.operation}: {row.implementation} ({row.reason})")
     model = nn.ModuleList(
         GPTModel(config.model, config.precision, ctx, plan.padded_vocab_size, plan.vocab_size,
                  getattr(torch, config.precision.params_dtype), runtime.device, layers=layers,
-                 recompute=_recompute(t, len(layers)))
+                 recompute=_recompute(t, len(layers)), kernels=kernels)
         for layers in plan.layers_per_stage[ctx.pp.rank])
     init_parameters(model.parameters(), ctx, t.seed)
     if ctx.dp.rank == 0 and ctx.cp.rank == 0:
@@ -159,7 +169,11 @@ def build_run(config: Config, plan: Plan, runtime: Runtime, timers: Timers, toke
     overlap = config.parallel
     buffers = GradBuffers(params, ctx, getattr(torch, p.grad_dtype), bucket_size=bucket_size(config, plan, ctx.pp.rank),
                           overlap_grad_reduce=overlap.overlap_grad_reduce,
-                          overlap_param_gather=overlap.overlap_param_gather)
+                          overlap_param_gather=overlap.overlap_param_gather,
+                          whole_params=overlap.zero_partition == "whole-params")
+    if config.logging.log_dialect == "internlm" and ctx.shard.size > 1:
+        log.print_rank_0(start_line("partition", f"Number of elements on ranks: {buffers.layout.elements()}, rank:0",
+                                    datetime.now()))
     scaler = build_grad_scaler(fp16=p.fp16, loss_scale=p.loss_scale, initial_loss_scale=p.initial_loss_scale,
                                min_loss_scale=p.min_loss_scale, max_loss_scale=p.max_loss_scale,
                                loss_scale_window=int(p.loss_scale_window), hysteresis=p.hysteresis,
@@ -182,7 +196,8 @@ def build_run(config: Config, plan: Plan, runtime: Runtime, timers: Timers, toke
                        d.packed_samples)
     return Run(config, plan, runtime, timers, model, build_pipeline(config, plan, runtime), buffers, optimizer,
                build_scheduler(config, plan, optimizer), rules, tokenizer.identity(),
-               spikes=SpikePolicy(config.spikes.spike_action), recorder=build_recorder(config, runtime))
+               spikes=SpikePolicy(config.spikes.spike_action), recorder=build_recorder(config, runtime),
+               fp8=delayed_scaling(model, p, ctx))
 
 
 def build_recorder(config: Config, runtime: Runtime) -> Recorder | None:
@@ -222,6 +237,7 @@ class Data:
     train: Any
     valid: list[Any]
     test: Any
+    valid_names: list[str]              # of several validation sets, what their lines call them
     train_sampler: Any
     valid_samplers: list[Any]
     test_sampler: Any
@@ -247,9 +263,6 @@ def build_data(config: Config, plan: Plan, runtime: Runtime, tokenizer: Tokenize
             d, sequence_length=config.model.seq_length, micro_batch_size=t.micro_batch_size,
             global_batch_size=plan.batch.final_global_batch_size, sizes=sizes, vocab_size=tokenizer.vocab_size,
             identity=tokenizer.identity(), rows=rows)
-        if run is not None and train is not None:
-            run.rows = RowCounts(train.subsets, ctx, config.logging.log_accuracy)
-            run.model[-1].count_right = config.logging.log_accuracy
     else:
         check_tokenizer(d, tokenizer.identity())
         before = None
@@ -258,6 +271,9 @@ def build_data(config: Config, plan: Plan, runtime: Runtime, tokenizer: Tokenize
         train, valid, test = build_train_valid_test_datasets(
             d, sequence_length=config.model.seq_length, seed=t.seed, vocab_size=tokenizer.vocab_size, eod=tokenizer.eod,
             sizes=sizes, before=before, rows=rows)
+    if run is not None and train is not None and config.logging.counts_subsets(d.packed_samples):
+        run.rows = RowCounts(subset_names(train), ctx, config.logging.log_accuracy, d.packed_samples)
+        run.model[-1].keep_losses, run.model[-1].count_right = True, config.logging.log_accuracy
     valids = valid if isinstance(valid, list) else [valid] if valid is not None else []
     for line in plan_table(rows):
         log.print_rank_0(line)
@@ -276,5 +292,9 @@ def build_data(config: Config, plan: Plan, runtime: Runtime, tokenizer: Tokenize
     cyclic = d.dataloader_type == "cyclic"
     of_train = sampler(train, cyclic)
     order = data_order_fingerprint(train, valid, None if of_train is None else of_train.order())
-    return Data(train, valids, test, of_train, [sampler(one, cyclic and not d.full_validation) for one in valids],
+    names = [one.subsets[0] if d.packed_samples else str(number) for number, one in enumerate(valids)]
+    for name, one in zip(names, valids, strict=True) if d.multiple_validation_sets else ():
+        log.print_rank_0(f" > validation-{name}: {len(one)} {'rows' if d.packed_samples else 'samples'} of "
+                         f"{', '.join(subset_names(one))}")
+    return Data(train, valids, test, names, of_train, [sampler(one, cyclic and not d.full_validation) for one in valids],
                 sampler(test, False), order)

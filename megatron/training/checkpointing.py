@@ -42,6 +42,8 @@ def own_tensors(run: Run) -> Iterator[tuple[str, Sharding, Axis, list[tuple[Box,
     for name, tensor in run.optimizer.tensors().items():
         part = owned[name.split(".", 2)[2]]
         yield name, part.sharding, ctx.instances, parts(part.sharding, ctx, tensor, getattr(part, "span", None))
+    for name, (sharding, tensor) in run.fp8.tensors().items() if run.fp8 else ():
+        yield name, sharding, ctx.dp_cp, parts(sharding, ctx, tensor)
 
 
 def parts(sharding: Sharding, ctx: ParallelContext, tensor: torch.Tensor,
@@ -190,6 +192,11 @@ def load(run: Run) -> None:
     c, world = run.config.checkpoint, run.runtime.ctx.world
     if run.runtime.rank == 0 and c.save and not run.config.training.skip_train:     # then the directory is this job's
         _clear_leftovers(c)
+        here = [] if c.load else store.iterations(c.save)
+        if here:
+            log.print_rank_0(f"WARNING: {c.save} holds checkpoints up to iteration {here[-1]}, and without --load this run "
+                             f"starts anew: it will replace those it comes to. To go on from the newest, give "
+                             f"--load {c.save}")
     if not c.load:
         return
     with run.timers("load-checkpoint"):
@@ -352,12 +359,18 @@ def _short(identity: dict[str, Any]) -> str:
 def _read_tensors(run: Run, reader: Reader, with_optimizer: bool) -> None:
     """Copy every tensor of this rank from the checkpoint; number formats may differ, shapes may not."""
     there = set(reader.names())
+    scales = run.fp8.tensors() if run.fp8 and with_optimizer else {}
+    unknown = {name for name, (sharding, _) in scales.items() if name not in there or reader.shape(name) != sharding.shape}
+    if unknown:
+        log.print_rank_0(" the checkpoint has no fp8 scales of this --fp8-amax-history-len: they begin anew")
     for name, sharding, _, own in own_tensors(run):
-        if name.startswith("optimizer.") and not with_optimizer:
+        if name.startswith("optimizer.") and not with_optimizer or name in unknown:
             continue
         for box, tensor in own:
             read_into(tensor, reader, _source(name, there), sharding, box, run.plan.vocab_size)
     reader.wait()
+    if run.fp8:
+        run.fp8.loaded()
 
 
 def read_into(tensor: torch.Tensor, reader: Reader, source: str, sharding: Sharding, box: Box, vocab_size: int) -> None:

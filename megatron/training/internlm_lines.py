@@ -60,7 +60,7 @@ def _over(steps: Any) -> float:
 
 @dataclass(frozen=True)
 class StepRow:
-    """The numbers of one line; `packed` has the counts of packed samples by name."""
+    """The numbers of one line; `packed` has the counts of subsets and packed rows by name."""
     step: int
     loss: float | None
     teraflops: float
@@ -76,6 +76,11 @@ class StepRow:
     packed: Mapping[str, Any]
 
 
+def start_line(function: str, text: str, now: datetime) -> str:
+    """A line of a run's beginning, as the demos have it."""
+    return f"{now:%Y-%m-%d %H:%M:%S},{now.microsecond // 1000:03d} INFO pretrain_gpt.py in {function} -- {text}"
+
+
 def internlm_line(row: StepRow, now: datetime, process: int) -> str:
     """The line of a trained step."""
     loss = math.nan if row.loss is None else row.loss
@@ -89,11 +94,12 @@ def internlm_line(row: StepRow, now: datetime, process: int) -> str:
     fields["fwd_bwd_time"] = round(row.fwd_bwd_seconds, 2)
     if "acc" in row.packed:
         fields["acc"] = round(row.packed["acc"], 4)
-    fields["perplexity"] = round(math.exp(loss), 4) if loss < 700.0 else math.inf
+    metric = row.packed.get("loss_from_metric", loss)           # never smoothed
+    fields["perplexity"] = round(math.exp(metric), 4) if metric < 700.0 else math.inf
     for kind, digits in (("acc/", 4), ("tokens/", 0)):
         fields |= {name: round(value or 0.0, digits) if digits else int(value) for name, value in row.packed.items()
                    if name.startswith(kind)}
-    fields["loss_from_metric"] = round(loss, 4)
+    fields["loss_from_metric"] = round(metric, 4)
     fields |= {name: math.nan if value is None else round(value, 4) for name, value in row.packed.items()
                if name.startswith("loss/")}
     stamp = now.astimezone().isoformat(timespec="milliseconds")

@@ -5,12 +5,19 @@ import torch
 
 from megatron import log
 from megatron.config.tree import Config
-from megatron.device import choose_device
+from megatron.device import choose_device, device_type
+from megatron.kernels import select
 from megatron.kernels.select import KernelRow, kernel_table
 
 
+def check_wishes(config: Config) -> None:
+    """Raise ValueError, before CUDA starts, where a kernel asked for by name cannot run here."""
+    device = torch.device(device_type(config.training.device))
+    select.check_wishes(device, getattr(torch, config.precision.params_dtype), config)
+
+
 def kernel_lines(config: Config) -> list[str]:
-    """Which kernels a run would use on this machine. Raises ValueError if --device names one that is not here."""
+    """Which kernels a run uses on this machine. Raises ValueError if --device names one that is not here."""
     device = choose_device(config.training.device, log.local_rank())
     rows = kernel_table(device, getattr(torch, config.precision.params_dtype), config)
     return [f"kernels on this {device.type}", *(f"  {text}" for text in describe(rows))]

@@ -88,7 +88,8 @@ class Trainer:
         shift = run.progress.consumed_train_samples - run.plan.consumed_samples(run.progress.iteration)
         numbers = training_samples(self.data.train_sampler, run.plan.batch, run.plan.skips, first, run.plan.train_iters,
                                    shift)
-        samples = Samples(self.data.train, run.plan.vocab_size, hashed=run.recorder is not None)
+        samples = Samples(self.data.train, run.plan.vocab_size, hashed=run.recorder is not None,
+                          with_subset=run.rows is not None and not run.rules.packed)
         return load_samples(samples, numbers, run.config.data.num_workers, run.runtime.device,
                             run.recorder.add if run.recorder else None)
 
@@ -355,9 +356,9 @@ class Trainer:
         if t.manual_gc and t.manual_gc_eval:
             gc.collect()
         several, flag = run.config.data.multiple_validation_sets, 0
-        for number in range(len(self.data.valid)):
+        for number, name in enumerate(self.data.valid_names):
             samples, count = self._validation_samples(number)
-            flag = flag or self._evaluate(samples, count, prefix, tell, f"-{number}" if several else "")
+            flag = flag or self._evaluate(samples, count, prefix, tell, f"-{name}" if several else "")
         if not run.config.data.full_validation:
             run.progress.consumed_valid_samples += self._eval_micro_batches() * run.plan.batch.divisor
         return flag

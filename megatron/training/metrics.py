@@ -4,6 +4,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import socket
 import sys
 import time
 from collections.abc import Mapping
@@ -48,7 +49,7 @@ class IterationResult:
     skipped_iterations_total: int = 0   # whose data were not read, in the whole run, and their samples
     skipped_samples: int = 0
     finding: Finding = Finding()
-    packed: Mapping[str, Any] | None = None     # counts of packed samples, by name
+    packed: Mapping[str, Any] | None = None     # counts of subsets and of packed rows, by name
     fwd_bwd_seconds: float = 0.0        # forward and backward with the sum of gradients
     adam_beta2: float | None = None
 
@@ -79,7 +80,8 @@ class TrainingLog:
                  runtime: Runtime | None = None):
         self._config, self._plan, self._timers, self._world = config, plan, timers, world
         self._interval = log_lines.Interval()
-        self._rates_of_tokens, self._failed_updates = internlm_lines.TokenRates(), 0
+        self._rates_of_tokens, self._failed_updates, self._tgs = internlm_lines.TokenRates(), 0, {}
+        self._counts_subsets = config.logging.counts_subsets(config.data.packed_samples)
         self._last = log.rank() == log.world_size() - 1
         self._shape = model_shape(config, plan)
         self._started = time.perf_counter()
@@ -100,8 +102,21 @@ class TrainingLog:
         """The lines that end Megatron's initialisation, and the arguments as TensorBoard text."""
         log.print_rank_0(f"time to initialize megatron (seconds): {seconds:.3f}")
         log.print_rank_0(log_lines.datetime_line("after megatron is initialized"))
+        if self._config.logging.log_dialect == "internlm":
+            self._tell_layout()
         if self.tensorboard:
             self.tensorboard.arguments(arguments, 0)
+
+    def _tell_layout(self) -> None:
+        """Where each rank runs, and the sizes of the layout, as InternLM's demos begin."""
+        p, plan, runtime = self._config.parallel, self._plan, self._runtime
+        device = "cpu" if runtime.device.type == "cpu" else runtime.device.index
+        print(internlm_lines.start_line("set_device", f"process rank {log.rank()} is bound to host:{socket.gethostname()} "
+                                        f"device: {device}", datetime.now()), flush=True)
+        log.print_rank_0(internlm_lines.start_line(
+            "launch", f"Distributed environment is initialized, data parallel size: {plan.data_parallel_size}, pipeline "
+            f"parallel size: {p.pipeline_model_parallel_size}, tensor parallel size: {p.tensor_model_parallel_size}",
+            datetime.now()))
 
     def add(self, result: IterationResult) -> None:
         """Take in one iteration; print its line when the interval is full."""
@@ -124,6 +139,9 @@ class TrainingLog:
                     i.spike_skips += 1
                     i.reasons.add(result.skipped)
                 i.nan_iterations += result.loss is not None and not math.isfinite(result.loss)
+            if self._counts_subsets:
+                self._tgs = self._rates_of_tokens.add(
+                    result.global_batch_size * self._shape.seq_length / self._plan.world_size, result.seconds)
         self._write_metrics(result)
         self._write_tensorboard(result)
         if result.iteration % self._config.logging.log_interval == 0:
@@ -171,7 +189,7 @@ class TrainingLog:
                                           tokens / i.seconds if i.seconds else 0.0), file=sys.stderr, flush=True)
 
     def _internlm_line(self, r: IterationResult) -> str:
-        """The line of the last iteration of the interval; the rates are over all iterations that have a line."""
+        """The line of the last iteration of the interval."""
         process, plan, full = os.getpid(), self._plan, self._config.training.recompute == "full"
         if r.skipped == "user":
             return internlm_lines.skipped_line(r.iteration - r.iterations, r.iteration - 1, r.reason or "user",
@@ -180,7 +198,7 @@ class TrainingLog:
         count = internlm_lines.flops_per_token(self._shape, full) * tokens
         return internlm_lines.internlm_line(internlm_lines.StepRow(
             r.iteration - 1, r.loss, self._rate(count, r.seconds) or 0.0,
-            self._rates_of_tokens.add(tokens / plan.world_size, r.seconds), r.learning_rate, r.loss_scale, r.grad_norm,
+            self._tgs, r.learning_rate, r.loss_scale, r.grad_norm,
             r.global_batch_size // plan.batch.divisor,
             (r.consumed_samples - r.skipped_samples) * self._shape.seq_length, self._failed_updates, r.adam_beta2,
             r.fwd_bwd_seconds, r.packed or {}), datetime.now(), process)
@@ -209,8 +227,16 @@ class TrainingLog:
                "global_batch_size": r.global_batch_size, "skipped": int(r.skipped is not None),
                "skip_reason": r.reason or r.skipped, "skipped_iterations_total": r.skipped_iterations_total,
                "skipped_samples": r.skipped_samples, "spike": r.finding.kind or None,
-               "spike_sigma": round(r.finding.sigma, 3)} | {key: _finite(value) for key, value in (r.packed or {}).items()}
+               "spike_sigma": round(r.finding.sigma, 3)} | {key: _finite(value) for key, value in self._more(r).items()}
         self._metrics.write(json.dumps(row) + "\n")
+
+    def _more(self, r: IterationResult) -> dict[str, Any]:
+        """What is told where subsets are counted: their numbers, InternLM's rates of tokens, and what its line has."""
+        if r.packed is None:
+            return {}
+        rates = {name: value for name, value in self._tgs.items() if name.startswith("tgs/")}
+        return {**r.packed, **rates, "fwd_bwd_time": r.fwd_bwd_seconds, "inf_nan_skip_batches": self._failed_updates,
+                "adam_beta2": r.adam_beta2}
 
     def _write_tensorboard(self, r: IterationResult) -> None:
         board, logging, n, samples = self.tensorboard, self._config.logging, r.iteration, r.consumed_samples
@@ -237,6 +263,9 @@ class TrainingLog:
         for tag, value in (("grad-norm", r.grad_norm), ("num-zeros", r.num_zeros), ("params-norm", r.params_norm)):
             if value is not None:
                 board.scalar(tag, value, n, samples)
+        for tag, value in self._more(r).items():
+            if value is not None:
+                board.scalar(tag, value, n)
         if logging.log_timers_to_tensorboard and r.skipped != "user" and r.seconds > 0:
             board.scalar("iteration-time", r.seconds, n)
             if logging.log_throughput:
@@ -274,7 +303,8 @@ class TrainingLog:
 
     def close(self) -> None:
         """Write what is still in memory; no more will come."""
-        self.flush()
+        if self.tensorboard:
+            self.tensorboard.close()
         if self._metrics:
             self._metrics.close()
 

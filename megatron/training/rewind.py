@@ -92,6 +92,8 @@ class Past:
                 for tensor, mine in zip(_tensors(run), copy.tensors, strict=True):
                     tensor.copy_(mine)
                 checkpointing.take_counters(run, RunState.parse(copy.state, "a copy in memory"))
+                if run.fp8:
+                    run.fp8.loaded()
                 return "a copy in memory"
         tries = [one for n in sorted(checkpoints, reverse=True) if n <= iteration for one in checkpoints[n]]
         checkpointing.go_back(run, tries)

@@ -1,9 +1,10 @@
-"""What a step of packed samples says beside its loss: how its rows are filled, and loss and tokens of each subset.
+"""What a step says beside its loss: loss and tokens of each subset of the data, and how packed rows are filled.
 
 It knows rows as the loader hands them out and sums; it must not know models, files or logs.
 """
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -20,45 +21,48 @@ FILLED = ("num_samples_in_batch", "largest_length", "largest_batch", "smallest_b
 class RowCounts:
     """One rank's part of a step's counts; they travel with numbers that are summed anyway, in `size` slots."""
 
-    def __init__(self, subsets: Sequence[str], ctx: ParallelContext, accuracy: bool = False) -> None:
-        self.subsets = tuple(subsets)
+    def __init__(self, subsets: Sequence[str], ctx: ParallelContext, accuracy: bool = False, packed: bool = True) -> None:
+        self.subsets, self.filled = tuple(subsets), FILLED if packed else ()
         self.kinds = 3 if accuracy else 2       # losses, tokens, and labels that the model ranks first
-        self.size = len(FILLED) + self.kinds * len(self.subsets)
+        self.size = len(self.filled) + self.kinds * len(self.subsets)
         self._tells = not (ctx.dp.rank or ctx.cp.rank or ctx.tp.rank or ctx.pp.rank)
         self._sums = ctx.tp.rank == 0           # the others have the same losses
         self._rows: list[tuple[int, int]] = []
 
     def see(self, lines: torch.Tensor) -> None:
-        """Take in a row [1, 4, s] of this rank, still on the host."""
-        if self._tells:
+        """Take in a micro-batch of this rank, still on the host; of packed samples, where it is a row [1, 4, s], how it is
+        filled."""
+        if self._tells and self.filled:
             positions = lines[0, POSITIONS]
             self._rows.append((int((positions == 0).sum()), int(positions.max()) + 1))
 
-    def add(self, slots: torch.Tensor, batch: Batch, loss: torch.Tensor, tokens: torch.Tensor | int,
-            right: torch.Tensor | None = None) -> None:
-        """Add a micro-batch's sum of losses and tokens, and of labels that are `right` (bool [s]), to its subset: a row
-        holds one file, so one subset."""
-        first, count = len(FILLED), len(self.subsets)
-        subset = batch.subset_ids[0, :1]
-        kinds = [loss.detach(), torch.as_tensor(tokens, device=loss.device)]
-        if right is not None:
-            kinds.append((right * batch.loss_mask.view(-1)).sum())
-        slots[first:].view(self.kinds, count).index_add_(1, subset, torch.stack([k.to(slots.dtype) for k in kinds])[:, None])
+    def add(self, slots: torch.Tensor, batch: Batch, losses: torch.Tensor, right: torch.Tensor | None = None) -> None:
+        """Add a micro-batch's losses [b, s], tokens, and labels that are `right` (bool [b, s]), to its subsets: all of a row
+        is of one, which `batch.subset_ids` [b, 1 or s] tells."""
+        mask = batch.loss_mask
+        kinds = [losses, torch.ones_like(losses) if mask is None else mask, right][: self.kinds]
+        if mask is not None:
+            kinds[::2] = [kind * mask for kind in kinds[::2]]
+        sums = torch.stack([kind.sum(1, dtype=slots.dtype) for kind in kinds])
+        slots[len(self.filled):].view(self.kinds, -1).index_add_(1, batch.subset_ids[:, 0], sums)
 
     def close(self, slots: torch.Tensor) -> None:
         """The step is over: complete this rank's slots, and begin anew."""
         if not self._sums:
             slots.zero_()
-        if self._tells:
+        if self._tells and self.filled:
             pieces, longest = zip(*self._rows, strict=True)
-            slots[: len(FILLED)] = torch.tensor([sum(pieces), max(longest), max(pieces), min(pieces)], dtype=slots.dtype)
+            told = [sum(pieces), max(longest), max(pieces), min(pieces)]
+            slots[: len(told)] = torch.tensor(told, dtype=slots.dtype)
         self._rows.clear()
 
     def named(self, sums: Sequence[float]) -> dict[str, float | int | None]:
         """The sums of all ranks by name; the loss of a subset without tokens is None."""
-        found: dict[str, float | int | None] = {name: int(value) for name, value in zip(FILLED, sums, strict=False)}
-        count = len(self.subsets)
-        losses, tokens, *right = (sums[len(FILLED) + kind * count :][:count] for kind in range(self.kinds))
+        first, count = len(self.filled), len(self.subsets)
+        found: dict[str, float | int | None] = {name: int(value) for name, value in zip(self.filled, sums, strict=False)}
+        losses, tokens, *right = (sums[first + kind * count :][:count] for kind in range(self.kinds))
+        mean = sum(losses) / max(1.0, sum(tokens))
+        found |= {"loss_from_metric": mean, "perplexity": math.exp(mean) if mean < 700.0 else math.inf}
         if right:
             found["acc"] = sum(right[0]) / max(1.0, sum(tokens))
             found |= {f"acc/{name}": hits / value if value else None

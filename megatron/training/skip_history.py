@@ -141,7 +141,7 @@ def _changes(run: Run, skips: Skips, judgement: Judgement) -> tuple[list[str], l
     for name, record in judgement.kept.items():
         line = record.line()
         if record.hash != now and record.s1 > run.progress.consumed_train_samples:
-            line = new_record(run, record.a, record.b, record.reason, f"{record.source}; the data order was {record.hash}",
+            line = new_record(run, record.parts, record.reason, f"{record.source}; the data order was {record.hash}",
                               now).line()
             notes.append(f"WARNING: {skips.known.origins[name]}: {name} was recorded with another order of the data (seed, "
                          f"sequence length, batch sizes or data set): it is samples {record.s0} to {record.s1 - 1} of the "
@@ -150,12 +150,12 @@ def _changes(run: Run, skips: Skips, judgement: Judgement) -> tuple[list[str], l
         elif name not in skips.saved:
             lines.append(line)
         kept.append(line)
-    for name, reason, (first, last) in judgement.moved:
-        new = new_record(run, first, last, reason, f"was {name}", now).line()
+    for name, reason, place in judgement.moved:
+        new = new_record(run, SkipRanges([place]), reason, f"was {name}", now).line()
         kept.append(new)
         lines += [skip_records.forget_line(name), new]
     lines += [skip_records.forget_line(name) for name in judgement.forgotten]
-    new = [new_record(run, first, last, "user", "command line", now).line() for first, last in judgement.new]
+    new = [new_record(run, one, "user", "command line", now).line() for one in skip_records.grouped(judgement.new)]
     return kept + new, lines + new, notes
 
 
@@ -166,13 +166,14 @@ def order_hash(run: Run) -> str:
     return hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def new_record(run: Run, first: int, last: int, reason: str, source: str, order: str) -> SkipRecord:
-    """The record of a range, as of now; `order`: what `order_hash` gives."""
-    plan, progress = run.plan, run.progress
+def new_record(run: Run, parts: SkipRanges, reason: str, source: str, order: str) -> SkipRecord:
+    """The record of these iterations, as of now; `order`: what `order_hash` gives."""
+    plan, progress, names = run.plan, run.progress, skip_records.named(parts)
     shift = progress.consumed_train_samples - plan.consumed_samples(progress.iteration)
-    s0, s1 = plan.consumed_samples(first - 1) + shift, plan.consumed_samples(last) + shift
-    return SkipRecord(f"{first}-{last}", first, last, s0, s1, (s1 - s0) * run.config.model.seq_length, reason, source,
-                      skip_records.now(), order)
+    s0, s1 = plan.consumed_samples(names["a"] - 1) + shift, plan.consumed_samples(names["b"]) + shift
+    tokens = plan.batch.samples_in(parts) * run.config.model.seq_length
+    return SkipRecord(**names, s0=s0, s1=s1, tokens=tokens, reason=reason, source=source, time=skip_records.now(),
+                      hash=order)
 
 
 def _append(run: Run, lines: list[str]) -> None:
@@ -195,7 +196,7 @@ def record_skip(run: Run, first: int, last: int, reason: str, source: str) -> No
     The samples that are open already know nothing of it: they must be opened anew. Raises CheckpointError where it cannot be
     written.
     """
-    new = new_record(run, first, last, reason, source, order_hash(run))
+    new = new_record(run, SkipRanges([(first, last)]), reason, source, order_hash(run))
     line = gather_objects(new.line(), run.runtime.ctx.world)[0]
     _append(run, [line])
     (_, record), = skip_records.parse([line], "the new record")

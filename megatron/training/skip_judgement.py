@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import chain, takewhile
 
+from megatron.checkpoint import skip_records
 from megatron.checkpoint.skip_records import SkipRecord
 from megatron.config.plan import Plan
 from megatron.config.skip_ranges import RANGE_FLAG, SHOWN, Range, SkipRanges, shorten
@@ -50,21 +52,22 @@ class Judgement:
 def judge(plan: Plan, typed: SkipRanges, forget: Sequence[str], known: Known, at: Position) -> Judgement:
     """The judgement on the ranges `typed` and those in `known`, of which `forget` names ids to drop, at a position."""
     problems: list[str] = []
-    executed, asked = SkipRanges().joined([(first, last) for first, last in at.executed]), set(typed.ranges)
+    executed, asked = SkipRanges().joined((first, last) for first, last in at.executed), set(typed.ranges)
     dropped = _forgotten(forget, typed, known, at, executed, problems)
     records = {name: record for name, record in known.records.items() if name not in dropped}
-    for first, last in typed.ranges:
+    for first, last in takewhile(lambda one: one[0] <= at.iteration, typed.ranges):
         problems += _trained((first, last), f"{RANGE_FLAG} {first} {last}", "leave the range out", known, at, executed)
     for name, record in records.items():
-        if (record.a, record.b) not in asked:
-            problems += _trained((record.a, record.b), f"{known.origins[name]}: {name}", f"{FORGET_FLAG} {name}", known, at,
-                                 executed)
+        for place in takewhile(lambda one: one[0] <= at.iteration, record.parts.ranges):
+            if place not in asked:
+                problems += _trained(place, f"{known.origins[name]}: {name}", f"{FORGET_FLAG} {name}", known, at, executed)
     moved = _moved(plan, records, known, at, problems)
     gone = {name for name, _, _ in moved}
     kept = {name: record for name, record in records.items() if name not in gone}
-    persisted = SkipRanges().joined([*((r.a, r.b) for r in kept.values()), *(place for _, _, place in moved)])
-    covered = persisted.joined([tuple(one) for one in at.executed])
-    new = [(first, last) for first, last in typed.ranges if covered.count_in(first, last) < last - first + 1]
+    persisted = SkipRanges().joined([*chain.from_iterable(r.parts.ranges for r in kept.values()),
+                                     *(place for _, _, place in moved)])
+    covered, have = persisted.joined(executed.ranges), set(persisted.ranges)
+    new = [one for one in typed.ranges if one not in have and covered.count_in(*one) < one[1] - one[0] + 1]
     skips = persisted.joined(typed.ranges).cut(plan.train_iters)
     if not problems and new and skips.nothing_to_train(at.iteration, plan.train_iters):
         problems.append(f"{RANGE_FLAG}: nothing to train, iterations {at.iteration + 1} to {plan.train_iters} are skipped; "
@@ -86,14 +89,19 @@ def _forgotten(forget: Sequence[str], typed: SkipRanges, known: Known, at: Posit
             if name not in known.origins:           # otherwise an earlier run with these flags has forgotten it
                 have = f"there are {', '.join(list(known.records)[:SHOWN])}" if known.records else "none is recorded"
                 problems.append(f"{FORGET_FLAG} {name}: there is no such id; {have}")
-        elif typed.count_in(record.a, record.b):
+        elif _common(typed, record.parts):
             problems.append(f"{FORGET_FLAG} {name}: {RANGE_FLAG} asks for iterations of it again; leave one of the two out")
-        elif record.b <= at.iteration and executed.count_in(record.a, record.b) == record.b - record.a + 1:
+        elif record.b <= at.iteration and _common(executed, record.parts) == len(record.parts):
             problems.append(f"{FORGET_FLAG} {name}: these iterations have been skipped already, the run goes on from "
                             f"iteration {at.iteration}; {_earlier(known, record.a)}, or leave {FORGET_FLAG} {name} out")
         else:
             dropped.append(name)
     return dropped
+
+
+def _common(some: SkipRanges, others: SkipRanges) -> int:
+    """How many iterations are in both."""
+    return sum(some.count_in(first, last) for first, last in others.ranges)
 
 
 def _trained(wanted: Range, named: str, otherwise: str, known: Known, at: Position, executed: SkipRanges) -> list[str]:
@@ -124,6 +132,11 @@ def _moved(plan: Plan, records: dict[str, SkipRecord], known: Known, at: Positio
         ends = r.s1 == plan.consumed_samples(r.b) + shift
         if ends and (r.a <= at.iteration or r.s0 == plan.consumed_samples(r.a - 1) + shift):
             continue
+        if r.ranges:
+            problems.append(f"{known.origins[name]}: the {len(r.parts.ranges)} ranges of {name} are other samples with "
+                            f"these batch sizes; give those of before, or {FORGET_FLAG} {name} and the ranges as they are "
+                            "now")
+            continue
         first = plan.batch.iterations_within(max(0, start - shift)) + 1
         last = plan.batch.iterations_within(max(0, r.s1 - 1 - shift)) + 1
         if (plan.consumed_samples(first - 1) + shift, plan.consumed_samples(last) + shift) == (start, r.s1):
@@ -140,7 +153,7 @@ def _listed(kept: dict[str, SkipRecord], moved: list[tuple[str, str, Range]], ne
     """A line with the ranges to come, their ids and where they come from."""
     shown = [f"{name} ({r.reason}, {known.origins[name]})" for name, r in kept.items() if r.b > at.iteration]
     shown += [f"{first}-{last} ({reason}, was {name})" for name, reason, (first, last) in moved]
-    shown += [f"{first}-{last} (user, command line, new)" for first, last in new]
+    shown += [f"{skip_records.named(one)['id']} (user, command line, new)" for one in skip_records.grouped(new)]
     behind = sum(r.b <= at.iteration for r in kept.values())
     if not shown and not behind:
         return []

@@ -24,18 +24,27 @@ def skipped_bands(records: Sequence[Record]) -> list[tuple[int, int]]:
     return bands
 
 
+def curves(records: Sequence[Record]) -> tuple[list[int], list[float], list[float]]:
+    """Iterations, losses and gradient norms; NaN, which interrupts a line, where a record has none of its own."""
+    losses = [math.nan if r.loss is None or not r.trained else r.loss for r in records]
+    norms = [math.nan if r.grad_norm is None or not r.trained else r.grad_norm for r in records]
+    return [r.iteration for r in records], losses, norms
+
+
 def draw(path: str, history: History, events: Sequence[Event], saved: Sequence[int]) -> None:
     """Draw the run into an .svg, .png or .pdf. Raises ValueError where that cannot be."""
     try:
         from matplotlib.figure import Figure
+        from matplotlib.ticker import LogFormatter
     except ImportError:
         raise ValueError(f"--plot {path}: needs matplotlib; pip install '.[plot]'") from None
-    trained = [r for r in history.records if r.trained]
     figure = Figure(figsize=(10, 5.6), layout="constrained")
     top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
-    top.plot([r.iteration for r in trained], [r.loss for r in trained], color=LOSS, linewidth=1)
-    with_norm = [r for r in trained if r.grad_norm is not None]
-    bottom.semilogy([r.iteration for r in with_norm], [r.grad_norm for r in with_norm], color=NORM, linewidth=1)
+    iterations, losses, norms = curves(history.records)
+    top.plot(iterations, losses, color=LOSS, linewidth=1)
+    bottom.semilogy(iterations, norms, color=NORM, linewidth=1)
+    for which in (bottom.yaxis.set_major_formatter, bottom.yaxis.set_minor_formatter):
+        which(LogFormatter(minor_thresholds=(1.5, 0.6)))
     top.set_ylabel("loss (nats a token)")
     bottom.set_ylabel("gradient norm")
     bottom.set_xlabel("iteration")

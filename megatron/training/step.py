@@ -30,7 +30,7 @@ class NotFinite(ArithmeticError):
 class StepOutcome(NamedTuple):
     """What a training step measured; `skipped`: None, or why no update was made: `overflow` (fp16), `spike` or `nonfinite`
     (--spike-action); `num_zeros` is that of real parameters (those that are padding always have zero gradients); `flag` is
-    the sum of what the ranks handed in; `packed` are the counts of packed samples."""
+    the sum of what the ranks handed in; `packed` are the counts of subsets and packed rows."""
     loss: float
     skipped: str | None
     grad_norm: float | None
@@ -92,15 +92,22 @@ def train_step(run: Run, forward_step: ForwardStep, samples: Iterator[torch.Tens
         if result.ok and run.runtime.ctx.shard.size > 1:
             with timers("params-all-gather", 1):
                 run.buffers.gather_weights()
-    if result.ok and result.grad_norm is not None and not math.isfinite(result.grad_norm) and _checks(run):
-        raise NotFinite(f"iteration {iteration}: the gradient norm is {result.grad_norm}; nothing of this step is "
-                        f"saved. Resume from the last checkpoint with --train-range-to-skip {iteration} {iteration}, a "
-                        f"lower --lr, or --no-check-for-nan-in-loss-and-grad to go on regardless")
+        if run.fp8:
+            run.fp8.step(result.ok)
+    _check_norm(run, iteration, result)
     zeros = None if result.num_zeros is None else result.num_zeros - run.plan.num_padding
     packed = run.rows.named(more[slots - 3:]) if run.rows else None
     skipped = _why_skipped(run, result)
     return StepOutcome(loss, skipped, result.grad_norm, zeros, time.perf_counter() - start, int(flags), packed,
                        fwd_bwd_seconds)
+
+
+def _check_norm(run: Run, iteration: int, result: StepResult) -> None:
+    """Raise NotFinite for an update whose gradient norm is no number."""
+    if result.ok and result.grad_norm is not None and not math.isfinite(result.grad_norm) and _checks(run):
+        raise NotFinite(f"iteration {iteration}: the gradient norm is {result.grad_norm}; nothing of this step is "
+                        f"saved. Resume from the last checkpoint with --train-range-to-skip {iteration} {iteration}, a "
+                        f"lower --lr, or --no-check-for-nan-in-loss-and-grad to go on regardless")
 
 
 def _why_skipped(run: Run, result: StepResult) -> str | None:
@@ -115,7 +122,7 @@ def _why_skipped(run: Run, result: StepResult) -> str | None:
 def _forwards(run: Run, forward_step: ForwardStep, samples: Iterator[torch.Tensor], totals: torch.Tensor,
               dropout: Callable[[int], DropoutSeeds | None], slots: torch.Tensor | None = None) -> Forward:
     """The forward of a schedule: reads a micro-batch when it comes to this rank's first chunk, keeps it for the others,
-    and adds the last chunk's loss and tokens to `totals`, and with `slots` (packed samples) to those of its subset."""
+    and adds the last chunk's loss and tokens to `totals`, and with `slots` to those of its subset."""
     batches: dict[int, Batch] = {}
     chunks, timers = len(run.model), run.timers
 
@@ -125,7 +132,8 @@ def _forwards(run: Run, forward_step: ForwardStep, samples: Iterator[torch.Tenso
                 loaded = next_samples(samples)
                 if slots is not None:
                     run.rows.see(loaded)
-                batches[micro_batch] = make_batch(loaded, run.rules, run.runtime.device, dropout(micro_batch))
+                batches[micro_batch] = make_batch(loaded, run.rules, run.runtime.device, dropout(micro_batch),
+                                                  slots is not None)
         batch = batches.pop(micro_batch) if chunk == chunks - 1 else batches[micro_batch]
         with timers("forward-compute", 2):
             output = forward_step(batch if hidden is None else replace(batch, hidden=hidden), run.model[chunk])
@@ -135,7 +143,7 @@ def _forwards(run: Run, forward_step: ForwardStep, samples: Iterator[torch.Tenso
         totals[0] += loss.detach()
         totals[1] += tokens
         if slots is not None:
-            run.rows.add(slots, batch, loss, tokens, run.model[chunk].right)
+            run.rows.add(slots, batch, run.model[chunk].losses, run.model[chunk].right)
         return loss
 
     return forward

@@ -32,6 +32,10 @@ class TensorBoard:
         """Write what is queued."""
         self._writer.flush()
 
+    def close(self) -> None:
+        """Write what is queued; no more will come."""
+        self._writer.close()
+
 
 def read_scalars(directory: str) -> Iterator[tuple[str, int, float]]:
     """(tag, step, value) of every scalar under a directory, file by file as they were begun and in the order written.

@@ -53,6 +53,31 @@ def test_damage_is_one_clear_error(bad):
         skip_records.parse([ONE.line(), bad, TWO.line()], "F")
 
 
+MANY = SkipRecord("5-37x3", 5, 37, 32, 296, 256, "user", "command line", skip_records.now(), "ab", ranges="5-7 15-15 35-37")
+
+
+def test_a_record_of_many_ranges():
+    (name, back), = skip_records.parse([MANY.line()], "F")
+    assert (name, back, back.parts.ranges) == ("5-37x3", MANY, ((5, 7), (15, 15), (35, 37)))
+    assert skip_records.named(back.parts) == {"id": "5-37x3", "a": 5, "b": 37, "ranges": "5-7 15-15 35-37"}
+    assert skip_records.named(ONE.parts) == {"id": "10-20", "a": 10, "b": 20, "ranges": ""}
+    history = SkipHistory({"5-37x3": MANY, "11-13": record(11, 13, "spike")})
+    assert [history.reason(n) for n in (6, 10, 12, 15)] == ["user", "user", "spike", "user"]
+
+
+@pytest.mark.parametrize("ranges", ["5-7 15-15", "5-7 6-15 35-37", "15-15 5-7 35-37", "5-7 8-9 35-37", "5-7 15 35-37",
+                                    "5-x 35-37", "6-7 35-37", "5-37 ", "5_0-5_1", "0-37"])
+def test_ranges_that_are_none(ranges):
+    with pytest.raises(CheckpointError, match=r"^F, line 1: is no record of skipped iterations"):
+        skip_records.parse([MANY.line().replace("5-7 15-15 35-37", ranges)], "F")
+
+
+def test_a_thousand_new_ranges_are_records_and_more_are_one():
+    few, many = [(2 * n, 2 * n) for n in range(1, 1001)], [(2 * n, 2 * n) for n in range(1, 1002)]
+    assert [one.ranges for one in skip_records.grouped(few)] == [(one,) for one in few]
+    assert [one.ranges for one in skip_records.grouped(many)] == [tuple(many)]
+
+
 def test_replacing(tmp_path):
     skip_records.append(tmp_path, [ONE.line()])
     skip_records.replace(tmp_path, [TWO.line(), ONE.line()])

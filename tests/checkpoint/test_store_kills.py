@@ -78,7 +78,9 @@ def kill_at_every_step(rank: int, world: int, folder: str, kind: type[Deadly], s
 
 
 @pytest.mark.parametrize(("kind", "start"), [
-    (Deadly, "empty"), (Deadly, "older"), (Deadly, "same"), (DeadlyNoExchange, "same"), (DeadlyNoExchange, "newer")])
+    pytest.param(Deadly, "empty", marks=pytest.mark.campaign), (Deadly, "older"),
+    pytest.param(Deadly, "same", marks=pytest.mark.campaign), (DeadlyNoExchange, "same"),
+    pytest.param(DeadlyNoExchange, "newer", marks=pytest.mark.campaign)])
 def test_killed_at_every_step(memory_path, kind, start):
     before = START[start]
     kills, found = run_ranks(1, kill_at_every_step, str(memory_path), kind, before)[0]

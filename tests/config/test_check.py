@@ -32,6 +32,15 @@ def test_the_base_has_no_problem_and_nothing_to_note():
 # flags added to the base, words of the one line that must come
 ONE_PROBLEM = [
     ("--num-layers 0", "--num-layers 0: must be at least 1"),
+    ("--fp8-format hybrid --fp64", "--fp8-format hybrid: rounds to 8 bits, which --fp64 is there to avoid"),
+    ("--fp8-format e4m3 --torch-compile", "cannot follow delayed scales, which change every step; use --fp8-recipe "
+     "tensorwise"),
+    ("--fp8-format e4m3 --fp8-amax-history-len 0", "--fp8-amax-history-len 0: must be at least 1"),
+    ("--fp8-format e4m3 --hidden-size 72 --kv-channels 16", "--fp8-format e4m3: the width of a layer is 72, and products in "
+     "8 bits need a multiple of 16; change --hidden-size, or leave --fp8-format out"),
+    ("--fp8-format e4m3 --kv-channels 4 --group-query-attention", "width of a rank's queries, keys and values is 24"),
+    ("--fp8-format e4m3 --ffn-hidden-size 100", "a rank's width of the MLP is 100"),
+    ("--fp8-format e4m3 --seq-length 28 --micro-batch-size 1", "the tokens of a rank's micro-batch is 28"),
     ("--hidden-size -64", "--hidden-size -64: must be at least 1"),
     ("--seq-length 0", "--seq-length 0: must be at least 1"),
     ("--micro-batch-size 0", "--micro-batch-size 0: must be at least 1"),
@@ -85,6 +94,7 @@ ONE_PROBLEM = [
     ("--expert-model-parallel-size 2", "--expert-model-parallel-size 2: not supported yet"),
     ("--overlap-param-gather --overlap-grad-reduce", "--overlap-param-gather: needs --use-distributed-optimizer; add that"),
     ("--overlap-param-gather --use-distributed-optimizer", "--overlap-param-gather: needs --overlap-grad-reduce; add that"),
+    ("--zero-partition whole-params", "--zero-partition whole-params: says how --use-distributed-optimizer shares its"),
     ("--ddp-bucket-size 0", "--ddp-bucket-size 0: must be at least 1"),
     ("--ddp-num-buckets 0", "--ddp-num-buckets 0: must be at least 1"),
     ("--ddp-bucket-size 9 --ddp-num-buckets 2", "--ddp-bucket-size 9 and --ddp-num-buckets 2: two sizes of one bucket"),

@@ -35,8 +35,6 @@ def test_packed_rows_of_made_up_samples_need_nothing_else():
     ("--dummy-data internlm --train-data-path x", "--train-data-path and --dummy-data: each names the data of the run"),
     ("--mock-data", "--mock-data: cannot stand beside --packed-samples: it is one long text"),
     ("--train-data-path 1 x 2 y", "--train-data-path 1: with --packed-samples each file is drawn from"),
-    ("--train-data-path x --valid-data-path y z --multiple-validation-sets",
-     "--multiple-validation-sets: cannot stand beside --packed-samples"),
 ])  # fmt: skip
 def test_what_cannot_stand_beside_it(flags, problem):
     found = checked(f"{flags} --dry-run --world-size 1", base=PACKED)[0]

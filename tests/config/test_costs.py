@@ -80,11 +80,15 @@ def formula(world: int = 1, **flags) -> int:
 
 MODELS = {
     "gelu": {}, "gelu, bf16": dict(bf16=True), "relu squared, fp64": dict(squared_relu=True, fp64=True),
+    "8 bits": dict(bf16=True, fp8="hybrid"),
     "dropout": dict(hidden_dropout=0.1, attention_dropout=0.1), "swiglu, rope, RMSNorm, GQA": LLAMA,
     "the same, bf16, fp32 residual": LLAMA | dict(bf16=True, fp32_residual_connection=True),
     "geglu, GQA": dict(geglu=True, group_query_attention=True, num_query_groups=2),
     "norms of queries and keys": dict(qk_layernorm=True, group_query_attention=True, num_query_groups=2),
     "rotary and norms of queries and keys": LLAMA | dict(qk_layernorm=True),
+    "one matrix of scores": dict(attention_backend="unfused"),
+    "one matrix of scores, GQA": LLAMA | dict(masked_softmax_fusion=False),
+    "nothing fused": LLAMA | dict(attention_backend="local", bias_swiglu_fusion=False, apply_rope_fusion=False),
     "norm weights minus one": dict(apply_layernorm_1p=True, bf16=True),
 }
 RECOMPUTE = {

@@ -105,10 +105,8 @@ def test_values_that_happen_here_anyway_are_silent(name, value):
     (["--layernorm-epsilon", "1e-6"], "--norm-epsilon"),
     (["--train-iters-to-skip", "3"], "--iterations-to-skip"),
     (["--train-tokens", "3"], "--train-samples"),
-    (["--use-flash-attn"], "torch's own fused attention runs instead"),
-    (["--transformer-impl", "transformer_engine"], "--transformer-impl local"),
     (["--num-experts", "8"], "dense model"),
-    (["--fp8-format", "hybrid"], "--bf16"),
+    (["--fp8-param-gather"], "--fp8-recipe"),
 ])
 def test_what_a_refusal_recommends(argv, remedy):
     [line] = megatron_flags.refused(parse(PARSER, argv).typed)
@@ -123,8 +121,9 @@ def test_remedies_name_flags_that_exist():
 
 
 @pytest.mark.parametrize(("spelling", "word"), [
-    ("--moe-new-thing", "mixture-of-experts"), ("--retro_project_dir", "only GPT"), ("--fp8-param", "FP8"),
-    ("--wandb-entity", "--tensorboard-dir"), ("--use-flash-attn-v2", "fused attention"), ("--zero-stage", "DeepSpeed"),
+    ("--moe-new-thing", "mixture-of-experts"), ("--retro_project_dir", "only GPT"), ("--fp8-param", "fp8"),
+    ("--wandb-entity", "--tensorboard-dir"), ("--use-flash-attn-v2", "--attention-backend flash"),
+    ("--zero-stage", "DeepSpeed"),
     ("--rl-partial-rollouts", "only pretraining")])
 def test_other_flags_of_a_known_family_are_explained(spelling, word):
     [line] = parse(PARSER, [spelling, "1"]).problems

@@ -136,7 +136,7 @@ def test_more_than_five_percent_warns_with_what_it_costs():
         "--train-range-to-skip skips 51 of 1000 iterations (5.1 %) that will not be trained on"
     ]
     assert parse(
-        "2", "3", "6", "7", train_iters=10, samples_before=batches.samples_before, seq_length=128
+        "2", "3", "6", "7", train_iters=10, samples_in=batches.samples_in, seq_length=128
     )[1] == [
         "--train-range-to-skip skips 4 of 10 iterations (40.0 %), 22 samples = 2816 tokens that will not be trained on"
     ]

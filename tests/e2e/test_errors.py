@@ -69,8 +69,8 @@ def test_a_lone_culprit_says_it_and_rank_0_points_to_it(folder):
 def nan_hook() -> None:
     right = step.make_batch
 
-    def nan(samples, rules, device, dropout=None):
-        batch = right(samples, rules, device, dropout)
+    def nan(*args):
+        batch = right(*args)
         if os.environ["RANK"] == "1":
             object.__setattr__(batch, "loss_mask", batch.tokens * float("nan"))
         return batch

@@ -152,7 +152,7 @@ def test_sys_exit_of_one_rank(folder):
     assert_traceback_last(found, 1, "SystemExit: 3")
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.campaign)])
 def test_a_killed_rank(folder, rank):
     """With data workers, which hold copies of its connections and outlive it for some seconds."""
     found = result(folder, 3, [(rank, kill, LOOP, "train_step", 3)], "--global-batch-size", "6", "--num-workers", "1")
@@ -203,7 +203,8 @@ def late(rank: int, world: int, folder: Path, ranks: int, minutes: str, hooks: l
                  ("--distributed-timeout-minutes", minutes, *extra), only)
 
 
-@pytest.mark.parametrize("layout", [(), pytest.param(TP2, marks=pytest.mark.campaign)], ids=["dp", "tp dp"])
+@pytest.mark.campaign
+@pytest.mark.parametrize("layout", [(), TP2], ids=["dp", "tp dp"])
 def test_a_collective_that_waits_too_long(folder, layout):
     """The limit, here seconds, holds in every group; the message says who was waited for and where that rank stands."""
     found = run_ranks(1, late, folder, 4, "5", [(2, stand, LOOP, "train_step", 3)], layout, None)[0]

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.runs import plot
+
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = sorted(path for path in (ROOT / "examples").rglob("*") if path.suffix in (".sh", ".sbatch"))
 ARGS = sorted((ROOT / "examples").rglob("*.args"))
@@ -75,15 +77,14 @@ def test_scripts_are_executable_shell_with_known_flags(script, flags):
 
 
 @pytest.mark.parametrize("path", ARGS, ids=name)
-def test_argument_files_make_a_plan(path):
+def test_argument_files_make_a_plan(path, monkeypatch, capsys):
     text = path.read_text()
     ranks = re.search(r"on (\d+) ranks", text)
     data = [] if "--dummy-data" in text else ["--mock-data", "--vocab-size", "50257"]
-    command = [sys.executable, "pretrain_gpt.py", f"@{name(path)}", *data, "--dry-run",
-               *(["--world-size", ranks[1]] if ranks else [])]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert "parameters" in done.stdout
+    words = [f"@{name(path)}", *data, "--dry-run", *(["--world-size", ranks[1]] if ranks else [])]
+    monkeypatch.chdir(ROOT)
+    plot().main(words)
+    assert "parameters" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)

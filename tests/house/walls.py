@@ -22,6 +22,7 @@ FLOOR = {
 OPTIONAL = {
     "transformer_engine": "kernels/transformer_engine.py",
     "apex": "kernels/apex.py",
+    "fused_weight_gradient_mlp_cuda": "kernels/apex.py",
     "flash_attn": "kernels/flash_attention.py",
     "regex": "data/bpe.py",
     "gigatoken": "data/tokenizer_gigatoken.py",

@@ -78,7 +78,7 @@ def test_plain_causal_attention_is_the_formula(blocks, s, heads, groups):
     assert_same(lambda *t: attention(*t, scale=SCALE), formula, tensors, grad, rtol=1e-12, atol=1e-13)
 
 
-@pytest.mark.parametrize("implementation", ["sdpa", "chunked", "auto"])
+@pytest.mark.parametrize("implementation", ["sdpa", "chunked", "plain", "auto"])
 @pytest.mark.parametrize("groups", [4, 2])
 @pytest.mark.parametrize("s", [21, 130, 300])
 def test_both_implementations_in_fp32(implementation, groups, s):
@@ -88,7 +88,7 @@ def test_both_implementations_in_fp32(implementation, groups, s):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("implementation", ["sdpa", "chunked", "auto"])
+@pytest.mark.parametrize("implementation", ["sdpa", "chunked", "plain", "auto"])
 def test_low_precision_is_near_the_formula(implementation, dtype):
     *tensors, grad = inputs(s=70, dtype=dtype)
     unit = torch.finfo(dtype).eps
@@ -104,11 +104,12 @@ def test_chunks_round_once(dtype):
 
 
 @pytest.mark.parametrize("groups", [4, 2])
-def test_document_masks_are_exact(blocks, groups):
+@pytest.mark.parametrize("implementation", ["auto", "plain"])
+def test_document_masks_are_exact(blocks, groups, implementation):
     *tensors, grad = inputs(g=groups)
     ids = documents(21)
-    assert_same(lambda *t: attention(*t, scale=SCALE, document_ids=ids), lambda *t: formula(*t, ids), tensors, grad,
-                rtol=1e-12, atol=1e-13)
+    assert_same(lambda *t: attention(*t, scale=SCALE, document_ids=ids, implementation=implementation),
+                lambda *t: formula(*t, ids), tensors, grad, rtol=1e-12, atol=1e-13)
 
 
 def test_one_document_is_plain_attention(blocks):
@@ -117,7 +118,7 @@ def test_one_document_is_plain_attention(blocks):
     torch.testing.assert_close(attention(q, k, v, scale=SCALE, document_ids=ids), attention(q, k, v, scale=SCALE))
 
 
-@pytest.mark.parametrize("implementation", ["sdpa", "chunked"])
+@pytest.mark.parametrize("implementation", ["sdpa", "chunked", "plain"])
 def test_no_position_sees_a_later_one(implementation):
     q, k, v, _ = inputs(s=140, dtype=torch.float32)
     before = attention(q, k, v, scale=SCALE, implementation=implementation)
@@ -148,9 +149,11 @@ def test_key_blocks_of_other_documents_are_not_computed():
 
 @pytest.mark.parametrize("groups", [4, 2])
 @pytest.mark.parametrize("masked", [False, True])
-def test_dropout_zeroes_probabilities_and_scales_the_others(blocks, groups, masked):
+@pytest.mark.parametrize("implementation", ["auto", "plain"])
+def test_dropout_zeroes_probabilities_and_scales_the_others(blocks, groups, masked, implementation):
     q, k, v, grad = inputs(g=groups)
-    options = {"dropout_p": 0.3, "dropout_seed": 12, "document_ids": documents(21) if masked else None}
+    options = {"dropout_p": 0.3, "dropout_seed": 12, "document_ids": documents(21) if masked else None,
+               "implementation": implementation}
     factors = dropout_factors(q, k, **options)
     zero, kept = factors.abs() < 1e-9, (factors - 1 / 0.7).abs() < 1e-9
     assert (zero | kept).all() and kept.any() and zero[..., 0][:, :, :5].any()
@@ -191,6 +194,23 @@ def test_recompute_repeats_dropout():
     again = checkpoint(call, q, k, v, use_reentrant=False, preserve_rng_state=False)
     for one, two in zip(straight, torch.autograd.grad(again, (q, k, v), grad), strict=True):
         assert torch.equal(one, two)
+
+
+def test_ids_that_the_host_has_not_read_mask_as_well(monkeypatch):
+    q, k, v, grad = inputs(s=200, dtype=torch.float64)
+    ids = (torch.arange(200) // 70).expand(q.shape[1], 200)
+
+    def run():
+        leaves = [t.detach().clone().requires_grad_() for t in (q, k, v)]
+        out = attention(*leaves, scale=SCALE, document_ids=ids)
+        out.backward(grad)
+        return out.detach(), *(t.grad for t in leaves)
+
+    read = run()
+    monkeypatch.setattr(module, "_first_keys", None)
+    monkeypatch.setattr(module, "read_ids", lambda device: False)
+    for got, expected in zip(run(), read, strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-13)
 
 
 class Largest(TorchDispatchMode):
@@ -239,8 +259,8 @@ def test_sdpa_is_refused_where_it_would_need_an_s_by_s_tensor(dtype, dropout, ma
 
 def test_requests_that_make_no_sense_are_refused():
     q, k, v, _ = inputs()
-    with pytest.raises(ValueError, match="'flash' is unknown: use one of"):
-        attention(q, k, v, scale=SCALE, implementation="flash")
+    with pytest.raises(ValueError, match="'fast' is unknown: use one of"):
+        attention(q, k, v, scale=SCALE, implementation="fast")
     with pytest.raises(ValueError, match="needs dropout_seed"):
         attention(q, k, v, scale=SCALE, dropout_p=0.1)
 

@@ -197,11 +197,13 @@ def test_a_split_vocabulary_gives_the_same(size, padding_part, dtype, smoothing)
     reduction, results = Reduction(len(parts)), [None] * len(parts)
     labels[3] = logits[3, :VOCAB].double().argmax()
     right = [torch.zeros(ROWS, dtype=torch.bool) for _ in parts]
+    plain = [torch.zeros(ROWS, dtype=torch.promote_types(dtype, torch.float32)) for _ in parts]
 
     def work(rank: int) -> None:
         results[rank] = run(parts[rank], labels, weights, vocab_start=rank * parts[0].shape[1],
                             tp=Part(len(parts), rank), all_reduce=reduction, smoothing=smoothing,
-                            right=right[rank] if smoothing else None)
+                            right=right[rank] if smoothing else None,
+                            plain=plain[rank] if smoothing else None)
 
     threads = [threading.Thread(target=work, args=(rank,)) for rank in range(len(parts))]
     for thread in threads:
@@ -212,6 +214,8 @@ def test_a_split_vocabulary_gives_the_same(size, padding_part, dtype, smoothing)
     if smoothing:
         assert all(torch.equal(one, logits[:, :VOCAB].gather(1, labels[:, None]).squeeze(1) == logits[:, :VOCAB].amax(-1))
                    for one in right) and right[0][3]
+        for one in plain:
+            assert torch.allclose(one.double(), formula(logits, labels, weights)[0].double(), rtol=1e-5, atol=1e-6)
     close = dict(rtol=1e-12, atol=1e-13) if dtype == torch.float64 else dict(rtol=2.0**-8 * 1.01, atol=1e-6)
     for result in results:
         torch.testing.assert_close(result[0].double(), loss, rtol=1e-6 if dtype != torch.float64 else 1e-12, atol=1e-6)

@@ -4,7 +4,7 @@ import torch
 
 from megatron.arguments import config_from
 from megatron.config.tree import Config
-from megatron.kernels import blocks, linear, reference
+from megatron.kernels import blocks, linear, reference, select
 from megatron.kernels.select import KernelRow, kernel_table
 
 CPU = torch.device("cpu")
@@ -12,7 +12,8 @@ CPU = torch.device("cpu")
 
 def table(dtype: torch.dtype = torch.float32, **values) -> dict[str, KernelRow]:
     """The rows that are on, by operation."""
-    rows = kernel_table(CPU, dtype, config_from(Config, {"seq_length": 512, **values}))
+    shape = {"seq_length": 512, "hidden_size": 64, "num_attention_heads": 4}
+    rows = kernel_table(CPU, dtype, config_from(Config, shape | values))
     chosen = [row for row in rows if row.on]
     assert len({row.operation for row in chosen}) == len(chosen)
     assert all(row.reason for row in rows)
@@ -58,10 +59,27 @@ def test_the_row_that_is_on_is_what_autograd_sees(monkeypatch, cpu_pays_off, val
     assert implementation == ("runs of rows" if ours else "torch")
 
 
+@pytest.mark.parametrize("capable", [True, False])
+def test_fp8_is_native_emulated_or_refused(monkeypatch, capable):
+    operation = "linear in transformer layers"
+    config = config_from(Config, {"seq_length": 512, "fp8": "hybrid"})
+    assert operation not in table()
+    assert "EMULATED" in table(fp8="hybrid")[operation].reason
+    assert table(fp8="e4m3")[operation].implementation == "casts to 8 bits (e4m3), products in fp32"
+    monkeypatch.setattr(select, "multiplies_fp8", lambda device: capable)
+    if capable:
+        row = next(row for row in select.fp8_rows(torch.device("cuda"), config) if row.on)
+        assert row.implementation == "products in 8 bits (hybrid)"
+    else:
+        with pytest.raises(ValueError, match="--fp8-format hybrid: this device cannot multiply numbers of 8 bits"):
+            select.fp8_rows(torch.device("cuda"), config)
+
+
 def test_libraries_are_off_and_say_why():
-    rows = [row for row in kernel_table(CPU, torch.float32, config_from(Config, {})) if row.operation == "fused kernels"]
-    assert {row.implementation for row in rows} == {"transformer_engine", "apex", "flash_attn"}
-    assert all(not row.on and "installed" in row.reason for row in rows)
+    config = config_from(Config, {"hidden_size": 64, "num_attention_heads": 4})
+    rows = {row.implementation: row for row in kernel_table(CPU, torch.float32, config)}
+    for name in ("Transformer Engine", "apex", "flash-attn"):
+        assert not rows[name].on and "CUDA device, and this is a cpu" in rows[name].reason
 
 
 def test_runs_of_rows_pay_off_on_a_cpu_only():

@@ -9,6 +9,7 @@ import torch
 from megatron.config.model import ModelConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.config.precision import PrecisionConfig
+from megatron.kernels.choice import Kernels
 from megatron.model.gpt import GPTModel
 from megatron.model.layer import Recompute
 from megatron.parallel.context import ParallelContext
@@ -28,12 +29,12 @@ def tiny_config(**flags: Any) -> ModelConfig:
 
 def tiny_model(dtype: torch.dtype = torch.float32, *, recompute: Recompute | None = None, seed: int = 1234,
                ctx: ParallelContext | None = None, vocab: int = VOCAB, padded: int = PADDED,
-               precision: PrecisionConfig | None = None, implementation: str = "auto", scramble: bool = False,
+               precision: PrecisionConfig | None = None, kernels: Kernels | None = None, scramble: bool = False,
                layers: range | None = None, **flags: Any) -> GPTModel:
     """The model (its part with `layers`), filled; `scramble` moves norms and biases off their first values 1 and 0."""
     ctx = ctx or ParallelContext(ParallelConfig())
     model = GPTModel(tiny_config(**flags), precision or PrecisionConfig(), ctx, padded, vocab, dtype,
-                     layers=layers, recompute=recompute, attention_implementation=implementation)
+                     layers=layers, recompute=recompute, kernels=kernels)
     init_parameters(model.parameters(), ctx, seed)
     if scramble:
         generator = torch.Generator().manual_seed(5)

@@ -1,11 +1,14 @@
 """The inner updates against formulas written out in float64, and their state before the first step."""
 
 import math
+import subprocess
+import sys
 
 import pytest
 import torch
 
 from megatron.optimizer import adam
+from tests.forkrun import ROOT
 
 
 def adamw_in_float64(weight, grads, lr, wd, beta1, beta2, eps):
@@ -93,8 +96,28 @@ def test_sgd_without_momentum_has_no_state():
     assert not adam.build_sgd([{"params": [param]}], momentum=0.0).state
 
 
+def test_updates_are_torchs_and_load_no_compiler():
+    """Bit for bit, in a process of its own, which has never loaded torch.compile's modules when they are made."""
+    code = ("import sys, torch\nfrom megatron.optimizer import adam\n"
+            "params = [torch.linspace(-1, 1, 50).requires_grad_() for _ in range(4)]\n"
+            "ours = [adam.build_adam([{'params': params[:1]}]), adam.build_sgd([{'params': params[1:2]}])]\n"
+            "def update(optimizer, param):\n"
+            "    for step in range(3):\n"
+            "        optimizer.param_groups[0].update(lr=1e-2, weight_decay=0.1)\n"
+            "        param.grad = torch.sin(torch.arange(50.0) + step)\n"
+            "        optimizer.step()\n"
+            "for optimizer, param in zip(ours, params): update(optimizer, param)\n"
+            "assert 'torch._dynamo' not in sys.modules\n"
+            "update(torch.optim.AdamW(params[2:3], lr=0.0, fused=True), params[2])\n"
+            "update(torch.optim.SGD(params[3:], lr=0.0, momentum=0.9, fused=True), params[3])\n"
+            "assert torch.equal(params[0], params[2]) and torch.equal(params[1], params[3])\n"
+            "assert 'torch._dynamo' in sys.modules\n")
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, (done.returncode, done.stdout, done.stderr)
+
+
 def test_without_fused_kernels_the_foreach_ones_give_the_same(monkeypatch):
-    real = torch.optim.AdamW
+    real = adam._AdamW
 
     def without_fused(*args, **how):
         if how.get("fused"):
@@ -104,7 +127,7 @@ def test_without_fused_kernels_the_foreach_ones_give_the_same(monkeypatch):
     weights = []
     for patched in (False, True):
         if patched:
-            monkeypatch.setattr(torch.optim, "AdamW", without_fused)
+            monkeypatch.setattr(adam, "_AdamW", without_fused)
         param = torch.linspace(-1, 1, 50, dtype=torch.float64).requires_grad_()
         optimizer = adam.build_adam([{"params": [param]}])
         assert bool(optimizer.param_groups[0]["fused"]) is not patched

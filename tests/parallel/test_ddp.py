@@ -320,7 +320,8 @@ def updated(rank: int, world: int, overlap: bool, instances: int, compiled: bool
     return outputs, waited
 
 
-@pytest.mark.parametrize("world, instances, compiled", [(2, 1, False), (4, 2, False), (2, 1, True)])
+@pytest.mark.parametrize("world, instances, compiled", [
+    (2, 1, False), (4, 2, False), pytest.param(2, 1, True, marks=pytest.mark.campaign)])
 def test_weights_arrive_before_they_are_used(world, instances, compiled):
     """Each module waits for its own buckets and no other; without overlap all have arrived before."""
     model, expected, x = paired(layered(torch.float32, 0)), [], micro_batch(0, 0, torch.float32)

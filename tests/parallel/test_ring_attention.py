@@ -58,7 +58,7 @@ def shapes(world):
     return [(2 * world, 2, 4, 2, 8), (6 * world, 1, 6, 1, 5), (10 * world, 3, 2, 2, 16), (280, 1, 1, 1, 3)]
 
 
-@pytest.mark.parametrize("world", [2, 4, pytest.param(7, marks=pytest.mark.campaign), 8])
+@pytest.mark.parametrize("world", [2, 4, *(pytest.param(n, marks=pytest.mark.campaign) for n in (7, 8))])
 def test_values_and_gradients_of_one_process(world):
     """In float64, both ways of communication, with and without documents that begin and end anywhere."""
     jobs = [(shape, torch.float64, ids, {"comm_type": way}) for shape in shapes(world) if shape[0] % (2 * world) == 0
@@ -125,7 +125,7 @@ def most_keys(rank, world, shape, way):
     return [peak / (2 * k.numel() * k.element_size()) for peak in peaks]
 
 
-@pytest.mark.parametrize("world", [2, 4, 8])
+@pytest.mark.parametrize("world", [2, 4, pytest.param(8, marks=pytest.mark.campaign)])
 def test_no_rank_ever_holds_more_than_two_shares_of_keys_and_values(world):
     """Its own, and a part at work and a part on its way, half as much each; gathering holds them all, which shows."""
     for shape in ((10 * world, 2, 6, 3, 8), (14 * world, 1, 2, 1, 8)):

@@ -22,6 +22,7 @@ FULL = ("--recompute-granularity", "full", "--recompute-method", "uniform", "--r
 DISTRIBUTED = ("--use-distributed-optimizer",)
 BUCKETS = (*DISTRIBUTED, "--overlap-grad-reduce", "--ddp-bucket-size", "3000")
 OVERLAP = (*BUCKETS, "--overlap-param-gather")
+WHOLE = ("--zero-partition", "whole-params")
 INSTANCES = ("--num-distributed-optimizer-instances", "2")
 
 
@@ -55,6 +56,10 @@ CAMPAIGN = {
     "tp2 sp dp2, fp32": Case(GPT2, 4, (TP, "2", SP), precision=""),
     "dp4, distributed optimizer": Case(GPT2, 4, DISTRIBUTED),
     "dp4, distributed optimizer in 2 instances": Case(GPT2, 4, (*DISTRIBUTED, *INSTANCES)),
+    "dp4, whole parameters, overlap, rotary swiglu RMSNorm GQA": Case(LLAMA, 4, (*OVERLAP, *WHOLE)),
+    "dp4, whole parameters in 2 instances": Case(GPT2, 4, (*DISTRIBUTED, *INSTANCES, *WHOLE), steps=10),
+    "tp2 sp dp2, whole parameters, rotary swiglu RMSNorm GQA":
+        Case(LLAMA, 4, (TP, "2", SP, *DISTRIBUTED, *WHOLE), steps=10),
     "dp2, distributed optimizer, overlap, 1 micro-batch": Case(GPT2, 2, (*OVERLAP, "--micro-batch-size", "4")),
     "dp2, distributed optimizer, overlap, 4 micro-batches": Case(GPT2, 2, (*OVERLAP, "--micro-batch-size", "1")),
     "tp2 sp dp2, distributed optimizer, overlap, rotary swiglu RMSNorm GQA": Case(LLAMA, 4, (TP, "2", SP, *OVERLAP)),

@@ -137,6 +137,9 @@ MORE = {
     # The same bytes, whether they travel during backward and forward or after.
     "dp2, distributed optimizer, overlap": Case(2, (*SHARDED, "--overlap-grad-reduce", "--overlap-param-gather"), {
         0: {("reduce-scatter", TWO, F32, 133632): 1} | links(0, 1, 66816, 1) | ends_of(TWO, 2)}),
+    # Each rank's range goes to it once and comes from it once, however large it is.
+    "dp2, whole parameters": Case(2, (*SHARDED, "--zero-partition", "whole-params", "--overlap-grad-reduce",
+                                      "--ddp-bucket-size", "9000"), {}),
     # Parts of 8 positions: 2048 bytes, 3 hops: 2 x 3 forward, twice that backward, 2 layers, 4 micro-batches.
     "cp4": Case(4, (CP, "4"), {1: {("send", (1, 2), F32, 2048): 144, ("receive", (1, 0), F32, 2048): 144}
                                | sums(world(4), 133632) | sums(world(4), 24, dtype=F64)}),

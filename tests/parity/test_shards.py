@@ -3,7 +3,21 @@ from __future__ import annotations
 
 import pytest
 
-from tests.parity.layouts import BUCKETS, CP, DISTRIBUTED, DROPOUT, GPT2, INSTANCES, LLAMA, OVERLAP, PP, SP, TP, UNTIED
+from tests.parity.layouts import (
+    BUCKETS,
+    CP,
+    DISTRIBUTED,
+    DROPOUT,
+    GPT2,
+    INSTANCES,
+    LLAMA,
+    OVERLAP,
+    PP,
+    SP,
+    TP,
+    UNTIED,
+    WHOLE,
+)
 from tests.parity.test_layouts import EXACT, argv, saved
 from tests.runs import same_tensors, train, with_flags, write_text
 
@@ -15,6 +29,7 @@ def data(tmp_path_factory) -> str:
 
 @pytest.mark.parametrize("layout", [
     (2, OVERLAP), pytest.param((4, (*OVERLAP, *INSTANCES, "--bf16")), marks=pytest.mark.campaign),
+    pytest.param((2, (*OVERLAP, *WHOLE, "--bf16")), marks=pytest.mark.campaign),
     pytest.param((4, (TP, "2", SP, *DISTRIBUTED, "--fp16")), marks=pytest.mark.campaign)], ids=lambda x: " ".join(x[1]))
 def test_a_resume_of_shards_is_exact(layout, data, tmp_path):
     """The distributed optimizer with dropout, stopped in the middle: bit for bit the run that was not."""
@@ -30,13 +45,15 @@ def test_a_resume_of_shards_is_exact(layout, data, tmp_path):
 
 SHARDED = {"one": (1, ()), "dp4": (4, BUCKETS), "dp2": (2, (*DISTRIBUTED, "--ddp-bucket-size", "1000")),
            "tp2": (2, (TP, "2", SP)), "tp2 dp2": (4, (TP, "2", *OVERLAP)), "instances": (4, (*DISTRIBUTED, *INSTANCES)),
+           "whole dp2": (2, (*DISTRIBUTED, *WHOLE, "--ddp-bucket-size", "1000")), "whole dp4": (4, (*OVERLAP, *WHOLE)),
            "pp2 dp2": (4, (PP, "2", *OVERLAP)), "cp2 dp2": (4, (CP, "2", *DISTRIBUTED))}
 
 
 @pytest.mark.campaign
 @pytest.mark.parametrize("path", [("dp4", "one"), ("dp4", "dp2"), ("dp4", "tp2"), ("dp4", "instances"), ("one", "dp4"),
                                   ("tp2", "dp2"), ("instances", "tp2 dp2"), ("tp2 dp2", "dp4"),
-                                  ("dp4", "pp2 dp2"), ("pp2 dp2", "dp2"), ("pp2 dp2", "cp2 dp2")], ids=" to ".join)
+                                  ("dp4", "pp2 dp2"), ("dp2", "whole dp4"), ("whole dp4", "whole dp2"), ("whole dp2", "dp4"),
+                                  ("pp2 dp2", "dp2"), ("pp2 dp2", "cp2 dp2")], ids=" to ".join)
 def test_shards_are_read_in_every_other_layout(path, data, tmp_path):
     """Stopped in one layout and gone on with in another: the numbers, weights and optimizer state of one process."""
     flags = argv(data, GPT2, 8, "--fp64")

@@ -52,7 +52,8 @@ TENSOR_PARALLEL = {
         "megatron/training/build.py", "reduce_sum=lambda x: all_reduce(x, ctx.optimizer)", "reduce_sum=lambda x: x",
         f"{LAYOUTS}[tp2]"),
     "replicated bias added on every rank": Bug(
-        "megatron/parallel/layers.py", "y = _linear(x, self.weight)\n", "y = _linear(x, self.weight, self.bias)\n",
+        "megatron/parallel/layers.py", "y = _linear(x, self.weight, scaling",
+        "y = _linear(x, self.weight, self.bias, scaling",
         f"{LAYOUTS}[tp2]"),
     "padding inside the softmax": Bug(
         "megatron/kernels/cross_entropy.py", "valid = min(max(vocab_size - vocab_start, 0), logits.shape[1])",
@@ -180,6 +181,35 @@ DATA = {
         "megatron/data/index_cache.py", 'aside = f"{path}.{uuid.uuid4().hex}.tmp"', "aside = path",
         "tests/data/test_races.py"),
 }
+FP8, SCALES, RUNS = "tests/kernels/test_fp8.py", "tests/parallel/test_fp8.py", "tests/training/test_fp8.py"
+BITS = {
+    "a number beyond the format is not clamped": Bug(
+        "megatron/kernels/fp8.py", "(x.float() * scale).clamp_(-limit, limit).to(dtype)", "(x.float() * scale).to(dtype)",
+        f"{FP8}::test_casts_round_as_the_format_says"),
+    "gradients in the format of the forward pass": Bug(
+        "megatron/kernels/fp8.py", "quantize(wide, formats.backward, scale)", "quantize(wide, formats.forward, scale)",
+        f"{FP8}::test_a_layer_is_three_products_of_casts"),
+    "the input's scale for the weight": Bug(
+        "megatron/kernels/fp8.py", "quantize(weight, format8, scales[1])", "quantize(weight, format8, scales[0])",
+        f"{FP8}::test_a_layer_is_three_products_of_casts"),
+    "a clamp that hides an infinity": Bug(
+        "megatron/kernels/fp8.py", "return scales + (amax - amax)", "return scales",
+        f"{FP8}::test_what_is_not_finite_is_not_hidden"),
+    "maxima of one rank": Bug(
+        "megatron/parallel/fp8.py", "for axis in (ctx.tp, ctx.cp) if axis.size > 1", "for axis in ()",
+        f"{SCALES}::test_ranks_cast_to_the_numbers_of_one"),
+    "a history of one rank": Bug(
+        "megatron/parallel/fp8.py", "for axis in (self.ctx.tp, self.ctx.dp_cp):", "for axis in ():",
+        f"{SCALES}::test_ranks_cast_to_the_numbers_of_one"),
+    "a step's maxima that stay for the next": Bug(
+        "megatron/parallel/fp8.py", "self.seen.zero_()", "pass", f"{SCALES}::test_delayed_scales_by_hand"),
+    "an infinity in the history": Bug(
+        "megatron/parallel/fp8.py", "torch.where(self.seen.isfinite(), self.seen, 0.0)", "self.seen",
+        f"{SCALES}::test_delayed_scales_by_hand"),
+    "scales that are saved and not used again": Bug(
+        "megatron/training/checkpointing.py", "        run.fp8.loaded()", "        pass",
+        f"{RUNS}::test_a_killed_run_goes_on_with_its_scales[bf16]"),
+}
 OF_LAYOUTS = TENSOR_PARALLEL | PIPELINE | CONTEXT_PARALLEL | SHARDED
 IN_CI = {        # the others are make test-all's
     "norm gradients of sequence shards not summed", "copies counted twice in the norm",
@@ -241,6 +271,34 @@ PACKED = {
         f"{PACKED_RUNS}::test_every_layout_trains_alike_and_keeps_samples_apart[tp 2]"),
 }
 
+ENGINE, ADAPTERS = "megatron/kernels/transformer_engine.py", "tests/kernels/test_libraries.py"
+RANKS = "tests/parallel/test_transformer_engine.py"
+LIBRARIES = {
+    "Transformer Engine that is not told of the cut sequence": Bug(
+        ENGINE, "sequence_parallel=sequence_parallel, fuse", "sequence_parallel=False, fuse",
+        f"{RANKS}::test_two_ranks_of_its_layers_give_the_numbers_of_one_of_ours[True]"),
+    "a gated weight's gradient added to a copy": Bug(
+        ENGINE, "self.weight.main_grad.flatten(0, -2)", "self.weight.main_grad.flatten(0, -2).clone()",
+        f"{ADAPTERS}::test_weight_gradients_of_micro_batches_come_together_where_they_lie[True]"),
+    "documents that begin one token late": Bug(
+        "megatron/kernels/documents.py", "starts[:, 1:] = document_ids[:, 1:] != document_ids[:, :-1]",
+        "starts[:, 2:] = document_ids[:, 1:-1] != document_ids[:, :-2]",
+        f"{ADAPTERS}::test_flash_attn_is_the_formula"),
+    "a row-parallel layer as wide as its part": Bug(
+        ENGINE, 'columns * (size if mode == "row" else 1)', "columns",
+        f"{RANKS}::test_two_ranks_of_its_layers_give_the_numbers_of_one_of_ours[False]"),
+    "norm weights minus one taken for whole": Bug(
+        ENGINE, "zero_centered_gamma=zero_centered)\n            norm.bias",
+        "zero_centered_gamma=False)\n            norm.bias",
+        f"{ADAPTERS}::test_a_model_of_library_kernels_is_our_model"),
+    "attention without its scale": Bug(
+        ENGINE, "softmax_scale=scale", "softmax_scale=1.0",
+        f"{ADAPTERS}::test_transformer_engines_attention_is_the_formula"),
+    "fusion of gradients that cannot be switched off": Bug(
+        "megatron/parallel/layers.py", 'getattr(weight, "main_grad", None) if accumulate else None',
+        'getattr(weight, "main_grad", None)', "tests/kernels/test_choice.py::test_who_adds_the_weight_gradient"),
+}
+
 
 def run(copy: Path, test: str) -> subprocess.CompletedProcess:
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", "not sweep", test]
@@ -257,6 +315,18 @@ def test_a_planted_bug_is_caught(name, tmp_path):
                                   for name in OF_LAYOUTS])
 def test_a_planted_bug_of_a_layout_is_caught(name, tmp_path):
     caught(OF_LAYOUTS[name], tmp_path)
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.campaign if number % 3 == 0 else pytest.mark.sweep)
+                                  for number, name in enumerate(BITS)])
+def test_the_tests_see_a_bug_in_8_bits(name, tmp_path):
+    caught(BITS[name], tmp_path)
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.campaign if number < 3 else pytest.mark.sweep)
+                                  for number, name in enumerate(LIBRARIES)])
+def test_a_planted_bug_of_an_adapter_is_caught(name, tmp_path):
+    caught(LIBRARIES[name], tmp_path)
 
 
 @pytest.mark.campaign

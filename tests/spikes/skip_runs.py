@@ -94,11 +94,11 @@ def note_batches(folder: str) -> None:
         now[:] = [iteration]
         return train_step(run, forward_step, samples, iteration, flag)
 
-    def noted_batch(samples, rules, device, dropout=None):
+    def noted_batch(samples, rules, device, dropout=None, *rest):
         if dropout is not None:
             with open(f"{folder}/batches", "a") as file:
                 file.write(json.dumps([now[0], samples.sum(1).tolist(), samples[:, :3].tolist()]) + "\n")
-        return make(samples, rules, device, dropout)
+        return make(samples, rules, device, dropout, *rest)
 
     step.make_batch, loop.train_step = noted_batch, noted_step
 

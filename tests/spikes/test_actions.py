@@ -114,6 +114,13 @@ def test_t15_rewind_to_a_checkpoint_is_the_run_started_again(tmp_path, data):
     assert {row["loss_scale"] for row in mine.rows} > {65536.0}
 
 
+@pytest.mark.campaign
+def test_t15_rewind_with_delayed_fp8_scales(tmp_path, data):
+    """They go back too, and so does what the abandoned steps have seen."""
+    extra = "--spike-snapshot-interval", "10", "--bf16", "--fp8-format", "hybrid", "--fp8-amax-history-len", "4"
+    rewound_is_restarted(tmp_path, data, 20, *extra, source="a copy in memory")
+
+
 LAYOUTS = {
     "dp2, distributed optimizer, both overlaps, bf16": (
         "--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather", "--bf16"),
@@ -201,8 +208,9 @@ def test_no_copy_is_made_while_a_spike_may_grow():
 
 
 def contents(one) -> dict[str, bytes]:
-    """All that an update may change: weights, optimizer, counters."""
+    """All that an update may change: weights, optimizer, counters, scales of fp8."""
     tensors = {p.sharding.name: p.data for p in one.model.parameters()} | one.optimizer.tensors()
+    tensors |= {name: tensor for name, (_, tensor) in one.fp8.tensors().items()} if one.fp8 else {}
     found = {name: tensor.contiguous().view(torch.uint8).numpy().tobytes() for name, tensor in tensors.items()}
     steps = [state["step"].item() for state in one.optimizer.inner.state.values() if "step" in state]
     return found | {"counters": json.dumps([one.optimizer.counters(), steps]).encode()}
@@ -217,6 +225,7 @@ def nan_gradient(batch, model):
 
 
 KINDS = {"adam": {}, "sgd": {"optimizer": "sgd"}, "no clipping": {"clip_grad": 0.0}, "bf16": {"bf16": True, "fp64": False},
+         "fp8 with delayed scales": {"bf16": True, "fp64": False, "fp8": "hybrid", "fp8_amax_history_len": 4},
          "fp16 with its scale": {"fp16": True, "fp64": False, "initial_loss_scale": 1024.0}}
 
 

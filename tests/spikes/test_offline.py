@@ -1,7 +1,6 @@
 """What tools/spikes.py says of a run after the fact, against the run: T19, replayed losses, TensorBoard, several spikes."""
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from pathlib import Path
@@ -16,7 +15,8 @@ from megatron.training.tensorboard import TensorBoard
 from tests.data.vocabularies import write_bpe
 from tests.load_tool import load_tool
 from tests.runs import NO_DROPOUT, SMALL, train, with_flags, write_text
-from tools import inspect_data, spikes
+from tools import spikes
+from tools.inspection.reading import Reading, open_run
 from tools.spike import replay as spike_replay
 from tools.spike.docs import Place, neighbours, places
 from tools.spike.replay import Replayed, state_before, verdict
@@ -51,8 +51,8 @@ def corpus(tmp_path_factory) -> list[str]:
                       "--eval-iters", "0", "--seq-length", "64", "--max-position-embeddings", "64")
 
 
-def reading_of(run: list[str], world_size: int) -> inspect_data.Reading:
-    return inspect_data.open_run(argparse.Namespace(run=None, world_size=world_size), run, None)
+def reading_of(run: list[str], world_size: int) -> Reading:
+    return open_run(None, run, world_size=world_size)
 
 
 @pytest.mark.parametrize("order", [[], ["--data-order", "epoch"]], ids=["megatron", "epoch"])
@@ -159,7 +159,7 @@ def test_replay_counts_the_tokens_that_training_counts(tmp_path):
     """Documents of their own positions and attention, and no loss behind their ends."""
     masks = ["--eod-mask-loss", "--reset-position-ids", "--reset-attention-mask"]
     masked = _trained(tmp_path, 1, *masks)
-    reading = inspect_data.open_run(argparse.Namespace(run=str(masked.save), world_size=None), None, 3)
+    reading = open_run(str(masked.save), None, 3)
     state = state_before(str(masked.save), 3, None)
     losses = np.concatenate(list(state.losses([reading.dataset[one.sample] for one in places(reading, 3)])))
     counted = losses[losses != MASKED]

@@ -148,7 +148,8 @@ LAYOUTS = [(1, "1", "0"), (1, "2", "2"), (2, "1", "0"), (2, "2", "0")]       # r
 RAMP = ["--rampup-batch-size", "2", "2", "12", "--train-samples", "38"]
 
 
-@pytest.mark.parametrize("ramp", [[], pytest.param(RAMP, marks=pytest.mark.campaign)], ids=["constant", "ramp"])
+@pytest.mark.campaign
+@pytest.mark.parametrize("ramp", [[], RAMP], ids=["constant", "ramp"])
 def test_t06_same_data_after_the_range_in_every_layout(text, tmp_path, ramp):
     """Iterations after the range train on what they would have; samples of the range are fetched nowhere, nor ahead."""
     whole, _ = layout(text, tmp_path / "whole", ramp, 1, "2", "0", [])
@@ -215,8 +216,7 @@ def test_t07_killed_and_resumed(text, tmp_path, long, iteration):
     same_end(train(folder, argv(text, folder, *LONG)), long)
 
 
-@pytest.mark.parametrize("stop", [4, pytest.param(5, marks=pytest.mark.campaign), 6, 8,
-                                  pytest.param(9, marks=pytest.mark.campaign)])
+@pytest.mark.parametrize("stop", [6, *(pytest.param(n, marks=pytest.mark.campaign) for n in (4, 5, 8, 9))])
 def test_t08_stopped_at_each_boundary_and_resumed(text, tmp_path, straight, stop):
     """On each side of both ends and inside: a save at a skipped iteration is as good as any."""
     folder = tmp_path / "run"
@@ -241,6 +241,25 @@ def test_t20_the_same_command_line_on_a_third_resume(text, tmp_path, straight):
     assert f"iterations to skip: 5-8 (user, {folder}/save/skips.jsonl)\n" in last.first_rank_log
     assert last.first_rank_log.count("iterations to skip: 5-8 (user, command line, new)\n") == 1
     assert len(path.read_text().splitlines()) == 1
+
+
+@pytest.mark.campaign
+def test_t20_thousands_of_ranges_are_one_record(text, tmp_path):
+    """From the flag's file to the resumed run: what they leave out is left out, once."""
+    folder, ranges = tmp_path / "run", [(2 * n, 2 * n) for n in range(1, 1501)]
+    file = tmp_path / "ranges.args"
+    file.write_text("--train-range-to-skip\n" + "\n".join(f"{a} {b}" for a, b in ranges))
+    flags = ["--train-iters", "4000", f"@{file}"]
+    first = watched(text, folder, *flags, "--exit-interval", "3")
+    again = watched(text, folder, *flags, "--exit-interval", "5")
+    alone = watched(text, folder, "--train-iters", "4000", "--exit-interval", "8")
+    trained = [(row["iteration"], row["skipped"]) for row in alone.rows]
+    assert trained == [(n, n % 2 == 0) for n in range(1, 9)]
+    (kept,) = skip_runs.records(folder / "save").values()
+    assert (kept.id, kept.parts.ranges, kept.tokens) == ("2-3000x1500", tuple(ranges), 1500 * 8 * 32)
+    assert len((folder / "save" / skip_records.FILE_NAME).read_text().splitlines()) == 1
+    assert "iterations to skip: 2-3000x1500 (user, command line, new)\n" in first.first_rank_log
+    assert f"iterations to skip: 2-3000x1500 (user, {folder}/save/skips.jsonl)\n" in again.first_rank_log
 
 
 # --- T9 ------------------------------------------------------------------------------------------------------------

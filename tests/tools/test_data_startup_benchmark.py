@@ -10,6 +10,7 @@ from tests.load_tool import load_tool
 SMALL = "--files 40 --documents 40000 --tokens 4000000 --pair-documents 3000 --seq-length 256 --rounds 1 --samples 200 "
 
 
+@pytest.mark.campaign
 def test_a_line_for_each_start(tmp_path, capsys):
     tool = load_tool("benchmarks/data_startup")
     words = ["start", "--folder", str(tmp_path), "--no-megatron-core", *SMALL.split()]

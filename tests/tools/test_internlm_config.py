@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from megatron.arguments import config_from, parse_typed, read_words
 from megatron.config import command_line
 from megatron.config.plan import make_plan
 from megatron.config.tree import Config
+from tests.forkrun import ROOT
 from tools.internlm.read_config import ConfigError, read_config
 from tools.internlm.to_flags import to_flags
 from tools.internlm_config import main
@@ -111,12 +113,17 @@ CHANGES = [
     ("adam_beta2_c=0", "adam_beta2_c=0.8", "--adam-beta2-schedule-c 0.8"),
     ("init_steps=0", "init_steps=7", "--lr-init-iters 7"),
     ("zero1=8", "zero1=4", "--use-distributed-optimizer --num-distributed-optimizer-instances 2"),
+    ("zero1=8", "zero1=1", "--clip-grad 1\n--overlap-grad-reduce\n# hybrid_zero_optimizer.overlap_sync_param = True"),
     ("mlp_ratio=MLP_RATIO", "mlp_ratio=4", "--swiglu --ffn-hidden-size 16384"),
     ('dtype="torch.float16"', 'dtype="torch.bfloat16"', "--bf16"), ('dtype="torch.float16"', 'dtype="torch.tf32"', "--tf32"),
     ("enable_save_ckpt=False", "enable_save_ckpt=True",
      "--save llm_ckpts --save-interval 50\n--snapshot-interval 25 --snapshot-dir llm_ckpts/snapshot\n--load llm_ckpts"),
     ("skip_batches", 'train_folder="data/train", skip_batches',
      "--packed-samples\n--min-sample-length 50\n--train-data-path data/train\n"),
+    ("valid_every=50", 'valid_every=50, train_folder="data/train", valid_folder="data/valid"',
+     "--valid-data-path data/valid --multiple-validation-sets\n--train-iters 50000\n"
+     "# data.valid_micro_num = 4: a validation reads all of it, in batches of the training's size\n"
+     "--eval-interval 50 --full-validation\n"),
     ("size=1, interleaved", "size=2, interleaved", "--tensor-model-parallel-size 1 --pipeline-model-parallel-size 2"),
     ("cudnn_deterministic = False", "cudnn_deterministic = True", "--cudnn-deterministic"),
 ]
@@ -201,3 +208,15 @@ def test_command_line(tmp_path, capsys):
     assert capsys.readouterr().err == f"error: {tmp_path}/none.py: No such file or directory\n"
     with pytest.raises(SystemExit, match="2"):
         main([str(tmp_path / "none.py"), "--world-size", "0"])
+
+
+def test_every_key_of_the_demos_is_documented_with_flags_that_exist(tmp_path):
+    page, flags = ((ROOT / "docs" / name).read_text() for name in ("internlm.md", "flags.md"))
+    values, _ = read_config(written(tmp_path, demo("20b")))
+    keys = [f"{key}.{inner}" if inner else key for key, value in values.items() if not key.isupper()
+            for inner in (value if isinstance(value, dict) else (None,))]
+    assert len(keys) > 50
+    assert [key for key in keys if f"`{key}" not in page] == []
+    table = page.partition("## Keys")[2].partition("## The lines")[0]
+    named = set(re.findall(r"`(--[a-z0-9-]+)", table))
+    assert len(named) > 60 and [flag for flag in sorted(named) if f"`{flag}`" not in flags] == []

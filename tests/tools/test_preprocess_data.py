@@ -543,7 +543,8 @@ class TestInterruptions:
         )
         assert run.returncode == 1
         assert run.stderr == f"error: --output-prefix {out}/x: cannot be written (File too large)\n"
-        assert contents(out) == {"x_text_document.bin": b"old"}
+        left = contents(out)
+        assert {name: left[name] for name in left if not name.startswith("x.unfinished/")} == {"x_text_document.bin": b"old"}
 
 
 def test_no_worker_is_waited_for_when_the_work_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ import torch
 FOLDER = Path(__file__).resolve().parents[2] / "tools" / "benchmarks"
 SHAPE = "layers=2,hidden=32,heads=2,seq=16,micro_batch=2,vocab=64"
 GPT, LLAMA = f"tiny:{SHAPE}", f"tinyllama:{SHAPE},family=llama,ffn=48,micro_batches=2"
-NAMES = ("train_step", "bare_model", "ceiling", "contestants", "sizes")
+NAMES = ("train_step", "bare_model", "ceiling", "contestants", "sizes", "step_profile")
 
 
 def imported(monkeypatch):
@@ -85,6 +85,40 @@ def test_the_whole_race(tool, tmp_path, capsys):
         share = sum(race["ceiling_seconds"]) / min(seconds["ours"])
         assert table[0]["of ceiling"] == f"{100 * share:.1f}%" and 0 < share < 1
     assert races[1]["tokens_per_step"] == 64 and races[1]["size"]["family"] == "llama"
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_fifty_steps_lose_as_a_plain_loop_does(alone, tmp_path, dtype):
+    """The suite's step with all its kernels against torch's own operations, both families, each step's loss."""
+    file = tmp_path / "figures.json"
+    sizes = [word for size in (GPT, LLAMA) for word in ("--size", size)]
+    assert alone.main([*sizes, "--dtype", dtype, "--warmup", "1", "--rounds", "50", "--contestants", "bare", "--device",
+                       "cpu", "--json", str(file)]) == 0
+    for race in json.loads(file.read_text())["races"]:
+        losses = race["losses"]
+        assert len(losses["ours"]) == 50 and losses["ours"][-1] != losses["ours"][0]
+        assert losses["ours"] == pytest.approx(losses["bare torch loop"], rel=1e-3)
+
+
+def test_a_profile_accounts_for_the_step(alone, tmp_path, capsys):
+    file = tmp_path / "figures.json"
+    assert alone.main(["--size", LLAMA, "--dtype", "fp32", "--rounds", "1", "--contestants", "ceiling", "--profile",
+                       "--device", "cpu", "--json", str(file)]) == 0
+    race, = json.loads(file.read_text())["races"]
+    found = race["profile"]
+    assert {"matrix products", "attention", "norms", "activation", "rotary", "loss", "optimizer and clipping",
+            "embedding"} < found.keys() and min(found.values()) > 0
+    whole = found.pop("whole step")
+    assert sum(found.values()) == pytest.approx(whole, rel=0.5)         # medians of each kind over three steps
+    out = capsys.readouterr().out
+    assert "where a step's time goes" in out and f"{1e3 * found['matrix products']:.1f}" in out
+
+
+def test_a_profile_on_cuda_is_refused(alone, monkeypatch):
+    monkeypatch.setattr(alone.devices, "choose_device", lambda *_: torch.device("cuda"))
+    with pytest.raises(SystemExit, match="--profile: counts the operations of a CPU"):
+        alone.main(["--profile"])
 
 
 def test_without_transformers(alone, capsys):
@@ -167,6 +201,7 @@ def test_what_cannot_be_raced_is_one_message(alone, capsys, flags, says):
     assert leave.value.code == 2 and says in err and err.count("error: ") == 1 and len(err.splitlines()) <= 2
 
 
+@pytest.mark.campaign
 @pytest.mark.parametrize(("native", "typed", "rounds"), [(True, "", 7), (False, "", 1), (False, "--rounds 2", 2)])
 def test_fewer_rounds_where_bf16_is_emulated(alone, monkeypatch, capsys, native, typed, rounds):
     """Only the others', only by default, and said before the first slow step and in the heading."""
@@ -195,6 +230,7 @@ def test_ratio_of_unequal_numbers_of_rounds(alone):
     assert race.ratio(alone.BARE, alone.OURS) == 2.0
 
 
+@pytest.mark.campaign
 def test_mfu_stands_beside_the_matmul_rate(alone, tmp_path, capsys):
     """The CUDA run's own columns, on a CPU with a made-up peak: both shares from the same FLOPs and the same median."""
     file = tmp_path / "figures.json"

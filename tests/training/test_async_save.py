@@ -29,7 +29,7 @@ def run(folder: Path, data: str, world: int, *extra: str, hook=None, **more):
     return train(folder, [*BASE, "--data-path", data, "--save", str(folder / "save"), *extra], world, hook=hook, **more)
 
 
-@pytest.fixture(scope="module", params=[1, 2], ids=["dp 1", "dp 2"])
+@pytest.fixture(scope="module", params=[pytest.param(1, marks=pytest.mark.campaign), 2], ids=["dp 1", "dp 2"])
 def plain(request, tmp_path_factory, data):
     """(number of ranks, run that stands still while it saves)."""
     return request.param, run(tmp_path_factory.mktemp("plain"), data, request.param, "--use-distributed-optimizer")
@@ -91,7 +91,8 @@ def test_the_bytes_of_a_save_that_stands_still(plain, data, tmp_path):
         assert beside.first_rank_log.count(f"  successfully saved checkpoint at iteration {iteration:7d}") == 1
 
 
-@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.campaign), 1])
+@pytest.mark.campaign
+@pytest.mark.parametrize("rank", [0, 1])
 def test_a_full_disk_in_the_writer_is_one_warning(data, tmp_path, rank):
     hook = functools.partial(hold_the_writer, rank, "write", ".iter_0000004", "full")
     done = run(tmp_path, data, 2, "--async-save", hook=hook)
@@ -197,6 +198,7 @@ def is_running(pid: int) -> bool:
         return False
 
 
+@pytest.mark.campaign
 def test_a_run_that_is_killed_leaves_no_half_checkpoint_and_no_writer(data, tmp_path):
     killed = run(tmp_path, data, 1, "--async-save", hook=functools.partial(remember_the_writer, True), kill_at=5)
     pid = int((tmp_path / "pid").read_text())

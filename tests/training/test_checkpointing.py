@@ -154,11 +154,13 @@ def test_precision_may_change(trained, tmp_path):
 
 
 def test_replay_from_the_args_file(trained, tmp_path):
-    """`@iter_XXXXXXX/args` is the run's command line."""
+    """`@iter_XXXXXXX/args` is the run's command line; where it meets its own checkpoints without --load, it says so."""
     folder, argv = trained
     again = train(tmp_path, [f"@{folder / 'save/iter_0000004/args'}", "--save", str(tmp_path / "save")])
-    assert again.series("iteration", "lm_loss")[:4] == [(n, row) for n, row in
-                                                        train(folder, argv).series("iteration", "lm_loss")[:4]]
+    anew = train(folder, argv)
+    assert again.series("iteration", "lm_loss")[:4] == anew.series("iteration", "lm_loss")[:4]
+    said = f"WARNING: {folder / 'save'} holds checkpoints up to iteration 4, and without --load this run starts anew: "
+    assert said in anew.log and "starts anew" not in again.log
     same_tensors(again.tensors(4), store_tensors(folder / "save", 4))
 
 

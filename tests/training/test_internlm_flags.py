@@ -1,6 +1,7 @@
 """InternLM's knobs through the whole program: each changes the numbers that it should; resumed runs go on with them."""
 
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -96,6 +97,7 @@ def test_the_first_loss_is_that_of_internlms_deviation(tmp_path: Path):
     assert row["lm_loss"] == pytest.approx(math.log(4096) + 0.0052**2 * 256 / 2, abs=0.03)
 
 
+WHOLE = ("--use-distributed-optimizer", "--zero-partition", "whole-params")
 DUMMY = with_flags([*SMALL, *NO_DROPOUT, *LLAMA[:-2]], "--packed-samples", "--dummy-data", "internlm", "--fp64",
                    "--train-iters", "4", "--log-accuracy", "--log-dialect", "internlm", "--micro-batch-size", "2", "--lr",
                    "0.02", "--eval-iters", "0")
@@ -108,6 +110,20 @@ def test_the_share_of_right_labels_and_the_dialect(tmp_path):
     for row, other in zip(one.rows, two.rows, strict=True):
         assert row["acc"] == other["acc"] == row["acc/en"] and row["tokens/en"] == other["tokens/en"] > 0
         assert row["loss/en"] == pytest.approx(row["lm_loss"], rel=1e-12) and row["acc/cn"] is None
+    assert one.first_rank_log.count("INFO pretrain_gpt.py in set_device -- process rank 0 is bound to host:") == 1
+    size = re.search(r"model parallel rank \(0, 0\): (\d+)", one.first_rank_log)[1]
+    shared = train(tmp_path / "shared", with_flags(DUMMY, *WHOLE, "--exit-interval", "1"), 2)
+    parts = re.search(r"in partition -- Number of elements on ranks: \[(\d+), (\d+)\], rank:0", shared.first_rank_log)
+    assert int(parts[1]) + int(parts[2]) == int(size) and parts[1] != parts[2]
+    assert "data parallel size: 2, pipeline parallel size: 1, tensor parallel size: 1\n" in shared.first_rank_log
+    assert shared.rows[0]["loss_from_metric"] == pytest.approx(one.rows[0]["lm_loss"], rel=1e-10)
+    smoothed = train(tmp_path / "smoothed", [*with_flags(DUMMY, "--label-smoothing", "0.3", "--exit-interval", "1"),
+                                             "--tensor-model-parallel-size", "2"], 2).rows[0]
+    plain = one.rows[0]
+    assert smoothed["lm_loss"] != plain["lm_loss"] and smoothed["acc"] == plain["acc"]
+    for key in ("loss_from_metric", "loss/en"):
+        assert smoothed[key] == pytest.approx(plain["lm_loss"], rel=1e-12)
+    assert smoothed["perplexity"] == pytest.approx(math.exp(plain["lm_loss"]), rel=1e-9)
     assert one.rows[-1]["acc"] > 0.02                   # the samples repeat themselves: four steps find something
     lines = [line for line in one.first_rank_log.splitlines() if " tgs/tgs_all=" in line]
     assert len(lines) == 4

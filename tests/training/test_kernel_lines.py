@@ -22,7 +22,8 @@ def test_a_line_for_what_is_on_and_one_for_all_that_is_off():
 @pytest.mark.parametrize(("values", "operation"), [
     ({"swiglu": True}, "swiglu"), ({"normalization": "RMSNorm"}, "RMSNorm"), ({"hidden_dropout": 0.1}, "dropout")])
 def test_the_flags_choose_the_operations(values, operation):
-    plain = {"seq_length": 64, "hidden_dropout": 0.0, "attention_dropout": 0.0, "device": "cpu"}
+    plain = {"hidden_size": 64, "num_attention_heads": 4, "seq_length": 64,
+             "hidden_dropout": 0.0, "attention_dropout": 0.0, "device": "cpu"}
 
     def operations(flags: dict) -> set[str]:
         lines = kernel_lines.kernel_lines(config_from(Config, plain | flags))
@@ -33,7 +34,7 @@ def test_the_flags_choose_the_operations(values, operation):
 
 
 def test_the_precision_is_that_of_the_weights():
-    flags = {"seq_length": 64, "device": "cpu"}
+    flags = {"hidden_size": 64, "num_attention_heads": 4, "seq_length": 64, "device": "cpu"}
     lines = {name: kernel_lines.kernel_lines(config_from(Config, flags | ({name: True} if name else {})))[1]
              for name in ("", "fp64")}
     assert "float32 products" in lines[""] and "float64 products" in lines["fp64"]

@@ -50,10 +50,10 @@ def note_samples(folder: str) -> None:
     """Write down the tokens of everything that is trained on, in the order it comes."""
     make = step.make_batch
 
-    def noted(samples, rules, device, dropout=None):
+    def noted(samples, *rest):
         with open(f"{folder}/tokens", "ab") as file:
             file.write(samples.numpy().astype("<i4").tobytes())
-        return make(samples, rules, device, dropout)
+        return make(samples, *rest)
 
     step.make_batch = noted
 

@@ -279,7 +279,7 @@ def test_memory_of_a_device(monkeypatch, capsys, dp_rank):
 
 def note_order(folder: str) -> None:
     """Write down flushes of TensorBoard and saves, in their order."""
-    save, flush = checkpointing.save, TensorBoard.flush
+    save, flush, close = checkpointing.save, TensorBoard.flush, TensorBoard.close
 
     def say(word: str) -> None:
         with open(f"{folder}/order", "a") as file:
@@ -293,7 +293,11 @@ def note_order(folder: str) -> None:
         flush(self)
         say("flush ")
 
-    checkpointing.save, TensorBoard.flush = noted_save, noted_flush
+    def noted_close(self):
+        close(self)
+        say("close ")
+
+    checkpointing.save, TensorBoard.flush, TensorBoard.close = noted_save, noted_flush, noted_close
 
 
 def test_points_are_on_the_disk_before_a_checkpoint(text, tmp_path):
@@ -301,4 +305,4 @@ def test_points_are_on_the_disk_before_a_checkpoint(text, tmp_path):
     words = [*SMALL, *NO_DROPOUT, "--data-path", text, "--split", "100,0,0", "--train-iters", "4", "--tensorboard-dir",
              str(tmp_path / "board"), "--save", str(tmp_path / "run/save"), "--save-interval", "2"]
     train(tmp_path / "run", words, hook=functools.partial(note_order, str(tmp_path)))
-    assert (tmp_path / "order").read_text() == "flush save 2 flush save 4 flush "
+    assert (tmp_path / "order").read_text() == "flush save 2 flush save 4 close "

@@ -21,6 +21,7 @@ from megatron.training import step
 from megatron.training.batch import BatchRules, load_samples, make_batch, training_samples
 from megatron.training.build import build_data, make_tokenizer, plan_run
 from megatron.training.row_counts import FILLED, RowCounts
+from megatron.training.tensorboard import read_scalars
 from tests.data.test_packed import Listed, build, write_lines, write_pair
 from tests.forkrun import RanksFailed
 from tests.model.tiny import tiny_model
@@ -62,7 +63,7 @@ def test_the_twelve_steps_of_the_demo_logs():
                     lines = next(samples)
                     counts.see(lines)
                     batch = make_batch(lines, BatchRules(None, packed=True), CPU)
-                    counts.add(slots, batch, batch.loss_mask.sum() * 2, batch.loss_mask.sum())
+                    counts.add(slots, batch, torch.full_like(batch.loss_mask, 2.0))
                 counts.close(slots)
                 total[: counts.size] += slots
         found = [counts.named(total.tolist()[: counts.size]) for total in totals]
@@ -315,6 +316,31 @@ def test_validation_reads_a_folder_of_its_own(folders, tmp_path):
         said = [re.findall(r"lm loss value: (\S+)", run.log) for run in (one, two)]
         assert len(said[0]) == 3 and len(set(said[0])) > 1
         assert more or said[0] == said[1]       # an odd number of rows is cut to whole micro-batches of all ranks
+
+
+@pytest.mark.campaign
+def test_each_folder_of_validation_has_a_loss_of_its_own_by_name(folders, tmp_path):
+    """As if it were the only one; on two ranks as on one."""
+    random = np.random.default_rng(9)
+    for name in ("en", "cn/x", "cn/y"):
+        samples = [random.integers(1, 200, random.integers(1, 60)).tolist() for _ in range(60)]
+        write_lines(tmp_path / "valid" / name / "a.bin", samples)
+    words = argv(folders[0], "--eval-interval", "2", "--full-validation", "--eval-iters", "1")
+    several = [*words, "--valid-data-path", str(tmp_path / "valid"), "--multiple-validation-sets", "--tensorboard-dir",
+               str(tmp_path / "board")]
+    one, two = (train(tmp_path / str(world), several, world) for world in (1, 2))
+    pattern = r"validation-(\S+) loss at iteration (\d) \| lm loss value: (\S+)"
+    found = re.findall(pattern, one.log)
+    names = [(name, where) for where in "24" for name in ("cn/x", "cn/y", "en")]
+    assert [(name, where) for name, where, _ in found] == names
+    assert [line for line in one.first_rank_log.splitlines() if line.startswith(" > validation-en: ")]
+    for name in ("en", "cn/x"):
+        alone = train(tmp_path / name.replace("/", "-"), [*words, "--valid-data-path", str(tmp_path / "valid" / name / "a")])
+        assert re.findall(r"validation loss at iteration \d \| lm loss value: (\S+)", alone.log) == [
+            loss for which, _, loss in found if which == name]
+    points = {tag for tag, *_ in read_scalars(str(tmp_path / "board"))}
+    assert {"lm loss validation-en", "lm loss validation-cn/x"} <= points
+    assert [name for name, *_ in re.findall(pattern, two.log)] == [name for name, *_ in found]
 
 
 @pytest.mark.parametrize("mode", [pytest.param(mode, marks=pytest.mark.sweep if MODES[mode] else pytest.mark.campaign)

@@ -29,7 +29,11 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+OFTEN = ("two ranks", "bf16, untied, rope, swiglu, RMSNorm, GQA")
+
+
+@pytest.mark.parametrize("case", [
+    case if case in OFTEN else pytest.param(case, marks=pytest.mark.campaign) for case in CASES])
 def test_killed_twice_and_resumed(case, tmp_path):
     world, extra = CASES[case]
     data = write_text(tmp_path / "text", 260)                         # 320 samples take more than one epoch of this

@@ -141,3 +141,42 @@ def test_many():
     assert len(found.problems) == 21 and found.problems[-1] == "... and 20 more of these"
     found = judged([], records)
     assert "20-20 (user, F), 20 more" in found.notes[0]
+
+
+def many(size: int = 8) -> SkipRecord:
+    """Iterations 10-20, 30-30 and 50-59 in one record."""
+    return SkipRecord("10-59x3", 10, 59, 9 * size, 59 * size, 22 * size * 32, "user", "test", "now", "0",
+                      "10-20 30-30 50-59")
+
+
+def test_a_record_of_many_ranges():
+    """It is to the last iteration what its ranges would be one by one."""
+    found = judged([], [many()], at=5)
+    assert (found.problems, found.skips.ranges, found.new) == ([], ((10, 20), (30, 30), (50, 59)), [])
+    assert found.notes == ["iterations to skip: 10-59x3 (user, F)"]
+    again = judged([(10, 20), (30, 30), (50, 59)], [many()], at=35, executed=[[10, 20], [30, 30]])
+    assert (again.problems, again.new) == ([], [])
+    more = judged([(30, 30), (70, 71)], [many()], at=5)
+    assert more.new == [(70, 71)] and more.skips.ranges == ((10, 20), (30, 30), (50, 59), (70, 71))
+    trained = judged([], [many()], at=40, executed=[[10, 20]], checkpoints=[25])
+    assert trained.problems == ["F: 10-59x3: iterations of 30 to 30 have been trained already, the run goes on from "
+                                "iteration 40; go back with --ckpt-step 25, the newest checkpoint before them, or "
+                                "--forget-skip 10-59x3"]
+    gone = judged([], [many()], at=5, forget=["10-59x3"])
+    assert (gone.problems, gone.forgotten, gone.skips.ranges) == ([], ["10-59x3"], ())
+    assert "asks for iterations of it again" in judged([(30, 30)], [many()], forget=["10-59x3"]).problems[0]
+    assert judged([(25, 26)], [many()], forget=["10-59x3"]).problems == []
+    done = judged([], [many()], at=80, executed=[[10, 20], [30, 30], [50, 59]], forget=["10-59x3"])
+    assert "these iterations have been skipped already" in done.problems[0]
+
+
+def test_many_ranges_and_other_batch_sizes():
+    found = judged([], [many()], at=4, size=16, consumed=32)
+    assert found.problems == ["F: the 3 ranges of 10-59x3 are other samples with these batch sizes; give those of "
+                              "before, or --forget-skip 10-59x3 and the ranges as they are now"]
+    assert judged([], [many()], at=60, size=16, consumed=480, executed=[[10, 20], [30, 30], [50, 59]]).problems == []
+
+
+def test_more_than_a_thousand_new_ranges_are_one_id():
+    typed = [(2 * n, 2 * n) for n in range(1, 1002)]
+    assert judged(typed, iterations=5000).notes == ["iterations to skip: 2-2002x1001 (user, command line, new)"]

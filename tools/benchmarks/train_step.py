@@ -26,6 +26,7 @@ sys.path[:0] = [str(ROOT), str(Path(__file__).resolve().parent)]
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # as pretrain_gpt.py does
 
+import step_profile  # noqa: E402
 import torch  # noqa: E402
 from bare_model import megatron_to_bare  # noqa: E402
 from ceiling import Ceiling, faster_dtype, matmul_rate, peak_of  # noqa: E402
@@ -58,6 +59,7 @@ class Race:
     ceiling_seconds: tuple[float, float] | None = None      # products, attention
     ceiling_dtype: str = ""
     memory_bytes: float | None = None
+    profile: dict[str, float] | None = None                 # seconds by kind of work
 
     def ratio(self, other: str, mine: str) -> float | None:
         """How many times as fast as `other` is `mine`: the median over the rounds that ran both."""
@@ -78,6 +80,8 @@ def build_parser() -> argparse.ArgumentParser:
                         help="besides ours: bare, transformers, ceiling (default: all three; on CUDA none)")
     parser.add_argument("--alone", action="store_true", help="only ours")
     parser.add_argument("--torch-compile", action="store_true", help="our step with --torch-compile takes part too")
+    parser.add_argument("--profile", action="store_true", help="on a CPU: where the time of our step goes, by torch's "
+                                                               "profiler, in steps after the race")
     parser.add_argument("--rounds", type=_count, help="timed steps of each contestant (default: 7; on CUDA 20; 1 for bf16 "
                                                       "of the others on a CPU that emulates it)")
     parser.add_argument("--warmup", type=_count, help="steps before, whose losses are compared (default: 2; on CUDA 5)")
@@ -192,6 +196,9 @@ def race(options: argparse.Namespace, size: Size, dtype: str, deadline: float, t
             ceiling.measure()
     if ceiling is not None:
         result.ceiling_seconds, result.ceiling_dtype = ceiling.seconds(), str(ceiling.dtype).removeprefix("torch.")
+    if options.profile:
+        tell("profile")
+        result.profile = step_profile.profiled(ours.step, ours.run.optimizer)
     if len(names) == 1:
         result.memory_bytes = devices.memory_report(device).get("max allocated")
     return result
@@ -275,6 +282,8 @@ def settle(options: argparse.Namespace) -> None:
         options.contestants = [] if cuda else ["bare", "transformers", "ceiling"]
     if options.alone:
         options.contestants = []
+    if options.profile and cuda:
+        raise SystemExit("error: --profile: counts the operations of a CPU; give --device cpu, or use nsys on CUDA")
     if "transformers" in options.contestants and transformers is None:
         print("transformers is not installed: it does not take part")
         options.contestants = [name for name in options.contestants if name != "transformers"]
@@ -321,6 +330,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             devices.release_memory(device)
         memory = f"; {result.memory_bytes / 1e9:.1f} GB" if result.memory_bytes else ""
         print("\n".join(["", heading(result) + memory, *table(result, rates[dtype], peak)]), flush=True)
+        if result.profile:
+            print("\n".join(["", *step_profile.lines(result.profile, result.ceiling_seconds)]), flush=True)
         results.append({**asdict(result), "x_bare": result.ratio(BARE, OURS), "x_transformers":
                         result.ratio(HUGGINGFACE, OURS), "tokens_per_step": size.tokens})
     if options.json:

@@ -33,7 +33,7 @@ def to_flags(values: Mapping[str, Any], world_size: int) -> Args:
     _top(values, args)
     dtype = _model(sections["model"])
     layout = _parallel(sections["parallel"], world_size)
-    _data(sections["data"], layout.pop("dp"))
+    _data(sections["data"], layout["dp"])
     _optimizer(sections, layout, dtype)
     _checkpoints(sections["ckpt"])
     sections["monitor"].ignore("alert", why="no webhook here; logs and exit codes say what happened")
@@ -175,7 +175,8 @@ def _data(data: Section, dp: int) -> None:
             args.flag("--min-sample-length", least)
         args.flag("--train-data-path", folder)
         if validation:
-            args.flag("--valid-data-path", validation)
+            args.flag("--valid-data-path", validation, "--multiple-validation-sets",
+                      why="each directory with .bin files has a validation of its own")
     steps = data.integer("total_steps", None, 1)
     if steps is None:
         args.problems.append("data.total_steps: is missing; give the steps of the run")
@@ -247,9 +248,9 @@ def _optimizer(sections: Mapping[str, Section], layout: Mapping[str, int], dtype
     sections["loss"].ignore("moe_loss_coeff", why="there are no experts")
     zero = sections["hybrid_zero_optimizer"]
     args.flag("--clip-grad", float(zero.number("clip_grad_norm", 0.0)))
-    if zero.switch("overlap_sync_grad", False) | zero.switch("zero_overlap_communication", False) and layout["zero"] > 1:
+    if zero.switch("overlap_sync_grad", False) | zero.switch("zero_overlap_communication", False) and layout["dp"] > 1:
         args.flag("--overlap-grad-reduce")
-        if zero.switch("overlap_sync_param", False):
+        if layout["zero"] > 1 and zero.switch("overlap_sync_param", False):
             args.flag("--overlap-param-gather")
     zero.ignore("overlap_sync_param", why="goes with overlap_sync_grad and a zero1 of more than 1 alone")
     if bucket := zero.integer("reduce_bucket_size", 0):

@@ -1,6 +1,6 @@
 """`tools/spikes.py docs`: what an iteration read, the most suspicious first; and when a document is read.
 
-It knows a run's data by tools/inspect_data.py; it must not know logs. With --order loss it asks a checkpoint of the run.
+It knows a run's data by tools/inspection; it must not know logs. With --order loss it asks a checkpoint of the run.
 """
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from megatron.data.whereabouts import Piece, pieces
 from megatron.training.log_reader import without_nan
 from megatron.training.sample_losses import MASKED, mean_loss
 from tools import inspect_data
+from tools.inspection.reading import Reading, open_run
 
 HEAD = 16       # tokens shown
 ENOUGH = 64     # samples to compare with; neighbouring iterations give what an iteration lacks
@@ -58,7 +59,7 @@ class Suspect:
         return f"{self.dataset} document {self.document}, tokens {self.offset} .. {self.offset + self.tokens}{place}"
 
 
-def places(reading: inspect_data.Reading, iteration: int, micro_batch: int | None = None, dp_rank: int | None = None
+def places(reading: Reading, iteration: int, micro_batch: int | None = None, dp_rank: int | None = None
            ) -> list[Place]:
     """The samples of an iteration, of all its micro-batches and ranks or of one. Raises ValueError where there are none."""
     if not 1 <= iteration <= reading.plan.train_iters:
@@ -71,7 +72,7 @@ def places(reading: inspect_data.Reading, iteration: int, micro_batch: int | Non
     return [one for one in found if micro_batch in (None, one.micro_batch) and dp_rank in (None, one.dp_rank)]
 
 
-def neighbours(reading: inspect_data.Reading, first: int, last: int) -> list[int]:
+def neighbours(reading: Reading, first: int, last: int) -> list[int]:
     """Iterations around a range, as many as give enough samples to compare with."""
     found: list[int] = []
     before, after = first - 1, last + 1
@@ -85,14 +86,14 @@ def neighbours(reading: inspect_data.Reading, first: int, last: int) -> list[int
     return sorted(found)
 
 
-def usual(reading: inspect_data.Reading, iterations: Sequence[int]) -> list[suspicion.Measures]:
+def usual(reading: Reading, iterations: Sequence[int]) -> list[suspicion.Measures]:
     """The measures of all that these iterations read, to compare with."""
     samples = (place.sample for iteration in iterations for place in places(reading, iteration))
     return [suspicion.measure(ids, _text(reading, ids))
             for sample in samples for _, _, ids in _cut(reading, sample, reading.tokens(sample))]
 
 
-def _cut(reading: inspect_data.Reading, sample: int, tokens: np.ndarray) -> Iterator[tuple[Piece, int, np.ndarray]]:
+def _cut(reading: Reading, sample: int, tokens: np.ndarray) -> Iterator[tuple[Piece, int, np.ndarray]]:
     """The pieces of a sample, each with its place in it and its ids."""
     at = 0
     for piece in pieces(reading.dataset, sample):
@@ -100,7 +101,7 @@ def _cut(reading: inspect_data.Reading, sample: int, tokens: np.ndarray) -> Iter
         at += piece.length
 
 
-def suspects(reading: inspect_data.Reading, read: Sequence[Place], others: Sequence[suspicion.Measures] = (),
+def suspects(reading: Reading, read: Sequence[Place], others: Sequence[suspicion.Measures] = (),
              losses: Callable[[Sequence[np.ndarray]], Iterator[np.ndarray]] | None = None) -> list[Suspect]:
     """The pieces of documents in these samples, in their order, compared with each other and with `others`; `losses` gives
     those of the tokens 1 .. of each sample."""
@@ -117,7 +118,7 @@ def suspects(reading: inspect_data.Reading, read: Sequence[Place], others: Seque
     return [_suspect(one, *rest) for one, rest in zip(suspicion.rank(measures, others), found, strict=True)]
 
 
-def _text(reading: inspect_data.Reading, ids: np.ndarray) -> str | None:
+def _text(reading: Reading, ids: np.ndarray) -> str | None:
     known = bool(len(ids)) and 0 <= int(ids.min()) and int(ids.max()) < reading.tokenizer.vocab_size
     return reading.tokenizer.detokenize(ids.tolist()) if known else None
 
@@ -164,7 +165,7 @@ def docs(argv: Sequence[str]) -> int:
         if args.order == "loss" and (args.doc is not None or args.run is None):
             raise ValueError("--order loss: needs --iteration and a run, whose checkpoints it asks")
         with contextlib.redirect_stdout(io.StringIO()):     # what training would log of its data
-            reading = inspect_data.open_run(args, flags, args.iteration)
+            reading = open_run(args.run, flags, args.iteration, args.world_size)
             if args.doc is not None:
                 shown = inspect_data.find_document(reading, args.doc, args.prefix)
             else:
@@ -189,7 +190,7 @@ def docs(argv: Sequence[str]) -> int:
     return 0
 
 
-def _ranked(reading: inspect_data.Reading, args: argparse.Namespace) -> tuple[list[Suspect], str]:
+def _ranked(reading: Reading, args: argparse.Namespace) -> tuple[list[Suspect], str]:
     """The suspects in the order asked for, and the checkpoint that was."""
     read = places(reading, args.iteration, args.microbatch, args.dp_rank)
     others = usual(reading, neighbours(reading, args.iteration, args.iteration))

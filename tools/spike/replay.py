@@ -28,7 +28,7 @@ from megatron.training.replay import token_losses
 from megatron.training.run_history import checkpoints
 from megatron.training.sample_losses import Scale, mean_loss, scale_of
 from megatron.training.trained_model import TrainedModel, open_trained_model
-from tools import inspect_data
+from tools.inspection.reading import Reading, open_run
 from tools.spike.docs import Place, Suspect, height, neighbours, places, suspects, usual
 
 SECONDS = 5.0           # between two lines of progress
@@ -96,14 +96,14 @@ class Progress:
             self._told = now
 
 
-def check_replayable(reading: inspect_data.Reading) -> None:
+def check_replayable(reading: Reading) -> None:
     """Raises ValueError for rows of packed samples."""
     if reading.config.data.packed_samples:
         raise ValueError("rows of packed samples are not replayed: each has many samples, which have no loss of their own; "
                          "`spikes.py docs --iteration N` ranks their documents by suspicion")
 
 
-def replay_iteration(reading: inspect_data.Reading, iteration: int, state: State, other: State | None) -> list[Row]:
+def replay_iteration(reading: Reading, iteration: int, state: State, other: State | None) -> list[Row]:
     """All samples of an iteration."""
     read = places(reading, iteration)
     check_replayable(reading)
@@ -139,7 +139,7 @@ def arguments() -> argparse.ArgumentParser:
     return parser
 
 
-def opened(args: argparse.Namespace) -> tuple[inspect_data.Reading, range, State, State | None]:
+def opened(args: argparse.Namespace) -> tuple[Reading, range, State, State | None]:
     """What the command line names. Raises ValueError or CheckpointError."""
     match = re.fullmatch(r"(\d+)(?:-(\d+))?", args.iterations)
     if not match:
@@ -148,7 +148,7 @@ def opened(args: argparse.Namespace) -> tuple[inspect_data.Reading, range, State
     if (args.ckpt is None) == (args.load is None):
         raise ValueError("give the checkpoint: --ckpt PATH/iter_XXXXXXX, or --load DIR and --ckpt-step C")
     run = args.ckpt or args.load
-    reading = inspect_data.open_run(argparse.Namespace(run=run, world_size=args.world_size), None, first)
+    reading = open_run(run, None, first, args.world_size)
     if not 1 <= first <= last <= reading.plan.train_iters:
         raise ValueError(f"--iterations {args.iterations}: the run has the iterations 1 to {reading.plan.train_iters}, and "
                          "the first must not be behind the last")
@@ -180,7 +180,7 @@ def replay(argv: Sequence[str]) -> int:
     return 0
 
 
-def _replayed(reading: inspect_data.Reading, wanted: range, around: Sequence[int], state: State, other: State | None,
+def _replayed(reading: Reading, wanted: range, around: Sequence[int], state: State, other: State | None,
               args: argparse.Namespace) -> tuple[list[Replayed], list[Row]]:
     """Every sample of the range and of its neighbours, and those of the range with the highest losses. Prints a line an
     iteration, or a sample, as they come."""
@@ -212,17 +212,17 @@ def _line(iteration: int, rows: Sequence[Replayed]) -> str:
     return f"iteration {iteration}: loss {mean:.4f}{also}; highest sample {max(height(row.loss) for row in rows):.4f}"
 
 
-def _pieces(reading: inspect_data.Reading, row: Row, measures: Sequence[Measures]) -> list[Suspect]:
+def _pieces(reading: Reading, row: Row, measures: Sequence[Measures]) -> list[Suspect]:
     return suspects(reading, [row[0].place], measures, lambda _: iter([row[1]]))
 
 
-def _as_json(reading: inspect_data.Reading, row: Row, measures: Sequence[Measures]) -> dict[str, Any]:
+def _as_json(reading: Reading, row: Row, measures: Sequence[Measures]) -> dict[str, Any]:
     one = row[0]
     return {"iteration": one.iteration, **dataclasses.asdict(one.place), "loss": one.loss, "other": one.other,
             "pieces": [dataclasses.asdict(piece) for piece in _pieces(reading, row, measures)]}
 
 
-def _show(reading: inspect_data.Reading, samples: Sequence[Replayed], highest: Sequence[Row], wanted: range,
+def _show(reading: Reading, samples: Sequence[Replayed], highest: Sequence[Row], wanted: range,
           around: Sequence[int], state: State, other: State | None) -> None:
     """Which samples stand out, for a reader."""
     scale = scale_of([one.loss for one in samples])

@@ -15,7 +15,7 @@ from megatron.arguments import Problems
 from megatron.checkpoint.disk import CheckpointError
 from megatron.data.ledger import SKIPPED, read_ledger
 from megatron.data.sampler import Sampler
-from tools import inspect_data
+from tools.inspection.reading import Reading, checkpoint_after, hash_of, open_run
 
 GOOD, WRONG, UNREADABLE = 0, 1, 2
 SHOWN = 20
@@ -41,7 +41,7 @@ def read(path: str, sequence_length: int) -> Table:
     return Table(path, {n: (first, count, flag == SKIPPED, value) for n, first, count, flag, value in records.tolist()})
 
 
-def skipped_as_asked(table: Table, reading: inspect_data.Reading) -> Iterator[str]:
+def skipped_as_asked(table: Table, reading: Reading) -> Iterator[str]:
     """Iterations that the ledger lacks, calls skipped though nobody asked for that, or trained though they were to be
     skipped."""
     for n in range(min(table.rows), max(table.rows) + 1):
@@ -68,7 +68,7 @@ def same_but_skipped(table: Table, reference: Table) -> Iterator[str]:
             yield f"iteration {n}: hash {mine[3]:016x} in {table.path}, {said} in {reference.path}"
 
 
-Opened = tuple[inspect_data.Reading, list[Sampler]]
+Opened = tuple[Reading, list[Sampler]]
 
 
 class Data:
@@ -85,14 +85,14 @@ class Data:
 
     def _open(self, run: str | None, flags: Sequence[str] | None = None) -> Opened:
         with contextlib.redirect_stdout(io.StringIO()):     # what training would log of its data
-            found = inspect_data.open_run(argparse.Namespace(run=run, world_size=self._args.world_size), flags, None)
+            found = open_run(run, flags, None, self._args.world_size)
         return found, found.samplers()
 
     def at(self, iteration: int, place: tuple[int, int]) -> Opened:
         """The data as an iteration at `place` (first sample, samples) read them."""
         if not self._has_history or _place(self.last, iteration) == place:
             return self._last
-        folder = str(inspect_data.checkpoint_after(self._args.run, iteration))
+        folder = str(checkpoint_after(self._args.run, iteration))
         if folder not in self._opened:
             self._opened[folder] = self._open(folder)
         return self._opened[folder]
@@ -110,7 +110,7 @@ def hashes_of_skipped(table: Table, reference: Table | None, data: Data) -> Iter
             yield (f"iteration {n}: {count} samples from {first} on in {table.path}, by the run's flags {size} from {start} "
                    "on")
             continue
-        value = inspect_data.hash_of(reading, n, samplers)
+        value = hash_of(reading, n, samplers)
         other = reference.rows.get(n) if reference else None
         if other and not other[2] and other[3] != value:
             yield f"iteration {n}: its samples have the hash {value:016x} now, {other[3]:016x} in {reference.path}"
@@ -118,7 +118,7 @@ def hashes_of_skipped(table: Table, reference: Table | None, data: Data) -> Iter
             yield f"iteration {n}: was skipped, and its samples were trained in iteration {trained[value]}"
 
 
-def _place(reading: inspect_data.Reading, iteration: int) -> tuple[int, int]:
+def _place(reading: Reading, iteration: int) -> tuple[int, int]:
     """(first sample, samples) of an iteration by the flags."""
     return reading.first_sample(iteration), reading.plan.global_batch_size(iteration)
 

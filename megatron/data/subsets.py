@@ -1,0 +1,35 @@
+"""Which data set of a mix a sample is of, and what the data sets are called in logs. Knows no file, no rank and no sum."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+
+def subset_names(dataset: Any) -> list[str]:
+    """The subsets of packed samples; the data sets of a blend, each by what its prefix has beyond the folder that all lie
+    in; of no blend the one."""
+    if hasattr(dataset, "subsets"):
+        return list(dataset.subsets)
+    return shortened([_called(member) for member in getattr(dataset, "datasets", [dataset])])
+
+
+def subset_of(dataset: Any, index: int) -> int:
+    """The number of the data set that sample `index` of a blend is of; 0 without a blend."""
+    return dataset.source(index)[0] if hasattr(dataset, "datasets") else 0
+
+
+def _called(member: Any) -> str:
+    return member.corpus.path_prefix if hasattr(member, "corpus") else member.name
+
+
+def shortened(prefixes: Sequence[str]) -> list[str]:
+    """Names of prefixes, all different: one that stands twice gets a number."""
+    folder = os.path.commonpath([os.path.dirname(os.path.abspath(prefix)) for prefix in prefixes])
+    found: list[str] = []
+    for prefix in prefixes:
+        name = prefix.lstrip("-") if prefix.startswith("--") else os.path.relpath(os.path.abspath(prefix), folder)
+        name = name.replace(" ", "_")
+        found.append(f"{name}#{found.count(name) + 1}" if name in found else name)
+    return found

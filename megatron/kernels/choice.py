@@ -1,0 +1,26 @@
+"""What the layers of a model are computed with: one record, made by select.py and handed down. Knows no layer."""
+
+from dataclasses import dataclass, replace
+
+from megatron.kernels.transformer_engine import Engine
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """Which implementation each layer asks for; the defaults are this suite's and torch's own.
+
+    attention: "auto", "sdpa", "chunked", "plain" or "flash" (kernels/attention.py), or "engine". accumulation: may a linear
+    layer add its weight gradient to `main_grad` itself? apex_norms: are norms apex's? engine: Transformer Engine's modules,
+    or None.
+    """
+
+    attention: str = "auto"
+    fused_swiglu: bool = True
+    fused_rotary: bool = True
+    accumulation: bool = True
+    apex_norms: bool = False
+    engine: Engine | None = None
+
+    def without_engine(self) -> "Kernels":
+        """The same for layers outside the transformer layers, which Transformer Engine has no part in."""
+        return replace(self, engine=None)

@@ -1,0 +1,189 @@
+"""The adapters of flash-attn, apex and Transformer Engine against our own kernels, over stand-ins that compute plainly."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+
+from megatron.config.parallel import ParallelConfig
+from megatron.kernels import apex, documents, flash_attention, reference, transformer_engine
+from megatron.kernels.choice import Kernels
+from megatron.parallel.context import ParallelContext
+from megatron.parallel.ddp import GradBuffers
+from tests.kernels import fake_libraries as fakes
+from tests.kernels.test_attention import SCALE, assert_same, formula, inputs
+from tests.model.tiny import loss_and_grads, tiny_model, tokens
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+CLOSE = dict(rtol=1e-10, atol=1e-12)
+
+
+@pytest.fixture
+def libraries(monkeypatch):
+    """All stand-ins importable; the list of calls, empty."""
+    for module in (*fakes.flash_attn(), *fakes.apex(), *fakes.transformer_engine()):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+        parent, _, child = module.__name__.rpartition(".")
+        if parent:
+            setattr(sys.modules[parent], child, module)
+    fakes.CALLS.clear()
+    return fakes.CALLS
+
+
+def cut(s: int, b: int = 2) -> torch.Tensor:
+    """Documents that are runs of one id, another cut in each sample."""
+    position = torch.arange(s).expand(b, s)
+    return (position > s // 3).long() + (position >= 2 * s // 3) * torch.arange(b)[:, None]
+
+
+def test_where_documents_begin():
+    ids = torch.tensor([[4, 4, 7, 7], [7, 7, 7, 2]])
+    assert documents.cumulative_lengths(ids).tolist() == [0, 2, 4, 7, 8]
+    assert documents.cumulative_lengths(ids) is documents.cumulative_lengths(ids)
+    assert documents.cumulative_lengths(ids).dtype == torch.int32
+
+
+@pytest.mark.parametrize("groups", [4, 2, 1])
+@pytest.mark.parametrize("with_documents", [False, True])
+def test_flash_attn_is_the_formula(libraries, groups, with_documents):
+    *tensors, grad = inputs(g=groups)
+    ids = cut(21) if with_documents else None
+    assert_same(lambda *t: flash_attention.flash_attention(*t, SCALE, ids), lambda *t: formula(*t, ids=ids), tensors, grad,
+                **CLOSE)
+    assert [name for name, _ in libraries] == ["flash_attn_varlen_func" if with_documents else "flash_attn_func"]
+
+
+def test_deterministic_mode_reaches_flash_attn(libraries):
+    q, k, v, _ = inputs()
+    torch.use_deterministic_algorithms(True)
+    try:
+        flash_attention.flash_attention(q, k, v, SCALE)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    flash_attention.flash_attention(q, k, v, SCALE)
+    assert [more["deterministic"] for _, more in libraries] == [True, False]
+
+
+@pytest.mark.parametrize("groups", [4, 2])
+@pytest.mark.parametrize("with_documents", [False, True])
+def test_transformer_engines_attention_is_the_formula(libraries, groups, with_documents):
+    *tensors, grad = inputs(g=groups)
+    ids = cut(21) if with_documents else None
+    attention = transformer_engine.Engine().attention(4, groups, 8, SCALE)
+    assert_same(lambda *t: attention(*t, ids), lambda *t: formula(*t, ids=ids), tensors, grad, **CLOSE)
+
+
+def test_apex_norms_and_weight_gradient(libraries):
+    generator = torch.Generator().manual_seed(3)
+    x, weight, bias = (torch.randn(*shape, generator=generator) for shape in ((5, 8), (8,), (8,)))
+    torch.testing.assert_close(apex.layer_norm(x, weight, bias, 1e-5), reference.layer_norm(x, weight, bias, 1e-5))
+    torch.testing.assert_close(apex.rms_norm(x, weight, 1e-5), reference.rms_norm(x, weight, 1e-5))
+    x, grad, total = x.bfloat16(), torch.randn(5, 3, generator=generator).bfloat16(), torch.ones(3, 8)
+    wanted = reference.linear_weight_grad(grad, x, accumulate_into=torch.ones(3, 8))
+    apex.accumulate_weight_grad(x, grad, total)
+    torch.testing.assert_close(total, 1 + grad.float().t() @ x.float())
+    assert wanted is None
+
+
+def test_the_weight_gradient_goes_through_apex_where_it_can(libraries, monkeypatch):
+    monkeypatch.setattr(apex, "gradient_obstacle", lambda *_: None)
+    seen = []
+    monkeypatch.setattr(apex, "accumulate_weight_grad", lambda *tensors: seen.append([tuple(t.shape) for t in tensors]))
+    reference.linear_weight_grad(torch.ones(2, 5, 3), torch.ones(2, 5, 8), accumulate_into=torch.zeros(3, 8))
+    assert seen == [[(10, 8), (10, 3), (3, 8)]]
+    assert reference.linear_weight_grad(torch.ones(2, 3), torch.ones(2, 8)) is not None
+
+
+MODELS = {
+    "gpt": {},
+    "llama": {"swiglu": True, "normalization": "RMSNorm", "add_bias_linear": False, "position_embedding_type": "rope",
+              "group_query_attention": True, "num_query_groups": 2},
+    "gated with biases": {"geglu": True, "apply_layernorm_1p": True, "qk_layernorm": True},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("flags", MODELS.values(), ids=MODELS)
+@pytest.mark.parametrize("kernels", ["engine", "engine, own attention", "apex"])
+def test_a_model_of_library_kernels_is_our_model(libraries, flags, kernels):
+    made = {"engine": Kernels("engine", engine=transformer_engine.Engine(accumulate=False)),
+            "engine, own attention": Kernels(engine=transformer_engine.Engine(accumulate=False)),
+            "apex": Kernels(apex_norms=True)}[kernels]
+    ours, theirs = (tiny_model(torch.float64, scramble=True, kernels=one, **flags) for one in (None, made))
+    ids = cut(16)
+    for more in ({}, {"document_ids": ids}):
+        loss, grads = loss_and_grads(ours, **more)
+        their_loss, their_grads = loss_and_grads(theirs, **more)
+        torch.testing.assert_close(their_loss, loss, rtol=1e-9, atol=1e-11)
+        assert their_grads.keys() == grads.keys()
+        for name, grad in grads.items():
+            torch.testing.assert_close(their_grads[name], grad, rtol=1e-8, atol=1e-11)
+
+
+@pytest.mark.parametrize("accumulate", [True, False])
+def test_weight_gradients_of_micro_batches_come_together_where_they_lie(libraries, accumulate):
+    made = Kernels("engine", engine=transformer_engine.Engine(accumulate))
+    ids, labels = tokens()
+    sums = []
+    for kernels in (None, made, Kernels(accumulation=False)):
+        model = tiny_model(torch.float64, kernels=kernels, swiglu=True)
+        buffers = GradBuffers(model.parameters(), ParallelContext(ParallelConfig()), torch.float64)
+        buffers.zero(2)
+        for _ in range(2):
+            model(ids, labels=labels).mean().backward()
+        sums.append(buffers.flat)
+    assert sums[0].any()
+    for other in sums[1:]:
+        torch.testing.assert_close(other, sums[0], rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize(("recipe", "kind"), [("tensorwise", "Float8CurrentScaling"), ("delayed", "DelayedScaling")])
+def test_fp8_surrounds_the_transformer_layers(libraries, recipe, kind):
+    fp8 = transformer_engine.Fp8("hybrid", recipe, margin=1, amax_history_len=5, amax_compute_algo="max")
+    plain, wide = (Kernels("engine", engine=transformer_engine.Engine(False, one)) for one in (None, fp8))
+    loss, _ = loss_and_grads(tiny_model(kernels=plain))
+    assert libraries == []
+    rounded, _ = loss_and_grads(tiny_model(kernels=wide))
+    [(name, more)] = libraries
+    assert name == "autocast" and more["recipe"].kind == kind and more["recipe"].fp8_format == "hybrid"
+    if recipe == "delayed":
+        assert (more["recipe"].margin, more["recipe"].amax_history_len, more["recipe"].amax_compute_algo) == (1, 5, "max")
+    assert not torch.equal(loss, rounded)
+    torch.testing.assert_close(rounded, loss, rtol=0.02, atol=0)
+
+
+@pytest.mark.parametrize(("call", "words"), [
+    (lambda: transformer_engine.obstacle(CUDA, torch.bfloat16), f"not installed; {transformer_engine.INSTALL}"),
+    (lambda: transformer_engine.obstacle(CUDA, torch.float64), "no fp64"),
+    (lambda: transformer_engine.obstacle(CPU, torch.bfloat16), "needs a CUDA device, and this is a cpu"),
+    (lambda: flash_attention.obstacle(CUDA, torch.bfloat16, 64), "not installed; pip install flash-attn"),
+    (lambda: flash_attention.obstacle(CUDA, torch.float32, 64), "fp16 and bf16 only"),
+    (lambda: flash_attention.obstacle(CUDA, torch.bfloat16, 512), "at most 256"),
+    (lambda: flash_attention.obstacle(CPU, torch.bfloat16, 64), "needs a CUDA device"),
+    (lambda: apex.obstacle(CUDA, torch.bfloat16), "PyPI's apex is not it"),
+    (lambda: apex.obstacle(CPU, torch.bfloat16), "needs a CUDA device"),
+    (lambda: apex.obstacle(CUDA, torch.float64), "not for fp64"),
+    (lambda: apex.gradient_obstacle(CUDA, torch.bfloat16, torch.float32), "fused_weight_gradient_mlp_cuda of apex"),
+    (lambda: apex.gradient_obstacle(CUDA, torch.float32, torch.float32), "weights of 16 bits"),
+])
+def test_what_keeps_a_library_from_running(monkeypatch, call, words):
+    for module in (transformer_engine, flash_attention, apex):
+        monkeypatch.setattr(module, "find_spec", lambda name: None)
+    assert words in call()
+
+
+def test_libraries_that_are_there_may_run(libraries):
+    assert transformer_engine.obstacle(CUDA, torch.bfloat16) is None
+    assert flash_attention.obstacle(CUDA, torch.float16, 128) is None
+    assert apex.obstacle(CUDA, torch.float32) is None
+    assert apex.gradient_obstacle(CUDA, torch.bfloat16, torch.float32) is None
+    transformer_engine.load()
+
+
+def test_a_broken_library_is_one_clear_error(monkeypatch):
+    broken = fakes.module("transformer_engine")
+    monkeypatch.setitem(sys.modules, "transformer_engine", broken)
+    monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", None)
+    with pytest.raises(ValueError, match="is installed but does not load .*; pip install --no-build-isolation '"):
+        transformer_engine.load()
