@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import json
 import os
@@ -103,8 +104,21 @@ def test_killed_after_any_note_it_goes_on(
     assert capsys.readouterr().out.count("Going on where a run before stopped") == runs - 1
 
 
+def wait_for_notes(process: subprocess.Popen, note: Path, notes: int) -> None:
+    """Until a run has written `note` so many times (each is a new file), or has ended."""
+    seen: set[int] = set()
+    while len(seen) < notes and process.poll() is None:
+        with contextlib.suppress(FileNotFoundError):
+            seen.add(note.stat().st_mtime_ns)
+        time.sleep(0.0005)
+
+
 def killed_at_random(flags: list[str], out: Path, kills: int, seed: int) -> int:
-    """Run, kill -9 at random moments (the workers are left alive), run again to the end; how many runs went on."""
+    """Run, kill -9 (the workers are left alive) and run again to the end; how many of these runs went on.
+
+    The moments are random times and, in turn, random numbers of notes of how far the run is: with times alone, a machine
+    busier or idler than at the first run would kill all of them before the first note or after the last.
+    """
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", DRIVER, *flags, "--log-interval", "99999", "--output-prefix"]
     start = time.monotonic()
@@ -113,7 +127,10 @@ def killed_at_random(flags: list[str], out: Path, kills: int, seed: int) -> int:
     for kill in range(kills):
         name = f"x{kill}"
         process = subprocess.Popen([*command, str(out / name)], env=environment, stdout=subprocess.DEVNULL)
-        time.sleep(draw.uniform(0.1, 1.0) * duration)
+        if kill % 2:
+            wait_for_notes(process, out / f"{name}.unfinished" / "state.json", draw.randint(1, 4))
+        else:
+            time.sleep(draw.uniform(0.1, 1.0) * duration)
         process.kill()
         process.wait()
         last = subprocess.run([*command, str(out / name)], env=environment, check=True, capture_output=True, text=True)
