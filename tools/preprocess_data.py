@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import re
@@ -15,6 +16,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs by path, uninstalled
 
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy's, which nothing here needs; read when it is imported
 from megatron.arguments import Problems, arg, build_parser, config_from, parse  # noqa: E402
 from megatron.data import sentences  # noqa: E402
 from megatron.data.indexed_dataset import bin_path, idx_path, optimal_dtype  # noqa: E402
@@ -332,5 +334,14 @@ def _failed(lines: Sequence[str], code: int) -> int:
     return code
 
 
+def _leave(code: int) -> None:
+    """End this process at once: to take the vocabulary apart, object by object, is the longest part of an end."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    code = main(sys.argv[1:])
+    atexit.register(_leave, code)
+    sys.exit(code)

@@ -6,9 +6,11 @@ Megatron's particulars: `<|endoftext|>` in a text is ordinary text, and a piece 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import heapq
 import json
+import re
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -20,6 +22,11 @@ try:
 except ImportError:  # said where it is needed: another engine may do the work, and a tool's --help needs none
     regex = None
 
+try:
+    import orjson
+except ImportError:  # the standard library's parser takes its place
+    orjson = None
+
 # How GPT-2 cuts text before merging: an English contraction, a run of letters, of digits or of anything else, each with
 # one space before it if there is one; white space keeps its last character back for the run that follows it.
 GPT2_PATTERN = r"'(?:[sdmt]|re|ve|ll)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -29,6 +36,9 @@ GPT2_SHA256 = (
     "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",  # vocab.json
     "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",  # merges.txt
 )
+
+
+_MERGE_LINE = re.compile("^([^ \r\n]+) ([^ \r\n]+)$", re.MULTILINE)
 
 
 @functools.cache
@@ -46,10 +56,10 @@ def _prints(byte: int) -> bool:
 
 
 @functools.cache
-def _newer_characters() -> np.ndarray:
-    """bool [0x110000]: characters that this Python's Unicode tables do not know, and all from U+40000 on."""
+def _newer_characters(known: int) -> np.ndarray:
+    """bool [0x110000]: characters that this Python's Unicode tables do not know, and all from `known` on."""
     newer = np.ones(0x110000, dtype=bool)
-    newer[:0x40000] = list(map("Cn".__eq__, map(unicodedata.category, map(chr, range(0x40000)))))
+    newer[:known] = list(map("Cn".__eq__, map(unicodedata.category, map(chr, range(known)))))
     return newer
 
 
@@ -58,7 +68,11 @@ def has_newer_characters(text: str) -> bool:
 
     Each engine answers by the age of its tables, so such a text (they are rare) is left to the plain implementation.
     """
-    return not text.isascii() and bool(_newer_characters()[np.frombuffer(text.encode("utf-32-le"), "<u4")].any())
+    if text.isascii():
+        return False
+    codes = np.frombuffer(text.encode("utf-32-le"), "<u4")
+    # Most texts need the first plane's table alone, which is made in a quarter of the time.
+    return bool(_newer_characters(0x10000)[codes].any()) and bool(_newer_characters(0x40000)[codes].any())
 
 
 def has_endless_blank(text: str) -> bool:
@@ -79,7 +93,7 @@ def read_vocabulary(path: str | Path) -> dict[str, int]:
     Raises ValueError naming the file, what is wrong with it and what to do.
     """
     try:
-        vocabulary = json.loads(Path(path).read_text(encoding="utf-8"))
+        vocabulary = _parse(Path(path).read_bytes())
     except (UnicodeDecodeError, json.JSONDecodeError) as error:
         raise ValueError(f"--vocab-file {path}: not a JSON file ({error}); give GPT-2's vocab.json") from None
     if not isinstance(vocabulary, dict) or not all(type(index) is int for index in vocabulary.values()):
@@ -92,17 +106,29 @@ def read_vocabulary(path: str | Path) -> dict[str, int]:
     return vocabulary
 
 
+def _parse(text: bytes) -> object:
+    """What JSON in UTF-8 says; what orjson does not take, the standard library's parser may, or says better why not."""
+    if orjson is not None:
+        with contextlib.suppress(orjson.JSONDecodeError):
+            return orjson.loads(text)
+    return json.loads(text.decode("utf-8"))
+
+
 def read_merges(path: str | Path) -> list[tuple[str, str]]:
     """Read merges.txt: one pair a line, best first. The `#version` line may be there, the final newline may be missing.
 
     Raises ValueError naming the file and the line.
     """
     try:
-        lines = Path(path).read_text(encoding="utf-8").split("\n")  # not splitlines: U+0085 is a piece here
+        text = Path(path).read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"--merge-file {path}: not UTF-8 text ({error}); give GPT-2's merges.txt") from None
+    body = text.partition("\n")[2] if text.startswith("#version") else text
+    merges = _MERGE_LINE.findall(body)
+    if merges and len(merges) == 1 + body.removesuffix("\n").count("\n"):  # every line is a pair
+        return merges
     merges = []
-    for number, line in enumerate(lines, start=1):
+    for number, line in enumerate(text.split("\n"), start=1):  # not splitlines: U+0085 is a piece here
         line = line.removesuffix("\r")
         if not line or (number == 1 and line.startswith("#version")):
             continue
@@ -159,9 +185,12 @@ class PlainBPE:
     def __init__(self, vocabulary: Mapping[str, int], merges: Iterable[tuple[str, str]]):
         self.vocabulary = vocabulary
         self.ranks = {pair: rank for rank, pair in enumerate(merges)}
-        self._pieces = {index: piece for piece, index in vocabulary.items()}
         self._byte_of = {character: byte for byte, character in enumerate(byte_alphabet())}
         self._cut_ids: Callable[[str], list[int]] = functools.lru_cache(maxsize=1 << 17)(self._encode_cut)
+
+    @functools.cached_property
+    def _pieces(self) -> dict[int, str]:
+        return {index: piece for piece, index in self.vocabulary.items()}
 
     def _encode_cut(self, cut: str) -> list[int]:
         alphabet = byte_alphabet()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import codecs
 import functools
+import gc
 import multiprocessing
 import os
 import re
@@ -88,8 +89,11 @@ class Order(NamedTuple):
 @functools.cache
 def tokenizer_of(flags: TokenizerFlags) -> Tokenizer:
     """The tokenizer of these flags, made once in a process, ready to encode; a forked worker inherits it."""
+    gc.disable()  # nothing that is made here goes before the process does
     tokenizer = flags.build()
     tokenizer.tokenize("0")  # wakes an engine that is made at the first text
+    gc.freeze()  # a worker that looked through it would get a copy of the memory
+    gc.enable()
     return tokenizer
 
 
@@ -257,6 +261,8 @@ def encode_all(
     finally:
         for worker in team:
             worker.process.kill()
+        for worker in team:
+            worker.process.join()
 
 
 @dataclass

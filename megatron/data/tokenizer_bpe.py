@@ -35,7 +35,7 @@ class GPT2BPETokenizer(Tokenizer):
                 f"--vocab-file {vocab_file}: has no piece <|endoftext|>, which ends a document; "
                 'add "<|endoftext|>" with the next id'
             )
-        unknown = sum(left + right not in vocabulary for left, right in merges)
+        unknown = 0 if self._published else sum(left + right not in vocabulary for left, right in merges)
         if unknown:
             log.warn_once(
                 f"{vocab_file} has no id for {unknown} of the {len(merges)} products of {merge_file}; they become "
