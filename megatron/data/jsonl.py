@@ -16,7 +16,7 @@ except ImportError:  # the standard library's parser takes its place: the same t
     orjson = None
 
 
-def texts_of(line: bytes, keys: Sequence[str]) -> list[list[str]]:
+def texts_of(line: bytes | memoryview, keys: Sequence[str]) -> list[list[str]]:
     """For each key the texts under it: one, or as many as its list has. Raises ValueError saying what is wrong."""
     record = _parse(line)
     if not isinstance(record, dict):
@@ -39,10 +39,11 @@ def ids_of(line: bytes) -> np.ndarray:
     return ids
 
 
-def _parse(line: bytes) -> object:
+def _parse(line: bytes | memoryview) -> object:
     if orjson is not None:
         with contextlib.suppress(orjson.JSONDecodeError):  # what it does not take (NaN), the other may, or say better
             return orjson.loads(line)
+    line = bytes(line)
     if line.startswith(codecs.BOM_UTF8):
         raise ValueError("begins with a byte order mark; save the file as UTF-8 without one")
     if line.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):

@@ -30,6 +30,7 @@ from megatron.data.tokenizer import Tokenizer, TokenizerFlags
 
 QUEUE = 4  # blocks of the usual size that a worker may have before it: so that it need not wait for this process
 AHEAD = 64  # blocks for each worker that may be on their way while one of them is at a long document: bounds memory
+TOGETHER = 1024  # arrays that the system writes in one call
 LONGEST = np.iinfo(np.int32).max  # tokens of one sequence in the format
 
 
@@ -108,7 +109,7 @@ class Encoder:
         if job.allow_special_tokens:
             self._special = re.compile("(" + "|".join(map(re.escape, self._tokenizer.special)) + ")")
         self._files = [[os.open(path, os.O_WRONLY) for path in parts] for parts in paths]
-        self._kept: dict[int, tuple[Encoded, list[np.ndarray]]] = {}
+        self._kept: dict[int, tuple[Encoded, list[list[np.ndarray]]]] = {}
 
     def encode(self, block: Block) -> Encoded:
         """Tokenize a block. A bad line is noted and skipped; a blank one is counted."""
@@ -142,20 +143,20 @@ class Encoder:
             bad.append((0, "the file is empty"))
         small = [[np.asarray(numbers, np.int32) for numbers in table] for table in (lengths, counts)]
         encoded = Encoded(small[0], small[1], lines, size, bad, blank, empty)
-        flat = [np.concatenate(arrays) if arrays else np.zeros(0, self._dtype) for arrays in ids]
-        self._kept[block.number] = (encoded, flat)
+        self._kept[block.number] = (encoded, ids)
         return encoded
 
     def write(self, order: Order) -> None:
         """Write the ids of a block where the order says. Raises OSError."""
-        encoded, flat = self._kept.pop(order.number)
+        encoded, ids = self._kept.pop(order.number)
         for key, offsets in enumerate(order.offsets):
+            if len(offsets) == 1 or not ids[key]:
+                _write_at(self._files[key][0], ids[key], offsets[0])
+                continue
+            flat = np.concatenate(ids[key])
             for part, offset in enumerate(offsets):
-                mine = flat[key][encoded.share(key, order.first, part, len(offsets))[2]]
-                left = memoryview(mine).cast("B") if len(mine) else b""
-                while len(left):
-                    written = os.pwrite(self._files[key][part], left, offset)
-                    left, offset = left[written:], offset + written
+                mine = flat[encoded.share(key, order.first, part, len(offsets))[2]]
+                _write_at(self._files[key][part], [mine], offset)
 
     def close(self) -> None:
         """Close the files."""
@@ -182,6 +183,17 @@ class Encoder:
         return np.concatenate([plain[0], *(array for pair in zip(ids, plain[1:], strict=True) for array in pair)])
 
 
+def _write_at(file: int, arrays: Sequence[np.ndarray], offset: int) -> None:
+    """Write arrays one after the other to a place in a file; they are not copied together first."""
+    for first in range(0, len(arrays), TOGETHER):
+        some = arrays[first : first + TOGETHER]
+        written, size = os.pwritev(file, some, offset), sum(array.nbytes for array in some)
+        left = memoryview(b"".join(some))[written:] if written < size else b""  # a disk filled up, or more than 2 GB
+        while left:
+            left = left[os.pwrite(file, left, offset + size - len(left)) :]
+        offset += size
+
+
 def _records(block: Block, keys: Sequence[str]) -> Iterator[tuple[Callable[[], list[list[str]] | None], int]]:
     """For each line or row what gives its texts under each key (None if it is blank; raises ValueError), and its bytes."""
     if block.kind == "rows":
@@ -194,18 +206,24 @@ def _records(block: Block, keys: Sequence[str]) -> Iterator[tuple[Callable[[], l
         if data:
             yield functools.partial(_plain_texts, data), len(data)
         return
-    lines = data.split(b"\n")[::-1]
-    del data  # nothing is kept that is not needed any more: a document may be large
-    if not lines[0]:
-        del lines[0]
     read = functools.partial(_line_texts, keys=keys) if block.kind == "jsonl" else _text_line
-    while lines:
-        size = len(lines[-1]) + 1
-        yield functools.partial(read, lines.pop()), size
+    start, end, rest = 0, data.find(b"\n"), [memoryview(data)]  # views: a line is not copied
+    while 0 <= end < len(data) - 1:
+        yield functools.partial(read, rest[0][start:end]), end + 1 - start
+        start, end = end + 1, data.find(b"\n", end + 1)
+    if data:
+        rest[0] = rest[0][start : end if end >= 0 else len(data)]
+        size = len(rest[0]) + 1
+        del data  # the last line alone holds it now, and goes when it is read: a document may be large
+        yield functools.partial(read, rest.pop()), size
 
 
-def _line_texts(line: bytes, keys: Sequence[str]) -> list[list[str]] | None:
-    return texts_of(line, keys) if line and not line.isspace() else None
+def _line_texts(line: memoryview, keys: Sequence[str]) -> list[list[str]] | None:
+    return None if _is_blank(line) else texts_of(line, keys)
+
+
+def _is_blank(line: memoryview) -> bool:
+    return not line or (line[0] <= 0x20 and bytes(line).isspace())
 
 
 def _row_texts(row: Sequence[Any], keys: Sequence[str]) -> list[list[str]]:
@@ -213,8 +231,8 @@ def _row_texts(row: Sequence[Any], keys: Sequence[str]) -> list[list[str]]:
     return [texts_under(record, key) for key in keys]
 
 
-def _text_line(line: bytes) -> list[list[str]] | None:
-    return _plain_texts(line.removesuffix(b"\r")) if line and not line.isspace() else None
+def _text_line(line: memoryview) -> list[list[str]] | None:
+    return None if _is_blank(line) else _plain_texts(bytes(line).removesuffix(b"\r"))
 
 
 def _plain_texts(data: bytes) -> list[list[str]]:

@@ -55,10 +55,13 @@ def engine(plain: bpe.PlainBPE, merges: Sequence[tuple[str, str]]) -> Callable[[
     def encode_in_pieces(text: str) -> np.ndarray:
         if len(text) <= PIECE:
             return encode(text)
-        ids = bytearray()
+        ids = np.empty(len(text) * (1 if text.isascii() else 4), smallest)  # an id for each byte; the rest stays untouched
+        count = 0
         for piece in pieces(text):
-            ids += encode(piece).astype(smallest).data
-        return np.frombuffer(ids, smallest)
+            found = encode(piece)
+            ids[count : count + len(found)] = found
+            count += len(found)
+        return ids[:count]
 
     return encode_in_pieces
 
