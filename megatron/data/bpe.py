@@ -6,7 +6,6 @@ Megatron's particulars: `<|endoftext|>` in a text is ordinary text, and a piece 
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import heapq
 import json
@@ -17,15 +16,12 @@ from pathlib import Path
 
 import numpy as np
 
+from megatron.data.jsonl import json_value
+
 try:
     import regex
 except ImportError:  # said where it is needed: another engine may do the work, and a tool's --help needs none
     regex = None
-
-try:
-    import orjson
-except ImportError:  # the standard library's parser takes its place
-    orjson = None
 
 # How GPT-2 cuts text before merging: an English contraction, a run of letters, of digits or of anything else, each with
 # one space before it if there is one; white space keeps its last character back for the run that follows it.
@@ -93,10 +89,10 @@ def read_vocabulary(path: str | Path) -> dict[str, int]:
     Raises ValueError naming the file, what is wrong with it and what to do.
     """
     try:
-        vocabulary = _parse(Path(path).read_bytes())
+        vocabulary = json_value(Path(path).read_bytes())
     except (UnicodeDecodeError, json.JSONDecodeError) as error:
         raise ValueError(f"--vocab-file {path}: not a JSON file ({error}); give GPT-2's vocab.json") from None
-    if not isinstance(vocabulary, dict) or not all(type(index) is int for index in vocabulary.values()):
+    if not isinstance(vocabulary, dict) or not set(map(type, vocabulary.values())) <= {int}:
         raise ValueError(f"--vocab-file {path}: not a JSON object of piece: id; give GPT-2's vocab.json")
     if set(vocabulary.values()) != set(range(len(vocabulary))):
         raise ValueError(
@@ -104,14 +100,6 @@ def read_vocabulary(path: str | Path) -> dict[str, int]:
             "give the vocabulary that was made together with --merge-file"
         )
     return vocabulary
-
-
-def _parse(text: bytes) -> object:
-    """What JSON in UTF-8 says; what orjson does not take, the standard library's parser may, or says better why not."""
-    if orjson is not None:
-        with contextlib.suppress(orjson.JSONDecodeError):
-            return orjson.loads(text)
-    return json.loads(text.decode("utf-8"))
 
 
 def read_merges(path: str | Path) -> list[tuple[str, str]]:

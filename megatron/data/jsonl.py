@@ -16,6 +16,19 @@ except ImportError:  # the standard library's parser takes its place: the same t
     orjson = None
 
 
+def json_value(text: bytes) -> object:
+    """What JSON in UTF-8 says. Raises json.JSONDecodeError and UnicodeDecodeError."""
+    if orjson is not None:
+        with contextlib.suppress(orjson.JSONDecodeError):  # as in `_parse`
+            return orjson.loads(text)
+    return json.loads(text.decode("utf-8"))
+
+
+def json_text(value: object) -> bytes:
+    """A value as JSON in UTF-8. Raises TypeError for one that JSON has no way to write."""
+    return orjson.dumps(value) if orjson is not None else json.dumps(value).encode("utf-8")
+
+
 def texts_of(line: bytes | memoryview, keys: Sequence[str]) -> list[list[str]]:
     """For each key the texts under it: one, or as many as its list has. Raises ValueError saying what is wrong."""
     record = _parse(line)

@@ -11,6 +11,7 @@ import gc
 import multiprocessing
 import os
 import re
+import selectors
 import signal
 import threading
 import time
@@ -296,6 +297,10 @@ class _Ticket:
 
 def _work(team: Sequence[_Worker], blocks: Iterator[Block], place: Place) -> Iterator[tuple[Block, Encoded]]:
     flying: deque[_Ticket] = deque()
+    by_number: dict[int, _Ticket] = {}
+    answers = selectors.DefaultSelector()  # made once: `connection.wait` makes one for each answer
+    for worker in team:
+        answers.register(worker.pipe, selectors.EVENT_READ, worker)
     ahead = next(blocks, None)
     while ahead or flying:
         while ahead and len(flying) < AHEAD * len(team):
@@ -303,19 +308,18 @@ def _work(team: Sequence[_Worker], blocks: Iterator[Block], place: Place) -> Ite
             if sum(worker.weights) >= QUEUE if ahead.data is None else worker.weights:  # bytes: to one who reads them now
                 break
             worker.send(ahead)
-            flying.append(_Ticket(ahead._replace(data=None), worker))
+            by_number[ahead.number] = _Ticket(ahead._replace(data=None), worker)
+            flying.append(by_number[ahead.number])
             ahead = next(blocks, None)
         for worker in team:
             if worker.orders and not worker.weights:
                 worker.send(None)
-        by_number = {ticket.block.number: ticket for ticket in flying}
-        for pipe in connection.wait([worker.pipe for worker in team if worker.weights]):
-            worker = next(worker for worker in team if worker.pipe is pipe)
-            number, encoded, written = worker.receive()
+        for key, _ in answers.select():
+            number, encoded, written = key.data.receive()
             if encoded is not None:
                 by_number[number].encoded = encoded
             for done in written:
-                by_number[done].written = True
+                by_number.pop(done).written = True
         for ticket in flying:
             if ticket.encoded is None:
                 break

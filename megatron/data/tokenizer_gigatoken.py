@@ -10,12 +10,8 @@ import numpy as np
 
 from megatron import log
 from megatron.data import bpe
+from megatron.data.jsonl import json_text
 from megatron.data.tokenizer_base import library
-
-try:
-    from orjson import dumps
-except ImportError:
-    from json import dumps
 
 # What encoders disagree on, if on anything: scripts, white space, controls, contractions, digits, code, special names.
 PROBE = (
@@ -77,11 +73,11 @@ def pieces(text: str) -> Iterator[str]:
     yield text[start:]
 
 
-def _as_json(vocabulary: Mapping[str, int], merges: Sequence[tuple[str, str]]) -> str | bytes:
+def _as_json(vocabulary: Mapping[str, int], merges: Sequence[tuple[str, str]]) -> bytes:
     """A tokenizer.json of these pieces, without special ones."""
     cut = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
     model = {"type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": "",
              "end_of_word_suffix": "", "fuse_unk": False, "byte_fallback": False, "vocab": vocabulary,
              "merges": merges}  # fmt: skip
-    return dumps({"version": "1.0", "truncation": None, "padding": None, "added_tokens": [], "normalizer": None,
-                  "pre_tokenizer": cut, "post_processor": None, "decoder": cut, "model": model})  # fmt: skip
+    return json_text({"version": "1.0", "truncation": None, "padding": None, "added_tokens": [], "normalizer": None,
+                      "pre_tokenizer": cut, "post_processor": None, "decoder": cut, "model": model})  # fmt: skip
