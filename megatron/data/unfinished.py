@@ -144,6 +144,8 @@ class Unfinished:
     def finish(self, descriptions: Sequence[str]) -> list[str]:
         """Make the pairs whole and give them their names; the files that were written. `descriptions`: of each pair."""
         self._aside.shutdown()
+        if self._noting:
+            self._noting.result()  # raises what writing raised
         for file in self._open_files():
             file.flush()
         if not self.finishing:
