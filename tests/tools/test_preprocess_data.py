@@ -562,3 +562,23 @@ def test_no_worker_is_waited_for_when_the_work_is_given_up(monkeypatch: pytest.M
     while multiprocessing.active_children() and time.monotonic() - start < 20:
         time.sleep(0.05)
     assert time.monotonic() - start < 20
+
+
+def test_what_the_system_writes_in_pieces_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A system call may write less than it was given, and takes so many arrays at most."""
+    arrays = [np.arange(size, dtype=np.uint16) + size for size in (5, 1, 7, 3, 2, 9, 4)]
+    few, some, given = os.pwritev, os.pwrite, []
+
+    def pwritev(file: int, some: Sequence[np.ndarray], offset: int) -> int:
+        given.append(len(some))
+        return few(file, [memoryview(some[0]).cast("B")[:3]], offset)
+
+    monkeypatch.setattr(preprocess, "TOGETHER", 3)
+    monkeypatch.setattr(preprocess.os, "pwritev", pwritev)
+    monkeypatch.setattr(preprocess.os, "pwrite", lambda file, data, offset: some(file, data[:4], offset))
+    path = tmp_path / "x"
+    path.touch()
+    file = os.open(path, os.O_WRONLY)
+    preprocess._write_at(file, arrays, 6)
+    os.close(file)
+    assert path.read_bytes() == bytes(6) + np.concatenate(arrays).tobytes() and given == [3, 3, 1]
