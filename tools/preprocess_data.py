@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import os
 import re
@@ -13,6 +12,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs by path, uninstalled
 
@@ -334,7 +334,7 @@ def _failed(lines: Sequence[str], code: int) -> int:
     return code
 
 
-def _leave(code: int) -> None:
+def _leave(code: int) -> NoReturn:
     """End this process at once: to take the vocabulary apart, object by object, is the longest part of an end."""
     sys.stdout.flush()
     sys.stderr.flush()
@@ -342,6 +342,4 @@ def _leave(code: int) -> None:
 
 
 if __name__ == "__main__":
-    code = main(sys.argv[1:])
-    atexit.register(_leave, code)
-    sys.exit(code)
+    _leave(main(sys.argv[1:]))
