@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import resource
 import subprocess
 import sys
@@ -92,15 +93,48 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize(("flags", "lines"), BAD, ids=[f"{n}" for n in range(len(BAD))])
-def test_a_bad_command_line_ends_at_once_with_a_line_for_each_problem(flags, lines, tmp_path):
-    done, seconds = start(flags, tmp_path)
-    assert done.returncode == 2 and done.stdout == "" and "Traceback" not in done.stderr
-    found = done.stderr.splitlines()
+# One interpreter gives the script's main each command line of argv[1]: [exit code, stdout, stderr, seconds of CPU].
+TRY_ALL = """
+import contextlib, io, json, runpy, sys, time
+main, found = runpy.run_path(PROGRAM)["main"], []
+for words in json.loads(sys.argv[1]):
+    before, code = time.process_time(), 0
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
+        try:
+            main(words)
+        except SystemExit as left:
+            code = left.code
+    found.append([code, out.getvalue(), err.getvalue(), time.process_time() - before])
+    assert "torch" not in sys.modules and "numpy" not in sys.modules, words
+print(json.dumps(found))
+"""
+
+
+@pytest.fixture(scope="module")
+def tried(tmp_path_factory) -> list[list]:
+    """[exit code, stdout, stderr, seconds] of each of the bad command lines, in a directory with nothing in it."""
+    code = TRY_ALL.replace("PROGRAM", repr(str(ROOT / "pretrain_gpt.py")))
+    done = subprocess.run([sys.executable, "-c", code, json.dumps([flags.split() for flags, _ in BAD])], text=True,
+                          cwd=tmp_path_factory.mktemp("empty"), capture_output=True, env={"PATH": "/usr/bin:/bin"})
+    assert done.returncode == 0 and done.stderr == "", done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("number", range(len(BAD)))
+def test_a_bad_command_line_ends_at_once_with_a_line_for_each_problem(number, tried):
+    lines, (code, out, err, seconds) = BAD[number][1], tried[number]
+    assert code == 2 and out == "" and "Traceback" not in err
+    found = err.splitlines()
     assert len(found) == len(lines), found
     for line, words in zip(found, lines, strict=True):
         assert line.startswith("error: ") and words in line
     assert seconds < 1.0
+
+
+@pytest.mark.parametrize("number", [0, len(BAD) - 1])
+def test_it_is_so_for_the_program_itself(number, tried, tmp_path):
+    done, seconds = start(BAD[number][0], tmp_path)
+    assert [done.returncode, done.stdout, done.stderr] == tried[number][:3] and seconds < 1.0
 
 
 def test_there_are_enough_bad_command_lines():
