@@ -51,6 +51,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason="needs a GPU"))
 
 
+def pytest_collection(session: pytest.Session) -> None:
+    """Where the whole suite is asked for, the server of `tests.forkrun` starts while tests are collected."""
+    if session.config.args_source is not pytest.Config.ArgsSource.ARGS and not session.config.option.collectonly:
+        from tests import forkrun
+
+        forkrun.start_server()
+
+
 def _count(config: pytest.Config, report: pytest.TestReport | pytest.CollectReport) -> None:
     """Note one skip with its reason; `longrepr` of a skip is (path, line, reason)."""
     reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)

@@ -18,6 +18,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from multiprocessing import forkserver
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
@@ -31,12 +32,18 @@ class RanksFailed(AssertionError):
     """A rank raised, died or ran out of time; the text holds the first failing rank's traceback, once."""
 
 
+def start_server() -> None:
+    """Let the server of the ranks load torch in the background, before the first test asks for it."""
+    _context()
+    forkserver.ensure_running()
+
+
 def _context() -> multiprocessing.context.ForkServerContext:
-    """The fork server's context; the server starts with the first rank and lives as long as the test session."""
+    """The fork server's context; the server lives as long as the test session."""
     context = multiprocessing.get_context("forkserver")
     modules = ["torch", "torch.distributed", "torch._dynamo", "numpy", "pytest", "megatron.training.loop",
                "megatron.training.kernel_lines", "megatron.config.command_line", "megatron.checkpoint.object_store",
-               "tests.runs", "tests.e2e.programs"]
+               "tests.runs", "tests.e2e.programs", "tensorboard.backend.event_processing.event_accumulator"]
     context.set_forkserver_preload(modules)
     return context
 

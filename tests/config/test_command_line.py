@@ -179,9 +179,15 @@ def test_help_is_quick_and_needs_no_torch(tmp_path):
 @pytest.mark.parametrize("launched", ["--local-rank=0", "--local_rank 0", "--local_rank=0", "--local-rank 0"])
 def test_what_the_launcher_puts_before_the_flags_is_accepted(launched, tmp_path):
     if launched == "--local-rank=0":
-        done, _ = start(f"{launched} {GOOD} --dry-run", tmp_path)
+        done, _ = start(f"{launched} {GOOD} --dry-run", tmp_path, PYTHONPATH=without_torch(tmp_path))
         assert done.returncode == 0 and done.stderr == ""
     assert command_line.read(f"{launched} {GOOD}".split(), {}).config.parallel.local_rank == 0
+
+
+def without_torch(folder: Path) -> str:
+    """A PYTHONPATH for programs that are not to load it, which takes longer than a plan."""
+    (folder / "torch.py").write_text("raise ImportError('no torch here')")
+    return str(folder)
 
 
 def test_a_dry_run_needs_nothing_and_prints_the_plan(tmp_path):
@@ -200,8 +206,7 @@ def test_a_dry_run_needs_nothing_and_prints_the_plan(tmp_path):
 
 
 def test_a_dry_run_without_torch_prints_the_plan_at_once(tmp_path):
-    (tmp_path / "torch.py").write_text("raise ImportError('no torch here')")
-    done, seconds = start(f"{GOOD} --dry-run", tmp_path, PYTHONPATH=str(tmp_path))
+    done, seconds = start(f"{GOOD} --dry-run", tmp_path, PYTHONPATH=without_torch(tmp_path))
     assert (done.returncode, done.stderr) == (0, "") and seconds < 1.0
     assert "parameters: 110336" in done.stdout
     assert done.stdout.splitlines()[-1] == "kernels: not known on this machine: no torch here"
@@ -209,8 +214,9 @@ def test_a_dry_run_without_torch_prints_the_plan_at_once(tmp_path):
 
 def test_a_dry_run_shows_what_would_be_read(tmp_path):
     prefix = write_corpus(tmp_path / "a", [99] * 50)
+    words, path = f"{GOOD.replace('--mock-data', '')} --split 1,0,0 --data-path {prefix} --dry-run", without_torch(tmp_path)
     before = sorted(tmp_path.rglob("*"))
-    done, _ = start(f"{GOOD.replace('--mock-data', '')} --split 1,0,0 --data-path {prefix} --dry-run", tmp_path)
+    done, _ = start(words, tmp_path, PYTHONPATH=path, PYTHONDONTWRITEBYTECODE="1")
     assert done.returncode == 0, done
     row = done.stdout.partition("\ndata:\n")[2].splitlines()[1].split()
     assert row[:4] == ["train", prefix, "50", "4,950"] and row[5:7] == ["100.000", "%"], done.stdout
@@ -219,7 +225,7 @@ def test_a_dry_run_shows_what_would_be_read(tmp_path):
 
 def test_files_of_flags_and_who_wins(tmp_path):
     (tmp_path / "a.args").write_text(f"# small\n{GOOD} --seed 7\n")
-    done, _ = start("--seed 8 @a.args --dry-run --num-layers 3", tmp_path)
+    done, _ = start("--seed 8 @a.args --dry-run --num-layers 3", tmp_path, PYTHONPATH=without_torch(tmp_path))
     assert done.returncode == 0 and "3 layers" in done.stdout
 
 
