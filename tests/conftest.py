@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import shutil
@@ -57,6 +58,11 @@ def pytest_collection(session: pytest.Session) -> None:
         from tests import forkrun
 
         forkrun.start_server()
+
+
+def pytest_collection_finish() -> None:
+    """What is loaded by now stays: no collection of garbage, above all none that a test asks for, searches it again."""
+    gc.freeze()
 
 
 def _count(config: pytest.Config, report: pytest.TestReport | pytest.CollectReport) -> None:

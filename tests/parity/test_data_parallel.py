@@ -7,8 +7,8 @@ LAYOUTS = [(1, 1), (1, 4), (2, 1), (2, 2), (2, 4), (4, 1), (4, 2)]
 
 
 def argv(data: str, micro_batch: int, extra: list[str]) -> list[str]:
-    return [*SMALL, *NO_DROPOUT, "--fp64", "--data-path", data, "--split", "90,10,0", "--train-iters", "10" if extra else "20",
-            "--micro-batch-size", str(micro_batch), *extra]
+    return [*SMALL, *NO_DROPOUT, "--fp64", "--data-path", data, "--split", "90,10,0",
+            "--train-iters", "10" if extra else "20", "--micro-batch-size", str(micro_batch), *extra]
 
 
 MASKED = ["--eod-mask-loss", "--reset-attention-mask", "--reset-position-ids"]
