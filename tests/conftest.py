@@ -54,6 +54,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection(session: pytest.Session) -> None:
     """Where the whole suite is asked for, the server of `tests.forkrun` starts while tests are collected."""
+    gc.disable()
     if session.config.args_source is not pytest.Config.ArgsSource.ARGS and not session.config.option.collectonly:
         from tests import forkrun
 
@@ -63,6 +64,7 @@ def pytest_collection(session: pytest.Session) -> None:
 def pytest_collection_finish() -> None:
     """What is loaded by now stays: no collection of garbage, above all none that a test asks for, searches it again."""
     gc.freeze()
+    gc.enable()
 
 
 def _count(config: pytest.Config, report: pytest.TestReport | pytest.CollectReport) -> None:
