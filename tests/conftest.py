@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import shutil
@@ -49,6 +50,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="needs a GPU"))
+
+
+def pytest_collection(session: pytest.Session) -> None:
+    """Where the whole suite is asked for, the server of `tests.forkrun` starts while tests are collected."""
+    gc.disable()
+    if session.config.args_source is not pytest.Config.ArgsSource.ARGS and not session.config.option.collectonly:
+        from tests import forkrun
+
+        forkrun.start_server()
+
+
+def pytest_collection_finish() -> None:
+    """What is loaded by now stays: no collection of garbage, above all none that a test asks for, searches it again."""
+    gc.freeze()
+    gc.enable()
 
 
 def _count(config: pytest.Config, report: pytest.TestReport | pytest.CollectReport) -> None:

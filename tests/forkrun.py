@@ -7,31 +7,43 @@ torch can deadlock), meet over a file instead of a port, and use one thread each
 from __future__ import annotations
 
 import contextlib
+import gc
 import multiprocessing
 import os
 import pickle
+import re
 import shutil
 import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from multiprocessing import forkserver
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 OUTPUT_SHOWN = 4000  # characters of a failing rank's own output
+LOST_CONNECTION = re.compile(r"gloo|connection|\bpeer\b|socket|broken pipe", re.IGNORECASE)
 
 
 class RanksFailed(AssertionError):
     """A rank raised, died or ran out of time; the text holds the first failing rank's traceback, once."""
 
 
+def start_server() -> None:
+    """Let the server of the ranks load torch in the background, before the first test asks for it."""
+    _context()
+    forkserver.ensure_running()
+
+
 def _context() -> multiprocessing.context.ForkServerContext:
-    """The fork server's context; the server starts with the first rank and lives as long as the test session."""
+    """The fork server's context; the server lives as long as the test session."""
     context = multiprocessing.get_context("forkserver")
-    modules = ["torch", "torch.distributed", "torch._dynamo", "numpy", "pytest", "megatron.training.loop"]
+    modules = ["torch", "torch.distributed", "torch._dynamo", "numpy", "pytest", "megatron.training.loop",
+               "megatron.training.kernel_lines", "megatron.config.command_line", "megatron.checkpoint.object_store",
+               "tests.runs", "tests.e2e.programs", "tensorboard.backend.event_processing.event_accumulator"]
     context.set_forkserver_preload(modules)
     return context
 
@@ -49,6 +61,7 @@ def _join_group(rank: int, world: int, store: str, seconds: float) -> None:
 
 def _rank_main(rank: int, world: int, job: bytes, setting: dict[str, Any], pipe: Any) -> None:
     """The body of one rank: take over the caller's surroundings, call the function, send back a result or traceback."""
+    gc.freeze()         # what the server loaded is nobody's garbage: collections need not walk through it
     output = os.open(setting["output"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     for stream in (1, 2):
         os.dup2(output, stream)
@@ -81,9 +94,9 @@ def _tail(path: Path) -> str:
     return f"\n--- what it printed last ---\n{text}" if text else ""
 
 
-def _raise_for_the_dead(processes: list, outputs: list[Path]) -> None:
-    """RanksFailed for a rank that is gone without having said why, if there is one."""
-    wait([process.sentinel for process in processes], timeout=0.5)
+def _raise_for_the_dead(processes: list, outputs: list[Path], seconds: float) -> None:
+    """RanksFailed for a rank that is gone without having said why, if there is one within this time."""
+    wait([process.sentinel for process in processes], timeout=seconds)
     for rank, process in enumerate(processes):
         if process.exitcode is not None:
             text = f"rank {rank} of {len(processes)} died, exit code {process.exitcode}"
@@ -108,10 +121,11 @@ def _collect(processes: list, pipes: list, seconds: float, outputs: list[Path]) 
                 kind, value = pickle.loads(pipe.recv_bytes())
             except (EOFError, ConnectionResetError):
                 processes[rank].join(5)
-                _raise_for_the_dead(processes, outputs)
+                _raise_for_the_dead(processes, outputs, 0.5)
                 raise RanksFailed(f"rank {rank} of {world} closed its pipe{_tail(outputs[rank])}") from None
             if kind == "traceback":
-                _raise_for_the_dead(processes, outputs)     # whom this one may have lost its connection to
+                # Who lost a connection has perhaps lost it to one that died, whose end is seen a little later.
+                _raise_for_the_dead(processes, outputs, 0.5 if LOST_CONNECTION.search(value) else 0.0)
                 raise RanksFailed(f"rank {rank} of {world} failed:\n{value}{_tail(outputs[rank])}")
             results[rank] = value
     return [results[rank] for rank in range(world)]

@@ -32,7 +32,8 @@ def rewrite(path: Path, age: float = 0.0, **changes) -> None:
     os.utime(path, (then, then))
 
 
-def test_held_then_free(tmp_path):
+def test_held_then_free(tmp_path, monkeypatch):
+    monkeypatch.setattr(lock, "LEAVING_SECONDS", 0.1)
     with lock.held(str(tmp_path / "new/run")) as held:
         assert names(tmp_path / "new/run") == [".lock.000001"]
         held.check()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import resource
 import subprocess
 import sys
@@ -92,15 +93,48 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize(("flags", "lines"), BAD, ids=[f"{n}" for n in range(len(BAD))])
-def test_a_bad_command_line_ends_at_once_with_a_line_for_each_problem(flags, lines, tmp_path):
-    done, seconds = start(flags, tmp_path)
-    assert done.returncode == 2 and done.stdout == "" and "Traceback" not in done.stderr
-    found = done.stderr.splitlines()
+# One interpreter gives the script's main each command line of argv[1]: [exit code, stdout, stderr, seconds of CPU].
+TRY_ALL = """
+import contextlib, io, json, runpy, sys, time
+main, found = runpy.run_path(PROGRAM)["main"], []
+for words in json.loads(sys.argv[1]):
+    before, code = time.process_time(), 0
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
+        try:
+            main(words)
+        except SystemExit as left:
+            code = left.code
+    found.append([code, out.getvalue(), err.getvalue(), time.process_time() - before])
+    assert "torch" not in sys.modules and "numpy" not in sys.modules, words
+print(json.dumps(found))
+"""
+
+
+@pytest.fixture(scope="module")
+def tried(tmp_path_factory) -> list[list]:
+    """[exit code, stdout, stderr, seconds] of each of the bad command lines, in a directory with nothing in it."""
+    code = TRY_ALL.replace("PROGRAM", repr(str(ROOT / "pretrain_gpt.py")))
+    done = subprocess.run([sys.executable, "-c", code, json.dumps([flags.split() for flags, _ in BAD])], text=True,
+                          cwd=tmp_path_factory.mktemp("empty"), capture_output=True, env={"PATH": "/usr/bin:/bin"})
+    assert done.returncode == 0 and done.stderr == "", done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("number", range(len(BAD)))
+def test_a_bad_command_line_ends_at_once_with_a_line_for_each_problem(number, tried):
+    lines, (code, out, err, seconds) = BAD[number][1], tried[number]
+    assert code == 2 and out == "" and "Traceback" not in err
+    found = err.splitlines()
     assert len(found) == len(lines), found
     for line, words in zip(found, lines, strict=True):
         assert line.startswith("error: ") and words in line
     assert seconds < 1.0
+
+
+@pytest.mark.parametrize("number", [0, len(BAD) - 1])
+def test_it_is_so_for_the_program_itself(number, tried, tmp_path):
+    done, seconds = start(BAD[number][0], tmp_path)
+    assert [done.returncode, done.stdout, done.stderr] == tried[number][:3] and seconds < 1.0
 
 
 def test_there_are_enough_bad_command_lines():
@@ -145,9 +179,15 @@ def test_help_is_quick_and_needs_no_torch(tmp_path):
 @pytest.mark.parametrize("launched", ["--local-rank=0", "--local_rank 0", "--local_rank=0", "--local-rank 0"])
 def test_what_the_launcher_puts_before_the_flags_is_accepted(launched, tmp_path):
     if launched == "--local-rank=0":
-        done, _ = start(f"{launched} {GOOD} --dry-run", tmp_path)
+        done, _ = start(f"{launched} {GOOD} --dry-run", tmp_path, PYTHONPATH=without_torch(tmp_path))
         assert done.returncode == 0 and done.stderr == ""
     assert command_line.read(f"{launched} {GOOD}".split(), {}).config.parallel.local_rank == 0
+
+
+def without_torch(folder: Path) -> str:
+    """A PYTHONPATH for programs that are not to load it, which takes longer than a plan."""
+    (folder / "torch.py").write_text("raise ImportError('no torch here')")
+    return str(folder)
 
 
 def test_a_dry_run_needs_nothing_and_prints_the_plan(tmp_path):
@@ -166,8 +206,7 @@ def test_a_dry_run_needs_nothing_and_prints_the_plan(tmp_path):
 
 
 def test_a_dry_run_without_torch_prints_the_plan_at_once(tmp_path):
-    (tmp_path / "torch.py").write_text("raise ImportError('no torch here')")
-    done, seconds = start(f"{GOOD} --dry-run", tmp_path, PYTHONPATH=str(tmp_path))
+    done, seconds = start(f"{GOOD} --dry-run", tmp_path, PYTHONPATH=without_torch(tmp_path))
     assert (done.returncode, done.stderr) == (0, "") and seconds < 1.0
     assert "parameters: 110336" in done.stdout
     assert done.stdout.splitlines()[-1] == "kernels: not known on this machine: no torch here"
@@ -175,8 +214,9 @@ def test_a_dry_run_without_torch_prints_the_plan_at_once(tmp_path):
 
 def test_a_dry_run_shows_what_would_be_read(tmp_path):
     prefix = write_corpus(tmp_path / "a", [99] * 50)
+    words, path = f"{GOOD.replace('--mock-data', '')} --split 1,0,0 --data-path {prefix} --dry-run", without_torch(tmp_path)
     before = sorted(tmp_path.rglob("*"))
-    done, _ = start(f"{GOOD.replace('--mock-data', '')} --split 1,0,0 --data-path {prefix} --dry-run", tmp_path)
+    done, _ = start(words, tmp_path, PYTHONPATH=path, PYTHONDONTWRITEBYTECODE="1")
     assert done.returncode == 0, done
     row = done.stdout.partition("\ndata:\n")[2].splitlines()[1].split()
     assert row[:4] == ["train", prefix, "50", "4,950"] and row[5:7] == ["100.000", "%"], done.stdout
@@ -185,7 +225,7 @@ def test_a_dry_run_shows_what_would_be_read(tmp_path):
 
 def test_files_of_flags_and_who_wins(tmp_path):
     (tmp_path / "a.args").write_text(f"# small\n{GOOD} --seed 7\n")
-    done, _ = start("--seed 8 @a.args --dry-run --num-layers 3", tmp_path)
+    done, _ = start("--seed 8 @a.args --dry-run --num-layers 3", tmp_path, PYTHONPATH=without_torch(tmp_path))
     assert done.returncode == 0 and "3 layers" in done.stdout
 
 

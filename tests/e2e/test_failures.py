@@ -13,6 +13,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
+from torch.utils.data._utils import worker as data_worker
 
 from megatron.checkpoint import store
 from megatron.parallel import context
@@ -106,6 +107,7 @@ def result(folder: Path, world: int, hooks: list[tuple], *extra: str) -> dict:
 
 
 def run_hooks(rank: int, world: int, folder: Path, ranks: int, hooks: list[tuple], extra) -> dict:
+    data_worker.MP_STATUS_CHECK_INTERVAL = 1.0          # how often one that lives on looks for its parent; torch's is 5
     return ended(folder, ranks, [on_rank(*hook) for hook in hooks], extra)
 
 
@@ -154,7 +156,7 @@ def test_sys_exit_of_one_rank(folder):
 
 @pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.campaign)])
 def test_a_killed_rank(folder, rank):
-    """With data workers, which hold copies of its connections and outlive it for some seconds."""
+    """With data workers, which hold copies of its connections and outlive it for a second."""
     found = result(folder, 3, [(rank, kill, LOOP, "train_step", 3)], "--global-batch-size", "6", "--num-workers", "1")
     assert found["codes"] == [-signal.SIGKILL if r == rank else 1 for r in range(3)]
     (line,) = found["terminal"].splitlines()

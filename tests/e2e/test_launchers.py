@@ -35,12 +35,12 @@ def folder(tmp_path) -> Path:
     return tmp_path
 
 
-@pytest.fixture
-def two_ranks(folder, monkeypatch) -> Finished:
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory) -> Finished:
     """What two ranks compute, here forked."""
-    monkeypatch.chdir(folder)
-    words = argv(folder)
-    words[words.index("--save"):words.index("--save-interval")] = ["--save", "two/save"]
+    folder = tmp_path_factory.mktemp("two")
+    words = [*argv(folder), "--data-path", write_text(folder / "text", 260), "--save", str(folder / "two/save")]
+    del words[words.index("--load"):words.index("--save-interval")]
     return train(folder / "two", words, 2)
 
 

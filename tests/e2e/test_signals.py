@@ -1,9 +1,11 @@
 """Signals and Ctrl-C as they reach a run: what it says, its exit code, what it leaves, and that it goes on."""
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,7 @@ from megatron.checkpoint import store
 from megatron.training import loop, signals
 from tests.e2e.programs import Program, fork_program, fork_ranks
 from tests.forkrun import run_ranks
-from tests.runs import SMALL, same_tensors, train, write_text
+from tests.runs import SMALL, Finished, same_tensors, train, write_text
 
 ITERATIONS, SAVE_EVERY = 12, 4
 EXACT = ("iteration", "lm_loss", "grad_norm", "learning_rate", "consumed_samples")
@@ -65,10 +67,21 @@ def ended(programs: list[Program]) -> list[tuple[int, str, list[int]]]:
     return [(p.end(), p.err, p.left_behind()) for p in programs]
 
 
-def assert_goes_on(folder: Path, world: int = 1) -> None:
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory) -> Callable[[int], Finished]:
+    """The run on so many ranks that was never interrupted."""
+    @functools.cache
+    def run(world: int) -> Finished:
+        folder = tmp_path_factory.mktemp("straight")
+        write_text(folder / "text", 260)
+        return train(folder / "run", argv(folder / "run"), world)
+
+    return run
+
+
+def assert_goes_on(folder: Path, straight: Finished, world: int = 1) -> None:
     """The same command ends the run, and it is the run that was never interrupted."""
     resumed = train(folder, argv(folder), world)
-    straight = train(folder.parent / "straight", argv(folder.parent / "straight"), world)
     assert resumed.series(*EXACT) == straight.series(*EXACT) and len(straight.rows) == ITERATIONS
     same_tensors(resumed.tensors(), straight.tensors())
 
@@ -97,17 +110,17 @@ def interrupt_in_save(rank: int, world: int, folder: Path) -> list:
     return interrupt(rank, world, folder, [], slow_save, "inside a save")
 
 
-def test_ctrl_c_in_training(folder):
+def test_ctrl_c_in_training(folder, straight):
     """With data workers: one line, exit code 130, nobody left, and the same command goes on bit for bit."""
     assert run_ranks(1, interrupt_in_training, folder, ["--num-workers", "2"]) == [[(130, GOES_ON, [])]]
     assert store.latest(folder / "save") == SAVE_EVERY
-    assert_goes_on(folder)
+    assert_goes_on(folder, straight(1))
 
 
-def test_ctrl_c_inside_a_save(folder):
+def test_ctrl_c_inside_a_save(folder, straight):
     assert run_ranks(1, interrupt_in_save, folder) == [[(130, GOES_ON, [])]]
     assert store.latest(folder / "save") == SAVE_EVERY
-    assert_goes_on(folder)
+    assert_goes_on(folder, straight(1))
     assert [path.name for path in sorted((folder / "save").iterdir())] == [
         "iter_0000004", "iter_0000008", "iter_0000012", "latest_checkpointed_iteration.txt"]
 
@@ -139,9 +152,9 @@ def interrupt_ranks(rank: int, world: int, folder: Path) -> list:
     return ended(programs)
 
 
-def test_ctrl_c_with_two_ranks_is_said_once(folder):
+def test_ctrl_c_with_two_ranks_is_said_once(folder, straight):
     assert run_ranks(1, interrupt_ranks, folder) == [[(130, GOES_ON, []), (130, "", [])]]
-    assert_goes_on(folder, world=2)
+    assert_goes_on(folder, straight(2), world=2)
 
 
 def interrupt_without(rank: int, world: int, folder: Path, dropped: list[str], at: int) -> list:
@@ -179,7 +192,7 @@ def request(rank: int, world: int, folder: Path, ranks: int, to: list[int], numb
     (1, [0], signal.SIGTERM, ["--num-workers", "2"]), (1, [0], signal.SIGUSR1, []), (2, [1], signal.SIGTERM, []),
     pytest.param(2, [0, 1], signal.SIGTERM, [], marks=pytest.mark.campaign), (4, [0, 1, 2, 3], signal.SIGUSR1, [])],
     ids=["whole process group with workers", "USR1", "only one of two", "both of two", "all of four"])
-def test_a_request_saves_and_leaves(folder, ranks, to, number, extra):
+def test_a_request_saves_and_leaves(folder, straight, ranks, to, number, extra):
     """Every rank exits with 0 after the step that the request fell into; the line is Megatron's."""
     assert run_ranks(1, request, folder, ranks, to, number, extra) == [[(0, "", [])] * ranks]
     assert store.latest(folder / "save") == 6
@@ -187,7 +200,7 @@ def test_a_request_saves_and_leaves(folder, ranks, to, number, extra):
     assert log.splitlines()[-1].startswith("[exiting program after receiving SIGTERM.] datetime: ")
     assert log.count("exiting program") == 1
     if to == [1]:
-        assert_goes_on(folder, world=2)
+        assert_goes_on(folder, straight(2), world=2)
 
 
 def second_signal(rank: int, world: int, folder: Path) -> list:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import re
+import runpy
 import shlex
 import subprocess
 import sys
@@ -10,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.forkrun import run_ranks
 from tests.runs import plot
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -39,16 +43,28 @@ def commands(page: Path) -> list[list[str]]:
 
 
 def help_of(program: str) -> str:
-    done = subprocess.run([sys.executable, program, "--help"], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    """What `python PROGRAM --help` prints."""
+    text = io.StringIO()
+    sys.argv = [program, "--help"]
+    sys.path[0] = str((ROOT / program).parent)
+    with contextlib.redirect_stdout(text):
+        try:
+            runpy.run_path(str(ROOT / program), run_name="__main__")
+        except SystemExit as left:
+            assert not left.code, f"{program} --help: {left.code}"
+    return text.getvalue()
+
+
+def helps(rank: int, world: int, programs: list[str]) -> dict[str, set[str]]:
+    """The flags of each program, one after the other in a process that has torch loaded."""
+    return {program: set(re.findall(r"(?<![\w-])--[\w-]+", help_of(program))) for program in programs}
 
 
 @pytest.fixture(scope="module")
 def flags() -> dict[str, set[str]]:
     """The flags of each program, read off its --help."""
     programs = ["pretrain_gpt.py", *(name(tool) for tool in sorted((ROOT / "tools").glob("*.py")))]
-    return {program: set(re.findall(r"(?<![\w-])--[\w-]+", help_of(program))) for program in programs}
+    return run_ranks(1, helps, programs)[0]
 
 
 def check_flags(words: list[str], flags: dict[str, set[str]], where: str) -> None:

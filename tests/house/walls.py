@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -66,6 +67,12 @@ class Module:
         return self.path.removesuffix(".py").replace("/", ".")
 
 
+@functools.cache
+def _parsed(text: str, path: str) -> ast.Module:
+    """The tree of a file, which every wall reads and none changes."""
+    return ast.parse(text, filename=path)
+
+
 def read(root: Path, *places: str) -> Iterator[Module]:
     """Every Python file under the given folders (or the file itself), parsed; megatron/core is not ours."""
     for place in places:
@@ -77,7 +84,7 @@ def read(root: Path, *places: str) -> Iterator[Module]:
             text = file.read_text(encoding="utf-8")
             inside = path.removeprefix("megatron/") if path.startswith("megatron/") else ""
             home = inside.partition("/")[0].removesuffix(".py")
-            yield Module(path, inside, home, text, ast.parse(text, filename=path))
+            yield Module(path, inside, home, text, _parsed(text, path))
 
 
 def imports(tree: ast.AST) -> Iterator[tuple[ast.stmt | ast.expr, str]]:

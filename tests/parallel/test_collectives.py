@@ -22,10 +22,10 @@ def world_axis(rank: int, world: int) -> Axis:
     return ParallelContext(ParallelConfig(), world, rank).world
 
 
-def call(rank: int, world: int, name: str, args: tuple) -> tuple[torch.Tensor, torch.Tensor]:
-    """(result, the input afterwards) of a collective on this rank's part."""
-    x = part(rank)
-    return getattr(collectives, name)(x, world_axis(rank, world), *args), x
+def call(rank: int, world: int, names: tuple[str, ...], *args) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """(result, the input afterwards) of each of these collectives on this rank's part."""
+    axis, parts = world_axis(rank, world), [part(rank) for _ in names]
+    return [(getattr(collectives, name)(x, axis, *args), x) for name, x in zip(names, parts, strict=True)]
 
 
 @pytest.mark.parametrize("world", WORLDS)
@@ -33,25 +33,24 @@ def call(rank: int, world: int, name: str, args: tuple) -> tuple[torch.Tensor, t
 def test_all_reduce(world, op):
     parts = torch.stack([part(rank) for rank in range(world)])
     expected = {"sum": parts.sum(0), "max": parts.amax(0), "min": parts.amin(0)}[op]
-    for rank, (result, after) in enumerate(run_ranks(world, call, "all_reduce", (op,))):
+    results = run_ranks(world, call, ("all_reduce", "all_reduce_"), op)
+    for rank, ((result, after), (in_place, changed)) in enumerate(results):
         torch.testing.assert_close(result, expected)
         assert torch.equal(after, part(rank))
-    for result, after in run_ranks(world, call, "all_reduce_", (op,)):
-        assert torch.equal(result, after)
-        torch.testing.assert_close(result, expected)
+        assert torch.equal(in_place, changed)
+        torch.testing.assert_close(in_place, expected)
 
 
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("dim", [0, 1, -1])
 def test_gather_scatter_and_slice(world, dim):
     parts = [part(rank) for rank in range(world)]
-    for result, _ in run_ranks(world, call, "all_gather", (dim,)):
-        assert torch.equal(result, torch.cat(parts, dim))
     shards = sum(parts).chunk(world, dim)
-    for rank, (result, _) in enumerate(run_ranks(world, call, "reduce_scatter", (dim,))):
-        torch.testing.assert_close(result, shards[rank])
-    for rank, (result, _) in enumerate(run_ranks(world, call, "my_slice", (dim,))):
-        assert torch.equal(result, parts[rank].chunk(world, dim)[rank]) and result.is_contiguous()
+    for rank, results in enumerate(run_ranks(world, call, ("all_gather", "reduce_scatter", "my_slice"), dim)):
+        (gathered, _), (scattered, _), (mine, _) = results
+        assert torch.equal(gathered, torch.cat(parts, dim))
+        torch.testing.assert_close(scattered, shards[rank])
+        assert torch.equal(mine, parts[rank].chunk(world, dim)[rank]) and mine.is_contiguous()
 
 
 def scatter_both_ways(rank: int, world: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -101,7 +100,7 @@ def test_reduce_scatter_and_gather_in_place(world, dtype):
 
 @pytest.mark.parametrize("world", WORLDS)
 def test_broadcast_and_objects(world):
-    for result, after in run_ranks(world, call, "broadcast_", (1,)):
+    for [(result, after)] in run_ranks(world, call, ("broadcast_",), 1):
         assert torch.equal(result, part(1)) and torch.equal(after, part(1))
     assert run_ranks(world, gather) == [[{"rank": rank, "text": "x" * rank} for rank in range(world)]] * world
 

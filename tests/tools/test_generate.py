@@ -12,13 +12,14 @@ import pytest
 from megatron.training.trained_model import open_trained_model
 from tests.data.vocabularies import write_tiktoken
 from tests.load_tool import load_tool
+from tests.runs import train
 
 ROOT = Path(__file__).resolve().parents[2]
 TOOL = ROOT / "tools" / "generate.py"
 TRAIN = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 16 --max-position-embeddings 16 "
     "--micro-batch-size 2 --train-iters 4 --lr 1e-2 --save-interval 2 --eval-iters 0 --mock-data --vocab-size 50 "
-    "--save run --device cpu --num-workers 0"
+    "--device cpu --num-workers 0"
 ).split()
 
 
@@ -26,7 +27,7 @@ TRAIN = (
 def run(tmp_path_factory) -> Path:
     """A run directory with the iterations 2 and 4 of a model of numbers below 50."""
     folder = tmp_path_factory.mktemp("trained")
-    subprocess.run([sys.executable, str(ROOT / "pretrain_gpt.py"), *TRAIN], cwd=folder, check=True, capture_output=True)
+    train(folder / "log", [*TRAIN, "--save", str(folder / "run")])
     return folder / "run"
 
 
@@ -91,8 +92,7 @@ def test_the_vocabulary_is_that_of_the_training_flags(tmp_path, talk):
     path = write_tiktoken(tmp_path / "v.json", [b"aB"])
     flags = [word if word != "50" else "265" for word in TRAIN] + ["--tokenizer-type", "TikTokenizer"]
     flags += ["--tokenizer-model", path, "--tiktoken-num-special-tokens", "8", "--tiktoken-pattern", "v1"]
-    command = [sys.executable, str(ROOT / "pretrain_gpt.py"), *flags]
-    subprocess.run(command, cwd=tmp_path, check=True, capture_output=True)
+    train(tmp_path / "log", [*flags, "--save", str(tmp_path / "run")])
     there = shutil.move(path, tmp_path / "moved.json")
     code, text, errors = talk(tmp_path / "run", "aBa", "--tokenizer-model", there, "--max-new-tokens", 2)
     assert code == 0 and text.startswith("aBa"), errors

@@ -74,7 +74,9 @@ def test_a_failure_counts_before_a_death_and_the_first_death_before_others(monke
     assert ranks.told(2) == dict.fromkeys((0, 2), End(ranks.places[3], "because"))
     ranks = Ranks(4, 4, monkeypatch)
     ranks.die(3)
-    time.sleep(0.2)
+    patience = time.monotonic() + 10.0
+    while not ranks.hub._ends and time.monotonic() < patience:
+        time.sleep(0.01)
     ranks.die(1)
     assert ranks.told(2) == dict.fromkeys((0, 2), End(ranks.places[3], DIED, silent=True))
 
@@ -88,18 +90,22 @@ def test_the_end_of_rank_0_is_seen_by_the_others(monkeypatch):
 
 
 def test_a_run_that_is_over_is_no_death(monkeypatch):
+    monkeypatch.setattr(lifeline, "DEATH_COUNTS_AFTER", 0.1)
+    monkeypatch.setattr(lifeline, "OTHERS_GO_WITHIN", 0.2)
     ranks = Ranks(3, 3, monkeypatch)
     for line in reversed(ranks.lines):
         line.close()
     ranks.hub.finish()
     for rank in (2, 1, 0):
         ranks.die(rank)
-    time.sleep(1.0)
-    assert ranks.ended.empty() and not ranks.hub._thread.is_alive()
+    time.sleep(0.4)
+    assert ranks.ended.empty()
+    ranks.hub._thread.join(10.0)
+    assert not ranks.hub._thread.is_alive()
     ranks = Ranks(3, 3, monkeypatch)                                # rank 0 is done first
     ranks.lines[0].close()
     ranks.hub.finish()
-    time.sleep(1.0)
+    time.sleep(0.4)
     assert ranks.ended.empty()
 
 
@@ -132,6 +138,7 @@ def test_who_is_missing_is_said(monkeypatch, capsys):
 @pytest.mark.parametrize("said", [b"GET / HTTP/1.1\r\n\r\n", b"[]\n", b"{}\n", b"\xff\xff\n",
                                   json.dumps({"kind": "hello", "token": "guess", "place": {}}).encode() + b"\n"])
 def test_strangers_on_the_port_are_shown_out(monkeypatch, said):
+    monkeypatch.setattr(lifeline, "SPOKEN_COUNTS_AFTER", 0.05)
     ranks = Ranks(2, 2, monkeypatch)
     with socket.create_connection(("127.0.0.1", ranks.hub.port), 5) as stranger:
         stranger.sendall(said)

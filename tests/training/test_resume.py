@@ -9,10 +9,11 @@ from tests.runs import SMALL, same_tensors, train, write_text
 EXACT = ("iteration", "lm_loss", "grad_norm", "learning_rate", "loss_scale", "consumed_samples", "skipped")
 
 
-def flags(folder: Path, data: str, iterations: int, extra: list[str]) -> list[str]:
+def flags(folder: Path, data: str, part: int, extra: list[str]) -> list[str]:
+    """A run of four times `part` iterations that saves after each part."""
     save = str(folder / "save")
-    return [*SMALL, *extra, "--data-path", data, "--split", "90,10,0", "--train-iters", str(iterations), "--save", save,
-            "--load", save, "--save-interval", "10"]
+    return [*SMALL, *extra, "--data-path", data, "--split", "90,10,0", "--train-iters", str(4 * part), "--save", save,
+            "--load", save, "--save-interval", str(part)]
 
 
 CASES = {
@@ -36,14 +37,15 @@ OFTEN = ("two ranks", "bf16, untied, rope, swiglu, RMSNorm, GQA")
     case if case in OFTEN else pytest.param(case, marks=pytest.mark.campaign) for case in CASES])
 def test_killed_twice_and_resumed(case, tmp_path):
     world, extra = CASES[case]
-    data = write_text(tmp_path / "text", 260)                         # 320 samples take more than one epoch of this
-    straight = train(tmp_path / "straight", flags(tmp_path / "straight", data, 40, extra), world)
-    assert [row["iteration"] for row in straight.rows] == list(range(1, 41))
-    argv = flags(tmp_path / "killed", data, 40, extra)
-    train(tmp_path / "killed", argv, world, kill_at=15)               # dies in 15, resumes from 10
-    train(tmp_path / "killed", argv, world, kill_at=17)               # dies in 27, resumes from 20
+    part = 5 if case in OFTEN else 10
+    data = write_text(tmp_path / "text", 26 * part)                   # the samples of the run are more than an epoch of this
+    straight = train(tmp_path / "straight", flags(tmp_path / "straight", data, part, extra), world)
+    assert [row["iteration"] for row in straight.rows] == list(range(1, 4 * part + 1))
+    argv = flags(tmp_path / "killed", data, part, extra)
+    train(tmp_path / "killed", argv, world, kill_at=part + 3)         # dies in that one, resumes from `part`
+    train(tmp_path / "killed", argv, world, kill_at=part + 4)         # dies in 2 * part + 4, resumes from 2 * part
     resumed = train(tmp_path / "killed", argv, world)
-    assert "at iteration 20\n" in resumed.log + resumed.first_rank_log
+    assert f"at iteration {2 * part}\n" in resumed.log + resumed.first_rank_log
     assert resumed.series(*EXACT) == straight.series(*EXACT)
     same_tensors(resumed.tensors(), straight.tensors())
     if "fp16" in case:
