@@ -10,9 +10,9 @@ from megatron.data.indexed_dataset import IndexedDatasetBuilder
 from tests.forkrun import ROOT
 from tests.runs import NO_DROPOUT, train
 
-STEPS, LAST = 500, 20
+STEPS, LAST = 500, 50
 RUN = ("--num-layers 6 --hidden-size 384 --num-attention-heads 6 --seq-length 128 --max-position-embeddings 128 --bf16 "
-       "--tokenizer-type NullTokenizer --vocab-size 255 --micro-batch-size 4 --global-batch-size 4 --lr 1e-3 --min-lr 1e-4 "
+       "--tokenizer-type NullTokenizer --vocab-size 255 --micro-batch-size 8 --global-batch-size 8 --lr 6e-4 --min-lr 0 "
        "--lr-decay-style cosine --lr-warmup-iters 50 --train-iters 500 --log-interval 1 --eval-iters 0 --split 95,5,0 "
        "--num-workers 0 --device cpu").split()
 RECIPES = {"tensorwise": ["--fp8-format", "hybrid", "--fp8-recipe", "tensorwise"],
@@ -32,7 +32,11 @@ def write_bytes(prefix: Path) -> str:
 
 @pytest.mark.sweep
 def test_the_loss_is_within_half_a_percent_of_bf16(tmp_path):
-    """Means of the last 20 steps, which see the same samples (about 20 minutes on two cores)."""
+    """Means of the last 50 steps, which see the same samples (about 20 minutes on two cores).
+
+    The rate falls to 0 and batches are not small: else weights still jump at the end, and two runs in bf16 that round
+    differently are as far from each other as those compared here.
+    """
     argv = [*RUN, *NO_DROPOUT, "--data-path", write_bytes(tmp_path / "text")]
 
     def mean(name: str, flags: list[str]) -> float:
