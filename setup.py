@@ -4,6 +4,7 @@ There is no pyproject.toml: this file alone works under old and new pip, with bu
 pybind11) and without, with a C++ compiler (the helpers are built) and without (numpy answers the same, slower).
 """
 
+import platform
 from pathlib import Path
 
 from setuptools import find_namespace_packages, setup
@@ -26,9 +27,14 @@ extensions = []
 if Pybind11Extension is not None:
     for name, source in (("megatron.data.helpers_cpp", "megatron/data/helpers.cpp"),
                          ("megatron.checkpoint.read_sums_cpp", "megatron/checkpoint/read_sums.cpp")):
-        helper = Pybind11Extension(name, [source], cxx_std=17, extra_compile_args=["-O3"])
-        helper.optional = True
-        extensions.append(helper)
+        extensions.append(Pybind11Extension(name, [source], cxx_std=17, extra_compile_args=["-O3"]))
+    for level in ("v3", "v4") if platform.machine() in ("x86_64", "AMD64") else ():  # AVX2, AVX512; native.py takes one
+        extensions.append(Pybind11Extension(
+            f"megatron.kernels.rows_{level}", ["megatron/kernels/rows.cpp"], cxx_std=17,
+            depends=["megatron/kernels/vectors.h"], define_macros=[("MODULE", f"rows_{level}")],
+            extra_compile_args=["-O3", f"-march=x86-64-{level}", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi"]))
+for extension in extensions:
+    extension.optional = True
 
 setup(
     name="megatron-gpt-pretraining",

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megatron.kernels import native
 from megatron.kernels.blocks import for_each, pays_off, row_blocks, wide_dtype
 
 GELU_LINEAR = 2 * math.sqrt(2 / math.pi)  # tanh GELU is x sigmoid(GELU_LINEAR x + GELU_CUBIC x^3)
@@ -16,8 +17,22 @@ GELU_CUBIC = 0.044715 * GELU_LINEAR
 def gelu(x: Tensor, approximate: bool) -> Tensor:
     """GELU (Hendrycks and Gimpel 2016): the tanh form if `approximate`, else the exact one with erf. Any shape."""
     if approximate and pays_off(x):
-        return _TanhGelu.apply(x)
+        return (_NativeTanhGelu if native.runs(x) else _TanhGelu).apply(x)
     return F.gelu(x, approximate="tanh" if approximate else "none")
+
+
+class _NativeTanhGelu(torch.autograd.Function):
+    """Keeps its input."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return native.gelu(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_out: Tensor):
+        return native.gelu_grad(*ctx.saved_tensors, grad_out)
 
 
 class _TanhGelu(torch.autograd.Function):
@@ -78,6 +93,8 @@ class _SwiGlu(torch.autograd.Function):
     @staticmethod
     def forward(ctx, gate_up: Tensor) -> Tensor:
         ctx.save_for_backward(gate_up)
+        if native.runs(gate_up):
+            return native.swiglu(gate_up)
         source = gate_up.reshape(-1, *gate_up.shape[-2:])
         out = gate_up.new_empty(*gate_up.shape[:-2], gate_up.shape[-1])
         target = out.view(-1, out.shape[-1])
@@ -92,6 +109,8 @@ class _SwiGlu(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_out: Tensor):
         gate_up, = ctx.saved_tensors
+        if native.runs(gate_up):
+            return native.swiglu_grad(gate_up, grad_out)
         source = gate_up.reshape(-1, *gate_up.shape[-2:])
         grads = grad_out.reshape(-1, grad_out.shape[-1])
         target = torch.empty_like(source, memory_format=torch.contiguous_format)

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron.kernels import apex
+from megatron.kernels import apex, native
 
 BLOCK_ELEMENTS = 1 << 24  # of one fp32 copy of columns of a low-precision matrix: bounds the scratch memory
 
@@ -117,7 +117,7 @@ class _Linear(torch.autograd.Function):
         grad_x = grad_weight = grad_bias = reduced = None
         gathered = ctx.exchange.gather(x) if ctx.exchange and ctx.needs_input_grad[1] else None
         if ctx.needs_input_grad[2]:
-            grad_bias = rows.sum(0)
+            grad_bias = native.column_sums(rows) if native.runs(rows) else rows.sum(0)
         if len(_column_blocks(*rows.shape)) == 1:
             rows = rows.to(compute_dtype(x))  # once for both products
         if ctx.needs_input_grad[0]:

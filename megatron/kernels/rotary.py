@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from megatron.kernels import native
 from megatron.kernels.blocks import for_each, pays_off, row_blocks
 
 # Llama 3.1's context before it was lengthened, and the turns in it between which frequencies go over from slowed to kept.
@@ -97,6 +98,8 @@ class _Rotary(torch.autograd.Function):
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, sign: int, interleaved: bool) -> Tensor:
+    if not interleaved and x.dim() == 4 and cos.dtype in (x.dtype, torch.float32) and native.runs(x):
+        return native.rotate(x, cos, sin, sign)
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     wide, half = torch.promote_types(x.dtype, cos.dtype), cos.shape[-1]
 

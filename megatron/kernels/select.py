@@ -8,7 +8,7 @@ import torch
 from megatron.config.precision import PrecisionConfig
 from megatron.config.tree import Config
 from megatron.device import multiplies_fp8
-from megatron.kernels import apex, flash_attention, transformer_engine
+from megatron.kernels import apex, flash_attention, native, transformer_engine
 from megatron.kernels.attention import select_attention
 from megatron.kernels.block_attention import flash
 from megatron.kernels.blocks import pays_off
@@ -18,6 +18,7 @@ from megatron.kernels.linear import compute_dtype
 ATTENTION = {"fused": "sdpa", "local": "chunked", "unfused": "plain", "flash": "flash", "auto": "auto"}
 NAMES = {"sdpa": "torch's fused attention", "chunked": "blocks of query rows", "plain": "one matrix of scores",
          "flash": "flash-attn", "engine": "Transformer Engine"}
+NATIVE = "one pass in C++"
 ENGINE_ATTENTION = {"flash": "NVTE_FLASH_ATTN", "fused": "NVTE_FUSED_ATTN", "unfused": "NVTE_UNFUSED_ATTN"}
 
 
@@ -221,19 +222,16 @@ def _plain_attention_rows(operation: str, device: torch.device, dtype: torch.dty
 
 def _elementwise_rows(device: torch.device, dtype: torch.dtype, config: Config, kernels: Kernels) -> list[KernelRow]:
     model = config.model
-    in_rows = pays_off(torch.empty(0, device=device))
-    reasons = (("passes over runs of rows stay in the cache", "a trip to memory for every operation") if in_rows else
-               ("torch's own kernels are fused on this device", "every operation is a launch"))
-    rows = _norm_rows(device, dtype, config, kernels, in_rows, reasons)
+    rows = _norm_rows(device, dtype, config, kernels)
     fused = {"swiglu": (kernels.fused_swiglu, "--no-bias-swiglu-fusion"),
              "rotary": (kernels.fused_rotary, "--no-rope-fusion")}
     for operation in (model.activation, *["rotary"] * (model.positions == "rope")):
         wanted, flag = fused.get(operation, (True, ""))
-        if operation not in ("swiglu", "gelu (tanh)", "rotary"):
-            rows.append(KernelRow(operation, "torch", True, "there is no other one here"))
+        why_not = "pairs (2 i, 2 i + 1)" if operation == "rotary" and model.rotary_interleaved else None
+        if operation in ("geglu", "swiglu", "gelu (tanh)", "rotary"):
+            rows += _row_rivals(operation, device, dtype, None if wanted else flag, why_not)
         else:
-            rows += _pair(operation, ("runs of rows", "torch"), in_rows and wanted, reasons if wanted else
-                          (flag, "switched off"))
+            rows.append(KernelRow(operation, "torch", True, "there is no other one here"))
     rows.append(KernelRow("cross entropy", "runs of rows", True, "never holds a second copy of the logits"))
     rows.append(KernelRow("cross entropy", "torch", False, "holds two more copies of the logits"))
     if model.hidden_dropout or model.attention_dropout:
@@ -242,14 +240,32 @@ def _elementwise_rows(device: torch.device, dtype: torch.dtype, config: Config, 
     return rows
 
 
-def _norm_rows(device: torch.device, dtype: torch.dtype, config: Config, kernels: Kernels, in_rows: bool,
-               reasons: tuple[str, str]) -> list[KernelRow]:
+def _row_rivals(operation: str, device: torch.device, dtype: torch.dtype, flag: str | None = None,
+                why_not: str | None = None, in_rows: bool = True) -> list[KernelRow]:
+    """This suite's C++, formulas in runs of rows (unless there is none: `in_rows` False) and torch. `flag`: switches the
+    first two off; `why_not`: why the C++ cannot."""
+    if flag is not None:
+        rest = [KernelRow(operation, name, False, "switched off") for name in (NATIVE, *["runs of rows"] * in_rows)]
+        return [KernelRow(operation, "torch", True, flag), *rest]
+    on_cpu = pays_off(torch.empty(0, device=device))
+    why_not = why_not or (native.obstacle(device, dtype) if on_cpu else f"for a CPU, and this is a {device.type}")
+    if why_not is None:
+        return [KernelRow(operation, NATIVE, True, "one trip to memory"),
+                *[KernelRow(operation, "runs of rows", False, "each operation is a pass over the cache")] * in_rows,
+                KernelRow(operation, "torch", False, "more trips to memory" if in_rows else "no faster")]
+    rows = [KernelRow(operation, NATIVE, False, why_not)]
+    if not in_rows:
+        return [KernelRow(operation, "torch", True, "there is no other one here"), *rows]
+    return _pair(operation, ("runs of rows", "torch"), on_cpu,
+                 ("passes over runs of rows stay in the cache", "a trip to memory for every operation") if on_cpu else
+                 ("torch's own kernels are fused on this device", "every operation is a launch")) + rows
+
+
+def _norm_rows(device: torch.device, dtype: torch.dtype, config: Config, kernels: Kernels) -> list[KernelRow]:
     norm = config.model.normalization
     if kernels.engine is not None:
         return [KernelRow(norm, "Transformer Engine", True, "asked for")]
     if kernels.apex_norms:
         return [KernelRow(norm, "apex", True, "fused with its gradients"), *_off(norm, "torch", "apex is there")]
     rows = _off(norm, "apex", _apex_obstacle(device, dtype, config))
-    if norm == "RMSNorm":
-        return _pair(norm, ("runs of rows", "torch"), in_rows, reasons) + rows
-    return [KernelRow(norm, "torch", True, "there is no other one here"), *rows]
+    return _row_rivals(norm, device, dtype, in_rows=norm == "RMSNorm") + rows

@@ -4,15 +4,17 @@ import math
 import pytest
 import torch
 
-from megatron.kernels import blocks
+from megatron.kernels import blocks, native
 from megatron.kernels.reference import bias_gelu, geglu, gelu, squared_relu, swiglu
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
 
-@pytest.fixture(autouse=True, params=[1 << 18, 24], ids=["one run", "many runs"])
+@pytest.fixture(autouse=True, params=[1 << 18, 24, None], ids=["one run", "many runs", "C++"])
 def run_of_rows(request, monkeypatch):
-    monkeypatch.setattr(blocks, "BLOCK_ELEMENTS", request.param)
+    if request.param:
+        monkeypatch.setattr(blocks, "BLOCK_ELEMENTS", request.param)
+        monkeypatch.setattr(native, "runs", lambda x: False)
 
 
 def tanh_gelu(x):

@@ -46,8 +46,8 @@ def everything(libraries, monkeypatch):  # noqa: F811
     ({"attention_backend": "local"}, "attention", "torch's fused attention", "blocks of query rows"),
     ({"attention_backend": "unfused"}, "attention", "torch's fused attention", "one matrix of scores"),
     ({"masked_softmax_fusion": False}, "attention", "torch's fused attention", "one matrix of scores"),
-    ({"bias_swiglu_fusion": False}, "swiglu", "runs of rows", "torch"),
-    ({"apply_rope_fusion": False}, "rotary", "runs of rows", "torch"),
+    ({"bias_swiglu_fusion": False}, "swiglu", select.NATIVE, "torch"),
+    ({"apply_rope_fusion": False}, "rotary", select.NATIVE, "torch"),
     ({"bias_gelu_fusion": False, "swiglu": False}, "gelu (erf)", None, "torch"),
     ({"gradient_accumulation_fusion": False}, "weight gradients", "the layer itself", "autograd, then a sum"),
 ])  # fmt: skip
@@ -130,7 +130,7 @@ def test_the_error_is_one_line_and_an_exit_code():
 
 @pytest.mark.parametrize("flags", [{"torch_compile": True}, {"apply_layernorm_1p": True}])
 def test_apex_norms_stay_off_where_they_would_cost(everything, flags):
-    assert on(torch.bfloat16, normalization="RMSNorm", **flags)["RMSNorm"] == "runs of rows"
+    assert on(torch.bfloat16, normalization="RMSNorm", **flags)["RMSNorm"] == select.NATIVE
 
 
 @pytest.mark.parametrize("accumulation", [True, False])

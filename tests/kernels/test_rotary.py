@@ -2,16 +2,18 @@
 import pytest
 import torch
 
-from megatron.kernels import blocks
+from megatron.kernels import blocks, native
 from megatron.kernels.reference import apply_rotary, rotary_tables
 from megatron.kernels.rotary import slowed
 
 S, B, N, D = 9, 2, 3, 8
 
 
-@pytest.fixture(autouse=True, params=[1 << 18, 100], ids=["one run", "many runs"])
+@pytest.fixture(autouse=True, params=[1 << 18, 100, None], ids=["one run", "many runs", "C++"])
 def run_of_rows(request, monkeypatch):
-    monkeypatch.setattr(blocks, "BLOCK_ELEMENTS", request.param)
+    if request.param:
+        monkeypatch.setattr(blocks, "BLOCK_ELEMENTS", request.param)
+        monkeypatch.setattr(native, "runs", lambda x: False)
 
 
 def formula(x: torch.Tensor, positions: torch.Tensor, dim: int, base: float, interleaved: bool) -> torch.Tensor:

@@ -4,7 +4,7 @@ import torch
 
 from megatron.arguments import config_from
 from megatron.config.tree import Config
-from megatron.kernels import blocks, linear, reference, select
+from megatron.kernels import blocks, linear, native, reference, select
 from megatron.kernels.select import KernelRow, kernel_table
 
 CPU = torch.device("cpu")
@@ -40,7 +40,7 @@ def test_linear_follows_the_capability(monkeypatch, native):
     assert table(torch.float32)["linear"].implementation == "float32 products"
 
 
-@pytest.mark.parametrize("cpu_pays_off", [True, False])
+@pytest.mark.parametrize("cpu_pays_off, built", [(True, True), (True, False), (False, True)])
 @pytest.mark.parametrize("values, operation, call", [
     ({"swiglu": True}, "swiglu", lambda x: reference.swiglu(x)),
     ({"geglu": True}, "geglu", lambda x: reference.geglu(x)),
@@ -50,13 +50,18 @@ def test_linear_follows_the_capability(monkeypatch, native):
     ({"normalization": "RMSNorm"}, "RMSNorm", lambda x: reference.rms_norm(x, torch.ones(4), 1e-5)),
     ({}, "LayerNorm", lambda x: reference.layer_norm(x, torch.ones(4), None, 1e-5)),
 ])
-def test_the_row_that_is_on_is_what_autograd_sees(monkeypatch, cpu_pays_off, values, operation, call):
+def test_the_row_that_is_on_is_what_autograd_sees(monkeypatch, cpu_pays_off, built, values, operation, call):
     for module in ("activations", "norms", "select"):
         monkeypatch.setattr(f"megatron.kernels.{module}.pays_off", lambda _: cpu_pays_off)
+    called, real = [], native._call
+    monkeypatch.setattr(native, "_call", lambda *arguments: called.append(real(*arguments)))
+    if not built:
+        monkeypatch.setattr(native, "load", lambda capability: "not built")
     implementation = table(**values)[operation].implementation
     node = call(torch.ones(3, 2, 4, requires_grad=True)).grad_fn
-    ours = isinstance(node, torch.autograd.function.BackwardCFunction)
-    assert implementation == ("runs of rows" if ours else "torch")
+    ours = isinstance(node, torch.autograd.function.BackwardCFunction) or operation == "geglu" and cpu_pays_off
+    assert implementation == (select.NATIVE if called else "runs of rows" if ours else "torch")
+    assert built or not called
 
 
 @pytest.mark.parametrize("capable", [True, False])

@@ -1,0 +1,123 @@
+"""Activations, norms, rotary positions and column sums of bf16 and fp32 on a CPU by this suite's C++ (rows.cpp), one pass
+over memory each; knows tensors and addresses, no formula of its own and no module."""
+
+from functools import cache
+from importlib import import_module
+
+import torch
+from torch import Tensor
+
+LEVELS = {"AVX512": "v4", "AVX2": "v3"}  # torch's word for the processor's instructions, and the file built for them
+INTERFACE = 1
+
+
+@cache
+def load(capability: str):
+    """The C++ built for this processor, or why there is none (a str)."""
+    if capability not in LEVELS:
+        return f"needs AVX2, and this processor has {capability}"
+    name = f"megatron.kernels.rows_{LEVELS[capability]}"
+    try:
+        found = import_module(name)
+    except ImportError as error:
+        return f"{name} is not built ({error}); pip install . builds it"
+    if getattr(found, "INTERFACE", None) != INTERFACE:
+        return f"{name} is of another version; pip install . builds it anew"
+    return found
+
+
+def obstacle(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why the C++ does not compute with such tensors, None if it does."""
+    if device.type != "cpu":
+        return f"for a CPU, and this is a {device.type}"
+    if dtype not in (torch.bfloat16, torch.float32):
+        return f"has no {str(dtype).removeprefix('torch.')}"
+    found = load(torch.backends.cpu.get_cpu_capability())
+    return found if isinstance(found, str) else None
+
+
+def runs(x: Tensor) -> bool:
+    """Whether the C++ can compute with `x`: contiguous or not, on a CPU, bf16 or fp32, outside torch.compile."""
+    return not torch.compiler.is_compiling() and obstacle(x.device, x.dtype) is None
+
+
+def _call(name: str, x: Tensor, *arguments) -> None:
+    """The C++ function `name` for the dtype of `x`; tensors are given by their addresses."""
+    function = getattr(load(torch.backends.cpu.get_cpu_capability()), f"{name}_{str(x.dtype).removeprefix('torch.')}")
+    function(*(a.data_ptr() if isinstance(a, Tensor) else a for a in arguments), torch.get_num_threads())
+
+
+def _like(x: Tensor) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def _alike(x: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+    """Both contiguous and of the dtype of x."""
+    return x.contiguous(), grad.to(x.dtype).contiguous()
+
+
+def gelu(x: Tensor) -> Tensor:
+    """tanh GELU. Any shape."""
+    x, out = x.contiguous(), _like(x)
+    _call("gelu", x, x, out, x.numel())
+    return out
+
+
+def gelu_grad(x: Tensor, grad_out: Tensor) -> Tensor:
+    """Gradient of `gelu`'s x, of its shape."""
+    (x, grad_out), grad = _alike(x, grad_out), _like(x)
+    _call("gelu_grad", x, x, grad_out, grad, x.numel())
+    return grad
+
+
+def swiglu(gate_up: Tensor) -> Tensor:
+    """silu(gate) * up: [..., 2, ffn] -> [..., ffn]."""
+    gate_up, out = gate_up.contiguous(), gate_up.new_empty(*gate_up.shape[:-2], gate_up.shape[-1])
+    width = gate_up.shape[-1]
+    _call("swiglu", gate_up, gate_up, out, out.numel() // max(1, width), width)
+    return out
+
+
+def swiglu_grad(gate_up: Tensor, grad_out: Tensor) -> Tensor:
+    """Gradient of `swiglu`'s gate_up, of its shape."""
+    (gate_up, grad_out), grad = _alike(gate_up, grad_out), _like(gate_up)
+    width = gate_up.shape[-1]
+    _call("swiglu_grad", gate_up, gate_up, grad_out, grad, grad_out.numel() // max(1, width), width)
+    return grad
+
+
+def norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, centered: bool) -> Tensor:
+    """LayerNorm if `centered`, else RMSNorm, over the last dimension: x [..., h], weight and bias [h] of any float dtype."""
+    x, out, weight = x.contiguous(), _like(x), weight.float().contiguous()
+    bias = None if bias is None else bias.float().contiguous()
+    width = x.shape[-1]
+    _call("norm", x, x, weight, 0 if bias is None else bias, out, x.numel() // max(1, width), width, eps, centered)
+    return out
+
+
+def norm_grad(x: Tensor, weight: Tensor, grad_out: Tensor, eps: float, centered: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of `norm`: of x in its dtype, of weight and of a bias in fp32 [h]."""
+    (x, grad_out), grad, weight = _alike(x, grad_out), _like(x), weight.float().contiguous()
+    sums, width = torch.empty(2, x.shape[-1]), x.shape[-1]
+    _call("norm_grad", x, x, weight, grad_out, grad, sums[0], sums[1] if centered else 0, x.numel() // max(1, width), width,
+          eps, centered)
+    return grad, sums[0], sums[1]
+
+
+def column_sums(x: Tensor) -> Tensor:
+    """Sum over the rows of x [rows, width], added up in fp32 -> [width] in x's dtype."""
+    x, out = x.contiguous(), torch.empty(x.shape[1])
+    _call("column_sums", x, x, out, *x.shape)
+    return out.to(x.dtype)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
+    """Turns the pairs (i, i + half) of x [s, b, n, d] by the tables' angles, the other way round with `sign` -1.
+
+    cos and sin [s, 1 or b, 1, half]; numbers from 2 half on pass through. -> x's shape and dtype, contiguous.
+    """
+    x, out = x if x.stride(-1) == 1 else x.contiguous(), _like(x)
+    tables = [t.float().contiguous() for t in (cos, sin)]
+    each = cos.shape[1] != 1
+    _call("rotate", x, x, *x.stride()[:3], out, *tables, *x.shape, cos.shape[-1], each, float(sign))
+    return out

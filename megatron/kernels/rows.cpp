@@ -1,0 +1,247 @@
+// Activations, norms, rotary positions and sums of columns in one pass over memory; for megatron/kernels/native.py, which
+// gives addresses of contiguous bf16 or fp32 numbers and checks shapes. The maths is fp32, rounded once. Work is cut into
+// blocks that do not depend on the number of threads, and sums over blocks are taken in their order.
+// Built once for each level of x86-64 (setup.py). No thread holds the GIL here.
+
+#include <pybind11/pybind11.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <string>
+#include <vector>
+
+#include "vectors.h"
+
+namespace py = pybind11;
+
+namespace {
+
+constexpr int64_t kRun = 1 << 15;  // numbers of one block of a flat tensor
+constexpr int64_t kRows = 32;      // of one block whose sums of columns are taken
+
+template <class T>
+T* at(uintptr_t address) {
+  return reinterpret_cast<T*>(address);
+}
+
+// ---- activations
+
+constexpr float kFar = 87.0f;  // sigmoids from there on are as good as 0 and 1
+
+// For |x| <= 87.5.
+inline V sigmoid(V x) { return inverse_of(1.0f + exp_of(-x)); }
+
+constexpr float kLinear = 1.5957691216057308f;  // 2 sqrt(2 / pi): tanh GELU is x sigmoid(kLinear x + kCubic x^3)
+constexpr float kCubic = 0.044715f * kLinear;
+constexpr float kEnd = 10.0f;  // beyond it tanh GELU is x or, to fp32, 0; the sigmoid there is of 87.3
+
+template <class T>
+void gelu(uintptr_t x_, uintptr_t out_, int64_t size, int threads) {
+  const T* x = at<const T>(x_);
+  T* out = at<T>(out_);
+  spread(size, kRun, threads, [=](int64_t start, int64_t stop) {
+    for (int64_t i = start; i < stop; i += kLanes) {
+      const V v = load(x + i, stop - i), c = clamp(v, kEnd);
+      store(out + i, (v < -kEnd ? c : v) * sigmoid(c * (kLinear + kCubic * c * c)), stop - i);
+    }
+  });
+}
+
+template <class T>
+void gelu_grad(uintptr_t x_, uintptr_t above, uintptr_t grad_, int64_t size, int threads) {
+  const T *x = at<const T>(x_), *grad_out = at<const T>(above);
+  T* grad = at<T>(grad_);
+  spread(size, kRun, threads, [=](int64_t start, int64_t stop) {
+    for (int64_t i = start; i < stop; i += kLanes) {
+      const V c = clamp(load(x + i, stop - i), kEnd), square = c * c;
+      const V s = sigmoid(c * (kLinear + kCubic * square));
+      const V slope = s + s * (1.0f - s) * c * (kLinear + 3.0f * kCubic * square);
+      store(grad + i, slope * load(grad_out + i, stop - i), stop - i);
+    }
+  });
+}
+
+template <class T>
+void swiglu(uintptr_t x, uintptr_t out_, int64_t rows, int64_t width, int threads) {
+  const T* gate_up = at<const T>(x);
+  T* out = at<T>(out_);
+  spread(rows, std::max<int64_t>(1, kRun / (2 * width + 1)), threads, [=](int64_t start, int64_t stop) {
+    for (int64_t row = start; row < stop; ++row) {
+      const T *gate = gate_up + 2 * row * width, *up = gate + width;
+      for (int64_t i = 0; i < width; i += kLanes) {
+        const V v = load(gate + i, width - i), c = clamp(v, kFar), g = v < -kFar ? c : v;
+        store(out + row * width + i, g * sigmoid(c) * load(up + i, width - i), width - i);
+      }
+    }
+  });
+}
+
+template <class T>
+void swiglu_grad(uintptr_t x, uintptr_t above, uintptr_t grad_, int64_t rows, int64_t width, int threads) {
+  const T *gate_up = at<const T>(x), *grad_out = at<const T>(above);
+  T* grad = at<T>(grad_);
+  spread(rows, std::max<int64_t>(1, kRun / (2 * width + 1)), threads, [=](int64_t start, int64_t stop) {
+    for (int64_t row = start; row < stop; ++row) {
+      const T *gate = gate_up + 2 * row * width, *up = gate + width;
+      T* to = grad + 2 * row * width;
+      for (int64_t i = 0; i < width; i += kLanes) {
+        const V v = load(gate + i, width - i), c = clamp(v, kFar), g = v < -kFar ? c : v;
+        const V d = load(grad_out + row * width + i, width - i), s = sigmoid(c);
+        store(to + i, d * load(up + i, width - i) * s * (1.0f + c * (1.0f - s)), width - i);
+        store(to + width + i, d * g * s, width - i);
+      }
+    }
+  });
+}
+
+// ---- norms
+
+struct Moments {
+  float mean, inverse;  // inverse: 1 / sqrt(variance or mean square + eps)
+};
+
+template <class T>
+Moments moments(const T* x, int64_t width, float eps, bool centered) {
+  const float mean =
+      centered ? sum_over(width, [=](int64_t i) { return load(x + i, width - i); }) / static_cast<float>(width) : 0.0f;
+  const float squares = sum_over(width, [=](int64_t i) {
+    const V v = first(load(x + i, width - i) - mean, width - i);
+    return v * v;
+  });
+  return {mean, 1.0f / std::sqrt(squares / static_cast<float>(width) + eps)};
+}
+
+// LayerNorm if `centered`, else RMSNorm; bias may be null.
+template <class T>
+void norm(uintptr_t x_, uintptr_t weight_, uintptr_t bias_, uintptr_t out_, int64_t rows, int64_t width, float eps,
+          bool centered, int threads) {
+  const T* x = at<const T>(x_);
+  const float *weight = at<const float>(weight_), *bias = at<const float>(bias_);
+  T* out = at<T>(out_);
+  spread(rows, kRows, threads, [=](int64_t start, int64_t stop) {
+    for (int64_t row = start; row < stop; ++row) {
+      const T* from = x + row * width;
+      const Moments m = moments(from, width, eps, centered);
+      for (int64_t i = 0; i < width; i += kLanes) {
+        V y = (load(from + i, width - i) - m.mean) * m.inverse * load(weight + i, width - i);
+        if (bias != nullptr) y += load(bias + i, width - i);
+        store(out + row * width + i, y, width - i);
+      }
+    }
+  });
+}
+
+// Adds up blocks [blocks, width] in their order.
+void add_blocks(const std::vector<float>& parts, int64_t width, float* out) {
+  std::fill_n(out, width, 0.0f);
+  for (size_t start = 0; start < parts.size(); start += width) {
+    for (int64_t i = 0; i < width; i += kLanes) {
+      store(out + i, load(out + i, width - i) + load(parts.data() + start + i, width - i), width - i);
+    }
+  }
+}
+
+inline void add_to(float* sums, V values, int64_t count) { store(sums, load(sums, count) + values, count); }
+
+// With y = (x - mean) inverse the gradient of x is (g w - mean(g w) - y mean(g w y)) inverse, without the first mean if
+// not `centered`; grad_weight and grad_bias [width] are sums over rows.
+template <class T>
+void norm_grad(uintptr_t x_, uintptr_t weight_, uintptr_t grad_out_, uintptr_t grad_, uintptr_t grad_weight,
+               uintptr_t grad_bias, int64_t rows, int64_t width, float eps, bool centered, int threads) {
+  const T *x = at<const T>(x_), *grad_out = at<const T>(grad_out_);
+  const float* weight = at<const float>(weight_);
+  T* grad = at<T>(grad_);
+  const int64_t blocks = (rows + kRows - 1) / kRows;
+  std::vector<float> weights(blocks * width), biases(grad_bias == 0 ? 0 : blocks * width);
+  spread(rows, kRows, threads, [&](int64_t start, int64_t stop) {
+    float* to_weight = weights.data() + start / kRows * width;
+    float* to_bias = grad_bias == 0 ? nullptr : biases.data() + start / kRows * width;
+    for (int64_t row = start; row < stop; ++row) {
+      const T *from = x + row * width, *above = grad_out + row * width;
+      const Moments m = moments(from, width, eps, centered);
+      V first = {}, second = {};
+      for (int64_t i = 0; i < width; i += kLanes) {
+        const V y = (load(from + i, width - i) - m.mean) * m.inverse, g = load(above + i, width - i);
+        const V weighted = g * load(weight + i, width - i);
+        add_to(to_weight + i, g * y, width - i);
+        if (to_bias != nullptr) add_to(to_bias + i, g, width - i);
+        first += weighted;
+        second += weighted * y;
+      }
+      const float mean = centered ? total(first) / static_cast<float>(width) : 0.0f;
+      const float along = total(second) / static_cast<float>(width);
+      for (int64_t i = 0; i < width; i += kLanes) {
+        const V y = (load(from + i, width - i) - m.mean) * m.inverse;
+        const V weighted = load(above + i, width - i) * load(weight + i, width - i);
+        store(grad + row * width + i, (weighted - mean - y * along) * m.inverse, width - i);
+      }
+    }
+  });
+  add_blocks(weights, width, at<float>(grad_weight));
+  if (grad_bias != 0) add_blocks(biases, width, at<float>(grad_bias));
+}
+
+template <class T>
+void column_sums(uintptr_t x_, uintptr_t out, int64_t rows, int64_t width, int threads) {
+  const T* x = at<const T>(x_);
+  const int64_t blocks = (rows + kRows - 1) / kRows;
+  std::vector<float> sums(blocks * width);
+  spread(rows, kRows, threads, [&](int64_t start, int64_t stop) {
+    float* to = sums.data() + start / kRows * width;
+    for (int64_t row = start; row < stop; ++row) {
+      for (int64_t i = 0; i < width; i += kLanes) add_to(to + i, load(x + row * width + i, width - i), width - i);
+    }
+  });
+  add_blocks(sums, width, at<float>(out));
+}
+
+// ---- rotary positions
+
+// x [s, b, n, d] with the given steps between s, b and n -> out, contiguous. The tables are [s, half], or [s, b, half] if
+// `each`; pairs are (i, i + half), numbers from 2 half on pass through. sign -1 turns back.
+template <class T>
+void rotate(uintptr_t x_, int64_t step_s, int64_t step_b, int64_t step_n, uintptr_t out_, uintptr_t cos_, uintptr_t sin_,
+            int64_t s, int64_t b, int64_t n, int64_t d, int64_t half, bool each, float sign, int threads) {
+  const T* x = at<const T>(x_);
+  const float *cos = at<const float>(cos_), *sin = at<const float>(sin_);
+  T* out = at<T>(out_);
+  spread(s, std::max<int64_t>(1, kRun / (b * n * d + 1)), threads, [=](int64_t start, int64_t stop) {
+    for (int64_t at = start * b * n; at < stop * b * n; ++at) {
+      const int64_t head = at % n, sample = at / n % b, position = at / n / b;
+      const T* from = x + position * step_s + sample * step_b + head * step_n;
+      const float *c = cos + (each ? position * b + sample : position) * half, *t = sin + (c - cos);
+      T* to = out + at * d;
+      for (int64_t i = 0; i < half; i += kLanes) {
+        const V u = load(from + i, half - i), v = load(from + half + i, half - i);
+        const V cosine = load(c + i, half - i), sine = load(t + i, half - i) * sign;
+        store(to + i, u * cosine - v * sine, half - i);
+        store(to + half + i, v * cosine + u * sine, half - i);
+      }
+      std::memcpy(to + 2 * half, from + 2 * half, (d - 2 * half) * sizeof(T));
+    }
+  });
+}
+
+template <class T>
+void define(py::module_& m, const std::string& format) {
+  const py::call_guard<py::gil_scoped_release> unlocked;
+  m.def(("gelu_" + format).c_str(), &gelu<T>, unlocked);
+  m.def(("gelu_grad_" + format).c_str(), &gelu_grad<T>, unlocked);
+  m.def(("swiglu_" + format).c_str(), &swiglu<T>, unlocked);
+  m.def(("swiglu_grad_" + format).c_str(), &swiglu_grad<T>, unlocked);
+  m.def(("norm_" + format).c_str(), &norm<T>, unlocked);
+  m.def(("norm_grad_" + format).c_str(), &norm_grad<T>, unlocked);
+  m.def(("column_sums_" + format).c_str(), &column_sums<T>, unlocked);
+  m.def(("rotate_" + format).c_str(), &rotate<T>, unlocked);
+}
+
+}  // namespace
+
+PYBIND11_MODULE(MODULE, m) {
+  m.doc() = "One pass over rows; see megatron/kernels/native.py.";
+  m.attr("INTERFACE") = 1;  // raise it here and in native.py when a function changes
+  define<float>(m, "float32");
+  define<Bf16>(m, "bfloat16");
+}
