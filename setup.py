@@ -33,6 +33,11 @@ if Pybind11Extension is not None:
             f"megatron.kernels.rows_{level}", ["megatron/kernels/rows.cpp"], cxx_std=17,
             depends=["megatron/kernels/vectors.h"], define_macros=[("MODULE", f"rows_{level}")],
             extra_compile_args=["-O3", f"-march=x86-64-{level}", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi"]))
+    if platform.machine() in ("x86_64", "AMD64"):  # AMX: tile_attention.py asks the processor
+        extensions.append(Pybind11Extension(
+            "megatron.kernels.tiles_cpp", ["megatron/kernels/tiles.cpp"], cxx_std=17, depends=["megatron/kernels/vectors.h"],
+            extra_compile_args=["-O3", "-march=x86-64-v4", "-mavx512bf16", "-mamx-tile", "-mamx-bf16", "-fno-math-errno",
+                                "-fno-trapping-math", "-Wno-psabi"]))
 for extension in extensions:
     extension.optional = True
 

@@ -1,4 +1,4 @@
-"""Causal attention of local heads: torch's fused kernel, exact blocks of query rows, or flash-attn; knows no layer."""
+"""Causal attention of local heads: torch's fused kernel, blocks of query rows, AMX tiles or flash-attn; knows no layer."""
 
 from dataclasses import dataclass
 
@@ -6,13 +6,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.kernels import flash_attention
+from megatron.kernels import flash_attention, tile_attention
 from megatron.kernels.blocks import for_each
 from megatron.kernels.dropout import DropoutBits
 from megatron.kernels.linear import low_precision_is_native
 from megatron.kernels.plain import plain_attention
 
-IMPLEMENTATIONS = ("auto", "sdpa", "chunked", "plain", "flash")
+IMPLEMENTATIONS = ("auto", "sdpa", "chunked", "plain", "tiles", "flash")
 QUERY_ROWS = 64  # of one block; few, so that little above the diagonal is computed in vain
 BLOCK_ELEMENTS = 1 << 18  # of the scores of one block on a CPU, so that they stay in the cache
 LAUNCH_ELEMENTS = 1 << 26  # elsewhere, where each operation is a launch
@@ -38,12 +38,16 @@ def attention(
     probabilities needs `dropout_seed`, of which (with the shape) the mask is a pure function.
 
     `implementation`: "sdpa" (torch's fused kernel: plain causal, no dropout), "chunked" (blocks of query rows, all
-    cases), "flash" (flash-attn: CUDA, 16 bits, no dropout), "plain" (the formula, all cases) or "auto". None but "plain"
-    holds an s x s tensor. Raises ValueError for a request that cannot be met.
+    cases), "tiles" (bf16 on a CPU with AMX: plain causal, no dropout), "flash" (flash-attn: CUDA, 16 bits, no dropout),
+    "plain" (the formula, all cases) or "auto". None but "plain" holds an s x s tensor. Raises ValueError for
+    a request that cannot be met.
     """
-    chosen, _, _ = select_attention(q.device, q.dtype, dropout_p, document_ids is not None, implementation, len(q))
+    chosen, _, _ = select_attention(q.device, q.dtype, dropout_p, document_ids is not None, implementation, len(q),
+                                    q.shape[-1] if q.shape[-1] == v.shape[-1] else 1)
     if chosen == "sdpa":
         return _sdpa(q, k, v, scale)
+    if chosen == "tiles":
+        return tile_attention.tile_attention(q, k, v, scale)
     if chosen == "flash":
         return flash_attention.flash_attention(q, k, v, scale, document_ids)
     if dropout_p > 0.0 and dropout_seed is None:
@@ -55,7 +59,7 @@ def attention(
 
 def select_attention(
     device: torch.device, dtype: torch.dtype, dropout_p: float, documents: bool, implementation: str = "auto",
-    seq_length: int = CHUNKS_ON_CPU.start,
+    seq_length: int = CHUNKS_ON_CPU.start, head_dim: int = 1,
 ) -> tuple[str, str, str]:
     """Which implementation runs, why, and why not the other of "sdpa" and "chunked". Raises ValueError if the one asked
     for cannot (whether flash-attn is there, select.py has asked)."""
@@ -66,12 +70,17 @@ def select_attention(
     if implementation == "sdpa" and obstacles:
         raise ValueError(f"attention implementation 'sdpa' cannot do {' and '.join(obstacles)} without an s x s "
                          "tensor or a hidden generator: use 'auto' or 'chunked'")
+    no_tiles = " and ".join(obstacles) or tile_attention.obstacle(device, dtype, head_dim, seq_length)
+    if implementation == "tiles" and no_tiles:
+        raise ValueError(f"attention implementation 'tiles' cannot run: {no_tiles}; use 'auto' or 'chunked'")
     if implementation == "flash" and dropout_p > 0.0:
         raise ValueError("attention implementation 'flash' drops by a generator of its own: use 'auto' or 'chunked'")
     if implementation != "auto":
         return implementation, "asked for", "not asked for"
     if obstacles:
         return "chunked", f"needed for {' and '.join(obstacles)}", "would hold an s x s tensor or a hidden generator"
+    if no_tiles is None:
+        return "tiles", "this CPU has AMX", "several times slower in backward"
     if not low_precision_is_native(device.type, dtype):
         return "chunked", "computes in fp32", f"this {device.type} emulates {dtype}"
     if device.type == "cpu" and dtype == torch.float32 and seq_length in CHUNKS_ON_CPU:

@@ -8,7 +8,7 @@ import torch
 from megatron.config.precision import PrecisionConfig
 from megatron.config.tree import Config
 from megatron.device import multiplies_fp8
-from megatron.kernels import apex, flash_attention, native, transformer_engine
+from megatron.kernels import apex, flash_attention, native, tile_attention, transformer_engine
 from megatron.kernels.attention import select_attention
 from megatron.kernels.block_attention import flash
 from megatron.kernels.blocks import pays_off
@@ -17,7 +17,7 @@ from megatron.kernels.linear import compute_dtype
 
 ATTENTION = {"fused": "sdpa", "local": "chunked", "unfused": "plain", "flash": "flash", "auto": "auto"}
 NAMES = {"sdpa": "torch's fused attention", "chunked": "blocks of query rows", "plain": "one matrix of scores",
-         "flash": "flash-attn", "engine": "Transformer Engine"}
+         "tiles": "AMX tiles in C++", "flash": "flash-attn", "engine": "Transformer Engine"}
 NATIVE = "one pass in C++"
 ENGINE_ATTENTION = {"flash": "NVTE_FLASH_ATTN", "fused": "NVTE_FUSED_ATTN", "unfused": "NVTE_UNFUSED_ATTN"}
 
@@ -209,10 +209,12 @@ def _plain_attention_rows(operation: str, device: torch.device, dtype: torch.dty
     if kernels.attention == "engine":
         return [KernelRow(operation, NAMES["engine"], True, "asked for" + f", its {backend} one" * (backend != "auto"))]
     length = {} if config.model.seq_length is None else {"seq_length": config.model.seq_length}
+    length["head_dim"] = config.model.head_dim or 1
     chosen, why, why_not = select_attention(device, dtype, dropout, _documents(config), kernels.attention, **length)
     if chosen == "flash" and backend == "auto":
         why, why_not = "documents of any length, and nothing outside them", "computes what document masks hide"
     off = {"sdpa": why_not, "chunked": why_not, "plain": "holds an s x s tensor"}
+    off["tiles"] = tile_attention.obstacle(device, dtype, length["head_dim"], 1) or "not asked for"
     off["flash"] = _flash_obstacle(device, dtype, config) or "no better here"
     if kernels.engine is not None:
         off["engine"] = _engine_attention_obstacle(dtype, config)

@@ -14,7 +14,7 @@ PRODUCTS, ATTENTION = "matrix products", "attention"
 KINDS = (
     (OPTIMIZER, (OPTIMIZER,)),
     ("loss", ("_CrossEntropy", "_ParallelCrossEntropy")),
-    (ATTENTION, ("_ChunkedAttention", "scaled_dot_product", "ScaledDotProduct")),
+    (ATTENTION, ("_ChunkedAttention", "_TileAttention", "scaled_dot_product", "ScaledDotProduct")),
     ("norms", ("_RmsNorm", "_LayerNorm", "layer_norm", "LayerNorm", "rms_norm", "RmsNorm")),
     ("activation", ("TanhGelu", "_SwiGlu", "gelu", "Gelu", "silu", "Silu")),
     ("rotary", ("_Rotary",)),
