@@ -26,6 +26,7 @@ namespace py = pybind11;
 namespace {
 
 constexpr int64_t kBlock = 32;  // queries or keys: two tiles
+constexpr int64_t kChunk = 64;  // queries that backward takes at a time: their scores stay in the first cache
 constexpr int64_t kPad = 16;    // between lines of transposed matrices, so that they do not meet in the cache
 
 // Asks the system for tiles; false where there are none.
@@ -232,10 +233,9 @@ void forward(std::array<uintptr_t, 5> addresses, std::array<std::array<int64_t, 
              float scale, int threads) {
   const Shape x{sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], scale};
   const int64_t heads = x.n / x.groups;
-  spread(x.b * x.groups, 1, threads, [&](int64_t unit, int64_t) {
+  const auto work = [&](int64_t unit, int64_t, ForwardScratch& scratch) {
     const int64_t sample = unit / x.groups, group = unit % x.groups;
     _tile_loadconfig(&kTiles);
-    ForwardScratch scratch(x);
     const auto head_of = [&](int which, int64_t head) {
       return at<const Bf16>(addresses[which]) + sample * steps[which][1] + head * steps[which][2];
     };
@@ -248,7 +248,8 @@ void forward(std::array<uintptr_t, 5> addresses, std::array<std::array<int64_t, 
                    x.b * x.n * x.d, at<float>(addresses[4]) + (sample * x.n + head) * x.rows());
     }
     _tile_release();
-  });
+  };
+  spread_with(x.b * x.groups, 1, threads, [&] { return ForwardScratch(x); }, work);
 }
 
 // ---- backward
@@ -258,37 +259,38 @@ struct BackwardScratch {
   std::vector<uint32_t> words, keys_across, queries, queries_across, above, above_across, pairs;
   std::vector<float> scores, grad_probs, grad_q, grad_k, grad_v, delta;
   explicit BackwardScratch(const Shape& x) {
-    const int64_t rows = x.rows(), whole = rows * x.d, block = kBlock * (rows + kPad);
+    const int64_t rows = x.rows(), whole = rows * x.d;
     for (auto* lines : {&keys, &values, &line}) lines->resize(whole);
-    for (auto* lines : {&probs, &grads}) lines->resize(kBlock * (rows + 2 * kPad));
+    for (auto* lines : {&probs, &grads}) lines->resize(kBlock * (kChunk + kPad));
     for (auto* lines : {&words, &queries, &above}) lines->resize(whole / 2);
     keys_across.resize(x.d * (rows / 2 + kPad));
     for (auto* lines : {&queries_across, &above_across}) lines->resize(x.d / 2 * (rows + kPad));
-    pairs.resize(block / 2);
-    for (auto* lines : {&scores, &grad_probs}) lines->resize(block);
+    pairs.resize(kBlock / 2 * (kChunk + kPad));
+    for (auto* lines : {&scores, &grad_probs}) lines->resize(kBlock * (kChunk + kPad));
     grad_q.resize(x.d * (rows + kPad));
     for (auto* lines : {&grad_k, &grad_v}) lines->resize(whole);
     delta.resize(rows);
   }
 };
 
-// From transposed scores and gradients of probabilities of 32 keys from `key` on and the queries from there on, [32, width]:
+// From transposed scores and gradients of probabilities of 32 keys from `key` on and so many queries from `start` on:
 // probabilities and gradients of scores (before their scale) in bf16, the latter as pairs of lines, too.
-void softmax_grad(const Shape& x, BackwardScratch& to, int64_t key, const float* log_sums) {
-  const int64_t width = x.rows() + kPad, bf16_width = x.rows() + 2 * kPad, queries = x.rows() - key;
+void softmax_grad(const Shape& x, BackwardScratch& to, int64_t key, int64_t start, int64_t queries, const float* log_sums) {
+  constexpr int64_t width = kChunk + kPad;
   const __m512 by = _mm512_set1_ps(x.scale * kLog2E);
   for (int64_t i = 0; i < kBlock; i += 2) {
     for (int64_t query = 0; query < queries; query += kLanes) {
-      const __m512 log_sum = _mm512_loadu_ps(log_sums + key + query);
-      const __m512 delta = _mm512_loadu_ps(to.delta.data() + key + query);
+      const __m512 log_sum = _mm512_loadu_ps(log_sums + start + query);
+      const __m512 delta = _mm512_loadu_ps(to.delta.data() + start + query);
       __m512 two[2];
       for (int64_t j = 0; j < 2; ++j) {
-        const int64_t line = i + j;
-        const __m512 score = _mm512_loadu_ps(to.scores.data() + line * width + query);
-        const __m512 p = _mm512_maskz_mov_ps(seeing(line, query), power_of_two(_mm512_fmsub_ps(score, by, log_sum)));
-        two[j] = _mm512_mul_ps(p, _mm512_sub_ps(_mm512_loadu_ps(to.grad_probs.data() + line * width + query), delta));
-        store_bf16(to.probs.data() + line * bf16_width + query, p);
-        store_bf16(to.grads.data() + line * bf16_width + query, two[j]);
+        const int64_t at = (i + j) * width + query;
+        const __mmask16 seen = seeing(key + i + j, start + query);
+        const __m512 score = _mm512_loadu_ps(to.scores.data() + at);
+        const __m512 p = _mm512_maskz_mov_ps(seen, power_of_two(_mm512_fmsub_ps(score, by, log_sum)));
+        two[j] = _mm512_mul_ps(p, _mm512_sub_ps(_mm512_loadu_ps(to.grad_probs.data() + at), delta));
+        store_bf16(to.probs.data() + at, p);
+        store_bf16(to.grads.data() + at, two[j]);
       }
       _mm512_storeu_si512(to.pairs.data() + i / 2 * width + query, paired(two[0], two[1]));
     }
@@ -304,6 +306,23 @@ void deltas(const Shape& x, const Bf16* out, const Bf16* above, int64_t step, in
   }
 }
 
+// What 32 keys and so many queries add to each other's gradients, and to those of the values.
+void add_chunk(const Shape& x, BackwardScratch& to, int64_t key, int64_t start, int64_t queries, const float* log_sums) {
+  constexpr int64_t width = kChunk + kPad;
+  const int64_t d = x.d, across = x.rows() + kPad;
+  multiply(to.keys.data() + key * d, d, to.queries_across.data() + start, across, to.scores.data(), width, kBlock, queries, d,
+           false);
+  multiply(to.values.data() + key * d, d, to.above_across.data() + start, across, to.grad_probs.data(), width, kBlock,
+           queries, d, false);
+  softmax_grad(x, to, key, start, queries, log_sums);
+  multiply(to.probs.data(), width, to.above.data() + start / 2 * d, d, to.grad_v.data() + key * d, d, kBlock, d, queries,
+           true);
+  multiply(to.grads.data(), width, to.queries.data() + start / 2 * d, d, to.grad_k.data() + key * d, d, kBlock, d, queries,
+           true);
+  multiply(reinterpret_cast<const Bf16*>(to.keys_across.data()) + key, x.rows() + 2 * kPad, to.pairs.data(), width,
+           to.grad_q.data() + start, across, d, queries, kBlock, true);
+}
+
 // Adds to the gradients of its group's key and value, and writes the query's.
 void backward_head(const Shape& x, BackwardScratch& to, const Bf16* q, int64_t step_q, const float* log_sums, Bf16* grad_q,
                    int64_t step_grad) {
@@ -313,18 +332,9 @@ void backward_head(const Shape& x, BackwardScratch& to, const Bf16* q, int64_t s
   pair_lines(to.line.data(), rows, d, to.queries.data());
   std::fill(to.grad_q.begin(), to.grad_q.end(), 0.0f);
   for (int64_t key = 0; key < x.s; key += kBlock) {
-    const int64_t queries = rows - key;
-    multiply(to.keys.data() + key * d, d, to.queries_across.data() + key, width, to.scores.data(), width, kBlock, queries, d,
-             false);
-    multiply(to.values.data() + key * d, d, to.above_across.data() + key, width, to.grad_probs.data(), width, kBlock, queries,
-             d, false);
-    softmax_grad(x, to, key, log_sums);
-    multiply(to.probs.data(), rows + 2 * kPad, to.above.data() + key / 2 * d, d, to.grad_v.data() + key * d, d, kBlock, d,
-             queries, true);
-    multiply(to.grads.data(), rows + 2 * kPad, to.queries.data() + key / 2 * d, d, to.grad_k.data() + key * d, d, kBlock, d,
-             queries, true);
-    multiply(reinterpret_cast<const Bf16*>(to.keys_across.data()) + key, rows + 2 * kPad, to.pairs.data(), width,
-             to.grad_q.data() + key, width, d, queries, kBlock, true);
+    for (int64_t start = key; start < rows; start += kChunk) {
+      add_chunk(x, to, key, start, std::min(kChunk, rows - start), log_sums);
+    }
   }
   write_transposed(to.grad_q.data(), width, x.s, d, nullptr, x.scale, grad_q, step_grad);
 }
@@ -340,10 +350,9 @@ void backward(std::array<uintptr_t, 9> addresses, std::array<std::array<int64_t,
               float scale, int threads) {
   const Shape x{sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], scale};
   const int64_t heads = x.n / x.groups;
-  spread(x.b * x.groups, 1, threads, [&](int64_t unit, int64_t) {
+  const auto work = [&](int64_t unit, int64_t, BackwardScratch& scratch) {
     const int64_t sample = unit / x.groups, group = unit % x.groups;
     _tile_loadconfig(&kTiles);
-    BackwardScratch scratch(x);
     const auto head_of = [&](int which, int64_t head) {
       return at<Bf16>(addresses[which]) + sample * steps[which][1] + head * steps[which][2];
     };
@@ -351,6 +360,8 @@ void backward(std::array<uintptr_t, 9> addresses, std::array<std::array<int64_t,
     copy_lines(head_of(2, group), steps[2][0], x.s, x.rows(), x.d, scratch.values.data());
     pair_lines(scratch.keys.data(), x.rows(), x.d, scratch.words.data());
     transpose(scratch.words.data(), x.rows() / 2, x.d, scratch.keys_across.data());
+    std::fill(scratch.grad_k.begin(), scratch.grad_k.end(), 0.0f);
+    std::fill(scratch.grad_v.begin(), scratch.grad_v.end(), 0.0f);
     for (int64_t head = group * heads; head < (group + 1) * heads; ++head) {
       const Bf16* above = head_of(3, head);
       deltas(x, head_of(4, head), above, steps[4][0], steps[3][0], scratch.delta.data());
@@ -363,7 +374,8 @@ void backward(std::array<uintptr_t, 9> addresses, std::array<std::array<int64_t,
     write_lines(scratch.grad_k, x, x.scale, head_of(7, group), steps[7][0]);
     write_lines(scratch.grad_v, x, 1.0f, head_of(8, group), steps[8][0]);
     _tile_release();
-  });
+  };
+  spread_with(x.b * x.groups, 1, threads, [&] { return BackwardScratch(x); }, work);
 }
 
 }  // namespace

@@ -141,15 +141,16 @@ inline V exp_of(V v) {
   return same_bits<V>(same_bits<I>(e) + (same_bits<I>(shifted) << 23));
 }
 
-// work(start, stop) for every run of `step` of `size` items; the caller is one of up to `threads` threads. Runs are the
-// same whatever the number of threads, and each is done by one.
-template <class Work>
-void spread(int64_t size, int64_t step, int64_t threads, const Work& work) {
+// work(start, stop, scratch) for every run of `step` of `size` items; the caller is one of up to `threads` threads. Runs are
+// the same whatever the number of threads, and each is done by one. `make` makes a thread's scratch.
+template <class Make, class Work>
+void spread_with(int64_t size, int64_t step, int64_t threads, const Make& make, const Work& work) {
   const int64_t runs = (size + step - 1) / step;
   std::atomic<int64_t> next{0};
   const auto loop = [&] {
+    auto scratch = make();
     for (int64_t run; (run = next.fetch_add(1, std::memory_order_relaxed)) < runs;) {
-      work(run * step, run + 1 < runs ? (run + 1) * step : size);
+      work(run * step, run + 1 < runs ? (run + 1) * step : size, scratch);
     }
   };
   std::vector<std::thread> others;
@@ -159,6 +160,12 @@ void spread(int64_t size, int64_t step, int64_t threads, const Work& work) {
   }
   loop();
   for (std::thread& other : others) other.join();
+}
+
+// The same for work(start, stop).
+template <class Work>
+void spread(int64_t size, int64_t step, int64_t threads, const Work& work) {
+  spread_with(size, step, threads, [] { return 0; }, [&](int64_t start, int64_t stop, int) { work(start, stop); });
 }
 
 }  // namespace
