@@ -64,10 +64,21 @@ def linear_weight_grad(grad_out: Tensor, x: Tensor, accumulate_into: Tensor | No
     return grad if accumulate_into is None else None
 
 
+def _adds_bias(rows: Tensor) -> bool:
+    """Whether oneDNN adds the bias while it multiplies; torch's addmm copies it to every row of the result first.
+
+    Where both are there they answer alike, bit for bit; it is no public operation, so it may be gone in another torch.
+    """
+    return (rows.device.type == "cpu" and rows.dtype == torch.bfloat16 and rows.numel() > 0
+            and not torch.compiler.is_compiling() and hasattr(torch.ops.mkldnn, "_linear_pointwise"))
+
+
 def _product(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """rows [m, in], weight [out, in] -> rows weight^T + bias, [m, out]."""
     dtype = compute_dtype(rows)
     if dtype == rows.dtype:
+        if bias is not None and _adds_bias(rows):
+            return torch.ops.mkldnn._linear_pointwise(rows.contiguous(), weight, bias, "none", [], "")
         return torch.mm(rows, weight.t()) if bias is None else torch.addmm(bias, rows, weight.t())
     wide, out = rows.to(dtype), rows.new_empty(rows.shape[0], weight.shape[0])
     for columns in _column_blocks(*out.shape):
