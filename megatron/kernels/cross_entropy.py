@@ -6,6 +6,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from megatron.kernels import native
+
 CHUNK_ELEMENTS = 1 << 19  # of the rows taken at a time on a CPU, so that they stay in the cache
 LAUNCH_ELEMENTS = 1 << 26  # elsewhere, where each operation is a launch
 
@@ -73,6 +75,11 @@ def _log_softmax(logits: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.log_softmax(part, -1, out=None if logits.dtype == dtype else part)
 
 
+def _native(logits: Tensor, dtype: torch.dtype) -> bool:
+    """Whether the C++ reads and overwrites these logits: the same maths, in one pass over memory each way."""
+    return dtype == torch.float32 and logits.is_contiguous() and native.runs(logits)
+
+
 def _overwrite(logits: Tensor, valid: int, dtype: torch.dtype, columns: Tensor, grads: Tensor, hits: Tensor, to_probs,
                uniform: float = 0.0):
     """Put (probabilities - uniform) * grads - onehot(columns) * hits in the place of the logits, chunk by chunk.
@@ -95,6 +102,17 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits: Tensor, columns: Tensor, valid: int, dtype: torch.dtype, smoothing: float,
                 right: Tensor | None, plain: Tensor | None) -> Tensor:
+        ctx.save_for_backward(logits, columns)
+        ctx.valid, ctx.dtype, ctx.smoothing, ctx.log_sums = valid, dtype, smoothing, None
+        if _native(logits, dtype):
+            largest, logs, sums = native.log_sums(logits, valid)
+            target = logits[:, :valid].gather(1, columns[:, None]).squeeze(1).to(dtype)
+            loss, ctx.log_sums = logs + (largest - target), (largest, logs)
+            if plain is not None:
+                plain.copy_(loss)
+            if right is not None:
+                torch.ge(target, largest, out=right)
+            return loss if not smoothing else loss * (1.0 - smoothing) + (logs + (largest - sums / valid)) * smoothing
         loss = torch.empty(logits.shape[0], dtype=dtype, device=logits.device)
         for rows in _chunks(logits):
             log_probs = _log_softmax(logits[rows, :valid], dtype)
@@ -107,16 +125,18 @@ class _CrossEntropy(torch.autograd.Function):
             if smoothing:
                 loss[rows].mul_(1.0 - smoothing).sub_(log_probs.mean(-1), alpha=smoothing)
             del log_probs  # before there are those of the next rows
-        ctx.save_for_backward(logits, columns)
-        ctx.valid, ctx.dtype, ctx.smoothing = valid, dtype, smoothing
         return loss
 
     @staticmethod
     def backward(ctx, grad_loss: Tensor):
         logits, columns = ctx.saved_tensors
         grad_loss = grad_loss.to(ctx.dtype)
-        _overwrite(logits, ctx.valid, ctx.dtype, columns, grad_loss, grad_loss * (1.0 - ctx.smoothing),
-                   lambda part, rows: torch.softmax(part, -1, out=part), ctx.smoothing / ctx.valid)
+        hits, uniform = grad_loss * (1.0 - ctx.smoothing), ctx.smoothing / ctx.valid
+        if ctx.log_sums is not None:
+            native.loss_grad(logits, ctx.valid, *ctx.log_sums, columns, grad_loss, hits, uniform)
+        else:
+            _overwrite(logits, ctx.valid, ctx.dtype, columns, grad_loss, hits,
+                       lambda part, rows: torch.softmax(part, -1, out=part), uniform)
         return logits, *[None] * 6
 
 
@@ -129,7 +149,12 @@ class _ParallelCrossEntropy(torch.autograd.Function):
         local = torch.full((logits.shape[0],), -torch.inf, dtype=dtype, device=logits.device)
         target, logit_sum = torch.zeros_like(local), torch.zeros_like(local)
         largest = local.clone() if right is not None else None
-        for rows in _chunks(logits) if valid else []:
+        if valid and _native(logits, dtype):
+            top, logs, logit_sum = native.log_sums(logits, valid)
+            local = top + logs
+            target = logits[:, :valid].gather(1, columns[:, None]).squeeze(1).to(dtype)
+            largest = top if right is not None else None
+        for rows in _chunks(logits) if valid and not _native(logits, dtype) else []:
             part, picked = logits[rows, :valid], columns[rows, None]
             target[rows] = part.gather(1, picked).squeeze(1).to(dtype)
             if right is not None:
@@ -159,7 +184,11 @@ class _ParallelCrossEntropy(torch.autograd.Function):
     def backward(ctx, grad_loss: Tensor):
         logits, columns, mine, log_total = ctx.saved_tensors
         grad_loss = grad_loss.to(log_total.dtype)
-        _overwrite(logits, ctx.valid, log_total.dtype, columns, grad_loss,
-                   torch.where(mine, grad_loss * (1.0 - ctx.smoothing), 0),
-                   lambda part, rows: part.sub_(log_total[rows, None]).exp_(), ctx.uniform)
+        hits = torch.where(mine, grad_loss * (1.0 - ctx.smoothing), 0)
+        if _native(logits, log_total.dtype):
+            none = torch.zeros_like(log_total)
+            native.loss_grad(logits, ctx.valid, log_total, none, columns, grad_loss, hits, ctx.uniform)
+        else:
+            _overwrite(logits, ctx.valid, log_total.dtype, columns, grad_loss, hits,
+                       lambda part, rows: part.sub_(log_total[rows, None]).exp_(), ctx.uniform)
         return logits, *[None] * 9

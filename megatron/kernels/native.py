@@ -121,3 +121,19 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
     each = cos.shape[1] != 1
     _call("rotate", x, x, *x.stride()[:3], out, *tables, *x.shape, cos.shape[-1], each, float(sign))
     return out
+
+
+def log_sums(logits: Tensor, valid: int) -> Tensor:
+    """Of the first `valid` columns of each row of contiguous logits [n, v]: the largest, what the logsumexp is above it, and
+    the sum, fp32 [3, n]."""
+    out = torch.empty(3, len(logits))
+    _call("log_sums", logits, logits, out, *logits.shape, valid)
+    return out
+
+
+def loss_grad(logits: Tensor, valid: int, largest: Tensor, logs: Tensor, columns: Tensor, grads: Tensor, hits: Tensor,
+              uniform: float) -> None:
+    """Puts (exp(logits - largest - logs) - uniform) * grads - onehot(columns) * hits in the place of contiguous logits
+    [n, v], 0 in columns from `valid` on. largest, logs, grads, hits fp32 [n], columns int64 [n], each below `valid`."""
+    rows = [t.contiguous() for t in (largest, logs, grads, hits, columns)]
+    _call("loss_grad", logits, logits, *rows, *logits.shape, valid, uniform)

@@ -9,6 +9,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <limits>
 #include <string>
 #include <vector>
 
@@ -224,6 +225,59 @@ void rotate(uintptr_t x_, int64_t step_s, int64_t step_b, int64_t step_n, uintpt
   });
 }
 
+// ---- loss
+
+// Of each row of logits [rows, width], its first `valid` numbers: the largest, the logarithm of the sum of exponentials of
+// what they are above the largest, and their sum.
+template <class T>
+void log_sums(uintptr_t x_, uintptr_t out, int64_t rows, int64_t width, int64_t valid, int threads) {
+  const T* x = at<const T>(x_);
+  float *tops = at<float>(out), *logs = tops + rows, *sums = logs + rows;
+  spread(rows, std::max<int64_t>(1, kRun / (width + 1)), threads, [=](int64_t start, int64_t stop) {
+    for (int64_t row = start; row < stop; ++row) {
+      const T* from = x + row * width;
+      V largest = V{} - std::numeric_limits<float>::infinity();
+      const int64_t whole = valid / kLanes * kLanes;
+      for (int64_t i = 0; i < whole; i += kLanes) largest = larger(largest, load(from + i));
+      float top = -std::numeric_limits<float>::infinity();
+      for (int64_t i = 0; i < kLanes; ++i) top = std::max(top, largest[i]);
+      for (int64_t i = whole; i < valid; ++i) top = std::max(top, load(from + i, 1)[0]);
+      const float of_exp = sum_over(valid, [=](int64_t i) {
+        return first(exp_of(clamp(load(from + i, valid - i) - top, kFar)), valid - i);
+      });
+      logs[row] = std::log(of_exp);
+      tops[row] = top;
+      sums[row] = sum_over(valid, [=](int64_t i) { return load(from + i, valid - i); });
+    }
+  });
+}
+
+// Puts (exp(x - top - log) - uniform) * grad, less `hit` in one column of each row, in the place of logits [rows, width];
+// columns from `valid` on become 0.
+template <class T>
+void loss_grad(uintptr_t x_, uintptr_t tops_, uintptr_t logs_, uintptr_t grads_, uintptr_t hits, uintptr_t columns,
+               int64_t rows, int64_t width, int64_t valid, float uniform, int threads) {
+  T* x = at<T>(x_);
+  const float *tops = at<const float>(tops_), *logs = at<const float>(logs_), *grads = at<const float>(grads_), *off = at<const float>(hits);
+  const int64_t* column = at<const int64_t>(columns);
+  spread(rows, std::max<int64_t>(1, kRun / (width + 1)), threads, [=](int64_t start, int64_t stop) {
+    for (int64_t row = start; row < stop; ++row) {
+      T* line = x + row * width;
+      const float top = tops[row], log = logs[row], grad = grads[row];
+      const float hit = valid ? load(line + column[row], 1)[0] : 0.0f;
+      for (int64_t i = 0; i < valid; i += kLanes) {
+        const V p = exp_of(clamp(load(line + i, valid - i) - top - log, kFar));
+        store(line + i, (p - uniform) * grad, valid - i);
+      }
+      if (valid) {
+        const V p = exp_of(clamp(V{} + hit - top - log, kFar));
+        store(line + column[row], (p - uniform) * grad - off[row], 1);
+      }
+      std::memset(static_cast<void*>(line + valid), 0, (width - valid) * sizeof(T));
+    }
+  });
+}
+
 template <class T>
 void define(py::module_& m, const std::string& format) {
   const py::call_guard<py::gil_scoped_release> unlocked;
@@ -235,6 +289,8 @@ void define(py::module_& m, const std::string& format) {
   m.def(("norm_grad_" + format).c_str(), &norm_grad<T>, unlocked);
   m.def(("column_sums_" + format).c_str(), &column_sums<T>, unlocked);
   m.def(("rotate_" + format).c_str(), &rotate<T>, unlocked);
+  m.def(("log_sums_" + format).c_str(), &log_sums<T>, unlocked);
+  m.def(("loss_grad_" + format).c_str(), &loss_grad<T>, unlocked);
 }
 
 }  // namespace

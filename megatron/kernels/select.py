@@ -234,7 +234,9 @@ def _elementwise_rows(device: torch.device, dtype: torch.dtype, config: Config, 
             rows += _row_rivals(operation, device, dtype, None if wanted else flag, why_not)
         else:
             rows.append(KernelRow(operation, "torch", True, "there is no other one here"))
-    rows.append(KernelRow("cross entropy", "runs of rows", True, "never holds a second copy of the logits"))
+    why_not = "--fp16-lm-cross-entropy" if config.precision.fp16_lm_cross_entropy else native.obstacle(device, dtype)
+    rows += _pair("cross entropy", (NATIVE, "runs of rows"), why_not is None,
+                  ("never holds a second copy of the logits", "more passes over the cache" if why_not is None else why_not))
     rows.append(KernelRow("cross entropy", "torch", False, "holds two more copies of the logits"))
     if model.hidden_dropout or model.attention_dropout:
         rows.append(KernelRow("dropout", "mask from a seed", True, "recompute and resume repeat it without state"))

@@ -86,6 +86,14 @@ inline V clamp(V v, float limit) {
 #endif
 }
 
+inline V larger(V a, V b) {
+#ifdef __AVX512F__
+  return same_bits<V>(_mm512_max_ps(same_bits<__m512>(a), same_bits<__m512>(b)));
+#else
+  return a > b ? a : b;
+#endif
+}
+
 // The first `count` lanes; the others become 0.
 inline V first(V v, int64_t count) {
   constexpr I lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};

@@ -8,14 +8,17 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.kernels import cross_entropy as module
+from megatron.kernels import native
 from megatron.kernels.reference import cross_entropy
 
 ROWS, COLUMNS, VOCAB = 11, 16, 13
 
 
-@pytest.fixture(autouse=True, params=[1 << 19, 3 * COLUMNS], ids=["one chunk", "many chunks"])
+@pytest.fixture(autouse=True, params=[1 << 19, 3 * COLUMNS, None], ids=["one chunk", "many chunks", "C++"])
 def chunk_elements(request, monkeypatch):
-    monkeypatch.setattr(module, "CHUNK_ELEMENTS", request.param)
+    if request.param:
+        monkeypatch.setattr(module, "CHUNK_ELEMENTS", request.param)
+        monkeypatch.setattr(native, "runs", lambda x: False)
 
 
 def inputs(dtype: torch.dtype = torch.float64, spread: float = 2.0):
