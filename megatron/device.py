@@ -1,9 +1,13 @@
 """The only file that says cuda: which device, which backend, memory, synchronisation, determinism. Knows no model."""
 from __future__ import annotations
 
+import ctypes
 import os
+import sys
 
 import torch
+
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3     # of glibc's malloc.h
 
 
 def device_type(wish: str) -> str:
@@ -39,6 +43,19 @@ def set_max_connections() -> bool:
         return False
     os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
     return True
+
+
+def keep_freed_memory(device: torch.device) -> bool:
+    """Have glibc keep what a step on a CPU frees, blocks of 1 GB and more apart, for the next one.
+
+    Else it goes back to the system, and the next step faults it in page by page. Whether it was done: not where the
+    environment speaks of malloc itself, nor with another C library.
+    """
+    if device.type != "cpu" or sys.platform != "linux" or any(
+            name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in os.environ):
+        return False
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    return bool(mallopt and mallopt(M_MMAP_THRESHOLD, 1 << 30) and mallopt(M_TRIM_THRESHOLD, 2**31 - 1))
 
 
 def set_determinism(deterministic: bool, cudnn_benchmark: bool, cudnn_deterministic: bool) -> None:

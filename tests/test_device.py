@@ -2,6 +2,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -86,3 +88,26 @@ def test_determinism(monkeypatch, deterministic, benchmark, cudnn):
     assert torch.backends.cudnn.benchmark is benchmark
     assert torch.backends.cudnn.deterministic is (cudnn or deterministic)
     assert os.environ.get("CUBLAS_WORKSPACE_CONFIG") == (":4096:8" if deterministic else None)
+
+
+FAULTS = """
+import resource, sys, torch
+from megatron import device
+torch.set_num_threads(1)
+done = device.keep_freed_memory(torch.device("cpu")) if sys.argv[1] == "keep" else None
+for turn in range(10):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    torch.zeros(1 << 24)
+print(done, resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+@pytest.mark.parametrize("environ, keep, done, faults", [
+    ({}, "keep", "True", range(1000)), ({}, "", "None", range(10000, 20000)),
+    ({"MALLOC_TOP_PAD_": "0"}, "keep", "False", range(10000, 20000))])
+def test_the_next_step_finds_the_memory_of_the_last_one(environ, keep, done, faults):
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_TUNABLES"))}
+    command = [sys.executable, "-c", FAULTS, keep]
+    found = subprocess.run(command, env=clean | environ, text=True, capture_output=True, check=True)
+    assert found.stdout.split()[0] == done and int(found.stdout.split()[1]) in faults
+    assert not device.keep_freed_memory(torch.device("cuda"))
