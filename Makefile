@@ -61,7 +61,7 @@ $(VENV)/.runtime: $(PY) setup.py requirements/constraints.txt requirements/runti
 	@$(PIP) -r requirements/build.txt -r requirements/runtime.txt
 	@$(PIP) --no-deps --no-build-isolation --use-pep517 -e .
 	@$(PY) -c 'import megatron.data.helpers_cpp, megatron.checkpoint.read_sums_cpp' 2>/dev/null || \
-		echo "note: the C++ helpers were not built (no working C++ compiler?); numpy gives the same answers, slower"
+		echo "note: the C++ helpers were not built (no working C++ compiler?); numpy and torch answer instead, slower"
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.runtime requirements/dev.txt

@@ -19,6 +19,7 @@ ATTENTION = {"fused": "sdpa", "local": "chunked", "unfused": "plain", "flash": "
 NAMES = {"sdpa": "torch's fused attention", "chunked": "blocks of query rows", "plain": "one matrix of scores",
          "tiles": "AMX tiles in C++", "flash": "flash-attn", "engine": "Transformer Engine"}
 NATIVE = "one pass in C++"
+COMPILED = "--torch-compile fuses by itself"
 ENGINE_ATTENTION = {"flash": "NVTE_FLASH_ATTN", "fused": "NVTE_FUSED_ATTN", "unfused": "NVTE_UNFUSED_ATTN"}
 
 
@@ -209,12 +210,14 @@ def _plain_attention_rows(operation: str, device: torch.device, dtype: torch.dty
     if kernels.attention == "engine":
         return [KernelRow(operation, NAMES["engine"], True, "asked for" + f", its {backend} one" * (backend != "auto"))]
     length = {} if config.model.seq_length is None else {"seq_length": config.model.seq_length}
-    length["head_dim"] = config.model.head_dim or 1
+    compiled = config.training.torch_compile
+    length["head_dim"] = 1 if compiled else config.model.head_dim or 1
     chosen, why, why_not = select_attention(device, dtype, dropout, _documents(config), kernels.attention, **length)
     if chosen == "flash" and backend == "auto":
         why, why_not = "documents of any length, and nothing outside them", "computes what document masks hide"
     off = {"sdpa": why_not, "chunked": why_not, "plain": "holds an s x s tensor"}
-    off["tiles"] = tile_attention.obstacle(device, dtype, length["head_dim"], 1) or "not asked for"
+    no_tiles = COMPILED if compiled else tile_attention.obstacle(device, dtype, length["head_dim"], 1)
+    off["tiles"] = no_tiles or "not asked for"
     off["flash"] = _flash_obstacle(device, dtype, config) or "no better here"
     if kernels.engine is not None:
         off["engine"] = _engine_attention_obstacle(dtype, config)
@@ -230,6 +233,7 @@ def _elementwise_rows(device: torch.device, dtype: torch.dtype, config: Config, 
     for operation in (model.activation, *["rotary"] * (model.positions == "rope")):
         wanted, flag = fused.get(operation, (True, ""))
         why_not = "pairs (2 i, 2 i + 1)" if operation == "rotary" and model.rotary_interleaved else None
+        why_not = COMPILED if config.training.torch_compile else why_not
         if operation in ("geglu", "swiglu", "gelu (tanh)", "rotary"):
             rows += _row_rivals(operation, device, dtype, None if wanted else flag, why_not)
         else:
@@ -272,4 +276,5 @@ def _norm_rows(device: torch.device, dtype: torch.dtype, config: Config, kernels
     if kernels.apex_norms:
         return [KernelRow(norm, "apex", True, "fused with its gradients"), *_off(norm, "torch", "apex is there")]
     rows = _off(norm, "apex", _apex_obstacle(device, dtype, config))
-    return _row_rivals(norm, device, dtype, in_rows=norm == "RMSNorm") + rows
+    why_not = COMPILED if config.training.torch_compile else None
+    return _row_rivals(norm, device, dtype, why_not=why_not, in_rows=norm == "RMSNorm") + rows

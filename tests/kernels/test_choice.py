@@ -130,7 +130,8 @@ def test_the_error_is_one_line_and_an_exit_code():
 
 @pytest.mark.parametrize("flags", [{"torch_compile": True}, {"apply_layernorm_1p": True}])
 def test_apex_norms_stay_off_where_they_would_cost(everything, flags):
-    assert on(torch.bfloat16, normalization="RMSNorm", **flags)["RMSNorm"] == select.NATIVE
+    norm = on(torch.bfloat16, normalization="RMSNorm", **flags)["RMSNorm"]
+    assert norm == ("runs of rows" if "torch_compile" in flags else select.NATIVE)
 
 
 @pytest.mark.parametrize("accumulation", [True, False])
