@@ -52,14 +52,17 @@ class _Sizes:
         self.loss = 2 if config.precision.fp16_lm_cross_entropy else self.wide
         # Kernels that work in runs of rows keep less than torch's own; "auto" is taken for a CUDA device.
         self.on_cpu = config.training.device == "cpu"
+        # The C++, where it is built: it widens nothing and keeps no statistics.
+        self.native = self.on_cpu and config.precision.params_dtype in ("float32", "bfloat16")
 
     def norm(self, rows: int, width: int, item: int) -> int:
         """What a norm keeps of its input (of `item` bytes an element) and of its statistics."""
         m = self.config.model
         layer_norm = m.normalization == "LayerNorm"
-        if m.apply_layernorm_1p and (layer_norm or not self.on_cpu):
+        if m.apply_layernorm_1p and not (self.native if layer_norm else self.on_cpu):
             item = max(item, self.wide)
-        return rows * (width * item + self.wide * (2 if layer_norm else 0 if self.on_cpu else 1))
+        statistics = 0 if self.native else 2 if layer_norm else 0 if self.on_cpu else 1
+        return rows * (width * item + self.wide * statistics)
 
     def attention(self) -> int:
         """Queries, keys and values as the projection made them and as the core takes them, the core's result."""
@@ -88,7 +91,7 @@ class _Sizes:
         """Input (or slope) and result of the activation function, and what a gated one keeps between."""
         m = self.config.model
         runs = self.on_cpu and self.config.kernels.bias_swiglu_fusion
-        widths = {"swiglu": 3 if runs else 4, "geglu": 5 if self.on_cpu else 4}.get(m.activation, 2)
+        widths = {"swiglu": 3 if runs else 4, "geglu": 5 if self.on_cpu and not self.native else 4}.get(m.activation, 2)
         return self.tokens * self.item * widths * (m.ffn // self.tp)
 
     def layer(self) -> int:
