@@ -258,7 +258,8 @@ template <class T>
 void loss_grad(uintptr_t x_, uintptr_t tops_, uintptr_t logs_, uintptr_t grads_, uintptr_t hits, uintptr_t columns,
                int64_t rows, int64_t width, int64_t valid, float uniform, int threads) {
   T* x = at<T>(x_);
-  const float *tops = at<const float>(tops_), *logs = at<const float>(logs_), *grads = at<const float>(grads_), *off = at<const float>(hits);
+  const float *tops = at<const float>(tops_), *logs = at<const float>(logs_);
+  const float *grads = at<const float>(grads_), *off = at<const float>(hits);
   const int64_t* column = at<const int64_t>(columns);
   spread(rows, std::max<int64_t>(1, kRun / (width + 1)), threads, [=](int64_t start, int64_t stop) {
     for (int64_t row = start; row < stop; ++row) {

@@ -177,7 +177,8 @@ struct ForwardScratch {
 
 // Softmax over the lines of scores [keys, 32] of the queries from `query` on: pairs of lines of unnormalized probabilities,
 // and of each query 1 / their sum and log2 of the sum of 2^(scale score).
-void softmax(const float* scores, int64_t keys, int64_t query, float scale, uint32_t* probs, float* inverse, float* log_sum) {
+void softmax(const float* scores, int64_t keys, int64_t query, float scale, uint32_t* probs, float* inverse,
+             float* log_sum) {
   for (int64_t half = 0; half < kBlock; half += kLanes) {
     __m512 largest = _mm512_set1_ps(-std::numeric_limits<float>::infinity());
     for (int64_t key = 0; key < keys; ++key) {
@@ -214,10 +215,11 @@ void forward_head(const Shape& x, ForwardScratch& to, const Bf16* q, int64_t ste
   for (int64_t start = 0; start < x.s; start += kBlock) {
     const int64_t keys = start + kBlock;
     float inverse[kBlock];
-    multiply(to.keys.data(), x.d, to.queries.data() + start, rows + kPad, to.scores.data(), kBlock, keys, kBlock, x.d, false);
+    multiply(to.keys.data(), x.d, to.queries.data() + start, rows + kPad, to.scores.data(), kBlock, keys, kBlock, x.d,
+             false);
     softmax(to.scores.data(), keys, start, x.scale * kLog2E, to.probs.data(), inverse, log_sums + start);
-    multiply(reinterpret_cast<const Bf16*>(to.values.data()), rows + 2 * kPad, to.probs.data(), kBlock, to.out.data(), kBlock,
-             x.d, kBlock, keys, false);
+    multiply(reinterpret_cast<const Bf16*>(to.values.data()), rows + 2 * kPad, to.probs.data(), kBlock, to.out.data(),
+             kBlock, x.d, kBlock, keys, false);
     write_transposed(to.out.data(), kBlock, std::min(kBlock, x.s - start), x.d, inverse, 1.0f, out + start * step_out,
                      step_out);
   }
@@ -310,8 +312,8 @@ void deltas(const Shape& x, const Bf16* out, const Bf16* above, int64_t step, in
 void add_chunk(const Shape& x, BackwardScratch& to, int64_t key, int64_t start, int64_t queries, const float* log_sums) {
   constexpr int64_t width = kChunk + kPad;
   const int64_t d = x.d, across = x.rows() + kPad;
-  multiply(to.keys.data() + key * d, d, to.queries_across.data() + start, across, to.scores.data(), width, kBlock, queries, d,
-           false);
+  multiply(to.keys.data() + key * d, d, to.queries_across.data() + start, across, to.scores.data(), width, kBlock, queries,
+           d, false);
   multiply(to.values.data() + key * d, d, to.above_across.data() + start, across, to.grad_probs.data(), width, kBlock,
            queries, d, false);
   softmax_grad(x, to, key, start, queries, log_sums);
