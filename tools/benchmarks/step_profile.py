@@ -23,7 +23,7 @@ KINDS = (
 )
 OTHER = "residual sums, copies and the rest"
 BETWEEN = "between operations (Python, page faults of the caller)"
-_MATMULS = ("aten::mm", "aten::addmm", "aten::addmm_", "aten::bmm", "aten::_scaled_mm")
+_MATMULS = ("mkldnn::_linear_pointwise", "aten::mm", "aten::addmm", "aten::addmm_", "aten::bmm", "aten::_scaled_mm")
 
 
 def kind_of(chain: list[str]) -> str:
