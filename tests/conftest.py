@@ -18,7 +18,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import pytest  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
-NEEDS_HARDWARE = re.compile(r"^needs (a|an|\d+) (GPU|CUDA device|CPU with AMX)s?\b")
+NEEDS_HARDWARE = re.compile(r"^needs (a|an|\d+) (GPU|CUDA device|CPU with (AMX|AVX2))s?\b")
 NOT_INSTALLED = re.compile(r"could not import '([\w.]+)'")
 # Libraries that no machine without a GPU can be asked to have; every other one is installed by .ci/run.
 GPU_LIBRARIES = {"transformer_engine", "apex", "flash_attn"}
@@ -27,7 +27,7 @@ RAN = pytest.StashKey[list[int]]()
 
 
 def is_allowed(reason: str, in_ci: bool) -> bool:
-    """Whether a test may be skipped for this reason: a GPU, AMX or an optional library is missing. In CI no library."""
+    """Whether a test may be skipped for this reason: hardware or an optional library is missing. In CI no library."""
     if NEEDS_HARDWARE.search(reason):
         return True
     library = NOT_INSTALLED.search(reason)

@@ -52,17 +52,16 @@ class _Sizes:
         self.loss = 2 if config.precision.fp16_lm_cross_entropy else self.wide
         # Kernels that work in runs of rows keep less than torch's own; "auto" is taken for a CUDA device.
         self.on_cpu = config.training.device == "cpu"
-        # The C++, where it is built: it widens nothing and keeps no statistics.
+        # The C++, where it is built: it widens nothing.
         self.native = self.on_cpu and config.precision.params_dtype in ("float32", "bfloat16")
 
     def norm(self, rows: int, width: int, item: int) -> int:
         """What a norm keeps of its input (of `item` bytes an element) and of its statistics."""
         m = self.config.model
         layer_norm = m.normalization == "LayerNorm"
-        if m.apply_layernorm_1p and not (self.native if layer_norm else self.on_cpu):
+        if m.apply_layernorm_1p and (layer_norm or not self.on_cpu):
             item = max(item, self.wide)
-        statistics = 0 if self.native else 2 if layer_norm else 0 if self.on_cpu else 1
-        return rows * (width * item + self.wide * statistics)
+        return rows * (width * item + self.wide * (2 if layer_norm else 0 if self.on_cpu else 1))
 
     def attention(self) -> int:
         """Queries, keys and values as the projection made them and as the core takes them, the core's result."""

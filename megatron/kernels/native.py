@@ -1,4 +1,4 @@
-"""Activations, norms, rotary positions and column sums of bf16 and fp32 on a CPU by this suite's C++ (rows.cpp), one pass
+"""Activations, RMSNorm, rotary positions and column sums of bf16 and fp32 on a CPU by this suite's C++ (rows.cpp), one pass
 over memory each; knows tensors and addresses, no formula of its own and no module."""
 
 from functools import cache
@@ -86,22 +86,20 @@ def swiglu_grad(gate_up: Tensor, grad_out: Tensor) -> Tensor:
     return grad
 
 
-def norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, centered: bool) -> Tensor:
-    """LayerNorm if `centered`, else RMSNorm, over the last dimension: x [..., h], weight and bias [h] of any float dtype."""
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """RMSNorm over the last dimension: x [..., h], weight [h] of any float dtype."""
     x, out, weight = x.contiguous(), _like(x), weight.float().contiguous()
-    bias = None if bias is None else bias.float().contiguous()
     width = x.shape[-1]
-    _call("norm", x, x, weight, 0 if bias is None else bias, out, x.numel() // max(1, width), width, eps, centered)
+    _call("rms_norm", x, x, weight, out, x.numel() // max(1, width), width, eps)
     return out
 
 
-def norm_grad(x: Tensor, weight: Tensor, grad_out: Tensor, eps: float, centered: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of `norm`: of x in its dtype, of weight and of a bias in fp32 [h]."""
+def rms_norm_grad(x: Tensor, weight: Tensor, grad_out: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Gradients of `rms_norm`: of x in its dtype, of weight in fp32 [h]."""
     (x, grad_out), grad, weight = _alike(x, grad_out), _like(x), weight.float().contiguous()
-    sums, width = torch.empty(2, x.shape[-1]), x.shape[-1]
-    _call("norm_grad", x, x, weight, grad_out, grad, sums[0], sums[1] if centered else 0, x.numel() // max(1, width), width,
-          eps, centered)
-    return grad, sums[0], sums[1]
+    grad_weight, width = torch.empty(x.shape[-1]), x.shape[-1]
+    _call("rms_norm_grad", x, x, weight, grad_out, grad, grad_weight, x.numel() // max(1, width), width, eps)
+    return grad, grad_weight
 
 
 def column_sums(x: Tensor) -> Tensor:

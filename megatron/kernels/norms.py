@@ -3,7 +3,6 @@
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from megatron.kernels import native
 from megatron.kernels.blocks import for_each, pays_off, row_blocks, wide_dtype
@@ -15,9 +14,6 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, zero_
     Mean and variance are taken in fp32 for bf16 and fp16. `zero_centered`: the stored weight is gamma - 1, and the
     sum of the two is not rounded to a low precision.
     """
-    if pays_off(x) and native.runs(x):
-        weight = weight.to(wide_dtype(x)) + 1 if zero_centered else weight
-        return _LayerNorm.apply(x, weight, bias, eps)
     if not zero_centered:
         return F.layer_norm(x, weight.shape, weight, bias, eps)
     wide = wide_dtype(x)
@@ -42,23 +38,6 @@ def _inverse_rms(x: Tensor, eps: float) -> Tensor:
     return x.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
 
 
-class _LayerNorm(torch.autograd.Function):
-    """By the C++ alone; where that does not run, torch's kernel is as fast as anything here."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.eps, ctx.bias_dtype = eps, None if bias is None else bias.dtype
-        return native.norm(x, weight, bias, eps, True)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad_out: Tensor):
-        x, weight = ctx.saved_tensors
-        grad_x, grad_weight, grad_bias = native.norm_grad(x, weight, grad_out, ctx.eps, True)
-        return grad_x, grad_weight.to(weight.dtype), None if ctx.bias_dtype is None else grad_bias.to(ctx.bias_dtype), None
-
-
 class _RmsNorm(torch.autograd.Function):
     """With y = x / rms the gradient of x is (g w - y mean(g w y)) / rms."""
 
@@ -67,7 +46,7 @@ class _RmsNorm(torch.autograd.Function):
         ctx.save_for_backward(x, weight)
         ctx.eps = eps
         if native.runs(x):
-            return native.norm(x, weight, None, eps, False)
+            return native.rms_norm(x, weight, eps)
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
         source, target = x.reshape(-1, x.shape[-1]), out.view(-1, x.shape[-1])
 
@@ -82,7 +61,7 @@ class _RmsNorm(torch.autograd.Function):
     def backward(ctx, grad_out: Tensor):
         x, weight = ctx.saved_tensors
         if native.runs(x):
-            grad_x, grad_weight, _ = native.norm_grad(x, weight, grad_out, ctx.eps, False)
+            grad_x, grad_weight = native.rms_norm_grad(x, weight, grad_out, ctx.eps)
             return grad_x, grad_weight.to(weight.dtype), None
         grad_x = torch.empty_like(x, memory_format=torch.contiguous_format)
         source, grads, target = (t.reshape(-1, x.shape[-1]) for t in (x, grad_out, grad_x))

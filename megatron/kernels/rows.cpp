@@ -1,4 +1,4 @@
-// Activations, norms, rotary positions and sums of columns in one pass over memory; for megatron/kernels/native.py, which
+// Activations, RMSNorm, rotary positions, sums of columns and the loss in one pass over memory; for megatron/kernels/native.py, which
 // gives addresses of contiguous bf16 or fp32 numbers and checks shapes. The maths is fp32, rounded once. Work is cut into
 // blocks that do not depend on the number of threads, and sums over blocks are taken in their order.
 // Built once for each level of x86-64 (setup.py). No thread holds the GIL here.
@@ -97,38 +97,29 @@ void swiglu_grad(uintptr_t x, uintptr_t above, uintptr_t grad_, int64_t rows, in
   });
 }
 
-// ---- norms
+// ---- RMSNorm
 
-struct Moments {
-  float mean, inverse;  // inverse: 1 / sqrt(variance or mean square + eps)
-};
-
+// 1 / sqrt(mean square + eps).
 template <class T>
-Moments moments(const T* x, int64_t width, float eps, bool centered) {
-  const float mean =
-      centered ? sum_over(width, [=](int64_t i) { return load(x + i, width - i); }) / static_cast<float>(width) : 0.0f;
+float inverse_rms(const T* x, int64_t width, float eps) {
   const float squares = sum_over(width, [=](int64_t i) {
-    const V v = first(load(x + i, width - i) - mean, width - i);
+    const V v = load(x + i, width - i);
     return v * v;
   });
-  return {mean, 1.0f / std::sqrt(squares / static_cast<float>(width) + eps)};
+  return 1.0f / std::sqrt(squares / static_cast<float>(width) + eps);
 }
 
-// LayerNorm if `centered`, else RMSNorm; bias may be null.
 template <class T>
-void norm(uintptr_t x_, uintptr_t weight_, uintptr_t bias_, uintptr_t out_, int64_t rows, int64_t width, float eps,
-          bool centered, int threads) {
+void rms_norm(uintptr_t x_, uintptr_t weight_, uintptr_t out_, int64_t rows, int64_t width, float eps, int threads) {
   const T* x = at<const T>(x_);
-  const float *weight = at<const float>(weight_), *bias = at<const float>(bias_);
+  const float* weight = at<const float>(weight_);
   T* out = at<T>(out_);
   spread(rows, kRows, threads, [=](int64_t start, int64_t stop) {
     for (int64_t row = start; row < stop; ++row) {
       const T* from = x + row * width;
-      const Moments m = moments(from, width, eps, centered);
+      const float inverse = inverse_rms(from, width, eps);
       for (int64_t i = 0; i < width; i += kLanes) {
-        V y = (load(from + i, width - i) - m.mean) * m.inverse * load(weight + i, width - i);
-        if (bias != nullptr) y += load(bias + i, width - i);
-        store(out + row * width + i, y, width - i);
+        store(out + row * width + i, load(from + i, width - i) * inverse * load(weight + i, width - i), width - i);
       }
     }
   });
@@ -146,42 +137,33 @@ void add_blocks(const std::vector<float>& parts, int64_t width, float* out) {
 
 inline void add_to(float* sums, V values, int64_t count) { store(sums, load(sums, count) + values, count); }
 
-// With y = (x - mean) inverse the gradient of x is (g w - mean(g w) - y mean(g w y)) inverse, without the first mean if
-// not `centered`; grad_weight and grad_bias [width] are sums over rows.
+// With y = x inverse the gradient of x is (g w - y mean(g w y)) inverse; grad_weight [width] is a sum over rows.
 template <class T>
-void norm_grad(uintptr_t x_, uintptr_t weight_, uintptr_t grad_out_, uintptr_t grad_, uintptr_t grad_weight,
-               uintptr_t grad_bias, int64_t rows, int64_t width, float eps, bool centered, int threads) {
+void rms_norm_grad(uintptr_t x_, uintptr_t weight_, uintptr_t grad_out_, uintptr_t grad_, uintptr_t grad_weight, int64_t rows,
+                   int64_t width, float eps, int threads) {
   const T *x = at<const T>(x_), *grad_out = at<const T>(grad_out_);
   const float* weight = at<const float>(weight_);
   T* grad = at<T>(grad_);
-  const int64_t blocks = (rows + kRows - 1) / kRows;
-  std::vector<float> weights(blocks * width), biases(grad_bias == 0 ? 0 : blocks * width);
+  std::vector<float> weights((rows + kRows - 1) / kRows * width);
   spread(rows, kRows, threads, [&](int64_t start, int64_t stop) {
     float* to_weight = weights.data() + start / kRows * width;
-    float* to_bias = grad_bias == 0 ? nullptr : biases.data() + start / kRows * width;
     for (int64_t row = start; row < stop; ++row) {
       const T *from = x + row * width, *above = grad_out + row * width;
-      const Moments m = moments(from, width, eps, centered);
-      V first = {}, second = {};
+      const float inverse = inverse_rms(from, width, eps);
+      V sums = {};
       for (int64_t i = 0; i < width; i += kLanes) {
-        const V y = (load(from + i, width - i) - m.mean) * m.inverse, g = load(above + i, width - i);
-        const V weighted = g * load(weight + i, width - i);
+        const V y = load(from + i, width - i) * inverse, g = load(above + i, width - i);
         add_to(to_weight + i, g * y, width - i);
-        if (to_bias != nullptr) add_to(to_bias + i, g, width - i);
-        first += weighted;
-        second += weighted * y;
+        sums += g * load(weight + i, width - i) * y;
       }
-      const float mean = centered ? total(first) / static_cast<float>(width) : 0.0f;
-      const float along = total(second) / static_cast<float>(width);
+      const float along = total(sums) / static_cast<float>(width);
       for (int64_t i = 0; i < width; i += kLanes) {
-        const V y = (load(from + i, width - i) - m.mean) * m.inverse;
-        const V weighted = load(above + i, width - i) * load(weight + i, width - i);
-        store(grad + row * width + i, (weighted - mean - y * along) * m.inverse, width - i);
+        const V y = load(from + i, width - i) * inverse, g = load(above + i, width - i);
+        store(grad + row * width + i, (g * load(weight + i, width - i) - y * along) * inverse, width - i);
       }
     }
   });
   add_blocks(weights, width, at<float>(grad_weight));
-  if (grad_bias != 0) add_blocks(biases, width, at<float>(grad_bias));
 }
 
 template <class T>
@@ -286,8 +268,8 @@ void define(py::module_& m, const std::string& format) {
   m.def(("gelu_grad_" + format).c_str(), &gelu_grad<T>, unlocked);
   m.def(("swiglu_" + format).c_str(), &swiglu<T>, unlocked);
   m.def(("swiglu_grad_" + format).c_str(), &swiglu_grad<T>, unlocked);
-  m.def(("norm_" + format).c_str(), &norm<T>, unlocked);
-  m.def(("norm_grad_" + format).c_str(), &norm_grad<T>, unlocked);
+  m.def(("rms_norm_" + format).c_str(), &rms_norm<T>, unlocked);
+  m.def(("rms_norm_grad_" + format).c_str(), &rms_norm_grad<T>, unlocked);
   m.def(("column_sums_" + format).c_str(), &column_sums<T>, unlocked);
   m.def(("rotate_" + format).c_str(), &rotate<T>, unlocked);
   m.def(("log_sums_" + format).c_str(), &log_sums<T>, unlocked);

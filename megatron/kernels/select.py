@@ -249,21 +249,19 @@ def _elementwise_rows(device: torch.device, dtype: torch.dtype, config: Config, 
 
 
 def _row_rivals(operation: str, device: torch.device, dtype: torch.dtype, flag: str | None = None,
-                why_not: str | None = None, in_rows: bool = True) -> list[KernelRow]:
-    """This suite's C++, formulas in runs of rows (unless there is none: `in_rows` False) and torch. `flag`: switches the
-    first two off; `why_not`: why the C++ cannot."""
+                why_not: str | None = None) -> list[KernelRow]:
+    """This suite's C++, formulas in runs of rows, and torch. `flag`: switches the first two off; `why_not`: why the C++
+    cannot."""
     if flag is not None:
-        rest = [KernelRow(operation, name, False, "switched off") for name in (NATIVE, *["runs of rows"] * in_rows)]
+        rest = [KernelRow(operation, name, False, "switched off") for name in (NATIVE, "runs of rows")]
         return [KernelRow(operation, "torch", True, flag), *rest]
     on_cpu = pays_off(torch.empty(0, device=device))
     why_not = why_not or (native.obstacle(device, dtype) if on_cpu else f"for a CPU, and this is a {device.type}")
     if why_not is None:
         return [KernelRow(operation, NATIVE, True, "one trip to memory"),
-                *[KernelRow(operation, "runs of rows", False, "each operation is a pass over the cache")] * in_rows,
-                KernelRow(operation, "torch", False, "more trips to memory" if in_rows else "no faster")]
+                KernelRow(operation, "runs of rows", False, "each operation is a pass over the cache"),
+                KernelRow(operation, "torch", False, "more trips to memory")]
     rows = [KernelRow(operation, NATIVE, False, why_not)]
-    if not in_rows:
-        return [KernelRow(operation, "torch", True, "there is no other one here"), *rows]
     return _pair(operation, ("runs of rows", "torch"), on_cpu,
                  ("passes over runs of rows stay in the cache", "a trip to memory for every operation") if on_cpu else
                  ("torch's own kernels are fused on this device", "every operation is a launch")) + rows
@@ -276,5 +274,6 @@ def _norm_rows(device: torch.device, dtype: torch.dtype, config: Config, kernels
     if kernels.apex_norms:
         return [KernelRow(norm, "apex", True, "fused with its gradients"), *_off(norm, "torch", "apex is there")]
     rows = _off(norm, "apex", _apex_obstacle(device, dtype, config))
-    why_not = COMPILED if config.training.torch_compile else None
-    return _row_rivals(norm, device, dtype, why_not=why_not, in_rows=norm == "RMSNorm") + rows
+    if norm == "LayerNorm":
+        return [KernelRow(norm, "torch", True, "there is no other one here"), *rows]
+    return _row_rivals(norm, device, dtype, why_not=COMPILED if config.training.torch_compile else None) + rows

@@ -15,7 +15,7 @@ KINDS = (
     (OPTIMIZER, (OPTIMIZER,)),
     ("loss", ("_CrossEntropy", "_ParallelCrossEntropy")),
     (ATTENTION, ("_ChunkedAttention", "_TileAttention", "scaled_dot_product", "ScaledDotProduct")),
-    ("norms", ("_RmsNorm", "_LayerNorm", "layer_norm", "LayerNorm", "rms_norm", "RmsNorm")),
+    ("norms", ("_RmsNorm", "layer_norm", "LayerNorm", "rms_norm", "RmsNorm")),
     ("activation", ("TanhGelu", "_SwiGlu", "gelu", "Gelu", "silu", "Silu")),
     ("rotary", ("_Rotary",)),
     ("embedding", ("_Embedding", "aten::embedding")),
