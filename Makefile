@@ -23,7 +23,7 @@ quickstart: $(VENV)/.runtime  ## text to trained, resumed, talking GPT in a few 
 test: $(VENV)/.dev $(VENV)/.files  ## the tests of every day (under 10 minutes on 2 cores)
 	$(PYTEST) -q
 
-test-ci: $(VENV)/.dev $(VENV)/.files  ## the campaigns in CI size: kills, whole runs (under 25 minutes)
+test-ci: $(VENV)/.dev $(VENV)/.files  ## the campaigns in CI size: kills, whole runs (35 to 40 minutes on 2 cores)
 	$(PYTEST) -q -m campaign
 
 test-all: $(VENV)/.dev $(VENV)/.files  ## everything, the full sweeps too

@@ -1,7 +1,7 @@
 """Installs the namespace package `megatron`; knows where things lie and nothing of what they do.
 
 There is no pyproject.toml: this file alone works under old and new pip, with build isolation (setup_requires brings
-pybind11) and without, with a C++ compiler (the helpers are built) and without (numpy answers the same, slower).
+pybind11) and without, with a C++ compiler (the helpers are built) and without (numpy and torch answer instead, slower).
 """
 
 import platform
