@@ -80,7 +80,11 @@ def test_every_flag_changes_the_numbers(tmp_path):
 
 
 def test_without_an_update_training_goes_on(tmp_path):
-    """A loss that is not finite leaves no trace in the scales of the steps that follow."""
-    run = train(tmp_path / "run", saving(tmp_path / "run", *DELAYED, "--fp16", "--initial-loss-scale", str(2.0**40)))
-    assert run.rows[0]["skipped"] and run.tensors()
-    assert all(x.isfinite().all() and x[:, 0].gt(0).all() for name, x in run.tensors().items() if name.startswith(PREFIX))
+    """Steps that overflow leave no trace in the scales; the first that does not finds some."""
+    for power, updates in ((40, False), (22, True)):
+        folder = tmp_path / str(power)
+        run = train(folder, saving(folder, *DELAYED, "--fp16", "--initial-loss-scale", str(2.0**power)))
+        skipped = [row["skipped"] for row in run.rows]
+        assert len(skipped) == 8 and skipped[0] and (0 in skipped) == updates
+        scales = [x for name, x in run.tensors().items() if name.startswith(PREFIX)]
+        assert scales and all(x.isfinite().all() and (x[:, 0].gt(0).all() if updates else not x.any()) for x in scales)
