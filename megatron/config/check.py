@@ -32,6 +32,13 @@ _POSITIVE = ("norm_epsilon adam_eps loss_scale initial_loss_scale min_loss_scale
              "rope_scaling_factor max_loss_scale embed_grad_scale").split()
 _BELOW_ONE = "attention_dropout hidden_dropout label_smoothing adam_beta1 adam_beta2 sgd_momentum lr_warmup_fraction".split()
 
+def _reads(f: Facts, name: str) -> bool:
+    """Is the tokenizer of this command line made from the file that this flag names? Unknown types are a problem
+    of their own."""
+    files = check_paths.TOKENIZER_FILES.get(f.config.data.tokenizer)
+    return files is None or name in [flag for flag, _ in files]
+
+
 # (flags that need it, the condition in words, is it met?): a flag typed without it is said to have no effect.
 _NEEDED = (
     ("hysteresis initial_loss_scale min_loss_scale max_loss_scale loss_scale_growth_factor loss_scale_backoff_factor "
@@ -40,7 +47,7 @@ _NEEDED = (
     ("loss_scale", "--fp16 or --bf16", lambda v: v["fp16"] or v["bf16"]),
     ("sgd_momentum", "--optimizer sgd", lambda v: v["optimizer"] == "sgd"),
     ("init_method_std init_method_xavier_uniform", "--init-scheme megatron", lambda v: v["init_scheme"] == "megatron"),
-    ("lr_warmup_first_step", "a warm-up", lambda v: v["lr_warmup_iters"] or v["lr_warmup_samples"] or
+    ("lr_warmup_first_step lr_warmup_init", "a warm-up", lambda v: v["lr_warmup_iters"] or v["lr_warmup_samples"] or
      v["lr_warmup_fraction"]),
     ("adam_beta1 adam_beta2 adam_beta2_schedule_c adam_eps", "--optimizer adam", lambda v: v["optimizer"] == "adam"),
     ("tensorboard_log_interval tensorboard_queue_size log_timers_to_tensorboard log_batch_size_to_tensorboard "
@@ -60,6 +67,22 @@ _NEEDED = (
      "--position-embedding-type rope",
      lambda v: v["position_embedding_type"] == "rope" or v["use_rotary_position_embeddings"]),
     ("cp_comm_type", "--context-parallel-size", lambda v: v["context_parallel_size"] > 1),
+    ("weight_decay", "--weight-decay-incr-style constant (--start-weight-decay and --end-weight-decay set it)",
+     lambda v: v["weight_decay_incr_style"] == "constant"),
+    ("lr_decay_iters lr_decay_samples", "a decay (--lr-decay-style is constant)",
+     lambda v: v["lr_decay_style"] != "constant" or v["lr_warmup_fraction"]),
+    ("init_method_std", "normal initial values (--init-method-xavier-uniform is given)",
+     lambda v: not v["init_method_xavier_uniform"]),
+    ("add_qkv_bias add_attention_output_bias add_mlp_bias", "--disable-bias-linear: all linear layers have biases",
+     lambda v: not v["add_bias_linear"]),
+    ("reset_position_ids", "positions (--position-embedding-type is none)",
+     lambda v: v.config.model.positions != "none"),
+    ("snapshot_dir", "--save or --load", lambda v: v["save"] or v["load"]),
+    ("vocab_file", "--tokenizer-type GPT2BPETokenizer", lambda v: _reads(v, "vocab_file")),
+    ("merge_file", "--tokenizer-type GPT2BPETokenizer", lambda v: _reads(v, "merge_file")),
+    ("tokenizer_model", "a --tokenizer-type that is made from a model file", lambda v: _reads(v, "tokenizer_model")),
+    ("eval_interval", "validation (--eval-iters is 0)", lambda v: v["eval_iters"]),
+    ("log_memory_to_tensorboard", "an accelerator (--device is cpu)", lambda v: v["device"] != "cpu"),
     ("apply_wd_to_qk_layernorm", "--qk-layernorm", lambda v: v["qk_layernorm"]),
     ("vocab_extra_ids", "--tokenizer-type SentencePieceTokenizer",
      lambda v: v["tokenizer_type"] == "SentencePieceTokenizer"),
@@ -110,7 +133,7 @@ def notes(config: Config, world_size: int, typed: Collection[str] = ()) -> list[
     facts = Facts(config, world_size, typed)
     found = []
     for names, condition, met in _NEEDED:
-        if not met(facts.values):
+        if not met(facts):
             found += [f"{facts.say(name)}: no effect without {condition}" for name in names.split() if name in typed]
     found += [f"{facts.say(name)}: no effect here, because {why}" for name, why in _ALWAYS.items()
               if name in typed and facts[name] != facts.flags[name].default]
@@ -118,6 +141,9 @@ def notes(config: Config, world_size: int, typed: Collection[str] = ()) -> list[
         found.append("--sequence-parallel: switched off, because --tensor-model-parallel-size is 1")
     if facts["distributed_backend"] == "nccl" and facts["device"] == "cpu":
         found.append("--distributed-backend nccl: no effect with one rank on the CPU")
+    if facts["control_file"] is not None and facts["save"] is None:
+        found.append(f"{facts.say('control_file')}: nothing can be saved without --save: save has no effect, and stop "
+                     "ends the run without a checkpoint")
     found += check_ddp.notes(config.parallel, world_size)
     found += check_kernels.notes(facts)
     found += _skip_ranges(facts)[1]

@@ -13,7 +13,8 @@ class PrecisionConfig:
     fp16: bool = arg(False, help="half precision with loss scaling")
     bf16: bool = arg(False, help="bfloat16 parameters")
     fp64: bool = arg(False, help="double precision, for proofs", dump=False)
-    loss_scale: float | None = arg(None, help="fixed loss scale (power of two); without it --fp16 scales dynamically")
+    loss_scale: float | None = arg(None, help="fixed loss scale, any positive number; without it --fp16 "
+                                              "scales dynamically")
     initial_loss_scale: float = arg(2**32, help="first dynamic loss scale")
     min_loss_scale: float = arg(1.0, help="lower bound of the dynamic loss scale")
     max_loss_scale: float | None = arg(None, help="upper bound of the dynamic loss scale", dump=False)

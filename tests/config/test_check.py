@@ -399,6 +399,22 @@ def test_nccl_between_cpu_ranks():
     ("--sequence-parallel", "--sequence-parallel: switched off, because --tensor-model-parallel-size is 1"),
     ("--split 8,1,1", "--split 8,1,1: no effect without --data-path"),
     ("--no-overlap-p2p-communication", "--no-overlap-p2p-communication: no effect without --pipeline-model-parallel-size"),
+    ("--weight-decay 0.1 --weight-decay-incr-style linear --start-weight-decay 0 --end-weight-decay 1",
+     "--weight-decay 0.1: no effect without --weight-decay-incr-style constant"),
+    ("--lr-decay-iters 5 --lr-decay-style constant", "--lr-decay-iters 5: no effect without a decay"),
+    ("--lr-warmup-init 1e-5", "--lr-warmup-init 1e-05: no effect without a warm-up"),
+    ("--init-method-std 0.01 --init-method-xavier-uniform", "--init-method-std 0.01: no effect without normal"),
+    ("--add-qkv-bias", "--add-qkv-bias: no effect without --disable-bias-linear"),
+    ("--add-attention-output-bias", "--add-attention-output-bias: no effect without --disable-bias-linear"),
+    ("--add-mlp-bias", "--add-mlp-bias: no effect without --disable-bias-linear"),
+    ("--reset-position-ids --position-embedding-type none", "--reset-position-ids: no effect without positions"),
+    ("--snapshot-dir x", "--snapshot-dir x: no effect without --save or --load"),
+    ("--control-file x", "--control-file x: nothing can be saved without --save"),
+    ("--vocab-file x", "--vocab-file x: no effect without --tokenizer-type GPT2BPETokenizer"),
+    ("--merge-file x --tokenizer-type NullTokenizer", "--merge-file x: no effect without --tokenizer-type GPT2BPETok"),
+    ("--tokenizer-model x", "--tokenizer-model x: no effect without a --tokenizer-type"),
+    ("--eval-interval 5 --eval-iters 0", "--eval-interval 5: no effect without validation"),
+    ("--log-memory-to-tensorboard --tensorboard-dir x --device cpu", "no effect without an accelerator"),
 ])
 def test_what_is_only_said(flags, note):
     problems, notes = checked(flags)
@@ -413,7 +429,10 @@ def test_what_is_only_said(flags, note):
     "--recompute-granularity full --recompute-method block --recompute-num-layers 2", "--bf16 --loss-scale 4",
     "--weight-decay-incr-style linear --start-weight-decay 0 --end-weight-decay 0.1", "--lr 0",
     "--decoupled-lr 1 --min-lr 1e-4", "--decoupled-lr 1e-5 --min-lr 1e-4 --decoupled-min-lr 1e-5",
-    "--qk-layernorm --apply-wd-to-qk-layernorm",
+    "--qk-layernorm --apply-wd-to-qk-layernorm", "--fp16 --loss-scale 1000", "--lr-warmup-iters 2 --lr-warmup-init 1e-5",
+    "--lr-decay-iters 9 --lr-decay-style constant --lr-warmup-fraction 0.5", "--add-qkv-bias --disable-bias-linear",
+    "--reset-position-ids --position-embedding-type rope", "--control-file x --save x --save-interval 5",
+    "--snapshot-dir x --load x", "--log-memory-to-tensorboard --tensorboard-dir x --device cuda",
     "--decrease-batch-size-if-needed --global-batch-size 5"])
 def test_what_needs_no_word(flags):
     assert checked(flags) == ([], [])

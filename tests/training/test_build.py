@@ -17,6 +17,7 @@ from megatron.data import index_helpers
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.sharding import local_box
 from megatron.timers import Timers
+from megatron.training import initialize
 from megatron.training.build import Run, build_data, build_model, build_run, make_tokenizer, plan_run
 from megatron.training.initialize import Runtime
 from tests.data.vocabularies import write_sentencepiece, write_tiktoken
@@ -248,3 +249,12 @@ def test_slow_index_helpers_are_said_where_they_are_used(tmp_path: Path, monkeyp
     assert (said(*data), said()) == (1, 0)
     monkeypatch.setattr(index_helpers, "REASON", "")
     assert said(*data) == 0
+
+
+def test_no_device_memory_on_a_machine_without_accelerator(capsys, monkeypatch):
+    monkeypatch.setattr(initialize.devices, "choose_device", lambda wanted, local_rank: torch.device("cpu"))
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    initialize.initialize(config_of("--device", "auto", "--log-memory-to-tensorboard", "--tensorboard-dir", "x"))
+    assert "--log-memory-to-tensorboard: no effect" in capsys.readouterr().out
+    initialize.initialize(config_of("--device", "auto", "--tensorboard-dir", "x"))
+    assert "no effect" not in capsys.readouterr().out
