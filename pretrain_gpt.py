@@ -3,7 +3,12 @@ import os
 import sys
 import time
 
-from megatron.training.signals import SignalWatch, leave_with
+from megatron import interrupt
+
+if __name__ == "__main__":
+    interrupt.exit_at_once()            # until the watch below takes over
+
+from megatron.training.signals import SignalWatch, leave_with  # noqa: E402
 
 STARTED = time.time()
 

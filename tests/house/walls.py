@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 FLOOR = {
+    "interrupt": 0, "launcher": 0,
     "arguments": 1, "log": 1, "device": 1,
     "config": 2, "timers": 2,
     "kernels": 3,
@@ -40,7 +41,10 @@ OPTIONAL = {
     "matplotlib": "training/spike_plot.py",
 }
 DISTRIBUTED = ("parallel/", "checkpoint/", "training/initialize.py", "device.py")
-TORCH_FREE = {"arguments.py": (), "log.py": (), "config/": (), "data/": ("data/cyclic_sampler.py",)}
+TORCH_FREE = {
+    "interrupt.py": (), "launcher.py": (), "arguments.py": (), "log.py": (),
+    "config/": (), "data/": ("data/cyclic_sampler.py",),
+}  # fmt: skip
 PICKLES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}
 # The one place that reads pickles: a process of its own, with an allow-list, for other suites' checkpoints.
 UNPICKLER = "checkpoint/unpickle_worker.py"
@@ -204,7 +208,7 @@ def libraries_in_one_file(root: Path) -> Iterator[str]:
 
 
 def torch_free(root: Path) -> Iterator[str]:
-    """No torch in config/, arguments.py, log.py and data/ (but its cyclic sampler); config/ has no numpy either."""
+    """No torch in TORCH_FREE (but in the named exceptions); no numpy either, except in data/."""
     for module in read(root, "megatron"):
         place = next((place for place in TORCH_FREE if module.inside.startswith(place)), None)
         if place is None or module.inside in TORCH_FREE[place]:

@@ -1,0 +1,90 @@
+"""Ctrl-C at any moment of a program, its imports above all: one line, exit code 130, no traceback."""
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.forkrun import ROOT
+
+# Sends SIGINT when the module named in INTERRUPT_AT is imported; `next`: the first one after the handler is installed.
+HOOK = '''"""Ctrl-C at an import."""
+import os, signal, sys
+
+at = os.environ["INTERRUPT_AT"]
+sent = []
+
+def hook(event, values):
+    if event == "import" and not sent and "signal" in sys.modules:
+        handler = signal.getsignal(signal.SIGINT)
+        if callable(handler) and handler is not signal.default_int_handler and at in ("next", values[0]):
+            sent.append(1)
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.addaudithook(hook)
+'''
+PROGRAM = '''"""A program with a slow import, a main function that cleans up, and a fork."""
+import sys
+sys.path.insert(0, {root!r})
+from megatron import interrupt
+if __name__ == "__main__":
+    interrupt.exit_at_once()
+import os, signal, time
+
+def stop():
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(5)
+
+def main(argv):
+    try:
+        {body}
+    finally:
+        print("cleaned up", flush=True)
+    return 3
+
+if __name__ == "__main__":
+    {before}
+    sys.exit(interrupt.run(main, sys.argv[1:]))
+'''
+
+
+def default_signals() -> None:
+    """As a terminal's shell starts a program, also where the tests run in the background."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def start(words: list[str], folder: Path, **environ: str) -> subprocess.CompletedProcess[str]:
+    """A finished program."""
+    return subprocess.run([sys.executable, *words], capture_output=True, text=True, cwd=folder, timeout=60,
+                          env={**os.environ, **environ}, preexec_fn=default_signals)
+
+
+def programs() -> list[str]:
+    """Every program of this suite whose first statements install the handler."""
+    return ["pretrain_gpt.py"]
+
+
+@pytest.mark.parametrize("program", programs())
+def test_during_the_imports_of(program, tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(HOOK)
+    done = start([str(ROOT / program), "--help"], tmp_path, PYTHONPATH=str(tmp_path), INTERRUPT_AT="next")
+    assert (done.returncode, done.stdout) == (130, "")
+    assert done.stderr.startswith("interrupted") and done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("body, before, code, out, err", [
+    ("pass", "pass", 3, "cleaned up\n", ""),
+    ("stop()", "pass", 130, "cleaned up\n", "interrupted\n"),           # as an exception: what is open gets closed
+    ("pass", "stop()", 130, "", "interrupted\n"),
+    ("import slow", "pass", 130, "", "interrupted\n"),                  # an import may swallow an exception
+    ("pass", "signal.signal(signal.SIGINT, signal.SIG_IGN); os.kill(os.getpid(), signal.SIGINT)", 3, "cleaned up\n", ""),
+    ("pass", "os.fork() or stop(); os.wait()", 3, "cleaned up\n", "")])         # a worker leaves in silence
+def test_one_line_and_130(body, before, code, out, err, tmp_path):
+    (tmp_path / "slow.py").write_text("try:\n    from __main__ import stop\n    stop()\nexcept BaseException:\n    pass\n")
+    (tmp_path / "program.py").write_text(PROGRAM.format(root=str(ROOT), body=body, before=before))
+    done = start([str(tmp_path / "program.py")], tmp_path)
+    assert (done.returncode, done.stdout, done.stderr) == (code, out, err)
