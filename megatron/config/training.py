@@ -50,8 +50,8 @@ class TrainingConfig:
     manual_gc_eval: bool = arg(True, off="--no-manual-gc-eval", help="no manual collection around evaluation")
     train_range_to_skip: tuple[str, ...] | None = arg(None, extend=True, dump=False, help="a b [c d ...]: "
                                                       "iterations a to b (both included) are not trained")
-    iterations_to_skip: tuple[str, ...] | None = arg(None, extend=True, dump=False, help="single iterations that "
-                                                     "are not trained")
+    iterations_to_skip: tuple[str, ...] | None = arg(None, extend=True, dump=False, help="iterations that are not "
+                                                     "trained, by their number in the log, from 1")
     forget_skip: tuple[str, ...] | None = arg(None, extend=True, dump=False, help="ids of recorded ranges, which "
                                               "the start lists, that are to be trained after all")
     device: Literal["auto", "cpu", "cuda"] = arg("auto", help="where to train; auto takes CUDA when there is any",

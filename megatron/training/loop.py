@@ -127,7 +127,6 @@ class Trainer:
     def train_one(self, iteration: int, samples: Iterator[torch.Tensor]) -> int:
         """One iteration with its counters, schedule and log line; the flag that the ranks agreed on."""
         run = self.run
-        loss_scale = run.optimizer.loss_scale
         outcome = train_step(run, self.forward_step, samples, iteration, lambda: self._wish() + self._ordered(iteration))
         size = run.plan.global_batch_size(iteration)
         run.progress.iteration = iteration
@@ -138,8 +137,8 @@ class Trainer:
         norm = run.optimizer.params_norm() if run.config.logging.log_params_norm else None
         self.lines.add(IterationResult(
             iteration, size, run.progress.consumed_train_samples, self._learning_rate(),
-            loss_scale if outcome.skipped == "overflow" else run.optimizer.loss_scale, outcome.seconds, outcome.loss,
-            outcome.grad_norm, outcome.num_zeros, norm, outcome.skipped, finding=finding, packed=outcome.packed,
+            run.optimizer.loss_scale, outcome.seconds, outcome.loss, outcome.grad_norm,
+            outcome.num_zeros, norm, outcome.skipped, finding=finding, packed=outcome.packed,
             fwd_bwd_seconds=outcome.fwd_bwd_seconds, adam_beta2=run.optimizer.adam_beta2,
             skipped_iterations_total=run.skip_history.total, skipped_samples=run.progress.skipped_train_samples))
         return outcome.flag

@@ -75,10 +75,14 @@ def test_the_keys_are_documented():
 
 
 def test_overflows_have_a_reason_of_their_own(text, tmp_path):
-    """fp16 that starts too high: skipped and counted, no norm, the loss scale of the attempt."""
-    done = run(text, tmp_path / "run", "--fp16", "--initial-loss-scale", str(2.0**44), "--hysteresis", "1",
+    """fp16 that starts too high: skipped and counted, no norm, the loss scale after the step."""
+    high = 2.0**44
+    done = run(text, tmp_path / "run", "--fp16", "--initial-loss-scale", str(high), "--hysteresis", "1",
                "--log-interval", "3")
     overflow = [row["skip_reason"] == "overflow" for row in done.rows]
+    scale = {True: 0.5, False: 1.0}     # of the scale before: each line has the one that its step left behind
+    expected = [high * math.prod(scale[one] for one in overflow[:n + 1]) for n in range(len(overflow))]
+    assert [row["loss_scale"] for row in done.rows] == expected
     assert overflow[0] and all(row["grad_norm"] is None for row in done.rows[:3])
     first, second = lines(done.log)
     assert int(first["number of skipped iterations"]) == sum(overflow[:3])
