@@ -4,6 +4,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import json
+import multiprocessing
 import os
 import signal
 import sys
@@ -134,3 +135,8 @@ def same_tensors(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None
     assert a.keys() == b.keys()
     different = [name for name in a if not torch.equal(a[name].view(torch.uint8), b[name].view(torch.uint8))]
     assert not different, f"{len(different)} tensors differ: {different[:5]}"
+
+
+def allow_workers() -> None:
+    """A hook: this rank, a daemon, may start the processes of a DataLoader."""
+    multiprocessing.process.current_process()._config["daemon"] = False

@@ -14,7 +14,7 @@ import torch
 
 from megatron.checkpoint.candidates import candidates
 from megatron.checkpoint.checksums import crc32
-from tests.checkpoint.test_store import Unsynced, save
+from tests.checkpoint.saves import Unsynced, save
 
 
 class Gadget:

@@ -6,7 +6,7 @@ import pytest
 from megatron.checkpoint import retention, store
 from megatron.checkpoint.candidates import Candidate, candidates
 from megatron.checkpoint.disk import CheckpointError
-from tests.checkpoint.test_store import assert_good, save
+from tests.checkpoint.saves import assert_good, save
 
 
 def steps(path, step=None, more=()):

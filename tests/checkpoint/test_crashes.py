@@ -13,7 +13,7 @@ from megatron.checkpoint.disk import CheckpointError, Disk
 from megatron.checkpoint.sharded import TensorSlice
 from megatron.checkpoint.state import RunState
 from tests.checkpoint.crash_model import Recorder, Tree, lay_out
-from tests.checkpoint.test_store import ARGS, Unsynced, assert_good, save, tensors
+from tests.checkpoint.saves import ARGS, Unsynced, assert_good, save, tensors
 
 ALL_OF = 12         # of up to so many operations every subset, of more RANDOM ones
 RANDOM = 2000

@@ -44,10 +44,10 @@ from tests.checkpoint.forged import (
     torch_file,
     weights,
 )
-from tests.checkpoint.test_store import Unsynced
+from tests.checkpoint.saves import Unsynced
 from tests.forkrun import run_ranks
 from tests.runs import SMALL
-from tests.training.test_build import built
+from tests.training.built_runs import built
 
 SECONDS = 30
 SPARE = 3 << 30         # bytes of address space that a case may add

@@ -15,8 +15,8 @@ import pytest
 
 from megatron.checkpoint import lock, store
 from megatron.checkpoint.disk import CheckpointError
-from tests.checkpoint.test_store import ARGS, assert_good, tensors
-from tests.checkpoint.test_store import save as plain_save
+from tests.checkpoint.saves import ARGS, assert_good, tensors
+from tests.checkpoint.saves import save as plain_save
 from tests.forkrun import ROOT, run_ranks
 from tests.runs import SMALL
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from megatron.checkpoint import retention, store
-from tests.checkpoint.test_store import NoExchange, Unsynced, assert_good, save
+from tests.checkpoint.saves import NoExchange, Unsynced, assert_good, save
 from tests.forkrun import run_ranks
 
 START = {"empty": [], "older": [10], "same": [20], "newer": [20, 40]}  # iterations there before the save of 20

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from megatron.config import command_line
-from tests.config.test_check import BASE, checked
+from tests.config.checked_flags import BASE, checked
 
 PACKED = BASE.replace("--mock-data", "--packed-samples")
 

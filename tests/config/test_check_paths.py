@@ -10,7 +10,7 @@ import pytest
 from megatron.config import check_paths
 from megatron.data.blended_dataset import parse_blend, parse_split
 from megatron.data.tokenizer import TOKENIZER_TYPES
-from tests.config.test_check import BASE, checked
+from tests.config.checked_flags import BASE, checked
 
 
 @pytest.fixture

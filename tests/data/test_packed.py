@@ -16,31 +16,13 @@ from megatron.data.dummy_data import DummySamples
 from megatron.data.indexed_dataset import IndexedDatasetBuilder
 from megatron.data.jsonl_tokens import JsonlTokens
 from megatron.data.packed import PackedDataset, PackedFile, PackingRule
-from megatron.data.packed_build import build_packed_datasets, open_files
+from megatron.data.packed_build import open_files
 from megatron.data.sampler import PackedSampler
 from megatron.data.samples import Samples
 from megatron.data.whereabouts import pieces, samples_showing
-from tests.data.corpora import data_flags
+from tests.data.packed_files import Listed, build, write_lines, write_pair
 
 MODES = ("pieces", "blocks", "padded")
-
-
-class Listed:
-    """Samples that are lists."""
-
-    prefix = "listed"
-
-    def __init__(self, samples):
-        self.samples, self.lengths = samples, np.array([len(sample) for sample in samples], np.int64)
-
-    def read(self, sample, first, count):
-        return np.array(self.samples[sample][first : first + count], np.int64)
-
-    def bytes_of(self, sample, first, count):
-        return None
-
-    def fingerprint(self):
-        return repr(self.samples).encode()
 
 
 def ids(first: int, count: int) -> list[int]:
@@ -48,29 +30,6 @@ def ids(first: int, count: int) -> list[int]:
 
 
 EXAMPLE = [ids(100, 5), ids(200, 3), ids(300, 11), ids(400, 5)]
-
-
-def write_lines(path: Path, samples: list[list[int]], dtype=np.int64) -> str:
-    """X.bin and X.bin.meta as InternLM's tokenizer tools write them."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    at, meta = 0, []
-    with open(path, "wb") as file:
-        for sample in samples:
-            line = json.dumps({"tokens": sample}).encode() + b"\n"
-            file.write(line)
-            meta.append((at, len(sample)))
-            at += len(line)
-    with open(f"{path}.meta", "wb") as file:
-        np.save(file, np.array(meta, dtype))
-    return str(path)
-
-
-def write_pair(prefix: Path, samples: list[list[int]]) -> str:
-    prefix.parent.mkdir(parents=True, exist_ok=True)
-    with IndexedDatasetBuilder(prefix, np.int32) as builder:
-        for sample in samples:
-            builder.add_document(np.array(sample, np.int32), [len(sample)])
-    return str(prefix)
 
 
 def test_the_worked_example_label_by_label():
@@ -167,12 +126,6 @@ def test_a_global_batch_is_the_same_rows_on_any_number_of_ranks(dp_size, micro_b
     with pytest.raises(ValueError, match="--packed-samples: 3 consumed samples are no whole rows of --micro-batch-size 2"):
         PackedSampler(100, 2).micro_batch(3)
     assert PackedSampler(100, 2, 0, 2).micro_batches_left(0) == 50
-
-
-def build(words, sizes=(None, 0, 0), seq=4, rows=2, batch=2, vocab=1000, **given):
-    flags = data_flags(packed_samples=True, train_data_path=words, **given)
-    return build_packed_datasets(flags, sequence_length=seq, micro_batch_size=rows, global_batch_size=batch, sizes=sizes,
-                                 vocab_size=vocab)
 
 
 def test_folders_of_both_formats_are_the_same_rows(tmp_path):

@@ -11,7 +11,7 @@ from megatron.arguments import read_words
 from tests.e2e.programs import free_port, spawn_program
 from tests.forkrun import ROOT
 from tests.runs import train, with_flags
-from tests.tools.test_internlm_config import SIZES, demo, written
+from tests.tools.internlm_configs import SIZES, demo, written
 from tools.internlm_config import main
 
 EXAMPLES = ROOT / "examples/internlm"

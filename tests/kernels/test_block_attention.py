@@ -6,7 +6,7 @@ import torch
 
 from megatron.kernels import block_attention as module
 from megatron.kernels.block_attention import Block, block_attention, block_attention_grads, flash, join_
-from tests.kernels.test_attention import documents, inputs
+from tests.kernels.attention_formula import documents, inputs
 
 SCALE = 0.3
 CLOSE = dict(rtol=1e-11, atol=1e-11)

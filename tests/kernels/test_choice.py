@@ -16,7 +16,6 @@ from megatron.kernels.choice import Kernels
 from megatron.kernels.select import choose_kernels, kernel_table
 from megatron.training import kernel_lines
 from tests.forkrun import ROOT
-from tests.kernels.test_libraries import libraries  # noqa: F401  (a fixture)
 from tests.model.tiny import loss_and_grads, tiny_config, tiny_model, tokens
 from tests.runs import NO_DROPOUT, SMALL, train, with_flags
 

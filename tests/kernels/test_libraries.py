@@ -13,29 +13,11 @@ from megatron.kernels.choice import Kernels
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.ddp import GradBuffers
 from tests.kernels import fake_libraries as fakes
-from tests.kernels.test_attention import SCALE, assert_same, formula, inputs
-from tests.model.tiny import loss_and_grads, tiny_model, tokens
+from tests.kernels.attention_formula import SCALE, assert_same, cut, formula, inputs
+from tests.model.tiny import MODELS, loss_and_grads, tiny_model, tokens
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 CLOSE = dict(rtol=1e-10, atol=1e-12)
-
-
-@pytest.fixture
-def libraries(monkeypatch):
-    """All stand-ins importable; the list of calls, empty."""
-    for module in (*fakes.flash_attn(), *fakes.apex(), *fakes.transformer_engine()):
-        monkeypatch.setitem(sys.modules, module.__name__, module)
-        parent, _, child = module.__name__.rpartition(".")
-        if parent:
-            setattr(sys.modules[parent], child, module)
-    fakes.CALLS.clear()
-    return fakes.CALLS
-
-
-def cut(s: int, b: int = 2) -> torch.Tensor:
-    """Documents that are runs of one id, another cut in each sample."""
-    position = torch.arange(s).expand(b, s)
-    return (position > s // 3).long() + (position >= 2 * s // 3) * torch.arange(b)[:, None]
 
 
 def test_where_documents_begin():
@@ -94,14 +76,6 @@ def test_the_weight_gradient_goes_through_apex_where_it_can(libraries, monkeypat
     reference.linear_weight_grad(torch.ones(2, 5, 3), torch.ones(2, 5, 8), accumulate_into=torch.zeros(3, 8))
     assert seen == [[(10, 8), (10, 3), (3, 8)]]
     assert reference.linear_weight_grad(torch.ones(2, 3), torch.ones(2, 8)) is not None
-
-
-MODELS = {
-    "gpt": {},
-    "llama": {"swiglu": True, "normalization": "RMSNorm", "add_bias_linear": False, "position_embedding_type": "rope",
-              "group_query_attention": True, "num_query_groups": 2},
-    "gated with biases": {"geglu": True, "apply_layernorm_1p": True, "qk_layernorm": True},
-}  # fmt: skip
 
 
 @pytest.mark.parametrize("flags", MODELS.values(), ids=MODELS)

@@ -7,8 +7,8 @@ import torch
 
 from megatron.kernels import apex, flash_attention, reference, transformer_engine
 from megatron.kernels.choice import Kernels
-from tests.kernels.test_libraries import MODELS, cut
-from tests.model.tiny import tiny_model, tokens
+from tests.kernels.attention_formula import cut
+from tests.model.tiny import MODELS, tiny_model, tokens
 
 pytestmark = pytest.mark.gpu
 DTYPE = torch.bfloat16

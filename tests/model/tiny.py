@@ -20,6 +20,12 @@ VOCAB, PADDED = 61, 64
 DEFAULTS = dict(num_layers=3, hidden_size=32, num_attention_heads=4, seq_length=16, max_position_embeddings=16,
                 attention_dropout=0.0, hidden_dropout=0.0)
 SEEDS = DropoutSeeds(1234, 1, 0)
+MODELS = {
+    "gpt": {},
+    "llama": {"swiglu": True, "normalization": "RMSNorm", "add_bias_linear": False, "position_embedding_type": "rope",
+              "group_query_attention": True, "num_query_groups": 2},
+    "gated with biases": {"geglu": True, "apply_layernorm_1p": True, "qk_layernorm": True},
+}  # fmt: skip
 
 
 def tiny_config(**flags: Any) -> ModelConfig:

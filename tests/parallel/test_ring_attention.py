@@ -14,7 +14,7 @@ from megatron.parallel.random import recompute
 from megatron.parallel.ring_attention import ring_attention
 from megatron.parallel.zigzag import chunks_of
 from tests.forkrun import run_ranks
-from tests.kernels.test_attention import SCALE, documents, formula, inputs
+from tests.kernels.attention_formula import SCALE, documents, formula, inputs
 
 CLOSE = dict(rtol=1e-11, atol=1e-11)
 COMM_TYPES = ("p2p", "all_gather")

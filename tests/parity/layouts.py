@@ -1,7 +1,10 @@
 """The layouts that are compared with one process, with the flags that make them. Runs nothing."""
 from __future__ import annotations
 
+from pathlib import Path
 from typing import NamedTuple
+
+from tests.runs import NO_DROPOUT, SMALL, with_flags
 
 TP, SP, CP = "--tensor-model-parallel-size", "--sequence-parallel", "--context-parallel-size"
 GATHER = ("--cp-comm-type", "all_gather")
@@ -24,6 +27,8 @@ BUCKETS = (*DISTRIBUTED, "--overlap-grad-reduce", "--ddp-bucket-size", "3000")
 OVERLAP = (*BUCKETS, "--overlap-param-gather")
 WHOLE = ("--zero-partition", "whole-params")
 INSTANCES = ("--num-distributed-optimizer-instances", "2")
+# Columns of the metrics that a resume in the same layout repeats exactly.
+EXACT = ("iteration", "lm_loss", "grad_norm", "loss_scale", "consumed_samples")
 
 
 class Case(NamedTuple):
@@ -129,3 +134,14 @@ SWEEP = {
     "cp2 pp2": Case(GPT2, 4, (CP, "2", PP, "2")),
     "pp2, fp32": Case(GPT2, 2, (PP, "2"), precision=""),
 }
+
+
+def argv(data: str, model: tuple[str, ...], steps: int, *more: str) -> list[str]:
+    """The flags of one process. Gradients are clipped in every step, so that a wrong norm changes the loss too."""
+    return with_flags([*SMALL, *NO_DROPOUT, "--clip-grad", "0.25", "--eval-interval", "1000", "--log-num-zeros-in-grad",
+                       "--data-path", data, "--split", "90,10,0", "--train-iters", str(steps)], *model, *more)
+
+
+def saved(folder: Path) -> tuple[str, ...]:
+    """Flags that save every fourth step where `Finished` looks for it."""
+    return ("--save", str(folder / "save"), "--save-interval", "4")

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.parity.layouts import CHUNKS, CP, DEEP, DISTRIBUTED, GATHER, INSTANCES, OVERLAP, PP, SP, TP
-from tests.parity.test_layouts import argv
+from tests.parity.layouts import CHUNKS, CP, DEEP, DISTRIBUTED, GATHER, INSTANCES, OVERLAP, PP, SP, TP, argv
 from tests.runs import Finished, train, write_text
 
 STOP, STEPS = 3, 10

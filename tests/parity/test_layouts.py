@@ -23,6 +23,7 @@ from tests.parity.layouts import (
     DEEP,
     DISTRIBUTED,
     DROPOUT,
+    EXACT,
     FULL,
     GATHER,
     GPT2,
@@ -35,8 +36,10 @@ from tests.parity.layouts import (
     TP,
     UNTIED,
     Case,
+    argv,
+    saved,
 )
-from tests.runs import NO_DROPOUT, SMALL, Finished, same_tensors, train, with_flags, write_text
+from tests.runs import Finished, same_tensors, train, with_flags, write_text
 
 ROW = "| {} | {} | {} | {:.0e} | {:.0e} |\n"
 PAGE = ROOT / "docs/parity.md"
@@ -54,17 +57,6 @@ TOLERANCE = {"--fp64": (1e-10, 1e-10), "": (1e-5, 1e-3)}        # relative, of l
 
 Reference = Callable[[Case], Finished]
 Table = dict[str, tuple[float, float]]
-
-
-def argv(data: str, model: tuple[str, ...], steps: int, *more: str) -> list[str]:
-    """The flags of one process. Gradients are clipped in every step, so that a wrong norm changes the loss too."""
-    return with_flags([*SMALL, *NO_DROPOUT, "--clip-grad", "0.25", "--eval-interval", "1000", "--log-num-zeros-in-grad",
-                       "--data-path", data, "--split", "90,10,0", "--train-iters", str(steps)], *model, *more)
-
-
-def saved(folder: Path) -> tuple[str, ...]:
-    """Flags that save every fourth step where `Finished` looks for it."""
-    return ("--save", str(folder / "save"), "--save-interval", "4")
 
 
 @pytest.fixture(scope="module")
@@ -242,9 +234,6 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(layout, hook, data, tmp_p
     assert [row["skipped"] for row in run.rows] == [0, 1, 0, 0]
     counters = store.load(run.save).state.optimizer
     assert counters["step"] == 3 and counters["grad_scaler"]["scale"] == 512
-
-
-EXACT = ("iteration", "lm_loss", "grad_norm", "loss_scale", "consumed_samples")
 
 
 @pytest.mark.campaign

@@ -8,6 +8,7 @@ from tests.parity.layouts import (
     CP,
     DISTRIBUTED,
     DROPOUT,
+    EXACT,
     GPT2,
     INSTANCES,
     LLAMA,
@@ -17,8 +18,9 @@ from tests.parity.layouts import (
     TP,
     UNTIED,
     WHOLE,
+    argv,
+    saved,
 )
-from tests.parity.test_layouts import EXACT, argv, saved
 from tests.runs import same_tensors, train, with_flags, write_text
 
 

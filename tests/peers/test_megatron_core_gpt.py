@@ -4,34 +4,22 @@ megatron-core asks for CUDA in four places even on a CPU; they are patched for t
 number tracker, the current device, the process groups of one rank).
 """
 
-import contextlib
 import copy
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 
 from megatron.config.parallel import ParallelConfig
 from megatron.parallel.context import ParallelContext
 from tests.forkrun import run_ranks
 from tests.model.tiny import tiny_config, tiny_model, tokens
+from tests.peers.megatron_core_models import VOCAB, let_it_run_on_a_cpu, mcore_model
 
 pytest.importorskip("megatron.core")
 pytestmark = [pytest.mark.peers, pytest.mark.filterwarnings("ignore")]
 
-VOCAB = 64  # no padding: megatron-core leaves dummy columns in the softmax
 SIZE = dict(hidden_size=64, num_attention_heads=8, num_layers=3, seq_length=16, max_position_embeddings=32)
-
-
-def let_it_run_on_a_cpu(patch):
-    from megatron.core import utils
-    from megatron.core.tensor_parallel import random
-
-    patch.setattr(torch.cuda, "current_device", lambda: torch.device("cpu"))
-    patch.setattr(utils.GlobalMemoryBuffer, "get_tensor",
-                  lambda self, shape, dtype, name, mem_alloc_context=None: torch.empty(shape, dtype=dtype))
-    patch.setattr(random.CudaRNGStatesTracker, "fork", lambda self, name=None: contextlib.nullcontext())
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -46,41 +34,6 @@ def one_cpu_rank(tmp_path_factory):
         yield
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
-
-
-def mcore_activation(model):
-    if model.swiglu:
-        return F.silu
-    if model.squared_relu:
-        return lambda x: F.relu(x).square()
-    tanh = model.geglu or model.openai_gelu or (model.bias_gelu_fusion and model.add_bias_linear)
-    return lambda x: F.gelu(x, approximate="tanh" if tanh else "none")
-
-
-def mcore_model(model, parallel=None):
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.models.gpt.gpt_model import GPTModel
-    from megatron.core.transformer.transformer_config import TransformerConfig
-
-    parallel = parallel or ParallelConfig()
-    config = TransformerConfig(
-        tensor_model_parallel_size=parallel.tensor_model_parallel_size, sequence_parallel=parallel.sequence_parallel,
-        num_layers=model.num_layers, hidden_size=model.hidden_size, num_attention_heads=model.num_attention_heads,
-        num_query_groups=model.query_groups, kv_channels=model.kv_channels, ffn_hidden_size=model.ffn,
-        gated_linear_unit=model.gated, activation_func=mcore_activation(model), normalization=model.normalization,
-        layernorm_epsilon=model.norm_epsilon, qk_layernorm=model.qk_layernorm, add_bias_linear=model.add_bias_linear,
-        add_qkv_bias=model.add_qkv_bias, rotary_interleaved=model.rotary_interleaved,
-        apply_query_key_layer_scaling=model.apply_query_key_layer_scaling,
-        attention_softmax_in_fp32=model.attention_softmax_in_fp32, hidden_dropout=0.0, attention_dropout=0.0,
-        use_cpu_initialization=True, bias_dropout_fusion=False, bias_activation_fusion=False, apply_rope_fusion=False,
-        masked_softmax_fusion=False, gradient_accumulation_fusion=False)
-    spec = get_gpt_layer_local_spec(normalization=model.normalization, qk_layernorm=model.qk_layernorm)
-    return GPTModel(
-        config, spec, vocab_size=VOCAB, max_sequence_length=model.max_position_embeddings,
-        position_embedding_type=model.positions, rotary_percent=model.rotary_percent, rotary_base=model.rotary_base,
-        seq_len_interpolation_factor=model.rotary_seq_len_interpolation_factor,
-        rope_scaling=model.use_rope_scaling, rope_scaling_factor=model.rope_scaling_factor,
-        share_embeddings_and_output_weights=model.tied)
 
 
 ROPE = dict(position_embedding_type="rope")

@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.planted.test_planted_bugs import Bug, caught
+from tests.planted.bugs import Bug, caught
 
 ACTIONS, POLICY = "tests/spikes/test_actions.py", "megatron/training/spike_policy.py"
 POLICIES = "tests/spikes/test_policy.py"

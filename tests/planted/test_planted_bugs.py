@@ -1,23 +1,9 @@
 """Each bug is patched into a copy of the product code; the test named beside it must fail there."""
 from __future__ import annotations
 
-import shutil
-import subprocess
-import sys
-from pathlib import Path
-from typing import NamedTuple
-
 import pytest
 
-from tests.forkrun import ROOT
-
-
-class Bug(NamedTuple):
-    file: str
-    old: str
-    new: str
-    test: str
-
+from tests.planted.bugs import Bug, caught
 
 BUGS = {
     "off by one in the sample index": Bug(
@@ -300,11 +286,6 @@ LIBRARIES = {
 }
 
 
-def run(copy: Path, test: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", "not sweep", test]
-    return subprocess.run(command, cwd=copy, capture_output=True, text=True, timeout=300)
-
-
 @pytest.mark.parametrize("name", [name if number < 2 else pytest.param(name, marks=pytest.mark.campaign)
                                   for number, name in enumerate(BUGS)])
 def test_a_planted_bug_is_caught(name, tmp_path):
@@ -345,19 +326,3 @@ def test_a_planted_bug_of_packed_samples_is_caught(name, tmp_path):
 @pytest.mark.parametrize("name", STORE)
 def test_a_planted_bug_of_the_store_is_caught(name, tmp_path):
     caught(STORE[name], tmp_path)
-
-
-def caught(bug: Bug, tmp_path: Path) -> None:
-    """Assert that the bug's test fails on a copy that has the bug."""
-    copy = tmp_path / "copy"
-    ignore = shutil.ignore_patterns("__pycache__", "*.so")
-    for part in ("megatron", "tests"):
-        shutil.copytree(ROOT / part, copy / part, ignore=ignore)
-    for part in ("pretrain_gpt.py", ".pytest.ini"):
-        shutil.copy(ROOT / part, copy / part)
-    path = copy / bug.file
-    text = path.read_text()
-    assert text.count(bug.old) == 1, f"{bug.file} no longer holds the line that this bug replaces"
-    path.write_text(text.replace(bug.old, bug.new))
-    result = run(copy, bug.test)
-    assert result.returncode == 1 and " failed" in result.stdout, result.stdout[-2000:] + result.stderr[-2000:]

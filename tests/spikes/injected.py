@@ -1,16 +1,19 @@
 """Spikes put into runs of tests: a hook for `tests.runs.train`. Knows no action."""
 from __future__ import annotations
 
-import multiprocessing
+import math
 from collections.abc import Mapping
 
+import numpy as np
+
 from megatron.training import loop, spikes
+from tests.runs import allow_workers
 
 
 def inject(bad: Mapping[int, float], least: int = 24) -> None:
     """A hook: in iteration n the loss, and so its gradient, is `bad[n]` times what it is. `least` accepted values are
     enough to compare with, so that runs may be short. The rank may have data workers."""
-    multiprocessing.process.current_process()._config["daemon"] = False
+    allow_workers()
     spikes.LEAST = least
     train_step = loop.train_step
 
@@ -25,3 +28,9 @@ def inject(bad: Mapping[int, float], least: int = 24) -> None:
         return train_step(run, forward, samples, iteration, flag)
 
     loop.train_step = injected
+
+
+def noisy(count: int) -> list[tuple[float, float]]:
+    """Losses and gradient norms of iterations without a spike."""
+    values = np.random.default_rng(1).uniform(-0.01, 0.01, (count, 2))       # so that nothing is a mark
+    return [(3.0 + a, math.exp(b)) for a, b in values.tolist()]

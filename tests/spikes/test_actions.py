@@ -24,9 +24,8 @@ from megatron.training.step import train_step
 from tests.e2e.programs import fork_program
 from tests.forkrun import run_ranks
 from tests.runs import SMALL, Finished, plot, same_tensors, train, with_flags, write_text
-from tests.spikes.injected import inject
-from tests.spikes.test_policy import noisy
-from tests.training.test_step import make_run, samples
+from tests.spikes.injected import inject, noisy
+from tests.training.tiny_run import make_run, samples
 
 BASE = [*SMALL, "--split", "100,0,0", "--eval-iters", "0", "--save-interval", "15"]
 EXACT = ("iteration", "lm_loss", "grad_norm", "learning_rate", "consumed_samples", "loss_scale", "spike", "spike_sigma")

@@ -4,16 +4,11 @@ from __future__ import annotations
 import json
 import math
 
-import numpy as np
 import pytest
 
 from megatron.training.signals import Refusal
 from megatron.training.spike_policy import EXIT_CODE, Rewind, SpikePolicy
-
-
-def noisy(count: int) -> list[tuple[float, float]]:
-    values = np.random.default_rng(1).uniform(-0.01, 0.01, (count, 2))       # so that nothing is a mark
-    return [(3.0 + a, math.exp(b)) for a, b in values.tolist()]
+from tests.spikes.injected import noisy
 
 
 def fed(policy: SpikePolicy, numbers: list[tuple[float, float]], first: int = 1) -> list[Rewind | None]:

@@ -11,7 +11,7 @@ import pytest
 from megatron.data import jsonl_tokens
 from megatron.data.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
 from megatron.data.jsonl_tokens import JsonlTokens
-from tests.data.test_packed import write_lines, write_pair
+from tests.data.packed_files import write_lines, write_pair
 from tests.load_tool import load_tool
 
 TOOL = load_tool("convert_data")

@@ -13,7 +13,7 @@ from megatron.training.trained_model import open_trained_model
 from tests.forkrun import run_ranks
 from tests.load_tool import load_tool
 from tests.model.tiny import tiny_config, tiny_model
-from tests.peers.test_megatron_core_gpt import let_it_run_on_a_cpu, mcore_model
+from tests.peers.megatron_core_models import let_it_run_on_a_cpu, mcore_model
 from tests.tools.in_process import use_it
 
 VOCAB = 64

@@ -9,10 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.arguments import config_from, parse_typed
-from megatron.config import command_line
 from megatron.config.plan import bytes_per_rank, make_plan
-from megatron.config.tree import Config
 from megatron.data import index_helpers
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.sharding import local_box
@@ -22,26 +19,10 @@ from megatron.training.build import Run, build_data, build_model, build_run, mak
 from megatron.training.initialize import Runtime
 from tests.data.vocabularies import write_sentencepiece, write_tiktoken
 from tests.forkrun import run_ranks
-from tests.runs import SMALL, with_flags, write_text
+from tests.runs import write_text
+from tests.training.built_runs import RUNTIME, built, config_of
 
 EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
-RUNTIME = Runtime(torch.device("cpu"), ParallelContext(config_from(Config, {}).parallel), 1, 0)
-
-
-NUMBERS = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "211"]
-
-
-def config_of(*flags: str) -> Config:
-    """The small model with these flags, on synthetic data; plain numbers unless they name a tokenizer."""
-    plain = [word for word in SMALL if word not in NUMBERS] + ["--mock-data", "--train-iters", "10"]
-    words = with_flags(plain if "--tokenizer-type" in flags else plain + NUMBERS, *flags)
-    return config_from(Config, parse_typed(command_line.parser(), words))
-
-
-def built(*flags: str) -> Run:
-    config = config_of(*flags)
-    tokenizer = make_tokenizer(config)
-    return build_run(config, make_plan(config, 1, tokenizer.vocab_size), RUNTIME, Timers(), tokenizer)
 
 
 def rank_of_a_run(rank: int, world: int, flags: list[str]) -> tuple[dict, dict, dict, int]:

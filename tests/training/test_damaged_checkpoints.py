@@ -18,7 +18,7 @@ from megatron.training import checkpointing
 from megatron.training.build import Run
 from tests.forkrun import RanksFailed
 from tests.runs import SMALL, same_tensors, train, with_flags, write_text
-from tests.training.test_build import built
+from tests.training.built_runs import built
 
 EXACT = ("iteration", "lm_loss", "grad_norm", "learning_rate", "consumed_samples")
 BASE = [*SMALL, "--train-iters", "8", "--split", "100,0,0", "--eval-iters", "0", "--save-interval", "2"]

@@ -12,6 +12,7 @@ from megatron.checkpoint import disk, manifest, store
 from megatron.training import checkpointing, loop
 from tests.forkrun import RanksFailed
 from tests.runs import SMALL, same_tensors, train, with_flags, write_text
+from tests.training.refusing_disk import BROKEN, FULL, LOCKED, refuse
 
 BASE = [*SMALL, "--train-iters", "7", "--split", "100,0,0", "--eval-iters", "0", "--save-interval", "2"]
 EXACT = ("iteration", "lm_loss", "grad_norm", "consumed_samples", "learning_rate")
@@ -33,28 +34,12 @@ def run(folder, data: str, world: int, *extra: str, hook=None):
     return train(folder, [*BASE, "--data-path", data, "--save", str(folder / "save"), *extra], world, hook=hook)
 
 
-def refuse(action: str, part: str, rank: int, number: int, times: int = 1) -> None:
-    """A hook: on this rank the disk refuses an action, the first `times` times, on a path that holds `part`."""
-    if int(os.environ["RANK"]) != rank:
-        return
-    left = times
-
-    def step(self, what, path) -> None:
-        nonlocal left
-        if left and what == action and part in str(path):
-            left -= 1
-            raise OSError(number, os.strerror(number))
-
-    disk.Disk.step = step
-
-
 def names(folder) -> list[str]:
     """What lies in a save directory, hidden names too, but for the lock of a rank that was killed while it left."""
     return sorted(path.name for path in (folder / "save").iterdir() if not path.name.startswith(".lock."))
 
 
 ALL = ["iter_0000002", "iter_0000004", "iter_0000006", "iter_0000007", store.TRACKER]
-FULL, BROKEN, LOCKED = errno.ENOSPC, errno.EIO, errno.EACCES
 
 
 @pytest.mark.parametrize(("action", "part", "number"), [

@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 import functools
-import multiprocessing
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +9,7 @@ import pytest
 
 from megatron.data.ledger import MASK, read_ledger, sample_hash, tokens_hash
 from megatron.training import step
-from tests.runs import NO_DROPOUT, SMALL, train, with_flags, write_text
+from tests.runs import NO_DROPOUT, SMALL, allow_workers, train, with_flags, write_text
 
 LAYOUTS = {
     "micro-batches of 1": (1, ["--micro-batch-size", "1"]),
@@ -65,10 +64,6 @@ def test_the_hash_is_that_of_what_was_trained_on(text, tmp_path, reference):
     expected = [(n + 1, 8 * n, 8, 0, sum(sample_hash(8 * n + i, tokens_hash(row)) for i, row in enumerate(batch)) & MASK)
                 for n, batch in enumerate(seen)]
     assert ledger(tmp_path) == reference == expected
-
-
-def allow_workers() -> None:
-    multiprocessing.process.current_process()._config["daemon"] = False
 
 
 @pytest.mark.parametrize("name", LAYOUTS)

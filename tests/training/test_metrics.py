@@ -17,7 +17,7 @@ from megatron.training.initialize import Runtime
 from megatron.training.tensorboard import TensorBoard
 from tests.forkrun import ROOT
 from tests.runs import NO_DROPOUT, SMALL, Finished, train, write_text
-from tests.training.test_step import make_run
+from tests.training.tiny_run import make_run
 
 ITERATIONS = 6
 KEYS = {"iteration", "lm_loss", "grad_norm", "learning_rate", "consumed_samples", "consumed_tokens", "elapsed_ms",

@@ -22,13 +22,12 @@ from megatron.training.batch import BatchRules, load_samples, make_batch, traini
 from megatron.training.build import build_data, make_tokenizer, plan_run
 from megatron.training.row_counts import FILLED, RowCounts
 from megatron.training.tensorboard import read_scalars
-from tests.data.test_packed import Listed, build, write_lines, write_pair
+from tests.data.packed_files import Listed, build, write_lines, write_pair
 from tests.forkrun import RanksFailed
 from tests.model.tiny import tiny_model
 from tests.parity.layouts import CP, DISTRIBUTED, GATHER, LLAMA, PP, SP, TP
-from tests.runs import NO_DROPOUT, SMALL, plot, same_tensors, train, with_flags
-from tests.training.test_build import RUNTIME, config_of
-from tests.training.test_ledger import allow_workers
+from tests.runs import NO_DROPOUT, SMALL, allow_workers, plot, same_tensors, train, with_flags
+from tests.training.built_runs import RUNTIME, config_of
 
 CPU = torch.device("cpu")
 # facts/internlm.md 1.2.9, from the logs of the 7B (DP 8) and 20B (DP 4) demos: tokens, then samples, longest, most, fewest

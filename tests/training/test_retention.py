@@ -10,7 +10,7 @@ from megatron.checkpoint import retention, store
 from megatron.training import loop
 from megatron.training.control_file import ControlFile
 from tests.runs import SMALL, Finished, same_tensors, train, with_flags, write_text
-from tests.training.test_failed_saves import FULL, refuse
+from tests.training.refusing_disk import FULL, refuse
 
 EXACT = ("iteration", "lm_loss", "grad_norm", "learning_rate", "consumed_samples")
 BASE = [*SMALL, "--train-iters", "12", "--split", "100,0,0", "--eval-iters", "0"]

@@ -11,7 +11,7 @@ from megatron.training.build import Run
 from megatron.training.step import train_step
 from tests.live_memory import LiveMemory
 from tests.runs import plot
-from tests.training.test_step import make_run
+from tests.training.tiny_run import make_run
 
 VOCAB, ROWS = 50304, 160
 LOGITS = ROWS * VOCAB

@@ -13,7 +13,7 @@ from megatron.kernels import attention
 from megatron.training.step import train_step
 from tests.live_memory import LiveMemory
 from tests.runs import plot
-from tests.training.test_step import EOD, make_run
+from tests.training.tiny_run import EOD, make_run
 
 # Operations that read values on the host, or give shapes that depend on them.
 READS = {"_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive", "is_nonzero",

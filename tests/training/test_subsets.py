@@ -11,10 +11,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from megatron.data.subsets import shortened
 from megatron.training import build
-from tests.config.test_check import checked
+from tests.config.checked_flags import checked
 from tests.parity.layouts import CP, DISTRIBUTED, PP, TP
-from tests.runs import NO_DROPOUT, SMALL, train, with_flags, write_text
-from tests.training.test_ledger import allow_workers
+from tests.runs import NO_DROPOUT, SMALL, allow_workers, train, with_flags, write_text
 
 
 def test_names_are_what_the_prefixes_have_of_their_own():

@@ -1,0 +1,20 @@
+"""The stand-ins of libraries that need CUDA, as a fixture."""
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from tests.kernels import fake_libraries as fakes
+
+
+@pytest.fixture
+def libraries(monkeypatch):
+    """All stand-ins importable; the list of calls, empty."""
+    for module in (*fakes.flash_attn(), *fakes.apex(), *fakes.transformer_engine()):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+        parent, _, child = module.__name__.rpartition(".")
+        if parent:
+            setattr(sys.modules[parent], child, module)
+    fakes.CALLS.clear()
+    return fakes.CALLS

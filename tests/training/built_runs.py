@@ -1,0 +1,31 @@
+"""Runs of one process that are built and not trained, from flags or from fields; loads nothing optional."""
+from __future__ import annotations
+
+import torch
+
+from megatron.arguments import config_from, parse_typed
+from megatron.config import command_line
+from megatron.config.plan import make_plan
+from megatron.config.tree import Config
+from megatron.parallel.context import ParallelContext
+from megatron.timers import Timers
+from megatron.training.build import Run, build_run, make_tokenizer
+from megatron.training.initialize import Runtime
+from tests.runs import SMALL, with_flags
+
+RUNTIME = Runtime(torch.device("cpu"), ParallelContext(config_from(Config, {}).parallel), 1, 0)
+NUMBERS = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "211"]
+
+
+def config_of(*flags: str) -> Config:
+    """The small model with these flags, on synthetic data; plain numbers unless they name a tokenizer."""
+    plain = [word for word in SMALL if word not in NUMBERS] + ["--mock-data", "--train-iters", "10"]
+    words = with_flags(plain if "--tokenizer-type" in flags else plain + NUMBERS, *flags)
+    return config_from(Config, parse_typed(command_line.parser(), words))
+
+
+def built(*flags: str) -> Run:
+    """The run of these flags, its model and optimizer made."""
+    config = config_of(*flags)
+    tokenizer = make_tokenizer(config)
+    return build_run(config, make_plan(config, 1, tokenizer.vocab_size), RUNTIME, Timers(), tokenizer)
