@@ -16,7 +16,7 @@ from pathlib import Path
 from megatron.config import check_packed
 from megatron.config.checkpoint import CheckpointConfig, is_url, staged
 from megatron.config.data import DataConfig
-from megatron.config.tokenizer import tiktoken_problems
+from megatron.config.tokenizer import BYTE_VOCAB_SIZE, tiktoken_problems
 from megatron.config.tree import Config
 
 SPLITS = ("train", "valid", "test")
@@ -30,6 +30,7 @@ TOKENIZER_FILES = {
     "Llama2Tokenizer": _MODEL,
     "HuggingFaceTokenizer": (("tokenizer_model", "a tokenizer.json, or the directory that holds it"),),
     "TikTokenizer": _MODEL,
+    "ByteTokenizer": (),
     "NullTokenizer": (),
 }
 
@@ -128,6 +129,9 @@ def _tokenizer(d: DataConfig) -> Iterator[str]:
     if kind in TOKENIZER_FILES:
         if kind == "TikTokenizer":
             yield from tiktoken_problems(d.vocab_size, d.tiktoken_num_special_tokens, d.tiktoken_special_tokens)
+        if kind == "ByteTokenizer" and d.vocab_size not in (None, BYTE_VOCAB_SIZE):
+            yield (f"--vocab-size {d.vocab_size}: ByteTokenizer has {BYTE_VOCAB_SIZE} ids (256 bytes and the end of a "
+                   "document); omit --vocab-size")
         return
     known = ", ".join(TOKENIZER_FILES)
     if kind.startswith("BertWordPiece"):

@@ -30,7 +30,7 @@ from megatron.config.checkpoint import is_url, staged
 from megatron.config.model import ModelConfig
 from megatron.config.plan import Plan, make_plan
 from megatron.config.plan_lines import describe
-from megatron.config.tokenizer import TIKTOKEN_VOCAB_SIZE
+from megatron.config.tokenizer import BYTE_VOCAB_SIZE, TIKTOKEN_VOCAB_SIZE
 from megatron.config.tree import Config
 
 DESCRIPTION = ("Pretrain a GPT. Values follow their flags; @FILE reads flags from a file (typed ones win). Flags of "
@@ -268,6 +268,8 @@ def vocabulary(config: Config) -> tuple[int, str]:
         return d.vocab_size, "--vocab-size"
     if d.tokenizer == "TikTokenizer":
         return TIKTOKEN_VOCAB_SIZE, "TikTokenizer's, without --vocab-size"
+    if d.tokenizer == "ByteTokenizer":
+        return BYTE_VOCAB_SIZE, "ByteTokenizer's"
     if d.tokenizer == "GPT2BPETokenizer" and d.vocab_file and os.path.isfile(d.vocab_file):
         try:
             size = len(json.loads(Path(d.vocab_file).read_text(encoding="utf-8")))

@@ -50,8 +50,10 @@ class DataConfig:
     eod_mask_loss: bool = arg(False, help="no loss where the input is an end-of-document token")
     mid_level_dataset_surplus: float = arg(0.005, help="margin of samples each member of a blend gets", dump=False)
     tokenizer_type: str | None = arg(None, help="GPT2BPETokenizer, SentencePieceTokenizer, GPTSentencePieceTokenizer, "
-                                                "Llama2Tokenizer, HuggingFaceTokenizer, TikTokenizer or NullTokenizer "
-                                                "(default: GPT2BPETokenizer, or NullTokenizer with --mock-data)")
+                                                "Llama2Tokenizer, HuggingFaceTokenizer, TikTokenizer, "
+                                                "ByteTokenizer (257 ids: the bytes of UTF-8 and an end-of-document "
+                                                "token) or NullTokenizer (default: GPT2BPETokenizer, or NullTokenizer "
+                                                "with --mock-data)")
     vocab_file: str | None = arg(None, help="vocab.json of the BPE")
     merge_file: str | None = arg(None, help="merges.txt of the BPE")
     tokenizer_model: str | None = arg(None, help="model file of the other tokenizers")

@@ -1,4 +1,4 @@
-"""Rules of TikTokenizer's flags, for training and for tools/preprocess_data.py alike. Knows no tokenizer."""
+"""Sizes and rules of tokenizers' flags, for training and for tools/preprocess_data.py alike. Knows no tokenizer."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 # Special pieces that TikTokenizer's ids begin with, in this order, unless others are given.
 TIKTOKEN_SPECIAL = ("<unk>", "<s>", "</s>", "<mask>", "<pad>", "<cls>", "<sep>")
 TIKTOKEN_VOCAB_SIZE = 1 << 17
+BYTE_VOCAB_SIZE = 257  # ByteTokenizer: the 256 bytes and the end of a document
 
 
 def tiktoken_problems(vocab_size: int | None, reserved: int, special: Sequence[str] | None) -> Iterator[str]:

@@ -9,10 +9,18 @@ import difflib
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
+import numpy as np
+
 from megatron.arguments import arg
-from megatron.config.tokenizer import TIKTOKEN_SPECIAL, TIKTOKEN_VOCAB_SIZE, tiktoken_problems
+from megatron.config.tokenizer import (
+    BYTE_VOCAB_SIZE,
+    TIKTOKEN_SPECIAL,
+    TIKTOKEN_VOCAB_SIZE,
+    tiktoken_problems,
+)
 from megatron.data.tokenizer_base import Ids, Tokenizer
 from megatron.data.tokenizer_bpe import (
     GPT2BPETokenizer,
@@ -26,7 +34,7 @@ from megatron.data.tokenizer_sentencepiece import (
     SentencePieceTokenizer,
 )
 
-__all__ = ["TOKENIZER_TYPES", "NullTokenizer", "Tokenizer", "TokenizerFlags", "build_tokenizer"]
+__all__ = ["TOKENIZER_TYPES", "ByteTokenizer", "NullTokenizer", "Tokenizer", "TokenizerFlags", "build_tokenizer"]
 
 # The files each type is made from: argument name and what it is.
 _MODEL = (("tokenizer_model", "a sentencepiece .model file"),)
@@ -37,8 +45,26 @@ TOKENIZER_TYPES: dict[str, tuple[tuple[str, str], ...]] = {
     "Llama2Tokenizer": _MODEL,
     "HuggingFaceTokenizer": (("tokenizer_model", "a local tokenizer.json or the folder that holds it"),),
     "TikTokenizer": (("tokenizer_model", "a tiktoken vocabulary in JSON"),),
+    "ByteTokenizer": (),
     "NullTokenizer": (),
 }
+
+
+class ByteTokenizer(Tokenizer):
+    """A token for each byte of the text's UTF-8: ids 0 to 255 are the bytes, `eod` is 256. It needs no file."""
+
+    vocab_size = BYTE_VOCAB_SIZE
+    eod = eos = BYTE_VOCAB_SIZE - 1
+    special = MappingProxyType({"<|endoftext|>": BYTE_VOCAB_SIZE - 1})
+
+    def encode(self, text: str) -> Ids:
+        """The bytes of a text, uint8 [n]."""
+        return np.frombuffer(text.encode("utf-8"), np.uint8)
+
+    def detokenize(self, ids: Iterable[int]) -> str:
+        """The text of ids; bytes that are no UTF-8 become U+FFFD, `eod` becomes <|endoftext|>."""
+        parts = [b"<|endoftext|>" if index == self.eod else bytes([index]) for index in map(int, ids)]
+        return b"".join(parts).decode("utf-8", errors="replace")
 
 
 class NullTokenizer(Tokenizer):
@@ -143,6 +169,8 @@ class TokenizerFlags:
                     self.tiktoken_num_special_tokens,
                     self.tiktoken_special_tokens or TIKTOKEN_SPECIAL,
                 )
+            case "ByteTokenizer":
+                return ByteTokenizer()
         return NullTokenizer(self.vocab_size)
 
 

@@ -145,6 +145,13 @@ def test_the_tokenizers_are_those_of_the_data_folder():
         assert [name for name, _ in files] == [name for name, _ in check_paths.TOKENIZER_FILES[kind]]
 
 
+def test_bytes_need_no_file_and_have_their_own_number_of_ids(data: Path):
+    base = BASE.replace("--mock-data --vocab-size 100", "--data-path d/web_text_document --tokenizer-type ByteTokenizer")
+    assert checked("", base=base) == checked("--vocab-size 257", base=base) == ([], [])
+    [line] = checked("--vocab-size 300", base=base)[0]
+    assert line.startswith("--vocab-size 300: ByteTokenizer has 257 ids") and line.endswith("omit --vocab-size")
+
+
 @pytest.mark.parametrize("words", [
     "a", "a b", "a b c", "1 a", "1 a 2 b", "0.5 a .5 b", "1 a b 2", "a 1", "a 1 b 2", "-1 a", "0 a", "inf a", "nan a",
     "1e-3 a", "1 2", "1 2 3", "1", "a 1 2 b", "1 a 2 b 3", "epochs:2 a epochs:1 b",

@@ -473,6 +473,7 @@ def test_the_vocabulary_of_a_plan(tmp_path, monkeypatch):
     assert command_line.vocabulary(read(f"{dry} --vocab-size 77").config) == (77, "--vocab-size")
     assert command_line.vocabulary(read(f"{dry} --vocab-file v.json").config) == (3, "--vocab-file v.json")
     assert command_line.vocabulary(read(f"{dry} --tokenizer-type TikTokenizer").config)[0] == 131072
+    assert command_line.vocabulary(read(f"{dry} --tokenizer-type ByteTokenizer").config)[0] == 257
     for flags in ("", "--vocab-file none.json", "--tokenizer-type Llama2Tokenizer"):
         assert command_line.vocabulary(read(f"{dry} {flags}").config)[0] == 50257
     (tmp_path / "v.json").write_text("no json")

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from megatron.data import bpe, tokenizer_base, tokenizer_gigatoken
-from megatron.data.tokenizer import NullTokenizer, TokenizerFlags, build_tokenizer
+from megatron.data.tokenizer import ByteTokenizer, NullTokenizer, TokenizerFlags, build_tokenizer
 from megatron.data.tokenizer_bpe import GPT2BPETokenizer
 from tests.data.vocabularies import ADVERSARIAL, MERGES, gpt2_files, write_bpe, write_sentencepiece, write_tiktoken
 
@@ -295,6 +295,26 @@ class TestNullTokenizer:
     def test_what_is_no_id(self, text: str) -> None:
         with pytest.raises(ValueError, match="where NullTokenizer reads whole numbers from 0 to 99|integer string"):
             NullTokenizer(100).tokenize(f"1 {text}")
+
+
+class TestByteTokenizer:
+    def test_the_ids_are_the_bytes_and_the_end_comes_behind_them(self) -> None:
+        tokenizer = build_tokenizer("ByteTokenizer")
+        assert (tokenizer.vocab_size, tokenizer.eod) == (257, 256)
+        assert tokenizer.tokenize("a é\n") == [97, 32, 0xC3, 0xA9, 10]
+        assert tokenizer.detokenize([97, 0xC3, 0xA9, 256, 0xFF]) == "aé<|endoftext|>\ufffd"
+        assert tokenizer.identity() == {"class": "ByteTokenizer", "files": [], "sha256": []}
+
+    @pytest.mark.parametrize("text", ADVERSARIAL)
+    def test_every_text_comes_back(self, text: str) -> None:
+        tokenizer = ByteTokenizer()
+        ids = tokenizer.tokenize(text)
+        assert ids == list(text.encode("utf-8")) and tokenizer.detokenize(ids) == text
+
+    def test_the_flags(self) -> None:
+        with pytest.raises(ValueError, match="--vocab-size 300: ByteTokenizer has 257 ids"):
+            build_tokenizer("ByteTokenizer", vocab_size=300)
+        assert build_tokenizer("ByteTokenizer", vocab_size=257).vocab_size == 257
 
 
 class TestSentencePiece:

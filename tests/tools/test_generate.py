@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 import sys
@@ -9,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from megatron.data.indexed_dataset import IndexedDataset
 from megatron.training.trained_model import open_trained_model
 from tests.data.vocabularies import write_tiktoken
 from tests.load_tool import load_tool
-from tests.runs import train
+from tests.runs import train, with_flags
 
 ROOT = Path(__file__).resolve().parents[2]
 TOOL = ROOT / "tools" / "generate.py"
@@ -98,6 +100,19 @@ def test_the_vocabulary_is_that_of_the_training_flags(tmp_path, talk):
     assert code == 0 and text.startswith("aBa"), errors
     trained = open_trained_model(str(tmp_path / "run"), None, {"tokenizer_model": str(there)}, "cpu")
     assert trained.tokenizer.tokenize("aBa") == [264, ord("a") + 8]
+
+
+def test_bytes_are_tokenized_trained_and_generated_without_a_vocabulary_file(tmp_path, talk):
+    (tmp_path / "x.jsonl").write_text(json.dumps({"text": "to be or not to be, " * 20}) + "\n")
+    command = [sys.executable, str(ROOT / "tools" / "preprocess_data.py"), "--input", str(tmp_path / "x.jsonl"),
+               "--output-prefix", str(tmp_path / "x"), "--tokenizer-type", "ByteTokenizer", "--append-eod"]
+    subprocess.run([*command, "--workers", "1"], check=True, capture_output=True)
+    assert IndexedDataset(str(tmp_path / "x_text_document"))[0].tolist()[-4:] == [*b"e, ", 256]
+    flags = with_flags([word for word in TRAIN if word != "--mock-data"], "--tokenizer-type", "ByteTokenizer",
+                       "--vocab-size", "257", "--data-path", str(tmp_path / "x_text_document"), "--split", "1")
+    train(tmp_path / "log", [*flags, "--save", str(tmp_path / "run")])
+    code, text, errors = talk(tmp_path / "run", "to be", "--max-new-tokens", 4)
+    assert code == 0 and text.startswith("to be"), errors
 
 
 def test_a_changed_args_file_is_noticed(run, talk, tmp_path):
