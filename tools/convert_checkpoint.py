@@ -27,9 +27,10 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 from megatron.checkpoint.disk import CheckpointError  # noqa: E402
 from tools.convert.families import FAMILIES  # noqa: E402
 from tools.convert.huggingface import hf_export, hf_import  # noqa: E402
-from tools.convert.inspection import diff, inspect, verify  # noqa: E402
+from tools.convert.inspection import diff, inspect  # noqa: E402
 from tools.convert.internlm import MLP_ORDERS, internlm_import  # noqa: E402
 from tools.convert.megatron_layout import megatron_export, megatron_import  # noqa: E402
+from tools.convert.verification import verified, verify  # noqa: E402
 
 M_MMAP_THRESHOLD = -3      # of glibc's malloc.h
 
@@ -71,16 +72,34 @@ def _hugging_face(command: Command) -> None:
                      help="keys of config.json that change nothing")
     one.add_argument("--max-position-embeddings", type=int, metavar="N", help="a shorter context than config.json's")
     one.add_argument("--no-tokenizer", action="store_true", help="leave the tokenizer's files behind (NullTokenizer)")
-    one.set_defaults(run=lambda o: hf_import(o.source, o.target, ignored=tuple(o.ignore_config_key),
-                                             tokenizer=not o.no_tokenizer, max_positions=o.max_position_embeddings))
+    _no_verify(one)
+    one.set_defaults(run=_import)
 
     one = command("hf-export", "write a Hugging Face folder of a checkpoint", "SOURCE", "TARGET")
     one.add_argument("--family", choices=sorted(FAMILIES), help="default: the imported model's, else the first that fits")
     _step(one)
     one.add_argument("--vocab-size", type=int, metavar="N", help="rows of the vocabulary (default: the tokenizer's)")
     one.add_argument("--max-shard-size", type=size, default=5 * 10**9, metavar="SIZE", help="5GB, 200MB ... (default: 5GB)")
-    one.set_defaults(run=lambda o: hf_export(o.source, o.target, step=o.ckpt_step, family=o.family, vocab_size=o.vocab_size,
-                                             shard_bytes=o.max_shard_size))
+    _no_verify(one)
+    one.set_defaults(run=_export)
+
+
+def _no_verify(one: argparse.ArgumentParser) -> None:
+    one.add_argument("--no-verify", action="store_true",
+                     help="skip the comparison with transformers, which loads both models into memory in float32 and "
+                     "removes what was written if they differ")
+
+
+def _import(o: argparse.Namespace) -> str:
+    report = hf_import(o.source, o.target, ignored=tuple(o.ignore_config_key), tokenizer=not o.no_tokenizer,
+                       max_positions=o.max_position_embeddings)
+    return report if o.no_verify else verified(report, o.target, o.source, o.target)
+
+
+def _export(o: argparse.Namespace) -> str:
+    report = hf_export(o.source, o.target, step=o.ckpt_step, family=o.family, vocab_size=o.vocab_size,
+                       shard_bytes=o.max_shard_size)
+    return report if o.no_verify else verified(report, o.source, o.target, o.target, o.ckpt_step)
 
 
 def _other_suites(command: Command) -> None:

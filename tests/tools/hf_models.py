@@ -66,8 +66,9 @@ def edit_config(folder: Path, **changes) -> None:
     path.write_text(json.dumps({key: value for key, value in table.items() if value is not None}))
 
 
-def rewrite_on_ranks(source: Path, target: Path, tp: int, pp: int, divisor: int = 8) -> None:
-    """The checkpoint `source` as tp x pp ranks write it, its vocabulary padded with rows that are no zeros."""
+def rewrite_on_ranks(source: Path, target: Path, tp: int, pp: int, divisor: int = 8, **changes) -> None:
+    """The checkpoint `source` as tp x pp ranks write it, its vocabulary padded with rows that are no zeros; `changes` are
+    flags of its args file."""
     found = store.load(source)
     with found.reader() as reader:
         weights = {name: reader.read(name) for name in reader.names()}
@@ -93,6 +94,6 @@ def rewrite_on_ranks(source: Path, target: Path, tp: int, pp: int, divisor: int 
                 slices.append(TensorSlice(spec.name, spec.shape, part.dtype, box, part))
         store.write_rank_files(temporary, rank, slices, 5)
     values = {f.name: getattr(group, f.name) for group in vars(config).values() for f in fields(group)}
-    args = to_args_text(config_from(Config, values | {"make_vocab_size_divisible_by": divisor}))
+    args = to_args_text(config_from(Config, values | {"make_vocab_size_divisible_by": divisor} | changes))
     store.finish(temporary, tp * pp, RunState(iteration=5), args)
     store.publish(target, temporary, 5)

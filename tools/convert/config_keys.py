@@ -15,28 +15,36 @@ attn_implementation _attn_implementation_autoset _commit_hash return_dict output
 bos_token_id eos_token_id pad_token_id unk_token_id sep_token_id decoder_start_token_id forced_bos_token_id suppress_tokens
 forced_eos_token_id begin_suppress_tokens initializer_range initializer_factor chunk_size_feed_forward id2label label2id
 num_labels problem_type finetuning_task task_specific_params tokenizer_class prefix bad_words_ids is_encoder_decoder
-is_decoder gradient_checkpointing pretraining_tp attention_dropout attention_probs_dropout_prob hidden_dropout_prob
-attn_pdrop embd_pdrop resid_pdrop embedding_dropout summary_activation summary_first_dropout summary_proj_to_labels
+is_decoder gradient_checkpointing pretraining_tp summary_activation summary_first_dropout summary_proj_to_labels
 summary_type summary_use_proj n_ctx max_length min_length temperature top_k top_p typical_p do_sample num_beams
 num_beam_groups num_return_sequences repetition_penalty length_penalty diversity_penalty early_stopping
 no_repeat_ngram_size encoder_no_repeat_ngram_size output_scores return_dict_in_generate remove_invalid_values
 exponential_decay_length_penalty tie_encoder_decoder use_bfloat16 tf_legacy_loss pruned_heads unsloth_version
 unsloth_fixed max_window_layers seq_length reorder_and_upcast_attn is_llama_config
 """.split())
+# Dropouts of all families. One that the family does not have changes training alone, and is noted.
+DROPOUTS = ("attention_dropout", "attention_probs_dropout_prob", "attn_pdrop", "embd_pdrop", "embedding_dropout",
+            "hidden_dropout", "hidden_dropout_prob", "resid_pdrop")
 _MISSING = object()
 
 
 class Keys:
-    """The keys of one config.json. What is wrong is collected and raised at the end, all of it at once."""
+    """The keys of one config.json. What is wrong is collected and raised at the end, all of it at once; `notes` are what
+    the reader should know of a model that is converted."""
 
     def __init__(self, table: dict[str, Any], source: Path | str, ignored: Iterable[str] = ()):
         self.table, self.source = table, source
         self.problems: list[str] = []
+        self.notes: list[str] = []
         self._read: set[str] = set(ignored)
 
-    def take(self, key: str, default: Any = _MISSING, kind: type | tuple[type, ...] = int) -> Any:
-        """The value of a key; null and absent are the default. Of another kind, or absent without one: a problem."""
+    def take(self, key: str, default: Any = _MISSING, kind: type | tuple[type, ...] = int, *,
+             absent: Any = _MISSING) -> Any:
+        """The value of a key. null and a missing key are the default, unless a missing one is something else: `absent`.
+        Of another kind, or missing without a default: a problem."""
         self._read.add(key)
+        if absent is not _MISSING and key not in self.table:
+            return absent
         value = self.table.get(key)
         if value is None and default is not _MISSING:
             return default
@@ -66,8 +74,13 @@ class Keys:
         self.problems.append(f"{self.source}: {key} {json.dumps(value)} cannot be represented here: {why}")
 
     def done(self) -> None:
-        """Raise ConversionError with all problems, and with the keys that nobody has read."""
-        unread = sorted(key for key in self.table.keys() - self._read - HARMLESS if not key.startswith("_"))
+        """Raise ConversionError with all problems, and with the keys that nobody has read. Dropouts that nobody has read
+        are noted."""
+        for key in DROPOUTS:
+            if key in self.table and key not in self._read and self.table[key] not in (0, None):
+                self.notes.append(f"{key} {json.dumps(self.table[key])} is not used: "
+                                  f"{self.table.get('model_type')} models have no such dropout")
+        unread = sorted(key for key in self.table.keys() - self._read - HARMLESS - {*DROPOUTS} if not key.startswith("_"))
         if unread:
             self.problems.append(f"{self.source}: {', '.join(unread)}: not known here, so perhaps another model than the "
                                  "one that would be made; if it changes nothing, give --ignore-config-key "

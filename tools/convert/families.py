@@ -20,6 +20,8 @@ Flags = dict[str, Any]
 _LAYER = "decoder.layers.{}."
 _LLAMA3 = {"low_freq_factor": LLAMA3_LOW, "high_freq_factor": LLAMA3_HIGH,
            "original_max_position_embeddings": LLAMA3_CONTEXT}
+_WINDOW = 4096              # sliding_window of mistral, qwen2 and qwen3 where the key is missing
+_FIRST_WINDOW_LAYER = 28    # and max_window_layers of qwen2 and qwen3
 
 
 @dataclass(frozen=True)
@@ -101,6 +103,11 @@ def _read_gpt2(keys: Keys) -> Flags:
     keys.must_be("scale_attn_by_inverse_layer_idx", False, why="scores are not divided by the layer's number")
     keys.must_be("add_cross_attention", False, why="there is no encoder")
     width, positions = keys.take("n_embd"), keys.take("n_positions")
+    hidden_dropout = keys.take("resid_pdrop", 0.1, (float, int))
+    embedding_dropout = keys.take("embd_pdrop", 0.1, (float, int))
+    if embedding_dropout != hidden_dropout:
+        keys.notes.append(f"embd_pdrop {embedding_dropout} is not used: --hidden-dropout {hidden_dropout} (resid_pdrop) "
+                          "applies to the embedding too")
     return {
         "num_layers": keys.take("n_layer"), "hidden_size": width, "num_attention_heads": keys.take("n_head"),
         "ffn_hidden_size": keys.take("n_inner", 4 * width), "seq_length": positions, "max_position_embeddings": positions,
@@ -108,18 +115,21 @@ def _read_gpt2(keys: Keys) -> Flags:
         "bias_gelu_fusion": activations.get(activation, True),
         "untie_embeddings_and_output_weights": not keys.take("tie_word_embeddings", True, bool),
         "attention_dropout": keys.take("attn_pdrop", 0.1, (float, int)),
-        "hidden_dropout": keys.take("resid_pdrop", 0.1, (float, int)),
+        "hidden_dropout": hidden_dropout,
     }
 
 
 def _read_llama_like(keys: Keys, kv_heads: int | None = None, head_dim: int | None = None) -> Flags:
-    """What Llama and its kin share. `kv_heads`, `head_dim`: this family's default where the key is absent."""
+    """What Llama and its kin share. `kv_heads`, `head_dim`: this family's default where the key is missing (null means
+    num_attention_heads and hidden_size / num_attention_heads in every family)."""
     keys.must_be("hidden_act", "silu", why="gated MLPs have SiLU (--swiglu)")
     heads, width = keys.take("num_attention_heads"), keys.take("hidden_size")
-    groups, positions = keys.take("num_key_value_heads", kv_heads or heads), keys.take("max_position_embeddings")
+    groups = keys.take("num_key_value_heads", heads, absent=kv_heads or heads)
+    positions = keys.take("max_position_embeddings")
     if heads and heads % groups:
         keys.problems.append(f"{keys.source}: num_attention_heads {heads} is no multiple of its {groups} groups")
-    head = keys.take("head_dim", head_dim or (width // heads if heads else 0))
+    usual = width // heads if heads else 0
+    head = keys.take("head_dim", usual, absent=head_dim or usual)
     return {
         "num_layers": keys.take("num_hidden_layers"), "hidden_size": width, "num_attention_heads": heads,
         "ffn_hidden_size": keys.take("intermediate_size"), "kv_channels": None if head * heads == width else head,
@@ -127,20 +137,29 @@ def _read_llama_like(keys: Keys, kv_heads: int | None = None, head_dim: int | No
         "seq_length": positions, "max_position_embeddings": positions, "position_embedding_type": "rope",
         "normalization": "RMSNorm", "norm_epsilon": keys.take("rms_norm_eps", 1e-6, (float, int)), "swiglu": True,
         "add_bias_linear": False, "untie_embeddings_and_output_weights": not keys.take("tie_word_embeddings", False, bool),
-        **_read_rotary(keys),
+        "attention_dropout": keys.take("attention_dropout", 0.0, (float, int)), **_read_rotary(keys),
     }
 
 
 def _read_rotary(keys: Keys) -> Flags:
-    """Rotary positions, as transformers 5 (rope_parameters) or older ones (rope_theta, rope_scaling) write them."""
+    """Rotary positions, as transformers 5 (rope_parameters) or older ones (rope_theta, rope_scaling) write them.
+
+    Where a file has several of them, rope_scaling replaces rope_parameters, and what stands in it counts more than the
+    top-level key of the same name: transformers' own order.
+    """
     new, old = keys.take("rope_parameters", {}, dict), keys.take("rope_scaling", {}, dict)
-    for name in ("rope_theta", "partial_rotary_factor"):
-        if name in new:
-            keys.table = keys.table | {name: new[name]}
-    flags = {"rotary_base": keys.whole("rope_theta", 10000),
-             "rotary_percent": keys.take("partial_rotary_factor", 1.0, (float, int))}
-    keys.must_be("rope_interleaved", False, why="these families rotate the two halves of a head")
     key, scaling = ("rope_scaling", old) if old else ("rope_parameters", new)
+    for name in ("rope_theta", "partial_rotary_factor"):
+        if name in scaling:
+            keys.table = keys.table | {name: scaling[name]}
+    partial = keys.take("partial_rotary_factor", 1.0, (float, int))
+    if partial != 1:
+        keys.refuse("partial_rotary_factor", partial, f"{keys.table.get('model_type')} models rotate whole heads, and "
+                    "transformers does not read this key for them; remove it if the model was trained that way")
+    if keys.table.get("rope_theta", 0) is None:
+        keys.refuse("rope_theta", None, "there is no base then; 10000.0 is the usual one")
+    keys.must_be("rope_interleaved", False, why="these families rotate the two halves of a head")
+    flags = {"rotary_base": keys.whole("rope_theta", 10000)}
     kind, factor = scaling.get("rope_type", scaling.get("type", "default")), scaling.get("factor", 1.0)
     # Dynamic NTK changes nothing within max_position_embeddings, and longer sequences are refused here.
     if kind == "linear" and isinstance(factor, (int, float)) and factor == int(factor) >= 1:
@@ -153,17 +172,26 @@ def _read_rotary(keys: Keys) -> Flags:
     return flags
 
 
-def _no_window(keys: Keys, flags: Flags, used: bool = True) -> Flags:
-    """A sliding window must be as long as the longest sequence."""
-    window = keys.take("sliding_window", None, int)
+def _no_window(keys: Keys, flags: Flags, used: bool = True, first: int = 0) -> Flags:
+    """Refuse a sliding window shorter than the longest sequence, in any layer from `first` on (layer_types counts more);
+    a missing one is 4096 in these families, and null is none."""
+    window = keys.take("sliding_window", None, int, absent=_WINDOW)
+    window = window if used else None
     types = keys.take("layer_types", [], list)
-    within = window is None or window >= flags["max_position_embeddings"]
-    if used and not within:
-        keys.refuse("sliding_window", window, f"attention reaches over all {flags['max_position_embeddings']} positions; "
-                    f"up to {window} the model is the same: give --max-position-embeddings {window}")
-    elif not within and any(kind != "full_attention" for kind in types):
+    positions, layers = flags["max_position_embeddings"], flags["num_layers"]
+    slides = any(kind != "full_attention" for kind in types) if types else window is not None and first < layers
+    if slides and window is None:
         keys.refuse("layer_types", sorted(set(types)), "every layer has full attention")
+    elif slides and window < positions:
+        keys.refuse("sliding_window", window, f"attention reaches over all {positions} positions; up to {window} the model "
+                    f"is the same: give --max-position-embeddings {window}")
     return flags
+
+
+def _qwen_window(keys: Keys, flags: Flags) -> Flags:
+    """As transformers: layers from max_window_layers on have the window, if use_sliding_window says so."""
+    used = keys.take("use_sliding_window", False, bool)
+    return _no_window(keys, flags, used, keys.take("max_window_layers", _FIRST_WINDOW_LAYER, (int,)))
 
 
 def _read_llama(keys: Keys) -> Flags:
@@ -178,13 +206,12 @@ def _read_mistral(keys: Keys) -> Flags:
 
 def _read_qwen2(keys: Keys) -> Flags:
     keys.must_be("use_mrope", False, why="positions are one number")
-    used = keys.take("use_sliding_window", False, bool)
-    return _no_window(keys, _read_llama_like(keys, kv_heads=32), used) | {"add_qkv_bias": True}
+    return _qwen_window(keys, _read_llama_like(keys, kv_heads=32)) | {"add_qkv_bias": True}
 
 
 def _read_qwen3(keys: Keys) -> Flags:
-    used, bias = keys.take("use_sliding_window", False, bool), keys.take("attention_bias", False, bool)
-    return _no_window(keys, _read_llama_like(keys, kv_heads=32, head_dim=128), used) | {
+    bias = keys.take("attention_bias", False, bool)
+    return _qwen_window(keys, _read_llama_like(keys, kv_heads=32, head_dim=128)) | {
         "qk_layernorm": True, "add_qkv_bias": bias, "add_attention_output_bias": bias}
 
 
@@ -219,18 +246,17 @@ def _write_llama_like(m: ModelConfig) -> dict[str, Any]:
     factor = m.rotary_seq_len_interpolation_factor
     if factor and factor > 1:
         rope |= {"rope_type": "linear", "factor": float(factor)}
-    if m.rotary_percent != 1.0:
-        rope["partial_rotary_factor"] = m.rotary_percent
     if m.use_rope_scaling:
         rope |= {"rope_type": "llama3", "factor": m.rope_scaling_factor, **_LLAMA3}
-    old = {name: value for name, value in rope.items() if name not in ("rope_theta", "partial_rotary_factor")}
+    old = {name: value for name, value in rope.items() if name != "rope_theta"}
     if rope["rope_type"] == "default":
         old = None
     return {"num_hidden_layers": m.num_layers, "hidden_size": m.hidden_size, "num_attention_heads": m.num_attention_heads,
             "num_key_value_heads": m.query_groups, "head_dim": m.head_dim, "intermediate_size": m.ffn,
             "max_position_embeddings": m.max_position_embeddings or m.seq_length, "rms_norm_eps": m.norm_epsilon,
             "hidden_act": "silu", "tie_word_embeddings": m.tied, "rope_theta": float(m.rotary_base),
-            "rope_scaling": old, "rope_parameters": rope, "initializer_range": m.init_method_std}
+            "rope_scaling": old, "rope_parameters": rope, "initializer_range": m.init_method_std,
+            "attention_dropout": m.attention_dropout}
 
 
 def _write_llama(m: ModelConfig) -> dict[str, Any]:
@@ -332,7 +358,20 @@ def _says(base: Mapping[str, Any], family: Family, model: ModelConfig) -> bool:
     except ConversionError:
         return False
     same_length = (back.max_position_embeddings or back.seq_length) == (model.max_position_embeddings or model.seq_length)
-    return found is family and same_length and not architecture.differences(model, back)
+    same_dropout = not _other_dropout(model, back)
+    return found is family and same_length and same_dropout and not architecture.differences(model, back)
+
+
+def _other_dropout(model: ModelConfig, back: ModelConfig) -> list[str]:
+    """Names of the dropouts in which they differ."""
+    return [name for name in ("attention_dropout", "hidden_dropout") if getattr(model, name) != getattr(back, name)]
+
+
+def notes_on(config: Mapping[str, Any], model: ModelConfig) -> list[str]:
+    """What a written config.json cannot say of our model, though its weights compute the same."""
+    _, back, _ = read_config(Keys(dict(config), "config.json", ignored=config))
+    return [f"--{name.replace('_', '-')} {getattr(model, name)} is not in config.json: {config['model_type']} models have "
+            "no such dropout (it changes training alone)" for name in _other_dropout(model, back)]
 
 
 def fitting(model: ModelConfig) -> Family:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from tools.convert.config_keys import Keys
-from tools.convert.families import FAMILIES, Family, config_for, fitting, read_config
+from tools.convert.families import FAMILIES, Family, config_for, fitting, notes_on, read_config
 from tools.convert.hf_files import CONFIG, HFFolder, Outgoing, new_folder, side_files, write_folder
 from tools.convert.links import ConversionError, Header, Link, check, links_of
 from tools.convert.ours import Incoming, Ours, write_checkpoint
@@ -22,6 +22,7 @@ class HFModel:
         try:
             keys = Keys(self.folder.config, self.folder.path / CONFIG, ignored)
             self.family, self.model, self.rows = read_config(keys, max_positions)
+            self.notes = keys.notes
             self.headers = self._headers()
             self.links = links_of(self.model, self.rows, self.family.names)
             self.copies = self._tied_copies()
@@ -106,7 +107,8 @@ def hf_import(source: Path, target: Path, *, ignored: tuple[str, ...] = (), max_
         weights = model.incoming()
         written = write_checkpoint(target, model.model, weights, model.rows, model.family.model_type, files, flags=flags)
         count = sum(torch.Size(weight.shape).numel() for weight in weights)
-        return f"{written}: {model.family.model_type}, {len(weights)} tensors, {count:,} parameters"
+        return "\n".join([f"{written}: {model.family.model_type}, {len(weights)} tensors, {count:,} parameters",
+                          *(f"note: {note}" for note in model.notes)])
 
 
 @dataclass(frozen=True)
@@ -161,5 +163,6 @@ def hf_export(source: Path, target: Path, *, step: int | None = None, family: st
         made = as_hf(ours, family, vocab_size)
         names = write_folder(target, made.config, made.tensors, made.files, shard_bytes)
         copied = ", ".join(made.files) or "no tokenizer files"
-        return (f"{target}: {made.config['model_type']}, {len(made.tensors)} tensors in {len(names)} file"
+        said = (f"{target}: {made.config['model_type']}, {len(made.tensors)} tensors in {len(names)} file"
                 f"{'s' * (len(names) > 1)}; with it: {copied}")
+        return "\n".join([said, *(f"note: {note}" for note in notes_on(made.config, ours.model))])

@@ -1,9 +1,6 @@
-"""inspect, diff and verify: what a checkpoint holds, where two differ, and whether two models compute the same."""
+"""inspect and diff: what a checkpoint holds, and where two differ."""
 from __future__ import annotations
 
-import contextlib
-import importlib
-import sys
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
@@ -13,18 +10,13 @@ from pathlib import Path
 import torch
 
 from megatron.config.model import ModelConfig
-from megatron.training.trained_model import open_trained_model
-from tools.convert.hf_files import CONFIG, HFFolder, Outgoing
+from tools.convert.hf_files import HFFolder, Outgoing
 from tools.convert.huggingface import HFModel, as_hf
 from tools.convert.links import ConversionError, is_vocabulary
 from tools.convert.ours import Ours
+from tools.convert.verification import is_hf
 
 TENSORS_SHOWN = 20
-
-
-def is_hf(path: Path) -> bool:
-    """Is this a Hugging Face folder (and not one of ours)?"""
-    return (path / CONFIG).is_file()
 
 
 def inspect(path: Path, step: int | None = None, tensors: bool = False) -> str:
@@ -147,72 +139,3 @@ def _difference(a: Outgoing, b: Outgoing) -> list[str]:
         return []
     unlike = (x != y).sum().item()
     return [f"{a.name}: {unlike:,} of {x.numel():,} values differ, by {(x.double() - y.double()).abs().max():.3g} at most"]
-
-
-# --- verify ---------------------------------------------------------------------------------------------------------
-
-
-def verify(ours: Path, theirs: Path, step: int | None = None, tolerance: float = 1e-4, length: int = 64) -> tuple[str, bool]:
-    """(lines, do they agree): the same random ids through our model and through transformers' of the folder, in float32;
-    after the embedding and after every block the largest difference, as a share of the largest value there.
-
-    Both models are in memory. Raises ConversionError where transformers is missing or has no such model.
-    """
-    if not is_hf(theirs):
-        raise ConversionError(f"{theirs}: no Hugging Face folder (there is no {CONFIG}); give what hf-export wrote, or what "
-                              "hf-import read")
-    their_model = _transformers_model(theirs)
-    with contextlib.redirect_stdout(sys.stderr):
-        trained = open_trained_model(str(ours), step, device="cpu")
-    rows = min(trained.tokenizer.vocab_size, their_model.config.vocab_size)
-    length = min(length, trained.model.max_positions)
-    ids = torch.randint(0, rows, (2, length), generator=torch.Generator().manual_seed(1234))
-    here, there = _our_states(trained.model, ids), _their_states(their_model, ids)
-    names = ["embedding", *(f"block {i}" for i in range(len(there) - 3)), "last block and norm", "logits"]
-    if len(here) != len(there):
-        return f"{len(here) - 3} blocks here, {len(there) - 3} there", False
-    lines, good = [], True
-    for name, x, y in zip(names, here, there, strict=True):
-        rows = min(x.shape[-1], y.shape[-1])
-        gap, scale = (x[..., :rows] - y[..., :rows]).abs().max().item(), y[..., :rows].abs().max().item()
-        fine = gap <= tolerance * scale             # NaN is not
-        mark = "" if fine else "   TOO LARGE"
-        lines.append(f"{name:<20} largest value {scale:10.4g}   largest difference {gap:10.4g}{mark}")
-        good = good and fine
-    verdict = "the models agree" if good else f"THE MODELS DIFFER (more than {tolerance} of the largest value)"
-    return "\n".join([*lines, verdict]), good
-
-
-def _our_states(model: torch.nn.Module, ids: torch.Tensor) -> list[torch.Tensor]:
-    """The residual stream after the embedding and each block but the last, the last one's normed, and the logits."""
-    found: list[torch.Tensor] = []
-    layers = list(model.decoder.layers.values())
-    modules = [model.embedding, *layers[:-1], model.decoder.final_layernorm]
-    hooks = [one.register_forward_hook(lambda module, args, out: found.append(out.transpose(0, 1))) for one in modules]
-    try:
-        with torch.no_grad():
-            logits = model(ids)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return [*found, logits]
-
-
-def _their_states(model: torch.nn.Module, ids: torch.Tensor) -> list[torch.Tensor]:
-    with torch.no_grad():
-        out = model(ids, output_hidden_states=True)
-    return [*out.hidden_states, out.logits]
-
-
-def _transformers_model(folder: Path) -> torch.nn.Module:
-    try:
-        transformers = importlib.import_module("transformers")
-    except ImportError as error:
-        raise ConversionError(f"verify: needs the package transformers ({error}); run: pip install transformers") from None
-    try:
-        return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True,
-                                                                 trust_remote_code=False).eval()
-    except (ValueError, OSError, KeyError) as error:
-        reason = str(error).strip().split("\n")[0]
-        raise ConversionError(f"{folder}: transformers cannot load it ({reason[:300]}); a family that it does not know can "
-                              "be written as its kin: hf-export --family llama") from None

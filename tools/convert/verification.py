@@ -1,0 +1,162 @@
+"""Does a converted model compute the same? Ours and transformers' on random ids, compared block by block.
+
+`verify` is the command; `verified` is what hf-import and hf-export do by themselves where transformers is installed.
+"""
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import shutil
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import torch
+
+from megatron.checkpoint.disk import CheckpointError
+from megatron.training.trained_model import TrainedModel, open_trained_model
+from tools.convert.hf_files import CONFIG, HFFolder
+from tools.convert.links import ConversionError
+
+TOLERANCE = 1e-4            # largest difference, as a share of the largest value
+LENGTH = 64                 # tokens of each of the two samples
+MEMORY_SHARE = 0.8          # of the free memory may go to the two models
+WORTH_SAYING = 10**9        # bytes of memory that a line announces
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+def is_hf(path: Path) -> bool:
+    """Is this a Hugging Face folder (and not one of ours)?"""
+    return (path / CONFIG).is_file()
+
+
+def verify(ours: Path, theirs: Path, step: int | None = None, tolerance: float = TOLERANCE,
+           length: int = LENGTH) -> tuple[str, bool]:
+    """(lines, do they agree): the same random ids through our model and through transformers' of the folder, in
+    float32; after the embedding and after every block the largest difference, as a share of the largest value there.
+
+    Both models are in memory. Raises ConversionError where transformers is missing or has no such model.
+    """
+    if not is_hf(theirs):
+        raise ConversionError(f"{theirs}: no Hugging Face folder (there is no {CONFIG}); give what hf-export wrote, or "
+                              "what hf-import read")
+    return _compare(*_open_both(ours, theirs, step), tolerance, length)
+
+
+def _open_both(ours: Path, theirs: Path, step: int | None) -> tuple[TrainedModel, torch.nn.Module]:
+    their_model = _transformers_model(theirs)
+    with contextlib.redirect_stdout(sys.stderr):
+        return open_trained_model(str(ours), step, device="cpu"), their_model
+
+
+def _compare(trained: TrainedModel, their_model: torch.nn.Module, tolerance: float, length: int) -> tuple[str, bool]:
+    rows = min(trained.tokenizer.vocab_size, their_model.config.vocab_size)
+    length = min(length, trained.model.max_positions)
+    ids = torch.randint(0, rows, (2, length), generator=torch.Generator().manual_seed(1234))
+    here = _our_states(trained.model, ids)
+    there = _their_states(their_model, ids)
+    names = ["embedding", *(f"block {i}" for i in range(len(there) - 3)), "last block and norm", "logits"]
+    if len(here) != len(there):
+        return f"{len(here) - 3} blocks here, {len(there) - 3} there", False
+    lines: list[str] = []
+    good = True
+    for name, x, y in zip(names, here, there, strict=True):
+        rows = min(x.shape[-1], y.shape[-1])
+        gap = (x[..., :rows] - y[..., :rows]).abs().max().item()
+        scale = y[..., :rows].abs().max().item()
+        fine = gap <= tolerance * scale             # NaN is not
+        mark = "" if fine else "   TOO LARGE"
+        lines.append(f"{name:<20} largest value {scale:10.4g}   largest difference {gap:10.4g}{mark}")
+        good = good and fine
+    verdict = "the models agree" if good else f"THE MODELS DIFFER (more than {tolerance} of the largest value)"
+    return "\n".join([*lines, verdict]), good
+
+
+def _our_states(model: torch.nn.Module, ids: torch.Tensor) -> list[torch.Tensor]:
+    """The residual stream after the embedding and each block but the last, the last one's normed, and the logits."""
+    found: list[torch.Tensor] = []
+    layers = list(model.decoder.layers.values())
+    modules = [model.embedding, *layers[:-1], model.decoder.final_layernorm]
+    hooks = [one.register_forward_hook(lambda module, args, out: found.append(out.transpose(0, 1))) for one in modules]
+    try:
+        with torch.no_grad():
+            logits = model(ids)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return [*found, logits]
+
+
+def _their_states(model: torch.nn.Module, ids: torch.Tensor) -> list[torch.Tensor]:
+    with torch.no_grad():
+        out = model(ids, output_hidden_states=True)
+    return [*out.hidden_states, out.logits]
+
+
+def _transformers() -> ModuleType:
+    try:
+        transformers = importlib.import_module("transformers")
+    except ImportError as error:
+        raise ConversionError(f"needs the package transformers ({error}); run: pip install transformers") from None
+    transformers.utils.logging.disable_progress_bar()
+    return transformers
+
+
+def _transformers_model(folder: Path) -> torch.nn.Module:
+    transformers = _transformers()
+    try:
+        return transformers.AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, local_files_only=True, trust_remote_code=False).eval()
+    except Exception as error:      # it has errors of its own, and its validators have others
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise ConversionError(f"{folder}: transformers cannot load it ({reason[:300]}); a family that it does not know "
+                              "can be written as a related one: hf-export --family llama") from None
+
+
+# --- after a conversion -------------------------------------------------------------------------------------------------
+
+
+def verified(report: str, ours: Path, theirs: Path, made: Path, step: int | None = None) -> str:
+    """`report` of a conversion that wrote `made`, with a line on what the comparison found or why there was none.
+
+    Raises ConversionError if the models differ; `made` is removed then.
+    """
+    again = f"convert_checkpoint.py verify {ours} {theirs}" + (f" --ckpt-step {step}" if step is not None else "")
+    try:
+        _transformers()
+        _needs_memory(theirs)
+        trained, their_model = _open_both(ours, theirs, step)
+    except (ConversionError, CheckpointError, ValueError, OSError) as error:
+        reason = str(error).splitlines()[0]
+        return f"{report}\nnot verified: {reason}; later: {again}"
+    text, good = _compare(trained, their_model, TOLERANCE, LENGTH)
+    if good:
+        return f"{report}\nverified: every block computes what transformers' does, to {TOLERANCE} of the largest value"
+    shutil.rmtree(made)
+    raise ConversionError(f"{text}\n{made}: removed, since the two models do not compute the same; --no-verify keeps it")
+
+
+def _needs_memory(folder: Path) -> None:
+    """Raise ConversionError if the folder's model does not fit into the free memory twice, in float32."""
+    with HFFolder(folder) as opened:
+        values = sum(torch.Size(shape).numel() for _, shape in opened.headers().values())
+    needed = 2 * torch.float32.itemsize * values
+    free = free_memory()
+    if needed > MEMORY_SHARE * free:
+        raise ConversionError(f"two models of {values:,} parameters in float32 need {needed / 1e9:.1f} GB of memory, and "
+                              f"{free / 1e9:.1f} GB are free")
+    if needed > WORTH_SAYING:
+        print(f"verifying on random ids: takes {needed / 1e9:.1f} GB of memory (--no-verify skips it)", file=sys.stderr)
+
+
+def free_memory() -> int:
+    """Bytes of memory that this process can get, within the limit of its container."""
+    free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    with contextlib.suppress(OSError, StopIteration, ValueError, IndexError):
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    with contextlib.suppress(OSError, ValueError):
+        limit = int((_CGROUP / "memory.max").read_text(encoding="ascii"))
+        free = min(free, limit - int((_CGROUP / "memory.current").read_text(encoding="ascii")))
+    return max(0, free)
