@@ -24,7 +24,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from megatron.data.data_paths import PARTIAL, expand  # noqa: E402
 from megatron.data.indexed_dataset import BLOCK, CODES, HEADER, MAGIC, VERSION, IndexedDataset, bin_path, idx_path  # noqa: E402
-from megatron.data.provenance import common_maker, json_path  # noqa: E402
+from megatron.data.provenance import common_maker, joined_counts, json_path  # noqa: E402
 
 CHUNK = 64 << 20  # bytes copied at a time
 
@@ -141,7 +141,7 @@ def _blocks(array: np.ndarray) -> Iterator[np.ndarray]:
 
 def merge(prefixes: Sequence[str], output: str) -> tuple[int, int, int]:
     """Write the pair; (tokens, sequences, documents). Raises ValueError for pairs of two tokenizers."""
-    made_by = common_maker(prefixes)
+    made_by, joined = common_maker(prefixes), joined_counts(prefixes)
     partial = f"{output}{PARTIAL}{uuid.uuid4().hex}"
     try:
         write_bin(prefixes, bin_path(partial))
@@ -150,7 +150,8 @@ def merge(prefixes: Sequence[str], output: str) -> tuple[int, int, int]:
         Path(idx_path(output)).unlink(missing_ok=True)
         Path(json_path(output)).unlink(missing_ok=True)
         if made_by:
-            Path(json_path(output)).write_text(json.dumps({"tokenizer": made_by}, indent=1) + "\n", encoding="utf-8")
+            note = {"tokenizer": made_by, **joined}
+            Path(json_path(output)).write_text(json.dumps(note, indent=1) + "\n", encoding="utf-8")
         os.replace(bin_path(partial), bin_path(output))
         os.replace(idx_path(partial), idx_path(output))
     finally:

@@ -250,7 +250,8 @@ def run(config: Config, files: Sequence[str], stop: Stop) -> str:
         counts = {"append_eod": job.append_eod, "documents": work.documents, "bad_records": work.bad,
                   "blank_lines": work.blank, "input_bytes": work.done}  # fmt: skip
         identity, size = tokenizer.identity(), tokenizer.vocab_size
-        described = [describe(identity, size, {**counts, "tokens": tokens}) for tokens in work.tokens]
+        described = [describe(identity, size, {**counts, "tokens": tokens, "text_bytes": text_bytes})
+                     for tokens, text_bytes in zip(work.tokens, work.text_bytes, strict=True)]  # fmt: skip
         with stop.held():
             paths = work.finish(described)
     return _summary(work, tokenizer, paths, sum(work.tokens) - before, progress.bytes, time.time() - started)
@@ -272,7 +273,7 @@ def _job_identity(config: Config, files: Sequence[str], tokenizer: Tokenizer, pa
     stats = [(os.path.abspath(file), os.stat(file)) for file in files]
     read, write = config.read, config.write
     return {
-        "format": 1,
+        "format": 2,
         "block": BLOCK_BYTES,
         "--input": [[path, stat.st_size, stat.st_mtime_ns] for path, stat in stats],
         "the tokenizer": vocabulary_of(tokenizer.identity()),

@@ -68,6 +68,11 @@ class EpochDataset:
         """Its token files that have a part in this split, in their order."""
         return [self.reader.files[number].prefix for number in self._numbers]
 
+    def token_counts(self) -> dict[str, int]:
+        """How many tokens of this split each of its token files has, by prefix."""
+        ends = self._ends
+        return {prefix: end - begin for prefix, begin, end in zip(self.prefixes(), ends, ends[1:], strict=False)}
+
     def epoch_of(self, index: int) -> int:
         """The epoch, from 0, that sample `index` belongs to."""
         return ((index + 1) * self.sequence_length - 1) // self.tokens

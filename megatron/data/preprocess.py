@@ -50,12 +50,14 @@ class Job:
 class Encoded(NamedTuple):
     """What a block's ids are like; the ids wait where they were made.
 
-    For each key: `lengths`, int32 [sequences]; `counts`, int32 [documents], how many sequences each document has. `lines`
-    and `bytes` of the block. `bad`: (line, 0 for the block's first; what is wrong). `empty`: documents without text.
+    For each key: `lengths`, int32 [sequences]; `counts`, int32 [documents], how many sequences each document has;
+    `text_bytes`, of the UTF-8 of the tokenized texts, special tokens not counted. `lines` and `bytes` of the block. `bad`:
+    (line, 0 for the block's first; what is wrong). `empty`: documents without text.
     """
 
     lengths: list[np.ndarray]
     counts: list[np.ndarray]
+    text_bytes: list[int]
     lines: int
     bytes: int
     bad: list[tuple[int, str]]
@@ -118,6 +120,7 @@ class Encoder:
         ids: list[list[np.ndarray]] = [[] for _ in keys]
         lengths: list[list[int]] = [[] for _ in keys]
         counts: list[list[int]] = [[] for _ in keys]
+        text_bytes = [0 for _ in keys]
         bad, blank, empty, lines, size = [], 0, 0, 0, 0
         for texts_at, length in _records(block, keys):
             lines += 1
@@ -132,7 +135,8 @@ class Encoder:
             except ValueError as error:
                 bad.append((lines - 1, str(error)))
                 continue
-            for key, sequences in enumerate(found):
+            for key, (sequences, text_size) in enumerate(found):
+                text_bytes[key] += text_size
                 counts[key].append(len(sequences))
                 lengths[key] += map(len, sequences)
                 ids[key] += sequences
@@ -143,7 +147,7 @@ class Encoder:
         if not lines:
             bad.append((0, "the file is empty"))
         small = [[np.asarray(numbers, np.int32) for numbers in table] for table in (lengths, counts)]
-        encoded = Encoded(small[0], small[1], lines, size, bad, blank, empty)
+        encoded = Encoded(small[0], small[1], text_bytes, lines, size, bad, blank, empty)
         self._kept[block.number] = (encoded, ids)
         return encoded
 
@@ -164,24 +168,31 @@ class Encoder:
         for file in [file for parts in self._files for file in parts]:
             os.close(file)
 
-    def _sequences(self, texts: list[str]) -> list[np.ndarray]:
+    def _sequences(self, texts: list[str]) -> tuple[list[np.ndarray], int]:
+        """The ids of each text of a document that has any, and the UTF-8 bytes that they stand for."""
         job, tokenizer = self._job, self._tokenizer
         if job.language is not None:
             texts = [part for text in texts for part in sentences.split(text, job.language, job.keep_newlines)]
         if self._special is None:
-            found = tokenizer.tokenize_batch(texts, self._dtype)
+            found, size = tokenizer.tokenize_batch(texts, self._dtype), sum(map(_utf8_bytes, texts))
         else:
-            found = [self._with_special(text) for text in texts]
+            parts = [self._special.split(text) for text in texts]
+            found = [self._with_special(some) for some in parts]
+            size = sum(_utf8_bytes(text) for some in parts for text in some[::2])
         if any(len(ids) >= LONGEST for ids in found):
             raise ValueError(f"one sequence of {LONGEST} tokens or more, which the format cannot hold; cut it in parts")
-        return [ids for ids in found if len(ids)]
+        return [ids for ids in found if len(ids)], size
 
-    def _with_special(self, text: str) -> np.ndarray:
+    def _with_special(self, parts: Sequence[str]) -> np.ndarray:
+        """The ids of text and special tokens, which alternate."""
         names = self._tokenizer.special
-        parts = self._special.split(text)
         plain = self._tokenizer.tokenize_batch(parts[::2], self._dtype)
         ids = [np.asarray([names[name]], self._dtype) for name in parts[1::2]]
         return np.concatenate([plain[0], *(array for pair in zip(ids, plain[1:], strict=True) for array in pair)])
+
+
+def _utf8_bytes(text: str) -> int:
+    return len(text) if text.isascii() else len(text.encode("utf-8"))
 
 
 def _write_at(file: int, arrays: Sequence[np.ndarray], offset: int) -> None:

@@ -1,4 +1,5 @@
-"""Which tokenizer made a pair, in a small JSON file beside it. Knows no tokenizer, only what one says of itself."""
+"""Which tokenizer made a pair, and the size of its text, in a small JSON file with its prefix. Knows no tokenizer, only
+what one says of itself."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 NULL = "NullTokenizer"
+TEXT_BYTES = "text_bytes"
 
 
 def json_path(path_prefix: str) -> str:
@@ -27,9 +29,28 @@ def fingerprint(identity: Mapping[str, Any]) -> str:
 
 
 def describe(identity: Mapping[str, Any], vocab_size: int, counts: Mapping[str, int | bool]) -> str:
-    """The file's text: the tokenizer, and counts of what was written."""
+    """The file's text: the tokenizer, and counts of what was written; numbers in a text (NullTokenizer) have no bytes."""
     tokenizer = {**vocabulary_of(identity), "vocab_size": vocab_size, "fingerprint": fingerprint(identity)}
+    if identity["class"] == NULL:
+        counts = {name: count for name, count in counts.items() if name != TEXT_BYTES}
     return json.dumps({"tokenizer": tokenizer, **counts}, indent=1) + "\n"
+
+
+def text_size(path_prefix: str) -> tuple[int, int] | None:
+    """(tokens, bytes of UTF-8 text that they stand for) of a pair; None where its file does not say (written by an older
+    version, or by another program). Raises ValueError as `maker` does."""
+    said = note(path_prefix) or {}
+    sizes = said.get("tokens"), said.get(TEXT_BYTES)
+    return sizes if all(type(size) is int and size > 0 for size in sizes) else None
+
+
+def joined_counts(prefixes: Sequence[str]) -> dict[str, int]:
+    """Tokens and bytes of text of several pairs together; empty where one of them does not say."""
+    sizes = [text_size(prefix) for prefix in prefixes]
+    if None in sizes:
+        return {}
+    tokens, text_bytes = (sum(column) for column in zip(*sizes, strict=True))
+    return {"tokens": tokens, TEXT_BYTES: text_bytes}
 
 
 def maker(path_prefix: str) -> dict[str, Any] | None:

@@ -59,8 +59,8 @@ class Busy(Exception):
 class Unfinished:
     """The work on the pairs PREFIX_KEY_LEVEL. Raises Busy and OSError.
 
-    `place`: where reading goes on. Counts, over all runs: `documents`, `blank` lines, `empty` texts, `tokens` for each
-    key, `done` bytes of documents. `resumed`: whether something was there to go on with; `discarded`: what of the job was
+    `place`: where reading goes on. Counts, over all runs: `documents`, `blank` lines, `empty` texts, `tokens` and
+    `text_bytes` for each key, `done` bytes of documents. `resumed`: whether something was there to go on with; `discarded`: what of the job was
     another one's. `finishing`: whether only names are left to be given. Work that is not `lasting` is removed however it
     ends.
     """
@@ -73,6 +73,7 @@ class Unfinished:
         self.place, self.discarded, self._noted = Place(), "", time.monotonic()
         self.documents = self.blank = self.empty = self.bad = self.done = 0
         self.tokens = [0] * len(pairs)
+        self.text_bytes = [0] * len(pairs)
         self._sizes = [[[0, 0, 0] for _ in range(parts)] for _ in pairs]
         self._bad_size, self.finishing, self._lasting = 0, False, lasting
         self._files, self._bad_file = [], None
@@ -103,6 +104,7 @@ class Unfinished:
         self._bad_size += self._bad_file.write("".join(lines).encode())
         offsets = []
         for key, parts in enumerate(self._sizes):
+            self.text_bytes[key] += encoded.text_bytes[key]
             offsets.append([sizes[0] for sizes in parts])
             for part, sizes in enumerate(parts):
                 lengths, counts, _ = encoded.share(key, self.documents, part, self._parts)
@@ -200,7 +202,8 @@ class Unfinished:
     def _state(self) -> dict[str, Any]:
         return {
             "place": list(self.place), "documents": self.documents, "blank": self.blank, "empty": self.empty,
-            "bad": self.bad, "done": self.done, "tokens": list(self.tokens), "bad_size": self._bad_size,
+            "bad": self.bad, "done": self.done, "tokens": list(self.tokens),
+            "text_bytes": list(self.text_bytes), "bad_size": self._bad_size,
             "sizes": [[list(sizes) for sizes in parts] for parts in self._sizes], "finishing": self.finishing,
         }  # fmt: skip
 
@@ -223,7 +226,7 @@ class Unfinished:
             self.discarded = ", ".join(differ)
             return False
         self.place = Place(*state["place"])
-        for name in ("documents", "blank", "empty", "bad", "done", "tokens"):
+        for name in ("documents", "blank", "empty", "bad", "done", "tokens", "text_bytes"):
             setattr(self, name, state[name])
         self._sizes, self._bad_size, self.finishing = state["sizes"], state["bad_size"], state["finishing"]
         return True

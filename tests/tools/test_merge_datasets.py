@@ -74,6 +74,18 @@ def test_the_tokenizer_goes_with_the_pair_and_two_are_refused(tmp_path, capsys):
     assert not note.exists()                            # what it said was of other data
 
 
+def test_the_bytes_of_text_are_added_up(tmp_path):
+    prefixes = [write_corpus(tmp_path / name, [5, 2], np.int32, seed) for seed, name in enumerate("ab")]
+    for prefix, text_bytes in zip(prefixes, (30, 12), strict=True):
+        said = {"tokenizer": {"class": "ByteTokenizer", "fingerprint": "1" * 64}, "tokens": 7, "text_bytes": text_bytes}
+        Path(f"{prefix}.json").write_text(json.dumps(said))
+    TOOL.main(["--input", *map(str, prefixes), "--output-prefix", str(tmp_path / "all")])
+    assert json.loads((tmp_path / "all.json").read_text()) == said | {"tokens": 14, "text_bytes": 42}
+    made_by(prefixes[1], "ByteTokenizer", "1" * 64)     # as an older version wrote it
+    TOOL.main(["--input", *map(str, prefixes), "--output-prefix", str(tmp_path / "old")])
+    assert json.loads((tmp_path / "old.json").read_text()) == {"tokenizer": said["tokenizer"]}
+
+
 @pytest.mark.peers
 def test_the_bytes_are_those_of_megatron_core(tmp_path):
     peer = pytest.importorskip("megatron.core.datasets.indexed_dataset")

@@ -124,6 +124,26 @@ class TestWhatIsWritten:
         expected = [[[*tokenizer.tokenize(text), tokenizer.eod]] if text else [] for text in texts]
         assert documents(f"{out}/x_text_document") == expected
 
+    @pytest.mark.parametrize("workers", ["1", "2"])
+    @pytest.mark.parametrize("kind", ["GPT2BPETokenizer", "ByteTokenizer"])
+    def test_the_bytes_of_the_texts_are_counted(self, corpus: tuple[str, list[str], list[str]], out: Path, kind: str,
+                                                workers: str) -> None:
+        file, texts, flags = corpus
+        given = flags if kind == "GPT2BPETokenizer" else ["--tokenizer-type", kind]
+        assert main("--input", file, "--output-prefix", f"{out}/x", "--append-eod", "--workers", workers, *given) == 0
+        said = json.loads((out / "x_text_document.json").read_text())
+        assert said["text_bytes"] == sum(len(text.encode("utf-8")) for text in texts)
+        if kind == "ByteTokenizer":
+            assert said["tokens"] == said["text_bytes"] + sum(map(bool, texts))
+
+    def test_each_key_has_its_own_count_and_special_tokens_have_no_bytes(self, tmp_path: Path, out: Path) -> None:
+        file = write_lines(tmp_path / "x.jsonl", [{"a": "né<|endoftext|>x", "b": ["y", "", "zz"]}, {"a": "", "b": "🙂"}])
+        flags = ["--tokenizer-type", "ByteTokenizer", "--json-keys", "a", "b", "--allow-special-tokens", "--workers", "1"]
+        assert main("--input", file, "--output-prefix", f"{out}/x", *flags) == 0
+        counts = [json.loads((out / f"x_{key}_document.json").read_text())["text_bytes"] for key in "ab"]
+        assert counts == [4, 7]
+        assert documents(f"{out}/x_a_document") == [[[110, 0xC3, 0xA9, 256, 120]], []]
+
     def test_workers_files_and_gzip_make_no_difference(
         self, corpus: tuple[str, list[str], list[str]], tmp_path: Path, out: Path
     ) -> None:

@@ -1,0 +1,56 @@
+"""Bits per byte: how well a model predicts text, whatever its tokenizer. Knows data sets and what preprocessing counted.
+
+bits per byte = loss / ln 2 * tokens / bytes, where loss is in nats per token. Tokens and bytes are those of the whole data
+set as tools/preprocess_data.py counted them: all tokens, end-of-document tokens included, and the UTF-8 bytes of the texts,
+to which end-of-document tokens add nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from megatron.data import provenance
+
+
+def bits_per_byte(loss: float, bytes_per_token: float | None) -> float | None:
+    """`loss` (nats per token) in bits per byte of text; None where the bytes are unknown."""
+    return None if bytes_per_token is None else loss / math.log(2) / bytes_per_token
+
+
+def bytes_per_token(dataset: Any) -> float | None:
+    """Bytes of text per token of what `dataset` shows, or None where a data set that it reads does not say.
+
+    Of a blend each data set counts by its share of the samples. Mock data and packed samples have no count of bytes.
+    """
+    members = getattr(dataset, "datasets", [dataset])
+    return _mean(_shares(dataset), [_of_member(member) for member in members])
+
+
+def _shares(dataset: Any) -> Sequence[float]:
+    if hasattr(dataset, "dataset_index"):
+        return np.bincount(dataset.dataset_index, minlength=len(dataset.datasets)).tolist()
+    return dataset.shares.weights if hasattr(dataset, "shares") else [1]
+
+
+def _of_member(member: Any) -> float | None:
+    if hasattr(member, "corpus"):
+        return _of_pair(member.corpus.path_prefix)
+    if hasattr(member, "token_counts"):
+        counts = member.token_counts()
+        return _mean(list(counts.values()), [_of_pair(prefix) for prefix in counts])
+    return None
+
+
+def _of_pair(prefix: str) -> float | None:
+    size = provenance.text_size(prefix)
+    return None if size is None else size[1] / size[0]
+
+
+def _mean(weights: Sequence[float], values: Sequence[float | None]) -> float | None:
+    if None in values:
+        return None
+    return sum(weight * value for weight, value in zip(weights, values, strict=True)) / sum(weights)
