@@ -60,9 +60,9 @@ class Unfinished:
     """The work on the pairs PREFIX_KEY_LEVEL. Raises Busy and OSError.
 
     `place`: where reading goes on. Counts, over all runs: `documents`, `blank` lines, `empty` texts, `tokens` and
-    `text_bytes` for each key, `done` bytes of documents. `resumed`: whether something was there to go on with; `discarded`: what of the job was
-    another one's. `finishing`: whether only names are left to be given. Work that is not `lasting` is removed however it
-    ends.
+    `text_bytes` for each key, `done` bytes of documents. `resumed`: whether something was there to go on with; `discarded`:
+    what of the job was another one's. `finishing`: whether only names are left to be given. Work that is not `lasting` is
+    removed however it ends.
     """
 
     def __init__(

@@ -19,7 +19,8 @@ TEXT_BYTES = {"a": 1500, "b": 700, "c": 4000}
 TOKENS = {"a": 600, "b": 500, "c": 400}
 
 
-def note(prefix: str, counts: dict[str, object], tokenizer=ByteTokenizer()) -> None:
+def note(prefix: str, counts: dict[str, object], tokenizer=ByteTokenizer) -> None:
+    tokenizer = tokenizer()
     Path(f"{prefix}.json").write_text(describe(tokenizer.identity(), tokenizer.vocab_size, counts))
 
 
@@ -83,6 +84,6 @@ def test_one_pair_that_does_not_say_leaves_the_blend_without(corpora, counts):
 
 
 def test_numbers_are_no_text(corpora):
-    note(corpora["a"], {"tokens": 600, "text_bytes": 1500}, NullTokenizer(1000))
+    note(corpora["a"], {"tokens": 600, "text_bytes": 1500}, lambda: NullTokenizer(1000))
     assert "text_bytes" not in json.loads(Path(f"{corpora['a']}.json").read_text()) and text_size(corpora["a"]) is None
     assert bytes_per_token(valid(10, mock_data=True)) is None
