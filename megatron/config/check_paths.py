@@ -315,6 +315,10 @@ def _near_prefixes(prefix: str) -> str:
 def _checkpoint(c: CheckpointConfig) -> Iterator[str]:
     if c.load is None:
         return
+    if not os.path.lexists(c.load) and not _same_path(c.load, c.save):
+        yield (f"--load {c.load}: there is no such directory; give that of a checkpoint, give --save the same directory "
+               "(then a first run starts from random weights), or omit --load")
+        return
     if os.path.exists(c.load) and not os.path.isdir(c.load):
         yield f"--load {c.load}: is a file; give the directory that holds the iter_XXXXXXX directories"
         return
@@ -330,6 +334,10 @@ def _checkpoint(c: CheckpointConfig) -> Iterator[str]:
             _listing(os.path.join(c.snapshot_dir or os.path.join(c.load, "snapshots"), slot)) for slot in "01"):
         yield (f"--load {c.load}: no checkpoint there, and --exit-on-missing-checkpoint is given; leave that out to "
                "start from random weights")
+
+
+def _same_path(one: str, other: str | None) -> bool:
+    return other is not None and os.path.realpath(one) == os.path.realpath(other)
 
 
 def _of_another_suite(load: str) -> str | None:

@@ -376,6 +376,14 @@ class Trainer:
                            log.print_rank_0)
 
 
+def _finished(run: Run) -> str:
+    t = run.config.training
+    samples = f" (--train-samples {t.train_samples})" if t.train_iters is None else ""
+    flag = "--train-samples" if t.train_iters is None else "--train-iters"
+    return (f"nothing left to train: the checkpoint is of iteration {run.progress.iteration}, the run has "
+            f"{run.plan.train_iters}{samples}; raise {flag} to train on")
+
+
 def pretrain(run: Run, data: Data, forward_step: ForwardStep, lines: TrainingLog, started: float,
              signals: SignalWatch | None = None) -> None:
     """The whole run after set-up: train, save, evaluate, say goodbye."""
@@ -383,6 +391,8 @@ def pretrain(run: Run, data: Data, forward_step: ForwardStep, lines: TrainingLog
     reason: str | None = None
     if run.config.training.skip_train:
         log.print_rank_0("skipping training (--skip-train is on) ...")
+    elif run.progress.iteration >= run.plan.train_iters:
+        log.print_rank_0(_finished(run))
     else:
         log.print_rank_0("training ...")
         log.print_rank_0(datetime_line("before the start of training step"))

@@ -112,7 +112,7 @@ ONE_PROBLEM = [
     ("--weight-decay-incr-style linear --start-weight-decay 0", "--end-weight-decay is missing"),
     ("--weight-decay-incr-style cosine --start-weight-decay 0.2 --end-weight-decay 0.1",
      "--start-weight-decay 0.2: greater than --end-weight-decay 0.1"),
-    ("--override-opt_param-scheduler --use-checkpoint-opt_param-scheduler --load x", "only one of these"),
+    ("--override-opt_param-scheduler --use-checkpoint-opt_param-scheduler --load /", "only one of these"),
     ("--global-batch-size 5", "(5) is not divisible by micro batch size (2) times data parallel size (1); use 4 or 6"),
     ("--recompute-granularity full --recompute-method uniform", "--recompute-num-layers is missing"),
     ("--recompute-granularity full --recompute-num-layers 1", "--recompute-method is missing"),
@@ -148,8 +148,10 @@ ONE_PROBLEM = [
     ("--tokenizer-type Llama2Tokenizer --tokenizer-model /nowhere/x.model", "no such file"),
     ("--save /dev/null --save-interval 1", "--save /dev/null: /dev/null is not a directory"),
     ("--load /dev/null", "--load /dev/null: is a file"),
-    ("--load /nowhere --ckpt-step 5", "--ckpt-step 5: /nowhere has no checkpoint of that iteration; there is none"),
-    ("--load /nowhere --exit-on-missing-checkpoint", "--load /nowhere: no checkpoint there"),
+    ("--load / --ckpt-step 5", "--ckpt-step 5: / has no checkpoint of that iteration; there is none"),
+    ("--load / --exit-on-missing-checkpoint", "--load /: no checkpoint there"),
+    ("--load /nowhere", "--load /nowhere: there is no such directory"),
+    ("--load /nowhere --save /elsewhere --save-interval 5", "--load /nowhere: there is no such directory"),
     ("--metrics-file /tmp", "--metrics-file /tmp: is a directory"),
     ("--control-file /no/such/file", "--control-file /no/such/file: there is no directory /no/such; make it"),
     ("--keep-last 0", "--keep-last 0"), ("--keep-every 0", "--keep-every 0"),
@@ -218,8 +220,8 @@ def test_a_resumed_run_may_have_passed_the_sizes_that_do_not_fit():
     base = BASE.replace("--train-iters 10", "--train-samples 100")
     flags = "--rampup-batch-size 2 1 20 --global-batch-size 4"
     assert len(checked(flags, base=base)[0]) == 1
-    assert checked(flags + " --load /nowhere", base=base)[0] == []
-    assert len(checked("--rampup-batch-size 2 1 20 --global-batch-size 5 --load /nowhere", base=base)[0]) == 1
+    assert checked(flags + " --load /", base=base)[0] == []
+    assert len(checked("--rampup-batch-size 2 1 20 --global-batch-size 5 --load /", base=base)[0]) == 1
 
 
 @pytest.mark.parametrize(("world_size", "batch", "words"), [
@@ -326,7 +328,7 @@ def test_every_phase_of_a_ramp_must_fit_an_interleaved_pipeline():
     assert checked(f"{flags} 4 4 100", 2, base=base)[0] == []
     lines = checked(f"{flags} 2 2 100", 2, base=base)[0]
     assert [line.split(" are not")[0] for line in lines] == [f"{n} micro-batches" for n in (1, 3, 5, 7)]
-    assert checked(f"{flags} 2 2 100 --load x", 2, base=base)[0] == []
+    assert checked(f"{flags} 2 2 100 --load /", 2, base=base)[0] == []
 
 
 def test_instances_of_the_distributed_optimizer():
@@ -408,7 +410,7 @@ def test_what_is_only_said(flags, note):
 
 
 @pytest.mark.parametrize("flags", [
-    "--fp16 --initial-loss-scale 65536", "--optimizer sgd --sgd-momentum 0.5", "--load x --finetune",
+    "--fp16 --initial-loss-scale 65536", "--optimizer sgd --sgd-momentum 0.5", "--load / --finetune",
     "--use-rotary-position-embeddings --rotary-percent 0.5", "--dataloader-type cyclic --no-data-sharding",
     "--no-bias-gelu-fusion", "--lr-decay-style WSD --lr-wsd-decay-iters 3", "--kv-channels 7",
     "--num-query-groups 4", "--eval-iters 0", "--lr-warmup-fraction 0.01", "--save x --save-interval 1",
@@ -418,7 +420,8 @@ def test_what_is_only_said(flags, note):
     "--qk-layernorm --apply-wd-to-qk-layernorm", "--fp16 --loss-scale 1000", "--lr-warmup-iters 2 --lr-warmup-init 1e-5",
     "--lr-decay-iters 9 --lr-decay-style constant --lr-warmup-fraction 0.5", "--add-qkv-bias --disable-bias-linear",
     "--reset-position-ids --position-embedding-type rope", "--control-file x --save x --save-interval 5",
-    "--snapshot-dir x --load x", "--log-memory-to-tensorboard --tensorboard-dir x --device cuda",
+    "--save x --save-interval 5 --load ./x", "--snapshot-dir x --load /",
+    "--log-memory-to-tensorboard --tensorboard-dir x --device cuda",
     "--decrease-batch-size-if-needed --global-batch-size 5"])
 def test_what_needs_no_word(flags):
     assert checked(flags) == ([], [])

@@ -84,7 +84,7 @@ BAD = [
     (f"{GOOD} --world-size 8", ["--world-size 8: only for --dry-run"]),
     (f"{GOOD} --split 0,1,1", ["--split 0,1,1: leaves no data for training"]),
     (f"{GOOD} --tokenizer-type GPT2Tokenizer", ["did you mean GPT2BPETokenizer?"]),
-    (f"{GOOD} --load none --ckpt-step 7", ["--ckpt-step 7: none has no checkpoint of that iteration"]),
+    (f"{GOOD} --load / --ckpt-step 7", ["--ckpt-step 7: / has no checkpoint of that iteration"]),
     (SEED, ["--data-path ./data/meg-gpt2_text_document: there is no ./data/meg-gpt2_text_document.idx and .bin",
             "--vocab-file ./data/gpt2-vocab.json: no such file", "--merge-file ./data/gpt2-merges.txt: no such file"]),
     (f"{SHAPE} --hidden-size x --fp16 1 --lr 2 --num-head 3 --train-iters 0 --mock-data --min-lr 3 --eod-maskloss",
@@ -341,7 +341,7 @@ def test_the_first_lines_are_megatrons(seed_line):
          "num_layers_per_virtual_pipeline_stage": "2", "transformer_pipeline_model_parallel_size": "2"}),
     ("--dry-run --world-size 2 --pipeline-model-parallel-size 2 --no-overlap-p2p-communication", {
         "overlap_p2p_comm": "False", "virtual_pipeline_model_parallel_size": "None"}),
-    ("--no-save-rng --load x --no-load-optim", {"no_save_rng": "True", "no_load_optim": "True", "no_load_rng": "None"}),
+    ("--no-save-rng --load / --no-load-optim", {"no_save_rng": "True", "no_load_optim": "True", "no_load_rng": "None"}),
     ("--device cuda --distributed-backend nccl", {"distributed_backend": "nccl", "device": "cuda"}),
     ("--decoupled-lr 0.5 --decoupled-min-lr 0.1 --qk-layernorm --apply-wd-to-qk-layernorm", {
         "decoupled_lr": "0.5", "decoupled_min_lr": "0.1", "apply_wd_to_qk_layernorm": "True"}),

@@ -47,11 +47,23 @@ def test_lines_of_save_and_load_are_megatrons(trained, tmp_path):
 
 def test_missing_checkpoint(tmp_path):
     argv = [*BASE, "--mock-data", "--train-iters", "1", "--lr-decay-iters", "10", "--load", str(tmp_path / "none")]
+    with pytest.raises(RanksFailed, match="there is no such directory"):
+        train(tmp_path, argv)
+    (tmp_path / "none").mkdir()
     log = train(tmp_path, argv).log
     path = tmp_path / "none/latest_checkpointed_iteration.txt"
     assert f"WARNING: could not find the metadata file {path} \n    will not load any checkpoints and will start" in log
     with pytest.raises(RanksFailed, match="--exit-on-missing-checkpoint"):
         train(tmp_path, [*argv, "--exit-on-missing-checkpoint"])
+
+
+def test_a_finished_run_started_again(trained, tmp_path):
+    """It says so, trains nothing, evaluates, and ends well."""
+    resume(trained, tmp_path / "first")
+    done = resume((tmp_path / "first", trained[1]), tmp_path / "again")
+    line, = (line for line in done.log.splitlines() if line.startswith("nothing left to train: "))
+    assert "iteration 8" in line and "--train-iters" in line
+    assert not done.rows and "validation loss at iteration 8 on validation set" in done.log
 
 
 @pytest.mark.parametrize("extra, says", [
