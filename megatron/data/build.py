@@ -14,14 +14,13 @@ import numpy as np
 
 from megatron import log
 from megatron.data import provenance
+from megatron.data.blend_members import Member, members_of, read_in, weights_of
 from megatron.data.blended_dataset import (
     SPLITS,
     Blend,
     BlendedDataset,
-    EpochCounts,
     SplitMatrix,
     blend_sizes,
-    normalize,
     parse_blend,
     parse_split,
     read_blend_file,
@@ -34,7 +33,6 @@ from megatron.data.epoch_dataset import EpochBlend
 from megatron.data.gpt_dataset import GPTDataset, MockGPTDataset, MockSequences, TokenSequences, open_corpus
 from megatron.data.index_cache import IndexCache
 from megatron.data.plan_table import Row
-from megatron.data.token_files import read_token_files
 
 LOGGER = "megatron.core.datasets.blended_megatron_dataset_config"
 DEFAULT_SPLIT = "969, 30, 1"
@@ -128,9 +126,9 @@ def build_train_valid_test_datasets(
         if blends is None:
             found = builder.mock(sizes, vocab_size, eod)
         elif isinstance(blends, tuple):
-            found = builder.one_source(_members_of(blends), sizes)
+            found = builder.one_source(members_of(blends), sizes)
         else:
-            found = builder.one_source_per_split([blend and _members_of(blend) for blend in blends], sizes)
+            found = builder.one_source_per_split([blend and members_of(blend) for blend in blends], sizes)
         table.extend(row for dataset, size in zip(found, sizes, strict=True) for row in plan_rows(dataset, size))
         return found
 
@@ -161,22 +159,6 @@ def _in_epochs(
             for number, (blend, size) in enumerate(zip(blends, sizes, strict=True))
         ]
     return tuple(found)
-
-
-def _members_of(blend: Blend) -> Blend:
-    """A blend for Megatron's order: each directory or pattern is replaced by the pairs it names, which share its weight
-    in proportion to their tokens. Raises ValueError for epochs, which that order cannot keep."""
-    words, weights = blend
-    if isinstance(weights, EpochCounts):
-        raise ValueError("--data-path epochs: is kept by --data-order epoch only; add it, or give weights")
-    prefixes = [expand(word) for word in words]
-    if weights is None:
-        return [prefix for some in prefixes for prefix in some], None
-    shares: list[float] = []
-    for some, weight in zip(prefixes, weights, strict=True):
-        tokens = [1] if len(some) == 1 else [file.tokens for file in read_token_files(some, ())]
-        shares += [weight * count / sum(tokens) for count in tokens]
-    return [prefix for some in prefixes for prefix in some], shares
 
 
 def plan_rows(dataset: Dataset | None, size: int | None) -> list[Row]:
@@ -216,78 +198,82 @@ class _Builder:
             for part, size, name in zip(matrix, sizes, SPLITS, strict=True)
         )
 
-    def one_source(self, blend: Blend, sizes: Sequence[int | None]) -> tuple[Dataset | None, ...]:
+    def one_source(self, members: Sequence[Member], sizes: Sequence[int | None]) -> tuple[Dataset | None, ...]:
         """All splits from the same data, each a part of every corpus."""
-        prefixes, weights = blend
         matrix = self._set_split(self.data.split or DEFAULT_SPLIT)
         wanted = [None if size == 0 else part for part, size in zip(matrix, sizes, strict=True)]
-        if len(prefixes) == 1 and weights is None:
-            return tuple(self._members(prefixes, wanted, [sizes])[0])
-        return self._blend(blend, wanted, sizes)
+        if len(members) == 1 and members[0].weight is None:
+            return self._alone(members[0], wanted, sizes)
+        return self._blend(members, wanted, sizes)
 
     def one_source_per_split(
-        self, blends: Sequence[Blend | None], sizes: Sequence[int | None]
+        self, blends: Sequence[Sequence[Member] | None], sizes: Sequence[int | None]
     ) -> tuple[Dataset | None, ...]:
         """Each split from its own data, all of it."""
         found: list[Dataset | None] = []
-        for number, (blend, size) in enumerate(zip(blends, sizes, strict=True)):
-            if blend is None or size == 0:
+        for number, (members, size) in enumerate(zip(blends, sizes, strict=True)):
+            if members is None or size == 0:
                 found.append(None)
                 continue
             wanted: SplitMatrix = [(0.0, 1.0) if place == number else None for place in range(len(SPLITS))]
-            if len(blend[0]) == 1:
-                found.append(self._members(blend[0], wanted, [sizes])[0][number])
-            else:
-                found.append(self._blend(blend, wanted, sizes)[number])
+            make = self._alone if len(members) == 1 else self._blend
+            found.append(make(members[0] if len(members) == 1 else members, wanted, sizes)[number])
         return tuple(found)
 
-    def _blend(self, blend: Blend, wanted: SplitMatrix, sizes: Sequence[int | None]) -> tuple[Dataset | None, ...]:
-        """Blended datasets of the wanted splits, with megatron-core's sizes.
+    def _alone(self, member: Member, wanted: SplitMatrix, sizes: Sequence[int | None]) -> tuple[GPTDataset | None, ...]:
+        """The wanted splits of one corpus that is no blend."""
+        corpus, cache = open_corpus(member.prefix, self.vocab_size), self._cache(member.prefix)
+        return tuple(
+            None if part is None else self._dataset(GPTDataset, corpus, part, size, name, cache)
+            for part, size, name in zip(wanted, sizes, SPLITS, strict=True)
+        )
+
+    def _blend(
+        self, members: Sequence[Member], wanted: SplitMatrix, sizes: Sequence[int | None]
+    ) -> tuple[Dataset | None, ...]:
+        """Blended datasets of the wanted splits."""
+        corpora = [open_corpus(member.prefix, self.vocab_size) for member in members]
+        return tuple(
+            None if part is None else self._blend_split(members, corpora, part, size, name)
+            for part, size, name in zip(wanted, sizes, SPLITS, strict=True)
+        )
+
+    def _blend_split(
+        self,
+        members: Sequence[Member],
+        corpora: Sequence[TokenSequences],
+        part: tuple[float, float],
+        size: int | None,
+        name: str,
+    ) -> BlendedDataset:
+        """One split of a blend, with megatron-core's sizes.
 
         With weights a split has sum(ceil(size * weight)) samples and each corpus a surplus; without, each corpus is
         built for one epoch and weighs its length, and the blend is no longer than all of them together.
         """
-        prefixes, weights = blend
-        surplus = self.data.mid_level_dataset_surplus
-        totals, built = list(sizes), [[None] * len(SPLITS) for _ in prefixes]
-        if weights is not None:
-            weights = normalize(weights)
-            for split, part in enumerate(wanted):
-                if part is None:
-                    continue
-                if sizes[split] is None:
-                    raise ValueError(f"--data-path: weights need a number of {SPLITS[split]} samples; drop the weights")
-                used, needed = blend_sizes(weights, sizes[split], surplus)
-                totals[split] = sum(used)
-                for corpus, count in enumerate(needed):
-                    built[corpus][split] = count
-        members = self._members(prefixes, wanted, built)
-        found: list[Dataset | None] = []
-        for split, part in enumerate(wanted):
-            if part is None:
-                found.append(None)
-                continue
-            datasets = [splits[split] for splits in members]
-            shares, size = weights, totals[split]
-            if shares is None:
-                shares = [len(dataset) for dataset in datasets]
-                size = None if size is None else min(size, sum(shares))
-            cache = self.data.data_cache_path and IndexCache(self.data.data_cache_path, "--data-cache-path")
-            found.append(BlendedDataset(datasets, shares, size, cache=cache or None, surplus=surplus))
-        return tuple(found)
-
-    def _members(
-        self, prefixes: Sequence[str], wanted: SplitMatrix, sizes: Sequence[Sequence[int | None]]
-    ) -> list[list[GPTDataset | None]]:
-        """For each corpus a GPTDataset of each wanted split."""
-        members = []
-        for prefix, needed in zip(prefixes, sizes, strict=True):
-            corpus = open_corpus(prefix, self.vocab_size)
-            members.append([
-                None if part is None else self._dataset(GPTDataset, corpus, part, size, name, self._cache(prefix))
-                for part, size, name in zip(wanted, needed, SPLITS, strict=True)
-            ])  # fmt: skip
-        return members
+        tokens = [_tokens(corpus, split_range(part, len(corpus))) for corpus in corpora]
+        numbers = read_in(name, members, tokens, self.sequence_length)
+        if len(numbers) < len(members):
+            small = len(members) - len(numbers)
+            log.print_rank_0(f" > {name}: {small} of {len(members)} pairs are too small for a sample and are omitted")
+        read = [members[n] for n in numbers]
+        surplus, built = self.data.mid_level_dataset_surplus, [None] * len(read)
+        weights = None
+        if read[0].weight is not None:
+            weights = weights_of(read, [_tokens(corpora[n], range(len(corpora[n]))) for n in numbers])
+            if size is None:
+                raise ValueError(f"--data-path: weights need a number of {name} samples; drop the weights")
+            used, built = blend_sizes(weights, size, surplus)
+            size = sum(used)
+        datasets = [
+            self._dataset(GPTDataset, corpora[n], part, count, name, self._cache(member.prefix))
+            for n, member, count in zip(numbers, read, built, strict=True)
+        ]
+        if weights is None:
+            weights = [len(dataset) for dataset in datasets]
+            size = None if size is None else min(size, sum(weights))
+        cache = self.data.data_cache_path and IndexCache(self.data.data_cache_path, "--data-cache-path")
+        return BlendedDataset(datasets, weights, size, cache=cache or None, surplus=surplus)
 
     def _dataset(
         self,
@@ -314,6 +300,11 @@ class _Builder:
         if self.data.data_cache_path:
             return IndexCache(self.data.data_cache_path, "--data-cache-path")
         return IndexCache(os.path.join(prefix, "cache", "GPTDataset_indices"))
+
+
+def _tokens(corpus: TokenSequences, sequences: range) -> int:
+    """Tokens of some sequences."""
+    return int(corpus.sequence_lengths[sequences.start : sequences.stop].sum(dtype=np.int64))
 
 
 def check_tokenizer(data: DataFlags, identity: Mapping[str, object]) -> None:

@@ -59,10 +59,14 @@ class TokenFile:
         return repr((self.sequences, self.documents, self.dtype.name, self.bin_bytes)).encode() + self.head
 
 
-def _odd(prefix: str, what: str) -> ValueError:
+class ScatteredTokens(ValueError):
+    """A good pair whose sequences do not lie one behind the other, or whose .bin holds more than them."""
+
+
+def _odd(prefix: str, what: str) -> ScatteredTokens:
     """The reader's own message if it finds fault with the pair, else `what`."""
     IndexedDataset(prefix)
-    return ValueError(f"{prefix}: {what}; --data-order epoch reads tokens where they lie: write the pair anew with "
+    return ScatteredTokens(f"{prefix}: {what}; --data-order epoch reads tokens where they lie: write the pair anew with "
                       "tools/merge_datasets.py, or use --data-order megatron")  # fmt: skip
 
 
