@@ -5,6 +5,7 @@ pybind11) and without, with a C++ compiler (the helpers are built) and without (
 """
 
 import platform
+import runpy
 from pathlib import Path
 
 from setuptools import find_namespace_packages, setup
@@ -43,7 +44,7 @@ for extension in extensions:
 
 setup(
     name="megatron-gpt-pretraining",
-    version="0.1.0",
+    version=runpy.run_path(str(HERE / "megatron" / "version.py"))["VERSION"],
     description="GPT pretraining with Megatron's commands, files and logs, from one laptop process to many GPUs",
     python_requires=">=3.11",
     # PyPI's megatron-core owns megatron.core and may be installed beside us: no __init__.py, and never that folder.

@@ -10,6 +10,7 @@ import dataclasses
 import difflib
 import functools
 import itertools
+import math
 import re
 import shlex
 import textwrap
@@ -31,16 +32,19 @@ _SHOWN = {int: "N", float: "X", str: "TEXT"}
 
 def arg(default: Any = MISSING, *, help: str, flag: str | None = None, alias: tuple[str, ...] = (),
         choices: tuple | None = None, off: str | None = None, nargs: str | int | None = None, extend: bool = False,
-        parse: Callable[[str], Any] | None = None, dump: bool = True) -> Any:
-    """A config field that is also a command-line flag.
+        parse: Callable[[str], Any] | None = None, dump: bool = True, metavar: str | None = None,
+        place: str = "flag") -> Any:
+    """A config field that is also a command-line flag. Without `default` it must be given.
 
     `flag` is the spelling when it is not the name with dashes; `off` is the spelling that turns a true-by-default
     bool off (then there is no on-switch); `nargs` is the number of a list's values when it is fixed; `extend` collects
     repetitions into one tuple; `parse` converts one word (and raises ValueError); `dump` says whether the name stands
-    in the argument dump even at its default (new names stand there only when set).
+    in the argument dump even at its default (new names stand there only when set); `metavar` stands for its value in
+    help. `place` is "flag", or "positional" (values without a flag), or "after --" (a tuple of all words after `--`);
+    these two are for tools, and `metavar` is their name.
     """
     meta = dict(help=help, flag=flag, alias=alias, choices=choices, off=off, nargs=nargs, extend=extend, parse=parse,
-                dump=dump)
+                dump=dump, metavar=metavar, place=place)
     return dataclasses.field(metadata=meta) if default is MISSING else dataclasses.field(default=default, metadata=meta)
 
 
@@ -59,6 +63,9 @@ class Flag:
     extend: bool = False
     nargs: str | int | None = None
     dump: bool = True
+    value_name: str | None = None
+    place: str = "flag"
+    required: bool = False
 
     @property
     def spellings(self) -> tuple[str, ...]:
@@ -70,7 +77,9 @@ class Flag:
         """What stands for its value in help: `N`, `X`, `TEXT`, `{a,b}`; empty for switches."""
         if self.kind in ("switch", "off"):
             return ""
-        one = "{" + ",".join(map(str, self.choices)) + "}" if self.choices else _SHOWN.get(self.type, "VALUE")
+        one = self.value_name or _SHOWN.get(self.type, "VALUE")
+        if self.choices and not self.value_name:
+            one = "{" + ",".join(map(str, self.choices)) + "}"
         if self.kind == "value":
             return one
         return " ".join([one] * self.nargs) if isinstance(self.nargs, int) else f"{one} [{one} ...]"
@@ -127,13 +136,18 @@ def flags_of(tree: type) -> Mapping[str, Flag]:
     """Every flag of a dataclass whose fields are dataclasses, by field name. A name or spelling stands only once."""
     found: dict[str, Flag] = {}
     for group, owner in typing.get_type_hints(tree).items():
-        hints = typing.get_type_hints(owner)
-        for field in dataclasses.fields(owner):
-            if "help" in field.metadata:
-                assert field.name not in found, f"{field.name} is declared twice"
-                found[field.name] = _flag(group, field, hints[field.name])
+        for name, flag in flags_of_group(owner, group).items():
+            assert name not in found, f"{name} is declared twice"
+            found[name] = flag
     _by_spelling(found.values())
     return types.MappingProxyType(found)
+
+
+def flags_of_group(owner: type, group: str) -> dict[str, Flag]:
+    """Every flag of one dataclass, by field name."""
+    hints = typing.get_type_hints(owner)
+    return {field.name: _flag(group, field, hints[field.name]) for field in dataclasses.fields(owner)
+            if "help" in field.metadata}
 
 
 def _by_spelling(flags: Iterable[Flag]) -> dict[str, Flag]:
@@ -159,8 +173,10 @@ def _flag(group: str, field: dataclasses.Field, hint: Any) -> Flag:
         hint = type(choices[0])
     default = None if field.default is MISSING else field.default
     spelling = meta["off"] or meta["flag"] or "--" + field.name.replace("_", "-")
+    if meta["place"] != "flag":
+        spelling = meta["metavar"]
     return Flag(field.name, group, spelling, meta["alias"], kind, meta["parse"] or hint, default, choices, meta["help"],
-                meta["extend"], meta["nargs"], meta["dump"])
+                meta["extend"], meta["nargs"], meta["dump"], meta["metavar"], meta["place"], field.default is MISSING)
 
 
 class Problems(ValueError):
@@ -179,26 +195,49 @@ class Parser:
                  explain: Callable[[str], str | None] = lambda spelling: None,
                  synonyms: Mapping[str, str] = types.MappingProxyType({})):
         self.flags = list(flags)
-        self.by_spelling = _by_spelling(self.flags)
+        self.by_spelling = _by_spelling(flag for flag in self.flags if flag.place == "flag")
+        self.positionals = [flag for flag in self.flags if flag.place == "positional"]
+        self.after_dashes = next((flag for flag in self.flags if flag.place == "after --"), None)
         self.prog, self.description, self.sections = prog, description, sections
         self.explain, self.synonyms = explain, synonyms
 
     def help(self) -> str:
         """The text for --help: every flag of the sections, with its default."""
-        lines = [f"usage: {self.prog} [--flag [value ...]] [@FILE] ...", "", *textwrap.wrap(self.description, 110), ""]
+        text = self.description.strip()
+        lines = [self.usage(), "", *(text.splitlines() if "\n" in text else textwrap.wrap(text, 110)), ""]
+        for flag in [*self.positionals, *filter(None, [self.after_dashes])]:
+            lines += _help_lines(flag.spelling, help_with_default(flag))
         lines += _help_lines("-h, --help", "print this text and exit")
+        lines += _help_lines("--version", "print the version and exit")
         for group, title in self.sections.items():
-            lines += ["", title]
-            for flag in self.flags:
-                if flag.group == group:
-                    lines += _help_lines(" ".join(filter(None, [", ".join(flag.spellings), flag.metavar])),
-                                         help_with_default(flag))
+            shown = [flag for flag in self.flags if flag.group == group and flag.place == "flag"]
+            lines += ["", title] * bool(shown)
+            for flag in shown:
+                lines += _help_lines(" ".join(filter(None, [", ".join(flag.spellings), flag.metavar])),
+                                     help_with_default(flag))
         return "\n".join(lines) + "\n"
+
+    def usage(self) -> str:
+        """The first line of the help."""
+        if not self.takes_words:
+            return f"usage: {self.prog} [--flag [value ...]] [@FILE] ..."
+        words = [flag.metavar if flag.required else f"[{flag.metavar}]" for flag in self.positionals]
+        words.append("[--flag [value ...]] ...")
+        if self.after_dashes:
+            words.append(f"[{self.after_dashes.spelling} ...]")
+        return " ".join([f"usage: {self.prog}", *words])
+
+    @property
+    def takes_words(self) -> bool:
+        """Does it take values without a flag? Then a flag takes only as many values as it needs."""
+        return bool(self.positionals or self.after_dashes)
 
 
 def help_with_default(flag: Flag) -> str:
     """The help text, and the default where it says something."""
     told = flag.default in (None, (), "") or flag.kind in ("off", "switch") or "(default" in flag.help
+    if flag.required and flag.place == "flag":
+        return f"{flag.help} (required)"
     return flag.help if told else f"{flag.help} (default: {flag.default})"
 
 
@@ -221,17 +260,24 @@ def build_parser(tree: type, *, prog: str, description: str, extra: Iterable[Fla
 @dataclasses.dataclass
 class Parsed:
     """What a command line says: values by field name, all that is wrong with it, what is worth a line, and the names
-    of flags that were meant but could not be read."""
+    of flags that were meant but could not be read. `unread_file`: an @FILE could not be read, so that nobody knows which
+    flags are missing."""
     typed: dict[str, Any] = dataclasses.field(default_factory=dict)
     problems: list[str] = dataclasses.field(default_factory=list)
     notes: list[str] = dataclasses.field(default_factory=list)
     broken: set[str] = dataclasses.field(default_factory=set)
     help: bool = False
+    version: bool = False
+    unread_file: bool = False
 
 
 def parse(parser: Parser, argv: Sequence[str]) -> Parsed:
-    """Read a command line as far as it can be read. What an @FILE says is read first, so that typed flags win."""
+    """Read a command line as far as it can be read. What an @FILE says is read first, so that typed flags win; a parser
+    with positional values takes no @FILE."""
     parsed = Parsed()
+    if parser.takes_words:
+        _parse_with_words(parser, list(argv), parsed)
+        return parsed
     from_files, typed = [], []
     for word in argv:
         if word[:1] != "@":
@@ -241,6 +287,7 @@ def parse(parser: Parser, argv: Sequence[str]) -> Parsed:
             words = expand_files([word])
         except Problems as error:
             parsed.problems += error.lines
+            parsed.unread_file = True
             continue
         (from_files if words and is_flag(words[0]) else typed).extend(words)
     for words in (from_files, typed):
@@ -249,6 +296,53 @@ def parse(parser: Parser, argv: Sequence[str]) -> Parsed:
         for start, end in itertools.pairwise([*starts, len(words)]):
             _take(parser, words[start:end], seen, parsed)
     return parsed
+
+
+def _parse_with_words(parser: Parser, argv: list[str], parsed: Parsed) -> None:
+    """The same, where values may stand without a flag."""
+    end = argv.index("--") if "--" in argv else len(argv)
+    words, rest = argv[:end], argv[end + 1:]
+    loose, at, seen = [], 0, {}
+    while at < len(words):
+        stop = at + 1
+        if not is_flag(words[at]):
+            loose.append(words[at])
+        else:
+            most = _most_values(parser, words[at])
+            while stop < len(words) and stop - at <= most and not is_flag(words[stop]):
+                stop += 1
+            _take(parser, words[at:stop], seen, parsed)
+        at = stop
+    if parser.after_dashes is None:
+        loose += rest
+    elif end < len(argv):
+        parsed.typed[parser.after_dashes.name] = tuple(rest)
+    for flag in parser.positionals:
+        take = len(loose) if flag.kind == "list" else 1
+        if loose:
+            _convert(flag, flag.spelling, loose[:take], parsed)
+            loose = loose[take:]
+    if loose and not parsed.problems:
+        parsed.problems.append(f"{' '.join(loose)!r}: not expected; {parser.usage()}")
+
+
+def _most_values(parser: Parser, word: str) -> float:
+    """How many of the words after a flag can be its values. Of an unknown flag all, so that none is taken for another's."""
+    spelling, equals, _ = word.partition("=")
+    flag = parser.by_spelling.get(spelling)
+    if equals or spelling in ("-h", "--help", "--version") or flag and flag.kind in ("switch", "off"):
+        return 0
+    if flag is None:
+        return math.inf
+    return 1 if flag.kind == "value" else flag.nargs if isinstance(flag.nargs, int) else math.inf
+
+
+def missing(parser: Parser, parsed: Parsed) -> list[str]:
+    """A line for each value that must be given and is not. After an unknown flag nobody knows what its values were."""
+    absent = [flag for flag in parser.flags if flag.required and flag.name not in parsed.typed.keys() | parsed.broken]
+    if parsed.unread_file or any(line.startswith("unknown flag") for line in parsed.problems):
+        absent = []
+    return [f"{flag.spelling} is missing: {flag.help}" for flag in absent]
 
 
 def parse_typed(parser: Parser, argv: Sequence[str]) -> dict[str, Any]:
@@ -266,6 +360,9 @@ def _take(parser: Parser, words: list[str], seen: dict[str, list[str]], parsed: 
     if spelling in ("-h", "--help"):
         parsed.help = True
         return
+    if spelling == "--version":
+        parsed.version = True
+        return
     if not is_flag(words[0]):
         parsed.problems.append(f"{' '.join(words)!r} stands alone: every value follows a flag (--name value); did a "
                                "dash get lost?")
@@ -274,18 +371,25 @@ def _take(parser: Parser, words: list[str], seen: dict[str, list[str]], parsed: 
     if flag is None:
         _unknown(parser, spelling, parsed)
         return
-    try:
-        value = flag.convert(values)
-    except ValueError as error:
-        parsed.problems.append(f"{spelling}: {error}")
-        parsed.broken.add(flag.name)
+    before = parsed.typed.get(flag.name, ())
+    if not _convert(flag, spelling, values, parsed):
         return
     if flag.extend:
-        value = parsed.typed.get(flag.name, ()) + value
+        parsed.typed[flag.name] = before + parsed.typed[flag.name]
     elif seen.get(flag.name, values) != values:
         parsed.notes.append(f"{spelling} is given more than once; the last one counts: {' '.join(values)}")
     seen[flag.name] = values
-    parsed.typed[flag.name] = value
+
+
+def _convert(flag: Flag, spelling: str, words: list[str], parsed: Parsed) -> bool:
+    """Note the value that the words spell, or what is wrong with them; whether they spell one."""
+    try:
+        parsed.typed[flag.name] = flag.convert(words)
+    except ValueError as error:
+        parsed.problems.append(f"{spelling}: {error}")
+        parsed.broken.add(flag.name)
+        return False
+    return True
 
 
 def is_flag(word: str) -> bool:
@@ -296,13 +400,14 @@ def is_flag(word: str) -> bool:
 def _unknown(parser: Parser, spelling: str, parsed: Parsed) -> None:
     dashed = "--" + spelling.lstrip("-").replace("_", "-")
     shown = sorted(s for s, flag in parser.by_spelling.items() if flag.group in parser.sections)
+    shown += ["--help", "--version"]
     if dashed in parser.by_spelling:
         close = [dashed]
     elif dashed in parser.synonyms:
         close = [parser.synonyms[dashed]]
     else:
         close = _close(dashed, shown) or difflib.get_close_matches(dashed, sorted(parser.by_spelling), 1, 0.75)
-    parsed.broken |= {parser.by_spelling[s].name for s in close}
+    parsed.broken |= {parser.by_spelling[s].name for s in close if s in parser.by_spelling}
     if explained := parser.explain(spelling):
         parsed.problems.append(explained)
     elif close:
@@ -341,11 +446,13 @@ def expand_files(argv: Sequence[str], seen: tuple[Path, ...] = ()) -> list[str]:
 def read_words(path: Path) -> list[str]:
     """The words of an @FILE, with the shell's quoting and `#` comments. Raises Problems, with the line's number."""
     try:
-        text = path.read_text(encoding="utf8")
+        text = path.read_text(encoding="utf-8-sig")
     except OSError as error:
-        raise Problems([f"@{path}: {error.strerror or error}; an @FILE holds flags, one or more a line"]) from None
+        raise Problems([f"@{path}: {error.strerror or error}; an @FILE holds flags, one or more per line"]) from None
     except UnicodeDecodeError:
-        raise Problems([f"@{path}: not a text file; an @FILE holds flags, one or more a line"]) from None
+        text = "\0"
+    if "\0" in text:
+        raise Problems([f"@{path}: not a text file; an @FILE holds flags, one or more per line"])
     words, at = [], 0
     while at < len(text):
         token = _TOKEN.match(text, at)

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from collections.abc import Callable
 from types import ModuleType
 
 from tests.forkrun import ROOT
@@ -15,3 +16,11 @@ def load_tool(name: str) -> ModuleType:
     sys.modules[spec.name] = module         # dataclasses look there for their module
     spec.loader.exec_module(module)
     return module
+
+
+def exit_code(main: Callable[[list[str]], int], *words: object) -> int:
+    """What the process of a tool would end with."""
+    try:
+        return main([str(word) for word in words])
+    except SystemExit as end:
+        return end.code

@@ -1,156 +1,232 @@
 #!/usr/bin/env python
-"""Bring checkpoints in from other formats and out to them: tools/convert_checkpoint.py COMMAND --help. See docs/convert.md.
+"""Import checkpoints from other formats and export them: Hugging Face, Megatron-LM, InternLM. See docs/convert.md.
 
-    hf-import HF_FOLDER DIR        a Hugging Face model becomes a run directory that --load and tools/generate.py read
-    hf-export DIR HF_FOLDER        a checkpoint, whatever layout wrote it, becomes a Hugging Face folder
-    megatron-import SOURCE DIR     Megatron-LM's mp_rank_XX folders, any TP x PP, both of its models
-    megatron-export DIR TARGET     ... and back
-    internlm-import SOURCE DIR     a step of InternLM's or InternEvo's training (model_tp*_pp*.pt)
-    inspect PATH                   what is in it
-    diff A B                       tensor by tensor, ours or Hugging Face on either side
-    verify DIR HF_FOLDER           the same numbers out of both models? block by block
-
-Nothing is downloaded, nothing is overwritten, one tensor is in memory at a time, and each is used exactly once.
+Nothing is downloaded and nothing is overwritten; one tensor is in memory at a time, and each is used exactly once.
 """
 from __future__ import annotations
 
-import argparse
 import ctypes
 import os
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Literal
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # read when torch loads
+from megatron.arguments import arg  # noqa: E402
 from megatron.checkpoint.disk import CheckpointError  # noqa: E402
-from tools.convert.families import FAMILIES  # noqa: E402
-from tools.convert.huggingface import hf_export, hf_import  # noqa: E402
-from tools.convert.inspection import diff, inspect  # noqa: E402
-from tools.convert.internlm import MLP_ORDERS, internlm_import  # noqa: E402
-from tools.convert.megatron_layout import megatron_export, megatron_import  # noqa: E402
-from tools.convert.verification import verified, verify  # noqa: E402
+from tools.convert.choices import FAMILY_NAMES, MLP_ORDERS  # noqa: E402
+from tools.shared.program import Command, run_command  # noqa: E402
 
 M_MMAP_THRESHOLD = -3      # of glibc's malloc.h
+Answer = str | tuple[str, bool]    # what to print, and whether all is well
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
 def size(word: str) -> int:
-    """Bytes of 5GB, 200MB or 1000."""
+    """Bytes of 5GB, 200MB or 1000. Raises ValueError."""
     match = re.fullmatch(r"(\d+)(KB|MB|GB)?", word)
     if not match or not int(match[1]):
-        raise argparse.ArgumentTypeError(f"{word!r} is not a size; write 5GB, 200MB or a number of bytes")
+        raise ValueError("not a size; write 5GB, 200MB or a number of bytes")
     return int(match[1]) * _UNITS[match[2] or ""]
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
-                                     allow_abbrev=False)
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-
-    def command(name: str, text: str, *paths: str) -> argparse.ArgumentParser:
-        one = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
-        for path in paths:
-            one.add_argument(path.lower(), metavar=path, type=Path)
-        return one
-
-    _hugging_face(command)
-    _other_suites(command)
-    _readers(command)
-    return parser
+def path_of(metavar: str, text: str) -> Any:
+    """A positional path."""
+    return arg(place="positional", metavar=metavar, parse=Path, help=text)
 
 
-Command = Callable[..., argparse.ArgumentParser]
+def step_option() -> Any:
+    """--ckpt-step."""
+    return arg(None, help="load this iteration instead of the newest")
 
 
-def _hugging_face(command: Command) -> None:
-    one = command("hf-import", "make a run directory of a Hugging Face folder", "SOURCE", "TARGET")
-    one.add_argument("--ignore-config-key", nargs="+", default=[], metavar="KEY",
-                     help="keys of config.json that change nothing")
-    one.add_argument("--max-position-embeddings", type=int, metavar="N", help="a shorter context than config.json's")
-    one.add_argument("--no-tokenizer", action="store_true", help="leave the tokenizer's files behind (NullTokenizer)")
-    _no_verify(one)
-    one.set_defaults(run=_import)
-
-    one = command("hf-export", "write a Hugging Face folder of a checkpoint", "SOURCE", "TARGET")
-    one.add_argument("--family", choices=sorted(FAMILIES), help="default: the imported model's, else the first that fits")
-    _step(one)
-    one.add_argument("--vocab-size", type=int, metavar="N", help="rows of the vocabulary (default: the tokenizer's)")
-    one.add_argument("--max-shard-size", type=size, default=5 * 10**9, metavar="SIZE", help="5GB, 200MB ... (default: 5GB)")
-    _no_verify(one)
-    one.set_defaults(run=_export)
+def no_verify_option() -> Any:
+    """--no-verify."""
+    return arg(False, help="skip the comparison with transformers, which loads both models into memory in float32 and "
+                           "removes what was written if they differ")
 
 
-def _no_verify(one: argparse.ArgumentParser) -> None:
-    one.add_argument("--no-verify", action="store_true",
-                     help="skip the comparison with transformers, which loads both models into memory in float32 and "
-                     "removes what was written if they differ")
+@dataclass(frozen=True, kw_only=True)
+class HFImport:
+    """hf-import."""
+
+    source: Path = path_of("HF_FOLDER", "directory with config.json and .safetensors files")
+    target: Path = path_of("DIR", "run directory to create")
+    ignore_config_key: tuple[str, ...] = arg((), metavar="KEY", help="keys of config.json that may be ignored")
+    max_position_embeddings: int | None = arg(None, help="use a shorter context than config.json's")
+    no_tokenizer: bool = arg(False, help="do not copy the tokenizer's files (the run then uses NullTokenizer)")
+    no_verify: bool = no_verify_option()
+
+    def run(self) -> Answer:
+        """Do it."""
+        from tools.convert.huggingface import hf_import
+        from tools.convert.verification import verified
+
+        report = hf_import(self.source, self.target, ignored=self.ignore_config_key, tokenizer=not self.no_tokenizer,
+                           max_positions=self.max_position_embeddings)
+        return report if self.no_verify else verified(report, self.target, self.source, self.target)
 
 
-def _import(o: argparse.Namespace) -> str:
-    report = hf_import(o.source, o.target, ignored=tuple(o.ignore_config_key), tokenizer=not o.no_tokenizer,
-                       max_positions=o.max_position_embeddings)
-    return report if o.no_verify else verified(report, o.target, o.source, o.target)
+@dataclass(frozen=True, kw_only=True)
+class HFExport:
+    """hf-export."""
+
+    source: Path = path_of("DIR", "run directory, or an iter_XXXXXXX in it")
+    target: Path = path_of("HF_FOLDER", "directory to create")
+    family: str | None = arg(None, choices=FAMILY_NAMES, help="model family to write (default: the one of the imported "
+                                                              "model, else the first that fits)")
+    ckpt_step: int | None = step_option()
+    vocab_size: int | None = arg(None, help="vocabulary rows to write (default: the tokenizer's)")
+    max_shard_size: int = arg(5 * 10**9, metavar="SIZE", parse=size,
+                              help="largest .safetensors file, such as 5GB or 200MB (default: 5GB)")
+    no_verify: bool = no_verify_option()
+
+    def run(self) -> Answer:
+        """Do it."""
+        from tools.convert.huggingface import hf_export
+        from tools.convert.verification import verified
+
+        report = hf_export(self.source, self.target, step=self.ckpt_step, family=self.family,
+                           vocab_size=self.vocab_size, shard_bytes=self.max_shard_size)
+        return report if self.no_verify else verified(report, self.source, self.target, self.target, self.ckpt_step)
 
 
-def _export(o: argparse.Namespace) -> str:
-    report = hf_export(o.source, o.target, step=o.ckpt_step, family=o.family, vocab_size=o.vocab_size,
-                       shard_bytes=o.max_shard_size)
-    return report if o.no_verify else verified(report, o.source, o.target, o.target, o.ckpt_step)
+@dataclass(frozen=True, kw_only=True)
+class MegatronImport:
+    """megatron-import."""
+
+    source: Path = path_of("SOURCE", "Megatron-LM's directory with mp_rank_XX folders")
+    target: Path = path_of("DIR", "run directory to create")
+    args: Path | None = arg(None, parse=Path, metavar="FILE", help="file of flags that override the checkpoint's arguments")
+    no_tokenizer: bool = arg(False, help="do not keep the tokenizer (the run then uses NullTokenizer)")
+    vocab_size: int | None = arg(None, help="with --no-tokenizer: number of vocabulary rows that are not padding")
+
+    def run(self) -> Answer:
+        """Do it."""
+        from tools.convert.megatron_layout import megatron_import
+
+        return megatron_import(self.source, self.target, args_file=self.args, tokenizer=not self.no_tokenizer,
+                               vocab_size=self.vocab_size)
 
 
-def _other_suites(command: Command) -> None:
-    one = command("megatron-import", "make a run directory of a Megatron-LM checkpoint (mp_rank_XX)", "SOURCE", "TARGET")
-    one.add_argument("--args", type=Path, metavar="FILE", help="flags that count more than the checkpoint's arguments")
-    one.add_argument("--no-tokenizer", action="store_true", help="leave the tokenizer behind (NullTokenizer)")
-    one.add_argument("--vocab-size", type=int, metavar="N", help="with --no-tokenizer: rows that are no padding")
-    one.set_defaults(run=lambda o: megatron_import(o.source, o.target, args_file=o.args, tokenizer=not o.no_tokenizer,
-                                                   vocab_size=o.vocab_size))
+@dataclass(frozen=True, kw_only=True)
+class MegatronExport:
+    """megatron-export."""
 
-    one = command("megatron-export", "write a Megatron-LM checkpoint (mp_rank_XX, release)", "SOURCE", "TARGET")
-    one.add_argument("--tensor-model-parallel-size", type=int, default=1, metavar="N", help="default: 1")
-    one.add_argument("--pipeline-model-parallel-size", type=int, default=1, metavar="N", help="default: 1")
-    one.add_argument("--model", choices=("core", "legacy"), default="core",
-                     help="megatron-core's GPTModel, or the older one (default: core)")
-    _step(one)
-    one.set_defaults(run=lambda o: megatron_export(o.source, o.target, tp=o.tensor_model_parallel_size, kind=o.model,
-                                                   pp=o.pipeline_model_parallel_size, step=o.ckpt_step))
+    source: Path = path_of("DIR", "run directory, or an iter_XXXXXXX in it")
+    target: Path = path_of("TARGET", "directory to create")
+    tensor_model_parallel_size: int = arg(1, help="tensor-parallel ranks to write files for")
+    pipeline_model_parallel_size: int = arg(1, help="pipeline stages to write files for")
+    model: Literal["core", "legacy"] = arg("core", help="names of megatron-core's GPTModel, or of the older model")
+    ckpt_step: int | None = step_option()
 
-    one = command("internlm-import", "make a run directory of a step of InternLM's training (model_tp*_pp*.pt)", "SOURCE",
-                  "TARGET")
-    one.add_argument("--mlp-weights", choices=sorted(MLP_ORDERS), required=True, help="w2-up: w2 is the up and w3 the down "
-                     "matrix, as before February 2024; w2-down: the other way round, as since then and in InternEvo")
-    one.add_argument("--max-position-embeddings", type=int, metavar="N", help="default: what the file says, or 2048")
-    one.add_argument("--tokenizer-model", type=Path, metavar="FILE",
-                     help="its SentencePiece model (default: ids are numbers)")
-    one.set_defaults(run=lambda o: internlm_import(o.source, o.target, order=o.mlp_weights, tokenizer=o.tokenizer_model,
-                                                   positions=o.max_position_embeddings))
+    def run(self) -> Answer:
+        """Do it."""
+        from tools.convert.megatron_layout import megatron_export
+
+        return megatron_export(self.source, self.target, tp=self.tensor_model_parallel_size, kind=self.model,
+                               pp=self.pipeline_model_parallel_size, step=self.ckpt_step)
 
 
-def _readers(command: Command) -> None:
-    one = command("inspect", "say what a checkpoint or a Hugging Face folder holds", "PATH")
-    _step(one)
-    one.add_argument("--tensors", action="store_true", help="name every tensor")
-    one.set_defaults(run=lambda o: inspect(o.path, o.ckpt_step, o.tensors))
+@dataclass(frozen=True, kw_only=True)
+class InternLMImport:
+    """internlm-import."""
 
-    one = command("diff", "compare two of them tensor by tensor; exit code 1 where they differ", "A", "B")
-    _step(one)
-    one.set_defaults(run=lambda o: diff(o.a, o.b, o.ckpt_step))
+    source: Path = path_of("SOURCE", "InternLM's or InternEvo's directory of one step (model_tp*_pp*.pt)")
+    target: Path = path_of("DIR", "run directory to create")
+    mlp_weights: str = arg(choices=tuple(sorted(MLP_ORDERS)), help="w2-up: w2 is the up and w3 the down matrix, as before "
+                           "February 2024; w2-down: the other way round, as since then and in InternEvo")
+    max_position_embeddings: int | None = arg(None, help="context length (default: what the file says, or 2048)")
+    tokenizer_model: Path | None = arg(None, parse=Path, metavar="FILE",
+                                       help="its SentencePiece model (default: NullTokenizer)")
 
-    one = command("verify", "compare what a checkpoint and a Hugging Face model compute, block by block (needs "
-                  "transformers); exit code 1 where they differ", "CHECKPOINT", "HF_FOLDER")
-    _step(one)
-    one.add_argument("--tolerance", type=float, default=1e-4, metavar="X",
-                     help="largest difference, as a share of the largest value (default: 1e-4)")
-    one.add_argument("--length", type=int, default=64, metavar="N", help="tokens of each of two samples (default: 64)")
-    one.set_defaults(run=lambda o: verify(o.checkpoint, o.hf_folder, o.ckpt_step, o.tolerance, o.length))
+    def run(self) -> Answer:
+        """Do it."""
+        from tools.convert.internlm import internlm_import
+
+        return internlm_import(self.source, self.target, order=self.mlp_weights, tokenizer=self.tokenizer_model,
+                               positions=self.max_position_embeddings)
 
 
-def _step(one: argparse.ArgumentParser) -> None:
-    one.add_argument("--ckpt-step", type=int, metavar="N", help="this iteration instead of the newest")
+@dataclass(frozen=True, kw_only=True)
+class Inspect:
+    """inspect."""
+
+    path: Path = path_of("PATH", "run directory, iter_XXXXXXX, or Hugging Face folder")
+    ckpt_step: int | None = step_option()
+    tensors: bool = arg(False, help="list every tensor")
+
+    def run(self) -> Answer:
+        """Do it."""
+        from tools.convert.inspection import inspect
+
+        return inspect(self.path, self.ckpt_step, self.tensors)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Diff:
+    """diff."""
+
+    a: Path = path_of("A", "run directory, iter_XXXXXXX, or Hugging Face folder")
+    b: Path = path_of("B", "what to compare it with")
+    ckpt_step: int | None = step_option()
+
+    def run(self) -> Answer:
+        """Do it."""
+        from tools.convert.inspection import diff
+
+        return diff(self.a, self.b, self.ckpt_step)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verify:
+    """verify."""
+
+    checkpoint: Path = path_of("DIR", "run directory, or an iter_XXXXXXX in it")
+    hf_folder: Path = path_of("HF_FOLDER", "Hugging Face folder that transformers can load")
+    ckpt_step: int | None = step_option()
+    tolerance: float = arg(1e-4, help="largest difference allowed, relative to the largest value")
+    length: int = arg(64, help="tokens of each of two random samples")
+
+    def run(self) -> Answer:
+        """Do it."""
+        from tools.convert.verification import verify
+
+        return verify(self.checkpoint, self.hf_folder, self.ckpt_step, self.tolerance, self.length)
+
+
+def finish(options: Any) -> int:
+    """Run a command and print its answer; the exit code."""
+    try:
+        done = options.run()
+        text, good = done if isinstance(done, tuple) else (done, True)
+        print(text)
+        return 0 if good else 1
+    except (ValueError, OSError, CheckpointError) as error:
+        print("\n".join(f"error: {line}" for line in str(error).splitlines()), file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+COMMANDS = {
+    "hf-import": Command("make a run directory of a Hugging Face folder", HFImport, finish),
+    "hf-export": Command("write a Hugging Face folder of a checkpoint of any layout", HFExport, finish),
+    "megatron-import": Command("make a run directory of a Megatron-LM checkpoint (mp_rank_XX, any TP x PP)",
+                               MegatronImport, finish),
+    "megatron-export": Command("write a Megatron-LM checkpoint (mp_rank_XX)", MegatronExport, finish),
+    "internlm-import": Command("make a run directory of a step of InternLM's or InternEvo's training (model_tp*_pp*.pt)",
+                               InternLMImport, finish),
+    "inspect": Command("print what a checkpoint or a Hugging Face folder holds", Inspect, finish),
+    "diff": Command("compare two of them tensor by tensor; exit code 1 if they differ", Diff, finish),
+    "verify": Command("compare what a checkpoint and a Hugging Face model compute, block by block (needs transformers); "
+                      "exit code 1 if they differ", Verify, finish),
+}  # fmt: skip
 
 
 def _give_memory_back() -> None:
@@ -162,19 +238,9 @@ def _give_memory_back() -> None:
 
 def main(argv: Sequence[str]) -> int:
     """Exit codes: 0 done, 1 it could not be done (diff, verify: they differ), 2 a wrong command line, 130 Ctrl-C."""
-    options = build_parser().parse_args(argv)
-    try:
-        done = options.run(options)
-        text, good = done if isinstance(done, tuple) else (done, True)
-        print(text)
-        return 0 if good else 1
-    except (ValueError, OSError, CheckpointError) as error:
-        print("\n".join(f"error: {line}" for line in str(error).splitlines()), file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        return 130
+    _give_memory_back()
+    return run_command(COMMANDS, argv, prog="convert_checkpoint.py", description=__doc__ or "")
 
 
 if __name__ == "__main__":
-    _give_memory_back()
     sys.exit(main(sys.argv[1:]))

@@ -2,9 +2,6 @@
 """Convert token data between InternLM's format (X.bin of JSON lines, X.bin.meta) and Megatron's (X.bin, X.idx). Knows files
 of both; knows no model and no tokenizer.
 
-    python tools/convert_data.py to-megatron FOLDER OUT      every X.bin with X.bin.meta below FOLDER
-    python tools/convert_data.py to-internlm FOLDER OUT      every X.bin with X.idx below FOLDER
-
 A sample is a document, ids stay what they are (negative ones too), and files keep their place below the folder, so that
 subsets stay subsets. It streams, writes aside and renames; what OUT has already is never written over. Exit codes: 0 done,
 1 something is wrong with the data or the disk, 2 a wrong command line.
@@ -12,36 +9,40 @@ subsets stay subsets. It streams, writes aside and renames; what OUT has already
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import numpy as np  # noqa: E402
 
+from megatron.arguments import arg  # noqa: E402
 from megatron.data.documents import Documents  # noqa: E402
 from megatron.data.indexed_dataset import IndexedDatasetBuilder, idx_path  # noqa: E402
 from megatron.data.jsonl_tokens import JsonlTokens, JsonlWriter, meta_path, token_files  # noqa: E402
+from tools.shared.program import Command, run_command  # noqa: E402
 
 EVERY = 5.0  # seconds between two lines of progress
 
 
-def arguments() -> argparse.ArgumentParser:
-    """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = parser.add_subparsers(dest="command", required=True)
-    for name in ("to-megatron", "to-internlm"):
-        command = commands.add_parser(name, help=f"{name[3:]}'s format from the other one")
-        command.add_argument("folder", metavar="FOLDER", help="where the data are")
-        command.add_argument("out", metavar="OUT", help="directory for the result; made if it is not there")
-        if name == "to-megatron":
-            command.add_argument("--dtype", choices=("int32", "uint16"), default="int32",
-                                 help="of the ids: uint16 for ids from 0 to 65535, half the size (default: int32)")
-    return parser
+@dataclass(frozen=True, kw_only=True)
+class ToInternLM:
+    """Options of to-internlm."""
+
+    folder: str = arg(place="positional", metavar="FOLDER", help="directory with the data, searched recursively")
+    out: str = arg(place="positional", metavar="OUT", help="directory for the result; created if missing")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ToMegatron(ToInternLM):
+    """Options of to-megatron."""
+
+    dtype: Literal["int32", "uint16"] = arg("int32", help="format of the ids: uint16 holds ids from 0 to 65535 in half "
+                                                          "the space")  # fmt: skip
 
 
 def to_megatron(path: str, out: str, dtype: str, told: Callable[[int, int], None]) -> tuple[int, int]:
@@ -68,17 +69,17 @@ def to_internlm(path: str, out: str, told: Callable[[int, int], None]) -> tuple[
     return len(documents.lengths), int(documents.lengths.sum())
 
 
-def outputs(folder: str, out: str, command: str) -> Iterator[tuple[str, str]]:
+def outputs(folder: str, out: str, to: type) -> Iterator[tuple[str, str]]:
     """(a file, its result without .bin). Raises ValueError before anything is written if one cannot be."""
     if not os.path.isdir(folder):
         raise ValueError(f"{folder}: is no directory; give the folder that holds the data")
     inside, outside = os.path.realpath(folder), os.path.realpath(out)
     if os.path.commonpath((inside, outside)) in (inside, outside):
         raise ValueError(f"{out}: lies in {folder}, or the other way round; give a directory apart from it")
-    theirs, mine = (meta_path, lambda path: idx_path(path[:-4]))[:: 1 if command == "to-megatron" else -1]
+    theirs, mine = (meta_path, lambda path: idx_path(path[:-4]))[:: 1 if to is ToMegatron else -1]
     found = [path for path in token_files(folder) if os.path.exists(theirs(path))]
     if not found:
-        raise ValueError(f"{folder}: holds no .bin with a {'.bin.meta' if command == 'to-megatron' else '.idx'} beside it; "
+        raise ValueError(f"{folder}: holds no .bin with a {'.bin.meta' if to is ToMegatron else '.idx'} beside it; "
                          "this command reads such files")
     for path in found:
         result = os.path.join(out, os.path.relpath(path, folder))
@@ -89,9 +90,9 @@ def outputs(folder: str, out: str, command: str) -> Iterator[tuple[str, str]]:
         yield path, os.path.join(out, os.path.relpath(path, folder))[:-4]
 
 
-def convert(options: argparse.Namespace) -> None:
+def convert(options: ToInternLM) -> None:
     """All files; a line on stdout for each, and progress within long ones on stderr."""
-    jobs = list(outputs(options.folder, options.out, options.command))
+    jobs = list(outputs(options.folder, options.out, type(options)))
     totals = np.zeros(2, np.int64)
     for number, (path, out) in enumerate(jobs, 1):
         said = time.monotonic()
@@ -103,7 +104,7 @@ def convert(options: argparse.Namespace) -> None:
                 print(f"[{number} of {len(jobs)}] {path}: {done:,} of {of:,} samples", file=sys.stderr, flush=True)
 
         os.makedirs(os.path.dirname(out), exist_ok=True)
-        if options.command == "to-megatron":
+        if isinstance(options, ToMegatron):
             counts = to_megatron(path, out, options.dtype, told)
         else:
             counts = to_internlm(path, out, told)
@@ -112,15 +113,25 @@ def convert(options: argparse.Namespace) -> None:
     print(f"{len(jobs)} files, {totals[0]:,} samples, {totals[1]:,} tokens", flush=True)
 
 
-def main(argv: Sequence[str]) -> int:
-    """Exit codes as above."""
-    options = arguments().parse_args(argv)
+def run(options: ToInternLM) -> int:
+    """Convert, and say what went wrong; the exit code."""
     try:
         convert(options)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     return 0
+
+
+COMMANDS = {
+    "to-megatron": Command("write X.bin and X.idx for every X.bin with X.bin.meta below FOLDER", ToMegatron, run),
+    "to-internlm": Command("write X.bin and X.bin.meta for every X.bin with X.idx below FOLDER", ToInternLM, run),
+}
+
+
+def main(argv: Sequence[str]) -> int:
+    """Exit codes as above."""
+    return run_command(COMMANDS, argv, prog="convert_data.py", description=__doc__ or "")
 
 
 if __name__ == "__main__":

@@ -7,17 +7,19 @@ backward, a letter behind it the chunk (virtual stage), dots are idle time. With
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 from xml.sax.saxutils import escape
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
+from megatron.arguments import arg  # noqa: E402
 from megatron.config.stages import bubble_fraction  # noqa: E402
 from megatron.parallel.schedules import Step, compute_order, timetable  # noqa: E402
+from tools.shared.program import read  # noqa: E402
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
@@ -33,18 +35,18 @@ class Box(NamedTuple):
 Drawing = list[list[Box]]
 
 
-def build_parser() -> argparse.ArgumentParser:
+@dataclass(frozen=True, kw_only=True)
+class Options:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
-    parser.add_argument("--pipeline-model-parallel-size", type=int, required=True, metavar="P", help="stages")
-    parser.add_argument("--num-microbatches", type=int, required=True, metavar="M", help="micro-batches of a step")
-    parser.add_argument("--num-virtual-stages-per-pipeline-rank", type=int, default=1, metavar="V",
-                        help="chunks of a stage; more than one is the interleaved schedule (default: 1)")
-    parser.add_argument("--forward-time", type=int, default=1, metavar="N", help="units of a chunk's forward (default: 1)")
-    parser.add_argument("--backward-time", type=int, default=2, metavar="N", help="of its backward (default: 2)")
-    parser.add_argument("--forward-only", action="store_true", help="evaluation")
-    parser.add_argument("--output", metavar="FILE.svg", help="write a picture instead of text")
-    return parser
+
+    pipeline_model_parallel_size: int = arg(help="number of pipeline stages")
+    num_microbatches: int = arg(help="micro-batches per step")
+    num_virtual_stages_per_pipeline_rank: int = arg(1, help="virtual stages (chunks of layers) per pipeline stage; more "
+                                                            "than one gives the interleaved schedule")
+    forward_time: int = arg(1, help="time units of the forward pass of a chunk")
+    backward_time: int = arg(2, help="time units of the backward pass of a chunk")
+    forward_only: bool = arg(False, help="forward passes only, as in evaluation")
+    output: str | None = arg(None, metavar="FILE.svg", help="write a picture to this file instead of text to stdout")
 
 
 def make_drawing(stages: int, micro_batches: int, chunks: int, forward: int, backward: int, forward_only: bool) -> Drawing:
@@ -122,19 +124,25 @@ def as_svg(drawing: Drawing, chunks: int, title: str, notes: Sequence[str]) -> s
     return "\n".join([*out, "</svg>", ""])
 
 
-def draw(options: argparse.Namespace) -> str:
+def problems(options: Options) -> list[str]:
+    """Everything that is wrong with the options, one line each."""
+    names = ("pipeline_model_parallel_size", "num_microbatches", "num_virtual_stages_per_pipeline_rank", "forward_time",
+             "backward_time")
+    found = [f"--{name.replace('_', '-')} {getattr(options, name)}: must be at least 1" for name in names
+             if getattr(options, name) < 1]
+    chunks = options.num_virtual_stages_per_pipeline_rank
+    if chunks > len(LETTERS) or chunks > 1 and options.pipeline_model_parallel_size == 1:
+        found.append(f"--num-virtual-stages-per-pipeline-rank {chunks}: must be 1 with one stage, and at most "
+                     f"{len(LETTERS)}")
+    if options.output and not options.output.endswith(".svg"):
+        found.append(f"--output {options.output}: only SVG is written; give a name that ends in .svg")
+    return found
+
+
+def draw(options: Options) -> str:
     """What to print. Raises ValueError or OSError."""
     stages, micro_batches = options.pipeline_model_parallel_size, options.num_microbatches
     chunks, output = options.num_virtual_stages_per_pipeline_rank, options.output
-    for name in ("pipeline_model_parallel_size", "num_microbatches", "num_virtual_stages_per_pipeline_rank",
-                 "forward_time", "backward_time"):
-        if getattr(options, name) < 1:
-            raise ValueError(f"--{name.replace('_', '-')} {getattr(options, name)}: must be at least 1")
-    if chunks > len(LETTERS) or chunks > 1 and stages == 1:
-        raise ValueError(f"--num-virtual-stages-per-pipeline-rank {chunks}: must be 1 with one stage, and at most "
-                         f"{len(LETTERS)}")
-    if output and not output.endswith(".svg"):
-        raise ValueError(f"--output {output}: only SVG is written; give a name that ends in .svg")
     drawing = make_drawing(stages, micro_batches, chunks, options.forward_time, options.backward_time, options.forward_only)
     name = "forward only" if options.forward_only else "1F1B" if chunks == 1 else f"interleaved 1F1B, {chunks} chunks"
     title = f"{name}: {stages} stage{'s' * (stages > 1)}, {micro_batches} micro-batches"
@@ -148,7 +156,7 @@ def draw(options: argparse.Namespace) -> str:
 
 def main(argv: Sequence[str]) -> int:
     """Exit codes: 0 done, 1 the file could not be written, 2 a wrong command line."""
-    options = build_parser().parse_args(argv)
+    options = read(Options, argv, prog="draw_schedule.py", description=__doc__ or "", check=problems)
     try:
         print(draw(options))
     except (ValueError, OSError) as error:

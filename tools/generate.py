@@ -7,30 +7,67 @@ any number of ranks. The text goes to stdout, all else to stderr.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
+from megatron.arguments import arg  # noqa: E402
+from megatron.checkpoint.disk import MANIFEST, CheckpointError  # noqa: E402
+from megatron.training.sampling import Sampling  # noqa: E402
+from tools.shared.program import read  # noqa: E402
 
-def build_parser() -> argparse.ArgumentParser:
+FILES = ("vocab_file", "merge_file", "tokenizer_model")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
-    parser.add_argument("checkpoint", help="directory of a run, or an iter_XXXXXXX in it")
-    parser.add_argument("prompt", nargs="?", default="", help="text to continue (default: the start of a document)")
-    parser.add_argument("--max-new-tokens", type=int, default=100, help="tokens at most (default: 100)")
-    parser.add_argument("--temperature", type=float, default=1.0, help="0: always the likeliest token (default: 1.0)")
-    parser.add_argument("--top-p", type=float, default=1.0, help="draw from the likeliest tokens that hold this share")
-    parser.add_argument("--seed", type=int, default=1234, help="the same seed gives the same text (default: 1234)")
-    parser.add_argument("--ckpt-step", type=int, help="this iteration instead of the newest")
-    parser.add_argument("--vocab-file", help="where vocab.json is now (default: where training found it)")
-    parser.add_argument("--merge-file", help="where merges.txt is now")
-    parser.add_argument("--tokenizer-model", help="where the model file of another tokenizer is now")
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: auto, CUDA if any")
-    return parser
+
+    checkpoint: str = arg(place="positional", metavar="CHECKPOINT", help="run directory, or an iter_XXXXXXX in it")
+    prompt: str = arg("", place="positional", metavar="PROMPT", help="text to continue (default: start a document)")
+    max_new_tokens: int = arg(100, help="largest number of tokens to generate")
+    temperature: float = arg(1.0, help="sampling temperature; 0 always takes the most likely token")
+    top_p: float = arg(1.0, help="nucleus sampling: sample from the most likely tokens with this total probability")
+    seed: int = arg(1234, help="seed of the sampling; the same seed gives the same text")
+    ckpt_step: int | None = arg(None, help="load this iteration instead of the newest")
+    vocab_file: str | None = arg(None, metavar="FILE", help="vocab.json (default: the path of training)")
+    merge_file: str | None = arg(None, metavar="FILE", help="merges.txt (default: the path of training)")
+    tokenizer_model: str | None = arg(None, metavar="FILE", help="model file of another tokenizer (default: the path of "
+                                                                 "training)")  # fmt: skip
+    device: Literal["auto", "cpu", "cuda"] = arg("auto", help="auto: CUDA if there is one")
+
+    @property
+    def sampling(self) -> Sampling:
+        """How tokens are chosen."""
+        return Sampling(self.temperature, self.top_p, self.seed)
+
+    def problems(self) -> list[str]:
+        """Everything that can be found wrong before torch is loaded."""
+        found = self.sampling.problems()
+        if self.max_new_tokens < 1:
+            found.append(f"--max-new-tokens {self.max_new_tokens}: must be at least 1")
+        if not os.path.exists(self.checkpoint):
+            found.append(f"CHECKPOINT: {self.checkpoint}: no such directory; give the directory that --save named, or an "
+                         "iter_XXXXXXX in it")
+        elif self.ckpt_step is None and not _holds_a_checkpoint(Path(self.checkpoint)):
+            found.append(f"CHECKPOINT: {self.checkpoint}: no checkpoint there (latest_checkpointed_iteration.txt is "
+                         "missing); give the directory that --save named, or an iter_XXXXXXX in it")
+        for name in FILES:
+            if (path := getattr(self, name)) and not os.path.exists(path):
+                found.append(f"--{name.replace('_', '-')} {path}: no such file")
+        return found
+
+
+def _holds_a_checkpoint(path: Path) -> bool:
+    """Is it a run directory, an iter_XXXXXXX, or a copy of one?"""
+    names = ("latest_checkpointed_iteration.txt", MANIFEST)
+    return path.name.startswith("iter_") or any((path / name).exists() for name in names)
 
 
 def readable(prompt: Sequence[int], tokens: Iterable[int], detokenize: Callable[[Iterable[int]], str]) -> Iterator[str]:
@@ -45,18 +82,13 @@ def readable(prompt: Sequence[int], tokens: Iterable[int], detokenize: Callable[
     yield detokenize(ids)[len(shown):]
 
 
-def run(options: argparse.Namespace) -> None:
+def run(options: Options) -> None:
     """Load, generate, print. Raises ValueError where that cannot be done."""
-    from megatron.training.generate import Sampling, generate
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # as pretrain_gpt.py does, before torch loads
+    from megatron.training.generate import generate
     from megatron.training.trained_model import open_trained_model
 
-    sampling = Sampling(options.temperature, options.top_p, options.seed)
-    problems = sampling.problems()
-    if options.max_new_tokens < 1:
-        problems.append(f"--max-new-tokens {options.max_new_tokens}: must be at least 1")
-    if problems:
-        raise ValueError("\nerror: ".join(problems))
-    files = {name: getattr(options, name) for name in ("vocab_file", "merge_file", "tokenizer_model")}
+    files = {name: getattr(options, name) for name in FILES}
     with contextlib.redirect_stdout(sys.stderr):
         trained = open_trained_model(options.checkpoint, options.ckpt_step, {k: v for k, v in files.items() if v},
                                      options.device)
@@ -64,7 +96,8 @@ def run(options: argparse.Namespace) -> None:
     tokenizer = trained.tokenizer
     prompt = [int(token) for token in tokenizer.tokenize(options.prompt)] if options.prompt else []
     print(options.prompt, end="", flush=True)
-    tokens = generate(trained.model, prompt or [tokenizer.eod], options.max_new_tokens, sampling, tokenizer.eod)
+    tokens = generate(trained.model, prompt or [tokenizer.eod], options.max_new_tokens, options.sampling,
+                      tokenizer.eod)
     for piece in readable(prompt, tokens, tokenizer.detokenize):
         print(piece, end="", flush=True)
     print()
@@ -72,10 +105,7 @@ def run(options: argparse.Namespace) -> None:
 
 def main(argv: Sequence[str]) -> int:
     """Exit codes: 0 done, 1 it could not be done, 2 a wrong command line, 130 Ctrl-C."""
-    options = build_parser().parse_args(argv)
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # as pretrain_gpt.py does, before torch loads
-    from megatron.checkpoint.disk import CheckpointError
-
+    options = read(Options, argv, prog="generate.py", description=__doc__ or "", check=Options.problems)
     try:
         run(options)
     except (ValueError, OSError, CheckpointError) as error:

@@ -2,17 +2,12 @@
 """Look into data without training: whether pairs of .bin and .idx are sound, what an iteration reads, and when a document
 is read. Needs the data and a run's flags; knows no model.
 
-  inspect_data.py check PREFIX...                    each pair: sizes, pointers, token ids
-  inspect_data.py at --iteration 37 RUN              the samples of that global batch: documents, bytes, hashes, text
-  inspect_data.py find --document 12 RUN             the iterations that show a document
-
 RUN is the directory that --save named, or an iter_XXXXXXX in it; or `--` and the flags of pretrain_gpt.py.
 Exit codes: 0 as it should be, 1 something is wrong with the data, 2 a wrong command line.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import io
 import json
@@ -20,13 +15,14 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 import numpy as np  # noqa: E402
 
-from megatron.arguments import Problems  # noqa: E402
+from megatron.arguments import Problems, arg  # noqa: E402
 from megatron.data import provenance  # noqa: E402
 from megatron.data.indexed_dataset import IndexedDataset  # noqa: E402
 from megatron.data.jsonl_tokens import JsonlTokens, meta_path  # noqa: E402
@@ -34,32 +30,55 @@ from megatron.data.ledger import MASK, SKIPPED, read_ledger, sample_hash, tokens
 from megatron.data.sampler import SequentialSampler  # noqa: E402
 from megatron.data.whereabouts import pieces, prefixes, samples_showing  # noqa: E402
 from tools.inspection.reading import Reading, open_run  # noqa: E402
+from tools.shared.program import Command, run_command  # noqa: E402
 
 HEAD = 16       # tokens of a piece that are shown as text
 THREADS = 4     # that check pairs side by side
 
 
-def arguments() -> argparse.ArgumentParser:
-    """The command line, without what stands behind `--`."""
-    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = parser.add_subparsers(dest="command", required=True)
-    check = commands.add_parser("check", help="are these pairs sound?")
-    check.add_argument("prefixes", nargs="+", metavar="PREFIX", help="path without .bin and .idx; or X.bin with X.bin.meta")
-    check.add_argument("--vocab-size", type=int, help="refuse token ids that are not below this")
-    check.add_argument("--all-tokens", action="store_true", help="look at every token (default: the first 262144)")
-    at = commands.add_parser("at", help="what an iteration reads")
-    at.add_argument("--iteration", type=int, required=True, help="its number on the log line")
-    at.add_argument("--data-ledger", help="compare with this ledger (default: the one of the run's flags, if it is there)")
-    find = commands.add_parser("find", help="which iterations show a document")
-    find.add_argument("--document", type=int, required=True, help="its number in its data set, from 0")
-    find.add_argument("--prefix", help="of which data set, where the run reads several")
-    for command in (check, at, find):
-        command.add_argument("--json", action="store_true", help="one JSON object on stdout")
-    for command in (at, find):
-        command.add_argument("run", nargs="?", help="directory of a run (--save), or an iter_XXXXXXX in it")
-        command.add_argument("--world-size", type=int, help="number of ranks (default: the run's; with flags: 1)")
-    return parser
+@dataclass(frozen=True, kw_only=True)
+class CheckOptions:
+    """Options of check."""
+
+    prefixes: tuple[str, ...] = arg(place="positional", metavar="PREFIX", help="path without .bin and .idx; or X.bin with "
+                                                                               "X.bin.meta")  # fmt: skip
+    vocab_size: int | None = arg(None, help="report token ids that are not below this number")
+    all_tokens: bool = arg(False, help="read every token (default: the first 262144)")
+    json: bool = arg(False, help="print one JSON object")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """Options that name a run."""
+
+    run: str | None = arg(None, place="positional", metavar="RUN", help="run directory (--save), or an iter_XXXXXXX in it")
+    flags: tuple[str, ...] | None = arg(None, place="after --", metavar="-- FLAGS",
+                                        help="in place of RUN: flags of pretrain_gpt.py")  # fmt: skip
+    world_size: int | None = arg(None, help="number of ranks (default: the run's; with flags: 1)")
+    json: bool = arg(False, help="print one JSON object")
+
+    def problems(self) -> list[str]:
+        """What is wrong with them."""
+        if self.run is not None and self.flags is not None:
+            return [f"RUN: {self.run} and flags after -- both name a run; give one of them"]
+        return []
+
+
+@dataclass(frozen=True, kw_only=True)
+class AtOptions(RunOptions):
+    """Options of at."""
+
+    iteration: int = arg(help="iteration, as numbered in the log")
+    data_ledger: str | None = arg(None, metavar="FILE", help="compare with this ledger (default: the run's --data-ledger, "
+                                                             "if it exists)")  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class FindOptions(RunOptions):
+    """Options of find."""
+
+    document: int = arg(help="number of the document in its data set, from 0")
+    prefix: str | None = arg(None, help="prefix of the data set, if the run reads several")
 
 
 # --- check ---------------------------------------------------------------------------------------------------------
@@ -134,7 +153,7 @@ def _tokenizer(prefix: str, found: dict[str, Any]) -> dict[str, Any] | None:
     return made_by
 
 
-def check(options: argparse.Namespace) -> int:
+def check(options: CheckOptions) -> int:
     """`check`: a line for each pair and one for all."""
     with ThreadPoolExecutor(THREADS) as pool:
         found = list(pool.map(lambda name: (check_lines if os.path.exists(meta_path(name)) else check_pair)(
@@ -271,17 +290,12 @@ def show_found(found: dict[str, Any]) -> None:
               f"micro-batch {one['micro_batch']}{', skipped: not read' if one['skipped'] else ''}")
 
 
-def main(argv: Sequence[str]) -> int:
-    """Exit codes as above."""
-    words = list(argv)
-    flags = words[words.index("--") + 1:] if "--" in words else None
-    options = arguments().parse_args(words[:words.index("--")] if flags is not None else words)
+def look(options: AtOptions | FindOptions) -> int:
+    """`at` and `find`; the exit code."""
+    at = isinstance(options, AtOptions)
     try:
-        if options.command == "check":
-            return check(options)
-        at = options.command == "at"
         with contextlib.redirect_stdout(io.StringIO()):     # what training would log of its data
-            reading = open_run(options.run, flags, options.iteration if at else None, options.world_size)
+            reading = open_run(options.run, options.flags, options.iteration if at else None, options.world_size)
             found = (describe_iteration(reading, options.iteration, options.data_ledger) if at
                      else find_document(reading, options.document, options.prefix))
         if options.json:
@@ -298,6 +312,19 @@ def main(argv: Sequence[str]) -> int:
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
     return 1
+
+
+COMMANDS = {
+    "check": Command("check pairs of .bin and .idx: sizes, pointers, token ids", CheckOptions, check),
+    "at": Command("show the samples of an iteration: documents, bytes, hashes, text", AtOptions, look,
+                  RunOptions.problems),
+    "find": Command("list the iterations that read a document", FindOptions, look, RunOptions.problems),
+}
+
+
+def main(argv: Sequence[str]) -> int:
+    """Exit codes as above."""
+    return run_command(COMMANDS, argv, prog="inspect_data.py", description=__doc__ or "")
 
 
 if __name__ == "__main__":

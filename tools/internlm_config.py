@@ -8,18 +8,31 @@ See docs/internlm.md for every key.
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-from megatron.arguments import Problems, config_from, parse_typed  # noqa: E402
+from megatron.arguments import Problems, arg, config_from, parse_typed  # noqa: E402
 from megatron.config import check, command_line  # noqa: E402
 from megatron.config.tree import Config  # noqa: E402
 from tools.internlm.read_config import ConfigError, read_config  # noqa: E402
 from tools.internlm.to_flags import to_flags  # noqa: E402
+from tools.shared.program import read  # noqa: E402
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """The command line."""
+
+    config: Path = arg(place="positional", metavar="CONFIG.py", parse=Path, help="the InternLM config to convert")
+    world_size: int = arg(help="number of ranks (GPUs) of the run")
+
+    def problems(self) -> list[str]:
+        """What is wrong with it."""
+        return [f"--world-size {self.world_size}: must be at least 1"] if self.world_size < 1 else []
 
 
 def refused(words: Sequence[str], world_size: int) -> list[str]:
@@ -31,15 +44,9 @@ def refused(words: Sequence[str], world_size: int) -> list[str]:
     return check.problems(config_from(Config, typed | {"dry_run": True}), world_size, tuple(typed))
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str]) -> int:
     """Exit codes: 0 printed, 1 the config cannot be honoured, 2 a wrong command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
-                                     allow_abbrev=False)
-    parser.add_argument("config", type=Path, metavar="CONFIG.py")
-    parser.add_argument("--world-size", type=int, required=True, metavar="N", help="ranks (GPUs) of the run")
-    args = parser.parse_args(argv)
-    if args.world_size < 1:
-        parser.error(f"--world-size {args.world_size}: must be at least 1")
+    args = read(Options, argv, prog="internlm_config.py", description=__doc__ or "", check=Options.problems)
     try:
         values, lines = read_config(args.config)
     except ConfigError as error:
@@ -59,4 +66,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -10,21 +10,23 @@ merging: --data-path takes directories and patterns too.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import os
 import sys
 import uuid
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from megatron.arguments import arg  # noqa: E402
 from megatron.data.data_paths import PARTIAL, expand  # noqa: E402
 from megatron.data.indexed_dataset import BLOCK, CODES, HEADER, MAGIC, VERSION, IndexedDataset, bin_path, idx_path  # noqa: E402
 from megatron.data.provenance import common_maker, joined_counts, json_path  # noqa: E402
+from tools.shared.program import read  # noqa: E402
 
 CHUNK = 64 << 20  # bytes copied at a time
 
@@ -161,24 +163,37 @@ def merge(prefixes: Sequence[str], output: str) -> tuple[int, int, int]:
     return counts
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Read the command line and merge."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--input", nargs="+", required=True, metavar="WHAT", help="prefixes, directories, patterns")
-    parser.add_argument("--output-prefix", required=True, metavar="PREFIX", help="the pair to write")
-    args = parser.parse_args(argv)
-    folder = os.path.dirname(args.output_prefix) or "."
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """The command line."""
+
+    input: tuple[str, ...] = arg(metavar="PATH", help="what to join: prefixes, directories or patterns")
+    output_prefix: str = arg(metavar="PREFIX", help="prefix of the .bin and .idx to write")
+
+
+def run(options: Options) -> str:
+    """Merge; what to print. Raises OSError and ValueError."""
+    output = options.output_prefix
+    folder = os.path.dirname(output) or "."
+    if not os.path.isdir(folder):
+        raise FileNotFoundError(f"--output-prefix {output}: there is no directory {folder}; make it first")
+    prefixes = inputs(options.input, output)
+    check_space(prefixes, folder)
+    tokens, sequences, documents = merge(prefixes, output)
+    return (f"{output}: {len(prefixes)} data sets, {documents:,} documents, {sequences:,} sequences, "
+            f"{tokens:,} tokens")  # fmt: skip
+
+
+def main(argv: Sequence[str]) -> int:
+    """Exit codes: 0 merged, 1 it could not be done, 2 a wrong command line."""
+    options = read(Options, argv, prog="merge_datasets.py", description=__doc__ or "")
     try:
-        if not os.path.isdir(folder):
-            raise FileNotFoundError(f"--output-prefix {args.output_prefix}: there is no directory {folder}; make it first")
-        prefixes = inputs(args.input, args.output_prefix)
-        check_space(prefixes, folder)
-        tokens, sequences, documents = merge(prefixes, args.output_prefix)
+        print(run(options))
     except (OSError, ValueError) as error:
-        parser.exit(1, f"{parser.prog}: error: {error}\n")
-    print(f"{args.output_prefix}: {len(prefixes)} data sets, {documents:,} documents, {sequences:,} sequences, "
-          f"{tokens:,} tokens")  # fmt: skip
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main(sys.argv[1:]))

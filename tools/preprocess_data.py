@@ -25,6 +25,7 @@ from megatron.data.preprocess import Job, encode_all, tokenizer_of  # noqa: E402
 from megatron.data.provenance import describe, fingerprint, vocabulary_of  # noqa: E402
 from megatron.data.tokenizer import Tokenizer, TokenizerFlags  # noqa: E402
 from megatron.data.unfinished import BadRecords, Busy, Unfinished  # noqa: E402
+from megatron.version import version_line  # noqa: E402
 
 NO_SEARCH = "the best number of workers is not searched for; give --workers, one for each CPU core"
 REFUSED = {
@@ -152,6 +153,9 @@ def read_command_line(argv: Sequence[str]) -> tuple[Config, list[str]]:
     parsed = parse(parser, argv)
     if parsed.help:
         print(parser.help(), end="")
+        raise SystemExit(0)
+    if parsed.version:
+        print(version_line(parser.prog))
         raise SystemExit(0)
     config = config_from(Config, parsed.typed)
     files, problems = input_files(config.read.input)

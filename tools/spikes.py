@@ -1,21 +1,14 @@
 #!/usr/bin/env python
-"""Loss spikes after the fact: where they are in a log, which documents were read there, the flags of a restart, and whether
-a run left out what it was to leave out.
-
-    python tools/spikes.py analyze LOG... [--load DIR] [--plot FILE.svg] [--json]
-    python tools/spikes.py docs --iteration N RUN [--top K] [--order loss]
-    python tools/spikes.py docs --doc D RUN
-    python tools/spikes.py replay --load DIR --ckpt-step C --iterations A-B [--other-ckpt C2]
-    python tools/spikes.py verify [--ledger FILE] [--reference FILE] RUN
+"""Find loss spikes in the logs of a run, the documents read there, and the flags of a restart that skips them. See
+docs/spikes.md.
 
 LOG is what a run printed (Megatron's lines or AuroraGPT's, with whatever else is in it), its --metrics-file or its
 --tensorboard-dir; several are read one after the other, as the runs followed each other. RUN is what --save named, or
-`--` and the flags of the run. Each command has --help.
+`--` and the flags of the run.
 """
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import sys
@@ -30,8 +23,8 @@ from megatron.training.run_history import checkpoints, read_history  # noqa: E40
 from megatron.training.spike_events import Event, find_events, log_interval  # noqa: E402
 from megatron.training.spike_plot import draw  # noqa: E402
 from megatron.training.spikes import LEAST  # noqa: E402
-from tools.spike.docs import docs  # noqa: E402
-from tools.spike.verify import verify  # noqa: E402
+from tools.shared.program import Command, run_command  # noqa: E402
+from tools.spike.options import AnalyzeOptions, DocsOptions, ReplayOptions, VerifyOptions  # noqa: E402
 
 NONE, FOUND, UNREADABLE = 0, 10, 2
 
@@ -74,16 +67,8 @@ def described(event: Event, history: History, directory: str | None, saved: Sequ
             f"  {restart([event], directory, saved)}")
 
 
-def analyze(argv: Sequence[str]) -> int:
+def analyze(args: AnalyzeOptions) -> int:
     """Find the spikes of a run. Exit codes: 0 none, 10 found, 2 unreadable."""
-    parser = argparse.ArgumentParser(prog="spikes.py analyze", description=analyze.__doc__, allow_abbrev=False)
-    parser.add_argument("logs", nargs="+", metavar="LOG", help="log, metrics file or TensorBoard directory; several of one "
-                                                               "run in their order")
-    parser.add_argument("--load", metavar="DIR", help="the run's checkpoints, to name the one to restart from")
-    parser.add_argument("--json", action="store_true", help="events as JSON")
-    parser.add_argument("--plot", metavar="FILE", help="draw loss, gradient norm, events, skipped ranges and checkpoints "
-                                                       "(.svg, .png or .pdf)")
-    args = parser.parse_args(argv)
     try:
         history, saved = read_history(args.logs), checkpoints(args.load)
         events = find_events(history.records)
@@ -115,19 +100,43 @@ def analyze(argv: Sequence[str]) -> int:
     return FOUND if events else NONE
 
 
+def docs(options: DocsOptions) -> int:
+    """See tools/spike/docs.py."""
+    from tools.spike import docs
+
+    return docs.docs(options)
+
+
+def replay(options: ReplayOptions) -> int:
+    """See tools/spike/replay.py, which loads torch."""
+    from tools.spike import replay
+
+    return replay.replay(options)
+
+
+def verify(options: VerifyOptions) -> int:
+    """See tools/spike/verify.py, which loads torch."""
+    from tools.spike import verify
+
+    return verify.verify(options)
+
+
+COMMANDS = {
+    "analyze": Command("find the loss spikes in logs, and print the flags of a restart that skips them; exit code 10 if "
+                       "there are any", AnalyzeOptions, analyze),
+    "docs": Command("list the documents that an iteration reads, the most unusual first; or the iterations that read a "
+                    "document", DocsOptions, docs, DocsOptions.problems),
+    "replay": Command("compute the losses of some iterations' samples at a checkpoint (forward only), and show which stand "
+                      "out and why", ReplayOptions, replay, ReplayOptions.problems),
+    "verify": Command("check by its data ledger that a run skipped what it was told to skip, and nothing else; exit code 1 "
+                      "if it did not", VerifyOptions, verify, VerifyOptions.problems),
+}  # fmt: skip
+
+
 def main(argv: Sequence[str]) -> int:
     """Exit codes: 0 done or nothing found, 10 spikes found, 1 found wrong by `verify`, 2 a wrong command line or what cannot
     be read."""
-    if argv and argv[0] == "replay":
-        from tools.spike.replay import replay  # torch, which takes longer to load than all the rest
-
-        return replay(argv[1:])
-    commands = {"analyze": analyze, "docs": docs, "verify": verify}
-    if argv and argv[0] in commands:
-        return commands[argv[0]](argv[1:])
-    help_wanted = argv[:1] in (["-h"], ["--help"])
-    print(__doc__, end="", file=sys.stdout if help_wanted else sys.stderr)
-    return 0 if help_wanted else 2
+    return run_command(COMMANDS, argv, prog="spikes.py", description=__doc__ or "")
 
 
 if __name__ == "__main__":

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -17,6 +18,7 @@ sys.path.insert(0, os.fspath(ROOT))
 from megatron.arguments import Flag, build_parser, help_with_default  # noqa: E402
 from megatron.config.megatron_flags import FOREIGN, NO_EFFECT, REFUSED, ForeignFlag  # noqa: E402
 from megatron.config.tree import Config  # noqa: E402
+from tools.shared.program import read  # noqa: E402
 
 PAGE = ROOT / "docs" / "flags.md"
 HEAD = """# Flags of pretrain_gpt.py
@@ -69,6 +71,22 @@ def page() -> str:
     return "\n".join(lines) + "\n"
 
 
-if __name__ == "__main__":
-    PAGE.write_text(page(), encoding="utf-8")
+@dataclass(frozen=True)
+class Options:
+    """The command line: it takes nothing."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Write the page. Exit codes: 0 written, 1 it cannot be written, 2 a wrong command line."""
+    read(Options, argv, prog="write_flags_page.py", description=__doc__ or "")
+    try:
+        PAGE.write_text(page(), encoding="utf-8")
+    except OSError as error:
+        print(f"error: {PAGE}: cannot be written ({error.strerror or error})", file=sys.stderr)
+        return 1
     print(f"wrote {PAGE.relative_to(ROOT)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+MANIFEST = "manifest.json"  # in each whole checkpoint; checkpoint/manifest.py reads and writes it
 _REMEDIES = {
     errno.ENOSPC: "free space there or point --save at another disk; the previous checkpoint is untouched",
     errno.EDQUOT: "the quota is used up: free space or point --save elsewhere; the previous checkpoint is untouched",

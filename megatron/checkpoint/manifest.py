@@ -14,12 +14,12 @@ from typing import Any
 from megatron.checkpoint import boxes
 from megatron.checkpoint.boxes import Box
 from megatron.checkpoint.checksums import ALGORITHM, BLOCK_BYTES, crc32
-from megatron.checkpoint.disk import CheckpointError, ForeignCheckpoint
+from megatron.checkpoint.disk import MANIFEST, CheckpointError, ForeignCheckpoint
 from megatron.checkpoint.safetensors_file import DTYPES, MAX_DIMS
 
 FORMAT = "sharded-safetensors"
 VERSION = 1
-FILE_NAME = "manifest.json"
+FILE_NAME = MANIFEST
 _FIRST_LINE = re.compile(rb'\{"crc32": "([0-9a-f]{8})",\n')
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _DAMAGED = "the checkpoint is damaged: use another one"

@@ -32,6 +32,7 @@ from megatron.config.plan import Plan, make_plan
 from megatron.config.plan_lines import describe
 from megatron.config.tokenizer import BYTE_VOCAB_SIZE, TIKTOKEN_VOCAB_SIZE
 from megatron.config.tree import Config
+from megatron.version import version_line
 
 DESCRIPTION = ("Pretrain a GPT. Values follow their flags; @FILE reads flags from a file (typed ones win). Flags of "
                "Megatron-LM that have no effect here, or are refused, are listed with the reason in docs/flags.md.")
@@ -79,6 +80,10 @@ def read(argv: Sequence[str], environ: Mapping[str, str]) -> CommandLine:
     if parsed.help:
         if place["rank"] == 0:
             print(flags.help(), end="", flush=True)
+        raise SystemExit(0)
+    if parsed.version:
+        if place["rank"] == 0:
+            print(version_line(flags.prog), flush=True)
         raise SystemExit(0)
     line, problems = _checked(flags, parsed, place)
     if wrong or problems:

@@ -5,7 +5,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron.checkpoint.manifest import FILE_NAME
+from megatron.checkpoint.disk import MANIFEST
 from megatron.training import log_reader
 from megatron.training.log_reader import History, Record
 from megatron.training.tensorboard import read_scalars
@@ -47,4 +47,4 @@ def checkpoints(directory: str | None) -> list[int]:
     except OSError as error:
         raise ValueError(f"--load {directory}: cannot be read ({error.strerror or error})") from None
     return sorted(int(match[1]) for path in found
-                  if (match := _DIRECTORY.fullmatch(path.name)) and (path / FILE_NAME).is_file())
+                  if (match := _DIRECTORY.fullmatch(path.name)) and (path / MANIFEST).is_file())

@@ -12,7 +12,7 @@ from pathlib import Path
 
 FLOOR = {
     "interrupt": 0, "launcher": 0,
-    "arguments": 1, "log": 1, "device": 1,
+    "arguments": 1, "log": 1, "device": 1, "version": 1,
     "config": 2, "timers": 2,
     "kernels": 3,
     "parallel": 4, "data": 4,

@@ -13,7 +13,7 @@ from megatron.training.sample_losses import MASKED, scale_of
 from megatron.training.spike_events import find_events
 from megatron.training.tensorboard import TensorBoard
 from tests.data.vocabularies import write_bpe
-from tests.load_tool import load_tool
+from tests.load_tool import exit_code, load_tool
 from tests.runs import NO_DROPOUT, SMALL, train, with_flags, write_text
 from tools import spikes
 from tools.inspection.reading import Reading, open_run
@@ -217,7 +217,7 @@ def test_docs_by_loss(run, capsys):
     (["--iterations", "4", "--ckpt", "x"], "give the checkpoint: --ckpt PATH/iter_XXXXXXX, or --load DIR"),
 ])
 def test_replay_refuses(words, message, run, capsys):
-    assert spikes.main(["replay", "--load", str(run.save), *words]) == 2
+    assert exit_code(spikes.main, "replay", "--load", str(run.save), *words) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ") and message in error and error.count("\n") == 1
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.load_tool import load_tool
+from tests.load_tool import exit_code, load_tool
 
 TOOL = Path(__file__).resolve().parents[2] / "tools" / "draw_schedule.py"
 FOUR = ["--pipeline-model-parallel-size", "4"]
@@ -26,7 +26,7 @@ def draw(tool, capsys):
     """Call the tool as its command line would; returns (exit code, stdout, stderr)."""
 
     def call(*words: object) -> tuple[int, str, str]:
-        code = tool.main([str(word) for word in words])
+        code = exit_code(tool.main, *words)
         return code, *capsys.readouterr()
 
     return call

@@ -13,7 +13,7 @@ import pytest
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.training.trained_model import open_trained_model
 from tests.data.vocabularies import write_tiktoken
-from tests.load_tool import load_tool
+from tests.load_tool import exit_code, load_tool
 from tests.runs import train, with_flags
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -44,7 +44,7 @@ def talk(tool, capfd):
     """Call the tool as its command line would; returns (exit code, stdout, stderr)."""
 
     def call(*words: object) -> tuple[int, str, str]:
-        code = tool.main([str(word) for word in words])
+        code = exit_code(tool.main, *words)
         return code, *capfd.readouterr()
 
     return call
@@ -74,10 +74,7 @@ def test_without_a_prompt_it_starts_a_document(run, talk):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["missing"], "no checkpoint there"),
         (["run", "1", "--ckpt-step", "3"], "complete here: 2, 4"),
-        (["run", "1", "--temperature", "-1", "--top-p", "0"], "--top-p 0.0: must be above 0"),
-        (["run", "1", "--max-new-tokens", "0"], "--max-new-tokens 0: must be at least 1"),
         (["run", "one"], "'one'"),
         (["run", "50"], "'50'"),
     ],
@@ -86,6 +83,35 @@ def test_what_cannot_be_done_is_said_in_a_line(run, talk, monkeypatch, words, sa
     monkeypatch.chdir(run.parent)
     code, text, errors = talk(*words)
     assert code == 1 and text == "" and said in errors and errors.splitlines()[-1].startswith("error: ")
+
+
+WITHOUT_TORCH = """
+import runpy, sys
+sys.modules["torch"] = None
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["missing"], ["CHECKPOINT: missing: no such directory"]),
+        (["empty"], ["CHECKPOINT: empty: no checkpoint there"]),
+        (["run", "1", "--temperature", "-1", "--top-p", "0"], ["--temperature -1.0: must be", "--top-p 0.0: must be"]),
+        (["run", "1", "--max-new-tokens", "0"], ["--max-new-tokens 0: must be at least 1"]),
+        (["run", "1", "--vocab-file", "none.json"], ["--vocab-file none.json: no such file"]),
+        ([], ["CHECKPOINT is missing"]),
+    ],
+)
+def test_a_wrong_command_line_is_refused_before_torch_is_loaded(run, words, said):
+    (run.parent / "empty").mkdir(exist_ok=True)
+    done = subprocess.run([sys.executable, "-c", WITHOUT_TORCH, str(TOOL), *words], cwd=run.parent, capture_output=True,
+                          text=True)
+    lines = done.stderr.splitlines()
+    assert done.returncode == 2 and done.stdout == "" and len(lines) == len(said)
+    for line, text in zip(lines, said, strict=True):
+        assert line.startswith("error: ") and text in line
 
 
 def test_the_vocabulary_is_that_of_the_training_flags(tmp_path, talk):

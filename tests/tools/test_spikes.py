@@ -149,7 +149,9 @@ def test_a_picture_that_cannot_be_written(tmp_path, capsys):
 
 def test_front_door(capsys):
     assert (spikes.main(["--help"]), spikes.main(["plot"]), spikes.main([])) == (0, 2, 2)
-    assert "analyze LOG" in capsys.readouterr().err
+    out, error = capsys.readouterr()
+    for command in ("analyze", "docs", "replay", "verify"):
+        assert f"\n  {command} " in out and f"\n  {command} " in error
 
 
 PROSE = ("the cat and the child ran in the warm rain there until the hall was shut", "a tin can rattled in the attic then",

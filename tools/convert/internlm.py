@@ -17,13 +17,13 @@ import torch
 
 from megatron.config.model import ModelConfig
 from megatron.config.parameters import LAYER_PREFIX, OUTPUT_LAYER, WORD_EMBEDDING, parameter_table
+from tools.convert.choices import MLP_ORDERS
 from tools.convert.hf_files import new_folder
 from tools.convert.links import QKV, ConversionError
 from tools.convert.ours import Incoming, write_checkpoint
 from tools.convert.torch_files import TorchFile, Unpickler
 
 MODEL_CONFIG = "model_config.pt"
-MLP_ORDERS = {"w2-up": ("w2", "w3"), "w2-down": ("w3", "w2")}    # (up, down)
 _FILE = re.compile(r"model_tp(\d+)_pp(\d+)\.pt")
 _LAYER = re.compile(r"(blocks\.)(\d+)(\..+)")
 # Keys of model_config.pt under whose other values it would be another model.

@@ -4,7 +4,6 @@ It knows a run's data by tools/inspection; it must not know logs. With --order l
 """
 from __future__ import annotations
 
-import argparse
 import contextlib
 import dataclasses
 import io
@@ -22,6 +21,7 @@ from megatron.training.log_reader import without_nan
 from megatron.training.sample_losses import MASKED, mean_loss
 from tools import inspect_data
 from tools.inspection.reading import Reading, open_run
+from tools.spike.options import DocsOptions
 
 HEAD = 16       # tokens shown
 ENOUGH = 64     # samples to compare with; neighbouring iterations give what an iteration lacks
@@ -136,36 +136,14 @@ def height(loss: float | None) -> float:
     return -np.inf if loss is None else loss if np.isfinite(loss) else np.inf
 
 
-def arguments() -> argparse.ArgumentParser:
-    """The command line, without what stands behind `--`."""
-    parser = argparse.ArgumentParser(prog="spikes.py docs", description=docs.__doc__, allow_abbrev=False)
-    parser.add_argument("run", nargs="?", help="directory of a run (--save), or an iter_XXXXXXX in it")
-    what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--iteration", type=int, help="which documents it reads; as on its log line")
-    what.add_argument("--doc", type=int, help="which iterations read this document; its number in its data set, from 0")
-    parser.add_argument("--prefix", help="with --doc: of which data set, where the run reads several")
-    parser.add_argument("--microbatch", type=int, metavar="K", help="this micro-batch alone, from 0")
-    parser.add_argument("--dp-rank", type=int, metavar="R", help="this data-parallel rank's samples alone, from 0")
-    parser.add_argument("--order", choices=("suspicion", "loss"), default="suspicion",
-                        help="loss: of the model of the newest checkpoint before the iteration (default: %(default)s)")
-    parser.add_argument("--ckpt-step", type=int, metavar="C", help="with --order loss: this checkpoint instead")
-    parser.add_argument("--world-size", type=int, help="number of ranks (default: the run's; with flags: 1)")
-    parser.add_argument("--top", type=int, default=10, help="so many documents (default: %(default)s)")
-    parser.add_argument("--json", action="store_true", help="all of them, as JSON")
-    return parser
-
-
-def docs(argv: Sequence[str]) -> int:
+def docs(args: DocsOptions) -> int:
     """The documents that an iteration reads, those first that are least like the others; or the iterations that read a
     document. Exit codes: 0, 2 unreadable."""
-    words = list(argv)
-    flags = words[words.index("--") + 1:] if "--" in words else None
-    args = arguments().parse_args(words[:words.index("--")] if flags is not None else words)
     try:
         if args.order == "loss" and (args.doc is not None or args.run is None):
             raise ValueError("--order loss: needs --iteration and a run, whose checkpoints it asks")
         with contextlib.redirect_stdout(io.StringIO()):     # what training would log of its data
-            reading = open_run(args.run, flags, args.iteration, args.world_size)
+            reading = open_run(args.run, args.flags, args.iteration, args.world_size)
             if args.doc is not None:
                 shown = inspect_data.find_document(reading, args.doc, args.prefix)
             else:
@@ -190,7 +168,7 @@ def docs(argv: Sequence[str]) -> int:
     return 0
 
 
-def _ranked(reading: Reading, args: argparse.Namespace) -> tuple[list[Suspect], str]:
+def _ranked(reading: Reading, args: DocsOptions) -> tuple[list[Suspect], str]:
     """The suspects in the order asked for, and the checkpoint that was."""
     read = places(reading, args.iteration, args.microbatch, args.dp_rank)
     others = usual(reading, neighbours(reading, args.iteration, args.iteration))

@@ -4,7 +4,6 @@ It knows a run's checkpoints and data; it must not know logs. One process reads 
 """
 from __future__ import annotations
 
-import argparse
 import contextlib
 import dataclasses
 import io
@@ -30,6 +29,7 @@ from megatron.training.sample_losses import Scale, mean_loss, scale_of
 from megatron.training.trained_model import TrainedModel, open_trained_model
 from tools.inspection.reading import Reading, open_run
 from tools.spike.docs import Place, Suspect, height, neighbours, places, suspects, usual
+from tools.spike.options import ReplayOptions
 
 SECONDS = 5.0           # between two lines of progress
 
@@ -123,30 +123,12 @@ def verdict(one: Replayed, other: Scale | None, iteration: int) -> str:
     return f"data x state: at iteration {iteration} it is as others ({one.other:.2f}, {z:.1f} sigma)"
 
 
-def arguments() -> argparse.ArgumentParser:
-    """The command line."""
-    parser = argparse.ArgumentParser(prog="spikes.py replay", description=replay.__doc__, allow_abbrev=False)
-    parser.add_argument("--ckpt", metavar="PATH", help="a checkpoint, iter_XXXXXXX; or with --load and --ckpt-step:")
-    parser.add_argument("--load", metavar="DIR", help="the run's checkpoints")
-    parser.add_argument("--ckpt-step", type=int, metavar="C", help="which of them (default: the newest before the range)")
-    parser.add_argument("--iterations", required=True, metavar="A-B", help="as on their log lines, both included")
-    parser.add_argument("--other-ckpt", metavar="PATH|C", help="another checkpoint, or an iteration of the same directory, "
-                                                               "to tell data from data x state")
-    parser.add_argument("--world-size", type=int, help="number of ranks that read the data (default: the run's)")
-    parser.add_argument("--top", type=int, default=5, help="so many samples (default: %(default)s)")
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: auto, CUDA if any")
-    parser.add_argument("--json", action="store_true", help="every sample of the range, as JSON lines while they come")
-    return parser
-
-
-def opened(args: argparse.Namespace) -> tuple[Reading, range, State, State | None]:
+def opened(args: ReplayOptions) -> tuple[Reading, range, State, State | None]:
     """What the command line names. Raises ValueError or CheckpointError."""
     match = re.fullmatch(r"(\d+)(?:-(\d+))?", args.iterations)
     if not match:
         raise ValueError(f"--iterations {args.iterations}: give the first and the last as A-B, say 398-404")
     first, last = int(match[1]), int(match[2] or match[1])
-    if (args.ckpt is None) == (args.load is None):
-        raise ValueError("give the checkpoint: --ckpt PATH/iter_XXXXXXX, or --load DIR and --ckpt-step C")
     run = args.ckpt or args.load
     reading = open_run(run, None, first, args.world_size)
     if not 1 <= first <= last <= reading.plan.train_iters:
@@ -162,10 +144,9 @@ def opened(args: argparse.Namespace) -> tuple[Reading, range, State, State | Non
     return reading, range(first, last + 1), state, other
 
 
-def replay(argv: Sequence[str]) -> int:
+def replay(args: ReplayOptions) -> int:
     """The samples of some iterations at a checkpoint's state, forward only: which of them have a loss far above the others,
     what they hold, and whether another state finds that too. Exit codes: 0, 2 unreadable."""
-    args = arguments().parse_args(argv)
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     try:
         with contextlib.redirect_stdout(io.StringIO()):     # what training would log of its data and model
@@ -181,7 +162,7 @@ def replay(argv: Sequence[str]) -> int:
 
 
 def _replayed(reading: Reading, wanted: range, around: Sequence[int], state: State, other: State | None,
-              args: argparse.Namespace) -> tuple[list[Replayed], list[Row]]:
+              args: ReplayOptions) -> tuple[list[Replayed], list[Row]]:
     """Every sample of the range and of its neighbours, and those of the range with the highest losses. Prints a line an
     iteration, or a sample, as they come."""
     progress = Progress(len(wanted) + len(around))

@@ -3,7 +3,6 @@ and, of skipped iterations, the data; knows no model.
 """
 from __future__ import annotations
 
-import argparse
 import contextlib
 import io
 import sys
@@ -16,6 +15,7 @@ from megatron.checkpoint.disk import CheckpointError
 from megatron.data.ledger import SKIPPED, read_ledger
 from megatron.data.sampler import Sampler
 from tools.inspection.reading import Reading, checkpoint_after, hash_of, open_run
+from tools.spike.options import VerifyOptions
 
 GOOD, WRONG, UNREADABLE = 0, 1, 2
 SHOWN = 20
@@ -77,10 +77,10 @@ class Data:
     Raises ValueError.
     """
 
-    def __init__(self, args: argparse.Namespace, flags: Sequence[str] | None) -> None:
+    def __init__(self, args: VerifyOptions) -> None:
         self._args, self._opened = args, {}
-        self._has_history = flags is None
-        self._last = self._open(args.run, flags)
+        self._has_history = args.flags is None
+        self._last = self._open(args.run, args.flags)
         self.last = self._last[0]
 
     def _open(self, run: str | None, flags: Sequence[str] | None = None) -> Opened:
@@ -134,19 +134,11 @@ def report(what: str, found: Iterator[str]) -> bool:
     return not lines
 
 
-def verify(argv: Sequence[str]) -> int:
+def verify(args: VerifyOptions) -> int:
     """Check by its data ledger that a run left out what it was to leave out, and nothing else. Exit codes: 0 it did, 1 it
     did not, 2 unreadable."""
-    words = list(argv)
-    flags = words[words.index("--") + 1:] if "--" in words else None
-    parser = argparse.ArgumentParser(prog="spikes.py verify", description=verify.__doc__, allow_abbrev=False)
-    parser.add_argument("run", nargs="?", help="directory of a run (--save), or an iter_XXXXXXX in it")
-    parser.add_argument("--ledger", metavar="FILE", help="the run's ledger (default: the one of its flags)")
-    parser.add_argument("--reference", metavar="FILE", help="the ledger of the same run without (these) skips")
-    parser.add_argument("--world-size", type=int, help="number of ranks (default: the run's; with flags: 1)")
-    args = parser.parse_args(words[:words.index("--")] if flags is not None else words)
     try:
-        data = Data(args, flags)
+        data = Data(args)
         reading = data.last
         length, path = reading.config.model.seq_length, args.ledger or reading.config.logging.data_ledger
         if path is None:

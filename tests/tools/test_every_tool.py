@@ -1,0 +1,88 @@
+"""Every program of tools/: its help without torch, its version, and a misspelled flag. A new file there is tested too."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron.version import VERSION
+
+ROOT = Path(__file__).resolve().parents[2]
+TOOLS = sorted(path.stem for path in (ROOT / "tools").glob("*.py"))
+# Calls a tool's main() with each command line on stdin; prints [exit code, stdout, stderr] of each, and its commands.
+CALLS = """
+import contextlib, importlib.util, io, json, sys
+spec = importlib.util.spec_from_file_location("tool", sys.argv[1])
+tool = sys.modules["tool"] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(tool)
+commands = list(getattr(tool, "COMMANDS", ()))
+
+def call(argv):
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            code = tool.main(argv)
+        except SystemExit as end:
+            code = end.code
+    return [code, out.getvalue(), err.getvalue()]
+
+calls = [[*command, flag] for command in [[], *([name] for name in commands)] for flag in ("--help", "--version")]
+found = [[argv, *call(argv)] for argv in calls]
+for argv in json.loads(sys.argv[2]):
+    found.append([argv, *call(argv)])
+print(json.dumps([found, commands, sorted(sys.modules)]))
+"""
+
+
+def called(name: str, *more: list[str]) -> tuple[list, list[str], list[str]]:
+    """([argv, exit code, stdout, stderr] of --help, --version and `more`, commands, modules that were loaded)."""
+    words = [sys.executable, "-c", CALLS, str(ROOT / "tools" / f"{name}.py"), json.dumps(more)]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return tuple(json.loads(done.stdout))
+
+
+@pytest.mark.parametrize("name", TOOLS)
+def test_the_program_prints_its_help_from_any_directory_without_torch(name, tmp_path):
+    words = [sys.executable, "-X", "importtime", str(ROOT / "tools" / f"{name}.py"), "--help"]
+    before = (ROOT / "docs" / "flags.md").stat().st_mtime_ns
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and done.stdout.startswith(f"usage: {name}.py"), done.stderr[-500:]
+    modules = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines() if line.startswith("import time")}
+    assert "megatron.arguments" in modules
+    assert not {"torch", "transformers", "matplotlib", "tokenizers"} & modules
+    assert not list(tmp_path.iterdir()) and (ROOT / "docs" / "flags.md").stat().st_mtime_ns == before
+
+
+@pytest.mark.parametrize("name", TOOLS)
+def test_every_command_has_help_and_version_and_suggests_the_flag_that_was_meant(name):
+    found, commands, modules = called(name)
+    assert "torch" not in modules
+    typos = []
+    for argv, code, out, err in found:
+        assert code == 0 and err == "", (argv, err)
+        if argv[-1] == "--version":
+            assert VERSION in out and out.count("\n") == 1
+            continue
+        flags = re.findall(r"^  (--[\w-]+)", out, re.MULTILINE)
+        assert "--version" in flags or argv[:-1] == [] and commands
+        meant = flags[-1] if not commands or argv[:-1] else "--version"
+        typos.append(([*argv[:-1], meant[:-2] + meant[-1]], meant))
+    asked, _, modules = called(name, *(argv for argv, _ in typos))
+    assert "torch" not in modules
+    for (argv, code, out, err), (typed, meant) in zip(asked[-len(typos):], typos, strict=True):
+        assert argv == typed and code == 2 and out == ""
+        lines = err.splitlines()
+        assert all(line.startswith("error: ") for line in lines) and lines[0].endswith(f"did you mean {meant}?"), err
+
+
+def test_training_prints_its_version_too():
+    done = subprocess.run([sys.executable, "pretrain_gpt.py", "--version"], cwd=ROOT, capture_output=True, text=True,
+                          env={**os.environ, "RANK": "0"})
+    assert done.returncode == 0 and VERSION in done.stdout and done.stderr == ""

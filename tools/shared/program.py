@@ -1,0 +1,86 @@
+"""What the programs of tools/ share: a command line read into a dataclass, commands of a program, --help and --version.
+
+Flags are declared as fields (megatron/arguments.py). Imports no torch and no numpy, so that --help is immediate.
+"""
+
+from __future__ import annotations
+
+import difflib
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from megatron.arguments import Parser, flags_of_group, missing, parse
+from megatron.version import version_line
+
+Options = TypeVar("Options")
+
+
+def read(
+    options: type[Options],
+    argv: Sequence[str],
+    *,
+    prog: str,
+    description: str,
+    check: Callable[[Options], list[str]] = lambda found: [],
+) -> Options:
+    """The options that a command line gives. `check` returns what is wrong with values that can be read.
+
+    --help and --version raise SystemExit(0) after printing; every problem goes to stderr in a line of its own, and
+    SystemExit(2) is raised.
+    """
+    flags = flags_of_group(options, "options")
+    parser = Parser(flags.values(), prog=prog, description=description, sections={"options": "Options"})
+    parsed = parse(parser, argv)
+    if parsed.help:
+        print(parser.help(), end="", flush=True)
+        raise SystemExit(0)
+    if parsed.version:
+        print(version_line(prog), flush=True)
+        raise SystemExit(0)
+    problems = [*parsed.problems, *missing(parser, parsed)]
+    if not any(flag.required and flag.name not in parsed.typed for flag in parser.flags):
+        unread = tuple(flags[name].spelling for name in parsed.broken)
+        found = options(**parsed.typed)
+        problems += [problem for problem in check(found) if not problem.startswith(unread)]
+    if problems:
+        print("\n".join(f"error: {problem}" for problem in problems), file=sys.stderr, flush=True)
+        raise SystemExit(2)
+    for note in parsed.notes:
+        print(f"note: {note}", file=sys.stderr)
+    return found
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command of a program: its help in one line, its options, what runs it (returns the exit code), and what checks
+    its options before it runs."""
+
+    summary: str
+    options: type
+    run: Callable[[Any], int]
+    check: Callable[[Any], list[str]] = lambda found: []
+
+
+def run_command(commands: Mapping[str, Command], argv: Sequence[str], *, prog: str, description: str) -> int:
+    """Run the command that the first word names; the exit code. Raises SystemExit as `read` does."""
+    name = argv[0] if argv else ""
+    if name in commands:
+        command = commands[name]
+        return command.run(read(command.options, argv[1:], prog=f"{prog} {name}", description=command.summary,
+                                check=command.check))  # fmt: skip
+    if name == "--version":
+        print(version_line(prog), flush=True)
+        return 0
+    if name and name not in ("-h", "--help"):
+        close = difflib.get_close_matches(name, [*commands, "--help", "--version"], 1, 0.5)
+        hint = f"did you mean {close[0]}?" if close else f"the commands are {', '.join(commands)}"
+        print(f"error: unknown command {name}; {hint}", file=sys.stderr, flush=True)
+        return 2
+    lines = [f"usage: {prog} COMMAND ...", "", *description.strip().splitlines(), "",
+             f"Commands ({prog} COMMAND --help lists the flags of each)"]  # fmt: skip
+    width = max(map(len, commands))
+    lines += [f"  {each:<{width}}  {command.summary}" for each, command in commands.items()]
+    print("\n".join(lines), file=sys.stdout if name else sys.stderr, flush=True)
+    return 0 if name else 2
