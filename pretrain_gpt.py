@@ -71,8 +71,12 @@ def main(argv: list[str] | None = None, signals: SignalWatch | None = None) -> N
         c = line.config.checkpoint
         if line.load_url and line.rank == 0:
             object_store.fetch(line.load_url, c.load, c.ckpt_step)
+        if line.snapshot_url and line.rank == 0 and c.load and c.ckpt_step is None:
+            object_store.fetch_snapshot(line.snapshot_url, c.snapshot_dir, c.load)
         beside = c.async_save and bool(c.save) and not line.config.training.skip_train
-        with object_store.uploading(c.save, line.save_url if writes else None), async_writer.started(beside) as writer:
+        snapshots = c.snapshot_dir if c.snapshot_interval else None
+        places = object_store.places(c.save, line.save_url, snapshots, line.snapshot_url) if writes and c.save else []
+        with object_store.uploading(places, c.save), async_writer.started(beside) as writer:
             train(line, held.check, writer, signals)
 
 

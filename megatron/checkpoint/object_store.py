@@ -2,7 +2,8 @@
 
 A run saves into a directory of a local disk, the staging directory. A process of its own uploads the checkpoint that the
 tracker there names: file by file, each read back and compared, the manifest behind the tensors, the tracker last. So what
-the tracker in the store names is whole. `skips.jsonl` goes with them. Knows no tensors and no process group.
+the tracker in the store names is whole. `skips.jsonl` goes with them. The two slots of snapshots are run directories of
+their own. Knows no tensors and no process group.
 """
 from __future__ import annotations
 
@@ -11,14 +12,15 @@ import re
 import secrets
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 from megatron import log
-from megatron.checkpoint import manifest, skip_records, store
+from megatron.checkpoint import manifest, retention, skip_records, store
 from megatron.checkpoint.disk import DISK, CheckpointError
 from megatron.checkpoint.side_process import SideProcess
 
@@ -69,6 +71,30 @@ class Remote:
             self._patiently("upload", there, lambda name=name, there=there: self._put(directory / name, there))
         self._patiently("write", store.TRACKER,
                         lambda: self._files.pipe_file(f"{self._root}/{store.TRACKER}", str(iteration).encode()))
+
+    def keep_only(self, iteration: int | None) -> None:
+        """Remove all checkpoints but that of `iteration`; without one the tracker first. Raises CheckpointError."""
+        if iteration is None:
+            self._patiently("remove", store.TRACKER, lambda: self._remove(f"{self._root}/{store.TRACKER}"))
+        kept = None if iteration is None else store.iteration_directory(Path(), iteration).name
+        for path in self._patiently("list", "the slot", self._checkpoints):
+            if path.rpartition("/")[2] != kept:
+                self._patiently("remove", path, lambda path=path: self._remove(path))
+
+    def _checkpoints(self) -> list[str]:
+        self._files.invalidate_cache()
+        try:
+            found = self._files.ls(self._root, detail=False)
+        except FileNotFoundError:
+            return []
+        paths = [path.rstrip("/") for path in found]
+        return [path for path in paths if re.fullmatch(r"iter_\d+", path.rpartition("/")[2])]
+
+    def _remove(self, path: str) -> None:
+        try:
+            self._files.rm(path, recursive=True)
+        except FileNotFoundError:
+            pass
 
     def bring_skips(self, staging: Path) -> None:
         """Join the records of skipped iterations in the store and in the staging directory, there: those of the store first.
@@ -168,13 +194,53 @@ def fetch(url: str, staging: str, step: int | None = None) -> None:
                               ) from None
 
 
-class Uploader:
-    """The process that uploads what is saved in `staging` to `url`, and the end of it that the run holds."""
+def fetch_snapshot(url: str, staging: str, load: str) -> None:
+    """Have the newer of the two snapshots of `url` in its slot of the staging directory, if neither that nor the run
+    directory `load` holds one as new. Raises CheckpointError and ValueError.
+    """
+    if store.is_checkpoint(Path(load)):
+        return
+    remotes = [Remote(f"{url}/{name}") for name in retention.SLOTS]
+    held = [remote.latest() for remote in remotes]
+    newest = max((one for one in held if one is not None), default=None)
+    here = [one for one in map(retention.newest_in, (Path(load), *retention.slots(staging))) if one is not None]
+    if newest is None or newest <= max(here, default=-1):
+        return
+    number = held.index(newest)
+    log.print_rank_0(f" fetching the snapshot of iteration {newest} from {url} to {staging}")
+    remotes[number].fetch(newest, retention.slots(staging)[number], as_newest=True)
 
-    def __init__(self, staging: str, url: str):
-        Remote(url).bring_skips(Path(staging))      # ... and says what is wrong before anything is done
-        self._url = url
-        self._process = SideProcess(lambda pipe: _serve(pipe, Path(staging), url))
+
+@dataclass(frozen=True)
+class Place:
+    """A run directory that is uploaded: `flag` named its URL. One that `is_slot` has one checkpoint, a snapshot."""
+
+    flag: str
+    staging: Path
+    url: str
+    is_slot: bool = False
+
+
+def places(save: str, save_url: str | None, snapshots: str | None, snapshot_url: str | None) -> list[Place]:
+    """What is uploaded of a run that saves to `save` and has its snapshots in the directory `snapshots`, if it has."""
+    found = [Place("--save", Path(save), save_url)] if save_url else []
+    if snapshots and snapshot_url:
+        found += [Place("--snapshot-dir", slot, f"{snapshot_url}/{slot.name}", is_slot=True)
+                  for slot in retention.slots(snapshots)]
+    return found
+
+
+class Uploader:
+    """The process that uploads what is saved in `places`, and the end of it that the run holds. `save`: the run directory
+    on the disk, whose new checkpoints end snapshots of a line that was left."""
+
+    def __init__(self, places: Sequence[Place], save: str):
+        for place in places:                        # ... and says what is wrong before anything is done
+            remote = Remote(place.url)
+            if not place.is_slot:
+                remote.bring_skips(place.staging)
+        self._name = f"{places[0].flag} {places[0].url}"
+        self._process = SideProcess(lambda pipe: _serve(pipe, places, Path(save)))
 
     def finish(self) -> None:
         """Wait until the newest checkpoint is in the store. Raises CheckpointError if it cannot be brought there."""
@@ -183,10 +249,10 @@ class Uploader:
             failure = self._process.pipe.recv()
         except (EOFError, OSError):
             self._process.wait()
-            failure = f"the process that uploads has died (exit code {self._process.exit_code})"
+            failure = f"{self._name}: the process that uploads has died (exit code {self._process.exit_code})"
         if failure:
-            raise CheckpointError(f"--save {self._url}: {failure}; the checkpoint is safe in the staging directory, and the "
-                                  "same command uploads it")
+            raise CheckpointError(f"{failure}; the checkpoint is safe in the staging directory, and the same command "
+                                  "uploads it")
 
     def close(self) -> None:
         """End the process; what is not uploaded is uploaded by the next run."""
@@ -194,9 +260,9 @@ class Uploader:
 
 
 @contextmanager
-def uploading(staging: str, url: str | None) -> Iterator[None]:
-    """Upload beside the block what is saved in it, if there is a `url`, and wait for that at its end."""
-    uploader = Uploader(staging, url) if url else None
+def uploading(places: Sequence[Place], save: str) -> Iterator[None]:
+    """Upload beside the block what is saved in `places`, if there are any, and wait for that at its end."""
+    uploader = Uploader(places, save) if places else None
     try:
         yield
         if uploader:
@@ -206,45 +272,73 @@ def uploading(staging: str, url: str | None) -> Iterator[None]:
             uploader.close()
 
 
-def _serve(pipe: Connection, staging: Path, url: str) -> None:
-    """The process: upload until the run says that it is over."""
-    remote, over, failure = Remote(url), False, None
-    try:
-        uploaded = remote.latest()          # what its tracker names was compared when it was uploaded
-    except CheckpointError:
-        uploaded = None
-    records = b""
+def _serve(pipe: Connection, places: Sequence[Place], save: Path) -> None:
+    """The process: upload until the run says that it is over. What remains of a failure to save is sent at the end."""
+    watched = [_Watched(place) for place in places]
+    saved, over = retention.newest_in(save), False
     while not over:
-        over, before = pipe.poll(LOOKS) and pipe.recv() is None, failure
-        records, skips_failure = _upload_skips(remote, staging, records)
-        uploaded, failure = _upload_newest(remote, staging, uploaded)
-        failure = failure or skips_failure
-        if failure and failure != before and not over:
-            print(f"WARNING: --save {url}: {failure}; it is tried again, training goes on", file=sys.stderr, flush=True)
-    pipe.send(failure)
+        over = pipe.poll(LOOKS) and pipe.recv() is None
+        newest = retention.newest_in(save)
+        for one in watched:
+            before = one.failure
+            one.bring(newest if newest != saved else None)
+            if one.failure and one.failure != before and (one.place.is_slot or not over):
+                more = "" if over else "; it is tried again, training continues"
+                print(f"WARNING: {one.failure}{more}", file=sys.stderr, flush=True)
+        if not any(one.failure for one in watched):
+            saved = newest
+    pipe.send(next((one.failure for one in watched if one.failure and not one.place.is_slot), None))
 
 
-def _upload_skips(remote: Remote, staging: Path, uploaded: bytes) -> tuple[bytes, str | None]:
-    """Upload the records of skipped iterations if they are others than `uploaded`; the result is that of _upload_newest."""
-    try:
-        path = staging / skip_records.FILE_NAME
+class _Watched:
+    """One place while it is uploaded: what is there, and why the newest is not."""
+
+    def __init__(self, place: Place):
+        self.place, self.failure = place, None
+        self._remote, self._records = Remote(place.url), b""
+        try:
+            self._uploaded = self._remote.latest()  # what its tracker names was compared when it was uploaded
+        except CheckpointError:
+            self._uploaded = None
+
+    def bring(self, saved: int | None) -> None:
+        """Upload what is new here; `saved`: the iteration of a checkpoint that the run has just saved."""
+        self.failure = None
+        for action in (lambda: self._drop_beyond(saved), self._bring_newest, self._bring_skips):
+            try:
+                action()
+            except (CheckpointError, OSError) as error:
+                self.failure = self.failure or f"{self.place.flag} {self.place.url}: {error}"
+
+    def _bring_skips(self) -> None:
+        """Upload the records of skipped iterations if they are others than those uploaded. Snapshots have none."""
+        path = self.place.staging / skip_records.FILE_NAME
         found = path.read_bytes() if path.exists() else b""
-        if found != uploaded:
-            remote.upload_skips(staging)
-        return found, None
-    except (CheckpointError, OSError) as error:
-        return uploaded, str(error)
+        if found != self._records:
+            self._remote.upload_skips(self.place.staging)
+            self._records = found
 
+    def _drop_beyond(self, saved: int | None) -> None:
+        """Remove a snapshot beyond the checkpoint just saved, unless this run has it: its line was left."""
+        if not self.place.is_slot or saved is None:
+            return
+        if (self._uploaded or 0) > saved and retention.newest_in(self.place.staging) != self._uploaded:
+            self._remote.keep_only(None)
+            self._uploaded = None
 
-def _upload_newest(remote: Remote, staging: Path, uploaded: int | None) -> tuple[int | None, str | None]:
-    """Upload what the tracker names if that is another one than `uploaded`: (what is uploaded now, why it is not)."""
-    try:
-        newest = store.latest(staging)
-        if newest is not None and newest != uploaded:
-            remote.upload(staging, newest)
-            return newest, None
-    except FileNotFoundError:               # removed (--keep-last) before it was uploaded: a newer one is there
-        pass
-    except CheckpointError as error:
-        return uploaded, str(error)
-    return uploaded, None
+    def _bring_newest(self) -> None:
+        """Upload what the tracker names if that is another one than what is uploaded."""
+        newest = store.latest(self.place.staging)
+        if newest is None or newest == self._uploaded:
+            return
+        try:
+            self._remote.upload(self.place.staging, newest)
+        except FileNotFoundError as error:
+            directory = store.iteration_directory(self.place.staging, newest)
+            if not (directory / manifest.FILE_NAME).exists():
+                return                              # removed before it was uploaded: a newer one is there
+            raise CheckpointError(f"cannot upload {directory.name}: the store says that there is no such place "
+                                  f"({error}); make the bucket first") from None
+        self._uploaded = newest
+        if self.place.is_slot:
+            self._remote.keep_only(newest)

@@ -52,7 +52,8 @@ def missing(config: Config) -> list[str]:
         found += _corpora(d)
     found += [*_tokenizer_files(d), *([] if is_url(c.load) else _checkpoint(c))]
     for flag, path in (("--staging-dir" if is_url(c.save) else "--save", staged(c).save),
-                       ("--snapshot-dir", c.snapshot_dir if c.snapshot_interval else None),
+                       ("--staging-dir" if is_url(c.snapshot_dir) else "--snapshot-dir",
+                        staged(c).snapshot_dir if c.snapshot_interval else None),
                        ("--data-cache-path", d.data_cache_path), ("--tensorboard-dir", config.logging.tensorboard_dir)):
         if path is not None:
             found += _directory_to_write(flag, path)
@@ -330,7 +331,8 @@ def _checkpoint(c: CheckpointConfig) -> Iterator[str]:
     if c.ckpt_step is not None and not os.path.isdir(os.path.join(c.load, f"iter_{c.ckpt_step:07d}")):
         have = f"there are {', '.join(map(str, here[-6:]))}" if here else "there is none"
         yield f"--ckpt-step {c.ckpt_step}: {c.load} has no checkpoint of that iteration; {have}"
-    elif c.exit_on_missing_checkpoint and newest_checkpoint(c.load) is None and not here and not any(
+    elif c.exit_on_missing_checkpoint and newest_checkpoint(c.load) is None and not here and not is_url(
+            c.snapshot_dir) and not any(
             _listing(os.path.join(c.snapshot_dir or os.path.join(c.load, "snapshots"), slot)) for slot in "01"):
         yield (f"--load {c.load}: no checkpoint there, and --exit-on-missing-checkpoint is given; leave that out to "
                "start from random weights")

@@ -23,16 +23,17 @@ class CheckpointConfig:
     no_save_rng: bool = arg(False, help="do not save random state (there is none)")
     use_checkpoint_args: bool = arg(False, help="take the architecture from the checkpoint's args")
     exit_on_missing_checkpoint: bool = arg(False, help="exit when --load finds nothing, instead of a random start")
-    staging_dir: str = arg("staging", help="with --save or --load in an object store (s3://bucket/path): the directory of a "
-                                           "local disk (of one that all ranks share) in which checkpoints are written and "
-                                           "fetched; a process uploads them", dump=False)
+    staging_dir: str = arg("staging", help="with --save, --load or --snapshot-dir in an object store (s3://bucket/path): "
+                                           "the directory of a local disk (of one that all ranks share) in which "
+                                           "checkpoints are written and fetched; a process uploads them", dump=False)
     async_save: bool = arg(False, help="training goes on while another process writes the checkpoint from a copy in shared "
                                        "memory, which takes as much memory as a rank saves", dump=False)
     keep_last: int | None = arg(None, help="after each save, remove checkpoints but the N newest", dump=False)
     keep_every: int | None = arg(None, help="with --keep-last: multiples of N iterations are never removed", dump=False)
     snapshot_interval: int | None = arg(None, help="iterations between snapshots, of which the last two are kept; a resume "
                                                    "takes the newest of snapshots and checkpoints", dump=False)
-    snapshot_dir: str | None = arg(None, help="where the two snapshots are, SAVE/snapshots without it", dump=False)
+    snapshot_dir: str | None = arg(None, help="directory of the two snapshots, or their place in an object store "
+                                            "(s3://bucket/path); default: SAVE/snapshots", dump=False)
     control_file: str | None = arg(None, help="file that is read in each step: 'save' or 'stop' (save, and leave) now, or "
                                               "-N or N: the same at iteration N; it is set to 0 when that is done",
                                    dump=False)
@@ -48,4 +49,4 @@ def staged(c: CheckpointConfig) -> CheckpointConfig:
     def local(path: str | None) -> str | None:
         return os.path.join(c.staging_dir, *re.split(r"[:/]+", path.strip("/"))) if is_url(path) else path
 
-    return replace(c, save=local(c.save), load=local(c.load))
+    return replace(c, save=local(c.save), load=local(c.load), snapshot_dir=local(c.snapshot_dir))

@@ -51,8 +51,9 @@ _TOKENIZER = {"tokenizer_type", "vocab_size", "vocab_extra_ids", "tiktoken_patte
 @dataclass(frozen=True)
 class CommandLine:
     """A command line without problems. `typed`: what the user gave, by field name; `foreign`: Megatron's flags that
-    have no effect here; `notes`: lines to print at the start; `world_size` is the plan's with --dry-run. Of --save and
-    --load in an object store, `save_url` and `load_url`; the configuration then has their staging directories."""
+    have no effect here; `notes`: lines to print at the start; `world_size` is the plan's with --dry-run. Of --save,
+    --load and --snapshot-dir in an object store, `save_url`, `load_url` and `snapshot_url`; the configuration then has their
+    staging directories."""
     config: Config
     typed: dict[str, Any]
     foreign: dict[str, Any]
@@ -61,6 +62,7 @@ class CommandLine:
     rank: int
     save_url: str | None = None
     load_url: str | None = None
+    snapshot_url: str | None = None
 
 
 def parser() -> Parser:
@@ -116,7 +118,7 @@ def _checked(flags: Parser, parsed: Parsed, place: Mapping[str, int]) -> tuple[C
     if not problems:
         notes += check.notes(config, world_size, typed)
     c = config.checkpoint
-    urls = [path if is_url(path) else None for path in (c.save, c.load)]
+    urls = [path if is_url(path) else None for path in (c.save, c.load, c.snapshot_dir)]
     config = replace(config, checkpoint=staged(c))
     return CommandLine(config, typed, foreign, notes, world_size, place["rank"], *urls), problems
 

@@ -7,13 +7,15 @@ import time
 import urllib.request
 from pathlib import Path
 
+import fsspec
 import pytest
 
-from megatron.checkpoint import object_store, skip_records, store
+from megatron.checkpoint import object_store, retention, skip_records, store
 from megatron.checkpoint.disk import CheckpointError
 from megatron.checkpoint.object_store import Remote
 from megatron.checkpoint.state import RunState
 from megatron.config.checkpoint import CheckpointConfig, is_url, staged
+from megatron.training import checkpointing, loop
 from tests.forkrun import RanksFailed
 from tests.runs import SMALL, same_tensors, train, write_text
 
@@ -64,8 +66,8 @@ def files_of(directory: Path) -> dict[str, bytes]:
 
 def test_what_is_a_url():
     assert is_url("s3://bucket/run") and is_url("memory://x") and not is_url("runs/a") and not is_url(None)
-    c = staged(CheckpointConfig(save="s3://bucket/runs/a", load="runs/b", staging_dir="/disk"))
-    assert (c.save, c.load) == ("/disk/s3/bucket/runs/a", "runs/b")
+    c = staged(CheckpointConfig(save="s3://bucket/runs/a", load="runs/b", snapshot_dir="s3://b/x", staging_dir="/disk"))
+    assert (c.save, c.load, c.snapshot_dir) == ("/disk/s3/bucket/runs/a", "runs/b", "/disk/s3/b/x")
 
 
 @pytest.mark.campaign
@@ -190,3 +192,131 @@ def test_ranges_to_skip_survive_in_the_store(bucket, tmp_path):
     assert skip_records.read(mine)[0] == [*lines, "from here"]
     Remote(url).bring_skips(mine)
     assert skip_records.read(mine)[0] == [*lines, "from here"]
+
+
+# --- snapshots: in a store of plain files, which needs no package of its own -----------------------------------------
+
+
+@pytest.fixture
+def files_as_store(monkeypatch):
+    """file:// makes directories, as stores need none."""
+    monkeypatch.setitem(fsspec.config.conf, "file", {"auto_mkdir": True})
+
+
+def eventually(what) -> None:
+    """Wait until the uploading process has done it."""
+    deadline = time.monotonic() + 30
+    while not what():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def held(url: str) -> list[int | None]:
+    """Iterations of the two snapshots in a store."""
+    return [Remote(f"{url}/{slot}").latest() for slot in retention.SLOTS]
+
+
+def snapshot(folder: Path, iteration: int) -> None:
+    """What a run does at --snapshot-interval."""
+    checkpoint(retention.free_slot(folder, iteration), iteration)
+
+
+@pytest.mark.parametrize("save_in_store", [False, True])
+def test_snapshots_are_uploaded_to_their_slots_and_fetched_where_they_are_newer(save_in_store, files_as_store, tmp_path):
+    url, save, snapshots = f"file://{tmp_path}/store/snap", tmp_path / "save", tmp_path / "snapshots"
+    save_url = f"file://{tmp_path}/store/run" if save_in_store else None
+    places = object_store.places(str(save), save_url, str(snapshots), url)
+    assert len(places) == 2 + save_in_store
+    checkpoint(save, 1)
+    with object_store.uploading(places, str(save)):
+        for iteration in (2, 4, 6):
+            snapshot(snapshots, iteration)
+            eventually(lambda iteration=iteration: iteration in held(url))
+    assert held(url) == [6, 4]
+    for slot, iteration in (("0", 6), ("1", 4)):        # the older one of a slot is gone
+        assert [path.name for path in (tmp_path / "store/snap" / slot).glob("iter_*")] == [f"iter_{iteration:07d}"]
+    object_store.fetch_snapshot(url, str(tmp_path / "elsewhere"), str(save))
+    assert [retention.newest_in(slot) for slot in retention.slots(tmp_path / "elsewhere")] == [6, None]
+    assert files_of(tmp_path / "elsewhere/0/iter_0000006") == files_of(snapshots / "0/iter_0000006")
+    checkpoint(save, 7)                                 # newer than both of them
+    object_store.fetch_snapshot(url, str(tmp_path / "nothing"), str(save))
+    assert not (tmp_path / "nothing").exists()
+
+
+def test_a_snapshot_of_a_line_that_was_left_goes_from_the_store_too(files_as_store, tmp_path):
+    """A machine without the snapshots of the first one goes back to iteration 2 and saves 4."""
+    url, save, snapshots = f"file://{tmp_path}/store/snap", tmp_path / "save", tmp_path / "snapshots"
+    checkpoint(save, 2)
+    for iteration in (3, 6):
+        checkpoint(tmp_path / "first", iteration)
+        Remote(f"{url}/{iteration // 6}").upload(tmp_path / "first", iteration)
+    with object_store.uploading(object_store.places(str(save), None, str(snapshots), url), str(save)):
+        time.sleep(0.3)
+        assert held(url) == [3, 6]                      # nothing is removed for being there
+        checkpoint(save, 4)
+        eventually(lambda: held(url) == [3, None])
+        snapshot(snapshots, 5)
+        eventually(lambda: held(url)[0] == 5)
+    assert held(url) == [5, None] and not list((tmp_path / "store/snap/1").glob("iter_*"))
+
+
+def test_a_snapshot_that_the_store_refuses_is_a_warning_and_a_checkpoint_a_failure(files_as_store, tmp_path, capfd,
+                                                                                  monkeypatch):
+    save, snapshots = tmp_path / "save", tmp_path / "snapshots"
+    places = object_store.places(str(save), f"file://{tmp_path}/run", str(snapshots), f"file://{tmp_path}/snap")
+    put = Remote._put
+
+    def refuse(self, path, there):
+        if self.url.endswith(refused):
+            raise PermissionError("access denied")
+        put(self, path, there)
+
+    monkeypatch.setattr(Remote, "_put", refuse)
+    checkpoint(save, 1)
+    snapshot(snapshots, 2)
+    refused = "/snap/0"
+    with object_store.uploading(places, str(save)):
+        pass
+    assert "WARNING: --snapshot-dir" in capfd.readouterr().err and Remote(f"file://{tmp_path}/run").latest() == 1
+    refused = "/run"
+    checkpoint(save, 3)
+    with pytest.raises(CheckpointError, match="--save file://"), object_store.uploading(places, str(save)):
+        pass
+
+
+def test_a_bucket_that_is_not_there_is_a_failure_and_no_silence(tmp_path):
+    """file:// without directories says what s3 says of a missing bucket: FileNotFoundError."""
+    checkpoint(tmp_path / "save", 1)
+    places = object_store.places(str(tmp_path / "save"), f"file://{tmp_path}/nowhere/run", None, None)
+    with pytest.raises(CheckpointError, match="--save file://"), object_store.uploading(places, str(tmp_path / "save")):
+        pass
+
+
+@pytest.mark.campaign
+def test_a_run_goes_on_from_a_snapshot_of_the_store_alone(files_as_store, tmp_path):
+    """Stopped in iteration 6 with a snapshot of 5 in the store and a checkpoint of 3: the same as a run without a stop."""
+    data = write_text(tmp_path / "text", 300)
+    flags = [*BASE, "--data-path", data, "--save-interval", "3", "--snapshot-interval", "5"]
+    straight = train(tmp_path / "straight", [*flags, "--save", str(tmp_path / "straight/save")])
+    url = f"file://{tmp_path}/store/run"
+    flags = [*flags, "--save", url, "--load", url, "--snapshot-dir", f"{url}/snapshots"]
+    train(tmp_path / "one", [*flags, "--staging-dir", str(tmp_path / "one/staging")], kill_at=6, hook=upload_at_once)
+    assert Remote(url).latest() == 3 and 5 in held(f"{url}/snapshots")
+    second = train(tmp_path / "two", [*flags, "--staging-dir", str(tmp_path / "two/staging")], hook=upload_at_once)
+    assert [row["iteration"] for row in second.rows] == [6]
+    object_store.fetch(url, str(tmp_path / "three"))
+    with store.load(tmp_path / "three").reader() as reader:
+        same_tensors({name: reader.read(name) for name in reader.names()}, straight.tensors())
+
+
+def upload_at_once() -> None:
+    """A hook: a snapshot is in the store before training continues."""
+    object_store.LOOKS = 0.02
+    fsspec.config.conf["file"] = {"auto_mkdir": True}
+    save = checkpointing.snapshot
+
+    def slow(run) -> None:
+        save(run)
+        time.sleep(3.0)
+
+    loop.checkpointing.snapshot = slow
