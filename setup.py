@@ -59,7 +59,6 @@ setup(
         "data": requirements("data"),
         "dev": requirements("dev"),
         "peers": requirements("peers"),
-        "plot": ["matplotlib"],
         "s3": requirements("s3"),
         "tensorboard": ["tensorboard"],
         "transformer-engine": ["transformer-engine[pytorch]>=2.20,<3"],

@@ -122,7 +122,7 @@ class Encoder:
         counts: list[list[int]] = [[] for _ in keys]
         text_bytes = [0 for _ in keys]
         bad, blank, empty, lines, size = [], 0, 0, 0, 0
-        for texts_at, length in _records(block, keys):
+        for texts_at, length in records(block, keys):
             lines += 1
             size += length
             try:
@@ -206,7 +206,7 @@ def _write_at(file: int, arrays: Sequence[np.ndarray], offset: int) -> None:
         offset += size
 
 
-def _records(block: Block, keys: Sequence[str]) -> Iterator[tuple[Callable[[], list[list[str]] | None], int]]:
+def records(block: Block, keys: Sequence[str]) -> Iterator[tuple[Callable[[], list[list[str]] | None], int]]:
     """For each line or row what gives its texts under each key (None if it is blank; raises ValueError), and its bytes."""
     if block.kind == "rows":
         for row in zip(*block.data, strict=True):

@@ -37,7 +37,7 @@ def draw(path: str, history: History, events: Sequence[Event], saved: Sequence[i
         from matplotlib.figure import Figure
         from matplotlib.ticker import LogFormatter
     except ImportError:
-        raise ValueError(f"--plot {path}: needs matplotlib; pip install '.[plot]'") from None
+        raise ValueError(f"--plot {path}: needs the package matplotlib; run: pip install matplotlib") from None
     figure = Figure(figsize=(10, 5.6), layout="constrained")
     top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
     iterations, losses, norms = curves(history.records)

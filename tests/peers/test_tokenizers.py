@@ -14,6 +14,7 @@ from megatron.data.tokenizer import Tokenizer, build_tokenizer
 from megatron.data.tokenizer_bpe import GPT2BPETokenizer
 from tests.data.vocabularies import ADVERSARIAL, gpt2_files, package_file, write_bpe
 from tests.forkrun import ROOT
+from tests.load_tool import load_tool
 
 pytestmark = pytest.mark.peers
 
@@ -211,3 +212,24 @@ class TestTikToken:
             )
             assert differing(tokenizer, oracle.text_to_ids, texts) == []
             assert (tokenizer.eod, tokenizer.bos, tokenizer.pad) == (oracle.eod, oracle.bos_id, oracle.pad_id)
+
+
+def test_a_trained_tokenizer_gives_the_librarys_own_ids(tmp_path: Path) -> None:
+    """tools/train_tokenizer.py: every engine of ours against the tokenizers library's own reading of what was trained."""
+    tokenizers = pytest.importorskip("tokenizers")
+    (tmp_path / "x.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS * 3))
+    for kind in ("gpt2", "huggingface"):
+        words = ["--input", str(tmp_path / "x.jsonl"), "--vocab-size", "1000", "--output-dir", str(tmp_path / kind)]
+        assert load_tool("train_tokenizer").main([*words, "--format", kind]) == 0
+    paths = [str(tmp_path / "gpt2" / name) for name in ("vocab.json", "merges.txt")]
+    known = [text for text in TEXTS if not bpe.has_newer_characters(text)]
+    of_files = tokenizers.ByteLevelBPETokenizer(*paths)
+    of_json = tokenizers.Tokenizer.from_file(str(tmp_path / "huggingface" / "tokenizer.json"))
+    for engine in ("gigatoken", "tiktoken", "tokenizers", "plain"):
+        if engine != "plain":
+            pytest.importorskip(engine)
+        mine = GPT2BPETokenizer(*paths, engine=engine)
+        assert mine.engine == engine and mine.vocab_size == 1000
+        for library in (of_files, of_json):
+            texts = [text for text in known if library is of_files or "<|endoftext|>" not in text]
+            assert differing(mine, lambda text, library=library: library.encode(text).ids, texts) == []
