@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib.util
 import os
 import re
 import shutil
@@ -20,28 +21,40 @@ import pytest  # noqa: E402
 ROOT = Path(__file__).resolve().parent.parent
 NEEDS_HARDWARE = re.compile(r"^needs (a|an|\d+) (GPU|CUDA device|CPU with (AMX|AVX2))s?\b")
 NOT_INSTALLED = re.compile(r"could not import '([\w.]+)'")
-# Libraries that no machine without a GPU can be asked to have; every other one is installed by .ci/run.
+# Libraries that no machine without a GPU can be asked to have.
 GPU_LIBRARIES = {"transformer_engine", "apex", "flash_attn"}
-SKIPS = pytest.StashKey[list[tuple[str, str]]]()
-RAN = pytest.StashKey[list[int]]()
+# What requirements/peers.txt installs, by the names of the imports. A test that needs one carries the mark `peers`.
+PEERS = {"megatron.core", "transformers", "tokenizers", "safetensors", "gigatoken", "orjson", "zstandard", "pyarrow",
+         "punkt", "s3fs", "moto"}
+MARKED = "peers_marked"
 
 
-def is_allowed(reason: str, in_ci: bool) -> bool:
-    """Whether a test may be skipped for this reason: hardware or an optional library is missing. In CI no library."""
+def is_peer(module: str) -> bool:
+    """Whether this module belongs to a package of requirements/peers.txt."""
+    return any(module == peer or module.startswith(f"{peer}.") for peer in PEERS)
+
+
+def is_allowed(reason: str, peers_required: bool, marked: bool) -> bool:
+    """Whether a test may be skipped for this reason: hardware is missing, or a package that is not required. A test that
+    needs a peer must say so by its mark, so that `-m peers` finds it."""
     if NEEDS_HARDWARE.search(reason):
         return True
     library = NOT_INSTALLED.search(reason)
-    return library is not None and (not in_ci or library[1].split(".")[0] in GPU_LIBRARIES)
+    if library is None or library[1].split(".")[0] in GPU_LIBRARIES:
+        return library is not None
+    return not peers_required and (marked or not is_peer(library[1]))
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    """Start the counts of this session."""
-    config.stash[SKIPS] = []
-    config.stash[RAN] = [0]
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """The rule of a machine that has the peers."""
+    parser.addoption("--require-peers", action="store_true", help="a skip for a missing package is a failure")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests marked gpu are skipped, with the one reason that is allowed for it, on a machine without one."""
+    for item in items:
+        if item.get_closest_marker("peers"):
+            item.user_properties.append((MARKED, True))
     if not any(item.get_closest_marker("gpu") for item in items):
         return
     from megatron import device
@@ -67,12 +80,6 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
-def _count(config: pytest.Config, report: pytest.TestReport | pytest.CollectReport) -> None:
-    """Note one skip with its reason; `longrepr` of a skip is (path, line, reason)."""
-    reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
-    config.stash[SKIPS].append((report.nodeid, reason.removeprefix("Skipped: ")))
-
-
 @pytest.fixture
 def memory_path(tmp_path: Path) -> Iterator[Path]:
     """Like tmp_path, but in memory where the system has such a place: a killed process loses nothing there either."""
@@ -82,42 +89,52 @@ def memory_path(tmp_path: Path) -> Iterator[Path]:
     shutil.rmtree(path)
 
 
-class _Counter:
-    """Counts what ran and what was skipped, also in whole files that skip while they are collected."""
+class _Outcomes:
+    """Notes of each test why it was skipped, or nothing if it ran; also of whole files that skip while they are collected,
+    which pytest-xdist reports once for each worker."""
 
     def __init__(self, config: pytest.Config):
-        self.config = config
+        self.found: dict[str, str] = {}
+        self.required = config.getoption("--require-peers")
+        self.bare = not any(importlib.util.find_spec(peer.split(".")[0]) for peer in PEERS - {"megatron.core"})
+        self.wrong: dict[str, str] = {}
+
+    def _skipped(self, report: pytest.TestReport | pytest.CollectReport, marked: bool) -> None:
+        """`longrepr` of a skip is (path, line, reason)."""
+        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+        self.found[report.nodeid] = reason = reason.removeprefix("Skipped: ")
+        if is_allowed(reason, self.required, marked=True) and not is_allowed(reason, self.required, marked):
+            self.wrong[report.nodeid] = f"skip not allowed here: {report.nodeid}: {reason} (it lacks the mark peers)"
+        elif not is_allowed(reason, self.required, marked):
+            self.wrong[report.nodeid] = f"skip not allowed here: {report.nodeid}: {reason}"
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        marked = (MARKED, True) in report.user_properties
         if report.skipped and not hasattr(report, "wasxfail"):
-            _count(self.config, report)
+            self._skipped(report, marked)
         elif report.when == "call":
-            self.config.stash[RAN][0] += 1
+            self.found[report.nodeid] = ""
+            if marked and self.bare and report.passed:
+                self.wrong[report.nodeid] = f"marked peers, but needs none: {report.nodeid}"
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.skipped:
-            _count(self.config, report)
+            self._skipped(report, marked=True)
+
+    def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
+        """A skip without an allowed reason fails the session."""
+        if exitstatus == pytest.ExitCode.OK and self.wrong:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        """Say how many ran and were skipped, and which skips are not allowed."""
+        skipped = sum(bool(reason) for reason in self.found.values())
+        terminalreporter.write_line(f"ran {len(self.found) - skipped} tests, skipped {skipped}")
+        for line in self.wrong.values():
+            terminalreporter.write_line(line, red=True)
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
-    """Count from the first report on."""
-    session.config.pluginmanager.register(_Counter(session.config), "ran-and-skipped")
-
-
-def _unexplained(config: pytest.Config) -> list[tuple[str, str]]:
-    in_ci = os.environ.get("CI", "").lower() in ("1", "true")
-    return [(test, reason) for test, reason in config.stash[SKIPS] if not is_allowed(reason, in_ci)]
-
-
-def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    """A skip without an allowed reason fails the session."""
-    if exitstatus == pytest.ExitCode.OK and _unexplained(session.config):
-        session.exitstatus = pytest.ExitCode.TESTS_FAILED
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """Say how many ran and were skipped, and which skips are not allowed."""
-    skips = config.stash[SKIPS]
-    terminalreporter.write_line(f"ran {config.stash[RAN][0]} tests, skipped {len(skips)}")
-    for test, reason in _unexplained(config):
-        terminalreporter.write_line(f"skip not allowed here: {test}: {reason}", red=True)
+    """Count from the first report on, in the process that hears of all tests."""
+    if not hasattr(session.config, "workerinput"):
+        session.config.pluginmanager.register(_Outcomes(session.config), "ran-and-skipped")

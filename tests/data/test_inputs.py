@@ -7,6 +7,7 @@ import json
 import lzma
 import random
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -50,7 +51,10 @@ def read(files: list[str], place: Place | None = None, **flags: bool) -> list[Bl
     return list(Reader(files, ("text",), **flags).blocks(place or Place(), lambda name: None))
 
 
-@pytest.mark.parametrize("suffix", PACK)
+ZST = partial(pytest.param, marks=pytest.mark.peers)
+
+
+@pytest.mark.parametrize("suffix", [ZST(suffix) if "zst" in suffix else suffix for suffix in PACK])
 def test_blocks_are_whole_lines_wherever_reading_begins(tmp_path: Path, suffix: str) -> None:
     contents = [lines_of(1), b"", lines_of(2, 40) + b"\n"]
     files = [str(tmp_path / f"{number}{suffix}") for number in range(3)]
@@ -80,7 +84,7 @@ def test_a_plain_file_is_left_to_who_encodes(tmp_path: Path) -> None:
         block.content()
 
 
-@pytest.mark.parametrize("suffix", [".txt", ".txt.gz", ".txt.zst"])
+@pytest.mark.parametrize("suffix", [".txt", ".txt.gz", ZST(".txt.zst")])
 def test_a_text_file_is_one_document_or_one_a_line(tmp_path: Path, suffix: str) -> None:
     file, content = tmp_path / f"x{suffix}", lines_of(3)
     file.write_bytes(PACK[suffix.replace("txt", "jsonl")](content) if suffix != ".txt" else content)
@@ -91,6 +95,7 @@ def test_a_text_file_is_one_document_or_one_a_line(tmp_path: Path, suffix: str) 
     assert b"".join(block.content() for block in lines) == content
 
 
+@pytest.mark.peers
 def test_parquet_rows_wherever_reading_begins(tmp_path: Path) -> None:
     pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     file, texts = str(tmp_path / "x.parquet"), [f"text {number}" for number in range(40)]
@@ -114,7 +119,7 @@ DAMAGED = {
 }
 
 
-@pytest.mark.parametrize("what", DAMAGED)
+@pytest.mark.parametrize("what", [ZST(what) if "zst" in what else what for what in DAMAGED])
 def test_a_damaged_file_is_named(tmp_path: Path, what: str) -> None:
     suffix, damage, says = DAMAGED[what]
     file = tmp_path / f"x{suffix}"
@@ -123,6 +128,7 @@ def test_a_damaged_file_is_named(tmp_path: Path, what: str) -> None:
         read([str(file)])
 
 
+@pytest.mark.peers
 @pytest.mark.parametrize("damage", [lambda p: p[: len(p) // 2], lambda p: p[:-4] + b"xxxx", lambda p: b"{}" + p])
 def test_a_damaged_parquet_file_is_named(tmp_path: Path, damage: Callable[[bytes], bytes]) -> None:
     pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")

@@ -204,9 +204,9 @@ class TestGPT2BPETokenizer:
     @pytest.mark.parametrize(
         ("missing", "engine"),
         [
-            ((), "gigatoken"),
+            pytest.param((), "gigatoken", marks=pytest.mark.peers),
             (("gigatoken",), "tiktoken"),
-            (("gigatoken", "tiktoken"), "tokenizers"),
+            pytest.param(("gigatoken", "tiktoken"), "tokenizers", marks=pytest.mark.peers),
             (("gigatoken", "tiktoken", "tokenizers"), "plain"),
         ],
     )
@@ -222,6 +222,7 @@ class TestGPT2BPETokenizer:
         expected = GPT2BPETokenizer(*tiny, engine="plain")
         assert [tokenizer.tokenize(text) for text in ADVERSARIAL] == [expected.tokenize(text) for text in ADVERSARIAL]
 
+    @pytest.mark.peers
     def test_a_gigatoken_with_other_ids_is_not_used_and_that_is_said(
         self, tiny: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
@@ -415,6 +416,7 @@ class TestHuggingFaceTokenizer:
         (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
         return tmp_path
 
+    @pytest.mark.peers
     def test_the_text_and_nothing_else(self, folder: Path) -> None:
         for model in (folder, folder / "tokenizer.json"):
             tokenizer = build_tokenizer("HuggingFaceTokenizer", tokenizer_model=str(model))
@@ -423,10 +425,12 @@ class TestHuggingFaceTokenizer:
             assert tokenizer.detokenize([2, 1]) == "a </s>"
         assert tokenizer.identity()["files"] == [str(folder / "tokenizer.json"), str(folder / "tokenizer_config.json")]
 
+    @pytest.mark.peers
     def test_without_a_config_there_is_no_eod(self, folder: Path) -> None:
         (folder / "tokenizer_config.json").unlink()
         assert build_tokenizer("HuggingFaceTokenizer", tokenizer_model=str(folder)).eod is None
 
+    @pytest.mark.peers
     @pytest.mark.parametrize(("name", "content"), [("tokenizer.json", "{}"), ("tokenizer_config.json", "{")])
     def test_bad_files(self, folder: Path, name: str, content: str) -> None:
         (folder / name).write_text(content)

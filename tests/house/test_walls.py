@@ -24,6 +24,10 @@ SOUND = {
     "megatron/training/loop.py": '"""Loop."""\nSEEN = {}\n\n\ndef f(x):\n    SEEN = {}\n    SEEN[x] = 1\n    x.y = 2\n',
     "tools/generate.py": '"""Talk."""\nfrom megatron.training import loop\n',
     "pretrain_gpt.py": '"""Plot."""\n',
+    "tests/peers/test_a.py": '"""A."""\nimport pytest\n\npytestmark = [pytest.mark.peers]\n'
+                             'pytest.importorskip("megatron.core")\nfrom megatron.core import x\n',
+    "tests/test_b.py": '"""B."""\nimport pytest\nfrom megatron.log import x\nfrom tests.shared import y\n\n\n'
+                       '@pytest.mark.peers\ndef test_a():\n    pytest.importorskip("zstandard")\n',
 }
 
 DOC = '"""x."""\n'
@@ -73,6 +77,16 @@ PLANTS = [
     ("no_code_from_data", "megatron/checkpoint/unpickle_worker.py", 'import pickle\n\npickle.load(1)\n', "pickle.load"),
     ("no_code_from_data", "megatron/checkpoint/unpickle_worker.py", 'from pickle import loads\n', "pickle.loads"),
     ("namespace_package", "megatron/data/__init__.py", '', "__init__.py"),
+    ("tests_share_by_modules", "tests/x.py", 'from tests.data.test_y import build\n', "tests.data.test_y.build"),
+    ("tests_share_by_modules", "tests/data/test_x.py", 'import tests.data.test_y as y\n', "tests.data.test_y"),
+    ("tests_share_by_modules", "tests/data/test_x.py", 'from tests.data import test_y\n', "tests.data.test_y"),
+    ("tests_share_by_modules", "tests/data/test_x.py", 'def f():\n    from .test_y import build\n', ".test_y.build"),
+    ("peers_where_marked", "tests/data/test_x.py", 'import pyarrow.parquet\n', "imports pyarrow.parquet"),
+    ("peers_where_marked", "tests/peers/test_x.py", 'from megatron.core import x\n', "imports megatron.core.x"),
+    ("peers_where_marked", "tests/x.py", 'try:\n    import orjson\nexcept ImportError:\n    pass\n', "imports orjson"),
+    ("peers_where_marked", "tests/test_x.py", 'import pytest\n\npytest.importorskip("zstandard")\n', "the mark peers"),
+    ("peers_where_marked", "tests/test_x.py", 'import pytest\n\n\nclass TestX:\n    @pytest.mark.campaign\n'
+     '    def test_x(self):\n        a = pytest.importorskip("s3fs").core\n', "the mark peers"),
     ("names_and_leftovers", "megatron/data/utils.py", '', "named after"),
     ("names_and_leftovers", "tools/x.py", '# TO' + "DO: later\n", "TO" + "DO"),
 ]

@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.conftest import is_peer
+
 FLOOR = {
     "interrupt": 0, "launcher": 0,
     "arguments": 1, "log": 1, "device": 1, "version": 1,
@@ -324,11 +326,68 @@ def names_and_leftovers(root: Path) -> Iterator[str]:
                 yield f"{module.path}:{number}: {found[0]}"
 
 
+def _is_test_module(name: str) -> bool:
+    """Whether this dotted name is that of a test module, or of something in one."""
+    return any(part.startswith("test_") for part in name.split("."))
+
+
+def tests_share_by_modules(root: Path) -> Iterator[str]:
+    """Nothing imports a test module: what tests share has a module of its own, named after what it holds."""
+    for module in read(root, "tests"):
+        for node, name in imports(module.tree):
+            if name.partition(".")[0] in ("tests", "") and _is_test_module(name):
+                yield say(module, node, f"imports {name}; move what both need into a module that holds no tests")
+
+
+def _skips_for_a_peer(node: ast.AST) -> bool:
+    """Is this pytest.importorskip of a package that only comparisons need?"""
+    return (isinstance(node, ast.Call) and dotted(node.func) == "pytest.importorskip" and bool(node.args)
+            and isinstance(node.args[0], ast.Constant) and is_peer(str(node.args[0].value)))
+
+
+def _marked(nodes: list[ast.expr]) -> bool:
+    """Is pytest.mark.peers among these decorators or values?"""
+    return any(dotted(part) == "pytest.mark.peers" for node in nodes for part in ast.walk(node))
+
+
+def _pytestmark(body: list[ast.stmt]) -> list[ast.expr]:
+    """The values of `pytestmark` in a module or class."""
+    return [node.value for node in body if isinstance(node, ast.Assign)
+            and any(isinstance(target, ast.Name) and target.id == "pytestmark" for target in node.targets)]
+
+
+def _unmarked(body: list[ast.stmt]) -> Iterator[ast.stmt]:
+    """The statements that need a peer and do not carry its mark; of a class those of its body."""
+    if _marked(_pytestmark(body)):
+        return
+    for node in body:
+        if isinstance(node, ast.ClassDef) and not _marked(node.decorator_list):
+            yield from _unmarked(node.body)
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            if node.name.startswith("test") and not _marked(node.decorator_list):
+                yield from [node] * any(map(_skips_for_a_peer, ast.walk(node)))
+        elif not isinstance(node, ast.ClassDef):
+            yield from [node] * any(map(_skips_for_a_peer, ast.walk(node)))
+
+
+def peers_where_marked(root: Path) -> Iterator[str]:
+    """A test that needs a package of requirements/peers.txt carries the mark `peers` and skips where it is missing; so no
+    module of tests/ imports such a package when it is imported itself, unless its first word is pytest.importorskip."""
+    for module in read(root, "tests"):
+        late = {id(node) for function in functions(module.tree) for node in ast.walk(function)}
+        skips = [node.lineno for node in module.tree.body if any(map(_skips_for_a_peer, ast.walk(node)))]
+        for node, name in imports(module.tree):
+            if is_peer(name) and id(node) not in late and not (skips and skips[0] < node.lineno):
+                yield say(module, node, f"imports {name}; use pytest.importorskip in the test")
+        for node in _unmarked(module.tree.body):
+            yield say(module, node, "skips for a missing package without the mark peers")
+
+
 WALLS: dict[str, Callable[[Path], Iterator[str]]] = {
     wall.__name__: wall
     for wall in (
         floors, cycles, cuda_in_one_file, distributed_where_allowed, libraries_in_one_file, torch_free,
         argparse_in_one_file, no_global_state, docstring_first, no_code_from_data, namespace_package,
-        names_and_leftovers,
+        names_and_leftovers, tests_share_by_modules, peers_where_marked,
     )
 }  # fmt: skip

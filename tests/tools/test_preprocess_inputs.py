@@ -51,6 +51,7 @@ def texts_in(prefix: str, files: list[str]) -> list[list[str]]:
 TEXTS = [text for text in ADVERSARIAL if text] * 3
 
 
+@pytest.mark.peers
 def test_every_kind_of_file_in_one_run(tmp_path: Path, flags: list[str]) -> None:
     pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     zstandard = pytest.importorskip("zstandard")
@@ -84,6 +85,7 @@ def test_several_keys_are_not_in_a_text(tmp_path: Path, flags: list[str], capsys
     assert f"--json-keys a b: {tmp_path}/a.txt has no keys" in capsys.readouterr().err
 
 
+@pytest.mark.peers
 def test_rows_without_text_are_bad(tmp_path: Path, flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     parquet.write_table(pyarrow.table({"a": ["x", None, "y"], "b": [["p", "q"], ["r"], []]}), tmp_path / "e.parquet")
@@ -100,6 +102,7 @@ SENTENCES = ["Dr. Smith arrived at 5 p.m. on Monday.", 'He said: "It works!"', "
              "Why?"]  # fmt: skip
 
 
+@pytest.mark.peers
 def test_sentences(tmp_path: Path, flags: list[str]) -> None:
     pytest.importorskip("punkt")
     (tmp_path / "a.jsonl").write_text(json.dumps({"text": SPEECH}) + '\n{"text": ""}\n{"text": ["A b", "One. Two."]}\n')
@@ -112,6 +115,7 @@ def test_sentences(tmp_path: Path, flags: list[str]) -> None:
     assert "".join(kept[0]) == SPEECH + "<|endoftext|>" and len(kept[0]) == 4 and kept[0][0].endswith("Monday.  ")
 
 
+@pytest.mark.peers
 def test_a_language_has_its_own_sentences(tmp_path: Path, flags: list[str]) -> None:
     pytest.importorskip("punkt")
     (tmp_path / "a.jsonl").write_text(json.dumps({"text": "Das ist z.B. ein Satz. Und noch einer."}) + "\n")
@@ -137,6 +141,7 @@ def test_no_special_tokens_to_tell(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "--allow-special-tokens: NullTokenizer has no special tokens" in capsys.readouterr().err
 
 
+@pytest.mark.peers
 def test_hard_texts_are_as_in_transformers(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     vocab, merges = gpt2_files()
@@ -160,6 +165,7 @@ def tokenizer_probe_skips(text: str) -> bool:
     return text.startswith("new letters") or "<|" in text
 
 
+@pytest.mark.peers
 def test_pieces_are_cut_where_the_pattern_cuts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("gigatoken")
     monkeypatch.setattr(tokenizer_gigatoken, "PIECE", 7)

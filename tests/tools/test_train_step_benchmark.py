@@ -59,6 +59,7 @@ def rows(text: str) -> list[dict[str, str]]:
     return found
 
 
+@pytest.mark.peers
 def test_the_whole_race(tool, tmp_path, capsys):
     """Everybody, both families: equal losses, all figures in the file, and in the table what follows from them."""
     file = tmp_path / "figures.json"

@@ -70,6 +70,7 @@ def test_what_is_a_url():
     assert (c.save, c.load, c.snapshot_dir) == ("/disk/s3/bucket/runs/a", "runs/b", "/disk/s3/b/x")
 
 
+@pytest.mark.peers
 @pytest.mark.campaign
 def test_there_and_back(bucket, tmp_path):
     remote = Remote(f"{bucket}/back")
@@ -88,6 +89,7 @@ def test_there_and_back(bucket, tmp_path):
         object_store.fetch(f"{bucket}/back", str(tmp_path / "there"), 4)
 
 
+@pytest.mark.peers
 @pytest.mark.campaign
 def test_a_store_that_fails_now_and_then_and_one_that_lies(bucket, tmp_path, monkeypatch):
     """Each file is put again until the store gives it back as it is; the tracker is not moved before that."""
@@ -112,6 +114,7 @@ def test_a_store_that_fails_now_and_then_and_one_that_lies(bucket, tmp_path, mon
     assert remote.latest() == 1
 
 
+@pytest.mark.peers
 @pytest.mark.campaign
 def test_what_is_there_is_not_put_again(bucket, tmp_path, monkeypatch):
     checkpoint(tmp_path, 1)
@@ -137,6 +140,7 @@ def run(folder: Path, data: str, url: str, *more: str, hook=None):
     return train(folder, words, 2, hook=hook)
 
 
+@pytest.mark.peers
 @pytest.mark.campaign
 def test_a_run_goes_on_from_the_store_alone(bucket, tmp_path):
     """Half a run on one machine, the rest on another one: the same as a run with directories."""
@@ -162,6 +166,7 @@ def refuse_to_put() -> None:
     Remote._put = refuse
 
 
+@pytest.mark.peers
 @pytest.mark.campaign
 def test_a_store_that_refuses_costs_the_run_its_success_and_no_checkpoint(bucket, tmp_path):
     data = write_text(tmp_path / "text", 300)
@@ -175,6 +180,7 @@ def test_a_store_that_refuses_costs_the_run_its_success_and_no_checkpoint(bucket
     assert Remote(url).latest() == 6
 
 
+@pytest.mark.peers
 @pytest.mark.campaign
 def test_ranges_to_skip_survive_in_the_store(bucket, tmp_path):
     """A machine that has nothing but the store skips what another one was told to skip, and both records stay."""
