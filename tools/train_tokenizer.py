@@ -1,9 +1,10 @@
 #!/usr/bin/env python
 """Train a byte-level BPE tokenizer (GPT-2's kind) on text files. It needs the package tokenizers.
 
---format gpt2 writes vocab.json and merges.txt, which --tokenizer-type GPT2BPETokenizer reads (--vocab-file, --merge-file);
---format huggingface writes tokenizer.json and tokenizer_config.json, which --tokenizer-type HuggingFaceTokenizer
-(--tokenizer-model DIRECTORY) and transformers read. The same input gives the same files on any machine.
+--format gpt2 writes vocab.json and merges.txt, which --tokenizer-type GPT2BPETokenizer reads
+(--vocab-file, --merge-file). --format huggingface writes tokenizer.json and tokenizer_config.json,
+which --tokenizer-type HuggingFaceTokenizer (--tokenizer-model DIR) and transformers read.
+The same input gives the same files on any machine.
 """
 
 from __future__ import annotations
@@ -23,30 +24,49 @@ import os  # noqa: E402
 import threading  # noqa: E402
 import time  # noqa: E402
 
-from megatron.arguments import arg, build_parser, config_from, parse  # noqa: E402
+from megatron.arguments import arg  # noqa: E402
+from tools.shared.program import read  # noqa: E402
 
 BYTES = 256
 END_OF_DOCUMENT = "<|endoftext|>"
-FILES = {"gpt2": ("vocab.json", "merges.txt"), "huggingface": ("tokenizer.json", "tokenizer_config.json")}
+FILES = {
+    "gpt2": ("vocab.json", "merges.txt"),
+    "huggingface": ("tokenizer.json", "tokenizer_config.json"),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Options"""
+    """The command line."""
 
-    input: tuple[str, ...] = arg((), help="files or globs: JSON Lines, .txt (a document per file) or parquet, plain or "
-                                          "compressed (gzip, xz, zstd), as for tools/preprocess_data.py")  # fmt: skip
-    json_keys: tuple[str, ...] = arg(("text",), help="keys or columns that hold the text (default: text)")
+    input: tuple[str, ...] = arg(
+        metavar="FILE",
+        help="files or globs: JSON Lines, .txt (a document per file) or parquet, plain or "
+        "compressed (gzip, xz, zstd), as for tools/preprocess_data.py",
+    )
+    json_keys: tuple[str, ...] = arg(
+        ("text",), help="keys or columns that hold the text (default: text)"
+    )
     txt_lines: bool = arg(False, help="each line of a .txt file is a document")
-    max_bad_records: int = arg(0, help="lines that may be bad (they are named and skipped) before the run fails")
-    vocab_size: int | None = arg(None, help="number of tokens: 256 bytes, merges and special tokens")
-    special_tokens: tuple[str, ...] = arg((END_OF_DOCUMENT,), help="tokens that stand for no text; they get the last "
-                                          "ids, and the first one ends a document (default: "
-                                          f"{END_OF_DOCUMENT}; GPT2BPETokenizer uses no other)")  # fmt: skip
+    max_bad_records: int = arg(
+        0, help="lines that may be bad (they are named and skipped) before the run fails"
+    )
+    vocab_size: int = arg(help="number of tokens: 256 bytes, merges and special tokens")
+    special_tokens: tuple[str, ...] = arg(
+        (END_OF_DOCUMENT,),
+        help="tokens that stand for no text; they get the last "
+        "ids, and the first one ends a document (default: "
+        f"{END_OF_DOCUMENT}; GPT2BPETokenizer uses no other)",
+    )
     min_frequency: int = arg(2, help="a pair of tokens that occurs less often is not merged")
-    format: Literal["gpt2", "huggingface"] = arg("gpt2", help="gpt2: vocab.json and merges.txt for GPT2BPETokenizer; "
-                                                 "huggingface: tokenizer.json for HuggingFaceTokenizer")  # fmt: skip
-    output_dir: str = arg("", help="directory to write to; it is created if it does not exist")
+    format: Literal["gpt2", "huggingface"] = arg(
+        "gpt2",
+        help="gpt2: vocab.json and merges.txt for GPT2BPETokenizer; "
+        "huggingface: tokenizer.json for HuggingFaceTokenizer",
+    )
+    output_dir: str = arg(
+        metavar="DIR", help="directory to write to; it is created if it does not exist"
+    )
     overwrite: bool = arg(False, help="replace files of an earlier run")
 
     def outputs(self) -> list[Path]:
@@ -54,46 +74,54 @@ class Options:
         return [Path(self.output_dir) / name for name in FILES[self.format]]
 
 
-@dataclass(frozen=True)
-class Config:
-    """The command line."""
-
-    options: Options
-
-
 def problems(options: Options) -> list[str]:
-    """What is wrong with the options, one line each; no file is read."""
+    """What is wrong with the options, one line each; no text is read."""
+    from megatron.data.inputs import input_files
+
     found, names = [], options.special_tokens
     least = BYTES + len(names)
-    if options.vocab_size is None:
-        found.append("--vocab-size: is needed; give the number of tokens, as in --vocab-size 32000")
-    elif options.vocab_size < least:
-        found.append(f"--vocab-size {options.vocab_size}: must be at least {least} (256 bytes and {len(names)} special "
-                     "tokens)")  # fmt: skip
+    if options.vocab_size < least:
+        found.append(
+            f"--vocab-size {options.vocab_size}: must be at least {least} (256 bytes and {len(names)} special "
+            "tokens)"
+        )
     if options.min_frequency < 1:
         found.append(f"--min-frequency {options.min_frequency}: must be at least 1")
     if options.max_bad_records < 0:
         found.append(f"--max-bad-records {options.max_bad_records}: must be 0 or more")
-    found += [f"--special-tokens {name!r}: is given twice" for name in dict.fromkeys(names) if names.count(name) > 1]
-    found += [f"--special-tokens {name!r}: give at least two characters, none of them white space"
-              for name in names if len(name) < 2 or len(name.split()) != 1]  # fmt: skip
+    found += [
+        f"--special-tokens {name!r}: is given twice"
+        for name in dict.fromkeys(names)
+        if names.count(name) > 1
+    ]
+    found += [
+        f"--special-tokens {name!r}: give at least two characters, none of them white space"
+        for name in names
+        if len(name) < 2 or len(name.split()) != 1
+    ]
     if options.format == "gpt2" and END_OF_DOCUMENT not in names:
-        found.append(f"--special-tokens {' '.join(names)}: GPT2BPETokenizer ends documents with {END_OF_DOCUMENT}; add it, "
-                     "or use --format huggingface")  # fmt: skip
-    if not options.output_dir:
-        return [*found, "--output-dir: is needed; give the directory to write to"]
+        found.append(
+            f"--special-tokens {' '.join(names)}: GPT2BPETokenizer ends documents with {END_OF_DOCUMENT}; add it, "
+            "or use --format huggingface"
+        )
     folder = Path(options.output_dir)
     above = next(path for path in [folder.absolute(), *folder.absolute().parents] if path.exists())
     if not above.is_dir() or not os.access(above, os.W_OK):
-        found.append(f"--output-dir {folder}: {above} is not a directory that can be written to; choose another")
+        found.append(
+            f"--output-dir {folder}: {above} is not a directory that can be written to; choose another"
+        )
     elif not options.overwrite:
-        found += [f"--output-dir {folder}: {path.name} is already there; add --overwrite to replace it, or choose another "
-                  "directory" for path in options.outputs() if path.exists()]  # fmt: skip
-    return found
+        found += [
+            f"--output-dir {folder}: {path.name} is already there; add --overwrite to replace it, or choose another "
+            "directory"
+            for path in options.outputs()
+            if path.exists()
+        ]
+    return found or input_files(options.input)[1]
 
 
 class Texts:
-    """The texts of the input files, read once and in their order; `texts`, `bytes` and `share` say how far it is."""
+    """The texts of the input files, read once, in order; `texts`, `bytes` and `share` count them."""
 
     def __init__(self, options: Options, files: Sequence[str]):
         self._options, self._files = options, files
@@ -109,7 +137,9 @@ class Texts:
 
         options = self._options
         bad, line, name = BadRecords(options.max_bad_records), 0, ""
-        for block in Reader(self._files, options.json_keys, options.txt_lines).blocks(Place(), lambda file: None):
+        for block in Reader(self._files, options.json_keys, options.txt_lines).blocks(
+            Place(), lambda file: None
+        ):
             line, name = line if block.name == name else 0, block.name
             for texts_at, _ in records(block, options.json_keys):
                 line += 1
@@ -130,8 +160,10 @@ def _utf8_bytes(text: str) -> int:
     try:
         return len(text.encode("utf-8"))
     except UnicodeEncodeError as error:
-        raise ValueError(f"character {error.start} of the text is U+{ord(text[error.start]):04X}, half of a surrogate pair; "
-                         "write the whole character, or drop it") from None
+        raise ValueError(
+            f"character {error.start} of the text is U+{ord(text[error.start]):04X}, half of a surrogate pair; "
+            "write the whole character, or drop it"
+        ) from None
 
 
 class Progress:
@@ -153,7 +185,12 @@ class Progress:
         if not self._texts.done:
             eta = f", ETA {_clock(elapsed / share * (1 - share))}" if share else ""
             line = f"read {100 * share:.1f} % of the input{eta}"
-        print(f"\r{line}\x1b[K" if self._terminal else line, end="" if self._terminal else "\n", file=sys.stderr, flush=True)
+        print(
+            f"\r{line}\x1b[K" if self._terminal else line,
+            end="" if self._terminal else "\n",
+            file=sys.stderr,
+            flush=True,
+        )
 
     def clear(self) -> None:
         """Remove the line from the terminal."""
@@ -167,7 +204,7 @@ def _clock(seconds: float) -> str:
 
 
 def in_thread(work: Callable[[], None], progress: Progress) -> None:
-    """Run `work` in a thread, so that Ctrl-C and the progress line do not wait for it. Raises what it raises."""
+    """Run `work` in a thread, which Ctrl-C and the progress line do not wait for; raise its error."""
     raised: list[BaseException] = []
 
     def guarded() -> None:
@@ -189,7 +226,7 @@ def in_thread(work: Callable[[], None], progress: Progress) -> None:
 
 
 def train(options: Options, texts: Texts) -> Any:
-    """The trained tokenizers.Tokenizer: ids are the 256 bytes, the merges in order, the special tokens."""
+    """The trained tokenizers.Tokenizer: ids of the bytes, of the merges, of the special tokens."""
     from megatron.data.bpe import byte_alphabet
     from megatron.data.tokenizer_base import library
 
@@ -198,12 +235,17 @@ def train(options: Options, texts: Texts) -> Any:
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
     trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=options.vocab_size - len(options.special_tokens), min_frequency=options.min_frequency,
-        initial_alphabet=list(byte_alphabet()), show_progress=False)  # fmt: skip
+        vocab_size=options.vocab_size - len(options.special_tokens),
+        min_frequency=options.min_frequency,
+        initial_alphabet=list(byte_alphabet()),
+        show_progress=False,
+    )
     in_thread(lambda: tokenizer.train_from_iterator(iter(texts), trainer), Progress(texts))
     taken = [name for name in options.special_tokens if tokenizer.token_to_id(name) is not None]
     if taken:
-        raise ValueError(f"--special-tokens {taken[0]}: the text gives a token of that name; choose another name")
+        raise ValueError(
+            f"--special-tokens {taken[0]}: the text gives a token of that name; choose another name"
+        )
     tokenizer.add_special_tokens(list(options.special_tokens))
     return tokenizer
 
@@ -214,17 +256,23 @@ def contents(options: Options, tokenizer: Any) -> list[str]:
 
     if options.format == "huggingface":
         first = options.special_tokens[0]
-        config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": first, "bos_token": first,
-                  "clean_up_tokenization_spaces": False}  # fmt: skip
+        config = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "eos_token": first,
+            "bos_token": first,
+            "clean_up_tokenization_spaces": False,
+        }
         return [tokenizer.to_str(pretty=True), json.dumps(config, indent=1) + "\n"]
-    vocabulary = sorted(tokenizer.get_vocab(with_added_tokens=True).items(), key=lambda entry: entry[1])
+    vocabulary = sorted(
+        tokenizer.get_vocab(with_added_tokens=True).items(), key=lambda entry: entry[1]
+    )
     merges = json.loads(tokenizer.to_str())["model"]["merges"]
     lines = ["#version: 0.2", *(" ".join(pair) for pair in merges)]
     return [json.dumps(dict(vocabulary), ensure_ascii=False), "\n".join(lines) + "\n"]
 
 
 def write(paths: Sequence[Path], texts: Sequence[str]) -> None:
-    """Write the files under other names, then rename them: an interrupted run leaves the old ones."""
+    """Write under other names, then rename: an interrupted run leaves the old files."""
     paths[0].parent.mkdir(parents=True, exist_ok=True)
     partial = [path.with_name(f".{path.name}.{os.getpid()}") for path in paths]
     try:
@@ -237,10 +285,12 @@ def write(paths: Sequence[Path], texts: Sequence[str]) -> None:
             path.unlink(missing_ok=True)
 
 
-def run(options: Options, files: Sequence[str]) -> list[str]:
+def run(options: Options) -> list[str]:
     """Train and write; the lines to print. Raises ValueError and OSError."""
+    from megatron.data.inputs import input_files
+
     start = time.monotonic()
-    texts = Texts(options, files)
+    texts = Texts(options, input_files(options.input)[0])
     tokenizer = train(options, texts)
     if not texts.texts:
         raise ValueError(f"--input {' '.join(options.input)}: holds no text")
@@ -248,42 +298,25 @@ def run(options: Options, files: Sequence[str]) -> list[str]:
     size = tokenizer.get_vocab_size(with_added_tokens=True)
     lines = []
     if size < options.vocab_size:
-        lines.append(f"note: the text gives {size} tokens with --min-frequency {options.min_frequency}, fewer than "
-                     f"--vocab-size {options.vocab_size}")  # fmt: skip
-    lines.append(f"Trained on {texts.texts} texts, {texts.bytes} bytes, in {time.monotonic() - start:.1f} s: {size} tokens "
-                 f"({BYTES} bytes, {size - BYTES - len(options.special_tokens)} merges, {len(options.special_tokens)} "
-                 f"special)")  # fmt: skip
+        lines.append(
+            f"note: the text gives {size} tokens with --min-frequency {options.min_frequency}, fewer than "
+            f"--vocab-size {options.vocab_size}"
+        )
+    lines.append(
+        f"Trained on {texts.texts} texts, {texts.bytes} bytes, in {time.monotonic() - start:.1f} s: {size} tokens "
+        f"({BYTES} bytes, {size - BYTES - len(options.special_tokens)} merges, {len(options.special_tokens)} "
+        f"special)"
+    )
     return [*lines, "Wrote " + " and ".join(map(str, options.outputs()))]
-
-
-def read_command_line(argv: Sequence[str]) -> tuple[Options, list[str]]:
-    """The options and the input files. Raises SystemExit after printing the help or every problem."""
-    parser = build_parser(Config, prog="train_tokenizer.py", description=__doc__ or "")
-    parsed = parse(parser, argv)
-    if parsed.help:
-        print(parser.help(), end="")
-        raise SystemExit(0)
-    options = config_from(Config, parsed.typed).options
-    unread = tuple(f"--{name.replace('_', '-')}:" for name in parsed.broken)
-    found = [*parsed.problems, *(line for line in problems(options) if not line.startswith(unread))]
-    files: list[str] = []
-    if not options.input and "input" not in parsed.broken:
-        found.append("--input: is needed; give one or more files of text")
-    elif not found:
-        from megatron.data.inputs import input_files
-
-        files, found = input_files(options.input)
-    if found:
-        print("\n".join(f"error: {line}" for line in found), file=sys.stderr)
-        raise SystemExit(2)
-    return options, files
 
 
 def main(argv: Sequence[str]) -> int:
     """Exit codes: 0 written, 1 wrong text or a disk error, 2 a wrong command line, 130 Ctrl-C."""
-    options, files = read_command_line(argv)
+    options = read(
+        Options, argv, prog="train_tokenizer.py", description=__doc__ or "", check=problems
+    )
     try:
-        print("\n".join(run(options, files)), flush=True)
+        print("\n".join(run(options)), flush=True)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

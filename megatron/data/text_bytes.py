@@ -1,8 +1,8 @@
-"""Bits per byte: how well a model predicts text, whatever its tokenizer. Knows data sets and what preprocessing counted.
+"""Bits per byte: how well a model predicts text, whatever its tokenizer.
 
-bits per byte = loss / ln 2 * tokens / bytes, where loss is in nats per token. Tokens and bytes are those of the whole data
-set as tools/preprocess_data.py counted them: all tokens, end-of-document tokens included, and the UTF-8 bytes of the texts,
-to which end-of-document tokens add nothing.
+bits per byte = loss / ln 2 * tokens / bytes, where loss is in nats per token. Tokens and bytes are
+those of the whole data set as tools/preprocess_data.py counted them: all tokens, end-of-document
+tokens included, and the UTF-8 bytes of the texts, to which end-of-document tokens add nothing.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ def bits_per_byte(loss: float, bytes_per_token: float | None) -> float | None:
 
 
 def bytes_per_token(dataset: Any) -> float | None:
-    """Bytes of text per token of what `dataset` shows, or None where a data set that it reads does not say.
+    """Bytes of text per token of what `dataset` shows; None where a data set that it reads has none.
 
-    Of a blend each data set counts by its share of the samples. Mock data and packed samples have no count of bytes.
+    In a blend each data set counts by its share of the samples. Mock data and packed samples have
+    no count of bytes.
     """
     members = getattr(dataset, "datasets", [dataset])
     return _mean(_shares(dataset), [_of_member(member) for member in members])

@@ -35,15 +35,25 @@ def corpora(tmp_path: Path) -> dict[str, str]:
 
 
 def valid(size: int | None, **flags):
-    return build_train_valid_test_datasets(data_flags(**flags), sequence_length=SEQUENCE, seed=1, vocab_size=1000, eod=999,
-                                           sizes=(8, size, 0))[1]
+    return build_train_valid_test_datasets(
+        data_flags(**flags),
+        sequence_length=SEQUENCE,
+        seed=1,
+        vocab_size=1000,
+        eod=999,
+        sizes=(8, size, 0),
+    )[1]
 
 
 def by_samples(dataset, corpora: dict[str, str]) -> float:
     """Bytes per token, sample by sample: each has the tokens of one pair."""
     names = list(corpora)
-    sizes = [TEXT_BYTES[names[dataset.source(index)[0]]] / TOKENS[names[dataset.source(index)[0]]] * SEQUENCE
-             for index in range(len(dataset))]
+    sizes = [
+        TEXT_BYTES[names[dataset.source(index)[0]]]
+        / TOKENS[names[dataset.source(index)[0]]]
+        * SEQUENCE
+        for index in range(len(dataset))
+    ]
     return sum(sizes) / SEQUENCE / len(dataset)
 
 
@@ -66,24 +76,45 @@ def test_a_blend_counts_each_pair_by_its_samples(corpora, weights):
 def test_in_epoch_order(corpora, tmp_path):
     words = [str(word) for pair in zip((5, 3, 2), corpora.values(), strict=True) for word in pair]
     dataset = valid(40, data_path=words, split="50,50", data_order="epoch")
-    assert len(dataset) == 40 and bytes_per_token(dataset) == pytest.approx(by_samples(dataset, corpora), rel=1e-12)
-    whole = valid(40, valid_data_path=[str(tmp_path)], train_data_path=[corpora["a"]], data_order="epoch")
+    assert len(dataset) == 40 and bytes_per_token(dataset) == pytest.approx(
+        by_samples(dataset, corpora), rel=1e-12
+    )
+    whole = valid(
+        40, valid_data_path=[str(tmp_path)], train_data_path=[corpora["a"]], data_order="epoch"
+    )
     assert bytes_per_token(whole) == pytest.approx(sum(TEXT_BYTES.values()) / sum(TOKENS.values()))
 
 
-@pytest.mark.parametrize("counts", [None, {}, {"tokens": 400}, {"tokens": 400, "text_bytes": 0},
-                                    {"tokens": 400, "text_bytes": "x"}])
+@pytest.mark.parametrize(
+    "counts",
+    [
+        None,
+        {},
+        {"tokens": 400},
+        {"tokens": 400, "text_bytes": 0},
+        {"tokens": 400, "text_bytes": "x"},
+    ],
+)
 def test_one_pair_that_does_not_say_leaves_the_blend_without(corpora, counts):
     """As an older version wrote it, or another program."""
     Path(f"{corpora['c']}.json").unlink()
     if counts is not None:
         note(corpora["c"], counts)
     assert text_size(corpora["c"]) is None and joined_counts(list(corpora.values())) == {}
-    assert bytes_per_token(valid(40, data_path=["1", corpora["a"], "1", corpora["c"]], split="50,50")) is None
-    assert bytes_per_token(valid(40, data_path=["1", corpora["a"], "1", corpora["b"]], split="50,50")) is not None
+    assert (
+        bytes_per_token(valid(40, data_path=["1", corpora["a"], "1", corpora["c"]], split="50,50"))
+        is None
+    )
+    assert (
+        bytes_per_token(valid(40, data_path=["1", corpora["a"], "1", corpora["b"]], split="50,50"))
+        is not None
+    )
 
 
 def test_numbers_are_no_text(corpora):
     note(corpora["a"], {"tokens": 600, "text_bytes": 1500}, lambda: NullTokenizer(1000))
-    assert "text_bytes" not in json.loads(Path(f"{corpora['a']}.json").read_text()) and text_size(corpora["a"]) is None
+    assert (
+        "text_bytes" not in json.loads(Path(f"{corpora['a']}.json").read_text())
+        and text_size(corpora["a"]) is None
+    )
     assert bytes_per_token(valid(10, mock_data=True)) is None

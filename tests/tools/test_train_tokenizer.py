@@ -19,7 +19,10 @@ from tests.load_tool import load_tool
 
 TOOL = load_tool("train_tokenizer")
 PROGRAM = Path(TOOL.__file__)
-TEXTS = [*ADVERSARIAL, *(f"the theory of the {number} thinkers, thinking there" for number in range(40))]
+TEXTS = [
+    *ADVERSARIAL,
+    *(f"the theory of the {number} thinkers, thinking there" for number in range(40)),
+]
 
 
 @pytest.fixture
@@ -39,17 +42,28 @@ def train(*words: object) -> int:
 
 
 def gpt2(folder: Path):
-    return build_tokenizer("GPT2BPETokenizer", vocab_file=str(folder / "vocab.json"), merge_file=str(folder / "merges.txt"))
+    return build_tokenizer(
+        "GPT2BPETokenizer",
+        vocab_file=str(folder / "vocab.json"),
+        merge_file=str(folder / "merges.txt"),
+    )
 
 
 def test_our_tokenizer_reads_the_files_and_every_text_comes_back(text, tmp_path, capsys):
-    assert train("--input", text, "--vocab-size", 300, "--output-dir", tmp_path / "new" / "tok") == 0
+    assert (
+        train("--input", text, "--vocab-size", 300, "--output-dir", tmp_path / "new" / "tok") == 0
+    )
     assert "300 tokens (256 bytes, 43 merges, 1 special)" in capsys.readouterr().out
     folder = tmp_path / "new" / "tok"
     assert sorted(path.name for path in folder.iterdir()) == ["merges.txt", "vocab.json"]
-    vocabulary, merges = bpe.read_vocabulary(folder / "vocab.json"), bpe.read_merges(folder / "merges.txt")
+    vocabulary, merges = (
+        bpe.read_vocabulary(folder / "vocab.json"),
+        bpe.read_merges(folder / "merges.txt"),
+    )
     assert bpe.is_canonical(vocabulary, merges) and len(merges) == 43
-    assert [vocabulary[byte] for byte in ("!", "~")] == [0, 93] and vocabulary["<|endoftext|>"] == 299
+    assert [vocabulary[byte] for byte in ("!", "~")] == [0, 93] and vocabulary[
+        "<|endoftext|>"
+    ] == 299
     tokenizer = gpt2(folder)
     assert (tokenizer.vocab_size, tokenizer.eod) == (300, 299)
     for sample in TEXTS:
@@ -60,7 +74,19 @@ def test_our_tokenizer_reads_the_files_and_every_text_comes_back(text, tmp_path,
 def test_the_merges_are_the_most_frequent_pairs(tmp_path):
     """Sennrich et al. 2016 by hand: the best pair, again and again; of equal ones that of the lowest ids."""
     (tmp_path / "x.txt").write_text("ab ab ab abc abc cd")
-    assert train("--input", tmp_path / "x.txt", "--vocab-size", 260, "--output-dir", tmp_path, "--min-frequency", 1) == 0
+    assert (
+        train(
+            "--input",
+            tmp_path / "x.txt",
+            "--vocab-size",
+            260,
+            "--output-dir",
+            tmp_path,
+            "--min-frequency",
+            1,
+        )
+        == 0
+    )
     assert bpe.read_merges(tmp_path / "merges.txt") == [("a", "b"), ("Ġ", "ab"), ("Ġab", "c")]
 
 
@@ -74,19 +100,46 @@ def test_input_is_what_preprocessing_reads_and_its_form_makes_no_difference(text
         assert train("--input", *files, "--vocab-size", 290, "--output-dir", tmp_path / name) == 0
     for name in ("vocab.json", "merges.txt"):
         assert len({(tmp_path / way / name).read_bytes() for way in ways}) == 1
-    assert train("--input", text, "--json-keys", "more", "--vocab-size", 290, "--output-dir", tmp_path / "more") == 0
-    assert bpe.read_merges(tmp_path / "more" / "merges.txt") == [("x", "y"), ("xy", "z"), ("xyz", "xyz")]
+    assert (
+        train(
+            "--input",
+            text,
+            "--json-keys",
+            "more",
+            "--vocab-size",
+            290,
+            "--output-dir",
+            tmp_path / "more",
+        )
+        == 0
+    )
+    assert bpe.read_merges(tmp_path / "more" / "merges.txt") == [
+        ("x", "y"),
+        ("xy", "z"),
+        ("xyz", "xyz"),
+    ]
 
 
 def test_tokenizer_json_is_read_by_the_other_tokenizer_and_gives_the_same_ids(text, tmp_path):
-    words = ["--input", text, "--vocab-size", 310, "--special-tokens", "<|endoftext|>", "<|im_start|>"]
+    words = [
+        "--input",
+        text,
+        "--vocab-size",
+        310,
+        "--special-tokens",
+        "<|endoftext|>",
+        "<|im_start|>",
+    ]
     for kind in ("gpt2", "huggingface"):
         assert train(*words, "--format", kind, "--output-dir", tmp_path / kind) == 0
     one = gpt2(tmp_path / "gpt2")
     other = build_tokenizer("HuggingFaceTokenizer", tokenizer_model=str(tmp_path / "huggingface"))
     assert (other.vocab_size, other.eod) == (one.vocab_size, one.eod) == (310, 308)
     for sample in (sample for sample in TEXTS if "<|endoftext|>" not in sample):
-        assert other.tokenize(sample) == one.tokenize(sample) and other.detokenize(other.tokenize(sample)) == sample
+        assert (
+            other.tokenize(sample) == one.tokenize(sample)
+            and other.detokenize(other.tokenize(sample)) == sample
+        )
     assert other.tokenize("<|endoftext|>") == [308]
 
 
@@ -102,11 +155,14 @@ def test_nothing_is_replaced_unless_asked_for(text, tmp_path, capsys):
     before = (tmp_path / "out" / "vocab.json").read_bytes()
     assert train(*words, "--vocab-size", 280) == 2 and "--overwrite" in capsys.readouterr().err
     assert (tmp_path / "out" / "vocab.json").read_bytes() == before
-    assert train(*words, "--vocab-size", 280, "--overwrite") == 0 and gpt2(tmp_path / "out").vocab_size == 280
+    assert (
+        train(*words, "--vocab-size", 280, "--overwrite") == 0
+        and gpt2(tmp_path / "out").vocab_size == 280
+    )
 
 
 @pytest.mark.parametrize(("words", "said"), [
-    ([], "--input: is needed"),
+    ([], "--input is missing"),
     (["--input", "none.jsonl"], "--input none.jsonl: no such file"),
     (["--vocab-size", "256"], "--vocab-size 256: must be at least 257"),
     (["--vocab-size", "many"], "--vocab-size: 'many' is not a whole number"),
@@ -118,9 +174,13 @@ def test_nothing_is_replaced_unless_asked_for(text, tmp_path, capsys):
     (["--output-dir", "x.jsonl"], "is not a directory"),
     (["--vocabsize", "300"], "--vocabsize"),
 ])  # fmt: skip
-def test_a_wrong_command_line_is_one_message_before_anything_is_read(text, tmp_path, monkeypatch, capsys, words, said):
+def test_a_wrong_command_line_is_one_message_before_anything_is_read(
+    text, tmp_path, monkeypatch, capsys, words, said
+):
     monkeypatch.chdir(tmp_path)
-    given = {"--input": ["x.jsonl"], "--vocab-size": ["300"], "--output-dir": ["out"]} if words else {}
+    given = (
+        {"--input": ["x.jsonl"], "--vocab-size": ["300"], "--output-dir": ["out"]} if words else {}
+    )
     if words:
         given[words[0]] = words[1:]
     assert train(*(word for flag, values in given.items() for word in (flag, *values))) == 2
@@ -153,18 +213,37 @@ def test_a_token_that_the_text_gives_cannot_be_special(text, tmp_path, capsys):
 
 
 def test_help_is_immediate_and_loads_no_library():
-    code = ("import atexit, runpy, sys; atexit.register(lambda: print(*sys.modules, file=sys.stderr)); "
-            "sys.argv.append('--help'); runpy.run_path(sys.argv[1], run_name='__main__')")
-    done = subprocess.run([sys.executable, "-c", code, str(PROGRAM)], capture_output=True, text=True, check=True)
-    assert "--vocab-size" in done.stdout and not {"numpy", "torch", "tokenizers"} & set(done.stderr.split())
+    code = (
+        "import atexit, runpy, sys; atexit.register(lambda: print(*sys.modules, file=sys.stderr)); "
+        "sys.argv.append('--help'); runpy.run_path(sys.argv[1], run_name='__main__')"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(PROGRAM)], capture_output=True, text=True, check=True
+    )
+    assert "--vocab-size" in done.stdout and not {"numpy", "torch", "tokenizers"} & set(
+        done.stderr.split()
+    )
 
 
 def test_ctrl_c_is_one_line_and_leaves_no_file(text, tmp_path):
     pytest.importorskip("tokenizers")
     Path(text).write_text(Path(text).read_text() * 3000)
-    command = [sys.executable, str(PROGRAM), "--input", text, "--vocab-size", "2000", "--output-dir", str(tmp_path / "out")]
+    command = [
+        sys.executable,
+        str(PROGRAM),
+        "--input",
+        text,
+        "--vocab-size",
+        "2000",
+        "--output-dir",
+        str(tmp_path / "out"),
+    ]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     time.sleep(1)
     process.send_signal(signal.SIGINT)
     errors = process.communicate(timeout=60)[1]
-    assert process.returncode == 130 and len(errors.splitlines()) == 1 and not (tmp_path / "out").exists()
+    assert (
+        process.returncode == 130
+        and len(errors.splitlines()) == 1
+        and not (tmp_path / "out").exists()
+    )
