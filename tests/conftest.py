@@ -24,7 +24,7 @@ NOT_INSTALLED = re.compile(r"could not import '([\w.]+)'")
 # Libraries that no machine without a GPU can be asked to have.
 GPU_LIBRARIES = {"transformer_engine", "apex", "flash_attn"}
 # What requirements/peers.txt installs, by the names of the imports. A test that needs one carries the mark `peers`.
-PEERS = {"megatron.core", "transformers", "tokenizers", "safetensors", "gigatoken", "orjson", "zstandard", "pyarrow",
+PEERS = {"megatron.core", "transformers", "safetensors", "gigatoken", "orjson", "zstandard", "pyarrow",
          "punkt", "s3fs", "moto"}
 MARKED = "peers_marked"
 

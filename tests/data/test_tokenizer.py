@@ -206,7 +206,7 @@ class TestGPT2BPETokenizer:
         [
             pytest.param((), "gigatoken", marks=pytest.mark.peers),
             (("gigatoken",), "tiktoken"),
-            pytest.param(("gigatoken", "tiktoken"), "tokenizers", marks=pytest.mark.peers),
+            (("gigatoken", "tiktoken"), "tokenizers"),
             (("gigatoken", "tiktoken", "tokenizers"), "plain"),
         ],
     )
@@ -416,7 +416,6 @@ class TestHuggingFaceTokenizer:
         (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
         return tmp_path
 
-    @pytest.mark.peers
     def test_the_text_and_nothing_else(self, folder: Path) -> None:
         for model in (folder, folder / "tokenizer.json"):
             tokenizer = build_tokenizer("HuggingFaceTokenizer", tokenizer_model=str(model))
@@ -425,12 +424,10 @@ class TestHuggingFaceTokenizer:
             assert tokenizer.detokenize([2, 1]) == "a </s>"
         assert tokenizer.identity()["files"] == [str(folder / "tokenizer.json"), str(folder / "tokenizer_config.json")]
 
-    @pytest.mark.peers
     def test_without_a_config_there_is_no_eod(self, folder: Path) -> None:
         (folder / "tokenizer_config.json").unlink()
         assert build_tokenizer("HuggingFaceTokenizer", tokenizer_model=str(folder)).eod is None
 
-    @pytest.mark.peers
     @pytest.mark.parametrize(("name", "content"), [("tokenizer.json", "{}"), ("tokenizer_config.json", "{")])
     def test_bad_files(self, folder: Path, name: str, content: str) -> None:
         (folder / name).write_text(content)

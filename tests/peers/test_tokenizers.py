@@ -49,8 +49,7 @@ def differing(tokenizer: Tokenizer, encode: Callable[[str], list[int]], texts: l
 
 
 class TestGPT2:
-    @pytest.mark.parametrize("engine", [pytest.param("gigatoken", marks=pytest.mark.peers), "tiktoken",
-                                        pytest.param("tokenizers", marks=pytest.mark.peers)])
+    @pytest.mark.parametrize("engine", [pytest.param("gigatoken", marks=pytest.mark.peers), "tiktoken", "tokenizers"])
     @pytest.mark.parametrize("files", ["published", "tiny"])
     def test_engines_equal_the_plain_implementation(self, engine: str, files: str, tmp_path: Path) -> None:
         pytest.importorskip(engine)
@@ -219,6 +218,7 @@ class TestTikToken:
             assert (tokenizer.eod, tokenizer.bos, tokenizer.pad) == (oracle.eod, oracle.bos_id, oracle.pad_id)
 
 
+@pytest.mark.peers
 def test_a_trained_tokenizer_gives_the_librarys_own_ids(tmp_path: Path) -> None:
     """tools/train_tokenizer.py: every engine of ours against the tokenizers library's own reading of what was trained."""
     tokenizers = pytest.importorskip("tokenizers")

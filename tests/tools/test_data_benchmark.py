@@ -31,7 +31,6 @@ def flags(tmp_path: Path) -> list[str]:
             "--workers", "2"]  # fmt: skip
 
 
-@pytest.mark.peers
 @pytest.mark.campaign
 def test_all_runs_write_the_same(tool: object, flags: list[str], tmp_path: Path) -> None:
     pytest.importorskip("tokenizers")

@@ -470,7 +470,6 @@ class TestBadCommandLines:
         said = capsys.readouterr().out
         assert all(flag in said for flag in ("--json-keys", "--append-eod", "--tokenizer-type", "--max-bad-records"))
 
-    @pytest.mark.peers
     def test_no_end_of_document(self, tmp_path: Path, out: Path, capsys: pytest.CaptureFixture[str]) -> None:
         tokenizers = pytest.importorskip("tokenizers")
         tokenizers.Tokenizer(tokenizers.models.WordLevel({"1": 0}, "1")).save(str(tmp_path / "tokenizer.json"))
