@@ -21,7 +21,7 @@ class CheckpointConfig:
                                         "seed and iteration)")
     no_save_optim: bool = arg(False, help="do not save the optimizer")
     no_save_rng: bool = arg(False, help="do not save random state (there is none)")
-    use_checkpoint_args: bool = arg(False, help="take the architecture from the checkpoint's args")
+    use_checkpoint_args: bool = arg(False, help="take the architecture and the tokenizer from the checkpoint's args")
     exit_on_missing_checkpoint: bool = arg(False, help="exit when --load finds nothing, instead of a random start")
     staging_dir: str = arg("staging", help="with --save, --load or --snapshot-dir in an object store (s3://bucket/path): "
                                            "the directory of a local disk (of one that all ranks share) in which "

@@ -25,12 +25,12 @@ from megatron.arguments import (
     values_of,
 )
 from megatron.config import architecture, check, megatron_flags
-from megatron.config.check_paths import newest_checkpoint, newest_with_good_args
+from megatron.config.check_paths import TOKENIZER_FILES, newest_checkpoint, newest_with_good_args
 from megatron.config.checkpoint import is_url, staged
 from megatron.config.model import ModelConfig
 from megatron.config.plan import Plan, make_plan
 from megatron.config.plan_lines import describe
-from megatron.config.tokenizer import BYTE_VOCAB_SIZE, TIKTOKEN_VOCAB_SIZE
+from megatron.config.tokenizer import BYTE_VOCAB_SIZE, TIKTOKEN_VOCAB_SIZE, ids_in_file
 from megatron.config.tree import Config
 from megatron.version import version_line
 
@@ -43,7 +43,7 @@ _IN_PLACE_OF = {"train_samples": "--train-iters is missing"} | dict.fromkeys(
     ("data_path", "train_data_path", "data_args_path", "per_split_data_args_path", "mock_data", "dummy_data"),
     "no data:")
 _GPT2_VOCABULARY = 50257
-# Of the data, what --use-checkpoint-args takes over: all that decides the ids but the files, which may lie elsewhere now.
+# Of the data, what --use-checkpoint-args takes over: all that decides the ids. Its files: `_take_tokenizer_files`.
 _TOKENIZER = {"tokenizer_type", "vocab_size", "vocab_extra_ids", "tiktoken_pattern", "tiktoken_num_special_tokens",
               "tiktoken_special_tokens"}
 
@@ -105,13 +105,14 @@ def _refuse(problems: list[str], rank: int, environ: Mapping[str, str]) -> NoRet
 def _checked(flags: Parser, parsed: Parsed, place: Mapping[str, int]) -> tuple[CommandLine, list[str]]:
     foreign = {name: value for name, value in parsed.typed.items() if name in megatron_flags.FOREIGN}
     typed = {name: value for name, value in parsed.typed.items() if name not in foreign}
-    theirs = _from_checkpoint(flags, typed)
+    theirs = _Theirs() if parsed.unread_file else _from_checkpoint(flags, typed)
     config = config_from(Config, {**theirs.values, **typed})
     world_size = config.training.world_size if config.training.dry_run else None
     world_size = max(1, world_size or place["world_size"])
-    found = check.problems(config, world_size, typed)
+    # What an @FILE that cannot be read would have said is not missing.
+    found = [] if parsed.unread_file else check.problems(config, world_size, typed)
     unread = tuple(_IN_PLACE_OF.get(flag.name, f"{flag.spelling} is missing") for flag in flags.flags
-                   if flag.name in parsed.broken)
+                   if flag.name in parsed.broken | theirs.lost)
     problems = [*parsed.problems, *megatron_flags.refused(foreign), *theirs.problems,
                 *(text for text in found if not text.startswith(unread))]
     notes = [*parsed.notes, *megatron_flags.without_effect(foreign), *theirs.notes]
@@ -142,9 +143,10 @@ def _place(environ: Mapping[str, str]) -> tuple[dict[str, int], list[str]]:
 
 @dataclass
 class _Theirs:
-    """What --use-checkpoint-args brings."""
+    """What --use-checkpoint-args brings. `lost`: flags of files that the checkpoint names and that are not there."""
     values: dict[str, Any] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
+    lost: set[str] = field(default_factory=set)
     notes: list[str] = field(default_factory=list)
 
 
@@ -184,9 +186,29 @@ def _from_checkpoint(flags: Parser, typed: Mapping[str, Any]) -> _Theirs:
             found.values[name] = values[name]
             if values[name] != flag.default:
                 found.notes.append(f"Setting {name} to {values[name]} from checkpoint")
+    _take_tokenizer_files(saved, typed, folder, found)
     merged = config_from(Config, {**found.values, **typed})
     found.problems += _contradictions(saved.model, merged.model, typed, folder)
     return found
+
+
+def _take_tokenizer_files(saved: Config, typed: Mapping[str, Any], folder: Path, found: _Theirs) -> None:
+    """Take over the files of the checkpoint's tokenizer, where they still exist; not where another one is asked for."""
+    kind = config_from(Config, {**found.values, **typed}).data.tokenizer
+    if kind != saved.data.tokenizer:
+        return
+    for name, what in TOKENIZER_FILES.get(kind, ()):
+        path = getattr(saved.data, name)
+        if name in typed or path is None:
+            continue
+        if os.path.exists(path):
+            found.values[name] = path
+            found.notes.append(f"Setting {name} to {path} from checkpoint")
+            continue
+        found.lost.add(name)
+        flag = flags_of(Config)[name].spelling
+        found.problems.append(f"--use-checkpoint-args: {path} does not exist on this machine; {folder / 'args'} names it as "
+                              f"{what} for {kind}: give {flag} PATH")
 
 
 def _contradictions(saved: ModelConfig, ours: ModelConfig, typed: Mapping[str, Any], folder: Path) -> list[str]:
@@ -277,6 +299,8 @@ def vocabulary(config: Config) -> tuple[int, str]:
         return TIKTOKEN_VOCAB_SIZE, "TikTokenizer's, without --vocab-size"
     if d.tokenizer == "ByteTokenizer":
         return BYTE_VOCAB_SIZE, "ByteTokenizer's"
+    if d.tokenizer_model and (size := ids_in_file(d.tokenizer, d.tokenizer_model)):
+        return size, f"--tokenizer-model {d.tokenizer_model}"
     if d.tokenizer == "GPT2BPETokenizer" and d.vocab_file and os.path.isfile(d.vocab_file):
         try:
             size = len(json.loads(Path(d.vocab_file).read_text(encoding="utf-8")))

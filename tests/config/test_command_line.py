@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
+import shutil
 import subprocess
 import sys
 import time
@@ -13,8 +15,11 @@ import pytest
 
 from megatron.arguments import config_from, parse, to_args_text
 from megatron.config import command_line
+from megatron.config.tokenizer import ids_in_file
 from megatron.config.tree import Config
+from megatron.data.tokenizer import TokenizerFlags
 from tests.data.corpora import write_corpus
+from tests.data.vocabularies import write_bpe, write_sentencepiece
 
 ROOT = Path(__file__).resolve().parents[2]
 GOLDEN = ROOT / "tests" / "golden"
@@ -445,6 +450,32 @@ def test_what_decides_the_ids_comes_from_the_checkpoint_too(tmp_path):
     assert "Setting tiktoken_pattern to v1 from checkpoint" in line.notes
 
 
+BPE = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 " \
+      "--micro-batch-size 1 --train-iters 5 --lr 1e-4 --tokenizer-type GPT2BPETokenizer"
+
+
+def test_the_files_of_the_tokenizer_come_from_the_checkpoint_where_they_still_exist(tmp_path, capsys):
+    vocab, merges = write_bpe(tmp_path)
+    checkpoint(tmp_path / "run", f"{BPE} --vocab-file {vocab} --merge-file {merges}")
+    argv = f"{RUN} --load {tmp_path}/run --use-checkpoint-args"
+    line = read(argv)
+    assert (line.config.data.vocab_file, line.config.data.merge_file) == (vocab, merges)
+    assert command_line.vocabulary(line.config) == (len(json.loads(Path(vocab).read_text())), f"--vocab-file {vocab}")
+    other = shutil.copy(merges, tmp_path / "other.txt")
+    assert read(f"{argv} --merge-file {other}").config.data.merge_file == str(other)
+    line = read(f"{argv} --tokenizer-type NullTokenizer --vocab-size 9")
+    assert (line.config.data.vocab_file, line.config.data.merge_file) == (None, None)
+    os.unlink(vocab)
+    for more, expected in (("", 1), (f"--vocab-file {other}", 0)):
+        try:
+            read(f"{argv} {more}")
+        except SystemExit:
+            pass
+        lines = capsys.readouterr().err.splitlines()
+        assert len(lines) == expected, lines
+        assert all(f"{vocab} does not exist" in text and "give --vocab-file PATH" in text for text in lines)
+
+
 def test_without_a_checkpoint_the_command_line_counts(tmp_path, capsys):
     line = read(f"{GOOD} --load {tmp_path} --use-checkpoint-args")
     assert f"--use-checkpoint-args: no checkpoint in {tmp_path}; the command line's values count" in line.notes
@@ -476,5 +507,50 @@ def test_the_vocabulary_of_a_plan(tmp_path, monkeypatch):
     assert command_line.vocabulary(read(f"{dry} --tokenizer-type ByteTokenizer").config)[0] == 257
     for flags in ("", "--vocab-file none.json", "--tokenizer-type Llama2Tokenizer"):
         assert command_line.vocabulary(read(f"{dry} {flags}").config)[0] == 50257
+    content = {"model": {"vocab": {"a": 0, "b": 1}}, "added_tokens": [{"id": 5, "content": "<s>"}]}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    for path in (tmp_path, tmp_path / "tokenizer.json"):
+        flags = f"--tokenizer-type HuggingFaceTokenizer --tokenizer-model {path}"
+        assert command_line.vocabulary(read(f"{dry} {flags}").config) == (6, f"--tokenizer-model {path}")
+    unigram = {"model": {"type": "Unigram", "vocab": [["a", -1.0], ["b", -2.0]]}, "added_tokens": []}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(unigram))
+    assert command_line.vocabulary(read(f"{dry} {flags}").config)[0] == 2
     (tmp_path / "v.json").write_text("no json")
     assert command_line.vocabulary(read(f"{dry} --vocab-file v.json").config)[0] == 50257
+    for kind in ("Llama2Tokenizer", "HuggingFaceTokenizer"):
+        flags = f"--tokenizer-type {kind} --tokenizer-model v.json"
+        assert command_line.vocabulary(read(f"{dry} {flags}").config)[0] == 50257
+
+
+def test_the_vocabulary_of_a_plan_is_that_of_a_sentencepiece_model(tmp_path):
+    path = write_sentencepiece(tmp_path)
+    for kind in ("Llama2Tokenizer", "GPTSentencePieceTokenizer"):
+        assert ids_in_file(kind, path) == TokenizerFlags(tokenizer_type=kind, tokenizer_model=path).build().vocab_size
+    (tmp_path / "cut.model").write_bytes(Path(path).read_bytes()[:-3])
+    assert ids_in_file("Llama2Tokenizer", str(tmp_path / "cut.model")) is None
+
+
+@pytest.mark.parametrize("how", ["missing", "a directory", "binary", "circular", "a quote"])
+def test_a_bad_file_of_flags_is_one_error(how, tmp_path, capsys):
+    """What it would have said is not called missing."""
+    path = tmp_path / "a.args"
+    match how:
+        case "a directory":
+            path.mkdir()
+        case "binary":
+            path.write_bytes(b"--lr 1\0\x01\x02")
+        case "circular":
+            path.write_text("--num-layers 2\n@b.args\n")
+            (tmp_path / "b.args").write_text("@a.args\n")
+        case "a quote":
+            path.write_text("--data-path 'x\n")
+    with pytest.raises(SystemExit) as end:
+        read(f"@{path} --hidden-size 64")
+    [line] = capsys.readouterr().err.splitlines()
+    assert end.value.code == 2 and line.startswith("error: @") and str(tmp_path) in line
+
+
+def test_a_byte_order_mark_before_flags_is_skipped(tmp_path):
+    path = tmp_path / "a.args"
+    path.write_text(GOOD, encoding="utf-8-sig")
+    assert read(f"@{path}").config == read(GOOD).config

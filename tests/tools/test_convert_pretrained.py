@@ -80,7 +80,7 @@ def test_it_trains_on(ours, tmp_path):
     with IndexedDatasetBuilder(tmp_path / "text", np.uint16) as builder:
         for part in np.array_split(ids, 20):
             builder.add_document(part, [len(part)])
-    argv = (f"--load {ours} --use-checkpoint-args --tokenizer-model {ours}/huggingface --data-path {tmp_path}/text "
+    argv = (f"--load {ours} --use-checkpoint-args --data-path {tmp_path}/text "
             f"--seq-length 128 --micro-batch-size 1 --global-batch-size 2 --train-iters 4 --lr 5e-5 --eval-iters 0 "
             f"--log-interval 1 --device cpu --num-workers 0 --data-cache-path {tmp_path}/cache").split()
     losses = [loss for loss, in train(tmp_path / "run", argv, seconds=500).series("lm_loss")]
