@@ -15,16 +15,24 @@ def device_type(wish: str) -> str:
     return ("cuda" if torch.cuda.is_available() else "cpu") if wish == "auto" else wish
 
 
-def choose_device(wish: str, local_rank: int) -> torch.device:
-    """The device of this rank: `auto` takes CUDA when there is any. Raises ValueError where the wish cannot be met."""
+def choose_device(wish: str, local_rank: int | None) -> torch.device:
+    """The device of this rank: `auto` takes CUDA when there is any. Raises ValueError where the wish cannot be met.
+
+    Where the launcher shows each rank one device (srun --gpus-per-task=1), that is the one. `local_rank`: None where
+    the launcher gives none.
+    """
     if wish == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device cuda: torch sees no CUDA device here; use --device cpu, or install a CUDA build")
     if device_type(wish) == "cpu":
         return torch.device("cpu")
-    if local_rank >= torch.cuda.device_count():
-        raise ValueError(f"local rank {local_rank}: this node has {torch.cuda.device_count()} CUDA devices; start at "
-                         f"most that many processes a node")
-    device = torch.device("cuda", local_rank)
+    count = torch.cuda.device_count()
+    if count > 1 and local_rank is None:
+        raise ValueError(f"{count} CUDA devices are visible, and the launcher gives no local rank: set LOCAL_RANK, or "
+                         f"show each rank one device (CUDA_VISIBLE_DEVICES)")
+    if count > 1 and local_rank >= count:
+        raise ValueError(f"local rank {local_rank}: {count} CUDA devices are visible; start at most that many processes "
+                         f"per node")
+    device = torch.device("cuda", local_rank if count > 1 else 0)
     torch.cuda.set_device(device)
     return device
 

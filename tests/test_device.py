@@ -43,8 +43,17 @@ def test_a_machine_with_two(cuda):
     assert device.choose_device("auto", 1) == device.choose_device("cuda", 1) == torch.device("cuda", 1)
     assert cuda == [("set", torch.device("cuda", 1))] * 2
     assert device.choose_device("cpu", 5) == CPU
-    with pytest.raises(ValueError, match="local rank 2: this node has 2 CUDA devices"):
-        device.choose_device("auto", 2)
+    for local_rank in (2, None):
+        with pytest.raises(ValueError, match="2 CUDA devices"):
+            device.choose_device("auto", local_rank)
+    assert device.choose_device("cpu", None) == CPU
+
+
+@pytest.mark.parametrize("local_rank", [0, 1, 7, None])
+def test_one_visible_device_is_the_one(cuda, monkeypatch, local_rank):
+    """srun --gpus-per-task=1 shows every rank its own device as number 0."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert device.choose_device("auto", local_rank) == torch.device("cuda", 0)
 
 
 def test_backend_without_cuda(no_cuda):

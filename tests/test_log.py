@@ -1,20 +1,12 @@
-"""Who speaks: ranks from each launcher's variables, lines of the first and last rank, things said once, failing."""
+"""Who speaks: lines of the first and last rank, things said once, failing."""
 from __future__ import annotations
-
-import os
 
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from megatron import log
-from megatron.config import command_line
 
-NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "SLURM_JOB_ID", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_STEP_ID",
-         "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID")
-# What SLURM sets for a job of four tasks: in the shell of salloc, in the batch script, in the last task of a step.
-SALLOC = {"SLURM_JOB_ID": 7, "SLURM_NTASKS": 4}
-SBATCH = {**SALLOC, "SLURM_PROCID": 0, "SLURM_LOCALID": 0}
-SRUN = {**SALLOC, "SLURM_PROCID": 3, "SLURM_LOCALID": 1, "SLURM_STEP_ID": 0, "SLURM_STEP_NUM_TASKS": 4}
+NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 
 
 @pytest.fixture
@@ -28,30 +20,6 @@ def place(monkeypatch):
 
     set_place()
     return set_place
-
-
-@pytest.mark.parametrize("environ, expected", [
-    ({}, (0, 1, 0)),
-    ({"RANK": 3, "WORLD_SIZE": 4, "LOCAL_RANK": 1}, (3, 4, 1)),
-    (SRUN, (3, 4, 1)),
-    ({**SRUN, "SLURM_NTASKS": 8}, (3, 4, 1)),                                 # a step that is smaller than the job
-    (SALLOC, (0, 1, 0)),
-    (SBATCH, (0, 1, 0)),
-    ({**SBATCH, "SLURM_STEP_NUM_TASKS": 1}, (0, 1, 0)),
-    ({**SBATCH, "RANK": 1, "WORLD_SIZE": 2, "LOCAL_RANK": 1}, (1, 2, 1)),      # torchrun in the batch script
-    ({**SRUN, "RANK": 0, "WORLD_SIZE": 2, "LOCAL_RANK": 0}, (0, 2, 0)),        # torchrun in a step
-    ({"RANK": "", "WORLD_SIZE": "", "LOCAL_RANK": ""}, (0, 1, 0))])
-def test_place_of_a_process(place, environ, expected):
-    """torchrun's variables come before srun's; a process that no launcher started is alone, in an allocation too.
-
-    The command line says the same.
-    """
-    place(**environ)
-    assert (log.rank(), log.world_size(), log.local_rank()) == expected
-    line = command_line.read("--mock-data --vocab-size 64 --num-layers 1 --hidden-size 8 --num-attention-heads 1 "
-                             "--seq-length 8 --max-position-embeddings 8 --micro-batch-size 1 --train-iters 1 --lr 1 "
-                             "--tokenizer-type NullTokenizer".split(), os.environ)
-    assert (line.rank, line.world_size) == expected[:2]
 
 
 @pytest.mark.parametrize("rank, said", [(0, "first\nINFO:a.b:text\nWARNING: careful\n"), (1, ""), (2, "last\n")])

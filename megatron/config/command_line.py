@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-from megatron import log
+from megatron import launcher, log
 from megatron.arguments import (
     Parsed,
     Parser,
@@ -36,8 +36,6 @@ from megatron.version import version_line
 
 DESCRIPTION = ("Pretrain a GPT. Values follow their flags; @FILE reads flags from a file (typed ones win). Flags of "
                "Megatron-LM that have no effect here, or are refused, are listed with the reason in docs/flags.md.")
-# The number of processes, by launcher; srun's is the step's: a shell or a batch script has the job's SLURM_NTASKS too.
-_RANKS = ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
 # A flag that could not be read: what must not be called missing because of it.
 _IN_PLACE_OF = {"train_samples": "--train-iters is missing"} | dict.fromkeys(
     ("data_path", "train_data_path", "data_args_path", "per_split_data_args_path", "mock_data", "dummy_data"),
@@ -78,37 +76,39 @@ def read(argv: Sequence[str], environ: Mapping[str, str]) -> CommandLine:
     """
     flags = parser()
     parsed = parse(flags, argv)
-    place, wrong = _place(environ)
+    here, wrong = launcher.read(environ)
+    wrong += launcher.rendezvous_problems(environ)
     if parsed.help:
-        if place["rank"] == 0:
+        if here.rank == 0:
             print(flags.help(), end="", flush=True)
         raise SystemExit(0)
     if parsed.version:
-        if place["rank"] == 0:
+        if here.rank == 0:
             print(version_line(flags.prog), flush=True)
         raise SystemExit(0)
-    line, problems = _checked(flags, parsed, place)
+    line, problems = _checked(flags, parsed, here)
     if wrong or problems:
-        _refuse([*wrong, *problems], place["rank"], environ)
+        _refuse([*wrong, *problems], here)
     return line
 
 
-def _refuse(problems: list[str], rank: int, environ: Mapping[str, str]) -> NoReturn:
+def _refuse(problems: list[str], here: launcher.LaunchInfo) -> NoReturn:
     """Leave with 2. Rank 0 speaks; where it has nothing to say, so that no launcher ends the rest, a rank of each node."""
-    if rank:
-        time.sleep(log.OTHERS_WAIT if "LOCAL_RANK" in environ or "SLURM_LOCALID" in environ else 0.0)
-    if rank == 0 or "0" in (environ.get("LOCAL_RANK"), environ.get("SLURM_LOCALID")):
-        log.last_words("".join(f"{f'rank {rank}: ' if rank else ''}error: {text}\n" for text in problems))
+    if here.rank:
+        time.sleep(0.0 if here.local_rank is None else log.OTHERS_WAIT)
+    if here.rank == 0 or here.local_rank == 0:
+        speaker = f"rank {here.rank}: " if here.rank else ""
+        log.last_words("".join(f"{speaker}error: {text}\n" for text in problems))
     raise SystemExit(2)
 
 
-def _checked(flags: Parser, parsed: Parsed, place: Mapping[str, int]) -> tuple[CommandLine, list[str]]:
+def _checked(flags: Parser, parsed: Parsed, here: launcher.LaunchInfo) -> tuple[CommandLine, list[str]]:
     foreign = {name: value for name, value in parsed.typed.items() if name in megatron_flags.FOREIGN}
     typed = {name: value for name, value in parsed.typed.items() if name not in foreign}
     theirs = _Theirs() if parsed.unread_file else _from_checkpoint(flags, typed)
     config = config_from(Config, {**theirs.values, **typed})
     world_size = config.training.world_size if config.training.dry_run else None
-    world_size = max(1, world_size or place["world_size"])
+    world_size = max(1, world_size or here.world_size)
     # What an @FILE that cannot be read would have said is not missing.
     found = [] if parsed.unread_file else check.problems(config, world_size, typed)
     unread = tuple(_IN_PLACE_OF.get(flag.name, f"{flag.spelling} is missing") for flag in flags.flags
@@ -121,24 +121,7 @@ def _checked(flags: Parser, parsed: Parsed, place: Mapping[str, int]) -> tuple[C
     c = config.checkpoint
     urls = [path if is_url(path) else None for path in (c.save, c.load, c.snapshot_dir)]
     config = replace(config, checkpoint=staged(c))
-    return CommandLine(config, typed, foreign, notes, world_size, place["rank"], *urls), problems
-
-
-def _place(environ: Mapping[str, str]) -> tuple[dict[str, int], list[str]]:
-    """{rank, world_size} as the launcher gave them, and what is wrong with its variables."""
-    found, wrong = {"world_size": 1, "rank": 0}, []
-    size = next((name for name in _RANKS if environ.get(name)), None)
-    rank = "RANK" if environ.get("RANK") else "SLURM_PROCID" if environ.get("SLURM_PROCID") and size else None
-    for key, name in (("world_size", size), ("rank", rank)):
-        if name and environ[name].isdecimal():
-            found[key] = int(environ[name])
-        elif name:
-            wrong.append(f"{name}={environ[name]} in the environment: not a whole number; unset it, or use a launcher")
-    if not wrong and not 0 <= found["rank"] < found["world_size"]:
-        wrong.append(f"{rank}={found['rank']} in the environment: must be less than {size or 'WORLD_SIZE'}="
-                     f"{found['world_size']}; unset both, or use a launcher")
-        found["rank"] = 0
-    return found, wrong
+    return CommandLine(config, typed, foreign, notes, world_size, here.rank, *urls), problems
 
 
 @dataclass

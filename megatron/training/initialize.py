@@ -11,13 +11,15 @@ import torch
 import torch.distributed as dist
 
 from megatron import device as devices
-from megatron import log
+from megatron import launcher, log
 from megatron.config.tree import Config
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.shared_sums import open_shared
 from megatron.training.lifeline import Hub, Line, Place, my_place
-from megatron.training.network import address_towards, interface_towards
+from megatron.training.network import address_towards, interface_towards, listen_problem, unreachable
 from megatron.training.signals import SignalWatch
+
+CONNECT_WITHIN = 50.0           # seconds
 
 
 @dataclass(frozen=True)
@@ -38,31 +40,31 @@ class Meeting:
 
     def __init__(self, config: Config, watch: SignalWatch | None = None):
         self.store: dist.Store | None = None
+        self.master: tuple[str, int] | None = None
         self._hub: Hub | None = None
         self._line: Line | None = None
-        if log.world_size() == 1 or dist.is_initialized():
+        if launcher.world_size() == 1 or dist.is_initialized():
             return
         minutes = config.parallel.distributed_timeout_minutes
-        limit = f"--distributed-timeout-minutes {minutes}"
-        self.store = _open_store(timedelta(minutes=minutes), limit)
+        self.master = launcher.rendezvous(os.environ)
+        self.store = open_store(*self.master, timedelta(minutes=minutes))
         if watch is not None:
-            watch.limit = limit
+            watch.limit = f"--distributed-timeout-minutes {minutes}"
             self._line = watch.line = self._open_line(watch)
 
     def _open_line(self, watch: SignalWatch) -> Line | None:
         """Rank 0 opens a hub and leaves its address in the store."""
-        master = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        key = f"lifeline/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
         try:
-            if log.rank() == 0:
-                family, address = address_towards(*master)
-                self._hub = Hub(log.world_size(), family)
-                self.store.set(key, json.dumps([address, self._hub.port, self._hub.token, asdict(my_place())]))
-            address, port, token, place = json.loads(self.store.get(key))
-            return Line([(address, port), (master[0], port)], token, Place(**place), watch.leave_for)
+            if launcher.rank() == 0:
+                family, address = address_towards(*self.master)
+                self._hub = Hub(launcher.world_size(), family)
+                told = [address, self._hub.port, self._hub.token, asdict(my_place())]
+                self.store.set("lifeline", json.dumps(told))
+            address, port, token, place = json.loads(self.store.get("lifeline"))
+            return Line([(address, port), (self.master[0], port)], token, Place(**place), watch.leave_for)
         except OSError as error:
-            print(f"WARNING: rank {log.rank()} has no line to rank 0 ({error}); should a rank fail, this one hears of it "
-                  f"only when a collective fails", flush=True)
+            print(f"WARNING: rank {launcher.rank()} has no line to rank 0 ({error}); should a rank fail, this one "
+                  f"hears of it only when a collective fails", flush=True)
             return None
 
     def close(self) -> None:
@@ -75,11 +77,12 @@ class Meeting:
 
 def initialize(config: Config, meeting: Meeting | None = None) -> Runtime:
     """Choose the device, join the process group (only when there is more than one rank), build the grid."""
-    world_size, rank, local_rank = log.world_size(), log.rank(), log.local_rank()
+    here = launcher.info()
+    world_size, rank = here.world_size, here.rank
     training, parallel = config.training, config.parallel
     if training.device != "cpu" and devices.set_max_connections():
         log.print_rank_0("CUDA_DEVICE_MAX_CONNECTIONS was not set: set to 1 before CUDA starts")
-    device = devices.choose_device(training.device, local_rank)
+    device = devices.choose_device(training.device, here.local_rank)
     if config.logging.log_memory_to_tensorboard and training.device == "auto" and device.type == "cpu":
         log.print_rank_0("--log-memory-to-tensorboard: no effect on the CPU, the only device here")
     devices.keep_freed_memory(device)
@@ -89,10 +92,11 @@ def initialize(config: Config, meeting: Meeting | None = None) -> Runtime:
     log.print_rank_0("> initializing torch distributed ...")
     if world_size > 1 and not dist.is_initialized():
         backend = parallel.distributed_backend or devices.default_backend(training.device)
-        interface = interface_towards(os.environ.get("MASTER_ADDR", ""))
+        meeting = meeting or Meeting(config)
+        interface = interface_towards(meeting.master[0])
         if interface:       # gloo would take that of the machine's own name, which is often the loopback's
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-        dist.init_process_group(backend, store=(meeting or Meeting(config)).store, rank=rank, world_size=world_size,
+        dist.init_process_group(backend, store=meeting.store, rank=rank, world_size=world_size,
                                 timeout=timedelta(minutes=parallel.distributed_timeout_minutes))
     ctx = ParallelContext(parallel, world_size, rank)
     ctx.tp = replace(ctx.tp, shared=open_shared(ctx.tp, timedelta(minutes=parallel.distributed_timeout_minutes)))
@@ -129,33 +133,33 @@ def finish(meeting: Meeting) -> None:
         dist.destroy_process_group()
 
 
-def _open_store(limit: timedelta, flag: str) -> dist.Store:
-    """The key-value store in which the ranks meet: torchrun's own, or rank 0's at MASTER_ADDR and MASTER_PORT."""
-    rank, world_size = log.rank(), log.world_size()
-    _set_rendezvous(world_size, rank)
-    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    serves = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+def open_store(host: str, port: int, limit: timedelta) -> dist.Store:
+    """The key-value store in which the ranks meet: torchrun's own, or rank 0's at `host` and `port`.
+
+    Operations on it wait for `limit` at most, the connection about a minute. torchrun's store outlives the ranks:
+    every attempt of --max-restarts has keys of its own in it. Raises ValueError where rank 0 cannot listen, or does
+    not answer.
+    """
+    here, agent = launcher.info(), launcher.agent_has_store()
+    serves = here.rank == 0 and not agent
+    if serves and (reason := listen_problem(port)):
+        raise ValueError(f"MASTER_PORT {port}: rank 0 cannot listen there ({reason}); choose a free port")
+    seconds = _answer_limit(here.world_size, limit)
+    if not serves and (reason := unreachable(host, port, seconds)):
+        who = "torchrun's agent" if agent else "rank 0"
+        raise ValueError(f"MASTER_ADDR {host}, MASTER_PORT {port}: {who} did not answer there ({reason}); "
+                         f"MASTER_ADDR must be rank 0's node, and all ranks must be started and reach that port")
     try:
-        return dist.TCPStore(host, port, world_size, serves, limit, wait_for_workers=False, multi_tenant=serves)
+        store = dist.TCPStore(host, port, here.world_size, serves, timedelta(seconds=seconds),
+                              wait_for_workers=False, multi_tenant=serves)
     except dist.DistError as error:
         reason = str(error).splitlines()[0]
-        if serves:
-            raise ValueError(f"MASTER_PORT {port}: rank 0 cannot listen there ({reason}); choose a free port, and an "
-                             f"address of rank 0's node as MASTER_ADDR (now {host})") from None
-        raise ValueError(f"MASTER_ADDR {host}, MASTER_PORT {port}: rank 0 did not answer there within {flag} ({reason}); "
-                         f"start all ranks, and let them reach that port") from None
+        raise ValueError(f"MASTER_ADDR {host}, MASTER_PORT {port}: rank {here.rank} cannot connect ({reason}); "
+                         f"MASTER_ADDR must be an address of rank 0's node") from None
+    store.set_timeout(limit)
+    return dist.PrefixStore(f"attempt {launcher.attempt()}", store) if agent else store
 
 
-def _set_rendezvous(world_size: int, rank: int) -> None:
-    """srun gives ranks but no meeting point: take the launch node and a port made from the job's number."""
-    os.environ.setdefault("RANK", str(rank))
-    os.environ.setdefault("WORLD_SIZE", str(world_size))
-    address = os.environ.get("SLURM_LAUNCH_NODE_IPADDR")
-    if address:
-        os.environ.setdefault("MASTER_ADDR", address)
-    if os.environ.get("SLURM_JOB_ID"):
-        os.environ.setdefault("MASTER_PORT", str(20000 + int(os.environ["SLURM_JOB_ID"]) % 20000))
-    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
-    if missing:
-        raise ValueError(f"{' and '.join(missing)} not set: {world_size} ranks need a meeting point; start with "
-                         f"torchrun, or set MASTER_ADDR and MASTER_PORT to the address of rank 0 and a free port there")
+def _answer_limit(world_size: int, limit: timedelta) -> float:
+    """Seconds in which rank 0 has to answer: within a minute; many ranks do not load torch at the same time."""
+    return min(CONNECT_WITHIN + world_size / 20, limit.total_seconds())

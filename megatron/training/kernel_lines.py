@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import torch
 
-from megatron import log
+from megatron import launcher
 from megatron.config.tree import Config
 from megatron.device import choose_device, device_type
 from megatron.kernels import select
@@ -18,7 +18,7 @@ def check_wishes(config: Config) -> None:
 
 def kernel_lines(config: Config) -> list[str]:
     """Which kernels a run uses on this machine. Raises ValueError if --device names one that is not here."""
-    device = choose_device(config.training.device, log.local_rank())
+    device = choose_device(config.training.device, launcher.info().local_rank)
     rows = kernel_table(device, getattr(torch, config.precision.params_dtype), config)
     return [f"kernels on this {device.type}", *(f"  {text}" for text in describe(rows))]
 

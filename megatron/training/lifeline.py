@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron import log
+from megatron import launcher
 
 DIED = ("died without a word: killed (kill -9, out of memory) or gone with its machine; its launcher, or the system's log "
         "there, knows which")
@@ -63,7 +63,8 @@ class End:
 def my_place() -> Place:
     """The place of this process."""
     host = socket.gethostname()
-    return Place(log.rank(), os.getpid(), host, os.environ.get("GROUP_RANK") or os.environ.get("SLURM_NODEID") or host)
+    here = launcher.info()
+    return Place(here.rank, os.getpid(), host, here.node or host)
 
 
 def place_in_code(frames: Sequence[traceback.FrameSummary]) -> str:

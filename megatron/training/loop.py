@@ -5,6 +5,7 @@ import errno
 import gc
 import time
 from collections.abc import Callable, Iterator
+from signal import Signals
 
 import torch
 
@@ -124,6 +125,11 @@ class Trainer:
         flag = torch.tensor(wish, dtype=torch.float64, device=self.run.runtime.device)
         return int(all_reduce_(flag, self.run.runtime.ctx.world).item())
 
+    def _signal_name(self) -> str:
+        """The signal that this or another rank has received."""
+        number = torch.tensor(float(self.signals.received or 0), dtype=torch.float64, device=self.run.runtime.device)
+        return Signals(int(all_reduce_(number, self.run.runtime.ctx.world, "max").item())).name
+
     def train_one(self, iteration: int, samples: Iterator[torch.Tensor]) -> int:
         """One iteration with its counters, schedule and log line; the flag that the ranks agreed on."""
         run = self.run
@@ -217,7 +223,7 @@ class Trainer:
         if flag // WRITTEN == self.run.runtime.world_size:
             self._settle()
         if flag % TIME_UP:
-            return self._leave("exiting program after receiving SIGTERM.")
+            return self._leave(f"exiting program after receiving {self._signal_name()}.")
         if self._save_due(iteration) or asked:
             self.save(final=exit_due or time_up or stop or iteration == self.run.plan.train_iters)
         elif self._snapshot_due(iteration):

@@ -13,7 +13,7 @@ from datetime import datetime
 from typing import Any, TextIO
 
 from megatron import device as devices
-from megatron import log
+from megatron import launcher, log
 from megatron.config.plan import Plan
 from megatron.config.tree import Config
 from megatron.parallel.collectives import gather_objects
@@ -64,7 +64,7 @@ class Writers:
 def open_writers(config: Config) -> Writers:
     """Open them; on other ranks there are none. Raises ValueError or OSError where that cannot be."""
     logging, tensorboard, metrics = config.logging, None, None
-    if log.rank() == log.world_size() - 1:
+    if launcher.rank() == launcher.world_size() - 1:
         if logging.tensorboard_dir:
             log.print_rank_last("> setting tensorboard ...")
             tensorboard = TensorBoard(logging.tensorboard_dir, logging.tensorboard_queue_size)
@@ -82,7 +82,7 @@ class TrainingLog:
         self._interval = log_lines.Interval()
         self._rates_of_tokens, self._failed_updates, self._tgs = internlm_lines.TokenRates(), 0, {}
         self._counts_subsets = config.logging.counts_subsets(config.data.packed_samples)
-        self._last = log.rank() == log.world_size() - 1
+        self._last = launcher.rank() == launcher.world_size() - 1
         self._shape = model_shape(config, plan)
         self._started = time.perf_counter()
         self._first: int | None = None
@@ -111,8 +111,8 @@ class TrainingLog:
         """Where each rank runs, and the sizes of the layout, as InternLM's demos begin."""
         p, plan, runtime = self._config.parallel, self._plan, self._runtime
         device = "cpu" if runtime.device.type == "cpu" else runtime.device.index
-        print(internlm_lines.start_line("set_device", f"process rank {log.rank()} is bound to host:{socket.gethostname()} "
-                                        f"device: {device}", datetime.now()), flush=True)
+        here = f"process rank {launcher.rank()} is bound to host:{socket.gethostname()} device: {device}"
+        print(internlm_lines.start_line("set_device", here, datetime.now()), flush=True)
         log.print_rank_0(internlm_lines.start_line(
             "launch", f"Distributed environment is initialized, data parallel size: {plan.data_parallel_size}, pipeline "
             f"parallel size: {p.pipeline_model_parallel_size}, tensor parallel size: {p.tensor_model_parallel_size}",
@@ -210,7 +210,7 @@ class TrainingLog:
         self._memory_told = True
         report = devices.memory_report(self._runtime.device)
         if report:
-            print(log_lines.memory_line(log.rank(), iteration, report), flush=True)
+            print(log_lines.memory_line(launcher.rank(), iteration, report), flush=True)
 
     def _write_metrics(self, r: IterationResult) -> None:
         if self._metrics is None:

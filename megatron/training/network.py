@@ -1,11 +1,14 @@
-"""Which address and which interface of this machine lead to another one. Knows no torch, no rank and sends nothing."""
+"""Addresses and interfaces of this machine, and whether another one answers. Knows no torch and no rank."""
 from __future__ import annotations
 
 import socket
 import sys
+import time
 from pathlib import Path
 
 ROUTES = Path("/proc/net/route")
+CONNECT_SECONDS = 10.0          # for one attempt
+RETRY_SECONDS = 0.2
 
 
 def address_towards(host: str, port: int) -> tuple[int, str]:
@@ -38,3 +41,34 @@ def interface_towards(host: str) -> str | None:
         if there & int(mask, 16) == int(net, 16):
             found.append((int(mask, 16).bit_count(), -int(metric), name))
     return max(found)[2] if found else None
+
+
+def listen_problem(port: int) -> str | None:
+    """Why no server can listen on this port of this machine; None if one can."""
+    try:
+        socket.create_server(("", port)).close()
+    except OSError as error:
+        return error.strerror or str(error)
+    return None
+
+
+def unreachable(host: str, port: int, seconds: float) -> str | None:
+    """Why nobody answers at this address within so many seconds; None as soon as somebody does.
+
+    An address that does not exist is known at once, unless the name server only fails for the moment.
+    """
+    deadline = time.monotonic() + seconds
+    while True:
+        left = deadline - time.monotonic()
+        try:
+            socket.create_connection((host, port), max(0.1, min(left, CONNECT_SECONDS))).close()
+            return None
+        except socket.gaierror as error:
+            reason = error.strerror or str(error)
+            if error.errno != socket.EAI_AGAIN:
+                return reason
+        except OSError as error:
+            reason = "no answer" if isinstance(error, TimeoutError) else error.strerror or str(error)
+        if time.monotonic() + RETRY_SECONDS > deadline:
+            return f"{reason}, for {seconds:.0f} seconds"
+        time.sleep(RETRY_SECONDS)

@@ -12,12 +12,11 @@ from collections.abc import Callable
 from types import FrameType
 from typing import NoReturn
 
-from megatron import log
+from megatron import interrupt, launcher, log
 from megatron.checkpoint.disk import CheckpointError
 from megatron.training.lifeline import End, Line, my_place, place_in_code
 
 WATCHED = (signal.SIGTERM, signal.SIGUSR1)
-INTERRUPTED = 130               # what a shell reports of a program that Ctrl-C ended
 SAME_REQUEST_SECONDS = 1.0      # a scheduler and a launcher both pass one request on
 LOST_WAITS = 10.0               # for the news why a connection is lost
 
@@ -75,7 +74,7 @@ class SignalWatch:
             for number in os.read(read_end, 64):
                 if number == signal.SIGINT:
                     start = "\n" if os.isatty(2) else ""            # below the terminal's ^C
-                    self._leave(INTERRUPTED, f"{start}interrupted: {self.advice}\n")
+                    self._leave(interrupt.INTERRUPTED, f"{start}interrupted: {self.advice}\n")
                 elif number in WATCHED:
                     self._request(signal.Signals(number))
 
@@ -96,7 +95,7 @@ class SignalWatch:
         if self.line:
             self.line.tell(text.strip(), code)
             _exit(code, text)
-        _exit(code, text if log.rank() == 0 else "")
+        _exit(code, text if launcher.rank() == 0 else "")
 
 
 def _leave_to_listener(number: int, frame: FrameType | None) -> None:
@@ -149,7 +148,7 @@ def leave_with(error: Exception | SystemExit, watch: SignalWatch) -> NoReturn:
     line = watch.line
     if isinstance(error, SystemExit) and line is None:
         raise error                     # a bad command line, which has been said
-    rank, alone = log.rank(), log.world_size() == 1
+    rank, alone = launcher.rank(), launcher.world_size() == 1
     code = error.code if isinstance(error, (SystemExit, Refusal)) else 1
     code = code if isinstance(code, int) else int(code is not None)
     text = describe(error)
@@ -175,12 +174,12 @@ def leave_for(end: End) -> NoReturn:
     torchrun reports what it sees first on its node, so there the others wait to be ended by it; on another node one rank
     tells torchrun what happened. Without it rank 0 (or 1) says in one line whom to look at.
     """
-    agent = "TORCHELASTIC_RUN_ID" in os.environ
-    if agent and (log.local_rank() or end.place.node == my_place().node):
+    agent = launcher.under_torchrun()
+    if agent and (launcher.info().local_rank or end.place.node == my_place().node):
         time.sleep(log.OTHERS_WAIT)
         _exit(max(1, end.code))
-    if agent or log.rank() == (0 if end.place.rank else 1) and (end.silent or end.place.rank):
-        log.last_words(f"rank {log.rank()} ends, because {end.place} {'' if end.silent else 'failed: '}{end.text}\n")
+    if agent or launcher.rank() == (0 if end.place.rank else 1) and (end.silent or end.place.rank):
+        log.last_words(f"rank {launcher.rank()} ends, because {end.place} {'' if end.silent else 'failed: '}{end.text}\n")
     _exit(max(1, end.code))
 
 

@@ -159,7 +159,9 @@ def test_only_rank_0_speaks(tmp_path):
     ({"WORLD_SIZE": "two"}, "WORLD_SIZE=two in the environment: not a whole number"),
     ({"WORLD_SIZE": "2", "RANK": "x"}, "RANK=x in the environment: not a whole number"),
     ({"WORLD_SIZE": "2", "RANK": "2"}, "RANK=2 in the environment: must be less than WORLD_SIZE=2"),
-    ({"RANK": "1"}, "RANK=1 in the environment: must be less than WORLD_SIZE=1"),
+    ({"RANK": "1"}, "RANK=1 in the environment"),
+    ({"WORLD_SIZE": "2"}, "WORLD_SIZE=2 in the environment"),
+    ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "0"}, "MASTER_PORT=0 in the environment"),
 ])
 def test_bad_ranks_are_a_problem_too(environ, line, tmp_path):
     done, _ = start(GOOD, tmp_path, **environ)

@@ -20,8 +20,7 @@ from pathlib import Path
 from tests.forkrun import ROOT
 
 SCRIPT = str(ROOT / "pretrain_gpt.py")
-PLACES = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "SLURM_PROCID", "SLURM_NTASKS",
-          "SLURM_LOCALID", "SLURM_JOB_ID", "SLURM_STEP_NUM_TASKS", "SLURM_LAUNCH_NODE_IPADDR"}
+PLACES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_", "SLURM_", "OMPI_", "PMI_", "PMIX_", "PALS_", "TORCHELASTIC_")
 
 
 class Program:
@@ -112,7 +111,7 @@ def session(leader: int) -> list[int]:
 
 def environment(changes: Mapping[str, str] | None) -> dict[str, str]:
     """This process's environment without any launcher's variables, one thread, and the changes."""
-    kept = {name: value for name, value in os.environ.items() if name not in PLACES}
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(PLACES)}
     return {**kept, "OMP_NUM_THREADS": "1", **(changes or {})}
 
 

@@ -5,12 +5,15 @@ Real interpreters where the start itself is the matter (seconds each; most are c
 from __future__ import annotations
 
 import os
+import secrets
 import signal
+import socket
 import time
 from pathlib import Path
 
 import pytest
 
+from megatron import launcher
 from megatron.checkpoint import store
 from tests.e2e.programs import SCRIPT, Program, fork_program, fork_ranks, free_port, ranks_of, spawn_program
 from tests.forkrun import run_ranks
@@ -72,26 +75,66 @@ def test_torch_distributed_launch(folder, two_ranks):
     assert "  local_rank ...................................... 0\n" in program.out
 
 
-def slurm(rank: int, world: int, folder: Path, environ: dict[str, str]) -> list:
+def tasks(rank: int, world: int, folder: Path, environs: list[dict[str, str]]) -> list:
     os.chdir(folder)
-    ranks = [{"SLURM_PROCID": str(r), "SLURM_LOCALID": str(r), "SLURM_STEP_NUM_TASKS": "2", **environ} for r in range(2)]
     words = argv(folder, 4, "--metrics-file", "metrics.jsonl")
-    programs = [fork_program(words, folder, str(r), place) for r, place in enumerate(ranks)]
+    programs = [fork_program(words, folder, str(number), environ) for number, environ in enumerate(environs)]
     return [(p.end(), p.err) for p in programs]
 
 
-@pytest.mark.parametrize("from_job", [True, pytest.param(False, marks=pytest.mark.campaign)])
-def test_srun(folder, two_ranks, from_job):
-    """The meeting point is given, or made of the launch node's address and the job's number."""
-    port = free_port()
-    if from_job:
-        while not 20000 <= port < 40000:
-            port = free_port()
-        environ = {"SLURM_LAUNCH_NODE_IPADDR": "127.0.0.1", "SLURM_JOB_ID": str(20000 * 7 + port - 20000)}
+SRUN = [{"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank), "SLURM_STEP_NUM_TASKS": "2", "SLURM_NODEID": "0",
+         "SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_STEP_NODELIST": "not-asked-for", "SLURM_STEP_ID": "0",
+         "SLURM_LAUNCH_NODE_IPADDR": "192.0.2.1"} for rank in range(2)]
+OMPI = [{"OMPI_COMM_WORLD_RANK": str(rank), "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": str(rank),
+         "OMPI_COMM_WORLD_LOCAL_SIZE": "2"} for rank in range(2)]
+HYDRA = [{"PMI_RANK": str(rank), "PMI_SIZE": "2", "MPI_LOCALRANKID": str(rank)} for rank in range(2)]
+
+
+def job_number(variables: dict[str, str], name: str) -> str:
+    """A number of a job whose port nobody listens on."""
+    while True:
+        number = str(secrets.randbelow(10**6))
+        try:
+            socket.create_server(("", launcher.rendezvous({**variables, name: number})[1])).close()
+            return number
+        except OSError:
+            continue
+
+
+@pytest.mark.parametrize("ranks, job", [
+    (SRUN, "SLURM_JOB_ID"), pytest.param(OMPI, "PMIX_NAMESPACE", marks=pytest.mark.campaign),
+    pytest.param(HYDRA, None, marks=pytest.mark.campaign)], ids=["srun", "Open MPI", "MPICH"])
+def test_ranks_of_a_cluster(folder, two_ranks, ranks, job):
+    """The meeting point is given, or made of the job's number; on one node it is this machine."""
+    if job:
+        common = {job: job_number(ranks[0], job)}
     else:
-        environ = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    assert run_ranks(1, slurm, folder, environ) == [[(0, "")] * 2]
+        common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    assert run_ranks(1, tasks, folder, [{**rank, **common} for rank in ranks]) == [[(0, "")] * 2]
     assert rows(folder) == two_ranks.series(*EXACT)
+
+
+def alone(rank: int, world: int, folder: Path, environ: dict[str, str]) -> tuple:
+    os.chdir(folder)
+    started = time.monotonic()
+    program = fork_program(argv(folder), folder, environ={"RANK": "1", "WORLD_SIZE": "2", **environ})
+    return program.end(70), program.err, time.monotonic() - started
+
+
+@pytest.mark.parametrize("environ, code, seconds, named", [
+    ({"RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}, 2, 10, ["MASTER_PORT=0"]),
+    ({"MASTER_ADDR": "no-such-host.invalid", "MASTER_PORT": "29555"}, 1, 20, ["no-such-host.invalid", "29555"]),
+    ({"RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "taken"}, 1, 20, ["MASTER_PORT", "in use"]),
+    pytest.param({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "free"}, 1, 60, ["127.0.0.1", "refused"],
+                 marks=pytest.mark.campaign)],
+    ids=["port 0", "no such host", "port in use", "nobody answers"])
+def test_ranks_that_cannot_meet(folder, environ, code, seconds, named):
+    """One line that names the address, within a minute."""
+    with socket.create_server(("", 0)) as other:
+        ports = {"taken": str(other.getsockname()[1]), "free": str(free_port())}
+        environ = {**environ, "MASTER_PORT": ports.get(environ["MASTER_PORT"], environ["MASTER_PORT"])}
+        [(left, text, took)] = run_ranks(1, alone, folder, environ)
+    assert left == code and took < seconds and text.count("\n") == 1 and all(word in text for word in named)
 
 
 def without_meeting_point(rank: int, world: int, folder: Path) -> tuple:
@@ -102,7 +145,7 @@ def without_meeting_point(rank: int, world: int, folder: Path) -> tuple:
 
 def test_ranks_need_a_meeting_point(folder):
     code, text = run_ranks(1, without_meeting_point, folder)[0]
-    assert code == 1 and text.startswith("error: MASTER_ADDR and MASTER_PORT not set: 2 ranks need a meeting point;")
+    assert code == 1 and text.startswith("error: MASTER_ADDR and MASTER_PORT not set: ")
     assert text.count("\n") == 1
 
 
@@ -267,6 +310,41 @@ def test_a_rank_killed_under_torchrun(folder, rank):
     assert f"rank      : {rank} (local_rank: {rank})" in report
     assert report.rstrip("=\n").endswith(f"traceback : Signal 9 (SIGKILL) received by PID {victim}")
     assert program.left_behind(8.0) == []
+
+
+DYING = '''"""pretrain_gpt.py whose rank 1 is killed in the first attempts, once it has trained a while."""
+import os, runpy, signal
+from megatron.training import loop
+
+real = loop.train_step
+steps = []
+
+def step(*args, **kwargs):
+    steps.append(1)
+    if len(steps) == 3 and os.environ["RANK"] == "1" and int(os.environ["TORCHELASTIC_RESTART_COUNT"]) < {kills}:
+        open(f"killed.{{os.getpid()}}", "w").close()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return real(*args, **kwargs)
+
+loop.train_step = step
+runpy.run_path({script!r}, run_name="__main__")
+'''
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("how", [["--master-port", "free"], ["--standalone"]], ids=["port", "standalone"])
+def test_torchrun_restarts(folder, two_ranks, how):
+    """--max-restarts: a rank is killed three times, and the fourth attempt trains to the end from the checkpoint.
+
+    The agent's store outlives the attempts, with the addresses of dead processes.
+    """
+    (folder / "wrapper.py").write_text(DYING.format(script=SCRIPT, kills=3))
+    words = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "3",
+             *(str(free_port()) if word == "free" else word for word in how), str(folder / "wrapper.py"),
+             *argv(folder, 12, "--metrics-file", "metrics.jsonl")]
+    program = spawn_program(words, folder, {"PYTHONPATH": str(Path(SCRIPT).parent)})
+    assert program.end(200) == 0, program.err
+    assert store.latest(folder / "save") == 12 and len(list(folder.glob("killed.*"))) == 3 and not left_in(folder)
 
 
 def left_in(folder: Path) -> list[int]:

@@ -193,11 +193,11 @@ def request(rank: int, world: int, folder: Path, ranks: int, to: list[int], numb
     pytest.param(2, [0, 1], signal.SIGTERM, [], marks=pytest.mark.campaign), (4, [0, 1, 2, 3], signal.SIGUSR1, [])],
     ids=["whole process group with workers", "USR1", "only one of two", "both of two", "all of four"])
 def test_a_request_saves_and_leaves(folder, straight, ranks, to, number, extra):
-    """Every rank exits with 0 after the step that the request fell into; the line is Megatron's."""
+    """Every rank exits with 0 after the step that the request fell into; the line is Megatron's, with the signal."""
     assert run_ranks(1, request, folder, ranks, to, number, extra) == [[(0, "", [])] * ranks]
     assert store.latest(folder / "save") == 6
     log = (folder / "log.0").read_text()
-    assert log.splitlines()[-1].startswith("[exiting program after receiving SIGTERM.] datetime: ")
+    assert log.splitlines()[-1].startswith(f"[exiting program after receiving {number.name}.] datetime: ")
     assert log.count("exiting program") == 1
     if to == [1]:
         assert_goes_on(folder, straight(2), world=2)

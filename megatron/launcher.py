@@ -1,0 +1,261 @@
+"""What the launcher gave this process: rank, number of ranks, local rank, node, and where the ranks meet.
+
+Launchers: torchrun, Open MPI's mpirun, mpiexec of MPICH, Intel MPI and PALS, and srun. No other file reads
+their variables. Nothing here needs torch or opens a connection.
+"""
+from __future__ import annotations
+
+import os
+import re
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+Environ = Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class _Launcher:
+    """The variables of one launcher; of several spellings the first that is set counts."""
+    name: str
+    rank: tuple[str, ...]
+    world_size: tuple[str, ...]
+    local_rank: tuple[str, ...]
+    local_world_size: tuple[str, ...] = ()
+    node: tuple[str, ...] = ()
+
+
+# Innermost first: torchrun runs inside mpiexec or srun, and mpirun inside a batch script or, on other nodes,
+# inside an srun of its own. srun counts with the size of its step only: an allocation's shell and batch script
+# have SLURM_NTASKS and SLURM_PROCID too, and are one process.
+_LAUNCHERS = (
+    _Launcher("torchrun", ("RANK",), ("WORLD_SIZE",), ("LOCAL_RANK",), ("LOCAL_WORLD_SIZE",),
+              ("GROUP_RANK",)),
+    _Launcher("Open MPI", ("OMPI_COMM_WORLD_RANK",), ("OMPI_COMM_WORLD_SIZE",),
+              ("OMPI_COMM_WORLD_LOCAL_RANK",), ("OMPI_COMM_WORLD_LOCAL_SIZE",)),
+    _Launcher("mpiexec", ("PMI_RANK", "PALS_RANKID", "PMIX_RANK"), ("PMI_SIZE",),
+              ("PALS_LOCAL_RANKID", "PMI_LOCAL_RANK", "MPI_LOCALRANKID"),
+              ("PALS_LOCAL_SIZE", "PMI_LOCAL_SIZE", "MPI_LOCALNRANKS"), ("PALS_NODEID",)),
+    _Launcher("srun", ("SLURM_PROCID",), ("SLURM_STEP_NUM_TASKS",), ("SLURM_LOCALID",), (),
+              ("SLURM_NODEID",)),
+)
+# What all ranks of one start have in common and no other start on the host has: a port is made of it.
+_JOB = ("PMIX_NAMESPACE", "PALS_APID", "PBS_JOBID", "SLURM_JOB_ID")
+_FIRST_PORT = 20_000            # below the ports that Linux gives to outgoing connections
+_PORTS = 12_000
+
+
+@dataclass(frozen=True)
+class LaunchInfo:
+    """One process among those of its launcher.
+
+    `local_rank`, `local_world_size` (ranks of this node) and `node` (the launcher's number of this node) are None
+    where the launcher does not give them.
+    """
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int | None = 0
+    local_world_size: int | None = 1
+    node: str | None = None
+
+
+@dataclass(frozen=True)
+class _Given:
+    """The variables of one launcher that are set, as (name, text)."""
+    launcher: _Launcher
+    rank: tuple[str, str] | None
+    world_size: tuple[str, str] | None
+
+
+def read(environ: Environ) -> tuple[LaunchInfo, list[str]]:
+    """This process's place, and what is wrong with the launcher's variables (then it is a single process)."""
+    given = [_given(launcher, environ) for launcher in _LAUNCHERS]
+    given = [one for one in given if one.rank or one.world_size]
+    values = [pair for one in given for pair in (one.rank, one.world_size) if pair]
+    problems = [f"{name}={text} in the environment: not a whole number; unset it, or use a launcher"
+                for name, text in values if not text.isdecimal()]
+    if problems or not given:
+        return LaunchInfo(), problems
+    whole = [one for one in given if one.rank and one.world_size]
+    problems = _doubts(given, whole)
+    rank = whole[0].rank if whole else next((one.rank for one in given if one.rank), None)
+    size = whole[0].world_size if whole else next((one.world_size for one in given if one.world_size), None)
+    if problems or not rank or not size:
+        return LaunchInfo(), problems
+    if int(rank[1]) >= int(size[1]):
+        return LaunchInfo(), [f"{_text(rank)} in the environment: must be less than {_text(size)}; unset both, "
+                              f"or use a launcher"]
+    return _place(int(rank[1]), int(size[1]), given, whole, environ), []
+
+
+def _given(launcher: _Launcher, environ: Environ) -> _Given:
+    rank, size = (_first(names, environ) for names in (launcher.rank, launcher.world_size))
+    if launcher.name == "srun" and not size:
+        rank = None
+    return _Given(launcher, rank, size)
+
+
+def _first(names: tuple[str, ...], environ: Environ) -> tuple[str, str] | None:
+    return next(((name, environ[name]) for name in names if environ.get(name)), None)
+
+
+def _text(pair: tuple[str, str]) -> str:
+    return "=".join(pair)
+
+
+def _doubts(given: list[_Given], whole: list[_Given]) -> list[str]:
+    """Why the variables do not say which of how many ranks this is, or contradict each other."""
+    ranks = [one.rank for one in given if one.rank]
+    sizes = [one.world_size for one in given if one.world_size]
+    if not ranks:
+        return [f"{_text(sizes[0])} in the environment, but nothing gives this process's rank: start with "
+                f"torchrun, srun or mpiexec, or set RANK; unset {sizes[0][0]} for a single process"
+                ] if int(sizes[0][1]) > 1 else []
+    if not sizes:
+        return [f"{_text(ranks[0])} in the environment, but nothing gives the number of ranks: set WORLD_SIZE, "
+                f"or unset {ranks[0][0]} for a single process"]
+    if not whole:
+        return []
+    rank, size = whole[0].rank, whole[0].world_size
+    for one in given:
+        partial = given.index(one) < given.index(whole[0])
+        if partial and one.rank and int(one.rank[1]) != int(rank[1]):
+            return [f"{_text(one.rank)} contradicts {_text(rank)} ({whole[0].launcher.name}); "
+                    f"unset {one.rank[0]}"]
+        if partial and one.world_size and int(one.world_size[1]) != int(size[1]):
+            return [f"{_text(one.world_size)} contradicts {_text(size)} ({whole[0].launcher.name}); "
+                    f"unset {one.world_size[0]}"]
+        if one in whole and int(size[1]) == 1 < int(one.world_size[1]):
+            return [f"{_text(size)} ({whole[0].launcher.name}) inside {_text(one.world_size)} "
+                    f"({one.launcher.name}): every process would be a run of one rank; use one launcher for all "
+                    f"ranks (unset the variables of the other)"]
+    return []
+
+
+def _place(rank: int, size: int, given: list[_Given], whole: list[_Given], environ: Environ) -> LaunchInfo:
+    """The rest, from the launcher that gave the rank or another one that counts the ranks alike."""
+    same = [one.launcher for one in given
+            if one not in whole or (int(one.rank[1]), int(one.world_size[1])) == (rank, size)]
+    local_rank = _number(same, "local_rank", environ)
+    local_size = _number(same, "local_world_size", environ)
+    if local_size is None and any(launcher.name == "srun" for launcher in same):
+        local_size = _tasks_of_node(environ)
+    if size == 1:
+        local_rank, local_size = local_rank or 0, 1
+    node = next((found[1] for launcher in same if (found := _first(launcher.node, environ))), None)
+    return LaunchInfo(rank, size, local_rank, local_size, node)
+
+
+def _number(launchers: list[_Launcher], field: str, environ: Environ) -> int | None:
+    found = (_first(getattr(launcher, field), environ) for launcher in launchers)
+    return next((int(pair[1]) for pair in found if pair and pair[1].isdecimal()), None)
+
+
+def _tasks_of_node(environ: Environ) -> int | None:
+    """Tasks of an srun step on this node, from SLURM_STEP_TASKS_PER_NODE, such as 2(x3),1."""
+    counts = []
+    for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", environ.get("SLURM_STEP_TASKS_PER_NODE", "")):
+        counts += [int(count)] * int(times or 1)
+    node = environ.get("SLURM_NODEID", "")
+    return counts[int(node)] if node.isdecimal() and int(node) < len(counts) else None
+
+
+def info() -> LaunchInfo:
+    """The place of this process; where the variables are wrong, that of a single process."""
+    return read(os.environ)[0]
+
+
+def rank() -> int:
+    """Global rank of this process; 0 without a launcher."""
+    return info().rank
+
+
+def world_size() -> int:
+    """Number of processes of this run; 1 without a launcher."""
+    return info().world_size
+
+
+def under_torchrun() -> bool:
+    """Whether torchrun started this process, watches it and ends the others of its node when it fails."""
+    return "TORCHELASTIC_RUN_ID" in os.environ
+
+
+def attempt() -> int:
+    """How often torchrun has restarted the ranks (--max-restarts); 0 without it."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0)
+
+
+def agent_has_store() -> bool:
+    """Whether torchrun keeps the key-value store at MASTER_ADDR and MASTER_PORT; else rank 0 does."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def error_file() -> Path | None:
+    """Where torchrun reads why this process failed; of several attempts it shows the last one's only."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    last = attempt() == int(os.environ.get("TORCHELASTIC_MAX_RESTARTS") or 0)
+    return Path(path) if path and last else None
+
+
+def rendezvous_problems(environ: Environ) -> list[str]:
+    """What is wrong with MASTER_PORT, which every rank of several can see before anything is loaded."""
+    port = environ.get("MASTER_PORT")
+    if not port or read(environ)[0].world_size == 1:
+        return []
+    if port.isdecimal() and 0 < int(port) < 65536:
+        return []
+    return [f"MASTER_PORT={port} in the environment: must be a port that is free on rank 0's node, 1 to 65535 "
+            f"(with torchrun on one node: --standalone chooses one)"]
+
+
+def rendezvous(environ: Environ) -> tuple[str, int]:
+    """(address of rank 0's node, port there), at which the ranks of this run meet.
+
+    MASTER_ADDR and MASTER_PORT count where they are set. Otherwise the address is this machine's own where all
+    ranks are on it, and in a SLURM job the first node's, never that of the host on which srun was typed; the port
+    is made of the job's number. Raises ValueError where nothing gives them.
+    """
+    here = read(environ)[0]
+    address = environ.get("MASTER_ADDR") or _first_host(environ, here)
+    port = environ.get("MASTER_PORT") or _job_port(environ)
+    if address and port:
+        return address, int(port)
+    missing = [name for name, value in (("MASTER_ADDR", address), ("MASTER_PORT", port)) if not value]
+    raise ValueError(f"{' and '.join(missing)} not set: {here.world_size} ranks need the address of rank 0's node "
+                     f"and a free port there; export {'them' if len(missing) > 1 else 'it'} before the launcher, or "
+                     f"start with torchrun")
+
+
+def _first_host(environ: Environ, here: LaunchInfo) -> str | None:
+    if here.local_world_size == here.world_size:
+        return "127.0.0.1"
+    nodes = environ.get("SLURM_STEP_NODELIST") if _by_srun(environ) else environ.get("SLURM_JOB_NODELIST")
+    return first_of_nodelist(nodes) if nodes else None
+
+
+def _by_srun(environ: Environ) -> bool:
+    """Whether srun started the ranks, and not an MPI launcher inside a SLURM job."""
+    others = (_given(launcher, environ) for launcher in _LAUNCHERS if launcher.name in ("Open MPI", "mpiexec"))
+    own = _given(_LAUNCHERS[-1], environ)
+    return own.rank is not None and all(not one.rank or one.rank[1] == own.rank[1] for one in others)
+
+
+def _job_port(environ: Environ) -> str | None:
+    name = next((name for name in _JOB if environ.get(name)), None)
+    if name is None:
+        return None
+    step = environ.get("SLURM_STEP_ID", "") if name == "SLURM_JOB_ID" and _by_srun(environ) else ""
+    return str(_FIRST_PORT + zlib.crc32(f"{environ[name]}.{step}".encode()) % _PORTS)
+
+
+def first_of_nodelist(text: str) -> str:
+    """`node07` of SLURM's `node[07-09,12],login1`."""
+    name = re.match(r"[^,\[]*", text)[0]
+    rest = text[len(name):]
+    while rest.startswith("["):
+        inside, _, rest = rest[1:].partition("]")
+        tail = re.match(r"[^,\[]*", rest)[0]
+        name += re.match(r"[^-,]*", inside)[0] + tail
+        rest = rest[len(tail):]
+    return name
