@@ -70,7 +70,7 @@ def main(argv: list[str] | None = None, signals: SignalWatch | None = None) -> N
         from megatron.checkpoint import async_writer, object_store
         c = line.config.checkpoint
         if line.load_url and line.rank == 0:
-            object_store.fetch(line.load_url, c.load, c.ckpt_step)
+            object_store.fetch(line.load_url, c.load, c.ckpt_step, required=line.load_url != line.save_url)
         if line.snapshot_url and line.rank == 0 and c.load and c.ckpt_step is None:
             object_store.fetch_snapshot(line.snapshot_url, c.snapshot_dir, c.load)
         beside = c.async_save and bool(c.save) and not line.config.training.skip_train

@@ -172,16 +172,21 @@ class Remote:
                               f"{' '.join(str(failure).split())[:300]}") from failure
 
 
-def fetch(url: str, staging: str, step: int | None = None) -> None:
+def fetch(url: str, staging: str, step: int | None = None, required: bool = False) -> None:
     """Have the newest checkpoint of `url` (or that of iteration `step`) in the staging directory, if it is not there, and
     the records of skipped iterations.
 
-    A newer one that lies there, not uploaded yet, stays the newest. Raises CheckpointError and ValueError.
+    A newer one that lies there, not uploaded yet, stays the newest. With none in either place a `required` one is missed.
+    Raises CheckpointError and ValueError.
     """
     remote = Remote(url)
     remote.bring_skips(Path(staging))
     iteration = remote.latest() if step is None else step
     if iteration is None:
+        if required and store.latest(staging) is None:
+            raise CheckpointError(f"--load {url}: no checkpoint of this suite there ({store.TRACKER} is missing); give the "
+                                  "URL that --save named, give --save the same URL (then a first run starts from random "
+                                  "weights), or omit --load")
         return
     here, local = store.iterations(staging), store.latest(staging)
     if iteration in here or (step is None and local is not None and local > iteration and local in here):

@@ -323,9 +323,9 @@ def _checkpoint(c: CheckpointConfig) -> Iterator[str]:
     if os.path.exists(c.load) and not os.path.isdir(c.load):
         yield f"--load {c.load}: is a file; give the directory that holds the iter_XXXXXXX directories"
         return
-    if tool := _of_another_suite(c.load):
+    if command := _of_another_suite(c.load):
         yield (f"--load {c.load}: is no checkpoint of this suite; make one of it first: python tools/convert_checkpoint.py "
-               f"{tool} {c.load} DIR")
+               f"{command}, then give --load DIR")
         return
     here = sorted(int(n[5:]) for n in _listing(c.load) if re.fullmatch(r"iter_\d{7,}", n))
     if c.ckpt_step is not None and not os.path.isdir(os.path.join(c.load, f"iter_{c.ckpt_step:07d}")):
@@ -347,10 +347,19 @@ def _of_another_suite(load: str) -> str | None:
     find none and start from random weights."""
     newest = newest_checkpoint(load)
     if newest is None and os.path.isfile(os.path.join(load, "config.json")):
-        return "hf-import"
+        return f"hf-import {load} DIR"
     if any(n.startswith("mp_rank_") for n in _listing(str(newest or os.path.join(load, "release")))):
-        return "megatron-import"
+        return f"megatron-import {load} DIR"
+    if newest is None and (step := _internlm_step(load)):
+        return f"internlm-import {step} DIR --mlp-weights w2-up (before February 2024) or w2-down (InternEvo)"
     return None
+
+
+def _internlm_step(load: str) -> str | None:
+    """The folder of a step of InternLM's training: `load`, or the newest in it (LOAD/50)."""
+    steps = sorted((n for n in _listing(load) if n.isdecimal()), key=int, reverse=True)
+    folders = [load, *(os.path.join(load, n) for n in steps)]
+    return next((one for one in folders if any(re.fullmatch(r"model_tp\d+_pp\d+\.pt", n) for n in _listing(one))), None)
 
 
 def newest_checkpoint(load: str, ckpt_step: int | None = None) -> Path | None:

@@ -127,12 +127,18 @@ def test_a_checkpoint_of_another_suite_is_not_taken_for_none(data: Path):
     (data / "hf").mkdir()
     (data / "hf" / "config.json").touch()
     [line] = checked("--load hf")[0]
-    assert line.endswith("make one of it first: python tools/convert_checkpoint.py hf-import hf DIR")
+    assert "python tools/convert_checkpoint.py hf-import hf DIR" in line
     for name, word in (("release", "release"), ("iter_0000007", "7")):
         (data / word / name / "mp_rank_00").mkdir(parents=True)
         (data / word / "latest_checkpointed_iteration.txt").write_text(word)
         [line] = checked(f"--load {word}")[0]
         assert f"megatron-import {word} DIR" in line
+    for step in ("9", "10"):
+        (data / "internlm" / step).mkdir(parents=True)
+        (data / "internlm" / step / "model_tp0_pp0.pt").touch()
+    for given, step in (("internlm", "internlm/10"), ("internlm/9", "internlm/9")):
+        [line] = checked(f"--load {given} --save {given} --save-interval 1")[0]
+        assert f"internlm-import {step} DIR --mlp-weights" in line
 
 
 def test_the_parent_of_a_directory_to_write_may_be_missing(data: Path):

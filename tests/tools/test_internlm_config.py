@@ -12,7 +12,7 @@ from megatron.config import command_line
 from megatron.config.plan import make_plan
 from megatron.config.tree import Config
 from tests.forkrun import ROOT
-from tests.tools.internlm_configs import SIZES, demo, written
+from tests.tools.internlm_configs import INTERNEVO_7B, SIZES, demo, written
 from tools.internlm.read_config import ConfigError, read_config
 from tools.internlm.to_flags import to_flags
 from tools.internlm_config import main
@@ -39,7 +39,50 @@ def test_a_demo_becomes_the_same_run(name, tmp_path, capsys):
     assert config.data.dummy_data == "internlm" and config.data.packed_samples
     assert config.data.min_sample_length == 0       # the logs of the demos count short samples of the made-up data, too
     assert config.parallel.use_distributed_optimizer and config.parallel.overlap_grad_reduce
+    assert config.parallel.zero_partition == "whole-params"         # as the logs' "Number of elements on ranks"
     assert config.checkpoint.save is None
+
+
+def test_internevos_7b_sft(tmp_path, capsys):
+    """Its keys pass; with overlap_sync_param it has InternLM's shares of the optimizer state."""
+    config = converted(tmp_path, INTERNEVO_7B, 8, capsys)
+    assert make_plan(config, 8, 103168).num_parameters == SIZES["7b"][6]
+    assert config.precision.bf16 and config.training.global_batch_size == 64 and config.data.dummy_data == "internlm"
+    assert config.parallel.use_distributed_optimizer and config.parallel.zero_partition == "even"
+    assert config.checkpoint.load is None and not config.model.rotary_interleaved
+    config = converted(tmp_path, INTERNEVO_7B.replace("overlap_sync_param=False", "overlap_sync_param=True").replace(
+        "qk_interleaved=False", "qk_interleaved=True"), 8, capsys)
+    assert config.parallel.zero_partition == "whole-params" and config.model.rotary_interleaved
+
+
+LOADS = [
+    # what stands in ckpt, and --load, --finetune, --no-load-optim, --exit-on-missing-checkpoint of the run
+    ("auto_resume=True, load_ckpt_folder='local:a'", None, False, False, False),
+    ("load_model_only_folder='local:a'", None, False, False, False),            # auto_resume is on where it is not set
+    ("load_given_ckpt=False, load_ckpt_folder='local:a'", None, False, False, False),
+    ("auto_resume=True, load_given_ckpt=True, load_ckpt_folder='local:a'", None, False, False, False),
+    ("auto_resume=False, load_ckpt_folder='local:a'", "a", False, False, True),
+    ("load_given_ckpt=True, load_ckpt_folder='local:a'", "a", False, False, True),
+    ("auto_resume=False, load_ckpt_folder='local:a', load_optimizer=False", "a", False, True, True),
+    ("auto_resume=False, load_model_only_folder='local:a'", "a", True, False, True),
+    ("auto_resume=False, load_ckpt_folder='local:a', load_ckpt_info=dict(path='local:b', content=('model',), "
+     "ckpt_type='internlm')", "b", True, False, True),
+    ("auto_resume=False, load_ckpt_info=dict(path='b', content=['model', 'scheduler'], ckpt_type='internevo')", "b", False,
+     True, True),
+    ("auto_resume=False, load_ckpt_info=dict(path='b', content=('all',), ckpt_type='internevo')", "b", False, False, True),
+    ("auto_resume=False, load_ckpt_info=None", None, False, False, False),
+]
+
+
+@pytest.mark.parametrize("saves", [False, True])
+@pytest.mark.parametrize(("keys", "load", "finetune", "no_optimizer", "must"), LOADS, ids=[row[0][:60] for row in LOADS])
+def test_what_is_loaded_is_what_internlm_loads(saves, keys, load, finetune, no_optimizer, must, tmp_path, capsys):
+    text = demo("7b").replace("enable_save_ckpt=False", f"enable_save_ckpt={saves}")
+    text = text.replace("    load_optimizer=True,\n", "")
+    c = converted(tmp_path, text.replace("ckpt = dict(", f"ckpt = dict({keys}, "), 8, capsys).checkpoint
+    resumes = saves and load is None and "load_ckpt_info=None" not in keys
+    assert c.load == ("llm_ckpts" if resumes else load)
+    assert (c.finetune, c.no_load_optim, c.exit_on_missing_checkpoint) == (finetune, no_optimizer, must)
 
 
 # what is changed in the 7B demo, and words of the .args file that it comes to
@@ -79,6 +122,13 @@ def test_each_key_reaches_its_flag(old, new, words, tmp_path, capsys):
 
 
 REFUSED = [
+    ("load_optimizer=True", "auto_resume=False, load_ckpt_folder='local:a', load_model_only_folder='local:b'",
+     "ckpt.load_ckpt_folder and ckpt.load_model_only_folder"),
+    ("load_optimizer=True", "auto_resume=False, load_ckpt_info=dict(path='a', content=('model',), ckpt_type='llama')",
+     "ckpt.load_ckpt_info.ckpt_type = 'llama'"),
+    ("load_optimizer=True", "auto_resume=False, load_ckpt_info=dict(path='a', content=('all',), ckpt_type='hf_llama')",
+     "ckpt.load_ckpt_info.content = ('all',)"),
+    ("use_flash_attn=True", "num_kv_attention_heads=8", "model.num_kv_attention_heads = 8"),
     ("num_chunks=1", "num_chunks=1, num_expert=4", "model.num_expert: is no key that this tool knows"),
     ("use_flash_attn=True", "use_scaled_init=False", "only the layer-wise deviations are built in"),
     ("use_flash_attn=True", "num_experts=4", "model.num_experts = 4: there are no experts"),

@@ -13,6 +13,10 @@ from tools.internlm.sections import Args, Section
 
 DTYPES = {"torch.float16": ["--fp16"], "torch.half": ["--fp16"], "torch.bfloat16": ["--bf16"], "torch.float32": [],
           "torch.tf32": ["--tf32"]}
+CONTENTS = ("model", "sampler", "optimizer", "scheduler", "all")
+# ckpt_type -> the converter's command
+CHECKPOINT_TYPES = {"internlm": "internlm-import", "internevo": "internlm-import", "hf": "hf-import",
+                    "hf_llama": "hf-import"}
 SECTIONS = ("ckpt", "data", "grad_scaler", "hybrid_zero_optimizer", "loss", "adam", "lr_scheduler", "beta2_scheduler",
             "model", "parallel", "monitor")
 
@@ -37,6 +41,7 @@ def to_flags(values: Mapping[str, Any], world_size: int) -> Args:
     _optimizer(sections, layout, dtype)
     _checkpoints(sections["ckpt"])
     sections["monitor"].ignore("alert", why="no webhook here; logs and exit codes say what happened")
+    sections["monitor"].ignore("tensorboard", why="its queue has no counterpart; tensorboard_folder is --tensorboard-dir")
     for section in sections.values():
         section.done()
     return args
@@ -96,6 +101,9 @@ def _model(model: Section) -> str:
     chunks = model.integer("num_chunks", 1, 1)
     if chunks > 1:
         args.flag("--num-virtual-stages-per-pipeline-rank", chunks)
+    if model.switch("qk_interleaved", False):
+        args.flag("--rotary-interleaved")
+    model.only("num_kv_attention_heads", heads, "INTERNLM models have as many keys and values as num_attention_heads")
     model.only("use_dynamic_ntk_rope", False, "is for inference")
     model.only("is_reward", False, "there is no reward head")
     model.only("num_experts", 1, "there are no experts")
@@ -201,6 +209,8 @@ def _data(data: Section, dp: int) -> None:
     data.ignore("packed_length", "gradient_accumulation", "batch_size", why="follows from the others")
     data.ignore("diag_outlier_ratio", "num_worker", "seed", why="has no counterpart")
     data.ignore("use_packed_dataset", "fixed_random_dataset_seqlen", why="is InternEvo's later key and has no counterpart")
+    data.ignore("valid_pack_mode", why="validation rows are packed; the mean over tokens is the same")
+    data.ignore("use_shm", "shm_path", why="indices are memory maps, which the ranks of a node share")
 
 
 def _skipped(data: Section) -> None:
@@ -248,14 +258,27 @@ def _optimizer(sections: Mapping[str, Section], layout: Mapping[str, int], dtype
     sections["loss"].ignore("moe_loss_coeff", why="there are no experts")
     zero = sections["hybrid_zero_optimizer"]
     args.flag("--clip-grad", float(zero.number("clip_grad_norm", 0.0)))
-    if zero.switch("overlap_sync_grad", False) | zero.switch("zero_overlap_communication", False) and layout["dp"] > 1:
+    gradients = zero.switch("overlap_sync_grad", False) | zero.switch("zero_overlap_communication", False)
+    if gradients and layout["dp"] > 1:
         args.flag("--overlap-grad-reduce")
-        if layout["zero"] > 1 and zero.switch("overlap_sync_param", False):
-            args.flag("--overlap-param-gather")
-    zero.ignore("overlap_sync_param", why="goes with overlap_sync_grad and a zero1 of more than 1 alone")
+    _zero_partition(zero, layout, gradients)
     if bucket := zero.integer("reduce_bucket_size", 0):
         args.flag("--ddp-bucket-size", bucket)
     _scaler(sections["grad_scaler"], dtype)
+
+
+def _zero_partition(zero: Section, layout: Mapping[str, int], gradients: bool) -> None:
+    """Who has which optimizer state: overlap_sync_param chooses InternLM's rule."""
+    args = zero.args
+    if layout["zero"] <= 1:
+        zero.ignore("overlap_sync_param", why="goes with a zero1 of more than 1 alone")
+    elif zero.switch("overlap_sync_param", False):
+        args.flag("--zero-partition whole-params", why="overlap_sync_param: whole parameters in the model's order")
+        if gradients:
+            args.flag("--overlap-param-gather")
+    else:
+        args.note("optimizer state is split evenly; InternLM without overlap_sync_param gives out whole parameters by size")
+    zero.ignore("use_split_tensor_optim", "all_gather_size", why="how InternEvo splits and gathers weights, no number")
 
 
 def _scaler(scaler: Section, dtype: str) -> None:
@@ -279,9 +302,8 @@ def _checkpoints(ckpt: Section) -> None:
     saves = ckpt.switch("enable_save_ckpt", True)
     save, every = _folder(ckpt, "save_ckpt_folder"), ckpt.integer("checkpoint_every", 0)
     snapshot, often = _folder(ckpt, "snapshot_ckpt_folder"), ckpt.integer("oss_snapshot_freq", 0)
-    load, weights = _folder(ckpt, "load_ckpt_folder"), _folder(ckpt, "load_model_only_folder")
-    resume = ckpt.switch("auto_resume", True) & ckpt.switch("load_given_ckpt", True)
-    optimizer, ahead = ckpt.switch("load_optimizer", True), ckpt.switch("async_upload", False)
+    given = ckpt.switch("load_given_ckpt", False)           # the older name of auto_resume=False
+    resume, ahead = ckpt.switch("auto_resume", not given), ckpt.switch("async_upload", False)
     if saves and save:
         if not every:
             args.problems.append("ckpt.checkpoint_every: is missing; give the steps between checkpoints")
@@ -292,24 +314,54 @@ def _checkpoints(ckpt: Section) -> None:
             args.flag("--snapshot-interval", often, "--snapshot-dir", snapshot)
     else:
         args.note("enable_save_ckpt is False: nothing is saved")
-    info = ckpt.take("load_ckpt_info", None, lambda v: v is None or isinstance(v, Mapping), "a dict")
-    if info is not None:
-        inner = Section("ckpt.load_ckpt_info", info, args)
-        load, content = _folder(inner, "path"), inner.take("content", ("all",))
-        inner.only("ckpt_type", "internlm", "convert other checkpoints by tools/convert_checkpoint.py hf-import")
-        weights = load if set(content) == {"model"} else weights
-        optimizer = optimizer and bool({"all", "optimizer"} & set(content))
-        inner.done()
-    if resume and saves and save:
-        args.flag("--load", save, why="auto_resume: goes on where the last run stopped, if there was one")
-    elif weights:
-        args.flag("--load", weights, "--finetune", why="convert it first: convert_checkpoint.py internlm-import")
-    elif load:
-        args.flag("--load", load, *["--no-load-optim"] * (not optimizer),
-                  why="convert it first: convert_checkpoint.py internlm-import")
+    if resume:
+        if saves and save:
+            args.flag("--load", save, why="auto_resume: goes on where the last run stopped, if there was one")
+        ckpt.ignore("load_ckpt_info", "load_ckpt_folder", "load_model_only_folder", "load_optimizer",
+                    why="not read while auto_resume is on, as in InternLM (its default is True)")
+    else:
+        _load(ckpt)
     if control := ckpt.text("stop_file_path"):
         args.flag("--control-file", control)
     ckpt.ignore("async_upload_tmp_folder", why="uploads are staged beside the run")
+    ckpt.ignore("enable_internevo2hf_ckpt", why="convert_checkpoint.py hf-export writes Hugging Face folders")
+    ckpt.ignore("universal_ckpt", why="every checkpoint here loads in every layout")
+
+
+def _load(ckpt: Section) -> None:
+    """What a run without auto_resume begins with: load_ckpt_info, else the older keys, as InternLM reads them."""
+    args = ckpt.args
+    info = ckpt.take("load_ckpt_info", None, lambda v: v is None or isinstance(v, Mapping), "a dict")
+    if info is not None:
+        inner = Section("ckpt.load_ckpt_info", info, args)
+        folder = _folder(inner, "path")
+        content = inner.take("content", ("all",), lambda v: isinstance(v, list | tuple) and set(v) <= set(CONTENTS),
+                             f"some of {', '.join(CONTENTS)}")
+        kind = inner.take("ckpt_type", "internlm", lambda v: v in CHECKPOINT_TYPES,
+                          f"one of {', '.join(CHECKPOINT_TYPES)}; convert others to a Hugging Face folder first")
+        inner.done()
+        ckpt.ignore("load_ckpt_folder", "load_model_only_folder", "load_optimizer", why="load_ckpt_info counts more")
+    else:
+        folder, weights = _folder(ckpt, "load_ckpt_folder"), _folder(ckpt, "load_model_only_folder")
+        kind = "internlm"
+        content = ("model", "optimizer") if ckpt.switch("load_optimizer", True) else ("model", "sampler")
+        if folder and weights:
+            args.problems.append("ckpt.load_ckpt_folder and ckpt.load_model_only_folder: InternLM takes one of them; "
+                                 "remove the other")
+        if weights:
+            folder, content = weights, ("model",)
+    if not folder:
+        return
+    model_only = set(content) == {"model"}
+    if CHECKPOINT_TYPES[kind] == "hf-import" and not model_only:
+        args.problems.append(f"ckpt.load_ckpt_info.content = {content!r}: a checkpoint of type {kind} has weights "
+                             "alone; give (\"model\",)")
+    optimizer = bool({"all", "optimizer"} & set(content))
+    args.flag("--load", folder, *["--finetune"] * model_only, *["--no-load-optim"] * (not model_only and not optimizer),
+              "--exit-on-missing-checkpoint")
+    tool = CHECKPOINT_TYPES[kind]
+    args.note(f"a checkpoint of another suite is converted first, its weights alone: python tools/convert_checkpoint.py "
+              f"{tool} {folder} DIR, and --load DIR here")
 
 
 def _folder(section: Section, key: str) -> str | None:
