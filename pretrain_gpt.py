@@ -55,11 +55,15 @@ def main(argv: list[str] | None = None, signals: SignalWatch | None = None) -> N
     """Parse and check before torch is imported; then plan, build, load, train."""
     from megatron.config import command_line
     line = command_line.read(sys.argv[1:] if argv is None else argv, os.environ)
+    from megatron.training import preflight
     if line.config.training.dry_run:
         if line.rank == 0:
-            print_data(line, command_line.print_plan(line))
+            plan = command_line.print_plan(line)
+            print_data(line, plan)
             print_kernels(line)
+            preflight.check_dry(line, plan)
         return
+    tokenizer = preflight.check(line)
     from megatron.checkpoint import lock
     writes = line.rank == 0 and not line.config.training.skip_train
     with lock.held(line.config.checkpoint.save if writes else None) as held:
@@ -77,10 +81,10 @@ def main(argv: list[str] | None = None, signals: SignalWatch | None = None) -> N
         snapshots = c.snapshot_dir if c.snapshot_interval else None
         places = object_store.places(c.save, line.save_url, snapshots, line.snapshot_url) if writes and c.save else []
         with object_store.uploading(places, c.save), async_writer.started(beside) as writer:
-            train(line, held.check, writer, signals)
+            train(line, tokenizer, held.check, writer, signals)
 
 
-def train(line, fence, writer, signals: SignalWatch | None) -> None:
+def train(line, tokenizer, fence, writer, signals: SignalWatch | None) -> None:
     """Plan, build, load, train; `fence()` raises where another job has taken --save over; `writer` of --async-save."""
     from megatron.config import command_line
     from megatron.device import default_backend
@@ -95,7 +99,7 @@ def train(line, fence, writer, signals: SignalWatch | None) -> None:
     for text in command_line.start_lines(line, backend):
         print_rank_0(text)
     check_wishes(config)
-    tokenizer = build.make_tokenizer(config)
+    tokenizer = build.make_tokenizer(config, tokenizer)
     plan = build.plan_run(config, line.world_size, tokenizer.vocab_size)
     writers = metrics.open_writers(config)
     runtime = initialize.initialize(config, meeting)
