@@ -20,6 +20,8 @@ import pytest  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
 NEEDS_HARDWARE = re.compile(r"^needs (a|an|\d+) (GPU|CUDA device|CPU with (AMX|AVX2))s?\b")
+# Programs that no machine can be asked to have.
+NEEDS_LAUNCHER = re.compile(r"^needs (SLURM|Open MPI|MPICH) installed")
 NOT_INSTALLED = re.compile(r"could not import '([\w.]+)'")
 # Libraries that no machine without a GPU can be asked to have.
 GPU_LIBRARIES = {"transformer_engine", "apex", "flash_attn"}
@@ -37,7 +39,7 @@ def is_peer(module: str) -> bool:
 def is_allowed(reason: str, peers_required: bool, marked: bool) -> bool:
     """Whether a test may be skipped for this reason: hardware is missing, or a package that is not required. A test that
     needs a peer must say so by its mark, so that `-m peers` finds it."""
-    if NEEDS_HARDWARE.search(reason):
+    if NEEDS_HARDWARE.search(reason) or NEEDS_LAUNCHER.search(reason):
         return True
     library = NOT_INSTALLED.search(reason)
     if library is None or library[1].split(".")[0] in GPU_LIBRARIES:

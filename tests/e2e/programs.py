@@ -109,6 +109,20 @@ def session(leader: int) -> list[int]:
     return found
 
 
+def left_in(folder: Path) -> list[int]:
+    """Living processes that work in `folder`."""
+    time.sleep(0.5)
+    found = []
+    for process in Path("/proc").iterdir():
+        if process.name.isdigit() and process.name != str(os.getpid()):
+            try:
+                if os.readlink(process / "cwd") == str(folder):
+                    found.append(int(process.name))
+            except OSError:
+                continue
+    return found
+
+
 def environment(changes: Mapping[str, str] | None) -> dict[str, str]:
     """This process's environment without any launcher's variables, one thread, and the changes."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(PLACES)}

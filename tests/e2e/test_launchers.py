@@ -15,7 +15,16 @@ import pytest
 
 from megatron import launcher
 from megatron.checkpoint import store
-from tests.e2e.programs import SCRIPT, Program, fork_program, fork_ranks, free_port, ranks_of, spawn_program
+from tests.e2e.programs import (
+    SCRIPT,
+    Program,
+    fork_program,
+    fork_ranks,
+    free_port,
+    left_in,
+    ranks_of,
+    spawn_program,
+)
 from tests.forkrun import run_ranks
 from tests.runs import SMALL, Finished, same_tensors, train, write_text
 
@@ -345,17 +354,3 @@ def test_torchrun_restarts(folder, two_ranks, how):
     program = spawn_program(words, folder, {"PYTHONPATH": str(Path(SCRIPT).parent)})
     assert program.end(200) == 0, program.err
     assert store.latest(folder / "save") == 12 and len(list(folder.glob("killed.*"))) == 3 and not left_in(folder)
-
-
-def left_in(folder: Path) -> list[int]:
-    """Living processes that work in `folder`."""
-    time.sleep(0.5)
-    found = []
-    for process in Path("/proc").iterdir():
-        if process.name.isdigit() and process.name != str(os.getpid()):
-            try:
-                if os.readlink(process / "cwd") == str(folder):
-                    found.append(int(process.name))
-            except OSError:
-                continue
-    return found
