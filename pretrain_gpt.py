@@ -55,15 +55,11 @@ def main(argv: list[str] | None = None, signals: SignalWatch | None = None) -> N
     """Parse and check before torch is imported; then plan, build, load, train."""
     from megatron.config import command_line
     line = command_line.read(sys.argv[1:] if argv is None else argv, os.environ)
-    from megatron.training import preflight
     if line.config.training.dry_run:
         if line.rank == 0:
-            plan = command_line.print_plan(line)
-            print_data(line, plan)
+            print_data(line, command_line.print_plan(line))
             print_kernels(line)
-            preflight.check_dry(line, plan)
         return
-    tokenizer = preflight.check(line)
     from megatron.checkpoint import lock
     writes = line.rank == 0 and not line.config.training.skip_train
     with lock.held(line.config.checkpoint.save if writes else None) as held:
@@ -81,29 +77,31 @@ def main(argv: list[str] | None = None, signals: SignalWatch | None = None) -> N
         snapshots = c.snapshot_dir if c.snapshot_interval else None
         places = object_store.places(c.save, line.save_url, snapshots, line.snapshot_url) if writes and c.save else []
         with object_store.uploading(places, c.save), async_writer.started(beside) as writer:
-            train(line, tokenizer, held.check, writer, signals)
+            train(line, held.check, writer, signals)
 
 
-def train(line, tokenizer, fence, writer, signals: SignalWatch | None) -> None:
+def train(line, fence, writer, signals: SignalWatch | None) -> None:
     """Plan, build, load, train; `fence()` raises where another job has taken --save over; `writer` of --async-save."""
     from megatron.config import command_line
     from megatron.device import default_backend
-    from megatron.log import print_rank_0
+    from megatron.log import detail, print_rank_0, show_details
     from megatron.timers import Timers
-    from megatron.training import build, checkpointing, data_position, initialize, loop, metrics, skip_history
+    from megatron.training import build, checkpointing, data_position, initialize, loop, metrics, preamble, skip_history
     from megatron.training.kernel_lines import check_wishes, kernel_lines
     from megatron.training.log_lines import datetime_line
 
     config, backend = line.config, default_backend(line.config.training.device)
+    short = config.logging.is_short
+    show_details(not short)
     meeting = initialize.Meeting(config, signals)
     for text in command_line.start_lines(line, backend):
         print_rank_0(text)
     check_wishes(config)
-    tokenizer = build.make_tokenizer(config, tokenizer)
+    tokenizer = build.make_tokenizer(config)
     plan = build.plan_run(config, line.world_size, tokenizer.vocab_size)
     writers = metrics.open_writers(config)
     runtime = initialize.initialize(config, meeting)
-    for text in kernel_lines(config):
+    for text in preamble.opening(line, plan, runtime, backend) if short else kernel_lines(config):
         print_rank_0(text)
     plan, skips = skip_history.judge_skips(config, plan, runtime)
     timers = Timers(config.logging.timing_log_level, initialize.synchronizer(runtime))
@@ -113,15 +111,17 @@ def train(line, tokenizer, fence, writer, signals: SignalWatch | None) -> None:
     with timers("model-and-optimizer-setup"):
         run = build.build_run(config, plan, runtime, timers, tokenizer)
         run.fence, run.writer = fence, writer
-        checkpointing.load(run)
+        loaded = checkpointing.load(run)
     log.timers(["load-checkpoint"])
-    print_rank_0(datetime_line("after model, optimizer, and learning rate scheduler are built"))
+    detail(datetime_line("after model, optimizer, and learning rate scheduler are built"))
     with timers("train/valid/test-data-iterators-setup"):
         data = build.build_data(config, plan, runtime, tokenizer, run)
         data_position.check_data_order(run, data.order)
         skip_history.start_skips(run, skips)
-    print_rank_0(datetime_line("after dataloaders are built"))
-    print_rank_0("done with setup ...")
+    detail(datetime_line("after dataloaders are built"))
+    detail("done with setup ...")
+    if short:
+        preamble.print_loaded(config, data.rows, loaded, run.progress.iteration)
     log.timers(["model-and-optimizer-setup", "train/valid/test-data-iterators-setup"])
     loop.pretrain(run, data, forward_step, log, STARTED, signals)
     initialize.finish(meeting)

@@ -2,30 +2,63 @@
 from __future__ import annotations
 
 import json
+import logging
+import os
 import sys
 import time
+from typing import TextIO
 
 from megatron import launcher
 
 _SAID: set[str] = set()
+# Its level decides whether details are printed: INFO does, WARNING does not (--log-format short).
+_DETAILS = logging.getLogger("megatron.details")
+_DETAILS.setLevel(logging.INFO)
+CLEAR_LINE = "\r\x1b[K"          # erases a status line on a terminal
 OTHERS_WAIT = 3.0       # seconds, for a launcher that saw one rank leave to end the others
+
+
+def show_details(wanted: bool) -> None:
+    """Choose whether `detail` and `info` print, in this process."""
+    _DETAILS.setLevel(logging.INFO if wanted else logging.WARNING)
+
+
+def shows_details() -> bool:
+    """Do `detail` and `info` print?"""
+    return _DETAILS.isEnabledFor(logging.INFO)
+
+
+def is_terminal(stream: TextIO) -> bool:
+    """Does `stream` go to a terminal that understands control characters?"""
+    return stream.isatty() and os.environ.get("TERM") != "dumb"
+
+
+def print_line(text: str) -> None:
+    """Print `text` on this rank; on a terminal it replaces the status line, which any rank may have written."""
+    print(f"{CLEAR_LINE if is_terminal(sys.stdout) else ''}{text}", flush=True)
 
 
 def print_rank_0(text: str) -> None:
     """Print `text` on global rank 0."""
     if launcher.rank() == 0:
-        print(text, flush=True)
+        print_line(text)
 
 
 def print_rank_last(text: str) -> None:
     """Print `text` on the last global rank, where Megatron prints losses."""
     if launcher.rank() == launcher.world_size() - 1:
-        print(text, flush=True)
+        print_line(text)
+
+
+def detail(text: str) -> None:
+    """Print a line of Megatron's that --log-format short omits, on global rank 0."""
+    if shows_details():
+        print_rank_0(text)
 
 
 def info(module: str, text: str) -> None:
-    """A library line of rank 0 in the form of Python's root logger, `INFO:<module>:<text>`, as Megatron prints them."""
-    print_rank_0(f"INFO:{module}:{text}")
+    """A detail of rank 0 in the form of Python's root logger, `INFO:<module>:<text>`, as Megatron prints them."""
+    detail(f"INFO:{module}:{text}")
 
 
 def warn_once(text: str) -> None:
@@ -56,5 +89,5 @@ def last_words(text: str) -> None:
             return
         except OSError:
             pass                    # then torchrun has nothing to show
-    sys.stderr.write(text)
+    sys.stderr.write(f"{CLEAR_LINE if is_terminal(sys.stderr) else ''}{text}")
     sys.stderr.flush()

@@ -21,7 +21,7 @@ from tests.forkrun import ROOT, RanksFailed, run_ranks
 SMALL = ("--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 "
          "--tokenizer-type NullTokenizer --vocab-size 211 --make-vocab-size-divisible-by 8 --micro-batch-size 2 "
          "--global-batch-size 8 --lr 0.003 --lr-decay-style cosine --lr-warmup-iters 3 --log-interval 1 "
-         "--eval-interval 10 --eval-iters 1 --num-workers 0 --device cpu").split()
+         "--eval-interval 10 --eval-iters 1 --num-workers 0 --device cpu --log-format megatron").split()
 NO_DROPOUT = "--hidden-dropout 0 --attention-dropout 0".split()
 
 
@@ -99,6 +99,7 @@ class Finished:
         """The metrics file, one row an iteration; of repeated iterations the last."""
         path = self.folder / "metrics.jsonl"
         rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        rows = [row for row in rows if "split" not in row]      # evaluations
         return list({row["iteration"]: row for row in rows}.values())
 
     def series(self, *keys: str) -> list[tuple]:

@@ -2,7 +2,7 @@
 """Find loss spikes in the logs of a run, the documents read there, and the flags of a restart that skips them. See
 docs/spikes.md.
 
-LOG is what a run printed (Megatron's lines or AuroraGPT's, with whatever else is in it), its --metrics-file or its
+LOG is what a run printed in any --log-format (with whatever else is in it), its --metrics-file or its
 --tensorboard-dir; several are read one after the other, as the runs followed each other. RUN is what --save named, or
 `--` and the flags of the run.
 """

@@ -48,4 +48,5 @@ exec "${PYTHON:-python}" -m torch.distributed.launch \
     --eval-interval 1 \
     --eval-iters 10 \
     --fp16 \
+    --log-format megatron \
     "$@"

@@ -15,22 +15,14 @@ run() {
     printf '\n$ %s\n' "$*"
     "$@"
 }
-# The same, kept whole in $out/log.txt; the 200 lines of arguments at the start of a training stay off the screen.
+# The same, with a copy in $out/log.txt.
 run_logged() {
     printf '\n$ %s\n' "$*" | tee -a "$out/log.txt"
-    { "$@" 2>&1 && echo 0 >"$out/status" || echo $? >"$out/status"; } | tee -a "$out/log.txt" | without_arguments
+    { "$@" 2>&1 && echo 0 >"$out/status" || echo $? >"$out/status"; } | tee -a "$out/log.txt"
     return "$(cat "$out/status")"
 }
-without_arguments() { # not awk: some of them hold lines back until a block is full
-    hidden=
-    while IFS= read -r line; do
-        case $line in *" arguments -----"*) hidden=yes ;; esac
-        [ "$hidden" ] || printf '%s\n' "$line"
-        case $line in *" end of arguments -----"*) hidden= ;; esac
-    done
-}
 validation_loss() { # first or last, out of the log
-    awk '/^ validation loss at/ { sub(/.*lm loss value: /, ""); print $1 + 0 }' "$out/log.txt" | "$1" -n 1
+    awk -F ' \\| loss ' '/^ validation at iteration/ { print $2 + 0 }' "$out/log.txt" | "$1" -n 1
 }
 
 mkdir -p "$data"

@@ -24,7 +24,7 @@ def rule(f: Facts) -> Iterator[str]:
     if not f["packed_samples"]:
         if f["dummy_data"] is not None:
             yield f"{f.say('dummy_data')}: makes samples of many lengths, which are packed; add --packed-samples"
-        if f["log_accuracy"] and not (f["log_subsets"] or f["log_dialect"] == "internlm"):
+        if f["log_accuracy"] and not (f["log_subsets"] or f["log_format"] == "internlm"):
             yield "--log-accuracy: is counted by subset of the data; add --log-subsets, or leave it out"
         return
     for name, off, why in _APART:

@@ -22,14 +22,17 @@ from megatron.arguments import (
     flags_of,
     parse,
     read_words,
+    to_args_text,
     values_of,
 )
 from megatron.config import architecture, check, megatron_flags
 from megatron.config.check_paths import TOKENIZER_FILES, newest_checkpoint, newest_with_good_args
 from megatron.config.checkpoint import is_url, staged
+from megatron.config.logging import SHORT
 from megatron.config.model import ModelConfig
 from megatron.config.plan import Plan, make_plan
 from megatron.config.plan_lines import describe
+from megatron.config.summary_lines import changed_arguments
 from megatron.config.tokenizer import BYTE_VOCAB_SIZE, TIKTOKEN_VOCAB_SIZE, ids_in_file
 from megatron.config.tree import Config
 from megatron.version import version_line
@@ -88,15 +91,12 @@ def read(argv: Sequence[str], environ: Mapping[str, str]) -> CommandLine:
         raise SystemExit(0)
     line, problems = _checked(flags, parsed, here)
     if wrong or problems:
-        refuse([*wrong, *problems], here)
+        _refuse([*wrong, *problems], here)
     return line
 
 
-def refuse(problems: list[str], here: launcher.LaunchInfo) -> NoReturn:
-    """Say what is wrong with a command line and leave with 2.
-
-    Rank 0 speaks; where it has nothing to say, so that no launcher ends the rest, a rank of each node.
-    """
+def _refuse(problems: list[str], here: launcher.LaunchInfo) -> NoReturn:
+    """Leave with 2. Rank 0 speaks; where it has nothing to say, so that no launcher ends the rest, a rank of each node."""
     if here.rank:
         time.sleep(0.0 if here.local_rank is None else log.OTHERS_WAIT)
     if here.rank == 0 or here.local_rank == 0:
@@ -133,6 +133,7 @@ class _Theirs:
     values: dict[str, Any] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     lost: set[str] = field(default_factory=set)
+    taken: dict[str, Any] = field(default_factory=dict)     # those of the values that differ from their defaults
     notes: list[str] = field(default_factory=list)
 
 
@@ -171,11 +172,19 @@ def _from_checkpoint(flags: Parser, typed: Mapping[str, Any]) -> _Theirs:
         if (flag.group == "model" or name in _TOKENIZER) and name not in typed:
             found.values[name] = values[name]
             if values[name] != flag.default:
-                found.notes.append(f"Setting {name} to {values[name]} from checkpoint")
+                found.taken[name] = values[name]
     _take_tokenizer_files(saved, typed, folder, found)
+    found.notes += _taken_notes(found.taken, folder, typed.get("log_format", SHORT) == SHORT)
     merged = config_from(Config, {**found.values, **typed})
     found.problems += _contradictions(saved.model, merged.model, typed, folder)
     return found
+
+
+def _taken_notes(taken: Mapping[str, Any], folder: Path, short: bool) -> list[str]:
+    """What came from the checkpoint: as flags in one line, or one line each."""
+    if short and taken:
+        return [f"--use-checkpoint-args: from {folder}: {' '.join(to_args_text(config_from(Config, dict(taken))).split())}"]
+    return [f"Setting {name} to {value} from checkpoint" for name, value in taken.items()]
 
 
 def _take_tokenizer_files(saved: Config, typed: Mapping[str, Any], folder: Path, found: _Theirs) -> None:
@@ -188,8 +197,7 @@ def _take_tokenizer_files(saved: Config, typed: Mapping[str, Any], folder: Path,
         if name in typed or path is None:
             continue
         if os.path.exists(path):
-            found.values[name] = path
-            found.notes.append(f"Setting {name} to {path} from checkpoint")
+            found.values[name] = found.taken[name] = path
             continue
         found.lost.add(name)
         flag = flags_of(Config)[name].spelling
@@ -220,6 +228,8 @@ def dumped_values(config: Config, plan: Plan, distributed_backend: str, foreign:
     found = {name: value for name, value in values.items() if flags[name].dump or value != flags[name].default}
     found = {name: list(v) if isinstance(v, tuple) else v for name, v in found.items()}
     found.pop("recompute_activations", None)
+    if config.logging.log_format == "megatron":         # its dump has no such name
+        found.pop("log_format", None)
     found |= {name: value or None for name, value in found.items() if name.startswith(("no_load_", "no_save_"))}
     found |= megatron_flags.dumped(foreign or {})
     constant, chunks = o.weight_decay_incr_style == "constant", len(plan.layers_per_stage[0])
@@ -258,11 +268,14 @@ def dump(config: Config, plan: Plan, distributed_backend: str, foreign: Mapping[
 
 
 def start_lines(line: CommandLine, distributed_backend: str) -> list[str]:
-    """What a run prints first, in Megatron's order: sizes, notes, precision, argument dump, micro-batches.
+    """What a run prints first, in Megatron's order: sizes, notes, precision, arguments, micro-batches. With --log-format
+    short nothing, since `training/preamble.py` follows.
 
     `distributed_backend`: as for `dumped_values`.
     """
     config, p = line.config, line.config.parallel
+    if config.logging.is_short:
+        return []
     plan = make_plan(config, line.world_size, vocabulary(config)[0])
     found = [f"using world size: {plan.world_size}, data-parallel size: {plan.data_parallel_size}, context-parallel "
              f"size: {p.context_parallel_size} tensor-model-parallel size: {p.tensor_model_parallel_size}, "
@@ -272,8 +285,18 @@ def start_lines(line: CommandLine, distributed_backend: str) -> list[str]:
     if config.precision.bf16 and not config.precision.accumulate_allreduce_grads_in_fp32:
         found.append("accumulate and all-reduce gradients in fp32 for bfloat16 data type.")
     return [*found, f"using torch.{config.precision.params_dtype} for parameters ...",
-            dump(config, plan, distributed_backend, line.foreign, rank=line.rank),
+            *_arguments(line, plan, distributed_backend),
             *(text for text in batch if text not in found)]
+
+
+def _arguments(line: CommandLine, plan: Plan, distributed_backend: str) -> list[str]:
+    """What --print-arguments asks for."""
+    match line.config.logging.printed_arguments:
+        case "all":
+            return [dump(line.config, plan, distributed_backend, line.foreign, rank=line.rank)]
+        case "changed":
+            return changed_arguments(line.config)
+    return []
 
 
 def vocabulary(config: Config) -> tuple[int, str]:

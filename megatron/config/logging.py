@@ -6,19 +6,28 @@ from typing import Literal
 
 from megatron.arguments import arg
 
+SHORT = "short"
+
 
 @dataclass(frozen=True, kw_only=True)
 class LoggingConfig:
     """Log lines, metrics file, TensorBoard, timers."""
     log_interval: int = arg(100, help="iterations between log lines")
-    log_dialect: Literal["megatron", "aurora", "internlm"] = arg("megatron", help="form of the iteration line", dump=False)
+    log_format: Literal["short", "megatron", "aurora", "internlm"] = arg(
+        SHORT, alias=("--log-dialect",), dump=False, help="output format: short (at most 100 columns), "
+        "megatron (Megatron-LM's lines), aurora (AuroraGPT's iteration lines) or internlm (InternLM's)")
+    print_arguments: Literal["changed", "all", "none"] | None = arg(
+        None, dump=False, help="arguments printed at the start: those that differ from their defaults, all, or none "
+        "(default: changed with --log-format short, otherwise all)")
     metrics_file: str | None = arg(None, help="JSON lines, one an iteration", dump=False)
     data_ledger: str | None = arg(None, help="file of 32 bytes an iteration: which samples it read, and their hash "
                                              "(tools/inspect_data.py reads it)", dump=False)
-    progress: Literal["auto", "on", "off"] = arg("auto", help="a line of progress and time left on stderr beside each "
-                                                 "log line; auto: where stderr is a terminal", dump=False)
+    progress: Literal["auto", "on", "off"] = arg(
+        "auto", dump=False, help="progress and ETA. With --log-format short: a status line between log lines, if stdout "
+        "is a terminal and not with off. With other formats: a line on stderr after each log line; auto: if stderr is a "
+        "terminal")
     log_subsets: bool = arg(False, help="tokens and loss of each data set of a blend in metrics file and TensorBoard; "
-                                        "always with --packed-samples and --log-dialect internlm", dump=False)
+                                        "always with --packed-samples and --log-format internlm", dump=False)
     log_accuracy: bool = arg(False, help="with --log-subsets: share of labels that the model ranks first, in all and of "
                                          "each subset", dump=False)
     log_throughput: bool = arg(False, help="TFLOP/s on the iteration line")
@@ -41,4 +50,14 @@ class LoggingConfig:
 
     def counts_subsets(self, packed: bool) -> bool:
         """Are tokens and losses of each subset counted, where samples are `packed` or not?"""
-        return packed or self.log_subsets or self.log_dialect == "internlm"
+        return packed or self.log_subsets or self.log_format == "internlm"
+
+    @property
+    def is_short(self) -> bool:
+        """Is this suite's own short output format chosen?"""
+        return self.log_format == SHORT
+
+    @property
+    def printed_arguments(self) -> str:
+        """Which arguments are printed at the start: `changed`, `all` or `none`."""
+        return self.print_arguments or ("changed" if self.is_short else "all")

@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -26,13 +26,13 @@ from megatron.data.packed_build import build_packed_datasets
 from megatron.data.plan_table import Row, plan_table
 from megatron.data.sampler import PackedSampler, SequentialSampler
 from megatron.data.subsets import subset_names
-from megatron.data.tokenizer import Tokenizer
+from megatron.data.tokenizer import Tokenizer, TokenizerFlags
 from megatron.kernels.select import choose_kernels, fp8_rows
 from megatron.model.gpt import GPTModel, hidden_dtype
 from megatron.model.layer import Recompute
 from megatron.optimizer.optimizer import MixedPrecisionOptimizer
 from megatron.optimizer.scaler import build_grad_scaler
-from megatron.optimizer.scheduler import OptimizerParamScheduler
+from megatron.optimizer.scheduler import OptimizerParamScheduler, schedule_steps
 from megatron.parallel.collectives import all_reduce, gather_objects
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.ddp import GradBuffers
@@ -43,9 +43,7 @@ from megatron.timers import Timers
 from megatron.training.batch import BatchRules
 from megatron.training.initialize import Runtime
 from megatron.training.internlm_lines import start_line
-from megatron.training.preflight import build_tokenizer
 from megatron.training.row_counts import RowCounts
-from megatron.training.schedule import build_scheduler
 from megatron.training.spike_policy import SpikePolicy
 
 
@@ -96,17 +94,19 @@ class Run:
     fence: Callable[[], None] = lambda: None        # raises where another job has taken --save over; asked by rank 0
 
 
-def make_tokenizer(config: Config, made: Tokenizer | None = None) -> Tokenizer:
-    """The tokenizer of the command line, announced; `made` where it was built before."""
-    log.print_rank_0(f"> building {config.data.tokenizer} tokenizer ...")
-    return made or build_tokenizer(config)
+def make_tokenizer(config: Config) -> Tokenizer:
+    """The tokenizer of the command line; synthetic data without one has a vocabulary of plain numbers."""
+    d = config.data
+    log.detail(f"> building {d.tokenizer} tokenizer ...")
+    flags = {flag.name: getattr(d, flag.name) for flag in fields(TokenizerFlags)}
+    return TokenizerFlags(**flags | {"tokenizer_type": d.tokenizer}).build()
 
 
 def plan_run(config: Config, world_size: int, vocab_size: int) -> Plan:
     """The plan, with Megatron's lines about batch and vocabulary."""
     plan = make_plan(config, world_size, vocab_size)
     dummies = plan.padded_vocab_size - vocab_size
-    log.print_rank_0(f" > padded vocab (size: {vocab_size}) with {dummies} dummy tokens "
+    log.detail(f" > padded vocab (size: {vocab_size}) with {dummies} dummy tokens "
                      f"(new size: {plan.padded_vocab_size})")
     return plan
 
@@ -114,11 +114,11 @@ def plan_run(config: Config, world_size: int, vocab_size: int) -> Plan:
 def build_model(config: Config, plan: Plan, runtime: Runtime) -> nn.ModuleList:
     """The chunks of the model that this rank holds, their parameters filled with their first values."""
     t, ctx = config.training, runtime.ctx
-    log.print_rank_0("building GPT model ...")
+    log.detail("building GPT model ...")
     kernels = choose_kernels(runtime.device, getattr(torch, config.precision.params_dtype), config)
     for row in fp8_rows(runtime.device, config):
         if row.on:
-            log.print_rank_0(f" > {row.operation}: {row.implementation} ({row.reason})")
+            log.detail(f" > {row.operation}: {row.implementation} ({row.reason})")
     model = nn.ModuleList(
         GPTModel(config.model, config.precision, ctx, plan.padded_vocab_size, plan.vocab_size,
                  getattr(torch, config.precision.params_dtype), runtime.device, layers=layers,
@@ -127,8 +127,9 @@ def build_model(config: Config, plan: Plan, runtime: Runtime) -> nn.ModuleList:
     init_parameters(model.parameters(), ctx, t.seed)
     if ctx.dp.rank == 0 and ctx.cp.rank == 0:
         size = sum(p.numel() for p in model.parameters())
-        print(f" > number of parameters on (tensor, pipeline) model parallel rank ({ctx.tp.rank}, {ctx.pp.rank}): {size}",
-              flush=True)
+        if log.shows_details():
+            print(f" > number of parameters on (tensor, pipeline) model parallel rank ({ctx.tp.rank}, {ctx.pp.rank}): "
+                  f"{size}", flush=True)
     _check_whole(model, config, plan, ctx)
     return model
 
@@ -171,7 +172,7 @@ def build_run(config: Config, plan: Plan, runtime: Runtime, timers: Timers, toke
                           overlap_grad_reduce=overlap.overlap_grad_reduce,
                           overlap_param_gather=overlap.overlap_param_gather,
                           whole_params=overlap.zero_partition == "whole-params")
-    if config.logging.log_dialect == "internlm" and ctx.shard.size > 1:
+    if config.logging.log_format == "internlm" and ctx.shard.size > 1:
         log.print_rank_0(start_line("partition", f"Number of elements on ranks: {buffers.layout.elements()}, rank:0",
                                     datetime.now()))
     scaler = build_grad_scaler(fp16=p.fp16, loss_scale=p.loss_scale, initial_loss_scale=p.initial_loss_scale,
@@ -194,10 +195,8 @@ def build_run(config: Config, plan: Plan, runtime: Runtime, timers: Timers, toke
     buffers.wait_in_forward(model)
     rules = BatchRules(tokenizer.eod, d.reset_position_ids, d.reset_attention_mask, d.eod_mask_loss, ctx.cp,
                        d.packed_samples)
-    scheduler = build_scheduler(config, plan, optimizer)
-    log.print_rank_0(f"> learning rate decay style: {scheduler.lr_decay_style}")
     return Run(config, plan, runtime, timers, model, build_pipeline(config, plan, runtime), buffers, optimizer,
-               scheduler, rules, tokenizer.identity(),
+               build_scheduler(config, plan, optimizer), rules, tokenizer.identity(),
                spikes=SpikePolicy(config.spikes.spike_action), recorder=build_recorder(config, runtime),
                fp8=delayed_scaling(model, p, ctx))
 
@@ -211,6 +210,28 @@ def build_recorder(config: Config, runtime: Runtime) -> Recorder | None:
     return Recorder(ledger, counts=not (ctx.tp.rank or ctx.pp.rank or ctx.cp.rank))
 
 
+def build_scheduler(config: Config, plan: Plan, optimizer: MixedPrecisionOptimizer) -> OptimizerParamScheduler:
+    """Learning rate and weight decay over the run, in samples."""
+    o, t = config.optimizer, config.training
+    steps = schedule_steps(
+        global_batch_size=plan.batch.final_global_batch_size, train_iters=t.train_iters, train_samples=t.train_samples,
+        lr_decay_iters=o.lr_decay_iters, lr_decay_samples=o.lr_decay_samples, lr_warmup_fraction=o.lr_warmup_fraction,
+        lr_init_iters=o.lr_init_iters, lr_warmup_iters=o.lr_warmup_iters, lr_warmup_samples=o.lr_warmup_samples,
+        lr_wsd_decay_iters=o.lr_wsd_decay_iters, lr_wsd_decay_samples=o.lr_wsd_decay_samples)
+    constant = o.weight_decay_incr_style == "constant"
+    return OptimizerParamScheduler(
+        optimizer, init_lr=o.lr_warmup_init, max_lr=o.lr, min_lr=o.min_lr, lr_warmup_steps=steps.lr_warmup_steps,
+        zero_lr_steps=steps.zero_lr_steps,
+        lr_warmup_lead=plan.batch.final_global_batch_size if o.lr_warmup_first_step else 0,
+        lr_decay_steps=steps.lr_decay_steps, lr_decay_style=o.lr_decay_style,
+        start_wd=o.weight_decay if constant else o.start_weight_decay,
+        end_wd=o.weight_decay if constant else o.end_weight_decay, wd_incr_steps=steps.wd_incr_steps,
+        wd_incr_style=o.weight_decay_incr_style, wsd_decay_steps=steps.wsd_decay_steps,
+        lr_wsd_decay_style=o.lr_wsd_decay_style,
+        use_checkpoint_opt_param_scheduler=o.use_checkpoint_opt_param_scheduler,
+        override_opt_param_scheduler=o.override_opt_param_scheduler)
+
+
 @dataclass(frozen=True)
 class Data:
     """The data sets (None or none: not wanted or not there) and their samplers; of validation there may be several."""
@@ -222,6 +243,7 @@ class Data:
     valid_samplers: list[Any]
     test_sampler: Any
     order: dict[str, Any]
+    rows: list[Row] = field(default_factory=list)       # of the table of what each split reads
 
 
 def build_data(config: Config, plan: Plan, runtime: Runtime, tokenizer: Tokenizer, run: Run | None = None) -> Data:
@@ -232,9 +254,9 @@ def build_data(config: Config, plan: Plan, runtime: Runtime, tokenizer: Tokenize
                  f"    train:      {targets.train}", f"    validation: {targets.valid}",
                  f"    test:       {targets.test}",
                  "> building train, validation, and test datasets for GPT ..."):
-        log.print_rank_0(line)
+        log.detail(line)
     if index_helpers.REASON and not d.mock_data:
-        log.print_rank_0(f" > index helpers: {index_helpers.IMPLEMENTATION}, because {index_helpers.REASON}")
+        log.detail(f" > index helpers: {index_helpers.IMPLEMENTATION}, because {index_helpers.REASON}")
 
     rows: list[Row] = []
     sizes = targets.train, None if d.full_validation and targets.valid else targets.valid, targets.test
@@ -256,8 +278,8 @@ def build_data(config: Config, plan: Plan, runtime: Runtime, tokenizer: Tokenize
         run.model[-1].keep_losses, run.model[-1].count_right = True, config.logging.log_accuracy
     valids = valid if isinstance(valid, list) else [valid] if valid is not None else []
     for line in plan_table(rows):
-        log.print_rank_0(line)
-    log.print_rank_0("> finished creating GPT datasets ...")
+        log.detail(line)
+    log.detail("> finished creating GPT datasets ...")
     place = (t.micro_batch_size, ctx.dp.rank, ctx.dp.size)
 
     def sampler(dataset: Any, cyclic: bool) -> Any:
@@ -277,4 +299,4 @@ def build_data(config: Config, plan: Plan, runtime: Runtime, tokenizer: Tokenize
         log.print_rank_0(f" > validation-{name}: {len(one)} {'rows' if d.packed_samples else 'samples'} of "
                          f"{', '.join(subset_names(one))}")
     return Data(train, valids, test, names, of_train, [sampler(one, cyclic and not d.full_validation) for one in valids],
-                sampler(test, False), order)
+                sampler(test, False), order, rows)

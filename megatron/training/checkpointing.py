@@ -4,6 +4,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -22,9 +23,9 @@ from megatron.parallel.collectives import gather_objects
 from megatron.parallel.context import Axis, ParallelContext
 from megatron.parallel.sharding import Box, Sharding, counts, local_box
 from megatron.training.build import Run, UnderWay
+from megatron.training.data_position import check_position
 from megatron.training.flops import flops_per_iteration
 from megatron.training.metrics import model_shape
-from megatron.training.resume_checks import position_problem, vocabulary_problem
 from megatron.training.saved_flags import check_architecture, saved_config
 
 CHECKPOINT_VERSION = 3.0     # Megatron's number of the QKV layout by query group, which this suite's weights have
@@ -64,8 +65,9 @@ def save(run: Run) -> None:
     due. Raises CheckpointError when it cannot be written.
     """
     c, iteration = run.config.checkpoint, run.progress.iteration
-    log.print_rank_0(f"saving checkpoint at iteration {iteration:7d} to {c.save}")
-    _begin(run, c.save, f"  successfully saved checkpoint at iteration {iteration:7d} to {c.save}")
+    log.detail(f"saving checkpoint at iteration {iteration:7d} to {c.save}")
+    _begin(run, c.save, f" checkpoint of iteration {iteration} saved to {c.save}" if run.config.logging.is_short else
+           f"  successfully saved checkpoint at iteration {iteration:7d} to {c.save}")
 
 
 def snapshot(run: Run) -> None:
@@ -82,7 +84,8 @@ def snapshot(run: Run) -> None:
     slot, failure = gather_objects((slot, failure), ctx.world)[0]
     if failure:
         raise CheckpointError(*failure)
-    _begin(run, slot, f"  saved snapshot at iteration {iteration:7d} to {slot}", is_snapshot=True)
+    _begin(run, slot, f" snapshot of iteration {iteration} saved to {slot}" if run.config.logging.is_short else
+           f"  saved snapshot at iteration {iteration:7d} to {slot}", is_snapshot=True)
 
 
 def snapshot_directory(c: CheckpointConfig, root: str) -> Path:
@@ -101,7 +104,7 @@ def _begin(run: Run, directory: str, said: str, is_snapshot: bool = False) -> No
         return _finish(run, begun, lambda: store.write_rank_files(temporary, ctx.rank, slices, iteration))
     run.writer.start(slices, temporary, ctx.rank, iteration, run.runtime.device)
     run.under_way = begun
-    log.print_rank_0(f"  scheduled an async save at iteration {iteration:7d} to {directory}")
+    log.detail(f"  scheduled an async save at iteration {iteration:7d} to {directory}")
 
 
 def finish_save(run: Run) -> None:
@@ -183,8 +186,8 @@ def _ranks(layout: dict[str, int]) -> str:
             f"context {layout['cp']})")
 
 
-def load(run: Run) -> None:
-    """Take back the checkpoint that --load means, if there is one. Raises ValueError or CheckpointError.
+def load(run: Run) -> str | None:
+    """Take back the checkpoint that --load means, if there is one: its path. Raises ValueError or CheckpointError.
 
     Where it is damaged for any rank, all take the newest good one before it; not if it was asked for by its number.
     """
@@ -194,20 +197,20 @@ def load(run: Run) -> None:
         here = [] if c.load else store.iterations(c.save)
         if here:
             log.print_rank_0(f"WARNING: {c.save} holds checkpoints up to iteration {here[-1]}, and without --load this run "
-                             f"starts anew: it will replace those it comes to. To go on from the newest, give "
+                             f"starts from scratch and will overwrite them. To resume from the newest, give "
                              f"--load {c.save}")
     if not c.load:
-        return
+        return None
     with run.timers("load-checkpoint"):
         tries, problems, failure = gather_objects(_tries(c) if run.runtime.rank == 0 else None, world)[0]
         if failure:
             raise CheckpointError(failure)
         for text in problems:
             log.print_rank_0(f"WARNING: {text}")
-        if not tries:
-            _missing(c.load, c.exit_on_missing_checkpoint)
-        else:
-            _take_newest_good(run, tries)
+        if tries:
+            return _take_newest_good(run, tries)
+        _missing(c.load, c.exit_on_missing_checkpoint)
+        return None
 
 
 def _clear_leftovers(c: CheckpointConfig) -> None:
@@ -227,14 +230,14 @@ def _tries(c: CheckpointConfig) -> tuple[list[Candidate], list[str], str | None]
         return [], [], str(error)
 
 
-def _take_newest_good(run: Run, tries: list[Candidate]) -> None:
-    """Load the first of these checkpoints that is good for all ranks."""
+def _take_newest_good(run: Run, tries: list[Candidate]) -> str:
+    """Load the first of these checkpoints that is good for all ranks: its path."""
     bad: list[str] = []
     for candidate in tries:
         found, failure = None, None
         try:
             found = candidate.open()
-            log.print_rank_0(f" loading checkpoint from {candidate.path} at iteration {found.iteration}")
+            log.detail(f" loading checkpoint from {candidate.path} at iteration {found.iteration}")
             saved = _take_tensors(run, found)
         except CheckpointError as error:
             failure = error
@@ -257,9 +260,10 @@ def _take_newest_good(run: Run, tries: list[Candidate]) -> None:
                               f"{'; '.join(bad[:3])}. Give another --load, or none to start from random weights")
     if bad:
         log.print_rank_0(f"WARNING: the checkpoint of iteration {found.iteration} is used instead of that of iteration "
-                         f"{tries[0].step}, which is damaged; what came after iteration {found.iteration} is done again")
+                         f"{tries[0].step}, which is damaged; training resumes from iteration {found.iteration}")
     _take_state(run, found, saved)
-    log.print_rank_0(f"  successfully loaded checkpoint from {candidate.path} at iteration {found.iteration}")
+    log.detail(f"  successfully loaded checkpoint from {candidate.path} at iteration {found.iteration}")
+    return candidate.path
 
 
 def go_back(run: Run, tries: list[Candidate]) -> None:
@@ -277,8 +281,8 @@ def _missing(directory: str, leave: bool) -> None:
     path = f"{directory}/{store.TRACKER}"
     if leave:
         raise ValueError(f"--load {directory}: {path} is not there and --exit-on-missing-checkpoint is given")
-    log.print_rank_0(f"WARNING: could not find the metadata file {path} ")
-    log.print_rank_0("    will not load any checkpoints and will start from random")
+    log.detail(f"WARNING: could not find the metadata file {path} ")
+    log.detail("    will not load any checkpoints and will start from random")
     here = store.iterations(directory)
     if here:
         log.print_rank_0(f"WARNING: {directory} holds checkpoints, which {store.TRACKER} does not name: --ckpt-step "
@@ -298,12 +302,13 @@ def _with_optimizer(c: CheckpointConfig, found: Checkpoint) -> bool:
 def _take_tensors(run: Run, found: Checkpoint) -> Config:
     """Check that the checkpoint is of this model, then copy its tensors, every byte checked; what it was saved with."""
     config, c, state = run.config, run.config.checkpoint, found.state
-    log.print_rank_0(f" checkpoint version {CHECKPOINT_VERSION}")
+    log.detail(f" checkpoint version {CHECKPOINT_VERSION}")
     saved = saved_config(found)
     check_architecture(saved, config, strict=not c.finetune)
-    wrong = None if c.finetune else vocabulary_problem(c.load, state.data.get("tokenizer") or {}, run.tokenizer)
-    if wrong:
-        raise ValueError(wrong)
+    before, now = _vocabulary(state.data.get("tokenizer") or {}), _vocabulary(run.tokenizer)
+    if before and before != now and not c.finetune:
+        raise ValueError(f"--load {c.load}: it was trained with the tokenizer {_short(before)}, this run has "
+                         f"{_short(now)}; give the same vocabulary, or --finetune to start anew from its weights")
     if _with_optimizer(c, found) and not _has_optimizer(found):
         raise ValueError(f"--load {c.load}: it was saved without its optimizer (--no-save-optim); give --no-load-optim "
                          "to go on with a fresh one, or --finetune to start anew from its weights")
@@ -321,10 +326,8 @@ def _take_state(run: Run, found: Checkpoint, saved: Config) -> None:
     except (KeyError, TypeError, AttributeError, OverflowError, StopIteration) as error:
         raise ForeignCheckpoint(f"{found.directory / store.STATE} lacks something or has it in another form "
                                 f"({type(error).__name__} {error}); use another checkpoint, or --finetune") from None
-    p = run.progress
-    wrong = position_problem(run.config, run.plan, saved, p.iteration, p.consumed_train_samples)
-    if wrong and not c.finetune:
-        raise ValueError(wrong)
+    if not c.finetune:
+        check_position(run, saved)
     now = _layout(run)
     if state.layout != now:
         log.print_rank_0(f" checkpoint was written by {written_by}, this run has {_ranks(now)}")
@@ -347,13 +350,22 @@ def take_counters(run: Run, state: RunState, with_optimizer: bool = True, with_p
         run.spikes.load_state_dict(state.spikes)
 
 
+def _vocabulary(identity: dict[str, Any]) -> dict[str, Any]:
+    """What decides the ids: all of a tokenizer's identity but where its files lie."""
+    return {key: value for key, value in identity.items() if key != "files"}
+
+
+def _short(identity: dict[str, Any]) -> str:
+    return ", ".join(f"{key} {str(value)[:60]}" for key, value in identity.items())
+
+
 def _read_tensors(run: Run, reader: Reader, with_optimizer: bool) -> None:
     """Copy every tensor of this rank from the checkpoint; number formats may differ, shapes may not."""
     there = set(reader.names())
     scales = run.fp8.tensors() if run.fp8 and with_optimizer else {}
     unknown = {name for name, (sharding, _) in scales.items() if name not in there or reader.shape(name) != sharding.shape}
     if unknown:
-        log.print_rank_0(" the checkpoint has no fp8 scales of this --fp8-amax-history-len: they begin anew")
+        log.print_rank_0(" the checkpoint has no FP8 scales of this --fp8-amax-history-len: the amax history is reset")
     for name, sharding, _, own in own_tensors(run):
         if name.startswith("optimizer.") and not with_optimizer or name in unknown:
             continue

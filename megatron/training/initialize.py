@@ -81,7 +81,7 @@ def initialize(config: Config, meeting: Meeting | None = None) -> Runtime:
     world_size, rank = here.world_size, here.rank
     training, parallel = config.training, config.parallel
     if training.device != "cpu" and devices.set_max_connections():
-        log.print_rank_0("CUDA_DEVICE_MAX_CONNECTIONS was not set: set to 1 before CUDA starts")
+        log.detail("CUDA_DEVICE_MAX_CONNECTIONS was not set: set to 1 before CUDA starts")
     device = devices.choose_device(training.device, here.local_rank)
     if config.logging.log_memory_to_tensorboard and training.device == "auto" and device.type == "cpu":
         log.print_rank_0("--log-memory-to-tensorboard: no effect on the CPU, the only device here")
@@ -89,7 +89,7 @@ def initialize(config: Config, meeting: Meeting | None = None) -> Runtime:
     devices.set_determinism(training.deterministic_mode, training.cudnn_benchmark, training.cudnn_deterministic)
     if config.precision.tf32:
         devices.allow_tf32(device)
-    log.print_rank_0("> initializing torch distributed ...")
+    log.detail("> initializing torch distributed ...")
     if world_size > 1 and not dist.is_initialized():
         backend = parallel.distributed_backend or devices.default_backend(training.device)
         meeting = meeting or Meeting(config)
@@ -101,10 +101,10 @@ def initialize(config: Config, meeting: Meeting | None = None) -> Runtime:
     ctx = ParallelContext(parallel, world_size, rank)
     ctx.tp = replace(ctx.tp, shared=open_shared(ctx.tp, timedelta(minutes=parallel.distributed_timeout_minutes)))
     if world_size > 1:
-        log.print_rank_0(layout_line(ctx))
-    log.print_rank_0(f"> initialized tensor model parallel with size {ctx.tp.size}")
-    log.print_rank_0(f"> initialized pipeline model parallel with size {ctx.pp.size}")
-    log.print_rank_0(f"> setting random seeds to {training.seed} ...")
+        log.detail(layout_line(ctx))
+    log.detail(f"> initialized tensor model parallel with size {ctx.tp.size}")
+    log.detail(f"> initialized pipeline model parallel with size {ctx.pp.size}")
+    log.detail(f"> setting random seeds to {training.seed} ...")
     return Runtime(device, ctx, world_size, rank)
 
 

@@ -1,4 +1,4 @@
-"""The iteration line of --log-dialect internlm, and the rates of tokens on it: pure functions of numbers.
+"""The iteration line of --log-format internlm, and the rates of tokens on it: pure functions of numbers.
 
 Fields, their order and meaning: facts/internlm.md 3 and the logs of the 7B and 20B demos. Steps count from 0 there.
 """

@@ -146,10 +146,11 @@ def datetime_line(what: str) -> str:
 def progress_line(done: int, total: int, first: int, seconds: float, tokens_per_second: float) -> str:
     """How far the run is and when it will be over, from the pace since iteration `first`."""
     left = seconds / max(1, done - first) * (total - done)
-    return (f"  {100.0 * done / max(1, total):5.1f} % | {_clock(seconds)} gone, {_clock(left)} left | "
+    return (f"  {100.0 * done / max(1, total):5.1f} % | {clock(seconds)} elapsed, ETA {clock(left)} | "
             f"{tokens_per_second:,.0f} tokens/s")
 
 
-def _clock(seconds: float) -> str:
+def clock(seconds: float) -> str:
+    """A span of time as h:mm:ss."""
     whole = int(seconds + 0.5)
     return f"{whole // 3600:d}:{whole // 60 % 60:02d}:{whole % 60:02d}"

@@ -1,4 +1,4 @@
-"""Iterations read back from what runs wrote: Megatron's lines, AuroraGPT's, metrics files, scalars. Judges nothing.
+"""Iterations read back from what runs wrote: logs of the four formats, metrics files, scalars. Judges nothing.
 
 A log may hold other text between its lines and inside them, and several runs one after the other: a later line about an
 iteration replaces an earlier one, as the restarted run replaced it.
@@ -26,6 +26,24 @@ _NAMES = {
 }
 _FIELDS = {name: re.compile(("" if spelling.startswith("\\[") else r"(?<![\w-])") + spelling + _NUMBER, re.IGNORECASE)
            for name, spelling in _NAMES.items()}
+# --log-format short: fields between bars, with the name before the number or the unit behind it.
+_SHORT_HEAD = re.compile(r"\biter +(\d+)/(\d+) \|")
+_PLAIN = r"([-+]?(?:\d+\.?\d*(?:[eE][-+]?\d+)?|nan|inf))"
+_SHORT = {name: re.compile(rf"[|\n] *{spelling.replace('N', _PLAIN)} *(?:\||\n|$)") for name, spelling in {
+    "loss": "loss N", "grad_norm": "grad norm N", "learning_rate": "lr N", "global_batch_size": "batch N",
+    "loss_scale": "loss scale N", "milliseconds": "N ms", "seconds": "N s",
+    "overflow": r"skipped N \(fp16 overflow\)", "spike": r"spike-skipped N \([^)]*\)",
+    "user_skipped": r"user-skipped N \([^)]*\)", "teraflops": "N TFLOP/s per rank"}.items()}
+_RATE = re.compile(rf"\| {_PLAIN}([kMBT]?) tok/s")
+_UNITS = {"": 1.0, "k": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
+# --log-format internlm, whose steps count from 0.
+_INTERNLM_HEAD = re.compile(r"\btflops=\S+ step=(\d+) |\bskipped=1 reason=\S+ step=(\d+)-(\d+)")
+_INTERNLM = {name: re.compile(rf"(?<!\S){spelling}{_PLAIN}") for name, spelling in {
+    "loss": "loss=", "grad_norm": r"grad_norm=\{'0_default': ", "learning_rate": "lr=", "loss_scale": "loss_scale=",
+    "consumed_tokens": "num_consumed_tokens=", "tokens_per_gpu": r"tgs/last_tgs_1="}.items()}
+_EVALUATION = re.compile(rf"(?m)^ (?P<split>validation(?:-\S+)?|test)(?: loss)? at iteration (?P<iteration>\d+)"
+                         rf"(?: on (?P<of>test|validation) set)? \| (?:lm loss value:|loss) (?P<loss>{_PLAIN[1:-1]})"
+                         rf"(?: \| perplexity \S+ \| bits per byte (?P<bits>[\d.]+))?")
 
 
 @dataclass(frozen=True)
@@ -53,6 +71,15 @@ class Record:
 
 
 @dataclass(frozen=True)
+class Evaluation:
+    """A loss in nats per token on a split (`validation`, `validation-NAME`, `test`) after an iteration."""
+    iteration: int
+    split: str
+    loss: float
+    bits_per_byte: float | None = None
+
+
+@dataclass(frozen=True)
 class History:
     """Records in the order of iterations, the last of each, and the iterations with which a restarted run took over."""
     records: list[Record]
@@ -61,9 +88,50 @@ class History:
 
 def read_text(text: str) -> list[Record]:
     """The records of a log in the order of its lines."""
-    heads = list(_HEAD.finditer(text))
-    ends = [head.start() for head in heads[1:]] + [len(text)]
-    return [_record(head, text[head.end():min(end, head.end() + _REACH)]) for head, end in zip(heads, ends, strict=False)]
+    found = sorted(((head.start(), head, read) for pattern, read in _READERS for head in pattern.finditer(text)),
+                   key=lambda one: one[0])
+    ends = [start for start, _, _ in found[1:]] + [len(text)]
+    return [read(head, text[head.end():min(end, head.end() + _REACH)])
+            for (_, head, read), end in zip(found, ends, strict=False)]
+
+
+def read_evaluations(text: str) -> list[Evaluation]:
+    """The evaluations of a log in the order of its lines."""
+    found = []
+    for match in _EVALUATION.finditer(text):
+        split = "test" if match["of"] == "test" else match["split"]
+        bits = None if match["bits"] is None else float(match["bits"])
+        found.append(Evaluation(int(match["iteration"]), split, float(match["loss"]), bits))
+    return found
+
+
+def _short_record(head: re.Match[str], text: str) -> Record:
+    line = "|" + text.split("\n", 1)[0]
+    for more in text.split("\n")[1:]:
+        if not more.startswith("      "):
+            break
+        line += f" | {more.strip()}"
+    fields = line.replace("|", "||")        # neighbours share a bar
+    found = {name: float(match[1]) for name, pattern in _SHORT.items() if (match := pattern.search(fields))}
+    rate = _RATE.search(line)
+    if rate:
+        found["tokens_per_second"] = float(rate[1]) * _UNITS[rate[2]]
+    if "seconds" in found:
+        found["milliseconds"] = 1000 * found.pop("seconds")
+    skipped, user = int(found.pop("overflow", 0) + found.pop("spike", 0)), int(found.pop("user_skipped", 0))
+    batch = found.pop("global_batch_size", None)
+    return Record(int(head[1]), int(head[2]), found.pop("loss", None), found.pop("grad_norm", None),
+                  found.pop("learning_rate", None), global_batch_size=None if batch is None else int(batch),
+                  skipped=skipped, user_skipped=user, numbers=found)
+
+
+def _internlm_record(head: re.Match[str], text: str) -> Record:
+    if head[1] is None:
+        first, last = int(head[2]), int(head[3])
+        return Record(last + 1, None, None, None, user_skipped=last - first + 1)
+    found = {name: float(match[1]) for name, pattern in _INTERNLM.items() if (match := pattern.search(text))}
+    return Record(int(head[1]) + 1, None, found.pop("loss", None), found.pop("grad_norm", None),
+                  found.pop("learning_rate", None), numbers=found)
 
 
 def _record(head: re.Match[str], text: str) -> Record:
@@ -75,6 +143,9 @@ def _record(head: re.Match[str], text: str) -> Record:
                   **whole, skipped=skipped, user_skipped=user, numbers=found)
 
 
+_READERS = ((_HEAD, _record), (_SHORT_HEAD, _short_record), (_INTERNLM_HEAD, _internlm_record))
+
+
 def read_metrics(lines: Iterable[str], path: str) -> Iterator[Record]:
     """The records of a --metrics-file. Raises ValueError that names the file and the line; a torn last line is left out."""
     previous = None
@@ -84,7 +155,9 @@ def read_metrics(lines: Iterable[str], path: str) -> Iterator[Record]:
         if not line.strip():
             continue
         try:
-            yield _row(json.loads(line))
+            row = json.loads(line)
+            if "split" not in row:          # of an evaluation
+                yield _row(row)
         except (ValueError, KeyError, TypeError) as error:
             previous = f"{type(error).__name__}: {error}"
 
@@ -101,7 +174,9 @@ def _row(row: dict[str, Any]) -> Record:
                   numbers={"milliseconds": float(row["elapsed_ms"]), "consumed_tokens": float(row["consumed_tokens"])})
 
 
-_TAGS = {"lm loss": "loss", "grad-norm": "grad_norm", "learning-rate": "learning_rate", "batch-size": "global_batch_size"}
+_TAGS = {"lm loss": "loss", "grad-norm": "grad_norm", "learning-rate": "learning_rate", "batch-size": "global_batch_size",
+         "train/loss": "loss", "train/grad_norm": "grad_norm", "train/learning_rate": "learning_rate",
+         "train/batch_size": "global_batch_size"}
 
 
 def read_points(points: Iterable[tuple[str, int, float]]) -> Iterator[Record]:

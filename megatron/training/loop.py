@@ -238,7 +238,15 @@ class Trainer:
             return self._leave(f"exiting program at iteration {iteration}")
         return None
 
+    def last_checkpoint(self) -> str:
+        """What a later run can start from, for the last line."""
+        save = self.run.config.checkpoint.save
+        if not save:
+            return "no checkpoint (no --save)"
+        return f"last checkpoint: iteration {self._saved_at} in {save}" if self._saved_at > 0 else "no checkpoint"
+
     def _leave(self, reason: str) -> str:
+        self.lines.leave()
         self.save()
         return reason
 
@@ -321,7 +329,7 @@ class Trainer:
         return self._agreed_wish() % SAVE_NOW >= TIME_UP
 
     def _evaluate(self, samples: Iterator[torch.Tensor], count: int, prefix: str, tell: Callable[[str], None],
-                  suffix: str = "") -> int:
+                  suffix: str = "", split: str = "validation") -> int:
         """Evaluate `count` micro-batches and print the block; TIME_UP when the time was over first, otherwise 0."""
         run, t = self.run, self.run.config.training
         with run.timers("evaluate"):
@@ -331,7 +339,8 @@ class Trainer:
             log.print_rank_0("Exiting during evaluation, timelimit reached")
             return TIME_UP
         self.lines.timers(["evaluate"])
-        self.lines.validation(prefix, losses, run.progress.iteration, run.progress.consumed_train_samples, suffix)
+        self.lines.validation(prefix, losses, run.progress.iteration, run.progress.consumed_train_samples, suffix,
+                              split=split)
         return 0
 
     def _eval_micro_batches(self) -> int:
@@ -372,14 +381,14 @@ class Trainer:
         """Validation and test losses of the finished run, as Megatron prints them."""
         run, t = self.run, self.run.config.training
         iteration = run.progress.iteration
-        if self._evaluates() and self.validate(f"iteration {iteration} on validation set", log.print_rank_0):
+        if self._evaluates() and self.validate(f"iteration {iteration} on validation set", log.detail):
             return
         if self.data.test is not None and t.eval_iters > 0:
             samples = load_samples(Samples(self.data.test, run.plan.vocab_size),
                                    evaluation_samples(self.data.test_sampler, 0), run.config.data.num_workers,
                                    run.runtime.device)
-            self._evaluate(samples, self._eval_micro_batches(), f"iteration {iteration} on test set",
-                           log.print_rank_0)
+            self._evaluate(samples, self._eval_micro_batches(), f"iteration {iteration} on test set", log.detail,
+                           split="test")
 
 
 def _finished(run: Run) -> str:
@@ -400,15 +409,16 @@ def pretrain(run: Run, data: Data, forward_step: ForwardStep, lines: TrainingLog
     elif run.progress.iteration >= run.plan.train_iters:
         log.print_rank_0(_finished(run))
     else:
-        log.print_rank_0("training ...")
-        log.print_rank_0(datetime_line("before the start of training step"))
+        log.detail("training ...")
+        log.detail(datetime_line("before the start of training step"))
         reason = trainer.train()
         run.buffers.wait_for_weights()              # nobody leaves while another still needs its part
         if reason is None:
-            log.print_rank_0(datetime_line("after training is done"))
+            log.detail(datetime_line("after training is done"))
             trainer.save()
     if reason is None:
         trainer.final_evaluation()
     else:
-        log.print_rank_0(datetime_line(reason))
+        log.detail(datetime_line(reason))
+    lines.finish(reason, run.progress.iteration, trainer.last_checkpoint())
     lines.close()

@@ -19,8 +19,9 @@ from megatron.config.tree import Config
 from megatron.parallel.collectives import gather_objects
 from megatron.parallel.context import Axis
 from megatron.timers import Timers
-from megatron.training import flops, internlm_lines, log_lines
+from megatron.training import flops, internlm_lines, log_lines, short_lines
 from megatron.training.initialize import Runtime
+from megatron.training.short_log import ShortLog
 from megatron.training.spikes import Finding
 from megatron.training.tensorboard import TensorBoard
 
@@ -66,8 +67,9 @@ def open_writers(config: Config) -> Writers:
     logging, tensorboard, metrics = config.logging, None, None
     if launcher.rank() == launcher.world_size() - 1:
         if logging.tensorboard_dir:
-            log.print_rank_last("> setting tensorboard ...")
-            tensorboard = TensorBoard(logging.tensorboard_dir, logging.tensorboard_queue_size)
+            if log.shows_details():
+                log.print_rank_last("> setting tensorboard ...")
+            tensorboard = TensorBoard(logging.tensorboard_dir, logging.tensorboard_queue_size, logging.is_short)
         if logging.metrics_file:
             metrics = open(logging.metrics_file, "a", encoding="utf8", buffering=1)  # noqa: SIM115
     return Writers(tensorboard, metrics)
@@ -90,6 +92,8 @@ class TrainingLog:
         self.tensorboard, self._metrics = writers.tensorboard, writers.metrics
         self._runtime = runtime
         self._memory_told = False
+        self._latest: IterationResult | None = None
+        self._short = ShortLog(config, plan, self._last) if config.logging.is_short else None
 
     @property
     def intervals(self) -> tuple[int, ...]:
@@ -100,9 +104,9 @@ class TrainingLog:
 
     def start(self, seconds: float, arguments: Mapping[str, Any]) -> None:
         """The lines that end Megatron's initialisation, and the arguments as TensorBoard text."""
-        log.print_rank_0(f"time to initialize megatron (seconds): {seconds:.3f}")
-        log.print_rank_0(log_lines.datetime_line("after megatron is initialized"))
-        if self._config.logging.log_dialect == "internlm":
+        log.detail(f"time to initialize megatron (seconds): {seconds:.3f}")
+        log.detail(log_lines.datetime_line("after megatron is initialized"))
+        if self._config.logging.log_format == "internlm":
             self._tell_layout()
         if self.tensorboard:
             self.tensorboard.arguments(arguments, 0)
@@ -142,18 +146,41 @@ class TrainingLog:
             if self._counts_subsets:
                 self._tgs = self._rates_of_tokens.add(
                     result.global_batch_size * self._shape.seq_length / self._plan.world_size, result.seconds)
+            if self._short:
+                self._short.count(result.global_batch_size, result.seconds)
         self._write_metrics(result)
         self._write_tensorboard(result)
-        if result.iteration % self._config.logging.log_interval == 0:
+        self._latest = result
+        if self._line_due(result.iteration):
             self._print(result)
             self._tell_memory(result.iteration)
             self._interval = log_lines.Interval()
             if self._config.logging.timing_log_level > 0:
                 self.timers(tensorboard_at=result.iteration)
+        elif self._short:
+            self._short.status(result.iteration, result.seconds)
+
+    def _line_due(self, iteration: int) -> bool:
+        """Does the interval end with this iteration? The same on all ranks."""
+        if self._short:
+            return self._short.line_due(iteration)
+        return iteration % self._config.logging.log_interval == 0
+
+    def leave(self) -> None:
+        """No iteration follows: with --log-format short the last one has a line, too."""
+        i = self._interval
+        if self._short and self._latest and (i.trained or i.user_skips):
+            self._print(self._latest)
+            self._interval = log_lines.Interval()
+
+    def finish(self, reason: str | None, iteration: int, checkpoint: str) -> None:
+        """The summary of --log-format short; `reason` to stop before the end of training."""
+        if self._short:
+            self._short.finish(reason, iteration, checkpoint)
 
     def go_back(self) -> None:
         """The iterations since the last line will not count."""
-        self._interval = log_lines.Interval()
+        self._interval, self._latest = log_lines.Interval(), None
 
     def _rate(self, flops_per_iteration: float, seconds: float) -> float | None:
         return flops.teraflops_per_rank(flops_per_iteration, seconds, self._plan.world_size) if seconds > 0 else None
@@ -168,7 +195,7 @@ class TrainingLog:
                 self._rate(flops.aurora_ds_flops_per_token(shape, full) * tokens, i.seconds))
 
     def _print(self, result: IterationResult) -> None:
-        if not self._last:
+        if not self._last and not self._short:
             return
         config, i, shape = self._config, self._interval, self._shape
         tokens = i.samples * shape.seq_length
@@ -176,9 +203,12 @@ class TrainingLog:
             result.iteration, self._plan.train_iters, result.consumed_samples, shape.seq_length, result.learning_rate,
             result.global_batch_size, result.loss_scale, None if result.skipped else result.grad_norm, i,
             self._plan.world_size, *self._rates(tokens), num_zeros=result.num_zeros, params_norm=result.params_norm)
-        if config.logging.log_dialect == "internlm":
+        if self._short:
+            self._short.line(row)
+            return
+        if config.logging.log_format == "internlm":
             print(self._internlm_line(result), flush=True)
-        elif config.logging.log_dialect == "aurora":
+        elif config.logging.log_format == "aurora":
             print(log_lines.aurora_line(row, datetime.now()), flush=True)
         else:
             print(log_lines.megatron_line(row, config.logging.log_throughput), flush=True)
@@ -210,7 +240,8 @@ class TrainingLog:
         self._memory_told = True
         report = devices.memory_report(self._runtime.device)
         if report:
-            print(log_lines.memory_line(launcher.rank(), iteration, report), flush=True)
+            line = short_lines.memory_line if self._short else log_lines.memory_line
+            log.print_line(line(launcher.rank(), iteration, report))
 
     def _write_metrics(self, r: IterationResult) -> None:
         if self._metrics is None:
@@ -266,25 +297,43 @@ class TrainingLog:
         for tag, value in self._more(r).items():
             if value is not None:
                 board.scalar(tag, value, n)
-        if logging.log_timers_to_tensorboard and r.skipped != "user" and r.seconds > 0:
+        timed = r.skipped != "user" and r.seconds > 0
+        if timed and self._short:
+            board.scalar("tokens-per-second", r.global_batch_size * self._shape.seq_length / r.seconds, n)
+        if timed and (logging.log_timers_to_tensorboard or self._short):
             board.scalar("iteration-time", r.seconds, n)
             if logging.log_throughput:
                 board.scalar("throughput", self._rate(flops.flops_per_iteration(self._shape, r.global_batch_size),
                                                       r.seconds), n)
 
-    def validation(self, prefix: str, losses: dict[str, float], iteration: int, samples: int, suffix: str = "") -> None:
-        """The validation block, and its TensorBoard points; `suffix` says of which of several sets."""
-        log.print_rank_last(log_lines.validation_block(prefix, losses, suffix))
-        if self.tensorboard is None:
-            return
+    def validation(self, prefix: str, losses: dict[str, float], iteration: int, samples: int, suffix: str = "", *,
+                   split: str = "validation", bits_per_byte: float | None = None) -> None:
+        """The lines and points of an evaluation; `split` is validation or test, `suffix` says of which of several sets,
+        `bits_per_byte` is there where the data tell how many bytes their tokens are."""
+        if self._short:
+            log.print_rank_last(short_lines.evaluation_line(f"{split}{suffix}", iteration, losses, bits_per_byte))
+        else:
+            log.print_rank_last(log_lines.validation_block(prefix, losses, suffix))
         for key, loss in losses.items():
-            self.tensorboard.scalar(f"{key} validation{suffix}", loss, iteration, samples)
-            if self._config.logging.log_validation_ppl_to_tensorboard:
-                self.tensorboard.scalar(f"{key} validation{suffix} ppl", math.exp(min(20.0, loss)), iteration, samples)
+            perplexity = short_lines.perplexity(loss)
+            if self._metrics:
+                row = {"iteration": iteration, "split": f"{split}{suffix}", key.replace(" ", "_"): loss,
+                       "perplexity": perplexity, "bits_per_byte": bits_per_byte, "consumed_samples": samples}
+                self._metrics.write(json.dumps({name: _finite(value) if isinstance(value, float) else value
+                                                for name, value in row.items()}) + "\n")
+            if self.tensorboard:
+                ppl = self._short or self._config.logging.log_validation_ppl_to_tensorboard
+                self.tensorboard.evaluation(key, f"{split}{suffix}", iteration, samples, loss,
+                                            perplexity if ppl else None, bits_per_byte)
 
     def timers(self, names: list[str] | None = None, tensorboard_at: int | None = None) -> None:
-        """Print the timers block of these names (all, without names) over all ranks, and start them again."""
+        """Print the timers block of these names (all, without names) over all ranks, and start them again.
+
+        With --log-format short only where --timing-log-level asks for timers.
+        """
         mine = self._timers.pop(names)
+        if self._short and not self._config.logging.timing_log_level:
+            return
         ranks = gather_objects(mine, self._world)
         order = list(dict.fromkeys(name for rank in ranks for name in rank))
         text = log_lines.timers_block(order, ranks, self._config.logging.timing_log_option)

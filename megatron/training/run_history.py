@@ -25,7 +25,7 @@ def _records(path: str) -> list[Record]:
     if Path(path).is_dir() or "tfevents" in Path(path).name:
         found = list(log_reader.read_points(read_scalars(path)))
         if not any(record.trained for record in found):
-            raise ValueError(f"{path}: no TensorBoard file with the scalar 'lm loss' is in it")
+            raise ValueError(f"{path}: no TensorBoard file with the scalar 'train/loss' or 'lm loss' is in it")
         return found
     try:
         text = Path(path).read_text(encoding="utf-8", errors="replace")

@@ -24,7 +24,7 @@ from tests.data.vocabularies import write_bpe, write_sentencepiece
 ROOT = Path(__file__).resolve().parents[2]
 GOLDEN = ROOT / "tests" / "golden"
 SHAPE = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32"
-GOOD = f"{SHAPE} --micro-batch-size 2 --train-iters 10 --lr 1e-3 --mock-data --vocab-size 100"
+GOOD = f"{SHAPE} --micro-batch-size 2 --train-iters 10 --lr 1e-3 --log-format megatron --mock-data --vocab-size 100"
 # The seed's own command line (its launcher's part left out).
 SEED = """--tensor-model-parallel-size 1 --pipeline-model-parallel-size 1 --num-layers 24 --hidden-size 1024
     --num-attention-heads 16 --micro-batch-size 4 --global-batch-size 8 --seq-length 1024 --max-position-embeddings 1024
@@ -32,7 +32,7 @@ SEED = """--tensor-model-parallel-size 1 --pipeline-model-parallel-size 1 --num-
     --data-path ./data/meg-gpt2_text_document --vocab-file ./data/gpt2-vocab.json --merge-file ./data/gpt2-merges.txt
     --split 949,50,1 --distributed-backend nccl --lr 0.00015 --lr-decay-style cosine --min-lr 1.0e-5
     --weight-decay 1e-2 --clip-grad 1.0 --lr-warmup-fraction .01 --recompute-activations --log-interval 10
-    --save-interval 1 --eval-interval 1 --eval-iters 10 --fp16"""
+    --save-interval 1 --eval-interval 1 --eval-iters 10 --fp16 --log-format megatron"""
 
 
 def start(flags: str | list[str], cwd: Path, **environ: str) -> tuple[subprocess.CompletedProcess, float]:
@@ -176,7 +176,7 @@ def test_help_is_quick_and_needs_no_torch(tmp_path):
             "except SystemExit as left: print(left.code, 'torch' in sys.modules, 'numpy' in sys.modules)")
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "0 False False" and done.stderr == ""
-    for flag in ("--num-layers", "--train-range-to-skip", "--dry-run", "--log-dialect"):
+    for flag in ("--num-layers", "--train-range-to-skip", "--dry-run", "--log-format"):
         assert flag in done.stdout
     assert "--retro-workdir" not in done.stdout and "docs/flags.md" in done.stdout
     assert min(start("--help", tmp_path)[1] for _ in range(3)) < 0.3
@@ -368,11 +368,11 @@ def test_the_dump_has_megatrons_values_after_its_own_checks(flags, expected):
 
 
 def test_new_names_stand_in_the_dump_only_when_set():
-    new = {"fp64", "mock_data", "device", "rotary_base", "geglu", "log_dialect", "metrics_file", "ddp_bucket_size"}
+    new = {"fp64", "mock_data", "device", "rotary_base", "geglu", "log_format", "metrics_file", "ddp_bucket_size"}
     seed = {row.split()[0] for row in (GOLDEN / "seed_dump.txt").read_text().splitlines()[1:-1]}
     plain = dump_of(read(GOOD))
     assert set(plain) - seed == {"mock_data"}
-    more = dump_of(read(f"{GOOD} --fp64 --device cpu --rotary-base 7 --geglu --log-dialect aurora --metrics-file m "
+    more = dump_of(read(f"{GOOD} --fp64 --device cpu --rotary-base 7 --geglu --log-format aurora --metrics-file m "
                         "--ddp-bucket-size 9 --ckpt-format torch"))
     assert set(more) - seed == new | {"ckpt_format"}
     ramp = GOOD.replace("--train-iters 10", "--train-samples 100") + " --rampup-batch-size 2 2 20 --global-batch-size 8"
@@ -393,7 +393,7 @@ def checkpoint(folder: Path, flags: str, iteration: int = 10) -> Path:
     return where
 
 
-RUN = "--micro-batch-size 1 --train-iters 5 --lr 1e-4 --mock-data"
+RUN = "--micro-batch-size 1 --train-iters 5 --lr 1e-4 --mock-data --log-format megatron"
 
 
 def test_the_architecture_comes_from_the_newest_checkpoint(tmp_path):
@@ -408,6 +408,8 @@ def test_the_architecture_comes_from_the_newest_checkpoint(tmp_path):
     assert "Setting num_layers to 2 from checkpoint" in line.notes
     assert "Setting swiglu to True from checkpoint" in line.notes
     assert not any("seed" in note for note in line.notes)
+    [short] = read(f"{RUN} --log-format short --load {tmp_path} --use-checkpoint-args").notes[1:]
+    assert "--num-layers 2" in short and "--swiglu" in short and "--seed" not in short
     line = read(f"{RUN} --load {tmp_path} --use-checkpoint-args --ckpt-step 10")
     assert line.config.model == read(GOOD).config.model
     line = read(f"{RUN} --load {tmp_path / 'iter_0000010'} --use-checkpoint-args")

@@ -10,7 +10,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 TRAIN = ROOT / "examples" / "gpt2_345m" / "train.sh"
 
-# The walk-through's own words, with --flag value pairs as it wrote them; only the script and the backend are ours.
+# The walk-through's own words, with --flag value pairs as it wrote them; only the script, the backend and --log-format,
+# which keeps Megatron's output, are ours.
 LAUNCHER = "-m torch.distributed.launch --nproc_per_node 1 --nnodes 1 --node_rank 0 --master_addr localhost"
 FLAGS = """
 --tensor-model-parallel-size 1 --pipeline-model-parallel-size 1 --num-layers 24 --hidden-size 1024
@@ -36,7 +37,8 @@ def started(tmp_path: Path, *extra: str, **environ: str) -> list[str]:
 def test_train_sh_is_the_walk_through_word_for_word(tmp_path):
     words = started(tmp_path, DISTRIBUTED_BACKEND="nccl", MASTER_PORT="6000")
     assert words[:2] == ["1", "0"]
-    assert words[2:] == [*LAUNCHER.split(), "--master_port", "6000", str(ROOT / "pretrain_gpt.py"), *FLAGS.split()]
+    assert words[2:] == [*LAUNCHER.split(), "--master_port", "6000", str(ROOT / "pretrain_gpt.py"), *FLAGS.split(),
+                         "--log-format", "megatron"]
 
 
 def test_extra_words_come_last_and_the_backend_follows_the_variable(tmp_path):

@@ -21,7 +21,8 @@ FIRST = re.compile(r"^learned +validation loss ([\d.]+) before training, ([\d.]+
 
 
 def rows(folder: Path) -> list[dict]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [row for row in found if "split" not in row]
 
 
 @pytest.fixture(scope="module")
@@ -47,9 +48,8 @@ def test_every_iteration_runs_once_and_the_second_part_goes_on_where_the_first_s
     folder, printed = quickstart
     assert [row["iteration"] for row in rows(folder)] == list(range(1, 31))
     assert [row["consumed_samples"] for row in rows(folder)] == [2 * n for n in range(1, 31)]
-    assert "[exiting program at iteration 15]" in printed
-    assert "successfully loaded checkpoint from" in printed and "at iteration 15\n" in printed
-    assert "end of arguments" not in printed and "end of arguments" in (folder / "log.txt").read_text()
+    assert " stopped at iteration 15 " in printed and "resumed from iteration 15 " in printed
+    assert "end of arguments" not in printed and (folder / "log.txt").read_text() in printed.replace("\n\n==", "==")
 
 
 def train(folder: Path, metrics: Path, *more: str) -> list[dict]:

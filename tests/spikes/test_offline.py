@@ -260,7 +260,7 @@ def test_tensorboard_directories_are_read_as_logs_are(tmp_path, capsys):
     assert [r.loss for r in records[:149]] == pytest.approx([losses[n] for n in range(1, 150)], rel=1e-6)
     (tmp_path / "empty").mkdir()
     assert spikes.main(["analyze", str(tmp_path / "empty")]) == 2
-    assert "no TensorBoard file with the scalar 'lm loss' is in it" in capsys.readouterr().err
+    assert "no TensorBoard file with the scalar 'train/loss' or 'lm loss' is in it" in capsys.readouterr().err
 
 
 def test_tensorboard_files_without_the_package(tmp_path, capsys, monkeypatch):

@@ -10,9 +10,9 @@ from megatron.config import command_line
 from megatron.config.plan import make_plan
 from megatron.parallel.context import Axis
 from megatron.timers import Timers
+from megatron.training.build import build_scheduler
 from megatron.training.log_reader import Record, read_text
 from megatron.training.metrics import IterationResult, TrainingLog, Writers
-from megatron.training.schedule import build_scheduler
 from tests.forkrun import ROOT
 
 SEED = (ROOT / "tests/golden/seed_log.txt").read_text()
@@ -24,7 +24,7 @@ FLAGS = """--num-layers 3 --hidden-size 4096 --ffn-hidden-size 11008 --swiglu --
  --disable-bias-linear --normalization RMSNorm --use-rotary-position-embeddings --recompute-granularity full
  --recompute-method uniform --recompute-num-layers 1 --micro-batch-size 4 --global-batch-size 768 --train-iters 635782
  --lr 3e-4 --lr-warmup-fraction 0.05 --lr-decay-style cosine --mock-data --vocab-size 32000 --bf16
- --make-vocab-size-divisible-by 1 --log-dialect aurora --log-interval 1""".split()
+ --make-vocab-size-divisible-by 1 --log-format aurora --log-interval 1""".split()
 
 
 def test_t18_the_seeds_log_is_read():

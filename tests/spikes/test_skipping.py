@@ -88,7 +88,7 @@ def test_t01_columns_are_those_of_the_whole_run(whole, skips):
 def test_t01_the_learning_rates_of_the_seed(text, tmp_path, ranges):
     """Its batch size, length, peak and warm-up: what its two logs print at iterations 1 to 4."""
     words = with_flags(SMALL, *("--data-order epoch --train-iters 635782 --global-batch-size 768 --micro-batch-size 768 "
-                                "--lr 3e-4 --lr-warmup-fraction 0.05 --log-dialect aurora --seq-length 2 "
+                                "--lr 3e-4 --lr-warmup-fraction 0.05 --log-format aurora --seq-length 2 "
                                 "--max-position-embeddings 2 --eval-iters 0 --exit-interval 4").split(),
                        "--data-path", text, *ranges)
     at = words.index("--lr-warmup-iters")

@@ -35,7 +35,7 @@ def test_scales_begin_anew_where_a_checkpoint_has_none(tmp_path):
     argv = [*with_flags(saving(tmp_path / "run"), "--train-iters", "16"), "--exit-interval", "4"]
     train(tmp_path / "run", argv)
     first = train(tmp_path / "run", [*argv, *DELAYED])
-    assert "no fp8 scales of this --fp8-amax-history-len: they begin anew" in first.first_rank_log + first.log
+    assert "no FP8 scales of this --fp8-amax-history-len: the amax history is reset" in first.first_rank_log + first.log
     again = train(tmp_path / "again", [*argv, *DELAYED])                   # now there are
     assert "begin anew" not in again.log + again.first_rank_log
     assert train(tmp_path / "without", argv).rows[-1]["iteration"] == 16    # and without fp8 again

@@ -99,7 +99,7 @@ def test_the_first_loss_is_that_of_internlms_deviation(tmp_path: Path):
 
 WHOLE = ("--use-distributed-optimizer", "--zero-partition", "whole-params")
 DUMMY = with_flags([*SMALL, *NO_DROPOUT, *LLAMA[:-2]], "--packed-samples", "--dummy-data", "internlm", "--fp64",
-                   "--train-iters", "4", "--log-accuracy", "--log-dialect", "internlm", "--micro-batch-size", "2", "--lr",
+                   "--train-iters", "4", "--log-accuracy", "--log-format", "internlm", "--micro-batch-size", "2", "--lr",
                    "0.02", "--eval-iters", "0")
 
 

@@ -101,4 +101,4 @@ def test_rates_leave_skipped_work_out():
 
 def test_progress_counts_from_where_this_process_began():
     assert progress_line(60, 100, 50, 20.0, 1234.5) == (
-        "   60.0 % | 0:00:20 gone, 0:01:20 left | 1,234 tokens/s")
+        "   60.0 % | 0:00:20 elapsed, ETA 0:01:20 | 1,234 tokens/s")

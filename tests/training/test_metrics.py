@@ -162,7 +162,7 @@ AURORA = re.compile(
 
 
 def test_aurora_dialect(text, tmp_path):
-    done = run(text, tmp_path / "run", "--log-dialect", "aurora", "--train-range-to-skip", "2", "2", world=2)
+    done = run(text, tmp_path / "run", "--log-format", "aurora", "--train-range-to-skip", "2", "2", world=2)
     found = [AURORA.fullmatch(line) for line in done.log.splitlines() if "[training_log]" in line]
     assert len(found) == ITERATIONS and all(found) and "\n iteration " not in done.log
     for match, row in zip(found, done.rows, strict=True):
@@ -182,7 +182,7 @@ def test_aurora_dialect(text, tmp_path):
 def test_progress(text, tmp_path, wish, count):
     """Beside each iteration line; `auto` is off where stderr is no terminal."""
     done = run(text, tmp_path / "run", "--progress", wish, "--log-interval", "2", "--eval-iters", "0")
-    found = re.findall(r"^ +([\d.]+) % \| 0:00:\d\d gone, 0:00:\d\d left \| [\d,]+ tokens/s$", done.log, re.M)
+    found = re.findall(r"^ +([\d.]+) % \| 0:00:\d\d elapsed, ETA 0:00:\d\d \| [\d,]+ tokens/s$", done.log, re.M)
     assert found == ["33.3", "66.7", "100.0"][:count]
 
 
@@ -266,7 +266,7 @@ class Board:
 @pytest.mark.parametrize("dp_rank", [0, 1])
 def test_memory_of_a_device(monkeypatch, capsys, dp_rank):
     """Where the device has memory: one line after the first iteration line, and three tags when asked for."""
-    test_run = make_run(log_memory_to_tensorboard=True, tensorboard_dir="unused", log_interval=1)
+    test_run = make_run(log_format="megatron", log_memory_to_tensorboard=True, tensorboard_dir="unused", log_interval=1)
     monkeypatch.setattr(devices, "memory_report", lambda device: REPORT)
     ctx = type("Ctx", (), {"dp": type("Axis", (), {"rank": dp_rank})})
     board = Board()

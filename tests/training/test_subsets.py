@@ -26,7 +26,7 @@ def test_names_are_what_the_prefixes_have_of_their_own():
 def test_accuracy_is_counted_where_subsets_are():
     [problem] = checked("--log-accuracy")[0]
     assert problem == "--log-accuracy: is counted by subset of the data; add --log-subsets, or leave it out"
-    assert checked("--log-accuracy --log-subsets")[0] == checked("--log-accuracy --log-dialect internlm")[0] == []
+    assert checked("--log-accuracy --log-subsets")[0] == checked("--log-accuracy --log-format internlm")[0] == []
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +107,7 @@ def test_every_layout_counts_alike(layout, blend, alone, tmp_path):
 def test_counting_changes_no_number_and_the_dialect_counts_by_itself(blend, alone, tmp_path):
     words = [word for word in argv(blend, "--exit-interval", "3") if word not in ("--log-subsets", "--log-accuracy")]
     plain = train(tmp_path / "plain", words)
-    dialect = train(tmp_path / "dialect", [*words, "--log-dialect", "internlm", "--data-order", "epoch"])
+    dialect = train(tmp_path / "dialect", [*words, "--log-format", "internlm", "--data-order", "epoch"])
     assert plain.series("lm_loss", "grad_norm") == alone[0].series("lm_loss", "grad_norm")[:3]
     assert not any("/" in key for key in plain.rows[0])
     line = next(line for line in dialect.first_rank_log.splitlines() if " step=2 " in line)

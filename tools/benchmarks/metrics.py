@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""What the metrics of a step cost beside it: each part of --log-subsets, --log-accuracy and --log-dialect internlm alone.
+"""What the metrics of a step cost beside it: each part of --log-subsets, --log-accuracy and --log-format internlm alone.
 
 Every part is timed in processor time, again and again, of which the least counts: other work only ever adds. Where the step
 does something without metrics, too (the loss, a row of the metrics file), the difference counts. Goal: all together at most
@@ -63,7 +63,7 @@ def parts(step: Step, folder: str, opened: ExitStack) -> dict[str, tuple[Callabl
         for _ in range(len(samples) * micro_batch):
             np.append(one, 1)
 
-    config = replace(run.config, logging=replace(run.config.logging, log_dialect="internlm", metrics_file=f"{folder}/rows"))
+    config = replace(run.config, logging=replace(run.config.logging, log_format="internlm", metrics_file=f"{folder}/rows"))
     result = IterationResult(1, run.plan.global_batch_size(1), 16, 1e-4, 1.0, 1.0, 3.0, 1.0, fwd_bwd_seconds=0.9,
                              packed=rows.named([1.0] * rows.size), adam_beta2=0.95)
     more, less = (_told(config, run, folder, each, opened) for each in (result, replace(result, packed=None)))

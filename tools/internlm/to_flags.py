@@ -48,7 +48,7 @@ def to_flags(values: Mapping[str, Any], world_size: int) -> Args:
 
 
 def _top(values: Mapping[str, Any], args: Args) -> None:
-    args.flag("--log-interval", 1, "--log-dialect internlm --log-accuracy")
+    args.flag("--log-interval", 1, "--log-format internlm --log-accuracy")
     args.flag("--seed", 1024, why="train.py's own default")
     top = Section("top level", {k: v for k, v in values.items() if k not in SECTIONS and not k.isupper()}, args)
     if top.switch("cudnn_deterministic", False):

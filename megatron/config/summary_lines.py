@@ -1,0 +1,227 @@
+"""What will be trained, in ten to fifteen lines of at most 100 columns, for the start of a run. Knows no torch."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Sequence
+
+from megatron.arguments import to_args_text
+from megatron.config.costs import activations
+from megatron.config.plan import Plan, bytes_per_rank, shards
+from megatron.config.tree import Config
+
+WIDTH = 100
+LABEL = 15
+GIB, MIB = 2**30, 2**20
+
+
+def entry(label: str, text: str) -> str:
+    """A label and its text, wrapped beside it."""
+    return textwrap.fill(
+        text,
+        WIDTH,
+        initial_indent=f" {label:<{LABEL - 1}}",
+        subsequent_indent=" " * LABEL,
+        break_on_hyphens=False,
+        break_long_words=False,
+    )
+
+
+def summary(config: Config, plan: Plan, identity: str) -> list[str]:
+    """The lines that follow from flags and plan; `identity` names the tokenizer as it was built."""
+    m = config.model
+    groups = "" if m.query_groups == m.num_attention_heads else f" ({m.query_groups} key/value)"
+    experts = f", {plan.num_padding:,} of them padding" if plan.num_padding else ""
+    padded = (
+        ""
+        if plan.padded_vocab_size == plan.vocab_size
+        else f", padded to {plan.padded_vocab_size:,}"
+    )
+    found = [
+        entry(
+            "model",
+            f"{plan.num_parameters:,} parameters{experts}: {_count(m.num_layers, 'layer')}, hidden "
+            f"{m.hidden_size}, FFN {m.ffn}, {_count(m.num_attention_heads, 'head')}{groups} of {m.head_dim}, sequence "
+            f"{m.seq_length}, {m.normalization}, {m.activation}, positions {m.positions}",
+        ),
+        entry("tokenizer", f"{identity}, vocabulary {plan.vocab_size:,}{padded}"),
+        entry("batch", batch_text(config, plan)),
+    ]
+    if plan.world_size > 1:
+        found.append(entry("layout", layout_text(config, plan)))
+    return [
+        *found,
+        entry("training", training_text(config, plan)),
+        entry("optimizer", optimizer_text(config)),
+        entry("learning rate", schedule_text(config, plan)),
+        entry("memory", memory_text(config, plan)),
+    ]
+
+
+def _count(number: int, name: str) -> str:
+    return f"{number:,} {name}{'' if number == 1 else 's'}"
+
+
+def batch_text(config: Config, plan: Plan) -> str:
+    """How a global batch is made up."""
+    size, accumulation = plan.batch.final_global_batch_size, plan.num_microbatches(plan.train_iters)
+    text = (
+        f"{_count(size, 'sample')} = micro-batch {config.training.micro_batch_size} x accumulation {accumulation} x "
+        f"data-parallel {plan.data_parallel_size}; {size * config.model.seq_length:,} tokens"
+    )
+    phases = plan.batch.phases
+    return (
+        text
+        if plan.batch.is_constant
+        else f"{text}; ramp-up from {_count(phases[0].global_batch_size, 'sample')}"
+    )
+
+
+def layout_text(config: Config, plan: Plan) -> str:
+    """The axes of more than one rank, and how their work is shared."""
+    p = config.parallel
+    sizes = {
+        "data": plan.data_parallel_size,
+        "tensor": p.tensor_model_parallel_size,
+        "pipeline": p.pipeline_model_parallel_size,
+        "context": p.context_parallel_size,
+    }
+    text = f"{plan.world_size} ranks = " + " x ".join(
+        f"{name} {size}" for name, size in sizes.items() if size > 1
+    )
+    chunks = len(plan.layers_per_stage[0])
+    more = [f"{chunks} virtual pipeline stages per rank"] * (chunks > 1)
+    more += ["sequence parallel"] * (p.sequence_parallel and p.tensor_model_parallel_size > 1)
+    parts = shards(config, plan)
+    more += [f"optimizer state sharded over {parts} ranks"] * (parts > 1)
+    return "; ".join([text, *more])
+
+
+def training_text(config: Config, plan: Plan) -> str:
+    """Length of the run, and when it is evaluated."""
+    t, samples = config.training, plan.targets.train
+    skipped = plan.skips.count_in(1, plan.train_iters)
+    text = (
+        f"{_count(plan.train_iters, 'iteration')}, {_count(samples, 'sample')}, "
+        f"{samples * config.model.seq_length:,} tokens"
+    )
+    text += f" ({_count(skipped, 'iteration')} will be skipped)" if skipped else ""
+    if t.exit_interval:
+        text += f"; exits at multiples of {_count(t.exit_interval, 'iteration')}"
+    if t.skip_train:
+        text = "none (--skip-train)"
+    if not t.eval_iters:
+        return f"{text}; no validation"
+    size = t.eval_iters * plan.batch.final_global_batch_size
+    what = "all of the validation data" if config.data.full_validation else _count(size, "sample")
+    return f"{text}; validation every {_count(t.eval_interval, 'iteration')}: {what}"
+
+
+def optimizer_text(config: Config) -> str:
+    """The update rule and its constants."""
+    o = config.optimizer
+    name = (
+        f"Adam (betas {o.adam_beta1:g} {o.adam_beta2:g}, eps {o.adam_eps:g})"
+        if o.optimizer == "adam"
+        else f"SGD (momentum {o.sgd_momentum:g})"
+    )
+    decay = f"weight decay {o.weight_decay:g}"
+    if o.weight_decay_incr_style != "constant":
+        decay = f"weight decay {o.start_weight_decay:g} to {o.end_weight_decay:g} ({o.weight_decay_incr_style})"
+    return f"{name}, {decay}, " + (
+        f"gradient clipping {o.clip_grad:g}" if o.clip_grad else "no gradient clipping"
+    )
+
+
+def schedule_text(config: Config, plan: Plan) -> str:
+    """Warm-up, peak, decay and floor of the learning rate."""
+    o, by_samples = config.optimizer, config.training.train_iters is None
+    unit = "sample" if by_samples else "iteration"
+    horizon = (
+        o.lr_decay_samples or config.training.train_samples
+        if by_samples
+        else o.lr_decay_iters or plan.train_iters
+    )
+    if o.lr_warmup_fraction is not None:
+        warmup = f"{o.lr_warmup_fraction:g} of the decay"
+    else:
+        length = o.lr_warmup_samples if by_samples else o.lr_warmup_iters
+        warmup = _count(length, unit) if length else ""
+    text = f"{o.lr:g}"
+    if o.lr_decay_style == "constant":
+        text += ", constant"
+    elif o.lr_decay_style == "inverse-square-root":
+        text += f", inverse-square-root decay, at least {o.min_lr:g}"
+    else:
+        text += f", {o.lr_decay_style} decay to {o.min_lr:g} at {unit} {horizon:,}"
+    return f"{text}; warm-up {warmup}" if warmup else f"{text}; no warm-up"
+
+
+def memory_text(config: Config, plan: Plan) -> str:
+    """An estimate of what the fullest rank holds."""
+
+    def held(stage: int) -> dict[str, int]:
+        state = bytes_per_rank(config, plan, stage)
+        return {
+            "weights": state["weights"],
+            "gradients": state["gradients"],
+            "optimizer": state["main weights"] + state["optimizer moments"],
+            "activations": activations(config, plan, stage).total,
+        }
+
+    most = max(
+        (held(stage) for stage in range(len(plan.layers_per_stage))),
+        key=lambda sizes: sum(sizes.values()),
+    )
+    parts = ", ".join(f"{name} {_bytes(size)}" for name, size in most.items())
+    return f"about {_bytes(sum(most.values()))} per rank: {parts}"
+
+
+def _bytes(size: int) -> str:
+    return f"{size / GIB:.2f} GiB" if size >= GIB else f"{size / MIB:.1f} MiB"
+
+
+def checkpoint_text(config: Config) -> str:
+    """Where checkpoints are written, and how often."""
+    c = config.checkpoint
+    if not c.save or config.training.skip_train:
+        return "none will be written" + ("" if c.save else " (no --save)")
+    often = (
+        f"every {_count(c.save_interval, 'iteration')} and at the end"
+        if c.save_interval
+        else "at the end"
+    )
+    kept = f", the last {c.keep_last} are kept" if c.keep_last else ""
+    return f"{c.save} {often}{kept}"
+
+
+def changed_arguments(config: Config) -> list[str]:
+    """The flags that differ from their defaults, several per line, with the shell's quoting and continuation."""
+    return wrapped_flags(to_args_text(config, leave_out=("local_rank",)).splitlines())
+
+
+def wrapped_flags(flags: Sequence[str]) -> list[str]:
+    """Flags with their values in lines of at most 100 columns, where they fit, that can be pasted into a shell."""
+    lines: list[str] = []
+    for flag in flags:
+        if lines and len(lines[-1]) + 1 + len(flag) + 2 <= WIDTH:
+            lines[-1] += f" {flag}"
+        else:
+            lines.append(f"   {flag}")
+    return [f"{line} \\" for line in lines[:-1]] + lines[-1:]
+
+
+def noted(notes: Sequence[str]) -> list[str]:
+    """Notes and warnings under one label."""
+    lines = [
+        textwrap.fill(
+            text,
+            WIDTH,
+            initial_indent="   ",
+            subsequent_indent="     ",
+            break_on_hyphens=False,
+            break_long_words=False,
+        )
+        for text in notes
+    ]
+    return [" notes", *lines] if lines else []

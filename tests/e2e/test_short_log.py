@@ -1,0 +1,146 @@
+"""What whole runs print with --log-format short: which lines, by which rank, how wide, without control characters."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from megatron.training.log_reader import read_evaluations, read_text
+from megatron.training.run_history import read_history
+from tests.runs import SMALL, Finished, train, with_flags, write_text
+
+LABELS = (
+    "run model tokenizer batch training optimizer learning rate memory kernels data checkpoints"
+)
+GONE = (
+    "INFO:",
+    "datetime",
+    "off:",
+    "time across ranks",
+    "CUDA",
+    "Setting ",
+    "end of arguments",
+    "> ",
+    "loss scale",
+)
+
+
+def job(folder: Path, *more: str, world: int = 1) -> Finished:
+    words = [
+        "--data-path",
+        str(folder.parent / "text"),
+        "--split",
+        "80,10,10",
+        "--log-interval",
+        "5",
+    ]
+    words += ["--train-iters", "12", "--save", str(folder / "save"), "--save-interval", "8"]
+    return train(folder, with_flags(SMALL, "--log-format", "short", *words, *more), world)
+
+
+@pytest.fixture(scope="module")
+def first(tmp_path_factory) -> Finished:
+    """A straight run of 12 iterations."""
+    folder = tmp_path_factory.mktemp("short")
+    write_text(folder / "text", 260)
+    return job(folder / "run")
+
+
+def test_one_screen_says_what_will_be_trained(first):
+    preamble = first.log.split("\n\n")[0]
+    assert (
+        " ".join(re.findall(r"(?m)^ (learning rate|[a-z]+) ", preamble))
+        .replace("arguments ", "")
+        .replace("validation test ", "")
+        == LABELS
+    )
+    assert len(preamble.splitlines()) < 35
+    assert "8 samples = micro-batch 2 x accumulation 4 x data-parallel 1; 256 tokens" in preamble
+
+
+def test_nothing_is_wide_or_from_another_format(first):
+    assert (
+        max(len(line) for line in first.log.splitlines() if str(first.folder.parent) not in line)
+        <= 100
+    )
+    assert not [word for word in GONE if word in first.log]
+    assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f]", first.log) and not re.search(
+        r"\d\.\d{10}", first.log
+    )
+
+
+def test_first_and_last_iteration_have_a_line(first):
+    records = read_text(first.log)
+    assert [r.iteration for r in records] == [1, 5, 10, 12]
+    losses = [row["lm_loss"] for row in first.rows]
+    for record, (start, end) in zip(records, [(0, 1), (1, 5), (5, 10), (10, 12)], strict=True):
+        assert record.loss == pytest.approx(sum(losses[start:end]) / (end - start), abs=1e-4)
+    assert [(e.iteration, e.split) for e in read_evaluations(first.log)] == [
+        (10, "validation"),
+        (12, "validation"),
+        (12, "test"),
+    ]
+
+
+def test_the_end(first):
+    tail = first.log.split("\n iter 12/12")[1].splitlines()
+    assert tail[1].startswith(" checkpoint of iteration 12 saved to ")
+    assert [line.split()[0] for line in tail[2:4]] == ["validation", "test"]
+    assert tail[4].startswith(" training finished | 12 of 12 iterations | elapsed 0:00:")
+    assert f"last checkpoint: iteration 12 in {first.save}" in first.log.splitlines()[-1]
+
+
+def test_evaluations_stand_in_the_metrics_file_too(first):
+    import json
+
+    rows = [json.loads(line) for line in (first.folder / "metrics.jsonl").read_text().splitlines()]
+    rows = [row for row in rows if "split" in row]
+    printed = read_evaluations(first.log)
+    assert [(row["iteration"], row["split"]) for row in rows] == [
+        (e.iteration, e.split) for e in printed
+    ]
+    assert [row["lm_loss"] for row in rows] == pytest.approx([e.loss for e in printed], abs=1e-4)
+    assert len(read_history([str(first.folder / "metrics.jsonl")]).records) == 12
+
+
+def test_a_resumed_run_says_from_where(first, tmp_path):
+    write_text(tmp_path / "text", 260)
+    load = ["--load", str(first.save), "--ckpt-step", "8", "--exit-interval", "11"]
+    done = job(tmp_path / "run", *load, "--data-path", str(first.folder.parent / "text"))
+    assert f"resumed from iteration 8 ({first.save})" in done.log
+    assert [r.iteration for r in read_text(done.log)] == [9, 10, 11]
+    assert " stopped at iteration 11 | " in done.log and "iteration 11 in" in done.log
+
+
+def test_two_pipeline_stages_say_everything_once(first, tmp_path):
+    """Rank 0 says what will be trained and where it is saved, the last rank what was measured."""
+    write_text(tmp_path / "text", 260)
+    done = job(tmp_path / "run", "--pipeline-model-parallel-size", "2", world=2)
+    assert "2 ranks = pipeline 2" in done.first_rank_log and " run  " not in done.log
+    assert " iter " not in done.first_rank_log and [r.iteration for r in read_text(done.log)] == [
+        1,
+        5,
+        10,
+        12,
+    ]
+    assert len(re.findall(" checkpoint of iteration ", done.first_rank_log + done.log)) == 2
+    assert len(re.findall(" training finished ", done.first_rank_log + done.log)) == 1
+
+
+@pytest.mark.parametrize(
+    ("asked", "header", "dump"), [("none", 0, 0), ("all", 0, 1), ("changed", 1, 0)]
+)
+def test_print_arguments(first, tmp_path, asked, header, dump):
+    write_text(tmp_path / "text", 260)
+    done = job(
+        tmp_path / "run", "--print-arguments", asked, "--train-iters", "4", "--eval-iters", "0"
+    )
+    assert done.log.count(" arguments that differ from their defaults\n") == header
+    assert done.log.count(" end of arguments ") == dump
+    if header:
+        text = done.log.split(" arguments that differ from their defaults\n")[1].split("\n data ")[
+            0
+        ]
+        assert "--num-layers 2" in text and "--seed" not in text
