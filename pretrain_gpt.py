@@ -55,11 +55,17 @@ def main(argv: list[str] | None = None, signals: SignalWatch | None = None) -> N
     """Parse and check before torch is imported; then plan, build, load, train."""
     from megatron.config import command_line
     line = command_line.read(sys.argv[1:] if argv is None else argv, os.environ)
+    from megatron import log
+    from megatron.training import preflight
+    log.show_details(not line.config.logging.is_short)
     if line.config.training.dry_run:
         if line.rank == 0:
-            print_data(line, command_line.print_plan(line))
+            plan = command_line.print_plan(line)
+            print_data(line, plan)
             print_kernels(line)
+            preflight.check_dry(line, plan)
         return
+    tokenizer = preflight.check(line)
     from megatron.checkpoint import lock
     writes = line.rank == 0 and not line.config.training.skip_train
     with lock.held(line.config.checkpoint.save if writes else None) as held:
@@ -77,14 +83,14 @@ def main(argv: list[str] | None = None, signals: SignalWatch | None = None) -> N
         snapshots = c.snapshot_dir if c.snapshot_interval else None
         places = object_store.places(c.save, line.save_url, snapshots, line.snapshot_url) if writes and c.save else []
         with object_store.uploading(places, c.save), async_writer.started(beside) as writer:
-            train(line, held.check, writer, signals)
+            train(line, tokenizer, held.check, writer, signals)
 
 
-def train(line, fence, writer, signals: SignalWatch | None) -> None:
+def train(line, tokenizer, fence, writer, signals: SignalWatch | None) -> None:
     """Plan, build, load, train; `fence()` raises where another job has taken --save over; `writer` of --async-save."""
     from megatron.config import command_line
     from megatron.device import default_backend
-    from megatron.log import detail, print_rank_0, show_details
+    from megatron.log import detail, print_rank_0
     from megatron.timers import Timers
     from megatron.training import build, checkpointing, data_position, initialize, loop, metrics, preamble, skip_history
     from megatron.training.kernel_lines import check_wishes, kernel_lines
@@ -92,12 +98,11 @@ def train(line, fence, writer, signals: SignalWatch | None) -> None:
 
     config, backend = line.config, default_backend(line.config.training.device)
     short = config.logging.is_short
-    show_details(not short)
     meeting = initialize.Meeting(config, signals)
     for text in command_line.start_lines(line, backend):
         print_rank_0(text)
     check_wishes(config)
-    tokenizer = build.make_tokenizer(config)
+    tokenizer = build.make_tokenizer(config, tokenizer)
     plan = build.plan_run(config, line.world_size, tokenizer.vocab_size)
     writers = metrics.open_writers(config)
     runtime = initialize.initialize(config, meeting)

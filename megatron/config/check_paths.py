@@ -392,14 +392,19 @@ def newest_with_good_args(load: str, ckpt_step: int | None = None) -> Path | Non
 
 
 def _has_good_args(folder: Path) -> bool:
-    """Does the manifest vouch for the file args?"""
-    if not (folder / "manifest.json").is_file() or not (folder / "args").is_file():     # nor a pipe, to wait for
-        return False
+    return vouched_file(folder, "args") is not None
+
+
+def vouched_file(folder: Path, name: str) -> bytes | None:
+    """The bytes of a file of a checkpoint; None where the manifest does not vouch for them."""
+    if not (folder / "manifest.json").is_file() or not (folder / name).is_file():       # nor a pipe, to wait for
+        return None
     try:
-        crc32 = json.loads((folder / "manifest.json").read_bytes())["files"]["args"]["crc32"]
-        return f"{zlib.crc32((folder / 'args').read_bytes()):08x}" == crc32
+        crc32 = json.loads((folder / "manifest.json").read_bytes())["files"][name]["crc32"]
+        found = (folder / name).read_bytes()
+        return found if f"{zlib.crc32(found):08x}" == crc32 else None
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return False
+        return None
 
 
 def _directory_to_write(flag: str, path: str) -> Iterator[str]:

@@ -91,12 +91,15 @@ def read(argv: Sequence[str], environ: Mapping[str, str]) -> CommandLine:
         raise SystemExit(0)
     line, problems = _checked(flags, parsed, here)
     if wrong or problems:
-        _refuse([*wrong, *problems], here)
+        refuse([*wrong, *problems], here)
     return line
 
 
-def _refuse(problems: list[str], here: launcher.LaunchInfo) -> NoReturn:
-    """Leave with 2. Rank 0 speaks; where it has nothing to say, so that no launcher ends the rest, a rank of each node."""
+def refuse(problems: list[str], here: launcher.LaunchInfo) -> NoReturn:
+    """Say what is wrong with a command line and leave with 2.
+
+    Rank 0 speaks; where it has nothing to say, so that no launcher ends the rest, a rank of each node.
+    """
     if here.rank:
         time.sleep(0.0 if here.local_rank is None else log.OTHERS_WAIT)
     if here.rank == 0 or here.local_rank == 0:

@@ -17,7 +17,15 @@ from megatron.data.data_paths import expand
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.packed_build import build_packed_datasets
 from megatron.data.plan_table import Row
-from megatron.data.token_files import Part, ScatteredTokens, Span, TokenFile, read_token_file, read_token_files
+from megatron.data.token_files import (
+    Part,
+    ScatteredTokens,
+    Span,
+    TokenFile,
+    check_heads,
+    read_token_file,
+    read_token_files,
+)
 
 
 @dataclass(frozen=True)
@@ -63,6 +71,14 @@ def shortages(data: DataFlags, sizes: Sequence[int | None], sequence_length: int
     return found
 
 
+def check_ids(data: DataFlags, vocab_size: int) -> None:
+    """Raise ValueError for a pair whose first tokens are no ids of the vocabulary."""
+    blends = read_blends(data)
+    words = {word: None for blend in (blends if isinstance(blends, list) else [blends]) if blend for word in blend[0]}
+    for word in words:
+        check_heads([_file(prefix, (0.0, 1.0)) for prefix in expand(word)], vocab_size)
+
+
 def _splits(data: DataFlags, sizes: Sequence[int | None]) -> Iterator[tuple[str, Blend, Part, int | None]]:
     """(name, blend, part of each file, samples needed) of each split that is read; several of --multiple-validation-sets."""
     blends = read_blends(data)
@@ -89,11 +105,12 @@ def _rows(split: str, blend: Blend, part: Part, size: int | None, sequence_lengt
     tokens = [file.spans[0].tokens for file in files]
     numbers = read_in(split, members, tokens, sequence_length)
     read, counts = [members[n] for n in numbers], [tokens[n] for n in numbers]
-    for member, count in zip(read, counts, strict=True):
+    for n, count in zip(numbers, counts, strict=True):
         if count <= sequence_length:
-            raise ValueError(f"{member.prefix}: its {split} part holds {count} tokens, one sample of --seq-length "
-                             f"{sequence_length} needs {sequence_length + 1}; raise the share of {split} in --split, set it "
-                             "to 0 to go without, use more data, or lower --seq-length")
+            without = "" if split == "train" else ", set it to 0 to go without"
+            raise ValueError(f"{members[n].prefix}: its {len(files[n].spans[0].sequences)} {split} sequences hold {count} "
+                             f"tokens, one sample of --seq-length {sequence_length} needs {sequence_length + 1}; raise the "
+                             f"share of {split} in --split{without}, use more data, or lower --seq-length")
     there = [samples_of_epoch(count, sequence_length) for count in counts]
     alone = len(members) == 1 and (members[0].weight is None or part == (0.0, 1.0))
     if alone:

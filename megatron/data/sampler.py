@@ -53,7 +53,8 @@ class SequentialSampler(Sampler):
         if self.micro_batches_left(consumed) == 0:
             raise ValueError(
                 f"no samples left: {consumed} of {self.total_samples} are consumed and a step takes {self.step}; "
-                "raise --train-iters or --train-samples (for validation --eval-iters) so that more are built"
+                "lower --train-iters or --train-samples (for validation --eval-iters), or read data more than once: give "
+                "weights, or --data-order epoch"
             )
         first = consumed + self.dp_rank * self.micro_batch_size
         return list(range(first, first + self.micro_batch_size))

@@ -130,7 +130,6 @@ class OptimizerParamScheduler:
             raise ValueError("; ".join(problems))
         self.max_lr = float(max_lr)
         self.step(0)
-        log.detail(f"> learning rate decay style: {self.lr_decay_style}")
 
     def get_lr(self, group: Mapping[str, Any] | None = None) -> float:
         """The learning rate at `num_steps`, with the limits of `group` where it has its own (without its lr_mult)."""
@@ -206,22 +205,13 @@ class OptimizerParamScheduler:
 
         Each value: with --override-opt_param-scheduler this run's stays; else, unless
         --use-checkpoint-opt_param-scheduler is given, the two must be equal (ValueError listing all that differ), and
-        the checkpoint's is taken. Understands Megatron's old key names. A state without weight-decay keys leaves those.
+        the checkpoint's is taken. The length of a constant rate or weight decay has no effect and may differ. Understands
+        Megatron's old key names. A state without weight-decay keys leaves those.
         """
-        found = [(*row, _first(state, keys)) for *row, keys in _STATE_ROWS if any(key in state for key in keys)]
-        if not self.override and not self.use_checkpoint:
-            different = [
-                f"{label} is {getattr(self, name)} ({flags}) and {saved} in the checkpoint"
-                for name, label, flags, saved in found
-                if getattr(self, name) != saved
-            ]
-            if different:
-                raise ValueError(
-                    f"the schedule differs from the checkpoint's: {'; '.join(different)}. Give "
-                    "--override-opt_param-scheduler to keep the command line's values or "
-                    "--use-checkpoint-opt_param-scheduler to take the checkpoint's"
-                )
-        for name, label, _, saved in found:
+        problem = self.problem(state)
+        if problem:
+            raise ValueError(problem)
+        for name, label, _, saved in _saved(state):
             if self.override:
                 log.detail(f" > overriding {label} value to {getattr(self, name)}")
             else:
@@ -229,6 +219,33 @@ class OptimizerParamScheduler:
                 setattr(self, name, saved)
         self.num_steps = 0
         self.step(_first(state, ("num_iters", "num_steps")))
+
+    def problem(self, state: Mapping[str, Any]) -> str | None:
+        """Why this schedule cannot go on from the checkpoint's without a flag that says which of the two counts."""
+        unused = self._unused(state)
+        different = [
+            f"{_SAMPLES.get(name, label)} is {self._said(name, getattr(self, name))} ({flags}) and "
+            f"{self._said(name, saved)} in the checkpoint"
+            for name, label, flags, saved in _saved(state)
+            if getattr(self, name) != saved and name not in unused
+        ]
+        if not different or self.override or self.use_checkpoint:
+            return None
+        return (
+            f"the schedule differs from the checkpoint's: {'; '.join(different)}. Give "
+            "--override-opt_param-scheduler to keep the command line's values or "
+            "--use-checkpoint-opt_param-scheduler to take the checkpoint's"
+        )
+
+    @staticmethod
+    def _said(name: str, value: Any) -> str:
+        return f"{value} samples" if name in _SAMPLES else str(value)
+
+    def _unused(self, state: Mapping[str, Any]) -> set[str]:
+        """Attributes that neither of the two schedules uses: the length of what stays constant."""
+        both = {"lr_decay_steps": "lr_decay_style", "wd_incr_steps": "wd_incr_style"}
+        theirs = {name: value for name, _, _, value in _saved(state)}
+        return {length for length, style in both.items() if getattr(self, style) == "constant" == theirs.get(style)}
 
     def _problems(self) -> list[str]:
         """Every value that cannot be a schedule, with its flag and what to do."""
@@ -280,6 +297,11 @@ class OptimizerParamScheduler:
         return found
 
 
+def _saved(state: Mapping[str, Any]) -> list[tuple[str, str, str, Any]]:
+    """(attribute, Megatron's name, flags, value) of each value that a checkpoint's state has."""
+    return [(*row, _first(state, keys)) for *row, keys in _STATE_ROWS if any(key in state for key in keys)]
+
+
 def _first(state: Mapping[str, Any], keys: tuple[str, ...]) -> Any:
     """The value of the first of `keys` (oldest name first) that the checkpoint has."""
     return next(state[key] for key in keys if key in state)
@@ -307,3 +329,6 @@ _STATE_ROWS: tuple[tuple[str, str, str, tuple[str, ...]], ...] = (
     ("wd_incr_steps", "total number of weight decay iterations", "--train-iters", ("wd_incr_steps",)),
     ("wd_incr_style", "weight decay incr style", "--weight-decay-incr-style", ("wd_incr_style",)),
 )
+# What is counted in samples, whose names in Megatron's messages speak of iterations.
+_SAMPLES = {"lr_warmup_steps": "the warm-up", "lr_decay_steps": "the learning rate decay",
+            "wd_incr_steps": "the weight decay increase"}

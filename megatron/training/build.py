@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -26,13 +26,13 @@ from megatron.data.packed_build import build_packed_datasets
 from megatron.data.plan_table import Row, plan_table
 from megatron.data.sampler import PackedSampler, SequentialSampler
 from megatron.data.subsets import subset_names
-from megatron.data.tokenizer import Tokenizer, TokenizerFlags
+from megatron.data.tokenizer import Tokenizer
 from megatron.kernels.select import choose_kernels, fp8_rows
 from megatron.model.gpt import GPTModel, hidden_dtype
 from megatron.model.layer import Recompute
 from megatron.optimizer.optimizer import MixedPrecisionOptimizer
 from megatron.optimizer.scaler import build_grad_scaler
-from megatron.optimizer.scheduler import OptimizerParamScheduler, schedule_steps
+from megatron.optimizer.scheduler import OptimizerParamScheduler
 from megatron.parallel.collectives import all_reduce, gather_objects
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.ddp import GradBuffers
@@ -43,7 +43,9 @@ from megatron.timers import Timers
 from megatron.training.batch import BatchRules
 from megatron.training.initialize import Runtime
 from megatron.training.internlm_lines import start_line
+from megatron.training.preflight import build_tokenizer
 from megatron.training.row_counts import RowCounts
+from megatron.training.schedule import build_scheduler
 from megatron.training.spike_policy import SpikePolicy
 
 
@@ -94,12 +96,10 @@ class Run:
     fence: Callable[[], None] = lambda: None        # raises where another job has taken --save over; asked by rank 0
 
 
-def make_tokenizer(config: Config) -> Tokenizer:
-    """The tokenizer of the command line; synthetic data without one has a vocabulary of plain numbers."""
-    d = config.data
-    log.detail(f"> building {d.tokenizer} tokenizer ...")
-    flags = {flag.name: getattr(d, flag.name) for flag in fields(TokenizerFlags)}
-    return TokenizerFlags(**flags | {"tokenizer_type": d.tokenizer}).build()
+def make_tokenizer(config: Config, made: Tokenizer | None = None) -> Tokenizer:
+    """The tokenizer of the command line, announced; `made` where it was built before."""
+    log.detail(f"> building {config.data.tokenizer} tokenizer ...")
+    return made or build_tokenizer(config)
 
 
 def plan_run(config: Config, world_size: int, vocab_size: int) -> Plan:
@@ -195,8 +195,10 @@ def build_run(config: Config, plan: Plan, runtime: Runtime, timers: Timers, toke
     buffers.wait_in_forward(model)
     rules = BatchRules(tokenizer.eod, d.reset_position_ids, d.reset_attention_mask, d.eod_mask_loss, ctx.cp,
                        d.packed_samples)
+    scheduler = build_scheduler(config, plan, optimizer)
+    log.detail(f"> learning rate decay style: {scheduler.lr_decay_style}")
     return Run(config, plan, runtime, timers, model, build_pipeline(config, plan, runtime), buffers, optimizer,
-               build_scheduler(config, plan, optimizer), rules, tokenizer.identity(),
+               scheduler, rules, tokenizer.identity(),
                spikes=SpikePolicy(config.spikes.spike_action), recorder=build_recorder(config, runtime),
                fp8=delayed_scaling(model, p, ctx))
 
@@ -208,28 +210,6 @@ def build_recorder(config: Config, runtime: Runtime) -> Recorder | None:
         return None
     ledger = Ledger(path, config.model.seq_length) if runtime.rank == 0 else None
     return Recorder(ledger, counts=not (ctx.tp.rank or ctx.pp.rank or ctx.cp.rank))
-
-
-def build_scheduler(config: Config, plan: Plan, optimizer: MixedPrecisionOptimizer) -> OptimizerParamScheduler:
-    """Learning rate and weight decay over the run, in samples."""
-    o, t = config.optimizer, config.training
-    steps = schedule_steps(
-        global_batch_size=plan.batch.final_global_batch_size, train_iters=t.train_iters, train_samples=t.train_samples,
-        lr_decay_iters=o.lr_decay_iters, lr_decay_samples=o.lr_decay_samples, lr_warmup_fraction=o.lr_warmup_fraction,
-        lr_init_iters=o.lr_init_iters, lr_warmup_iters=o.lr_warmup_iters, lr_warmup_samples=o.lr_warmup_samples,
-        lr_wsd_decay_iters=o.lr_wsd_decay_iters, lr_wsd_decay_samples=o.lr_wsd_decay_samples)
-    constant = o.weight_decay_incr_style == "constant"
-    return OptimizerParamScheduler(
-        optimizer, init_lr=o.lr_warmup_init, max_lr=o.lr, min_lr=o.min_lr, lr_warmup_steps=steps.lr_warmup_steps,
-        zero_lr_steps=steps.zero_lr_steps,
-        lr_warmup_lead=plan.batch.final_global_batch_size if o.lr_warmup_first_step else 0,
-        lr_decay_steps=steps.lr_decay_steps, lr_decay_style=o.lr_decay_style,
-        start_wd=o.weight_decay if constant else o.start_weight_decay,
-        end_wd=o.weight_decay if constant else o.end_weight_decay, wd_incr_steps=steps.wd_incr_steps,
-        wd_incr_style=o.weight_decay_incr_style, wsd_decay_steps=steps.wsd_decay_steps,
-        lr_wsd_decay_style=o.lr_wsd_decay_style,
-        use_checkpoint_opt_param_scheduler=o.use_checkpoint_opt_param_scheduler,
-        override_opt_param_scheduler=o.override_opt_param_scheduler)
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -23,9 +22,9 @@ from megatron.parallel.collectives import gather_objects
 from megatron.parallel.context import Axis, ParallelContext
 from megatron.parallel.sharding import Box, Sharding, counts, local_box
 from megatron.training.build import Run, UnderWay
-from megatron.training.data_position import check_position
 from megatron.training.flops import flops_per_iteration
 from megatron.training.metrics import model_shape
+from megatron.training.resume_checks import position_problem, vocabulary_problem
 from megatron.training.saved_flags import check_architecture, saved_config
 
 CHECKPOINT_VERSION = 3.0     # Megatron's number of the QKV layout by query group, which this suite's weights have
@@ -305,10 +304,9 @@ def _take_tensors(run: Run, found: Checkpoint) -> Config:
     log.detail(f" checkpoint version {CHECKPOINT_VERSION}")
     saved = saved_config(found)
     check_architecture(saved, config, strict=not c.finetune)
-    before, now = _vocabulary(state.data.get("tokenizer") or {}), _vocabulary(run.tokenizer)
-    if before and before != now and not c.finetune:
-        raise ValueError(f"--load {c.load}: it was trained with the tokenizer {_short(before)}, this run has "
-                         f"{_short(now)}; give the same vocabulary, or --finetune to start anew from its weights")
+    wrong = None if c.finetune else vocabulary_problem(c.load, state.data.get("tokenizer") or {}, run.tokenizer)
+    if wrong:
+        raise ValueError(wrong)
     if _with_optimizer(c, found) and not _has_optimizer(found):
         raise ValueError(f"--load {c.load}: it was saved without its optimizer (--no-save-optim); give --no-load-optim "
                          "to go on with a fresh one, or --finetune to start anew from its weights")
@@ -326,8 +324,10 @@ def _take_state(run: Run, found: Checkpoint, saved: Config) -> None:
     except (KeyError, TypeError, AttributeError, OverflowError, StopIteration) as error:
         raise ForeignCheckpoint(f"{found.directory / store.STATE} lacks something or has it in another form "
                                 f"({type(error).__name__} {error}); use another checkpoint, or --finetune") from None
-    if not c.finetune:
-        check_position(run, saved)
+    p = run.progress
+    wrong = position_problem(run.config, run.plan, saved, p.iteration, p.consumed_train_samples)
+    if wrong and not c.finetune:
+        raise ValueError(wrong)
     now = _layout(run)
     if state.layout != now:
         log.print_rank_0(f" checkpoint was written by {written_by}, this run has {_ranks(now)}")
@@ -348,15 +348,6 @@ def take_counters(run: Run, state: RunState, with_optimizer: bool = True, with_p
         run.skip_history.take(state.skipped_ranges(), state.iteration)
         run.data_order = state.data.get("order", {})
         run.spikes.load_state_dict(state.spikes)
-
-
-def _vocabulary(identity: dict[str, Any]) -> dict[str, Any]:
-    """What decides the ids: all of a tokenizer's identity but where its files lie."""
-    return {key: value for key, value in identity.items() if key != "files"}
-
-
-def _short(identity: dict[str, Any]) -> str:
-    return ", ".join(f"{key} {str(value)[:60]}" for key, value in identity.items())
 
 
 def _read_tensors(run: Run, reader: Reader, with_optimizer: bool) -> None:

@@ -9,6 +9,7 @@ from megatron.checkpoint.state import differences
 from megatron.checkpoint.store import Checkpoint
 from megatron.config import architecture
 from megatron.config.tree import Config
+from megatron.training.resume_checks import architecture_problem
 
 # Differences that a resume makes all the time.
 _USUAL = {"load", "save", "save_interval", "local_rank", "log_interval", "exit_interval", "exit_duration_in_mins",
@@ -31,10 +32,7 @@ def check_architecture(saved: Config, now: Config, strict: bool) -> None:
     """Raise ValueError on every flag that makes it another model; say every other difference."""
     wrong = architecture.differences(saved.model, now.model)
     if wrong and strict:
-        lines = [f"{name} value from checkpoint ({old}) is not equal to the input argument value ({new})."
-                 for name, _, old, new in wrong]
-        raise ValueError("--load: " + " ".join(lines) + " Give the values of the checkpoint (--use-checkpoint-args does), "
-                         "or --finetune to start anew from its weights")
+        raise ValueError(architecture_problem(wrong))
     said = _USUAL | {field for one in wrong for field in one.fields}
     rest = differences(values_of(saved), values_of(now), [name for name in values_of(saved) if name not in said])
     for name, old, new in [*((one.name, one.saved, one.now) for one in wrong), *rest]:

@@ -162,8 +162,9 @@ def next_samples(samples: Iterator[torch.Tensor]) -> torch.Tensor:
     try:
         return next(samples)
     except StopIteration:
-        raise ValueError("the data set has no samples left for this run; raise --train-iters or --train-samples (for "
-                         "validation --eval-iters) to what the run really needs, so that enough are built") from None
+        raise ValueError("the data set has no samples left for this run; lower --train-iters or --train-samples (for "
+                         "validation --eval-iters), or read data more than once: give weights, or --data-order epoch"
+                         ) from None
 
 
 def _checks(run: Run) -> bool:

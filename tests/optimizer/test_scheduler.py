@@ -145,11 +145,6 @@ def test_steps_in_iterations_and_in_samples():
         schedule_steps(global_batch_size=8)
 
 
-def test_the_style_is_printed_at_the_start(capsys):
-    build()
-    assert capsys.readouterr().out == "> learning rate decay style: cosine\n"
-
-
 def test_an_overflow_holds_the_rate_and_a_skipped_iteration_does_not(make_params, fill_grads):
     params = make_params(torch.float16)
     optimizer = MixedPrecisionOptimizer(params, grad_scaler=DynamicGradScaler(8.0))
@@ -207,20 +202,35 @@ def test_equal_values_load_and_go_on_where_the_checkpoint_was(capsys):
 
 
 def test_different_values_are_refused_all_at_once():
-    state = build().state_dict()
-    other = build(max_lr=2e-4, lr_decay_steps=1280000, wd_incr_steps=4000)
+    rising = {"start_wd": 0.01, "end_wd": 0.01, "wd_incr_style": "linear"}
+    state = build(**rising).state_dict()
+    other = build(max_lr=2e-4, lr_decay_steps=1280000, wd_incr_steps=4000, **rising)
     with pytest.raises(ValueError) as caught:
         other.load_state_dict(state)
     for part in (
         "learning rate is 0.0002 (--lr) and 0.00015 in the checkpoint",
-        "total number of iterations is 1280000 (--lr-decay-iters, by default --train-iters) and 2560000",
-        "total number of weight decay iterations is 4000 (--train-iters) and 8000 in the checkpoint",
+        " is 1280000 samples (--lr-decay-iters, by default --train-iters) and 2560000 samples in the checkpoint",
+        " is 4000 samples (--train-iters) and 8000 samples in the checkpoint",
         "--override-opt_param-scheduler",
         "--use-checkpoint-opt_param-scheduler",
     ):
         assert part in str(caught.value)
     assert "minimum" not in str(caught.value)
     assert (other.num_steps, other.max_lr) == (0, 2e-4)
+
+
+@pytest.mark.parametrize(("change", "constant"), [
+    ({"wd_incr_steps": 16000}, {}), ({"lr_decay_steps": 5120000}, {"lr_decay_style": "constant"})])  # fmt: skip
+def test_the_length_of_what_stays_constant_may_change(change, constant):
+    """--train-iters may be raised where nothing follows from it; with a slope it may not."""
+    source = build(**constant)
+    source.step(8000)
+    other = build(**change, **constant)
+    other.load_state_dict(source.state_dict())
+    assert other.optimizer.param_groups == source.optimizer.param_groups
+    slope = {"lr_decay_style": "linear"} if constant else {"wd_incr_style": "linear", "end_wd": 0.02}
+    with pytest.raises(ValueError, match="the schedule differs"):
+        build(**change, **slope).load_state_dict(build(**slope).state_dict())
 
 
 def test_override_keeps_this_runs_values(capsys):

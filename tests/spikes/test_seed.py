@@ -10,9 +10,9 @@ from megatron.config import command_line
 from megatron.config.plan import make_plan
 from megatron.parallel.context import Axis
 from megatron.timers import Timers
-from megatron.training.build import build_scheduler
 from megatron.training.log_reader import Record, read_text
 from megatron.training.metrics import IterationResult, TrainingLog, Writers
+from megatron.training.schedule import build_scheduler
 from tests.forkrun import ROOT
 
 SEED = (ROOT / "tests/golden/seed_log.txt").read_text()
