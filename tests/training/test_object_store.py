@@ -227,8 +227,13 @@ def eventually(what) -> None:
 
 
 def held(url: str) -> list[int | None]:
-    """Iterations of the two snapshots in a store."""
-    return [Remote(f"{url}/{slot}").latest() for slot in retention.SLOTS]
+    """Iterations of the two snapshots in a store. A file, other than what a store holds, is seen half-written."""
+    for _ in range(100):
+        try:
+            return [Remote(f"{url}/{slot}").latest() for slot in retention.SLOTS]
+        except CheckpointError:
+            time.sleep(0.02)
+    raise AssertionError(f"{url} holds damaged trackers")
 
 
 def snapshot(folder: Path, iteration: int) -> None:
