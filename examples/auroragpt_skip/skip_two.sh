@@ -19,6 +19,7 @@ train() { # name, flags
         --vocab-file "$data/vocab.json" --merge-file "$data/merges.txt" --save "$runs/$name" --save-interval 4 \
         --data-ledger "$runs/$name.ledger" "$@" >"$runs/$name.txt"
 }
+mkdir -p "$runs"
 PYTHON=$python DATA=$data examples/auroragpt_skip/prepare.sh
 train unskipped "$@"
 train skipped --train-range-to-skip 2 3 "$@"

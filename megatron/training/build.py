@@ -173,8 +173,8 @@ def build_run(config: Config, plan: Plan, runtime: Runtime, timers: Timers, toke
                           overlap_param_gather=overlap.overlap_param_gather,
                           whole_params=overlap.zero_partition == "whole-params")
     if config.logging.log_format == "internlm" and ctx.shard.size > 1:
-        log.print_rank_0(start_line("partition", f"Number of elements on ranks: {buffers.layout.elements()}, rank:0",
-                                    datetime.now()))
+        shares = f"Number of elements on ranks: {buffers.layout.elements()}, rank:0"
+        log.print_rank_0(start_line("_partition_param_list", shares, datetime.now()))
     scaler = build_grad_scaler(fp16=p.fp16, loss_scale=p.loss_scale, initial_loss_scale=p.initial_loss_scale,
                                min_loss_scale=p.min_loss_scale, max_loss_scale=p.max_loss_scale,
                                loss_scale_window=int(p.loss_scale_window), hysteresis=p.hysteresis,

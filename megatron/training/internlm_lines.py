@@ -15,6 +15,10 @@ from megatron.training.flops import TransformerShape
 
 WINDOW = 50                 # steps of tgs_SMA
 BLOCKS = (10, 50)           # steps of the last_tgs_N
+# Where InternLM's lines come from in its own source, as the 20B demo's log names the places; scripts look for them.
+_STEP = "[training_internlm.py, line 600, in record_current_batch_training_metrics]"
+_PLACES = {"set_device": "parallel_context.py:555", "launch": "launch.py:409",
+           "_partition_param_list": "hybrid_zero_optim.py:268"}
 _FILLED = ("num_samples_in_batch", "largest_length", "largest_batch", "smallest_batch")
 
 
@@ -77,8 +81,9 @@ class StepRow:
 
 
 def start_line(function: str, text: str, now: datetime) -> str:
-    """A line of a run's beginning, as the demos have it."""
-    return f"{now:%Y-%m-%d %H:%M:%S},{now.microsecond // 1000:03d} INFO pretrain_gpt.py in {function} -- {text}"
+    """A line of a run's beginning, as the demos have it; `function` is InternLM's."""
+    stamp = f"{now:%Y-%m-%d %H:%M:%S},{now.microsecond // 1000:03d}"
+    return f"{stamp} INFO {_PLACES[function]} in {function} -- {text}"
 
 
 def internlm_line(row: StepRow, now: datetime, process: int) -> str:
@@ -103,11 +108,11 @@ def internlm_line(row: StepRow, now: datetime, process: int) -> str:
     fields |= {name: math.nan if value is None else round(value, 4) for name, value in row.packed.items()
                if name.startswith("loss/")}
     stamp = now.astimezone().isoformat(timespec="milliseconds")
-    shown = " ".join(f"{name}={value}" for name, value in fields.items())
-    return f"{stamp} INFO [pretrain_gpt.py, training log] - pid={process} : {shown}"
+    shown = "".join(f"{name}={value} " for name, value in fields.items())
+    return f"{stamp} INFO {_STEP} - pid={process} : {shown}"
 
 
 def skipped_line(first: int, last: int, reason: str, now: datetime, process: int) -> str:
     """The line of steps that are not trained."""
     stamp = now.astimezone().isoformat(timespec="milliseconds")
-    return f"{stamp} INFO [pretrain_gpt.py, training log] - pid={process} : skipped=1 reason={reason} step={first}-{last}"
+    return f"{stamp} INFO {_STEP} - pid={process} : skipped=1 reason={reason} step={first}-{last}"

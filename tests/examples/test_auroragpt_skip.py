@@ -59,7 +59,7 @@ def test_t14_and_so_are_two_others(kind, data, tmp_path):
 
 @pytest.mark.campaign
 def test_the_posts_two_runs_and_tables(data, tmp_path):
-    printed = script("skip_two.sh", tmp_path, data, "--num-layers", "1")
+    printed = script("skip_two.sh", tmp_path / "new" / "runs", data, "--num-layers", "1")     # the script makes it
     first, second = re.findall(r"(?:^\| \d.*\n)+", printed, re.M)
     rows = [[[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()]
             for table in (first, second)]

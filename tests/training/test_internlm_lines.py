@@ -1,13 +1,14 @@
 """InternLM's log lines: the numbers of the demos' logs from their own times (facts/internlm.md 3, seeds 000 and 001)."""
 
 import math
+import time
 from dataclasses import replace
 from datetime import datetime
 
 import pytest
 
 from megatron.training.flops import TransformerShape, teraflops_per_rank
-from megatron.training.internlm_lines import StepRow, TokenRates, flops_per_token, internlm_line, skipped_line
+from megatron.training.internlm_lines import StepRow, TokenRates, flops_per_token, internlm_line, skipped_line, start_line
 
 DEMOS = {"7b": TransformerShape(32, 4096, 11008, 32, 32, 128, True, 103168, 2048),
          "20b": TransformerShape(60, 5120, 13824, 40, 40, 128, True, 103168, 2048),
@@ -67,9 +68,9 @@ def test_the_fields_are_those_of_the_log_in_its_order():
                   PACKED)
     line = internlm_line(row, datetime(2023, 9, 5, 11, 49, 58), 6794)
     head, _, rest = line.partition(" - pid=6794 : ")
-    assert head.startswith("2023-09-05T11:49:58.000") and "INFO" in head
+    assert head.startswith("2023-09-05T11:49:58.000")
     rest = rest.replace("tgs (tokens/gpu/second)", "tgs").replace(": ", ":")
-    fields = dict(part.split("=", 1) for part in rest.split(" "))
+    fields = dict(part.split("=", 1) for part in rest.rstrip().split(" "))
     assert list(fields) == [
         "tflops", "step", "loss", "tgs", "tgs/last_tgs_1", "tgs/tgs_all", "tgs/tgs_avg", "tgs/tgs_SMA", "tgs/last_tgs_10",
         "tgs/last_tgs_50", "lr", "loss_scale", "grad_norm", "micro_num", "num_consumed_tokens", "inf_nan_skip_batches",
@@ -85,3 +86,28 @@ def test_an_infinite_perplexity_and_a_skipped_range():
     assert "perplexity=inf" in internlm_line(row, datetime.now(), 1)
     assert "loss=nan" in internlm_line(replace(row, loss=math.nan), datetime.now(), 1)
     assert skipped_line(2, 3, "user", datetime.now(), 1).endswith("skipped=1 reason=user step=2-3")
+
+
+@pytest.fixture
+def china(monkeypatch):
+    """The time zone of the demos."""
+    monkeypatch.setenv("TZ", "CST-8")
+    time.tzset()
+    yield
+    monkeypatch.undo()
+    time.tzset()
+
+
+def test_the_beginnings_and_ends_of_lines_are_those_of_the_20b_log(china):
+    """To the character: time, place in the source, process; every field has a blank behind it, the last one too."""
+    row = StepRow(0, 11.5, 30.535171880622176, {}, 4e-07, 65536.0, 87.3, 4, 65536, 0, 0.95, 13.47, {"loss/en": None})
+    line = internlm_line(row, datetime(2023, 11, 10, 11, 46, 16, 409000), 117775)
+    assert line.startswith(
+        "2023-11-10T11:46:16.409+08:00 INFO [training_internlm.py, line 600, in record_current_batch_training_metrics] - "
+        "pid=117775 : tflops=30.535171880622176 step=0 loss=11.5 ")
+    assert line.endswith(" loss/en=nan ")
+    now = datetime(2023, 11, 10, 11, 45, 40, 621000)
+    assert [start_line(function, "x", now) for function in ("set_device", "launch", "_partition_param_list")] == [
+        "2023-11-10 11:45:40,621 INFO parallel_context.py:555 in set_device -- x",
+        "2023-11-10 11:45:40,621 INFO launch.py:409 in launch -- x",
+        "2023-11-10 11:45:40,621 INFO hybrid_zero_optim.py:268 in _partition_param_list -- x"]
