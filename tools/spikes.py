@@ -20,7 +20,7 @@ sys.path.insert(0, str(ROOT))
 
 from megatron.training.log_reader import History, without_nan  # noqa: E402
 from megatron.training.run_history import checkpoints, read_history  # noqa: E402
-from megatron.training.spike_events import Event, find_events, log_interval  # noqa: E402
+from megatron.training.spike_events import Event, find_events, log_interval, not_judged  # noqa: E402
 from megatron.training.spike_plot import draw  # noqa: E402
 from megatron.training.spikes import LEAST  # noqa: E402
 from tools.shared.program import Command, run_command  # noqa: E402
@@ -77,11 +77,11 @@ def analyze(args: AnalyzeOptions) -> int:
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return UNREADABLE
-    interval = log_interval(history.records)
+    interval, blind = log_interval(history.records), not_judged(history.records)
     if args.json:
         rows = [{**dataclasses.asdict(e), "cost": cost(e, history), "restart": restart([e], args.load, saved)}
                 for e in events]
-        found = {"joins": history.joins, "log_interval": interval, "events": rows}
+        found = {"joins": history.joins, "log_interval": interval, "not_judged": blind, "events": rows}
         if events:
             found["restart"] = restart(events, args.load, saved)
         print(json.dumps(without_nan(found), indent=1))
@@ -90,13 +90,15 @@ def analyze(args: AnalyzeOptions) -> int:
     print(f"{len(trained)} records of iterations {history.records[0].iteration} to {history.records[-1].iteration}"
           + (f", one every {interval}: events are localised to +-{interval} iterations" if interval > 1 else "")
           + (f"; restarted at {', '.join(map(str, history.joins))}" if history.joins else ""))
+    if blind:
+        shown = ", ".join(f"{first} to {last}" for first, last in blind)
+        print(f"not judged: iterations {shown} (a value is compared with at least {LEAST} before it)")
     for event in events:
         print(described(event, history, args.load, saved))
     if len(events) > 1:
         print(f"all {len(events)} in one restart:\n  {restart(events, args.load, saved)}")
     if not events:
-        too_few = f"; but the first {LEAST} records are held against nothing, and there are no more"
-        print(f"no spike{too_few if len(trained) <= LEAST else ''}")
+        print("no spike")
     return FOUND if events else NONE
 
 

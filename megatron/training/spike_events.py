@@ -38,8 +38,7 @@ def log_interval(records: Sequence[Record]) -> int:
 
 def find_events(records: Sequence[Record]) -> list[Event]:
     """All spikes of a run in order. Records without a loss, and updates that fp16 skipped, are not looked at."""
-    interval = log_interval(records)
-    seen = [r for r in records if r.trained and not (r.skipped and interval == 1)]
+    interval, seen = log_interval(records), _looked_at(records)
     detector = SpikeDetector()
     findings = [detector.judge(r.loss, r.grad_norm) for r in seen]
     groups: list[list[int]] = []
@@ -50,6 +49,27 @@ def find_events(records: Sequence[Record]) -> list[Event]:
             groups.append([place])
     before = [0, *(group[-1] + 1 for group in groups)]
     return [_event(seen, findings, group, start, interval) for group, start in zip(groups, before, strict=False)]
+
+
+def not_judged(records: Sequence[Record]) -> list[tuple[int, int]]:
+    """(first, last) iterations in which only a number that is not finite would have been found: at the start, and after the
+    level of the loss has changed, the detector has too few accepted losses to compare with."""
+    interval, detector = log_interval(records), SpikeDetector()
+    found: list[tuple[int, int]] = []
+    warming_up = False
+    for record in _looked_at(records):
+        if not detector.ready:
+            first = found.pop()[0] if warming_up else max(1, record.iteration - interval + 1)
+            found.append((first, record.iteration))
+        warming_up = not detector.ready
+        detector.judge(record.loss, record.grad_norm)
+    return found
+
+
+def _looked_at(records: Sequence[Record]) -> list[Record]:
+    """Those with a loss that changed the weights, as far as the log tells."""
+    interval = log_interval(records)
+    return [r for r in records if r.trained and not (r.skipped and interval == 1)]
 
 
 def _event(seen: Sequence[Record], findings: Sequence[Finding], group: Sequence[int], free: int, interval: int) -> Event:

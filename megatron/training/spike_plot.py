@@ -5,9 +5,10 @@ import math
 from collections.abc import Sequence
 
 from megatron.training.log_reader import History, Record
-from megatron.training.spike_events import Event
+from megatron.training.spike_events import Event, not_judged
 
 LOSS, NORM, SPIKE, SKIPPED, SAVED = "#1f4e79", "#5f6b76", "#d62728", "#2ca02c", "#2ca02c"
+NOT_JUDGED = "#9e9e9e"
 
 
 def skipped_bands(records: Sequence[Record]) -> list[tuple[int, int]]:
@@ -51,6 +52,7 @@ def draw(path: str, history: History, events: Sequence[Event], saved: Sequence[i
     for axes in (top, bottom):
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
+        _bands(axes, not_judged(history.records), NOT_JUDGED, "not judged")
         _bands(axes, [(event.start, event.end) for event in events], SPIKE, "spike: leave out")
         _bands(axes, skipped_bands(history.records), SKIPPED, "skipped")
         for number, join in enumerate(history.joins):

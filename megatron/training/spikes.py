@@ -80,6 +80,11 @@ class SpikeDetector:
         self._loss, self._norm = Series(), Series()
         self._in_a_row = 0
 
+    @property
+    def ready(self) -> bool:
+        """Are there enough accepted losses to compare with? Until then only numbers that are not finite are found."""
+        return len(self._loss.values) >= LEAST
+
     def judge(self, loss: float, grad_norm: float | None = None) -> Finding:
         """What an iteration with this loss (nats a token, mean over all) and norm (before clipping) is."""
         if not math.isfinite(loss) or (grad_norm is not None and not math.isfinite(grad_norm)):

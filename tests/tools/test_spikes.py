@@ -43,7 +43,25 @@ def said(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str]:
 
 
 def test_a_healthy_run(tmp_path, capsys):
-    assert said(capsys, log(tmp_path / "log", losses())) == (0, "600 records of iterations 1 to 600\nno spike\n")
+    """The warm-up of the detector is said, so that "no spike" is about the rest."""
+    code, out = said(capsys, log(tmp_path / "log", losses()))
+    first, blind, last = out.splitlines()
+    assert (code, first, last) == (0, "600 records of iterations 1 to 600", "no spike")
+    assert blind.startswith("not judged: iterations 1 to 64 ")
+
+
+def test_what_was_not_judged(tmp_path, capsys):
+    """The first 64 records, whole intervals of them, and as many after the level has changed; skipped ones in between."""
+    def ranges(values: dict[int, float | None]) -> list[list[int]]:
+        return json.loads(said(capsys, log(tmp_path / "log", values), "--json")[1])["not_judged"]
+
+    values = losses()
+    assert ranges(values) == [[1, 64]]
+    assert ranges({n: None if n in (10, 11) else loss for n, loss in values.items()}) == [[1, 66]]
+    assert ranges(losses(300, interval=10)) == [[1, 640]]
+    assert ranges({n: loss for n, loss in values.items() if n <= 20}) == [[1, 20]]
+    moved = {n: loss + 3 * (n > 300) for n, loss in values.items()}     # 64 of them are flagged, the 65th is a new level
+    assert ranges(moved) == [[1, 64], [366, 428]]
 
 
 def test_a_spike_with_its_restart_line(tmp_path, capsys):
@@ -55,7 +73,7 @@ def test_a_spike_with_its_restart_line(tmp_path, capsys):
     (tmp_path / "ckpt/iter_0000395").mkdir()      # one that was never finished
     code, out = said(capsys, log(tmp_path / "log", values), "--load", f"{tmp_path}/ckpt")
     assert code == 10
-    _, first, second, third = out.splitlines()
+    _, _, first, second, third = out.splitlines()
     assert first.startswith("benign spike at iterations 401 to 403, worst at 402: loss ")
     assert second == "  leave out 398 to 404 (7 iterations, 56 samples, 0.7 % of the run):"
     assert third == f"  --load {tmp_path}/ckpt --ckpt-step 300 --train-range-to-skip 398 404"
@@ -107,7 +125,8 @@ def test_a_restart_that_skips_it_has_no_event(tmp_path, capsys):
     again = losses()
     second = log(tmp_path / "second", {n: None if 401 <= n <= 403 else loss for n, loss in again.items() if n > 300})
     code, out = said(capsys, first, second)
-    assert (code, out.splitlines()) == (0, ["597 records of iterations 1 to 600; restarted at 301", "no spike"])
+    first, _, last = out.splitlines()
+    assert (code, first, last) == (0, "597 records of iterations 1 to 600; restarted at 301", "no spike")
 
 
 def test_pictures(tmp_path, capsys):
@@ -119,13 +138,14 @@ def test_pictures(tmp_path, capsys):
     for name, start in (("x.svg", b"<?xml"), ("x.png", b"\x89PNG")):
         assert said(capsys, source, "--plot", f"{tmp_path}/{name}", "--load", str(tmp_path))[0] == 10
         assert (tmp_path / name).read_bytes().startswith(start)
-    assert "leave out" in (tmp_path / "x.svg").read_text() and "checkpoint" in (tmp_path / "x.svg").read_text()
+    picture = (tmp_path / "x.svg").read_text()
+    assert all(word in picture for word in ("leave out", "checkpoint", "not judged"))
 
 
 def test_the_seed(capsys):
     code, out = said(capsys, str(ROOT / "tests/golden/seed_log.txt"))
     assert code == 0
-    assert out.splitlines()[1] == "no spike; but the first 64 records are held against nothing, and there are no more"
+    assert out.splitlines()[1].startswith("not judged: iterations ") and out.splitlines()[2] == "no spike"
 
 
 @pytest.mark.parametrize(("text", "message"), [
