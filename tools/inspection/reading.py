@@ -80,7 +80,7 @@ def open_run(run: str | None, flags: Sequence[str] | None, iteration: int | None
     ranks, if not the run's (with flags: 1). Raises ValueError."""
     state: dict[str, Any] = {}
     if flags is not None:
-        line = command_line.read(flags, {"WORLD_SIZE": str(world_size or 1)})
+        line = command_line.read(flags, {"WORLD_SIZE": str(world_size or 1), "RANK": "0"})
         config, world_size = line.config, line.world_size
     elif run is None:
         raise ValueError("no run: give the directory that --save named, or -- and the flags of pretrain_gpt.py")
