@@ -7,11 +7,13 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python3.14 p
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check install -qq -c requirements/constraints.txt
-PYTEST := $(PY) -m pytest
+PYTEST := $(PY) -m pytest -q -n auto --maxprocesses 4 --dist worksteal
+# After `make peers` a test that is skipped for a missing package is a failure.
+REQUIRED := $(if $(wildcard $(VENV)/.peers),--require-peers)
 
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help quickstart test test-ci test-all lint clean install dev peers pretrained
+.PHONY: help quickstart test test-peers test-ci test-all lint clean install dev peers pretrained
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -21,13 +23,16 @@ quickstart: $(VENV)/.runtime  ## text to trained, resumed, talking GPT in a few 
 	@PYTHON=$(PY) sh examples/quickstart/run.sh
 
 test: $(VENV)/.dev $(VENV)/.files  ## the tests of every day (under 10 minutes on 2 cores)
-	$(PYTEST) -q
+	$(PYTEST) $(REQUIRED)
+
+test-peers: $(VENV)/.peers $(VENV)/.files  ## what `make test` skips without `make peers`
+	$(PYTEST) --require-peers -m "peers and not campaign and not sweep"
 
 test-ci: $(VENV)/.dev $(VENV)/.files  ## the campaigns in CI size: kills, whole runs (35 to 40 minutes on 2 cores)
-	$(PYTEST) -q -m campaign
+	$(PYTEST) $(REQUIRED) -m campaign
 
 test-all: $(VENV)/.dev $(VENV)/.files  ## everything, the full sweeps too
-	$(PYTEST) -q -m "campaign or sweep or not campaign"
+	$(PYTEST) $(REQUIRED) -m "campaign or sweep or not campaign"
 
 lint: $(VENV)/.dev  ## ruff
 	$(PY) -m ruff check .

@@ -68,9 +68,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection(session: pytest.Session) -> None:
-    """Where the whole suite is asked for, the server of `tests.forkrun` starts while tests are collected."""
+    """Where the whole suite is asked for, the server of `tests.forkrun` starts while tests are collected; with pytest-xdist
+    each worker has its own, and the process that only hears of the tests has none."""
+    config = session.config
+    worker = hasattr(config, "workerinput")
+    if config.getoption("numprocesses", None) and not worker:
+        return
     gc.disable()
-    if session.config.args_source is not pytest.Config.ArgsSource.ARGS and not session.config.option.collectonly:
+    if (worker or config.args_source is not pytest.Config.ArgsSource.ARGS) and not config.option.collectonly:
         from tests import forkrun
 
         forkrun.start_server()
@@ -111,7 +116,7 @@ class _Outcomes:
             self.wrong[report.nodeid] = f"skip not allowed here: {report.nodeid}: {reason}"
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        marked = (MARKED, True) in report.user_properties
+        marked = MARKED in dict(report.user_properties)
         if report.skipped and not hasattr(report, "wasxfail"):
             self._skipped(report, marked)
         elif report.when == "call":

@@ -31,7 +31,7 @@ def requirement_lines(name: str) -> dict[str, str]:
 def test_make_alone_lists_what_there_is():
     done = make()
     assert done.returncode == 0
-    for target in ("help", "quickstart", "test", "test-ci", "test-all", "lint", "clean"):
+    for target in ("help", "quickstart", "test", "test-peers", "test-ci", "test-all", "lint", "clean"):
         assert f"make {target} " in done.stdout
 
 
@@ -56,8 +56,9 @@ def test_every_direct_requirement_is_pinned_once_and_torch_within_the_supported_
 def test_ci_runs_the_make_targets_and_nothing_clever():
     lines = (ROOT / ".ci" / "run").read_text().splitlines()
     commands = [line for line in lines if line and not line.startswith("#")]
-    assert commands == ["set -euo pipefail", 'cd "$(dirname "$0")/.."', "export CI=true", "make peers",
-                        "make lint test test-ci"]  # fmt: skip
+    assert commands == ["set -euo pipefail", 'cd "$(dirname "$0")/.."', "export CI=true VENV=.venv-ci",
+                        'rm -rf "$VENV"', "make quickstart", "make test", "make peers", "make lint test-peers",
+                        "make test-ci"]  # fmt: skip
 
 
 def built_wheel(folder: Path, path: str) -> set[str]:
