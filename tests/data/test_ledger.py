@@ -69,9 +69,9 @@ def test_skipped_iterations(tmp_path):
     ledger = Ledger(str(path), 4)
     ledger.skip(3, [10, 12, 15])
     assert rows(path) == [(3, 10, 2, 1, 0), (4, 12, 3, 1, 0)]
-    started = time.perf_counter()
+    started = time.process_time()
     ledger.skip(5, range(15, 15 + 2 * 10**6 + 1, 2))
-    assert time.perf_counter() - started < 3
+    assert time.process_time() - started < 3
     assert rows(path, range(10**6, 10**6 + 1)) == [(10**6, 15 + 2 * (10**6 - 5), 2, 1, 0)]
 
 
