@@ -42,10 +42,10 @@ def commands(page: Path) -> list[list[str]]:
     return [words for words in lines if words]
 
 
-def help_of(program: str) -> str:
-    """What `python PROGRAM --help` prints."""
+def help_of(program: str, *command: str) -> str:
+    """What `python PROGRAM [COMMAND] --help` prints."""
     text = io.StringIO()
-    sys.argv = [program, "--help"]
+    sys.argv = [program, *command, "--help"]
     sys.path[0] = str((ROOT / program).parent)
     with contextlib.redirect_stdout(text):
         try:
@@ -56,8 +56,14 @@ def help_of(program: str) -> str:
 
 
 def helps(rank: int, world: int, programs: list[str]) -> dict[str, set[str]]:
-    """The flags of each program, one after the other in a process that has torch loaded."""
-    return {program: set(re.findall(r"(?<![\w-])--[\w-]+", help_of(program))) for program in programs}
+    """The flags of each program and its commands, one after the other in a process that has torch loaded."""
+    found = {}
+    for program in programs:
+        text = help_of(program)
+        listed = text.partition("\nCommands (")[2]
+        texts = [text, *(help_of(program, command) for command in re.findall(r"^  ([a-z][a-z-]*)  ", listed, re.M))]
+        found[program] = {flag for one in texts for flag in re.findall(r"(?<![\w-])--[\w-]+", one)}
+    return found
 
 
 @pytest.fixture(scope="module")

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import gzip
 import json
+import re
+import subprocess
 import sys
+from pathlib import Path
 
+import numpy as np
 import pytest
 
 from megatron.arguments import read_words
+from tests.data.vocabularies import write_sentencepiece
 from tests.e2e.programs import free_port, spawn_program
 from tests.forkrun import ROOT
 from tests.runs import train, with_flags
@@ -59,3 +65,37 @@ def test_a_demo_on_several_ranks_is_the_same_run_as_in_one_process(name, tmp_pat
             assert row[key] == other[key]
     assert rows[-1]["lm_loss"] < rows[0]["lm_loss"] - 0.2
     assert run.out.count(" tgs/tgs_all=") == 20
+
+
+@pytest.mark.campaign
+def test_the_pages_recipe_makes_internlms_files_of_text_and_a_run_of_them(tmp_path, capsys):
+    """The commands of docs/internlm.md as they stand there, where this checkout's tools are."""
+    for name in ("tools", "megatron"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    model = Path(write_sentencepiece(tmp_path))
+    model.rename(tmp_path / "V7_sft.model")
+    texts = {"raw/en/web.jsonl": ["the cat"] * 40, "raw/cn/books.jsonl.gz": ["the other cat", "a cat"] * 20}
+    for name, documents in texts.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True)
+        data = "".join(json.dumps({"text": text}) + "\n" for text in documents).encode()
+        path.write_bytes(gzip.compress(data) if name.endswith(".gz") else data)
+    page = (ROOT / "docs/internlm.md").read_text(encoding="utf-8")
+    block = next(body for body in re.findall(r"^```sh\n(.*?)^```", page, re.M | re.S) if "to-internlm" in body)
+    script = f'python() {{ "{sys.executable}" "$@"; }}\n{block}'
+    done = subprocess.run(["sh", "-eu", "-c", script], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    library = pytest.importorskip("sentencepiece").SentencePieceProcessor(model_file=str(tmp_path / "V7_sft.model"))
+    for name, documents in (("en/web", texts["raw/en/web.jsonl"]), ("cn/books", texts["raw/cn/books.jsonl.gz"])):
+        file = tmp_path / "internlm" / f"{name}_text_document.bin"
+        samples = [json.loads(line)["tokens"] for line in file.read_text().splitlines()]
+        assert samples == [[library.bos_id(), *library.encode(text), library.eos_id()] for text in documents]
+        meta = np.load(f"{file}.meta")
+        assert [row[-1] for row in meta] == [len(sample) for sample in samples]
+    text = demo("7b").replace('skip_batches="", ', f'train_folder="{tmp_path}/internlm", ')
+    text = text.replace("min_length=50", "min_length=1").replace("torch.float16", "torch.float32")
+    assert main([str(written(tmp_path, text)), "--world-size", "1"]) == 0
+    (tmp_path / "run.args").write_text(capsys.readouterr().out)
+    words = with_flags(read_words(tmp_path / "run.args"), *small("7b"), "--global-batch-size", "2", "--seq-length", "16")
+    rows = train(tmp_path / "run", with_flags(words, "--max-position-embeddings", "16", "--train-iters", "2")).rows
+    assert len(rows) == 2 and sum(row["tokens/en"] + row["tokens/cn"] for row in rows) > 0
