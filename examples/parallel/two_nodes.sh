@@ -19,9 +19,9 @@ mkdir -p "$out"
 exec "${PYTHON:-python}" -m torch.distributed.run --nnodes 2 --nproc-per-node "${NPROC:-4}" \
     --node-rank "$node" --master-addr "$first" --master-port "${MASTER_PORT:-29500}" \
     pretrain_gpt.py @examples/quickstart/gpt.args $LAYOUT \
-    --global-batch-size 8 \
+    --micro-batch-size 1 --global-batch-size 8 \
     --train-iters 100 --lr-warmup-iters 20 --save-interval 50 --eval-interval 50 --log-interval 5 \
     --data-path "$data/shakespeare_text_document" \
-    --vocab-file "$data/gpt2-vocab.json" --merge-file "$data/gpt2-merges.txt" \
+    --vocab-file "$data/vocab.json" --merge-file "$data/merges.txt" \
     --save "$out/checkpoints" --load "$out/checkpoints" --metrics-file "$out/metrics.jsonl" \
     "$@"

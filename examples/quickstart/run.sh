@@ -1,65 +1,102 @@
 #!/bin/sh
-# The main job in small: real text, real vocabulary, training, a resume, a sample. Each command is printed before it
-# runs. Words given to this script go to every training command: examples/quickstart/run.sh --train-iters 1000
-# May be set: PYTHON, QUICKSTART_DIR (runs/quickstart; what an earlier run trained there is removed) and
-# QUICKSTART_STOP (300), the iteration at which the first part of the training stops.
+# The whole path in small: text, a tokenizer, training, a crash, a resume, generated text. Each command
+# is printed before it runs. Arguments of this script go to every training command:
+#   examples/quickstart/run.sh --train-iters 2000
+# Environment variables: PYTHON, QUICKSTART_DIR (runs/quickstart; an earlier run's results in it are
+# removed), QUICKSTART_KILL (the iteration at which the first training process is killed; 700).
 set -eu
 cd "$(dirname "$0")/../.."
 python=${PYTHON:-python}
 out=${QUICKSTART_DIR:-runs/quickstart}
 data=$out/data
-stop=${QUICKSTART_STOP:-300}
+kill_at=${QUICKSTART_KILL:-700}
+newest=$out/checkpoints/latest_checkpointed_iteration.txt
 
 say() { printf '\n== %s\n' "$1"; }
 run() {
     printf '\n$ %s\n' "$*"
     "$@"
 }
-# The same, with a copy in $out/log.txt.
+# Also keeps the output in $out/log.txt and the process id in $out/pid.
 run_logged() {
     printf '\n$ %s\n' "$*" | tee -a "$out/log.txt"
-    { "$@" 2>&1 && echo 0 >"$out/status" || echo $? >"$out/status"; } | tee -a "$out/log.txt"
+    { sh -c 'echo $$ >"$0" && exec "$@"' "$out/pid" "$@" 2>&1 && echo 0 >"$out/status" || echo $? >"$out/status"; } |
+        tee -a "$out/log.txt"
     return "$(cat "$out/status")"
 }
-validation_loss() { # first or last, out of the log
-    awk -F ' \\| loss ' '/^ validation at iteration/ { print $2 + 0 }' "$out/log.txt" | "$1" -n 1
+iteration() { # of the last line of the metrics file, 0 without one
+    tail -n 1 "$out/metrics.jsonl" 2>/dev/null | sed -n 's/^{"iteration": \([0-9]*\),.*/\1/p' | grep . || echo 0
 }
+# While training runs: the text that each new checkpoint generates.
+show_samples() {
+    shown=none
+    while [ -e "$out/training" ]; do
+        sleep 0.5
+        last=$(cat "$newest" 2>/dev/null) && [ "$last" != "$shown" ] || continue
+        shown=$last
+        text=$("$python" tools/generate.py "$out/checkpoints" "ROMEO" --ckpt-step "$last" --max-new-tokens 40 \
+            --temperature 0.8 --top-p 0.9 --seed 1 2>/dev/null) || continue
+        printf '\n-- generated at iteration %s:\n%s\n\n' "$last" "$text"
+    done
+}
+kill_training() { # kill -9 once iteration $kill_at is in the metrics file
+    while [ -e "$out/training" ] && [ "$(iteration)" -lt "$kill_at" ]; do sleep 0.1; done
+    [ -e "$out/training" ] || return 0
+    kill -9 "$(cat "$out/pid")"
+}
+trap 'rm -f "$out/training"' EXIT # ends both functions above
+trap 'exit 130' INT
+trap 'exit 143' TERM
 
 mkdir -p "$data"
-say "1. Text and vocabulary: 38 plays of Shakespeare, GPT-2's vocab.json and merges.txt"
-run "$python" tools/fetch_quickstart_data.py "$data"
+say "1. Text: 38 plays of Shakespeare, 5 MB"
+run "$python" tools/fetch_quickstart_data.py "$data" --text-only
 
-say "2. Text to token ids: $data/shakespeare_text_document.bin and .idx"
+say "2. A tokenizer: byte-level BPE with 2,048 tokens, trained on that text"
+run "$python" tools/train_tokenizer.py --input "$data/shakespeare.jsonl" --vocab-size 2048 \
+    --output-dir "$data" --overwrite
+
+say "3. Text to token ids"
+rm -rf "$data"/shakespeare_text_document.*
 run "$python" tools/preprocess_data.py --input "$data/shakespeare.jsonl" --output-prefix "$data/shakespeare" \
-    --tokenizer-type GPT2BPETokenizer --vocab-file "$data/gpt2-vocab.json" --merge-file "$data/gpt2-merges.txt" \
+    --tokenizer-type GPT2BPETokenizer --vocab-file "$data/vocab.json" --merge-file "$data/merges.txt" \
     --append-eod --workers 2
 
-run rm -rf "$out/checkpoints" "$out/tensorboard" "$out/metrics.jsonl" "$out/log.txt"
+rm -rf "$out/checkpoints" "$out/tensorboard" "$out/metrics.jsonl" "$out/log.txt"
 set -- "$python" pretrain_gpt.py @examples/quickstart/gpt.args --data-path "$data/shakespeare_text_document" \
-    --vocab-file "$data/gpt2-vocab.json" --merge-file "$data/gpt2-merges.txt" --save "$out/checkpoints" \
+    --vocab-file "$data/vocab.json" --merge-file "$data/merges.txt" \
+    --save "$out/checkpoints" --load "$out/checkpoints" \
     --tensorboard-dir "$out/tensorboard" --metrics-file "$out/metrics.jsonl" "$@"
 
-say "3. What a model that learned nothing knows: a loss near ln(50257) = 10.8"
-run_logged "$@" --skip-train
+say "4. Train, with some text from each checkpoint; at iteration $kill_at the process is killed"
+touch "$out/training"
+show_samples &
+kill_training &
+killer=$!
+run_logged "$@" && code=0 || code=$?
+if [ "$code" -eq 137 ]; then
+    at=$(iteration)
+    wait "$killer"
+    say "5. Killed (kill -9) after iteration $at; the same command resumes from the checkpoint of iteration $(cat "$newest")"
+    run_logged "$@"
+elif [ "$code" -ne 0 ]; then
+    exit "$code"
+fi
+rm -f "$out/training"
+wait
 
-say "4. Train; stop at iteration $stop, as a machine might"
-run_logged "$@" --exit-interval "$stop"
+say "6. Generate text"
+run "$python" tools/generate.py "$out/checkpoints" "ROMEO" --max-new-tokens 200 --temperature 0.8 --top-p 0.9 --seed 1
 
-say "5. The same command with --load goes on where that stopped"
-run_logged "$@" --load "$out/checkpoints"
-
-say "6. Let it talk"
-run "$python" tools/generate.py "$out/checkpoints" "ROMEO" --max-new-tokens 80 --temperature 0.8 --top-p 0.9 --seed 1
-
-say "What now"
+say "What next"
 cat <<TEXT
-learned        validation loss $(validation_loss head) before training, $(validation_loss tail) now
-checkpoints    $out/checkpoints (the newest: iteration $(cat "$out/checkpoints/latest_checkpointed_iteration.txt"))
-all numbers    $out/metrics.jsonl, one JSON object an iteration; all that was printed: $out/log.txt
+result         $(grep '^ validation' "$out/log.txt" | tail -n 1 | sed 's/^ //')
 curves         $python -m tensorboard.main --logdir $out/tensorboard
-talk           $python tools/generate.py $out/checkpoints "JULIET"
-train on       the command of step 5 with --train-iters 1000 --override-opt_param-scheduler
-two processes  the same command, $(dirname "$python")/torchrun --nproc-per-node 2 in place of $python: the same losses to rounding
-your own text  one {"text": "..."} a line: step 2 and the command of step 4 with it
+checkpoints    $out/checkpoints (last: iteration $(cat "$newest"))
+metrics, log   $out/metrics.jsonl (JSON Lines, one per iteration); $out/log.txt
+generate       $python tools/generate.py $out/checkpoints "JULIET"
+train longer   the command of step 4 with --train-iters 2000 --override-opt_param-scheduler
+two processes  ... and $(dirname "$python")/torchrun --nproc-per-node 2 instead of $python: same losses to rounding
+your own text  README.md, "Your own text, your own model"
 a real model   examples/gpt2_345m
 TEXT

@@ -23,7 +23,8 @@ EXACT = ("iteration", "lm_loss", "grad_norm", "learning_rate", "consumed_samples
 LAYOUT = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --sequence-parallel --use-distributed-optimizer"
 FLAGS = with_flags([*SMALL, *NO_DROPOUT], "--train-iters", "6", "--save-interval", "3", "--eval-interval", "3",
                    "--eval-iters", "1", "--min-lr", "0.0006", "--adam-beta2", "0.95", "--weight-decay", "0.1",
-                   "--lr-warmup-iters", "2", "--split", "95,5,0")
+                   "--lr-warmup-iters", "2", "--split", "95,5,0", "--position-embedding-type", "rope",
+                   "--normalization", "RMSNorm", "--swiglu", "--disable-bias-linear")
 FIRST_PART = ("--exit-interval", "3")
 
 
@@ -32,7 +33,7 @@ def folder(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("parallel")
     (folder / "data").mkdir()
     write_text(folder / "data/shakespeare_text_document", 400)
-    for name in ("gpt2-vocab.json", "gpt2-merges.txt"):
+    for name in ("vocab.json", "merges.txt"):
         (folder / "data" / name).write_text("{}")           # named by the scripts; the NullTokenizer reads none
     return folder
 

