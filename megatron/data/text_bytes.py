@@ -16,9 +16,9 @@ import numpy as np
 from megatron.data import provenance
 
 
-def bits_per_byte(loss: float, bytes_per_token: float | None) -> float | None:
+def bits_per_byte(loss: float | None, bytes_per_token: float | None) -> float | None:
     """`loss` (nats per token) in bits per byte of text; None where the bytes are unknown."""
-    return None if bytes_per_token is None else loss / math.log(2) / bytes_per_token
+    return None if loss is None or bytes_per_token is None else loss / math.log(2) / bytes_per_token
 
 
 def bytes_per_token(dataset: Any) -> float | None:

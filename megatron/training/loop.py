@@ -6,12 +6,14 @@ import gc
 import time
 from collections.abc import Callable, Iterator
 from signal import Signals
+from typing import Any
 
 import torch
 
 from megatron import log
 from megatron.checkpoint.disk import CheckpointError
 from megatron.data.samples import Samples
+from megatron.data.text_bytes import bits_per_byte, bytes_per_token
 from megatron.parallel.collectives import all_reduce_
 from megatron.training import checkpointing
 from megatron.training.batch import evaluation_samples, load_samples, training_samples
@@ -43,6 +45,7 @@ class Trainer:
         control = run.config.checkpoint.control_file
         self._control = ControlFile(control) if control and run.runtime.rank == 0 else None
         self._valid_samples: dict[int, Iterator[torch.Tensor]] = {}
+        self._bytes_per_token: dict[int, float | None] = {}     # of each data set that was evaluated, by its id()
         self._saved_at = self._loaded = run.progress.iteration
         self._past = Past(run)
         self._skipping_to = 0
@@ -328,9 +331,9 @@ class Trainer:
         """Asked within evaluations: is the time of --exit-duration-in-mins over for any rank?"""
         return self._agreed_wish() % SAVE_NOW >= TIME_UP
 
-    def _evaluate(self, samples: Iterator[torch.Tensor], count: int, prefix: str, tell: Callable[[str], None],
-                  suffix: str = "", split: str = "validation") -> int:
-        """Evaluate `count` micro-batches and print the block; TIME_UP when the time was over first, otherwise 0."""
+    def _evaluate(self, dataset: Any, samples: Iterator[torch.Tensor], count: int, prefix: str,
+                  tell: Callable[[str], None], suffix: str = "", split: str = "validation") -> int:
+        """Evaluate `count` micro-batches of `dataset` and print the block; TIME_UP when the time was over first, else 0."""
         run, t = self.run, self.run.config.training
         with run.timers("evaluate"):
             losses = evaluate(run, self.forward_step, samples, count, tell,
@@ -339,8 +342,11 @@ class Trainer:
             log.print_rank_0("Exiting during evaluation, timelimit reached")
             return TIME_UP
         self.lines.timers(["evaluate"])
+        if id(dataset) not in self._bytes_per_token:
+            self._bytes_per_token[id(dataset)] = bytes_per_token(dataset)
+        bits = bits_per_byte(losses.get("lm loss"), self._bytes_per_token[id(dataset)])
         self.lines.validation(prefix, losses, run.progress.iteration, run.progress.consumed_train_samples, suffix,
-                              split=split)
+                              split=split, bits_per_byte=bits)
         return 0
 
     def _eval_micro_batches(self) -> int:
@@ -372,7 +378,8 @@ class Trainer:
         several, flag = run.config.data.multiple_validation_sets, 0
         for number, name in enumerate(self.data.valid_names):
             samples, count = self._validation_samples(number)
-            flag = flag or self._evaluate(samples, count, prefix, tell, f"-{name}" if several else "")
+            flag = flag or self._evaluate(self.data.valid[number], samples, count, prefix, tell,
+                                           f"-{name}" if several else "")
         if not run.config.data.full_validation:
             run.progress.consumed_valid_samples += self._eval_micro_batches() * run.plan.batch.divisor
         return flag
@@ -387,8 +394,8 @@ class Trainer:
             samples = load_samples(Samples(self.data.test, run.plan.vocab_size),
                                    evaluation_samples(self.data.test_sampler, 0), run.config.data.num_workers,
                                    run.runtime.device)
-            self._evaluate(samples, self._eval_micro_batches(), f"iteration {iteration} on test set", log.detail,
-                           split="test")
+            self._evaluate(self.data.test, samples, self._eval_micro_batches(), f"iteration {iteration} on test set",
+                           log.detail, split="test")
 
 
 def _finished(run: Run) -> str:
