@@ -44,10 +44,18 @@ def quickstart(tmp_path_factory) -> tuple[Path, str]:
 
 
 @pytest.mark.campaign
-def test_it_learns(quickstart):
-    losses = [row["lm_loss"] for row in rows(quickstart[0])]
-    assert abs(losses[0] - math.log(2048)) < 0.2 and losses[-1] < losses[0] - 1.0
-    assert (quickstart[0] / "data" / "vocab.json").exists() and "2048 tokens" in quickstart[1]
+def test_it_learns_and_says_how_much_in_bits_per_byte(quickstart):
+    folder, printed = quickstart
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    found = [line for line in lines if line.get("split") == "validation"]
+    said = json.loads((folder / "data" / "shakespeare_text_document.json").read_text())
+    texts = [json.loads(line)["text"] for line in (folder / "data" / "shakespeare.jsonl").open(encoding="utf-8")]
+    assert said["text_bytes"] == sum(len(text.encode("utf-8")) for text in texts)
+    for line in found:
+        expected = line["lm_loss"] / math.log(2) * said["tokens"] / said["text_bytes"]
+        assert line["bits_per_byte"] == pytest.approx(expected, rel=1e-9)
+    assert found[-1]["iteration"] == 240 and found[-1]["bits_per_byte"] < found[0]["bits_per_byte"] < math.log2(2048)
+    assert f"bits per byte {found[-1]['bits_per_byte']:.4f}" in printed.partition("== What next")[2]
 
 
 @pytest.mark.campaign
