@@ -175,12 +175,13 @@ class Diff:
     a: Path = path_of("A", "run directory, iter_XXXXXXX, or Hugging Face folder")
     b: Path = path_of("B", "what to compare it with")
     ckpt_step: int | None = step_option()
+    weights_only: bool = arg(False, help="compare the model's weights, not the optimizer state")
 
     def run(self) -> Answer:
         """Do it."""
         from tools.convert.inspection import diff
 
-        return diff(self.a, self.b, self.ckpt_step)
+        return diff(self.a, self.b, self.ckpt_step, self.weights_only)
 
 
 @dataclass(frozen=True, kw_only=True)

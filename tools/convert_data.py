@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,8 +24,7 @@ from megatron.data.documents import Documents  # noqa: E402
 from megatron.data.indexed_dataset import IndexedDatasetBuilder, idx_path  # noqa: E402
 from megatron.data.jsonl_tokens import JsonlTokens, JsonlWriter, meta_path, token_files  # noqa: E402
 from tools.shared.program import Command, run_command  # noqa: E402
-
-EVERY = 5.0  # seconds between two lines of progress
+from tools.shared.progress import Progress  # noqa: E402
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,14 +92,12 @@ def convert(options: ToInternLM) -> None:
     """All files; a line on stdout for each, and progress within long ones on stderr."""
     jobs = list(outputs(options.folder, options.out, type(options)))
     totals = np.zeros(2, np.int64)
+    progress = Progress(sum(os.path.getsize(path) for path, _ in jobs))
     for number, (path, out) in enumerate(jobs, 1):
-        said = time.monotonic()
+        size = os.path.getsize(path)
 
-        def told(done: int, of: int, number: int = number, path: str = path) -> None:
-            nonlocal said
-            if time.monotonic() - said >= EVERY:
-                said = time.monotonic()
-                print(f"[{number} of {len(jobs)}] {path}: {done:,} of {of:,} samples", file=sys.stderr, flush=True)
+        def told(done: int, of: int, number: int = number, size: int = size) -> None:
+            progress.update(size * done // of, f"file {number} of {len(jobs)}, {done:,} of {of:,} samples")
 
         os.makedirs(os.path.dirname(out), exist_ok=True)
         if isinstance(options, ToMegatron):
@@ -109,6 +105,8 @@ def convert(options: ToInternLM) -> None:
         else:
             counts = to_internlm(path, out, told)
         totals += counts
+        progress.shift += size
+        progress.clear()
         print(f"[{number} of {len(jobs)}] {path} -> {out}.bin: {counts[0]:,} samples, {counts[1]:,} tokens", flush=True)
     print(f"{len(jobs)} files, {totals[0]:,} samples, {totals[1]:,} tokens", flush=True)
 

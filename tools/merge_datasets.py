@@ -15,7 +15,7 @@ import json
 import os
 import sys
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,6 +27,7 @@ from megatron.data.data_paths import PARTIAL, expand  # noqa: E402
 from megatron.data.indexed_dataset import BLOCK, CODES, HEADER, MAGIC, VERSION, IndexedDataset, bin_path, idx_path  # noqa: E402
 from megatron.data.provenance import common_maker, joined_counts, json_path  # noqa: E402
 from tools.shared.program import read  # noqa: E402
+from tools.shared.progress import Progress  # noqa: E402
 
 CHUNK = 64 << 20  # bytes copied at a time
 
@@ -72,8 +73,8 @@ def spans(corpus: IndexedDataset) -> Iterator[tuple[int, int]]:
     yield begin, end - begin
 
 
-def copy(source: int, target: int, start: int, count: int) -> None:
-    """Append `count` bytes of one file to another. Holes stay holes."""
+def copy(source: int, target: int, start: int, count: int, told: Callable[[int], None] = lambda copied: None) -> None:
+    """Append `count` bytes of one file to another; `told` hears how many are done. Holes stay holes."""
     at, stop = start, start + count
     while at < stop:
         try:
@@ -91,9 +92,10 @@ def copy(source: int, target: int, start: int, count: int) -> None:
             at += len(block)
             while view:
                 view = view[os.write(target, view) :]
+            told(at - start)
 
 
-def write_bin(prefixes: Sequence[str], path: str) -> None:
+def write_bin(prefixes: Sequence[str], path: str, progress: Progress) -> None:
     """The tokens of all sequences."""
     target = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     try:
@@ -101,7 +103,8 @@ def write_bin(prefixes: Sequence[str], path: str) -> None:
             source = os.open(bin_path(prefix), os.O_RDONLY)
             try:
                 for start, count in spans(IndexedDataset(prefix)):
-                    copy(source, target, start, count)
+                    copy(source, target, start, count, progress.update)
+                    progress.shift += count
             finally:
                 os.close(source)
         os.fsync(target)
@@ -109,27 +112,33 @@ def write_bin(prefixes: Sequence[str], path: str) -> None:
         os.close(target)
 
 
-def write_idx(prefixes: Sequence[str], path: str) -> tuple[int, int, int]:
+def write_idx(prefixes: Sequence[str], path: str, progress: Progress) -> tuple[int, int, int]:
     """The index of all sequences; (tokens, sequences, documents)."""
     sizes = [(len(corpus), corpus.num_documents) for corpus in map(IndexedDataset, prefixes)]
     sequences, documents = (sum(column) for column in zip(*sizes, strict=True))
     dtype = IndexedDataset(prefixes[0]).dtype
     token = 0
+
+    def write(numbers: np.ndarray) -> None:
+        file.write(numbers.tobytes())
+        progress.shift += numbers.nbytes
+        progress.update(0, "index")
+
     with open(path, "xb") as file:
         file.write(HEADER.pack(MAGIC, VERSION, CODES[dtype], sequences, documents + 1))
         for prefix in prefixes:
             for block in _blocks(IndexedDataset(prefix).sequence_lengths):
-                file.write(block.tobytes())
+                write(block)
         for prefix in prefixes:
             for block in _blocks(IndexedDataset(prefix).sequence_lengths):
                 ends = np.cumsum(block, dtype=np.int64) + token
-                file.write(((ends - block) * dtype.itemsize).astype("<i8").tobytes())
+                write(((ends - block) * dtype.itemsize).astype("<i8"))
                 token = int(ends[-1])
         file.write(np.int64(0).tobytes())
         shift = 0
         for prefix, (count, _) in zip(prefixes, sizes, strict=True):
             for block in _blocks(IndexedDataset(prefix).document_indices[1:]):
-                file.write((block + shift).astype("<i8").tobytes())
+                write((block + shift).astype("<i8"))
             shift += count
         file.flush()
         os.fsync(file.fileno())
@@ -146,8 +155,10 @@ def merge(prefixes: Sequence[str], output: str) -> tuple[int, int, int]:
     made_by, joined = common_maker(prefixes), joined_counts(prefixes)
     partial = f"{output}{PARTIAL}{uuid.uuid4().hex}"
     try:
-        write_bin(prefixes, bin_path(partial))
-        counts = write_idx(prefixes, idx_path(partial))
+        progress = Progress(sum(os.path.getsize(path(prefix)) for prefix in prefixes for path in (bin_path, idx_path)))
+        write_bin(prefixes, bin_path(partial), progress)
+        counts = write_idx(prefixes, idx_path(partial), progress)
+        progress.clear()
         # The old index goes first: a reader meets the old pair, no index, or the new pair, never a mixture.
         Path(idx_path(output)).unlink(missing_ok=True)
         Path(json_path(output)).unlink(missing_ok=True)
@@ -169,6 +180,15 @@ class Options:
 
     input: tuple[str, ...] = arg(metavar="PATH", help="what to join: prefixes, directories or patterns")
     output_prefix: str = arg(metavar="PREFIX", help="prefix of the .bin and .idx to write")
+    overwrite: bool = arg(False, help="replace the .bin and .idx of --output-prefix if they exist")
+
+    def problems(self) -> list[str]:
+        """What is wrong with it."""
+        output = self.output_prefix
+        if self.overwrite or not all(os.path.exists(path(output)) for path in (bin_path, idx_path)):
+            return []
+        return [f"--output-prefix {output}: {output}.bin and .idx exist; give --overwrite to replace them, or another "
+                "prefix"]  # fmt: skip
 
 
 def run(options: Options) -> str:
@@ -186,7 +206,7 @@ def run(options: Options) -> str:
 
 def main(argv: Sequence[str]) -> int:
     """Exit codes: 0 merged, 1 it could not be done, 2 a wrong command line."""
-    options = read(Options, argv, prog="merge_datasets.py", description=__doc__ or "")
+    options = read(Options, argv, prog="merge_datasets.py", description=__doc__ or "", check=Options.problems)
     try:
         print(run(options))
     except (OSError, ValueError) as error:

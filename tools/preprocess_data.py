@@ -21,11 +21,12 @@ from megatron.arguments import Problems, arg, build_parser, config_from, parse  
 from megatron.data import sentences  # noqa: E402
 from megatron.data.indexed_dataset import bin_path, idx_path, optimal_dtype  # noqa: E402
 from megatron.data.inputs import BLOCK_BYTES, Reader, input_files  # noqa: E402
-from megatron.data.preprocess import Job, encode_all, tokenizer_of  # noqa: E402
+from megatron.data.preprocess import Encoded, Job, encode_all, tokenizer_of  # noqa: E402
 from megatron.data.provenance import describe, fingerprint, vocabulary_of  # noqa: E402
 from megatron.data.tokenizer import Tokenizer, TokenizerFlags  # noqa: E402
-from megatron.data.unfinished import BadRecords, Busy, Unfinished  # noqa: E402
+from megatron.data.unfinished import BadRecords, Busy, Unfinished, is_finishing  # noqa: E402
 from megatron.version import version_line  # noqa: E402
+from tools.shared.progress import Progress  # noqa: E402
 
 NO_SEARCH = "the best number of workers is not searched for; give --workers, one for each CPU core"
 REFUSED = {
@@ -55,6 +56,7 @@ class WriteConfig:
 
     output_prefix: str = arg("", help="path that the names of the output files begin with")
     append_eod: bool = arg(False, help="end each document with the end-of-document token")
+    overwrite: bool = arg(False, help="replace the output files if they exist")
     allow_special_tokens: bool = arg(False, help="a text that spells a special token, as <|endoftext|>, means that token")
 
 
@@ -65,7 +67,8 @@ class RunConfig:
     workers: int | None = arg(None, help="processes that tokenize (default: one for each CPU core)")
     partitions: int = arg(1, help="write documents i, i + N, i + 2N, ... together, as Megatron orders them with N > 1")
     keep_sequential_samples: bool = arg(False, help="keep the order of the input with --partitions, too")
-    log_interval: int = arg(1000, help="documents between two lines about the speed")
+    log_interval: int | None = arg(None, help="print Megatron's progress line every N documents (default: a line with "
+                                              "percentage, rate and ETA every 5 seconds)")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -109,42 +112,27 @@ class Stop:
             raise Stopped
 
 
-class Progress:
-    """Megatron's line on stderr every `interval` documents; on a terminal also how far it is, and the ETA.
+class Speed:
+    """Megatron's line on stderr every `interval` documents, which --log-interval asks for. `documents` were done by runs
+    before this one."""
 
-    `documents` were done, and `bytes` of documents read, by runs before this one.
-    """
+    def __init__(self, interval: int | None, documents: int = 0) -> None:
+        self.bytes = 0
+        self.start = time.time()
+        self.documents = self.before = documents
+        self.interval = interval
 
-    def __init__(self, interval: int, files: Sequence[str], documents: int = 0) -> None:
-        self.start = self._shown = time.time()
-        self.bytes, self._new, self._documents, self._interval = 0, 0, documents, interval
-        self._total = sum(os.path.getsize(file) for file in files)
-        self._first: int | None = None
-        self._terminal = sys.stderr.isatty()
-
-    def add(self, documents: int, size: int, read: int) -> None:
-        """So many documents of so many bytes are done; `read` bytes of the input files are behind us."""
+    def add(self, documents: int, size: int) -> list[str]:
+        """So many documents of so many bytes are done; the lines that are due."""
+        done = self.documents
         self.bytes += size
+        self.documents += documents
+        if self.interval is None:
+            return []
         elapsed = max(time.time() - self.start, 1e-9)
-        before, self._new = self._new, self._new + documents
-        past = self._documents + before
-        for count in range(past - past % self._interval + self._interval, past + documents + 1, self._interval):
-            speed = f"{self._new / elapsed} docs/s, {self.bytes / elapsed / 1024 / 1024} MB/s"
-            self.clear()
-            print(f"Processed {count} documents ({speed}).", file=sys.stderr, flush=True)
-        now = time.time()
-        self._first = read - size if self._first is None and self._documents else self._first or 0
-        if self._terminal and read > self._first and now - self._shown > 0.2:
-            self._shown = now
-            left = (now - self.start) * max(self._total - read, 0) / (read - self._first)
-            minutes, seconds = divmod(round(left), 60)
-            sys.stderr.write(f"\r{read / max(self._total, read):6.1%} of the input, ETA {minutes}:{seconds:02d}\x1b[K")
-            sys.stderr.flush()
-
-    def clear(self) -> None:
-        """Take the display off the terminal."""
-        if self._terminal:
-            sys.stderr.write("\r\x1b[K")
+        speed = f"{(self.documents - self.before) / elapsed} docs/s, {self.bytes / elapsed / 1024 / 1024} MB/s"
+        first = done - done % self.interval + self.interval
+        return [f"Processed {count} documents ({speed})." for count in range(first, self.documents + 1, self.interval)]
 
 
 def read_command_line(argv: Sequence[str]) -> tuple[Config, list[str]]:
@@ -196,7 +184,18 @@ def _output_problems(config: Config) -> list[str]:
         return [*problems, f"--output-prefix {prefix}: the directory {folder} is not writable; choose another"]
     pairs = _pairs(config)
     taken = [path for pair in pairs for path in (bin_path(pair), idx_path(pair)) if os.path.isdir(path)]
-    return problems + [f"--output-prefix {prefix}: {path} is a directory; choose another prefix" for path in taken]
+    problems += [f"--output-prefix {prefix}: {path} is a directory; choose another prefix" for path in taken]
+    return problems if taken or is_finishing(prefix) else problems + _existing(config)
+
+
+def _existing(config: Config) -> list[str]:
+    """A line if finished pairs would be replaced without --overwrite."""
+    found = [pair for pair in _pairs(config) if os.path.exists(bin_path(pair)) and os.path.exists(idx_path(pair))]
+    if config.write.overwrite or not found:
+        return []
+    names = ", ".join(f"{pair}.bin and .idx" for pair in found)
+    return [f"--output-prefix {config.write.output_prefix}: {names} exist; give --overwrite to replace them, or another "
+            "prefix"]  # fmt: skip
 
 
 def _pairs(config: Config) -> list[str]:
@@ -231,8 +230,11 @@ def run(config: Config, files: Sequence[str], stop: Stop) -> str:
                           _job_identity(config, files, tokenizer, parts), lasting)  # fmt: skip
         stack.callback(work.close)
         _say_what_was_there(work)
+        if not work.finishing and (problems := _existing(config)):
+            raise Problems(problems)  # names of another command's pairs, which it had begun to give
         bad = BadRecords(read.max_bad_records, work.bad)
-        progress = Progress(config.run.log_interval, files, work.documents)
+        speed = Speed(config.run.log_interval, work.documents)
+        progress = Progress(sum(map(os.path.getsize, files)), resumed=work.documents > 0)
         stack.callback(progress.clear)
         reader = Reader(files, read.json_keys, read.txt_lines)
         before = sum(work.tokens)
@@ -246,7 +248,7 @@ def run(config: Config, files: Sequence[str], stop: Stop) -> str:
                     print("Time to startup:", time.time() - started, flush=True)
                 with stop.held():  # a line that is half printed would swallow the one about the end
                     work.confirm(block)
-                    progress.add(encoded.documents, encoded.bytes, block.read)
+                    _report(speed, progress, encoded, block.read)
         for key, tokens in zip(job.keys, work.tokens, strict=True):
             if not tokens:
                 what = f'no text under "{key}"' if work.documents else "no documents"
@@ -258,7 +260,19 @@ def run(config: Config, files: Sequence[str], stop: Stop) -> str:
                      for tokens, text_bytes in zip(work.tokens, work.text_bytes, strict=True)]  # fmt: skip
         with stop.held():
             paths = work.finish(described)
-    return _summary(work, tokenizer, paths, sum(work.tokens) - before, progress.bytes, time.time() - started)
+    return _summary(work, tokenizer, paths, sum(work.tokens) - before, speed.bytes, time.time() - started)
+
+
+def _report(speed: Speed, progress: Progress, encoded: Encoded, read: int) -> None:
+    """A block is done; `read` bytes of the input files are behind us."""
+    lines = speed.add(encoded.documents, encoded.bytes)
+    if lines:
+        progress.clear()
+        print("\n".join(lines), file=sys.stderr, flush=True)
+    if speed.interval is not None and not progress.terminal:
+        return
+    rate = (speed.documents - speed.before) / max(time.time() - speed.start, 1e-9)
+    progress.update(read, f"{speed.documents:,} documents, {rate:,.0f} documents/s")
 
 
 def _check_tokenizer(job: Job, tokenizer: Tokenizer) -> None:

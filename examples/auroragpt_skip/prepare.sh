@@ -8,6 +8,6 @@ data=${DATA:-runs/auroragpt_skip/data}
 "$python" tools/fetch_quickstart_data.py "$data"
 "$python" examples/auroragpt_skip/corpus.py "$data"
 for name in shakespeare code clean repeats noise language; do
-    "$python" tools/preprocess_data.py --input "$data/$name.jsonl" --output-prefix "$data/$name" --append-eod \
+    "$python" tools/preprocess_data.py --input "$data/$name.jsonl" --output-prefix "$data/$name" --append-eod --overwrite \
         --tokenizer-type GPT2BPETokenizer --vocab-file "$data/vocab.json" --merge-file "$data/merges.txt" --workers 1
 done

@@ -18,6 +18,7 @@ cd "${WORK:-$root/runs/gpt2_345m}"
     --tokenizer-type GPT2BPETokenizer \
     --merge-file data/gpt2-merges.txt \
     --append-eod \
+    --overwrite \
     --workers "${WORKERS:-8}" \
     "$@"
 ls -l data/meg-gpt2_text_document.*

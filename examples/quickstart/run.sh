@@ -57,10 +57,9 @@ run "$python" tools/train_tokenizer.py --input "$data/shakespeare.jsonl" --vocab
     --output-dir "$data" --overwrite
 
 say "3. Text to token ids"
-rm -rf "$data"/shakespeare_text_document.*
 run "$python" tools/preprocess_data.py --input "$data/shakespeare.jsonl" --output-prefix "$data/shakespeare" \
     --tokenizer-type GPT2BPETokenizer --vocab-file "$data/vocab.json" --merge-file "$data/merges.txt" \
-    --append-eod --workers 2
+    --append-eod --workers 2 --overwrite
 
 rm -rf "$out/checkpoints" "$out/tensorboard" "$out/metrics.jsonl" "$out/log.txt"
 set -- "$python" pretrain_gpt.py @examples/quickstart/gpt.args --data-path "$data/shakespeare_text_document" \

@@ -192,7 +192,7 @@ def _read_blends(d: DataConfig) -> list[tuple[str, list[str] | str]]:
 def _text(path: str) -> list[str] | str:
     """The lines of a file, or why they cannot be read."""
     try:
-        return Path(path).read_text(encoding="utf-8").splitlines()
+        return Path(path).read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         return f"cannot be read ({getattr(error, 'strerror', None) or error})"
 

@@ -123,7 +123,7 @@ def read_split_blends(path: str, flag: str = "--per-split-data-args-path") -> li
 
 def _read(path: str, flag: str) -> str:
     try:
-        return Path(path).read_text(encoding="utf-8")
+        return Path(path).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{flag} {path}: cannot be read ({error})") from error
 

@@ -5,6 +5,7 @@ Where a file is cut depends on its content alone, so that a run that was killed 
 
 from __future__ import annotations
 
+import codecs
 import glob
 import gzip
 import importlib
@@ -55,7 +56,12 @@ class Block(NamedTuple):
         return max(1, (self.end - self.start) // BLOCK_BYTES)
 
     def content(self) -> bytes:
-        """The bytes of a block that is not of rows. Raises ValueError if the file cannot be read or became shorter."""
+        """The bytes of a block that is not of rows, without the file's byte order mark. Raises ValueError if the file cannot
+        be read or became shorter."""
+        data = self._content()
+        return data.removeprefix(codecs.BOM_UTF8) if self.start == 0 else data
+
+    def _content(self) -> bytes:
         if self.data is not None:
             return self.data
         try:

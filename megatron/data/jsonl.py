@@ -58,7 +58,7 @@ def _parse(line: bytes | memoryview) -> object:
             return orjson.loads(line)
     line = bytes(line)
     if line.startswith(codecs.BOM_UTF8):
-        raise ValueError("begins with a byte order mark; save the file as UTF-8 without one")
+        raise ValueError("begins with a byte order mark, which only the first line of a file may have; remove it")
     if line.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         raise ValueError("is UTF-16; convert the file first (iconv -f UTF-16 -t UTF-8)")
     try:

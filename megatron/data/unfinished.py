@@ -56,6 +56,14 @@ class Busy(Exception):
     """Another process works in the folder."""
 
 
+def is_finishing(prefix: str) -> bool:
+    """Has an earlier run of this prefix written everything, so that only names were left to be given?"""
+    try:
+        return bool(json.loads(Path(f"{prefix}.unfinished/state.json").read_text(encoding="utf-8"))["finishing"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
 class Unfinished:
     """The work on the pairs PREFIX_KEY_LEVEL. Raises Busy and OSError.
 

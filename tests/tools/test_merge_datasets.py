@@ -14,7 +14,8 @@ import pytest
 
 from megatron.data.indexed_dataset import HEADER, MAGIC, IndexedDataset, IndexedDatasetBuilder, bin_path, idx_path
 from tests.data.corpora import write_corpus
-from tests.load_tool import load_tool
+from tests.load_tool import exit_code, load_tool
+from tools.shared import progress
 
 ROOT = Path(__file__).resolve().parents[2]
 TOOL = load_tool("merge_datasets")
@@ -48,6 +49,30 @@ def test_documents_follow_each_other(tmp_path, capsys):
     assert "4 data sets, 8 documents, 8 sequences, 22 tokens" in capsys.readouterr().out
 
 
+def test_a_finished_pair_is_replaced_only_if_asked(tmp_path, capsys):
+    one, two = (write_corpus(tmp_path / name, lengths) for name, lengths in (("a", [3, 4]), ("b", [5])))
+    words = ["--output-prefix", str(tmp_path / "all"), "--input"]
+    assert exit_code(TOOL.main, *words, one, two) == 0
+    before = documents(tmp_path / "all")
+    assert exit_code(TOOL.main, *words, one) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert f"{tmp_path}/all.bin and .idx exist" in line and "--overwrite" in line
+    assert documents(tmp_path / "all") == before
+    assert exit_code(TOOL.main, *words, one, "--overwrite") == 0
+    assert documents(tmp_path / "all") == documents(one)
+    os.unlink(tmp_path / "all.idx")  # half a pair is nothing that could be used
+    assert exit_code(TOOL.main, *words, one) == 0
+
+
+def test_progress_is_by_bytes(tmp_path, capsys, monkeypatch):
+    prefixes = [write_corpus(tmp_path / name, [30] * 50, np.int32) for name in ("a", "b")]
+    monkeypatch.setattr(progress, "SECONDS", 0.0)
+    assert exit_code(TOOL.main, "--output-prefix", tmp_path / "all", "--input", *prefixes) == 0
+    shares = [float(re.match(r" *([\d.]+)%,.* MB/s, ETA \d+:\d\d:\d\d$", line)[1])
+              for line in capsys.readouterr().err.splitlines()]
+    assert len(shares) > 2 and shares == sorted(shares) and 95 < shares[-1] <= 100
+
+
 def made_by(prefix, name: str, mark: str) -> None:
     Path(f"{prefix}.json").write_text(json.dumps({"tokenizer": {"class": name, "fingerprint": mark}, "tokens": 1}))
 
@@ -55,7 +80,7 @@ def made_by(prefix, name: str, mark: str) -> None:
 def test_the_tokenizer_goes_with_the_pair_and_two_are_refused(tmp_path, capsys):
     prefixes = [write_corpus(tmp_path / name, [5, 2], np.int32, seed) for seed, name in enumerate("abcd")]
     output, note = tmp_path / "all", tmp_path / "all.json"
-    words = ["--input", *map(str, prefixes), "--output-prefix", str(output)]
+    words = ["--input", *map(str, prefixes), "--output-prefix", str(output), "--overwrite"]
     made_by(prefixes[1], "NullTokenizer", "0" * 64)
     made_by(prefixes[2], "GPT2BPETokenizer", "1" * 64)
     TOOL.main(words)
@@ -159,7 +184,8 @@ def test_what_cannot_be_merged(tmp_path, capsys, words, message):
     write_corpus(tmp_path / "cut", [3, 4])
     (tmp_path / "cut.idx").write_bytes((tmp_path / "cut.idx").read_bytes()[:-1])
     before = (tmp_path / "out.bin").read_bytes()
-    assert TOOL.main(["--input", *(str(tmp_path / word) for word in words), "--output-prefix", str(tmp_path / "out")]) == 1
+    paths = [str(tmp_path / word) for word in words]
+    assert TOOL.main(["--input", *paths, "--output-prefix", str(tmp_path / "out"), "--overwrite"]) == 1
     error = capsys.readouterr().err
     assert error.count("\n") == 1
     assert re.search(message, error), error

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import codecs
 import gzip
-import io
 import json
 import multiprocessing
 import os
@@ -26,6 +26,7 @@ from megatron.data.tokenizer import TokenizerFlags
 from megatron.data.tokenizer_bpe import GPT2BPETokenizer
 from tests.data.vocabularies import ADVERSARIAL, write_bpe
 from tools import preprocess_data
+from tools.shared import progress
 
 TOOL = Path(preprocess_data.__file__)
 NULL = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "60000"]
@@ -203,12 +204,31 @@ class TestWhatIsWritten:
         data = IndexedDataset(f"{out}/x_text_document")
         assert data.dtype == dtype and data[0].tolist() == [size - 1]
 
-    def test_old_files_are_replaced(self, tmp_path: Path, out: Path) -> None:
-        for text in ("1 2 3", "4"):
-            file = write_lines(tmp_path / "x.jsonl", [{"text": text}])
-            assert main("--input", file, "--output-prefix", f"{out}/x", *NULL) == 0
+    def test_finished_files_are_replaced_only_if_asked(
+        self, tmp_path: Path, out: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        words = ["--input", str(tmp_path / "x.jsonl"), "--output-prefix", f"{out}/x", *NULL]
+        write_lines(tmp_path / "x.jsonl", [{"text": "1 2 3"}])
+        assert main(*words) == 0
+        before = contents(out)
+        write_lines(tmp_path / "x.jsonl", [{"text": "4"}])
+        capsys.readouterr()
+        assert main(*words) == 2 and contents(out) == before
+        [line] = capsys.readouterr().err.splitlines()
+        assert f"{out}/x_text_document.bin and .idx exist" in line and "--overwrite" in line
+        assert main(*words, "--overwrite") == 0
         assert documents(f"{out}/x_text_document") == [[[4]]]
         assert len(contents(out)) == 3
+        (out / "x_text_document.idx").unlink()  # half a pair is nothing that could be used
+        assert main(*words) == 0
+
+    @pytest.mark.parametrize("packed", ["", ".gz"])
+    def test_a_byte_order_mark_is_skipped(self, tmp_path: Path, out: Path, packed: str) -> None:
+        (gzip.open if packed else open)(tmp_path / f"x.jsonl{packed}", "wb").write(codecs.BOM_UTF8 + GOOD + GOOD)
+        (gzip.open if packed else open)(tmp_path / f"y.txt{packed}", "wb").write(codecs.BOM_UTF8 + b"7 8")
+        files = [str(tmp_path / f"{name}{packed}") for name in ("x.jsonl", "y.txt")]
+        assert main("--input", *files, "--output-prefix", f"{out}/x", *NULL) == 0
+        assert documents(f"{out}/x_text_document") == [[[1, 2]], [[1, 2]], [[7, 8]]]
 
 
 class TestWhatIsPrinted:
@@ -236,30 +256,19 @@ class TestWhatIsPrinted:
         counts = [int(re.fullmatch(template, line)[1]) for line in said.err.splitlines()]
         assert counts == list(range(300, len(texts) + 1, 300))
 
-    def test_a_terminal_sees_how_far_it_is(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        class Terminal(io.StringIO):
-            def isatty(self) -> bool:
-                return True
-
-        (tmp_path / "x").write_bytes(bytes(1000))
-        clock = [100.0]
-        monkeypatch.setattr(preprocess_data.time, "time", lambda: clock[0])
-        monkeypatch.setattr(sys, "stderr", Terminal())
-        progress = preprocess_data.Progress(2, [str(tmp_path / "x")])
-        for read in (100, 150, 250, 1000):
-            clock[0] += 10
-            progress.add(1, 1 << 20, read)
-        progress.clear()
-        clear, show = "\r\x1b[K", "\r{} of the input, ETA {}\x1b[K"
-        assert sys.stderr.getvalue() == "".join(
-            [
-                show.format(" 10.0%", "1:30"),
-                clear + "Processed 2 documents (0.1 docs/s, 0.1 MB/s).\n" + show.format(" 15.0%", "1:53"),
-                show.format(" 25.0%", "1:30"),
-                clear + "Processed 4 documents (0.1 docs/s, 0.1 MB/s).\n" + show.format("100.0%", "0:00"),
-                clear,
-            ]
-        )
+    def test_without_a_log_interval_progress_goes_by_time(
+        self, corpus: tuple[str, list[str], list[str]], out: Path, capsys: pytest.CaptureFixture[str],
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        file, texts, flags = corpus
+        monkeypatch.setattr(progress, "SECONDS", 0.0)
+        assert main("--input", file, "--output-prefix", f"{out}/x", *flags, "--workers", "1") == 0
+        template = r" *([\d.]+)%, ([\d,]+) documents, [\d,]+ documents/s, [\d.]+ MB/s, ETA \d+:\d\d:\d\d"
+        found = [re.fullmatch(template, line) for line in capsys.readouterr().err.splitlines()]
+        assert len(found) > 1 and all(found)
+        shares = [float(match[1]) for match in found]
+        assert shares == sorted(shares) and shares[-1] == 100.0 and found[-1][2] == f"{len(texts):,}"
+        assert main("--input", file, "--output-prefix", f"{out}/y", *flags, "--workers", "1", "--log-interval", "9999") == 0
 
     def test_torch_and_transformers_are_not_imported(self, tmp_path: Path, out: Path) -> None:
         file = write_lines(tmp_path / "x.jsonl", [{"text": "1"}])
@@ -289,7 +298,7 @@ BAD_LINES = {
     "a list of numbers": (b'{"text": [1, 2]}\n', '"text" is a list, not a string or a list of strings'),
     "latin-1": (b'{"text": "\xe9"}\n', "is not UTF-8 (byte 11 of the line is 0xe9)"),
     "binary": (bytes(range(128, 200)) + b"\n", "is not UTF-8 (byte 1 of the line is 0x80)"),
-    "a byte order mark": (b"\xef\xbb\xbf" + GOOD, "begins with a byte order mark"),
+    "a byte order mark": (b"\xef\xbb\xbf" + GOOD, "begins with a byte order mark, which only the first line"),
     "half a surrogate pair": (b'{"text": "\\ud83d"}\n', "U+D83D, half of a surrogate pair"),
     "too deep": (b'{"text": ' + b"[" * 200_000 + b"\n", "nested too deeply"),
     "no number": (b'{"text": "1 x"}\n', "found 'x' where NullTokenizer reads whole numbers from 0 to 59999"),
@@ -311,7 +320,7 @@ class TestBadData:
         before = {"x_text_document.bin": b"old", "x_text_document.idx": b"old"}
         for name, content in before.items():
             (out / name).write_bytes(content)
-        assert main("--input", str(file), "--output-prefix", f"{out}/x", *flags, *NULL) == 1
+        assert main("--input", str(file), "--output-prefix", f"{out}/x", "--overwrite", *flags, *NULL) == 1
         lines = capsys.readouterr().err.splitlines()
         assert len(lines) == 1 and lines[0].startswith("error: ") and says in lines[0], lines
         assert str(file) in lines[0]
@@ -488,7 +497,8 @@ class Running:
         self.out.mkdir()
         fifo = tmp_path / "endless.jsonl"
         os.mkfifo(fifo)
-        flags = ["--output-prefix", f"{self.out}/x", "--workers", str(workers), "--partitions", "2", *NULL]
+        flags = ["--output-prefix", f"{self.out}/x", "--workers", str(workers), "--partitions", "2",
+                 "--log-interval", "1000", *NULL]  # fmt: skip
         self.said = tmp_path / "said"
         with open(self.said, "w") as said:
             argv = command("--input", str(fifo), *flags)

@@ -33,7 +33,7 @@ def flags(tmp_path: Path) -> list[str]:
     (tmp_path / "out").mkdir()
     vocab, merges = write_bpe(tmp_path / "bpe")
     return ["--output-prefix", f"{tmp_path}/out/x", "--tokenizer-type", "GPT2BPETokenizer", "--vocab-file", vocab,
-            "--merge-file", merges]  # fmt: skip
+            "--merge-file", merges, "--overwrite"]  # fmt: skip
 
 
 def run(*argv: str) -> int:
@@ -66,14 +66,14 @@ def test_every_kind_of_file_in_one_run(tmp_path: Path, flags: list[str]) -> None
     parquet.write_table(pyarrow.table({"text": TEXTS, "n": list(range(len(TEXTS)))}), tmp_path / "in" / "e.parquet")
     for workers in ("1", "2"):
         assert run("--input", f"{tmp_path}/in/*", "--workers", workers, *flags) == 0
-        found = texts_in(f"{tmp_path}/out/x_text_document", flags[5::2])
+        found = texts_in(f"{tmp_path}/out/x_text_document", flags[5:8:2])
         assert found == [[text] for text in TEXTS] * 5 + [[plain]] * 2
 
 
 def test_lines_of_text_files(tmp_path: Path, flags: list[str]) -> None:
     (tmp_path / "a.txt").write_bytes(b"one\r\n\n two \n" + "drei é".encode() + b"\n\xff\nend")
     assert run("--input", f"{tmp_path}/a.txt", "--txt-lines", "--max-bad-records", "1", *flags) == 0
-    assert texts_in(f"{tmp_path}/out/x_text_document", flags[5::2]) == [["one"], [" two "], ["drei é"], ["end"]]
+    assert texts_in(f"{tmp_path}/out/x_text_document", flags[5:8:2]) == [["one"], [" two "], ["drei é"], ["end"]]
     (bad,) = (tmp_path / "out" / "x.bad_records.jsonl").read_text().splitlines()
     assert json.loads(bad) == {"file": f"{tmp_path}/a.txt", "line": 5, "what": "is not UTF-8 (byte 1 is 0xff)"}
     assert run("--input", f"{tmp_path}/a.txt", *flags) == 1
@@ -93,8 +93,8 @@ def test_rows_without_text_are_bad(tmp_path: Path, flags: list[str], capsys: pyt
     assert run(*some) == 1
     assert f'{tmp_path}/e.parquet, line 2: "a" is null, not a string' in capsys.readouterr().err
     assert run(*some, "--max-bad-records", "1") == 0
-    assert texts_in(f"{tmp_path}/out/x_a_document", flags[5::2]) == [["x"], ["y"]]
-    assert texts_in(f"{tmp_path}/out/x_b_document", flags[5::2]) == [["p", "q"], []]
+    assert texts_in(f"{tmp_path}/out/x_a_document", flags[5:8:2]) == [["x"], ["y"]]
+    assert texts_in(f"{tmp_path}/out/x_b_document", flags[5:8:2]) == [["p", "q"], []]
 
 
 SPEECH = 'Dr. Smith arrived at 5 p.m. on Monday.  He said: "It works!"\nMrs. Jones, of Acme Inc., did not agree. Why?'
@@ -108,10 +108,10 @@ def test_sentences(tmp_path: Path, flags: list[str]) -> None:
     (tmp_path / "a.jsonl").write_text(json.dumps({"text": SPEECH}) + '\n{"text": ""}\n{"text": ["A b", "One. Two."]}\n')
     some = ["--input", f"{tmp_path}/a.jsonl", "--split-sentences", *flags]
     assert run(*some) == 0
-    found = texts_in(f"{tmp_path}/out/x_text_sentence", flags[5::2])
+    found = texts_in(f"{tmp_path}/out/x_text_sentence", flags[5:8:2])
     assert found == [SENTENCES, [], ["A b", "One.", "Two."]]
     assert run(*some, "--keep-newlines", "--append-eod") == 0
-    kept = texts_in(f"{tmp_path}/out/x_text_sentence", flags[5::2])
+    kept = texts_in(f"{tmp_path}/out/x_text_sentence", flags[5:8:2])
     assert "".join(kept[0]) == SPEECH + "<|endoftext|>" and len(kept[0]) == 4 and kept[0][0].endswith("Monday.  ")
 
 
@@ -120,7 +120,7 @@ def test_a_language_has_its_own_sentences(tmp_path: Path, flags: list[str]) -> N
     pytest.importorskip("punkt")
     (tmp_path / "a.jsonl").write_text(json.dumps({"text": "Das ist z.B. ein Satz. Und noch einer."}) + "\n")
     assert run("--input", f"{tmp_path}/a.jsonl", "--split-sentences", "--lang", "german", *flags) == 0
-    found = texts_in(f"{tmp_path}/out/x_text_sentence", flags[5::2])
+    found = texts_in(f"{tmp_path}/out/x_text_sentence", flags[5:8:2])
     assert found == [["Das ist z.B. ein Satz.", "Und noch einer."]]
 
 
@@ -129,7 +129,7 @@ def test_special_tokens_are_text_unless_asked_for(tmp_path: Path, flags: list[st
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     for more, count in (([], 0), (["--allow-special-tokens"], 4)):
         assert run("--input", f"{tmp_path}/a.jsonl", *more, *flags) == 0
-        data, tokenizer = IndexedDataset(f"{tmp_path}/out/x_text_document"), GPT2BPETokenizer(*flags[5::2])
+        data, tokenizer = IndexedDataset(f"{tmp_path}/out/x_text_document"), GPT2BPETokenizer(*flags[5:8:2])
         assert sum(int((data[i] == tokenizer.eod).sum()) for i in range(4)) == count
         assert [tokenizer.detokenize(data[i]) for i in range(4)] == texts
 

@@ -92,7 +92,7 @@ class Keys:
 def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in a file. Raises ConversionError."""
     try:
-        table = json.loads(path.read_text(encoding="utf-8"))
+        table = json.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise ConversionError(f"{path}: {error.strerror or error}; give a folder that save_pretrained wrote") from None
     except (ValueError, RecursionError) as error:

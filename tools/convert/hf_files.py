@@ -15,6 +15,7 @@ from megatron.checkpoint.disk import DISK
 from megatron.checkpoint.safetensors_file import DTYPES, Entry, SafetensorsFile, write_file
 from tools.convert.config_keys import read_json
 from tools.convert.links import ConversionError, Header, Shape
+from tools.shared.progress import Progress, counted
 
 CONFIG = "config.json"
 SINGLE = "model.safetensors"
@@ -147,8 +148,11 @@ def write_folder(path: Path, config: dict[str, Any], tensors: Sequence[Outgoing]
         shards = shards_of(tensors, limit)
         count = len(shards)
         names = [SINGLE] if count == 1 else [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
+        progress = Progress(sum(one.bytes for one in tensors))
         for name, shard in zip(names, shards, strict=True):
-            write_file(aside / name, [Entry(one.name, one.dtype, one.shape, one.make) for one in shard])
+            write_file(aside / name, [Entry(one.name, one.dtype, one.shape, counted(one.make, one.bytes, progress))
+                                      for one in shard])
+        progress.clear()
         if count > 1:
             weight_map = {one.name: name for name, shard in zip(names, shards, strict=True) for one in shard}
             total = sum(one.bytes for one in tensors)

@@ -15,6 +15,7 @@ from tools.convert.huggingface import HFModel, as_hf
 from tools.convert.links import ConversionError, is_vocabulary
 from tools.convert.ours import Ours
 from tools.convert.verification import is_hf
+from tools.shared.progress import Progress
 
 TENSORS_SHOWN = 20
 
@@ -78,9 +79,9 @@ def _sums(what: str, headers: Sequence[tuple[torch.dtype, Sequence[int]]]) -> It
 # --- diff -----------------------------------------------------------------------------------------------------------
 
 
-def diff(a: Path, b: Path, step: int | None = None) -> tuple[str, bool]:
-    """(lines, are they the same). Two checkpoints of ours are compared tensor by tensor, the optimizer's too; with a
-    Hugging Face folder on either side, the weights as that folder names them."""
+def diff(a: Path, b: Path, step: int | None = None, weights_only: bool = False) -> tuple[str, bool]:
+    """(lines, are they the same). Two checkpoints of ours are compared tensor by tensor, the optimizer's too unless
+    `weights_only`; with a Hugging Face folder on either side, the weights as that folder names them."""
     if is_hf(a) and is_hf(b):
         with HFModel(a) as one, HFModel(b) as other:
             return _compare(one.outgoing(), other.outgoing())
@@ -89,14 +90,14 @@ def diff(a: Path, b: Path, step: int | None = None) -> tuple[str, bool]:
             sides = as_hf(ours, model.family.model_type, model.rows).tensors, model.outgoing()
             return _compare(*(sides[::-1] if is_hf(a) else sides))
     with Ours(a, step) as one, Ours(b, step) as other:
-        return _compare(_all_of(one), _all_of(other))
+        return _compare(_all_of(one, weights_only), _all_of(other, weights_only))
 
 
-def _all_of(ours: Ours) -> list[Outgoing]:
-    """Every tensor of a checkpoint of ours, vocabularies without padding rows."""
+def _all_of(ours: Ours, weights_only: bool) -> list[Outgoing]:
+    """Every tensor of a checkpoint of ours (or its weights), vocabularies without padding rows."""
     rows = ours.vocab_size()
     found = []
-    for name in ours.reader.names():
+    for name in ours.weights() if weights_only else ours.reader.names():
         shape = ours.reader.shape(name)
         plain = name.split(".", 2)[2] if name.startswith("optimizer.") else name
         shape = (rows, *shape[1:]) if is_vocabulary(plain) else shape
@@ -121,8 +122,12 @@ def _compare(a: Sequence[Outgoing], b: Sequence[Outgoing]) -> tuple[str, bool]:
     lines = [f"only in the first: {name}" for name in one if name not in other]
     lines += [f"only in the second: {name}" for name in other if name not in one]
     both = [name for name in one if name in other]
+    progress = Progress(sum(one[name].bytes for name in both))
     for name in both:
         lines += _difference(one[name], other[name])
+        progress.shift += one[name].bytes
+        progress.update(0)
+    progress.clear()
     total = len(lines)
     if total > TENSORS_SHOWN:
         lines[TENSORS_SHOWN:] = [f"and {total - TENSORS_SHOWN} more"]

@@ -5,6 +5,7 @@ import re
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from tools.convert.links import ConversionError, is_vocabulary
 from tools.convert.megatron_names import TIED_COPY, args_for, flags_from, legacy_path, our_name
 from tools.convert.ours import Incoming, Ours, write_checkpoint
 from tools.convert.torch_files import TorchFile, Unpickler
+from tools.shared.progress import Progress
 
 FILE = "model_optim_rng.pt"
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -224,6 +226,8 @@ def megatron_export(source: Path, target: Path, *, tp: int = 1, pp: int = 1, kin
         with tempfile.TemporaryDirectory(prefix=".convert-", dir=target.parent) as name, Unpickler(Path(name)) as unpickler:
             aside = Path(name)
             (aside / "run" / "release").mkdir(parents=True)
+            total = sum(prod(spec.shape) * ours.reader.dtype(spec.name).itemsize for spec in table)
+            progress = Progress(total)
             for p in range(pp):
                 layers = range(p * ours.model.num_layers // pp, (p + 1) * ours.model.num_layers // pp)
                 stage = stage_table(table, layers, p == 0, p == pp - 1)
@@ -231,7 +235,9 @@ def megatron_export(source: Path, target: Path, *, tp: int = 1, pp: int = 1, kin
                     folder = aside / "run" / "release" / (f"mp_rank_{t:02d}" + f"_{p:03d}" * (pp > 1))
                     folder.mkdir()
                     entries, paths = _rank(ours, stage, layers.start, t, tp, p, kind)
+                    progress.update(total * (p * tp + t) // (pp * tp), f"rank {p * tp + t + 1} of {pp * tp}")
                     unpickler.write(folder / FILE, entries, paths, {"checkpoint_version": 3.0, "iteration": 0}, args)
+            progress.clear()
             (aside / "run" / TRACKER).write_text("release")
             DISK.rename(aside / "run", target)
     return (f"{target}: {len(table)} tensors for {tp} tensor x {pp} pipeline ranks, {kind} model, {rows} rows of the "

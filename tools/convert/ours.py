@@ -25,6 +25,7 @@ from megatron.training.saved_flags import saved_config
 from tools.convert.config_keys import read_json
 from tools.convert.hf_files import CONFIG, Outgoing, new_folder, side_files
 from tools.convert.links import SAME, ConversionError, Header, Link, Shape, check, is_vocabulary
+from tools.shared.progress import Progress, counted
 
 ORIGIN = "huggingface"  # in the run directory of an imported model: its config.json and tokenizer files
 
@@ -184,6 +185,11 @@ class Incoming:
     shape: Shape
     make: Callable[[], torch.Tensor]
 
+    @property
+    def bytes(self) -> int:
+        """Length of its data."""
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
 
 def write_checkpoint(root: Path, model: ModelConfig, weights: Sequence[Incoming], rows: int, model_type: str,
                      tokenizer_files: Iterable[Path], *, iteration: int = 0,
@@ -206,10 +212,14 @@ def write_checkpoint(root: Path, model: ModelConfig, weights: Sequence[Incoming]
         formats = {weight.dtype for weight in weights}
         precision = {"bf16": formats == {torch.bfloat16}, "fp16": formats == {torch.float16}}
         config = config_from(Config, {**vars(model), **precision, **flags, **more})
-        slices = [TensorSlice(one.name, one.shape, one.dtype, whole(one.shape), one.make) for one in weights]
+        progress = Progress(sum(one.bytes for one in weights))
+        slices = [TensorSlice(one.name, one.shape, one.dtype, whole(one.shape), counted(one.make, one.bytes, progress))
+                  for one in weights]
         layout = dict.fromkeys(("world_size", "tp", "pp", "cp", "dp"), 1)
         state = RunState(iteration=iteration, data={"tokenizer": choice.identity}, layout=layout)
-        return store.save(root, iteration, slices, state, to_args_text(config))
+        written = store.save(root, iteration, slices, state, to_args_text(config))
+        progress.clear()
+        return written
     except BaseException:
         shutil.rmtree(root, ignore_errors=True)
         raise
