@@ -263,6 +263,32 @@ def test_snapshots_are_uploaded_to_their_slots_and_fetched_where_they_are_newer(
     assert not (tmp_path / "nothing").exists()
 
 
+@pytest.mark.peers
+@pytest.mark.campaign
+def test_snapshots_in_s3(bucket, tmp_path):
+    """Written, replaced, removed and fetched, as by s3fs against a server."""
+    url = f"{bucket}/runs/snap"
+    save, snapshots = tmp_path / "save", tmp_path / "snapshots"
+    checkpoint(save, 1)
+    with object_store.uploading(object_store.places(str(save), None, str(snapshots), url), str(save)):
+        for iteration in (2, 4, 6):
+            snapshot(snapshots, iteration)
+            eventually(lambda iteration=iteration: iteration in held(url))
+    files = Remote(url)._files
+    files.invalidate_cache()
+    assert held(url) == [6, 4]
+    assert sorted(name for name in files.find("bucket/runs/snap") if name.endswith("manifest.json")) == [
+        "bucket/runs/snap/0/iter_0000006/manifest.json", "bucket/runs/snap/1/iter_0000004/manifest.json"]
+    object_store.fetch_snapshot(url, str(tmp_path / "elsewhere"), str(save))
+    assert files_of(tmp_path / "elsewhere/0/iter_0000006") == files_of(snapshots / "0/iter_0000006")
+    Remote(f"{url}/0").keep_only(None)
+    assert held(url) == [None, 4]
+    missing = f"s3://{bucket.rpartition('/')[2]}-that-is-not-there/run"
+    with pytest.raises(CheckpointError, match="--save s3://"), object_store.uploading(
+            object_store.places(str(save), missing, None, None), str(save)):
+        pass
+
+
 def test_a_snapshot_of_a_line_that_was_left_goes_from_the_store_too(files_as_store, tmp_path):
     """A machine without the snapshots of the first one goes back to iteration 2 and saves 4."""
     url, save, snapshots = f"file://{tmp_path}/store/snap", tmp_path / "save", tmp_path / "snapshots"
