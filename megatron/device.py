@@ -1,45 +1,90 @@
-"""The only file that says cuda: which device, which backend, memory, synchronisation, determinism. Knows no model."""
+"""The only file that says cuda or xpu: which device, which backend, memory, synchronisation, determinism. Knows no model."""
 from __future__ import annotations
 
 import ctypes
 import os
+import shutil
 import sys
+from pathlib import Path
 
 import torch
 
+BACKENDS = {"cuda": "nccl", "xpu": "xccl"}     # of torch.distributed, by kind of device
+DEVICE_FILES = Path("/dev")
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3     # of glibc's malloc.h
 
 
 def device_type(wish: str) -> str:
-    """`cpu` or `cuda`: what the wish (auto, cpu, cuda) comes to here. Does not start CUDA."""
-    return ("cuda" if torch.cuda.is_available() else "cpu") if wish == "auto" else wish
+    """`cpu`, `cuda` or `xpu`: what the wish (auto or one of these) comes to here. Does not start the device.
+
+    Not `mps`: a step's sums are float64, which Apple's GPUs do not have.
+    """
+    if wish != "auto":
+        return wish
+    if torch.cuda.is_available():
+        return "cuda"
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return found.type if found is not None and found.type in BACKENDS else "cpu"
+
+
+def device_notes(wish: str) -> list[str]:
+    """What a user must know of the device that `wish` comes to: an accelerator that is left unused, and why; or that
+    this suite has never run on this kind."""
+    kind = device_type(wish)
+    if kind == "xpu":
+        return ["--device xpu (Intel GPUs) has never been tested with this suite; compare the first losses with a CPU's"]
+    reason = unusable_accelerator() if wish == "auto" and kind == "cpu" else None
+    return [f"training on the CPU: {reason} (--device cpu omits this warning)"] if reason else []
+
+
+def unusable_accelerator() -> str | None:
+    """Why torch cannot use an accelerator that this machine has; None if it has none that shows."""
+    if torch.backends.mps.is_available():
+        return "Apple's GPU (mps) has no float64, which a step's sums need"
+    traces = (*DEVICE_FILES.glob("nvidia[0-9]*"), *DEVICE_FILES.glob("dxg"), *DEVICE_FILES.glob("kfd"))
+    trace = str(traces[0]) if traces else shutil.which("nvidia-smi") or shutil.which("xpu-smi")
+    if trace is None or os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
+        return None
+    if torch.version.cuda is None and torch.version.hip is None and not torch.xpu._is_compiled():
+        return f"this torch ({torch.__version__}) is a CPU build, though {trace} exists: install a CUDA (or XPU) build"
+    try:
+        torch.cuda.init()
+        reason = "torch finds no device"
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).strip().splitlines()[0]
+    return f"torch cannot use the GPU of this machine ({trace}): {reason}"
 
 
 def choose_device(wish: str, local_rank: int | None) -> torch.device:
-    """The device of this rank: `auto` takes CUDA when there is any. Raises ValueError where the wish cannot be met.
+    """The device of this rank: `auto` takes an accelerator when there is any. Raises ValueError where there is not what
+    the wish names.
 
     Where the launcher shows each rank one device (srun --gpus-per-task=1), that is the one. `local_rank`: None where
     the launcher gives none.
     """
-    if wish == "cuda" and not torch.cuda.is_available():
-        raise ValueError("--device cuda: torch sees no CUDA device here; use --device cpu, or install a CUDA build")
-    if device_type(wish) == "cpu":
+    kind = device_type(wish)
+    if kind == "cpu":
         return torch.device("cpu")
-    count = torch.cuda.device_count()
+    backend, name = getattr(torch, kind), kind.upper()
+    if not backend.is_available():
+        reason = unusable_accelerator()
+        raise ValueError(f"--device {wish}: torch sees no {name} device here; use --device cpu, or "
+                         f"{f'first: {reason}' if reason else f'install a {name} build'}")
+    count = backend.device_count()
     if count > 1 and local_rank is None:
-        raise ValueError(f"{count} CUDA devices are visible, and the launcher gives no local rank: set LOCAL_RANK, or "
-                         f"show each rank one device (CUDA_VISIBLE_DEVICES)")
+        raise ValueError(f"{count} {name} devices are visible, and the launcher gives no local rank: set LOCAL_RANK, or "
+                         f"show each rank one device (say with CUDA_VISIBLE_DEVICES)")
     if count > 1 and local_rank >= count:
-        raise ValueError(f"local rank {local_rank}: {count} CUDA devices are visible; start at most that many processes "
-                         f"per node")
-    device = torch.device("cuda", local_rank if count > 1 else 0)
-    torch.cuda.set_device(device)
+        raise ValueError(f"local rank {local_rank}: {count} {name} devices are visible; start at most that many "
+                         f"processes per node")
+    device = torch.device(kind, local_rank if count > 1 else 0)
+    backend.set_device(device)
     return device
 
 
 def default_backend(wish: str) -> str:
-    """nccl on CUDA, gloo elsewhere; `wish` as for `device_type`."""
-    return "nccl" if device_type(wish) == "cuda" else "gloo"
+    """nccl on CUDA, xccl on Intel GPUs, gloo elsewhere; `wish` as for `device_type`."""
+    return BACKENDS.get(device_type(wish), "gloo")
 
 
 def set_max_connections() -> bool:
@@ -76,21 +121,21 @@ def set_determinism(deterministic: bool, cudnn_benchmark: bool, cudnn_determinis
 
 
 def allow_tf32(device: torch.device) -> None:
-    """fp32 matrix products with TF32 inputs (10 bits of mantissa). Raises ValueError on a CPU, which has none."""
+    """fp32 matrix products with TF32 inputs (10 bits of mantissa). Raises ValueError on a device without."""
     if device.type != "cuda":
-        raise ValueError("--tf32: there is no CUDA device here, and a CPU has no TF32; leave it out")
+        raise ValueError(f"--tf32: needs a CUDA device, and this is a {device.type}; omit it")
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
 
 
 def multiplies_fp8(device: torch.device) -> bool:
-    """Has this CUDA device matrix products of 8-bit numbers (Ada, Hopper and later)?"""
-    return torch.cuda.get_device_capability(device) >= (8, 9)
+    """Whether this device has FP8 matrix products (CUDA: Ada, Hopper and later)."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 def synchronize(device: torch.device) -> None:
     """Wait until the device has done all it was given; nothing to wait for on CPU."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    if device.type != "cpu":
+        getattr(torch, device.type).synchronize(device)
 
 
 def pin(memory: torch.Tensor, device: torch.device) -> bool:
@@ -108,20 +153,21 @@ def unpin(memory: torch.Tensor, device: torch.device) -> None:
 
 def memory_report(device: torch.device) -> dict[str, float]:
     """Bytes allocated and reserved on the device, and the number of allocations; empty on CPU."""
-    if device.type != "cuda":
+    if device.type == "cpu":
         return {}
-    return {"allocated": torch.cuda.memory_allocated(device), "max allocated": torch.cuda.max_memory_allocated(device),
-            "reserved": torch.cuda.memory_reserved(device), "max reserved": torch.cuda.max_memory_reserved(device),
-            "allocations": torch.cuda.memory_stats(device)["allocation.all.current"]}
+    memory = getattr(torch, device.type)
+    return {"allocated": memory.memory_allocated(device), "max allocated": memory.max_memory_allocated(device),
+            "reserved": memory.memory_reserved(device), "max reserved": memory.max_memory_reserved(device),
+            "allocations": memory.memory_stats(device).get("allocation.all.current", 0)}
 
 
 def name(device: torch.device) -> str:
     """What the maker calls the device; `cpu` on CPU."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    return "cpu" if device.type == "cpu" else getattr(torch, device.type).get_device_name(device)
 
 
 def release_memory(device: torch.device) -> None:
     """Give unused memory of the device back and start its peak anew; nothing to do on CPU."""
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(device)
+    if device.type != "cpu":
+        getattr(torch, device.type).empty_cache()
+        getattr(torch, device.type).reset_peak_memory_stats(device)

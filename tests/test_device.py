@@ -4,6 +4,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -29,8 +30,26 @@ def cuda(monkeypatch) -> list:
 
 
 @pytest.fixture
-def no_cuda(monkeypatch) -> None:
+def no_cuda(monkeypatch, tmp_path) -> Path:
+    """A machine without any accelerator; the folder of its device files."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: None)
+    monkeypatch.setattr(device, "DEVICE_FILES", tmp_path)
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    return tmp_path
+
+
+@pytest.fixture
+def xpu(monkeypatch, no_cuda) -> list:
+    """A machine with four Intel GPUs, and what was set or waited for."""
+    calls: list = []
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: torch.device("xpu"))
+    monkeypatch.setattr(torch.xpu, "is_available", lambda: True)
+    monkeypatch.setattr(torch.xpu, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.xpu, "set_device", lambda d: calls.append(("set", d)))
+    monkeypatch.setattr(torch.xpu, "synchronize", lambda d: calls.append(("wait", d)))
+    return calls
 
 
 def test_a_machine_without_cuda(no_cuda):
@@ -63,6 +82,45 @@ def test_backend_without_cuda(no_cuda):
 def test_backend_with_cuda(cuda):
     assert [device.default_backend(wish) for wish in ("cpu", "cuda", "auto")] == ["gloo", "nccl", "nccl"]
     assert cuda == []                       # CUDA was not started
+
+
+def test_intel_gpus(xpu):
+    """Aurora: torch's accelerator is taken, its own collectives, and it is said that nobody has tried."""
+    assert device.choose_device("auto", 3) == device.choose_device("xpu", 3) == torch.device("xpu", 3)
+    assert device.default_backend("auto") == device.default_backend("xpu") == "xccl"
+    device.synchronize(torch.device("xpu", 3))
+    assert xpu == [("set", torch.device("xpu", 3))] * 2 + [("wait", torch.device("xpu", 3))]
+    assert len(device.device_notes("auto")) == len(device.device_notes("xpu")) == 1 and device.device_notes("cpu") == []
+    assert not device.multiplies_fp8(torch.device("xpu", 0))
+    with pytest.raises(ValueError, match="--tf32"):
+        device.allow_tf32(torch.device("xpu", 0))
+
+
+def too_old() -> None:
+    raise RuntimeError("The NVIDIA driver on your system is too old (found version 11040).\nPlease update it.")
+
+
+@pytest.mark.parametrize("built, named", [(None, "CPU build"), ("13.0", "too old (found version 11040)")])
+def test_an_accelerator_that_torch_cannot_use(no_cuda, monkeypatch, built, named):
+    """Never the CPU in silence: auto says the reason once, cuda is an error with the same reason."""
+    assert device.device_notes("auto") == []
+    (no_cuda / "nvidia0").touch()
+    monkeypatch.setattr(torch.version, "cuda", built)
+    monkeypatch.setattr(torch.cuda, "init", too_old)
+    [text] = device.device_notes("auto")
+    assert named in text and "nvidia0" in text and "\n" not in text and device.choose_device("auto", 0) == CPU
+    assert device.device_notes("cpu") == []
+    with pytest.raises(ValueError, match="--device cuda") as error:
+        device.choose_device("cuda", 0)
+    assert named in str(error.value)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")              # the user has hidden it
+    assert device.device_notes("auto") == []
+
+
+def test_apple_gpus_have_no_float64(no_cuda, monkeypatch):
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: torch.device("mps"))
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    assert device.choose_device("auto", 0) == CPU and "float64" in device.device_notes("auto")[0]
 
 
 def test_max_connections(monkeypatch):

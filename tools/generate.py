@@ -40,7 +40,7 @@ class Options:
     merge_file: str | None = arg(None, metavar="FILE", help="merges.txt (default: the path of training)")
     tokenizer_model: str | None = arg(None, metavar="FILE", help="model file of another tokenizer (default: the path of "
                                                                  "training)")  # fmt: skip
-    device: Literal["auto", "cpu", "cuda"] = arg("auto", help="auto: CUDA if there is one")
+    device: Literal["auto", "cpu", "cuda", "xpu"] = arg("auto", help="auto: the accelerator, if there is one")
 
     @property
     def sampling(self) -> Sampling:

@@ -1,12 +1,16 @@
 #!/bin/sh
 # The walk-through's second half: GPT-2 345M, its flags unchanged but for the backend. Run preprocess.sh first.
 # Run again, it goes on from the last checkpoint in the work folder ($WORK): --save and --load are the same place.
-# May be set: WORK (runs/gpt2_345m), PYTHON, DISTRIBUTED_BACKEND (nccl with an NVIDIA GPU, else gloo), MASTER_PORT.
+# May be set: WORK (runs/gpt2_345m), PYTHON, DISTRIBUTED_BACKEND (nccl with an NVIDIA GPU, else gloo), MASTER_PORT (a
+# free port otherwise, so that several runs on one machine do not collide).
 # Extra words win over the flags below: examples/gpt2_345m/train.sh --train-iters 2 --initial-loss-scale 65536
 set -eu
 root=$(cd "$(dirname "$0")/../.." && pwd)
 cd "${WORK:-$root/runs/gpt2_345m}"
 if command -v nvidia-smi >/dev/null 2>&1; then backend=nccl; else backend=gloo; fi
+
+meeting="--standalone --local_addr 127.0.0.1"
+[ -z "${MASTER_PORT:-}" ] || meeting="--node_rank 0 --master_addr localhost --master_port $MASTER_PORT"
 
 export CUDA_DEVICE_MAX_CONNECTIONS=1
 export LOCAL_RANK=0
@@ -14,9 +18,7 @@ export LOCAL_RANK=0
 exec "${PYTHON:-python}" -m torch.distributed.launch \
     --nproc_per_node 1 \
     --nnodes 1 \
-    --node_rank 0 \
-    --master_addr localhost \
-    --master_port "${MASTER_PORT:-6000}" \
+    $meeting \
     "$root/pretrain_gpt.py" \
     --tensor-model-parallel-size 1 \
     --pipeline-model-parallel-size 1 \

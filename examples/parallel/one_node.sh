@@ -12,7 +12,7 @@ out=${OUT:-runs/parallel}
 
 DATA=$data PYTHON=$python sh examples/parallel/prepare.sh
 mkdir -p "$out"
-exec "$python" -m torch.distributed.run --standalone --nproc-per-node "${NPROC:-8}" \
+exec "$python" -m torch.distributed.run --standalone --local-addr 127.0.0.1 --nproc-per-node "${NPROC:-8}" \
     pretrain_gpt.py @examples/quickstart/gpt.args $LAYOUT \
     --micro-batch-size 1 --global-batch-size 8 \
     --train-iters 100 --lr-warmup-iters 20 --save-interval 50 --eval-interval 50 --log-interval 5 \

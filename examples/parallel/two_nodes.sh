@@ -13,11 +13,14 @@ shift 2
 cd "$(dirname "$0")/../.."
 data=${DATA:-runs/quickstart/data}
 out=${OUT:-runs/parallel}
+python=${PYTHON:-python} port=${MASTER_PORT:-29500}
 : "${LAYOUT=--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --sequence-parallel --use-distributed-optimizer}"
 
+[ "$node" != 0 ] || "$python" -c "import socket; socket.create_server(('', $port)).close()" 2>/dev/null ||
+    { echo "error: port $port of this machine is in use: set another MASTER_PORT on both" >&2; exit 1; }
 mkdir -p "$out"
-exec "${PYTHON:-python}" -m torch.distributed.run --nnodes 2 --nproc-per-node "${NPROC:-4}" \
-    --node-rank "$node" --master-addr "$first" --master-port "${MASTER_PORT:-29500}" \
+exec "$python" -m torch.distributed.run --nnodes 2 --nproc-per-node "${NPROC:-4}" \
+    --node-rank "$node" --master-addr "$first" --master-port "$port" \
     pretrain_gpt.py @examples/quickstart/gpt.args $LAYOUT \
     --micro-batch-size 1 --global-batch-size 8 \
     --train-iters 100 --lr-warmup-iters 20 --save-interval 50 --eval-interval 50 --log-interval 5 \

@@ -54,8 +54,8 @@ class TrainingConfig:
                                                      "trained, by their number in the log, from 1")
     forget_skip: tuple[str, ...] | None = arg(None, extend=True, dump=False, help="ids of recorded ranges, which "
                                               "the start lists, that are to be trained after all")
-    device: Literal["auto", "cpu", "cuda"] = arg("auto", help="where to train; auto takes CUDA when there is any",
-                                                 dump=False)
+    device: Literal["auto", "cpu", "cuda", "xpu"] = arg(
+        "auto", help="device to train on; auto: CUDA, else XPU (Intel GPU, untested), else the CPU", dump=False)
     dry_run: bool = arg(False, help="print the plan, the data and the kernels, and exit; needs no data, checkpoint or "
                                             "launcher", dump=False)
     world_size: int | None = arg(None, help="ranks to plan for, with --dry-run (otherwise the launcher's)",

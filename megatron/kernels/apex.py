@@ -31,7 +31,8 @@ def accumulate_weight_grad(x: Tensor, grad_out: Tensor, main_grad: Tensor) -> No
     """main_grad [out, in] (fp32) += grad_out^T x, in one product: x [rows, in], grad_out [rows, out], of 16 bits."""
     import fused_weight_gradient_mlp_cuda
 
-    fused_weight_gradient_mlp_cuda.wgrad_gemm_accum_fp32(x, grad_out, main_grad)
+    # The kernel reads rows without gaps and checks no strides.
+    fused_weight_gradient_mlp_cuda.wgrad_gemm_accum_fp32(x.contiguous(), grad_out.contiguous(), main_grad)
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:

@@ -83,6 +83,8 @@ def initialize(config: Config, meeting: Meeting | None = None) -> Runtime:
     if training.device != "cpu" and devices.set_max_connections():
         log.detail("CUDA_DEVICE_MAX_CONNECTIONS was not set: set to 1 before CUDA starts")
     device = devices.choose_device(training.device, here.local_rank)
+    for text in devices.device_notes(training.device):
+        log.warn_once(text)
     if config.logging.log_memory_to_tensorboard and training.device == "auto" and device.type == "cpu":
         log.print_rank_0("--log-memory-to-tensorboard: no effect on the CPU, the only device here")
     devices.keep_freed_memory(device)

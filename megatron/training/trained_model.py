@@ -1,6 +1,7 @@
 """A trained model and its tokenizer from a checkpoint directory alone. Knows no optimizer and no training data."""
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -12,7 +13,7 @@ from megatron.config.plan import padded_vocab_size
 from megatron.config.precision import PrecisionConfig
 from megatron.config.tree import Config
 from megatron.data.tokenizer import Tokenizer
-from megatron.device import choose_device
+from megatron.device import choose_device, device_notes
 from megatron.model.gpt import GPTModel
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.sharding import local_box
@@ -47,6 +48,8 @@ def open_trained_model(path: str, step: int | None = None, tokenizer_files: Mapp
                      precision=PrecisionConfig())
     tokenizer = make_tokenizer(config)
     _check_tokenizer(found.state.data.get("tokenizer"), tokenizer, str(found.directory))
+    for text in device_notes(device):
+        print(f"WARNING: {text}", file=sys.stderr)
     padded = padded_vocab_size(tokenizer.vocab_size, config.model.make_vocab_size_divisible_by, 1)
     model = GPTModel(config.model, config.precision, ParallelContext(config.parallel), padded, tokenizer.vocab_size,
                      torch.float32, choose_device(device, 0))

@@ -42,7 +42,8 @@ def test_train_sh_is_the_walk_through_word_for_word(tmp_path):
 
 
 def test_extra_words_come_last_and_the_backend_follows_the_variable(tmp_path):
-    words = started(tmp_path, "--train-iters", "2", DISTRIBUTED_BACKEND="gloo")
+    words = started(tmp_path, "--train-iters", "2", DISTRIBUTED_BACKEND="gloo", MASTER_PORT="")
+    assert "--standalone" in words and "--master_port" not in words         # a free port, of torchrun's own choice
     assert words[-2:] == ["--train-iters", "2"]
     assert words[words.index("--distributed-backend") + 1] == "gloo"
 

@@ -14,7 +14,7 @@ import pytest
 
 from megatron.arguments import read_words
 from tests.data.vocabularies import write_sentencepiece
-from tests.e2e.programs import free_port, spawn_program
+from tests.e2e.programs import spawn_program
 from tests.forkrun import ROOT
 from tests.runs import train, with_flags
 from tests.tools.internlm_configs import SIZES, demo, written
@@ -49,8 +49,8 @@ def test_a_demo_on_several_ranks_is_the_same_run_as_in_one_process(name, tmp_pat
     (tmp_path / f"{name}.args").write_text("\n".join([*kept, "--fp64"]))
     metrics = tmp_path / "metrics.jsonl"
     run = spawn_program(["sh", str(EXAMPLES / "torchrun.sh"), name, *small(name), "--metrics-file", str(metrics)],
-                        tmp_path / "log", {"PYTHON": sys.executable, "ARGS": str(tmp_path), "NPROC": str(RANKS[name]),
-                                           "MASTER_PORT": str(free_port())}, cwd=ROOT, program=())
+                        tmp_path / "log", {"PYTHON": sys.executable, "ARGS": str(tmp_path), "NPROC": str(RANKS[name])},
+                        cwd=ROOT, program=())
     assert run.end(400.0) == 0, run.err[-3000:]
     rows = [json.loads(line) for line in metrics.read_text().splitlines()]
     words = with_flags(read_words(tmp_path / f"{name}.args"), *small(name))

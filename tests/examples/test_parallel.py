@@ -6,6 +6,7 @@ loopback; where the system makes none, two loopback addresses.
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -138,6 +139,18 @@ def test_a_rank_killed_on_one_of_two_nodes(folder, machines):
     assert [program.left_behind() for program in programs] == [[], []]
 
 
+def test_a_port_in_use_is_one_line(tmp_path):
+    """Before torchrun, which would answer with a traceback; the second machine only connects to it."""
+    with socket.create_server(("", 0)) as other:
+        port = str(other.getsockname()[1])
+        for script, words, environ in (("parallel/two_nodes.sh", ["0", "127.0.0.1"], {}),
+                                       ("internlm/torchrun.sh", ["7b"], {"NNODES": "2", "MASTER_ADDR": "127.0.0.1"})):
+            done = subprocess.run(["sh", str(ROOT / "examples" / script), *words], capture_output=True, text=True,
+                                  env={**os.environ, "PYTHON": sys.executable, "MASTER_PORT": port, **environ,
+                                       "OUT": str(tmp_path)})
+            assert done.returncode == 1 and done.stderr.count("\n") == 1 and f"port {port} " in done.stderr
+
+
 # --- SLURM ---------------------------------------------------------------------------------------------------------
 
 
@@ -151,7 +164,8 @@ while words[0].startswith("--"):
 tasks, nodes = int(os.environ["TASKS"]), int(os.environ["NODES"])
 each = tasks // nodes
 started = [subprocess.Popen(words, env={{**os.environ, "SLURM_PROCID": str(task), "SLURM_LOCALID": str(task % each),
-                                        "SLURM_NODEID": str(task // each), "SLURM_STEP_NUM_TASKS": str(tasks)}})
+                                        "SLURM_NODEID": str(task // each), "SLURM_STEP_NUM_TASKS": str(tasks),
+                                        "SLURM_STEP_NODELIST": os.environ["SLURM_JOB_NODELIST"]}})
            for task in range(tasks)]
 sys.exit(next((code for code in [process.wait() for process in started] if code), 0))
 '''
@@ -168,7 +182,7 @@ def test_slurm(folder, straight, tmp_path, script, tasks):
     port = free_port()
     while not 20000 <= port < 40000:
         port = free_port()
-    environ = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": str(port - 20000), "SLURM_JOB_NODELIST": "a,b",
-               "SLURM_NTASKS": str(tasks), "TASKS": str(tasks), "NODES": "2"}
+    environ = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": str(port - 20000),
+               "SLURM_JOB_NODELIST": "127.0.0.1,other", "SLURM_NTASKS": str(tasks), "TASKS": str(tasks), "NODES": "2"}
     finished([start(folder, script, script, **environ)])
     assert_same(folder, script, straight)

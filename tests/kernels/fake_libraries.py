@@ -81,8 +81,13 @@ def flash_attn() -> list[ModuleType]:
 # apex ----------------------------------------------------------------------------------------------------------------------
 def apex() -> list[ModuleType]:
     """NVIDIA's package and its two extensions."""
+    def rows(x):
+        """What the kernel reads at a tensor's address: rows without gaps, whatever the strides say."""
+        return x.as_strided(x.shape, (x.shape[1], 1)).float()
+
     def accumulate(inputs, grad_output, weight_grad):
-        weight_grad += (grad_output.float().t() @ inputs.float()).to(weight_grad.dtype)
+        assert weight_grad.is_contiguous()
+        weight_grad += (rows(grad_output).t() @ rows(inputs)).to(weight_grad.dtype)
 
     def layer(inputs, weight, bias, normalized_shape, eps=1e-6, memory_efficient=False):
         return F.layer_norm(inputs, normalized_shape, weight, bias, eps)

@@ -69,6 +69,17 @@ def test_apex_norms_and_weight_gradient(libraries):
     assert wanted is None
 
 
+def test_apex_gets_rows_without_gaps(libraries):
+    """Its kernel reads addresses and knows no strides; a part of a wider tensor has others."""
+    generator = torch.Generator().manual_seed(3)
+    wide_x, wide_grad = (torch.randn(5, 16, generator=generator).bfloat16() for _ in range(2))
+    for x, grad in ((wide_x[:, :8], wide_grad[:, 4:7]), (wide_x[:, ::2], wide_grad[:, ::4]),
+                    (wide_x[:4, :4].t(), wide_grad[:4, :3])):
+        total = torch.ones(grad.shape[1], x.shape[1])
+        apex.accumulate_weight_grad(x, grad, total)
+        torch.testing.assert_close(total, 1 + grad.float().t() @ x.float())
+
+
 def test_the_weight_gradient_goes_through_apex_where_it_can(libraries, monkeypatch):
     monkeypatch.setattr(apex, "gradient_obstacle", lambda *_: None)
     seen = []

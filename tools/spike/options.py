@@ -68,7 +68,7 @@ class ReplayOptions:
                                  "tell bad data from a bad combination of data and model state")  # fmt: skip
     world_size: int | None = arg(None, help="number of ranks that read the data (default: the run's)")
     top: int = arg(5, help="number of samples to print")
-    device: Literal["auto", "cpu", "cuda"] = arg("auto", help="auto: CUDA if there is one")
+    device: Literal["auto", "cpu", "cuda", "xpu"] = arg("auto", help="auto: the accelerator, if there is one")
     json: bool = arg(False, help="print every sample as a JSON object as soon as it is computed")
 
     def problems(self) -> list[str]:
