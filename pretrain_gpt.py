@@ -67,6 +67,9 @@ def main(argv: list[str] | None = None, signals: SignalWatch | None = None) -> N
         return
     tokenizer = preflight.check(line)
     from megatron.checkpoint import lock
+    from megatron.training import output
+    if signals:                         # the program; who calls main() has streams of its own
+        output.tolerate_failing_streams()
     writes = line.rank == 0 and not line.config.training.skip_train
     with lock.held(line.config.checkpoint.save if writes else None) as held:
         if signals:

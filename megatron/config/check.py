@@ -82,6 +82,8 @@ _NEEDED = (
     ("merge_file", "--tokenizer-type GPT2BPETokenizer", lambda v: _reads(v, "merge_file")),
     ("tokenizer_model", "a --tokenizer-type that is made from a model file", lambda v: _reads(v, "tokenizer_model")),
     ("eval_interval", "validation (--eval-iters is 0)", lambda v: v["eval_iters"]),
+    ("timing_log_option", "--timing-log-level 1 or 2",
+     lambda v: v["timing_log_level"] or not v.config.logging.is_short),
     ("log_memory_to_tensorboard", "an accelerator (--device is cpu)", lambda v: v["device"] != "cpu"),
     ("apply_wd_to_qk_layernorm", "--qk-layernorm", lambda v: v["qk_layernorm"]),
     ("vocab_extra_ids", "--tokenizer-type SentencePieceTokenizer",

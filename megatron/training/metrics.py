@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any, TextIO
+from typing import Any
 
 from megatron import device as devices
 from megatron import launcher, log
@@ -21,6 +21,7 @@ from megatron.parallel.context import Axis
 from megatron.timers import Timers
 from megatron.training import flops, internlm_lines, log_lines, short_lines
 from megatron.training.initialize import Runtime
+from megatron.training.output import OutputFile
 from megatron.training.short_log import ShortLog
 from megatron.training.spikes import Finding
 from megatron.training.tensorboard import TensorBoard
@@ -59,7 +60,7 @@ class IterationResult:
 class Writers:
     """The files of the last rank, where they are asked for."""
     tensorboard: TensorBoard | None
-    metrics: TextIO | None
+    metrics: OutputFile | None
 
 
 def open_writers(config: Config) -> Writers:
@@ -71,7 +72,7 @@ def open_writers(config: Config) -> Writers:
                 log.print_rank_last("> setting tensorboard ...")
             tensorboard = TensorBoard(logging.tensorboard_dir, logging.tensorboard_queue_size, logging.is_short)
         if logging.metrics_file:
-            metrics = open(logging.metrics_file, "a", encoding="utf8", buffering=1)  # noqa: SIM115
+            metrics = OutputFile(logging.metrics_file, "--metrics-file")
     return Writers(tensorboard, metrics)
 
 
@@ -347,8 +348,6 @@ class TrainingLog:
         """Write what is still in memory."""
         if self.tensorboard:
             self.tensorboard.flush()
-        if self._metrics:
-            self._metrics.flush()
 
     def close(self) -> None:
         """Write what is still in memory; no more will come."""

@@ -1,9 +1,17 @@
 """TensorBoard scalars, in groups or under Megatron's tags, written and read back. The only importer of tensorboard."""
 from __future__ import annotations
 
+import io
+import os
+import socket
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+from megatron.training.output import OutputFile
+
+REFRESH = 60.0      # seconds after which queued events are written
 
 # What Megatron's tags are called with --log-format short.
 GROUPED = {
@@ -23,31 +31,73 @@ def _grouped(tag: str) -> str:
     return GROUPED.get(tag) or (tag if "/" in tag else f"train/{tag}")
 
 
+class _EventFile:
+    """A file of events, each with a step. It is written in this thread, so that a disk that fails is seen where it does."""
+
+    def __init__(self, directory: str, queue_size: int):
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.{time.monotonic_ns()}"
+        self._file, self._queue = OutputFile(os.path.join(directory, name), "--tensorboard-dir"), io.BytesIO()
+        self._records, self._make = RecordWriter(self._queue), Event
+        self._queue_size, self._queued, self._written_at = queue_size, 0, time.monotonic()
+        self._put(Event(file_version="brain.Event:2"))
+        self.flush()
+
+    def add(self, summary: Any, step: int) -> None:
+        """Queue a summary; write the queue when it is full or a minute old."""
+        self._put(self._make(summary=summary, step=int(step)))
+        if self._queued >= self._queue_size or time.monotonic() - self._written_at > REFRESH:
+            self.flush()
+
+    def _put(self, event: Any) -> None:
+        event.wall_time = time.time()
+        self._records.write(event.SerializeToString())
+        self._queued += 1
+
+    def flush(self) -> None:
+        """Write what is queued."""
+        self._written_at = time.monotonic()
+        if self._queued:
+            self._file.write(self._queue.getvalue())
+            self._queue.seek(0)
+            self._queue.truncate()
+            self._queued = 0
+
+    def close(self) -> None:
+        """Write what is queued; no more will come."""
+        self.flush()
+        self._file.close()
+
+
 class TensorBoard:
     """A writer of scalars against iterations: in groups, or under Megatron's tags and then against samples, too."""
 
     def __init__(self, directory: str, queue_size: int, grouped: bool = False):
+        """Opens an event file in `directory`; `queue_size` events are kept in memory before they are written. Raises
+        ValueError where the package is missing, OSError for a directory that cannot be written."""
         self._grouped = grouped
         try:
-            from torch.utils.tensorboard import SummaryWriter
+            from torch.utils.tensorboard import summary
         except ImportError:
             raise ValueError("--tensorboard-dir needs the package tensorboard: pip install tensorboard, or leave the "
                              "flag out (--metrics-file needs no package)") from None
-        self._writer = SummaryWriter(log_dir=directory, max_queue=queue_size)
+        self._summary, self._events = summary, _EventFile(directory, queue_size)
 
     def arguments(self, values: Mapping[str, Any], iteration: int) -> None:
         """Every argument as text."""
         for name, value in values.items():
-            self._writer.add_text(name, str(value), global_step=iteration)
+            self._events.add(self._summary.text(name, str(value)), iteration)
 
     def scalar(self, tag: str, value: float, iteration: int, samples: int | None = None) -> None:
         """A point at `iteration`, under Megatron's `tag` and under `tag vs samples` when the samples are given; or in a
         group: tags that have none belong to `train`."""
         if self._grouped:
             tag, samples = _grouped(tag), None
-        self._writer.add_scalar(tag, value, iteration)
+        self._events.add(self._summary.scalar(tag, value), iteration)
         if samples is not None:
-            self._writer.add_scalar(f"{tag} vs samples", value, samples)
+            self._events.add(self._summary.scalar(f"{tag} vs samples", value), samples)
 
     def evaluation(self, key: str, split: str, iteration: int, samples: int, loss: float, perplexity: float | None,
                    bits_per_byte: float | None) -> None:
@@ -62,11 +112,11 @@ class TensorBoard:
 
     def flush(self) -> None:
         """Write what is queued."""
-        self._writer.flush()
+        self._events.flush()
 
     def close(self) -> None:
         """Write what is queued; no more will come."""
-        self._writer.close()
+        self._events.close()
 
 
 def read_scalars(directory: str) -> Iterator[tuple[str, int, float]]:

@@ -401,6 +401,7 @@ def test_nccl_between_cpu_ranks():
     ("--vocab-file x", "--vocab-file x: no effect without --tokenizer-type GPT2BPETokenizer"),
     ("--merge-file x --tokenizer-type NullTokenizer", "--merge-file x: no effect without --tokenizer-type GPT2BPETok"),
     ("--tokenizer-model x", "--tokenizer-model x: no effect without a --tokenizer-type"),
+    ("--timing-log-option all", "--timing-log-option all: no effect without --timing-log-level"),
     ("--eval-interval 5 --eval-iters 0", "--eval-interval 5: no effect without validation"),
     ("--log-memory-to-tensorboard --tensorboard-dir x --device cpu", "no effect without an accelerator"),
 ])
@@ -421,7 +422,8 @@ def test_what_is_only_said(flags, note):
     "--lr-decay-iters 9 --lr-decay-style constant --lr-warmup-fraction 0.5", "--add-qkv-bias --disable-bias-linear",
     "--reset-position-ids --position-embedding-type rope", "--control-file x --save x --save-interval 5",
     "--save x --save-interval 5 --load ./x", "--snapshot-dir x --load /",
-    "--log-memory-to-tensorboard --tensorboard-dir x --device cuda",
+    "--log-memory-to-tensorboard --tensorboard-dir x --device cuda", "--timing-log-option all --timing-log-level 1",
+    "--timing-log-option all --log-format megatron",
     "--decrease-batch-size-if-needed --global-batch-size 5"])
 def test_what_needs_no_word(flags):
     assert checked(flags) == ([], [])

@@ -28,6 +28,7 @@ from sizes import parse_size  # noqa: E402
 from megatron.kernels import reference as kernels  # noqa: E402  (after overhead.py, which sets threads)
 from megatron.training.batch import make_batch  # noqa: E402
 from megatron.training.metrics import IterationResult, TrainingLog, Writers  # noqa: E402
+from megatron.training.output import OutputFile  # noqa: E402
 from megatron.training.row_counts import RowCounts  # noqa: E402
 from megatron.training.tensorboard import TensorBoard  # noqa: E402
 
@@ -75,7 +76,7 @@ def parts(step: Step, folder: str, opened: ExitStack) -> dict[str, tuple[Callabl
 
 def _told(config: Any, run: Any, folder: str, result: IterationResult, opened: ExitStack) -> Callable[[], None]:
     """One iteration written down everywhere."""
-    writers = Writers(TensorBoard(folder, 1000), open(f"{folder}/rows", "a", buffering=1))  # noqa: SIM115
+    writers = Writers(TensorBoard(folder, 1000), OutputFile(f"{folder}/rows", "--metrics-file"))
     lines = TrainingLog(config, run.plan, run.timers, run.runtime.ctx.world, writers, run.runtime)
     opened.callback(lines.close)
 
