@@ -28,14 +28,14 @@ def shows_details() -> bool:
     return _DETAILS.isEnabledFor(logging.INFO)
 
 
-def is_terminal(stream: TextIO) -> bool:
-    """Does `stream` go to a terminal that understands control characters?"""
-    return stream.isatty() and os.environ.get("TERM") != "dumb"
+def has_status_line(stream: TextIO) -> bool:
+    """May a status line stand on `stream`: with --log-format short, on a terminal that knows control characters?"""
+    return not shows_details() and stream.isatty() and os.environ.get("TERM") != "dumb"
 
 
 def print_line(text: str) -> None:
     """Print `text` on this rank; on a terminal it replaces the status line, which any rank may have written."""
-    print(f"{CLEAR_LINE if is_terminal(sys.stdout) else ''}{text}", flush=True)
+    print(f"{CLEAR_LINE if has_status_line(sys.stdout) else ''}{text}", flush=True)
 
 
 def print_rank_0(text: str) -> None:
@@ -89,5 +89,5 @@ def last_words(text: str) -> None:
             return
         except OSError:
             pass                    # then torchrun has nothing to show
-    sys.stderr.write(f"{CLEAR_LINE if is_terminal(sys.stderr) else ''}{text}")
+    sys.stderr.write(f"{CLEAR_LINE if has_status_line(sys.stderr) else ''}{text}")
     sys.stderr.flush()

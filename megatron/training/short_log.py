@@ -19,7 +19,7 @@ class ShortLog:
 
     def __init__(self, config: Config, plan: Plan, speaks: bool):
         self._config, self._plan, self._speaks = config, plan, speaks
-        self._status = speaks and config.logging.progress != "off" and log.is_terminal(sys.stdout)
+        self._status = speaks and config.logging.progress != "off" and log.has_status_line(sys.stdout)
         p = config.precision
         self._extras = short_lines.Extras(
             config.logging.log_throughput,
