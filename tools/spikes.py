@@ -19,9 +19,9 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from megatron.training.log_reader import History, without_nan  # noqa: E402
+from megatron.training.plots import draw  # noqa: E402
 from megatron.training.run_history import checkpoints, read_history  # noqa: E402
 from megatron.training.spike_events import Event, find_events, log_interval, not_judged  # noqa: E402
-from megatron.training.spike_plot import draw  # noqa: E402
 from megatron.training.spikes import LEAST  # noqa: E402
 from tools.shared.program import Command, run_command  # noqa: E402
 from tools.spike.options import AnalyzeOptions, DocsOptions, ReplayOptions, VerifyOptions  # noqa: E402

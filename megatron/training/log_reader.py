@@ -171,12 +171,27 @@ def _row(row: dict[str, Any]) -> Record:
     return Record(int(row["iteration"]), None, number("lm_loss"), number("grad_norm"), number("learning_rate"),
                   int(row["consumed_samples"]), int(row["global_batch_size"]),
                   skipped=int(row["skipped"] and not user), user_skipped=int(user),
-                  numbers={"milliseconds": float(row["elapsed_ms"]), "consumed_tokens": float(row["consumed_tokens"])})
+                  numbers={"milliseconds": float(row["elapsed_ms"]), "consumed_tokens": float(row["consumed_tokens"])}
+                  | ({} if row.get("tokens_per_second") is None else {"tokens_per_second": row["tokens_per_second"]}))
+
+
+def read_metrics_evaluations(lines: Iterable[str]) -> Iterator[Evaluation]:
+    """The evaluations of a --metrics-file; lines that cannot be read are left to `read_metrics`."""
+    for line in lines:
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(row, dict) and "split" in row:
+            bits = row.get("bits_per_byte")
+            bits = None if bits is None else float(bits)
+            yield Evaluation(int(row["iteration"]), row["split"], float(row["lm_loss"]), bits)
 
 
 _TAGS = {"lm loss": "loss", "grad-norm": "grad_norm", "learning-rate": "learning_rate", "batch-size": "global_batch_size",
          "train/loss": "loss", "train/grad_norm": "grad_norm", "train/learning_rate": "learning_rate",
-         "train/batch_size": "global_batch_size"}
+         "train/batch_size": "global_batch_size", "perf/tokens_per_second": "tokens_per_second"}
+_EVALUATED = re.compile(r"(?:lm loss )?(?P<split>valid(?:ation)?|test)(?P<name>-[^/ ]+)?(?:/loss)?")
 
 
 def read_points(points: Iterable[tuple[str, int, float]]) -> Iterator[Record]:
@@ -185,7 +200,17 @@ def read_points(points: Iterable[tuple[str, int, float]]) -> Iterator[Record]:
         found: dict[str, Any] = {_TAGS[tag]: value for tag, _, value in group}
         loss, batch = found.get("loss"), found.get("global_batch_size")
         yield Record(step, None, loss, found.get("grad_norm") if loss is not None else None, found.get("learning_rate"),
-                     global_batch_size=None if batch is None else int(batch), skipped=int(loss is None))
+                     global_batch_size=None if batch is None else int(batch), skipped=int(loss is None),
+                     numbers={name: found[name] for name in ("tokens_per_second",) if name in found})
+
+
+def read_point_evaluations(points: Iterable[tuple[str, int, float]]) -> Iterator[Evaluation]:
+    """The evaluations among TensorBoard's (tag, step, value)."""
+    for tag, step, value in points:
+        match = _EVALUATED.fullmatch(tag)
+        if match:
+            split = "test" if match["split"] == "test" else f"validation{match['name'] or ''}"
+            yield Evaluation(step, split, value)
 
 
 def joined(records: Iterable[Record]) -> History:

@@ -27,15 +27,24 @@ def _records(path: str) -> list[Record]:
         if not any(record.trained for record in found):
             raise ValueError(f"{path}: no TensorBoard file with the scalar 'train/loss' or 'lm loss' is in it")
         return found
-    try:
-        text = Path(path).read_text(encoding="utf-8", errors="replace")
-    except OSError as error:
-        raise ValueError(f"{path}: cannot be read ({error.strerror or error})") from None
-    is_metrics = text.lstrip().startswith('{"')
-    found = list(log_reader.read_metrics(text.splitlines(), path)) if is_metrics else log_reader.read_text(text)
+    text = read_file(path)
+    found = list(log_reader.read_metrics(text.splitlines(), path)) if is_metrics(text) else log_reader.read_text(text)
     if not found:
         raise ValueError(f"{path}: no iteration line of a training log is in it ('iteration N/M | ...')")
     return found
+
+
+def read_file(path: str) -> str:
+    """A log or a metrics file. Raises ValueError that names it."""
+    try:
+        return Path(path).read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read ({error.strerror or error})") from None
+
+
+def is_metrics(text: str) -> bool:
+    """Is this the text of a --metrics-file?"""
+    return text.lstrip().startswith('{"')
 
 
 def checkpoints(directory: str | None) -> list[int]:

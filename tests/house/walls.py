@@ -40,7 +40,7 @@ OPTIONAL = {
     "sentencepiece": "data/tokenizer_sentencepiece.py",
     "tensorboard": "training/tensorboard.py",
     "fsspec": "checkpoint/object_store.py",
-    "matplotlib": "training/spike_plot.py",
+    "matplotlib": "training/plots.py",
 }
 DISTRIBUTED = ("parallel/", "checkpoint/", "training/initialize.py", "device.py")
 TORCH_FREE = {

@@ -1,0 +1,218 @@
+"""tools/plot.py: what it reads, what counts where a run repeated iterations, what it prints and draws, what it refuses."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from datetime import datetime
+from pathlib import Path
+
+import pytest
+
+from megatron.training.internlm_lines import StepRow, internlm_line
+from megatron.training.log_lines import (
+    Interval,
+    IterationRow,
+    aurora_line,
+    megatron_line,
+    validation_block,
+)
+from megatron.training.run_curves import read_run, smoothed
+from megatron.training.short_lines import evaluation_line, iteration_line
+from megatron.training.tensorboard import TensorBoard
+from tests.forkrun import ROOT
+from tests.load_tool import load_tool
+
+DATE = datetime(2026, 1, 1)
+LOSSES = [5.0, 4.0, 3.0, 2.5]
+plot = load_tool("plot")
+
+
+def row(iteration: int, loss: float) -> IterationRow:
+    interval = Interval([loss], 1, 0.5, 8)
+    rates = {"teraflops": 1.0, "lm_teraflops": 1.0, "ds_teraflops": 1.0}
+    return IterationRow(iteration, 4, 8 * iteration, 64, 1e-3, 8, 1.0, 1.5, interval, 1, **rates)
+
+
+def internlm(iteration: int, loss: float) -> str:
+    rates = {"tgs/last_tgs_1": 512.0}
+    return internlm_line(
+        StepRow(iteration - 1, loss, 1.0, rates, 1e-3, 1.0, 1.5, 1, 512, 0, None, 0.1, {}), DATE, 1
+    )
+
+
+def metrics(iteration: int, loss: float | None, **changes) -> str:
+    plain = {"iteration": iteration, "lm_loss": loss, "grad_norm": 1.5, "learning_rate": 1e-3}
+    plain |= {
+        "consumed_samples": 8,
+        "consumed_tokens": 512,
+        "elapsed_ms": 500.0,
+        "global_batch_size": 8,
+    }
+    plain |= {"tokens_per_second": 1024.0, "skipped": 0, "skip_reason": None}
+    return json.dumps(plain | changes)
+
+
+SHORT_VALIDATION = evaluation_line("validation", 4, {"lm loss": 2.25}, 1.5)
+BLOCK = validation_block("iteration 4", {"lm loss": 2.25})
+VALIDATION_ROW = json.dumps(
+    {"iteration": 4, "split": "validation", "lm_loss": 2.25, "bits_per_byte": None}
+)
+DUMP = "  seq_length ...................................... 64\n"
+SOURCES = {
+    "short": ("", lambda n, loss: iteration_line(row(n, loss), 1.0), SHORT_VALIDATION, 1020.0),
+    "megatron": (DUMP, lambda n, loss: megatron_line(row(n, loss), False), BLOCK, 1024.0),
+    "aurora": ("", lambda n, loss: aurora_line(row(n, loss), DATE), BLOCK, 1024.0),
+    "internlm": (
+        "data parallel size: 2, pipeline parallel size: 1, tensor parallel size: 1\n",
+        internlm,
+        BLOCK,
+        1024.0,
+    ),
+    "metrics": ("", metrics, VALIDATION_ROW, 1024.0),
+}
+
+
+def write(path: Path, source: str, losses: list[float] = LOSSES) -> str:
+    head, line, validation, _ = SOURCES[source]
+    text = (
+        head + "".join(f"{line(n, loss)}\n" for n, loss in enumerate(losses, 1)) + f"{validation}\n"
+    )
+    path.write_text(text)
+    return str(path)
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_every_format_gives_the_same_curves(source, tmp_path):
+    run = read_run(write(tmp_path / "log", source))
+    assert run.panels["loss"] == ([1, 2, 3, 4], LOSSES)
+    assert run.panels["grad_norm"] == ([1, 2, 3, 4], [1.5] * 4)
+    assert run.panels["learning_rate"][1] == pytest.approx([1e-3] * 4)
+    assert run.panels["tokens_per_second"][1] == pytest.approx([SOURCES[source][3]] * 4)
+    assert run.evaluations == {"validation": ([4], [2.25])}
+
+
+@pytest.mark.parametrize("grouped", [True, False])
+def test_tensorboard(grouped, tmp_path):
+    pytest.importorskip("tensorboard")
+    board = TensorBoard(str(tmp_path / "tb"), 10, grouped)
+    for n, loss in enumerate(LOSSES, 1):
+        for tag, value in (("lm loss", loss), ("grad-norm", 1.5), ("learning-rate", 1e-3)):
+            board.scalar(tag, value, n, 8 * n)
+    board.evaluation("lm loss", "validation", 4, 32, 2.25, 9.4, None)
+    board.evaluation("lm loss", "validation-en", 4, 32, 2.75, None, None)
+    board.close()
+    run = read_run(str(tmp_path))
+    assert run.panels["loss"] == ([1, 2, 3, 4], LOSSES) and run.panels["grad_norm"][1] == [1.5] * 4
+    assert run.evaluations == {"validation": ([4], [2.25]), "validation-en": ([4], [2.75])}
+
+
+def test_of_repeated_iterations_the_last_counts(tmp_path):
+    """A run that went back to iteration 2 and ended at 3: neither the old 3 nor the old 4 is shown."""
+    rows = [metrics(n, loss) for n, loss in [(1, 5.0), (2, 4.0), (3, 9.0), (4, 9.5)]]
+    rows += [VALIDATION_ROW, metrics(2, 4.25), metrics(3, 3.0)]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(rows) + "\n")
+    run = read_run(str(tmp_path))
+    assert run.panels["loss"] == ([1, 2, 3], [5.0, 4.25, 3.0]) and run.evaluations == {}
+
+
+def test_a_directory_is_searched_for_metrics_then_logs(tmp_path):
+    write(tmp_path / "log.txt", "short", [1.0, 1.0])
+    (tmp_path / "notes.txt").write_text("nothing\n")
+    assert read_run(str(tmp_path)).panels["loss"][1] == [1.0, 1.0]
+    write(tmp_path / "metrics.jsonl", "metrics", [2.0, 2.0])
+    assert read_run(str(tmp_path)).panels["loss"][1] == [2.0, 2.0]
+
+
+def test_skipped_iterations_interrupt_a_curve_and_infinite_ones_do_not_hurt(tmp_path, capsys):
+    rows = [
+        metrics(1, 5.0),
+        metrics(2, None, grad_norm=None, skipped=1, skip_reason="user"),
+        metrics(3, "inf"),
+    ]
+    (tmp_path / "m").write_text("\n".join([*rows, metrics(4, 3.0)]) + "\n")
+    loss = read_run(str(tmp_path / "m")).panels["loss"][1]
+    assert math.isnan(loss[1]) and loss[2] == math.inf
+    assert plot.main([str(tmp_path / "m"), "--smooth", "3"]) == 0
+    assert "nan" not in capsys.readouterr().out
+
+
+def test_as_text(tmp_path, capsys):
+    """Plain ASCII of at most 80 columns; each run has its letter; the highest value is on the first row."""
+    runs = [write(tmp_path / "a", "short"), write(tmp_path / "b", "metrics", [7.0, 6.0, 5.0, 4.0])]
+    assert plot.main(runs) == 0
+    text = capsys.readouterr().out
+    assert (
+        text.isascii()
+        and text.isprintable() is False
+        and not set(map(ord, text)) & (set(range(32)) - {10})
+    )
+    assert max(map(len, text.splitlines())) <= max(80, len(runs[0]) + 40)
+    loss = text.split("loss (nats per token)\n")[1].splitlines()
+    assert loss[0].strip().startswith("7 |b") and "B" in text and "a" in loss[5]
+    assert all(
+        title in text for title in ("\ngradient norm\n", "\ntokens/s\n", "\nlearning rate\n")
+    )
+
+
+@pytest.mark.parametrize("ending", ["png", "svg"])
+def test_as_a_picture(tmp_path, capsys, ending):
+    pytest.importorskip("matplotlib")
+    runs = [write(tmp_path / "a", "short"), write(tmp_path / "b", "metrics")]
+    file = tmp_path / f"x.{ending}"
+    assert plot.main([*runs, "--output", str(file), "--smooth", "2"]) == 0
+    assert file.read_bytes()[:4] in (b"\x89PNG", b"<?xm")
+    assert capsys.readouterr().out == f"wrote {file}\n"
+
+
+def test_without_matplotlib(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert plot.main([write(tmp_path / "a", "short"), "--output", "x.png"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: --output x.png:") and "pip install matplotlib" in error
+
+
+@pytest.mark.parametrize(
+    ("words", "start"),
+    [
+        (["none"], "none: "),
+        (["empty"], "empty: "),
+        (["text"], "text: "),
+        (["a", "--first", "9"], "a: "),
+        (["a", "--output", "x.gif"], "--output x.gif: "),
+        (["a", "--smooth", "0"], "--smooth 0: "),
+        (["a", "--output", "no/folder/x.svg"], "--output no/folder/x.svg: "),
+        ([], ""),
+    ],
+)
+def test_what_it_refuses(words, start, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "text").write_text("hello\n")
+    write(tmp_path / "a", "short")
+    if "no/folder/x.svg" in words:
+        pytest.importorskip("matplotlib")
+    try:
+        code = plot.main(words)
+    except SystemExit as leave:
+        code = leave.code
+    error = capsys.readouterr().err
+    assert code == 2 and error.startswith(f"error: {start}") and len(error.splitlines()) == 1
+
+
+def test_smoothing():
+    assert smoothed([1.0, 2.0, 6.0], 1) == [1.0, 2.0, 6.0]
+    assert smoothed([1.0, 2.0, 6.0], 3) == [1.5, 3.0, 4.0]
+    assert (
+        smoothed([1.0, math.inf, 3.0], 3)[0] == 1.0
+        and smoothed([1.0, math.inf, 3.0], 3)[1] == math.inf
+    )
+
+
+def test_help_does_not_load_torch():
+    code = "import runpy, sys; sys.modules['torch'] = None; runpy.run_path('tools/plot.py', run_name='__main__')"
+    command = [sys.executable, "-c", code, "--help"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0 and "--smooth" in done.stdout, done.stderr

@@ -1,0 +1,79 @@
+#!/usr/bin/env python
+"""Plot loss, gradient norm, tokens/s and learning rate of one or several runs."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from megatron.arguments import arg  # noqa: E402
+from megatron.training.plots import draw_curves  # noqa: E402
+from megatron.training.run_curves import read_run  # noqa: E402
+from megatron.training.text_plot import text_plot  # noqa: E402
+from tools.shared.program import read  # noqa: E402
+
+DESCRIPTION = (
+    "Plot training and validation loss, gradient norm, tokens/s and learning rate of one or several "
+    "runs, overlaid. RUN is a directory that holds metrics.jsonl, a --metrics-file, a log in any "
+    "--log-format, or a TensorBoard directory. Of iterations that a run repeated after a restart "
+    "the last counts."
+)
+ENDINGS = (".png", ".svg", ".pdf")
+WIDEST = 120
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlotOptions:
+    """Options."""
+
+    runs: tuple[str, ...] = arg(
+        place="positional",
+        metavar="RUN",
+        help="run directory, metrics file, log or TensorBoard directory",
+    )
+    output: str | None = arg(
+        None,
+        metavar="FILE",
+        help="picture to write (.png, .svg or .pdf; needs matplotlib); default: plot as text",
+    )
+    smooth: int = arg(1, help="points to average over, for the curves of training")
+    first: int = arg(1, help="first iteration to plot")
+
+
+def problems(options: PlotOptions) -> list[str]:
+    """What is wrong with the values."""
+    found = []
+    if options.output is not None and not options.output.lower().endswith(ENDINGS):
+        found.append(
+            f"--output {options.output}: unknown format; end it with {', '.join(ENDINGS[:-1])} or {ENDINGS[-1]}"
+        )
+    if options.smooth < 1:
+        found.append(f"--smooth {options.smooth}: must be at least 1, which is no smoothing")
+    return found
+
+
+def main(argv: Sequence[str]) -> int:
+    """Exit codes: 0 plotted, 2 a wrong command line or what cannot be read or written."""
+    options = read(PlotOptions, argv, prog="plot.py", description=DESCRIPTION, check=problems)
+    try:
+        runs = [read_run(path, options.first) for path in options.runs]
+        if options.output:
+            draw_curves(options.output, runs, options.smooth)
+            print(f"wrote {options.output}")
+        else:
+            columns = min(WIDEST, shutil.get_terminal_size().columns) if sys.stdout.isatty() else 80
+            print("\n".join(text_plot(runs, columns, options.smooth)))
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
