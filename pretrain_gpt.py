@@ -1,14 +1,14 @@
 """Pretrain a GPT: the plot from the command line to the last evaluation. `forward_step` is what a researcher edits."""
-import os
-import sys
-import time
-
 from megatron import interrupt
 
 if __name__ == "__main__":
     interrupt.exit_at_once()            # until the watch below takes over
 
-from megatron.training.signals import SignalWatch, leave_with  # noqa: E402
+import os
+import sys
+import time
+
+from megatron.training.signals import SignalWatch, leave_with
 
 STARTED = time.time()
 

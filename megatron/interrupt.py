@@ -16,9 +16,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from types import FrameType
-from typing import NoReturn
 
 INTERRUPTED = 130               # the exit code that shells report for a program ended by Ctrl-C
 
@@ -69,11 +67,13 @@ def _imports(frame: FrameType | None) -> bool:
     return False
 
 
-def _exit(parent: int) -> NoReturn:
+def _exit(parent: int) -> None:
     """End this process; the one line comes from `parent`, not from the processes that it forked."""
     if os.getpid() == parent:
-        with suppress(Exception):       # the interrupted statement may itself be writing
+        try:
             sys.stdout.flush()
+        except Exception:
+            pass                # the interrupted statement was itself writing
         os.write(2, _line().encode())
     os._exit(INTERRUPTED)
 

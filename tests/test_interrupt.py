@@ -64,8 +64,8 @@ def start(words: list[str], folder: Path, **environ: str) -> subprocess.Complete
 
 
 def programs() -> list[str]:
-    """Every program of this suite whose first statements install the handler."""
-    return ["pretrain_gpt.py"]
+    """Every program that a user starts by its path."""
+    return ["pretrain_gpt.py", *sorted(f"tools/{path.name}" for path in (ROOT / "tools").glob("*.py"))]
 
 
 @pytest.mark.parametrize("program", programs())

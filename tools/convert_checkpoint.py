@@ -5,21 +5,27 @@ Nothing is downloaded and nothing is overwritten; one tensor is in memory at a t
 """
 from __future__ import annotations
 
-import ctypes
 import os
-import re
 import sys
+
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+from megatron import interrupt
+
+if __name__ == "__main__":
+    interrupt.exit_at_once()
+
+import ctypes
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # read when torch loads
-from megatron.arguments import arg  # noqa: E402
-from megatron.checkpoint.disk import CheckpointError  # noqa: E402
-from tools.convert.choices import FAMILY_NAMES, MLP_ORDERS  # noqa: E402
-from tools.shared.program import Command, run_command  # noqa: E402
+from megatron.arguments import arg
+from megatron.checkpoint.disk import CheckpointError
+from tools.convert.choices import FAMILY_NAMES, MLP_ORDERS
+from tools.shared.program import Command, run_command
 
 M_MMAP_THRESHOLD = -3      # of glibc's malloc.h
 Answer = str | tuple[str, bool]    # what to print, and whether all is well
@@ -211,8 +217,6 @@ def finish(options: Any) -> int:
     except (ValueError, OSError, CheckpointError) as error:
         print("\n".join(f"error: {line}" for line in str(error).splitlines()), file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
-        return 130
 
 
 COMMANDS = {
@@ -244,4 +248,4 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(interrupt.run(main, sys.argv[1:]))

@@ -11,20 +11,25 @@ from __future__ import annotations
 
 import os
 import sys
+
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+from megatron import interrupt
+
+if __name__ == "__main__":
+    interrupt.exit_at_once()
+
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-import numpy as np  # noqa: E402
+import numpy as np
 
-from megatron.arguments import arg  # noqa: E402
-from megatron.data.documents import Documents  # noqa: E402
-from megatron.data.indexed_dataset import IndexedDatasetBuilder, idx_path  # noqa: E402
-from megatron.data.jsonl_tokens import JsonlTokens, JsonlWriter, meta_path, token_files  # noqa: E402
-from tools.shared.program import Command, run_command  # noqa: E402
-from tools.shared.progress import Progress  # noqa: E402
+from megatron.arguments import arg
+from megatron.data.documents import Documents
+from megatron.data.indexed_dataset import IndexedDatasetBuilder, idx_path
+from megatron.data.jsonl_tokens import JsonlTokens, JsonlWriter, meta_path, token_files
+from tools.shared.program import Command, run_command
+from tools.shared.progress import Progress
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,4 +138,4 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(interrupt.run(main, sys.argv[1:]))

@@ -9,17 +9,22 @@ from __future__ import annotations
 
 import os
 import sys
+
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+from megatron import interrupt
+
+if __name__ == "__main__":
+    interrupt.exit_at_once()
+
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 from xml.sax.saxutils import escape
 
-sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-
-from megatron.arguments import arg  # noqa: E402
-from megatron.config.stages import bubble_fraction  # noqa: E402
-from megatron.parallel.schedules import Step, compute_order, timetable  # noqa: E402
-from tools.shared.program import read  # noqa: E402
+from megatron.arguments import arg
+from megatron.config.stages import bubble_fraction
+from megatron.parallel.schedules import Step, compute_order, timetable
+from tools.shared.program import read
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
@@ -166,4 +171,4 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(interrupt.run(main, sys.argv[1:]))

@@ -7,21 +7,26 @@ archives, the files in them are checked against their sha256, and what is writte
 
 from __future__ import annotations
 
+import os
+import sys
+
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+from megatron import interrupt
+
+if __name__ == "__main__":
+    interrupt.exit_at_once()
+
 import hashlib
 import json
-import os
 import re
 import subprocess
-import sys
 import zipfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-
-from megatron.arguments import arg  # noqa: E402
-from tools.shared.program import read  # noqa: E402
+from megatron.arguments import arg
+from tools.shared.program import read
 
 
 @dataclass(frozen=True)
@@ -169,4 +174,4 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(interrupt.run(main, sys.argv[1:]))

@@ -7,20 +7,25 @@ any number of ranks. The text goes to stdout, all else to stderr.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sys
+
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+from megatron import interrupt
+
+if __name__ == "__main__":
+    interrupt.exit_at_once()
+
+import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-
-from megatron.arguments import arg  # noqa: E402
-from megatron.checkpoint.disk import MANIFEST, CheckpointError  # noqa: E402
-from megatron.training.sampling import Sampling  # noqa: E402
-from tools.shared.program import read  # noqa: E402
+from megatron.arguments import arg
+from megatron.checkpoint.disk import MANIFEST, CheckpointError
+from megatron.training.sampling import Sampling
+from tools.shared.program import read
 
 FILES = ("vocab_file", "merge_file", "tokenizer_model")
 
@@ -111,10 +116,8 @@ def main(argv: Sequence[str]) -> int:
     except (ValueError, OSError, CheckpointError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
-        return 130
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(interrupt.run(main, sys.argv[1:]))

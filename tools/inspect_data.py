@@ -8,29 +8,34 @@ Exit codes: 0 as it should be, 1 something is wrong with the data, 2 a wrong com
 
 from __future__ import annotations
 
+import os
+import sys
+
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+from megatron import interrupt
+
+if __name__ == "__main__":
+    interrupt.exit_at_once()
+
 import contextlib
 import io
 import json
-import os
-import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+import numpy as np
 
-import numpy as np  # noqa: E402
-
-from megatron.arguments import Problems, arg  # noqa: E402
-from megatron.data import provenance  # noqa: E402
-from megatron.data.indexed_dataset import IndexedDataset  # noqa: E402
-from megatron.data.jsonl_tokens import JsonlTokens, meta_path  # noqa: E402
-from megatron.data.ledger import MASK, SKIPPED, read_ledger, sample_hash, tokens_hash  # noqa: E402
-from megatron.data.sampler import SequentialSampler  # noqa: E402
-from megatron.data.whereabouts import pieces, prefixes, samples_showing  # noqa: E402
-from tools.inspection.reading import Reading, open_run  # noqa: E402
-from tools.shared.program import Command, run_command  # noqa: E402
+from megatron.arguments import Problems, arg
+from megatron.data import provenance
+from megatron.data.indexed_dataset import IndexedDataset
+from megatron.data.jsonl_tokens import JsonlTokens, meta_path
+from megatron.data.ledger import MASK, SKIPPED, read_ledger, sample_hash, tokens_hash
+from megatron.data.sampler import SequentialSampler
+from megatron.data.whereabouts import pieces, prefixes, samples_showing
+from tools.inspection.reading import Reading, open_run
+from tools.shared.program import Command, run_command
 
 HEAD = 16       # tokens of a piece that are shown as text
 THREADS = 4     # that check pairs side by side
@@ -328,4 +333,4 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(interrupt.run(main, sys.argv[1:]))

@@ -10,17 +10,23 @@ from __future__ import annotations
 
 import os
 import sys
+
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+from megatron import interrupt
+
+if __name__ == "__main__":
+    interrupt.exit_at_once()
+
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-from megatron.arguments import Problems, arg, config_from, parse_typed  # noqa: E402
-from megatron.config import check, command_line  # noqa: E402
-from megatron.config.tree import Config  # noqa: E402
-from tools.internlm.read_config import ConfigError, read_config  # noqa: E402
-from tools.internlm.to_flags import to_flags  # noqa: E402
-from tools.shared.program import read  # noqa: E402
+from megatron.arguments import Problems, arg, config_from, parse_typed
+from megatron.config import check, command_line
+from megatron.config.tree import Config
+from tools.internlm.read_config import ConfigError, read_config
+from tools.internlm.to_flags import to_flags
+from tools.shared.program import read
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,4 +72,4 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(interrupt.run(main, sys.argv[1:]))

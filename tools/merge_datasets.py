@@ -10,10 +10,17 @@ merging: --data-path takes directories and patterns too.
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
 import sys
+
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+from megatron import interrupt
+
+if __name__ == "__main__":
+    interrupt.exit_at_once()
+
+import contextlib
+import json
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -21,13 +28,12 @@ from pathlib import Path
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from megatron.arguments import arg  # noqa: E402
-from megatron.data.data_paths import PARTIAL, expand  # noqa: E402
-from megatron.data.indexed_dataset import BLOCK, CODES, HEADER, MAGIC, VERSION, IndexedDataset, bin_path, idx_path  # noqa: E402
-from megatron.data.provenance import common_maker, joined_counts, json_path  # noqa: E402
-from tools.shared.program import read  # noqa: E402
-from tools.shared.progress import Progress  # noqa: E402
+from megatron.arguments import arg
+from megatron.data.data_paths import PARTIAL, expand
+from megatron.data.indexed_dataset import BLOCK, CODES, HEADER, MAGIC, VERSION, IndexedDataset, bin_path, idx_path
+from megatron.data.provenance import common_maker, joined_counts, json_path
+from tools.shared.program import read
+from tools.shared.progress import Progress
 
 CHUNK = 64 << 20  # bytes copied at a time
 
@@ -216,4 +222,4 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(interrupt.run(main, sys.argv[1:]))

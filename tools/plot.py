@@ -3,20 +3,26 @@
 
 from __future__ import annotations
 
-import shutil
+import os
 import sys
+
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+from megatron import interrupt
+
+if __name__ == "__main__":
+    interrupt.exit_at_once()
+
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-
-from megatron.arguments import arg  # noqa: E402
-from megatron.training.plots import draw_curves  # noqa: E402
-from megatron.training.run_curves import read_run  # noqa: E402
-from megatron.training.text_plot import text_plot  # noqa: E402
-from tools.shared.program import read  # noqa: E402
+from megatron.arguments import arg
+from megatron.training.plots import draw_curves
+from megatron.training.run_curves import read_run
+from megatron.training.text_plot import text_plot
+from tools.shared.program import read
 
 DESCRIPTION = (
     "Plot training and validation loss, gradient norm, tokens/s and learning rate of one or several "
@@ -76,4 +82,4 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(interrupt.run(main, sys.argv[1:]))

@@ -3,30 +3,34 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
+import sys
+
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+from megatron import interrupt
+
+if __name__ == "__main__":
+    interrupt.exit_at_once()
+
+import contextlib
 import re
 import signal
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NoReturn
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs by path, uninstalled
-
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy's, which nothing here needs; read when it is imported
-from megatron.arguments import Problems, arg, build_parser, config_from, parse  # noqa: E402
-from megatron.data import sentences  # noqa: E402
-from megatron.data.indexed_dataset import bin_path, idx_path, optimal_dtype  # noqa: E402
-from megatron.data.inputs import BLOCK_BYTES, Reader, input_files  # noqa: E402
-from megatron.data.preprocess import Encoded, Job, encode_all, tokenizer_of  # noqa: E402
-from megatron.data.provenance import describe, fingerprint, vocabulary_of  # noqa: E402
-from megatron.data.tokenizer import Tokenizer, TokenizerFlags  # noqa: E402
-from megatron.data.unfinished import BadRecords, Busy, Unfinished, is_finishing  # noqa: E402
-from megatron.version import version_line  # noqa: E402
-from tools.shared.progress import Progress  # noqa: E402
+from megatron.arguments import Problems, arg, build_parser, config_from, parse
+from megatron.data import sentences
+from megatron.data.indexed_dataset import bin_path, idx_path, optimal_dtype
+from megatron.data.inputs import BLOCK_BYTES, Reader, input_files
+from megatron.data.preprocess import Encoded, Job, encode_all, tokenizer_of
+from megatron.data.provenance import describe, fingerprint, vocabulary_of
+from megatron.data.tokenizer import Tokenizer, TokenizerFlags
+from megatron.data.unfinished import BadRecords, Busy, Unfinished, is_finishing
+from megatron.version import version_line
+from tools.shared.progress import Progress
 
 NO_SEARCH = "the best number of workers is not searched for; give --workers, one for each CPU core"
 REFUSED = {
@@ -361,4 +365,4 @@ def _leave(code: int) -> NoReturn:
 
 
 if __name__ == "__main__":
-    _leave(main(sys.argv[1:]))
+    _leave(interrupt.run(main, sys.argv[1:]))

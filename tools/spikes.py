@@ -9,22 +9,26 @@ LOG is what a run printed in any --log-format (with whatever else is in it), its
 
 from __future__ import annotations
 
+import os
+import sys
+
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+from megatron import interrupt
+
+if __name__ == "__main__":
+    interrupt.exit_at_once()
+
 import dataclasses
 import json
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-
-from megatron.training.log_reader import History, without_nan  # noqa: E402
-from megatron.training.plots import draw  # noqa: E402
-from megatron.training.run_history import checkpoints, read_history  # noqa: E402
-from megatron.training.spike_events import Event, find_events, log_interval, not_judged  # noqa: E402
-from megatron.training.spikes import LEAST  # noqa: E402
-from tools.shared.program import Command, run_command  # noqa: E402
-from tools.spike.options import AnalyzeOptions, DocsOptions, ReplayOptions, VerifyOptions  # noqa: E402
+from megatron.training.log_reader import History, without_nan
+from megatron.training.plots import draw
+from megatron.training.run_history import checkpoints, read_history
+from megatron.training.spike_events import Event, find_events, log_interval, not_judged
+from megatron.training.spikes import LEAST
+from tools.shared.program import Command, run_command
+from tools.spike.options import AnalyzeOptions, DocsOptions, ReplayOptions, VerifyOptions
 
 NONE, FOUND, UNREADABLE = 0, 10, 2
 
@@ -142,4 +146,4 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(interrupt.run(main, sys.argv[1:]))

@@ -9,23 +9,24 @@ The same input gives the same files on any machine.
 
 from __future__ import annotations
 
+import os
 import sys
+
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+from megatron import interrupt
+
+if __name__ == "__main__":
+    interrupt.exit_at_once()
+
+import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs by path, uninstalled
-from megatron import interrupt  # noqa: E402
-
-if __name__ == "__main__":
-    interrupt.exit_at_once()
-import os  # noqa: E402
-import threading  # noqa: E402
-import time  # noqa: E402
-
-from megatron.arguments import arg  # noqa: E402
-from tools.shared.program import read  # noqa: E402
+from megatron.arguments import arg
+from tools.shared.program import read
 
 BYTES = 256
 END_OF_DOCUMENT = "<|endoftext|>"

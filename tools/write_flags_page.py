@@ -8,18 +8,23 @@ from __future__ import annotations
 
 import os
 import sys
+
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+from megatron import interrupt
+
+if __name__ == "__main__":
+    interrupt.exit_at_once()
+
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron.arguments import Flag, build_parser, help_with_default
+from megatron.config.megatron_flags import FOREIGN, NO_EFFECT, REFUSED, ForeignFlag
+from megatron.config.tree import Config
+from tools.shared.program import read
+
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, os.fspath(ROOT))
-
-from megatron.arguments import Flag, build_parser, help_with_default  # noqa: E402
-from megatron.config.megatron_flags import FOREIGN, NO_EFFECT, REFUSED, ForeignFlag  # noqa: E402
-from megatron.config.tree import Config  # noqa: E402
-from tools.shared.program import read  # noqa: E402
-
 PAGE = ROOT / "docs" / "flags.md"
 HEAD = """# Flags of pretrain_gpt.py
 
@@ -89,4 +94,4 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(interrupt.run(main, sys.argv[1:]))
