@@ -15,9 +15,7 @@ if __name__ == "__main__":
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
 from megatron.arguments import arg
 from megatron.training.plots import draw_curves
 from megatron.training.run_curves import read_run

@@ -25,7 +25,7 @@ LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)]*)?\)")
 # A flag that carries one of these is not a flag of ours: the launcher's and make's words.
 LAUNCHER_FLAGS = {"--nproc-per-node", "--nproc_per_node", "--nnodes", "--node_rank", "--master_addr", "--master_port",
                   "--node-rank", "--master-addr", "--master-port", "--standalone", "--local-addr", "--local_addr",
-                  "--kill-on-bad-exit", "--ntasks-per-node", "--gpus-per-task"}
+                  "--kill-on-bad-exit", "--ntasks-per-node", "--gpus-per-task", "--max-restarts"}
 
 
 def name(path: Path) -> str:

@@ -41,6 +41,7 @@ PLANTS = [
     ("floors", "megatron/model/x.py", 'from . import gpt\n', "relative import"),
     ("floors", "megatron/attic/x.py", '', "stands on no floor"),
     ("floors", "megatron/model/x.py", 'from megatron.core import parallel_state\n', "stands on no floor"),
+    ("launcher_in_one_file", "megatron/training/x.py", 'import os\nRANK = os.environ["SLURM_PROCID"]\n', "SLURM_PROCID"),
     ("cycles", "megatron/config/model.py", 'from megatron.config import model2\n', "import cycle"),
     ("cuda_in_one_file", "megatron/model/x.py", 'import torch\n\ntorch.cuda.synchronize()\n', "torch.cuda"),
     ("cuda_in_one_file", "megatron/model/x.py", 'from torch import cuda\n', "torch.cuda"),

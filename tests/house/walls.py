@@ -53,6 +53,7 @@ UNPICKLER = "checkpoint/unpickle_worker.py"
 # State on purpose: what this process has said once already.
 STATE = {("log.py", "_SAID")}
 MUTATORS = {"append", "add", "update", "setdefault", "pop", "popitem", "clear", "extend", "insert", "remove", "discard"}
+LAUNCHER = re.compile(r"RANK|WORLD_SIZE|LOCAL_RANK|MASTER_ADDR|MASTER_PORT|(SLURM|OMPI|PMIX?|PALS|TORCHELASTIC)_\w+")
 LEFTOVER = re.compile(r"\b(TODO|FIXME|XXX|HACK)\b")
 VAGUE_NAMES = {"utils.py", "util.py", "helpers.py", "common.py", "misc.py"}
 
@@ -194,6 +195,14 @@ def distributed_where_allowed(root: Path) -> Iterator[str]:
         for node, name in named:
             if name == "torch.distributed" or name.startswith("torch.distributed.") and isinstance(node, ast.stmt):
                 yield say(module, node, "uses torch.distributed outside the places that may")
+
+
+def launcher_in_one_file(root: Path) -> Iterator[str]:
+    """launcher.py is the only file of megatron/ that names a launcher's variable."""
+    for module in read(root, "megatron", "pretrain_gpt.py"):
+        for node in ast.walk(module.tree) if module.inside != "launcher.py" else ():
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and LAUNCHER.fullmatch(node.value):
+                yield say(module, node, f"names {node.value}; only megatron/launcher.py may")
 
 
 def libraries_in_one_file(root: Path) -> Iterator[str]:
@@ -386,7 +395,7 @@ def peers_where_marked(root: Path) -> Iterator[str]:
 WALLS: dict[str, Callable[[Path], Iterator[str]]] = {
     wall.__name__: wall
     for wall in (
-        floors, cycles, cuda_in_one_file, distributed_where_allowed, libraries_in_one_file, torch_free,
+        floors, cycles, cuda_in_one_file, distributed_where_allowed, launcher_in_one_file, libraries_in_one_file, torch_free,
         argparse_in_one_file, no_global_state, docstring_first, no_code_from_data, namespace_package,
         names_and_leftovers, tests_share_by_modules, peers_where_marked,
     )
