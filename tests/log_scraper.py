@@ -123,7 +123,7 @@ OWN = {
     "skip ranges": r"skipping \d+ iterations: --train-range-to-skip [\d ]+",            # what the flag was read as
     "skip share": r"WARNING: --train-range-to-skip skips .*",                           # more than a twentieth is a lot
     "skip list": r"iterations to skip: .+",
-    "skipping": r"skipping iterations \d+ to \d+: \d+ samples, \d+ tokens are not trained",     # on entry of a range
+    "skipping": r"skipping iterations \d+ to \d+: \d+ samples \(\d+ tokens\)",     # on entry of a range
     "skipped iteration": r" iteration .* number of nan iterations: +\d+ \| number of user-skipped iterations: +\d+ \|",
     "differs": r" differs from the checkpoint: \w+ was .*, is .*",                      # every difference is said
     "data order": r"WARNING: the order of the data changes from iteration \d+ on: .*",    # it was allowed to

@@ -169,30 +169,26 @@ def memory_text(config: Config, plan: Plan) -> str:
             "activations": activations(config, plan, stage).total,
         }
 
-    most = max(
-        (held(stage) for stage in range(len(plan.layers_per_stage))),
-        key=lambda sizes: sum(sizes.values()),
-    )
-    parts = ", ".join(f"{name} {_bytes(size)}" for name, size in most.items())
-    return f"about {_bytes(sum(most.values()))} per rank: {parts}"
-
-
-def _bytes(size: int) -> str:
-    return f"{size / GIB:.2f} GiB" if size >= GIB else f"{size / MIB:.1f} MiB"
+    stages = range(len(plan.layers_per_stage))
+    most = max((held(stage) for stage in stages), key=lambda sizes: sum(sizes.values()))
+    total = sum(most.values())
+    size, unit = (GIB, "GiB") if total >= GIB else (MIB, "MiB")
+    parts = ", ".join(f"{name} {part / size:.2f}" for name, part in most.items())
+    return f"about {total / size:.2f} {unit} per rank ({parts})"
 
 
 def checkpoint_text(config: Config) -> str:
     """Where checkpoints are written, and how often."""
     c = config.checkpoint
     if not c.save or config.training.skip_train:
-        return "none will be written" + ("" if c.save else " (no --save)")
+        return "no checkpoint will be saved" + ("" if c.save else " (no --save)")
     often = (
         f"every {_count(c.save_interval, 'iteration')} and at the end"
         if c.save_interval
         else "at the end"
     )
     kept = f", the last {c.keep_last} are kept" if c.keep_last else ""
-    return f"{c.save} {often}{kept}"
+    return f"saved to {c.save} {often}{kept}"
 
 
 def changed_arguments(config: Config) -> list[str]:

@@ -34,7 +34,7 @@ _SHORT = {name: re.compile(rf"[|\n] *{spelling.replace('N', _PLAIN)} *(?:\||\n|$
     "loss_scale": "loss scale N", "milliseconds": "N ms", "seconds": "N s",
     "overflow": r"skipped N \(fp16 overflow\)", "spike": r"spike-skipped N \([^)]*\)",
     "user_skipped": r"user-skipped N \([^)]*\)", "teraflops": "N TFLOP/s per rank"}.items()}
-_RATE = re.compile(rf"\| {_PLAIN}([kMBT]?) tok/s")
+_RATE = re.compile(rf"\| *{_PLAIN}([kMBT]?) tok/s")
 _UNITS = {"": 1.0, "k": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 # --log-format internlm, whose steps count from 0.
 _INTERNLM_HEAD = re.compile(r"\btflops=\S+ step=(\d+) |\bskipped=1 reason=\S+ step=(\d+)-(\d+)")

@@ -181,8 +181,8 @@ class Trainer:
             self._skipping_to = last
             samples = plan.consumed_samples(last) - before
             why = "" if reason == "user" else f" ({reason})"
-            log.print_rank_0(f"skipping iterations {first} to {last}{why}: {samples} samples, "
-                             f"{samples * run.config.model.seq_length} tokens are not trained")
+            log.print_rank_0(f"skipping iterations {first} to {last}{why}: {samples} samples "
+                             f"({samples * run.config.model.seq_length} tokens)")
         iteration = min(last, self._next_stop(first))
         samples = plan.consumed_samples(iteration) - before
         if run.recorder and run.recorder.ledger:

@@ -119,7 +119,7 @@ def checkpoint_line(config: Config, loaded: str | None, iteration: int) -> str:
         start = f"weights of {loaded}, from iteration 0"
     else:
         start = f"no checkpoint in {c.load}, " * bool(c.load) + "starting from initial values"
-    return entry("checkpoints", f"{start}; save: {summary_lines.checkpoint_text(config)}")
+    return entry("checkpoints", f"{start}; {summary_lines.checkpoint_text(config)}")
 
 
 def print_loaded(config: Config, rows: Sequence[Row], loaded: str | None, iteration: int) -> None:

@@ -139,9 +139,9 @@ class Past:
                     names = (path.with_name(f"{path.name}.left-{number}") for number in itertools.count(1))
                     aside = next(name for name in names if not name.exists())
                     DISK.rename(path, aside)
-                    log.print_rank_0(f"  {path} is of the stretch that was left: it is {aside.name} now")
+                    log.print_rank_0(f"  {path} belongs to the iterations that were rolled back: renamed to {aside.name}")
         except CheckpointError as error:
-            log.print_rank_0(f"WARNING: checkpoints of the stretch that was left stay: {error}")
+            log.print_rank_0(f"WARNING: checkpoints of the iterations that were rolled back remain: {error}")
 
 
 def _tensors(run: Run) -> list[torch.Tensor]:

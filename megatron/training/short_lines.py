@@ -36,9 +36,9 @@ def iteration_line(row: IterationRow, eta: float | None, extras: Extras = Extras
         parts.append(f"grad norm {significant(row.grad_norm)}")
     parts.append(f"lr {scientific(row.learning_rate)}")
     if i.trained:
-        parts.append(duration(i.seconds / i.trained))
+        parts.append(f"{duration(i.seconds / i.trained):>7}")
         if i.seconds > 0:
-            parts.append(f"{metric(i.samples * row.seq_length / i.seconds)} tok/s")
+            parts.append(f"{metric(i.samples * row.seq_length / i.seconds):>5} tok/s")
     if eta:
         parts.append(f"ETA {clock(eta)}")
     return fold([*parts, *_extra_parts(row, extras)])

@@ -202,5 +202,5 @@ def record_skip(run: Run, first: int, last: int, reason: str, source: str) -> No
     (_, record), = skip_records.parse([line], "the new record")
     run.skip_history.records[record.id] = record
     run.plan = replace(run.plan, skips=run.plan.skips.joined([(first, last)]))
-    log.print_rank_0(f"iterations {first} to {last} are left out from here on ({reason}, {source}): samples {record.s0} to "
+    log.print_rank_0(f"iterations {first} to {last} will be skipped ({reason}, {source}): samples {record.s0} to "
                      f"{record.s1 - 1}, {record.tokens} tokens")

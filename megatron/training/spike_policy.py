@@ -137,7 +137,7 @@ class SpikePolicy:
         """What a reader is told about the iteration judged last; None where there is nothing to tell."""
         found = self.finding
         if found.kind == "level shift":
-            return f"level shift at iteration {iteration}: so many in a row were out of line that it counts from here on"
+            return f"level shift at iteration {iteration}: many outliers in a row; the new level is accepted"
         if not found.spike:
             return None
         norm = "" if grad_norm is None else f", gradient norm {grad_norm:.4g}"
@@ -145,9 +145,9 @@ class SpikePolicy:
                 "grad-norm": f"gradient norm {grad_norm or math.nan:.4g} is {found.ratio:.3g} times its line "
                              f"({found.norm_z:.1f} sigma), loss {loss:.4f}",
                 "non-finite": f"loss {loss}{norm}"}[found.kind]
-        done = {"log": "nothing is done about it; tools/spikes.py analyze says what to skip",
-                "skip-update": f"this update is not made ({len(self._spent)} of {BUDGET} in {WITHIN} iterations)",
-                "rewind": "the run goes back when it is over"}[self.action]
+        done = {"log": "no action; tools/spikes.py analyze says what to skip",
+                "skip-update": f"optimizer update skipped ({len(self._spent)} of {BUDGET} in {WITHIN} iterations)",
+                "rewind": "will roll back once the spike ends"}[self.action]
         return f"spike at iteration {iteration}: {what}; {done}"
 
     def state_dict(self) -> dict[str, Any]:

@@ -181,7 +181,7 @@ def _check_loss(run: Run, iteration: int, loss: float, local: torch.Tensor) -> N
     bad = [rank for rank, other in zip(axis.ranks, gather_objects(local.item(), axis), strict=True)
            if not math.isfinite(other)]
     where = f" (found on rank{'s' * (len(bad) > 1)} {', '.join(map(str, bad))})" if bad else ""
-    raise NotFinite(f"iteration {iteration}: the loss is {loss}{where}; no step was made. Resume from the last "
+    raise NotFinite(f"iteration {iteration}: the loss is {loss}{where}; optimizer step skipped. Resume from the last "
                     f"checkpoint with --train-range-to-skip {iteration} {iteration}, a lower --lr, or "
                     f"--no-check-for-nan-in-loss-and-grad to go on regardless")
 

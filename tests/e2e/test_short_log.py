@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
+import signal
 from pathlib import Path
 
 import pytest
 
+from megatron.training import loop
 from megatron.training.log_reader import read_evaluations, read_text
 from megatron.training.run_history import read_history
 from tests.runs import SMALL, Finished, train, with_flags, write_text
@@ -27,7 +30,7 @@ GONE = (
 )
 
 
-def job(folder: Path, *more: str, world: int = 1) -> Finished:
+def job(folder: Path, *more: str, world: int = 1, hook=None) -> Finished:
     words = [
         "--data-path",
         str(folder.parent / "text"),
@@ -37,7 +40,9 @@ def job(folder: Path, *more: str, world: int = 1) -> Finished:
         "5",
     ]
     words += ["--train-iters", "12", "--save", str(folder / "save"), "--save-interval", "8"]
-    return train(folder, with_flags(SMALL, "--log-format", "short", *words, *more), world)
+    return train(
+        folder, with_flags(SMALL, "--log-format", "short", *words, *more), world, hook=hook
+    )
 
 
 @pytest.fixture(scope="module")
@@ -93,8 +98,6 @@ def test_the_end(first):
 
 
 def test_evaluations_stand_in_the_metrics_file_too(first):
-    import json
-
     rows = [json.loads(line) for line in (first.folder / "metrics.jsonl").read_text().splitlines()]
     rows = [row for row in rows if "split" in row]
     printed = read_evaluations(first.log)
@@ -112,6 +115,26 @@ def test_a_resumed_run_says_from_where(first, tmp_path):
     assert f"resumed from iteration 8 ({first.save})" in done.log
     assert [r.iteration for r in read_text(done.log)] == [9, 10, 11]
     assert " stopped at iteration 11 | " in done.log and "iteration 11 in" in done.log
+
+
+def leave_by_signal() -> None:
+    """The signal is there at iteration 3."""
+    right = loop.Trainer._wish
+
+    def wish(self: loop.Trainer) -> int:
+        if self.run.progress.iteration == 2:
+            self.signals.received = signal.SIGTERM
+        return right(self)
+
+    loop.Trainer._wish = wish
+
+
+def test_the_last_iteration_before_a_signal_has_a_line(tmp_path):
+    write_text(tmp_path / "text", 260)
+    done = job(tmp_path / "run", "--exit-signal-handler", hook=leave_by_signal)
+    assert [r.iteration for r in read_text(done.log)] == [1, 3]
+    ends = [line.split()[0] for line in done.log.split("\n iter  3/12 ")[1].splitlines()[1:]]
+    assert ends == ["checkpoint", "stopped", "last"]
 
 
 def test_two_pipeline_stages_say_everything_once(first, tmp_path):

@@ -273,7 +273,7 @@ def test_t16_in_a_run_of_two_ranks_with_the_distributed_optimizer(tmp_path, data
         1, "nonfinite", "non-finite", "nan")
     assert len({rows[n]["learning_rate"] for n in (4, 5, 6)}) == 3 and math.isfinite(rows[7]["lm_loss"])
     told, = lines_of(done.log, "spike at iteration ")
-    assert told == "spike at iteration 5: loss nan, gradient norm nan; this update is not made (1 of 10 in 1000 iterations)"
+    assert told == "spike at iteration 5: loss nan, gradient norm nan; optimizer update skipped (1 of 10 in 1000 iterations)"
     line, = lines_of(done.log, " iteration        5/")
     assert " number of spike-skipped iterations:   1 | skip reason: nonfinite |" in line
     assert "lm loss" not in line and "grad norm" not in line

@@ -44,7 +44,7 @@ def test_an_ordinary_line_is_one_line_with_seven_numbers():
     line = iteration_line(row(Interval([4.0, 4.2468], 2, 0.236, 16)), 141.0)
     assert (
         line
-        == " iter  100/1300 | loss 4.1234 | grad norm 0.812 | lr 3.00e-3 | 118 ms | 8.68k tok/s | ETA 2m21s"
+        == " iter  100/1300 | loss 4.1234 | grad norm 0.812 | lr 3.00e-3 |  118 ms | 8.68k tok/s | ETA 2m21s"
     )
     assert len(line) <= WIDTH
 
