@@ -1,6 +1,6 @@
 #!/bin/sh
-# The whole path in small: text, a tokenizer, training, a crash, a resume, generated text. Each command
-# is printed before it runs. Arguments of this script go to every training command:
+# The whole path in small: text, a tokenizer, training, a crash, a resume, generated text, curves.
+# Each command is printed before it runs. Arguments of this script go to every training command:
 #   examples/quickstart/run.sh --train-iters 2000
 # Environment variables: PYTHON, QUICKSTART_DIR (runs/quickstart; an earlier run's results in it are
 # removed), QUICKSTART_KILL (the iteration at which the first training process is killed; 700).
@@ -61,7 +61,7 @@ run "$python" tools/preprocess_data.py --input "$data/shakespeare.jsonl" --outpu
     --tokenizer-type GPT2BPETokenizer --vocab-file "$data/vocab.json" --merge-file "$data/merges.txt" \
     --append-eod --workers 2 --overwrite
 
-rm -rf "$out/checkpoints" "$out/tensorboard" "$out/metrics.jsonl" "$out/log.txt"
+rm -rf "$out/checkpoints" "$out/tensorboard" "$out/metrics.jsonl" "$out/log.txt" "$out/curves.png"
 set -- "$python" pretrain_gpt.py @examples/quickstart/gpt.args --data-path "$data/shakespeare_text_document" \
     --vocab-file "$data/vocab.json" --merge-file "$data/merges.txt" \
     --save "$out/checkpoints" --load "$out/checkpoints" \
@@ -85,12 +85,15 @@ rm -f "$out/training"
 wait
 
 say "6. Generate text"
-run "$python" tools/generate.py "$out/checkpoints" "ROMEO" --max-new-tokens 200 --temperature 0.8 --top-p 0.9 --seed 1
+run "$python" tools/generate.py "$out/checkpoints" "HAMLET" --max-new-tokens 200 --temperature 0.8 --top-p 0.9 --seed 1
+
+say "7. Plot the curves"
+run "$python" tools/plot.py "$out" --output "$out/curves.png"
 
 say "What next"
 cat <<TEXT
 result         $(grep '^ validation' "$out/log.txt" | tail -n 1 | sed 's/^ //')
-curves         $python -m tensorboard.main --logdir $out/tensorboard
+curves         $out/curves.png; $python -m tensorboard.main --logdir $out/tensorboard
 checkpoints    $out/checkpoints (last: iteration $(cat "$newest"))
 metrics, log   $out/metrics.jsonl (JSON Lines, one per iteration); $out/log.txt
 generate       $python tools/generate.py $out/checkpoints "JULIET"

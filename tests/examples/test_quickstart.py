@@ -35,6 +35,7 @@ def resumed_at(trained: list[dict]) -> int:
 def quickstart(tmp_path_factory) -> tuple[Path, str]:
     """Where a small quickstart left its files, and what it printed."""
     pytest.importorskip("tokenizers")
+    pytest.importorskip("matplotlib")
     folder = tmp_path_factory.mktemp("quickstart")
     environ = {**os.environ, "PYTHON": sys.executable, "QUICKSTART_DIR": str(folder), "QUICKSTART_KILL": str(KILL)}
     command = ["sh", str(ROOT / "examples" / "quickstart" / "run.sh"), *SMALL]
@@ -102,15 +103,16 @@ def test_training_longer_works_as_it_says(quickstart, tmp_path):
 
 
 @pytest.mark.campaign
-def test_it_shows_samples_on_the_way_and_ends_with_one_and_what_next(quickstart):
+def test_it_shows_samples_on_the_way_and_ends_with_one_a_picture_and_what_next(quickstart):
     folder, printed = quickstart
     before, _, ending = printed.partition("== What next")
     training, _, sample = before.partition("== 6. ")
     assert "-- generated at iteration " in training and "\nROMEO" in training
-    assert len(sample[sample.rindex("\nROMEO"):]) > 50
+    assert len(sample[sample.rindex("\nHAMLET"):]) > 50
     for word in ("checkpoints", "metrics.jsonl", "tensorboard", "torchrun", "iteration 240"):
         assert word in ending
     assert any((folder / "tensorboard").iterdir()) and not (folder / "training").exists()
+    assert (folder / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.campaign
