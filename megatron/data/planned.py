@@ -5,8 +5,8 @@ It knows the data flags and sizes; it must not know tokenizers, process groups o
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -23,7 +23,6 @@ from megatron.data.token_files import (
     Span,
     TokenFile,
     check_heads,
-    read_token_file,
     read_token_files,
 )
 
@@ -35,6 +34,23 @@ class Shortage:
     split: str
     samples: int
     needed: int
+
+
+@dataclass(frozen=True)
+class SplitFiles:
+    """A split that is read: its blend, the samples needed (None: one epoch), and by prefix what a start knows of its files,
+    whose part for this split is `spans[number]`. `own`: its data are named for it alone, and all of them are its."""
+
+    name: str
+    blend: Blend
+    size: int | None
+    files: Mapping[str, TokenFile]
+    number: int
+    own: bool
+
+    def span(self, prefix: str) -> Span:
+        """This split's part of a file."""
+        return self.files[prefix].spans[self.number]
 
 
 def planned_rows(data: DataFlags, sizes: Sequence[int | None], sequence_length: int, micro_batch_size: int = 1,
@@ -51,106 +67,121 @@ def planned_rows(data: DataFlags, sizes: Sequence[int | None], sequence_length: 
         build_packed_datasets(data, sequence_length=sequence_length, micro_batch_size=micro_batch_size,
                               global_batch_size=global_batch_size, sizes=sizes, vocab_size=None, rows=found)
         return found
-    rows: list[Row] = []
-    for split, blend, part, size in _splits(data, sizes):
-        make = _rows_in_epochs if data.data_order == "epoch" else _rows
-        rows += make(split, blend, part, size, sequence_length)
-    return rows
+    make = _rows_in_epochs if data.data_order == "epoch" else _rows
+    return [row for split in read_splits(data, sizes) for row in make(split, sequence_length)]
 
 
-def shortages(data: DataFlags, sizes: Sequence[int | None], sequence_length: int) -> list[Shortage]:
-    """The splits of which the data flags name fewer samples than `sizes`. One data set, and a blend with weights, are read
-    as often as needed; so is everything in the epoch order. Raises as `planned_rows` does."""
+def read_splits(data: DataFlags, sizes: Sequence[int | None]) -> list[SplitFiles]:
+    """The splits that are read, of --multiple-validation-sets each; none for --mock-data. A few numbers of each index are
+    read, once. Raises as `planned_rows` does for what cannot be read."""
+    blends = read_blends(data)
+    if blends is None:
+        return []
+    found: list[SplitFiles] = []
+    if isinstance(blends, list):
+        for name, blend, size in zip(SPLITS, blends, sizes, strict=True):
+            if blend is not None and size != 0:
+                found.append(SplitFiles(name, blend, size, _read(data, blend, [(0.0, 1.0)]), 0, True))
+    else:
+        parts = [None if size == 0 else part
+                 for part, size in zip(parse_split(data.split or DEFAULT_SPLIT), sizes, strict=True)]
+        files = _read(data, blends, parts)
+        found = [SplitFiles(name, blends, size, files, number, False)
+                 for number, (name, part, size) in enumerate(zip(SPLITS, parts, sizes, strict=True)) if part is not None]
+    if not data.multiple_validation_sets:
+        return found
+    return [one for split in found for one in (_sets(split) if split.name == "valid" else [split])]
+
+
+def _sets(split: SplitFiles) -> Iterator[SplitFiles]:
+    """The sets of --multiple-validation-sets."""
+    for number, word in enumerate(split.blend[0]):
+        yield replace(split, name=f"valid-{number}", blend=([word], None))
+
+
+def _read(data: DataFlags, blend: Blend, parts: Sequence[Part]) -> dict[str, TokenFile]:
+    """The numbers of all pairs of a blend by their prefixes, in Megatron's order also of those that it alone can read."""
+    prefixes = [prefix for word in blend[0] for prefix in expand(word)]
+    try:
+        return dict(zip(prefixes, read_token_files(prefixes, parts), strict=True))
+    except ScatteredTokens:
+        if data.data_order == "epoch":
+            raise
+        return {prefix: _scattered(prefix, parts) for prefix in prefixes}
+
+
+def _scattered(prefix: str, parts: Sequence[Part]) -> TokenFile:
+    """The numbers of a pair whose sequences lie anywhere in it."""
+    corpus = IndexedDataset(prefix)
+
+    def span(sequences: range) -> Span:
+        ends = np.searchsorted(corpus.document_indices[:-1], (sequences.start, sequences.stop))
+        tokens = int(corpus.sequence_lengths[sequences.start : sequences.stop].sum(dtype=np.int64))
+        return Span(sequences, int(ends[1] - ends[0]), 0, tokens)
+
+    spans = tuple(None if part is None else span(split_range(part, len(corpus))) for part in parts)
+    size = span(range(len(corpus))).tokens * corpus.dtype.itemsize
+    return TokenFile(prefix, corpus.dtype, len(corpus), len(corpus.document_indices) - 1, size, b"", spans)
+
+
+def shortages(splits: Sequence[SplitFiles], sequence_length: int) -> list[Shortage]:
+    """The splits, in Megatron's order, that have fewer samples than the run needs. One data set, and a blend with weights,
+    are read as often as needed. Raises ValueError for a pair that fills no sample."""
     found = []
-    for split, blend, part, size in _splits(data, sizes):
-        rows = list(_rows_in_epochs(split, blend, part, size, sequence_length) if data.data_order == "epoch" else
-                    _rows(split, blend, part, size, sequence_length, drawn=False))
-        samples = sum(row.samples for row in rows)
-        if size is not None and round(samples) < size:
-            found.append(Shortage(split, round(samples), size))
+    for split in splits:
+        samples = sum(row.samples for row in _rows(split, sequence_length, drawn=False))
+        if split.size is not None and round(samples) < split.size:
+            found.append(Shortage(split.name, round(samples), split.size))
     return found
 
 
-def check_ids(data: DataFlags, vocab_size: int) -> None:
-    """Raise ValueError for a pair whose first tokens are no ids of the vocabulary."""
-    blends = read_blends(data)
-    words = {word: None for blend in (blends if isinstance(blends, list) else [blends]) if blend for word in blend[0]}
-    for word in words:
-        check_heads([_file(prefix, (0.0, 1.0)) for prefix in expand(word)], vocab_size)
+def check_ids(splits: Sequence[SplitFiles], vocab_size: int) -> None:
+    """Raise ValueError for a file whose first tokens are no ids of the vocabulary."""
+    check_heads(list({prefix: file for split in splits for prefix, file in split.files.items()}.values()), vocab_size)
 
 
-def _splits(data: DataFlags, sizes: Sequence[int | None]) -> Iterator[tuple[str, Blend, Part, int | None]]:
-    """(name, blend, part of each file, samples needed) of each split that is read; several of --multiple-validation-sets."""
-    blends = read_blends(data)
-    if blends is None:
-        return
-    if isinstance(blends, list):
-        parts: list[Part] = [None if blend is None else (0.0, 1.0) for blend in blends]
-    else:
-        parts, blends = parse_split(data.split or DEFAULT_SPLIT), [blends] * len(SPLITS)
-    for split, blend, part, size in zip(SPLITS, blends, parts, sizes, strict=True):
-        if part is None or size == 0:
-            continue
-        if split == "valid" and data.multiple_validation_sets:
-            for number, word in enumerate(blend[0]):
-                yield f"valid-{number}", ([word], None), part, size
-        else:
-            yield split, blend, part, size
-
-
-def _rows(split: str, blend: Blend, part: Part, size: int | None, sequence_length: int, drawn: bool = True) -> list[Row]:
+def _rows(split: SplitFiles, sequence_length: int, drawn: bool = True) -> list[Row]:
     """In Megatron's order; with `drawn` False the samples of a mix are its shares."""
-    members = members_of(blend)
-    files = [_file(member.prefix, part) for member in members]
-    tokens = [file.spans[0].tokens for file in files]
-    numbers = read_in(split, members, tokens, sequence_length)
-    read, counts = [members[n] for n in numbers], [tokens[n] for n in numbers]
-    for n, count in zip(numbers, counts, strict=True):
-        if count <= sequence_length:
-            without = "" if split == "train" else ", set it to 0 to go without"
-            raise ValueError(f"{members[n].prefix}: its {len(files[n].spans[0].sequences)} {split} sequences hold {count} "
-                             f"tokens, one sample of --seq-length {sequence_length} needs {sequence_length + 1}; raise the "
-                             f"share of {split} in --split{without}, use more data, or lower --seq-length")
-    there = [samples_of_epoch(count, sequence_length) for count in counts]
-    alone = len(members) == 1 and (members[0].weight is None or part == (0.0, 1.0))
-    if alone:
+    members, name, size = members_of(split.blend), split.name, split.size
+    spans = [split.span(member.prefix) for member in members]
+    numbers = read_in(name, members, [span.tokens for span in spans], sequence_length)
+    read = [members[n] for n in numbers]
+    for n in numbers:
+        _check_filled(name, members[n].prefix, spans[n], sequence_length)
+    there = [samples_of_epoch(spans[n].tokens, sequence_length) for n in numbers]
+    if len(members) == 1 and (read[0].weight is None or split.own):
         samples: Sequence[float] = there if size is None else [size]
     elif read[0].weight is None and (size is None or size >= sum(there)):
         samples = there
     elif size is None:
-        raise ValueError(f"--data-path: weights need a number of {split} samples; drop the weights")
+        raise ValueError(f"--data-path: weights need a number of {name} samples; drop the weights")
     else:
-        weights = there if read[0].weight is None else weights_of(read, [files[n].tokens for n in numbers])
+        tokens = [split.files[member.prefix].tokens for member in read]
+        weights = there if read[0].weight is None else weights_of(read, tokens)
         samples = draws(weights, size) if drawn else [size * weight for weight in normalize(weights)]
-    return [Row(split, member.prefix, files[n].spans[0].documents, tokens[n], count, sequence_length)
+    return [Row(name, member.prefix, spans[n].documents, spans[n].tokens, count, sequence_length)
             for n, member, count in zip(numbers, read, samples, strict=True)]
 
 
-def _file(prefix: str, part: Part) -> TokenFile:
-    """The numbers of a pair, also of one that only Megatron's order can read."""
-    try:
-        return read_token_file(prefix, [part])
-    except ScatteredTokens:
-        corpus = IndexedDataset(prefix)
-        sequences = split_range(part, len(corpus))
-        ends = np.searchsorted(corpus.document_indices[:-1], (sequences.start, sequences.stop))
-        tokens = int(corpus.sequence_lengths[sequences.start : sequences.stop].sum(dtype=np.int64))
-        bytes_of_all = int(corpus.sequence_lengths.sum(dtype=np.int64)) * corpus.dtype.itemsize
-        return TokenFile(prefix, corpus.dtype, len(corpus), len(corpus.document_indices) - 1, bytes_of_all, b"",
-                         (Span(sequences, int(ends[1] - ends[0]), 0, tokens),))
+def _check_filled(split: str, prefix: str, span: Span, sequence_length: int) -> None:
+    if span.tokens <= sequence_length:
+        without = "" if split == "train" else ", set it to 0 to go without"
+        raise ValueError(f"{prefix}: its {len(span.sequences)} {split} sequences hold {span.tokens} tokens, one sample of "
+                         f"--seq-length {sequence_length} needs {sequence_length + 1}; raise the share of {split} in --split"
+                         f"{without}, use more data, or lower --seq-length")
 
 
-def _rows_in_epochs(split: str, blend: Blend, part: Part, size: int | None, sequence_length: int) -> Iterator[Row]:
+def _rows_in_epochs(split: SplitFiles, sequence_length: int) -> Iterator[Row]:
     """In the epoch order: a row for each word of the data flags."""
-    words, weights = blend
-    spans = [[file.spans[0] for file in read_token_files(expand(word), [part])] for word in words]
+    words, weights = split.blend
+    spans = [[split.span(prefix) for prefix in expand(word)] for word in words]
     tokens = [sum(span.tokens for span in some) for some in spans]
     for word, count in zip(words, tokens, strict=True):
         if not count:
-            raise ValueError(f"{word}: its part of {split} holds 0 tokens; give {split} more data (--split)")
+            raise ValueError(f"{word}: its part of {split.name} holds 0 tokens; give {split.name} more data (--split)")
     for word, some, count, samples in zip(words, spans, tokens,
-                                          _samples(split, weights, tokens, size, sequence_length), strict=True):
-        yield Row(split, word, sum(span.documents for span in some), count, samples, sequence_length)
+                                          _samples(split.name, weights, tokens, split.size, sequence_length), strict=True):
+        yield Row(split.name, word, sum(span.documents for span in some), count, samples, sequence_length)
 
 
 def _samples(split: str, weights: list[float] | None, tokens: Sequence[int], size: int | None,

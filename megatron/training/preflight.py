@@ -24,7 +24,7 @@ from megatron.config.command_line import CommandLine
 from megatron.config.plan import Plan, make_plan
 from megatron.config.tree import Config
 from megatron.data.build import check_tokenizer
-from megatron.data.planned import Shortage, check_ids, shortages
+from megatron.data.planned import Shortage, check_ids, read_splits, shortages
 from megatron.data.tokenizer import Tokenizer, TokenizerFlags
 from megatron.training.resume_checks import architecture_problem, position_problem, vocabulary_problem
 from megatron.training.schedule import build_scheduler
@@ -69,13 +69,13 @@ def _of_data(config: Config, plan: Plan, tokenizer: Tokenizer | None) -> list[st
     d, targets = config.data, plan.targets
     if d.mock_data or d.dummy_data or d.packed_samples:
         return []
-    sizes = [targets.train, None if d.full_validation and targets.valid else targets.valid, targets.test]
-    found = [_shortage(config, plan, one) for one in shortages(d, sizes, config.model.seq_length)
-             if _runs_out(config, one.split)]
+    splits = read_splits(d, [targets.train, None if d.full_validation and targets.valid else targets.valid, targets.test])
+    short = shortages(splits, config.model.seq_length) if d.data_order == "megatron" else []
+    found = [_shortage(config, plan, one) for one in short if _runs_out(config, one.split)]
     try:
         if tokenizer is not None:
             check_tokenizer(d, tokenizer.identity())
-            check_ids(d, tokenizer.vocab_size)
+            check_ids(splits, tokenizer.vocab_size)
     except ValueError as error:
         found.append(str(error))
     return found
