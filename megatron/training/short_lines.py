@@ -20,7 +20,7 @@ class Extras:
     """What an iteration line shows only on request, or where it is not constant."""
 
     teraflops: bool = False  # --log-throughput
-    loss_scale: bool = False  # dynamic, with --fp16
+    loss_scale: bool = False  # dynamic, with --fp16, where it changed
     batch_size: bool = False  # it grows during the run
 
 

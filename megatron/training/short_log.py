@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from dataclasses import replace
 
 from megatron import log
 from megatron.config.plan import Plan
@@ -19,7 +20,9 @@ class ShortLog:
 
     def __init__(self, config: Config, plan: Plan, speaks: bool):
         self._config, self._plan, self._speaks = config, plan, speaks
-        self._status = speaks and config.logging.progress != "off" and log.has_status_line(sys.stdout)
+        self._status = (
+            speaks and config.logging.progress != "off" and log.has_status_line(sys.stdout)
+        )
         p = config.precision
         self._extras = short_lines.Extras(
             config.logging.log_throughput,
@@ -30,6 +33,7 @@ class ShortLog:
         self._seconds = 0.0  # of trained iterations
         self._started = self._after_first = time.perf_counter()
         self._shown = 0.0
+        self._loss_scale: float | None = None  # on the last line
 
     def count(self, samples: int, seconds: float) -> None:
         """Take in a trained iteration."""
@@ -60,8 +64,11 @@ class ShortLog:
     def line(self, row: IterationRow) -> None:
         """Print an iteration line."""
         self._lines += 1
+        changed = self._extras.loss_scale and row.loss_scale != self._loss_scale
+        self._loss_scale = row.loss_scale
         if self._speaks:
-            log.print_line(short_lines.iteration_line(row, self.eta(row.iteration), self._extras))
+            extras = replace(self._extras, loss_scale=changed)
+            log.print_line(short_lines.iteration_line(row, self.eta(row.iteration), extras))
 
     def status(self, iteration: int, seconds: float) -> None:
         """Show on a terminal how far the run is; the next line that is printed replaces it."""

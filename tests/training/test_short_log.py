@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -113,3 +114,16 @@ def test_the_time_left_leaves_the_first_iteration_and_skipped_ones_out(monkeypat
         now[0] += 2.0
         short.count(1, 1.0)
     assert short.eta(11) == 79 * 2.0  # with what stands between iterations
+
+
+def test_a_dynamic_loss_scale_is_shown_where_it_changed(capsys):
+    for flags, expected in (
+        ({"fp16": True}, [1, 0, 1]),
+        ({"fp16": True, "loss_scale": 8.0}, [0, 0, 0]),
+        ({}, [0, 0, 0]),
+    ):
+        short = make(**flags)
+        for iteration, scale in ((1, 16.0), (2, 16.0), (3, 8.0)):
+            short.line(replace(row(iteration), loss_scale=scale))
+        lines = capsys.readouterr().out.replace("\n      ", " | ").splitlines()
+        assert [line.count("loss scale") for line in lines] == expected
