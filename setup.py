@@ -6,9 +6,11 @@ pybind11) and without, with a C++ compiler (the helpers are built) and without (
 
 import platform
 import runpy
+import shutil
 from pathlib import Path
 
 from setuptools import find_namespace_packages, setup
+from setuptools.command.build_py import build_py
 
 try:
     from pybind11.setup_helpers import Pybind11Extension
@@ -22,6 +24,21 @@ def requirements(name: str) -> list[str]:
     """The requirement lines of requirements/`name`.txt, without comments."""
     lines = (HERE / "requirements" / f"{name}.txt").read_text(encoding="utf-8").splitlines()
     return [line for line in (line.partition("#")[0].strip() for line in lines) if line]
+
+
+class BuildWithTools(build_py):
+    """Also puts the programs of tools/ into a wheel, below a name of this project's own; megatron/console.py runs them.
+
+    An editable installation needs no copy: it has the clone's.
+    """
+
+    def run(self) -> None:
+        """Build, then copy."""
+        super().run()
+        if not self.editable_mode:
+            target = Path(self.build_lib) / "megatron_gpt_tools" / "tools"
+            ignored = shutil.ignore_patterns("__pycache__", "benchmarks", "write_flags_page.py")
+            shutil.copytree(HERE / "tools", target, ignore=ignored, dirs_exist_ok=True)
 
 
 extensions = []
@@ -46,12 +63,35 @@ setup(
     name="megatron-gpt-pretraining",
     version=runpy.run_path(str(HERE / "megatron" / "version.py"))["VERSION"],
     description="GPT pretraining with Megatron's commands, files and logs, from one laptop process to many GPUs",
+    long_description=(HERE / "README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    author="The maintainers of megatron-gpt-pretraining",
+    license="Apache-2.0",
+    license_files=["LICENSE"],
+    classifiers=[
+        "Development Status :: 4 - Beta",
+        "Environment :: Console",
+        "Intended Audience :: Science/Research",
+        "Operating System :: POSIX :: Linux",
+        "Programming Language :: C++",
+        "Programming Language :: Python :: 3",
+        "Programming Language :: Python :: 3.11",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+        "Typing :: Typed",
+    ],
     python_requires=">=3.11",
     # PyPI's megatron-core owns megatron.core and may be installed beside us: no __init__.py, and never that folder.
     packages=find_namespace_packages(
         include=["megatron", "megatron.*"], exclude=["megatron.core", "megatron.core.*", "*.__pycache__"]
     ),
     package_dir={"": "."},
+    package_data={"megatron": ["py.typed"]},
+    py_modules=["pretrain_gpt"],
+    entry_points={"console_scripts": [
+        "megatron-pretrain = megatron.console:pretrain",
+        "megatron-tools = megatron.console:tools",
+    ]},
+    cmdclass={"build_py": BuildWithTools},
     ext_modules=extensions,
     setup_requires=["pybind11"],
     install_requires=requirements("runtime"),

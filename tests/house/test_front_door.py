@@ -7,10 +7,14 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
+import venv
 import zipfile
 from pathlib import Path
 
 import pytest
+
+from megatron.version import VERSION
 
 ROOT = Path(__file__).resolve().parents[2]
 TOOLS = ("sh", "sed", "test", "expand", "make", "rm", "touch", "env")
@@ -80,19 +84,24 @@ def test_ci_ends_with_the_code_of_what_failed(fails, asked, tmp_path):
     assert code == 5 and len(found) == asked
 
 
-def built_wheel(folder: Path, path: str) -> set[str]:
-    """The files of a wheel built of a copy of the tree with `path` as PATH, beside a megatron/core that is not ours."""
+def built_wheel(folder: Path, path: str) -> Path:
+    """A wheel built of a copy of the tree with `path` as PATH, beside a megatron/core that is not ours."""
     tree, out = folder / "tree", folder / "out"
-    for name in ("requirements", "megatron"):
+    for name in ("requirements", "megatron", "tools"):
         shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
-    shutil.copy(ROOT / "setup.py", tree)
+    for name in ("setup.py", "pretrain_gpt.py", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, tree)
     (tree / "megatron" / "core").mkdir()
     (tree / "megatron" / "core" / "__init__.py").write_text('"""Another project\'s."""\n')
     command = [sys.executable, "-m", "pip", "wheel", "-qq", "--no-deps", "--no-build-isolation", "--use-pep517"]
     environ = {**os.environ, "PATH": path}
     subprocess.run([*command, "-w", str(out), str(tree)], env=environ, check=True, capture_output=True, timeout=300)
-    with zipfile.ZipFile(next(out.glob("*.whl"))) as wheel:
-        return set(wheel.namelist())
+    return next(out.glob("*.whl"))
+
+
+def names_in(wheel: Path) -> set[str]:
+    with zipfile.ZipFile(wheel) as opened:
+        return set(opened.namelist())
 
 
 @pytest.mark.campaign
@@ -102,8 +111,49 @@ def test_it_installs_with_and_without_a_compiler(tmp_path):
     for tool in TOOLS:
         (bare / tool).symlink_to(shutil.which(tool))
     for compiler, path in ((True, os.environ["PATH"]), (False, str(bare))):
-        names = built_wheel(tmp_path / f"compiler_{compiler}", path)
+        names = names_in(built_wheel(tmp_path / f"compiler_{compiler}", path))
         assert {"megatron/arguments.py", "megatron/config/tree.py", "megatron/data/index_helpers.py"} <= names
         assert not [name for name in names if name.startswith("megatron/core") or name.endswith("megatron/__init__.py")]
         for helper in ("helpers_cpp", "read_sums_cpp", "rows_v3", "rows_v4", "tiles_cpp"):
             assert any(helper in name for name in names) is compiler
+
+
+SHORT = ("--num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 16 --max-position-embeddings 16 --lr 1e-2 "
+         "--micro-batch-size 2 --train-iters 2 --eval-iters 0 --mock-data --vocab-size 50 --device cpu --num-workers 0 "
+         "--save run --save-interval 2").split()
+
+
+@pytest.mark.campaign
+def test_the_commands_of_an_installation_work_from_any_directory(tmp_path):
+    """A wheel in a virtual environment of its own, which has the dependencies of this one."""
+    wheel = built_wheel(tmp_path / "wheel", os.environ["PATH"])
+    names = names_in(wheel)
+    assert not [name for name in names if name.split("/")[0] in ("tools", "tests", "docs", "examples")]
+    assert "megatron/py.typed" in names and any(name.endswith("licenses/LICENSE") for name in names)
+    venv.create(tmp_path / "venv", with_pip=False, system_site_packages=True)
+    scripts, here = tmp_path / "venv" / "bin", tmp_path / "here"
+    here.mkdir()
+    pip = [sys.executable, "-m", "pip", "--python", str(scripts / "python"), "install", "-qq", "--no-deps", "--no-index"]
+    subprocess.run([*pip, str(wheel)], check=True, timeout=300)
+    environ = {**os.environ, "PYTHONPATH": sysconfig.get_path("purelib"), "OMP_NUM_THREADS": "1"}
+
+    def call(*words: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([scripts / words[0], *words[1:]], cwd=here, env=environ, capture_output=True, text=True,
+                              timeout=300)
+
+    for words in (["megatron-pretrain", "--version"], ["megatron-tools", "--version"],
+                  ["megatron-tools", "merge-datasets", "--version"]):
+        done = call(*words)
+        assert done.returncode == 0 and VERSION in done.stdout, done.stderr
+    code = "import megatron.arguments, pretrain_gpt; print(megatron.arguments.__file__, pretrain_gpt.__file__)"
+    assert call("python", "-c", code).stdout.count(str(tmp_path / "venv")) == 2
+    assert call("megatron-pretrain", "--lerning-rate", "1").returncode == 2
+    done = call("megatron-pretrain", *SHORT)
+    assert done.returncode == 0 and (here / "run" / "iter_0000002").is_dir(), done.stderr
+    done = call("megatron-tools", "generate", "run", "1 2 3", "--max-new-tokens", "3", "--device", "cpu")
+    assert done.returncode == 0 and done.stdout.startswith("1 2 3 "), done.stderr
+    listed = call("megatron-tools", "--help").stdout
+    for tool in (ROOT / "tools").glob("*.py"):
+        assert (f"\n  {tool.stem} " in listed) == (tool.stem != "write_flags_page")
+        if f"\n  {tool.stem} " in listed:
+            assert call("megatron-tools", tool.stem, "--help").stdout.startswith(f"usage: {tool.name}")

@@ -13,8 +13,8 @@ from pathlib import Path
 from tests.conftest import is_peer
 
 FLOOR = {
-    "interrupt": 0, "launcher": 0,
-    "arguments": 1, "log": 1, "device": 1, "version": 1,
+    "interrupt": 0, "launcher": 0, "version": 0,
+    "arguments": 1, "log": 1, "device": 1, "console": 1,
     "config": 2, "timers": 2,
     "kernels": 3,
     "parallel": 4, "data": 4,

@@ -86,3 +86,18 @@ def test_training_prints_its_version_too():
     done = subprocess.run([sys.executable, "pretrain_gpt.py", "--version"], cwd=ROOT, capture_output=True, text=True,
                           env={**os.environ, "RANK": "0"})
     assert done.returncode == 0 and VERSION in done.stdout and done.stderr == ""
+
+
+def test_the_command_of_an_installation_runs_each_tool_by_its_name(tmp_path):
+    def call(*words: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([sys.executable, "-c", "from megatron.console import tools; tools()", *words], cwd=tmp_path,
+                              env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
+
+    listed = call("--help")
+    assert listed.returncode == 0 and re.findall(r"^  (\w+)  ", listed.stdout, re.MULTILINE) == TOOLS
+    assert call("--version").stdout.split()[-1] == VERSION
+    assert call("draw-schedule", "--help").stdout == call("draw_schedule", "--help").stdout != ""
+    assert call("draw_schedule", "--forward-tme", "1").returncode == 2
+    for words, hint in ((["genrate", "x"], "did you mean generate?"), (["--hlp"], "did you mean --help?"), ([], "generate")):
+        done = call(*words)
+        assert done.returncode == 2 and done.stdout == "" and hint in done.stderr

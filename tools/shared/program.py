@@ -6,10 +6,11 @@ Flags are declared as fields (megatron/arguments.py). Imports no torch and no nu
 from __future__ import annotations
 
 import difflib
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TextIO, TypeVar
 
 from megatron.arguments import Parser, flags_of_group, missing, parse
 from megatron.version import version_line
@@ -34,7 +35,7 @@ def read(
     parser = Parser(flags.values(), prog=prog, description=description, sections={"options": "Options"})
     parsed = parse(parser, argv)
     if parsed.help:
-        print(parser.help(), end="", flush=True)
+        _print(parser.help())
         raise SystemExit(0)
     if parsed.version:
         print(version_line(prog), flush=True)
@@ -82,5 +83,13 @@ def run_command(commands: Mapping[str, Command], argv: Sequence[str], *, prog: s
              f"Commands ({prog} COMMAND --help lists the flags of each)"]  # fmt: skip
     width = max(map(len, commands))
     lines += [f"  {each:<{width}}  {command.summary}" for each, command in commands.items()]
-    print("\n".join(lines), file=sys.stdout if name else sys.stderr, flush=True)
+    _print("\n".join(lines) + "\n", sys.stdout if name else sys.stderr)
     return 0 if name else 2
+
+
+def _print(text: str, file: TextIO | None = None) -> None:
+    """Print a help text, also to `head`, which does not read to the end."""
+    try:
+        print(text, end="", file=file, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
