@@ -1,8 +1,11 @@
 """From a checked command line to a device and a grid of ranks; alone in training/ to start process groups."""
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import secrets
+import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
@@ -20,6 +23,8 @@ from megatron.training.network import address_towards, interface_towards, listen
 from megatron.training.signals import SignalWatch
 
 CONNECT_WITHIN = 50.0           # seconds
+STRANGERS_ANSWER_WITHIN = 5.0
+RETRY_SECONDS = 0.2
 
 
 @dataclass(frozen=True)
@@ -136,32 +141,64 @@ def finish(meeting: Meeting) -> None:
 
 
 def open_store(host: str, port: int, limit: timedelta) -> dist.Store:
-    """The key-value store in which the ranks meet: torchrun's own, or rank 0's at `host` and `port`.
+    """The key-value store in which the ranks meet, served by rank 0.
 
-    Operations on it wait for `limit` at most, the connection about a minute. torchrun's store outlives the ranks:
-    every attempt of --max-restarts has keys of its own in it. Raises ValueError where rank 0 cannot listen, or does
-    not answer.
+    Operations on it wait for `limit` at most, connections about a minute. Without torchrun it is at `host` and
+    `port`. torchrun's own store is there otherwise, and outlives the ranks that it restarts (--max-restarts), with the
+    addresses of dead ones: from it only the address of rank 0's store is read, until that one answers. Raises
+    ValueError where rank 0 cannot listen, or does not answer.
     """
     here, agent = launcher.info(), launcher.agent_has_store()
-    serves = here.rank == 0 and not agent
-    if serves and (reason := listen_problem(port)):
-        raise ValueError(f"MASTER_PORT {port}: rank 0 cannot listen there ({reason}); choose a free port")
     seconds = _answer_limit(here.world_size, limit)
-    if not serves and (reason := unreachable(host, port, seconds)):
+    if here.rank == 0 and not agent and (reason := listen_problem(port)):
+        raise ValueError(f"MASTER_PORT {port}: rank 0 cannot listen there ({reason}); choose a free port")
+    if (here.rank or agent) and (reason := unreachable(host, port, seconds)):
         who = "torchrun's agent" if agent else "rank 0"
         raise ValueError(f"MASTER_ADDR {host}, MASTER_PORT {port}: {who} did not answer there ({reason}); "
                          f"MASTER_ADDR must be rank 0's node, and all ranks must be started and reach that port")
     try:
-        store = dist.TCPStore(host, port, here.world_size, serves, timedelta(seconds=seconds),
-                              wait_for_workers=False, multi_tenant=serves)
+        store = _store_at(host, port, here.rank == 0 and not agent, seconds)
+        if agent:
+            store = _serve_attempt(store, host, port) if here.rank == 0 else _join_attempt(store, seconds)
     except dist.DistError as error:
         reason = str(error).splitlines()[0]
         raise ValueError(f"MASTER_ADDR {host}, MASTER_PORT {port}: rank {here.rank} cannot connect ({reason}); "
                          f"MASTER_ADDR must be an address of rank 0's node") from None
     store.set_timeout(limit)
-    return dist.PrefixStore(f"attempt {launcher.attempt()}", store) if agent else store
+    return store
 
 
 def _answer_limit(world_size: int, limit: timedelta) -> float:
     """Seconds in which rank 0 has to answer: within a minute; many ranks do not load torch at the same time."""
     return min(CONNECT_WITHIN + world_size / 20, limit.total_seconds())
+
+
+def _store_at(host: str, port: int, serves: bool, seconds: float) -> dist.TCPStore:
+    return dist.TCPStore(host, port, None, serves, timedelta(seconds=seconds), wait_for_workers=False,
+                         multi_tenant=serves and port > 0)
+
+
+def _serve_attempt(agent: dist.Store, host: str, port: int) -> dist.TCPStore:
+    """Rank 0's store for this attempt, on a free port; its address and a token are left in torchrun's store."""
+    _, address = address_towards(host, port)
+    store = _store_at(address, 0, True, CONNECT_WITHIN)
+    token = secrets.token_hex(16)
+    store.set("token", token)
+    agent.set("store of rank 0", json.dumps([address, store.port, token]))
+    return store
+
+
+def _join_attempt(agent: dist.Store, seconds: float) -> dist.TCPStore:
+    """Rank 0's store for this attempt. Until rank 0 has come again, its last address leads nowhere, or to a stranger."""
+    deadline = time.monotonic() + seconds
+    while True:
+        address, port, token = json.loads(agent.get("store of rank 0"))
+        if unreachable(address, port, 0.0) is None:
+            with contextlib.suppress(dist.DistError):
+                store = _store_at(address, port, False, STRANGERS_ANSWER_WITHIN)
+                if store.check(["token"]) and store.get("token").decode() == token:
+                    return store
+        if time.monotonic() > deadline:
+            raise ValueError(f"rank 0's store at {address}, port {port}: no answer for {seconds:.0f} seconds; let the "
+                             f"nodes reach each other at any port")
+        time.sleep(RETRY_SECONDS)

@@ -23,6 +23,25 @@ SCRIPT = str(ROOT / "pretrain_gpt.py")
 PLACES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_", "SLURM_", "OMPI_", "PMI_", "PMIX_", "PALS_", "TORCHELASTIC_")
 
 
+DYING = '''"""pretrain_gpt.py whose rank 1 is killed in the first attempts, once it has trained a while."""
+import glob, os, runpy, signal
+from megatron.training import loop
+
+real = loop.train_step
+steps = []
+
+def step(*args, **kwargs):
+    steps.append(1)
+    if len(steps) == 3 and os.environ["RANK"] == "1" and len(glob.glob("killed.*")) < {kills}:
+        open(f"killed.{{os.getpid()}}", "w").close()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return real(*args, **kwargs)
+
+loop.train_step = step
+runpy.run_path({script!r}, run_name="__main__")
+'''
+
+
 class Program:
     """A running process, leader of a session of its own; what it prints lies in `folder`/log.NAME and err.NAME."""
 
@@ -107,6 +126,12 @@ def session(leader: int) -> list[int]:
             if int(sid) == leader and state not in "ZX":
                 found.append(int(folder.name))
     return found
+
+
+def write_dying(path: Path, kills: int) -> None:
+    """A program for torchrun --max-restarts: rank 1 is killed in its third step, so many times, and leaves a file
+    killed.PID each time. The script's folder belongs on PYTHONPATH."""
+    path.write_text(DYING.format(script=SCRIPT, kills=kills))
 
 
 def left_in(folder: Path) -> list[int]:

@@ -24,6 +24,7 @@ from tests.e2e.programs import (
     left_in,
     ranks_of,
     spawn_program,
+    write_dying,
 )
 from tests.forkrun import run_ranks
 from tests.runs import SMALL, Finished, same_tensors, train, write_text
@@ -321,25 +322,6 @@ def test_a_rank_killed_under_torchrun(folder, rank):
     assert program.left_behind(8.0) == []
 
 
-DYING = '''"""pretrain_gpt.py whose rank 1 is killed in the first attempts, once it has trained a while."""
-import os, runpy, signal
-from megatron.training import loop
-
-real = loop.train_step
-steps = []
-
-def step(*args, **kwargs):
-    steps.append(1)
-    if len(steps) == 3 and os.environ["RANK"] == "1" and int(os.environ["TORCHELASTIC_RESTART_COUNT"]) < {kills}:
-        open(f"killed.{{os.getpid()}}", "w").close()
-        os.kill(os.getpid(), signal.SIGKILL)
-    return real(*args, **kwargs)
-
-loop.train_step = step
-runpy.run_path({script!r}, run_name="__main__")
-'''
-
-
 @pytest.mark.campaign
 @pytest.mark.parametrize("how", [["--master-port", "free"], ["--standalone"]], ids=["port", "standalone"])
 def test_torchrun_restarts(folder, two_ranks, how):
@@ -347,7 +329,7 @@ def test_torchrun_restarts(folder, two_ranks, how):
 
     The agent's store outlives the attempts, with the addresses of dead processes.
     """
-    (folder / "wrapper.py").write_text(DYING.format(script=SCRIPT, kills=3))
+    write_dying(folder / "wrapper.py", kills=3)
     words = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "3",
              *(str(free_port()) if word == "free" else word for word in how), str(folder / "wrapper.py"),
              *argv(folder, 12, "--metrics-file", "metrics.jsonl")]

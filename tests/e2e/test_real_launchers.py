@@ -16,7 +16,8 @@ import pytest
 
 from megatron.checkpoint import store
 from tests.e2e import slurm
-from tests.e2e.programs import SCRIPT, Program, free_port, left_in, spawn_program
+from tests.e2e.programs import SCRIPT, Program, free_port, left_in, spawn_program, write_dying
+from tests.forkrun import ROOT
 from tests.runs import SMALL, Finished, train, write_text
 
 pytestmark = pytest.mark.campaign
@@ -109,6 +110,18 @@ def test_torchrun_in_srun(cluster, folder, two_ranks):
     program = on_login_node(cluster, folder, "srun", "-N2", "-n2", sys.executable, *torchrun, SCRIPT, *argv())
     assert program.end(150) == 0, program.err
     assert rows(folder) == two_ranks.series(*EXACT) and not left_in(folder)
+
+
+def test_torchrun_restarts_on_two_nodes(cluster, folder):
+    """A rank is killed twice. The two agents count restarts differently: one sees a failure, the other may see that the
+    first waits for it."""
+    write_dying(folder / "wrapper.py", kills=2)
+    torchrun = ["-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1", "--rdzv-backend", "c10d",
+                "--rdzv-endpoint", "node1:29400", "--max-restarts", "3"]
+    program = spawn_program(["srun", "-N2", "-n2", sys.executable, *torchrun, "wrapper.py", *argv(8)], folder,
+                            {**cluster.environ, "PYTHONPATH": str(ROOT)}, program=cluster.enter(slurm.LOGIN))
+    assert program.end(200) == 0, program.err
+    assert store.latest(folder / "save") == 8 and len(list(folder.glob("killed.*"))) == 2 and not left_in(folder)
 
 
 @pytest.mark.parametrize("how, state", [([], "CANCELLED"), (["--signal=USR1"], "COMPLETED")], ids=["scancel", "USR1"])
