@@ -1,4 +1,4 @@
-"""Ctrl-C in a program: one line on stderr and exit code 130, from its first statement to its last. Needs no other module.
+"""Ctrl-C in a program: one line on stderr and exit code 130, from its first statement to its last.
 
 A program installs the handler before its slow imports and runs its main function under `run`:
 
@@ -22,7 +22,7 @@ INTERRUPTED = 130               # the exit code that shells report for a program
 
 
 def exit_at_once() -> None:
-    """From now on Ctrl-C ends this process with one line and exit code 130, without running any cleanup.
+    """From now on Ctrl-C ends this process with one line and exit code 130, without any cleanup.
 
     A process started with SIGINT ignored (nohup, a background job of a script) keeps ignoring it.
     """
@@ -31,10 +31,10 @@ def exit_at_once() -> None:
 
 
 def run(main: Callable[[Sequence[str]], int | None], argv: Sequence[str]) -> int:
-    """The exit code of `main(argv)`, where Ctrl-C raises KeyboardInterrupt; if that comes out, one line and 130.
+    """The exit code of `main(argv)`, where Ctrl-C raises KeyboardInterrupt; uncaught: one line and 130.
 
-    During an import, whose code may not survive an exception, Ctrl-C ends the process at once. `main` may install
-    handlers of its own.
+    During an import, whose code may not survive an exception, Ctrl-C ends the process at once. `main` may
+    install handlers of its own.
     """
     parent = os.getpid()
 

@@ -1,7 +1,7 @@
-"""What the launcher gave this process: rank, number of ranks, local rank, node, and where the ranks meet.
+"""What the launcher gave this process: rank, number of ranks, local rank, node, meeting point.
 
-Launchers: torchrun, Open MPI's mpirun, mpiexec of MPICH, Intel MPI and PALS, and srun. No other file reads
-their variables. Nothing here needs torch or opens a connection.
+Launchers: torchrun, Open MPI's mpirun, mpiexec of MPICH, Intel MPI and PALS, and srun. No other file
+reads their variables. Nothing here needs torch or opens a connection.
 """
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class _Launcher:
     node: tuple[str, ...] = ()
 
 
-# Innermost first: torchrun runs inside mpiexec or srun, and mpirun inside a batch script or, on other nodes,
-# inside an srun of its own. srun counts with the size of its step only: an allocation's shell and batch script
-# have SLURM_NTASKS and SLURM_PROCID too, and are one process.
+# Innermost first: torchrun runs inside mpiexec or srun, and mpirun inside a batch script or, on other
+# nodes, inside an srun of its own. srun counts with the size of its step only: an allocation's shell and
+# batch script have SLURM_NTASKS and SLURM_PROCID too, and are one process.
 _LAUNCHERS = (
     _Launcher("torchrun", ("RANK",), ("WORLD_SIZE",), ("LOCAL_RANK",), ("LOCAL_WORLD_SIZE",),
               ("GROUP_RANK",)),
@@ -40,7 +40,7 @@ _LAUNCHERS = (
     _Launcher("srun", ("SLURM_PROCID",), ("SLURM_STEP_NUM_TASKS",), ("SLURM_LOCALID",), (),
               ("SLURM_NODEID",)),
 )
-# What all ranks of one start have in common and no other start on the host has: a port is made of it.
+# Alike for all ranks of one start, different between starts: the port is derived from it.
 _JOB = ("PMIX_NAMESPACE", "PALS_APID", "PBS_JOBID", "SLURM_JOB_ID")
 _FIRST_PORT = 20_000            # below the ports that Linux gives to outgoing connections
 _PORTS = 12_000
@@ -50,8 +50,8 @@ _PORTS = 12_000
 class LaunchInfo:
     """One process among those of its launcher.
 
-    `local_rank`, `local_world_size` (ranks of this node) and `node` (the launcher's number of this node) are None
-    where the launcher does not give them.
+    `local_rank`, `local_world_size` (ranks of this node) and `node` (the launcher's number of this node)
+    are None where the launcher does not give them.
     """
     rank: int = 0
     world_size: int = 1
@@ -69,7 +69,7 @@ class _Given:
 
 
 def read(environ: Environ) -> tuple[LaunchInfo, list[str]]:
-    """This process's place, and what is wrong with the launcher's variables (then it is a single process)."""
+    """This process's place, and what is wrong with the variables (then it is a single process)."""
     given = [_given(launcher, environ) for launcher in _LAUNCHERS]
     given = [one for one in given if one.rank or one.world_size]
     values = [pair for one in given for pair in (one.rank, one.world_size) if pair]
@@ -79,13 +79,14 @@ def read(environ: Environ) -> tuple[LaunchInfo, list[str]]:
         return LaunchInfo(), problems
     whole = [one for one in given if one.rank and one.world_size]
     problems = _doubts(given, whole)
-    rank = whole[0].rank if whole else next((one.rank for one in given if one.rank), None)
-    size = whole[0].world_size if whole else next((one.world_size for one in given if one.world_size), None)
+    known = whole or given
+    rank = next((one.rank for one in known if one.rank), None)
+    size = next((one.world_size for one in known if one.world_size), None)
     if problems or not rank or not size:
         return LaunchInfo(), problems
     if int(rank[1]) >= int(size[1]):
-        return LaunchInfo(), [f"{_text(rank)} in the environment: must be less than {_text(size)}; unset both, "
-                              f"or use a launcher"]
+        return LaunchInfo(), [f"{_text(rank)} in the environment: must be less than {_text(size)}; "
+                              f"unset both, or use a launcher"]
     return _place(int(rank[1]), int(size[1]), given, whole, environ), []
 
 
@@ -109,12 +110,12 @@ def _doubts(given: list[_Given], whole: list[_Given]) -> list[str]:
     ranks = [one.rank for one in given if one.rank]
     sizes = [one.world_size for one in given if one.world_size]
     if not ranks:
-        return [f"{_text(sizes[0])} in the environment, but nothing gives this process's rank: start with "
-                f"torchrun, srun or mpiexec, or set RANK; unset {sizes[0][0]} for a single process"
+        return [f"{_text(sizes[0])} in the environment, but nothing gives this process's rank: start "
+                f"with torchrun, srun or mpiexec, or set RANK; unset {sizes[0][0]} for a single process"
                 ] if int(sizes[0][1]) > 1 else []
     if not sizes:
-        return [f"{_text(ranks[0])} in the environment, but nothing gives the number of ranks: set WORLD_SIZE, "
-                f"or unset {ranks[0][0]} for a single process"]
+        return [f"{_text(ranks[0])} in the environment, but nothing gives the number of ranks: set "
+                f"WORLD_SIZE, or unset {ranks[0][0]} for a single process"]
     if not whole:
         return []
     rank, size = whole[0].rank, whole[0].world_size
@@ -124,16 +125,17 @@ def _doubts(given: list[_Given], whole: list[_Given]) -> list[str]:
             return [f"{_text(one.rank)} contradicts {_text(rank)} ({whole[0].launcher.name}); "
                     f"unset {one.rank[0]}"]
         if partial and one.world_size and int(one.world_size[1]) != int(size[1]):
-            return [f"{_text(one.world_size)} contradicts {_text(size)} ({whole[0].launcher.name}); "
-                    f"unset {one.world_size[0]}"]
+            return [f"{_text(one.world_size)} contradicts {_text(size)} "
+                    f"({whole[0].launcher.name}); unset {one.world_size[0]}"]
         if one in whole and int(size[1]) == 1 < int(one.world_size[1]):
             return [f"{_text(size)} ({whole[0].launcher.name}) inside {_text(one.world_size)} "
-                    f"({one.launcher.name}): every process would be a run of one rank; use one launcher for all "
-                    f"ranks (unset the variables of the other)"]
+                    f"({one.launcher.name}): every process would be a run of one rank; use one launcher "
+                    f"for all ranks (unset the variables of the other)"]
     return []
 
 
-def _place(rank: int, size: int, given: list[_Given], whole: list[_Given], environ: Environ) -> LaunchInfo:
+def _place(rank: int, size: int, given: list[_Given], whole: list[_Given],
+           environ: Environ) -> LaunchInfo:
     """The rest, from the launcher that gave the rank or another one that counts the ranks alike."""
     same = [one.launcher for one in given
             if one not in whole or (int(one.rank[1]), int(one.world_size[1])) == (rank, size)]
@@ -155,7 +157,8 @@ def _number(launchers: list[_Launcher], field: str, environ: Environ) -> int | N
 def _tasks_of_node(environ: Environ) -> int | None:
     """Tasks of an srun step on this node, from SLURM_STEP_TASKS_PER_NODE, such as 2(x3),1."""
     counts = []
-    for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", environ.get("SLURM_STEP_TASKS_PER_NODE", "")):
+    text = environ.get("SLURM_STEP_TASKS_PER_NODE", "")
+    for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
         counts += [int(count)] * int(times or 1)
     node = environ.get("SLURM_NODEID", "")
     return counts[int(node)] if node.isdecimal() and int(node) < len(counts) else None
@@ -177,7 +180,7 @@ def world_size() -> int:
 
 
 def under_torchrun() -> bool:
-    """Whether torchrun started this process, watches it and ends the others of its node when it fails."""
+    """Whether torchrun watches this process and ends the others of its node when it fails."""
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
@@ -187,58 +190,60 @@ def attempt() -> int:
 
 
 def agent_has_store() -> bool:
-    """Whether torchrun keeps the key-value store at MASTER_ADDR and MASTER_PORT; else rank 0 does."""
+    """Whether torchrun serves the key-value store at MASTER_ADDR and MASTER_PORT; else rank 0."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def error_file() -> Path | None:
-    """Where torchrun reads why this process failed; of several attempts it shows the last one's only."""
+    """Where torchrun reads why this process failed; it shows the last attempt's only."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     last = attempt() == int(os.environ.get("TORCHELASTIC_MAX_RESTARTS") or 0)
     return Path(path) if path and last else None
 
 
 def rendezvous_problems(environ: Environ) -> list[str]:
-    """What is wrong with MASTER_PORT, which every rank of several can see before anything is loaded."""
+    """What is wrong with MASTER_PORT where there are several ranks."""
     port = environ.get("MASTER_PORT")
     if not port or read(environ)[0].world_size == 1:
         return []
     if port.isdecimal() and 0 < int(port) < 65536:
         return []
-    return [f"MASTER_PORT={port} in the environment: must be a port that is free on rank 0's node, 1 to 65535 "
-            f"(with torchrun on one node: --standalone chooses one)"]
+    return [f"MASTER_PORT={port} in the environment: must be a port that is free on rank 0's node, 1 to "
+            f"65535 (with torchrun on one node: --standalone chooses one)"]
 
 
 def rendezvous(environ: Environ) -> tuple[str, int]:
     """(address of rank 0's node, port there), at which the ranks of this run meet.
 
-    MASTER_ADDR and MASTER_PORT count where they are set. Otherwise the address is this machine's own where all
-    ranks are on it, and in a SLURM job the first node's, never that of the host on which srun was typed; the port
-    is made of the job's number. Raises ValueError where nothing gives them.
+    MASTER_ADDR and MASTER_PORT count where they are set. Otherwise the address is this machine's own where
+    all ranks are on it, and in a SLURM job the first node's, never that of the host on which srun was
+    typed; the port is derived from the job's number. Raises ValueError where nothing gives them.
     """
     here = read(environ)[0]
     address = environ.get("MASTER_ADDR") or _first_host(environ, here)
     port = environ.get("MASTER_PORT") or _job_port(environ)
     if address and port:
         return address, int(port)
-    missing = [name for name, value in (("MASTER_ADDR", address), ("MASTER_PORT", port)) if not value]
-    raise ValueError(f"{' and '.join(missing)} not set: {here.world_size} ranks need the address of rank 0's node "
-                     f"and a free port there; export {'them' if len(missing) > 1 else 'it'} before the launcher, or "
-                     f"start with torchrun")
+    values = {"MASTER_ADDR": address, "MASTER_PORT": port}
+    missing = [name for name, value in values.items() if not value]
+    raise ValueError(f"{' and '.join(missing)} not set: {here.world_size} ranks need the address of rank 0's "
+                     f"node and a free port there; export {'them' if len(missing) > 1 else 'it'} before the "
+                     f"launcher, or start with torchrun")
 
 
 def _first_host(environ: Environ, here: LaunchInfo) -> str | None:
     if here.local_world_size == here.world_size:
         return "127.0.0.1"
-    nodes = environ.get("SLURM_STEP_NODELIST") if _by_srun(environ) else environ.get("SLURM_JOB_NODELIST")
+    nodes = environ.get("SLURM_STEP_NODELIST" if _by_srun(environ) else "SLURM_JOB_NODELIST")
     return first_of_nodelist(nodes) if nodes else None
 
 
 def _by_srun(environ: Environ) -> bool:
     """Whether srun started the ranks, and not an MPI launcher inside a SLURM job."""
-    others = (_given(launcher, environ) for launcher in _LAUNCHERS if launcher.name in ("Open MPI", "mpiexec"))
-    own = _given(_LAUNCHERS[-1], environ)
-    return own.rank is not None and all(not one.rank or one.rank[1] == own.rank[1] for one in others)
+    *others, own = (_given(launcher, environ) for launcher in _LAUNCHERS[1:])
+    if own.rank is None:
+        return False
+    return all(not one.rank or one.rank[1] == own.rank[1] for one in others)
 
 
 def _job_port(environ: Environ) -> str | None:
