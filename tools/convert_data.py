@@ -1,10 +1,9 @@
 #!/usr/bin/env python
-"""Convert token data between InternLM's format (X.bin of JSON lines, X.bin.meta) and Megatron's (X.bin, X.idx). Knows files
-of both; knows no model and no tokenizer.
+"""Convert token data between InternLM's format (X.bin of JSON lines, X.bin.meta) and Megatron's (X.bin, X.idx).
 
-A sample is a document, ids stay what they are (negative ones too), and files keep their place below the folder, so that
-subsets stay subsets. It streams, writes aside and renames; what OUT has already is never written over. Exit codes: 0 done,
-1 something is wrong with the data or the disk, 2 a wrong command line.
+Each sample becomes a document; ids are not changed, negative ones neither. The output has the folders of the input, so
+that subsets stay subsets. Existing files are never overwritten. Exit codes: 0 done, 1 wrong data or a disk error, 2 a
+wrong command line.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 #!/usr/bin/env python
-"""Draw a pipeline schedule: which stage computes what when, how long it idles, how many activations it holds.
+"""Draw a pipeline schedule: what each stage computes when, the pipeline bubble, and the activations it holds.
 
-Without --output a timeline in text, a line per stage: a number is the forward of that micro-batch, in brackets its
-backward, a letter behind it the chunk (virtual stage), dots are idle time. With --output FILE.svg a picture.
+Without --output it prints a timeline with one line per stage: a number is the forward pass of that micro-batch, (number) its
+backward pass, a letter after it the chunk (virtual stage), dots are idle time. --output FILE.svg writes a picture.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 #!/usr/bin/env python
 """Continue a text with a trained model: tools/generate.py CHECKPOINT "prompt". Needs the checkpoint and its vocabulary.
 
-CHECKPOINT is the directory that --save named (its newest checkpoint is taken) or an iter_XXXXXXX inside it, written by
-any number of ranks. The text goes to stdout, all else to stderr.
+CHECKPOINT is the directory of --save (its newest checkpoint is used) or an iter_XXXXXXX inside it, written by any number of
+ranks. The text goes to stdout, everything else to stderr.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 #!/usr/bin/env python
-"""Look into data without training: whether pairs of .bin and .idx are sound, what an iteration reads, and when a document
-is read. Needs the data and a run's flags; knows no model.
+"""Inspect training data: check .bin/.idx pairs, list the samples of an iteration, find the iterations of a document. Needs
+the data and the flags of a run, but no model.
 
 RUN is the directory that --save named, or an iter_XXXXXXX in it; or `--` and the flags of pretrain_gpt.py.
-Exit codes: 0 as it should be, 1 something is wrong with the data, 2 a wrong command line.
+Exit codes: 0 no problem found, 1 a problem with the data, 2 a wrong command line.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
 
     python tools/merge_datasets.py --input PREFIX_OR_DIRECTORY_OR_PATTERN ... --output-prefix PREFIX
 
-It streams, so memory does not grow with the data, and it writes aside and renames, so that an interrupted merge leaves
-nothing half done. Pairs of two tokenizers are refused; what they say of theirs goes with the joined pair. Training needs no
-merging: --data-path takes directories and patterns too.
+Memory does not grow with the data, and the output appears only when it is complete. Pairs made with different tokenizers
+are refused; PREFIX.json names the tokenizer of the output. Training needs no merging: --data-path takes directories and
+patterns.
 """
 
 from __future__ import annotations

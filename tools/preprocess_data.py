@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Tokenize files of text into the .bin/.idx pairs that training reads. Flags and output names are Megatron's."""
+"""Tokenize text files into the .bin/.idx pairs that training reads. Flags and output names are Megatron's."""
 
 from __future__ import annotations
 
@@ -42,35 +42,37 @@ REFUSED = {
 
 @dataclass(frozen=True, kw_only=True)
 class ReadConfig:
-    """What is read."""
+    """Input."""
 
-    input: tuple[str, ...] = arg((), help="files or globs: a JSON object a line, .txt (a document a file), plain or packed "
-                                 "(gzip, xz, zstd), or parquet")  # fmt: skip
-    json_keys: tuple[str, ...] = arg(("text",), help="keys or columns whose text is tokenized, a pair each (default: text)")
+    input: tuple[str, ...] = arg((), help="files or globs: JSON Lines, .txt (one document per file) or parquet, plain or "
+                                 "compressed (gzip, xz, zstd)")  # fmt: skip
+    json_keys: tuple[str, ...] = arg(("text",), help="keys or columns to tokenize; each gives a .bin/.idx pair "
+                                                 "(default: text)")  # fmt: skip
     txt_lines: bool = arg(False, help="each line of a .txt file is a document")
-    split_sentences: bool = arg(False, help="make a sequence of each sentence; the files are called PREFIX_KEY_sentence")
-    keep_newlines: bool = arg(False, help="keep the white space behind each sentence with --split-sentences")
-    lang: str = arg("english", help="language of the sentences")
-    max_bad_records: int = arg(0, help="lines that may be bad (they are named and skipped) before the run fails")
+    split_sentences: bool = arg(False, help="store each sentence as a sequence; the files are named PREFIX_KEY_sentence")
+    keep_newlines: bool = arg(False, help="with --split-sentences: keep the white space after each sentence")
+    lang: str = arg("english", help="with --split-sentences: language of the text")
+    max_bad_records: int = arg(0, help="number of bad lines to report and skip before the run fails")
 
 
 @dataclass(frozen=True, kw_only=True)
 class WriteConfig:
-    """What is written: PREFIX_KEY_document.bin and .idx, and a .json that says which tokenizer made them."""
+    """Output: PREFIX_KEY_document.bin and .idx, and a .json that names the tokenizer."""
 
-    output_prefix: str = arg("", help="path that the names of the output files begin with")
-    append_eod: bool = arg(False, help="end each document with the end-of-document token")
+    output_prefix: str = arg("", help="path prefix of the output files")
+    append_eod: bool = arg(False, help="append the end-of-document token to each document")
     overwrite: bool = arg(False, help="replace the output files if they exist")
-    allow_special_tokens: bool = arg(False, help="a text that spells a special token, as <|endoftext|>, means that token")
+    allow_special_tokens: bool = arg(False, help="encode special tokens written in the text, such as <|endoftext|>, as "
+                                            "those tokens")
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """How it is done."""
+    """Processes and progress."""
 
-    workers: int | None = arg(None, help="processes that tokenize (default: one for each CPU core)")
-    partitions: int = arg(1, help="write documents i, i + N, i + 2N, ... together, as Megatron orders them with N > 1")
-    keep_sequential_samples: bool = arg(False, help="keep the order of the input with --partitions, too")
+    workers: int | None = arg(None, help="number of worker processes (default: one per CPU core)")
+    partitions: int = arg(1, help="order of the documents as with Megatron's --partitions N: i, i + N, i + 2N, ...")
+    keep_sequential_samples: bool = arg(False, help="with --partitions: keep the order of the input")
     log_interval: int | None = arg(None, help="print Megatron's progress line every N documents (default: a line with "
                                               "percentage, rate and ETA every 5 seconds)")  # fmt: skip
 
@@ -283,11 +285,11 @@ def _check_tokenizer(job: Job, tokenizer: Tokenizer) -> None:
     kind = job.tokenizer.tokenizer_type
     if job.append_eod and tokenizer.eod is None:
         raise ValueError(
-            f"--append-eod: this {kind} has no end-of-document token; leave the flag away, or "
+            f"--append-eod: this {kind} has no end-of-document token; omit the flag, or "
             "name an eos_token in the tokenizer's own files"
         )
     if job.allow_special_tokens and not tokenizer.special:
-        raise ValueError(f"--allow-special-tokens: {kind} has no special tokens that could be told from text; leave it away")
+        raise ValueError(f"--allow-special-tokens: {kind} has no special tokens; omit the flag")
 
 
 def _job_identity(config: Config, files: Sequence[str], tokenizer: Tokenizer, parts: int) -> dict[str, object]:
@@ -310,9 +312,9 @@ def _job_identity(config: Config, files: Sequence[str], tokenizer: Tokenizer, pa
 
 def _say_what_was_there(work: Unfinished) -> None:
     if work.resumed:
-        print(f"Going on where a run before stopped: {work.documents} documents are done", flush=True)
+        print(f"Resuming after {work.documents} documents of an interrupted run", flush=True)
     elif work.discarded:
-        print(f"note: {work.folder} held unfinished work of another command ({work.discarded} differed); it is thrown away",
+        print(f"note: {work.folder} held unfinished work of another command ({work.discarded} differed); it is discarded",
               file=sys.stderr)  # fmt: skip
 
 
@@ -339,7 +341,7 @@ def main(argv: Sequence[str]) -> int:
         config, files = read_command_line(argv)
         print(run(config, files, stop), flush=True)
     except Stopped:
-        print("stopped: finished files are as they were; the same command goes on with what is done", file=sys.stderr)
+        print("stopped: finished files are unchanged; run the same command again to resume", file=sys.stderr)
         return 128 + stop.signal
     except Problems as error:
         return _failed(error.lines, 2)

@@ -95,17 +95,18 @@ class NullTokenizer(Tokenizer):
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizerFlags:
-    """The flags that choose a tokenizer, by Megatron's argument names."""
+    """Tokenizer."""
 
     tokenizer_type: str | None = arg(None, help="one of " + ", ".join(TOKENIZER_TYPES))
     vocab_file: str | None = arg(None, help="vocab.json of GPT2BPETokenizer")
     merge_file: str | None = arg(None, help="merges.txt of GPT2BPETokenizer")
-    tokenizer_model: str | None = arg(None, help="file (HuggingFaceTokenizer: or folder) of the other tokenizers")
+    tokenizer_model: str | None = arg(None, help="model file of the other tokenizers; for HuggingFaceTokenizer "
+                                                 "tokenizer.json or its directory")
     vocab_size: int | None = arg(None, help="number of ids of NullTokenizer and TikTokenizer; checked for the others")
-    vocab_extra_ids: int = arg(0, help="<extra_id_N> pieces that SentencePieceTokenizer adds")
-    tiktoken_pattern: str | None = arg(None, help="how TikTokenizer cuts a text: v1 or v2 (default: v2)")
-    tiktoken_num_special_tokens: int = arg(1000, help="ids that TikTokenizer keeps for special pieces")
-    tiktoken_special_tokens: tuple[str, ...] | None = arg(None, help="names of TikTokenizer's first special pieces")
+    vocab_extra_ids: int = arg(0, help="number of <extra_id_N> pieces that SentencePieceTokenizer adds")
+    tiktoken_pattern: str | None = arg(None, help="TikTokenizer's split pattern: v1 or v2 (default: v2)")
+    tiktoken_num_special_tokens: int = arg(1000, help="number of ids that TikTokenizer reserves for special tokens")
+    tiktoken_special_tokens: tuple[str, ...] | None = arg(None, help="names of TikTokenizer's first special tokens")
 
     def problems(self) -> list[str]:
         """Everything that is wrong with these flags, one line each with flag, value and remedy; nothing is loaded."""

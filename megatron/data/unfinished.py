@@ -44,7 +44,7 @@ class BadRecords:
         """What the side file says of it; raises ValueError if it is one too many."""
         self.count += 1
         if self.count > self._allowed:
-            raise ValueError(f"{file}, line {line}: {what}; mend it, or skip bad records with --max-bad-records "
+            raise ValueError(f"{file}, line {line}: {what}; fix it, or skip bad records with --max-bad-records "
                              f"(now {self._allowed})")
         if self.count <= SHOWN:
             more = "; further ones only in the side file" if self.count == SHOWN else ""

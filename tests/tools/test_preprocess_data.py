@@ -560,7 +560,7 @@ class TestInterruptions:
             os.killpg(running.process.pid, number)  # a terminal signals the whole group
         else:
             running.process.send_signal(number)
-        said = ["stopped: finished files are as they were; the same command goes on with what is done"]
+        said = ["stopped: finished files are unchanged; run the same command again to resume"]
         assert (running.end(), running.process.returncode) == (said, code), running.said.read_text()[-500:]
         assert list(running.out.iterdir()) == []  # what comes out of a pipe cannot be gone on with
 

@@ -101,7 +101,7 @@ def test_killed_after_any_note_it_goes_on(
             found = contents(tmp_path / "out", "x_")
             assert {name for name in found if f"_{name}" in ENDS and found[name] != once[f"_{name}"]} == set()
     assert runs > 2 and contents(tmp_path / "out", "x") == once
-    assert capsys.readouterr().out.count("Going on where a run before stopped") == runs - 1
+    assert capsys.readouterr().out.count("Resuming after ") == runs - 1
 
 
 def wait_for_notes(process: subprocess.Popen, note: Path, notes: int) -> None:
@@ -134,7 +134,7 @@ def killed_at_random(flags: list[str], out: Path, kills: int, seed: int) -> int:
         process.kill()
         process.wait()
         last = subprocess.run([*command, str(out / name)], env=environment, check=True, capture_output=True, text=True)
-        went_on += "Going on where" in last.stdout
+        went_on += "Resuming after " in last.stdout
         assert contents(out, name) == contents(out, "once")
         for path in list(out.glob(f"{name}*")):
             path.unlink()
@@ -165,7 +165,7 @@ def test_other_work_is_not_gone_on_with(corpus: list[str], tmp_path: Path, monke
     assert (tmp_path / "out/x.unfinished/state.json").exists()
     flags = [flag for flag in corpus if flag != "--append-eod"]
     assert run(*flags, "--workers", "1", "--output-prefix", prefix) == 0
-    assert "held unfinished work of another command (--append-eod differed); it is thrown away" in capsys.readouterr().err
+    assert "held unfinished work of another command (--append-eod differed); it is discarded" in capsys.readouterr().err
     assert run(*flags, "--workers", "1", "--output-prefix", f"{tmp_path}/out/once") == 0
     assert contents(tmp_path / "out", "x") == contents(tmp_path / "out", "once")
 
