@@ -22,13 +22,13 @@ help:  ## this list
 quickstart: $(VENV)/.runtime  ## text, tokenizer, training, a kill, a resume, generated text: 3 minutes (in runs/quickstart)
 	@PYTHON=$(PY) sh examples/quickstart/run.sh
 
-test: $(VENV)/.dev $(VENV)/.files  ## the tests of every day (under 10 minutes on 2 cores)
+test: $(VENV)/.dev $(VENV)/.files  ## the tests of every day (goal: at most 8 minutes on 2 slow cores)
 	$(PYTEST) $(REQUIRED)
 
 test-peers: $(VENV)/.peers $(VENV)/.files  ## what `make test` skips without `make peers`
 	$(PYTEST) --require-peers -m "peers and not campaign and not sweep"
 
-test-ci: $(VENV)/.dev $(VENV)/.files  ## the campaigns in CI size: kills, whole runs (35 to 40 minutes on 2 cores)
+test-ci: $(VENV)/.dev $(VENV)/.files  ## the campaigns in CI size: kills, whole runs (goal: at most 25 minutes on 2 slow cores)
 	$(PYTEST) $(REQUIRED) -m campaign
 
 test-all: $(VENV)/.dev $(VENV)/.files  ## everything, the full sweeps too
