@@ -16,6 +16,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from types import FrameType
 
 INTERRUPTED = 130               # the exit code that shells report for a program ended by Ctrl-C
@@ -74,7 +75,8 @@ def _exit(parent: int) -> None:
             sys.stdout.flush()
         except Exception:
             pass                # the interrupted statement was itself writing
-        os.write(2, _line().encode())
+        with suppress(OSError):         # stderr may be a pipe to a process that Ctrl-C ended, too
+            os.write(2, _line().encode())
     os._exit(INTERRUPTED)
 
 

@@ -1,6 +1,7 @@
 """How a run is left before its end: signals, Ctrl-C and errors. Knows nothing of what is run, and needs no torch."""
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import os
 import signal
@@ -110,7 +111,8 @@ def _deafen() -> None:
 def _exit(code: int, text: str = "") -> NoReturn:
     """End this process and its workers at once, with `text` on stderr."""
     if text:
-        os.write(2, text.encode(errors="replace"))
+        with contextlib.suppress(OSError):      # Ctrl-C also ends the `tee` that stderr may be a pipe to
+            os.write(2, text.encode(errors="replace"))
     processes = sys.modules.get("multiprocessing.process")          # where nobody loaded it there are no workers
     for child in getattr(processes, "active_children", list)():
         child.kill()

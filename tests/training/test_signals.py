@@ -3,12 +3,15 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
 
 import pytest
 
 from megatron.checkpoint.disk import CheckpointError
 from megatron.training import signals
+from tests.forkrun import ROOT
 
 LOST = "error: the connection to another rank is lost; its own message says why ("
 
@@ -65,3 +68,37 @@ def test_a_worker_of_a_parent_that_does_not_listen_ends_as_usual(handlers):
         signal.signal(number, signal.SIG_DFL)
     signals.WorkerSignals().install()
     assert [signal.getsignal(number) for number in signals.WATCHED] == [signal.SIG_DFL] * 2
+
+
+LISTENS = """
+import sys, time
+from megatron.training.signals import SignalWatch
+SignalWatch().catch_interrupts()
+open(sys.argv[1], "w").close()
+time.sleep(60)
+"""
+RUNS = """
+import sys, time
+from megatron import interrupt
+interrupt.exit_at_once()
+open(sys.argv[1], "w").close()
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("program", [LISTENS, RUNS], ids=["training", "tools"])
+def test_ctrl_c_ends_a_process_whose_stderr_is_gone(program, tmp_path):
+    """As in `pretrain_gpt.py ... 2>&1 | tee log`, where Ctrl-C ends tee, too."""
+    reader, writer = os.pipe()
+    process = subprocess.Popen([sys.executable, "-c", program, str(tmp_path / "ready")], cwd=ROOT, stdout=writer,
+                               stderr=writer)
+    os.close(writer)
+    os.close(reader)
+    try:
+        while not (tmp_path / "ready").exists():
+            assert process.poll() is None
+            time.sleep(0.02)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(20) == 130
+    finally:
+        process.kill()
