@@ -120,7 +120,7 @@ def killed_at_random(flags: list[str], out: Path, kills: int, seed: int) -> int:
     busier or idler than at the first run would kill all of them before the first note or after the last.
     """
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-c", DRIVER, *flags, "--log-interval", "99999", "--output-prefix"]
+    command = [sys.executable, "-c", DRIVER, *flags, "--overwrite", "--log-interval", "99999", "--output-prefix"]
     start = time.monotonic()
     subprocess.run([*command, str(out / "once")], env=environment, check=True, capture_output=True)
     duration, draw, went_on = time.monotonic() - start, random.Random(seed), 0
