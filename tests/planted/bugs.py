@@ -39,3 +39,8 @@ def caught(bug: Bug, tmp_path: Path) -> None:
     path.write_text(text.replace(bug.old, bug.new))
     result = run(copy, bug.test)
     assert result.returncode == 1 and " failed" in result.stdout, result.stdout[-2000:] + result.stderr[-2000:]
+
+
+def applies(bug: Bug) -> bool:
+    """Does the bug still change exactly one place of the tree?"""
+    return (ROOT / bug.file).read_text().count(bug.old) == 1

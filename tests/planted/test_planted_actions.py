@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.planted.bugs import Bug, caught
+from tests.planted.bugs import Bug, applies, caught
 
 ACTIONS, POLICY = "tests/spikes/test_actions.py", "megatron/training/spike_policy.py"
 POLICIES = "tests/spikes/test_policy.py"
@@ -72,3 +72,7 @@ def test_a_planted_bug_of_an_action_is_caught(name, tmp_path):
 @pytest.mark.parametrize("name", RUNS)
 def test_a_planted_bug_of_a_whole_run_is_caught(name, tmp_path):
     caught(RUNS[name], tmp_path)
+
+
+def test_every_bug_still_applies():
+    assert [name for name, bug in (QUICK | RUNS).items() if not applies(bug)] == []
