@@ -110,7 +110,7 @@ def measure(command: Sequence[str], prefix: Path) -> Measured:
 
 def commands(args: argparse.Namespace, prefix: Path, source: str) -> dict[str, list[str]]:
     """What is run, by name."""
-    flags = ["--input", source, "--output-prefix", str(prefix), "--append-eod", "--log-interval", "100000000",
+    flags = ["--input", source, "--output-prefix", str(prefix), "--overwrite", "--append-eod", "--log-interval", "100000000",
              "--tokenizer-type", "GPT2BPETokenizer", "--vocab-file", args.vocab_file, "--merge-file", args.merge_file]
     found = {}
     for workers in args.workers:
