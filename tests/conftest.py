@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import importlib.util
+import logging
 import os
 import re
 import shutil
@@ -94,6 +95,12 @@ def memory_path(tmp_path: Path) -> Iterator[Path]:
     path = Path(tempfile.mkdtemp(dir=home, prefix="checkpoint-test-"))
     yield path
     shutil.rmtree(path)
+
+
+@pytest.fixture(autouse=True)
+def details_are_printed() -> None:
+    """A run inside a test process may have set the level for the process (--log-format short); no other test sees that."""
+    logging.getLogger("megatron.details").setLevel(logging.INFO)
 
 
 class _Outcomes:

@@ -89,7 +89,6 @@ def test_there_and_back(bucket, tmp_path):
         object_store.fetch(f"{bucket}/back", str(tmp_path / "there"), 4)
 
 
-@pytest.mark.peers
 def test_a_store_without_a_checkpoint_is_an_error_where_one_must_be_there(tmp_path):
     url = f"file://{tmp_path}/empty"
     object_store.fetch(url, str(tmp_path / "here"))
@@ -99,6 +98,7 @@ def test_a_store_without_a_checkpoint_is_an_error_where_one_must_be_there(tmp_pa
     object_store.fetch(url, str(tmp_path / "here"), required=True)
 
 
+@pytest.mark.peers
 @pytest.mark.campaign
 def test_a_store_that_fails_now_and_then_and_one_that_lies(bucket, tmp_path, monkeypatch):
     """Each file is put again until the store gives it back as it is; the tracker is not moved before that."""
