@@ -92,7 +92,7 @@ run "$python" tools/plot.py "$out" --output "$out/curves.png"
 
 say "What next"
 cat <<TEXT
-result         $(grep '^ validation' "$out/log.txt" | tail -n 1 | sed 's/^ //')
+result         $(grep '^ final validation' "$out/log.txt" | tail -n 1 | sed 's/^ //')
 curves         $out/curves.png; $python -m tensorboard.main --logdir $out/tensorboard
 checkpoints    $out/checkpoints (last: iteration $(cat "$newest"))
 metrics, log   $out/metrics.jsonl (JSON Lines, one per iteration); $out/log.txt

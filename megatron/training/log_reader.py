@@ -41,7 +41,7 @@ _INTERNLM_HEAD = re.compile(r"\btflops=\S+ step=(\d+) |\bskipped=1 reason=\S+ st
 _INTERNLM = {name: re.compile(rf"(?<!\S){spelling}{_PLAIN}") for name, spelling in {
     "loss": "loss=", "grad_norm": r"grad_norm=\{'0_default': ", "learning_rate": "lr=", "loss_scale": "loss_scale=",
     "consumed_tokens": "num_consumed_tokens=", "tokens_per_gpu": r"tgs/last_tgs_1="}.items()}
-_EVALUATION = re.compile(rf"(?m)^ (?P<split>validation(?:-\S+)?|test)(?: loss)? at iteration (?P<iteration>\d+)"
+_EVALUATION = re.compile(rf"(?m)^ (?:final )?(?P<split>validation(?:-\S+)?|test)(?: loss)? at iteration (?P<iteration>\d+)"
                          rf"(?: on (?P<of>test|validation) set)? \| (?:lm loss value:|loss) (?P<loss>{_PLAIN[1:-1]})"
                          rf"(?: \| perplexity \S+ \| bits per byte (?P<bits>[\d.]+))?")
 

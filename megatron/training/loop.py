@@ -332,8 +332,11 @@ class Trainer:
         return self._agreed_wish() % SAVE_NOW >= TIME_UP
 
     def _evaluate(self, dataset: Any, samples: Iterator[torch.Tensor], count: int, prefix: str,
-                  tell: Callable[[str], None], suffix: str = "", split: str = "validation") -> int:
-        """Evaluate `count` micro-batches of `dataset` and print the block; TIME_UP when the time was over first, else 0."""
+                  tell: Callable[[str], None], suffix: str = "", split: str = "validation", final: bool = False) -> int:
+        """Evaluate `count` micro-batches of `dataset` and print the block; TIME_UP when the time was over first, else 0.
+
+        `final`: after the last iteration.
+        """
         run, t = self.run, self.run.config.training
         with run.timers("evaluate"):
             losses = evaluate(run, self.forward_step, samples, count, tell,
@@ -346,7 +349,7 @@ class Trainer:
             self._bytes_per_token[id(dataset)] = bytes_per_token(dataset)
         bits = bits_per_byte(losses.get("lm loss"), self._bytes_per_token[id(dataset)])
         self.lines.validation(prefix, losses, run.progress.iteration, run.progress.consumed_train_samples, suffix,
-                              split=split, bits_per_byte=bits)
+                              split=split, final=final, bits_per_byte=bits)
         return 0
 
     def _eval_micro_batches(self) -> int:
@@ -367,7 +370,7 @@ class Trainer:
         stages = run.config.parallel.pipeline_model_parallel_size       # take micro-batches in rounds
         return self._valid_samples[number], (left // stages * stages if full else self._eval_micro_batches())
 
-    def validate(self, prefix: str, tell: Callable[[str], None] = lambda text: None) -> int:
+    def validate(self, prefix: str, tell: Callable[[str], None] = lambda text: None, final: bool = False) -> int:
         """Evaluate on the next samples of each validation set and print its block; TIME_UP when the time was over first.
 
         Its samples are consumed either way: where the next validation begins does not depend on clocks.
@@ -379,7 +382,7 @@ class Trainer:
         for number, name in enumerate(self.data.valid_names):
             samples, count = self._validation_samples(number)
             flag = flag or self._evaluate(self.data.valid[number], samples, count, prefix, tell,
-                                           f"-{name}" if several else "")
+                                           f"-{name}" if several else "", final=final)
         if not run.config.data.full_validation:
             run.progress.consumed_valid_samples += self._eval_micro_batches() * run.plan.batch.divisor
         return flag
@@ -388,14 +391,14 @@ class Trainer:
         """Validation and test losses of the finished run, as Megatron prints them."""
         run, t = self.run, self.run.config.training
         iteration = run.progress.iteration
-        if self._evaluates() and self.validate(f"iteration {iteration} on validation set", log.detail):
+        if self._evaluates() and self.validate(f"iteration {iteration} on validation set", log.detail, final=True):
             return
         if self.data.test is not None and t.eval_iters > 0:
             samples = load_samples(Samples(self.data.test, run.plan.vocab_size),
                                    evaluation_samples(self.data.test_sampler, 0), run.config.data.num_workers,
                                    run.runtime.device)
             self._evaluate(self.data.test, samples, self._eval_micro_batches(), f"iteration {iteration} on test set",
-                           log.detail, split="test")
+                           log.detail, split="test", final=True)
 
 
 def _finished(run: Run) -> str:

@@ -308,11 +308,13 @@ class TrainingLog:
                                                       r.seconds), n)
 
     def validation(self, prefix: str, losses: dict[str, float], iteration: int, samples: int, suffix: str = "", *,
-                   split: str = "validation", bits_per_byte: float | None = None) -> None:
+                   split: str = "validation", final: bool = False, bits_per_byte: float | None = None) -> None:
         """The lines and points of an evaluation; `split` is validation or test, `suffix` says of which of several sets,
+        `final` that no iteration follows (it is on other samples than the last one of --eval-interval),
         `bits_per_byte` is there where the data tell how many bytes their tokens are."""
         if self._short:
-            log.print_rank_last(short_lines.evaluation_line(f"{split}{suffix}", iteration, losses, bits_per_byte))
+            name = f"{'final ' if final and split == 'validation' else ''}{split}{suffix}"
+            log.print_rank_last(short_lines.evaluation_line(name, iteration, losses, bits_per_byte))
         else:
             log.print_rank_last(log_lines.validation_block(prefix, losses, suffix))
         for key, loss in losses.items():

@@ -92,7 +92,7 @@ def test_first_and_last_iteration_have_a_line(first):
 def test_the_end(first):
     tail = first.log.split("\n iter 12/12")[1].splitlines()
     assert tail[1].startswith(" checkpoint of iteration 12 saved to ")
-    assert [line.split()[0] for line in tail[2:4]] == ["validation", "test"]
+    assert [line.split(" at ")[0] for line in tail[2:4]] == [" final validation", " test"]
     assert tail[4].startswith(" training finished | 12 of 12 iterations | elapsed 0:00:")
     assert f"last checkpoint: iteration 12 in {first.save}" in first.log.splitlines()[-1]
 
