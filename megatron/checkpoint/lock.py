@@ -116,7 +116,7 @@ def acquire(root: Path) -> Lock:
         mine.unlink()
         raise CheckpointError(f"{root} is in use: {_say(_owner(others[-1]))} has taken it just now; give another --save")
     for path in seen:
-        log.print_rank_0(f"WARNING: {root} was held by {_say(_owner(path))}, which is gone; this job takes it over")
+        log.print_rank_0(f"WARNING: {root}: taking over the lock of {_say(_owner(path))}, which no longer runs")
         with suppress(FileNotFoundError):
             path.unlink()
     return Lock(mine, owner)
