@@ -7,7 +7,8 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python3.14 p
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check install -qq -c requirements/constraints.txt
-PYTEST := $(PY) -m pytest -q -n auto --maxprocesses 4 --dist worksteal
+PYTEST := $(PY) -m pytest -q
+PARALLEL := -n auto --maxprocesses 4 --dist worksteal
 # After `make peers` a test that is skipped for a missing package is a failure.
 REQUIRED := $(if $(wildcard $(VENV)/.peers),--require-peers)
 
@@ -23,16 +24,18 @@ quickstart: $(VENV)/.runtime  ## text, tokenizer, training, a kill, a resume, ge
 	@PYTHON=$(PY) sh examples/quickstart/run.sh
 
 test: $(VENV)/.dev $(VENV)/.files  ## the tests of every day (goal: at most 8 minutes on 2 slow cores)
-	$(PYTEST) $(REQUIRED)
+	$(PYTEST) $(PARALLEL) $(REQUIRED)
 
 test-peers: $(VENV)/.peers $(VENV)/.files  ## what `make test` skips without `make peers`
-	$(PYTEST) --require-peers -m "peers and not campaign and not sweep"
+	$(PYTEST) $(PARALLEL) --require-peers -m "peers and not campaign and not sweep"
 
 test-ci: $(VENV)/.dev $(VENV)/.files  ## the campaigns in CI size: kills, whole runs (goal: at most 25 minutes on 2 slow cores)
-	$(PYTEST) $(REQUIRED) -m campaign
+	$(PYTEST) $(REQUIRED) -m "campaign and alone"
+	$(PYTEST) $(PARALLEL) $(REQUIRED) -m "campaign and not alone"
 
 test-all: $(VENV)/.dev $(VENV)/.files  ## everything, the full sweeps too
-	$(PYTEST) $(REQUIRED) -m "campaign or sweep or not campaign"
+	$(PYTEST) $(REQUIRED) -m alone
+	$(PYTEST) $(PARALLEL) $(REQUIRED) -m "not alone"
 
 lint: $(VENV)/.dev  ## ruff
 	$(PY) -m ruff check .

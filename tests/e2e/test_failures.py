@@ -197,7 +197,7 @@ def complain() -> None:
 
 def seconds_for_minutes() -> None:
     for module in (initialize, context):
-        module.timedelta = lambda minutes: timedelta(seconds=minutes)
+        module.timedelta = lambda minutes=0, seconds=0: timedelta(seconds=minutes + seconds)
 
 
 def late(rank: int, world: int, folder: Path, ranks: int, minutes: str, hooks: list[tuple], extra, only) -> dict:
@@ -234,4 +234,4 @@ def test_rank_0_never_comes(folder):
     assert found["codes"] == [1]
     line = found["terminal"].splitlines()[-1]
     assert line.startswith("rank 1: error: MASTER_ADDR 127.0.0.1, MASTER_PORT ")
-    assert " rank 0 did not answer there within --distributed-timeout-minutes 2 (" in line
+    assert " rank 0 did not answer there (" in line

@@ -171,6 +171,7 @@ def sleeping_run(rank: int, world: int, micro_batches: int, chunks: int, seconds
 
 
 @pytest.mark.campaign
+@pytest.mark.alone
 @pytest.mark.parametrize("chunks", [1, 2])
 def test_the_measured_bubble_is_that_of_the_formula(chunks):
     """8 stages, 8 micro-batches, within 5 % of (p - 1) / (v m); the best of some tries, since others may use the machine."""
