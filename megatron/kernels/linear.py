@@ -19,6 +19,11 @@ def low_precision_is_native(device_type: str, dtype: torch.dtype) -> bool:
     """
     if device_type != "cpu" or dtype not in (torch.bfloat16, torch.float16):
         return True
+    return _onednn_has(dtype)
+
+
+def _onednn_has(dtype: torch.dtype) -> bool:
+    """Whether oneDNN multiplies bf16 or fp16 on this processor."""
     name = "_is_mkldnn_bf16_supported" if dtype == torch.bfloat16 else "_is_mkldnn_fp16_supported"
     supported = getattr(torch.ops.mkldnn, name, None)
     return bool(supported is not None and torch.backends.mkldnn.is_available() and supported())
@@ -70,7 +75,8 @@ def _adds_bias(rows: Tensor) -> bool:
     Where both are there they answer alike, bit for bit; it is no public operation, so it may be gone in another torch.
     """
     return (rows.device.type == "cpu" and rows.dtype == torch.bfloat16 and rows.numel() > 0
-            and not torch.compiler.is_compiling() and hasattr(torch.ops.mkldnn, "_linear_pointwise"))
+            and not torch.compiler.is_compiling() and _onednn_has(torch.bfloat16)
+            and hasattr(torch.ops.mkldnn, "_linear_pointwise"))
 
 
 def _product(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
