@@ -102,21 +102,22 @@ def test_the_heart_beats(tmp_path, monkeypatch):
     mine.release()
 
 
-def test_two_that_see_each_other_do_not_both_hold(tmp_path, monkeypatch):
-    """A lock that appears between the look and the own one."""
+@pytest.mark.parametrize("name", [".lock.000001", ".lock.000007"])
+def test_two_that_see_each_other_do_not_both_hold(tmp_path, monkeypatch, name):
+    """A lock that appears between the look and the own one, with the same number or a higher one."""
     look, seen = lock._locks, []
 
     def late(root: Path) -> list[Path]:
         found = look(root)
         if not seen:
             seen.append(1)
-            (root / ".lock.000007").write_text("{}")
+            (root / name).write_text("{}")
         return found
 
     monkeypatch.setattr(lock, "_locks", late)
     with pytest.raises(CheckpointError, match="has taken it just now"):
         lock.acquire(tmp_path)
-    assert names(tmp_path) == [".lock.000007"]
+    assert names(tmp_path) == [name] and (tmp_path / name).read_text() == "{}"
 
 
 def race(rank: int, world: int, root: str, rounds: int) -> list[int]:

@@ -1,9 +1,14 @@
-"""A bug planted into a copy of the tree, and whether a test sees it."""
+"""Bugs planted into a copy of the source, and whether a test catches them."""
+
 from __future__ import annotations
 
+import ast
+import functools
+import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -11,36 +16,166 @@ from tests.forkrun import ROOT
 
 
 class Bug(NamedTuple):
-    """`old` in `file` is replaced by `new`, and `test` has to fail then."""
+    """In the function `where`, `old` is replaced by `new`; `test` must fail then.
 
-    file: str
+    `where` is a dotted name (module, class, function). `old` and `new` are Python source: both an
+    expression, both a keyword argument (`name=value`), or statements (`new` may be empty). They
+    are compared as syntax trees, so layout, quotes, comments and line numbers do not matter.
+    `mark` is the pytest mark of the check, or empty for every `make test`.
+    """
+
+    where: str
     old: str
     new: str
     test: str
+    mark: str = "sweep"
 
 
-def run(copy: Path, test: str) -> subprocess.CompletedProcess:
-    """One test in a copy of the tree."""
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", "not sweep", test]
-    return subprocess.run(command, cwd=copy, capture_output=True, text=True, timeout=300)
+class Place(NamedTuple):
+    """Where a bug applies: `parent.field`, from position `index` on if it is a list."""
+
+    parent: ast.AST
+    field: str
+    index: int
+    old: list[ast.AST]
+    new: list[ast.AST]
+
+    def replace(self) -> None:
+        """Put the new nodes in place of the old ones."""
+        nodes = getattr(self.parent, self.field)
+        if not isinstance(nodes, list):
+            setattr(self.parent, self.field, self.new[0])
+            return
+        nodes[self.index : self.index + len(self.old)] = self.new
+        if not nodes:
+            nodes.append(ast.Pass())
 
 
-def caught(bug: Bug, tmp_path: Path) -> None:
-    """Assert that the bug's test fails on a copy that has the bug."""
-    copy = tmp_path / "copy"
+def _expression(source: str) -> list[ast.AST]:
+    return [ast.parse(source, mode="eval").body]
+
+
+def _keyword(source: str) -> list[ast.AST]:
+    call = ast.parse(f"_({source})", mode="eval").body
+    return [] if call.args else call.keywords
+
+
+def _statements(source: str) -> list[ast.AST]:
+    return list(ast.parse(source).body)
+
+
+def _readings(old: str, new: str) -> Iterator[tuple[list[ast.AST], list[ast.AST]]]:
+    """The two as nodes: expressions if both are, otherwise keyword argument and statements."""
+    for parse in (_expression, _keyword, _statements):
+        try:
+            pair = parse(old), parse(new)
+        except SyntaxError:
+            continue
+        if pair[0] and (pair[1] or parse is _statements):
+            yield pair
+            if parse is _expression:
+                return
+
+
+def _same(nodes: list, others: list[ast.AST]) -> bool:
+    """Are these values of a field the same nodes?"""
+    if [type(node) for node in nodes] != [type(other) for other in others]:
+        return False
+    return [ast.dump(node) for node in nodes] == [ast.dump(other) for other in others]
+
+
+def _definitions(tree: ast.AST, names: list[str]) -> list[ast.AST]:
+    """The functions of this name within a file; a property and its setter are two."""
+    found = [tree]
+    for name in names:
+        kinds = (ast.ClassDef, ast.FunctionDef)
+        nodes = [node for parent in found for node in ast.walk(parent) if isinstance(node, kinds)]
+        found = [node for node in nodes if node.name == name]
+    return found
+
+
+def source_of(where: str) -> tuple[Path, list[str]]:
+    """The file of a dotted name, relative to the tree's root, and the names within that file."""
+    names = where.split(".")
+    for count in range(len(names) - 1, 0, -1):
+        path = Path(*names[:count])
+        for file in (path.with_suffix(".py"), path / "__init__.py"):
+            if (ROOT / file).is_file():
+                return file, names[count:]
+    raise ValueError(f"{where}: no such module")
+
+
+def places(bug: Bug, tree: ast.AST) -> list[Place]:
+    """Every place of a parsed file that the bug would change."""
+    found = []
+    readings = list(_readings(bug.old, bug.new))
+    for definition in _definitions(tree, source_of(bug.where)[1]):
+        for parent in ast.walk(definition):
+            for field, value in ast.iter_fields(parent):
+                nodes = value if isinstance(value, list) else [value]
+                for old, new in readings:
+                    for index in range(len(nodes) - len(old) + 1):
+                        if _same(nodes[index : index + len(old)], old):
+                            found.append(Place(parent, field, index, old, new))
+    return found
+
+
+@functools.cache
+def _parsed(path: Path) -> ast.AST:
+    return ast.parse(path.read_text())
+
+
+def problem(bug: Bug) -> str:
+    """Why the bug cannot be planted, or nothing."""
+    try:
+        file, _ = source_of(bug.where)
+    except ValueError as error:
+        return str(error)
+    count = len(places(bug, _parsed(ROOT / file)))
+    if count != 1:
+        return f"{bug.where} has {count} places, not one, that are: {bug.old}"
+    test_file, _, name = bug.test.partition("::")
+    function = f"def {name.partition('[')[0]}("
+    if not (ROOT / test_file).is_file() or name and function not in (ROOT / test_file).read_text():
+        return f"no such test: {bug.test}"
+    return ""
+
+
+def copy_tree(folder: Path, bugs: Iterable[Bug]) -> Path:
+    """A copy of what the tests of planted bugs need, without compiled code.
+
+    Each file that a bug will change is written from its syntax tree, so that a bug changes nothing
+    but what it is about.
+    """
     ignore = shutil.ignore_patterns("__pycache__", "*.so")
     for part in ("megatron", "tests"):
-        shutil.copytree(ROOT / part, copy / part, ignore=ignore)
+        shutil.copytree(ROOT / part, folder / part, ignore=ignore)
     for part in ("pretrain_gpt.py", ".pytest.ini"):
-        shutil.copy(ROOT / part, copy / part)
-    path = copy / bug.file
-    text = path.read_text()
-    assert text.count(bug.old) == 1, f"{bug.file} no longer holds the line that this bug replaces"
-    path.write_text(text.replace(bug.old, bug.new))
-    result = run(copy, bug.test)
-    assert result.returncode == 1 and " failed" in result.stdout, result.stdout[-2000:] + result.stderr[-2000:]
+        shutil.copy2(ROOT / part, folder / part)
+    for file in {source_of(bug.where)[0] for bug in bugs}:
+        (folder / file).write_text(ast.unparse(_parsed(ROOT / file)) + "\n")
+    return folder
 
 
-def applies(bug: Bug) -> bool:
-    """Does the bug still change exactly one place of the tree?"""
-    return (ROOT / bug.file).read_text().count(bug.old) == 1
+def run(copy: Path, *tests: str, seconds: int = 300) -> subprocess.CompletedProcess:
+    """Tests in a copy of the tree, until the first failure."""
+    options = [*"-q -x -p no:cacheprovider".split(), "-m", "not sweep"]
+    command = [sys.executable, "-m", "pytest", *options, *tests]
+    return subprocess.run(command, cwd=copy, capture_output=True, text=True, timeout=seconds)
+
+
+def caught(bug: Bug, copy: Path) -> None:
+    """Assert that the bug's test fails on a copy that has the bug; the copy is restored."""
+    path = copy / source_of(bug.where)[0]
+    text, status = path.read_text(), path.stat()
+    tree = ast.parse(text)
+    [place] = places(bug, tree)
+    place.replace()
+    path.write_text(ast.unparse(ast.fix_missing_locations(tree)) + "\n")
+    try:
+        result = run(copy, bug.test)
+    finally:
+        path.write_text(text)
+        os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    output = result.stdout[-2000:] + result.stderr[-2000:]
+    assert result.returncode == 1 and " failed" in result.stdout, output

@@ -1,0 +1,642 @@
+"""The planted bugs: what is changed, and the test that must fail then."""
+
+from __future__ import annotations
+
+from tests.planted.bugs import Bug
+
+SEQUENCE = "tp4 sp, untied, masked documents"
+LAYOUTS = "tests/parity/test_layouts.py::test_a_layout_gives_the_numbers_of_one_process"
+ALL_LAYOUTS = "tests/parity/test_layouts.py::test_every_layout_gives_the_numbers_of_one_process"
+MASKED = "cp2, untied, masked documents"
+SHARDS = "dp2, distributed optimizer"
+TWICE = "dp4, distributed optimizer in 2 instances, overlap"
+SEQUENCE_SHARDS = "tp2 sp dp2, distributed optimizer, overlap, rotary swiglu RMSNorm GQA"
+EPOCHS = "tests/data/test_epoch_order.py"
+FP8 = "tests/kernels/test_fp8.py"
+SCALES = "tests/parallel/test_fp8.py"
+RUNS = "tests/training/test_fp8.py"
+CRASH = (
+    "tests/checkpoint/test_crashes.py::test_every_crash_leaves_the_old_or_the_new_one[two ranks]"
+)
+STORE = "tests/checkpoint/test_store.py"
+ROWS = "tests/data/test_packed.py"
+PACKED_RUNS = "tests/training/test_packed.py"
+ADAPTERS = "tests/kernels/test_libraries.py"
+RANKS = "tests/parallel/test_transformer_engine.py"
+ACTIONS = "tests/spikes/test_actions.py"
+POLICIES = "tests/spikes/test_policy.py"
+T15 = f"{ACTIONS}::test_t15_rewind_from_memory_is_the_run_started_again[async save, a worker]"
+T16 = f"{ACTIONS}::test_t16_a_nan_gradient_or_a_spike_changes_nothing"
+
+# Source that several bugs share.
+FORWARD = "forward_step(batch if hidden is None else replace(batch, hidden=hidden)"
+EVERY = "*(one for one in present if keep_every and one % keep_every == 0)}"
+NORM = "te.LayerNorm(weight.shape[0], eps=eps, device='meta', dtype=weight.dtype, "
+SKIP = "self._release_gradients()\nreturn StepResult(False, norm, None)"
+
+BUGS = {
+    # Data, loss and optimizer.
+    "off by one in the sample index": Bug(
+        "megatron.data.index_helpers.build_sample_index",
+        "return rows",
+        "rows[1:, 1] += 1\nreturn rows",
+        "tests/data/test_gpt_dataset.py::test_golden_indices",
+        "",
+    ),
+    "forgotten loss mask": Bug(
+        "pretrain_gpt.forward_step",
+        "((losses * batch.loss_mask).sum(), batch.loss_mask.sum())",
+        "(losses.sum(), losses.numel())",
+        "tests/training/test_step.py::test_loss_and_norm_are_those_of_the_whole_batch",
+        "",
+    ),
+    "weight decay on biases": Bug(
+        "megatron.optimizer.param_groups.has_weight_decay",
+        "not name.endswith('.bias') and len(shape) != 1",
+        "True",
+        "tests/optimizer/test_param_groups.py::test_weight_decay_rule",
+        "campaign",
+    ),
+    "gradient not averaged over accumulation": Bug(
+        "megatron.training.step.train_step",
+        "run.optimizer.loss_scale / nominal",
+        "run.optimizer.loss_scale / nominal * run.plan.num_microbatches(iteration)",
+        "tests/training/test_step.py::test_loss_and_norm_are_those_of_the_whole_batch",
+        "campaign",
+    ),
+    "the same dropout of split heads on every tensor-parallel rank": Bug(
+        "megatron.model.attention.SelfAttention.dropping_core",
+        "seeds.seed(self.layer, 'attention', self.tp_rank)",
+        "seeds.seed(self.layer, 'attention')",
+        "tests/parallel/test_layers.py::test_ranks_drop_alike_where_they_hold_the_same",
+        "campaign",
+    ),
+    # Tensor and sequence parallelism.
+    "norm gradients of sequence shards not summed": Bug(
+        "megatron.parallel.ddp.GradBuffers.reduce",
+        "bucket.place.partial",
+        "()",
+        f"{LAYOUTS}[{SEQUENCE}]",
+        "campaign",
+    ),
+    "sequence parallelism forgets that whole parameters see part of the tokens": Bug(
+        "megatron.parallel.sharding.ParameterFactory.__call__",
+        "partial = (*partial, 'tp')",
+        "",
+        f"{LAYOUTS}[{SEQUENCE}]",
+    ),
+    "copies counted twice in the norm": Bug(
+        "megatron.parallel.sharding.counts",
+        "all((getattr(ctx, axis).rank == 0 for axis in copies))",
+        "True",
+        f"{LAYOUTS}[tp2]",
+        "campaign",
+    ),
+    "gradient norm of this rank's part only": Bug(
+        "megatron.training.build.build_run",
+        "reduce_sum=lambda x: all_reduce(x, ctx.optimizer)",
+        "reduce_sum=lambda x: x",
+        f"{LAYOUTS}[tp2]",
+    ),
+    "replicated bias added on every rank": Bug(
+        "megatron.parallel.layers.RowParallelLinear.forward",
+        "_linear(x, self.weight, scaling=self.scaling, accumulate=self.accumulate)",
+        "_linear(x, self.weight, self.bias, scaling=self.scaling, accumulate=self.accumulate)",
+        f"{LAYOUTS}[tp2]",
+        "campaign",
+    ),
+    "padding inside the softmax": Bug(
+        "megatron.kernels.cross_entropy.cross_entropy",
+        "min(max(vocab_size - vocab_start, 0), logits.shape[1])",
+        "logits.shape[1]",
+        f"{LAYOUTS}[tp2]",
+        "campaign",
+    ),
+    "loss counted on every tensor-parallel rank": Bug(
+        "megatron.training.step._sum_losses", "run.runtime.ctx.tp.rank", "False", f"{LAYOUTS}[tp2]"
+    ),
+    "input gradient not summed": Bug(
+        "megatron.parallel.layers._exchange",
+        "start_all_reduce(grad, tp)",
+        "lambda: grad",
+        f"{LAYOUTS}[tp2]",
+    ),
+    "position embedding not cut with the sequence": Bug(
+        "megatron.model.embedding.Embedding.forward",
+        "my_slice(positions, self.ctx.tp)",
+        "positions[:x.shape[0]]",
+        f"{LAYOUTS}[{SEQUENCE}]",
+    ),
+    "overflow not shared between ranks": Bug(
+        "megatron.training.build.build_run",
+        "reduce_max=lambda x: all_reduce(x, ctx.optimizer, 'max')",
+        "reduce_max=lambda x: all_reduce(x, ctx.optimizer, 'min')",
+        "tests/parity/test_layouts.py::test_an_overflow_on_one_rank_skips_the_step_on_all",
+    ),
+    # Pipeline parallelism.
+    "a tied embedding not summed": Bug(
+        "megatron.config.parameters.parameter_table",
+        "('ends',) if model.tied else ()",
+        "()",
+        f"{LAYOUTS}[pp2]",
+        "campaign",
+    ),
+    "a tied embedding counted twice in the norm": Bug(
+        "megatron.parallel.sharding.counts",
+        "all(getattr(ctx, axis).rank == 0 for axis in copies)",
+        "all(getattr(ctx, axis).rank == 0 for axis in copies - {'ends'})",
+        f"{LAYOUTS}[pp2]",
+    ),
+    "too few warm-up forwards": Bug(
+        "megatron.config.stages.warm_up_forwards",
+        "2 * after + (chunks - 1) * stages",
+        "2 * after + chunks - 1",
+        f"{LAYOUTS}[pp2 vpp2]",
+        "campaign",
+    ),
+    "a warm-up that leaves stages idle": Bug(
+        "megatron.config.stages.warm_up_forwards",
+        "2 * after",
+        "after",
+        "tests/parallel/test_schedules.py",
+    ),
+    "a swapped virtual chunk": Bug(
+        "megatron.training.step._forwards.forward",
+        f"{FORWARD}, run.model[chunk])",
+        f"{FORWARD}, run.model[chunks - 1 - chunk if run.runtime.ctx.pp.rank == 1 else chunk])",
+        f"{ALL_LAYOUTS}[pp4 vpp2]",
+        "campaign",
+    ),
+    "backward begins with the first virtual chunk": Bug(
+        "megatron.parallel.schedules._alternate",
+        "chunks - 1 - chunk",
+        "chunk",
+        f"{LAYOUTS}[pp2 vpp2]",
+    ),
+    "the same dropout in every micro-batch of a pipeline": Bug(
+        "megatron.training.step._forwards.forward",
+        "dropout(micro_batch)",
+        "dropout(micro_batch * (chunks == 1))",
+        f"{ALL_LAYOUTS}[pp2 vpp2, dropout]",
+    ),
+    "a gradient sent to the previous stage without its residual branch": Bug(
+        "megatron.parallel.pipeline.Work.backward",
+        "self.input_gradients[key] = hidden.grad",
+        "self.input_gradients[key] = hidden.grad - (0 if gradient is None else gradient)",
+        f"{ALL_LAYOUTS}[pp4]",
+    ),
+    "a loss scale applied on every stage": Bug(
+        "megatron.training.step.train_step.backward",
+        "torch.autograd.backward(output, gradient)",
+        "torch.autograd.backward(output, gradient * backward_scale)",
+        f"{LAYOUTS}[pp2]",
+    ),
+    "sums of a step reduced over data-parallel ranks only": Bug(
+        "megatron.training.step._sum_losses",
+        "run.runtime.ctx.world",
+        "run.runtime.ctx.dp_cp",
+        "tests/training/test_step.py::test_ranks_of_a_model_agree",
+    ),
+    # Context parallelism.
+    "loss counted as often as there are context-parallel ranks": Bug(
+        "pretrain_gpt.forward_step",
+        "(losses * batch.loss_mask).sum()",
+        "(losses * batch.loss_mask).sum() * model.ctx.cp.size",
+        f"{LAYOUTS}[{MASKED}]",
+        "campaign",
+    ),
+    "tokens counted as if each rank had all of them": Bug(
+        "pretrain_gpt.forward_step",
+        "batch.loss_mask.sum()",
+        "batch.loss_mask.sum() * model.ctx.cp.size",
+        f"{LAYOUTS}[{MASKED}]",
+    ),
+    "parts of a softmax joined by the larger sum": Bug(
+        "megatron.kernels.block_attention.join_",
+        "torch.logaddexp(lse, part_lse, out=lse)",
+        "torch.maximum(lse, part_lse, out=lse)",
+        f"{LAYOUTS}[{MASKED}]",
+    ),
+    "parts of a softmax joined with equal weights": Bug(
+        "megatron.kernels.block_attention.join_",
+        "part_lse - lse",
+        "lse - lse",
+        f"{LAYOUTS}[{MASKED}]",
+    ),
+    "chunks of a rank in another order than its masks": Bug(
+        "megatron.parallel.zigzag.chunks_of",
+        "2 * ranks - 1 - rank",
+        "ranks + rank",
+        f"{LAYOUTS}[{MASKED}]",
+        "campaign",
+    ),
+    "positions that are not those of the tokens": Bug(
+        "megatron.training.batch.make_batch",
+        "(tokens, labels, loss_mask, position_ids)",
+        "(tokens, labels, loss_mask, position_ids.roll(rules.cp.rank, 1))",
+        f"{LAYOUTS}[{MASKED}]",
+    ),
+    "gradients of keys and values not added to their owner's": Bug(
+        "megatron.parallel.ring_attention._TravellingGrads._bring_home",
+        "_add_part(self.own, self.arriving(), self.part)",
+        "self.arriving()",
+        f"{LAYOUTS}[{MASKED}]",
+    ),
+    "gradients not summed over the ranks of a sequence": Bug(
+        "megatron.parallel.context.ParallelContext.__init__",
+        "self._axis('dp_cp', grid.flatten(1, 2), 1)",
+        "self.dp",
+        f"{LAYOUTS}[{MASKED}]",
+    ),
+    # Gradient buckets and the distributed optimizer.
+    "clip counts every instance's copy": Bug(
+        "megatron.training.build.build_run",
+        "reduce_sum=lambda x: all_reduce(x, ctx.optimizer)",
+        "reduce_sum=lambda x: all_reduce(x, ctx.world)",
+        f"{LAYOUTS}[{TWICE}]",
+        "campaign",
+    ),
+    "clip counts one shard": Bug(
+        "megatron.training.build.build_run",
+        "reduce_sum=lambda x: all_reduce(x, ctx.optimizer)",
+        "reduce_sum=lambda x: all_reduce(x, ctx.model)",
+        f"{LAYOUTS}[{SHARDS}]",
+    ),
+    "a bucket is sent one micro-batch early": Bug(
+        "megatron.parallel.ddp.GradBuffers._arrived",
+        "self._expected[p] == 0",
+        "self._expected[p] == 1",
+        f"{LAYOUTS}[{TWICE}]",
+        "campaign",
+    ),
+    "a bucket is sent when its first parameter is complete": Bug(
+        "megatron.parallel.ddp.GradBuffers.zero", "len(bucket.params)", "1", f"{LAYOUTS}[{TWICE}]"
+    ),
+    "gradients not summed over instances": Bug(
+        "megatron.parallel.ddp.GradBuffers.reduce",
+        "ctx.shard.size > 1 and ctx.instances.size > 1",
+        "False",
+        f"{LAYOUTS}[{TWICE}]",
+    ),
+    "a shard begins one alignment late": Bug(
+        "megatron.config.buckets.Layout.spans",
+        "low - self.starts[number]",
+        "low + 8 - self.starts[number]",
+        f"{LAYOUTS}[{SHARDS}]",
+    ),
+    "weights not gathered": Bug(
+        "megatron.training.step.train_step",
+        "run.buffers.gather_weights()",
+        "",
+        f"{LAYOUTS}[{SHARDS}]",
+        "campaign",
+    ),
+    "weights used before they arrive": Bug(
+        "megatron.parallel.ddp._before_forward",
+        "_wait_for(buckets)",
+        "",
+        "tests/parallel/test_ddp.py::test_weights_arrive_before_they_are_used",
+    ),
+    "norm gradients of sequence shards sent before they are summed": Bug(
+        "megatron.parallel.ddp.GradBuffers._arrived",
+        "bucket.missing or bucket.place.partial",
+        "bucket.missing",
+        f"{ALL_LAYOUTS}[{SEQUENCE_SHARDS}]",
+    ),
+    "a shard is written as if tensor parallelism had not cut the tensor": Bug(
+        "megatron.training.checkpointing.parts",
+        "(start + low, start + high)",
+        "(low, high)",
+        "tests/parity/test_shards.py::test_shards_are_read_in_every_other_layout[tp2 dp2 to dp4]",
+    ),
+    # Epochs, blends and the index cache.
+    "a sample that begins in an epoch counts for it": Bug(
+        "megatron.data.epoch_dataset.EpochDataset._turn_to",
+        "(index + 1) * length - 1",
+        "index * length",
+        f"{EPOCHS}::test_epochs_show_each_document_exactly_so_often[200]",
+        "campaign",
+    ),
+    "proportional draws without rounding": Bug(
+        "megatron.data.shares.Shares.source",
+        "draw * left + (total >> 1)",
+        "draw * left",
+        f"{EPOCHS}::test_shares_are_exact_and_every_draw_is_counted_once",
+        "campaign",
+    ),
+    "a changed blend reads each data set from its start": Bug(
+        "megatron.data.epoch_dataset.EpochBlend.source",
+        "self._before[dataset] + draw",
+        "draw",
+        f"{EPOCHS}::test_another_mix_goes_on_where_each_data_set_was_left",
+        "campaign",
+    ),
+    "the seed is ignored": Bug(
+        "megatron.data.epoch_dataset.EpochDataset._turn_to",
+        "Permutation(size, self.seed, epoch, tokens, self.index_split)",
+        "Permutation(size, epoch, tokens, self.index_split)",
+        f"{EPOCHS}::test_the_order_does_not_depend_on_the_length_of_the_run",
+        "campaign",
+    ),
+    "an index cache key without the contents' hash": Bug(
+        "megatron.data.gpt_dataset.GPTDataset.__init__",
+        "corpus.identity['idx_sha256']",
+        "''",
+        "tests/data/test_races.py::test_one_of_four_is_killed_while_they_build",
+        "campaign",
+    ),
+    "a cache entry that is written in place": Bug(
+        "megatron.data.index_cache.IndexCache._write",
+        "f'{path}.{uuid.uuid4().hex}.tmp'",
+        "path",
+        "tests/data/test_races.py",
+        "campaign",
+    ),
+    # FP8.
+    "a number beyond the format is not clamped": Bug(
+        "megatron.kernels.fp8.quantize",
+        "(x.float() * scale).clamp_(-limit, limit)",
+        "x.float() * scale",
+        f"{FP8}::test_casts_round_as_the_format_says",
+        "campaign",
+    ),
+    "FP8 gradients in the format of the forward pass": Bug(
+        "megatron.kernels.fp8._Fp8Linear.backward",
+        "quantize(wide, formats.backward, scale)",
+        "quantize(wide, formats.forward, scale)",
+        f"{FP8}::test_a_layer_is_three_products_of_casts",
+    ),
+    "the input's scale for the weight": Bug(
+        "megatron.kernels.fp8._Fp8Linear.forward",
+        "quantize(weight, format8, scales[1])",
+        "quantize(weight, format8, scales[0])",
+        f"{FP8}::test_a_layer_is_three_products_of_casts",
+    ),
+    "a clamp that hides an infinity": Bug(
+        "megatron.kernels.fp8._poisoned",
+        "scales + (amax - amax)",
+        "scales",
+        f"{FP8}::test_what_is_not_finite_is_not_hidden",
+        "campaign",
+    ),
+    "FP8 maxima of one rank": Bug(
+        "megatron.parallel.fp8.LayerScaling.__init__",
+        "(ctx.tp, ctx.cp)",
+        "()",
+        f"{SCALES}::test_ranks_cast_to_the_numbers_of_one",
+    ),
+    "FP8 history of one rank": Bug(
+        "megatron.parallel.fp8.DelayedScaling.step",
+        "(self.ctx.tp, self.ctx.dp_cp)",
+        "()",
+        f"{SCALES}::test_ranks_cast_to_the_numbers_of_one",
+    ),
+    "FP8 maxima not reset after a step": Bug(
+        "megatron.parallel.fp8.DelayedScaling.forget_step",
+        "self.seen.zero_()",
+        "",
+        f"{SCALES}::test_delayed_scales_by_hand",
+        "campaign",
+    ),
+    "an infinity in the FP8 history": Bug(
+        "megatron.parallel.fp8.DelayedScaling.step",
+        "torch.where(self.seen.isfinite(), self.seen, 0.0)",
+        "self.seen",
+        f"{SCALES}::test_delayed_scales_by_hand",
+    ),
+    "FP8 scales not used after loading": Bug(
+        "megatron.training.checkpointing._read_tensors",
+        "run.fp8.loaded()",
+        "",
+        f"{RUNS}::test_a_killed_run_goes_on_with_its_scales[bf16]",
+    ),
+    # Checkpoints.
+    "a manifest renamed before the directory is synced": Bug(
+        "megatron.checkpoint.store.finish", "disk.fsync_directory(temporary)", "", CRASH
+    ),
+    "a tracker renamed before the directory is synced": Bug(
+        "megatron.checkpoint.store.publish",
+        "disk.fsync_directory(root)\ndisk.rename(tracker, root / TRACKER)",
+        "disk.rename(tracker, root / TRACKER)",
+        CRASH,
+    ),
+    "a commit that does not check the lock": Bug(
+        "megatron.checkpoint.store.publish",
+        "fence()",
+        "",
+        "tests/checkpoint/test_lock.py::test_a_holder_that_was_replaced_cannot_commit",
+    ),
+    "a lock number that two processes can take": Bug(
+        "megatron.checkpoint.lock.acquire",
+        "os.O_WRONLY | os.O_CREAT | os.O_EXCL",
+        "os.O_WRONLY | os.O_CREAT",
+        "tests/checkpoint/test_lock.py::test_two_that_see_each_other_do_not_both_hold",
+    ),
+    "checksums not compared": Bug(
+        "megatron.checkpoint.safetensors_file.SafetensorsFile.read_into",
+        "have != sums[number]",
+        "False",
+        "tests/training/test_damaged_checkpoints.py::test_a_hundred_damages",
+    ),
+    "a partly loaded model is kept": Bug(
+        "megatron.training.checkpointing._take_newest_good",
+        "if not failed:\n    break",
+        "if found:\n    break",
+        "tests/training/test_damaged_checkpoints.py::test_a_hundred_damages",
+    ),
+    "a newest checkpoint that may be removed": Bug(
+        "megatron.checkpoint.retention.prune",
+        "{*present[-keep_last:], newest, " + EVERY,
+        "{*present[-keep_last - 1:-1], " + EVERY,
+        f"{STORE}::test_prune_keeps_the_newest_the_multiples_and_the_trackers",
+    ),
+    # Packed samples.
+    "the last token of a row has no label": Bug(
+        "megatron.data.packed.PackedFile.__getitem__",
+        "count + more",
+        "count",
+        f"{ROWS}::test_the_worked_example_label_by_label",
+        "campaign",
+    ),
+    "positions not restarted in the next row of a sample": Bug(
+        "megatron.data.packed.PackedFile.__getitem__",
+        "np.arange(count)",
+        "np.arange(first, first + count)",
+        f"{ROWS}::test_the_worked_example_label_by_label",
+        "campaign",
+    ),
+    "samples of exactly the minimum length omitted": Bug(
+        "megatron.data.packed.PackedFile.__init__",
+        "lengths >= rule.min_length",
+        "lengths > rule.min_length",
+        f"{ROWS}::test_rows_are_those_of_a_plain_packer",
+        "campaign",
+    ),
+    "each epoch in the order of the first": Bug(
+        "megatron.data.packed.PackedDataset._turn_to",
+        "self._random",
+        "np.random.RandomState(SEED)",
+        f"{ROWS}::test_epochs_are_whole_batches_of_one_generator_that_goes_on",
+        "campaign",
+    ),
+    "attention crosses pieces": Bug(
+        "megatron.training.batch._packed_batch",
+        "positions == 0",
+        "positions < 0",
+        f"{PACKED_RUNS}::test_another_sample_changes_no_bit",
+        "campaign",
+    ),
+    "label 0 is a target": Bug(
+        "megatron.training.batch._packed_batch",
+        "lines[:, LABELS] > 0",
+        "lines[:, LABELS] >= 0",
+        f"{PACKED_RUNS}::test_the_twelve_steps_of_the_demo_logs",
+    ),
+    "losses of subsets counted on every tensor-parallel rank": Bug(
+        "megatron.training.row_counts.RowCounts.close",
+        "not self._sums",
+        "self._sums is None",
+        f"{PACKED_RUNS}::test_every_layout_trains_alike_and_keeps_samples_apart[tp 2]",
+    ),
+    # Adapters of optional libraries.
+    "Transformer Engine without sequence parallelism": Bug(
+        "megatron.kernels.transformer_engine.Linear.__init__",
+        "sequence_parallel=sequence_parallel",
+        "sequence_parallel=False",
+        f"{RANKS}::test_two_ranks_of_its_layers_give_the_numbers_of_one_of_ours[True]",
+        "campaign",
+    ),
+    "a gated weight's gradient added to a copy": Bug(
+        "megatron.kernels.transformer_engine.Linear.forward",
+        "self.weight.main_grad.flatten(0, -2)",
+        "self.weight.main_grad.flatten(0, -2).clone()",
+        f"{ADAPTERS}::test_weight_gradients_of_micro_batches_come_together_where_they_lie[True]",
+        "campaign",
+    ),
+    "document boundaries one token late": Bug(
+        "megatron.kernels.documents.cumulative_lengths",
+        "starts[:, 1:] = document_ids[:, 1:] != document_ids[:, :-1]",
+        "starts[:, 2:] = document_ids[:, 1:-1] != document_ids[:, :-2]",
+        f"{ADAPTERS}::test_flash_attn_is_the_formula",
+        "campaign",
+    ),
+    "a row-parallel layer as wide as its part": Bug(
+        "megatron.kernels.transformer_engine.Linear.__init__",
+        "columns * (size if mode == 'row' else 1)",
+        "columns",
+        f"{RANKS}::test_two_ranks_of_its_layers_give_the_numbers_of_one_of_ours[False]",
+    ),
+    "zero-centered norm weights not declared as such": Bug(
+        "megatron.kernels.transformer_engine.Engine.norm",
+        f"{NORM}zero_centered_gamma=zero_centered)",
+        f"{NORM}zero_centered_gamma=False)",
+        f"{ADAPTERS}::test_a_model_of_library_kernels_is_our_model",
+    ),
+    "attention without its scale": Bug(
+        "megatron.kernels.transformer_engine.Attention.__init__",
+        "softmax_scale=scale",
+        "softmax_scale=1.0",
+        f"{ADAPTERS}::test_transformer_engines_attention_is_the_formula",
+    ),
+    "gradient accumulation fusion that cannot be disabled": Bug(
+        "megatron.parallel.layers._linear",
+        "getattr(weight, 'main_grad', None) if accumulate else None",
+        "getattr(weight, 'main_grad', None)",
+        "tests/kernels/test_choice.py::test_who_adds_the_weight_gradient",
+    ),
+    # Loss spikes: what one step does.
+    "a skipped update that is multiplied by zero instead": Bug(
+        "megatron.optimizer.optimizer.MixedPrecisionOptimizer.step",
+        SKIP,
+        "factor = 0.0",
+        f"{T16}[adam]",
+        "campaign",
+    ),
+    "moments that decay in a skipped update": Bug(
+        "megatron.optimizer.optimizer.MixedPrecisionOptimizer.step",
+        SKIP,
+        "for state in self.inner.state.values():\n    state['exp_avg'].mul_(0.9)\n" + SKIP,
+        f"{T16}[adam]",
+        "campaign",
+    ),
+    "a loss scale that counts a skipped update": Bug(
+        "megatron.optimizer.optimizer.MixedPrecisionOptimizer.step",
+        SKIP,
+        "self.grad_scaler and self.grad_scaler.update(found_inf)\n" + SKIP,
+        f"{T16}[fp16 with its scale]",
+    ),
+    "no gradient norm without clipping": Bug(
+        "megatron.optimizer.optimizer.MixedPrecisionOptimizer.step",
+        "self.grad_scaler is not None or self.clip_grad > 0.0 or admit",
+        "self.grad_scaler is not None or self.clip_grad > 0.0",
+        f"{T16}[no clipping]",
+    ),
+    "a flagged value enters the detector's window": Bug(
+        "megatron.training.spikes.SpikeDetector.judge",
+        "kind not in ('loss', 'grad-norm')",
+        "True",
+        "tests/spikes/test_detector.py::test_t13_every_iteration_of_a_cluster_is_found",
+    ),
+    "the detector's state not loaded": Bug(
+        "megatron.training.spike_policy.SpikePolicy.load_state_dict",
+        "self._detector.load_state_dict(state['detector'])",
+        "",
+        f"{POLICIES}::test_its_state_goes_through_json_and_on_and_an_empty_one_is_a_fresh_start",
+    ),
+    "a range that begins one iteration late": Bug(
+        "megatron.training.spike_policy.SpikePolicy.due",
+        "row.mark - 1",
+        "row.mark",
+        f"{POLICIES}::test_what_is_skipped_begins_before_the_first_mark_and_ends_after_the_last",
+    ),
+    "a detector state that changes during a save": Bug(
+        "megatron.training.spikes.SpikeDetector.state_dict",
+        "list(self._loss.values)",
+        "self._loss.values",
+        f"{POLICIES}::test_a_state_that_was_given_does_not_change",
+    ),
+    # Loss spikes: rollback in a whole run.
+    "a learning rate schedule that adds the loaded steps": Bug(
+        "megatron.optimizer.scheduler.OptimizerParamScheduler.load_state_dict",
+        "self.num_steps = 0",
+        "",
+        T15,
+    ),
+    "samples not reopened after a rollback": Bug(
+        "megatron.training.loop.Trainer.train",
+        "samples = self.open_training_samples()\ncontinue",
+        "continue",
+        T15,
+    ),
+    "a snapshot without the optimizer": Bug(
+        "megatron.training.rewind._tensors",
+        "[tensor for *_, own in checkpointing.own_tensors(run) for _, tensor in own]",
+        "[tensor for name, *_, own in checkpointing.own_tensors(run) for _, tensor in own"
+        " if name[:4] != 'opti']",
+        T15,
+    ),
+    "the optimizer's counters not rolled back": Bug(
+        "megatron.training.checkpointing.take_counters",
+        "run.optimizer.load_counters(state.optimizer)",
+        "run.optimizer.step_count = state.optimizer['step']",
+        T15,
+    ),
+    "the detector not rolled back": Bug(
+        "megatron.training.checkpointing.take_counters",
+        "run.spikes.load_state_dict(state.spikes)",
+        "",
+        T15,
+    ),
+    "a snapshot taken during the spike is used": Bug(
+        "megatron.training.rewind.Past.rewind", "n < asked.start", "n <= asked.start", T15
+    ),
+    "checkpoints of a rolled-back segment left for resume": Bug(
+        "megatron.training.loop.Trainer._went_back", "self._past.put_aside()", "", T15
+    ),
+    "a long spike charged to the limit iteration by iteration": Bug(
+        "megatron.training.spike_policy.SpikePolicy.judge",
+        "if finding.kind == 'non-finite':\n    self._spent.append(iteration)",
+        "self._spent.append(iteration)",
+        f"{ACTIONS}::test_t17_a_lasting_shift_of_the_loss_ends_no_run",
+    ),
+}
