@@ -1,4 +1,4 @@
-"""Causal attention of local heads: torch's fused kernel, blocks of query rows, AMX tiles or flash-attn; knows no layer."""
+"""Causal attention of local heads: torch's fused kernel, blocks of query rows, C++ or flash-attn; knows no layer."""
 
 from dataclasses import dataclass
 
@@ -8,6 +8,7 @@ from torch import Tensor
 
 from megatron.kernels import flash_attention, tile_attention
 from megatron.kernels.blocks import for_each
+from megatron.kernels.documents import run_starts
 from megatron.kernels.dropout import DropoutBits
 from megatron.kernels.linear import low_precision_is_native
 from megatron.kernels.plain import plain_attention
@@ -35,23 +36,28 @@ def attention(
 
     q [s, b, n, d], k and v [s, b, g, d] with n a multiple of g (query head i uses key head i // (n / g))
     -> [s, b, n, d]. `document_ids` [b, s] int: a position sees only positions of its own id. Dropout on the
-    probabilities needs `dropout_seed`, of which (with the shape) the mask is a pure function.
+    probabilities needs `dropout_seed`, of which (with the shape and the implementation) the mask is a pure function.
 
     `implementation`: "sdpa" (torch's fused kernel: plain causal, no dropout), "chunked" (blocks of query rows, all
-    cases), "tiles" (bf16 on a CPU with AMX: plain causal, no dropout), "flash" (flash-attn: CUDA, 16 bits, no dropout),
-    "plain" (the formula, all cases) or "auto". None but "plain" holds an s x s tensor. Raises ValueError for
-    a request that cannot be met.
+    cases), "tiles" (C++, bf16 on a CPU with AMX or AVX512-BF16; documents must be runs of one id), "flash" (flash-attn:
+    CUDA, 16 bits, no dropout), "plain" (the formula, all cases) or "auto". None but "plain" holds an s x s tensor. Raises
+    ValueError for a request that cannot be met.
     """
     chosen, _, _ = select_attention(q.device, q.dtype, dropout_p, document_ids is not None, implementation, len(q),
                                     q.shape[-1] if q.shape[-1] == v.shape[-1] else 1)
     if chosen == "sdpa":
         return _sdpa(q, k, v, scale)
-    if chosen == "tiles":
-        return tile_attention.tile_attention(q, k, v, scale)
     if chosen == "flash":
         return flash_attention.flash_attention(q, k, v, scale, document_ids)
     if dropout_p > 0.0 and dropout_seed is None:
         raise ValueError("attention with dropout_p > 0 needs dropout_seed: pass the seed of this layer and site")
+    if chosen == "tiles":
+        starts = None if document_ids is None else run_starts(document_ids)
+        if document_ids is None or starts is not None:
+            return tile_attention.tile_attention(q, k, v, scale, dropout_p, dropout_seed or 0, starts)
+        if implementation == "tiles":
+            raise ValueError("attention implementation 'tiles' needs documents that are runs of one id, and one of these "
+                             "ids returns after another: use 'auto' or 'chunked'")
     if chosen == "plain":
         return plain_attention(q, k, v, scale, dropout_p, dropout_seed, document_ids)
     return _ChunkedAttention.apply(q, k, v, scale, dropout_p, dropout_seed, document_ids)
@@ -70,17 +76,19 @@ def select_attention(
     if implementation == "sdpa" and obstacles:
         raise ValueError(f"attention implementation 'sdpa' cannot do {' and '.join(obstacles)} without an s x s "
                          "tensor or a hidden generator: use 'auto' or 'chunked'")
-    no_tiles = " and ".join(obstacles) or tile_attention.obstacle(device, dtype, head_dim, seq_length)
+    no_tiles = tile_attention.obstacle(device, dtype, head_dim, seq_length)
     if implementation == "tiles" and no_tiles:
         raise ValueError(f"attention implementation 'tiles' cannot run: {no_tiles}; use 'auto' or 'chunked'")
     if implementation == "flash" and dropout_p > 0.0:
         raise ValueError("attention implementation 'flash' drops by a generator of its own: use 'auto' or 'chunked'")
     if implementation != "auto":
         return implementation, "asked for", "not asked for"
+    if no_tiles is None:
+        others = f", or cannot do {' and '.join(obstacles)}" if obstacles else ""
+        masks = "; dropout masks of its own" if dropout_p > 0.0 else ""
+        return "tiles", f"this CPU has {tile_attention.instructions()}{masks}", f"several times slower here{others}"
     if obstacles:
         return "chunked", f"needed for {' and '.join(obstacles)}", "would hold an s x s tensor or a hidden generator"
-    if no_tiles is None:
-        return "tiles", "this CPU has AMX", "several times slower in backward"
     if not low_precision_is_native(device.type, dtype):
         return "chunked", "computes in fp32", f"this {device.type} emulates {dtype}"
     if device.type == "cpu" and dtype == torch.float32 and seq_length in CHUNKS_ON_CPU:

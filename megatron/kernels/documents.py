@@ -1,4 +1,4 @@
-"""Documents in a batch as the kernels of variable length want them: where each begins. Knows no kernel."""
+"""Documents in a batch as kernels want them: where each begins. Knows no kernel."""
 
 from functools import lru_cache
 
@@ -16,3 +16,19 @@ def cumulative_lengths(document_ids: Tensor) -> Tensor:
     starts[:, 1:] = document_ids[:, 1:] != document_ids[:, :-1]
     begins = starts.flatten().nonzero().flatten()
     return torch.cat((begins, begins.new_tensor([document_ids.numel()]))).to(torch.int32)
+
+
+@lru_cache(maxsize=8)
+def run_starts(document_ids: Tensor) -> Tensor | None:
+    """document_ids [b, s] -> int32 [b, s]: where the run of equal ids begins in which a position is.
+
+    None if an id returns after another one: then its documents are no runs. The ids are read, which waits for a device.
+    """
+    starts = torch.ones_like(document_ids, dtype=torch.bool)
+    starts[:, 1:] = document_ids[:, 1:] != document_ids[:, :-1]
+    for ids, begins in zip(document_ids, starts, strict=True):
+        of_runs = ids[begins]
+        if len(of_runs.unique()) < len(of_runs):
+            return None
+    positions = torch.arange(document_ids.shape[1], dtype=torch.int32, device=document_ids.device)
+    return torch.where(starts, positions, 0).cummax(1).values.contiguous()

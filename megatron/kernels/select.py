@@ -17,7 +17,7 @@ from megatron.kernels.linear import compute_dtype
 
 ATTENTION = {"fused": "sdpa", "local": "chunked", "unfused": "plain", "flash": "flash", "auto": "auto"}
 NAMES = {"sdpa": "torch's fused attention", "chunked": "blocks of query rows", "plain": "one matrix of scores",
-         "tiles": "AMX tiles in C++", "flash": "flash-attn", "engine": "Transformer Engine"}
+         "tiles": "bf16 in C++", "flash": "flash-attn", "engine": "Transformer Engine"}
 NATIVE = "one pass in C++"
 COMPILED = "--torch-compile fuses by itself"
 ENGINE_ATTENTION = {"flash": "NVTE_FLASH_ATTN", "fused": "NVTE_FUSED_ATTN", "unfused": "NVTE_UNFUSED_ATTN"}
@@ -216,8 +216,8 @@ def _plain_attention_rows(operation: str, device: torch.device, dtype: torch.dty
     if chosen == "flash" and backend == "auto":
         why, why_not = "documents of any length, and nothing outside them", "computes what document masks hide"
     off = {"sdpa": why_not, "chunked": why_not, "plain": "holds an s x s tensor"}
-    no_tiles = COMPILED if compiled else tile_attention.obstacle(device, dtype, length["head_dim"], 1)
-    off["tiles"] = no_tiles or "not asked for"
+    no_tiles = tile_attention.obstacle(device, dtype, length["head_dim"], length.get("seq_length", 1))
+    off["tiles"] = COMPILED if compiled else no_tiles or "not asked for"
     off["flash"] = _flash_obstacle(device, dtype, config) or "no better here"
     if kernels.engine is not None:
         off["engine"] = _engine_attention_obstacle(dtype, config)

@@ -95,7 +95,7 @@ def test_runs_of_rows_pay_off_on_a_cpu_only():
 def test_compiled_layers_have_no_calls_into_cpp():
     config = config_from(Config, {"seq_length": 64, "hidden_size": 128, "num_attention_heads": 2, "torch_compile": True})
     rows = {(row.operation, row.implementation): row for row in kernel_table(CPU, torch.bfloat16, config)}
-    for key in (("gelu (tanh)", select.NATIVE), ("attention", "AMX tiles in C++")):
+    for key in (("gelu (tanh)", select.NATIVE), ("attention", select.NAMES["tiles"])):
         found = rows.get(key) or rows[f"{key[0]} (training)", key[1]]
         assert not found.on and found.reason
     assert rows["cross entropy", select.NATIVE].on
