@@ -9,9 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.tools.other_checkouts import make_checkout
+
 FOLDER = Path(__file__).resolve().parents[2] / "tools" / "benchmarks"
 TINY = "tiny:layers=2,hidden=32,heads=2,seq=16,micro_batch=1,micro_batches=2,vocab=64"
-NAMES = ("parallel", "overhead", "bare_model", "contestants", "peer", "sizes")
+NAMES = tuple(path.stem for path in FOLDER.glob("*.py"))
 TP = "--tensor-model-parallel-size"
 
 
@@ -54,6 +56,31 @@ def test_layouts_take_turns(tool, tmp_path, capsys):
     assert "goal" in out and re.search(r"^  dp2 .* 1\.80 (reached|missed)$", out, re.MULTILINE)
 
 
+@pytest.mark.campaign
+def test_another_checkout_takes_part(tool, tmp_path, capsys):
+    """A row for each layout in either checkout; its speed-up is against its own rank, the ratio within the round."""
+    parallel, file = tool("parallel"), tmp_path / "figures.json"
+    tree = make_checkout(tmp_path / "before")
+    words = ["--size", TINY, "--rounds", "1", "--warmup", "1", "--layout", "dp2=2", "--compare-with", str(tree)]
+    assert parallel.main([*words, "--json", str(file)]) == 0
+    seconds = json.loads(file.read_text())["seconds"]
+    names = ["one rank", "two apart", "dp2"]
+    assert list(seconds) == [*names, *(f"{name}, ours in before" for name in names)]
+    lines = capsys.readouterr().out.splitlines()
+    mine, theirs = ([line for line in lines if line.startswith(f"  {name}  ")] for name in ("dp2", "dp2, ours in before"))
+    assert f"{seconds['dp2, ours in before'][0] / seconds['dp2'][0]:.2f}" in mine[0]
+    assert f"{seconds['one rank, ours in before'][0] / seconds['dp2, ours in before'][0]:.2f}" in theirs[0]
+
+
+@pytest.mark.campaign
+def test_a_checkout_that_trains_another_model_does_not_race(tool, tmp_path, capsys):
+    tree = make_checkout(tmp_path / "before", "sizes.py", "LEARNING_RATE, WEIGHT_DECAY, BETAS, CLIP = 3e-4",
+                         "LEARNING_RATE, WEIGHT_DECAY, BETAS, CLIP = 6e-4")
+    words = ["--size", TINY, "--rounds", "1", "--warmup", "2", "--layout", "dp2=2", "--compare-with", str(tree)]
+    assert tool("parallel").main(words) == 1
+    assert "one rank, ours in before: the loss of step 2 is" in capsys.readouterr().err
+
+
 @pytest.mark.peers
 @pytest.mark.campaign
 def test_megatron_core_takes_part(tool, tmp_path, capsys):
@@ -92,7 +119,8 @@ def test_a_rank_that_fails_ends_the_race(tool, capsys):
 
 @pytest.mark.parametrize(("words", "says"), [
     (["--layout", "tp2"], "'tp2' is not NAME=RANKS FLAGS..."), (["--layout", "a=0"], "'a=0' is not NAME=RANKS"),
-    (["--rounds", "0"], "'0' is not a number of steps"), (["--size", "x"], "'x' is none of")])
+    (["--rounds", "0"], "'0' is not a number of steps"),
+    (["--compare-with", "/"], "/: not a checkout of this repository"), (["--size", "x"], "'x' is none of")])
 def test_what_cannot_be_raced_is_one_message(tool, capsys, words, says):
     with pytest.raises(SystemExit) as leave:
         tool("parallel").main(words)

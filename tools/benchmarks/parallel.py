@@ -5,19 +5,18 @@ A layout is a number of ranks and flags of pretrain_gpt.py; its ranks are proces
 the whole iteration (data, step, log line). The layouts take turns, one step each, the order moving on every round; ranks
 that have no turn sleep. Before any clock runs the losses of all layouts must agree. A speed-up is the median over the
 rounds of (seconds of one rank / seconds of the layout) in the same round, with its smallest and largest value: the noise
-of the machine. "two apart" are two runs of one rank at the same time that have nothing to say to each other: what two cores
-of this machine can give at best. --peer adds megatron-core's GPT of the same shape, on one rank and tensor-parallel on two,
-its speed-up being against its own one rank; that needs megatron-core, the rest torch and numpy only.
+of the machine. "two apart" are two independent runs of one rank at the same time: the most that two cores of this machine
+can give. --compare-with adds the same layouts of another checkout of this repository, each with a speed-up against its own
+one rank, and a column with the ratio between the checkouts. --peer adds megatron-core's GPT of the same shape, on one rank
+and tensor-parallel on two, with a speed-up against its own one rank; that needs megatron-core, the rest torch and numpy
+only.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import importlib
-import io
 import json
-import multiprocessing
 import os
 import platform
 import shlex
@@ -25,21 +24,19 @@ import socket
 import statistics
 import sys
 import time
-import traceback
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(Path(__file__).resolve().parent)]
 
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # as pretrain_gpt.py does
-os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = "1"
-
 import torch  # noqa: E402
-from contestants import Ours  # noqa: E402
+from checkouts import check_names, checkout_name, commit_of, parse_checkout  # noqa: E402
+from processes import Refused, Worker, WorkerFailed, make_job  # noqa: E402
+from settings import environment_of  # noqa: E402
 from sizes import Size, parse_size  # noqa: E402
 
 ONE, APART, PEER = "one rank", "two apart", "megatron-core"
@@ -50,6 +47,7 @@ DEFAULT_LAYOUTS = (f"tp2=2 {TP} 2", f"tp2+sp=2 {TP} 2 {SP}", "dp2=2", f"pp2=2 {P
 GOALS = {"tp2": 1.85, "dp2": 1.80, "pp2": 1.15}
 TOLERANCE = 1e-5       # of losses in the warm-up steps, relative
 SECONDS = 300.0        # of silence after which a rank counts as hung
+ONE_THREAD = "OMP_NUM_THREADS=1 MKL_NUM_THREADS=1"
 
 
 @dataclass(frozen=True)
@@ -60,19 +58,17 @@ class Layout:
     flags: tuple[str, ...] = ()
     apart: bool = False
     peer: bool = False
+    tree: Path = ROOT
 
     @property
     def base(self) -> str:
         """The layout of one rank that its speed-up is against."""
-        return PEER if self.peer else ONE
+        return PEER if self.peer else in_checkout(ONE, self.tree)
 
 
-class Refused(ValueError):
-    """The command line of a layout is not accepted; the text says why."""
-
-
-class RankFailed(RuntimeError):
-    """A rank raised, died or hung; the text says how."""
+def in_checkout(name: str, tree: Path) -> str:
+    """The name of a layout of that checkout."""
+    return name if tree == ROOT else f"{name}, {checkout_name(tree)}"
 
 
 def parse_layout(text: str) -> Layout:
@@ -91,93 +87,78 @@ def free_port() -> int:
         return listener.getsockname()[1]
 
 
+def launcher(rank: int, ranks: int, port: int) -> dict[str, str]:
+    """The variables that torchrun would set for that rank."""
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+
+
 def peer() -> Any:
     """The module of megatron-core's contestant, whose import takes seconds that only --peer shall cost."""
     return importlib.import_module("peer")
 
 
-def rank_main(rank: int, layout: Layout, size: Size, dtype: str, port: int, pipe: Connection) -> None:
-    """The body of one rank: build, then one step and its (seconds, loss) for each message, until None comes."""
-    if not layout.apart:
-        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(layout.ranks), MASTER_ADDR="127.0.0.1",
-                          MASTER_PORT=str(port))
-    torch.set_num_threads(1)
-    said = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(said):
-            runner = (peer().MegatronCore(size, os.environ) if layout.peer else
-                      Ours(size, dtype, "cpu", layout.flags, os.environ))
-        pipe.send(("ready", sum(p.numel() for p in runner.parameters())))
-        while pipe.recv() is not None:
-            start = time.perf_counter()
-            loss = runner.step()
-            pipe.send(("step", (time.perf_counter() - start, loss)))
-    except SystemExit:
-        pipe.send(("refused", said.getvalue()))
-    except BaseException:
-        pipe.send(("failed", f"{said.getvalue()}{traceback.format_exc()}"))
-    pipe.poll(None)        # stay: a neighbour may still talk to this rank
-
-
 class Ranks:
-    """The processes of one layout. Raises Refused or RankFailed wherever one of them does not answer as it should."""
+    """The processes of one layout. Raises Refused or WorkerFailed wherever one of them does not answer as it should."""
 
     def __init__(self, layout: Layout, size: Size, dtype: str):
         self.layout = layout
         port = free_port()
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "torch.distributed", "megatron.training.loop"])
-        self._pipes, self._processes = [], []
-        for rank in range(layout.ranks):
-            mine, theirs = context.Pipe()
-            process = context.Process(target=rank_main, daemon=True, args=(rank, layout, size, dtype, port, theirs))
-            process.start()
-            theirs.close()
-            self._pipes.append(mine)
-            self._processes.append(process)
+        self._workers = []
         try:
-            self.parameters = max(self._answers())
+            for rank in range(layout.ranks):
+                job = make_job(
+                    "megatron-core" if layout.peer else "ours",
+                    size,
+                    dtype=dtype,
+                    tree=layout.tree,
+                    flags=layout.flags,
+                    launcher={} if layout.apart else launcher(rank, layout.ranks, port),
+                    threads=1,
+                )
+                environment = environment_of(ONE_THREAD, os.environ)
+                self._workers.append(Worker(f"{layout.name}: rank {rank}", job, environment))
+            self.parameters = max(facts["parameters"] for facts in self._answers())
         except BaseException:
             self.end()
             raise
 
     def _answers(self) -> list[Any]:
-        """What each rank says, once all have spoken."""
-        found: dict[int, Any] = {}
+        """The next answer of each rank, once all have answered."""
+        answers: dict[int, Any] = {}
         refusals: list[str] = []
-        while len(found) < len(self._pipes):
-            waiting = {pipe: rank for rank, pipe in enumerate(self._pipes) if rank not in found}
+        while len(answers) < len(self._workers):
+            waiting = {worker.pipe: rank for rank, worker in enumerate(self._workers) if rank not in answers}
             ready = wait(list(waiting), SECONDS)
             if not ready:
-                raise RankFailed(f"{self.layout.name}: nothing heard of its ranks for {SECONDS:.0f} s")
-            for pipe in ready:
+                raise WorkerFailed(f"{self.layout.name}: no answer from its ranks for {SECONDS:.0f} s")
+            for rank in (waiting[pipe] for pipe in ready):
                 try:
-                    kind, value = pipe.recv()
-                except (EOFError, ConnectionResetError):
-                    raise RankFailed(f"{self.layout.name}: rank {waiting[pipe]} died") from None
-                if kind == "failed":
-                    raise RankFailed(f"{self.layout.name}: rank {waiting[pipe]} failed:\n{value}")
-                if kind == "refused":
-                    refusals.append(value.strip())
-                found[waiting[pipe]] = value
+                    answers[rank] = self._workers[rank].receive()
+                except Refused as refusal:
+                    refusals.append(str(refusal))
+                    answers[rank] = None
         if refusals:
-            raise Refused(" ".join(text.removeprefix("error: ") for text in filter(None, refusals)))
-        return [found[rank] for rank in range(len(self._pipes))]
+            raise Refused(" ".join(filter(None, refusals)))
+        return [answers[rank] for rank in range(len(self._workers))]
 
     def step(self) -> tuple[float, float]:
         """(seconds of the slowest rank, for one step's tokens, loss) of one step."""
-        for pipe in self._pipes:
-            pipe.send("step")
+        for worker in self._workers:
+            worker.send("step")
         answers = self._answers()
         seconds = max(seconds for seconds, _ in answers)
         return seconds / self.layout.ranks if self.layout.apart else seconds, answers[0][1]
 
     def end(self) -> None:
         """Stop the processes."""
-        for process in self._processes:
-            process.kill()
-        for process in self._processes:
-            process.join()
+        for worker in self._workers:
+            worker.end()
 
 
 @dataclass
@@ -194,7 +175,7 @@ class Race:
 
 
 def race(layouts: Sequence[Layout], size: Size, dtype: str, rounds: int, warmup: int) -> Race:
-    """Start everybody, compare the losses of the warm-up steps, then take turns. Raises RankFailed."""
+    """Start everybody, compare the losses of the warm-up steps, then take turns. Raises WorkerFailed."""
     result, running = Race(), {}
     try:
         for layout in layouts:
@@ -208,7 +189,7 @@ def race(layouts: Sequence[Layout], size: Size, dtype: str, rounds: int, warmup:
             for name in (layout.name for layout in layouts if layout.name in losses and not layout.peer):
                 loss = losses[name]
                 if not abs(loss - losses[ONE]) <= TOLERANCE * abs(losses[ONE]):
-                    raise RankFailed(f"{name}: the loss of step {step + 1} is {loss:.6f}, that of one rank "
+                    raise WorkerFailed(f"{name}: the loss of step {step + 1} is {loss:.6f}, that of one rank "
                                      f"{losses[ONE]:.6f}: they do not train the same model, so times say nothing")
         names = list(running)
         for done in range(rounds):
@@ -224,20 +205,33 @@ def race(layouts: Sequence[Layout], size: Size, dtype: str, rounds: int, warmup:
 
 def table(result: Race, layouts: Sequence[Layout], size: Size) -> list[str]:
     """One row a layout: times, tokens in a second, speed-up with its spread, what a goal says."""
-    rows = [("", "ranks", "step ms", "best ms", "tok/s", "speed-up", "smallest", "largest", "goal")]
+    others = list(dict.fromkeys(layout.tree for layout in layouts if layout.tree != ROOT))
+    ratios = [f"x {checkout_name(tree)}" for tree in others]
+    rows = [("", "ranks", "step ms", "best ms", "tok/s", "speed-up", "smallest", "largest", *ratios, "goal")]
     for layout in layouts:
         if layout.name in result.refused:
-            rows.append((layout.name, str(layout.ranks), "-", "-", "-", "-", "-", "-", "refused, see below"))
+            cells = ["-"] * (6 + len(others))
+            rows.append((layout.name, str(layout.ranks), *cells, "refused, see below"))
             continue
         seconds, ups = result.seconds[layout.name], result.speed_ups(layout.name, layout.base)
         middle, goal = statistics.median(ups), GOALS.get(layout.name)
         verdict = "" if goal is None else f"{goal:.2f} {'reached' if middle >= goal else 'missed'}"
         rows.append((layout.name, str(layout.ranks), f"{1e3 * statistics.median(seconds):.1f}", f"{1e3 * min(seconds):.1f}",
                      f"{size.tokens / statistics.median(seconds):.0f}", f"{middle:.2f}", f"{min(ups):.2f}",
-                     f"{max(ups):.2f}", verdict))
-    width = [max(len(row[i]) for row in rows[:-1] or rows) for i in range(len(rows[0]))]
-    return ["  " + "  ".join(cell.ljust(width[i]) if i in (0, 8) else cell.rjust(width[i])
+                     f"{max(ups):.2f}", *(checkout_ratio(result, layout, tree) for tree in others), verdict))
+    width = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    last = len(rows[0]) - 1
+    return ["  " + "  ".join(cell.ljust(width[i]) if i in (0, last) else cell.rjust(width[i])
                              for i, cell in enumerate(row)).rstrip() for row in rows]
+
+
+def checkout_ratio(result: Race, layout: Layout, tree: Path) -> str:
+    """How many times as fast as the same layout of that checkout, the median over the rounds; empty for others' rows."""
+    other = in_checkout(layout.name, tree)
+    if layout.tree != ROOT or other not in result.seconds:
+        return ""
+    pairs = zip(result.seconds[other], result.seconds[layout.name], strict=True)
+    return f"{statistics.median(theirs / mine for theirs, mine in pairs):.2f}"
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -250,6 +244,9 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32")
     parser.add_argument("--flags", default="", metavar="'FLAGS...'", help="flags of pretrain_gpt.py for every layout")
     parser.add_argument("--peer", action="store_true", help="megatron-core too (fp32 and family=llama only)")
+    parser.add_argument("--compare-with", action="append", type=_read(parse_checkout), default=[], metavar="DIR",
+                        help="another checkout of this repository (98b7b98 or later, C++ built), whose layouts take "
+                             "turns with these; may be repeated")
     parser.add_argument("--rounds", type=_read(_count), default=5, help="timed steps of each layout (default: 5)")
     parser.add_argument("--warmup", type=_read(_count), default=2, help="steps before, whose losses are compared "
                                                                         "(default: 2)")
@@ -279,6 +276,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     size, more = options.size, tuple(shlex.split(options.flags))
     layouts = [Layout(ONE), Layout(APART, 2, apart=True), *(options.layout or map(parse_layout, DEFAULT_LAYOUTS))]
     layouts = [replace(layout, flags=(*layout.flags, *more)) for layout in layouts]
+    try:
+        check_names(options.compare_with)
+    except ValueError as error:
+        print(f"error: --compare-with: {error}", file=sys.stderr)
+        return 2
+    layouts += [replace(layout, name=in_checkout(layout.name, tree), tree=tree)
+                for tree in options.compare_with for layout in layouts]
     if options.peer:
         if reason := peer().missing(size, options.dtype):
             print(f"error: --peer: {reason}", file=sys.stderr)
@@ -287,17 +291,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
     print(f"{time.strftime('%Y-%m-%d %H:%M')}, {os.cpu_count()} cores, {platform.machine()} "
           f"{torch.backends.cpu.get_cpu_capability()}, torch {torch.__version__}, load {load}, one thread a rank")
+    for tree in options.compare_with:
+        print(f"{checkout_name(tree)}: commit {commit_of(tree)}; this one: {commit_of(ROOT)}")
     print(f"{size.name} {options.dtype}: {size.family}, {size.layers} layers, hidden {size.hidden}, ffn {size.ffn_size}, "
           f"{size.heads} heads, sequence {size.seq}, vocabulary {size.vocab}; {size.micro_batches} x {size.micro_batch} "
           f"samples = {size.tokens} tokens a step; {options.rounds} rounds", flush=True)
     try:
         result = race(layouts, size, options.dtype, options.rounds, options.warmup)
-    except RankFailed as failure:
+    except WorkerFailed as failure:
         print(f"error: {failure}", file=sys.stderr)
         return 1
-    if ONE in result.refused:
-        print(f"error: {result.refused[ONE]}", file=sys.stderr)
-        return 2
+    for base in dict.fromkeys(layout.base for layout in layouts):
+        if base in result.refused:
+            print(f"error: {base}: {result.refused[base]}", file=sys.stderr)
+            return 2
     print("\n".join(table(result, layouts, size)))
     for name, reason in result.refused.items():
         print(f"{name} is refused: {reason}")

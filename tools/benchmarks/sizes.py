@@ -41,6 +41,8 @@ class Size:
 
 
 CPU_SIZES = (
+    # nanoGPT's configuration of the Shakespeare characters for a CPU
+    Size("nano", 4, 128, 4, seq=64, micro_batch=12, vocab=65),
     Size("gpt10m", 6, 384, 6, seq=256, micro_batch=16, vocab=256),
     Size("llama30m", 8, 512, 8, seq=512, micro_batch=8, vocab=4096, family="llama", ffn=1376),
     Size("gpt124m", 12, 768, 12, seq=1024, micro_batch=4, vocab=50304),

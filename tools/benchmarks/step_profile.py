@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import statistics
 from collections.abc import Callable
 from typing import Any
-
-from torch.profiler import ProfilerActivity, profile, record_function
 
 STEP, OPTIMIZER = "whole step", "optimizer and clipping"
 PRODUCTS, ATTENTION = "matrix products", "attention"
@@ -39,7 +38,11 @@ def profiled(step: Callable[[], Any], optimizer: Any, steps: int = 3) -> dict[st
 
     Self times of all events, so that nothing counts twice. `optimizer.step` is what the optimizer's time is taken of.
     """
-    real, found = optimizer.step, []
+    torch_profiler = importlib.import_module("torch.profiler")  # the parent of the benchmark's processes has no torch
+    record_function = torch_profiler.record_function
+    activities = [torch_profiler.ProfilerActivity.CPU]
+    real = optimizer.step
+    found = []
 
     def marked(*args: Any, **kwargs: Any) -> Any:
         with record_function(OPTIMIZER):
@@ -48,7 +51,7 @@ def profiled(step: Callable[[], Any], optimizer: Any, steps: int = 3) -> dict[st
     optimizer.step = marked
     try:
         for _ in range(steps):
-            with profile(activities=[ProfilerActivity.CPU]) as run, record_function(STEP):
+            with torch_profiler.profile(activities=activities) as run, record_function(STEP):
                 step()
             found.append(_by_kind(run.events()))
     finally:

@@ -1,251 +1,131 @@
 #!/usr/bin/env python
-"""Race whole training steps: ours against a bare torch loop, transformers, and the ceiling of products and attention.
+"""Time whole training steps: ours against a bare torch loop and transformers, eager and compiled.
 
-Contestants take turns step by step in one process, on the same samples and from the same weights; before any clock runs
-their losses must agree. On CUDA the default is our step alone over GPT sizes, with its MFU. docs/performance.md says how
-to read the table. Needs torch and numpy; transformers takes part if it is installed.
+Every contestant is a process of its own, from the same weights and on the same samples; before any clock runs the losses
+must agree. The processes take turns, one turn of about half a second (at least two steps, of which the first is not
+timed) per round, the order moving on by one every round; all others are stopped meanwhile (SIGSTOP), so that none of
+their threads takes a core.
+
+Each contestant runs with its own defaults (no variable for threads in its environment; ours sets what pretrain_gpt.py
+sets) and with each setting of --env. After three rounds it keeps its defaults and its fastest setting.
+
+How to read the table:
+  default ms, best ms  a step with the defaults and with the best setting: the median over the rounds of a turn's median
+  best setting         the one with the lowest median; the lines below the table have all settings
+  tok/s, TFLOP/s, of matmul, MFU, peak GB  with the best setting; GB of the process, on CUDA of the device
+  compile s            what torch.compile took, in no timed step
+  x bare, x ...        how many times as fast as that contestant: each with its best setting, in brackets both with their
+                       defaults; the median over the rounds of the ratio within the same round
+  of ceiling           the time of the step's GEMMs and attention by themselves, as a share of the fastest turn
+
+If memory is short, processes are ended between their turns and started again, which is never timed. On CUDA the default is
+ours alone over GPT sizes, with its MFU. Needs torch and numpy; transformers takes part if it is installed.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
+import importlib.util
 import json
 import os
 import platform
-import statistics
+import shutil
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(Path(__file__).resolve().parent)]
 
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # as pretrain_gpt.py does
-
 import step_profile  # noqa: E402
-import torch  # noqa: E402
-from bare_model import megatron_to_bare  # noqa: E402
-from ceiling import Ceiling, faster_dtype, matmul_rate, peak_of  # noqa: E402
-from contestants import Ours, bare, huggingface, transformers  # noqa: E402
-from sizes import CPU_SIZES, CUDA_SIZES, Size, parse_size  # noqa: E402
+from checkouts import check_names, checkout_name, commit_of, parse_checkout  # noqa: E402
+from processes import OutOfMemory, Worker, WorkerFailed, make_job  # noqa: E402
+from race import OURS, Contestant, Disagreement, Plan, Race, run_race  # noqa: E402
+from settings import CPU_SETTINGS, DEFAULT, environment_of, parse_setting, thread_variables  # noqa: E402
+from sizes import CPU_SIZES, CUDA_SIZES, parse_size  # noqa: E402
+from table import heading, table  # noqa: E402
 
-from megatron import device as devices  # noqa: E402
-from megatron.kernels.linear import low_precision_is_native  # noqa: E402
-from megatron.training import flops  # noqa: E402
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-TOLERANCE = {"fp32": 1e-5, "bf16": 5e-3}       # of losses in the warm-up steps, relative
-CEILING_ROUNDS = 3
-OURS, COMPILED, BARE, HUGGINGFACE = "ours", "ours, compiled", "bare torch loop", "transformers"
-
-
-class Disagreement(ValueError):
-    """Two contestants do not train the same model."""
-
-
-@dataclass
-class Race:
-    """What one size in one number format gave: seconds of every timed step by contestant, and what they are held to."""
-    size: Size
-    dtype: str
-    parameters: int
-    flops_per_step: int
-    seconds: dict[str, list[float]] = field(default_factory=dict)
-    losses: dict[str, list[float]] = field(default_factory=dict)
-    ceiling_seconds: tuple[float, float] | None = None      # products, attention
-    ceiling_dtype: str = ""
-    memory_bytes: float | None = None
-    profile: dict[str, float] | None = None                 # seconds by kind of work
-
-    def ratio(self, other: str, mine: str) -> float | None:
-        """How many times as fast as `other` is `mine`: the median over the rounds that ran both."""
-        if other not in self.seconds or mine not in self.seconds:
-            return None
-        return statistics.median(a / b for a, b in zip(self.seconds[other], self.seconds[mine], strict=False))
+DTYPES = ("fp32", "bf16")
+CONTESTANTS = {
+    OURS: Contestant(OURS, "ours"),
+    "ours-compiled": Contestant("ours-compiled", "ours", compiled=True),
+    "bare": Contestant("bare", "bare"),
+    "bare-compiled": Contestant("bare-compiled", "bare", compiled=True),
+    "transformers": Contestant("transformers", "transformers"),
+    "transformers-compiled": Contestant("transformers-compiled", "transformers", compiled=True),
+}
+OTHERS = (*(name for name in CONTESTANTS if name != OURS), "ceiling")
 
 
 def build_parser() -> argparse.ArgumentParser:
     """The command line."""
-    parser = argparse.ArgumentParser(usage="%(prog)s [OPTION ...]", description=__doc__, allow_abbrev=False)
-    parser.add_argument("--size", action="append", type=_size, metavar="SIZE",
-                        help="a size by name, with changes (gpt10m:seq=128), or a new one (name:layers=2,hidden=64,...); "
-                             "may be repeated (default: the three CPU sizes, on CUDA 125m to 6.7b)")
-    parser.add_argument("--dtype", action="append", choices=tuple(DTYPES), help="may be repeated (default: fp32 and "
-                                                                                "bf16; on CUDA bf16)")
-    parser.add_argument("--contestants", nargs="+", choices=("bare", "transformers", "ceiling"), metavar="NAME",
-                        help="besides ours: bare, transformers, ceiling (default: all three; on CUDA none)")
-    parser.add_argument("--alone", action="store_true", help="only ours")
-    parser.add_argument("--torch-compile", action="store_true", help="our step with --torch-compile takes part too")
-    parser.add_argument("--profile", action="store_true", help="on a CPU: where the time of our step goes, by torch's "
-                                                               "profiler, in steps after the race")
-    parser.add_argument("--rounds", type=_count, help="timed steps of each contestant (default: 7; on CUDA 20; 1 for bf16 "
-                                                      "of the others on a CPU that emulates it)")
-    parser.add_argument("--warmup", type=_count, help="steps before, whose losses are compared (default: 2; on CUDA 5)")
-    parser.add_argument("--minutes", type=float, help="for everything; rounds are left out to keep it (default: no "
-                                                      "limit; on CUDA 9)")
-    parser.add_argument("--threads", type=int, help="CPU threads (default: torch's)")
-    parser.add_argument("--clock", choices=("wall", "cpu"), default="wall",
-                        help="cpu: processor time of this process, for a machine that others use too; take --threads 1")
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: CUDA if any")
-    parser.add_argument("--peak-tflops", type=float, help="peak of the device for MFU (default: by its name)")
-    parser.add_argument("--json", metavar="FILE", type=_writable, help="write all figures there")
+    parser = argparse.ArgumentParser(
+        usage="%(prog)s [OPTION ...]",
+        description=__doc__,
+        allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--size", action="append", type=_read(parse_size), metavar="SIZE",
+        help="a size by name, with changes (gpt10m:seq=128), or a new one (name:layers=2,hidden=64,...); may be repeated "
+             "(default: the four CPU sizes, on CUDA 125m to 6.7b)")
+    add("--dtype", action="append", choices=DTYPES, help="may be repeated (default: fp32 and bf16; on CUDA bf16)")
+    add("--contestants", nargs="+", choices=OTHERS, metavar="NAME",
+        help=f"besides ours: {', '.join(OTHERS)} (default: all; on CUDA none)")
+    add("--alone", action="store_true", help="only ours")
+    add("--compare-with", action="append", type=_read(parse_checkout), metavar="DIR",
+        help="another checkout of this repository (98b7b98 or later, C++ built), whose step takes part too; may be repeated")
+    add("--env", action="append", type=_read(parse_setting), metavar="'NAME=VALUE ...'",
+        help="each contestant also runs with these environment variables; may be repeated; 'default': with its defaults "
+             f"only (default: {', '.join(CPU_SETTINGS)}; on CUDA default)")
+    add("--profile", action="store_true",
+        help="on a CPU: where the time of our step goes, by torch's profiler, in steps after the race")
+    add("--rounds", type=_read(_count),
+        help="turns of each contestant (default: 7; on CUDA 20; 1 for bf16 of the others on a CPU that emulates it)")
+    add("--warmup", type=_read(_count), help="steps before, whose losses are compared (default: 2; on CUDA 5)")
+    add("--minutes", type=float,
+        help="time limit of the whole run; it ends with fewer rounds to keep it (default: no limit; on CUDA 9)")
+    add("--threads", type=_read(_count), help="CPU threads (default: torch's)")
+    add("--busy", type=_read(_count), default=0, metavar="N",
+        help="run N processes that compute without end while the contestants take their turns (default: none)")
+    add("--clock", choices=("wall", "cpu"), default="wall",
+        help="cpu: processor time of the process, for a machine with other work; use it with --threads 1")
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: CUDA if available")
+    add("--peak-tflops", type=float, help="peak of the device for MFU (default: by its name)")
+    add("--json", metavar="FILE", type=_read(_writable), help="write all figures to this file")
     return parser
 
 
-def _size(text: str) -> Size:
-    try:
-        return parse_size(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
+def _read(reader: Callable[[str], Any]) -> Callable[[str], Any]:
+    """An argparse type that shows what the reader's ValueError says."""
+
+    def read(text: str) -> Any:
+        try:
+            return reader(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return read
 
 
 def _count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of steps, 1 or more")
+        raise ValueError(f"{text!r} is not a whole number, 1 or more")
     return int(text)
 
 
 def _writable(text: str) -> Path:
-    """That path; noticed before the race and not after it where it cannot be written."""
+    """That path; an error before the race and not after it where it cannot be written."""
     try:
         open(text, "a").close()
     except OSError as error:
-        raise argparse.ArgumentTypeError(f"{text}: {error.strerror}") from None
+        raise ValueError(f"{text}: {error.strerror}") from None
     return Path(text)
-
-
-def make_clock(kind: str, device: torch.device) -> Callable[[], float]:
-    """Seconds now: of the wall once the device is done, or of this process's processor time."""
-    if kind == "cpu":
-        return time.process_time
-
-    def wall() -> float:
-        devices.synchronize(device)
-        return time.perf_counter()
-
-    return wall
-
-
-def field_of(options: argparse.Namespace, size: Size, dtype: str, steps: int) -> tuple[Ours, dict[str, Any]]:
-    """Our contestant, and all of them by name, with the same weights and the same samples of so many steps."""
-    device = options.torch_device
-    ours = Ours(size, dtype, device.type)
-    racers: dict[str, Any] = {OURS: ours}
-    if "bare" in options.contestants or "transformers" in options.contestants:
-        weights, samples = megatron_to_bare(ours.weights(), size.heads), ours.first_samples(steps)
-        if "bare" in options.contestants:
-            racers[BARE] = bare(size, dtype, device, weights, samples)
-        if "transformers" in options.contestants:
-            racers[HUGGINGFACE] = huggingface(size, dtype, device, weights, samples)
-    if options.torch_compile:
-        racers[COMPILED] = Ours(size, dtype, device.type, ["--torch-compile"])
-    return ours, racers
-
-
-def warm_up(racers: dict[str, Any], steps: int, dtype: str, tell: Callable[[str], None]) -> None:
-    """The first steps of every contestant. Raises Disagreement where a loss is not ours."""
-    for step in range(1, steps + 1):
-        losses = {}
-        for name, racer in racers.items():
-            tell(f"warm-up step {step}/{steps}: {name}")
-            losses[name] = racer.step()
-        for name, loss in losses.items():
-            if not abs(loss - losses[OURS]) <= TOLERANCE[dtype] * abs(losses[OURS]):
-                raise Disagreement(f"step {step}: the loss of {name} is {loss:.6f}, ours is {losses[OURS]:.6f}: they do "
-                                   f"not train the same model, so their times say nothing")
-
-
-def rounds_of(options: argparse.Namespace, racers: dict[str, Any], dtype: str) -> dict[str, int]:
-    """Rounds of each contestant: of those that a CPU without bf16 makes slow fewer, unless --rounds says it; ours is not."""
-    if options.typed_rounds or low_precision_is_native(options.torch_device.type, DTYPES[dtype]):
-        return dict.fromkeys(racers, options.rounds)
-    slow = [name for name in racers if name in (BARE, HUGGINGFACE)]
-    if slow:
-        print(f"\nthis CPU emulates {dtype}, a step may take minutes: 1 round of {' and '.join(slow)} "
-              f"(--rounds N: N of all)", flush=True)
-    return dict.fromkeys(racers, options.rounds) | dict.fromkeys(slow, 1)
-
-
-def race(options: argparse.Namespace, size: Size, dtype: str, deadline: float, tell: Callable[[str], None]) -> Race:
-    """Build, warm up, then let the contestants take turns; the order moves on by one every round."""
-    device = options.torch_device
-    clock = make_clock(options.clock, device)
-    devices.release_memory(device)
-    ours, racers = field_of(options, size, dtype, options.warmup + options.rounds)
-    result = Race(size, dtype, ours.run.plan.num_parameters,
-                  flops.flops_per_iteration(ours.shape, size.micro_batch * size.micro_batches))
-    names, rounds = list(racers), rounds_of(options, racers, dtype)
-    warm_up(racers, options.warmup, dtype, tell)
-    ceiling = Ceiling(size, DTYPES[dtype], device, clock) if "ceiling" in options.contestants else None
-    for done in range(options.rounds):
-        if done and time.monotonic() > deadline:
-            break
-        tell(f"round {done + 1}/{options.rounds}")
-        for name in names[done % len(names):] + names[:done % len(names)]:
-            if done >= rounds[name]:
-                continue
-            start = clock()
-            loss = racers[name].step()
-            result.seconds.setdefault(name, []).append(clock() - start)
-            result.losses.setdefault(name, []).append(loss)
-        if ceiling is not None and done < CEILING_ROUNDS:
-            ceiling.measure()
-    if ceiling is not None:
-        result.ceiling_seconds, result.ceiling_dtype = ceiling.seconds(), str(ceiling.dtype).removeprefix("torch.")
-    if options.profile:
-        tell("profile")
-        result.profile = step_profile.profiled(ours.step, ours.run.optimizer)
-    if len(names) == 1:
-        result.memory_bytes = devices.memory_report(device).get("max allocated")
-    return result
-
-
-def heading(result: Race) -> str:
-    """What was raced."""
-    s = result.size
-    rounds = len(result.seconds[OURS])
-    fewer = ", ".join(f"{name} {len(values)}" for name, values in result.seconds.items() if len(values) < rounds)
-    return (f"{s.name} {result.dtype}: {s.family}, {s.layers} layers, hidden {s.hidden}, ffn {s.ffn_size}, {s.heads} "
-            f"heads, sequence {s.seq}, vocabulary {s.vocab}, {result.parameters / 1e6:.1f}M parameters; "
-            f"{s.micro_batches} x {s.micro_batch} samples = {s.tokens} tokens a step; {rounds} rounds"
-            + f" ({fewer})" * bool(fewer))
-
-
-def table(result: Race, rate: float, peak: float | None) -> list[str]:
-    """The rows of one race. `rate`: of a large matrix product, `peak`: of the device, TFLOP/s."""
-    columns = ("", "step ms", "best ms", "tok/s", "best tok/s", "x bare", "x transf.", "of ceiling", "TFLOP/s",
-               "of matmul", "MFU")
-    rows = [columns]
-    for name, seconds in result.seconds.items():
-        middle, best = statistics.median(seconds), min(seconds)
-        speed = result.flops_per_step / middle / 1e12
-        ceiling = None if result.ceiling_seconds is None else sum(result.ceiling_seconds) / best
-        tokens = result.size.tokens
-        rows.append((name, f"{1e3 * middle:.1f}", f"{1e3 * best:.1f}", f"{tokens / middle:.0f}", f"{tokens / best:.0f}",
-                     _times(result.ratio(BARE, name)), _times(result.ratio(HUGGINGFACE, name)), _percent(ceiling),
-                     f"{speed:.3f}", _percent(speed / rate), _percent(speed / peak if peak else None)))
-    if result.ceiling_seconds is not None:
-        gemm, attention = result.ceiling_seconds
-        both = gemm + attention
-        tokens = f"{result.size.tokens / both:.0f}"
-        note = f"products {1e3 * gemm:.1f} ms and attention {1e3 * attention:.1f} ms in {result.ceiling_dtype}"
-        rows.append(("ceiling", "", f"{1e3 * both:.1f}", "", tokens, "", "", note, "", "", ""))
-    used = [i for i in range(len(columns)) if any(row[i] for row in rows[1:])]
-    width = {i: max(len(row[i]) for row in rows if row[0] != "ceiling" or i < 7) for i in used}
-    return ["  " + "  ".join(row[i].ljust(width[i]) if i == 0 else row[i].rjust(width[i]) for i in used).rstrip()
-            for row in rows]
-
-
-def _times(ratio: float | None) -> str:
-    return "" if ratio is None else f"{ratio:.2f}"
-
-
-def _percent(share: float | None) -> str:
-    return "" if share is None else f"{100 * share:.1f}%"
 
 
 def cpu_name() -> str:
@@ -257,86 +137,189 @@ def cpu_name() -> str:
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
-def machine(options: argparse.Namespace) -> dict[str, Any]:
+def ask_machine(options: argparse.Namespace, environment: Mapping[str, str]) -> dict[str, Any]:
+    """What a process of its own says of the device, of torch and of large GEMMs. Raises what Worker raises."""
+    job = make_job("machine", device=options.device, threads=options.threads, clock=options.clock,
+                   dtypes=options.dtype or DTYPES)
+    worker = Worker("the look at the device", job, environment_of(DEFAULT, environment))
+    try:
+        return worker.receive()
+    finally:
+        worker.end()
+
+
+def machine_line(options: argparse.Namespace, facts: dict[str, Any]) -> dict[str, Any]:
     """Where, when and how the figures were measured."""
-    device = options.torch_device
-    where = devices.name(device) if device.type == "cuda" else f"{cpu_name()}, {os.cpu_count()} cores"
-    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
-    return {"date": time.strftime("%Y-%m-%d %H:%M"), "device": where, "torch": torch.__version__,
-            "cpu_capability": torch.backends.cpu.get_cpu_capability(), "threads": torch.get_num_threads(),
-            "clock": options.clock, "load_average": load, "transformers": getattr(transformers, "__version__", None)}
+    cuda = facts["device_type"] == "cuda"
+    return {
+        "date": time.strftime("%Y-%m-%d %H:%M"),
+        "commit": commit_of(ROOT),
+        "device": facts["device_name"] if cuda else f"{cpu_name()}, {os.cpu_count()} cores",
+        "torch": facts["torch"],
+        "cpu_capability": facts["cpu_capability"],
+        "threads": facts["threads"],
+        "clock": options.clock,
+        "load_average": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
+        "busy_processes": options.busy or None,
+        "transformers": metadata.version("transformers") if _has_transformers() else None,
+    }
 
 
-def settle(options: argparse.Namespace) -> None:
-    """Fill in what was not typed; it depends on the device."""
-    options.torch_device = devices.choose_device(options.device, 0)
-    cuda = options.torch_device.type == "cuda"
-    if options.threads:
-        torch.set_num_threads(options.threads)
+def _has_transformers() -> bool:
+    return importlib.util.find_spec("transformers") is not None
+
+
+def complete(options: argparse.Namespace, device: str) -> None:
+    """Fill in what was not given; it depends on the device. Raises ValueError for what this machine cannot do."""
+    cuda = device == "cuda"
+    options.device = device
     options.size = options.size or list(CUDA_SIZES if cuda else CPU_SIZES)
-    options.dtype = options.dtype or (["bf16"] if cuda else ["fp32", "bf16"])
-    options.typed_rounds, options.rounds = options.rounds, options.rounds or (20 if cuda else 7)
+    options.dtype = options.dtype or (["bf16"] if cuda else list(DTYPES))
+    options.rounds_given = options.rounds is not None
+    options.rounds = options.rounds or (20 if cuda else 7)
     options.warmup = options.warmup or (5 if cuda else 2)
     options.minutes = options.minutes or (9.0 if cuda else None)
+    options.compare_with = options.compare_with or []
+    check_names(options.compare_with)
+    given = [DEFAULT] if cuda else CPU_SETTINGS
+    options.env = list(dict.fromkeys([DEFAULT, *(options.env or given)]))
     if options.contestants is None:
-        options.contestants = [] if cuda else ["bare", "transformers", "ceiling"]
+        options.contestants = [] if cuda else list(OTHERS)
     if options.alone:
         options.contestants = []
     if options.profile and cuda:
-        raise SystemExit("error: --profile: counts the operations of a CPU; give --device cpu, or use nsys on CUDA")
-    if "transformers" in options.contestants and transformers is None:
-        print("transformers is not installed: it does not take part")
-        options.contestants = [name for name in options.contestants if name != "transformers"]
+        raise ValueError("--profile: counts the operations of a CPU; give --device cpu, or use nsys on CUDA")
+    _remove_contestants(options, "transformers", "transformers is not installed", _has_transformers())
+    if not cuda:
+        compiler = os.environ.get("CXX", "g++")
+        _remove_contestants(options, "compiled", f"there is no C++ compiler ({compiler})", bool(shutil.which(compiler)))
 
 
-def _teller() -> Callable[[str], None]:
-    """Says on a terminal what is running now; the last words are wiped by the next ones."""
+def _remove_contestants(options: argparse.Namespace, word: str, reason: str, usable: bool) -> None:
+    removed = [name for name in options.contestants if word in name and not usable]
+    if removed:
+        print(f"{reason}: {', '.join(removed)} will be skipped")
+        options.contestants = [name for name in options.contestants if name not in removed]
+
+
+def make_plan(options: argparse.Namespace, dtype: str, native: bool, folder: Path) -> Plan:
+    """How to run the races of a number format. `native`: the device has instructions for it."""
+    names = [OURS, *(name for name in CONTESTANTS if name in options.contestants)]
+    contestants = [CONTESTANTS[name] for name in names]
+    contestants += [Contestant(checkout_name(tree), "ours", tree=tree) for tree in options.compare_with]
+    slow = not native and not options.rounds_given
+    others = [one.name for one in contestants if one.kind != "ours"]
+    if slow and others:
+        print(f"\nthis CPU emulates {dtype}, a step may take minutes: 1 round of {', '.join(others)} with the defaults "
+              f"(--rounds N: N of all, with all settings)", flush=True)
+    return Plan(
+        contestants=contestants,
+        settings=options.env,
+        rounds=options.rounds,
+        warmup=options.warmup,
+        environment=os.environ,
+        device=options.device,
+        folder=folder,
+        ceiling="ceiling" in options.contestants,
+        slow_rounds=1 if slow else None,
+        profile=options.profile,
+        busy=options.busy,
+        threads=options.threads,
+        clock=options.clock,
+    )
+
+
+def figures(race: Race) -> dict[str, Any]:
+    """All figures of a race, for --json."""
+    others = [name for name in race.contestants if name != OURS]
+    return {
+        **asdict(race),
+        "tokens_per_step": race.size.tokens,
+        "best_setting": {name: race.best(name).setting for name in race.contestants},
+        "ratio": {
+            other: dict(zip(("best", "defaults"), race.ratio(other, OURS), strict=True)) for other in others
+        },
+        "ceiling_seconds": race.ceiling(),
+    }
+
+
+def teller() -> Callable[[str], None]:
+    """Shows on a terminal what runs now; each text replaces the one before."""
     if not sys.stderr.isatty():
         return lambda text: None
     return lambda text: print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run every size in every number format; 1 if contestants disagree."""
-    options = build_parser().parse_args(argv)
-    settle(options)
-    device, tell = options.torch_device, _teller()
-    place = machine(options)
-    print(", ".join(f"{key.replace('_', ' ')} {value}" for key, value in place.items() if value is not None), flush=True)
+def print_machine(options: argparse.Namespace, machine: dict[str, Any], facts: dict[str, Any]) -> None:
+    """The lines before the first table."""
+    print(", ".join(f"{key.replace('_', ' ')} {value}" for key, value in machine.items() if value is not None))
+    for tree in options.compare_with:
+        print(f"{checkout_name(tree)}: commit {commit_of(tree)}")
+    removed = thread_variables(os.environ)
+    if removed:
+        print(f"removed from the environment of the contestants: {', '.join(removed)} (--env sets such variables)")
+    rates = ", ".join(
+        f"{dtype} {facts['matmul_tflops'][dtype]:.3f} TFLOP/s"
+        + " (in fp32)" * (dtype != "fp32" and facts["fast_dtype"][dtype] == "float32")
+        for dtype in options.dtype
+    )
+    peak = options.peak_tflops or "not known (--peak-tflops): no MFU"
+    print(f"large GEMM: {rates}; peak {peak}; TFLOP/s of a step count {facts['flops_convention']}", flush=True)
+
+
+def run_all(options: argparse.Namespace, facts: dict[str, Any]) -> list[dict[str, Any]]:
+    """Run every size in every number format and print its table; the figures of each. Raises what run_race raises."""
+    tell = teller()
     pairs = [(size, dtype) for size in options.size for dtype in options.dtype]
     end = time.monotonic() + 60.0 * options.minutes if options.minutes else float("inf")
-    clock = make_clock(options.clock, device)
-    fast = {dtype: faster_dtype(DTYPES[dtype], device, clock) for dtype in options.dtype}
-    rates = {dtype: matmul_rate(device, kind, clock) for dtype, kind in fast.items()}
-    peak = options.peak_tflops or (peak_of(place["device"]) if device.type == "cuda" else None)
-    print("large matrix product: " + ", ".join(f"{dtype} {rate:.3f} TFLOP/s" + " (in fp32)" * (fast[dtype] != DTYPES[dtype])
-                                               for dtype, rate in rates.items()) +
-          f"; peak {peak or 'not known (--peak-tflops): no MFU'}; TFLOP/s of a step count {flops.CONVENTION}", flush=True)
-    results: list[dict[str, Any]] = []
+    results = []
     for number, (size, dtype) in enumerate(pairs):
         now = time.monotonic()
+        deadline = now + (end - now) / (len(pairs) - number)
         try:
-            result = race(options, size, dtype, now + (end - now) / (len(pairs) - number), tell)
-        except torch.OutOfMemoryError:
-            print(f"\n{size.name} {dtype}: out of memory, skipped", flush=True)
+            with tempfile.TemporaryDirectory() as folder:
+                plan = make_plan(options, dtype, facts["native"][dtype], Path(folder))
+                race = run_race(plan, size, dtype, deadline, tell)
+        except OutOfMemory as error:
+            print(f"\n{size.name} {dtype}: {error}, skipped", flush=True)
             results.append({"size": asdict(size), "dtype": dtype, "out_of_memory": True})
             continue
         except Disagreement as error:
-            print(f"error: {size.name} {dtype}: {error}", file=sys.stderr)
-            return 1
+            raise Disagreement(f"{size.name} {dtype}: {error}") from None
         finally:
             tell("")
-            gc.collect()
-            devices.release_memory(device)
-        memory = f"; {result.memory_bytes / 1e9:.1f} GB" if result.memory_bytes else ""
-        print("\n".join(["", heading(result) + memory, *table(result, rates[dtype], peak)]), flush=True)
-        if result.profile:
-            print("\n".join(["", *step_profile.lines(result.profile, result.ceiling_seconds)]), flush=True)
-        results.append({**asdict(result), "x_bare": result.ratio(BARE, OURS), "x_transformers":
-                        result.ratio(HUGGINGFACE, OURS), "tokens_per_step": size.tokens})
+        lines = table(race, facts["matmul_tflops"][dtype], options.peak_tflops)
+        print("\n".join(["", heading(race), *lines]), flush=True)
+        if race.profile:
+            print("\n".join(["", *step_profile.lines(race.profile, race.ceiling())]), flush=True)
+        results.append(figures(race))
+    return results
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the benchmark; 1 if contestants disagree or one fails, 2 if the command line cannot be run."""
+    options = build_parser().parse_args(argv)
+    try:
+        facts = ask_machine(options, os.environ)
+        complete(options, facts["device_type"])
+        options.peak_tflops = options.peak_tflops or facts["peak_tflops"]
+        machine = machine_line(options, facts)
+        print_machine(options, machine, facts)
+        results = run_all(options, facts)
+    except (Disagreement, WorkerFailed) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     if options.json:
-        report = {"machine": place, "matmul_tflops": rates, "peak_tflops": peak, "races": results}
-        options.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        report = {
+            "machine": machine,
+            "matmul_tflops": facts["matmul_tflops"],
+            "peak_tflops": options.peak_tflops,
+            "races": results,
+        }
+        options.json.write_text(json.dumps(report, indent=1, default=str) + "\n", encoding="utf-8")
     return 0
 
 

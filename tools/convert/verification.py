@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import os
 import shutil
 import sys
 from pathlib import Path
@@ -18,12 +17,12 @@ from megatron.checkpoint.disk import CheckpointError
 from megatron.training.trained_model import TrainedModel, open_trained_model
 from tools.convert.hf_files import CONFIG, HFFolder
 from tools.convert.links import ConversionError
+from tools.shared.memory import free_memory
 
 TOLERANCE = 1e-4            # largest difference, as a share of the largest value
 LENGTH = 64                 # tokens of each of the two samples
 MEMORY_SHARE = 0.8          # of the free memory may go to the two models
 WORTH_SAYING = 10**9        # bytes of memory that a line announces
-_CGROUP = Path("/sys/fs/cgroup")
 
 
 def is_hf(path: Path) -> bool:
@@ -148,15 +147,3 @@ def _needs_memory(folder: Path) -> None:
                               f"{free / 1e9:.1f} GB are free")
     if needed > WORTH_SAYING:
         print(f"verifying on random ids: takes {needed / 1e9:.1f} GB of memory (--no-verify skips it)", file=sys.stderr)
-
-
-def free_memory() -> int:
-    """Bytes of memory that this process can get, within the limit of its container."""
-    free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    with contextlib.suppress(OSError, StopIteration, ValueError, IndexError):
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-        free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-    with contextlib.suppress(OSError, ValueError):
-        limit = int((_CGROUP / "memory.max").read_text(encoding="ascii"))
-        free = min(free, limit - int((_CGROUP / "memory.current").read_text(encoding="ascii")))
-    return max(0, free)
