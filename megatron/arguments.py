@@ -88,16 +88,25 @@ class Flag:
         """The value that `words` (after the flag) spell. Raises ValueError: what is wrong and what to write."""
         if self.kind in ("switch", "off"):
             if words:
-                raise ValueError(f"takes no value, but {' '.join(words)!r} follows; leave that out")
+                raise ValueError(
+                    f"takes no value, but {' '.join(words)!r} follows; leave that out "
+                    "[value-not-expected]"
+                )
             return self.kind == "switch"
         if not words:
-            raise ValueError(f"needs a value: {self.metavar}")
+            raise ValueError(f"needs a value: {self.metavar} [value-missing]")
         if self.kind == "value":
             if len(words) > 1:
-                raise ValueError(f"takes one value, but {len(words)} follow: {' '.join(words)!r}")
+                raise ValueError(
+                    f"takes one value, but {len(words)} follow: {' '.join(words)!r} "
+                    "[value-count-wrong]"
+                )
             return self._one(words[0])
         if isinstance(self.nargs, int) and len(words) != self.nargs:
-            raise ValueError(f"takes {self.nargs} values, but {len(words)} follow: {' '.join(words)!r}")
+            raise ValueError(
+                f"takes {self.nargs} values, but {len(words)} follow: {' '.join(words)!r} "
+                "[value-count-wrong]"
+            )
         try:
             if self.choices is None:
                 return tuple(map(self.type, words))
@@ -111,12 +120,17 @@ class Flag:
         except ValueError as error:
             if self.type not in _CALLED:
                 raise ValueError(f"{word!r}: {error}") from None
-            raise ValueError(f"{word!r} is not {_CALLED[self.type]}{_as_number(word)}") from None
+            raise ValueError(
+                f"{word!r} is not {_CALLED[self.type]}{_as_number(word)} [value-malformed]"
+            ) from None
         if self.choices is not None and value not in self.choices:
             lower = {str(choice).lower(): str(choice) for choice in self.choices}
             close = difflib.get_close_matches(word.lower(), lower, 1)
             hint = f"; did you mean {lower[close[0]]}?" if close else ""
-            raise ValueError(f"{word!r} is not one of {', '.join(map(str, self.choices))}{hint}")
+            raise ValueError(
+                f"{word!r} is not one of {', '.join(map(str, self.choices))}{hint} "
+                "[value-not-a-choice]"
+            )
         return value
 
 
@@ -323,7 +337,9 @@ def _parse_with_words(parser: Parser, argv: list[str], parsed: Parsed) -> None:
             _convert(flag, flag.spelling, loose[:take], parsed)
             loose = loose[take:]
     if loose and not parsed.problems:
-        parsed.problems.append(f"{' '.join(loose)!r}: not expected; {parser.usage()}")
+        parsed.problems.append(
+            f"{' '.join(loose)!r}: not expected; {parser.usage()} [value-not-expected]"
+        )
 
 
 def _most_values(parser: Parser, word: str) -> float:
@@ -342,7 +358,7 @@ def missing(parser: Parser, parsed: Parsed) -> list[str]:
     absent = [flag for flag in parser.flags if flag.required and flag.name not in parsed.typed.keys() | parsed.broken]
     if parsed.unread_file or any(line.startswith("unknown flag") for line in parsed.problems):
         absent = []
-    return [f"{flag.spelling} is missing: {flag.help}" for flag in absent]
+    return [f"{flag.spelling} is missing: {flag.help} [flag-missing]" for flag in absent]
 
 
 def parse_typed(parser: Parser, argv: Sequence[str]) -> dict[str, Any]:
@@ -364,8 +380,10 @@ def _take(parser: Parser, words: list[str], seen: dict[str, list[str]], parsed: 
         parsed.version = True
         return
     if not is_flag(words[0]):
-        parsed.problems.append(f"{' '.join(words)!r} stands alone: every value follows a flag (--name value); did a "
-                               "dash get lost?")
+        parsed.problems.append(
+            f"{' '.join(words)!r} stands alone: every value follows a flag (--name value); did a "
+            "dash get lost? [value-without-flag]"
+        )
         return
     flag = parser.by_spelling.get(spelling)
     if flag is None:
@@ -377,7 +395,10 @@ def _take(parser: Parser, words: list[str], seen: dict[str, list[str]], parsed: 
     if flag.extend:
         parsed.typed[flag.name] = before + parsed.typed[flag.name]
     elif seen.get(flag.name, values) != values:
-        parsed.notes.append(f"{spelling} is given more than once; the last one counts: {' '.join(values)}")
+        parsed.notes.append(
+            f"{spelling} is given more than once; the last one counts: {' '.join(values)} "
+            "[flag-given-twice]"
+        )
     seen[flag.name] = values
 
 
@@ -411,9 +432,11 @@ def _unknown(parser: Parser, spelling: str, parsed: Parsed) -> None:
     if explained := parser.explain(spelling):
         parsed.problems.append(explained)
     elif close:
-        parsed.problems.append(f"unknown flag {spelling}; did you mean {' or '.join(close)}?")
+        parsed.problems.append(
+            f"unknown flag {spelling}; did you mean {' or '.join(close)}? [flag-unknown]"
+        )
     else:
-        parsed.problems.append(f"unknown flag {spelling}; --help lists every flag")
+        parsed.problems.append(f"unknown flag {spelling}; --help lists every flag [flag-unknown]")
 
 
 def _close(spelling: str, known: Sequence[str]) -> list[str]:
@@ -438,7 +461,7 @@ def expand_files(argv: Sequence[str], seen: tuple[Path, ...] = ()) -> list[str]:
             continue
         path = Path(word[1:]) if not seen else seen[-1].parent / word[1:]
         if path.resolve() in [p.resolve() for p in seen]:
-            raise Problems([f"@{path}: includes itself"])
+            raise Problems([f"@{path}: includes itself [args-file-includes-itself]"])
         words += expand_files(read_words(path), (*seen, path))
     return words
 
@@ -448,17 +471,32 @@ def read_words(path: Path) -> list[str]:
     try:
         text = path.read_text(encoding="utf-8-sig")
     except OSError as error:
-        raise Problems([f"@{path}: {error.strerror or error}; an @FILE holds flags, one or more per line"]) from None
+        raise Problems(
+            [
+                f"@{path}: {error.strerror or error}; an @FILE holds flags, one or more per "
+                "line [file-not-readable]"
+            ]
+        ) from None
     except UnicodeDecodeError:
         text = "\0"
     if "\0" in text:
-        raise Problems([f"@{path}: not a text file; an @FILE holds flags, one or more per line"])
+        raise Problems(
+            [
+                f"@{path}: not a text file; an @FILE holds flags, one or more per line "
+                "[args-file-malformed]"
+            ]
+        )
     words, at = [], 0
     while at < len(text):
         token = _TOKEN.match(text, at)
         if token is None:
             line = text.count("\n", 0, at) + 1
-            raise Problems([f"@{path}, line {line}: a quote is not closed; close it, or write \\ before it"])
+            raise Problems(
+                [
+                    f"@{path}, line {line}: a quote is not closed; close it, or write \\ "
+                    "before it [args-file-malformed]"
+                ]
+            )
         words += (token["numbers"] or "").split() or (shlex.split(token[0]) if token["word"] else [])
         at = token.end()
     return words

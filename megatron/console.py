@@ -50,7 +50,7 @@ def run_tool(argv: Sequence[str]) -> int:
         return 0 if argv else 2
     close = difflib.get_close_matches(name or argv[0], [*programs, "--help", "--version"], 1, 0.5)
     hint = f"did you mean {close[0]}?" if close else f"the tools are {', '.join(programs)}"
-    print(f"error: unknown tool {argv[0]}; {hint}", file=sys.stderr)
+    print(f"error: unknown tool {argv[0]}; {hint} [command-unknown]", file=sys.stderr)
     return 2
 
 

@@ -73,8 +73,12 @@ def read(environ: Environ) -> tuple[LaunchInfo, list[str]]:
     given = [_given(launcher, environ) for launcher in _LAUNCHERS]
     given = [one for one in given if one.rank or one.world_size]
     values = [pair for one in given for pair in (one.rank, one.world_size) if pair]
-    problems = [f"{name}={text} in the environment: not a whole number; unset it, or use a launcher"
-                for name, text in values if not text.isdecimal()]
+    problems = [
+        f"{name}={text} in the environment: not a whole number; unset it, or use a launcher "
+        "[launcher-variable-malformed]"
+        for name, text in values
+        if not text.isdecimal()
+    ]
     if problems or not given:
         return LaunchInfo(), problems
     whole = [one for one in given if one.rank and one.world_size]
@@ -85,8 +89,10 @@ def read(environ: Environ) -> tuple[LaunchInfo, list[str]]:
     if problems or not rank or not size:
         return LaunchInfo(), problems
     if int(rank[1]) >= int(size[1]):
-        return LaunchInfo(), [f"{_text(rank)} in the environment: must be less than {_text(size)}; "
-                              f"unset both, or use a launcher"]
+        return LaunchInfo(), [
+            f"{_text(rank)} in the environment: must be less than {_text(size)}; unset both, "
+            "or use a launcher [launcher-variables-contradict]"
+        ]
     return _place(int(rank[1]), int(size[1]), given, whole, environ), []
 
 
@@ -110,27 +116,44 @@ def _doubts(given: list[_Given], whole: list[_Given]) -> list[str]:
     ranks = [one.rank for one in given if one.rank]
     sizes = [one.world_size for one in given if one.world_size]
     if not ranks:
-        return [f"{_text(sizes[0])} in the environment, but nothing gives this process's rank: start "
-                f"with torchrun, srun or mpiexec, or set RANK; unset {sizes[0][0]} for a single process"
-                ] if int(sizes[0][1]) > 1 else []
+        return (
+            [
+                f"{_text(sizes[0])} in the environment, but nothing gives this process's rank: "
+                f"start with torchrun, srun or mpiexec, or set RANK; unset {sizes[0][0]} for a "
+                "single process [launcher-variables-incomplete]"
+            ]
+            if int(sizes[0][1]) > 1
+            else []
+        )
     if not sizes:
-        return [f"{_text(ranks[0])} in the environment, but nothing gives the number of ranks: set "
-                f"WORLD_SIZE, or unset {ranks[0][0]} for a single process"]
+        return [
+            f"{_text(ranks[0])} in the environment, but nothing gives the number of ranks: set "
+            f"WORLD_SIZE, or unset {ranks[0][0]} for a single process "
+            "[launcher-variables-incomplete]"
+        ]
     if not whole:
         return []
     rank, size = whole[0].rank, whole[0].world_size
     for one in given:
         partial = given.index(one) < given.index(whole[0])
         if partial and one.rank and int(one.rank[1]) != int(rank[1]):
-            return [f"{_text(one.rank)} contradicts {_text(rank)} ({whole[0].launcher.name}); "
-                    f"unset {one.rank[0]}"]
+            return [
+                f"{_text(one.rank)} contradicts {_text(rank)} ({whole[0].launcher.name}); "
+                f"unset {one.rank[0]} [launcher-variables-contradict]"
+            ]
         if partial and one.world_size and int(one.world_size[1]) != int(size[1]):
-            return [f"{_text(one.world_size)} contradicts {_text(size)} "
-                    f"({whole[0].launcher.name}); unset {one.world_size[0]}"]
+            return [
+                f"{_text(one.world_size)} contradicts {_text(size)} "
+                f"({whole[0].launcher.name}); unset {one.world_size[0]} "
+                "[launcher-variables-contradict]"
+            ]
         if one in whole and int(size[1]) == 1 < int(one.world_size[1]):
-            return [f"{_text(size)} ({whole[0].launcher.name}) inside {_text(one.world_size)} "
-                    f"({one.launcher.name}): every process would be a run of one rank; use one launcher "
-                    f"for all ranks (unset the variables of the other)"]
+            return [
+                f"{_text(size)} ({whole[0].launcher.name}) inside {_text(one.world_size)} "
+                f"({one.launcher.name}): every process would be a run of one rank; use one "
+                "launcher for all ranks (unset the variables of the other) "
+                "[launcher-variables-contradict]"
+            ]
     return []
 
 
@@ -208,8 +231,11 @@ def rendezvous_problems(environ: Environ) -> list[str]:
         return []
     if port.isdecimal() and 0 < int(port) < 65536:
         return []
-    return [f"MASTER_PORT={port} in the environment: must be a port that is free on rank 0's node, 1 to "
-            f"65535 (with torchrun on one node: --standalone chooses one)"]
+    return [
+        f"MASTER_PORT={port} in the environment: must be a port that is free on rank 0's "
+        "node, 1 to 65535 (with torchrun on one node: --standalone chooses one) "
+        "[launcher-variable-malformed]"
+    ]
 
 
 def rendezvous(environ: Environ) -> tuple[str, int]:
@@ -226,9 +252,11 @@ def rendezvous(environ: Environ) -> tuple[str, int]:
         return address, int(port)
     values = {"MASTER_ADDR": address, "MASTER_PORT": port}
     missing = [name for name, value in values.items() if not value]
-    raise ValueError(f"{' and '.join(missing)} not set: {here.world_size} ranks need the address of rank 0's "
-                     f"node and a free port there; export {'them' if len(missing) > 1 else 'it'} before the "
-                     f"launcher, or start with torchrun")
+    raise ValueError(
+        f"{' and '.join(missing)} not set: {here.world_size} ranks need the address of rank 0's "
+        f"node and a free port there; export {'them' if len(missing) > 1 else 'it'} before the "
+        "launcher, or start with torchrun [rendezvous-address-missing]"
+    )
 
 
 def _first_host(environ: Environ, here: LaunchInfo) -> str | None:

@@ -24,6 +24,7 @@ from megatron.arguments import (
     values_of,
 )
 from megatron.config.tree import Config
+from tests.problems import assert_problem, codes_of
 
 
 def _even(word: str) -> int:
@@ -110,36 +111,40 @@ def test_only_what_was_typed_is_returned_and_the_rest_has_defaults():
     assert values_of(config)["border"] is False and "inner" not in values_of(config)
 
 
-@pytest.mark.parametrize(("argv", "line"), [
-    (["--width", "two"], "--width: 'two' is not a whole number"),
-    (["--width", "1.5"], "--width: '1.5' is not a whole number"),
-    (["--width", "1e9"], "--width: '1e9' is not a whole number; write 1000000000"),
-    (["--width", "300k"], "--width: '300k' is not a whole number; write 300000"),
-    (["--width", "1,000"], "--width: '1,000' is not a whole number; write 1000"),
-    (["--width"], "--width: needs a value: N"),
-    (["--pair"], "--pair: needs a value: N N"),
-    (["--many"], "--many: needs a value: TEXT [TEXT ...]"),
-    (["--rate", "fast"], "--rate: 'fast' is not a number"),
-    (["--rate", "1", "2"], "--rate: takes one value, but 2 follow: '1 2'"),
-    (["--pair", "1"], "--pair: takes 2 values, but 1 follow: '1'"),
-    (["--bright", "yes"], "--bright: takes no value, but 'yes' follows; leave that out"),
-    (["--bright=yes"], "--bright: takes no value, but 'yes' follows; leave that out"),
-    (["--style", "Sharp"], "--style: 'Sharp' is not one of sharp, round; did you mean sharp?"),
-    (["--style", "blunt"], "--style: 'blunt' is not one of sharp, round"),
-    (["--level", "2"], "--level: '2' is not one of 0, 1"),
-    (["--even", "3"], "--even: '3': must be even"),
-    (["--widht", "3"], "unknown flag --widht; did you mean --width?"),
-    (["--the_title", "3"], "unknown flag --the_title; did you mean --the-title?"),
-    (["-width", "3"], "unknown flag -width; did you mean --width?"),
-    (["--border"], "unknown flag --border; did you mean --no-border?"),
-    (["--colour", "3"], "unknown flag --colour; --help lists every flag"),
-    (["width", "3"], "'width 3' stands alone: every value follows a flag (--name value); did a dash get lost?"),
+@pytest.mark.parametrize(("argv", "code", "named"), [
+    (["--width", "two"], "value-malformed", ["--width", "'two'"]),
+    (["--width", "1.5"], "value-malformed", ["'1.5'"]),
+    (["--width", "1e9"], "value-malformed", ["write 1000000000"]),
+    (["--width", "300k"], "value-malformed", ["write 300000"]),
+    (["--width", "1,000"], "value-malformed", ["write 1000"]),
+    (["--width"], "value-missing", ["--width", " N"]),
+    (["--pair"], "value-missing", ["--pair", " N N"]),
+    (["--many"], "value-missing", ["--many", "TEXT [TEXT ...]"]),
+    (["--rate", "fast"], "value-malformed", ["--rate", "'fast'"]),
+    (["--rate", "1", "2"], "value-count-wrong", ["--rate", "'1 2'"]),
+    (["--pair", "1"], "value-count-wrong", ["--pair", "2", "'1'"]),
+    (["--bright", "yes"], "value-not-expected", ["--bright", "'yes'"]),
+    (["--bright=yes"], "value-not-expected", ["--bright", "'yes'"]),
+    (["--style", "Sharp"], "value-not-a-choice", ["--style", "sharp?"]),
+    (["--style", "blunt"], "value-not-a-choice", ["--style", "sharp, round"]),
+    (["--level", "2"], "value-not-a-choice", ["--level", "0, 1"]),
+    (["--widht", "3"], "flag-unknown", ["--widht", "--width?"]),
+    (["--the_title", "3"], "flag-unknown", ["--the_title", "--the-title?"]),
+    (["-width", "3"], "flag-unknown", ["-width", "--width?"]),
+    (["--border"], "flag-unknown", ["--border", "--no-border?"]),
+    (["--colour", "3"], "flag-unknown", ["--colour", "--help"]),
+    (["width", "3"], "value-without-flag", ["'width 3'"]),
 ])
-def test_one_problem_is_one_line(argv, line):
-    assert problems(*argv) == [line]
+def test_one_problem_is_one_line(argv, code, named):
+    [line] = problems(*argv)
+    assert_problem(line, code, *named)
     with pytest.raises(Problems) as raised:
         parse_typed(PARSER, argv)
     assert raised.value.lines == [line]
+
+
+def test_a_type_of_its_own_says_what_is_wrong():
+    assert problems("--even", "3") == ["--even: '3': must be even"]
 
 
 def test_all_problems_are_said_at_once_and_the_rest_is_read():
@@ -153,7 +158,8 @@ def test_a_flag_that_comes_again_is_noted_unless_it_collects():
     parsed = parse(PARSER, ["--width", "1", "--width", "2", "--many", "a", "--many", "b", "c", "--rate", "1", "--rate",
                             "1"])
     assert parsed.typed == {"width": 2, "many": ("a", "b", "c"), "rate": 1.0}
-    assert parsed.notes == ["--width is given more than once; the last one counts: 2"]
+    [note] = parsed.notes
+    assert_problem(note, "flag-given-twice", "--width", 2)
 
 
 @pytest.mark.parametrize(("word", "expected"), [
@@ -194,10 +200,9 @@ def test_bad_files_are_problems_beside_the_others(tmp_path: Path):
     (tmp_path / "bytes.args").write_bytes(b"\xff\xfe\x00")
     lines = problems(*[f"@{tmp_path / name}" for name in ("none.args", "loop.args", "quote.args", "bytes.args")],
                      "--width", "x")
-    assert len(lines) == 5
-    for line, text in zip(lines, ["No such file", "includes itself", "line 2: a quote is not closed", "not a text file",
-                                  "'x' is not a whole number"], strict=True):
-        assert text in line
+    assert codes_of(lines) == [
+        "file-not-readable", "args-file-includes-itself", "args-file-malformed", "args-file-malformed", "value-malformed"]
+    assert "line 2" in lines[2]
 
 
 def test_help_names_every_flag_with_type_and_default():
@@ -211,8 +216,9 @@ def test_help_names_every_flag_with_type_and_default():
 
 def test_what_is_unknown_may_be_explained():
     parser = build_parser(Tree, prog="x", description="d", explain=lambda s: f"{s}: gone" if s == "--old" else None)
-    assert parse(parser, ["--old", "1", "--widt", "2"]).problems == ["--old: gone",
-                                                                      "unknown flag --widt; did you mean --width?"]
+    old, wrong = parse(parser, ["--old", "1", "--widt", "2"]).problems
+    assert old == "--old: gone"
+    assert_problem(wrong, "flag-unknown", "--widt", "--width")
 
 
 def _other_value(flag: Flag, draw: random.Random):

@@ -8,6 +8,7 @@ import pytest
 from megatron import launcher
 from megatron.config import command_line
 from megatron.launcher import LaunchInfo
+from tests.problems import assert_problem, raises
 
 # What SLURM sets for a job of four tasks: in the shell of salloc, in the batch script, in the last task of a step.
 SALLOC = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4", "SLURM_JOB_NODELIST": "n[01-02]"}
@@ -66,22 +67,23 @@ def test_place_of_a_process(environ, expected, monkeypatch):
     assert (line.rank, line.world_size) == (expected.rank, expected.world_size)
 
 
-@pytest.mark.parametrize("environ, named", [
-    ({"WORLD_SIZE": "2"}, ["WORLD_SIZE=2", "set RANK"]),                    # several tasks, but which is this?
-    ({"PMI_SIZE": "2"}, ["PMI_SIZE=2", "set RANK"]),
-    ({"RANK": "0"}, ["RANK=0", "set WORLD_SIZE"]),
-    ({"PMIX_RANK": "1"}, ["PMIX_RANK=1", "set WORLD_SIZE"]),
-    ({"PALS_RANKID": "1"}, ["PALS_RANKID=1", "set WORLD_SIZE"]),
-    ({"RANK": "2", "WORLD_SIZE": "2"}, ["RANK=2", "WORLD_SIZE=2"]),
-    ({**OMPI, "OMPI_COMM_WORLD_SIZE": "two"}, ["OMPI_COMM_WORLD_SIZE=two", "whole number"]),
-    ({**SRUN, "WORLD_SIZE": "8"}, ["WORLD_SIZE=8", "SLURM_STEP_NUM_TASKS=4"]),
-    ({**SRUN, "RANK": "0"}, ["RANK=0", "SLURM_PROCID=3"]),
-    ({**SRUN, "RANK": "0", "WORLD_SIZE": "1"}, ["WORLD_SIZE=1", "SLURM_STEP_NUM_TASKS=4"]),     # four one-rank runs
-    ({**OMPI, "RANK": "0", "WORLD_SIZE": "1"}, ["WORLD_SIZE=1", "OMPI_COMM_WORLD_SIZE=2"])])
-def test_never_several_runs_of_one_rank(environ, named):
+@pytest.mark.parametrize("environ, code, named", [
+    ({"WORLD_SIZE": "2"}, "launcher-variables-incomplete", ["WORLD_SIZE=2", "RANK"]),  # which of them?
+    ({"PMI_SIZE": "2"}, "launcher-variables-incomplete", ["PMI_SIZE=2", "RANK"]),
+    ({"RANK": "0"}, "launcher-variables-incomplete", ["RANK=0", "WORLD_SIZE"]),
+    ({"PMIX_RANK": "1"}, "launcher-variables-incomplete", ["PMIX_RANK=1", "WORLD_SIZE"]),
+    ({"PALS_RANKID": "1"}, "launcher-variables-incomplete", ["PALS_RANKID=1", "WORLD_SIZE"]),
+    ({"RANK": "2", "WORLD_SIZE": "2"}, "launcher-variables-contradict", ["RANK=2", "WORLD_SIZE=2"]),
+    ({**OMPI, "OMPI_COMM_WORLD_SIZE": "two"}, "launcher-variable-malformed", ["OMPI_COMM_WORLD_SIZE=two"]),
+    ({**SRUN, "WORLD_SIZE": "8"}, "launcher-variables-contradict", ["WORLD_SIZE=8", "SLURM_STEP_NUM_TASKS=4"]),
+    ({**SRUN, "RANK": "0"}, "launcher-variables-contradict", ["RANK=0", "SLURM_PROCID=3"]),
+    ({**SRUN, "RANK": "0", "WORLD_SIZE": "1"}, "launcher-variables-contradict", ["WORLD_SIZE=1", "SLURM_STEP_NUM_TASKS=4"]),
+    ({**OMPI, "RANK": "0", "WORLD_SIZE": "1"}, "launcher-variables-contradict", ["WORLD_SIZE=1", "OMPI_COMM_WORLD_SIZE=2"])])
+def test_never_several_runs_of_one_rank(environ, code, named):
     """Where tasks were started together and the ranks are not known: one error that names the variables."""
     found, problems = launcher.read(environ)
-    assert found == LaunchInfo() and len(problems) == 1 and all(word in problems[0] for word in named)
+    assert found == LaunchInfo() and len(problems) == 1
+    assert_problem(problems[0], code, *named)
 
 
 @pytest.mark.parametrize("environ, expected", [
@@ -99,10 +101,9 @@ def test_where_the_ranks_meet(environ, expected):
 
 
 @pytest.mark.parametrize("environ, missing", [
-    (PALS, "MASTER_ADDR not set"), (HYDRA, "MASTER_PORT not set"),
-    ({"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_ADDR and MASTER_PORT not set")])
+    (PALS, "MASTER_ADDR"), (HYDRA, "MASTER_PORT"), ({"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_ADDR and MASTER_PORT")])
 def test_no_meeting_point(environ, missing):
-    with pytest.raises(ValueError, match=missing):
+    with raises(ValueError, "rendezvous-address-missing", missing):
         launcher.rendezvous(environ)
 
 

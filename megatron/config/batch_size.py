@@ -47,7 +47,9 @@ class BatchSizeSchedule:
         reach_target: bool = False,
     ) -> None:
         if micro_batch_size is None or micro_batch_size < 1:
-            raise ValueError(f"--micro-batch-size {micro_batch_size} must be at least 1")
+            raise ValueError(
+                f"--micro-batch-size {micro_batch_size} must be at least 1 [value-out-of-range]"
+            )
         assert data_parallel_size >= 1 and steps and steps[0][0] == 0
         self.micro_batch_size = micro_batch_size
         self.data_parallel_size = data_parallel_size
@@ -120,11 +122,14 @@ class BatchSizeSchedule:
             return iterations + 1
         return iterations
 
-    def problems(self, consumed: int = 0) -> list[str]:
-        """Every size the schedule reaches from `consumed` samples on that does not divide into micro-batches."""
+    def problems(self, consumed: int = 0, remedy: str = "") -> list[str]:
+        """Every size the schedule reaches from `consumed` samples on that does not divide into micro-batches.
+
+        `remedy`: what could be done besides, as ", or 4 ranks".
+        """
         first = bisect_right(self._starts, consumed) - 1
         sizes = {phase.global_batch_size for phase in self.phases[first:]}
-        return [self._not_divisible(size) for size in sorted(sizes) if size % self.divisor]
+        return [self._not_divisible(size, remedy) for size in sorted(sizes) if size % self.divisor]
 
     def lines(self) -> list[str]:
         """What to print at start: Megatron's lines, and the first phases of a size that changes."""
@@ -147,13 +152,14 @@ class BatchSizeSchedule:
     def _running(self, nominal: int) -> int:
         return nominal // self.divisor * self.divisor if self.decrease_batch_size_if_needed else nominal
 
-    def _not_divisible(self, size: int) -> str:
+    def _not_divisible(self, size: int, remedy: str = "") -> str:
         below = size // self.divisor * self.divisor
         near = f"{below} or {below + self.divisor}" if below else f"{self.divisor}"
         return (
-            f"{self._flag}: global batch size ({size}) is not divisible by micro batch size ({self.micro_batch_size}) "
-            f"times data parallel size ({self.data_parallel_size}); use {near}, another --micro-batch-size, or "
-            "--decrease-batch-size-if-needed"
+            f"{self._flag}: global batch size ({size}) is not divisible by micro batch size "
+            f"({self.micro_batch_size}) times data parallel size ({self.data_parallel_size}); use "
+            f"{near}, another --micro-batch-size, or --decrease-batch-size-if-needed{remedy} "
+            "[batch-not-divisible]"
         )
 
     def _find_phases(self) -> list[Phase]:
@@ -165,9 +171,10 @@ class BatchSizeSchedule:
             size = self._running(self.steps[at][1])
             if size < 1:
                 raise ValueError(
-                    f"{self._flag}: a global batch size of {self.steps[at][1]} holds no micro-batch of "
-                    f"{self.micro_batch_size} on each of {self.data_parallel_size} data-parallel ranks; use at least "
-                    f"{self.divisor}"
+                    f"{self._flag}: a global batch size of {self.steps[at][1]} holds no "
+                    f"micro-batch of {self.micro_batch_size} on each of {self.data_parallel_size} "
+                    f"data-parallel ranks; use at least {self.divisor} "
+                    "[batch-smaller-than-micro-batches]"
                 )
             if not phases or phases[-1].global_batch_size != size:
                 phases.append(Phase(iteration, consumed, size))
@@ -195,7 +202,9 @@ def build_batch_size_schedule(
     passed the sizes that do not. Raises ValueError naming the flag for everything else.
     """
     if micro_batch_size is None or micro_batch_size < 1:
-        raise ValueError(f"--micro-batch-size {micro_batch_size} must be at least 1")
+        raise ValueError(
+            f"--micro-batch-size {micro_batch_size} must be at least 1 [value-out-of-range]"
+        )
     common = {"micro_batch_size": micro_batch_size, "data_parallel_size": data_parallel_size}
     if step_batch_size_schedule is not None:
         for flag, value in (
@@ -205,12 +214,15 @@ def build_batch_size_schedule(
             ("--decrease-batch-size-if-needed", decrease_batch_size_if_needed or None),
         ):
             if value is not None:
-                raise ValueError(f"{flag} cannot be given with --step-batch-size-schedule, which sets all sizes")
+                raise ValueError(
+                    f"{flag} cannot be given with --step-batch-size-schedule, which sets all "
+                    "sizes [flags-exclude-each-other]"
+                )
         steps = parse_step_schedule(step_batch_size_schedule, seq_length)
         return BatchSizeSchedule(steps, **common, flag="--step-batch-size-schedule", reach_target=True)
     size = micro_batch_size * data_parallel_size if global_batch_size is None else global_batch_size
     if size < 1:
-        raise ValueError(f"--global-batch-size {size} must be at least 1")
+        raise ValueError(f"--global-batch-size {size} must be at least 1 [value-out-of-range]")
     steps, flag = [(0, size)], "--global-batch-size"
     headline = f"setting global batch size to {size}" if global_batch_size is None else None
     if rampup_batch_size is not None:
@@ -222,7 +234,10 @@ def build_batch_size_schedule(
         )
     if rampup_micro_batches is not None:
         if rampup_batch_size is not None:
-            raise ValueError("--rampup-micro-batches and --rampup-batch-size are two ramps: give only one of them")
+            raise ValueError(
+                "--rampup-micro-batches and --rampup-batch-size are two ramps: give only one of "
+                "them [flags-exclude-each-other]"
+            )
         steps = micro_batch_steps(rampup_micro_batches, size, micro_batch_size * data_parallel_size)
         flag = "--rampup-micro-batches"
     return BatchSizeSchedule(
@@ -244,21 +259,33 @@ def rampup_steps(values: Sequence[int | str], global_batch_size: int) -> list[tu
     try:
         start, increment, samples = (int(value) for value in values)
     except ValueError:
-        raise ValueError(f"{flag}: expected three integers, START INCREMENT SAMPLES") from None
+        raise ValueError(
+            f"{flag}: expected three integers, START INCREMENT SAMPLES [batch-ramp-malformed]"
+        ) from None
     if start < 1 or increment < 1 or samples < 0:
-        raise ValueError(f"{flag}: START and INCREMENT must be at least 1, and SAMPLES not negative")
+        raise ValueError(
+            f"{flag}: START and INCREMENT must be at least 1, and SAMPLES not negative "
+            "[value-out-of-range]"
+        )
     if start > global_batch_size:
-        raise ValueError(f"{flag}: it starts above --global-batch-size {global_batch_size}; a ramp can only rise")
+        raise ValueError(
+            f"{flag}: it starts above --global-batch-size {global_batch_size}; a ramp can only "
+            "rise [batch-ramp-starts-too-high]"
+        )
     if (global_batch_size - start) % increment:
         raise ValueError(
             f"{flag}: the way from {start} to --global-batch-size {global_batch_size} is "
-            f"{global_batch_size - start} samples, no multiple of the increment {increment}"
+            f"{global_batch_size - start} samples, no multiple of the increment {increment} "
+            "[batch-ramp-increment-does-not-fit]"
         )
     increments = (global_batch_size - start) // increment
     if increments == 0:
         return [(0, global_batch_size)]
     if samples == 0:
-        raise ValueError(f"{flag}: a ramp over 0 samples is none; give SAMPLES, or only --global-batch-size")
+        raise ValueError(
+            f"{flag}: a ramp over 0 samples is none; give SAMPLES, or only --global-batch-size "
+            "[value-out-of-range]"
+        )
     per_increment = samples / increments
     found = {0: start}
     for count in range(1, increments + 1):
@@ -284,12 +311,17 @@ def micro_batch_steps(values: Sequence[int | str], global_batch_size: int, divis
     try:
         start, increment, iterations = (int(value) for value in values)
     except ValueError:
-        raise ValueError(f"{flag}: expected three integers, START INCREMENT ITERATIONS") from None
+        raise ValueError(
+            f"{flag}: expected three integers, START INCREMENT ITERATIONS [batch-ramp-malformed]"
+        ) from None
     if min(start, increment, iterations) < 1:
-        raise ValueError(f"{flag}: each of the three must be at least 1")
+        raise ValueError(f"{flag}: each of the three must be at least 1 [value-out-of-range]")
     if start * divisor > global_batch_size:
-        raise ValueError(f"{flag}: it starts above the {global_batch_size // divisor} micro-batches of --global-batch-size "
-                         f"{global_batch_size}; a ramp can only rise")
+        raise ValueError(
+            f"{flag}: it starts above the {global_batch_size // divisor} micro-batches of "
+            f"--global-batch-size {global_batch_size}; a ramp can only rise "
+            "[batch-ramp-starts-too-high]"
+        )
     steps, consumed = [], 0
     for size in range(start * divisor, global_batch_size, increment * divisor):
         steps.append((consumed, size))
@@ -324,7 +356,7 @@ def parse_step_schedule(text: str, seq_length: int | None = None) -> list[tuple[
         if before == after:
             problems.append(f"two entries begin at {after} samples; thresholds must be strictly increasing")
     if problems:
-        raise ValueError(f"{flag}: {'; '.join(problems)}")
+        raise ValueError(f"{flag}: {'; '.join(problems)} [step-schedule-malformed]")
     return steps
 
 

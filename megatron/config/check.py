@@ -136,16 +136,30 @@ def notes(config: Config, world_size: int, typed: Collection[str] = ()) -> list[
     found = []
     for names, condition, met in _NEEDED:
         if not met(facts):
-            found += [f"{facts.say(name)}: no effect without {condition}" for name in names.split() if name in typed]
-    found += [f"{facts.say(name)}: no effect here, because {why}" for name, why in _ALWAYS.items()
-              if name in typed and facts[name] != facts.flags[name].default]
+            found += [
+                f"{facts.say(name)}: no effect without {condition} [flag-has-no-effect]"
+                for name in names.split()
+                if name in typed
+            ]
+    found += [
+        f"{facts.say(name)}: no effect here, because {why} [flag-has-no-effect]"
+        for name, why in _ALWAYS.items()
+        if name in typed and facts[name] != facts.flags[name].default
+    ]
     if facts["sequence_parallel"] and facts["tensor_model_parallel_size"] == 1:
-        found.append("--sequence-parallel: switched off, because --tensor-model-parallel-size is 1")
+        found.append(
+            "--sequence-parallel: switched off, because --tensor-model-parallel-size is 1 "
+            "[flag-has-no-effect]"
+        )
     if facts["distributed_backend"] == "nccl" and facts["device"] == "cpu":
-        found.append("--distributed-backend nccl: no effect with one rank on the CPU")
+        found.append(
+            "--distributed-backend nccl: no effect with one rank on the CPU [flag-has-no-effect]"
+        )
     if facts["control_file"] is not None and facts["save"] is None:
-        found.append(f"{facts.say('control_file')}: nothing can be saved without --save: save has no effect, and stop "
-                     "ends the run without a checkpoint")
+        found.append(
+            f"{facts.say('control_file')}: nothing can be saved without --save: save has no "
+            "effect, and stop ends the run without a checkpoint [control-file-without-save]"
+        )
     found += check_ddp.notes(config.parallel, world_size)
     found += check_kernels.notes(facts)
     found += _skip_ranges(facts)[1]
@@ -163,9 +177,9 @@ def _required(f: Facts) -> Iterator[str]:
             ("micro_batch_size", "give the samples of one forward pass on one rank"),
             ("lr", "give the peak learning rate, as in --lr 3e-4")):
         if f[name] is None:
-            yield f"{f.flags[name].spelling} is missing: {hint}"
+            yield f"{f.flags[name].spelling} is missing: {hint} [flag-missing]"
     if f["train_iters"] is None and f["train_samples"] is None:
-        yield "--train-iters is missing: give it, or --train-samples"
+        yield "--train-iters is missing: give it, or --train-samples [flag-missing]"
 
 
 def _ranges(f: Facts) -> Iterator[str]:
@@ -184,7 +198,10 @@ def _ranges(f: Facts) -> Iterator[str]:
             if value is not None and not fits(value):
                 f.bad.add(name)
                 unusual = isinstance(value, float) and not math.isfinite(value)
-                yield f"{f.say(name)}: {'must be a finite number' if unusual else text}"
+                if unusual:
+                    yield f"{f.say(name)}: must be a finite number [value-not-finite]"
+                else:
+                    yield f"{f.say(name)}: {text} [value-out-of-range]"
 
 
 def _shape(f: Facts) -> Iterator[str]:
@@ -192,74 +209,116 @@ def _shape(f: Facts) -> Iterator[str]:
         hidden, heads = f["hidden_size"], f["num_attention_heads"]
         if hidden % heads:
             near = sorted({max(heads, hidden // heads * heads), (hidden // heads + 1) * heads})
-            yield (f"--hidden-size {hidden}: not a multiple of --num-attention-heads {heads}; use "
-                   f"{' or '.join(map(str, near))}, another number of heads, or give --kv-channels")
+            yield (
+                f"--hidden-size {hidden}: not a multiple of --num-attention-heads {heads}; use "
+                f"{' or '.join(map(str, near))}, another number of heads, or give --kv-channels "
+                "[hidden-size-not-divisible-by-heads]"
+            )
     if f.ok("num_attention_heads", "num_query_groups"):
         heads, groups = f["num_attention_heads"], f["num_query_groups"]
         if f["group_query_attention"] and heads % groups:
             fit = [str(n) for n in range(1, heads + 1) if heads % n == 0]
-            yield (f"--num-query-groups {groups}: --num-attention-heads {heads} is not a multiple of it; use "
-                   f"{', '.join(fit[:12])}")
+            yield (
+                f"--num-query-groups {groups}: --num-attention-heads {heads} is not a multiple of "
+                f"it; use {', '.join(fit[:12])} [heads-not-divisible-by-query-groups]"
+            )
         if "num_query_groups" in f.typed and not f["group_query_attention"] and groups not in (1, heads):
-            yield f"--num-query-groups {groups}: counts only with --group-query-attention; add that, or leave it out"
+            yield (
+                f"--num-query-groups {groups}: counts only with --group-query-attention; add "
+                "that, or leave it out [flag-needs-other-flag]"
+            )
     if f.ok("seq_length", "max_position_embeddings") and f["max_position_embeddings"] < f["seq_length"]:
-        yield (f"--max-position-embeddings {f['max_position_embeddings']}: less than --seq-length {f['seq_length']}; "
-               f"use {f['seq_length']} or more")
+        yield (
+            f"--max-position-embeddings {f['max_position_embeddings']}: less than --seq-length "
+            f"{f['seq_length']}; use {f['seq_length']} or more "
+            "[position-embeddings-shorter-than-sequence]"
+        )
     if f.ok("hidden_size", "num_attention_heads", "rotary_percent") and f.config.model.positions == "rope":
         width = f.config.model.head_dim
         rotated = int(width * f["rotary_percent"])
         if rotated < 2 or rotated % 2:
-            yield (f"--rotary-percent {f['rotary_percent']}: rotates {rotated} of the {width} channels of a head; it "
-                   "must be an even number (see --kv-channels)")
+            yield (
+                f"--rotary-percent {f['rotary_percent']}: rotates {rotated} of the {width} "
+                "channels of a head; it must be an even number (see --kv-channels) "
+                "[rotary-channels-odd]"
+            )
     if f["use_rotary_position_embeddings"] and f["position_embedding_type"] == "none":
-        yield ("--position-embedding-type none: --use-rotary-position-embeddings asks for rope; leave one of them out")
+        yield (
+            "--position-embedding-type none: --use-rotary-position-embeddings asks for rope; "
+            "leave one of them out [flags-exclude-each-other]"
+        )
     yield from _only_one(f, "swiglu", "geglu", "squared_relu", "openai_gelu")
     yield from _only_one(f, "ffn_hidden_size", "ffn_multiple_of")
     for name in ("ffn_multiple_of", "init_scheme"):
         if f[name] not in (None, "megatron") and not f.config.model.gated:
-            yield f"{f.say(name)}: is InternLM's rule for a gated MLP; add --swiglu, or leave it out"
+            yield (
+                f"{f.say(name)}: is InternLM's rule for a gated MLP; add --swiglu, or leave it "
+                "out [flag-needs-other-flag]"
+            )
 
 
 def _only_one(f: Facts, *names: str) -> Iterator[str]:
     given = [f.flags[name].spelling for name in names if f[name]]
     if len(given) > 1:
-        yield f"{' and '.join(given)}: only one of these can be given"
+        yield f"{' and '.join(given)}: only one of these can be given [flags-exclude-each-other]"
 
 
 def _precision(f: Facts) -> Iterator[str]:
     yield from _only_one(f, "fp16", "bf16", "fp64")
     if f["fp32_residual_connection"] and not (f["fp16"] or f["bf16"]):
-        yield "--fp32-residual-connection: needs --fp16 or --bf16; everything is in fp32 already, so leave it out"
+        yield (
+            "--fp32-residual-connection: needs --fp16 or --bf16; everything is in fp32 already, "
+            "so leave it out [flag-needs-other-flag]"
+        )
     if f["fp16_lm_cross_entropy"] and not f["fp16"]:
-        yield "--fp16-lm-cross-entropy: needs --fp16; leave it out"
+        yield "--fp16-lm-cross-entropy: needs --fp16; leave it out [flag-needs-other-flag]"
     if f["tf32"] and (f["fp16"] or f["bf16"] or f["fp64"] or f["device"] == "cpu"):
-        yield "--tf32: is a way to multiply fp32 matrices on CUDA; leave it out"
+        yield (
+            "--tf32: is a way to multiply fp32 matrices on CUDA; leave it out "
+            "[tf32-without-fp32-on-cuda]"
+        )
     if f["fp16"] and f.ok("initial_loss_scale", "max_loss_scale") and f["initial_loss_scale"] > f["max_loss_scale"]:
-        yield f"{f.say('initial_loss_scale')}: greater than {f.say('max_loss_scale')}; use at most that"
+        yield (
+            f"{f.say('initial_loss_scale')}: greater than {f.say('max_loss_scale')}; use at most "
+            "that [initial-loss-scale-out-of-bounds]"
+        )
     if f["fp16"] and f.ok("initial_loss_scale", "min_loss_scale") and f["initial_loss_scale"] < f["min_loss_scale"]:
-        yield f"{f.say('initial_loss_scale')}: less than {f.say('min_loss_scale')}; use at least that"
+        yield (
+            f"{f.say('initial_loss_scale')}: less than {f.say('min_loss_scale')}; use at least "
+            "that [initial-loss-scale-out-of-bounds]"
+        )
 
 
 def _run(f: Facts) -> Iterator[str]:
     """Length, batch and what counts in iterations or in samples."""
     if f["train_iters"] is not None and f["train_samples"] is not None:
-        yield (f"{f.say('train_iters')} and {f.say('train_samples')}: two lengths of the same run; give only one of "
-               "them")
+        yield (
+            f"{f.say('train_iters')} and {f.say('train_samples')}: two lengths of the same run; "
+            "give only one of them [two-run-lengths]"
+        )
     else:
         samples = f["train_samples"] is not None
         mine, other = ("samples", "iters") if samples else ("iters", "samples")
         for stem in ("lr_decay", "lr_warmup", "lr_wsd_decay"):
             if (samples or f["train_iters"] is not None) and f[f"{stem}_{other}"]:
-                yield (f"{f.say(f'{stem}_{other}')}: the run is counted by --train-{mine}; use "
-                       f"--{stem.replace('_', '-')}-{mine}")
+                yield (
+                    f"{f.say(f'{stem}_{other}')}: the run is counted by --train-{mine}; use "
+                    f"--{stem.replace('_', '-')}-{mine} [schedule-in-other-unit-than-run]"
+                )
         if f["train_iters"] is not None:
             for name in ("rampup_batch_size", "step_batch_size_schedule"):
                 if f[name] is not None:
-                    yield f"{f.say(name)}: changes the batch by samples; give --train-samples instead of --train-iters"
+                    yield (
+                        f"{f.say(name)}: changes the batch by samples; give --train-samples "
+                        "instead of --train-iters [batch-schedule-needs-train-samples]"
+                    )
     if f["lr_warmup_fraction"] is not None:
         for name in ("lr_warmup_iters", "lr_warmup_samples"):
             if f[name]:
-                yield f"{f.say(name)} and {f.say('lr_warmup_fraction')}: two warm-ups; give only one of them"
+                yield (
+                    f"{f.say(name)} and {f.say('lr_warmup_fraction')}: two warm-ups; give only "
+                    "one of them [two-warmups]"
+                )
     if f.ok("micro_batch_size") and not f.bad & {"global_batch_size", "seq_length"}:
         yield from check_layout.batch(f)
 
@@ -269,35 +328,58 @@ def _schedule(f: Facts) -> Iterator[str]:
     for name, peak in (("min_lr", "lr"), ("lr_warmup_init", "lr"), ("lr_warmup_init", "decoupled_lr"),
                        ("decoupled_min_lr" if f["decoupled_min_lr"] is not None else "min_lr", "decoupled_lr")):
         if f.ok(peak, name) and f[name] > f[peak]:
-            yield f"{f.say(name)}: greater than {f.say(peak)}; use at most that"
+            yield f"{f.say(name)}: greater than {f.say(peak)}; use at most that [lr-above-peak]"
     if f["decoupled_min_lr"] is not None and f["decoupled_lr"] is None:
-        yield f"{f.say('decoupled_min_lr')}: is the floor of --decoupled-lr; give that too, or leave it out"
+        yield (
+            f"{f.say('decoupled_min_lr')}: is the floor of --decoupled-lr; give that too, or "
+            "leave it out [flag-needs-other-flag]"
+        )
     unit = "iters" if f["train_samples"] is None else "samples"
     horizon = f"lr_decay_{unit}" if f[f"lr_decay_{unit}"] is not None else f"train_{unit}"
     if f.ok(horizon):
         warmup = f"lr_warmup_{unit}"
         if f.ok(warmup) and f[warmup] and f[warmup] >= f[horizon]:
-            yield f"{f.say(warmup)}: must be less than {f.say(horizon)}, the end of the decay"
+            yield (
+                f"{f.say(warmup)}: must be less than {f.say(horizon)}, the end of the decay "
+                "[lr-warmup-too-long]"
+            )
         elif f.ok(warmup, "lr_init_iters") and f["lr_init_iters"] and unit == "iters" and (
                 f[warmup] + f["lr_init_iters"] >= f[horizon]):
-            yield f"{f.say(warmup)}: with {f.say('lr_init_iters')} must be less than {f.say(horizon)}, the end of the decay"
+            yield (
+                f"{f.say(warmup)}: with {f.say('lr_init_iters')} must be less than "
+                f"{f.say(horizon)}, the end of the decay [lr-warmup-too-long]"
+            )
         wsd = f"lr_wsd_decay_{unit}"
         if f["lr_decay_style"] == "WSD" and f[wsd] is None:
-            yield f"--lr-decay-style WSD: needs the length of its anneal; give {f.flags[wsd].spelling}"
+            yield (
+                "--lr-decay-style WSD: needs the length of its anneal; give "
+                f"{f.flags[wsd].spelling} [flag-missing]"
+            )
         elif f["lr_decay_style"] == "WSD" and f.ok(wsd) and f[wsd] > f[horizon]:
-            yield f"{f.say(wsd)}: longer than {f.say(horizon)}, the whole schedule; use at most that"
+            yield (
+                f"{f.say(wsd)}: longer than {f.say(horizon)}, the whole schedule; use at most "
+                "that [wsd-decay-too-long]"
+            )
     ends = ("start_weight_decay", "end_weight_decay")
     if f["weight_decay_incr_style"] == "constant":
         for name in ends:
             if f[name] is not None:
-                yield (f"{f.say(name)}: weight decay is constant; use --weight-decay, or --weight-decay-incr-style "
-                       "linear or cosine")
+                yield (
+                    f"{f.say(name)}: weight decay is constant; use --weight-decay, or "
+                    "--weight-decay-incr-style linear or cosine [weight-decay-is-constant]"
+                )
     else:
         for name in ends:
             if f[name] is None:
-                yield (f"{f.flags[name].spelling} is missing: {f.say('weight_decay_incr_style')} needs start and end")
+                yield (
+                    f"{f.flags[name].spelling} is missing: {f.say('weight_decay_incr_style')} "
+                    "needs start and end [flag-missing]"
+                )
         if f.ok(*ends) and f[ends[0]] > f[ends[1]]:
-            yield f"{f.say(ends[0])}: greater than {f.say(ends[1])}; weight decay can only rise"
+            yield (
+                f"{f.say(ends[0])}: greater than {f.say(ends[1])}; weight decay can only rise "
+                "[weight-decay-decreases]"
+            )
     yield from _only_one(f, "override_opt_param_scheduler", "use_checkpoint_opt_param_scheduler")
 
 
@@ -305,11 +387,16 @@ def _spikes(f: Facts) -> Iterator[str]:
     if f["spike_action"] != "rewind":
         return
     if not f["spike_snapshot_interval"] and f["save"] is None and f["load"] is None:
-        yield ("--spike-action rewind: there is nothing to go back to with --spike-snapshot-interval 0 and neither --save "
-               "nor --load; give --save DIR, or an interval such as 50")
+        yield (
+            "--spike-action rewind: there is nothing to go back to with --spike-snapshot-interval "
+            "0 and neither --save nor --load; give --save DIR, or an interval such as 50 "
+            "[spike-action-without-snapshots]"
+        )
     if f["no_save_optim"]:
-        yield ("--no-save-optim: --spike-action rewind saves where it goes back to, and needs the optimizer there; leave "
-               "one of them out")
+        yield (
+            "--no-save-optim: --spike-action rewind saves where it goes back to, and needs the "
+            "optimizer there; leave one of them out [spike-action-needs-optimizer-state]"
+        )
 
 
 def _loop(f: Facts) -> Iterator[str]:
@@ -319,27 +406,54 @@ def _loop(f: Facts) -> Iterator[str]:
                                        "recompute_num_layers") if f[name]]
     if f["recompute_fraction"] is not None:
         if others:
-            yield f"{f.say('recompute_fraction')}: says all about recompute; leave out {', '.join(others)}"
+            yield (
+                f"{f.say('recompute_fraction')}: says all about recompute; leave out "
+                f"{', '.join(others)} [flags-exclude-each-other]"
+            )
     elif f["recompute_activations"] and f["recompute_granularity"] == "full":
-        yield "--recompute-granularity full: --recompute-activations means selective; leave one of them out"
+        yield (
+            "--recompute-granularity full: --recompute-activations means selective; leave one of "
+            "them out [flags-exclude-each-other]"
+        )
     elif f["recompute_granularity"] == "full":
         if method is None:
-            yield "--recompute-method is missing: --recompute-granularity full needs uniform or block"
+            yield (
+                "--recompute-method is missing: --recompute-granularity full needs uniform or "
+                "block [flag-missing]"
+            )
         if layers is None:
-            yield "--recompute-num-layers is missing: --recompute-granularity full needs it, 1 is usual"
+            yield (
+                "--recompute-num-layers is missing: --recompute-granularity full needs it, 1 is "
+                "usual [flag-missing]"
+            )
         elif f.ok("num_layers", "recompute_num_layers") and layers > f["num_layers"]:
-            yield f"--recompute-num-layers {layers}: there are only {f['num_layers']} layers; use at most that"
+            yield (
+                f"--recompute-num-layers {layers}: there are only {f['num_layers']} layers; use "
+                "at most that [recompute-layers-above-num-layers]"
+            )
     else:
         for name in ("recompute_method", "recompute_num_layers"):
             if f[name] is not None:
-                yield f"{f.say(name)}: needs --recompute-granularity full; add that, or leave it out"
+                yield (
+                    f"{f.say(name)}: needs --recompute-granularity full; add that, or leave it "
+                    "out [flag-needs-other-flag]"
+                )
     if f["cudnn_benchmark"] and (f["deterministic_mode"] or f["cudnn_deterministic"]):
-        yield "--cudnn-benchmark: chooses kernels by their time, which is not deterministic; leave one of the two out"
+        yield (
+            "--cudnn-benchmark: chooses kernels by their time, which is not deterministic; leave "
+            "one of the two out [flags-exclude-each-other]"
+        )
     if f["save"] is not None and f["save_interval"] is None:
-        yield f"--save-interval is missing: {f.say('save')} needs the iterations between checkpoints"
+        yield (
+            f"--save-interval is missing: {f.say('save')} needs the iterations between "
+            "checkpoints [flag-missing]"
+        )
     for name in ("ckpt_step", "use_checkpoint_args"):
         if f[name] not in (None, False) and f["load"] is None:
-            yield f"{f.say(name)}: needs --load DIR, the directory of the checkpoint"
+            yield (
+                f"{f.say(name)}: needs --load DIR, the directory of the checkpoint "
+                "[flag-needs-other-flag]"
+            )
 
 
 def _skips(f: Facts) -> list[str]:

@@ -12,22 +12,35 @@ def problems(p: ParallelConfig, world_size: int) -> Iterator[str]:
         for spelling, given in (("--use-distributed-optimizer", p.use_distributed_optimizer),
                                 ("--overlap-grad-reduce", p.overlap_grad_reduce)):
             if not given:
-                yield f"--overlap-param-gather: needs {spelling}; add that, or leave it out"
+                yield (
+                    f"--overlap-param-gather: needs {spelling}; add that, or leave it out "
+                    "[flag-needs-other-flag]"
+                )
     if p.zero_partition != "even" and not p.use_distributed_optimizer:
-        yield (f"--zero-partition {p.zero_partition}: says how --use-distributed-optimizer shares its state; add that, or "
-               "leave it out")
+        yield (
+            f"--zero-partition {p.zero_partition}: says how --use-distributed-optimizer shares "
+            "its state; add that, or leave it out [flag-needs-other-flag]"
+        )
     if p.ddp_bucket_size is not None and p.ddp_num_buckets is not None:
-        yield (f"--ddp-bucket-size {p.ddp_bucket_size} and --ddp-num-buckets {p.ddp_num_buckets}: two sizes of one bucket; "
-               "give only one of them")
+        yield (
+            f"--ddp-bucket-size {p.ddp_bucket_size} and --ddp-num-buckets {p.ddp_num_buckets}: "
+            "two sizes of one bucket; give only one of them [flags-exclude-each-other]"
+        )
     instances = p.num_distributed_optimizer_instances
     if instances <= 1:
         return
     said, ranks = f"--num-distributed-optimizer-instances {instances}", data_ranks(p, world_size)
     if not p.use_distributed_optimizer:
-        yield f"{said}: needs --use-distributed-optimizer; add that, or leave it out"
+        yield (
+            f"{said}: needs --use-distributed-optimizer; add that, or leave it out "
+            "[flag-needs-other-flag]"
+        )
     if ranks and ranks % instances:
         fit = ", ".join([str(n) for n in range(1, ranks + 1) if ranks % n == 0][:12])
-        yield f"{said}: the {ranks} ranks that see other data (data x context parallel) are not a multiple of it; use {fit}"
+        yield (
+            f"{said}: the {ranks} ranks that see other data (data x context parallel) are not a "
+            f"multiple of it; use {fit} [optimizer-instances-do-not-divide-ranks]"
+        )
 
 
 def notes(p: ParallelConfig, world_size: int) -> Iterator[str]:
@@ -38,7 +51,11 @@ def notes(p: ParallelConfig, world_size: int) -> Iterator[str]:
              f"--ddp-bucket-size {p.ddp_bucket_size}": p.ddp_bucket_size is not None,
              f"--ddp-num-buckets {p.ddp_num_buckets}": p.ddp_num_buckets is not None}
     if data_ranks(p, world_size) <= 1:
-        yield from (f"{said}: no effect with one data-parallel rank" for said, on in given.items() if on)
+        yield from (
+            f"{said}: no effect with one data-parallel rank [flag-has-no-effect]"
+            for said, on in given.items()
+            if on
+        )
 
 
 def data_ranks(p: ParallelConfig, world_size: int) -> int:

@@ -13,9 +13,15 @@ def rule(f: Facts) -> Iterator[str]:
     if f["fp8"] is None:
         return
     if f["fp64"]:
-        yield f"{f.say('fp8')}: rounds to 8 bits, which --fp64 is there to avoid; leave one of them out"
+        yield (
+            f"{f.say('fp8')}: rounds to 8 bits, which --fp64 is there to avoid; leave one of them "
+            "out [flags-exclude-each-other]"
+        )
     if f["torch_compile"] and f["fp8_recipe"] == "delayed":
-        yield "--torch-compile: cannot follow delayed scales, which change every step; use --fp8-recipe tensorwise"
+        yield (
+            "--torch-compile: cannot follow delayed scales, which change every step; use "
+            "--fp8-recipe tensorwise [fp8-delayed-scaling-with-torch-compile]"
+        )
     sizes = ("hidden_size", "num_attention_heads", "num_query_groups", "seq_length", "micro_batch_size",
              "tensor_model_parallel_size", "context_parallel_size")
     if not f.ok(*sizes) or f.bad & {"kv_channels", "ffn_hidden_size", "ffn_multiple_of"}:
@@ -35,5 +41,7 @@ def rule(f: Facts) -> Iterator[str]:
             (m.seq_length // cp * f["micro_batch_size"], f"the tokens of a rank's micro-batch{chunk}",
              "change --seq-length or --micro-batch-size")):
         if size % MULTIPLE:
-            yield (f"{f.say('fp8')}: {what} is {size}, and products in 8 bits need a multiple of {MULTIPLE}; {remedy}, or "
-                   f"leave --fp8-format out")
+            yield (
+                f"{f.say('fp8')}: {what} is {size}, and products in 8 bits need a multiple of "
+                f"{MULTIPLE}; {remedy}, or leave --fp8-format out [fp8-size-not-multiple-of-16]"
+            )

@@ -18,17 +18,26 @@ def rule(f: Facts) -> Iterator[str]:
     """One line for each thing about the ranks that cannot be."""
     for name, off in LATER.items():
         if f[name] != off and name not in f.bad:
-            yield (f"{f.say(name)}: not supported yet in this version; use data, tensor or pipeline parallelism: "
-                   "torchrun --nproc-per-node N, with --tensor-model-parallel-size or --pipeline-model-parallel-size where "
-                   "the model is split, and leave the flag out")
+            yield (
+                f"{f.say(name)}: not supported yet in this version; use data, tensor or pipeline "
+                "parallelism: torchrun --nproc-per-node N, with --tensor-model-parallel-size or "
+                "--pipeline-model-parallel-size where the model is split, and leave the flag out "
+                "[parallelism-not-supported]"
+            )
     yield from _tensor_parallel(f)
     yield from _sequence(f)
     yield from _pipeline(f)
     yield from _world_size(f)
     if f["world_size"] is not None and not f["dry_run"]:
-        yield f"--world-size {f['world_size']}: only for --dry-run; the launcher (torchrun, srun) sets the real one"
+        yield (
+            f"--world-size {f['world_size']}: only for --dry-run; the launcher (torchrun, srun) "
+            "sets the real one [world-size-only-for-dry-run]"
+        )
     if f["distributed_backend"] == "nccl" and f["device"] == "cpu" and f.world_size > 1:
-        yield "--distributed-backend nccl: works between CUDA devices, not with --device cpu; use gloo"
+        yield (
+            "--distributed-backend nccl: works between CUDA devices, not with --device cpu; use "
+            "gloo [nccl-on-cpu]"
+        )
 
 
 def _tensor_parallel(f: Facts) -> Iterator[str]:
@@ -39,22 +48,32 @@ def _tensor_parallel(f: Facts) -> Iterator[str]:
     heads, groups = f["num_attention_heads"], f.config.model.query_groups
     if f.ok("num_attention_heads"):
         if heads % tp:
-            yield f"{said}: --num-attention-heads {heads} is not a multiple of it; {_fit(heads)}"
+            yield (
+                f"{said}: --num-attention-heads {heads} is not a multiple of it; {_fit(heads)} "
+                "[tensor-parallel-does-not-divide-heads]"
+            )
         elif f.ok("num_query_groups") and heads % groups == 0 and groups % tp:
             few = "fewer key/value heads than ranks are" if groups < tp else "this is"
-            yield (f"{said}: --num-query-groups {groups} is not a multiple of it, and {few} "
-                   f"not supported yet; {_fit(groups)}, or more groups")
+            yield (
+                f"{said}: --num-query-groups {groups} is not a multiple of it, and {few} not "
+                f"supported yet; {_fit(groups)}, or more groups "
+                "[tensor-parallel-does-not-divide-query-groups]"
+            )
     if f.ok("hidden_size", "num_attention_heads") and f.config.model.ffn % tp:
         ffn = f.config.model.ffn
-        yield (f"{said}: the MLP width {ffn} is not a multiple of it; {_fit(ffn)}, or give "
-               f"--ffn-hidden-size {(ffn // tp + 1) * tp}")
+        yield (
+            f"{said}: the MLP width {ffn} is not a multiple of it; {_fit(ffn)}, or give "
+            f"--ffn-hidden-size {(ffn // tp + 1) * tp} [tensor-parallel-does-not-divide-mlp]"
+        )
 
 
 def _sequence(f: Facts) -> Iterator[str]:
     """Context parallelism cuts a sequence into two chunks for each rank, sequence parallelism a rank's share once more."""
     if f["cp_comm_type"] not in ("p2p", "all_gather"):
-        yield (f"{f.say('cp_comm_type')}: not supported; use p2p (keys and values go round a ring while blocks are "
-               "computed) or all_gather")
+        yield (
+            f"{f.say('cp_comm_type')}: not supported; use p2p (keys and values go round a ring "
+            "while blocks are computed) or all_gather [cp-comm-type-not-supported]"
+        )
     sizes = ("tensor_model_parallel_size", "context_parallel_size")
     if not f.ok("seq_length", *sizes):
         return
@@ -63,12 +82,18 @@ def _sequence(f: Facts) -> Iterator[str]:
     unit = math.lcm(chunks, parts)
     use = f"use {' or '.join(map(str, sorted({max(unit, seq // unit * unit), (seq // unit + 1) * unit})))}"
     if seq % chunks:
-        yield (f"{f.say('seq_length')}: {f.say(sizes[1])} cuts it into {chunks} chunks, of which it is not a multiple; "
-               f"{use}, or fewer context-parallel ranks")
+        yield (
+            f"{f.say('seq_length')}: {f.say(sizes[1])} cuts it into {chunks} chunks, of which it "
+            f"is not a multiple; {use}, or fewer context-parallel ranks "
+            "[context-parallel-does-not-divide-sequence]"
+        )
     elif seq % unit:
         ranks = " x ".join(f.say(name) for name in sizes if f[name] > 1)
-        yield (f"{f.say('seq_length')}: --sequence-parallel splits it over {ranks}, of which it is not a multiple; {use}, "
-               "or leave --sequence-parallel out")
+        yield (
+            f"{f.say('seq_length')}: --sequence-parallel splits it over {ranks}, of which it is "
+            f"not a multiple; {use}, or leave --sequence-parallel out "
+            "[sequence-parallel-does-not-divide-sequence]"
+        )
 
 
 def _pipeline(f: Facts) -> list[str]:
@@ -113,8 +138,10 @@ def _world_size(f: Facts) -> Iterator[str]:
         near = " or ".join(map(str, _sizes_that_fit(f, one))) or one
         how = f"--world-size {near}" if f["dry_run"] else (
             f"torchrun --nproc-per-node {near} (times --nnodes, where there are several)")
-        yield (f"{product}: one copy of the model takes {one} ranks, and the {f.world_size} of this run are not a multiple; "
-               f"use {how}")
+        yield (
+            f"{product}: one copy of the model takes {one} ranks, and the {f.world_size} of this "
+            f"run are not a multiple; use {how} [world-size-does-not-fit-model]"
+        )
 
 
 def _sizes_that_fit(f: Facts, one: int) -> list[int]:
@@ -133,7 +160,6 @@ def batch(f: Facts) -> list[str]:
     except ValueError as error:
         return str(error).splitlines()
     # A resumed run may have passed the sizes of the ramp that do not fit; the last one comes in any case.
-    found = schedule.problems(schedule.phases[-1].consumed if f["load"] else 0)
     near = _sizes_that_fit(f, max(1, f.world_size // schedule.data_parallel_size))
     ranks = f", or {' or '.join(map(str, near))} ranks" if near and schedule.data_parallel_size > 1 else ""
-    return [text + ranks * (" is not divisible by micro batch size " in text) for text in found]
+    return schedule.problems(schedule.phases[-1].consumed if f["load"] else 0, ranks)

@@ -23,17 +23,32 @@ def rule(f: Facts) -> Iterator[str]:
     """One line for each."""
     if not f["packed_samples"]:
         if f["dummy_data"] is not None:
-            yield f"{f.say('dummy_data')}: makes samples of many lengths, which are packed; add --packed-samples"
+            yield (
+                f"{f.say('dummy_data')}: makes samples of many lengths, which are packed; add "
+                "--packed-samples [flag-needs-other-flag]"
+            )
         if f["log_accuracy"] and not (f["log_subsets"] or f["log_format"] == "internlm"):
-            yield "--log-accuracy: is counted by subset of the data; add --log-subsets, or leave it out"
+            yield (
+                "--log-accuracy: is counted by subset of the data; add --log-subsets, or leave it "
+                "out [flag-needs-other-flag]"
+            )
         return
     for name, off, why in _APART:
         if f[name] != off:
-            yield f"{f.flags[name].spelling}: cannot stand beside --packed-samples: {why}"
+            yield (
+                f"{f.flags[name].spelling}: cannot stand beside --packed-samples: {why} "
+                "[flag-not-with-packed-samples]"
+            )
     if f["dataloader_type"] == "cyclic":
-        yield "--dataloader-type cyclic: packed rows are shuffled each epoch anyway; leave it out"
+        yield (
+            "--dataloader-type cyclic: packed rows are shuffled each epoch anyway; leave it out "
+            "[flag-not-with-packed-samples]"
+        )
     if f["pack_into_one"] and f["pad_samples"]:
-        yield "--pack-into-one and --pad-samples: two ways to fill a row; leave one of them out"
+        yield (
+            "--pack-into-one and --pad-samples: two ways to fill a row; leave one of them out "
+            "[flags-exclude-each-other]"
+        )
 
 
 def word_problems(flag: str, word: str) -> list[str] | None:
@@ -44,8 +59,14 @@ def word_problems(flag: str, word: str) -> list[str] | None:
     files = [os.path.join(path, name) for path, _, names in os.walk(word, followlinks=True) for name in names
              if name.endswith(".bin")]
     if not files:
-        return [f"{flag}: {word} holds no .bin; give a folder of InternLM's (FOLDER/SUBSET/X.bin with X.bin.meta), or a "
-                "prefix written by tools/preprocess_data.py"]
+        return [
+            f"{flag}: {word} holds no .bin; give a folder of InternLM's (FOLDER/SUBSET/X.bin "
+            "with X.bin.meta), or a prefix written by tools/preprocess_data.py "
+            "[packed-folder-without-data]"
+        ]
     bare = sorted(path for path in files if not (os.path.isfile(path + ".meta") or os.path.isfile(path[:-4] + ".idx")))
-    return [f"{flag}: {path} has no {os.path.basename(path)}.meta beside it (nor an .idx); copy it too, or make both anew"
-            for path in bare[:3]]
+    return [
+        f"{flag}: {path} has no {os.path.basename(path)}.meta beside it (nor an .idx); copy it "
+        "too, or make both anew [packed-meta-missing]"
+        for path in bare[:3]
+    ]

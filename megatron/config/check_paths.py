@@ -46,8 +46,14 @@ def missing(config: Config) -> list[str]:
     d, c = config.data, config.checkpoint
     found = []
     if not any(_given(d).values()):
-        found.append("no data: give --train-data-path FOLDER, or --dummy-data internlm" if d.packed_samples else
-                     "no data: give --data-path PREFIX (written by tools/preprocess_data.py), or --mock-data")
+        found.append(
+            "no data: give --train-data-path FOLDER, or --dummy-data internlm [data-missing]"
+            if d.packed_samples
+            else (
+                "no data: give --data-path PREFIX (written by tools/preprocess_data.py), or "
+                "--mock-data [data-missing]"
+            )
+        )
     elif sum(_given(d).values()) == 1:
         found += _corpora(d)
     found += [*_tokenizer_files(d), *([] if is_url(c.load) else _checkpoint(c))]
@@ -60,9 +66,14 @@ def missing(config: Config) -> list[str]:
     for flag, path in (("--metrics-file", config.logging.metrics_file), ("--data-ledger", config.logging.data_ledger),
                        ("--control-file", c.control_file)):
         if path is not None and os.path.isdir(path):
-            found.append(f"{flag} {path}: is a directory; give the name of a file")
+            found.append(
+                f"{flag} {path}: is a directory; give the name of a file [path-is-a-directory]"
+            )
         elif path is not None and not os.path.isdir(os.path.dirname(path) or "."):
-            found.append(f"{flag} {path}: there is no directory {os.path.dirname(path)}; make it, or give another path")
+            found.append(
+                f"{flag} {path}: there is no directory {os.path.dirname(path)}; make it, or give "
+                "another path [directory-missing]"
+            )
     return found
 
 
@@ -77,29 +88,45 @@ def _given(d: DataConfig) -> dict[str, bool]:
 
 def _order(d: DataConfig) -> Iterator[str]:
     if d.data_order == "epoch" and d.dataloader_type == "cyclic":
-        yield ("--data-order epoch: has its own order in each epoch, --dataloader-type cyclic would shuffle it again; leave "
-               "out one of the two")
+        yield (
+            "--data-order epoch: has its own order in each epoch, --dataloader-type cyclic would "
+            "shuffle it again; leave out one of the two [flags-exclude-each-other]"
+        )
     if d.data_order == "epoch" and d.mock_data:
-        yield "--data-order epoch: --mock-data has Megatron's order only; leave out one of the two"
+        yield (
+            "--data-order epoch: --mock-data has Megatron's order only; leave out one of the two "
+            "[flags-exclude-each-other]"
+        )
 
 
 def _validation(d: DataConfig) -> Iterator[str]:
     if d.multiple_validation_sets and not (d.valid_data_path or d.per_split_data_args_path):
-        yield ("--multiple-validation-sets: name the sets, each with its own data, by --valid-data-path A B ... or "
-               "--per-split-data-args-path")
+        yield (
+            "--multiple-validation-sets: name the sets, each with its own data, by "
+            "--valid-data-path A B ... or --per-split-data-args-path [validation-sets-not-named]"
+        )
     for flag, words in _read_blends(d):
         if not isinstance(words, str) and ("valid" in flag) and blend_problem(words) is None and (
                 _prefixes(words) is not words):
             if d.multiple_validation_sets:
-                yield f"{flag}: sets with validations of their own have no weights (--multiple-validation-sets); drop them"
+                yield (
+                    f"{flag}: sets with validations of their own have no weights "
+                    "(--multiple-validation-sets); drop them [validation-weights-without-meaning]"
+                )
             elif d.full_validation:
-                yield f"{flag}: --full-validation reads all of the data once, so weights have no meaning; drop them"
+                yield (
+                    f"{flag}: --full-validation reads all of the data once, so weights have no "
+                    "meaning; drop them [validation-weights-without-meaning]"
+                )
 
 
 def _sources(d: DataConfig) -> Iterator[str]:
     given = [flag for flag, value in _given(d).items() if value]
     if len(given) > 1:
-        yield f"{' and '.join(given)}: each names the data of the run; give only one of them"
+        yield (
+            f"{' and '.join(given)}: each names the data of the run; give only one of them "
+            "[two-data-sources]"
+        )
 
 
 def _split(config: Config) -> Iterator[str]:
@@ -109,13 +136,22 @@ def _split(config: Config) -> Iterator[str]:
     per_split = [flag for flag, value in _given(d).items() if value and "-data-" in flag
                  and flag not in ("--data-path", "--data-args-path")]
     if per_split:
-        yield f"--split {d.split}: has no meaning with {per_split[0]}, which names the data of each split; leave it out"
+        yield (
+            f"--split {d.split}: has no meaning with {per_split[0]}, which names the data of each "
+            "split; leave it out [split-with-data-per-split]"
+        )
     words = [word for word in re.split(r"[,/\s]+", d.split.strip()) if word]
     shares = [_number(word) for word in words]
     if not 1 <= len(shares) <= 3 or not all(s is not None and 0 <= s < math.inf for s in shares) or not sum(shares):
-        yield f"--split {d.split}: give the shares of train, validation and test, as in --split 949,50,1"
+        yield (
+            f"--split {d.split}: give the shares of train, validation and test, as in --split "
+            "949,50,1 [split-malformed]"
+        )
     elif shares[0] == 0 and not config.training.skip_train:
-        yield f"--split {d.split}: leaves no data for training; the first share must be greater than 0"
+        yield (
+            f"--split {d.split}: leaves no data for training; the first share must be greater "
+            "than 0 [split-without-training-data]"
+        )
 
 
 def _number(word: str) -> float | None:
@@ -131,16 +167,24 @@ def _tokenizer(d: DataConfig) -> Iterator[str]:
         if kind == "TikTokenizer":
             yield from tiktoken_problems(d.vocab_size, d.tiktoken_num_special_tokens, d.tiktoken_special_tokens)
         if kind == "ByteTokenizer" and d.vocab_size not in (None, BYTE_VOCAB_SIZE):
-            yield (f"--vocab-size {d.vocab_size}: ByteTokenizer has {BYTE_VOCAB_SIZE} ids (256 bytes and the end of a "
-                   "document); omit --vocab-size")
+            yield (
+                f"--vocab-size {d.vocab_size}: ByteTokenizer has {BYTE_VOCAB_SIZE} ids (256 bytes "
+                "and the end of a document); omit --vocab-size [vocab-size-not-that-of-tokenizer]"
+            )
         return
     known = ", ".join(TOKENIZER_FILES)
     if kind.startswith("BertWordPiece"):
-        yield f"--tokenizer-type {kind}: BERT is not trained here; use one of {known}"
+        yield (
+            f"--tokenizer-type {kind}: BERT is not trained here; use one of {known} "
+            "[tokenizer-unknown]"
+        )
         return
     close = difflib.get_close_matches(kind, TOKENIZER_FILES, 1, 0.5)
-    yield (f"--tokenizer-type {kind}: there is no such tokenizer; " +
-           (f"did you mean {close[0]}?" if close else f"use one of {known}"))
+    yield (
+        f"--tokenizer-type {kind}: there is no such tokenizer; "
+        + (f"did you mean {close[0]}?" if close else f"use one of {known}")
+        + " [tokenizer-unknown]"
+    )
 
 
 def _tokenizer_files(d: DataConfig) -> Iterator[str]:
@@ -148,17 +192,24 @@ def _tokenizer_files(d: DataConfig) -> Iterator[str]:
     for name, what in TOKENIZER_FILES.get(kind, ()):
         flag, path = "--" + name.replace("_", "-"), getattr(d, name)
         if path is None:
-            yield f"{flag} is missing: {kind} needs {what}"
+            yield f"{flag} is missing: {kind} needs {what} [flag-missing]"
         elif not os.path.exists(path):
-            yield f"{flag} {path}: no such file; {kind} needs {what} on this machine" + _near_file(path)
+            yield (
+                f"{flag} {path}: no such file; {kind} needs {what} on this machine"
+                + _near_file(path)
+                + " [tokenizer-file-missing]"
+            )
         elif os.path.isdir(path) and kind != "HuggingFaceTokenizer":
-            yield f"{flag} {path}: is a directory; {kind} needs {what}"
+            yield f"{flag} {path}: is a directory; {kind} needs {what} [path-is-a-directory]"
         elif not os.access(path, os.R_OK):
-            yield f"{flag} {path}: cannot be read; change its permissions"
+            yield f"{flag} {path}: cannot be read; change its permissions [file-not-readable]"
     if kind == "NullTokenizer" and d.vocab_size is None:
         synthetic = "--mock-data" if d.mock_data else "--dummy-data" if d.dummy_data else None
         why = f"the synthetic text of {synthetic}" if synthetic and d.tokenizer_type is None else "NullTokenizer"
-        yield f"--vocab-size is missing: {why} needs the number of ids, as in --vocab-size 50257"
+        yield (
+            f"--vocab-size is missing: {why} needs the number of ids, as in --vocab-size 50257 "
+            "[flag-missing]"
+        )
 
 
 def _near_file(path: str) -> str:
@@ -194,7 +245,7 @@ def _text(path: str) -> list[str] | str:
     try:
         return Path(path).read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        return f"cannot be read ({getattr(error, 'strerror', None) or error})"
+        return f"cannot be read ({getattr(error, 'strerror', None) or error}) [file-not-readable]"
 
 
 def _split_file(path: str) -> list[tuple[str, list[str] | str]]:
@@ -204,16 +255,40 @@ def _split_file(path: str) -> list[tuple[str, list[str] | str]]:
     try:
         blends = json.loads("\n".join(lines))
     except json.JSONDecodeError as error:
-        return [(flag, f'is no JSON ({error}); write {{"train": [...], "valid": [...], "test": [...]}}')]
+        return [
+            (
+                flag,
+                (
+                    f'is no JSON ({error}); write {{"train": [...], "valid": [...], "test": '
+                    "[...]} [blend-file-malformed]"
+                ),
+            )
+        ]
     if not isinstance(blends, dict) or not blends or not set(blends) <= set(SPLITS):
-        return [(flag, "must be an object with the keys train, valid, test (some may be left out)")]
+        return [
+            (
+                flag,
+                (
+                    "must be an object with the keys train, valid, test (some may be left out) "
+                    "[blend-file-malformed]"
+                ),
+            )
+        ]
     found: list[tuple[str, list[str] | str]] = []
     for name, items in blends.items():
         items = items.split() if isinstance(items, str) else items
         if items is None:
             continue
         if not isinstance(items, list) or not all(isinstance(item, str | int | float) for item in items):
-            found.append((f"{flag}, {name}", "must be a list of weights and prefixes, or one string of them"))
+            found.append(
+                (
+                    f"{flag}, {name}",
+                    (
+                        "must be a list of weights and prefixes, or one string of them "
+                        "[blend-file-malformed]"
+                    ),
+                )
+            )
         else:
             found.append((f"{flag}, {name}", [str(item).strip() for item in items]))
     return found
@@ -223,21 +298,30 @@ def blend_problem(words: Sequence[str]) -> str | None:
     """What is wrong with the words of a blend, or None. Grammar: facts/megatron.md 3, as megatron-core reads it, and
     `epochs:2` where a weight may stand."""
     if not words or not all(words):
-        return "names no data; give a prefix, or pairs of weight and prefix"
+        return "names no data; give a prefix, or pairs of weight and prefix [blend-malformed]"
     if any(word.startswith(EPOCHS) for word in words):
         for word in words[::2]:
             count = _number(word.removeprefix(EPOCHS)) if word.startswith(EPOCHS) else None
             if count is None or not 0 < count < math.inf or len(words) % 2:
-                return f"{word} stands where epochs are expected; give pairs such as epochs:2 PREFIX"
+                return (
+                    f"{word} stands where epochs are expected; give pairs such as epochs:2 PREFIX "
+                    "[blend-malformed]"
+                )
         return None
     weights = [_number(word) for word in words[::2]]
     if len(words) % 2 or all(weight is None for weight in weights):
         return None
     for word, weight in zip(words[::2], weights, strict=True):
         if weight is None:
-            return f"{word} stands where a weight is expected; give pairs of weight and prefix"
+            return (
+                f"{word} stands where a weight is expected; give pairs of weight and prefix "
+                "[blend-malformed]"
+            )
         if not 0 < weight < math.inf:
-            return f"the weight {word} must be a positive number; leave out data that is not wanted"
+            return (
+                f"the weight {word} must be a positive number; leave out data that is not wanted "
+                "[blend-malformed]"
+            )
     return None
 
 
@@ -252,10 +336,15 @@ def _blends(d: DataConfig) -> Iterator[str]:
         if wrong:
             yield f"{flag}: {wrong}"
         elif not isinstance(words, str) and words[0].startswith(EPOCHS) and d.data_order != "epoch":
-            yield f"{flag} {words[0]}: epochs are kept by --data-order epoch only; add it, or give weights"
+            yield (
+                f"{flag} {words[0]}: epochs are kept by --data-order epoch only; add it, or give "
+                "weights [epochs-need-data-order-epoch]"
+            )
         elif d.packed_samples and not isinstance(words, str) and _prefixes(words) is not words:
-            yield (f"{flag} {words[0]}: with --packed-samples each file is drawn from as often as it has rows; drop the "
-                   "weights")
+            yield (
+                f"{flag} {words[0]}: with --packed-samples each file is drawn from as often as it "
+                "has rows; drop the weights [packed-data-with-weights]"
+            )
 
 
 def _corpora(d: DataConfig) -> Iterator[str]:
@@ -266,8 +355,10 @@ def _corpora(d: DataConfig) -> Iterator[str]:
             prefixes = _prefixes(words)
             numbers = [p for p in prefixes if _number(p) is not None and not os.path.exists(p + ".idx")]
             if numbers and len(words) > 1:
-                yield (f"{flag}: {' and '.join(numbers)} where a prefix is expected; give a weight for every prefix, "
-                       "or for none")
+                yield (
+                    f"{flag}: {' and '.join(numbers)} where a prefix is expected; give a weight "
+                    "for every prefix, or for none [blend-malformed]"
+                )
                 prefixes = [p for p in prefixes if p not in numbers]
             for prefix in prefixes:
                 found = check_packed.word_problems(flag, prefix) if d.packed_samples else None
@@ -281,13 +372,23 @@ def _corpus(flag: str, prefix: str, words: int) -> Iterator[str]:
     shown = f"{flag} {prefix}" if words == 1 else f"{flag}: {prefix}"
     stem, end = os.path.splitext(prefix)
     if end in (".bin", ".idx") and all(os.path.isfile(stem + e) for e in (".idx", ".bin")):
-        yield f"{shown}: give the prefix without {end}: {stem}"
+        yield f"{shown}: give the prefix without {end}: {stem} [data-prefix-with-extension]"
     elif end in (".json", ".jsonl", ".txt", ".gz", ".zst", ".xz") and os.path.isfile(prefix):
-        yield f"{shown}: is text; tools/preprocess_data.py makes the .bin and .idx files that training reads"
+        yield (
+            f"{shown}: is text; tools/preprocess_data.py makes the .bin and .idx files that "
+            "training reads [data-not-preprocessed]"
+        )
     elif len(lost) == 1:
-        yield f"{shown}: {prefix}{lost[0]} is missing beside its other half; preprocess again, or copy it too"
+        yield (
+            f"{shown}: {prefix}{lost[0]} is missing beside its other half; preprocess again, or "
+            "copy it too [data-pair-incomplete]"
+        )
     else:
-        yield f"{shown}: there is no {prefix}.idx and .bin" + _near_prefixes(prefix)
+        yield (
+            f"{shown}: there is no {prefix}.idx and .bin"
+            + _near_prefixes(prefix)
+            + " [data-not-found]"
+        )
 
 
 def _several(word: str) -> bool:
@@ -317,25 +418,39 @@ def _checkpoint(c: CheckpointConfig) -> Iterator[str]:
     if c.load is None:
         return
     if not os.path.lexists(c.load) and not _same_path(c.load, c.save):
-        yield (f"--load {c.load}: there is no such directory; give that of a checkpoint, give --save the same directory "
-               "(then a first run starts from random weights), or omit --load")
+        yield (
+            f"--load {c.load}: there is no such directory; give that of a checkpoint, give --save "
+            "the same directory (then a first run starts from random weights), or omit --load "
+            "[checkpoint-directory-missing]"
+        )
         return
     if os.path.exists(c.load) and not os.path.isdir(c.load):
-        yield f"--load {c.load}: is a file; give the directory that holds the iter_XXXXXXX directories"
+        yield (
+            f"--load {c.load}: is a file; give the directory that holds the iter_XXXXXXX "
+            "directories [path-is-a-file]"
+        )
         return
     if command := _of_another_suite(c.load):
-        yield (f"--load {c.load}: is no checkpoint of this suite; make one of it first: python tools/convert_checkpoint.py "
-               f"{command}, then give --load DIR")
+        yield (
+            f"--load {c.load}: is no checkpoint of this suite; make one of it first: python "
+            f"tools/convert_checkpoint.py {command}, then give --load DIR "
+            "[checkpoint-of-another-suite]"
+        )
         return
     here = sorted(int(n[5:]) for n in _listing(c.load) if re.fullmatch(r"iter_\d{7,}", n))
     if c.ckpt_step is not None and not os.path.isdir(os.path.join(c.load, f"iter_{c.ckpt_step:07d}")):
         have = f"there are {', '.join(map(str, here[-6:]))}" if here else "there is none"
-        yield f"--ckpt-step {c.ckpt_step}: {c.load} has no checkpoint of that iteration; {have}"
+        yield (
+            f"--ckpt-step {c.ckpt_step}: {c.load} has no checkpoint of that iteration; {have} "
+            "[checkpoint-step-missing]"
+        )
     elif c.exit_on_missing_checkpoint and newest_checkpoint(c.load) is None and not here and not is_url(
             c.snapshot_dir) and not any(
             _listing(os.path.join(c.snapshot_dir or os.path.join(c.load, "snapshots"), slot)) for slot in "01"):
-        yield (f"--load {c.load}: no checkpoint there, and --exit-on-missing-checkpoint is given; leave that out to "
-               "start from random weights")
+        yield (
+            f"--load {c.load}: no checkpoint there, and --exit-on-missing-checkpoint is given; "
+            "leave that out to start from random weights [checkpoint-missing]"
+        )
 
 
 def _same_path(one: str, other: str | None) -> bool:
@@ -413,6 +528,9 @@ def _directory_to_write(flag: str, path: str) -> Iterator[str]:
     while not os.path.lexists(there):
         there = os.path.dirname(there)
     if not os.path.isdir(there):
-        yield f"{flag} {path}: {there} is not a directory; give another path"
+        yield f"{flag} {path}: {there} is not a directory; give another path [path-not-a-directory]"
     elif not os.access(there, os.W_OK | os.X_OK):
-        yield f"{flag} {path}: {there} cannot be written to; give another path, or change its permissions"
+        yield (
+            f"{flag} {path}: {there} cannot be written to; give another path, or change its "
+            "permissions [path-not-writable]"
+        )

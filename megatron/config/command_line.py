@@ -147,20 +147,32 @@ def _from_checkpoint(flags: Parser, typed: Mapping[str, Any]) -> _Theirs:
     if not typed.get("use_checkpoint_args") or load is None:
         return found
     if is_url(load):
-        found.problems.append(f"--use-checkpoint-args: reads a directory, and --load {load} is none; give the flags "
-                              "themselves")
+        found.problems.append(
+            f"--use-checkpoint-args: reads a directory, and --load {load} is none; give the flags "
+            "themselves [checkpoint-args-not-local]"
+        )
         return found
     folder = newest_with_good_args(load, typed.get("ckpt_step"))
     newest = newest_checkpoint(load, typed.get("ckpt_step"))
     if folder != newest:
-        found.notes.append(f"WARNING: --use-checkpoint-args: {newest / 'args' if newest else load} is damaged; those of "
-                           f"{folder.name} are used")
+        found.notes.append(
+            f"WARNING: --use-checkpoint-args: {newest / 'args' if newest else load} is damaged; "
+            f"those of {folder.name} are used [checkpoint-args-damaged]"
+        )
     if folder is None:
-        found.notes.append(f"--use-checkpoint-args: no checkpoint in {load}; the command line's values count")
+        found.notes.append(
+            f"--use-checkpoint-args: no checkpoint in {load}; the command line's values count "
+            "[checkpoint-args-missing]"
+        )
         return found
     try:
         if (folder / "args").exists() and not (folder / "args").is_file():
-            raise Problems([f"@{folder / 'args'}: is no file; the checkpoint is not complete, choose another --load"])
+            raise Problems(
+                [
+                    f"@{folder / 'args'}: is no file; the checkpoint is not complete, choose "
+                    "another --load [checkpoint-args-damaged]"
+                ]
+            )
         words = read_words(folder / "args")
     except Problems as error:
         found.problems += [f"--use-checkpoint-args: {line.removeprefix('@')}" for line in error.lines]
@@ -204,8 +216,10 @@ def _take_tokenizer_files(saved: Config, typed: Mapping[str, Any], folder: Path,
             continue
         found.lost.add(name)
         flag = flags_of(Config)[name].spelling
-        found.problems.append(f"--use-checkpoint-args: {path} does not exist on this machine; {folder / 'args'} names it as "
-                              f"{what} for {kind}: give {flag} PATH")
+        found.problems.append(
+            f"--use-checkpoint-args: {path} does not exist on this machine; {folder / 'args'} "
+            f"names it as {what} for {kind}: give {flag} PATH [tokenizer-file-missing]"
+        )
 
 
 def _contradictions(saved: ModelConfig, ours: ModelConfig, typed: Mapping[str, Any], folder: Path) -> list[str]:
@@ -215,8 +229,11 @@ def _contradictions(saved: ModelConfig, ours: ModelConfig, typed: Mapping[str, A
         given = [field for field in fields if field in typed]
         if given:
             spelling = " ".join(flags_of(Config)[field].spelling for field in given)
-            lines.append(f"{spelling}: {name} is {mine} by it and {theirs} in the checkpoint {folder}; leave it out, or "
-                         "load without --use-checkpoint-args")
+            lines.append(
+                f"{spelling}: {name} is {mine} by it and {theirs} in the checkpoint {folder}; "
+                "leave it out, or load without --use-checkpoint-args "
+                "[flag-contradicts-checkpoint]"
+            )
     return lines
 
 

@@ -43,8 +43,8 @@ class ForeignFlag:
             return None
         shown = self.spelling if self.takes in ("switch", "off") else f"{self.spelling} {_shown(value)}"
         if self.verdict == NO_EFFECT:
-            return f"{shown}: no effect here, because {self.text}"
-        return f"{shown}: not supported: {self.text}"
+            return f"{shown}: no effect here, because {self.text} [megatron-flag-has-no-effect]"
+        return f"{shown}: not supported: {self.text} [megatron-flag-not-supported]"
 
 
 def _shown(value: Any) -> str:
@@ -111,7 +111,7 @@ def explain(spelling: str) -> str | None:
     dashed = "--" + spelling.lstrip("-").replace("_", "-")
     for prefixes, text in PREFIXES:
         if dashed.startswith(tuple(prefixes.split())):
-            return f"{spelling}: not supported: {text}"
+            return f"{spelling}: not supported: {text} [megatron-flag-not-supported]"
     return None
 
 

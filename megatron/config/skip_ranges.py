@@ -61,7 +61,10 @@ class SkipRanges:
         problems, warnings = map(list, said)
         if not problems and train_iters and merged.nothing_to_train(completed, train_iters):
             left = f"iterations {completed + 1} to {train_iters}" if completed else f"all {train_iters} iterations"
-            problems.append(f"{RANGE_FLAG}: nothing to train, {left} are skipped; narrow the ranges")
+            problems.append(
+                f"{RANGE_FLAG}: nothing to train, {left} are skipped; narrow the ranges "
+                "[skip-leaves-nothing-to-train]"
+            )
         if problems:
             raise ValueError("\n".join(shorten(problems)))
         infos = [merged.describe()] if merged.ranges else []
@@ -129,7 +132,7 @@ class SkipRanges:
         if samples_in is not None:
             samples = samples_in(self)
             text += f", {samples} samples" + (f" = {samples * seq_length} tokens" if seq_length else "")
-        return text + " that will not be trained on"
+        return text + " that will not be trained on [skip-large-share]"
 
 
 @lru_cache(maxsize=1)  # rules, notes and plan of one command line ask for the same, and there may be 1e5 ranges
@@ -151,7 +154,11 @@ def _integers(flag: str, values: Sequence[int | str] | None, problems: list[str]
     if values is None:
         return []
     if not values:
-        problems.append(f"{flag} has no value; give " + ("first and last" if flag == RANGE_FLAG else "the iterations"))
+        problems.append(
+            f"{flag} has no value; give "
+            + ("first and last" if flag == RANGE_FLAG else "the iterations")
+            + " [value-missing]"
+        )
     texts = list(map(str, values))
     digits = "".join(texts)
     if all(texts) and digits.isascii() and digits.isdecimal() and len(max(texts, key=len)) < 19:
@@ -161,7 +168,7 @@ def _integers(flag: str, values: Sequence[int | str] | None, problems: list[str]
         if _INTEGER.fullmatch(value):
             found.append(int(value))
         else:
-            bad.append(f"{flag} {value}: not an integer{_hint(value)}")
+            bad.append(f"{flag} {value}: not an integer{_hint(value)} [value-malformed]")
     problems.extend(bad)
     return [] if bad else found
 
@@ -185,7 +192,7 @@ def _pairs(values: list[int], problems: list[str]) -> list[Range]:
     if len(values) % 2:
         problems.append(
             f"{RANGE_FLAG} has {len(values)} numbers: the last one, {values[-1]}, has no partner; "
-            f"write {values[-1]} {values[-1]} to skip that iteration alone"
+            f"write {values[-1]} {values[-1]} to skip that iteration alone [skip-range-incomplete]"
         )
     return list(zip(values[::2], values[1::2], strict=False))
 
@@ -211,13 +218,26 @@ def _check_bounds(
             continue
         shown = f"{flag} {first}" if flag == SINGLE_FLAG else f"{flag} {first} {last}"
         if first > last:
-            problems.append(f"{shown}: the first iteration is after the last; did you mean {last} {first}?")
+            problems.append(
+                f"{shown}: the first iteration is after the last; did you mean {last} {first}? "
+                "[skip-range-reversed]"
+            )
         elif first < 1:
-            problems.append(f"{shown}: iterations start at 1" + (f"; write 1 {last}" if last >= 1 else ""))
+            problems.append(
+                f"{shown}: iterations start at 1"
+                + (f"; write 1 {last}" if last >= 1 else "")
+                + " [skip-before-first-iteration]"
+            )
         elif first > limit:
-            problems.append(f"{shown}: never reached, training ends with iteration {train_iters} (--train-iters)")
+            problems.append(
+                f"{shown}: never reached, training ends with iteration {train_iters} "
+                "(--train-iters) [skip-after-last-iteration]"
+            )
         else:
-            warnings.append(f"{shown}: cut to {first} {train_iters}, the end of training (--train-iters)")
+            warnings.append(
+                f"{shown}: cut to {first} {train_iters}, the end of training (--train-iters) "
+                "[skip-range-cut]"
+            )
             usable.append((first, train_iters))
     return usable
 
@@ -235,7 +255,10 @@ def _merge(ranges: list[Range], warnings: list[str]) -> list[Range]:
             start, end, reaching = first, last, given
         elif given != newest:
             if first <= end:
-                warnings.append(f"{RANGE_FLAG}: {reaching[0]} {reaching[1]} and {first} {last} overlap; merged")
+                warnings.append(
+                    f"{RANGE_FLAG}: {reaching[0]} {reaching[1]} and {first} {last} overlap; "
+                    "merged [skip-ranges-overlap]"
+                )
             if last > end:
                 end, reaching = last, given
         newest = given

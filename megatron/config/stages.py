@@ -14,25 +14,35 @@ def chunks_per_stage(num_layers: int, stages: int, layers_per_chunk: int | None 
     `uneven`: is the size of the first or the last stage given? Raises ValueError with the flags, values and remedy.
     """
     if layers_per_chunk is not None and chunks is not None:
-        raise ValueError(f"{PER_CHUNK} {layers_per_chunk} and {CHUNKS} {chunks} say the same thing: give one of them")
+        raise ValueError(
+            f"{PER_CHUNK} {layers_per_chunk} and {CHUNKS} {chunks} say the same thing: give one "
+            "of them [flags-exclude-each-other]"
+        )
     if layers_per_chunk is None and chunks is None:
         return 1
     typed = f"{CHUNKS} {chunks}" if layers_per_chunk is None else f"{PER_CHUNK} {layers_per_chunk}"
     if min(n for n in (layers_per_chunk, chunks) if n is not None) < 1:
-        raise ValueError(f"{typed}: must be at least 1")
+        raise ValueError(f"{typed}: must be at least 1 [value-out-of-range]")
     if layers_per_chunk is not None:
         if uneven:
-            raise ValueError(f"{typed} says that all stages are alike, {FIRST} and {LAST} that they are not: give "
-                             f"{CHUNKS} instead")
+            raise ValueError(
+                f"{typed} says that all stages are alike, {FIRST} and {LAST} that they are not: "
+                f"give {CHUNKS} instead [flags-exclude-each-other]"
+            )
         if num_layers % (stages * layers_per_chunk):
             fits = [n for n in range(1, num_layers // stages + 1) if num_layers % (stages * n) == 0]
             remedy = f"{PER_CHUNK} {' or '.join(map(str, fits))}" if fits else f"{CHUNKS} (stages may differ by a layer)"
-            raise ValueError(f"{typed}: --num-layers {num_layers} is not a multiple of --pipeline-model-parallel-size "
-                             f"{stages} x {layers_per_chunk} = {stages * layers_per_chunk}; give {remedy}")
+            raise ValueError(
+                f"{typed}: --num-layers {num_layers} is not a multiple of "
+                f"--pipeline-model-parallel-size {stages} x {layers_per_chunk} = "
+                f"{stages * layers_per_chunk}; give {remedy} [layers-not-divisible-by-stages]"
+            )
         chunks = num_layers // (stages * layers_per_chunk)
     if chunks > 1 and stages == 1:
-        raise ValueError(f"{typed} makes {chunks} virtual stages, which --pipeline-model-parallel-size 1 has no use for: "
-                         f"remove it, or give at least 2 stages")
+        raise ValueError(
+            f"{typed} makes {chunks} virtual stages, which --pipeline-model-parallel-size 1 has "
+            "no use for: remove it, or give at least 2 stages [pipeline-flag-without-pipeline]"
+        )
     return chunks
 
 
@@ -48,9 +58,16 @@ def split_layers(num_layers: int, stages: int, chunks: int = 1, first: int | Non
     given = {stage: (flag, n) for stage, flag, n in ((0, FIRST, first), (stages - 1, LAST, last)) if n is not None}
     for flag, n in given.values():
         if stages == 1:
-            raise ValueError(f"{flag} {n}: there is only one stage; remove it, or give --pipeline-model-parallel-size")
+            raise ValueError(
+                f"{flag} {n}: there is only one stage; remove it, or give "
+                "--pipeline-model-parallel-size [pipeline-flag-without-pipeline]"
+            )
         if n < 1 or n % chunks:
-            raise ValueError(f"{flag} {n}: must be at least 1" + f" and a multiple of {CHUNKS} {chunks}" * (chunks > 1))
+            raise ValueError(
+                f"{flag} {n}: must be at least 1"
+                + f" and a multiple of {CHUNKS} {chunks}" * (chunks > 1)
+                + " [stage-layers-do-not-fit]"
+            )
     free = [stage for stage in range(stages) if stage not in given]
     rest = num_layers - sum(n for _, n in given.values())
     places = len(free) * chunks
@@ -58,8 +75,12 @@ def split_layers(num_layers: int, stages: int, chunks: int = 1, first: int | Non
         asked = "".join(f", {flag} {n}" for flag, n in given.values())
         size = f"--pipeline-model-parallel-size {stages}" + f" x {chunks} virtual stages" * (chunks > 1)
         left = f"leave {rest} for {len(free)} stages" if given else f"are less than {places}"
-        raise ValueError(f"--num-layers {num_layers} with {size}{asked}: the layers {left}, and each (virtual) stage needs "
-                         f"one; give " + ("sizes that add up" if given else "fewer stages, or more layers"))
+        raise ValueError(
+            f"--num-layers {num_layers} with {size}{asked}: the layers {left}, and each (virtual) "
+            "stage needs one; give "
+            + ("sizes that add up" if given else "fewer stages, or more layers")
+            + " [layers-too-few-for-stages]"
+        )
     small, larger = divmod(rest, places) if places else (0, 0)
     split: list[list[range]] = [[] for _ in range(stages)]
     start = at = 0
@@ -80,9 +101,12 @@ def check_micro_batches(micro_batches: int, stages: int, chunks: int = 1) -> Non
     """Interleaving sends micro-batches through a chunk in groups of `stages`: raises ValueError if that does not fit."""
     if chunks > 1 and micro_batches % stages:
         more = -(-micro_batches // stages) * stages
-        raise ValueError(f"{micro_batches} micro-batches are not a multiple of --pipeline-model-parallel-size {stages}, as "
-                         f"{chunks} virtual stages per rank need: choose --global-batch-size for {more} (or "
-                         f"{more - stages or 2 * stages}) of them, or remove {PER_CHUNK} / {CHUNKS}")
+        raise ValueError(
+            f"{micro_batches} micro-batches are not a multiple of --pipeline-model-parallel-size "
+            f"{stages}, as {chunks} virtual stages per rank need: choose --global-batch-size for "
+            f"{more} (or {more - stages or 2 * stages}) of them, or remove {PER_CHUNK} / {CHUNKS} "
+            "[micro-batches-not-divisible-by-stages]"
+        )
 
 
 def warm_up_forwards(stage: int, stages: int, micro_batches: int, chunks: int = 1) -> int:

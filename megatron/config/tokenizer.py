@@ -16,10 +16,16 @@ def tiktoken_problems(vocab_size: int | None, reserved: int, special: Sequence[s
     """What is wrong with the number of ids, how many of them are `reserved`, and the names of `special` pieces."""
     size, names = vocab_size or TIKTOKEN_VOCAB_SIZE, special or TIKTOKEN_SPECIAL
     if not 0 < reserved < size:
-        yield f"--tiktoken-num-special-tokens {reserved}: must lie between 1 and --vocab-size ({size})"
+        yield (
+            f"--tiktoken-num-special-tokens {reserved}: must lie between 1 and --vocab-size "
+            f"({size}) [value-out-of-range]"
+        )
     if not set(TIKTOKEN_SPECIAL) <= set(names) or len(set(names)) != len(names) or len(names) > reserved > 0:
-        yield (f"--tiktoken-special-tokens {' '.join(names)}: give each once, all of {' '.join(TIKTOKEN_SPECIAL)} "
-               f"among them, and at most --tiktoken-num-special-tokens ({reserved})")
+        yield (
+            f"--tiktoken-special-tokens {' '.join(names)}: give each once, all of "
+            f"{' '.join(TIKTOKEN_SPECIAL)} among them, and at most --tiktoken-num-special-tokens "
+            f"({reserved}) [tiktoken-special-tokens-incomplete]"
+        )
 
 
 def ids_in_file(kind: str, path: str) -> int | None:

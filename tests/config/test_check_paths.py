@@ -11,6 +11,7 @@ from megatron.config import check_paths
 from megatron.data.blended_dataset import parse_blend, parse_split
 from megatron.data.tokenizer import TOKENIZER_TYPES
 from tests.config.checked_flags import BASE, checked
+from tests.problems import assert_problem, codes_of
 
 
 @pytest.fixture
@@ -40,53 +41,8 @@ def test_real_data_in_every_form(data: Path):
         assert checked(flags, base=REAL) == ([], [])
 
 
-@pytest.mark.parametrize(("flags", "line"), [
-    ("--data-path d/book_text_document", "--data-path d/book_text_document: there is no d/book_text_document.idx and "
-                                         ".bin; there is d/books_text_document and d/web_text_document"),
-    ("--data-path e/books", "e/books: there is no e/books.idx and .bin; there is no directory e (paths start at"),
-    ("--data-path d/books_text_document.bin", "--data-path d/books_text_document.bin: give the prefix without .bin: "
-                                              "d/books_text_document"),
-    ("--data-path d/raw.jsonl", "--data-path d/raw.jsonl: is text; tools/preprocess_data.py makes"),
-    ("--data-path d/half", "--data-path d/half: d/half.idx is missing beside its other half"),
-    ("--data-path 0.3 d/books_text_document 0.7", "--data-path: 0.3 and 0.7 where a prefix is expected"),
-    ("--data-path 0.3 d/books_text_document d/web_text_document 0.7", "--data-path: d/web_text_document stands where a "
-                                                                      "weight is expected"),
-    ("--data-path -1 d/books_text_document", "--data-path: the weight -1 must be a positive number"),
-    ("--data-path 0 d/books_text_document", "--data-path: the weight 0 must be a positive number"),
-    ("--data-path 1 d/none 2 d/web_text_document", "--data-path: d/none: there is no d/none.idx and .bin"),
-    ("--train-data-path d/none", "--train-data-path d/none: there is no"),
-    ("--train-data-path d/web_text_document --split 9,1", "--split 9,1: has no meaning with --train-data-path"),
-    ("--train-data-path d/web_text_document --data-path d/web_text_document", "--data-path and --train-data-path: each "
-                                                                              "names the data"),
-    ("--data-args-path none.txt", "--data-args-path none.txt: cannot be read (No such file or directory)"),
-    ("--data-args-path empty.txt", "--data-args-path empty.txt: names no data"),
-    ("--per-split-data-args-path bad.json", "--per-split-data-args-path bad.json: is no JSON"),
-    ("--per-split-data-args-path keys.json", "must be an object with the keys train, valid, test"),
-    ("--per-split-data-args-path list.json", "list.json, train: must be a list of weights and prefixes"),
-    ("--data-path d/web_text_document --data-cache-path vocab.json", "--data-cache-path vocab.json: "),
-])
-def test_data_that_is_not_there(data: Path, flags, line):
-    (data / "empty.txt").touch()
-    (data / "bad.json").write_text("{train: 1}")
-    (data / "keys.json").write_text('{"training": ["a"]}')
-    (data / "list.json").write_text('{"train": {"a": 1}}')
-    problems, _ = checked(flags, base=REAL)
-    assert len(problems) == 1 and line in problems[0]
-
-
-def test_an_empty_directory_of_data_says_so(data: Path):
-    (data / "void").mkdir()
-    [line] = checked("--data-path void/x", base=REAL)[0]
-    assert line.endswith("; void holds no data set (tools/preprocess_data.py makes them)")
-
-
 def test_files_of_the_tokenizer(data: Path):
     flags = "--data-path d/web_text_document"
-    [line] = checked(flags, base=REAL.replace("vocab.json", "vocab.jsn"))[0]
-    assert line == ("--vocab-file vocab.jsn: no such file; GPT2BPETokenizer needs vocab.json on this machine; there is "
-                    "vocab.json")
-    [line] = checked(flags, base=REAL.replace("merges.txt", "d"))[0]
-    assert line == "--merge-file d: is a directory; GPT2BPETokenizer needs merges.txt"
     problems, notes = checked(flags + " --tokenizer-type HuggingFaceTokenizer --tokenizer-model d", base=REAL)
     flags = [note.partition(":")[0] for note in notes]
     assert not problems and flags == ["--vocab-file vocab.json", "--merge-file merges.txt"]
@@ -96,11 +52,11 @@ def test_a_dry_run_only_notes_what_is_missing(data: Path):
     flags = "--data-path d/none --dry-run --load /nowhere --ckpt-step 3 --save vocab.json --save-interval 1"
     problems, notes = checked(flags, base=REAL.replace("vocab.json", "none.json"))
     assert not problems and len(notes) == 4
-    assert all(line.startswith("not here yet: --") for line in notes)
-    assert checked("--dry-run", base=REAL)[1] == ["not here yet: no data: give --data-path PREFIX (written by "
-                                                  "tools/preprocess_data.py), or --mock-data"]
-    assert checked("--dry-run --world-size 2 --split x --mock-data --vocab-size 9", base=REAL)[0] == [
-        "--split x: give the shares of train, validation and test, as in --split 949,50,1"]
+    assert codes_of(notes) == [
+        "data-not-found", "tokenizer-file-missing", "checkpoint-directory-missing", "path-not-a-directory"]
+    assert codes_of(checked("--dry-run", base=REAL)[1]) == ["data-missing"]
+    assert codes_of(checked("--dry-run --world-size 2 --split x --mock-data --vocab-size 9", base=REAL)[0]) == [
+        "split-malformed"]
 
 
 def test_checkpoints_that_are_there(data: Path):
@@ -119,32 +75,13 @@ def test_checkpoints_that_are_there(data: Path):
     tracker.write_text("20")
     assert checked("--load run --ckpt-step 10 --exit-on-missing-checkpoint") == ([], [])
     [line] = checked("--load run --ckpt-step 11")[0]
-    assert line == "--ckpt-step 11: run has no checkpoint of that iteration; there are 10, 20"
-
-
-def test_a_checkpoint_of_another_suite_is_not_taken_for_none(data: Path):
-    """Training would say that there is no checkpoint and start from random weights."""
-    (data / "hf").mkdir()
-    (data / "hf" / "config.json").touch()
-    [line] = checked("--load hf")[0]
-    assert "python tools/convert_checkpoint.py hf-import hf DIR" in line
-    for name, word in (("release", "release"), ("iter_0000007", "7")):
-        (data / word / name / "mp_rank_00").mkdir(parents=True)
-        (data / word / "latest_checkpointed_iteration.txt").write_text(word)
-        [line] = checked(f"--load {word}")[0]
-        assert f"megatron-import {word} DIR" in line
-    for step in ("9", "10"):
-        (data / "internlm" / step).mkdir(parents=True)
-        (data / "internlm" / step / "model_tp0_pp0.pt").touch()
-    for given, step in (("internlm", "internlm/10"), ("internlm/9", "internlm/9")):
-        [line] = checked(f"--load {given} --save {given} --save-interval 1")[0]
-        assert f"internlm-import {step} DIR --mlp-weights" in line
+    assert_problem(line, "checkpoint-step-missing", "--ckpt-step 11", "10, 20")
 
 
 def test_the_parent_of_a_directory_to_write_may_be_missing(data: Path):
     assert checked("--save new/deep/run --save-interval 1 --tensorboard-dir new/tb") == ([], [])
     [line] = checked("--tensorboard-dir merges.txt/tb")[0]
-    assert line == f"--tensorboard-dir merges.txt/tb: {data}/merges.txt is not a directory; give another path"
+    assert_problem(line, "path-not-a-directory", "--tensorboard-dir", f"{data}/merges.txt")
 
 
 def test_the_tokenizers_are_those_of_the_data_folder():
@@ -157,7 +94,7 @@ def test_bytes_need_no_file_and_have_their_own_number_of_ids(data: Path):
     base = BASE.replace("--mock-data --vocab-size 100", "--data-path d/web_text_document --tokenizer-type ByteTokenizer")
     assert checked("", base=base) == checked("--vocab-size 257", base=base) == ([], [])
     [line] = checked("--vocab-size 300", base=base)[0]
-    assert line.startswith("--vocab-size 300: ByteTokenizer has 257 ids") and line.endswith("omit --vocab-size")
+    assert_problem(line, "vocab-size-not-that-of-tokenizer", "--vocab-size 300", 257)
 
 
 @pytest.mark.parametrize("words", [

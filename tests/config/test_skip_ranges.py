@@ -7,6 +7,7 @@ import pytest
 
 from megatron.config.batch_size import build_batch_size_schedule
 from megatron.config.skip_ranges import SkipRanges
+from tests.problems import assert_problem, codes_of, raises
 
 
 def problems(*values, train_iters=1000, **more):
@@ -36,53 +37,53 @@ def test_integers_and_strings_are_the_same():
     assert parse(100, "105", 250, 250)[0].ranges == parse("100", "105", "250", "250")[0].ranges
 
 
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ([], "--train-range-to-skip has no value; give first and last"),
-        (["ten", "20"], "--train-range-to-skip ten: not an integer"),
-        (["10-20"], "--train-range-to-skip 10-20: not an integer; write --train-range-to-skip 10 20"),
-        (["10..20"], "--train-range-to-skip 10..20: not an integer; write --train-range-to-skip 10 20"),
-        (["10:20"], "--train-range-to-skip 10:20: not an integer; write --train-range-to-skip 10 20"),
-        (["1e3", "2000"], "--train-range-to-skip 1e3: not an integer; write 1000"),
-        (["1_0", "20"], "--train-range-to-skip 1_0: not an integer; write 10"),
-        (["2k", "2000"], "--train-range-to-skip 2k: not an integer; write 2000"),
-        (["1.5", "20"], "--train-range-to-skip 1.5: not an integer"),
-        (["nan", "20"], "--train-range-to-skip nan: not an integer"),
-        (["", "20"], "--train-range-to-skip : not an integer"),
-        (["9" * 5000, "20"], f"--train-range-to-skip {'9' * 5000}: not an integer"),
-        (
-            ["10", "20", "30"],
-            "--train-range-to-skip has 3 numbers: the last one, 30, has no partner; write 30 30 to skip that iteration "
-            "alone",
-        ),
-        (["20", "10"], "--train-range-to-skip 20 10: the first iteration is after the last; did you mean 10 20?"),
-        (["-5", "3"], "--train-range-to-skip -5 3: iterations start at 1; write 1 3"),
-        (["0", "3"], "--train-range-to-skip 0 3: iterations start at 1; write 1 3"),
-        (["-5", "-3"], "--train-range-to-skip -5 -3: iterations start at 1"),
-        (["1001", "1005"], "--train-range-to-skip 1001 1005: never reached, training ends with iteration 1000 "
-                           "(--train-iters)"),
-        (["1", "1000"], "--train-range-to-skip: nothing to train, all 1000 iterations are skipped; narrow the ranges"),
-        (["1", "500", "501", "2000"], "--train-range-to-skip: nothing to train, all 1000 iterations are skipped; "
-                                      "narrow the ranges"),
-    ],
-)  # fmt: skip
-def test_bad_values_are_one_line_each(values, message):
-    assert problems(*values) == [message]
+BAD = [
+    ([], "value-missing", ""),
+    (["ten", "20"], "value-malformed", "ten"),
+    (["10-20"], "value-malformed", "10 20"),
+    (["10..20"], "value-malformed", "10 20"),
+    (["10:20"], "value-malformed", "10 20"),
+    (["1e3", "2000"], "value-malformed", "1000"),
+    (["1_0", "20"], "value-malformed", "10"),
+    (["2k", "2000"], "value-malformed", "2000"),
+    (["1.5", "20"], "value-malformed", "1.5"),
+    (["nan", "20"], "value-malformed", "nan"),
+    (["", "20"], "value-malformed", ""),
+    (["9" * 5000, "20"], "value-malformed", "9" * 5000),
+    (["10", "20", "30"], "skip-range-incomplete", "30 30"),
+    (["20", "10"], "skip-range-reversed", "10 20"),
+    (["-5", "3"], "skip-before-first-iteration", "1 3"),
+    (["0", "3"], "skip-before-first-iteration", "1 3"),
+    (["-5", "-3"], "skip-before-first-iteration", "-5 -3"),
+    (["1001", "1005"], "skip-after-last-iteration", "1001 1005"),
+    (["1", "1000"], "skip-leaves-nothing-to-train", "1000"),
+    (["1", "500", "501", "2000"], "skip-leaves-nothing-to-train", "1000"),
+]
+
+
+@pytest.mark.parametrize(("values", "code", "remedy"), BAD, ids=[row[1] for row in BAD])
+def test_bad_values_are_one_line_each(values, code, remedy):
+    [line] = problems(*values)
+    assert_problem(line, code, "--train-range-to-skip", remedy)
 
 
 def test_all_problems_come_together():
     found = problems("20", "10", "0", "5", "2000", "2001", "7", iterations_to_skip=["1e2", "x"])
     assert len(found) == 6
-    for part in ("did you mean 10 20?", "0 5: iterations start at 1", "2000 2001: never reached", "7, has no partner"):
-        assert any(part in line for line in found), part
-    assert found[0] == "--iterations-to-skip 1e2: not an integer; write 100"
-    assert found[1] == "--iterations-to-skip x: not an integer"
+    expected = [
+        ("value-malformed", "1e2"), ("value-malformed", "x"), ("skip-range-incomplete", "7"),
+        ("skip-range-reversed", "20 10"), ("skip-before-first-iteration", "0 5"),
+        ("skip-after-last-iteration", "2000 2001"),
+    ]  # fmt: skip
+    for line, (code, value) in zip(found, expected, strict=True):
+        assert_problem(line, code, value)
+    assert all("--iterations-to-skip" in line for line in found[:2])
 
 
 def test_a_thousand_problems_are_counted_not_listed():
     found = problems(*(["5", "3"] * 1000))
-    assert len(found) == 21 and found[-1] == "... and 980 more of these"
+    assert len(found) == 21 and set(codes_of(found[:20])) == {"skip-range-reversed"}
+    assert " 980 " in found[-1]
 
 
 @pytest.mark.parametrize(
@@ -104,48 +105,43 @@ def test_order_repetition_and_neighbours_are_normalised_with_an_info_line(values
 def test_overlaps_merge_with_a_warning_that_names_both():
     skips, warnings, _ = parse("10", "20", "15", "25", "24", "26", "24", "26", "100", "110", "102", "103")
     assert skips.ranges == ((10, 26), (100, 110))
-    assert warnings == [
-        "--train-range-to-skip: 10 20 and 15 25 overlap; merged",
-        "--train-range-to-skip: 15 25 and 24 26 overlap; merged",
-        "--train-range-to-skip: 100 110 and 102 103 overlap; merged",
-    ]
+    both = [("10 20", "15 25"), ("15 25", "24 26"), ("100 110", "102 103")]
+    for line, ranges in zip(warnings, both, strict=True):
+        assert_problem(line, "skip-ranges-overlap", *ranges)
 
 
 def test_the_end_of_training_cuts_a_range_with_a_warning():
     skips, warnings, _ = parse("990", "2000")
     assert skips.ranges == ((990, 1000),)
-    assert warnings == ["--train-range-to-skip 990 2000: cut to 990 1000, the end of training (--train-iters)"]
+    [line] = warnings
+    assert_problem(line, "skip-range-cut", "990 2000", "990 1000", "--train-iters")
     assert parse("990", "2000", train_iters=None)[0].ranges == ((990, 2000),)
 
 
 def test_single_iterations_join_the_union():
     skips, warnings, _ = parse("10", "12", iterations_to_skip=["13", 20, "11"])
     assert skips.ranges == ((10, 13), (20, 20))
-    assert warnings == ["--train-range-to-skip: 10 12 and 11 11 overlap; merged"]
+    [line] = warnings
+    assert_problem(line, "skip-ranges-overlap", "10 12", "11 11")
     assert SkipRanges.parse(None, 100, iterations_to_skip=[3])[0].ranges == ((3, 3),)
-    with pytest.raises(ValueError, match="--iterations-to-skip 1001: never reached"):
+    with raises(ValueError, "skip-after-last-iteration", "--iterations-to-skip 1001"):
         SkipRanges.parse(None, 1000, iterations_to_skip=[1001])
-    with pytest.raises(ValueError, match="--iterations-to-skip has no value"):
+    with raises(ValueError, "value-missing", "--iterations-to-skip"):
         SkipRanges.parse(None, 1000, iterations_to_skip=[])
 
 
 def test_more_than_five_percent_warns_with_what_it_costs():
     batches = build_batch_size_schedule(micro_batch_size=1, global_batch_size=8, rampup_batch_size=[2, 2, 8])
     assert parse("951", "1000")[1] == []
-    assert parse("950", "1000")[1] == [
-        "--train-range-to-skip skips 51 of 1000 iterations (5.1 %) that will not be trained on"
-    ]
-    assert parse(
-        "2", "3", "6", "7", train_iters=10, samples_in=batches.samples_in, seq_length=128
-    )[1] == [
-        "--train-range-to-skip skips 4 of 10 iterations (40.0 %), 22 samples = 2816 tokens that will not be trained on"
-    ]
+    [line] = parse("950", "1000")[1]
+    assert_problem(line, "skip-large-share", "51 of 1000", "5.1 %")
+    [line] = parse("2", "3", "6", "7", train_iters=10, samples_in=batches.samples_in, seq_length=128)[1]
+    assert_problem(line, "skip-large-share", "4 of 10", "40.0 %", "22 samples", "2816 tokens")
 
 
 def test_nothing_left_after_a_resume():
-    assert problems("501", "1000", completed=500) == [
-        "--train-range-to-skip: nothing to train, iterations 501 to 1000 are skipped; narrow the ranges"
-    ]
+    [line] = problems("501", "1000", completed=500)
+    assert_problem(line, "skip-leaves-nothing-to-train", "501 to 1000")
     skips = parse("501", "1000")[0]
     assert [skips.nothing_to_train(done, 1000) for done in (499, 500, 750, 1000)] == [False, True, True, False]
     assert parse("501", "1000", completed=1000)[0].ranges == ((501, 1000),)  # the same command on a finished run

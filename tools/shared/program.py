@@ -77,7 +77,8 @@ def run_command(commands: Mapping[str, Command], argv: Sequence[str], *, prog: s
     if name and name not in ("-h", "--help"):
         close = difflib.get_close_matches(name, [*commands, "--help", "--version"], 1, 0.5)
         hint = f"did you mean {close[0]}?" if close else f"the commands are {', '.join(commands)}"
-        print(f"error: unknown command {name}; {hint}", file=sys.stderr, flush=True)
+        text = f"error: unknown command {name}; {hint} [command-unknown]"
+        print(text, file=sys.stderr, flush=True)
         return 2
     lines = [f"usage: {prog} COMMAND ...", "", *description.strip().splitlines(), "",
              f"Commands ({prog} COMMAND --help lists the flags of each)"]  # fmt: skip

@@ -1,0 +1,62 @@
+"""Every code of a message is documented, every documented code exists, and the texts are those of the golden file."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+from tests import rewrite_messages
+from tests.problems import CODE
+
+ROOT = Path(__file__).resolve().parents[2]
+PLACES = ("megatron", "tools", "pretrain_gpt.py")
+# Codes that no command line of tests/config/cases.txt provokes, and why.
+NO_COMMAND_LINE = {
+    "batch-ramp-malformed": "the parser refuses such values before",
+    "path-not-writable": "the superuser may write everywhere",
+    "rendezvous-address-missing": "comes when several ranks meet",
+    "value-without-flag": "must be the first word",
+}
+
+
+def codes_in_source() -> dict[str, str]:
+    """{code: file} of the strings in which a message ends with a code."""
+    found = {}
+    for place in PLACES:
+        start = ROOT / place
+        for file in sorted(start.rglob("*.py")) if start.is_dir() else [start]:
+            for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+                if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                    if match := CODE.search(f" {node.value}"):
+                        found[match[1]] = file.relative_to(ROOT).as_posix()
+    return found
+
+
+def documented() -> list[str]:
+    """The codes of docs/troubleshooting.md, in order."""
+    text = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+    return re.findall(r"^\| `([a-z0-9-]+)` \| .+ \| .+ \|$", text, re.MULTILINE)
+
+
+def test_every_code_is_documented_once():
+    assert sorted(documented()) == sorted(codes_in_source())
+
+
+def test_a_missing_entry_would_be_noticed():
+    assert len(codes_in_source()) > 100 and "lr-warmup-too-long" in codes_in_source()
+
+
+def test_the_texts_are_those_of_the_golden_file():
+    """After a change of a message: python -m tests.rewrite_messages, and review the diff."""
+    assert rewrite_messages.messages() == rewrite_messages.GOLDEN.read_text(encoding="utf-8")
+
+
+def test_every_code_of_a_command_line_has_a_text():
+    shown = set(re.findall(r" \[([a-z0-9-]+)\]$", rewrite_messages.GOLDEN.read_text(), re.MULTILINE))
+    config = {
+        code
+        for code, file in codes_in_source().items()
+        if file.startswith(("megatron/config/", "megatron/arguments.py", "megatron/launcher.py"))
+    }
+    assert config - shown == set(NO_COMMAND_LINE)
