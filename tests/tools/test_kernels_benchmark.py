@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import pytest
 
@@ -33,6 +34,18 @@ def test_a_wrong_kernel_does_not_race(monkeypatch, capsys, kernel):
         load_tool("benchmarks/kernels").main(SMALL)
     word = {"rms_norm": "RMSNorm", "apply_rotary": "rotary", "gelu": "tanh GELU"}.get(kernel, kernel)
     assert not any(line.startswith(word) for line in capsys.readouterr().out.splitlines())
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_steps_with_dropout_and_documents(monkeypatch, capsys, dtype):
+    tool = load_tool("benchmarks/kernels")
+    monkeypatch.setattr(tool, "STEP", replace(tool.STEP, layers=1, hidden=64, heads=2, seq=32))
+    assert tool.main(["--step", dtype, "--rounds", "2", "--tokens", "64"]) == 0
+    _, shape, titles, *rows = capsys.readouterr().out.splitlines()
+    assert shape == f"training step, {dtype}: 1 layers of 64, 2 heads, 2 x 32 tokens"
+    assert titles.split() == ["ms", "x", "first"]
+    found = [re.match(r"(.+?) +[\d.]+ +([\d.]+)$", row).groups() for row in rows]
+    assert [name for name, _ in found] == list(tool.STEPS) and found[0][1] == "1.00"
 
 
 @pytest.mark.parametrize("flags", [["--rounds", "0"], ["--tokens", "0"], ["--sequences", "0"]])

@@ -2,7 +2,8 @@
 """Race our kernels for CPUs against torch's own operations: forward and backward, in turns, in one process.
 
 A row says how many times as fast as torch's is ours (the median over rounds), and which of the two a run takes here. Before
-any clock runs the two must agree. docs/performance.md has figures. Needs torch and numpy only.
+any clock runs the two must agree. `--step DTYPE` times whole training steps instead: without dropout and document masks, and
+with each. docs/performance.md has figures. Needs torch and numpy only.
 """
 
 from __future__ import annotations
@@ -13,14 +14,17 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).resolve().parent)]
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # as pretrain_gpt.py does
 
 import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
+from contestants import Ours  # noqa: E402
+from sizes import Size  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from megatron.kernels import reference as kernels  # noqa: E402
@@ -28,6 +32,13 @@ from megatron.kernels.attention import select_attention  # noqa: E402
 
 Kernel = Callable[..., Tensor]
 TOKENS, HIDDEN, FFN, HEAD = 4096, 512, 1376, 64
+STEP = Size("step", 2, 256, 4, seq=2048, micro_batch=1, vocab=256)  # mock data then has documents of 256 tokens
+STEPS = {
+    "no dropout, causal": [],
+    "attention dropout 0.1": ["--attention-dropout", "0.1"],
+    "attention and hidden dropout 0.1": ["--attention-dropout", "0.1", "--hidden-dropout", "0.1"],
+    "document masks": ["--reset-attention-mask"],
+}
 
 
 def torch_swiglu(gate_up: Tensor) -> Tensor:
@@ -70,6 +81,26 @@ def both_ways(kernel: Kernel, inputs: tuple[Tensor, ...], grad: Tensor) -> tuple
     return out, *torch.autograd.grad(out, leaves, grad)
 
 
+def race_steps(dtype: str, tokens: int, rounds: int) -> None:
+    """Print the time of a training step without dropout and document masks and of one with each, in turns."""
+    size = replace(STEP, micro_batch=max(1, tokens // STEP.seq))
+    runs = {name: Ours(size, dtype, "cpu", flags) for name, flags in STEPS.items()}
+    seconds: dict[str, list[float]] = {name: [] for name in runs}
+    for i in range(rounds + 2):  # two to warm up
+        for name, run in runs.items():
+            start = time.perf_counter()
+            run.step()
+            if i >= 2:
+                seconds[name].append(time.perf_counter() - start)
+    print(f"training step, {dtype}: {size.layers} layers of {size.hidden}, {size.heads} heads, {size.micro_batch} x "
+          f"{size.seq} tokens")
+    print(f"{'':34}{'ms':>8}{'x first':>9}")
+    first, *_ = seconds.values()
+    for name, times in seconds.items():
+        ratio = statistics.median(a / b for a, b in zip(times, first, strict=True))
+        print(f"{name:34}{1e3 * statistics.median(times):8.1f}{ratio:9.2f}")
+
+
 def main(argv: list[str] | None = None) -> int:
     """Print the table; the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
@@ -77,12 +108,18 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--sequences", type=int, nargs="+", default=[128, 256, 512, 1024, 2048], metavar="S",
                         help="lengths of the attention races")
     parser.add_argument("--tokens", type=int, default=TOKENS, help=f"of every race (default: {TOKENS})")
+    parser.add_argument("--step", choices=("fp32", "bf16"), help="time training steps of this dtype instead: 2 layers of "
+                        f"256, sequence {STEP.seq}, without and with dropout and document masks")
     options = parser.parse_args(argv)
     if min(options.rounds, options.tokens, *options.sequences) < 1:
         parser.error("--rounds, --tokens and --sequences must be at least 1")
     torch.manual_seed(1)
+    what = "training steps" if options.step else "fp32, forward + backward"
     print(f"date {time.strftime('%Y-%m-%d %H:%M')}, torch {torch.__version__}, {torch.get_num_threads()} threads, load "
-          f"average {os.getloadavg()[0]:.2f}, OMP_WAIT_POLICY {os.environ['OMP_WAIT_POLICY']}; fp32, forward + backward")
+          f"average {os.getloadavg()[0]:.2f}, OMP_WAIT_POLICY {os.environ['OMP_WAIT_POLICY']}; {what}")
+    if options.step:
+        race_steps(options.step, options.tokens, options.rounds)
+        return 0
     print(f"{'':24}{'ours ms':>9}{'torch ms':>10}{'x torch':>9}  here runs")
     for name, ours, theirs, inputs, chosen in races(options.sequences, options.tokens):
         grad = torch.randn_like(ours(*inputs))
