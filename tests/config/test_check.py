@@ -67,7 +67,8 @@ TP, CP = "--tensor-model-parallel-size", "--context-parallel-size"
 
 
 @pytest.mark.parametrize(("flags", "world_size"), [
-    ("--device cuda --distributed-backend nccl", 2), (f"{TP} 2", 2), (f"{TP} 4 --sequence-parallel", 8), (f"{TP} 4 --seq-length 30", 4), (f"{TP} 2 --vocab-size 99", 2),
+    ("--device cuda --distributed-backend nccl", 2),
+    (f"{TP} 2", 2), (f"{TP} 4 --sequence-parallel", 8), (f"{TP} 4 --seq-length 30", 4), (f"{TP} 2 --vocab-size 99", 2),
     (f"{TP} 2 --group-query-attention --num-query-groups 2 --sequence-parallel", 4),
     (f"{TP} 4 --hidden-size 62 --kv-channels 8", 4), (f"{CP} 2", 2), (f"{CP} 3 --seq-length 30", 3),
     (f"{CP} 4 {TP} 2 --sequence-parallel --cp-comm-type all_gather", 16), (f"{CP} 2 {TP} 4 --seq-length 28", 8)])
