@@ -51,8 +51,8 @@ def print_kernels(line):
     print("\n".join(lines), flush=True)
 
 
-def main(argv: list[str] | None = None, signals: SignalWatch | None = None) -> None:
-    """Parse and check before torch is imported; then plan, build, load, train."""
+def main(argv: list[str] | None = None, signals: SignalWatch | None = None, services=None) -> None:
+    """Parse and check before torch is imported; then plan, build, load, train. Tests give `services` of their own."""
     from megatron.config import command_line
     line = command_line.read(sys.argv[1:] if argv is None else argv, os.environ)
     from megatron import log
@@ -86,10 +86,10 @@ def main(argv: list[str] | None = None, signals: SignalWatch | None = None) -> N
         snapshots = c.snapshot_dir if c.snapshot_interval else None
         places = object_store.places(c.save, line.save_url, snapshots, line.snapshot_url) if writes and c.save else []
         with object_store.uploading(places, c.save), async_writer.started(beside) as writer:
-            train(line, tokenizer, held.check, writer, signals)
+            train(line, tokenizer, held.check, writer, signals, services)
 
 
-def train(line, tokenizer, fence, writer, signals: SignalWatch | None) -> None:
+def train(line, tokenizer, fence, writer, signals: SignalWatch | None, services=None) -> None:
     """Plan, build, load, train; `fence()` raises where another job has taken --save over; `writer` of --async-save."""
     from megatron.config import command_line
     from megatron.device import default_backend
@@ -98,6 +98,7 @@ def train(line, tokenizer, fence, writer, signals: SignalWatch | None) -> None:
     from megatron.training import build, checkpointing, data_position, initialize, loop, metrics, preamble, skip_history
     from megatron.training.kernel_lines import check_wishes, kernel_lines
     from megatron.training.log_lines import datetime_line
+    from megatron.training.services import Services
 
     config, backend = line.config, default_backend(line.config.training.device)
     short = config.logging.is_short
@@ -119,6 +120,7 @@ def train(line, tokenizer, fence, writer, signals: SignalWatch | None) -> None:
     with timers("model-and-optimizer-setup"):
         run = build.build_run(config, plan, runtime, timers, tokenizer)
         run.fence, run.writer = fence, writer
+        run.services = services or Services(signals or SignalWatch())
         loaded = checkpointing.load(run)
     log.timers(["load-checkpoint"])
     detail(datetime_line("after model, optimizer, and learning rate scheduler are built"))
@@ -131,7 +133,7 @@ def train(line, tokenizer, fence, writer, signals: SignalWatch | None) -> None:
     if short:
         preamble.print_loaded(config, data.rows, loaded, run.progress.iteration)
     log.timers(["model-and-optimizer-setup", "train/valid/test-data-iterators-setup"])
-    loop.pretrain(run, data, forward_step, log, STARTED, signals)
+    loop.pretrain(run, data, forward_step, log, STARTED)
     initialize.finish(meeting)
 
 

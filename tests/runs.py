@@ -3,12 +3,15 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import itertools
 import json
 import multiprocessing
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +19,7 @@ import torch
 
 from megatron.checkpoint import store
 from megatron.data.indexed_dataset import IndexedDatasetBuilder
+from megatron.training.services import Services
 from tests.forkrun import ROOT, RanksFailed, run_ranks
 
 SMALL = ("--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 "
@@ -53,31 +57,63 @@ def plot():
     return module
 
 
+class RequestAt:
+    """Signals of a run, of which SIGTERM is there from the n-th time on that the run looks: once in each iteration."""
+
+    def __init__(self, look: int):
+        self.look, self.looks = look, 0
+        self.advice = ""
+
+    @property
+    def received(self) -> signal.Signals | None:
+        self.looks += 1
+        return signal.SIGTERM if self.looks >= self.look else None
+
+    def remember_requests(self) -> None:
+        """Real signals are not caught."""
+
+
+def stop_in(iteration: int) -> Services:
+    """A hook: SIGTERM is received in this iteration of the process."""
+    return Services(signals=RequestAt(iteration))
+
+
+def late_from(reading: int, *ranks: int, minutes: float = 1000.0) -> Services:
+    """A hook: the clock (of these ranks, or all) is ahead from its n-th reading on. With --exit-duration-in-mins it is read
+    once in each iteration and once for each global batch of an evaluation."""
+    readings = itertools.count(1)
+
+    def clock() -> float:
+        late = next(readings) >= reading and (not ranks or int(os.environ["RANK"]) in ranks)
+        return time.time() + (60.0 * minutes if late else 0.0)
+
+    return Services(clock=clock)
+
+
+def _killed_in(services: Services, iteration: int) -> Services:
+    """The same, but this process dies by SIGKILL in the n-th iteration that it begins, when losses are summed."""
+    count = itertools.count(1)
+
+    def all_reduce(x, axis, op="sum"):
+        if axis.name == "world" and x.numel() in (3, 5) and next(count) == iteration:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return services.all_reduce(x, axis, op)
+
+    return replace(services, all_reduce=all_reduce)
+
+
 def _rank(rank: int, world: int, argv: list[str], output: str, kill_at: int | None,
-          hook: Callable[[], None] | None = None) -> int:
+          hook: Callable[[], Services | None] | None = None) -> int:
     """One rank of a run; its output goes to `output`.RANK. With `kill_at` it dies by SIGKILL inside that iteration.
 
-    `hook` is called first; it may change what is imported.
+    `hook` is called first; it may change what is imported, and return services for the run.
     """
-    from megatron.training import step
-
-    if hook:
-        hook()
+    services = (hook() if hook else None) or Services()
     if kill_at is not None:
-        reduce = step.all_reduce_
-        count = 0
-
-        def counting(x, axis, op="sum"):
-            nonlocal count
-            count += axis.name == "world" and x.numel() in (3, 5)
-            if count == kill_at:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return reduce(x, axis, op)
-
-        step.all_reduce_ = counting
+        services = _killed_in(services, kill_at)
     with open(f"{output}.{rank}", "a") as file, contextlib.redirect_stdout(file), contextlib.redirect_stderr(file):
         try:
-            plot().main(argv)
+            plot().main(argv, services=services)
         except SystemExit as leave:
             return leave.code if isinstance(leave.code, int) else 0
         finally:
@@ -113,10 +149,10 @@ class Finished:
 
 
 def train(folder: Path, argv: list[str], world: int = 1, kill_at: int | None = None, seconds: float = 200.0,
-          hook: Callable[[], None] | None = None) -> Finished:
+          hook: Callable[[], Services | None] | None = None) -> Finished:
     """Run to the end (or to the kill, in the step of the `kill_at`-th iteration of this process).
 
-    `hook`, a function of a module, is called on every rank before the run.
+    `hook`, a function of a module, is called on every rank before the run; it may return services for it.
     """
     folder.mkdir(exist_ok=True)
     argv = [*argv, "--metrics-file", str(folder / "metrics.jsonl")]

@@ -37,7 +37,7 @@ class Remote:
         self.url = url
         try:
             core = importlib.import_module("fsspec.core")
-            self._files, self._root = core.url_to_fs(url)
+            self.files, self._root = core.url_to_fs(url)
         except ImportError as error:
             raise ValueError(f"{url}: {error}; run: pip install fsspec s3fs (or install this suite with its extra: [s3])"
                              ) from None
@@ -53,7 +53,7 @@ class Remote:
 
     def _tracker(self) -> bytes | None:
         try:
-            return self._files.cat_file(f"{self._root}/{store.TRACKER}")
+            return self.files.cat_file(f"{self._root}/{store.TRACKER}")
         except FileNotFoundError:
             return None
 
@@ -68,9 +68,9 @@ class Remote:
             raise FileNotFoundError(f"{directory} is not whole any more")
         for name in names:
             there = f"{directory.name}/{name}"
-            self._patiently("upload", there, lambda name=name, there=there: self._put(directory / name, there))
+            self._patiently("upload", there, lambda name=name, there=there: self.put(directory / name, there))
         self._patiently("write", store.TRACKER,
-                        lambda: self._files.pipe_file(f"{self._root}/{store.TRACKER}", str(iteration).encode()))
+                        lambda: self.files.pipe_file(f"{self._root}/{store.TRACKER}", str(iteration).encode()))
 
     def keep_only(self, iteration: int | None) -> None:
         """Remove all checkpoints but that of `iteration`; without one the tracker first. Raises CheckpointError."""
@@ -82,9 +82,9 @@ class Remote:
                 self._patiently("remove", path, lambda path=path: self._remove(path))
 
     def _checkpoints(self) -> list[str]:
-        self._files.invalidate_cache()
+        self.files.invalidate_cache()
         try:
-            found = self._files.ls(self._root, detail=False)
+            found = self.files.ls(self._root, detail=False)
         except FileNotFoundError:
             return []
         paths = [path.rstrip("/") for path in found]
@@ -92,7 +92,7 @@ class Remote:
 
     def _remove(self, path: str) -> None:
         try:
-            self._files.rm(path, recursive=True)
+            self.files.rm(path, recursive=True)
         except FileNotFoundError:
             pass
 
@@ -103,7 +103,7 @@ class Remote:
         """
         try:
             text = self._patiently("read", skip_records.FILE_NAME,
-                                   lambda: self._files.cat_file(f"{self._root}/{skip_records.FILE_NAME}"))
+                                   lambda: self.files.cat_file(f"{self._root}/{skip_records.FILE_NAME}"))
         except FileNotFoundError:
             return
         theirs = text.decode(errors="replace").splitlines()
@@ -115,21 +115,21 @@ class Remote:
         """Bring the records of skipped iterations into the store, where there are any. Raises CheckpointError."""
         path = staging / skip_records.FILE_NAME
         if path.exists():
-            self._patiently("upload", path.name, lambda: self._put(path, path.name))
+            self._patiently("upload", path.name, lambda: self.put(path, path.name))
 
-    def _put(self, path: Path, there: str) -> None:
+    def put(self, path: Path, there: str) -> None:
         if not self._is_same(path, there):
-            self._files.put_file(str(path), f"{self._root}/{there}")
+            self.files.put_file(str(path), f"{self._root}/{there}")
             if not self._is_same(path, there):
                 raise OSError("what was uploaded is not what the store gives back")
 
     def _is_same(self, path: Path, there: str) -> bool:
         """Is the file in the store, every byte the same?"""
-        self._files.invalidate_cache()
+        self.files.invalidate_cache()
         try:
-            if self._files.info(f"{self._root}/{there}")["size"] != path.stat().st_size:
+            if self.files.info(f"{self._root}/{there}")["size"] != path.stat().st_size:
                 return False
-            with path.open("rb") as mine, self._files.open(f"{self._root}/{there}", "rb", block_size=PIECE) as other:
+            with path.open("rb") as mine, self.files.open(f"{self._root}/{there}", "rb", block_size=PIECE) as other:
                 while piece := mine.read(PIECE):
                     if other.read(len(piece)) != piece:
                         return False
@@ -146,11 +146,11 @@ class Remote:
         """
         final = store.iteration_directory(staging, iteration)
         temporary = final.with_name(f".{final.name}.tmp-{secrets.token_hex(4)}")
-        self._files.invalidate_cache()
-        found = self._patiently("list", final.name, lambda: self._files.ls(f"{self._root}/{final.name}", detail=False))
+        self.files.invalidate_cache()
+        found = self._patiently("list", final.name, lambda: self.files.ls(f"{self._root}/{final.name}", detail=False))
         DISK.make_root(temporary)
         for there in found:
-            self._patiently("fetch", there, lambda there=there: self._files.get_file(
+            self._patiently("fetch", there, lambda there=there: self.files.get_file(
                 there, str(temporary / there.rpartition("/")[2])))
         if as_newest:
             store.publish(staging, temporary, iteration)

@@ -148,10 +148,10 @@ def load_samples(dataset: Any, micro_batches: Iterator[list[int]], num_workers: 
         dataset, batch_sampler=micro_batches, num_workers=num_workers, collate_fn=_stack_hashed if on_hash else _stack,
         worker_init_fn=_start_worker, pin_memory=device.type == "cuda",
         multiprocessing_context="fork" if num_workers else None)
-    return _handed_out(iter(loader), on_hash, num_workers > 0)
+    return handed_out(iter(loader), on_hash, num_workers > 0)
 
 
-def _handed_out(batches: Iterator[Any], on_hash: Callable[[int], None] | None, workers: bool) -> Iterator[torch.Tensor]:
+def handed_out(batches: Iterator[Any], on_hash: Callable[[int], None] | None, workers: bool) -> Iterator[torch.Tensor]:
     while True:
         try:
             batch = next(batches)

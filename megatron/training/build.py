@@ -46,6 +46,7 @@ from megatron.training.internlm_lines import start_line
 from megatron.training.preflight import build_tokenizer
 from megatron.training.row_counts import RowCounts
 from megatron.training.schedule import build_scheduler
+from megatron.training.services import Services
 from megatron.training.spike_policy import SpikePolicy
 
 
@@ -93,6 +94,7 @@ class Run:
     writer: Writer | None = None            # of --async-save
     skip_history: SkipHistory = field(default_factory=SkipHistory)      # `plan.skips` are the ranges to come
     under_way: UnderWay | None = None       # the save that --async-save has begun
+    services: Services = field(default_factory=Services)
     fence: Callable[[], None] = lambda: None        # raises where another job has taken --save over; asked by rank 0
 
 

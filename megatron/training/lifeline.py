@@ -252,11 +252,13 @@ class Hub:
 class Line:
     """This rank's end of the line to the hub.
 
-    `on_end` is called, in a thread of its own, when another rank has failed or died; it is to end the process.
+    `on_end` is called, in a thread of its own, when another rank has failed or died; it is to end the process. `place` is
+    this process's, unless given.
     """
 
-    def __init__(self, addresses: Iterable[tuple[str, int]], token: str, hub: Place, on_end: Callable[[End], None]):
-        self.place, self._hub, self._on_end = my_place(), hub, on_end
+    def __init__(self, addresses: Iterable[tuple[str, int]], token: str, hub: Place, on_end: Callable[[End], None],
+                 place: Place | None = None):
+        self.place, self._hub, self._on_end = place or my_place(), hub, on_end
         self._main = threading.main_thread().ident
         self._told = self._closed = self._ended = False
         self._turn, self._answered = threading.Event(), threading.Event()

@@ -3,7 +3,6 @@ from __future__ import annotations
 
 import errno
 import gc
-import time
 from collections.abc import Callable, Iterator
 from signal import Signals
 from typing import Any
@@ -14,7 +13,6 @@ from megatron import log
 from megatron.checkpoint.disk import CheckpointError
 from megatron.data.samples import Samples
 from megatron.data.text_bytes import bits_per_byte, bytes_per_token
-from megatron.parallel.collectives import all_reduce_
 from megatron.training import checkpointing
 from megatron.training.batch import evaluation_samples, load_samples, training_samples
 from megatron.training.build import Data, Run
@@ -22,7 +20,7 @@ from megatron.training.control_file import SAVE, STOP, ControlFile
 from megatron.training.log_lines import datetime_line
 from megatron.training.metrics import IterationResult, TrainingLog
 from megatron.training.rewind import Past
-from megatron.training.signals import Refusal, SignalWatch
+from megatron.training.signals import Refusal
 from megatron.training.step import ForwardStep, NotFinite, evaluate, train_step
 
 # What a rank asks for or tells, summed over the ranks; of fewer than 2^16 the sums stay apart, and exact in float64.
@@ -35,11 +33,10 @@ AGREE_EVERY = 1000              # iterations, where nothing but skipping goes on
 class Trainer:
     """Runs the iterations that are left. Order within one, as Megatron's: log, evaluate, signal, save, time, exit."""
 
-    def __init__(self, run: Run, data: Data, forward_step: ForwardStep, lines: TrainingLog, started: float,
-                 signals: SignalWatch | None = None):
+    def __init__(self, run: Run, data: Data, forward_step: ForwardStep, lines: TrainingLog, started: float):
         self.run, self.data, self.forward_step, self.lines = run, data, forward_step, lines
         self.started = started
-        self.signals = signals or SignalWatch()
+        self.signals = run.services.signals
         if run.config.training.exit_signal_handler:
             self.signals.remember_requests()
         control = run.config.checkpoint.control_file
@@ -126,12 +123,12 @@ class Trainer:
         if self.run.runtime.world_size == 1:
             return wish
         flag = torch.tensor(wish, dtype=torch.float64, device=self.run.runtime.device)
-        return int(all_reduce_(flag, self.run.runtime.ctx.world).item())
+        return int(self.run.services.all_reduce(flag, self.run.runtime.ctx.world).item())
 
     def _signal_name(self) -> str:
         """The signal that this or another rank has received."""
         number = torch.tensor(float(self.signals.received or 0), dtype=torch.float64, device=self.run.runtime.device)
-        return Signals(int(all_reduce_(number, self.run.runtime.ctx.world, "max").item())).name
+        return Signals(int(self.run.services.all_reduce(number, self.run.runtime.ctx.world, "max").item())).name
 
     def train_one(self, iteration: int, samples: Iterator[torch.Tensor]) -> int:
         """One iteration with its counters, schedule and log line; the flag that the ranks agreed on."""
@@ -215,7 +212,7 @@ class Trainer:
 
     def _time_is_up(self) -> bool:
         minutes = self.run.config.training.exit_duration_in_mins
-        return minutes is not None and (time.time() - self.started) / 60.0 > minutes
+        return minutes is not None and (self.run.services.clock() - self.started) / 60.0 > minutes
 
     def _due(self, iteration: int, flag: int) -> str | None:
         """Save where a save is due; the reason to leave, if there is one (then it is saved too)."""
@@ -236,7 +233,7 @@ class Trainer:
         if stop:
             return self._leave(f"exiting program at iteration {iteration}, as --control-file asks for")
         if time_up:
-            return self._leave(f"exiting program after {(time.time() - self.started) / 60.0} minutes")
+            return self._leave(f"exiting program after {(self.run.services.clock() - self.started) / 60.0} minutes")
         if exit_due:
             return self._leave(f"exiting program at iteration {iteration}")
         return None
@@ -409,10 +406,9 @@ def _finished(run: Run) -> str:
             f"{run.plan.train_iters}{samples}; raise {flag} to train on")
 
 
-def pretrain(run: Run, data: Data, forward_step: ForwardStep, lines: TrainingLog, started: float,
-             signals: SignalWatch | None = None) -> None:
+def pretrain(run: Run, data: Data, forward_step: ForwardStep, lines: TrainingLog, started: float) -> None:
     """The whole run after set-up: train, save, evaluate, say goodbye."""
-    trainer = Trainer(run, data, forward_step, lines, started, signals)
+    trainer = Trainer(run, data, forward_step, lines, started)
     reason: str | None = None
     if run.config.training.skip_train:
         log.print_rank_0("skipping training (--skip-train is on) ...")

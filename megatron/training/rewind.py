@@ -38,7 +38,7 @@ class Past:
     def __init__(self, run: Run):
         self._run, self._loaded = run, run.progress.iteration
         self._saved: set[int] = set()
-        self._copies: list[Copy] = []           # oldest first
+        self.copies: list[Copy] = []           # oldest first
 
     def has_saved(self, iteration: int) -> None:
         """A checkpoint of this iteration is on the disk."""
@@ -47,24 +47,24 @@ class Past:
     def copy_if_due(self) -> None:
         """Copy the run as it stands, over the oldest copy, if that is due; never while a spike may still grow."""
         run, every = self._run, self._run.config.spikes.spike_snapshot_interval
-        newest = self._copies[-1].iteration if self._copies else -every
+        newest = self.copies[-1].iteration if self.copies else -every
         if not run.config.spikes.copies or run.spikes.unsettled or run.progress.iteration < newest + every:
             return
         tensors = _tensors(run)
-        if len(self._copies) == run.config.spikes.copies:
-            memory = self._copies.pop(0).tensors
+        if len(self.copies) == run.config.spikes.copies:
+            memory = self.copies.pop(0).tensors
         else:
             memory = [torch.empty_like(tensor, device="cpu") for tensor in tensors]
         for mine, tensor in zip(memory, tensors, strict=True):
             mine.copy_(tensor)
-        self._copies.append(Copy(run.progress.iteration, checkpointing.state_of(run).dump(), memory))
+        self.copies.append(Copy(run.progress.iteration, checkpointing.state_of(run).dump(), memory))
 
     def rewind(self, asked: Rewind) -> None:
         """Go back before `asked.start` and skip from there to `asked.end`; where nothing so old is left, from the oldest
         there is on. Raises Refusal where nothing is older than the spike, CheckpointError where a disk refuses."""
         run, progress = self._run, self._run.progress
         checkpoints = self._checkpoints()
-        there = [*checkpoints, *(one.iteration for one in self._copies)]
+        there = [*checkpoints, *(one.iteration for one in self.copies)]
         back = max((n for n in there if n < asked.start), default=min(there, default=asked.first))
         if back >= asked.first:
             raise Refusal(f"a spike at iteration {asked.first}, and nothing older to go back to: neither a copy in memory "
@@ -79,7 +79,7 @@ class Past:
         log.print_rank_0(f"rewind from iteration {left} to {progress.iteration} ({where}), attempt {asked.attempt} for the "
                          f"spike at {asked.first}: iterations {again}{asked.start} to {asked.end} are skipped")
         record_skip(run, asked.start, asked.end, "spike", f"--spike-action rewind, attempt {asked.attempt}")
-        self._copies = [one for one in self._copies if one.iteration <= progress.iteration]
+        self.copies = [one for one in self.copies if one.iteration <= progress.iteration]
         self.copy_if_due()
         if run.recorder and run.recorder.ledger:
             run.recorder.ledger.go_back()
@@ -87,7 +87,7 @@ class Past:
     def _take_back(self, iteration: int, checkpoints: dict[int, list[Candidate]]) -> str:
         """Make the run what it was after `iteration`; from where."""
         run = self._run
-        for copy in self._copies:
+        for copy in self.copies:
             if copy.iteration == iteration:
                 for tensor, mine in zip(_tensors(run), copy.tensors, strict=True):
                     tensor.copy_(mine)

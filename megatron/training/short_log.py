@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 
 from megatron import log
@@ -16,9 +17,19 @@ REFRESH = 0.2  # seconds between two versions of the status line
 
 
 class ShortLog:
-    """Counts trained iterations of this process; prints its lines where `speaks` (on the last rank)."""
+    """Counts trained iterations of this process; prints its lines where `speaks` (on the last rank).
 
-    def __init__(self, config: Config, plan: Plan, speaks: bool):
+    `clock()` is the time in seconds.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        plan: Plan,
+        speaks: bool,
+        clock: Callable[[], float] = time.perf_counter,
+    ):
+        self._clock = clock
         self._config, self._plan, self._speaks = config, plan, speaks
         self._status = (
             speaks and config.logging.progress != "off" and log.has_status_line(sys.stdout)
@@ -31,7 +42,7 @@ class ShortLog:
         )
         self._lines = self._trained = self._tokens = 0
         self._seconds = 0.0  # of trained iterations
-        self._started = self._after_first = time.perf_counter()
+        self._started = self._after_first = self._clock()
         self._shown = 0.0
         self._loss_scale: float | None = None  # on the last line
 
@@ -41,7 +52,7 @@ class ShortLog:
         self._tokens += samples * self._config.model.seq_length
         self._seconds += seconds
         if self._trained == 1:
-            self._after_first = time.perf_counter()
+            self._after_first = self._clock()
 
     def line_due(self, iteration: int) -> bool:
         """Has this iteration a line? The first and the last of a process have one too; the same on all ranks."""
@@ -59,7 +70,7 @@ class ShortLog:
             return None
         if self._trained == 1:
             return left * self._seconds
-        return left * (time.perf_counter() - self._after_first) / (self._trained - 1)
+        return left * (self._clock() - self._after_first) / (self._trained - 1)
 
     def line(self, row: IterationRow) -> None:
         """Print an iteration line."""
@@ -72,7 +83,7 @@ class ShortLog:
 
     def status(self, iteration: int, seconds: float) -> None:
         """Show on a terminal how far the run is; the next line that is printed replaces it."""
-        now = time.perf_counter()
+        now = self._clock()
         if self._status and now - self._shown > REFRESH:
             self._shown = now
             text = short_lines.status_line(
@@ -90,7 +101,7 @@ class ShortLog:
                     reason,
                     iteration,
                     self._plan.train_iters,
-                    time.perf_counter() - self._started,
+                    self._clock() - self._started,
                     self._tokens,
                     rate,
                     checkpoint,

@@ -66,7 +66,7 @@ class SignalWatch:
             os.register_at_fork(after_in_child=_deafen)
             self._listener = threading.Thread(target=self._hear, args=(read_end,), name="signals", daemon=True)
         for number in numbers:
-            signal.signal(number, _leave_to_listener)
+            signal.signal(number, leave_to_listener)
         if first:
             self._listener.start()
 
@@ -99,7 +99,7 @@ class SignalWatch:
         _exit(code, text if launcher.rank() == 0 else "")
 
 
-def _leave_to_listener(number: int, frame: FrameType | None) -> None:
+def leave_to_listener(number: int, frame: FrameType | None) -> None:
     """What Python itself does about a signal that the listener hears: nothing."""
 
 
@@ -122,22 +122,23 @@ def _exit(code: int, text: str = "") -> NoReturn:
 class WorkerSignals:
     """Signals in a worker process: ending the run is the parent's affair, and the worker must not die before it."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic, leave: Callable[[int], object] = os._exit) -> None:
+        self._clock, self._leave = clock, leave
         self._first_at: float | None = None
 
     def install(self) -> None:
         """Ignore Ctrl-C and, where the parent catches them, the first SIGTERM and SIGUSR1."""
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         for number in WATCHED:
-            caught = signal.getsignal(number) is _leave_to_listener
+            caught = signal.getsignal(number) is leave_to_listener
             signal.signal(number, self._outlive if caught else signal.SIG_DFL)
 
     def _outlive(self, number: int, frame: FrameType | None) -> None:
         """A request to the whole process group must not cost the parent its data; asked again, the worker goes."""
-        now = time.monotonic()
+        now = self._clock()
         self._first_at = now if self._first_at is None else self._first_at
         if now - self._first_at > SAME_REQUEST_SECONDS:
-            os._exit(128 + number)
+            self._leave(128 + number)
 
 
 def leave_with(error: Exception | SystemExit, watch: SignalWatch) -> NoReturn:

@@ -13,7 +13,7 @@ from torch.autograd.graph import GradientEdge
 
 from megatron.model.gpt import GPTModel
 from megatron.optimizer.optimizer import StepResult
-from megatron.parallel.collectives import all_reduce_, gather_objects
+from megatron.parallel.collectives import gather_objects
 from megatron.parallel.pipeline import Forward
 from megatron.parallel.random import DropoutSeeds
 from megatron.training.batch import Batch, make_batch
@@ -154,7 +154,7 @@ def _sum_losses(run: Run, totals: torch.Tensor) -> None:
     ranks have the same, which counts once."""
     if run.runtime.ctx.tp.rank:
         totals[:2] = 0
-    all_reduce_(totals, run.runtime.ctx.world)
+    run.services.all_reduce(totals, run.runtime.ctx.world)
 
 
 def next_samples(samples: Iterator[torch.Tensor]) -> torch.Tensor:

@@ -1,18 +1,17 @@
 """Every line that a run prints is one of Megatron's templates, or one of few of our own; in Megatron's order."""
 from __future__ import annotations
 
+import functools
 import math
 import re
-import signal
 from pathlib import Path
 
 import pytest
 import torch
 
 from megatron.checkpoint import store
-from megatron.training import loop
 from tests.log_scraper import LAST, OWN, TEMPLATES, Line, scrape
-from tests.runs import SMALL, Finished, train, with_flags, write_text
+from tests.runs import SMALL, Finished, late_from, stop_in, train, with_flags, write_text
 
 # 11.1, as a single process prints it on a first run that --load finds nothing for.
 START = """world size, parameter type, arguments, argument, end of arguments, micro-batches, tokenizer, padded vocab,
@@ -185,31 +184,14 @@ def test_a_resumed_run(first, tmp_path):
     assert start[saving:] == ["saving", "saved", "exit interval"]
 
 
-def leave_by_signal() -> None:
-    """The signal is there at iteration 3."""
-    right = loop.Trainer._wish
-
-    def wish(self: loop.Trainer) -> int:
-        if self.run.progress.iteration == 2:
-            self.signals.received = signal.SIGTERM
-        return right(self)
-
-    loop.Trainer._wish = wish
-
-
-def late_in_evaluation() -> None:
-    """The time is over when the first evaluation asks."""
-    loop.Trainer._time_is_up = lambda self: bool(self._valid_samples)
-
-
 def test_exits(tmp_path):
     """11.7: signal, time, time within an evaluation. Each has saved before it says so."""
-    done = job(tmp_path / "signal", "--exit-signal-handler", hook=leave_by_signal)
+    done = job(tmp_path / "signal", "--exit-signal-handler", hook=functools.partial(stop_in, 3))
     assert squeezed(scrape(done.log))[-5:] == ["saving", "saved", "timers", "timer", "exit signal"]
     assert store.latest(done.save) == 3
     done = job(tmp_path / "time", "--exit-duration-in-mins", "0.000001", "--eval-iters", "0")
     assert squeezed(scrape(done.log))[-5:] == ["saving", "saved", "timers", "timer", "exit duration"]
-    done = job(tmp_path / "evaluation", "--exit-duration-in-mins", "60", hook=late_in_evaluation)
+    done = job(tmp_path / "evaluation", "--exit-duration-in-mins", "60", hook=functools.partial(late_from, 3))
     assert squeezed(scrape(done.log))[-6:] == [
         "exit in evaluation", "saving", "saved", "timers", "timer", "exit duration"]
 

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
-import signal
 from pathlib import Path
 
 import pytest
 
-from megatron.training import loop
 from megatron.training.log_reader import read_evaluations, read_text
 from megatron.training.run_history import read_history
-from tests.runs import SMALL, Finished, train, with_flags, write_text
+from tests.runs import SMALL, Finished, stop_in, train, with_flags, write_text
 
 LABELS = (
     "run model tokenizer batch training optimizer learning rate memory kernels data checkpoints"
@@ -117,21 +116,9 @@ def test_a_resumed_run_says_from_where(first, tmp_path):
     assert " stopped at iteration 11 | " in done.log and "iteration 11 in" in done.log
 
 
-def leave_by_signal() -> None:
-    """The signal is there at iteration 3."""
-    right = loop.Trainer._wish
-
-    def wish(self: loop.Trainer) -> int:
-        if self.run.progress.iteration == 2:
-            self.signals.received = signal.SIGTERM
-        return right(self)
-
-    loop.Trainer._wish = wish
-
-
 def test_the_last_iteration_before_a_signal_has_a_line(tmp_path):
     write_text(tmp_path / "text", 260)
-    done = job(tmp_path / "run", "--exit-signal-handler", hook=leave_by_signal)
+    done = job(tmp_path / "run", "--exit-signal-handler", hook=functools.partial(stop_in, 3))
     assert [r.iteration for r in read_text(done.log)] == [1, 3]
     ends = [line.split()[0] for line in done.log.split("\n iter  3/12 ")[1].splitlines()[1:]]
     assert ends == ["checkpoint", "stopped", "last"]

@@ -23,12 +23,17 @@ ROWS = "tests/data/test_packed.py"
 PACKED_RUNS = "tests/training/test_packed.py"
 ADAPTERS = "tests/kernels/test_libraries.py"
 RANKS = "tests/parallel/test_transformer_engine.py"
+SKIPPING = "tests/spikes/test_skipping.py"
 ACTIONS = "tests/spikes/test_actions.py"
 POLICIES = "tests/spikes/test_policy.py"
 T15 = f"{ACTIONS}::test_t15_rewind_from_memory_is_the_run_started_again[async save, a worker]"
 T16 = f"{ACTIONS}::test_t16_a_nan_gradient_or_a_spike_changes_nothing"
 
 # Source that several bugs share.
+LOAD = (
+    "load_samples(samples, numbers, run.config.data.num_workers, run.runtime.device,"
+    " run.recorder.add if run.recorder else None)"
+)
 FORWARD = "forward_step(batch if hidden is None else replace(batch, hidden=hidden)"
 EVERY = "*(one for one in present if keep_every and one % keep_every == 0)}"
 NORM = "te.LayerNorm(weight.shape[0], eps=eps, device='meta', dtype=weight.dtype, "
@@ -543,6 +548,39 @@ BUGS = {
         "getattr(weight, 'main_grad', None) if accumulate else None",
         "getattr(weight, 'main_grad', None)",
         "tests/kernels/test_choice.py::test_who_adds_the_weight_gradient",
+    ),
+    # Skipped iterations.
+    "data of skipped iterations are read": Bug(
+        "megatron.training.loop.Trainer.open_training_samples",
+        "return " + LOAD,
+        "for start, end in run.plan.skips.ranges:\n"
+        "    before = run.plan.consumed_samples\n"
+        "    [self.data.train[n] for n in range(before(start - 1), before(end))]\n"
+        "return " + LOAD,
+        f"{SKIPPING}::test_t04_the_data_are_those_of_the_whole_run_and_skipped_ones_unread",
+        "campaign",
+    ),
+    "a learning rate that stands still where iterations are skipped": Bug(
+        "megatron.training.loop.Trainer._skip",
+        "run.scheduler.after_iteration(plan.scheduled_samples(first, iteration))",
+        "",
+        f"{SKIPPING}::test_t01_columns_are_those_of_the_whole_run",
+        "campaign",
+    ),
+    "a gradient norm in the log of a skipped iteration": Bug(
+        "megatron.training.loop.Trainer._skip",
+        "skipped='user'",
+        "skipped='user', grad_norm=1.0",
+        f"{SKIPPING}::test_t02_lines_of_skipped_iterations_have_no_loss_and_no_norm",
+        "campaign",
+    ),
+    "an update with zero gradients in place of a skipped iteration": Bug(
+        "megatron.training.loop.Trainer._skip",
+        "progress.iteration = iteration",
+        "for part in run.buffers.owned:\n    part.main_grad.zero_()\n"
+        "run.optimizer.step()\nprogress.iteration = iteration",
+        f"{SKIPPING}::test_t03_nothing_of_the_state_changes",
+        "campaign",
     ),
     # Loss spikes: what one step does.
     "a skipped update that is multiplied by zero instead": Bug(

@@ -1,7 +1,6 @@
-"""Runs that leave out iterations, watched from outside: what they fetch, what they train on, and planted bugs."""
+"""Runs that leave out iterations, watched from outside: what they fetch, what they train on, and a fault."""
 from __future__ import annotations
 
-import dataclasses
 import functools
 import json
 import multiprocessing
@@ -187,11 +186,8 @@ def batches(folder: Path) -> dict[int, list]:
     return {iteration: sorted(rows) for iteration, rows in found.items()}
 
 
-# --- planted bugs ------------------------------------------------------------------------------------------------------
-
-
 def keep_position(folder: str) -> None:
-    """T5, the first version of the seed: skipped iterations do not move the data."""
+    """T5, a hook: a fault, that skipped iterations do not move the data, as in the first version of the seed."""
     note_batches(folder)
     right = loop.training_samples
 
@@ -199,71 +195,3 @@ def keep_position(folder: str) -> None:
         return right(sampler, schedule, SkipRanges(), first, last, shift)
 
     loop.training_samples = wrong
-
-
-def read_ahead(folder: str) -> None:
-    """The third version: the data of skipped iterations are read, and thrown away."""
-    note_batches(folder)
-    right, skip, opened = loop.training_samples, loop.Trainer._skip, loop.load_samples
-    stream = []
-
-    def wrong(sampler, schedule, skips, first, last, shift=0):
-        return right(sampler, schedule, SkipRanges(), first, last, shift)
-
-    def keeping(*args):
-        stream[:] = [opened(*args)]
-        return stream[0]
-
-    def dropping(self, first, last):
-        reached, flag = skip(self, first, last)
-        for iteration in range(first, reached + 1):
-            for _ in range(self.run.plan.num_microbatches(iteration)):
-                next(stream[0])
-        return reached, flag
-
-    loop.training_samples, loop.Trainer._skip, loop.load_samples = wrong, dropping, keeping
-
-
-def hold_learning_rate(folder: str) -> None:
-    """Megatron-LM's way: the schedule stands still where the weights do."""
-    note_batches(folder)
-    skip = loop.Trainer._skip
-
-    def holding(self, first, last):
-        scheduler = self.run.scheduler
-        after, scheduler.after_iteration = scheduler.after_iteration, lambda *args, **more: None
-        try:
-            return skip(self, first, last)
-        finally:
-            scheduler.after_iteration = after
-
-    loop.Trainer._skip = holding
-
-
-def print_stale_norm(folder: str) -> None:
-    """The seed's log: the last gradient norm stands on the lines of skipped iterations too."""
-    note_batches(folder)
-    add = metrics.TrainingLog.add
-    last = []
-
-    def adding(self, result):
-        if result.skipped == "user":
-            result = dataclasses.replace(result, grad_norm=last[-1])
-        last.append(result.grad_norm)
-        add(self, result)
-
-    metrics.TrainingLog.add = adding
-
-
-def step_on_zeros(folder: str) -> None:
-    """An update with gradients of zero is no skip: moments and weight decay go on."""
-    note_batches(folder)
-    skip = loop.Trainer._skip
-
-    def stepping(self, first, last):
-        for part in self.run.buffers.owned:
-            part.main_grad.zero_()
-        self.run.optimizer.step()
-        return skip(self, first, last)
-
-    loop.Trainer._skip = stepping

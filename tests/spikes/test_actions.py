@@ -175,7 +175,7 @@ def test_two_copies_are_kept_of_the_size_that_a_dry_run_tells(kind):
         made.progress.iteration = n
         past.copy_if_due()
         torch.nn.init.constant_(made.model[0].decoder.final_layernorm.weight, n)
-    copies = past._copies
+    copies = past.copies
     assert [one.iteration for one in copies] == [4, 8]
     told, = (line for line in memory_lines(made.config, made.plan) if "host memory" in line)
     nbytes = sum(tensor.nbytes for one in copies for tensor in one.tensors)
@@ -184,7 +184,7 @@ def test_two_copies_are_kept_of_the_size_that_a_dry_run_tells(kind):
     assert made.progress.iteration == 4 and not torch.equal(begun, made.model[0].decoder.final_layernorm.weight)
     assert set(made.model[0].decoder.final_layernorm.weight.tolist()) == {3.0}
     assert made.plan.skips.ranges == ((6, 10),) and [one.iteration for one in copies] == [4, 8]
-    assert [one.iteration for one in past._copies] == [4]
+    assert [one.iteration for one in past.copies] == [4]
     past.rewind(Rewind(2, 2, 30, 7))            # from the oldest there is on
     assert made.plan.skips.ranges == ((5, 30),) and made.spikes.rewinds[-1] == Rewind(2, 5, 30, 7)
     with pytest.raises(Refusal, match="nothing older to go back to") as caught:
@@ -200,7 +200,7 @@ def test_no_copy_is_made_while_a_spike_may_grow():
         made.progress.iteration = n
         made.spikes.judge(n, loss, norm)
         past.copy_if_due()
-        assert past._copies[-1].iteration == (100 if n in (101, 102) else n)
+        assert past.copies[-1].iteration == (100 if n in (101, 102) else n)
 
 
 # --- skip-update -------------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import pytest
 
 from megatron.checkpoint import disk, store
 from megatron.checkpoint.async_writer import Writer
-from megatron.training import loop
+from megatron.training import checkpointing, loop
 from tests.forkrun import RanksFailed
 from tests.runs import SMALL, same_tensors, train, write_text
 
@@ -56,16 +56,15 @@ def hold_the_writer(rank: int, what: str, of: str, then: str = "") -> None:
 def settle_only_when_due(rank: int) -> None:
     """A hook: the first save is held until another is due, so that training goes on beside it."""
     hold_the_writer(rank, "write", ".iter_0000002.tmp-")
-    settle = loop.Trainer._settle
+    finish_save = checkpointing.finish_save
 
-    def noting(self, final=False):
-        begun = self.run.under_way
-        if begun and begun.iteration == 2:
-            print(f"settled at {self.run.progress.iteration}", flush=True)
-            Path(self.run.config.checkpoint.save, "go").touch()
-        settle(self, final)
+    def noting(run):
+        if run.under_way.iteration == 2:
+            print(f"settled at {run.progress.iteration}", flush=True)
+            Path(run.config.checkpoint.save, "go").touch()
+        finish_save(run)
 
-    loop.Trainer._settle = noting
+    checkpointing.finish_save = noting
 
 
 def files_of(folder: Path, iteration: int) -> dict[str, bytes]:

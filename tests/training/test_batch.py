@@ -115,7 +115,7 @@ def test_a_worker_that_dies_while_it_hands_over_a_micro_batch(error):
         yield
 
     with pytest.raises(RuntimeError, match="DataLoader worker died while it handed over a micro-batch") as found:
-        next(batch._handed_out(broken(), None, True))
+        next(batch.handed_out(broken(), None, True))
     assert describe(found.value).startswith("error: a data worker died (DataLoader worker died while")
     with pytest.raises(ValueError):
-        next(batch._handed_out(broken(), None, False))
+        next(batch.handed_out(broken(), None, False))

@@ -10,8 +10,9 @@ import pytest
 
 from megatron.checkpoint import disk, manifest, store
 from megatron.training import checkpointing, loop
+from megatron.training.services import Services
 from tests.forkrun import RanksFailed
-from tests.runs import SMALL, same_tensors, train, with_flags, write_text
+from tests.runs import SMALL, late_from, same_tensors, train, with_flags, write_text
 from tests.training.refusing_disk import BROKEN, FULL, LOCKED, refuse
 
 BASE = [*SMALL, "--train-iters", "7", "--split", "100,0,0", "--eval-iters", "0", "--save-interval", "2"]
@@ -87,21 +88,16 @@ def terminate_at_5() -> None:
     loop.train_step = asked
 
 
-def time_is_up_at_4() -> None:
-    loop.Trainer._time_is_up = lambda trainer: trainer.run.progress.iteration >= 3
-
-
-def and_refuse(before, *where) -> None:
-    if before:
-        before()
+def and_refuse(before, *where) -> Services | None:
     refuse(*where)
+    return before() if before else None
 
 
 @pytest.mark.parametrize("world", SIZES)
 @pytest.mark.parametrize(("flags", "before", "last"), [
     ([], None, 7), (["--train-iters", "6"], None, 6), (["--exit-interval", "5"], None, 5),
     (["--exit-interval", "4"], None, 4), (["--exit-signal-handler"], terminate_at_5, 5),
-    (["--exit-duration-in-mins", "9"], time_is_up_at_4, 4)])
+    (["--exit-duration-in-mins", "9"], functools.partial(late_from, 4), 4)])
 def test_the_last_save_that_fails_is_an_error(data, tmp_path, world, flags, before, last):
     """Whatever ends the run, and also where the last save is a periodic one; it is not tried twice."""
     hook = functools.partial(and_refuse, before, "write", f".iter_{last:07d}.tmp-", world - 1, FULL)

@@ -19,28 +19,28 @@ from megatron.training.lifeline import DIED, End, Hub, Line, Place
 class Ranks:
     """A hub and the lines of some ranks; `ended` collects (rank, the end it was told)."""
 
-    def __init__(self, world: int, joined: int, monkeypatch):
+    def __init__(self, world: int, joined: int):
         self.ended: queue.Queue[tuple[int, End]] = queue.Queue()
         self.hub = Hub(world)
         self.places = [Place(rank, 100 + rank, "here", str(rank)) for rank in range(world)]
-        self.lines = []
-        for rank in range(joined):
-            monkeypatch.setattr(lifeline, "my_place", lambda rank=rank: self.places[rank])
-            self.lines.append(self.join(rank))
+        self.dead: set[int] = set()
+        self.lines = [self.join(rank) for rank in range(joined)]
 
     def join(self, rank: int) -> Line:
         line: queue.Queue[Line] = queue.Queue()
 
         def leave(end: End) -> None:
-            self.ended.put((rank, end))
-            hang_up(line.get())
+            if rank not in self.dead:
+                self.ended.put((rank, end))
+                hang_up(line.get())
 
-        found = Line([("127.0.0.1", self.hub.port)], self.hub.token, self.places[0], leave)
+        address = [("127.0.0.1", self.hub.port)]
+        found = Line(address, self.hub.token, self.places[0], leave, self.places[rank])
         line.put(found)
         return found
 
     def die(self, rank: int) -> None:
-        self.lines[rank]._told = True                               # its own thread is to say nothing
+        self.dead.add(rank)
         hang_up(self.lines[rank])
 
     def told(self, count: int) -> dict[int, End]:
@@ -59,20 +59,20 @@ def in_thread(call, *args) -> threading.Thread:
     return thread
 
 
-def test_the_lowest_of_those_that_failed_speaks(monkeypatch):
-    ranks = Ranks(4, 4, monkeypatch)
+def test_the_lowest_of_those_that_failed_speaks():
+    ranks = Ranks(4, 4)
     in_thread(ranks.lines[3].tell, "the same", 1)
     ranks.lines[1].tell("the same", 7)                              # returns: it is to speak
     end = End(ranks.places[1], "the same", 7)
     assert ranks.told(3) == {0: end, 2: end, 3: end}
 
 
-def test_a_failure_counts_before_a_death_and_the_first_death_before_others(monkeypatch):
-    ranks = Ranks(4, 4, monkeypatch)
+def test_a_failure_counts_before_a_death_and_the_first_death_before_others():
+    ranks = Ranks(4, 4)
     ranks.die(1)
     ranks.lines[3].tell("because", 1)
     assert ranks.told(2) == dict.fromkeys((0, 2), End(ranks.places[3], "because"))
-    ranks = Ranks(4, 4, monkeypatch)
+    ranks = Ranks(4, 4)
     ranks.die(3)
     patience = time.monotonic() + 10.0
     while not ranks.hub._ends and time.monotonic() < patience:
@@ -82,7 +82,7 @@ def test_a_failure_counts_before_a_death_and_the_first_death_before_others(monke
 
 
 def test_the_end_of_rank_0_is_seen_by_the_others(monkeypatch):
-    ranks = Ranks(3, 3, monkeypatch)
+    ranks = Ranks(3, 3)
     monkeypatch.setattr(lifeline, "OTHERS_GO_WITHIN", 0.1)
     for wire in list(ranks.hub._wires.values())[1:]:
         wire.socket.shutdown(socket.SHUT_RDWR)
@@ -92,7 +92,7 @@ def test_the_end_of_rank_0_is_seen_by_the_others(monkeypatch):
 def test_a_run_that_is_over_is_no_death(monkeypatch):
     monkeypatch.setattr(lifeline, "DEATH_COUNTS_AFTER", 0.1)
     monkeypatch.setattr(lifeline, "OTHERS_GO_WITHIN", 0.2)
-    ranks = Ranks(3, 3, monkeypatch)
+    ranks = Ranks(3, 3)
     for line in reversed(ranks.lines):
         line.close()
     ranks.hub.finish()
@@ -102,26 +102,25 @@ def test_a_run_that_is_over_is_no_death(monkeypatch):
     assert ranks.ended.empty()
     ranks.hub._thread.join(10.0)
     assert not ranks.hub._thread.is_alive()
-    ranks = Ranks(3, 3, monkeypatch)                                # rank 0 is done first
+    ranks = Ranks(3, 3)                                # rank 0 is done first
     ranks.lines[0].close()
     ranks.hub.finish()
     time.sleep(0.4)
     assert ranks.ended.empty()
 
 
-def test_a_rank_that_comes_after_a_failure_is_told(monkeypatch):
-    ranks = Ranks(3, 2, monkeypatch)
+def test_a_rank_that_comes_after_a_failure_is_told():
+    ranks = Ranks(3, 2)
     speaks = in_thread(ranks.lines[1].tell, "early", 1)
     time.sleep(0.6)
     assert speaks.is_alive() and ranks.ended.empty()                # rank 0 and the hub stay until all have come
-    monkeypatch.setattr(lifeline, "my_place", lambda: ranks.places[2])
     ranks.join(2)
     assert ranks.told(2) == dict.fromkeys((0, 2), End(ranks.places[1], "early"))
 
 
 def test_who_is_missing_is_said(monkeypatch, capsys):
     monkeypatch.setattr(lifeline, "ABSENCE_SAID_EVERY", 0.2)
-    ranks = Ranks(9, 2, monkeypatch)
+    ranks = Ranks(9, 2)
     said, patience = "", time.monotonic() + 10.0
     while "waiting for 7 of 9 ranks to join: 2-8\n" not in said and time.monotonic() < patience:
         time.sleep(0.1)
@@ -139,7 +138,7 @@ def test_who_is_missing_is_said(monkeypatch, capsys):
                                   json.dumps({"kind": "hello", "token": "guess", "place": {}}).encode() + b"\n"])
 def test_strangers_on_the_port_are_shown_out(monkeypatch, said):
     monkeypatch.setattr(lifeline, "SPOKEN_COUNTS_AFTER", 0.05)
-    ranks = Ranks(2, 2, monkeypatch)
+    ranks = Ranks(2, 2)
     with socket.create_connection(("127.0.0.1", ranks.hub.port), 5) as stranger:
         stranger.sendall(said)
         assert stranger.recv(100) == b""
@@ -148,7 +147,7 @@ def test_strangers_on_the_port_are_shown_out(monkeypatch, said):
     assert ranks.told(1) == {0: End(ranks.places[1], "still heard")}
 
 
-def test_a_line_needs_the_right_hub(monkeypatch):
+def test_a_line_needs_the_right_hub():
     hub = Hub(2)
     with pytest.raises(OSError):
         Line([("127.0.0.1", 1), ("127.0.0.1", hub.port)], "wrong", lifeline.my_place(), print)

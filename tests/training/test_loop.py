@@ -5,7 +5,6 @@ import functools
 import gc
 import os
 import re
-import time
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,7 @@ import torch
 
 from megatron.checkpoint import store
 from megatron.training import loop
-from tests.runs import SMALL, Finished, same_tensors, train, write_text
+from tests.runs import SMALL, Finished, late_from, same_tensors, train, write_text
 
 EXACT = ("iteration", "lm_loss", "grad_norm", "learning_rate", "consumed_samples")
 
@@ -73,15 +72,11 @@ def test_a_checkpoint_is_written_once(text, tmp_path):
     assert re.findall(r"\nsaving checkpoint at iteration +(\d+)", ended.log) == ["4"]
 
 
-def late_on_rank_1() -> None:
-    """Only rank 1's clock is over, from iteration 3 on."""
-    loop.Trainer._time_is_up = lambda self: os.environ["RANK"] == "1" and self.run.progress.iteration >= 2
-
-
 @pytest.mark.parametrize("world", [1, 2])
 def test_exit_duration(text, tmp_path, world):
     flags = ["--exit-duration-in-mins", "0.000001" if world == 1 else "60", "--save-interval", "100"]
-    done = run(text, tmp_path / "run", 9, *flags, world=world, hook=late_on_rank_1 if world == 2 else None)
+    hook = functools.partial(late_from, 3, 1) if world == 2 else None           # rank 1 alone
+    done = run(text, tmp_path / "run", 9, *flags, world=world, hook=hook)
     assert [row["iteration"] for row in done.rows] == list(range(1, 2 if world == 1 else 4))
     line = last_line(done.first_rank_log)
     minutes = re.fullmatch(r"\[exiting program after (\d+\.\d+(?:e-\d+)?) minutes\] datetime: [-\d]+ [:\d]+ ", line)
@@ -89,22 +84,11 @@ def test_exit_duration(text, tmp_path, world):
     assert store.latest(done.save) == len(done.rows)
 
 
-def late_in_evaluation() -> None:
-    """The time is over when the second global batch of the first evaluation is asked about."""
-    asked = []
-
-    def time_is_up(self: loop.Trainer) -> bool:
-        if self._valid_samples:
-            asked.append(1)
-        return len(asked) >= 2
-
-    loop.Trainer._time_is_up = time_is_up
-
-
 def test_exit_during_evaluation(text, tmp_path):
-    """The evaluation ends, the run leaves; the resumed run is the one that had time."""
+    """The time is over after the second global batch of the evaluation at 3: the run leaves. The resumed run is the one
+    that had time."""
     flags = ["--eval-interval", "3", "--eval-iters", "4", "--save-interval", "100"]
-    first = run(text, tmp_path / "run", 9, *flags, "--exit-duration-in-mins", "60", hook=late_in_evaluation)
+    first = run(text, tmp_path / "run", 9, *flags, "--exit-duration-in-mins", "60", hook=functools.partial(late_from, 5))
     assert "Exiting during evaluation, timelimit reached\n" in first.log and blocks(first.log) == []
     assert last_line(first.log).startswith("[exiting program after ") and store.latest(first.save) == 3
     resumed = run(text, tmp_path / "run", 9, *flags)
@@ -241,10 +225,8 @@ def count_compilations() -> None:
     loop.train_step = counting
 
 
-def test_time_is_counted_from_the_start_of_the_program():
-    trainer = object.__new__(loop.Trainer)
-    trainer.started = time.time() - 90.0
-    for minutes, over in ((1.0, True), (2.0, False), (None, False)):
-        trainer.run = type("Run", (), {"config": type("C", (), {"training": type(
-            "T", (), {"exit_duration_in_mins": minutes})})})
-        assert trainer._time_is_up() is over
+@pytest.mark.parametrize("minutes, last", [("1", 1), ("2", 4)])
+def test_time_is_counted_from_the_start_of_the_program(text, tmp_path, minutes, last):
+    hook = functools.partial(late_from, 1, minutes=1.5)
+    done = run(text, tmp_path / "run", 4, "--exit-duration-in-mins", minutes, "--eval-iters", "0", hook=hook)
+    assert [row["iteration"] for row in done.rows] == list(range(1, last + 1))

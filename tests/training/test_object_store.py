@@ -104,7 +104,7 @@ def test_a_store_that_fails_now_and_then_and_one_that_lies(bucket, tmp_path, mon
     """Each file is put again until the store gives it back as it is; the tracker is not moved before that."""
     checkpoint(tmp_path, 1)
     remote = Remote(f"{bucket}/fails")
-    files, puts = remote._files, []
+    files, puts = remote.files, []
     put = files.put_file
 
     def failing(path, there):
@@ -129,7 +129,7 @@ def test_what_is_there_is_not_put_again(bucket, tmp_path, monkeypatch):
     checkpoint(tmp_path, 1)
     remote = Remote(f"{bucket}/again")
     remote.upload(tmp_path, 1)
-    monkeypatch.setattr(remote._files, "put_file", None)
+    monkeypatch.setattr(remote.files, "put_file", None)
     remote.upload(tmp_path, 1)
 
 
@@ -172,7 +172,7 @@ def refuse_to_put() -> None:
     def refuse(self, path, there):
         raise PermissionError("access denied")
 
-    Remote._put = refuse
+    Remote.put = refuse
 
 
 @pytest.mark.peers
@@ -198,7 +198,7 @@ def test_ranges_to_skip_survive_in_the_store(bucket, tmp_path):
     second = run(tmp_path / "two", data, url, "--train-range-to-skip", "5", "5")
     assert [row["iteration"] for row in second.rows if row["skipped"]] == [4, 5]
     path = "staging/s3/bucket/runs/skips/skips.jsonl"
-    assert Remote(url)._files.cat_file("bucket/runs/skips/skips.jsonl") == (tmp_path / "two" / path).read_bytes()
+    assert Remote(url).files.cat_file("bucket/runs/skips/skips.jsonl") == (tmp_path / "two" / path).read_bytes()
     lines = (tmp_path / "two" / path).read_text().splitlines()
     assert len(lines) == 2 and lines[:1] == (tmp_path / "one" / path).read_text().splitlines()
     mine = tmp_path / "three"
@@ -274,7 +274,7 @@ def test_snapshots_in_s3(bucket, tmp_path):
         for iteration in (2, 4, 6):
             snapshot(snapshots, iteration)
             eventually(lambda iteration=iteration: iteration in held(url))
-    files = Remote(url)._files
+    files = Remote(url).files
     files.invalidate_cache()
     assert held(url) == [6, 4]
     assert sorted(name for name in files.find("bucket/runs/snap") if name.endswith("manifest.json")) == [
@@ -310,14 +310,14 @@ def test_a_snapshot_that_the_store_refuses_is_a_warning_and_a_checkpoint_a_failu
                                                                                   monkeypatch):
     save, snapshots = tmp_path / "save", tmp_path / "snapshots"
     places = object_store.places(str(save), f"file://{tmp_path}/run", str(snapshots), f"file://{tmp_path}/snap")
-    put = Remote._put
+    put = Remote.put
 
     def refuse(self, path, there):
         if self.url.endswith(refused):
             raise PermissionError("access denied")
         put(self, path, there)
 
-    monkeypatch.setattr(Remote, "_put", refuse)
+    monkeypatch.setattr(Remote, "put", refuse)
     checkpoint(save, 1)
     snapshot(snapshots, 2)
     refused = "/snap/0"

@@ -41,9 +41,9 @@ def printed(monkeypatch):
     log.show_details(True)
 
 
-def make(speaks: bool = True, **flags) -> ShortLog:
+def make(speaks: bool = True, clock=time.perf_counter, **flags) -> ShortLog:
     config = config_from(Config, {**SHAPE, **flags})
-    return ShortLog(config, make_plan(config, 1, 100), speaks)
+    return ShortLog(config, make_plan(config, 1, 100), speaks, clock)
 
 
 def row(iteration: int) -> IterationRow:
@@ -63,9 +63,9 @@ def test_a_status_line_stands_between_lines_and_a_line_replaces_it(printed):
     assert pieces[2].startswith(" iter   2/100 | 2.0 % | 100 ms | ETA ")
 
 
-def test_it_is_not_written_more_often_than_can_be_read(printed, monkeypatch):
-    out, short, now = printed(), make(), [1000.0]
-    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+def test_it_is_not_written_more_often_than_can_be_read(printed):
+    now = [1000.0]
+    out, short = printed(), make(clock=lambda: now[0])
     for _ in range(100):
         now[0] += REFRESH / 9
         short.status(2, 0.1)
@@ -102,10 +102,9 @@ def test_first_last_and_every_interval_have_a_line():
     assert due == [3, 10, 20, 25, 30, 37]
 
 
-def test_the_time_left_leaves_the_first_iteration_and_skipped_ones_out(monkeypatch):
+def test_the_time_left_leaves_the_first_iteration_and_skipped_ones_out():
     now = [50.0]
-    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
-    short = make(train_range_to_skip=("91", "100"))
+    short = make(clock=lambda: now[0], train_range_to_skip=("91", "100"))
     assert short.eta(0) is None
     now[0] += 30.0
     short.count(1, 30.0)  # a first iteration that compiles

@@ -47,15 +47,13 @@ def handlers():
         signal.signal(number, handler)
 
 
-def test_a_worker_outlives_the_first_request(handlers, monkeypatch):
+def test_a_worker_outlives_the_first_request(handlers):
     """A request goes to the whole process group, perhaps twice; the parent needs its data until it has saved."""
     for number in signals.WATCHED:
-        signal.signal(number, signals._leave_to_listener)
+        signal.signal(number, signals.leave_to_listener)
     left = []
-    monkeypatch.setattr(os, "_exit", left.append)
     now = [100.0]
-    monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    signals.WorkerSignals().install()
+    signals.WorkerSignals(lambda: now[0], left.append).install()
     assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     for after, expected in ((0.0, []), (0.5, []), (2.0, [128 + signal.SIGTERM])):
         now[0] = 100.0 + after
