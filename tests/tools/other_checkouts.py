@@ -9,9 +9,12 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def make_checkout(tree: Path, file: str = "", text: str = "", other: str = "") -> Path:
-    """This tree's modules at `tree`, and a copy of its benchmarks, in one of which `other` stands for `text`."""
+    """This tree's modules at `tree`, and a copy of its benchmarks, in one of which `other` stands
+    for `text`."""
     benchmarks = tree / "tools" / "benchmarks"
-    shutil.copytree(ROOT / "tools" / "benchmarks", benchmarks, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(
+        ROOT / "tools" / "benchmarks", benchmarks, ignore=shutil.ignore_patterns("__pycache__")
+    )
     for shared in ("megatron", "pretrain_gpt.py", "tools/shared"):
         (tree / shared).symlink_to(ROOT / shared)
     if file:

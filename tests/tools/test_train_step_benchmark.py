@@ -1,4 +1,5 @@
-"""tools/benchmarks/train_step.py: turns, settings and ratios without processes, then the command on models of two layers."""
+"""tools/benchmarks/train_step.py: turns, settings and ratios without processes, then the command on
+models of two layers."""
 
 from __future__ import annotations
 
@@ -45,15 +46,19 @@ def run(*words: object) -> subprocess.CompletedProcess:
 
 
 def rows(text: str) -> list[dict[str, str]]:
-    """The tables' rows by column title; columns are right-aligned, so a cell ends where its title does."""
+    """The tables' rows by column title; columns are right-aligned, so a cell ends where its title
+    does."""
     found: list[dict[str, str]] = []
     spans: list[tuple[str, int]] = []
     for line in text.splitlines():
         if " tok/s" in line:
             spans = [(m[0], m.end()) for m in re.finditer(r"\S+( \S+)*", line)]
         elif spans and re.match(r"  [^,:]+ +\d", line):
-            name, first = line[:spans[0][1]].rsplit("  ", 1)
-            cells = {title: line[start:end].strip() for (_, start), (title, end) in zip(spans, spans[1:], strict=False)}
+            name, first = line[: spans[0][1]].rsplit("  ", 1)
+            cells = {
+                title: line[start:end].strip()
+                for (_, start), (title, end) in zip(spans, spans[1:], strict=False)
+            }
             found.append({"name": name.strip(), spans[0][0]: first.strip(), **cells})
         else:
             spans = []
@@ -66,7 +71,9 @@ def made_race(load, **seconds: dict[str, list[float]]):
     made = race.Race(load("sizes").parse_size(GPT), "fp32", 1000, 10**9)
     for name, by_setting in seconds.items():
         for setting, values in by_setting.items():
-            made.series.append(race.Series(name.replace("_", "-"), setting, values, peak_bytes=10**9))
+            made.series.append(
+                race.Series(name.replace("_", "-"), setting, values, peak_bytes=10**9)
+            )
     return made
 
 
@@ -84,7 +91,8 @@ def test_ratios_are_of_the_same_round_and_best_against_best(load):
 
 
 def test_the_table(load):
-    """Both settings, best against best with the defaults in brackets, and shares of what the device can do."""
+    """Both settings, best against best with the defaults in brackets, and shares of what the device
+    can do."""
     made = made_race(
         load,
         ours={"default": [0.5, 0.5], "A=1": [0.25, 0.25]},
@@ -98,11 +106,25 @@ def test_the_table(load):
     lines = load("table").table(made, 0.01, 0.02)
     ours, bare, compiled = rows("\n".join(lines))
     assert ours == {
-        "name": "ours", "default ms": "500.0", "best ms": "250.0", "best setting": "A=1", "tok/s": "128", "compile s": "",
-        "x bare": "4.00 (2.00)", "x bare comp.": "2.00 (1.00)", "of ceiling": "40.0%", "TFLOP/s": "0.004",
-        "of matmul": "40.0%", "MFU": "20.0%", "peak GB": "1.00",
-    }  # fmt: skip
-    assert (bare["best setting"], bare["x bare"], compiled["compile s"]) == ("default", "1.00 (1.00)", "12.3")
+        "name": "ours",
+        "default ms": "500.0",
+        "best ms": "250.0",
+        "best setting": "A=1",
+        "tok/s": "128",
+        "compile s": "",
+        "x bare": "4.00 (2.00)",
+        "x bare comp.": "2.00 (1.00)",
+        "of ceiling": "40.0%",
+        "TFLOP/s": "0.004",
+        "of matmul": "40.0%",
+        "MFU": "20.0%",
+        "peak GB": "1.00",
+    }
+    assert (bare["best setting"], bare["x bare"], compiled["compile s"]) == (
+        "default",
+        "1.00 (1.00)",
+        "12.3",
+    )
     assert "  ceiling: 100.0 ms (GEMMs 50.0 and attention 50.0, in )" in lines
     assert "  bare, ms: default 1000.0, A=1 2000.0" in lines
     assert load("table").heading(made).endswith("2 rounds (bare-compiled 1) of 1 timed step")
@@ -110,30 +132,61 @@ def test_the_table(load):
 
 def test_the_table_of_one_setting(load):
     """No column for a best setting, and plain ratios."""
-    lines = load("table").table(made_race(load, ours={"default": [0.5]}, bare={"default": [1.0]}), 0.01, None)
+    lines = load("table").table(
+        made_race(load, ours={"default": [0.5]}, bare={"default": [1.0]}), 0.01, None
+    )
     ours, _ = rows("\n".join(lines))
-    assert len(lines) == 3 and list(ours) == ["name", "step ms", "tok/s", "x bare", "TFLOP/s", "of matmul", "peak GB"]
+    assert len(lines) == 3 and list(ours) == [
+        "name",
+        "step ms",
+        "tok/s",
+        "x bare",
+        "TFLOP/s",
+        "of matmul",
+        "peak GB",
+    ]
     assert (ours["step ms"], ours["x bare"]) == ("500.0", "2.00")
 
 
-@pytest.mark.parametrize(("seconds", "steps"), [(0.025, 20), (0.0001, 100), (0.3, 2), (0.4, 1), (60.0, 1)])
+@pytest.mark.parametrize(
+    ("seconds", "steps"), [(0.025, 20), (0.0001, 100), (0.3, 2), (0.4, 1), (60.0, 1)]
+)
 def test_a_turn_takes_half_a_second_or_one_timed_step(load, seconds, steps):
     assert load("race").steps_of_turn(seconds) == steps
 
 
 def test_the_order_moves_on(load):
-    assert [load("race").turns_of_round(3, done) for done in range(4)] == [[0, 1, 2], [1, 2, 0], [2, 0, 1], [0, 1, 2]]
+    assert [load("race").turns_of_round(3, done) for done in range(4)] == [
+        [0, 1, 2],
+        [1, 2, 0],
+        [2, 0, 1],
+        [0, 1, 2],
+    ]
 
 
 def test_settings_replace_the_thread_variables(load):
     settings = load("settings")
-    inherited = {"PATH": "/bin", "OMP_NUM_THREADS": "7", "KMP_BLOCKTIME": "1", "MKL_NUM_THREADS": "2", "MKL_VERBOSE": "0"}
+    inherited = {
+        "PATH": "/bin",
+        "OMP_NUM_THREADS": "7",
+        "KMP_BLOCKTIME": "1",
+        "MKL_NUM_THREADS": "2",
+        "MKL_VERBOSE": "0",
+    }
     kept = {"PATH": "/bin", "MKL_VERBOSE": "0"}
-    assert settings.thread_variables(inherited) == ["KMP_BLOCKTIME", "MKL_NUM_THREADS", "OMP_NUM_THREADS"]
+    assert settings.thread_variables(inherited) == [
+        "KMP_BLOCKTIME",
+        "MKL_NUM_THREADS",
+        "OMP_NUM_THREADS",
+    ]
     assert settings.environment_of("default", inherited) == kept
+    assert settings.environment_of("default", inherited, 3) == {**kept, "OMP_NUM_THREADS": "3"}
     setting = settings.parse_setting("OMP_WAIT_POLICY=active OMP_PLACES='{0},{1}'")
     assert settings.environment_of(setting, inherited) == {
-        **kept, "OMP_WAIT_POLICY": "active", "OMP_PLACES": "{0},{1}"}
+        **kept,
+        "OMP_WAIT_POLICY": "active",
+        "OMP_PLACES": "{0},{1}",
+    }
     for text in ("", "active", "=active", "A=1 B"):
         with pytest.raises(ValueError, match="is not default or NAME=VALUE pairs"):
             settings.parse_setting(text)
@@ -142,7 +195,9 @@ def test_settings_replace_the_thread_variables(load):
 def test_losses_that_differ_are_named(load):
     check, error = load("race").check_losses, load("race").Disagreement
     check("bare", [1.0, 2.0], [1.000009, 2.0], "fp32")
-    with pytest.raises(error, match=r"^step 2: the loss of bare is 2\.000100, ours is 2\.000000: they do not train"):
+    with pytest.raises(
+        error, match=r"^step 2: the loss of bare is 2\.000100, ours is 2\.000000: they do not train"
+    ):
         check("bare", [1.0, 2.0001], [1.0, 2.0], "fp32")
     check("bare", [2.009], [2.0], "bf16")
     with pytest.raises(error, match="step 1"):
@@ -197,7 +252,8 @@ class FakeWorker:
 
 @pytest.fixture
 def fake(load, monkeypatch, tmp_path):
-    """A function that runs a race of ours and others on fake workers: (the Race, what was asked of whom)."""
+    """A function that runs a race of ours and others on fake workers: (the Race, what was asked of
+    whom)."""
     race = load("race")
 
     class Fake(FakeWorker):
@@ -207,9 +263,19 @@ def fake(load, monkeypatch, tmp_path):
 
     def run_race(rounds=7, deadline=float("inf"), **options):
         contestants = [race.Contestant("ours", "ours"), race.Contestant("other", "bare")]
-        plan = race.Plan(contestants, options.pop("settings", ["default", "A=1", "B=1"]), rounds, 2, {}, "cpu", tmp_path,
-                         **options)
-        return race.run_race(plan, load("sizes").parse_size(GPT), "fp32", deadline, lambda text: None), Fake.log
+        plan = race.Plan(
+            contestants,
+            options.pop("settings", ["default", "A=1", "B=1"]),
+            rounds,
+            2,
+            {},
+            "cpu",
+            tmp_path,
+            **options,
+        )
+        return race.run_race(
+            plan, load("sizes").parse_size(GPT), "fp32", deadline, lambda text: None
+        ), Fake.log
 
     return SimpleNamespace(run=run_race, worker=Fake, race=race)
 
@@ -219,21 +285,39 @@ def test_one_process_at_a_time_and_the_settings_narrow(fake):
     result, log = fake.run(ceiling=True)
     turns = {one.contestant + " " + one.setting: len(one.seconds) for one in result.series}
     assert turns == {
-        "ours default": 7, "other default": 7, "ours A=1": 3, "other A=1": 7, "ours B=1": 7, "other B=1": 3,
-        "ceiling default": 3, "ceiling A=1": 3, "ceiling B=1": 3}  # fmt: skip
+        "ours default": 7,
+        "other default": 7,
+        "ours A=1": 3,
+        "other A=1": 7,
+        "ours B=1": 7,
+        "other B=1": 3,
+        "ceiling default": 3,
+        "ceiling A=1": 3,
+        "ceiling B=1": 3,
+    }
     assert (result.best("ours").setting, result.best("other").setting) == ("B=1", "A=1")
     assert result.ratio("other", "ours") == (1.0, 1.0) and result.ceiling() == (0.1, 0.2)
     starts = [name for name, what in log if what == "start"]
     assert len(starts) == len(set(starts)) == 9
-    assert [what for name, what in log if name == "ours (default)"][:3] == ["start", "save_start", "warm_up"]
+    assert [what for name, what in log if name == "ours (default)"][:3] == [
+        "start",
+        "save_start",
+        "warm_up",
+    ]
     first = [name for name, what in log if what == "turn"][:18]
     assert first[9:] == [*first[1:9], first[0]]
-    assert sorted(name for name, what in log if what == "end") == sorted(starts) and not fake.worker.running
+    assert (
+        sorted(name for name, what in log if what == "end") == sorted(starts)
+        and not fake.worker.running
+    )
 
 
 def test_short_memory_ends_a_process_and_starts_it_again(fake, monkeypatch):
     """Three processes fit beside the one that has its turn."""
-    alive = lambda: sum({"start": 1, "end": -1}.get(what, 0) for _, what in fake.worker.log)  # noqa: E731
+
+    def alive() -> int:
+        return sum({"start": 1, "end": -1}.get(what, 0) for _, what in fake.worker.log)
+
     monkeypatch.setattr(fake.race, "free_memory", lambda: 125 + 50 * (3 - alive()))
     most = []
     right = fake.worker.ask
@@ -290,7 +374,9 @@ def test_a_process_that_dies_is_named(load):
     processes = load("processes")
     worker = processes.Worker("bare (default)", processes.make_job("busy"), os.environ)
     worker._process.kill()
-    with pytest.raises(processes.WorkerFailed, match=r"bare \(default\): its process died \(exit code -9\)"):
+    with pytest.raises(
+        processes.WorkerFailed, match=r"bare \(default\): its process died \(exit code -9\)"
+    ):
         worker.ask("turn", 1, 1)
     worker.end()
 
@@ -319,7 +405,9 @@ def test_compilation_is_in_no_timed_step(load, monkeypatch):
 def contestants_in_one_process(load, tmp_path, size_text, dtype, **job):
     """Ours and the bare loop from the same start, as their processes build them."""
     worker, size = load("worker"), load("sizes").parse_size(size_text)
-    message = load("processes").make_job("ours", size, dtype=dtype, start=str(tmp_path / "start.pt"), **job)
+    message = load("processes").make_job(
+        "ours", size, dtype=dtype, start=str(tmp_path / "start.pt"), **job
+    )
     ours = worker.TrainingSteps(message)
     ours.save_start(message["start"], 8)
     return ours, worker.TrainingSteps({**message, "kind": "bare"})
@@ -343,9 +431,16 @@ def read_other_samples(bare) -> None:
     next(bare.samples)
 
 
-@pytest.mark.parametrize(("plant", "step", "family"), [
-    (other_weight, 1, GPT), (skip_a_layer, 1, GPT), (skip_a_layer, 1, LLAMA), (read_other_samples, 1, GPT),
-    (learn_faster, 2, GPT)])
+@pytest.mark.parametrize(
+    ("plant", "step", "family"),
+    [
+        (other_weight, 1, GPT),
+        (skip_a_layer, 1, GPT),
+        (skip_a_layer, 1, LLAMA),
+        (read_other_samples, 1, GPT),
+        (learn_faster, 2, GPT),
+    ],
+)
 def test_contestants_that_train_another_model_are_seen(load, tmp_path, plant, step, family):
     ours, bare = contestants_in_one_process(load, tmp_path, family, "fp32")
     plant(bare._runner)
@@ -376,12 +471,22 @@ def test_a_profile_accounts_for_the_step(load, tmp_path):
     ours, _ = contestants_in_one_process(load, tmp_path, LLAMA, "fp32")
     found = ours.profile()
     lines = load("step_profile").lines(found, (0.123, 0.456))
-    assert {"matrix products", "attention", "norms", "activation", "rotary", "loss", "optimizer and clipping",
-            "embedding"} < found.keys() and min(found.values()) > 0
+    assert {
+        "matrix products",
+        "attention",
+        "norms",
+        "activation",
+        "rotary",
+        "loss",
+        "optimizer and clipping",
+        "embedding",
+    } < found.keys() and min(found.values()) > 0
     products = next(line for line in lines if "matrix products" in line)
     assert f"{1e3 * found['matrix products']:.1f}" in products and products.endswith(" 123.0")
     whole = found.pop("whole step")
-    assert sum(found.values()) == pytest.approx(whole, rel=0.5)         # medians of each kind over three steps
+    assert sum(found.values()) == pytest.approx(
+        whole, rel=0.5
+    )  # medians of each kind over three steps
 
 
 def completed(load, device: str, *words: str) -> argparse.Namespace:
@@ -393,16 +498,25 @@ def completed(load, device: str, *words: str) -> argparse.Namespace:
 
 
 def test_the_default_on_cuda(load):
-    """GPT from 125M to 6.7B, only ours, in bf16, within nine minutes; every size is what its name says."""
+    """GPT from 125M to 6.7B, only ours, in bf16, within nine minutes; every size is what its name
+    says."""
     options = completed(load, "cuda")
-    assert (options.dtype, options.contestants, options.env, options.rounds, options.warmup, options.minutes) == (
-        ["bf16"], [], ["default"], 20, 5, 9.0)
+    assert (
+        options.dtype,
+        options.contestants,
+        options.env,
+        options.rounds,
+        options.warmup,
+        options.minutes,
+    ) == (["bf16"], [], ["default"], 20, 5, 9.0)
     units = {"m": 1e6, "b": 1e9}
     contestants, sizes = load("contestants"), load("sizes")
     for size in options.size:
         line = contestants.megatron_command_line.read(sizes.command_line(size, "bf16", "cpu"), {})
         plan = contestants.build.plan_run(line.config, 1, size.vocab)
-        assert plan.num_parameters == pytest.approx(float(size.name[:-1]) * units[size.name[-1]], rel=0.05)
+        assert plan.num_parameters == pytest.approx(
+            float(size.name[:-1]) * units[size.name[-1]], rel=0.05
+        )
         assert plan.num_microbatches(1) == size.micro_batches
     assert [size.name for size in options.size] == ["125m", "350m", "760m", "1.3b", "2.7b", "6.7b"]
     with pytest.raises(ValueError, match="--profile: counts the operations of a CPU"):
@@ -415,8 +529,14 @@ def test_the_default_on_a_cpu(load, monkeypatch):
     monkeypatch.setattr(tool.shutil, "which", lambda name: f"/usr/bin/{name}")
     options = completed(load, "cpu")
     assert [size.name for size in options.size] == ["nano", "gpt10m", "llama30m", "gpt124m"]
-    assert options.contestants == ["ours-compiled", "bare", "bare-compiled", "transformers", "transformers-compiled",
-                                   "ceiling"]
+    assert options.contestants == [
+        "ours-compiled",
+        "bare",
+        "bare-compiled",
+        "transformers",
+        "transformers-compiled",
+        "ceiling",
+    ]
     assert options.env[0] == "default" and len(options.env) > 2 and options.rounds == 7
     assert completed(load, "cpu", "--env", "default").env == ["default"]
     assert completed(load, "cpu", "--env", "A=1").env == ["default", "A=1"]
@@ -431,37 +551,49 @@ def test_what_is_missing_is_skipped(load, monkeypatch, capsys):
     assert completed(load, "cpu").contestants == ["bare", "ceiling"]
     assert capsys.readouterr().out == (
         "transformers is not installed: transformers, transformers-compiled will be skipped\n"
-        "there is no C++ compiler (g++): ours-compiled, bare-compiled will be skipped\n")
+        "there is no C++ compiler (g++): ours-compiled, bare-compiled will be skipped\n"
+    )
 
 
-@pytest.mark.parametrize(("native", "words", "rounds"), [(True, "", None), (False, "", 1), (False, "--rounds 2", None)])
+@pytest.mark.parametrize(
+    ("native", "words", "rounds"), [(True, "", None), (False, "", 1), (False, "--rounds 2", None)]
+)
 def test_fewer_rounds_where_bf16_is_emulated(load, tmp_path, capsys, native, words, rounds):
     """Only the others', only by default, and announced."""
     options = completed(load, "cpu", "--contestants", "bare", *words.split())
     plan = load("train_step").make_plan(options, "bf16", native, tmp_path)
     assert plan.slow_rounds == rounds
-    note = "this CPU emulates bf16, a step may take minutes: 1 round of bare with the defaults (--rounds N"
+    note = "this CPU emulates bf16, a step may take minutes: 1 round of bare with the defaults (--"
     assert (note in capsys.readouterr().out) is (rounds is not None)
 
 
-@pytest.mark.parametrize(("flags", "says"), [
-    ("--size gpt10b", "'gpt10b' is none of nano, gpt10m, llama30m, "),
-    ("--size gpt10m:depth=3", "'depth=3' is not FIELD=VALUE with a field of layers, hidden, "),
-    ("--size gpt10m:layers", "'layers' is not FIELD=VALUE"),
-    ("--size gpt10m:layers=x", "layers is a whole number, not 'x'"),
-    ("--size gpt10m:family=bert", "family is gpt or llama, not 'bert'"),
-    ("--size new:layers=2,hidden=8", "for a new size give heads, seq, micro_batch, vocab too"),
-    ("--rounds 0", "'0' is not a whole number, 1 or more"),
-    ("--warmup -1", "'-1' is not a whole number, 1 or more"),
-    ("--busy x", "'x' is not a whole number, 1 or more"),
-    ("--env active", "'active' is not default or NAME=VALUE pairs"),
-    ("--compare-with /", "/: not a checkout of this repository"),
-    ("--json /nowhere/x", "/nowhere/x: No such file or directory")])
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ("--size gpt10b", "'gpt10b' is none of nano, gpt10m, llama30m, "),
+        ("--size gpt10m:depth=3", "'depth=3' is not FIELD=VALUE with a field of layers, hidden, "),
+        ("--size gpt10m:layers", "'layers' is not FIELD=VALUE"),
+        ("--size gpt10m:layers=x", "layers is a whole number, not 'x'"),
+        ("--size gpt10m:family=bert", "family is gpt or llama, not 'bert'"),
+        ("--size new:layers=2,hidden=8", "for a new size give heads, seq, micro_batch, vocab too"),
+        ("--rounds 0", "'0' is not a whole number, 1 or more"),
+        ("--warmup -1", "'-1' is not a whole number, 1 or more"),
+        ("--busy x", "'x' is not a whole number, 1 or more"),
+        ("--env active", "'active' is not default or NAME=VALUE pairs"),
+        ("--compare-with /", "/: not a checkout of this repository"),
+        ("--json /nowhere/x", "/nowhere/x: No such file or directory"),
+    ],
+)
 def test_what_cannot_be_raced_is_one_message(load, capsys, flags, says):
     with pytest.raises(SystemExit) as leave:
         load("train_step").main([*flags.split(), "--device", "cpu"])
     err = capsys.readouterr().err
-    assert leave.value.code == 2 and says in err and err.count("error: ") == 1 and len(err.splitlines()) <= 2
+    assert (
+        leave.value.code == 2
+        and says in err
+        and err.count("error: ") == 1
+        and len(err.splitlines()) <= 2
+    )
 
 
 def test_a_checkout_without_its_extensions_is_refused(load, monkeypatch, tmp_path):
@@ -480,20 +612,41 @@ def test_a_size_that_is_not_accepted(load, capsys):
     words = ["--size", f"{GPT},hidden=33", "--dtype", "fp32", "--alone", "--device", "cpu"]
     assert load("train_step").main(words) == 2
     err = capsys.readouterr().err
-    assert "--hidden-size 33: not a multiple of --num-attention-heads 2" in err and err.count("error: ") == 1
+    assert (
+        "--hidden-size 33: not a multiple of --num-attention-heads 2" in err
+        and err.count("error: ") == 1
+    )
 
 
 @pytest.mark.peers
 @pytest.mark.campaign
 def test_all_contestants(tmp_path):
-    """Eager and compiled, with two settings, by the command: equal losses, all figures in the file, and in the table what
-    follows from them."""
+    """Eager and compiled, with two settings, by the command: equal losses, all figures in the file,
+    and in the table what follows from them."""
     pytest.importorskip("transformers")
     file = tmp_path / "figures.json"
-    done = run("--size", GPT, "--dtype", "fp32", "--rounds", "2", "--env", "OMP_WAIT_POLICY=passive", "--json", file)
+    done = run(
+        "--size",
+        GPT,
+        "--dtype",
+        "fp32",
+        "--rounds",
+        "2",
+        "--env",
+        "OMP_WAIT_POLICY=passive",
+        "--json",
+        file,
+    )
     assert done.returncode == 0, done.stderr
     (race,), lines = json.loads(file.read_text())["races"], rows(done.stdout)
-    names = ["ours", "ours-compiled", "bare", "bare-compiled", "transformers", "transformers-compiled"]
+    names = [
+        "ours",
+        "ours-compiled",
+        "bare",
+        "bare-compiled",
+        "transformers",
+        "transformers-compiled",
+    ]
     assert [line["name"] for line in lines] == names and list(race["best_setting"]) == names
     series = {(one["contestant"], one["setting"]): one for one in race["series"]}
     assert len(series) == 2 * 7 and all(len(one["seconds"]) == 2 for one in series.values())
@@ -502,53 +655,125 @@ def test_all_contestants(tmp_path):
         assert default["losses"] == pytest.approx(series["ours", "default"]["losses"], rel=1e-5)
         assert line["default ms"] == f"{1e3 * statistics.median(default['seconds']):.1f}"
         assert line["best ms"] == f"{1e3 * statistics.median(best['seconds']):.1f}"
-        assert (default["compile_seconds"] is not None) is name.endswith("compiled") is bool(line["compile s"])
+        assert (
+            (default["compile_seconds"] is not None)
+            is name.endswith("compiled")
+            is bool(line["compile s"])
+        )
     ours = series["ours", race["best_setting"]["ours"]]["seconds"]
     bare = series["bare", race["best_setting"]["bare"]]["seconds"]
-    assert race["ratio"]["bare"]["best"] == pytest.approx(statistics.median(a / b for a, b in zip(bare, ours, strict=True)))
-    assert lines[0]["x bare"] == f"{race['ratio']['bare']['best']:.2f} ({race['ratio']['bare']['defaults']:.2f})"
+    assert race["ratio"]["bare"]["best"] == pytest.approx(
+        statistics.median(a / b for a, b in zip(bare, ours, strict=True))
+    )
+    assert (
+        lines[0]["x bare"]
+        == f"{race['ratio']['bare']['best']:.2f} ({race['ratio']['bare']['defaults']:.2f})"
+    )
     assert race["tokens_per_step"] == 32 and sum(race["ceiling_seconds"]) < min(ours)
 
 
 @pytest.mark.peers
 @pytest.mark.campaign
 def test_the_llama_family(tmp_path):
-    """Ours, the bare loop and transformers train the same model; --busy and --profile work in the same run."""
+    """Ours, the bare loop and transformers train the same model; --busy and --profile work in the
+    same run."""
     pytest.importorskip("transformers")
-    done = run("--size", LLAMA, "--dtype", "fp32", "--rounds", "1", "--env", "default", "--busy", "1", "--profile",
-               "--contestants", "bare", "transformers")
+    done = run(
+        "--size",
+        LLAMA,
+        "--dtype",
+        "fp32",
+        "--rounds",
+        "1",
+        "--env",
+        "default",
+        "--busy",
+        "1",
+        "--profile",
+        "--contestants",
+        "bare",
+        "transformers",
+    )
     assert done.returncode == 0, done.stderr
     assert [line["name"] for line in rows(done.stdout)] == ["ours", "bare", "transformers"]
-    assert "tinyllama fp32: llama, 2 layers, hidden 32, ffn 48" in done.stdout and "busy processes 1" in done.stdout
-    assert "2 x 2 samples = 64 tokens per step" in done.stdout and "where a step's time goes" in done.stdout
+    assert (
+        "tinyllama fp32: llama, 2 layers, hidden 32, ffn 48" in done.stdout
+        and "busy processes 1" in done.stdout
+    )
+    assert (
+        "2 x 2 samples = 64 tokens per step" in done.stdout
+        and "where a step's time goes" in done.stdout
+    )
 
 
 @pytest.mark.campaign
 def test_mfu_stands_beside_the_matmul_rate(tmp_path):
-    """The CUDA run's own columns, on a CPU with a given peak: both shares from the same FLOPs and the same median."""
+    """The CUDA run's own columns, on a CPU with a given peak: both shares from the same FLOPs and
+    the same median."""
     file = tmp_path / "figures.json"
-    done = run("--size", GPT, "--dtype", "bf16", "--alone", "--env", "default", "--peak-tflops", "1e-3", "--minutes", "1",
-               "--rounds", "3", "--json", file)
+    done = run(
+        "--size",
+        GPT,
+        "--dtype",
+        "bf16",
+        "--alone",
+        "--env",
+        "default",
+        "--peak-tflops",
+        "1e-3",
+        "--minutes",
+        "1",
+        "--rounds",
+        "3",
+        "--json",
+        file,
+    )
     assert done.returncode == 0, done.stderr
-    line, = rows(done.stdout)
+    (line,) = rows(done.stdout)
     figures = json.loads(file.read_text())
     race, rate = figures["races"][0], figures["matmul_tflops"]["bf16"]
     speed = race["flops_per_step"] / statistics.median(race["series"][0]["seconds"]) / 1e12
-    assert (line["MFU"], line["of matmul"]) == (f"{100 * speed / 1e-3:.1f}%", f"{100 * speed / rate:.1f}%")
+    assert (line["MFU"], line["of matmul"]) == (
+        f"{100 * speed / 1e-3:.1f}%",
+        f"{100 * speed / rate:.1f}%",
+    )
 
 
 @pytest.mark.campaign
 def test_another_checkout_takes_part(tmp_path):
-    """It runs with its own modules: one that learns faster is seen, one that does not has a row and a column."""
+    """It runs with its own modules: one that learns faster is seen, one that does not has a row and
+    a column."""
     same = make_checkout(tmp_path / "before")
-    faster = make_checkout(tmp_path / "faster", "sizes.py", "LEARNING_RATE, WEIGHT_DECAY, BETAS, CLIP = 3e-4",
-                           "LEARNING_RATE, WEIGHT_DECAY, BETAS, CLIP = 6e-4")
-    words = ("--size", GPT, "--dtype", "fp32", "--alone", "--env", "default", "--rounds", "1", "--compare-with")
+    faster = make_checkout(
+        tmp_path / "faster",
+        "sizes.py",
+        "LEARNING_RATE, WEIGHT_DECAY, BETAS, CLIP = 3e-4",
+        "LEARNING_RATE, WEIGHT_DECAY, BETAS, CLIP = 6e-4",
+    )
+    words = (
+        "--size",
+        GPT,
+        "--dtype",
+        "fp32",
+        "--alone",
+        "--env",
+        "default",
+        "--rounds",
+        "1",
+        "--compare-with",
+    )
     done = run(*words, same)
     assert done.returncode == 0, done.stderr
     ours, before = rows(done.stdout)
-    assert before["name"] == "ours in before" and before["x ours in before"] == "1.00" and ours["x ours in before"]
+    assert (
+        before["name"] == "ours in before"
+        and before["x ours in before"] == "1.00"
+        and ours["x ours in before"]
+    )
     done = run(*words, faster)
     assert done.returncode == 1
-    assert re.fullmatch(r"error: tiny fp32: step 2: the loss of ours in faster is [\d.]+, ours is [\d.]+: they do not train "
-                        r"the same model, so their times say nothing\n", done.stderr)
+    assert re.fullmatch(
+        r"error: tiny fp32: step 2: the loss of ours in faster is [\d.]+, ours is [\d.]+: they "
+        r"do not train the same model, so their times say nothing\n",
+        done.stderr,
+    )

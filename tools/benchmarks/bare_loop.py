@@ -1,4 +1,5 @@
-"""The bare training loop of the step benchmark, around bare_model.py's model or any other. Does not import megatron/."""
+"""The bare training loop of the step benchmark, around bare_model.py's model or any other. Does not
+import megatron/."""
 
 from __future__ import annotations
 
@@ -14,10 +15,12 @@ LossOf = Callable[[nn.Module, Tensor, Tensor], Tensor]
 
 
 class BareLoop:
-    """A training loop as short scripts have it: fp32 weights, autocast for bf16, clipping, fused AdamW.
+    """A training loop as short scripts have it: fp32 weights, autocast for bf16, clipping, fused
+    AdamW.
 
-    `loss_of(model, tokens, labels)` is the mean loss. The micro-batches `samples` [b, s+1] are in memory and are used in
-    turn, so that reading data costs this loop nothing. `compiled`: the model goes through torch.compile.
+    `loss_of(model, tokens, labels)` is the mean loss. The micro-batches `samples` [b, s+1] are in
+    memory and are used in turn, so that reading data costs this loop nothing. `compiled`: the model
+    goes through torch.compile.
     """
 
     def __init__(
@@ -43,7 +46,9 @@ class BareLoop:
             {"params": [p for p in params if p.dim() < 2], "weight_decay": 0.0},
         ]
         self._params = params
-        self.optimizer = torch.optim.AdamW(groups, lr=LEARNING_RATE, betas=BETAS, eps=1e-8, fused=True)
+        self.optimizer = torch.optim.AdamW(
+            groups, lr=LEARNING_RATE, betas=BETAS, eps=1e-8, fused=True
+        )
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Those of the model."""
@@ -67,7 +72,8 @@ class BareLoop:
 
 
 def build_bare(size: Size, state: dict[str, Tensor]) -> tuple[nn.Module, LossOf]:
-    """The bare model with the weights `state` (as `bare_model.megatron_to_bare` gives them), and its loss."""
+    """The bare model with the weights `state` (as `bare_model.megatron_to_bare` gives them), and
+    its loss."""
     model = BareModel(size)
     model.load_state_dict(state, strict=False)
     return model, lambda m, tokens, labels: m(tokens, labels)

@@ -10,13 +10,17 @@ EXTENSIONS = "megatron/kernels/*.so"
 
 
 def parse_checkout(text: str) -> Path:
-    """The checkout in that directory. Raises ValueError where it is none, or its C++ is not built and ours is."""
+    """The checkout in that directory. Raises ValueError where it is none, or its C++ is not built
+    and ours is."""
     tree = Path(text).resolve()
     if not (tree / "tools" / "benchmarks" / "contestants.py").is_file():
-        raise ValueError(f"{text}: not a checkout of this repository (it has no tools/benchmarks/contestants.py)")
+        raise ValueError(
+            f"{text}: not a checkout of this repository (it has no tools/benchmarks/contestants.py)"
+        )
     if any(ROOT.glob(EXTENSIONS)) and not any(tree.glob(EXTENSIONS)):
         raise ValueError(
-            f"{text}: its C++ extensions are not built; run `python setup.py build_ext --inplace` there first"
+            f"{text}: its C++ extensions are not built; "
+            f"run `python setup.py build_ext --inplace` there first"
         )
     return tree
 
@@ -31,7 +35,9 @@ def check_names(trees: list[Path]) -> None:
     names = [tree.name for tree in trees]
     for name in names:
         if names.count(name) > 1:
-            raise ValueError(f"two of the directories are called {name}; rename one, the table names them by it")
+            raise ValueError(
+                f"two of the directories are called {name}; rename one, the table names them by it"
+            )
 
 
 def commit_of(tree: Path) -> str:

@@ -1,6 +1,8 @@
-"""Our contestant in the benchmarks of a training step: the iteration of pretrain_gpt.py, one call per step.
+"""Our contestant in the benchmarks of a training step: the iteration of pretrain_gpt.py, one call
+per step.
 
-tools/benchmarks/worker.py builds `Ours` of other checkouts too, with the arguments that it has here.
+tools/benchmarks/worker.py builds `Ours` of other checkouts too, with the arguments that it has
+here.
 """
 
 from __future__ import annotations
@@ -33,10 +35,11 @@ class KeepingLog(TrainingLog):
 
 
 class Ours:
-    """The iteration of pretrain_gpt.py, built by the functions it is built by there: samples, step, counters, log line.
+    """The iteration of pretrain_gpt.py, built by the functions it is built by there: samples, step,
+    counters, log line.
 
-    `environ` is the launcher's, where there are several ranks. `text` holds what such a run prints; `weights()` are the
-    parameters by Megatron's global names.
+    `environ` is the launcher's, where there are several ranks. `text` holds what such a run prints;
+    `weights()` are the parameters by Megatron's global names.
     """
 
     def __init__(self, size: Size, dtype: str, device: str, extra: Sequence[str] = (),
@@ -70,9 +73,11 @@ class Ours:
         """Copies of the main weights (fp32), by global name."""
         kept = self.run.optimizer.tensors()
         params = {p.sharding.name: p.detach() for p in self.run.model.parameters()}
-        return {name: kept.get(f"optimizer.fp32_param.{name}", p).clone() for name, p in params.items()}
+        return {
+            name: kept.get(f"optimizer.fp32_param.{name}", p).clone() for name, p in params.items()
+        }
 
     def first_samples(self, steps: int) -> list[Tensor]:
         """The micro-batches [b, s+1] of the next `steps` steps; the run itself does not move."""
-        return list(itertools.islice(self._trainer.open_training_samples(),
-                                     steps * self.run.plan.num_microbatches(self.run.progress.iteration + 1)))
+        count = steps * self.run.plan.num_microbatches(self.run.progress.iteration + 1)
+        return list(itertools.islice(self._trainer.open_training_samples(), count))

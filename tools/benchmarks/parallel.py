@@ -36,7 +36,7 @@ sys.path[:0] = [str(ROOT), str(Path(__file__).resolve().parent)]
 import torch  # noqa: E402
 from checkouts import check_names, checkout_name, commit_of, parse_checkout  # noqa: E402
 from processes import Refused, Worker, WorkerFailed, make_job  # noqa: E402
-from settings import environment_of  # noqa: E402
+from settings import DEFAULT, environment_of  # noqa: E402
 from sizes import Size, parse_size  # noqa: E402
 
 ONE, APART, PEER = "one rank", "two apart", "megatron-core"
@@ -47,7 +47,6 @@ DEFAULT_LAYOUTS = (f"tp2=2 {TP} 2", f"tp2+sp=2 {TP} 2 {SP}", "dp2=2", f"pp2=2 {P
 GOALS = {"tp2": 1.85, "dp2": 1.80, "pp2": 1.15}
 TOLERANCE = 1e-5       # of losses in the warm-up steps, relative
 SECONDS = 300.0        # of silence after which a rank counts as hung
-ONE_THREAD = "OMP_NUM_THREADS=1 MKL_NUM_THREADS=1"
 
 
 @dataclass(frozen=True)
@@ -119,9 +118,8 @@ class Ranks:
                     tree=layout.tree,
                     flags=layout.flags,
                     launcher={} if layout.apart else launcher(rank, layout.ranks, port),
-                    threads=1,
                 )
-                environment = environment_of(ONE_THREAD, os.environ)
+                environment = environment_of(DEFAULT, os.environ, threads=1)
                 self._workers.append(Worker(f"{layout.name}: rank {rank}", job, environment))
             self.parameters = max(facts["parameters"] for facts in self._answers())
         except BaseException:

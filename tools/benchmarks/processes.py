@@ -1,4 +1,5 @@
-"""The processes of contestants as their parent sees them: each a fresh Python that runs worker.py, and asked over a pipe.
+"""The processes of contestants as their parent sees them: each a fresh Python that runs worker.py,
+and asked over a pipe.
 
 Depends on worker.py's commands; does not import torch.
 """
@@ -44,12 +45,12 @@ def make_job(
     compiled: bool = False,
     flags: Sequence[str] = (),
     launcher: Mapping[str, str] | None = None,
-    threads: int | None = None,
     clock: str = "wall",
     start: str = "",
     dtypes: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """A process's first message: what it is to build, and from the modules of which checkout of the repository."""
+    """A process's first message: what it is to build, and from the modules of which checkout of the
+    repository."""
     return {
         "kind": kind,
         "size": asdict(size) if size else None,
@@ -59,7 +60,6 @@ def make_job(
         "compiled": compiled,
         "flags": list(flags),
         "launcher": dict(launcher or {}),
-        "threads": threads,
         "clock": clock,
         "start": start,
         "dtypes": list(dtypes),
@@ -67,7 +67,8 @@ def make_job(
 
 
 class Worker:
-    """One process. It starts at once; the first answer (`receive`) is that it has built its contestant.
+    """One process. It starts at once; the first answer (`receive`) is that it has built its
+    contestant.
 
     `name` is what errors call it.
     """
@@ -98,7 +99,9 @@ class Worker:
         try:
             kind, value = self.pipe.recv()
         except (EOFError, ConnectionResetError):
-            raise WorkerFailed(f"{self.name}: its process died (exit code {self._process.wait()})") from None
+            raise WorkerFailed(
+                f"{self.name}: its process died (exit code {self._process.wait()})"
+            ) from None
         if kind == "refused":
             raise Refused(value.strip().removeprefix("error: "))
         if kind == "out of memory":
@@ -113,7 +116,8 @@ class Worker:
         return self.receive()
 
     def pause(self) -> None:
-        """Stop all its threads, also those that OpenMP keeps spinning; returns once they stand still."""
+        """Stop all its threads, also those that OpenMP keeps spinning; returns once they stand
+        still."""
         self._process.send_signal(signal.SIGSTOP)
         with contextlib.suppress(ChildProcessError):
             os.waitid(os.P_PID, self._process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)

@@ -1,7 +1,8 @@
-"""One size in one number format: every contestant in its processes, in turns, and what their times give.
+"""One size in one number format: every contestant in its processes, in turns, and what their times
+give.
 
-Each contestant has a process for each thread setting; all but one are stopped while that one has its turn. Depends on
-processes.py; prints nothing.
+Each contestant has a process for each thread setting; all but one are stopped while that one has
+its turn. Depends on processes.py; prints nothing.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ class Disagreement(ValueError):
 
 @dataclass(frozen=True)
 class Contestant:
-    """Who takes part. `kind` as in worker.py; `tree`: the checkout of this repository whose modules it is built from."""
+    """Who takes part. `kind` as in worker.py; `tree`: the checkout of this repository whose modules
+    it is built from."""
 
     name: str
     kind: str
@@ -45,7 +47,8 @@ class Contestant:
 
 @dataclass
 class Series:
-    """The turns of one contestant with one thread setting. `seconds`: of a step, the median of each turn."""
+    """The turns of one contestant with one thread setting. `seconds`: of a step, the median of each
+    turn."""
 
     contestant: str
     setting: str
@@ -54,7 +57,9 @@ class Series:
     steps_per_turn: int = 1  # timed ones
     compile_seconds: float | None = None
     peak_bytes: int | None = None
-    parts: list[tuple[float, float]] = field(default_factory=list)  # the ceiling's: GEMMs, attention
+    parts: list[tuple[float, float]] = field(
+        default_factory=list
+    )  # the ceiling's: GEMMs, attention
 
     @property
     def median(self) -> float:
@@ -77,7 +82,9 @@ class Race:
     @property
     def contestants(self) -> list[str]:
         """Those that ran, in the order of the table."""
-        return list(dict.fromkeys(one.contestant for one in self.series if one.contestant != CEILING))
+        return list(
+            dict.fromkeys(one.contestant for one in self.series if one.contestant != CEILING)
+        )
 
     def default(self, name: str) -> Series:
         """The contestant's turns with its own defaults."""
@@ -90,12 +97,14 @@ class Race:
         return min((one for one in mine if len(one.seconds) == rounds), key=lambda one: one.median)
 
     def ceiling(self) -> tuple[float, float] | None:
-        """Seconds of all GEMMs and of all attention of a step at their fastest, with whichever setting."""
+        """Seconds of all GEMMs and of all attention of a step at their fastest, with whichever
+        setting."""
         parts = [pair for one in self.series if one.contestant == CEILING for pair in one.parts]
         return min(parts, key=sum) if parts else None
 
     def ratio(self, other: str, mine: str) -> tuple[float, float] | None:
-        """How many times as fast as `other` is `mine`: each at its best setting, and both with their defaults."""
+        """How many times as fast as `other` is `mine`: each at its best setting, and both with
+        their defaults."""
         if not {other, mine} <= set(self.contestants):
             return None
         best = ratio(self.best(other), self.best(mine))
@@ -103,7 +112,8 @@ class Race:
 
 
 def ratio(other: Series, mine: Series) -> float:
-    """How many times as fast as `other` is `mine`: the median over the rounds that both ran, of the same round."""
+    """How many times as fast as `other` is `mine`: the median over the rounds that both ran, of the
+    same round."""
     return statistics.median(a / b for a, b in zip(other.seconds, mine.seconds, strict=False))
 
 
@@ -122,8 +132,8 @@ def check_losses(name: str, losses: Sequence[float], expected: Sequence[float], 
     for step, (loss, right) in enumerate(zip(losses, expected, strict=True), 1):
         if not abs(loss - right) <= TOLERANCE[dtype] * abs(right):
             raise Disagreement(
-                f"step {step}: the loss of {name} is {loss:.6f}, ours is {right:.6f}: they do not train the same "
-                f"model, so their times say nothing"
+                f"step {step}: the loss of {name} is {loss:.6f}, ours is {right:.6f}: they do not "
+                f"train the same model, so their times say nothing"
             )
 
 
@@ -139,7 +149,9 @@ class Plan:
     device: str
     folder: Path  # of temporary files
     ceiling: bool = False
-    slow_rounds: int | None = None  # rounds of the contestants that are not this suite, with their defaults only
+    slow_rounds: int | None = (
+        None  # rounds of the contestants that are not this suite, with their defaults only
+    )
     profile: bool = False
     busy: int = 0
     threads: int | None = None
@@ -175,11 +187,10 @@ class Entry:
             tree=self.contestant.tree,
             compiled=self.contestant.compiled,
             flags=["--torch-compile"] if self.contestant.compiled else [],
-            threads=plan.threads,
             clock=plan.clock,
             start=str(race.start_file),
         )
-        environment = environment_of(self.series.setting, plan.environment)
+        environment = environment_of(self.series.setting, plan.environment, plan.threads)
         # compiled code of a contestant is found by its other settings, and by no other contestant
         environment["TORCHINDUCTOR_CACHE_DIR"] = str(plan.folder / self.contestant.name)
         self.worker = Worker(self.label, job, environment)
@@ -201,7 +212,9 @@ class Entry:
         warm = self.worker.ask("warm_up", plan.warmup)
         expected = race.entries[0].series.losses or warm["losses"]
         check_losses(self.contestant.name, warm["losses"], expected, result.dtype)
-        if not self.series.losses:  # else it is a second start, which finds its compiled code on the disk
+        if (
+            not self.series.losses
+        ):  # else it is a second start, which finds its compiled code on the disk
             self.series.losses = warm["losses"]
             self.series.compile_seconds = warm["compile_seconds"]
             self.series.steps_per_turn = steps_of_turn(warm["step_seconds"])
@@ -265,7 +278,8 @@ class RunningRace:
     def make_room(self, entry: Entry) -> None:
         """End other processes while there is too little memory for a turn of this one.
 
-        The one that ran last is ended first: its next turn is the furthest away, and starts it again.
+        The one that ran last is ended first: its next turn is the furthest away, and starts it
+        again.
         """
         have = entry.worker.resident_bytes() if entry.worker else 0
         for other in reversed(self._recent.copy()):
@@ -319,7 +333,9 @@ class RunningRace:
             entry.end()
 
 
-def run_race(plan: Plan, size: Size, dtype: str, deadline: float, tell: Callable[[str], None]) -> Race:
+def run_race(
+    plan: Plan, size: Size, dtype: str, deadline: float, tell: Callable[[str], None]
+) -> Race:
     """Run one race to its end. Raises Disagreement, and what processes.Worker raises."""
     race = RunningRace(plan, size, dtype, tell)
     try:

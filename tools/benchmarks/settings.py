@@ -1,4 +1,5 @@
-"""The thread settings of a contestant: the environment variables that its process gets for CPU threads.
+"""The thread settings of a contestant: the environment variables that its process gets for CPU
+threads.
 
 A setting is a text: `default`, or NAME=VALUE pairs separated by spaces.
 """
@@ -22,7 +23,9 @@ def parse_setting(text: str) -> str:
     """That setting. Raises ValueError on another form."""
     pairs = _pairs(text)
     if text != DEFAULT and (not pairs or not all(name and equals for name, equals, _ in pairs)):
-        raise ValueError(f"{text!r} is not {DEFAULT} or NAME=VALUE pairs, as in 'OMP_WAIT_POLICY=active'")
+        raise ValueError(
+            f"{text!r} is not {DEFAULT} or NAME=VALUE pairs, as in 'OMP_WAIT_POLICY=active'"
+        )
     return text
 
 
@@ -37,10 +40,15 @@ def thread_variables(environment: Mapping[str, str]) -> list[str]:
     )
 
 
-def environment_of(setting: str, inherited: Mapping[str, str]) -> dict[str, str]:
-    """The inherited environment without its variables for CPU threads, and with those of the setting."""
+def environment_of(
+    setting: str, inherited: Mapping[str, str], threads: int | None = None
+) -> dict[str, str]:
+    """The inherited environment without its variables for CPU threads, with the number of threads
+    if one is given, and with the variables of the setting."""
     removed = thread_variables(inherited)
     environment = {name: value for name, value in inherited.items() if name not in removed}
+    if threads is not None:
+        environment["OMP_NUM_THREADS"] = str(threads)
     if setting != DEFAULT:
         environment.update((name, value) for name, _, value in _pairs(setting))
     return environment

@@ -24,9 +24,10 @@ def heading(race: Race) -> str:
     steps = [one.steps_per_turn for one in race.series if one.contestant in race.contestants]
     turns = f"{min(steps)}" if min(steps) == max(steps) else f"{min(steps)} to {max(steps)}"
     return (
-        f"{size.name} {race.dtype}: {size.family}, {size.layers} layers, hidden {size.hidden}, ffn {size.ffn_size}, "
-        f"{size.heads} heads, sequence {size.seq}, vocabulary {size.vocab}, {race.parameters / 1e6:.1f}M parameters; "
-        f"{size.micro_batches} x {size.micro_batch} samples = {size.tokens} tokens per step; "
+        f"{size.name} {race.dtype}: {size.family}, {size.layers} layers, hidden {size.hidden}, "
+        f"ffn {size.ffn_size}, {size.heads} heads, sequence {size.seq}, vocabulary {size.vocab}, "
+        f"{race.parameters / 1e6:.1f}M parameters; {size.micro_batches} x {size.micro_batch} "
+        f"samples = {size.tokens} tokens per step; "
         f"{rounds} {'round' if rounds == 1 else 'rounds'}"
         + f" ({fewer_text})" * bool(fewer_text)
         + f" of {turns} timed {'step' if turns == '1' else 'steps'}"
@@ -34,7 +35,8 @@ def heading(race: Race) -> str:
 
 
 def rows(race: Race, matmul_rate: float, peak: float | None) -> list[dict[str, str]]:
-    """The cells of each contestant by column title. `matmul_rate`: of a large GEMM, `peak`: of the device, TFLOP/s."""
+    """The cells of each contestant by column title. `matmul_rate`: of a large GEMM, `peak`: of the
+    device, TFLOP/s."""
     several = len({one.setting for one in race.series}) > 1
     yardsticks = [name for name in race.contestants if name not in (OURS, "ours-compiled")]
     found = []
@@ -48,7 +50,9 @@ def rows(race: Race, matmul_rate: float, peak: float | None) -> list[dict[str, s
             "best ms": f"{1e3 * best.median:.1f}" if several else "",
             "best setting": best.setting if several else "",
             "tok/s": f"{race.size.tokens / best.median:.0f}",
-            "compile s": "" if default.compile_seconds is None else f"{default.compile_seconds:.1f}",
+            "compile s": ""
+            if default.compile_seconds is None
+            else f"{default.compile_seconds:.1f}",
         }
         for other in yardsticks:
             row[RATIO_TITLES.get(other, f"x {other}")] = _ratio(race.ratio(other, name), several)
@@ -72,8 +76,8 @@ def table(race: Race, matmul_rate: float, peak: float | None) -> list[str]:
     if ceiling:
         gemms, attention = (1e3 * seconds for seconds in ceiling)
         lines.append(
-            f"  ceiling: {gemms + attention:.1f} ms (GEMMs {gemms:.1f} and attention {attention:.1f}, "
-            f"in {race.ceiling_dtype})"
+            f"  ceiling: {gemms + attention:.1f} ms (GEMMs {gemms:.1f} and attention "
+            f"{attention:.1f}, in {race.ceiling_dtype})"
         )
     for name in race.contestants:
         tried = [one for one in race.series if one.contestant == name and one.setting != DEFAULT]
@@ -87,7 +91,10 @@ def aligned(lines: Sequence[Sequence[str]]) -> list[str]:
     """Cells in columns, the first column to the left and the others to the right."""
     width = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
     return [
-        "  " + "  ".join(cell.rjust(width[i]) if i else cell.ljust(width[i]) for i, cell in enumerate(line)).rstrip()
+        "  "
+        + "  ".join(
+            cell.rjust(width[i]) if i else cell.ljust(width[i]) for i, cell in enumerate(line)
+        ).rstrip()
         for line in lines
     ]
 

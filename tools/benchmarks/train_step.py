@@ -1,25 +1,31 @@
 #!/usr/bin/env python
 """Time whole training steps: ours against a bare torch loop and transformers, eager and compiled.
 
-Every contestant is a process of its own, from the same weights and on the same samples; before any clock runs the losses
-must agree. The processes take turns, one turn of about half a second (at least two steps, of which the first is not
-timed) per round, the order moving on by one every round; all others are stopped meanwhile (SIGSTOP), so that none of
-their threads takes a core.
+Every contestant is a process of its own, from the same weights and on the same samples; before any
+clock runs the losses must agree. The processes take turns, one turn of about half a second (at
+least two steps, of which the first is not timed) per round, the order moving on by one every round;
+all others are stopped meanwhile (SIGSTOP), so that none of their threads takes a core.
 
-Each contestant runs with its own defaults (no variable for threads in its environment; ours sets what pretrain_gpt.py
-sets) and with each setting of --env. After three rounds it keeps its defaults and its fastest setting.
+Each contestant runs with its own defaults (no variable for threads in its environment; ours sets
+what pretrain_gpt.py sets) and with each setting of --env. After three rounds it keeps its defaults
+and its fastest setting.
 
 How to read the table:
-  default ms, best ms  a step with the defaults and with the best setting: the median over the rounds of a turn's median
+  default ms, best ms  a step with the defaults and with the best setting: the median over the
+                       rounds of a turn's median
   best setting         the one with the lowest median; the lines below the table have all settings
-  tok/s, TFLOP/s, of matmul, MFU, peak GB  with the best setting; GB of the process, on CUDA of the device
+  tok/s, TFLOP/s, of matmul, MFU, peak GB
+                       with the best setting; GB of the process, on CUDA of the device
   compile s            what torch.compile took, in no timed step
-  x bare, x ...        how many times as fast as that contestant: each with its best setting, in brackets both with their
-                       defaults; the median over the rounds of the ratio within the same round
-  of ceiling           the time of the step's GEMMs and attention by themselves, as a share of the fastest turn
+  x bare, x ...        how many times as fast as that contestant: each with its best setting, in
+                       brackets both with their defaults; the median over the rounds of the ratio
+                       within the same round
+  of ceiling           the time of the step's GEMMs and attention by themselves, as a share of the
+                       fastest turn
 
-If memory is short, processes are ended between their turns and started again, which is never timed. On CUDA the default is
-ours alone over GPT sizes, with its MFU. Needs torch and numpy; transformers takes part if it is installed.
+If memory is short, processes are ended between their turns and started again, which is never timed.
+On CUDA the default is ours alone over GPT sizes, with its MFU. Needs torch and numpy; transformers
+takes part if it is installed.
 """
 
 from __future__ import annotations
@@ -46,7 +52,13 @@ import step_profile  # noqa: E402
 from checkouts import check_names, checkout_name, commit_of, parse_checkout  # noqa: E402
 from processes import OutOfMemory, Worker, WorkerFailed, make_job  # noqa: E402
 from race import OURS, Contestant, Disagreement, Plan, Race, run_race  # noqa: E402
-from settings import CPU_SETTINGS, DEFAULT, environment_of, parse_setting, thread_variables  # noqa: E402
+from settings import (  # noqa: E402
+    CPU_SETTINGS,
+    DEFAULT,
+    environment_of,
+    parse_setting,
+    thread_variables,
+)
 from sizes import CPU_SIZES, CUDA_SIZES, parse_size  # noqa: E402
 from table import heading, table  # noqa: E402
 
@@ -70,35 +82,109 @@ def build_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    add_contestants(parser)
+    add_measurement(parser)
+    return parser
+
+
+def add_contestants(parser: argparse.ArgumentParser) -> None:
+    """Add the options that say what is compared."""
     add = parser.add_argument
-    add("--size", action="append", type=_read(parse_size), metavar="SIZE",
-        help="a size by name, with changes (gpt10m:seq=128), or a new one (name:layers=2,hidden=64,...); may be repeated "
-             "(default: the four CPU sizes, on CUDA 125m to 6.7b)")
-    add("--dtype", action="append", choices=DTYPES, help="may be repeated (default: fp32 and bf16; on CUDA bf16)")
-    add("--contestants", nargs="+", choices=OTHERS, metavar="NAME",
-        help=f"besides ours: {', '.join(OTHERS)} (default: all; on CUDA none)")
+    add(
+        "--size",
+        action="append",
+        type=_read(parse_size),
+        metavar="SIZE",
+        help="a size by name, with changes (gpt10m:seq=128), or a new one "
+        "(name:layers=2,hidden=64,...); may be repeated (default: the four CPU sizes, on CUDA 125m "
+        "to 6.7b)",
+    )
+    add(
+        "--dtype",
+        action="append",
+        choices=DTYPES,
+        help="may be repeated (default: fp32 and bf16; on CUDA bf16)",
+    )
+    add(
+        "--contestants",
+        nargs="+",
+        choices=OTHERS,
+        metavar="NAME",
+        help=f"besides ours: {', '.join(OTHERS)} (default: all; on CUDA none)",
+    )
     add("--alone", action="store_true", help="only ours")
-    add("--compare-with", action="append", type=_read(parse_checkout), metavar="DIR",
-        help="another checkout of this repository (98b7b98 or later, C++ built), whose step takes part too; may be repeated")
-    add("--env", action="append", type=_read(parse_setting), metavar="'NAME=VALUE ...'",
-        help="each contestant also runs with these environment variables; may be repeated; 'default': with its defaults "
-             f"only (default: {', '.join(CPU_SETTINGS)}; on CUDA default)")
-    add("--profile", action="store_true",
-        help="on a CPU: where the time of our step goes, by torch's profiler, in steps after the race")
-    add("--rounds", type=_read(_count),
-        help="turns of each contestant (default: 7; on CUDA 20; 1 for bf16 of the others on a CPU that emulates it)")
-    add("--warmup", type=_read(_count), help="steps before, whose losses are compared (default: 2; on CUDA 5)")
-    add("--minutes", type=float,
-        help="time limit of the whole run; it ends with fewer rounds to keep it (default: no limit; on CUDA 9)")
-    add("--threads", type=_read(_count), help="CPU threads (default: torch's)")
-    add("--busy", type=_read(_count), default=0, metavar="N",
-        help="run N processes that compute without end while the contestants take their turns (default: none)")
-    add("--clock", choices=("wall", "cpu"), default="wall",
-        help="cpu: processor time of the process, for a machine with other work; use it with --threads 1")
-    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: CUDA if available")
+    add(
+        "--compare-with",
+        action="append",
+        type=_read(parse_checkout),
+        metavar="DIR",
+        help="another checkout of this repository (98b7b98 or later, C++ built), whose step "
+        "takes part too; may be repeated",
+    )
+    add(
+        "--env",
+        action="append",
+        type=_read(parse_setting),
+        metavar="'NAME=VALUE ...'",
+        help="each contestant also runs with these environment variables; may be repeated; "
+        f"'default': with its defaults only (default: {', '.join(CPU_SETTINGS)}; on CUDA default)",
+    )
+
+
+def add_measurement(parser: argparse.ArgumentParser) -> None:
+    """Add the options that say how it is measured."""
+    add = parser.add_argument
+    add(
+        "--profile",
+        action="store_true",
+        help="on a CPU: where the time of our step goes, by torch's profiler, in steps "
+        "after the race",
+    )
+    add(
+        "--rounds",
+        type=_read(_count),
+        help="turns of each contestant (default: 7; on CUDA 20; 1 for bf16 of the others on "
+        "a CPU that emulates it)",
+    )
+    add(
+        "--warmup",
+        type=_read(_count),
+        help="steps before, whose losses are compared (default: 2; on CUDA 5)",
+    )
+    add(
+        "--minutes",
+        type=float,
+        help="time limit of the whole run; it ends with fewer rounds to keep it "
+        "(default: no limit; on CUDA 9)",
+    )
+    add(
+        "--threads",
+        type=_read(_count),
+        help="CPU threads of each contestant, by OMP_NUM_THREADS (default: torch's)",
+    )
+    add(
+        "--busy",
+        type=_read(_count),
+        default=0,
+        metavar="N",
+        help="run N processes that compute without end while the contestants take their turns "
+        "(default: none)",
+    )
+    add(
+        "--clock",
+        choices=("wall", "cpu"),
+        default="wall",
+        help="cpu: processor time of the process, for a machine with other work; use it with "
+        "--threads 1",
+    )
+    add(
+        "--device",
+        choices=("auto", "cpu", "cuda"),
+        default="auto",
+        help="default: CUDA if available",
+    )
     add("--peak-tflops", type=float, help="peak of the device for MFU (default: by its name)")
     add("--json", metavar="FILE", type=_read(_writable), help="write all figures to this file")
-    return parser
 
 
 def _read(reader: Callable[[str], Any]) -> Callable[[str], Any]:
@@ -134,14 +220,21 @@ def cpu_name() -> str:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
         return platform.processor() or platform.machine()
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+    return next(
+        (line.partition(":")[2].strip() for line in lines if line.startswith("model name")),
+        platform.machine(),
+    )
 
 
 def ask_machine(options: argparse.Namespace, environment: Mapping[str, str]) -> dict[str, Any]:
-    """What a process of its own says of the device, of torch and of large GEMMs. Raises what Worker raises."""
-    job = make_job("machine", device=options.device, threads=options.threads, clock=options.clock,
-                   dtypes=options.dtype or DTYPES)
-    worker = Worker("the look at the device", job, environment_of(DEFAULT, environment))
+    """What a process of its own says of the device, of torch and of large GEMMs. Raises what Worker
+    raises."""
+    job = make_job(
+        "machine", device=options.device, clock=options.clock, dtypes=options.dtype or DTYPES
+    )
+    worker = Worker(
+        "the look at the device", job, environment_of(DEFAULT, environment, options.threads)
+    )
     try:
         return worker.receive()
     finally:
@@ -170,7 +263,8 @@ def _has_transformers() -> bool:
 
 
 def complete(options: argparse.Namespace, device: str) -> None:
-    """Fill in what was not given; it depends on the device. Raises ValueError for what this machine cannot do."""
+    """Fill in what was not given; it depends on the device. Raises ValueError for what this machine
+    cannot do."""
     cuda = device == "cuda"
     options.device = device
     options.size = options.size or list(CUDA_SIZES if cuda else CPU_SIZES)
@@ -188,11 +282,20 @@ def complete(options: argparse.Namespace, device: str) -> None:
     if options.alone:
         options.contestants = []
     if options.profile and cuda:
-        raise ValueError("--profile: counts the operations of a CPU; give --device cpu, or use nsys on CUDA")
-    _remove_contestants(options, "transformers", "transformers is not installed", _has_transformers())
+        raise ValueError(
+            "--profile: counts the operations of a CPU; give --device cpu, or use nsys on CUDA"
+        )
+    _remove_contestants(
+        options, "transformers", "transformers is not installed", _has_transformers()
+    )
     if not cuda:
         compiler = os.environ.get("CXX", "g++")
-        _remove_contestants(options, "compiled", f"there is no C++ compiler ({compiler})", bool(shutil.which(compiler)))
+        _remove_contestants(
+            options,
+            "compiled",
+            f"there is no C++ compiler ({compiler})",
+            bool(shutil.which(compiler)),
+        )
 
 
 def _remove_contestants(options: argparse.Namespace, word: str, reason: str, usable: bool) -> None:
@@ -206,12 +309,17 @@ def make_plan(options: argparse.Namespace, dtype: str, native: bool, folder: Pat
     """How to run the races of a number format. `native`: the device has instructions for it."""
     names = [OURS, *(name for name in CONTESTANTS if name in options.contestants)]
     contestants = [CONTESTANTS[name] for name in names]
-    contestants += [Contestant(checkout_name(tree), "ours", tree=tree) for tree in options.compare_with]
+    contestants += [
+        Contestant(checkout_name(tree), "ours", tree=tree) for tree in options.compare_with
+    ]
     slow = not native and not options.rounds_given
     others = [one.name for one in contestants if one.kind != "ours"]
     if slow and others:
-        print(f"\nthis CPU emulates {dtype}, a step may take minutes: 1 round of {', '.join(others)} with the defaults "
-              f"(--rounds N: N of all, with all settings)", flush=True)
+        print(
+            f"\nthis CPU emulates {dtype}, a step may take minutes: 1 round of "
+            f"{', '.join(others)} with the defaults (--rounds N: N of all, with all settings)",
+            flush=True,
+        )
     return Plan(
         contestants=contestants,
         settings=options.env,
@@ -237,7 +345,8 @@ def figures(race: Race) -> dict[str, Any]:
         "tokens_per_step": race.size.tokens,
         "best_setting": {name: race.best(name).setting for name in race.contestants},
         "ratio": {
-            other: dict(zip(("best", "defaults"), race.ratio(other, OURS), strict=True)) for other in others
+            other: dict(zip(("best", "defaults"), race.ratio(other, OURS), strict=True))
+            for other in others
         },
         "ceiling_seconds": race.ceiling(),
     }
@@ -250,25 +359,40 @@ def teller() -> Callable[[str], None]:
     return lambda text: print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
 
 
-def print_machine(options: argparse.Namespace, machine: dict[str, Any], facts: dict[str, Any]) -> None:
+def print_machine(
+    options: argparse.Namespace, machine: dict[str, Any], facts: dict[str, Any]
+) -> None:
     """The lines before the first table."""
-    print(", ".join(f"{key.replace('_', ' ')} {value}" for key, value in machine.items() if value is not None))
+    print(
+        ", ".join(
+            f"{key.replace('_', ' ')} {value}"
+            for key, value in machine.items()
+            if value is not None
+        )
+    )
     for tree in options.compare_with:
         print(f"{checkout_name(tree)}: commit {commit_of(tree)}")
     removed = thread_variables(os.environ)
     if removed:
-        print(f"removed from the environment of the contestants: {', '.join(removed)} (--env sets such variables)")
+        print(
+            f"removed from the environment of the contestants: {', '.join(removed)} "
+            f"(--env sets such variables)"
+        )
     rates = ", ".join(
         f"{dtype} {facts['matmul_tflops'][dtype]:.3f} TFLOP/s"
         + " (in fp32)" * (dtype != "fp32" and facts["fast_dtype"][dtype] == "float32")
         for dtype in options.dtype
     )
     peak = options.peak_tflops or "not known (--peak-tflops): no MFU"
-    print(f"large GEMM: {rates}; peak {peak}; TFLOP/s of a step count {facts['flops_convention']}", flush=True)
+    print(
+        f"large GEMM: {rates}; peak {peak}; TFLOP/s of a step count {facts['flops_convention']}",
+        flush=True,
+    )
 
 
 def run_all(options: argparse.Namespace, facts: dict[str, Any]) -> list[dict[str, Any]]:
-    """Run every size in every number format and print its table; the figures of each. Raises what run_race raises."""
+    """Run every size in every number format and print its table; the figures of each. Raises what
+    run_race raises."""
     tell = teller()
     pairs = [(size, dtype) for size in options.size for dtype in options.dtype]
     end = time.monotonic() + 60.0 * options.minutes if options.minutes else float("inf")
@@ -297,7 +421,8 @@ def run_all(options: argparse.Namespace, facts: dict[str, Any]) -> list[dict[str
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the benchmark; 1 if contestants disagree or one fails, 2 if the command line cannot be run."""
+    """Run the benchmark; 1 if contestants disagree or one fails, 2 if the command line cannot be
+    run."""
     options = build_parser().parse_args(argv)
     try:
         facts = ask_machine(options, os.environ)

@@ -1,4 +1,5 @@
-"""transformers' GPT2LMHeadModel and LlamaForCausalLM for the bare loop, with the weights of a BareModel."""
+"""transformers' GPT2LMHeadModel and LlamaForCausalLM for the bare loop, with the weights of a
+BareModel."""
 
 from __future__ import annotations
 
@@ -26,8 +27,8 @@ LLAMA_NAMES = {
 
 
 def build_transformers(size: Size, state: dict[str, Tensor]) -> tuple[nn.Module, LossOf]:
-    """transformers' model of this size with the weights `state` of a BareModel, as fast as its options make it; and its
-    loss."""
+    """transformers' model of this size with the weights `state` of a BareModel, as fast as its
+    options make it; and its loss."""
     model = _gpt(size) if size.family == "gpt" else _llama(size)
     model.load_state_dict(bare_to_transformers(state, size))
 
@@ -95,7 +96,9 @@ def bare_to_transformers(state: dict[str, Tensor], size: Size) -> dict[str, Tens
         if gpt:
             # transformers' GPT-2 keeps the matrices of its linear layers transposed
             matrix = value.dim() == 2
-            converted[f"transformer.h.{layer}.{GPT_NAMES[module]}.{kind}"] = value.t() if matrix else value
+            converted[f"transformer.h.{layer}.{GPT_NAMES[module]}.{kind}"] = (
+                value.t() if matrix else value
+            )
         else:
             parts = value.chunk(len(LLAMA_NAMES[module]))
             for target, part in zip(LLAMA_NAMES[module], parts, strict=True):

@@ -1,8 +1,10 @@
-"""The program of a contestant's process: builds the contestant, then executes the commands that arrive over a pipe.
+"""The program of a contestant's process: builds the contestant, then executes the commands that
+arrive over a pipe.
 
-processes.py starts it with the number of the pipe and of the parent process; the first message is the job (a dict, see
-processes.py). The contestant's modules come from the job's `tree`, which may be another checkout of this repository (98b7b98
-or later). So this file imports nothing of its own tree, and torch only after the environment is complete.
+processes.py starts it with the number of the pipe and of the parent process; the first message is
+the job (a dict, see processes.py). The contestant's modules come from the job's `tree`, which may
+be another checkout of this repository (98b7b98 or later). So this file imports nothing of its own
+tree, and torch only after the environment is complete.
 """
 
 from __future__ import annotations
@@ -55,7 +57,8 @@ def size_of(job: dict[str, Any]) -> Any:
 
 
 def device_of(job: dict[str, Any]) -> Any:
-    """The job's torch.device. Raises SystemExit, with a message on stderr, where there is none of that kind."""
+    """The job's torch.device. Raises SystemExit, with a message on stderr, where there is none of
+    that kind."""
     try:
         return importlib.import_module("megatron.device").choose_device(job["device"], 0)
     except ValueError as error:
@@ -103,23 +106,28 @@ class Machine:
 
 
 class CeilingPieces:
-    """The matrix products and the attention of a step by themselves; a turn times each piece once more."""
+    """The matrix products and the attention of a step by themselves; a turn times each piece once
+    more."""
 
     def __init__(self, job: dict[str, Any]):
         dtype = getattr(importlib.import_module("torch"), DTYPES[job["dtype"]])
         device = device_of(job)
         clock = make_clock(job["clock"], device)
-        self._ceiling = importlib.import_module("ceiling").Ceiling(size_of(job), dtype, device, clock)
+        self._ceiling = importlib.import_module("ceiling").Ceiling(
+            size_of(job), dtype, device, clock
+        )
         self.facts = {"dtype": str(self._ceiling.dtype).removeprefix("torch.")}
 
     def turn(self) -> tuple[float, float]:
-        """Seconds of all matrix products and of all attention of one step, each piece at its best so far."""
+        """Seconds of all matrix products and of all attention of one step, each piece at its best
+        so far."""
         self._ceiling.measure()
         return self._ceiling.seconds()
 
 
 class TrainingSteps:
-    """A contestant that trains: warm-up steps, whose losses are compared, then turns of timed steps."""
+    """A contestant that trains: warm-up steps, whose losses are compared, then turns of timed
+    steps."""
 
     def __init__(self, job: dict[str, Any]):
         self._size = size_of(job)
@@ -133,7 +141,8 @@ class TrainingSteps:
             self.facts["flops_per_step"] = flops.flops_per_iteration(self._runner.shape, samples)
 
     def save_start(self, path: str, steps: int) -> None:
-        """Write our weights, by the bare model's names, and the samples of the next `steps` steps to a file."""
+        """Write our weights, by the bare model's names, and the samples of the next `steps` steps
+        to a file."""
         bare_model = importlib.import_module("bare_model")
         start = {
             "weights": bare_model.megatron_to_bare(self._runner.weights(), self._size.heads),
@@ -149,8 +158,8 @@ class TrainingSteps:
         return self._clock() - start, loss, compilations() > before
 
     def warm_up(self, steps: int) -> dict[str, Any]:
-        """Run `steps` steps, and more until one compiles nothing; their losses, the seconds of a step that compiles
-        nothing, and those that the others took beyond it."""
+        """Run `steps` steps, and more until one compiles nothing; their losses, the seconds of a
+        step that compiles nothing, and those that the others took beyond it."""
         taken = [self._timed_step() for _ in range(steps)]
         while all(compiled for _, _, compiled in taken):
             if len(taken) == steps + MOST_COMPILING_STEPS:
@@ -165,7 +174,8 @@ class TrainingSteps:
         }
 
     def turn(self, uncounted: int, counted: int) -> dict[str, Any]:
-        """Run `uncounted` steps, then time `counted` ones; a step that compiles something is repeated."""
+        """Run `uncounted` steps, then time `counted` ones; a step that compiles something is
+        repeated."""
         for _ in range(uncounted):
             self._runner.step()
         timed: list[float] = []
@@ -181,7 +191,9 @@ class TrainingSteps:
         """The most memory so far: of the device, or on a CPU of the process."""
         report = importlib.import_module("megatron.device").memory_report(self._device)
         unit = 1 if sys.platform == "darwin" else 1024
-        return report.get("max allocated") or unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return (
+            report.get("max allocated") or unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        )
 
     def step(self) -> tuple[float, float]:
         """(seconds, loss) of one step."""
@@ -201,7 +213,8 @@ def build_ours(job: dict[str, Any], size: Any, device: Any) -> Any:
 
 
 def build_loop(job: dict[str, Any], size: Any, device: Any) -> Any:
-    """The bare loop around the bare model or transformers', from our weights and over our samples."""
+    """The bare loop around the bare model or transformers', from our weights and over our
+    samples."""
     bare_loop = importlib.import_module("bare_loop")
     start = importlib.import_module("torch").load(job["start"], weights_only=True)
     if job["kind"] == "bare":
@@ -233,14 +246,13 @@ def prepare(job: dict[str, Any]) -> Any:
     os.environ.update(job["launcher"])
     if job["kind"] == "ours":
         set_threads_as_pretrain_gpt()
-    if job["threads"]:
-        importlib.import_module("torch").set_num_threads(job["threads"])
     classes = {"machine": Machine, "ceiling": CeilingPieces}
     return classes.get(job["kind"], TrainingSteps)(job)
 
 
 def serve(pipe: Connection) -> None:
-    """Answer the job and each command after it with (kind of answer, value), until the parent closes the pipe."""
+    """Answer the job and each command after it with (kind of answer, value), until the parent
+    closes the pipe."""
     job = pipe.recv()
     if job["kind"] == "busy":
         while True:

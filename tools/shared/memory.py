@@ -14,7 +14,9 @@ def free_memory() -> int:
     free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     with contextlib.suppress(OSError, StopIteration, ValueError, IndexError):
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-        free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+        free = next(
+            int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")
+        )
     with contextlib.suppress(OSError, ValueError):
         limit = int((_CGROUP / "memory.max").read_text(encoding="ascii"))
         free = min(free, limit - int((_CGROUP / "memory.current").read_text(encoding="ascii")))
