@@ -5,6 +5,8 @@ import random
 import torch
 from torch import Tensor
 
+from megatron.kernels import native
+
 CHUNK_ELEMENTS = 1 << 16  # drawn and applied at a time on a CPU, so that they stay in the cache
 LAUNCH_ELEMENTS = 1 << 24  # elsewhere, where each operation is a launch
 LANES = 4  # 16-bit lanes of one 64-bit draw
@@ -30,12 +32,16 @@ class DropoutBits:
         """The next `elements` of the stream as a flat tensor: 1 keep, 0 drop."""
         out = torch.empty(elements, dtype=dtype, device=self.generator.device)
         for part in out.split(self.chunk):
-            draws = torch.empty(-(-part.numel() // LANES), dtype=torch.int64, device=out.device)
-            draws.random_(-(2**63), None, generator=self.generator)
-            below = int(self.level + self.dither.random()) - 2**15  # the lanes are signed
-            lanes = draws.view(torch.int16)[: part.numel()]
-            part.copy_(lanes.le_(below - 1))  # below - 1 fits 16 bits even if every lane is below
+            lanes, most = self.draw(part.numel())
+            part.copy_(lanes.le_(most))
         return out
+
+    def draw(self, elements: int) -> tuple[Tensor, int]:
+        """For the next `elements`, at most a chunk: 16 random bits each, int16, and the largest value that keeps one."""
+        draws = torch.empty(-(-elements // LANES), dtype=torch.int64, device=self.generator.device)
+        draws.random_(-(2**63), None, generator=self.generator)
+        below = int(self.level + self.dither.random()) - 2**15  # the lanes are signed
+        return draws.view(torch.int16)[:elements], below - 1  # fits 16 bits even if every lane is below
 
 
 class _Dropout(torch.autograd.Function):
@@ -52,7 +58,11 @@ class _Dropout(torch.autograd.Function):
 def _drop(x: Tensor, p: float, seed: int) -> Tensor:
     bits = DropoutBits(seed, p, x.device)
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    in_cpp = native.runs(x)
     for part, target in zip(x.reshape(-1).split(bits.chunk), out.view(-1).split(bits.chunk), strict=True):
+        if in_cpp:  # one pass on this thread: operations of torch would wait for others in each
+            native.drop(part, *bits.draw(part.numel()), 1.0 / (1.0 - p), target)
+            continue
         factors = bits.keep(part.numel(), torch.promote_types(x.dtype, torch.float32)).mul_(1.0 / (1.0 - p))
         torch.mul(part, factors, out=target)
     return out

@@ -1,5 +1,5 @@
-"""Activations, RMSNorm, rotary positions and column sums of bf16 and fp32 on a CPU by this suite's C++ (rows.cpp), one pass
-over memory each; knows tensors and addresses, no formula of its own and no module."""
+"""Activations, RMSNorm, rotary positions, dropout and column sums of bf16 and fp32 on a CPU by this suite's C++ (rows.cpp),
+one pass over memory each; knows tensors and addresses, no formula of its own and no module."""
 
 from functools import cache
 from importlib import import_module
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 LEVELS = {"AVX512": "v4", "AVX2": "v3"}  # torch's word for the processor's instructions, and the file built for them
-INTERFACE = 1
+INTERFACE = 2
 
 
 @cache
@@ -119,6 +119,11 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
     each = cos.shape[1] != 1
     _call("rotate", x, x, *x.stride()[:3], out, *tables, *x.shape, cos.shape[-1], each, float(sign))
     return out
+
+
+def drop(x: Tensor, bits: Tensor, most: int, factor: float, out: Tensor) -> None:
+    """out = x * factor where the int16 `bits` are at most `most`, else x * 0. All contiguous, of x's number of elements."""
+    _call("drop", x, x, bits, out, x.numel(), most, factor)
 
 
 def log_sums(logits: Tensor, valid: int) -> Tensor:

@@ -1,4 +1,4 @@
-// Activations, RMSNorm, rotary positions, sums of columns and the loss in one pass over memory; for megatron/kernels/native.py, which
+// Activations, RMSNorm, rotary positions, sums of columns, the loss and dropout in one pass over memory; for megatron/kernels/native.py, which
 // gives addresses of contiguous bf16 or fp32 numbers and checks shapes. The maths is fp32, rounded once. Work is cut into
 // blocks that do not depend on the number of threads, and sums over blocks are taken in their order.
 // Built once for each level of x86-64 (setup.py). No thread holds the GIL here.
@@ -261,6 +261,26 @@ void loss_grad(uintptr_t x_, uintptr_t tops_, uintptr_t logs_, uintptr_t grads_,
   });
 }
 
+// ---- dropout
+
+// x times `factor` where the random bits (signed) are at most `most`, else times 0.
+template <class T>
+void drop(uintptr_t x_, uintptr_t bits_, uintptr_t out_, int64_t size, int32_t most, float factor, int threads) {
+  typedef int16_t Bits __attribute__((vector_size(32)));
+  const T* x = at<const T>(x_);
+  const int16_t* bits = at<const int16_t>(bits_);
+  T* out = at<T>(out_);
+  const I kept_factor = same_bits<I>(V{} + factor);
+  spread(size, 2 * kRun, threads, [=](int64_t start, int64_t stop) {
+    for (int64_t i = start; i < stop; i += kLanes) {
+      Bits some = {};
+      std::memcpy(&some, bits + i, std::min(kLanes, stop - i) * sizeof(int16_t));
+      const I kept = (__builtin_convertvector(some, I) - (most + 1)) >> 31;  // all ones or 0
+      store(out + i, load(x + i, stop - i) * same_bits<V>(kept & kept_factor), stop - i);
+    }
+  });
+}
+
 template <class T>
 void define(py::module_& m, const std::string& format) {
   const py::call_guard<py::gil_scoped_release> unlocked;
@@ -274,13 +294,14 @@ void define(py::module_& m, const std::string& format) {
   m.def(("rotate_" + format).c_str(), &rotate<T>, unlocked);
   m.def(("log_sums_" + format).c_str(), &log_sums<T>, unlocked);
   m.def(("loss_grad_" + format).c_str(), &loss_grad<T>, unlocked);
+  m.def(("drop_" + format).c_str(), &drop<T>, unlocked);
 }
 
 }  // namespace
 
 PYBIND11_MODULE(MODULE, m) {
   m.doc() = "One pass over rows; see megatron/kernels/native.py.";
-  m.attr("INTERFACE") = 1;  // raise it here and in native.py when a function changes
+  m.attr("INTERFACE") = 2;  // raise it here and in native.py when a function changes
   define<float>(m, "float32");
   define<Bf16>(m, "bfloat16");
 }

@@ -3,6 +3,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from megatron.kernels import native
 from megatron.kernels.dropout import CHUNK_ELEMENTS, DropoutBits
 from megatron.kernels.reference import dropout
 
@@ -19,6 +20,25 @@ def test_an_element_is_dropped_or_scaled(dtype):
     assert 0 < kept.sum() < kept.numel()
     exact = x.double()[kept] / 0.9
     torch.testing.assert_close(y.double()[kept], exact, rtol=torch.finfo(dtype).eps, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("n", [1, 15, 16, 50, MANY])
+def test_the_cpp_and_torch_give_the_same_bits(monkeypatch, dtype, n):
+    x = torch.randn(n, generator=torch.Generator().manual_seed(0)).to(dtype)
+    if not native.runs(x):
+        pytest.skip("needs the C++ built for this processor")
+    names, real = [], native._call
+    monkeypatch.setattr(native, "_call", lambda name, *arguments: names.append(name) or real(name, *arguments))
+    for p in (0.1, 0.5, 1e-5, 1 - 2**-16):
+        with monkeypatch.context() as patch:
+            patch.setattr(native, "runs", lambda x: False)
+            wanted = dropout(x, p, 5)
+        assert not names
+        bits = torch.int16 if dtype == torch.bfloat16 else torch.int32
+        assert torch.equal(dropout(x, p, 5).view(bits), wanted.view(bits))  # signs of zeros too
+        assert "drop" in names
+        names.clear()
 
 
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.9, 1 / 3])
