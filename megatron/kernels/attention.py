@@ -86,7 +86,7 @@ def select_attention(
     if no_tiles is None:
         others = f", or cannot do {' and '.join(obstacles)}" if obstacles else ""
         masks = "; dropout masks of its own" if dropout_p > 0.0 else ""
-        return "tiles", f"this CPU has {tile_attention.instructions()}{masks}", f"several times slower here{others}"
+        return "tiles", f"this CPU has {tile_attention.instructions()}{masks}", f"slower in bf16 on this CPU{others}"
     if obstacles:
         return "chunked", f"needed for {' and '.join(obstacles)}", "would hold an s x s tensor or a hidden generator"
     if not low_precision_is_native(device.type, dtype):

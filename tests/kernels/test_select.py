@@ -4,7 +4,7 @@ import torch
 
 from megatron.arguments import config_from
 from megatron.config.tree import Config
-from megatron.kernels import blocks, linear, native, reference, select
+from megatron.kernels import blocks, linear, native, reference, select, tile_attention
 from megatron.kernels.select import KernelRow, kernel_table
 
 CPU = torch.device("cpu")
@@ -30,6 +30,20 @@ def test_dropout_puts_training_and_evaluation_on_rows_of_their_own():
 def test_document_masks_and_short_sequences_change_the_attention():
     assert "document masks" in table(attention_dropout=0.0, reset_attention_mask=True)["attention"].reason
     assert table(attention_dropout=0.0, seq_length=32)["attention"].implementation == "torch's fused attention"
+
+
+@pytest.mark.parametrize("built", [True, False])
+def test_bf16_attention_in_cpp_takes_dropout_and_documents(monkeypatch, built):
+    monkeypatch.setattr(tile_attention, "obstacle", lambda *_: None if built else "not built")
+    monkeypatch.setattr(tile_attention, "instructions", lambda: "AVX512-BF16")
+    values = {"attention_dropout": 0.1, "reset_attention_mask": True, "hidden_size": 128}
+    on = table(torch.bfloat16, **values)["attention (training)"]
+    assert on.implementation == select.NAMES["tiles" if built else "chunked"]
+    assert on.reason.startswith("this CPU has AVX512-BF16" if built else "needed for attention dropout and document masks")
+    rows = kernel_table(CPU, torch.bfloat16, config_from(Config, {"seq_length": 512, "num_attention_heads": 4} | values))
+    reasons = {row.implementation: row.reason for row in rows if row.operation == "attention (training)"}
+    assert "attention dropout and document masks" in reasons[select.NAMES["sdpa"]] or not built
+    assert built or reasons[select.NAMES["tiles"]] == "not built"
 
 
 @pytest.mark.parametrize("native", [True, False])
