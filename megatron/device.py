@@ -68,15 +68,22 @@ def choose_device(wish: str, local_rank: int | None) -> torch.device:
     backend, name = getattr(torch, kind), kind.upper()
     if not backend.is_available():
         reason = unusable_accelerator()
-        raise ValueError(f"--device {wish}: torch sees no {name} device here; use --device cpu, or "
-                         f"{f'first: {reason}' if reason else f'install a {name} build'}")
+        raise ValueError(
+            f"--device {wish}: torch sees no {name} device here; use --device cpu, or "
+            f"{f'first: {reason}' if reason else f'install a {name} build'} [device-not-available]"
+        )
     count = backend.device_count()
     if count > 1 and local_rank is None:
-        raise ValueError(f"{count} {name} devices are visible, and the launcher gives no local rank: set LOCAL_RANK, or "
-                         f"show each rank one device (say with CUDA_VISIBLE_DEVICES)")
+        raise ValueError(
+            f"{count} {name} devices are visible, and the launcher gives no local rank: set "
+            "LOCAL_RANK, or show each rank one device (say with CUDA_VISIBLE_DEVICES) "
+            "[local-rank-missing]"
+        )
     if count > 1 and local_rank >= count:
-        raise ValueError(f"local rank {local_rank}: {count} {name} devices are visible; start at most that many "
-                         f"processes per node")
+        raise ValueError(
+            f"local rank {local_rank}: {count} {name} devices are visible; start at most that "
+            "many processes per node [too-few-devices]"
+        )
     device = torch.device(kind, local_rank if count > 1 else 0)
     backend.set_device(device)
     return device
@@ -123,7 +130,10 @@ def set_determinism(deterministic: bool, cudnn_benchmark: bool, cudnn_determinis
 def allow_tf32(device: torch.device) -> None:
     """fp32 matrix products with TF32 inputs (10 bits of mantissa). Raises ValueError on a device without."""
     if device.type != "cuda":
-        raise ValueError(f"--tf32: needs a CUDA device, and this is a {device.type}; omit it")
+        raise ValueError(
+            f"--tf32: needs a CUDA device, and this is a {device.type}; omit it "
+            "[cuda-device-needed]"
+        )
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
 
 

@@ -154,11 +154,14 @@ def read_command_line(argv: Sequence[str]) -> tuple[Config, list[str]]:
     config = config_from(Config, parsed.typed)
     files, problems = input_files(config.read.input)
     if not config.read.input:
-        problems.append("--input: is needed; give one or more .jsonl files")
+        problems.append("--input: is needed; give one or more .jsonl files [flag-missing]")
     problems += config.tokenizer.problems() + _output_problems(config) + _number_problems(config)
     texts = [file for file in files if re.search(r"\.txt(\.\w+)?$", file)]
     if texts and len(config.read.json_keys) > 1:
-        problems.append(f"--json-keys {' '.join(config.read.json_keys)}: {texts[0]} has no keys, only a text; give one key")
+        problems.append(
+            f"--json-keys {' '.join(config.read.json_keys)}: {texts[0]} has no keys, only a text; "
+            "give one key [json-keys-malformed]"
+        )
     if config.read.split_sentences:
         problems += sentences.problems(config.read.lang)
     unread = tuple(f"--{name.replace('_', '-')}:" for name in parsed.broken)  # their problem is told already
@@ -171,26 +174,63 @@ def read_command_line(argv: Sequence[str]) -> tuple[Config, list[str]]:
 
 
 def _refused(flag: str) -> str | None:
-    return f"{flag}: {REFUSED[flag]}" if flag in REFUSED else None
+    return f"{flag}: {REFUSED[flag]} [megatron-flag-not-supported]" if flag in REFUSED else None
 
 
 def _output_problems(config: Config) -> list[str]:
     prefix, keys = config.write.output_prefix, config.read.json_keys
     twice = [key for key in dict.fromkeys(keys) if keys.count(key) > 1]
-    problems = [f"--json-keys {key}: is given twice; give each key once" for key in twice]
-    problems += [f"--json-keys {key}: names a file, so it cannot hold a slash" for key in keys if "/" in key]
+    problems = [
+        f"--json-keys {key}: is given twice; give each key once [json-keys-malformed]"
+        for key in twice
+    ]
+    problems += [
+        f"--json-keys {key}: names a file, so it cannot hold a slash [json-keys-malformed]"
+        for key in keys
+        if "/" in key
+    ]
     if not prefix:
-        return [*problems, "--output-prefix: is needed; the files are called PREFIX_KEY_document.bin and .idx"]
+        return [
+            *problems,
+            (
+                "--output-prefix: is needed; the files are called PREFIX_KEY_document.bin and .idx "
+                "[flag-missing]"
+            ),
+        ]
     folder = os.path.dirname(prefix) or "."
     if not os.path.isdir(folder):
-        return [*problems, f"--output-prefix {prefix}: no directory {folder}; make it first (mkdir -p {folder})"]
+        return [
+            *problems,
+            (
+                f"--output-prefix {prefix}: no directory {folder}; make it first (mkdir -p "
+                f"{folder}) [directory-missing]"
+            ),
+        ]
     if not os.path.basename(prefix):
-        return [*problems, f"--output-prefix {prefix}: is a directory; add how the names of the files shall begin"]
+        return [
+            *problems,
+            (
+                f"--output-prefix {prefix}: is a directory; add how the names of the files shall "
+                "begin [path-is-a-directory]"
+            ),
+        ]
     if not os.access(folder, os.W_OK):
-        return [*problems, f"--output-prefix {prefix}: the directory {folder} is not writable; choose another"]
+        return [
+            *problems,
+            (
+                f"--output-prefix {prefix}: the directory {folder} is not writable; choose another "
+                "[path-not-writable]"
+            ),
+        ]
     pairs = _pairs(config)
     taken = [path for pair in pairs for path in (bin_path(pair), idx_path(pair)) if os.path.isdir(path)]
-    problems += [f"--output-prefix {prefix}: {path} is a directory; choose another prefix" for path in taken]
+    problems += [
+        (
+            f"--output-prefix {prefix}: {path} is a directory; choose another prefix "
+            "[path-is-a-directory]"
+        )
+        for path in taken
+    ]
     return problems if taken or is_finishing(prefix) else problems + _existing(config)
 
 
@@ -200,8 +240,12 @@ def _existing(config: Config) -> list[str]:
     if config.write.overwrite or not found:
         return []
     names = ", ".join(f"{pair}.bin and .idx" for pair in found)
-    return [f"--output-prefix {config.write.output_prefix}: {names} exist; give --overwrite to replace them, or another "
-            "prefix"]  # fmt: skip
+    return [
+        (
+            f"--output-prefix {config.write.output_prefix}: {names} exist; give --overwrite to "
+            "replace them, or another prefix [output-exists]"
+        )
+    ]
 
 
 def _pairs(config: Config) -> list[str]:
@@ -214,7 +258,7 @@ def _number_problems(config: Config) -> list[str]:
     numbers = [(name, getattr(config.run, name), low) for name, low in least.items()]
     numbers.append(("max_bad_records", config.read.max_bad_records, 0))
     return [
-        f"--{name.replace('_', '-')} {value}: must be {low} or more"
+        f"--{name.replace('_', '-')} {value}: must be {low} or more [value-out-of-range]"
         for name, value, low in numbers
         if value is not None and value < low
     ]
@@ -257,8 +301,15 @@ def run(config: Config, files: Sequence[str], stop: Stop) -> str:
                     _report(speed, progress, encoded, block.read)
         for key, tokens in zip(job.keys, work.tokens, strict=True):
             if not tokens:
-                what = f'no text under "{key}"' if work.documents else "no documents"
-                raise ValueError(f"--input {' '.join(read.input)}: {what}, so there is nothing to write")
+                what = (
+                    f'no text under "{key}"'
+                    if work.documents
+                    else "no documents"
+                )
+                raise ValueError(
+                    f"--input {' '.join(read.input)}: {what}, so there is nothing to write "
+                    "[input-without-text]"
+                )
         counts = {"append_eod": job.append_eod, "documents": work.documents, "bad_records": work.bad,
                   "blank_lines": work.blank, "input_bytes": work.done}  # fmt: skip
         identity, size = tokenizer.identity(), tokenizer.vocab_size
@@ -285,11 +336,14 @@ def _check_tokenizer(job: Job, tokenizer: Tokenizer) -> None:
     kind = job.tokenizer.tokenizer_type
     if job.append_eod and tokenizer.eod is None:
         raise ValueError(
-            f"--append-eod: this {kind} has no end-of-document token; omit the flag, or "
-            "name an eos_token in the tokenizer's own files"
+            f"--append-eod: this {kind} has no end-of-document token; omit the flag, or name an "
+            "eos_token in the tokenizer's own files [flag-not-with-tokenizer]"
         )
     if job.allow_special_tokens and not tokenizer.special:
-        raise ValueError(f"--allow-special-tokens: {kind} has no special tokens; omit the flag")
+        raise ValueError(
+            f"--allow-special-tokens: {kind} has no special tokens; omit the flag "
+            "[flag-not-with-tokenizer]"
+        )
 
 
 def _job_identity(config: Config, files: Sequence[str], tokenizer: Tokenizer, parts: int) -> dict[str, object]:

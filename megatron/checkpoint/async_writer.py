@@ -60,7 +60,10 @@ class Writer:
     def __init__(self) -> None:
         """Fork the process. Raises ValueError where the system lacks what it takes."""
         if not hasattr(os, "memfd_create"):
-            raise ValueError("--async-save: needs memory shared by descriptor (Linux's memfd_create); leave it away here")
+            raise ValueError(
+                "--async-save: needs memory shared by descriptor (Linux's memfd_create); leave it "
+                "away here [async-save-not-supported]"
+            )
         self.process = SideProcess(_serve)
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._busy, self._answers = False, []
@@ -107,7 +110,11 @@ class Writer:
             failure = self._answers.pop() if self._answers else self.process.pipe.recv()
         except (EOFError, OSError):
             self.process.wait()
-            failure = f"the process that writes checkpoints has died (exit code {self.process.exit_code})", errno.ECHILD
+            failure = (
+                "the process that writes checkpoints has died (exit code "
+                f"{self.process.exit_code}) [worker-killed]",
+                errno.ECHILD,
+            )
         self._busy = False
         if failure:
             raise CheckpointError(*failure)

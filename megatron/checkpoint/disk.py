@@ -67,7 +67,10 @@ def explained(action: str, path: Path | str) -> Iterator[None]:
         yield
     except OSError as error:
         remedy = _REMEDIES.get(error.errno or 0, "check the path and the disk")
-        raise CheckpointError(f"cannot {action} {path}: {error.strerror or error}; {remedy}", error.errno) from error
+        raise CheckpointError(
+            f"cannot {action} {path}: {error.strerror or error}; {remedy} [file-operation-failed]",
+            error.errno,
+        ) from error
 
 
 def read_small_file(path: Path, limit: int = 1 << 30) -> bytes:
@@ -78,14 +81,20 @@ def read_small_file(path: Path, limit: int = 1 << 30) -> bytes:
             check_plain(descriptor, path)
             data = file.read(limit + 1)
     if len(data) > limit:
-        raise CheckpointError(f"{path} has more than {limit} bytes; the checkpoint is damaged: use another one")
+        raise CheckpointError(
+            f"{path} has more than {limit} bytes; the checkpoint is damaged: use another one "
+            "[checkpoint-damaged]"
+        )
     return data
 
 
 def check_plain(descriptor: int, path: Path) -> None:
     """Raise CheckpointError for an open file that is a pipe, a device or a socket."""
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        raise CheckpointError(f"{path} is not a plain file; the checkpoint is damaged: use another one")
+        raise CheckpointError(
+            f"{path} is not a plain file; the checkpoint is damaged: use another one "
+            "[checkpoint-damaged]"
+        )
 
 
 class Disk:

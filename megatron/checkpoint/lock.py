@@ -62,8 +62,11 @@ class Lock:
             if self._over.is_set():             # given up by another thread, which is about to end this process
                 time.sleep(LEAVING_SECONDS)
             other = _owner(others[-1] if others else self.path)
-            raise CheckpointError(f"{root} is no longer this job's: {_say(other)} took it over while this process (pid "
-                                  f"{self.owner.pid} on {self.owner.host}) stood still; nothing more is written here")
+            raise CheckpointError(
+                f"{root} is no longer this job's: {_say(other)} took it over while this process "
+                f"(pid {self.owner.pid} on {self.owner.host}) stood still; nothing more is "
+                "written here [save-directory-taken-over]"
+            )
 
     def release(self) -> None:
         """Give the directory up."""
@@ -108,13 +111,19 @@ def acquire(root: Path) -> Lock:
         try:
             descriptor = os.open(mine, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
         except FileExistsError:
-            raise CheckpointError(f"{root} is in use: another job has taken it just now; give another --save") from None
+            raise CheckpointError(
+                f"{root} is in use: another job has taken it just now; give another --save "
+                "[save-directory-in-use]"
+            ) from None
         with open(descriptor, "w") as file:
             json.dump(asdict(owner), file)
     others = [path for path in _locks(root) if path not in (mine, *seen)]
     if others:                                  # made at the same time as mine: each sees the other, at least one yields
         mine.unlink()
-        raise CheckpointError(f"{root} is in use: {_say(_owner(others[-1]))} has taken it just now; give another --save")
+        raise CheckpointError(
+            f"{root} is in use: {_say(_owner(others[-1]))} has taken it just now; give another "
+            "--save [save-directory-in-use]"
+        )
     for path in seen:
         log.print_rank_0(f"WARNING: {root}: taking over the lock of {_say(_owner(path))}, which no longer runs")
         with suppress(FileNotFoundError):
@@ -149,9 +158,11 @@ def _refuse_if_alive(path: Path) -> None:
         alive = age < STALE_SECONDS
         proof = f"it is taken for dead {STALE_SECONDS:.0f} s after its last heartbeat, which was {max(0.0, age):.0f} s ago"
     if alive:
-        raise CheckpointError(f"{path.parent} is in use by {_say(owner)}: two jobs would overwrite each other's "
-                              f"checkpoints. End that one ({proof}; should this be wrong, remove {path}), or give another "
-                              f"--save")
+        raise CheckpointError(
+            f"{path.parent} is in use by {_say(owner)}: two jobs would overwrite each other's "
+            f"checkpoints. End that one ({proof}; should this be wrong, remove {path}), or give "
+            "another --save [save-directory-in-use]"
+        )
 
 
 def _say(owner: Owner | None) -> str:

@@ -90,12 +90,16 @@ class Manifest:
         record = self.tensors[name]
         pair = boxes.first_overlap([chunk.box for chunk in record.chunks])
         if pair:
-            raise CheckpointError(f"{self.source}, tensor {name}: {boxes.text(pair[0])} and {boxes.text(pair[1])} "
-                                  "overlap; each element must be written once")
+            raise CheckpointError(
+                f"{self.source}, tensor {name}: {boxes.text(pair[0])} and {boxes.text(pair[1])} "
+                "overlap; each element must be written once [checkpoint-damaged]"
+            )
         have, want = sum(boxes.volume(chunk.box) for chunk in record.chunks), boxes.volume(boxes.whole(record.shape))
         if have != want:
-            raise CheckpointError(f"{self.source}, tensor {name}: its chunks hold {have} of {want} elements of shape "
-                                  f"{list(record.shape)}; a rank's part is missing")
+            raise CheckpointError(
+                f"{self.source}, tensor {name}: its chunks hold {have} of {want} elements of "
+                f"shape {list(record.shape)}; a rank's part is missing [checkpoint-damaged]"
+            )
 
 
 def _rows(table: Mapping[str, Any]) -> str:
@@ -120,8 +124,10 @@ def merge(parts: Iterable[Manifest], extra_files: Mapping[str, FileRecord], sour
         for name, record in part.tensors.items():
             known = found.get(name, record)
             if (known.shape, known.dtype) != (record.shape, record.dtype):
-                raise CheckpointError(f"{part.source}, tensor {name}: {record.dtype} {list(record.shape)} here, "
-                                      f"{known.dtype} {list(known.shape)} on another rank")
+                raise CheckpointError(
+                    f"{part.source}, tensor {name}: {record.dtype} {list(record.shape)} here, "
+                    f"{known.dtype} {list(known.shape)} on another rank [checkpoint-damaged]"
+                )
             chunks = record.chunks if known is record else known.chunks + record.chunks
             found[name] = TensorRecord(record.shape, record.dtype, chunks)
     merged = Manifest(parts[0].iteration, {**files, **extra_files}, dict(sorted(found.items())),
@@ -135,16 +141,24 @@ def parse(text: bytes, source: str) -> Manifest:
     """The manifest in `text`, fully checked but for coverage (see check_cover). Raises CheckpointError."""
     match = _FIRST_LINE.match(text)
     if not match:
-        raise CheckpointError(f"{source} is not a manifest of this suite, or its first line is damaged; {_DAMAGED}")
+        raise CheckpointError(
+            f"{source} is not a manifest of this suite, or its first line is damaged; {_DAMAGED} "
+            "[checkpoint-damaged]"
+        )
     zeroed = text[:match.start(1)] + b"00000000" + text[match.end(1):]
     if crc32(zeroed).encode() != match[1]:
-        raise CheckpointError(f"{source}: its checksum is {crc32(zeroed)}, should be {match[1].decode()}; {_DAMAGED}")
+        raise CheckpointError(
+            f"{source}: its checksum is {crc32(zeroed)}, should be {match[1].decode()}; "
+            f"{_DAMAGED} [checkpoint-damaged]"
+        )
     try:
         table = json.loads(text)
         name, version = table["format"], table["version"]
         if name != FORMAT or type(version) is not int or not 1 <= version <= VERSION:
-            raise ForeignCheckpoint(f"{source} has format {name!r} version {version!r}; this program reads {FORMAT!r} "
-                                    f"up to version {VERSION}: use a newer program")
+            raise ForeignCheckpoint(
+                f"{source} has format {name!r} version {version!r}; this program reads {FORMAT!r} "
+                f"up to version {VERSION}: use a newer program [checkpoint-version-unknown]"
+            )
         files = {_plain(file): FileRecord(_whole(value["bytes"]), _text(value["crc32"]))
                  for file, value in table["files"].items()}
         if table["checksum"] != ALGORITHM:
@@ -158,7 +172,9 @@ def parse(text: bytes, source: str) -> Manifest:
             raise ValueError("one part of a file is used twice")
         return Manifest(_whole(table["iteration"]), files, tensors, block_bytes, source, match[1].decode())
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"{source}: {type(error).__name__} {error}; {_DAMAGED}") from None
+        raise CheckpointError(
+            f"{source}: {type(error).__name__} {error}; {_DAMAGED} [checkpoint-damaged]"
+        ) from None
 
 
 def _tensor(name: str, value: Any, files: Mapping[str, FileRecord], block_bytes: int) -> TensorRecord:

@@ -39,16 +39,23 @@ class Remote:
             core = importlib.import_module("fsspec.core")
             self.files, self._root = core.url_to_fs(url)
         except ImportError as error:
-            raise ValueError(f"{url}: {error}; run: pip install fsspec s3fs (or install this suite with its extra: [s3])"
-                             ) from None
+            raise ValueError(
+                f"{url}: {error}; run: pip install fsspec s3fs (or install this suite with its "
+                "extra: [s3]) [package-missing]"
+            ) from None
         except ValueError as error:
-            raise ValueError(f"{url}: {error}; give a URL such as s3://bucket/path") from None
+            raise ValueError(
+                f"{url}: {error}; give a URL such as s3://bucket/path [url-not-supported]"
+            ) from None
 
     def latest(self) -> int | None:
         """The iteration that the tracker in the store names, None without one. Raises CheckpointError."""
         text = self._patiently("read", store.TRACKER, self._tracker)
         if text is not None and not re.fullmatch(rb"[0-9]{1,18}\s*", text):
-            raise CheckpointError(f"{self.url}/{store.TRACKER} holds {text[:40]!r}, not an iteration")
+            raise CheckpointError(
+                f"{self.url}/{store.TRACKER} holds {text[:40]!r}, not an iteration "
+                "[checkpoint-tracker-malformed]"
+            )
         return None if text is None else int(text)
 
     def _tracker(self) -> bytes | None:
@@ -168,8 +175,10 @@ class Remote:
                 failure = error
                 if number + 1 < TRIES:
                     time.sleep(WAITS * 2**number)
-        raise CheckpointError(f"cannot {what} {there} in {self.url}, tried {TRIES} times: {type(failure).__name__}: "
-                              f"{' '.join(str(failure).split())[:300]}") from failure
+        raise CheckpointError(
+            f"cannot {what} {there} in {self.url}, tried {TRIES} times: {type(failure).__name__}: "
+            f"{' '.join(str(failure).split())[:300]} [object-store-failed]"
+        ) from failure
 
 
 def fetch(url: str, staging: str, step: int | None = None, required: bool = False) -> None:
@@ -184,9 +193,11 @@ def fetch(url: str, staging: str, step: int | None = None, required: bool = Fals
     iteration = remote.latest() if step is None else step
     if iteration is None:
         if required and store.latest(staging) is None:
-            raise CheckpointError(f"--load {url}: no checkpoint of this suite there ({store.TRACKER} is missing); give the "
-                                  "URL that --save named, give --save the same URL (then a first run starts from random "
-                                  "weights), or omit --load")
+            raise CheckpointError(
+                f"--load {url}: no checkpoint of this suite there ({store.TRACKER} is missing); "
+                "give the URL that --save named, give --save the same URL (then a first run "
+                "starts from random weights), or omit --load [checkpoint-missing]"
+            )
         return
     here, local = store.iterations(staging), store.latest(staging)
     if iteration in here or (step is None and local is not None and local > iteration and local in here):
@@ -195,8 +206,10 @@ def fetch(url: str, staging: str, step: int | None = None, required: bool = Fals
     try:
         remote.fetch(iteration, Path(staging), as_newest=step is None)
     except FileNotFoundError:
-        raise CheckpointError(f"{url} has no checkpoint of iteration {iteration}; choose another one with --ckpt-step"
-                              ) from None
+        raise CheckpointError(
+            f"{url} has no checkpoint of iteration {iteration}; choose another one with "
+            "--ckpt-step [checkpoint-step-missing]"
+        ) from None
 
 
 def fetch_snapshot(url: str, staging: str, load: str) -> None:
@@ -341,9 +354,11 @@ class _Watched:
         except FileNotFoundError as error:
             directory = store.iteration_directory(self.place.staging, newest)
             if not (directory / manifest.FILE_NAME).exists():
-                return                              # removed before it was uploaded: a newer one is there
-            raise CheckpointError(f"cannot upload {directory.name}: the store says that there is no such place "
-                                  f"({error}); make the bucket first") from None
+                return  # removed before it was uploaded: a newer one is there
+            raise CheckpointError(
+                f"cannot upload {directory.name}: the store says that there is no such place "
+                f"({error}); make the bucket first [object-store-failed]"
+            ) from None
         self._uploaded = newest
         if self.place.is_slot:
             self._remote.keep_only(newest)

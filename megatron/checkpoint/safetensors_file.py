@@ -176,7 +176,9 @@ def _parse_header(path: Path, text: bytes, data_start: int, file_bytes: int) -> 
     """Places and metadata from the JSON header, everything checked against the length of the file."""
 
     def bad(reason: str, key: str = "") -> CheckpointError:
-        return CheckpointError(f"{path}{f', tensor {key}' if key else ''}: {reason}; {_DAMAGED}")
+        return CheckpointError(
+            f"{path}{f', tensor {key}' if key else ''}: {reason}; {_DAMAGED} [checkpoint-damaged]"
+        )
 
     try:
         table = json.loads(text)
@@ -237,8 +239,10 @@ class SafetensorsFile:
         """Length field and header."""
         length = int.from_bytes(os.pread(self._descriptor, 8, 0), "little")
         if self.bytes < 8 or not 2 <= length <= min(self.bytes - 8, MAX_HEADER_BYTES):
-            raise CheckpointError(f"{self.path}: {self.bytes} bytes with a header of {length} "
-                                  f"(at most {MAX_HEADER_BYTES} allowed); {_DAMAGED}")
+            raise CheckpointError(
+                f"{self.path}: {self.bytes} bytes with a header of {length} (at most "
+                f"{MAX_HEADER_BYTES} allowed); {_DAMAGED} [checkpoint-damaged]"
+            )
         head = bytearray(8 + length)
         self._read_at(memoryview(head), 0, "header")
         return bytes(head)
@@ -249,7 +253,10 @@ class SafetensorsFile:
             while view:
                 done = os.preadv(self._descriptor, [view], offset)
                 if done == 0:
-                    raise CheckpointError(f"{self.path}, tensor {key}: the file ends at byte {offset}; {_DAMAGED}")
+                    raise CheckpointError(
+                        f"{self.path}, tensor {key}: the file ends at byte {offset}; {_DAMAGED} "
+                        "[checkpoint-damaged]"
+                    )
                 view, offset = view[done:], offset + done
 
     def read_into(self, key: str, view: memoryview, start: int = 0, sums: Sequence[str] | None = None,
@@ -269,15 +276,23 @@ class SafetensorsFile:
         where = f"{self.path}, tensor {key}"
         for number, have in enumerate(found, start // block_bytes):
             if have != sums[number]:
-                raise CheckpointError(f"{where}: checksum of bytes from {number * block_bytes} on is {have}, should be "
-                                      f"{sums[number]}; {_DAMAGED}")
+                raise CheckpointError(
+                    f"{where}: checksum of bytes from {number * block_bytes} on is {have}, should "
+                    f"be {sums[number]}; {_DAMAGED} [checkpoint-damaged]"
+                )
         if done < len(view):
-            raise CheckpointError(f"{where}: the file ends at byte {place.start + start + done}; {_DAMAGED}")
+            raise CheckpointError(
+                f"{where}: the file ends at byte {place.start + start + done}; {_DAMAGED} "
+                "[checkpoint-damaged]"
+            )
 
     def read(self, key: str) -> torch.Tensor:
         """The whole tensor, new, on the CPU; checksums are the manifest's matter and not looked at here."""
         if key not in self.places:
-            raise CheckpointError(f"{self.path} has no tensor {key!r}; it has {', '.join(sorted(self.places)[:5])} ...")
+            raise CheckpointError(
+                f"{self.path} has no tensor {key!r}; it has {', '.join(sorted(self.places)[:5])} "
+                "... [checkpoint-damaged]"
+            )
         place = self.places[key]
         tensor = torch.empty(place.shape, dtype=DTYPES[place.dtype])
         self.read_into(key, bytes_of(tensor))

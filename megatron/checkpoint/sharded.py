@@ -118,8 +118,11 @@ class Reader:
     def _record(self, name: str) -> TensorRecord:
         record = self.manifest.tensors.get(name)
         if record is None:
-            raise ForeignCheckpoint(f"{self.directory} has no tensor {name!r} among its {len(self.manifest.tensors)}; "
-                                    "was it saved from another model, or without its optimizer?")
+            raise ForeignCheckpoint(
+                f"{self.directory} has no tensor {name!r} among its {len(self.manifest.tensors)}; "
+                "was it saved from another model, or without its optimizer? "
+                "[checkpoint-tensor-missing]"
+            )
         if name not in self._covered:
             self.manifest.check_cover(name)
             self._covered.add(name)
@@ -203,7 +206,10 @@ class Reader:
             reason = f"its tensor {chunk.key} is not the one of the manifest"
         else:
             return file
-        raise CheckpointError(f"{file.path}, tensor {chunk.key}: {reason}; the file is damaged: use another checkpoint")
+        raise CheckpointError(
+            f"{file.path}, tensor {chunk.key}: {reason}; the file is damaged: use another "
+            "checkpoint [checkpoint-damaged]"
+        )
 
     def verify(self) -> int:
         """Read and check every chunk of every tensor without keeping it; returns the bytes checked."""

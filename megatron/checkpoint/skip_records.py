@@ -107,8 +107,10 @@ def parse(lines: Iterable[str], source: str) -> list[Entry]:
             if not typed or not (1 <= record.a <= record.b and 0 <= record.s0 < record.s1) or not record.parts:
                 raise ValueError("its values make no sense")
         except (ValueError, TypeError, RecursionError) as error:
-            raise CheckpointError(f"{source}, line {number}: is no record of skipped iterations ({error}): {line[:80]!r}; "
-                                  "mend or remove that line") from None
+            raise CheckpointError(
+                f"{source}, line {number}: is no record of skipped iterations ({error}): "
+                f"{line[:80]!r}; mend or remove that line [skip-record-malformed]"
+            ) from None
         found.append((record.id, record))
     return found
 

@@ -59,8 +59,10 @@ class RunState:
         flags = [one for one in self.skips if isinstance(one, list)]
         for one in self.skipped or flags:
             if not isinstance(one, list) or [type(end) for end in one] != [int, int] or not 1 <= one[0] <= one[1]:
-                raise CheckpointError(f"the run state says that the range {one} was skipped, which is none; the checkpoint "
-                                      "is damaged: use another one")
+                raise CheckpointError(
+                    f"the run state says that the range {one} was skipped, which is none; the "
+                    "checkpoint is damaged: use another one [checkpoint-damaged]"
+                )
         return self.skipped or [[first, min(last, self.iteration)] for first, last in flags if first <= self.iteration]
 
     def dump(self) -> bytes:
@@ -76,23 +78,33 @@ class RunState:
             table = json.loads(text)
             version = table.pop("version")
         except (ValueError, AttributeError, KeyError, TypeError, RecursionError) as error:
-            raise CheckpointError(f"{source} is not a run state: {type(error).__name__} {error}; "
-                                  "the checkpoint is damaged: use another one") from None
+            raise CheckpointError(
+                f"{source} is not a run state: {type(error).__name__} {error}; the checkpoint is "
+                "damaged: use another one [checkpoint-damaged]"
+            ) from None
         known = {one.name: one for one in fields(cls)}
         strange = sorted(table.keys() - known.keys())
         if version != VERSION or strange:
-            raise ForeignCheckpoint(f"{source} has version {version!r} and the unknown entries {strange}; this program "
-                                    f"reads version {VERSION}: use the program that wrote it")
+            raise ForeignCheckpoint(
+                f"{source} has version {version!r} and the unknown entries {strange}; this "
+                f"program reads version {VERSION}: use the program that wrote it "
+                "[checkpoint-version-unknown]"
+            )
         try:
             state = cls(**{name: _decoded(value) for name, value in table.items()})
         except RecursionError:
-            raise CheckpointError(f"{source} is nested too deep; the checkpoint is damaged: use another one") from None
+            raise CheckpointError(
+                f"{source} is nested too deep; the checkpoint is damaged: use another one "
+                "[checkpoint-damaged]"
+            ) from None
         blank = cls()
         for name in known:
             have, want = type(getattr(state, name)), type(getattr(blank, name))
             if have is not want:
-                raise CheckpointError(f"{source}: {name} is a {have.__name__}, should be a {want.__name__}; "
-                                      "the checkpoint is damaged: use another one")
+                raise CheckpointError(
+                    f"{source}: {name} is a {have.__name__}, should be a {want.__name__}; the "
+                    "checkpoint is damaged: use another one [checkpoint-damaged]"
+                )
         return state
 
 

@@ -264,8 +264,10 @@ def latest(root: Path | str) -> int | None:
             return None
         raise
     if not re.fullmatch(r"[0-9]{1,18}", text):
-        raise CheckpointError(f"{path} holds {text!r}, not an iteration; write the number to resume from into it "
-                              f"({_choice(root)}) or remove the file to start afresh")
+        raise CheckpointError(
+            f"{path} holds {text!r}, not an iteration; write the number to resume from into it "
+            f"({_choice(root)}) or remove the file to start afresh [checkpoint-tracker-malformed]"
+        )
     return int(text)
 
 
@@ -289,12 +291,17 @@ def resolve(path: Path | str, step: int | None = None) -> Path | None:
     match = _FINAL.fullmatch(path.name)
     if match:
         if step is not None and step != int(match[1]):
-            raise CheckpointError(f"{path} is iteration {int(match[1])}, but iteration {step} is asked for; "
-                                  f"use --load {path.parent} or leave --ckpt-step away")
+            raise CheckpointError(
+                f"{path} is iteration {int(match[1])}, but iteration {step} is asked for; use "
+                f"--load {path.parent} or leave --ckpt-step away [checkpoint-step-missing]"
+            )
         root, iteration = path.parent, int(match[1])
     elif (path / manifest.FILE_NAME).is_file():
         if step is not None:
-            raise CheckpointError(f"{path} is one checkpoint, not a run directory: leave --ckpt-step {step} away")
+            raise CheckpointError(
+                f"{path} is one checkpoint, not a run directory: leave --ckpt-step {step} away "
+                "[flags-exclude-each-other]"
+            )
         return path
     else:
         root, iteration = path, latest(path) if step is None else step
@@ -315,11 +322,17 @@ def _why_not(root: Path, final: Path, from_tracker: bool) -> CheckpointError:
     """Why `final` cannot be loaded and what to do."""
     names = [name for name in _FOREIGN if (final / name).exists()]
     if names:
-        return ForeignCheckpoint(f"{final} holds {names[0]} and no {manifest.FILE_NAME}: it was written by Megatron-LM, "
-                                 f"whose pickled checkpoints are not loaded directly; {_choice(root)}")
+        return ForeignCheckpoint(
+            f"{final} holds {names[0]} and no {manifest.FILE_NAME}: it was written by "
+            f"Megatron-LM, whose pickled checkpoints are not loaded directly; {_choice(root)} "
+            "[checkpoint-of-another-suite]"
+        )
     reason = f"has no {manifest.FILE_NAME}, so it is not complete" if final.exists() else "does not exist"
     asked = f", though {TRACKER} names it" if from_tracker else ""
-    return CheckpointError(f"{final} {reason}{asked}; choose another one with --ckpt-step ({_choice(root)})")
+    return CheckpointError(
+        f"{final} {reason}{asked}; choose another one with --ckpt-step ({_choice(root)}) "
+        "[checkpoint-incomplete]"
+    )
 
 
 def _read_manifest(path: Path) -> Manifest:
@@ -336,27 +349,39 @@ def read_metadata(directory: Path | str) -> Checkpoint:
     table = _read_manifest(directory / manifest.FILE_NAME)
     named = _FINAL.fullmatch(directory.name) or _ASIDE.fullmatch(directory.name)
     if named and int(named[1]) != table.iteration:
-        raise CheckpointError(f"{table.source} is of iteration {table.iteration}, not of {directory.name}: "
-                              "the directory was renamed; give it its old name")
+        raise CheckpointError(
+            f"{table.source} is of iteration {table.iteration}, not of {directory.name}: the "
+            "directory was renamed; give it its old name [checkpoint-renamed]"
+        )
     for name, record in table.files.items():
         path = directory / name
         with explained("read", path):
             length = path.stat().st_size
         if length != record.bytes:
-            raise CheckpointError(f"{path} has {length} bytes, should have {record.bytes}; the checkpoint is damaged: "
-                                  "use another one")
+            raise CheckpointError(
+                f"{path} has {length} bytes, should have {record.bytes}; the checkpoint is "
+                "damaged: use another one [checkpoint-damaged]"
+            )
     texts = {}
     for name in (STATE, ARGS):
         if name not in table.files:
-            raise CheckpointError(f"{table.source} does not list {name}; the checkpoint is damaged: use another one")
+            raise CheckpointError(
+                f"{table.source} does not list {name}; the checkpoint is damaged: use another one "
+                "[checkpoint-damaged]"
+            )
         texts[name] = read_small_file(directory / name)
         if crc32(texts[name]) != table.files[name].crc32:
-            raise CheckpointError(f"{directory / name}: checksum {crc32(texts[name])}, should be "
-                                  f"{table.files[name].crc32}; the checkpoint is damaged: use another one")
+            raise CheckpointError(
+                f"{directory / name}: checksum {crc32(texts[name])}, should be "
+                f"{table.files[name].crc32}; the checkpoint is damaged: use another one "
+                "[checkpoint-damaged]"
+            )
     state = RunState.parse(texts[STATE], str(directory / STATE))
     if state.iteration != table.iteration:
-        raise CheckpointError(f"{directory / STATE} is of iteration {state.iteration}, the manifest of "
-                              f"{table.iteration}; the checkpoint is damaged: use another one")
+        raise CheckpointError(
+            f"{directory / STATE} is of iteration {state.iteration}, the manifest of "
+            f"{table.iteration}; the checkpoint is damaged: use another one [checkpoint-damaged]"
+        )
     return Checkpoint(directory, table, state, texts[ARGS].decode(errors="replace"))
 
 

@@ -34,7 +34,10 @@ def members_of(blend: Blend) -> list[Member]:
     """The pairs in the order of the words. Raises ValueError for epochs, which Megatron's order cannot keep."""
     words, weights = blend
     if isinstance(weights, EpochCounts):
-        raise ValueError("--data-path epochs: is kept by --data-order epoch only; add it, or give weights")
+        raise ValueError(
+            "--data-path epochs: is kept by --data-order epoch only; add it, or give weights "
+            "[epochs-need-data-order-epoch]"
+        )
     found = []
     for number, word in enumerate(words):
         prefixes = expand(word)
@@ -55,9 +58,10 @@ def read_in(split: str, members: Sequence[Member], tokens: Sequence[int], sequen
         if member.number not in words:
             most = max(count for count, other in zip(tokens, members, strict=True) if other.number == member.number)
             raise ValueError(
-                f"{member.word}: none of its {member.pairs} pairs fills a sample of {split}: --seq-length "
-                f"{sequence_length} needs {sequence_length + 1} tokens, the most that one has in {split} is {most}; give "
-                f"{split} more data (--split) or lower --seq-length"
+                f"{member.word}: none of its {member.pairs} pairs fills a sample of {split}: "
+                f"--seq-length {sequence_length} needs {sequence_length + 1} tokens, the most "
+                f"that one has in {split} is {most}; give {split} more data (--split) or lower "
+                "--seq-length [data-too-small]"
             )
     return found
 

@@ -42,7 +42,10 @@ def parse_split(split: str) -> SplitMatrix:
     except ValueError:
         shares = []
     if not 1 <= len(shares) <= 3 or not all(0 <= s < math.inf for s in shares) or sum(shares) == 0:
-        raise ValueError(f"--split {split}: must be up to three shares of train, valid and test, such as 949,50,1")
+        raise ValueError(
+            f"--split {split}: must be up to three shares of train, valid and test, such as "
+            "949,50,1 [split-malformed]"
+        )
     shares = normalize(shares + [0.0] * (3 - len(shares)))
     bounds: list[float] = [0]
     for share in shares:
@@ -68,7 +71,9 @@ def parse_blend(items: Sequence[str], flag: str = "--data-path") -> Blend:
     """
     items = [str(item).strip() for item in items]
     if not items or not all(items):
-        raise ValueError(f"{flag}: names no data; give prefixes, or pairs of weight and prefix")
+        raise ValueError(
+            f"{flag}: names no data; give prefixes, or pairs of weight and prefix [blend-malformed]"
+        )
     if any(item.startswith(EPOCHS) for item in items):
         return _parse_epochs(items, flag)
     weights = [_as_float(item) for item in items[::2]]
@@ -76,9 +81,15 @@ def parse_blend(items: Sequence[str], flag: str = "--data-path") -> Blend:
         return items, None
     for item, weight in zip(items[::2], weights, strict=True):
         if weight is None:
-            raise ValueError(f"{flag}: {item} stands where a weight is expected; give pairs of weight and prefix")
+            raise ValueError(
+                f"{flag}: {item} stands where a weight is expected; give pairs of weight and "
+                "prefix [blend-malformed]"
+            )
         if not 0 < weight < math.inf:
-            raise ValueError(f"{flag}: weight {item} must be a positive number; leave out data that is not wanted")
+            raise ValueError(
+                f"{flag}: weight {item} must be a positive number; leave out data that is not "
+                "wanted [blend-malformed]"
+            )
     return items[1::2], weights
 
 
@@ -86,7 +97,10 @@ def _parse_epochs(items: Sequence[str], flag: str) -> Blend:
     counts = [_as_float(item.removeprefix(EPOCHS)) if item.startswith(EPOCHS) else None for item in items[::2]]
     for item, count in zip(items[::2], counts, strict=True):
         if count is None or not 0 < count < math.inf or len(items) % 2:
-            raise ValueError(f"{flag}: {item} stands where epochs are expected; give pairs such as epochs:2 PREFIX")
+            raise ValueError(
+                f"{flag}: {item} stands where epochs are expected; give pairs such as epochs:2 "
+                "PREFIX [blend-malformed]"
+            )
     return items[1::2], EpochCounts(counts)
 
 
@@ -107,16 +121,22 @@ def read_split_blends(path: str, flag: str = "--per-split-data-args-path") -> li
     try:
         blends = json.loads(_read(path, flag))
     except json.JSONDecodeError as error:
-        raise ValueError(f"{flag} {path}: is no JSON ({error})") from error
+        raise ValueError(f"{flag} {path}: is no JSON ({error}) [blend-file-malformed]") from error
     if not isinstance(blends, dict) or not blends or not set(blends) <= set(SPLITS):
-        raise ValueError(f"{flag} {path}: must be an object with the keys train, valid, test (some may be missing)")
+        raise ValueError(
+            f"{flag} {path}: must be an object with the keys train, valid, test (some may be "
+            "missing) [blend-file-malformed]"
+        )
     found: list[Blend | None] = []
     for name in SPLITS:
         items = blends.get(name)
         if isinstance(items, str):
             items = items.split()
         if items is not None and not (isinstance(items, list) and all(isinstance(i, str | int | float) for i in items)):
-            raise ValueError(f"{flag} {path}: {name} must be a list of weights and prefixes, or one string of them")
+            raise ValueError(
+                f"{flag} {path}: {name} must be a list of weights and prefixes, or one string of "
+                "them [blend-file-malformed]"
+            )
         found.append(None if items is None else parse_blend(items, f"{flag} {path}, {name}"))
     return found
 
@@ -125,7 +145,7 @@ def _read(path: str, flag: str) -> str:
     try:
         return Path(path).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{flag} {path}: cannot be read ({error})") from error
+        raise ValueError(f"{flag} {path}: cannot be read ({error}) [file-not-readable]") from error
 
 
 def blend_sizes(weights: Sequence[float], size: int, surplus: float) -> tuple[list[int], list[int]]:
@@ -153,7 +173,10 @@ class BlendedDataset:
     ) -> None:
         assert len(datasets) == len(weights) > 0
         if not all(0 < weight < math.inf for weight in weights):
-            raise ValueError(f"--data-path: weights {list(weights)} must all be positive numbers")
+            raise ValueError(
+                f"--data-path: weights {list(weights)} must all be positive numbers "
+                "[blend-malformed]"
+            )
         if size is not None and size < 1:
             raise ValueError(f"the blend is asked for {size} samples; it must be at least one")
         self.datasets, self.size, self.index_split = list(datasets), size, datasets[0].index_split
@@ -206,8 +229,9 @@ class BlendedDataset:
         for dataset, count in zip(self.datasets, wanted.tolist(), strict=True):
             if count > len(dataset):
                 raise ValueError(
-                    f"--mid-level-dataset-surplus {surplus}: the {self.index_split} blend needs {count} samples of "
-                    f"{dataset.corpus.path_prefix}, {len(dataset)} were built; raise the surplus, for example tenfold"
+                    f"--mid-level-dataset-surplus {surplus}: the {self.index_split} blend needs "
+                    f"{count} samples of {dataset.corpus.path_prefix}, {len(dataset)} were built; "
+                    "raise the surplus, for example tenfold [dataset-surplus-too-small]"
                 )
 
     @property

@@ -91,13 +91,20 @@ def read_vocabulary(path: str | Path) -> dict[str, int]:
     try:
         vocabulary = json_value(Path(path).read_bytes())
     except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ValueError(f"--vocab-file {path}: not a JSON file ({error}); give GPT-2's vocab.json") from None
+        raise ValueError(
+            f"--vocab-file {path}: not a JSON file ({error}); give GPT-2's vocab.json "
+            "[tokenizer-file-malformed]"
+        ) from None
     if not isinstance(vocabulary, dict) or not set(map(type, vocabulary.values())) <= {int}:
-        raise ValueError(f"--vocab-file {path}: not a JSON object of piece: id; give GPT-2's vocab.json")
+        raise ValueError(
+            f"--vocab-file {path}: not a JSON object of piece: id; give GPT-2's vocab.json "
+            "[tokenizer-file-malformed]"
+        )
     if set(vocabulary.values()) != set(range(len(vocabulary))):
         raise ValueError(
-            f"--vocab-file {path}: its {len(vocabulary)} ids are not 0 to {len(vocabulary) - 1}, each once; "
-            "give the vocabulary that was made together with --merge-file"
+            f"--vocab-file {path}: its {len(vocabulary)} ids are not 0 to {len(vocabulary) - 1}, "
+            "each once; give the vocabulary that was made together with --merge-file "
+            "[tokenizer-file-malformed]"
         )
     return vocabulary
 
@@ -110,7 +117,10 @@ def read_merges(path: str | Path) -> list[tuple[str, str]]:
     try:
         text = Path(path).read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise ValueError(f"--merge-file {path}: not UTF-8 text ({error}); give GPT-2's merges.txt") from None
+        raise ValueError(
+            f"--merge-file {path}: not UTF-8 text ({error}); give GPT-2's merges.txt "
+            "[tokenizer-file-malformed]"
+        ) from None
     body = text.partition("\n")[2] if text.startswith("#version") else text
     merges = _MERGE_LINE.findall(body)
     if merges and len(merges) == 1 + body.removesuffix("\n").count("\n"):  # every line is a pair
@@ -122,10 +132,16 @@ def read_merges(path: str | Path) -> list[tuple[str, str]]:
             continue
         pair = tuple(line.split(" "))
         if len(pair) != 2 or "" in pair:
-            raise ValueError(f"--merge-file {path}, line {number}: expected two pieces and one space, found {line!r}")
+            raise ValueError(
+                f"--merge-file {path}, line {number}: expected two pieces and one space, found "
+                f"{line!r} [tokenizer-file-malformed]"
+            )
         merges.append(pair)
     if not merges:
-        raise ValueError(f"--merge-file {path}: holds no merges; give GPT-2's merges.txt")
+        raise ValueError(
+            f"--merge-file {path}: holds no merges; give GPT-2's merges.txt "
+            "[tokenizer-file-malformed]"
+        )
     return merges
 
 
@@ -207,7 +223,10 @@ class PlainBPE:
 def gpt2_cuts(text: str) -> list[str]:
     """Cut a text by `GPT2_PATTERN`; joined, the cuts are the text. Raises ValueError if `regex` is not installed."""
     if regex is None:
-        raise ValueError("--tokenizer-type GPT2BPETokenizer: needs the package regex; run: pip install regex")
+        raise ValueError(
+            "--tokenizer-type GPT2BPETokenizer: needs the package regex; run: pip install regex "
+            "[package-missing]"
+        )
     return regex.findall(GPT2_PATTERN, text)
 
 

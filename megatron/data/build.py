@@ -73,10 +73,14 @@ def read_blends(data: DataFlags) -> Blend | list[Blend | None] | None:
     }
     given = [flag for flag, value in sources.items() if value]
     if not given:
-        raise ValueError("--data-path: no data is named; give a prefix written by tools/preprocess_data.py, or use "
-                         "--mock-data")  # fmt: skip
+        raise ValueError(
+            "--data-path: no data is named; give a prefix written by "
+            "tools/preprocess_data.py, or use --mock-data [data-missing]"
+        )
     if len(given) > 1:
-        raise ValueError(f"{' and '.join(given)}: each names the data; give only one of them")
+        raise ValueError(
+            f"{' and '.join(given)}: each names the data; give only one of them [two-data-sources]"
+        )
     if data.mock_data:
         return None
     if data.data_path:
@@ -84,7 +88,10 @@ def read_blends(data: DataFlags) -> Blend | list[Blend | None] | None:
     if data.data_args_path:
         return read_blend_file(data.data_args_path)
     if data.split is not None:
-        raise ValueError(f"--split {data.split}: has no meaning with {given[0]} (data of each split); drop it")
+        raise ValueError(
+            f"--split {data.split}: has no meaning with {given[0]} (data of each split); drop it "
+            "[split-with-data-per-split]"
+        )
     if data.per_split_data_args_path:
         return read_split_blends(data.per_split_data_args_path)
     return [parse_blend(items, flag) if items else None for flag, items in per_split.items()]
@@ -114,7 +121,10 @@ def build_train_valid_test_datasets(
     """
     sizes = [None if size is None else int(size) for size in sizes]
     if sizes[0] is not None and sizes[0] < 1:
-        raise ValueError(f"--train-iters, --train-samples: make {sizes[0]} training samples; at least 1 is needed")
+        raise ValueError(
+            f"--train-iters, --train-samples: make {sizes[0]} training samples; at least 1 is "
+            "needed [value-out-of-range]"
+        )
     blends = read_blends(data)
     known = vocab_size if check_tokens else None
     table = [] if rows is None else rows
@@ -135,7 +145,10 @@ def build_train_valid_test_datasets(
     if not data.multiple_validation_sets:
         return make(blends)
     if not isinstance(blends, list) or blends[1] is None or blends[1][1] is not None:
-        raise ValueError("--multiple-validation-sets: needs --valid-data-path, or per-split paths, without weights")
+        raise ValueError(
+            "--multiple-validation-sets: needs --valid-data-path, or per-split paths, without "
+            "weights [validation-sets-not-named]"
+        )
     train, _, test = make([blends[0], None, blends[2]])
     valid = []
     for number, word in enumerate(blends[1][0]):
@@ -262,7 +275,10 @@ class _Builder:
         if read[0].weight is not None:
             weights = weights_of(read, [_tokens(corpora[n], range(len(corpora[n]))) for n in numbers])
             if size is None:
-                raise ValueError(f"--data-path: weights need a number of {name} samples; drop the weights")
+                raise ValueError(
+                    f"--data-path: weights need a number of {name} samples; drop the weights "
+                    "[weights-without-number-of-samples]"
+                )
             used, built = blend_sizes(weights, size, surplus)
             size = sum(used)
         datasets = [

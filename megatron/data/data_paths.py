@@ -34,5 +34,5 @@ def expand(word: str) -> list[str]:
         return [word]
     prefixes = sorted({path[:-4] for path in found if path.endswith(".idx") and PARTIAL not in os.path.basename(path)})
     if not prefixes:
-        raise FileNotFoundError(f"{what}; make data with tools/preprocess_data.py")
+        raise FileNotFoundError(f"{what}; make data with tools/preprocess_data.py [data-not-found]")
     return prefixes

@@ -14,7 +14,10 @@ class Documents:
     def __init__(self, prefix: str) -> None:
         self.prefix, self._corpus = prefix, IndexedDataset(prefix)
         if self._corpus.dtype.kind not in "iu":
-            raise ValueError(f"{prefix}.idx: holds {self._corpus.dtype.name}, not token ids; preprocess text into it")
+            raise ValueError(
+                f"{prefix}.idx: holds {self._corpus.dtype.name}, not token ids; preprocess text "
+                "into it [data-not-token-ids]"
+            )
         self._corpus.check()
         self._starts = np.asarray(self._corpus.document_indices, np.int64)
         ends = np.concatenate(([0], np.cumsum(self._corpus.sequence_lengths, dtype=np.int64)))

@@ -78,10 +78,15 @@ class EpochBuilder:
             shares = [dataset.samples(count) for dataset, count in zip(datasets, weights, strict=True)]
             for dataset, count, samples in zip(datasets, weights, shares, strict=True):
                 if samples == 0:
-                    raise ValueError(f"--data-path: epochs:{count:g} of {dataset.name} make no sample; raise it, or "
-                                     "leave it out")  # fmt: skip
+                    raise ValueError(
+                        f"--data-path: epochs:{count:g} of {dataset.name} make no "
+                        "sample; raise it, or leave it out [epochs-too-few]"
+                    )
         elif size is None:
-            raise ValueError(f"--data-path: weights need a number of {split} samples; drop the weights")
+            raise ValueError(
+                f"--data-path: weights need a number of {split} samples; drop the weights "
+                "[weights-without-number-of-samples]"
+            )
         else:
             shares = whole_weights(weights)
         made = self._blend(datasets, shares, size, split, limited=repeats)
@@ -118,8 +123,9 @@ class EpochBuilder:
         available = since + sum(weights)
         if limited and size is not None and size > available:
             raise ValueError(
-                f"--data-path: the epochs asked for make {available} samples of --seq-length {self.sequence_length}, the "
-                f"run reads {size}; raise epochs:, or lower --train-iters or --train-samples"
+                f"--data-path: the epochs asked for make {available} samples of --seq-length "
+                f"{self.sequence_length}, the run reads {size}; raise epochs:, or lower "
+                "--train-iters or --train-samples [epochs-too-few]"
             )
         return EpochBlend(datasets, weights, available if limited else size, since=since, taken=taken)
 
@@ -137,8 +143,9 @@ class EpochBuilder:
         for dataset, order in zip(datasets, orders, strict=True):
             if known.get(dataset.fingerprint, order) != order:
                 raise ValueError(
-                    f"--continue-data-mix: {dataset.name} was read with --seq-length and --seed of "
-                    f"{known[dataset.fingerprint]}; another mix can go on only with the same"
+                    f"--continue-data-mix: {dataset.name} was read with --seq-length and --seed "
+                    f"of {known[dataset.fingerprint]}; another mix can go on only with the same "
+                    "[data-mix-order-differs]"
                 )
         draws = Shares(saved["weights"]).taken(self.before.consumed - saved["since"])
         drawn = dict(zip(known, draws, strict=True))

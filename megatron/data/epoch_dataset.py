@@ -53,8 +53,9 @@ class EpochDataset:
         self.tokens = self._ends[-1]
         if self.tokens <= sequence_length:
             raise ValueError(
-                f"{name}: its {index_split} part holds {self.tokens} tokens, one sample of --seq-length {sequence_length} "
-                f"needs {sequence_length + 1}; give {index_split} more data (--split) or lower --seq-length"
+                f"{name}: its {index_split} part holds {self.tokens} tokens, one sample of "
+                f"--seq-length {sequence_length} needs {sequence_length + 1}; give {index_split} "
+                "more data (--split) or lower --seq-length [data-too-small]"
             )
         self.num_files, self.fingerprint = len(files), fingerprint(files)
         self._epoch = self._begin = -1

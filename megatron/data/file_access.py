@@ -22,7 +22,10 @@ REMEDIES = {
 def unreadable(path: str, error: OSError) -> ValueError:
     """The error for a file that the system does not give."""
     remedy = REMEDIES.get(error.errno, "check its permissions")
-    return ValueError(f"{path}: cannot be read ({os.strerror(error.errno or errno.EIO)}); {remedy}")
+    return ValueError(
+        f"{path}: cannot be read ({os.strerror(error.errno or errno.EIO)}); {remedy} "
+        "[file-not-readable]"
+    )
 
 
 def open_to_read(path: str) -> int:
@@ -60,8 +63,11 @@ def check_mapped(path: str, mapped: mmap.mmap) -> None:
 
 
 def _cut_short(path: str, size: int, needed: int) -> str:
-    return (f"{path}: was cut short while it is in use: it has {size} bytes, {needed} are needed; copy the file again, then "
-            "start again from the last checkpoint")  # fmt: skip
+    return (
+        f"{path}: was cut short while it is in use: it has {size} bytes, {needed} are needed; "
+        "copy the file again, then start again from the last checkpoint "
+        "[file-changed-while-read]"
+    )
 
 
 def read_at(file: int, path: str, start: int, count: int) -> bytes:

@@ -156,9 +156,10 @@ class GPTDataset:
         tokens = int(corpus.sequence_lengths[self.sequences.start : self.sequences.stop].sum(dtype=np.int64))
         if tokens <= sequence_length:
             raise ValueError(
-                f"{corpus.path_prefix}: its {len(self.sequences)} {index_split} sequences hold {tokens} tokens, "
-                f"one sample of --seq-length {sequence_length} needs {sequence_length + 1}; "
-                f"give {index_split} more data (--split) or lower --seq-length"
+                f"{corpus.path_prefix}: its {len(self.sequences)} {index_split} sequences hold "
+                f"{tokens} tokens, one sample of --seq-length {sequence_length} needs "
+                f"{sequence_length + 1}; give {index_split} more data (--split) or lower "
+                "--seq-length [data-too-small]"
             )
         self.plan = plan_epochs(tokens, sequence_length, num_samples)
         self.description = describe(
@@ -174,19 +175,29 @@ class GPTDataset:
         name, corpus = self.index_split, self.corpus
         if self.num_samples is not None and self.num_samples < 1:
             raise ValueError(
-                f"the {name} dataset is asked for {self.num_samples} samples; --train-iters, --train-samples, "
-                "--eval-iters and --global-batch-size must make at least one"
+                f"the {name} dataset is asked for {self.num_samples} samples; --train-iters, "
+                "--train-samples, --eval-iters and --global-batch-size must make at least one "
+                "[value-out-of-range]"
             )
         if self.sequence_length < 1:
-            raise ValueError(f"--seq-length {self.sequence_length}: must be at least 1")
+            raise ValueError(
+                f"--seq-length {self.sequence_length}: must be at least 1 [value-out-of-range]"
+            )
         if not 0 <= self.seed < 1 << 32:
-            raise ValueError(f"--seed {self.seed}: the data order needs a seed from 0 to 2**32 - 1")
+            raise ValueError(
+                f"--seed {self.seed}: the data order needs a seed from 0 to 2**32 - 1 "
+                "[value-out-of-range]"
+            )
         if len(corpus) == 0:
-            raise ValueError(f"{corpus.path_prefix}.idx: holds no sequences; preprocess a file that has text")
+            raise ValueError(
+                f"{corpus.path_prefix}.idx: holds no sequences; preprocess a file that has text "
+                "[data-too-small]"
+            )
         if len(self.sequences) == 0:
             raise ValueError(
-                f"--split {split}: gives {name} none of the {len(corpus)} sequences of {corpus.path_prefix}; "
-                f"raise its share, set it to 0 to go without, or use more data"
+                f"--split {split}: gives {name} none of the {len(corpus)} sequences of "
+                f"{corpus.path_prefix}; raise its share, set it to 0 to go without, or use more "
+                "data [split-leaves-no-data]"
             )
 
     def _load(self, cache: IndexCache | None) -> IndexArrays | None:
@@ -350,12 +361,15 @@ def open_corpus(prefix: str, vocab_size: int | None = None) -> IndexedDataset:
     """
     corpus = IndexedDataset(prefix, announce=True)
     if corpus.dtype.kind not in "iu":
-        raise ValueError(f"{prefix}.idx: holds {corpus.dtype.name}, not token ids; preprocess text into it")
+        raise ValueError(
+            f"{prefix}.idx: holds {corpus.dtype.name}, not token ids; preprocess text into it "
+            "[data-not-token-ids]"
+        )
     if vocab_size is not None:
         low, high = corpus.id_range()
         if low < 0 or high >= vocab_size:
             raise ValueError(
                 f"{prefix}.bin: holds token ids {low} .. {high}, the vocabulary has {vocab_size}; "
-                "give the tokenizer it was preprocessed with"
+                "give the tokenizer it was preprocessed with [token-id-out-of-range]"
             )
     return corpus

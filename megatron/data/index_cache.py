@@ -152,8 +152,8 @@ class IndexCache:
     def _refuse(self, error: OSError) -> None:
         if self.flag:
             raise ValueError(
-                f"{self.flag} {self.folder}: cannot be written ({error.strerror or error}); "
-                "give a writable directory with enough space"
+                f"{self.flag} {self.folder}: cannot be written ({error.strerror or error}); give "
+                "a writable directory with enough space [path-not-writable]"
             ) from error
         log.warn_once(
             f"{self.folder}: cannot be written ({error.strerror or error}), so the data indices are built in memory at "

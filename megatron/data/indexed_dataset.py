@@ -55,7 +55,7 @@ def bin_path(prefix: str) -> str:
 
 
 def _damaged(path: str, what: str) -> ValueError:
-    return ValueError(f"{path}: {what}; {REMEDY}")
+    return ValueError(f"{path}: {what}; {REMEDY} [data-file-damaged]")
 
 
 def _missing(prefix: str, path: str) -> FileNotFoundError:
@@ -68,7 +68,7 @@ def _missing(prefix: str, path: str) -> FileNotFoundError:
         hint = f"did you mean {prefix}_text_document?"
     elif prefix.replace(".", "", 1).isdigit():
         hint = f"{prefix} looks like a weight: a weighted --data-path is pairs of weight and prefix"
-    return FileNotFoundError(f"{path}: no such file; {hint}")
+    return FileNotFoundError(f"{path}: no such file; {hint} [data-not-found]")
 
 
 class IndexedDataset:
@@ -286,7 +286,10 @@ class IndexedDatasetBuilder:
             raise ValueError(f"dtype {self.dtype} cannot be stored (can be: {', '.join(d.name for d in CODES)})")
         folder = os.path.dirname(self.path_prefix) or "."
         if not os.path.isdir(folder):
-            raise FileNotFoundError(f"{folder}: no such directory to write {self.path_prefix}.bin to; make it first")
+            raise FileNotFoundError(
+                f"{folder}: no such directory to write {self.path_prefix}.bin to; make it first "
+                "[directory-missing]"
+            )
         partial = f"{self.path_prefix}.partial-{uuid.uuid4().hex}"
         self._partial_bin, self._partial_idx = bin_path(partial), idx_path(partial)
         self._bin = open(self._partial_bin, "wb", buffering=1 << 20)  # noqa: SIM115 (closed in finalize or discard)
@@ -317,8 +320,9 @@ class IndexedDatasetBuilder:
         other = IndexedDataset(path_prefix)
         if other.dtype != self.dtype:
             raise ValueError(
-                f"{other.path_prefix}: holds {other.dtype.name}, {self.path_prefix} holds {self.dtype.name}; "
-                "only pairs of one dtype can be merged: preprocess both with the same tokenizer"
+                f"{other.path_prefix}: holds {other.dtype.name}, {self.path_prefix} holds "
+                f"{self.dtype.name}; only pairs of one dtype can be merged: preprocess both with "
+                "the same tokenizer [data-dtype-differs]"
             )
         other.check()
         shift = len(self._lengths)
@@ -379,7 +383,10 @@ class IndexedDatasetBuilder:
 
     def _append_length(self, length: int) -> None:
         if length > np.iinfo(np.int32).max:
-            raise ValueError(f"{self.path_prefix}: one sequence of {length} tokens; the format holds 2**31 - 1 at most")
+            raise ValueError(
+                f"{self.path_prefix}: one sequence of {length} tokens; the format holds 2**31 - 1 "
+                "at most [sequence-too-long]"
+            )
         self._lengths.append(length)
 
     def _to_dtype(self, tokens: np.ndarray | list[int]) -> np.ndarray:
@@ -391,6 +398,6 @@ class IndexedDatasetBuilder:
             if values.dtype.kind not in "iu" or low < limits.min or high > limits.max:
                 raise ValueError(
                     f"{self.path_prefix}: token ids {low} .. {high} do not fit {self.dtype.name}; "
-                    "use the dtype of the tokenizer's vocabulary size"
+                    "use the dtype of the tokenizer's vocabulary size [token-id-out-of-range]"
                 )
         return values.astype(self.dtype)

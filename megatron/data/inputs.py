@@ -68,9 +68,14 @@ class Block(NamedTuple):
             with open(self.name, "rb", buffering=0) as file:
                 data = os.pread(file.fileno(), self.end - self.start, self.start)
         except OSError as error:
-            raise ValueError(f"{self.name}: cannot be read ({error.strerror or error})") from None
+            raise ValueError(
+                f"{self.name}: cannot be read ({error.strerror or error}) [file-not-readable]"
+            ) from None
         if len(data) < self.end - self.start:
-            raise ValueError(f"{self.name}: became shorter while it was read; run again when it is written")
+            raise ValueError(
+                f"{self.name}: became shorter while it was read; run again when it is written "
+                "[file-changed-while-read]"
+            )
         return data
 
 
@@ -98,10 +103,15 @@ class Reader:
                         number += 1
                     done += os.fstat(raw.fileno()).st_size
             except BROKEN as error:
-                raise ValueError(f"{name}, after byte {end}: the {_kind_of(name)[0]} file is damaged or cut short "
-                                 f"({error or type(error).__name__}); make it again") from None
+                raise ValueError(
+                    f"{name}, after byte {end}: the {_kind_of(name)[0]} file is damaged or cut "
+                    f"short ({error or type(error).__name__}); make it again [input-file-damaged]"
+                ) from None
             except OSError as error:
-                raise ValueError(f"{name}, after byte {end}: cannot be read ({error.strerror or error})") from None
+                raise ValueError(
+                    f"{name}, after byte {end}: cannot be read ({error.strerror or error}) "
+                    "[file-not-readable]"
+                ) from None
 
     def _cut(self, raw: io.BufferedReader, name: str, start: int) -> Iterator[tuple[str, int, int, Any, int]]:
         packed, suffix = _packed(raw.peek(8), name)
@@ -137,8 +147,11 @@ class Reader:
             file = parquet.ParquetFile(raw)
             missing = [key for key in self._keys if key not in file.schema_arrow.names]
             if missing:
-                raise ValueError(f'{name}: has no column "{missing[0]}" (its columns: '
-                                 f'{", ".join(file.schema_arrow.names[:5])}; choose with --json-keys)')
+                raise ValueError(
+                    f'{name}: has no column "{missing[0]}" (its columns: '
+                    f"{', '.join(file.schema_arrow.names[:5])}; choose with --json-keys) "
+                    "[parquet-column-missing]"
+                )
             rows, size = file.metadata.num_rows, os.fstat(raw.fileno()).st_size
             at = 0
             for batch in file.iter_batches(ROWS, columns=list(self._keys), use_threads=False):
@@ -150,7 +163,10 @@ class Reader:
                 yield "rows", 0, 0, [[] for _ in self._keys], size
         except pyarrow.ArrowException as error:
             line = str(error).split("\n")[0]
-            raise ValueError(f"{name}: the parquet file is damaged or cut short ({line}); make it again") from None
+            raise ValueError(
+                f"{name}: the parquet file is damaged or cut short ({line}); make it again "
+                "[input-file-damaged]"
+            ) from None
 
 
 def _kind_of(name: str) -> tuple[str, str]:
@@ -165,10 +181,15 @@ def _packed(magic: bytes, name: str) -> tuple[str, str]:
             return packed, suffix
     for packed, suffix in PACKED.values():
         if name.endswith(suffix) and magic:
-            raise ValueError(f"{name}: the {packed} file is damaged: it does not begin as a {packed} file does; make it "
-                             "again, or name it after what it is")
+            raise ValueError(
+                f"{name}: the {packed} file is damaged: it does not begin as a {packed} file "
+                "does; make it again, or name it after what it is [input-file-damaged]"
+            )
     if name.endswith(".parquet") and magic[:4] != PARQUET:
-        raise ValueError(f"{name}: the parquet file is damaged: it does not begin as one; make it again")
+        raise ValueError(
+            f"{name}: the parquet file is damaged: it does not begin as one; make it again "
+            "[input-file-damaged]"
+        )
     return "", ""
 
 
@@ -241,8 +262,10 @@ def _library(module: str, file: str) -> ModuleType:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise ValueError(f"{file}: reading it needs the package {package} ({error}); run: pip install {package} (or "
-                         "install this suite with its extra: [data])") from None
+        raise ValueError(
+            f"{file}: reading it needs the package {package} ({error}); run: pip install "
+            f"{package} (or install this suite with its extra: [data]) [package-missing]"
+        ) from None
 
 
 def input_files(patterns: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -252,15 +275,26 @@ def input_files(patterns: Sequence[str]) -> tuple[list[str], list[str]]:
     for pattern in patterns:
         found = [pattern] if os.path.exists(pattern) else sorted(glob.glob(pattern, recursive=True))
         if not found:
-            problems.append(f"--input {pattern}: no such file (looked in {os.getcwd()}); give a .jsonl file or a glob")
+            problems.append(
+                f"--input {pattern}: no such file (looked in {os.getcwd()}); give a .jsonl file "
+                "or a glob [file-not-readable]"
+            )
         for file in found:
             if os.path.isdir(file):
                 if file == pattern:
-                    problems.append(f"--input {file}: is a directory; give its files: {Path(file) / '*.jsonl'}")
+                    problems.append(
+                        f"--input {file}: is a directory; give its files: "
+                        f"{Path(file) / '*.jsonl'} [path-is-a-directory]"
+                    )
             elif not os.access(file, os.R_OK):
-                problems.append(f"--input {file}: cannot be read; check its permissions")
+                problems.append(
+                    f"--input {file}: cannot be read; check its permissions [file-not-readable]"
+                )
             elif file in files:
-                problems.append(f"--input {pattern}: names {file} a second time; name each file once")
+                problems.append(
+                    f"--input {pattern}: names {file} a second time; name each file once "
+                    "[input-given-twice]"
+                )
             else:
                 files.append(file)
     return files, problems

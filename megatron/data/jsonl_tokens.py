@@ -37,17 +37,26 @@ def _load_meta(path: str, bin_bytes: int) -> np.ndarray:
     try:
         meta = np.load(path, allow_pickle=False)
     except (ValueError, EOFError, OSError) as error:
-        raise ValueError(f"{path}: is no array in numpy's .npy format ({str(error).splitlines()[0]}); {how}") from None
+        raise ValueError(
+            f"{path}: is no array in numpy's .npy format ({str(error).splitlines()[0]}); {how} "
+            "[packed-meta-malformed]"
+        ) from None
     if not isinstance(meta, np.ndarray) or meta.ndim != 2 or meta.shape[1] < 2 or meta.dtype.kind not in "iu":
         said = f"{meta.dtype} {list(meta.shape)}" if isinstance(meta, np.ndarray) else "several arrays"
-        raise ValueError(f"{path}: holds {said}, not integers [samples, 2] (first byte of each line, its tokens); {how}")
+        raise ValueError(
+            f"{path}: holds {said}, not integers [samples, 2] (first byte of each line, its "
+            f"tokens); {how} [packed-meta-malformed]"
+        )
     meta = np.stack((meta[:, 0], meta[:, -1]), 1).astype(np.int64)
     outside = (meta[:, 0] < 0) | (meta[:, 0] >= bin_bytes)
     for wrong, column, what in ((outside, 0, f"line begins at byte {{}}, {path[:-5]} has {bin_bytes} bytes"),
                                 (meta[:, 1] < 0, 1, "line has {} tokens")):  # fmt: skip
         if wrong.any():
             at = int(wrong.argmax())
-            raise ValueError(f"{path}: entry {at} says that its {what.format(meta[at, column])}; {how}")
+            raise ValueError(
+                f"{path}: entry {at} says that its {what.format(meta[at, column])}; {how} "
+                "[packed-meta-malformed]"
+            )
     return meta
 
 
@@ -58,7 +67,10 @@ class JsonlTokens:
     def __init__(self, path: str) -> None:
         self.path, self.prefix = path, path.removesuffix(".bin")
         if not os.path.exists(meta_path(path)):
-            raise FileNotFoundError(f"{meta_path(path)}: is missing beside {path}; copy it too, or make both anew")
+            raise FileNotFoundError(
+                f"{meta_path(path)}: is missing beside {path}; copy it too, or make both anew "
+                "[packed-meta-missing]"
+            )
         self._file = open_to_read(path)
         weakref.finalize(self, os.close, self._file)
         self.bin_bytes = os.fstat(self._file).st_size
@@ -87,8 +99,11 @@ class JsonlTokens:
             if len(ids) != self.lengths[sample]:
                 raise ValueError(f"has {len(ids)} tokens, {meta_path(self.path)} says {self.lengths[sample]}")
         except ValueError as error:
-            raise ValueError(f"{self.path}: sample {sample}, at byte {self._meta[sample, 0]}: {error}; make the file and "
-                             "its meta anew, or copy both again") from None  # fmt: skip
+            raise ValueError(
+                f"{self.path}: sample {sample}, at byte {self._meta[sample, 0]}: "
+                f"{error}; make the file and its meta anew, or copy both again "
+                "[data-file-damaged]"
+            ) from None
         return ids
 
     def id_range(self, limit: int | None = None) -> tuple[int, int]:
@@ -164,8 +179,11 @@ def token_files(folder: str) -> list[str]:
         directories.sort()
         found += [os.path.join(path, name) for name in sorted(names) if name.endswith(".bin") and PARTIAL not in name]
     if not found:
-        raise FileNotFoundError(f"{folder}: the directory holds no .bin; give a folder of InternLM's (FOLDER/SUBSET/X.bin "
-                                "with X.bin.meta), or a prefix written by tools/preprocess_data.py")  # fmt: skip
+        raise FileNotFoundError(
+            f"{folder}: the directory holds no .bin; give a folder of InternLM's "
+            "(FOLDER/SUBSET/X.bin with X.bin.meta), or a prefix written by "
+            "tools/preprocess_data.py [packed-folder-without-data]"
+        )
     return found
 
 
@@ -184,6 +202,8 @@ def subset_of(path: str, folder: str, names: Sequence[str]) -> str:
     if len(found) != 1:
         which = f"belongs to {len(found)} of them ({', '.join(found)})" if found else "belongs to none of them"
         known = ", ".join(names) or "there are none"
-        raise ValueError(f"{path}: the subsets of {folder} are its directories ({known}), and this file {which}; move it, "
-                         "or rename a directory")  # fmt: skip
+        raise ValueError(
+            f"{path}: the subsets of {folder} are its directories ({known}), and this "
+            f"file {which}; move it, or rename a directory [packed-subset-unclear]"
+        )
     return found[0]

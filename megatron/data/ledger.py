@@ -58,8 +58,9 @@ class Ledger:
             found = _read_header(path, head)
             if found != sequence_length:
                 raise ValueError(
-                    f"--data-ledger {path}: is of samples of {found} tokens, --seq-length is {sequence_length}; "
-                    "give the ledger of this run, or a new file"
+                    f"--data-ledger {path}: is of samples of {found} tokens, --seq-length is "
+                    f"{sequence_length}; give the ledger of this run, or a new file "
+                    "[ledger-of-another-sequence-length]"
                 )
         else:
             self._write(HEADER.pack(MAGIC, VERSION, sequence_length, 0), 0)
@@ -102,18 +103,24 @@ class Ledger:
 
     def _refused(self, error: OSError) -> ValueError:
         return ValueError(
-            f"--data-ledger {self.path}: cannot be written ({error.strerror}); give a file on a disk that takes it, or "
-            "leave the ledger out"
+            f"--data-ledger {self.path}: cannot be written ({error.strerror}); give a file on a "
+            "disk that takes it, or leave the ledger out [path-not-writable]"
         )
 
 
 def _read_header(path: str, head: bytes) -> int:
     """The sequence length in a header."""
     if len(head) < HEADER.size or not head.startswith(MAGIC):
-        raise ValueError(f"--data-ledger {path}: is no data ledger; give a new file, or one that --data-ledger wrote")
+        raise ValueError(
+            f"--data-ledger {path}: is no data ledger; give a new file, or one that --data-ledger "
+            "wrote [ledger-malformed]"
+        )
     _, version, sequence_length, _ = HEADER.unpack(head)
     if version != VERSION:
-        raise ValueError(f"--data-ledger {path}: has version {version}, this program knows {VERSION}; give a new file")
+        raise ValueError(
+            f"--data-ledger {path}: has version {version}, this program knows {VERSION}; give a "
+            "new file [ledger-malformed]"
+        )
     return sequence_length
 
 
@@ -130,12 +137,18 @@ def read_ledger(path: str, iterations: range | None = None) -> tuple[int, np.nda
             file.seek(wanted.start * RECORD.itemsize)
             records = np.frombuffer(file.read(len(wanted) * RECORD.itemsize), RECORD)
     except OSError as error:
-        raise ValueError(f"--data-ledger {path}: cannot be read ({error.strerror}); check the path") from error
+        raise ValueError(
+            f"--data-ledger {path}: cannot be read ({error.strerror}); check the path "
+            "[file-not-readable]"
+        ) from error
     numbers = np.arange(wanted.start, wanted.start + len(records), dtype=np.uint64)
     wrong = (records["iteration"] != 0) & (records["iteration"] != numbers)
     if wrong.any():
         at = wanted.start + int(wrong.argmax())
-        raise ValueError(f"--data-ledger {path}: holds another iteration where {at} belongs; the file is damaged")
+        raise ValueError(
+            f"--data-ledger {path}: holds another iteration where {at} belongs; the file is "
+            "damaged [ledger-malformed]"
+        )
     return sequence_length, records[records["iteration"] != 0]
 
 

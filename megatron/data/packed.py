@@ -155,10 +155,11 @@ class PackedDataset:
         if not self.rows_per_epoch:
             tokens, samples = sum(file.tokens for file in files), sum(len(file.order) for file in files)
             raise ValueError(
-                f"{name}: its {samples} {index_split} samples of at least {rule.min_length} tokens hold {tokens}, which "
-                f"make {self.rows} whole rows of {rule.rows} x {rule.sequence_length} tokens (each file alone); one global "
-                f"batch needs {rows_per_batch}; use more data, or a lower --seq-length, --micro-batch-size, "
-                "--global-batch-size or --min-sample-length"
+                f"{name}: its {samples} {index_split} samples of at least {rule.min_length} "
+                f"tokens hold {tokens}, which make {self.rows} whole rows of {rule.rows} x "
+                f"{rule.sequence_length} tokens (each file alone); one global batch needs "
+                f"{rows_per_batch}; use more data, or a lower --seq-length, --micro-batch-size, "
+                "--global-batch-size or --min-sample-length [data-too-small]"
             )
         self.size = self.rows if size is None else size
         if size is None:

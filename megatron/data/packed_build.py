@@ -82,8 +82,11 @@ def build_packed_datasets(
             continue
         if dummy:
             if vocab_size is not None and vocab_size < VOCABULARY:
-                raise ValueError(f"--dummy-data internlm: has ids up to {VOCABULARY - 1}, the vocabulary has {vocab_size}; "
-                                 f"give --vocab-size {VOCABULARY} or more")  # fmt: skip
+                raise ValueError(
+                    f"--dummy-data internlm: has ids up to {VOCABULARY - 1}, the "
+                    f"vocabulary has {vocab_size}; give --vocab-size {VOCABULARY} or more "
+                    "[token-id-out-of-range]"
+                )
             files = [(SUBSETS[0], DummySamples(sequence_length))]
             found.append(made(split, DummySamples.prefix, list(SUBSETS), files, size))
         elif split == "valid" and data.multiple_validation_sets:
@@ -135,8 +138,11 @@ def _open(path: str, identity: Mapping[str, object] | None) -> SampleFile:
     prefix = path[:-4]
     pair, lines = os.path.exists(idx_path(prefix)), os.path.exists(meta_path(path))
     if pair and lines:
-        raise ValueError(f"{path}: has {idx_path(prefix)} (Megatron's) and {meta_path(path)} (InternLM's) beside it; remove "
-                         "the one that is not its own")  # fmt: skip
+        raise ValueError(
+            f"{path}: has {idx_path(prefix)} (Megatron's) and {meta_path(path)} "
+            "(InternLM's) beside it; remove the one that is not its own "
+            "[packed-format-ambiguous]"
+        )
     if lines or (not pair and os.path.exists(path)):
         return JsonlTokens(path)
     if identity is not None:
@@ -150,8 +156,11 @@ def _check_head(file: SampleFile, vocab_size: int) -> None:
         return
     ids = np.abs(file.read(0, 0, min(HEAD, int(file.lengths[0]))))
     if len(ids) and int(ids.max()) >= vocab_size:
-        raise ValueError(f"{file.prefix}.bin: its first sample holds the id {int(ids.max())}, the vocabulary has "
-                         f"{vocab_size}; give the tokenizer it was made with")  # fmt: skip
+        raise ValueError(
+            f"{file.prefix}.bin: its first sample holds the id {int(ids.max())}, the "
+            f"vocabulary has {vocab_size}; give the tokenizer it was made with "
+            "[token-id-out-of-range]"
+        )
 
 
 def _plan_rows(dataset: PackedDataset, files: Sequence[PackedFile]) -> list[Row]:

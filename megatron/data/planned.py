@@ -154,7 +154,10 @@ def _rows(split: SplitFiles, sequence_length: int, drawn: bool = True) -> list[R
     elif read[0].weight is None and (size is None or size >= sum(there)):
         samples = there
     elif size is None:
-        raise ValueError(f"--data-path: weights need a number of {name} samples; drop the weights")
+        raise ValueError(
+            f"--data-path: weights need a number of {name} samples; drop the weights "
+            "[weights-without-number-of-samples]"
+        )
     else:
         tokens = [split.files[member.prefix].tokens for member in read]
         weights = there if read[0].weight is None else weights_of(read, tokens)
@@ -166,9 +169,12 @@ def _rows(split: SplitFiles, sequence_length: int, drawn: bool = True) -> list[R
 def _check_filled(split: str, prefix: str, span: Span, sequence_length: int) -> None:
     if span.tokens <= sequence_length:
         without = "" if split == "train" else ", set it to 0 to go without"
-        raise ValueError(f"{prefix}: its {len(span.sequences)} {split} sequences hold {span.tokens} tokens, one sample of "
-                         f"--seq-length {sequence_length} needs {sequence_length + 1}; raise the share of {split} in --split"
-                         f"{without}, use more data, or lower --seq-length")
+        raise ValueError(
+            f"{prefix}: its {len(span.sequences)} {split} sequences hold {span.tokens} tokens, "
+            f"one sample of --seq-length {sequence_length} needs {sequence_length + 1}; raise the "
+            f"share of {split} in --split{without}, use more data, or lower --seq-length "
+            "[data-too-small]"
+        )
 
 
 def _rows_in_epochs(split: SplitFiles, sequence_length: int) -> Iterator[Row]:
@@ -178,7 +184,10 @@ def _rows_in_epochs(split: SplitFiles, sequence_length: int) -> Iterator[Row]:
     tokens = [sum(span.tokens for span in some) for some in spans]
     for word, count in zip(words, tokens, strict=True):
         if not count:
-            raise ValueError(f"{word}: its part of {split.name} holds 0 tokens; give {split.name} more data (--split)")
+            raise ValueError(
+                f"{word}: its part of {split.name} holds 0 tokens; give {split.name} more data "
+                "(--split) [split-leaves-no-data]"
+            )
     for word, some, count, samples in zip(words, spans, tokens,
                                           _samples(split.name, weights, tokens, split.size, sequence_length), strict=True):
         yield Row(split.name, word, sum(span.documents for span in some), count, samples, sequence_length)
@@ -191,15 +200,19 @@ def _samples(split: str, weights: list[float] | None, tokens: Sequence[int], siz
         there = [count * epochs / sequence_length for count, epochs in zip(tokens, weights, strict=True)]
         if size is not None and size > sum(there):
             raise ValueError(
-                f"--data-path: the epochs asked for make {sum(there):.0f} samples of --seq-length {sequence_length}, the "
-                f"run reads {size}; raise epochs:, or lower --train-iters or --train-samples"
+                f"--data-path: the epochs asked for make {sum(there):.0f} samples of --seq-length "
+                f"{sequence_length}, the run reads {size}; raise epochs:, or lower --train-iters "
+                "or --train-samples [epochs-too-few]"
             )
         return there
     if weights is None or isinstance(weights, EpochCounts):
         shares = tokens
         size = sum(tokens) / sequence_length if size is None else size
     elif size is None:
-        raise ValueError(f"--data-path: weights need a number of {split} samples; drop the weights")
+        raise ValueError(
+            f"--data-path: weights need a number of {split} samples; drop the weights "
+            "[weights-without-number-of-samples]"
+        )
     else:
         shares = normalize(weights)
     return [size * share / sum(shares) for share in shares]

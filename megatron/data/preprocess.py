@@ -286,7 +286,8 @@ def encode_all(
         yield from _work(team, iter(blocks), place)
     except WorkerDied:
         raise ValueError(
-            f"--workers {workers}: a worker process was killed, most often for want of memory; use fewer workers"
+            f"--workers {workers}: a worker process was killed, most often for want of memory; "
+            "use fewer workers [worker-killed]"
         ) from None
     finally:
         for worker in team:

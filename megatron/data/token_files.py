@@ -66,8 +66,10 @@ class ScatteredTokens(ValueError):
 def _odd(prefix: str, what: str) -> ScatteredTokens:
     """The reader's own message if it finds fault with the pair, else `what`."""
     IndexedDataset(prefix)
-    return ScatteredTokens(f"{prefix}: {what}; --data-order epoch reads tokens where they lie: write the pair anew with "
-                      "tools/merge_datasets.py, or use --data-order megatron")  # fmt: skip
+    return ScatteredTokens(
+        f"{prefix}: {what}; --data-order epoch reads tokens where they lie: write the pair anew "
+        "with tools/merge_datasets.py, or use --data-order megatron [data-not-contiguous]"
+    )
 
 
 class _Index:
@@ -82,7 +84,10 @@ class _Index:
             raise _odd(prefix, "its index has odd sizes")
         self.dtype, self.sequences, self.documents = np.dtype(DTYPES[code]), sequences, entries - 1
         if self.dtype.kind not in "iu":
-            raise ValueError(f"{prefix}.idx: holds {self.dtype.name}, not token ids; preprocess text into it")
+            raise ValueError(
+                f"{prefix}.idx: holds {self.dtype.name}, not token ids; preprocess text into it "
+                "[data-not-token-ids]"
+            )
 
     def _number(self, at: int, size: int) -> int:
         """The signed integer of `size` bytes at byte `at`. Read in blocks: numbers that are asked for are neighbours."""
@@ -209,8 +214,11 @@ class TokenReader:
         size = os.fstat(opened).st_size
         if size != file.bin_bytes:
             os.close(opened)
-            raise ValueError(f"{file.prefix}.bin: has {size} bytes, at the start of this run it had {file.bin_bytes}; "
-                             "start again, and leave data alone while they are read")  # fmt: skip
+            raise ValueError(
+                f"{file.prefix}.bin: has {size} bytes, at the start of this run it "
+                f"had {file.bin_bytes}; start again, and leave data alone while they "
+                "are read [file-changed-while-read]"
+            )
         if len(self._opened) >= self.limit:
             os.close(self._opened.pop(next(iter(self._opened))))
         self._opened[number] = opened
@@ -234,6 +242,7 @@ def check_heads(files: Sequence[TokenFile], vocab_size: int) -> None:
         head = np.frombuffer(file.head, file.dtype, len(file.head) // file.dtype.itemsize)
         if len(head) and (int(head.min()) < 0 or int(head.max()) >= vocab_size):
             raise ValueError(
-                f"{file.prefix}.bin: holds token ids {head.min()} .. {head.max()}, the vocabulary has {vocab_size}; "
-                "give the tokenizer it was preprocessed with"
+                f"{file.prefix}.bin: holds token ids {head.min()} .. {head.max()}, the vocabulary "
+                f"has {vocab_size}; give the tokenizer it was preprocessed with "
+                "[token-id-out-of-range]"
             )

@@ -116,19 +116,31 @@ class TokenizerFlags:
         for name, what in TOKENIZER_TYPES[self.tokenizer_type]:
             flag, path = "--" + name.replace("_", "-"), getattr(self, name)
             if not path:
-                problems.append(f"{flag}: {self.tokenizer_type} needs {what}; give {flag} PATH")
+                problems.append(
+                    f"{flag}: {self.tokenizer_type} needs {what}; give {flag} PATH [flag-missing]"
+                )
             else:
                 folder_ok = self.tokenizer_type == "HuggingFaceTokenizer"
                 problems += _file_problems(f"{flag} {path}", path, what, folder_ok)
         if self.tokenizer_type == "NullTokenizer" and self.vocab_size is None:
-            problems.append("--vocab-size: NullTokenizer needs the number of ids; give --vocab-size N")
+            problems.append(
+                "--vocab-size: NullTokenizer needs the number of ids; give --vocab-size N "
+                "[flag-missing]"
+            )
         if self.vocab_size is not None and self.vocab_size < 1:
-            problems.append(f"--vocab-size {self.vocab_size}: must be at least 1")
+            problems.append(
+                f"--vocab-size {self.vocab_size}: must be at least 1 [value-out-of-range]"
+            )
         if self.vocab_extra_ids < 0:
-            problems.append(f"--vocab-extra-ids {self.vocab_extra_ids}: must be 0 or more")
+            problems.append(
+                f"--vocab-extra-ids {self.vocab_extra_ids}: must be 0 or more [value-out-of-range]"
+            )
         if self.tokenizer_type == "TikTokenizer":
             if self.tiktoken_pattern not in (None, *tiktoken_patterns()):
-                problems.append(f"--tiktoken-pattern {self.tiktoken_pattern}: give v1 or v2")
+                problems.append(
+                    f"--tiktoken-pattern {self.tiktoken_pattern}: give v1 or v2 "
+                    "[value-not-a-choice]"
+                )
             problems += tiktoken_problems(
                 self.vocab_size, self.tiktoken_num_special_tokens, self.tiktoken_special_tokens
             )
@@ -145,8 +157,9 @@ class TokenizerFlags:
         tokenizer = self._make()
         if self.vocab_size not in (None, tokenizer.vocab_size):
             raise ValueError(
-                f"--vocab-size {self.vocab_size}: {self.tokenizer_type} has {tokenizer.vocab_size} ids; leave "
-                "--vocab-size away (padding for the model is added later)"
+                f"--vocab-size {self.vocab_size}: {self.tokenizer_type} has "
+                f"{tokenizer.vocab_size} ids; leave --vocab-size away (padding for the model is "
+                "added later) [vocab-size-not-that-of-tokenizer]"
             )
         return tokenizer
 
@@ -183,21 +196,32 @@ def build_tokenizer(tokenizer_type: str | None, **flags: Any) -> Tokenizer:
 def _unknown_type(tokenizer_type: str | None) -> str:
     known = ", ".join(TOKENIZER_TYPES)
     if tokenizer_type is None:
-        return f"--tokenizer-type: is needed; give one of {known}"
+        return f"--tokenizer-type: is needed; give one of {known} [flag-missing]"
     if tokenizer_type.startswith("BertWordPiece"):
-        return f"--tokenizer-type {tokenizer_type}: BERT is not trained here; give one of {known}"
+        return (
+            f"--tokenizer-type {tokenizer_type}: BERT is not trained here; give one of {known} "
+            "[tokenizer-unknown]"
+        )
     by_lower = {name.lower(): name for name in TOKENIZER_TYPES}
     close = difflib.get_close_matches(tokenizer_type.lower(), by_lower, 1, 0.35)
     hint = f"did you mean {by_lower[close[0]]}? Known: {known}" if close else f"give one of {known}"
-    return f"--tokenizer-type {tokenizer_type}: there is no such tokenizer here; {hint}"
+    return (
+        f"--tokenizer-type {tokenizer_type}: there is no such tokenizer here; {hint} "
+        "[tokenizer-unknown]"
+    )
 
 
 def _file_problems(flag: str, path: str, what: str, folder_ok: bool) -> list[str]:
     if not os.path.exists(path):
         where = f"no such file (looked in {os.getcwd()})" if not os.path.isabs(path) else "no such file"
-        return [f"{flag}: {where}; give {what}, which must be on this machine: nothing is downloaded"]
+        return [
+            (
+                f"{flag}: {where}; give {what}, which must be on this machine: nothing is "
+                "downloaded [tokenizer-file-missing]"
+            )
+        ]
     if os.path.isdir(path) and not folder_ok:
-        return [f"{flag}: is a directory; give {what}"]
+        return [f"{flag}: is a directory; give {what} [path-is-a-directory]"]
     if not os.access(path, os.R_OK):
-        return [f"{flag}: cannot be read; check its permissions"]
+        return [f"{flag}: cannot be read; check its permissions [file-not-readable]"]
     return []

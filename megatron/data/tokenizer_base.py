@@ -21,7 +21,8 @@ def library(name: str, tokenizer_type: str) -> ModuleType:
         return importlib.import_module(name)
     except ImportError as error:
         raise ValueError(
-            f"--tokenizer-type {tokenizer_type}: needs the package {name} ({error}); run: pip install {name}"
+            f"--tokenizer-type {tokenizer_type}: needs the package {name} ({error}); run: pip "
+            f"install {name} [package-missing]"
         ) from None
 
 

@@ -33,7 +33,7 @@ class GPT2BPETokenizer(Tokenizer):
         if "<|endoftext|>" not in vocabulary:
             raise ValueError(
                 f"--vocab-file {vocab_file}: has no piece <|endoftext|>, which ends a document; "
-                'add "<|endoftext|>" with the next id'
+                'add "<|endoftext|>" with the next id [tokenizer-file-malformed]'
             )
         unknown = 0 if self._published else sum(left + right not in vocabulary for left, right in merges)
         if unknown:
@@ -183,18 +183,21 @@ def _tiktoken_pieces(path: str, count: int) -> list[bytes]:
         ranks = [row["rank"] for row in rows]
     except (UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError, binascii.Error) as error:
         raise ValueError(
-            f"--tokenizer-model {path}: not a tiktoken vocabulary in JSON ({type(error).__name__}: {error}); "
-            'TikTokenizer reads a list of {"rank": 0, "token_bytes": "AA==", "token_str": ...}'
+            f"--tokenizer-model {path}: not a tiktoken vocabulary in JSON "
+            f"({type(error).__name__}: {error}); TikTokenizer reads a list of "
+            '{"rank": 0, "token_bytes": "AA==", "token_str": ...} [tokenizer-file-malformed]'
         ) from None
     if ranks != list(range(len(ranks))) or len(set(pieces)) != len(pieces) or not _has_all_bytes(pieces[:count]):
         raise ValueError(
-            f"--tokenizer-model {path}: its pieces are not ranked 0, 1, 2, ..., each once, all 256 bytes among them; "
-            "give the file as its maker published it"
+            f"--tokenizer-model {path}: its pieces are not ranked 0, 1, 2, ..., each once, all "
+            "256 bytes among them; give the file as its maker published it "
+            "[tokenizer-file-malformed]"
         )
     if len(pieces) < count:
         raise ValueError(
-            f"--vocab-size: {path} has {len(pieces)} pieces, but {count} are asked for beside the special ones; "
-            f"give --vocab-size {len(pieces)} plus --tiktoken-num-special-tokens"
+            f"--vocab-size: {path} has {len(pieces)} pieces, but {count} are asked for beside the "
+            f"special ones; give --vocab-size {len(pieces)} plus --tiktoken-num-special-tokens "
+            "[vocab-size-not-that-of-tokenizer]"
         )
     return pieces[:count]
 
@@ -223,7 +226,10 @@ class HuggingFaceTokenizer(Tokenizer):
         try:
             engine = read(str(path))
         except Exception as error:  # the library raises nothing narrower
-            raise ValueError(f"--tokenizer-model {path}: not a Hugging Face tokenizer.json ({error})") from None
+            raise ValueError(
+                f"--tokenizer-model {path}: not a Hugging Face tokenizer.json ({error}) "
+                "[tokenizer-file-malformed]"
+            ) from None
         engine.no_truncation()
         engine.no_padding()
         ids = engine.get_vocab(with_added_tokens=True)
@@ -242,8 +248,9 @@ class HuggingFaceTokenizer(Tokenizer):
         except Exception as error:  # the library raises many kinds
             reason = str(error).strip().split("\n")[0]
             raise ValueError(
-                f"--tokenizer-model {path}: holds no Hugging Face tokenizer that can be loaded ({reason}); "
-                "give a folder made by save_pretrained, or a tokenizer.json"
+                f"--tokenizer-model {path}: holds no Hugging Face tokenizer that can be loaded "
+                f"({reason}); give a folder made by save_pretrained, or a tokenizer.json "
+                "[tokenizer-file-malformed]"
             ) from None
         self.vocab_size = max(len(engine), max(engine.get_vocab().values()) + 1)
         self.eos, self.bos, self.pad = engine.eos_token_id, engine.bos_token_id, engine.pad_token_id
@@ -270,7 +277,9 @@ def _special_names(folder: Path) -> tuple[dict[str, str], list[str]]:
         try:
             entries = json.loads(file.read_text(encoding="utf-8"))
         except (UnicodeDecodeError, json.JSONDecodeError) as error:
-            raise ValueError(f"--tokenizer-model {file}: not a JSON file ({error})") from None
+            raise ValueError(
+                f"--tokenizer-model {file}: not a JSON file ({error}) [tokenizer-file-malformed]"
+            ) from None
         files.append(str(file))
         for name, entry in entries.items():
             entry = entry.get("content") if isinstance(entry, dict) else entry

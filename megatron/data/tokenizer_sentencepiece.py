@@ -22,7 +22,8 @@ class GPTSentencePieceTokenizer(Tokenizer):
             self._model = processor(model_file=tokenizer_model)
         except (OSError, RuntimeError) as error:
             raise ValueError(
-                f"--tokenizer-model {tokenizer_model}: not a sentencepiece model ({error}); give the .model file"
+                f"--tokenizer-model {tokenizer_model}: not a sentencepiece model ({error}); give "
+                "the .model file [tokenizer-file-malformed]"
             ) from None
         self.vocab_size = self._model.get_piece_size()
         ids = (self._model.bos_id(), self._model.eos_id(), self._model.pad_id())
@@ -45,8 +46,9 @@ class Llama2Tokenizer(GPTSentencePieceTokenizer):
         super().__init__(tokenizer_model)
         if self.bos is None:
             raise ValueError(
-                f"--tokenizer-model {tokenizer_model}: has no begin-of-sentence piece, which Llama2Tokenizer puts "
-                "before every text; use --tokenizer-type GPTSentencePieceTokenizer"
+                f"--tokenizer-model {tokenizer_model}: has no begin-of-sentence piece, which "
+                "Llama2Tokenizer puts before every text; use --tokenizer-type "
+                "GPTSentencePieceTokenizer [tokenizer-file-malformed]"
             )
 
     def encode(self, text: str) -> Ids:

@@ -44,8 +44,10 @@ class BadRecords:
         """What the side file says of it; raises ValueError if it is one too many."""
         self.count += 1
         if self.count > self._allowed:
-            raise ValueError(f"{file}, line {line}: {what}; fix it, or skip bad records with --max-bad-records "
-                             f"(now {self._allowed})")
+            raise ValueError(
+                f"{file}, line {line}: {what}; fix it, or skip bad records with --max-bad-records "
+                f"(now {self._allowed}) [bad-record]"
+            )
         if self.count <= SHOWN:
             more = "; further ones only in the side file" if self.count == SHOWN else ""
             print(f"skipped {file}, line {line}: {what}{more}", file=sys.stderr, flush=True)
@@ -94,7 +96,10 @@ class Unfinished:
             fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # ends with this process, whoever it has forked
         except OSError:
             self._lock.close()
-            raise Busy(f"another run writes in {self.folder}; wait for it, or choose another --output-prefix") from None
+            raise Busy(
+                f"another run writes in {self.folder}; wait for it, or choose another "
+                "--output-prefix [output-in-use]"
+            ) from None
         self.resumed = self._read_state(job)
         if not self.resumed:
             self._start(job)

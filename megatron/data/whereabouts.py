@@ -95,7 +95,10 @@ def samples_showing(dataset: Dataset, prefix: str, document: int) -> dict[int, i
     if isinstance(dataset, PackedDataset):
         count = next(len(rows.file.lengths) for rows in dataset.files if rows.file.prefix == prefix)
         if not 0 <= document < count:
-            raise ValueError(f"--document {document}: {prefix} has the documents 0 to {count - 1}")
+            raise ValueError(
+                f"--document {document}: {prefix} has the documents 0 to {count - 1} "
+                "[value-out-of-range]"
+            )
         return dataset.showing(prefix, document)
     found: dict[int, int] = {}
     for number, member in enumerate(members(dataset)):
@@ -133,7 +136,10 @@ def _sequences(corpus: TokenSequences, document: int) -> range:
     """The sequences of a document; of made-up data a document is a sequence."""
     count = corpus.num_documents if isinstance(corpus, IndexedDataset) else len(corpus)
     if not 0 <= document < count:
-        raise ValueError(f"--document {document}: {corpus.path_prefix} has the documents 0 to {count - 1}")
+        raise ValueError(
+            f"--document {document}: {corpus.path_prefix} has the documents 0 to {count - 1} "
+            "[value-out-of-range]"
+        )
     if not isinstance(corpus, IndexedDataset):
         return range(document, document + 1)
     return range(*corpus.document_indices[document : document + 2].tolist())

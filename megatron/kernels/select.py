@@ -91,11 +91,16 @@ def check_wishes(device: torch.device, dtype: torch.dtype, config: Config) -> No
     k = config.kernels
     if k.transformer_impl == "transformer_engine":
         if (why_not := transformer_engine.obstacle(device, dtype)) is not None:
-            raise ValueError(f"--transformer-impl transformer_engine: {why_not}; or use --transformer-impl local")
+            raise ValueError(
+                f"--transformer-impl transformer_engine: {why_not}; or use --transformer-impl "
+                "local [kernel-not-available]"
+            )
     if k.attention == "flash":
         if (why_not := _flash_obstacle(device, dtype, config, asked=True)) is not None:
             asked = "--use-flash-attn" if k.use_flash_attn else "--attention-backend flash"
-            raise ValueError(f"{asked}: {why_not}; or use --attention-backend auto")
+            raise ValueError(
+                f"{asked}: {why_not}; or use --attention-backend auto [kernel-not-available]"
+            )
 
 
 def _engine_attention_obstacle(dtype: torch.dtype, config: Config) -> str | None:
@@ -176,8 +181,10 @@ def fp8_rows(device: torch.device, config: Config) -> list[KernelRow]:
     if kind is None:
         return []
     if device.type != "cpu" and not multiplies_fp8(device):
-        raise ValueError(f"--fp8-format {kind}: this device cannot multiply numbers of 8 bits (Ada, Hopper and later can); "
-                         "leave it out")
+        raise ValueError(
+            f"--fp8-format {kind}: this device cannot multiply numbers of 8 bits (Ada, Hopper and "
+            "later can); leave it out [fp8-not-supported]"
+        )
     if config.kernels.transformer_impl == "transformer_engine":
         return _pair(operation, (f"Transformer Engine's products in 8 bits ({kind})", f"products in 8 bits ({kind})"), True,
                      (f"--fp8-recipe {config.precision.fp8_recipe}", "--transformer-impl transformer_engine"))

@@ -234,7 +234,8 @@ class OptimizerParamScheduler:
         return (
             f"the schedule differs from the checkpoint's: {'; '.join(different)}. Give "
             "--override-opt_param-scheduler to keep the command line's values or "
-            "--use-checkpoint-opt_param-scheduler to take the checkpoint's"
+            "--use-checkpoint-opt_param-scheduler to take the checkpoint's "
+            "[schedule-differs-from-checkpoint]"
         )
 
     @staticmethod

@@ -244,8 +244,11 @@ def _take_newest_good(run: Run, tries: list[Candidate]) -> str:
                                  run.runtime.ctx.world)
         failed = [(rank, text, damage) for rank, (_, text, damage) in enumerate(answers) if text]
         if not failed and len({crc32 for crc32, _, _ in answers}) > 1:
-            raise CheckpointError(f"--load {candidate.path}: the ranks see different checkpoints of iteration "
-                                  f"{found.iteration}; give a directory that all of them share")
+            raise CheckpointError(
+                f"--load {candidate.path}: the ranks see different checkpoints of iteration "
+                f"{found.iteration}; give a directory that all of them share "
+                "[checkpoint-differs-between-ranks]"
+            )
         if not failed:
             break
         rank, text, damage = failed[0]
@@ -255,8 +258,11 @@ def _take_newest_good(run: Run, tries: list[Candidate]) -> str:
         bad.append(f"{text} (iteration {candidate.step})")
         log.print_rank_0(f"WARNING: cannot load iteration {candidate.step}: {text}")
     else:
-        raise CheckpointError(f"--load {run.config.checkpoint.load}: none of its {len(bad)} checkpoints is good: "
-                              f"{'; '.join(bad[:3])}. Give another --load, or none to start from random weights")
+        raise CheckpointError(
+            f"--load {run.config.checkpoint.load}: none of its {len(bad)} checkpoints is good: "
+            f"{'; '.join(bad[:3])}. Give another --load, or none to start from random weights "
+            "[no-good-checkpoint]"
+        )
     if bad:
         log.print_rank_0(f"WARNING: the checkpoint of iteration {found.iteration} is used instead of that of iteration "
                          f"{tries[0].step}, which is damaged; training resumes from iteration {found.iteration}")
@@ -279,7 +285,10 @@ def go_back(run: Run, tries: list[Candidate]) -> None:
 def _missing(directory: str, leave: bool) -> None:
     path = f"{directory}/{store.TRACKER}"
     if leave:
-        raise ValueError(f"--load {directory}: {path} is not there and --exit-on-missing-checkpoint is given")
+        raise ValueError(
+            f"--load {directory}: {path} is not there and --exit-on-missing-checkpoint is given "
+            "[checkpoint-missing]"
+        )
     log.detail(f"WARNING: could not find the metadata file {path} ")
     log.detail("    will not load any checkpoints and will start from random")
     here = store.iterations(directory)
@@ -308,8 +317,11 @@ def _take_tensors(run: Run, found: Checkpoint) -> Config:
     if wrong:
         raise ValueError(wrong)
     if _with_optimizer(c, found) and not _has_optimizer(found):
-        raise ValueError(f"--load {c.load}: it was saved without its optimizer (--no-save-optim); give --no-load-optim "
-                         "to go on with a fresh one, or --finetune to start anew from its weights")
+        raise ValueError(
+            f"--load {c.load}: it was saved without its optimizer (--no-save-optim); give "
+            "--no-load-optim to go on with a fresh one, or --finetune to start anew from its "
+            "weights [checkpoint-without-optimizer]"
+        )
     with found.reader() as reader:
         _read_tensors(run, reader, _with_optimizer(c, found))
     return saved
@@ -322,8 +334,11 @@ def _take_state(run: Run, found: Checkpoint, saved: Config) -> None:
         written_by = _ranks(state.layout)
         take_counters(run, state, _with_optimizer(c, found), not c.finetune)
     except (KeyError, TypeError, AttributeError, OverflowError, StopIteration) as error:
-        raise ForeignCheckpoint(f"{found.directory / store.STATE} lacks something or has it in another form "
-                                f"({type(error).__name__} {error}); use another checkpoint, or --finetune") from None
+        raise ForeignCheckpoint(
+            f"{found.directory / store.STATE} lacks something or has it in another form "
+            f"({type(error).__name__} {error}); use another checkpoint, or --finetune "
+            "[checkpoint-damaged]"
+        ) from None
     p = run.progress
     wrong = position_problem(run.config, run.plan, saved, p.iteration, p.consumed_train_samples)
     if wrong and not c.finetune:
@@ -375,8 +390,10 @@ def read_into(tensor: torch.Tensor, reader: Reader, source: str, sharding: Shard
     if there != here:
         vocabulary = sharding.name in (WORD_EMBEDDING, OUTPUT_LAYER)
         if not vocabulary or there[1:] != here[1:] or min(there[0], here[0]) < vocab_size:
-            raise ValueError(f"{source} has shape {list(there)} in {reader.directory}, and {list(here)} by the flags; use "
-                             "those it was saved with")
+            raise ValueError(
+                f"{source} has shape {list(there)} in {reader.directory}, and {list(here)} by the "
+                "flags; use those it was saved with [checkpoint-shape-differs]"
+            )
         stop = max(start, min(stop, vocab_size))
         tensor[stop - start:].zero_()
         tensor = tensor[:stop - start]

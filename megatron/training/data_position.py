@@ -19,6 +19,9 @@ def check_data_order(run: Run, order: dict[str, Any]) -> None:
     text = "; ".join(changed)
     if not run.config.data.allow_data_order_change:
         mix = ", --continue-data-mix to go on with another mix" * (run.config.data.data_order == "epoch")
-        raise ValueError(f"--load: with these flags the order of the data is not that of the checkpoint, so samples would "
-                         f"be repeated or lost: {text}. Give the flags it was saved with{mix}, or --allow-data-order-change")
+        raise ValueError(
+            "--load: with these flags the order of the data is not that of the checkpoint, so "
+            f"samples would be repeated or lost: {text}. Give the flags it was saved with{mix}, "
+            "or --allow-data-order-change [data-order-differs]"
+        )
     log.warn_once(f"the order of the data changes from iteration {run.progress.iteration + 1} on: {text}")

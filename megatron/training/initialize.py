@@ -151,19 +151,27 @@ def open_store(host: str, port: int, limit: timedelta) -> dist.Store:
     here, agent = launcher.info(), launcher.agent_has_store()
     seconds = _answer_limit(here.world_size, limit)
     if here.rank == 0 and not agent and (reason := listen_problem(port)):
-        raise ValueError(f"MASTER_PORT {port}: rank 0 cannot listen there ({reason}); choose a free port")
+        raise ValueError(
+            f"MASTER_PORT {port}: rank 0 cannot listen there ({reason}); choose a free port "
+            "[rendezvous-failed]"
+        )
     if (here.rank or agent) and (reason := unreachable(host, port, seconds)):
         who = "torchrun's agent" if agent else "rank 0"
-        raise ValueError(f"MASTER_ADDR {host}, MASTER_PORT {port}: {who} did not answer there ({reason}); "
-                         f"MASTER_ADDR must be rank 0's node, and all ranks must be started and reach that port")
+        raise ValueError(
+            f"MASTER_ADDR {host}, MASTER_PORT {port}: {who} did not answer there ({reason}); "
+            "MASTER_ADDR must be rank 0's node, and all ranks must be started and reach that "
+            "port [rendezvous-failed]"
+        )
     try:
         store = _store_at(host, port, here.rank == 0 and not agent, seconds)
         if agent:
             store = _serve_attempt(store, host, port) if here.rank == 0 else _join_attempt(store, seconds)
     except dist.DistError as error:
         reason = str(error).splitlines()[0]
-        raise ValueError(f"MASTER_ADDR {host}, MASTER_PORT {port}: rank {here.rank} cannot connect ({reason}); "
-                         f"MASTER_ADDR must be an address of rank 0's node") from None
+        raise ValueError(
+            f"MASTER_ADDR {host}, MASTER_PORT {port}: rank {here.rank} cannot connect ({reason}); "
+            "MASTER_ADDR must be an address of rank 0's node [rendezvous-failed]"
+        ) from None
     store.set_timeout(limit)
     return store
 
@@ -199,6 +207,8 @@ def _join_attempt(agent: dist.Store, seconds: float) -> dist.TCPStore:
                 if store.check(["token"]) and store.get("token").decode() == token:
                     return store
         if time.monotonic() > deadline:
-            raise ValueError(f"rank 0's store at {address}, port {port}: no answer for {seconds:.0f} seconds; let the "
-                             f"nodes reach each other at any port")
+            raise ValueError(
+                f"rank 0's store at {address}, port {port}: no answer for {seconds:.0f} seconds; "
+                "let the nodes reach each other at any port [rendezvous-failed]"
+            )
         time.sleep(RETRY_SECONDS)

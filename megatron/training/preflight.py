@@ -102,7 +102,10 @@ def _shortage(config: Config, plan: Plan, short: Shortage) -> str:
     else:
         times = short.needed // (t.eval_iters * batch)
         text += f"lower --eval-iters to {short.samples // (times * batch)} (of {times} validations), raise --eval-interval"
-    return text + ", give weights (1 A 1 B), or --data-order epoch: with these, data are read as often as needed"
+    return (
+        f"{text}, give weights (1 A 1 B), or --data-order epoch: with these, data are read as often "
+        "as needed [data-exhausted]"
+    )
 
 
 def _flag(config: Config, split: str) -> str:

@@ -15,8 +15,12 @@ def architecture_problem(wrong: Sequence[Difference]) -> str | None:
         return None
     lines = [f"{name} value from checkpoint ({old}) is not equal to the input argument value ({new})."
              for name, _, old, new in wrong]
-    return ("--load: " + " ".join(lines) + " Give the values of the checkpoint (--use-checkpoint-args does), or --finetune "
-            "to start anew from its weights")
+    return (
+        "--load: "
+        + " ".join(lines)
+        + " Give the values of the checkpoint (--use-checkpoint-args does), or --finetune "
+        "to start anew from its weights [flag-contradicts-checkpoint]"
+    )
 
 
 def position_problem(config: Config, plan: Plan, saved: Config, iteration: int, consumed: int) -> str | None:
@@ -24,10 +28,13 @@ def position_problem(config: Config, plan: Plan, saved: Config, iteration: int, 
     expected = plan.consumed_samples(iteration)
     if consumed == expected or config.data.allow_data_order_change:
         return None
-    return (f"--load: after iteration {iteration} the checkpoint has consumed {consumed} samples, with this run's batch "
-            f"sizes it would be {expected} (--global-batch-size was {saved.training.global_batch_size}, is "
-            f"{config.training.global_batch_size}); give the batch sizes of the checkpoint, or --allow-data-order-change "
-            f"to go on from sample {consumed}")
+    return (
+        f"--load: after iteration {iteration} the checkpoint has consumed {consumed} samples, "
+        f"with this run's batch sizes it would be {expected} (--global-batch-size was "
+        f"{saved.training.global_batch_size}, is {config.training.global_batch_size}); give the "
+        "batch sizes of the checkpoint, or --allow-data-order-change to go on from sample "
+        f"{consumed} [consumed-samples-differ]"
+    )
 
 
 def vocabulary_problem(load: str, saved: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
@@ -35,8 +42,11 @@ def vocabulary_problem(load: str, saved: Mapping[str, Any], now: Mapping[str, An
     before, here = _vocabulary(saved), _vocabulary(now)
     if not before or before == here:
         return None
-    return (f"--load {load}: it was trained with the tokenizer {_short(before)}, this run has {_short(here)}; give the same "
-            "vocabulary, or --finetune to start anew from its weights")
+    return (
+        f"--load {load}: it was trained with the tokenizer {_short(before)}, this run has "
+        f"{_short(here)}; give the same vocabulary, or --finetune to start anew from its weights "
+        "[checkpoint-of-another-tokenizer]"
+    )
 
 
 def _vocabulary(identity: Mapping[str, Any]) -> dict[str, Any]:

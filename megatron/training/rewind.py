@@ -67,9 +67,15 @@ class Past:
         there = [*checkpoints, *(one.iteration for one in self.copies)]
         back = max((n for n in there if n < asked.start), default=min(there, default=asked.first))
         if back >= asked.first:
-            raise Refusal(f"a spike at iteration {asked.first}, and nothing older to go back to: neither a copy in memory "
-                          "(--spike-snapshot-interval) nor a checkpoint of this run; start again, with "
-                          f"--train-range-to-skip {asked.start} {asked.end}", EXIT_CODE)
+            raise Refusal(
+                (
+                    f"a spike at iteration {asked.first}, and nothing older to go back to: "
+                    "neither a copy in memory (--spike-snapshot-interval) nor a checkpoint of "
+                    f"this run; start again, with --train-range-to-skip {asked.start} {asked.end} "
+                    "[rewind-without-snapshot]"
+                ),
+                EXIT_CODE,
+            )
         asked, left = replace(asked, start=max(asked.start, back + 1)), progress.iteration
         rewinds, order = [*run.spikes.rewinds, asked], run.data_order
         where = self._take_back(back, checkpoints)

@@ -25,12 +25,18 @@ def _records(path: str) -> list[Record]:
     if Path(path).is_dir() or "tfevents" in Path(path).name:
         found = list(log_reader.read_points(read_scalars(path)))
         if not any(record.trained for record in found):
-            raise ValueError(f"{path}: no TensorBoard file with the scalar 'train/loss' or 'lm loss' is in it")
+            raise ValueError(
+                f"{path}: no TensorBoard file with the scalar 'train/loss' or 'lm loss' is in it "
+                "[log-without-losses]"
+            )
         return found
     text = read_file(path)
     found = list(log_reader.read_metrics(text.splitlines(), path)) if is_metrics(text) else log_reader.read_text(text)
     if not found:
-        raise ValueError(f"{path}: no iteration line of a training log is in it ('iteration N/M | ...')")
+        raise ValueError(
+            f"{path}: no iteration line of a training log is in it ('iteration N/M | ...') "
+            "[log-without-losses]"
+        )
     return found
 
 
@@ -39,7 +45,9 @@ def read_file(path: str) -> str:
     try:
         return Path(path).read_text(encoding="utf-8", errors="replace")
     except OSError as error:
-        raise ValueError(f"{path}: cannot be read ({error.strerror or error})") from None
+        raise ValueError(
+            f"{path}: cannot be read ({error.strerror or error}) [file-not-readable]"
+        ) from None
 
 
 def is_metrics(text: str) -> bool:
@@ -54,6 +62,8 @@ def checkpoints(directory: str | None) -> list[int]:
     try:
         found = list(Path(directory).iterdir())
     except OSError as error:
-        raise ValueError(f"--load {directory}: cannot be read ({error.strerror or error})") from None
+        raise ValueError(
+            f"--load {directory}: cannot be read ({error.strerror or error}) [file-not-readable]"
+        ) from None
     return sorted(int(match[1]) for path in found
                   if (match := _DIRECTORY.fullmatch(path.name)) and (path / MANIFEST).is_file())

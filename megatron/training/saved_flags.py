@@ -24,7 +24,10 @@ def saved_config(found: Checkpoint) -> Config:
     parser, path = build_parser(Config, prog="args", description=""), found.directory / store.ARGS
     words = read_words(path)
     if any(word.startswith("@") for word in words):
-        raise ForeignCheckpoint(f"{path} includes another file, which no checkpoint of this suite does")
+        raise ForeignCheckpoint(
+            f"{path} includes another file, which no checkpoint of this suite does "
+            "[checkpoint-args-damaged]"
+        )
     return config_from(Config, parse_typed(parser, words))
 
 

@@ -70,8 +70,10 @@ def judge(plan: Plan, typed: SkipRanges, forget: Sequence[str], known: Known, at
     new = [one for one in typed.ranges if one not in have and covered.count_in(*one) < one[1] - one[0] + 1]
     skips = persisted.joined(typed.ranges).cut(plan.train_iters)
     if not problems and new and skips.nothing_to_train(at.iteration, plan.train_iters):
-        problems.append(f"{RANGE_FLAG}: nothing to train, iterations {at.iteration + 1} to {plan.train_iters} are skipped; "
-                        "narrow the ranges")
+        problems.append(
+            f"{RANGE_FLAG}: nothing to train, iterations {at.iteration + 1} to {plan.train_iters} "
+            "are skipped; narrow the ranges [skip-leaves-nothing-to-train]"
+        )
     notes = [f"{known.origins[name]}: {name} is forgotten ({FORGET_FLAG})" for name in dropped]
     notes += [f"{known.origins[name]}: {name} is iterations {first} to {last} now, since batch sizes have changed"
               for name, _, (first, last) in moved]
@@ -88,12 +90,20 @@ def _forgotten(forget: Sequence[str], typed: SkipRanges, known: Known, at: Posit
         if record is None:
             if name not in known.origins:           # otherwise an earlier run with these flags has forgotten it
                 have = f"there are {', '.join(list(known.records)[:SHOWN])}" if known.records else "none is recorded"
-                problems.append(f"{FORGET_FLAG} {name}: there is no such id; {have}")
+                problems.append(
+                    f"{FORGET_FLAG} {name}: there is no such id; {have} [skip-id-unknown]"
+                )
         elif _common(typed, record.parts):
-            problems.append(f"{FORGET_FLAG} {name}: {RANGE_FLAG} asks for iterations of it again; leave one of the two out")
+            problems.append(
+                f"{FORGET_FLAG} {name}: {RANGE_FLAG} asks for iterations of it again; leave one "
+                "of the two out [flags-exclude-each-other]"
+            )
         elif record.b <= at.iteration and _common(executed, record.parts) == len(record.parts):
-            problems.append(f"{FORGET_FLAG} {name}: these iterations have been skipped already, the run goes on from "
-                            f"iteration {at.iteration}; {_earlier(known, record.a)}, or leave {FORGET_FLAG} {name} out")
+            problems.append(
+                f"{FORGET_FLAG} {name}: these iterations have been skipped already, the run goes "
+                f"on from iteration {at.iteration}; {_earlier(known, record.a)}, or leave "
+                f"{FORGET_FLAG} {name} out [skip-already-done]"
+            )
         else:
             dropped.append(name)
     return dropped
@@ -109,8 +119,11 @@ def _trained(wanted: Range, named: str, otherwise: str, known: Known, at: Positi
     first, last = wanted[0], min(wanted[1], at.iteration)
     if executed.count_in(first, last) >= last - first + 1:
         return []
-    return [f"{named}: iterations of {first} to {last} have been trained already, the run goes on from iteration "
-            f"{at.iteration}; {_earlier(known, first)}, or {otherwise}"]
+    return [
+        f"{named}: iterations of {first} to {last} have been trained already, the run goes on "
+        f"from iteration {at.iteration}; {_earlier(known, first)}, or {otherwise} "
+        "[skip-already-trained]"
+    ]
 
 
 def _earlier(known: Known, first: int) -> str:
@@ -133,18 +146,23 @@ def _moved(plan: Plan, records: dict[str, SkipRecord], known: Known, at: Positio
         if ends and (r.a <= at.iteration or r.s0 == plan.consumed_samples(r.a - 1) + shift):
             continue
         if r.ranges:
-            problems.append(f"{known.origins[name]}: the {len(r.parts.ranges)} ranges of {name} are other samples with "
-                            f"these batch sizes; give those of before, or {FORGET_FLAG} {name} and the ranges as they are "
-                            "now")
+            problems.append(
+                f"{known.origins[name]}: the {len(r.parts.ranges)} ranges of {name} are other "
+                f"samples with these batch sizes; give those of before, or {FORGET_FLAG} {name} "
+                "and the ranges as they are now [skip-record-not-applicable]"
+            )
             continue
         first = plan.batch.iterations_within(max(0, start - shift)) + 1
         last = plan.batch.iterations_within(max(0, r.s1 - 1 - shift)) + 1
         if (plan.consumed_samples(first - 1) + shift, plan.consumed_samples(last) + shift) == (start, r.s1):
             moved.append((name, r.reason, (first, last)))
         else:
-            problems.append(f"{known.origins[name]}: {name} leaves out samples {r.s0} to {r.s1 - 1}, which are parts of "
-                            f"iterations {first} to {last} with these batch sizes; give those of before, or {FORGET_FLAG} "
-                            f"{name} {RANGE_FLAG} {first} {last}")
+            problems.append(
+                f"{known.origins[name]}: {name} leaves out samples {r.s0} to {r.s1 - 1}, which "
+                f"are parts of iterations {first} to {last} with these batch sizes; give those of "
+                f"before, or {FORGET_FLAG} {name} {RANGE_FLAG} {first} {last} "
+                "[skip-record-not-applicable]"
+            )
     return moved
 
 

@@ -104,10 +104,15 @@ class SpikePolicy:
         the level that has changed; numbers that are not finite count each."""
         if self.action == "skip-update" and self.finding.spike and len(self._spent) > BUDGET:
             raise Refusal(
-                f"{len(self._spent)} spikes within {WITHIN} iterations (at {', '.join(map(str, self._spent))}), of which "
-                f"--spike-action skip-update leaves out {BUDGET}: so many are no accident of the data. Go back before the "
-                "first with a lower --lr or --clip-grad, or give --spike-action log to go on regardless",
-                EXIT_CODE)
+                (
+                    f"{len(self._spent)} spikes within {WITHIN} iterations (at "
+                    f"{', '.join(map(str, self._spent))}), of which --spike-action skip-update "
+                    f"leaves out {BUDGET}: so many are no accident of the data. Go back before "
+                    "the first with a lower --lr or --clip-grad, or give --spike-action log to "
+                    "go on regardless [spike-limit-reached]"
+                ),
+                EXIT_CODE,
+            )
 
     def due(self, train_iters: int, iteration: int) -> Rewind | None:
         """Is it time to go back, after `iteration`? A row of spikes is waited for until it is over. Raises Refusal where
@@ -122,9 +127,14 @@ class SpikePolicy:
         attempt, first = (before.attempt + 1, before.first) if before else (1, row.first)
         if attempt > ATTEMPTS:
             raise Refusal(
-                f"a spike at iteration {row.first}, though {self.tried(first)}. So it is not the data of these iterations: "
-                f"go on from a checkpoint before iteration {self.rewinds[-1].start} with a lower --lr, or look at the data "
-                "(tools/spikes.py docs)", EXIT_CODE)
+                (
+                    f"a spike at iteration {row.first}, though {self.tried(first)}. So it is not "
+                    "the data of these iterations: go on from a checkpoint before iteration "
+                    f"{self.rewinds[-1].start} with a lower --lr, or look at the data "
+                    "(tools/spikes.py docs) [spike-not-caused-by-data]"
+                ),
+                EXIT_CODE,
+            )
         start, end = (row.mark - 1, row.last + 1) if attempt == 1 else (first - BEFORE, max(first + AFTER, row.last + 1))
         return Rewind(attempt, max(1, start), min(end, train_iters), first)
 

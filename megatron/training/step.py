@@ -105,9 +105,12 @@ def train_step(run: Run, forward_step: ForwardStep, samples: Iterator[torch.Tens
 def _check_norm(run: Run, iteration: int, result: StepResult) -> None:
     """Raise NotFinite for an update whose gradient norm is no number."""
     if result.ok and result.grad_norm is not None and not math.isfinite(result.grad_norm) and _checks(run):
-        raise NotFinite(f"iteration {iteration}: the gradient norm is {result.grad_norm}; nothing of this step is "
-                        f"saved. Resume from the last checkpoint with --train-range-to-skip {iteration} {iteration}, a "
-                        f"lower --lr, or --no-check-for-nan-in-loss-and-grad to go on regardless")
+        raise NotFinite(
+            f"iteration {iteration}: the gradient norm is {result.grad_norm}; nothing of this "
+            "step is saved. Resume from the last checkpoint with --train-range-to-skip "
+            f"{iteration} {iteration}, a lower --lr, or --no-check-for-nan-in-loss-and-grad to go "
+            "on regardless [gradient-not-finite]"
+        )
 
 
 def _why_skipped(run: Run, result: StepResult) -> str | None:
@@ -162,9 +165,11 @@ def next_samples(samples: Iterator[torch.Tensor]) -> torch.Tensor:
     try:
         return next(samples)
     except StopIteration:
-        raise ValueError("the data set has no samples left for this run; lower --train-iters or --train-samples (for "
-                         "validation --eval-iters), or read data more than once: give weights, or --data-order epoch"
-                         ) from None
+        raise ValueError(
+            "the data set has no samples left for this run; lower --train-iters or "
+            "--train-samples (for validation --eval-iters), or read data more than once: give "
+            "weights, or --data-order epoch [data-exhausted]"
+        ) from None
 
 
 def _checks(run: Run) -> bool:
@@ -181,9 +186,11 @@ def _check_loss(run: Run, iteration: int, loss: float, local: torch.Tensor) -> N
     bad = [rank for rank, other in zip(axis.ranks, gather_objects(local.item(), axis), strict=True)
            if not math.isfinite(other)]
     where = f" (found on rank{'s' * (len(bad) > 1)} {', '.join(map(str, bad))})" if bad else ""
-    raise NotFinite(f"iteration {iteration}: the loss is {loss}{where}; optimizer step skipped. Resume from the last "
-                    f"checkpoint with --train-range-to-skip {iteration} {iteration}, a lower --lr, or "
-                    f"--no-check-for-nan-in-loss-and-grad to go on regardless")
+    raise NotFinite(
+        f"iteration {iteration}: the loss is {loss}{where}; optimizer step skipped. Resume from "
+        f"the last checkpoint with --train-range-to-skip {iteration} {iteration}, a lower --lr, "
+        "or --no-check-for-nan-in-loss-and-grad to go on regardless [loss-not-finite]"
+    )
 
 
 @torch.no_grad()

@@ -81,8 +81,10 @@ class TensorBoard:
         try:
             from torch.utils.tensorboard import summary
         except ImportError:
-            raise ValueError("--tensorboard-dir needs the package tensorboard: pip install tensorboard, or leave the "
-                             "flag out (--metrics-file needs no package)") from None
+            raise ValueError(
+                "--tensorboard-dir needs the package tensorboard: pip install tensorboard, or "
+                "leave the flag out (--metrics-file needs no package) [package-missing]"
+            ) from None
         self._summary, self._events = summary, _EventFile(directory, queue_size)
 
     def arguments(self, values: Mapping[str, Any], iteration: int) -> None:
@@ -128,7 +130,10 @@ def read_scalars(directory: str) -> Iterator[tuple[str, int, float]]:
         from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
         from tensorboard.util.tensor_util import make_ndarray
     except ImportError:
-        raise ValueError(f"{directory}: TensorBoard files need the package tensorboard: pip install tensorboard") from None
+        raise ValueError(
+            f"{directory}: TensorBoard files need the package tensorboard: pip install "
+            "tensorboard [package-missing]"
+        ) from None
     for path in sorted(Path(directory).rglob("*tfevents*"), key=lambda path: (path.name, path)):
         for event in LegacyEventFileLoader(str(path)).Load():
             for value in event.summary.value:

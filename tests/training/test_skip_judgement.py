@@ -12,6 +12,7 @@ from megatron.config import command_line
 from megatron.config.plan import make_plan
 from megatron.config.skip_ranges import SkipRanges
 from megatron.training.skip_judgement import Judgement, Known, Position, judge
+from tests.problems import assert_problem
 
 WORDS = ("--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 --mock-data "
          "--vocab-size 100 --micro-batch-size 2 --lr 0.003 --device cpu").split()
@@ -59,14 +60,13 @@ def test_the_past_that_was_skipped_is_silent(at):
 @pytest.mark.parametrize(("at", "executed"), [(10, []), (25, []), (25, [[10, 15]]), (25, [[11, 20]]), (15, [[10, 14]])])
 def test_the_past_that_was_trained_is_refused(at, executed):
     last = min(at, 20)
-    text = f"iterations of 10 to {last} have been trained already, the run goes on from iteration {at}; go back with " \
-           "--ckpt-step 9, the newest checkpoint before them, or "
-    found = judged([(10, 20)], at=at, executed=executed, checkpoints=[3, 9, 10, 25])
-    assert found.problems == [f"--train-range-to-skip 10 20: {text}leave the range out"]
-    found = judged([], [record(10, 20)], at=at, executed=executed, checkpoints=[3, 9, 10, 25])
-    assert found.problems == [f"F: 10-20: {text}--forget-skip 10-20"]
-    none = judged([(10, 20)], at=at, checkpoints=[10])
-    assert "; D has no checkpoint before them: start anew without --load, or leave the range out" in none.problems[0]
+    named = (f"10 to {last}", f"iteration {at}", "--ckpt-step 9")
+    [line] = judged([(10, 20)], at=at, executed=executed, checkpoints=[3, 9, 10, 25]).problems
+    assert_problem(line, "skip-already-trained", "--train-range-to-skip 10 20", *named)
+    [line] = judged([], [record(10, 20)], at=at, executed=executed, checkpoints=[3, 9, 10, 25]).problems
+    assert_problem(line, "skip-already-trained", "F: 10-20", "--forget-skip 10-20", *named)
+    [line] = judged([(10, 20)], at=at, checkpoints=[10]).problems
+    assert_problem(line, "skip-already-trained", "D has no checkpoint", "without --load")
     assert judged([], [record(10, 20)], at=at, executed=executed, forget=["10-20"]).problems == []
 
 
@@ -77,13 +77,12 @@ def test_forgetting():
     assert found.notes[0] == "F: 10-20 is forgotten (--forget-skip)"
     inside = judged([], known[:1], at=15, executed=[[10, 15]], forget=["10-20"])
     assert (inside.problems, inside.skips.ranges) == ([], ())
-    assert judged([], known, forget=["1-2"]).problems == ["--forget-skip 1-2: there is no such id; there are 10-20, 15-30"]
-    assert judged([], [], forget=["1-2"]).problems == ["--forget-skip 1-2: there is no such id; none is recorded"]
-    assert "asks for iterations of it again" in judged([(20, 22)], known[:1], forget=["10-20"]).problems[0]
+    assert_problem(judged([], known, forget=["1-2"]).problems[0], "skip-id-unknown", "--forget-skip 1-2", "10-20, 15-30")
+    assert_problem(judged([], [], forget=["1-2"]).problems[0], "skip-id-unknown", "--forget-skip 1-2")
+    [line] = judged([(20, 22)], known[:1], forget=["10-20"]).problems
+    assert_problem(line, "flags-exclude-each-other", "--forget-skip 10-20", "--train-range-to-skip")
     done = judged([], known[:1], at=40, executed=[[10, 20]], checkpoints=[9], forget=["10-20"])
-    assert done.problems == ["--forget-skip 10-20: these iterations have been skipped already, the run goes on from "
-                             "iteration 40; go back with --ckpt-step 9, the newest checkpoint before them, or leave "
-                             "--forget-skip 10-20 out"]
+    assert_problem(done.problems[0], "skip-already-done", "--forget-skip 10-20", "iteration 40", "--ckpt-step 9")
 
 
 def test_forgetting_again_is_no_error():
@@ -98,8 +97,8 @@ def test_other_batch_sizes():
     assert found.problems == [] and found.moved == [("11-20", "user", (8, 12))] and found.skips.ranges == ((8, 12),)
     assert "F: 11-20 is iterations 8 to 12 now, since batch sizes have changed" in found.notes
     found = judged([], [record(12, 20)], at=4, size=16, consumed=32)
-    assert found.problems == ["F: 12-20 leaves out samples 88 to 159, which are parts of iterations 8 to 12 with these "
-                              "batch sizes; give those of before, or --forget-skip 12-20 --train-range-to-skip 8 12"]
+    remedy = "--forget-skip 12-20 --train-range-to-skip 8 12"
+    assert_problem(found.problems[0], "skip-record-not-applicable", "F: 12-20", "88 to 159", "8 to 12", remedy)
     assert judged([], [record(12, 20)], at=4, size=16, consumed=32, forget=["12-20"]).problems == []
     past = judged([], [record(1, 3)], at=4, size=16, consumed=32, executed=[[1, 3]])
     assert past.problems == [] and past.moved == []
@@ -124,8 +123,8 @@ def test_a_moved_range_covers_its_samples_whatever_the_sizes():
 
 def test_nothing_to_train():
     """A new wish to skip all that is left is refused, one that is on record is not: its run must be able to end."""
-    assert judged([(51, 100)], at=50).problems == [
-        "--train-range-to-skip: nothing to train, iterations 51 to 100 are skipped; narrow the ranges"]
+    [line] = judged([(51, 100)], at=50).problems
+    assert_problem(line, "skip-leaves-nothing-to-train", "--train-range-to-skip", "51 to 100")
     assert judged([(51, 100)], [record(51, 100)], at=60, executed=[[51, 60]]).problems == []
     assert judged([(41, 100)], [], at=60, executed=[[41, 60]]).problems != []
     assert judged([(60, 70)], [record(60, 70)], at=80, executed=[[60, 70]], iterations=80).problems == []
@@ -159,9 +158,7 @@ def test_a_record_of_many_ranges():
     more = judged([(30, 30), (70, 71)], [many()], at=5)
     assert more.new == [(70, 71)] and more.skips.ranges == ((10, 20), (30, 30), (50, 59), (70, 71))
     trained = judged([], [many()], at=40, executed=[[10, 20]], checkpoints=[25])
-    assert trained.problems == ["F: 10-59x3: iterations of 30 to 30 have been trained already, the run goes on from "
-                                "iteration 40; go back with --ckpt-step 25, the newest checkpoint before them, or "
-                                "--forget-skip 10-59x3"]
+    assert_problem(trained.problems[0], "skip-already-trained", "F: 10-59x3", "30 to 30", "--ckpt-step 25")
     gone = judged([], [many()], at=5, forget=["10-59x3"])
     assert (gone.problems, gone.forgotten, gone.skips.ranges) == ([], ["10-59x3"], ())
     assert "asks for iterations of it again" in judged([(30, 30)], [many()], forget=["10-59x3"]).problems[0]
@@ -172,8 +169,7 @@ def test_a_record_of_many_ranges():
 
 def test_many_ranges_and_other_batch_sizes():
     found = judged([], [many()], at=4, size=16, consumed=32)
-    assert found.problems == ["F: the 3 ranges of 10-59x3 are other samples with these batch sizes; give those of "
-                              "before, or --forget-skip 10-59x3 and the ranges as they are now"]
+    assert_problem(found.problems[0], "skip-record-not-applicable", "10-59x3", "--forget-skip 10-59x3")
     assert judged([], [many()], at=60, size=16, consumed=480, executed=[[10, 20], [30, 30], [50, 59]]).problems == []
 
 
