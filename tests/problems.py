@@ -35,8 +35,10 @@ def assert_problem(line: str, code: str, *named: object) -> None:
 
 
 @contextlib.contextmanager
-def raises(kind: type[Exception], code: str, *named: object) -> Iterator[None]:
+def raises(
+    kind: type[Exception], code: str, *named: object
+) -> Iterator[pytest.ExceptionInfo]:
     """Assert that an exception of this kind comes, with one line as `assert_problem` wants it."""
     with pytest.raises(kind) as caught:
-        yield
+        yield caught
     assert_problem(str(caught.value), code, *named)

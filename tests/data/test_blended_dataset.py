@@ -23,6 +23,7 @@ from megatron.data.gpt_dataset import GPTDataset
 from megatron.data.index_cache import IndexCache
 from megatron.data.indexed_dataset import IndexedDataset
 from tests.data.corpora import write_corpus
+from tests.problems import raises
 
 
 @pytest.fixture
@@ -63,7 +64,7 @@ def test_splits(split, matrix):
 
 @pytest.mark.parametrize("split", ["", "a,b,c", "0,0,0", "1,2,3,4", "1.2.3,4", "-5,50,50", "1,nan,2", "inf,1,1", "8;2"])
 def test_bad_splits(split):
-    with pytest.raises(ValueError, match="--split .*three shares"):
+    with raises(ValueError, "split-malformed", "--split"):
         parse_split(split)
 
 
@@ -136,7 +137,7 @@ def test_bad_blend_files(tmp_path, text, words):
 
 
 def test_a_missing_blend_file():
-    with pytest.raises(ValueError, match="--data-args-path /gone: cannot be read"):
+    with raises(ValueError, "file-not-readable", "--data-args-path"):
         read_blend_file("/gone")
 
 
@@ -202,7 +203,7 @@ def test_asking_one_dataset_for_too_much(members):
 
 @pytest.mark.parametrize("weights", [[1, 0, 1], [1, -1, 1], [math.nan, 1, 1], [math.inf, 1, 1], [0, 0, 0]])
 def test_bad_weights(members, weights):
-    with pytest.raises(ValueError, match="--data-path: weights"):
+    with raises(ValueError, "blend-malformed", "--data-path"):
         BlendedDataset(members, weights, 5)
 
 
