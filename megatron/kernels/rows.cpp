@@ -45,7 +45,7 @@ void gelu(uintptr_t x_, uintptr_t out_, int64_t size, int threads) {
   spread(size, kRun, threads, [=](int64_t start, int64_t stop) {
     for (int64_t i = start; i < stop; i += kLanes) {
       const V v = load(x + i, stop - i), c = clamp(v, kEnd);
-      store(out + i, (v < -kEnd ? c : v) * sigmoid(c * (kLinear + kCubic * c * c)), stop - i);
+      store(out + i, where_less(v, V{} - kEnd, c, v) * sigmoid(c * (kLinear + kCubic * c * c)), stop - i);
     }
   });
 }
@@ -72,7 +72,7 @@ void swiglu(uintptr_t x, uintptr_t out_, int64_t rows, int64_t width, int thread
     for (int64_t row = start; row < stop; ++row) {
       const T *gate = gate_up + 2 * row * width, *up = gate + width;
       for (int64_t i = 0; i < width; i += kLanes) {
-        const V v = load(gate + i, width - i), c = clamp(v, kFar), g = v < -kFar ? c : v;
+        const V v = load(gate + i, width - i), c = clamp(v, kFar), g = where_less(v, V{} - kFar, c, v);
         store(out + row * width + i, g * sigmoid(c) * load(up + i, width - i), width - i);
       }
     }
@@ -88,7 +88,7 @@ void swiglu_grad(uintptr_t x, uintptr_t above, uintptr_t grad_, int64_t rows, in
       const T *gate = gate_up + 2 * row * width, *up = gate + width;
       T* to = grad + 2 * row * width;
       for (int64_t i = 0; i < width; i += kLanes) {
-        const V v = load(gate + i, width - i), c = clamp(v, kFar), g = v < -kFar ? c : v;
+        const V v = load(gate + i, width - i), c = clamp(v, kFar), g = where_less(v, V{} - kFar, c, v);
         const V d = load(grad_out + row * width + i, width - i), s = sigmoid(c);
         store(to + i, d * load(up + i, width - i) * s * (1.0f + c * (1.0f - s)), width - i);
         store(to + width + i, d * g * s, width - i);

@@ -2,6 +2,9 @@
 // beside it. The compiler turns them into the registers that the level of x86-64 it builds for has.
 #pragma once
 
+#include <dlfcn.h>
+
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <cstring>
@@ -9,9 +12,7 @@
 #include <thread>
 #include <vector>
 
-#ifdef __AVX512F__
 #include <immintrin.h>
-#endif
 
 namespace {
 
@@ -47,11 +48,79 @@ inline V load(const Bf16* from) {
 
 inline void store(float* to, V v) { std::memcpy(to, &v, sizeof(v)); }
 
+// ---- comparisons: compilers compare no vector that is wider than a register except lane by lane
+
+#ifdef __AVX512F__
+typedef __m512 Register;
+inline Register largest_of(Register a, Register b) { return _mm512_max_ps(a, b); }
+inline Register smallest_of(Register a, Register b) { return _mm512_min_ps(a, b); }
+template <int kPredicate>
+inline Register choose(Register a, Register b, Register yes, Register no) {
+  return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(a, b, kPredicate), no, yes);
+}
+#elif defined(__AVX2__)
+typedef __m256 Register;
+inline Register largest_of(Register a, Register b) { return _mm256_max_ps(a, b); }
+inline Register smallest_of(Register a, Register b) { return _mm256_min_ps(a, b); }
+template <int kPredicate>
+inline Register choose(Register a, Register b, Register yes, Register no) {
+  return _mm256_blendv_ps(no, yes, _mm256_cmp_ps(a, b, kPredicate));
+}
+#endif
+
+struct Registers {
+  Register part[sizeof(V) / sizeof(Register)];
+};
+
+template <class Function, class... Vectors>
+inline V by_register(const Function& function, Vectors... vectors) {
+  Registers out;
+  for (size_t i = 0; i < sizeof(V) / sizeof(Register); ++i) out.part[i] = function(same_bits<Registers>(vectors).part[i]...);
+  return same_bits<V>(out);
+}
+
+// The larger of two; b where one of them is NaN.
+inline V larger(V a, V b) {
+  return by_register([](Register x, Register y) { return largest_of(x, y); }, a, b);
+}
+
+// The smaller of two; b where one of them is NaN.
+inline V smaller(V a, V b) {
+  return by_register([](Register x, Register y) { return smallest_of(x, y); }, a, b);
+}
+
+// NaN stays NaN.
+inline V clamp(V v, float limit) { return larger(V{} - limit, smaller(V{} + limit, v)); }
+
+// yes where a < b, else no.
+inline V where_less(V a, V b, V yes, V no) {
+  return by_register([](Register x, Register y, Register z, Register w) { return choose<_CMP_LT_OQ>(x, y, z, w); }, a, b, yes,
+                     no);
+}
+
+// yes where v is NaN, else no.
+inline V where_nan(V v, V yes, V no) {
+  return by_register([](Register x, Register y, Register z) { return choose<_CMP_UNORD_Q>(x, x, y, z); }, v, yes, no);
+}
+
+// All bits set in the first `count` lanes (of 0 to 16), none in the others.
+inline I first_lanes(int64_t count) {
+  static constexpr int32_t kEdge[2 * kLanes] = {-1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1};
+  I lanes;
+  std::memcpy(&lanes, kEdge + kLanes - count, sizeof(lanes));
+  return lanes;
+}
+
+// The first `count` lanes; the others become 0.
+inline V first(V v, int64_t count) {
+  return count >= kLanes ? v : same_bits<V>(same_bits<I>(v) & first_lanes(count));
+}
+
 // To the nearest bf16, to even ones between two; NaN stays NaN.
 inline H to_bf16(V v) {
   const U bits = same_bits<U>(v);
-  const U rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-  return __builtin_convertvector(v == v ? rounded : U{} + 0x7fc0u, H);
+  const V rounded = same_bits<V>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
+  return __builtin_convertvector(same_bits<U>(where_nan(v, same_bits<V>(U{} + 0x7fc0u), rounded)), H);
 }
 
 inline void store(Bf16* to, V v) {
@@ -74,30 +143,6 @@ inline void store(T* to, V v, int64_t count) {
   T part[kLanes];
   store(part, v);
   std::memcpy(to, part, count * sizeof(T));
-}
-
-// NaN stays NaN.
-inline V clamp(V v, float limit) {
-#ifdef __AVX512F__
-  return same_bits<V>(_mm512_max_ps(_mm512_set1_ps(-limit), _mm512_min_ps(_mm512_set1_ps(limit), same_bits<__m512>(v))));
-#else
-  v = v > limit ? V{} + limit : v;
-  return v < -limit ? V{} - limit : v;
-#endif
-}
-
-inline V larger(V a, V b) {
-#ifdef __AVX512F__
-  return same_bits<V>(_mm512_max_ps(same_bits<__m512>(a), same_bits<__m512>(b)));
-#else
-  return a > b ? a : b;
-#endif
-}
-
-// The first `count` lanes; the others become 0.
-inline V first(V v, int64_t count) {
-  constexpr I lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-  return count >= kLanes ? v : lanes < static_cast<int32_t>(count) ? v : V{};
 }
 
 // Sum of all lanes, in one order on every machine.
@@ -149,25 +194,45 @@ inline V exp_of(V v) {
   return same_bits<V>(same_bits<I>(e) + (same_bits<I>(shifted) << 23));
 }
 
+// GOMP_parallel of the OpenMP runtime that torch's operations run on; null where torch has none (another runtime).
+typedef void (*Parallel)(void (*)(void*), void*, unsigned, unsigned);
+
+inline Parallel find_parallel() {
+  void* torch = dlopen("libtorch_cpu.so", RTLD_LAZY | RTLD_NOLOAD);
+  return torch ? reinterpret_cast<Parallel>(dlsym(torch, "GOMP_parallel")) : nullptr;
+}
+
+// work() on up to `threads` threads, the caller among them: torch's own threads, which wait for work anyway. Threads of
+// our own would compete with those for the cores. Without that runtime threads are started.
+template <class Work>
+void on_threads(int64_t threads, const Work& work) {
+  static const Parallel parallel = find_parallel();
+  if (threads <= 1) return work();
+  if (parallel) {
+    const auto call = [](void* data) { (*static_cast<const Work*>(data))(); };
+    return parallel(call, const_cast<Work*>(&work), static_cast<unsigned>(threads), 0);
+  }
+  std::vector<std::thread> others;
+  try {
+    for (int64_t i = 1; i < threads; ++i) others.emplace_back(work);
+  } catch (const std::system_error&) {  // no more threads: the existing ones do the work
+  }
+  work();
+  for (std::thread& other : others) other.join();
+}
+
 // work(start, stop, scratch) for every run of `step` of `size` items; the caller is one of up to `threads` threads. Runs are
 // the same whatever the number of threads, and each is done by one. `make` makes a thread's scratch.
 template <class Make, class Work>
 void spread_with(int64_t size, int64_t step, int64_t threads, const Make& make, const Work& work) {
   const int64_t runs = (size + step - 1) / step;
   std::atomic<int64_t> next{0};
-  const auto loop = [&] {
+  on_threads(std::min(threads, runs), [&] {
     auto scratch = make();
     for (int64_t run; (run = next.fetch_add(1, std::memory_order_relaxed)) < runs;) {
       work(run * step, run + 1 < runs ? (run + 1) * step : size, scratch);
     }
-  };
-  std::vector<std::thread> others;
-  try {
-    for (int64_t i = 1; i < threads && i < runs; ++i) others.emplace_back(loop);
-  } catch (const std::system_error&) {  // no more threads: those there are do it
-  }
-  loop();
-  for (std::thread& other : others) other.join();
+  });
 }
 
 // The same for work(start, stop).
