@@ -31,6 +31,8 @@ def _onednn_has(dtype: torch.dtype) -> bool:
 
 def compute_dtype(tensor: Tensor) -> torch.dtype:
     """The dtype in which matrix products of `tensor` are computed: its own, or fp32 where its own is emulated."""
+    if tensor.dtype == torch.float32:
+        return tensor.dtype
     return tensor.dtype if low_precision_is_native(tensor.device.type, tensor.dtype) else torch.float32
 
 
@@ -47,16 +49,10 @@ def linear_weight_grad(grad_out: Tensor, x: Tensor, accumulate_into: Tensor | No
     are computed in fp32 it is then never rounded to x's dtype.
     """
     dtype = compute_dtype(x)
-    rows_out, rows_in = grad_out.reshape(-1, grad_out.shape[-1]), x.reshape(-1, x.shape[-1]).to(dtype)
-    if dtype == x.dtype and accumulate_into is None:
-        return torch.mm(rows_out.t(), rows_in)
-    if (dtype == x.dtype and not torch.compiler.is_compiling()
-            and apex.gradient_obstacle(x.device, dtype, accumulate_into.dtype) is None):
-        apex.accumulate_weight_grad(rows_in, rows_out, accumulate_into)
-        return None
-    if dtype == x.dtype and accumulate_into.dtype != dtype:
-        accumulate_into.add_(torch.mm(rows_out.t(), rows_in))
-        return None
+    rows_out, rows_in = grad_out.reshape(-1, grad_out.shape[-1]), x.reshape(-1, x.shape[-1])
+    if dtype == x.dtype:
+        return _native_weight_grad(rows_out, rows_in, accumulate_into)
+    rows_in = rows_in.to(dtype)
     grad = x.new_empty(rows_out.shape[1], rows_in.shape[1]) if accumulate_into is None else accumulate_into
     for columns in _column_blocks(*rows_out.shape):
         block = rows_out[:, columns].to(dtype).t()
@@ -67,6 +63,21 @@ def linear_weight_grad(grad_out: Tensor, x: Tensor, accumulate_into: Tensor | No
         else:
             grad[columns] = torch.mm(block, rows_in)
     return grad if accumulate_into is None else None
+
+
+def _native_weight_grad(rows_out: Tensor, rows_in: Tensor, accumulate_into: Tensor | None) -> Tensor | None:
+    """`linear_weight_grad` where products of the dtype of rows_in [m, in] are computed in it; rows_out [m, out]."""
+    dtype = rows_in.dtype
+    if accumulate_into is None:
+        return torch.mm(rows_out.t(), rows_in)
+    if (not torch.compiler.is_compiling()
+            and apex.gradient_obstacle(rows_in.device, dtype, accumulate_into.dtype) is None):
+        apex.accumulate_weight_grad(rows_in, rows_out, accumulate_into)
+    elif accumulate_into.dtype == dtype:
+        accumulate_into.addmm_(rows_out.t(), rows_in)
+    else:
+        accumulate_into.add_(torch.mm(rows_out.t(), rows_in))
+    return None
 
 
 def _adds_bias(rows: Tensor) -> bool:
@@ -119,9 +130,10 @@ class Exchange(NamedTuple):
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None, accumulate_into: Tensor | None,
-                exchange: Exchange | None) -> Tensor:
+                accumulate_bias_into: Tensor | None, exchange: Exchange | None) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.accumulate_into, ctx.exchange = accumulate_into, exchange
+        ctx.accumulate_bias_into = accumulate_bias_into
         if exchange:
             x = exchange.gather(x)()
         out = _product(x.reshape(-1, x.shape[-1]), weight, bias)
@@ -131,22 +143,33 @@ class _Linear(torch.autograd.Function):
     def backward(ctx, grad_out: Tensor):
         x, weight = ctx.saved_tensors
         rows = grad_out.reshape(-1, grad_out.shape[-1])
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         grad_x = grad_weight = grad_bias = reduced = None
-        gathered = ctx.exchange.gather(x) if ctx.exchange and ctx.needs_input_grad[1] else None
-        if ctx.needs_input_grad[2]:
-            grad_bias = native.column_sums(rows) if native.runs(rows) else rows.sum(0)
-        if len(_column_blocks(*rows.shape)) == 1:
-            rows = rows.to(compute_dtype(x))  # once for both products
-        if ctx.needs_input_grad[0]:
+        gathered = ctx.exchange.gather(x) if ctx.exchange and needs_weight else None
+        if needs_bias:
+            grad_bias = _bias_grad(rows, ctx.accumulate_bias_into)
+        dtype = compute_dtype(x)
+        if rows.dtype != dtype and len(_column_blocks(*rows.shape)) == 1:
+            rows = rows.to(dtype)  # once for both products
+        if needs_x:
             grad_x = _input_grad(rows, weight).view(*grad_out.shape[:-1], weight.shape[1])
             reduced = ctx.exchange.reduce(grad_x) if ctx.exchange else None
-        if ctx.needs_input_grad[1]:
+        if needs_weight:
             grad_weight = linear_weight_grad(rows, gathered() if gathered else x, ctx.accumulate_into)
-        return reduced() if reduced else grad_x, grad_weight, grad_bias, None, None
+        return reduced() if reduced else grad_x, grad_weight, grad_bias, None, None, None
+
+
+def _bias_grad(rows: Tensor, accumulate_into: Tensor | None) -> Tensor | None:
+    """Sum of rows [m, out] -> [out] in their dtype, or None where it was added to `accumulate_into`."""
+    grad = native.column_sums(rows) if native.runs(rows) else rows.sum(0)
+    if accumulate_into is None:
+        return grad.to(rows.dtype)
+    accumulate_into.add_(grad)
+    return None
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, accumulate_into: Tensor | None = None,
-           exchange: Exchange | None = None) -> Tensor:
+           accumulate_bias_into: Tensor | None = None, exchange: Exchange | None = None) -> Tensor:
     """y = x w^T + bias.
 
     x [..., in], weight [out, in], bias [out] or None, all of one dtype (bf16, fp16, fp32, fp64) -> [..., out].
@@ -154,9 +177,10 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, accumulate_
     `accumulate_into`: None, or a buffer [out, in] (the parameter's fp32 `main_grad`). Then backward does
     `accumulate_into += weight gradient` itself, before any rounding to a low precision where the product is computed
     in fp32, and autograd sees no gradient for the weight: its `.grad` is left alone. Its post-accumulate hooks do run.
+    `accumulate_bias_into` [out]: the same for the bias.
 
     `exchange`: x is what this rank has of an input that ranks share. It is gathered for the product, and once more in
     backward, so that only this rank's part is kept; there gathering runs beside the product for the input's gradient,
     and the reduction of that beside the product for the weight's.
     """
-    return _Linear.apply(x, weight, bias, accumulate_into, exchange)
+    return _Linear.apply(x, weight, bias, accumulate_into, accumulate_bias_into, exchange)

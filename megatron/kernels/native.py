@@ -103,10 +103,10 @@ def rms_norm_grad(x: Tensor, weight: Tensor, grad_out: Tensor, eps: float) -> tu
 
 
 def column_sums(x: Tensor) -> Tensor:
-    """Sum over the rows of x [rows, width], added up in fp32 -> [width] in x's dtype."""
+    """Sum over the rows of x [rows, width] -> fp32 [width]."""
     x, out = x.contiguous(), torch.empty(x.shape[1])
     _call("column_sums", x, x, out, *x.shape)
-    return out.to(x.dtype)
+    return out
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:

@@ -27,15 +27,18 @@ from megatron.parallel.fp8 import LayerScaling
 def _linear(x: torch.Tensor, weight: nn.Parameter, bias: nn.Parameter | None = None,
             exchange: kernels.Exchange | None = None, scaling: LayerScaling | None = None, *,
             accumulate: bool = True) -> torch.Tensor:
-    """x W^T + b with W and b as matrix and vector; backward adds to `weight.main_grad` itself where there is one and
+    """x W^T + b with W and b as matrix and vector; backward adds to their `main_grad` itself where they have one and
     `accumulate` allows it. With `scaling` the products are of 8 bits."""
     main_grad = getattr(weight, "main_grad", None) if accumulate else None
+    bias_main_grad = getattr(bias, "main_grad", None) if accumulate else None
     if weight.dim() > 2:
-        weight, bias = weight.flatten(0, -2), None if bias is None else bias.flatten()
-        main_grad = None if main_grad is None else main_grad.flatten(0, -2)
+        weight, main_grad = weight.flatten(0, -2), None if main_grad is None else main_grad.flatten(0, -2)
+    if bias is not None and bias.dim() > 1:
+        bias, bias_main_grad = bias.flatten(), None if bias_main_grad is None else bias_main_grad.flatten()
     if scaling is not None:
         return kernels.linear_fp8(x, weight, bias, scaling=scaling, accumulate_into=main_grad, exchange=exchange)
-    return kernels.linear(x, weight, bias, accumulate_into=main_grad, exchange=exchange)
+    return kernels.linear(x, weight, bias, accumulate_into=main_grad, accumulate_bias_into=bias_main_grad,
+                          exchange=exchange)
 
 
 def _exchange(ctx: ParallelContext) -> kernels.Exchange | None:
