@@ -8,9 +8,11 @@ import os
 import sys
 import time
 
+from megatron import threads
 from megatron.training.signals import SignalWatch, leave_with
 
 STARTED = time.time()
+USAGE_AT_START = threads.usage()
 
 
 def forward_step(batch, model):
@@ -74,8 +76,7 @@ def main(argv: list[str] | None = None, signals: SignalWatch | None = None, serv
     with lock.held(line.config.checkpoint.save if writes else None) as held:
         if signals:
             signals.leaving = held.release
-        # Read when torch loads: CPU threads that wait then leave the cores to threads and ranks that work.
-        os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+        threads.set_waiting(USAGE_AT_START)
         from megatron.checkpoint import async_writer, object_store
         c = line.config.checkpoint
         if line.load_url and line.rank == 0:

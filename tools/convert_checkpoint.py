@@ -21,7 +21,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # read when torch loads
+from megatron import threads
+
+threads.set_waiting()
 from megatron.arguments import arg
 from megatron.checkpoint.disk import CheckpointError
 from tools.convert.choices import FAMILY_NAMES, MLP_ORDERS

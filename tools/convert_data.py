@@ -74,30 +74,20 @@ def to_internlm(path: str, out: str, told: Callable[[int, int], None]) -> tuple[
 def outputs(folder: str, out: str, to: type) -> Iterator[tuple[str, str]]:
     """(a file, its result without .bin). Raises ValueError before anything is written if one cannot be."""
     if not os.path.isdir(folder):
-        raise ValueError(
-            f"{folder}: is no directory; give the folder that holds the data [directory-missing]"
-        )
+        raise ValueError(f"{folder}: is no directory; give the folder that holds the data")
     inside, outside = os.path.realpath(folder), os.path.realpath(out)
     if os.path.commonpath((inside, outside)) in (inside, outside):
-        raise ValueError(
-            f"{out}: lies in {folder}, or the other way round; give a directory apart from it "
-            "[flags-exclude-each-other]"
-        )
+        raise ValueError(f"{out}: lies in {folder}, or the other way round; give a directory apart from it")
     theirs, mine = (meta_path, lambda path: idx_path(path[:-4]))[:: 1 if to is ToMegatron else -1]
     found = [path for path in token_files(folder) if os.path.exists(theirs(path))]
     if not found:
-        raise ValueError(
-            f"{folder}: holds no .bin with a {'.bin.meta' if to is ToMegatron else '.idx'} beside "
-            "it; this command reads such files [data-not-found]"
-        )
+        raise ValueError(f"{folder}: holds no .bin with a {'.bin.meta' if to is ToMegatron else '.idx'} beside it; "
+                         "this command reads such files")
     for path in found:
         result = os.path.join(out, os.path.relpath(path, folder))
         for there in (result, mine(result)):
             if os.path.lexists(there):
-                raise ValueError(
-                    f"{there}: is there already; give another directory, or remove it "
-                    "[output-exists]"
-                )
+                raise ValueError(f"{there}: is there already; give another directory, or remove it")
     for path in found:
         yield path, os.path.join(out, os.path.relpath(path, folder))[:-4]
 

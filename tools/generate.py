@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from megatron import threads
 from megatron.arguments import arg
 from megatron.checkpoint.disk import MANIFEST, CheckpointError
 from megatron.training.sampling import Sampling
@@ -89,7 +90,7 @@ def readable(prompt: Sequence[int], tokens: Iterable[int], detokenize: Callable[
 
 def run(options: Options) -> None:
     """Load, generate, print. Raises ValueError where that cannot be done."""
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # as pretrain_gpt.py does, before torch loads
+    threads.set_waiting()
     from megatron.training.generate import generate
     from megatron.training.trained_model import open_trained_model
 

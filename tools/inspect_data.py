@@ -65,10 +65,7 @@ class RunOptions:
     def problems(self) -> list[str]:
         """What is wrong with them."""
         if self.run is not None and self.flags is not None:
-            return [
-                f"RUN: {self.run} and flags after -- both name a run; give one of them "
-                "[flags-exclude-each-other]"
-            ]
+            return [f"RUN: {self.run} and flags after -- both name a run; give one of them"]
         return []
 
 
@@ -104,29 +101,18 @@ def check_pair(prefix: str, vocab_size: int | None, all_tokens: bool) -> dict[st
         found |= {"documents": corpus.num_documents, "sequences": len(corpus), "tokens": tokens, "dtype": corpus.dtype.name,
                   "bin_bytes": corpus.bin_bytes, "empty_documents": empty, "smallest_id": low, "largest_id": high}
         if corpus.dtype.kind not in "iu":
-            raise ValueError(
-                f"{prefix}.idx: holds {corpus.dtype.name}, not token ids; preprocess text into it "
-                "[data-not-token-ids]"
-            )
+            raise ValueError(f"{prefix}.idx: holds {corpus.dtype.name}, not token ids; preprocess text into it")
         if low < 0 or (vocab_size is not None and high >= vocab_size):
             limit = "ids begin at 0" if low < 0 else f"the vocabulary has {vocab_size}"
-            raise ValueError(
-                f"{prefix}.bin: holds token ids {low} .. {high}, {limit}; give the vocabulary it "
-                "was preprocessed with, or make the pair anew with tools/preprocess_data.py "
-                "[token-id-out-of-range]"
-            )
+            raise ValueError(f"{prefix}.bin: holds token ids {low} .. {high}, {limit}; give the vocabulary it was "
+                             "preprocessed with, or make the pair anew with tools/preprocess_data.py")
         if tokens == 0:
-            raise ValueError(
-                f"{prefix}.bin: holds no tokens; preprocess a file that has text [data-too-small]"
-            )
+            raise ValueError(f"{prefix}.bin: holds no tokens; preprocess a file that has text")
         found["tokenizer"] = _tokenizer(prefix, found)
         unused = corpus.bin_bytes - tokens * corpus.dtype.itemsize
         if unused:
-            raise ValueError(
-                f"{prefix}.bin: {abs(unused)} of its bytes are "
-                f"{'in no sequence' if unused > 0 else 'in two'}; if that is not meant, make the "
-                "pair anew with tools/preprocess_data.py [data-file-damaged]"
-            )
+            raise ValueError(f"{prefix}.bin: {abs(unused)} of its bytes are {'in no sequence' if unused > 0 else 'in two'}; "
+                             "if that is not meant, make the pair anew with tools/preprocess_data.py")
     except (ValueError, OSError) as error:
         found["problem"] = str(error)
     return found
@@ -142,10 +128,8 @@ def check_lines(path: str, vocab_size: int | None, all_tokens: bool) -> dict[str
                   "bin_bytes": samples.bin_bytes, "empty_documents": int((samples.lengths == 0).sum()),
                   "smallest_id": low, "largest_id": high, "tokenizer": None}
         if vocab_size is not None and max(high, -low) >= vocab_size:
-            raise ValueError(
-                f"{path}: holds token ids {low} .. {high}, the vocabulary has {vocab_size}; give "
-                "the vocabulary it was tokenized with [token-id-out-of-range]"
-            )
+            raise ValueError(f"{path}: holds token ids {low} .. {high}, the vocabulary has {vocab_size}; give the "
+                             "vocabulary it was tokenized with")
     except (ValueError, OSError) as error:
         found["problem"] = str(error)
     return found
@@ -165,18 +149,12 @@ def _tokenizer(prefix: str, found: dict[str, Any]) -> dict[str, Any] | None:
     path, made_by = provenance.json_path(prefix), said["tokenizer"]
     for what in ("tokens", "documents"):
         if said.get(what, found[what]) != found[what]:
-            raise ValueError(
-                f"{path}: says {said[what]} {what}, the pair has {found[what]}; it is of another "
-                "pair: copy all three files again, or make them anew with "
-                "tools/preprocess_data.py [tokenizer-record-malformed]"
-            )
+            raise ValueError(f"{path}: says {said[what]} {what}, the pair has {found[what]}; it is of another pair: "
+                             "copy all three files again, or make them anew with tools/preprocess_data.py")
     size = made_by.get("vocab_size")
     if size is not None and found["largest_id"] >= size:
-        raise ValueError(
-            f"{path}: says that {made_by['class']} has {size} ids, {prefix}.bin holds "
-            f"{found['largest_id']}; it is of another pair, or the pair was made by another "
-            "vocabulary [tokenizer-record-malformed]"
-        )
+        raise ValueError(f"{path}: says that {made_by['class']} has {size} ids, {prefix}.bin holds {found['largest_id']}; "
+                         "it is of another pair, or the pair was made by another vocabulary")
     return made_by
 
 
@@ -226,10 +204,7 @@ def describe_iteration(reading: Reading, iteration: int, ledger: str | None) -> 
     """All that `at` tells. The hash is that of the ledger: of the samples with their numbers."""
     plan = reading.plan
     if not 1 <= iteration <= plan.train_iters:
-        raise ValueError(
-            f"--iteration {iteration}: the run has the iterations 1 to {plan.train_iters} "
-            "[value-out-of-range]"
-        )
+        raise ValueError(f"--iteration {iteration}: the run has the iterations 1 to {plan.train_iters}")
     rows, total = [], 0
     for sample, rank, micro_batch in reading.batch(iteration, reading.samplers()):
         row = {"sample": sample, "dp_rank": rank, "micro_batch": micro_batch} | describe_sample(reading, sample)
@@ -249,10 +224,8 @@ def compare(path: str, found: dict[str, Any], sequence_length: int) -> dict[str,
     """What a ledger says of the iteration, and whether it is the same."""
     length, records = read_ledger(path, range(found["iteration"], found["iteration"] + 1))
     if length != sequence_length:
-        raise ValueError(
-            f"--data-ledger {path}: is of samples of {length} tokens, the run's --seq-length is "
-            f"{sequence_length}; give the ledger of this run [ledger-of-another-sequence-length]"
-        )
+        raise ValueError(f"--data-ledger {path}: is of samples of {length} tokens, the run's --seq-length is "
+                         f"{sequence_length}; give the ledger of this run")
     if not len(records):
         return {"file": path, "recorded": False}
     _, first, count, flag, value = records[0].tolist()
@@ -291,10 +264,7 @@ def find_document(reading: Reading, document: int, prefix: str | None) -> dict[s
     if prefix is None and len(known) == 1:
         prefix = known[0]
     if prefix not in known:
-        raise ValueError(
-            f"--prefix {prefix or 'is missing'}: the run reads {', '.join(known[:20])}; give one "
-            "of them [value-not-a-choice]"
-        )
+        raise ValueError(f"--prefix {prefix or 'is missing'}: the run reads {', '.join(known[:20])}; give one of them")
     shown = samples_showing(reading.dataset, prefix, document)
     return {"document": document, "dataset": prefix, "shown": list(place_samples(reading, shown))}
 

@@ -43,19 +43,14 @@ def inputs(words: Sequence[str], output: str) -> list[str]:
     prefixes = [prefix for word in words for prefix in expand(word)]
     same = [prefix for prefix in prefixes if os.path.realpath(idx_path(prefix)) == os.path.realpath(idx_path(output))]
     if same:
-        raise ValueError(
-            f"--output-prefix {output}: is one of the inputs; give another place [output-exists]"
-        )
+        raise ValueError(f"--output-prefix {output}: is one of the inputs; give another place")
     first = IndexedDataset(prefixes[0])
     for prefix in prefixes:
         other = IndexedDataset(prefix)
         other.check()
         if other.dtype != first.dtype:
-            raise ValueError(
-                f"{prefix}: holds {other.dtype.name}, {prefixes[0]} holds "
-                f"{first.dtype.name}; only pairs of one dtype can be merged: preprocess "
-                "both with the same tokenizer [data-dtype-differs]"
-            )
+            raise ValueError(f"{prefix}: holds {other.dtype.name}, {prefixes[0]} holds {first.dtype.name}; only pairs of "
+                             "one dtype can be merged: preprocess both with the same tokenizer")  # fmt: skip
     return prefixes
 
 
@@ -65,11 +60,8 @@ def check_space(prefixes: Sequence[str], folder: str) -> None:
     wanted = sum(512 * os.stat(path).st_blocks for path in paths)
     disk = os.statvfs(folder)
     if disk.f_bavail * disk.f_frsize < wanted:
-        raise ValueError(
-            f"--output-prefix: {folder} has {disk.f_bavail * disk.f_frsize:,} bytes "
-            f"free, the inputs take {wanted:,}; give a directory with more space "
-            "[disk-too-small]"
-        )
+        raise ValueError(f"--output-prefix: {folder} has {disk.f_bavail * disk.f_frsize:,} bytes free, the inputs take "
+                         f"{wanted:,}; give a directory with more space")  # fmt: skip
 
 
 def spans(corpus: IndexedDataset) -> Iterator[tuple[int, int]]:
@@ -101,10 +93,7 @@ def copy(source: int, target: int, start: int, count: int, told: Callable[[int],
         while at < end:
             block = os.pread(source, min(CHUNK, end - at), at)
             if not block:
-                raise ValueError(
-                    "an input ended while it was read; leave data alone while they are merged "
-                    "[file-changed-while-read]"
-                )
+                raise ValueError("an input ended while it was read; leave data alone while they are merged")
             view = memoryview(block)
             at += len(block)
             while view:
@@ -204,10 +193,8 @@ class Options:
         output = self.output_prefix
         if self.overwrite or not all(os.path.exists(path(output)) for path in (bin_path, idx_path)):
             return []
-        return [
-            f"--output-prefix {output}: {output}.bin and .idx exist; give --overwrite to "
-            "replace them, or another prefix [output-exists]"
-        ]
+        return [f"--output-prefix {output}: {output}.bin and .idx exist; give --overwrite to replace them, or another "
+                "prefix"]  # fmt: skip
 
 
 def run(options: Options) -> str:
@@ -215,10 +202,7 @@ def run(options: Options) -> str:
     output = options.output_prefix
     folder = os.path.dirname(output) or "."
     if not os.path.isdir(folder):
-        raise FileNotFoundError(
-            f"--output-prefix {output}: there is no directory {folder}; make it first "
-            "[directory-missing]"
-        )
+        raise FileNotFoundError(f"--output-prefix {output}: there is no directory {folder}; make it first")
     prefixes = inputs(options.input, output)
     check_space(prefixes, folder)
     tokens, sequences, documents = merge(prefixes, output)

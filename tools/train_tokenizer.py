@@ -83,44 +83,38 @@ def problems(options: Options) -> list[str]:
     least = BYTES + len(names)
     if options.vocab_size < least:
         found.append(
-            f"--vocab-size {options.vocab_size}: must be at least {least} (256 bytes and "
-            f"{len(names)} special tokens) [value-out-of-range]"
+            f"--vocab-size {options.vocab_size}: must be at least {least} (256 bytes and {len(names)} special "
+            "tokens)"
         )
     if options.min_frequency < 1:
-        found.append(
-            f"--min-frequency {options.min_frequency}: must be at least 1 [value-out-of-range]"
-        )
+        found.append(f"--min-frequency {options.min_frequency}: must be at least 1")
     if options.max_bad_records < 0:
-        found.append(
-            f"--max-bad-records {options.max_bad_records}: must be 0 or more [value-out-of-range]"
-        )
+        found.append(f"--max-bad-records {options.max_bad_records}: must be 0 or more")
     found += [
-        f"--special-tokens {name!r}: is given twice [special-tokens-malformed]"
+        f"--special-tokens {name!r}: is given twice"
         for name in dict.fromkeys(names)
         if names.count(name) > 1
     ]
     found += [
-        f"--special-tokens {name!r}: give at least two characters, none of them white space "
-        "[special-tokens-malformed]"
+        f"--special-tokens {name!r}: give at least two characters, none of them white space"
         for name in names
         if len(name) < 2 or len(name.split()) != 1
     ]
     if options.format == "gpt2" and END_OF_DOCUMENT not in names:
         found.append(
-            f"--special-tokens {' '.join(names)}: GPT2BPETokenizer ends documents with "
-            f"{END_OF_DOCUMENT}; add it, or use --format huggingface [special-tokens-malformed]"
+            f"--special-tokens {' '.join(names)}: GPT2BPETokenizer ends documents with {END_OF_DOCUMENT}; add it, "
+            "or use --format huggingface"
         )
     folder = Path(options.output_dir)
     above = next(path for path in [folder.absolute(), *folder.absolute().parents] if path.exists())
     if not above.is_dir() or not os.access(above, os.W_OK):
         found.append(
-            f"--output-dir {folder}: {above} is not a directory that can be written to; choose "
-            "another [path-not-writable]"
+            f"--output-dir {folder}: {above} is not a directory that can be written to; choose another"
         )
     elif not options.overwrite:
         found += [
-            f"--output-dir {folder}: {path.name} is already there; add --overwrite to replace "
-            "it, or choose another directory [output-exists]"
+            f"--output-dir {folder}: {path.name} is already there; add --overwrite to replace it, or choose another "
+            "directory"
             for path in options.outputs()
             if path.exists()
         ]
@@ -251,8 +245,7 @@ def train(options: Options, texts: Texts) -> Any:
     taken = [name for name in options.special_tokens if tokenizer.token_to_id(name) is not None]
     if taken:
         raise ValueError(
-            f"--special-tokens {taken[0]}: the text gives a token of that name; choose another "
-            "name [special-tokens-malformed]"
+            f"--special-tokens {taken[0]}: the text gives a token of that name; choose another name"
         )
     tokenizer.add_special_tokens(list(options.special_tokens))
     return tokenizer
@@ -301,7 +294,7 @@ def run(options: Options) -> list[str]:
     texts = Texts(options, input_files(options.input)[0])
     tokenizer = train(options, texts)
     if not texts.texts:
-        raise ValueError(f"--input {' '.join(options.input)}: holds no text [input-without-text]")
+        raise ValueError(f"--input {' '.join(options.input)}: holds no text")
     write(options.outputs(), contents(options, tokenizer))
     size = tokenizer.get_vocab_size(with_added_tokens=True)
     lines = []

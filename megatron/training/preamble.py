@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from megatron import device as devices
-from megatron import log
+from megatron import log, threads
 from megatron.config import summary_lines
 from megatron.config.command_line import CommandLine, dump
 from megatron.config.plan import Plan
@@ -56,7 +56,7 @@ def opening(line: CommandLine, plan: Plan, runtime: Runtime, backend: str) -> li
 def _run_line(config: Config, runtime: Runtime) -> str:
     p, device = config.precision, runtime.device
     name = (
-        f"CPU ({platform.machine()}), {torch.get_num_threads()} thread{'s' * (torch.get_num_threads() > 1)}"
+        f"CPU ({platform.machine()}), {_threads_text()}"
         if device.type == "cpu"
         else f"{device.type}, {devices.name(device)}"
     )
@@ -68,6 +68,12 @@ def _run_line(config: Config, runtime: Runtime) -> str:
         else f"{p.params_dtype}, gradients {p.grad_dtype}"
     )
     return entry("run", f"{NAME} {VERSION}, torch {torch.__version__}; {name}; {numbers}")
+
+
+def _threads_text() -> str:
+    """Number of threads of this rank, and how idle ones wait."""
+    count = torch.get_num_threads()
+    return "1 thread" if count == 1 else f"{count} threads ({threads.waiting()})"
 
 
 def kernels_text(rows: Sequence[KernelRow]) -> str:

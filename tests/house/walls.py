@@ -14,7 +14,7 @@ from tests.conftest import is_peer
 
 FLOOR = {
     "interrupt": 0, "launcher": 0, "version": 0,
-    "arguments": 1, "log": 1, "device": 1, "console": 1,
+    "arguments": 1, "log": 1, "device": 1, "console": 1, "threads": 1,
     "config": 2, "timers": 2,
     "kernels": 3,
     "parallel": 4, "data": 4,
@@ -44,7 +44,7 @@ OPTIONAL = {
 }
 DISTRIBUTED = ("parallel/", "checkpoint/", "training/initialize.py", "device.py")
 TORCH_FREE = {
-    "interrupt.py": (), "launcher.py": (), "arguments.py": (), "log.py": (),
+    "interrupt.py": (), "launcher.py": (), "arguments.py": (), "log.py": (), "threads.py": (),
     "config/": (), "data/": ("data/cyclic_sampler.py",),
 }  # fmt: skip
 PICKLES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}

@@ -19,7 +19,10 @@ from functools import partial
 from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).resolve().parent)]
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # as pretrain_gpt.py does
+
+from megatron import threads  # noqa: E402
+
+threads.set_waiting()
 
 import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
@@ -116,7 +119,7 @@ def main(argv: list[str] | None = None) -> int:
     torch.manual_seed(1)
     what = "training steps" if options.step else "fp32, forward + backward"
     print(f"date {time.strftime('%Y-%m-%d %H:%M')}, torch {torch.__version__}, {torch.get_num_threads()} threads, load "
-          f"average {os.getloadavg()[0]:.2f}, OMP_WAIT_POLICY {os.environ['OMP_WAIT_POLICY']}; {what}")
+          f"average {os.getloadavg()[0]:.2f}, {threads.waiting()}; {what}")
     if options.step:
         race_steps(options.step, options.tokens, options.rounds)
         return 0

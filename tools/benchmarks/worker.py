@@ -33,7 +33,12 @@ MOST_COMPILING_STEPS = 10  # that a contestant may run until one compiles nothin
 
 def set_threads_as_pretrain_gpt() -> None:
     """Set what pretrain_gpt.py sets for CPU threads before torch loads."""
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    try:
+        threads = importlib.import_module("megatron.threads")
+    except ImportError:  # an older tree
+        os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    else:
+        threads.set_waiting()
 
 
 def make_clock(kind: str, device: Any) -> Callable[[], float]:

@@ -8,7 +8,6 @@ import contextlib
 import dataclasses
 import io
 import json
-import os
 import re
 import sys
 import time
@@ -19,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from megatron import threads
 from megatron.checkpoint.disk import CheckpointError
 from megatron.data.suspicion import Measures
 from megatron.training import log_reader
@@ -147,7 +147,7 @@ def opened(args: ReplayOptions) -> tuple[Reading, range, State, State | None]:
 def replay(args: ReplayOptions) -> int:
     """The samples of some iterations at a checkpoint's state, forward only: which of them have a loss far above the others,
     what they hold, and whether another state finds that too. Exit codes: 0, 2 unreadable."""
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    threads.set_waiting()
     try:
         with contextlib.redirect_stdout(io.StringIO()):     # what training would log of its data and model
             reading, wanted, state, other = opened(args)

@@ -1,0 +1,96 @@
+"""How idle CPU threads of this process wait for work, which torch's OpenMP reads once, when it loads. Needs no torch.
+
+Threads that spin for a moment start the next operation sooner: a third of a small training step. Where more threads run
+than there are free cores, a thread that spins takes the core from one that works; there they sleep.
+"""
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping, MutableMapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron import launcher
+
+# Whoever sets one of these has decided already.
+OWN = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
+SPINS = "20000"  # of GNU's OpenMP, before a thread sleeps: 0.3 to 1 ms
+TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Seconds of processor time that were used up to now: by all processes on this process's cores, and by this one."""
+
+    at: float
+    everybody: float
+    own: float
+
+
+def usage(stat: Path = Path("/proc/stat")) -> Usage | None:
+    """Now, or None where the system does not say it."""
+    try:
+        lines = stat.read_text(encoding="ascii").splitlines()
+        cores = {f"cpu{core}" for core in os.sched_getaffinity(0)}
+    except (OSError, AttributeError):
+        return None
+    ticks = 0
+    for line in lines:
+        name, *values = line.split()
+        if name in cores:
+            idle = int(values[3]) + int(values[4])  # with those that wait for a disk
+            ticks += sum(map(int, values[:8])) - idle
+    return Usage(time.monotonic(), ticks / TICKS_PER_SECOND, time.process_time())
+
+
+def cores() -> int:
+    """Cores that this process may use: by its affinity and by the limit of its container."""
+    try:
+        count = len(os.sched_getaffinity(0))
+    except AttributeError:
+        count = os.cpu_count() or 1
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text(encoding="ascii").split()
+        return count if quota == "max" else min(count, max(1, int(quota) // int(period)))
+    except (OSError, ValueError):
+        return count
+
+
+def busy_cores(before: Usage | None, after: Usage | None, ranks: int) -> int:
+    """Cores that other processes kept busy between the two; other ranks of this run, which start as well, do not count."""
+    if before is None or after is None or after.at - before.at < 0.1:
+        return 0
+    others = (after.everybody - before.everybody) - (after.own - before.own)
+    return max(0, round(others / (after.at - before.at)) - (ranks - 1))
+
+
+def spinning_fits(environ: Mapping[str, str], free: int, place: launcher.LaunchInfo) -> bool:
+    """Whether the threads of all ranks on this host find a free core each. OMP_NUM_THREADS: threads of one rank."""
+    if place.local_world_size is None:
+        return False
+    first = environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    threads = int(first) if first.isdecimal() and int(first) else cores()
+    return place.local_world_size * threads <= free
+
+
+def set_waiting(before: Usage | None = None, environ: MutableMapping[str, str] = os.environ) -> None:
+    """Decide it, before torch is imported, unless the environment has. `before`: `usage()` when the program started."""
+    if any(name in environ for name in OWN):
+        return
+    place, _ = launcher.read(environ)
+    busy = busy_cores(before, usage(), place.local_world_size or 1)
+    if spinning_fits(environ, cores() - busy, place):
+        environ["GOMP_SPINCOUNT"] = SPINS
+    else:
+        environ["OMP_WAIT_POLICY"] = "passive"
+
+
+def waiting(environ: Mapping[str, str] = os.environ) -> str:
+    """How idle threads wait, for people."""
+    if environ.get("GOMP_SPINCOUNT") == SPINS and "OMP_WAIT_POLICY" not in environ:
+        return "idle ones spin briefly"
+    if environ.get("OMP_WAIT_POLICY", "").lower() == "passive":
+        return "idle ones sleep"
+    given = [f"{name}={environ[name]}" for name in OWN if name in environ]
+    return ", ".join(given) or "the OpenMP default"
