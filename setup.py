@@ -47,10 +47,12 @@ if Pybind11Extension is not None:
                          ("megatron.checkpoint.read_sums_cpp", "megatron/checkpoint/read_sums.cpp")):
         extensions.append(Pybind11Extension(name, [source], cxx_std=17, extra_compile_args=["-O3"]))
     for level in ("v3", "v4") if platform.machine() in ("x86_64", "AMD64") else ():  # AVX2, AVX512; native.py takes one
-        extensions.append(Pybind11Extension(
-            f"megatron.kernels.rows_{level}", ["megatron/kernels/rows.cpp"], cxx_std=17,
-            depends=["megatron/kernels/vectors.h"], define_macros=[("MODULE", f"rows_{level}")],
-            extra_compile_args=["-O3", f"-march=x86-64-{level}", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi"]))
+        for name in ("rows", "attention"):
+            extensions.append(Pybind11Extension(
+                f"megatron.kernels.{name}_{level}", [f"megatron/kernels/{name}.cpp"], cxx_std=17,
+                depends=["megatron/kernels/vectors.h"], define_macros=[("MODULE", f"{name}_{level}")],
+                extra_compile_args=["-O3", f"-march=x86-64-{level}", "-fno-math-errno", "-fno-trapping-math",
+                                    "-Wno-psabi"]))
     if platform.machine() in ("x86_64", "AMD64"):  # AMX: tile_attention.py asks the processor
         extensions.append(Pybind11Extension(
             "megatron.kernels.tiles_cpp", ["megatron/kernels/tiles.cpp"], cxx_std=17, depends=["megatron/kernels/vectors.h"],

@@ -6,14 +6,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.kernels import flash_attention, tile_attention
+from megatron.kernels import flash_attention, tile_attention, vector_attention
 from megatron.kernels.blocks import for_each
 from megatron.kernels.documents import run_starts
 from megatron.kernels.dropout import DropoutBits
 from megatron.kernels.linear import low_precision_is_native
 from megatron.kernels.plain import plain_attention
 
-IMPLEMENTATIONS = ("auto", "sdpa", "chunked", "plain", "tiles", "flash")
+IMPLEMENTATIONS = ("auto", "sdpa", "chunked", "plain", "tiles", "vectors", "flash")
 QUERY_ROWS = 64  # of one block; few, so that little above the diagonal is computed in vain
 BLOCK_ELEMENTS = 1 << 18  # of the scores of one block on a CPU, so that they stay in the cache
 LAUNCH_ELEMENTS = 1 << 26  # elsewhere, where each operation is a launch
@@ -39,14 +39,17 @@ def attention(
     probabilities needs `dropout_seed`, of which (with the shape and the implementation) the mask is a pure function.
 
     `implementation`: "sdpa" (torch's fused kernel: plain causal, no dropout), "chunked" (blocks of query rows, all
-    cases), "tiles" (C++, bf16 on a CPU with AMX or AVX512-BF16; documents must be runs of one id), "flash" (flash-attn:
-    CUDA, 16 bits, no dropout), "plain" (the formula, all cases) or "auto". None but "plain" holds an s x s tensor. Raises
+    cases), "tiles" (C++, bf16 on a CPU with AMX or AVX512-BF16; documents must be runs of one id), "vectors" (C++, fp32
+    arithmetic on a CPU with AVX2: plain causal, no dropout), "flash" (flash-attn: CUDA, 16 bits, no dropout), "plain" (the
+    formula, all cases) or "auto". None but "plain" holds an s x s tensor. Raises
     ValueError for a request that cannot be met.
     """
     chosen, _, _ = select_attention(q.device, q.dtype, dropout_p, document_ids is not None, implementation, len(q),
                                     q.shape[-1] if q.shape[-1] == v.shape[-1] else 1)
     if chosen == "sdpa":
         return _sdpa(q, k, v, scale)
+    if chosen == "vectors":
+        return vector_attention.vector_attention(q, k, v, scale)
     if chosen == "flash":
         return flash_attention.flash_attention(q, k, v, scale, document_ids)
     if dropout_p > 0.0 and dropout_seed is None:
@@ -79,6 +82,9 @@ def select_attention(
     no_tiles = tile_attention.obstacle(device, dtype, head_dim, seq_length)
     if implementation == "tiles" and no_tiles:
         raise ValueError(f"attention implementation 'tiles' cannot run: {no_tiles}; use 'auto' or 'chunked'")
+    no_vectors = " and ".join(obstacles) or vector_attention.obstacle(device, dtype, seq_length)
+    if implementation == "vectors" and no_vectors:
+        raise ValueError(f"attention implementation 'vectors' cannot run: {no_vectors}; use 'auto' or 'chunked'")
     if implementation == "flash" and dropout_p > 0.0:
         raise ValueError("attention implementation 'flash' drops by a generator of its own: use 'auto' or 'chunked'")
     if implementation != "auto":
@@ -89,7 +95,10 @@ def select_attention(
         return "tiles", f"this CPU has {tile_attention.instructions()}{masks}", f"slower in bf16 on this CPU{others}"
     if obstacles:
         return "chunked", f"needed for {' and '.join(obstacles)}", "would hold an s x s tensor or a hidden generator"
-    if not low_precision_is_native(device.type, dtype):
+    emulated = not low_precision_is_native(device.type, dtype)
+    if no_vectors is None and (emulated or dtype == torch.float32):
+        return "vectors", "this CPU has AVX512 or AVX2, computes in fp32", "slower here"
+    if emulated:
         return "chunked", "computes in fp32", f"this {device.type} emulates {dtype}"
     if device.type == "cpu" and dtype == torch.float32 and seq_length in CHUNKS_ON_CPU:
         return "chunked", f"a CPU, {CHUNKS_ON_CPU[0]} to {CHUNKS_ON_CPU[-1]} positions", "slower at these lengths"

@@ -9,7 +9,6 @@ import pytest
 from megatron.checkpoint.checksums import crc32
 from megatron.checkpoint.disk import CheckpointError
 from megatron.checkpoint.manifest import Chunk, FileRecord, Manifest, TensorRecord, merge, parse
-from tests.problems import raises
 
 FILE = "weights_00000.safetensors"
 
@@ -43,11 +42,11 @@ def test_every_single_bit_flip_and_every_truncation_is_noticed():
         for bit in range(8):
             bad = bytearray(text)
             bad[at] ^= 1 << bit
-            with raises(CheckpointError, "checkpoint-damaged"):
+            with pytest.raises(CheckpointError, match="there"):
                 parse(bytes(bad), "there")
-        with raises(CheckpointError, "checkpoint-damaged"):
+        with pytest.raises(CheckpointError, match="there"):
             parse(text[:at], "there")
-    with raises(CheckpointError, "checkpoint-damaged"):
+    with pytest.raises(CheckpointError, match="there"):
         parse(text + b" ", "there")
 
 
@@ -106,7 +105,7 @@ def test_nonsense_with_a_right_checksum():
         text = b'{"crc32": "00000000",\n' + body
         with pytest.raises(CheckpointError):
             parse(text.replace(b"00000000", crc32(text).encode(), 1), "there")
-    with raises(CheckpointError, "checkpoint-damaged"):
+    with pytest.raises(CheckpointError, match="not a manifest of this suite"):
         parse(b'{"sharded_backend": "torch_dist"}', "there")
 
 
@@ -143,7 +142,7 @@ def test_cover_is_judged_right_for_random_cuts(seed):
     runs = [((low, high), (0, 3)) for low, high in zip([0, *cuts], [*cuts, 20], strict=True)]
     rng.shuffle(runs)
     merge([part(0, {"b": ((20, 3), "F32", runs)})], {}, "all")
-    with raises(CheckpointError, "checkpoint-damaged"):
+    with pytest.raises(CheckpointError, match="a rank's part is missing"):
         merge([part(0, {"b": ((20, 3), "F32", runs[1:])})], {}, "all")
-    with raises(CheckpointError, "checkpoint-damaged", "overlap"):
+    with pytest.raises(CheckpointError, match="overlap"):
         merge([part(0, {"b": ((20, 3), "F32", [*runs[1:], ((0, 20), (2, 3))])})], {}, "all")

@@ -12,7 +12,6 @@ from megatron.checkpoint import boxes, checksums, manifest, safetensors_file
 from megatron.checkpoint.disk import CheckpointError
 from megatron.checkpoint.manifest import FileRecord, Manifest
 from megatron.checkpoint.sharded import Reader, TensorSlice, write
-from tests.problems import raises
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8, torch.float16]
 
@@ -166,11 +165,11 @@ def two_ranks(folder):
 
 def test_missing_coverage_and_overlap_are_errors_at_read_too(tmp_path):
     tensor, parts = two_ranks(tmp_path)
-    with Reader(tmp_path, parts[0]) as reader, raises(CheckpointError, "checkpoint-damaged", "10000"):
+    with Reader(tmp_path, parts[0]) as reader, pytest.raises(CheckpointError, match="chunks hold 10000 of"):
         reader.read("w", ((0, 10), (0, 200)))
     record = parts[0].tensors["w"]
     double = replace(parts[0], tensors={"w": replace(record, chunks=record.chunks * 2)})
-    with Reader(tmp_path, double) as reader, raises(CheckpointError, "checkpoint-damaged", "overlap"):
+    with Reader(tmp_path, double) as reader, pytest.raises(CheckpointError, match="overlap"):
         reader.read("w")
     with Reader(tmp_path, manifest.merge(parts, {}, "all")) as reader:
         assert torch.equal(reader.read("w", ((40, 60), (7, 9))), tensor[40:60, 7:9])
@@ -200,9 +199,9 @@ def test_damage_is_named_and_only_the_blocks_asked_for_are_judged(tmp_path):
     with Reader(tmp_path, part) as reader:
         assert torch.equal(reader.read("w", ((0, 500), (0, 1000))), tensor[:500])
         for box in (None, ((999, 1000), (0, 3))):
-            with raises(CheckpointError, "checkpoint-damaged", path, "3145728"):
+            with pytest.raises(CheckpointError, match=f"{path}, tensor w: checksum of bytes from 3145728 on"):
                 reader.read("w", box)
-        with raises(CheckpointError, "checkpoint-damaged"):
+        with pytest.raises(CheckpointError, match="tensor w: checksum"):
             reader.verify()
 
 
@@ -225,11 +224,11 @@ def test_files_of_two_ranks_swapped_or_gone(tmp_path):
     _, parts = two_ranks(tmp_path)
     merged = manifest.merge(parts, {}, "all")
     (tmp_path / "w0.safetensors").rename(tmp_path / "w2")
-    with Reader(tmp_path, merged) as reader, raises(CheckpointError, "file-operation-failed", "w0.safetensors"):
+    with Reader(tmp_path, merged) as reader, pytest.raises(CheckpointError, match="cannot open .*w0.safetensors"):
         reader.read("w")
     (tmp_path / "w1.safetensors").rename(tmp_path / "w0.safetensors")
     (tmp_path / "w2").rename(tmp_path / "w1.safetensors")
-    with Reader(tmp_path, merged) as reader, raises(CheckpointError, "checkpoint-damaged", "w0.safetensors", "0", "50"):
+    with Reader(tmp_path, merged) as reader, pytest.raises(CheckpointError, match=r"w0.safetensors, tensor w\[0:50"):
         reader.read("w")
 
 
@@ -238,7 +237,7 @@ def test_a_manifest_that_lies_about_a_key_is_found_out(tmp_path):
         "v", torch.ones(4, dtype=torch.int32))], 7)
     chunk = replace(part.tensors["w"].chunks[0], key="v")
     lying = replace(part, tensors={"w": replace(part.tensors["w"], chunks=(chunk,))})
-    with Reader(tmp_path, lying) as reader, raises(CheckpointError, "checkpoint-damaged"):
+    with Reader(tmp_path, lying) as reader, pytest.raises(CheckpointError, match="its tensor v is not the one"):
         reader.read("w")
 
 

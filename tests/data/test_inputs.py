@@ -14,7 +14,6 @@ import pytest
 
 from megatron.data import inputs
 from megatron.data.inputs import Block, Place, Reader
-from tests.problems import raises
 
 
 @pytest.fixture(autouse=True)
@@ -81,7 +80,7 @@ def test_a_plain_file_is_left_to_who_encodes(tmp_path: Path) -> None:
     assert all(block.data is None for block in read([str(tmp_path / "x.jsonl")]))
     block = read([str(tmp_path / "x.jsonl")])[-1]
     (tmp_path / "x.jsonl").write_bytes(b"1\n")
-    with raises(ValueError, "file-changed-while-read", "x.jsonl"):
+    with pytest.raises(ValueError, match="x.jsonl: became shorter while it was read"):
         block.content()
 
 
@@ -125,7 +124,7 @@ def test_a_damaged_file_is_named(tmp_path: Path, what: str) -> None:
     suffix, damage, says = DAMAGED[what]
     file = tmp_path / f"x{suffix}"
     file.write_bytes(damage(PACK[suffix](lines_of(1))))
-    with raises(ValueError, "input-file-damaged", file, says):
+    with pytest.raises(ValueError, match=f"{file}.*{says}"):
         read([str(file)])
 
 
@@ -148,7 +147,7 @@ def test_what_is_missing_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     (tmp_path / "x.parquet").write_bytes(b"PAR1")
     monkeypatch.setattr(inputs.importlib, "import_module", no_library)
     for name, package in (("x.zst", "zstandard"), ("x.parquet", "pyarrow")):
-        with raises(ValueError, "package-missing", name, package, package):
+        with pytest.raises(ValueError, match=rf"{name}: reading it needs the package {package} .*pip install {package}"):
             read([str(tmp_path / name)])
 
 

@@ -114,7 +114,7 @@ def test_it_installs_with_and_without_a_compiler(tmp_path):
         names = names_in(built_wheel(tmp_path / f"compiler_{compiler}", path))
         assert {"megatron/arguments.py", "megatron/config/tree.py", "megatron/data/index_helpers.py"} <= names
         assert not [name for name in names if name.startswith("megatron/core") or name.endswith("megatron/__init__.py")]
-        for helper in ("helpers_cpp", "read_sums_cpp", "rows_v3", "rows_v4", "tiles_cpp"):
+        for helper in ("helpers_cpp", "read_sums_cpp", "rows_v3", "rows_v4", "attention_v3", "attention_v4", "tiles_cpp"):
             assert any(helper in name for name in names) is compiler
 
 

@@ -5,6 +5,7 @@ import sys
 
 import pytest
 
+from megatron.kernels import vector_attention
 from tests.kernels import fake_libraries as fakes
 
 
@@ -18,3 +19,9 @@ def libraries(monkeypatch):
             setattr(sys.modules[parent], child, module)
     fakes.CALLS.clear()
     return fakes.CALLS
+
+
+@pytest.fixture
+def no_vector_attention(monkeypatch):
+    """As where the C++ for attention in fp32 was not built."""
+    monkeypatch.setattr(vector_attention, "load", lambda capability: "not built")

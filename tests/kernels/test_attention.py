@@ -226,7 +226,7 @@ def test_requests_that_make_no_sense_are_refused():
 
 
 @pytest.mark.parametrize("native, chosen", [(True, "sdpa"), (False, "chunked")])
-def test_emulated_low_precision_goes_through_fp32_chunks(monkeypatch, native, chosen):
+def test_emulated_low_precision_goes_through_fp32_chunks(monkeypatch, no_vector_attention, native, chosen):
     monkeypatch.setattr(module, "low_precision_is_native", lambda *_: native)
     assert select_attention(CPU, torch.bfloat16, 0.0, False)[0] == chosen
     assert select_attention(torch.device("cuda"), torch.bfloat16, 0.0, False)[0] == chosen

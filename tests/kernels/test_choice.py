@@ -50,11 +50,11 @@ def everything(libraries, monkeypatch):  # noqa: F811
     ({"bias_gelu_fusion": False, "swiglu": False}, "gelu (erf)", None, "torch"),
     ({"gradient_accumulation_fusion": False}, "weight gradients", "the layer itself", "autograd, then a sum"),
 ])  # fmt: skip
-def test_a_flag_switches_an_implementation(flags, operation, before, after):
+def test_a_flag_switches_an_implementation(no_vector_attention, flags, operation, before, after):
     assert on().get(operation) == before and on(**flags)[operation] == after
 
 
-def test_fused_attention_by_name_is_torchs_own_where_auto_takes_another():
+def test_fused_attention_by_name_is_torchs_own_where_auto_takes_another(no_vector_attention):
     assert on(seq_length=512)["attention"] == "blocks of query rows"
     assert on(seq_length=512, attention_backend="fused")["attention"] == "torch's fused attention"
 
@@ -145,7 +145,7 @@ def test_who_adds_the_weight_gradient(accumulation):
         assert (linear.weight.grad is None) == accumulation == bool(linear.weight.main_grad.any())
 
 
-def test_auto_says_one_line_of_attention():
+def test_auto_says_one_line_of_attention(no_vector_attention):
     lines = kernel_lines.kernel_lines(config_from(Config, SHAPE | {"device": "cpu"}))
     assert [line for line in lines if line.startswith("  attention")] == [
         "  attention: torch's fused attention (plain causal attention)"]

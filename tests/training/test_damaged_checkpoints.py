@@ -17,7 +17,6 @@ from megatron.checkpoint.disk import CheckpointError
 from megatron.training import checkpointing
 from megatron.training.build import Run
 from tests.forkrun import RanksFailed
-from tests.problems import raises
 from tests.runs import SMALL, same_tensors, train, with_flags, write_text
 from tests.training.built_runs import built
 
@@ -150,13 +149,13 @@ def test_none_good_is_an_error_and_so_is_one_asked_for_by_name(saved, capsys):
     good = [path.read_bytes() for path in weights]
     for path, data in zip(weights, good, strict=True):
         path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
-    with raises(CheckpointError, "no-good-checkpoint", "2") as failed:
+    with pytest.raises(CheckpointError, match="none of its 2 checkpoints is good: .*iter_0000020.*iter_0000010") as failed:
         checkpointing.load(run)
     assert failed.value.errno is None
     weights[0].write_bytes(good[0])
     flags = ("--num-layers", "1", "--hidden-size", "8", "--num-attention-heads", "2", "--vocab-size", "60")
     for how in (("--load", str(root), "--ckpt-step", "20"), ("--load", str(root / "iter_0000020"))):
-        with raises(CheckpointError, "checkpoint-damaged", "iter_0000020/weights_00000.safetensors"):
+        with pytest.raises(CheckpointError, match="iter_0000020/weights_00000.safetensors, tensor .*checksum"):
             checkpointing.load(built(*flags, *how))
     weights[1].write_bytes(good[1])
     capsys.readouterr()
@@ -170,7 +169,7 @@ def test_what_is_no_damage_is_no_reason_to_go_back(saved, capsys, monkeypatch):
     newer = text.replace(b'"version": 1', b'"version": 2')
     newer = newer.replace(newer[11:19], b"00000000", 1)
     path.write_bytes(newer.replace(b"00000000", disk_sum(newer), 1))
-    with raises(CheckpointError, "checkpoint-version-unknown"):
+    with pytest.raises(CheckpointError, match="use a newer program"):
         checkpointing.load(run)
     path.write_bytes(text)
 

@@ -11,7 +11,6 @@ from megatron.config import command_line
 from megatron.data.indexed_dataset import idx_path
 from megatron.training import preflight
 from tests.forkrun import ROOT
-from tests.problems import raises
 from tests.runs import SMALL, train, with_flags, write_text
 
 BASE = [*SMALL, "--train-iters", "8", "--lr-decay-iters", "8", "--eval-iters", "0"]
@@ -118,5 +117,5 @@ def test_a_damaged_index_and_ids_of_another_vocabulary(folder, tmp_path, capsys)
     assert ["the vocabulary has 100" in line for line in refused(capsys, words)] == [True]
     prefix = write_text(tmp_path / "c", 20)
     Path(idx_path(prefix)).write_bytes(Path(idx_path(prefix)).read_bytes()[:-8])
-    with raises(ValueError, "data-file-damaged", "c.idx"):
+    with pytest.raises(ValueError, match=r"c\.idx"):
         preflight.check(command_line.read([*BASE, "--data-path", prefix], {}))
