@@ -31,6 +31,7 @@ from sizes import Size  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from megatron.kernels import reference as kernels  # noqa: E402
+from megatron.kernels import vector_attention  # noqa: E402
 from megatron.kernels.attention import select_attention  # noqa: E402
 
 Kernel = Callable[..., Tensor]
@@ -60,11 +61,13 @@ def torch_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def races(sequences: list[int], tokens: int) -> list[tuple[str, Kernel, Kernel, tuple[Tensor, ...], str]]:
     """(name, ours, torch's, inputs, which one runs here) of every race, `tokens` tokens each."""
     rows: list[tuple[str, Kernel, Kernel, tuple[Tensor, ...], str]] = []
-    ours, theirs = (partial(kernels.attention, scale=HEAD**-0.5, implementation=way) for way in ("chunked", "sdpa"))
+    theirs = partial(kernels.attention, scale=HEAD**-0.5, implementation="sdpa")
     for s in sequences:
         qkv = tuple(torch.randn(s, max(1, tokens // s), HIDDEN // HEAD, HEAD) for _ in range(3))
         chosen, *_ = select_attention(torch.device("cpu"), torch.float32, 0.0, False, seq_length=s)
-        rows.append((f"attention, sequence {s}", ours, theirs, qkv, "ours" if chosen == "chunked" else "torch"))
+        way = "vectors" if vector_attention.obstacle(torch.device("cpu"), torch.float32, s) is None else "chunked"
+        ours = partial(kernels.attention, scale=HEAD**-0.5, implementation=way)
+        rows.append((f"attention, sequence {s}", ours, theirs, qkv, "torch" if chosen == "sdpa" else "ours"))
     x, s = torch.randn(tokens, 1, HIDDEN), tokens
     cos, sin = kernels.rotary_tables(s, HEAD)
     return [*rows,
