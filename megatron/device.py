@@ -171,6 +171,15 @@ def memory_report(device: torch.device) -> dict[str, float]:
             "allocations": memory.memory_stats(device).get("allocation.all.current", 0)}
 
 
+def cpu_vendor() -> str:
+    """The processor's vendor as Linux gives it (GenuineIntel, AuthenticAMD), empty where it does not."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return ""
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("vendor_id")), "")
+
+
 def name(device: torch.device) -> str:
     """What the maker calls the device; `cpu` on CPU."""
     return "cpu" if device.type == "cpu" else getattr(torch, device.type).get_device_name(device)

@@ -1,13 +1,16 @@
 """Matrix products of linear layers with a separable weight gradient; knows local tensors, no module and no rank."""
 
 from collections.abc import Callable
+from functools import cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from megatron import device as devices
 from megatron.kernels import apex, native
 
+ONEDNN_FROM = 1 << 27  # multiplications: below it a call of oneDNN's costs more than it gains over MKL in fp32
 BLOCK_ELEMENTS = 1 << 24  # of one fp32 copy of columns of a low-precision matrix: bounds the scratch memory
 
 
@@ -80,22 +83,39 @@ def _native_weight_grad(rows_out: Tensor, rows_in: Tensor, accumulate_into: Tens
     return None
 
 
-def _adds_bias(rows: Tensor) -> bool:
-    """Whether oneDNN adds the bias while it multiplies; torch's addmm copies it to every row of the result first.
+@cache
+def _onednn_linear(dtype: torch.dtype):
+    """oneDNN's operation for a whole linear layer on a CPU, None where torch's own is as fast.
 
-    Where both are there they answer alike, bit for bit; it is no public operation, so it may be gone in another torch.
+    In bf16 it adds the bias while it multiplies, where torch's addmm copies it to every row of the result first. In fp32
+    torch calls MKL, which has no AVX512 for processors other than Intel's. It is no public operation: another torch may
+    not have it.
     """
-    return (rows.device.type == "cpu" and rows.dtype == torch.bfloat16 and rows.numel() > 0
-            and not torch.compiler.is_compiling() and _onednn_has(torch.bfloat16)
-            and hasattr(torch.ops.mkldnn, "_linear_pointwise"))
+    operation = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
+    if operation is None or not torch.backends.mkldnn.is_available():
+        return None
+    if dtype == torch.bfloat16:
+        return operation if _onednn_has(dtype) else None
+    mkl_lacks_avx512 = torch.backends.cpu.get_cpu_capability() == "AVX512" and devices.cpu_vendor() == "AuthenticAMD"
+    return operation if dtype == torch.float32 and mkl_lacks_avx512 else None
+
+
+def _by_onednn(rows: Tensor, outputs: int):
+    """`_onednn_linear` for rows [m, in] and so many outputs, None where it is not for them."""
+    if rows.device.type != "cpu" or rows.numel() == 0 or torch.compiler.is_compiling():
+        return None
+    if rows.dtype == torch.float32 and rows.numel() * outputs < ONEDNN_FROM:
+        return None
+    return _onednn_linear(rows.dtype)
 
 
 def _product(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """rows [m, in], weight [out, in] -> rows weight^T + bias, [m, out]."""
     dtype = compute_dtype(rows)
     if dtype == rows.dtype:
-        if bias is not None and _adds_bias(rows):
-            return torch.ops.mkldnn._linear_pointwise(rows.contiguous(), weight, bias, "none", [], "")
+        operation = _by_onednn(rows, len(weight))
+        if operation and (bias is not None or dtype == torch.float32):
+            return operation(rows.contiguous(), weight, bias, "none", [], "")
         return torch.mm(rows, weight.t()) if bias is None else torch.addmm(bias, rows, weight.t())
     wide, out = rows.to(dtype), rows.new_empty(rows.shape[0], weight.shape[0])
     for columns in _column_blocks(*out.shape):
@@ -108,7 +128,8 @@ def _input_grad(rows: Tensor, weight: Tensor) -> Tensor:
     """rows [m, out] of the output's gradient, weight [out, in] -> [m, in] in weight's dtype."""
     dtype = compute_dtype(weight)
     if dtype == weight.dtype:
-        return torch.mm(rows, weight)
+        operation = _by_onednn(rows, weight.shape[1]) if dtype == torch.float32 else None
+        return operation(rows.contiguous(), weight.t(), None, "none", [], "") if operation else torch.mm(rows, weight)
     grad = torch.zeros(rows.shape[0], weight.shape[1], dtype=dtype, device=rows.device)
     for columns in _column_blocks(*rows.shape):
         grad.addmm_(rows[:, columns].to(dtype), weight[columns].to(dtype))

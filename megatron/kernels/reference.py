@@ -7,6 +7,7 @@ from megatron.kernels.dropout import dropout
 from megatron.kernels.fp8 import linear_fp8
 from megatron.kernels.linear import Exchange, linear, linear_weight_grad
 from megatron.kernels.norms import layer_norm, rms_norm
+from megatron.kernels.qkv import split_qkv
 from megatron.kernels.rotary import apply_rotary, rotary_tables
 
 __all__ = [
@@ -24,6 +25,7 @@ __all__ = [
     "linear_weight_grad",
     "rms_norm",
     "rotary_tables",
+    "split_qkv",
     "squared_relu",
     "swiglu",
 ]

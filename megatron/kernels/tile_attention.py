@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron.kernels.linear import low_precision_is_native
+from megatron.kernels.qkv import gradients_like
 
 INTERFACE = 2
 BLOCK = 32  # of queries and keys in the C++
@@ -119,7 +120,7 @@ class _TileAttention(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad_out: Tensor):
         q, k, v, out, log_sums, run_starts = ctx.saved_tensors
-        grads = [torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k, v)]
+        grads = gradients_like(q, k, v)
         tensors = [q, k, v, _lines(grad_out.to(q.dtype)), out, log_sums.unsqueeze(-1), *grads]
         library, amx = _load()
         addresses = [_address(t) for t in (*tensors, run_starts)]

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from megatron.kernels.native import LEVELS
+from megatron.kernels.qkv import gradients_like
 
 INTERFACE = 1
 BLOCK = 32  # queries of a block in the C++
@@ -83,7 +84,7 @@ class _VectorAttention(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad_out: Tensor):
         q, k, v, out, log_sums = ctx.saved_tensors
-        grads = [torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k, v)]
+        grads = gradients_like(q, k, v)
         grad_out = _contiguous_vectors(grad_out.to(q.dtype))
         tensors = [q, k, v, grad_out, out, log_sums.unsqueeze(-1), *grads]
         addresses = [t.data_ptr() for t in tensors]

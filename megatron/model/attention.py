@@ -70,8 +70,7 @@ class SelfAttention(nn.Module):
     def project(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """x [s, b, h] -> queries [s, b, n, d], keys and values [s, b, g, d] of this rank's n heads in g groups."""
         qkv = self.linear_qkv(x).unflatten(-1, (self.groups, self.queries_per_group + 2, self.head_dim))
-        q, k, v = qkv.split((self.queries_per_group, 1, 1), dim=3)
-        return q.flatten(2, 3), k.squeeze(3), v.squeeze(3)
+        return kernels.split_qkv(qkv, self.queries_per_group)
 
     def core(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, document_ids: torch.Tensor | None,
              seeds: DropoutSeeds | None) -> torch.Tensor:

@@ -132,13 +132,45 @@ def test_the_capability_is_the_librarys_word():
         assert module.low_precision_is_native("cpu", torch.float16) == torch.ops.mkldnn._is_mkldnn_fp16_supported()
 
 
-def test_a_bias_added_by_onednn_is_addmms_to_the_bit(monkeypatch):
-    x, weight, bias, _ = inputs(torch.bfloat16, out=200, width=96, lead=(33, 2))
-    rows, calls, real = x.detach().flatten(0, 1), [], torch.ops.mkldnn._linear_pointwise
+@pytest.fixture
+def onednn_calls(monkeypatch):
+    """The arguments of every linear layer that oneDNN computes."""
+    calls, real = [], torch.ops.mkldnn._linear_pointwise
     monkeypatch.setattr(torch.ops.mkldnn, "_linear_pointwise", lambda *a: calls.append(a) or real(*a))
+    module._onednn_linear.cache_clear()
+    yield calls
+    module._onednn_linear.cache_clear()
+
+
+def test_a_bias_added_by_onednn_is_addmms_to_the_bit(onednn_calls):
+    x, weight, bias, _ = inputs(torch.bfloat16, out=200, width=96, lead=(33, 2))
+    rows = x.detach().flatten(0, 1)
     native = module.low_precision_is_native("cpu", torch.bfloat16)
     for part in (rows, rows[::2], rows[:, :50], rows[:1], rows[:0]):
         matrix = weight.detach()[:, : part.shape[1]].contiguous()
         found = module._product(part, matrix, bias)         # without oneDNN's bf16 in fp32, rounded once
         assert torch.equal(found, torch.addmm(bias, part, matrix.t())) or not native
-    assert len(calls) == (4 if native else 0)
+    assert len(onednn_calls) == (4 if native else 0)
+
+
+@pytest.mark.parametrize("vendor, capability, calls", [
+    ("AuthenticAMD", "AVX512", 5), ("AuthenticAMD", "AVX2", 0), ("GenuineIntel", "AVX512", 0)])
+def test_fp32_goes_to_onednn_where_mkl_lacks_avx512(monkeypatch, onednn_calls, vendor, capability, calls):
+    monkeypatch.setattr(module.devices, "cpu_vendor", lambda: vendor)
+    monkeypatch.setattr(module, "ONEDNN_FROM", 1000)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    x, weight, bias, grad = inputs(torch.float32, out=200, width=96, lead=(33, 2))
+    rows, rows_out = x.detach().flatten(0, 1), grad.flatten(0, 1)
+    weight, bias = weight.detach(), bias.detach()
+    wide = rows.double() @ weight.double().t()
+    for found, right in (
+        (module._product(rows, weight, bias), wide + bias.double()),
+        (module._product(rows, weight, None), wide),
+        (module._product(rows[::2], weight, bias), wide[::2] + bias.double()),
+        (module._input_grad(rows_out, weight), rows_out.double() @ weight.double()),
+        (module._input_grad(rows_out[:, :70], weight[:70]), rows_out[:, :70].double() @ weight[:70].double()),
+    ):
+        torch.testing.assert_close(found.double(), right, rtol=1e-5, atol=1e-5)
+    assert module._product(rows[:0], weight, bias).shape == (0, 200)
+    assert len(onednn_calls) == calls
+
