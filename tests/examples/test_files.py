@@ -140,8 +140,8 @@ def test_the_readmes_commands_run_as_they_stand(tmp_path):
             words = shlex.split(line, comments=True)
             if not words or words[0] == "make":
                 continue
-            words = [str(python / words[0]) if words[0] in ("python", "torchrun") else words[0], *words[1:]]
-            words = [word.replace("/tmp/", f"{tmp_path}/") for word in words]
+            program = str(python / words[0]) if words[0] in ("python", "torchrun") else words[0]
+            words = [program, *(word.replace("/tmp/", f"{tmp_path}/") for word in words[1:])]
             done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=300)
             assert done.returncode == 0, f"{line}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
             ran += 1
