@@ -208,6 +208,6 @@ def test_every_key_of_the_demos_is_documented_with_flags_that_exist(tmp_path):
             for inner in (value if isinstance(value, dict) else (None,))]
     assert len(keys) > 50
     assert [key for key in keys if f"`{key}" not in page] == []
-    table = page.partition("## Keys")[2].partition("## The lines")[0]
+    table = page.partition("## Keys")[2].partition("\n## ")[0]
     named = set(re.findall(r"`(--[a-z0-9-]+)", table))
     assert len(named) > 60 and [flag for flag in sorted(named) if f"`{flag}`" not in flags] == []
