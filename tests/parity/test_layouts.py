@@ -43,12 +43,15 @@ from tests.runs import Finished, same_tensors, train, with_flags, write_text
 
 ROW = "| {} | {} | {} | {:.0e} | {:.0e} |\n"
 PAGE = ROOT / "docs/parity.md"
-HEAD = """# The same numbers in every layout
+HEAD = """# Numerical parity of parallel layouts
 
-Largest relative differences from one process over all steps of whole runs of `pretrain_gpt.py` on gloo ranks, in float64
-where nothing else is said. tests/parity/test_layouts.py writes this page when all of these layouts have run
-(`make test-ci`); it fails beyond 1e-10 (float32: loss 1e-5, gradient norm 1e-3). `make test-all` runs more of them
-(`SWEEP` in tests/parity/layouts.py).
+Largest relative difference from a single-process run, over all steps of complete runs of `pretrain_gpt.py` on gloo ranks
+(float64 unless noted). Abbreviations: tp tensor, sp sequence, cp context, pp pipeline, dp data parallelism; vpp virtual
+pipeline stages; the number is the size.
+
+tests/parity/test_layouts.py writes this page after all of these layouts have run (`make test-ci`). It fails if a difference
+exceeds 1e-10 (float32: 1e-5 for the loss, 1e-3 for the gradient norm). `make test-all` runs more layouts (`SWEEP` in
+tests/parity/layouts.py).
 
 | layout | ranks | steps | loss | gradient norm |
 |---|---|---|---|---|
