@@ -19,7 +19,7 @@ from tests.runs import plot
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = sorted(path for path in (ROOT / "examples").rglob("*") if path.suffix in (".sh", ".sbatch"))
 ARGS = sorted((ROOT / "examples").rglob("*.args"))
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "examples").rglob("*.md"))]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "examples").rglob("*.md"))]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.M | re.S)
 LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)]*)?\)")
 # A flag that carries one of these is not a flag of ours: the launcher's and make's words.
@@ -123,6 +123,14 @@ def test_pages_name_things_that_exist(page, flags):
         for word in words:
             if word.startswith(("examples/", "tools/", "@examples/")) or word == "pretrain_gpt.py":
                 assert (ROOT / word.removeprefix("@")).exists(), f"{name(page)}: no file {word}"
+
+
+def test_the_files_that_contributing_names_exist():
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    places = "megatron|tests|tools|docs|requirements|examples"
+    named = re.findall(rf"`((?:{places})/[^`\s]*)`", text)
+    missing = [path for path in named if not list(ROOT.glob(path.partition("::")[0]))]
+    assert len(named) > 50 and not missing
 
 
 def test_the_readme_says_the_two_commands():
