@@ -52,7 +52,7 @@ pretrained: $(VENV)/.peers requirements/pretrained.txt  ## ... and a real model 
 clean:  ## remove .venv, builds and caches (never runs/)
 	rm -rf $(VENV) build *.egg-info .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +
-	find megatron \( -name 'helpers_cpp*' -o -name 'read_sums_cpp*' -o -name 'rows_v[34]*' -o -name 'tiles_cpp*' \) -type f \( -name '*.so' -o -name '*.pyd' \) -delete
+	find megatron \( -name 'helpers_cpp*' -o -name 'read_sums_cpp*' -o -name 'rows_v[34]*' -o -name 'attention_v[34]*' -o -name 'tiles_cpp*' \) -type f \( -name '*.so' -o -name '*.pyd' \) -delete
 
 $(PY):
 	@test -n "$(PYTHON)" || { echo "error: no Python 3.11 or newer found; say which: make PYTHON=/path/to/python3.11 ..."; exit 1; }
