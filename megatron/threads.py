@@ -1,4 +1,4 @@
-"""How idle CPU threads of this process wait for work, which torch's OpenMP reads once, when it loads. Needs no torch.
+"""How CPU threads of this process wait for work, which torch's OpenMP reads once, when it loads. Needs no torch.
 
 Threads that spin for a moment start the next operation sooner: a third of a small training step. Where more threads run
 than there are free cores, a thread that spins takes the core from one that works; there they sleep.
@@ -87,10 +87,10 @@ def set_waiting(before: Usage | None = None, environ: MutableMapping[str, str] =
 
 
 def waiting(environ: Mapping[str, str] = os.environ) -> str:
-    """How idle threads wait, for people."""
+    """How threads wait, for the log: spin-wait (briefly, then they sleep), passive wait (they sleep), or the variable."""
     if environ.get("GOMP_SPINCOUNT") == SPINS and "OMP_WAIT_POLICY" not in environ:
-        return "idle ones spin briefly"
+        return "spin-wait"
     if environ.get("OMP_WAIT_POLICY", "").lower() == "passive":
-        return "idle ones sleep"
+        return "passive wait"
     given = [f"{name}={environ[name]}" for name in OWN if name in environ]
-    return ", ".join(given) or "the OpenMP default"
+    return ", ".join(given) or "OpenMP's default"

@@ -45,7 +45,7 @@ def attention(
     ValueError for a request that cannot be met.
     """
     chosen, _, _ = select_attention(q.device, q.dtype, dropout_p, document_ids is not None, implementation, len(q),
-                                    q.shape[-1] if q.shape[-1] == v.shape[-1] else 1)
+                                    q.shape[-1] if q.shape[-1] == v.shape[-1] else 0)
     if chosen == "sdpa":
         return _sdpa(q, k, v, scale)
     if chosen == "vectors":
@@ -82,7 +82,7 @@ def select_attention(
     no_tiles = tile_attention.obstacle(device, dtype, head_dim, seq_length)
     if implementation == "tiles" and no_tiles:
         raise ValueError(f"attention implementation 'tiles' cannot run: {no_tiles}; use 'auto' or 'chunked'")
-    no_vectors = " and ".join(obstacles) or vector_attention.obstacle(device, dtype, seq_length)
+    no_vectors = " and ".join(obstacles) or vector_attention.obstacle(device, dtype, head_dim, seq_length)
     if implementation == "vectors" and no_vectors:
         raise ValueError(f"attention implementation 'vectors' cannot run: {no_vectors}; use 'auto' or 'chunked'")
     if implementation == "flash" and dropout_p > 0.0:

@@ -12,18 +12,23 @@ INTERFACE = 2
 
 
 @cache
-def load(capability: str):
-    """The C++ built for this processor, or why there is none (a str)."""
+def load_built(file: str, interface: int, capability: str):
+    """The module built from `file`.cpp for a processor with this capability, or why there is none (a str)."""
     if capability not in LEVELS:
         return f"needs AVX2, and this processor has {capability}"
-    name = f"megatron.kernels.rows_{LEVELS[capability]}"
+    name = f"megatron.kernels.{file}_{LEVELS[capability]}"
     try:
         found = import_module(name)
     except ImportError as error:
         return f"{name} is not built ({error}); pip install . builds it"
-    if getattr(found, "INTERFACE", None) != INTERFACE:
-        return f"{name} is of another version; pip install . builds it anew"
+    if getattr(found, "INTERFACE", None) != interface:
+        return f"{name} is of another version; pip install . rebuilds it"
     return found
+
+
+def load(capability: str):
+    """rows.cpp as built for this processor, or why there is none (a str)."""
+    return load_built("rows", INTERFACE, capability)
 
 
 def obstacle(device: torch.device, dtype: torch.dtype) -> str | None:

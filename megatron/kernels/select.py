@@ -24,7 +24,8 @@ from megatron.kernels.linear import compute_dtype
 
 ATTENTION = {"fused": "sdpa", "local": "chunked", "unfused": "plain", "flash": "flash", "auto": "auto"}
 NAMES = {"sdpa": "torch's fused attention", "chunked": "blocks of query rows", "plain": "one matrix of scores",
-         "tiles": "bf16 in C++", "vectors": "fp32 in C++", "flash": "flash-attn", "engine": "Transformer Engine"}
+         "tiles": "C++ kernel in bf16", "vectors": "C++ kernel in fp32",
+         "flash": "flash-attn", "engine": "Transformer Engine"}
 NATIVE = "one pass in C++"
 COMPILED = "--torch-compile fuses by itself"
 ENGINE_ATTENTION = {"flash": "NVTE_FLASH_ATTN", "fused": "NVTE_FUSED_ATTN", "unfused": "NVTE_UNFUSED_ATTN"}
@@ -232,7 +233,7 @@ def _plain_attention_rows(operation: str, device: torch.device, dtype: torch.dty
     off = {"sdpa": why_not, "chunked": why_not, "plain": "holds an s x s tensor"}
     no_tiles = tile_attention.obstacle(device, dtype, length["head_dim"], length.get("seq_length", 1))
     off["tiles"] = COMPILED if compiled else no_tiles or "not asked for"
-    no_vectors = vector_attention.obstacle(device, dtype, length.get("seq_length", 1))
+    no_vectors = vector_attention.obstacle(device, dtype, length["head_dim"], length.get("seq_length", 1))
     off["vectors"] = COMPILED if compiled else no_vectors or why_not
     off["flash"] = _flash_obstacle(device, dtype, config) or "no better here"
     if kernels.engine is not None:

@@ -1,12 +1,9 @@
 """Causal attention on a CPU in fp32 arithmetic by this suite's C++ (attention.cpp): tensors and addresses, no layer."""
 
-from functools import cache
-from importlib import import_module
-
 import torch
 from torch import Tensor
 
-from megatron.kernels.native import LEVELS
+from megatron.kernels.native import load_built
 from megatron.kernels.qkv import gradients_like
 
 INTERFACE = 1
@@ -16,27 +13,19 @@ BLOCK = 32  # queries of a block in the C++
 LONGEST = {"AVX512": 8192, "AVX2": 1024}
 
 
-@cache
 def load(capability: str):
-    """The C++ built for this processor, or why there is none (a str)."""
-    if capability not in LEVELS:
-        return f"needs AVX2, and this processor has {capability}"
-    name = f"megatron.kernels.attention_{LEVELS[capability]}"
-    try:
-        found = import_module(name)
-    except ImportError as error:
-        return f"{name} is not built ({error}); pip install . builds it"
-    if getattr(found, "INTERFACE", None) != INTERFACE:
-        return f"{name} is of another version; pip install . rebuilds it"
-    return found
+    """attention.cpp as built for this processor, or why there is none (a str)."""
+    return load_built("attention", INTERFACE, capability)
 
 
-def obstacle(device: torch.device, dtype: torch.dtype, seq_length: int) -> str | None:
+def obstacle(device: torch.device, dtype: torch.dtype, head_dim: int, seq_length: int) -> str | None:
     """Why the C++ does not compute attention of such tensors, None if it does."""
     if torch.compiler.is_compiling():
         return "not under torch.compile"
     if device.type != "cpu" or dtype not in (torch.float32, torch.bfloat16):
         return "for fp32 and bf16 on a CPU"
+    if head_dim < 1:
+        return "needs queries, keys and values of one width"
     capability = torch.backends.cpu.get_cpu_capability()
     if seq_length > LONGEST.get(capability, seq_length):
         return f"needs at most {LONGEST[capability]} positions"
@@ -46,6 +35,9 @@ def obstacle(device: torch.device, dtype: torch.dtype, seq_length: int) -> str |
 
 def vector_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     """softmax(scale q k^T, causal) v: q [s, b, n, d], k and v [s, b, g, d] of one dtype, fp32 or bf16 -> [s, b, n, d]."""
+    # The C++ reads memory by these sizes.
+    assert q.dtype == k.dtype == v.dtype, (q.dtype, k.dtype, v.dtype)
+    assert k.shape == v.shape == (*q.shape[:2], k.shape[2], q.shape[3]), (q.shape, k.shape, v.shape)
     return _VectorAttention.apply(q, k, v, scale)
 
 

@@ -8,6 +8,8 @@
 #include <atomic>
 #include <cstdint>
 #include <cstring>
+#include <exception>
+#include <mutex>
 #include <system_error>
 #include <thread>
 #include <vector>
@@ -227,12 +229,21 @@ template <class Make, class Work>
 void spread_with(int64_t size, int64_t step, int64_t threads, const Make& make, const Work& work) {
   const int64_t runs = (size + step - 1) / step;
   std::atomic<int64_t> next{0};
+  std::exception_ptr failure;
+  std::mutex failing;
   on_threads(std::min(threads, runs), [&] {
-    auto scratch = make();
-    for (int64_t run; (run = next.fetch_add(1, std::memory_order_relaxed)) < runs;) {
-      work(run * step, run + 1 < runs ? (run + 1) * step : size, scratch);
+    try {
+      auto scratch = make();
+      for (int64_t run; (run = next.fetch_add(1, std::memory_order_relaxed)) < runs;) {
+        work(run * step, run + 1 < runs ? (run + 1) * step : size, scratch);
+      }
+    } catch (...) {  // no memory: it must not leave a thread of OpenMP's, and the caller has to know
+      const std::lock_guard<std::mutex> lock(failing);
+      failure = std::current_exception();
+      next = runs;
     }
   });
+  if (failure) std::rethrow_exception(failure);
 }
 
 // The same for work(start, stop).

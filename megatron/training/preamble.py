@@ -71,7 +71,7 @@ def _run_line(config: Config, runtime: Runtime) -> str:
 
 
 def _threads_text() -> str:
-    """Number of threads of this rank, and how idle ones wait."""
+    """Number of CPU threads of this rank, and how they wait for work."""
     count = torch.get_num_threads()
     return "1 thread" if count == 1 else f"{count} threads ({threads.waiting()})"
 

@@ -1,5 +1,7 @@
 """Attention in C++ with fp32 arithmetic against the formula in fp64, for each set of instructions this processor has."""
 import math
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -8,6 +10,7 @@ from megatron.kernels import native
 from megatron.kernels import vector_attention as module
 from megatron.kernels.attention import attention, select_attention
 from megatron.kernels.plain import plain_attention
+from tests.forkrun import ROOT
 
 CPU = torch.device("cpu")
 HERE = torch.backends.cpu.get_cpu_capability()
@@ -111,6 +114,40 @@ def test_it_is_chosen_for_fp32_and_emulated_bf16_alone():
     assert select_attention(CPU, torch.float32, 0.0, True, seq_length=256)[0] == "chunked"
     assert select_attention(CPU, torch.float32, 0.0, False, seq_length=10**6)[0] == "sdpa"
     assert select_attention(torch.device("cuda"), torch.float32, 0.0, False, seq_length=256)[0] == "sdpa"
+
+
+NO_MEMORY = """
+import resource, torch
+from megatron.kernels.vector_attention import vector_attention
+torch.set_num_threads(2)
+q, k, v = (torch.zeros(8000, 1, 2, 256) for _ in range(3))
+vector_attention(q[:64], k[:64], v[:64], 0.1)  # threads and stacks are there
+torch.empty_like(q)
+pages = int(open("/proc/self/statm").read().split()[0])
+limit = pages * resource.getpagesize() + (24 << 20)  # for the output, not for the scratch memory
+resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+try:
+    vector_attention(q, k, v, 0.1)
+except MemoryError:
+    print("MemoryError")
+"""
+
+
+@needs_kernel
+@pytest.mark.campaign
+def test_no_memory_for_a_thread_is_an_error_and_no_crash():
+    done = subprocess.run([sys.executable, "-c", NO_MEMORY], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout.strip()) == (0, "MemoryError"), done.stderr[-2000:]
+
+
+@needs_kernel
+def test_values_of_another_width_go_elsewhere():
+    (q, k, _), _ = inputs(40, 2, 2, 2, 32)
+    v = torch.randn(40, 2, 2, 48)
+    found = attention(q, k, v, scale=0.2)
+    torch.testing.assert_close(found, plain_attention(q, k, v, 0.2))
+    with pytest.raises(ValueError, match="'vectors'"):
+        attention(q, k, v, scale=0.2, implementation="vectors")
 
 
 @needs_kernel

@@ -65,7 +65,7 @@ def races(sequences: list[int], tokens: int) -> list[tuple[str, Kernel, Kernel, 
     for s in sequences:
         qkv = tuple(torch.randn(s, max(1, tokens // s), HIDDEN // HEAD, HEAD) for _ in range(3))
         chosen, *_ = select_attention(torch.device("cpu"), torch.float32, 0.0, False, seq_length=s)
-        way = "vectors" if vector_attention.obstacle(torch.device("cpu"), torch.float32, s) is None else "chunked"
+        way = "vectors" if vector_attention.obstacle(torch.device("cpu"), torch.float32, HEAD, s) is None else "chunked"
         ours = partial(kernels.attention, scale=HEAD**-0.5, implementation=way)
         rows.append((f"attention, sequence {s}", ours, theirs, qkv, "torch" if chosen == "sdpa" else "ours"))
     x, s = torch.randn(tokens, 1, HIDDEN), tokens
