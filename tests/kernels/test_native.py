@@ -168,12 +168,15 @@ def test_every_level_of_instructions_answers_alike(monkeypatch, dtype):
             torch.testing.assert_close(a, b)
 
 
-def test_without_the_right_build_there_is_a_reason(monkeypatch):
-    assert "needs AVX2, and this processor has DEFAULT" in native.load.__wrapped__("DEFAULT")
-    monkeypatch.setitem(sys.modules, "megatron.kernels.rows_v3", None)
-    assert "megatron.kernels.rows_v3 is not built" in native.load.__wrapped__("AVX2")
-    monkeypatch.setitem(sys.modules, "megatron.kernels.rows_v3", types.SimpleNamespace(INTERFACE=0))
-    assert "of another version" in native.load.__wrapped__("AVX2")
+@pytest.mark.parametrize("file", ["rows", "attention"])
+def test_without_the_right_build_there_is_a_reason(monkeypatch, file):
+    load = native.load_built.__wrapped__
+    assert "DEFAULT" in load(file, 1, "DEFAULT")
+    name = f"megatron.kernels.{file}_v3"
+    monkeypatch.setitem(sys.modules, name, None)
+    assert f"{name} is not built" in load(file, 1, "AVX2")
+    monkeypatch.setitem(sys.modules, name, types.SimpleNamespace(INTERFACE=0))
+    assert "version" in load(file, 1, "AVX2")
 
 
 def test_a_wrong_slope_is_seen(monkeypatch):
