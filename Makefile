@@ -37,8 +37,9 @@ test-all: $(VENV)/.dev $(VENV)/.files  ## everything, the full sweeps too
 	$(PYTEST) $(REQUIRED) -m alone
 	$(PYTEST) $(PARALLEL) $(REQUIRED) -m "not alone"
 
-lint: $(VENV)/.dev  ## ruff
+lint: $(VENV)/.dev  ## ruff check and ruff format --check
 	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
 
 install: $(VENV)/.runtime  ## only set up .venv, for running things by hand
 

@@ -1,8 +1,10 @@
-"""Pretrain a GPT: the plot from the command line to the last evaluation. `forward_step` is what a researcher edits."""
+"""Pretrain a GPT: the plot from the command line to the last evaluation. `forward_step` is what a
+researcher edits."""
+
 from megatron import interrupt
 
 if __name__ == "__main__":
-    interrupt.exit_at_once()            # until the watch below takes over
+    interrupt.exit_at_once()  # until the watch below takes over
 
 import os
 import sys
@@ -20,7 +22,14 @@ def forward_step(batch, model):
 
     On pipeline stages before the last: the hidden states for the next stage.
     """
-    losses = model(batch.tokens, batch.position_ids, batch.labels, batch.document_ids, batch.dropout, hidden=batch.hidden)
+    losses = model(
+        batch.tokens,
+        batch.position_ids,
+        batch.labels,
+        batch.document_ids,
+        batch.dropout,
+        hidden=batch.hidden,
+    )
     if model.output_layer is None:
         return losses
     if batch.loss_mask is None:
@@ -32,11 +41,18 @@ def print_data(line, plan):
     """Of a dry run: what would be read of which data set, if the data are here."""
     from megatron.data.plan_table import plan_table
     from megatron.data.planned import planned_rows
-    data, targets = line.config.data, plan.targets
+
+    data = line.config.data
+    targets = plan.targets
     valid = None if data.full_validation and targets.valid else targets.valid
     try:
-        rows = planned_rows(data, (targets.train, valid, targets.test), line.config.model.seq_length,
-                            line.config.training.micro_batch_size, plan.batch.final_global_batch_size)
+        rows = planned_rows(
+            data,
+            (targets.train, valid, targets.test),
+            line.config.model.seq_length,
+            line.config.training.micro_batch_size,
+            plan.batch.final_global_batch_size,
+        )
         lines = ["data:", *plan_table(rows)] if rows else ["data: made up (--mock-data)"]
     except (ValueError, OSError) as error:
         lines = [f"data: cannot be read on this machine: {error}"]
@@ -44,9 +60,11 @@ def print_data(line, plan):
 
 
 def print_kernels(line):
-    """The end of a dry run: which kernels a run would use here. It needs torch, which the plan does not."""
+    """The end of a dry run: which kernels a run would use here. It needs torch, which the plan does
+    not."""
     try:
         from megatron.training.kernel_lines import kernel_lines
+
         lines = kernel_lines(line.config)
     except (ImportError, ValueError) as error:
         lines = [f"kernels: not known on this machine: {error}"]
@@ -54,11 +72,14 @@ def print_kernels(line):
 
 
 def main(argv: list[str] | None = None, signals: SignalWatch | None = None, services=None) -> None:
-    """Parse and check before torch is imported; then plan, build, load, train. Tests give `services` of their own."""
+    """Parse and check before torch is imported; then plan, build, load, train. Tests give
+    `services` of their own."""
     from megatron.config import command_line
+
     line = command_line.read(sys.argv[1:] if argv is None else argv, os.environ)
     from megatron import log
     from megatron.training import preflight
+
     log.show_details(not line.config.logging.is_short)
     if line.config.training.dry_run:
         if line.rank == 0:
@@ -70,7 +91,8 @@ def main(argv: list[str] | None = None, signals: SignalWatch | None = None, serv
     tokenizer = preflight.check(line)
     from megatron.checkpoint import lock
     from megatron.training import output
-    if signals:                         # the program; who calls main() has streams of its own
+
+    if signals:  # the program; who calls main() has streams of its own
         output.tolerate_failing_streams()
     writes = line.rank == 0 and not line.config.training.skip_train
     with lock.held(line.config.checkpoint.save if writes else None) as held:
@@ -78,30 +100,48 @@ def main(argv: list[str] | None = None, signals: SignalWatch | None = None, serv
             signals.leaving = held.release
         threads.set_waiting(USAGE_AT_START)
         from megatron.checkpoint import async_writer, object_store
+
         c = line.config.checkpoint
         if line.load_url and line.rank == 0:
-            object_store.fetch(line.load_url, c.load, c.ckpt_step, required=line.load_url != line.save_url)
+            object_store.fetch(
+                line.load_url, c.load, c.ckpt_step, required=line.load_url != line.save_url
+            )
         if line.snapshot_url and line.rank == 0 and c.load and c.ckpt_step is None:
             object_store.fetch_snapshot(line.snapshot_url, c.snapshot_dir, c.load)
         beside = c.async_save and bool(c.save) and not line.config.training.skip_train
         snapshots = c.snapshot_dir if c.snapshot_interval else None
-        places = object_store.places(c.save, line.save_url, snapshots, line.snapshot_url) if writes and c.save else []
+        places = (
+            object_store.places(c.save, line.save_url, snapshots, line.snapshot_url)
+            if writes and c.save
+            else []
+        )
         with object_store.uploading(places, c.save), async_writer.started(beside) as writer:
             train(line, tokenizer, held.check, writer, signals, services)
 
 
 def train(line, tokenizer, fence, writer, signals: SignalWatch | None, services=None) -> None:
-    """Plan, build, load, train; `fence()` raises where another job has taken --save over; `writer` of --async-save."""
+    """Plan, build, load, train; `fence()` raises where another job has taken --save over; `writer`
+    of --async-save."""
     from megatron.config import command_line
     from megatron.device import default_backend
     from megatron.log import detail, print_rank_0
     from megatron.timers import Timers
-    from megatron.training import build, checkpointing, data_position, initialize, loop, metrics, preamble, skip_history
+    from megatron.training import (
+        build,
+        checkpointing,
+        data_position,
+        initialize,
+        loop,
+        metrics,
+        preamble,
+        skip_history,
+    )
     from megatron.training.kernel_lines import check_wishes, kernel_lines
     from megatron.training.log_lines import datetime_line
     from megatron.training.services import Services
 
-    config, backend = line.config, default_backend(line.config.training.device)
+    config = line.config
+    backend = default_backend(line.config.training.device)
     short = config.logging.is_short
     meeting = initialize.Meeting(config, signals)
     for text in command_line.start_lines(line, backend):
@@ -120,7 +160,8 @@ def train(line, tokenizer, fence, writer, signals: SignalWatch | None, services=
 
     with timers("model-and-optimizer-setup"):
         run = build.build_run(config, plan, runtime, timers, tokenizer)
-        run.fence, run.writer = fence, writer
+        run.fence = fence
+        run.writer = writer
         run.services = services or Services(signals or SignalWatch())
         loaded = checkpointing.load(run)
     log.timers(["load-checkpoint"])

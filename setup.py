@@ -1,7 +1,8 @@
 """Installs the namespace package `megatron`; knows where things lie and nothing of what they do.
 
-There is no pyproject.toml: this file alone works under old and new pip, with build isolation (setup_requires brings
-pybind11) and without, with a C++ compiler (the helpers are built) and without (numpy and torch answer instead, slower).
+There is no pyproject.toml: this file alone works under old and new pip, with build isolation
+(setup_requires brings pybind11) and without, with a C++ compiler (the helpers are built) and
+without (numpy and torch answer instead, slower).
 """
 
 import platform
@@ -14,7 +15,8 @@ from setuptools.command.build_py import build_py
 
 try:
     from pybind11.setup_helpers import Pybind11Extension
-except ImportError:  # pip asks for setup_requires first and reads this file again once pybind11 is there
+# pip asks for setup_requires first and reads this file again once pybind11 is there
+except ImportError:
     Pybind11Extension = None
 
 HERE = Path(__file__).resolve().parent
@@ -27,7 +29,8 @@ def requirements(name: str) -> list[str]:
 
 
 class BuildWithTools(build_py):
-    """Also puts the programs of tools/ into a wheel, below a name of this project's own; megatron/console.py runs them.
+    """Also puts the programs of tools/ into a wheel, below a name of this project's own;
+    megatron/console.py runs them.
 
     An editable installation needs no copy: it has the clone's.
     """
@@ -43,28 +46,57 @@ class BuildWithTools(build_py):
 
 extensions = []
 if Pybind11Extension is not None:
-    for name, source in (("megatron.data.helpers_cpp", "megatron/data/helpers.cpp"),
-                         ("megatron.checkpoint.read_sums_cpp", "megatron/checkpoint/read_sums.cpp")):
+    for name, source in (
+        ("megatron.data.helpers_cpp", "megatron/data/helpers.cpp"),
+        ("megatron.checkpoint.read_sums_cpp", "megatron/checkpoint/read_sums.cpp"),
+    ):
         extensions.append(Pybind11Extension(name, [source], cxx_std=17, extra_compile_args=["-O3"]))
-    for level in ("v3", "v4") if platform.machine() in ("x86_64", "AMD64") else ():  # AVX2, AVX512; native.py takes one
+    # AVX2, AVX512; native.py takes one
+    for level in ("v3", "v4") if platform.machine() in ("x86_64", "AMD64") else ():
         for name in ("rows", "attention"):
-            extensions.append(Pybind11Extension(
-                f"megatron.kernels.{name}_{level}", [f"megatron/kernels/{name}.cpp"], cxx_std=17,
-                depends=["megatron/kernels/vectors.h"], define_macros=[("MODULE", f"{name}_{level}")],
-                extra_compile_args=["-O3", f"-march=x86-64-{level}", "-fno-math-errno", "-fno-trapping-math",
-                                    "-Wno-psabi"]))
+            extensions.append(
+                Pybind11Extension(
+                    f"megatron.kernels.{name}_{level}",
+                    [f"megatron/kernels/{name}.cpp"],
+                    cxx_std=17,
+                    depends=["megatron/kernels/vectors.h"],
+                    define_macros=[("MODULE", f"{name}_{level}")],
+                    extra_compile_args=[
+                        "-O3",
+                        f"-march=x86-64-{level}",
+                        "-fno-math-errno",
+                        "-fno-trapping-math",
+                        "-Wno-psabi",
+                    ],
+                )
+            )
     if platform.machine() in ("x86_64", "AMD64"):  # AMX: tile_attention.py asks the processor
-        extensions.append(Pybind11Extension(
-            "megatron.kernels.tiles_cpp", ["megatron/kernels/tiles.cpp"], cxx_std=17, depends=["megatron/kernels/vectors.h"],
-            extra_compile_args=["-O3", "-march=x86-64-v4", "-mavx512bf16", "-mamx-tile", "-mamx-bf16", "-fno-math-errno",
-                                "-fno-trapping-math", "-Wno-psabi"]))
+        extensions.append(
+            Pybind11Extension(
+                "megatron.kernels.tiles_cpp",
+                ["megatron/kernels/tiles.cpp"],
+                cxx_std=17,
+                depends=["megatron/kernels/vectors.h"],
+                extra_compile_args=[
+                    "-O3",
+                    "-march=x86-64-v4",
+                    "-mavx512bf16",
+                    "-mamx-tile",
+                    "-mamx-bf16",
+                    "-fno-math-errno",
+                    "-fno-trapping-math",
+                    "-Wno-psabi",
+                ],
+            )
+        )
 for extension in extensions:
     extension.optional = True
 
 setup(
     name="megatron-gpt-pretraining",
     version=runpy.run_path(str(HERE / "megatron" / "version.py"))["VERSION"],
-    description="GPT pretraining with Megatron's commands, files and logs, from one laptop process to many GPUs",
+    description="GPT pretraining with Megatron's commands, files and logs, from one laptop "
+    "process to many GPUs",
     long_description=(HERE / "README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     author="The maintainers of megatron-gpt-pretraining",
@@ -82,17 +114,21 @@ setup(
         "Typing :: Typed",
     ],
     python_requires=">=3.11",
-    # PyPI's megatron-core owns megatron.core and may be installed beside us: no __init__.py, and never that folder.
+    # PyPI's megatron-core owns megatron.core and may be installed beside us: no __init__.py, and
+    # never that folder.
     packages=find_namespace_packages(
-        include=["megatron", "megatron.*"], exclude=["megatron.core", "megatron.core.*", "*.__pycache__"]
+        include=["megatron", "megatron.*"],
+        exclude=["megatron.core", "megatron.core.*", "*.__pycache__"],
     ),
     package_dir={"": "."},
     package_data={"megatron": ["py.typed"]},
     py_modules=["pretrain_gpt"],
-    entry_points={"console_scripts": [
-        "megatron-pretrain = megatron.console:pretrain",
-        "megatron-tools = megatron.console:tools",
-    ]},
+    entry_points={
+        "console_scripts": [
+            "megatron-pretrain = megatron.console:pretrain",
+            "megatron-tools = megatron.console:tools",
+        ]
+    },
     cmdclass={"build_py": BuildWithTools},
     ext_modules=extensions,
     setup_requires=["pybind11"],

@@ -1,9 +1,11 @@
-"""Flags are fields of small frozen dataclasses, written once; here they become a parser and come back. Knows no flag.
+"""Flags are fields of small frozen dataclasses, written once; here they become a parser and come
+back. Knows no flag.
 
 What was typed stays apart from the defaults, so that precedence is a dictionary update:
 defaults < the checkpoint's args < @file < typed.
 Python's own argparse is not used: it stops at the first problem, and takes -1e-5 for a flag.
 """
+
 from __future__ import annotations
 
 import dataclasses
@@ -21,41 +23,73 @@ from dataclasses import MISSING
 from pathlib import Path
 from typing import Any
 
-# Of an @FILE: blanks (a backslash at the end of a line is one), a comment, any number of whole numbers (there may be
-# thousands), or a word with the shell's quoting.
-_TOKEN = re.compile(r"""(?:\s|\\\r?\n)+|\#[^\n]*|(?P<numbers>\d[\d\s]*(?<=\d)(?=\s))|
-    (?P<word>(?:[^\s'"\\]|\\(?!\r?\n).|'[^']*'|"(?:\\.|[^"\\])*")+)""", re.S | re.X)
+# Of an @FILE: blanks (a backslash at the end of a line is one), a comment, any number of whole
+# numbers (there may be thousands), or a word with the shell's quoting.
+_TOKEN = re.compile(
+    r"""(?:\s|\\\r?\n)+|\#[^\n]*|(?P<numbers>\d[\d\s]*(?<=\d)(?=\s))|
+    (?P<word>(?:[^\s'"\\]|\\(?!\r?\n).|'[^']*'|"(?:\\.|[^"\\])*")+)""",
+    re.S | re.X,
+)
 _NUMBER = re.compile(r"-(\d|\.\d|inf$|nan$)")
 _CALLED = {int: "a whole number", float: "a number"}
 _SHOWN = {int: "N", float: "X", str: "TEXT"}
 
 
-def arg(default: Any = MISSING, *, help: str, flag: str | None = None, alias: tuple[str, ...] = (),
-        choices: tuple | None = None, off: str | None = None, nargs: str | int | None = None, extend: bool = False,
-        parse: Callable[[str], Any] | None = None, dump: bool = True, metavar: str | None = None,
-        place: str = "flag") -> Any:
+def arg(  # noqa: PLR0913
+    default: Any = MISSING,
+    *,
+    help: str,
+    flag: str | None = None,
+    alias: tuple[str, ...] = (),
+    choices: tuple | None = None,
+    off: str | None = None,
+    nargs: str | int | None = None,
+    extend: bool = False,
+    parse: Callable[[str], Any] | None = None,
+    dump: bool = True,
+    metavar: str | None = None,
+    place: str = "flag",
+) -> Any:
     """A config field that is also a command-line flag. Without `default` it must be given.
 
-    `flag` is the spelling when it is not the name with dashes; `off` is the spelling that turns a true-by-default
-    bool off (then there is no on-switch); `nargs` is the number of a list's values when it is fixed; `extend` collects
-    repetitions into one tuple; `parse` converts one word (and raises ValueError); `dump` says whether the name stands
-    in the argument dump even at its default (new names stand there only when set); `metavar` stands for its value in
-    help. `place` is "flag", or "positional" (values without a flag), or "after --" (a tuple of all words after `--`);
-    these two are for tools, and `metavar` is their name.
+    `flag` is the spelling when it is not the name with dashes; `off` is the spelling that turns a
+    true-by-default bool off (then there is no on-switch); `nargs` is the number of a list's values
+    when it is fixed; `extend` collects repetitions into one tuple; `parse` converts one word (and
+    raises ValueError); `dump` says whether the name stands in the argument dump even at its default
+    (new names stand there only when set); `metavar` stands for its value in help. `place` is
+    "flag", or "positional" (values without a flag), or "after --" (a tuple of all words after
+    `--`); these two are for tools, and `metavar` is their name.
     """
-    meta = dict(help=help, flag=flag, alias=alias, choices=choices, off=off, nargs=nargs, extend=extend, parse=parse,
-                dump=dump, metavar=metavar, place=place)
-    return dataclasses.field(metadata=meta) if default is MISSING else dataclasses.field(default=default, metadata=meta)
+    meta = dict(
+        help=help,
+        flag=flag,
+        alias=alias,
+        choices=choices,
+        off=off,
+        nargs=nargs,
+        extend=extend,
+        parse=parse,
+        dump=dump,
+        metavar=metavar,
+        place=place,
+    )
+    return (
+        dataclasses.field(metadata=meta)
+        if default is MISSING
+        else dataclasses.field(default=default, metadata=meta)
+    )
 
 
 @dataclasses.dataclass(frozen=True)
 class Flag:
     """One command-line flag: where it lives, its spellings, its type."""
+
     name: str
     group: str
     spelling: str
     aliases: tuple[str, ...]
-    kind: str                    # "switch" (on), "off" (turns a default-true bool off), "value" or "list"
+    # "switch" (on), "off" (turns a default-true bool off), "value" or "list"
+    kind: str
     type: Any
     default: Any
     choices: tuple | None
@@ -85,7 +119,8 @@ class Flag:
         return " ".join([one] * self.nargs) if isinstance(self.nargs, int) else f"{one} [{one} ...]"
 
     def convert(self, words: Sequence[str]) -> Any:
-        """The value that `words` (after the flag) spell. Raises ValueError: what is wrong and what to write."""
+        """The value that `words` (after the flag) spell. Raises ValueError: what is wrong and what
+        to write."""
         if self.kind in ("switch", "off"):
             if words:
                 raise ValueError(
@@ -111,7 +146,7 @@ class Flag:
             if self.choices is None:
                 return tuple(map(self.type, words))
         except ValueError:
-            pass                                    # the word by word reading says which
+            pass  # the word by word reading says which
         return tuple(map(self._one, words))
 
     def _one(self, word: str) -> Any:
@@ -147,7 +182,8 @@ def _as_number(word: str) -> str:
 
 @functools.cache
 def flags_of(tree: type) -> Mapping[str, Flag]:
-    """Every flag of a dataclass whose fields are dataclasses, by field name. A name or spelling stands only once."""
+    """Every flag of a dataclass whose fields are dataclasses, by field name. A name or spelling
+    stands only once."""
     found: dict[str, Flag] = {}
     for group, owner in typing.get_type_hints(tree).items():
         for name, flag in flags_of_group(owner, group).items():
@@ -160,8 +196,11 @@ def flags_of(tree: type) -> Mapping[str, Flag]:
 def flags_of_group(owner: type, group: str) -> dict[str, Flag]:
     """Every flag of one dataclass, by field name."""
     hints = typing.get_type_hints(owner)
-    return {field.name: _flag(group, field, hints[field.name]) for field in dataclasses.fields(owner)
-            if "help" in field.metadata}
+    return {
+        field.name: _flag(group, field, hints[field.name])
+        for field in dataclasses.fields(owner)
+        if "help" in field.metadata
+    }
 
 
 def _by_spelling(flags: Iterable[Flag]) -> dict[str, Flag]:
@@ -177,11 +216,13 @@ def _flag(group: str, field: dataclasses.Field, hint: Any) -> Flag:
     meta = field.metadata
     if typing.get_origin(hint) in (types.UnionType, typing.Union):
         hint = next(a for a in typing.get_args(hint) if a is not type(None))
-    kind, choices = "value", meta["choices"]
+    kind = "value"
+    choices = meta["choices"]
     if hint is bool:
         kind = "off" if meta["off"] else "switch"
     elif typing.get_origin(hint) is tuple:
-        kind, hint = "list", typing.get_args(hint)[0]
+        kind = "list"
+        hint = typing.get_args(hint)[0]
     elif typing.get_origin(hint) is typing.Literal:
         choices = typing.get_args(hint)
         hint = type(choices[0])
@@ -189,8 +230,23 @@ def _flag(group: str, field: dataclasses.Field, hint: Any) -> Flag:
     spelling = meta["off"] or meta["flag"] or "--" + field.name.replace("_", "-")
     if meta["place"] != "flag":
         spelling = meta["metavar"]
-    return Flag(field.name, group, spelling, meta["alias"], kind, meta["parse"] or hint, default, choices, meta["help"],
-                meta["extend"], meta["nargs"], meta["dump"], meta["metavar"], meta["place"], field.default is MISSING)
+    return Flag(
+        field.name,
+        group,
+        spelling,
+        meta["alias"],
+        kind,
+        meta["parse"] or hint,
+        default,
+        choices,
+        meta["help"],
+        meta["extend"],
+        meta["nargs"],
+        meta["dump"],
+        meta["metavar"],
+        meta["place"],
+        field.default is MISSING,
+    )
 
 
 class Problems(ValueError):
@@ -202,23 +258,38 @@ class Problems(ValueError):
 
 
 class Parser:
-    """All flags of a program by their spellings. Of an unknown spelling `explain` may know why there is no such flag,
-    and `synonyms` what it is called here."""
+    """All flags of a program by their spellings. Of an unknown spelling `explain` may know why
+    there is no such flag, and `synonyms` what it is called here."""
 
-    def __init__(self, flags: Iterable[Flag], *, prog: str, description: str, sections: dict[str, str],
-                 explain: Callable[[str], str | None] = lambda spelling: None,
-                 synonyms: Mapping[str, str] = types.MappingProxyType({})):
+    def __init__(
+        self,
+        flags: Iterable[Flag],
+        *,
+        prog: str,
+        description: str,
+        sections: dict[str, str],
+        explain: Callable[[str], str | None] = lambda spelling: None,
+        synonyms: Mapping[str, str] = types.MappingProxyType({}),
+    ):
         self.flags = list(flags)
         self.by_spelling = _by_spelling(flag for flag in self.flags if flag.place == "flag")
         self.positionals = [flag for flag in self.flags if flag.place == "positional"]
         self.after_dashes = next((flag for flag in self.flags if flag.place == "after --"), None)
-        self.prog, self.description, self.sections = prog, description, sections
-        self.explain, self.synonyms = explain, synonyms
+        self.prog = prog
+        self.description = description
+        self.sections = sections
+        self.explain = explain
+        self.synonyms = synonyms
 
     def help(self) -> str:
         """The text for --help: every flag of the sections, with its default."""
         text = self.description.strip()
-        lines = [self.usage(), "", *(text.splitlines() if "\n" in text else textwrap.wrap(text, 110)), ""]
+        lines = [
+            self.usage(),
+            "",
+            *(text.splitlines() if "\n" in text else textwrap.wrap(text, 110)),
+            "",
+        ]
         for flag in [*self.positionals, *filter(None, [self.after_dashes])]:
             lines += _help_lines(flag.spelling, help_with_default(flag))
         lines += _help_lines("-h, --help", "print this text and exit")
@@ -227,15 +298,19 @@ class Parser:
             shown = [flag for flag in self.flags if flag.group == group and flag.place == "flag"]
             lines += ["", title] * bool(shown)
             for flag in shown:
-                lines += _help_lines(" ".join(filter(None, [", ".join(flag.spellings), flag.metavar])),
-                                     help_with_default(flag))
+                lines += _help_lines(
+                    " ".join(filter(None, [", ".join(flag.spellings), flag.metavar])),
+                    help_with_default(flag),
+                )
         return "\n".join(lines) + "\n"
 
     def usage(self) -> str:
         """The first line of the help."""
         if not self.takes_words:
             return f"usage: {self.prog} [--flag [value ...]] [@FILE] ..."
-        words = [flag.metavar if flag.required else f"[{flag.metavar}]" for flag in self.positionals]
+        words = [
+            flag.metavar if flag.required else f"[{flag.metavar}]" for flag in self.positionals
+        ]
         words.append("[--flag [value ...]] ...")
         if self.after_dashes:
             words.append(f"[{self.after_dashes.spelling} ...]")
@@ -249,7 +324,9 @@ class Parser:
 
 def help_with_default(flag: Flag) -> str:
     """The help text, and the default where it says something."""
-    told = flag.default in (None, (), "") or flag.kind in ("off", "switch") or "(default" in flag.help
+    told = (
+        flag.default in (None, (), "") or flag.kind in ("off", "switch") or "(default" in flag.help
+    )
     if flag.required and flag.place == "flag":
         return f"{flag.help} (required)"
     return flag.help if told else f"{flag.help} (default: {flag.default})"
@@ -262,20 +339,37 @@ def _help_lines(head: str, text: str) -> list[str]:
     return [f"  {head:<31} {wrapped[0]}", *(" " * 34 + line for line in wrapped[1:])]
 
 
-def build_parser(tree: type, *, prog: str, description: str, extra: Iterable[Flag] = (),
-                 explain: Callable[[str], str | None] = lambda spelling: None,
-                 synonyms: Mapping[str, str] = types.MappingProxyType({})) -> Parser:
-    """A parser with one section a config class. `extra`: flags that belong to no field (help leaves them out)."""
-    sections = {group: (owner.__doc__ or group).split("\n")[0] for group, owner in typing.get_type_hints(tree).items()}
-    return Parser([*flags_of(tree).values(), *extra], prog=prog, description=description, sections=sections,
-                  explain=explain, synonyms=synonyms)
+def build_parser(
+    tree: type,
+    *,
+    prog: str,
+    description: str,
+    extra: Iterable[Flag] = (),
+    explain: Callable[[str], str | None] = lambda spelling: None,
+    synonyms: Mapping[str, str] = types.MappingProxyType({}),
+) -> Parser:
+    """A parser with one section a config class. `extra`: flags that belong to no field (help leaves
+    them out)."""
+    sections = {
+        group: (owner.__doc__ or group).split("\n")[0]
+        for group, owner in typing.get_type_hints(tree).items()
+    }
+    return Parser(
+        [*flags_of(tree).values(), *extra],
+        prog=prog,
+        description=description,
+        sections=sections,
+        explain=explain,
+        synonyms=synonyms,
+    )
 
 
 @dataclasses.dataclass
 class Parsed:
-    """What a command line says: values by field name, all that is wrong with it, what is worth a line, and the names
-    of flags that were meant but could not be read. `unread_file`: an @FILE could not be read, so that nobody knows which
-    flags are missing."""
+    """What a command line says: values by field name, all that is wrong with it, what is worth a
+    line, and the names of flags that were meant but could not be read. `unread_file`: an @FILE
+    could not be read, so that nobody knows which flags are missing."""
+
     typed: dict[str, Any] = dataclasses.field(default_factory=dict)
     problems: list[str] = dataclasses.field(default_factory=list)
     notes: list[str] = dataclasses.field(default_factory=list)
@@ -286,13 +380,14 @@ class Parsed:
 
 
 def parse(parser: Parser, argv: Sequence[str]) -> Parsed:
-    """Read a command line as far as it can be read. What an @FILE says is read first, so that typed flags win; a parser
-    with positional values takes no @FILE."""
+    """Read a command line as far as it can be read. What an @FILE says is read first, so that typed
+    flags win; a parser with positional values takes no @FILE."""
     parsed = Parsed()
     if parser.takes_words:
         _parse_with_words(parser, list(argv), parsed)
         return parsed
-    from_files, typed = [], []
+    from_files = []
+    typed = []
     for word in argv:
         if word[:1] != "@":
             typed.append(word)
@@ -306,7 +401,9 @@ def parse(parser: Parser, argv: Sequence[str]) -> Parsed:
         (from_files if words and is_flag(words[0]) else typed).extend(words)
     for words in (from_files, typed):
         seen: dict[str, list[str]] = {}
-        starts = [at for at, word in enumerate(words) if at == 0 or (word[:1] == "-" and is_flag(word))]
+        starts = [
+            at for at, word in enumerate(words) if at == 0 or (word[:1] == "-" and is_flag(word))
+        ]
         for start, end in itertools.pairwise([*starts, len(words)]):
             _take(parser, words[start:end], seen, parsed)
     return parsed
@@ -315,8 +412,11 @@ def parse(parser: Parser, argv: Sequence[str]) -> Parsed:
 def _parse_with_words(parser: Parser, argv: list[str], parsed: Parsed) -> None:
     """The same, where values may stand without a flag."""
     end = argv.index("--") if "--" in argv else len(argv)
-    words, rest = argv[:end], argv[end + 1:]
-    loose, at, seen = [], 0, {}
+    words = argv[:end]
+    rest = argv[end + 1 :]
+    loose = []
+    at = 0
+    seen = {}
     while at < len(words):
         stop = at + 1
         if not is_flag(words[at]):
@@ -343,10 +443,16 @@ def _parse_with_words(parser: Parser, argv: list[str], parsed: Parsed) -> None:
 
 
 def _most_values(parser: Parser, word: str) -> float:
-    """How many of the words after a flag can be its values. Of an unknown flag all, so that none is taken for another's."""
+    """How many of the words after a flag can be its values. Of an unknown flag all, so that none is
+    taken for another's."""
     spelling, equals, _ = word.partition("=")
     flag = parser.by_spelling.get(spelling)
-    if equals or spelling in ("-h", "--help", "--version") or flag and flag.kind in ("switch", "off"):
+    if (
+        equals
+        or spelling in ("-h", "--help", "--version")
+        or flag
+        and flag.kind in ("switch", "off")
+    ):
         return 0
     if flag is None:
         return math.inf
@@ -354,8 +460,13 @@ def _most_values(parser: Parser, word: str) -> float:
 
 
 def missing(parser: Parser, parsed: Parsed) -> list[str]:
-    """A line for each value that must be given and is not. After an unknown flag nobody knows what its values were."""
-    absent = [flag for flag in parser.flags if flag.required and flag.name not in parsed.typed.keys() | parsed.broken]
+    """A line for each value that must be given and is not. After an unknown flag nobody knows what
+    its values were."""
+    absent = [
+        flag
+        for flag in parser.flags
+        if flag.required and flag.name not in parsed.typed.keys() | parsed.broken
+    ]
     if parsed.unread_file or any(line.startswith("unknown flag") for line in parsed.problems):
         absent = []
     return [f"{flag.spelling} is missing: {flag.help} [flag-missing]" for flag in absent]
@@ -427,7 +538,9 @@ def _unknown(parser: Parser, spelling: str, parsed: Parsed) -> None:
     elif dashed in parser.synonyms:
         close = [parser.synonyms[dashed]]
     else:
-        close = _close(dashed, shown) or difflib.get_close_matches(dashed, sorted(parser.by_spelling), 1, 0.75)
+        close = _close(dashed, shown) or difflib.get_close_matches(
+            dashed, sorted(parser.by_spelling), 1, 0.75
+        )
     parsed.broken |= {parser.by_spelling[s].name for s in close if s in parser.by_spelling}
     if explained := parser.explain(spelling):
         parsed.problems.append(explained)
@@ -440,18 +553,22 @@ def _unknown(parser: Parser, spelling: str, parsed: Parsed) -> None:
 
 
 def _close(spelling: str, known: Sequence[str]) -> list[str]:
-    """The known spellings nearest to a wrong one: by letters, else by its words, else by letters from farther away."""
+    """The known spellings nearest to a wrong one: by letters, else by its words, else by letters
+    from farther away."""
     parts = set(spelling[2:].split("-"))
     close = difflib.get_close_matches(spelling, known, 3, 0.75)
     if close:
         best = difflib.SequenceMatcher(None, spelling, close[0]).ratio()
-        return [s for s in close if difflib.SequenceMatcher(None, spelling, s).ratio() > best - 0.05]
+        return [
+            s for s in close if difflib.SequenceMatcher(None, spelling, s).ratio() > best - 0.05
+        ]
     with_words = [s for s in known if parts <= set(s[2:].split("-"))]
     return with_words[:3] or difflib.get_close_matches(spelling, known, 2, 0.7)
 
 
 def expand_files(argv: Sequence[str], seen: tuple[Path, ...] = ()) -> list[str]:
-    """Replace each @FILE word by the words of that file: shell quoting, `#` comments, @FILE inside relative to it."""
+    """Replace each @FILE word by the words of that file: shell quoting, `#` comments, @FILE inside
+    relative to it."""
     words: list[str] = []
     if "@" not in "".join(argv):
         return list(argv)
@@ -467,7 +584,8 @@ def expand_files(argv: Sequence[str], seen: tuple[Path, ...] = ()) -> list[str]:
 
 
 def read_words(path: Path) -> list[str]:
-    """The words of an @FILE, with the shell's quoting and `#` comments. Raises Problems, with the line's number."""
+    """The words of an @FILE, with the shell's quoting and `#` comments. Raises Problems, with the
+    line's number."""
     try:
         text = path.read_text(encoding="utf-8-sig")
     except OSError as error:
@@ -486,7 +604,8 @@ def read_words(path: Path) -> list[str]:
                 "[args-file-malformed]"
             ]
         )
-    words, at = [], 0
+    words = []
+    at = 0
     while at < len(text):
         token = _TOKEN.match(text, at)
         if token is None:
@@ -497,7 +616,9 @@ def read_words(path: Path) -> list[str]:
                     "before it [args-file-malformed]"
                 ]
             )
-        words += (token["numbers"] or "").split() or (shlex.split(token[0]) if token["word"] else [])
+        words += (token["numbers"] or "").split() or (
+            shlex.split(token[0]) if token["word"] else []
+        )
         at = token.end()
     return words
 
@@ -516,13 +637,18 @@ def values_of(config: Any) -> dict[str, Any]:
     flat = {}
     for group in dataclasses.fields(config):
         part = getattr(config, group.name)
-        flat |= {f.name: getattr(part, f.name) for f in dataclasses.fields(part) if "help" in f.metadata}
+        flat |= {
+            f.name: getattr(part, f.name) for f in dataclasses.fields(part) if "help" in f.metadata
+        }
     return flat
 
 
 def to_args_text(config: Any, leave_out: Iterable[str] = ()) -> str:
-    """The flags that differ from their defaults, one a line: `pretrain_gpt.py @FILE` repeats the run."""
-    lines, values, left = [], values_of(config), set(leave_out)
+    """The flags that differ from their defaults, one a line: `pretrain_gpt.py @FILE` repeats the
+    run."""
+    lines = []
+    values = values_of(config)
+    left = set(leave_out)
     for name, flag in flags_of(type(config)).items():
         value = values[name]
         if value == flag.default or name in left:

@@ -1,6 +1,8 @@
-"""The commands that `pip install` brings: megatron-pretrain and megatron-tools. They run pretrain_gpt.py and the programs of
-tools/ as scripts, from an installation or from a clone, in any directory. Knows no flag of theirs.
+"""The commands that `pip install` brings: megatron-pretrain and megatron-tools. They run
+pretrain_gpt.py and the programs of tools/ as scripts, from an installation or from a clone, in any
+directory. Knows no flag of theirs.
 """
+
 from __future__ import annotations
 
 import ast
@@ -32,7 +34,8 @@ def tools() -> None:
 
 
 def run_tool(argv: Sequence[str]) -> int:
-    """Run the tool that the first word names; the exit code, unless the tool leaves with its own."""
+    """Run the tool that the first word names; the exit code, unless the tool leaves with its
+    own."""
     folder = INSTALLED if INSTALLED.is_dir() else ROOT / "tools"
     programs = {path.stem: path for path in sorted(folder.glob("*.py"))}
     name = argv[0].replace("-", "_") if argv and argv[0][:1] != "-" else ""
@@ -43,7 +46,11 @@ def run_tool(argv: Sequence[str]) -> int:
         print(version_line(TOOLS))
         return 0
     if not argv or argv[0] in ("-h", "--help"):
-        lines = [f"usage: {TOOLS} TOOL ...", "", f"Tools ({TOOLS} TOOL --help prints the help of each)"]
+        lines = [
+            f"usage: {TOOLS} TOOL ...",
+            "",
+            f"Tools ({TOOLS} TOOL --help prints the help of each)",
+        ]
         width = max(map(len, programs), default=0)
         lines += [f"  {tool:<{width}}  {_summary(path)}" for tool, path in programs.items()]
         print("\n".join(lines), file=sys.stdout if argv else sys.stderr)
@@ -63,4 +70,6 @@ def _run(path: Path, words: Sequence[str]) -> None:
 def _summary(path: Path) -> str:
     """The first sentence of a program's docstring."""
     text = " ".join((ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "").split())
-    return textwrap.shorten(text.partition(". ")[0].partition(": ")[0].rstrip("."), 90, placeholder=" ...")
+    return textwrap.shorten(
+        text.partition(". ")[0].partition(": ")[0].rstrip("."), 90, placeholder=" ..."
+    )

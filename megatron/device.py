@@ -1,4 +1,6 @@
-"""The only file that says cuda or xpu: which device, which backend, memory, synchronisation, determinism. Knows no model."""
+"""The only file that says cuda or xpu: which device, which backend, memory, synchronisation,
+determinism. Knows no model."""
+
 from __future__ import annotations
 
 import ctypes
@@ -9,13 +11,15 @@ from pathlib import Path
 
 import torch
 
-BACKENDS = {"cuda": "nccl", "xpu": "xccl"}     # of torch.distributed, by kind of device
+BACKENDS = {"cuda": "nccl", "xpu": "xccl"}  # of torch.distributed, by kind of device
 DEVICE_FILES = Path("/dev")
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3     # of glibc's malloc.h
+M_TRIM_THRESHOLD = -1
+M_MMAP_THRESHOLD = -3  # of glibc's malloc.h
 
 
 def device_type(wish: str) -> str:
-    """`cpu`, `cuda` or `xpu`: what the wish (auto or one of these) comes to here. Does not start the device.
+    """`cpu`, `cuda` or `xpu`: what the wish (auto or one of these) comes to here. Does not start
+    the device.
 
     Not `mps`: a step's sums are float64, which Apple's GPUs do not have.
     """
@@ -28,11 +32,14 @@ def device_type(wish: str) -> str:
 
 
 def device_notes(wish: str) -> list[str]:
-    """What a user must know of the device that `wish` comes to: an accelerator that is left unused, and why; or that
-    this suite has never run on this kind."""
+    """What a user must know of the device that `wish` comes to: an accelerator that is left unused,
+    and why; or that this suite has never run on this kind."""
     kind = device_type(wish)
     if kind == "xpu":
-        return ["--device xpu (Intel GPUs) has never been tested with this suite; compare the first losses with a CPU's"]
+        return [
+            "--device xpu (Intel GPUs) has never been tested with this suite; compare the "
+            "first losses with a CPU's"
+        ]
     reason = unusable_accelerator() if wish == "auto" and kind == "cpu" else None
     return [f"training on the CPU: {reason} (--device cpu omits this warning)"] if reason else []
 
@@ -41,12 +48,19 @@ def unusable_accelerator() -> str | None:
     """Why torch cannot use an accelerator that this machine has; None if it has none that shows."""
     if torch.backends.mps.is_available():
         return "Apple's GPU (mps) has no float64, which a step's sums need"
-    traces = (*DEVICE_FILES.glob("nvidia[0-9]*"), *DEVICE_FILES.glob("dxg"), *DEVICE_FILES.glob("kfd"))
+    traces = (
+        *DEVICE_FILES.glob("nvidia[0-9]*"),
+        *DEVICE_FILES.glob("dxg"),
+        *DEVICE_FILES.glob("kfd"),
+    )
     trace = str(traces[0]) if traces else shutil.which("nvidia-smi") or shutil.which("xpu-smi")
     if trace is None or os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
         return None
     if torch.version.cuda is None and torch.version.hip is None and not torch.xpu._is_compiled():
-        return f"this torch ({torch.__version__}) is a CPU build, though {trace} exists: install a CUDA (or XPU) build"
+        return (
+            f"this torch ({torch.__version__}) is a CPU build, though {trace} exists: install "
+            "a CUDA (or XPU) build"
+        )
     try:
         torch.cuda.init()
         reason = "torch finds no device"
@@ -56,16 +70,17 @@ def unusable_accelerator() -> str | None:
 
 
 def choose_device(wish: str, local_rank: int | None) -> torch.device:
-    """The device of this rank: `auto` takes an accelerator when there is any. Raises ValueError where there is not what
-    the wish names.
+    """The device of this rank: `auto` takes an accelerator when there is any. Raises ValueError
+    where there is not what the wish names.
 
-    Where the launcher shows each rank one device (srun --gpus-per-task=1), that is the one. `local_rank`: None where
-    the launcher gives none.
+    Where the launcher shows each rank one device (srun --gpus-per-task=1), that is the one.
+    `local_rank`: None where the launcher gives none.
     """
     kind = device_type(wish)
     if kind == "cpu":
         return torch.device("cpu")
-    backend, name = getattr(torch, kind), kind.upper()
+    backend = getattr(torch, kind)
+    name = kind.upper()
     if not backend.is_available():
         reason = unusable_accelerator()
         raise ValueError(
@@ -95,7 +110,8 @@ def default_backend(wish: str) -> str:
 
 
 def set_max_connections() -> bool:
-    """Kernels and collectives must start in order for overlap: one hardware queue, unless the user chose otherwise.
+    """Kernels and collectives must start in order for overlap: one hardware queue, unless the user
+    chose otherwise.
 
     To be called before CUDA starts; whether the environment was changed.
     """
@@ -108,18 +124,24 @@ def set_max_connections() -> bool:
 def keep_freed_memory(device: torch.device) -> bool:
     """Have glibc keep what a step on a CPU frees, blocks of 1 GB and more apart, for the next one.
 
-    Else it goes back to the system, and the next step faults it in page by page. Whether it was done: not where the
-    environment speaks of malloc itself, nor with another C library.
+    Else it goes back to the system, and the next step faults it in page by page. Whether it was
+    done: not where the environment speaks of malloc itself, nor with another C library.
     """
-    if device.type != "cpu" or sys.platform != "linux" or any(
-            name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in os.environ):
+    if (
+        device.type != "cpu"
+        or sys.platform != "linux"
+        or any(name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in os.environ)
+    ):
         return False
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    return bool(mallopt and mallopt(M_MMAP_THRESHOLD, 1 << 30) and mallopt(M_TRIM_THRESHOLD, 2**31 - 1))
+    return bool(
+        mallopt and mallopt(M_MMAP_THRESHOLD, 1 << 30) and mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
+    )
 
 
 def set_determinism(deterministic: bool, cudnn_benchmark: bool, cudnn_deterministic: bool) -> None:
-    """Torch's switches for kernel choice. `deterministic` makes torch raise where no deterministic kernel exists."""
+    """Torch's switches for kernel choice. `deterministic` makes torch raise where no deterministic
+    kernel exists."""
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
@@ -128,7 +150,8 @@ def set_determinism(deterministic: bool, cudnn_benchmark: bool, cudnn_determinis
 
 
 def allow_tf32(device: torch.device) -> None:
-    """fp32 matrix products with TF32 inputs (10 bits of mantissa). Raises ValueError on a device without."""
+    """fp32 matrix products with TF32 inputs (10 bits of mantissa). Raises ValueError on a device
+    without."""
     if device.type != "cuda":
         raise ValueError(
             f"--tf32: needs a CUDA device, and this is a {device.type}; omit it "
@@ -149,10 +172,18 @@ def synchronize(device: torch.device) -> None:
 
 
 def pin(memory: torch.Tensor, device: torch.device) -> bool:
-    """Lock CPU memory, so that CUDA copies to it by itself and at full speed; False where it cannot. Nothing on CPU."""
+    """Lock CPU memory, so that CUDA copies to it by itself and at full speed; False where it
+    cannot. Nothing on CPU."""
     if device.type != "cuda" or not memory.numel():
         return True
-    return int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel() * memory.itemsize, 0)) == 0
+    return (
+        int(
+            torch.cuda.cudart().cudaHostRegister(
+                memory.data_ptr(), memory.numel() * memory.itemsize, 0
+            )
+        )
+        == 0
+    )
 
 
 def unpin(memory: torch.Tensor, device: torch.device) -> None:
@@ -166,18 +197,25 @@ def memory_report(device: torch.device) -> dict[str, float]:
     if device.type == "cpu":
         return {}
     memory = getattr(torch, device.type)
-    return {"allocated": memory.memory_allocated(device), "max allocated": memory.max_memory_allocated(device),
-            "reserved": memory.memory_reserved(device), "max reserved": memory.max_memory_reserved(device),
-            "allocations": memory.memory_stats(device).get("allocation.all.current", 0)}
+    return {
+        "allocated": memory.memory_allocated(device),
+        "max allocated": memory.max_memory_allocated(device),
+        "reserved": memory.memory_reserved(device),
+        "max reserved": memory.max_memory_reserved(device),
+        "allocations": memory.memory_stats(device).get("allocation.all.current", 0),
+    }
 
 
 def cpu_vendor() -> str:
-    """The processor's vendor as Linux gives it (GenuineIntel, AuthenticAMD), empty where it does not."""
+    """The processor's vendor as Linux gives it (GenuineIntel, AuthenticAMD), empty where it does
+    not."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
         return ""
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("vendor_id")), "")
+    return next(
+        (line.partition(":")[2].strip() for line in lines if line.startswith("vendor_id")), ""
+    )
 
 
 def name(device: torch.device) -> str:

@@ -10,6 +10,7 @@ A program installs the handler before its slow imports and runs its main functio
     if __name__ == "__main__":
         sys.exit(interrupt.run(main, sys.argv[1:]))
 """
+
 from __future__ import annotations
 
 import os
@@ -19,7 +20,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from types import FrameType
 
-INTERRUPTED = 130               # the exit code that shells report for a program ended by Ctrl-C
+INTERRUPTED = 130  # the exit code that shells report for a program ended by Ctrl-C
 
 
 def exit_at_once() -> None:
@@ -32,10 +33,11 @@ def exit_at_once() -> None:
 
 
 def run(main: Callable[[Sequence[str]], int | None], argv: Sequence[str]) -> int:
-    """The exit code of `main(argv)`, where Ctrl-C raises KeyboardInterrupt; uncaught: one line and 130.
+    """The exit code of `main(argv)`, where Ctrl-C raises KeyboardInterrupt; uncaught: one line and
+    130.
 
-    During an import, whose code may not survive an exception, Ctrl-C ends the process at once. `main` may
-    install handlers of its own.
+    During an import, whose code may not survive an exception, Ctrl-C ends the process at once.
+    `main` may install handlers of its own.
     """
     parent = os.getpid()
 
@@ -51,7 +53,7 @@ def run(main: Callable[[Sequence[str]], int | None], argv: Sequence[str]) -> int
         sys.stderr.write(_line())
         return INTERRUPTED
     finally:
-        exit_at_once()          # for the interpreter's own shutdown
+        exit_at_once()  # for the interpreter's own shutdown
 
 
 def _install(handler: Callable[[int, FrameType | None], None]) -> None:
@@ -74,11 +76,11 @@ def _exit(parent: int) -> None:
         try:
             sys.stdout.flush()
         except Exception:
-            pass                # the interrupted statement was itself writing
-        with suppress(OSError):         # stderr may be a pipe to a process that Ctrl-C ended, too
+            pass  # the interrupted statement was itself writing
+        with suppress(OSError):  # stderr may be a pipe to a process that Ctrl-C ended, too
             os.write(2, _line().encode())
     os._exit(INTERRUPTED)
 
 
 def _line() -> str:
-    return "\ninterrupted\n" if os.isatty(2) else "interrupted\n"        # below the terminal's ^C
+    return "\ninterrupted\n" if os.isatty(2) else "interrupted\n"  # below the terminal's ^C

@@ -1,8 +1,9 @@
 """What the launcher gave this process: rank, number of ranks, local rank, node, meeting point.
 
-Launchers: torchrun, Open MPI's mpirun, mpiexec of MPICH, Intel MPI and PALS, and srun. No other file
-reads their variables. Nothing here needs torch or opens a connection.
+Launchers: torchrun, Open MPI's mpirun, mpiexec of MPICH, Intel MPI and PALS, and srun. No other
+file reads their variables. Nothing here needs torch or opens a connection.
 """
+
 from __future__ import annotations
 
 import os
@@ -18,6 +19,7 @@ Environ = Mapping[str, str]
 @dataclass(frozen=True)
 class _Launcher:
     """The variables of one launcher; of several spellings the first that is set counts."""
+
     name: str
     rank: tuple[str, ...]
     world_size: tuple[str, ...]
@@ -26,23 +28,45 @@ class _Launcher:
     node: tuple[str, ...] = ()
 
 
-# Innermost first: torchrun runs inside mpiexec or srun, and mpirun inside a batch script or, on other
-# nodes, inside an srun of its own. srun counts with the size of its step only: an allocation's shell and
-# batch script have SLURM_NTASKS and SLURM_PROCID too, and are one process.
+# Innermost first: torchrun runs inside mpiexec or srun, and mpirun inside a batch script or, on
+# other nodes, inside an srun of its own. srun counts with the size of its step only: an
+# allocation's shell and batch script have SLURM_NTASKS and SLURM_PROCID too, and are one process.
 _LAUNCHERS = (
-    _Launcher("torchrun", ("RANK",), ("WORLD_SIZE",), ("LOCAL_RANK",), ("LOCAL_WORLD_SIZE",),
-              ("GROUP_RANK",)),
-    _Launcher("Open MPI", ("OMPI_COMM_WORLD_RANK",), ("OMPI_COMM_WORLD_SIZE",),
-              ("OMPI_COMM_WORLD_LOCAL_RANK",), ("OMPI_COMM_WORLD_LOCAL_SIZE",)),
-    _Launcher("mpiexec", ("PMI_RANK", "PALS_RANKID", "PMIX_RANK"), ("PMI_SIZE",),
-              ("PALS_LOCAL_RANKID", "PMI_LOCAL_RANK", "MPI_LOCALRANKID"),
-              ("PALS_LOCAL_SIZE", "PMI_LOCAL_SIZE", "MPI_LOCALNRANKS"), ("PALS_NODEID",)),
-    _Launcher("srun", ("SLURM_PROCID",), ("SLURM_STEP_NUM_TASKS",), ("SLURM_LOCALID",), (),
-              ("SLURM_NODEID",)),
+    _Launcher(
+        "torchrun",
+        ("RANK",),
+        ("WORLD_SIZE",),
+        ("LOCAL_RANK",),
+        ("LOCAL_WORLD_SIZE",),
+        ("GROUP_RANK",),
+    ),
+    _Launcher(
+        "Open MPI",
+        ("OMPI_COMM_WORLD_RANK",),
+        ("OMPI_COMM_WORLD_SIZE",),
+        ("OMPI_COMM_WORLD_LOCAL_RANK",),
+        ("OMPI_COMM_WORLD_LOCAL_SIZE",),
+    ),
+    _Launcher(
+        "mpiexec",
+        ("PMI_RANK", "PALS_RANKID", "PMIX_RANK"),
+        ("PMI_SIZE",),
+        ("PALS_LOCAL_RANKID", "PMI_LOCAL_RANK", "MPI_LOCALRANKID"),
+        ("PALS_LOCAL_SIZE", "PMI_LOCAL_SIZE", "MPI_LOCALNRANKS"),
+        ("PALS_NODEID",),
+    ),
+    _Launcher(
+        "srun",
+        ("SLURM_PROCID",),
+        ("SLURM_STEP_NUM_TASKS",),
+        ("SLURM_LOCALID",),
+        (),
+        ("SLURM_NODEID",),
+    ),
 )
 # Alike for all ranks of one start, different between starts: the port is derived from it.
 _JOB = ("PMIX_NAMESPACE", "PALS_APID", "PBS_JOBID", "SLURM_JOB_ID")
-_FIRST_PORT = 20_000            # below the ports that Linux gives to outgoing connections
+_FIRST_PORT = 20_000  # below the ports that Linux gives to outgoing connections
 _PORTS = 12_000
 
 
@@ -50,9 +74,10 @@ _PORTS = 12_000
 class LaunchInfo:
     """One process among those of its launcher.
 
-    `local_rank`, `local_world_size` (ranks of this node) and `node` (the launcher's number of this node)
-    are None where the launcher does not give them.
+    `local_rank`, `local_world_size` (ranks of this node) and `node` (the launcher's number of this
+    node) are None where the launcher does not give them.
     """
+
     rank: int = 0
     world_size: int = 1
     local_rank: int | None = 0
@@ -63,6 +88,7 @@ class LaunchInfo:
 @dataclass(frozen=True)
 class _Given:
     """The variables of one launcher that are set, as (name, text)."""
+
     launcher: _Launcher
     rank: tuple[str, str] | None
     world_size: tuple[str, str] | None
@@ -133,7 +159,8 @@ def _doubts(given: list[_Given], whole: list[_Given]) -> list[str]:
         ]
     if not whole:
         return []
-    rank, size = whole[0].rank, whole[0].world_size
+    rank = whole[0].rank
+    size = whole[0].world_size
     for one in given:
         partial = given.index(one) < given.index(whole[0])
         if partial and one.rank and int(one.rank[1]) != int(rank[1]):
@@ -143,9 +170,8 @@ def _doubts(given: list[_Given], whole: list[_Given]) -> list[str]:
             ]
         if partial and one.world_size and int(one.world_size[1]) != int(size[1]):
             return [
-                f"{_text(one.world_size)} contradicts {_text(size)} "
-                f"({whole[0].launcher.name}); unset {one.world_size[0]} "
-                "[launcher-variables-contradict]"
+                f"{_text(one.world_size)} contradicts {_text(size)} ({whole[0].launcher.name}); "
+                f"unset {one.world_size[0]} [launcher-variables-contradict]"
             ]
         if one in whole and int(size[1]) == 1 < int(one.world_size[1]):
             return [
@@ -157,17 +183,22 @@ def _doubts(given: list[_Given], whole: list[_Given]) -> list[str]:
     return []
 
 
-def _place(rank: int, size: int, given: list[_Given], whole: list[_Given],
-           environ: Environ) -> LaunchInfo:
+def _place(
+    rank: int, size: int, given: list[_Given], whole: list[_Given], environ: Environ
+) -> LaunchInfo:
     """The rest, from the launcher that gave the rank or another one that counts the ranks alike."""
-    same = [one.launcher for one in given
-            if one not in whole or (int(one.rank[1]), int(one.world_size[1])) == (rank, size)]
+    same = [
+        one.launcher
+        for one in given
+        if one not in whole or (int(one.rank[1]), int(one.world_size[1])) == (rank, size)
+    ]
     local_rank = _number(same, "local_rank", environ)
     local_size = _number(same, "local_world_size", environ)
     if local_size is None and any(launcher.name == "srun" for launcher in same):
         local_size = _tasks_of_node(environ)
     if size == 1:
-        local_rank, local_size = local_rank or 0, 1
+        local_rank = local_rank or 0
+        local_size = 1
     node = next((found[1] for launcher in same if (found := _first(launcher.node, environ))), None)
     return LaunchInfo(rank, size, local_rank, local_size, node)
 
@@ -232,8 +263,8 @@ def rendezvous_problems(environ: Environ) -> list[str]:
     if port.isdecimal() and 0 < int(port) < 65536:
         return []
     return [
-        f"MASTER_PORT={port} in the environment: must be a port that is free on rank 0's "
-        "node, 1 to 65535 (with torchrun on one node: --standalone chooses one) "
+        f"MASTER_PORT={port} in the environment: must be a port that is free on rank 0's node, 1 "
+        "to 65535 (with torchrun on one node: --standalone chooses one) "
         "[launcher-variable-malformed]"
     ]
 
@@ -241,9 +272,10 @@ def rendezvous_problems(environ: Environ) -> list[str]:
 def rendezvous(environ: Environ) -> tuple[str, int]:
     """(address of rank 0's node, port there), at which the ranks of this run meet.
 
-    MASTER_ADDR and MASTER_PORT count where they are set. Otherwise the address is this machine's own where
-    all ranks are on it, and in a SLURM job the first node's, never that of the host on which srun was
-    typed; the port is derived from the job's number. Raises ValueError where nothing gives them.
+    MASTER_ADDR and MASTER_PORT count where they are set. Otherwise the address is this machine's
+    own where all ranks are on it, and in a SLURM job the first node's, never that of the host on
+    which srun was typed; the port is derived from the job's number. Raises ValueError where nothing
+    gives them.
     """
     here = read(environ)[0]
     address = environ.get("MASTER_ADDR") or _first_host(environ, here)
@@ -285,10 +317,10 @@ def _job_port(environ: Environ) -> str | None:
 def first_of_nodelist(text: str) -> str:
     """`node07` of SLURM's `node[07-09,12],login1`."""
     name = re.match(r"[^,\[]*", text)[0]
-    rest = text[len(name):]
+    rest = text[len(name) :]
     while rest.startswith("["):
         inside, _, rest = rest[1:].partition("]")
         tail = re.match(r"[^,\[]*", rest)[0]
         name += re.match(r"[^-,]*", inside)[0] + tail
-        rest = rest[len(tail):]
+        rest = rest[len(tail) :]
     return name

@@ -1,4 +1,6 @@
-"""What a person reads: lines of rank 0, of the last rank, and things said once. Knows no model and no process group."""
+"""What a person reads: lines of rank 0, of the last rank, and things said once. Knows no model and
+no process group."""
+
 from __future__ import annotations
 
 import json
@@ -14,8 +16,8 @@ _SAID: set[str] = set()
 # Its level decides whether details are printed: INFO does, WARNING does not (--log-format short).
 _DETAILS = logging.getLogger("megatron.details")
 _DETAILS.setLevel(logging.INFO)
-CLEAR_LINE = "\r\x1b[K"          # erases a status line on a terminal
-OTHERS_WAIT = 3.0       # seconds, for a launcher that saw one rank leave to end the others
+CLEAR_LINE = "\r\x1b[K"  # erases a status line on a terminal
+OTHERS_WAIT = 3.0  # seconds, for a launcher that saw one rank leave to end the others
 
 
 def show_details(wanted: bool) -> None:
@@ -29,12 +31,14 @@ def shows_details() -> bool:
 
 
 def has_status_line(stream: TextIO) -> bool:
-    """May a status line stand on `stream`: with --log-format short, on a terminal that knows control characters?"""
+    """May a status line stand on `stream`: with --log-format short, on a terminal that knows
+    control characters?"""
     return not shows_details() and stream.isatty() and os.environ.get("TERM") != "dumb"
 
 
 def print_line(text: str) -> None:
-    """Print `text` on this rank; on a terminal it replaces the status line, which any rank may have written."""
+    """Print `text` on this rank; on a terminal it replaces the status line, which any rank may have
+    written."""
     print(f"{CLEAR_LINE if has_status_line(sys.stdout) else ''}{text}", flush=True)
 
 
@@ -57,7 +61,8 @@ def detail(text: str) -> None:
 
 
 def info(module: str, text: str) -> None:
-    """A detail of rank 0 in the form of Python's root logger, `INFO:<module>:<text>`, as Megatron prints them."""
+    """A detail of rank 0 in the form of Python's root logger, `INFO:<module>:<text>`, as Megatron
+    prints them."""
     detail(f"INFO:{module}:{text}")
 
 
@@ -78,8 +83,9 @@ def say_once(text: str) -> None:
 def last_words(text: str) -> None:
     """Say why this process ends, where a user sees it last.
 
-    That is stderr, or what torchrun prints when it has ended the other ranks, below a heading with rank and host: it
-    names a file for this text. Of several attempts (--max-restarts) it shows the last one's only.
+    That is stderr, or what torchrun prints when it has ended the other ranks, below a heading with
+    rank and host: it names a file for this text. Of several attempts (--max-restarts) it shows the
+    last one's only.
     """
     if file := launcher.error_file():
         details = {"py_callstack": text.rstrip("\n"), "timestamp": str(int(time.time()))}
@@ -88,6 +94,6 @@ def last_words(text: str) -> None:
             file.write_text(json.dumps({"message": message}))
             return
         except OSError:
-            pass                    # then torchrun has nothing to show
+            pass  # then torchrun has nothing to show
     sys.stderr.write(f"{CLEAR_LINE if has_status_line(sys.stderr) else ''}{text}")
     sys.stderr.flush()

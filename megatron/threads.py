@@ -1,8 +1,11 @@
-"""How CPU threads of this process wait for work, which torch's OpenMP reads once, when it loads. Needs no torch.
+"""How CPU threads of this process wait for work, which torch's OpenMP reads once, when it loads.
+Needs no torch.
 
-Threads that spin for a moment start the next operation sooner: a third of a small training step. Where more threads run
-than there are free cores, a thread that spins takes the core from one that works; there they sleep.
+Threads that spin for a moment start the next operation sooner: a third of a small training step.
+Where more threads run than there are free cores, a thread that spins takes the core from one that
+works; there they sleep.
 """
+
 from __future__ import annotations
 
 import os
@@ -21,7 +24,8 @@ TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
 
 @dataclass(frozen=True)
 class Usage:
-    """Seconds of processor time that were used up to now: by all processes on this process's cores, and by this one."""
+    """Seconds of processor time that were used up to now: by all processes on this process's cores,
+    and by this one."""
 
     at: float
     everybody: float
@@ -58,7 +62,8 @@ def cores() -> int:
 
 
 def busy_cores(before: Usage | None, after: Usage | None, ranks: int) -> int:
-    """Cores that other processes kept busy between the two; other ranks of this run, which start as well, do not count."""
+    """Cores that other processes kept busy between the two; other ranks of this run, which start as
+    well, do not count."""
     if before is None or after is None or after.at - before.at < 0.1:
         return 0
     others = (after.everybody - before.everybody) - (after.own - before.own)
@@ -66,7 +71,8 @@ def busy_cores(before: Usage | None, after: Usage | None, ranks: int) -> int:
 
 
 def spinning_fits(environ: Mapping[str, str], free: int, place: launcher.LaunchInfo) -> bool:
-    """Whether the threads of all ranks on this host find a free core each. OMP_NUM_THREADS: threads of one rank."""
+    """Whether the threads of all ranks on this host find a free core each. OMP_NUM_THREADS: threads
+    of one rank."""
     if place.local_world_size is None:
         return False
     first = environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
@@ -74,8 +80,11 @@ def spinning_fits(environ: Mapping[str, str], free: int, place: launcher.LaunchI
     return place.local_world_size * threads <= free
 
 
-def set_waiting(before: Usage | None = None, environ: MutableMapping[str, str] = os.environ) -> None:
-    """Decide it, before torch is imported, unless the environment has. `before`: `usage()` when the program started."""
+def set_waiting(
+    before: Usage | None = None, environ: MutableMapping[str, str] = os.environ
+) -> None:
+    """Decide it, before torch is imported, unless the environment has. `before`: `usage()` when the
+    program started."""
     if any(name in environ for name in OWN):
         return
     place, _ = launcher.read(environ)
@@ -87,7 +96,8 @@ def set_waiting(before: Usage | None = None, environ: MutableMapping[str, str] =
 
 
 def waiting(environ: Mapping[str, str] = os.environ) -> str:
-    """How threads wait, for the log: spin-wait (briefly, then they sleep), passive wait (they sleep), or the variable."""
+    """How threads wait, for the log: spin-wait (briefly, then they sleep), passive wait (they
+    sleep), or the variable."""
     if environ.get("GOMP_SPINCOUNT") == SPINS and "OMP_WAIT_POLICY" not in environ:
         return "spin-wait"
     if environ.get("OMP_WAIT_POLICY", "").lower() == "passive":

@@ -1,4 +1,6 @@
-"""Named spans of this rank, in seconds; training/ reduces them over ranks and prints them. Knows no process group."""
+"""Named spans of this rank, in seconds; training/ reduces them over ranks and prints them. Knows no
+process group."""
+
 from __future__ import annotations
 
 import time
@@ -10,7 +12,8 @@ class Timers:
     """Accumulating stopwatches by name; names above `level` cost nothing."""
 
     def __init__(self, level: int = 0, synchronize: Callable[[], None] = lambda: None):
-        self._level, self._synchronize = level, synchronize
+        self._level = level
+        self._synchronize = synchronize
         self._elapsed: dict[str, float] = {}
 
     @contextmanager
@@ -19,7 +22,8 @@ class Timers:
         if level > self._level:
             yield
             return
-        self._elapsed.setdefault(name, 0.0)             # what begins first stands first, though it may end last
+        # what begins first stands first, though it may end last
+        self._elapsed.setdefault(name, 0.0)
         self._synchronize()
         start = time.perf_counter()
         try:

@@ -1,4 +1,6 @@
-"""The name and the version of this suite, written once: setup.py reads them here, and --version prints them."""
+"""The name and the version of this suite, written once: setup.py reads them here, and --version
+prints them."""
+
 NAME = "megatron-gpt-pretraining"
 VERSION = "0.1.0"
 

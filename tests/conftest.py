@@ -1,4 +1,5 @@
-"""What holds for every test: one thread, and no unexplained skip. Knows nothing of what the tests are about."""
+"""What holds for every test: one thread, and no unexplained skip. Knows nothing of what the tests
+are about."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-# Before torch is imported anywhere: two busy cores shared by several ranks are slower with more threads, not faster.
+# Before torch is imported anywhere: two busy cores shared by several ranks are slower with more
+# threads, not faster.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("MKL_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -26,9 +28,20 @@ NEEDS_LAUNCHER = re.compile(r"^needs (SLURM|Open MPI|MPICH) installed")
 NOT_INSTALLED = re.compile(r"could not import '([\w.]+)'")
 # Libraries that no machine without a GPU can be asked to have.
 GPU_LIBRARIES = {"transformer_engine", "apex", "flash_attn"}
-# What requirements/peers.txt installs, by the names of the imports. A test that needs one carries the mark `peers`.
-PEERS = {"megatron.core", "transformers", "safetensors", "gigatoken", "orjson", "zstandard", "pyarrow",
-         "punkt", "s3fs", "moto"}
+# What requirements/peers.txt installs, by the names of the imports. A test that needs one carries
+# the mark `peers`.
+PEERS = {
+    "megatron.core",
+    "transformers",
+    "safetensors",
+    "gigatoken",
+    "orjson",
+    "zstandard",
+    "pyarrow",
+    "punkt",
+    "s3fs",
+    "moto",
+}
 MARKED = "peers_marked"
 
 
@@ -38,8 +51,8 @@ def is_peer(module: str) -> bool:
 
 
 def is_allowed(reason: str, peers_required: bool, marked: bool) -> bool:
-    """Whether a test may be skipped for this reason: hardware is missing, or a package that is not required. A test that
-    needs a peer must say so by its mark, so that `-m peers` finds it."""
+    """Whether a test may be skipped for this reason: hardware is missing, or a package that is not
+    required. A test that needs a peer must say so by its mark, so that `-m peers` finds it."""
     if NEEDS_HARDWARE.search(reason) or NEEDS_LAUNCHER.search(reason):
         return True
     library = NOT_INSTALLED.search(reason)
@@ -50,11 +63,14 @@ def is_allowed(reason: str, peers_required: bool, marked: bool) -> bool:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """The rule of a machine that has the peers."""
-    parser.addoption("--require-peers", action="store_true", help="a skip for a missing package is a failure")
+    parser.addoption(
+        "--require-peers", action="store_true", help="a skip for a missing package is a failure"
+    )
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests marked gpu are skipped, with the one reason that is allowed for it, on a machine without one."""
+    """Tests marked gpu are skipped, with the one reason that is allowed for it, on a machine
+    without one."""
     for item in items:
         if item.get_closest_marker("peers"):
             item.user_properties.append((MARKED, True))
@@ -69,28 +85,33 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection(session: pytest.Session) -> None:
-    """Where the whole suite is asked for, the server of `tests.forkrun` starts while tests are collected; with pytest-xdist
-    each worker has its own, and the process that only hears of the tests has none."""
+    """Where the whole suite is asked for, the server of `tests.forkrun` starts while tests are
+    collected; with pytest-xdist each worker has its own, and the process that only hears of the
+    tests has none."""
     config = session.config
     worker = hasattr(config, "workerinput")
     if config.getoption("numprocesses", None) and not worker:
         return
     gc.disable()
-    if (worker or config.args_source is not pytest.Config.ArgsSource.ARGS) and not config.option.collectonly:
+    if (
+        worker or config.args_source is not pytest.Config.ArgsSource.ARGS
+    ) and not config.option.collectonly:
         from tests import forkrun
 
         forkrun.start_server()
 
 
 def pytest_collection_finish() -> None:
-    """What is loaded by now stays: no collection of garbage, above all none that a test asks for, searches it again."""
+    """What is loaded by now stays: no collection of garbage, above all none that a test asks for,
+    searches it again."""
     gc.freeze()
     gc.enable()
 
 
 @pytest.fixture
 def memory_path(tmp_path: Path) -> Iterator[Path]:
-    """Like tmp_path, but in memory where the system has such a place: a killed process loses nothing there either."""
+    """Like tmp_path, but in memory where the system has such a place: a killed process loses
+    nothing there either."""
     home = "/dev/shm" if os.access("/dev/shm", os.W_OK) else tmp_path
     path = Path(tempfile.mkdtemp(dir=home, prefix="checkpoint-test-"))
     yield path
@@ -99,26 +120,33 @@ def memory_path(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.fixture(autouse=True)
 def details_are_printed() -> None:
-    """A run inside a test process may have set the level for the process (--log-format short); no other test sees that."""
+    """A run inside a test process may have set the level for the process (--log-format short); no
+    other test sees that."""
     logging.getLogger("megatron.details").setLevel(logging.INFO)
 
 
 class _Outcomes:
-    """Notes of each test why it was skipped, or nothing if it ran; also of whole files that skip while they are collected,
-    which pytest-xdist reports once for each worker."""
+    """Notes of each test why it was skipped, or nothing if it ran; also of whole files that skip
+    while they are collected, which pytest-xdist reports once for each worker."""
 
     def __init__(self, config: pytest.Config):
         self.found: dict[str, str] = {}
         self.required = config.getoption("--require-peers")
-        self.bare = not any(importlib.util.find_spec(peer.split(".")[0]) for peer in PEERS - {"megatron.core"})
+        self.bare = not any(
+            importlib.util.find_spec(peer.split(".")[0]) for peer in PEERS - {"megatron.core"}
+        )
         self.wrong: dict[str, str] = {}
 
     def _skipped(self, report: pytest.TestReport | pytest.CollectReport, marked: bool) -> None:
         """`longrepr` of a skip is (path, line, reason)."""
         reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
         self.found[report.nodeid] = reason = reason.removeprefix("Skipped: ")
-        if is_allowed(reason, self.required, marked=True) and not is_allowed(reason, self.required, marked):
-            self.wrong[report.nodeid] = f"skip not allowed here: {report.nodeid}: {reason} (it lacks the mark peers)"
+        if is_allowed(reason, self.required, marked=True) and not is_allowed(
+            reason, self.required, marked
+        ):
+            self.wrong[report.nodeid] = (
+                f"skip not allowed here: {report.nodeid}: {reason} (it lacks the mark peers)"
+            )
         elif not is_allowed(reason, self.required, marked):
             self.wrong[report.nodeid] = f"skip not allowed here: {report.nodeid}: {reason}"
 

@@ -1,7 +1,9 @@
-"""Runs one function on several real gloo ranks for a test; knows neither the model nor any parallel layout.
+"""Runs one function on several real gloo ranks for a test; knows neither the model nor any parallel
+layout.
 
-The ranks are forked from a server process that has torch loaded already (a plain fork of a pytest process that has run
-torch can deadlock), meet over a file instead of a port, and use one thread each.
+The ranks are forked from a server process that has torch loaded already (a plain fork of a pytest
+process that has run torch can deadlock), meet over a file instead of a port, and use one thread
+each.
 """
 
 from __future__ import annotations
@@ -29,11 +31,13 @@ LOST_CONNECTION = re.compile(r"gloo|connection|\bpeer\b|socket|broken pipe", re.
 
 
 class RanksFailed(AssertionError):
-    """A rank raised, died or ran out of time; the text holds the first failing rank's traceback, once."""
+    """A rank raised, died or ran out of time; the text holds the first failing rank's traceback,
+    once."""
 
 
 def start_server() -> None:
-    """Let the server of the ranks load torch in the background, before the first test asks for it."""
+    """Let the server of the ranks load torch in the background, before the first test asks for
+    it."""
     _context()
     forkserver.ensure_running()
 
@@ -41,9 +45,20 @@ def start_server() -> None:
 def _context() -> multiprocessing.context.ForkServerContext:
     """The fork server's context; the server lives as long as the test session."""
     context = multiprocessing.get_context("forkserver")
-    modules = ["torch", "torch.distributed", "torch._dynamo", "numpy", "pytest", "megatron.training.loop",
-               "megatron.training.kernel_lines", "megatron.config.command_line", "megatron.checkpoint.object_store",
-               "tests.runs", "tests.e2e.programs", "tensorboard.backend.event_processing.event_accumulator"]
+    modules = [
+        "torch",
+        "torch.distributed",
+        "torch._dynamo",
+        "numpy",
+        "pytest",
+        "megatron.training.loop",
+        "megatron.training.kernel_lines",
+        "megatron.config.command_line",
+        "megatron.checkpoint.object_store",
+        "tests.runs",
+        "tests.e2e.programs",
+        "tensorboard.backend.event_processing.event_accumulator",
+    ]
     context.set_forkserver_preload(modules)
     return context
 
@@ -60,13 +75,17 @@ def _join_group(rank: int, world: int, store: str, seconds: float) -> None:
 
 
 def _rank_main(rank: int, world: int, job: bytes, setting: dict[str, Any], pipe: Any) -> None:
-    """The body of one rank: take over the caller's surroundings, call the function, send back a result or traceback."""
-    gc.freeze()         # what the server loaded is nobody's garbage: collections need not walk through it
+    """The body of one rank: take over the caller's surroundings, call the function, send back a
+    result or traceback."""
+    # what the server loaded is nobody's garbage: collections need not walk through it
+    gc.freeze()
     output = os.open(setting["output"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     for stream in (1, 2):
         os.dup2(output, stream)
     os.environ.clear()
-    os.environ.update(setting["environ"], RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
+    os.environ.update(
+        setting["environ"], RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank)
+    )
     os.chdir(setting["cwd"])
     try:
         import torch
@@ -76,7 +95,8 @@ def _rank_main(rank: int, world: int, job: bytes, setting: dict[str, Any], pipe:
             _join_group(rank, world, setting["store"], setting["seconds"])
         function, args = pickle.loads(job)
         answer = ("result", function(rank, world, *args))
-        # Plain pickle on purpose: multiprocessing's would pass tensors as shared memory that dies with this process.
+        # Plain pickle on purpose: multiprocessing's would pass tensors as shared memory that dies
+        # with this process.
         message = pickle.dumps(answer)
     except BaseException:
         message = pickle.dumps(("traceback", traceback.format_exc()))
@@ -84,7 +104,8 @@ def _rank_main(rank: int, world: int, job: bytes, setting: dict[str, Any], pipe:
         sys.stdout.flush()
         sys.stderr.flush()
         pipe.send_bytes(message)
-        pipe.recv_bytes()  # stay until the caller ends all ranks: a peer may still need its connection to this one
+        # stay until the caller ends all ranks: a peer may still need its connection to this one
+        pipe.recv_bytes()
     os._exit(0)
 
 
@@ -95,7 +116,8 @@ def _tail(path: Path) -> str:
 
 
 def _raise_for_the_dead(processes: list, outputs: list[Path], seconds: float) -> None:
-    """RanksFailed for a rank that is gone without having said why, if there is one within this time."""
+    """RanksFailed for a rank that is gone without having said why, if there is one within this
+    time."""
     wait([process.sentinel for process in processes], timeout=seconds)
     for rank, process in enumerate(processes):
         if process.exitcode is not None:
@@ -104,7 +126,8 @@ def _raise_for_the_dead(processes: list, outputs: list[Path], seconds: float) ->
 
 
 def _collect(processes: list, pipes: list, seconds: float, outputs: list[Path]) -> list[Any]:
-    """One result per rank, or RanksFailed as soon as the first rank fails, dies silently or the time is over."""
+    """One result per rank, or RanksFailed as soon as the first rank fails, dies silently or the
+    time is over."""
     world = len(processes)
     results: dict[int, Any] = {}
     deadline = time.monotonic() + seconds
@@ -114,7 +137,10 @@ def _collect(processes: list, pipes: list, seconds: float, outputs: list[Path]) 
         if not ready:
             late = ", ".join(str(rank) for rank in sorted(open_ranks.values()))
             shown = min(open_ranks.values())
-            raise RanksFailed(f"no answer from rank {late} of {world} after {seconds:.0f} s{_tail(outputs[shown])}")
+            raise RanksFailed(
+                f"no answer from rank {late} of {world} after {seconds:.0f} "
+                f"s{_tail(outputs[shown])}"
+            )
         for pipe in ready:
             rank = open_ranks[pipe]
             try:
@@ -122,10 +148,15 @@ def _collect(processes: list, pipes: list, seconds: float, outputs: list[Path]) 
             except (EOFError, ConnectionResetError):
                 processes[rank].join(5)
                 _raise_for_the_dead(processes, outputs, 0.5)
-                raise RanksFailed(f"rank {rank} of {world} closed its pipe{_tail(outputs[rank])}") from None
+                raise RanksFailed(
+                    f"rank {rank} of {world} closed its pipe{_tail(outputs[rank])}"
+                ) from None
             if kind == "traceback":
-                # Who lost a connection has perhaps lost it to one that died, whose end is seen a little later.
-                _raise_for_the_dead(processes, outputs, 0.5 if LOST_CONNECTION.search(value) else 0.0)
+                # Who lost a connection has perhaps lost it to one that died, whose end is seen a
+                # little later.
+                _raise_for_the_dead(
+                    processes, outputs, 0.5 if LOST_CONNECTION.search(value) else 0.0
+                )
                 raise RanksFailed(f"rank {rank} of {world} failed:\n{value}{_tail(outputs[rank])}")
             results[rank] = value
     return [results[rank] for rank in range(world)]
@@ -139,13 +170,14 @@ def run_ranks(
     join: bool = True,
     environ: dict[str, str] | None = None,
 ) -> list[Any]:
-    """Call `function(rank, world, *args)` on `world` fresh processes and return their results, rank by rank.
+    """Call `function(rank, world, *args)` on `world` fresh processes and return their results, rank
+    by rank.
 
-    `function` must be a module-level function of an importable module (it travels by name). From two ranks on, the
-    processes are already one gloo group unless `join` is False; a single rank has no group, as in a real run. RANK,
-    WORLD_SIZE and LOCAL_RANK are set, `environ` is laid over the caller's environment, and the working directory is
-    the caller's. Raises RanksFailed with the first failing rank's traceback; then, and after `seconds`, every rank is
-    killed.
+    `function` must be a module-level function of an importable module (it travels by name). From
+    two ranks on, the processes are already one gloo group unless `join` is False; a single rank has
+    no group, as in a real run. RANK, WORLD_SIZE and LOCAL_RANK are set, `environ` is laid over the
+    caller's environment, and the working directory is the caller's. Raises RanksFailed with the
+    first failing rank's traceback; then, and after `seconds`, every rank is killed.
     """
     context = _context()
     folder = Path(tempfile.mkdtemp(prefix="forkrun-"))
@@ -153,12 +185,15 @@ def run_ranks(
     surroundings = {**os.environ, "OMP_NUM_THREADS": "1", **(environ or {})}
     common = {"environ": surroundings, "cwd": os.getcwd(), "seconds": seconds, "join": join}
     job = pickle.dumps((function, args))
-    processes, pipes = [], []
+    processes = []
+    pipes = []
     try:
         for rank in range(world):
             mine, theirs = context.Pipe()
             setting = {**common, "output": str(outputs[rank]), "store": str(folder / "store")}
-            process = context.Process(target=_rank_main, args=(rank, world, job, setting, theirs), daemon=True)
+            process = context.Process(
+                target=_rank_main, args=(rank, world, job, setting, theirs), daemon=True
+            )
             process.start()
             theirs.close()
             processes.append(process)

@@ -1,4 +1,6 @@
-"""What the operations of torch return, live and largest, for tests of memory; knows no product code."""
+"""What the operations of torch return, live and largest, for tests of memory; knows no product
+code."""
+
 from __future__ import annotations
 
 import torch
@@ -8,15 +10,22 @@ from torch.utils._pytree import tree_leaves
 
 
 class LiveMemory(TorchDispatchMode):
-    """Every piece of memory that an operation gives back while this is on: `live()` bytes now, the most there were in
-    `peak`, and in `shapes` those of all tensors seen. What an operation uses inside and frees again is not seen."""
+    """Every piece of memory that an operation gives back while this is on: `live()` bytes now, the
+    most there were in `peak`, and in `shapes` those of all tensors seen. What an operation uses
+    inside and frees again is not seen."""
 
     def __init__(self):
         super().__init__()
-        self.peak, self.shapes, self._known = 0, set(), {}
+        self.peak = 0
+        self.shapes = set()
+        self._known = {}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        before = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
+        before = {
+            x.untyped_storage()._cdata
+            for x in tree_leaves((args, kwargs))
+            if isinstance(x, torch.Tensor)
+        }
         out = func(*args, **(kwargs or {}))
         for x in tree_leaves(out):
             if isinstance(x, torch.Tensor):

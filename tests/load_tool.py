@@ -1,4 +1,5 @@
 """A program of tools/ as a module, for tests that call its main()."""
+
 from __future__ import annotations
 
 import importlib.util
@@ -13,7 +14,7 @@ def load_tool(name: str) -> ModuleType:
     """tools/`name`.py, loaded by path as its users run it."""
     spec = importlib.util.spec_from_file_location(f"{name}_tool", ROOT / "tools" / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module         # dataclasses look there for their module
+    sys.modules[spec.name] = module  # dataclasses look there for their module
     spec.loader.exec_module(module)
     return module
 

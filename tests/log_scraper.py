@@ -1,9 +1,12 @@
-"""Reads a log back: one regular expression for each line that Megatron-LM (January 2024) prints and we print too.
+"""Reads a log back: one regular expression for each line that Megatron-LM (January 2024) prints and
+we print too.
 
-Written from facts/megatron.md 11.1 to 11.7, whose numbers stand in the comments, and not from our code, which this file
-does not import. A template's name says what the line is; its groups hold the numbers. `LAST` are printed by the last
-rank, every other line by rank 0 (the parameter count by the first rank of each model-parallel place).
+Written from facts/megatron.md 11.1 to 11.7, whose numbers stand in the comments, and not from our
+code, which this file does not import. A template's name says what the line is; its groups hold the
+numbers. `LAST` are printed by the last rank, every other line by rank 0 (the parameter count by the
+first rank of each model-parallel place).
 """
+
 from __future__ import annotations
 
 import re
@@ -27,8 +30,8 @@ def _info(module: str, text: str) -> str:
 TEMPLATES = {
     # 11.1
     "world size": r"using world size: (?P<world>\d+), data-parallel size: (?P<dp>\d+), "
-                  r"context-parallel size: (?P<cp>\d+) tensor-model-parallel size: (?P<tp>\d+), "
-                  r"pipeline-model-parallel size: (?P<pp>\d+) ",
+    r"context-parallel size: (?P<cp>\d+) tensor-model-parallel size: (?P<tp>\d+), "
+    r"pipeline-model-parallel size: (?P<pp>\d+) ",
     "parameter type": r"using torch\.(?P<dtype>float16|float32|bfloat16) for parameters \.\.\.",
     "arguments": r"-{24} arguments -{24}",
     "argument": r"  (?P<name>\w+) (?P<dots>\.+) (?P<value>.*)",
@@ -36,7 +39,7 @@ TEMPLATES = {
     "micro-batches": r"setting number of micro-batches to constant (?P<n>\d+)",
     "tokenizer": r"> building (?P<type>\w+) tokenizer \.\.\.",
     "padded vocab": r" > padded vocab \(size: (?P<size>\d+)\) with (?P<dummies>\d+) dummy tokens "
-                    r"\(new size: (?P<padded>\d+)\)",
+    r"\(new size: (?P<padded>\d+)\)",
     "tensorboard": r"> setting tensorboard \.\.\.",
     "distributed": r"> initializing torch distributed \.\.\.",
     "tensor parallel": r"> initialized tensor model parallel with size (?P<size>\d+)",
@@ -46,9 +49,10 @@ TEMPLATES = {
     "after initialization": rf"\[after megatron is initialized\] datetime: {CLOCK} ",
     "building model": r"building GPT model \.\.\.",
     "parameters": r" > number of parameters on \(tensor, pipeline\) model parallel rank "
-                  r"\((?P<tp>\d+), (?P<pp>\d+)\): (?P<n>\d+)",
+    r"\((?P<tp>\d+), (?P<pp>\d+)\): (?P<n>\d+)",
     "decay style": r"> learning rate decay style: (?P<style>[\w-]+)",
-    "after model": rf"\[after model, optimizer, and learning rate scheduler are built\] datetime: {CLOCK} ",
+    "after model": r"\[after model, optimizer, and learning rate scheduler are built\] datetime: "
+    rf"{CLOCK} ",
     "building datasets": r"> building train, validation, and test datasets \.\.\.",
     "target sizes": r" > datasets target sizes \(minimum size\):",
     "target train": r"    train:      (?P<n>\d+)",
@@ -65,17 +69,20 @@ TEMPLATES = {
     "evaluating iteration": r"Evaluating iter (?P<i>\d+)/(?P<n>\d+)",
     "skip train": r"skipping training \(--skip-train is on\) \.\.\.",
     # 11.2
-    "iteration": rf" iteration {_wide(8, 'n')}/{_wide(8, 'of')} \| consumed samples: {_wide(12, 'samples')} \| "
-                 r"elapsed time per iteration \(ms\): (?P<ms>\d+\.\d) \|(?: throughput per GPU \(TFLOP/s/GPU\): "
-                 rf"(?P<tflops>\d+\.\d) \|)? learning rate: (?P<lr>{E3}) \| global batch size: {_wide(5, 'batch')} \|"
-                 rf"(?: lm loss: (?P<loss>{E6}) \|)? loss scale: (?P<scale>\d+\.\d) \|"
-                 r"(?: grad norm: (?P<norm>\d+\.\d{3}) \|)?(?: num zeros: (?P<zeros>\d+\.\d) \|)?"
-                 r"(?: params norm: (?P<params>\d+\.\d{3}) \|)?"
-                 rf" number of skipped iterations: {_wide(3, 'skipped')} \|"
-                 rf" number of nan iterations: {_wide(3, 'nan')} \|",
+    "iteration": rf" iteration {_wide(8, 'n')}/{_wide(8, 'of')} \| consumed samples: "
+    rf"{_wide(12, 'samples')} \| "
+    r"elapsed time per iteration \(ms\): (?P<ms>\d+\.\d) \|(?: throughput per GPU \(TFLOP/s/GPU\): "
+    rf"(?P<tflops>\d+\.\d) \|)? learning rate: (?P<lr>{E3}) \| global batch size: "
+    rf"{_wide(5, 'batch')} \|"
+    rf"(?: lm loss: (?P<loss>{E6}) \|)? loss scale: (?P<scale>\d+\.\d) \|"
+    r"(?: grad norm: (?P<norm>\d+\.\d{3}) \|)?(?: num zeros: (?P<zeros>\d+\.\d) \|)?"
+    r"(?: params norm: (?P<params>\d+\.\d{3}) \|)?"
+    rf" number of skipped iterations: {_wide(3, 'skipped')} \|"
+    rf" number of nan iterations: {_wide(3, 'nan')} \|",
     # 11.3
     "timers": r"\(min, max\) time across ranks \(ms\):",
-    "timer": rf"    (?=.{{48}}:)(?P<name>[a-z/-]+) (?P<dots>\.+): \((?P<min>{TWO}), (?P<max>{TWO})\)",
+    "timer": rf"    (?=.{{48}}:)(?P<name>[a-z/-]+) (?P<dots>\.+): \((?P<min>{TWO}), "
+    rf"(?P<max>{TWO})\)",
     "timers all": r"times across ranks \(ms\):",
     "timer all": r"  (?P<name>[a-z/-]+):",
     "timer rank": rf"     rank (?=.{{2}}:)(?P<rank> ?\d+): (?P<ms>{TWO})",
@@ -84,7 +91,8 @@ TEMPLATES = {
     # 11.4
     "saving": rf"saving checkpoint at iteration {_wide(7, 'n')} to (?P<dir>\S+)",
     "saved": rf"  successfully saved checkpoint at iteration {_wide(7, 'n')} to (?P<dir>\S+)",
-    "no tracker": r"WARNING: could not find the metadata file (?P<file>\S+/latest_checkpointed_iteration\.txt) ",
+    "no tracker": r"WARNING: could not find the metadata file "
+    r"(?P<file>\S+/latest_checkpointed_iteration\.txt) ",
     "from random": r"    will not load any checkpoints and will start from random",
     "loading": r" loading checkpoint from (?P<dir>\S+) at iteration (?P<n>\d+)",
     "version": r" checkpoint version (?P<version>3\.0)",
@@ -92,57 +100,97 @@ TEMPLATES = {
     "scheduler checkpoint": r" > using checkpoint value (?P<value>\S+) for (?P<what>[a-z ]+)",
     "loaded": r"  successfully loaded checkpoint from (?P<dir>\S+) at iteration (?P<n>\d+)",
     # 11.5
-    "split matrix": _info("blended_megatron_dataset_config", r"Let split_matrix = (?P<matrix>\[.*\])"),
+    "split matrix": _info(
+        "blended_megatron_dataset_config", r"Let split_matrix = (?P<matrix>\[.*\])"
+    ),
     "index reader": _info("indexed_dataset", r"Load the _IndexReader from (?P<file>\S+\.idx)"),
-    "extract": _info("indexed_dataset", r"\tExtract the (?P<what>sequence lengths|sequence pointers|document indices)"),
+    "extract": _info(
+        "indexed_dataset",
+        r"\tExtract the (?P<what>sequence lengths|sequence pointers|document indices)",
+    ),
     "sequences": _info("indexed_dataset", r"> total number of sequences: (?P<n>\d+)"),
     "documents": _info("indexed_dataset", r"> total number of documents: (?P<n>\d+)"),
-    "load indices": _info("gpt_dataset", r"Load the GPTDataset (?P<split>train|valid|test) indices"),
-    "load index": _info("gpt_dataset", r"\tLoad the (?P<what>document|sample|shuffle) index from "
-                                       r"(?P<hash>[0-9a-f]{32})-GPTDataset-(?P=what)_index\.npy"),
-    "build indices": _info("gpt_dataset", r"Build and save the GPTDataset (?P<split>train|valid|test) indices"),
-    "build index": _info("gpt_dataset", r"\tBuild and save the (?P<what>document|sample|shuffle) index to "
-                                        r"(?P<hash>[0-9a-f]{32})-GPTDataset-(?P=what)_index\.npy"),
+    "load indices": _info(
+        "gpt_dataset", r"Load the GPTDataset (?P<split>train|valid|test) indices"
+    ),
+    "load index": _info(
+        "gpt_dataset",
+        r"\tLoad the (?P<what>document|sample|shuffle) index from "
+        r"(?P<hash>[0-9a-f]{32})-GPTDataset-(?P=what)_index\.npy",
+    ),
+    "build indices": _info(
+        "gpt_dataset", r"Build and save the GPTDataset (?P<split>train|valid|test) indices"
+    ),
+    "build index": _info(
+        "gpt_dataset",
+        r"\tBuild and save the (?P<what>document|sample|shuffle) index to "
+        r"(?P<hash>[0-9a-f]{32})-GPTDataset-(?P=what)_index\.npy",
+    ),
     "samples": _info("gpt_dataset", r"> total number of samples: (?P<n>\d+)"),
     "epochs": _info("gpt_dataset", r"> total number of epochs: (?P<n>\d+)"),
     "blend": _info("blended_dataset", r"> BlendedDataset length: (?P<n>\d+)"),
     # 11.6
     "dashes": r"-{40,}",
     "validation": rf" validation loss at (?P<prefix>iteration \d+(?: on (?:validation|test) set)?) \| "
-                  rf"lm loss value: (?P<loss>{E6}) \| lm loss PPL: (?P<ppl>{E6}) \| ",
+    rf"lm loss value: (?P<loss>{E6}) \| lm loss PPL: (?P<ppl>{E6}) \| ",
     # 11.7
     "exit signal": rf"\[exiting program after receiving SIGTERM\.\] datetime: {CLOCK} ",
     "exit duration": rf"\[exiting program after (?P<minutes>\S+) minutes\] datetime: {CLOCK} ",
     "exit interval": rf"\[exiting program at iteration (?P<n>\d+)\] datetime: {CLOCK} ",
     "exit in evaluation": r"Exiting during evaluation, timelimit reached",
 }
-LAST = {"tensorboard", "iteration", "timers", "timer", "timers all", "timer all", "timer rank", "timers max",
-        "timer max", "dashes", "validation"}
+LAST = {
+    "tensorboard",
+    "iteration",
+    "timers",
+    "timer",
+    "timers all",
+    "timer all",
+    "timer rank",
+    "timers max",
+    "timer max",
+    "dashes",
+    "validation",
+}
 # Ours alone: what it is about, and why it is said.
 OWN = {
-    "skip ranges": r"skipping \d+ iterations: --train-range-to-skip [\d ]+",            # what the flag was read as
-    "skip share": r"WARNING: --train-range-to-skip skips .*",                           # more than a twentieth is a lot
+    # what the flag was read as
+    "skip ranges": r"skipping \d+ iterations: --train-range-to-skip [\d ]+",
+    # more than a twentieth is a lot
+    "skip share": r"WARNING: --train-range-to-skip skips .*",
     "skip list": r"iterations to skip: .+",
-    "skipping": r"skipping iterations \d+ to \d+: \d+ samples \(\d+ tokens\)",     # on entry of a range
-    "skipped iteration": r" iteration .* number of nan iterations: +\d+ \| number of user-skipped iterations: +\d+ \|",
-    "differs": r" differs from the checkpoint: \w+ was .*, is .*",                      # every difference is said
-    "data order": r"WARNING: the order of the data changes from iteration \d+ on: .*",    # it was allowed to
+    # on entry of a range
+    "skipping": r"skipping iterations \d+ to \d+: \d+ samples \(\d+ tokens\)",
+    "skipped iteration": r" iteration .* number of nan iterations: +\d+ \| number of user-skipped iterations: "
+    r"+\d+ \|",
+    # every difference is said
+    "differs": r" differs from the checkpoint: \w+ was .*, is .*",
+    # it was allowed to
+    "data order": r"WARNING: the order of the data changes from iteration \d+ on: .*",
     "other world size": r" checkpoint was written by \d+ ranks \(data \d+ x .*\), this run has \d+ .*",
-    "layout": r"> layout: \d+ ranks = pipeline \d+ x data \d+ x context \d+ x tensor \d+; rank 0 is in the groups .*",
-    "index helpers": r" > index helpers: numpy, because .*",                            # slow, where nothing was compiled
-    "blend indices": r"INFO:megatron\.core\.datasets\.blended_dataset:(?:\t?Build and save|\t?Load|Build) the .*",
-    "data table": r"  split  data +documents +tokens +samples +share +epochs",           # what the run will read
+    "layout": r"> layout: \d+ ranks = pipeline \d+ x data \d+ x context \d+ x tensor \d+; rank 0 is "
+    r"in the groups .*",
+    # slow, where nothing was compiled
+    "index helpers": r" > index helpers: numpy, because .*",
+    "blend indices": r"INFO:megatron\.core\.datasets\.blended_dataset:(?:\t?Build and save|\t?Load|Build) "
+    r"the .*",
+    # what the run will read
+    "data table": r"  split  data +documents +tokens +samples +share +epochs",
     "data row": r"  (?:train|valid|test) +\S.* [\d,]+ +[\d,]+ +[\d,]+ +[\d.]+ % +[\d.e+-]+",
-    "kernels": r"kernels on this \w+",                                                 # what computes what
-    "kernel": r"  (?:linear|output layer|weight gradients|attention|LayerNorm|RMSNorm|gelu|swiglu|geglu|squared_relu|"
-              r"rotary|cross entropy|dropout)[\w ()]*: .+ \(.+\)|  off: .+",
-    "no effect": r"\S.*(?:has no effect|have no effect|is given twice).*",              # of a flag that changes nothing
+    # what computes what
+    "kernels": r"kernels on this \w+",
+    "kernel": r"  (?:linear|output layer|weight "
+    r"gradients|attention|LayerNorm|RMSNorm|gelu|swiglu|geglu|squared_relu|"
+    r"rotary|cross entropy|dropout)[\w ()]*: .+ \(.+\)|  off: .+",
+    # of a flag that changes nothing
+    "no effect": r"\S.*(?:has no effect|have no effect|is given twice).*",
 }
 _COMPILED = {name: re.compile(text) for name, text in {**TEMPLATES, **OWN}.items()}
 
 
 class Line(NamedTuple):
     """A line with the template it was read by (None: by no one) and the template's groups."""
+
     name: str | None
     fields: dict[str, str | None]
     text: str
@@ -153,7 +201,11 @@ def read_line(text: str) -> Line:
     for name, template in _COMPILED.items():
         match = template.fullmatch(text)
         if match:
-            return Line(name, {key: value and value.strip() for key, value in match.groupdict().items()}, text)
+            return Line(
+                name,
+                {key: value and value.strip() for key, value in match.groupdict().items()},
+                text,
+            )
     return Line(None, {}, text)
 
 

@@ -1,4 +1,5 @@
-"""What tests assert of a message: its code and the flags, files and numbers it names, never its sentence.
+"""What tests assert of a message: its code and the flags, files and numbers it names, never its
+sentence.
 
 The sentences are in tests/golden/messages.txt (`python -m tests.rewrite_messages`).
 """

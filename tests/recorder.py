@@ -1,8 +1,11 @@
-"""Notes what each rank of a run sends: every call of torch.distributed in each training step. Knows no formula.
+"""Notes what each rank of a run sends: every call of torch.distributed in each training step. Knows
+no formula.
 
-`watch` goes around the functions of torch.distributed that parallel/collectives.py calls (a call of any other that moves
-tensors is an error) and around the training step; calls outside a step, of start-up and evaluation, are not noted.
+`watch` goes around the functions of torch.distributed that parallel/collectives.py calls (a call of
+any other that moves tensors is an error) and around the training step; calls outside a step, of
+start-up and evaluation, are not noted.
 """
+
 from __future__ import annotations
 
 import json
@@ -20,8 +23,9 @@ from megatron.parallel.shared_sums import SharedSums
 
 
 class Call(NamedTuple):
-    """`ranks`: of the group, or (this rank, the other) of a send or receive. `nbytes`: of the whole tensor: what is summed,
-    brought together, scattered or carried."""
+    """`ranks`: of the group, or (this rank, the other) of a send or receive. `nbytes`: of the whole
+    tensor: what is summed, brought together, scattered or carried."""
+
     operation: str
     ranks: tuple[int, ...]
     nbytes: int
@@ -40,10 +44,18 @@ def _ranks(kwargs: dict) -> tuple[int, ...]:
 
 class Recorder:
     """The calls of each training step of this process."""
+
     # gloo scatters sums as an exchange of parts: the same bytes travel.
-    GROUP = {"all_reduce": "all-reduce", "all_gather_into_tensor": "all-gather", "all_gather_single": "all-gather",
-             "reduce_scatter_tensor": "reduce-scatter", "reduce_scatter_single": "reduce-scatter",
-             "all_to_all_single": "reduce-scatter", "broadcast": "broadcast", "reduce": "reduce"}
+    GROUP = {
+        "all_reduce": "all-reduce",
+        "all_gather_into_tensor": "all-gather",
+        "all_gather_single": "all-gather",
+        "reduce_scatter_tensor": "reduce-scatter",
+        "reduce_scatter_single": "reduce-scatter",
+        "all_to_all_single": "reduce-scatter",
+        "broadcast": "broadcast",
+        "reduce": "reduce",
+    }
     FORBIDDEN = ("all_gather", "reduce_scatter", "all_to_all", "gather", "scatter", "send", "recv")
 
     def __init__(self) -> None:
@@ -53,10 +65,13 @@ class Recorder:
     def note(self, operation: str, ranks: tuple[int, ...], tensor: torch.Tensor) -> None:
         """One call, if a step is going on."""
         if self._inside:
-            self.steps[-1].append(Call(operation, ranks, tensor.nbytes, str(tensor.dtype).removeprefix("torch.")))
+            self.steps[-1].append(
+                Call(operation, ranks, tensor.nbytes, str(tensor.dtype).removeprefix("torch."))
+            )
 
     def step(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """`function`, whose calls are one step."""
+
         def inside(*args: Any, **kwargs: Any) -> Any:
             self.steps.append([])
             self._inside = True
@@ -64,20 +79,28 @@ class Recorder:
                 return function(*args, **kwargs)
             finally:
                 self._inside = False
+
         return inside
 
     def install(self) -> None:
-        """Wrap the functions of torch.distributed, wherever parallel/collectives.py has a name for them."""
-        originals = {name: getattr(dist, name) for name in (*self.GROUP, "isend", "irecv", "batch_isend_irecv")
-                     if hasattr(dist, name)}
-        wrapped = {name: self._group(name, function) if name in self.GROUP else self._peer(name, function)
-                   for name, function in originals.items()}
+        """Wrap the functions of torch.distributed, wherever parallel/collectives.py has a name for
+        them."""
+        originals = {
+            name: getattr(dist, name)
+            for name in (*self.GROUP, "isend", "irecv", "batch_isend_irecv")
+            if hasattr(dist, name)
+        }
+        wrapped = {
+            name: self._group(name, function) if name in self.GROUP else self._peer(name, function)
+            for name, function in originals.items()
+        }
         for name, function in originals.items():
             setattr(dist, name, wrapped[name])
             for mine, value in vars(collectives).copy().items():
                 if value is function:
                     setattr(collectives, mine, wrapped[name])
-        operation, unwrapped = dist.P2POp, {wrapped[name]: originals[name] for name in ("isend", "irecv")}
+        operation = dist.P2POp
+        unwrapped = {wrapped[name]: originals[name] for name in ("isend", "irecv")}
         dist.P2POp = lambda op, *args, **kwargs: operation(unwrapped[op], *args, **kwargs)
         SharedSums.start = self._shared(SharedSums.start)
         for name in self.FORBIDDEN:
@@ -85,16 +108,21 @@ class Recorder:
 
     def _group(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            assert len([a for a in args if isinstance(a, dist.ProcessGroup)]) == 0, f"{name}: pass the group by name"
+            assert len([a for a in args if isinstance(a, dist.ProcessGroup)]) == 0, (
+                f"{name}: pass the group by name"
+            )
             self.note(self.GROUP[name], _ranks(kwargs), _whole(args, kwargs))
             return function(*args, **kwargs)
+
         return call
 
     def _shared(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """A sum through shared memory."""
+
         def start(sums: SharedSums, x: torch.Tensor) -> Any:
             self.note("all-reduce", sums.axis.ranks, x)
             return function(sums, x)
+
         return start
 
     def _peer(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -102,7 +130,11 @@ class Recorder:
 
         def batch(operations: list) -> Any:
             for operation in operations:
-                self.note(kinds[operation.op.__name__], (dist.get_rank(), operation.peer), operation.tensor)
+                self.note(
+                    kinds[operation.op.__name__],
+                    (dist.get_rank(), operation.peer),
+                    operation.tensor,
+                )
             return function(operations)
 
         def call(tensor: torch.Tensor, peer: int, **kwargs: Any) -> Any:
@@ -115,6 +147,7 @@ class Recorder:
         def call(*args: Any, **kwargs: Any) -> Any:
             assert not self._inside, f"torch.distributed.{name} in a training step is not recorded"
             return function(*args, **kwargs)
+
         return call
 
 
@@ -139,7 +172,10 @@ def watch() -> None:
 def read(folder: Path, rank: int) -> list[list[Call]]:
     """The steps of a rank of a run that was watched."""
     steps = json.loads((folder / f"calls.{rank}").read_text())
-    return [[Call(operation, tuple(ranks), nbytes, dtype) for operation, ranks, nbytes, dtype in step] for step in steps]
+    return [
+        [Call(operation, tuple(ranks), nbytes, dtype) for operation, ranks, nbytes, dtype in step]
+        for step in steps
+    ]
 
 
 def totals(calls: Iterable[Call]) -> Counter:

@@ -1,4 +1,5 @@
-"""Write tests/golden/messages.txt, the texts of the messages: `python -m tests.rewrite_messages`, then review the diff."""
+"""Write tests/golden/messages.txt, the texts of the messages: `python -m tests.rewrite_messages`,
+then review the diff."""
 
 from __future__ import annotations
 
@@ -10,7 +11,10 @@ from pathlib import Path
 from tests.config import cases
 
 GOLDEN = Path(__file__).parent / "golden" / "messages.txt"
-HEADING = "What is said of each command line of tests/config/cases.txt. Written by python -m tests.rewrite_messages."
+HEADING = (
+    "What is said of each command line of tests/config/cases.txt. Written by python -m "
+    "tests.rewrite_messages."
+)
 
 
 def messages() -> str:

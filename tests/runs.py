@@ -1,4 +1,6 @@
-"""Whole training runs for tests: the real `pretrain_gpt.main` on forked ranks, and what such a run leaves behind."""
+"""Whole training runs for tests: the real `pretrain_gpt.main` on forked ranks, and what such a run
+leaves behind."""
+
 from __future__ import annotations
 
 import contextlib
@@ -22,17 +24,22 @@ from megatron.data.indexed_dataset import IndexedDatasetBuilder
 from megatron.training.services import Services
 from tests.forkrun import ROOT, RanksFailed, run_ranks
 
-SMALL = ("--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 "
-         "--tokenizer-type NullTokenizer --vocab-size 211 --make-vocab-size-divisible-by 8 --micro-batch-size 2 "
-         "--global-batch-size 8 --lr 0.003 --lr-decay-style cosine --lr-warmup-iters 3 --log-interval 1 "
-         "--eval-interval 10 --eval-iters 1 --num-workers 0 --device cpu --log-format megatron").split()
+SMALL = (
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 "
+    "--max-position-embeddings 32 --tokenizer-type NullTokenizer --vocab-size 211 "
+    "--make-vocab-size-divisible-by 8 --micro-batch-size 2 --global-batch-size 8 --lr 0.003 "
+    "--lr-decay-style cosine --lr-warmup-iters 3 --log-interval 1 --eval-interval 10 --eval-iters "
+    "1 --num-workers 0 --device cpu --log-format megatron"
+).split()
 NO_DROPOUT = "--hidden-dropout 0 --attention-dropout 0".split()
 
 
 def with_flags(words: Sequence[str], *more: str) -> list[str]:
-    """A command line in which the flags of `more` replace those of the same name, so that none stands twice."""
+    """A command line in which the flags of `more` replace those of the same name, so that none
+    stands twice."""
     new = {word for word in more if word.startswith("--")}
-    kept, drop = [], False
+    kept = []
+    drop = False
     for word in words:
         drop = word in new if word.startswith("--") else drop
         kept += [] if drop else [word]
@@ -40,7 +47,8 @@ def with_flags(words: Sequence[str], *more: str) -> list[str]:
 
 
 def write_text(prefix: Path, documents: int, seed: int = 0, vocab: int = 210) -> str:
-    """A corpus of random documents, each ended by token `vocab`; returns the prefix for --data-path."""
+    """A corpus of random documents, each ended by token `vocab`; returns the prefix for
+    --data-path."""
     random = np.random.default_rng(seed)
     with IndexedDatasetBuilder(prefix, np.uint16) as builder:
         for _ in range(documents):
@@ -58,10 +66,12 @@ def plot():
 
 
 class RequestAt:
-    """Signals of a run, of which SIGTERM is there from the n-th time on that the run looks: once in each iteration."""
+    """Signals of a run, of which SIGTERM is there from the n-th time on that the run looks: once in
+    each iteration."""
 
     def __init__(self, look: int):
-        self.look, self.looks = look, 0
+        self.look = look
+        self.looks = 0
         self.advice = ""
 
     @property
@@ -79,8 +89,9 @@ def stop_in(iteration: int) -> Services:
 
 
 def late_from(reading: int, *ranks: int, minutes: float = 1000.0) -> Services:
-    """A hook: the clock (of these ranks, or all) is ahead from its n-th reading on. With --exit-duration-in-mins it is read
-    once in each iteration and once for each global batch of an evaluation."""
+    """A hook: the clock (of these ranks, or all) is ahead from its n-th reading on. With
+    --exit-duration-in-mins it is read once in each iteration and once for each global batch of an
+    evaluation."""
     readings = itertools.count(1)
 
     def clock() -> float:
@@ -91,7 +102,8 @@ def late_from(reading: int, *ranks: int, minutes: float = 1000.0) -> Services:
 
 
 def _killed_in(services: Services, iteration: int) -> Services:
-    """The same, but this process dies by SIGKILL in the n-th iteration that it begins, when losses are summed."""
+    """The same, but this process dies by SIGKILL in the n-th iteration that it begins, when losses
+    are summed."""
     count = itertools.count(1)
 
     def all_reduce(x, axis, op="sum"):
@@ -102,16 +114,27 @@ def _killed_in(services: Services, iteration: int) -> Services:
     return replace(services, all_reduce=all_reduce)
 
 
-def _rank(rank: int, world: int, argv: list[str], output: str, kill_at: int | None,
-          hook: Callable[[], Services | None] | None = None) -> int:
-    """One rank of a run; its output goes to `output`.RANK. With `kill_at` it dies by SIGKILL inside that iteration.
+def _rank(
+    rank: int,
+    world: int,
+    argv: list[str],
+    output: str,
+    kill_at: int | None,
+    hook: Callable[[], Services | None] | None = None,
+) -> int:
+    """One rank of a run; its output goes to `output`.RANK. With `kill_at` it dies by SIGKILL inside
+    that iteration.
 
     `hook` is called first; it may change what is imported, and return services for the run.
     """
     services = (hook() if hook else None) or Services()
     if kill_at is not None:
         services = _killed_in(services, kill_at)
-    with open(f"{output}.{rank}", "a") as file, contextlib.redirect_stdout(file), contextlib.redirect_stderr(file):
+    with (
+        open(f"{output}.{rank}", "a") as file,
+        contextlib.redirect_stdout(file),
+        contextlib.redirect_stderr(file),
+    ):
         try:
             plot().main(argv, services=services)
         except SystemExit as leave:
@@ -135,7 +158,7 @@ class Finished:
         """The metrics file, one row an iteration; of repeated iterations the last."""
         path = self.folder / "metrics.jsonl"
         rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-        rows = [row for row in rows if "split" not in row]      # evaluations
+        rows = [row for row in rows if "split" not in row]  # evaluations
         return list({row["iteration"]: row for row in rows}.values())
 
     def series(self, *keys: str) -> list[tuple]:
@@ -148,11 +171,18 @@ class Finished:
             return {name: reader.read(name) for name in reader.names()}
 
 
-def train(folder: Path, argv: list[str], world: int = 1, kill_at: int | None = None, seconds: float = 200.0,
-          hook: Callable[[], Services | None] | None = None) -> Finished:
+def train(
+    folder: Path,
+    argv: list[str],
+    world: int = 1,
+    kill_at: int | None = None,
+    seconds: float = 200.0,
+    hook: Callable[[], Services | None] | None = None,
+) -> Finished:
     """Run to the end (or to the kill, in the step of the `kill_at`-th iteration of this process).
 
-    `hook`, a function of a module, is called on every rank before the run; it may return services for it.
+    `hook`, a function of a module, is called on every rank before the run; it may return services
+    for it.
     """
     folder.mkdir(exist_ok=True)
     argv = [*argv, "--metrics-file", str(folder / "metrics.jsonl")]
@@ -170,7 +200,9 @@ def train(folder: Path, argv: list[str], world: int = 1, kill_at: int | None = N
 def same_tensors(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
     """Assert bitwise equality, name by name."""
     assert a.keys() == b.keys()
-    different = [name for name in a if not torch.equal(a[name].view(torch.uint8), b[name].view(torch.uint8))]
+    different = [
+        name for name in a if not torch.equal(a[name].view(torch.uint8), b[name].view(torch.uint8))
+    ]
     assert not different, f"{len(different)} tensors differ: {different[:5]}"
 
 

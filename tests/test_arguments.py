@@ -1,4 +1,5 @@
-"""Flags made from dataclass fields: what is read, what is refused with which words, and the way back to text."""
+"""Flags made from dataclass fields: what is read, what is refused with which words, and the way
+back to text."""
 
 from __future__ import annotations
 
@@ -36,6 +37,7 @@ def _even(word: str) -> int:
 @dataclass(frozen=True, kw_only=True)
 class Size:
     """How large."""
+
     width: int | None = arg(None, help="width", alias=("--breadth",))
     rate: float = arg(0.5, help="rate")
     pair: tuple[int, ...] | None = arg(None, help="pair", nargs=2)
@@ -48,15 +50,17 @@ class Size:
 @dataclass(frozen=True, kw_only=True)
 class Look:
     """How it looks."""
+
     bright: bool = arg(False, help="bright")
     border: bool = arg(True, off="--no-border", help="no border")
     title: str = arg("", help="title", flag="--the-title")
-    inner: int = 3                                     # not a flag
+    inner: int = 3  # not a flag
 
 
 @dataclass(frozen=True)
 class Tree:
     """Both."""
+
     size: Size
     look: Look
 
@@ -70,9 +74,24 @@ def problems(*argv: str) -> list[str]:
 
 def test_flags_are_made_from_the_fields():
     flags = flags_of(Tree)
-    assert list(flags) == ["width", "rate", "pair", "many", "style", "level", "even", "bright", "border", "title"]
+    assert list(flags) == [
+        "width",
+        "rate",
+        "pair",
+        "many",
+        "style",
+        "level",
+        "even",
+        "bright",
+        "border",
+        "title",
+    ]
     assert {name: flag.kind for name, flag in flags.items() if flag.kind != "value"} == {
-        "pair": "list", "many": "list", "bright": "switch", "border": "off"}
+        "pair": "list",
+        "many": "list",
+        "bright": "switch",
+        "border": "off",
+    }
     assert flags["width"].spellings == ("--width", "--breadth") and flags["width"].type is int
     assert flags["border"].spelling == "--no-border" and flags["title"].spelling == "--the-title"
     assert flags["style"].choices == ("sharp", "round") and flags["level"].type is int
@@ -82,11 +101,13 @@ def test_a_name_or_spelling_stands_only_once():
     @dataclass(frozen=True)
     class Again:
         """Twice."""
+
         width: int = arg(1, help="width")
 
     @dataclass(frozen=True)
     class Other:
         """Same spelling."""
+
         breadth: int = arg(1, help="breadth")
 
     for second in (Again, Other):
@@ -96,45 +117,85 @@ def test_a_name_or_spelling_stands_only_once():
 
 
 def test_values_are_read_in_every_spelling():
-    typed = parse_typed(PARSER, ["--width=3", "--rate", "-1e-5", "--pair", "-1", "2", "--bright", "--no-border",
-                                 "--the-title", "a b", "--style", "sharp", "--level", "1", "--even", "4"])
-    assert typed == {"width": 3, "rate": -1e-5, "pair": (-1, 2), "bright": True, "border": False, "title": "a b",
-                     "style": "sharp", "level": 1, "even": 4}
+    typed = parse_typed(
+        PARSER,
+        [
+            "--width=3",
+            "--rate",
+            "-1e-5",
+            "--pair",
+            "-1",
+            "2",
+            "--bright",
+            "--no-border",
+            "--the-title",
+            "a b",
+            "--style",
+            "sharp",
+            "--level",
+            "1",
+            "--even",
+            "4",
+        ],
+    )
+    assert typed == {
+        "width": 3,
+        "rate": -1e-5,
+        "pair": (-1, 2),
+        "bright": True,
+        "border": False,
+        "title": "a b",
+        "style": "sharp",
+        "level": 1,
+        "even": 4,
+    }
     assert parse_typed(PARSER, ["--breadth", "7"]) == {"width": 7}
-    assert parse_typed(PARSER, ["--the-title="]) == {"title": ""} == parse_typed(PARSER, ["--the-title", ""])
+    assert (
+        parse_typed(PARSER, ["--the-title="])
+        == {"title": ""}
+        == parse_typed(PARSER, ["--the-title", ""])
+    )
     assert parse_typed(PARSER, []) == {}
 
 
 def test_only_what_was_typed_is_returned_and_the_rest_has_defaults():
     config = config_from(Tree, parse_typed(PARSER, ["--width", "3", "--no-border"]))
-    assert (config.size.width, config.size.rate, config.look.border, config.look.inner) == (3, 0.5, False, 3)
+    assert (config.size.width, config.size.rate, config.look.border, config.look.inner) == (
+        3,
+        0.5,
+        False,
+        3,
+    )
     assert values_of(config)["border"] is False and "inner" not in values_of(config)
 
 
-@pytest.mark.parametrize(("argv", "code", "named"), [
-    (["--width", "two"], "value-malformed", ["--width", "'two'"]),
-    (["--width", "1.5"], "value-malformed", ["'1.5'"]),
-    (["--width", "1e9"], "value-malformed", ["write 1000000000"]),
-    (["--width", "300k"], "value-malformed", ["write 300000"]),
-    (["--width", "1,000"], "value-malformed", ["write 1000"]),
-    (["--width"], "value-missing", ["--width", " N"]),
-    (["--pair"], "value-missing", ["--pair", " N N"]),
-    (["--many"], "value-missing", ["--many", "TEXT [TEXT ...]"]),
-    (["--rate", "fast"], "value-malformed", ["--rate", "'fast'"]),
-    (["--rate", "1", "2"], "value-count-wrong", ["--rate", "'1 2'"]),
-    (["--pair", "1"], "value-count-wrong", ["--pair", "2", "'1'"]),
-    (["--bright", "yes"], "value-not-expected", ["--bright", "'yes'"]),
-    (["--bright=yes"], "value-not-expected", ["--bright", "'yes'"]),
-    (["--style", "Sharp"], "value-not-a-choice", ["--style", "sharp?"]),
-    (["--style", "blunt"], "value-not-a-choice", ["--style", "sharp, round"]),
-    (["--level", "2"], "value-not-a-choice", ["--level", "0, 1"]),
-    (["--widht", "3"], "flag-unknown", ["--widht", "--width?"]),
-    (["--the_title", "3"], "flag-unknown", ["--the_title", "--the-title?"]),
-    (["-width", "3"], "flag-unknown", ["-width", "--width?"]),
-    (["--border"], "flag-unknown", ["--border", "--no-border?"]),
-    (["--colour", "3"], "flag-unknown", ["--colour", "--help"]),
-    (["width", "3"], "value-without-flag", ["'width 3'"]),
-])
+@pytest.mark.parametrize(
+    ("argv", "code", "named"),
+    [
+        (["--width", "two"], "value-malformed", ["--width", "'two'"]),
+        (["--width", "1.5"], "value-malformed", ["'1.5'"]),
+        (["--width", "1e9"], "value-malformed", ["write 1000000000"]),
+        (["--width", "300k"], "value-malformed", ["write 300000"]),
+        (["--width", "1,000"], "value-malformed", ["write 1000"]),
+        (["--width"], "value-missing", ["--width", " N"]),
+        (["--pair"], "value-missing", ["--pair", " N N"]),
+        (["--many"], "value-missing", ["--many", "TEXT [TEXT ...]"]),
+        (["--rate", "fast"], "value-malformed", ["--rate", "'fast'"]),
+        (["--rate", "1", "2"], "value-count-wrong", ["--rate", "'1 2'"]),
+        (["--pair", "1"], "value-count-wrong", ["--pair", "2", "'1'"]),
+        (["--bright", "yes"], "value-not-expected", ["--bright", "'yes'"]),
+        (["--bright=yes"], "value-not-expected", ["--bright", "'yes'"]),
+        (["--style", "Sharp"], "value-not-a-choice", ["--style", "sharp?"]),
+        (["--style", "blunt"], "value-not-a-choice", ["--style", "sharp, round"]),
+        (["--level", "2"], "value-not-a-choice", ["--level", "0, 1"]),
+        (["--widht", "3"], "flag-unknown", ["--widht", "--width?"]),
+        (["--the_title", "3"], "flag-unknown", ["--the_title", "--the-title?"]),
+        (["-width", "3"], "flag-unknown", ["-width", "--width?"]),
+        (["--border"], "flag-unknown", ["--border", "--no-border?"]),
+        (["--colour", "3"], "flag-unknown", ["--colour", "--help"]),
+        (["width", "3"], "value-without-flag", ["'width 3'"]),
+    ],
+)
 def test_one_problem_is_one_line(argv, code, named):
     [line] = problems(*argv)
     assert_problem(line, code, *named)
@@ -148,23 +209,61 @@ def test_a_type_of_its_own_says_what_is_wrong():
 
 
 def test_all_problems_are_said_at_once_and_the_rest_is_read():
-    parsed = parse(PARSER, ["loose", "--width", "x", "--rat", "1", "--bright", "--pair", "1", "2", "3"])
+    parsed = parse(
+        PARSER, ["loose", "--width", "x", "--rat", "1", "--bright", "--pair", "1", "2", "3"]
+    )
     assert [line.split(":")[0].split(";")[0] for line in parsed.problems] == [
-        "'loose' stands alone", "--width", "unknown flag --rat", "--pair"]
+        "'loose' stands alone",
+        "--width",
+        "unknown flag --rat",
+        "--pair",
+    ]
     assert parsed.typed == {"bright": True} and parsed.broken == {"width", "rate", "pair"}
 
 
 def test_a_flag_that_comes_again_is_noted_unless_it_collects():
-    parsed = parse(PARSER, ["--width", "1", "--width", "2", "--many", "a", "--many", "b", "c", "--rate", "1", "--rate",
-                            "1"])
+    parsed = parse(
+        PARSER,
+        [
+            "--width",
+            "1",
+            "--width",
+            "2",
+            "--many",
+            "a",
+            "--many",
+            "b",
+            "c",
+            "--rate",
+            "1",
+            "--rate",
+            "1",
+        ],
+    )
     assert parsed.typed == {"width": 2, "many": ("a", "b", "c"), "rate": 1.0}
     [note] = parsed.notes
     assert_problem(note, "flag-given-twice", "--width", 2)
 
 
-@pytest.mark.parametrize(("word", "expected"), [
-    ("--a", True), ("-h", True), ("-x", True), ("-1", False), ("-1e-5", False), ("-.5", False), ("-1_000", False),
-    ("-inf", False), ("-", False), ("a", False), ("", False), ("--", True), ("-1,2", False), ("-infinite", True)])
+@pytest.mark.parametrize(
+    ("word", "expected"),
+    [
+        ("--a", True),
+        ("-h", True),
+        ("-x", True),
+        ("-1", False),
+        ("-1e-5", False),
+        ("-.5", False),
+        ("-1_000", False),
+        ("-inf", False),
+        ("-", False),
+        ("a", False),
+        ("", False),
+        ("--", True),
+        ("-1,2", False),
+        ("-infinite", True),
+    ],
+)
 def test_negative_numbers_are_no_flags(word, expected):
     assert is_flag(word) is expected
 
@@ -174,15 +273,29 @@ def test_words_of_a_file_follow_the_shell(tmp_path: Path):
     inner.parent.mkdir()
     inner.write_text("--bright # yes\n")
     file = tmp_path / "x.args"
-    file.write_text("# a comment with 'one quote\n--the-title 'a  b'\\''#c' \\\n  --many x#y \"d e\" f\\ g\n"
-                    "@more/inner.args\n")
-    assert expand_files([f"@{file}", "z"]) == ["--the-title", "a  b'#c", "--many", "x#y", "d e", "f g", "--bright", "z"]
+    file.write_text(
+        "# a comment with 'one quote\n--the-title 'a  b'\\''#c' \\\n  --many x#y \"d e\" f\\ g\n"
+        "@more/inner.args\n"
+    )
+    assert expand_files([f"@{file}", "z"]) == [
+        "--the-title",
+        "a  b'#c",
+        "--many",
+        "x#y",
+        "d e",
+        "f g",
+        "--bright",
+        "z",
+    ]
 
 
 def test_typed_flags_win_over_a_file_wherever_it_stands(tmp_path: Path):
     file = tmp_path / "x.args"
     file.write_text("--width 1 --many a --rate 0.25")
-    for argv in ([f"@{file}", "--width", "2", "--many", "b"], ["--width", "2", "--many", "b", f"@{file}"]):
+    for argv in (
+        [f"@{file}", "--width", "2", "--many", "b"],
+        ["--width", "2", "--many", "b", f"@{file}"],
+    ):
         parsed = parse(PARSER, argv)
         assert parsed.typed == {"width": 2, "rate": 0.25, "many": ("a", "b")}
         assert not parsed.problems and not parsed.notes
@@ -191,17 +304,28 @@ def test_typed_flags_win_over_a_file_wherever_it_stands(tmp_path: Path):
 def test_a_file_of_values_stays_where_it_is(tmp_path: Path):
     file = tmp_path / "blend.txt"
     file.write_text("a\nb\n")
-    assert parse_typed(PARSER, ["--many", f"@{file}", "c", "--bright"]) == {"many": ("a", "b", "c"), "bright": True}
+    assert parse_typed(PARSER, ["--many", f"@{file}", "c", "--bright"]) == {
+        "many": ("a", "b", "c"),
+        "bright": True,
+    }
 
 
 def test_bad_files_are_problems_beside_the_others(tmp_path: Path):
     (tmp_path / "loop.args").write_text("@loop.args")
     (tmp_path / "quote.args").write_text("--bright\n--the-title 'open\n")
     (tmp_path / "bytes.args").write_bytes(b"\xff\xfe\x00")
-    lines = problems(*[f"@{tmp_path / name}" for name in ("none.args", "loop.args", "quote.args", "bytes.args")],
-                     "--width", "x")
+    lines = problems(
+        *[f"@{tmp_path / name}" for name in ("none.args", "loop.args", "quote.args", "bytes.args")],
+        "--width",
+        "x",
+    )
     assert codes_of(lines) == [
-        "file-not-readable", "args-file-includes-itself", "args-file-malformed", "args-file-malformed", "value-malformed"]
+        "file-not-readable",
+        "args-file-includes-itself",
+        "args-file-malformed",
+        "args-file-malformed",
+        "value-malformed",
+    ]
     assert "line 2" in lines[2]
 
 
@@ -210,12 +334,19 @@ def test_help_names_every_flag_with_type_and_default():
     text = PARSER.help()
     for flag in PARSER.flags:
         assert all(spelling in text for spelling in flag.spellings)
-    assert "How large." in text and "--pair N N" in text and "{sharp,round}" in text and "(default: 0.5)" in text
+    assert (
+        "How large." in text
+        and "--pair N N" in text
+        and "{sharp,round}" in text
+        and "(default: 0.5)" in text
+    )
     assert max(map(len, text.splitlines())) <= 120
 
 
 def test_what_is_unknown_may_be_explained():
-    parser = build_parser(Tree, prog="x", description="d", explain=lambda s: f"{s}: gone" if s == "--old" else None)
+    parser = build_parser(
+        Tree, prog="x", description="d", explain=lambda s: f"{s}: gone" if s == "--old" else None
+    )
     old, wrong = parse(parser, ["--old", "1", "--widt", "2"]).problems
     assert old == "--old: gone"
     assert_problem(wrong, "flag-unknown", "--widt", "--width")
@@ -225,17 +356,30 @@ def _other_value(flag: Flag, draw: random.Random):
     """A random value of this flag that is not its default, as a tuple for lists."""
     if flag.kind in ("switch", "off"):
         return flag.kind == "switch"
+
     def one():
         if flag.choices:
             return draw.choice([choice for choice in flag.choices if choice != flag.default])
         if flag.type is int:
-            return draw.randint(-10**6, 10**12)
+            return draw.randint(-(10**6), 10**12)
         if flag.type is float:
-            return draw.choice([draw.random(), -draw.random() * 1e-7, draw.random() * 1e30, float(draw.randint(0, 9))])
-        return draw.choice(["a b", "x'y", 'q"r', "#h", "@at", "-dash", "back\\slash", "ünï", "$HOME", "a\nb", "w"])
+            return draw.choice(
+                [
+                    draw.random(),
+                    -draw.random() * 1e-7,
+                    draw.random() * 1e30,
+                    float(draw.randint(0, 9)),
+                ]
+            )
+        return draw.choice(
+            ["a b", "x'y", 'q"r', "#h", "@at", "-dash", "back\\slash", "ünï", "$HOME", "a\nb", "w"]
+        )
+
     if flag.kind == "value":
         return one()
-    words = [one() for _ in range(flag.nargs if isinstance(flag.nargs, int) else draw.randint(1, 4))]
+    words = [
+        one() for _ in range(flag.nargs if isinstance(flag.nargs, int) else draw.randint(1, 4))
+    ]
     return tuple(f"p/{w}" if isinstance(w, str) else w for w in words)
 
 
@@ -243,7 +387,11 @@ def _other_value(flag: Flag, draw: random.Random):
 def test_a_configuration_written_as_flags_reads_back_equal(seed, tmp_path: Path):
     draw = random.Random(seed)
     flags = flags_of(Config)
-    chosen = {name: _other_value(flag, draw) for name, flag in flags.items() if seed == 0 or draw.random() < 0.3}
+    chosen = {
+        name: _other_value(flag, draw)
+        for name, flag in flags.items()
+        if seed == 0 or draw.random() < 0.3
+    }
     config = config_from(Config, chosen)
     file = tmp_path / "args"
     file.write_text(to_args_text(config), encoding="utf-8")

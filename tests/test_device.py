@@ -1,4 +1,5 @@
 """Which device a rank gets, and torch's switches, with a CUDA that is only pretended."""
+
 from __future__ import annotations
 
 import os
@@ -33,7 +34,9 @@ def cuda(monkeypatch) -> list:
 def no_cuda(monkeypatch, tmp_path) -> Path:
     """A machine without any accelerator; the folder of its device files."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: None)
+    monkeypatch.setattr(
+        torch.accelerator, "current_accelerator", lambda check_available=False: None
+    )
     monkeypatch.setattr(device, "DEVICE_FILES", tmp_path)
     monkeypatch.setenv("PATH", "")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -44,7 +47,9 @@ def no_cuda(monkeypatch, tmp_path) -> Path:
 def xpu(monkeypatch, no_cuda) -> list:
     """A machine with four Intel GPUs, and what was set or waited for."""
     calls: list = []
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: torch.device("xpu"))
+    monkeypatch.setattr(
+        torch.accelerator, "current_accelerator", lambda check_available=False: torch.device("xpu")
+    )
     monkeypatch.setattr(torch.xpu, "is_available", lambda: True)
     monkeypatch.setattr(torch.xpu, "device_count", lambda: 4)
     monkeypatch.setattr(torch.xpu, "set_device", lambda d: calls.append(("set", d)))
@@ -54,12 +59,18 @@ def xpu(monkeypatch, no_cuda) -> list:
 
 def test_a_machine_without_cuda(no_cuda):
     assert device.choose_device("auto", 3) == device.choose_device("cpu", 0) == CPU
-    with pytest.raises(ValueError, match="--device cuda: torch sees no CUDA device here; use --device cpu"):
+    with pytest.raises(
+        ValueError, match="--device cuda: torch sees no CUDA device here; use --device cpu"
+    ):
         device.choose_device("cuda", 0)
 
 
 def test_a_machine_with_two(cuda):
-    assert device.choose_device("auto", 1) == device.choose_device("cuda", 1) == torch.device("cuda", 1)
+    assert (
+        device.choose_device("auto", 1)
+        == device.choose_device("cuda", 1)
+        == torch.device("cuda", 1)
+    )
     assert cuda == [("set", torch.device("cuda", 1))] * 2
     assert device.choose_device("cpu", 5) == CPU
     for local_rank in (2, None):
@@ -76,49 +87,75 @@ def test_one_visible_device_is_the_one(cuda, monkeypatch, local_rank):
 
 
 def test_backend_without_cuda(no_cuda):
-    assert [device.default_backend(wish) for wish in ("cpu", "cuda", "auto")] == ["gloo", "nccl", "gloo"]
+    assert [device.default_backend(wish) for wish in ("cpu", "cuda", "auto")] == [
+        "gloo",
+        "nccl",
+        "gloo",
+    ]
 
 
 def test_backend_with_cuda(cuda):
-    assert [device.default_backend(wish) for wish in ("cpu", "cuda", "auto")] == ["gloo", "nccl", "nccl"]
-    assert cuda == []                       # CUDA was not started
+    assert [device.default_backend(wish) for wish in ("cpu", "cuda", "auto")] == [
+        "gloo",
+        "nccl",
+        "nccl",
+    ]
+    assert cuda == []  # CUDA was not started
 
 
 def test_intel_gpus(xpu):
-    """Aurora: torch's accelerator is taken, its own collectives, and it is said that nobody has tried."""
-    assert device.choose_device("auto", 3) == device.choose_device("xpu", 3) == torch.device("xpu", 3)
+    """Aurora: torch's accelerator is taken, its own collectives, and it is said that nobody has
+    tried."""
+    assert (
+        device.choose_device("auto", 3) == device.choose_device("xpu", 3) == torch.device("xpu", 3)
+    )
     assert device.default_backend("auto") == device.default_backend("xpu") == "xccl"
     device.synchronize(torch.device("xpu", 3))
     assert xpu == [("set", torch.device("xpu", 3))] * 2 + [("wait", torch.device("xpu", 3))]
-    assert len(device.device_notes("auto")) == len(device.device_notes("xpu")) == 1 and device.device_notes("cpu") == []
+    assert (
+        len(device.device_notes("auto")) == len(device.device_notes("xpu")) == 1
+        and device.device_notes("cpu") == []
+    )
     assert not device.multiplies_fp8(torch.device("xpu", 0))
     with pytest.raises(ValueError, match="--tf32"):
         device.allow_tf32(torch.device("xpu", 0))
 
 
 def too_old() -> None:
-    raise RuntimeError("The NVIDIA driver on your system is too old (found version 11040).\nPlease update it.")
+    raise RuntimeError(
+        "The NVIDIA driver on your system is too old (found version 11040).\nPlease update it."
+    )
 
 
-@pytest.mark.parametrize("built, named", [(None, "CPU build"), ("13.0", "too old (found version 11040)")])
+@pytest.mark.parametrize(
+    "built, named", [(None, "CPU build"), ("13.0", "too old (found version 11040)")]
+)
 def test_an_accelerator_that_torch_cannot_use(no_cuda, monkeypatch, built, named):
-    """Never the CPU in silence: auto says the reason once, cuda is an error with the same reason."""
+    """Never the CPU in silence: auto says the reason once, cuda is an error with the same
+    reason."""
     assert device.device_notes("auto") == []
     (no_cuda / "nvidia0").touch()
     monkeypatch.setattr(torch.version, "cuda", built)
     monkeypatch.setattr(torch.cuda, "init", too_old)
     [text] = device.device_notes("auto")
-    assert named in text and "nvidia0" in text and "\n" not in text and device.choose_device("auto", 0) == CPU
+    assert (
+        named in text
+        and "nvidia0" in text
+        and "\n" not in text
+        and device.choose_device("auto", 0) == CPU
+    )
     assert device.device_notes("cpu") == []
     with pytest.raises(ValueError, match="--device cuda") as error:
         device.choose_device("cuda", 0)
     assert named in str(error.value)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")              # the user has hidden it
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # the user has hidden it
     assert device.device_notes("auto") == []
 
 
 def test_apple_gpus_have_no_float64(no_cuda, monkeypatch):
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: torch.device("mps"))
+    monkeypatch.setattr(
+        torch.accelerator, "current_accelerator", lambda check_available=False: torch.device("mps")
+    )
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
     assert device.choose_device("auto", 0) == CPU and "float64" in device.device_notes("auto")[0]
 
@@ -137,12 +174,19 @@ def test_waiting_and_memory(cuda):
     device.synchronize(CPU)
     assert cuda == [("wait", gpu)]
     assert device.memory_report(CPU) == {}
-    assert device.memory_report(gpu) == {"allocated": 1, "max allocated": 2, "reserved": 3, "max reserved": 4,
-                                         "allocations": 7}
+    assert device.memory_report(gpu) == {
+        "allocated": 1,
+        "max allocated": 2,
+        "reserved": 3,
+        "max reserved": 4,
+        "allocations": 7,
+    }
 
 
-@pytest.mark.parametrize("deterministic, benchmark, cudnn", [(True, False, False), (False, True, False),
-                                                             (False, False, True), (False, False, False)])
+@pytest.mark.parametrize(
+    "deterministic, benchmark, cudnn",
+    [(True, False, False), (False, True, False), (False, False, True), (False, False, False)],
+)
 def test_determinism(monkeypatch, deterministic, benchmark, cudnn):
     said = []
     monkeypatch.setattr(torch, "use_deterministic_algorithms", said.append)
@@ -171,11 +215,20 @@ print(done, min(faults[30:]))    # the heap moves up for some turns (2 to 10 wer
 """
 
 
-@pytest.mark.parametrize("environ, keep, done, faults", [
-    ({}, "keep", "True", range(1000)), ({}, "", "None", range(10000, 20000)),
-    ({"MALLOC_TOP_PAD_": "0"}, "keep", "False", range(10000, 20000))])
+@pytest.mark.parametrize(
+    "environ, keep, done, faults",
+    [
+        ({}, "keep", "True", range(1000)),
+        ({}, "", "None", range(10000, 20000)),
+        ({"MALLOC_TOP_PAD_": "0"}, "keep", "False", range(10000, 20000)),
+    ],
+)
 def test_the_next_step_finds_the_memory_of_the_last_one(environ, keep, done, faults):
-    clean = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_TUNABLES"))}
+    clean = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("MALLOC_", "GLIBC_TUNABLES"))
+    }
     command = [sys.executable, "-c", FAULTS, keep]
     found = subprocess.run(command, env=clean | environ, text=True, capture_output=True, check=True)
     assert found.stdout.split()[0] == done and int(found.stdout.split()[1]) in faults

@@ -1,4 +1,6 @@
-"""Ctrl-C at any moment of a program, its imports above all: one line, exit code 130, no traceback."""
+"""Ctrl-C at any moment of a program, its imports above all: one line, exit code 130, no
+traceback."""
+
 from __future__ import annotations
 
 import os
@@ -11,7 +13,8 @@ import pytest
 
 from tests.forkrun import ROOT
 
-# Sends SIGINT when the module named in INTERRUPT_AT is imported; `next`: the first one after the handler is installed.
+# Sends SIGINT when the module named in INTERRUPT_AT is imported; `next`: the first one after the
+# handler is installed.
 HOOK = '''"""Ctrl-C at an import."""
 import os, signal, sys
 
@@ -59,32 +62,59 @@ def default_signals() -> None:
 
 def start(words: list[str], folder: Path, **environ: str) -> subprocess.CompletedProcess[str]:
     """A finished program."""
-    return subprocess.run([sys.executable, *words], capture_output=True, text=True, cwd=folder, timeout=60,
-                          env={**os.environ, **environ}, preexec_fn=default_signals)
+    return subprocess.run(
+        [sys.executable, *words],
+        capture_output=True,
+        text=True,
+        cwd=folder,
+        timeout=60,
+        env={**os.environ, **environ},
+        preexec_fn=default_signals,
+    )
 
 
 def programs() -> list[str]:
     """Every program that a user starts by its path."""
-    return ["pretrain_gpt.py", *sorted(f"tools/{path.name}" for path in (ROOT / "tools").glob("*.py"))]
+    return [
+        "pretrain_gpt.py",
+        *sorted(f"tools/{path.name}" for path in (ROOT / "tools").glob("*.py")),
+    ]
 
 
 @pytest.mark.parametrize("program", programs())
 def test_during_the_imports_of(program, tmp_path):
     (tmp_path / "sitecustomize.py").write_text(HOOK)
-    done = start([str(ROOT / program), "--help"], tmp_path, PYTHONPATH=str(tmp_path), INTERRUPT_AT="next")
+    done = start(
+        [str(ROOT / program), "--help"], tmp_path, PYTHONPATH=str(tmp_path), INTERRUPT_AT="next"
+    )
     assert (done.returncode, done.stdout) == (130, "")
     assert done.stderr.startswith("interrupted") and done.stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize("body, before, code, out, err", [
-    ("pass", "pass", 3, "cleaned up\n", ""),
-    ("stop()", "pass", 130, "cleaned up\n", "interrupted\n"),           # as an exception: what is open gets closed
-    ("pass", "stop()", 130, "", "interrupted\n"),
-    ("import slow", "pass", 130, "", "interrupted\n"),                  # an import may swallow an exception
-    ("pass", "signal.signal(signal.SIGINT, signal.SIG_IGN); os.kill(os.getpid(), signal.SIGINT)", 3, "cleaned up\n", ""),
-    ("pass", "os.fork() or stop(); os.wait()", 3, "cleaned up\n", "")])         # a worker leaves in silence
+@pytest.mark.parametrize(
+    "body, before, code, out, err",
+    [
+        ("pass", "pass", 3, "cleaned up\n", ""),
+        # as an exception: what is open gets closed
+        ("stop()", "pass", 130, "cleaned up\n", "interrupted\n"),
+        ("pass", "stop()", 130, "", "interrupted\n"),
+        # an import may swallow an exception
+        ("import slow", "pass", 130, "", "interrupted\n"),
+        (
+            "pass",
+            "signal.signal(signal.SIGINT, signal.SIG_IGN); os.kill(os.getpid(), signal.SIGINT)",
+            3,
+            "cleaned up\n",
+            "",
+        ),
+        # a worker leaves in silence
+        ("pass", "os.fork() or stop(); os.wait()", 3, "cleaned up\n", ""),
+    ],
+)
 def test_one_line_and_130(body, before, code, out, err, tmp_path):
-    (tmp_path / "slow.py").write_text("try:\n    from __main__ import stop\n    stop()\nexcept BaseException:\n    pass\n")
+    (tmp_path / "slow.py").write_text(
+        "try:\n    from __main__ import stop\n    stop()\nexcept BaseException:\n    pass\n"
+    )
     (tmp_path / "program.py").write_text(PROGRAM.format(root=str(ROOT), body=body, before=before))
     done = start([str(tmp_path / "program.py")], tmp_path)
     assert (done.returncode, done.stdout, done.stderr) == (code, out, err)

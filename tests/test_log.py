@@ -1,4 +1,5 @@
 """Who speaks: lines of the first and last rank, things said once, failing."""
+
 from __future__ import annotations
 
 import pytest
@@ -12,6 +13,7 @@ NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 @pytest.fixture
 def place(monkeypatch):
     """Sets exactly these of the launchers' variables."""
+
     def set_place(**values: object) -> None:
         for name in NAMES:
             monkeypatch.delenv(name, raising=False)
@@ -22,7 +24,9 @@ def place(monkeypatch):
     return set_place
 
 
-@pytest.mark.parametrize("rank, said", [(0, "first\nINFO:a.b:text\nWARNING: careful\n"), (1, ""), (2, "last\n")])
+@pytest.mark.parametrize(
+    "rank, said", [(0, "first\nINFO:a.b:text\nWARNING: careful\n"), (1, ""), (2, "last\n")]
+)
 def test_first_and_last_rank(place, capsys, rank, said):
     place(RANK=rank, WORLD_SIZE=3)
     log.print_rank_0("first")
@@ -59,7 +63,10 @@ def test_last_words_go_to_stderr_or_where_torchrun_shows_them(monkeypatch, capsy
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     log.last_words("one\ntwo\n")
     shown = ProcessFailure(local_rank=0, pid=1, exitcode=1, error_file=str(file))
-    assert capsys.readouterr() == ("", "") and str(ChildFailedError("x", {0: shown})).count("traceback : one\n  two\n") == 1
+    assert (
+        capsys.readouterr() == ("", "")
+        and str(ChildFailedError("x", {0: shown})).count("traceback : one\n  two\n") == 1
+    )
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "nowhere/error.json"))
     log.last_words("cannot be written\n")
     assert capsys.readouterr() == ("", "cannot be written\n")

@@ -1,4 +1,6 @@
-"""How idle CPU threads wait: spinning where each has a free core, sleeping elsewhere; the environment wins."""
+"""How idle CPU threads wait: spinning where each has a free core, sleeping elsewhere; the
+environment wins."""
+
 import subprocess
 import sys
 import time
@@ -15,15 +17,27 @@ def four_cores(monkeypatch):
     monkeypatch.setattr(threads, "usage", lambda: Usage(1.0, 1.0, 1.0))
 
 
-@pytest.mark.parametrize("environ, spins", [
-    ({}, True),
-    ({"OMP_NUM_THREADS": "4"}, True),
-    ({"OMP_NUM_THREADS": "5"}, False),
-    ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}, False),
-    ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "OMP_NUM_THREADS": "2"}, True),
-    ({"RANK": "0", "WORLD_SIZE": "8", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}, True),
-    ({"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_LOCALID": "0"}, False),
-])
+@pytest.mark.parametrize(
+    "environ, spins",
+    [
+        ({}, True),
+        ({"OMP_NUM_THREADS": "4"}, True),
+        ({"OMP_NUM_THREADS": "5"}, False),
+        ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}, False),
+        (
+            {
+                "RANK": "0",
+                "WORLD_SIZE": "2",
+                "LOCAL_RANK": "0",
+                "LOCAL_WORLD_SIZE": "2",
+                "OMP_NUM_THREADS": "2",
+            },
+            True,
+        ),
+        ({"RANK": "0", "WORLD_SIZE": "8", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}, True),
+        ({"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_LOCALID": "0"}, False),
+    ],
+)
 def test_threads_spin_where_each_has_a_core(four_cores, environ, spins):
     environ = dict(environ)
     threads.set_waiting(environ=environ)
@@ -39,7 +53,8 @@ def test_a_busy_core_is_not_free(four_cores, monkeypatch):
 
 
 def test_ranks_that_start_as_well_do_not_count_as_busy():
-    before, after = Usage(0.0, 0.0, 0.0), Usage(1.0, 4.0, 1.0)
+    before = Usage(0.0, 0.0, 0.0)
+    after = Usage(1.0, 4.0, 1.0)
     assert threads.busy_cores(before, after, 1) == 3
     assert threads.busy_cores(before, after, 4) == 0
     assert threads.busy_cores(before, Usage(0.05, 4.0, 1.0), 1) == 0  # too short to say
@@ -58,7 +73,11 @@ def test_usage_counts_what_others_compute():
     before = threads.usage()
     if before is None:
         pytest.skip("needs /proc/stat")
-    command = [sys.executable, "-c", "import time\nend = time.time() + 0.6\nwhile time.time() < end: pass"]
+    command = [
+        sys.executable,
+        "-c",
+        "import time\nend = time.time() + 0.6\nwhile time.time() < end: pass",
+    ]
     subprocess.run(command, check=True)
     time.sleep(0.1)
     after = threads.usage()

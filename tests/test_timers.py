@@ -1,4 +1,5 @@
 """Named spans: what they measure, their order, their levels."""
+
 from __future__ import annotations
 
 import time
@@ -49,7 +50,10 @@ def test_only_the_names_asked_for():
     for name in ("save-checkpoint", "evaluate", "load-checkpoint"):
         with timers(name):
             pass
-    assert list(timers.pop(["evaluate", "never", "save-checkpoint"])) == ["evaluate", "save-checkpoint"]
+    assert list(timers.pop(["evaluate", "never", "save-checkpoint"])) == [
+        "evaluate",
+        "save-checkpoint",
+    ]
     assert list(timers.pop()) == ["load-checkpoint"]
 
 

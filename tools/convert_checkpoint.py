@@ -1,8 +1,11 @@
 #!/usr/bin/env python
-"""Import checkpoints from other formats and export them: Hugging Face, Megatron-LM, InternLM. See docs/convert.md.
+"""Import checkpoints from other formats and export them: Hugging Face, Megatron-LM, InternLM. See
+docs/convert.md.
 
-Nothing is downloaded and nothing is overwritten; one tensor is in memory at a time, and each is used exactly once.
+Nothing is downloaded and nothing is overwritten; one tensor is in memory at a time, and each is
+used exactly once.
 """
+
 from __future__ import annotations
 
 import os
@@ -29,8 +32,8 @@ from megatron.checkpoint.disk import CheckpointError
 from tools.convert.choices import FAMILY_NAMES, MLP_ORDERS
 from tools.shared.program import Command, run_command
 
-M_MMAP_THRESHOLD = -3      # of glibc's malloc.h
-Answer = str | tuple[str, bool]    # what to print, and whether all is well
+M_MMAP_THRESHOLD = -3  # of glibc's malloc.h
+Answer = str | tuple[str, bool]  # what to print, and whether all is well
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
@@ -55,8 +58,11 @@ def step_option() -> Any:
 
 def no_verify_option() -> Any:
     """--no-verify."""
-    return arg(False, help="skip the comparison with transformers, which loads both models into memory in float32 and "
-                           "removes what was written if they differ")
+    return arg(
+        False,
+        help="skip the comparison with transformers, which loads both models into memory in "
+        "float32 and removes what was written if they differ",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,9 +71,13 @@ class HFImport:
 
     source: Path = path_of("HF_FOLDER", "directory with config.json and .safetensors files")
     target: Path = path_of("DIR", "run directory to create")
-    ignore_config_key: tuple[str, ...] = arg((), metavar="KEY", help="keys of config.json that may be ignored")
+    ignore_config_key: tuple[str, ...] = arg(
+        (), metavar="KEY", help="keys of config.json that may be ignored"
+    )
     max_position_embeddings: int | None = arg(None, help="use a shorter context than config.json's")
-    no_tokenizer: bool = arg(False, help="do not copy the tokenizer's files (the run then uses NullTokenizer)")
+    no_tokenizer: bool = arg(
+        False, help="do not copy the tokenizer's files (the run then uses NullTokenizer)"
+    )
     no_verify: bool = no_verify_option()
 
     def run(self) -> Answer:
@@ -75,8 +85,13 @@ class HFImport:
         from tools.convert.huggingface import hf_import
         from tools.convert.verification import verified
 
-        report = hf_import(self.source, self.target, ignored=self.ignore_config_key, tokenizer=not self.no_tokenizer,
-                           max_positions=self.max_position_embeddings)
+        report = hf_import(
+            self.source,
+            self.target,
+            ignored=self.ignore_config_key,
+            tokenizer=not self.no_tokenizer,
+            max_positions=self.max_position_embeddings,
+        )
         return report if self.no_verify else verified(report, self.target, self.source, self.target)
 
 
@@ -86,12 +101,20 @@ class HFExport:
 
     source: Path = path_of("DIR", "run directory, or an iter_XXXXXXX in it")
     target: Path = path_of("HF_FOLDER", "directory to create")
-    family: str | None = arg(None, choices=FAMILY_NAMES, help="model family to write (default: the one of the imported "
-                                                              "model, else the first that fits)")
+    family: str | None = arg(
+        None,
+        choices=FAMILY_NAMES,
+        help="model family to write (default: the one of the imported "
+        "model, else the first that fits)",
+    )
     ckpt_step: int | None = step_option()
     vocab_size: int | None = arg(None, help="vocabulary rows to write (default: the tokenizer's)")
-    max_shard_size: int = arg(5 * 10**9, metavar="SIZE", parse=size,
-                              help="largest .safetensors file, such as 5GB or 200MB (default: 5GB)")
+    max_shard_size: int = arg(
+        5 * 10**9,
+        metavar="SIZE",
+        parse=size,
+        help="largest .safetensors file, such as 5GB or 200MB (default: 5GB)",
+    )
     no_verify: bool = no_verify_option()
 
     def run(self) -> Answer:
@@ -99,9 +122,19 @@ class HFExport:
         from tools.convert.huggingface import hf_export
         from tools.convert.verification import verified
 
-        report = hf_export(self.source, self.target, step=self.ckpt_step, family=self.family,
-                           vocab_size=self.vocab_size, shard_bytes=self.max_shard_size)
-        return report if self.no_verify else verified(report, self.source, self.target, self.target, self.ckpt_step)
+        report = hf_export(
+            self.source,
+            self.target,
+            step=self.ckpt_step,
+            family=self.family,
+            vocab_size=self.vocab_size,
+            shard_bytes=self.max_shard_size,
+        )
+        return (
+            report
+            if self.no_verify
+            else verified(report, self.source, self.target, self.target, self.ckpt_step)
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,16 +143,30 @@ class MegatronImport:
 
     source: Path = path_of("SOURCE", "Megatron-LM's directory with mp_rank_XX folders")
     target: Path = path_of("DIR", "run directory to create")
-    args: Path | None = arg(None, parse=Path, metavar="FILE", help="file of flags that override the checkpoint's arguments")
-    no_tokenizer: bool = arg(False, help="do not keep the tokenizer (the run then uses NullTokenizer)")
-    vocab_size: int | None = arg(None, help="with --no-tokenizer: number of vocabulary rows that are not padding")
+    args: Path | None = arg(
+        None,
+        parse=Path,
+        metavar="FILE",
+        help="file of flags that override the checkpoint's arguments",
+    )
+    no_tokenizer: bool = arg(
+        False, help="do not keep the tokenizer (the run then uses NullTokenizer)"
+    )
+    vocab_size: int | None = arg(
+        None, help="with --no-tokenizer: number of vocabulary rows that are not padding"
+    )
 
     def run(self) -> Answer:
         """Do it."""
         from tools.convert.megatron_layout import megatron_import
 
-        return megatron_import(self.source, self.target, args_file=self.args, tokenizer=not self.no_tokenizer,
-                               vocab_size=self.vocab_size)
+        return megatron_import(
+            self.source,
+            self.target,
+            args_file=self.args,
+            tokenizer=not self.no_tokenizer,
+            vocab_size=self.vocab_size,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,35 +177,56 @@ class MegatronExport:
     target: Path = path_of("TARGET", "directory to create")
     tensor_model_parallel_size: int = arg(1, help="tensor-parallel ranks to write files for")
     pipeline_model_parallel_size: int = arg(1, help="pipeline stages to write files for")
-    model: Literal["core", "legacy"] = arg("core", help="names of megatron-core's GPTModel, or of the older model")
+    model: Literal["core", "legacy"] = arg(
+        "core", help="names of megatron-core's GPTModel, or of the older model"
+    )
     ckpt_step: int | None = step_option()
 
     def run(self) -> Answer:
         """Do it."""
         from tools.convert.megatron_layout import megatron_export
 
-        return megatron_export(self.source, self.target, tp=self.tensor_model_parallel_size, kind=self.model,
-                               pp=self.pipeline_model_parallel_size, step=self.ckpt_step)
+        return megatron_export(
+            self.source,
+            self.target,
+            tp=self.tensor_model_parallel_size,
+            kind=self.model,
+            pp=self.pipeline_model_parallel_size,
+            step=self.ckpt_step,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
 class InternLMImport:
     """internlm-import."""
 
-    source: Path = path_of("SOURCE", "InternLM's or InternEvo's directory of one step (model_tp*_pp*.pt)")
+    source: Path = path_of(
+        "SOURCE", "InternLM's or InternEvo's directory of one step (model_tp*_pp*.pt)"
+    )
     target: Path = path_of("DIR", "run directory to create")
-    mlp_weights: str = arg(choices=tuple(sorted(MLP_ORDERS)), help="w2-up: w2 is the up and w3 the down matrix, as before "
-                           "February 2024; w2-down: the other way round, as since then and in InternEvo")
-    max_position_embeddings: int | None = arg(None, help="context length (default: what the file says, or 2048)")
-    tokenizer_model: Path | None = arg(None, parse=Path, metavar="FILE",
-                                       help="its SentencePiece model (default: NullTokenizer)")
+    mlp_weights: str = arg(
+        choices=tuple(sorted(MLP_ORDERS)),
+        help="w2-up: w2 is the up and w3 the down matrix, as before "
+        "February 2024; w2-down: the other way round, as since then and in InternEvo",
+    )
+    max_position_embeddings: int | None = arg(
+        None, help="context length (default: what the file says, or 2048)"
+    )
+    tokenizer_model: Path | None = arg(
+        None, parse=Path, metavar="FILE", help="its SentencePiece model (default: NullTokenizer)"
+    )
 
     def run(self) -> Answer:
         """Do it."""
         from tools.convert.internlm import internlm_import
 
-        return internlm_import(self.source, self.target, order=self.mlp_weights, tokenizer=self.tokenizer_model,
-                               positions=self.max_position_embeddings)
+        return internlm_import(
+            self.source,
+            self.target,
+            order=self.mlp_weights,
+            tokenizer=self.tokenizer_model,
+            positions=self.max_position_embeddings,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -223,28 +291,46 @@ def finish(options: Any) -> int:
 
 COMMANDS = {
     "hf-import": Command("make a run directory of a Hugging Face folder", HFImport, finish),
-    "hf-export": Command("write a Hugging Face folder of a checkpoint of any layout", HFExport, finish),
-    "megatron-import": Command("make a run directory of a Megatron-LM checkpoint (mp_rank_XX, any TP x PP)",
-                               MegatronImport, finish),
-    "megatron-export": Command("write a Megatron-LM checkpoint (mp_rank_XX)", MegatronExport, finish),
-    "internlm-import": Command("make a run directory of a step of InternLM's or InternEvo's training (model_tp*_pp*.pt)",
-                               InternLMImport, finish),
+    "hf-export": Command(
+        "write a Hugging Face folder of a checkpoint of any layout", HFExport, finish
+    ),
+    "megatron-import": Command(
+        "make a run directory of a Megatron-LM checkpoint (mp_rank_XX, any TP x PP)",
+        MegatronImport,
+        finish,
+    ),
+    "megatron-export": Command(
+        "write a Megatron-LM checkpoint (mp_rank_XX)", MegatronExport, finish
+    ),
+    "internlm-import": Command(
+        "make a run directory of a step of InternLM's or InternEvo's training (model_tp*_pp*.pt)",
+        InternLMImport,
+        finish,
+    ),
     "inspect": Command("print what a checkpoint or a Hugging Face folder holds", Inspect, finish),
-    "diff": Command("compare two of them tensor by tensor; exit code 1 if they differ", Diff, finish),
-    "verify": Command("compare what a checkpoint and a Hugging Face model compute, block by block (needs transformers); "
-                      "exit code 1 if they differ", Verify, finish),
-}  # fmt: skip
+    "diff": Command(
+        "compare two of them tensor by tensor; exit code 1 if they differ", Diff, finish
+    ),
+    "verify": Command(
+        "compare what a checkpoint and a Hugging Face model compute, block by block (needs "
+        "transformers); exit code 1 if they differ",
+        Verify,
+        finish,
+    ),
+}
 
 
 def _give_memory_back() -> None:
-    """Have glibc return each block of 1 MB or more when it is freed; else tensors of the past stay in its heap."""
+    """Have glibc return each block of 1 MB or more when it is freed; else tensors of the past stay
+    in its heap."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if mallopt:
         mallopt(M_MMAP_THRESHOLD, 1 << 20)
 
 
 def main(argv: Sequence[str]) -> int:
-    """Exit codes: 0 done, 1 it could not be done (diff, verify: they differ), 2 a wrong command line, 130 Ctrl-C."""
+    """Exit codes: 0 done, 1 it could not be done (diff, verify: they differ), 2 a wrong command
+    line, 130 Ctrl-C."""
     _give_memory_back()
     return run_command(COMMANDS, argv, prog="convert_checkpoint.py", description=__doc__ or "")
 

@@ -1,9 +1,10 @@
 #!/usr/bin/env python
-"""Convert token data between InternLM's format (X.bin of JSON lines, X.bin.meta) and Megatron's (X.bin, X.idx).
+"""Convert token data between InternLM's format (X.bin of JSON lines, X.bin.meta) and Megatron's
+(X.bin, X.idx).
 
-Each sample becomes a document; ids are not changed, negative ones neither. The output has the folders of the input, so
-that subsets stay subsets. Existing files are never overwritten. Exit codes: 0 done, 1 wrong data or a disk error, 2 a
-wrong command line.
+Each sample becomes a document; ids are not changed, negative ones neither. The output has the
+folders of the input, so that subsets stay subsets. Existing files are never overwritten. Exit
+codes: 0 done, 1 wrong data or a disk error, 2 a wrong command line.
 """
 
 from __future__ import annotations
@@ -35,19 +36,26 @@ from tools.shared.progress import Progress
 class ToInternLM:
     """Options of to-internlm."""
 
-    folder: str = arg(place="positional", metavar="FOLDER", help="directory with the data, searched recursively")
-    out: str = arg(place="positional", metavar="OUT", help="directory for the result; created if missing")
+    folder: str = arg(
+        place="positional", metavar="FOLDER", help="directory with the data, searched recursively"
+    )
+    out: str = arg(
+        place="positional", metavar="OUT", help="directory for the result; created if missing"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class ToMegatron(ToInternLM):
     """Options of to-megatron."""
 
-    dtype: Literal["int32", "uint16"] = arg("int32", help="format of the ids: uint16 holds ids from 0 to 65535 in half "
-                                                          "the space")  # fmt: skip
+    dtype: Literal["int32", "uint16"] = arg(
+        "int32", help="format of the ids: uint16 holds ids from 0 to 65535 in half the space"
+    )
 
 
-def to_megatron(path: str, out: str, dtype: str, told: Callable[[int, int], None]) -> tuple[int, int]:
+def to_megatron(
+    path: str, out: str, dtype: str, told: Callable[[int, int], None]
+) -> tuple[int, int]:
     """One file; the number of its samples and of its tokens."""
     samples = JsonlTokens(path)
     with IndexedDatasetBuilder(out, dtype) as builder:
@@ -72,17 +80,23 @@ def to_internlm(path: str, out: str, told: Callable[[int, int], None]) -> tuple[
 
 
 def outputs(folder: str, out: str, to: type) -> Iterator[tuple[str, str]]:
-    """(a file, its result without .bin). Raises ValueError before anything is written if one cannot be."""
+    """(a file, its result without .bin). Raises ValueError before anything is written if one cannot
+    be."""
     if not os.path.isdir(folder):
         raise ValueError(f"{folder}: is no directory; give the folder that holds the data")
-    inside, outside = os.path.realpath(folder), os.path.realpath(out)
+    inside = os.path.realpath(folder)
+    outside = os.path.realpath(out)
     if os.path.commonpath((inside, outside)) in (inside, outside):
-        raise ValueError(f"{out}: lies in {folder}, or the other way round; give a directory apart from it")
+        raise ValueError(
+            f"{out}: lies in {folder}, or the other way round; give a directory apart from it"
+        )
     theirs, mine = (meta_path, lambda path: idx_path(path[:-4]))[:: 1 if to is ToMegatron else -1]
     found = [path for path in token_files(folder) if os.path.exists(theirs(path))]
     if not found:
-        raise ValueError(f"{folder}: holds no .bin with a {'.bin.meta' if to is ToMegatron else '.idx'} beside it; "
-                         "this command reads such files")
+        raise ValueError(
+            f"{folder}: holds no .bin with a {'.bin.meta' if to is ToMegatron else '.idx'} beside "
+            "it; this command reads such files"
+        )
     for path in found:
         result = os.path.join(out, os.path.relpath(path, folder))
         for there in (result, mine(result)):
@@ -101,7 +115,9 @@ def convert(options: ToInternLM) -> None:
         size = os.path.getsize(path)
 
         def told(done: int, of: int, number: int = number, size: int = size) -> None:
-            progress.update(size * done // of, f"file {number} of {len(jobs)}, {done:,} of {of:,} samples")
+            progress.update(
+                size * done // of, f"file {number} of {len(jobs)}, {done:,} of {of:,} samples"
+            )
 
         os.makedirs(os.path.dirname(out), exist_ok=True)
         if isinstance(options, ToMegatron):
@@ -111,7 +127,11 @@ def convert(options: ToInternLM) -> None:
         totals += counts
         progress.shift += size
         progress.clear()
-        print(f"[{number} of {len(jobs)}] {path} -> {out}.bin: {counts[0]:,} samples, {counts[1]:,} tokens", flush=True)
+        print(
+            f"[{number} of {len(jobs)}] {path} -> {out}.bin: {counts[0]:,} samples, "
+            f"{counts[1]:,} tokens",
+            flush=True,
+        )
     print(f"{len(jobs)} files, {totals[0]:,} samples, {totals[1]:,} tokens", flush=True)
 
 
@@ -126,8 +146,12 @@ def run(options: ToInternLM) -> int:
 
 
 COMMANDS = {
-    "to-megatron": Command("write X.bin and X.idx for every X.bin with X.bin.meta below FOLDER", ToMegatron, run),
-    "to-internlm": Command("write X.bin and X.bin.meta for every X.bin with X.idx below FOLDER", ToInternLM, run),
+    "to-megatron": Command(
+        "write X.bin and X.idx for every X.bin with X.bin.meta below FOLDER", ToMegatron, run
+    ),
+    "to-internlm": Command(
+        "write X.bin and X.bin.meta for every X.bin with X.idx below FOLDER", ToInternLM, run
+    ),
 }
 
 

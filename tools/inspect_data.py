@@ -1,9 +1,9 @@
 #!/usr/bin/env python
-"""Inspect training data: check .bin/.idx pairs, list the samples of an iteration, find the iterations of a document. Needs
-the data and the flags of a run, but no model.
+"""Inspect training data: check .bin/.idx pairs, list the samples of an iteration, find the
+iterations of a document. Needs the data and the flags of a run, but no model.
 
-RUN is the directory that --save named, or an iter_XXXXXXX in it; or `--` and the flags of pretrain_gpt.py.
-Exit codes: 0 no problem found, 1 a problem with the data, 2 a wrong command line.
+RUN is the directory that --save named, or an iter_XXXXXXX in it; or `--` and the flags of
+pretrain_gpt.py. Exit codes: 0 no problem found, 1 a problem with the data, 2 a wrong command line.
 """
 
 from __future__ import annotations
@@ -37,16 +37,19 @@ from megatron.data.whereabouts import pieces, prefixes, samples_showing
 from tools.inspection.reading import Reading, open_run
 from tools.shared.program import Command, run_command
 
-HEAD = 16       # tokens of a piece that are shown as text
-THREADS = 4     # that check pairs side by side
+HEAD = 16  # tokens of a piece that are shown as text
+THREADS = 4  # that check pairs side by side
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckOptions:
     """Options of check."""
 
-    prefixes: tuple[str, ...] = arg(place="positional", metavar="PREFIX", help="path without .bin and .idx; or X.bin with "
-                                                                               "X.bin.meta")  # fmt: skip
+    prefixes: tuple[str, ...] = arg(
+        place="positional",
+        metavar="PREFIX",
+        help="path without .bin and .idx; or X.bin with X.bin.meta",
+    )
     vocab_size: int | None = arg(None, help="report token ids that are not below this number")
     all_tokens: bool = arg(False, help="read every token (default: the first 262144)")
     json: bool = arg(False, help="print one JSON object")
@@ -56,9 +59,18 @@ class CheckOptions:
 class RunOptions:
     """Options that name a run."""
 
-    run: str | None = arg(None, place="positional", metavar="RUN", help="run directory (--save), or an iter_XXXXXXX in it")
-    flags: tuple[str, ...] | None = arg(None, place="after --", metavar="-- FLAGS",
-                                        help="in place of RUN: flags of pretrain_gpt.py")  # fmt: skip
+    run: str | None = arg(
+        None,
+        place="positional",
+        metavar="RUN",
+        help="run directory (--save), or an iter_XXXXXXX in it",
+    )
+    flags: tuple[str, ...] | None = arg(
+        None,
+        place="after --",
+        metavar="-- FLAGS",
+        help="in place of RUN: flags of pretrain_gpt.py",
+    )
     world_size: int | None = arg(None, help="number of ranks (default: the run's; with flags: 1)")
     json: bool = arg(False, help="print one JSON object")
 
@@ -74,8 +86,11 @@ class AtOptions(RunOptions):
     """Options of at."""
 
     iteration: int = arg(help="iteration, as numbered in the log")
-    data_ledger: str | None = arg(None, metavar="FILE", help="compare with this ledger (default: the run's --data-ledger, "
-                                                             "if it exists)")  # fmt: skip
+    data_ledger: str | None = arg(
+        None,
+        metavar="FILE",
+        help="compare with this ledger (default: the run's --data-ledger, if it exists)",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +101,7 @@ class FindOptions(RunOptions):
     prefix: str | None = arg(None, help="prefix of the data set, if the run reads several")
 
 
-# --- check ---------------------------------------------------------------------------------------------------------
+# --- check
 
 
 def check_pair(prefix: str, vocab_size: int | None, all_tokens: bool) -> dict[str, Any]:
@@ -97,39 +112,66 @@ def check_pair(prefix: str, vocab_size: int | None, all_tokens: bool) -> dict[st
         corpus.check()
         low, high = corpus.id_range(None if all_tokens else 1 << 18)
         tokens = int(corpus.sequence_lengths.sum(dtype=np.int64))
-        empty = int((np.diff(corpus.document_indices) == 0).sum() + (corpus.sequence_lengths == 0).sum())
-        found |= {"documents": corpus.num_documents, "sequences": len(corpus), "tokens": tokens, "dtype": corpus.dtype.name,
-                  "bin_bytes": corpus.bin_bytes, "empty_documents": empty, "smallest_id": low, "largest_id": high}
+        empty = int(
+            (np.diff(corpus.document_indices) == 0).sum() + (corpus.sequence_lengths == 0).sum()
+        )
+        found |= {
+            "documents": corpus.num_documents,
+            "sequences": len(corpus),
+            "tokens": tokens,
+            "dtype": corpus.dtype.name,
+            "bin_bytes": corpus.bin_bytes,
+            "empty_documents": empty,
+            "smallest_id": low,
+            "largest_id": high,
+        }
         if corpus.dtype.kind not in "iu":
-            raise ValueError(f"{prefix}.idx: holds {corpus.dtype.name}, not token ids; preprocess text into it")
+            raise ValueError(
+                f"{prefix}.idx: holds {corpus.dtype.name}, not token ids; preprocess text into it"
+            )
         if low < 0 or (vocab_size is not None and high >= vocab_size):
             limit = "ids begin at 0" if low < 0 else f"the vocabulary has {vocab_size}"
-            raise ValueError(f"{prefix}.bin: holds token ids {low} .. {high}, {limit}; give the vocabulary it was "
-                             "preprocessed with, or make the pair anew with tools/preprocess_data.py")
+            raise ValueError(
+                f"{prefix}.bin: holds token ids {low} .. {high}, {limit}; give the vocabulary it "
+                "was preprocessed with, or make the pair anew with tools/preprocess_data.py"
+            )
         if tokens == 0:
             raise ValueError(f"{prefix}.bin: holds no tokens; preprocess a file that has text")
         found["tokenizer"] = _tokenizer(prefix, found)
         unused = corpus.bin_bytes - tokens * corpus.dtype.itemsize
         if unused:
-            raise ValueError(f"{prefix}.bin: {abs(unused)} of its bytes are {'in no sequence' if unused > 0 else 'in two'}; "
-                             "if that is not meant, make the pair anew with tools/preprocess_data.py")
+            raise ValueError(
+                f"{prefix}.bin: {abs(unused)} of its bytes are "
+                f"{'in no sequence' if unused > 0 else 'in two'}; if that is not meant, make the "
+                "pair anew with tools/preprocess_data.py"
+            )
     except (ValueError, OSError) as error:
         found["problem"] = str(error)
     return found
 
 
 def check_lines(path: str, vocab_size: int | None, all_tokens: bool) -> dict[str, Any]:
-    """The same of a .bin of InternLM's and its .meta; lines are read until they have 262144 tokens, or all of them."""
+    """The same of a .bin of InternLM's and its .meta; lines are read until they have 262144 tokens,
+    or all of them."""
     found: dict[str, Any] = {"prefix": path}
     try:
         samples = JsonlTokens(path)
         low, high = samples.id_range(None if all_tokens else 1 << 18)
-        found |= {"documents": len(samples.lengths), "tokens": int(samples.lengths.sum()), "dtype": "JSON",
-                  "bin_bytes": samples.bin_bytes, "empty_documents": int((samples.lengths == 0).sum()),
-                  "smallest_id": low, "largest_id": high, "tokenizer": None}
+        found |= {
+            "documents": len(samples.lengths),
+            "tokens": int(samples.lengths.sum()),
+            "dtype": "JSON",
+            "bin_bytes": samples.bin_bytes,
+            "empty_documents": int((samples.lengths == 0).sum()),
+            "smallest_id": low,
+            "largest_id": high,
+            "tokenizer": None,
+        }
         if vocab_size is not None and max(high, -low) >= vocab_size:
-            raise ValueError(f"{path}: holds token ids {low} .. {high}, the vocabulary has {vocab_size}; give the "
-                             "vocabulary it was tokenized with")
+            raise ValueError(
+                f"{path}: holds token ids {low} .. {high}, the vocabulary has {vocab_size}; give "
+                "the vocabulary it was tokenized with"
+            )
     except (ValueError, OSError) as error:
         found["problem"] = str(error)
     return found
@@ -138,7 +180,10 @@ def check_lines(path: str, vocab_size: int | None, all_tokens: bool) -> dict[str
 def _named(made_by: dict[str, Any] | None) -> str:
     if made_by is None:
         return "no .json that says which tokenizer made it"
-    return f"made by {made_by['class']} of {made_by.get('vocab_size', '?')} ids ({made_by['fingerprint'][:12]})"
+    return (
+        f"made by {made_by['class']} of {made_by.get('vocab_size', '?')} ids "
+        f"({made_by['fingerprint'][:12]})"
+    )
 
 
 def _tokenizer(prefix: str, found: dict[str, Any]) -> dict[str, Any] | None:
@@ -146,23 +191,35 @@ def _tokenizer(prefix: str, found: dict[str, Any]) -> dict[str, Any] | None:
     said = provenance.note(prefix)
     if said is None:
         return None
-    path, made_by = provenance.json_path(prefix), said["tokenizer"]
+    path = provenance.json_path(prefix)
+    made_by = said["tokenizer"]
     for what in ("tokens", "documents"):
         if said.get(what, found[what]) != found[what]:
-            raise ValueError(f"{path}: says {said[what]} {what}, the pair has {found[what]}; it is of another pair: "
-                             "copy all three files again, or make them anew with tools/preprocess_data.py")
+            raise ValueError(
+                f"{path}: says {said[what]} {what}, the pair has {found[what]}; it is of another "
+                "pair: copy all three files again, or make them anew with tools/preprocess_data.py"
+            )
     size = made_by.get("vocab_size")
     if size is not None and found["largest_id"] >= size:
-        raise ValueError(f"{path}: says that {made_by['class']} has {size} ids, {prefix}.bin holds {found['largest_id']}; "
-                         "it is of another pair, or the pair was made by another vocabulary")
+        raise ValueError(
+            f"{path}: says that {made_by['class']} has {size} ids, {prefix}.bin holds "
+            f"{found['largest_id']}; it is of another pair, or the pair was made by another "
+            "vocabulary"
+        )
     return made_by
 
 
 def check(options: CheckOptions) -> int:
     """`check`: a line for each pair and one for all."""
     with ThreadPoolExecutor(THREADS) as pool:
-        found = list(pool.map(lambda name: (check_lines if os.path.exists(meta_path(name)) else check_pair)(
-            name, options.vocab_size, options.all_tokens), options.prefixes))
+        found = list(
+            pool.map(
+                lambda name: (check_lines if os.path.exists(meta_path(name)) else check_pair)(
+                    name, options.vocab_size, options.all_tokens
+                ),
+                options.prefixes,
+            )
+        )
     bad = [pair for pair in found if "problem" in pair]
     try:
         provenance.common_maker([pair["prefix"] for pair in found if pair not in bad])
@@ -174,9 +231,12 @@ def check(options: CheckOptions) -> int:
     for pair in found:
         if "problem" not in pair:
             empty = f", {pair['empty_documents']} of them empty" if pair["empty_documents"] else ""
-            print(f"{pair['prefix']}: {pair['documents']} documents{empty}, {pair['tokens']} tokens of {pair['dtype']}, "
-                  f"ids {pair['smallest_id']} .. {pair['largest_id']}{'' if options.all_tokens else ' at its head'}, "
-                  f"{_named(pair['tokenizer'])}")
+            print(
+                f"{pair['prefix']}: {pair['documents']} documents{empty}, {pair['tokens']} tokens "
+                f"of {pair['dtype']}, ids {pair['smallest_id']} .. "
+                f"{pair['largest_id']}{'' if options.all_tokens else ' at its head'}, "
+                f"{_named(pair['tokenizer'])}"
+            )
     tokens = sum(pair.get("tokens", 0) for pair in found)
     print(f"{len(found)} pairs, {tokens} tokens, {len(bad)} with a problem", flush=True)
     for pair in bad:
@@ -184,19 +244,29 @@ def check(options: CheckOptions) -> int:
     return int(bool(bad))
 
 
-# --- at --------------------------------------------------------------------------------------------------------------
+# --- at
 
 
 def describe_sample(reading: Reading, sample: int) -> dict[str, Any]:
     """A sample's hash and pieces; a `text` is the beginning of its piece."""
-    tokens, found, at = reading.tokens(sample), [], 0
+    tokens = reading.tokens(sample)
+    found = []
+    at = 0
     for piece in pieces(reading.dataset, sample):
         head = tokens[at : at + min(HEAD, piece.length)].tolist()
         at += piece.length
         known = all(0 <= token < reading.tokenizer.vocab_size for token in head)
-        found.append({"dataset": piece.prefix, "document": piece.document, "offset": piece.offset, "tokens": piece.length,
-                      "bytes": None if piece.first_byte is None else [piece.first_byte, piece.end_byte],
-                      "text": reading.tokenizer.detokenize(head) if known else None, "ids": head})
+        found.append(
+            {
+                "dataset": piece.prefix,
+                "document": piece.document,
+                "offset": piece.offset,
+                "tokens": piece.length,
+                "bytes": None if piece.first_byte is None else [piece.first_byte, piece.end_byte],
+                "text": reading.tokenizer.detokenize(head) if known else None,
+                "ids": head,
+            }
+        )
     return {"hash": f"{tokens_hash(reading.dataset[sample]):016x}", "pieces": found}
 
 
@@ -204,16 +274,26 @@ def describe_iteration(reading: Reading, iteration: int, ledger: str | None) -> 
     """All that `at` tells. The hash is that of the ledger: of the samples with their numbers."""
     plan = reading.plan
     if not 1 <= iteration <= plan.train_iters:
-        raise ValueError(f"--iteration {iteration}: the run has the iterations 1 to {plan.train_iters}")
-    rows, total = [], 0
+        raise ValueError(
+            f"--iteration {iteration}: the run has the iterations 1 to {plan.train_iters}"
+        )
+    rows = []
+    total = 0
     for sample, rank, micro_batch in reading.batch(iteration, reading.samplers()):
-        row = {"sample": sample, "dp_rank": rank, "micro_batch": micro_batch} | describe_sample(reading, sample)
+        row = {"sample": sample, "dp_rank": rank, "micro_batch": micro_batch} | describe_sample(
+            reading, sample
+        )
         total = (total + sample_hash(sample, int(row["hash"], 16))) & MASK
         rows.append(row)
-    found = {"iteration": iteration, "first_sample": reading.first_sample(iteration),
-             "samples": plan.global_batch_size(iteration),
-             "data_parallel_size": plan.data_parallel_size, "skipped": plan.skips.is_skipped(iteration),
-             "hash": f"{total:016x}", "batch": sorted(rows, key=lambda row: (row["dp_rank"], row["micro_batch"]))}
+    found = {
+        "iteration": iteration,
+        "first_sample": reading.first_sample(iteration),
+        "samples": plan.global_batch_size(iteration),
+        "data_parallel_size": plan.data_parallel_size,
+        "skipped": plan.skips.is_skipped(iteration),
+        "hash": f"{total:016x}",
+        "batch": sorted(rows, key=lambda row: (row["dp_rank"], row["micro_batch"])),
+    }
     path = ledger or reading.config.logging.data_ledger
     if ledger or path and os.path.exists(path):
         found["ledger"] = compare(path, found, reading.config.model.seq_length)
@@ -224,38 +304,73 @@ def compare(path: str, found: dict[str, Any], sequence_length: int) -> dict[str,
     """What a ledger says of the iteration, and whether it is the same."""
     length, records = read_ledger(path, range(found["iteration"], found["iteration"] + 1))
     if length != sequence_length:
-        raise ValueError(f"--data-ledger {path}: is of samples of {length} tokens, the run's --seq-length is "
-                         f"{sequence_length}; give the ledger of this run")
+        raise ValueError(
+            f"--data-ledger {path}: is of samples of {length} tokens, the run's --seq-length is "
+            f"{sequence_length}; give the ledger of this run"
+        )
     if not len(records):
         return {"file": path, "recorded": False}
     _, first, count, flag, value = records[0].tolist()
     place = (first, count) == (found["first_sample"], found["samples"])
-    agrees = place and (flag == SKIPPED) == found["skipped"] and (bool(flag) or f"{value:016x}" == found["hash"])
-    return {"file": path, "recorded": True, "first_sample": first, "samples": count, "skipped": flag == SKIPPED,
-            "hash": f"{value:016x}", "agrees": agrees}
+    agrees = (
+        place
+        and (flag == SKIPPED) == found["skipped"]
+        and (bool(flag) or f"{value:016x}" == found["hash"])
+    )
+    return {
+        "file": path,
+        "recorded": True,
+        "first_sample": first,
+        "samples": count,
+        "skipped": flag == SKIPPED,
+        "hash": f"{value:016x}",
+        "agrees": agrees,
+    }
 
 
 def show_iteration(found: dict[str, Any]) -> None:
     """For a reader."""
-    print(f"iteration {found['iteration']}: {found['samples']} samples from sample {found['first_sample']} on, "
-          f"{found['data_parallel_size']} data-parallel ranks, hash {found['hash']}"
-          f"{', skipped: not read' if found['skipped'] else ''}")
+    print(
+        f"iteration {found['iteration']}: {found['samples']} samples from sample "
+        f"{found['first_sample']} on, {found['data_parallel_size']} data-parallel ranks, hash "
+        f"{found['hash']}{', skipped: not read' if found['skipped'] else ''}"
+    )
     ledger = found.get("ledger")
     if ledger:
-        says = "does not have it" if not ledger["recorded"] else "agrees" if ledger["agrees"] else (
-            f"differs: {ledger['samples']} samples from {ledger['first_sample']} on, hash {ledger['hash']}"
-            f"{', skipped' if ledger['skipped'] else ''}")
+        says = (
+            "does not have it"
+            if not ledger["recorded"]
+            else "agrees"
+            if ledger["agrees"]
+            else (
+                f"differs: {ledger['samples']} samples from {ledger['first_sample']} on, hash "
+                f"{ledger['hash']}{', skipped' if ledger['skipped'] else ''}"
+            )
+        )
         print(f"the ledger {ledger['file']} {says}")
     for row in found["batch"]:
-        print(f"sample {row['sample']}: rank {row['dp_rank']}, micro-batch {row['micro_batch']}, hash {row['hash']}")
+        print(
+            f"sample {row['sample']}: rank {row['dp_rank']}, micro-batch {row['micro_batch']}, "
+            f"hash {row['hash']}"
+        )
         for piece in row["pieces"]:
-            place = "" if piece["bytes"] is None else f", bytes {piece['bytes'][0]} .. {piece['bytes'][1]}"
-            text = piece["ids"] if piece["text"] is None else json.dumps(piece["text"], ensure_ascii=False)
-            print(f"  {piece['dataset']} document {piece['document']}, tokens {piece['offset']} .. "
-                  f"{piece['offset'] + piece['tokens']}{place}: {text}")
+            place = (
+                ""
+                if piece["bytes"] is None
+                else f", bytes {piece['bytes'][0]} .. {piece['bytes'][1]}"
+            )
+            text = (
+                piece["ids"]
+                if piece["text"] is None
+                else json.dumps(piece["text"], ensure_ascii=False)
+            )
+            print(
+                f"  {piece['dataset']} document {piece['document']}, tokens {piece['offset']} .. "
+                f"{piece['offset'] + piece['tokens']}{place}: {text}"
+            )
 
 
-# --- find ------------------------------------------------------------------------------------------------------------
+# --- find
 
 
 def find_document(reading: Reading, document: int, prefix: str | None) -> dict[str, Any]:
@@ -264,18 +379,27 @@ def find_document(reading: Reading, document: int, prefix: str | None) -> dict[s
     if prefix is None and len(known) == 1:
         prefix = known[0]
     if prefix not in known:
-        raise ValueError(f"--prefix {prefix or 'is missing'}: the run reads {', '.join(known[:20])}; give one of them")
+        raise ValueError(
+            f"--prefix {prefix or 'is missing'}: the run reads {', '.join(known[:20])}; give one "
+            "of them"
+        )
     shown = samples_showing(reading.dataset, prefix, document)
     return {"document": document, "dataset": prefix, "shown": list(place_samples(reading, shown))}
 
 
 def place_samples(reading: Reading, shown: dict[int, int]) -> Iterator[dict[str, Any]]:
     """(iteration, sample, rank, micro-batch, tokens of the document) in the order of training."""
-    plan, samplers = reading.plan, reading.samplers()
+    plan = reading.plan
+    samplers = reading.samplers()
     if isinstance(samplers[0], SequentialSampler):
         unit = reading.config.training.micro_batch_size if reading.config.data.packed_samples else 1
-        iterations = sorted({plan.batch.iterations_within(sample * unit - reading.shift) + 1 for sample in shown
-                             if sample * unit >= reading.shift})
+        iterations = sorted(
+            {
+                plan.batch.iterations_within(sample * unit - reading.shift) + 1
+                for sample in shown
+                if sample * unit >= reading.shift
+            }
+        )
     else:
         iterations = range(1, plan.train_iters + 1)
     for iteration in iterations:
@@ -283,26 +407,43 @@ def place_samples(reading: Reading, shown: dict[int, int]) -> Iterator[dict[str,
             return
         for sample, rank, micro_batch in reading.batch(iteration, samplers):
             if sample in shown:
-                yield {"iteration": iteration, "sample": sample, "dp_rank": rank, "micro_batch": micro_batch,
-                       "tokens": shown[sample], "skipped": plan.skips.is_skipped(iteration)}
+                yield {
+                    "iteration": iteration,
+                    "sample": sample,
+                    "dp_rank": rank,
+                    "micro_batch": micro_batch,
+                    "tokens": shown[sample],
+                    "skipped": plan.skips.is_skipped(iteration),
+                }
 
 
 def show_found(found: dict[str, Any]) -> None:
     """For a reader."""
-    print(f"{found['dataset']} document {found['document']}: in {len(found['shown'])} samples of the run")
+    print(
+        f"{found['dataset']} document {found['document']}: in {len(found['shown'])} samples of "
+        "the run"
+    )
     for one in found["shown"]:
-        print(f"iteration {one['iteration']}: {one['tokens']} tokens in sample {one['sample']}, rank {one['dp_rank']}, "
-              f"micro-batch {one['micro_batch']}{', skipped: not read' if one['skipped'] else ''}")
+        print(
+            f"iteration {one['iteration']}: {one['tokens']} tokens in sample {one['sample']}, "
+            f"rank {one['dp_rank']}, micro-batch "
+            f"{one['micro_batch']}{', skipped: not read' if one['skipped'] else ''}"
+        )
 
 
 def look(options: AtOptions | FindOptions) -> int:
     """`at` and `find`; the exit code."""
     at = isinstance(options, AtOptions)
     try:
-        with contextlib.redirect_stdout(io.StringIO()):     # what training would log of its data
-            reading = open_run(options.run, options.flags, options.iteration if at else None, options.world_size)
-            found = (describe_iteration(reading, options.iteration, options.data_ledger) if at
-                     else find_document(reading, options.document, options.prefix))
+        with contextlib.redirect_stdout(io.StringIO()):  # what training would log of its data
+            reading = open_run(
+                options.run, options.flags, options.iteration if at else None, options.world_size
+            )
+            found = (
+                describe_iteration(reading, options.iteration, options.data_ledger)
+                if at
+                else find_document(reading, options.document, options.prefix)
+            )
         if options.json:
             print(json.dumps(found))
         else:
@@ -311,7 +452,8 @@ def look(options: AtOptions | FindOptions) -> int:
         return int(not found.get("ledger", {}).get("agrees", True))
     except Problems as error:
         print("\n".join(f"error: {line}" for line in error.lines), file=sys.stderr)
-    except BrokenPipeError:                                 # the reader has seen enough, as `head` has
+    # the reader has seen enough, as `head` has
+    except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except (ValueError, OSError) as error:
@@ -320,10 +462,18 @@ def look(options: AtOptions | FindOptions) -> int:
 
 
 COMMANDS = {
-    "check": Command("check pairs of .bin and .idx: sizes, pointers, token ids", CheckOptions, check),
-    "at": Command("show the samples of an iteration: documents, bytes, hashes, text", AtOptions, look,
-                  RunOptions.problems),
-    "find": Command("list the iterations that read a document", FindOptions, look, RunOptions.problems),
+    "check": Command(
+        "check pairs of .bin and .idx: sizes, pointers, token ids", CheckOptions, check
+    ),
+    "at": Command(
+        "show the samples of an iteration: documents, bytes, hashes, text",
+        AtOptions,
+        look,
+        RunOptions.problems,
+    ),
+    "find": Command(
+        "list the iterations that read a document", FindOptions, look, RunOptions.problems
+    ),
 }
 
 

@@ -1,9 +1,10 @@
 #!/usr/bin/env python
-"""Turn an InternLM python config into an .args file: tools/internlm_config.py CONFIG.py --world-size N > run.args
+"""Turn an InternLM python config into an .args file: tools/internlm_config.py CONFIG.py
+--world-size N > run.args
 
-`torchrun ... pretrain_gpt.py @run.args` then runs it. The config is read, never executed. Each of its keys becomes a flag,
-a comment that says why it needs none, or an error; what it cannot honour is listed all at once and nothing is printed.
-See docs/internlm.md for every key.
+`torchrun ... pretrain_gpt.py @run.args` then runs it. The config is read, never executed. Each of
+its keys becomes a flag, a comment that says why it needs none, or an error; what it cannot honour
+is listed all at once and nothing is printed. See docs/internlm.md for every key.
 """
 
 from __future__ import annotations
@@ -33,12 +34,16 @@ from tools.shared.program import read
 class Options:
     """The command line."""
 
-    config: Path = arg(place="positional", metavar="CONFIG.py", parse=Path, help="the InternLM config to convert")
+    config: Path = arg(
+        place="positional", metavar="CONFIG.py", parse=Path, help="the InternLM config to convert"
+    )
     world_size: int = arg(help="number of ranks (GPUs) of the run")
 
     def problems(self) -> list[str]:
         """What is wrong with it."""
-        return [f"--world-size {self.world_size}: must be at least 1"] if self.world_size < 1 else []
+        return (
+            [f"--world-size {self.world_size}: must be at least 1"] if self.world_size < 1 else []
+        )
 
 
 def refused(words: Sequence[str], world_size: int) -> list[str]:
@@ -52,7 +57,9 @@ def refused(words: Sequence[str], world_size: int) -> list[str]:
 
 def main(argv: Sequence[str]) -> int:
     """Exit codes: 0 printed, 1 the config cannot be honoured, 2 a wrong command line."""
-    args = read(Options, argv, prog="internlm_config.py", description=__doc__ or "", check=Options.problems)
+    args = read(
+        Options, argv, prog="internlm_config.py", description=__doc__ or "", check=Options.problems
+    )
     try:
         values, lines = read_config(args.config)
     except ConfigError as error:
@@ -66,7 +73,10 @@ def main(argv: Sequence[str]) -> int:
             line = f", line {lines[section]}" if section in lines else ""
             print(f"error: {args.config}{line}: {problem}", file=sys.stderr)
         return 1
-    print(f"# {args.config} for {args.world_size} ranks, by tools/internlm_config.py; docs/internlm.md says what differs.")
+    print(
+        f"# {args.config} for {args.world_size} ranks, by tools/internlm_config.py; "
+        "docs/internlm.md says what differs."
+    )
     print("\n".join(found.lines))
     return 0
 

@@ -3,9 +3,9 @@
 
     python tools/merge_datasets.py --input PREFIX_OR_DIRECTORY_OR_PATTERN ... --output-prefix PREFIX
 
-Memory does not grow with the data, and the output appears only when it is complete. Pairs made with different tokenizers
-are refused; PREFIX.json names the tokenizer of the output. Training needs no merging: --data-path takes directories and
-patterns.
+Memory does not grow with the data, and the output appears only when it is complete. Pairs made with
+different tokenizers are refused; PREFIX.json names the tokenizer of the output. Training needs no
+merging: --data-path takes directories and patterns.
 """
 
 from __future__ import annotations
@@ -30,7 +30,16 @@ import numpy as np
 
 from megatron.arguments import arg
 from megatron.data.data_paths import PARTIAL, expand
-from megatron.data.indexed_dataset import BLOCK, CODES, HEADER, MAGIC, VERSION, IndexedDataset, bin_path, idx_path
+from megatron.data.indexed_dataset import (
+    BLOCK,
+    CODES,
+    HEADER,
+    MAGIC,
+    VERSION,
+    IndexedDataset,
+    bin_path,
+    idx_path,
+)
 from megatron.data.provenance import common_maker, joined_counts, json_path
 from tools.shared.program import read
 from tools.shared.progress import Progress
@@ -41,7 +50,11 @@ CHUNK = 64 << 20  # bytes copied at a time
 def inputs(words: Sequence[str], output: str) -> list[str]:
     """The prefixes to join. Raises ValueError or FileNotFoundError for what cannot be joined."""
     prefixes = [prefix for word in words for prefix in expand(word)]
-    same = [prefix for prefix in prefixes if os.path.realpath(idx_path(prefix)) == os.path.realpath(idx_path(output))]
+    same = [
+        prefix
+        for prefix in prefixes
+        if os.path.realpath(idx_path(prefix)) == os.path.realpath(idx_path(output))
+    ]
     if same:
         raise ValueError(f"--output-prefix {output}: is one of the inputs; give another place")
     first = IndexedDataset(prefixes[0])
@@ -49,8 +62,10 @@ def inputs(words: Sequence[str], output: str) -> list[str]:
         other = IndexedDataset(prefix)
         other.check()
         if other.dtype != first.dtype:
-            raise ValueError(f"{prefix}: holds {other.dtype.name}, {prefixes[0]} holds {first.dtype.name}; only pairs of "
-                             "one dtype can be merged: preprocess both with the same tokenizer")  # fmt: skip
+            raise ValueError(
+                f"{prefix}: holds {other.dtype.name}, {prefixes[0]} holds {first.dtype.name}; "
+                "only pairs of one dtype can be merged: preprocess both with the same tokenizer"
+            )
     return prefixes
 
 
@@ -60,13 +75,18 @@ def check_space(prefixes: Sequence[str], folder: str) -> None:
     wanted = sum(512 * os.stat(path).st_blocks for path in paths)
     disk = os.statvfs(folder)
     if disk.f_bavail * disk.f_frsize < wanted:
-        raise ValueError(f"--output-prefix: {folder} has {disk.f_bavail * disk.f_frsize:,} bytes free, the inputs take "
-                         f"{wanted:,}; give a directory with more space")  # fmt: skip
+        raise ValueError(
+            f"--output-prefix: {folder} has {disk.f_bavail * disk.f_frsize:,} bytes free, the "
+            f"inputs take {wanted:,}; give a directory with more space"
+        )
 
 
 def spans(corpus: IndexedDataset) -> Iterator[tuple[int, int]]:
-    """(first byte, bytes) of its sequences in their order, those that lie one behind the other put together."""
-    size, begin, end = corpus.dtype.itemsize, 0, 0
+    """(first byte, bytes) of its sequences in their order, those that lie one behind the other put
+    together."""
+    size = corpus.dtype.itemsize
+    begin = 0
+    end = 0
     for first in range(0, len(corpus), BLOCK):
         starts = corpus.sequence_pointers[first : first + BLOCK]
         ends = starts + corpus.sequence_lengths[first : first + BLOCK].astype(np.int64) * size
@@ -79,9 +99,17 @@ def spans(corpus: IndexedDataset) -> Iterator[tuple[int, int]]:
     yield begin, end - begin
 
 
-def copy(source: int, target: int, start: int, count: int, told: Callable[[int], None] = lambda copied: None) -> None:
-    """Append `count` bytes of one file to another; `told` hears how many are done. Holes stay holes."""
-    at, stop = start, start + count
+def copy(
+    source: int,
+    target: int,
+    start: int,
+    count: int,
+    told: Callable[[int], None] = lambda copied: None,
+) -> None:
+    """Append `count` bytes of one file to another; `told` hears how many are done. Holes stay
+    holes."""
+    at = start
+    stop = start + count
     while at < stop:
         try:
             data = min(stop, os.lseek(source, at, os.SEEK_DATA))
@@ -93,7 +121,9 @@ def copy(source: int, target: int, start: int, count: int, told: Callable[[int],
         while at < end:
             block = os.pread(source, min(CHUNK, end - at), at)
             if not block:
-                raise ValueError("an input ended while it was read; leave data alone while they are merged")
+                raise ValueError(
+                    "an input ended while it was read; leave data alone while they are merged"
+                )
             view = memoryview(block)
             at += len(block)
             while view:
@@ -157,15 +187,24 @@ def _blocks(array: np.ndarray) -> Iterator[np.ndarray]:
 
 
 def merge(prefixes: Sequence[str], output: str) -> tuple[int, int, int]:
-    """Write the pair; (tokens, sequences, documents). Raises ValueError for pairs of two tokenizers."""
-    made_by, joined = common_maker(prefixes), joined_counts(prefixes)
+    """Write the pair; (tokens, sequences, documents). Raises ValueError for pairs of two
+    tokenizers."""
+    made_by = common_maker(prefixes)
+    joined = joined_counts(prefixes)
     partial = f"{output}{PARTIAL}{uuid.uuid4().hex}"
     try:
-        progress = Progress(sum(os.path.getsize(path(prefix)) for prefix in prefixes for path in (bin_path, idx_path)))
+        progress = Progress(
+            sum(
+                os.path.getsize(path(prefix))
+                for prefix in prefixes
+                for path in (bin_path, idx_path)
+            )
+        )
         write_bin(prefixes, bin_path(partial), progress)
         counts = write_idx(prefixes, idx_path(partial), progress)
         progress.clear()
-        # The old index goes first: a reader meets the old pair, no index, or the new pair, never a mixture.
+        # The old index goes first: a reader meets the old pair, no index, or the new pair, never a
+        # mixture.
         Path(idx_path(output)).unlink(missing_ok=True)
         Path(json_path(output)).unlink(missing_ok=True)
         if made_by:
@@ -184,7 +223,9 @@ def merge(prefixes: Sequence[str], output: str) -> tuple[int, int, int]:
 class Options:
     """The command line."""
 
-    input: tuple[str, ...] = arg(metavar="PATH", help="what to join: prefixes, directories or patterns")
+    input: tuple[str, ...] = arg(
+        metavar="PATH", help="what to join: prefixes, directories or patterns"
+    )
     output_prefix: str = arg(metavar="PREFIX", help="prefix of the .bin and .idx to write")
     overwrite: bool = arg(False, help="replace the .bin and .idx of --output-prefix if they exist")
 
@@ -193,8 +234,10 @@ class Options:
         output = self.output_prefix
         if self.overwrite or not all(os.path.exists(path(output)) for path in (bin_path, idx_path)):
             return []
-        return [f"--output-prefix {output}: {output}.bin and .idx exist; give --overwrite to replace them, or another "
-                "prefix"]  # fmt: skip
+        return [
+            f"--output-prefix {output}: {output}.bin and .idx exist; give --overwrite to replace "
+            "them, or another prefix"
+        ]
 
 
 def run(options: Options) -> str:
@@ -202,17 +245,23 @@ def run(options: Options) -> str:
     output = options.output_prefix
     folder = os.path.dirname(output) or "."
     if not os.path.isdir(folder):
-        raise FileNotFoundError(f"--output-prefix {output}: there is no directory {folder}; make it first")
+        raise FileNotFoundError(
+            f"--output-prefix {output}: there is no directory {folder}; make it first"
+        )
     prefixes = inputs(options.input, output)
     check_space(prefixes, folder)
     tokens, sequences, documents = merge(prefixes, output)
-    return (f"{output}: {len(prefixes)} data sets, {documents:,} documents, {sequences:,} sequences, "
-            f"{tokens:,} tokens")  # fmt: skip
+    return (
+        f"{output}: {len(prefixes)} data sets, {documents:,} documents, {sequences:,} sequences, "
+        f"{tokens:,} tokens"
+    )
 
 
 def main(argv: Sequence[str]) -> int:
     """Exit codes: 0 merged, 1 it could not be done, 2 a wrong command line."""
-    options = read(Options, argv, prog="merge_datasets.py", description=__doc__ or "", check=Options.problems)
+    options = read(
+        Options, argv, prog="merge_datasets.py", description=__doc__ or "", check=Options.problems
+    )
     try:
         print(run(options))
     except (OSError, ValueError) as error:

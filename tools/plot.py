@@ -23,10 +23,10 @@ from megatron.training.text_plot import text_plot
 from tools.shared.program import read
 
 DESCRIPTION = (
-    "Plot training and validation loss, gradient norm, tokens/s and learning rate of one or several "
-    "runs, overlaid. RUN is a directory that holds metrics.jsonl, a --metrics-file, a log in any "
-    "--log-format, or a TensorBoard directory. Of iterations that a run repeated after a restart "
-    "the last counts."
+    "Plot training and validation loss, gradient norm, tokens/s and learning rate of one or "
+    "several runs, overlaid. RUN is a directory that holds metrics.jsonl, a --metrics-file, a log "
+    "in any --log-format, or a TensorBoard directory. Of iterations that a run repeated after a "
+    "restart the last counts."
 )
 ENDINGS = (".png", ".svg", ".pdf")
 WIDEST = 120
@@ -55,7 +55,8 @@ def problems(options: PlotOptions) -> list[str]:
     found = []
     if options.output is not None and not options.output.lower().endswith(ENDINGS):
         found.append(
-            f"--output {options.output}: unknown format; end it with {', '.join(ENDINGS[:-1])} or {ENDINGS[-1]}"
+            f"--output {options.output}: unknown format; end it with {', '.join(ENDINGS[:-1])} or "
+            f"{ENDINGS[-1]}"
         )
     if options.smooth < 1:
         found.append(f"--smooth {options.smooth}: must be at least 1, which is no smoothing")

@@ -1,5 +1,6 @@
 #!/usr/bin/env python
-"""Tokenize text files into the .bin/.idx pairs that training reads. Flags and output names are Megatron's."""
+"""Tokenize text files into the .bin/.idx pairs that training reads. Flags and output names are
+Megatron's."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
-os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy's, which nothing here needs; read when it is imported
+# numpy's, which nothing here needs; read when it is imported
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 from megatron.arguments import Problems, arg, build_parser, config_from, parse
 from megatron.data import sentences
 from megatron.data.indexed_dataset import bin_path, idx_path, optimal_dtype
@@ -40,19 +42,30 @@ REFUSED = {
     "--performance-dir": NO_SEARCH,
 }
 
+
 @dataclass(frozen=True, kw_only=True)
 class ReadConfig:
     """Input."""
 
-    input: tuple[str, ...] = arg((), help="files or globs: JSON Lines, .txt (one document per file) or parquet, plain or "
-                                 "compressed (gzip, xz, zstd)")  # fmt: skip
-    json_keys: tuple[str, ...] = arg(("text",), help="keys or columns to tokenize; each gives a .bin/.idx pair "
-                                                 "(default: text)")  # fmt: skip
+    input: tuple[str, ...] = arg(
+        (),
+        help="files or globs: JSON Lines, .txt (one document per file) or parquet, plain or "
+        "compressed (gzip, xz, zstd)",
+    )
+    json_keys: tuple[str, ...] = arg(
+        ("text",), help="keys or columns to tokenize; each gives a .bin/.idx pair (default: text)"
+    )
     txt_lines: bool = arg(False, help="each line of a .txt file is a document")
-    split_sentences: bool = arg(False, help="store each sentence as a sequence; the files are named PREFIX_KEY_sentence")
-    keep_newlines: bool = arg(False, help="with --split-sentences: keep the white space after each sentence")
+    split_sentences: bool = arg(
+        False, help="store each sentence as a sequence; the files are named PREFIX_KEY_sentence"
+    )
+    keep_newlines: bool = arg(
+        False, help="with --split-sentences: keep the white space after each sentence"
+    )
     lang: str = arg("english", help="with --split-sentences: language of the text")
-    max_bad_records: int = arg(0, help="number of bad lines to report and skip before the run fails")
+    max_bad_records: int = arg(
+        0, help="number of bad lines to report and skip before the run fails"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,8 +75,10 @@ class WriteConfig:
     output_prefix: str = arg("", help="path prefix of the output files")
     append_eod: bool = arg(False, help="append the end-of-document token to each document")
     overwrite: bool = arg(False, help="replace the output files if they exist")
-    allow_special_tokens: bool = arg(False, help="encode special tokens written in the text, such as <|endoftext|>, as "
-                                            "those tokens")
+    allow_special_tokens: bool = arg(
+        False,
+        help="encode special tokens written in the text, such as <|endoftext|>, as those tokens",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,10 +86,17 @@ class RunConfig:
     """Processes and progress."""
 
     workers: int | None = arg(None, help="number of worker processes (default: one per CPU core)")
-    partitions: int = arg(1, help="order of the documents as with Megatron's --partitions N: i, i + N, i + 2N, ...")
-    keep_sequential_samples: bool = arg(False, help="with --partitions: keep the order of the input")
-    log_interval: int | None = arg(None, help="print Megatron's progress line every N documents (default: a line with "
-                                              "percentage, rate and ETA every 5 seconds)")  # fmt: skip
+    partitions: int = arg(
+        1, help="order of the documents as with Megatron's --partitions N: i, i + N, i + 2N, ..."
+    )
+    keep_sequential_samples: bool = arg(
+        False, help="with --partitions: keep the order of the input"
+    )
+    log_interval: int | None = arg(
+        None,
+        help="print Megatron's progress line every N documents (default: a line with "
+        "percentage, rate and ETA every 5 seconds)",
+    )
 
 
 @dataclass(frozen=True)
@@ -92,7 +114,8 @@ class Stopped(BaseException):
 
 
 class Stop:
-    """Turns SIGINT and SIGTERM into `Stopped`, once; a part that must not be torn holds them back until it is done."""
+    """Turns SIGINT and SIGTERM into `Stopped`, once; a part that must not be torn holds them back
+    until it is done."""
 
     def __init__(self) -> None:
         self.signal = 0
@@ -119,8 +142,8 @@ class Stop:
 
 
 class Speed:
-    """Megatron's line on stderr every `interval` documents, which --log-interval asks for. `documents` were done by runs
-    before this one."""
+    """Megatron's line on stderr every `interval` documents, which --log-interval asks for.
+    `documents` were done by runs before this one."""
 
     def __init__(self, interval: int | None, documents: int = 0) -> None:
         self.bytes = 0
@@ -136,14 +159,22 @@ class Speed:
         if self.interval is None:
             return []
         elapsed = max(time.time() - self.start, 1e-9)
-        speed = f"{(self.documents - self.before) / elapsed} docs/s, {self.bytes / elapsed / 1024 / 1024} MB/s"
+        speed = (
+            f"{(self.documents - self.before) / elapsed} docs/s, "
+            f"{self.bytes / elapsed / 1024 / 1024} MB/s"
+        )
         first = done - done % self.interval + self.interval
-        return [f"Processed {count} documents ({speed})." for count in range(first, self.documents + 1, self.interval)]
+        return [
+            f"Processed {count} documents ({speed})."
+            for count in range(first, self.documents + 1, self.interval)
+        ]
 
 
 def read_command_line(argv: Sequence[str]) -> tuple[Config, list[str]]:
     """The command line and its input files. Raises Problems with everything that is wrong."""
-    parser = build_parser(Config, prog="preprocess_data.py", description=__doc__ or "", explain=_refused)
+    parser = build_parser(
+        Config, prog="preprocess_data.py", description=__doc__ or "", explain=_refused
+    )
     parsed = parse(parser, argv)
     if parsed.help:
         print(parser.help(), end="")
@@ -164,7 +195,8 @@ def read_command_line(argv: Sequence[str]) -> tuple[Config, list[str]]:
         )
     if config.read.split_sentences:
         problems += sentences.problems(config.read.lang)
-    unread = tuple(f"--{name.replace('_', '-')}:" for name in parsed.broken)  # their problem is told already
+    # their problem is told already
+    unread = tuple(f"--{name.replace('_', '-')}:" for name in parsed.broken)
     problems = parsed.problems + [problem for problem in problems if not problem.startswith(unread)]
     if problems:
         raise Problems(problems)
@@ -178,7 +210,8 @@ def _refused(flag: str) -> str | None:
 
 
 def _output_problems(config: Config) -> list[str]:
-    prefix, keys = config.write.output_prefix, config.read.json_keys
+    prefix = config.write.output_prefix
+    keys = config.read.json_keys
     twice = [key for key in dict.fromkeys(keys) if keys.count(key) > 1]
     problems = [
         f"--json-keys {key}: is given twice; give each key once [json-keys-malformed]"
@@ -193,8 +226,8 @@ def _output_problems(config: Config) -> list[str]:
         return [
             *problems,
             (
-                "--output-prefix: is needed; the files are called PREFIX_KEY_document.bin and .idx "
-                "[flag-missing]"
+                "--output-prefix: is needed; the files are called PREFIX_KEY_document.bin and "
+                ".idx [flag-missing]"
             ),
         ]
     folder = os.path.dirname(prefix) or "."
@@ -223,7 +256,9 @@ def _output_problems(config: Config) -> list[str]:
             ),
         ]
     pairs = _pairs(config)
-    taken = [path for pair in pairs for path in (bin_path(pair), idx_path(pair)) if os.path.isdir(path)]
+    taken = [
+        path for pair in pairs for path in (bin_path(pair), idx_path(pair)) if os.path.isdir(path)
+    ]
     problems += [
         (
             f"--output-prefix {prefix}: {path} is a directory; choose another prefix "
@@ -236,7 +271,11 @@ def _output_problems(config: Config) -> list[str]:
 
 def _existing(config: Config) -> list[str]:
     """A line if finished pairs would be replaced without --overwrite."""
-    found = [pair for pair in _pairs(config) if os.path.exists(bin_path(pair)) and os.path.exists(idx_path(pair))]
+    found = [
+        pair
+        for pair in _pairs(config)
+        if os.path.exists(bin_path(pair)) and os.path.exists(idx_path(pair))
+    ]
     if config.write.overwrite or not found:
         return []
     names = ", ".join(f"{pair}.bin and .idx" for pair in found)
@@ -265,19 +304,35 @@ def _number_problems(config: Config) -> list[str]:
 
 
 def run(config: Config, files: Sequence[str], stop: Stop) -> str:
-    """Do the work; the summary line. Raises ValueError, Busy or OSError; what is done then is there for the next run."""
+    """Do the work; the summary line. Raises ValueError, Busy or OSError; what is done then is there
+    for the next run."""
     started = time.time()
-    read, write = config.read, config.write
-    job = Job(config.tokenizer, read.json_keys, write.append_eod, write.allow_special_tokens,
-              read.lang if read.split_sentences else None, read.keep_newlines)  # fmt: skip
+    read = config.read
+    write = config.write
+    job = Job(
+        config.tokenizer,
+        read.json_keys,
+        write.append_eod,
+        write.allow_special_tokens,
+        read.lang if read.split_sentences else None,
+        read.keep_newlines,
+    )
     tokenizer = tokenizer_of(job.tokenizer)
     _check_tokenizer(job, tokenizer)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
     parts = 1 if config.run.keep_sequential_samples else config.run.partitions
     lasting = all(os.path.isfile(file) for file in files)
     with contextlib.ExitStack() as stack:
-        work = Unfinished(write.output_prefix, _pairs(config), optimal_dtype(tokenizer.vocab_size), parts,
-                          _job_identity(config, files, tokenizer, parts), lasting)  # fmt: skip
+        work = Unfinished(
+            write.output_prefix,
+            _pairs(config),
+            optimal_dtype(tokenizer.vocab_size),
+            parts,
+            _job_identity(config, files, tokenizer, parts),
+            lasting,
+        )
         stack.callback(work.close)
         _say_what_was_there(work)
         if not work.finishing and (problems := _existing(config)):
@@ -290,8 +345,13 @@ def run(config: Config, files: Sequence[str], stop: Stop) -> str:
         before = sum(work.tokens)
         if not work.finishing:
             blocks = reader.blocks(work.place, lambda file: print("Opening", file, flush=True))
-            results = encode_all(job, work.paths(), blocks, config.run.workers or cores,
-                                 lambda block, encoded: work.take(block, encoded, bad))  # fmt: skip
+            results = encode_all(
+                job,
+                work.paths(),
+                blocks,
+                config.run.workers or cores,
+                lambda block, encoded: work.take(block, encoded, bad),
+            )
             stack.callback(results.close)
             for number, (block, encoded) in enumerate(results):
                 if number == 0:
@@ -301,23 +361,29 @@ def run(config: Config, files: Sequence[str], stop: Stop) -> str:
                     _report(speed, progress, encoded, block.read)
         for key, tokens in zip(job.keys, work.tokens, strict=True):
             if not tokens:
-                what = (
-                    f'no text under "{key}"'
-                    if work.documents
-                    else "no documents"
-                )
+                what = f'no text under "{key}"' if work.documents else "no documents"
                 raise ValueError(
                     f"--input {' '.join(read.input)}: {what}, so there is nothing to write "
                     "[input-without-text]"
                 )
-        counts = {"append_eod": job.append_eod, "documents": work.documents, "bad_records": work.bad,
-                  "blank_lines": work.blank, "input_bytes": work.done}  # fmt: skip
-        identity, size = tokenizer.identity(), tokenizer.vocab_size
-        described = [describe(identity, size, {**counts, "tokens": tokens, "text_bytes": text_bytes})
-                     for tokens, text_bytes in zip(work.tokens, work.text_bytes, strict=True)]  # fmt: skip
+        counts = {
+            "append_eod": job.append_eod,
+            "documents": work.documents,
+            "bad_records": work.bad,
+            "blank_lines": work.blank,
+            "input_bytes": work.done,
+        }
+        identity = tokenizer.identity()
+        size = tokenizer.vocab_size
+        described = [
+            describe(identity, size, {**counts, "tokens": tokens, "text_bytes": text_bytes})
+            for tokens, text_bytes in zip(work.tokens, work.text_bytes, strict=True)
+        ]
         with stop.held():
             paths = work.finish(described)
-    return _summary(work, tokenizer, paths, sum(work.tokens) - before, speed.bytes, time.time() - started)
+    return _summary(
+        work, tokenizer, paths, sum(work.tokens) - before, speed.bytes, time.time() - started
+    )
 
 
 def _report(speed: Speed, progress: Progress, encoded: Encoded, read: int) -> None:
@@ -346,10 +412,13 @@ def _check_tokenizer(job: Job, tokenizer: Tokenizer) -> None:
         )
 
 
-def _job_identity(config: Config, files: Sequence[str], tokenizer: Tokenizer, parts: int) -> dict[str, object]:
+def _job_identity(
+    config: Config, files: Sequence[str], tokenizer: Tokenizer, parts: int
+) -> dict[str, object]:
     """What decides every byte that is written; equal ones may go on with each other's work."""
     stats = [(os.path.abspath(file), os.stat(file)) for file in files]
-    read, write = config.read, config.write
+    read = config.read
+    write = config.write
     return {
         "format": 2,
         "block": BLOCK_BYTES,
@@ -357,7 +426,9 @@ def _job_identity(config: Config, files: Sequence[str], tokenizer: Tokenizer, pa
         "the tokenizer": vocabulary_of(tokenizer.identity()),
         "--json-keys": list(read.json_keys),
         "--txt-lines": read.txt_lines,
-        "--split-sentences": [read.split_sentences, read.keep_newlines, read.lang] if read.split_sentences else [],
+        "--split-sentences": [read.split_sentences, read.keep_newlines, read.lang]
+        if read.split_sentences
+        else [],
         "--append-eod": write.append_eod,
         "--allow-special-tokens": write.allow_special_tokens,
         "--partitions": parts,
@@ -368,22 +439,31 @@ def _say_what_was_there(work: Unfinished) -> None:
     if work.resumed:
         print(f"Resuming after {work.documents} documents of an interrupted run", flush=True)
     elif work.discarded:
-        print(f"note: {work.folder} held unfinished work of another command ({work.discarded} differed); it is discarded",
-              file=sys.stderr)  # fmt: skip
+        print(
+            f"note: {work.folder} held unfinished work of another command ({work.discarded} "
+            "differed); it is discarded",
+            file=sys.stderr,
+        )
 
 
 def _summary(
-    work: Unfinished, tokenizer: Tokenizer, paths: Sequence[str], tokens: int, read: int, seconds: float
+    work: Unfinished,
+    tokenizer: Tokenizer,
+    paths: Sequence[str],
+    tokens: int,
+    read: int,
+    seconds: float,
 ) -> str:
     counts = {"bad": work.bad, "blank": work.blank, "without text": work.empty}
     notes = "".join(f", {count} {what}" for what, count in counts.items() if count)
     if work.bad:
         print(f"bad records are listed in {work.bad_path}", file=sys.stderr)
-    size, engine = sum(map(os.path.getsize, paths)), getattr(tokenizer, "engine", type(tokenizer).__name__)
+    size = sum(map(os.path.getsize, paths))
+    engine = getattr(tokenizer, "engine", type(tokenizer).__name__)
     return (
-        f"Wrote {work.documents} documents{notes}, {sum(work.tokens)} tokens, {size} bytes in {seconds:.1f} s "
-        f"({tokens / seconds:.0f} tokens/s, {read / seconds / 1e6:.1f} MB/s, {engine}; "
-        f"tokenizer {fingerprint(tokenizer.identity())[:12]}): {' '.join(paths)}"
+        f"Wrote {work.documents} documents{notes}, {sum(work.tokens)} tokens, {size} bytes in "
+        f"{seconds:.1f} s ({tokens / seconds:.0f} tokens/s, {read / seconds / 1e6:.1f} MB/s, "
+        f"{engine}; tokenizer {fingerprint(tokenizer.identity())[:12]}): {' '.join(paths)}"
     )
 
 
@@ -395,7 +475,10 @@ def main(argv: Sequence[str]) -> int:
         config, files = read_command_line(argv)
         print(run(config, files, stop), flush=True)
     except Stopped:
-        print("stopped: finished files are unchanged; run the same command again to resume", file=sys.stderr)
+        print(
+            "stopped: finished files are unchanged; run the same command again to resume",
+            file=sys.stderr,
+        )
         return 128 + stop.signal
     except Problems as error:
         return _failed(error.lines, 2)
@@ -403,7 +486,9 @@ def main(argv: Sequence[str]) -> int:
         return _failed(str(error).split("\n"), 1)
     except OSError as error:
         prefix = config.write.output_prefix
-        return _failed([f"--output-prefix {prefix}: cannot be written ({error.strerror or error})"], 1)
+        return _failed(
+            [f"--output-prefix {prefix}: cannot be written ({error.strerror or error})"], 1
+        )
     return 0
 
 
@@ -414,7 +499,8 @@ def _failed(lines: Sequence[str], code: int) -> int:
 
 
 def _leave(code: int) -> NoReturn:
-    """End this process at once: to take the vocabulary apart, object by object, is the longest part of an end."""
+    """End this process at once: to take the vocabulary apart, object by object, is the longest part
+    of an end."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

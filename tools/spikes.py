@@ -1,10 +1,10 @@
 #!/usr/bin/env python
-"""Find loss spikes in the logs of a run, the documents read there, and the flags of a restart that skips them. See
-docs/spikes.md.
+"""Find loss spikes in the logs of a run, the documents read there, and the flags of a restart that
+skips them. See docs/spikes.md.
 
-LOG is what a run printed in any --log-format (with whatever else is in it), its --metrics-file or its
---tensorboard-dir; several are read one after the other, as the runs followed each other. RUN is what --save named, or
-`--` and the flags of the run.
+LOG is what a run printed in any --log-format (with whatever else is in it), its --metrics-file or
+its --tensorboard-dir; several are read one after the other, as the runs followed each other. RUN is
+what --save named, or `--` and the flags of the run.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ from megatron.training.spikes import LEAST
 from tools.shared.program import Command, run_command
 from tools.spike.options import AnalyzeOptions, DocsOptions, ReplayOptions, VerifyOptions
 
-NONE, FOUND, UNREADABLE = 0, 10, 2
+NONE = 0
+FOUND = 10
+UNREADABLE = 2
 
 
 def restart(events: Sequence[Event], directory: str | None, saved: Sequence[int]) -> str:
@@ -48,7 +50,8 @@ def restart(events: Sequence[Event], directory: str | None, saved: Sequence[int]
 
 
 def cost(event: Event, history: History) -> dict[str, float]:
-    """How much it is to leave an event out: iterations and, as far as the log tells, samples, tokens, percent of the run."""
+    """How much it is to leave an event out: iterations and, as far as the log tells, samples,
+    tokens, percent of the run."""
     total = next((r.train_iters for r in reversed(history.records) if r.train_iters), None)
     at = next(r for r in history.records if r.iteration == event.peak)
     count = event.end - event.start + 1
@@ -56,47 +59,84 @@ def cost(event: Event, history: History) -> dict[str, float]:
     if at.global_batch_size:
         found["samples"] = count * at.global_batch_size
         if at.consumed_samples and "consumed_tokens" in at.numbers:
-            found["tokens"] = round(at.numbers["consumed_tokens"] / at.consumed_samples * found["samples"])
+            found["tokens"] = round(
+                at.numbers["consumed_tokens"] / at.consumed_samples * found["samples"]
+            )
     return found | ({"percent": 100 * count / total} if total else {})
 
 
 def described(event: Event, history: History, directory: str | None, saved: Sequence[int]) -> str:
     """An event for a reader."""
-    size = ", ".join(f"{value:.2g} % of the run" if name == "percent" else f"{value:,} {name}"
-                     for name, value in cost(event, history).items())
-    norm = "" if event.grad_norm is None else f", grad norm {event.grad_norm:.3g} ({event.finding.ratio:.2g} x trend)"
-    where = f"iteration {event.first}" if event.first == event.last else f"iterations {event.first} to {event.last}"
-    return (f"{event.kind} spike at {where}, worst at {event.peak}: loss {event.loss:.4f} ({event.finding.excess:+.3f}, "
-            f"{event.finding.loss_z:.1f} sigma){norm}\n  leave out {event.start} to {event.end} ({size}):\n"
-            f"  {restart([event], directory, saved)}")
+    size = ", ".join(
+        f"{value:.2g} % of the run" if name == "percent" else f"{value:,} {name}"
+        for name, value in cost(event, history).items()
+    )
+    norm = (
+        ""
+        if event.grad_norm is None
+        else f", grad norm {event.grad_norm:.3g} ({event.finding.ratio:.2g} x trend)"
+    )
+    where = (
+        f"iteration {event.first}"
+        if event.first == event.last
+        else f"iterations {event.first} to {event.last}"
+    )
+    return (
+        f"{event.kind} spike at {where}, worst at {event.peak}: loss {event.loss:.4f} "
+        f"({event.finding.excess:+.3f}, {event.finding.loss_z:.1f} sigma){norm}\n  leave out "
+        f"{event.start} to {event.end} ({size}):\n"
+        f"  {restart([event], directory, saved)}"
+    )
 
 
 def analyze(args: AnalyzeOptions) -> int:
     """Find the spikes of a run. Exit codes: 0 none, 10 found, 2 unreadable."""
     try:
-        history, saved = read_history(args.logs), checkpoints(args.load)
+        history = read_history(args.logs)
+        saved = checkpoints(args.load)
         events = find_events(history.records)
         if args.plot:
             draw(args.plot, history, events, saved)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return UNREADABLE
-    interval, blind = log_interval(history.records), not_judged(history.records)
+    interval = log_interval(history.records)
+    blind = not_judged(history.records)
     if args.json:
-        rows = [{**dataclasses.asdict(e), "cost": cost(e, history), "restart": restart([e], args.load, saved)}
-                for e in events]
-        found = {"joins": history.joins, "log_interval": interval, "not_judged": blind, "events": rows}
+        rows = [
+            {
+                **dataclasses.asdict(e),
+                "cost": cost(e, history),
+                "restart": restart([e], args.load, saved),
+            }
+            for e in events
+        ]
+        found = {
+            "joins": history.joins,
+            "log_interval": interval,
+            "not_judged": blind,
+            "events": rows,
+        }
         if events:
             found["restart"] = restart(events, args.load, saved)
         print(json.dumps(without_nan(found), indent=1))
         return FOUND if events else NONE
     trained = [r for r in history.records if r.trained]
-    print(f"{len(trained)} records of iterations {history.records[0].iteration} to {history.records[-1].iteration}"
-          + (f", one every {interval}: events are localised to +-{interval} iterations" if interval > 1 else "")
-          + (f"; restarted at {', '.join(map(str, history.joins))}" if history.joins else ""))
+    print(
+        f"{len(trained)} records of iterations {history.records[0].iteration} to "
+        f"{history.records[-1].iteration}"
+        + (
+            f", one every {interval}: events are localised to +-{interval} iterations"
+            if interval > 1
+            else ""
+        )
+        + (f"; restarted at {', '.join(map(str, history.joins))}" if history.joins else "")
+    )
     if blind:
         shown = ", ".join(f"{first} to {last}" for first, last in blind)
-        print(f"not judged: iterations {shown} (a value is compared with at least {LEAST} before it)")
+        print(
+            f"not judged: iterations {shown} (a value is compared with at least {LEAST} before it)"
+        )
     for event in events:
         print(described(event, history, args.load, saved))
     if len(events) > 1:
@@ -128,20 +168,39 @@ def verify(options: VerifyOptions) -> int:
 
 
 COMMANDS = {
-    "analyze": Command("find the loss spikes in logs, and print the flags of a restart that skips them; exit code 10 if "
-                       "there are any", AnalyzeOptions, analyze),
-    "docs": Command("list the documents that an iteration reads, the most unusual first; or the iterations that read a "
-                    "document", DocsOptions, docs, DocsOptions.problems),
-    "replay": Command("compute the losses of some iterations' samples at a checkpoint (forward only), and show which stand "
-                      "out and why", ReplayOptions, replay, ReplayOptions.problems),
-    "verify": Command("check by its data ledger that a run skipped what it was told to skip, and nothing else; exit code 1 "
-                      "if it did not", VerifyOptions, verify, VerifyOptions.problems),
-}  # fmt: skip
+    "analyze": Command(
+        "find the loss spikes in logs, and print the flags of a restart that skips them; exit "
+        "code 10 if there are any",
+        AnalyzeOptions,
+        analyze,
+    ),
+    "docs": Command(
+        "list the documents that an iteration reads, the most unusual first; or the iterations "
+        "that read a document",
+        DocsOptions,
+        docs,
+        DocsOptions.problems,
+    ),
+    "replay": Command(
+        "compute the losses of some iterations' samples at a checkpoint (forward only), and show "
+        "which stand out and why",
+        ReplayOptions,
+        replay,
+        ReplayOptions.problems,
+    ),
+    "verify": Command(
+        "check by its data ledger that a run skipped what it was told to skip, and nothing else; "
+        "exit code 1 if it did not",
+        VerifyOptions,
+        verify,
+        VerifyOptions.problems,
+    ),
+}
 
 
 def main(argv: Sequence[str]) -> int:
-    """Exit codes: 0 done or nothing found, 10 spikes found, 1 found wrong by `verify`, 2 a wrong command line or what cannot
-    be read."""
+    """Exit codes: 0 done or nothing found, 10 spikes found, 1 found wrong by `verify`, 2 a wrong
+    command line or what cannot be read."""
     return run_command(COMMANDS, argv, prog="spikes.py", description=__doc__ or "")
 
 

@@ -55,9 +55,8 @@ class Options:
     vocab_size: int = arg(help="number of tokens: 256 bytes, merges and special tokens")
     special_tokens: tuple[str, ...] = arg(
         (END_OF_DOCUMENT,),
-        help="tokens that stand for no text; they get the last "
-        "ids, and the first one ends a document (default: "
-        f"{END_OF_DOCUMENT}; GPT2BPETokenizer uses no other)",
+        help="tokens that stand for no text; they get the last ids, and the first one ends a "
+        f"document (default: {END_OF_DOCUMENT}; GPT2BPETokenizer uses no other)",
     )
     min_frequency: int = arg(2, help="a pair of tokens that occurs less often is not merged")
     format: Literal["gpt2", "huggingface"] = arg(
@@ -79,12 +78,13 @@ def problems(options: Options) -> list[str]:
     """What is wrong with the options, one line each; no text is read."""
     from megatron.data.inputs import input_files
 
-    found, names = [], options.special_tokens
+    found = []
+    names = options.special_tokens
     least = BYTES + len(names)
     if options.vocab_size < least:
         found.append(
-            f"--vocab-size {options.vocab_size}: must be at least {least} (256 bytes and {len(names)} special "
-            "tokens)"
+            f"--vocab-size {options.vocab_size}: must be at least {least} (256 bytes and "
+            f"{len(names)} special tokens)"
         )
     if options.min_frequency < 1:
         found.append(f"--min-frequency {options.min_frequency}: must be at least 1")
@@ -102,19 +102,20 @@ def problems(options: Options) -> list[str]:
     ]
     if options.format == "gpt2" and END_OF_DOCUMENT not in names:
         found.append(
-            f"--special-tokens {' '.join(names)}: GPT2BPETokenizer ends documents with {END_OF_DOCUMENT}; add it, "
-            "or use --format huggingface"
+            f"--special-tokens {' '.join(names)}: GPT2BPETokenizer ends documents with "
+            f"{END_OF_DOCUMENT}; add it, or use --format huggingface"
         )
     folder = Path(options.output_dir)
     above = next(path for path in [folder.absolute(), *folder.absolute().parents] if path.exists())
     if not above.is_dir() or not os.access(above, os.W_OK):
         found.append(
-            f"--output-dir {folder}: {above} is not a directory that can be written to; choose another"
+            f"--output-dir {folder}: {above} is not a directory that can be written to; choose "
+            "another"
         )
     elif not options.overwrite:
         found += [
-            f"--output-dir {folder}: {path.name} is already there; add --overwrite to replace it, or choose another "
-            "directory"
+            f"--output-dir {folder}: {path.name} is already there; add --overwrite to replace it, "
+            "or choose another directory"
             for path in options.outputs()
             if path.exists()
         ]
@@ -122,13 +123,16 @@ def problems(options: Options) -> list[str]:
 
 
 class Texts:
-    """The texts of the input files, read once, in order; `texts`, `bytes` and `share` count them."""
+    """The texts of the input files, read once, in order; `texts`, `bytes` and `share` count
+    them."""
 
     def __init__(self, options: Options, files: Sequence[str]):
-        self._options, self._files = options, files
+        self._options = options
+        self._files = files
         self._size = max(1, sum(map(os.path.getsize, files)))
         self.texts = self.bytes = 0
-        self.share, self.done = 0.0, False
+        self.share = 0.0
+        self.done = False
 
     def __iter__(self) -> Iterator[str]:
         """Raises ValueError (file, line, what is wrong) for text that cannot be read."""
@@ -137,11 +141,14 @@ class Texts:
         from megatron.data.unfinished import BadRecords
 
         options = self._options
-        bad, line, name = BadRecords(options.max_bad_records), 0, ""
+        bad = BadRecords(options.max_bad_records)
+        line = 0
+        name = ""
         for block in Reader(self._files, options.json_keys, options.txt_lines).blocks(
             Place(), lambda file: None
         ):
-            line, name = line if block.name == name else 0, block.name
+            line = line if block.name == name else 0
+            name = block.name
             for texts_at, _ in records(block, options.json_keys):
                 line += 1
                 try:
@@ -162,8 +169,8 @@ def _utf8_bytes(text: str) -> int:
         return len(text.encode("utf-8"))
     except UnicodeEncodeError as error:
         raise ValueError(
-            f"character {error.start} of the text is U+{ord(text[error.start]):04X}, half of a surrogate pair; "
-            "write the whole character, or drop it"
+            f"character {error.start} of the text is U+{ord(text[error.start]):04X}, half of a "
+            "surrogate pair; write the whole character, or drop it"
         ) from None
 
 
@@ -171,7 +178,8 @@ class Progress:
     """One line on a terminal, kept up to date; without a terminal a line every ten seconds."""
 
     def __init__(self, texts: Texts):
-        self._texts, self._start = texts, time.monotonic()
+        self._texts = texts
+        self._start = time.monotonic()
         self._terminal = sys.stderr.isatty()
         self._next = self._start + (0.2 if self._terminal else 10.0)
 
@@ -181,7 +189,8 @@ class Progress:
         if now < self._next:
             return
         self._next = now + (0.2 if self._terminal else 10.0)
-        elapsed, share = now - self._start, self._texts.share
+        elapsed = now - self._start
+        share = self._texts.share
         line = f"computing the merges, {_clock(elapsed)} elapsed"
         if not self._texts.done:
             eta = f", ETA {_clock(elapsed / share * (1 - share))}" if share else ""
@@ -205,7 +214,8 @@ def _clock(seconds: float) -> str:
 
 
 def in_thread(work: Callable[[], None], progress: Progress) -> None:
-    """Run `work` in a thread, which Ctrl-C and the progress line do not wait for; raise its error."""
+    """Run `work` in a thread, which Ctrl-C and the progress line do not wait for; raise its
+    error."""
     raised: list[BaseException] = []
 
     def guarded() -> None:
@@ -300,13 +310,13 @@ def run(options: Options) -> list[str]:
     lines = []
     if size < options.vocab_size:
         lines.append(
-            f"note: the text gives {size} tokens with --min-frequency {options.min_frequency}, fewer than "
-            f"--vocab-size {options.vocab_size}"
+            f"note: the text gives {size} tokens with --min-frequency {options.min_frequency}, "
+            f"fewer than --vocab-size {options.vocab_size}"
         )
     lines.append(
-        f"Trained on {texts.texts} texts, {texts.bytes} bytes, in {time.monotonic() - start:.1f} s: {size} tokens "
-        f"({BYTES} bytes, {size - BYTES - len(options.special_tokens)} merges, {len(options.special_tokens)} "
-        f"special)"
+        f"Trained on {texts.texts} texts, {texts.bytes} bytes, in {time.monotonic() - start:.1f} "
+        f"s: {size} tokens ({BYTES} bytes, {size - BYTES - len(options.special_tokens)} merges, "
+        f"{len(options.special_tokens)} special)"
     )
     return [*lines, "Wrote " + " and ".join(map(str, options.outputs()))]
 

@@ -1,7 +1,9 @@
 #!/usr/bin/env python
-"""Write docs/flags.md from the declarations of the flags, which stand in megatron/config; knows no flag itself.
+"""Write docs/flags.md from the declarations of the flags, which stand in megatron/config; knows no
+flag itself.
 
-Run it after a flag changed; tests/house/test_flags.py fails while the page and the declarations differ.
+Run it after a flag changed; tests/house/test_flags.py fails while the page and the declarations
+differ.
 """
 
 from __future__ import annotations
@@ -28,8 +30,9 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "flags.md"
 HEAD = """# Flags of pretrain_gpt.py
 
-Made from the declarations in `megatron/config` by `python tools/write_flags_page.py`; do not edit it by hand. Words may
-also stand in a file: `pretrain_gpt.py @my.args --lr 1e-4` (shell quoting, `#` comments; what is typed wins over it).
+Generated from the declarations in `megatron/config` by `python tools/write_flags_page.py`; do not
+edit it. Flags may also be read from a file: `pretrain_gpt.py @my.args --lr 1e-4` (shell quoting,
+`#` comments; the command line wins over the file).
 A flag that is in no table below is an error that names the nearest ones.
 """
 NO_EFFECT_HEAD = """
@@ -62,7 +65,10 @@ def own_rows(flags: Iterable[Flag]) -> list[str]:
 def foreign_rows(flags: Iterable[ForeignFlag]) -> list[str]:
     """A table of Megatron's flags that are not ours."""
     rows = ["", "| flag | why |", "|---|---|"]
-    return rows + [f"| `{flag.spelling}` | {cell(flag.text)} |" for flag in sorted(flags, key=lambda f: f.spelling)]
+    return rows + [
+        f"| `{flag.spelling}` | {cell(flag.text)} |"
+        for flag in sorted(flags, key=lambda f: f.spelling)
+    ]
 
 
 def page() -> str:
@@ -70,9 +76,14 @@ def page() -> str:
     parser = build_parser(Config, prog="pretrain_gpt.py", description="")
     lines = [HEAD.rstrip("\n")]
     for group, title in parser.sections.items():
-        lines += ["", f"## {title.rstrip('.')}"] + own_rows(flag for flag in parser.flags if flag.group == group)
+        lines += ["", f"## {title.rstrip('.')}"] + own_rows(
+            flag for flag in parser.flags if flag.group == group
+        )
     for head, verdict in ((NO_EFFECT_HEAD, NO_EFFECT), (REFUSED_HEAD, REFUSED)):
-        lines += [head.rstrip("\n"), *foreign_rows(flag for flag in FOREIGN.values() if flag.verdict == verdict)]
+        lines += [
+            head.rstrip("\n"),
+            *foreign_rows(flag for flag in FOREIGN.values() if flag.verdict == verdict),
+        ]
     return "\n".join(lines) + "\n"
 
 

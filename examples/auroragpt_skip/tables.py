@@ -1,8 +1,9 @@
 #!/usr/bin/env python
 """The post's two tables out of two logs, and which of their columns agree.
 
-    tables.py UNSKIPPED.txt SKIPPED.txt
+tables.py UNSKIPPED.txt SKIPPED.txt
 """
+
 from __future__ import annotations
 
 import sys
@@ -22,7 +23,9 @@ COLUMNS: dict[str, Callable[[Record], str]] = {
     "lm loss": lambda r: "" if r.loss is None else f"{r.loss:.6f}",
     "grad_norm": lambda r: "" if r.grad_norm is None else f"{r.grad_norm:.3f}",
     "skipped": lambda r: str(r.skipped + r.user_skipped),
-    "tokens_per_gpu_per_second": lambda r: f"{r.numbers['tokens_per_gpu']:.0f}" if "tokens_per_gpu" in r.numbers else "",
+    "tokens_per_gpu_per_second": lambda r: (
+        f"{r.numbers['tokens_per_gpu']:.0f}" if "tokens_per_gpu" in r.numbers else ""
+    ),
 }
 
 

@@ -1,8 +1,10 @@
 """A process beside a rank that writes the rank's part of a checkpoint while training goes on.
 
-It is forked before CUDA and process groups are started, gets the bytes through shared memory (a copy of all that the rank
-saves), has one save in hand at most, and ends with its rank. Knows slices and directories, not what a run is made of.
+It is forked before CUDA and process groups are started, gets the bytes through shared memory (a
+copy of all that the rank saves), has one save in hand at most, and ends with its rank. Knows slices
+and directories, not what a run is made of.
 """
+
 from __future__ import annotations
 
 import errno
@@ -25,7 +27,7 @@ from megatron.checkpoint.disk import CheckpointError, explained
 from megatron.checkpoint.sharded import TensorSlice
 from megatron.checkpoint.side_process import SideProcess
 
-ALIGNED = 64        # bytes
+ALIGNED = 64  # bytes
 Failure = tuple[str, int | None]
 
 
@@ -41,7 +43,11 @@ class Part(NamedTuple):
     def view(self, memory: torch.Tensor) -> torch.Tensor:
         """Its tensor in the memory (uint8)."""
         shape = boxes.extent(self.box)
-        return memory[self.offset:self.offset + prod(shape) * self.dtype.itemsize].view(self.dtype).view(shape)
+        return (
+            memory[self.offset : self.offset + prod(shape) * self.dtype.itemsize]
+            .view(self.dtype)
+            .view(shape)
+        )
 
 
 class Job(NamedTuple):
@@ -55,7 +61,8 @@ class Job(NamedTuple):
 
 
 class Writer:
-    """The rank's end. `start` a save, ask whether it is `done`, take its `result`; only then the next one."""
+    """The rank's end. `start` a save, ask whether it is `done`, take its `result`; only then the
+    next one."""
 
     def __init__(self) -> None:
         """Fork the process. Raises ValueError where the system lacks what it takes."""
@@ -66,19 +73,30 @@ class Writer:
             )
         self.process = SideProcess(_serve)
         self._memory = torch.empty(0, dtype=torch.uint8)
-        self._busy, self._answers = False, []
+        self._busy = False
+        self._answers = []
 
     def reserve(self, slices: Sequence[TensorSlice], device: torch.device) -> None:
-        """Get the memory for a snapshot of such slices now, so that the first save need not wait for it."""
+        """Get the memory for a snapshot of such slices now, so that the first save need not wait
+        for it."""
         needed = _laid_out(slices)[1]
-        with suppress(OSError):         # said at the first save
+        with suppress(OSError):  # said at the first save
             if needed > len(self._memory):
                 self._allocate(needed, device)
 
-    def start(self, slices: Sequence[TensorSlice], temporary: Path, rank: int, iteration: int, device: torch.device) -> None:
-        """Copy the slices and have them written into `temporary` (see `store.begin`); returns when they are copied.
+    def start(
+        self,
+        slices: Sequence[TensorSlice],
+        temporary: Path,
+        rank: int,
+        iteration: int,
+        device: torch.device,
+    ) -> None:
+        """Copy the slices and have them written into `temporary` (see `store.begin`); returns when
+        they are copied.
 
-        Without the process, or without memory for the copy, they are written before this returns, and that is said.
+        Without the process, or without memory for the copy, they are written before this returns,
+        and that is said.
         """
         assert not self._busy, "a save is under way"
         self._busy = True
@@ -95,8 +113,11 @@ class Writer:
             devices.synchronize(device)
             self.process.pipe.send(Job(parts, temporary, rank, iteration, 0))
         except OSError as error:
-            print(f"WARNING: --async-save: not beside training ({error.strerror or error}): rank {rank} stands still "
-                  f"while it writes its part of iteration {iteration}", flush=True)
+            print(
+                f"WARNING: --async-save: not beside training ({error.strerror or error}): rank "
+                f"{rank} stands still while it writes its part of iteration {iteration}",
+                flush=True,
+            )
             self._answers.append(_written(Job(parts, temporary, rank, iteration, 0), slices))
 
     def done(self) -> bool:
@@ -104,7 +125,8 @@ class Writer:
         return self._busy and (bool(self._answers) or self.process.pipe.poll())
 
     def result(self) -> None:
-        """Wait until what was started is on the disk. Raises CheckpointError if it is not, or if the process has died."""
+        """Wait until what was started is on the disk. Raises CheckpointError if it is not, or if
+        the process has died."""
         assert self._busy, "nothing was started"
         try:
             failure = self._answers.pop() if self._answers else self.process.pipe.recv()
@@ -120,19 +142,25 @@ class Writer:
             raise CheckpointError(*failure)
 
     def _allocate(self, size: int, device: torch.device) -> None:
-        """Shared memory of so many bytes, in both processes; every page is there when this returns. Raises OSError."""
+        """Shared memory of so many bytes, in both processes; every page is there when this returns.
+        Raises OSError."""
         devices.unpin(self._memory, device)
         self._memory = torch.empty(0, dtype=torch.uint8)
         file = os.memfd_create("checkpoint")
         try:
-            os.posix_fallocate(file, 0, size)       # too little memory is an error here, and SIGBUS later
+            # too little memory is an error here, and SIGBUS later
+            os.posix_fallocate(file, 0, size)
             self.process.pipe.send(Job([], Path(), 0, 0, size))
             send_handle(self.process.pipe, file, self.process.pid)
             self._memory = _mapped(file, size)
         finally:
             os.close(file)
         if not devices.pin(self._memory, device):
-            print(f"WARNING: --async-save: {size} bytes of memory cannot be pinned, so copies to it are slow", flush=True)
+            print(
+                f"WARNING: --async-save: {size} bytes of memory cannot be pinned, so copies to it "
+                "are slow",
+                flush=True,
+            )
 
     def close(self) -> None:
         """End the process; a save under way is given up."""
@@ -152,7 +180,8 @@ def started(wanted: bool) -> Iterator[Writer | None]:
 
 def _laid_out(slices: Sequence[TensorSlice]) -> tuple[list[Part], int]:
     """Where each slice lies in the memory, and how much they take together."""
-    parts, offset = [], 0
+    parts = []
+    offset = 0
     for one in slices:
         parts.append(Part(one.name, one.global_shape, one.dtype, one.box, offset))
         offset += -(-boxes.volume(one.box) * one.dtype.itemsize // ALIGNED) * ALIGNED
@@ -185,5 +214,8 @@ def _serve(pipe: Connection) -> None:
             memory = _mapped(file, job.memory)
             os.close(file)
             continue
-        slices = [TensorSlice(part.name, part.global_shape, part.dtype, part.box, part.view(memory)) for part in job.parts]
+        slices = [
+            TensorSlice(part.name, part.global_shape, part.dtype, part.box, part.view(memory))
+            for part in job.parts
+        ]
         pipe.send(_written(job, slices))

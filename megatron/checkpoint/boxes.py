@@ -1,7 +1,9 @@
-"""Boxes: which rectangular part of a tensor lies where, as integers; knows neither tensors nor files.
+"""Boxes: which rectangular part of a tensor lies where, as integers; knows neither tensors nor
+files.
 
 A box is one (start, stop) pair per dim; the box of a 0-dim tensor is () and holds one element.
 """
+
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
@@ -42,18 +44,26 @@ def slices(box: Box) -> tuple[slice, ...]:
 
 
 def of_range(start: int, stop: int, shape: Sequence[int]) -> Iterator[Box]:
-    """The boxes that elements `start` to `stop` of a row-major tensor of `shape` are, in order: at most 2k-1 of k dims."""
+    """The boxes that elements `start` to `stop` of a row-major tensor of `shape` are, in order: at
+    most 2k-1 of k dims."""
     if start >= stop:
         return
     if not shape:
         yield ()
         return
     inner = prod(shape[1:])
-    first, last = -(-start // inner), stop // inner             # rows that lie in the range as a whole
-    if first > last:                                            # inside one row
-        yield from (((last, first), *box) for box in of_range(start - last * inner, stop - last * inner, shape[1:]))
+    first = -(-start // inner)
+    last = stop // inner  # rows that lie in the range as a whole
+    if first > last:  # inside one row
+        yield from (
+            ((last, first), *box)
+            for box in of_range(start - last * inner, stop - last * inner, shape[1:])
+        )
         return
-    yield from (((first - 1, first), *box) for box in of_range(start - (first - 1) * inner, inner, shape[1:]))
+    yield from (
+        ((first - 1, first), *box)
+        for box in of_range(start - (first - 1) * inner, inner, shape[1:])
+    )
     if first < last:
         yield ((first, last), *whole(shape[1:]))
     yield from (((last, last + 1), *box) for box in of_range(0, stop - last * inner, shape[1:]))
@@ -90,11 +100,12 @@ def first_overlap(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
 
 def strides(shape: Sequence[int]) -> tuple[int, ...]:
     """Element strides of a row-major tensor of `shape`."""
-    return tuple(prod(shape[dim + 1:]) for dim in range(len(shape)))
+    return tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
 
 
 def span(box: Box, shape: Sequence[int]) -> tuple[int, int]:
-    """First and one past the last element of the non-empty `box` in a row-major tensor of `shape`."""
+    """First and one past the last element of the non-empty `box` in a row-major tensor of
+    `shape`."""
     steps = strides(shape)
     first = sum(start * step for (start, _), step in zip(box, steps, strict=True))
     last = sum((stop - 1) * step for (_, stop), step in zip(box, steps, strict=True))
@@ -102,7 +113,8 @@ def span(box: Box, shape: Sequence[int]) -> tuple[int, int]:
 
 
 def pieces(box: Box, shape: Sequence[int], limit: int) -> Iterator[Box]:
-    """Cut the non-empty `box` along its outermost dims until each piece spans at most `limit` elements."""
+    """Cut the non-empty `box` along its outermost dims until each piece spans at most `limit`
+    elements."""
     first, stop = span(box, shape)
     long = [dim for dim, (start, end) in enumerate(box) if end - start > 1]
     if stop - first <= limit or not long:
@@ -110,7 +122,7 @@ def pieces(box: Box, shape: Sequence[int], limit: int) -> Iterator[Box]:
         return
     dim = long[0]
     start, end = box[dim]
-    step = max(1, min(end - start - 1, limit // prod(shape[dim + 1:])))
+    step = max(1, min(end - start - 1, limit // prod(shape[dim + 1 :])))
     for low in range(start, end, step):
-        part = (*box[:dim], (low, min(low + step, end)), *box[dim + 1:])
+        part = (*box[:dim], (low, min(low + step, end)), *box[dim + 1 :])
         yield from pieces(part, shape, limit)

@@ -1,4 +1,6 @@
-"""Which checkpoints a load tries, newest first, when the newest may be damaged. Knows no tensors and no process group."""
+"""Which checkpoints a load tries, newest first, when the newest may be damaged. Knows no tensors
+and no process group."""
+
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -11,7 +13,8 @@ from megatron.checkpoint.disk import CheckpointError
 
 @dataclass(frozen=True)
 class Candidate:
-    """A checkpoint to try: iteration `step` of the run directory `path`, or, with None, the one directory `path` is."""
+    """A checkpoint to try: iteration `step` of the run directory `path`, or, with None, the one
+    directory `path` is."""
 
     path: str
     step: int | None
@@ -23,12 +26,15 @@ class Candidate:
         return found
 
 
-def candidates(path: Path | str, step: int | None = None, more: Sequence[Path] = ()) -> tuple[list[Candidate], list[str]]:
+def candidates(
+    path: Path | str, step: int | None = None, more: Sequence[Path] = ()
+) -> tuple[list[Candidate], list[str]]:
     """What to try for `path` in order, and what is wrong with trackers.
 
-    One alone where it is asked for by name: with `step`, or where `path` is no run directory. Otherwise what the tracker
-    names and every older checkpoint, merged with those of the run directories `more` (snapshots) by iteration; nothing
-    where there is no tracker. Raises CheckpointError for a tracker that cannot be read where no checkpoint lies beside it.
+    One alone where it is asked for by name: with `step`, or where `path` is no run directory.
+    Otherwise what the tracker names and every older checkpoint, merged with those of the run
+    directories `more` (snapshots) by iteration; nothing where there is no tracker. Raises
+    CheckpointError for a tracker that cannot be read where no checkpoint lies beside it.
     """
     path = Path(path)
     if step is not None or store.is_checkpoint(path):
@@ -47,6 +53,8 @@ def candidates(path: Path | str, step: int | None = None, more: Sequence[Path] =
         if newest is not None:
             found += [Candidate(str(root), one) for one in {*here, newest} if one <= newest]
             if here and here[-1] > newest:
-                problems.append(f"{root / store.TRACKER} names iteration {newest}, but a checkpoint of iteration "
-                                f"{here[-1]} lies there too; --ckpt-step {here[-1]} takes that one")
+                problems.append(
+                    f"{root / store.TRACKER} names iteration {newest}, but a checkpoint of "
+                    f"iteration {here[-1]} lies there too; --ckpt-step {here[-1]} takes that one"
+                )
     return sorted(found, key=lambda one: -one.step), problems

@@ -1,12 +1,14 @@
 """Checksums of tensor data and of small files; knows bytes only.
 
-Data is summed by blocks, so that several threads share a tensor and a reader of a part checks no more than it reads. A
-block's sum (ALGORITHM) is the CRC-32 of: its whole rows of 521 little-endian 64-bit words added up by columns modulo
-2^64, then the bytes left over. With numpy on one core that runs at 14 GB/s where zlib's CRC-32 alone runs at 3.4 GB/s
-(AMD EPYC; copying the bytes from the page cache runs at 9). A row is longer than a 4 KiB page, so damage within any one
-page changes each column at most once and cannot cancel; and as it is not a multiple of a page or sector, moved pages
+Data is summed by blocks, so that several threads share a tensor and a reader of a part checks no
+more than it reads. A block's sum (ALGORITHM) is the CRC-32 of: its whole rows of 521 little-endian
+64-bit words added up by columns modulo 2^64, then the bytes left over. With numpy on one core that
+runs at 14 GB/s where zlib's CRC-32 alone runs at 3.4 GB/s (AMD EPYC; copying the bytes from the
+page cache runs at 9). A row is longer than a 4 KiB page, so damage within any one page changes each
+column at most once and cannot cancel; and as it is not a multiple of a page or sector, moved pages
 land in other columns. Blocks under two rows have their plain CRC-32.
 """
+
 from __future__ import annotations
 
 import os
@@ -17,10 +19,11 @@ import numpy as np
 
 try:
     from megatron.checkpoint import read_sums_cpp as _cpp
-except ImportError:             # not built: numpy gives the same sums, slower
+except ImportError:  # not built: numpy gives the same sums, slower
     _cpp = None
 else:
-    if getattr(_cpp, "INTERFACE", None) != 1 or sys.byteorder != "little":      # built from other source
+    # built from other source
+    if getattr(_cpp, "INTERFACE", None) != 1 or sys.byteorder != "little":
         _cpp = None
 
 ALGORITHM = "crc32 of sums of 521 words"
@@ -43,23 +46,29 @@ def block_sum(block: bytes | memoryview) -> str:
     return _sum_of(np.add.reduce(words, axis=0).astype("<u8", copy=False), block)
 
 
-def read_summed(file: int, view: memoryview, offset: int, block_bytes: int = BLOCK_BYTES) -> tuple[int, list[str]]:
-    """Fill `view` from byte `offset` of an open file: (bytes that were there, the sum of each whole block of them).
+def read_summed(
+    file: int, view: memoryview, offset: int, block_bytes: int = BLOCK_BYTES
+) -> tuple[int, list[str]]:
+    """Fill `view` from byte `offset` of an open file: (bytes that were there, the sum of each whole
+    block of them).
 
-    A block is summed while it lies in the core's caches; the C++ does it without the interpreter's lock. Raises OSError.
+    A block is summed while it lies in the core's caches; the C++ does it without the interpreter's
+    lock. Raises OSError.
     """
     if _cpp is None:
         sums = []
         for at in range(0, len(view), block_bytes):
-            block = view[at:at + block_bytes]
+            block = view[at : at + block_bytes]
             done = _fill(file, block, offset + at)
             if done < len(block):
                 return at + done, sums
             sums.append(block_sum(block))
         return len(view), sums
     columns, done = _cpp.read_columns(file, view, offset, block_bytes)
-    starts = range(0, len(view) if done == len(view) else done // block_bytes * block_bytes, block_bytes)
-    return done, [_sum_of(columns[at // block_bytes], view[at:at + block_bytes]) for at in starts]
+    starts = range(
+        0, len(view) if done == len(view) else done // block_bytes * block_bytes, block_bytes
+    )
+    return done, [_sum_of(columns[at // block_bytes], view[at : at + block_bytes]) for at in starts]
 
 
 def _fill(file: int, view: memoryview, offset: int) -> int:
@@ -75,10 +84,14 @@ def _fill(file: int, view: memoryview, offset: int) -> int:
 def _sum_of(columns: np.ndarray, block: bytes | memoryview) -> str:
     """A block's sum from that of its whole rows."""
     rows = len(block) // _ROW_BYTES
-    return crc32(block) if rows < 2 else f"{zlib.crc32(block[rows * _ROW_BYTES:], zlib.crc32(columns)):08x}"
+    return (
+        crc32(block)
+        if rows < 2
+        else f"{zlib.crc32(block[rows * _ROW_BYTES :], zlib.crc32(columns)):08x}"
+    )
 
 
 def block_sums(data: bytes | memoryview, block_bytes: int = BLOCK_BYTES) -> tuple[str, ...]:
     """The sum of each block of `data`, the last one shorter; none for no data."""
     view = memoryview(data)
-    return tuple(block_sum(view[at:at + block_bytes]) for at in range(0, len(view), block_bytes))
+    return tuple(block_sum(view[at : at + block_bytes]) for at in range(0, len(view), block_bytes))

@@ -1,8 +1,11 @@
-"""Every change that saving makes to the file system, one method each, and this folder's one error; knows no tensors.
+"""Every change that saving makes to the file system, one method each, and this folder's one error;
+knows no tensors.
 
-All writing goes through a `Disk`, so that a test (or a crash-consistency campaign) can count, fail or kill any single
-step by overriding `Disk.step`, or record the steps by overriding the methods themselves.
+All writing goes through a `Disk`, so that a test (or a crash-consistency campaign) can count, fail
+or kill any single step by overriding `Disk.step`, or record the steps by overriding the methods
+themselves.
 """
+
 from __future__ import annotations
 
 import ctypes
@@ -16,8 +19,10 @@ from pathlib import Path
 
 MANIFEST = "manifest.json"  # in each whole checkpoint; checkpoint/manifest.py reads and writes it
 _REMEDIES = {
-    errno.ENOSPC: "free space there or point --save at another disk; the previous checkpoint is untouched",
-    errno.EDQUOT: "the quota is used up: free space or point --save elsewhere; the previous checkpoint is untouched",
+    errno.ENOSPC: "free space there or point --save at another disk; the previous checkpoint is "
+    "untouched",
+    errno.EDQUOT: "the quota is used up: free space or point --save elsewhere; the previous "
+    "checkpoint is untouched",
     errno.EFBIG: "raise the file size limit (ulimit -f); the previous checkpoint is untouched",
     errno.EROFS: "the file system is read-only: remount it or point --save elsewhere",
     errno.EACCES: "give this user permission there or point --save elsewhere",
@@ -25,7 +30,8 @@ _REMEDIES = {
     errno.ENOENT: "check the path; something removed it or never created it",
     errno.ENOTDIR: "a part of the path is a file: choose another directory",
     errno.EEXIST: "it exists already: move it away",
-    errno.EIO: "the disk reports an input/output error: check it (dmesg) and point --save at another one",
+    errno.EIO: "the disk reports an input/output error: check it (dmesg) and point --save at "
+    "another one",
     errno.EMFILE: "raise the limit of open files (ulimit -n)",
 }
 _CANNOT_EXCHANGE = (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP)
@@ -36,7 +42,8 @@ _RENAME_EXCHANGE = 2
 
 
 class CheckpointError(Exception):
-    """A checkpoint could not be written, found or trusted; the text names the path and says what to do.
+    """A checkpoint could not be written, found or trusted; the text names the path and says what to
+    do.
 
     `errno` is the operating system's number where that was the cause, else None.
     """
@@ -47,12 +54,14 @@ class CheckpointError(Exception):
 
     @property
     def is_damage(self) -> bool:
-        """Would an older checkpoint help? Not where this user may not read, or a limit of the process is reached."""
+        """Would an older checkpoint help? Not where this user may not read, or a limit of the
+        process is reached."""
         return self.errno is None or self.errno in _DAMAGE
 
 
 class ForeignCheckpoint(CheckpointError):
-    """A checkpoint that is whole, but not for this program or this run: an older one is not the remedy."""
+    """A checkpoint that is whole, but not for this program or this run: an older one is not the
+    remedy."""
 
     @property
     def is_damage(self) -> bool:
@@ -62,7 +71,8 @@ class ForeignCheckpoint(CheckpointError):
 
 @contextmanager
 def explained(action: str, path: Path | str) -> Iterator[None]:
-    """Turn an OSError of the body into a CheckpointError `cannot {action} {path}: reason; remedy`."""
+    """Turn an OSError of the body into a CheckpointError `cannot {action} {path}: reason;
+    remedy`."""
     try:
         yield
     except OSError as error:
@@ -74,7 +84,8 @@ def explained(action: str, path: Path | str) -> Iterator[None]:
 
 
 def read_small_file(path: Path, limit: int = 1 << 30) -> bytes:
-    """All bytes of a plain file of at most `limit` bytes; no pipe or device is waited for. Raises CheckpointError."""
+    """All bytes of a plain file of at most `limit` bytes; no pipe or device is waited for. Raises
+    CheckpointError."""
     with explained("read", path):
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         with open(descriptor, "rb") as file:
@@ -101,7 +112,8 @@ class Disk:
     """The steps of a save. Each raises CheckpointError when the operating system refuses."""
 
     def step(self, action: str, path: Path) -> None:
-        """Called before every change, with its verb and path; here nothing happens, a test may raise or kill."""
+        """Called before every change, with its verb and path; here nothing happens, a test may
+        raise or kill."""
 
     def make_directory(self, path: Path) -> None:
         """Create `path`, whose parent exists."""
@@ -128,7 +140,8 @@ class Disk:
             return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
 
     def reserve(self, descriptor: int, path: Path, length: int) -> None:
-        """Ask for `length` bytes at once: a full disk is noticed before the work, and large writes get faster."""
+        """Ask for `length` bytes at once: a full disk is noticed before the work, and large writes
+        get faster."""
         if not length or not hasattr(os, "posix_fallocate"):
             return
         with explained(f"reserve {length} bytes for", path):
@@ -140,15 +153,19 @@ class Disk:
                     raise
 
     def write(self, descriptor: int, path: Path, data: memoryview | bytes, offset: int) -> None:
-        """Write all of `data` at byte `offset` and let the kernel start moving it to the disk. Thread-safe."""
+        """Write all of `data` at byte `offset` and let the kernel start moving it to the disk.
+        Thread-safe."""
         with explained("write", path):
             self.step("write", path)
-            view, start = memoryview(data), offset
+            view = memoryview(data)
+            start = offset
             while view:
                 done = os.pwrite(descriptor, view, offset)
-                view, offset = view[done:], offset + done
+                view = view[done:]
+                offset = offset + done
             if hasattr(os, "posix_fadvise") and offset - start >= 1 << 20:
-                # Starts the write-back of these pages, so that the fsync at the end has little left to do.
+                # Starts the write-back of these pages, so that the fsync at the end has little left
+                # to do.
                 os.posix_fadvise(descriptor, start, offset - start, os.POSIX_FADV_DONTNEED)
 
     def fsync(self, descriptor: int, path: Path) -> None:
@@ -188,13 +205,19 @@ class Disk:
             os.replace(source, target)
 
     def exchange(self, first: Path, second: Path) -> bool:
-        """Swap two names in one step (Linux renameat2); False where system or file system cannot."""
+        """Swap two names in one step (Linux renameat2); False where system or file system
+        cannot."""
         function = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
         if function is None:
             return False
         with explained(f"exchange {first} with", second):
             self.step("exchange", first)
-            if function(_AT_FDCWD, os.fsencode(first), _AT_FDCWD, os.fsencode(second), _RENAME_EXCHANGE) == 0:
+            if (
+                function(
+                    _AT_FDCWD, os.fsencode(first), _AT_FDCWD, os.fsencode(second), _RENAME_EXCHANGE
+                )
+                == 0
+            ):
                 return True
             number = ctypes.get_errno()
             if number in _CANNOT_EXCHANGE:

@@ -1,10 +1,13 @@
-"""Only one job at a time writes into a run directory: a lock file says which. Knows no checkpoint, and needs no torch.
+"""Only one job at a time writes into a run directory: a lock file says which. Knows no checkpoint,
+and needs no torch.
 
-The lock is the file `.lock.N` with the highest N; it names host, process and a secret token, and its time of change is
-the heartbeat. A job whose process is gone (same machine), or whose heartbeat is old by the clock of the file system
-(another machine), is dead: the next one makes `.lock.N+1`, which only one can, and removes the dead one's. Whoever wakes
-up after that finds its file gone, or a higher one, when it asks before a commit (`Lock.check`).
+The lock is the file `.lock.N` with the highest N; it names host, process and a secret token, and
+its time of change is the heartbeat. A job whose process is gone (same machine), or whose heartbeat
+is old by the clock of the file system (another machine), is dead: the next one makes `.lock.N+1`,
+which only one can, and removes the dead one's. Whoever wakes up after that finds its file gone, or
+a higher one, when it asks before a commit (`Lock.check`).
 """
+
 from __future__ import annotations
 
 import json
@@ -30,7 +33,8 @@ _NAME = re.compile(r"\.lock\.(\d{6})")
 
 @dataclass(frozen=True)
 class Owner:
-    """Who holds a lock. `machine`: host, boot and process name space; `started`: the process's, which a pid alone is not."""
+    """Who holds a lock. `machine`: host, boot and process name space; `started`: the process's,
+    which a pid alone is not."""
 
     host: str
     machine: str
@@ -44,22 +48,26 @@ class Lock:
     """A lock that this process holds; a thread keeps its heart beating."""
 
     def __init__(self, path: Path, owner: Owner):
-        self.path, self.owner = path, owner
+        self.path = path
+        self.owner = owner
         self._over = threading.Event()
         threading.Thread(target=self._beat, name="lock", daemon=True).start()
 
     def _beat(self) -> None:
         while not self._over.wait(BEAT_SECONDS):
-            with suppress(OSError):             # a lock that is lost is said when something is to be written
+            # a lock that is lost is said when something is to be written
+            with suppress(OSError):
                 os.utime(self.path)
 
     def check(self) -> None:
-        """Raise CheckpointError unless this job still owns the directory; to be asked before every commit."""
+        """Raise CheckpointError unless this job still owns the directory; to be asked before every
+        commit."""
         root = self.path.parent
         others = [path for path in _locks(root) if path.name > self.path.name]
         mine = _owner(self.path)
         if others or mine is None or mine.token != self.owner.token:
-            if self._over.is_set():             # given up by another thread, which is about to end this process
+            # given up by another thread, which is about to end this process
+            if self._over.is_set():
                 time.sleep(LEAVING_SECONDS)
             other = _owner(others[-1] if others else self.path)
             raise CheckpointError(
@@ -89,7 +97,8 @@ class NoLock:
 
 @contextmanager
 def held(directory: str | None) -> Iterator[Lock | NoLock]:
-    """Own `directory` (nothing for None) within the block. Raises CheckpointError at once where another job has it."""
+    """Own `directory` (nothing for None) within the block. Raises CheckpointError at once where
+    another job has it."""
     lock = NoLock() if directory is None else acquire(Path(directory))
     try:
         yield lock
@@ -98,15 +107,22 @@ def held(directory: str | None) -> Iterator[Lock | NoLock]:
 
 
 def acquire(root: Path) -> Lock:
-    """Take the lock of `root`, which is made where it is missing; raises CheckpointError where a living job has it."""
+    """Take the lock of `root`, which is made where it is missing; raises CheckpointError where a
+    living job has it."""
     DISK.make_root(root)
     seen = _locks(root)
     for path in seen:
         _refuse_if_alive(path)
     number = int(_NAME.fullmatch(seen[-1].name)[1]) + 1 if seen else 1
     mine = root / f".lock.{number:06d}"
-    owner = Owner(socket.gethostname(), _machine(), os.getpid(), _started(os.getpid()) or "", secrets.token_hex(8),
-                  time.strftime("%Y-%m-%d %H:%M:%S"))
+    owner = Owner(
+        socket.gethostname(),
+        _machine(),
+        os.getpid(),
+        _started(os.getpid()) or "",
+        secrets.token_hex(8),
+        time.strftime("%Y-%m-%d %H:%M:%S"),
+    )
     with explained("create", mine):
         try:
             descriptor = os.open(mine, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
@@ -118,14 +134,17 @@ def acquire(root: Path) -> Lock:
         with open(descriptor, "w") as file:
             json.dump(asdict(owner), file)
     others = [path for path in _locks(root) if path not in (mine, *seen)]
-    if others:                                  # made at the same time as mine: each sees the other, at least one yields
+    # made at the same time as mine: each sees the other, at least one yields
+    if others:
         mine.unlink()
         raise CheckpointError(
             f"{root} is in use: {_say(_owner(others[-1]))} has taken it just now; give another "
             "--save [save-directory-in-use]"
         )
     for path in seen:
-        log.print_rank_0(f"WARNING: {root}: taking over the lock of {_say(_owner(path))}, which no longer runs")
+        log.print_rank_0(
+            f"WARNING: {root}: taking over the lock of {_say(_owner(path))}, which no longer runs"
+        )
         with suppress(FileNotFoundError):
             path.unlink()
     return Lock(mine, owner)
@@ -151,12 +170,16 @@ def _refuse_if_alive(path: Path) -> None:
     try:
         age = _age(path)
     except FileNotFoundError:
-        return                                                  # released just now
+        return  # released just now
     if owner and owner.machine == _machine():
-        alive, proof = _started(owner.pid) == owner.started, f"it is dead when process {owner.pid} is"
+        alive = _started(owner.pid) == owner.started
+        proof = f"it is dead when process {owner.pid} is"
     else:
         alive = age < STALE_SECONDS
-        proof = f"it is taken for dead {STALE_SECONDS:.0f} s after its last heartbeat, which was {max(0.0, age):.0f} s ago"
+        proof = (
+            f"it is taken for dead {STALE_SECONDS:.0f} s after its last heartbeat, which was "
+            f"{max(0.0, age):.0f} s ago"
+        )
     if alive:
         raise CheckpointError(
             f"{path.parent} is in use by {_say(owner)}: two jobs would overwrite each other's "
@@ -166,7 +189,11 @@ def _refuse_if_alive(path: Path) -> None:
 
 
 def _say(owner: Owner | None) -> str:
-    return f"the job of process {owner.pid} on {owner.host} since {owner.since}" if owner else "another job"
+    return (
+        f"the job of process {owner.pid} on {owner.host} since {owner.since}"
+        if owner
+        else "another job"
+    )
 
 
 def _age(path: Path) -> float:
@@ -189,7 +216,8 @@ def _machine() -> str:
 
 
 def _started(pid: int) -> str | None:
-    """When a process of this machine was started (Linux: in clock ticks since boot); None for one that is gone."""
+    """When a process of this machine was started (Linux: in clock ticks since boot); None for one
+    that is gone."""
     try:
         state, *rest = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return None if state in "ZX" else rest[18]
@@ -198,7 +226,7 @@ def _started(pid: int) -> str | None:
     if Path("/proc/self/stat").exists():
         return None
     try:
-        os.kill(pid, 0)                                         # signal 0: is it there?
+        os.kill(pid, 0)  # signal 0: is it there?
     except ProcessLookupError:
         return None
     except OSError:

@@ -1,8 +1,11 @@
-"""The manifest of a checkpoint: which boxes of which global tensors lie in which file, with lengths and checksums.
+"""The manifest of a checkpoint: which boxes of which global tensors lie in which file, with lengths
+and checksums.
 
-It is JSON whose first line holds the CRC-32 of the whole text (taken with eight zeros in its place), so that a damaged
-manifest is noticed however it is damaged. Knows no directories of a run and opens no tensor file.
+It is JSON whose first line holds the CRC-32 of the whole text (taken with eight zeros in its
+place), so that a damaged manifest is noticed however it is damaged. Knows no directories of a run
+and opens no tensor file.
 """
+
 from __future__ import annotations
 
 import json
@@ -27,7 +30,8 @@ _DAMAGED = "the checkpoint is damaged: use another one"
 
 @dataclass(frozen=True)
 class Chunk:
-    """One box of a tensor: the file and its key there, and the sum of each block of its bytes (checksums.py)."""
+    """One box of a tensor: the file and its key there, and the sum of each block of its bytes
+    (checksums.py)."""
 
     file: str
     key: str
@@ -50,7 +54,8 @@ class TensorRecord:
 
 @dataclass(frozen=True)
 class FileRecord:
-    """A file of the checkpoint: its length, and the CRC-32 of its header (safetensors) or of all of it (the others)."""
+    """A file of the checkpoint: its length, and the CRC-32 of its header (safetensors) or of all of
+    it (the others)."""
 
     bytes: int
     crc32: str
@@ -58,8 +63,8 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint (or one rank's part of it) holds; `source` is its path, for messages; `crc32` that of the text
-    it was read from."""
+    """What a checkpoint (or one rank's part of it) holds; `source` is its path, for messages;
+    `crc32` that of the text it was read from."""
 
     iteration: int
     files: Mapping[str, FileRecord]
@@ -70,10 +75,18 @@ class Manifest:
 
     def dump(self) -> bytes:
         """The text of this manifest, one tensor a line."""
-        head = {"format": FORMAT, "version": VERSION, "iteration": self.iteration, "checksum": ALGORITHM,
-                "block_bytes": self.block_bytes}
+        head = {
+            "format": FORMAT,
+            "version": VERSION,
+            "iteration": self.iteration,
+            "checksum": ALGORITHM,
+            "block_bytes": self.block_bytes,
+        }
         lines = [f"{json.dumps(key)}: {json.dumps(value)},\n" for key, value in head.items()]
-        files = {name: {"bytes": record.bytes, "crc32": record.crc32} for name, record in self.files.items()}
+        files = {
+            name: {"bytes": record.bytes, "crc32": record.crc32}
+            for name, record in self.files.items()
+        }
         tensors = {name: self._as_json(record) for name, record in self.tensors.items()}
         body = "".join(lines) + f'"files": {_rows(files)},\n"tensors": {_rows(tensors)}}}\n'
         zeroed = ('{"crc32": "00000000",\n' + body).encode()
@@ -81,8 +94,16 @@ class Manifest:
 
     @staticmethod
     def _as_json(record: TensorRecord) -> dict[str, Any]:
-        chunks = [{"file": chunk.file, "key": chunk.key, "box": [list(pair) for pair in chunk.box],
-                   "bytes": record.bytes_of(chunk.box), "sums": list(chunk.sums)} for chunk in record.chunks]
+        chunks = [
+            {
+                "file": chunk.file,
+                "key": chunk.key,
+                "box": [list(pair) for pair in chunk.box],
+                "bytes": record.bytes_of(chunk.box),
+                "sums": list(chunk.sums),
+            }
+            for chunk in record.chunks
+        ]
         return {"shape": list(record.shape), "dtype": record.dtype, "chunks": chunks}
 
     def check_cover(self, name: str) -> None:
@@ -94,7 +115,8 @@ class Manifest:
                 f"{self.source}, tensor {name}: {boxes.text(pair[0])} and {boxes.text(pair[1])} "
                 "overlap; each element must be written once [checkpoint-damaged]"
             )
-        have, want = sum(boxes.volume(chunk.box) for chunk in record.chunks), boxes.volume(boxes.whole(record.shape))
+        have = sum(boxes.volume(chunk.box) for chunk in record.chunks)
+        want = boxes.volume(boxes.whole(record.shape))
         if have != want:
             raise CheckpointError(
                 f"{self.source}, tensor {name}: its chunks hold {have} of {want} elements of "
@@ -104,21 +126,29 @@ class Manifest:
 
 def _rows(table: Mapping[str, Any]) -> str:
     """A JSON object with one line per key."""
-    rows = ",\n".join(f" {json.dumps(key)}: {json.dumps(value, separators=(',', ':'))}" for key, value in table.items())
+    rows = ",\n".join(
+        f" {json.dumps(key)}: {json.dumps(value, separators=(',', ':'))}"
+        for key, value in table.items()
+    )
     return "{\n" + rows + "}"
 
 
-def merge(parts: Iterable[Manifest], extra_files: Mapping[str, FileRecord], source: str) -> Manifest:
-    """The manifest of a checkpoint from its ranks' parts; tensors sorted by name. Raises CheckpointError.
+def merge(
+    parts: Iterable[Manifest], extra_files: Mapping[str, FileRecord], source: str
+) -> Manifest:
+    """The manifest of a checkpoint from its ranks' parts; tensors sorted by name. Raises
+    CheckpointError.
 
-    All parts must agree on iteration and on shape and dtype of every tensor; together they must cover each tensor
-    exactly once.
+    All parts must agree on iteration and on shape and dtype of every tensor; together they must
+    cover each tensor exactly once.
     """
     parts = list(parts)
     files: dict[str, FileRecord] = {}
     found: dict[str, TensorRecord] = {}
     for part in parts:
-        assert (part.iteration, part.block_bytes) == (parts[0].iteration, parts[0].block_bytes), part.source
+        assert (part.iteration, part.block_bytes) == (parts[0].iteration, parts[0].block_bytes), (
+            part.source
+        )
         assert not files.keys() & part.files.keys(), f"{part.source}: a file of another rank"
         files.update(part.files)
         for name, record in part.tensors.items():
@@ -130,22 +160,28 @@ def merge(parts: Iterable[Manifest], extra_files: Mapping[str, FileRecord], sour
                 )
             chunks = record.chunks if known is record else known.chunks + record.chunks
             found[name] = TensorRecord(record.shape, record.dtype, chunks)
-    merged = Manifest(parts[0].iteration, {**files, **extra_files}, dict(sorted(found.items())),
-                      parts[0].block_bytes, source)
+    merged = Manifest(
+        parts[0].iteration,
+        {**files, **extra_files},
+        dict(sorted(found.items())),
+        parts[0].block_bytes,
+        source,
+    )
     for name in merged.tensors:
         merged.check_cover(name)
     return merged
 
 
 def parse(text: bytes, source: str) -> Manifest:
-    """The manifest in `text`, fully checked but for coverage (see check_cover). Raises CheckpointError."""
+    """The manifest in `text`, fully checked but for coverage (see check_cover). Raises
+    CheckpointError."""
     match = _FIRST_LINE.match(text)
     if not match:
         raise CheckpointError(
             f"{source} is not a manifest of this suite, or its first line is damaged; {_DAMAGED} "
             "[checkpoint-damaged]"
         )
-    zeroed = text[:match.start(1)] + b"00000000" + text[match.end(1):]
+    zeroed = text[: match.start(1)] + b"00000000" + text[match.end(1) :]
     if crc32(zeroed).encode() != match[1]:
         raise CheckpointError(
             f"{source}: its checksum is {crc32(zeroed)}, should be {match[1].decode()}; "
@@ -153,52 +189,77 @@ def parse(text: bytes, source: str) -> Manifest:
         )
     try:
         table = json.loads(text)
-        name, version = table["format"], table["version"]
+        name = table["format"]
+        version = table["version"]
         if name != FORMAT or type(version) is not int or not 1 <= version <= VERSION:
             raise ForeignCheckpoint(
                 f"{source} has format {name!r} version {version!r}; this program reads {FORMAT!r} "
                 f"up to version {VERSION}: use a newer program [checkpoint-version-unknown]"
             )
-        files = {_plain(file): FileRecord(_whole(value["bytes"]), _text(value["crc32"]))
-                 for file, value in table["files"].items()}
+        files = {
+            _plain(file): FileRecord(_whole(value["bytes"]), _text(value["crc32"]))
+            for file, value in table["files"].items()
+        }
         if table["checksum"] != ALGORITHM:
             raise ValueError(f"checksum {table['checksum']!r}")
         block_bytes = _whole(table["block_bytes"])
         if not 4096 <= block_bytes <= 1 << 30 or block_bytes % 4096:
             raise ValueError(f"block_bytes {block_bytes}")
-        tensors = {key: _tensor(key, value, files, block_bytes) for key, value in table["tensors"].items()}
+        tensors = {
+            key: _tensor(key, value, files, block_bytes) for key, value in table["tensors"].items()
+        }
         places = [(chunk.file, chunk.key) for record in tensors.values() for chunk in record.chunks]
         if len(set(places)) != len(places):
             raise ValueError("one part of a file is used twice")
-        return Manifest(_whole(table["iteration"]), files, tensors, block_bytes, source, match[1].decode())
+        return Manifest(
+            _whole(table["iteration"]), files, tensors, block_bytes, source, match[1].decode()
+        )
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise CheckpointError(
             f"{source}: {type(error).__name__} {error}; {_DAMAGED} [checkpoint-damaged]"
         ) from None
 
 
-def _tensor(name: str, value: Any, files: Mapping[str, FileRecord], block_bytes: int) -> TensorRecord:
+def _tensor(
+    name: str, value: Any, files: Mapping[str, FileRecord], block_bytes: int
+) -> TensorRecord:
     """One tensor's record; raises ValueError, TypeError or KeyError with the reason."""
     shape = tuple(_whole(size) for size in value["shape"])
     if value["dtype"] not in DTYPES or len(shape) > MAX_DIMS:
         raise ValueError(f"tensor {name}: unknown dtype {value['dtype']!r} or too many dims")
-    record = TensorRecord(shape, value["dtype"], tuple(
-        Chunk(_text(chunk["file"]), _text(chunk["key"]),
-              tuple((_whole(low), _whole(high)) for low, high in chunk["box"]),
-              tuple(_text(one) for one in chunk["sums"])) for chunk in value["chunks"]))
+    record = TensorRecord(
+        shape,
+        value["dtype"],
+        tuple(
+            Chunk(
+                _text(chunk["file"]),
+                _text(chunk["key"]),
+                tuple((_whole(low), _whole(high)) for low, high in chunk["box"]),
+                tuple(_text(one) for one in chunk["sums"]),
+            )
+            for chunk in value["chunks"]
+        ),
+    )
     for chunk, raw in zip(record.chunks, value["chunks"], strict=True):
         problem = boxes.problem_of(chunk.box, shape)
         if problem:
             raise ValueError(f"tensor {name}: box {boxes.text(chunk.box)} {problem}")
         length = record.bytes_of(chunk.box)
         if not length or raw["bytes"] != length:
-            raise ValueError(f"tensor {name}: box {boxes.text(chunk.box)} has {length} bytes, not {raw['bytes']!r}")
+            raise ValueError(
+                f"tensor {name}: box {boxes.text(chunk.box)} has {length} bytes, not "
+                f"{raw['bytes']!r}"
+            )
         if len(chunk.sums) != -(-length // block_bytes):
-            raise ValueError(f"tensor {name}: {len(chunk.sums)} checksums for the {length} bytes of a box")
+            raise ValueError(
+                f"tensor {name}: {len(chunk.sums)} checksums for the {length} bytes of a box"
+            )
         if chunk.file not in files:
             raise ValueError(f"tensor {name}: its file {chunk.file!r} is not in the list of files")
         if length > files[chunk.file].bytes:
-            raise ValueError(f"tensor {name}: box {boxes.text(chunk.box)} has more bytes than its file")
+            raise ValueError(
+                f"tensor {name}: box {boxes.text(chunk.box)} has more bytes than its file"
+            )
     return record
 
 

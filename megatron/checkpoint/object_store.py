@@ -1,10 +1,13 @@
-"""Run directories in object stores (s3://bucket/path): fetched before a run, uploaded beside it. The only user of fsspec.
+"""Run directories in object stores (s3://bucket/path): fetched before a run, uploaded beside it.
+The only user of fsspec.
 
-A run saves into a directory of a local disk, the staging directory. A process of its own uploads the checkpoint that the
-tracker there names: file by file, each read back and compared, the manifest behind the tensors, the tracker last. So what
-the tracker in the store names is whole. `skips.jsonl` goes with them. The two slots of snapshots are run directories of
-their own. Knows no tensors and no process group.
+A run saves into a directory of a local disk, the staging directory. A process of its own uploads
+the checkpoint that the tracker there names: file by file, each read back and compared, the manifest
+behind the tensors, the tracker last. So what the tracker in the store names is whole. `skips.jsonl`
+goes with them. The two slots of snapshots are run directories of their own. Knows no tensors and no
+process group.
 """
+
 from __future__ import annotations
 
 import importlib
@@ -25,8 +28,8 @@ from megatron.checkpoint.disk import DISK, CheckpointError
 from megatron.checkpoint.side_process import SideProcess
 
 TRIES = 5
-WAITS = 1.0             # seconds before the second try, twice as long before each further one
-LOOKS = 1.0             # seconds between two looks at the staging directory
+WAITS = 1.0  # seconds before the second try, twice as long before each further one
+LOOKS = 1.0  # seconds between two looks at the staging directory
 PIECE = 16 << 20
 
 
@@ -49,7 +52,8 @@ class Remote:
             ) from None
 
     def latest(self) -> int | None:
-        """The iteration that the tracker in the store names, None without one. Raises CheckpointError."""
+        """The iteration that the tracker in the store names, None without one. Raises
+        CheckpointError."""
         text = self._patiently("read", store.TRACKER, self._tracker)
         if text is not None and not re.fullmatch(rb"[0-9]{1,18}\s*", text):
             raise CheckpointError(
@@ -65,24 +69,37 @@ class Remote:
             return None
 
     def upload(self, staging: Path, iteration: int) -> None:
-        """Bring a checkpoint into the store, and the tracker to it; files that are there already are compared only.
+        """Bring a checkpoint into the store, and the tracker to it; files that are there already
+        are compared only.
 
-        Raises CheckpointError where the store refuses, FileNotFoundError if the checkpoint goes meanwhile.
+        Raises CheckpointError where the store refuses, FileNotFoundError if the checkpoint goes
+        meanwhile.
         """
         directory = store.iteration_directory(staging, iteration)
-        names = sorted((path.name for path in directory.iterdir()), key=lambda name: (name == manifest.FILE_NAME, name))
+        names = sorted(
+            (path.name for path in directory.iterdir()),
+            key=lambda name: (name == manifest.FILE_NAME, name),
+        )
         if manifest.FILE_NAME not in names:
             raise FileNotFoundError(f"{directory} is not whole any more")
         for name in names:
             there = f"{directory.name}/{name}"
-            self._patiently("upload", there, lambda name=name, there=there: self.put(directory / name, there))
-        self._patiently("write", store.TRACKER,
-                        lambda: self.files.pipe_file(f"{self._root}/{store.TRACKER}", str(iteration).encode()))
+            self._patiently(
+                "upload", there, lambda name=name, there=there: self.put(directory / name, there)
+            )
+        self._patiently(
+            "write",
+            store.TRACKER,
+            lambda: self.files.pipe_file(f"{self._root}/{store.TRACKER}", str(iteration).encode()),
+        )
 
     def keep_only(self, iteration: int | None) -> None:
-        """Remove all checkpoints but that of `iteration`; without one the tracker first. Raises CheckpointError."""
+        """Remove all checkpoints but that of `iteration`; without one the tracker first. Raises
+        CheckpointError."""
         if iteration is None:
-            self._patiently("remove", store.TRACKER, lambda: self._remove(f"{self._root}/{store.TRACKER}"))
+            self._patiently(
+                "remove", store.TRACKER, lambda: self._remove(f"{self._root}/{store.TRACKER}")
+            )
         kept = None if iteration is None else store.iteration_directory(Path(), iteration).name
         for path in self._patiently("list", "the slot", self._checkpoints):
             if path.rpartition("/")[2] != kept:
@@ -104,22 +121,29 @@ class Remote:
             pass
 
     def bring_skips(self, staging: Path) -> None:
-        """Join the records of skipped iterations in the store and in the staging directory, there: those of the store first.
+        """Join the records of skipped iterations in the store and in the staging directory, there:
+        those of the store first.
 
         Raises CheckpointError.
         """
         try:
-            text = self._patiently("read", skip_records.FILE_NAME,
-                                   lambda: self.files.cat_file(f"{self._root}/{skip_records.FILE_NAME}"))
+            text = self._patiently(
+                "read",
+                skip_records.FILE_NAME,
+                lambda: self.files.cat_file(f"{self._root}/{skip_records.FILE_NAME}"),
+            )
         except FileNotFoundError:
             return
         theirs = text.decode(errors="replace").splitlines()
-        mine, known = skip_records.read(staging)[0], set(theirs)
-        if mine[:len(theirs)] != theirs:            # otherwise the store has nothing that is not here
+        mine = skip_records.read(staging)[0]
+        known = set(theirs)
+        # otherwise the store has nothing that is not here
+        if mine[: len(theirs)] != theirs:
             skip_records.replace(staging, [*theirs, *(line for line in mine if line not in known)])
 
     def upload_skips(self, staging: Path) -> None:
-        """Bring the records of skipped iterations into the store, where there are any. Raises CheckpointError."""
+        """Bring the records of skipped iterations into the store, where there are any. Raises
+        CheckpointError."""
         path = staging / skip_records.FILE_NAME
         if path.exists():
             self._patiently("upload", path.name, lambda: self.put(path, path.name))
@@ -136,7 +160,10 @@ class Remote:
         try:
             if self.files.info(f"{self._root}/{there}")["size"] != path.stat().st_size:
                 return False
-            with path.open("rb") as mine, self.files.open(f"{self._root}/{there}", "rb", block_size=PIECE) as other:
+            with (
+                path.open("rb") as mine,
+                self.files.open(f"{self._root}/{there}", "rb", block_size=PIECE) as other,
+            ):
                 while piece := mine.read(PIECE):
                     if other.read(len(piece)) != piece:
                         return False
@@ -147,18 +174,26 @@ class Remote:
         return True
 
     def fetch(self, iteration: int, staging: Path, as_newest: bool) -> None:
-        """Bring a checkpoint out of the store, whole or not at all; `as_newest`: the tracker of `staging` then names it.
+        """Bring a checkpoint out of the store, whole or not at all; `as_newest`: the tracker of
+        `staging` then names it.
 
         Its bytes are checked when it is loaded. Raises CheckpointError.
         """
         final = store.iteration_directory(staging, iteration)
         temporary = final.with_name(f".{final.name}.tmp-{secrets.token_hex(4)}")
         self.files.invalidate_cache()
-        found = self._patiently("list", final.name, lambda: self.files.ls(f"{self._root}/{final.name}", detail=False))
+        found = self._patiently(
+            "list", final.name, lambda: self.files.ls(f"{self._root}/{final.name}", detail=False)
+        )
         DISK.make_root(temporary)
         for there in found:
-            self._patiently("fetch", there, lambda there=there: self.files.get_file(
-                there, str(temporary / there.rpartition("/")[2])))
+            self._patiently(
+                "fetch",
+                there,
+                lambda there=there: self.files.get_file(
+                    there, str(temporary / there.rpartition("/")[2])
+                ),
+            )
         if as_newest:
             store.publish(staging, temporary, iteration)
         else:
@@ -171,7 +206,7 @@ class Remote:
                 return action()
             except FileNotFoundError:
                 raise
-            except Exception as error:      # every store has errors of its own
+            except Exception as error:  # every store has errors of its own
                 failure = error
                 if number + 1 < TRIES:
                     time.sleep(WAITS * 2**number)
@@ -182,11 +217,11 @@ class Remote:
 
 
 def fetch(url: str, staging: str, step: int | None = None, required: bool = False) -> None:
-    """Have the newest checkpoint of `url` (or that of iteration `step`) in the staging directory, if it is not there, and
-    the records of skipped iterations.
+    """Have the newest checkpoint of `url` (or that of iteration `step`) in the staging directory,
+    if it is not there, and the records of skipped iterations.
 
-    A newer one that lies there, not uploaded yet, stays the newest. With none in either place a `required` one is missed.
-    Raises CheckpointError and ValueError.
+    A newer one that lies there, not uploaded yet, stays the newest. With none in either place a
+    `required` one is missed. Raises CheckpointError and ValueError.
     """
     remote = Remote(url)
     remote.bring_skips(Path(staging))
@@ -199,8 +234,11 @@ def fetch(url: str, staging: str, step: int | None = None, required: bool = Fals
                 "starts from random weights), or omit --load [checkpoint-missing]"
             )
         return
-    here, local = store.iterations(staging), store.latest(staging)
-    if iteration in here or (step is None and local is not None and local > iteration and local in here):
+    here = store.iterations(staging)
+    local = store.latest(staging)
+    if iteration in here or (
+        step is None and local is not None and local > iteration and local in here
+    ):
         return
     log.print_rank_0(f" fetching the checkpoint of iteration {iteration} from {url} to {staging}")
     try:
@@ -213,15 +251,19 @@ def fetch(url: str, staging: str, step: int | None = None, required: bool = Fals
 
 
 def fetch_snapshot(url: str, staging: str, load: str) -> None:
-    """Have the newer of the two snapshots of `url` in its slot of the staging directory, if neither that nor the run
-    directory `load` holds one as new. Raises CheckpointError and ValueError.
+    """Have the newer of the two snapshots of `url` in its slot of the staging directory, if neither
+    that nor the run directory `load` holds one as new. Raises CheckpointError and ValueError.
     """
     if store.is_checkpoint(Path(load)):
         return
     remotes = [Remote(f"{url}/{name}") for name in retention.SLOTS]
     held = [remote.latest() for remote in remotes]
     newest = max((one for one in held if one is not None), default=None)
-    here = [one for one in map(retention.newest_in, (Path(load), *retention.slots(staging))) if one is not None]
+    here = [
+        one
+        for one in map(retention.newest_in, (Path(load), *retention.slots(staging)))
+        if one is not None
+    ]
     if newest is None or newest <= max(here, default=-1):
         return
     number = held.index(newest)
@@ -231,7 +273,8 @@ def fetch_snapshot(url: str, staging: str, load: str) -> None:
 
 @dataclass(frozen=True)
 class Place:
-    """A run directory that is uploaded: `flag` named its URL. One that `is_slot` has one checkpoint, a snapshot."""
+    """A run directory that is uploaded: `flag` named its URL. One that `is_slot` has one
+    checkpoint, a snapshot."""
 
     flag: str
     staging: Path
@@ -239,21 +282,28 @@ class Place:
     is_slot: bool = False
 
 
-def places(save: str, save_url: str | None, snapshots: str | None, snapshot_url: str | None) -> list[Place]:
-    """What is uploaded of a run that saves to `save` and has its snapshots in the directory `snapshots`, if it has."""
+def places(
+    save: str, save_url: str | None, snapshots: str | None, snapshot_url: str | None
+) -> list[Place]:
+    """What is uploaded of a run that saves to `save` and has its snapshots in the directory
+    `snapshots`, if it has."""
     found = [Place("--save", Path(save), save_url)] if save_url else []
     if snapshots and snapshot_url:
-        found += [Place("--snapshot-dir", slot, f"{snapshot_url}/{slot.name}", is_slot=True)
-                  for slot in retention.slots(snapshots)]
+        found += [
+            Place("--snapshot-dir", slot, f"{snapshot_url}/{slot.name}", is_slot=True)
+            for slot in retention.slots(snapshots)
+        ]
     return found
 
 
 class Uploader:
-    """The process that uploads what is saved in `places`, and the end of it that the run holds. `save`: the run directory
-    on the disk, whose new checkpoints end snapshots of a line that was left."""
+    """The process that uploads what is saved in `places`, and the end of it that the run holds.
+    `save`: the run directory on the disk, whose new checkpoints end snapshots of a line that was
+    left."""
 
     def __init__(self, places: Sequence[Place], save: str):
-        for place in places:                        # ... and says what is wrong before anything is done
+        # ... and says what is wrong before anything is done
+        for place in places:
             remote = Remote(place.url)
             if not place.is_slot:
                 remote.bring_skips(place.staging)
@@ -261,16 +311,22 @@ class Uploader:
         self._process = SideProcess(lambda pipe: _serve(pipe, places, Path(save)))
 
     def finish(self) -> None:
-        """Wait until the newest checkpoint is in the store. Raises CheckpointError if it cannot be brought there."""
+        """Wait until the newest checkpoint is in the store. Raises CheckpointError if it cannot be
+        brought there."""
         try:
             self._process.pipe.send(None)
             failure = self._process.pipe.recv()
         except (EOFError, OSError):
             self._process.wait()
-            failure = f"{self._name}: the process that uploads has died (exit code {self._process.exit_code})"
+            failure = (
+                f"{self._name}: the process that uploads has died (exit code "
+                f"{self._process.exit_code})"
+            )
         if failure:
-            raise CheckpointError(f"{failure}; the checkpoint is safe in the staging directory, and the same command "
-                                  "uploads it")
+            raise CheckpointError(
+                f"{failure}; the checkpoint is safe in the staging directory, and the same "
+                "command uploads it"
+            )
 
     def close(self) -> None:
         """End the process; what is not uploaded is uploaded by the next run."""
@@ -279,7 +335,8 @@ class Uploader:
 
 @contextmanager
 def uploading(places: Sequence[Place], save: str) -> Iterator[None]:
-    """Upload beside the block what is saved in `places`, if there are any, and wait for that at its end."""
+    """Upload beside the block what is saved in `places`, if there are any, and wait for that at its
+    end."""
     uploader = Uploader(places, save) if places else None
     try:
         yield
@@ -291,9 +348,11 @@ def uploading(places: Sequence[Place], save: str) -> Iterator[None]:
 
 
 def _serve(pipe: Connection, places: Sequence[Place], save: Path) -> None:
-    """The process: upload until the run says that it is over. What remains of a failure to save is sent at the end."""
+    """The process: upload until the run says that it is over. What remains of a failure to save is
+    sent at the end."""
     watched = [_Watched(place) for place in places]
-    saved, over = retention.newest_in(save), False
+    saved = retention.newest_in(save)
+    over = False
     while not over:
         over = pipe.poll(LOOKS) and pipe.recv() is None
         newest = retention.newest_in(save)
@@ -312,15 +371,19 @@ class _Watched:
     """One place while it is uploaded: what is there, and why the newest is not."""
 
     def __init__(self, place: Place):
-        self.place, self.failure = place, None
-        self._remote, self._records = Remote(place.url), b""
+        self.place = place
+        self.failure = None
+        self._remote = Remote(place.url)
+        self._records = b""
         try:
-            self._uploaded = self._remote.latest()  # what its tracker names was compared when it was uploaded
+            # what its tracker names was compared when it was uploaded
+            self._uploaded = self._remote.latest()
         except CheckpointError:
             self._uploaded = None
 
     def bring(self, saved: int | None) -> None:
-        """Upload what is new here; `saved`: the iteration of a checkpoint that the run has just saved."""
+        """Upload what is new here; `saved`: the iteration of a checkpoint that the run has just
+        saved."""
         self.failure = None
         for action in (lambda: self._drop_beyond(saved), self._bring_newest, self._bring_skips):
             try:
@@ -329,7 +392,8 @@ class _Watched:
                 self.failure = self.failure or f"{self.place.flag} {self.place.url}: {error}"
 
     def _bring_skips(self) -> None:
-        """Upload the records of skipped iterations if they are others than those uploaded. Snapshots have none."""
+        """Upload the records of skipped iterations if they are others than those uploaded.
+        Snapshots have none."""
         path = self.place.staging / skip_records.FILE_NAME
         found = path.read_bytes() if path.exists() else b""
         if found != self._records:
@@ -337,10 +401,13 @@ class _Watched:
             self._records = found
 
     def _drop_beyond(self, saved: int | None) -> None:
-        """Remove a snapshot beyond the checkpoint just saved, unless this run has it: its line was left."""
+        """Remove a snapshot beyond the checkpoint just saved, unless this run has it: its line was
+        left."""
         if not self.place.is_slot or saved is None:
             return
-        if (self._uploaded or 0) > saved and retention.newest_in(self.place.staging) != self._uploaded:
+        if (self._uploaded or 0) > saved and retention.newest_in(
+            self.place.staging
+        ) != self._uploaded:
             self._remote.keep_only(None)
             self._uploaded = None
 

@@ -1,8 +1,10 @@
-"""Which checkpoints are removed, and the two slots of snapshots. Knows no tensors and no process group.
+"""Which checkpoints are removed, and the two slots of snapshots. Knows no tensors and no process
+group.
 
-A slot is a run directory with one checkpoint: a new snapshot goes where the older one lies, so there is always a whole
-one beside the one being written, and never more than two.
+A slot is a run directory with one checkpoint: a new snapshot goes where the older one lies, so
+there is always a whole one beside the one being written, and never more than two.
 """
+
 from __future__ import annotations
 
 from pathlib import Path
@@ -18,17 +20,25 @@ def slots(directory: Path | str) -> list[Path]:
     return [Path(directory) / name for name in SLOTS]
 
 
-def prune(root: Path | str, keep_last: int, keep_every: int | None = None, *, disk: Disk = DISK) -> list[int]:
-    """Remove checkpoints but the tracker's, the `keep_last` newest up to it, and multiples of `keep_every`.
+def prune(
+    root: Path | str, keep_last: int, keep_every: int | None = None, *, disk: Disk = DISK
+) -> list[int]:
+    """Remove checkpoints but the tracker's, the `keep_last` newest up to it, and multiples of
+    `keep_every`.
 
-    Those beyond the tracker's belong to a line that was left (a run gone back to an older one): they neither count nor
-    go. Call it on rank 0 after a save has returned. Returns the iterations removed.
+    Those beyond the tracker's belong to a line that was left (a run gone back to an older one):
+    they neither count nor go. Call it on rank 0 after a save has returned. Returns the iterations
+    removed.
     """
     if keep_last < 1:
         raise ValueError(f"keep_last {keep_last}: at least one checkpoint must be kept")
     root, newest = Path(root), store.latest(root)
     present = [one for one in store.iterations(root) if newest is not None and one <= newest]
-    kept = {*present[-keep_last:], newest, *(one for one in present if keep_every and one % keep_every == 0)}
+    kept = {
+        *present[-keep_last:],
+        newest,
+        *(one for one in present if keep_every and one % keep_every == 0),
+    }
     removed = [one for one in present if one not in kept]
     for one in removed:
         store.discard(store.iteration_directory(root, one), disk)
@@ -44,15 +54,19 @@ def newest_in(root: Path) -> int | None:
 
 
 def free_slot(directory: Path | str, iteration: int, disk: Disk = DISK) -> Path:
-    """The slot for the snapshot of `iteration`, emptied: one of a line that was left, an empty one, or the older one."""
+    """The slot for the snapshot of `iteration`, emptied: one of a line that was left, an empty one,
+    or the older one."""
     held = {root: newest_in(root) for root in slots(directory)}
-    root = min(held, key=lambda one: -1 if held[one] is None or held[one] >= iteration else held[one])
+    root = min(
+        held, key=lambda one: -1 if held[one] is None or held[one] >= iteration else held[one]
+    )
     _empty(root, disk)
     return root
 
 
 def drop_beyond(directory: Path | str, iteration: int, disk: Disk = DISK) -> None:
-    """Empty the slots whose snapshot lies beyond `iteration`, which has just been saved: their line was left."""
+    """Empty the slots whose snapshot lies beyond `iteration`, which has just been saved: their line
+    was left."""
     for root in slots(directory):
         if (newest_in(root) or 0) > iteration:
             _empty(root, disk)

@@ -1,11 +1,14 @@
-"""One file in the safetensors layout, written and read by our own code; knows neither names of a model nor ranks.
+"""One file in the safetensors layout, written and read by our own code; knows neither names of a
+model nor ranks.
 
-Layout (github.com/huggingface/safetensors, README "Format"): 8 bytes little-endian header length, a JSON header
-{key: {dtype, shape, data_offsets}}, then the row-major tensors back to back. The header is padded with blanks to a
-multiple of 8 and tensors lie in falling order of element size, so every tensor is aligned to its element size.
+Layout (github.com/huggingface/safetensors, README "Format"): 8 bytes little-endian header length, a
+JSON header {key: {dtype, shape, data_offsets}}, then the row-major tensors back to back. The header
+is padded with blanks to a multiple of 8 and tensors lie in falling order of element size, so every
+tensor is aligned to its element size.
 
 Tensors are summed by blocks (checksums.py) on a few threads while others write.
 """
+
 from __future__ import annotations
 
 import json
@@ -23,25 +26,40 @@ import torch
 from megatron.checkpoint.checksums import BLOCK_BYTES, block_sums, crc32, read_summed
 from megatron.checkpoint.disk import DISK, CheckpointError, Disk, check_plain, explained
 
-SECTION_BYTES = 16 << 20  # what one thread sums and writes, or reads and sums, at a time, in whole blocks
+# what one thread sums and writes, or reads and sums, at a time, in whole blocks
+SECTION_BYTES = 16 << 20
 MAX_DIMS = 64
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
 _IN_FLIGHT_BYTES = 64 << 20
 _DAMAGED = "the file is damaged: use another checkpoint"
 
 DTYPES: dict[str, torch.dtype] = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
-    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
-    "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8, "BOOL": torch.bool,
-    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
-    "F8_E4M3FNUZ": torch.float8_e4m3fnuz, "F8_E5M2FNUZ": torch.float8_e5m2fnuz, "C64": torch.complex64,
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+    "C64": torch.complex64,
 }
 DTYPE_NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One tensor to write; `data` is it (any device, any strides) or a function that makes it when its turn comes."""
+    """One tensor to write; `data` is it (any device, any strides) or a function that makes it when
+    its turn comes."""
 
     key: str
     dtype: torch.dtype
@@ -56,7 +74,8 @@ class Entry:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a tensor lies: dtype name, shape, and [start, stop) in bytes from the beginning of the file."""
+    """Where a tensor lies: dtype name, shape, and [start, stop) in bytes from the beginning of the
+    file."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -66,7 +85,8 @@ class Place:
 
 @dataclass(frozen=True)
 class Written:
-    """What was written: file length, CRC-32 of length field and header, and the sums of the blocks of every key."""
+    """What was written: file length, CRC-32 of length field and header, and the sums of the blocks
+    of every key."""
 
     bytes: int
     header_crc32: str
@@ -76,7 +96,8 @@ class Written:
 def bytes_of(tensor: torch.Tensor) -> memoryview:
     """The bytes of a contiguous CPU tensor, shared, not copied."""
     assert tensor.is_contiguous()
-    flat = tensor.as_strided((tensor.numel(),), (1,))  # not reshape(-1), which keeps the stride of a dim of size 1
+    # not reshape(-1), which keeps the stride of a dim of size 1
+    flat = tensor.as_strided((tensor.numel(),), (1,))
     return memoryview(flat.view(torch.uint8).numpy())
 
 
@@ -86,8 +107,11 @@ def section_bytes(block_bytes: int) -> int:
 
 
 def thread_count() -> int:
-    """Threads for sums and copies: the processors this process may use, at most 4 (then the disk is the limit)."""
-    available = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """Threads for sums and copies: the processors this process may use, at most 4 (then the disk is
+    the limit)."""
+    available = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
     return max(1, min(4, available))
 
 
@@ -96,16 +120,23 @@ def _header(entries: Sequence[Entry], metadata: Mapping[str, str], path: Path) -
     table: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     offset = 0
     for entry in entries:
-        assert entry.key != "__metadata__" and entry.key not in table, f"{entry.key} twice in {path}"
+        assert entry.key != "__metadata__" and entry.key not in table, (
+            f"{entry.key} twice in {path}"
+        )
         assert entry.dtype in DTYPE_NAMES, f"{entry.key}: safetensors has no {entry.dtype}"
-        table[entry.key] = {"dtype": DTYPE_NAMES[entry.dtype], "shape": list(entry.shape),
-                            "data_offsets": [offset, offset + entry.bytes]}
+        table[entry.key] = {
+            "dtype": DTYPE_NAMES[entry.dtype],
+            "shape": list(entry.shape),
+            "data_offsets": [offset, offset + entry.bytes],
+        }
         offset += entry.bytes
     text = json.dumps(table, ensure_ascii=False, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     if len(text) > MAX_HEADER_BYTES:
-        raise CheckpointError(f"{path}: the header for {len(entries)} tensors would take {len(text)} bytes, more than "
-                              f"the {MAX_HEADER_BYTES} readers accept; write fewer tensors into one file")
+        raise CheckpointError(
+            f"{path}: the header for {len(entries)} tensors would take {len(text)} bytes, more "
+            f"than the {MAX_HEADER_BYTES} readers accept; write fewer tensors into one file"
+        )
     return len(text).to_bytes(8, "little") + text
 
 
@@ -113,16 +144,26 @@ def _host_copy(entry: Entry) -> torch.Tensor:
     """The entry's tensor on the CPU, row-major; itself where it is both already."""
     tensor = entry.data if isinstance(entry.data, torch.Tensor) else entry.data()
     assert tensor.dtype == entry.dtype and tuple(tensor.shape) == entry.shape, (
-        f"{entry.key}: declared {entry.dtype} {entry.shape}, got {tensor.dtype} {tuple(tensor.shape)}")
+        f"{entry.key}: declared {entry.dtype} {entry.shape}, got {tensor.dtype} "
+        f"{tuple(tensor.shape)}"
+    )
     return tensor.detach().to("cpu").resolve_conj().resolve_neg().contiguous()
 
 
-def write_file(path: Path, entries: Sequence[Entry], *, metadata: Mapping[str, str] | None = None,
-               block_bytes: int = BLOCK_BYTES, disk: Disk = DISK) -> Written:
-    """Write a new file of `entries` and fsync it; tensors are not copied (CUDA and strided ones: one at a time).
+def write_file(
+    path: Path,
+    entries: Sequence[Entry],
+    *,
+    metadata: Mapping[str, str] | None = None,
+    block_bytes: int = BLOCK_BYTES,
+    disk: Disk = DISK,
+) -> Written:
+    """Write a new file of `entries` and fsync it; tensors are not copied (CUDA and strided ones:
+    one at a time).
 
-    `metadata` is the header's free text, by default {"format": "pt"} as torch users write it. Raises CheckpointError
-    when the disk refuses; the unfinished file is then left for the caller to remove with its directory.
+    `metadata` is the header's free text, by default {"format": "pt"} as torch users write it.
+    Raises CheckpointError when the disk refuses; the unfinished file is then left for the caller to
+    remove with its directory.
     """
     ordered = sorted(entries, key=lambda entry: -entry.dtype.itemsize)
     header = _header(ordered, {"format": "pt"} if metadata is None else metadata, path)
@@ -138,15 +179,19 @@ def write_file(path: Path, entries: Sequence[Entry], *, metadata: Mapping[str, s
     return Written(total, crc32(header), sums)
 
 
-def _write_data(descriptor: int, path: Path, entries: Sequence[Entry], offset: int, block_bytes: int,
-                disk: Disk) -> dict[str, tuple[str, ...]]:
-    """Sum and write the tensors by sections on a few threads, with a bounded number of bytes under way."""
+def _write_data(
+    descriptor: int, path: Path, entries: Sequence[Entry], offset: int, block_bytes: int, disk: Disk
+) -> dict[str, tuple[str, ...]]:
+    """Sum and write the tensors by sections on a few threads, with a bounded number of bytes under
+    way."""
     sums: dict[str, list[Future[tuple[str, ...]]]] = {}
     waiting: deque[tuple[Future[tuple[str, ...]], int]] = deque()
-    under_way, length = 0, section_bytes(block_bytes)
+    under_way = 0
+    length = section_bytes(block_bytes)
 
     def sum_and_write(view: memoryview, at: int) -> tuple[str, ...]:
-        section_sums = block_sums(view, block_bytes)  # first, so that the write finds the bytes in the cache
+        # first, so that the write finds the bytes in the cache
+        section_sums = block_sums(view, block_bytes)
         disk.write(descriptor, path, view, at)
         return section_sums
 
@@ -156,7 +201,7 @@ def _write_data(descriptor: int, path: Path, entries: Sequence[Entry], offset: i
                 view = bytes_of(_host_copy(entry))
                 sums[entry.key] = []
                 for low in range(0, len(view), length):
-                    section = view[low:low + length]
+                    section = view[low : low + length]
                     future = pool.submit(sum_and_write, section, offset + low)
                     sums[entry.key].append(future)
                     waiting.append((future, len(section)))
@@ -166,14 +211,20 @@ def _write_data(descriptor: int, path: Path, entries: Sequence[Entry], offset: i
                     oldest, done = waiting.popleft()
                     oldest.result()
                     under_way -= done
-            return {key: tuple(one for future in futures for one in future.result()) for key, futures in sums.items()}
+            return {
+                key: tuple(one for future in futures for one in future.result())
+                for key, futures in sums.items()
+            }
         except BaseException:
             pool.shutdown(wait=True, cancel_futures=True)
             raise
 
 
-def _parse_header(path: Path, text: bytes, data_start: int, file_bytes: int) -> tuple[dict[str, Place], dict[str, str]]:
-    """Places and metadata from the JSON header, everything checked against the length of the file."""
+def _parse_header(  # noqa: C901
+    path: Path, text: bytes, data_start: int, file_bytes: int
+) -> tuple[dict[str, Place], dict[str, str]]:
+    """Places and metadata from the JSON header, everything checked against the length of the
+    file."""
 
     def bad(reason: str, key: str = "") -> CheckpointError:
         return CheckpointError(
@@ -187,19 +238,27 @@ def _parse_header(path: Path, text: bytes, data_start: int, file_bytes: int) -> 
     if not isinstance(table, dict):
         raise bad("the header is not a JSON object")
     metadata = table.pop("__metadata__", {})
-    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+    if not isinstance(metadata, dict) or not all(
+        isinstance(value, str) for value in metadata.values()
+    ):
         raise bad("__metadata__ must map texts to texts")
     places: dict[str, Place] = {}
     for key, value in table.items():
         try:
-            dtype, shape, (low, high) = value["dtype"], tuple(value["shape"]), value["data_offsets"]
+            dtype = value["dtype"]
+            shape = tuple(value["shape"])
+            (low, high) = value["data_offsets"]
             numbers = [*shape, low, high]
         except (TypeError, KeyError, ValueError):
             raise bad("the header lacks dtype, shape or data_offsets", key) from None
         if not isinstance(dtype, str) or dtype not in DTYPES:
             raise bad(f"unknown dtype {str(dtype)[:40]!r}", key)
-        if len(shape) > MAX_DIMS or not all(type(number) is int and 0 <= number < 1 << 63 for number in numbers):
-            raise bad(f"shape (at most {MAX_DIMS} dims) and data_offsets must be whole numbers", key)
+        if len(shape) > MAX_DIMS or not all(
+            type(number) is int and 0 <= number < 1 << 63 for number in numbers
+        ):
+            raise bad(
+                f"shape (at most {MAX_DIMS} dims) and data_offsets must be whole numbers", key
+            )
         if high - low != prod(shape) * DTYPES[dtype].itemsize:
             raise bad(f"{dtype} {list(shape)} does not take {high - low} bytes", key)
         places[key] = Place(dtype, shape, data_start + low, data_start + high)
@@ -218,13 +277,15 @@ def _parse_header(path: Path, text: bytes, data_start: int, file_bytes: int) -> 
 class SafetensorsFile:
     """An open file of tensors: `places` by key, `metadata`, and `header_crc32`. A context manager.
 
-    Opening reads and checks the header only; raises CheckpointError naming file and tensor when anything is wrong.
+    Opening reads and checks the header only; raises CheckpointError naming file and tensor when
+    anything is wrong.
     """
 
     def __init__(self, path: Path):
         self.path = path
         with explained("open", path):
-            self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)    # of a pipe: at once
+            # of a pipe: at once
+            self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         try:
             check_plain(self._descriptor, path)
             self.bytes = os.fstat(self._descriptor).st_size
@@ -257,17 +318,27 @@ class SafetensorsFile:
                         f"{self.path}, tensor {key}: the file ends at byte {offset}; {_DAMAGED} "
                         "[checkpoint-damaged]"
                     )
-                view, offset = view[done:], offset + done
+                view = view[done:]
+                offset = offset + done
 
-    def read_into(self, key: str, view: memoryview, start: int = 0, sums: Sequence[str] | None = None,
-                  block_bytes: int = BLOCK_BYTES) -> None:
-        """Fill `view` with the tensor's bytes from `start` on; with `sums`, those of the tensor's blocks, check them.
+    def read_into(
+        self,
+        key: str,
+        view: memoryview,
+        start: int = 0,
+        sums: Sequence[str] | None = None,
+        block_bytes: int = BLOCK_BYTES,
+    ) -> None:
+        """Fill `view` with the tensor's bytes from `start` on; with `sums`, those of the tensor's
+        blocks, check them.
 
-        With `sums`, `start` and the end of the view must lie between blocks (or at the tensor's end). Thread-safe.
-        Raises CheckpointError naming file and tensor.
+        With `sums`, `start` and the end of the view must lie between blocks (or at the tensor's
+        end). Thread-safe. Raises CheckpointError naming file and tensor.
         """
         place = self.places[key]
-        assert 0 <= start and place.start + start + len(view) <= place.stop, f"{key}: beyond the tensor"
+        assert 0 <= start and place.start + start + len(view) <= place.stop, (
+            f"{key}: beyond the tensor"
+        )
         if sums is None:
             return self._read_at(view, place.start + start, key)
         assert start % block_bytes == 0, f"{key}: byte {start} is inside a block"
@@ -287,7 +358,8 @@ class SafetensorsFile:
             )
 
     def read(self, key: str) -> torch.Tensor:
-        """The whole tensor, new, on the CPU; checksums are the manifest's matter and not looked at here."""
+        """The whole tensor, new, on the CPU; checksums are the manifest's matter and not looked at
+        here."""
         if key not in self.places:
             raise CheckpointError(
                 f"{self.path} has no tensor {key!r}; it has {', '.join(sorted(self.places)[:5])} "

@@ -1,8 +1,10 @@
-"""Writes the slices of tensors that a rank holds and reads any box of any tensor back, whoever wrote it how.
+"""Writes the slices of tensors that a rank holds and reads any box of any tensor back, whoever
+wrote it how.
 
-Everything is indexed by global tensor name, shape and box, so the layout at save and the layout at load need not agree.
-Knows no model class, no process group and no directories of a run.
+Everything is indexed by global tensor name, shape and box, so the layout at save and the layout at
+load need not agree. Knows no model class, no process group and no directories of a run.
 """
+
 from __future__ import annotations
 
 from collections import deque
@@ -29,14 +31,15 @@ from megatron.checkpoint.safetensors_file import (
     write_file,
 )
 
-MOST_LATER = 1024           # sections that wait to be read
+MOST_LATER = 1024  # sections that wait to be read
 
 
 @dataclass(frozen=True)
 class TensorSlice:
     """The part `box` of the global tensor `name` that this rank writes.
 
-    `tensor` has the box's shape, any strides, on any device; or it is a function that makes it when its turn comes.
+    `tensor` has the box's shape, any strides, on any device; or it is a function that makes it when
+    its turn comes.
     """
 
     name: str
@@ -49,8 +52,13 @@ class TensorSlice:
         problem = boxes.problem_of(self.box, self.global_shape)
         assert problem is None, f"{self.name}: box {boxes.text(self.box)} {problem}"
         if isinstance(self.tensor, torch.Tensor):
-            assert tuple(self.tensor.shape) == boxes.extent(self.box) and self.tensor.dtype == self.dtype, (
-                f"{self.name}: {self.tensor.dtype} {tuple(self.tensor.shape)} for {self.dtype} {boxes.text(self.box)}")
+            assert (
+                tuple(self.tensor.shape) == boxes.extent(self.box)
+                and self.tensor.dtype == self.dtype
+            ), (
+                f"{self.name}: {self.tensor.dtype} {tuple(self.tensor.shape)} for {self.dtype} "
+                f"{boxes.text(self.box)}"
+            )
 
     @classmethod
     def whole(cls, name: str, tensor: torch.Tensor) -> TensorSlice:
@@ -60,13 +68,26 @@ class TensorSlice:
 
     @property
     def key(self) -> str:
-        """Its key in the file: the name, with the box behind it where it is not the whole tensor."""
-        return self.name if self.box == boxes.whole(self.global_shape) else self.name + boxes.text(self.box)
+        """Its key in the file: the name, with the box behind it where it is not the whole
+        tensor."""
+        return (
+            self.name
+            if self.box == boxes.whole(self.global_shape)
+            else self.name + boxes.text(self.box)
+        )
 
 
-def write(directory: Path, file_name: str, slices: Sequence[TensorSlice], iteration: int, *,
-          block_bytes: int = BLOCK_BYTES, disk: Disk = DISK) -> Manifest:
-    """Write one rank's slices into `directory/file_name`, fsynced, and return its part of the manifest.
+def write(
+    directory: Path,
+    file_name: str,
+    slices: Sequence[TensorSlice],
+    iteration: int,
+    *,
+    block_bytes: int = BLOCK_BYTES,
+    disk: Disk = DISK,
+) -> Manifest:
+    """Write one rank's slices into `directory/file_name`, fsynced, and return its part of the
+    manifest.
 
     Empty slices are noted without data; without any data there is no file. Raises CheckpointError.
     """
@@ -74,14 +95,19 @@ def write(directory: Path, file_name: str, slices: Sequence[TensorSlice], iterat
     files: dict[str, FileRecord] = {}
     sums: dict[str, tuple[str, ...]] = {}
     if filled:
-        entries = [Entry(part.key, part.dtype, boxes.extent(part.box), part.tensor) for part in filled]
+        entries = [
+            Entry(part.key, part.dtype, boxes.extent(part.box), part.tensor) for part in filled
+        ]
         written = write_file(directory / file_name, entries, block_bytes=block_bytes, disk=disk)
-        files[file_name], sums = FileRecord(written.bytes, written.header_crc32), written.sums
+        files[file_name] = FileRecord(written.bytes, written.header_crc32)
+        sums = written.sums
     tensors: dict[str, TensorRecord] = {}
     for part in slices:
         known = tensors.get(part.name)
         dtype = DTYPE_NAMES[part.dtype]
-        assert known is None or (known.shape, known.dtype) == (part.global_shape, dtype), f"{part.name}: two shapes"
+        assert known is None or (known.shape, known.dtype) == (part.global_shape, dtype), (
+            f"{part.name}: two shapes"
+        )
         chunks = known.chunks if known else ()
         if boxes.volume(part.box):
             chunks += (Chunk(file_name, part.key, part.box, sums[part.key]),)
@@ -90,7 +116,8 @@ def write(directory: Path, file_name: str, slices: Sequence[TensorSlice], iterat
 
 
 class Reader:
-    """Reads boxes of the tensors that `manifest` lists in `directory`, every byte checked. A context manager.
+    """Reads boxes of the tensors that `manifest` lists in `directory`, every byte checked. A
+    context manager.
 
     Files are opened, and their length and header compared with the manifest, when first needed.
     """
@@ -128,9 +155,12 @@ class Reader:
             self._covered.add(name)
         return record
 
-    def read(self, name: str, box: Box | None = None, into: torch.Tensor | None = None) -> torch.Tensor:
-        """The part `box` (all of it without) of tensor `name`: in `into` (same shape and dtype, any device and strides)
-        or in a new CPU tensor, which is returned. Raises CheckpointError naming file and tensor.
+    def read(
+        self, name: str, box: Box | None = None, into: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """The part `box` (all of it without) of tensor `name`: in `into` (same shape and dtype, any
+        device and strides) or in a new CPU tensor, which is returned. Raises CheckpointError naming
+        file and tensor.
         """
         if into is None:
             box = boxes.whole(self.shape(name)) if box is None else box
@@ -140,28 +170,40 @@ class Reader:
         return into
 
     def read_later(self, name: str, box: Box | None, into: torch.Tensor) -> None:
-        """As `read`, but `into` is filled only when `wait` returns: several tensors are read at a time, on all threads."""
+        """As `read`, but `into` is filled only when `wait` returns: several tensors are read at a
+        time, on all threads."""
         record = self._record(name)
         box = boxes.whole(record.shape) if box is None else box
         problem = boxes.problem_of(box, record.shape)
         if problem:
-            raise CheckpointError(f"{self.directory}, tensor {name} {list(record.shape)}: "
-                                  f"box {boxes.text(box)} {problem}")
+            raise CheckpointError(
+                f"{self.directory}, tensor {name} {list(record.shape)}: "
+                f"box {boxes.text(box)} {problem}"
+            )
         dtype = DTYPES[record.dtype]
         if tuple(into.shape) != boxes.extent(box) or into.dtype != dtype:
-            raise CheckpointError(f"{self.directory}, tensor {name}: {into.dtype} {tuple(into.shape)} cannot take "
-                                  f"{dtype} {boxes.text(box)}; read it without `into` and convert it")
+            raise CheckpointError(
+                f"{self.directory}, tensor {name}: {into.dtype} {tuple(into.shape)} cannot take "
+                f"{dtype} {boxes.text(box)}; read it without `into` and convert it"
+            )
         target = into.detach()
         for chunk in record.chunks:
             common = boxes.intersection(chunk.box, box)
             if common is not None:
-                self._later.extend(map(self._pool.submit, self._tasks(
-                    record, chunk, common, target[boxes.slices(boxes.relative(common, box))])))
+                self._later.extend(
+                    map(
+                        self._pool.submit,
+                        self._tasks(
+                            record, chunk, common, target[boxes.slices(boxes.relative(common, box))]
+                        ),
+                    )
+                )
         while len(self._later) > MOST_LATER:
             self._take_first()
 
     def wait(self) -> None:
-        """Until all that was to be read later is there. The first error is raised after all under way have ended."""
+        """Until all that was to be read later is there. The first error is raised after all under
+        way have ended."""
         while self._later:
             self._take_first()
 
@@ -178,22 +220,35 @@ class Reader:
                     future.exception()
             raise
 
-    def _tasks(self, record: TensorRecord, chunk: Chunk, common: Box, target: torch.Tensor) -> list[Callable[[], None]]:
-        """The steps that bring the part `common` (global coordinates, inside `chunk`) into `target`, of its shape."""
+    def _tasks(
+        self, record: TensorRecord, chunk: Chunk, common: Box, target: torch.Tensor
+    ) -> list[Callable[[], None]]:
+        """The steps that bring the part `common` (global coordinates, inside `chunk`) into
+        `target`, of its shape."""
         file = self._file(record, chunk)
         block = self.manifest.block_bytes
         if common == chunk.box and target.is_contiguous() and target.device.type == "cpu":
-            view, section = bytes_of(target), section_bytes(block)
-            return [lambda low=low: file.read_into(chunk.key, view[low:low + section], low, chunk.sums, block)
-                    for low in range(0, len(view), section)]
-        local, shape = boxes.relative(common, chunk.box), boxes.extent(chunk.box)
+            view = bytes_of(target)
+            section = section_bytes(block)
+            return [
+                lambda low=low: file.read_into(
+                    chunk.key, view[low : low + section], low, chunk.sums, block
+                )
+                for low in range(0, len(view), section)
+            ]
+        local = boxes.relative(common, chunk.box)
+        shape = boxes.extent(chunk.box)
         limit = section_bytes(block) // target.dtype.itemsize
-        return [lambda piece=piece: _copy_piece(file, chunk, shape, piece, block,
-                                                target[boxes.slices(boxes.relative(piece, local))])
-                for piece in boxes.pieces(local, shape, limit)]
+        return [
+            lambda piece=piece: _copy_piece(
+                file, chunk, shape, piece, block, target[boxes.slices(boxes.relative(piece, local))]
+            )
+            for piece in boxes.pieces(local, shape, limit)
+        ]
 
     def _file(self, record: TensorRecord, chunk: Chunk) -> SafetensorsFile:
-        """The chunk's open file; its length, header and this chunk's place agree with the manifest."""
+        """The chunk's open file; its length, header and this chunk's place agree with the
+        manifest."""
         file = self._files.get(chunk.file)
         if file is None:
             file = SafetensorsFile(self.directory / chunk.file)
@@ -201,7 +256,10 @@ class Reader:
         want = self.manifest.files[chunk.file]
         place = file.places.get(chunk.key)
         if (file.bytes, file.header_crc32) != (want.bytes, want.crc32):
-            reason = f"{file.bytes} bytes with header {file.header_crc32}, should be {want.bytes} with {want.crc32}"
+            reason = (
+                f"{file.bytes} bytes with header {file.header_crc32}, should be {want.bytes} with "
+                f"{want.crc32}"
+            )
         elif place is None or (place.dtype, place.shape) != (record.dtype, boxes.extent(chunk.box)):
             reason = f"its tensor {chunk.key} is not the one of the manifest"
         else:
@@ -212,13 +270,16 @@ class Reader:
         )
 
     def verify(self) -> int:
-        """Read and check every chunk of every tensor without keeping it; returns the bytes checked."""
-        total, block = 0, self.manifest.block_bytes
+        """Read and check every chunk of every tensor without keeping it; returns the bytes
+        checked."""
+        total = 0
+        block = self.manifest.block_bytes
         section = section_bytes(block)
         for name in self.manifest.tensors:
             record = self._record(name)
             for chunk in record.chunks:
-                file, length = self._file(record, chunk), record.bytes_of(chunk.box)
+                file = self._file(record, chunk)
+                length = record.bytes_of(chunk.box)
                 for low in range(0, length, section):
                     scratch = memoryview(bytearray(min(section, length - low)))
                     file.read_into(chunk.key, scratch, low, chunk.sums, block)
@@ -239,9 +300,16 @@ class Reader:
         self.close()
 
 
-def _copy_piece(file: SafetensorsFile, chunk: Chunk, shape: Sequence[int], piece: Box, block: int,
-                target: torch.Tensor) -> None:
-    """Copy `piece` of a chunk of `shape` into `target` by way of the whole blocks around it, which are checked."""
+def _copy_piece(
+    file: SafetensorsFile,
+    chunk: Chunk,
+    shape: Sequence[int],
+    piece: Box,
+    block: int,
+    target: torch.Tensor,
+) -> None:
+    """Copy `piece` of a chunk of `shape` into `target` by way of the whole blocks around it, which
+    are checked."""
     size = target.dtype.itemsize
     first, stop = boxes.span(piece, shape)
     place = file.places[chunk.key]
@@ -249,5 +317,7 @@ def _copy_piece(file: SafetensorsFile, chunk: Chunk, shape: Sequence[int], piece
     high = min(-(-stop * size // block) * block, place.stop - place.start)
     scratch = torch.empty(high - low, dtype=torch.uint8)
     file.read_into(chunk.key, bytes_of(scratch), low, chunk.sums, block)
-    values = scratch[first * size - low:stop * size - low].view(target.dtype)
-    target.copy_(values.as_strided(boxes.extent(piece), boxes.strides(shape), values.storage_offset()))
+    values = scratch[first * size - low : stop * size - low].view(target.dtype)
+    target.copy_(
+        values.as_strided(boxes.extent(piece), boxes.strides(shape), values.storage_offset())
+    )

@@ -1,4 +1,6 @@
-"""A process beside a rank: forked from it, spoken to over a pipe, ended with it. Knows nothing of what it does."""
+"""A process beside a rank: forked from it, spoken to over a pipe, ended with it. Knows nothing of
+what it does."""
+
 from __future__ import annotations
 
 import ctypes
@@ -10,16 +12,19 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import NoReturn
 
-_DIE_WITH_PARENT = 1    # Linux: prctl's PR_SET_PDEATHSIG
+_DIE_WITH_PARENT = 1  # Linux: prctl's PR_SET_PDEATHSIG
 
 
 class SideProcess:
-    """The rank's end. `pipe` leads to the process; `exit_code` is None until its end has been noticed."""
+    """The rank's end. `pipe` leads to the process; `exit_code` is None until its end has been
+    noticed."""
 
     def __init__(self, serve: Callable[[Connection], None]):
-        """Fork, and have the process call `serve` with its end of the pipe; when that returns it ends."""
+        """Fork, and have the process call `serve` with its end of the pipe; when that returns it
+        ends."""
         self.pipe, theirs = multiprocessing.Pipe()
-        parent, self.exit_code = os.getpid(), None
+        parent = os.getpid()
+        self.exit_code = None
         self.pid = os.fork()
         if self.pid == 0:
             _run(serve, theirs, self.pipe, parent)
@@ -39,12 +44,15 @@ class SideProcess:
     def close(self) -> None:
         """End it, whatever it is doing."""
         if self.alive():
-            os.kill(self.pid, signal.SIGKILL)       # data workers hold copies of the pipe, so that closing it says nothing
+            # data workers hold copies of the pipe, so that closing it says nothing
+            os.kill(self.pid, signal.SIGKILL)
         self.pipe.close()
         self.wait()
 
 
-def _run(serve: Callable[[Connection], None], pipe: Connection, ours: Connection, parent: int) -> NoReturn:
+def _run(
+    serve: Callable[[Connection], None], pipe: Connection, ours: Connection, parent: int
+) -> NoReturn:
     """The process. Signals are the rank's affair."""
     code = 1
     try:
@@ -52,12 +60,12 @@ def _run(serve: Callable[[Connection], None], pipe: Connection, ours: Connection
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
             signal.signal(number, signal.SIG_IGN)
         prctl = getattr(ctypes.CDLL(None), "prctl", None)
-        if prctl:                                   # a rank that is killed cannot say so
+        if prctl:  # a rank that is killed cannot say so
             prctl(_DIE_WITH_PARENT, signal.SIGKILL)
         if os.getppid() == parent:
             serve(pipe)
         code = 0
-    except (EOFError, OSError):                     # the rank is gone
+    except (EOFError, OSError):  # the rank is gone
         code = 0
     except BaseException:
         os.write(2, traceback.format_exc().encode())

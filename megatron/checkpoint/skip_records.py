@@ -1,9 +1,11 @@
-"""`skips.jsonl` of a run directory: which ranges of iterations are to be left out, one JSON object a line; lines are only
-ever added.
+"""`skips.jsonl` of a run directory: which ranges of iterations are to be left out, one JSON object
+a line; lines are only ever added.
 
-A line is a record of a range (or, where one command line has more than a thousand, of all of them), or `{"forget": id,
-...}`, which takes one back; the last line about an id counts. Knows no run, no flag and no data.
+A line is a record of a range (or, where one command line has more than a thousand, of all of them),
+or `{"forget": id, ...}`, which takes one back; the last line about an id counts. Knows no run, no
+flag and no data.
 """
+
 from __future__ import annotations
 
 import json
@@ -20,16 +22,18 @@ from megatron.checkpoint.disk import DISK, CheckpointError, explained, read_smal
 from megatron.config.skip_ranges import Range, SkipRanges
 
 FILE_NAME = "skips.jsonl"
-MANY = 1000             # new ranges of one command line that get a record each
+MANY = 1000  # new ranges of one command line that get a record each
 
 
 @dataclass(frozen=True)
 class SkipRecord:
-    """Iterations `a` to `b`, which read samples `s0` to `s1` (excluded), are not trained; `id` is "a-b".
+    """Iterations `a` to `b`, which read samples `s0` to `s1` (excluded), are not trained; `id` is
+    "a-b".
 
-    `reason`: user, spike ...; `source`: who asked; `hash`: what decides which data these samples are. A record of n ranges
-    spells them in `ranges`, as "5-7 15-17 ..."; a, b, s0 and s1 are then where the first begins and the last ends, `tokens`
-    are theirs without the gaps, and `id` is "a-bxn".
+    `reason`: user, spike ...; `source`: who asked; `hash`: what decides which data these samples
+    are. A record of n ranges spells them in `ranges`, as "5-7 15-17 ..."; a, b, s0 and s1 are then
+    where the first begins and the last ends, `tokens` are theirs without the gaps, and `id` is
+    "a-bxn".
     """
 
     id: str
@@ -51,25 +55,35 @@ class SkipRecord:
             return SkipRanges([(self.a, self.b)])
         numbers = list(map(int, self.ranges.replace("-", " ").split()))
         found = SkipRanges().joined(zip(numbers[::2], numbers[1::2], strict=True))
-        if _spelled(found) != self.ranges or (found.ranges[0][0], found.ranges[-1][1]) != (self.a, self.b):
+        if _spelled(found) != self.ranges or (found.ranges[0][0], found.ranges[-1][1]) != (
+            self.a,
+            self.b,
+        ):
             raise ValueError("its ranges are not in order")
         return found
 
     def line(self) -> str:
         """The record as a line of the file, without its end."""
-        return json.dumps({name: value for name in _NAMES if (value := getattr(self, name)) or name != "ranges"})
+        return json.dumps(
+            {name: value for name in _NAMES if (value := getattr(self, name)) or name != "ranges"}
+        )
 
 
 def named(parts: SkipRanges) -> dict[str, Any]:
     """What a record of these iterations calls them: its `id`, `a`, `b` and `ranges`."""
     (a, _), *_, (_, b) = [parts.ranges[0], *parts.ranges]
     many = len(parts.ranges) > 1
-    return {"id": f"{a}-{b}x{len(parts.ranges)}" if many else f"{a}-{b}", "a": a, "b": b,
-            "ranges": _spelled(parts) if many else ""}
+    return {
+        "id": f"{a}-{b}x{len(parts.ranges)}" if many else f"{a}-{b}",
+        "a": a,
+        "b": b,
+        "ranges": _spelled(parts) if many else "",
+    }
 
 
 def grouped(ranges: Sequence[Range]) -> list[SkipRanges]:
-    """The records that new ranges of one command line get: one each, or one for all of very many."""
+    """The records that new ranges of one command line get: one each, or one for all of very
+    many."""
     return [SkipRanges(ranges)] if len(ranges) > MANY else [SkipRanges([one]) for one in ranges]
 
 
@@ -77,7 +91,7 @@ def _spelled(parts: SkipRanges) -> str:
     return " ".join([f"{first}-{last}" for first, last in parts.ranges])
 
 
-Entry = tuple[str, SkipRecord | None]       # an id, and its record, or None where it is taken back
+Entry = tuple[str, SkipRecord | None]  # an id, and its record, or None where it is taken back
 _NAMES = [one.name for one in fields(SkipRecord)]
 _TYPES = [int if one.type == "int" else str for one in fields(SkipRecord)]
 
@@ -93,18 +107,26 @@ def forget_line(identity: str) -> str:
 
 
 def parse(lines: Iterable[str], source: str) -> list[Entry]:
-    """What each line says; `source` is where they are from, for messages. Raises CheckpointError for one that is neither a
-    record nor takes one back."""
+    """What each line says; `source` is where they are from, for messages. Raises CheckpointError
+    for one that is neither a record nor takes one back."""
     found: list[Entry] = []
     for number, line in enumerate(lines, 1):
         try:
             row = json.loads(line)
-            if isinstance(row, dict) and row.keys() == {"forget", "time"} and isinstance(row["forget"], str):
+            if (
+                isinstance(row, dict)
+                and row.keys() == {"forget", "time"}
+                and isinstance(row["forget"], str)
+            ):
                 found.append((row["forget"], None))
                 continue
             record = SkipRecord(**row)
             typed = [type(getattr(record, name)) for name in _NAMES] == _TYPES
-            if not typed or not (1 <= record.a <= record.b and 0 <= record.s0 < record.s1) or not record.parts:
+            if (
+                not typed
+                or not (1 <= record.a <= record.b and 0 <= record.s0 < record.s1)
+                or not record.parts
+            ):
                 raise ValueError("its values make no sense")
         except (ValueError, TypeError, RecursionError) as error:
             raise CheckpointError(
@@ -126,8 +148,8 @@ def active(entries: Iterable[Entry]) -> dict[str, SkipRecord]:
 
 
 def read(directory: Path | str) -> tuple[list[str], str]:
-    """(the whole lines of the file in `directory`, what a write that was cut off has left behind them, which is no JSON).
-    Raises CheckpointError where it cannot be read."""
+    """(the whole lines of the file in `directory`, what a write that was cut off has left behind
+    them, which is no JSON). Raises CheckpointError where it cannot be read."""
     try:
         data = read_small_file(Path(directory) / FILE_NAME)
     except CheckpointError as error:
@@ -146,7 +168,8 @@ def _is_json(text: str) -> bool:
 
 
 def append(directory: Path | str, lines: Sequence[str]) -> None:
-    """Add lines, durably, in one write; what a write that was cut off has left at the end goes. Raises CheckpointError."""
+    """Add lines, durably, in one write; what a write that was cut off has left at the end goes.
+    Raises CheckpointError."""
     path = Path(directory) / FILE_NAME
     DISK.make_root(path.parent)
     new = not path.exists()
@@ -156,11 +179,13 @@ def append(directory: Path | str, lines: Sequence[str]) -> None:
     try:
         with explained("append to", path):
             there = os.pread(descriptor, os.fstat(descriptor).st_size, 0)
-            end, lead = len(there), ""
+            end = len(there)
+            lead = ""
             if not there.endswith(b"\n") and there:
                 lead = "\n"
                 if not _is_json(there.rpartition(b"\n")[2].decode(errors="replace")):
-                    end, lead = there.rfind(b"\n") + 1, ""
+                    end = there.rfind(b"\n") + 1
+                    lead = ""
                     os.ftruncate(descriptor, end)
         DISK.write(descriptor, path, (lead + "".join(f"{line}\n" for line in lines)).encode(), end)
         DISK.fsync(descriptor, path)
@@ -171,7 +196,8 @@ def append(directory: Path | str, lines: Sequence[str]) -> None:
 
 
 def replace(directory: Path | str, lines: Sequence[str]) -> None:
-    """Put a file of these lines in the place of the one in `directory`, in one step. Raises CheckpointError."""
+    """Put a file of these lines in the place of the one in `directory`, in one step. Raises
+    CheckpointError."""
     path = Path(directory) / FILE_NAME
     temporary = path.with_name(f".{FILE_NAME}.tmp-{secrets.token_hex(4)}")
     DISK.make_root(path.parent)
@@ -182,8 +208,9 @@ def replace(directory: Path | str, lines: Sequence[str]) -> None:
 
 @dataclass
 class SkipHistory:
-    """`records`: those that count, by id; `executed`: [first, last] of what a run has left out so far, ascending, in all
-    `total` iterations."""
+    """`records`: those that count, by id; `executed`: [first, last] of what a run has left out so
+    far, ascending, in all `total` iterations."""
+
     records: dict[str, SkipRecord] = field(default_factory=dict)
     executed: list[list[int]] = field(default_factory=list)
     total: int = 0
@@ -206,6 +233,9 @@ class SkipHistory:
             self.executed.append([first, last])
 
     def take(self, executed: Iterable[Sequence[int]], iteration: int) -> None:
-        """The run goes on from `iteration` with this past; of later iterations nothing has happened."""
-        self.executed = [[first, min(last, iteration)] for first, last in executed if first <= iteration]
+        """The run goes on from `iteration` with this past; of later iterations nothing has
+        happened."""
+        self.executed = [
+            [first, min(last, iteration)] for first, last in executed if first <= iteration
+        ]
         self.total = sum(last - first + 1 for first, last in self.executed)

@@ -1,8 +1,10 @@
-"""What a run is besides its tensors, as plain data with an exact JSON form; knows neither tensors nor directories.
+"""What a run is besides its tensors, as plain data with an exact JSON form; knows neither tensors
+nor directories.
 
-Floats are written with Python's shortest exact spelling and come back bit for bit (the infinities and NaN as
-{"float": "inf"}), whole numbers in full. Nothing here is ever unpickled.
+Floats are written with Python's shortest exact spelling and come back bit for bit (the infinities
+and NaN as {"float": "inf"}), whole numbers in full. Nothing here is ever unpickled.
 """
+
 from __future__ import annotations
 
 import json
@@ -24,17 +26,22 @@ _FLOATS = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
 
 def versions() -> dict[str, str]:
     """Versions of Python, torch and numpy, for the reader of a checkpoint."""
-    return {"python": platform.python_version(), "torch": str(torch.__version__), "numpy": numpy.__version__}
+    return {
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "numpy": numpy.__version__,
+    }
 
 
 @dataclass(kw_only=True)
 class RunState:
-    """Counters and small states of a run after `iteration` iterations. Every value is None, bool, int, float, str, or a
-    list or str-keyed dict of such; tuples come back as lists.
+    """Counters and small states of a run after `iteration` iterations. Every value is None, bool,
+    int, float, str, or a list or str-keyed dict of such; tuples come back as lists.
 
-    `skips`: the lines of `skips.jsonl` that count; `skipped`: the ranges [first, last] left out so far. `layout`: world, tp,
-    pp, dp ... at the save. `data`: fingerprint of the flags and files that fix the data order. `rng` is empty while all
-    randomness is a pure function of counters. `spikes`: what the detector remembers.
+    `skips`: the lines of `skips.jsonl` that count; `skipped`: the ranges [first, last] left out so
+    far. `layout`: world, tp, pp, dp ... at the save. `data`: fingerprint of the flags and files
+    that fix the data order. `rng` is empty while all randomness is a pure function of counters.
+    `spikes`: what the detector remembers.
     """
 
     iteration: int = 0
@@ -54,19 +61,26 @@ class RunState:
     versions: dict[str, Any] = field(default_factory=versions)
 
     def skipped_ranges(self) -> list[list[int]]:
-        """`skipped`; of an older checkpoint, whose `skips` are the ranges of its flags, their part up to its iteration.
-        Raises CheckpointError where they are none."""
+        """`skipped`; of an older checkpoint, whose `skips` are the ranges of its flags, their part
+        up to its iteration. Raises CheckpointError where they are none."""
         flags = [one for one in self.skips if isinstance(one, list)]
         for one in self.skipped or flags:
-            if not isinstance(one, list) or [type(end) for end in one] != [int, int] or not 1 <= one[0] <= one[1]:
+            if (
+                not isinstance(one, list)
+                or [type(end) for end in one] != [int, int]
+                or not 1 <= one[0] <= one[1]
+            ):
                 raise CheckpointError(
                     f"the run state says that the range {one} was skipped, which is none; the "
                     "checkpoint is damaged: use another one [checkpoint-damaged]"
                 )
-        return self.skipped or [[first, min(last, self.iteration)] for first, last in flags if first <= self.iteration]
+        return self.skipped or [
+            [first, min(last, self.iteration)] for first, last in flags if first <= self.iteration
+        ]
 
     def dump(self) -> bytes:
-        """The JSON text. TypeError, naming the place, for a value that would not come back as it is."""
+        """The JSON text. TypeError, naming the place, for a value that would not come back as it
+        is."""
         table = {"version": VERSION}
         table.update((name, _encoded(value, name)) for name, value in asdict(self).items())
         return (json.dumps(table, indent=1, allow_nan=False) + "\n").encode()
@@ -99,7 +113,8 @@ class RunState:
             ) from None
         blank = cls()
         for name in known:
-            have, want = type(getattr(state, name)), type(getattr(blank, name))
+            have = type(getattr(state, name))
+            want = type(getattr(blank, name))
             if have is not want:
                 raise CheckpointError(
                     f"{source}: {name} is a {have.__name__}, should be a {want.__name__}; the "
@@ -109,7 +124,8 @@ class RunState:
 
 
 def _encoded(value: Any, place: str) -> Any:
-    """`value` as JSON data; exact types only, since a subclass (numpy.float64, an enum) would come back as another."""
+    """`value` as JSON data; exact types only, since a subclass (numpy.float64, an enum) would come
+    back as another."""
     if value is None or type(value) in (bool, int, str):
         return value
     if type(value) is float:
@@ -121,8 +137,11 @@ def _encoded(value: Any, place: str) -> Any:
             if type(key) is not str:
                 raise TypeError(f"{place}: key {key!r} is a {type(key).__name__}, must be a str")
         return {key: _encoded(one, f"{place}.{key}") for key, one in value.items()}
-    raise TypeError(f"{place} is a {type(value).__module__}.{type(value).__qualname__} ({value!r}): a run state holds "
-                    "None, bool, int, float, str, lists and dicts (none with \"float\" as its only key)")
+    raise TypeError(
+        f"{place} is a {type(value).__module__}.{type(value).__qualname__} ({value!r}): a run "
+        "state holds "
+        'None, bool, int, float, str, lists and dicts (none with "float" as its only key)'
+    )
 
 
 def _decoded(value: Any) -> Any:
@@ -130,15 +149,21 @@ def _decoded(value: Any) -> Any:
     if isinstance(value, list):
         return [_decoded(one) for one in value]
     if isinstance(value, dict):
-        if value.keys() == {"float"} and isinstance(value["float"], str) and value["float"] in _FLOATS:
+        if (
+            value.keys() == {"float"}
+            and isinstance(value["float"], str)
+            and value["float"] in _FLOATS
+        ):
             return _FLOATS[value["float"]]
         return {key: _decoded(one) for key, one in value.items()}
     return value
 
 
-def differences(saved: Mapping[str, Any], current: Mapping[str, Any],
-                names: Iterable[str]) -> list[tuple[str, Any, Any]]:
-    """(name, saved value, current value) for each of `names` on which the two disagree, in the order of `names`.
+def differences(
+    saved: Mapping[str, Any], current: Mapping[str, Any], names: Iterable[str]
+) -> list[tuple[str, Any, Any]]:
+    """(name, saved value, current value) for each of `names` on which the two disagree, in the
+    order of `names`.
 
     A name that one side lacks has the value ABSENT there; lists and tuples of equal elements agree.
     """
@@ -146,5 +171,7 @@ def differences(saved: Mapping[str, Any], current: Mapping[str, Any],
     def plain(value: Any) -> Any:
         return [plain(one) for one in value] if isinstance(value, (list, tuple)) else value
 
-    pairs = [(name, plain(saved.get(name, ABSENT)), plain(current.get(name, ABSENT))) for name in names]
+    pairs = [
+        (name, plain(saved.get(name, ABSENT)), plain(current.get(name, ABSENT))) for name in names
+    ]
     return [(name, old, new) for name, old, new in pairs if old != new]

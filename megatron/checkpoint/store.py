@@ -1,9 +1,12 @@
-"""The run directory: iter_XXXXXXX directories, how one comes into being whole or not at all, which is the newest.
+"""The run directory: iter_XXXXXXX directories, how one comes into being whole or not at all, which
+is the newest.
 
-A save is written into a hidden sibling, fsynced, renamed, and only then named by the tracker file. A process may be
-killed at any step: what the tracker names is always a complete checkpoint. Knows no tensors' meaning and no process
-group: several ranks are brought together by a `gather` function of the caller.
+A save is written into a hidden sibling, fsynced, renamed, and only then named by the tracker file.
+A process may be killed at any step: what the tracker names is always a complete checkpoint. Knows
+no tensors' meaning and no process group: several ranks are brought together by a `gather` function
+of the caller.
 """
+
 from __future__ import annotations
 
 import re
@@ -17,7 +20,14 @@ from typing import Any
 from megatron import log
 from megatron.checkpoint import manifest, sharded
 from megatron.checkpoint.checksums import crc32
-from megatron.checkpoint.disk import DISK, CheckpointError, Disk, ForeignCheckpoint, explained, read_small_file
+from megatron.checkpoint.disk import (
+    DISK,
+    CheckpointError,
+    Disk,
+    ForeignCheckpoint,
+    explained,
+    read_small_file,
+)
 from megatron.checkpoint.manifest import FileRecord, Manifest
 from megatron.checkpoint.sharded import Reader, TensorSlice
 from megatron.checkpoint.state import RunState
@@ -48,26 +58,52 @@ def unfenced() -> None:
     """The fence of a directory that nobody else writes into."""
 
 
-# --- writing -------------------------------------------------------------------------------------------------------
+# --- writing
 
 
-def save(root: Path | str, iteration: int, slices: Sequence[TensorSlice], state: RunState, args: str, *,
-         rank: int = 0, world_size: int = 1, gather: Gather = alone, disk: Disk = DISK, fence: Fence = unfenced) -> Path:
-    """Write one checkpoint and make it the latest; every rank calls this with the slices it is to write.
+def save(
+    root: Path | str,
+    iteration: int,
+    slices: Sequence[TensorSlice],
+    state: RunState,
+    args: str,
+    *,
+    rank: int = 0,
+    world_size: int = 1,
+    gather: Gather = alone,
+    disk: Disk = DISK,
+    fence: Fence = unfenced,
+) -> Path:
+    """Write one checkpoint and make it the latest; every rank calls this with the slices it is to
+    write.
 
-    `gather(value)` returns every rank's value in rank order and so also waits for all (all_gather_object of the world).
-    `state`, `args` and `fence` are rank 0's; the fence is asked before the checkpoint gets its name and raises where
-    this job has lost the directory to another (lock.py). Returns `root/iter_XXXXXXX` when it is on the disk under its
-    name. When any rank fails, every rank raises CheckpointError, the files of this save are removed and the last
+    `gather(value)` returns every rank's value in rank order and so also waits for all
+    (all_gather_object of the world). `state`, `args` and `fence` are rank 0's; the fence is asked
+    before the checkpoint gets its name and raises where this job has lost the directory to another
+    (lock.py). Returns `root/iter_XXXXXXX` when it is on the disk under its name. When any rank
+    fails, every rank raises CheckpointError, the files of this save are removed and the last
     checkpoint stays.
     """
     temporary = begin(root, iteration, rank=rank, gather=gather, disk=disk)
-    return commit(temporary, iteration, lambda: write_rank_files(temporary, rank, slices, iteration, disk), state, args,
-                  rank=rank, world_size=world_size, gather=gather, disk=disk, fence=fence)
+    return commit(
+        temporary,
+        iteration,
+        lambda: write_rank_files(temporary, rank, slices, iteration, disk),
+        state,
+        args,
+        rank=rank,
+        world_size=world_size,
+        gather=gather,
+        disk=disk,
+        fence=fence,
+    )
 
 
-def begin(root: Path | str, iteration: int, *, rank: int = 0, gather: Gather = alone, disk: Disk = DISK) -> Path:
-    """The first half of `save`: the temporary directory, in which every rank may write its files now."""
+def begin(
+    root: Path | str, iteration: int, *, rank: int = 0, gather: Gather = alone, disk: Disk = DISK
+) -> Path:
+    """The first half of `save`: the temporary directory, in which every rank may write its files
+    now."""
     root = Path(root)
     token = secrets.token_hex(4) if rank == 0 else ""
     temporary = root / f".iter_{iteration:07d}.tmp-{gather(token)[0]}"
@@ -76,9 +112,21 @@ def begin(root: Path | str, iteration: int, *, rank: int = 0, gather: Gather = a
     return temporary
 
 
-def commit(temporary: Path, iteration: int, write: Callable[[], None], state: RunState, args: str, *, rank: int = 0,
-           world_size: int = 1, gather: Gather = alone, disk: Disk = DISK, fence: Fence = unfenced) -> Path:
-    """The second half of `save`: `write` returns when this rank's files are on the disk (or raises CheckpointError)."""
+def commit(
+    temporary: Path,
+    iteration: int,
+    write: Callable[[], None],
+    state: RunState,
+    args: str,
+    *,
+    rank: int = 0,
+    world_size: int = 1,
+    gather: Gather = alone,
+    disk: Disk = DISK,
+    fence: Fence = unfenced,
+) -> Path:
+    """The second half of `save`: `write` returns when this rank's files are on the disk (or raises
+    CheckpointError)."""
     root = temporary.parent
     with _discarded(temporary, rank, gather, disk):
         _together(gather, root, write)
@@ -89,18 +137,20 @@ def commit(temporary: Path, iteration: int, write: Callable[[], None], state: Ru
 
 @contextmanager
 def _discarded(temporary: Path, rank: int, gather: Gather, disk: Disk) -> Iterator[None]:
-    """Where the block, which all ranks are in, raises a CheckpointError, the temporary directory goes."""
+    """Where the block, which all ranks are in, raises a CheckpointError, the temporary directory
+    goes."""
     try:
         yield
     except CheckpointError:
         if rank == 0:
             discard(temporary, disk)
-        gather(None)        # nobody ends the run before that is done
+        gather(None)  # nobody ends the run before that is done
         raise
 
 
 def _together(gather: Gather, root: Path, action: Callable[[], Any], mine: bool = True) -> None:
-    """Do the action if it is this rank's, wait for all ranks; where any failed, raise its CheckpointError on all."""
+    """Do the action if it is this rank's, wait for all ranks; where any failed, raise its
+    CheckpointError on all."""
     failure: CheckpointError | None = None
     try:
         if mine:
@@ -117,7 +167,8 @@ def _together(gather: Gather, root: Path, action: Callable[[], Any], mine: bool 
 
 
 def prepare(root: Path, temporary: Path, disk: Disk = DISK) -> None:
-    """First step of a save, on rank 0 alone: root and temporary directory; leftovers of killed saves go."""
+    """First step of a save, on rank 0 alone: root and temporary directory; leftovers of killed
+    saves go."""
     disk.make_root(root)
     clear_leftovers(root, disk)
     disk.make_directory(temporary)
@@ -126,33 +177,43 @@ def prepare(root: Path, temporary: Path, disk: Disk = DISK) -> None:
 def clear_leftovers(root: Path, disk: Disk = DISK) -> None:
     """Remove what killed saves left; a replacement that was cut in the middle gets its name back.
 
-    Whoever has just taken a directory over does this before anything else: what its former owner, should it wake up, is
-    about to rename is then gone.
+    Whoever has just taken a directory over does this before anything else: what its former owner,
+    should it wake up, is about to rename is then gone.
     """
-    leftovers = [path for path in _entries(root) if _ASIDE.fullmatch(path.name) or _TEMPORARY.fullmatch(path.name)]
+    leftovers = [
+        path
+        for path in _entries(root)
+        if _ASIDE.fullmatch(path.name) or _TEMPORARY.fullmatch(path.name)
+    ]
     if leftovers:
         disk.fsync_directory(root)  # whatever replaced them must be durable before they go
     for path in leftovers:
         aside = _ASIDE.fullmatch(path.name)
         if aside and not iteration_directory(root, int(aside[1])).exists():
-            disk.rename(path, iteration_directory(root, int(aside[1])))  # killed in the middle of a replacement
+            # killed in the middle of a replacement
+            disk.rename(path, iteration_directory(root, int(aside[1])))
         else:
             discard(path, disk)
 
 
-def write_rank_files(temporary: Path, rank: int, slices: Sequence[TensorSlice], iteration: int,
-                     disk: Disk = DISK) -> None:
-    """Second step, on every rank, after the first: this rank's tensors and its part of the manifest."""
+def write_rank_files(
+    temporary: Path, rank: int, slices: Sequence[TensorSlice], iteration: int, disk: Disk = DISK
+) -> None:
+    """Second step, on every rank, after the first: this rank's tensors and its part of the
+    manifest."""
     part = sharded.write(temporary, f"weights_{rank:05d}.safetensors", slices, iteration, disk=disk)
     disk.write_file(_part(temporary, rank), part.dump())
 
 
 def finish(temporary: Path, world_size: int, state: RunState, args: str, disk: Disk = DISK) -> None:
-    """Third step, on rank 0 alone, when every rank has done the second: the small files, the manifest last."""
+    """Third step, on rank 0 alone, when every rank has done the second: the small files, the
+    manifest last."""
     parts = [_read_manifest(_part(temporary, rank)) for rank in range(world_size)]
     small = {STATE: state.dump(), ARGS: args.encode()}
     records = {name: FileRecord(len(data), crc32(data)) for name, data in small.items()}
-    assert parts[0].iteration == state.iteration, f"a state of iteration {state.iteration} in {temporary}"
+    assert parts[0].iteration == state.iteration, (
+        f"a state of iteration {state.iteration} in {temporary}"
+    )
     whole = manifest.merge(parts, records, str(temporary / manifest.FILE_NAME))
     for name, data in small.items():
         disk.write_file(temporary / name, data)
@@ -167,12 +228,16 @@ def _part(temporary: Path, rank: int) -> Path:
     return temporary / f"manifest.rank{rank:05d}.json"
 
 
-def publish(root: Path, temporary: Path, iteration: int, disk: Disk = DISK, fence: Fence = unfenced) -> None:
-    """Last step, on rank 0 alone: give the complete temporary directory its final name, then the tracker its text.
+def publish(
+    root: Path, temporary: Path, iteration: int, disk: Disk = DISK, fence: Fence = unfenced
+) -> None:
+    """Last step, on rank 0 alone: give the complete temporary directory its final name, then the
+    tracker its text.
 
-    A checkpoint of that name is swapped out in a single step where the system can. Elsewhere it steps aside first, and
-    until the new one has the name, readers (and the next save) take the one aside for it. After the fence come renames
-    alone, of names that another job removes when it takes the directory over (clear_leftovers).
+    A checkpoint of that name is swapped out in a single step where the system can. Elsewhere it
+    steps aside first, and until the new one has the name, readers (and the next save) take the one
+    aside for it. After the fence come renames alone, of names that another job removes when it
+    takes the directory over (clear_leftovers).
     """
     final = iteration_directory(root, iteration)
     tracker = root / f".{TRACKER}.tmp-{secrets.token_hex(4)}"
@@ -202,9 +267,11 @@ def publish(root: Path, temporary: Path, iteration: int, disk: Disk = DISK, fenc
 
 
 def discard(path: Path, disk: Disk) -> None:
-    """Remove a directory or file of ours that nobody needs; a failure is said, not raised: the run can go on."""
+    """Remove a directory or file of ours that nobody needs; a failure is said, not raised: the run
+    can go on."""
     try:
-        if _TEMPORARY.fullmatch(path.name) is None:  # half-removed it must never look like a checkpoint
+        # half-removed it must never look like a checkpoint
+        if _TEMPORARY.fullmatch(path.name) is None:
             iteration = _ASIDE.fullmatch(path.name) or _FINAL.fullmatch(path.name)
             assert iteration is not None, f"{path} is not ours"
             hidden = path.with_name(f".iter_{int(iteration[1]):07d}.tmp-{secrets.token_hex(4)}")
@@ -219,12 +286,13 @@ def discard(path: Path, disk: Disk) -> None:
         log.warn_once(f"{error} (left behind; it takes space and harms nothing)")
 
 
-# --- reading -------------------------------------------------------------------------------------------------------
+# --- reading
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """One complete checkpoint: its directory, checked manifest, run state and the text of its args file."""
+    """One complete checkpoint: its directory, checked manifest, run state and the text of its args
+    file."""
 
     directory: Path
     manifest: Manifest
@@ -251,11 +319,14 @@ def _entries(root: Path) -> Iterator[Path]:
 def iterations(root: Path | str) -> list[int]:
     """Iterations of all complete checkpoints in `root`, ascending."""
     found = [(path, _FINAL.fullmatch(path.name)) for path in _entries(Path(root))]
-    return sorted(int(match[1]) for path, match in found if match and (path / manifest.FILE_NAME).is_file())
+    return sorted(
+        int(match[1]) for path, match in found if match and (path / manifest.FILE_NAME).is_file()
+    )
 
 
 def latest(root: Path | str) -> int | None:
-    """The iteration that the tracker names, or None where there is no tracker. Raises CheckpointError."""
+    """The iteration that the tracker names, or None where there is no tracker. Raises
+    CheckpointError."""
     path = Path(root) / TRACKER
     try:
         text = read_small_file(path)[:100].decode(errors="replace").strip()
@@ -282,10 +353,11 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def resolve(path: Path | str, step: int | None = None) -> Path | None:
-    """The directory of the checkpoint that `path` means: a run directory, an iter_XXXXXXX in one, or a copy of such.
+    """The directory of the checkpoint that `path` means: a run directory, an iter_XXXXXXX in one,
+    or a copy of such.
 
-    Without `step` a run directory means what its tracker names, and None where it has no tracker. Raises
-    CheckpointError where the checkpoint asked for is not there or not one of ours.
+    Without `step` a run directory means what its tracker names, and None where it has no tracker.
+    Raises CheckpointError where the checkpoint asked for is not there or not one of ours.
     """
     path = Path(path)
     match = _FINAL.fullmatch(path.name)
@@ -295,7 +367,8 @@ def resolve(path: Path | str, step: int | None = None) -> Path | None:
                 f"{path} is iteration {int(match[1])}, but iteration {step} is asked for; use "
                 f"--load {path.parent} or leave --ckpt-step away [checkpoint-step-missing]"
             )
-        root, iteration = path.parent, int(match[1])
+        root = path.parent
+        iteration = int(match[1])
     elif (path / manifest.FILE_NAME).is_file():
         if step is not None:
             raise CheckpointError(
@@ -304,7 +377,8 @@ def resolve(path: Path | str, step: int | None = None) -> Path | None:
             )
         return path
     else:
-        root, iteration = path, latest(path) if step is None else step
+        root = path
+        iteration = latest(path) if step is None else step
         if iteration is None:
             return None
     final = iteration_directory(root, iteration)
@@ -327,7 +401,11 @@ def _why_not(root: Path, final: Path, from_tracker: bool) -> CheckpointError:
             f"Megatron-LM, whose pickled checkpoints are not loaded directly; {_choice(root)} "
             "[checkpoint-of-another-suite]"
         )
-    reason = f"has no {manifest.FILE_NAME}, so it is not complete" if final.exists() else "does not exist"
+    reason = (
+        f"has no {manifest.FILE_NAME}, so it is not complete"
+        if final.exists()
+        else "does not exist"
+    )
     asked = f", though {TRACKER} names it" if from_tracker else ""
     return CheckpointError(
         f"{final} {reason}{asked}; choose another one with --ckpt-step ({_choice(root)}) "
@@ -343,7 +421,8 @@ def _read_manifest(path: Path) -> Manifest:
 def read_metadata(directory: Path | str) -> Checkpoint:
     """Everything but the tensors of the checkpoint in `directory` (as resolve returns it), checked.
 
-    The lengths of all its files are compared with the manifest too. Raises CheckpointError naming the file.
+    The lengths of all its files are compared with the manifest too. Raises CheckpointError naming
+    the file.
     """
     directory = Path(directory)
     table = _read_manifest(directory / manifest.FILE_NAME)
@@ -386,6 +465,7 @@ def read_metadata(directory: Path | str) -> Checkpoint:
 
 
 def load(path: Path | str, step: int | None = None) -> Checkpoint | None:
-    """resolve and read_metadata in one: the checkpoint that `path` means, or None where a run directory has none."""
+    """resolve and read_metadata in one: the checkpoint that `path` means, or None where a run
+    directory has none."""
     directory = resolve(path, step)
     return None if directory is None else read_metadata(directory)

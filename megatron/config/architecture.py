@@ -1,4 +1,6 @@
-"""Where two configurations are not the same trained model, however their flags spell it. Knows no torch."""
+"""Where two configurations are not the same trained model, however their flags spell it. Knows no
+torch."""
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -7,29 +9,54 @@ from typing import Any, NamedTuple
 from megatron.config.model import ModelConfig
 
 # What neither the shape nor the function of trained weights depends on.
-FREE = {"seq_length", "attention_dropout", "hidden_dropout", "init_method_std", "init_method_xavier_uniform",
-        "init_scheme", "embed_grad_scale", "label_smoothing", "fp32_residual_connection",
-        "attention_softmax_in_fp32", "apply_query_key_layer_scaling", "make_vocab_size_divisible_by"}
+FREE = {
+    "seq_length",
+    "attention_dropout",
+    "hidden_dropout",
+    "init_method_std",
+    "init_method_xavier_uniform",
+    "init_scheme",
+    "embed_grad_scale",
+    "label_smoothing",
+    "fp32_residual_connection",
+    "attention_softmax_in_fp32",
+    "apply_query_key_layer_scaling",
+    "make_vocab_size_divisible_by",
+}
 _ACTIVATIONS = ("swiglu", "geglu", "squared_relu", "bias_gelu_fusion", "openai_gelu")
 # Fields that say one thing together: (name in messages, all of them, what they say).
 _TOGETHER: tuple[tuple[str, tuple[str, ...], Callable[[ModelConfig], Any]], ...] = (
     ("ffn_hidden_size", ("ffn_hidden_size", "ffn_multiple_of"), lambda m: m.ffn),
     ("kv_channels", ("kv_channels",), lambda m: m.head_dim),
     ("num_query_groups", ("num_query_groups", "group_query_attention"), lambda m: m.query_groups),
-    ("position_embedding_type", ("position_embedding_type", "use_rotary_position_embeddings",
-                                 "add_position_embedding"), lambda m: m.positions),
-    ("max_position_embeddings", ("max_position_embeddings",),
-     lambda m: m.max_position_embeddings if m.positions == "learned_absolute" else None),
-    ("add_bias_linear", ("add_bias_linear", "add_qkv_bias", "add_attention_output_bias", "add_mlp_bias"),
-     lambda m: (m.qkv_bias, m.attention_output_bias, m.mlp_bias)),
-    ("rope_scaling_factor", ("rope_scaling_factor", "use_rope_scaling"),
-     lambda m: m.rope_scaling_factor if m.use_rope_scaling else None),
+    (
+        "position_embedding_type",
+        ("position_embedding_type", "use_rotary_position_embeddings", "add_position_embedding"),
+        lambda m: m.positions,
+    ),
+    (
+        "max_position_embeddings",
+        ("max_position_embeddings",),
+        lambda m: m.max_position_embeddings if m.positions == "learned_absolute" else None,
+    ),
+    (
+        "add_bias_linear",
+        ("add_bias_linear", "add_qkv_bias", "add_attention_output_bias", "add_mlp_bias"),
+        lambda m: (m.qkv_bias, m.attention_output_bias, m.mlp_bias),
+    ),
+    (
+        "rope_scaling_factor",
+        ("rope_scaling_factor", "use_rope_scaling"),
+        lambda m: m.rope_scaling_factor if m.use_rope_scaling else None,
+    ),
     ("activation", _ACTIVATIONS, lambda m: m.activation),
 )
 
 
 class Difference(NamedTuple):
-    """One thing that two models do not share: its name in messages, the fields that spell it, both values."""
+    """One thing that two models do not share: its name in messages, the fields that spell it, both
+    values."""
+
     name: str
     fields: tuple[str, ...]
     saved: Any
@@ -37,9 +64,16 @@ class Difference(NamedTuple):
 
 
 def differences(saved: ModelConfig, now: ModelConfig) -> list[Difference]:
-    """Everything in which weights of the one are not a model of the other; empty if they are the same."""
+    """Everything in which weights of the one are not a model of the other; empty if they are the
+    same."""
     together = {name for _, names, _ in _TOGETHER for name in names}
-    plain = [(name, (name,), lambda m, name=name: getattr(m, name)) for name in vars(saved)
-             if name not in FREE | together]
-    return [Difference(name, names, value(saved), value(now)) for name, names, value in (*plain, *_TOGETHER)
-            if value(saved) != value(now)]
+    plain = [
+        (name, (name,), lambda m, name=name: getattr(m, name))
+        for name in vars(saved)
+        if name not in FREE | together
+    ]
+    return [
+        Difference(name, names, value(saved), value(now))
+        for name, names, value in (*plain, *_TOGETHER)
+        if value(saved) != value(now)
+    ]

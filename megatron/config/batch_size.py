@@ -1,7 +1,9 @@
-"""How large the global batch is after any number of samples, as pure functions; knows no tensor and no process.
+"""How large the global batch is after any number of samples, as pure functions; knows no tensor and
+no process.
 
-S(n), the samples consumed after iteration n, follows from these flags alone: never from what was skipped or restarted.
-Sources: facts/megatron.md 5 (constant, ramp-up, step schedule), facts/spikes.md 4.1 (S).
+S(n), the samples consumed after iteration n, follows from these flags alone: never from what was
+skipped or restarted. Sources: facts/megatron.md 5 (constant, ramp-up, step schedule),
+facts/spikes.md 4.1 (S).
 """
 
 import math
@@ -19,7 +21,8 @@ _AMOUNT = re.compile(r"([0-9]+(?:\.[0-9]*)?(?:E[0-9]{1,2})?)([KMBT]?)")
 
 
 class Phase(NamedTuple):
-    """A run of iterations of equal batch size, from `first_iteration` (1-based), which starts after `consumed`."""
+    """A run of iterations of equal batch size, from `first_iteration` (1-based), which starts after
+    `consumed`."""
 
     first_iteration: int
     consumed: int
@@ -27,12 +30,14 @@ class Phase(NamedTuple):
 
 
 class BatchSizeSchedule:
-    """The global batch size as a function of samples consumed: steps of (samples, nominal size), the first at 0.
+    """The global batch size as a function of samples consumed: steps of (samples, nominal size),
+    the first at 0.
 
-    `nominal` is the size the flags ask for. With `decrease_batch_size_if_needed` the running size, which is what an
-    iteration reads and what is counted, is the nominal one rounded down to whole micro-batches on every data-parallel
-    rank; otherwise the two are equal and `problems` tells where they cannot be run. Raises ValueError on sizes that
-    leave an iteration without a sample. All look-ups are a bisection.
+    `nominal` is the size the flags ask for. With `decrease_batch_size_if_needed` the running size,
+    which is what an iteration reads and what is counted, is the nominal one rounded down to whole
+    micro-batches on every data-parallel rank; otherwise the two are equal and `problems` tells
+    where they cannot be run. Raises ValueError on sizes that leave an iteration without a sample.
+    All look-ups are a bisection.
     """
 
     def __init__(
@@ -87,14 +92,16 @@ class BatchSizeSchedule:
         return self._running(self.nominal_global_batch_size(consumed))
 
     def num_microbatches(self, consumed: int) -> int:
-        """Micro-batches per data-parallel rank of that iteration; ValueError if its size does not divide."""
+        """Micro-batches per data-parallel rank of that iteration; ValueError if its size does not
+        divide."""
         size = self.global_batch_size(consumed)
         if size % self.divisor:
             raise ValueError(self._not_divisible(size))
         return size // self.divisor
 
     def samples_before(self, iteration: int) -> int:
-        """S(n - 1): the samples consumed before iteration n = `iteration` (1-based), also its first sample's index."""
+        """S(n - 1): the samples consumed before iteration n = `iteration` (1-based), also its first
+        sample's index."""
         if iteration < 1:
             raise ValueError(f"iterations start at 1, not {iteration}")
         phase = self.phases[bisect_right(self._first_iterations, iteration) - 1]
@@ -103,8 +110,10 @@ class BatchSizeSchedule:
     def samples_in(self, skips: SkipRanges) -> int:
         """How many samples the iterations of `skips` have."""
         ends = [*(first - 1 for first in self._first_iterations[1:]), FOREVER]
-        return sum(phase.global_batch_size * skips.count_in(phase.first_iteration, end)
-                   for phase, end in zip(self.phases, ends, strict=True))
+        return sum(
+            phase.global_batch_size * skips.count_in(phase.first_iteration, end)
+            for phase, end in zip(self.phases, ends, strict=True)
+        )
 
     def iterations_within(self, samples: int) -> int:
         """The largest n with S(n) <= `samples`."""
@@ -112,10 +121,12 @@ class BatchSizeSchedule:
         return phase.first_iteration - 1 + (samples - phase.consumed) // phase.global_batch_size
 
     def train_iters_from_samples(self, train_samples: int) -> int:
-        """Iterations for --train-samples: whole batches only, a partial last one is dropped (Megatron's rule).
+        """Iterations for --train-samples: whole batches only, a partial last one is dropped
+        (Megatron's rule).
 
-        With --step-batch-size-schedule it is instead the first n with S(n) >= train_samples (Megatron's newer rule), so
-        that the data must hold S(train_iters), which can be more than train_samples.
+        With --step-batch-size-schedule it is instead the first n with S(n) >= train_samples
+        (Megatron's newer rule), so that the data must hold S(train_iters), which can be more than
+        train_samples.
         """
         iterations = self.iterations_within(train_samples)
         if self._reach_target and self.samples_before(iterations + 1) < train_samples:
@@ -123,7 +134,8 @@ class BatchSizeSchedule:
         return iterations
 
     def problems(self, consumed: int = 0, remedy: str = "") -> list[str]:
-        """Every size the schedule reaches from `consumed` samples on that does not divide into micro-batches.
+        """Every size the schedule reaches from `consumed` samples on that does not divide into
+        micro-batches.
 
         `remedy`: what could be done besides, as ", or 4 ranks".
         """
@@ -136,21 +148,31 @@ class BatchSizeSchedule:
         found = [self._headline] if self._headline else []
         if self.decrease_batch_size_if_needed:
             found += [
-                f"decreasing batch size from {nominal} to {self._running(nominal)}: whole micro-batches of "
-                f"{self.micro_batch_size} on {self.data_parallel_size} data-parallel ranks"
-                for nominal in sorted({self.nominal_global_batch_size(phase.consumed) for phase in self.phases})
+                f"decreasing batch size from {nominal} to {self._running(nominal)}: whole "
+                f"micro-batches of {self.micro_batch_size} on {self.data_parallel_size} "
+                "data-parallel ranks"
+                for nominal in sorted(
+                    {self.nominal_global_batch_size(phase.consumed) for phase in self.phases}
+                )
                 if nominal != self._running(nominal)
             ]
         if self.is_constant:
-            return [*found, f"setting number of micro-batches to constant {self.num_microbatches(0)}"]
+            return [
+                *found,
+                f"setting number of micro-batches to constant {self.num_microbatches(0)}",
+            ]
         return found + [
-            f"  from iteration {phase.first_iteration} ({phase.consumed} samples): global batch size "
-            f"{phase.global_batch_size}"
+            f"  from iteration {phase.first_iteration} ({phase.consumed} samples): global batch "
+            f"size {phase.global_batch_size}"
             for phase in self.phases[:20]
         ]
 
     def _running(self, nominal: int) -> int:
-        return nominal // self.divisor * self.divisor if self.decrease_batch_size_if_needed else nominal
+        return (
+            nominal // self.divisor * self.divisor
+            if self.decrease_batch_size_if_needed
+            else nominal
+        )
 
     def _not_divisible(self, size: int, remedy: str = "") -> str:
         below = size // self.divisor * self.divisor
@@ -163,9 +185,11 @@ class BatchSizeSchedule:
         )
 
     def _find_phases(self) -> list[Phase]:
-        """Walk through the steps, not the iterations: a batch that begins before a threshold keeps its size."""
+        """Walk through the steps, not the iterations: a batch that begins before a threshold keeps
+        its size."""
         phases: list[Phase] = []
-        iteration, consumed = 1, 0
+        iteration = 1
+        consumed = 0
         while True:
             at = bisect_right(self._thresholds, consumed) - 1
             size = self._running(self.steps[at][1])
@@ -196,10 +220,12 @@ def build_batch_size_schedule(
     seq_length: int | None = None,
     decrease_batch_size_if_needed: bool = False,
 ) -> BatchSizeSchedule:
-    """The schedule these flags give; without any size it is one micro-batch on every data-parallel rank.
+    """The schedule these flags give; without any size it is one micro-batch on every data-parallel
+    rank.
 
-    Whether each size divides into micro-batches is left to `BatchSizeSchedule.problems`, since a resumed run may have
-    passed the sizes that do not. Raises ValueError naming the flag for everything else.
+    Whether each size divides into micro-batches is left to `BatchSizeSchedule.problems`, since a
+    resumed run may have passed the sizes that do not. Raises ValueError naming the flag for
+    everything else.
     """
     if micro_batch_size is None or micro_batch_size < 1:
         raise ValueError(
@@ -219,18 +245,22 @@ def build_batch_size_schedule(
                     "sizes [flags-exclude-each-other]"
                 )
         steps = parse_step_schedule(step_batch_size_schedule, seq_length)
-        return BatchSizeSchedule(steps, **common, flag="--step-batch-size-schedule", reach_target=True)
+        return BatchSizeSchedule(
+            steps, **common, flag="--step-batch-size-schedule", reach_target=True
+        )
     size = micro_batch_size * data_parallel_size if global_batch_size is None else global_batch_size
     if size < 1:
         raise ValueError(f"--global-batch-size {size} must be at least 1 [value-out-of-range]")
-    steps, flag = [(0, size)], "--global-batch-size"
+    steps = [(0, size)]
+    flag = "--global-batch-size"
     headline = f"setting global batch size to {size}" if global_batch_size is None else None
     if rampup_batch_size is not None:
-        steps, flag = rampup_steps(rampup_batch_size, size), "--rampup-batch-size"
+        steps = rampup_steps(rampup_batch_size, size)
+        flag = "--rampup-batch-size"
         start, increment, samples = rampup_batch_size
         headline = (
-            f"will use batch size rampup starting from global batch size {start} to global batch size {size} with "
-            f"batch size increments {increment} over {samples} samples."
+            f"will use batch size rampup starting from global batch size {start} to global batch "
+            f"size {size} with batch size increments {increment} over {samples} samples."
         )
     if rampup_micro_batches is not None:
         if rampup_batch_size is not None:
@@ -250,10 +280,12 @@ def build_batch_size_schedule(
 
 
 def rampup_steps(values: Sequence[int | str], global_batch_size: int) -> list[tuple[int, int]]:
-    """(samples, size) steps of --rampup-batch-size START INCREMENT SAMPLES up to `global_batch_size`.
+    """(samples, size) steps of --rampup-batch-size START INCREMENT SAMPLES up to
+    `global_batch_size`.
 
-    The size after c samples is START + INCREMENT * int(c / p) while c <= SAMPLES, with p = SAMPLES / increments in
-    floating point, and the full size after that; the thresholds are the smallest c at which that expression changes.
+    The size after c samples is START + INCREMENT * int(c / p) while c <= SAMPLES, with p = SAMPLES
+    / increments in floating point, and the full size after that; the thresholds are the smallest c
+    at which that expression changes.
     """
     flag = f"--rampup-batch-size {' '.join(map(str, values))}"
     try:
@@ -301,11 +333,15 @@ def rampup_steps(values: Sequence[int | str], global_batch_size: int) -> list[tu
     return sorted(found.items())
 
 
-def micro_batch_steps(values: Sequence[int | str], global_batch_size: int, divisor: int) -> list[tuple[int, int]]:
-    """(samples, size) steps of --rampup-micro-batches START INCREMENT ITERATIONS up to `global_batch_size`.
+def micro_batch_steps(
+    values: Sequence[int | str], global_batch_size: int, divisor: int
+) -> list[tuple[int, int]]:
+    """(samples, size) steps of --rampup-micro-batches START INCREMENT ITERATIONS up to
+    `global_batch_size`.
 
-    Iteration n (1-based) has min(START + (n - 1) // ITERATIONS * INCREMENT, all) micro-batches on each data-parallel rank,
-    each of `divisor` samples over all of them (facts/internlm.md 1.2.7). Raises ValueError.
+    Iteration n (1-based) has min(START + (n - 1) // ITERATIONS * INCREMENT, all) micro-batches on
+    each data-parallel rank, each of `divisor` samples over all of them (facts/internlm.md 1.2.7).
+    Raises ValueError.
     """
     flag = f"--rampup-micro-batches {' '.join(map(str, values))}"
     try:
@@ -322,7 +358,8 @@ def micro_batch_steps(values: Sequence[int | str], global_batch_size: int, divis
             f"--global-batch-size {global_batch_size}; a ramp can only rise "
             "[batch-ramp-starts-too-high]"
         )
-    steps, consumed = [], 0
+    steps = []
+    consumed = 0
     for size in range(start * divisor, global_batch_size, increment * divisor):
         steps.append((consumed, size))
         consumed += size * iterations
@@ -330,17 +367,20 @@ def micro_batch_steps(values: Sequence[int | str], global_batch_size: int, divis
 
 
 def parse_step_schedule(text: str, seq_length: int | None = None) -> list[tuple[int, int]]:
-    """(samples, size) steps of --step-batch-size-schedule "0:768 250B:1536", entries split by blanks or commas.
+    """(samples, size) steps of --step-batch-size-schedule "0:768 250B:1536", entries split by
+    blanks or commas.
 
-    Thresholds are tokens when `seq_length` is given (and become whole samples), else samples. Numbers may end in K, M,
-    B or T (1e3 .. 1e12) and have decimals. Raises ValueError listing every bad entry.
+    Thresholds are tokens when `seq_length` is given (and become whole samples), else samples.
+    Numbers may end in K, M, B or T (1e3 .. 1e12) and have decimals. Raises ValueError listing every
+    bad entry.
     """
     flag = f'--step-batch-size-schedule "{text}"'
     problems: list[str] = []
     steps: list[tuple[int, int]] = []
     for entry in text.replace(",", " ").split():
         threshold_text, colon, size_text = entry.partition(":")
-        threshold, size = _amount(threshold_text), _amount(size_text)
+        threshold = _amount(threshold_text)
+        size = _amount(size_text)
         if not colon or threshold is None or size is None:
             problems.append(f"{entry} is not THRESHOLD:BATCH_SIZE, as in 250B:1536")
             continue
@@ -354,7 +394,9 @@ def parse_step_schedule(text: str, seq_length: int | None = None) -> list[tuple[
         problems.append(f"the first threshold is {steps[0][0]} samples; it must be 0")
     for (before, _), (after, _) in zip(steps, steps[1:], strict=False):
         if before == after:
-            problems.append(f"two entries begin at {after} samples; thresholds must be strictly increasing")
+            problems.append(
+                f"two entries begin at {after} samples; thresholds must be strictly increasing"
+            )
     if problems:
         raise ValueError(f"{flag}: {'; '.join(problems)} [step-schedule-malformed]")
     return steps

@@ -1,4 +1,6 @@
-"""Rules of gradient buckets, their overlap and the sharded optimizer, as in Megatron. Knows no torch and no other rule."""
+"""Rules of gradient buckets, their overlap and the sharded optimizer, as in Megatron. Knows no
+torch and no other rule."""
+
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -9,8 +11,10 @@ from megatron.config.parallel import ParallelConfig
 def problems(p: ParallelConfig, world_size: int) -> Iterator[str]:
     """One line for each rule that these flags break on `world_size` ranks."""
     if p.overlap_param_gather:
-        for spelling, given in (("--use-distributed-optimizer", p.use_distributed_optimizer),
-                                ("--overlap-grad-reduce", p.overlap_grad_reduce)):
+        for spelling, given in (
+            ("--use-distributed-optimizer", p.use_distributed_optimizer),
+            ("--overlap-grad-reduce", p.overlap_grad_reduce),
+        ):
             if not given:
                 yield (
                     f"--overlap-param-gather: needs {spelling}; add that, or leave it out "
@@ -29,7 +33,8 @@ def problems(p: ParallelConfig, world_size: int) -> Iterator[str]:
     instances = p.num_distributed_optimizer_instances
     if instances <= 1:
         return
-    said, ranks = f"--num-distributed-optimizer-instances {instances}", data_ranks(p, world_size)
+    said = f"--num-distributed-optimizer-instances {instances}"
+    ranks = data_ranks(p, world_size)
     if not p.use_distributed_optimizer:
         yield (
             f"{said}: needs --use-distributed-optimizer; add that, or leave it out "
@@ -45,11 +50,14 @@ def problems(p: ParallelConfig, world_size: int) -> Iterator[str]:
 
 def notes(p: ParallelConfig, world_size: int) -> Iterator[str]:
     """One line for each of these flags that changes nothing on `world_size` ranks."""
-    given = {"--use-distributed-optimizer": p.use_distributed_optimizer, "--overlap-grad-reduce": p.overlap_grad_reduce,
-             "--overlap-param-gather": p.overlap_param_gather,
-             f"--zero-partition {p.zero_partition}": p.zero_partition != "even",
-             f"--ddp-bucket-size {p.ddp_bucket_size}": p.ddp_bucket_size is not None,
-             f"--ddp-num-buckets {p.ddp_num_buckets}": p.ddp_num_buckets is not None}
+    given = {
+        "--use-distributed-optimizer": p.use_distributed_optimizer,
+        "--overlap-grad-reduce": p.overlap_grad_reduce,
+        "--overlap-param-gather": p.overlap_param_gather,
+        f"--zero-partition {p.zero_partition}": p.zero_partition != "even",
+        f"--ddp-bucket-size {p.ddp_bucket_size}": p.ddp_bucket_size is not None,
+        f"--ddp-num-buckets {p.ddp_num_buckets}": p.ddp_num_buckets is not None,
+    }
     if data_ranks(p, world_size) <= 1:
         yield from (
             f"{said}: no effect with one data-parallel rank [flag-has-no-effect]"
@@ -59,6 +67,7 @@ def notes(p: ParallelConfig, world_size: int) -> Iterator[str]:
 
 
 def data_ranks(p: ParallelConfig, world_size: int) -> int:
-    """Ranks that see other data or other parts of a sequence and hold the same weights; 0 where the world does not fit."""
+    """Ranks that see other data or other parts of a sequence and hold the same weights; 0 where the
+    world does not fit."""
     model = p.tensor_model_parallel_size * p.pipeline_model_parallel_size
     return 0 if model < 1 or world_size % model else world_size // model

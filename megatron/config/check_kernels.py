@@ -1,11 +1,13 @@
-"""Rules of the choices between kernels that follow from the command line alone. Knows no torch and no library."""
+"""Rules of the choices between kernels that follow from the command line alone. Knows no torch and
+no library."""
+
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from megatron.config.facts import Facts
 
-FLASH_HEAD_DIM = 256        # the widest head of flash-attn and of cuDNN
+FLASH_HEAD_DIM = 256  # the widest head of flash-attn and of cuDNN
 
 
 def rule(f: Facts) -> Iterator[str]:
@@ -23,7 +25,11 @@ def rule(f: Facts) -> Iterator[str]:
             "out [flags-exclude-each-other]"
         )
     elif backend != "auto" and f["context_parallel_size"] > 1:
-        asked = "--no-masked-softmax-fusion" if f["attention_backend"] == "auto" and backend == "unfused" else asked
+        asked = (
+            "--no-masked-softmax-fusion"
+            if f["attention_backend"] == "auto" and backend == "unfused"
+            else asked
+        )
         yield (
             f"{asked}: with --context-parallel-size {f['context_parallel_size']} blocks of keys "
             "come from other ranks, which only the ring's own kernels can take in; leave it out "
@@ -49,7 +55,11 @@ def _fused(f: Facts, asked: str, backend: str) -> Iterator[str]:
         yield (
             f"{asked}: needs a CUDA device, and --device is cpu; leave it out [cuda-device-needed]"
         )
-    if backend == "flash" and f.ok("hidden_size", "num_attention_heads") and f.config.model.head_dim > FLASH_HEAD_DIM:
+    if (
+        backend == "flash"
+        and f.ok("hidden_size", "num_attention_heads")
+        and f.config.model.head_dim > FLASH_HEAD_DIM
+    ):
         yield (
             f"{asked}: heads of {f.config.model.head_dim} channels, and it has at most "
             f"{FLASH_HEAD_DIM}; use auto [flash-attention-head-too-wide]"
@@ -67,8 +77,11 @@ def _fused(f: Facts, asked: str, backend: str) -> Iterator[str]:
 def _transformer_engine(f: Facts) -> Iterator[str]:
     """What Transformer Engine's modules cannot be asked for."""
     asked = f.say("transformer_impl")
-    for name, why in (("fp64", "it has no fp64"), ("torch_compile", "its modules are not traced"),
-                      ("fp32_residual_connection", "its norms read the weights' format")):
+    for name, why in (
+        ("fp64", "it has no fp64"),
+        ("torch_compile", "its modules are not traced"),
+        ("fp32_residual_connection", "its norms read the weights' format"),
+    ):
         if f[name]:
             yield (
                 f"{asked}: {why}; leave it or {f.flags[name].spelling} out "
@@ -88,7 +101,11 @@ def _transformer_engine(f: Facts) -> Iterator[str]:
 
 def notes(f: Facts) -> Iterator[str]:
     """What a run should be told that no rule forbids."""
-    if f["transformer_impl"] == "transformer_engine" and f["fp8"] is not None and f["fp8_recipe"] == "delayed":
+    if (
+        f["transformer_impl"] == "transformer_engine"
+        and f["fp8"] is not None
+        and f["fp8_recipe"] == "delayed"
+    ):
         yield (
             "--fp8-recipe delayed: Transformer Engine keeps its history of maxima to itself, so a "
             "resumed run begins it anew and is not the same bit for bit; with --fp8-recipe "

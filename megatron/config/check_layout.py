@@ -1,4 +1,6 @@
-"""Rules of how ranks share the model and the batch: tensor, sequence, context and pipeline parallelism. Knows no torch."""
+"""Rules of how ranks share the model and the batch: tensor, sequence, context and pipeline
+parallelism. Knows no torch."""
+
 from __future__ import annotations
 
 import math
@@ -42,10 +44,12 @@ def rule(f: Facts) -> Iterator[str]:
 
 def _tensor_parallel(f: Facts) -> Iterator[str]:
     """What is cut into equal parts must be a multiple of their number."""
-    tp, said = f["tensor_model_parallel_size"], f.say("tensor_model_parallel_size")
+    tp = f["tensor_model_parallel_size"]
+    said = f.say("tensor_model_parallel_size")
     if not f.ok("tensor_model_parallel_size") or tp == 1:
         return
-    heads, groups = f["num_attention_heads"], f.config.model.query_groups
+    heads = f["num_attention_heads"]
+    groups = f.config.model.query_groups
     if f.ok("num_attention_heads"):
         if heads % tp:
             yield (
@@ -68,7 +72,8 @@ def _tensor_parallel(f: Facts) -> Iterator[str]:
 
 
 def _sequence(f: Facts) -> Iterator[str]:
-    """Context parallelism cuts a sequence into two chunks for each rank, sequence parallelism a rank's share once more."""
+    """Context parallelism cuts a sequence into two chunks for each rank, sequence parallelism a
+    rank's share once more."""
     if f["cp_comm_type"] not in ("p2p", "all_gather"):
         yield (
             f"{f.say('cp_comm_type')}: not supported; use p2p (keys and values go round a ring "
@@ -78,9 +83,11 @@ def _sequence(f: Facts) -> Iterator[str]:
     if not f.ok("seq_length", *sizes):
         return
     tp, cp, seq = *(f[name] for name in sizes), f["seq_length"]
-    chunks, parts = 2 * cp if cp > 1 else 1, cp * tp if f["sequence_parallel"] else 1
+    chunks = 2 * cp if cp > 1 else 1
+    parts = cp * tp if f["sequence_parallel"] else 1
     unit = math.lcm(chunks, parts)
-    use = f"use {' or '.join(map(str, sorted({max(unit, seq // unit * unit), (seq // unit + 1) * unit})))}"
+    nearest = sorted({max(unit, seq // unit * unit), (seq // unit + 1) * unit})
+    use = f"use {' or '.join(map(str, nearest))}"
     if seq % chunks:
         yield (
             f"{f.say('seq_length')}: {f.say(sizes[1])} cuts it into {chunks} chunks, of which it "
@@ -97,7 +104,8 @@ def _sequence(f: Facts) -> Iterator[str]:
 
 
 def _pipeline(f: Facts) -> list[str]:
-    """Every (virtual) stage must have a layer, and interleaving needs its groups of micro-batches in every phase."""
+    """Every (virtual) stage must have a layer, and interleaving needs its groups of micro-batches
+    in every phase."""
     if not f.ok("num_layers", "pipeline_model_parallel_size"):
         return []
     try:
@@ -114,8 +122,13 @@ def _pipeline(f: Facts) -> list[str]:
 
 
 def _sizes(f: Facts) -> list[int]:
-    """Every number of micro-batches of a step that is still to come; [] where batch or world size do not fit."""
-    if not f.ok("micro_batch_size") or f.bad & {"global_batch_size", "seq_length"} or [*_world_size(f), *batch(f)]:
+    """Every number of micro-batches of a step that is still to come; [] where batch or world size
+    do not fit."""
+    if (
+        not f.ok("micro_batch_size")
+        or f.bad & {"global_batch_size", "seq_length"}
+        or [*_world_size(f), *batch(f)]
+    ):
         return []
     schedule = batch_schedule(f.config, max(1, f.world_size))
     phases = schedule.phases[-1:] if f["load"] else schedule.phases
@@ -136,8 +149,11 @@ def _world_size(f: Facts) -> Iterator[str]:
     if f.world_size % one:
         product = " x ".join(f.say(name) for name in names if f[name] > 1)
         near = " or ".join(map(str, _sizes_that_fit(f, one))) or one
-        how = f"--world-size {near}" if f["dry_run"] else (
-            f"torchrun --nproc-per-node {near} (times --nnodes, where there are several)")
+        how = (
+            f"--world-size {near}"
+            if f["dry_run"]
+            else (f"torchrun --nproc-per-node {near} (times --nnodes, where there are several)")
+        )
         yield (
             f"{product}: one copy of the model takes {one} ranks, and the {f.world_size} of this "
             f"run are not a multiple; use {how} [world-size-does-not-fit-model]"
@@ -145,9 +161,15 @@ def _world_size(f: Facts) -> Iterator[str]:
 
 
 def _sizes_that_fit(f: Facts, one: int) -> list[int]:
-    """The nearest numbers of ranks below and above that are whole copies of `one`, each with whole micro-batches."""
-    batch, micro = f["global_batch_size"], f["micro_batch_size"]
-    free = not f.ok("global_batch_size", "micro_batch_size") or f["decrease_batch_size_if_needed"] or batch % micro
+    """The nearest numbers of ranks below and above that are whole copies of `one`, each with whole
+    micro-batches."""
+    batch = f["global_batch_size"]
+    micro = f["micro_batch_size"]
+    free = (
+        not f.ok("global_batch_size", "micro_batch_size")
+        or f["decrease_batch_size_if_needed"]
+        or batch % micro
+    )
     copies = range(1, f.world_size // one + 2 if free else batch // micro + 1)
     fit = [n * one for n in copies if free or batch // micro % n == 0]
     return [*[n for n in fit if n < f.world_size][-1:], *[n for n in fit if n > f.world_size][:1]]
@@ -159,7 +181,12 @@ def batch(f: Facts) -> list[str]:
         schedule = batch_schedule(f.config, max(1, f.world_size))
     except ValueError as error:
         return str(error).splitlines()
-    # A resumed run may have passed the sizes of the ramp that do not fit; the last one comes in any case.
+    # A resumed run may have passed the sizes of the ramp that do not fit; the last one comes in any
+    # case.
     near = _sizes_that_fit(f, max(1, f.world_size // schedule.data_parallel_size))
-    ranks = f", or {' or '.join(map(str, near))} ranks" if near and schedule.data_parallel_size > 1 else ""
+    ranks = (
+        f", or {' or '.join(map(str, near))} ranks"
+        if near and schedule.data_parallel_size > 1
+        else ""
+    )
     return schedule.problems(schedule.phases[-1].consumed if f["load"] else 0, ranks)

@@ -1,4 +1,6 @@
-"""Rules of --packed-samples: what has no meaning beside it, and which folders it can read. Knows no torch; reads no file."""
+"""Rules of --packed-samples: what has no meaning beside it, and which folders it can read. Knows no
+torch; reads no file."""
+
 from __future__ import annotations
 
 import os
@@ -9,9 +11,17 @@ from megatron.config.facts import Facts
 # Flags that cannot stand beside --packed-samples, the value that leaves them off, and what to do.
 _APART = (
     ("mock_data", False, "it is one long text; --dummy-data internlm makes up samples"),
-    ("data_path", None, "it would be split, and packed data are read whole; give --train-data-path, and for validation "
-                        "--valid-data-path"),
-    ("data_args_path", None, "it would be split, and packed data are read whole; give --train-data-path"),
+    (
+        "data_path",
+        None,
+        "it would be split, and packed data are read whole; give --train-data-path, and for "
+        "validation --valid-data-path",
+    ),
+    (
+        "data_args_path",
+        None,
+        "it would be split, and packed data are read whole; give --train-data-path",
+    ),
     ("data_order", "megatron", "packed rows have an order of their own; leave it out"),
     ("reset_position_ids", False, "positions restart with each sample anyway; leave it out"),
     ("reset_attention_mask", False, "attention stays inside each sample anyway; leave it out"),
@@ -52,19 +62,27 @@ def rule(f: Facts) -> Iterator[str]:
 
 
 def word_problems(flag: str, word: str) -> list[str] | None:
-    """What is wrong with a word of a data flag that is a directory or a file of InternLM's; None if it is neither, but a
-    prefix or a pattern."""
+    """What is wrong with a word of a data flag that is a directory or a file of InternLM's; None if
+    it is neither, but a prefix or a pattern."""
     if not os.path.isdir(word) or os.path.isfile(word + ".idx"):
         return [] if os.path.isfile(word.removesuffix(".bin") + ".bin.meta") else None
-    files = [os.path.join(path, name) for path, _, names in os.walk(word, followlinks=True) for name in names
-             if name.endswith(".bin")]
+    files = [
+        os.path.join(path, name)
+        for path, _, names in os.walk(word, followlinks=True)
+        for name in names
+        if name.endswith(".bin")
+    ]
     if not files:
         return [
-            f"{flag}: {word} holds no .bin; give a folder of InternLM's (FOLDER/SUBSET/X.bin "
-            "with X.bin.meta), or a prefix written by tools/preprocess_data.py "
+            f"{flag}: {word} holds no .bin; give a folder of InternLM's (FOLDER/SUBSET/X.bin with "
+            "X.bin.meta), or a prefix written by tools/preprocess_data.py "
             "[packed-folder-without-data]"
         ]
-    bare = sorted(path for path in files if not (os.path.isfile(path + ".meta") or os.path.isfile(path[:-4] + ".idx")))
+    bare = sorted(
+        path
+        for path in files
+        if not (os.path.isfile(path + ".meta") or os.path.isfile(path[:-4] + ".idx"))
+    )
     return [
         f"{flag}: {path} has no {os.path.basename(path)}.meta beside it (nor an .idx); copy it "
         "too, or make both anew [packed-meta-missing]"

@@ -1,6 +1,7 @@
-"""Rules about data, tokenizer and files: which flags name them, and what is missing on this machine. Reads no content
-but lists of paths; knows no data format.
+"""Rules about data, tokenizer and files: which flags name them, and what is missing on this
+machine. Reads no content but lists of paths; knows no data format.
 """
+
 from __future__ import annotations
 
 import difflib
@@ -28,7 +29,9 @@ TOKENIZER_FILES = {
     "SentencePieceTokenizer": _MODEL,
     "GPTSentencePieceTokenizer": _MODEL,
     "Llama2Tokenizer": _MODEL,
-    "HuggingFaceTokenizer": (("tokenizer_model", "a tokenizer.json, or the directory that holds it"),),
+    "HuggingFaceTokenizer": (
+        ("tokenizer_model", "a tokenizer.json, or the directory that holds it"),
+    ),
     "TikTokenizer": _MODEL,
     "ByteTokenizer": (),
     "NullTokenizer": (),
@@ -43,7 +46,8 @@ def problems(config: Config) -> list[str]:
 
 def missing(config: Config) -> list[str]:
     """What a real run would not find on this machine."""
-    d, c = config.data, config.checkpoint
+    d = config.data
+    c = config.checkpoint
     found = []
     if not any(_given(d).values()):
         found.append(
@@ -57,14 +61,22 @@ def missing(config: Config) -> list[str]:
     elif sum(_given(d).values()) == 1:
         found += _corpora(d)
     found += [*_tokenizer_files(d), *([] if is_url(c.load) else _checkpoint(c))]
-    for flag, path in (("--staging-dir" if is_url(c.save) else "--save", staged(c).save),
-                       ("--staging-dir" if is_url(c.snapshot_dir) else "--snapshot-dir",
-                        staged(c).snapshot_dir if c.snapshot_interval else None),
-                       ("--data-cache-path", d.data_cache_path), ("--tensorboard-dir", config.logging.tensorboard_dir)):
+    for flag, path in (
+        ("--staging-dir" if is_url(c.save) else "--save", staged(c).save),
+        (
+            "--staging-dir" if is_url(c.snapshot_dir) else "--snapshot-dir",
+            staged(c).snapshot_dir if c.snapshot_interval else None,
+        ),
+        ("--data-cache-path", d.data_cache_path),
+        ("--tensorboard-dir", config.logging.tensorboard_dir),
+    ):
         if path is not None:
             found += _directory_to_write(flag, path)
-    for flag, path in (("--metrics-file", config.logging.metrics_file), ("--data-ledger", config.logging.data_ledger),
-                       ("--control-file", c.control_file)):
+    for flag, path in (
+        ("--metrics-file", config.logging.metrics_file),
+        ("--data-ledger", config.logging.data_ledger),
+        ("--control-file", c.control_file),
+    ):
         if path is not None and os.path.isdir(path):
             found.append(
                 f"{flag} {path}: is a directory; give the name of a file [path-is-a-directory]"
@@ -80,10 +92,14 @@ def missing(config: Config) -> list[str]:
 def _given(d: DataConfig) -> dict[str, bool]:
     per_split = {f"--{name}-data-path": getattr(d, f"{name}_data_path") for name in SPLITS}
     named = [flag for flag, value in per_split.items() if value]
-    return {"--data-path": bool(d.data_path), "--data-args-path": d.data_args_path is not None,
-            "--per-split-data-args-path": d.per_split_data_args_path is not None,
-            " ".join(named) or "--train-data-path": bool(named), "--mock-data": d.mock_data,
-            "--dummy-data": d.dummy_data is not None}
+    return {
+        "--data-path": bool(d.data_path),
+        "--data-args-path": d.data_args_path is not None,
+        "--per-split-data-args-path": d.per_split_data_args_path is not None,
+        " ".join(named) or "--train-data-path": bool(named),
+        "--mock-data": d.mock_data,
+        "--dummy-data": d.dummy_data is not None,
+    }
 
 
 def _order(d: DataConfig) -> Iterator[str]:
@@ -106,8 +122,12 @@ def _validation(d: DataConfig) -> Iterator[str]:
             "--valid-data-path A B ... or --per-split-data-args-path [validation-sets-not-named]"
         )
     for flag, words in _read_blends(d):
-        if not isinstance(words, str) and ("valid" in flag) and blend_problem(words) is None and (
-                _prefixes(words) is not words):
+        if (
+            not isinstance(words, str)
+            and ("valid" in flag)
+            and blend_problem(words) is None
+            and (_prefixes(words) is not words)
+        ):
             if d.multiple_validation_sets:
                 yield (
                     f"{flag}: sets with validations of their own have no weights "
@@ -133,8 +153,11 @@ def _split(config: Config) -> Iterator[str]:
     d = config.data
     if d.split is None:
         return
-    per_split = [flag for flag, value in _given(d).items() if value and "-data-" in flag
-                 and flag not in ("--data-path", "--data-args-path")]
+    per_split = [
+        flag
+        for flag, value in _given(d).items()
+        if value and "-data-" in flag and flag not in ("--data-path", "--data-args-path")
+    ]
     if per_split:
         yield (
             f"--split {d.split}: has no meaning with {per_split[0]}, which names the data of each "
@@ -142,7 +165,11 @@ def _split(config: Config) -> Iterator[str]:
         )
     words = [word for word in re.split(r"[,/\s]+", d.split.strip()) if word]
     shares = [_number(word) for word in words]
-    if not 1 <= len(shares) <= 3 or not all(s is not None and 0 <= s < math.inf for s in shares) or not sum(shares):
+    if (
+        not 1 <= len(shares) <= 3
+        or not all(s is not None and 0 <= s < math.inf for s in shares)
+        or not sum(shares)
+    ):
         yield (
             f"--split {d.split}: give the shares of train, validation and test, as in --split "
             "949,50,1 [split-malformed]"
@@ -165,7 +192,9 @@ def _tokenizer(d: DataConfig) -> Iterator[str]:
     kind = d.tokenizer
     if kind in TOKENIZER_FILES:
         if kind == "TikTokenizer":
-            yield from tiktoken_problems(d.vocab_size, d.tiktoken_num_special_tokens, d.tiktoken_special_tokens)
+            yield from tiktoken_problems(
+                d.vocab_size, d.tiktoken_num_special_tokens, d.tiktoken_special_tokens
+            )
         if kind == "ByteTokenizer" and d.vocab_size not in (None, BYTE_VOCAB_SIZE):
             yield (
                 f"--vocab-size {d.vocab_size}: ByteTokenizer has {BYTE_VOCAB_SIZE} ids (256 bytes "
@@ -190,7 +219,8 @@ def _tokenizer(d: DataConfig) -> Iterator[str]:
 def _tokenizer_files(d: DataConfig) -> Iterator[str]:
     kind = d.tokenizer
     for name, what in TOKENIZER_FILES.get(kind, ()):
-        flag, path = "--" + name.replace("_", "-"), getattr(d, name)
+        flag = "--" + name.replace("_", "-")
+        path = getattr(d, name)
         if path is None:
             yield f"{flag} is missing: {kind} needs {what} [flag-missing]"
         elif not os.path.exists(path):
@@ -205,7 +235,11 @@ def _tokenizer_files(d: DataConfig) -> Iterator[str]:
             yield f"{flag} {path}: cannot be read; change its permissions [file-not-readable]"
     if kind == "NullTokenizer" and d.vocab_size is None:
         synthetic = "--mock-data" if d.mock_data else "--dummy-data" if d.dummy_data else None
-        why = f"the synthetic text of {synthetic}" if synthetic and d.tokenizer_type is None else "NullTokenizer"
+        why = (
+            f"the synthetic text of {synthetic}"
+            if synthetic and d.tokenizer_type is None
+            else "NullTokenizer"
+        )
         yield (
             f"--vocab-size is missing: {why} needs the number of ids, as in --vocab-size 50257 "
             "[flag-missing]"
@@ -230,7 +264,9 @@ def _read_blends(d: DataConfig) -> list[tuple[str, list[str] | str]]:
     found: list[tuple[str, list[str] | str]] = []
     for name in ("data_path", *(f"{split}_data_path" for split in SPLITS)):
         if getattr(d, name) is not None:
-            found.append(("--" + name.replace("_", "-"), [str(word).strip() for word in getattr(d, name)]))
+            found.append(
+                ("--" + name.replace("_", "-"), [str(word).strip() for word in getattr(d, name)])
+            )
     if d.data_args_path is not None:
         lines = _text(d.data_args_path)
         words = " ".join(lines).split() if isinstance(lines, list) else lines
@@ -249,7 +285,8 @@ def _text(path: str) -> list[str] | str:
 
 
 def _split_file(path: str) -> list[tuple[str, list[str] | str]]:
-    flag, lines = f"--per-split-data-args-path {path}", _text(path)
+    flag = f"--per-split-data-args-path {path}"
+    lines = _text(path)
     if isinstance(lines, str):
         return [(flag, lines)]
     try:
@@ -279,7 +316,9 @@ def _split_file(path: str) -> list[tuple[str, list[str] | str]]:
         items = items.split() if isinstance(items, str) else items
         if items is None:
             continue
-        if not isinstance(items, list) or not all(isinstance(item, str | int | float) for item in items):
+        if not isinstance(items, list) or not all(
+            isinstance(item, str | int | float) for item in items
+        ):
             found.append(
                 (
                     f"{flag}, {name}",
@@ -295,8 +334,8 @@ def _split_file(path: str) -> list[tuple[str, list[str] | str]]:
 
 
 def blend_problem(words: Sequence[str]) -> str | None:
-    """What is wrong with the words of a blend, or None. Grammar: facts/megatron.md 3, as megatron-core reads it, and
-    `epochs:2` where a weight may stand."""
+    """What is wrong with the words of a blend, or None. Grammar: facts/megatron.md 3, as
+    megatron-core reads it, and `epochs:2` where a weight may stand."""
     if not words or not all(words):
         return "names no data; give a prefix, or pairs of weight and prefix [blend-malformed]"
     if any(word.startswith(EPOCHS) for word in words):
@@ -353,7 +392,9 @@ def _corpora(d: DataConfig) -> Iterator[str]:
             yield f"{flag}: {words}"
         elif blend_problem(words) is None:
             prefixes = _prefixes(words)
-            numbers = [p for p in prefixes if _number(p) is not None and not os.path.exists(p + ".idx")]
+            numbers = [
+                p for p in prefixes if _number(p) is not None and not os.path.exists(p + ".idx")
+            ]
             if numbers and len(words) > 1:
                 yield (
                     f"{flag}: {' and '.join(numbers)} where a prefix is expected; give a weight "
@@ -397,8 +438,10 @@ def _several(word: str) -> bool:
         return any(name.endswith(".idx") for _, _, names in os.walk(word) for name in names)
     stem, end = os.path.splitext(word)
     found = glob.iglob((stem if end in (".idx", ".bin") else word) + ".idx", recursive=True)
-    return glob.has_magic(word) and (next(found, None) is not None or any(
-        path.endswith(".idx") for path in glob.iglob(word, recursive=True)))
+    return glob.has_magic(word) and (
+        next(found, None) is not None
+        or any(path.endswith(".idx") for path in glob.iglob(word, recursive=True))
+    )
 
 
 def _near_prefixes(prefix: str) -> str:
@@ -410,7 +453,10 @@ def _near_prefixes(prefix: str) -> str:
     known = sorted(n[:-4] for n in here if n.endswith(".idx") and n[:-4] + ".bin" in here)
     close = difflib.get_close_matches(name, known, 3, 0.4) or known[:3]
     if not close:
-        return f"; {folder or 'the current directory'} holds no data set (tools/preprocess_data.py makes them)"
+        return (
+            f"; {folder or 'the current directory'} holds no data set "
+            "(tools/preprocess_data.py makes them)"
+        )
     return f"; there is {' and '.join(os.path.join(folder, n) for n in close)}"
 
 
@@ -438,15 +484,24 @@ def _checkpoint(c: CheckpointConfig) -> Iterator[str]:
         )
         return
     here = sorted(int(n[5:]) for n in _listing(c.load) if re.fullmatch(r"iter_\d{7,}", n))
-    if c.ckpt_step is not None and not os.path.isdir(os.path.join(c.load, f"iter_{c.ckpt_step:07d}")):
+    if c.ckpt_step is not None and not os.path.isdir(
+        os.path.join(c.load, f"iter_{c.ckpt_step:07d}")
+    ):
         have = f"there are {', '.join(map(str, here[-6:]))}" if here else "there is none"
         yield (
             f"--ckpt-step {c.ckpt_step}: {c.load} has no checkpoint of that iteration; {have} "
             "[checkpoint-step-missing]"
         )
-    elif c.exit_on_missing_checkpoint and newest_checkpoint(c.load) is None and not here and not is_url(
-            c.snapshot_dir) and not any(
-            _listing(os.path.join(c.snapshot_dir or os.path.join(c.load, "snapshots"), slot)) for slot in "01"):
+    elif (
+        c.exit_on_missing_checkpoint
+        and newest_checkpoint(c.load) is None
+        and not here
+        and not is_url(c.snapshot_dir)
+        and not any(
+            _listing(os.path.join(c.snapshot_dir or os.path.join(c.load, "snapshots"), slot))
+            for slot in "01"
+        )
+    ):
         yield (
             f"--load {c.load}: no checkpoint there, and --exit-on-missing-checkpoint is given; "
             "leave that out to start from random weights [checkpoint-missing]"
@@ -458,15 +513,20 @@ def _same_path(one: str, other: str | None) -> bool:
 
 
 def _of_another_suite(load: str) -> str | None:
-    """The converter's command for what lies in a folder, where that is no checkpoint of ours: without this, training would
-    find none and start from random weights."""
+    """The converter's command for what lies in a folder, where that is no checkpoint of ours:
+    without this, training would find none and start from random weights."""
     newest = newest_checkpoint(load)
     if newest is None and os.path.isfile(os.path.join(load, "config.json")):
         return f"hf-import {load} DIR"
-    if any(n.startswith("mp_rank_") for n in _listing(str(newest or os.path.join(load, "release")))):
+    if any(
+        n.startswith("mp_rank_") for n in _listing(str(newest or os.path.join(load, "release")))
+    ):
         return f"megatron-import {load} DIR"
     if newest is None and (step := _internlm_step(load)):
-        return f"internlm-import {step} DIR --mlp-weights w2-up (before February 2024) or w2-down (InternEvo)"
+        return (
+            f"internlm-import {step} DIR --mlp-weights w2-up (before February 2024) or "
+            "w2-down (InternEvo)"
+        )
     return None
 
 
@@ -474,11 +534,19 @@ def _internlm_step(load: str) -> str | None:
     """The folder of a step of InternLM's training: `load`, or the newest in it (LOAD/50)."""
     steps = sorted((n for n in _listing(load) if n.isdecimal()), key=int, reverse=True)
     folders = [load, *(os.path.join(load, n) for n in steps)]
-    return next((one for one in folders if any(re.fullmatch(r"model_tp\d+_pp\d+\.pt", n) for n in _listing(one))), None)
+    return next(
+        (
+            one
+            for one in folders
+            if any(re.fullmatch(r"model_tp\d+_pp\d+\.pt", n) for n in _listing(one))
+        ),
+        None,
+    )
 
 
 def newest_checkpoint(load: str, ckpt_step: int | None = None) -> Path | None:
-    """The iter_XXXXXXX directory that --load means: itself, that of `ckpt_step`, or the tracker's; None if absent."""
+    """The iter_XXXXXXX directory that --load means: itself, that of `ckpt_step`, or the tracker's;
+    None if absent."""
     folder = Path(load)
     if re.fullmatch(r"iter_\d{7,}", folder.name) and folder.is_dir() and ckpt_step is None:
         return folder
@@ -493,16 +561,28 @@ def newest_checkpoint(load: str, ckpt_step: int | None = None) -> Path | None:
 
 
 def newest_with_good_args(load: str, ckpt_step: int | None = None) -> Path | None:
-    """What newest_checkpoint finds; of a run directory, the newest one up to it whose args are those its manifest names.
+    """What newest_checkpoint finds; of a run directory, the newest one up to it whose args are
+    those its manifest names.
 
-    A load goes back to an older checkpoint where the newest is damaged, so its flags must not count either.
+    A load goes back to an older checkpoint where the newest is damaged, so its flags must not count
+    either.
     """
     newest = newest_checkpoint(load, ckpt_step)
     here = _listing(load)
-    if ckpt_step is not None or newest == Path(load) or "latest_checkpointed_iteration.txt" not in here:
+    if (
+        ckpt_step is not None
+        or newest == Path(load)
+        or "latest_checkpointed_iteration.txt" not in here
+    ):
         return newest
-    names = sorted((n for n in here if re.fullmatch(r"iter_\d{7,}", n)), key=lambda name: -int(name[5:]))
-    older = (Path(load, name) for name in names if newest is None or int(name[5:]) <= int(newest.name[5:]))
+    names = sorted(
+        (n for n in here if re.fullmatch(r"iter_\d{7,}", n)), key=lambda name: -int(name[5:])
+    )
+    older = (
+        Path(load, name)
+        for name in names
+        if newest is None or int(name[5:]) <= int(newest.name[5:])
+    )
     return next((folder for folder in older if _has_good_args(folder)), newest)
 
 
@@ -512,7 +592,8 @@ def _has_good_args(folder: Path) -> bool:
 
 def vouched_file(folder: Path, name: str) -> bytes | None:
     """The bytes of a file of a checkpoint; None where the manifest does not vouch for them."""
-    if not (folder / "manifest.json").is_file() or not (folder / name).is_file():       # nor a pipe, to wait for
+    # nor a pipe, to wait for
+    if not (folder / "manifest.json").is_file() or not (folder / name).is_file():
         return None
     try:
         crc32 = json.loads((folder / "manifest.json").read_bytes())["files"][name]["crc32"]
@@ -523,7 +604,8 @@ def vouched_file(folder: Path, name: str) -> bytes | None:
 
 
 def _directory_to_write(flag: str, path: str) -> Iterator[str]:
-    """A directory that can be made or written: the nearest existing parent must be a writable directory."""
+    """A directory that can be made or written: the nearest existing parent must be a writable
+    directory."""
     there = os.path.abspath(path)
     while not os.path.lexists(there):
         there = os.path.dirname(there)

@@ -1,7 +1,10 @@
-"""From argv to a checked configuration, and back to the text that shows it: help, argument dump, plan. Knows no torch.
+"""From argv to a checked configuration, and back to the text that shows it: help, argument dump,
+plan. Knows no torch.
 
-Everything wrong with a command line is said at once, in well under a second, before anything large is imported.
+Everything wrong with a command line is said at once, in well under a second, before anything large
+is imported.
 """
+
 from __future__ import annotations
 
 import json
@@ -37,24 +40,43 @@ from megatron.config.tokenizer import BYTE_VOCAB_SIZE, TIKTOKEN_VOCAB_SIZE, ids_
 from megatron.config.tree import Config
 from megatron.version import version_line
 
-DESCRIPTION = ("Pretrain a GPT. Values follow their flags; @FILE reads flags from a file (typed ones win). Flags of "
-               "Megatron-LM that have no effect here, or are refused, are listed with the reason in docs/flags.md.")
+DESCRIPTION = (
+    "Pretrain a GPT. Values follow their flags; @FILE reads flags from a file (typed ones win). "
+    "Flags of Megatron-LM that have no effect here, or are refused, are listed with the reason in "
+    "docs/flags.md."
+)
 # A flag that could not be read: what must not be called missing because of it.
 _IN_PLACE_OF = {"train_samples": "--train-iters is missing"} | dict.fromkeys(
-    ("data_path", "train_data_path", "data_args_path", "per_split_data_args_path", "mock_data", "dummy_data"),
-    "no data:")
+    (
+        "data_path",
+        "train_data_path",
+        "data_args_path",
+        "per_split_data_args_path",
+        "mock_data",
+        "dummy_data",
+    ),
+    "no data:",
+)
 _GPT2_VOCABULARY = 50257
-# Of the data, what --use-checkpoint-args takes over: all that decides the ids. Its files: `_take_tokenizer_files`.
-_TOKENIZER = {"tokenizer_type", "vocab_size", "vocab_extra_ids", "tiktoken_pattern", "tiktoken_num_special_tokens",
-              "tiktoken_special_tokens"}
+# Of the data, what --use-checkpoint-args takes over: all that decides the ids. Its files:
+# `_take_tokenizer_files`.
+_TOKENIZER = {
+    "tokenizer_type",
+    "vocab_size",
+    "vocab_extra_ids",
+    "tiktoken_pattern",
+    "tiktoken_num_special_tokens",
+    "tiktoken_special_tokens",
+}
 
 
 @dataclass(frozen=True)
 class CommandLine:
-    """A command line without problems. `typed`: what the user gave, by field name; `foreign`: Megatron's flags that
-    have no effect here; `notes`: lines to print at the start; `world_size` is the plan's with --dry-run. Of --save,
-    --load and --snapshot-dir in an object store, `save_url`, `load_url` and `snapshot_url`; the configuration then has their
-    staging directories."""
+    """A command line without problems. `typed`: what the user gave, by field name; `foreign`:
+    Megatron's flags that have no effect here; `notes`: lines to print at the start; `world_size` is
+    the plan's with --dry-run. Of --save, --load and --snapshot-dir in an object store, `save_url`,
+    `load_url` and `snapshot_url`; the configuration then has their staging directories."""
+
     config: Config
     typed: dict[str, Any]
     foreign: dict[str, Any]
@@ -68,14 +90,21 @@ class CommandLine:
 
 def parser() -> Parser:
     """All flags of pretrain_gpt.py, Megatron's foreign ones too (help leaves those out)."""
-    return build_parser(Config, prog="pretrain_gpt.py", description=DESCRIPTION, extra=megatron_flags.parser_flags(),
-                        explain=megatron_flags.explain, synonyms=megatron_flags.SYNONYMS)
+    return build_parser(
+        Config,
+        prog="pretrain_gpt.py",
+        description=DESCRIPTION,
+        extra=megatron_flags.parser_flags(),
+        explain=megatron_flags.explain,
+        synonyms=megatron_flags.SYNONYMS,
+    )
 
 
 def read(argv: Sequence[str], environ: Mapping[str, str]) -> CommandLine:
     """The checked command line of this process; `environ` says which rank of how many it is.
 
-    Problems go to stderr of rank 0, one line each, and the process exits with 2; --help exits with 0.
+    Problems go to stderr of rank 0, one line each, and the process exits with 2; --help exits with
+    0.
     """
     flags = parser()
     parsed = parse(flags, argv)
@@ -98,7 +127,8 @@ def read(argv: Sequence[str], environ: Mapping[str, str]) -> CommandLine:
 def refuse(problems: list[str], here: launcher.LaunchInfo) -> NoReturn:
     """Say what is wrong with a command line and leave with 2.
 
-    Rank 0 speaks; where it has nothing to say, so that no launcher ends the rest, a rank of each node.
+    Rank 0 speaks; where it has nothing to say, so that no launcher ends the rest, a rank of each
+    node.
     """
     if here.rank:
         time.sleep(0.0 if here.local_rank is None else log.OTHERS_WAIT)
@@ -108,8 +138,12 @@ def refuse(problems: list[str], here: launcher.LaunchInfo) -> NoReturn:
     raise SystemExit(2)
 
 
-def _checked(flags: Parser, parsed: Parsed, here: launcher.LaunchInfo) -> tuple[CommandLine, list[str]]:
-    foreign = {name: value for name, value in parsed.typed.items() if name in megatron_flags.FOREIGN}
+def _checked(
+    flags: Parser, parsed: Parsed, here: launcher.LaunchInfo
+) -> tuple[CommandLine, list[str]]:
+    foreign = {
+        name: value for name, value in parsed.typed.items() if name in megatron_flags.FOREIGN
+    }
     typed = {name: value for name, value in parsed.typed.items() if name not in foreign}
     theirs = _Theirs() if parsed.unread_file else _from_checkpoint(flags, typed)
     config = config_from(Config, {**theirs.values, **typed})
@@ -117,10 +151,17 @@ def _checked(flags: Parser, parsed: Parsed, here: launcher.LaunchInfo) -> tuple[
     world_size = max(1, world_size or here.world_size)
     # What an @FILE that cannot be read would have said is not missing.
     found = [] if parsed.unread_file else check.problems(config, world_size, typed)
-    unread = tuple(_IN_PLACE_OF.get(flag.name, f"{flag.spelling} is missing") for flag in flags.flags
-                   if flag.name in parsed.broken | theirs.lost)
-    problems = [*parsed.problems, *megatron_flags.refused(foreign), *theirs.problems,
-                *(text for text in found if not text.startswith(unread))]
+    unread = tuple(
+        _IN_PLACE_OF.get(flag.name, f"{flag.spelling} is missing")
+        for flag in flags.flags
+        if flag.name in parsed.broken | theirs.lost
+    )
+    problems = [
+        *parsed.problems,
+        *megatron_flags.refused(foreign),
+        *theirs.problems,
+        *(text for text in found if not text.startswith(unread)),
+    ]
     notes = [*parsed.notes, *megatron_flags.without_effect(foreign), *theirs.notes]
     if not problems:
         notes += check.notes(config, world_size, typed)
@@ -132,16 +173,20 @@ def _checked(flags: Parser, parsed: Parsed, here: launcher.LaunchInfo) -> tuple[
 
 @dataclass
 class _Theirs:
-    """What --use-checkpoint-args brings. `lost`: flags of files that the checkpoint names and that are not there."""
+    """What --use-checkpoint-args brings. `lost`: flags of files that the checkpoint names and that
+    are not there."""
+
     values: dict[str, Any] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     lost: set[str] = field(default_factory=set)
-    taken: dict[str, Any] = field(default_factory=dict)     # those of the values that differ from their defaults
+    # those of the values that differ from their defaults
+    taken: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
 
 def _from_checkpoint(flags: Parser, typed: Mapping[str, Any]) -> _Theirs:
-    """The architecture of the newest checkpoint (or of --ckpt-step), and where typed flags contradict it."""
+    """The architecture of the newest checkpoint (or of --ckpt-step), and where typed flags
+    contradict it."""
     found = _Theirs()
     load = typed.get("load")
     if not typed.get("use_checkpoint_args") or load is None:
@@ -175,10 +220,14 @@ def _from_checkpoint(flags: Parser, typed: Mapping[str, Any]) -> _Theirs:
             )
         words = read_words(folder / "args")
     except Problems as error:
-        found.problems += [f"--use-checkpoint-args: {line.removeprefix('@')}" for line in error.lines]
+        found.problems += [
+            f"--use-checkpoint-args: {line.removeprefix('@')}" for line in error.lines
+        ]
         return found
     theirs = parse(flags, [word for word in words if not word.startswith("@")])
-    found.problems += [f"--use-checkpoint-args: {folder / 'args'}: {line}" for line in theirs.problems]
+    found.problems += [
+        f"--use-checkpoint-args: {folder / 'args'}: {line}" for line in theirs.problems
+    ]
     if found.problems:
         return found
     saved = config_from(Config, theirs.typed)
@@ -198,12 +247,18 @@ def _from_checkpoint(flags: Parser, typed: Mapping[str, Any]) -> _Theirs:
 def _taken_notes(taken: Mapping[str, Any], folder: Path, short: bool) -> list[str]:
     """What came from the checkpoint: as flags in one line, or one line each."""
     if short and taken:
-        return [f"--use-checkpoint-args: from {folder}: {' '.join(to_args_text(config_from(Config, dict(taken))).split())}"]
+        return [
+            f"--use-checkpoint-args: from {folder}: "
+            f"{' '.join(to_args_text(config_from(Config, dict(taken))).split())}"
+        ]
     return [f"Setting {name} to {value} from checkpoint" for name, value in taken.items()]
 
 
-def _take_tokenizer_files(saved: Config, typed: Mapping[str, Any], folder: Path, found: _Theirs) -> None:
-    """Take over the files of the checkpoint's tokenizer, where they still exist; not where another one is asked for."""
+def _take_tokenizer_files(
+    saved: Config, typed: Mapping[str, Any], folder: Path, found: _Theirs
+) -> None:
+    """Take over the files of the checkpoint's tokenizer, where they still exist; not where another
+    one is asked for."""
     kind = config_from(Config, {**found.values, **typed}).data.tokenizer
     if kind != saved.data.tokenizer:
         return
@@ -222,7 +277,9 @@ def _take_tokenizer_files(saved: Config, typed: Mapping[str, Any], folder: Path,
         )
 
 
-def _contradictions(saved: ModelConfig, ours: ModelConfig, typed: Mapping[str, Any], folder: Path) -> list[str]:
+def _contradictions(
+    saved: ModelConfig, ours: ModelConfig, typed: Mapping[str, Any], folder: Path
+) -> list[str]:
     """A line for everything that the typed flags say otherwise than the checkpoint."""
     lines = []
     for name, fields, theirs, mine in architecture.differences(saved, ours):
@@ -231,82 +288,136 @@ def _contradictions(saved: ModelConfig, ours: ModelConfig, typed: Mapping[str, A
             spelling = " ".join(flags_of(Config)[field].spelling for field in given)
             lines.append(
                 f"{spelling}: {name} is {mine} by it and {theirs} in the checkpoint {folder}; "
-                "leave it out, or load without --use-checkpoint-args "
-                "[flag-contradicts-checkpoint]"
+                "leave it out, or load without --use-checkpoint-args [flag-contradicts-checkpoint]"
             )
     return lines
 
 
-def dumped_values(config: Config, plan: Plan, distributed_backend: str, foreign: Mapping[str, Any] | None = None, *,
-                  rank: int = 0) -> dict[str, Any]:
-    """{name: value} as Megatron's dump has them after its own checks: defaults filled in, derived names added.
+def dumped_values(
+    config: Config,
+    plan: Plan,
+    distributed_backend: str,
+    foreign: Mapping[str, Any] | None = None,
+    *,
+    rank: int = 0,
+) -> dict[str, Any]:
+    """{name: value} as Megatron's dump has them after its own checks: defaults filled in, derived
+    names added.
 
-    `distributed_backend`: the one in use, where the flag left it open; `foreign`: typed flags without effect.
+    `distributed_backend`: the one in use, where the flag left it open; `foreign`: typed flags
+    without effect.
     """
-    flags, m, t, o = flags_of(Config), config.model, config.training, config.optimizer
+    flags = flags_of(Config)
+    m = config.model
+    t = config.training
+    o = config.optimizer
     values = values_of(config)
-    found = {name: value for name, value in values.items() if flags[name].dump or value != flags[name].default}
+    found = {
+        name: value
+        for name, value in values.items()
+        if flags[name].dump or value != flags[name].default
+    }
     found = {name: list(v) if isinstance(v, tuple) else v for name, v in found.items()}
     found.pop("recompute_activations", None)
-    if config.logging.log_format == "megatron":         # its dump has no such name
+    if config.logging.log_format == "megatron":  # its dump has no such name
         found.pop("log_format", None)
-    found |= {name: value or None for name, value in found.items() if name.startswith(("no_load_", "no_save_"))}
+    found |= {
+        name: value or None
+        for name, value in found.items()
+        if name.startswith(("no_load_", "no_save_"))
+    }
     found |= megatron_flags.dumped(foreign or {})
-    constant, chunks = o.weight_decay_incr_style == "constant", len(plan.layers_per_stage[0])
+    constant = o.weight_decay_incr_style == "constant"
+    chunks = len(plan.layers_per_stage[0])
     return found | {
-        "accumulate_allreduce_grads_in_fp32": values["accumulate_allreduce_grads_in_fp32"] or config.precision.bf16,
+        "accumulate_allreduce_grads_in_fp32": values["accumulate_allreduce_grads_in_fp32"]
+        or config.precision.bf16,
         "attention_softmax_in_fp32": m.attention_softmax_in_fp32 or m.apply_query_key_layer_scaling,
         "bias_gelu_fusion": m.bias_gelu_fusion and m.add_bias_linear,
-        "consumed_train_samples": 0, "consumed_valid_samples": 0,
+        "consumed_train_samples": 0,
+        "consumed_valid_samples": 0,
         "data_parallel_size": plan.data_parallel_size,
         "dataloader_type": config.data.dataloader_type or "single",
         "distributed_backend": config.parallel.distributed_backend or distributed_backend,
-        "encoder_num_layers": m.num_layers, "encoder_seq_length": m.seq_length,
+        "encoder_num_layers": m.num_layers,
+        "encoder_seq_length": m.seq_length,
         "end_weight_decay": o.weight_decay if constant else o.end_weight_decay,
         "start_weight_decay": o.weight_decay if constant else o.start_weight_decay,
-        "ffn_hidden_size": m.ffn, "kv_channels": m.head_dim, "position_embedding_type": m.positions,
+        "ffn_hidden_size": m.ffn,
+        "kv_channels": m.head_dim,
+        "position_embedding_type": m.positions,
         "global_batch_size": plan.batch.final_global_batch_size,
         "overlap_p2p_comm": config.parallel.overlap_p2p_comm and len(plan.layers_per_stage) > 1,
         "params_dtype": f"torch.{config.precision.params_dtype}",
-        "rampup_batch_size": None if t.rampup_batch_size is None else list(map(str, t.rampup_batch_size)),
-        "rank": rank, "world_size": plan.world_size,
+        "rampup_batch_size": None
+        if t.rampup_batch_size is None
+        else list(map(str, t.rampup_batch_size)),
+        "rank": rank,
+        "world_size": plan.world_size,
         "recompute_granularity": t.recompute,
-        "sequence_parallel": config.parallel.sequence_parallel and config.parallel.tensor_model_parallel_size > 1,
-        "split": plan.split, "tokenizer_type": config.data.tokenizer,
+        "sequence_parallel": config.parallel.sequence_parallel
+        and config.parallel.tensor_model_parallel_size > 1,
+        "split": plan.split,
+        "tokenizer_type": config.data.tokenizer,
         "transformer_pipeline_model_parallel_size": config.parallel.pipeline_model_parallel_size,
-        "variable_seq_lengths": False, "virtual_pipeline_model_parallel_size": chunks if chunks > 1 else None,
+        "variable_seq_lengths": False,
+        "virtual_pipeline_model_parallel_size": chunks if chunks > 1 else None,
     }
 
 
-def dump(config: Config, plan: Plan, distributed_backend: str, foreign: Mapping[str, Any] | None = None, *,
-         rank: int = 0) -> str:
-    """The argument dump in Megatron's form (facts/megatron.md 11.1); arguments as for `dumped_values`."""
-    lines = [f"  {name} {'.' * (48 - len(name))} {value}"
-             for name, value in dumped_values(config, plan, distributed_backend, foreign, rank=rank).items()]
-    return "\n".join([f"{'-' * 24} arguments {'-' * 24}", *sorted(lines, key=str.lower),
-                      f"{'-' * 20} end of arguments {'-' * 21}"])
+def dump(
+    config: Config,
+    plan: Plan,
+    distributed_backend: str,
+    foreign: Mapping[str, Any] | None = None,
+    *,
+    rank: int = 0,
+) -> str:
+    """The argument dump in Megatron's form (facts/megatron.md 11.1); arguments as for
+    `dumped_values`."""
+    lines = [
+        f"  {name} {'.' * (48 - len(name))} {value}"
+        for name, value in dumped_values(
+            config, plan, distributed_backend, foreign, rank=rank
+        ).items()
+    ]
+    return "\n".join(
+        [
+            f"{'-' * 24} arguments {'-' * 24}",
+            *sorted(lines, key=str.lower),
+            f"{'-' * 20} end of arguments {'-' * 21}",
+        ]
+    )
 
 
 def start_lines(line: CommandLine, distributed_backend: str) -> list[str]:
-    """What a run prints first, in Megatron's order: sizes, notes, precision, arguments, micro-batches. With --log-format
-    short nothing, since `training/preamble.py` follows.
+    """What a run prints first, in Megatron's order: sizes, notes, precision, arguments,
+    micro-batches. With --log-format short nothing, since `training/preamble.py` follows.
 
     `distributed_backend`: as for `dumped_values`.
     """
-    config, p = line.config, line.config.parallel
+    config = line.config
+    p = line.config.parallel
     if config.logging.is_short:
         return []
     plan = make_plan(config, line.world_size, vocabulary(config)[0])
-    found = [f"using world size: {plan.world_size}, data-parallel size: {plan.data_parallel_size}, context-parallel "
-             f"size: {p.context_parallel_size} tensor-model-parallel size: {p.tensor_model_parallel_size}, "
-             f"pipeline-model-parallel size: {p.pipeline_model_parallel_size} ", *line.notes]
+    found = [
+        f"using world size: {plan.world_size}, data-parallel size: {plan.data_parallel_size}, "
+        f"context-parallel size: {p.context_parallel_size} tensor-model-parallel size: "
+        f"{p.tensor_model_parallel_size}, pipeline-model-parallel size: "
+        f"{p.pipeline_model_parallel_size} ",
+        *line.notes,
+    ]
     batch = plan.batch.lines()
     found += [text for text in batch if text.startswith("setting global batch size")]
     if config.precision.bf16 and not config.precision.accumulate_allreduce_grads_in_fp32:
         found.append("accumulate and all-reduce gradients in fp32 for bfloat16 data type.")
-    return [*found, f"using torch.{config.precision.params_dtype} for parameters ...",
-            *_arguments(line, plan, distributed_backend),
-            *(text for text in batch if text not in found)]
+    return [
+        *found,
+        f"using torch.{config.precision.params_dtype} for parameters ...",
+        *_arguments(line, plan, distributed_backend),
+        *(text for text in batch if text not in found),
+    ]
 
 
 def _arguments(line: CommandLine, plan: Plan, distributed_backend: str) -> list[str]:
@@ -320,7 +431,8 @@ def _arguments(line: CommandLine, plan: Plan, distributed_backend: str) -> list[
 
 
 def vocabulary(config: Config) -> tuple[int, str]:
-    """(size, where it comes from) of the vocabulary as far as it is known without building the tokenizer."""
+    """(size, where it comes from) of the vocabulary as far as it is known without building the
+    tokenizer."""
     d = config.data
     if d.vocab_size is not None:
         return d.vocab_size, "--vocab-size"
@@ -335,7 +447,8 @@ def vocabulary(config: Config) -> tuple[int, str]:
             size = len(json.loads(Path(d.vocab_file).read_text(encoding="utf-8")))
             return max(1, size), f"--vocab-file {d.vocab_file}"
         except (OSError, ValueError, TypeError):
-            pass                                       # building the tokenizer says what is wrong with it
+            # building the tokenizer says what is wrong with it
+            pass
     return _GPT2_VOCABULARY, "assumed, GPT-2's; give --vocab-size to plan for another"
 
 
@@ -343,6 +456,9 @@ def print_plan(line: CommandLine) -> Plan:
     """What --dry-run prints first; the plan."""
     size, source = vocabulary(line.config)
     plan = make_plan(line.config, line.world_size, size)
-    lines = [*line.notes, f"plan for {line.world_size} rank{'s' * (line.world_size > 1)} (vocabulary: {source})"]
+    lines = [
+        *line.notes,
+        f"plan for {line.world_size} rank{'s' * (line.world_size > 1)} (vocabulary: {source})",
+    ]
     print("\n".join([*lines, *(f"  {text}" for text in describe(line.config, plan))]), flush=True)
     return plan

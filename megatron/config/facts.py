@@ -1,4 +1,5 @@
 """A command line as the rules of `check` see it. Knows no rule and no torch."""
+
 from __future__ import annotations
 
 from collections.abc import Collection
@@ -12,6 +13,7 @@ from megatron.config.tree import Config
 @dataclass
 class Facts:
     """Values by name, what was typed, and which values are out of range."""
+
     config: Config
     world_size: int
     typed: Collection[str]
@@ -20,7 +22,8 @@ class Facts:
     bad: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        self.values, self.flags = values_of(self.config), flags_of(Config)
+        self.values = values_of(self.config)
+        self.flags = flags_of(Config)
 
     def __getitem__(self, name: str) -> Any:
         return self.values[name]
@@ -31,7 +34,8 @@ class Facts:
 
     def say(self, name: str) -> str:
         """The flag with its value, as it would be typed."""
-        flag, value = self.flags[name], self.values[name]
+        flag = self.flags[name]
+        value = self.values[name]
         if flag.kind in ("switch", "off"):
             return flag.spelling
         return f"{flag.spelling} {' '.join(map(str, value)) if isinstance(value, tuple) else value}"

@@ -1,4 +1,6 @@
-"""The architecture: everything a plain GPT on one device needs to know. Knows no rank, no data and no torch."""
+"""The architecture: everything a plain GPT on one device needs to know. Knows no rank, no data and
+no torch."""
+
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -10,64 +12,119 @@ from megatron.arguments import arg
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """The architecture."""
+
     num_layers: int | None = arg(None, alias=("--encoder-num-layers",), help="transformer layers")
     hidden_size: int | None = arg(None, help="width of the residual stream")
-    ffn_hidden_size: int | None = arg(None, help="MLP width; without it 4 x hidden size, or 8/3 x hidden size rounded "
-                                                 "down to a multiple of 64 with --swiglu / --geglu")
-    ffn_multiple_of: int | None = arg(None, dump=False, help="with --swiglu / --geglu, in place of --ffn-hidden-size: 8/3 x "
-                                                             "hidden size rounded UP to a multiple of this (InternLM: 256)")
+    ffn_hidden_size: int | None = arg(
+        None,
+        help="MLP width; without it 4 x hidden size, or 8/3 x hidden size rounded "
+        "down to a multiple of 64 with --swiglu / --geglu",
+    )
+    ffn_multiple_of: int | None = arg(
+        None,
+        dump=False,
+        help="with --swiglu / --geglu, in place of --ffn-hidden-size: 8/3 x "
+        "hidden size rounded UP to a multiple of this (InternLM: 256)",
+    )
     num_attention_heads: int | None = arg(None, help="query heads")
     kv_channels: int | None = arg(None, help="width of one head; without it hidden size / heads")
     group_query_attention: bool = arg(False, help="share key/value heads between query heads (GQA)")
     num_query_groups: int = arg(1, help="key/value heads, with --group-query-attention")
     seq_length: int | None = arg(None, alias=("--encoder-seq-length",), help="tokens of one sample")
-    max_position_embeddings: int | None = arg(None, help="rows of the position table, at least the sequence length")
-    position_embedding_type: Literal["learned_absolute", "rope", "none"] = arg("learned_absolute", help="positions")
-    use_rotary_position_embeddings: bool = arg(False, help="the same as --position-embedding-type rope")
-    add_position_embedding: bool = arg(True, off="--no-position-embedding",
-                                       help="no learned position table (the same as --position-embedding-type none, "
-                                            "or rope where that is asked for)")
+    max_position_embeddings: int | None = arg(
+        None, help="rows of the position table, at least the sequence length"
+    )
+    position_embedding_type: Literal["learned_absolute", "rope", "none"] = arg(
+        "learned_absolute", help="positions"
+    )
+    use_rotary_position_embeddings: bool = arg(
+        False, help="the same as --position-embedding-type rope"
+    )
+    add_position_embedding: bool = arg(
+        True,
+        off="--no-position-embedding",
+        help="no learned position table (the same as --position-embedding-type none, "
+        "or rope where that is asked for)",
+    )
     rotary_base: int = arg(10000, help="base of the rotary frequencies", dump=False)
     rotary_percent: float = arg(1.0, help="share of each head's width that is rotated")
-    rotary_interleaved: bool = arg(False, dump=False,
-                                    help="rotate neighbouring pairs instead of the two halves of a head")
-    rotary_seq_len_interpolation_factor: int | None = arg(None, help="divide rotary positions by this")
-    use_rope_scaling: bool = arg(False, dump=False, help="Llama 3.1's rotary frequencies: those that turn less than once in "
-                                                         "8,192 positions are slowed by --rope-scaling-factor")
+    rotary_interleaved: bool = arg(
+        False, dump=False, help="rotate neighbouring pairs instead of the two halves of a head"
+    )
+    rotary_seq_len_interpolation_factor: int | None = arg(
+        None, help="divide rotary positions by this"
+    )
+    use_rope_scaling: bool = arg(
+        False,
+        dump=False,
+        help="Llama 3.1's rotary frequencies: those that turn less than once in "
+        "8,192 positions are slowed by --rope-scaling-factor",
+    )
     rope_scaling_factor: float = arg(8.0, help="how much they are slowed", dump=False)
-    make_vocab_size_divisible_by: int = arg(128, help="the vocabulary is padded to a multiple of this times TP")
+    make_vocab_size_divisible_by: int = arg(
+        128, help="the vocabulary is padded to a multiple of this times TP"
+    )
     normalization: Literal["LayerNorm", "RMSNorm"] = arg("LayerNorm", help="norm of every block")
     norm_epsilon: float = arg(1e-5, help="epsilon of the norms")
     apply_layernorm_1p: bool = arg(False, help="norm weights are stored minus one")
-    apply_residual_connection_post_layernorm: bool = arg(False, help="take the residual after the norm")
+    apply_residual_connection_post_layernorm: bool = arg(
+        False, help="take the residual after the norm"
+    )
     qk_layernorm: bool = arg(False, help="norm of every query and key head", dump=False)
     openai_gelu: bool = arg(False, help="tanh form of GELU (also without the fusion)")
     squared_relu: bool = arg(False, help="relu(x)^2 in the MLP")
     swiglu: bool = arg(False, help="gated MLP with SiLU")
     geglu: bool = arg(False, help="gated MLP with GELU", dump=False)
-    bias_gelu_fusion: bool = arg(True, off="--no-bias-gelu-fusion",
-                                 help="exact erf GELU instead of the tanh form that Megatron fuses with the bias")
-    untie_embeddings_and_output_weights: bool = arg(False, help="a matrix of its own for the output layer")
-    add_bias_linear: bool = arg(True, off="--disable-bias-linear", help="no biases in linear layers")
-    add_qkv_bias: bool = arg(False, dump=False, help="a bias on queries, keys and values even with "
-                                                     "--disable-bias-linear")
-    add_attention_output_bias: bool = arg(False, dump=False, help="a bias on the attention output even with "
-                                                                  "--disable-bias-linear")
-    add_mlp_bias: bool = arg(False, dump=False, help="biases in the MLP even with --disable-bias-linear")
+    bias_gelu_fusion: bool = arg(
+        True,
+        off="--no-bias-gelu-fusion",
+        help="exact erf GELU instead of the tanh form that Megatron fuses with the bias",
+    )
+    untie_embeddings_and_output_weights: bool = arg(
+        False, help="a matrix of its own for the output layer"
+    )
+    add_bias_linear: bool = arg(
+        True, off="--disable-bias-linear", help="no biases in linear layers"
+    )
+    add_qkv_bias: bool = arg(
+        False, dump=False, help="a bias on queries, keys and values even with --disable-bias-linear"
+    )
+    add_attention_output_bias: bool = arg(
+        False, dump=False, help="a bias on the attention output even with --disable-bias-linear"
+    )
+    add_mlp_bias: bool = arg(
+        False, dump=False, help="biases in the MLP even with --disable-bias-linear"
+    )
     attention_dropout: float = arg(0.1, help="dropout of attention probabilities")
     hidden_dropout: float = arg(0.1, help="dropout of the embedding and of both residual branches")
     init_method_std: float = arg(0.02, help="standard deviation of the normal initialisation")
     init_method_xavier_uniform: bool = arg(False, help="Xavier uniform initialisation of matrices")
-    init_scheme: Literal["megatron", "internlm"] = arg("megatron", dump=False, help="whose initial values: megatron, or "
-                                                       "InternLM's fixed deviations, which depend on the layer")
-    embed_grad_scale: float = arg(1.0, dump=False, help="multiply the gradients of the embedding and of the output layer by "
-                                                        "this (GLM-130B)")
-    label_smoothing: float = arg(0.0, dump=False, help="share of each label that goes to all ids alike, in training; "
-                                                         "losses of subsets are without it")
-    apply_query_key_layer_scaling: bool = arg(False, help="divide scores by the layer number and undo it in the "
-                                                          "softmax; numerically neutral here")
+    init_scheme: Literal["megatron", "internlm"] = arg(
+        "megatron",
+        dump=False,
+        help="whose initial values: megatron, or "
+        "InternLM's fixed deviations, which depend on the layer",
+    )
+    embed_grad_scale: float = arg(
+        1.0,
+        dump=False,
+        help="multiply the gradients of the embedding and of the output layer by this (GLM-130B)",
+    )
+    label_smoothing: float = arg(
+        0.0,
+        dump=False,
+        help="share of each label that goes to all ids alike, in training; "
+        "losses of subsets are without it",
+    )
+    apply_query_key_layer_scaling: bool = arg(
+        False,
+        help="divide scores by the layer number and undo it in the "
+        "softmax; numerically neutral here",
+    )
     attention_softmax_in_fp32: bool = arg(False, help="softmax in fp32 (always so here)")
-    fp32_residual_connection: bool = arg(False, help="residual stream in fp32, with --fp16 or --bf16")
+    fp32_residual_connection: bool = arg(
+        False, help="residual stream in fp32, with --fp16 or --bf16"
+    )
 
     @property
     def head_dim(self) -> int:
@@ -88,8 +145,8 @@ class ModelConfig:
     def activation(self) -> str:
         """`swiglu`, `geglu`, `squared_relu`, `gelu (tanh)` or `gelu (erf)`.
 
-        GELU is the tanh form where Megatron's fused bias + GELU would run (the default with biases) and with
-        --openai-gelu; otherwise the exact one.
+        GELU is the tanh form where Megatron's fused bias + GELU would run (the default with biases)
+        and with --openai-gelu; otherwise the exact one.
         """
         for name in ("swiglu", "geglu", "squared_relu"):
             if getattr(self, name):

@@ -1,7 +1,10 @@
-"""The table of all parameters of a model: name, global shape, splits and initial values. Knows no torch and no rank.
+"""The table of all parameters of a model: name, global shape, splits and initial values. Knows no
+torch and no rank.
 
-It is the one truth from which the model is built, a plan counts bytes, and checkpoints know what to expect.
+It is the one truth from which the model is built, a plan counts bytes, and checkpoints know what to
+expect.
 """
+
 from __future__ import annotations
 
 import math
@@ -19,11 +22,12 @@ LAYER_PREFIX = "decoder.layers."
 class ParameterSpec:
     """One parameter under its global name, whichever rank, stage or format holds it.
 
-    `shape` is global; `splits` says which rank axis cuts which dim; `init` is "normal" (with `std`: one for all, or one
-    for each index of dim 0), "xavier_uniform", "zeros" or "ones". `partial` names axes whose ranks hold a copy but always
-    see only part of its gradient. `real_rows`: rows of dim 0 that mean something when a vocabulary is padded (the rest
-    stay 0), else None.
+    `shape` is global; `splits` says which rank axis cuts which dim; `init` is "normal" (with `std`:
+    one for all, or one for each index of dim 0), "xavier_uniform", "zeros" or "ones". `partial`
+    names axes whose ranks hold a copy but always see only part of its gradient. `real_rows`: rows
+    of dim 0 that mean something when a vocabulary is padded (the rest stay 0), else None.
     """
+
     name: str
     shape: tuple[int, ...]
     splits: tuple[tuple[str, int], ...] = ()
@@ -40,20 +44,31 @@ class ParameterSpec:
     @property
     def padding(self) -> int:
         """Number of these that are in padding rows."""
-        return 0 if self.real_rows is None else (self.shape[0] - self.real_rows) * math.prod(self.shape[1:])
+        return (
+            0
+            if self.real_rows is None
+            else (self.shape[0] - self.real_rows) * math.prod(self.shape[1:])
+        )
 
     @property
     def layer(self) -> int | None:
         """Global number of the transformer layer it belongs to, or None."""
-        return int(self.name[len(LAYER_PREFIX):].split(".", 1)[0]) if self.name.startswith(LAYER_PREFIX) else None
+        return (
+            int(self.name[len(LAYER_PREFIX) :].split(".", 1)[0])
+            if self.name.startswith(LAYER_PREFIX)
+            else None
+        )
 
     def local_shape(self, axis_sizes: Mapping[str, int]) -> tuple[int, ...]:
-        """Shape of one rank's part; axes that `axis_sizes` lacks have size 1. Raises ValueError on an uneven cut."""
+        """Shape of one rank's part; axes that `axis_sizes` lacks have size 1. Raises ValueError on
+        an uneven cut."""
         shape = list(self.shape)
         for axis, dim in self.splits:
             size = axis_sizes.get(axis, 1)
             if shape[dim] % size:
-                raise ValueError(f"{self.name}: dim {dim} of size {shape[dim]} does not split over {axis} {size}")
+                raise ValueError(
+                    f"{self.name}: dim {dim} of size {shape[dim]} does not split over {axis} {size}"
+                )
             shape[dim] //= size
         return tuple(shape)
 
@@ -65,72 +80,104 @@ Scheme = Callable[[str, int], Draw]
 def megatron_scheme(model: ModelConfig) -> Scheme:
     """Megatron's initial values of matrices: (role, layer) -> (init, std).
 
-    Roles: word_embedding, position_embedding, output_layer, qkv, attention_output, mlp_in, mlp_out. The two that end
-    a residual branch have std / sqrt(2 * num_layers) with the total depth (facts/megatron.md 9); another suite's
-    scheme is another function of the same form, of the layer too where its std depends on it.
+    Roles: word_embedding, position_embedding, output_layer, qkv, attention_output, mlp_in, mlp_out.
+    The two that end a residual branch have std / sqrt(2 * num_layers) with the total depth
+    (facts/megatron.md 9); another suite's scheme is another function of the same form, of the layer
+    too where its std depends on it.
     """
     scaled = model.init_method_std / math.sqrt(2.0 * model.num_layers)
 
     def draw(role: str, layer: int) -> Draw:
         if model.init_method_xavier_uniform:
             return "xavier_uniform", 0.0
-        return "normal", scaled if role in ("attention_output", "mlp_out") else model.init_method_std
+        return "normal", scaled if role in (
+            "attention_output",
+            "mlp_out",
+        ) else model.init_method_std
 
     return draw
 
 
 def internlm_scheme(model: ModelConfig) -> Scheme:
-    """InternLM's initial values, whatever the width (facts/internlm.md 2.3, the version whose logs the demos show).
+    """InternLM's initial values, whatever the width (facts/internlm.md 2.3, the version whose logs
+    the demos show).
 
-    What ends the attention branch has 0.006 / sqrt(2 (layer + 1)), by its OWN layer; so has the up half of a gated MLP,
-    and the matrix after it has 0.0015.
+    What ends the attention branch has 0.006 / sqrt(2 (layer + 1)), by its OWN layer; so has the up
+    half of a gated MLP, and the matrix after it has 0.0015.
     """
 
     def draw(role: str, layer: int) -> Draw:
         if role in ("word_embedding", "position_embedding", "output_layer"):
             return "normal", 0.0052
         scaled = 0.006 / math.sqrt(2.0 * (layer + 1))
-        of_role = {"qkv": 0.006, "attention_output": scaled, "mlp_in": (0.006, scaled) if model.gated else 0.006,
-                   "mlp_out": 0.0015}
+        of_role = {
+            "qkv": 0.006,
+            "attention_output": scaled,
+            "mlp_in": (0.006, scaled) if model.gated else 0.006,
+            "mlp_out": 0.0015,
+        }
         return "normal", of_role[role]
 
     return draw
 
 
-SCHEMES: dict[str, Callable[[ModelConfig], Scheme]] = {"megatron": megatron_scheme, "internlm": internlm_scheme}
+SCHEMES: dict[str, Callable[[ModelConfig], Scheme]] = {
+    "megatron": megatron_scheme,
+    "internlm": internlm_scheme,
+}
 
 
-def parameter_table(model: ModelConfig, padded_vocab_size: int, vocab_size: int | None = None,
-                    scheme: Scheme | None = None) -> list[ParameterSpec]:
+def parameter_table(
+    model: ModelConfig,
+    padded_vocab_size: int,
+    vocab_size: int | None = None,
+    scheme: Scheme | None = None,
+) -> list[ParameterSpec]:
     """All parameters in the model's order.
 
-    `vocab_size` is the number of rows of the (padded) vocabulary that mean something; without it all do. `scheme`
-    gives the initial values of matrices (default: that of --init-scheme).
+    `vocab_size` is the number of rows of the (padded) vocabulary that mean something; without it
+    all do. `scheme` gives the initial values of matrices (default: that of --init-scheme).
     """
     draw = scheme or SCHEMES[model.init_scheme](model)
     h = model.hidden_size
     real_rows = vocab_size if vocab_size not in (None, padded_vocab_size) else None
     vocab = dict(shape=(padded_vocab_size, h), splits=(("tp", 0),), real_rows=real_rows)
-    # With tied weights the first and the last pipeline stage each have a copy that sees its own use alone.
-    table = [ParameterSpec(WORD_EMBEDDING, **vocab, **_drawn(draw("word_embedding", 0)),
-                           partial=("ends",) if model.tied else ())]
+    # With tied weights the first and the last pipeline stage each have a copy that sees its own use
+    # alone.
+    table = [
+        ParameterSpec(
+            WORD_EMBEDDING,
+            **vocab,
+            **_drawn(draw("word_embedding", 0)),
+            partial=("ends",) if model.tied else (),
+        )
+    ]
     if model.positions == "learned_absolute":
         rows = model.max_position_embeddings or model.seq_length
-        table.append(ParameterSpec("embedding.position_embeddings.weight", (rows, h),
-                                   **_drawn(draw("position_embedding", 0))))
+        table.append(
+            ParameterSpec(
+                "embedding.position_embeddings.weight",
+                (rows, h),
+                **_drawn(draw("position_embedding", 0)),
+            )
+        )
     for layer in range(model.num_layers):
         table += _layer_table(model, layer, draw)
     table += _norm(model, "decoder.final_layernorm", h)
     if not model.tied:
-        table.append(ParameterSpec(OUTPUT_LAYER, **vocab, **_drawn(draw("output_layer", model.num_layers))))
+        table.append(
+            ParameterSpec(OUTPUT_LAYER, **vocab, **_drawn(draw("output_layer", model.num_layers)))
+        )
     return table
 
 
-def stage_table(table: Iterable[ParameterSpec], layers: Collection[int], first: bool, last: bool) -> list[ParameterSpec]:
+def stage_table(
+    table: Iterable[ParameterSpec], layers: Collection[int], first: bool, last: bool
+) -> list[ParameterSpec]:
     """The parameters a pipeline stage with these (global) layers holds, in the table's order.
 
-    The first stage has the embeddings, the last one the final norm and the output matrix: with tied weights a copy of
-    the word embedding, once if it is the first stage too.
+    The first stage has the embeddings, the last one the final norm and the output matrix: with tied
+    weights a copy of the word embedding, once if it is the first stage too.
     """
     table = list(table)
     tied = all(spec.name != OUTPUT_LAYER for spec in table)
@@ -145,23 +192,33 @@ def stage_table(table: Iterable[ParameterSpec], layers: Collection[int], first: 
     return [spec for spec in table if here(spec)]
 
 
-def count_parameters(table: Iterable[ParameterSpec], axis_sizes: Mapping[str, int] | None = None) -> int:
+def count_parameters(
+    table: Iterable[ParameterSpec], axis_sizes: Mapping[str, int] | None = None
+) -> int:
     """Number of elements: over all ranks, or on one rank of axes of these sizes."""
     return sum(math.prod(spec.local_shape(axis_sizes or {})) for spec in table)
 
 
 def _layer_table(model: ModelConfig, layer: int, draw: Scheme) -> list[ParameterSpec]:
     prefix = f"{LAYER_PREFIX}{layer}."
-    h, d = model.hidden_size, model.head_dim
+    h = model.hidden_size
+    d = model.head_dim
     query = model.num_attention_heads * d
     qkv = query + 2 * model.query_groups * d
     table = _norm(model, prefix + "input_layernorm", h)
-    table += _column(prefix + "self_attention.linear_qkv", (qkv, h), model.qkv_bias, draw("qkv", layer))
-    if model.qk_layernorm:                             # applied to the heads of one rank, so its gradient is partial
+    table += _column(
+        prefix + "self_attention.linear_qkv", (qkv, h), model.qkv_bias, draw("qkv", layer)
+    )
+    # applied to the heads of one rank, so its gradient is partial
+    if model.qk_layernorm:
         for name in ("q_layernorm", "k_layernorm"):
             table += _norm(model, f"{prefix}self_attention.{name}", d, partial=("tp",))
-    table += _row(prefix + "self_attention.linear_proj", (h, query), model.attention_output_bias,
-                  draw("attention_output", layer))
+    table += _row(
+        prefix + "self_attention.linear_proj",
+        (h, query),
+        model.attention_output_bias,
+        draw("attention_output", layer),
+    )
     table += _norm(model, prefix + "pre_mlp_layernorm", h)
     up = (2, model.ffn, h) if model.gated else (model.ffn, h)
     table += _column(prefix + "mlp.linear_fc1", up, model.mlp_bias, draw("mlp_in", layer))
@@ -173,7 +230,9 @@ def _drawn(draw: Draw) -> dict:
     return dict(init=draw[0], std=draw[1])
 
 
-def _norm(model: ModelConfig, name: str, width: int, partial: tuple[str, ...] = ()) -> list[ParameterSpec]:
+def _norm(
+    model: ModelConfig, name: str, width: int, partial: tuple[str, ...] = ()
+) -> list[ParameterSpec]:
     weight = "zeros" if model.apply_layernorm_1p else "ones"
     table = [ParameterSpec(f"{name}.weight", (width,), init=weight, partial=partial)]
     if model.normalization == "LayerNorm":
@@ -182,13 +241,15 @@ def _norm(model: ModelConfig, name: str, width: int, partial: tuple[str, ...] = 
 
 
 def _column(name: str, shape: tuple[int, ...], bias: bool, draw: Draw) -> list[ParameterSpec]:
-    """A matrix split by output feature: the dim before the last, so gate and up ([2, ffn, h]) are split alike."""
+    """A matrix split by output feature: the dim before the last, so gate and up ([2, ffn, h]) are
+    split alike."""
     splits = (("tp", len(shape) - 2),)
     table = [ParameterSpec(f"{name}.weight", shape, splits, **_drawn(draw))]
     return table + [ParameterSpec(f"{name}.bias", shape[:-1], splits)] if bias else table
 
 
 def _row(name: str, shape: tuple[int, int], bias: bool, draw: Draw) -> list[ParameterSpec]:
-    """A matrix split by input feature; its bias is added after the sum over ranks and is whole on each."""
+    """A matrix split by input feature; its bias is added after the sum over ranks and is whole on
+    each."""
     table = [ParameterSpec(f"{name}.weight", shape, (("tp", 1),), **_drawn(draw))]
     return table + [ParameterSpec(f"{name}.bias", shape[:1])] if bias else table

@@ -1,6 +1,8 @@
-"""Which iterations the user skips: a pure function of the iteration number; knows no data, no loop and no ledger.
+"""Which iterations the user skips: a pure function of the iteration number; knows no data, no loop
+and no ledger.
 
-Sources: facts/spikes.md 4.1 (closed intervals, 1-based, the number printed on the log line) and 4.2 (bad input).
+Sources: facts/spikes.md 4.1 (closed intervals, 1-based, the number printed on the log line) and 4.2
+(bad input).
 """
 
 import hashlib
@@ -25,7 +27,8 @@ Range = tuple[int, int]
 
 
 class ParsedSkips(NamedTuple):
-    """What `SkipRanges.parse` gives: the ranges, and lines to print as warnings and as information."""
+    """What `SkipRanges.parse` gives: the ranges, and lines to print as warnings and as
+    information."""
 
     ranges: "SkipRanges"
     warnings: list[str]
@@ -33,12 +36,15 @@ class ParsedSkips(NamedTuple):
 
 
 class SkipRanges:
-    """A set of iterations as sorted closed intervals that neither overlap nor touch; look-ups are a bisection."""
+    """A set of iterations as sorted closed intervals that neither overlap nor touch; look-ups are a
+    bisection."""
 
     def __init__(self, ranges: Iterable[Range] = ()) -> None:
         self.ranges: tuple[Range, ...] = tuple(ranges)
         self._firsts = [first for first, _ in self.ranges]
-        self._before = list(accumulate((last - first + 1 for first, last in self.ranges), initial=0))
+        self._before = list(
+            accumulate((last - first + 1 for first, last in self.ranges), initial=0)
+        )
 
     @classmethod
     def parse(
@@ -51,16 +57,24 @@ class SkipRanges:
         samples_in: Callable[["SkipRanges"], int] | None = None,
         seq_length: int | None = None,
     ) -> ParsedSkips:
-        """The union of --train-range-to-skip a b [c d ...] and --iterations-to-skip n ..., normalised.
+        """The union of --train-range-to-skip a b [c d ...] and --iterations-to-skip n ...,
+        normalised.
 
-        `train_iters` (when known) bounds it, `completed` iterations of a resumed run are behind us, and
-        `samples_in(ranges)` with `seq_length` say what they cost. Raises ValueError with ALL problems, one a line.
+        `train_iters` (when known) bounds it, `completed` iterations of a resumed run are behind us,
+        and `samples_in(ranges)` with `seq_length` say what they cost. Raises ValueError with ALL
+        problems, one a line.
         """
-        typed = (None if one is None else tuple(one) for one in (train_range_to_skip, iterations_to_skip))
+        typed = (
+            None if one is None else tuple(one) for one in (train_range_to_skip, iterations_to_skip)
+        )
         merged, *said = _read(*typed, train_iters)
         problems, warnings = map(list, said)
         if not problems and train_iters and merged.nothing_to_train(completed, train_iters):
-            left = f"iterations {completed + 1} to {train_iters}" if completed else f"all {train_iters} iterations"
+            left = (
+                f"iterations {completed + 1} to {train_iters}"
+                if completed
+                else f"all {train_iters} iterations"
+            )
             problems.append(
                 f"{RANGE_FLAG}: nothing to train, {left} are skipped; narrow the ranges "
                 "[skip-leaves-nothing-to-train]"
@@ -94,7 +108,11 @@ class SkipRanges:
         given = [*ranges]
         if not given or tuple(given) == self.ranges:
             return self
-        return SkipRanges(given if not self.ranges and _normal(given, None) else _merge([*self.ranges, *given], []))
+        return SkipRanges(
+            given
+            if not self.ranges and _normal(given, None)
+            else _merge([*self.ranges, *given], [])
+        )
 
     def cut(self, last: int) -> "SkipRanges":
         """These without the iterations after `last`."""
@@ -108,11 +126,15 @@ class SkipRanges:
         return left > 0 and self.count_in(completed + 1, train_iters) == left
 
     def hash(self) -> str:
-        """64 hexadecimal digits that depend on the normalised ranges only: all ranks must have the same."""
-        return hashlib.sha256(",".join(f"{first}-{last}" for first, last in self.ranges).encode()).hexdigest()
+        """64 hexadecimal digits that depend on the normalised ranges only: all ranks must have the
+        same."""
+        return hashlib.sha256(
+            ",".join(f"{first}-{last}" for first, last in self.ranges).encode()
+        ).hexdigest()
 
     def describe(self) -> str:
-        """One line: the flag with the normalised ranges (ready to copy while they are few) and their total."""
+        """One line: the flag with the normalised ranges (ready to copy while they are few) and
+        their total."""
         shown = " ".join(f"{first} {last}" for first, last in self.ranges[:SHOWN])
         more = f" ... ({len(self.ranges)} ranges)" if len(self.ranges) > SHOWN else ""
         return f"skipping {len(self)} iterations: {RANGE_FLAG} {shown}{more}"
@@ -125,23 +147,36 @@ class SkipRanges:
         return self._before[at] + min(iteration, last) - first + 1
 
     def _large_share(
-        self, train_iters: int, samples_in: Callable[["SkipRanges"], int] | None, seq_length: int | None
+        self,
+        train_iters: int,
+        samples_in: Callable[["SkipRanges"], int] | None,
+        seq_length: int | None,
     ) -> str:
         count = len(self)
-        text = f"{RANGE_FLAG} skips {count} of {train_iters} iterations ({100 * count / train_iters:.1f} %)"
+        text = (
+            f"{RANGE_FLAG} skips {count} of {train_iters} iterations "
+            f"({100 * count / train_iters:.1f} %)"
+        )
         if samples_in is not None:
             samples = samples_in(self)
-            text += f", {samples} samples" + (f" = {samples * seq_length} tokens" if seq_length else "")
+            text += f", {samples} samples" + (
+                f" = {samples * seq_length} tokens" if seq_length else ""
+            )
         return text + " that will not be trained on [skip-large-share]"
 
 
-@lru_cache(maxsize=1)  # rules, notes and plan of one command line ask for the same, and there may be 1e5 ranges
-def _read(pairs: tuple[int | str, ...] | None, singles: tuple[int | str, ...] | None,
-          train_iters: int | None) -> tuple[SkipRanges, tuple[str, ...], tuple[str, ...]]:
+# rules, notes and plan of one command line ask for the same, and there may be 1e5 ranges
+@lru_cache(maxsize=1)
+def _read(
+    pairs: tuple[int | str, ...] | None,
+    singles: tuple[int | str, ...] | None,
+    train_iters: int | None,
+) -> tuple[SkipRanges, tuple[str, ...], tuple[str, ...]]:
     """The ranges that the values of the two flags are, problems and warnings."""
     problems: list[str] = []
     warnings: list[str] = []
-    values, alone = _integers(RANGE_FLAG, pairs, problems), _integers(SINGLE_FLAG, singles, problems)
+    values = _integers(RANGE_FLAG, pairs, problems)
+    alone = _integers(SINGLE_FLAG, singles, problems)
     given = _pairs(values, problems) + [(n, n) for n in alone]
     if problems or not _normal(given, train_iters):
         flags = [RANGE_FLAG] * (len(given) - len(alone)) + [SINGLE_FLAG] * len(alone)
@@ -150,7 +185,8 @@ def _read(pairs: tuple[int | str, ...] | None, singles: tuple[int | str, ...] | 
 
 
 def _integers(flag: str, values: Sequence[int | str] | None, problems: list[str]) -> list[int]:
-    """The values as integers; each that is none becomes a problem, and then the list is unusable (empty)."""
+    """The values as integers; each that is none becomes a problem, and then the list is unusable
+    (empty)."""
     if values is None:
         return []
     if not values:
@@ -163,7 +199,8 @@ def _integers(flag: str, values: Sequence[int | str] | None, problems: list[str]
     digits = "".join(texts)
     if all(texts) and digits.isascii() and digits.isdecimal() and len(max(texts, key=len)) < 19:
         return list(map(int, texts))  # the ordinary case, quick
-    found, bad = [], []
+    found = []
+    bad = []
     for value in texts:
         if _INTEGER.fullmatch(value):
             found.append(int(value))
@@ -198,16 +235,26 @@ def _pairs(values: list[int], problems: list[str]) -> list[Range]:
 
 
 def _normal(given: list[Range], train_iters: int | None) -> bool:
-    """Whether ranges stand as `SkipRanges` keeps them, within the training: quick, since there may be 1e5 of them."""
+    """Whether ranges stand as `SkipRanges` keeps them, within the training: quick, since there may
+    be 1e5 of them."""
     if not given:
         return True
-    firsts, ends = [first for first, _ in given], [last + 1 for _, last in given]
-    return (firsts[0] >= 1 and (train_iters is None or ends[-1] <= train_iters + 1)
-            and all(map(operator.lt, firsts, ends)) and all(map(operator.lt, ends, islice(firsts, 1, None))))
+    firsts = [first for first, _ in given]
+    ends = [last + 1 for _, last in given]
+    return (
+        firsts[0] >= 1
+        and (train_iters is None or ends[-1] <= train_iters + 1)
+        and all(map(operator.lt, firsts, ends))
+        and all(map(operator.lt, ends, islice(firsts, 1, None)))
+    )
 
 
 def _check_bounds(
-    given: list[Range], flags: list[str], train_iters: int | None, problems: list[str], warnings: list[str]
+    given: list[Range],
+    flags: list[str],
+    train_iters: int | None,
+    problems: list[str],
+    warnings: list[str],
 ) -> list[Range]:
     """The ranges that can happen, cut at the end of training; the others become problems."""
     usable = []
@@ -245,14 +292,18 @@ def _check_bounds(
 def _merge(ranges: list[Range], warnings: list[str]) -> list[Range]:
     """Sorted, and joined where they overlap (with a warning), repeat or touch."""
     merged: list[Range] = []
-    start, end = 0, -1  # of the range that grows
-    newest = reaching = (0, -1)  # the given range before this one, and the one that `end` comes from
+    start = 0
+    end = -1  # of the range that grows
+    # the given range before this one, and the one that `end` comes from
+    newest = reaching = (0, -1)
     for given in sorted(ranges):
         first, last = given
         if first > end + 1:
             if start:
                 merged.append((start, end))
-            start, end, reaching = first, last, given
+            start = first
+            end = last
+            reaching = given
         elif given != newest:
             if first <= end:
                 warnings.append(
@@ -260,11 +311,16 @@ def _merge(ranges: list[Range], warnings: list[str]) -> list[Range]:
                     "merged [skip-ranges-overlap]"
                 )
             if last > end:
-                end, reaching = last, given
+                end = last
+                reaching = given
         newest = given
     return [*merged, (start, end)] if start else merged
 
 
 def shorten(lines: list[str]) -> list[str]:
     """At most SHOWN lines, and how many more there are."""
-    return lines if len(lines) <= SHOWN else [*lines[:SHOWN], f"... and {len(lines) - SHOWN} more of these"]
+    return (
+        lines
+        if len(lines) <= SHOWN
+        else [*lines[:SHOWN], f"... and {len(lines) - SHOWN} more of these"]
+    )

@@ -1,17 +1,28 @@
-"""How the depth is cut into pipeline stages, and what a schedule of them costs by formula. Knows no torch and no step."""
+"""How the depth is cut into pipeline stages, and what a schedule of them costs by formula. Knows no
+torch and no step."""
+
 from __future__ import annotations
 
 Split = tuple[tuple[range, ...], ...]
 
-FIRST, LAST = "--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers"
-PER_CHUNK, CHUNKS = "--num-layers-per-virtual-pipeline-stage", "--num-virtual-stages-per-pipeline-rank"
+FIRST = "--decoder-first-pipeline-num-layers"
+LAST = "--decoder-last-pipeline-num-layers"
+PER_CHUNK = "--num-layers-per-virtual-pipeline-stage"
+CHUNKS = "--num-virtual-stages-per-pipeline-rank"
 
 
-def chunks_per_stage(num_layers: int, stages: int, layers_per_chunk: int | None = None, chunks: int | None = None,
-                     uneven: bool = False) -> int:
-    """Virtual stages on each rank: 1, `chunks` as typed, or as many as hold `layers_per_chunk` layers each.
+def chunks_per_stage(
+    num_layers: int,
+    stages: int,
+    layers_per_chunk: int | None = None,
+    chunks: int | None = None,
+    uneven: bool = False,
+) -> int:
+    """Virtual stages on each rank: 1, `chunks` as typed, or as many as hold `layers_per_chunk`
+    layers each.
 
-    `uneven`: is the size of the first or the last stage given? Raises ValueError with the flags, values and remedy.
+    `uneven`: is the size of the first or the last stage given? Raises ValueError with the flags,
+    values and remedy.
     """
     if layers_per_chunk is not None and chunks is not None:
         raise ValueError(
@@ -31,7 +42,11 @@ def chunks_per_stage(num_layers: int, stages: int, layers_per_chunk: int | None 
             )
         if num_layers % (stages * layers_per_chunk):
             fits = [n for n in range(1, num_layers // stages + 1) if num_layers % (stages * n) == 0]
-            remedy = f"{PER_CHUNK} {' or '.join(map(str, fits))}" if fits else f"{CHUNKS} (stages may differ by a layer)"
+            remedy = (
+                f"{PER_CHUNK} {' or '.join(map(str, fits))}"
+                if fits
+                else f"{CHUNKS} (stages may differ by a layer)"
+            )
             raise ValueError(
                 f"{typed}: --num-layers {num_layers} is not a multiple of "
                 f"--pipeline-model-parallel-size {stages} x {layers_per_chunk} = "
@@ -46,16 +61,23 @@ def chunks_per_stage(num_layers: int, stages: int, layers_per_chunk: int | None 
     return chunks
 
 
-def split_layers(num_layers: int, stages: int, chunks: int = 1, first: int | None = None,
-                 last: int | None = None) -> Split:
-    """The global layer numbers of each stage's chunks: `split_layers(...)[stage][chunk]`, all layers once, in order.
+def split_layers(
+    num_layers: int, stages: int, chunks: int = 1, first: int | None = None, last: int | None = None
+) -> Split:
+    """The global layer numbers of each stage's chunks: `split_layers(...)[stage][chunk]`, all
+    layers once, in order.
 
-    Chunk c of stage s is the virtual stage c * stages + s (Narayanan et al. 2021). Layers are shared as evenly as can
-    be; what does not divide goes to the last virtual stages, one each (InternLM's rule), so that neither two of them nor
-    two stages differ by more than a layer. `first` and `last` are the layers of the first and the last stage, in equal
-    chunks; the others share the rest. Raises ValueError with the flags, values and remedy.
+    Chunk c of stage s is the virtual stage c * stages + s (Narayanan et al. 2021). Layers are
+    shared as evenly as can be; what does not divide goes to the last virtual stages, one each
+    (InternLM's rule), so that neither two of them nor two stages differ by more than a layer.
+    `first` and `last` are the layers of the first and the last stage, in equal chunks; the others
+    share the rest. Raises ValueError with the flags, values and remedy.
     """
-    given = {stage: (flag, n) for stage, flag, n in ((0, FIRST, first), (stages - 1, LAST, last)) if n is not None}
+    given = {
+        stage: (flag, n)
+        for stage, flag, n in ((0, FIRST, first), (stages - 1, LAST, last))
+        if n is not None
+    }
     for flag, n in given.values():
         if stages == 1:
             raise ValueError(
@@ -73,7 +95,9 @@ def split_layers(num_layers: int, stages: int, chunks: int = 1, first: int | Non
     places = len(free) * chunks
     if rest < places or (rest and not places):
         asked = "".join(f", {flag} {n}" for flag, n in given.values())
-        size = f"--pipeline-model-parallel-size {stages}" + f" x {chunks} virtual stages" * (chunks > 1)
+        size = f"--pipeline-model-parallel-size {stages}" + f" x {chunks} virtual stages" * (
+            chunks > 1
+        )
         left = f"leave {rest} for {len(free)} stages" if given else f"are less than {places}"
         raise ValueError(
             f"--num-layers {num_layers} with {size}{asked}: the layers {left}, and each (virtual) "
@@ -98,7 +122,8 @@ def split_layers(num_layers: int, stages: int, chunks: int = 1, first: int | Non
 
 
 def check_micro_batches(micro_batches: int, stages: int, chunks: int = 1) -> None:
-    """Interleaving sends micro-batches through a chunk in groups of `stages`: raises ValueError if that does not fit."""
+    """Interleaving sends micro-batches through a chunk in groups of `stages`: raises ValueError if
+    that does not fit."""
     if chunks > 1 and micro_batches % stages:
         more = -(-micro_batches // stages) * stages
         raise ValueError(
@@ -124,5 +149,6 @@ def activations_alive(stage: int, stages: int, micro_batches: int, chunks: int =
 
 
 def bubble_fraction(stages: int, micro_batches: int, chunks: int = 1) -> float:
-    """Idle time of a stage as a share of its working time: (p - 1) / (v m), Narayanan et al. 2021."""
+    """Idle time of a stage as a share of its working time: (p - 1) / (v m), Narayanan et al.
+    2021."""
     return (stages - 1) / (chunks * micro_batches)

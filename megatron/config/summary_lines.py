@@ -1,4 +1,5 @@
-"""What will be trained, in ten to fifteen lines of at most 100 columns, for the start of a run. Knows no torch."""
+"""What will be trained, in ten to fifteen lines of at most 100 columns, for the start of a run.
+Knows no torch."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ from megatron.config.tree import Config
 
 WIDTH = 100
 LABEL = 15
-GIB, MIB = 2**30, 2**20
+GIB = 2**30
+MIB = 2**20
 
 
 def entry(label: str, text: str) -> str:
@@ -40,8 +42,9 @@ def summary(config: Config, plan: Plan, identity: str) -> list[str]:
     found = [
         entry(
             "model",
-            f"{plan.num_parameters:,} parameters{experts}: {_count(m.num_layers, 'layer')}, hidden "
-            f"{m.hidden_size}, FFN {m.ffn}, {_count(m.num_attention_heads, 'head')}{groups} of {m.head_dim}, sequence "
+            f"{plan.num_parameters:,} parameters{experts}: {_count(m.num_layers, 'layer')}, "
+            f"hidden {m.hidden_size}, FFN {m.ffn}, "
+            f"{_count(m.num_attention_heads, 'head')}{groups} of {m.head_dim}, sequence "
             f"{m.seq_length}, {m.normalization}, {m.activation}, positions {m.positions}",
         ),
         entry("tokenizer", f"{identity}, vocabulary {plan.vocab_size:,}{padded}"),
@@ -64,10 +67,12 @@ def _count(number: int, name: str) -> str:
 
 def batch_text(config: Config, plan: Plan) -> str:
     """How a global batch is made up."""
-    size, accumulation = plan.batch.final_global_batch_size, plan.num_microbatches(plan.train_iters)
+    size = plan.batch.final_global_batch_size
+    accumulation = plan.num_microbatches(plan.train_iters)
     text = (
-        f"{_count(size, 'sample')} = micro-batch {config.training.micro_batch_size} x accumulation {accumulation} x "
-        f"data-parallel {plan.data_parallel_size}; {size * config.model.seq_length:,} tokens"
+        f"{_count(size, 'sample')} = micro-batch {config.training.micro_batch_size} x "
+        f"accumulation {accumulation} x data-parallel {plan.data_parallel_size}; "
+        f"{size * config.model.seq_length:,} tokens"
     )
     phases = plan.batch.phases
     return (
@@ -99,7 +104,8 @@ def layout_text(config: Config, plan: Plan) -> str:
 
 def training_text(config: Config, plan: Plan) -> str:
     """Length of the run, and when it is evaluated."""
-    t, samples = config.training, plan.targets.train
+    t = config.training
+    samples = plan.targets.train
     skipped = plan.skips.count_in(1, plan.train_iters)
     text = (
         f"{_count(plan.train_iters, 'iteration')}, {_count(samples, 'sample')}, "
@@ -127,7 +133,10 @@ def optimizer_text(config: Config) -> str:
     )
     decay = f"weight decay {o.weight_decay:g}"
     if o.weight_decay_incr_style != "constant":
-        decay = f"weight decay {o.start_weight_decay:g} to {o.end_weight_decay:g} ({o.weight_decay_incr_style})"
+        decay = (
+            f"weight decay {o.start_weight_decay:g} to {o.end_weight_decay:g} "
+            f"({o.weight_decay_incr_style})"
+        )
     return f"{name}, {decay}, " + (
         f"gradient clipping {o.clip_grad:g}" if o.clip_grad else "no gradient clipping"
     )
@@ -135,7 +144,8 @@ def optimizer_text(config: Config) -> str:
 
 def schedule_text(config: Config, plan: Plan) -> str:
     """Warm-up, peak, decay and floor of the learning rate."""
-    o, by_samples = config.optimizer, config.training.train_iters is None
+    o = config.optimizer
+    by_samples = config.training.train_iters is None
     unit = "sample" if by_samples else "iteration"
     horizon = (
         o.lr_decay_samples or config.training.train_samples
@@ -192,12 +202,14 @@ def checkpoint_text(config: Config) -> str:
 
 
 def changed_arguments(config: Config) -> list[str]:
-    """The flags that differ from their defaults, several per line, with the shell's quoting and continuation."""
+    """The flags that differ from their defaults, several per line, with the shell's quoting and
+    continuation."""
     return wrapped_flags(to_args_text(config, leave_out=("local_rank",)).splitlines())
 
 
 def wrapped_flags(flags: Sequence[str]) -> list[str]:
-    """Flags with their values in lines of at most 100 columns, where they fit, that can be pasted into a shell."""
+    """Flags with their values in lines of at most 100 columns, where they fit, that can be pasted
+    into a shell."""
     lines: list[str] = []
     for flag in flags:
         if lines and len(lines[-1]) + 1 + len(flag) + 2 <= WIDTH:

@@ -1,5 +1,6 @@
-"""Rules of TikTokenizer's flags, for training and for tools/preprocess_data.py alike, and how many ids a tokenizer's file
-has. Builds no tokenizer."""
+"""Rules of TikTokenizer's flags, for training and for tools/preprocess_data.py alike, and how many
+ids a tokenizer's file has. Builds no tokenizer."""
+
 from __future__ import annotations
 
 import json
@@ -12,15 +13,23 @@ TIKTOKEN_VOCAB_SIZE = 1 << 17
 BYTE_VOCAB_SIZE = 257  # ByteTokenizer: the 256 bytes and the end of a document
 
 
-def tiktoken_problems(vocab_size: int | None, reserved: int, special: Sequence[str] | None) -> Iterator[str]:
-    """What is wrong with the number of ids, how many of them are `reserved`, and the names of `special` pieces."""
-    size, names = vocab_size or TIKTOKEN_VOCAB_SIZE, special or TIKTOKEN_SPECIAL
+def tiktoken_problems(
+    vocab_size: int | None, reserved: int, special: Sequence[str] | None
+) -> Iterator[str]:
+    """What is wrong with the number of ids, how many of them are `reserved`, and the names of
+    `special` pieces."""
+    size = vocab_size or TIKTOKEN_VOCAB_SIZE
+    names = special or TIKTOKEN_SPECIAL
     if not 0 < reserved < size:
         yield (
             f"--tiktoken-num-special-tokens {reserved}: must lie between 1 and --vocab-size "
             f"({size}) [value-out-of-range]"
         )
-    if not set(TIKTOKEN_SPECIAL) <= set(names) or len(set(names)) != len(names) or len(names) > reserved > 0:
+    if (
+        not set(TIKTOKEN_SPECIAL) <= set(names)
+        or len(set(names)) != len(names)
+        or len(names) > reserved > 0
+    ):
         yield (
             f"--tiktoken-special-tokens {' '.join(names)}: give each once, all of "
             f"{' '.join(TIKTOKEN_SPECIAL)} among them, and at most --tiktoken-num-special-tokens "
@@ -29,7 +38,8 @@ def tiktoken_problems(vocab_size: int | None, reserved: int, special: Sequence[s
 
 
 def ids_in_file(kind: str, path: str) -> int | None:
-    """Number of ids of a tokenizer by its file alone, without its library; None where that is not known."""
+    """Number of ids of a tokenizer by its file alone, without its library; None where that is not
+    known."""
     try:
         file = Path(path)
         if kind == "HuggingFaceTokenizer":
@@ -37,7 +47,8 @@ def ids_in_file(kind: str, path: str) -> int | None:
         if kind in ("Llama2Tokenizer", "GPTSentencePieceTokenizer"):
             return _pieces(file.read_bytes())
     except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError):
-        pass                                            # building the tokenizer says what is wrong with it
+        # building the tokenizer says what is wrong with it
+        pass
     return None
 
 
@@ -51,7 +62,8 @@ def _json_ids(path: Path) -> int:
 
 
 def _pieces(data: bytes) -> int:
-    """Of a SentencePiece model, a protocol buffer: how often its field 1, a piece, occurs. Raises IndexError, ValueError."""
+    """Of a SentencePiece model, a protocol buffer: how often its field 1, a piece, occurs. Raises
+    IndexError, ValueError."""
     at = count = 0
     while at < len(data):
         key, at = _varint(data, at)

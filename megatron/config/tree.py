@@ -1,4 +1,5 @@
 """All groups of the command line in one frozen tree. Knows no torch."""
+
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -17,7 +18,9 @@ from megatron.config.training import TrainingConfig
 
 @dataclass(frozen=True)
 class Config:
-    """What the user asked for, unchanged; what follows from it lives in `megatron.config.plan.Plan`."""
+    """What the user asked for, unchanged; what follows from it lives in
+    `megatron.config.plan.Plan`."""
+
     model: ModelConfig
     parallel: ParallelConfig
     precision: PrecisionConfig

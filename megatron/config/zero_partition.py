@@ -1,31 +1,42 @@
-"""Which rank of the sharded optimizer owns which whole parameters: InternLM's rule. Integers and names; knows no torch.
+"""Which rank of the sharded optimizer owns which whole parameters: InternLM's rule. Integers and
+names; knows no torch.
 
 Source: facts/internlm.md 1.4, which reproduces the numbers of elements that the demos log.
 """
+
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-SLACK = 101, 100            # a rank is full with this share of the mean: 1.01
+SLACK = 101, 100  # a rank is full with this share of the mean: 1.01
 
 
 @dataclass(frozen=True)
 class Partition:
-    """`order`: the parameters' numbers as InternLM walks them; `pieces`: of each, by its number, (elements, owner)."""
+    """`order`: the parameters' numbers as InternLM walks them; `pieces`: of each, by its number,
+    (elements, owner)."""
+
     order: tuple[int, ...]
     pieces: tuple[tuple[tuple[int, int], ...], ...]
 
 
-def whole_parameters(names: Sequence[str], shapes: Sequence[Sequence[int]], ranks: int) -> Partition:
-    """Walk the parameters, which are named in the model's order, and go to the next rank when one has its share.
+def whole_parameters(
+    names: Sequence[str], shapes: Sequence[Sequence[int]], ranks: int
+) -> Partition:
+    """Walk the parameters, which are named in the model's order, and go to the next rank when one
+    has its share.
 
-    InternLM's blocks have attention first, then both norms, then the MLP, whose gate and up matrices are two parameters
-    there and one here. A parameter with which a rank passes 1.01 of the mean goes to the next rank, uncounted.
+    InternLM's blocks have attention first, then both norms, then the MLP, whose gate and up
+    matrices are two parameters there and one here. A parameter with which a rank passes 1.01 of the
+    mean goes to the next rank, uncounted.
     """
     order = sorted(range(len(names)), key=lambda number: _place(names, number))
-    parts = [[math.prod(shape[1:])] * shape[0] if len(shape) == 3 else [math.prod(shape)] for shape in shapes]
+    parts = [
+        [math.prod(shape[1:])] * shape[0] if len(shape) == 3 else [math.prod(shape)]
+        for shape in shapes
+    ]
     mean = sum(map(sum, parts)) // ranks
     pieces: list[tuple[tuple[int, int], ...]] = [()] * len(names)
     owner = held = 0
@@ -33,16 +44,20 @@ def whole_parameters(names: Sequence[str], shapes: Sequence[Sequence[int]], rank
         for size in parts[number]:
             held += size
             if held * SLACK[1] > mean * SLACK[0] and owner < ranks - 1:
-                owner, held = owner + 1, 0
+                owner = owner + 1
+                held = 0
             pieces[number] += ((size, owner),)
     return Partition(tuple(order), tuple(pieces))
 
 
 def _place(names: Sequence[str], number: int) -> tuple[int, int]:
-    """Where a parameter comes: the norm before attention right before the one behind it, all others as they are."""
+    """Where a parameter comes: the norm before attention right before the one behind it, all others
+    as they are."""
     name = names[number]
     block, found, _ = name.partition("input_layernorm.")
     if not found:
         return number, 0
-    behind = [other for other, text in enumerate(names) if text.startswith(block + "pre_mlp_layernorm.")]
+    behind = [
+        other for other, text in enumerate(names) if text.startswith(block + "pre_mlp_layernorm.")
+    ]
     return behind[0], number - behind[0]

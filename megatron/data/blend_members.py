@@ -1,4 +1,5 @@
-"""The pairs that the words of a blend name, in Megatron's order: which of them a split reads, and how many samples of each.
+"""The pairs that the words of a blend name, in Megatron's order: which of them a split reads, and
+how many samples of each.
 
 It knows words, weights and counts; it must not know files, samples or ranks.
 """
@@ -15,13 +16,15 @@ from megatron.data import index_helpers
 from megatron.data.blended_dataset import Blend, EpochCounts, normalize
 from megatron.data.data_paths import expand
 
-# Draws of a blend that are counted one by one; beyond, each data set's share of them is close enough for a table.
+# Draws of a blend that are counted one by one; beyond, each data set's share of them is close
+# enough for a table.
 COUNTED = 20_000_000 if index_helpers.IMPLEMENTATION == "C++" else 20_000
 
 
 @dataclass(frozen=True)
 class Member:
-    """A pair of a blend, and the word that named it: itself, or a directory or pattern that names `pairs` of them."""
+    """A pair of a blend, and the word that named it: itself, or a directory or pattern that names
+    `pairs` of them."""
 
     prefix: str
     word: str
@@ -31,7 +34,8 @@ class Member:
 
 
 def members_of(blend: Blend) -> list[Member]:
-    """The pairs in the order of the words. Raises ValueError for epochs, which Megatron's order cannot keep."""
+    """The pairs in the order of the words. Raises ValueError for epochs, which Megatron's order
+    cannot keep."""
     words, weights = blend
     if isinstance(weights, EpochCounts):
         raise ValueError(
@@ -46,17 +50,26 @@ def members_of(blend: Blend) -> list[Member]:
     return found
 
 
-def read_in(split: str, members: Sequence[Member], tokens: Sequence[int], sequence_length: int) -> list[int]:
+def read_in(
+    split: str, members: Sequence[Member], tokens: Sequence[int], sequence_length: int
+) -> list[int]:
     """Numbers of the members that a split reads, `tokens` being those of each in it.
 
-    A directory or pattern is one data set, so pairs of it that are too small to fill a sample of this split are omitted.
-    Raises ValueError where that leaves none. A pair that the user named is never omitted.
+    A directory or pattern is one data set, so pairs of it that are too small to fill a sample of
+    this split are omitted. Raises ValueError where that leaves none. A pair that the user named is
+    never omitted.
     """
-    found = [n for n, member in enumerate(members) if member.pairs == 1 or tokens[n] > sequence_length]
+    found = [
+        n for n, member in enumerate(members) if member.pairs == 1 or tokens[n] > sequence_length
+    ]
     words = {members[n].number for n in found}
     for member in members:
         if member.number not in words:
-            most = max(count for count, other in zip(tokens, members, strict=True) if other.number == member.number)
+            most = max(
+                count
+                for count, other in zip(tokens, members, strict=True)
+                if other.number == member.number
+            )
             raise ValueError(
                 f"{member.word}: none of its {member.pairs} pairs fills a sample of {split}: "
                 f"--seq-length {sequence_length} needs {sequence_length + 1} tokens, the most "
@@ -67,15 +80,17 @@ def read_in(split: str, members: Sequence[Member], tokens: Sequence[int], sequen
 
 
 def weights_of(members: Sequence[Member], tokens: Sequence[int]) -> list[float]:
-    """The weight of each member of a blend with weights, normalized: the pairs of a word share its weight in proportion
-    to all their `tokens`."""
+    """The weight of each member of a blend with weights, normalized: the pairs of a word share its
+    weight in proportion to all their `tokens`."""
     together: Counter[int] = Counter()
     for member, count in zip(members, tokens, strict=True):
         together[member.number] += count
-    return normalize([
-        member.weight if member.pairs == 1 else member.weight * count / together[member.number]
-        for member, count in zip(members, tokens, strict=True)
-    ])  # fmt: skip
+    return normalize(
+        [
+            member.weight if member.pairs == 1 else member.weight * count / together[member.number]
+            for member, count in zip(members, tokens, strict=True)
+        ]
+    )
 
 
 def samples_of_epoch(tokens: int, sequence_length: int) -> int:
@@ -84,7 +99,8 @@ def samples_of_epoch(tokens: int, sequence_length: int) -> int:
 
 
 def draws(weights: Sequence[float], size: int) -> list[float]:
-    """How many of the first `size` samples of a blend come from each data set; of a large blend its shares of them."""
+    """How many of the first `size` samples of a blend come from each data set; of a large blend its
+    shares of them."""
     if size * len(weights) > COUNTED:
         return [size * weight for weight in normalize(weights)]
     drawn, _ = index_helpers.build_blending_indices(normalize(weights), size)

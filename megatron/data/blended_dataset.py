@@ -1,4 +1,5 @@
-"""BlendedDataset: one stream of samples drawn from several datasets by weight, and the words users say blends with.
+"""BlendedDataset: one stream of samples drawn from several datasets by weight, and the words users
+say blends with.
 
 It knows datasets by length and index only; it must not know tokens, files' contents or ranks.
 """
@@ -22,18 +23,22 @@ LOGGER = "megatron.core.datasets.blended_dataset"
 INDEX_NAMES = ("dataset_index", "dataset_sample_index")
 SPLITS = ("train", "valid", "test")
 EPOCHS = "epochs:"
-Blend = tuple[list[str], list[float] | None]  # prefixes, and weights (or EpochCounts) if the user gave any
+# prefixes, and weights (or EpochCounts) if the user gave any
+Blend = tuple[list[str], list[float] | None]
 SplitMatrix = list[tuple[float, float] | None]
 
 
 class EpochCounts(list):
-    """How often each data set is read: what a blend has in the place of weights where the user wrote `epochs:`."""
+    """How often each data set is read: what a blend has in the place of weights where the user
+    wrote `epochs:`."""
 
 
 def parse_split(split: str) -> SplitMatrix:
-    """`--split 949,50,1` as the part of the sequences each of train, valid, test gets, None for an empty one.
+    """`--split 949,50,1` as the part of the sequences each of train, valid, test gets, None for an
+    empty one.
 
-    Bounds are running sums of the normalized shares from an int 0 (Megatron's cache keys show it). Missing shares are
+    Bounds are running sums of the normalized shares from an int 0 (Megatron's cache keys show it).
+    Missing shares are
     0. Raises ValueError for anything but one to three non-negative numbers with a positive sum.
     """
     words = [word for word in re.split(r"[,/\s]+", split.strip()) if word]
@@ -50,7 +55,10 @@ def parse_split(split: str) -> SplitMatrix:
     bounds: list[float] = [0]
     for share in shares:
         bounds.append(bounds[-1] + share)
-    return [(low, high) if high > low else None for low, high in zip(bounds[:-1], bounds[1:], strict=True)]
+    return [
+        (low, high) if high > low else None
+        for low, high in zip(bounds[:-1], bounds[1:], strict=True)
+    ]
 
 
 def split_range(part: tuple[float, float], sequences: int) -> range:
@@ -59,15 +67,17 @@ def split_range(part: tuple[float, float], sequences: int) -> range:
 
 
 def normalize(weights: Sequence[float]) -> list[float]:
-    """Divide by the float64 sum, with numpy's order of summation (megatron-core's numbers to the last bit)."""
+    """Divide by the float64 sum, with numpy's order of summation (megatron-core's numbers to the
+    last bit)."""
     values = np.array(weights, np.float64)
     return (values / np.sum(values)).tolist()
 
 
 def parse_blend(items: Sequence[str], flag: str = "--data-path") -> Blend:
-    """megatron-core's grammar: an odd number of items, or no weight where pairs would have one, is prefixes; else
-    pairs of weight and prefix. Ours: `epochs:2` in the place of every weight is how often the data are read. Raises
-    ValueError for a mixture and for weights that are not positive numbers.
+    """megatron-core's grammar: an odd number of items, or no weight where pairs would have one, is
+    prefixes; else pairs of weight and prefix. Ours: `epochs:2` in the place of every weight is how
+    often the data are read. Raises ValueError for a mixture and for weights that are not positive
+    numbers.
     """
     items = [str(item).strip() for item in items]
     if not items or not all(items):
@@ -94,7 +104,10 @@ def parse_blend(items: Sequence[str], flag: str = "--data-path") -> Blend:
 
 
 def _parse_epochs(items: Sequence[str], flag: str) -> Blend:
-    counts = [_as_float(item.removeprefix(EPOCHS)) if item.startswith(EPOCHS) else None for item in items[::2]]
+    counts = [
+        _as_float(item.removeprefix(EPOCHS)) if item.startswith(EPOCHS) else None
+        for item in items[::2]
+    ]
     for item, count in zip(items[::2], counts, strict=True):
         if count is None or not 0 < count < math.inf or len(items) % 2:
             raise ValueError(
@@ -117,7 +130,8 @@ def read_blend_file(path: str, flag: str = "--data-args-path") -> Blend:
 
 
 def read_split_blends(path: str, flag: str = "--per-split-data-args-path") -> list[Blend | None]:
-    """A JSON file {"train": [...], "valid": "...", ...}: a list of items, or one string of them, for each split."""
+    """A JSON file {"train": [...], "valid": "...", ...}: a list of items, or one string of them,
+    for each split."""
     try:
         blends = json.loads(_read(path, flag))
     except json.JSONDecodeError as error:
@@ -132,7 +146,9 @@ def read_split_blends(path: str, flag: str = "--per-split-data-args-path") -> li
         items = blends.get(name)
         if isinstance(items, str):
             items = items.split()
-        if items is not None and not (isinstance(items, list) and all(isinstance(i, str | int | float) for i in items)):
+        if items is not None and not (
+            isinstance(items, list) and all(isinstance(i, str | int | float) for i in items)
+        ):
             raise ValueError(
                 f"{flag} {path}: {name} must be a list of weights and prefixes, or one string of "
                 "them [blend-file-malformed]"
@@ -149,17 +165,19 @@ def _read(path: str, flag: str) -> str:
 
 
 def blend_sizes(weights: Sequence[float], size: int, surplus: float) -> tuple[list[int], list[int]]:
-    """(samples used, samples built) of each dataset for a blend of `size`: ceil(N w), and that with the surplus."""
+    """(samples used, samples built) of each dataset for a blend of `size`: ceil(N w), and that with
+    the surplus."""
     used = [math.ceil(size * weight) for weight in weights]
     return used, [math.ceil(count * (1 + surplus)) for count in used]
 
 
 class BlendedDataset:
-    """`ds[i]` is a sample (int64 [sequence_length + 1]) of one of `datasets`; which one is a pure function of i.
+    """`ds[i]` is a sample (int64 [sequence_length + 1]) of one of `datasets`; which one is a pure
+    function of i.
 
-    With `size`, datasets are drawn greedily so that each keeps to its weight; `size` None uses every sample of every
-    dataset once, `weights` being their lengths. Raises ValueError if the blend needs more samples of a dataset than it
-    has. Source: megatron-core's BlendedDataset.
+    With `size`, datasets are drawn greedily so that each keeps to its weight; `size` None uses
+    every sample of every dataset once, `weights` being their lengths. Raises ValueError if the
+    blend needs more samples of a dataset than it has. Source: megatron-core's BlendedDataset.
     """
 
     def __init__(
@@ -179,7 +197,9 @@ class BlendedDataset:
             )
         if size is not None and size < 1:
             raise ValueError(f"the blend is asked for {size} samples; it must be at least one")
-        self.datasets, self.size, self.index_split = list(datasets), size, datasets[0].index_split
+        self.datasets = list(datasets)
+        self.size = size
+        self.index_split = datasets[0].index_split
         self.weights = list(weights) if size is None else normalize(weights)
         self.description = {
             "class": "BlendedDataset",
@@ -264,8 +284,8 @@ class BlendedDataset:
         return self.datasets[dataset][sample]
 
     def order(self) -> dict[str, object]:
-        """Everything the order of the samples depends on, in JSON types. A longer blend only goes on, so its size
-        is not among it unless the blend is exhaustive."""
+        """Everything the order of the samples depends on, in JSON types. A longer blend only goes
+        on, so its size is not among it unless the blend is exhaustive."""
         return {
             "kind": "BlendedDataset",
             "exhaustive": self.size is None,

@@ -1,6 +1,7 @@
 """From the data flags to the train, valid and test datasets.
 
-It knows flags, files and sizes, and of tokenizers only their identity; it must not know process groups, batches or training.
+It knows flags, files and sizes, and of tokenizers only their identity; it must not know process
+groups, batches or training.
 """
 
 from __future__ import annotations
@@ -30,7 +31,13 @@ from megatron.data.blended_dataset import (
 from megatron.data.data_paths import expand
 from megatron.data.epoch_build import Before, EpochBuilder
 from megatron.data.epoch_dataset import EpochBlend
-from megatron.data.gpt_dataset import GPTDataset, MockGPTDataset, MockSequences, TokenSequences, open_corpus
+from megatron.data.gpt_dataset import (
+    GPTDataset,
+    MockGPTDataset,
+    MockSequences,
+    TokenSequences,
+    open_corpus,
+)
 from megatron.data.index_cache import IndexCache
 from megatron.data.plan_table import Row
 
@@ -41,7 +48,8 @@ Dataset = GPTDataset | BlendedDataset | EpochBlend
 
 
 class DataFlags(Protocol):
-    """The flags this file reads, by Megatron's names (`megatron.config.data.DataConfig` has them)."""
+    """The flags this file reads, by Megatron's names (`megatron.config.data.DataConfig` has
+    them)."""
 
     data_path: Sequence[str] | None
     train_data_path: Sequence[str] | None
@@ -109,15 +117,16 @@ def build_train_valid_test_datasets(
     before: Before | None = None,
     rows: list[Row] | None = None,
 ) -> tuple[Dataset | None, Dataset | list[Dataset] | None, Dataset | None]:
-    """The datasets of train, valid and test, None where the flags give a split nothing or `sizes` asks for 0 samples.
-    With --multiple-validation-sets, valid is a list.
+    """The datasets of train, valid and test, None where the flags give a split nothing or `sizes`
+    asks for 0 samples. With --multiple-validation-sets, valid is a list.
 
-    `sizes` are the samples needed (`megatron.config.plan.Targets`); None means one epoch. `vocab_size` is the tokenizer's
-    and `eod` its end-of-document id: mock data is made of them, and with `check_tokens` the head of each corpus is
-    compared with them. `before` is where a run in epoch order is resumed; `rows`, if given, gets the table of the plan.
+    `sizes` are the samples needed (`megatron.config.plan.Targets`); None means one epoch.
+    `vocab_size` is the tokenizer's and `eod` its end-of-document id: mock data is made of them, and
+    with `check_tokens` the head of each corpus is compared with them. `before` is where a run in
+    epoch order is resumed; `rows`, if given, gets the table of the plan.
 
-    Every rank may call this at once: of those that share a cache one builds, the others wait for it. Raises ValueError
-    or FileNotFoundError with flag or file, what is wrong and what to do.
+    Every rank may call this at once: of those that share a cache one builds, the others wait for
+    it. Raises ValueError or FileNotFoundError with flag or file, what is wrong and what to do.
     """
     sizes = [None if size is None else int(size) for size in sizes]
     if sizes[0] is not None and sizes[0] < 1:
@@ -131,15 +140,23 @@ def build_train_valid_test_datasets(
 
     def make(blends: Blend | list[Blend | None] | None) -> tuple[Dataset | None, ...]:
         if data.data_order == "epoch" and blends is not None:
-            return _in_epochs(data, blends, EpochBuilder(sequence_length, seed, known, before, table), sizes)
+            return _in_epochs(
+                data, blends, EpochBuilder(sequence_length, seed, known, before, table), sizes
+            )
         builder = _Builder(data, sequence_length, seed, known)
         if blends is None:
             found = builder.mock(sizes, vocab_size, eod)
         elif isinstance(blends, tuple):
             found = builder.one_source(members_of(blends), sizes)
         else:
-            found = builder.one_source_per_split([blend and members_of(blend) for blend in blends], sizes)
-        table.extend(row for dataset, size in zip(found, sizes, strict=True) for row in plan_rows(dataset, size))
+            found = builder.one_source_per_split(
+                [blend and members_of(blend) for blend in blends], sizes
+            )
+        table.extend(
+            row
+            for dataset, size in zip(found, sizes, strict=True)
+            for row in plan_rows(dataset, size)
+        )
         return found
 
     if not data.multiple_validation_sets:
@@ -159,7 +176,10 @@ def build_train_valid_test_datasets(
 
 
 def _in_epochs(
-    data: DataFlags, blends: Blend | list[Blend | None], builder: EpochBuilder, sizes: Sequence[int | None]
+    data: DataFlags,
+    blends: Blend | list[Blend | None],
+    builder: EpochBuilder,
+    sizes: Sequence[int | None],
 ) -> tuple[EpochBlend | None, ...]:
     """The datasets of `--data-order epoch`."""
     if isinstance(blends, tuple):
@@ -175,34 +195,50 @@ def _in_epochs(
 
 
 def plan_rows(dataset: Dataset | None, size: int | None) -> list[Row]:
-    """What a run reads of each corpus of a dataset in Megatron's order, if it reads `size` samples of it."""
+    """What a run reads of each corpus of a dataset in Megatron's order, if it reads `size` samples
+    of it."""
     if dataset is None or isinstance(dataset, MockGPTDataset):
         return []
-    members, counts = [dataset], [len(dataset) if size is None else size]
+    members = [dataset]
+    counts = [len(dataset) if size is None else size]
     if isinstance(dataset, BlendedDataset):
         members = dataset.datasets
         counts = np.bincount(dataset.dataset_index[:size], minlength=len(members)).tolist()
     return [
-        Row(dataset.index_split, member.corpus.path_prefix, member.num_documents, member.plan.tokens_per_epoch, count,
-            member.sequence_length)
+        Row(
+            dataset.index_split,
+            member.corpus.path_prefix,
+            member.num_documents,
+            member.plan.tokens_per_epoch,
+            count,
+            member.sequence_length,
+        )
         for member, count in zip(members, counts, strict=True)
-    ]  # fmt: skip
+    ]
 
 
 class _Builder:
     """What all splits have in common while they are built."""
 
-    def __init__(self, data: DataFlags, sequence_length: int, seed: int, vocab_size: int | None) -> None:
-        self.data, self.sequence_length, self.seed, self.vocab_size = data, sequence_length, seed, vocab_size
+    def __init__(
+        self, data: DataFlags, sequence_length: int, seed: int, vocab_size: int | None
+    ) -> None:
+        self.data = data
+        self.sequence_length = sequence_length
+        self.seed = seed
+        self.vocab_size = vocab_size
         self.split: str | None = None
         self.matrix: SplitMatrix | None = None
 
     def _set_split(self, split: str) -> SplitMatrix:
-        self.split, self.matrix = split, parse_split(split)
+        self.split = split
+        self.matrix = parse_split(split)
         log.info(LOGGER, f"Let split_matrix = {self.matrix}")
         return self.matrix
 
-    def mock(self, sizes: Sequence[int | None], vocab_size: int, eod: int) -> tuple[Dataset | None, ...]:
+    def mock(
+        self, sizes: Sequence[int | None], vocab_size: int, eod: int
+    ) -> tuple[Dataset | None, ...]:
         """Three equal parts of the made-up corpus."""
         corpus = MockSequences(vocab_size, eod)
         matrix = self._set_split(MOCK_SPLIT)
@@ -211,7 +247,9 @@ class _Builder:
             for part, size, name in zip(matrix, sizes, SPLITS, strict=True)
         )
 
-    def one_source(self, members: Sequence[Member], sizes: Sequence[int | None]) -> tuple[Dataset | None, ...]:
+    def one_source(
+        self, members: Sequence[Member], sizes: Sequence[int | None]
+    ) -> tuple[Dataset | None, ...]:
         """All splits from the same data, each a part of every corpus."""
         matrix = self._set_split(self.data.split or DEFAULT_SPLIT)
         wanted = [None if size == 0 else part for part, size in zip(matrix, sizes, strict=True)]
@@ -228,14 +266,19 @@ class _Builder:
             if members is None or size == 0:
                 found.append(None)
                 continue
-            wanted: SplitMatrix = [(0.0, 1.0) if place == number else None for place in range(len(SPLITS))]
+            wanted: SplitMatrix = [
+                (0.0, 1.0) if place == number else None for place in range(len(SPLITS))
+            ]
             make = self._alone if len(members) == 1 else self._blend
             found.append(make(members[0] if len(members) == 1 else members, wanted, sizes)[number])
         return tuple(found)
 
-    def _alone(self, member: Member, wanted: SplitMatrix, sizes: Sequence[int | None]) -> tuple[GPTDataset | None, ...]:
+    def _alone(
+        self, member: Member, wanted: SplitMatrix, sizes: Sequence[int | None]
+    ) -> tuple[GPTDataset | None, ...]:
         """The wanted splits of one corpus that is no blend."""
-        corpus, cache = open_corpus(member.prefix, self.vocab_size), self._cache(member.prefix)
+        corpus = open_corpus(member.prefix, self.vocab_size)
+        cache = self._cache(member.prefix)
         return tuple(
             None if part is None else self._dataset(GPTDataset, corpus, part, size, name, cache)
             for part, size, name in zip(wanted, sizes, SPLITS, strict=True)
@@ -261,19 +304,26 @@ class _Builder:
     ) -> BlendedDataset:
         """One split of a blend, with megatron-core's sizes.
 
-        With weights a split has sum(ceil(size * weight)) samples and each corpus a surplus; without, each corpus is
-        built for one epoch and weighs its length, and the blend is no longer than all of them together.
+        With weights a split has sum(ceil(size * weight)) samples and each corpus a surplus;
+        without, each corpus is built for one epoch and weighs its length, and the blend is no
+        longer than all of them together.
         """
         tokens = [_tokens(corpus, split_range(part, len(corpus))) for corpus in corpora]
         numbers = read_in(name, members, tokens, self.sequence_length)
         if len(numbers) < len(members):
             small = len(members) - len(numbers)
-            log.print_rank_0(f" > {name}: {small} of {len(members)} pairs are too small for a sample and are omitted")
+            log.print_rank_0(
+                f" > {name}: {small} of {len(members)} pairs are too small for a sample and are "
+                "omitted"
+            )
         read = [members[n] for n in numbers]
-        surplus, built = self.data.mid_level_dataset_surplus, [None] * len(read)
+        surplus = self.data.mid_level_dataset_surplus
+        built = [None] * len(read)
         weights = None
         if read[0].weight is not None:
-            weights = weights_of(read, [_tokens(corpora[n], range(len(corpora[n]))) for n in numbers])
+            weights = weights_of(
+                read, [_tokens(corpora[n], range(len(corpora[n]))) for n in numbers]
+            )
             if size is None:
                 raise ValueError(
                     f"--data-path: weights need a number of {name} samples; drop the weights "
@@ -288,7 +338,9 @@ class _Builder:
         if weights is None:
             weights = [len(dataset) for dataset in datasets]
             size = None if size is None else min(size, sum(weights))
-        cache = self.data.data_cache_path and IndexCache(self.data.data_cache_path, "--data-cache-path")
+        cache = self.data.data_cache_path and IndexCache(
+            self.data.data_cache_path, "--data-cache-path"
+        )
         return BlendedDataset(datasets, weights, size, cache=cache or None, surplus=surplus)
 
     def _dataset(
@@ -324,7 +376,8 @@ def _tokens(corpus: TokenSequences, sequences: range) -> int:
 
 
 def check_tokenizer(data: DataFlags, identity: Mapping[str, object]) -> None:
-    """Raise ValueError if a pair that the flags name was made by another tokenizer than this (see `Tokenizer.identity`)."""
+    """Raise ValueError if a pair that the flags name was made by another tokenizer than this (see
+    `Tokenizer.identity`)."""
     blends = read_blends(data)
     for blend in blends if isinstance(blends, list) else [blends]:
         for word in blend[0] if blend else ():

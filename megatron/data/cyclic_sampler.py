@@ -1,6 +1,8 @@
-"""`--dataloader-type cyclic`: as `sampler.py`, in an order that torch's random numbers shuffle anew each epoch.
+"""`--dataloader-type cyclic`: as `sampler.py`, in an order that torch's random numbers shuffle anew
+each epoch.
 
-It knows counts and two ints (data-parallel rank and size); it must not know datasets, groups or loaders.
+It knows counts and two ints (data-parallel rank and size); it must not know datasets, groups or
+loaders.
 """
 
 from __future__ import annotations
@@ -11,12 +13,14 @@ from megatron.data.sampler import Sampler
 
 
 class CyclicSampler(Sampler):
-    """`--dataloader-type cyclic`: a new random order every epoch, for ever; epoch e is shuffled with seed e.
+    """`--dataloader-type cyclic`: a new random order every epoch, for ever; epoch e is shuffled
+    with seed e.
 
-    With `data_sharding` each rank keeps to its own range of samples, else ranks take turns in one permutation. The
-    order depends on the length of the dataset, the micro-batch size and the data-parallel size. Source: Megatron's
-    MegatronPretrainingRandomSampler, except that ranks always begin the next epoch together (without sharding and with
-    a length that is no multiple of a step, Megatron's ranks can end an epoch at different steps).
+    With `data_sharding` each rank keeps to its own range of samples, else ranks take turns in one
+    permutation. The order depends on the length of the dataset, the micro-batch size and the
+    data-parallel size. Source: Megatron's MegatronPretrainingRandomSampler, except that ranks
+    always begin the next epoch together (without sharding and with a length that is no multiple of
+    a step, Megatron's ranks can end an epoch at different steps).
     """
 
     def __init__(
@@ -30,20 +34,23 @@ class CyclicSampler(Sampler):
         super().__init__(total_samples, micro_batch_size, dp_rank, dp_size)
         self.data_sharding = data_sharding
         self.samples_per_epoch = total_samples - total_samples % self.step
-        self._shuffled: tuple[int, list[int]] = (-1, [])  # the last epoch asked for and its permutation
+        # the last epoch asked for and its permutation
+        self._shuffled: tuple[int, list[int]] = (-1, [])
 
     def micro_batches_left(self, consumed: int) -> int:
         """How many are left in this epoch: never 0, since the next epoch follows."""
         return (self.samples_per_epoch - consumed % self.samples_per_epoch) // self.step
 
     def micro_batch(self, consumed: int) -> list[int]:
-        """The sample numbers [micro_batch_size]. Raises ValueError if `consumed` is not at a step of this layout."""
+        """The sample numbers [micro_batch_size]. Raises ValueError if `consumed` is not at a step
+        of this layout."""
         epoch, done = divmod(consumed, self.samples_per_epoch)
         if done % self.step:
             raise ValueError(
-                f"--dataloader-type cyclic: {consumed} consumed samples do not end at a multiple of micro-batch size x "
-                f"data-parallel size ({self.step}) in their epoch of {self.samples_per_epoch}; resume with the layout "
-                "the checkpoint was written with, or use --dataloader-type single"
+                f"--dataloader-type cyclic: {consumed} consumed samples do not end at a multiple "
+                f"of micro-batch size x data-parallel size ({self.step}) in their epoch of "
+                f"{self.samples_per_epoch}; resume with the layout the checkpoint was written "
+                "with, or use --dataloader-type single"
             )
         order = self._permutation(epoch)
         if self.data_sharding:

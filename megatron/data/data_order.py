@@ -1,6 +1,8 @@
-"""What the order of a run's samples depends on, for its checkpoint, and in which keys two such records differ.
+"""What the order of a run's samples depends on, for its checkpoint, and in which keys two such
+records differ.
 
-It knows what data sets and samplers say of themselves; it must not know flags but by name, files or tokens.
+It knows what data sets and samplers say of themselves; it must not know flags but by name, files or
+tokens.
 """
 
 from __future__ import annotations
@@ -10,13 +12,14 @@ from typing import Protocol
 ORDER_FORMAT = 1
 SHOWN = 300  # characters of a value that differs: there may be thousands of data sets
 
+AMOUNTS = "--train-iters, --train-samples, --eval-iters, --eval-interval or --global-batch-size"
 # Which flag, or what else, a key of the data order comes from.
 ORDER_REMEDIES = {
     "seed": "--seed",
     "sequence_length": "--seq-length",
     "sequences": "--split or --data-path",
-    "num_epochs": "--train-iters, --train-samples, --eval-iters, --eval-interval or --global-batch-size",
-    "separate_last_epoch": "--train-iters, --train-samples, --eval-iters, --eval-interval or --global-batch-size",
+    "num_epochs": AMOUNTS,
+    "separate_last_epoch": AMOUNTS,
     "weights": "--data-path",
     "since": "--data-path",
     "taken": "--data-path",
@@ -44,29 +47,41 @@ class Ordered(Protocol):
 
 
 def data_order_fingerprint(
-    train: Ordered | None, valid: Ordered | list[Ordered] | None, sampler: dict[str, object] | None = None
+    train: Ordered | None,
+    valid: Ordered | list[Ordered] | None,
+    sampler: dict[str, object] | None = None,
 ) -> dict[str, object]:
-    """Everything the order of training and validation samples depends on, in JSON types, for the checkpoint.
+    """Everything the order of training and validation samples depends on, in JSON types, for the
+    checkpoint.
 
-    What leaves the order as it was is not in it: paths, and the number of samples as long as it changes neither the
-    epochs nor the last epoch's shuffle. Test data is not in it, since every run reads it from its start.
-    `sampler` is the sampler's `order()`.
+    What leaves the order as it was is not in it: paths, and the number of samples as long as it
+    changes neither the epochs nor the last epoch's shuffle. Test data is not in it, since every run
+    reads it from its start. `sampler` is the sampler's `order()`.
     """
-    found: dict[str, object] = {"format": ORDER_FORMAT, "sampler": sampler or {"dataloader_type": "single"}}
+    found: dict[str, object] = {
+        "format": ORDER_FORMAT,
+        "sampler": sampler or {"dataloader_type": "single"},
+    }
     for name, dataset in (("train", train), ("valid", valid)):
-        found[name] = dataset and ([one.order() for one in dataset] if isinstance(dataset, list) else dataset.order())
+        found[name] = dataset and (
+            [one.order() for one in dataset] if isinstance(dataset, list) else dataset.order()
+        )
     return found
 
 
-def data_order_differences(saved: dict[str, object], now: dict[str, object], other_mix: bool = False) -> list[str]:
-    """One line for each key in which two data orders differ, with both values and what to look at; [] if they agree.
+def data_order_differences(
+    saved: dict[str, object], now: dict[str, object], other_mix: bool = False
+) -> list[str]:
+    """One line for each key in which two data orders differ, with both values and what to look at;
+    [] if they agree.
 
-    A split that one of the two runs does not read is no difference, nor is, with `other_mix`, the mix of training data in
-    epoch order.
+    A split that one of the two runs does not read is no difference, nor is, with `other_mix`, the
+    mix of training data in epoch order.
     """
     lines = []
     for name in sorted(saved.keys() | now.keys()):
-        before, after = saved.get(name), now.get(name)
+        before = saved.get(name)
+        after = now.get(name)
         if name in ("train", "valid") and (before is None or after is None):
             continue
         if other_mix and name == "train" and before["kind"] == after["kind"] == "EpochBlend":
@@ -92,7 +107,10 @@ def _differences(key: str, before: object, after: object, remedy: str) -> list[s
         ]
     if before == after:
         return []
-    return [f"{key}: {_short(before)} in the checkpoint, {_short(after)} now" + (f" ({remedy})" if remedy else "")]
+    return [
+        f"{key}: {_short(before)} in the checkpoint, {_short(after)} now"
+        + (f" ({remedy})" if remedy else "")
+    ]
 
 
 def _short(value: object) -> str:

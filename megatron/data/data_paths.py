@@ -14,11 +14,12 @@ PARTIAL = ".partial-"  # in names of pairs that are being written, see IndexedDa
 
 
 def expand(word: str) -> list[str]:
-    """The prefixes that `word` names, in the order of their names: itself if it is a prefix; all pairs below a
-    directory; the pairs that a pattern (`data/part-*`, with or without .idx or .bin) finds.
+    """The prefixes that `word` names, in the order of their names: itself if it is a prefix; all
+    pairs below a directory; the pairs that a pattern (`data/part-*`, with or without .idx or .bin)
+    finds.
 
-    Raises FileNotFoundError for a directory or pattern without pairs. A word that is nothing of all that is returned as
-    it is: whoever opens it has the message.
+    Raises FileNotFoundError for a directory or pattern without pairs. A word that is nothing of all
+    that is returned as it is: whoever opens it has the message.
     """
     if os.path.exists(idx_path(word)):
         return [word]
@@ -32,7 +33,13 @@ def expand(word: str) -> list[str]:
         what = f"{word}: no .idx has a name like this"
     else:
         return [word]
-    prefixes = sorted({path[:-4] for path in found if path.endswith(".idx") and PARTIAL not in os.path.basename(path)})
+    prefixes = sorted(
+        {
+            path[:-4]
+            for path in found
+            if path.endswith(".idx") and PARTIAL not in os.path.basename(path)
+        }
+    )
     if not prefixes:
         raise FileNotFoundError(f"{what}; make data with tools/preprocess_data.py [data-not-found]")
     return prefixes

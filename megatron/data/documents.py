@@ -1,4 +1,5 @@
-"""The documents of a pair of .bin and .idx as samples. Knows the pair's format; must not know what is made of them."""
+"""The documents of a pair of .bin and .idx as samples. Knows the pair's format; must not know what
+is made of them."""
 
 from __future__ import annotations
 
@@ -8,11 +9,12 @@ from megatron.data.indexed_dataset import IndexedDataset
 
 
 class Documents:
-    """Each document of the pair is a sample. Raises FileNotFoundError and ValueError as IndexedDataset does, and ValueError
-    for a pair of something else than token ids."""
+    """Each document of the pair is a sample. Raises FileNotFoundError and ValueError as
+    IndexedDataset does, and ValueError for a pair of something else than token ids."""
 
     def __init__(self, prefix: str) -> None:
-        self.prefix, self._corpus = prefix, IndexedDataset(prefix)
+        self.prefix = prefix
+        self._corpus = IndexedDataset(prefix)
         if self._corpus.dtype.kind not in "iu":
             raise ValueError(
                 f"{prefix}.idx: holds {self._corpus.dtype.name}, not token ids; preprocess text "

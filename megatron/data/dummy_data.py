@@ -1,19 +1,23 @@
-"""`--dummy-data internlm`: the million made-up samples that InternLM's demos train on. Knows no file and no row.
+"""`--dummy-data internlm`: the million made-up samples that InternLM's demos train on. Knows no
+file and no row.
 
-Source: facts/internlm.md 1.2.9. Tokens are computed when they are read; kept are two numbers of each sample.
+Source: facts/internlm.md 1.2.9. Tokens are computed when they are read; kept are two numbers of
+each sample.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-SAMPLES, SEED = 1_000_000, 1999
+SAMPLES = 1_000_000
+SEED = 1999
 SUBSETS = ("en", "cn", "code")  # all samples are of the first
 VOCABULARY = 200  # ids are below
 
 
 class DummySamples:
-    """Sample i is [n, r] and then 0 .. n - 1, r times over, cut to `sequence_length`; n is below 30 and r from 10 to 199."""
+    """Sample i is [n, r] and then 0 .. n - 1, r times over, cut to `sequence_length`; n is below 30
+    and r from 10 to 199."""
 
     prefix = "--dummy-data internlm"
 

@@ -1,4 +1,5 @@
-"""Files that are read for long and from many places: opened, mapped, and read with errors that name file and remedy.
+"""Files that are read for long and from many places: opened, mapped, and read with errors that name
+file and remedy.
 
 It knows paths and bytes; it must not know what the bytes mean.
 """
@@ -12,7 +13,8 @@ import resource
 import stat
 
 REMEDIES = {
-    errno.EIO: "its disk or network fails: copy the file to another disk, then start again from the last checkpoint",
+    errno.EIO: "its disk or network fails: copy the file to another disk, then start again from "
+    "the last checkpoint",
     errno.ESTALE: "it was replaced on its file server: start again from the last checkpoint",
     errno.EMFILE: "more files are needed than ulimit -Hn allows: raise it, or merge data sets",
     errno.ENOMEM: "memory or maps are used up: raise vm.max_map_count, or merge data sets",
@@ -29,7 +31,8 @@ def unreadable(path: str, error: OSError) -> ValueError:
 
 
 def open_to_read(path: str) -> int:
-    """A descriptor of a file. As many may be open as the system lets a process ask for, not only the customary 1024."""
+    """A descriptor of a file. As many may be open as the system lets a process ask for, not only
+    the customary 1024."""
     try:
         file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:
@@ -56,7 +59,8 @@ def map_file(path: str) -> mmap.mmap | bytes:
 
 
 def check_mapped(path: str, mapped: mmap.mmap) -> None:
-    """Raise ValueError if a mapped file is shorter now: touching what it lost would end the process with SIGBUS."""
+    """Raise ValueError if a mapped file is shorter now: touching what it lost would end the process
+    with SIGBUS."""
     size = mapped.size()
     if size < len(mapped):
         raise ValueError(_cut_short(path, size, len(mapped)))
@@ -65,13 +69,13 @@ def check_mapped(path: str, mapped: mmap.mmap) -> None:
 def _cut_short(path: str, size: int, needed: int) -> str:
     return (
         f"{path}: was cut short while it is in use: it has {size} bytes, {needed} are needed; "
-        "copy the file again, then start again from the last checkpoint "
-        "[file-changed-while-read]"
+        "copy the file again, then start again from the last checkpoint [file-changed-while-read]"
     )
 
 
 def read_at(file: int, path: str, start: int, count: int) -> bytes:
-    """`count` bytes from byte `start` on of an open file; `path` is for messages. Raises ValueError if it has fewer."""
+    """`count` bytes from byte `start` on of an open file; `path` is for messages. Raises ValueError
+    if it has fewer."""
     try:
         data = os.pread(file, count, start)
         while len(data) < count:  # one call gives 2 GB at most

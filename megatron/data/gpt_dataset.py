@@ -1,6 +1,7 @@
 """GPTDataset: sample k of a corpus as sequence_length + 1 tokens, in megatron-core's order.
 
-It knows token sequences, epochs and one seed; it must not know ranks, batches, masks or where a blend draws from it.
+It knows token sequences, epochs and one seed; it must not know ranks, batches, masks or where a
+blend draws from it.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from megatron.data.indexed_dataset import IndexedDataset
 LOGGER = "megatron.core.datasets.gpt_dataset"
 CACHE_FORMAT = 1  # part of every cache key: raise it when the meaning of the cached arrays changes
 INDEX_NAMES = ("document_index", "sample_index", "shuffle_index")
-SEPARATE_BELOW = 0.80  # a last epoch used less than this is shuffled on its own, so that it is not thinned out
+# a last epoch used less than this is shuffled on its own, so that it is not thinned out
+SEPARATE_BELOW = 0.80
 
 
 class TokenSequences(Protocol):
@@ -33,7 +35,8 @@ class TokenSequences(Protocol):
     def __len__(self) -> int: ...
 
     def gather(self, sequences: np.ndarray, offset: int, end: int) -> np.ndarray:
-        """Sequences one after the other, int64: of the first from token `offset` on, of the last those before `end`."""
+        """Sequences one after the other, int64: of the first from token `offset` on, of the last
+        those before `end`."""
 
     def check(self) -> None:
         """Raise ValueError if what `gather` would return is not what was written."""
@@ -41,7 +44,8 @@ class TokenSequences(Protocol):
 
 @dataclass(frozen=True)
 class EpochPlan:
-    """How often a corpus is read for the requested samples, and which samples are shuffled together."""
+    """How often a corpus is read for the requested samples, and which samples are shuffled
+    together."""
 
     tokens_per_epoch: int
     num_epochs: int
@@ -51,17 +55,19 @@ class EpochPlan:
 
 
 def plan_epochs(tokens_per_epoch: int, sequence_length: int, requested: int | None) -> EpochPlan:
-    """Plan the epochs for `requested` samples of sequence_length + 1 tokens that overlap by one (None: one epoch).
+    """Plan the epochs for `requested` samples of sequence_length + 1 tokens that overlap by one
+    (None: one epoch).
 
-    The last epoch is kept apart if fewer than int(0.8 * samples per epoch) of its samples are needed. Source:
-    megatron-core's GPTDataset.
+    The last epoch is kept apart if fewer than int(0.8 * samples per epoch) of its samples are
+    needed. Source: megatron-core's GPTDataset.
     """
     assert tokens_per_epoch > sequence_length > 0
     num_epochs = 1
     if requested is not None:
         num_epochs = max(1, -(-(requested * sequence_length + 1) // tokens_per_epoch))
     num_samples = (num_epochs * tokens_per_epoch - 1) // sequence_length
-    separate, before_last = False, num_samples
+    separate = False
+    before_last = num_samples
     if num_epochs > 1:
         whole = ((num_epochs - 1) * tokens_per_epoch - 1) // sequence_length
         per_epoch = (tokens_per_epoch - 1) // sequence_length
@@ -75,11 +81,12 @@ def plan_epochs(tokens_per_epoch: int, sequence_length: int, requested: int | No
 def build_indices(
     lengths: np.ndarray, sequences: range, sequence_length: int, seed: int, plan: EpochPlan
 ) -> dict[str, np.ndarray]:
-    """The three indices of one split, in megatron-core's order of random calls (documents first, then samples).
+    """The three indices of one split, in megatron-core's order of random calls (documents first,
+    then samples).
 
-    `lengths` int32 [all sequences]; `sequences` are those of the split. Returns document_index int32 (int64
-    beyond 2**31 sequences) [epochs * sequences], sample_index [n + 1, 2], shuffle_index uint32 (int64 from 2**32 - 2
-    samples on) [n].
+    `lengths` int32 [all sequences]; `sequences` are those of the split. Returns document_index
+    int32 (int64 beyond 2**31 sequences) [epochs * sequences], sample_index [n + 1, 2],
+    shuffle_index uint32 (int64 from 2**32 - 2 samples on) [n].
     """
     random = np.random.RandomState(seed)
     dtype = document_index_dtype(sequences.stop)
@@ -95,7 +102,11 @@ def build_indices(
     shuffle(random, shuffle_index[: plan.samples_before_last_epoch])
     if plan.separate_last_epoch:
         shuffle(random, shuffle_index[plan.samples_before_last_epoch :])
-    return {"document_index": document_index, "sample_index": sample_index, "shuffle_index": shuffle_index}
+    return {
+        "document_index": document_index,
+        "sample_index": sample_index,
+        "shuffle_index": shuffle_index,
+    }
 
 
 def describe(
@@ -109,11 +120,13 @@ def describe(
     split_matrix: list[tuple[float, float] | None] | None,
     **more: object,
 ) -> dict[str, object]:
-    """The keys Megatron of January 2024 hashes into its cache file names, in its order, then `more`.
+    """The keys Megatron of January 2024 hashes into its cache file names, in its order, then
+    `more`.
 
-    Our own cache entries (`GPTDataset.description`) use these keys and three more: the format of the arrays, the range
-    of sequences, and the sha256 of the .idx header and lengths. The arrays are a function of exactly that, so an entry
-    cannot be stale, and since Megatron hashes no contents its entries and ours never meet under one name.
+    Our own cache entries (`GPTDataset.description`) use these keys and three more: the format of
+    the arrays, the range of sequences, and the sha256 of the .idx header and lengths. The arrays
+    are a function of exactly that, so an entry cannot be stale, and since Megatron hashes no
+    contents its entries and ours never meet under one name.
     """
     return {
         "class": class_name,
@@ -129,11 +142,12 @@ def describe(
 
 
 class GPTDataset:
-    """Samples of one split of one corpus: `ds[i]` is int64 [sequence_length + 1], `len(ds)` what the epochs hold.
+    """Samples of one split of one corpus: `ds[i]` is int64 [sequence_length + 1], `len(ds)` what
+    the epochs hold.
 
-    `num_samples` is how many are needed at least (None: one epoch); `sequences` the corpus' sequences of this split;
-    `split` and `split_matrix` only enter the cache key. `cache` None keeps the indices in memory. Raises ValueError
-    for a split that cannot fill one sample.
+    `num_samples` is how many are needed at least (None: one epoch); `sequences` the corpus'
+    sequences of this split; `split` and `split_matrix` only enter the cache key. `cache` None keeps
+    the indices in memory. Raises ValueError for a split that cannot fill one sample.
     """
 
     def __init__(
@@ -149,11 +163,16 @@ class GPTDataset:
         split_matrix: list[tuple[float, float] | None] | None = None,
         cache: IndexCache | None = None,
     ) -> None:
-        self.corpus, self.sequence_length, self.num_samples, self.seed = corpus, sequence_length, num_samples, seed
+        self.corpus = corpus
+        self.sequence_length = sequence_length
+        self.num_samples = num_samples
+        self.seed = seed
         self.index_split = index_split
         self.sequences = range(len(corpus)) if sequences is None else sequences
         self._check_request(split)
-        tokens = int(corpus.sequence_lengths[self.sequences.start : self.sequences.stop].sum(dtype=np.int64))
+        tokens = int(
+            corpus.sequence_lengths[self.sequences.start : self.sequences.stop].sum(dtype=np.int64)
+        )
         if tokens <= sequence_length:
             raise ValueError(
                 f"{corpus.path_prefix}: its {len(self.sequences)} {index_split} sequences hold "
@@ -163,16 +182,25 @@ class GPTDataset:
             )
         self.plan = plan_epochs(tokens, sequence_length, num_samples)
         self.description = describe(
-            type(self).__name__, corpus.path_prefix, num_samples, index_split, seed, sequence_length, split,
-            split_matrix, format=CACHE_FORMAT, sequences=[self.sequences.start, self.sequences.stop],
+            type(self).__name__,
+            corpus.path_prefix,
+            num_samples,
+            index_split,
+            seed,
+            sequence_length,
+            split,
+            split_matrix,
+            format=CACHE_FORMAT,
+            sequences=[self.sequences.start, self.sequences.stop],
             idx_sha256=corpus.identity["idx_sha256"],
-        )  # fmt: skip
+        )
         self._indices = self._load(cache) or self._build(cache)
         log.info(LOGGER, f"> total number of samples: {len(self)}")
         log.info(LOGGER, f"> total number of epochs: {self.plan.num_epochs}")
 
     def _check_request(self, split: str | None) -> None:
-        name, corpus = self.index_split, self.corpus
+        name = self.index_split
+        corpus = self.corpus
         if self.num_samples is not None and self.num_samples < 1:
             raise ValueError(
                 f"the {name} dataset is asked for {self.num_samples} samples; --train-iters, "
@@ -210,7 +238,10 @@ class GPTDataset:
         shapes = [indices[name].shape for name in INDEX_NAMES]
         n = self.plan.num_samples
         if shapes != [(self.plan.num_epochs * len(self.sequences),), (n + 1, 2), (n,)]:
-            log.warn_once(f"{cache.folder}: the cached {cache.stem(kind, description)} has odd shapes; it is rebuilt")
+            log.warn_once(
+                f"{cache.folder}: the cached {cache.stem(kind, description)} has odd shapes; it "
+                "is rebuilt"
+            )
             return None
         log.info(LOGGER, f"Load the {kind} {self.index_split} indices")
         for name in INDEX_NAMES:
@@ -236,7 +267,9 @@ class GPTDataset:
 
     def _arrays(self) -> dict[str, np.ndarray]:
         self.corpus.check()
-        return build_indices(self.corpus.sequence_lengths, self.sequences, self.sequence_length, self.seed, self.plan)
+        return build_indices(
+            self.corpus.sequence_lengths, self.sequences, self.sequence_length, self.seed, self.plan
+        )
 
     def _cache_key(self) -> tuple[str, str]:
         return type(self).__name__, json.dumps(self.description, indent=4)
@@ -259,15 +292,20 @@ class GPTDataset:
     @property
     def num_documents(self) -> int:
         """Documents that begin among the sequences of this split."""
-        starts = self.corpus.document_indices  # numpy's own search would copy it where it lies at odd bytes
-        first, stop = (bisect_left(starts, end, hi=len(starts) - 1) for end in (self.sequences.start, self.sequences.stop))
+        # numpy's own search would copy it where it lies at odd bytes
+        starts = self.corpus.document_indices
+        first, stop = (
+            bisect_left(starts, end, hi=len(starts) - 1)
+            for end in (self.sequences.start, self.sequences.stop)
+        )
         return stop - first
 
     def __len__(self) -> int:
         return self.plan.num_samples
 
     def _read(self, index: int) -> tuple[np.ndarray, int, int]:
-        """(the sequences of sample `index`, where it begins in the first, where it ends in the last)."""
+        """(the sequences of sample `index`, where it begins in the first, where it ends in the
+        last)."""
         if not 0 <= index < self.plan.num_samples:
             raise IndexError(f"{self.index_split} sample {index} of {len(self)}")
         indices = self._indices
@@ -277,22 +315,27 @@ class GPTDataset:
         return indices["document_index"][first : last + 1], offset, end + 1
 
     def locate(self, index: int) -> list[tuple[int, int, int]]:
-        """Where the tokens of sample `index` lie: pieces of (sequence in the .idx, token offset, length)."""
+        """Where the tokens of sample `index` lie: pieces of (sequence in the .idx, token offset,
+        length)."""
         documents, offset, end = self._read(index)
         lengths = self.corpus.sequence_lengths[documents].tolist()
         lengths[-1] = end
         lengths[0] -= offset
         starts = [offset] + [0] * (len(lengths) - 1)
-        return [piece for piece in zip(documents.tolist(), starts, lengths, strict=True) if piece[2] > 0]
+        return [
+            piece for piece in zip(documents.tolist(), starts, lengths, strict=True) if piece[2] > 0
+        ]
 
     def __getitem__(self, index: int) -> np.ndarray:
-        """The tokens of sample `index`: int64 [sequence_length + 1]; tokens are [:-1], labels [1:]."""
+        """The tokens of sample `index`: int64 [sequence_length + 1]; tokens are [:-1], labels
+        [1:]."""
         tokens = self.corpus.gather(*self._read(index))
         assert len(tokens) == self.sequence_length + 1
         return tokens
 
     def order(self) -> dict[str, object]:
-        """Everything the order of this dataset's samples depends on, in JSON types; paths are not among it."""
+        """Everything the order of this dataset's samples depends on, in JSON types; paths are not
+        among it."""
         return {
             "kind": type(self).__name__,
             "corpus": self.corpus.identity,
@@ -305,16 +348,21 @@ class GPTDataset:
 
 
 class MockSequences:
-    """A corpus of 100000 made-up sequences of 1 to 4095 tokens: 1, 2, 3, ... modulo the vocabulary, then EOD.
+    """A corpus of 100000 made-up sequences of 1 to 4095 tokens: 1, 2, 3, ... modulo the vocabulary,
+    then EOD.
 
-    Lengths are those of megatron-core's mock data. The next token is the last one plus one, so a model can learn it.
+    Lengths are those of megatron-core's mock data. The next token is the last one plus one, so a
+    model can learn it.
     """
 
     path_prefix = "--mock-data"
-    SEED, SEQUENCES, LONGEST = 0, 100_000, 4096
+    SEED = 0
+    SEQUENCES = 100_000
+    LONGEST = 4096
 
     def __init__(self, vocab_size: int, eod: int) -> None:
-        self.vocab_size, self.eod = vocab_size, eod
+        self.vocab_size = vocab_size
+        self.eod = eod
         self.sequence_lengths = np.random.default_rng(self.SEED).integers(
             1, self.LONGEST, self.SEQUENCES, dtype=np.int32
         )
@@ -333,14 +381,17 @@ class MockSequences:
         here = int(self.sequence_lengths[index])
         stop = here if length is None else offset + length
         if not 0 <= offset <= stop <= here:
-            raise IndexError(f"tokens {offset} .. {stop} of mock sequence {index}, which has {here}")
+            raise IndexError(
+                f"tokens {offset} .. {stop} of mock sequence {index}, which has {here}"
+            )
         tokens = np.arange(offset + 1, stop + 1, dtype=np.int64) % self.vocab_size
         if stop == here and stop > offset:
             tokens[-1] = self.eod
         return tokens
 
     def gather(self, sequences: np.ndarray, offset: int, end: int) -> np.ndarray:
-        """Sequences one after the other: of the first the tokens from `offset` on, of the last those before `end`."""
+        """Sequences one after the other: of the first the tokens from `offset` on, of the last
+        those before `end`."""
         parts = [self.get(number) for number in sequences.tolist()]
         parts[-1] = parts[-1][:end]
         parts[0] = parts[0][offset:]
@@ -351,11 +402,13 @@ class MockSequences:
 
 
 class MockGPTDataset(GPTDataset):
-    """GPTDataset over MockSequences: a pure function of (seed, index, split, vocabulary); needs no files."""
+    """GPTDataset over MockSequences: a pure function of (seed, index, split, vocabulary); needs no
+    files."""
 
 
 def open_corpus(prefix: str, vocab_size: int | None = None) -> IndexedDataset:
-    """Open a pair for training, announced in the log; with `vocab_size` the ids at its head must fit it.
+    """Open a pair for training, announced in the log; with `vocab_size` the ids at its head must
+    fit it.
 
     Raises ValueError for a pair of floats and for token ids outside the vocabulary.
     """

@@ -1,8 +1,10 @@
-"""Keeps index arrays in files between runs, so that they are built once and shared through the page cache.
+"""Keeps index arrays in files between runs, so that they are built once and shared through the page
+cache.
 
-It knows names, arrays and a description text; it must not know what the indices mean. An entry is written aside and
-renamed, its description last, so concurrent builders on one filesystem never show each other half an entry, and it is
-used only if its description equals the wanted one to the letter. No pickle is read.
+It knows names, arrays and a description text; it must not know what the indices mean. An entry is
+written aside and renamed, its description last, so concurrent builders on one filesystem never show
+each other half an entry, and it is used only if its description equals the wanted one to the
+letter. No pickle is read.
 """
 
 from __future__ import annotations
@@ -23,10 +25,14 @@ from megatron.data.file_access import check_mapped
 
 
 class IndexArrays:
-    """Index arrays by name. Those that lie in files are pickled as paths: a spawned data worker maps them itself."""
+    """Index arrays by name. Those that lie in files are pickled as paths: a spawned data worker
+    maps them itself."""
 
-    def __init__(self, arrays: Mapping[str, np.ndarray], files: Mapping[str, str] | None = None) -> None:
-        self._arrays, self._files = dict(arrays), dict(files or {})
+    def __init__(
+        self, arrays: Mapping[str, np.ndarray], files: Mapping[str, str] | None = None
+    ) -> None:
+        self._arrays = dict(arrays)
+        self._files = dict(files or {})
         self._maps = {path: _map_of(self._arrays[name]) for name, path in self._files.items()}
 
     def check_files(self) -> None:
@@ -38,7 +44,9 @@ class IndexArrays:
         return self._arrays[name]
 
     def __getstate__(self) -> tuple[dict[str, np.ndarray], dict[str, str]]:
-        return {name: array for name, array in self._arrays.items() if name not in self._files}, self._files
+        return {
+            name: array for name, array in self._arrays.items() if name not in self._files
+        }, self._files
 
     def __setstate__(self, state: tuple[dict[str, np.ndarray], dict[str, str]]) -> None:
         arrays, files = state
@@ -58,7 +66,8 @@ def _map_of(array: np.ndarray) -> mmap.mmap:
 
 
 def _locked(path: str) -> int:
-    """An open file that this process alone has locked, and that still is the one called `path`. Raises OSError."""
+    """An open file that this process alone has locked, and that still is the one called `path`.
+    Raises OSError."""
     while True:
         file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         try:
@@ -74,12 +83,13 @@ def _locked(path: str) -> int:
 class IndexCache:
     """A directory of index arrays.
 
-    With `flag` the user asked for it (`--data-cache-path`) and an unwritable directory is a ValueError; without, the
-    indices stay in memory and one line says so.
+    With `flag` the user asked for it (`--data-cache-path`) and an unwritable directory is a
+    ValueError; without, the indices stay in memory and one line says so.
     """
 
     def __init__(self, folder: str, flag: str | None = None) -> None:
-        self.folder, self.flag = folder, flag
+        self.folder = folder
+        self.flag = flag
 
     @staticmethod
     def stem(kind: str, description: str) -> str:
@@ -104,11 +114,14 @@ class IndexCache:
         except (FileNotFoundError, NotADirectoryError):
             return None
         except (OSError, ValueError, EOFError) as error:
-            log.warn_once(f"{self.folder}: the cached {stem} cannot be used ({error}); it is built again")
+            log.warn_once(
+                f"{self.folder}: the cached {stem} cannot be used ({error}); it is built again"
+            )
             return None
 
     def writable(self) -> bool:
-        """Make the directory. False if that cannot be done (ValueError if the user asked for it)."""
+        """Make the directory. False if that cannot be done (ValueError if the user asked for
+        it)."""
         try:
             os.makedirs(self.folder, exist_ok=True)
             if not os.access(self.folder, os.W_OK | os.X_OK):
@@ -119,11 +132,15 @@ class IndexCache:
         return True
 
     def store(self, kind: str, description: str, arrays: Mapping[str, np.ndarray]) -> IndexArrays:
-        """Write an entry and return it as `load` does; the arrays themselves if it cannot be written."""
+        """Write an entry and return it as `load` does; the arrays themselves if it cannot be
+        written."""
         stem = self.stem(kind, description)
         try:
             for name, array in arrays.items():
-                self._write(self.path(stem, name), lambda file, array=array: np.save(file, array, allow_pickle=False))
+                self._write(
+                    self.path(stem, name),
+                    lambda file, array=array: np.save(file, array, allow_pickle=False),
+                )
             self._write(self._description_path(stem), lambda file: file.write(description.encode()))
         except OSError as error:
             self._refuse(error)
@@ -132,10 +149,11 @@ class IndexCache:
 
     @contextlib.contextmanager
     def building(self, kind: str, description: str) -> Iterator[None]:
-        """While one process builds an entry, others that want the same one wait here; then they find it.
+        """While one process builds an entry, others that want the same one wait here; then they
+        find it.
 
-        The kernel lets go of the lock of a process that ends, however it ends. Where the filesystem has no locks, all
-        build at once, which costs time and harms nothing.
+        The kernel lets go of the lock of a process that ends, however it ends. Where the filesystem
+        has no locks, all build at once, which costs time and harms nothing.
         """
         path = os.path.join(self.folder, f"{self.stem(kind, description)}.lock")
         try:
@@ -156,8 +174,9 @@ class IndexCache:
                 "a writable directory with enough space [path-not-writable]"
             ) from error
         log.warn_once(
-            f"{self.folder}: cannot be written ({error.strerror or error}), so the data indices are built in memory at "
-            "every start; give a writable directory with --data-cache-path to keep them"
+            f"{self.folder}: cannot be written ({error.strerror or error}), so the data indices "
+            "are built in memory at every start; give a writable directory with --data-cache-path "
+            "to keep them"
         )
 
     @staticmethod

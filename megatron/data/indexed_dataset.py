@@ -26,17 +26,20 @@ from megatron.data.file_access import check_mapped, map_file, open_to_read, read
 LOGGER = "megatron.core.datasets.indexed_dataset"
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
-HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, sequences, length of the document index
+# magic, version, dtype code, sequences, length of the document index
+HEADER = struct.Struct("<9sQBQQ")
 DTYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 8: "<u2"}
 CODES = {np.dtype(name): code for code, name in DTYPES.items()}
 BLOCK = 1 << 20  # entries looked at together, so that a check of a huge index needs little memory
-PROBES, PROBE_BYTES = 16, 4096
+PROBES = 16
+PROBE_BYTES = 4096
 MANY_BYTES = 64 << 20  # read together where all tokens are looked at
 REMEDY = "copy the file again, or make the pair anew with tools/preprocess_data.py"
 
 
 def optimal_dtype(vocab_size: int | None) -> np.dtype:
-    """The dtype Megatron's preprocessing stores tokens in: uint16 below 65500 entries, else (or unknown) int32.
+    """The dtype Megatron's preprocessing stores tokens in: uint16 below 65500 entries, else (or
+    unknown) int32.
 
     `vocab_size` is the tokenizer's own size, before padding.
     """
@@ -59,7 +62,8 @@ def _damaged(path: str, what: str) -> ValueError:
 
 
 def _missing(prefix: str, path: str) -> FileNotFoundError:
-    """A missing file, with the likeliest slip: a suffix typed, a key suffix forgotten, a blend of odd length."""
+    """A missing file, with the likeliest slip: a suffix typed, a key suffix forgotten, a blend of
+    odd length."""
     hint = "make it with tools/preprocess_data.py"
     stem, suffix = os.path.splitext(prefix)
     if suffix in (".bin", ".idx"):
@@ -74,19 +78,21 @@ def _missing(prefix: str, path: str) -> FileNotFoundError:
 class IndexedDataset:
     """A corpus of `len(self)` token sequences.
 
-    The index is memory-mapped, and its size is looked at before each read; tokens are read by system calls, since those
-    report a failing disk or a file cut short as errors, where mapped memory ends the process. Opening does
-    constant-time checks only; `check` reads the whole index. Sources: Megatron-LM's format.
+    The index is memory-mapped, and its size is looked at before each read; tokens are read by
+    system calls, since those report a failing disk or a file cut short as errors, where mapped
+    memory ends the process. Opening does constant-time checks only; `check` reads the whole index.
+    Sources: Megatron-LM's format.
 
-    Attributes: `sequence_lengths` int32 [S] in tokens, `sequence_pointers` int64 [S] in bytes, `document_indices`
-    int64 [documents + 1] (sequence number each document starts at), `dtype`, `bin_bytes`, `path_prefix`.
-    Raises FileNotFoundError or ValueError (file, what is wrong, remedy). A modes array behind the document index, as
-    multimodal datasets have it, is ignored.
+    Attributes: `sequence_lengths` int32 [S] in tokens, `sequence_pointers` int64 [S] in bytes,
+    `document_indices` int64 [documents + 1] (sequence number each document starts at), `dtype`,
+    `bin_bytes`, `path_prefix`. Raises FileNotFoundError or ValueError (file, what is wrong,
+    remedy). A modes array behind the document index, as multimodal datasets have it, is ignored.
     """
 
     def __init__(self, path_prefix: str | os.PathLike[str], *, announce: bool = False) -> None:
         self.path_prefix = os.fspath(path_prefix)
-        self.idx_file, self.bin_file = idx_path(self.path_prefix), bin_path(self.path_prefix)
+        self.idx_file = idx_path(self.path_prefix)
+        self.bin_file = bin_path(self.path_prefix)
         for path in (self.idx_file, self.bin_file):
             if not os.path.exists(path):
                 raise _missing(self.path_prefix, path)
@@ -108,42 +114,63 @@ class IndexedDataset:
 
     def _read_header(self, index: memoryview) -> tuple[np.dtype, int, int]:
         if len(index) < HEADER.size:
-            raise _damaged(self.idx_file, f"has {len(index)} bytes, its header alone needs {HEADER.size}")
+            raise _damaged(
+                self.idx_file, f"has {len(index)} bytes, its header alone needs {HEADER.size}"
+            )
         magic, version, code, sequences, entries = HEADER.unpack_from(index)
         if magic != MAGIC:
-            raise _damaged(self.idx_file, f"is no index file (it begins with {magic!r}, not {MAGIC!r})")
+            raise _damaged(
+                self.idx_file, f"is no index file (it begins with {magic!r}, not {MAGIC!r})"
+            )
         if version != VERSION:
             raise _damaged(self.idx_file, f"has version {version}, this reader knows {VERSION}")
         if code not in DTYPES:
-            raise _damaged(self.idx_file, f"has the unknown dtype code {code} (known: {', '.join(map(str, DTYPES))})")
+            raise _damaged(
+                self.idx_file,
+                f"has the unknown dtype code {code} (known: {', '.join(map(str, DTYPES))})",
+            )
         expected = HEADER.size + 12 * sequences + 8 * entries
         if len(index) not in (expected, expected + sequences):
             state = "is cut short" if len(index) < expected else "is too long"
-            raise _damaged(self.idx_file, f"{state}: {len(index)} bytes, its header asks for {expected}")
+            raise _damaged(
+                self.idx_file, f"{state}: {len(index)} bytes, its header asks for {expected}"
+            )
         return np.dtype(DTYPES[code]), sequences, entries
 
     def _read_arrays(self, index: memoryview, sequences: int, entries: int) -> None:
         at = HEADER.size
         self._header = bytes(index[:at])
         self.sequence_lengths = np.frombuffer(index, "<i4", count=sequences, offset=at)
-        self.sequence_pointers = np.frombuffer(index, "<i8", count=sequences, offset=at + 4 * sequences)
-        self.document_indices = np.frombuffer(index, "<i8", count=entries, offset=at + 12 * sequences)
+        self.sequence_pointers = np.frombuffer(
+            index, "<i8", count=sequences, offset=at + 4 * sequences
+        )
+        self.document_indices = np.frombuffer(
+            index, "<i8", count=entries, offset=at + 12 * sequences
+        )
 
     def _check_ends(self) -> None:
-        """What can be seen without reading the index: where the documents and the last sequence end."""
-        documents, sequences = self.document_indices, len(self)
+        """What can be seen without reading the index: where the documents and the last sequence
+        end."""
+        documents = self.document_indices
+        sequences = len(self)
         if len(documents) == 0 or documents[0] != 0 or documents[-1] != sequences:
-            raise _damaged(self.idx_file, f"its document index does not run from 0 to its {sequences} sequences")
+            raise _damaged(
+                self.idx_file,
+                f"its document index does not run from 0 to its {sequences} sequences",
+            )
         at = sequences - 1
         while at > max(0, sequences - 1024) and self.sequence_lengths[at] == 0:
             at -= 1
         end = self._end(at, at + 1)
         if end < self.bin_bytes:  # sequences may lie in any order
-            end = max(self._end(first, first + BLOCK) for first in range(0, max(1, sequences), BLOCK))
+            end = max(
+                self._end(first, first + BLOCK) for first in range(0, max(1, sequences), BLOCK)
+            )
         if end != self.bin_bytes:
             raise _damaged(
                 self.bin_file,
-                f"has {self.bin_bytes} bytes, its index asks for {end}; one was cut short, or they are of two pairs",
+                f"has {self.bin_bytes} bytes, its index asks for {end}; one was cut short, or "
+                "they are of two pairs",
             )
 
     def _end(self, first: int, stop: int) -> int:
@@ -163,7 +190,9 @@ class IndexedDataset:
             if wrong.any():
                 at = int(wrong.argmax())
                 where = f"sequence {first + at} ({lengths[at]} tokens from byte {pointers[at]})"
-                raise _damaged(self.idx_file, f"{where} lies outside {self.bin_file} ({self.bin_bytes} bytes)")
+                raise _damaged(
+                    self.idx_file, f"{where} lies outside {self.bin_file} ({self.bin_bytes} bytes)"
+                )
         for first in range(0, len(self.document_indices) - 1, BLOCK):
             if (np.diff(self.document_indices[first : first + BLOCK + 1]) < 0).any():
                 raise _damaged(self.idx_file, "its document index runs backwards")
@@ -179,13 +208,18 @@ class IndexedDataset:
 
     def document_of(self, sequence: int) -> tuple[int, int]:
         """(the document that a sequence belongs to, tokens of that document before it)."""
-        document = bisect_right(self.document_indices, sequence) - 1  # numpy's would copy numbers that lie at odd bytes
-        return document, int(self.sequence_lengths[self.document_indices[document] : sequence].sum(dtype=np.int64))
+        # numpy's would copy numbers that lie at odd bytes
+        document = bisect_right(self.document_indices, sequence) - 1
+        return document, int(
+            self.sequence_lengths[self.document_indices[document] : sequence].sum(dtype=np.int64)
+        )
 
     def get(self, index: int, offset: int = 0, length: int | None = None) -> np.ndarray:
-        """Tokens `offset .. offset + length` of sequence `index` (to its end without `length`), read-only.
+        """Tokens `offset .. offset + length` of sequence `index` (to its end without `length`),
+        read-only.
 
-        Raises IndexError for what the sequence does not have, ValueError where the file cannot give it.
+        Raises IndexError for what the sequence does not have, ValueError where the file cannot give
+        it.
         """
         if not 0 <= index < len(self.sequence_lengths):
             raise IndexError(f"{self.path_prefix}: sequence {index} of {len(self)}")
@@ -194,7 +228,10 @@ class IndexedDataset:
         if length is None:
             length = here - offset
         if offset < 0 or length < 0 or offset + length > here:
-            raise IndexError(f"{self.path_prefix}: {length} tokens from {offset} of sequence {index}, which has {here}")
+            raise IndexError(
+                f"{self.path_prefix}: {length} tokens from {offset} of sequence {index}, which "
+                f"has {here}"
+            )
         start = int(self.sequence_pointers[index]) + offset * self.dtype.itemsize
         if start < 0 or start > self.bin_bytes - length * self.dtype.itemsize:
             raise _damaged(self.idx_file, f"sequence {index} lies outside {self.bin_file}")
@@ -206,7 +243,8 @@ class IndexedDataset:
         return np.frombuffer(data, self.dtype)
 
     def gather(self, sequences: np.ndarray, offset: int, end: int) -> np.ndarray:
-        """Sequences one after the other, int64: of the first the tokens from `offset` on, of the last those before `end`.
+        """Sequences one after the other, int64: of the first the tokens from `offset` on, of the
+        last those before `end`.
 
         What one sample is made of, so it is read often: as few steps as do it.
         """
@@ -220,7 +258,10 @@ class IndexedDataset:
         parts = []
         for start, length in zip(starts, lengths, strict=True):
             if start < 0 or length < 0 or start + length * size > self.bin_bytes:
-                raise _damaged(self.idx_file, f"one of its sequences {sequences.tolist()} lies outside {self.bin_file}")
+                raise _damaged(
+                    self.idx_file,
+                    f"one of its sequences {sequences.tolist()} lies outside {self.bin_file}",
+                )
             parts.append(read_at(self._bin, self.bin_file, start, length * size))
         return np.frombuffer(b"".join(parts), self.dtype).astype(np.int64)
 
@@ -229,7 +270,8 @@ class IndexedDataset:
         return self.get(index)
 
     def id_range(self, limit: int | None = 1 << 18) -> tuple[int, int]:
-        """(smallest, largest) token id among the first `limit` tokens of the file (None: all), (0, -1) without any."""
+        """(smallest, largest) token id among the first `limit` tokens of the file (None: all), (0,
+        -1) without any."""
         size = self.dtype.itemsize
         end = self.bin_bytes // size if limit is None else min(limit, self.bin_bytes // size)
         if end == 0:
@@ -243,8 +285,9 @@ class IndexedDataset:
     def identity(self) -> dict[str, int | str]:
         """What tells this corpus from another one, wherever its files lie.
 
-        `idx_sha256` is over the header and all lengths, which is all that the sample order is made of;
-        `bin_sha256` is over a few pages of the token file, to tell corpora of equal lengths apart.
+        `idx_sha256` is over the header and all lengths, which is all that the sample order is made
+        of; `bin_sha256` is over a few pages of the token file, to tell corpora of equal lengths
+        apart.
         """
         digest = hashlib.sha256(self._header)
         for first in range(0, len(self), BLOCK):
@@ -253,7 +296,9 @@ class IndexedDataset:
         step = max(1, self.bin_bytes // PROBES // PROBE_BYTES) * PROBE_BYTES
         size = self.dtype.itemsize
         for start in range(0, self.bin_bytes, step):
-            pages.update(self._read(start, min(PROBE_BYTES, self.bin_bytes - start) // size).tobytes())
+            pages.update(
+                self._read(start, min(PROBE_BYTES, self.bin_bytes - start) // size).tobytes()
+            )
         return {
             "sequences": len(self),
             "dtype": self.dtype.name,
@@ -273,17 +318,21 @@ class IndexedDataset:
 
 
 class IndexedDatasetBuilder:
-    """Writes a pair beside its final names and renames it in `finalize`; as a context manager it finalizes on success
-    and leaves nothing behind on an exception.
+    """Writes a pair beside its final names and renames it in `finalize`; as a context manager it
+    finalizes on success and leaves nothing behind on an exception.
 
     Raises FileNotFoundError for a missing directory, ValueError for tokens that do not fit `dtype`.
     """
 
-    def __init__(self, path_prefix: str | os.PathLike[str], dtype: np.dtype | type | str = np.int32) -> None:
+    def __init__(
+        self, path_prefix: str | os.PathLike[str], dtype: np.dtype | type | str = np.int32
+    ) -> None:
         self.path_prefix = os.fspath(path_prefix)
         self.dtype = np.dtype(dtype)
         if self.dtype not in CODES:
-            raise ValueError(f"dtype {self.dtype} cannot be stored (can be: {', '.join(d.name for d in CODES)})")
+            raise ValueError(
+                f"dtype {self.dtype} cannot be stored (can be: {', '.join(d.name for d in CODES)})"
+            )
         folder = os.path.dirname(self.path_prefix) or "."
         if not os.path.isdir(folder):
             raise FileNotFoundError(
@@ -291,9 +340,11 @@ class IndexedDatasetBuilder:
                 "[directory-missing]"
             )
         partial = f"{self.path_prefix}.partial-{uuid.uuid4().hex}"
-        self._partial_bin, self._partial_idx = bin_path(partial), idx_path(partial)
+        self._partial_bin = bin_path(partial)
+        self._partial_idx = idx_path(partial)
         self._bin = open(self._partial_bin, "wb", buffering=1 << 20)  # noqa: SIM115 (closed in finalize or discard)
-        self._lengths, self._documents = array("i"), array("q", [0])
+        self._lengths = array("i")
+        self._documents = array("q", [0])
 
     def add_item(self, tokens: np.ndarray | list[int]) -> None:
         """Append one sequence of tokens [n]."""
@@ -306,10 +357,13 @@ class IndexedDatasetBuilder:
         self._documents.append(len(self._lengths))
 
     def add_document(self, tokens: np.ndarray | list[int], lengths: list[int] | np.ndarray) -> None:
-        """Append one document at once: its tokens [sum(lengths)] and the length of each of its sequences."""
+        """Append one document at once: its tokens [sum(lengths)] and the length of each of its
+        sequences."""
         stored = self._to_dtype(tokens)
         if int(np.sum(lengths)) != len(stored) or any(n < 0 for n in lengths):
-            raise ValueError(f"{self.path_prefix}: {len(stored)} tokens do not make sequences of {list(lengths)}")
+            raise ValueError(
+                f"{self.path_prefix}: {len(stored)} tokens do not make sequences of {list(lengths)}"
+            )
         for length in lengths:
             self._append_length(int(length))
         self._bin.write(stored.tobytes())
@@ -330,7 +384,11 @@ class IndexedDatasetBuilder:
         self._documents.frombytes((other.document_indices[1:] + shift).tobytes())
         self._bin.flush()
         ends = np.cumsum(other.sequence_lengths, dtype=np.int64) * self.dtype.itemsize
-        if len(other) and ends[-1] == other.bin_bytes and (other.sequence_pointers[1:] == ends[:-1]).all():
+        if (
+            len(other)
+            and ends[-1] == other.bin_bytes
+            and (other.sequence_pointers[1:] == ends[:-1]).all()
+        ):
             with open(other.bin_file, "rb") as source:
                 shutil.copyfileobj(source, self._bin, 16 << 20)
         else:  # sequences out of order or with gaps: legal in the format, never written by us
@@ -344,15 +402,22 @@ class IndexedDatasetBuilder:
         np.cumsum(lengths[:-1], dtype=np.int64, out=pointers[1:])
         pointers *= self.dtype.itemsize
         with open(self._partial_idx, "wb") as file:
-            file.write(HEADER.pack(MAGIC, VERSION, CODES[self.dtype], len(lengths), len(self._documents)))
-            for part, dtype in ((lengths, "<i4"), (pointers, "<i8"), (np.asarray(self._documents), "<i8")):
+            file.write(
+                HEADER.pack(MAGIC, VERSION, CODES[self.dtype], len(lengths), len(self._documents))
+            )
+            for part, dtype in (
+                (lengths, "<i4"),
+                (pointers, "<i8"),
+                (np.asarray(self._documents), "<i8"),
+            ):
                 file.write(part.astype(dtype, copy=False).tobytes())
             file.flush()
             os.fsync(file.fileno())
         self._bin.flush()
         os.fsync(self._bin.fileno())
         self._bin.close()
-        # The old index goes first: a reader meets the old pair, no index, or the new pair, never a mixture.
+        # The old index goes first: a reader meets the old pair, no index, or the new pair, never a
+        # mixture.
         Path(idx_path(self.path_prefix)).unlink(missing_ok=True)
         os.replace(self._partial_bin, bin_path(self.path_prefix))
         os.replace(self._partial_idx, idx_path(self.path_prefix))
@@ -364,7 +429,8 @@ class IndexedDatasetBuilder:
 
     def discard(self) -> None:
         """Throw away everything added; files under the final names stay as they were."""
-        with contextlib.suppress(OSError):  # what is buffered may not fit on a full disk; the file is closed then too
+        # what is buffered may not fit on a full disk; the file is closed then too
+        with contextlib.suppress(OSError):
             self._bin.close()
         for path in (self._partial_bin, self._partial_idx):
             Path(path).unlink(missing_ok=True)
@@ -373,13 +439,17 @@ class IndexedDatasetBuilder:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         try:
             if kind is None and not self._bin.closed:
                 self.finalize()
         finally:
-            self.discard()  # the partial files are gone once they are renamed: then there is nothing to throw away
+            # the partial files are gone once they are renamed: then there is nothing to throw away
+            self.discard()
 
     def _append_length(self, length: int) -> None:
         if length > np.iinfo(np.int32).max:
@@ -394,7 +464,9 @@ class IndexedDatasetBuilder:
         if values.dtype == self.dtype or len(values) == 0:
             return values.astype(self.dtype, copy=False)
         if self.dtype.kind in "iu":
-            low, high, limits = values.min(), values.max(), np.iinfo(self.dtype)
+            low = values.min()
+            high = values.max()
+            limits = np.iinfo(self.dtype)
             if values.dtype.kind not in "iu" or low < limits.min or high > limits.max:
                 raise ValueError(
                     f"{self.path_prefix}: token ids {low} .. {high} do not fit {self.dtype.name}; "

@@ -1,6 +1,8 @@
-"""Input files of documents, cut into blocks that a worker encodes. Knows kinds of files, but no JSON and no tokenizer.
+"""Input files of documents, cut into blocks that a worker encodes. Knows kinds of files, but no
+JSON and no tokenizer.
 
-Where a file is cut depends on its content alone, so that a run that was killed goes on with the same blocks.
+Where a file is cut depends on its content alone, so that a run that was killed goes on with the
+same blocks.
 """
 
 from __future__ import annotations
@@ -18,16 +20,22 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, BinaryIO, NamedTuple
 
-BLOCK_BYTES = 1 << 18  # stays in a core's caches: 4 MB cost a fifth more; some 2 ms of work, ten times the handing over
+# stays in a core's caches: 4 MB cost a fifth more; some 2 ms of work, ten times the handing over
+BLOCK_BYTES = 1 << 18
 ROWS = 256  # of a parquet file that are read at a time
 SCAN = 1 << 16
-PACKED = {b"\x1f\x8b": ("gzip", ".gz"), b"\xfd7zXZ\x00": ("xz", ".xz"), b"\x28\xb5\x2f\xfd": ("zstd", ".zst")}
+PACKED = {
+    b"\x1f\x8b": ("gzip", ".gz"),
+    b"\xfd7zXZ\x00": ("xz", ".xz"),
+    b"\x28\xb5\x2f\xfd": ("zstd", ".zst"),
+}
 PARQUET = b"PAR1"
 BROKEN = (EOFError, gzip.BadGzipFile, zlib.error, lzma.LZMAError)
 
 
 class Place(NamedTuple):
-    """Where in the input something begins: number of the file, byte of its unpacked text (parquet: row), line from 1."""
+    """Where in the input something begins: number of the file, byte of its unpacked text (parquet:
+    row), line from 1."""
 
     file: int = 0
     offset: int = 0
@@ -35,10 +43,12 @@ class Place(NamedTuple):
 
 
 class Block(NamedTuple):
-    """Successive lines of a file (`kind` "jsonl" or "lines"), a whole one ("text"), or rows of a parquet file ("rows").
+    """Successive lines of a file (`kind` "jsonl" or "lines"), a whole one ("text"), or rows of a
+    parquet file ("rows").
 
-    `start` to `end` are bytes of the unpacked file, or rows. `data` is None where a worker reads the bytes itself; else the
-    bytes, or for rows a list of values for each key. `read`: bytes of all files, as they lie on disk, up to here.
+    `start` to `end` are bytes of the unpacked file, or rows. `data` is None where a worker reads
+    the bytes itself; else the bytes, or for rows a list of values for each key. `read`: bytes of
+    all files, as they lie on disk, up to here.
     """
 
     number: int
@@ -56,8 +66,8 @@ class Block(NamedTuple):
         return max(1, (self.end - self.start) // BLOCK_BYTES)
 
     def content(self) -> bytes:
-        """The bytes of a block that is not of rows, without the file's byte order mark. Raises ValueError if the file cannot
-        be read or became shorter."""
+        """The bytes of a block that is not of rows, without the file's byte order mark. Raises
+        ValueError if the file cannot be read or became shorter."""
         data = self._content()
         return data.removeprefix(codecs.BOM_UTF8) if self.start == 0 else data
 
@@ -80,18 +90,23 @@ class Block(NamedTuple):
 
 
 class Reader:
-    """Cuts files into blocks, from a place on. `keys` are the columns of parquet files; `txt_lines` takes each line of a
-    .txt file for a document, not the whole file."""
+    """Cuts files into blocks, from a place on. `keys` are the columns of parquet files; `txt_lines`
+    takes each line of a .txt file for a document, not the whole file."""
 
     def __init__(self, files: Sequence[str], keys: Sequence[str], txt_lines: bool = False):
-        self._files, self._keys, self._txt_lines = files, keys, txt_lines
+        self._files = files
+        self._keys = keys
+        self._txt_lines = txt_lines
 
     def blocks(self, place: Place, opened: Callable[[str], object]) -> Iterator[Block]:
-        """All blocks in order; `opened` is called with each file's name. An empty file gives one block without bytes.
+        """All blocks in order; `opened` is called with each file's name. An empty file gives one
+        block without bytes.
 
-        Raises ValueError (file, place, what is wrong, remedy) for a file that cannot be read to its end.
+        Raises ValueError (file, place, what is wrong, remedy) for a file that cannot be read to its
+        end.
         """
-        number, done = 0, sum(os.path.getsize(file) for file in self._files[: place.file])
+        number = 0
+        done = sum(os.path.getsize(file) for file in self._files[: place.file])
         for index in range(place.file, len(self._files)):
             name = self._files[index]
             begin = end = place.offset if index == place.file else 0
@@ -113,7 +128,9 @@ class Reader:
                     "[file-not-readable]"
                 ) from None
 
-    def _cut(self, raw: io.BufferedReader, name: str, start: int) -> Iterator[tuple[str, int, int, Any, int]]:
+    def _cut(
+        self, raw: io.BufferedReader, name: str, start: int
+    ) -> Iterator[tuple[str, int, int, Any, int]]:
         packed, suffix = _packed(raw.peek(8), name)
         if raw.peek(4)[:4] == PARQUET:
             yield from self._rows(raw, name, start)
@@ -141,8 +158,11 @@ class Reader:
                 return
             start += len(data)
 
-    def _rows(self, raw: io.BufferedReader, name: str, start: int) -> Iterator[tuple[str, int, int, Any, int]]:
-        pyarrow, parquet = _library("pyarrow", name), _library("pyarrow.parquet", name)
+    def _rows(
+        self, raw: io.BufferedReader, name: str, start: int
+    ) -> Iterator[tuple[str, int, int, Any, int]]:
+        pyarrow = _library("pyarrow", name)
+        parquet = _library("pyarrow.parquet", name)
         try:
             file = parquet.ParquetFile(raw)
             missing = [key for key in self._keys if key not in file.schema_arrow.names]
@@ -152,7 +172,8 @@ class Reader:
                     f"{', '.join(file.schema_arrow.names[:5])}; choose with --json-keys) "
                     "[parquet-column-missing]"
                 )
-            rows, size = file.metadata.num_rows, os.fstat(raw.fileno()).st_size
+            rows = file.metadata.num_rows
+            size = os.fstat(raw.fileno()).st_size
             at = 0
             for batch in file.iter_batches(ROWS, columns=list(self._keys), use_threads=False):
                 at += batch.num_rows
@@ -175,7 +196,8 @@ def _kind_of(name: str) -> tuple[str, str]:
 
 
 def _packed(magic: bytes, name: str) -> tuple[str, str]:
-    """How a file is packed by its first bytes ("" for not at all), and the suffix that says so; its name may not lie."""
+    """How a file is packed by its first bytes ("" for not at all), and the suffix that says so; its
+    name may not lie."""
     for begin, (packed, suffix) in PACKED.items():
         if magic.startswith(begin):
             return packed, suffix
@@ -204,13 +226,17 @@ def _unpacked(raw: io.BufferedReader, packed: str) -> BinaryIO:
 
 
 class _Zstd(io.RawIOBase):
-    """What a zstd file of any number of frames holds; unlike the library's own reader it notices a cut one."""
+    """What a zstd file of any number of frames holds; unlike the library's own reader it notices a
+    cut one."""
 
     def __init__(self, raw: io.BufferedReader):
         zstandard = _library("zstandard", raw.name)
-        self._raw, self._error = raw, zstandard.ZstdError
+        self._raw = raw
+        self._error = zstandard.ZstdError
         self._machine = zstandard.ZstdDecompressor(max_window_size=1 << 31)
-        self._frame, self._out, self._left = None, memoryview(b""), b""
+        self._frame = None
+        self._out = memoryview(b"")
+        self._left = b""
 
     def readable(self) -> bool:
         """It is."""
@@ -231,7 +257,8 @@ class _Zstd(io.RawIOBase):
             except self._error as error:
                 raise EOFError(str(error)) from None
             if self._frame.eof:
-                self._left, self._frame = self._frame.unused_data, None
+                self._left = self._frame.unused_data
+                self._frame = None
         count = min(len(buffer), len(self._out))
         buffer[:count] = self._out[:count]
         self._out = self._out[count:]
@@ -269,7 +296,8 @@ def _library(module: str, file: str) -> ModuleType:
 
 
 def input_files(patterns: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The files that paths and globs name, each glob's in sorted order; and what is wrong with them."""
+    """The files that paths and globs name, each glob's in sorted order; and what is wrong with
+    them."""
     files: list[str] = []
     problems: list[str] = []
     for pattern in patterns:

@@ -1,4 +1,5 @@
-"""The texts, or the token ids, in a line of JSON, and what is wrong with a line. Knows no files and no tokenizer."""
+"""The texts, or the token ids, in a line of JSON, and what is wrong with a line. Knows no files and
+no tokenizer."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ import numpy as np
 
 try:
     import orjson
-except ImportError:  # the standard library's parser takes its place: the same texts, about half as fast
+# the standard library's parser takes its place: the same texts, about half as fast
+except ImportError:
     orjson = None
 
 
@@ -30,7 +32,8 @@ def json_text(value: object) -> bytes:
 
 
 def texts_of(line: bytes | memoryview, keys: Sequence[str]) -> list[list[str]]:
-    """For each key the texts under it: one, or as many as its list has. Raises ValueError saying what is wrong."""
+    """For each key the texts under it: one, or as many as its list has. Raises ValueError saying
+    what is wrong."""
     record = _parse(line)
     if not isinstance(record, dict):
         raise ValueError(f"holds {_kind(record)}, not a JSON object")
@@ -54,17 +57,23 @@ def ids_of(line: bytes) -> np.ndarray:
 
 def _parse(line: bytes | memoryview) -> object:
     if orjson is not None:
-        with contextlib.suppress(orjson.JSONDecodeError):  # what it does not take (NaN), the other may, or say better
+        # what it does not take (NaN), the other may, or say better
+        with contextlib.suppress(orjson.JSONDecodeError):
             return orjson.loads(line)
     line = bytes(line)
     if line.startswith(codecs.BOM_UTF8):
-        raise ValueError("begins with a byte order mark, which only the first line of a file may have; remove it")
+        raise ValueError(
+            "begins with a byte order mark, which only the first line of a file may have; remove it"
+        )
     if line.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         raise ValueError("is UTF-16; convert the file first (iconv -f UTF-16 -t UTF-8)")
     try:
-        return json.loads(line.decode("utf-8").rstrip("\r\n"))  # no line end, so that an open string is called that
+        # no line end, so that an open string is called that
+        return json.loads(line.decode("utf-8").rstrip("\r\n"))
     except UnicodeDecodeError as error:
-        raise ValueError(f"is not UTF-8 (byte {error.start + 1} of the line is 0x{line[error.start]:02x})") from None
+        raise ValueError(
+            f"is not UTF-8 (byte {error.start + 1} of the line is 0x{line[error.start]:02x})"
+        ) from None
     except json.JSONDecodeError as error:
         hint = "; each line must hold one whole JSON object" if line.strip() in (b"[", b"{") else ""
         raise ValueError(f"is not JSON ({error.msg}, column {error.colno}){hint}") from None
@@ -86,5 +95,11 @@ def texts_under(record: Mapping[str, Any], key: str) -> list[str]:
 
 
 def _kind(value: object) -> str:
-    names = {dict: "an object", list: "a list", str: "a string", bool: "true or false", type(None): "null"}
+    names = {
+        dict: "an object",
+        list: "a list",
+        str: "a string",
+        bool: "true or false",
+        type(None): "null",
+    }
     return names.get(type(value), "a number")

@@ -1,9 +1,11 @@
 """The data ledger: 32 bytes for each iteration that say which samples it read, and a hash of them.
 
-It knows sample numbers, token ids and one file; it must not know datasets, ranks, batch sizes or training.
+It knows sample numbers, token ids and one file; it must not know datasets, ranks, batch sizes or
+training.
 
-Record n lies at byte 32 n and the header at byte 0, so that an iteration done again replaces its record, two ledgers can
-be compared with `cmp`, and iterations that nobody recorded are holes of zeros. Source: facts/spikes.md 4.3.
+Record n lies at byte 32 n and the header at byte 0, so that an iteration done again replaces its
+record, two ledgers can be compared with `cmp`, and iterations that nobody recorded are holes of
+zeros. Source: facts/spikes.md 4.3.
 """
 
 from __future__ import annotations
@@ -16,22 +18,27 @@ from collections.abc import Sequence
 
 import numpy as np
 
-MAGIC, VERSION = b"data-ledger\r\n\x1a\x00\x00", 1
+MAGIC = b"data-ledger\r\n\x1a\x00\x00"
+VERSION = 1
 HEADER = struct.Struct("<16sIIQ")  # magic, version, tokens of a sample without its last label, 0
-RECORD = np.dtype([("iteration", "<u8"), ("first", "<u8"), ("count", "<u4"), ("flag", "<u4"), ("hash", "<u8")])
+RECORD = np.dtype(
+    [("iteration", "<u8"), ("first", "<u8"), ("count", "<u4"), ("flag", "<u4"), ("hash", "<u8")]
+)
 SKIPPED = 1  # the flag of an iteration whose samples were consumed unread; its hash is 0
 MASK = (1 << 64) - 1
 WHOLE = 1 << 32
 
 
 def tokens_hash(ids: np.ndarray) -> int:
-    """64 bits of the token ids [n] alone, whatever integers they are kept in: blake2b of them as little-endian int32."""
+    """64 bits of the token ids [n] alone, whatever integers they are kept in: blake2b of them as
+    little-endian int32."""
     return _hash(np.ascontiguousarray(ids, "<i4"))
 
 
 def sample_hash(number: int, tokens: int) -> int:
-    """64 bits of a sample: its number in the training data and the hash of its tokens. An iteration's hash is the sum of
-    those of its samples modulo 2**64, in whatever order and by whichever ranks they are read."""
+    """64 bits of a sample: its number in the training data and the hash of its tokens. An
+    iteration's hash is the sum of those of its samples modulo 2**64, in whatever order and by
+    whichever ranks they are read."""
     return _hash(struct.pack("<QQ", number, tokens))
 
 
@@ -40,10 +47,11 @@ def _hash(data: bytes | np.ndarray) -> int:
 
 
 class Ledger:
-    """A ledger to write. Raises ValueError for a file that is none, or one of samples of another length.
+    """A ledger to write. Raises ValueError for a file that is none, or one of samples of another
+    length.
 
-    Opening changes nothing that is there. The first record written, of iteration n, removes those from n on: a resumed
-    run does these again.
+    Opening changes nothing that is there. The first record written, of iteration n, removes those
+    from n on: a resumed run does these again.
     """
 
     def __init__(self, path: str, sequence_length: int) -> None:
@@ -67,11 +75,13 @@ class Ledger:
         self._begun = False
 
     def record(self, iteration: int, first: int, count: int, value: int) -> None:
-        """Iteration `iteration` read `count` samples, the first being the `first`-th of the run; `value` is their hash."""
+        """Iteration `iteration` read `count` samples, the first being the `first`-th of the run;
+        `value` is their hash."""
         self._append(np.array([(iteration, first, count, 0, value)], RECORD))
 
     def skip(self, iteration: int, firsts: Sequence[int]) -> None:
-        """The iterations from `iteration` on were skipped; they begin at samples `firsts`, whose last entry is the end."""
+        """The iterations from `iteration` on were skipped; they begin at samples `firsts`, whose
+        last entry is the end."""
         starts = np.asarray(firsts, np.int64)
         records = np.zeros(len(starts) - 1, RECORD)
         records["iteration"] = np.arange(iteration, iteration + len(records))
@@ -79,7 +89,8 @@ class Ledger:
         self._append(records)
 
     def go_back(self) -> None:
-        """The next record is of an iteration done again: as after opening, it removes what follows."""
+        """The next record is of an iteration done again: as after opening, it removes what
+        follows."""
         self._begun = False
 
     def sync(self) -> None:
@@ -125,15 +136,21 @@ def _read_header(path: str, head: bytes) -> int:
 
 
 def read_ledger(path: str, iterations: range | None = None) -> tuple[int, np.ndarray]:
-    """(sequence length, the records (`RECORD`) of these iterations, without `iterations` of all) of a ledger.
+    """(sequence length, the records (`RECORD`) of these iterations, without `iterations` of all) of
+    a ledger.
 
-    Iterations that are not recorded are left out, and so is a last record cut short. Raises ValueError.
+    Iterations that are not recorded are left out, and so is a last record cut short. Raises
+    ValueError.
     """
     try:
         with open(path, "rb") as file:
             sequence_length = _read_header(path, file.read(HEADER.size))
             whole = os.fstat(file.fileno()).st_size // RECORD.itemsize
-            wanted = range(1, whole) if iterations is None else range(iterations.start, min(iterations.stop, whole))
+            wanted = (
+                range(1, whole)
+                if iterations is None
+                else range(iterations.start, min(iterations.stop, whole))
+            )
             file.seek(wanted.start * RECORD.itemsize)
             records = np.frombuffer(file.read(len(wanted) * RECORD.itemsize), RECORD)
     except OSError as error:
@@ -153,21 +170,26 @@ def read_ledger(path: str, iterations: range | None = None) -> tuple[int, np.nda
 
 
 class Recorder:
-    """One rank's part in a ledger: sums up the hashes of what it reads; `ledger` is None on all ranks but the one that
-    writes. `counts`: whether this is the one of the ranks that read the same which adds them to the sum of all ranks.
+    """One rank's part in a ledger: sums up the hashes of what it reads; `ledger` is None on all
+    ranks but the one that writes. `counts`: whether this is the one of the ranks that read the same
+    which adds them to the sum of all ranks.
 
-    The sum travels as two halves, floats that stay exact over 2**21 ranks, with numbers that are summed anyway.
+    The sum travels as two halves, floats that stay exact over 2**21 ranks, with numbers that are
+    summed anyway.
     """
 
     def __init__(self, ledger: Ledger | None, counts: bool) -> None:
-        self.ledger, self._counts, self._sum = ledger, counts, 0
+        self.ledger = ledger
+        self._counts = counts
+        self._sum = 0
 
     def add(self, value: int) -> None:
         """Take in the hash of what was just read."""
         self._sum = (self._sum + value) & MASK
 
     def halves(self) -> tuple[float, float]:
-        """The (low, high) 32 bits of the hash since the last call, zeros where another rank counts them."""
+        """The (low, high) 32 bits of the hash since the last call, zeros where another rank counts
+        them."""
         high, low = divmod(self._sum if self._counts else 0, WHOLE)
         self._sum = 0
         return float(low), float(high)

@@ -1,8 +1,10 @@
-"""Packed samples: rows of `rows` x `sequence_length` tokens, filled with whole samples one behind the other.
+"""Packed samples: rows of `rows` x `sequence_length` tokens, filled with whole samples one behind
+the other.
 
-It knows files of samples by length and index, and one rule; it must not know formats, flags, ranks or batches. The rule is
-InternLM's (facts/internlm.md 1.2.4, 1.2.5): the samples of a file are shuffled, put end to end and cut every row; what is
-left of a file is dropped, so a row never mixes files. The rows of all files are shuffled anew each epoch.
+It knows files of samples by length and index, and one rule; it must not know formats, flags, ranks
+or batches. The rule is InternLM's (facts/internlm.md 1.2.4, 1.2.5): the samples of a file are
+shuffled, put end to end and cut every row; what is left of a file is dropped, so a row never mixes
+files. The rows of all files are shuffled anew each epoch.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ IGNORED = 0  # the label of a token without one: ids <= 0 are never a target
 
 
 class SampleFile(Protocol):
-    """Samples of one file. Ids may be negative: then the token is a prompt's, -id is read and nobody has to predict it."""
+    """Samples of one file. Ids may be negative: then the token is a prompt's, -id is read and
+    nobody has to predict it."""
 
     prefix: str  # the path without .bin
     lengths: np.ndarray  # [n] tokens of each sample
@@ -41,12 +44,14 @@ class SampleFile(Protocol):
 
 @dataclass(frozen=True)
 class PackingRule:
-    """How samples fill a row of `rows` x `sequence_length` tokens; those of fewer than `min_length` tokens are left out.
+    """How samples fill a row of `rows` x `sequence_length` tokens; those of fewer than `min_length`
+    tokens are left out.
 
-    mode "pieces": a sample that a row's end cuts goes on in the next row; what lies in one row is a piece, cut again every
-    `sequence_length` tokens, and attention stays inside a piece. "blocks": the same tokens, but attention stays inside the
-    blocks of `sequence_length` tokens and crosses samples (InternLM's pack_sample_into_one=True). "padded": `rows` samples,
-    each cut to `sequence_length`, the rest of the row zeros (InternLM without flash attention).
+    mode "pieces": a sample that a row's end cuts goes on in the next row; what lies in one row is a
+    piece, cut again every `sequence_length` tokens, and attention stays inside a piece. "blocks":
+    the same tokens, but attention stays inside the blocks of `sequence_length` tokens and crosses
+    samples (InternLM's pack_sample_into_one=True). "padded": `rows` samples, each cut to
+    `sequence_length`, the rest of the row zeros (InternLM without flash attention).
     """
 
     sequence_length: int
@@ -64,18 +69,26 @@ class PackedFile:
     """The rows of one file: `file_rows[k]` is int64 [4, tokens], see `PackedDataset`."""
 
     def __init__(self, file: SampleFile, subset: int, rule: PackingRule) -> None:
-        self.file, self.subset, self.rule = file, subset, rule
+        self.file = file
+        self.subset = subset
+        self.rule = rule
         lengths = np.asarray(file.lengths)
         kept = np.flatnonzero(lengths >= rule.min_length)
         places = np.arange(len(kept))
         shuffle(np.random.RandomState(SEED), places)
         self.order = kept[places].astype(np.int32 if len(lengths) < 1 << 31 else np.int64)
         used = lengths[self.order].astype(np.int64)
-        self.ends = np.cumsum(np.minimum(used, rule.sequence_length) if rule.mode == "padded" else used)
+        self.ends = np.cumsum(
+            np.minimum(used, rule.sequence_length) if rule.mode == "padded" else used
+        )
         self.tokens = int(self.ends[-1]) if len(kept) else 0
 
     def __len__(self) -> int:
-        return len(self.order) // self.rule.rows if self.rule.mode == "padded" else self.tokens // self.rule.length
+        return (
+            len(self.order) // self.rule.rows
+            if self.rule.mode == "padded"
+            else self.tokens // self.rule.length
+        )
 
     def parts(self, row: int) -> Iterator[tuple[int, int, int]]:
         """What a row is made of, as (sample, first token, tokens)."""
@@ -84,7 +97,8 @@ class PackedFile:
                 if self.file.lengths[sample] > 0:
                     yield sample, 0, min(int(self.file.lengths[sample]), self.rule.sequence_length)
             return
-        at, end = row * self.rule.length, (row + 1) * self.rule.length
+        at = row * self.rule.length
+        end = (row + 1) * self.rule.length
         place = int(np.searchsorted(self.ends, at, side="right"))
         start = int(self.ends[place - 1]) if place else 0
         while at < end:
@@ -92,7 +106,8 @@ class PackedFile:
             if stop > at:  # else the sample is empty
                 yield int(self.order[place]), at - start, min(stop, end) - at
                 at = min(stop, end)
-            start, place = stop, place + 1
+            start = stop
+            place = place + 1
 
     def showing(self, sample: int) -> dict[int, int]:
         """{row: how many tokens of this sample it holds}."""
@@ -101,7 +116,8 @@ class PackedFile:
             if self.rule.mode == "padded":
                 rows = [place // self.rule.rows]
             else:
-                start, end = (int(self.ends[place - 1]) if place else 0), int(self.ends[place])
+                start = int(self.ends[place - 1]) if place else 0
+                end = int(self.ends[place])
                 rows = range(start // self.rule.length, -(-end // self.rule.length))
             for row in rows:
                 if row < len(self):
@@ -114,7 +130,8 @@ class PackedFile:
         lines[SUBSET] = self.subset
         at = 0
         for sample, first, count in self.parts(row):
-            more = rule.mode != "padded" and first + count < self.file.lengths[sample]  # the next id is the last label
+            # the next id is the last label
+            more = rule.mode != "padded" and first + count < self.file.lengths[sample]
             ids = self.file.read(sample, first, count + more)
             here = slice(at, at + count)
             lines[TOKENS, here] = np.abs(ids[:count])
@@ -129,11 +146,13 @@ class PackedFile:
 
 
 class PackedDataset:
-    """Row k of a run, for k from 0 to `size` - 1 (None: one epoch), as a pure function of the files, the rule and k.
+    """Row k of a run, for k from 0 to `size` - 1 (None: one epoch), as a pure function of the
+    files, the rule and k.
 
-    `dataset[k]` is int64 [4, tokens]: ids, labels (0: none), positions (0 where a piece begins), number of the subset. An
-    epoch is as many whole global batches of `rows_per_batch` rows as there are, in an order that one RandomState(1024)
-    goes on shuffling from epoch to epoch. Raises ValueError, in which `name` stands for the data, if there is none.
+    `dataset[k]` is int64 [4, tokens]: ids, labels (0: none), positions (0 where a piece begins),
+    number of the subset. An epoch is as many whole global batches of `rows_per_batch` rows as there
+    are, in an order that one RandomState(1024) goes on shuffling from epoch to epoch. Raises
+    ValueError, in which `name` stands for the data, if there is none.
     """
 
     def __init__(
@@ -147,13 +166,18 @@ class PackedDataset:
         rows_per_batch: int = 1,
         index_split: str = "train",
     ) -> None:
-        self.name, self.rule, self.subsets, self.index_split = name, rule, tuple(subsets), index_split
+        self.name = name
+        self.rule = rule
+        self.subsets = tuple(subsets)
+        self.index_split = index_split
         self.files = [file for file in files if len(file)]
         self._ends = [0, *accumulate(len(file) for file in self.files)]
-        self.rows, self.rows_per_batch = self._ends[-1], rows_per_batch
+        self.rows = self._ends[-1]
+        self.rows_per_batch = rows_per_batch
         self.rows_per_epoch = self.rows // rows_per_batch * rows_per_batch
         if not self.rows_per_epoch:
-            tokens, samples = sum(file.tokens for file in files), sum(len(file.order) for file in files)
+            tokens = sum(file.tokens for file in files)
+            samples = sum(len(file.order) for file in files)
             raise ValueError(
                 f"{name}: its {samples} {index_split} samples of at least {rule.min_length} "
                 f"tokens hold {tokens}, which make {self.rows} whole rows of {rule.rows} x "
@@ -164,7 +188,8 @@ class PackedDataset:
         self.size = self.rows if size is None else size
         if size is None:
             self.rows_per_epoch = self.rows
-        self._random, self._epoch = np.random.RandomState(SEED), -1
+        self._random = np.random.RandomState(SEED)
+        self._epoch = -1
         self._order = np.empty(0, np.int64)
 
     def __len__(self) -> int:
@@ -173,7 +198,8 @@ class PackedDataset:
     def _turn_to(self, epoch: int) -> np.ndarray:
         """The order of an epoch, all rows of it."""
         if epoch < self._epoch:
-            self._random, self._epoch = np.random.RandomState(SEED), -1
+            self._random = np.random.RandomState(SEED)
+            self._epoch = -1
         while self._epoch < epoch:
             self._order = np.arange(self.rows)
             shuffle(self._random, self._order)
@@ -198,7 +224,8 @@ class PackedDataset:
         return list(dict.fromkeys(file.file.prefix for file in self.files))
 
     def showing(self, prefix: str, sample: int) -> dict[int, int]:
-        """{row of the run: how many tokens of this sample of `prefix` it holds}, in rising order."""
+        """{row of the run: how many tokens of this sample of `prefix` it holds}, in rising
+        order."""
         counts = {
             self._ends[place] + row: count
             for place, file in enumerate(self.files)

@@ -47,30 +47,43 @@ def build_packed_datasets(
     identity: Mapping[str, object] | None = None,
     rows: list[Row] | None = None,
 ) -> tuple[PackedDataset | None, PackedDataset | list[PackedDataset] | None, PackedDataset | None]:
-    """The data sets of train, valid and test, None where the flags give a split nothing or `sizes` asks for nothing. With
-    --multiple-validation-sets valid is a list, one of each directory with files (and of each prefix), whose one
-    subset has its name.
+    """The data sets of train, valid and test, None where the flags give a split nothing or `sizes`
+    asks for nothing. With --multiple-validation-sets valid is a list, one of each directory with
+    files (and of each prefix), whose one subset has its name.
 
-    `sizes` are samples of `sequence_length` tokens, of which a row is `micro_batch_size`; None means one epoch. With
-    `vocab_size` the head of each file is compared with it, with `identity` pairs must be made by that tokenizer. `rows`
-    gets the table of the plan. Raises ValueError or FileNotFoundError with flag or file, what is wrong and what to do.
+    `sizes` are samples of `sequence_length` tokens, of which a row is `micro_batch_size`; None
+    means one epoch. With `vocab_size` the head of each file is compared with it, with `identity`
+    pairs must be made by that tokenizer. `rows` gets the table of the plan. Raises ValueError or
+    FileNotFoundError with flag or file, what is wrong and what to do.
     """
     mode = "blocks" if data.pack_into_one else "padded" if data.pad_samples else "pieces"
-    # InternLM's demos ask for samples of 50 tokens and more, but its made-up ones are never left out.
+    # InternLM's demos ask for samples of 50 tokens and more, but its made-up ones are never left
+    # out.
     shortest = 0 if data.dummy_data else data.min_sample_length
     rule = PackingRule(sequence_length, micro_batch_size, mode, shortest)
     blends = [None] * len(SPLITS) if data.dummy_data else read_blends(data)
     found: list[PackedDataset | list[PackedDataset] | None] = []
 
-    def made(split: str, name: str, subsets: list[str], files: list[tuple[str, SampleFile]],
-             size: int | None) -> PackedDataset:
+    def made(
+        split: str,
+        name: str,
+        subsets: list[str],
+        files: list[tuple[str, SampleFile]],
+        size: int | None,
+    ) -> PackedDataset:
         if vocab_size is not None:
             for _, file in files:
                 _check_head(file, vocab_size)
         packed = [PackedFile(file, subsets.index(subset), rule) for subset, file in files]
         dataset = PackedDataset(
-            name, packed, subsets, rule, size=None if size is None else -(-size // micro_batch_size), index_split=split,
-            rows_per_batch=global_batch_size // micro_batch_size if split == "train" else 1)  # fmt: skip
+            name,
+            packed,
+            subsets,
+            rule,
+            size=None if size is None else -(-size // micro_batch_size),
+            index_split=split,
+            rows_per_batch=global_batch_size // micro_batch_size if split == "train" else 1,
+        )
         if rows is not None:
             rows.extend(_plan_rows(dataset, packed))
         return dataset
@@ -83,24 +96,40 @@ def build_packed_datasets(
         if dummy:
             if vocab_size is not None and vocab_size < VOCABULARY:
                 raise ValueError(
-                    f"--dummy-data internlm: has ids up to {VOCABULARY - 1}, the "
-                    f"vocabulary has {vocab_size}; give --vocab-size {VOCABULARY} or more "
-                    "[token-id-out-of-range]"
+                    f"--dummy-data internlm: has ids up to {VOCABULARY - 1}, the vocabulary has "
+                    f"{vocab_size}; give --vocab-size {VOCABULARY} or more [token-id-out-of-range]"
                 )
             files = [(SUBSETS[0], DummySamples(sequence_length))]
             found.append(made(split, DummySamples.prefix, list(SUBSETS), files, size))
         elif split == "valid" and data.multiple_validation_sets:
-            found.append([made(f"valid-{name}", f"--valid-data-path {os.path.dirname(paths[0])}", [name],
-                               [(name, _open(path, identity)) for path in paths], size)
-                          for name, paths in validation_sets(blend[0]).items()])
+            found.append(
+                [
+                    made(
+                        f"valid-{name}",
+                        f"--valid-data-path {os.path.dirname(paths[0])}",
+                        [name],
+                        [(name, _open(path, identity)) for path in paths],
+                        size,
+                    )
+                    for name, paths in validation_sets(blend[0]).items()
+                ]
+            )
         else:
-            found.append(made(split, f"--{split}-data-path {' '.join(blend[0])}", *open_files(blend[0], identity), size))
+            found.append(
+                made(
+                    split,
+                    f"--{split}-data-path {' '.join(blend[0])}",
+                    *open_files(blend[0], identity),
+                    size,
+                )
+            )
     return tuple(found)
 
 
 def validation_sets(words: Sequence[str]) -> dict[str, list[str]]:
-    """By name the files of each set: of a folder each directory with .bin files is one, as InternLM has it, called by what
-    its path has beyond the folder that all lie in; a prefix or a pattern is one."""
+    """By name the files of each set: of a folder each directory with .bin files is one, as InternLM
+    has it, called by what its path has beyond the folder that all lie in; a prefix or a pattern is
+    one."""
     found: dict[str, list[str]] = {}
     for word in words:
         if os.path.isdir(word) and not os.path.exists(idx_path(word)):
@@ -116,8 +145,8 @@ def open_files(
 ) -> tuple[list[str], list[tuple[str, SampleFile]]]:
     """(names of the subsets, (subset, file) of each file) that the words of a data flag name.
 
-    A word is a folder, whose directories are the subsets and whose files may be InternLM's or Megatron's; or a prefix or a
-    pattern of pairs, of which each is a subset of its own name.
+    A word is a folder, whose directories are the subsets and whose files may be InternLM's or
+    Megatron's; or a prefix or a pattern of pairs, of which each is a subset of its own name.
     """
     subsets: list[str] = []
     files: list[tuple[str, SampleFile]] = []
@@ -136,12 +165,12 @@ def open_files(
 
 def _open(path: str, identity: Mapping[str, object] | None) -> SampleFile:
     prefix = path[:-4]
-    pair, lines = os.path.exists(idx_path(prefix)), os.path.exists(meta_path(path))
+    pair = os.path.exists(idx_path(prefix))
+    lines = os.path.exists(meta_path(path))
     if pair and lines:
         raise ValueError(
-            f"{path}: has {idx_path(prefix)} (Megatron's) and {meta_path(path)} "
-            "(InternLM's) beside it; remove the one that is not its own "
-            "[packed-format-ambiguous]"
+            f"{path}: has {idx_path(prefix)} (Megatron's) and {meta_path(path)} (InternLM's) "
+            "beside it; remove the one that is not its own [packed-format-ambiguous]"
         )
     if lines or (not pair and os.path.exists(path)):
         return JsonlTokens(path)
@@ -157,9 +186,8 @@ def _check_head(file: SampleFile, vocab_size: int) -> None:
     ids = np.abs(file.read(0, 0, min(HEAD, int(file.lengths[0]))))
     if len(ids) and int(ids.max()) >= vocab_size:
         raise ValueError(
-            f"{file.prefix}.bin: its first sample holds the id {int(ids.max())}, the "
-            f"vocabulary has {vocab_size}; give the tokenizer it was made with "
-            "[token-id-out-of-range]"
+            f"{file.prefix}.bin: its first sample holds the id {int(ids.max())}, the vocabulary "
+            f"has {vocab_size}; give the tokenizer it was made with [token-id-out-of-range]"
         )
 
 
@@ -169,6 +197,9 @@ def _plan_rows(dataset: PackedDataset, files: Sequence[PackedFile]) -> list[Row]
     for number, subset in enumerate(dataset.subsets):
         mine = [file for file in files if file.subset == number]
         share = sum(map(len, mine)) * dataset.size * dataset.rule.rows / dataset.rows
-        tokens, documents = sum(file.tokens for file in mine), sum(len(file.order) for file in mine)
-        found.append(Row(dataset.index_split, subset, documents, tokens, share, dataset.rule.sequence_length))
+        tokens = sum(file.tokens for file in mine)
+        documents = sum(len(file.order) for file in mine)
+        found.append(
+            Row(dataset.index_split, subset, documents, tokens, share, dataset.rule.sequence_length)
+        )
     return found

@@ -1,4 +1,5 @@
-"""A keyed permutation of 0 .. n-1 that is computed for one number at a time: nothing is stored, nothing is walked.
+"""A keyed permutation of 0 .. n-1 that is computed for one number at a time: nothing is stored,
+nothing is walked.
 
 It knows integers and a key; it must not know samples, files or epochs.
 """
@@ -22,9 +23,10 @@ def round_keys(*key: int | str) -> tuple[int, ...]:
 class Permutation:
     """`p[i]` for i in 0 .. size-1 takes each of these values once; which, the key decides.
 
-    A Feistel network on pairs (left, right) of a grid of at least `size` places, where a value outside is put through
-    again until it falls inside (less than two passes on average). Sources: Luby and Rackoff 1988 (the network), Black and
-    Rogaway 2002 (any size, by walking the cycle); the rounds are multiply-and-shift hashes, good for order, not for secrets.
+    A Feistel network on pairs (left, right) of a grid of at least `size` places, where a value
+    outside is put through again until it falls inside (less than two passes on average). Sources:
+    Luby and Rackoff 1988 (the network), Black and Rogaway 2002 (any size, by walking the cycle);
+    the rounds are multiply-and-shift hashes, good for order, not for secrets.
     """
 
     def __init__(self, size: int, *key: int | str) -> None:
@@ -36,28 +38,40 @@ class Permutation:
         self._keys = tuple(zip(keys[::2], keys[1::2], strict=True))
 
     def __getitem__(self, index: int) -> int:
-        size, left, right = self.size, self._left, self._right
+        size = self.size
+        left = self._left
+        right = self._right
         while True:
             high, low = divmod(index, right)
             for even, odd in self._keys:
                 mixed = (low ^ even) * 0x9E3779B97F4A7C15 & MASK
-                high = (high + ((mixed ^ mixed >> 29) * 0xBF58476D1CE4E5B9 & MASK) // 4294967296) % left
+                high = (
+                    high + ((mixed ^ mixed >> 29) * 0xBF58476D1CE4E5B9 & MASK) // 4294967296
+                ) % left
                 mixed = (high ^ odd) * 0x94D049BB133111EB & MASK
-                low = (low + ((mixed ^ mixed >> 31) * 0x9E3779B97F4A7C15 & MASK) // 4294967296) % right
+                low = (
+                    low + ((mixed ^ mixed >> 31) * 0x9E3779B97F4A7C15 & MASK) // 4294967296
+                ) % right
             index = high * right + low
             if index < size:
                 return index
 
     def index(self, value: int) -> int:
         """The i for which p[i] is `value`: the network backwards."""
-        size, left, right = self.size, self._left, self._right
+        size = self.size
+        left = self._left
+        right = self._right
         while True:
             high, low = divmod(value, right)
             for even, odd in reversed(self._keys):
                 mixed = (high ^ odd) * 0x94D049BB133111EB & MASK
-                low = (low - ((mixed ^ mixed >> 31) * 0x9E3779B97F4A7C15 & MASK) // 4294967296) % right
+                low = (
+                    low - ((mixed ^ mixed >> 31) * 0x9E3779B97F4A7C15 & MASK) // 4294967296
+                ) % right
                 mixed = (low ^ even) * 0x9E3779B97F4A7C15 & MASK
-                high = (high - ((mixed ^ mixed >> 29) * 0xBF58476D1CE4E5B9 & MASK) // 4294967296) % left
+                high = (
+                    high - ((mixed ^ mixed >> 29) * 0xBF58476D1CE4E5B9 & MASK) // 4294967296
+                ) % left
             value = high * right + low
             if value < size:
                 return value

@@ -31,17 +31,28 @@ class Row:
 
 def _cells(row: Row, total: float) -> tuple[str, ...]:
     share = 100 * row.samples / total if total else 0.0
-    return (row.split, row.name, f"{row.documents:,}", f"{row.tokens:,}", f"{row.samples:,.0f}", f"{share:.3f} %",
-            f"{row.epochs:.4g}")  # fmt: skip
+    return (
+        row.split,
+        row.name,
+        f"{row.documents:,}",
+        f"{row.tokens:,}",
+        f"{row.samples:,.0f}",
+        f"{share:.3f} %",
+        f"{row.epochs:.4g}",
+    )
 
 
 def _of_split(rows: Sequence[Row]) -> Iterator[tuple[str, ...]]:
     total = sum(row.samples for row in rows)
     for row in rows[:SHOWN]:
         yield _cells(row, total)
-    sums = [sum(getattr(row, key) for row in rows[SHOWN:]) for key in ("documents", "tokens", "samples")]
+    sums = [
+        sum(getattr(row, key) for row in rows[SHOWN:]) for key in ("documents", "tokens", "samples")
+    ]
     if len(rows) > SHOWN:
-        yield _cells(Row(rows[0].split, f"{len(rows) - SHOWN} more", *sums, rows[0].sequence_length), total)
+        yield _cells(
+            Row(rows[0].split, f"{len(rows) - SHOWN} more", *sums, rows[0].sequence_length), total
+        )
 
 
 def plan_table(rows: Sequence[Row]) -> list[str]:
@@ -49,7 +60,18 @@ def plan_table(rows: Sequence[Row]) -> list[str]:
     if not rows:
         return []
     splits = list(dict.fromkeys(row.split for row in rows))
-    cells = [TITLES, *(line for name in splits for line in _of_split([row for row in rows if row.split == name]))]
+    cells = [
+        TITLES,
+        *(
+            line
+            for name in splits
+            for line in _of_split([row for row in rows if row.split == name])
+        ),
+    ]
     width = [max(len(line[column]) for line in cells) for column in range(len(TITLES))]
     aligned = [str.ljust] * 2 + [str.rjust] * (len(TITLES) - 2)
-    return ["  " + "  ".join(align(cell, n) for align, cell, n in zip(aligned, line, width, strict=True)) for line in cells]
+    return [
+        "  "
+        + "  ".join(align(cell, n) for align, cell, n in zip(aligned, line, width, strict=True))
+        for line in cells
+    ]

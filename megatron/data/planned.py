@@ -1,4 +1,5 @@
-"""What a run would read of its data, for a dry run: from a few numbers of each index, without samples or a cache.
+"""What a run would read of its data, for a dry run: from a few numbers of each index, without
+samples or a cache.
 
 It knows the data flags and sizes; it must not know tokenizers, process groups or batches.
 """
@@ -11,7 +12,14 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from megatron.data.blend_members import draws, members_of, read_in, samples_of_epoch, weights_of
-from megatron.data.blended_dataset import SPLITS, Blend, EpochCounts, normalize, parse_split, split_range
+from megatron.data.blended_dataset import (
+    SPLITS,
+    Blend,
+    EpochCounts,
+    normalize,
+    parse_split,
+    split_range,
+)
 from megatron.data.build import DEFAULT_SPLIT, DataFlags, read_blends
 from megatron.data.data_paths import expand
 from megatron.data.indexed_dataset import IndexedDataset
@@ -29,7 +37,8 @@ from megatron.data.token_files import (
 
 @dataclass(frozen=True)
 class Shortage:
-    """A blend without weights that is read to its end before the run is over: samples it has of a split, and needs."""
+    """A blend without weights that is read to its end before the run is over: samples it has of a
+    split, and needs."""
 
     split: str
     samples: int
@@ -38,8 +47,9 @@ class Shortage:
 
 @dataclass(frozen=True)
 class SplitFiles:
-    """A split that is read: its blend, the samples needed (None: one epoch), and by prefix what a start knows of its files,
-    whose part for this split is `spans[number]`. `own`: its data are named for it alone, and all of them are its."""
+    """A split that is read: its blend, the samples needed (None: one epoch), and by prefix what a
+    start knows of its files, whose part for this split is `spans[number]`. `own`: its data are
+    named for it alone, and all of them are its."""
 
     name: str
     blend: Blend
@@ -53,27 +63,39 @@ class SplitFiles:
         return self.files[prefix].spans[self.number]
 
 
-def planned_rows(data: DataFlags, sizes: Sequence[int | None], sequence_length: int, micro_batch_size: int = 1,
-                 global_batch_size: int = 1) -> list[Row]:
-    """A row for each data set and each split that is read, as the run prints them; none for --mock-data. Of packed samples,
-    for which the batch sizes are needed, a row for each subset.
+def planned_rows(
+    data: DataFlags,
+    sizes: Sequence[int | None],
+    sequence_length: int,
+    micro_batch_size: int = 1,
+    global_batch_size: int = 1,
+) -> list[Row]:
+    """A row for each data set and each split that is read, as the run prints them; none for
+    --mock-data. Of packed samples, for which the batch sizes are needed, a row for each subset.
 
-    `sizes`: samples needed of each split, None for one epoch. Samples of a mix in the epoch order, and of a large one in
-    Megatron's, are its shares to a fraction; a run gives whole ones. Raises ValueError and FileNotFoundError for what would
-    keep the run from starting, as it would.
+    `sizes`: samples needed of each split, None for one epoch. Samples of a mix in the epoch order,
+    and of a large one in Megatron's, are its shares to a fraction; a run gives whole ones. Raises
+    ValueError and FileNotFoundError for what would keep the run from starting, as it would.
     """
     if data.packed_samples:
         found: list[Row] = []
-        build_packed_datasets(data, sequence_length=sequence_length, micro_batch_size=micro_batch_size,
-                              global_batch_size=global_batch_size, sizes=sizes, vocab_size=None, rows=found)
+        build_packed_datasets(
+            data,
+            sequence_length=sequence_length,
+            micro_batch_size=micro_batch_size,
+            global_batch_size=global_batch_size,
+            sizes=sizes,
+            vocab_size=None,
+            rows=found,
+        )
         return found
     make = _rows_in_epochs if data.data_order == "epoch" else _rows
     return [row for split in read_splits(data, sizes) for row in make(split, sequence_length)]
 
 
 def read_splits(data: DataFlags, sizes: Sequence[int | None]) -> list[SplitFiles]:
-    """The splits that are read, of --multiple-validation-sets each; none for --mock-data. A few numbers of each index are
-    read, once. Raises as `planned_rows` does for what cannot be read."""
+    """The splits that are read, of --multiple-validation-sets each; none for --mock-data. A few
+    numbers of each index are read, once. Raises as `planned_rows` does for what cannot be read."""
     blends = read_blends(data)
     if blends is None:
         return []
@@ -81,13 +103,20 @@ def read_splits(data: DataFlags, sizes: Sequence[int | None]) -> list[SplitFiles
     if isinstance(blends, list):
         for name, blend, size in zip(SPLITS, blends, sizes, strict=True):
             if blend is not None and size != 0:
-                found.append(SplitFiles(name, blend, size, _read(data, blend, [(0.0, 1.0)]), 0, True))
+                found.append(
+                    SplitFiles(name, blend, size, _read(data, blend, [(0.0, 1.0)]), 0, True)
+                )
     else:
-        parts = [None if size == 0 else part
-                 for part, size in zip(parse_split(data.split or DEFAULT_SPLIT), sizes, strict=True)]
+        parts = [
+            None if size == 0 else part
+            for part, size in zip(parse_split(data.split or DEFAULT_SPLIT), sizes, strict=True)
+        ]
         files = _read(data, blends, parts)
-        found = [SplitFiles(name, blends, size, files, number, False)
-                 for number, (name, part, size) in enumerate(zip(SPLITS, parts, sizes, strict=True)) if part is not None]
+        found = [
+            SplitFiles(name, blends, size, files, number, False)
+            for number, (name, part, size) in enumerate(zip(SPLITS, parts, sizes, strict=True))
+            if part is not None
+        ]
     if not data.multiple_validation_sets:
         return found
     return [one for split in found for one in (_sets(split) if split.name == "valid" else [split])]
@@ -100,7 +129,8 @@ def _sets(split: SplitFiles) -> Iterator[SplitFiles]:
 
 
 def _read(data: DataFlags, blend: Blend, parts: Sequence[Part]) -> dict[str, TokenFile]:
-    """The numbers of all pairs of a blend by their prefixes, in Megatron's order also of those that it alone can read."""
+    """The numbers of all pairs of a blend by their prefixes, in Megatron's order also of those that
+    it alone can read."""
     prefixes = [prefix for word in blend[0] for prefix in expand(word)]
     try:
         return dict(zip(prefixes, read_token_files(prefixes, parts), strict=True))
@@ -121,12 +151,15 @@ def _scattered(prefix: str, parts: Sequence[Part]) -> TokenFile:
 
     spans = tuple(None if part is None else span(split_range(part, len(corpus))) for part in parts)
     size = span(range(len(corpus))).tokens * corpus.dtype.itemsize
-    return TokenFile(prefix, corpus.dtype, len(corpus), len(corpus.document_indices) - 1, size, b"", spans)
+    return TokenFile(
+        prefix, corpus.dtype, len(corpus), len(corpus.document_indices) - 1, size, b"", spans
+    )
 
 
 def shortages(splits: Sequence[SplitFiles], sequence_length: int) -> list[Shortage]:
-    """The splits, in Megatron's order, that have fewer samples than the run needs. One data set, and a blend with weights,
-    are read as often as needed. Raises ValueError for a pair that fills no sample."""
+    """The splits, in Megatron's order, that have fewer samples than the run needs. One data set,
+    and a blend with weights, are read as often as needed. Raises ValueError for a pair that fills
+    no sample."""
     found = []
     for split in splits:
         samples = sum(row.samples for row in _rows(split, sequence_length, drawn=False))
@@ -137,12 +170,17 @@ def shortages(splits: Sequence[SplitFiles], sequence_length: int) -> list[Shorta
 
 def check_ids(splits: Sequence[SplitFiles], vocab_size: int) -> None:
     """Raise ValueError for a file whose first tokens are no ids of the vocabulary."""
-    check_heads(list({prefix: file for split in splits for prefix, file in split.files.items()}.values()), vocab_size)
+    check_heads(
+        list({prefix: file for split in splits for prefix, file in split.files.items()}.values()),
+        vocab_size,
+    )
 
 
 def _rows(split: SplitFiles, sequence_length: int, drawn: bool = True) -> list[Row]:
     """In Megatron's order; with `drawn` False the samples of a mix are its shares."""
-    members, name, size = members_of(split.blend), split.name, split.size
+    members = members_of(split.blend)
+    name = split.name
+    size = split.size
     spans = [split.span(member.prefix) for member in members]
     numbers = read_in(name, members, [span.tokens for span in spans], sequence_length)
     read = [members[n] for n in numbers]
@@ -161,9 +199,13 @@ def _rows(split: SplitFiles, sequence_length: int, drawn: bool = True) -> list[R
     else:
         tokens = [split.files[member.prefix].tokens for member in read]
         weights = there if read[0].weight is None else weights_of(read, tokens)
-        samples = draws(weights, size) if drawn else [size * weight for weight in normalize(weights)]
-    return [Row(name, member.prefix, spans[n].documents, spans[n].tokens, count, sequence_length)
-            for n, member, count in zip(numbers, read, samples, strict=True)]
+        samples = (
+            draws(weights, size) if drawn else [size * weight for weight in normalize(weights)]
+        )
+    return [
+        Row(name, member.prefix, spans[n].documents, spans[n].tokens, count, sequence_length)
+        for n, member, count in zip(numbers, read, samples, strict=True)
+    ]
 
 
 def _check_filled(split: str, prefix: str, span: Span, sequence_length: int) -> None:
@@ -188,16 +230,30 @@ def _rows_in_epochs(split: SplitFiles, sequence_length: int) -> Iterator[Row]:
                 f"{word}: its part of {split.name} holds 0 tokens; give {split.name} more data "
                 "(--split) [split-leaves-no-data]"
             )
-    for word, some, count, samples in zip(words, spans, tokens,
-                                          _samples(split.name, weights, tokens, split.size, sequence_length), strict=True):
-        yield Row(split.name, word, sum(span.documents for span in some), count, samples, sequence_length)
+    for word, some, count, samples in zip(
+        words,
+        spans,
+        tokens,
+        _samples(split.name, weights, tokens, split.size, sequence_length),
+        strict=True,
+    ):
+        yield Row(
+            split.name, word, sum(span.documents for span in some), count, samples, sequence_length
+        )
 
 
-def _samples(split: str, weights: list[float] | None, tokens: Sequence[int], size: int | None,
-             sequence_length: int) -> list[float]:  # fmt: skip
+def _samples(
+    split: str,
+    weights: list[float] | None,
+    tokens: Sequence[int],
+    size: int | None,
+    sequence_length: int,
+) -> list[float]:
     """How many samples are read under each word, in the epoch order."""
     if isinstance(weights, EpochCounts) and split == "train":
-        there = [count * epochs / sequence_length for count, epochs in zip(tokens, weights, strict=True)]
+        there = [
+            count * epochs / sequence_length for count, epochs in zip(tokens, weights, strict=True)
+        ]
         if size is not None and size > sum(there):
             raise ValueError(
                 f"--data-path: the epochs asked for make {sum(there):.0f} samples of --seq-length "

@@ -1,4 +1,5 @@
-"""Blocks of documents to token arrays, in this process or in several, each of which writes its own ids to their place.
+"""Blocks of documents to token arrays, in this process or in several, each of which writes its own
+ids to their place.
 
 Knows no flags but the tokenizer's, and not where a block's ids go: it is told.
 """
@@ -29,15 +30,20 @@ from megatron.data.inputs import Block
 from megatron.data.jsonl import texts_of, texts_under
 from megatron.data.tokenizer import Tokenizer, TokenizerFlags
 
-QUEUE = 4  # blocks of the usual size that a worker may have before it: so that it need not wait for this process
-AHEAD = 64  # blocks for each worker that may be on their way while one of them is at a long document: bounds memory
+# blocks of the usual size that a worker may have before it: so that it need not wait for this
+# process
+QUEUE = 4
+# blocks for each worker that may be on their way while one of them is at a long document: bounds
+# memory
+AHEAD = 64
 TOGETHER = 1024  # arrays that the system writes in one call
 LONGEST = np.iinfo(np.int32).max  # tokens of one sequence in the format
 
 
 @dataclass(frozen=True)
 class Job:
-    """What to make of each document. `language`: of the sentences it is split into, None for not at all."""
+    """What to make of each document. `language`: of the sentences it is split into, None for not at
+    all."""
 
     tokenizer: TokenizerFlags
     keys: tuple[str, ...]
@@ -50,9 +56,10 @@ class Job:
 class Encoded(NamedTuple):
     """What a block's ids are like; the ids wait where they were made.
 
-    For each key: `lengths`, int32 [sequences]; `counts`, int32 [documents], how many sequences each document has;
-    `text_bytes`, of the UTF-8 of the tokenized texts, special tokens not counted. `lines` and `bytes` of the block. `bad`:
-    (line, 0 for the block's first; what is wrong). `empty`: documents without text.
+    For each key: `lengths`, int32 [sequences]; `counts`, int32 [documents], how many sequences each
+    document has; `text_bytes`, of the UTF-8 of the tokenized texts, special tokens not counted.
+    `lines` and `bytes` of the block. `bad`: (line, 0 for the block's first; what is wrong).
+    `empty`: documents without text.
     """
 
     lengths: list[np.ndarray]
@@ -69,12 +76,16 @@ class Encoded(NamedTuple):
         """How many documents the block has."""
         return len(self.counts[0])
 
-    def share(self, key: int, first: int, part: int, parts: int) -> tuple[np.ndarray, np.ndarray, np.ndarray | slice]:
-        """Of the key: lengths, counts and ids (as an index) of the documents whose number % `parts` is `part`.
+    def share(
+        self, key: int, first: int, part: int, parts: int
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray | slice]:
+        """Of the key: lengths, counts and ids (as an index) of the documents whose number % `parts`
+        is `part`.
 
         `first` is the number of the block's first document.
         """
-        lengths, counts = self.lengths[key], self.counts[key]
+        lengths = self.lengths[key]
+        counts = self.counts[key]
         if parts == 1:
             return lengths, counts, slice(None)
         documents = (first + np.arange(len(counts))) % parts == part
@@ -83,7 +94,8 @@ class Encoded(NamedTuple):
 
 
 class Order(NamedTuple):
-    """Write the ids of block `number`: `first` is its first document's number, `offsets` bytes for each key and part."""
+    """Write the ids of block `number`: `first` is its first document's number, `offsets` bytes for
+    each key and part."""
 
     number: int
     first: int
@@ -92,7 +104,8 @@ class Order(NamedTuple):
 
 @functools.cache
 def tokenizer_of(flags: TokenizerFlags) -> Tokenizer:
-    """The tokenizer of these flags, made once in a process, ready to encode; a forked worker inherits it."""
+    """The tokenizer of these flags, made once in a process, ready to encode; a forked worker
+    inherits it."""
     gc.disable()  # nothing that is made here goes before the process does
     tokenizer = flags.build()
     tokenizer.tokenize("0")  # wakes an engine that is made at the first text
@@ -102,15 +115,19 @@ def tokenizer_of(flags: TokenizerFlags) -> Tokenizer:
 
 
 class Encoder:
-    """Encodes blocks and keeps their ids until it is told where in `paths` (of each key and part) they go."""
+    """Encodes blocks and keeps their ids until it is told where in `paths` (of each key and part)
+    they go."""
 
     def __init__(self, job: Job, paths: Sequence[Sequence[str]]):
-        self._job, self._tokenizer = job, tokenizer_of(job.tokenizer)
+        self._job = job
+        self._tokenizer = tokenizer_of(job.tokenizer)
         self._dtype = optimal_dtype(self._tokenizer.vocab_size)
         self._end = np.asarray([self._tokenizer.eod], self._dtype) if job.append_eod else None
         self._special = None
         if job.allow_special_tokens:
-            self._special = re.compile("(" + "|".join(map(re.escape, self._tokenizer.special)) + ")")
+            self._special = re.compile(
+                "(" + "|".join(map(re.escape, self._tokenizer.special)) + ")"
+            )
         self._files = [[os.open(path, os.O_WRONLY) for path in parts] for parts in paths]
         self._kept: dict[int, tuple[Encoded, list[list[np.ndarray]]]] = {}
 
@@ -121,7 +138,11 @@ class Encoder:
         lengths: list[list[int]] = [[] for _ in keys]
         counts: list[list[int]] = [[] for _ in keys]
         text_bytes = [0 for _ in keys]
-        bad, blank, empty, lines, size = [], 0, 0, 0, 0
+        bad = []
+        blank = 0
+        empty = 0
+        lines = 0
+        size = 0
         for texts_at, length in records(block, keys):
             lines += 1
             size += length
@@ -146,7 +167,9 @@ class Encoder:
                     ids[key].append(self._end)
         if not lines:
             bad.append((0, "the file is empty"))
-        small = [[np.asarray(numbers, np.int32) for numbers in table] for table in (lengths, counts)]
+        small = [
+            [np.asarray(numbers, np.int32) for numbers in table] for table in (lengths, counts)
+        ]
         encoded = Encoded(small[0], small[1], text_bytes, lines, size, bad, blank, empty)
         self._kept[block.number] = (encoded, ids)
         return encoded
@@ -169,18 +192,28 @@ class Encoder:
             os.close(file)
 
     def _sequences(self, texts: list[str]) -> tuple[list[np.ndarray], int]:
-        """The ids of each text of a document that has any, and the UTF-8 bytes that they stand for."""
-        job, tokenizer = self._job, self._tokenizer
+        """The ids of each text of a document that has any, and the UTF-8 bytes that they stand
+        for."""
+        job = self._job
+        tokenizer = self._tokenizer
         if job.language is not None:
-            texts = [part for text in texts for part in sentences.split(text, job.language, job.keep_newlines)]
+            texts = [
+                part
+                for text in texts
+                for part in sentences.split(text, job.language, job.keep_newlines)
+            ]
         if self._special is None:
-            found, size = tokenizer.tokenize_batch(texts, self._dtype), sum(map(_utf8_bytes, texts))
+            found = tokenizer.tokenize_batch(texts, self._dtype)
+            size = sum(map(_utf8_bytes, texts))
         else:
             parts = [self._special.split(text) for text in texts]
             found = [self._with_special(some) for some in parts]
             size = sum(_utf8_bytes(text) for some in parts for text in some[::2])
         if any(len(ids) >= LONGEST for ids in found):
-            raise ValueError(f"one sequence of {LONGEST} tokens or more, which the format cannot hold; cut it in parts")
+            raise ValueError(
+                f"one sequence of {LONGEST} tokens or more, which the format cannot hold; cut it "
+                "in parts"
+            )
         return [ids for ids in found if len(ids)], size
 
     def _with_special(self, parts: Sequence[str]) -> np.ndarray:
@@ -188,7 +221,9 @@ class Encoder:
         names = self._tokenizer.special
         plain = self._tokenizer.tokenize_batch(parts[::2], self._dtype)
         ids = [np.asarray([names[name]], self._dtype) for name in parts[1::2]]
-        return np.concatenate([plain[0], *(array for pair in zip(ids, plain[1:], strict=True) for array in pair)])
+        return np.concatenate(
+            [plain[0], *(array for pair in zip(ids, plain[1:], strict=True) for array in pair)]
+        )
 
 
 def _utf8_bytes(text: str) -> int:
@@ -199,15 +234,20 @@ def _write_at(file: int, arrays: Sequence[np.ndarray], offset: int) -> None:
     """Write arrays one after the other to a place in a file; they are not copied together first."""
     for first in range(0, len(arrays), TOGETHER):
         some = arrays[first : first + TOGETHER]
-        written, size = os.pwritev(file, some, offset), sum(array.nbytes for array in some)
-        left = memoryview(b"".join(some))[written:] if written < size else b""  # a disk filled up, or more than 2 GB
+        written = os.pwritev(file, some, offset)
+        size = sum(array.nbytes for array in some)
+        # a disk filled up, or more than 2 GB
+        left = memoryview(b"".join(some))[written:] if written < size else b""
         while left:
             left = left[os.pwrite(file, left, offset + size - len(left)) :]
         offset += size
 
 
-def records(block: Block, keys: Sequence[str]) -> Iterator[tuple[Callable[[], list[list[str]] | None], int]]:
-    """For each line or row what gives its texts under each key (None if it is blank; raises ValueError), and its bytes."""
+def records(
+    block: Block, keys: Sequence[str]
+) -> Iterator[tuple[Callable[[], list[list[str]] | None], int]]:
+    """For each line or row what gives its texts under each key (None if it is blank; raises
+    ValueError), and its bytes."""
     if block.kind == "rows":
         for row in zip(*block.data, strict=True):
             size = sum(len(value) for value in row if isinstance(value, str))
@@ -219,14 +259,18 @@ def records(block: Block, keys: Sequence[str]) -> Iterator[tuple[Callable[[], li
             yield functools.partial(_plain_texts, data), len(data)
         return
     read = functools.partial(_line_texts, keys=keys) if block.kind == "jsonl" else _text_line
-    start, end, rest = 0, data.find(b"\n"), [memoryview(data)]  # views: a line is not copied
+    start = 0
+    end = data.find(b"\n")
+    rest = [memoryview(data)]  # views: a line is not copied
     while 0 <= end < len(data) - 1:
         yield functools.partial(read, rest[0][start:end]), end + 1 - start
-        start, end = end + 1, data.find(b"\n", end + 1)
+        start = end + 1
+        end = data.find(b"\n", end + 1)
     if data:
         rest[0] = rest[0][start : end if end >= 0 else len(data)]
         size = len(rest[0]) + 1
-        del data  # the last line alone holds it now, and goes when it is read: a document may be large
+        # the last line alone holds it now, and goes when it is read: a document may be large
+        del data
         yield functools.partial(read, rest.pop()), size
 
 
@@ -253,7 +297,9 @@ def _plain_texts(data: bytes) -> list[list[str]]:
     try:
         return [[data.decode("utf-8")]]
     except UnicodeDecodeError as error:
-        raise ValueError(f"is not UTF-8 (byte {error.start + 1} is 0x{data[error.start]:02x})") from None
+        raise ValueError(
+            f"is not UTF-8 (byte {error.start + 1} is 0x{data[error.start]:02x})"
+        ) from None
 
 
 Place = Callable[[Block, Encoded], Order]
@@ -262,10 +308,12 @@ Place = Callable[[Block, Encoded], Order]
 def encode_all(
     job: Job, paths: Sequence[Sequence[str]], blocks: Iterable[Block], workers: int, place: Place
 ) -> Iterator[tuple[Block, Encoded]]:
-    """Each block with what became of it, in order, once its ids are in the files; by `workers` processes (1: by this one).
+    """Each block with what became of it, in order, once its ids are in the files; by `workers`
+    processes (1: by this one).
 
-    `place` is called for the blocks in order and says where the ids go. Raises ValueError if a worker dies, and what
-    reading, encoding and writing raise. However it is left, no worker outlives it.
+    `place` is called for the blocks in order and says where the ids go. Raises ValueError if a
+    worker dies, and what reading, encoding and writing raise. However it is left, no worker
+    outlives it.
     """
     if workers == 1:
         encoder = Encoder(job, paths)
@@ -307,7 +355,9 @@ class _Ticket:
     written: bool = False
 
 
-def _work(team: Sequence[_Worker], blocks: Iterator[Block], place: Place) -> Iterator[tuple[Block, Encoded]]:
+def _work(  # noqa: C901
+    team: Sequence[_Worker], blocks: Iterator[Block], place: Place
+) -> Iterator[tuple[Block, Encoded]]:
     flying: deque[_Ticket] = deque()
     by_number: dict[int, _Ticket] = {}
     answers = selectors.DefaultSelector()  # made once: `connection.wait` makes one for each answer
@@ -317,7 +367,8 @@ def _work(team: Sequence[_Worker], blocks: Iterator[Block], place: Place) -> Ite
     while ahead or flying:
         while ahead and len(flying) < AHEAD * len(team):
             worker = min(team, key=lambda worker: sum(worker.weights))
-            if sum(worker.weights) >= QUEUE if ahead.data is None else worker.weights:  # bytes: to one who reads them now
+            # bytes: to one who reads them now
+            if sum(worker.weights) >= QUEUE if ahead.data is None else worker.weights:
                 break
             worker.send(ahead)
             by_number[ahead.number] = _Ticket(ahead._replace(data=None), worker)
@@ -351,9 +402,9 @@ class WorkerDied(Exception):
 class _Worker:
     """A process that encodes and writes one block after the other.
 
-    It has a pipe of its own, whose other end it alone holds: whenever it dies, within a message too, this side reads an end
-    of file, and no lock is left behind. `weights`: of the blocks without an answer, 0 for orders alone. `orders`: what the
-    next message carries.
+    It has a pipe of its own, whose other end it alone holds: whenever it dies, within a message
+    too, this side reads an end of file, and no lock is left behind. `weights`: of the blocks
+    without an answer, 0 for orders alone. `orders`: what the next message carries.
     """
 
     context: Any
@@ -364,7 +415,9 @@ class _Worker:
 
     def __post_init__(self) -> None:
         self.pipe, theirs = self.context.Pipe()
-        self.process = self.context.Process(target=_serve, args=(theirs, self.job, self.paths, os.getpid()), daemon=True)
+        self.process = self.context.Process(
+            target=_serve, args=(theirs, self.job, self.paths, os.getpid()), daemon=True
+        )
         self.process.start()
         theirs.close()
 
@@ -378,7 +431,8 @@ class _Worker:
         self.weights.append(block.weight if block else 0)
 
     def receive(self) -> tuple[int, Encoded | None, list[int]]:
-        """The answer: number and what became of the block, numbers of the blocks written. Raises what was raised there."""
+        """The answer: number and what became of the block, numbers of the blocks written. Raises
+        what was raised there."""
         try:
             found = self.pipe.recv()
         except (EOFError, OSError):
@@ -389,7 +443,9 @@ class _Worker:
         return found
 
 
-def _serve(pipe: connection.Connection, job: Job, paths: Sequence[Sequence[str]], parent: int) -> None:
+def _serve(
+    pipe: connection.Connection, job: Job, paths: Sequence[Sequence[str]], parent: int
+) -> None:
     """The life of a worker: orders and blocks in, what became of them out."""
     _serve_quietly(parent)
     encoder = Encoder(job, paths)
@@ -402,7 +458,11 @@ def _serve(pipe: connection.Connection, job: Job, paths: Sequence[Sequence[str]]
             for order in orders:
                 encoder.write(order)
             encoded = encoder.encode(block) if block else None
-            found: Any = (block.number if block else -1, encoded, [order.number for order in orders])
+            found: Any = (
+                block.number if block else -1,
+                encoded,
+                [order.number for order in orders],
+            )
         except Exception as error:
             found = error
         try:
@@ -412,7 +472,8 @@ def _serve(pipe: connection.Connection, job: Job, paths: Sequence[Sequence[str]]
 
 
 def _serve_quietly(parent: int) -> None:
-    """In a worker: Ctrl-C is the parent's to answer, and a worker does not outlive a parent that was killed."""
+    """In a worker: Ctrl-C is the parent's to answer, and a worker does not outlive a parent that
+    was killed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     threading.Thread(target=_leave_with, args=(parent,), daemon=True).start()

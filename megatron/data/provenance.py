@@ -1,5 +1,5 @@
-"""Which tokenizer made a pair, and the size of its text, in a small JSON file with its prefix. Knows no tokenizer, only
-what one says of itself."""
+"""Which tokenizer made a pair, and the size of its text, in a small JSON file with its prefix.
+Knows no tokenizer, only what one says of itself."""
 
 from __future__ import annotations
 
@@ -29,16 +29,21 @@ def fingerprint(identity: Mapping[str, Any]) -> str:
 
 
 def describe(identity: Mapping[str, Any], vocab_size: int, counts: Mapping[str, int | bool]) -> str:
-    """The file's text: the tokenizer, and counts of what was written; numbers in a text (NullTokenizer) have no bytes."""
-    tokenizer = {**vocabulary_of(identity), "vocab_size": vocab_size, "fingerprint": fingerprint(identity)}
+    """The file's text: the tokenizer, and counts of what was written; numbers in a text
+    (NullTokenizer) have no bytes."""
+    tokenizer = {
+        **vocabulary_of(identity),
+        "vocab_size": vocab_size,
+        "fingerprint": fingerprint(identity),
+    }
     if identity["class"] == NULL:
         counts = {name: count for name, count in counts.items() if name != TEXT_BYTES}
     return json.dumps({"tokenizer": tokenizer, **counts}, indent=1) + "\n"
 
 
 def text_size(path_prefix: str) -> tuple[int, int] | None:
-    """(tokens, bytes of UTF-8 text that they stand for) of a pair; None where its file does not say (written by an older
-    version, or by another program). Raises ValueError as `maker` does."""
+    """(tokens, bytes of UTF-8 text that they stand for) of a pair; None where its file does not say
+    (written by an older version, or by another program). Raises ValueError as `maker` does."""
     said = note(path_prefix) or {}
     sizes = said.get("tokens"), said.get(TEXT_BYTES)
     return sizes if all(type(size) is int and size > 0 for size in sizes) else None
@@ -54,7 +59,8 @@ def joined_counts(prefixes: Sequence[str]) -> dict[str, int]:
 
 
 def maker(path_prefix: str) -> dict[str, Any] | None:
-    """What the pair says of the tokenizer that made it, at least `class` and `fingerprint`; None if it says nothing.
+    """What the pair says of the tokenizer that made it, at least `class` and `fingerprint`; None if
+    it says nothing.
 
     Raises ValueError if its file cannot be understood.
     """
@@ -63,7 +69,8 @@ def maker(path_prefix: str) -> dict[str, Any] | None:
 
 
 def note(path_prefix: str) -> dict[str, Any] | None:
-    """All that the pair's file says: `tokenizer` and counts. None without the file; raises ValueError as `maker` does."""
+    """All that the pair's file says: `tokenizer` and counts. None without the file; raises
+    ValueError as `maker` does."""
     path = json_path(path_prefix)
     if not os.path.exists(path):
         return None
@@ -81,7 +88,8 @@ def note(path_prefix: str) -> dict[str, Any] | None:
 
 
 def common_maker(prefixes: Sequence[str]) -> dict[str, Any] | None:
-    """The tokenizer of all these pairs, as far as they name one; raises ValueError if they name two.
+    """The tokenizer of all these pairs, as far as they name one; raises ValueError if they name
+    two.
 
     Plain numbers (NullTokenizer) fit any other.
     """
@@ -90,7 +98,11 @@ def common_maker(prefixes: Sequence[str]) -> dict[str, Any] | None:
         made_by = maker(prefix)
         if made_by is None or found and made_by["class"] == NULL:
             continue
-        if found and NULL != found[1]["class"] and made_by["fingerprint"] != found[1]["fingerprint"]:
+        if (
+            found
+            and NULL != found[1]["class"]
+            and made_by["fingerprint"] != found[1]["fingerprint"]
+        ):
             raise ValueError(
                 f"{prefix}: was made by {made_by['class']} (fingerprint "
                 f"{made_by['fingerprint'][:12]}), {found[0]} by {found[1]['class']} "
@@ -103,9 +115,14 @@ def common_maker(prefixes: Sequence[str]) -> dict[str, Any] | None:
 
 
 def check(path_prefix: str, identity: Mapping[str, Any]) -> None:
-    """Raise ValueError if the pair says that another tokenizer made it. Plain numbers (NullTokenizer) fit any other."""
+    """Raise ValueError if the pair says that another tokenizer made it. Plain numbers
+    (NullTokenizer) fit any other."""
     made_by = maker(path_prefix)
-    if made_by is None or NULL in (made_by["class"], identity["class"]) or made_by["fingerprint"] == fingerprint(identity):
+    if (
+        made_by is None
+        or NULL in (made_by["class"], identity["class"])
+        or made_by["fingerprint"] == fingerprint(identity)
+    ):
         return
     raise ValueError(
         f"--data-path {path_prefix}: was made by {made_by['class']} (fingerprint "

@@ -1,6 +1,8 @@
-"""Which samples make up a micro-batch on one data-parallel rank: pure functions of the samples consumed so far.
+"""Which samples make up a micro-batch on one data-parallel rank: pure functions of the samples
+consumed so far.
 
-It knows counts and two ints (data-parallel rank and size); it must not know datasets, groups or loaders.
+It knows counts and two ints (data-parallel rank and size); it must not know datasets, groups or
+loaders.
 """
 
 from __future__ import annotations
@@ -10,13 +12,19 @@ from collections.abc import Iterator
 
 
 class Sampler(ABC):
-    """What all samplers are: from the samples that all ranks have consumed to this rank's next ones."""
+    """What all samplers are: from the samples that all ranks have consumed to this rank's next
+    ones."""
 
-    def __init__(self, total_samples: int, micro_batch_size: int, dp_rank: int = 0, dp_size: int = 1) -> None:
+    def __init__(
+        self, total_samples: int, micro_batch_size: int, dp_rank: int = 0, dp_size: int = 1
+    ) -> None:
         assert micro_batch_size > 0 and 0 <= dp_rank < dp_size
-        self.total_samples, self.micro_batch_size = total_samples, micro_batch_size
-        self.dp_rank, self.dp_size = dp_rank, dp_size
-        self.step = micro_batch_size * dp_size  # samples all ranks together take for one micro-batch each
+        self.total_samples = total_samples
+        self.micro_batch_size = micro_batch_size
+        self.dp_rank = dp_rank
+        self.dp_size = dp_size
+        # samples all ranks together take for one micro-batch each
+        self.step = micro_batch_size * dp_size
         if total_samples < self.step:
             raise ValueError(
                 f"--micro-batch-size {micro_batch_size} on {dp_size} data-parallel ranks needs "
@@ -25,7 +33,8 @@ class Sampler(ABC):
             )
 
     def micro_batches(self, consumed: int) -> Iterator[list[int]]:
-        """The micro-batches from `consumed` on, one after the other, until none is left (cyclic: for ever)."""
+        """The micro-batches from `consumed` on, one after the other, until none is left (cyclic:
+        for ever)."""
         while self.micro_batches_left(consumed) > 0:
             yield self.micro_batch(consumed)
             consumed += self.step
@@ -36,13 +45,16 @@ class Sampler(ABC):
 
     @abstractmethod
     def micro_batch(self, consumed: int) -> list[int]:
-        """The sample numbers [micro_batch_size] of this rank when all ranks together have consumed `consumed`."""
+        """The sample numbers [micro_batch_size] of this rank when all ranks together have consumed
+        `consumed`."""
 
 
 class SequentialSampler(Sampler):
-    """`--dataloader-type single`: samples in order, one pass; rank r takes the r-th micro-batch of each chunk.
+    """`--dataloader-type single`: samples in order, one pass; rank r takes the r-th micro-batch of
+    each chunk.
 
-    A global batch is the same run of samples whatever the data-parallel size and micro-batch size are.
+    A global batch is the same run of samples whatever the data-parallel size and micro-batch size
+    are.
     """
 
     def micro_batches_left(self, consumed: int) -> int:
@@ -67,17 +79,22 @@ class SequentialSampler(Sampler):
 
 
 class PackedSampler(SequentialSampler):
-    """`--packed-samples`: as one pass, but what `micro_batch_size` samples would be is one row of the data set.
+    """`--packed-samples`: as one pass, but what `micro_batch_size` samples would be is one row of
+    the data set.
 
-    `total_rows` is the length of the data set. Row numbers, too, are the same whatever the data-parallel size is: it takes
-    rows consumed / micro_batch_size + r on rank r, which are InternLM's indices[r::size].
+    `total_rows` is the length of the data set. Row numbers, too, are the same whatever the
+    data-parallel size is: it takes rows consumed / micro_batch_size + r on rank r, which are
+    InternLM's indices[r::size].
     """
 
-    def __init__(self, total_rows: int, micro_batch_size: int, dp_rank: int = 0, dp_size: int = 1) -> None:
+    def __init__(
+        self, total_rows: int, micro_batch_size: int, dp_rank: int = 0, dp_size: int = 1
+    ) -> None:
         super().__init__(total_rows * micro_batch_size, micro_batch_size, dp_rank, dp_size)
 
     def micro_batch(self, consumed: int) -> list[int]:
-        """The number of the row, alone in a list. Raises ValueError when they are used up or `consumed` ends within one."""
+        """The number of the row, alone in a list. Raises ValueError when they are used up or
+        `consumed` ends within one."""
         if consumed % self.micro_batch_size:
             raise ValueError(
                 f"--packed-samples: {consumed} consumed samples are no whole rows of "

@@ -1,4 +1,5 @@
-"""What a loader reads: the samples of a dataset, each checked against the vocabulary and, for a ledger, hashed.
+"""What a loader reads: the samples of a dataset, each checked against the vocabulary and, for a
+ledger, hashed.
 
 It knows datasets by index; it must not know batches, ranks or where a ledger is written.
 """
@@ -14,14 +15,21 @@ from megatron.data.whereabouts import Dataset, pieces
 
 
 class Samples:
-    """`samples[i]` is sample i, int64 [sequence_length + 1] (packed: a row, [4, tokens]); with `hashed` a pair of it and its
-    hash. With `with_subset` an id behind the tokens says which data set of a blend the sample is of.
+    """`samples[i]` is sample i, int64 [sequence_length + 1] (packed: a row, [4, tokens]); with
+    `hashed` a pair of it and its hash. With `with_subset` an id behind the tokens says which data
+    set of a blend the sample is of.
 
-    Raises ValueError for an id that is not below `vocab_size`, with the file and the place where it stands.
+    Raises ValueError for an id that is not below `vocab_size`, with the file and the place where it
+    stands.
     """
 
-    def __init__(self, dataset: Dataset, vocab_size: int, hashed: bool = False, with_subset: bool = False) -> None:
-        self.dataset, self.vocab_size, self.hashed, self.with_subset = dataset, vocab_size, hashed, with_subset
+    def __init__(
+        self, dataset: Dataset, vocab_size: int, hashed: bool = False, with_subset: bool = False
+    ) -> None:
+        self.dataset = dataset
+        self.vocab_size = vocab_size
+        self.hashed = hashed
+        self.with_subset = with_subset
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -43,9 +51,10 @@ class Samples:
                 break
             at -= piece.length
         return ValueError(
-            f"{piece.prefix}.bin: token {piece.offset + at + line} of document {piece.document} is the id "
-            f"{lines[line, place]}, the vocabulary has {self.vocab_size}; give the tokenizer it was preprocessed with, or "
-            "make the pair anew with tools/preprocess_data.py"
+            f"{piece.prefix}.bin: token {piece.offset + at + line} of document {piece.document} "
+            f"is the id {lines[line, place]}, the vocabulary has {self.vocab_size}; give the "
+            "tokenizer it was preprocessed with, or make the pair anew with "
+            "tools/preprocess_data.py"
         )
 
 

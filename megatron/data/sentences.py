@@ -1,4 +1,5 @@
-"""Texts cut into sentences by Punkt (Kiss and Strunk 2006), whose models its package brings. The only importer of punkt."""
+"""Texts cut into sentences by Punkt (Kiss and Strunk 2006), whose models its package brings. The
+only importer of punkt."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ def problems(language: str) -> list[str]:
 
 
 def split(text: str, language: str, keep_newlines: bool) -> list[str]:
-    """The sentences of a text, without the white space between them or, with `keep_newlines`, each with what follows it."""
+    """The sentences of a text, without the white space between them or, with `keep_newlines`, each
+    with what follows it."""
     found = []
     for start in range(0, len(text), PIECE):
         piece = text[start : start + PIECE]

@@ -1,4 +1,5 @@
-"""Draws from several sources in exact proportion to whole-number weights: source and place of draw i, from i alone.
+"""Draws from several sources in exact proportion to whole-number weights: source and place of draw
+i, from i alone.
 
 It knows counts; it must not know datasets, tokens or files.
 """
@@ -18,10 +19,12 @@ def whole_weights(weights: Sequence[float]) -> list[int]:
 
 
 class Shares:
-    """Draw i of sources with positive whole-number weights; after sum(weights) draws each source gave exactly its weight.
+    """Draw i of sources with positive whole-number weights; after sum(weights) draws each source
+    gave exactly its weight.
 
-    A binary tree over the sources: of the first i draws that reach a node, floor((i * left + total // 2) / total) go left.
-    So a source is never off its share by more than one draw for each level of the tree.
+    A binary tree over the sources: of the first i draws that reach a node, floor((i * left + total
+    // 2) / total) go left. So a source is never off its share by more than one draw for each level
+    of the tree.
     """
 
     def __init__(self, weights: Sequence[int]) -> None:
@@ -31,27 +34,35 @@ class Shares:
 
     def source(self, draw: int) -> tuple[int, int]:
         """(number of the source, how many draws it gave before) of draw number `draw`."""
-        ends, low, high = self._ends, 0, len(self.weights)
+        ends = self._ends
+        low = 0
+        high = len(self.weights)
         while high - low > 1:
             middle = (low + high) >> 1
-            total, left = ends[high] - ends[low], ends[middle] - ends[low]
+            total = ends[high] - ends[low]
+            left = ends[middle] - ends[low]
             before, rest = divmod(draw * left + (total >> 1), total)
             if rest + left >= total:
-                high, draw = middle, before
+                high = middle
+                draw = before
             else:
-                low, draw = middle, draw - before
+                low = middle
+                draw = draw - before
         return low, draw
 
     def taken(self, draws: int) -> list[int]:
         """How many of the first `draws` draws each source gave."""
-        ends, found, open_nodes = self._ends, [0] * len(self.weights), [(0, len(self.weights), draws)]
+        ends = self._ends
+        found = [0] * len(self.weights)
+        open_nodes = [(0, len(self.weights), draws)]
         while open_nodes:
             low, high, count = open_nodes.pop()
             if high - low == 1:
                 found[low] = count
                 continue
             middle = (low + high) >> 1
-            total, left = ends[high] - ends[low], ends[middle] - ends[low]
+            total = ends[high] - ends[low]
+            left = ends[middle] - ends[low]
             before = (count * left + (total >> 1)) // total
             open_nodes += [(low, middle, before), (middle, high, count - before)]
         return found

@@ -1,4 +1,5 @@
-"""Which data set of a mix a sample is of, and what the data sets are called in logs. Knows no file, no rank and no sum."""
+"""Which data set of a mix a sample is of, and what the data sets are called in logs. Knows no file,
+no rank and no sum."""
 
 from __future__ import annotations
 
@@ -8,8 +9,8 @@ from typing import Any
 
 
 def subset_names(dataset: Any) -> list[str]:
-    """The subsets of packed samples; the data sets of a blend, each by what its prefix has beyond the folder that all lie
-    in; of no blend the one."""
+    """The subsets of packed samples; the data sets of a blend, each by what its prefix has beyond
+    the folder that all lie in; of no blend the one."""
     if hasattr(dataset, "subsets"):
         return list(dataset.subsets)
     return shortened([_called(member) for member in getattr(dataset, "datasets", [dataset])])
@@ -29,7 +30,11 @@ def shortened(prefixes: Sequence[str]) -> list[str]:
     folder = os.path.commonpath([os.path.dirname(os.path.abspath(prefix)) for prefix in prefixes])
     found: list[str] = []
     for prefix in prefixes:
-        name = prefix.lstrip("-") if prefix.startswith("--") else os.path.relpath(os.path.abspath(prefix), folder)
+        name = (
+            prefix.lstrip("-")
+            if prefix.startswith("--")
+            else os.path.relpath(os.path.abspath(prefix), folder)
+        )
         name = name.replace(" ", "_")
         found.append(f"{name}#{found.count(name) + 1}" if name in found else name)
     return found

@@ -1,4 +1,6 @@
-"""How unlike its neighbours a piece of text is: repeats, bytes that are no text, tokens for a character. Judges no loss."""
+"""How unlike its neighbours a piece of text is: repeats, bytes that are no text, tokens for a
+character. Judges no loss."""
+
 from __future__ import annotations
 
 import unicodedata
@@ -17,8 +19,8 @@ SPREAD = 0.05  # of the median: neighbours are not taken for more alike than thi
 
 @dataclass(frozen=True)
 class Suspicion:
-    """Why a piece stands out. `score` is the largest of the reasons, in the spread of its neighbours or, for shares of the
-    piece, 20 for all of it; `reason` is for a reader."""
+    """Why a piece stands out. `score` is the largest of the reasons, in the spread of its
+    neighbours or, for shares of the piece, 20 for all of it; `reason` is for a reader."""
 
     score: float
     reason: str
@@ -26,8 +28,8 @@ class Suspicion:
 
 @dataclass(frozen=True)
 class Measures:
-    """Of one piece: shares of its tokens within repeats and of its characters that are no text, its tokens a character, and
-    the size to which its ids compress."""
+    """Of one piece: shares of its tokens within repeats and of its characters that are no text, its
+    tokens a character, and the size to which its ids compress."""
 
     tokens: int
     repeated: float
@@ -42,14 +44,26 @@ def measure(ids: np.ndarray, text: str | None) -> Measures:
     repeated, period = _repeats(ids)
     raw = ids.astype("<u4").tobytes()
     if not text:
-        return Measures(len(ids), repeated, period, 0.0, 0.0, len(zlib.compress(raw, 1)) / max(1, len(raw)))
-    junk = sum(c == "\ufffd" or (unicodedata.category(c) in ("Cc", "Cn", "Co") and c not in "\t\n\r\f") for c in text)
-    return Measures(len(ids), repeated, period, junk / len(text), len(ids) / len(text),
-                    len(zlib.compress(raw, 1)) / max(1, len(raw)))  # fmt: skip
+        return Measures(
+            len(ids), repeated, period, 0.0, 0.0, len(zlib.compress(raw, 1)) / max(1, len(raw))
+        )
+    junk = sum(
+        c == "\ufffd" or (unicodedata.category(c) in ("Cc", "Cn", "Co") and c not in "\t\n\r\f")
+        for c in text
+    )
+    return Measures(
+        len(ids),
+        repeated,
+        period,
+        junk / len(text),
+        len(ids) / len(text),
+        len(zlib.compress(raw, 1)) / max(1, len(raw)),
+    )
 
 
 def _repeats(ids: np.ndarray) -> tuple[float, int]:
-    """(share of the tokens that lie in repeats of one pattern, its length); the pattern with the largest share."""
+    """(share of the tokens that lie in repeats of one pattern, its length); the pattern with the
+    largest share."""
     best = (0.0, 0)
     for period in PERIODS:
         if len(ids) < period * TIMES:
@@ -71,15 +85,26 @@ def rank(pieces: Sequence[Measures], others: Sequence[Measures] = ()) -> list[Su
 
 def _suspicion(piece: Measures, others: Sequence[Measures]) -> Suspicion:
     found = [
-        (MOST * piece.repeated, f"{piece.repeated:.0%} of it repeats {piece.period} token{'s' * (piece.period > 1)}"),
+        (
+            MOST * piece.repeated,
+            f"{piece.repeated:.0%} of it repeats {piece.period} token{'s' * (piece.period > 1)}",
+        ),
         (MOST * piece.junk, f"{piece.junk:.0%} of its characters are no text"),
     ]
     if piece.tokens >= FEW:
-        for name, what in (("per_character", "tokens a character"), ("compressed", "of its size when compressed")):
+        for name, what in (
+            ("per_character", "tokens a character"),
+            ("compressed", "of its size when compressed"),
+        ):
             values = np.array([getattr(one, name) for one in others])
             median = float(np.median(values))
             spread = max(1.4826 * float(np.median(np.abs(values - median))), SPREAD * median, 1e-9)
             value = getattr(piece, name)
-            found.append((min(MOST, abs(value - median) / spread), f"{value:.2f} {what}, where {median:.2f} is usual"))
+            found.append(
+                (
+                    min(MOST, abs(value - median) / spread),
+                    f"{value:.2f} {what}, where {median:.2f} is usual",
+                )
+            )
     score, reason = max(found)
     return Suspicion(score, reason if score >= 3 else "nothing stands out")

@@ -22,7 +22,8 @@ def bits_per_byte(loss: float | None, bytes_per_token: float | None) -> float | 
 
 
 def bytes_per_token(dataset: Any) -> float | None:
-    """Bytes of text per token of what `dataset` shows; None where a data set that it reads has none.
+    """Bytes of text per token of what `dataset` shows; None where a data set that it reads has
+    none.
 
     In a blend each data set counts by its share of the samples. Mock data and packed samples have
     no count of bytes.

@@ -1,4 +1,5 @@
-"""Builds the tokenizer that the flags ask for. Knows which flags each type needs, and no tokenizer library.
+"""Builds the tokenizer that the flags ask for. Knows which flags each type needs, and no tokenizer
+library.
 
 Types: Megatron's names. What each makes of a text stands at its class.
 """
@@ -34,16 +35,28 @@ from megatron.data.tokenizer_sentencepiece import (
     SentencePieceTokenizer,
 )
 
-__all__ = ["TOKENIZER_TYPES", "ByteTokenizer", "NullTokenizer", "Tokenizer", "TokenizerFlags", "build_tokenizer"]
+__all__ = [
+    "TOKENIZER_TYPES",
+    "ByteTokenizer",
+    "NullTokenizer",
+    "Tokenizer",
+    "TokenizerFlags",
+    "build_tokenizer",
+]
 
 # The files each type is made from: argument name and what it is.
 _MODEL = (("tokenizer_model", "a sentencepiece .model file"),)
 TOKENIZER_TYPES: dict[str, tuple[tuple[str, str], ...]] = {
-    "GPT2BPETokenizer": (("vocab_file", "GPT-2's vocab.json"), ("merge_file", "GPT-2's merges.txt")),
+    "GPT2BPETokenizer": (
+        ("vocab_file", "GPT-2's vocab.json"),
+        ("merge_file", "GPT-2's merges.txt"),
+    ),
     "SentencePieceTokenizer": _MODEL,
     "GPTSentencePieceTokenizer": _MODEL,
     "Llama2Tokenizer": _MODEL,
-    "HuggingFaceTokenizer": (("tokenizer_model", "a local tokenizer.json or the folder that holds it"),),
+    "HuggingFaceTokenizer": (
+        ("tokenizer_model", "a local tokenizer.json or the folder that holds it"),
+    ),
     "TikTokenizer": (("tokenizer_model", "a tiktoken vocabulary in JSON"),),
     "ByteTokenizer": (),
     "NullTokenizer": (),
@@ -51,7 +64,8 @@ TOKENIZER_TYPES: dict[str, tuple[tuple[str, str], ...]] = {
 
 
 class ByteTokenizer(Tokenizer):
-    """A token for each byte of the text's UTF-8: ids 0 to 255 are the bytes, `eod` is 256. It needs no file."""
+    """A token for each byte of the text's UTF-8: ids 0 to 255 are the bytes, `eod` is 256. It needs
+    no file."""
 
     vocab_size = BYTE_VOCAB_SIZE
     eod = eos = BYTE_VOCAB_SIZE - 1
@@ -63,24 +77,30 @@ class ByteTokenizer(Tokenizer):
 
     def detokenize(self, ids: Iterable[int]) -> str:
         """The text of ids; bytes that are no UTF-8 become U+FFFD, `eod` becomes <|endoftext|>."""
-        parts = [b"<|endoftext|>" if index == self.eod else bytes([index]) for index in map(int, ids)]
+        parts = [
+            b"<|endoftext|>" if index == self.eod else bytes([index]) for index in map(int, ids)
+        ]
         return b"".join(parts).decode("utf-8", errors="replace")
 
 
 class NullTokenizer(Tokenizer):
-    """Text that already is ids: whole numbers with white space between. `eod` is the last id, `vocab_size` - 1."""
+    """Text that already is ids: whole numbers with white space between. `eod` is the last id,
+    `vocab_size` - 1."""
 
     def __init__(self, vocab_size: int):
         self.vocab_size = vocab_size
         self.eod = vocab_size - 1
 
     def encode(self, text: str) -> Ids:
-        """The numbers in a text. Raises ValueError for other words and numbers outside the vocabulary."""
+        """The numbers in a text. Raises ValueError for other words and numbers outside the
+        vocabulary."""
         ids = []
         for word in text.split():
             if not (word.isascii() and word.isdigit() and int(word) < self.vocab_size):
                 last = self.vocab_size - 1
-                raise ValueError(f"found {word[:40]!r} where NullTokenizer reads whole numbers from 0 to {last}")
+                raise ValueError(
+                    f"found {word[:40]!r} where NullTokenizer reads whole numbers from 0 to {last}"
+                )
             ids.append(int(word))
         return ids
 
@@ -100,21 +120,36 @@ class TokenizerFlags:
     tokenizer_type: str | None = arg(None, help="one of " + ", ".join(TOKENIZER_TYPES))
     vocab_file: str | None = arg(None, help="vocab.json of GPT2BPETokenizer")
     merge_file: str | None = arg(None, help="merges.txt of GPT2BPETokenizer")
-    tokenizer_model: str | None = arg(None, help="model file of the other tokenizers; for HuggingFaceTokenizer "
-                                                 "tokenizer.json or its directory")
-    vocab_size: int | None = arg(None, help="number of ids of NullTokenizer and TikTokenizer; checked for the others")
-    vocab_extra_ids: int = arg(0, help="number of <extra_id_N> pieces that SentencePieceTokenizer adds")
-    tiktoken_pattern: str | None = arg(None, help="TikTokenizer's split pattern: v1 or v2 (default: v2)")
-    tiktoken_num_special_tokens: int = arg(1000, help="number of ids that TikTokenizer reserves for special tokens")
-    tiktoken_special_tokens: tuple[str, ...] | None = arg(None, help="names of TikTokenizer's first special tokens")
+    tokenizer_model: str | None = arg(
+        None,
+        help="model file of the other tokenizers; for HuggingFaceTokenizer "
+        "tokenizer.json or its directory",
+    )
+    vocab_size: int | None = arg(
+        None, help="number of ids of NullTokenizer and TikTokenizer; checked for the others"
+    )
+    vocab_extra_ids: int = arg(
+        0, help="number of <extra_id_N> pieces that SentencePieceTokenizer adds"
+    )
+    tiktoken_pattern: str | None = arg(
+        None, help="TikTokenizer's split pattern: v1 or v2 (default: v2)"
+    )
+    tiktoken_num_special_tokens: int = arg(
+        1000, help="number of ids that TikTokenizer reserves for special tokens"
+    )
+    tiktoken_special_tokens: tuple[str, ...] | None = arg(
+        None, help="names of TikTokenizer's first special tokens"
+    )
 
     def problems(self) -> list[str]:
-        """Everything that is wrong with these flags, one line each with flag, value and remedy; nothing is loaded."""
+        """Everything that is wrong with these flags, one line each with flag, value and remedy;
+        nothing is loaded."""
         if self.tokenizer_type not in TOKENIZER_TYPES:
             return [_unknown_type(self.tokenizer_type)]
         problems = []
         for name, what in TOKENIZER_TYPES[self.tokenizer_type]:
-            flag, path = "--" + name.replace("_", "-"), getattr(self, name)
+            flag = "--" + name.replace("_", "-")
+            path = getattr(self, name)
             if not path:
                 problems.append(
                     f"{flag}: {self.tokenizer_type} needs {what}; give {flag} PATH [flag-missing]"
@@ -147,9 +182,11 @@ class TokenizerFlags:
         return problems
 
     def build(self) -> Tokenizer:
-        """The tokenizer these flags ask for. Raises ValueError with one line for each problem (flag, value, remedy).
+        """The tokenizer these flags ask for. Raises ValueError with one line for each problem
+        (flag, value, remedy).
 
-        `vocab_size` is NullTokenizer's and TikTokenizer's size; for the others it is checked against the tokenizer's.
+        `vocab_size` is NullTokenizer's and TikTokenizer's size; for the others it is checked
+        against the tokenizer's.
         """
         problems = self.problems()
         if problems:
@@ -189,7 +226,8 @@ class TokenizerFlags:
 
 
 def build_tokenizer(tokenizer_type: str | None, **flags: Any) -> Tokenizer:
-    """The tokenizer of this type; `flags` are the other fields of `TokenizerFlags`. Raises as its `build`."""
+    """The tokenizer of this type; `flags` are the other fields of `TokenizerFlags`. Raises as its
+    `build`."""
     return TokenizerFlags(tokenizer_type=tokenizer_type, **flags).build()
 
 
@@ -213,7 +251,9 @@ def _unknown_type(tokenizer_type: str | None) -> str:
 
 def _file_problems(flag: str, path: str, what: str, folder_ok: bool) -> list[str]:
     if not os.path.exists(path):
-        where = f"no such file (looked in {os.getcwd()})" if not os.path.isabs(path) else "no such file"
+        where = (
+            f"no such file (looked in {os.getcwd()})" if not os.path.isabs(path) else "no such file"
+        )
         return [
             (
                 f"{flag}: {where}; give {what}, which must be on this machine: nothing is "

@@ -27,7 +27,8 @@ def library(name: str, tokenizer_type: str) -> ModuleType:
 
 
 class Tokenizer(abc.ABC):
-    """What every tokenizer is. `eod` ends a document; it, `bos`, `eos` and `pad` are None where there is no such id."""
+    """What every tokenizer is. `eod` ends a document; it, `bos`, `eos` and `pad` are None where
+    there is no such id."""
 
     vocab_size: int
     eod: int | None = None
@@ -35,7 +36,8 @@ class Tokenizer(abc.ABC):
     eos: int | None = None
     pad: int | None = None
     files: tuple[str, ...] = ()
-    special: Mapping[str, int] = MappingProxyType({})  # pieces that stay text in a text, with their ids, where asked for
+    # pieces that stay text in a text, with their ids, where asked for
+    special: Mapping[str, int] = MappingProxyType({})
 
     @abc.abstractmethod
     def encode(self, text: str) -> Ids:
@@ -46,10 +48,13 @@ class Tokenizer(abc.ABC):
         """The text of ids."""
 
     def tokenize(self, text: str) -> list[int]:
-        """The ids of a text. Raises ValueError if it holds half of a surrogate pair, which no engine can encode."""
+        """The ids of a text. Raises ValueError if it holds half of a surrogate pair, which no
+        engine can encode."""
         return self.tokenize_batch([text])[0].tolist()
 
-    def tokenize_batch(self, texts: Iterable[str], dtype: np.dtype | type = np.int64) -> list[np.ndarray]:
+    def tokenize_batch(
+        self, texts: Iterable[str], dtype: np.dtype | type = np.int64
+    ) -> list[np.ndarray]:
         """The ids of each text: arrays [n] of `dtype`. Raises ValueError as `tokenize` does."""
         return [np.asarray(self._encode_checked(text), dtype=dtype) for text in texts]
 
@@ -60,8 +65,8 @@ class Tokenizer(abc.ABC):
             except UnicodeEncodeError as error:
                 code = f"U+{ord(text[error.start]):04X}"
                 raise ValueError(
-                    f"character {error.start} of the text is {code}, half of a surrogate pair; write the whole "
-                    "character, or drop it"
+                    f"character {error.start} of the text is {code}, half of a surrogate pair; "
+                    "write the whole character, or drop it"
                 ) from None
         return self.encode(text)
 
@@ -70,6 +75,12 @@ class Tokenizer(abc.ABC):
         return {}
 
     def identity(self) -> dict[str, Any]:
-        """Which tokenizer this is: class, settings, files and the sha256 of each; all but the paths decide the ids."""
+        """Which tokenizer this is: class, settings, files and the sha256 of each; all but the paths
+        decide the ids."""
         digests = [hashlib.sha256(Path(file).read_bytes()).hexdigest() for file in self.files]
-        return {"class": type(self).__name__, **self.settings(), "files": list(self.files), "sha256": digests}
+        return {
+            "class": type(self).__name__,
+            **self.settings(),
+            "files": list(self.files),
+            "sha256": digests,
+        }

@@ -21,30 +21,36 @@ from megatron.data.tokenizer_base import Ids, Tokenizer, library
 
 
 class GPT2BPETokenizer(Tokenizer):
-    """GPT-2's byte-level BPE from vocab.json and merges.txt; `<|endoftext|>` in a text is ordinary text.
+    """GPT-2's byte-level BPE from vocab.json and merges.txt; `<|endoftext|>` in a text is ordinary
+    text.
 
-    The engine is chosen at the first text: gigatoken if installed, else tiktoken, else tokenizers, else `bpe.PlainBPE`;
-    their ids are equal.
+    The engine is chosen at the first text: gigatoken if installed, else tiktoken, else tokenizers,
+    else `bpe.PlainBPE`; their ids are equal.
     """
 
     def __init__(self, vocab_file: str, merge_file: str, engine: str | None = None):
         self.files = (vocab_file, merge_file)
-        vocabulary, merges = bpe.read_vocabulary(vocab_file), bpe.read_merges(merge_file)
+        vocabulary = bpe.read_vocabulary(vocab_file)
+        merges = bpe.read_merges(merge_file)
         if "<|endoftext|>" not in vocabulary:
             raise ValueError(
                 f"--vocab-file {vocab_file}: has no piece <|endoftext|>, which ends a document; "
                 'add "<|endoftext|>" with the next id [tokenizer-file-malformed]'
             )
-        unknown = 0 if self._published else sum(left + right not in vocabulary for left, right in merges)
+        unknown = (
+            0 if self._published else sum(left + right not in vocabulary for left, right in merges)
+        )
         if unknown:
             log.warn_once(
-                f"{vocab_file} has no id for {unknown} of the {len(merges)} products of {merge_file}; they become "
-                "id 0; if the two files were not made together, give a pair that was"
+                f"{vocab_file} has no id for {unknown} of the {len(merges)} products of "
+                f"{merge_file}; they become id 0; if the two files were not made together, give a "
+                "pair that was"
             )
         self.vocab_size = len(vocabulary)
         self.eod = self.eos = vocabulary["<|endoftext|>"]
         self.special = {"<|endoftext|>": self.eod}
-        self._made_of, self._asked = (vocabulary, merges), engine
+        self._made_of = (vocabulary, merges)
+        self._asked = engine
         self._plain = bpe.PlainBPE(vocabulary, merges)
 
     def encode(self, text: str) -> Ids:
@@ -70,14 +76,22 @@ class GPT2BPETokenizer(Tokenizer):
 
     @functools.cached_property
     def _engine(self) -> tuple[str, Callable[[str], Ids]]:
-        """The fastest engine that is installed and can take these files; raises ValueError if there is none."""
-        makers = {"gigatoken": self._gigatoken, "tiktoken": self._tiktoken, "tokenizers": self._tokenizers,
-                  "plain": self._regex}  # fmt: skip
+        """The fastest engine that is installed and can take these files; raises ValueError if there
+        is none."""
+        makers = {
+            "gigatoken": self._gigatoken,
+            "tiktoken": self._tiktoken,
+            "tokenizers": self._tokenizers,
+            "plain": self._regex,
+        }
         for name in [self._asked] if self._asked else makers:
             encode = makers[name]()
             if encode is not None:
                 return name, encode
-        raise ValueError(f"GPT2BPETokenizer: the engine {self._asked} is not installed or cannot take these files")
+        raise ValueError(
+            f"GPT2BPETokenizer: the engine {self._asked} is not installed or cannot take these "
+            "files"
+        )
 
     @functools.cached_property
     def _published(self) -> bool:
@@ -96,8 +110,11 @@ class GPT2BPETokenizer(Tokenizer):
         if not (self._published or bpe.is_canonical(*self._made_of)):
             return None
         ranks = bpe.piece_ranks(*self._made_of)
-        engine = encoding("gpt2-files", pat_str=bpe.GPT2_PATTERN, mergeable_ranks=ranks, special_tokens={})
-        return engine.encode_ordinary  # encode_to_numpy looks for special pieces: slower, although it spares a list
+        engine = encoding(
+            "gpt2-files", pat_str=bpe.GPT2_PATTERN, mergeable_ranks=ranks, special_tokens={}
+        )
+        # encode_to_numpy looks for special pieces: slower, although it spares a list
+        return engine.encode_ordinary
 
     def _tokenizers(self) -> Callable[[str], Ids] | None:
         if importlib.util.find_spec("tokenizers") is None or not bpe.is_well_formed(*self._made_of):
@@ -114,10 +131,12 @@ class GPT2BPETokenizer(Tokenizer):
 
 
 class TikTokenizer(Tokenizer):
-    """A tiktoken vocabulary in JSON: a list of {"rank", "token_bytes" (base64), ...}, alone or under the key "vocab".
+    """A tiktoken vocabulary in JSON: a list of {"rank", "token_bytes" (base64), ...}, alone or
+    under the key "vocab".
 
-    Ids: `num_special` special pieces first (the named ones, then unnamed ones), then the pieces by rank, `vocab_size`
-    in all. A special piece that stands in a text is ordinary text. `eod` is </s>. Source: Megatron-LM's format.
+    Ids: `num_special` special pieces first (the named ones, then unnamed ones), then the pieces by
+    rank, `vocab_size` in all. A special piece that stands in a text is ordinary text. `eod` is
+    </s>. Source: Megatron-LM's format.
     """
 
     def __init__(
@@ -131,22 +150,31 @@ class TikTokenizer(Tokenizer):
         self.files = (tokenizer_model,)
         self.vocab_size = vocab_size
         self._settings = {"pattern": pattern, "num_special": num_special, "special": list(special)}
-        self._names = [*special, *(f"<SPECIAL_{number}>" for number in range(len(special), num_special))]
+        self._names = [
+            *special,
+            *(f"<SPECIAL_{number}>" for number in range(len(special), num_special)),
+        ]
         self.special = {name: index for index, name in enumerate(self._names)}
-        self.bos, self.eos, self.pad = (self._names.index(name) for name in ("<s>", "</s>", "<pad>"))
+        self.bos, self.eos, self.pad = (
+            self._names.index(name) for name in ("<s>", "</s>", "<pad>")
+        )
         self.eod = self.eos
         pieces = _tiktoken_pieces(tokenizer_model, vocab_size - num_special)
         self._ranks = {piece: num_special + rank for rank, piece in enumerate(pieces)}
         self._pieces = [name.encode("utf-8") for name in self._names] + pieces
 
     def encode(self, text: str) -> Ids:
-        """See `Tokenizer.encode`. Raises ValueError for a run of a million like characters: tiktoken gives up there."""
+        """See `Tokenizer.encode`. Raises ValueError for a run of a million like characters:
+        tiktoken gives up there."""
         try:
             return self._engine.encode_ordinary(text)
         except BaseException as error:
-            if type(error).__name__ != "PanicException":  # pyo3's, which no module exports and no Exception is
+            # pyo3's, which no module exports and no Exception is
+            if type(error).__name__ != "PanicException":
                 raise
-            raise ValueError("tiktoken gives up on this text, which has an endless run; cut it in parts") from None
+            raise ValueError(
+                "tiktoken gives up on this text, which has an endless run; cut it in parts"
+            ) from None
 
     def detokenize(self, ids: Iterable[int]) -> str:
         """The text of ids, special pieces by name; bytes that are no UTF-8 become U+FFFD."""
@@ -160,13 +188,19 @@ class TikTokenizer(Tokenizer):
     def _engine(self) -> Any:
         pattern = tiktoken_patterns()[self._settings["pattern"]]
         encoding = library("tiktoken", "TikTokenizer").Encoding
-        return encoding("tiktoken-file", pat_str=pattern, mergeable_ranks=self._ranks, special_tokens={})
+        return encoding(
+            "tiktoken-file", pat_str=pattern, mergeable_ranks=self._ranks, special_tokens={}
+        )
 
 
 def tiktoken_patterns() -> dict[str, str]:
-    """Megatron's two ways to cut a text; v2 also breaks words at case changes and keeps slashes with symbols."""
-    upper, lower = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}", r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
-    lead, digit, rest = r"[^\r\n\p{L}\p{N}]?", r"\p{N}", r"\s+(?!\S)|\s+"
+    """Megatron's two ways to cut a text; v2 also breaks words at case changes and keeps slashes
+    with symbols."""
+    upper = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}"
+    lower = r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
+    lead = r"[^\r\n\p{L}\p{N}]?"
+    digit = r"\p{N}"
+    rest = r"\s+(?!\S)|\s+"
     return {
         "v1": rf"{lead}+\p{{L}}+|{digit}| ?[^\s\p{{L}}\p{{N}}]++[\r\n]*|\s*[\r\n]|{rest}",
         "v2": rf"{lead}[{upper}]*[{lower}]+|{lead}[{upper}]+[{lower}]*|{digit}"
@@ -175,7 +209,8 @@ def tiktoken_patterns() -> dict[str, str]:
 
 
 def _tiktoken_pieces(path: str, count: int) -> list[bytes]:
-    """The first `count` pieces of a tiktoken JSON file by rank; raises ValueError saying what is wrong with it."""
+    """The first `count` pieces of a tiktoken JSON file by rank; raises ValueError saying what is
+    wrong with it."""
     try:
         rows = json.loads(Path(path).read_text(encoding="utf-8"))
         rows = rows["vocab"] if isinstance(rows, dict) else rows
@@ -187,7 +222,11 @@ def _tiktoken_pieces(path: str, count: int) -> list[bytes]:
             f"({type(error).__name__}: {error}); TikTokenizer reads a list of "
             '{"rank": 0, "token_bytes": "AA==", "token_str": ...} [tokenizer-file-malformed]'
         ) from None
-    if ranks != list(range(len(ranks))) or len(set(pieces)) != len(pieces) or not _has_all_bytes(pieces[:count]):
+    if (
+        ranks != list(range(len(ranks)))
+        or len(set(pieces)) != len(pieces)
+        or not _has_all_bytes(pieces[:count])
+    ):
         raise ValueError(
             f"--tokenizer-model {path}: its pieces are not ranked 0, 1, 2, ..., each once, all "
             "256 bytes among them; give the file as its maker published it "
@@ -207,10 +246,12 @@ def _has_all_bytes(pieces: Sequence[bytes]) -> bool:
 
 
 class HuggingFaceTokenizer(Tokenizer):
-    """A Hugging Face tokenizer from a local folder or tokenizer.json, with nothing added before or after a text.
+    """A Hugging Face tokenizer from a local folder or tokenizer.json, with nothing added before or
+    after a text.
 
-    tokenizer.json is read by `tokenizers`, a folder without one by `transformers`; no network, no code from the folder.
-    A special piece that stands in a text becomes its id, as Hugging Face has it. `eod` is tokenizer_config.json's eos.
+    tokenizer.json is read by `tokenizers`, a folder without one by `transformers`; no network, no
+    code from the folder. A special piece that stands in a text becomes its id, as Hugging Face has
+    it. `eod` is tokenizer_config.json's eos.
     """
 
     def __init__(self, tokenizer_model: str):
@@ -235,7 +276,9 @@ class HuggingFaceTokenizer(Tokenizer):
         ids = engine.get_vocab(with_added_tokens=True)
         self.vocab_size = max(len(ids), max(ids.values()) + 1)
         names, config_files = _special_names(path.parent)
-        self.eos, self.bos, self.pad = (ids.get(names.get(f"{name}_token")) for name in ("eos", "bos", "pad"))
+        self.eos, self.bos, self.pad = (
+            ids.get(names.get(f"{name}_token")) for name in ("eos", "bos", "pad")
+        )
         self.eod = self.eos
         self.files = (str(path), *config_files)
         self._encode = lambda text: engine.encode(text, add_special_tokens=False).ids
@@ -253,9 +296,15 @@ class HuggingFaceTokenizer(Tokenizer):
                 "[tokenizer-file-malformed]"
             ) from None
         self.vocab_size = max(len(engine), max(engine.get_vocab().values()) + 1)
-        self.eos, self.bos, self.pad = engine.eos_token_id, engine.bos_token_id, engine.pad_token_id
+        self.eos = engine.eos_token_id
+        self.bos = engine.bos_token_id
+        self.pad = engine.pad_token_id
         self.eod = self.eos
-        self.files = tuple(str(file) for file in sorted(path.iterdir()) if file.suffix in (".json", ".txt", ".model"))
+        self.files = tuple(
+            str(file)
+            for file in sorted(path.iterdir())
+            if file.suffix in (".json", ".txt", ".model")
+        )
         self._encode = lambda text: engine.encode(text, add_special_tokens=False)
         self._decode = lambda ids: engine.decode(ids, skip_special_tokens=False)
 
@@ -269,8 +318,10 @@ class HuggingFaceTokenizer(Tokenizer):
 
 
 def _special_names(folder: Path) -> tuple[dict[str, str], list[str]]:
-    """Special pieces by name ("eos_token": "</s>"), and the files beside tokenizer.json that say so."""
-    names, files = {}, []
+    """Special pieces by name ("eos_token": "</s>"), and the files beside tokenizer.json that say
+    so."""
+    names = {}
+    files = []
     for file in (folder / "special_tokens_map.json", folder / "tokenizer_config.json"):
         if not file.is_file():
             continue

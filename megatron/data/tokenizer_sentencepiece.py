@@ -1,4 +1,5 @@
-"""Tokenizers on a sentencepiece model, in Megatron's three readings. The only importer of sentencepiece.
+"""Tokenizers on a sentencepiece model, in Megatron's three readings. The only importer of
+sentencepiece.
 
 Source of what each reading adds: Megatron-LM's tokenizers of January 2024.
 """
@@ -57,10 +58,12 @@ class Llama2Tokenizer(GPTSentencePieceTokenizer):
 
 
 class SentencePieceTokenizer(GPTSentencePieceTokenizer):
-    """A sentencepiece model with Megatron's special pieces, added behind the model's own where it lacks them.
+    """A sentencepiece model with Megatron's special pieces, added behind the model's own where it
+    lacks them.
 
-    In this order: <CLS> <SEP> <EOD> <MASK>, pad, bos, eos, <extra_id_0> and so on. A special piece that stands in a
-    text becomes its id, and the text around it is encoded in parts. `eod` is <EOD>.
+    In this order: <CLS> <SEP> <EOD> <MASK>, pad, bos, eos, <extra_id_0> and so on. A special piece
+    that stands in a text becomes its id, and the text around it is encoded in parts. `eod` is
+    <EOD>.
     """
 
     def __init__(self, tokenizer_model: str, vocab_extra_ids: int = 0):
@@ -76,7 +79,8 @@ class SentencePieceTokenizer(GPTSentencePieceTokenizer):
         self.vocab_size = len(known)
         self.pad, self.bos, self.eos = (self._special[name] for name in names[4:7])
         self.eod = self._special["<EOD>"]
-        # Of names that begin at one place Megatron takes the one listed first; so does an alternation.
+        # Of names that begin at one place Megatron takes the one listed first; so does an
+        # alternation.
         self._cut = re.compile("(" + "|".join(re.escape(name) for name in names) + ")")
 
     def encode(self, text: str) -> Ids:
@@ -90,7 +94,8 @@ class SentencePieceTokenizer(GPTSentencePieceTokenizer):
 
     def detokenize(self, ids: Iterable[int]) -> str:
         """The text of ids, special pieces by name with a space behind each."""
-        text, plain = "", []
+        text = ""
+        plain = []
         for index in map(int, ids):
             if index in self._name_of:
                 text += f"{self._model.decode(plain)} {self._name_of[index]} "

@@ -1,8 +1,10 @@
-"""Pairs of files that grow in a folder beside their names until they are whole, and survive a kill. Knows no tokenizer.
+"""Pairs of files that grow in a folder beside their names until they are whole, and survive a kill.
+Knows no tokenizer.
 
-PREFIX.unfinished/ holds, for each key and part, the ids and the numbers that the index is made of, and two small files:
-job.json says of what the work is, state.json how far it is known to be on disk. What lies behind that is cut off when
-the work goes on. Ids are written by others, at the offsets that are given out here in the order of the documents.
+PREFIX.unfinished/ holds, for each key and part, the ids and the numbers that the index is made of,
+and two small files: job.json says of what the work is, state.json how far it is known to be on
+disk. What lies behind that is cut off when the work goes on. Ids are written by others, at the
+offsets that are given out here in the order of the documents.
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ from megatron.data.inputs import Block, Place
 from megatron.data.preprocess import Encoded, Order
 from megatron.data.provenance import json_path
 
-SECONDS = 0.4  # between two notes of how far the work is; the less it writes at a time, the shorter the wait at the end
+# between two notes of how far the work is; the less it writes at a time, the shorter the wait at
+# the end
+SECONDS = 0.4
 PIECE = 1 << 20  # numbers of an index that are made at a time
 COPY = 1 << 30
 SHOWN = 20  # bad records that are named on the screen; the side file has all
@@ -59,9 +63,14 @@ class Busy(Exception):
 
 
 def is_finishing(prefix: str) -> bool:
-    """Has an earlier run of this prefix written everything, so that only names were left to be given?"""
+    """Has an earlier run of this prefix written everything, so that only names were left to be
+    given?"""
     try:
-        return bool(json.loads(Path(f"{prefix}.unfinished/state.json").read_text(encoding="utf-8"))["finishing"])
+        return bool(
+            json.loads(Path(f"{prefix}.unfinished/state.json").read_text(encoding="utf-8"))[
+                "finishing"
+            ]
+        )
     except (OSError, ValueError, KeyError, TypeError):
         return False
 
@@ -69,31 +78,46 @@ def is_finishing(prefix: str) -> bool:
 class Unfinished:
     """The work on the pairs PREFIX_KEY_LEVEL. Raises Busy and OSError.
 
-    `place`: where reading goes on. Counts, over all runs: `documents`, `blank` lines, `empty` texts, `tokens` and
-    `text_bytes` for each key, `done` bytes of documents. `resumed`: whether something was there to go on with; `discarded`:
-    what of the job was another one's. `finishing`: whether only names are left to be given. Work that is not `lasting` is
-    removed however it ends.
+    `place`: where reading goes on. Counts, over all runs: `documents`, `blank` lines, `empty`
+    texts, `tokens` and `text_bytes` for each key, `done` bytes of documents. `resumed`: whether
+    something was there to go on with; `discarded`: what of the job was another one's. `finishing`:
+    whether only names are left to be given. Work that is not `lasting` is removed however it ends.
     """
 
     def __init__(
-        self, prefix: str, pairs: Sequence[str], dtype: np.dtype, parts: int, job: dict[str, Any], lasting: bool = True
+        self,
+        prefix: str,
+        pairs: Sequence[str],
+        dtype: np.dtype,
+        parts: int,
+        job: dict[str, Any],
+        lasting: bool = True,
     ):
-        self.folder, self.pairs, self.dtype, self._parts = f"{prefix}.unfinished", list(pairs), dtype, parts
+        self.folder = f"{prefix}.unfinished"
+        self.pairs = list(pairs)
+        self.dtype = dtype
+        self._parts = parts
         self.bad_path = f"{prefix}.bad_records.jsonl"
-        self.place, self.discarded, self._noted = Place(), "", time.monotonic()
+        self.place = Place()
+        self.discarded = ""
+        self._noted = time.monotonic()
         self.documents = self.blank = self.empty = self.bad = self.done = 0
         self.tokens = [0] * len(pairs)
         self.text_bytes = [0] * len(pairs)
         self._sizes = [[[0, 0, 0] for _ in range(parts)] for _ in pairs]
-        self._bad_size, self.finishing, self._lasting = 0, False, lasting
-        self._files, self._bad_file = [], None
+        self._bad_size = 0
+        self.finishing = False
+        self._lasting = lasting
+        self._files = []
+        self._bad_file = None
         self._behind: dict[int, dict[str, Any]] = {}
         self._aside = ThreadPoolExecutor(1)  # notes are made while the work goes on
         self._noting: Future[None] | None = None
         os.makedirs(self.folder, exist_ok=True)
         self._lock = open(f"{self.folder}/lock", "w")  # noqa: SIM115 (closed in close)
         try:
-            fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # ends with this process, whoever it has forked
+            # ends with this process, whoever it has forked
+            fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             self._lock.close()
             raise Busy(
@@ -108,10 +132,14 @@ class Unfinished:
 
     def paths(self) -> list[list[str]]:
         """Where ids go, for each key and part."""
-        return [[self._path(key, part, "bin") for part in range(self._parts)] for key in range(len(self.pairs))]
+        return [
+            [self._path(key, part, "bin") for part in range(self._parts)]
+            for key in range(len(self.pairs))
+        ]
 
     def take(self, block: Block, encoded: Encoded, bad: BadRecords) -> Order:
-        """Give a block its places; its lengths and bad lines are put down. Raises ValueError for a bad line too many."""
+        """Give a block its places; its lengths and bad lines are put down. Raises ValueError for a
+        bad line too many."""
         first_line = self.place.line if self.place.file == block.file else 1
         lines = [bad.add(block.name, first_line + line, what) for line, what in encoded.bad]
         self._bad_size += self._bad_file.write("".join(lines).encode())
@@ -156,8 +184,9 @@ class Unfinished:
             os.fsync(file.fileno())
         self._note(state)
 
-    def finish(self, descriptions: Sequence[str]) -> list[str]:
-        """Make the pairs whole and give them their names; the files that were written. `descriptions`: of each pair."""
+    def finish(self, descriptions: Sequence[str]) -> list[str]:  # noqa: C901
+        """Make the pairs whole and give them their names; the files that were written.
+        `descriptions`: of each pair."""
         self._aside.shutdown()
         if self._noting:
             self._noting.result()  # raises what writing raised
@@ -176,10 +205,16 @@ class Unfinished:
             self._note(self._state())
         for key, pair in enumerate(self.pairs):
             if os.path.exists(self._path(key, 0, "bin")):
-                # The old index goes first: a reader meets the old pair, no index, or the new pair, never a mixture.
+                # The old index goes first: a reader meets the old pair, no index, or the new pair,
+                # never a mixture.
                 Path(idx_path(pair)).unlink(missing_ok=True)
-            for kind, path in (("bin", bin_path(pair)), ("json", json_path(pair)), ("idx", idx_path(pair))):
-                with contextlib.suppress(FileNotFoundError):  # a run that was killed here had renamed it already
+            for kind, path in (
+                ("bin", bin_path(pair)),
+                ("json", json_path(pair)),
+                ("idx", idx_path(pair)),
+            ):
+                # a run that was killed here had renamed it already
+                with contextlib.suppress(FileNotFoundError):
                     os.replace(self._path(key, 0, kind), path)
         if not self._bad_size:
             Path(self.bad_path).unlink(missing_ok=True)
@@ -191,10 +226,12 @@ class Unfinished:
         return [path for pair in self.pairs for path in (bin_path(pair), idx_path(pair))]
 
     def close(self) -> None:
-        """Wait for the last note, close the files, and remove the folder if there is nothing in it to go on with."""
+        """Wait for the last note, close the files, and remove the folder if there is nothing in it
+        to go on with."""
         self._aside.shutdown()
         for file in self._open_files():
-            with contextlib.suppress(OSError):  # what is buffered may not fit on a full disk; the file is closed then too
+            # what is buffered may not fit on a full disk; the file is closed then too
+            with contextlib.suppress(OSError):
                 file.close()
         if os.path.exists(f"{self.folder}/lock") and not (self._lasting and self.kept):
             shutil.rmtree(self.folder, ignore_errors=True)
@@ -214,11 +251,18 @@ class Unfinished:
 
     def _state(self) -> dict[str, Any]:
         return {
-            "place": list(self.place), "documents": self.documents, "blank": self.blank, "empty": self.empty,
-            "bad": self.bad, "done": self.done, "tokens": list(self.tokens),
-            "text_bytes": list(self.text_bytes), "bad_size": self._bad_size,
-            "sizes": [[list(sizes) for sizes in parts] for parts in self._sizes], "finishing": self.finishing,
-        }  # fmt: skip
+            "place": list(self.place),
+            "documents": self.documents,
+            "blank": self.blank,
+            "empty": self.empty,
+            "bad": self.bad,
+            "done": self.done,
+            "tokens": list(self.tokens),
+            "text_bytes": list(self.text_bytes),
+            "bad_size": self._bad_size,
+            "sizes": [[list(sizes) for sizes in parts] for parts in self._sizes],
+            "finishing": self.finishing,
+        }
 
     def _note(self, state: dict[str, Any]) -> None:
         with open(f"{self.folder}/state.new", "w", encoding="utf-8") as file:
@@ -241,7 +285,9 @@ class Unfinished:
         self.place = Place(*state["place"])
         for name in ("documents", "blank", "empty", "bad", "done", "tokens", "text_bytes"):
             setattr(self, name, state[name])
-        self._sizes, self._bad_size, self.finishing = state["sizes"], state["bad_size"], state["finishing"]
+        self._sizes = state["sizes"]
+        self._bad_size = state["bad_size"]
+        self.finishing = state["finishing"]
         return True
 
     def _start(self, job: dict[str, Any]) -> None:
@@ -257,13 +303,16 @@ class Unfinished:
         for key, parts in enumerate(self._sizes):
             self._files.append([])
             for part, sizes in enumerate(parts):
-                self._files[key].append([open(self._path(key, part, kind), "ab") for kind in KINDS[1:]])
+                self._files[key].append(
+                    [open(self._path(key, part, kind), "ab") for kind in KINDS[1:]]
+                )
                 for kind, size in zip(KINDS, sizes, strict=True):
                     os.truncate(self._path(key, part, kind), size)
         os.truncate(f"{self.folder}/bad", self._bad_size)
 
     def _write_index(self, key: int) -> None:
-        """The index of a pair out of its lengths and counts, a piece at a time. Source: `indexed_dataset`."""
+        """The index of a pair out of its lengths and counts, a piece at a time. Source:
+        `indexed_dataset`."""
         lengths, counts = (self._path(key, 0, kind) for kind in KINDS[1:])
         sizes = [os.path.getsize(path) // 4 for path in (lengths, counts)]
         with open(self._path(key, 0, "idx"), "wb") as file:
@@ -281,7 +330,8 @@ def _numbers(path: str) -> Iterator[np.ndarray]:
 
 
 def _write_starts(file: Any, path: str, unit: int) -> int:
-    """Where each of these sizes begins if they lie side by side, int64, times `unit`; where the last one ends."""
+    """Where each of these sizes begins if they lie side by side, int64, times `unit`; where the
+    last one ends."""
     before = 0
     for numbers in _numbers(path):
         ends = before + np.cumsum(numbers, dtype=np.int64)

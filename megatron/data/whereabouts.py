@@ -21,7 +21,8 @@ Dataset = GPTDataset | BlendedDataset | EpochBlend | PackedDataset
 
 @dataclass(frozen=True)
 class Piece:
-    """A run of a sample's tokens that lie together: tokens `offset .. offset + length` of document `document`.
+    """A run of a sample's tokens that lie together: tokens `offset .. offset + length` of document
+    `document`.
 
     `first_byte .. end_byte` is where they are in `<prefix>.bin`; both are None for made-up data.
     """
@@ -42,7 +43,9 @@ def members(dataset: GPTDataset | BlendedDataset) -> list[GPTDataset]:
 def prefixes(dataset: Dataset) -> list[str]:
     """Their data, each once, in the order they were given."""
     if isinstance(dataset, EpochBlend):
-        return list(dict.fromkeys(prefix for member in dataset.datasets for prefix in member.prefixes()))
+        return list(
+            dict.fromkeys(prefix for member in dataset.datasets for prefix in member.prefixes())
+        )
     if isinstance(dataset, PackedDataset):
         return dataset.prefixes()
     return list(dict.fromkeys(member.corpus.path_prefix for member in members(dataset)))
@@ -54,10 +57,14 @@ def pieces(dataset: Dataset, index: int) -> list[Piece]:
         return [piece for run in dataset.pieces(index) for piece in _documents(*run)]
     if isinstance(dataset, PackedDataset):
         rows, row = dataset.source(index)
-        return [Piece(rows.file.prefix, *part, *(rows.file.bytes_of(*part) or (None, None))) for part in rows.parts(row)]
+        return [
+            Piece(rows.file.prefix, *part, *(rows.file.bytes_of(*part) or (None, None)))
+            for part in rows.parts(row)
+        ]
     number, sample = dataset.source(index) if isinstance(dataset, BlendedDataset) else (0, index)
     member = members(dataset)[number]
-    corpus, found = member.corpus, []
+    corpus = member.corpus
+    found = []
     for sequence, offset, length in member.locate(sample):
         if not isinstance(corpus, IndexedDataset):
             found.append(Piece(corpus.path_prefix, sequence, offset, length, None, None))
@@ -65,28 +72,46 @@ def pieces(dataset: Dataset, index: int) -> list[Piece]:
         document, before = corpus.document_of(sequence)
         size = corpus.dtype.itemsize
         first = int(corpus.sequence_pointers[sequence]) + offset * size
-        found.append(Piece(corpus.path_prefix, document, before + offset, length, first, first + length * size))
+        found.append(
+            Piece(
+                corpus.path_prefix, document, before + offset, length, first, first + length * size
+            )
+        )
     return found
 
 
 def _documents(prefix: str, first: int, count: int) -> list[Piece]:
-    """Tokens `first .. first + count` of `prefix`.bin, document by document; its sequences lie one behind the other."""
-    corpus, found, end = IndexedDataset(prefix), [], first + count
+    """Tokens `first .. first + count` of `prefix`.bin, document by document; its sequences lie one
+    behind the other."""
+    corpus = IndexedDataset(prefix)
+    found = []
+    end = first + count
     size = corpus.dtype.itemsize
     sequence = bisect_right(corpus.sequence_pointers, first * size) - 1
     while first < end:
-        start, length = int(corpus.sequence_pointers[sequence]) // size, int(corpus.sequence_lengths[sequence])
+        start = int(corpus.sequence_pointers[sequence]) // size
+        length = int(corpus.sequence_lengths[sequence])
         count = min(end, start + length) - first
         if count > 0:
             document, before = corpus.document_of(sequence)
-            found.append(Piece(prefix, document, before + first - start, count, first * size, (first + count) * size))
+            found.append(
+                Piece(
+                    prefix,
+                    document,
+                    before + first - start,
+                    count,
+                    first * size,
+                    (first + count) * size,
+                )
+            )
             first += count
         sequence += 1
     return found
 
 
 def samples_showing(dataset: Dataset, prefix: str, document: int) -> dict[int, int]:
-    """{sample: how many tokens of this document of `prefix` it holds} of a dataset or a blend, in rising order.
+    """{sample: how many tokens of this document of `prefix` it holds} of a dataset or a blend, in
+    rising order.
 
     Raises ValueError for a document that is not there.
     """
@@ -106,14 +131,23 @@ def samples_showing(dataset: Dataset, prefix: str, document: int) -> dict[int, i
             continue
         sequences = _sequences(member.corpus, document)
         own = _samples_of(member, sequences)
-        counts = {sample: sum(n for sequence, _, n in member.locate(sample) if sequence in sequences) for sample in own}
+        counts = {
+            sample: sum(n for sequence, _, n in member.locate(sample) if sequence in sequences)
+            for sample in own
+        }
         if not isinstance(dataset, BlendedDataset):
             places = own
             source = own
         else:
-            places = np.flatnonzero((dataset.dataset_index == number) & np.isin(dataset.dataset_sample_index, own)).tolist()
+            places = np.flatnonzero(
+                (dataset.dataset_index == number) & np.isin(dataset.dataset_sample_index, own)
+            ).tolist()
             source = dataset.dataset_sample_index[places].tolist()
-        found |= {place: counts[sample] for place, sample in zip(places, source, strict=True) if counts[sample]}
+        found |= {
+            place: counts[sample]
+            for place, sample in zip(places, source, strict=True)
+            if counts[sample]
+        }
     return dict(sorted(found.items()))
 
 
@@ -122,12 +156,17 @@ def _showing_in_epochs(dataset: EpochBlend, prefix: str, document: int) -> dict[
     sequences = _sequences(corpus, document)
     if not sequences:
         return {}
-    size, last = corpus.dtype.itemsize, sequences[-1]
+    size = corpus.dtype.itemsize
+    last = sequences[-1]
     first = int(corpus.sequence_pointers[sequences[0]]) // size
     end = int(corpus.sequence_pointers[last]) // size + int(corpus.sequence_lengths[last])
     found = {}
     for sample in dataset.showing(prefix, first, end):
-        runs = [(max(at, first), min(at + count, end)) for name, at, count in dataset.pieces(sample) if name == prefix]
+        runs = [
+            (max(at, first), min(at + count, end))
+            for name, at, count in dataset.pieces(sample)
+            if name == prefix
+        ]
         found[sample] = sum(max(0, stop - start) for start, stop in runs)
     return found
 
@@ -147,9 +186,11 @@ def _sequences(corpus: TokenSequences, document: int) -> range:
 
 def _samples_of(member: GPTDataset, sequences: range) -> list[int]:
     """The samples that may hold tokens of these sequences: a few more than do, and none too few."""
-    order, starts = member.document_index, member.sample_index[:, 0]
+    order = member.document_index
+    starts = member.sample_index[:, 0]
     places = np.flatnonzero((order >= sequences.start) & (order < sequences.stop))
-    # Row r reaches from the place where it starts to that where row r + 1 does, whose first token is its last label.
+    # Row r reaches from the place where it starts to that where row r + 1 does, whose first token
+    # is its last label.
     first = np.maximum(np.searchsorted(starts, places, side="left") - 1, 0)
     last = np.searchsorted(starts, places, side="right") - 1
     wanted = np.zeros(len(starts), bool)

@@ -15,7 +15,8 @@ GELU_CUBIC = 0.044715 * GELU_LINEAR
 
 
 def gelu(x: Tensor, approximate: bool) -> Tensor:
-    """GELU (Hendrycks and Gimpel 2016): the tanh form if `approximate`, else the exact one with erf. Any shape."""
+    """GELU (Hendrycks and Gimpel 2016): the tanh form if `approximate`, else the exact one with
+    erf. Any shape."""
     if approximate and pays_off(x):
         return (_NativeTanhGelu if native.runs(x) else _TanhGelu).apply(x)
     return F.gelu(x, approximate="tanh" if approximate else "none")
@@ -36,24 +37,30 @@ class _NativeTanhGelu(torch.autograd.Function):
 
 
 class _TanhGelu(torch.autograd.Function):
-    """Computes the slope beside the value, while the sigmoid is at hand, and keeps it instead of the input.
+    """Computes the slope beside the value, while the sigmoid is at hand, and keeps it instead of
+    the input.
 
-    Backward turns the slope into the gradient where it lies; torch refuses a second backward over it.
+    Backward turns the slope into the gradient where it lies; torch refuses a second backward over
+    it.
     """
 
     @staticmethod
     def forward(ctx, x: Tensor) -> Tensor:
         out, slope = (torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(2))
-        source, targets = x.reshape(-1), (out.view(-1), slope.view(-1))
+        source = x.reshape(-1)
+        targets = (out.view(-1), slope.view(-1))
         linear = torch.tensor(GELU_LINEAR, dtype=wide_dtype(x), device=x.device)
 
         def work(run: slice) -> None:
             part = source[run].to(wide_dtype(x))
-            value, rise = (t[run] if t.dtype == part.dtype else torch.empty_like(part) for t in targets)
+            value, rise = (
+                t[run] if t.dtype == part.dtype else torch.empty_like(part) for t in targets
+            )
             torch.mul(part, part, out=rise)
             torch.add(linear, rise, alpha=GELU_CUBIC, out=rise).mul_(part)
             torch.sigmoid(rise, out=value)
-            rise.add_(part, alpha=-2 / 3 * GELU_LINEAR)  # a third of x times the slope of what the sigmoid is taken of
+            # a third of x times the slope of what the sigmoid is taken of
+            rise.add_(part, alpha=-2 / 3 * GELU_LINEAR)
             torch.ops.aten.sigmoid_backward.grad_input(rise, value, grad_input=rise)
             torch.add(value, rise, alpha=3, out=rise)
             value.mul_(part)
@@ -67,7 +74,7 @@ class _TanhGelu(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_out: Tensor):
-        slope, = ctx.saved_tensors
+        (slope,) = ctx.saved_tensors
         return slope.mul_(grad_out)
 
 
@@ -108,7 +115,7 @@ class _SwiGlu(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_out: Tensor):
-        gate_up, = ctx.saved_tensors
+        (gate_up,) = ctx.saved_tensors
         if native.runs(gate_up):
             return native.swiglu_grad(gate_up, grad_out)
         source = gate_up.reshape(-1, *gate_up.shape[-2:])
@@ -126,7 +133,8 @@ class _SwiGlu(torch.autograd.Function):
 
 
 def geglu(gate_up: Tensor) -> Tensor:
-    """GEGLU (Shazeer 2020): tanh gelu(gate) * up; gate_up [..., 2, ffn] (gate first) -> [..., ffn]."""
+    """GEGLU (Shazeer 2020): tanh gelu(gate) * up; gate_up [..., 2, ffn] (gate first) -> [...,
+    ffn]."""
     gate, up = gate_up.unbind(-2)
     return gelu(gate, approximate=True) * up
 

@@ -1,7 +1,8 @@
-"""Norms and the accumulating weight gradient of NVIDIA's apex. The only importer of apex; it knows no layer and no flag.
+"""Norms and the accumulating weight gradient of NVIDIA's apex. The only importer of apex; it knows
+no layer and no flag.
 
-PyPI's package of that name is another project's and must not be installed; apex is built from its repository,
-https://github.com/NVIDIA/apex, with --cpp_ext --cuda_ext.
+PyPI's package of that name is another project's and must not be installed; apex is built from its
+repository, https://github.com/NVIDIA/apex, with --cpp_ext --cuda_ext.
 """
 
 from importlib.util import find_spec
@@ -17,22 +18,40 @@ def obstacle(device: torch.device, dtype: torch.dtype) -> str | None:
     if dtype == torch.float64:
         return "apex's norms are not for fp64"
     there = find_spec("fused_layer_norm_cuda") and find_spec("apex")
-    return None if there else "NVIDIA's apex is not installed (build it from github.com/NVIDIA/apex; PyPI's apex is not it)"
+    return (
+        None
+        if there
+        else "NVIDIA's apex is not installed (build it from github.com/NVIDIA/apex; PyPI's apex "
+        "is not it)"
+    )
 
 
-def gradient_obstacle(device: torch.device, dtype: torch.dtype, main_dtype: torch.dtype) -> str | None:
+def gradient_obstacle(
+    device: torch.device, dtype: torch.dtype, main_dtype: torch.dtype
+) -> str | None:
     """Why apex's accumulating weight gradient cannot run here; None if it can."""
-    if device.type != "cuda" or dtype not in (torch.float16, torch.bfloat16) or main_dtype != torch.float32:
+    if (
+        device.type != "cuda"
+        or dtype not in (torch.float16, torch.bfloat16)
+        or main_dtype != torch.float32
+    ):
         return "apex's kernel is for CUDA, weights of 16 bits and gradients in fp32"
-    return None if find_spec("fused_weight_gradient_mlp_cuda") else "fused_weight_gradient_mlp_cuda of apex is not installed"
+    return (
+        None
+        if find_spec("fused_weight_gradient_mlp_cuda")
+        else "fused_weight_gradient_mlp_cuda of apex is not installed"
+    )
 
 
 def accumulate_weight_grad(x: Tensor, grad_out: Tensor, main_grad: Tensor) -> None:
-    """main_grad [out, in] (fp32) += grad_out^T x, in one product: x [rows, in], grad_out [rows, out], of 16 bits."""
+    """main_grad [out, in] (fp32) += grad_out^T x, in one product: x [rows, in], grad_out [rows,
+    out], of 16 bits."""
     import fused_weight_gradient_mlp_cuda
 
     # The kernel reads rows without gaps and checks no strides.
-    fused_weight_gradient_mlp_cuda.wgrad_gemm_accum_fp32(x.contiguous(), grad_out.contiguous(), main_grad)
+    fused_weight_gradient_mlp_cuda.wgrad_gemm_accum_fp32(
+        x.contiguous(), grad_out.contiguous(), main_grad
+    )
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:

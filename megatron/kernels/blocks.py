@@ -1,8 +1,9 @@
-"""Work on a CPU in blocks whose scratch stays in the cache, spread over threads block by block; knows no kernel.
+"""Work on a CPU in blocks whose scratch stays in the cache, spread over threads block by block;
+knows no kernel.
 
-torch does one operation at a time over the whole tensor, each a trip to memory and back, and all threads wait for each
-other after each; a formula of eight operations over runs of rows makes one trip and waits once. On other devices, and
-where torch.compile fuses by itself, nothing is gained.
+torch does one operation at a time over the whole tensor, each a trip to memory and back, and all
+threads wait for each other after each; a formula of eight operations over runs of rows makes one
+trip and waits once. On other devices, and where torch.compile fuses by itself, nothing is gained.
 """
 
 import os
@@ -14,7 +15,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-BLOCK_ELEMENTS = 1 << 19  # of one run; shorter ones are slower: after each operation a thread waits for the interpreter
+# of one run; shorter ones are slower: after each operation a thread waits for the interpreter
+BLOCK_ELEMENTS = 1 << 19
 
 Block = TypeVar("Block")
 
@@ -30,11 +32,15 @@ def row_blocks(rows: int, width: int) -> list[slice]:
     return [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
 
 
-def for_each(blocks: Sequence[Block], device: torch.device, work: Callable[[Block], object]) -> None:
-    """`work(block)` for every block, without gradients: on a CPU side by side in as many threads as torch may use.
+def for_each(
+    blocks: Sequence[Block], device: torch.device, work: Callable[[Block], object]
+) -> None:
+    """`work(block)` for every block, without gradients: on a CPU side by side in as many threads as
+    torch may use.
 
-    Blocks must not write to the same memory. A thread does its block alone, so threads wait for each other once and not
-    in every operation: on a machine with other work, and with many threads, that is most of the time.
+    Blocks must not write to the same memory. A thread does its block alone, so threads wait for
+    each other once and not in every operation: on a machine with other work, and with many threads,
+    that is most of the time.
     """
     threads = min(torch.get_num_threads(), len(blocks)) if device.type == "cpu" else 1
     if threads > 1 and not torch.compiler.is_compiling():

@@ -1,4 +1,5 @@
-"""What the layers of a model are computed with: one record, made by select.py and handed down. Knows no layer."""
+"""What the layers of a model are computed with: one record, made by select.py and handed down.
+Knows no layer."""
 
 from dataclasses import dataclass, replace
 
@@ -9,9 +10,9 @@ from megatron.kernels.transformer_engine import Engine
 class Kernels:
     """Which implementation each layer asks for; the defaults are this suite's and torch's own.
 
-    attention: "auto", "sdpa", "chunked", "plain" or "flash" (kernels/attention.py), or "engine". accumulation: may a linear
-    layer add its weight gradient to `main_grad` itself? apex_norms: are norms apex's? engine: Transformer Engine's modules,
-    or None.
+    attention: "auto", "sdpa", "chunked", "plain" or "flash" (kernels/attention.py), or "engine".
+    accumulation: may a linear layer add its weight gradient to `main_grad` itself? apex_norms: are
+    norms apex's? engine: Transformer Engine's modules, or None.
     """
 
     attention: str = "auto"
@@ -22,5 +23,6 @@ class Kernels:
     engine: Engine | None = None
 
     def without_engine(self) -> "Kernels":
-        """The same for layers outside the transformer layers, which Transformer Engine has no part in."""
+        """The same for layers outside the transformer layers, which Transformer Engine has no part
+        in."""
         return replace(self, engine=None)

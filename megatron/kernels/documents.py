@@ -6,11 +6,14 @@ import torch
 from torch import Tensor
 
 
-@lru_cache(maxsize=8)  # all layers of a micro-batch ask for the same; a few micro-batches are under way at a time
+# all layers of a micro-batch ask for the same; a few micro-batches are under way at a time
+@lru_cache(maxsize=8)
 def cumulative_lengths(document_ids: Tensor) -> Tensor:
-    """document_ids [b, s] -> int32 [documents + 1]: where each document begins in the flat batch b s, and its end.
+    """document_ids [b, s] -> int32 [documents + 1]: where each document begins in the flat batch b
+    s, and its end.
 
-    A document is a run of equal ids in one sample. The number of documents is data, so a CUDA device is waited for.
+    A document is a run of equal ids in one sample. The number of documents is data, so a CUDA
+    device is waited for.
     """
     starts = torch.ones_like(document_ids, dtype=torch.bool)
     starts[:, 1:] = document_ids[:, 1:] != document_ids[:, :-1]
@@ -20,9 +23,11 @@ def cumulative_lengths(document_ids: Tensor) -> Tensor:
 
 @lru_cache(maxsize=8)
 def run_starts(document_ids: Tensor) -> Tensor | None:
-    """document_ids [b, s] -> int32 [b, s]: where the run of equal ids begins in which a position is.
+    """document_ids [b, s] -> int32 [b, s]: where the run of equal ids begins in which a position
+    is.
 
-    None if an id returns after another one: then its documents are no runs. The ids are read, which waits for a device.
+    None if an id returns after another one: then its documents are no runs. The ids are read, which
+    waits for a device.
     """
     starts = torch.ones_like(document_ids, dtype=torch.bool)
     starts[:, 1:] = document_ids[:, 1:] != document_ids[:, :-1]

@@ -1,4 +1,5 @@
-"""Dropout whose mask is a pure function of (seed, shape); keeps no generator state, no mask, knows no layer."""
+"""Dropout whose mask is a pure function of (seed, shape); keeps no generator state, no mask, knows
+no layer."""
 
 import random
 
@@ -15,9 +16,10 @@ LANES = 4  # 16-bit lanes of one 64-bit draw
 class DropoutBits:
     """A stream of dropout masks that depends on the seed alone.
 
-    An element is kept if 16 random bits are below a threshold. (1 - p) 2^16 is not an integer, so every chunk takes
-    the integer below or above it at random, in such a proportion that each element is kept with probability 1 - p to
-    float precision. One 64-bit draw serves four elements: several times cheaper than bernoulli_ on a CPU.
+    An element is kept if 16 random bits are below a threshold. (1 - p) 2^16 is not an integer, so
+    every chunk takes the integer below or above it at random, in such a proportion that each
+    element is kept with probability 1 - p to float precision. One 64-bit draw serves four elements:
+    several times cheaper than bernoulli_ on a CPU.
     """
 
     def __init__(self, seed: int, p: float, device: torch.device):
@@ -37,17 +39,20 @@ class DropoutBits:
         return out
 
     def draw(self, elements: int) -> tuple[Tensor, int]:
-        """For the next `elements`, at most a chunk: 16 random bits each, int16, and the largest value that keeps one."""
+        """For the next `elements`, at most a chunk: 16 random bits each, int16, and the largest
+        value that keeps one."""
         draws = torch.empty(-(-elements // LANES), dtype=torch.int64, device=self.generator.device)
         draws.random_(-(2**63), None, generator=self.generator)
         below = int(self.level + self.dither.random()) - 2**15  # the lanes are signed
-        return draws.view(torch.int16)[:elements], below - 1  # fits 16 bits even if every lane is below
+        # fits 16 bits even if every lane is below
+        return draws.view(torch.int16)[:elements], below - 1
 
 
 class _Dropout(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, p: float, seed: int) -> Tensor:
-        ctx.p, ctx.seed = p, seed
+        ctx.p = p
+        ctx.seed = seed
         return _drop(x, p, seed)
 
     @staticmethod
@@ -59,20 +64,25 @@ def _drop(x: Tensor, p: float, seed: int) -> Tensor:
     bits = DropoutBits(seed, p, x.device)
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     in_cpp = native.runs(x)
-    for part, target in zip(x.reshape(-1).split(bits.chunk), out.view(-1).split(bits.chunk), strict=True):
+    for part, target in zip(
+        x.reshape(-1).split(bits.chunk), out.view(-1).split(bits.chunk), strict=True
+    ):
         if in_cpp:  # one pass on this thread: operations of torch would wait for others in each
             native.drop(part, *bits.draw(part.numel()), 1.0 / (1.0 - p), target)
             continue
-        factors = bits.keep(part.numel(), torch.promote_types(x.dtype, torch.float32)).mul_(1.0 / (1.0 - p))
+        factors = bits.keep(part.numel(), torch.promote_types(x.dtype, torch.float32)).mul_(
+            1.0 / (1.0 - p)
+        )
         torch.mul(part, factors, out=target)
     return out
 
 
 def dropout(x: Tensor, p: float, seed: int) -> Tensor:
-    """Zero each element with probability p and scale the others by 1 / (1 - p) (Srivastava et al. 2014).
+    """Zero each element with probability p and scale the others by 1 / (1 - p) (Srivastava et al.
+    2014).
 
-    x: any shape. The mask is a pure function of (seed, shape) on a kind of device; it is drawn again in backward and
-    never stored.
+    x: any shape. The mask is a pure function of (seed, shape) on a kind of device; it is drawn
+    again in backward and never stored.
     """
     assert 0.0 <= p < 1.0, f"dropout probability must be in [0, 1), got {p}"
     return x if p == 0.0 else _Dropout.apply(x, p, seed)

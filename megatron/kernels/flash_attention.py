@@ -1,4 +1,5 @@
-"""Attention by the flash-attn package. The only importer of flash_attn; it knows no layer and no flag."""
+"""Attention by the flash-attn package. The only importer of flash_attn; it knows no layer and no
+flag."""
 
 from importlib.util import find_spec
 
@@ -22,10 +23,14 @@ def obstacle(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | N
     return None if find_spec("flash_attn") else f"flash-attn is not installed; {INSTALL}"
 
 
-def flash_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, document_ids: Tensor | None = None) -> Tensor:
-    """q [s, b, n, d], k and v [s, b, g, d], fp16 or bf16 -> [s, b, n, d]; causal, inside documents [b, s] if there are any.
+def flash_attention(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, document_ids: Tensor | None = None
+) -> Tensor:
+    """q [s, b, n, d], k and v [s, b, g, d], fp16 or bf16 -> [s, b, n, d]; causal, inside documents
+    [b, s] if there are any.
 
-    Dao 2023 (FlashAttention-2). With documents the batch becomes one row of documents, and nothing outside them is computed.
+    Dao 2023 (FlashAttention-2). With documents the batch becomes one row of documents, and nothing
+    outside them is computed.
     """
     from flash_attn import flash_attn_func, flash_attn_varlen_func
 
@@ -33,8 +38,12 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, document_ids:
     s, b = q.shape[:2]
     q, k, v = (t.transpose(0, 1) for t in (q, k, v))
     if document_ids is None:
-        return flash_attn_func(q, k, v, softmax_scale=scale, causal=True, deterministic=same).transpose(0, 1)
+        return flash_attn_func(
+            q, k, v, softmax_scale=scale, causal=True, deterministic=same
+        ).transpose(0, 1)
     ends = cumulative_lengths(document_ids)
     q, k, v = (t.flatten(0, 1) for t in (q, k, v))
-    out = flash_attn_varlen_func(q, k, v, ends, ends, s, s, softmax_scale=scale, causal=True, deterministic=same)
+    out = flash_attn_varlen_func(
+        q, k, v, ends, ends, s, s, softmax_scale=scale, causal=True, deterministic=same
+    )
     return out.unflatten(0, (b, s)).transpose(0, 1)

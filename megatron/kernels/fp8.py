@@ -1,8 +1,10 @@
-"""Linear layers whose matrix products take numbers of 8 bits; knows local tensors, no module and no rank.
+"""Linear layers whose matrix products take numbers of 8 bits; knows local tensors, no module and no
+rank.
 
-A tensor t is cast as q = round(clamp(t * scale)) and stands for q / scale; the scale maps the largest number that is
-expected onto the format's largest (Micikevicius et al. 2022). On CUDA the products are torch._scaled_mm; a CPU has none,
-so the casts there are the very same and the product is computed in fp32 from what they leave.
+A tensor t is cast as q = round(clamp(t * scale)) and stands for q / scale; the scale maps the
+largest number that is expected onto the format's largest (Micikevicius et al. 2022). On CUDA the
+products are torch._scaled_mm; a CPU has none, so the casts there are the very same and the product
+is computed in fp32 from what they leave.
 """
 
 from typing import NamedTuple, Protocol
@@ -16,7 +18,8 @@ MULTIPLE = 16  # of both inner dimensions of every product: rows of 16 bytes
 
 
 class Formats(NamedTuple):
-    """The number formats of a layer's tensors: of its input and weight, and of its output's gradient."""
+    """The number formats of a layer's tensors: of its input and weight, and of its output's
+    gradient."""
 
     forward: torch.dtype
     backward: torch.dtype
@@ -29,7 +32,8 @@ FORMATS = {
 
 
 class Scaling(Protocol):
-    """Who chooses a layer's scales, from the largest magnitudes (fp32 vectors) of the local tensors.
+    """Who chooses a layer's scales, from the largest magnitudes (fp32 vectors) of the local
+    tensors.
 
     `training`: whether a backward can follow. Both are called on all ranks that share the layer.
     """
@@ -50,41 +54,67 @@ def largest_magnitude(x: Tensor) -> Tensor:
 
 
 def fitting_scale(amax: Tensor, largest: Tensor | float) -> Tensor:
-    """The scale that maps `amax` onto `largest`, 1 for a tensor of zeros; finite wherever amax is."""
+    """The scale that maps `amax` onto `largest`, 1 for a tensor of zeros; finite wherever amax
+    is."""
     scale = torch.where(amax > 0, largest / amax, torch.ones_like(amax))
     return torch.where(amax.isfinite(), scale.clamp(max=torch.finfo(torch.float32).max), scale)
 
 
 def quantize(x: Tensor, dtype: torch.dtype, scale: Tensor) -> Tensor:
-    """x * scale in `dtype`, rounded to nearest even; what lies outside the format becomes its largest number."""
+    """x * scale in `dtype`, rounded to nearest even; what lies outside the format becomes its
+    largest number."""
     limit = torch.finfo(dtype).max
     return (x.float() * scale).clamp_(-limit, limit).to(dtype)
 
 
-def product(a: Tensor, b: Tensor, inverse_a: Tensor, inverse_b: Tensor, dtype: torch.dtype) -> Tensor:
-    """a [m, k] and b [n, k] of 8 bits and the inverses of their scales -> a b^T [m, n] in `dtype`, summed in fp32."""
+def product(
+    a: Tensor, b: Tensor, inverse_a: Tensor, inverse_b: Tensor, dtype: torch.dtype
+) -> Tensor:
+    """a [m, k] and b [n, k] of 8 bits and the inverses of their scales -> a b^T [m, n] in `dtype`,
+    summed in fp32."""
     if a.device.type == "cpu":
         return torch.mm(a.float(), b.float().t()).mul_(inverse_a * inverse_b).to(dtype)
     return native_product(a, b, inverse_a, inverse_b, dtype)
 
 
-def native_product(a: Tensor, b: Tensor, inverse_a: Tensor, inverse_b: Tensor, dtype: torch.dtype) -> Tensor:
-    """`product` by the device's own instructions, which want rows of the one and columns of the other."""
-    return torch._scaled_mm(a.contiguous(), b.contiguous().t(), scale_a=inverse_a, scale_b=inverse_b, out_dtype=dtype)
+def native_product(
+    a: Tensor, b: Tensor, inverse_a: Tensor, inverse_b: Tensor, dtype: torch.dtype
+) -> Tensor:
+    """`product` by the device's own instructions, which want rows of the one and columns of the
+    other."""
+    return torch._scaled_mm(
+        a.contiguous(), b.contiguous().t(), scale_a=inverse_a, scale_b=inverse_b, out_dtype=dtype
+    )
 
 
 class _Fp8Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None, accumulate_into: Tensor | None,
-                exchange: Exchange | None, scaling: Scaling, training: bool) -> Tensor:
+    def forward(
+        ctx,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        accumulate_into: Tensor | None,
+        exchange: Exchange | None,
+        scaling: Scaling,
+        training: bool,
+    ) -> Tensor:
         amax = torch.stack((largest_magnitude(x), largest_magnitude(weight)))
         scales = _poisoned(scaling.forward(amax, training), amax)
         ctx.save_for_backward(x, weight, scales)
-        ctx.accumulate_into, ctx.exchange, ctx.scaling = accumulate_into, exchange, scaling
-        whole, format8 = exchange.gather(x)() if exchange else x, scaling.formats.forward
+        ctx.accumulate_into = accumulate_into
+        ctx.exchange = exchange
+        ctx.scaling = scaling
+        whole = exchange.gather(x)() if exchange else x
+        format8 = scaling.formats.forward
         inverse = scales.reciprocal()
-        out = product(quantize(whole.reshape(-1, x.shape[-1]), format8, scales[0]), quantize(weight, format8, scales[1]),
-                      inverse[0], inverse[1], x.dtype)
+        out = product(
+            quantize(whole.reshape(-1, x.shape[-1]), format8, scales[0]),
+            quantize(weight, format8, scales[1]),
+            inverse[0],
+            inverse[1],
+            x.dtype,
+        )
         if bias is not None:
             out += bias
         return out.view(*whole.shape[:-1], weight.shape[0])
@@ -99,8 +129,10 @@ class _Fp8Linear(torch.autograd.Function):
             grad_bias = wide.sum(0)
         amax = largest_magnitude(wide).view(1)
         scale = _poisoned(ctx.scaling.backward(amax), amax)
-        formats, inverse = ctx.scaling.formats, scales.reciprocal()
-        rows, inverse_rows = quantize(wide, formats.backward, scale), scale.reciprocal()[0]
+        formats = ctx.scaling.formats
+        inverse = scales.reciprocal()
+        rows = quantize(wide, formats.backward, scale)
+        inverse_rows = scale.reciprocal()[0]
         if ctx.needs_input_grad[0]:
             columns = quantize(weight, formats.forward, scales[1]).t()
             grad_x = product(rows, columns, inverse_rows, inverse[1], x.dtype)
@@ -110,8 +142,13 @@ class _Fp8Linear(torch.autograd.Function):
             whole = gathered() if gathered else x
             columns = quantize(whole.reshape(-1, x.shape[-1]), formats.forward, scales[0]).t()
             total = ctx.accumulate_into
-            grad_weight = product(rows.t(), columns, inverse_rows, inverse[0],
-                                  x.dtype if total is None else torch.float32)
+            grad_weight = product(
+                rows.t(),
+                columns,
+                inverse_rows,
+                inverse[0],
+                x.dtype if total is None else torch.float32,
+            )
             if total is not None:
                 total.add_(grad_weight)
                 grad_weight = None
@@ -119,16 +156,28 @@ class _Fp8Linear(torch.autograd.Function):
 
 
 def _poisoned(scales: Tensor, amax: Tensor) -> Tensor:
-    """NaN for a tensor that is not finite: the clamp of the cast must not hide what the checks of a step look for."""
+    """NaN for a tensor that is not finite: the clamp of the cast must not hide what the checks of a
+    step look for."""
     return scales + (amax - amax)
 
 
-def linear_fp8(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, scaling: Scaling,
-               accumulate_into: Tensor | None = None, exchange: Exchange | None = None) -> Tensor:
-    """y = x w^T + bias as `linear.linear`, its three products in 8 bits with the scales of `scaling`.
+def linear_fp8(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    scaling: Scaling,
+    accumulate_into: Tensor | None = None,
+    exchange: Exchange | None = None,
+) -> Tensor:
+    """y = x w^T + bias as `linear.linear`, its three products in 8 bits with the scales of
+    `scaling`.
 
-    x [..., in], weight [out, in], bias [out] or None, all bf16, fp16 or fp32 -> [..., out]. in, out and the number of
-    rows are multiples of 16 (config/check_fp8.py sees to it; torch refuses others on CUDA). Sums are fp32, the bias and
-    its gradient are not cast. For backward x itself is kept and cast again with the same scale.
+    x [..., in], weight [out, in], bias [out] or None, all bf16, fp16 or fp32 -> [..., out]. in, out
+    and the number of rows are multiples of 16 (config/check_fp8.py sees to it; torch refuses others
+    on CUDA). Sums are fp32, the bias and its gradient are not cast. For backward x itself is kept
+    and cast again with the same scale.
     """
-    return _Fp8Linear.apply(x, weight, bias, accumulate_into, exchange, scaling, torch.is_grad_enabled())
+    return _Fp8Linear.apply(
+        x, weight, bias, accumulate_into, exchange, scaling, torch.is_grad_enabled()
+    )

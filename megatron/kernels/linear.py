@@ -1,4 +1,5 @@
-"""Matrix products of linear layers with a separable weight gradient; knows local tensors, no module and no rank."""
+"""Matrix products of linear layers with a separable weight gradient; knows local tensors, no module
+and no rank."""
 
 from collections.abc import Callable
 from functools import cache
@@ -10,15 +11,18 @@ from torch import Tensor
 from megatron import device as devices
 from megatron.kernels import apex, native
 
-ONEDNN_FROM = 1 << 27  # multiplications: below it a call of oneDNN's costs more than it gains over MKL in fp32
-BLOCK_ELEMENTS = 1 << 24  # of one fp32 copy of columns of a low-precision matrix: bounds the scratch memory
+# multiplications: below it a call of oneDNN's costs more than it gains over MKL in fp32
+ONEDNN_FROM = 1 << 27
+# of one fp32 copy of columns of a low-precision matrix: bounds the scratch memory
+BLOCK_ELEMENTS = 1 << 24
 
 
 def low_precision_is_native(device_type: str, dtype: torch.dtype) -> bool:
     """Whether matrix products of `dtype` run at full speed on this kind of device.
 
-    Asked of the capability flags of the library, never of a clock: a resumed run must decide alike. fp32 and fp64
-    are always native; bf16 and fp16 on a CPU are so only where oneDNN has instructions for them (AVX512, AMX, ARM).
+    Asked of the capability flags of the library, never of a clock: a resumed run must decide alike.
+    fp32 and fp64 are always native; bf16 and fp16 on a CPU are so only where oneDNN has
+    instructions for them (AVX512, AMX, ARM).
     """
     if device_type != "cpu" or dtype not in (torch.bfloat16, torch.float16):
         return True
@@ -33,10 +37,13 @@ def _onednn_has(dtype: torch.dtype) -> bool:
 
 
 def compute_dtype(tensor: Tensor) -> torch.dtype:
-    """The dtype in which matrix products of `tensor` are computed: its own, or fp32 where its own is emulated."""
+    """The dtype in which matrix products of `tensor` are computed: its own, or fp32 where its own
+    is emulated."""
     if tensor.dtype == torch.float32:
         return tensor.dtype
-    return tensor.dtype if low_precision_is_native(tensor.device.type, tensor.dtype) else torch.float32
+    return (
+        tensor.dtype if low_precision_is_native(tensor.device.type, tensor.dtype) else torch.float32
+    )
 
 
 def _column_blocks(rows: int, columns: int) -> list[slice]:
@@ -44,19 +51,26 @@ def _column_blocks(rows: int, columns: int) -> list[slice]:
     return [slice(start, min(start + width, columns)) for start in range(0, columns, width)]
 
 
-def linear_weight_grad(grad_out: Tensor, x: Tensor, accumulate_into: Tensor | None = None) -> Tensor | None:
+def linear_weight_grad(
+    grad_out: Tensor, x: Tensor, accumulate_into: Tensor | None = None
+) -> Tensor | None:
     """Gradient of the weight of y = x w^T.
 
-    grad_out [..., out], x [..., in] -> [out, in] in x's dtype, rounded once. With `accumulate_into` (a buffer
-    [out, in], as a rule fp32) the gradient is added there instead and None is returned; where low-precision products
-    are computed in fp32 it is then never rounded to x's dtype.
+    grad_out [..., out], x [..., in] -> [out, in] in x's dtype, rounded once. With `accumulate_into`
+    (a buffer [out, in], as a rule fp32) the gradient is added there instead and None is returned;
+    where low-precision products are computed in fp32 it is then never rounded to x's dtype.
     """
     dtype = compute_dtype(x)
-    rows_out, rows_in = grad_out.reshape(-1, grad_out.shape[-1]), x.reshape(-1, x.shape[-1])
+    rows_out = grad_out.reshape(-1, grad_out.shape[-1])
+    rows_in = x.reshape(-1, x.shape[-1])
     if dtype == x.dtype:
         return _native_weight_grad(rows_out, rows_in, accumulate_into)
     rows_in = rows_in.to(dtype)
-    grad = x.new_empty(rows_out.shape[1], rows_in.shape[1]) if accumulate_into is None else accumulate_into
+    grad = (
+        x.new_empty(rows_out.shape[1], rows_in.shape[1])
+        if accumulate_into is None
+        else accumulate_into
+    )
     for columns in _column_blocks(*rows_out.shape):
         block = rows_out[:, columns].to(dtype).t()
         if grad.dtype == dtype:
@@ -68,13 +82,18 @@ def linear_weight_grad(grad_out: Tensor, x: Tensor, accumulate_into: Tensor | No
     return grad if accumulate_into is None else None
 
 
-def _native_weight_grad(rows_out: Tensor, rows_in: Tensor, accumulate_into: Tensor | None) -> Tensor | None:
-    """`linear_weight_grad` where products of the dtype of rows_in [m, in] are computed in it; rows_out [m, out]."""
+def _native_weight_grad(
+    rows_out: Tensor, rows_in: Tensor, accumulate_into: Tensor | None
+) -> Tensor | None:
+    """`linear_weight_grad` where products of the dtype of rows_in [m, in] are computed in it;
+    rows_out [m, out]."""
     dtype = rows_in.dtype
     if accumulate_into is None:
         return torch.mm(rows_out.t(), rows_in)
-    if (not torch.compiler.is_compiling()
-            and apex.gradient_obstacle(rows_in.device, dtype, accumulate_into.dtype) is None):
+    if (
+        not torch.compiler.is_compiling()
+        and apex.gradient_obstacle(rows_in.device, dtype, accumulate_into.dtype) is None
+    ):
         apex.accumulate_weight_grad(rows_in, rows_out, accumulate_into)
     elif accumulate_into.dtype == dtype:
         accumulate_into.addmm_(rows_out.t(), rows_in)
@@ -87,16 +106,19 @@ def _native_weight_grad(rows_out: Tensor, rows_in: Tensor, accumulate_into: Tens
 def _onednn_linear(dtype: torch.dtype):
     """oneDNN's operation for a whole linear layer on a CPU, None where torch's own is as fast.
 
-    In bf16 it adds the bias while it multiplies, where torch's addmm copies it to every row of the result first. In fp32
-    torch calls MKL, which has no AVX512 for processors other than Intel's. It is no public operation: another torch may
-    not have it.
+    In bf16 it adds the bias while it multiplies, where torch's addmm copies it to every row of the
+    result first. In fp32 torch calls MKL, which has no AVX512 for processors other than Intel's. It
+    is no public operation: another torch may not have it.
     """
     operation = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
     if operation is None or not torch.backends.mkldnn.is_available():
         return None
     if dtype == torch.bfloat16:
         return operation if _onednn_has(dtype) else None
-    mkl_lacks_avx512 = torch.backends.cpu.get_cpu_capability() == "AVX512" and devices.cpu_vendor() == "AuthenticAMD"
+    mkl_lacks_avx512 = (
+        torch.backends.cpu.get_cpu_capability() == "AVX512"
+        and devices.cpu_vendor() == "AuthenticAMD"
+    )
     return operation if dtype == torch.float32 and mkl_lacks_avx512 else None
 
 
@@ -117,10 +139,15 @@ def _product(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if operation and (bias is not None or dtype == torch.float32):
             return operation(rows.contiguous(), weight, bias, "none", [], "")
         return torch.mm(rows, weight.t()) if bias is None else torch.addmm(bias, rows, weight.t())
-    wide, out = rows.to(dtype), rows.new_empty(rows.shape[0], weight.shape[0])
+    wide = rows.to(dtype)
+    out = rows.new_empty(rows.shape[0], weight.shape[0])
     for columns in _column_blocks(*out.shape):
         block = weight[columns].to(dtype).t()
-        out[:, columns] = torch.mm(wide, block) if bias is None else torch.addmm(bias[columns].to(dtype), wide, block)
+        out[:, columns] = (
+            torch.mm(wide, block)
+            if bias is None
+            else torch.addmm(bias[columns].to(dtype), wide, block)
+        )
     return out
 
 
@@ -129,7 +156,11 @@ def _input_grad(rows: Tensor, weight: Tensor) -> Tensor:
     dtype = compute_dtype(weight)
     if dtype == weight.dtype:
         operation = _by_onednn(rows, weight.shape[1]) if dtype == torch.float32 else None
-        return operation(rows.contiguous(), weight.t(), None, "none", [], "") if operation else torch.mm(rows, weight)
+        return (
+            operation(rows.contiguous(), weight.t(), None, "none", [], "")
+            if operation
+            else torch.mm(rows, weight)
+        )
     grad = torch.zeros(rows.shape[0], weight.shape[1], dtype=dtype, device=rows.device)
     for columns in _column_blocks(*rows.shape):
         grad.addmm_(rows[:, columns].to(dtype), weight[columns].to(dtype))
@@ -140,20 +171,31 @@ Start = Callable[[Tensor], Callable[[], Tensor]]
 
 
 class Exchange(NamedTuple):
-    """What the ranks that share a layer do with its input. Each function starts it and returns what waits for the result.
+    """What the ranks that share a layer do with its input. Each function starts it and returns what
+    waits for the result.
 
-    `gather` makes the whole input of this rank's part; `reduce` is its adjoint, of the input's gradient.
+    `gather` makes the whole input of this rank's part; `reduce` is its adjoint, of the input's
+    gradient.
     """
+
     gather: Start
     reduce: Start
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None, accumulate_into: Tensor | None,
-                accumulate_bias_into: Tensor | None, exchange: Exchange | None) -> Tensor:
+    def forward(
+        ctx,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        accumulate_into: Tensor | None,
+        accumulate_bias_into: Tensor | None,
+        exchange: Exchange | None,
+    ) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.accumulate_into, ctx.exchange = accumulate_into, exchange
+        ctx.accumulate_into = accumulate_into
+        ctx.exchange = exchange
         ctx.accumulate_bias_into = accumulate_bias_into
         if exchange:
             x = exchange.gather(x)()
@@ -176,12 +218,15 @@ class _Linear(torch.autograd.Function):
             grad_x = _input_grad(rows, weight).view(*grad_out.shape[:-1], weight.shape[1])
             reduced = ctx.exchange.reduce(grad_x) if ctx.exchange else None
         if needs_weight:
-            grad_weight = linear_weight_grad(rows, gathered() if gathered else x, ctx.accumulate_into)
+            grad_weight = linear_weight_grad(
+                rows, gathered() if gathered else x, ctx.accumulate_into
+            )
         return reduced() if reduced else grad_x, grad_weight, grad_bias, None, None, None
 
 
 def _bias_grad(rows: Tensor, accumulate_into: Tensor | None) -> Tensor | None:
-    """Sum of rows [m, out] -> [out] in their dtype, or None where it was added to `accumulate_into`."""
+    """Sum of rows [m, out] -> [out] in their dtype, or None where it was added to
+    `accumulate_into`."""
     grad = native.column_sums(rows) if native.runs(rows) else rows.sum(0)
     if accumulate_into is None:
         return grad.to(rows.dtype)
@@ -189,19 +234,29 @@ def _bias_grad(rows: Tensor, accumulate_into: Tensor | None) -> Tensor | None:
     return None
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, accumulate_into: Tensor | None = None,
-           accumulate_bias_into: Tensor | None = None, exchange: Exchange | None = None) -> Tensor:
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    accumulate_into: Tensor | None = None,
+    accumulate_bias_into: Tensor | None = None,
+    exchange: Exchange | None = None,
+) -> Tensor:
     """y = x w^T + bias.
 
-    x [..., in], weight [out, in], bias [out] or None, all of one dtype (bf16, fp16, fp32, fp64) -> [..., out].
+    x [..., in], weight [out, in], bias [out] or None, all of one dtype (bf16, fp16, fp32, fp64) ->
+    [..., out].
 
-    `accumulate_into`: None, or a buffer [out, in] (the parameter's fp32 `main_grad`). Then backward does
-    `accumulate_into += weight gradient` itself, before any rounding to a low precision where the product is computed
-    in fp32, and autograd sees no gradient for the weight: its `.grad` is left alone. Its post-accumulate hooks do run.
-    `accumulate_bias_into` [out]: the same for the bias.
+    `accumulate_into`: None, or a buffer [out, in] (the parameter's fp32 `main_grad`). Then backward
+    does `accumulate_into += weight gradient` itself, before any rounding to a low precision where
+    the product is computed in fp32, and autograd sees no gradient for the weight: its `.grad` is
+    left alone. Its post-accumulate hooks do run. `accumulate_bias_into` [out]: the same for the
+    bias.
 
-    `exchange`: x is what this rank has of an input that ranks share. It is gathered for the product, and once more in
-    backward, so that only this rank's part is kept; there gathering runs beside the product for the input's gradient,
-    and the reduction of that beside the product for the weight's.
+    `exchange`: x is what this rank has of an input that ranks share. It is gathered for the
+    product, and once more in backward, so that only this rank's part is kept; there gathering runs
+    beside the product for the input's gradient, and the reduction of that beside the product for
+    the weight's.
     """
     return _Linear.apply(x, weight, bias, accumulate_into, accumulate_bias_into, exchange)

@@ -1,5 +1,6 @@
-"""Activations, RMSNorm, rotary positions, dropout and column sums of bf16 and fp32 on a CPU by this suite's C++ (rows.cpp),
-one pass over memory each; knows tensors and addresses, no formula of its own and no module."""
+"""Activations, RMSNorm, rotary positions, dropout and column sums of bf16 and fp32 on a CPU by this
+suite's C++ (rows.cpp), one pass over memory each; knows tensors and addresses, no formula of its
+own and no module."""
 
 from functools import cache
 from importlib import import_module
@@ -7,13 +8,15 @@ from importlib import import_module
 import torch
 from torch import Tensor
 
-LEVELS = {"AVX512": "v4", "AVX2": "v3"}  # torch's word for the processor's instructions, and the file built for them
+# torch's word for the processor's instructions, and the file built for them
+LEVELS = {"AVX512": "v4", "AVX2": "v3"}
 INTERFACE = 2
 
 
 @cache
 def load_built(file: str, interface: int, capability: str):
-    """The module built from `file`.cpp for a processor with this capability, or why there is none (a str)."""
+    """The module built from `file`.cpp for a processor with this capability, or why there is none
+    (a str)."""
     if capability not in LEVELS:
         return f"needs AVX2, and this processor has {capability}"
     name = f"megatron.kernels.{file}_{LEVELS[capability]}"
@@ -42,14 +45,20 @@ def obstacle(device: torch.device, dtype: torch.dtype) -> str | None:
 
 
 def runs(x: Tensor) -> bool:
-    """Whether the C++ can compute with `x`: contiguous or not, on a CPU, bf16 or fp32, outside torch.compile."""
+    """Whether the C++ can compute with `x`: contiguous or not, on a CPU, bf16 or fp32, outside
+    torch.compile."""
     return not torch.compiler.is_compiling() and obstacle(x.device, x.dtype) is None
 
 
 def _call(name: str, x: Tensor, *arguments) -> None:
     """The C++ function `name` for the dtype of `x`; tensors are given by their addresses."""
-    function = getattr(load(torch.backends.cpu.get_cpu_capability()), f"{name}_{str(x.dtype).removeprefix('torch.')}")
-    function(*(a.data_ptr() if isinstance(a, Tensor) else a for a in arguments), torch.get_num_threads())
+    function = getattr(
+        load(torch.backends.cpu.get_cpu_capability()),
+        f"{name}_{str(x.dtype).removeprefix('torch.')}",
+    )
+    function(
+        *(a.data_ptr() if isinstance(a, Tensor) else a for a in arguments), torch.get_num_threads()
+    )
 
 
 def _like(x: Tensor) -> Tensor:
@@ -102,8 +111,20 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def rms_norm_grad(x: Tensor, weight: Tensor, grad_out: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Gradients of `rms_norm`: of x in its dtype, of weight in fp32 [h]."""
     (x, grad_out), grad, weight = _alike(x, grad_out), _like(x), weight.float().contiguous()
-    grad_weight, width = torch.empty(x.shape[-1]), x.shape[-1]
-    _call("rms_norm_grad", x, x, weight, grad_out, grad, grad_weight, x.numel() // max(1, width), width, eps)
+    grad_weight = torch.empty(x.shape[-1])
+    width = x.shape[-1]
+    _call(
+        "rms_norm_grad",
+        x,
+        x,
+        weight,
+        grad_out,
+        grad,
+        grad_weight,
+        x.numel() // max(1, width),
+        width,
+        eps,
+    )
     return grad, grad_weight
 
 
@@ -115,9 +136,11 @@ def column_sums(x: Tensor) -> Tensor:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
-    """Turns the pairs (i, i + half) of x [s, b, n, d] by the tables' angles, the other way round with `sign` -1.
+    """Turns the pairs (i, i + half) of x [s, b, n, d] by the tables' angles, the other way round
+    with `sign` -1.
 
-    cos and sin [s, 1 or b, 1, half]; numbers from 2 half on pass through. -> x's shape and dtype, contiguous.
+    cos and sin [s, 1 or b, 1, half]; numbers from 2 half on pass through. -> x's shape and dtype,
+    contiguous.
     """
     x, out = x if x.stride(-1) == 1 else x.contiguous(), _like(x)
     tables = [t.float().contiguous() for t in (cos, sin)]
@@ -127,21 +150,31 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
 
 
 def drop(x: Tensor, bits: Tensor, most: int, factor: float, out: Tensor) -> None:
-    """out = x * factor where the int16 `bits` are at most `most`, else x * 0. All contiguous, of x's number of elements."""
+    """out = x * factor where the int16 `bits` are at most `most`, else x * 0. All contiguous, of
+    x's number of elements."""
     _call("drop", x, x, bits, out, x.numel(), most, factor)
 
 
 def log_sums(logits: Tensor, valid: int) -> Tensor:
-    """Of the first `valid` columns of each row of contiguous logits [n, v]: the largest, what the logsumexp is above it, and
-    the sum, fp32 [3, n]."""
+    """Of the first `valid` columns of each row of contiguous logits [n, v]: the largest, what the
+    logsumexp is above it, and the sum, fp32 [3, n]."""
     out = torch.empty(3, len(logits))
     _call("log_sums", logits, logits, out, *logits.shape, valid)
     return out
 
 
-def loss_grad(logits: Tensor, valid: int, largest: Tensor, logs: Tensor, columns: Tensor, grads: Tensor, hits: Tensor,
-              uniform: float) -> None:
-    """Puts (exp(logits - largest - logs) - uniform) * grads - onehot(columns) * hits in the place of contiguous logits
-    [n, v], 0 in columns from `valid` on. largest, logs, grads, hits fp32 [n], columns int64 [n], each below `valid`."""
+def loss_grad(
+    logits: Tensor,
+    valid: int,
+    largest: Tensor,
+    logs: Tensor,
+    columns: Tensor,
+    grads: Tensor,
+    hits: Tensor,
+    uniform: float,
+) -> None:
+    """Puts (exp(logits - largest - logs) - uniform) * grads - onehot(columns) * hits in the place
+    of contiguous logits [n, v], 0 in columns from `valid` on. largest, logs, grads, hits fp32 [n],
+    columns int64 [n], each below `valid`."""
     rows = [t.contiguous() for t in (largest, logs, grads, hits, columns)]
     _call("loss_grad", logits, logits, *rows, *logits.shape, valid, uniform)

@@ -8,11 +8,14 @@ from megatron.kernels import native
 from megatron.kernels.blocks import for_each, pays_off, row_blocks, wide_dtype
 
 
-def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, zero_centered: bool = False) -> Tensor:
-    """LayerNorm (Ba et al. 2016) over the last dimension: x [..., h], weight and bias [h] -> [..., h].
+def layer_norm(
+    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, zero_centered: bool = False
+) -> Tensor:
+    """LayerNorm (Ba et al. 2016) over the last dimension: x [..., h], weight and bias [h] -> [...,
+    h].
 
-    Mean and variance are taken in fp32 for bf16 and fp16. `zero_centered`: the stored weight is gamma - 1, and the
-    sum of the two is not rounded to a low precision.
+    Mean and variance are taken in fp32 for bf16 and fp16. `zero_centered`: the stored weight is
+    gamma - 1, and the sum of the two is not rounded to a low precision.
     """
     if not zero_centered:
         return F.layer_norm(x, weight.shape, weight, bias, eps)
@@ -22,10 +25,11 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, zero_
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, zero_centered: bool = False) -> Tensor:
-    """RMSNorm (Zhang and Sennrich 2019) over the last dimension: x [..., h], weight [h] -> [..., h].
+    """RMSNorm (Zhang and Sennrich 2019) over the last dimension: x [..., h], weight [h] -> [...,
+    h].
 
-    The mean square is taken in fp32 for bf16 and fp16. `zero_centered`: the stored weight is gamma - 1, and the sum of
-    the two is not rounded to a low precision.
+    The mean square is taken in fp32 for bf16 and fp16. `zero_centered`: the stored weight is gamma
+    - 1, and the sum of the two is not rounded to a low precision.
     """
     weight = weight.to(wide_dtype(x)) + 1 if zero_centered else weight
     if pays_off(x):
@@ -48,7 +52,8 @@ class _RmsNorm(torch.autograd.Function):
         if native.runs(x):
             return native.rms_norm(x, weight, eps)
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
-        source, target = x.reshape(-1, x.shape[-1]), out.view(-1, x.shape[-1])
+        source = x.reshape(-1, x.shape[-1])
+        target = out.view(-1, x.shape[-1])
 
         def work(rows: slice) -> None:
             part = source[rows].to(wide_dtype(x))
@@ -70,7 +75,8 @@ class _RmsNorm(torch.autograd.Function):
 
         def work(numbered: tuple[int, slice]) -> None:
             number, rows = numbered
-            part, grad = source[rows].to(wide_dtype(x)), grads[rows].to(wide_dtype(x))
+            part = source[rows].to(wide_dtype(x))
+            grad = grads[rows].to(wide_dtype(x))
             inverse = _inverse_rms(part, ctx.eps)
             y = part * inverse
             weight_grads[number] = (grad * y).sum(0)

@@ -1,4 +1,5 @@
-"""Attention as it is defined, with the whole matrix of scores: what is right, and slow. Knows no layer and no rank."""
+"""Attention as it is defined, with the whole matrix of scores: what is right, and slow. Knows no
+layer and no rank."""
 
 import torch
 from torch import Tensor
@@ -7,16 +8,28 @@ from megatron.kernels.blocks import wide_dtype
 from megatron.kernels.dropout import DropoutBits
 
 
-def plain_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, dropout_p: float = 0.0, dropout_seed: int | None = None,
-                    document_ids: Tensor | None = None) -> Tensor:
-    """As `megatron.kernels.attention.attention`: q [s, b, n, d], k and v [s, b, g, d] -> [s, b, n, d].
+def plain_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    dropout_p: float = 0.0,
+    dropout_seed: int | None = None,
+    document_ids: Tensor | None = None,
+) -> Tensor:
+    """As `megatron.kernels.attention.attention`: q [s, b, n, d], k and v [s, b, g, d] -> [s, b, n,
+    d].
 
-    Holds [b, n, s, s] scores and probabilities, in fp32 at least; the dropout mask is one draw over all of them.
+    Holds [b, n, s, s] scores and probabilities, in fp32 at least; the dropout mask is one draw over
+    all of them.
     """
     s, b, n, d = q.shape
-    wide, groups = wide_dtype(q), k.shape[2]
-    rows = q.to(wide).unflatten(2, (groups, n // groups)).permute(1, 2, 3, 0, 4)              # [b, g, r, s, d]
-    keys, values = (t.to(wide).permute(1, 2, 0, 3).unsqueeze(2) for t in (k, v))              # [b, g, 1, s, d]
+    wide = wide_dtype(q)
+    groups = k.shape[2]
+    # [b, g, r, s, d]
+    rows = q.to(wide).unflatten(2, (groups, n // groups)).permute(1, 2, 3, 0, 4)
+    # [b, g, 1, s, d]
+    keys, values = (t.to(wide).permute(1, 2, 0, 3).unsqueeze(2) for t in (k, v))
     hidden = torch.ones(s, s, dtype=torch.bool, device=q.device).triu_(1)
     if document_ids is not None:
         hidden = (hidden | (document_ids[:, :, None] != document_ids[:, None, :]))[:, None, None]

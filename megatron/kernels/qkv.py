@@ -1,13 +1,16 @@
-"""Queries, keys and values as parts of one tensor, the output of one linear layer, and their gradients likewise."""
+"""Queries, keys and values as parts of one tensor, the output of one linear layer, and their
+gradients likewise."""
 
 import torch
 from torch import Tensor
 
 
 def split_qkv(qkv: Tensor, queries_per_group: int) -> tuple[Tensor, Tensor, Tensor]:
-    """qkv [s, b, g, queries_per_group + 2, d] -> queries [s, b, n, d], keys and values [s, b, g, d], as views if it can be.
+    """qkv [s, b, g, queries_per_group + 2, d] -> queries [s, b, n, d], keys and values [s, b, g,
+    d], as views if it can be.
 
-    Gradients that `gradients_like` has placed next to each other are taken as they are; others are copied together.
+    Gradients that `gradients_like` has placed next to each other are taken as they are; others are
+    copied together.
     """
     if queries_per_group == 1 and not torch.compiler.is_compiling():
         return _Split.apply(qkv)
@@ -44,7 +47,8 @@ def _neighbours(q: Tensor, k: Tensor, v: Tensor) -> bool:
 
 
 def gradients_like(q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
-    """Memory for the gradients of q [s, b, n, d], k and v [s, b, g, d]: parts of one tensor where these are."""
+    """Memory for the gradients of q [s, b, n, d], k and v [s, b, g, d]: parts of one tensor where
+    these are."""
     if not _neighbours(q, k, v):
         return [torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k, v)]
     s, b, n, d = q.shape

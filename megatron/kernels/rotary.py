@@ -1,4 +1,5 @@
-"""Rotary position embedding: tables of angles and their application; knows tensors, no attention."""
+"""Rotary position embedding: tables of angles and their application; knows tensors, no
+attention."""
 
 import torch
 from torch import Tensor
@@ -6,8 +7,11 @@ from torch import Tensor
 from megatron.kernels import native
 from megatron.kernels.blocks import for_each, pays_off, row_blocks
 
-# Llama 3.1's context before it was lengthened, and the turns in it between which frequencies go over from slowed to kept.
-LLAMA3_CONTEXT, LLAMA3_LOW, LLAMA3_HIGH = 8192, 1.0, 4.0
+# Llama 3.1's context before it was lengthened, and the turns in it between which frequencies go
+# over from slowed to kept.
+LLAMA3_CONTEXT = 8192
+LLAMA3_LOW = 1.0
+LLAMA3_HIGH = 4.0
 
 
 def rotary_tables(
@@ -22,13 +26,14 @@ def rotary_tables(
 ) -> tuple[Tensor, Tensor]:
     """Cosines and sines of the rotary angles (Su et al. 2021).
 
-    positions_or_length: a length s (positions 0..s-1), positions [s], or positions per sample [b, s]. `dim` is the
-    even number of rotated dimensions of a head (kv_channels * rotary percent). Positions are divided by
-    `interpolation_factor` (--rotary-seq-len-interpolation-factor) if it is given, and slow frequencies by `scaling_factor`
-    (`slowed`).
+    positions_or_length: a length s (positions 0..s-1), positions [s], or positions per sample [b,
+    s]. `dim` is the even number of rotated dimensions of a head (kv_channels * rotary percent).
+    Positions are divided by `interpolation_factor` (--rotary-seq-len-interpolation-factor) if it is
+    given, and slow frequencies by `scaling_factor` (`slowed`).
 
-    Returns (cos, sin), each [s, dim / 2], or [s, b, dim / 2] for positions per sample, as `apply_rotary` takes them.
-    Angles are computed in fp64, so that a long position is exact in `dtype`.
+    Returns (cos, sin), each [s, dim / 2], or [s, b, dim / 2] for positions per sample, as
+    `apply_rotary` takes them. Angles are computed in fp64, so that a long position is exact in
+    `dtype`.
     """
     assert dim % 2 == 0 and dim > 0, f"rotary dimensions must be even, got {dim}"
     if isinstance(positions_or_length, Tensor):
@@ -48,25 +53,30 @@ def rotary_tables(
 
 
 def slowed(frequencies: Tensor, factor: float) -> Tensor:
-    """Llama 3.1's frequencies (Dubey et al. 2024; the numbers are those of its code), in radians a position.
+    """Llama 3.1's frequencies (Dubey et al. 2024; the numbers are those of its code), in radians a
+    position.
 
-    With c = 8,192 positions: those that turn more than 4 times in c stay, those that turn less than once are divided by
-    `factor`, and between the two the result goes over linearly in the number of turns.
+    With c = 8,192 positions: those that turn more than 4 times in c stay, those that turn less than
+    once are divided by `factor`, and between the two the result goes over linearly in the number of
+    turns.
     """
     turns = frequencies * LLAMA3_CONTEXT / (2 * torch.pi)
     kept = ((turns - LLAMA3_LOW) / (LLAMA3_HIGH - LLAMA3_LOW)).clamp(0, 1)
     return frequencies * (kept + (1 - kept) / factor)
 
 
-def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False, fused: bool = True) -> Tensor:
+def apply_rotary(
+    x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False, fused: bool = True
+) -> Tensor:
     """Rotate the first 2 * cos.shape[-1] dimensions of each head, pass the others through.
 
-    x [s, b, n, d]; cos and sin [s, dim / 2] or [s, b, dim / 2] with dim <= d. Pairs are (i, i + dim / 2), or
-    (2 i, 2 i + 1) if `interleaved`. Computed in the wider of the dtypes of x and cos, returned in x's. `fused`
-    False: operation by operation on every device.
+    x [s, b, n, d]; cos and sin [s, dim / 2] or [s, b, dim / 2] with dim <= d. Pairs are (i, i + dim
+    / 2), or (2 i, 2 i + 1) if `interleaved`. Computed in the wider of the dtypes of x and cos,
+    returned in x's. `fused` False: operation by operation on every device.
     """
     while cos.dim() < x.dim():
-        cos, sin = cos.unsqueeze(1 if cos.dim() == 2 else 2), sin.unsqueeze(1 if sin.dim() == 2 else 2)
+        cos = cos.unsqueeze(1 if cos.dim() == 2 else 2)
+        sin = sin.unsqueeze(1 if sin.dim() == 2 else 2)
     if fused and pays_off(x):
         return _Rotary.apply(x, cos, sin, interleaved)
     half = cos.shape[-1]
@@ -98,10 +108,16 @@ class _Rotary(torch.autograd.Function):
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, sign: int, interleaved: bool) -> Tensor:
-    if not interleaved and x.dim() == 4 and cos.dtype in (x.dtype, torch.float32) and native.runs(x):
+    if (
+        not interleaved
+        and x.dim() == 4
+        and cos.dtype in (x.dtype, torch.float32)
+        and native.runs(x)
+    ):
         return native.rotate(x, cos, sin, sign)
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    wide, half = torch.promote_types(x.dtype, cos.dtype), cos.shape[-1]
+    wide = torch.promote_types(x.dtype, cos.dtype)
+    half = cos.shape[-1]
 
     def work(rows: slice) -> None:
         part = x[rows].to(wide)

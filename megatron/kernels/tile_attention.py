@@ -1,4 +1,5 @@
-"""Causal attention in bf16 on a CPU by this suite's C++ (tiles.cpp), on AMX or AVX512-BF16; knows tensors, no layer."""
+"""Causal attention in bf16 on a CPU by this suite's C++ (tiles.cpp), on AMX or AVX512-BF16; knows
+tensors, no layer."""
 
 from functools import cache
 from types import ModuleType
@@ -40,7 +41,9 @@ def instructions() -> str:
     return "AMX" if _load().amx else "AVX512-BF16"
 
 
-def obstacle(device: torch.device, dtype: torch.dtype, head_dim: int, seq_length: int) -> str | None:
+def obstacle(
+    device: torch.device, dtype: torch.dtype, head_dim: int, seq_length: int
+) -> str | None:
     """Why the C++ does not compute attention of heads so wide, None if it does."""
     if torch.compiler.is_compiling():
         return "not supported under torch.compile"
@@ -67,15 +70,19 @@ def tile_attention(
 ) -> Tensor:
     """softmax(scale q k^T, causal) v in bf16: q [s, b, n, d], k and v [s, b, g, d] -> [s, b, n, d].
 
-    `run_starts` int32 [b, s]: the first position that each one sees, None for 0 everywhere; it must not fall.
-    The dropout mask is a function of the seed and of each probability's sample, head, query and key.
+    `run_starts` int32 [b, s]: the first position that each one sees, None for 0 everywhere; it must
+    not fall. The dropout mask is a function of the seed and of each probability's sample, head,
+    query and key.
     """
-    assert 0.0 <= dropout_p <= 1.0 - 2**-16, f"dropout probability must be in [0, 1), got {dropout_p}"
+    assert 0.0 <= dropout_p <= 1.0 - 2**-16, (
+        f"dropout probability must be in [0, 1), got {dropout_p}"
+    )
     return _TileAttention.apply(q, k, v, scale, (dropout_p, dropout_seed % 2**64), run_starts)
 
 
 def keep_mask(s: int, b: int, n: int, dropout_p: float, dropout_seed: int) -> Tensor:
-    """What dropout of `tile_attention` keeps of n heads: bool [b, n, s, s]. For tests: nothing else holds it."""
+    """What dropout of `tile_attention` keeps of n heads: bool [b, n, s, s]. For tests: nothing else
+    holds it."""
     mask = torch.empty(b, n, s, s, dtype=torch.uint8)
     _load().library.keep_mask(mask.data_ptr(), (s, b, n), dropout_p, dropout_seed % 2**64)
     return mask.bool()
@@ -100,20 +107,34 @@ def _address(t: Tensor | None) -> int:
 
 
 class _TileAttention(torch.autograd.Function):
-    """Keeps q, k, v, the output, and of each query the logarithm of its sum; dropout masks are drawn again."""
+    """Keeps q, k, v, the output, and of each query the logarithm of its sum; dropout masks are
+    drawn again."""
 
     @staticmethod
-    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, scale: float, dropout: tuple[float, int], run_starts: Tensor | None):
-        q, k, v = _lines(q), _lines(k), _lines(v)
+    def forward(
+        ctx,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float,
+        dropout: tuple[float, int],
+        run_starts: Tensor | None,
+    ):
+        q = _lines(q)
+        k = _lines(k)
+        v = _lines(v)
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         s, b, n, _ = q.shape
         log_sums = torch.empty(b, n, -(-s // BLOCK) * BLOCK)
         library, amx = _load()
         addresses = [_address(t) for t in (q, k, v, out, log_sums, run_starts)]
         steps = [_steps(t) for t in (q, k, v)]
-        library.forward(addresses, steps, _sizes(q, k), scale, *dropout, amx, torch.get_num_threads())
+        library.forward(
+            addresses, steps, _sizes(q, k), scale, *dropout, amx, torch.get_num_threads()
+        )
         ctx.save_for_backward(q, k, v, out, log_sums, run_starts)
-        ctx.scale, ctx.dropout = scale, dropout
+        ctx.scale = scale
+        ctx.dropout = dropout
         return out
 
     @staticmethod
@@ -125,5 +146,7 @@ class _TileAttention(torch.autograd.Function):
         library, amx = _load()
         addresses = [_address(t) for t in (*tensors, run_starts)]
         steps = [_steps(t) for t in tensors]
-        library.backward(addresses, steps, _sizes(q, k), ctx.scale, *ctx.dropout, amx, torch.get_num_threads())
+        library.backward(
+            addresses, steps, _sizes(q, k), ctx.scale, *ctx.dropout, amx, torch.get_num_threads()
+        )
         return *grads, None, None, None

@@ -1,8 +1,9 @@
-"""NVIDIA's Transformer Engine around our parameters. The only importer of transformer_engine; it knows no layer and no flag.
+"""NVIDIA's Transformer Engine around our parameters. The only importer of transformer_engine; it
+knows no layer and no flag.
 
-Its modules are built without memory (device "meta") and then given our parameters, so that names, first values, gradients'
-buffers and checkpoints are those of every other run. tests/kernels/test_signatures.py holds each call against the sources of
-the pinned release.
+Its modules are built without memory (device "meta") and then given our parameters, so that names,
+first values, gradients' buffers and checkpoints are those of every other run.
+tests/kernels/test_signatures.py holds each call against the sources of the pinned release.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -24,21 +25,29 @@ def obstacle(device: torch.device, dtype: torch.dtype) -> str | None:
         return f"Transformer Engine needs a CUDA device, and this is a {device.type}"
     if dtype == torch.float64:
         return "Transformer Engine has no fp64"
-    return None if find_spec("transformer_engine") else f"Transformer Engine is not installed; {INSTALL}"
+    return (
+        None
+        if find_spec("transformer_engine")
+        else f"Transformer Engine is not installed; {INSTALL}"
+    )
 
 
 def load() -> None:
-    """Load the library, which takes seconds. Raises ValueError where parts of it are missing or too old."""
+    """Load the library, which takes seconds. Raises ValueError where parts of it are missing or too
+    old."""
     try:
         from transformer_engine.pytorch import autocast  # noqa: F401  (the newest name that is used here)
     except (ImportError, OSError, AssertionError, RuntimeError) as error:
-        raise ValueError(f"Transformer Engine is installed but does not load ({type(error).__name__}: {error}); "
-                         f"{INSTALL}, or use --transformer-impl local") from None
+        raise ValueError(
+            f"Transformer Engine is installed but does not load ({type(error).__name__}: {error}); "
+            f"{INSTALL}, or use --transformer-impl local"
+        ) from None
 
 
 @dataclass(frozen=True)
 class Fp8:
-    """fp8 as the command line has it: format "e4m3" or "hybrid", recipe "delayed" or "tensorwise" (current scaling)."""
+    """fp8 as the command line has it: format "e4m3" or "hybrid", recipe "delayed" or "tensorwise"
+    (current scaling)."""
 
     format: str
     recipe: str
@@ -51,27 +60,55 @@ class Fp8:
 class Engine:
     """Makes the modules of a model's transformer layers.
 
-    accumulate: weight gradients are added to `main_grad` inside the product. fp8: None for products in the weights' format.
+    accumulate: weight gradients are added to `main_grad` inside the product. fp8: None for products
+    in the weights' format.
     """
 
     accumulate: bool = True
     fp8: Fp8 | None = None
 
-    def linear(self, mode: str, weight: nn.Parameter, bias: nn.Parameter | None, *, group: Any, size: int,
-               sequence_parallel: bool) -> nn.Module:
-        """A linear layer split over `size` ranks of `group`, `mode` "column" or "row"; weight and bias as in
-        megatron/parallel/layers.py."""
+    def linear(
+        self,
+        mode: str,
+        weight: nn.Parameter,
+        bias: nn.Parameter | None,
+        *,
+        group: Any,
+        size: int,
+        sequence_parallel: bool,
+    ) -> nn.Module:
+        """A linear layer split over `size` ranks of `group`, `mode` "column" or "row"; weight and
+        bias as in megatron/parallel/layers.py."""
         return Linear(mode, weight, bias, group, size, sequence_parallel, self.accumulate)
 
-    def norm(self, weight: nn.Parameter, bias: nn.Parameter | None, eps: float, zero_centered: bool, rms: bool) -> nn.Module:
-        """LayerNorm or RMSNorm over the last dimension, [..., h] -> [..., h] in the weight's dtype."""
+    def norm(
+        self,
+        weight: nn.Parameter,
+        bias: nn.Parameter | None,
+        eps: float,
+        zero_centered: bool,
+        rms: bool,
+    ) -> nn.Module:
+        """LayerNorm or RMSNorm over the last dimension, [..., h] -> [..., h] in the weight's
+        dtype."""
         import transformer_engine.pytorch as te
 
         if rms:
-            norm = te.RMSNorm(weight.shape[0], eps=eps, device="meta", dtype=weight.dtype, zero_centered_gamma=zero_centered)
+            norm = te.RMSNorm(
+                weight.shape[0],
+                eps=eps,
+                device="meta",
+                dtype=weight.dtype,
+                zero_centered_gamma=zero_centered,
+            )
         else:
-            norm = te.LayerNorm(weight.shape[0], eps=eps, device="meta", dtype=weight.dtype,
-                                zero_centered_gamma=zero_centered)
+            norm = te.LayerNorm(
+                weight.shape[0],
+                eps=eps,
+                device="meta",
+                dtype=weight.dtype,
+                zero_centered_gamma=zero_centered,
+            )
             norm.bias = bias
         norm.weight = weight
         return norm
@@ -81,7 +118,8 @@ class Engine:
         return Attention(heads, groups, head_dim, scale)
 
     def autocast(self, group: Any) -> AbstractContextManager[Any]:
-        """The layers run inside have products in 8 bits; `group`: ranks that share a layer, whose scales must be alike."""
+        """The layers run inside have products in 8 bits; `group`: ranks that share a layer, whose
+        scales must be alike."""
         if self.fp8 is None:
             return nullcontext()
         import transformer_engine.pytorch as te
@@ -91,32 +129,56 @@ class Engine:
         if self.fp8.recipe == "tensorwise":
             made = recipe.Float8CurrentScaling(fp8_format=form)
         else:
-            made = recipe.DelayedScaling(margin=self.fp8.margin, fp8_format=form, amax_history_len=self.fp8.amax_history_len,
-                                         amax_compute_algo=self.fp8.amax_compute_algo)
+            made = recipe.DelayedScaling(
+                margin=self.fp8.margin,
+                fp8_format=form,
+                amax_history_len=self.fp8.amax_history_len,
+                amax_compute_algo=self.fp8.amax_compute_algo,
+            )
         return te.autocast(enabled=True, recipe=made, amax_reduction_group=group)
 
 
 class Linear(nn.Module):
-    """te.Linear over our weight [out, in], or [2, out, in] of a gated layer, which it sees as [2 out, in]."""
+    """te.Linear over our weight [out, in], or [2, out, in] of a gated layer, which it sees as [2
+    out, in]."""
 
-    def __init__(self, mode: str, weight: nn.Parameter, bias: nn.Parameter | None, group: Any, size: int,
-                 sequence_parallel: bool, accumulate: bool):
+    def __init__(
+        self,
+        mode: str,
+        weight: nn.Parameter,
+        bias: nn.Parameter | None,
+        group: Any,
+        size: int,
+        sequence_parallel: bool,
+        accumulate: bool,
+    ):
         import transformer_engine.pytorch as te
 
         super().__init__()
-        self.weight, self.bias = weight, bias
-        rows, columns = weight.shape[:-1].numel(), weight.shape[-1]
+        self.weight = weight
+        self.bias = bias
+        rows = weight.shape[:-1].numel()
+        columns = weight.shape[-1]
         self.linear = te.Linear(
-            in_features=columns * (size if mode == "row" else 1), out_features=rows * (size if mode == "column" else 1),
-            sequence_parallel=sequence_parallel, fuse_wgrad_accumulation=accumulate, tp_group=group, tp_size=size,
-            bias=bias is not None, params_dtype=weight.dtype, parallel_mode=mode, device="meta")
+            in_features=columns * (size if mode == "row" else 1),
+            out_features=rows * (size if mode == "column" else 1),
+            sequence_parallel=sequence_parallel,
+            fuse_wgrad_accumulation=accumulate,
+            tp_group=group,
+            tp_size=size,
+            bias=bias is not None,
+            params_dtype=weight.dtype,
+            parallel_mode=mode,
+            device="meta",
+        )
         del self.linear.weight
         if bias is not None:
             del self.linear.bias
 
     def forward(self, x: Tensor) -> Tensor:
         """As the forward of the layer in megatron/parallel/layers.py, its collectives included."""
-        # Set anew each time: a view belongs to one graph, and buffers of weights are made after the model.
+        # Set anew each time: a view belongs to one graph, and buffers of weights are made after the
+        # model.
         weight = self.weight.flatten(0, -2)
         if weight is not self.weight and hasattr(self.weight, "main_grad"):
             weight.main_grad = self.weight.main_grad.flatten(0, -2)
@@ -134,16 +196,34 @@ class Attention(nn.Module):
 
         super().__init__()
         self.attention = te.DotProductAttention(
-            num_attention_heads=heads, kv_channels=head_dim, num_gqa_groups=groups, attention_dropout=0.0, qkv_format="sbhd",
-            attn_mask_type="causal", softmax_scale=scale)
+            num_attention_heads=heads,
+            kv_channels=head_dim,
+            num_gqa_groups=groups,
+            attention_dropout=0.0,
+            qkv_format="sbhd",
+            attn_mask_type="causal",
+            softmax_scale=scale,
+        )
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, document_ids: Tensor | None = None) -> Tensor:
-        """q [s, b, n, d], k and v [s, b, g, d] -> [s, b, n, d]; document_ids [b, s] keeps attention inside documents."""
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, document_ids: Tensor | None = None
+    ) -> Tensor:
+        """q [s, b, n, d], k and v [s, b, g, d] -> [s, b, n, d]; document_ids [b, s] keeps attention
+        inside documents."""
         s, b, n, d = q.shape
         if document_ids is None:
             return self.attention(q, k, v).view(s, b, n, d)
         ends = cumulative_lengths(document_ids)
         q, k, v = (t.transpose(0, 1).flatten(0, 1) for t in (q, k, v))
-        out = self.attention(q, k, v, qkv_format="thd", attn_mask_type="padding_causal", cu_seqlens_q=ends,
-                             cu_seqlens_kv=ends, max_seqlen_q=s, max_seqlen_kv=s)
+        out = self.attention(
+            q,
+            k,
+            v,
+            qkv_format="thd",
+            attn_mask_type="padding_causal",
+            cu_seqlens_q=ends,
+            cu_seqlens_kv=ends,
+            max_seqlen_q=s,
+            max_seqlen_kv=s,
+        )
         return out.view(b, s, n, d).transpose(0, 1)

@@ -1,4 +1,5 @@
-"""Causal attention on a CPU in fp32 arithmetic by this suite's C++ (attention.cpp): tensors and addresses, no layer."""
+"""Causal attention on a CPU in fp32 arithmetic by this suite's C++ (attention.cpp): tensors and
+addresses, no layer."""
 
 import torch
 from torch import Tensor
@@ -8,8 +9,8 @@ from megatron.kernels.qkv import gradients_like
 
 INTERFACE = 1
 BLOCK = 32  # queries of a block in the C++
-# Up to so many positions: scores of BLOCK queries against more keys do not fit a core's second cache, or (AVX2) torch's
-# kernel is faster (docs/performance.md).
+# Up to so many positions: scores of BLOCK queries against more keys do not fit a core's second
+# cache, or (AVX2) torch's kernel is faster (docs/performance.md).
 LONGEST = {"AVX512": 8192, "AVX2": 1024}
 
 
@@ -18,7 +19,9 @@ def load(capability: str):
     return load_built("attention", INTERFACE, capability)
 
 
-def obstacle(device: torch.device, dtype: torch.dtype, head_dim: int, seq_length: int) -> str | None:
+def obstacle(
+    device: torch.device, dtype: torch.dtype, head_dim: int, seq_length: int
+) -> str | None:
     """Why the C++ does not compute attention of such tensors, None if it does."""
     if torch.compiler.is_compiling():
         return "not under torch.compile"
@@ -34,7 +37,8 @@ def obstacle(device: torch.device, dtype: torch.dtype, head_dim: int, seq_length
 
 
 def vector_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """softmax(scale q k^T, causal) v: q [s, b, n, d], k and v [s, b, g, d] of one dtype, fp32 or bf16 -> [s, b, n, d]."""
+    """softmax(scale q k^T, causal) v: q [s, b, n, d], k and v [s, b, g, d] of one dtype, fp32 or
+    bf16 -> [s, b, n, d]."""
     # The C++ reads memory by these sizes.
     assert q.dtype == k.dtype == v.dtype, (q.dtype, k.dtype, v.dtype)
     assert k.shape == v.shape == (*q.shape[:2], k.shape[2], q.shape[3]), (q.shape, k.shape, v.shape)
@@ -62,12 +66,16 @@ class _VectorAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        q, k, v = _contiguous_vectors(q), _contiguous_vectors(k), _contiguous_vectors(v)
+        q = _contiguous_vectors(q)
+        k = _contiguous_vectors(k)
+        v = _contiguous_vectors(v)
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         s, b, n, _ = q.shape
         log_sums = torch.empty(b, n, -(-s // BLOCK) * BLOCK)
         addresses = [t.data_ptr() for t in (q, k, v, out, log_sums)]
-        _call("forward", q.dtype, addresses, [t.stride()[:3] for t in (q, k, v)], _sizes(q, k), scale)
+        _call(
+            "forward", q.dtype, addresses, [t.stride()[:3] for t in (q, k, v)], _sizes(q, k), scale
+        )
         ctx.save_for_backward(q, k, v, out, log_sums)
         ctx.scale = scale
         return out
@@ -80,5 +88,12 @@ class _VectorAttention(torch.autograd.Function):
         grad_out = _contiguous_vectors(grad_out.to(q.dtype))
         tensors = [q, k, v, grad_out, out, log_sums.unsqueeze(-1), *grads]
         addresses = [t.data_ptr() for t in tensors]
-        _call("backward", q.dtype, addresses, [t.stride()[:3] for t in tensors], _sizes(q, k), ctx.scale)
+        _call(
+            "backward",
+            q.dtype,
+            addresses,
+            [t.stride()[:3] for t in tensors],
+            _sizes(q, k),
+            ctx.scale,
+        )
         return *grads, None

@@ -1,4 +1,6 @@
-"""Causal self-attention with multi-head or grouped queries. Knows no residual stream and no other layer."""
+"""Causal self-attention with multi-head or grouped queries. Knows no residual stream and no other
+layer."""
+
 from __future__ import annotations
 
 import math
@@ -21,29 +23,52 @@ Rotary = tuple[torch.Tensor, torch.Tensor]
 
 
 class SelfAttention(nn.Module):
-    """Attention of this rank's heads (Vaswani et al. 2017; groups of query heads share a key and a value head).
+    """Attention of this rank's heads (Vaswani et al. 2017; groups of query heads share a key and a
+    value head).
 
-    Rows of linear_qkv by query group: the group's query heads, its key head, its value head. Scores and softmax are
-    fp32 at least in every kernel, so --attention-softmax-in-fp32 is always on and --apply-query-key-layer-scaling,
-    which keeps half-precision scores in range, has nothing left to do.
+    Rows of linear_qkv by query group: the group's query heads, its key head, its value head. Scores
+    and softmax are fp32 at least in every kernel, so --attention-softmax-in-fp32 is always on and
+    --apply-query-key-layer-scaling, which keeps half-precision scores in range, has nothing left to
+    do.
     """
 
-    def __init__(self, model: ModelConfig, params: ParameterFactory, ctx: ParallelContext, layer: int, *,
-                 recompute_core: bool = False):
+    def __init__(
+        self,
+        model: ModelConfig,
+        params: ParameterFactory,
+        ctx: ParallelContext,
+        layer: int,
+        *,
+        recompute_core: bool = False,
+    ):
         super().__init__()
-        self.layer, self.tp_rank, self.head_dim = layer, ctx.tp.rank, model.head_dim
-        self.cp, self.cp_comm_type = ctx.cp, ctx.cp_comm_type
+        self.layer = layer
+        self.tp_rank = ctx.tp.rank
+        self.head_dim = model.head_dim
+        self.cp = ctx.cp
+        self.cp_comm_type = ctx.cp_comm_type
         self.groups = model.query_groups // ctx.tp.size
         self.queries_per_group = model.num_attention_heads // model.query_groups
         self.scale = 1.0 / math.sqrt(model.head_dim)
-        self.dropout, self.interleaved = model.attention_dropout, model.rotary_interleaved
-        self.recompute_core, self.kernels, self.engine = recompute_core, Kernels(), None
-        self.linear_qkv = ColumnParallelLinear(params("linear_qkv.weight"), params("linear_qkv.bias"), ctx,
-                                               params.scaling("linear_qkv"))
+        self.dropout = model.attention_dropout
+        self.interleaved = model.rotary_interleaved
+        self.recompute_core = recompute_core
+        self.kernels = Kernels()
+        self.engine = None
+        self.linear_qkv = ColumnParallelLinear(
+            params("linear_qkv.weight"),
+            params("linear_qkv.bias"),
+            ctx,
+            params.scaling("linear_qkv"),
+        )
         self.q_layernorm = Norm(model, params.at("q_layernorm")) if model.qk_layernorm else None
         self.k_layernorm = Norm(model, params.at("k_layernorm")) if model.qk_layernorm else None
-        self.linear_proj = RowParallelLinear(params("linear_proj.weight"), params("linear_proj.bias"), ctx,
-                                             params.scaling("linear_proj"))
+        self.linear_proj = RowParallelLinear(
+            params("linear_proj.weight"),
+            params("linear_proj.bias"),
+            ctx,
+            params.scaling("linear_proj"),
+        )
 
     def use(self, kernels: Kernels) -> None:
         """From now on compute as `kernels` says."""
@@ -52,15 +77,26 @@ class SelfAttention(nn.Module):
             heads = self.groups * self.queries_per_group
             self.engine = kernels.engine.attention(heads, self.groups, self.head_dim, self.scale)
 
-    def forward(self, x: torch.Tensor, rotary: Rotary | None = None, document_ids: torch.Tensor | None = None,
-                seeds: DropoutSeeds | None = None) -> torch.Tensor:
-        """x [s/cp, b, h] -> [s/cp, b, h]; with document_ids [b, s], whole, no position sees another document."""
+    def forward(
+        self,
+        x: torch.Tensor,
+        rotary: Rotary | None = None,
+        document_ids: torch.Tensor | None = None,
+        seeds: DropoutSeeds | None = None,
+    ) -> torch.Tensor:
+        """x [s/cp, b, h] -> [s/cp, b, h]; with document_ids [b, s], whole, no position sees another
+        document."""
         q, k, v = self.project(x)
         if self.q_layernorm is not None:
-            q, k = self.q_layernorm(q), self.k_layernorm(k)
+            q = self.q_layernorm(q)
+            k = self.k_layernorm(k)
         if rotary is not None:
-            q, k = (kernels.apply_rotary(t, *rotary, interleaved=self.interleaved, fused=self.kernels.fused_rotary)
-                    for t in (q, k))
+            q, k = (
+                kernels.apply_rotary(
+                    t, *rotary, interleaved=self.interleaved, fused=self.kernels.fused_rotary
+                )
+                for t in (q, k)
+            )
         if self.recompute_core and torch.is_grad_enabled():
             y = recompute(self.core, q, k, v, document_ids, seeds)
         else:
@@ -68,29 +104,60 @@ class SelfAttention(nn.Module):
         return self.linear_proj(y.flatten(2))
 
     def project(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """x [s, b, h] -> queries [s, b, n, d], keys and values [s, b, g, d] of this rank's n heads in g groups."""
-        qkv = self.linear_qkv(x).unflatten(-1, (self.groups, self.queries_per_group + 2, self.head_dim))
+        """x [s, b, h] -> queries [s, b, n, d], keys and values [s, b, g, d] of this rank's n heads
+        in g groups."""
+        qkv = self.linear_qkv(x).unflatten(
+            -1, (self.groups, self.queries_per_group + 2, self.head_dim)
+        )
         return kernels.split_qkv(qkv, self.queries_per_group)
 
-    def core(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, document_ids: torch.Tensor | None,
-             seeds: DropoutSeeds | None) -> torch.Tensor:
+    def core(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        document_ids: torch.Tensor | None,
+        seeds: DropoutSeeds | None,
+    ) -> torch.Tensor:
         """The part without weights: q [s, b, n, d], k and v [s, b, g, d] -> [s, b, n, d]."""
         if seeds is not None and self.dropout > 0.0:
             return self.dropping_core(q, k, v, document_ids, seeds)
         return self.attend(q, k, v, document_ids)
 
-    def dropping_core(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, document_ids: torch.Tensor | None,
-                      seeds: DropoutSeeds) -> torch.Tensor:
+    def dropping_core(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        document_ids: torch.Tensor | None,
+        seeds: DropoutSeeds,
+    ) -> torch.Tensor:
         """`core` with dropout of the probabilities."""
-        return self.attend(q, k, v, document_ids, dropout_p=self.dropout,
-                           dropout_seed=seeds.seed(self.layer, "attention", self.tp_rank))
+        return self.attend(
+            q,
+            k,
+            v,
+            document_ids,
+            dropout_p=self.dropout,
+            dropout_seed=seeds.seed(self.layer, "attention", self.tp_rank),
+        )
 
-    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, document_ids: torch.Tensor | None,
-               **more: Any) -> torch.Tensor:
+    def attend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        document_ids: torch.Tensor | None,
+        **more: Any,
+    ) -> torch.Tensor:
         """To this rank's keys alone, or with those of the other context-parallel ranks."""
         if self.engine is not None:
             return self.engine(q, k, v, document_ids)
-        more |= {"scale": self.scale, "document_ids": document_ids, "implementation": self.kernels.attention}
+        more |= {
+            "scale": self.scale,
+            "document_ids": document_ids,
+            "implementation": self.kernels.attention,
+        }
         if self.cp.size > 1:
             return ring_attention(q, k, v, self.cp, comm_type=self.cp_comm_type, **more)
         return kernels.attention(q, k, v, **more)

@@ -1,4 +1,5 @@
 """From token ids to the residual stream, and the tables of rotary angles. Knows no layer."""
+
 from __future__ import annotations
 
 import torch
@@ -24,7 +25,8 @@ class LearnedPositions(nn.Module):
         self.weight = weight
 
     def forward(self, length: int, position_ids: torch.Tensor | None) -> torch.Tensor:
-        """Vectors of positions 0..length-1, [s, 1, h], or of position_ids [b or 1, s], [s, b or 1, h]."""
+        """Vectors of positions 0..length-1, [s, 1, h], or of position_ids [b or 1, s], [s, b or 1,
+        h]."""
         if position_ids is not None:
             return embedding(position_ids.t(), self.weight)
         return self.weight[:length].unsqueeze(1)
@@ -38,11 +40,18 @@ class Embedding(nn.Module):
         self.word_embeddings = VocabParallelEmbedding(params("word_embeddings.weight"), ctx)
         positions = params("position_embeddings.weight")
         self.position_embeddings = None if positions is None else LearnedPositions(positions)
-        self.dropout, self.fp32, self.ctx = model.hidden_dropout, model.fp32_residual_connection, ctx
+        self.dropout = model.hidden_dropout
+        self.fp32 = model.fp32_residual_connection
+        self.ctx = ctx
 
-    def forward(self, tokens: torch.Tensor, position_ids: torch.Tensor | None = None,
-                seeds: DropoutSeeds | None = None) -> torch.Tensor:
-        """tokens [b, s], position_ids [b or 1, s] or None for 0..s-1 -> [s, b, h] ([s/tp, b, h], sequence parallel)."""
+    def forward(
+        self,
+        tokens: torch.Tensor,
+        position_ids: torch.Tensor | None = None,
+        seeds: DropoutSeeds | None = None,
+    ) -> torch.Tensor:
+        """tokens [b, s], position_ids [b or 1, s] or None for 0..s-1 -> [s, b, h] ([s/tp, b, h],
+        sequence parallel)."""
         x = self.word_embeddings(tokens)
         shard = self.ctx.tp.rank if self.ctx.sequence_parallel else 0
         if self.position_embeddings is not None:
@@ -54,21 +63,29 @@ class Embedding(nn.Module):
 
 
 class RotaryTables(nn.Module):
-    """Cosines and sines of rotary positions (Su et al. 2021), computed once for every position there can be."""
+    """Cosines and sines of rotary positions (Su et al. 2021), computed once for every position
+    there can be."""
 
     def __init__(self, model: ModelConfig, dtype: torch.dtype, device: torch.device | str):
         super().__init__()
         dim = int(model.head_dim * model.rotary_percent)
         cos, sin = kernels.rotary_tables(
-            model.max_position_embeddings or model.seq_length, dim, model.rotary_base, device=device,
+            model.max_position_embeddings or model.seq_length,
+            dim,
+            model.rotary_base,
+            device=device,
             interpolation_factor=model.rotary_seq_len_interpolation_factor,
             scaling_factor=model.rope_scaling_factor if model.use_rope_scaling else None,
-            dtype=torch.promote_types(dtype, torch.float32))
+            dtype=torch.promote_types(dtype, torch.float32),
+        )
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
 
-    def forward(self, length: int, position_ids: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """(cos, sin) of positions 0..length-1, each [s, dim/2], or of position_ids [b or 1, s], each [s, b or 1, dim/2]."""
+    def forward(
+        self, length: int, position_ids: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(cos, sin) of positions 0..length-1, each [s, dim/2], or of position_ids [b or 1, s],
+        each [s, b or 1, dim/2]."""
         if position_ids is None:
             return self.cos[:length], self.sin[:length]
         return F.embedding(position_ids.t(), self.cos), F.embedding(position_ids.t(), self.sin)

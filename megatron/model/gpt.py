@@ -1,15 +1,22 @@
-"""GPT: embedding, transformer layers, output layer, loss. Knows no optimizer, no data and no global state.
+"""GPT: embedding, transformer layers, output layer, loss. Knows no optimizer, no data and no global
+state.
 
-Architecture after Radford et al. 2019 (GPT-2) with the options of Megatron-LM and Llama; readable as if there were one
-device: what is parallel hides in the layers' names.
+Architecture after Radford et al. 2019 (GPT-2) with the options of Megatron-LM and Llama; readable
+as if there were one device: what is parallel hides in the layers' names.
 """
+
 from __future__ import annotations
 
 import torch
 from torch import nn
 
 from megatron.config.model import ModelConfig
-from megatron.config.parameters import WORD_EMBEDDING, count_parameters, parameter_table, stage_table
+from megatron.config.parameters import (
+    WORD_EMBEDDING,
+    count_parameters,
+    parameter_table,
+    stage_table,
+)
 from megatron.config.precision import PrecisionConfig
 from megatron.kernels.choice import Kernels
 from megatron.model.embedding import Embedding, RotaryTables
@@ -24,7 +31,8 @@ from megatron.parallel.sharding import ParameterFactory
 
 
 def hidden_dtype(model: ModelConfig, dtype: torch.dtype) -> torch.dtype:
-    """The number format of the residual stream behind a layer of a model whose parameters are `dtype`."""
+    """The number format of the residual stream behind a layer of a model whose parameters are
+    `dtype`."""
     wide = model.fp32_residual_connection and not model.apply_residual_connection_post_layernorm
     return torch.promote_types(dtype, torch.float32) if wide else dtype
 
@@ -32,38 +40,63 @@ def hidden_dtype(model: ModelConfig, dtype: torch.dtype) -> torch.dtype:
 class GPTModel(nn.Module):
     """A GPT, or the chunk of one that has the (global) `layers`.
 
-    The chunk with the first layer has the embedding, the one with the last layer final norm, output layer and loss.
-    Parameters are named as in `megatron.config.parameters.parameter_table` and their memory is not filled:
-    `megatron.parallel.sharding.init_parameters` or a checkpoint does that. Weights are [out, in]; a tied output layer
-    uses the embedding's very parameter, or in another chunk a copy of the same name. `kernels`: what layers compute with.
-    With `keep_losses` the chunk with the loss leaves those of the last training forward, without label smoothing, in
-    `losses` [b, s], and with `count_right` in `right` (bool [b, s]) which labels had the largest logit.
+    The chunk with the first layer has the embedding, the one with the last layer final norm, output
+    layer and loss. Parameters are named as in `megatron.config.parameters.parameter_table` and
+    their memory is not filled: `megatron.parallel.sharding.init_parameters` or a checkpoint does
+    that. Weights are [out, in]; a tied output layer uses the embedding's very parameter, or in
+    another chunk a copy of the same name. `kernels`: what layers compute with. With `keep_losses`
+    the chunk with the loss leaves those of the last training forward, without label smoothing, in
+    `losses` [b, s], and with `count_right` in `right` (bool [b, s]) which labels had the largest
+    logit.
     """
 
-    def __init__(self, model: ModelConfig, precision: PrecisionConfig, ctx: ParallelContext, padded_vocab_size: int,
-                 vocab_size: int, dtype: torch.dtype, device: torch.device | str = "cpu", *,
-                 layers: range | None = None, recompute: Recompute | None = None, kernels: Kernels | None = None):
+    def __init__(
+        self,
+        model: ModelConfig,
+        precision: PrecisionConfig,
+        ctx: ParallelContext,
+        padded_vocab_size: int,
+        vocab_size: int,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+        *,
+        layers: range | None = None,
+        recompute: Recompute | None = None,
+        kernels: Kernels | None = None,
+    ):
         super().__init__()
         layers = range(model.num_layers) if layers is None else layers
-        first, last = layers.start == 0, layers.stop == model.num_layers
-        self.ctx, self.vocab_size = ctx, vocab_size
+        first = layers.start == 0
+        last = layers.stop == model.num_layers
+        self.ctx = ctx
+        self.vocab_size = vocab_size
         self.loss_dtype = torch.float16 if precision.fp16_lm_cross_entropy else None
         self.max_positions = model.max_position_embeddings or model.seq_length
-        self.keep_losses, self.losses, self.count_right, self.right = False, None, False, None
-        self.positions, self.label_smoothing = model.positions, model.label_smoothing
-        table = stage_table(parameter_table(model, padded_vocab_size, vocab_size), layers, first, last)
+        self.keep_losses = False
+        self.losses = None
+        self.count_right = False
+        self.right = None
+        self.positions = model.positions
+        self.label_smoothing = model.label_smoothing
+        table = stage_table(
+            parameter_table(model, padded_vocab_size, vocab_size), layers, first, last
+        )
         kernels = kernels or Kernels()
         ours = precision.fp8 is not None and kernels.engine is None
         scaling = (lambda name: LayerScaling(name, precision, ctx, device)) if ours else None
         params = ParameterFactory(table, ctx, dtype, device, scaling)
         self.embedding = Embedding(model, params.at("embedding"), ctx) if first else None
         self.rotary = RotaryTables(model, dtype, device) if model.positions == "rope" else None
-        self.decoder = Decoder(model, params.at("decoder"), ctx, layers, last, recompute=recompute or Recompute())
+        self.decoder = Decoder(
+            model, params.at("decoder"), ctx, layers, last, recompute=recompute or Recompute()
+        )
         self.output_layer = self._build_output_layer(model, params) if last else None
         self._use(kernels)
         self._check(count_parameters(table, {"tp": ctx.tp.size}), {spec.name for spec in table})
 
-    def _build_output_layer(self, model: ModelConfig, params: ParameterFactory) -> ColumnParallelLinear:
+    def _build_output_layer(
+        self, model: ModelConfig, params: ParameterFactory
+    ) -> ColumnParallelLinear:
         if not model.tied:
             weight = params("output_layer.weight")
         elif self.embedding is not None:
@@ -73,7 +106,8 @@ class GPTModel(nn.Module):
         return ColumnParallelLinear(weight, None, self.ctx)
 
     def _use(self, kernels: Kernels) -> None:
-        """Tell every layer what to compute with; Transformer Engine has a part in the transformer layers alone."""
+        """Tell every layer what to compute with; Transformer Engine has a part in the transformer
+        layers alone."""
         for module in [module for module in self.decoder.modules() if hasattr(module, "use")]:
             module.use(kernels)
         if self.output_layer is not None:
@@ -82,26 +116,42 @@ class GPTModel(nn.Module):
     def _check(self, size: int, names: set[str]) -> None:
         """Was built what was asked for, each parameter once?"""
         built = {p.sharding.name for p in self.parameters()}
-        assert built == names, f"built but not asked for or asked for but not built: {sorted(built ^ names)}"
+        assert built == names, (
+            f"built but not asked for or asked for but not built: {sorted(built ^ names)}"
+        )
         count = sum(p.numel() for p in self.parameters())
         assert count == size, f"{count} parameters were built, {size} asked for"
 
-    def forward(self, tokens: torch.Tensor | None, position_ids: torch.Tensor | None = None,
-                labels: torch.Tensor | None = None, document_ids: torch.Tensor | None = None,
-                dropout: DropoutSeeds | None = None, *, hidden: torch.Tensor | None = None) -> torch.Tensor:
-        """Per-token losses [b, s] (fp32) with labels, else logits [b, s, vocab_size] of the real vocabulary.
+    def forward(
+        self,
+        tokens: torch.Tensor | None,
+        position_ids: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
+        document_ids: torch.Tensor | None = None,
+        dropout: DropoutSeeds | None = None,
+        *,
+        hidden: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Per-token losses [b, s] (fp32) with labels, else logits [b, s, vocab_size] of the real
+        vocabulary.
 
-        tokens, labels [b, s]. position_ids [b, s], or None for 0..s-1 (cheaper). document_ids [b, s] keeps attention
-        inside documents. dropout: the streams of this micro-batch, or None to drop nothing. A chunk without the first
-        layer needs `hidden` [s, b, h] ([s/tp, b, h] with sequence parallelism), the output of the one before; a chunk
-        without the last layer returns such a tensor. Raises ValueError where `hidden` is missing and, without
-        position_ids, on a sequence longer than the position table. With context parallelism each s but that of
+        tokens, labels [b, s]. position_ids [b, s], or None for 0..s-1 (cheaper). document_ids [b,
+        s] keeps attention inside documents. dropout: the streams of this micro-batch, or None to
+        drop nothing. A chunk without the first layer needs `hidden` [s, b, h] ([s/tp, b, h] with
+        sequence parallelism), the output of the one before; a chunk without the last layer returns
+        such a tensor. Raises ValueError where `hidden` is missing and, without position_ids, on a
+        sequence longer than the position table. With context parallelism each s but that of
         document_ids is s/cp, and position_ids [b or 1, s/cp] must be given.
         """
-        assert position_ids is not None or self.ctx.cp.size == 1, "a rank's chunks of a sequence have no plain positions"
+        assert position_ids is not None or self.ctx.cp.size == 1, (
+            "a rank's chunks of a sequence have no plain positions"
+        )
         s = self._length(tokens, hidden, position_ids)
         if self.embedding is None and hidden is None:
-            raise ValueError("this part of the model has no embedding: forward_step must pass hidden=batch.hidden to it")
+            raise ValueError(
+                "this part of the model has no embedding: forward_step must pass "
+                "hidden=batch.hidden to it"
+            )
         x = hidden if self.embedding is None else self.embedding(tokens, position_ids, dropout)
         rotary = None if self.rotary is None else self.rotary(s, position_ids)
         x = self.decoder(x, rotary, document_ids, dropout)
@@ -113,28 +163,54 @@ class GPTModel(nn.Module):
         return self._losses(logits, labels)
 
     def _losses(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """Losses [b, s], in training smoothed; leaves behind what `keep_losses` and `count_right` ask for."""
+        """Losses [b, s], in training smoothed; leaves behind what `keep_losses` and `count_right`
+        ask for."""
         right = plain = None
         smoothing = self.label_smoothing if torch.is_grad_enabled() else 0.0
         if self.count_right and torch.is_grad_enabled():
             right = labels.new_empty(labels.numel(), dtype=torch.bool)
         if self.keep_losses and smoothing:
-            dtype = torch.promote_types(logits.dtype, torch.float32) if self.loss_dtype is None else self.loss_dtype
+            dtype = (
+                torch.promote_types(logits.dtype, torch.float32)
+                if self.loss_dtype is None
+                else self.loss_dtype
+            )
             plain = logits.new_empty(labels.numel(), dtype=dtype)
-        losses = vocab_parallel_cross_entropy(logits, labels, vocab_size=self.vocab_size, tp=self.ctx.tp,
-                                              dtype=self.loss_dtype, smoothing=smoothing, right=right, plain=plain)
-        self.right, kept = (None if x is None else x.view(logits.shape[:2]).t() for x in (right, plain))
+        losses = vocab_parallel_cross_entropy(
+            logits,
+            labels,
+            vocab_size=self.vocab_size,
+            tp=self.ctx.tp,
+            dtype=self.loss_dtype,
+            smoothing=smoothing,
+            right=right,
+            plain=plain,
+        )
+        self.right, kept = (
+            None if x is None else x.view(logits.shape[:2]).t() for x in (right, plain)
+        )
         if self.keep_losses and torch.is_grad_enabled():
             self.losses = losses.detach() if kept is None else kept
         return losses
 
-    def _length(self, tokens: torch.Tensor | None, hidden: torch.Tensor | None, position_ids: torch.Tensor | None) -> int:
+    def _length(
+        self,
+        tokens: torch.Tensor | None,
+        hidden: torch.Tensor | None,
+        position_ids: torch.Tensor | None,
+    ) -> int:
         """Tokens of one sample, before any split over ranks."""
         if tokens is not None:
             s = tokens.shape[1] * self.ctx.cp.size
         else:
-            s = hidden.shape[0] * self.ctx.cp.size * (self.ctx.tp.size if self.ctx.sequence_parallel else 1)
+            s = (
+                hidden.shape[0]
+                * self.ctx.cp.size
+                * (self.ctx.tp.size if self.ctx.sequence_parallel else 1)
+            )
         if self.positions != "none" and position_ids is None and s > self.max_positions:
-            raise ValueError(f"a sequence of {s} tokens is longer than the {self.max_positions} positions of "
-                             f"--max-position-embeddings; shorten it or train with a larger table")
+            raise ValueError(
+                f"a sequence of {s} tokens is longer than the {self.max_positions} positions of "
+                f"--max-position-embeddings; shorten it or train with a larger table"
+            )
         return s

@@ -1,4 +1,6 @@
-"""One transformer layer, and the layers of one pipeline stage with their recompute. Knows no embedding and no loss."""
+"""One transformer layer, and the layers of one pipeline stage with their recompute. Knows no
+embedding and no loss."""
+
 from __future__ import annotations
 
 from contextlib import nullcontext
@@ -22,9 +24,11 @@ from megatron.parallel.sharding import ParameterFactory
 class Recompute:
     """What is computed again in backward instead of being kept.
 
-    granularity: None, "selective" (core attention) or "full". method (with full): "uniform" (every chunk of
-    `num_layers` layers keeps only its input) or "block" (the first `num_layers` layers each keep only their input).
+    granularity: None, "selective" (core attention) or "full". method (with full): "uniform" (every
+    chunk of `num_layers` layers keeps only its input) or "block" (the first `num_layers` layers
+    each keep only their input).
     """
+
     granularity: str | None = None
     method: str | None = None
     num_layers: int | None = None
@@ -41,22 +45,37 @@ class Recompute:
 
 
 class TransformerLayer(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)): pre-norm (Radford et al. 2019), dropout on both branches."""
+    """x + attention(norm(x)), then x + mlp(norm(x)): pre-norm (Radford et al. 2019), dropout on
+    both branches."""
 
-    def __init__(self, model: ModelConfig, params: ParameterFactory, ctx: ParallelContext, number: int, *,
-                 recompute_core: bool = False):
+    def __init__(
+        self,
+        model: ModelConfig,
+        params: ParameterFactory,
+        ctx: ParallelContext,
+        number: int,
+        *,
+        recompute_core: bool = False,
+    ):
         super().__init__()
-        self.number, self.dropout = number, model.hidden_dropout
+        self.number = number
+        self.dropout = model.hidden_dropout
         self.residual_after_norm = model.apply_residual_connection_post_layernorm
         self.part = ctx.tp.rank if ctx.sequence_parallel else 0
         self.input_layernorm = Norm(model, params.at("input_layernorm"))
-        self.self_attention = SelfAttention(model, params.at("self_attention"), ctx, number,
-                                            recompute_core=recompute_core)
+        self.self_attention = SelfAttention(
+            model, params.at("self_attention"), ctx, number, recompute_core=recompute_core
+        )
         self.pre_mlp_layernorm = Norm(model, params.at("pre_mlp_layernorm"))
         self.mlp = MLP(model, params.at("mlp"), ctx)
 
-    def forward(self, x: torch.Tensor, rotary: Rotary | None = None, document_ids: torch.Tensor | None = None,
-                seeds: DropoutSeeds | None = None) -> torch.Tensor:
+    def forward(
+        self,
+        x: torch.Tensor,
+        rotary: Rotary | None = None,
+        document_ids: torch.Tensor | None = None,
+        seeds: DropoutSeeds | None = None,
+    ) -> torch.Tensor:
         """x [s, b, h] ([s/tp, b, h] with sequence parallelism) -> the same shape."""
         normed = self.input_layernorm(x)
         y = self.self_attention(normed, rotary, document_ids, seeds)
@@ -73,7 +92,8 @@ class TransformerLayer(nn.Module):
         return dropout(x, self.dropout, seeds, self.number, site, self.part)
 
     def compile(self, **options: Any) -> None:
-        """As Module's. What takes a dropout seed stays out: a graph holds integers as constants, and each seed is new."""
+        """As Module's. What takes a dropout seed stays out: a graph holds integers as constants,
+        and each seed is new."""
         self._drop = torch.compiler.disable(self._drop)
         attention = self.self_attention
         attention.dropping_core = torch.compiler.disable(attention.dropping_core)
@@ -83,24 +103,48 @@ class TransformerLayer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """The layers of one pipeline stage under their global numbers, and the final norm on the last one."""
+    """The layers of one pipeline stage under their global numbers, and the final norm on the last
+    one."""
 
-    def __init__(self, model: ModelConfig, params: ParameterFactory, ctx: ParallelContext, layers: range, last: bool, *,
-                 recompute: Recompute):
+    def __init__(
+        self,
+        model: ModelConfig,
+        params: ParameterFactory,
+        ctx: ParallelContext,
+        layers: range,
+        last: bool,
+        *,
+        recompute: Recompute,
+    ):
         super().__init__()
-        self.layers = nn.ModuleDict({
-            str(i): TransformerLayer(model, params.at(f"layers.{i}"), ctx, i,
-                                     recompute_core=recompute.granularity == "selective")
-            for i in layers})
-        self.chunks, self.group, self.engine = recompute.chunks(len(layers)), ctx.tp.group, None
+        self.layers = nn.ModuleDict(
+            {
+                str(i): TransformerLayer(
+                    model,
+                    params.at(f"layers.{i}"),
+                    ctx,
+                    i,
+                    recompute_core=recompute.granularity == "selective",
+                )
+                for i in layers
+            }
+        )
+        self.chunks = recompute.chunks(len(layers))
+        self.group = ctx.tp.group
+        self.engine = None
         self.final_layernorm = Norm(model, params.at("final_layernorm")) if last else None
 
     def use(self, kernels: Kernels) -> None:
         """From now on compute as `kernels` says; the layers are told themselves."""
         self.engine = kernels.engine
 
-    def forward(self, x: torch.Tensor, rotary: Rotary | None = None, document_ids: torch.Tensor | None = None,
-                seeds: DropoutSeeds | None = None) -> torch.Tensor:
+    def forward(
+        self,
+        x: torch.Tensor,
+        rotary: Rotary | None = None,
+        document_ids: torch.Tensor | None = None,
+        seeds: DropoutSeeds | None = None,
+    ) -> torch.Tensor:
         """x [s, b, h] -> the same shape."""
         layers = list(self.layers.values())
 
@@ -111,5 +155,9 @@ class Decoder(nn.Module):
             return x
 
         for start, stop, again in self.chunks:
-            x = recompute(run, x, start, stop) if again and torch.is_grad_enabled() else run(x, start, stop)
+            x = (
+                recompute(run, x, start, stop)
+                if again and torch.is_grad_enabled()
+                else run(x, start, stop)
+            )
         return x if self.final_layernorm is None else self.final_layernorm(x)

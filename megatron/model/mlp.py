@@ -1,4 +1,5 @@
 """The feed-forward half of a layer, plain or gated. Knows no attention and no residual stream."""
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -16,23 +17,38 @@ from megatron.parallel.sharding import ParameterFactory
 
 
 def activation(model: ModelConfig, chosen: Kernels) -> Callable[[torch.Tensor], torch.Tensor]:
-    """The function between the two matrices; gated ones take [..., 2, ffn] and return [..., ffn]."""
-    return {"swiglu": partial(kernels.swiglu, fused=chosen.fused_swiglu), "geglu": kernels.geglu,
-            "squared_relu": kernels.squared_relu,
-            "gelu (tanh)": lambda x: kernels.gelu(x, True), "gelu (erf)": lambda x: kernels.gelu(x, False),
-            }[model.activation]
+    """The function between the two matrices; gated ones take [..., 2, ffn] and return [...,
+    ffn]."""
+    return {
+        "swiglu": partial(kernels.swiglu, fused=chosen.fused_swiglu),
+        "geglu": kernels.geglu,
+        "squared_relu": kernels.squared_relu,
+        "gelu (tanh)": lambda x: kernels.gelu(x, True),
+        "gelu (erf)": lambda x: kernels.gelu(x, False),
+    }[model.activation]
 
 
 class MLP(nn.Module):
-    """h -> ffn -> h. Gated (Shazeer 2020): linear_fc1 [2, ffn, h] holds gate and up, split over ranks alike."""
+    """h -> ffn -> h. Gated (Shazeer 2020): linear_fc1 [2, ffn, h] holds gate and up, split over
+    ranks alike."""
 
     def __init__(self, model: ModelConfig, params: ParameterFactory, ctx: ParallelContext):
         super().__init__()
-        self.model, self.gated, self.activation = model, model.gated, activation(model, Kernels())
-        self.linear_fc1 = ColumnParallelLinear(params("linear_fc1.weight"), params("linear_fc1.bias"), ctx,
-                                              params.scaling("linear_fc1"))
-        self.linear_fc2 = RowParallelLinear(params("linear_fc2.weight"), params("linear_fc2.bias"), ctx,
-                                           params.scaling("linear_fc2"))
+        self.model = model
+        self.gated = model.gated
+        self.activation = activation(model, Kernels())
+        self.linear_fc1 = ColumnParallelLinear(
+            params("linear_fc1.weight"),
+            params("linear_fc1.bias"),
+            ctx,
+            params.scaling("linear_fc1"),
+        )
+        self.linear_fc2 = RowParallelLinear(
+            params("linear_fc2.weight"),
+            params("linear_fc2.bias"),
+            ctx,
+            params.scaling("linear_fc2"),
+        )
 
     def use(self, kernels: Kernels) -> None:
         """From now on compute as `kernels` says."""

@@ -1,4 +1,6 @@
-"""The norm of every block, of queries and keys, and of the end. Knows no attention and no residual stream."""
+"""The norm of every block, of queries and keys, and of the end. Knows no attention and no residual
+stream."""
+
 from __future__ import annotations
 
 import torch
@@ -12,30 +14,44 @@ from megatron.parallel.sharding import ParameterFactory
 
 
 class Norm(nn.Module):
-    """LayerNorm (Ba et al. 2016) or RMSNorm (Zhang and Sennrich 2019) over the last dim, as --normalization says."""
+    """LayerNorm (Ba et al. 2016) or RMSNorm (Zhang and Sennrich 2019) over the last dim, as
+    --normalization says."""
 
     def __init__(self, model: ModelConfig, params: ParameterFactory):
         super().__init__()
-        self.weight, self.bias = params("weight"), params("bias")
+        self.weight = params("weight")
+        self.bias = params("bias")
         self.rms = model.normalization == "RMSNorm"
-        self.eps, self.zero_centered = model.norm_epsilon, model.apply_layernorm_1p
-        self.apex, self.engine = False, None
+        self.eps = model.norm_epsilon
+        self.zero_centered = model.apply_layernorm_1p
+        self.apex = False
+        self.engine = None
 
     def use(self, kernels: Kernels) -> None:
         """From now on compute as `kernels` says."""
-        self.apex = kernels.apex_norms and not self.zero_centered      # 1 + weight would be rounded to 16 bits
+        # 1 + weight would be rounded to 16 bits
+        self.apex = kernels.apex_norms and not self.zero_centered
         if kernels.engine is not None:
-            self.engine = kernels.engine.norm(self.weight, self.bias, self.eps, self.zero_centered, self.rms)
+            self.engine = kernels.engine.norm(
+                self.weight, self.bias, self.eps, self.zero_centered, self.rms
+            )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x [..., width] -> [..., width] in the weight's dtype (an fp32 residual stream comes out in the model's)."""
+        """x [..., width] -> [..., width] in the weight's dtype (an fp32 residual stream comes out
+        in the model's)."""
         if self.engine is not None:
             return self.engine(x)
-        weight, bias = self.weight, self.bias
+        weight = self.weight
+        bias = self.bias
         if x.dtype != weight.dtype:
-            weight, bias = weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
+            weight = weight.to(x.dtype)
+            bias = None if bias is None else bias.to(x.dtype)
         if self.apex:
-            y = apex.rms_norm(x, weight, self.eps) if self.rms else apex.layer_norm(x, weight, bias, self.eps)
+            y = (
+                apex.rms_norm(x, weight, self.eps)
+                if self.rms
+                else apex.layer_norm(x, weight, bias, self.eps)
+            )
         elif self.rms:
             y = kernels.rms_norm(x, weight, self.eps, self.zero_centered)
         else:

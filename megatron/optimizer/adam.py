@@ -1,4 +1,5 @@
-"""The inner update: torch's AdamW or SGD over main weights, its state there from the start; knows no model."""
+"""The inner update: torch's AdamW or SGD over main weights, its state there from the start; knows
+no model."""
 
 import inspect
 from collections.abc import Callable
@@ -10,17 +11,25 @@ STATE_KEYS = {"adam": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",)}
 
 
 def _eager(kind: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
-    """torch's class without what makes its methods fit for torch.compile, whose first use imports the compiler: more than
-    a second of every start, and updates are never compiled here."""
-    return type(kind.__name__, (kind,), {"add_param_group": inspect.unwrap(kind.add_param_group),
-                                         "step": torch.no_grad()(inspect.unwrap(kind.step))})
+    """torch's class without what makes its methods fit for torch.compile, whose first use imports
+    the compiler: more than a second of every start, and updates are never compiled here."""
+    return type(
+        kind.__name__,
+        (kind,),
+        {
+            "add_param_group": inspect.unwrap(kind.add_param_group),
+            "step": torch.no_grad()(inspect.unwrap(kind.step)),
+        },
+    )
 
 
-_AdamW, _SGD = _eager(torch.optim.AdamW), _eager(torch.optim.SGD)
+_AdamW = _eager(torch.optim.AdamW)
+_SGD = _eager(torch.optim.SGD)
 
 
 def _fused_or_foreach(build: Callable[..., torch.optim.Optimizer]) -> torch.optim.Optimizer:
-    """The fused kernels where this torch has them for the device and type of the weights, else the foreach ones."""
+    """The fused kernels where this torch has them for the device and type of the weights, else the
+    foreach ones."""
     try:
         return build(fused=True)
     except RuntimeError:
@@ -30,10 +39,12 @@ def _fused_or_foreach(build: Callable[..., torch.optim.Optimizer]) -> torch.opti
 def build_adam(
     groups: list[dict[str, Any]], *, beta1: float = 0.9, beta2: float = 0.999, eps: float = 1e-8
 ) -> torch.optim.AdamW:
-    """AdamW (decoupled weight decay, bias correction) over `groups`, whose `params` are main weights.
+    """AdamW (decoupled weight decay, bias correction) over `groups`, whose `params` are main
+    weights.
 
-    exp_avg and exp_avg_sq are zeros and the step count is 0 before the first step, so a checkpoint taken then is an
-    ordinary one. Learning rate and weight decay are 0 until a scheduler sets them per group.
+    exp_avg and exp_avg_sq are zeros and the step count is 0 before the first step, so a checkpoint
+    taken then is an ordinary one. Learning rate and weight decay are 0 until a scheduler sets them
+    per group.
     """
     for flag, beta in (("--adam-beta1", beta1), ("--adam-beta2", beta2)):
         if not 0.0 <= beta < 1.0:
@@ -46,7 +57,9 @@ def build_adam(
     for group in optimizer.param_groups:
         for param in group["params"]:
             optimizer.state[param] = {
-                "step": torch.zeros((), dtype=torch.float32, device=param.device if group["fused"] else "cpu"),
+                "step": torch.zeros(
+                    (), dtype=torch.float32, device=param.device if group["fused"] else "cpu"
+                ),
                 "exp_avg": torch.zeros_like(param),
                 "exp_avg_sq": torch.zeros_like(param),
             }
@@ -54,7 +67,8 @@ def build_adam(
 
 
 def build_sgd(groups: list[dict[str, Any]], *, momentum: float = 0.9) -> torch.optim.SGD:
-    """SGD over `groups` with weight decay added to the gradient; the momentum buffer (if any) starts as zeros."""
+    """SGD over `groups` with weight decay added to the gradient; the momentum buffer (if any)
+    starts as zeros."""
     if not 0.0 <= momentum < 1.0:
         raise ValueError(f"--sgd-momentum {momentum} must be at least 0 and below 1")
     optimizer = _fused_or_foreach(

@@ -1,10 +1,12 @@
-"""Norms and zero counts over lists of gradients; knows tensors and a reduction to call, no parameter and no group."""
+"""Norms and zero counts over lists of gradients; knows tensors and a reduction to call, no
+parameter and no group."""
 
 from collections.abc import Callable, Sequence
 
 import torch
 
-ROW = 1024  # a CPU norm over more elements than this in one go loses digits: 3e-3 relative at 4e7 elements
+# a CPU norm over more elements than this in one go loses digits: 3e-3 relative at 4e7 elements
+ROW = 1024
 
 Reduce = Callable[[torch.Tensor], torch.Tensor]
 
@@ -14,12 +16,15 @@ def identity(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def sum_of_squares(grads: Sequence[torch.Tensor], device: torch.device | str = "cpu") -> torch.Tensor:
+def sum_of_squares(
+    grads: Sequence[torch.Tensor], device: torch.device | str = "cpu"
+) -> torch.Tensor:
     """Sum of all squares of `grads` as a float64 0-dim tensor on their device, without a host sync.
 
-    Read once; each tensor's norm is taken in its own precision (fp32 or fp64; over rows of 1024 elements on the CPU,
-    whose long single-precision sums drift), squares are added in float64. Not finite if and only if some gradient is
-    not finite or overflows when squared. An empty list gives 0 on `device`.
+    Read once; each tensor's norm is taken in its own precision (fp32 or fp64; over rows of 1024
+    elements on the CPU, whose long single-precision sums drift), squares are added in float64. Not
+    finite if and only if some gradient is not finite or overflows when squared. An empty list gives
+    0 on `device`.
     """
     if not grads:
         return torch.zeros((), dtype=torch.float64, device=device)
@@ -42,14 +47,17 @@ def sum_of_squares(grads: Sequence[torch.Tensor], device: torch.device | str = "
 def global_norm(
     grads: Sequence[torch.Tensor], reduce_sum: Reduce = identity, device: torch.device | str = "cpu"
 ) -> torch.Tensor:
-    """L2 norm over `grads` of this rank and, through `reduce_sum`, of the others: float64, 0-dim, no host sync."""
+    """L2 norm over `grads` of this rank and, through `reduce_sum`, of the others: float64, 0-dim,
+    no host sync."""
     return reduce_sum(sum_of_squares(grads, device)).sqrt()
 
 
 def clip_coefficient(norm: float, max_norm: float) -> float:
-    """What to multiply the gradients by so that their norm is at most `max_norm`; 1.0 when it already is.
+    """What to multiply the gradients by so that their norm is at most `max_norm`; 1.0 when it
+    already is.
 
-    Megatron's max_norm / (norm + 1e-6), used only when below 1. A NaN norm gives 1.0: the loop judges it.
+    Megatron's max_norm / (norm + 1e-6), used only when below 1. A NaN norm gives 1.0: the loop
+    judges it.
     """
     coefficient = max_norm / (norm + 1.0e-6)
     return coefficient if coefficient < 1.0 else 1.0
@@ -71,4 +79,3 @@ def count_zeros(
         nonzero = torch.zeros((), dtype=torch.int64, device=device)
     zeros = sum(grad.numel() for grad in grads) - nonzero
     return int(reduce_sum(zeros.double()).item())
-

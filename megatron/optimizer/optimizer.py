@@ -1,6 +1,8 @@
-"""One optimizer step in mixed precision: unscale, find overflows, clip, update main weights, copy them to the model.
+"""One optimizer step in mixed precision: unscale, find overflows, clip, update main weights, copy
+them to the model.
 
-Knows parameters by `.main_grad` and `.sharding`, and other ranks only as functions to call; no schedule, no loop.
+Knows parameters by `.main_grad` and `.sharding`, and other ranks only as functions to call; no
+schedule, no loop.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -14,13 +16,17 @@ from megatron.optimizer.param_groups import build_param_groups
 from megatron.optimizer.scaler import GradScaler
 
 # What --embed-grad-scale applies to: the tables behind an embedding's output, and the output layer.
-EMBEDDINGS = ("embedding.word_embeddings.weight", "embedding.position_embeddings.weight", "output_layer.weight")
+EMBEDDINGS = (
+    "embedding.word_embeddings.weight",
+    "embedding.position_embeddings.weight",
+    "output_layer.weight",
+)
 LOW_PRECISION = (torch.float16, torch.bfloat16)
 
 
 class StepResult(NamedTuple):
-    """ok: an update was made. grad_norm: before clipping; None after an overflow, and with --clip-grad 0 unless somebody is
-    asked to admit the step. num_zeros: if asked for."""
+    """ok: an update was made. grad_norm: before clipping; None after an overflow, and with
+    --clip-grad 0 unless somebody is asked to admit the step. num_zeros: if asked for."""
 
     ok: bool
     grad_norm: float | None
@@ -34,21 +40,23 @@ def _no_span(name: str) -> AbstractContextManager[Any]:
 class MixedPrecisionOptimizer:
     """Adam or SGD on the fp32 (or fp64) main weights of `params`.
 
-    A bf16 or fp16 parameter gets an fp32 main copy; an fp32 or fp64 one is its own main weight (its storage is shared,
-    so whoever loads weights must copy into the parameter and not rebind it). Gradients are read from `param.main_grad`
-    at each step, without a copy unless its type differs from the main weight's.
+    A bf16 or fp16 parameter gets an fp32 main copy; an fp32 or fp64 one is its own main weight (its
+    storage is shared, so whoever loads weights must copy into the parameter and not rebind it).
+    Gradients are read from `param.main_grad` at each step, without a copy unless its type differs
+    from the main weight's.
 
-    `params` may as well be flat views of parts of parameters (`GradBuffers.owned`): all that is read of them is
-    `main_grad`, and of `sharding` the name and global shape. Empty ones stand for parameters that others update: every
-    rank has the same groups.
+    `params` may as well be flat views of parts of parameters (`GradBuffers.owned`): all that is
+    read of them is `main_grad`, and of `sharding` the name and global shape. Empty ones stand for
+    parameters that others update: every rank has the same groups.
 
-    Other ranks: `counts(param)` says whether this rank's copy counts in norms and zero counts; `reduce_sum` and
-    `reduce_max` take and return a 0-dim float64 tensor over the ranks that share the model. `span(name)` gives a
-    context manager around each part of a step (Megatron's timer names). `reduce_*` must be called by all ranks alike,
-    which holds because every rank runs the same step.
+    Other ranks: `counts(param)` says whether this rank's copy counts in norms and zero counts;
+    `reduce_sum` and `reduce_max` take and return a 0-dim float64 tensor over the ranks that share
+    the model. `span(name)` gives a context manager around each part of a step (Megatron's timer
+    names). `reduce_*` must be called by all ranks alike, which holds because every rank runs the
+    same step.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         params: Sequence[torch.nn.Parameter],
         *,
@@ -74,13 +82,18 @@ class MixedPrecisionOptimizer:
         if not clip_grad >= 0.0:
             raise ValueError(f"--clip-grad {clip_grad} must not be negative; 0 turns clipping off")
         if optimizer not in adam.STATE_KEYS:
-            raise ValueError(f"--optimizer {optimizer} is not known; use one of: {', '.join(sorted(adam.STATE_KEYS))}")
+            raise ValueError(
+                f"--optimizer {optimizer} is not known; use one of: "
+                f"{', '.join(sorted(adam.STATE_KEYS))}"
+            )
         self.kind = optimizer
         self.clip_grad = clip_grad
         self.log_num_zeros_in_grad = log_num_zeros_in_grad
         self.grad_scaler = grad_scaler
         self.step_count = 0
-        self._reduce_sum, self._reduce_max, self._span = reduce_sum, reduce_max, span
+        self._reduce_sum = reduce_sum
+        self._reduce_max = reduce_max
+        self._span = span
         groups = build_param_groups(
             params,
             apply_wd_to_qk_layernorm=apply_wd_to_qk_layernorm,
@@ -91,9 +104,13 @@ class MixedPrecisionOptimizer:
         if not groups:
             raise ValueError("the optimizer was given no parameters")
         self._device = groups[0]["params"][0].device
-        for group in groups:                # of a sharded parameter this rank may have nothing; the group stays
+        # of a sharded parameter this rank may have nothing; the group stays
+        for group in groups:
             held = [i for i, param in enumerate(group["params"]) if param.numel()]
-            group["params"], group["names"] = [group["params"][i] for i in held], [group["names"][i] for i in held]
+            group["params"], group["names"] = (
+                [group["params"][i] for i in held],
+                [group["names"][i] for i in held],
+            )
         self._params = [param for group in groups for param in group["params"]]
         self._names = [name for group in groups for name in group["names"]]
         self._scales = [embed_grad_scale if name in EMBEDDINGS else 1.0 for name in self._names]
@@ -120,24 +137,30 @@ class MixedPrecisionOptimizer:
 
     @property
     def adam_beta2(self) -> float:
-        """Decay of the second moment in the next update: with --adam-beta2-schedule-c, 1 - updates^-c where it is larger."""
+        """Decay of the second moment in the next update: with --adam-beta2-schedule-c, 1 -
+        updates^-c where it is larger."""
         least, c = self._beta2
         return max(least, 1.0 - self.step_count**-c) if c > 0.0 and self.step_count else least
 
     @property
     def implementation(self) -> str:
-        """"fused" or "foreach": which of torch's kernels make the update."""
+        """ "fused" or "foreach": which of torch's kernels make the update."""
         return "fused" if self.param_groups[0]["fused"] else "foreach"
 
     @torch.no_grad()
-    def step(self, grad_factor: float = 1.0, admit: Callable[[float], bool] | None = None) -> StepResult:
-        """Use the gradients once; on an overflow (with a scaler) adapt the scale and change nothing else.
+    def step(
+        self, grad_factor: float = 1.0, admit: Callable[[float], bool] | None = None
+    ) -> StepResult:
+        """Use the gradients once; on an overflow (with a scaler) adapt the scale and change nothing
+        else.
 
-        `grad_factor` multiplies all gradients (say 1 / tokens) in the same pass that unscales and clips them. Gradients
-        are read twice and written at most once: one pass for norm and overflow together, one multiplication if its
-        factor is not 1, then the update. At most one host sync (another when zeros are counted). Without a scaler a
-        NaN or infinite norm is reported as it is, and the update is made: the loop decides what that means. `admit(norm)`,
-        if given, is asked first, unless there is an overflow; where it says no nothing is changed, the scaler neither.
+        `grad_factor` multiplies all gradients (say 1 / tokens) in the same pass that unscales and
+        clips them. Gradients are read twice and written at most once: one pass for norm and
+        overflow together, one multiplication if its factor is not 1, then the update. At most one
+        host sync (another when zeros are counted). Without a scaler a NaN or infinite norm is
+        reported as it is, and the update is made: the loop decides what that means. `admit(norm)`,
+        if given, is asked first, unless there is an overflow; where it says no nothing is changed,
+        the scaler neither.
         """
         grads = self._attach_gradients()
         norm: float | None = None
@@ -177,20 +200,27 @@ class MixedPrecisionOptimizer:
     def params_norm(self) -> float:
         """L2 norm of the main weights that count (--log-params-norm); one host sync."""
         with torch.no_grad():
-            return clip_grads.global_norm(self._counted(self._main), self._reduce_sum, self._device).item()
+            return clip_grads.global_norm(
+                self._counted(self._main), self._reduce_sum, self._device
+            ).item()
 
     @torch.no_grad()
     def reload_model_params(self) -> None:
-        """Take the main weights anew from the model: call it when weights were loaded without optimizer state."""
+        """Take the main weights anew from the model: call it when weights were loaded without
+        optimizer state."""
         pairs = self._low_precision_pairs()
         if pairs:
-            torch._foreach_copy_([main for main, _ in pairs], [param.detach() for _, param in pairs])
+            torch._foreach_copy_(
+                [main for main, _ in pairs], [param.detach() for _, param in pairs]
+            )
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """The optimizer's tensors by global name, live (write into them to load, copy them to keep them).
+        """The optimizer's tensors by global name, live (write into them to load, copy them to keep
+        them).
 
-        optimizer.exp_avg.<name>, optimizer.exp_avg_sq.<name> (Adam) or optimizer.momentum_buffer.<name> (SGD with
-        momentum), and optimizer.fp32_param.<name> for low-precision parameters; all with the parameter's local shape.
+        optimizer.exp_avg.<name>, optimizer.exp_avg_sq.<name> (Adam) or
+        optimizer.momentum_buffer.<name> (SGD with momentum), and optimizer.fp32_param.<name> for
+        low-precision parameters; all with the parameter's local shape.
         """
         found: dict[str, torch.Tensor] = {}
         for name, param, main in zip(self._names, self._params, self._main, strict=True):
@@ -212,18 +242,22 @@ class MixedPrecisionOptimizer:
 
     @torch.no_grad()
     def load_state(self, tensors: Mapping[str, torch.Tensor], counters: Mapping[str, Any]) -> None:
-        """Copy a state that `state` gave (same names and local shapes) into place, then the main weights to the model.
+        """Copy a state that `state` gave (same names and local shapes) into place, then the main
+        weights to the model.
 
-        Raises ValueError, before anything is changed, that names all missing, unknown and differently shaped tensors.
+        Raises ValueError, before anything is changed, that names all missing, unknown and
+        differently shaped tensors.
         """
         mine = self.tensors()
         if counters["optimizer"] != self.kind:
             raise ValueError(
-                f"--optimizer {self.kind} cannot take the state of {counters['optimizer']}; use that optimizer, or "
-                "--no-load-optim to begin with a fresh state"
+                f"--optimizer {self.kind} cannot take the state of {counters['optimizer']}; use "
+                "that optimizer, or --no-load-optim to begin with a fresh state"
             )
         problems = [f"{name} is missing" for name in mine if name not in tensors]
-        problems += [f"{name} is not part of this optimizer" for name in tensors if name not in mine]
+        problems += [
+            f"{name} is not part of this optimizer" for name in tensors if name not in mine
+        ]
         problems += [
             f"{name} has shape {list(tensors[name].shape)} instead of {list(mine[name].shape)}"
             for name in mine
@@ -231,8 +265,9 @@ class MixedPrecisionOptimizer:
         ]
         if problems:
             raise ValueError(
-                f"the optimizer state does not fit ({len(problems)} tensors): {'; '.join(problems[:20])}; use the "
-                "precision and model flags it was saved with, or --no-load-optim"
+                f"the optimizer state does not fit ({len(problems)} tensors): "
+                f"{'; '.join(problems[:20])}; use the precision and model flags it was saved "
+                "with, or --no-load-optim"
             )
         for name, tensor in mine.items():
             tensor.copy_(tensors[name])
@@ -250,10 +285,15 @@ class MixedPrecisionOptimizer:
         return [tensor for tensor, counts in zip(tensors, self._counts, strict=True) if counts]
 
     def _low_precision_pairs(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        return [(m, p) for m, p in zip(self._main, self._params, strict=True) if p.dtype in LOW_PRECISION]
+        return [
+            (m, p)
+            for m, p in zip(self._main, self._params, strict=True)
+            if p.dtype in LOW_PRECISION
+        ]
 
     def _attach_gradients(self) -> list[torch.Tensor]:
-        """Each main weight's `.grad`: the parameter's main_grad itself, or its copy in the main weight's type."""
+        """Each main weight's `.grad`: the parameter's main_grad itself, or its copy in the main
+        weight's type."""
         with self._span("optimizer-copy-to-main-grad"):
             for param, main in zip(self._params, self._main, strict=True):
                 grad = param.main_grad
@@ -269,7 +309,8 @@ class MixedPrecisionOptimizer:
             main.grad = None
 
     def _measure(self, grads: Sequence[torch.Tensor]) -> tuple[bool, float]:
-        """(some rank's gradient is not finite, norm over those that count) of the still scaled gradients; one sync."""
+        """(some rank's gradient is not finite, norm over those that count) of the still scaled
+        gradients; one sync."""
         counted = clip_grads.sum_of_squares(self._counted(grads), self._device)
         total = self._reduce_sum(counted)
         if self.grad_scaler is None:
@@ -287,7 +328,8 @@ class MixedPrecisionOptimizer:
 
 
 def _main_weight(param: torch.nn.Parameter) -> torch.Tensor:
-    """A leaf the inner optimizer may update: an fp32 copy of a low-precision parameter, else its own storage."""
+    """A leaf the inner optimizer may update: an fp32 copy of a low-precision parameter, else its
+    own storage."""
     main = param.detach()
     if param.dtype in LOW_PRECISION:
         main = main.float()

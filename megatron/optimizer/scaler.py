@@ -1,4 +1,5 @@
-"""Loss scales for half precision as host numbers: how large now, and what an overflow or a good step does to it."""
+"""Loss scales for half precision as host numbers: how large now, and what an overflow or a good
+step does to it."""
 
 import math
 from typing import Any, Protocol
@@ -21,7 +22,9 @@ class ConstantGradScaler:
 
     def __init__(self, scale: float) -> None:
         if not scale > 0:
-            raise ValueError(f"--loss-scale {scale} must be positive; leave the flag out for a dynamic scale")
+            raise ValueError(
+                f"--loss-scale {scale} must be positive; leave the flag out for a dynamic scale"
+            )
         self.scale = float(scale)
 
     def update(self, found_inf: bool) -> None:
@@ -32,15 +35,17 @@ class ConstantGradScaler:
         return {"scale": self.scale}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The command line's scale stays: it is a choice of this run, not a state that training has found."""
+        """The command line's scale stays: it is a choice of this run, not a state that training has
+        found."""
 
 
 class DynamicGradScaler:
     """Megatron's dynamic loss scale (facts/megatron.md 7).
 
-    An overflow uses up one unit of hysteresis and, once none is left, multiplies the scale by `backoff_factor` (not
-    below `min_scale`). Hysteresis comes back only with a full window of `growth_interval` good steps in a row, when the
-    scale also grows by `growth_factor` (to at most `max_scale`); a backoff does not replenish it.
+    An overflow uses up one unit of hysteresis and, once none is left, multiplies the scale by
+    `backoff_factor` (not below `min_scale`). Hysteresis comes back only with a full window of
+    `growth_interval` good steps in a row, when the scale also grows by `growth_factor` (to at most
+    `max_scale`); a backoff does not replenish it.
     """
 
     def __init__(
@@ -57,8 +62,8 @@ class DynamicGradScaler:
             raise ValueError(f"--min-loss-scale {min_scale} must be positive")
         if not initial_scale >= min_scale:
             raise ValueError(
-                f"--initial-loss-scale {initial_scale} is below --min-loss-scale {min_scale}; raise the first or lower "
-                "the second"
+                f"--initial-loss-scale {initial_scale} is below --min-loss-scale {min_scale}; "
+                "raise the first or lower the second"
             )
         if growth_interval < 1:
             raise ValueError(f"--loss-scale-window {growth_interval} must be at least 1")
@@ -67,9 +72,14 @@ class DynamicGradScaler:
         if not growth_factor > 1.0:
             raise ValueError(f"--loss-scale-growth-factor {growth_factor} must be greater than 1")
         if not 0.0 < backoff_factor < 1.0:
-            raise ValueError(f"--loss-scale-backoff-factor {backoff_factor} must be between 0 and 1")
+            raise ValueError(
+                f"--loss-scale-backoff-factor {backoff_factor} must be between 0 and 1"
+            )
         if max_scale is not None and not initial_scale <= max_scale:
-            raise ValueError(f"--max-loss-scale {max_scale} is below --initial-loss-scale {initial_scale}; lower the second")
+            raise ValueError(
+                f"--max-loss-scale {max_scale} is below --initial-loss-scale {initial_scale}; "
+                "lower the second"
+            )
         self.scale = float(initial_scale)
         self.min_scale = float(min_scale)
         self.max_scale = math.inf if max_scale is None else float(max_scale)
@@ -103,7 +113,8 @@ class DynamicGradScaler:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what `state_dict` gave; a constant scale's state gives its scale and leaves the trackers."""
+        """Take over what `state_dict` gave; a constant scale's state gives its scale and leaves the
+        trackers."""
         self.scale = float(state["scale"])
         self.growth_tracker = int(state.get("growth_tracker", 0))
         self.hysteresis_tracker = int(state.get("hysteresis_tracker", self.hysteresis))
@@ -121,10 +132,18 @@ def build_grad_scaler(
     backoff_factor: float = 0.5,
     max_loss_scale: float | None = None,
 ) -> GradScaler | None:
-    """The scaler these flags ask for: constant with --loss-scale (any precision), dynamic with --fp16, else None."""
+    """The scaler these flags ask for: constant with --loss-scale (any precision), dynamic with
+    --fp16, else None."""
     if loss_scale is not None:
         return ConstantGradScaler(loss_scale)
     if fp16:
-        return DynamicGradScaler(initial_loss_scale, min_loss_scale, loss_scale_window, hysteresis, growth_factor,
-                                 backoff_factor, max_loss_scale)
+        return DynamicGradScaler(
+            initial_loss_scale,
+            min_loss_scale,
+            loss_scale_window,
+            hysteresis,
+            growth_factor,
+            backoff_factor,
+            max_loss_scale,
+        )
     return None

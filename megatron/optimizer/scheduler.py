@@ -1,7 +1,8 @@
-"""Learning rate and weight decay as functions of samples consumed, written into param groups; knows no parameter.
+"""Learning rate and weight decay as functions of samples consumed, written into param groups; knows
+no parameter.
 
-Megatron's rules to the last digit (facts/megatron.md 6). The loop calls `after_iteration` once an iteration, which
-also holds the rule for iterations that make no update.
+Megatron's rules to the last digit (facts/megatron.md 6). The loop calls `after_iteration` once an
+iteration, which also holds the rule for iterations that make no update.
 """
 
 import math
@@ -25,7 +26,8 @@ class HasParamGroups(Protocol):
 
 @dataclass(frozen=True)
 class ScheduleSteps:
-    """The horizons of a schedule, in samples. A warmup given as a fraction stays a float (25600.0), as in Megatron."""
+    """The horizons of a schedule, in samples. A warmup given as a fraction stays a float (25600.0),
+    as in Megatron."""
 
     lr_warmup_steps: float
     lr_decay_steps: int
@@ -34,7 +36,7 @@ class ScheduleSteps:
     zero_lr_steps: int = 0
 
 
-def schedule_steps(
+def schedule_steps(  # noqa: PLR0913
     *,
     global_batch_size: int,
     train_iters: int | None = None,
@@ -48,16 +50,20 @@ def schedule_steps(
     lr_wsd_decay_iters: int | None = None,
     lr_wsd_decay_samples: int | None = None,
 ) -> ScheduleSteps:
-    """The horizons that the flags give: from --train-samples and its kin if that is set, else iterations x batch size.
+    """The horizons that the flags give: from --train-samples and its kin if that is set, else
+    iterations x batch size.
 
     Raises ValueError when neither --train-iters nor --train-samples is set.
     """
     if train_samples:
         decay = train_samples if lr_decay_samples is None else lr_decay_samples
-        total, warmup, wsd = train_samples, lr_warmup_samples, lr_wsd_decay_samples
+        total = train_samples
+        warmup = lr_warmup_samples
+        wsd = lr_wsd_decay_samples
     elif train_iters:
         decay = (train_iters if lr_decay_iters is None else lr_decay_iters) * global_batch_size
-        total, warmup = train_iters * global_batch_size, lr_warmup_iters * global_batch_size
+        total = train_iters * global_batch_size
+        warmup = lr_warmup_iters * global_batch_size
         wsd = None if lr_wsd_decay_iters is None else lr_wsd_decay_iters * global_batch_size
     else:
         raise ValueError("neither --train-iters nor --train-samples is set; give one of them")
@@ -67,7 +73,8 @@ def schedule_steps(
 
 
 def _decay_coefficient(style: str, ratio: float) -> float:
-    """Share of the way from the end value back to the peak when `ratio` of the decay is over (1 -> 0)."""
+    """Share of the way from the end value back to the peak when `ratio` of the decay is over (1 ->
+    0)."""
     if style == "linear":
         return 1.0 - ratio
     if style == "cosine":
@@ -81,12 +88,13 @@ def _decay_coefficient(style: str, ratio: float) -> float:
 class OptimizerParamScheduler:
     """Sets `lr` and `weight_decay` of every param group of `optimizer`, at once and at each `step`.
 
-    All *_steps are samples. The rate is 0 for `zero_lr_steps`, then rises over `lr_warmup_steps` (its place in them is
-    `lr_warmup_lead` ahead: InternLM counts from the first step, Megatron from 0), then decays. A group may carry its own
-    `max_lr`, `min_lr` (decoupled learning rate), `lr_mult` and `wd_mult`. Raises ValueError listing every bad value.
+    All *_steps are samples. The rate is 0 for `zero_lr_steps`, then rises over `lr_warmup_steps`
+    (its place in them is `lr_warmup_lead` ahead: InternLM counts from the first step, Megatron from
+    0), then decays. A group may carry its own `max_lr`, `min_lr` (decoupled learning rate),
+    `lr_mult` and `wd_mult`. Raises ValueError listing every bad value.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         optimizer: HasParamGroups,
         *,
@@ -132,10 +140,14 @@ class OptimizerParamScheduler:
         self.step(0)
 
     def get_lr(self, group: Mapping[str, Any] | None = None) -> float:
-        """The learning rate at `num_steps`, with the limits of `group` where it has its own (without its lr_mult)."""
+        """The learning rate at `num_steps`, with the limits of `group` where it has its own
+        (without its lr_mult)."""
         group = group or {}
-        max_lr, min_lr = group.get("max_lr", self.max_lr), group.get("min_lr", self.min_lr)
-        n, warmup, decay = self.num_steps, self.lr_warmup_steps, self.lr_decay_steps
+        max_lr = group.get("max_lr", self.max_lr)
+        min_lr = group.get("min_lr", self.min_lr)
+        n = self.num_steps
+        warmup = self.lr_warmup_steps
+        decay = self.lr_decay_steps
         if n < self.zero_lr_steps:
             return 0.0
         rise = n - self.zero_lr_steps + self.lr_warmup_lead
@@ -151,7 +163,9 @@ class OptimizerParamScheduler:
         if self.lr_decay_style == "WSD":
             anneal_start = decay - self.wsd_decay_steps
             ratio = (n - anneal_start) / self.wsd_decay_steps
-            coefficient = 1.0 if n <= anneal_start else _decay_coefficient(self.lr_wsd_decay_style, ratio)
+            coefficient = (
+                1.0 if n <= anneal_start else _decay_coefficient(self.lr_wsd_decay_style, ratio)
+            )
         else:
             coefficient = _decay_coefficient(self.lr_decay_style, (n - warmup) / (decay - warmup))
         return min_lr + coefficient * (max_lr - min_lr)
@@ -179,14 +193,15 @@ class OptimizerParamScheduler:
         """Go on after an iteration whose batch is `samples` large, trained on or not.
 
         An iteration that made an update advances the schedule, and so does one the user skipped
-        (--train-range-to-skip): the rate stays a function of the iteration. An fp16 `overflow` does not, as in
-        Megatron: that iteration counts its samples, but the rate stays.
+        (--train-range-to-skip): the rate stays a function of the iteration. An fp16 `overflow` does
+        not, as in Megatron: that iteration counts its samples, but the rate stays.
         """
         if not overflow:
             self.step(samples)
 
     def state_dict(self) -> dict[str, Any]:
-        """JSON-able, with Megatron's keys (the initial rate and the WSD values are not among them)."""
+        """JSON-able, with Megatron's keys (the initial rate and the WSD values are not among
+        them)."""
         return {
             "max_lr": self.max_lr,
             "lr_warmup_steps": self.lr_warmup_steps,
@@ -204,9 +219,10 @@ class OptimizerParamScheduler:
         """Take over a checkpoint's schedule and go on by its `num_steps`.
 
         Each value: with --override-opt_param-scheduler this run's stays; else, unless
-        --use-checkpoint-opt_param-scheduler is given, the two must be equal (ValueError listing all that differ), and
-        the checkpoint's is taken. The length of a constant rate or weight decay has no effect and may differ. Understands
-        Megatron's old key names. A state without weight-decay keys leaves those.
+        --use-checkpoint-opt_param-scheduler is given, the two must be equal (ValueError listing all
+        that differ), and the checkpoint's is taken. The length of a constant rate or weight decay
+        has no effect and may differ. Understands Megatron's old key names. A state without
+        weight-decay keys leaves those.
         """
         problem = self.problem(state)
         if problem:
@@ -221,7 +237,8 @@ class OptimizerParamScheduler:
         self.step(_first(state, ("num_iters", "num_steps")))
 
     def problem(self, state: Mapping[str, Any]) -> str | None:
-        """Why this schedule cannot go on from the checkpoint's without a flag that says which of the two counts."""
+        """Why this schedule cannot go on from the checkpoint's without a flag that says which of
+        the two counts."""
         unused = self._unused(state)
         different = [
             f"{_SAMPLES.get(name, label)} is {self._said(name, getattr(self, name))} ({flags}) and "
@@ -246,29 +263,44 @@ class OptimizerParamScheduler:
         """Attributes that neither of the two schedules uses: the length of what stays constant."""
         both = {"lr_decay_steps": "lr_decay_style", "wd_incr_steps": "wd_incr_style"}
         theirs = {name: value for name, _, _, value in _saved(state)}
-        return {length for length, style in both.items() if getattr(self, style) == "constant" == theirs.get(style)}
+        return {
+            length
+            for length, style in both.items()
+            if getattr(self, style) == "constant" == theirs.get(style)
+        }
 
     def _problems(self) -> list[str]:
         """Every value that cannot be a schedule, with its flag and what to do."""
         found = []
         if self.lr_decay_style not in LR_DECAY_STYLES:
-            found.append(f"--lr-decay-style {self.lr_decay_style} is not one of {', '.join(LR_DECAY_STYLES)}")
+            found.append(
+                f"--lr-decay-style {self.lr_decay_style} is not one of {', '.join(LR_DECAY_STYLES)}"
+            )
         if self.wd_incr_style not in WD_INCR_STYLES:
-            found.append(f"--weight-decay-incr-style {self.wd_incr_style} is not one of {', '.join(WD_INCR_STYLES)}")
+            found.append(
+                f"--weight-decay-incr-style {self.wd_incr_style} is not one of "
+                f"{', '.join(WD_INCR_STYLES)}"
+            )
         if self.max_lr is None:
             found.append("--lr is not set; give the peak learning rate")
         else:
             if not 0.0 <= self.min_lr <= self.max_lr:
-                found.append(f"--min-lr {self.min_lr} must be at least 0 and at most --lr {self.max_lr}")
+                found.append(
+                    f"--min-lr {self.min_lr} must be at least 0 and at most --lr {self.max_lr}"
+                )
             if not self.init_lr <= self.max_lr:
                 found.append(f"--lr-warmup-init {self.init_lr} must be at most --lr {self.max_lr}")
         after = f", after {self.zero_lr_steps} of --lr-init-iters," if self.zero_lr_steps else ""
         if not self.lr_decay_steps > 0:
-            found.append(f"--lr-decay-iters or -samples give {self.lr_decay_steps} samples; they must be positive")
+            found.append(
+                f"--lr-decay-iters or -samples give {self.lr_decay_steps} samples; they must be "
+                "positive"
+            )
         elif not 0 <= self.lr_warmup_steps < self.lr_decay_steps - self.zero_lr_steps:
             found.append(
-                f"the warmup of {self.lr_warmup_steps} samples (--lr-warmup-iters, -samples or -fraction){after} must end "
-                f"before the decay of {self.lr_decay_steps} samples does (--lr-decay-iters, by default --train-iters)"
+                f"the warmup of {self.lr_warmup_steps} samples (--lr-warmup-iters, -samples or "
+                f"-fraction){after} must end before the decay of {self.lr_decay_steps} samples "
+                "does (--lr-decay-iters, by default --train-iters)"
             )
         if not 0.0 <= self.start_wd <= self.end_wd:
             found.append(
@@ -277,11 +309,14 @@ class OptimizerParamScheduler:
             )
         elif self.wd_incr_style == "constant" and self.start_wd != self.end_wd:
             found.append(
-                f"--weight-decay-incr-style constant cannot go from {self.start_wd} to {self.end_wd}; use "
-                "--weight-decay alone, or the style linear or cosine"
+                f"--weight-decay-incr-style constant cannot go from {self.start_wd} to "
+                f"{self.end_wd}; use --weight-decay alone, or the style linear or cosine"
             )
         if self.wd_incr_style != "constant" and not self.wd_incr_steps > 0:
-            found.append(f"weight decay rises over {self.wd_incr_steps} samples; --train-iters must be positive")
+            found.append(
+                f"weight decay rises over {self.wd_incr_steps} samples; --train-iters must be "
+                "positive"
+            )
         return found + self._wsd_problems()
 
     def _wsd_problems(self) -> list[str]:
@@ -289,18 +324,26 @@ class OptimizerParamScheduler:
             return []
         found = []
         if self.lr_wsd_decay_style not in WSD_DECAY_STYLES:
-            found.append(f"--lr-wsd-decay-style {self.lr_wsd_decay_style} is not one of {', '.join(WSD_DECAY_STYLES)}")
+            found.append(
+                f"--lr-wsd-decay-style {self.lr_wsd_decay_style} is not one of "
+                f"{', '.join(WSD_DECAY_STYLES)}"
+            )
         if self.wsd_decay_steps is None or not 0 < self.wsd_decay_steps <= self.lr_decay_steps:
             found.append(
-                f"--lr-decay-style WSD anneals over {self.wsd_decay_steps} samples; set --lr-wsd-decay-iters (or "
-                f"-samples) to more than 0 and at most the decay of {self.lr_decay_steps} samples"
+                f"--lr-decay-style WSD anneals over {self.wsd_decay_steps} samples; set "
+                "--lr-wsd-decay-iters (or -samples) to more than 0 and at most the decay of "
+                f"{self.lr_decay_steps} samples"
             )
         return found
 
 
 def _saved(state: Mapping[str, Any]) -> list[tuple[str, str, str, Any]]:
     """(attribute, Megatron's name, flags, value) of each value that a checkpoint's state has."""
-    return [(*row, _first(state, keys)) for *row, keys in _STATE_ROWS if any(key in state for key in keys)]
+    return [
+        (*row, _first(state, keys))
+        for *row, keys in _STATE_ROWS
+        if any(key in state for key in keys)
+    ]
 
 
 def _first(state: Mapping[str, Any], keys: tuple[str, ...]) -> Any:
@@ -308,7 +351,8 @@ def _first(state: Mapping[str, Any], keys: tuple[str, ...]) -> Any:
     return next(state[key] for key in keys if key in state)
 
 
-# attribute, name in Megatron's messages, flags, keys in a checkpoint (old names first); the order is that of the lines
+# attribute, name in Megatron's messages, flags, keys in a checkpoint (old names first); the order
+# is that of the lines
 _STATE_ROWS: tuple[tuple[str, str, str, tuple[str, ...]], ...] = (
     ("max_lr", "learning rate", "--lr", ("start_lr", "max_lr")),
     ("min_lr", "minimum learning rate", "--min-lr", ("min_lr",)),
@@ -324,12 +368,25 @@ _STATE_ROWS: tuple[tuple[str, str, str, tuple[str, ...]], ...] = (
         "--lr-decay-iters, by default --train-iters",
         ("end_iter", "decay_steps", "lr_decay_steps"),
     ),
-    ("lr_decay_style", "learning rate decay style", "--lr-decay-style", ("decay_style", "lr_decay_style")),
+    (
+        "lr_decay_style",
+        "learning rate decay style",
+        "--lr-decay-style",
+        ("decay_style", "lr_decay_style"),
+    ),
     ("start_wd", "start weight decay", "--start-weight-decay or --weight-decay", ("start_wd",)),
     ("end_wd", "end weight decay", "--end-weight-decay or --weight-decay", ("end_wd",)),
-    ("wd_incr_steps", "total number of weight decay iterations", "--train-iters", ("wd_incr_steps",)),
+    (
+        "wd_incr_steps",
+        "total number of weight decay iterations",
+        "--train-iters",
+        ("wd_incr_steps",),
+    ),
     ("wd_incr_style", "weight decay incr style", "--weight-decay-incr-style", ("wd_incr_style",)),
 )
 # What is counted in samples, whose names in Megatron's messages speak of iterations.
-_SAMPLES = {"lr_warmup_steps": "the warm-up", "lr_decay_steps": "the learning rate decay",
-            "wd_incr_steps": "the weight decay increase"}
+_SAMPLES = {
+    "lr_warmup_steps": "the warm-up",
+    "lr_decay_steps": "the learning rate decay",
+    "wd_incr_steps": "the weight decay increase",
+}

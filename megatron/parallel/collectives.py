@@ -1,4 +1,6 @@
-"""Every collective once, beside its adjoint. On an axis of size 1 each returns its input. Knows no model."""
+"""Every collective once, beside its adjoint. On an axis of size 1 each returns its input. Knows no
+model."""
+
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
@@ -19,7 +21,8 @@ class Pending:
     """Communication under way: calling it waits and gives the result."""
 
     def __init__(self, works: list[Any], result: Callable[[], torch.Tensor]):
-        self._works, self._result = works, result
+        self._works = works
+        self._result = result
 
     @property
     def arrived(self) -> bool:
@@ -61,7 +64,8 @@ def reduce_scatter(x: torch.Tensor, axis: Axis, dim: int = 0) -> torch.Tensor:
 
 
 def start_all_reduce(x: torch.Tensor, axis: Axis) -> Pending:
-    """Begin to sum `x` in place over an axis of several ranks; the function waits for it and returns it."""
+    """Begin to sum `x` in place over an axis of several ranks; the function waits for it and
+    returns it."""
     if axis.shared and axis.shared.takes(x):
         work = axis.shared.start(x)
         return _waiting(work, work.result)
@@ -69,20 +73,25 @@ def start_all_reduce(x: torch.Tensor, axis: Axis) -> Pending:
 
 
 def start_all_gather(x: torch.Tensor, axis: Axis) -> Pending:
-    """Begin to join the shards of several ranks along dim 0; the function waits and returns the whole."""
+    """Begin to join the shards of several ranks along dim 0; the function waits and returns the
+    whole."""
     x = x.contiguous()
     out = x.new_empty((axis.size * x.shape[0], *x.shape[1:]))
     return _waiting(_gather_into(out, x, group=axis.group, async_op=True), lambda: out)
 
 
 def start_all_gather_(x: torch.Tensor, axis: Axis) -> Pending:
-    """Begin to fill `x`, of which this rank holds its part along dim 0, with the parts of several ranks.
+    """Begin to fill `x`, of which this rank holds its part along dim 0, with the parts of several
+    ranks.
 
-    gloo's own gather makes a copy of everything and takes three times as long as exchanging the parts.
+    gloo's own gather makes a copy of everything and takes three times as long as exchanging the
+    parts.
     """
     parts = x.chunk(axis.size)
     if dist.get_backend(axis.group) != "gloo":
-        return Pending([_gather_into(x, parts[axis.rank], group=axis.group, async_op=True)], lambda: x)
+        return Pending(
+            [_gather_into(x, parts[axis.rank], group=axis.group, async_op=True)], lambda: x
+        )
     works = []
     for rank, part in zip(axis.ranks, parts, strict=True):
         if rank != axis.ranks[axis.rank]:
@@ -106,7 +115,8 @@ def start_reduce_scatter(x: torch.Tensor, axis: Axis) -> Pending:
 
 
 def start_reduce_scatter_(x: torch.Tensor, axis: Axis) -> Pending:
-    """Begin to sum over several ranks into this rank's part of the flat `x`, which is returned; the rest is undefined."""
+    """Begin to sum over several ranks into this rank's part of the flat `x`, which is returned; the
+    rest is undefined."""
     mine = x.chunk(axis.size)[axis.rank]
     if dist.get_backend(axis.group) != "gloo":
         return Pending([_scatter_into(mine, x, group=axis.group, async_op=True)], lambda: mine)
@@ -116,26 +126,39 @@ def start_reduce_scatter_(x: torch.Tensor, axis: Axis) -> Pending:
 
 
 def start_reduce_parts_(parts: Sequence[torch.Tensor], axis: Axis) -> Pending:
-    """Begin to sum each of several ranks' parts, of any size, on that rank: it gets it back, the rest is undefined."""
-    works = [dist.reduce(part, rank, group=axis.group, async_op=True)
-             for rank, part in zip(axis.ranks, parts, strict=True) if part.numel()]
+    """Begin to sum each of several ranks' parts, of any size, on that rank: it gets it back, the
+    rest is undefined."""
+    works = [
+        dist.reduce(part, rank, group=axis.group, async_op=True)
+        for rank, part in zip(axis.ranks, parts, strict=True)
+        if part.numel()
+    ]
     return Pending(works, lambda: parts[axis.rank])
 
 
 def start_broadcast_parts_(parts: Sequence[torch.Tensor], axis: Axis) -> Pending:
-    """Begin to give every one of several ranks each rank's part, of any size; it waits and returns this rank's."""
-    works = [dist.broadcast(part, rank, group=axis.group, async_op=True)
-             for rank, part in zip(axis.ranks, parts, strict=True) if part.numel()]
+    """Begin to give every one of several ranks each rank's part, of any size; it waits and returns
+    this rank's."""
+    works = [
+        dist.broadcast(part, rank, group=axis.group, async_op=True)
+        for rank, part in zip(axis.ranks, parts, strict=True)
+        if part.numel()
+    ]
     return Pending(works, lambda: parts[axis.rank])
 
 
 def start_shift(x: torch.Tensor, axis: Axis) -> Callable[[], torch.Tensor]:
-    """Begin to send `x` to the next of several ranks of a ring; the function waits and returns what the one before sent."""
+    """Begin to send `x` to the next of several ranks of a ring; the function waits and returns what
+    the one before sent."""
     x = x.contiguous()
     out = torch.empty_like(x)
     after, before = (axis.ranks[(axis.rank + step) % axis.size] for step in (1, -1))
-    works = dist.batch_isend_irecv([dist.P2POp(dist.isend, x, after, axis.group),
-                                    dist.P2POp(dist.irecv, out, before, axis.group)])
+    works = dist.batch_isend_irecv(
+        [
+            dist.P2POp(dist.isend, x, after, axis.group),
+            dist.P2POp(dist.irecv, out, before, axis.group),
+        ]
+    )
 
     def wait() -> torch.Tensor:
         for work in works:
@@ -146,13 +169,15 @@ def start_shift(x: torch.Tensor, axis: Axis) -> Callable[[], torch.Tensor]:
 
 
 def start_send(x: torch.Tensor, axis: Axis, peer: int) -> Callable[[], torch.Tensor]:
-    """Begin to send `x` to the axis's rank `peer`; the function waits until it is gone and returns what was sent."""
+    """Begin to send `x` to the axis's rank `peer`; the function waits until it is gone and returns
+    what was sent."""
     x = x.contiguous()
     return _waiting(dist.isend(x, axis.ranks[peer], group=axis.group), lambda: x)
 
 
 def start_receive(x: torch.Tensor, axis: Axis, peer: int) -> Callable[[], torch.Tensor]:
-    """Begin to overwrite `x` with what the axis's rank `peer` sends next; the function waits and returns it."""
+    """Begin to overwrite `x` with what the axis's rank `peer` sends next; the function waits and
+    returns it."""
     return _waiting(dist.irecv(x, axis.ranks[peer], group=axis.group), lambda: x)
 
 
@@ -173,7 +198,8 @@ def broadcast_(x: torch.Tensor, axis: Axis, source: int = 0) -> torch.Tensor:
 
 
 def gather_objects(value: Any, axis: Axis) -> list[Any]:
-    """What every rank of the axis holds, in rank order. For start-up and checkpoints, never in the step."""
+    """What every rank of the axis holds, in rank order. For start-up and checkpoints, never in the
+    step."""
     if axis.size == 1:
         return [value]
     out: list[Any] = [None] * axis.size
@@ -189,10 +215,12 @@ def barrier(axis: Axis) -> None:
 
 def _pair(name: str, forward: Callable, backward: Callable) -> Callable:
     """An autograd function from a collective and its adjoint."""
+
     class Pair(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
-            ctx.axis, ctx.dim = axis, dim
+            ctx.axis = axis
+            ctx.dim = dim
             return forward(x, axis, dim)
 
         @staticmethod
@@ -216,5 +244,6 @@ def _sum(x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
     return all_reduce(x, axis)
 
 
-reduce_from = _pair("reduce_from", _sum, _same)                             # g of the Megatron paper
+# g of the Megatron paper
+reduce_from = _pair("reduce_from", _sum, _same)
 scatter_sequence = _pair("scatter_sequence", reduce_scatter, all_gather)

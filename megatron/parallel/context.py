@@ -1,4 +1,6 @@
-"""Who am I along each axis of the rank grid. An axis of size 1 has no group. Knows no model; never a global."""
+"""Who am I along each axis of the rank grid. An axis of size 1 has no group. Knows no model; never
+a global."""
+
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
@@ -15,8 +17,10 @@ from megatron.config.parallel import ParallelConfig
 class Axis:
     """One way to walk the grid: my place among the ranks that differ from me along it only.
 
-    `shared`: memory of one machine through which these ranks sum (parallel/shared_sums.py), if they have it.
+    `shared`: memory of one machine through which these ranks sum (parallel/shared_sums.py), if they
+    have it.
     """
+
     name: str
     size: int = 1
     rank: int = 0
@@ -28,17 +32,19 @@ class Axis:
 class ParallelContext:
     """The grid pp x dp x cp x tp in Megatron's order: rank = tp + TP * (cp + CP * (dp + DP * pp)).
 
-    Axes: tp, cp, dp, pp; pp_gradients (the ranks of pp in a group of their own); dp_cp (ranks that see other tokens and
-    hold the same weights), ends (first and last pipeline stage), model (tp x pp: the shards of one replica), world.
-    World size 1 needs no process group at all.
+    Axes: tp, cp, dp, pp; pp_gradients (the ranks of pp in a group of their own); dp_cp (ranks that
+    see other tokens and hold the same weights), ends (first and last pipeline stage), model (tp x
+    pp: the shards of one replica), world. World size 1 needs no process group at all.
 
-    The distributed optimizer cuts dp_cp into instances of consecutive ranks: shard (ranks of one instance, which share
-    one copy of the optimizer's state), instances (ranks with the same share in each), optimizer (tp x pp x shard: the
-    ranks that together hold one whole state). Without it every rank is an instance of its own.
+    The distributed optimizer cuts dp_cp into instances of consecutive ranks: shard (ranks of one
+    instance, which share one copy of the optimizer's state), instances (ranks with the same share
+    in each), optimizer (tp x pp x shard: the ranks that together hold one whole state). Without it
+    every rank is an instance of its own.
     """
 
     def __init__(self, config: ParallelConfig, world_size: int = 1, rank: int = 0):
-        tp, cp = config.tensor_model_parallel_size, config.context_parallel_size
+        tp = config.tensor_model_parallel_size
+        cp = config.context_parallel_size
         pp = config.pipeline_model_parallel_size
         assert world_size % (tp * cp * pp) == 0, "config/check.py refuses this"
         self.rank = rank
@@ -58,17 +64,24 @@ class ParallelContext:
         self._cut_into_instances(grid.flatten(1, 2), config)
 
     def _cut_into_instances(self, grid: torch.Tensor, config: ParallelConfig) -> None:
-        """shard, instances and optimizer of a grid [pp, dp x cp, tp]; axes of equal ranks share their group."""
-        ranks, instances = grid.shape[1], config.num_distributed_optimizer_instances
+        """shard, instances and optimizer of a grid [pp, dp x cp, tp]; axes of equal ranks share
+        their group."""
+        ranks = grid.shape[1]
+        instances = config.num_distributed_optimizer_instances
         assert ranks % instances == 0, "config/check.py refuses this"
         alone = Axis("alone", ranks=(self.rank,))
         if not config.use_distributed_optimizer or instances == ranks:
-            shard, between, optimizer = alone, self.dp_cp, self.model
+            shard = alone
+            between = self.dp_cp
+            optimizer = self.model
         elif instances == 1:
-            shard, between, optimizer = self.dp_cp, alone, self.world
+            shard = self.dp_cp
+            between = alone
+            optimizer = self.world
         else:
             grid = grid.unflatten(1, (instances, -1))
-            shard, between = self._axis("shard", grid, 2), self._axis("instances", grid, 1)
+            shard = self._axis("shard", grid, 2)
+            between = self._axis("instances", grid, 1)
             optimizer = self._axis("optimizer", grid.transpose(0, 1).flatten(1), 1)
         self.shard = replace(shard, name="shard")
         self.instances = replace(between, name="instances")
@@ -80,7 +93,8 @@ class ParallelContext:
         for ranks in grid.movedim(dim, -1).reshape(-1, grid.shape[dim]).tolist():
             if len(ranks) == 1:
                 continue
-            group = dist.new_group(ranks, timeout=self._timeout)       # torch's own default is half an hour
+            # torch's own default is half an hour
+            group = dist.new_group(ranks, timeout=self._timeout)
             if self.rank in ranks:
                 found = Axis(name, len(ranks), ranks.index(self.rank), tuple(ranks), group)
         return found

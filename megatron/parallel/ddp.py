@@ -1,4 +1,6 @@
-"""Flat buffers of one replica's gradients (and, sharded, weights), summed and gathered by bucket. Knows no model."""
+"""Flat buffers of one replica's gradients (and, sharded, weights), summed and gathered by bucket.
+Knows no model."""
+
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
@@ -26,47 +28,69 @@ class _Bucket:
     """One bucket of a step: what is still missing of it and what is under way."""
 
     def __init__(self, place: flat_buckets.Bucket, params: list[nn.Parameter]):
-        self.place, self.params = place, params
+        self.place = place
+        self.params = params
         self.range = slice(place.start, place.stop)
-        self.missing = 0                        # parameters that wait for gradients of this step
+        self.missing = 0  # parameters that wait for gradients of this step
         self.reduction: Pending | None = None
         self.gather: Pending | None = None
 
 
 class GradBuffers:
-    """One flat buffer of `grad_dtype` in which every parameter has a 64-byte aligned view, `p.main_grad`.
+    """One flat buffer of `grad_dtype` in which every parameter has a 64-byte aligned view,
+    `p.main_grad`.
 
-    Parameters lie in reverse order of registration, which is about the order in which their gradients are ready.
-    A kernel may add a weight gradient to `p.main_grad` itself; what autograd delivers as `p.grad` is added by a hook
-    (or, where the number formats agree, `p.grad` is the view and autograd adds in place).
+    Parameters lie in reverse order of registration, which is about the order in which their
+    gradients are ready. A kernel may add a weight gradient to `p.main_grad` itself; what autograd
+    delivers as `p.grad` is added by a hook (or, where the number formats agree, `p.grad` is the
+    view and autograd adds in place).
 
-    A bucket's gradients are summed over the ranks that saw other tokens: reduce-scatter over `ctx.shard`, all-reduce
-    over `ctx.instances`. With `overlap_grad_reduce` that starts as soon as each of its parameters has the gradients of all
-    micro-batches. Without shards every rank then has all sums and updates all weights (`owned` are the parameters). With
-    shards it has those of its range of each bucket: `owned` are flat views of that range, parameter by parameter, each
-    with the `sharding` of its parameter and a `span` (start, stop) in its elements; weights live in a flat buffer too,
-    and `gather_weights` brings them together after an update. With `whole_params` a rank's range of each bucket are whole
-    parameters, as InternLM gives them out; its sums are then reduced to it, and its weights broadcast.
+    A bucket's gradients are summed over the ranks that saw other tokens: reduce-scatter over
+    `ctx.shard`, all-reduce over `ctx.instances`. With `overlap_grad_reduce` that starts as soon as
+    each of its parameters has the gradients of all micro-batches. Without shards every rank then
+    has all sums and updates all weights (`owned` are the parameters). With shards it has those of
+    its range of each bucket: `owned` are flat views of that range, parameter by parameter, each
+    with the `sharding` of its parameter and a `span` (start, stop) in its elements; weights live in
+    a flat buffer too, and `gather_weights` brings them together after an update. With
+    `whole_params` a rank's range of each bucket are whole parameters, as InternLM gives them out;
+    its sums are then reduced to it, and its weights broadcast.
     """
 
-    def __init__(self, params: Iterable[nn.Parameter], ctx: ParallelContext, grad_dtype: torch.dtype, *,
-                 bucket_size: int | None = None, overlap_grad_reduce: bool = False,
-                 overlap_param_gather: bool = False, whole_params: bool = False):
+    def __init__(
+        self,
+        params: Iterable[nn.Parameter],
+        ctx: ParallelContext,
+        grad_dtype: torch.dtype,
+        *,
+        bucket_size: int | None = None,
+        overlap_grad_reduce: bool = False,
+        overlap_param_gather: bool = False,
+        whole_params: bool = False,
+    ):
         params = [p for p in params if p.requires_grad]
         self._ctx = ctx
         sharded = ctx.shard.size > 1
         layout = flat_buckets.lay_out(
             [p.numel() for p in params],
             [tuple(axis for axis in p.sharding.partial if ctx.axis(axis).size > 1) for p in params],
-            bucket_size=bucket_size, shards=ctx.shard.size, itemsize=min(grad_dtype.itemsize, params[0].dtype.itemsize),
-            partition=whole_parameters([p.sharding.name for p in params], [p.shape for p in params], ctx.shard.size)
-            if whole_params and sharded else None)
-        self._uneven, self.layout = whole_params and sharded, layout
-        self._buckets = [_Bucket(place, [params[number] for number in place.members]) for place in layout.buckets]
+            bucket_size=bucket_size,
+            shards=ctx.shard.size,
+            itemsize=min(grad_dtype.itemsize, params[0].dtype.itemsize),
+            partition=whole_parameters(
+                [p.sharding.name for p in params], [p.shape for p in params], ctx.shard.size
+            )
+            if whole_params and sharded
+            else None,
+        )
+        self._uneven = whole_params and sharded
+        self.layout = layout
+        self._buckets = [
+            _Bucket(place, [params[number] for number in place.members]) for place in layout.buckets
+        ]
         self.params = [p for bucket in self._buckets for p in bucket.params]
         self.flat = torch.zeros(layout.size, dtype=grad_dtype, device=params[0].device)
         for p, start in zip(params, layout.starts, strict=True):
-            p.main_grad = self.flat[start:start + p.numel()].view(p.shape)
+            p.main_grad = self.flat[start : start + p.numel()].view(p.shape)
             if p.dtype == grad_dtype:
                 p.grad = p.main_grad
             else:
@@ -74,8 +98,10 @@ class GradBuffers:
         self._weights = _flatten(params, layout) if sharded else None
         self.owned = _owned(params, layout.spans(ctx.shard.rank)) if sharded else params
         self._overlap_gather = overlap_param_gather
-        self._expected: dict[nn.Parameter, int] = {}            # gradients still to come, when they are counted
-        self._next = 0                                          # the first bucket whose sum has not begun
+        # gradients still to come, when they are counted
+        self._expected: dict[nn.Parameter, int] = {}
+        # the first bucket whose sum has not begun
+        self._next = 0
         if overlap_grad_reduce and ctx.dp_cp.size > 1:
             for bucket in self._buckets:
                 for p in bucket.params:
@@ -83,7 +109,8 @@ class GradBuffers:
                     self._expected[p] = 0
 
     def zero(self, micro_batches: int = 1) -> None:
-        """Forget all gradients; as many micro-batches come in this step, each with one gradient of every parameter."""
+        """Forget all gradients; as many micro-batches come in this step, each with one gradient of
+        every parameter."""
         self.flat.zero_()
         for bucket in self._buckets:
             bucket.missing = len(bucket.params)
@@ -94,11 +121,13 @@ class GradBuffers:
                 p.grad = p.main_grad
 
     def reduce(self) -> None:
-        """Sum over the ranks that saw other tokens, after copies that saw part of their gradient are summed.
+        """Sum over the ranks that saw other tokens, after copies that saw part of their gradient
+        are summed.
 
         What overlaps the backward pass is only waited for. A rank then has the sums of `owned`.
         """
-        self.wait_for_weights()                                 # the update that follows writes them
+        # the update that follows writes them
+        self.wait_for_weights()
         ctx = self._ctx
         while self._next < len(self._buckets):
             bucket = self._buckets[self._next]
@@ -109,14 +138,19 @@ class GradBuffers:
         self._collect(wait=True)
         self._next = 0
         if ctx.shard.size > 1 and ctx.instances.size > 1:
-            mine = (self.flat[slice(*bucket.place.shard(ctx.shard.rank))] for bucket in self._buckets)
+            mine = (
+                self.flat[slice(*bucket.place.shard(ctx.shard.rank))] for bucket in self._buckets
+            )
             for pending in [start_all_reduce(part, ctx.instances) for part in mine if part.numel()]:
                 pending()
 
     def _arrived(self, bucket: _Bucket, p: nn.Parameter) -> None:
-        """Count a micro-batch's gradient of `p`, and begin with the buckets that are complete, in order on every rank."""
+        """Count a micro-batch's gradient of `p`, and begin with the buckets that are complete, in
+        order on every rank."""
         self._expected[p] -= 1
-        assert self._expected[p] >= 0, f"{p.sharding.name}: more gradients than the micro-batches that zero() was told"
+        assert self._expected[p] >= 0, (
+            f"{p.sharding.name}: more gradients than the micro-batches that zero() was told"
+        )
         bucket.missing -= self._expected[p] == 0
         while self._next < len(self._buckets):
             bucket = self._buckets[self._next]
@@ -125,9 +159,11 @@ class GradBuffers:
             self._start_next()
 
     def _start_next(self) -> None:
-        """Begin to sum the next bucket over shard, or over instances where there is only one shard."""
+        """Begin to sum the next bucket over shard, or over instances where there is only one
+        shard."""
         self._collect(wait=False)
-        bucket, ctx = self._buckets[self._next], self._ctx
+        bucket = self._buckets[self._next]
+        ctx = self._ctx
         self._next += 1
         if self._uneven:
             bucket.reduction = start_reduce_parts_(self._parts(bucket, self.flat), ctx.shard)
@@ -137,19 +173,23 @@ class GradBuffers:
             bucket.reduction = start_all_reduce(self.flat[bucket.range], ctx.instances)
 
     def _collect(self, wait: bool) -> None:
-        """Finish the sums that have arrived, or all: what they took besides the buffer is free again."""
-        for bucket in self._buckets[:self._next]:
+        """Finish the sums that have arrived, or all: what they took besides the buffer is free
+        again."""
+        for bucket in self._buckets[: self._next]:
             if bucket.reduction is not None and (wait or bucket.reduction.arrived):
                 bucket.reduction()
                 bucket.reduction = None
 
     def gather_weights(self) -> None:
-        """Give every rank all weights after an update of `owned`; with overlap they are only under way then."""
+        """Give every rank all weights after an update of `owned`; with overlap they are only under
+        way then."""
         if self._weights is None:
             return
-        for bucket in reversed(self._buckets):                  # the first layers lie last
+        for bucket in reversed(self._buckets):  # the first layers lie last
             if self._uneven:
-                bucket.gather = start_broadcast_parts_(self._parts(bucket, self._weights), self._ctx.shard)
+                bucket.gather = start_broadcast_parts_(
+                    self._parts(bucket, self._weights), self._ctx.shard
+                )
             else:
                 bucket.gather = start_all_gather_(self._weights[bucket.range], self._ctx.shard)
             if not self._overlap_gather:
@@ -164,14 +204,17 @@ class GradBuffers:
         _wait_for(self._buckets)
 
     def wait_in_forward(self, model: nn.Module) -> None:
-        """From now on each module of `model`, when called, waits for its own weights; a compiled one for all inside it."""
+        """From now on each module of `model`, when called, waits for its own weights; a compiled
+        one for all inside it."""
         if self._weights is None or not self._overlap_gather:
             return
         home = {p: bucket for bucket in self._buckets for p in bucket.params}
 
         def visit(module: nn.Module) -> None:
             compiled = module._compiled_call_impl is not None
-            buckets = list({home[p]: None for p in module.parameters(recurse=compiled) if p in home})
+            buckets = list(
+                {home[p]: None for p in module.parameters(recurse=compiled) if p in home}
+            )
             hook = partial(_before_forward, buckets)
             if buckets:
                 module.register_forward_pre_hook(torch.compiler.disable(hook) if compiled else hook)
@@ -183,23 +226,26 @@ class GradBuffers:
 
 @torch.no_grad()
 def _flatten(params: list[nn.Parameter], layout: flat_buckets.Layout) -> torch.Tensor:
-    """The weights in one flat buffer, of which the parameters are views from then on; padding is 0."""
+    """The weights in one flat buffer, of which the parameters are views from then on; padding is
+    0."""
     assert len({p.dtype for p in params}) == 1, "one buffer holds one number format"
     flat = params[0].new_zeros(layout.size)
     for p, start in zip(params, layout.starts, strict=True):
-        place = flat[start:start + p.numel()].view(p.shape)
+        place = flat[start : start + p.numel()].view(p.shape)
         place.copy_(p)
         p.data = place
     return flat
 
 
 def _owned(params: list[nn.Parameter], spans: list[tuple[int, int]]) -> list[torch.Tensor]:
-    """Of each parameter the flat view that this rank updates (perhaps empty), with its part of `main_grad`."""
+    """Of each parameter the flat view that this rank updates (perhaps empty), with its part of
+    `main_grad`."""
     owned = []
     for p, (start, stop) in zip(params, spans, strict=True):
         part = p.detach().view(-1)[start:stop]
         part.main_grad = p.main_grad.view(-1)[start:stop]
-        part.sharding, part.span = p.sharding, (start, stop)
+        part.sharding = p.sharding
+        part.span = (start, stop)
         owned.append(part)
     return owned
 
@@ -216,7 +262,7 @@ def _before_forward(buckets: list[_Bucket], module: nn.Module, args: Any) -> Non
 
 
 def _add_to_main_grad(p: nn.Parameter) -> None:
-    if p.grad is None:                # the kernel added to main_grad itself
+    if p.grad is None:  # the kernel added to main_grad itself
         return
     p.main_grad.add_(p.grad)
     p.grad = None

@@ -1,9 +1,12 @@
-"""The scales of linear layers that multiply in 8 bits, equal on all ranks of a layer. Knows no layer and no model.
+"""The scales of linear layers that multiply in 8 bits, equal on all ranks of a layer. Knows no
+layer and no model.
 
-A scale belongs to a whole tensor: maxima are taken over the ranks that share it, so that every layout casts to the same
-numbers. tensorwise: from the tensor itself. delayed: from its maxima in the steps before; all micro-batches of a step have
-the same scales, whatever their order, and what recompute sees again changes no maximum.
+A scale belongs to a whole tensor: maxima are taken over the ranks that share it, so that every
+layout casts to the same numbers. tensorwise: from the tensor itself. delayed: from its maxima in
+the steps before; all micro-batches of a step have the same scales, whatever their order, and what
+recompute sees again changes no maximum.
 """
+
 from __future__ import annotations
 
 from collections.abc import Iterable
@@ -17,20 +20,30 @@ from megatron.parallel.collectives import all_reduce, all_reduce_
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.sharding import Sharding
 
-PREFIX = "optimizer.fp8_scaling."       # of the names in a checkpoint: state that goes with the optimizer's
-_TENSORS = 3                            # of a layer: input, weight, gradient of the output
+# of the names in a checkpoint: state that goes with the optimizer's
+PREFIX = "optimizer.fp8_scaling."
+_TENSORS = 3  # of a layer: input, weight, gradient of the output
 
 
 class LayerScaling:
     """The scales of one linear layer's input, weight and output gradient, in this order.
 
-    state [3, 1 + history]: the delayed scales, then each tensor's maxima of the last steps, the newest first; zeros while
-    nothing is known, when a tensor is scaled by itself. seen [3]: the maxima of the step under way.
+    state [3, 1 + history]: the delayed scales, then each tensor's maxima of the last steps, the
+    newest first; zeros while nothing is known, when a tensor is scaled by itself. seen [3]: the
+    maxima of the step under way.
     """
 
-    def __init__(self, name: str, precision: PrecisionConfig, ctx: ParallelContext, device: torch.device | str):
-        self.name, self.formats = name, FORMATS[precision.fp8]
-        self.delayed, self.known = precision.fp8_recipe == "delayed", False
+    def __init__(
+        self,
+        name: str,
+        precision: PrecisionConfig,
+        ctx: ParallelContext,
+        device: torch.device | str,
+    ):
+        self.name = name
+        self.formats = FORMATS[precision.fp8]
+        self.delayed = precision.fp8_recipe == "delayed"
+        self.known = False
         self.axes = [axis for axis in (ctx.tp, ctx.cp) if axis.size > 1]
         self.largest = [torch.finfo(self.formats[i // 2]).max for i in range(_TENSORS)]
         self.state = torch.zeros(_TENSORS, 1 + precision.fp8_amax_history_len, device=device)
@@ -56,20 +69,27 @@ class LayerScaling:
 
 
 class DelayedScaling:
-    """The delayed scales of all linear layers of this rank: brought forward once a step, saved and loaded."""
+    """The delayed scales of all linear layers of this rank: brought forward once a step, saved and
+    loaded."""
 
-    def __init__(self, layers: Iterable[LayerScaling], precision: PrecisionConfig, ctx: ParallelContext):
-        self.layers, self.ctx = list(layers), ctx
-        self.margin, self.most_recent = precision.fp8_margin, precision.fp8_amax_compute_algo == "most_recent"
+    def __init__(
+        self, layers: Iterable[LayerScaling], precision: PrecisionConfig, ctx: ParallelContext
+    ):
+        self.layers = list(layers)
+        self.ctx = ctx
+        self.margin = precision.fp8_margin
+        self.most_recent = precision.fp8_amax_compute_algo == "most_recent"
         first = self.layers[0]
         self.state = torch.stack([layer.state for layer in self.layers])
         self.seen = torch.stack([layer.seen for layer in self.layers])
         self.largest = torch.tensor(first.largest, device=first.state.device)
         for layer, state, seen in zip(self.layers, self.state, self.seen, strict=True):
-            layer.state, layer.seen = state, seen
+            layer.state = state
+            layer.seen = seen
 
     def tensors(self) -> dict[str, tuple[Sharding, torch.Tensor]]:
-        """The state of every layer by its name in a checkpoint, live; all tensor- and data-parallel ranks hold the same."""
+        """The state of every layer by its name in a checkpoint, live; all tensor- and data-parallel
+        ranks hold the same."""
         found = {}
         for layer in self.layers:
             name = PREFIX + layer.name
@@ -77,23 +97,27 @@ class DelayedScaling:
         return found
 
     def step(self, updated: bool) -> None:
-        """The step's maxima become the newest of the history, and the scales follow; all ranks call this. A step that was
-        not `updated` leaves no trace.
+        """The step's maxima become the newest of the history, and the scales follow; all ranks call
+        this. A step that was not `updated` leaves no trace.
 
-        scale = largest number of the format / (newest or largest maximum of the history * 2^margin). A maximum that is
-        not finite counts as none, and a tensor without one keeps its scale, as in Transformer Engine.
+        scale = largest number of the format / (newest or largest maximum of the history *
+        2^margin). A maximum that is not finite counts as none, and a tensor without one keeps its
+        scale, as in Transformer Engine.
         """
         if not updated:
             self.forget_step(self.layers[0].known)
             return
         for axis in (self.ctx.tp, self.ctx.dp_cp):
             all_reduce_(self.seen, axis, "max")
-        before, history = self.state[..., 0], self.state[..., 1:]
+        before = self.state[..., 0]
+        history = self.state[..., 1:]
         history[..., 1:] = history[..., :-1].clone()
         history[..., 0] = torch.where(self.seen.isfinite(), self.seen, 0.0)
         amax = history[..., 0] if self.most_recent else history.amax(-1)
         kept = torch.where(before > 0, before, 1.0)
-        before.copy_(torch.where(amax > 0, fitting_scale(amax, self.largest * 2.0**-self.margin), kept))
+        before.copy_(
+            torch.where(amax > 0, fitting_scale(amax, self.largest * 2.0**-self.margin), kept)
+        )
         self.forget_step(known=True)
 
     def loaded(self) -> None:
@@ -107,9 +131,14 @@ class DelayedScaling:
             layer.known = known
 
 
-def delayed_scaling(model: nn.Module, precision: PrecisionConfig, ctx: ParallelContext) -> DelayedScaling | None:
-    """The delayed scales of a model's linear layers; None where no scale depends on the steps before."""
-    layers = [module.scaling for module in model.modules() if getattr(module, "scaling", None) is not None]
+def delayed_scaling(
+    model: nn.Module, precision: PrecisionConfig, ctx: ParallelContext
+) -> DelayedScaling | None:
+    """The delayed scales of a model's linear layers; None where no scale depends on the steps
+    before."""
+    layers = [
+        module.scaling for module in model.modules() if getattr(module, "scaling", None) is not None
+    ]
     if not layers or precision.fp8_recipe != "delayed":
         return None
     return DelayedScaling(layers, precision, ctx)

@@ -1,8 +1,10 @@
-"""Linear layers and the embedding, split over tensor-parallel ranks. Knows no attention, no MLP and no model.
+"""Linear layers and the embedding, split over tensor-parallel ranks. Knows no attention, no MLP and
+no model.
 
-Split layers after Shoeybi et al. 2019 (Megatron-LM) and Korthikanti et al. 2022 (sequence parallelism). With one
-tensor-parallel rank every collective here is the identity.
+Split layers after Shoeybi et al. 2019 (Megatron-LM) and Korthikanti et al. 2022 (sequence
+parallelism). With one tensor-parallel rank every collective here is the identity.
 """
+
 from __future__ import annotations
 
 from typing import Any
@@ -24,52 +26,78 @@ from megatron.parallel.context import ParallelContext
 from megatron.parallel.fp8 import LayerScaling
 
 
-def _linear(x: torch.Tensor, weight: nn.Parameter, bias: nn.Parameter | None = None,
-            exchange: kernels.Exchange | None = None, scaling: LayerScaling | None = None, *,
-            accumulate: bool = True) -> torch.Tensor:
-    """x W^T + b with W and b as matrix and vector; backward adds to their `main_grad` itself where they have one and
-    `accumulate` allows it. With `scaling` the products are of 8 bits."""
+def _linear(
+    x: torch.Tensor,
+    weight: nn.Parameter,
+    bias: nn.Parameter | None = None,
+    exchange: kernels.Exchange | None = None,
+    scaling: LayerScaling | None = None,
+    *,
+    accumulate: bool = True,
+) -> torch.Tensor:
+    """x W^T + b with W and b as matrix and vector; backward adds to their `main_grad` itself where
+    they have one and `accumulate` allows it. With `scaling` the products are of 8 bits."""
     main_grad = getattr(weight, "main_grad", None) if accumulate else None
     bias_main_grad = getattr(bias, "main_grad", None) if accumulate else None
     if weight.dim() > 2:
-        weight, main_grad = weight.flatten(0, -2), None if main_grad is None else main_grad.flatten(0, -2)
+        weight = weight.flatten(0, -2)
+        main_grad = None if main_grad is None else main_grad.flatten(0, -2)
     if bias is not None and bias.dim() > 1:
-        bias, bias_main_grad = bias.flatten(), None if bias_main_grad is None else bias_main_grad.flatten()
+        bias = bias.flatten()
+        bias_main_grad = None if bias_main_grad is None else bias_main_grad.flatten()
     if scaling is not None:
-        return kernels.linear_fp8(x, weight, bias, scaling=scaling, accumulate_into=main_grad, exchange=exchange)
-    return kernels.linear(x, weight, bias, accumulate_into=main_grad, accumulate_bias_into=bias_main_grad,
-                          exchange=exchange)
+        return kernels.linear_fp8(
+            x, weight, bias, scaling=scaling, accumulate_into=main_grad, exchange=exchange
+        )
+    return kernels.linear(
+        x,
+        weight,
+        bias,
+        accumulate_into=main_grad,
+        accumulate_bias_into=bias_main_grad,
+        exchange=exchange,
+    )
 
 
 def _exchange(ctx: ParallelContext) -> kernels.Exchange | None:
-    """From this rank's input of a layer split by output feature to the whole one, and back with its gradient."""
+    """From this rank's input of a layer split by output feature to the whole one, and back with its
+    gradient."""
     tp = ctx.tp
     if tp.size == 1:
         return None
     if ctx.sequence_parallel:
-        return kernels.Exchange(lambda x: start_all_gather(x, tp), lambda grad: start_reduce_scatter(grad, tp))
+        return kernels.Exchange(
+            lambda x: start_all_gather(x, tp), lambda grad: start_reduce_scatter(grad, tp)
+        )
     return kernels.Exchange(lambda x: lambda: x, lambda grad: start_all_reduce(grad, tp))
 
 
 class _Embedding(torch.autograd.Function):
-    """Rows by id, whose gradients are summed in fp32: torch sums them in the weight's format, and a frequent token's
-    gradient in bf16 stops growing after some hundred occurrences."""
+    """Rows by id, whose gradients are summed in fp32: torch sums them in the weight's format, and a
+    frequent token's gradient in bf16 stops growing after some hundred occurrences."""
 
     @staticmethod
-    def forward(ctx: Any, ids: torch.Tensor, weight: torch.Tensor, main_grad: torch.Tensor | None) -> torch.Tensor:
+    def forward(
+        ctx: Any, ids: torch.Tensor, weight: torch.Tensor, main_grad: torch.Tensor | None
+    ) -> torch.Tensor:
         ctx.save_for_backward(ids)
-        ctx.rows, ctx.dtype, ctx.main_grad = weight.shape[0], weight.dtype, main_grad
+        ctx.rows = weight.shape[0]
+        ctx.dtype = weight.dtype
+        ctx.main_grad = main_grad
         return F.embedding(ids, weight)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple:
-        ids, = ctx.saved_tensors
+        (ids,) = ctx.saved_tensors
         wide = torch.promote_types(ctx.dtype, torch.float32)
-        grad, total = grad.to(wide), ctx.main_grad
+        grad = grad.to(wide)
+        total = ctx.main_grad
         if total is not None and total.dtype == wide and total.device.type == "cpu":
-            total.index_add_(0, ids.reshape(-1), grad.reshape(-1, grad.shape[-1]))     # touches only the rows used
+            # touches only the rows used
+            total.index_add_(0, ids.reshape(-1), grad.reshape(-1, grad.shape[-1]))
             return None, None, None
-        dense = torch.ops.aten.embedding_dense_backward(grad, ids, ctx.rows, -1, False)  # deterministic on CUDA too
+        # deterministic on CUDA too
+        dense = torch.ops.aten.embedding_dense_backward(grad, ids, ctx.rows, -1, False)
         if total is None:
             return None, dense.to(ctx.dtype), None
         total.add_(dense)
@@ -77,58 +105,93 @@ class _Embedding(torch.autograd.Function):
 
 
 def embedding(ids: torch.Tensor, weight: nn.Parameter) -> torch.Tensor:
-    """Rows of `weight` [v, h] by ids (any shape) -> [..., h]; backward adds to `weight.main_grad` if there is one."""
+    """Rows of `weight` [v, h] by ids (any shape) -> [..., h]; backward adds to `weight.main_grad`
+    if there is one."""
     return _Embedding.apply(ids, weight, getattr(weight, "main_grad", None))
 
 
-def _engine(kernels: Kernels, mode: str, layer: ColumnParallelLinear | RowParallelLinear) -> nn.Module | None:
-    """Transformer Engine's module in place of a layer, if it is chosen; it does the layer's collectives too."""
+def _engine(
+    kernels: Kernels, mode: str, layer: ColumnParallelLinear | RowParallelLinear
+) -> nn.Module | None:
+    """Transformer Engine's module in place of a layer, if it is chosen; it does the layer's
+    collectives too."""
     if kernels.engine is None:
         return None
     tp = layer.ctx.tp
-    return kernels.engine.linear(mode, layer.weight, layer.bias, group=tp.group, size=tp.size,
-                                 sequence_parallel=layer.ctx.sequence_parallel)
+    return kernels.engine.linear(
+        mode,
+        layer.weight,
+        layer.bias,
+        group=tp.group,
+        size=tp.size,
+        sequence_parallel=layer.ctx.sequence_parallel,
+    )
 
 
 class ColumnParallelLinear(nn.Module):
-    """y = x W^T + b with W split by output feature: the input is whole, the output this rank's features.
+    """y = x W^T + b with W split by output feature: the input is whole, the output this rank's
+    features.
 
-    weight [out/tp, in] or, gated, [2, out/tp, in] (then the output is [..., 2 * out/tp], gate first). `scaling`: of the
-    layer's products in 8 bits, None for those of the weight's own format.
+    weight [out/tp, in] or, gated, [2, out/tp, in] (then the output is [..., 2 * out/tp], gate
+    first). `scaling`: of the layer's products in 8 bits, None for those of the weight's own format.
     """
 
-    def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, ctx: ParallelContext,
-                 scaling: LayerScaling | None = None):
+    def __init__(
+        self,
+        weight: nn.Parameter,
+        bias: nn.Parameter | None,
+        ctx: ParallelContext,
+        scaling: LayerScaling | None = None,
+    ):
         super().__init__()
-        self.weight, self.bias, self.exchange, self.scaling = weight, bias, _exchange(ctx), scaling
-        self.ctx, self.accumulate, self.engine = ctx, True, None
+        self.weight = weight
+        self.bias = bias
+        self.exchange = _exchange(ctx)
+        self.scaling = scaling
+        self.ctx = ctx
+        self.accumulate = True
+        self.engine = None
 
     def use(self, kernels: Kernels) -> None:
         """From now on compute as `kernels` says."""
-        self.accumulate, self.engine = kernels.accumulation, _engine(kernels, "column", self)
+        self.accumulate = kernels.accumulation
+        self.engine = _engine(kernels, "column", self)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [s, b, in] ([s/tp, b, in] with sequence parallelism) -> [s, b, out/tp]."""
         if self.engine is not None:
             return self.engine(x)
-        return _linear(x, self.weight, self.bias, self.exchange, self.scaling, accumulate=self.accumulate)
+        return _linear(
+            x, self.weight, self.bias, self.exchange, self.scaling, accumulate=self.accumulate
+        )
 
 
 class RowParallelLinear(nn.Module):
-    """y = x W^T + b with W split by input feature: the input is this rank's features, the output the sum over ranks.
+    """y = x W^T + b with W split by input feature: the input is this rank's features, the output
+    the sum over ranks.
 
     weight [out, in/tp]; bias [out] whole on every rank; `scaling` as above.
     """
 
-    def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, ctx: ParallelContext,
-                 scaling: LayerScaling | None = None):
+    def __init__(
+        self,
+        weight: nn.Parameter,
+        bias: nn.Parameter | None,
+        ctx: ParallelContext,
+        scaling: LayerScaling | None = None,
+    ):
         super().__init__()
-        self.weight, self.bias, self.ctx, self.scaling = weight, bias, ctx, scaling
-        self.accumulate, self.engine = True, None
+        self.weight = weight
+        self.bias = bias
+        self.ctx = ctx
+        self.scaling = scaling
+        self.accumulate = True
+        self.engine = None
 
     def use(self, kernels: Kernels) -> None:
         """From now on compute as `kernels` says."""
-        self.accumulate, self.engine = kernels.accumulation, _engine(kernels, "row", self)
+        self.accumulate = kernels.accumulation
+        self.engine = _engine(kernels, "row", self)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [s, b, in/tp] -> [s, b, out] ([s/tp, b, out] with sequence parallelism)."""
@@ -136,7 +199,9 @@ class RowParallelLinear(nn.Module):
         if self.engine is not None:
             return self.engine(x)
         if tp.size == 1:
-            return _linear(x, self.weight, self.bias, scaling=self.scaling, accumulate=self.accumulate)
+            return _linear(
+                x, self.weight, self.bias, scaling=self.scaling, accumulate=self.accumulate
+            )
         y = _linear(x, self.weight, scaling=self.scaling, accumulate=self.accumulate)
         y = scatter_sequence(y, tp) if self.ctx.sequence_parallel else reduce_from(y, tp)
         return y if self.bias is None else y + self.bias
@@ -147,11 +212,13 @@ class VocabParallelEmbedding(nn.Module):
 
     def __init__(self, weight: nn.Parameter, ctx: ParallelContext):
         super().__init__()
-        self.weight, self.ctx = weight, ctx
+        self.weight = weight
+        self.ctx = ctx
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """tokens [b, s] -> [s, b, h] ([s/tp, b, h] with sequence parallelism)."""
-        tp, ids = self.ctx.tp, tokens.t()
+        tp = self.ctx.tp
+        ids = tokens.t()
         if tp.size == 1:
             return embedding(ids, self.weight)
         rows = self.weight.shape[0]

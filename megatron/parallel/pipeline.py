@@ -1,4 +1,6 @@
-"""The one runner of any schedule, and what moves between stages. Knows steps and two functions; no model and no data."""
+"""The one runner of any schedule, and what moves between stages. Knows steps and two functions; no
+model and no data."""
+
 from __future__ import annotations
 
 from collections import deque
@@ -12,30 +14,45 @@ from megatron.parallel.collectives import start_receive, start_send
 from megatron.parallel.context import Axis, ParallelContext
 from megatron.parallel.schedules import Order, Step, schedule
 
-Key = tuple[int, int]               # (micro-batch, chunk)
-# (micro-batch, chunk, hidden states or None for the first chunk of all) -> hidden states, or the loss of the last chunk.
+Key = tuple[int, int]  # (micro-batch, chunk)
+# (micro-batch, chunk, hidden states or None for the first chunk of all) -> hidden states, or the
+# loss of the last chunk.
 Forward = Callable[[int, int, torch.Tensor | None], torch.Tensor]
 # (loss, None), or (edge of the graph of hidden states that were sent, their gradient).
 Backward = Callable[[torch.Tensor | GradientEdge, torch.Tensor | None], None]
 
-SENDS_UNDER_WAY = 4                 # each holds a tensor; a receive is posted before the computation after next
+# each holds a tensor; a receive is posted before the computation after next
+SENDS_UNDER_WAY = 4
 
 
 class Links:
-    """Transfers between a stage and its neighbours: hidden states of one shape in one group, gradients in another.
+    """Transfers between a stage and its neighbours: hidden states of one shape in one group,
+    gradients in another.
 
-    So neither waits behind the other where a backend has one queue for a pair of ranks (NCCL). Without `overlap` each
-    transfer is waited for where it starts.
+    So neither waits behind the other where a backend has one queue for a pair of ranks (NCCL).
+    Without `overlap` each transfer is waited for where it starts.
     """
 
-    def __init__(self, activations: Axis, gradients: Axis, shape: tuple[int, ...], dtype: torch.dtype,
-                 device: torch.device, overlap: bool = True):
-        self._activations, self._gradients, self._overlap = activations, gradients, overlap
-        self._shape, self._dtype, self._device = shape, dtype, device
+    def __init__(
+        self,
+        activations: Axis,
+        gradients: Axis,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        device: torch.device,
+        overlap: bool = True,
+    ):
+        self._activations = activations
+        self._gradients = gradients
+        self._overlap = overlap
+        self._shape = shape
+        self._dtype = dtype
+        self._device = device
         self._sends: deque[Callable[[], torch.Tensor]] = deque()
 
     def send(self, step: Step, x: torch.Tensor) -> None:
-        """Begin to send; the tensor is kept until it is gone, and no more than a few are on their way."""
+        """Begin to send; the tensor is kept until it is gone, and no more than a few are on their
+        way."""
         assert x.shape == self._shape and x.dtype == self._dtype, f"{step}: {x.shape} {x.dtype}"
         self._sends.append(start_send(x, self._axis(step), step.peer))
         while len(self._sends) > (SENDS_UNDER_WAY if self._overlap else 0):
@@ -60,14 +77,18 @@ class Links:
 
 
 class Work:
-    """What one stage holds while it does its steps: a method for each kind of step, of the same name.
+    """What one stage holds while it does its steps: a method for each kind of step, of the same
+    name.
 
-    Between a forward and its backward the graph, the input and a loss are kept; an output that was sent is not. Under
-    no_grad there is no backward, and only outputs that are still to be sent and losses are kept.
+    Between a forward and its backward the graph, the input and a loss are kept; an output that was
+    sent is not. Under no_grad there is no backward, and only outputs that are still to be sent and
+    losses are kept.
     """
 
     def __init__(self, forward: Forward, backward: Backward | None, links: Links | None):
-        self._forward, self._backward, self._links = forward, backward, links
+        self._forward = forward
+        self._backward = backward
+        self._links = links
         self.inputs: dict[Key, Callable[[], torch.Tensor]] = {}
         self.alive: dict[Key, tuple[torch.Tensor | None, torch.Tensor | GradientEdge]] = {}
         self.output_gradients: dict[Key, Callable[[], torch.Tensor]] = {}
@@ -75,7 +96,8 @@ class Work:
 
     def forward(self, step: Step) -> None:
         """Wait for the input, if it comes from elsewhere, and compute."""
-        key, hidden = step[1:3], None
+        key = step[1:3]
+        hidden = None
         if key in self.inputs:
             hidden = self.inputs.pop(key)().requires_grad_(torch.is_grad_enabled())
         output = self._forward(*key, hidden)
@@ -83,7 +105,8 @@ class Work:
 
     def backward(self, step: Step) -> None:
         """Wait for the gradient, if it comes from elsewhere, and compute."""
-        key, gradient = step[1:3], None
+        key = step[1:3]
+        gradient = None
         hidden, output = self.alive.pop(key)
         if key in self.output_gradients:
             gradient = self.output_gradients.pop(key)()
@@ -112,41 +135,78 @@ class Work:
         self.output_gradients[step[1:3]] = self._links.receive(step)
 
 
-def run_schedule(steps: Iterable[Step], forward: Forward, backward: Backward | None = None,
-                 links: Links | None = None) -> None:
-    """Do the steps of one stage in order. Nothing is waited for but the input of a computation and, at the end, sends."""
+def run_schedule(
+    steps: Iterable[Step],
+    forward: Forward,
+    backward: Backward | None = None,
+    links: Links | None = None,
+) -> None:
+    """Do the steps of one stage in order. Nothing is waited for but the input of a computation and,
+    at the end, sends."""
     work = Work(forward, backward, links)
     for step in steps:
         getattr(work, step.kind)(step)
     if links is not None:
         links.finish()
-    left = {"forward": work.inputs, "backward": (*work.output_gradients, *(work.alive if backward else ())),
-            "send": work.input_gradients}
-    assert not any(left.values()), {f"had no {what}": list(keys) for what, keys in left.items() if keys}
+    left = {
+        "forward": work.inputs,
+        "backward": (*work.output_gradients, *(work.alive if backward else ())),
+        "send": work.input_gradients,
+    }
+    assert not any(left.values()), {
+        f"had no {what}": list(keys) for what, keys in left.items() if keys
+    }
 
 
 @lru_cache(maxsize=8)
-def stage_schedule(stage: int, stages: int, micro_batches: int, chunks: int, forward_only: bool, overlap: bool) -> Order:
-    """The list of one stage; the last few are remembered, since a run asks for the same ones in every iteration."""
-    return schedule(stages, micro_batches, chunks, forward_only=forward_only, overlap=overlap)[stage]
+def stage_schedule(
+    stage: int, stages: int, micro_batches: int, chunks: int, forward_only: bool, overlap: bool
+) -> Order:
+    """The list of one stage; the last few are remembered, since a run asks for the same ones in
+    every iteration."""
+    return schedule(stages, micro_batches, chunks, forward_only=forward_only, overlap=overlap)[
+        stage
+    ]
 
 
 class Pipeline:
     """This rank's stage: `chunks` parts of the model, and links to the stages before and after.
 
-    shape, dtype: the hidden states that pass between stages, [s, b, h] ([s/tp, b, h] with sequence parallelism).
+    shape, dtype: the hidden states that pass between stages, [s, b, h] ([s/tp, b, h] with sequence
+    parallelism).
     """
 
-    def __init__(self, ctx: ParallelContext, chunks: int, shape: tuple[int, ...], dtype: torch.dtype,
-                 device: torch.device, overlap: bool = True):
-        self._pp, self.chunks, self._overlap = ctx.pp, chunks, overlap
-        self._links = Links(ctx.pp, ctx.pp_gradients, shape, dtype, device, overlap) if ctx.pp.size > 1 else None
+    def __init__(
+        self,
+        ctx: ParallelContext,
+        chunks: int,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        device: torch.device,
+        overlap: bool = True,
+    ):
+        self._pp = ctx.pp
+        self.chunks = chunks
+        self._overlap = overlap
+        self._links = (
+            Links(ctx.pp, ctx.pp_gradients, shape, dtype, device, overlap)
+            if ctx.pp.size > 1
+            else None
+        )
 
     def is_last(self, chunk: int) -> bool:
         """Is it the chunk, of all stages', that ends in the loss?"""
         return self._pp.rank == self._pp.size - 1 and chunk == self.chunks - 1
 
     def run(self, micro_batches: int, forward: Forward, backward: Backward | None = None) -> None:
-        """Forward and backward of that many micro-batches; without `backward` (and under no_grad) forward alone."""
-        steps = stage_schedule(self._pp.rank, self._pp.size, micro_batches, self.chunks, backward is None, self._overlap)
+        """Forward and backward of that many micro-batches; without `backward` (and under no_grad)
+        forward alone."""
+        steps = stage_schedule(
+            self._pp.rank,
+            self._pp.size,
+            micro_batches,
+            self.chunks,
+            backward is None,
+            self._overlap,
+        )
         run_schedule(steps, forward, backward, self._links)

@@ -1,8 +1,9 @@
 """Dropout streams without state, and the recompute that repeats them. Knows no layer.
 
-A mask is a pure function of where it is used, so recompute, skipped ranges, rewinds and resumes in another layout have
-nothing to save and nothing to restore.
+A mask is a pure function of where it is used, so recompute, skipped ranges, rewinds and resumes in
+another layout have nothing to save and nothing to restore.
 """
+
 from __future__ import annotations
 
 import hashlib
@@ -15,34 +16,42 @@ from torch.utils.checkpoint import checkpoint
 from megatron.kernels import reference as kernels
 
 
-def dropout_seed(seed: int, iteration: int, micro_batch: int, layer: int, site: str,
-                 shard: int | tuple[int, ...]) -> int:
+def dropout_seed(
+    seed: int, iteration: int, micro_batch: int, layer: int, site: str, shard: int | tuple[int, ...]
+) -> int:
     """A stable 63-bit hash of one use of dropout: the same on every machine and Python.
 
-    `layer` is the global layer number (-1: the embedding); `site` names the place in it; `shard` says which part of
-    the global tensor this is, so that ranks with other rows or heads draw other masks.
+    `layer` is the global layer number (-1: the embedding); `site` names the place in it; `shard`
+    says which part of the global tensor this is, so that ranks with other rows or heads draw other
+    masks.
     """
     key = f"{seed}/{iteration}/{micro_batch}/{layer}/{site}/{shard}"
     return int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big") >> 1
 
 
 class DropoutSeeds:
-    """The dropout streams of one micro-batch on one rank; `shard` is the rank among those that see other tokens."""
+    """The dropout streams of one micro-batch on one rank; `shard` is the rank among those that see
+    other tokens."""
 
     def __init__(self, seed: int, iteration: int, micro_batch: int, shard: int = 0):
-        self._use, self._shard = (seed, iteration, micro_batch), shard
+        self._use = (seed, iteration, micro_batch)
+        self._shard = shard
 
     def seed(self, layer: int, site: str, part: int = 0) -> int:
-        """The seed of one site; `part` is the tensor-parallel rank where the tensor is split over those ranks."""
+        """The seed of one site; `part` is the tensor-parallel rank where the tensor is split over
+        those ranks."""
         return dropout_seed(*self._use, layer, site, (self._shard, part))
 
 
-def dropout(x: torch.Tensor, p: float, seeds: DropoutSeeds | None, layer: int, site: str,
-            part: int = 0) -> torch.Tensor:
-    """Dropout of `x` (any shape) in the stream of that site; `x` itself without `seeds` (evaluation)."""
+def dropout(
+    x: torch.Tensor, p: float, seeds: DropoutSeeds | None, layer: int, site: str, part: int = 0
+) -> torch.Tensor:
+    """Dropout of `x` (any shape) in the stream of that site; `x` itself without `seeds`
+    (evaluation)."""
     return x if seeds is None or p == 0.0 else kernels.dropout(x, p, seeds.seed(layer, site, part))
 
 
 def recompute(function: Callable[..., Any], *args: Any) -> Any:
-    """`function(*args)`, whose activations are not kept but computed again in backward. Masks repeat by themselves."""
+    """`function(*args)`, whose activations are not kept but computed again in backward. Masks
+    repeat by themselves."""
     return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)

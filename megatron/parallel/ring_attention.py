@@ -1,8 +1,11 @@
-"""Exact causal attention over the context-parallel ranks, each of which holds two chunks of every sequence.
+"""Exact causal attention over the context-parallel ranks, each of which holds two chunks of every
+sequence.
 
-Queries stay where they are; keys and values come by, part by part (Liu et al. 2023, "Ring Attention"), or all at once, and
-the results are joined by the logarithms of their sums of exponentials. Knows which positions lie where, and no layer.
+Queries stay where they are; keys and values come by, part by part (Liu et al. 2023, "Ring
+Attention"), or all at once, and the results are joined by the logarithms of their sums of
+exponentials. Knows which positions lie where, and no layer.
 """
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -19,12 +22,14 @@ from megatron.parallel.zigzag import PARTS, Tile, chunks_of, part_rows, tiles
 
 SEED_STEP = 0xD1B54A32D192ED03  # between the dropout streams of two tiles
 
-Work = Callable[[int, int, torch.Tensor, torch.Tensor], None]       # (source rank, part, keys, values)
+# (source rank, part, keys, values)
+Work = Callable[[int, int, torch.Tensor, torch.Tensor], None]
 
 
 @dataclass(frozen=True)
 class _Call:
     """What one call of attention is given beside its tensors."""
+
     cp: Axis
     scale: float
     document_ids: torch.Tensor | None
@@ -34,15 +39,28 @@ class _Call:
     implementation: str
 
 
-def ring_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cp: Axis, *, scale: float,
-                   document_ids: torch.Tensor | None = None, dropout_p: float = 0.0, dropout_seed: int = 0,
-                   comm_type: str = "p2p", implementation: str = "auto") -> torch.Tensor:
-    """softmax(scale q k^T, causal) v of sequences whose positions lie zigzag over the ranks of `cp`.
+def ring_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cp: Axis,
+    *,
+    scale: float,
+    document_ids: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: int = 0,
+    comm_type: str = "p2p",
+    implementation: str = "auto",
+) -> torch.Tensor:
+    """softmax(scale q k^T, causal) v of sequences whose positions lie zigzag over the ranks of
+    `cp`.
 
-    q [s/cp, b, n, d], k and v [s/cp, b, g, d], n a multiple of g -> [s/cp, b, n, d]. `document_ids` [b, s], whole, on every
-    rank: a position sees only its own document. Dropout of the probabilities is a pure function of `dropout_seed` (another
-    one on each rank), the shapes and the place in the sequence. `comm_type` "p2p" sends K and V round in parts, each on its
-    way while the one before is computed with: a rank never holds more than 2/cp of them. "all_gather" holds all.
+    q [s/cp, b, n, d], k and v [s/cp, b, g, d], n a multiple of g -> [s/cp, b, n, d]. `document_ids`
+    [b, s], whole, on every rank: a position sees only its own document. Dropout of the
+    probabilities is a pure function of `dropout_seed` (another one on each rank), the shapes and
+    the place in the sequence. `comm_type` "p2p" sends K and V round in parts, each on its way while
+    the one before is computed with: a rank never holds more than 2/cp of them. "all_gather" holds
+    all.
     """
     call = _Call(cp, scale, document_ids, dropout_p, dropout_seed, comm_type, implementation)
     return _RingAttention.apply(q, k, v, call)
@@ -52,20 +70,25 @@ class _RingAttention(torch.autograd.Function):
     """Keeps this rank's q, k, v, result and `lse`; backward lets K and V come by again."""
 
     @staticmethod
-    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: _Call) -> torch.Tensor:
+    def forward(
+        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: _Call
+    ) -> torch.Tensor:
         out = q.new_empty(q.shape, dtype=wide_dtype(q))
         lse = q.new_empty(q.shape[:3], dtype=out.dtype)
 
         def work(source: int, part: int, keys: torch.Tensor, values: torch.Tensor) -> None:
             for tile, block in _blocks(call, len(q) // 2, source, part):
-                rows, row_sums = block_attention(q[tile.queries], keys[tile.keys], values[tile.keys], block)
-                if tile.causal:             # the first that these rows see
+                rows, row_sums = block_attention(
+                    q[tile.queries], keys[tile.keys], values[tile.keys], block
+                )
+                if tile.causal:  # the first that these rows see
                     out[tile.queries], lse[tile.queries] = rows, row_sums
                 else:
                     join_(out[tile.queries], lse[tile.queries], rows, row_sums)
 
         _visit(k, v, call, work)
-        ctx.call, out = call, out.to(q.dtype)
+        ctx.call = call
+        out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, lse)
         return out
 
@@ -75,15 +98,27 @@ class _RingAttention(torch.autograd.Function):
         q, k, v, out, lse = ctx.saved_tensors
         delta = (out.to(lse.dtype) * grad_out).sum(-1)
         grad_q = torch.zeros_like(out, dtype=lse.dtype)
-        home = _GatheredGrads(k, call.cp) if call.comm_type == "all_gather" else _TravellingGrads(k, call.cp)
+        home = (
+            _GatheredGrads(k, call.cp)
+            if call.comm_type == "all_gather"
+            else _TravellingGrads(k, call.cp)
+        )
 
         def work(source: int, part: int, keys: torch.Tensor, values: torch.Tensor) -> None:
             grads = torch.zeros((2, *keys.shape), dtype=lse.dtype, device=k.device)
             for tile, block in _blocks(call, len(q) // 2, source, part):
                 mine = tile.queries
-                found = block_attention_grads((q[mine], keys[tile.keys], values[tile.keys]), grad_out[mine], out[mine],
-                                              lse[mine], delta[mine], block)
-                for total, grad in zip((grad_q[mine], grads[0, tile.keys], grads[1, tile.keys]), found, strict=True):
+                found = block_attention_grads(
+                    (q[mine], keys[tile.keys], values[tile.keys]),
+                    grad_out[mine],
+                    out[mine],
+                    lse[mine],
+                    delta[mine],
+                    block,
+                )
+                for total, grad in zip(
+                    (grad_q[mine], grads[0, tile.keys], grads[1, tile.keys]), found, strict=True
+                ):
                     total.add_(grad)
             home.send(source, part, grads)
 
@@ -94,21 +129,38 @@ class _RingAttention(torch.autograd.Function):
 
 def _blocks(call: _Call, chunk: int, source: int, part: int) -> list[tuple[Tile, Block]]:
     """What this rank computes with a part of the keys of `source`."""
-    cp, ids, found = call.cp, call.document_ids, []
+    cp = call.cp
+    ids = call.document_ids
+    found = []
     for i, tile in enumerate(tiles(cp.rank, source, chunk, part)):
         query_ids = key_ids = None
         if ids is not None:
             theirs = chunks_of(ids, source, cp.size)
             if source != cp.rank:
                 theirs = torch.cat([theirs[:, rows] for rows in part_rows(chunk, part)], 1)
-            query_ids, key_ids = chunks_of(ids, cp.rank, cp.size)[:, tile.queries], theirs[:, tile.keys]
+            query_ids = chunks_of(ids, cp.rank, cp.size)[:, tile.queries]
+            key_ids = theirs[:, tile.keys]
         seed = (call.dropout_seed + SEED_STEP * ((source * 2 + part) * 2 + i)) % 2**63
-        found.append((tile, Block(call.scale, tile.causal, query_ids, key_ids, call.dropout_p, seed, call.implementation)))
+        found.append(
+            (
+                tile,
+                Block(
+                    call.scale,
+                    tile.causal,
+                    query_ids,
+                    key_ids,
+                    call.dropout_p,
+                    seed,
+                    call.implementation,
+                ),
+            )
+        )
     return found
 
 
 def _visit(k: torch.Tensor, v: torch.Tensor, call: _Call, work: Work) -> None:
-    """`work` with this rank's own keys and values, whole, and with each part of those of the others."""
+    """`work` with this rank's own keys and values, whole, and with each part of those of the
+    others."""
     (_visit_all if call.comm_type == "all_gather" else _visit_ring)(k, v, call.cp, work)
 
 
@@ -124,8 +176,8 @@ def _visit_all(k: torch.Tensor, v: torch.Tensor, cp: Axis, work: Work) -> None:
 
 
 def _visit_ring(k: torch.Tensor, v: torch.Tensor, cp: Axis, work: Work) -> None:
-    """Part by part once round the ring: what comes next is on its way while `work` runs. No name outlives its turn here,
-    so that beside k and v never more than two parts are alive."""
+    """Part by part once round the ring: what comes next is on its way while `work` runs. No name
+    outlives its turn here, so that beside k and v never more than two parts are alive."""
     for part in PARTS:
         travelling = _pack(k, v, part)
         for hop in range(cp.size):
@@ -142,34 +194,39 @@ def _pack(k: torch.Tensor, v: torch.Tensor, part: int) -> torch.Tensor:
     packed = k.new_empty((2, chunk, *k.shape[1:]))
     for target, t in zip(packed, (k, v), strict=True):
         target[: first.stop - first.start] = t[first]
-        target[first.stop - first.start:] = t[second]
+        target[first.stop - first.start :] = t[second]
     return packed
 
 
 def _add_part(total: torch.Tensor, grads: torch.Tensor, part: int) -> None:
-    """Add the gradients of a part, [2, s/2cp, b, g, d], to those of a rank's keys and values, [2, s/cp, b, g, d]."""
+    """Add the gradients of a part, [2, s/2cp, b, g, d], to those of a rank's keys and values, [2,
+    s/cp, b, g, d]."""
     first, second = part_rows(total.shape[1] // 2, part)
     total[:, first] += grads[:, : first.stop - first.start]
-    total[:, second] += grads[:, first.stop - first.start:]
+    total[:, second] += grads[:, first.stop - first.start :]
 
 
 class _TravellingGrads:
-    """Gradients of keys and values go one rank behind them round the ring, each rank adds its own, and so come home."""
+    """Gradients of keys and values go one rank behind them round the ring, each rank adds its own,
+    and so come home."""
 
     def __init__(self, k: torch.Tensor, cp: Axis):
-        self.cp, self.own = cp, torch.zeros((2, *k.shape), dtype=wide_dtype(k), device=k.device)
+        self.cp = cp
+        self.own = torch.zeros((2, *k.shape), dtype=wide_dtype(k), device=k.device)
         self.arriving: Callable[[], torch.Tensor] | None = None
         self.part = 0
 
     def send(self, source: int, part: int, grads: torch.Tensor) -> None:
-        """Take this rank's gradients of a part, [2, s/2cp, b, g, d] (of its own keys, whole), in the order of the ring."""
+        """Take this rank's gradients of a part, [2, s/2cp, b, g, d] (of its own keys, whole), in
+        the order of the ring."""
         if source == self.cp.rank:
             self._bring_home()
             self.own += grads
         else:
             if self.arriving is not None:
                 grads += self.arriving()
-            self.arriving, self.part = start_shift(grads, self.cp), part
+            self.arriving = start_shift(grads, self.cp)
+            self.part = part
 
     def _bring_home(self) -> None:
         if self.arriving is not None:
@@ -186,7 +243,8 @@ class _GatheredGrads:
     """Gradients of all keys and values, summed over the ranks at the end."""
 
     def __init__(self, k: torch.Tensor, cp: Axis):
-        self.cp, self.all = cp, torch.zeros((cp.size, 2, *k.shape), dtype=wide_dtype(k), device=k.device)
+        self.cp = cp
+        self.all = torch.zeros((cp.size, 2, *k.shape), dtype=wide_dtype(k), device=k.device)
 
     def send(self, source: int, part: int, grads: torch.Tensor) -> None:
         """Take this rank's gradients of a part."""

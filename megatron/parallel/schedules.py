@@ -1,4 +1,6 @@
-"""Pipeline schedules as pure functions from sizes to lists of steps. Knows no tensor and no process."""
+"""Pipeline schedules as pure functions from sizes to lists of steps. Knows no tensor and no
+process."""
+
 from __future__ import annotations
 
 from bisect import bisect_left
@@ -11,9 +13,11 @@ from megatron.config.stages import check_micro_batches, warm_up_forwards
 class Step(NamedTuple):
     """One thing a stage does for one micro-batch in one of its chunks (virtual stages).
 
-    `forward` and `backward` compute; send_activation, receive_activation, send_gradient and receive_gradient move the
-    output or input of `chunk` to or from the stage `peer`, or its gradient.
+    `forward` and `backward` compute; send_activation, receive_activation, send_gradient and
+    receive_gradient move the output or input of `chunk` to or from the stage `peer`, or its
+    gradient.
     """
+
     kind: str
     micro_batch: int
     chunk: int = 0
@@ -25,27 +29,39 @@ Rounds = Sequence[Sequence[Step]]
 
 
 def one_forward_one_backward(stage: int, stages: int, micro_batches: int) -> Order:
-    """1F1B (Narayanan et al. 2021): a stage keeps the activations of at most `stages - stage` micro-batches alive.
+    """1F1B (Narayanan et al. 2021): a stage keeps the activations of at most `stages - stage`
+    micro-batches alive.
 
     With one stage that is forward and backward of each micro-batch in turn: gradient accumulation.
     """
-    return _alternate([(i, 0) for i in range(micro_batches)], 1, warm_up_forwards(stage, stages, micro_batches))
+    return _alternate(
+        [(i, 0) for i in range(micro_batches)], 1, warm_up_forwards(stage, stages, micro_batches)
+    )
 
 
 def interleaved(stage: int, stages: int, micro_batches: int, chunks: int) -> Order:
-    """Interleaved 1F1B (Narayanan et al. 2021): `stages` micro-batches pass a chunk, then the next chunk, and so on.
+    """Interleaved 1F1B (Narayanan et al. 2021): `stages` micro-batches pass a chunk, then the next
+    chunk, and so on.
 
-    Backward takes the chunks from the last to the first. Raises ValueError unless micro_batches is a multiple of stages.
+    Backward takes the chunks from the last to the first. Raises ValueError unless micro_batches is
+    a multiple of stages.
     """
     check_micro_batches(micro_batches, stages, chunks)
-    return _alternate(_in_groups(stages, micro_batches, chunks), chunks,
-                      warm_up_forwards(stage, stages, micro_batches, chunks))
+    return _alternate(
+        _in_groups(stages, micro_batches, chunks),
+        chunks,
+        warm_up_forwards(stage, stages, micro_batches, chunks),
+    )
 
 
 def _in_groups(stages: int, micro_batches: int, chunks: int) -> list[tuple[int, int]]:
     """(micro-batch, chunk) in the order of an interleaved schedule's forwards."""
-    return [(group + i, chunk) for group in range(0, micro_batches, stages) for chunk in range(chunks)
-            for i in range(stages)]
+    return [
+        (group + i, chunk)
+        for group in range(0, micro_batches, stages)
+        for chunk in range(chunks)
+        for i in range(stages)
+    ]
 
 
 def _alternate(order: list[tuple[int, int]], chunks: int, warm_up: int) -> Order:
@@ -57,62 +73,91 @@ def _alternate(order: list[tuple[int, int]], chunks: int, warm_up: int) -> Order
     return [*forwards[:warm_up], *(step for pair in pairs for step in pair), *backwards[steady:]]
 
 
-def compute_order(stage: int, stages: int, micro_batches: int, chunks: int = 1, forward_only: bool = False) -> Order:
-    """The forwards and backwards of a stage in order: interleaved with more than one chunk, else 1F1B."""
+def compute_order(
+    stage: int, stages: int, micro_batches: int, chunks: int = 1, forward_only: bool = False
+) -> Order:
+    """The forwards and backwards of a stage in order: interleaved with more than one chunk, else
+    1F1B."""
     if forward_only:
         check_micro_batches(micro_batches, stages, chunks)
-        order = _in_groups(stages, micro_batches, chunks) if chunks > 1 else [(i, 0) for i in range(micro_batches)]
+        order = (
+            _in_groups(stages, micro_batches, chunks)
+            if chunks > 1
+            else [(i, 0) for i in range(micro_batches)]
+        )
         return [Step("forward", m, chunk) for m, chunk in order]
     if chunks == 1:
         return one_forward_one_backward(stage, stages, micro_batches)
     return interleaved(stage, stages, micro_batches, chunks)
 
 
-def schedule(stages: int, micro_batches: int, chunks: int = 1, *, forward_only: bool = False,
-             overlap: bool = True) -> list[Order]:
+def schedule(
+    stages: int,
+    micro_batches: int,
+    chunks: int = 1,
+    *,
+    forward_only: bool = False,
+    overlap: bool = True,
+) -> list[Order]:
     """All that each stage does, transfers too: `schedule(...)[stage]`.
 
-    Every transfer has a moment in one timetable of the whole pipeline (a backward takes twice as long as a forward), and
-    each stage lists its transfers and computations in the order of that timetable. So nobody waits in a circle even
-    where a send ends only with its receive, and two stages that exchange tensors without tags name them in the same
-    order. Transfers that stand side by side may be started together or one after the other.
+    Every transfer has a moment in one timetable of the whole pipeline (a backward takes twice as
+    long as a forward), and each stage lists its transfers and computations in the order of that
+    timetable. So nobody waits in a circle even where a send ends only with its receive, and two
+    stages that exchange tensors without tags name them in the same order. Transfers that stand side
+    by side may be started together or one after the other.
 
-    With `overlap` a result is sent at once and a receive stands as early as it may, to run beside the computations that
-    follow: only the computation that takes it has to wait for it. Without, a stage that alternates exchanges once per
-    forward and backward of an interleaved schedule, and then waiting for each transfer where it stands costs nothing.
+    With `overlap` a result is sent at once and a receive stands as early as it may, to run beside
+    the computations that follow: only the computation that takes it has to wait for it. Without, a
+    stage that alternates exchanges once per forward and backward of an interleaved schedule, and
+    then waiting for each transfer where it stands costs nothing.
     """
     if chunks > 1 and stages == 1:
-        raise ValueError(f"{chunks} virtual stages on the only stage of a pipeline: give one, or at least 2 stages")
-    orders = [compute_order(stage, stages, micro_batches, chunks, forward_only) for stage in range(stages)]
+        raise ValueError(
+            f"{chunks} virtual stages on the only stage of a pipeline: give one, or at least 2 "
+            "stages"
+        )
+    orders = [
+        compute_order(stage, stages, micro_batches, chunks, forward_only) for stage in range(stages)
+    ]
     rounds = [[(step,) for step in order] for order in orders]
     if chunks > 1 and not (overlap or forward_only):
-        rounds = [_paired(order, warm_up_forwards(stage, stages, micro_batches, chunks))
-                  for stage, order in enumerate(orders)]
+        rounds = [
+            _paired(order, warm_up_forwards(stage, stages, micro_batches, chunks))
+            for stage, order in enumerate(orders)
+        ]
     return _with_transfers(rounds, chunks)
 
 
 def _paired(order: Order, warm_up: int) -> Rounds:
-    """The steps of an order in rounds: one by one, and in pairs where forward and backward alternate."""
+    """The steps of an order in rounds: one by one, and in pairs where forward and backward
+    alternate."""
     end = len(order) - warm_up
-    pairs = [tuple(order[i:i + 2]) for i in range(warm_up, end, 2)]
+    pairs = [tuple(order[i : i + 2]) for i in range(warm_up, end, 2)]
     return [*((step,) for step in order[:warm_up]), *pairs, *((step,) for step in order[end:])]
 
 
-def neighbour(step: Step, stage: int, stages: int, chunks: int, ahead: int) -> tuple[int, Step] | None:
-    """(stage, step) that takes the result of a computation (`ahead` 1) or makes its input (-1); None at the ends."""
+def neighbour(
+    step: Step, stage: int, stages: int, chunks: int, ahead: int
+) -> tuple[int, Step] | None:
+    """(stage, step) that takes the result of a computation (`ahead` 1) or makes its input (-1);
+    None at the ends."""
     virtual = step.chunk * stages + stage + (ahead if step.kind == "forward" else -ahead)
     if not 0 <= virtual < stages * chunks:
         return None
     return virtual % stages, step._replace(chunk=virtual // stages)
 
 
-def timetable(rounds: Sequence[Rounds], chunks: int, forward: float = 1,
-              backward: float = 2) -> list[list[tuple[float, float]]]:
-    """(start, end) of each round of each stage, as early as can be: computations take so long, transfers no time.
+def timetable(
+    rounds: Sequence[Rounds], chunks: int, forward: float = 1, backward: float = 2
+) -> list[list[tuple[float, float]]]:
+    """(start, end) of each round of each stage, as early as can be: computations take so long,
+    transfers no time.
 
     A round takes all its inputs when it starts, and gives all its results when it ends.
     """
-    stages, at = len(rounds), [0] * len(rounds)
+    stages = len(rounds)
+    at = [0] * len(rounds)
     times: list[list[tuple[float, float]]] = [[] for _ in rounds]
     ready: dict[tuple[int, Step], float] = {}
     while any(at[stage] < len(rounds[stage]) for stage in range(stages)):
@@ -120,7 +165,11 @@ def timetable(rounds: Sequence[Rounds], chunks: int, forward: float = 1,
         for stage, mine in enumerate(rounds):
             while at[stage] < len(mine):
                 steps = mine[at[stage]]
-                inputs = [source for step in steps if (source := neighbour(step, stage, stages, chunks, -1))]
+                inputs = [
+                    source
+                    for step in steps
+                    if (source := neighbour(step, stage, stages, chunks, -1))
+                ]
                 if not all(source in ready for source in inputs):
                     break
                 free = times[stage][-1][1] if times[stage] else 0
@@ -134,11 +183,14 @@ def timetable(rounds: Sequence[Rounds], chunks: int, forward: float = 1,
 
 
 def _with_transfers(rounds: Sequence[Rounds], chunks: int) -> list[Order]:
-    """The rounds, and at the end of each its sends; there, or in the first gap after it, stand the receives."""
+    """The rounds, and at the end of each its sends; there, or in the first gap after it, stand the
+    receives."""
     times = timetable(rounds, chunks)
     starts = [[start for start, _ in mine] for mine in times]
     gaps: list[list[Order]] = [[[] for _ in range(len(mine) + 1)] for mine in rounds]
-    made = sorted((end, stage, i) for stage, mine in enumerate(times) for i, (_, end) in enumerate(mine))
+    made = sorted(
+        (end, stage, i) for stage, mine in enumerate(times) for i, (_, end) in enumerate(mine)
+    )
     for end, stage, i in made:
         for step in rounds[stage][i]:
             if taker := neighbour(step, stage, len(rounds), chunks, 1):
@@ -146,6 +198,16 @@ def _with_transfers(rounds: Sequence[Rounds], chunks: int) -> list[Order]:
                 what = "activation" if step.kind == "forward" else "gradient"
                 gaps[stage][i + 1].append(Step(f"send_{what}", step.micro_batch, step.chunk, peer))
                 gaps[peer][bisect_left(starts[peer], end)].append(
-                    Step(f"receive_{what}", twin.micro_batch, twin.chunk, stage))
-    return [[*gap[0], *(step for steps, after in zip(mine, gap[1:], strict=True) for step in [*steps, *after])]
-            for mine, gap in zip(rounds, gaps, strict=True)]
+                    Step(f"receive_{what}", twin.micro_batch, twin.chunk, stage)
+                )
+    return [
+        [
+            *gap[0],
+            *(
+                step
+                for steps, after in zip(mine, gap[1:], strict=True)
+                for step in [*steps, *after]
+            ),
+        ]
+        for mine, gap in zip(rounds, gaps, strict=True)
+    ]

@@ -1,4 +1,6 @@
-"""How one parameter lies on the ranks: built, filled and judged by one record. Knows no layer and no model."""
+"""How one parameter lies on the ranks: built, filled and judged by one record. Knows no layer and
+no model."""
+
 from __future__ import annotations
 
 import hashlib
@@ -16,13 +18,16 @@ from megatron.parallel.context import ParallelContext
 
 @dataclass(frozen=True)
 class Sharding:
-    """What initialisation, gradient sums, norms and checkpoints need to know of a parameter (`p.sharding`).
+    """What initialisation, gradient sums, norms and checkpoints need to know of a parameter
+    (`p.sharding`).
 
-    name, shape: the global ones; a tied copy has the name of the original. splits: (axis, dim) pairs that cut it.
-    data: the axis whose ranks see other tokens (gradients are averaged over it). partial: axes whose ranks hold a copy
-    that saw only part of its gradient (gradients are summed over them). init, std: its first values ("normal",
-    "xavier_uniform", "zeros", "ones"). real_rows: rows of dim 0 that are not padding, or None for all.
+    name, shape: the global ones; a tied copy has the name of the original. splits: (axis, dim)
+    pairs that cut it. data: the axis whose ranks see other tokens (gradients are averaged over it).
+    partial: axes whose ranks hold a copy that saw only part of its gradient (gradients are summed
+    over them). init, std: its first values ("normal", "xavier_uniform", "zeros", "ones").
+    real_rows: rows of dim 0 that are not padding, or None for all.
     """
+
     name: str
     shape: tuple[int, ...]
     splits: tuple[tuple[str, int], ...] = ()
@@ -42,14 +47,17 @@ def local_box(sharding: Sharding, ctx: ParallelContext) -> Box:
     for name, dim in sharding.splits:
         axis = getattr(ctx, name)
         start, stop = box[dim]
-        assert (stop - start) % axis.size == 0, f"{sharding.name}: {stop - start} does not split over {name}"
+        assert (stop - start) % axis.size == 0, (
+            f"{sharding.name}: {stop - start} does not split over {name}"
+        )
         part = (stop - start) // axis.size
         box[dim] = (start + axis.rank * part, start + (axis.rank + 1) * part)
     return tuple(box)
 
 
 def counts(sharding: Sharding, ctx: ParallelContext) -> bool:
-    """Is this, among the ranks that hold one replica of the model, the copy that counts in norms and checkpoints?
+    """Is this, among the ranks that hold one replica of the model, the copy that counts in norms
+    and checkpoints?
 
     (Which of the data-parallel replicas writes is the caller's business: they hold the same.)
     """
@@ -57,15 +65,27 @@ def counts(sharding: Sharding, ctx: ParallelContext) -> bool:
     return all(getattr(ctx, axis).rank == 0 for axis in copies)
 
 
-def parameter(spec: ParameterSpec, ctx: ParallelContext, dtype: torch.dtype, device: torch.device | str = "cpu",
-              partial: tuple[str, ...] = ()) -> torch.nn.Parameter:
+def parameter(
+    spec: ParameterSpec,
+    ctx: ParallelContext,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    partial: tuple[str, ...] = (),
+) -> torch.nn.Parameter:
     """This rank's part of the parameter, its memory not yet filled, with its record as `.sharding`.
 
     `partial`: axes beside the spec's own over which its gradient is summed.
     """
     axes = tuple(dict.fromkeys((*spec.partial, *partial)))
-    sharding = Sharding(spec.name, spec.shape, spec.splits, partial=axes, init=spec.init, std=spec.std,
-                        real_rows=spec.real_rows)
+    sharding = Sharding(
+        spec.name,
+        spec.shape,
+        spec.splits,
+        partial=axes,
+        init=spec.init,
+        std=spec.std,
+        real_rows=spec.real_rows,
+    )
     shape = [stop - start for start, stop in local_box(sharding, ctx)]
     built = torch.nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
     built.sharding = sharding
@@ -75,23 +95,36 @@ def parameter(spec: ParameterSpec, ctx: ParallelContext, dtype: torch.dtype, dev
 class ParameterFactory:
     """Makes the parameters of a table by name; what the table lacks (a bias that is off) is None.
 
-    `make_scaling`: from a linear layer's name to the scales of its products in 8 bits, or None without such products.
+    `make_scaling`: from a linear layer's name to the scales of its products in 8 bits, or None
+    without such products.
     """
 
-    def __init__(self, table: Iterable[ParameterSpec], ctx: ParallelContext, dtype: torch.dtype,
-                 device: torch.device | str = "cpu", make_scaling: Callable[[str], Any] | None = None):
+    def __init__(
+        self,
+        table: Iterable[ParameterSpec],
+        ctx: ParallelContext,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+        make_scaling: Callable[[str], Any] | None = None,
+    ):
         self._specs = {spec.name: spec for spec in table}
-        self._ctx, self._dtype, self._device, self._prefix = ctx, dtype, device, ""
+        self._ctx = ctx
+        self._dtype = dtype
+        self._device = device
+        self._prefix = ""
         self._make_scaling = make_scaling
 
     def at(self, path: str) -> ParameterFactory:
         """The same factory for names under `path`."""
-        inner = ParameterFactory(self._specs.values(), self._ctx, self._dtype, self._device, self._make_scaling)
+        inner = ParameterFactory(
+            self._specs.values(), self._ctx, self._dtype, self._device, self._make_scaling
+        )
         inner._prefix = f"{self._prefix}{path}."
         return inner
 
     def __call__(self, name: str, partial: tuple[str, ...] = ()) -> torch.nn.Parameter | None:
-        """The parameter of this name, or None. With sequence parallelism every whole copy sees part of the tokens."""
+        """The parameter of this name, or None. With sequence parallelism every whole copy sees part
+        of the tokens."""
         spec = self._specs.get(self._prefix + name)
         if spec is None:
             return None
@@ -104,14 +137,18 @@ class ParameterFactory:
         return self._make_scaling and self._make_scaling(self._prefix + name)
 
 
-def init_parameters(params: Iterable[torch.nn.Parameter], ctx: ParallelContext, seed: int, *,
-                    draw: bool = True) -> None:
-    """Fill parameters with their first values: a function of (seed, global name) and of nothing else.
+def init_parameters(
+    params: Iterable[torch.nn.Parameter], ctx: ParallelContext, seed: int, *, draw: bool = True
+) -> None:
+    """Fill parameters with their first values: a function of (seed, global name) and of nothing
+    else.
 
-    Values are drawn in fp32 on the CPU, whole, then cut and cast, so every layout, device and dtype starts alike;
-    padding rows of a vocabulary are 0. With `draw` False (--no-initialization) matrices are 0 and only norms are set.
+    Values are drawn in fp32 on the CPU, whole, then cut and cast, so every layout, device and dtype
+    starts alike; padding rows of a vocabulary are 0. With `draw` False (--no-initialization)
+    matrices are 0 and only norms are set.
     """
-    # The generators run outside the interpreter's lock and the order does not matter, so threads share the work.
+    # The generators run outside the interpreter's lock and the order does not matter, so threads
+    # share the work.
     with ThreadPoolExecutor(min(8, torch.get_num_threads())) as pool:
         list(pool.map(lambda p: _fill(p, ctx, seed, draw), params))
 
@@ -128,7 +165,7 @@ def _fill(p: torch.nn.Parameter, ctx: ParallelContext, seed: int, draw: bool) ->
         values = draw_values(sharding, seed)
         part = values[start:stop][(slice(None), *(slice(*span) for span in rest))]
         p[: part.shape[0]].copy_(part)
-        p[part.shape[0]:].zero_()
+        p[part.shape[0] :].zero_()
 
 
 def draw_values(sharding: Sharding, seed: int) -> torch.Tensor:
@@ -144,7 +181,10 @@ def draw_values(sharding: Sharding, seed: int) -> torch.Tensor:
         return values
     if sharding.init == "normal":
         return values.normal_(0.0, sharding.std, generator=generator)
-    assert sharding.init == "xavier_uniform", f"{sharding.name}: no such initialisation as {sharding.init!r}"
-    fan_in, fan_out = sharding.shape[-1], math.prod((rows, *sharding.shape[1:-1]))
+    assert sharding.init == "xavier_uniform", (
+        f"{sharding.name}: no such initialisation as {sharding.init!r}"
+    )
+    fan_in = sharding.shape[-1]
+    fan_out = math.prod((rows, *sharding.shape[1:-1]))
     bound = math.sqrt(6.0 / (fan_in + fan_out))
     return values.uniform_(-bound, bound, generator=generator)

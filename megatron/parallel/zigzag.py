@@ -1,9 +1,12 @@
-"""Which positions of a sequence a context-parallel rank holds, and which of them see which. Knows no communication.
+"""Which positions of a sequence a context-parallel rank holds, and which of them see which. Knows
+no communication.
 
-A sequence of s positions is cut into 2 cp chunks, and rank i holds chunks i and 2 cp - 1 - i, in this order: under a causal
-mask early positions have few keys and late ones many, and together every rank's two chunks have the same work. K and V of
-a rank travel in two parts, so that one part on its way and one at work are no more than one rank's K and V.
+A sequence of s positions is cut into 2 cp chunks, and rank i holds chunks i and 2 cp - 1 - i, in
+this order: under a causal mask early positions have few keys and late ones many, and together every
+rank's two chunks have the same work. K and V of a rank travel in two parts, so that one part on its
+way and one at work are no more than one rank's K and V.
 """
+
 from __future__ import annotations
 
 from typing import NamedTuple
@@ -27,28 +30,40 @@ def chunks_of(x: torch.Tensor, rank: int, ranks: int, dim: int = 1) -> torch.Ten
 
 
 def part_rows(chunk: int, part: int) -> tuple[slice, slice]:
-    """The rows, of a rank's 2 x `chunk`, of a part: some of the first chunk and some of the second, `chunk` together."""
+    """The rows, of a rank's 2 x `chunk`, of a part: some of the first chunk and some of the second,
+    `chunk` together."""
     half = (chunk + 1) // 2
-    return ((slice(0, half), slice(chunk, 2 * chunk - half)), (slice(half, chunk), slice(2 * chunk - half, 2 * chunk)))[part]
+    return (
+        (slice(0, half), slice(chunk, 2 * chunk - half)),
+        (slice(half, chunk), slice(2 * chunk - half, 2 * chunk)),
+    )[part]
 
 
 class Tile(NamedTuple):
-    """Rows of my queries that see rows of a block of keys: all of them, or (causal) each those up to its own place."""
+    """Rows of my queries that see rows of a block of keys: all of them, or (causal) each those up
+    to its own place."""
+
     queries: slice
     keys: slice
     causal: bool = False
 
 
 def tiles(rank: int, source: int, chunk: int, part: int) -> list[Tile]:
-    """What `rank` computes with a part of the keys of `source`: about chunk x chunk scores on every rank.
+    """What `rank` computes with a part of the keys of `source`: about chunk x chunk scores on every
+    rank.
 
-    `keys` counts from the start of the part; of a rank's own keys, which are there as a whole, from their start. The first
-    tiles of the own keys give every query a key.
+    `keys` counts from the start of the part; of a rank's own keys, which are there as a whole, from
+    their start. The first tiles of the own keys give every query a key.
     """
-    early, late, both = slice(0, chunk), slice(chunk, 2 * chunk), slice(0, 2 * chunk)
+    early = slice(0, chunk)
+    late = slice(chunk, 2 * chunk)
+    both = slice(0, 2 * chunk)
     if source == rank:
-        return [Tile(early, early, True), Tile(late, late, True)] if part == 0 else [Tile(late, early)]
-    if source > rank:                       # its early chunk is after my early one, its late one before my late one
-        return [Tile(late, early)]          # (a part is as long as a chunk)
+        return (
+            [Tile(early, early, True), Tile(late, late, True)] if part == 0 else [Tile(late, early)]
+        )
+    # its early chunk is after my early one, its late one before my late one
+    if source > rank:
+        return [Tile(late, early)]  # (a part is as long as a chunk)
     first, _ = part_rows(chunk, part)
     return [Tile(both, slice(0, first.stop - first.start))] if first.stop > first.start else []

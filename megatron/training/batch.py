@@ -1,4 +1,6 @@
-"""One micro-batch: which samples it holds, and from their tokens to what the model takes. Knows no process group."""
+"""One micro-batch: which samples it holds, and from their tokens to what the model takes. Knows no
+process group."""
+
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
@@ -19,11 +21,13 @@ from megatron.training.signals import WorkerSignals
 
 @dataclass(frozen=True)
 class Batch:
-    """What one forward pass reads; [b, s] each. None stands for the plain case: every token counts, positions run from
-    0 to s - 1, one document a row, no dropout. With context parallelism these are this rank's chunks, [b, s/cp], and
-    position_ids are always there, [1, s/cp] where all rows have the same; document_ids stay whole. `hidden` [s, b, h] comes
-    from the pipeline stage before, if there is one. Of packed samples b is 1 and s a whole row. `subset_ids`, where
-    subsets of the data are counted, say which each token is of: [b, 1], of packed samples [1, s/cp]."""
+    """What one forward pass reads; [b, s] each. None stands for the plain case: every token counts,
+    positions run from 0 to s - 1, one document a row, no dropout. With context parallelism these
+    are this rank's chunks, [b, s/cp], and position_ids are always there, [1, s/cp] where all rows
+    have the same; document_ids stay whole. `hidden` [s, b, h] comes from the pipeline stage before,
+    if there is one. Of packed samples b is 1 and s a whole row. `subset_ids`, where subsets of the
+    data are counted, say which each token is of: [b, 1], of packed samples [1, s/cp]."""
+
     tokens: torch.Tensor
     labels: torch.Tensor
     loss_mask: torch.Tensor | None = None
@@ -36,7 +40,9 @@ class Batch:
 
 @dataclass(frozen=True)
 class BatchRules:
-    """How end-of-document tokens are treated, over which ranks the sequence is split, and whether samples are packed."""
+    """How end-of-document tokens are treated, over which ranks the sequence is split, and whether
+    samples are packed."""
+
     eod: int | None
     reset_position_ids: bool = False
     reset_attention_mask: bool = False
@@ -45,14 +51,20 @@ class BatchRules:
     packed: bool = False
 
 
-def make_batch(samples: torch.Tensor, rules: BatchRules, device: torch.device,
-               dropout: DropoutSeeds | None = None, with_subset: bool = False) -> Batch:
-    """Samples [b, s+1] on the host -> Batch on the device: inputs and labels are the same tokens, one apart. `with_subset`:
-    [b, s+2], the last being the number of a subset.
+def make_batch(
+    samples: torch.Tensor,
+    rules: BatchRules,
+    device: torch.device,
+    dropout: DropoutSeeds | None = None,
+    with_subset: bool = False,
+) -> Batch:
+    """Samples [b, s+1] on the host -> Batch on the device: inputs and labels are the same tokens,
+    one apart. `with_subset`: [b, s+2], the last being the number of a subset.
 
-    A document ends with its end-of-document token: the next position starts a new one. `eod_mask_loss` drops the loss
-    where the INPUT is that token (predicting the first token of the next document), as Megatron does. A rank's chunks
-    are taken last, since what holds for a token depends on those before it. Of packed samples [1, 4, s] see `_packed_batch`.
+    A document ends with its end-of-document token: the next position starts a new one.
+    `eod_mask_loss` drops the loss where the INPUT is that token (predicting the first token of the
+    next document), as Megatron does. A rank's chunks are taken last, since what holds for a token
+    depends on those before it. Of packed samples [1, 4, s] see `_packed_batch`.
     """
     samples = samples.to(device, non_blocking=True)
     if rules.packed:
@@ -60,7 +72,8 @@ def make_batch(samples: torch.Tensor, rules: BatchRules, device: torch.device,
     subset_ids = None
     if with_subset:
         samples, subset_ids = samples[:, :-1], samples[:, -1:]
-    tokens, labels = samples[:, :-1].contiguous(), samples[:, 1:].contiguous()
+    tokens = samples[:, :-1].contiguous()
+    labels = samples[:, 1:].contiguous()
     loss_mask = position_ids = document_ids = None
     if rules.reset_position_ids or rules.reset_attention_mask or rules.eod_mask_loss:
         ends = tokens == rules.eod
@@ -71,25 +84,50 @@ def make_batch(samples: torch.Tensor, rules: BatchRules, device: torch.device,
             document_ids = documents
         if rules.reset_position_ids:
             positions = torch.arange(tokens.shape[1], device=device).expand_as(tokens)
-            starts = torch.where(torch.nn.functional.pad(ends[:, :-1], (1, 0)), positions, 0).cummax(1).values
+            starts = (
+                torch.where(torch.nn.functional.pad(ends[:, :-1], (1, 0)), positions, 0)
+                .cummax(1)
+                .values
+            )
             position_ids = positions - starts
     if rules.cp.size > 1 and position_ids is None:
         position_ids = torch.arange(tokens.shape[1], device=device).unsqueeze(0)
-    mine = (None if x is None else my_chunks(x, rules.cp) for x in (tokens, labels, loss_mask, position_ids))
+    mine = (
+        None if x is None else my_chunks(x, rules.cp)
+        for x in (tokens, labels, loss_mask, position_ids)
+    )
     return Batch(*mine, document_ids, dropout, subset_ids=subset_ids)
 
 
 def _packed_batch(lines: torch.Tensor, cp: Axis, dropout: DropoutSeeds | None) -> Batch:
-    """A row of packed samples, lines [1, 4, s] as `megatron.data.packed.PackedDataset` has them: positions begin anew with
-    each piece, attention stays inside it, and tokens without a label (0) have no loss."""
+    """A row of packed samples, lines [1, 4, s] as `megatron.data.packed.PackedDataset` has them:
+    positions begin anew with each piece, attention stays inside it, and tokens without a label (0)
+    have no loss."""
     positions = lines[:, POSITIONS]
-    parts = (lines[:, TOKENS], lines[:, LABELS], (lines[:, LABELS] > 0).float(), positions, lines[:, SUBSET])
-    tokens, labels, loss_mask, position_ids, subset_ids = (my_chunks(x, cp).contiguous() for x in parts)
-    return Batch(tokens, labels, loss_mask, position_ids, (positions == 0).cumsum(1), dropout, subset_ids=subset_ids)
+    parts = (
+        lines[:, TOKENS],
+        lines[:, LABELS],
+        (lines[:, LABELS] > 0).float(),
+        positions,
+        lines[:, SUBSET],
+    )
+    tokens, labels, loss_mask, position_ids, subset_ids = (
+        my_chunks(x, cp).contiguous() for x in parts
+    )
+    return Batch(
+        tokens,
+        labels,
+        loss_mask,
+        position_ids,
+        (positions == 0).cumsum(1),
+        dropout,
+        subset_ids=subset_ids,
+    )
 
 
 class Sampler(Protocol):
     """Which samples a rank reads, as a function of the samples consumed before."""
+
     step: int
 
     def micro_batch(self, consumed: int) -> list[int]:
@@ -99,9 +137,16 @@ class Sampler(Protocol):
         """How many are left."""
 
 
-def training_samples(sampler: Sampler, schedule: BatchSizeSchedule, skips: SkipRanges, first: int, last: int,
-                     shift: int = 0) -> Iterator[list[int]]:
-    """Sample numbers, micro-batch by micro-batch, of the iterations first..last that are not skipped (1-based).
+def training_samples(
+    sampler: Sampler,
+    schedule: BatchSizeSchedule,
+    skips: SkipRanges,
+    first: int,
+    last: int,
+    shift: int = 0,
+) -> Iterator[list[int]]:
+    """Sample numbers, micro-batch by micro-batch, of the iterations first..last that are not
+    skipped (1-based).
 
     `shift`: samples consumed beyond what the schedule says, after a resume with other batch sizes.
     """
@@ -137,21 +182,34 @@ def _start_worker(worker: int) -> None:
     torch.set_num_threads(1)
 
 
-def load_samples(dataset: Any, micro_batches: Iterator[list[int]], num_workers: int, device: torch.device,
-                 on_hash: Callable[[int], None] | None = None) -> Iterator[torch.Tensor]:
+def load_samples(
+    dataset: Any,
+    micro_batches: Iterator[list[int]],
+    num_workers: int,
+    device: torch.device,
+    on_hash: Callable[[int], None] | None = None,
+) -> Iterator[torch.Tensor]:
     """Read micro-batches [b, s+1] in order, `num_workers` processes ahead (0: in this process).
 
-    `on_hash`, for a dataset of pairs (tokens, hash), gets the sum of the hashes when a micro-batch is handed out. Raises
-    ValueError where data cannot be read, in one line also when it was a worker that met it.
+    `on_hash`, for a dataset of pairs (tokens, hash), gets the sum of the hashes when a micro-batch
+    is handed out. Raises ValueError where data cannot be read, in one line also when it was a
+    worker that met it.
     """
     loader = torch.utils.data.DataLoader(
-        dataset, batch_sampler=micro_batches, num_workers=num_workers, collate_fn=_stack_hashed if on_hash else _stack,
-        worker_init_fn=_start_worker, pin_memory=device.type == "cuda",
-        multiprocessing_context="fork" if num_workers else None)
+        dataset,
+        batch_sampler=micro_batches,
+        num_workers=num_workers,
+        collate_fn=_stack_hashed if on_hash else _stack,
+        worker_init_fn=_start_worker,
+        pin_memory=device.type == "cuda",
+        multiprocessing_context="fork" if num_workers else None,
+    )
     return handed_out(iter(loader), on_hash, num_workers > 0)
 
 
-def handed_out(batches: Iterator[Any], on_hash: Callable[[int], None] | None, workers: bool) -> Iterator[torch.Tensor]:
+def handed_out(
+    batches: Iterator[Any], on_hash: Callable[[int], None] | None, workers: bool
+) -> Iterator[torch.Tensor]:
     while True:
         try:
             batch = next(batches)
@@ -159,11 +217,16 @@ def handed_out(batches: Iterator[Any], on_hash: Callable[[int], None] | None, wo
             return
         except (ValueError, OSError, EOFError) as error:
             text = str(error)
-            caught = text.startswith("Caught ")         # by a worker: torch puts its traceback before the message
+            # by a worker: torch puts its traceback before the message
+            caught = text.startswith("Caught ")
             if workers and not caught and not isinstance(error, ValueError):
                 name = type(error).__name__
-                raise RuntimeError(f"DataLoader worker died while it handed over a micro-batch ({name})") from error
-            raise ValueError(text.strip().rpartition("\n")[2].partition(": ")[2] if caught else text) from error
+                raise RuntimeError(
+                    f"DataLoader worker died while it handed over a micro-batch ({name})"
+                ) from error
+            raise ValueError(
+                text.strip().rpartition("\n")[2].partition(": ")[2] if caught else text
+            ) from error
         if on_hash:
             batch, value = batch
             on_hash(value)

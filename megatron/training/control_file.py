@@ -1,4 +1,6 @@
-"""A file through which a person (or a scheduler) asks a run to save or to stop. Knows no loop and no checkpoint."""
+"""A file through which a person (or a scheduler) asks a run to save or to stop. Knows no loop and
+no checkpoint."""
+
 from __future__ import annotations
 
 import re
@@ -6,12 +8,15 @@ from pathlib import Path
 
 from megatron import log
 
-SAVE, STOP, NOTHING = "save", "stop", "0"
+SAVE = "save"
+STOP = "stop"
+NOTHING = "0"
 _REQUEST = re.compile(r"(save|stop|[+-]?\d{1,18})")
 
 
 class ControlFile:
-    """`save` and `stop` mean now; `-N` saves and `N` (or `+N`) stops after iteration N, or at once where N is over."""
+    """`save` and `stop` mean now; `-N` saves and `N` (or `+N`) stops after iteration N, or at once
+    where N is over."""
 
     def __init__(self, path: str):
         """The file is made where it is missing. Raises OSError."""
@@ -26,7 +31,10 @@ class ControlFile:
         if text == NOTHING:
             return None
         if not _REQUEST.fullmatch(text):
-            log.warn_once(f"--control-file {self._path} holds {text[:40]!r}: write save, stop, N or -N into it")
+            log.warn_once(
+                f"--control-file {self._path} holds {text[:40]!r}: write save, stop, N or -N into "
+                "it"
+            )
             return None
         if text in (SAVE, STOP):
             return text

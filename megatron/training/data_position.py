@@ -1,4 +1,5 @@
 """Whether a resumed run has the order of the data that it had. Knows no file of a checkpoint."""
+
 from __future__ import annotations
 
 from typing import Any
@@ -9,8 +10,10 @@ from megatron.training.build import Run
 
 
 def check_data_order(run: Run, order: dict[str, Any]) -> None:
-    """Refuse to train on with another order of the data, unless that is asked for; then say what changes."""
-    saved, run.data_order = run.data_order, order
+    """Refuse to train on with another order of the data, unless that is asked for; then say what
+    changes."""
+    saved = run.data_order
+    run.data_order = order
     if not saved or run.config.training.skip_train:
         return
     changed = data_order_differences(saved, order, run.config.data.continue_data_mix)
@@ -18,10 +21,14 @@ def check_data_order(run: Run, order: dict[str, Any]) -> None:
         return
     text = "; ".join(changed)
     if not run.config.data.allow_data_order_change:
-        mix = ", --continue-data-mix to go on with another mix" * (run.config.data.data_order == "epoch")
+        mix = ", --continue-data-mix to go on with another mix" * (
+            run.config.data.data_order == "epoch"
+        )
         raise ValueError(
             "--load: with these flags the order of the data is not that of the checkpoint, so "
             f"samples would be repeated or lost: {text}. Give the flags it was saved with{mix}, "
             "or --allow-data-order-change [data-order-differs]"
         )
-    log.warn_once(f"the order of the data changes from iteration {run.progress.iteration + 1} on: {text}")
+    log.warn_once(
+        f"the order of the data changes from iteration {run.progress.iteration + 1} on: {text}"
+    )

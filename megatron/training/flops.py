@@ -1,8 +1,10 @@
-"""Floating-point operations of one pass over tokens, counted in integers from shapes; knows no model and no clock.
+"""Floating-point operations of one pass over tokens, counted in integers from shapes; knows no
+model and no clock.
 
-Convention: a multiply and an add are 2 operations; only matrix products count; attention counts the FULL s x s square
-(as Megatron's 2024 formula and most papers do), although a causal kernel does about half of it; backward is twice
-forward; recompute is not part of the model's FLOPs. TFLOP/s printed under another convention cannot be compared.
+Convention: a multiply and an add are 2 operations; only matrix products count; attention counts the
+FULL s x s square (as Megatron's 2024 formula and most papers do), although a causal kernel does
+about half of it; backward is twice forward; recompute is not part of the model's FLOPs. TFLOP/s
+printed under another convention cannot be compared.
 """
 
 from dataclasses import dataclass
@@ -12,7 +14,8 @@ CONVENTION = "full s^2 attention, backward = 2 x forward, no recompute"
 
 @dataclass(frozen=True)
 class TransformerShape:
-    """The sizes that matter: `gated` for swiglu or geglu, `vocab_size` as padded, `kv_channels` per head."""
+    """The sizes that matter: `gated` for swiglu or geglu, `vocab_size` as padded, `kv_channels` per
+    head."""
 
     num_layers: int
     hidden_size: int
@@ -55,7 +58,8 @@ class FlopCount:
         return 3 * self.forward
 
     def hardware(self, recompute: str | None = None) -> int:
-        """Operations per token that are really done: `recompute` None, "selective" (core attention) or "full"."""
+        """Operations per token that are really done: `recompute` None, "selective" (core attention)
+        or "full"."""
         repeated = {
             None: 0,
             "selective": self.attention_core,
@@ -66,7 +70,8 @@ class FlopCount:
 
 def count_flops(shape: TransformerShape) -> FlopCount:
     """Exact count per token for any ffn width, grouped-query attention and gated MLPs."""
-    h, layers = shape.hidden_size, shape.num_layers
+    h = shape.hidden_size
+    layers = shape.num_layers
     return FlopCount(
         attention_linear=layers * 2 * h * (2 * shape.query_size + 2 * shape.key_size),
         attention_core=layers * 4 * shape.seq_length * shape.query_size,
@@ -76,40 +81,59 @@ def count_flops(shape: TransformerShape) -> FlopCount:
 
 
 def flops_per_iteration(shape: TransformerShape, batch_size: int) -> int:
-    """Model FLOPs of one training iteration over `batch_size` sequences (this suite's throughput figure)."""
+    """Model FLOPs of one training iteration over `batch_size` sequences (this suite's throughput
+    figure)."""
     return count_flops(shape).model * batch_size * shape.seq_length
 
 
 def megatron_flops_per_iteration(shape: TransformerShape, batch_size: int) -> int:
-    """Megatron-LM's formula of January 2024: as `flops_per_iteration`, but for ffn = 4 h and kv_channels = h / heads.
+    """Megatron-LM's formula of January 2024: as `flops_per_iteration`, but for ffn = 4 h and
+    kv_channels = h / heads.
 
-    60 B s L h^2 (1 + g / 5a + s / 5h + V / 10Lh) with g query groups and a heads (facts/megatron.md 11.2).
+    60 B s L h^2 (1 + g / 5a + s / 5h + V / 10Lh) with g query groups and a heads (facts/megatron.md
+    11.2).
     """
-    h, layers, seq = shape.hidden_size, shape.num_layers, shape.seq_length
+    h = shape.hidden_size
+    layers = shape.num_layers
+    seq = shape.seq_length
     keys = h * shape.num_query_groups // shape.num_attention_heads
-    per_token = 60 * layers * h * h + 12 * layers * h * keys + 12 * layers * h * seq + 6 * h * shape.vocab_size
+    per_token = (
+        60 * layers * h * h
+        + 12 * layers * h * keys
+        + 12 * layers * h * seq
+        + 6 * h * shape.vocab_size
+    )
     return per_token * batch_size * seq
 
 
 def aurora_lm_flops_per_token(shape: TransformerShape) -> int:
-    """[LM]TFLOPs of the aurora log dialect: 12 L h^2 (1 + 1.5 f/h + kv/H + s/h + V/2Lh); f counted as gated.
+    """[LM]TFLOPs of the aurora log dialect: 12 L h^2 (1 + 1.5 f/h + kv/H + s/h + V/2Lh); f counted
+    as gated.
 
-    Full attention, no recompute (facts/spikes.md 1.6); equals `count_flops(...).model` of a gated model.
+    Full attention, no recompute (facts/spikes.md 1.6); equals `count_flops(...).model` of a gated
+    model.
     """
-    h, layers = shape.hidden_size, shape.num_layers
+    h = shape.hidden_size
+    layers = shape.num_layers
     keys = h * shape.num_query_groups // shape.num_attention_heads
     attention = 12 * layers * h * (h + keys + shape.seq_length)
     return attention + 18 * layers * h * shape.ffn_hidden_size + 6 * h * shape.vocab_size
 
 
 def aurora_ds_flops_per_token(shape: TransformerShape, full_recompute: bool) -> int:
-    """[DS]TFLOPs of the aurora log dialect: 2 x (4 with full recompute, else 3) x multiply-adds per token.
+    """[DS]TFLOPs of the aurora log dialect: 2 x (4 with full recompute, else 3) x multiply-adds per
+    token.
 
-    Kept with its quirk: keys and values count 2 // (heads per group) squares of h, which is 0 from 3 heads a group on.
+    Kept with its quirk: keys and values count 2 // (heads per group) squares of h, which is 0 from
+    3 heads a group on.
     """
     h = shape.hidden_size
     heads_per_group = shape.num_attention_heads // shape.num_query_groups
-    per_layer = (2 + 2 // heads_per_group) * h * h + 2 * shape.seq_length * h + 3 * shape.ffn_hidden_size * h
+    per_layer = (
+        (2 + 2 // heads_per_group) * h * h
+        + 2 * shape.seq_length * h
+        + 3 * shape.ffn_hidden_size * h
+    )
     return 2 * (4 if full_recompute else 3) * (shape.num_layers * per_layer + shape.vocab_size * h)
 
 

@@ -1,4 +1,6 @@
-"""From a checked command line to a device and a grid of ranks; alone in training/ to start process groups."""
+"""From a checked command line to a device and a grid of ranks; alone in training/ to start process
+groups."""
+
 from __future__ import annotations
 
 import contextlib
@@ -19,10 +21,15 @@ from megatron.config.tree import Config
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.shared_sums import open_shared
 from megatron.training.lifeline import Hub, Line, Place, my_place
-from megatron.training.network import address_towards, interface_towards, listen_problem, unreachable
+from megatron.training.network import (
+    address_towards,
+    interface_towards,
+    listen_problem,
+    unreachable,
+)
 from megatron.training.signals import SignalWatch
 
-CONNECT_WITHIN = 50.0           # seconds
+CONNECT_WITHIN = 50.0  # seconds
 STRANGERS_ANSWER_WITHIN = 5.0
 RETRY_SECONDS = 0.2
 
@@ -30,6 +37,7 @@ RETRY_SECONDS = 0.2
 @dataclass(frozen=True)
 class Runtime:
     """Where this process stands: its device and its place in the grid."""
+
     device: torch.device
     ctx: ParallelContext
     world_size: int
@@ -37,10 +45,11 @@ class Runtime:
 
 
 class Meeting:
-    """How this rank has met the others: torch's key-value store, and the line over which they hear of failures.
+    """How this rank has met the others: torch's key-value store, and the line over which they hear
+    of failures.
 
-    With one rank there is neither. Without `watch` (a caller that ends processes itself) there is no line. Raises
-    ValueError where the ranks cannot meet.
+    With one rank there is neither. Without `watch` (a caller that ends processes itself) there is
+    no line. Raises ValueError where the ranks cannot meet.
     """
 
     def __init__(self, config: Config, watch: SignalWatch | None = None):
@@ -66,10 +75,15 @@ class Meeting:
                 told = [address, self._hub.port, self._hub.token, asdict(my_place())]
                 self.store.set("lifeline", json.dumps(told))
             address, port, token, place = json.loads(self.store.get("lifeline"))
-            return Line([(address, port), (self.master[0], port)], token, Place(**place), watch.leave_for)
+            return Line(
+                [(address, port), (self.master[0], port)], token, Place(**place), watch.leave_for
+            )
         except OSError as error:
-            print(f"WARNING: rank {launcher.rank()} has no line to rank 0 ({error}); should a rank fail, this one "
-                  f"hears of it only when a collective fails", flush=True)
+            print(
+                f"WARNING: rank {launcher.rank()} has no line to rank 0 ({error}); should a rank "
+                "fail, this one hears of it only when a collective fails",
+                flush=True,
+            )
             return None
 
     def close(self) -> None:
@@ -81,19 +95,28 @@ class Meeting:
 
 
 def initialize(config: Config, meeting: Meeting | None = None) -> Runtime:
-    """Choose the device, join the process group (only when there is more than one rank), build the grid."""
+    """Choose the device, join the process group (only when there is more than one rank), build the
+    grid."""
     here = launcher.info()
-    world_size, rank = here.world_size, here.rank
-    training, parallel = config.training, config.parallel
+    world_size = here.world_size
+    rank = here.rank
+    training = config.training
+    parallel = config.parallel
     if training.device != "cpu" and devices.set_max_connections():
         log.detail("CUDA_DEVICE_MAX_CONNECTIONS was not set: set to 1 before CUDA starts")
     device = devices.choose_device(training.device, here.local_rank)
     for text in devices.device_notes(training.device):
         log.warn_once(text)
-    if config.logging.log_memory_to_tensorboard and training.device == "auto" and device.type == "cpu":
+    if (
+        config.logging.log_memory_to_tensorboard
+        and training.device == "auto"
+        and device.type == "cpu"
+    ):
         log.print_rank_0("--log-memory-to-tensorboard: no effect on the CPU, the only device here")
     devices.keep_freed_memory(device)
-    devices.set_determinism(training.deterministic_mode, training.cudnn_benchmark, training.cudnn_deterministic)
+    devices.set_determinism(
+        training.deterministic_mode, training.cudnn_benchmark, training.cudnn_deterministic
+    )
     if config.precision.tf32:
         devices.allow_tf32(device)
     log.detail("> initializing torch distributed ...")
@@ -101,12 +124,20 @@ def initialize(config: Config, meeting: Meeting | None = None) -> Runtime:
         backend = parallel.distributed_backend or devices.default_backend(training.device)
         meeting = meeting or Meeting(config)
         interface = interface_towards(meeting.master[0])
-        if interface:       # gloo would take that of the machine's own name, which is often the loopback's
+        # gloo would take that of the machine's own name, which is often the loopback's
+        if interface:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-        dist.init_process_group(backend, store=meeting.store, rank=rank, world_size=world_size,
-                                timeout=timedelta(minutes=parallel.distributed_timeout_minutes))
+        dist.init_process_group(
+            backend,
+            store=meeting.store,
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(minutes=parallel.distributed_timeout_minutes),
+        )
     ctx = ParallelContext(parallel, world_size, rank)
-    ctx.tp = replace(ctx.tp, shared=open_shared(ctx.tp, timedelta(minutes=parallel.distributed_timeout_minutes)))
+    ctx.tp = replace(
+        ctx.tp, shared=open_shared(ctx.tp, timedelta(minutes=parallel.distributed_timeout_minutes))
+    )
     if world_size > 1:
         log.detail(layout_line(ctx))
     log.detail(f"> initialized tensor model parallel with size {ctx.tp.size}")
@@ -119,7 +150,9 @@ def layout_line(ctx: ParallelContext) -> str:
     """The sizes of the grid, slowest axis first, and the groups of this rank as examples."""
     axes = {"pipeline": ctx.pp, "data": ctx.dp, "context": ctx.cp, "tensor": ctx.tp}
     sizes = " x ".join(f"{name} {axis.size}" for name, axis in axes.items())
-    groups = ", ".join(f"{name} [{_some(axis.ranks)}]" for name, axis in reversed(axes.items()) if axis.size > 1)
+    groups = ", ".join(
+        f"{name} [{_some(axis.ranks)}]" for name, axis in reversed(axes.items()) if axis.size > 1
+    )
     return f"> layout: {ctx.world.size} ranks = {sizes}; rank {ctx.rank} is in the groups {groups}"
 
 
@@ -134,7 +167,8 @@ def synchronizer(runtime: Runtime) -> Callable[[], None]:
 
 
 def finish(meeting: Meeting) -> None:
-    """Leave the others: the line first, so that no end is taken for a death, then the process group."""
+    """Leave the others: the line first, so that no end is taken for a death, then the process
+    group."""
     meeting.close()
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -143,12 +177,14 @@ def finish(meeting: Meeting) -> None:
 def open_store(host: str, port: int, limit: timedelta) -> dist.Store:
     """The key-value store in which the ranks meet, served by rank 0.
 
-    Operations on it wait for `limit` at most, connections about a minute. Without torchrun it is at `host` and
-    `port`. torchrun's own store is there otherwise, and outlives the ranks that it restarts (--max-restarts), with the
-    addresses of dead ones: from it only the address of rank 0's store is read, until that one answers. Raises
-    ValueError where rank 0 cannot listen, or does not answer.
+    Operations on it wait for `limit` at most, connections about a minute. Without torchrun it is at
+    `host` and `port`. torchrun's own store is there otherwise, and outlives the ranks that it
+    restarts (--max-restarts), with the addresses of dead ones: from it only the address of rank 0's
+    store is read, until that one answers. Raises ValueError where rank 0 cannot listen, or does not
+    answer.
     """
-    here, agent = launcher.info(), launcher.agent_has_store()
+    here = launcher.info()
+    agent = launcher.agent_has_store()
     seconds = _answer_limit(here.world_size, limit)
     if here.rank == 0 and not agent and (reason := listen_problem(port)):
         raise ValueError(
@@ -159,13 +195,17 @@ def open_store(host: str, port: int, limit: timedelta) -> dist.Store:
         who = "torchrun's agent" if agent else "rank 0"
         raise ValueError(
             f"MASTER_ADDR {host}, MASTER_PORT {port}: {who} did not answer there ({reason}); "
-            "MASTER_ADDR must be rank 0's node, and all ranks must be started and reach that "
-            "port [rendezvous-failed]"
+            "MASTER_ADDR must be rank 0's node, and all ranks must be started and reach that port "
+            "[rendezvous-failed]"
         )
     try:
         store = _store_at(host, port, here.rank == 0 and not agent, seconds)
         if agent:
-            store = _serve_attempt(store, host, port) if here.rank == 0 else _join_attempt(store, seconds)
+            store = (
+                _serve_attempt(store, host, port)
+                if here.rank == 0
+                else _join_attempt(store, seconds)
+            )
     except dist.DistError as error:
         reason = str(error).splitlines()[0]
         raise ValueError(
@@ -177,17 +217,26 @@ def open_store(host: str, port: int, limit: timedelta) -> dist.Store:
 
 
 def _answer_limit(world_size: int, limit: timedelta) -> float:
-    """Seconds in which rank 0 has to answer: within a minute; many ranks do not load torch at the same time."""
+    """Seconds in which rank 0 has to answer: within a minute; many ranks do not load torch at the
+    same time."""
     return min(CONNECT_WITHIN + world_size / 20, limit.total_seconds())
 
 
 def _store_at(host: str, port: int, serves: bool, seconds: float) -> dist.TCPStore:
-    return dist.TCPStore(host, port, None, serves, timedelta(seconds=seconds), wait_for_workers=False,
-                         multi_tenant=serves and port > 0)
+    return dist.TCPStore(
+        host,
+        port,
+        None,
+        serves,
+        timedelta(seconds=seconds),
+        wait_for_workers=False,
+        multi_tenant=serves and port > 0,
+    )
 
 
 def _serve_attempt(agent: dist.Store, host: str, port: int) -> dist.TCPStore:
-    """Rank 0's store for this attempt, on a free port; its address and a token are left in torchrun's store."""
+    """Rank 0's store for this attempt, on a free port; its address and a token are left in
+    torchrun's store."""
     _, address = address_towards(host, port)
     store = _store_at(address, 0, True, CONNECT_WITHIN)
     token = secrets.token_hex(16)
@@ -197,7 +246,8 @@ def _serve_attempt(agent: dist.Store, host: str, port: int) -> dist.TCPStore:
 
 
 def _join_attempt(agent: dist.Store, seconds: float) -> dist.TCPStore:
-    """Rank 0's store for this attempt. Until rank 0 has come again, its last address leads nowhere, or to a stranger."""
+    """Rank 0's store for this attempt. Until rank 0 has come again, its last address leads nowhere,
+    or to a stranger."""
     deadline = time.monotonic() + seconds
     while True:
         address, port, token = json.loads(agent.get("store of rank 0"))

@@ -1,4 +1,5 @@
 """The table of kernels as lines that a person reads. Knows no kernel."""
+
 from __future__ import annotations
 
 import torch
@@ -17,7 +18,8 @@ def check_wishes(config: Config) -> None:
 
 
 def kernel_lines(config: Config) -> list[str]:
-    """Which kernels a run uses on this machine. Raises ValueError if --device names one that is not here."""
+    """Which kernels a run uses on this machine. Raises ValueError if --device names one that is not
+    here."""
     device = choose_device(config.training.device, launcher.info().local_rank)
     rows = kernel_table(device, getattr(torch, config.precision.params_dtype), config)
     return [f"kernels on this {device.type}", *(f"  {text}" for text in describe(rows))]
@@ -30,4 +32,7 @@ def describe(rows: list[KernelRow]) -> list[str]:
     for row in rows:
         if not row.on:
             off.setdefault(row.reason, []).append(f"{row.operation} by {row.implementation}")
-    return [*lines, "off: " + "; ".join(f"{', '.join(names)} ({reason})" for reason, names in off.items())]
+    return [
+        *lines,
+        "off: " + "; ".join(f"{', '.join(names)} ({reason})" for reason, names in off.items()),
+    ]

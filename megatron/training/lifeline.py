@@ -1,9 +1,12 @@
-"""A line from every rank to rank 0, over which all learn within a moment that a rank has failed or died, and which one.
+"""A line from every rank to rank 0, over which all learn within a moment that a rank has failed or
+died, and which one.
 
-It has sockets and threads of its own, because a rank that waits for the dead inside a collective hears nothing there: gloo
-tells it when a connection breaks, NCCL only when the time limit is over. Knows no torch, no signal and nothing of what is
-run; how the ranks come to know rank 0's address is the caller's affair.
+It has sockets and threads of its own, because a rank that waits for the dead inside a collective
+hears nothing there: gloo tells it when a connection breaks, NCCL only when the time limit is over.
+Knows no torch, no signal and nothing of what is run; how the ranks come to know rank 0's address is
+the caller's affair.
 """
+
 from __future__ import annotations
 
 import contextlib
@@ -24,12 +27,17 @@ from typing import Any
 
 from megatron import launcher
 
-DIED = ("died without a word: killed (kill -9, out of memory) or gone with its machine; its launcher, or the system's log "
-        "there, knows which")
-SPOKEN_COUNTS_AFTER = 0.3       # seconds, in which the same error of other ranks comes in; the lowest of them speaks
-DEATH_COUNTS_AFTER = 0.7        # ... in which a request to end that went to all ranks reaches this one
+DIED = (
+    "died without a word: killed (kill -9, out of memory) or gone with its machine; its launcher, "
+    "or the system's log there, knows which"
+)
+# seconds, in which the same error of other ranks comes in; the lowest of them speaks
+SPOKEN_COUNTS_AFTER = 0.3
+# ... in which a request to end that went to all ranks reaches this one
+DEATH_COUNTS_AFTER = 0.7
 OTHERS_GO_WITHIN = 1.0
-OTHERS_JOIN_WITHIN = 8.0        # where a rank fails while others are still on their way: they are waited for, to be told
+# where a rank fails while others are still on their way: they are waited for, to be told
+OTHERS_JOIN_WITHIN = 8.0
 CONNECT_WITHIN = 5.0
 ANSWERS_WITHIN = 1.5
 ABSENCE_SAID_EVERY = 60.0
@@ -38,7 +46,9 @@ LONGEST_TEXT = 20_000
 
 @dataclass(frozen=True)
 class Place:
-    """Which process a rank is; `node` tells the launcher's nodes apart, also where two are one machine."""
+    """Which process a rank is; `node` tells the launcher's nodes apart, also where two are one
+    machine."""
+
     rank: int
     pid: int
     host: str
@@ -50,10 +60,12 @@ class Place:
 
 @dataclass(frozen=True)
 class End:
-    """Why a run ends before its end: what the rank at `place` met, in one line; every other rank leaves with `code`.
+    """Why a run ends before its end: what the rank at `place` met, in one line; every other rank
+    leaves with `code`.
 
     `silent`: that rank is gone and cannot say it itself.
     """
+
     place: Place
     text: str
     code: int = 1
@@ -76,7 +88,8 @@ def place_in_code(frames: Sequence[traceback.FrameSummary]) -> str:
 
 
 class _Wire:
-    """JSON objects over a socket, one a line. A forked child closes its copy, so that a death is seen in spite of it."""
+    """JSON objects over a socket, one a line. A forked child closes its copy, so that a death is
+    seen in spite of it."""
 
     def __init__(self, connection: socket.socket):
         self.socket = connection
@@ -84,7 +97,8 @@ class _Wire:
         self._lock = threading.Lock()
         os.register_at_fork(after_in_child=connection.close)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for name, value in (("TCP_KEEPIDLE", 20), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 4)):   # a lost machine: a minute
+        # a lost machine: a minute
+        for name, value in (("TCP_KEEPIDLE", 20), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 4)):
             if hasattr(socket, name):
                 connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
@@ -104,7 +118,8 @@ class _Wire:
 
 
 class Hub:
-    """Rank 0's part: hears all ranks, decides whose failure counts, and tells everybody else to go."""
+    """Rank 0's part: hears all ranks, decides whose failure counts, and tells everybody else to
+    go."""
 
     def __init__(self, world_size: int, family: int = socket.AF_INET):
         self.world_size = world_size
@@ -125,7 +140,8 @@ class Hub:
         self._thread.start()
 
     def finish(self) -> None:
-        """After rank 0's own line was closed: wait until the others have heard that no watch is kept any more."""
+        """After rank 0's own line was closed: wait until the others have heard that no watch is
+        kept any more."""
         self._thread.join(OTHERS_GO_WITHIN)
 
     def _run(self) -> None:
@@ -145,8 +161,11 @@ class Hub:
             if key.data is None:
                 with contextlib.suppress(OSError):
                     connection, _ = self._server.accept()
-                    connection.settimeout(CONNECT_WITHIN)       # of what a stranger sends, and of what is sent
-                    self._selector.register(connection, selectors.EVENT_READ, [_Wire(connection), None])
+                    # of what a stranger sends, and of what is sent
+                    connection.settimeout(CONNECT_WITHIN)
+                    self._selector.register(
+                        connection, selectors.EVENT_READ, [_Wire(connection), None]
+                    )
             else:
                 self._hear(key)
 
@@ -159,7 +178,7 @@ class Hub:
                     rank = key.data[1] = self._welcome(wire, message)
                 else:
                     self._take(rank, message)
-        except (ValueError, KeyError, TypeError):               # a stranger
+        except (ValueError, KeyError, TypeError):  # a stranger
             messages = None
         if messages is None:
             self._selector.unregister(wire.socket)
@@ -184,7 +203,9 @@ class Hub:
         if kind == "bye":
             self._wires.pop(rank, None)
         elif kind == "failed":
-            self._note(End(self._places[rank], message["text"], message["code"]), SPOKEN_COUNTS_AFTER)
+            self._note(
+                End(self._places[rank], message["text"], message["code"]), SPOKEN_COUNTS_AFTER
+            )
         elif kind == "ask":
             if not self._asking:
                 self._answers = {}
@@ -205,24 +226,33 @@ class Hub:
 
     def _absent(self) -> None:
         missing = sorted(set(range(self.world_size)) - set(self._places))
-        print(f"waiting for {len(missing)} of {self.world_size} ranks to join: {_numbers(missing)}", flush=True)
+        print(
+            f"waiting for {len(missing)} of {self.world_size} ranks to join: {_numbers(missing)}",
+            flush=True,
+        )
         self._deadlines["absent"] = time.monotonic() + ABSENCE_SAID_EVERY
 
     def _answer(self) -> None:
         places = {rank: f"{place} does not answer" for rank, place in self._places.items()} | {
-            rank: f"{self._places[rank]}: {at}" if at else None for rank, at in self._answers.items()}
+            rank: f"{self._places[rank]}: {at}" if at else None
+            for rank, at in self._answers.items()
+        }
         missing = [rank for rank in range(self.world_size) if rank not in self._places]
         if missing:
             places[missing[0]] = f"rank{'s' * (len(missing) > 1)} {_numbers(missing)} never joined"
         for rank in self._asking:
             if rank in self._wires:
-                self._wires[rank].send("answer", places=[text for _, text in sorted(places.items()) if text])
+                self._wires[rank].send(
+                    "answer", places=[text for _, text in sorted(places.items()) if text]
+                )
         self._asking.clear()
 
     def _end(self) -> None:
-        """All but the one that failed go; rank 0, with this thread, after the others; who failed speaks last.
+        """All but the one that failed go; rank 0, with this thread, after the others; who failed
+        speaks last.
 
-        Of several that died the first counts: a launcher kills its other ranks when it has seen one die.
+        Of several that died the first counts: a launcher kills its other ranks when it has seen one
+        die.
         """
         end = min(self._ends, key=lambda one: (one.silent, not one.silent and one.place.rank))
         self._decided = asdict(end)
@@ -252,16 +282,25 @@ class Hub:
 class Line:
     """This rank's end of the line to the hub.
 
-    `on_end` is called, in a thread of its own, when another rank has failed or died; it is to end the process. `place` is
-    this process's, unless given.
+    `on_end` is called, in a thread of its own, when another rank has failed or died; it is to end
+    the process. `place` is this process's, unless given.
     """
 
-    def __init__(self, addresses: Iterable[tuple[str, int]], token: str, hub: Place, on_end: Callable[[End], None],
-                 place: Place | None = None):
-        self.place, self._hub, self._on_end = place or my_place(), hub, on_end
+    def __init__(
+        self,
+        addresses: Iterable[tuple[str, int]],
+        token: str,
+        hub: Place,
+        on_end: Callable[[End], None],
+        place: Place | None = None,
+    ):
+        self.place = place or my_place()
+        self._hub = hub
+        self._on_end = on_end
         self._main = threading.main_thread().ident
         self._told = self._closed = self._ended = False
-        self._turn, self._answered = threading.Event(), threading.Event()
+        self._turn = threading.Event()
+        self._answered = threading.Event()
         self._places: list[str] = []
         self._early: list[dict[str, Any]] = []
         self._wire = self._connect(addresses, token)
@@ -282,15 +321,17 @@ class Line:
         raise OSError(str(problem))
 
     def tell(self, text: str, code: int = 1) -> None:
-        """Say that this rank has failed, and wait until it is its turn to tell the user; not if another one does."""
+        """Say that this rank has failed, and wait until it is its turn to tell the user; not if
+        another one does."""
         self._told = True
         self._wire.send("failed", text=text[:LONGEST_TEXT], code=code)
         self._turn.wait(OTHERS_JOIN_WITHIN + OTHERS_GO_WITHIN + 2.0)
         while self._ended:
-            time.sleep(1.0)         # the other thread ends this process
+            time.sleep(1.0)  # the other thread ends this process
 
     def ask(self) -> list[str]:
-        """Of each rank that does not wait for others: which it is and where in the code it stands."""
+        """Of each rank that does not wait for others: which it is and where in the code it
+        stands."""
         self._answered.clear()
         self._wire.send("ask")
         self._answered.wait(2 * ANSWERS_WITHIN)
@@ -336,20 +377,25 @@ class Line:
         """Where the main thread stands; None while any thread waits for other ranks."""
         found = sys._current_frames()
         stacks = {ident: traceback.extract_stack(frame) for ident, frame in found.items()}
-        if any(_waits(stack[-1]) for stack in stacks.values()) or any(f.name == "leave_with" for f in stacks[self._main]):
+        if any(_waits(stack[-1]) for stack in stacks.values()) or any(
+            f.name == "leave_with" for f in stacks[self._main]
+        ):
             return None
         return place_in_code(stacks[self._main])
 
 
 def _waits(frame: traceback.FrameSummary) -> bool:
     path = Path(frame.filename).as_posix()
-    return "/torch/distributed/" in path or path.endswith(("megatron/parallel/collectives.py",
-                                                           "megatron/parallel/pipeline.py"))
+    return "/torch/distributed/" in path or path.endswith(
+        ("megatron/parallel/collectives.py", "megatron/parallel/pipeline.py")
+    )
 
 
 def _numbers(ranks: Sequence[int]) -> str:
     """`0, 2-5`."""
-    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in _spans(ranks))
+    return ", ".join(
+        str(first) if first == last else f"{first}-{last}" for first, last in _spans(ranks)
+    )
 
 
 def _spans(ranks: Sequence[int]) -> Iterator[tuple[int, int]]:

@@ -1,4 +1,6 @@
-"""The text of log lines, in Megatron's form (January 2024) and in AuroraGPT's: pure functions of numbers."""
+"""The text of log lines, in Megatron's form (January 2024) and in AuroraGPT's: pure functions of
+numbers."""
+
 from __future__ import annotations
 
 import math
@@ -10,6 +12,7 @@ from datetime import datetime
 @dataclass
 class Interval:
     """What happened since the last iteration line. Rates count trained iterations only."""
+
     losses: list[float] = field(default_factory=list)
     trained: int = 0
     seconds: float = 0.0
@@ -18,7 +21,7 @@ class Interval:
     user_skips: int = 0
     spike_skips: int = 0
     nan_iterations: int = 0
-    reasons: set[str] = field(default_factory=set)      # why the user or a spike skipped
+    reasons: set[str] = field(default_factory=set)  # why the user or a spike skipped
 
     @property
     def loss(self) -> float:
@@ -34,6 +37,7 @@ class Interval:
 @dataclass(frozen=True)
 class IterationRow:
     """The numbers of one iteration line."""
+
     iteration: int
     train_iters: int
     consumed_samples: int
@@ -44,8 +48,8 @@ class IterationRow:
     grad_norm: float | None
     interval: Interval
     world_size: int
-    teraflops: float | None = None          # a rank, this suite's exact count
-    lm_teraflops: float | None = None       # the aurora dialect's two counts
+    teraflops: float | None = None  # a rank, this suite's exact count
+    lm_teraflops: float | None = None  # the aurora dialect's two counts
     ds_teraflops: float | None = None
     num_zeros: int | None = None
     params_norm: float | None = None
@@ -54,11 +58,17 @@ class IterationRow:
 def megatron_line(row: IterationRow, log_throughput: bool) -> str:
     """Megatron-LM's iteration line of January 2024, to the character."""
     i = row.interval
-    parts = [f" iteration {row.iteration:8d}/{row.train_iters:8d}", f" consumed samples: {row.consumed_samples:12d}",
-             f" elapsed time per iteration (ms): {i.milliseconds:.1f}"]
+    parts = [
+        f" iteration {row.iteration:8d}/{row.train_iters:8d}",
+        f" consumed samples: {row.consumed_samples:12d}",
+        f" elapsed time per iteration (ms): {i.milliseconds:.1f}",
+    ]
     if log_throughput and row.teraflops is not None:
         parts.append(f" throughput per GPU (TFLOP/s/GPU): {row.teraflops:.1f}")
-    parts += [f" learning rate: {row.learning_rate:.3E}", f" global batch size: {row.global_batch_size:5d}"]
+    parts += [
+        f" learning rate: {row.learning_rate:.3E}",
+        f" global batch size: {row.global_batch_size:5d}",
+    ]
     if i.losses:
         parts.append(f" lm loss: {i.loss:.6E}")
     parts.append(f" loss scale: {row.loss_scale:.1f}")
@@ -68,8 +78,10 @@ def megatron_line(row: IterationRow, log_throughput: bool) -> str:
         parts.append(f" num zeros: {row.num_zeros:.1f}")
     if row.params_norm is not None:
         parts.append(f" params norm: {row.params_norm:.3f}")
-    parts += [f" number of skipped iterations: {i.overflow_skips:3d}",
-              f" number of nan iterations: {i.nan_iterations:3d}"]
+    parts += [
+        f" number of skipped iterations: {i.overflow_skips:3d}",
+        f" number of nan iterations: {i.nan_iterations:3d}",
+    ]
     if i.user_skips:
         parts.append(f" number of user-skipped iterations: {i.user_skips:3d}")
     if i.spike_skips:
@@ -80,30 +92,41 @@ def megatron_line(row: IterationRow, log_throughput: bool) -> str:
 
 
 def aurora_line(row: IterationRow, now: datetime) -> str:
-    """AuroraGPT's key=value iteration line; loss and gradient norm are left out where there is none."""
+    """AuroraGPT's key=value iteration line; loss and gradient norm are left out where there is
+    none."""
     i = row.interval
-    parts = [f"iteration={row.iteration:8d}/{row.train_iters:8d}", f"consumed_samples={row.consumed_samples:12d}",
-             f"consumed_tokens={row.consumed_samples * row.seq_length:12d}",
-             f"elapsed_time_per_iteration_ms={i.milliseconds:.1f}", f"learning_rate={row.learning_rate:.6g}",
-             f"global_batch_size={row.global_batch_size:5d}"]
+    parts = [
+        f"iteration={row.iteration:8d}/{row.train_iters:8d}",
+        f"consumed_samples={row.consumed_samples:12d}",
+        f"consumed_tokens={row.consumed_samples * row.seq_length:12d}",
+        f"elapsed_time_per_iteration_ms={i.milliseconds:.1f}",
+        f"learning_rate={row.learning_rate:.6g}",
+        f"global_batch_size={row.global_batch_size:5d}",
+    ]
     if i.losses:
         parts.append(f"lm loss={i.loss:.6f}")
     parts.append(f"loss_scale={row.loss_scale:.1f}")
     if row.grad_norm is not None:
         parts.append(f"grad_norm={row.grad_norm:.3f}")
-    parts += [f"actual_seqlen={row.seq_length:5d}",
-              f"number_of_skipped_iterations={i.overflow_skips + i.user_skips + i.spike_skips:3d}",
-              f"number_of_nan_iterations={i.nan_iterations:3d}"]
+    parts += [
+        f"actual_seqlen={row.seq_length:5d}",
+        f"number_of_skipped_iterations={i.overflow_skips + i.user_skips + i.spike_skips:3d}",
+        f"number_of_nan_iterations={i.nan_iterations:3d}",
+    ]
     if i.trained and i.seconds > 0:
         rate = i.samples / i.seconds
-        parts += [f"samples_per_second={rate:.3f}",
-                  f"tokens_per_gpu_per_second_tgs={rate * row.seq_length / row.world_size:.3f}",
-                  f"[LM]TFLOPs={row.lm_teraflops:.2f}", f"[DS]TFLOPs={row.ds_teraflops:.2f}"]
+        parts += [
+            f"samples_per_second={rate:.3f}",
+            f"tokens_per_gpu_per_second_tgs={rate * row.seq_length / row.world_size:.3f}",
+            f"[LM]TFLOPs={row.lm_teraflops:.2f}",
+            f"[DS]TFLOPs={row.ds_teraflops:.2f}",
+        ]
     return f"[{now:%Y-%m-%d %H:%M:%S.%f}][INFO][training_log] - " + " | ".join(parts) + " |"
 
 
 def validation_block(prefix: str, losses: Mapping[str, float], suffix: str = "") -> str:
-    """The validation line between its two rows of dashes, one longer than the line; `suffix` says of which set."""
+    """The validation line between its two rows of dashes, one longer than the line; `suffix` says
+    of which set."""
     line = f" validation{suffix} loss at {prefix} | "
     for key, loss in losses.items():
         line += f"{key} value: {loss:.6E} | {key} PPL: {math.exp(min(20.0, loss)):.6E} | "
@@ -112,7 +135,8 @@ def validation_block(prefix: str, losses: Mapping[str, float], suffix: str = "")
 
 
 def timers_block(names: Sequence[str], ranks: Sequence[Mapping[str, float]], option: str) -> str:
-    """Timers of all ranks in milliseconds; `ranks` holds {name: seconds} by rank. Empty when nothing was timed."""
+    """Timers of all ranks in milliseconds; `ranks` holds {name: seconds} by rank. Empty when
+    nothing was timed."""
     rows = []
     for name in names:
         times = [rank.get(name, 0.0) * 1000.0 for rank in ranks]
@@ -127,14 +151,20 @@ def timers_block(names: Sequence[str], ranks: Sequence[Mapping[str, float]], opt
             rows.append(f"{label}: {max(shown):.2f}")
         else:
             rows.append(f"{label}: ({min(shown):.2f}, {max(shown):.2f})")
-    header = {"all": "times across ranks (ms):", "max": "max time across ranks (ms):",
-              "minmax": "(min, max) time across ranks (ms):"}[option]
+    header = {
+        "all": "times across ranks (ms):",
+        "max": "max time across ranks (ms):",
+        "minmax": "(min, max) time across ranks (ms):",
+    }[option]
     return header + "".join(rows) if rows else ""
 
 
 def memory_line(rank: int, iteration: int, report: Mapping[str, float]) -> str:
     """Megatron's line of device memory in MB (2^20 bytes); `report` holds bytes."""
-    parts = [f"{key}: {report[key] / 2**20}" for key in ("allocated", "max allocated", "reserved", "max reserved")]
+    parts = [
+        f"{key}: {report[key] / 2**20}"
+        for key in ("allocated", "max allocated", "reserved", "max reserved")
+    ]
     return f"[Rank {rank}] (after {iteration} iterations) memory (MB) | " + " | ".join(parts)
 
 
@@ -143,11 +173,15 @@ def datetime_line(what: str) -> str:
     return f"[{what}] datetime: {datetime.now():%Y-%m-%d %H:%M:%S} "
 
 
-def progress_line(done: int, total: int, first: int, seconds: float, tokens_per_second: float) -> str:
+def progress_line(
+    done: int, total: int, first: int, seconds: float, tokens_per_second: float
+) -> str:
     """How far the run is and when it will be over, from the pace since iteration `first`."""
     left = seconds / max(1, done - first) * (total - done)
-    return (f"  {100.0 * done / max(1, total):5.1f} % | {clock(seconds)} elapsed, ETA {clock(left)} | "
-            f"{tokens_per_second:,.0f} tokens/s")
+    return (
+        f"  {100.0 * done / max(1, total):5.1f} % | {clock(seconds)} elapsed, ETA {clock(left)} | "
+        f"{tokens_per_second:,.0f} tokens/s"
+    )
 
 
 def clock(seconds: float) -> str:

@@ -1,4 +1,6 @@
-"""The training loop: iterate, log, evaluate, save, leave. Knows no flag's spelling and no file format."""
+"""The training loop: iterate, log, evaluate, save, leave. Knows no flag's spelling and no file
+format."""
+
 from __future__ import annotations
 
 import errno
@@ -23,18 +25,28 @@ from megatron.training.rewind import Past
 from megatron.training.signals import Refusal
 from megatron.training.step import ForwardStep, NotFinite, evaluate, train_step
 
-# What a rank asks for or tells, summed over the ranks; of fewer than 2^16 the sums stay apart, and exact in float64.
-SIGNAL, TIME_UP = 1, 1 << 16
-SAVE_NOW, STOP_NOW = 1 << 32, 1 << 33       # rank 0 alone, of --control-file
-WRITTEN = 1 << 34                           # its part of what --async-save has under way is on the disk, or has failed
-AGREE_EVERY = 1000              # iterations, where nothing but skipping goes on
+# What a rank asks for or tells, summed over the ranks; of fewer than 2^16 the sums stay apart, and
+# exact in float64.
+SIGNAL = 1
+TIME_UP = 1 << 16
+SAVE_NOW = 1 << 32
+STOP_NOW = 1 << 33  # rank 0 alone, of --control-file
+# its part of what --async-save has under way is on the disk, or has failed
+WRITTEN = 1 << 34
+AGREE_EVERY = 1000  # iterations, where nothing but skipping goes on
 
 
 class Trainer:
-    """Runs the iterations that are left. Order within one, as Megatron's: log, evaluate, signal, save, time, exit."""
+    """Runs the iterations that are left. Order within one, as Megatron's: log, evaluate, signal,
+    save, time, exit."""
 
-    def __init__(self, run: Run, data: Data, forward_step: ForwardStep, lines: TrainingLog, started: float):
-        self.run, self.data, self.forward_step, self.lines = run, data, forward_step, lines
+    def __init__(
+        self, run: Run, data: Data, forward_step: ForwardStep, lines: TrainingLog, started: float
+    ):
+        self.run = run
+        self.data = data
+        self.forward_step = forward_step
+        self.lines = lines
         self.started = started
         self.signals = run.services.signals
         if run.config.training.exit_signal_handler:
@@ -42,7 +54,8 @@ class Trainer:
         control = run.config.checkpoint.control_file
         self._control = ControlFile(control) if control and run.runtime.rank == 0 else None
         self._valid_samples: dict[int, Iterator[torch.Tensor]] = {}
-        self._bytes_per_token: dict[int, float | None] = {}     # of each data set that was evaluated, by its id()
+        # of each data set that was evaluated, by its id()
+        self._bytes_per_token: dict[int, float | None] = {}
         self._saved_at = self._loaded = run.progress.iteration
         self._past = Past(run)
         self._skipping_to = 0
@@ -50,8 +63,10 @@ class Trainer:
 
     def train(self) -> str | None:
         """Train to the end, or until an exit is due: then the reason, in Megatron's words."""
-        run, t = self.run, self.run.config.training
-        progress, plan = run.progress, run.plan
+        run = self.run
+        t = self.run.config.training
+        progress = run.progress
+        plan = run.plan
         self._past.copy_if_due()
         samples = self.open_training_samples()
         if run.writer:
@@ -69,9 +84,10 @@ class Trainer:
                     if self._went_back():
                         samples = self.open_training_samples()
                         continue
-                except (NotFinite, Refusal):    # all ranks are here
+                except (NotFinite, Refusal):  # all ranks are here
                     self._settle()
-                    if run.spikes.action == "skip-update":      # no update was made of what is wrong
+                    # no update was made of what is wrong
+                    if run.spikes.action == "skip-update":
                         self.save()
                     raise
             if self._evaluation_due(iteration):
@@ -85,14 +101,32 @@ class Trainer:
 
     def open_training_samples(self) -> Iterator[torch.Tensor]:
         """The micro-batches [b, s+1] of all iterations that are left."""
-        run, first = self.run, self.run.progress.iteration + 1
-        shift = run.progress.consumed_train_samples - run.plan.consumed_samples(run.progress.iteration)
-        numbers = training_samples(self.data.train_sampler, run.plan.batch, run.plan.skips, first, run.plan.train_iters,
-                                   shift)
-        samples = Samples(self.data.train, run.plan.vocab_size, hashed=run.recorder is not None,
-                          with_subset=run.rows is not None and not run.rules.packed)
-        return load_samples(samples, numbers, run.config.data.num_workers, run.runtime.device,
-                            run.recorder.add if run.recorder else None)
+        run = self.run
+        first = self.run.progress.iteration + 1
+        shift = run.progress.consumed_train_samples - run.plan.consumed_samples(
+            run.progress.iteration
+        )
+        numbers = training_samples(
+            self.data.train_sampler,
+            run.plan.batch,
+            run.plan.skips,
+            first,
+            run.plan.train_iters,
+            shift,
+        )
+        samples = Samples(
+            self.data.train,
+            run.plan.vocab_size,
+            hashed=run.recorder is not None,
+            with_subset=run.rows is not None and not run.rules.packed,
+        )
+        return load_samples(
+            samples,
+            numbers,
+            run.config.data.num_workers,
+            run.runtime.device,
+            run.recorder.add if run.recorder else None,
+        )
 
     def _evaluates(self) -> bool:
         return bool(self.data.valid) and self.run.config.training.eval_iters > 0
@@ -109,8 +143,11 @@ class Trainer:
         return (SIGNAL if self.signals.received else 0) + (TIME_UP if self._time_is_up() else 0)
 
     def _ordered(self, iteration: int) -> int:
-        """What the control file asks for after `iteration`, and whether this rank has written what is under way."""
-        asked = {SAVE: SAVE_NOW, STOP: STOP_NOW, None: 0}[self._control.wish(iteration) if self._control else None]
+        """What the control file asks for after `iteration`, and whether this rank has written what
+        is under way."""
+        asked = {SAVE: SAVE_NOW, STOP: STOP_NOW, None: 0}[
+            self._control.wish(iteration) if self._control else None
+        ]
         return asked + (WRITTEN if self.run.under_way and self.run.writer.done() else 0)
 
     def _snapshot_due(self, iteration: int) -> bool:
@@ -127,30 +164,58 @@ class Trainer:
 
     def _signal_name(self) -> str:
         """The signal that this or another rank has received."""
-        number = torch.tensor(float(self.signals.received or 0), dtype=torch.float64, device=self.run.runtime.device)
-        return Signals(int(self.run.services.all_reduce(number, self.run.runtime.ctx.world, "max").item())).name
+        number = torch.tensor(
+            float(self.signals.received or 0), dtype=torch.float64, device=self.run.runtime.device
+        )
+        return Signals(
+            int(self.run.services.all_reduce(number, self.run.runtime.ctx.world, "max").item())
+        ).name
 
     def train_one(self, iteration: int, samples: Iterator[torch.Tensor]) -> int:
-        """One iteration with its counters, schedule and log line; the flag that the ranks agreed on."""
+        """One iteration with its counters, schedule and log line; the flag that the ranks agreed
+        on."""
         run = self.run
-        outcome = train_step(run, self.forward_step, samples, iteration, lambda: self._wish() + self._ordered(iteration))
+        outcome = train_step(
+            run,
+            self.forward_step,
+            samples,
+            iteration,
+            lambda: self._wish() + self._ordered(iteration),
+        )
         size = run.plan.global_batch_size(iteration)
         run.progress.iteration = iteration
         run.progress.consumed_train_samples += size
-        run.scheduler.after_iteration(run.plan.scheduled_samples(iteration, iteration),
-                                      overflow=outcome.skipped == "overflow")
+        run.scheduler.after_iteration(
+            run.plan.scheduled_samples(iteration, iteration), overflow=outcome.skipped == "overflow"
+        )
         finding = run.spikes.observe(iteration, outcome.loss, outcome.grad_norm, outcome.skipped)
         norm = run.optimizer.params_norm() if run.config.logging.log_params_norm else None
-        self.lines.add(IterationResult(
-            iteration, size, run.progress.consumed_train_samples, self._learning_rate(),
-            run.optimizer.loss_scale, outcome.seconds, outcome.loss, outcome.grad_norm,
-            outcome.num_zeros, norm, outcome.skipped, finding=finding, packed=outcome.packed,
-            fwd_bwd_seconds=outcome.fwd_bwd_seconds, adam_beta2=run.optimizer.adam_beta2,
-            skipped_iterations_total=run.skip_history.total, skipped_samples=run.progress.skipped_train_samples))
+        self.lines.add(
+            IterationResult(
+                iteration,
+                size,
+                run.progress.consumed_train_samples,
+                self._learning_rate(),
+                run.optimizer.loss_scale,
+                outcome.seconds,
+                outcome.loss,
+                outcome.grad_norm,
+                outcome.num_zeros,
+                norm,
+                outcome.skipped,
+                finding=finding,
+                packed=outcome.packed,
+                fwd_bwd_seconds=outcome.fwd_bwd_seconds,
+                adam_beta2=run.optimizer.adam_beta2,
+                skipped_iterations_total=run.skip_history.total,
+                skipped_samples=run.progress.skipped_train_samples,
+            )
+        )
         return outcome.flag
 
     def _went_back(self) -> bool:
-        """Do what --spike-action asks for now; True if the run stands at an earlier iteration then. Raises Refusal."""
+        """Do what --spike-action asks for now; True if the run stands at an earlier iteration then.
+        Raises Refusal."""
         run = self.run
         asked = run.spikes.due(run.plan.train_iters, run.progress.iteration)
         if asked is None:
@@ -160,51 +225,84 @@ class Trainer:
         self._past.rewind(asked)
         self.lines.go_back()
         self._valid_samples.clear()
-        self._skipping_to, self._saved_at = 0, -1
+        self._skipping_to = 0
+        self._saved_at = -1
         self.save(final=False)
         self._settle()
         self._past.put_aside()
         return True
 
     def _skip(self, first: int, last: int) -> tuple[int, int]:
-        """Skip from `first` to `last`, or to where something is due before: (iteration reached, flag).
+        """Skip from `first` to `last`, or to where something is due before: (iteration reached,
+        flag).
 
-        Samples are consumed unread, the schedule goes on, nothing else changes. The ranks need no agreement to skip;
-        they come to one, so that a run can be asked to leave, where they evaluate or save, and now and then.
+        Samples are consumed unread, the schedule goes on, nothing else changes. The ranks need no
+        agreement to skip; they come to one, so that a run can be asked to leave, where they
+        evaluate or save, and now and then.
         """
-        run, plan, progress = self.run, self.run.plan, self.run.progress
-        before, reason = plan.consumed_samples(first - 1), run.skip_history.reason(first)
+        run = self.run
+        plan = self.run.plan
+        progress = self.run.progress
+        before = plan.consumed_samples(first - 1)
+        reason = run.skip_history.reason(first)
         if last != self._skipping_to:
             self._skipping_to = last
             samples = plan.consumed_samples(last) - before
             why = "" if reason == "user" else f" ({reason})"
-            log.print_rank_0(f"skipping iterations {first} to {last}{why}: {samples} samples "
-                             f"({samples * run.config.model.seq_length} tokens)")
+            log.print_rank_0(
+                f"skipping iterations {first} to {last}{why}: {samples} samples "
+                f"({samples * run.config.model.seq_length} tokens)"
+            )
         iteration = min(last, self._next_stop(first))
         samples = plan.consumed_samples(iteration) - before
         if run.recorder and run.recorder.ledger:
             shift = progress.consumed_train_samples - before
-            run.recorder.ledger.skip(first, [plan.consumed_samples(n) + shift for n in range(first - 1, iteration + 1)])
+            run.recorder.ledger.skip(
+                first, [plan.consumed_samples(n) + shift for n in range(first - 1, iteration + 1)]
+            )
         progress.iteration = iteration
         progress.consumed_train_samples += samples
         progress.skipped_train_samples += samples
         run.skip_history.note(first, iteration)
         run.scheduler.after_iteration(plan.scheduled_samples(first, iteration))
-        self.lines.add(IterationResult(
-            iteration, plan.global_batch_size(iteration), progress.consumed_train_samples, self._learning_rate(),
-            run.optimizer.loss_scale, 0.0, skipped="user", iterations=iteration - first + 1,
-            reason=reason, skipped_iterations_total=run.skip_history.total,
-            skipped_samples=progress.skipped_train_samples))
-        if (run.runtime.world_size == 1 or self._evaluation_due(iteration) or self._save_due(iteration)
-                or self._snapshot_due(iteration) or iteration % AGREE_EVERY == 0):
+        self.lines.add(
+            IterationResult(
+                iteration,
+                plan.global_batch_size(iteration),
+                progress.consumed_train_samples,
+                self._learning_rate(),
+                run.optimizer.loss_scale,
+                0.0,
+                skipped="user",
+                iterations=iteration - first + 1,
+                reason=reason,
+                skipped_iterations_total=run.skip_history.total,
+                skipped_samples=progress.skipped_train_samples,
+            )
+        )
+        if (
+            run.runtime.world_size == 1
+            or self._evaluation_due(iteration)
+            or self._save_due(iteration)
+            or self._snapshot_due(iteration)
+            or iteration % AGREE_EVERY == 0
+        ):
             return iteration, self._agreed_wish()
         return iteration, 0
 
     def _next_stop(self, first: int) -> int:
-        """The first iteration from `first` on at which something besides skipping may be due; the same on all ranks."""
-        t, c = self.run.config.training, self.run.config.checkpoint
-        every = [AGREE_EVERY, *self.lines.intervals, t.exit_interval, t.manual_gc_interval if t.manual_gc else None,
-                 t.eval_interval if self._evaluates() else None, *((c.save_interval, c.snapshot_interval) if c.save else ())]
+        """The first iteration from `first` on at which something besides skipping may be due; the
+        same on all ranks."""
+        t = self.run.config.training
+        c = self.run.config.checkpoint
+        every = [
+            AGREE_EVERY,
+            *self.lines.intervals,
+            t.exit_interval,
+            t.manual_gc_interval if t.manual_gc else None,
+            t.eval_interval if self._evaluates() else None,
+            *((c.save_interval, c.snapshot_interval) if c.save else ()),
+        ]
         return min(-(-first // n) * n for n in every if n)
 
     def _learning_rate(self) -> float:
@@ -218,7 +316,8 @@ class Trainer:
         """Save where a save is due; the reason to leave, if there is one (then it is saved too)."""
         interval = self.run.config.training.exit_interval
         exit_due = bool(interval and iteration % interval == 0)
-        asked, time_up = flag % WRITTEN // SAVE_NOW, flag % SAVE_NOW >= TIME_UP
+        asked = flag % WRITTEN // SAVE_NOW
+        time_up = flag % SAVE_NOW >= TIME_UP
         stop = asked * SAVE_NOW >= STOP_NOW
         if flag // WRITTEN == self.run.runtime.world_size:
             self._settle()
@@ -231,9 +330,13 @@ class Trainer:
         if asked and self._control:
             self._control.done()
         if stop:
-            return self._leave(f"exiting program at iteration {iteration}, as --control-file asks for")
+            return self._leave(
+                f"exiting program at iteration {iteration}, as --control-file asks for"
+            )
         if time_up:
-            return self._leave(f"exiting program after {(self.run.services.clock() - self.started) / 60.0} minutes")
+            return self._leave(
+                f"exiting program after {(self.run.services.clock() - self.started) / 60.0} minutes"
+            )
         if exit_due:
             return self._leave(f"exiting program at iteration {iteration}")
         return None
@@ -243,7 +346,11 @@ class Trainer:
         save = self.run.config.checkpoint.save
         if not save:
             return "no checkpoint (no --save)"
-        return f"last checkpoint: iteration {self._saved_at} in {save}" if self._saved_at > 0 else "no checkpoint"
+        return (
+            f"last checkpoint: iteration {self._saved_at} in {save}"
+            if self._saved_at > 0
+            else "no checkpoint"
+        )
 
     def _leave(self, reason: str) -> str:
         self.lines.leave()
@@ -253,10 +360,11 @@ class Trainer:
     def save(self, final: bool = True) -> None:
         """Save this iteration, if there is a place to and it is not saved already.
 
-        Where the disk refuses, the `final` save of a run raises CheckpointError; any other is a warning, since more follow.
-        With --async-save it is only begun here, but for the final one.
+        Where the disk refuses, the `final` save of a run raises CheckpointError; any other is a
+        warning, since more follow. With --async-save it is only begun here, but for the final one.
         """
-        run, iteration = self.run, self.run.progress.iteration
+        run = self.run
+        iteration = self.run.progress.iteration
         if not run.config.checkpoint.save:
             return
         begun = run.under_way
@@ -268,7 +376,8 @@ class Trainer:
             self._attempt(lambda: checkpointing.save(run), iteration, final)
         if final:
             self._settle(final)
-            if self._saved_at != iteration:         # a process of --async-save has died: once more, without it
+            # a process of --async-save has died: once more, without it
+            if self._saved_at != iteration:
                 self._attempt(lambda: checkpointing.save(run), iteration, final)
                 self._settle(final)
 
@@ -276,17 +385,30 @@ class Trainer:
         """Write a snapshot, or begin to; where the disk refuses, that is a warning."""
         self._settle()
         self._flush()
-        self._attempt(lambda: checkpointing.snapshot(self.run), self.run.progress.iteration, is_snapshot=True)
+        self._attempt(
+            lambda: checkpointing.snapshot(self.run), self.run.progress.iteration, is_snapshot=True
+        )
 
     def _settle(self, final: bool = False) -> None:
         """Wait for the save under way, if there is one, and make it count."""
         begun = self.run.under_way
         if begun:
-            self._attempt(lambda: checkpointing.finish_save(self.run), begun.iteration, final, begun.is_snapshot)
+            self._attempt(
+                lambda: checkpointing.finish_save(self.run),
+                begun.iteration,
+                final,
+                begun.is_snapshot,
+            )
 
-    def _attempt(self, action: Callable[[], None], iteration: int, final: bool = False, is_snapshot: bool = False) -> None:
-        """Do a part of a save; one that is not `final` is a warning where the disk refuses, and always where a process
-        of --async-save has died."""
+    def _attempt(
+        self,
+        action: Callable[[], None],
+        iteration: int,
+        final: bool = False,
+        is_snapshot: bool = False,
+    ) -> None:
+        """Do a part of a save; one that is not `final` is a warning where the disk refuses, and
+        always where a process of --async-save has died."""
         with self.run.timers("save-checkpoint"):
             try:
                 action()
@@ -294,12 +416,22 @@ class Trainer:
                     self._saved_at = iteration
                     self._past.has_saved(iteration)
             except CheckpointError as error:
-                if error.errno is None or final and error.errno != errno.ECHILD:    # no number: not the disk's fault
+                # no number: not the disk's fault
+                if error.errno is None or final and error.errno != errno.ECHILD:
                     raise
-                follows = "" if is_snapshot else (f". {checkpointing.what_remains(self.run)}; training goes on, the next "
-                                                  f"save is tried at iteration {self._next_save(iteration)}")
+                follows = (
+                    ""
+                    if is_snapshot
+                    else (
+                        f". {checkpointing.what_remains(self.run)}; training goes on, the next "
+                        f"save is tried at iteration {self._next_save(iteration)}"
+                    )
+                )
                 what = "snapshot" if is_snapshot else "checkpoint"
-                log.print_rank_0(f"WARNING: no {what} of iteration {iteration}: {error}{follows or '; training goes on'}")
+                log.print_rank_0(
+                    f"WARNING: no {what} of iteration {iteration}: "
+                    f"{error}{follows or '; training goes on'}"
+                )
         self._advise()
         self.lines.timers(["save-checkpoint"])
 
@@ -316,28 +448,50 @@ class Trainer:
 
     def _advise(self) -> None:
         """Keep ready what to tell a user who interrupts."""
-        c, n = self.run.config.checkpoint, self._saved_at
+        c = self.run.config.checkpoint
+        n = self._saved_at
         if n and c.load and (c.load == c.save or n == self._loaded):
             self.signals.advice = "the same command goes on from the last checkpoint"
         elif n and c.save:
             self.signals.advice = f"--load {c.save} goes on from the last checkpoint"
         else:
-            self.signals.advice = "there is no checkpoint yet" if c.save else "nothing was saved (--save is not given)"
+            self.signals.advice = (
+                "there is no checkpoint yet"
+                if c.save
+                else "nothing was saved (--save is not given)"
+            )
 
     def _out_of_time(self) -> bool:
         """Asked within evaluations: is the time of --exit-duration-in-mins over for any rank?"""
         return self._agreed_wish() % SAVE_NOW >= TIME_UP
 
-    def _evaluate(self, dataset: Any, samples: Iterator[torch.Tensor], count: int, prefix: str,
-                  tell: Callable[[str], None], suffix: str = "", split: str = "validation", final: bool = False) -> int:
-        """Evaluate `count` micro-batches of `dataset` and print the block; TIME_UP when the time was over first, else 0.
+    def _evaluate(
+        self,
+        dataset: Any,
+        samples: Iterator[torch.Tensor],
+        count: int,
+        prefix: str,
+        tell: Callable[[str], None],
+        suffix: str = "",
+        split: str = "validation",
+        final: bool = False,
+    ) -> int:
+        """Evaluate `count` micro-batches of `dataset` and print the block; TIME_UP when the time
+        was over first, else 0.
 
         `final`: after the last iteration.
         """
-        run, t = self.run, self.run.config.training
+        run = self.run
+        t = self.run.config.training
         with run.timers("evaluate"):
-            losses = evaluate(run, self.forward_step, samples, count, tell,
-                              self._out_of_time if t.exit_duration_in_mins else None)
+            losses = evaluate(
+                run,
+                self.forward_step,
+                samples,
+                count,
+                tell,
+                self._out_of_time if t.exit_duration_in_mins else None,
+            )
         if losses is None:
             log.print_rank_0("Exiting during evaluation, timelimit reached")
             return TIME_UP
@@ -345,8 +499,16 @@ class Trainer:
         if id(dataset) not in self._bytes_per_token:
             self._bytes_per_token[id(dataset)] = bytes_per_token(dataset)
         bits = bits_per_byte(losses.get("lm loss"), self._bytes_per_token[id(dataset)])
-        self.lines.validation(prefix, losses, run.progress.iteration, run.progress.consumed_train_samples, suffix,
-                              split=split, final=final, bits_per_byte=bits)
+        self.lines.validation(
+            prefix,
+            losses,
+            run.progress.iteration,
+            run.progress.consumed_train_samples,
+            suffix,
+            split=split,
+            final=final,
+            bits_per_byte=bits,
+        )
         return 0
 
     def _eval_micro_batches(self) -> int:
@@ -355,58 +517,100 @@ class Trainer:
         return self.run.config.training.eval_iters * batch.final_global_batch_size // batch.divisor
 
     def _validation_samples(self, number: int) -> tuple[Iterator[torch.Tensor], int]:
-        """The samples of a validation set, and how many micro-batches of them one validation reads."""
-        run, t, sampler = self.run, self.run.config.training, self.data.valid_samplers[number]
+        """The samples of a validation set, and how many micro-batches of them one validation
+        reads."""
+        run = self.run
+        t = self.run.config.training
+        sampler = self.data.valid_samplers[number]
         full = run.config.data.full_validation
         if full or number not in self._valid_samples:
             first = 0 if full or t.skip_train else run.progress.consumed_valid_samples
             samples = Samples(self.data.valid[number], run.plan.vocab_size)
-            self._valid_samples[number] = load_samples(samples, evaluation_samples(sampler, first),
-                                                       run.config.data.num_workers, run.runtime.device)
+            self._valid_samples[number] = load_samples(
+                samples,
+                evaluation_samples(sampler, first),
+                run.config.data.num_workers,
+                run.runtime.device,
+            )
         left = sampler.micro_batches_left(0)
-        stages = run.config.parallel.pipeline_model_parallel_size       # take micro-batches in rounds
-        return self._valid_samples[number], (left // stages * stages if full else self._eval_micro_batches())
+        # take micro-batches in rounds
+        stages = run.config.parallel.pipeline_model_parallel_size
+        return self._valid_samples[number], (
+            left // stages * stages if full else self._eval_micro_batches()
+        )
 
-    def validate(self, prefix: str, tell: Callable[[str], None] = lambda text: None, final: bool = False) -> int:
-        """Evaluate on the next samples of each validation set and print its block; TIME_UP when the time was over first.
+    def validate(
+        self, prefix: str, tell: Callable[[str], None] = lambda text: None, final: bool = False
+    ) -> int:
+        """Evaluate on the next samples of each validation set and print its block; TIME_UP when the
+        time was over first.
 
-        Its samples are consumed either way: where the next validation begins does not depend on clocks.
+        Its samples are consumed either way: where the next validation begins does not depend on
+        clocks.
         """
-        run, t = self.run, self.run.config.training
+        run = self.run
+        t = self.run.config.training
         if t.manual_gc and t.manual_gc_eval:
             gc.collect()
-        several, flag = run.config.data.multiple_validation_sets, 0
+        several = run.config.data.multiple_validation_sets
+        flag = 0
         for number, name in enumerate(self.data.valid_names):
             samples, count = self._validation_samples(number)
-            flag = flag or self._evaluate(self.data.valid[number], samples, count, prefix, tell,
-                                           f"-{name}" if several else "", final=final)
+            flag = flag or self._evaluate(
+                self.data.valid[number],
+                samples,
+                count,
+                prefix,
+                tell,
+                f"-{name}" if several else "",
+                final=final,
+            )
         if not run.config.data.full_validation:
-            run.progress.consumed_valid_samples += self._eval_micro_batches() * run.plan.batch.divisor
+            run.progress.consumed_valid_samples += (
+                self._eval_micro_batches() * run.plan.batch.divisor
+            )
         return flag
 
     def final_evaluation(self) -> None:
         """Validation and test losses of the finished run, as Megatron prints them."""
-        run, t = self.run, self.run.config.training
+        run = self.run
+        t = self.run.config.training
         iteration = run.progress.iteration
-        if self._evaluates() and self.validate(f"iteration {iteration} on validation set", log.detail, final=True):
+        if self._evaluates() and self.validate(
+            f"iteration {iteration} on validation set", log.detail, final=True
+        ):
             return
         if self.data.test is not None and t.eval_iters > 0:
-            samples = load_samples(Samples(self.data.test, run.plan.vocab_size),
-                                   evaluation_samples(self.data.test_sampler, 0), run.config.data.num_workers,
-                                   run.runtime.device)
-            self._evaluate(self.data.test, samples, self._eval_micro_batches(), f"iteration {iteration} on test set",
-                           log.detail, split="test", final=True)
+            samples = load_samples(
+                Samples(self.data.test, run.plan.vocab_size),
+                evaluation_samples(self.data.test_sampler, 0),
+                run.config.data.num_workers,
+                run.runtime.device,
+            )
+            self._evaluate(
+                self.data.test,
+                samples,
+                self._eval_micro_batches(),
+                f"iteration {iteration} on test set",
+                log.detail,
+                split="test",
+                final=True,
+            )
 
 
 def _finished(run: Run) -> str:
     t = run.config.training
     samples = f" (--train-samples {t.train_samples})" if t.train_iters is None else ""
     flag = "--train-samples" if t.train_iters is None else "--train-iters"
-    return (f"nothing left to train: the checkpoint is of iteration {run.progress.iteration}, the run has "
-            f"{run.plan.train_iters}{samples}; raise {flag} to train on")
+    return (
+        f"nothing left to train: the checkpoint is of iteration {run.progress.iteration}, the run "
+        f"has {run.plan.train_iters}{samples}; raise {flag} to train on"
+    )
 
 
-def pretrain(run: Run, data: Data, forward_step: ForwardStep, lines: TrainingLog, started: float) -> None:
+def pretrain(
+    run: Run, data: Data, forward_step: ForwardStep, lines: TrainingLog, started: float
+) -> None:
     """The whole run after set-up: train, save, evaluate, say goodbye."""
     trainer = Trainer(run, data, forward_step, lines, started)
     reason: str | None = None
@@ -418,7 +622,8 @@ def pretrain(run: Run, data: Data, forward_step: ForwardStep, lines: TrainingLog
         log.detail("training ...")
         log.detail(datetime_line("before the start of training step"))
         reason = trainer.train()
-        run.buffers.wait_for_weights()              # nobody leaves while another still needs its part
+        # nobody leaves while another still needs its part
+        run.buffers.wait_for_weights()
         if reason is None:
             log.detail(datetime_line("after training is done"))
             trainer.save()

@@ -1,4 +1,6 @@
-"""What one iteration measured, and where it goes: log line, metrics file, TensorBoard. Knows no model."""
+"""What one iteration measured, and where it goes: log line, metrics file, TensorBoard. Knows no
+model."""
+
 from __future__ import annotations
 
 import json
@@ -27,18 +29,22 @@ from megatron.training.spikes import Finding
 from megatron.training.tensorboard import TensorBoard
 
 # Megatron's tags of what megatron.device.memory_report measures.
-_MEMORY_TAGS = {"reserved": "mem-reserved-bytes", "allocated": "mem-allocated-bytes",
-                "allocations": "mem-allocated-count"}
+_MEMORY_TAGS = {
+    "reserved": "mem-reserved-bytes",
+    "allocated": "mem-allocated-bytes",
+    "allocations": "mem-allocated-count",
+}
 
 
 @dataclass(frozen=True)
 class IterationResult:
-    """What one iteration did. `skipped`: None, `user` (its data was not read), or no update was made: `overflow` (fp16),
-    `spike` or `nonfinite` (--spike-action)."""
+    """What one iteration did. `skipped`: None, `user` (its data was not read), or no update was
+    made: `overflow` (fp16), `spike` or `nonfinite` (--spike-action)."""
+
     iteration: int
     global_batch_size: int
     consumed_samples: int
-    learning_rate: float                # of the next step, as Megatron logs it
+    learning_rate: float  # of the next step, as Megatron logs it
     loss_scale: float
     seconds: float
     loss: float | None = None
@@ -46,51 +52,73 @@ class IterationResult:
     num_zeros: int | None = None
     params_norm: float | None = None
     skipped: str | None = None
-    iterations: int = 1                 # how many at once, up to this one; more than one only where data are not read
-    reason: str | None = None           # why the data were not read: user, spike ...
-    skipped_iterations_total: int = 0   # whose data were not read, in the whole run, and their samples
+    # how many at once, up to this one; more than one only where data are not read
+    iterations: int = 1
+    reason: str | None = None  # why the data were not read: user, spike ...
+    # whose data were not read, in the whole run, and their samples
+    skipped_iterations_total: int = 0
     skipped_samples: int = 0
     finding: Finding = Finding()
-    packed: Mapping[str, Any] | None = None     # counts of subsets and of packed rows, by name
-    fwd_bwd_seconds: float = 0.0        # forward and backward with the sum of gradients
+    packed: Mapping[str, Any] | None = None  # counts of subsets and of packed rows, by name
+    fwd_bwd_seconds: float = 0.0  # forward and backward with the sum of gradients
     adam_beta2: float | None = None
 
 
 @dataclass(frozen=True)
 class Writers:
     """The files of the last rank, where they are asked for."""
+
     tensorboard: TensorBoard | None
     metrics: OutputFile | None
 
 
 def open_writers(config: Config) -> Writers:
-    """Open them; on other ranks there are none. Raises ValueError or OSError where that cannot be."""
-    logging, tensorboard, metrics = config.logging, None, None
+    """Open them; on other ranks there are none. Raises ValueError or OSError where that cannot
+    be."""
+    logging = config.logging
+    tensorboard = None
+    metrics = None
     if launcher.rank() == launcher.world_size() - 1:
         if logging.tensorboard_dir:
             if log.shows_details():
                 log.print_rank_last("> setting tensorboard ...")
-            tensorboard = TensorBoard(logging.tensorboard_dir, logging.tensorboard_queue_size, logging.is_short)
+            tensorboard = TensorBoard(
+                logging.tensorboard_dir, logging.tensorboard_queue_size, logging.is_short
+            )
         if logging.metrics_file:
             metrics = OutputFile(logging.metrics_file, "--metrics-file")
     return Writers(tensorboard, metrics)
 
 
 class TrainingLog:
-    """Gathers iterations into intervals and writes them down. Lines and files are the last rank's, as Megatron's."""
+    """Gathers iterations into intervals and writes them down. Lines and files are the last rank's,
+    as Megatron's."""
 
-    def __init__(self, config: Config, plan: Plan, timers: Timers, world: Axis, writers: Writers | None = None,
-                 runtime: Runtime | None = None):
-        self._config, self._plan, self._timers, self._world = config, plan, timers, world
+    def __init__(
+        self,
+        config: Config,
+        plan: Plan,
+        timers: Timers,
+        world: Axis,
+        writers: Writers | None = None,
+        runtime: Runtime | None = None,
+    ):
+        self._config = config
+        self._plan = plan
+        self._timers = timers
+        self._world = world
         self._interval = log_lines.Interval()
-        self._rates_of_tokens, self._failed_updates, self._tgs = internlm_lines.TokenRates(), 0, {}
+        self._rates_of_tokens = internlm_lines.TokenRates()
+        self._failed_updates = 0
+        self._tgs = {}
         self._counts_subsets = config.logging.counts_subsets(config.data.packed_samples)
         self._last = launcher.rank() == launcher.world_size() - 1
         self._shape = model_shape(config, plan)
         self._started = time.perf_counter()
         self._first: int | None = None
         writers = writers or open_writers(config)
-        self.tensorboard, self._metrics = writers.tensorboard, writers.metrics
+        self.tensorboard = writers.tensorboard
+        self._metrics = writers.metrics
         self._runtime = runtime
         self._memory_told = False
         self._latest: IterationResult | None = None
@@ -100,8 +128,11 @@ class TrainingLog:
     def intervals(self) -> tuple[int, ...]:
         """Something is written at multiples of these; the same on all ranks."""
         logging = self._config.logging
-        return (1 if logging.metrics_file else logging.log_interval, logging.log_interval,
-                *((logging.tensorboard_log_interval,) if logging.tensorboard_dir else ()))
+        return (
+            1 if logging.metrics_file else logging.log_interval,
+            logging.log_interval,
+            *((logging.tensorboard_log_interval,) if logging.tensorboard_dir else ()),
+        )
 
     def start(self, seconds: float, arguments: Mapping[str, Any]) -> None:
         """The lines that end Megatron's initialisation, and the arguments as TensorBoard text."""
@@ -114,14 +145,25 @@ class TrainingLog:
 
     def _tell_layout(self) -> None:
         """Where each rank runs, and the sizes of the layout, as InternLM's demos begin."""
-        p, plan, runtime = self._config.parallel, self._plan, self._runtime
+        p = self._config.parallel
+        plan = self._plan
+        runtime = self._runtime
         device = "cpu" if runtime.device.type == "cpu" else runtime.device.index
-        here = f"process rank {launcher.rank()} is bound to host:{socket.gethostname()} device: {device}"
+        here = (
+            f"process rank {launcher.rank()} is bound to host:{socket.gethostname()} device: "
+            f"{device}"
+        )
         print(internlm_lines.start_line("set_device", here, datetime.now()), flush=True)
-        log.print_rank_0(internlm_lines.start_line(
-            "launch", f"Distributed environment is initialized, data parallel size: {plan.data_parallel_size}, pipeline "
-            f"parallel size: {p.pipeline_model_parallel_size}, tensor parallel size: {p.tensor_model_parallel_size}",
-            datetime.now()))
+        log.print_rank_0(
+            internlm_lines.start_line(
+                "launch",
+                "Distributed environment is initialized, data parallel size: "
+                f"{plan.data_parallel_size}, pipeline parallel size: "
+                f"{p.pipeline_model_parallel_size}, tensor parallel size: "
+                f"{p.tensor_model_parallel_size}",
+                datetime.now(),
+            )
+        )
 
     def add(self, result: IterationResult) -> None:
         """Take in one iteration; print its line when the interval is full."""
@@ -146,7 +188,9 @@ class TrainingLog:
                 i.nan_iterations += result.loss is not None and not math.isfinite(result.loss)
             if self._counts_subsets:
                 self._tgs = self._rates_of_tokens.add(
-                    result.global_batch_size * self._shape.seq_length / self._plan.world_size, result.seconds)
+                    result.global_batch_size * self._shape.seq_length / self._plan.world_size,
+                    result.seconds,
+                )
             if self._short:
                 self._short.count(result.global_batch_size, result.seconds)
         self._write_metrics(result)
@@ -181,29 +225,51 @@ class TrainingLog:
 
     def go_back(self) -> None:
         """The iterations since the last line will not count."""
-        self._interval, self._latest = log_lines.Interval(), None
+        self._interval = log_lines.Interval()
+        self._latest = None
 
     def _rate(self, flops_per_iteration: float, seconds: float) -> float | None:
-        return flops.teraflops_per_rank(flops_per_iteration, seconds, self._plan.world_size) if seconds > 0 else None
+        return (
+            flops.teraflops_per_rank(flops_per_iteration, seconds, self._plan.world_size)
+            if seconds > 0
+            else None
+        )
 
     def _rates(self, tokens: int) -> tuple[float | None, float | None, float | None]:
         """TFLOP/s of the interval a rank: ours, and the two of the aurora dialect."""
-        i, shape, full = self._interval, self._shape, self._config.training.recompute == "full"
+        i = self._interval
+        shape = self._shape
+        full = self._config.training.recompute == "full"
         if i.seconds <= 0:
             return None, None, None
-        return (self._rate(flops.flops_per_iteration(shape, i.samples), i.seconds),
-                self._rate(flops.aurora_lm_flops_per_token(shape) * tokens, i.seconds),
-                self._rate(flops.aurora_ds_flops_per_token(shape, full) * tokens, i.seconds))
+        return (
+            self._rate(flops.flops_per_iteration(shape, i.samples), i.seconds),
+            self._rate(flops.aurora_lm_flops_per_token(shape) * tokens, i.seconds),
+            self._rate(flops.aurora_ds_flops_per_token(shape, full) * tokens, i.seconds),
+        )
 
     def _print(self, result: IterationResult) -> None:
         if not self._last and not self._short:
             return
-        config, i, shape = self._config, self._interval, self._shape
+        config = self._config
+        i = self._interval
+        shape = self._shape
         tokens = i.samples * shape.seq_length
         row = log_lines.IterationRow(
-            result.iteration, self._plan.train_iters, result.consumed_samples, shape.seq_length, result.learning_rate,
-            result.global_batch_size, result.loss_scale, None if result.skipped else result.grad_norm, i,
-            self._plan.world_size, *self._rates(tokens), num_zeros=result.num_zeros, params_norm=result.params_norm)
+            result.iteration,
+            self._plan.train_iters,
+            result.consumed_samples,
+            shape.seq_length,
+            result.learning_rate,
+            result.global_batch_size,
+            result.loss_scale,
+            None if result.skipped else result.grad_norm,
+            i,
+            self._plan.world_size,
+            *self._rates(tokens),
+            num_zeros=result.num_zeros,
+            params_norm=result.params_norm,
+        )
         if self._short:
             self._short.line(row)
             return
@@ -216,26 +282,56 @@ class TrainingLog:
         wish = config.logging.progress
         if wish == "on" or (wish == "auto" and sys.stderr.isatty()):
             seconds = time.perf_counter() - self._started
-            print(log_lines.progress_line(result.iteration, self._plan.train_iters, self._first, seconds,
-                                          tokens / i.seconds if i.seconds else 0.0), file=sys.stderr, flush=True)
+            print(
+                log_lines.progress_line(
+                    result.iteration,
+                    self._plan.train_iters,
+                    self._first,
+                    seconds,
+                    tokens / i.seconds if i.seconds else 0.0,
+                ),
+                file=sys.stderr,
+                flush=True,
+            )
 
     def _internlm_line(self, r: IterationResult) -> str:
         """The line of the last iteration of the interval."""
-        process, plan, full = os.getpid(), self._plan, self._config.training.recompute == "full"
+        process = os.getpid()
+        plan = self._plan
+        full = self._config.training.recompute == "full"
         if r.skipped == "user":
-            return internlm_lines.skipped_line(r.iteration - r.iterations, r.iteration - 1, r.reason or "user",
-                                               datetime.now(), process)
+            return internlm_lines.skipped_line(
+                r.iteration - r.iterations,
+                r.iteration - 1,
+                r.reason or "user",
+                datetime.now(),
+                process,
+            )
         tokens = r.global_batch_size * self._shape.seq_length
         count = internlm_lines.flops_per_token(self._shape, full) * tokens
-        return internlm_lines.internlm_line(internlm_lines.StepRow(
-            r.iteration - 1, r.loss, self._rate(count, r.seconds) or 0.0,
-            self._tgs, r.learning_rate, r.loss_scale, r.grad_norm,
-            r.global_batch_size // plan.batch.divisor,
-            (r.consumed_samples - r.skipped_samples) * self._shape.seq_length, self._failed_updates, r.adam_beta2,
-            r.fwd_bwd_seconds, r.packed or {}), datetime.now(), process)
+        return internlm_lines.internlm_line(
+            internlm_lines.StepRow(
+                r.iteration - 1,
+                r.loss,
+                self._rate(count, r.seconds) or 0.0,
+                self._tgs,
+                r.learning_rate,
+                r.loss_scale,
+                r.grad_norm,
+                r.global_batch_size // plan.batch.divisor,
+                (r.consumed_samples - r.skipped_samples) * self._shape.seq_length,
+                self._failed_updates,
+                r.adam_beta2,
+                r.fwd_bwd_seconds,
+                r.packed or {},
+            ),
+            datetime.now(),
+            process,
+        )
 
     def _tell_memory(self, iteration: int) -> None:
-        """Once, from every rank that is first among those that hold the same weights; nothing on CPU."""
+        """Once, from every rank that is first among those that hold the same weights; nothing on
+        CPU."""
         if self._memory_told or self._runtime is None or self._runtime.ctx.dp.rank:
             return
         self._memory_told = True
@@ -249,29 +345,53 @@ class TrainingLog:
             return
         trained = r.skipped != "user"
         tokens = r.global_batch_size * self._shape.seq_length
-        rate = self._rate(flops.flops_per_iteration(self._shape, r.global_batch_size), r.seconds) if trained else None
-        row = {"iteration": r.iteration, "lm_loss": _finite(r.loss), "grad_norm": _finite(r.grad_norm),
-               "learning_rate": r.learning_rate, "consumed_samples": r.consumed_samples,
-               "consumed_tokens": r.consumed_samples * self._shape.seq_length,
-               "elapsed_ms": round(r.seconds * 1000.0, 3),
-               "tokens_per_second": round(tokens / r.seconds, 3) if trained and r.seconds > 0 else None,
-               "tflops": None if rate is None else round(rate, 6), "loss_scale": r.loss_scale,
-               "global_batch_size": r.global_batch_size, "skipped": int(r.skipped is not None),
-               "skip_reason": r.reason or r.skipped, "skipped_iterations_total": r.skipped_iterations_total,
-               "skipped_samples": r.skipped_samples, "spike": r.finding.kind or None,
-               "spike_sigma": round(r.finding.sigma, 3)} | {key: _finite(value) for key, value in self._more(r).items()}
+        rate = (
+            self._rate(flops.flops_per_iteration(self._shape, r.global_batch_size), r.seconds)
+            if trained
+            else None
+        )
+        row = {
+            "iteration": r.iteration,
+            "lm_loss": _finite(r.loss),
+            "grad_norm": _finite(r.grad_norm),
+            "learning_rate": r.learning_rate,
+            "consumed_samples": r.consumed_samples,
+            "consumed_tokens": r.consumed_samples * self._shape.seq_length,
+            "elapsed_ms": round(r.seconds * 1000.0, 3),
+            "tokens_per_second": round(tokens / r.seconds, 3)
+            if trained and r.seconds > 0
+            else None,
+            "tflops": None if rate is None else round(rate, 6),
+            "loss_scale": r.loss_scale,
+            "global_batch_size": r.global_batch_size,
+            "skipped": int(r.skipped is not None),
+            "skip_reason": r.reason or r.skipped,
+            "skipped_iterations_total": r.skipped_iterations_total,
+            "skipped_samples": r.skipped_samples,
+            "spike": r.finding.kind or None,
+            "spike_sigma": round(r.finding.sigma, 3),
+        } | {key: _finite(value) for key, value in self._more(r).items()}
         self._metrics.write(json.dumps(row) + "\n")
 
     def _more(self, r: IterationResult) -> dict[str, Any]:
-        """What is told where subsets are counted: their numbers, InternLM's rates of tokens, and what its line has."""
+        """What is told where subsets are counted: their numbers, InternLM's rates of tokens, and
+        what its line has."""
         if r.packed is None:
             return {}
         rates = {name: value for name, value in self._tgs.items() if name.startswith("tgs/")}
-        return {**r.packed, **rates, "fwd_bwd_time": r.fwd_bwd_seconds, "inf_nan_skip_batches": self._failed_updates,
-                "adam_beta2": r.adam_beta2}
+        return {
+            **r.packed,
+            **rates,
+            "fwd_bwd_time": r.fwd_bwd_seconds,
+            "inf_nan_skip_batches": self._failed_updates,
+            "adam_beta2": r.adam_beta2,
+        }
 
-    def _write_tensorboard(self, r: IterationResult) -> None:
-        board, logging, n, samples = self.tensorboard, self._config.logging, r.iteration, r.consumed_samples
+    def _write_tensorboard(self, r: IterationResult) -> None:  # noqa: C901
+        board = self.tensorboard
+        logging = self._config.logging
+        n = r.iteration
+        samples = r.consumed_samples
         if board and r.finding.spike:
             board.scalar("spike", r.finding.sigma, n, samples)
         if board is None or n % logging.tensorboard_log_interval:
@@ -292,7 +412,11 @@ class TrainingLog:
             for key, value in devices.memory_report(self._runtime.device).items():
                 if key in _MEMORY_TAGS:
                     board.scalar(_MEMORY_TAGS[key], value, n)
-        for tag, value in (("grad-norm", r.grad_norm), ("num-zeros", r.num_zeros), ("params-norm", r.params_norm)):
+        for tag, value in (
+            ("grad-norm", r.grad_norm),
+            ("num-zeros", r.num_zeros),
+            ("params-norm", r.params_norm),
+        ):
             if value is not None:
                 board.scalar(tag, value, n, samples)
         for tag, value in self._more(r).items():
@@ -300,18 +424,36 @@ class TrainingLog:
                 board.scalar(tag, value, n)
         timed = r.skipped != "user" and r.seconds > 0
         if timed and self._short:
-            board.scalar("tokens-per-second", r.global_batch_size * self._shape.seq_length / r.seconds, n)
+            board.scalar(
+                "tokens-per-second", r.global_batch_size * self._shape.seq_length / r.seconds, n
+            )
         if timed and (logging.log_timers_to_tensorboard or self._short):
             board.scalar("iteration-time", r.seconds, n)
             if logging.log_throughput:
-                board.scalar("throughput", self._rate(flops.flops_per_iteration(self._shape, r.global_batch_size),
-                                                      r.seconds), n)
+                board.scalar(
+                    "throughput",
+                    self._rate(
+                        flops.flops_per_iteration(self._shape, r.global_batch_size), r.seconds
+                    ),
+                    n,
+                )
 
-    def validation(self, prefix: str, losses: dict[str, float], iteration: int, samples: int, suffix: str = "", *,
-                   split: str = "validation", final: bool = False, bits_per_byte: float | None = None) -> None:
-        """The lines and points of an evaluation; `split` is validation or test, `suffix` says of which of several sets,
-        `final` that no iteration follows (it is on other samples than the last one of --eval-interval),
-        `bits_per_byte` is there where the data tell how many bytes their tokens are."""
+    def validation(
+        self,
+        prefix: str,
+        losses: dict[str, float],
+        iteration: int,
+        samples: int,
+        suffix: str = "",
+        *,
+        split: str = "validation",
+        final: bool = False,
+        bits_per_byte: float | None = None,
+    ) -> None:
+        """The lines and points of an evaluation; `split` is validation or test, `suffix` says of
+        which of several sets, `final` that no iteration follows (it is on other samples than the
+        last one of --eval-interval), `bits_per_byte` is there where the data tell how many bytes
+        their tokens are."""
         if self._short:
             name = f"{'final ' if final and split == 'validation' else ''}{split}{suffix}"
             log.print_rank_last(short_lines.evaluation_line(name, iteration, losses, bits_per_byte))
@@ -320,17 +462,38 @@ class TrainingLog:
         for key, loss in losses.items():
             perplexity = short_lines.perplexity(loss)
             if self._metrics:
-                row = {"iteration": iteration, "split": f"{split}{suffix}", key.replace(" ", "_"): loss,
-                       "perplexity": perplexity, "bits_per_byte": bits_per_byte, "consumed_samples": samples}
-                self._metrics.write(json.dumps({name: _finite(value) if isinstance(value, float) else value
-                                                for name, value in row.items()}) + "\n")
+                row = {
+                    "iteration": iteration,
+                    "split": f"{split}{suffix}",
+                    key.replace(" ", "_"): loss,
+                    "perplexity": perplexity,
+                    "bits_per_byte": bits_per_byte,
+                    "consumed_samples": samples,
+                }
+                self._metrics.write(
+                    json.dumps(
+                        {
+                            name: _finite(value) if isinstance(value, float) else value
+                            for name, value in row.items()
+                        }
+                    )
+                    + "\n"
+                )
             if self.tensorboard:
                 ppl = self._short or self._config.logging.log_validation_ppl_to_tensorboard
-                self.tensorboard.evaluation(key, f"{split}{suffix}", iteration, samples, loss,
-                                            perplexity if ppl else None, bits_per_byte)
+                self.tensorboard.evaluation(
+                    key,
+                    f"{split}{suffix}",
+                    iteration,
+                    samples,
+                    loss,
+                    perplexity if ppl else None,
+                    bits_per_byte,
+                )
 
     def timers(self, names: list[str] | None = None, tensorboard_at: int | None = None) -> None:
-        """Print the timers block of these names (all, without names) over all ranks, and start them again.
+        """Print the timers block of these names (all, without names) over all ranks, and start them
+        again.
 
         With --log-format short only where --timing-log-level asks for timers.
         """
@@ -342,9 +505,15 @@ class TrainingLog:
         text = log_lines.timers_block(order, ranks, self._config.logging.timing_log_option)
         if text:
             log.print_rank_last(text)
-        if tensorboard_at is not None and self.tensorboard and self._config.logging.log_timers_to_tensorboard:
+        if (
+            tensorboard_at is not None
+            and self.tensorboard
+            and self._config.logging.log_timers_to_tensorboard
+        ):
             for name in order:
-                self.tensorboard.scalar(f"{name}-time", max(r.get(name, 0.0) for r in ranks), tensorboard_at)
+                self.tensorboard.scalar(
+                    f"{name}-time", max(r.get(name, 0.0) for r in ranks), tensorboard_at
+                )
 
     def flush(self) -> None:
         """Write what is still in memory."""
@@ -363,9 +532,16 @@ def model_shape(config: Config, plan: Plan) -> flops.TransformerShape:
     """The sizes that floating-point operations depend on."""
     m = config.model
     return flops.TransformerShape(
-        num_layers=m.num_layers, hidden_size=m.hidden_size, ffn_hidden_size=m.ffn,
-        num_attention_heads=m.num_attention_heads, num_query_groups=m.query_groups, kv_channels=m.head_dim,
-        gated=m.gated, vocab_size=plan.padded_vocab_size, seq_length=m.seq_length)
+        num_layers=m.num_layers,
+        hidden_size=m.hidden_size,
+        ffn_hidden_size=m.ffn,
+        num_attention_heads=m.num_attention_heads,
+        num_query_groups=m.query_groups,
+        kv_channels=m.head_dim,
+        gated=m.gated,
+        vocab_size=plan.padded_vocab_size,
+        seq_length=m.seq_length,
+    )
 
 
 def _finite(value: float | None) -> Any:

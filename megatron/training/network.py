@@ -1,4 +1,6 @@
-"""Addresses and interfaces of this machine, and whether another one answers. Knows no torch and no rank."""
+"""Addresses and interfaces of this machine, and whether another one answers. Knows no torch and no
+rank."""
+
 from __future__ import annotations
 
 import socket
@@ -7,7 +9,7 @@ import time
 from pathlib import Path
 
 ROUTES = Path("/proc/net/route")
-CONNECT_SECONDS = 10.0          # for one attempt
+CONNECT_SECONDS = 10.0  # for one attempt
 RETRY_SECONDS = 0.2
 
 
@@ -25,7 +27,8 @@ def address_towards(host: str, port: int) -> tuple[int, str]:
 
 
 def interface_towards(host: str) -> str | None:
-    """The interface that leads to another machine, `eth0` say; None for this machine's loopback, or where it is not known.
+    """The interface that leads to another machine, `eth0` say; None for this machine's loopback, or
+    where it is not known.
 
     Read off Linux's table of IPv4 routes: the longest prefix counts, and then the lowest metric.
     """
@@ -55,7 +58,8 @@ def listen_problem(port: int) -> str | None:
 def unreachable(host: str, port: int, seconds: float) -> str | None:
     """Why nobody answers at this address within so many seconds; None as soon as somebody does.
 
-    An address that does not exist is known at once, unless the name server only fails for the moment.
+    An address that does not exist is known at once, unless the name server only fails for the
+    moment.
     """
     deadline = time.monotonic() + seconds
     while True:
@@ -68,7 +72,9 @@ def unreachable(host: str, port: int, seconds: float) -> str | None:
             if error.errno != socket.EAI_AGAIN:
                 return reason
         except OSError as error:
-            reason = "no answer" if isinstance(error, TimeoutError) else error.strerror or str(error)
+            reason = (
+                "no answer" if isinstance(error, TimeoutError) else error.strerror or str(error)
+            )
         if time.monotonic() + RETRY_SECONDS > deadline:
             return f"{reason}, for {seconds:.0f} seconds"
         time.sleep(RETRY_SECONDS)

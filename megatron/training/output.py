@@ -1,7 +1,9 @@
-"""Output that may fail: a full or broken disk, or a reader that has gone, costs lines and one warning, never the run.
+"""Output that may fail: a full or broken disk, or a reader that has gone, costs lines and one
+warning, never the run.
 
 Knows no training and no torch.
 """
+
 from __future__ import annotations
 
 import contextlib
@@ -23,15 +25,17 @@ def _warn(text: str) -> None:
 
 
 class OutputFile:
-    """A file that grows by whole pieces: what cannot be written as a whole is lost, and the next piece is tried again.
+    """A file that grows by whole pieces: what cannot be written as a whole is lost, and the next
+    piece is tried again.
 
     The first failure is a warning that begins with `flag` and the path.
     """
 
     def __init__(self, path: str, flag: str):
-        """Opens it, in a new directory where there is none. Raises OSError for a path that cannot be written, but not where
-        the disk is full or fails."""
-        self._path, self._flag = path, flag
+        """Opens it, in a new directory where there is none. Raises OSError for a path that cannot
+        be written, but not where the disk is full or fails."""
+        self._path = path
+        self._flag = flag
         self._file: int | None = None
         self._warned = False
         try:
@@ -60,7 +64,8 @@ class OutputFile:
 
     def close(self) -> None:
         """No more will come."""
-        file, self._file = self._file, None
+        file = self._file
+        self._file = None
         if file is None:
             return
         try:
@@ -70,27 +75,33 @@ class OutputFile:
 
     def _open(self) -> None:
         os.makedirs(os.path.dirname(self._path) or ".", exist_ok=True)
-        self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+        self._file = os.open(
+            self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666
+        )
 
     def _write(self, data: bytes) -> None:
         while data:
-            data = data[os.write(self._file, data):]
+            data = data[os.write(self._file, data) :]
 
     def _failed(self, error: OSError) -> None:
         if not self._warned:
             self._warned = True
-            _warn(f"{self._flag} {self._path}: cannot be written ({error.strerror or error}); training continues, and what "
-                  "cannot be written is lost")
+            _warn(
+                f"{self._flag} {self._path}: cannot be written ({error.strerror or error}); "
+                "training continues, and what cannot be written is lost"
+            )
 
 
 class OutputStream:
-    """A text stream of this process whose failures are no errors; everything else is the stream's own.
+    """A text stream of this process whose failures are no errors; everything else is the stream's
+    own.
 
     The first failure is a warning that begins with `name`; without a name there is none.
     """
 
     def __init__(self, stream: TextIO, name: str | None):
-        self._stream, self._name = stream, name
+        self._stream = stream
+        self._name = name
 
     def write(self, text: str) -> int:
         """Write `text`, or lose it."""
@@ -108,15 +119,20 @@ class OutputStream:
             self._failed(error)
 
     def _failed(self, error: OSError) -> None:
-        name, self._name = self._name, None
+        name = self._name
+        self._name = None
         if name:
-            _warn(f"{name}: cannot be written ({error.strerror or error}); training continues without its log lines")
+            _warn(
+                f"{name}: cannot be written ({error.strerror or error}); training continues "
+                "without its log lines"
+            )
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 
 
 def tolerate_failing_streams() -> None:
-    """From here on this process outlives a log on a full disk, and a reader of its output that ends first."""
+    """From here on this process outlives a log on a full disk, and a reader of its output that ends
+    first."""
     sys.stdout = OutputStream(sys.stdout, "log (stdout)")
     sys.stderr = OutputStream(sys.stderr, None)

@@ -1,4 +1,6 @@
-"""Runs as pictures: curves of several, spikes, skips, checkpoints and restarts of one. The only importer of matplotlib."""
+"""Runs as pictures: curves of several, spikes, skips, checkpoints and restarts of one. The only
+importer of matplotlib."""
+
 from __future__ import annotations
 
 import math
@@ -28,7 +30,8 @@ def skipped_bands(records: Sequence[Record]) -> list[tuple[int, int]]:
 
 
 def curves(records: Sequence[Record]) -> tuple[list[int], list[float], list[float]]:
-    """Iterations, losses and gradient norms; NaN, which interrupts a line, where a record has none of its own."""
+    """Iterations, losses and gradient norms; NaN, which interrupts a line, where a record has none
+    of its own."""
     losses = [math.nan if r.loss is None or not r.trained else r.loss for r in records]
     norms = [math.nan if r.grad_norm is None or not r.trained else r.grad_norm for r in records]
     return [r.iteration for r in records], losses, norms
@@ -40,7 +43,9 @@ def draw(path: str, history: History, events: Sequence[Event], saved: Sequence[i
         from matplotlib.figure import Figure
         from matplotlib.ticker import LogFormatter
     except ImportError:
-        raise ValueError(f"--plot {path}: needs the package matplotlib; run: pip install matplotlib") from None
+        raise ValueError(
+            f"--plot {path}: needs the package matplotlib; run: pip install matplotlib"
+        ) from None
     figure = Figure(figsize=(10, 5.6), layout="constrained")
     top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
     iterations, losses, norms = curves(history.records)
@@ -58,44 +63,87 @@ def draw(path: str, history: History, events: Sequence[Event], saved: Sequence[i
         _bands(axes, [(event.start, event.end) for event in events], SPIKE, "spike: leave out")
         _bands(axes, skipped_bands(history.records), SKIPPED, "skipped")
         for number, join in enumerate(history.joins):
-            axes.axvline(join - 0.5, color="black", linewidth=0.8, linestyle=":", label=None if number else "restart")
+            axes.axvline(
+                join - 0.5,
+                color="black",
+                linewidth=0.8,
+                linestyle=":",
+                label=None if number else "restart",
+            )
     _mark(top, events)
     if saved:
         shown = [n for n in saved if n <= history.records[-1].iteration]
-        bottom.plot(shown, [0.03] * len(shown), "^", color=SAVED, markersize=5, transform=bottom.get_xaxis_transform(),
-                    label="checkpoint", clip_on=False)
-    handles = {name: handle for axes in (bottom, top)
-               for handle, name in zip(*axes.get_legend_handles_labels(), strict=True)}
+        bottom.plot(
+            shown,
+            [0.03] * len(shown),
+            "^",
+            color=SAVED,
+            markersize=5,
+            transform=bottom.get_xaxis_transform(),
+            label="checkpoint",
+            clip_on=False,
+        )
+    handles = {
+        name: handle
+        for axes in (bottom, top)
+        for handle, name in zip(*axes.get_legend_handles_labels(), strict=True)
+    }
     if handles:
-        figure.legend(handles.values(), handles.keys(), loc="outside upper right", ncols=len(handles), frameon=False,
-                      fontsize=9)
+        figure.legend(
+            handles.values(),
+            handles.keys(),
+            loc="outside upper right",
+            ncols=len(handles),
+            frameon=False,
+            fontsize=9,
+        )
     _save(figure, path, "--plot")
 
 
-def _bands(axes, ranges: Sequence[tuple[int, int]], color: str, name: str) -> None:  # matplotlib's Axes
+# matplotlib's Axes
+def _bands(axes, ranges: Sequence[tuple[int, int]], color: str, name: str) -> None:
     for number, (first, last) in enumerate(ranges):
-        axes.axvspan(first - 0.5, last + 0.5, color=color, alpha=0.22, linewidth=0, label=None if number else name)
+        axes.axvspan(
+            first - 0.5,
+            last + 0.5,
+            color=color,
+            alpha=0.22,
+            linewidth=0,
+            label=None if number else name,
+        )
 
 
 def _mark(axes, events: Sequence[Event]) -> None:
-    """The worst iteration of each event beside its point; above the picture where the loss is no number."""
+    """The worst iteration of each event beside its point; above the picture where the loss is no
+    number."""
     for event in events:
         finite = math.isfinite(event.loss)
-        text, height = (f"{event.peak}", event.loss) if finite else (f"{event.peak}: {event.loss}", 1)
-        axes.annotate(text, (event.peak, height),
-                      xycoords="data" if finite else ("data", "axes fraction"), textcoords="offset points",
-                      xytext=(5, -2 if finite else -12), fontsize=9, color=SPIKE)
+        text, height = (
+            (f"{event.peak}", event.loss) if finite else (f"{event.peak}: {event.loss}", 1)
+        )
+        axes.annotate(
+            text,
+            (event.peak, height),
+            xycoords="data" if finite else ("data", "axes fraction"),
+            textcoords="offset points",
+            xytext=(5, -2 if finite else -12),
+            fontsize=9,
+            color=SPIKE,
+        )
 
 
 def draw_curves(path: str, runs: Sequence[Curves], window: int = 1) -> None:
-    """Draw the panels of several runs, one above the other, into an .svg, .png or .pdf; with `window` above 1 the mean over
-    that many neighbouring points, and the points themselves faintly. Raises ValueError where that cannot be."""
+    """Draw the panels of several runs, one above the other, into an .svg, .png or .pdf; with
+    `window` above 1 the mean over that many neighbouring points, and the points themselves faintly.
+    Raises ValueError where that cannot be."""
     try:
         from matplotlib.figure import Figure
         from matplotlib.ticker import EngFormatter, StrMethodFormatter
     except ImportError:
-        raise ValueError(f"--output {path}: needs the package matplotlib; run: pip install matplotlib, or omit --output to "
-                         "plot in the terminal") from None
+        raise ValueError(
+            f"--output {path}: needs the package matplotlib; run: pip install matplotlib, or omit "
+            "--output to plot in the terminal"
+        ) from None
     shown = [name for name in PANELS if any(run.panels.get(name) for run in runs)]
     heights = [2.0 if name == "loss" else 1.0 for name in shown]
     figure = Figure(figsize=(10, 1.2 + 1.55 * sum(heights)), layout="constrained")
@@ -103,16 +151,30 @@ def draw_curves(path: str, runs: Sequence[Curves], window: int = 1) -> None:
     for name, axes in zip(shown, grid, strict=True):
         for run, color in zip(runs, _colors(len(runs)), strict=True):
             width = 1 if name == "learning_rate" else window
-            _curve(axes, run.panels.get(name), color, width, run.name if len(runs) > 1 else "training")
+            _curve(
+                axes, run.panels.get(name), color, width, run.name if len(runs) > 1 else "training"
+            )
             for split, points in run.evaluations.items() if name == "loss" else ():
                 label = split if len(runs) == 1 else f"{run.name}: {split}"
-                axes.plot(*points, color=color if len(runs) > 1 else RUNS[1], markersize=4.5, linewidth=1.2,
-                          marker="s" if split == "test" else "o",
-                          linestyle="--" if len(points[0]) > 1 else "", label=label)
+                axes.plot(
+                    *points,
+                    color=color if len(runs) > 1 else RUNS[1],
+                    markersize=4.5,
+                    linewidth=1.2,
+                    marker="s" if split == "test" else "o",
+                    linestyle="--" if len(points[0]) > 1 else "",
+                    label=label,
+                )
         axes.set_ylabel(PANELS[name])
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
-        values = [y for run in runs if name in run.panels for y in run.panels[name][1] if y > 0 and math.isfinite(y)]
+        values = [
+            y
+            for run in runs
+            if name in run.panels
+            for y in run.panels[name][1]
+            if y > 0 and math.isfinite(y)
+        ]
         if name == "grad_norm" and values and max(values) > 20 * min(values):
             axes.set_yscale("log")
             axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
@@ -136,8 +198,14 @@ def _curve(axes, curve: Curve | None, color: str, window: int, label: str) -> No
     steps, values = curve
     if window > 1:
         axes.plot(steps, values, color=color, linewidth=0.8, alpha=0.25)
-    axes.plot(steps, smoothed(values, window), color=color, linewidth=1.4, label=label,
-              marker="." if len(steps) == 1 else None)
+    axes.plot(
+        steps,
+        smoothed(values, window),
+        color=color,
+        linewidth=1.4,
+        label=label,
+        marker="." if len(steps) == 1 else None,
+    )
 
 
 def _save(figure, path: str, flag: str) -> None:

@@ -1,4 +1,5 @@
-"""What a run prints first with --log-format short: what will be trained, on what, with what. Knows no model."""
+"""What a run prints first with --log-format short: what will be trained, on what, with what. Knows
+no model."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ _SHOWN = 3  # data sets of a split that are named
 
 
 def opening(line: CommandLine, plan: Plan, runtime: Runtime, backend: str) -> list[str]:
-    """Everything that is known before data and checkpoint are there; `backend` is that of the process groups."""
+    """Everything that is known before data and checkpoint are there; `backend` is that of the
+    process groups."""
     config = line.config
     lines = [
         _run_line(config, runtime),
@@ -54,7 +56,8 @@ def opening(line: CommandLine, plan: Plan, runtime: Runtime, backend: str) -> li
 
 
 def _run_line(config: Config, runtime: Runtime) -> str:
-    p, device = config.precision, runtime.device
+    p = config.precision
+    device = runtime.device
     name = (
         f"CPU ({platform.machine()}), {_threads_text()}"
         if device.type == "cpu"
@@ -107,7 +110,8 @@ def data_lines(config: Config, rows: Sequence[Row]) -> list[str]:
         names = ", ".join(row.name for row in mine[:_SHOWN]) + f" and {len(mine) - _SHOWN} more" * (
             len(mine) > _SHOWN
         )
-        tokens, read = sum(row.tokens for row in mine), sum(row.samples for row in mine)
+        tokens = sum(row.tokens for row in mine)
+        read = sum(row.samples for row in mine)
         epochs = read * mine[0].sequence_length / tokens if tokens else 0.0
         label = {"train": "data", "valid": "validation"}.get(split, split)
         lines.append(
@@ -117,7 +121,8 @@ def data_lines(config: Config, rows: Sequence[Row]) -> list[str]:
 
 
 def checkpoint_line(config: Config, loaded: str | None, iteration: int) -> str:
-    """Where the run starts and where it saves; `loaded`: the checkpoint it was loaded from, if there is one."""
+    """Where the run starts and where it saves; `loaded`: the checkpoint it was loaded from, if
+    there is one."""
     c = config.checkpoint
     if loaded and iteration:
         start = f"resumed from iteration {iteration} ({loaded})"

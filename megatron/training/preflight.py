@@ -1,8 +1,10 @@
-"""What the files that a command line names say against it: data, tokenizer and the checkpoint of --load. Loads no torch.
+"""What the files that a command line names say against it: data, tokenizer and the checkpoint of
+--load. Loads no torch.
 
-All of it is noticed later too, when model and data are built; here it costs a fraction of a second. What cannot be read here
-is left to that.
+All of it is noticed later too, when model and data are built; here it costs a fraction of a second.
+What cannot be read here is left to that.
 """
+
 from __future__ import annotations
 
 import bisect
@@ -26,25 +28,34 @@ from megatron.config.tree import Config
 from megatron.data.build import check_tokenizer
 from megatron.data.planned import Shortage, check_ids, read_splits, shortages
 from megatron.data.tokenizer import Tokenizer, TokenizerFlags
-from megatron.training.resume_checks import architecture_problem, position_problem, vocabulary_problem
+from megatron.training.resume_checks import (
+    architecture_problem,
+    position_problem,
+    vocabulary_problem,
+)
 from megatron.training.schedule import build_scheduler
 
 
 def build_tokenizer(config: Config) -> Tokenizer:
-    """The tokenizer of the command line; synthetic data without one has a vocabulary of plain numbers. Raises ValueError."""
+    """The tokenizer of the command line; synthetic data without one has a vocabulary of plain
+    numbers. Raises ValueError."""
     d = config.data
     flags = {flag.name: getattr(d, flag.name) for flag in fields(TokenizerFlags)}
     return TokenizerFlags(**flags | {"tokenizer_type": d.tokenizer}).build()
 
 
 def check(line: CommandLine) -> Tokenizer:
-    """Leave with 2 and a line for each contradiction between the command line and its files; the tokenizer otherwise.
+    """Leave with 2 and a line for each contradiction between the command line and its files; the
+    tokenizer otherwise.
 
     Raises ValueError and OSError for files that cannot be read.
     """
     tokenizer = build_tokenizer(line.config)
     plan = make_plan(line.config, line.world_size, tokenizer.vocab_size)
-    found = [*_of_checkpoint(line, plan, tokenizer.identity()), *_of_data(line.config, plan, tokenizer)]
+    found = [
+        *_of_checkpoint(line, plan, tokenizer.identity()),
+        *_of_data(line.config, plan, tokenizer),
+    ]
     if found:
         command_line.refuse(found, launcher.info())
     return tokenizer
@@ -57,19 +68,27 @@ def check_dry(line: CommandLine, plan: Plan) -> None:
     except (ValueError, OSError):
         tokenizer = None
     found = list(_of_checkpoint(line, plan, {} if tokenizer is None else tokenizer.identity()))
-    with contextlib.suppress(ValueError, OSError):      # which the dry run has said already
+    with contextlib.suppress(ValueError, OSError):  # which the dry run has said already
         found += _of_data(line.config, plan, tokenizer)
     if found:
         command_line.refuse(found, launcher.info())
 
 
 def _of_data(config: Config, plan: Plan, tokenizer: Tokenizer | None) -> list[str]:
-    """What the data say: too few samples, or ids of another vocabulary. Raises ValueError and OSError where they cannot be
-    read. Packed data are read when they are built."""
-    d, targets = config.data, plan.targets
+    """What the data say: too few samples, or ids of another vocabulary. Raises ValueError and
+    OSError where they cannot be read. Packed data are read when they are built."""
+    d = config.data
+    targets = plan.targets
     if d.mock_data or d.dummy_data or d.packed_samples:
         return []
-    splits = read_splits(d, [targets.train, None if d.full_validation and targets.valid else targets.valid, targets.test])
+    splits = read_splits(
+        d,
+        [
+            targets.train,
+            None if d.full_validation and targets.valid else targets.valid,
+            targets.test,
+        ],
+    )
     short = shortages(splits, config.model.seq_length) if d.data_order == "megatron" else []
     found = [_shortage(config, plan, one) for one in short if _runs_out(config, one.split)]
     try:
@@ -90,21 +109,33 @@ def _runs_out(config: Config, split: str) -> bool:
 
 def _shortage(config: Config, plan: Plan, short: Shortage) -> str:
     """The line about a blend that is too small, with the flags that make it large enough."""
-    t, batch = config.training, plan.batch.final_global_batch_size
-    text = (f"{_flag(config, short.split)}: without weights each data set is read at most once, which makes {short.samples} "
-            f"samples of {short.split}, and the run reads {short.needed}; ")
+    t = config.training
+    batch = plan.batch.final_global_batch_size
+    text = (
+        f"{_flag(config, short.split)}: without weights each data set is read at most once, which "
+        f"makes {short.samples} samples of {short.split}, and the run reads {short.needed}; "
+    )
     if short.split == "train":
-        enough = bisect.bisect_right(range(1, plan.train_iters + 1), short.samples, key=plan.consumed_samples)
-        flag = f"--train-samples to {short.samples}" if t.train_iters is None else f"--train-iters to {enough}"
+        enough = bisect.bisect_right(
+            range(1, plan.train_iters + 1), short.samples, key=plan.consumed_samples
+        )
+        flag = (
+            f"--train-samples to {short.samples}"
+            if t.train_iters is None
+            else f"--train-iters to {enough}"
+        )
         text += f"lower {flag}"
     elif short.split == "test":
         text += f"lower --eval-iters to {short.samples // batch}"
     else:
         times = short.needed // (t.eval_iters * batch)
-        text += f"lower --eval-iters to {short.samples // (times * batch)} (of {times} validations), raise --eval-interval"
+        text += (
+            f"lower --eval-iters to {short.samples // (times * batch)} (of {times} "
+            "validations), raise --eval-interval"
+        )
     return (
-        f"{text}, give weights (1 A 1 B), or --data-order epoch: with these, data are read as often "
-        "as needed [data-exhausted]"
+        f"{text}, give weights (1 A 1 B), or --data-order epoch: with these, data are read as "
+        "often as needed [data-exhausted]"
     )
 
 
@@ -119,9 +150,11 @@ def _flag(config: Config, split: str) -> str:
 
 
 def _of_checkpoint(line: CommandLine, plan: Plan, identity: dict[str, Any]) -> Iterator[str]:
-    """What flags and counters of the checkpoint that a load would take say against this command line."""
-    config, c = line.config, line.config.checkpoint
-    fetched = line.load_url or line.snapshot_url        # what is newest is known when it is here
+    """What flags and counters of the checkpoint that a load would take say against this command
+    line."""
+    config = line.config
+    c = line.config.checkpoint
+    fetched = line.load_url or line.snapshot_url  # what is newest is known when it is here
     folder = None if c.load is None or fetched else _newest(c)
     saved, state = (None, None) if folder is None else (_saved_config(folder), _state(folder))
     if saved is None or c.finetune:
@@ -131,21 +164,30 @@ def _of_checkpoint(line: CommandLine, plan: Plan, identity: dict[str, Any]) -> I
         yield wrong
     if state is None:
         return
-    iteration, consumed = state.get("iteration"), state.get("consumed_train_samples")
+    iteration = state.get("iteration")
+    consumed = state.get("consumed_train_samples")
     before = state["data"].get("tokenizer") or {} if identity else {}
-    schedule = {} if c.no_load_optim or not iteration else state["scheduler"]       # weights of another suite have none
-    found = (vocabulary_problem(c.load, before, identity),
-             position_problem(config, plan, saved, iteration, consumed),
-             build_scheduler(config, plan, SimpleNamespace(param_groups=[])).problem(schedule))
+    # weights of another suite have none
+    schedule = {} if c.no_load_optim or not iteration else state["scheduler"]
+    found = (
+        vocabulary_problem(c.load, before, identity),
+        position_problem(config, plan, saved, iteration, consumed),
+        build_scheduler(config, plan, SimpleNamespace(param_groups=[])).problem(schedule),
+    )
     yield from (text for text in found if text)
 
 
 def _newest(c: CheckpointConfig) -> Path | None:
-    """The checkpoint that a load tries first, as far as can be seen here: the newest, snapshots among them."""
+    """The checkpoint that a load tries first, as far as can be seen here: the newest, snapshots
+    among them."""
     roots = [c.load]
     if c.ckpt_step is None and not Path(c.load).name.startswith("iter_"):
-        roots += [os.path.join(c.snapshot_dir or os.path.join(c.load, "snapshots"), slot) for slot in "01"]
-    found = [folder for root in roots if (folder := newest_with_good_args(root, c.ckpt_step)) is not None]
+        roots += [
+            os.path.join(c.snapshot_dir or os.path.join(c.load, "snapshots"), slot) for slot in "01"
+        ]
+    found = [
+        folder for root in roots if (folder := newest_with_good_args(root, c.ckpt_step)) is not None
+    ]
     return max(found, key=lambda folder: int(folder.name[5:]), default=None)
 
 
@@ -158,7 +200,11 @@ def _saved_config(folder: Path) -> Config | None:
         parsed = parse(command_line.parser(), words)
     except Problems:
         return None
-    return None if parsed.problems or any(word.startswith("@") for word in words) else config_from(Config, parsed.typed)
+    return (
+        None
+        if parsed.problems or any(word.startswith("@") for word in words)
+        else config_from(Config, parsed.typed)
+    )
 
 
 def _state(folder: Path) -> dict[str, Any] | None:
@@ -169,4 +215,9 @@ def _state(folder: Path) -> dict[str, Any] | None:
     except (ValueError, RecursionError):
         return None
     kinds = {"iteration": int, "consumed_train_samples": int, "data": dict, "scheduler": dict}
-    return state if isinstance(state, dict) and all(type(state.get(key)) is kind for key, kind in kinds.items()) else None
+    return (
+        state
+        if isinstance(state, dict)
+        and all(type(state.get(key)) is kind for key, kind in kinds.items())
+        else None
+    )

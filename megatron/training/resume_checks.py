@@ -1,4 +1,6 @@
-"""What keeps a command line from resuming a checkpoint, by its flags and counters alone. Knows no tensor; loads no torch."""
+"""What keeps a command line from resuming a checkpoint, by its flags and counters alone. Knows no
+tensor; loads no torch."""
+
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
@@ -13,8 +15,10 @@ def architecture_problem(wrong: Sequence[Difference]) -> str | None:
     """Weights of another model."""
     if not wrong:
         return None
-    lines = [f"{name} value from checkpoint ({old}) is not equal to the input argument value ({new})."
-             for name, _, old, new in wrong]
+    lines = [
+        f"{name} value from checkpoint ({old}) is not equal to the input argument value ({new})."
+        for name, _, old, new in wrong
+    ]
     return (
         "--load: "
         + " ".join(lines)
@@ -23,8 +27,11 @@ def architecture_problem(wrong: Sequence[Difference]) -> str | None:
     )
 
 
-def position_problem(config: Config, plan: Plan, saved: Config, iteration: int, consumed: int) -> str | None:
-    """The samples consumed must be those that this run's batch sizes give, or batches would overlap or leave gaps."""
+def position_problem(
+    config: Config, plan: Plan, saved: Config, iteration: int, consumed: int
+) -> str | None:
+    """The samples consumed must be those that this run's batch sizes give, or batches would overlap
+    or leave gaps."""
     expected = plan.consumed_samples(iteration)
     if consumed == expected or config.data.allow_data_order_change:
         return None
@@ -38,8 +45,10 @@ def position_problem(config: Config, plan: Plan, saved: Config, iteration: int, 
 
 
 def vocabulary_problem(load: str, saved: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
-    """Ids of another tokenizer; both are what `Tokenizer.identity` gives, and an empty one is any."""
-    before, here = _vocabulary(saved), _vocabulary(now)
+    """Ids of another tokenizer; both are what `Tokenizer.identity` gives, and an empty one is
+    any."""
+    before = _vocabulary(saved)
+    here = _vocabulary(now)
     if not before or before == here:
         return None
     return (

@@ -1,7 +1,10 @@
-"""Going back within a run: copies of it in host memory, and the way back to one of them or to a checkpoint.
+"""Going back within a run: copies of it in host memory, and the way back to one of them or to a
+checkpoint.
 
-Knows a Run, its checkpoints and its list of skips; it must not know why a run goes back, nor samples, lines or signals.
+Knows a Run, its checkpoints and its list of skips; it must not know why a run goes back, nor
+samples, lines or signals.
 """
+
 from __future__ import annotations
 
 import itertools
@@ -26,29 +29,39 @@ from megatron.training.spike_policy import EXIT_CODE, Rewind
 
 @dataclass
 class Copy:
-    """The run after `iteration` iterations on this rank: what a checkpoint has, tensors in the order of `own_tensors`."""
+    """The run after `iteration` iterations on this rank: what a checkpoint has, tensors in the
+    order of `own_tensors`."""
+
     iteration: int
     state: bytes
     tensors: list[torch.Tensor]
 
 
 class Past:
-    """What a run can go back to: the last copies in memory, and the checkpoints of its own line. All ranks call alike."""
+    """What a run can go back to: the last copies in memory, and the checkpoints of its own line.
+    All ranks call alike."""
 
     def __init__(self, run: Run):
-        self._run, self._loaded = run, run.progress.iteration
+        self._run = run
+        self._loaded = run.progress.iteration
         self._saved: set[int] = set()
-        self.copies: list[Copy] = []           # oldest first
+        self.copies: list[Copy] = []  # oldest first
 
     def has_saved(self, iteration: int) -> None:
         """A checkpoint of this iteration is on the disk."""
         self._saved.add(iteration)
 
     def copy_if_due(self) -> None:
-        """Copy the run as it stands, over the oldest copy, if that is due; never while a spike may still grow."""
-        run, every = self._run, self._run.config.spikes.spike_snapshot_interval
+        """Copy the run as it stands, over the oldest copy, if that is due; never while a spike may
+        still grow."""
+        run = self._run
+        every = self._run.config.spikes.spike_snapshot_interval
         newest = self.copies[-1].iteration if self.copies else -every
-        if not run.config.spikes.copies or run.spikes.unsettled or run.progress.iteration < newest + every:
+        if (
+            not run.config.spikes.copies
+            or run.spikes.unsettled
+            or run.progress.iteration < newest + every
+        ):
             return
         tensors = _tensors(run)
         if len(self.copies) == run.config.spikes.copies:
@@ -60,9 +73,11 @@ class Past:
         self.copies.append(Copy(run.progress.iteration, checkpointing.state_of(run).dump(), memory))
 
     def rewind(self, asked: Rewind) -> None:
-        """Go back before `asked.start` and skip from there to `asked.end`; where nothing so old is left, from the oldest
-        there is on. Raises Refusal where nothing is older than the spike, CheckpointError where a disk refuses."""
-        run, progress = self._run, self._run.progress
+        """Go back before `asked.start` and skip from there to `asked.end`; where nothing so old is
+        left, from the oldest there is on. Raises Refusal where nothing is older than the spike,
+        CheckpointError where a disk refuses."""
+        run = self._run
+        progress = self._run.progress
         checkpoints = self._checkpoints()
         there = [*checkpoints, *(one.iteration for one in self.copies)]
         back = max((n for n in there if n < asked.start), default=min(there, default=asked.first))
@@ -76,15 +91,23 @@ class Past:
                 ),
                 EXIT_CODE,
             )
-        asked, left = replace(asked, start=max(asked.start, back + 1)), progress.iteration
-        rewinds, order = [*run.spikes.rewinds, asked], run.data_order
+        asked = replace(asked, start=max(asked.start, back + 1))
+        left = progress.iteration
+        rewinds = [*run.spikes.rewinds, asked]
+        order = run.data_order
         where = self._take_back(back, checkpoints)
-        run.spikes.rewinds, run.data_order = rewinds, order
+        run.spikes.rewinds = rewinds
+        run.data_order = order
         first = progress.iteration + 1
         again = f"{first} to {asked.start - 1} are trained again, " if first < asked.start else ""
-        log.print_rank_0(f"rewind from iteration {left} to {progress.iteration} ({where}), attempt {asked.attempt} for the "
-                         f"spike at {asked.first}: iterations {again}{asked.start} to {asked.end} are skipped")
-        record_skip(run, asked.start, asked.end, "spike", f"--spike-action rewind, attempt {asked.attempt}")
+        log.print_rank_0(
+            f"rewind from iteration {left} to {progress.iteration} ({where}), attempt "
+            f"{asked.attempt} for the spike at {asked.first}: iterations {again}{asked.start} to "
+            f"{asked.end} are skipped"
+        )
+        record_skip(
+            run, asked.start, asked.end, "spike", f"--spike-action rewind, attempt {asked.attempt}"
+        )
         self.copies = [one for one in self.copies if one.iteration <= progress.iteration]
         self.copy_if_due()
         if run.recorder and run.recorder.ledger:
@@ -101,12 +124,18 @@ class Past:
                 if run.fp8:
                     run.fp8.loaded()
                 return "a copy in memory"
-        tries = [one for n in sorted(checkpoints, reverse=True) if n <= iteration for one in checkpoints[n]]
+        tries = [
+            one
+            for n in sorted(checkpoints, reverse=True)
+            if n <= iteration
+            for one in checkpoints[n]
+        ]
         checkpointing.go_back(run, tries)
         return "a checkpoint"
 
     def _checkpoints(self) -> dict[int, list[Candidate]]:
-        """Checkpoints by iteration that are this run's own: it saved them, or they led to what it loaded."""
+        """Checkpoints by iteration that are this run's own: it saved them, or they led to what it
+        loaded."""
         found: dict[int, list[Candidate]] = {}
         if self._run.runtime.rank == 0:
             try:
@@ -118,16 +147,25 @@ class Past:
 
     def _listed(self) -> Iterator[tuple[int, Candidate]]:
         c = self._run.config.checkpoint
-        yield from ((n, Candidate(c.save, n)) for n in (store.iterations(c.save) if c.save else ()) if n in self._saved)
+        yield from (
+            (n, Candidate(c.save, n))
+            for n in (store.iterations(c.save) if c.save else ())
+            if n in self._saved
+        )
         if c.load and self._loaded and not (c.finetune or c.no_load_optim):
             if store.is_checkpoint(Path(c.load)):
                 yield self._loaded, Candidate(c.load, None)
             else:
-                yield from ((n, Candidate(c.load, n)) for n in store.iterations(c.load) if n <= self._loaded)
+                yield from (
+                    (n, Candidate(c.load, n)) for n in store.iterations(c.load) if n <= self._loaded
+                )
 
     def put_aside(self) -> None:
-        """After the iteration gone back to has been saved: checkpoints beyond it get a name that nobody loads by itself."""
-        run, c, now = self._run, self._run.config.checkpoint, self._run.progress.iteration
+        """After the iteration gone back to has been saved: checkpoints beyond it get a name that
+        nobody loads by itself."""
+        run = self._run
+        c = self._run.config.checkpoint
+        now = self._run.progress.iteration
         beyond = {n for n in self._saved if n > now}
         if c.save and c.load and Path(c.load) == Path(c.save):
             beyond |= set(range(now + 1, self._loaded + 1))
@@ -138,16 +176,24 @@ class Past:
         try:
             run.fence()
             if store.latest(c.save) != now:
-                return                                  # it could not be saved, which has been said
+                return  # it could not be saved, which has been said
             for n in store.iterations(c.save):
                 if n in beyond:
                     path = store.iteration_directory(c.save, n)
-                    names = (path.with_name(f"{path.name}.left-{number}") for number in itertools.count(1))
+                    names = (
+                        path.with_name(f"{path.name}.left-{number}")
+                        for number in itertools.count(1)
+                    )
                     aside = next(name for name in names if not name.exists())
                     DISK.rename(path, aside)
-                    log.print_rank_0(f"  {path} belongs to the iterations that were rolled back: renamed to {aside.name}")
+                    log.print_rank_0(
+                        f"  {path} belongs to the iterations that were rolled back: renamed to "
+                        f"{aside.name}"
+                    )
         except CheckpointError as error:
-            log.print_rank_0(f"WARNING: checkpoints of the iterations that were rolled back remain: {error}")
+            log.print_rank_0(
+                f"WARNING: checkpoints of the iterations that were rolled back remain: {error}"
+            )
 
 
 def _tensors(run: Run) -> list[torch.Tensor]:

@@ -1,4 +1,5 @@
-"""The curves of a run, for pictures: what its metrics file, TensorBoard files or log hold, by iteration. Draws nothing."""
+"""The curves of a run, for pictures: what its metrics file, TensorBoard files or log hold, by
+iteration. Draws nothing."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ Curve = tuple[list[int], list[float]]
 
 @dataclass(frozen=True)
 class Curves:
-    """A run: iterations and values of each panel that it has, and losses of each evaluated split."""
+    """A run: iterations and values of each panel that it has, and losses of each evaluated
+    split."""
 
     name: str
     panels: dict[str, Curve]
@@ -37,7 +39,8 @@ class Curves:
 
 
 def read_run(path: str, first: int = 1) -> Curves:
-    """The curves of a run directory, a metrics file, a log or a TensorBoard directory, from iteration `first` on.
+    """The curves of a run directory, a metrics file, a log or a TensorBoard directory, from
+    iteration `first` on.
 
     Of iterations that were repeated the last counts. Raises ValueError that names the path.
     """
@@ -77,11 +80,13 @@ _FIELDS = {"loss", "grad_norm", "learning_rate"}
 
 
 def _source(path: str) -> str:
-    """The file to read of a run directory: metrics before scalars, which have every iteration, before logs."""
+    """The file to read of a run directory: metrics before scalars, which have every iteration,
+    before logs."""
     folder = Path(path)
     if not folder.exists():
         raise ValueError(
-            f"{path}: does not exist; give a run directory, a metrics file, a log or a TensorBoard directory"
+            f"{path}: does not exist; give a run directory, a metrics file, a log or a "
+            "TensorBoard directory"
         )
     if not folder.is_dir():
         return path
@@ -101,7 +106,8 @@ def _source(path: str) -> str:
         if file.is_file() and log_reader.read_text(read_file(str(file))):
             return str(file)
     raise ValueError(
-        f"{path}: holds no metrics file (metrics.jsonl), no TensorBoard file and no log with iterations"
+        f"{path}: holds no metrics file (metrics.jsonl), no TensorBoard file and no log with "
+        "iterations"
     )
 
 
@@ -139,7 +145,8 @@ def _curve(records: Sequence[Record], values: Sequence[float | None]) -> Curve |
 
 
 def smoothed(values: Sequence[float], window: int) -> list[float]:
-    """The mean over `window` neighbouring values, centered; fewer at the ends. What is no number is left out."""
+    """The mean over `window` neighbouring values, centered; fewer at the ends. What is no number is
+    left out."""
     if window <= 1:
         return list(values)
     found = []

@@ -1,4 +1,6 @@
-"""What a run left on the disk, for tools that look at it afterwards: its iterations and its checkpoints. Judges nothing."""
+"""What a run left on the disk, for tools that look at it afterwards: its iterations and its
+checkpoints. Judges nothing."""
+
 from __future__ import annotations
 
 import re
@@ -14,7 +16,8 @@ _DIRECTORY = re.compile(r"iter_(\d{7,})")
 
 
 def read_history(paths: Sequence[str]) -> History:
-    """The history of these logs, metrics files and TensorBoard directories, which followed each other.
+    """The history of these logs, metrics files and TensorBoard directories, which followed each
+    other.
 
     Raises ValueError that names the path.
     """
@@ -31,7 +34,11 @@ def _records(path: str) -> list[Record]:
             )
         return found
     text = read_file(path)
-    found = list(log_reader.read_metrics(text.splitlines(), path)) if is_metrics(text) else log_reader.read_text(text)
+    found = (
+        list(log_reader.read_metrics(text.splitlines(), path))
+        if is_metrics(text)
+        else log_reader.read_text(text)
+    )
     if not found:
         raise ValueError(
             f"{path}: no iteration line of a training log is in it ('iteration N/M | ...') "
@@ -56,7 +63,8 @@ def is_metrics(text: str) -> bool:
 
 
 def checkpoints(directory: str | None) -> list[int]:
-    """The iterations that a run directory holds whole checkpoints of, in order. Raises ValueError."""
+    """The iterations that a run directory holds whole checkpoints of, in order. Raises
+    ValueError."""
     if directory is None:
         return []
     try:
@@ -65,5 +73,8 @@ def checkpoints(directory: str | None) -> list[int]:
         raise ValueError(
             f"--load {directory}: cannot be read ({error.strerror or error}) [file-not-readable]"
         ) from None
-    return sorted(int(match[1]) for path in found
-                  if (match := _DIRECTORY.fullmatch(path.name)) and (path / MANIFEST).is_file())
+    return sorted(
+        int(match[1])
+        for path in found
+        if (match := _DIRECTORY.fullmatch(path.name)) and (path / MANIFEST).is_file()
+    )

@@ -1,4 +1,6 @@
-"""Losses of single samples: their means, what is usual, and which stand out. Numpy alone; knows no model."""
+"""Losses of single samples: their means, what is usual, and which stand out. Numpy alone; knows no
+model."""
+
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -8,8 +10,8 @@ import numpy as np
 
 from megatron.training.spikes import SIGMA
 
-STANDS_OUT = 6.0        # sigma above the median of the samples
-LEAST_EXCESS = 0.5      # nats above it
+STANDS_OUT = 6.0  # sigma above the median of the samples
+LEAST_EXCESS = 0.5  # nats above it
 MASKED = float("-inf")  # in place of a loss that does not count
 
 
@@ -21,7 +23,9 @@ def mean_loss(losses: np.ndarray) -> float:
 
 @dataclass(frozen=True)
 class Scale:
-    """The usual loss of a sample at one state of the model: `median` in nats and `sigma`, 1.4826 x the median distance."""
+    """The usual loss of a sample at one state of the model: `median` in nats and `sigma`, 1.4826 x
+    the median distance."""
+
     median: float
     sigma: float
 
@@ -31,7 +35,9 @@ class Scale:
 
     def stands_out(self, loss: float) -> bool:
         """Is it far above all that is usual? A loss that is no number is."""
-        return not np.isfinite(loss) or (self.z(loss) > STANDS_OUT and loss - self.median > LEAST_EXCESS)
+        return not np.isfinite(loss) or (
+            self.z(loss) > STANDS_OUT and loss - self.median > LEAST_EXCESS
+        )
 
 
 def scale_of(losses: Sequence[float]) -> Scale:

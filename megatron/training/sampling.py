@@ -1,4 +1,6 @@
-"""How the next token is chosen, and what is wrong with such settings. Imports no torch: tools check them before it loads."""
+"""How the next token is chosen, and what is wrong with such settings. Imports no torch: tools check
+them before it loads."""
+
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -6,8 +8,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is chosen: `temperature` 0 takes the likeliest, `top_p` keeps the likeliest that hold that
-    share of the probability (Holtzman et al. 2020), `seed` makes the draws repeatable."""
+    """How the next token is chosen: `temperature` 0 takes the likeliest, `top_p` keeps the
+    likeliest that hold that share of the probability (Holtzman et al. 2020), `seed` makes the draws
+    repeatable."""
+
     temperature: float = 1.0
     top_p: float = 1.0
     seed: int = 1234
@@ -18,7 +22,9 @@ class Sampling:
         if not 0.0 <= self.temperature < float("inf"):
             found.append(f"--temperature {self.temperature}: must be a number from 0 (greedy) on")
         if not 0.0 < self.top_p <= 1.0:
-            found.append(f"--top-p {self.top_p}: must be above 0 and at most 1 (1 keeps every token)")
+            found.append(
+                f"--top-p {self.top_p}: must be above 0 and at most 1 (1 keeps every token)"
+            )
         if not 0 <= self.seed < 2**63:
             found.append(f"--seed {self.seed}: must be 0 or more, and below 2^63")
         return found

@@ -25,8 +25,9 @@ class Extras:
 
 
 def iteration_line(row: IterationRow, eta: float | None, extras: Extras = Extras()) -> str:
-    """Iteration, mean loss, gradient norm, learning rate, time per iteration, tokens per second, time left (`eta`, in
-    seconds); then what is not constant or out of the ordinary. Without trained iterations: no loss, norm and rates."""
+    """Iteration, mean loss, gradient norm, learning rate, time per iteration, tokens per second,
+    time left (`eta`, in seconds); then what is not constant or out of the ordinary. Without trained
+    iterations: no loss, norm and rates."""
     i = row.interval
     total = str(row.train_iters)
     parts = [f" iter {row.iteration:{len(total)}d}/{total}"]
@@ -45,7 +46,8 @@ def iteration_line(row: IterationRow, eta: float | None, extras: Extras = Extras
 
 
 def _extra_parts(row: IterationRow, extras: Extras) -> list[str]:
-    i, parts = row.interval, []
+    i = row.interval
+    parts = []
     if extras.batch_size:
         parts.append(f"batch {row.global_batch_size}")
     if extras.loss_scale:
@@ -60,7 +62,8 @@ def _extra_parts(row: IterationRow, extras: Extras) -> list[str]:
         parts.append(f"skipped {i.overflow_skips} (fp16 overflow)")
     if i.spike_skips:
         parts.append(
-            f"spike-skipped {i.spike_skips} ({', '.join(sorted(i.reasons & {'spike', 'nonfinite'}))})"
+            f"spike-skipped {i.spike_skips} "
+            f"({', '.join(sorted(i.reasons & {'spike', 'nonfinite'}))})"
         )
     if i.user_skips:
         reasons = (
@@ -75,7 +78,8 @@ def _extra_parts(row: IterationRow, extras: Extras) -> list[str]:
 def evaluation_line(
     split: str, iteration: int, losses: Mapping[str, float], bits_per_byte: float | None = None
 ) -> str:
-    """`split` is `validation` (with `-NAME` where there are several sets) or `test`; losses in nats per token."""
+    """`split` is `validation` (with `-NAME` where there are several sets) or `test`; losses in nats
+    per token."""
     parts = [f" {split} at iteration {iteration}"]
     for key, loss in losses.items():
         name = key.removeprefix("lm ")
@@ -91,7 +95,8 @@ def perplexity(loss: float) -> float:
 
 
 def status_line(iteration: int, train_iters: int, seconds: float, eta: float | None) -> str:
-    """What stands below the log on a terminal: how far the run is, time of the last iteration, time left."""
+    """What stands below the log on a terminal: how far the run is, time of the last iteration, time
+    left."""
     parts = [
         f" iter {iteration:{len(str(train_iters))}d}/{train_iters}",
         f"{100 * iteration / max(1, train_iters):.1f} %",
@@ -124,8 +129,8 @@ def last_line(
     rate: float,
     checkpoint: str,
 ) -> str:
-    """The summary of a run: why it ends, how far it is, `seconds` elapsed, `tokens` trained by this process and their
-    `rate` per second of training, the last checkpoint."""
+    """The summary of a run: why it ends, how far it is, `seconds` elapsed, `tokens` trained by this
+    process and their `rate` per second of training, the last checkpoint."""
     how = "training finished"
     if reason is not None:  # without the fifteen digits of "after 0.123456789012345 minutes"
         how = "stopped " + _DIGITS.sub(r"\1", reason.removeprefix("exiting program ").rstrip("."))

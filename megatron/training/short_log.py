@@ -1,4 +1,5 @@
-"""The state behind --log-format short: which iterations have a line, the time left, the status line. It asks no device."""
+"""The state behind --log-format short: which iterations have a line, the time left, the status
+line. It asks no device."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ REFRESH = 0.2  # seconds between two versions of the status line
 
 
 class ShortLog:
-    """Counts trained iterations of this process; prints its lines where `speaks` (on the last rank).
+    """Counts trained iterations of this process; prints its lines where `speaks` (on the last
+    rank).
 
     `clock()` is the time in seconds.
     """
@@ -30,7 +32,9 @@ class ShortLog:
         clock: Callable[[], float] = time.perf_counter,
     ):
         self._clock = clock
-        self._config, self._plan, self._speaks = config, plan, speaks
+        self._config = config
+        self._plan = plan
+        self._speaks = speaks
         self._status = (
             speaks and config.logging.progress != "off" and log.has_status_line(sys.stdout)
         )
@@ -55,7 +59,8 @@ class ShortLog:
             self._after_first = self._clock()
 
     def line_due(self, iteration: int) -> bool:
-        """Has this iteration a line? The first and the last of a process have one too; the same on all ranks."""
+        """Has this iteration a line? The first and the last of a process have one too; the same on
+        all ranks."""
         t = self._config.training
         last = iteration == self._plan.train_iters or bool(
             t.exit_interval and iteration % t.exit_interval == 0
@@ -63,7 +68,8 @@ class ShortLog:
         return not self._lines or last or iteration % self._config.logging.log_interval == 0
 
     def eta(self, iteration: int) -> float | None:
-        """Seconds until the end of training, from the pace since the first iteration of this process."""
+        """Seconds until the end of training, from the pace since the first iteration of this
+        process."""
         last = self._plan.train_iters
         left = last - iteration - self._plan.skips.count_in(iteration + 1, last)
         if not self._trained:
@@ -93,7 +99,8 @@ class ShortLog:
             sys.stdout.flush()
 
     def finish(self, reason: str | None, iteration: int, checkpoint: str) -> None:
-        """Print the summary of this process, if it trained; `reason` to stop before the end of training."""
+        """Print the summary of this process, if it trained; `reason` to stop before the end of
+        training."""
         if self._speaks and self._lines:
             rate = self._tokens / self._seconds if self._seconds else 0.0
             log.print_line(

@@ -1,4 +1,6 @@
-"""How a run is left before its end: signals, Ctrl-C and errors. Knows nothing of what is run, and needs no torch."""
+"""How a run is left before its end: signals, Ctrl-C and errors. Knows nothing of what is run, and
+needs no torch."""
+
 from __future__ import annotations
 
 import contextlib
@@ -18,12 +20,13 @@ from megatron.checkpoint.disk import CheckpointError
 from megatron.training.lifeline import End, Line, my_place, place_in_code
 
 WATCHED = (signal.SIGTERM, signal.SIGUSR1)
-SAME_REQUEST_SECONDS = 1.0      # a scheduler and a launcher both pass one request on
-LOST_WAITS = 10.0               # for the news why a connection is lost
+SAME_REQUEST_SECONDS = 1.0  # a scheduler and a launcher both pass one request on
+LOST_WAITS = 10.0  # for the news why a connection is lost
 
 
 class Refusal(ValueError):
-    """Why a run ends, in one line for the user, and with which exit code. To be raised on all ranks."""
+    """Why a run ends, in one line for the user, and with which exit code. To be raised on all
+    ranks."""
 
     def __init__(self, text: str, code: int):
         super().__init__(text)
@@ -31,25 +34,29 @@ class Refusal(ValueError):
 
 
 class SignalWatch:
-    """Hears signals at once, also while the main thread waits inside a library: a thread of its own reads them.
+    """Hears signals at once, also while the main thread waits inside a library: a thread of its own
+    reads them.
 
-    With `catch_interrupts`, Ctrl-C ends the process with one line and exit code 130; `advice` is the line's second
-    half. With `remember_requests`, the first SIGTERM or SIGUSR1 is kept in `received`; a second one, at least a second
-    later, ends the process. Both are to be called in the main thread. Once the ranks have met they hear of each other's
-    end over `line`; `limit` is that of a collective, as a user types it.
+    With `catch_interrupts`, Ctrl-C ends the process with one line and exit code 130; `advice` is
+    the line's second half. With `remember_requests`, the first SIGTERM or SIGUSR1 is kept in
+    `received`; a second one, at least a second later, ends the process. Both are to be called in
+    the main thread. Once the ranks have met they hear of each other's end over `line`; `limit` is
+    that of a collective, as a user types it.
     """
 
     def __init__(self) -> None:
         self.received: signal.Signals | None = None
         self.advice = "training had not begun"
         self.line: Line | None = None
-        self.leaving: Callable[[], None] = lambda: None         # what a process does before it ends at once
+        # what a process does before it ends at once
+        self.leaving: Callable[[], None] = lambda: None
         self.limit = ""
         self._received_at = 0.0
         self._listener: threading.Thread | None = None
 
     def catch_interrupts(self) -> None:
-        """From now on Ctrl-C means one line, no traceback, exit code 130; and a crash in a library shows where it was."""
+        """From now on Ctrl-C means one line, no traceback, exit code 130; and a crash in a library
+        shows where it was."""
         faulthandler.enable(all_threads=False)
         self._listen(signal.SIGINT)
 
@@ -64,7 +71,9 @@ class SignalWatch:
             os.set_blocking(write_end, False)
             signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
             os.register_at_fork(after_in_child=_deafen)
-            self._listener = threading.Thread(target=self._hear, args=(read_end,), name="signals", daemon=True)
+            self._listener = threading.Thread(
+                target=self._hear, args=(read_end,), name="signals", daemon=True
+            )
         for number in numbers:
             signal.signal(number, leave_to_listener)
         if first:
@@ -74,14 +83,15 @@ class SignalWatch:
         while True:
             for number in os.read(read_end, 64):
                 if number == signal.SIGINT:
-                    start = "\n" if os.isatty(2) else ""            # below the terminal's ^C
+                    start = "\n" if os.isatty(2) else ""  # below the terminal's ^C
                     self._leave(interrupt.INTERRUPTED, f"{start}interrupted: {self.advice}\n")
                 elif number in WATCHED:
                     self._request(signal.Signals(number))
 
     def _request(self, number: signal.Signals) -> None:
         if self.received is None:
-            self.received, self._received_at = number, time.monotonic()
+            self._received_at = time.monotonic()
+            self.received = number
         elif time.monotonic() - self._received_at > SAME_REQUEST_SECONDS:
             self._leave(128 + number, "second signal: leaving now, without a save\n")
 
@@ -111,19 +121,25 @@ def _deafen() -> None:
 def _exit(code: int, text: str = "") -> NoReturn:
     """End this process and its workers at once, with `text` on stderr."""
     if text:
-        with contextlib.suppress(OSError):      # Ctrl-C also ends the `tee` that stderr may be a pipe to
+        # Ctrl-C also ends the `tee` that stderr may be a pipe to
+        with contextlib.suppress(OSError):
             os.write(2, text.encode(errors="replace"))
-    processes = sys.modules.get("multiprocessing.process")          # where nobody loaded it there are no workers
+    # where nobody loaded it there are no workers
+    processes = sys.modules.get("multiprocessing.process")
     for child in getattr(processes, "active_children", list)():
         child.kill()
     os._exit(code)
 
 
 class WorkerSignals:
-    """Signals in a worker process: ending the run is the parent's affair, and the worker must not die before it."""
+    """Signals in a worker process: ending the run is the parent's affair, and the worker must not
+    die before it."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic, leave: Callable[[int], object] = os._exit) -> None:
-        self._clock, self._leave = clock, leave
+    def __init__(
+        self, clock: Callable[[], float] = time.monotonic, leave: Callable[[int], object] = os._exit
+    ) -> None:
+        self._clock = clock
+        self._leave = leave
         self._first_at: float | None = None
 
     def install(self) -> None:
@@ -134,7 +150,8 @@ class WorkerSignals:
             signal.signal(number, self._outlive if caught else signal.SIG_DFL)
 
     def _outlive(self, number: int, frame: FrameType | None) -> None:
-        """A request to the whole process group must not cost the parent its data; asked again, the worker goes."""
+        """A request to the whole process group must not cost the parent its data; asked again, the
+        worker goes."""
         now = self._clock()
         self._first_at = now if self._first_at is None else self._first_at
         if now - self._first_at > SAME_REQUEST_SECONDS:
@@ -142,16 +159,19 @@ class WorkerSignals:
 
 
 def leave_with(error: Exception | SystemExit, watch: SignalWatch) -> NoReturn:
-    """Say what went wrong and end this process with exit code 1 (of a SystemExit or a Refusal, with its own).
+    """Say what went wrong and end this process with exit code 1 (of a SystemExit or a Refusal, with
+    its own).
 
-    What is wrong for one rank is mostly wrong for all, and a rank that fails breaks the connections of the others. Over
-    the line they agree on one to speak: the lowest of those that failed for reasons of their own. Without it, rank 0
-    speaks first, and the others wait long enough for a launcher to end them.
+    What is wrong for one rank is mostly wrong for all, and a rank that fails breaks the connections
+    of the others. Over the line they agree on one to speak: the lowest of those that failed for
+    reasons of their own. Without it, rank 0 speaks first, and the others wait long enough for a
+    launcher to end them.
     """
     line = watch.line
     if isinstance(error, SystemExit) and line is None:
-        raise error                     # a bad command line, which has been said
-    rank, alone = launcher.rank(), launcher.world_size() == 1
+        raise error  # a bad command line, which has been said
+    rank = launcher.rank()
+    alone = launcher.world_size() == 1
     code = error.code if isinstance(error, (SystemExit, Refusal)) else 1
     code = code if isinstance(code, int) else int(code is not None)
     text = describe(error)
@@ -160,7 +180,7 @@ def leave_with(error: Exception | SystemExit, watch: SignalWatch) -> NoReturn:
     elif _is_timeout(error):
         text = _timeout(error, line, watch.limit)
     elif _is_lost(error):
-        time.sleep(LOST_WAITS)          # the line's thread ends this process when it hears why
+        time.sleep(LOST_WAITS)  # the line's thread ends this process when it hears why
     if line is not None:
         line.tell(text.strip().rpartition("\n")[2].removeprefix("error: "), code)
     sys.stdout.flush()
@@ -174,34 +194,49 @@ def leave_with(error: Exception | SystemExit, watch: SignalWatch) -> NoReturn:
 def leave_for(end: End) -> NoReturn:
     """Another rank has failed: end this process without noise, as that one is to be heard.
 
-    torchrun reports what it sees first on its node, so there the others wait to be ended by it; on another node one rank
-    tells torchrun what happened. Without it rank 0 (or 1) says in one line whom to look at.
+    torchrun reports what it sees first on its node, so there the others wait to be ended by it; on
+    another node one rank tells torchrun what happened. Without it rank 0 (or 1) says in one line
+    whom to look at.
     """
     agent = launcher.under_torchrun()
     if agent and (launcher.info().local_rank or end.place.node == my_place().node):
         time.sleep(log.OTHERS_WAIT)
         _exit(max(1, end.code))
     if agent or launcher.rank() == (0 if end.place.rank else 1) and (end.silent or end.place.rank):
-        log.last_words(f"rank {launcher.rank()} ends, because {end.place} {'' if end.silent else 'failed: '}{end.text}\n")
+        log.last_words(
+            f"rank {launcher.rank()} ends, because {end.place} "
+            f"{'' if end.silent else 'failed: '}{end.text}\n"
+        )
     _exit(max(1, end.code))
 
 
 def _is_timeout(error: BaseException) -> bool:
     text = str(error).lower()
-    return isinstance(error, RuntimeError) and ("timed out" in text or "timeout" in text) and "connect" not in text
+    return (
+        isinstance(error, RuntimeError)
+        and ("timed out" in text or "timeout" in text)
+        and "connect" not in text
+    )
 
 
 def _is_lost(error: BaseException) -> bool:
     text = str(error)
     return type(error).__name__.startswith("Dist") or any(
-        sign in text for sign in ("Connection closed by peer", "Connection reset", "Broken pipe"))
+        sign in text for sign in ("Connection closed by peer", "Connection reset", "Broken pipe")
+    )
 
 
 def _timeout(error: BaseException, line: Line, limit: str) -> str:
     """Where this rank waited, and what the ranks do that do not wait."""
-    others = "; ".join(line.ask()[:8]) or "none (a slow network, or collectives that do not fit each other)"
-    return (f"error: waited longer than {limit} allows in {place_in_code(traceback.extract_tb(error.__traceback__))}. Not "
-            f"waiting: {others}. Find out what keeps them, or allow more where so long a wait is right\n")
+    others = (
+        "; ".join(line.ask()[:8])
+        or "none (a slow network, or collectives that do not fit each other)"
+    )
+    return (
+        f"error: waited longer than {limit} allows in "
+        f"{place_in_code(traceback.extract_tb(error.__traceback__))}. Not waiting: {others}. Find "
+        "out what keeps them, or allow more where so long a wait is right\n"
+    )
 
 
 def describe(error: BaseException) -> str:
@@ -210,11 +245,20 @@ def describe(error: BaseException) -> str:
     if isinstance(error, (ValueError, OSError, ArithmeticError, CheckpointError)):
         return f"error: {text}\n"
     if _is_lost(error):
-        return f"error: the connection to another rank is lost; its own message says why ({text.splitlines()[0]})\n"
-    if text.startswith("DataLoader worker"):            # killed; torch raises it wherever the run is just then
-        return (f"error: a data worker died ({text.partition('. ')[0]}): a file it had mapped was cut short "
-                "(tools/inspect_data.py check PREFIX... tells which), or memory or /dev/shm ran out; start again from the "
-                "last checkpoint\n")
+        return (
+            "error: the connection to another rank is lost; its own message says why "
+            f"({text.splitlines()[0]})\n"
+        )
+    # killed; torch raises it wherever the run is just then
+    if text.startswith("DataLoader worker"):
+        return (
+            f"error: a data worker died ({text.partition('. ')[0]}): a file it had mapped was cut "
+            "short (tools/inspect_data.py check PREFIX... tells which), or memory or /dev/shm ran "
+            "out; start again from the last checkpoint\n"
+        )
     if "InvalidCxxCompiler" in text:
-        return "error: --torch-compile needs a C++ compiler that works; install one (say g++), or leave the flag out\n"
+        return (
+            "error: --torch-compile needs a C++ compiler that works; install one (say g++), "
+            "or leave the flag out\n"
+        )
     return "".join(traceback.format_exception(error))

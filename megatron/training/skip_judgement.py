@@ -1,8 +1,10 @@
-"""What a run that goes on from iteration n does with ranges to skip, asked for now or recorded before: a pure function of
-both, and of what the run has done so far. Knows no file, no process group and no tensor.
+"""What a run that goes on from iteration n does with ranges to skip, asked for now or recorded
+before: a pure function of both, and of what the run has done so far. Knows no file, no process
+group and no tensor.
 
 Source: facts/spikes.md 4.2 (the rows on resuming) and 4.3.
 """
+
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -19,7 +21,9 @@ FORGET_FLAG = "--forget-skip"
 
 @dataclass(frozen=True)
 class Position:
-    """Where a run goes on: iterations done, samples consumed, and which of those iterations were left out."""
+    """Where a run goes on: iterations done, samples consumed, and which of those iterations were
+    left out."""
+
     iteration: int = 0
     consumed: int = 0
     executed: Sequence[Sequence[int]] = ()
@@ -27,8 +31,9 @@ class Position:
 
 @dataclass(frozen=True)
 class Known:
-    """What was found on disk. `records` count; `origins` says of each id ever recorded where it was found; `checkpoints`
-    are those of `load`."""
+    """What was found on disk. `records` count; `origins` says of each id ever recorded where it was
+    found; `checkpoints` are those of `load`."""
+
     records: dict[str, SkipRecord] = field(default_factory=dict)
     origins: dict[str, str] = field(default_factory=dict)
     checkpoints: Sequence[int] = ()
@@ -37,8 +42,10 @@ class Known:
 
 @dataclass(frozen=True)
 class Judgement:
-    """`problems` end the run, `notes` are printed. Otherwise `skips` is what the run leaves out: `kept` records, `moved`
-    ones (old id, reason, new range) and `new` ranges of the command line; those of `forgotten` no more."""
+    """`problems` end the run, `notes` are printed. Otherwise `skips` is what the run leaves out:
+    `kept` records, `moved` ones (old id, reason, new range) and `new` ranges of the command line;
+    those of `forgotten` no more."""
+
     iteration: int
     problems: list[str]
     notes: list[str]
@@ -49,25 +56,52 @@ class Judgement:
     new: list[Range]
 
 
-def judge(plan: Plan, typed: SkipRanges, forget: Sequence[str], known: Known, at: Position) -> Judgement:
-    """The judgement on the ranges `typed` and those in `known`, of which `forget` names ids to drop, at a position."""
+def judge(
+    plan: Plan, typed: SkipRanges, forget: Sequence[str], known: Known, at: Position
+) -> Judgement:
+    """The judgement on the ranges `typed` and those in `known`, of which `forget` names ids to
+    drop, at a position."""
     problems: list[str] = []
-    executed, asked = SkipRanges().joined((first, last) for first, last in at.executed), set(typed.ranges)
+    executed = SkipRanges().joined((first, last) for first, last in at.executed)
+    asked = set(typed.ranges)
     dropped = _forgotten(forget, typed, known, at, executed, problems)
     records = {name: record for name, record in known.records.items() if name not in dropped}
     for first, last in takewhile(lambda one: one[0] <= at.iteration, typed.ranges):
-        problems += _trained((first, last), f"{RANGE_FLAG} {first} {last}", "leave the range out", known, at, executed)
+        problems += _trained(
+            (first, last),
+            f"{RANGE_FLAG} {first} {last}",
+            "leave the range out",
+            known,
+            at,
+            executed,
+        )
     for name, record in records.items():
         for place in takewhile(lambda one: one[0] <= at.iteration, record.parts.ranges):
             if place not in asked:
-                problems += _trained(place, f"{known.origins[name]}: {name}", f"{FORGET_FLAG} {name}", known, at, executed)
+                problems += _trained(
+                    place,
+                    f"{known.origins[name]}: {name}",
+                    f"{FORGET_FLAG} {name}",
+                    known,
+                    at,
+                    executed,
+                )
     moved = _moved(plan, records, known, at, problems)
     gone = {name for name, _, _ in moved}
     kept = {name: record for name, record in records.items() if name not in gone}
-    persisted = SkipRanges().joined([*chain.from_iterable(r.parts.ranges for r in kept.values()),
-                                     *(place for _, _, place in moved)])
-    covered, have = persisted.joined(executed.ranges), set(persisted.ranges)
-    new = [one for one in typed.ranges if one not in have and covered.count_in(*one) < one[1] - one[0] + 1]
+    persisted = SkipRanges().joined(
+        [
+            *chain.from_iterable(r.parts.ranges for r in kept.values()),
+            *(place for _, _, place in moved),
+        ]
+    )
+    covered = persisted.joined(executed.ranges)
+    have = set(persisted.ranges)
+    new = [
+        one
+        for one in typed.ranges
+        if one not in have and covered.count_in(*one) < one[1] - one[0] + 1
+    ]
     skips = persisted.joined(typed.ranges).cut(plan.train_iters)
     if not problems and new and skips.nothing_to_train(at.iteration, plan.train_iters):
         problems.append(
@@ -75,21 +109,35 @@ def judge(plan: Plan, typed: SkipRanges, forget: Sequence[str], known: Known, at
             "are skipped; narrow the ranges [skip-leaves-nothing-to-train]"
         )
     notes = [f"{known.origins[name]}: {name} is forgotten ({FORGET_FLAG})" for name in dropped]
-    notes += [f"{known.origins[name]}: {name} is iterations {first} to {last} now, since batch sizes have changed"
-              for name, _, (first, last) in moved]
+    notes += [
+        f"{known.origins[name]}: {name} is iterations {first} to {last} now, since batch sizes "
+        "have changed"
+        for name, _, (first, last) in moved
+    ]
     notes += _listed(kept, moved, new, known, at)
     return Judgement(at.iteration, shorten(problems), notes, skips, kept, moved, dropped, new)
 
 
-def _forgotten(forget: Sequence[str], typed: SkipRanges, known: Known, at: Position, executed: SkipRanges,
-               problems: list[str]) -> list[str]:
+def _forgotten(
+    forget: Sequence[str],
+    typed: SkipRanges,
+    known: Known,
+    at: Position,
+    executed: SkipRanges,
+    problems: list[str],
+) -> list[str]:
     """The ids that go."""
     dropped = []
     for name in dict.fromkeys(forget):
         record = known.records.get(name)
         if record is None:
-            if name not in known.origins:           # otherwise an earlier run with these flags has forgotten it
-                have = f"there are {', '.join(list(known.records)[:SHOWN])}" if known.records else "none is recorded"
+            # otherwise an earlier run with these flags has forgotten it
+            if name not in known.origins:
+                have = (
+                    f"there are {', '.join(list(known.records)[:SHOWN])}"
+                    if known.records
+                    else "none is recorded"
+                )
                 problems.append(
                     f"{FORGET_FLAG} {name}: there is no such id; {have} [skip-id-unknown]"
                 )
@@ -114,9 +162,12 @@ def _common(some: SkipRanges, others: SkipRanges) -> int:
     return sum(some.count_in(first, last) for first, last in others.ranges)
 
 
-def _trained(wanted: Range, named: str, otherwise: str, known: Known, at: Position, executed: SkipRanges) -> list[str]:
+def _trained(
+    wanted: Range, named: str, otherwise: str, known: Known, at: Position, executed: SkipRanges
+) -> list[str]:
     """The problem that iterations of a range have been trained already, if they have."""
-    first, last = wanted[0], min(wanted[1], at.iteration)
+    first = wanted[0]
+    last = min(wanted[1], at.iteration)
     if executed.count_in(first, last) >= last - first + 1:
         return []
     return [
@@ -134,10 +185,13 @@ def _earlier(known: Known, first: int) -> str:
     return f"{known.load or 'there'} has no checkpoint before them: start anew without --load"
 
 
-def _moved(plan: Plan, records: dict[str, SkipRecord], known: Known, at: Position,
-           problems: list[str]) -> list[tuple[str, str, Range]]:
-    """(id, reason, range now) of the records whose samples to come are other iterations with the batch sizes of `plan`."""
-    shift, moved = at.consumed - plan.consumed_samples(at.iteration), []
+def _moved(
+    plan: Plan, records: dict[str, SkipRecord], known: Known, at: Position, problems: list[str]
+) -> list[tuple[str, str, Range]]:
+    """(id, reason, range now) of the records whose samples to come are other iterations with the
+    batch sizes of `plan`."""
+    shift = at.consumed - plan.consumed_samples(at.iteration)
+    moved = []
     for name, r in records.items():
         if r.s1 <= at.consumed:
             continue
@@ -154,7 +208,10 @@ def _moved(plan: Plan, records: dict[str, SkipRecord], known: Known, at: Positio
             continue
         first = plan.batch.iterations_within(max(0, start - shift)) + 1
         last = plan.batch.iterations_within(max(0, r.s1 - 1 - shift)) + 1
-        if (plan.consumed_samples(first - 1) + shift, plan.consumed_samples(last) + shift) == (start, r.s1):
+        if (plan.consumed_samples(first - 1) + shift, plan.consumed_samples(last) + shift) == (
+            start,
+            r.s1,
+        ):
             moved.append((name, r.reason, (first, last)))
         else:
             problems.append(
@@ -166,14 +223,28 @@ def _moved(plan: Plan, records: dict[str, SkipRecord], known: Known, at: Positio
     return moved
 
 
-def _listed(kept: dict[str, SkipRecord], moved: list[tuple[str, str, Range]], new: list[Range], known: Known,
-            at: Position) -> list[str]:
+def _listed(
+    kept: dict[str, SkipRecord],
+    moved: list[tuple[str, str, Range]],
+    new: list[Range],
+    known: Known,
+    at: Position,
+) -> list[str]:
     """A line with the ranges to come, their ids and where they come from."""
-    shown = [f"{name} ({r.reason}, {known.origins[name]})" for name, r in kept.items() if r.b > at.iteration]
+    shown = [
+        f"{name} ({r.reason}, {known.origins[name]})"
+        for name, r in kept.items()
+        if r.b > at.iteration
+    ]
     shown += [f"{first}-{last} ({reason}, was {name})" for name, reason, (first, last) in moved]
-    shown += [f"{skip_records.named(one)['id']} (user, command line, new)" for one in skip_records.grouped(new)]
+    shown += [
+        f"{skip_records.named(one)['id']} (user, command line, new)"
+        for one in skip_records.grouped(new)
+    ]
     behind = sum(r.b <= at.iteration for r in kept.values())
     if not shown and not behind:
         return []
-    more = [f"{len(shown) - SHOWN} more"] * (len(shown) > SHOWN) + [f"{behind} behind"] * bool(behind)
+    more = [f"{len(shown) - SHOWN} more"] * (len(shown) > SHOWN) + [f"{behind} behind"] * bool(
+        behind
+    )
     return ["iterations to skip: " + ", ".join([*(shown[:SHOWN] or ["none to come"]), *more])]

@@ -1,4 +1,6 @@
-"""From a history of iterations to events: where loss or gradient norm left their trend, and what to skip. Knows no file."""
+"""From a history of iterations to events: where loss or gradient norm left their trend, and what to
+skip. Knows no file."""
+
 from __future__ import annotations
 
 from collections import Counter
@@ -8,17 +10,21 @@ from dataclasses import dataclass
 from megatron.training.log_reader import Record
 from megatron.training.spikes import SIGMA, Finding, SpikeDetector
 
-TOGETHER = 32           # records: what is out of line within so many belongs to one event, marks before it too
-RECOVERY = 200          # iterations in which a benign spike is over
+# records: what is out of line within so many belongs to one event, marks before it too
+TOGETHER = 32
+RECOVERY = 200  # iterations in which a benign spike is over
 
 
 @dataclass(frozen=True)
 class Event:
-    """A spike. `first` and `last` are the iterations out of line, `peak` the worst of them; skip `start` to `end`.
+    """A spike. `first` and `last` are the iterations out of line, `peak` the worst of them; skip
+    `start` to `end`.
 
-    `kind`: `benign` (the loss is back on its line, to one median deviation, within 200 iterations of the worst), `slow`
-    (later), `malignant` (never), `open` (the log ends before that can be said), `non-finite`.
+    `kind`: `benign` (the loss is back on its line, to one median deviation, within 200 iterations
+    of the worst), `slow` (later), `malignant` (never), `open` (the log ends before that can be
+    said), `non-finite`.
     """
+
     first: int
     last: int
     peak: int
@@ -37,8 +43,10 @@ def log_interval(records: Sequence[Record]) -> int:
 
 
 def find_events(records: Sequence[Record]) -> list[Event]:
-    """All spikes of a run in order. Records without a loss, and updates that fp16 skipped, are not looked at."""
-    interval, seen = log_interval(records), _looked_at(records)
+    """All spikes of a run in order. Records without a loss, and updates that fp16 skipped, are not
+    looked at."""
+    interval = log_interval(records)
+    seen = _looked_at(records)
     detector = SpikeDetector()
     findings = [detector.judge(r.loss, r.grad_norm) for r in seen]
     groups: list[list[int]] = []
@@ -48,13 +56,18 @@ def find_events(records: Sequence[Record]) -> list[Event]:
         elif finding.spike:
             groups.append([place])
     before = [0, *(group[-1] + 1 for group in groups)]
-    return [_event(seen, findings, group, start, interval) for group, start in zip(groups, before, strict=False)]
+    return [
+        _event(seen, findings, group, start, interval)
+        for group, start in zip(groups, before, strict=False)
+    ]
 
 
 def not_judged(records: Sequence[Record]) -> list[tuple[int, int]]:
-    """(first, last) iterations in which only a number that is not finite would have been found: at the start, and after the
-    level of the loss has changed, the detector has too few accepted losses to compare with."""
-    interval, detector = log_interval(records), SpikeDetector()
+    """(first, last) iterations in which only a number that is not finite would have been found: at
+    the start, and after the level of the loss has changed, the detector has too few accepted losses
+    to compare with."""
+    interval = log_interval(records)
+    detector = SpikeDetector()
     found: list[tuple[int, int]] = []
     warming_up = False
     for record in _looked_at(records):
@@ -72,25 +85,45 @@ def _looked_at(records: Sequence[Record]) -> list[Record]:
     return [r for r in records if r.trained and not (r.skipped and interval == 1)]
 
 
-def _event(seen: Sequence[Record], findings: Sequence[Finding], group: Sequence[int], free: int, interval: int) -> Event:
+def _event(
+    seen: Sequence[Record],
+    findings: Sequence[Finding],
+    group: Sequence[int],
+    free: int,
+    interval: int,
+) -> Event:
     """The event of the records at places `group`; records before `free` belong to another."""
-    first, last = group[0], group[-1]
+    first = group[0]
+    last = group[-1]
     marked = [place for place in range(max(free, first - TOGETHER), first) if findings[place].kind]
-    peak = max(group, key=lambda place: (findings[place].kind == "non-finite", findings[place].loss_z))
+    peak = max(
+        group, key=lambda place: (findings[place].kind == "non-finite", findings[place].loss_z)
+    )
     start = seen[min([*marked, first])].iteration - 2 * interval + 1
-    return Event(seen[first].iteration, seen[last].iteration, seen[peak].iteration, max(1, start),
-                 seen[last].iteration + interval, _kind(seen, findings, group, peak), findings[peak], seen[peak].loss,
-                 seen[peak].grad_norm)
+    return Event(
+        seen[first].iteration,
+        seen[last].iteration,
+        seen[peak].iteration,
+        max(1, start),
+        seen[last].iteration + interval,
+        _kind(seen, findings, group, peak),
+        findings[peak],
+        seen[peak].loss,
+        seen[peak].grad_norm,
+    )
 
 
-def _kind(seen: Sequence[Record], findings: Sequence[Finding], group: Sequence[int], peak: int) -> str:
+def _kind(
+    seen: Sequence[Record], findings: Sequence[Finding], group: Sequence[int], peak: int
+) -> str:
     if any(findings[place].kind == "non-finite" for place in group):
         return "non-finite"
-    first, worst = group[0], seen[peak].iteration
+    first = group[0]
+    worst = seen[peak].iteration
     f = findings[first]
     deviation = f.excess / f.loss_z / SIGMA if f.loss_z else 0.0
     limit = seen[first].loss - f.excess + abs(deviation)
-    for record in seen[peak + 1:]:
+    for record in seen[peak + 1 :]:
         if record.loss <= limit:
             return "benign" if record.iteration - worst <= RECOVERY else "slow"
     return "malignant" if seen[-1].iteration - worst > RECOVERY else "open"

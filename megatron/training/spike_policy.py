@@ -1,8 +1,10 @@
-"""What is done about spikes: which updates are left out, what is skipped after going back, when to give up.
+"""What is done about spikes: which updates are left out, what is skipped after going back, when to
+give up.
 
-Iterations and their numbers in, decisions out, the same on every rank. It must not know a run, a checkpoint or torch.
-Source: facts/spikes.md 4.4.
+Iterations and their numbers in, decisions out, the same on every rank. It must not know a run, a
+checkpoint or torch. Source: facts/spikes.md 4.4.
 """
+
 from __future__ import annotations
 
 import math
@@ -14,17 +16,22 @@ from megatron import log
 from megatron.training.signals import Refusal
 from megatron.training.spikes import Finding, SpikeDetector
 
-BUDGET, WITHIN = 10, 1000       # updates left out, in so many iterations
-TOGETHER = 32                   # iterations: marks that long before a spike belong to it
-AGAIN = 200                     # iterations after what was skipped: a spike there is the same trouble
-BEFORE, AFTER = 100, 200        # what the second attempt skips around the first spike
+BUDGET = 10
+WITHIN = 1000  # updates left out, in so many iterations
+TOGETHER = 32  # iterations: marks that long before a spike belong to it
+# iterations after what was skipped: a spike there is the same trouble
+AGAIN = 200
+BEFORE = 100
+AFTER = 200  # what the second attempt skips around the first spike
 ATTEMPTS = 2
-EXIT_CODE = 3                   # of a run that gives up
+EXIT_CODE = 3  # of a run that gives up
 
 
 @dataclass(frozen=True)
 class Rewind:
-    """The run goes back before `start` and skips `start` to `end`. `first`: the iteration out of line that began it all."""
+    """The run goes back before `start` and skips `start` to `end`. `first`: the iteration out of
+    line that began it all."""
+
     attempt: int
     start: int
     end: int
@@ -33,24 +40,27 @@ class Rewind:
 
 @dataclass
 class Row:
-    """Iterations out of line one after the other: first and last, and the first mark of what led to them."""
+    """Iterations out of line one after the other: first and last, and the first mark of what led to
+    them."""
+
     first: int
     last: int
     mark: int
 
 
 class SpikePolicy:
-    """Judges trained iterations one after the other, and decides. Iterations that the user or an overflow skipped are not
-    shown to it and change nothing."""
+    """Judges trained iterations one after the other, and decides. Iterations that the user or an
+    overflow skipped are not shown to it and change nothing."""
 
     def __init__(self, action: str = "log"):
         self.action = action
-        self.finding = Finding()                # of the iteration judged last
+        self.finding = Finding()  # of the iteration judged last
         self.rewinds: list[Rewind] = []
         self._detector = SpikeDetector()
-        self._marks: list[int] = []             # iterations with a finding since the last row, at most TOGETHER old
+        # iterations with a finding since the last row, at most TOGETHER old
+        self._marks: list[int] = []
         self._row: Row | None = None
-        self._over: Row | None = None           # the row that the iteration judged last has ended
+        self._over: Row | None = None  # the row that the iteration judged last has ended
         self._spent: list[int] = []
 
     @property
@@ -70,7 +80,8 @@ class SpikePolicy:
         if finding.spike:
             if self._row is None:
                 marks = [n for n in self._marks if n >= iteration - TOGETHER]
-                self._row, self._marks = Row(iteration, iteration, min([*marks, iteration])), []
+                self._row = Row(iteration, iteration, min([*marks, iteration]))
+                self._marks = []
                 self._spent.append(iteration)
             elif finding.kind == "non-finite":
                 self._spent.append(iteration)
@@ -79,12 +90,17 @@ class SpikePolicy:
             if finding.kind != "level shift":
                 self._over = self._row
             self._row = None
-            self._marks = [n for n in self._marks if n >= iteration - TOGETHER] + [iteration] * bool(finding.kind)
+            self._marks = [n for n in self._marks if n >= iteration - TOGETHER] + [
+                iteration
+            ] * bool(finding.kind)
         self._spent = [n for n in self._spent if n > iteration - WITHIN]
         return finding
 
-    def observe(self, iteration: int, loss: float, grad_norm: float | None, skipped: str | None) -> Finding:
-        """What a trained iteration is, and say so on the last rank; one that overflowed is not looked at."""
+    def observe(
+        self, iteration: int, loss: float, grad_norm: float | None, skipped: str | None
+    ) -> Finding:
+        """What a trained iteration is, and say so on the last rank; one that overflowed is not
+        looked at."""
         if self.action == "off" or skipped == "overflow":
             return Finding()
         if not self.decides:
@@ -100,30 +116,33 @@ class SpikePolicy:
         return not (finding.spike if self.action == "skip-update" else finding.kind == "non-finite")
 
     def _check_budget(self) -> None:
-        """Raise Refusal when more updates have been left out than may be. A row counts as one, since it is the data or
-        the level that has changed; numbers that are not finite count each."""
+        """Raise Refusal when more updates have been left out than may be. A row counts as one,
+        since it is the data or the level that has changed; numbers that are not finite count
+        each."""
         if self.action == "skip-update" and self.finding.spike and len(self._spent) > BUDGET:
             raise Refusal(
                 (
                     f"{len(self._spent)} spikes within {WITHIN} iterations (at "
                     f"{', '.join(map(str, self._spent))}), of which --spike-action skip-update "
                     f"leaves out {BUDGET}: so many are no accident of the data. Go back before "
-                    "the first with a lower --lr or --clip-grad, or give --spike-action log to "
-                    "go on regardless [spike-limit-reached]"
+                    "the first with a lower --lr or --clip-grad, or give --spike-action log to go "
+                    "on regardless [spike-limit-reached]"
                 ),
                 EXIT_CODE,
             )
 
     def due(self, train_iters: int, iteration: int) -> Rewind | None:
-        """Is it time to go back, after `iteration`? A row of spikes is waited for until it is over. Raises Refusal where
-        nothing helps any more."""
+        """Is it time to go back, after `iteration`? A row of spikes is waited for until it is over.
+        Raises Refusal where nothing helps any more."""
         self._check_budget()
         row = self._over
         if row is None and (self.finding.kind == "non-finite" or iteration == train_iters):
             row = self._row
         if self.action != "rewind" or row is None:
             return None
-        before = self.rewinds[-1] if self.rewinds and row.first <= self.rewinds[-1].end + AGAIN else None
+        before = (
+            self.rewinds[-1] if self.rewinds and row.first <= self.rewinds[-1].end + AGAIN else None
+        )
         attempt, first = (before.attempt + 1, before.first) if before else (1, row.first)
         if attempt > ATTEMPTS:
             raise Refusal(
@@ -135,43 +154,66 @@ class SpikePolicy:
                 ),
                 EXIT_CODE,
             )
-        start, end = (row.mark - 1, row.last + 1) if attempt == 1 else (first - BEFORE, max(first + AFTER, row.last + 1))
+        start, end = (
+            (row.mark - 1, row.last + 1)
+            if attempt == 1
+            else (first - BEFORE, max(first + AFTER, row.last + 1))
+        )
         return Rewind(attempt, max(1, start), min(end, train_iters), first)
 
     def tried(self, first: int) -> str:
         """What has been skipped because of a spike at `first`."""
         ranges = [f"{one.start} to {one.end}" for one in self.rewinds if one.first == first]
-        return f"the run went back before the spike at iteration {first} and skipped {' and then '.join(ranges)}"
+        return (
+            f"the run went back before the spike at iteration {first} and skipped "
+            f"{' and then '.join(ranges)}"
+        )
 
     def line(self, iteration: int, loss: float, grad_norm: float | None) -> str | None:
-        """What a reader is told about the iteration judged last; None where there is nothing to tell."""
+        """What a reader is told about the iteration judged last; None where there is nothing to
+        tell."""
         found = self.finding
         if found.kind == "level shift":
-            return f"level shift at iteration {iteration}: many outliers in a row; the new level is accepted"
+            return (
+                f"level shift at iteration {iteration}: many outliers in a row; the new level is "
+                "accepted"
+            )
         if not found.spike:
             return None
         norm = "" if grad_norm is None else f", gradient norm {grad_norm:.4g}"
-        what = {"loss": f"loss {loss:.4f} is {found.excess:.3f} nats ({found.loss_z:.1f} sigma) above its line{norm}",
-                "grad-norm": f"gradient norm {grad_norm or math.nan:.4g} is {found.ratio:.3g} times its line "
-                             f"({found.norm_z:.1f} sigma), loss {loss:.4f}",
-                "non-finite": f"loss {loss}{norm}"}[found.kind]
-        done = {"log": "no action; tools/spikes.py analyze says what to skip",
-                "skip-update": f"optimizer update skipped ({len(self._spent)} of {BUDGET} in {WITHIN} iterations)",
-                "rewind": "will roll back once the spike ends"}[self.action]
+        what = {
+            "loss": f"loss {loss:.4f} is {found.excess:.3f} nats ({found.loss_z:.1f} sigma) above "
+            f"its line{norm}",
+            "grad-norm": f"gradient norm {grad_norm or math.nan:.4g} is {found.ratio:.3g} times "
+            f"its line ({found.norm_z:.1f} sigma), loss {loss:.4f}",
+            "non-finite": f"loss {loss}{norm}",
+        }[found.kind]
+        done = {
+            "log": "no action; tools/spikes.py analyze says what to skip",
+            "skip-update": f"optimizer update skipped ({len(self._spent)} of {BUDGET} in {WITHIN} "
+            "iterations)",
+            "rewind": "will roll back once the spike ends",
+        }[self.action]
         return f"spike at iteration {iteration}: {what}; {done}"
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint keeps, as JSON."""
         if self.action == "off":
             return {}
-        return {"detector": self._detector.state_dict(), "marks": list(self._marks), "spent": list(self._spent),
-                "row": self._row and asdict(self._row), "rewinds": [asdict(one) for one in self.rewinds]}
+        return {
+            "detector": self._detector.state_dict(),
+            "marks": list(self._marks),
+            "spent": list(self._spent),
+            "row": self._row and asdict(self._row),
+            "rewinds": [asdict(one) for one in self.rewinds],
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what a checkpoint kept; an empty one is of a run that did not look."""
         self.__init__(self.action)
         if state and self.action != "off":
             self._detector.load_state_dict(state["detector"])
-            self._marks, self._spent = list(map(int, state["marks"])), list(map(int, state["spent"]))
+            self._marks = list(map(int, state["marks"]))
+            self._spent = list(map(int, state["spent"]))
             self._row = state["row"] and Row(**state["row"])
             self.rewinds = [Rewind(**one) for one in state["rewinds"]]

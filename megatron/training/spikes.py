@@ -1,9 +1,12 @@
-"""Is the loss or the gradient norm of an iteration out of line with those before it? Numbers in, a finding out; no torch.
+"""Is the loss or the gradient norm of an iteration out of line with those before it? Numbers in, a
+finding out; no torch.
 
-The rule is robust and one-sided. A value is held against the straight line through the last accepted ones; its distance
-is measured in their spread (1.4826 x the median distance from the line, which a normal distribution calls sigma). What is
-out of line never enters the window, so one spike does not hide the next; a long run of such values is a new level.
+The rule is robust and one-sided. A value is held against the straight line through the last
+accepted ones; its distance is measured in their spread (1.4826 x the median distance from the line,
+which a normal distribution calls sigma). What is out of line never enters the window, so one spike
+does not hide the next; a long run of such values is a new level.
 """
+
 from __future__ import annotations
 
 import math
@@ -13,24 +16,29 @@ from typing import Any
 
 import numpy as np
 
-WINDOW = 128            # accepted values that a new one is held against
-LEAST = 64              # as many must be there
-LOSS_Z, LOSS_EXCESS = 6.0, 0.05         # sigma, and nats above the line
-NORM_Z, NORM_RATIO = 8.0, 10.0          # sigma of the logarithm, and times the line: docs/spikes.md says why
+WINDOW = 128  # accepted values that a new one is held against
+LEAST = 64  # as many must be there
+LOSS_Z = 6.0
+LOSS_EXCESS = 0.05  # sigma, and nats above the line
+NORM_Z = 8.0
+NORM_RATIO = 10.0  # sigma of the logarithm, and times the line: docs/spikes.md says why
 PRECURSOR_Z = 4.0
-LEVEL_SHIFT = 64        # out of line in a row: the level has changed
-SIGMA = 1.4826          # standard deviations of a normal distribution in its median absolute deviation
+LEVEL_SHIFT = 64  # out of line in a row: the level has changed
+# standard deviations of a normal distribution in its median absolute deviation
+SIGMA = 1.4826
 
 _X = np.arange(WINDOW, dtype=np.float64)
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What an iteration is: `kind` is "", `precursor`, `loss`, `grad-norm`, `non-finite` or `level shift`.
+    """What an iteration is: `kind` is "", `precursor`, `loss`, `grad-norm`, `non-finite` or `level
+    shift`.
 
-    `loss_z` and `norm_z` are in sigma above the line, 0 while there is too little to compare with; `excess` in nats;
-    `ratio` of the gradient norm to the line's.
+    `loss_z` and `norm_z` are in sigma above the line, 0 while there is too little to compare with;
+    `excess` in nats; `ratio` of the gradient norm to the line's.
     """
+
     kind: str = ""
     loss_z: float = 0.0
     norm_z: float = 0.0
@@ -51,16 +59,19 @@ class Finding:
 @dataclass
 class Series:
     """The last accepted values of one number."""
+
     values: list[float] = field(default_factory=list)
 
     def against(self, value: float) -> tuple[float, float]:
-        """(distance in sigma, distance) of `value` above the line through the window; zeros while there are too few."""
+        """(distance in sigma, distance) of `value` above the line through the window; zeros while
+        there are too few."""
         count = len(self.values)
         if count < LEAST:
             return 0.0, 0.0
         y = np.array(self.values)
         x = _X[:count] - (count - 1) / 2
-        mean, slope = y.sum() / count, (x @ y) / (x @ x)
+        mean = y.sum() / count
+        slope = (x @ y) / (x @ x)
         distance = np.abs(y - mean - slope * x)
         distance.partition((count - 1) // 2)
         sigma = SIGMA * float(distance[(count - 1) // 2])
@@ -74,19 +85,23 @@ class Series:
 
 
 class SpikeDetector:
-    """Judges iterations one after the other. Iterations that are skipped are not shown to it and change nothing."""
+    """Judges iterations one after the other. Iterations that are skipped are not shown to it and
+    change nothing."""
 
     def __init__(self) -> None:
-        self._loss, self._norm = Series(), Series()
+        self._loss = Series()
+        self._norm = Series()
         self._in_a_row = 0
 
     @property
     def ready(self) -> bool:
-        """Are there enough accepted losses to compare with? Until then only numbers that are not finite are found."""
+        """Are there enough accepted losses to compare with? Until then only numbers that are not
+        finite are found."""
         return len(self._loss.values) >= LEAST
 
     def judge(self, loss: float, grad_norm: float | None = None) -> Finding:
-        """What an iteration with this loss (nats a token, mean over all) and norm (before clipping) is."""
+        """What an iteration with this loss (nats a token, mean over all) and norm (before clipping)
+        is."""
         if not math.isfinite(loss) or (grad_norm is not None and not math.isfinite(grad_norm)):
             return Finding("non-finite")
         loss_z, excess = self._loss.against(loss)
@@ -103,7 +118,9 @@ class SpikeDetector:
         if kind in ("loss", "grad-norm"):
             self._in_a_row += 1
             if self._in_a_row > LEVEL_SHIFT:
-                self._loss, self._norm, self._in_a_row = Series(), Series(), 0
+                self._loss = Series()
+                self._norm = Series()
+                self._in_a_row = 0
                 kind = "level shift"
         else:
             self._in_a_row = 0
@@ -114,10 +131,16 @@ class SpikeDetector:
         return Finding(kind, loss_z, norm_z, excess, ratio)
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps, as JSON; a copy, since one may be written while the run goes on."""
-        return {"loss": list(self._loss.values), "log_grad_norm": list(self._norm.values), "in_a_row": self._in_a_row}
+        """What a checkpoint keeps, as JSON; a copy, since one may be written while the run goes
+        on."""
+        return {
+            "loss": list(self._loss.values),
+            "log_grad_norm": list(self._norm.values),
+            "in_a_row": self._in_a_row,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what a checkpoint kept."""
-        self._loss, self._norm = Series(list(state["loss"])), Series(list(state["log_grad_norm"]))
+        self._loss = Series(list(state["loss"]))
+        self._norm = Series(list(state["log_grad_norm"]))
         self._in_a_row = int(state["in_a_row"])

@@ -1,4 +1,6 @@
-"""One training iteration and one evaluation, from samples to numbers. Knows no log, no file and no signal."""
+"""One training iteration and one evaluation, from samples to numbers. Knows no log, no file and no
+signal."""
+
 from __future__ import annotations
 
 import functools
@@ -24,13 +26,16 @@ ForwardStep = Callable[[Batch, GPTModel], tuple[torch.Tensor, torch.Tensor | int
 
 
 class NotFinite(ArithmeticError):
-    """A loss or a gradient norm is NaN or infinite, with the iteration, the rank and what to do in the text."""
+    """A loss or a gradient norm is NaN or infinite, with the iteration, the rank and what to do in
+    the text."""
 
 
 class StepOutcome(NamedTuple):
-    """What a training step measured; `skipped`: None, or why no update was made: `overflow` (fp16), `spike` or `nonfinite`
-    (--spike-action); `num_zeros` is that of real parameters (those that are padding always have zero gradients); `flag` is
-    the sum of what the ranks handed in; `packed` are the counts of subsets and packed rows."""
+    """What a training step measured; `skipped`: None, or why no update was made: `overflow` (fp16),
+    `spike` or `nonfinite` (--spike-action); `num_zeros` is that of real parameters (those that are
+    padding always have zero gradients); `flag` is the sum of what the ranks handed in; `packed` are
+    the counts of subsets and packed rows."""
+
     loss: float
     skipped: str | None
     grad_norm: float | None
@@ -38,24 +43,34 @@ class StepOutcome(NamedTuple):
     seconds: float
     flag: int
     packed: dict[str, float | int | None] | None = None
-    fwd_bwd_seconds: float = 0.0        # up to the sum of losses over the ranks, which waits for the device
+    # up to the sum of losses over the ranks, which waits for the device
+    fwd_bwd_seconds: float = 0.0
 
 
-def train_step(run: Run, forward_step: ForwardStep, samples: Iterator[torch.Tensor], iteration: int,
-               flag: Callable[[], int] = int) -> StepOutcome:
+def train_step(
+    run: Run,
+    forward_step: ForwardStep,
+    samples: Iterator[torch.Tensor],
+    iteration: int,
+    flag: Callable[[], int] = int,
+) -> StepOutcome:
     """Gradients of one global batch, divided by its true number of tokens, and one optimizer step.
 
-    Each micro-batch's backward uses the nominal count, so that nothing overflows in fp16; the true count, known at
-    the end, corrects it. `flag()`, asked for then, travels with the loss, so that all ranks agree on its sum without a
-    collective of its own.
+    Each micro-batch's backward uses the nominal count, so that nothing overflows in fp16; the true
+    count, known at the end, corrects it. `flag()`, asked for then, travels with the loss, so that
+    all ranks agree on its sum without a collective of its own.
     """
     start = time.perf_counter()
-    runtime, timers, seed = run.runtime, run.timers, run.config.training.seed
+    runtime = run.runtime
+    timers = run.timers
+    seed = run.config.training.seed
     nominal = run.plan.global_batch_size(iteration) * run.config.model.seq_length
     backward_scale = run.optimizer.loss_scale / nominal
     recorder = run.recorder
     slots = 5 if recorder else 3
-    totals = torch.zeros(slots + (run.rows.size if run.rows else 0), dtype=torch.float64, device=runtime.device)
+    totals = torch.zeros(
+        slots + (run.rows.size if run.rows else 0), dtype=torch.float64, device=runtime.device
+    )
 
     def dropout(micro_batch: int) -> DropoutSeeds:
         return DropoutSeeds(seed, iteration, micro_batch, runtime.ctx.dp_cp.rank)
@@ -69,8 +84,13 @@ def train_step(run: Run, forward_step: ForwardStep, samples: Iterator[torch.Tens
 
     run.buffers.zero(run.plan.num_microbatches(iteration))
     with timers("forward-backward", 1):
-        run.pipeline.run(run.plan.num_microbatches(iteration), _forwards(run, forward_step, samples, totals, dropout,
-                                                                           totals[slots:] if run.rows else None), backward)
+        run.pipeline.run(
+            run.plan.num_microbatches(iteration),
+            _forwards(
+                run, forward_step, samples, totals, dropout, totals[slots:] if run.rows else None
+            ),
+            backward,
+        )
     with timers("all-grads-sync", 1):
         run.buffers.reduce()
         totals[2] = flag()
@@ -83,7 +103,12 @@ def train_step(run: Run, forward_step: ForwardStep, samples: Iterator[torch.Tens
     loss_sum, tokens, flags, *more = totals.tolist()
     fwd_bwd_seconds = time.perf_counter() - start
     if recorder:
-        recorder.record(iteration, run.progress.consumed_train_samples, run.plan.global_batch_size(iteration), *more[:2])
+        recorder.record(
+            iteration,
+            run.progress.consumed_train_samples,
+            run.plan.global_batch_size(iteration),
+            *more[:2],
+        )
     loss = loss_sum / max(1.0, tokens)
     _check_loss(run, iteration, loss, local)
     admit = functools.partial(run.spikes.admits, iteration, loss) if run.spikes.decides else None
@@ -96,15 +121,28 @@ def train_step(run: Run, forward_step: ForwardStep, samples: Iterator[torch.Tens
             run.fp8.step(result.ok)
     _check_norm(run, iteration, result)
     zeros = None if result.num_zeros is None else result.num_zeros - run.plan.num_padding
-    packed = run.rows.named(more[slots - 3:]) if run.rows else None
+    packed = run.rows.named(more[slots - 3 :]) if run.rows else None
     skipped = _why_skipped(run, result)
-    return StepOutcome(loss, skipped, result.grad_norm, zeros, time.perf_counter() - start, int(flags), packed,
-                       fwd_bwd_seconds)
+    return StepOutcome(
+        loss,
+        skipped,
+        result.grad_norm,
+        zeros,
+        time.perf_counter() - start,
+        int(flags),
+        packed,
+        fwd_bwd_seconds,
+    )
 
 
 def _check_norm(run: Run, iteration: int, result: StepResult) -> None:
     """Raise NotFinite for an update whose gradient norm is no number."""
-    if result.ok and result.grad_norm is not None and not math.isfinite(result.grad_norm) and _checks(run):
+    if (
+        result.ok
+        and result.grad_norm is not None
+        and not math.isfinite(result.grad_norm)
+        and _checks(run)
+    ):
         raise NotFinite(
             f"iteration {iteration}: the gradient norm is {result.grad_norm}; nothing of this "
             "step is saved. Resume from the last checkpoint with --train-range-to-skip "
@@ -114,7 +152,8 @@ def _check_norm(run: Run, iteration: int, result: StepResult) -> None:
 
 
 def _why_skipped(run: Run, result: StepResult) -> str | None:
-    """Why no update was made, None if one was. What was not admitted has a norm, what overflowed has none."""
+    """Why no update was made, None if one was. What was not admitted has a norm, what overflowed
+    has none."""
     if result.ok:
         return None
     if result.grad_norm is None:
@@ -122,12 +161,20 @@ def _why_skipped(run: Run, result: StepResult) -> str | None:
     return "nonfinite" if run.spikes.finding.kind == "non-finite" else "spike"
 
 
-def _forwards(run: Run, forward_step: ForwardStep, samples: Iterator[torch.Tensor], totals: torch.Tensor,
-              dropout: Callable[[int], DropoutSeeds | None], slots: torch.Tensor | None = None) -> Forward:
-    """The forward of a schedule: reads a micro-batch when it comes to this rank's first chunk, keeps it for the others,
-    and adds the last chunk's loss and tokens to `totals`, and with `slots` to those of its subset."""
+def _forwards(
+    run: Run,
+    forward_step: ForwardStep,
+    samples: Iterator[torch.Tensor],
+    totals: torch.Tensor,
+    dropout: Callable[[int], DropoutSeeds | None],
+    slots: torch.Tensor | None = None,
+) -> Forward:
+    """The forward of a schedule: reads a micro-batch when it comes to this rank's first chunk,
+    keeps it for the others, and adds the last chunk's loss and tokens to `totals`, and with `slots`
+    to those of its subset."""
     batches: dict[int, Batch] = {}
-    chunks, timers = len(run.model), run.timers
+    chunks = len(run.model)
+    timers = run.timers
 
     def forward(micro_batch: int, chunk: int, hidden: torch.Tensor | None) -> torch.Tensor:
         if chunk == 0:
@@ -135,11 +182,14 @@ def _forwards(run: Run, forward_step: ForwardStep, samples: Iterator[torch.Tenso
                 loaded = next_samples(samples)
                 if slots is not None:
                     run.rows.see(loaded)
-                batches[micro_batch] = make_batch(loaded, run.rules, run.runtime.device, dropout(micro_batch),
-                                                  slots is not None)
+                batches[micro_batch] = make_batch(
+                    loaded, run.rules, run.runtime.device, dropout(micro_batch), slots is not None
+                )
         batch = batches.pop(micro_batch) if chunk == chunks - 1 else batches[micro_batch]
         with timers("forward-compute", 2):
-            output = forward_step(batch if hidden is None else replace(batch, hidden=hidden), run.model[chunk])
+            output = forward_step(
+                batch if hidden is None else replace(batch, hidden=hidden), run.model[chunk]
+            )
         if not run.pipeline.is_last(chunk):
             return output
         loss, tokens = output
@@ -153,8 +203,8 @@ def _forwards(run: Run, forward_step: ForwardStep, samples: Iterator[torch.Tenso
 
 
 def _sum_losses(run: Run, totals: torch.Tensor) -> None:
-    """Sum (losses, tokens, more) over all ranks: stages before the last have none of the first two, and tensor-parallel
-    ranks have the same, which counts once."""
+    """Sum (losses, tokens, more) over all ranks: stages before the last have none of the first two,
+    and tensor-parallel ranks have the same, which counts once."""
     if run.runtime.ctx.tp.rank:
         totals[:2] = 0
     run.services.all_reduce(totals, run.runtime.ctx.world)
@@ -173,18 +223,25 @@ def next_samples(samples: Iterator[torch.Tensor]) -> torch.Tensor:
 
 
 def _checks(run: Run) -> bool:
-    """Are non-finite numbers an error? Not under dynamic loss scaling, where they are how it finds its scale, nor where
-    --spike-action leaves such an update out."""
+    """Are non-finite numbers an error? Not under dynamic loss scaling, where they are how it finds
+    its scale, nor where --spike-action leaves such an update out."""
     dynamic = run.config.precision.fp16 and run.config.precision.loss_scale is None
-    return run.config.training.check_for_nan_in_loss_and_grad and not dynamic and not run.spikes.decides
+    return (
+        run.config.training.check_for_nan_in_loss_and_grad
+        and not dynamic
+        and not run.spikes.decides
+    )
 
 
 def _check_loss(run: Run, iteration: int, loss: float, local: torch.Tensor) -> None:
     if math.isfinite(loss) or not _checks(run):
         return
     axis = run.runtime.ctx.world
-    bad = [rank for rank, other in zip(axis.ranks, gather_objects(local.item(), axis), strict=True)
-           if not math.isfinite(other)]
+    bad = [
+        rank
+        for rank, other in zip(axis.ranks, gather_objects(local.item(), axis), strict=True)
+        if not math.isfinite(other)
+    ]
     where = f" (found on rank{'s' * (len(bad) > 1)} {', '.join(map(str, bad))})" if bad else ""
     raise NotFinite(
         f"iteration {iteration}: the loss is {loss}{where}; optimizer step skipped. Resume from "
@@ -194,12 +251,19 @@ def _check_loss(run: Run, iteration: int, loss: float, local: torch.Tensor) -> N
 
 
 @torch.no_grad()
-def evaluate(run: Run, forward_step: ForwardStep, samples: Iterator[torch.Tensor], count: int,
-             tell: Callable[[str], None], stop: Callable[[], bool] | None = None) -> dict[str, float] | None:
-    """Mean loss per token over `count` micro-batches, in global batches of the final size; dropout is off. One sync at
-    the end.
+def evaluate(
+    run: Run,
+    forward_step: ForwardStep,
+    samples: Iterator[torch.Tensor],
+    count: int,
+    tell: Callable[[str], None],
+    stop: Callable[[], bool] | None = None,
+) -> dict[str, float] | None:
+    """Mean loss per token over `count` micro-batches, in global batches of the final size; dropout
+    is off. One sync at the end.
 
-    `stop`, if given, is asked after each global batch (its answer must be that of all ranks); then there is no result.
+    `stop`, if given, is asked after each global batch (its answer must be that of all ranks); then
+    there is no result.
     """
     micro_batches = run.plan.batch.final_global_batch_size // run.plan.batch.divisor
     iterations = -(-count // micro_batches)

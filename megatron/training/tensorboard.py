@@ -1,4 +1,6 @@
-"""TensorBoard scalars, in groups or under Megatron's tags, written and read back. The only importer of tensorboard."""
+"""TensorBoard scalars, in groups or under Megatron's tags, written and read back. The only importer
+of tensorboard."""
+
 from __future__ import annotations
 
 import io
@@ -11,16 +13,25 @@ from typing import Any
 
 from megatron.training.output import OutputFile
 
-REFRESH = 60.0      # seconds after which queued events are written
+REFRESH = 60.0  # seconds after which queued events are written
 
 # What Megatron's tags are called with --log-format short.
 GROUPED = {
-    "lm loss": "train/loss", "grad-norm": "train/grad_norm", "learning-rate": "train/learning_rate",
-    "loss-scale": "train/loss_scale", "batch-size": "train/batch_size", "num-zeros": "train/num_zeros",
-    "params-norm": "train/params_norm", "skipped": "train/skipped", "spike": "train/spike_sigma",
-    "iteration-time": "perf/iteration_time", "tokens-per-second": "perf/tokens_per_second",
-    "throughput": "perf/tflops_per_rank", "world-size": "perf/world_size",
-    "mem-reserved-bytes": "memory/reserved_bytes", "mem-allocated-bytes": "memory/allocated_bytes",
+    "lm loss": "train/loss",
+    "grad-norm": "train/grad_norm",
+    "learning-rate": "train/learning_rate",
+    "loss-scale": "train/loss_scale",
+    "batch-size": "train/batch_size",
+    "num-zeros": "train/num_zeros",
+    "params-norm": "train/params_norm",
+    "skipped": "train/skipped",
+    "spike": "train/spike_sigma",
+    "iteration-time": "perf/iteration_time",
+    "tokens-per-second": "perf/tokens_per_second",
+    "throughput": "perf/tflops_per_rank",
+    "world-size": "perf/world_size",
+    "mem-reserved-bytes": "memory/reserved_bytes",
+    "mem-allocated-bytes": "memory/allocated_bytes",
     "mem-allocated-count": "memory/allocations",
 }
 
@@ -32,16 +43,22 @@ def _grouped(tag: str) -> str:
 
 
 class _EventFile:
-    """A file of events, each with a step. It is written in this thread, so that a disk that fails is seen where it does."""
+    """A file of events, each with a step. It is written in this thread, so that a disk that fails
+    is seen where it does."""
 
     def __init__(self, directory: str, queue_size: int):
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.summary.writer.record_writer import RecordWriter
 
-        name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.{time.monotonic_ns()}"
-        self._file, self._queue = OutputFile(os.path.join(directory, name), "--tensorboard-dir"), io.BytesIO()
-        self._records, self._make = RecordWriter(self._queue), Event
-        self._queue_size, self._queued, self._written_at = queue_size, 0, time.monotonic()
+        process = f"{socket.gethostname()}.{os.getpid()}.{time.monotonic_ns()}"
+        name = f"events.out.tfevents.{int(time.time()):010d}.{process}"
+        self._file = OutputFile(os.path.join(directory, name), "--tensorboard-dir")
+        self._queue = io.BytesIO()
+        self._records = RecordWriter(self._queue)
+        self._make = Event
+        self._queue_size = queue_size
+        self._queued = 0
+        self._written_at = time.monotonic()
         self._put(Event(file_version="brain.Event:2"))
         self.flush()
 
@@ -72,11 +89,13 @@ class _EventFile:
 
 
 class TensorBoard:
-    """A writer of scalars against iterations: in groups, or under Megatron's tags and then against samples, too."""
+    """A writer of scalars against iterations: in groups, or under Megatron's tags and then against
+    samples, too."""
 
     def __init__(self, directory: str, queue_size: int, grouped: bool = False):
-        """Opens an event file in `directory`; `queue_size` events are kept in memory before they are written. Raises
-        ValueError where the package is missing, OSError for a directory that cannot be written."""
+        """Opens an event file in `directory`; `queue_size` events are kept in memory before they
+        are written. Raises ValueError where the package is missing, OSError for a directory that
+        cannot be written."""
         self._grouped = grouped
         try:
             from torch.utils.tensorboard import summary
@@ -85,7 +104,8 @@ class TensorBoard:
                 "--tensorboard-dir needs the package tensorboard: pip install tensorboard, or "
                 "leave the flag out (--metrics-file needs no package) [package-missing]"
             ) from None
-        self._summary, self._events = summary, _EventFile(directory, queue_size)
+        self._summary = summary
+        self._events = _EventFile(directory, queue_size)
 
     def arguments(self, values: Mapping[str, Any], iteration: int) -> None:
         """Every argument as text."""
@@ -93,24 +113,40 @@ class TensorBoard:
             self._events.add(self._summary.text(name, str(value)), iteration)
 
     def scalar(self, tag: str, value: float, iteration: int, samples: int | None = None) -> None:
-        """A point at `iteration`, under Megatron's `tag` and under `tag vs samples` when the samples are given; or in a
-        group: tags that have none belong to `train`."""
+        """A point at `iteration`, under Megatron's `tag` and under `tag vs samples` when the
+        samples are given; or in a group: tags that have none belong to `train`."""
         if self._grouped:
-            tag, samples = _grouped(tag), None
+            tag = _grouped(tag)
+            samples = None
         self._events.add(self._summary.scalar(tag, value), iteration)
         if samples is not None:
             self._events.add(self._summary.scalar(f"{tag} vs samples", value), samples)
 
-    def evaluation(self, key: str, split: str, iteration: int, samples: int, loss: float, perplexity: float | None,
-                   bits_per_byte: float | None) -> None:
-        """Points of an evaluation; `key` is the loss's name, `split` validation, validation-NAME or test."""
+    def evaluation(
+        self,
+        key: str,
+        split: str,
+        iteration: int,
+        samples: int,
+        loss: float,
+        perplexity: float | None,
+        bits_per_byte: float | None,
+    ) -> None:
+        """Points of an evaluation; `key` is the loss's name, `split` validation, validation-NAME or
+        test."""
         group = split.replace("validation", "valid") + "/"
         values = {"loss": loss, "perplexity": perplexity, "bits_per_byte": bits_per_byte}
         endings = {"loss": "", "perplexity": " ppl", "bits_per_byte": " bits per byte"}
-        megatron = f"{key} {split.replace('test', 'validation')}"       # which writes both under one tag
+        # which writes both under one tag
+        megatron = f"{key} {split.replace('test', 'validation')}"
         for name, value in values.items():
             if value is not None:
-                self.scalar(f"{group}{name}" if self._grouped else f"{megatron}{endings[name]}", value, iteration, samples)
+                self.scalar(
+                    f"{group}{name}" if self._grouped else f"{megatron}{endings[name]}",
+                    value,
+                    iteration,
+                    samples,
+                )
 
     def flush(self) -> None:
         """Write what is queued."""
@@ -122,7 +158,8 @@ class TensorBoard:
 
 
 def read_scalars(directory: str) -> Iterator[tuple[str, int, float]]:
-    """(tag, step, value) of every scalar under a directory, file by file as they were begun and in the order written.
+    """(tag, step, value) of every scalar under a directory, file by file as they were begun and in
+    the order written.
 
     Raises ValueError where the package is missing.
     """
@@ -139,7 +176,10 @@ def read_scalars(directory: str) -> Iterator[tuple[str, int, float]]:
             for value in event.summary.value:
                 if value.HasField("simple_value"):
                     yield value.tag, event.step, value.simple_value
-                elif value.HasField("tensor") and value.metadata.plugin_data.plugin_name in ("", "scalars"):
+                elif value.HasField("tensor") and value.metadata.plugin_data.plugin_name in (
+                    "",
+                    "scalars",
+                ):
                     number = make_ndarray(value.tensor)
                     if number.ndim == 0 and number.dtype.kind == "f":
                         yield value.tag, event.step, float(number)

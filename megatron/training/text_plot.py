@@ -15,7 +15,8 @@ MARGIN = 10  # columns of the numbers beside an axis
 def text_plot(runs: Sequence[Curves], width: int = 80, window: int = 1) -> list[str]:
     """The panels of the runs one below the other, in lines of at most `width` characters of ASCII.
 
-    A run's training curve has a small letter, its evaluations the capital one; of one run they are `.` and `V`, `T`.
+    A run's training curve has a small letter, its evaluations the capital one; of one run they are
+    `.` and `V`, `T`.
     """
     lines = []
     for number, run in enumerate(runs):
@@ -56,10 +57,13 @@ def _panel(curves: Sequence[tuple[str, Curve]], width: int, height: int, name: s
     ]
     if not points:
         return [" " * MARGIN + "(no finite number)"]
-    left, right = min(x for x, _ in points), max(x for x, _ in points)
-    low, high = min(y for _, y in points), max(y for _, y in points)
+    left = min(x for x, _ in points)
+    right = max(x for x, _ in points)
+    low = min(y for _, y in points)
+    high = max(y for _, y in points)
     if low == high:
-        low, high = low - (abs(low) or 1) / 2, high + (abs(high) or 1) / 2
+        low = low - (abs(low) or 1) / 2
+        high = high + (abs(high) or 1) / 2
     rows = [[" "] * width for _ in range(height)]
     for mark, curve in curves:
         for column, value in _columns(curve, left, right, width).items():

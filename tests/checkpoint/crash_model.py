@@ -1,9 +1,11 @@
-"""A file system of the mind in which power can be lost: what a save did, and every state of the disk that may be left.
+"""A file system of the mind in which power can be lost: what a save did, and every state of the
+disk that may be left.
 
-Each operation changes one inode: an entry of a directory, or bytes of a file. fsync makes what was done to that inode so
-far durable; anything else may be lost or kept, in any combination. An entry that is kept leads to its inode, whatever that
-still holds. Knows nothing of checkpoints.
+Each operation changes one inode: an entry of a directory, or bytes of a file. fsync makes what was
+done to that inode so far durable; anything else may be lost or kept, in any combination. An entry
+that is kept leads to its inode, whatever that still holds. Knows nothing of checkpoints.
 """
+
 from __future__ import annotations
 
 import os
@@ -17,8 +19,9 @@ from megatron.checkpoint.disk import Disk
 
 @dataclass
 class Operation:
-    """`entries`: (name, inode or None for removed) of directory `inode`; or `data` at `offset` of file `inode`; or a new
-    `length`. `synced_at`: the number of operations after which it is durable; without end where nothing made it so."""
+    """`entries`: (name, inode or None for removed) of directory `inode`; or `data` at `offset` of
+    file `inode`; or a new `length`. `synced_at`: the number of operations after which it is
+    durable; without end where nothing made it so."""
 
     inode: int
     entries: tuple[tuple[str, int | None], ...] = ()
@@ -29,7 +32,8 @@ class Operation:
 
 
 class Recorder(Disk):
-    """Does every step of a save for real below `root` and keeps it as operations; what lies there before is durable."""
+    """Does every step of a save for real below `root` and keeps it as operations; what lies there
+    before is durable."""
 
     def __init__(self, root: Path):
         self.root = root
@@ -38,7 +42,9 @@ class Recorder(Disk):
         self.directories: dict[int, dict[str, int]] = {}
         self.files: dict[int, bytes] = {}
         self.top = self._read(root)
-        self._now: dict[int, dict[str, int]] = {inode: dict(names) for inode, names in self.directories.items()}
+        self._now: dict[int, dict[str, int]] = {
+            inode: dict(names) for inode, names in self.directories.items()
+        }
         self._open: dict[int, int] = {}
 
     def _new(self) -> int:
@@ -71,7 +77,8 @@ class Recorder(Disk):
                 self._now[operation.inode][name] = inode
 
     def _sync(self, inode: int) -> None:
-        """An operation of its own, that changes nothing: before it, what it makes durable can still be lost."""
+        """An operation of its own, that changes nothing: before it, what it makes durable can still
+        be lost."""
         self.operations.append(Operation(inode))
         for operation in self.operations:
             if operation.inode == inode and operation.synced_at == float("inf"):
@@ -100,7 +107,9 @@ class Recorder(Disk):
         super().write(descriptor, path, data, offset)
         half = len(data) // 2
         for low, high in ((0, half), (half, len(data))):
-            self._add(Operation(self._open[descriptor], data=bytes(data[low:high]), offset=offset + low))
+            self._add(
+                Operation(self._open[descriptor], data=bytes(data[low:high]), offset=offset + low)
+            )
 
     def fsync(self, descriptor: int, path: Path) -> None:
         self._sync(self._open[descriptor])
@@ -111,14 +120,20 @@ class Recorder(Disk):
     def rename(self, source: Path, target: Path) -> None:
         super().rename(source, target)
         assert source.parent == target.parent
-        self._add(Operation(self._at(source.parent), ((target.name, self._at_entry(source)), (source.name, None))))
+        self._add(
+            Operation(
+                self._at(source.parent),
+                ((target.name, self._at_entry(source)), (source.name, None)),
+            )
+        )
 
     def _at_entry(self, path: Path) -> int:
         return self._now[self._at(path.parent)][path.name]
 
     def exchange(self, first: Path, second: Path) -> bool:
         assert super().exchange(first, second)
-        a, b = self._at_entry(first), self._at_entry(second)
+        a = self._at_entry(first)
+        b = self._at_entry(second)
         self._add(Operation(self._at(first.parent), ((first.name, b), (second.name, a))))
         return True
 
@@ -138,7 +153,8 @@ class Recorder(Disk):
         return [number for number in range(done) if self.operations[number].synced_at > done]
 
     def after_a_crash(self, done: int, lost: frozenset[int]) -> Tree:
-        """What is on the disk when power is lost after `done` operations and those numbered `lost` are not there."""
+        """What is on the disk when power is lost after `done` operations and those numbered `lost`
+        are not there."""
         directories = {inode: dict(names) for inode, names in self.directories.items()}
         files = dict(self.files)
         for number in range(done):
@@ -156,8 +172,11 @@ class Recorder(Disk):
                     files[operation.inode] = data.ljust(operation.length, b"\0")
                 elif operation.data:
                     data = data.ljust(operation.offset, b"\0")
-                    files[operation.inode] = (data[:operation.offset] + operation.data
-                                              + data[operation.offset + len(operation.data):])
+                    files[operation.inode] = (
+                        data[: operation.offset]
+                        + operation.data
+                        + data[operation.offset + len(operation.data) :]
+                    )
         return _tree(self.top, directories, files)
 
 

@@ -1,4 +1,6 @@
-"""Checkpoints made to harm, with checksums that are right, and what reads them. Knows no case and judges nothing."""
+"""Checkpoints made to harm, with checksums that are right, and what reads them. Knows no case and
+judges nothing."""
+
 from __future__ import annotations
 
 import io
@@ -68,6 +70,7 @@ def put(name: str, data: Callable[[], bytes]) -> Callable[[Path], object]:
 
 def replaced(name: str, make: Callable[[Path], object]) -> Callable[[Path], object]:
     """A checkpoint in which something else has a file's name."""
+
     def act(root: Path) -> None:
         path = checkpoint(root) / name
         path.unlink()
@@ -85,6 +88,7 @@ def signed(table: dict) -> bytes:
 
 def manifest(change: Callable[[dict], object]) -> Callable[[Path], object]:
     """A checkpoint whose manifest says something else."""
+
     def act(root: Path) -> None:
         path = checkpoint(root) / "manifest.json"
         table = json.loads(path.read_bytes())
@@ -96,6 +100,7 @@ def manifest(change: Callable[[dict], object]) -> Callable[[Path], object]:
 
 def small(name: str, data: Callable[[bytes], bytes]) -> Callable[[Path], object]:
     """A checkpoint in which one of the small files is another, and the manifest agrees."""
+
     def act(root: Path) -> None:
         path = checkpoint(root) / name
         path.write_bytes(data(path.read_bytes()))
@@ -107,8 +112,11 @@ def small(name: str, data: Callable[[bytes], bytes]) -> Callable[[Path], object]
     return act
 
 
-def weights(change: Callable[[dict], object] | None = None, head: Callable[[bytes], bytes] | None = None):
+def weights(
+    change: Callable[[dict], object] | None = None, head: Callable[[bytes], bytes] | None = None
+):
     """A checkpoint whose safetensors header is another, and the manifest agrees."""
+
     def act(root: Path) -> None:
         path = checkpoint(root) / "weights_00000.safetensors"
         data = path.read_bytes()
@@ -135,6 +143,7 @@ def first(table: dict) -> dict:
 
 def rename_file(new: str) -> Callable[[dict], object]:
     """The weights' file by another name, wherever the manifest has it."""
+
     def change(table: dict) -> None:
         table["files"][new] = table["files"].pop("weights_00000.safetensors")
         for record in table["tensors"].values():
@@ -147,5 +156,12 @@ def rename_file(new: str) -> Callable[[dict], object]:
 def huge_shape(table: dict) -> None:
     table["block_bytes"] = 1 << 30
     first(table).update(shape=[1 << 20, 1 << 20], chunks=[])
-    first(table)["chunks"] = [{"file": "weights_00000.safetensors", "key": "decoder.weight", "bytes": 1 << 42,
-                               "box": [[0, 1 << 20]] * 2, "sums": ["00000000"] * (1 << 12)}]
+    first(table)["chunks"] = [
+        {
+            "file": "weights_00000.safetensors",
+            "key": "decoder.weight",
+            "bytes": 1 << 42,
+            "box": [[0, 1 << 20]] * 2,
+            "sums": ["00000000"] * (1 << 12),
+        }
+    ]

@@ -1,4 +1,5 @@
 """Small checkpoints saved and judged, and disks that sync nothing."""
+
 from __future__ import annotations
 
 from pathlib import Path
@@ -16,15 +17,24 @@ ARGS = "--num-layers 2\n# ü\n"
 def tensors(iteration: int) -> dict[str, torch.Tensor]:
     """A small state that differs from iteration to iteration."""
     generator = torch.Generator().manual_seed(iteration)
-    return {"decoder.weight": torch.randn(20, 7, generator=generator),
-            "optimizer.exp_avg.decoder.weight": torch.randn(20, 7, generator=generator, dtype=torch.float64),
-            "scalar": torch.tensor(iteration)}
+    return {
+        "decoder.weight": torch.randn(20, 7, generator=generator),
+        "optimizer.exp_avg.decoder.weight": torch.randn(
+            20, 7, generator=generator, dtype=torch.float64
+        ),
+        "scalar": torch.tensor(iteration),
+    }
 
 
 def save(root, iteration: int, disk: Disk | None = None, version: int = 0) -> Path:
     """Save the state of `iteration`; `version` tells two saves of one iteration apart."""
-    slices = [TensorSlice.whole(name, tensor) for name, tensor in tensors(iteration + 1000 * version).items()]
-    state = RunState(iteration=iteration, consumed_train_samples=16 * iteration, optimizer={"version": version})
+    slices = [
+        TensorSlice.whole(name, tensor)
+        for name, tensor in tensors(iteration + 1000 * version).items()
+    ]
+    state = RunState(
+        iteration=iteration, consumed_train_samples=16 * iteration, optimizer={"version": version}
+    )
     return store.save(root, iteration, slices, state, ARGS, disk=disk or Disk())
 
 
@@ -32,7 +42,9 @@ def assert_good(root, iteration: int, step: int | None = None) -> int:
     """What `root` means is the whole checkpoint of `iteration`; returns its version."""
     found = store.load(root, step)
     assert found is not None and found.iteration == iteration and found.args == ARGS
-    assert found.state.iteration == iteration and found.state.consumed_train_samples == 16 * iteration
+    assert (
+        found.state.iteration == iteration and found.state.consumed_train_samples == 16 * iteration
+    )
     version = found.state.optimizer["version"]
     with found.reader() as reader:
         for name, tensor in tensors(iteration + 1000 * version).items():

@@ -1,4 +1,5 @@
 """Box algebra against numpy on random shapes."""
+
 from __future__ import annotations
 
 import random
@@ -28,10 +29,14 @@ def mask(shape: tuple[int, ...], box: boxes.Box) -> np.ndarray:
 def test_intersection_and_span_and_pieces_as_numpy_sees_them(seed):
     rng = random.Random(seed)
     shape = tuple(rng.randint(1, 6) for _ in range(rng.randint(0, 4)))
-    a, b = random_box(rng, shape), random_box(rng, shape)
+    a = random_box(rng, shape)
+    b = random_box(rng, shape)
     common = boxes.intersection(a, b)
     both = mask(shape, a) & mask(shape, b)
-    assert boxes.volume(a) == mask(shape, a).sum() and boxes.extent(a) == np.empty(shape)[boxes.slices(a)].shape
+    assert (
+        boxes.volume(a) == mask(shape, a).sum()
+        and boxes.extent(a) == np.empty(shape)[boxes.slices(a)].shape
+    )
     assert (common is None) == (not both.any())
     if common is not None:
         assert (mask(shape, common) == both).all()
@@ -70,16 +75,24 @@ def test_no_dims():
     assert list(boxes.pieces((), (), 5)) == [()]
 
 
-@pytest.mark.parametrize(("box", "words"), [
-    (((0, 3),), "has 1 dims, the tensor has 2"), (((0, 3), (2, 5)), "2:5 in dim 1, which is not within 0:4"),
-    (((2, 1), (0, 4)), "2:1 in dim 0"), (((-1, 1), (0, 4)), "-1:1 in dim 0"),
-])
+@pytest.mark.parametrize(
+    ("box", "words"),
+    [
+        (((0, 3),), "has 1 dims, the tensor has 2"),
+        (((0, 3), (2, 5)), "2:5 in dim 1, which is not within 0:4"),
+        (((2, 1), (0, 4)), "2:1 in dim 0"),
+        (((-1, 1), (0, 4)), "-1:1 in dim 0"),
+    ],
+)
 def test_what_is_wrong_with_a_box(box, words):
     assert words in boxes.problem_of(box, (3, 4))
 
 
 def test_a_right_box_and_its_text():
-    assert boxes.problem_of(((0, 3), (2, 2)), (3, 4)) is None and boxes.text(((0, 3), (2, 2))) == "[0:3,2:2]"
+    assert (
+        boxes.problem_of(((0, 3), (2, 2)), (3, 4)) is None
+        and boxes.text(((0, 3), (2, 2))) == "[0:3,2:2]"
+    )
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -91,6 +104,8 @@ def test_a_flat_range_is_a_few_boxes_in_order(seed):
     for start in range(elements.size + 1):
         for stop in range(start, elements.size + 1):
             found = list(boxes.of_range(start, stop, shape))
-            inside = [number for box in found for number in elements[boxes.slices(box)].ravel().tolist()]
+            inside = [
+                number for box in found for number in elements[boxes.slices(box)].ravel().tolist()
+            ]
             assert inside == list(range(start, stop)) and len(found) <= max(1, 2 * len(shape) - 1)
             assert all(boxes.volume(box) for box in found)

@@ -1,4 +1,5 @@
 """Which checkpoints a load tries, and which are removed."""
+
 from __future__ import annotations
 
 import pytest
@@ -21,11 +22,16 @@ def test_from_the_trackers_down(tmp_path):
     assert candidates(tmp_path, 20) == ([Candidate(str(tmp_path), 20)], [])
     one = tmp_path / "iter_0000030"
     assert candidates(one) == ([Candidate(str(one), None)], [])
-    (tmp_path / store.TRACKER).write_text("20")         # gone back on purpose, or damaged: never forward, but said
+    # gone back on purpose, or damaged: never forward, but said
+    (tmp_path / store.TRACKER).write_text("20")
     found, problems = candidates(tmp_path)
     assert [one.step for one in found] == [20, 10]
-    assert "names iteration 20, but a checkpoint of iteration 40 lies there too; --ckpt-step 40" in problems[0]
-    (tmp_path / store.TRACKER).write_text("50")         # is named, is not there: it is tried, which says why it fails
+    assert (
+        "names iteration 20, but a checkpoint of iteration 40 lies there too; --ckpt-step 40"
+        in problems[0]
+    )
+    # is named, is not there: it is tried, which says why it fails
+    (tmp_path / store.TRACKER).write_text("50")
     assert [one.step for one in candidates(tmp_path)[0]] == [50, 40, 30, 20, 10]
 
 
@@ -46,7 +52,8 @@ def test_nothing_there(tmp_path):
 
 
 def test_snapshots_take_their_turn(tmp_path):
-    root, folder = tmp_path / "run", tmp_path / "snapshots"
+    root = tmp_path / "run"
+    folder = tmp_path / "snapshots"
     for iteration in (10, 20):
         save(root, iteration)
     for iteration in (15, 18, 23):
@@ -55,7 +62,9 @@ def test_snapshots_take_their_turn(tmp_path):
     assert [retention.newest_in(slot) for slot in slots] == [23, 18]
     assert steps(root, more=slots) == [("0", 23), ("run", 20), ("1", 18), ("run", 10)]
     assert steps(root, 20, slots) == [("run", 20)]
-    assert steps(tmp_path / "none", more=slots) == [("0", 23), ("1", 18)], "killed before the first checkpoint"
+    assert steps(tmp_path / "none", more=slots) == [("0", 23), ("1", 18)], (
+        "killed before the first checkpoint"
+    )
 
 
 def test_a_slot_is_free_when_it_is_older_empty_damaged_or_of_a_line_that_was_left(tmp_path):
@@ -64,7 +73,11 @@ def test_a_slot_is_free_when_it_is_older_empty_damaged_or_of_a_line_that_was_lef
     save(first, 5)
     assert retention.free_slot(tmp_path, 10) == second
     save(second, 10)
-    assert retention.free_slot(tmp_path, 15) == first and not list(first.iterdir()) and assert_good(second, 10) == 0
+    assert (
+        retention.free_slot(tmp_path, 15) == first
+        and not list(first.iterdir())
+        and assert_good(second, 10) == 0
+    )
     save(first, 15)
     (first / store.TRACKER).write_text("?")
     assert retention.free_slot(tmp_path, 20) == first and store.iterations(first) == []

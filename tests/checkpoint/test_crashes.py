@@ -1,4 +1,6 @@
-"""Power lost at every point of a save, with every combination of what was not yet synced: old or new, never neither."""
+"""Power lost at every point of a save, with every combination of what was not yet synced: old or
+new, never neither."""
+
 from __future__ import annotations
 
 import random
@@ -15,7 +17,7 @@ from megatron.checkpoint.state import RunState
 from tests.checkpoint.crash_model import Recorder, Tree, lay_out
 from tests.checkpoint.saves import ARGS, Unsynced, assert_good, save, tensors
 
-ALL_OF = 12         # of up to so many operations every subset, of more RANDOM ones
+ALL_OF = 12  # of up to so many operations every subset, of more RANDOM ones
 RANDOM = 2000
 
 
@@ -28,7 +30,8 @@ class NoExchange(Recorder):
 
 def save_in_two_parts(root: Path, disk: Disk) -> None:
     """A save as two ranks make it, of which this process plays both, step after step."""
-    state, token = RunState(iteration=20, consumed_train_samples=320, optimizer={"version": 1}), "0123abcd"
+    state = RunState(iteration=20, consumed_train_samples=320, optimizer={"version": 1})
+    token = "0123abcd"
     temporary = root / f".iter_0000020.tmp-{token}"
     slices = [TensorSlice.whole(name, tensor) for name, tensor in tensors(1020).items()]
     store.prepare(root, temporary, disk)
@@ -60,13 +63,25 @@ def snapshot(root: Path, disk: Disk) -> None:
     save(retention.free_slot(root, 20, disk), 20, disk, version=1)
 
 
-CASES = {   # what is there before, the save of iteration 20 version 1, the file system
+CASES = {  # what is there before, the save of iteration 20 version 1, the file system
     "first": (lambda root: None, lambda root, disk: save(root, 20, disk, version=1), Recorder),
     "after another": (many(10), lambda root, disk: save(root, 20, disk, version=1), Recorder),
     "two ranks": (many(10), save_in_two_parts, Recorder),
-    "replacing the same": (many(10, 20), lambda root, disk: save(root, 20, disk, version=1), Recorder),
-    "replacing without exchange": (many(10, 20), lambda root, disk: save(root, 20, disk, version=1), NoExchange),
-    "with leftovers of a killed one": (with_leftovers, lambda root, disk: save(root, 20, disk, version=1), Recorder),
+    "replacing the same": (
+        many(10, 20),
+        lambda root, disk: save(root, 20, disk, version=1),
+        Recorder,
+    ),
+    "replacing without exchange": (
+        many(10, 20),
+        lambda root, disk: save(root, 20, disk, version=1),
+        NoExchange,
+    ),
+    "with leftovers of a killed one": (
+        with_leftovers,
+        lambda root, disk: save(root, 20, disk, version=1),
+        Recorder,
+    ),
     "and removal of an older one": (many(10), save_and_prune, Recorder),
     "and removal of three older ones": (many(5, 8, 10), save_and_prune, Recorder),
 }
@@ -75,7 +90,10 @@ CASES = {   # what is there before, the save of iteration 20 version 1, the file
 def subsets(numbers: list[int], rng: random.Random, most: int) -> Iterator[frozenset[int]]:
     """Every subset, or `most` random ones besides none and all."""
     if len(numbers) <= ALL_OF and 1 << len(numbers) <= most:
-        yield from map(frozenset, chain.from_iterable(combinations(numbers, n) for n in range(len(numbers) + 1)))
+        yield from map(
+            frozenset,
+            chain.from_iterable(combinations(numbers, n) for n in range(len(numbers) + 1)),
+        )
         return
     yield from (frozenset(), frozenset(numbers))
     for _ in range(most):
@@ -85,7 +103,8 @@ def subsets(numbers: list[int], rng: random.Random, most: int) -> Iterator[froze
 
 def states_after_crashes(disk: Recorder, rng: random.Random, most: int) -> tuple[set[Tree], int]:
     """The different states of the disk, and how many crashes lead to them."""
-    found, crashes = set(), 0
+    found = set()
+    crashes = 0
     for done in range(len(disk.operations) + 1):
         for lost in subsets(disk.unsynced(done), rng, most):
             found.add(disk.after_a_crash(done, lost))
@@ -104,15 +123,17 @@ def check_case(case: str, folder: Path, most: int) -> tuple[int, int, set]:
     act(root, disk)
     assert assert_good(root, 20) == 1
     states, crashes = states_after_crashes(disk, random.Random(1), most)
-    found, crashed = set(), folder / "crashed"
+    found = set()
+    crashed = folder / "crashed"
     for tree in states:
         lay_out(tree, crashed)
         latest = store.latest(crashed)
         assert latest in (old, 20), f"the tracker names {latest}"
         found.add((latest, assert_good(crashed, latest) if latest is not None else None))
         for iteration in store.iterations(crashed):
-            assert_good(crashed, iteration, step=iteration)     # what looks like a checkpoint is one
-        save(crashed, 30, Unsynced())                           # and a save works there
+            # what looks like a checkpoint is one
+            assert_good(crashed, iteration, step=iteration)
+        save(crashed, 30, Unsynced())  # and a save works there
         assert_good(crashed, 30)
         assert not [path.name for path in crashed.iterdir() if path.name.startswith(".")]
     return crashes, len(states), found
@@ -129,7 +150,9 @@ def marked(case: str):
 @pytest.mark.parametrize("case", [marked(case) for case in CASES])
 def test_every_crash_leaves_the_old_or_the_new_one(case, memory_path):
     crashes, states, found = check_case(case, memory_path, 64 if case in QUICK else 1 << ALL_OF)
-    print(f"{case}: {crashes} crashes, {states} different states, all good: {sorted(map(str, found))}")
+    print(
+        f"{case}: {crashes} crashes, {states} different states, all good: {sorted(map(str, found))}"
+    )
     assert states > 30 and (20, 1) in found and len(found) > 1
 
 
@@ -179,6 +202,8 @@ class NoDirectorySync(Recorder):
 
 @pytest.mark.parametrize("kind", [NoFileSync, NoDirectorySync])
 def test_a_forgotten_sync_is_caught(kind, memory_path, monkeypatch):
-    monkeypatch.setitem(CASES, "planted", (many(10), lambda root, disk: save(root, 20, disk, version=1), kind))
+    monkeypatch.setitem(
+        CASES, "planted", (many(10), lambda root, disk: save(root, 20, disk, version=1), kind)
+    )
     with pytest.raises((AssertionError, CheckpointError)):
         check_case("planted", memory_path, 200)

@@ -1,4 +1,6 @@
-"""The steps that change the disk: durable, counted, and one clear error whatever the operating system says."""
+"""The steps that change the disk: durable, counted, and one clear error whatever the operating
+system says."""
+
 from __future__ import annotations
 
 import errno
@@ -23,7 +25,9 @@ class Noting(Disk):
 
 def test_write_file_writes_all_and_syncs_before_it_returns(tmp_path, monkeypatch):
     real = os.pwrite
-    monkeypatch.setattr(os, "pwrite", lambda descriptor, view, offset: real(descriptor, view[:7], offset))
+    monkeypatch.setattr(
+        os, "pwrite", lambda descriptor, view, offset: real(descriptor, view[:7], offset)
+    )
     noting = Noting()
     noting.write_file(tmp_path / "x", b"0123456789" * 5)
     assert (tmp_path / "x").read_bytes() == b"0123456789" * 5
@@ -33,20 +37,36 @@ def test_write_file_writes_all_and_syncs_before_it_returns(tmp_path, monkeypatch
     assert (tmp_path / "x").read_bytes() == b"0123456789" * 5
 
 
-@pytest.mark.parametrize(("number", "words"), [
-    (errno.ENOSPC, "free space there or point --save at another disk"), (errno.EDQUOT, "quota"),
-    (errno.EROFS, "read-only"), (errno.EACCES, "permission"), (errno.EIO, "dmesg"), (errno.EBADF, "check the path"),
-])
+@pytest.mark.parametrize(
+    ("number", "words"),
+    [
+        (errno.ENOSPC, "free space there or point --save at another disk"),
+        (errno.EDQUOT, "quota"),
+        (errno.EROFS, "read-only"),
+        (errno.EACCES, "permission"),
+        (errno.EIO, "dmesg"),
+        (errno.EBADF, "check the path"),
+    ],
+)
 def test_every_refusal_names_path_reason_and_remedy(tmp_path, number, words):
     class Refusing(Disk):
         def step(self, action: str, path: Path) -> None:
             raise OSError(number, os.strerror(number))
 
     path = tmp_path / "x"
-    calls = [lambda d: d.make_directory(path), lambda d: d.make_root(path), lambda d: d.create(path),
-             lambda d: d.reserve(0, path, 1), lambda d: d.write(0, path, b"1", 0), lambda d: d.fsync(0, path),
-             lambda d: d.fsync_directory(tmp_path), lambda d: d.rename(path, tmp_path / "y"),
-             lambda d: d.exchange(path, tmp_path), lambda d: d.remove(path), lambda d: d.remove_tree(path)]
+    calls = [
+        lambda d: d.make_directory(path),
+        lambda d: d.make_root(path),
+        lambda d: d.create(path),
+        lambda d: d.reserve(0, path, 1),
+        lambda d: d.write(0, path, b"1", 0),
+        lambda d: d.fsync(0, path),
+        lambda d: d.fsync_directory(tmp_path),
+        lambda d: d.rename(path, tmp_path / "y"),
+        lambda d: d.exchange(path, tmp_path),
+        lambda d: d.remove(path),
+        lambda d: d.remove_tree(path),
+    ]
     for call in calls:
         with pytest.raises(CheckpointError) as caught:
             call(Refusing())
@@ -59,8 +79,12 @@ def test_make_root_makes_parents_and_syncs_each(tmp_path):
     noting = Noting()
     noting.make_root(tmp_path / "a" / "b")
     assert (tmp_path / "a" / "b").is_dir()
-    assert noting.steps == [("mkdir", "a"), ("fsync_directory", tmp_path.name), ("mkdir", "b"),
-                            ("fsync_directory", "a")]
+    assert noting.steps == [
+        ("mkdir", "a"),
+        ("fsync_directory", tmp_path.name),
+        ("mkdir", "b"),
+        ("fsync_directory", "a"),
+    ]
     noting.make_root(tmp_path / "a" / "b")
     assert len(noting.steps) == 4
     (tmp_path / "file").write_text("")
@@ -73,7 +97,11 @@ def test_exchange_swaps_two_directories_or_says_it_cannot(tmp_path, monkeypatch)
         (tmp_path / name).mkdir()
         (tmp_path / name / "who").write_text(name)
     swapped = DISK.exchange(tmp_path / "a", tmp_path / "b")
-    assert swapped and (tmp_path / "a" / "who").read_text() == "b" and (tmp_path / "b" / "who").read_text() == "a"
+    assert (
+        swapped
+        and (tmp_path / "a" / "who").read_text() == "b"
+        and (tmp_path / "b" / "who").read_text() == "a"
+    )
     with pytest.raises(CheckpointError, match="No such file"):
         DISK.exchange(tmp_path / "a", tmp_path / "c")
 
@@ -96,6 +124,7 @@ def test_reserve_notices_a_full_disk_and_bears_a_file_system_without_it(tmp_path
     def refuse(number: int):
         def call(*_: object) -> None:
             raise OSError(number, os.strerror(number))
+
         return call
 
     monkeypatch.setattr(os, "posix_fallocate", refuse(errno.EOPNOTSUPP))

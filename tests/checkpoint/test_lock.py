@@ -1,4 +1,5 @@
 """The lock of a run directory: one job at a time, the dead replaced, the paused fenced off."""
+
 from __future__ import annotations
 
 import json
@@ -37,7 +38,9 @@ def test_held_then_free(tmp_path, monkeypatch):
     with lock.held(str(tmp_path / "new/run")) as held:
         assert names(tmp_path / "new/run") == [".lock.000001"]
         held.check()
-        with pytest.raises(CheckpointError, match=f"in use by the job of process {os.getpid()} on .*--save"):
+        with pytest.raises(
+            CheckpointError, match=f"in use by the job of process {os.getpid()} on .*--save"
+        ):
             lock.acquire(tmp_path / "new/run")
     assert names(tmp_path / "new/run") == []
     with pytest.raises(CheckpointError, match="no longer this job's"):
@@ -60,7 +63,7 @@ def test_a_job_of_a_dead_process_is_replaced(tmp_path, capsys):
         assert f"process {changes.get('pid', os.getpid())} on" in capsys.readouterr().out
         with pytest.raises(CheckpointError, match="took it over while this process"):
             gone.check()
-        gone.release()                                  # does not give up what is not its own
+        gone.release()  # does not give up what is not its own
         mine.check()
         gone = mine
     zombie = subprocess.Popen([sys.executable, "-c", ""])
@@ -70,13 +73,17 @@ def test_a_job_of_a_dead_process_is_replaced(tmp_path, capsys):
     zombie.wait()
 
 
-@pytest.mark.parametrize(("age", "alive"), [(0.0, True), (20.0, True), (70.0, False), (-86400.0, True)])
+@pytest.mark.parametrize(
+    ("age", "alive"), [(0.0, True), (20.0, True), (70.0, False), (-86400.0, True)]
+)
 def test_another_machine_is_judged_by_its_heartbeat(tmp_path, age, alive):
     """Also one whose process number is taken here; a clock that was set back makes nobody dead."""
     other = lock.acquire(tmp_path)
     rewrite(other.path, age, host="node7", machine="another boot")
     if alive:
-        with pytest.raises(CheckpointError, match=f"on node7 .*last heartbeat.* remove {other.path}"):
+        with pytest.raises(
+            CheckpointError, match=f"on node7 .*last heartbeat.* remove {other.path}"
+        ):
             lock.acquire(tmp_path)
     else:
         lock.acquire(tmp_path).release()
@@ -104,8 +111,10 @@ def test_the_heart_beats(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", [".lock.000001", ".lock.000007"])
 def test_two_that_see_each_other_do_not_both_hold(tmp_path, monkeypatch, name):
-    """A lock that appears between the look and the own one, with the same number or a higher one."""
-    look, seen = lock._locks, []
+    """A lock that appears between the look and the own one, with the same number or a higher
+    one."""
+    look = lock._locks
+    seen = []
 
     def late(root: Path) -> list[Path]:
         found = look(root)
@@ -147,7 +156,9 @@ def race(rank: int, world: int, root: str, rounds: int) -> list[int]:
 
 def test_of_several_at_most_one_gets_a_dead_ones_lock(memory_path):
     """Where two meet in the same instant both may yield."""
-    won = [number for rank in run_ranks(3, race, str(memory_path), 8, join=False) for number in rank]
+    won = [
+        number for rank in run_ranks(3, race, str(memory_path), 8, join=False) for number in rank
+    ]
     assert len(won) == len(set(won)) and won, won
 
 
@@ -165,7 +176,9 @@ class Pause(store.Disk):
 
 def fenced_save(root: Path, iteration: int, disk: store.Disk, held: lock.Lock) -> None:
     slices = [store.TensorSlice.whole(name, tensor) for name, tensor in tensors(iteration).items()]
-    state = store.RunState(iteration=iteration, consumed_train_samples=16 * iteration, optimizer={"version": 0})
+    state = store.RunState(
+        iteration=iteration, consumed_train_samples=16 * iteration, optimizer={"version": 0}
+    )
     store.save(root, iteration, slices, state, ARGS, disk=disk, fence=held.check)
 
 
@@ -179,7 +192,8 @@ def paused_saver(root: Path, at: int) -> None:
 
 
 def pause_at_every_step(rank: int, world: int, folder: str) -> list[str]:
-    """A saver is stopped before each step in turn, its directory taken over, a newer checkpoint saved, the saver woken."""
+    """A saver is stopped before each step in turn, its directory taken over, a newer checkpoint
+    saved, the saver woken."""
     ends = []
     for at in range(100):
         root = Path(folder) / str(at)
@@ -193,7 +207,8 @@ def pause_at_every_step(rank: int, world: int, folder: str) -> list[str]:
             return ends
         before = store.latest(root)
         [old] = [path for path in root.iterdir() if path.name.startswith(".lock.")]
-        rewrite(old, 100.0, machine="another boot")             # as a job on another machine sees it
+        # as a job on another machine sees it
+        rewrite(old, 100.0, machine="another boot")
         mine = lock.acquire(root)
         store.clear_leftovers(root)
         assert_good(root, before)
@@ -212,7 +227,10 @@ def test_a_holder_that_was_replaced_cannot_commit(tmp_path):
     held = lock.acquire(tmp_path)
     rewrite(held.path, started="1")
     mine = lock.acquire(tmp_path)
-    with pytest.raises(CheckpointError, match="took it over while this process .* stood still; nothing more is written"):
+    with pytest.raises(
+        CheckpointError,
+        match="took it over while this process .* stood still; nothing more is written",
+    ):
         fenced_save(tmp_path, 30, store.Disk(), held)
     assert names(tmp_path) == [mine.path.name, "iter_0000010", store.TRACKER]
     fenced_save(tmp_path, 20, store.Disk(), mine)
@@ -224,11 +242,14 @@ def test_a_paused_holder_that_wakes_up_cannot_commit(memory_path):
     """Whatever step it stood before: what the tracker names stays the new owner's."""
     ends = run_ranks(1, pause_at_every_step, str(memory_path))[0]
     assert len(ends) > 20 and ends[0] == ends[-3] == "10 3", ends
-    assert set(ends) <= {"10 3", "30 0"}, "stopped before the commit it fails; after it, it was done before the take-over"
+    assert set(ends) <= {"10 3", "30 0"}, (
+        "stopped before the commit it fails; after it, it was done before the take-over"
+    )
 
 
 def test_who_leaves_does_not_take_himself_for_replaced(tmp_path, monkeypatch):
-    """A thread that ends the process gives the lock up; another that is about to commit stands still until then."""
+    """A thread that ends the process gives the lock up; another that is about to commit stands
+    still until then."""
     monkeypatch.setattr(lock, "LEAVING_SECONDS", 0.3)
     held = lock.acquire(tmp_path)
     held.release()
@@ -240,16 +261,34 @@ def test_who_leaves_does_not_take_himself_for_replaced(tmp_path, monkeypatch):
 
 def test_a_second_job_is_refused_within_a_second(tmp_path):
     """The whole program, from the start of the interpreter: before torch is loaded."""
-    command = [sys.executable, "pretrain_gpt.py", *SMALL, "--mock-data", "--train-iters", "9", "--save-interval", "2",
-               "--save", str(tmp_path / "run")]
+    command = [
+        sys.executable,
+        "pretrain_gpt.py",
+        *SMALL,
+        "--mock-data",
+        "--train-iters",
+        "9",
+        "--save-interval",
+        "2",
+        "--save",
+        str(tmp_path / "run"),
+    ]
     held = lock.acquire(tmp_path / "run")
-    began, before = time.monotonic(), os.times()
+    began = time.monotonic()
+    before = os.times()
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
-    took, after = time.monotonic() - began, os.times()
-    worked = after.children_user + after.children_system - before.children_user - before.children_system
+    took = time.monotonic() - began
+    after = os.times()
+    worked = (
+        after.children_user + after.children_system - before.children_user - before.children_system
+    )
     print(f"refused after {took:.2f} s, {worked:.2f} s of them at work")
     assert worked < 1.0, "time on the clock depends on what else this machine does"
-    assert done.returncode == 1 and done.stderr.count("\n") == 1, (done.returncode, done.stdout, done.stderr)
+    assert done.returncode == 1 and done.stderr.count("\n") == 1, (
+        done.returncode,
+        done.stdout,
+        done.stderr,
+    )
     assert f"error: {tmp_path}/run is in use by the job of process {os.getpid()} on " in done.stderr
     assert "torch" not in done.stdout
     assert names(tmp_path / "run") == [held.path.name]

@@ -1,4 +1,5 @@
 """The manifest's text: exact round trip, no damage unnoticed, no hostile content believed."""
+
 from __future__ import annotations
 
 import json
@@ -19,12 +20,18 @@ def chunk(box, file=FILE, sums=("00000001",), key=None) -> Chunk:
 
 def example() -> Manifest:
     tensors = {
-        'na"me\u00fc\n': TensorRecord((4, 2), "F32", (chunk(((0, 3), (0, 2))), chunk(((3, 4), (0, 2))))),
+        'na"me\u00fc\n': TensorRecord(
+            (4, 2), "F32", (chunk(((0, 3), (0, 2))), chunk(((3, 4), (0, 2))))
+        ),
         "scalar": TensorRecord((), "F64", (chunk((), key="scalar"),)),
         "empty": TensorRecord((0, 5), "BF16", ()),
-        "big": TensorRecord((300_000,), "F32", (chunk(((0, 300_000),), sums=("1234abcd", "ffffffff")),)),
+        "big": TensorRecord(
+            (300_000,), "F32", (chunk(((0, 300_000),), sums=("1234abcd", "ffffffff")),)
+        ),
     }
-    return Manifest(20, {FILE: FileRecord(2_000_000, "00c0ffee"), "args": FileRecord(3, "deadbeef")}, tensors)
+    return Manifest(
+        20, {FILE: FileRecord(2_000_000, "00c0ffee"), "args": FileRecord(3, "deadbeef")}, tensors
+    )
 
 
 def test_round_trip_and_the_first_line():
@@ -51,7 +58,8 @@ def test_every_single_bit_flip_and_every_truncation_is_noticed():
 
 
 def forged(change) -> bytes:
-    """The example's text with `change(table)` applied and a right checksum: what a hostile writer would hand out."""
+    """The example's text with `change(table)` applied and a right checksum: what a hostile writer
+    would hand out."""
     table = json.loads(example().dump())
     del table["crc32"]
     change(table)
@@ -63,36 +71,66 @@ def first(table):
     return table["tensors"]['na"me\u00fc\n']
 
 
-@pytest.mark.parametrize(("change", "words"), [
-    (lambda t: t.update(format="other"), "format 'other'"), (lambda t: t.update(version=2), "version 2"),
-    (lambda t: t.update(version=True), "version True"), (lambda t: t.pop("version"), "KeyError"),
-    (lambda t: t.update(iteration=-1), "-1 is not a whole number"), (lambda t: t.update(iteration=1.0), "1.0 is not"),
-    (lambda t: t.update(checksum="none"), "checksum 'none'"),
-    (lambda t: t.update(block_bytes=0), "block_bytes"), (lambda t: t.update(block_bytes=5000), "block_bytes"),
-    (lambda t: t.update(block_bytes=1 << 40), "block_bytes"),
-    (lambda t: t["files"].update({"../x": {"bytes": 1, "crc32": ""}}), "'../x' is not a plain file name"),
-    (lambda t: t["files"].update({"/etc/passwd": {"bytes": 1, "crc32": ""}}), "is not a plain file name"),
-    (lambda t: t["files"].update({"a/b": {"bytes": 1, "crc32": ""}}), "is not a plain file name"),
-    (lambda t: t["files"].update({"..": {"bytes": 1, "crc32": ""}}), "is not a plain file name"),
-    (lambda t: t["files"].update({"x\n": {"bytes": 1, "crc32": ""}}), "is not a plain file name"),
-    (lambda t: t["files"].update({"x": {"bytes": "1", "crc32": ""}}), "'1' is not a whole number"),
-    (lambda t: t["files"].update({"x": {"bytes": 1, "crc32": 5}}), "5 is not a text"),
-    (lambda t: t.update(files=[]), "AttributeError"), (lambda t: t.update(tensors=7), "AttributeError"),
-    (lambda t: first(t).update(dtype="F33"), "unknown dtype 'F33'"), (lambda t: first(t).update(dtype=[]), "TypeError"),
-    (lambda t: first(t).update(shape=[4, 1 << 63]), "is not a whole number"),
-    (lambda t: first(t).update(shape=[1] * 65), "too many dims"),
-    (lambda t: first(t).update(shape=[4]), "has 2 dims, the tensor has 1"),
-    (lambda t: first(t).update(shape=[4, 1]), "not within 0:1"),
-    (lambda t: first(t)["chunks"][0].update(box=[[0, 3], [0]]), "ValueError"),
-    (lambda t: first(t)["chunks"][0].update(box=[[0, 2], [0, 2]]), "has 16 bytes, not 24"),
-    (lambda t: first(t)["chunks"][0].update(box=[[0, 0], [0, 2]], bytes=0), "has 0 bytes"),
-    (lambda t: first(t)["chunks"][0].update(bytes=25), "has 24 bytes, not 25"),
-    (lambda t: first(t)["chunks"][0].update(sums=[]), "0 checksums for the 24 bytes"),
-    (lambda t: first(t)["chunks"][0].update(sums=["0", "0"]), "2 checksums for"),
-    (lambda t: first(t)["chunks"][0].update(sums=[0]), "0 is not a text"),
-    (lambda t: first(t)["chunks"][0].update(file="other"), "'other' is not in the list of files"),
-    (lambda t: first(t)["chunks"][0].update(key=first(t)["chunks"][1]["key"]), "used twice"),
-])
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda t: t.update(format="other"), "format 'other'"),
+        (lambda t: t.update(version=2), "version 2"),
+        (lambda t: t.update(version=True), "version True"),
+        (lambda t: t.pop("version"), "KeyError"),
+        (lambda t: t.update(iteration=-1), "-1 is not a whole number"),
+        (lambda t: t.update(iteration=1.0), "1.0 is not"),
+        (lambda t: t.update(checksum="none"), "checksum 'none'"),
+        (lambda t: t.update(block_bytes=0), "block_bytes"),
+        (lambda t: t.update(block_bytes=5000), "block_bytes"),
+        (lambda t: t.update(block_bytes=1 << 40), "block_bytes"),
+        (
+            lambda t: t["files"].update({"../x": {"bytes": 1, "crc32": ""}}),
+            "'../x' is not a plain file name",
+        ),
+        (
+            lambda t: t["files"].update({"/etc/passwd": {"bytes": 1, "crc32": ""}}),
+            "is not a plain file name",
+        ),
+        (
+            lambda t: t["files"].update({"a/b": {"bytes": 1, "crc32": ""}}),
+            "is not a plain file name",
+        ),
+        (
+            lambda t: t["files"].update({"..": {"bytes": 1, "crc32": ""}}),
+            "is not a plain file name",
+        ),
+        (
+            lambda t: t["files"].update({"x\n": {"bytes": 1, "crc32": ""}}),
+            "is not a plain file name",
+        ),
+        (
+            lambda t: t["files"].update({"x": {"bytes": "1", "crc32": ""}}),
+            "'1' is not a whole number",
+        ),
+        (lambda t: t["files"].update({"x": {"bytes": 1, "crc32": 5}}), "5 is not a text"),
+        (lambda t: t.update(files=[]), "AttributeError"),
+        (lambda t: t.update(tensors=7), "AttributeError"),
+        (lambda t: first(t).update(dtype="F33"), "unknown dtype 'F33'"),
+        (lambda t: first(t).update(dtype=[]), "TypeError"),
+        (lambda t: first(t).update(shape=[4, 1 << 63]), "is not a whole number"),
+        (lambda t: first(t).update(shape=[1] * 65), "too many dims"),
+        (lambda t: first(t).update(shape=[4]), "has 2 dims, the tensor has 1"),
+        (lambda t: first(t).update(shape=[4, 1]), "not within 0:1"),
+        (lambda t: first(t)["chunks"][0].update(box=[[0, 3], [0]]), "ValueError"),
+        (lambda t: first(t)["chunks"][0].update(box=[[0, 2], [0, 2]]), "has 16 bytes, not 24"),
+        (lambda t: first(t)["chunks"][0].update(box=[[0, 0], [0, 2]], bytes=0), "has 0 bytes"),
+        (lambda t: first(t)["chunks"][0].update(bytes=25), "has 24 bytes, not 25"),
+        (lambda t: first(t)["chunks"][0].update(sums=[]), "0 checksums for the 24 bytes"),
+        (lambda t: first(t)["chunks"][0].update(sums=["0", "0"]), "2 checksums for"),
+        (lambda t: first(t)["chunks"][0].update(sums=[0]), "0 is not a text"),
+        (
+            lambda t: first(t)["chunks"][0].update(file="other"),
+            "'other' is not in the list of files",
+        ),
+        (lambda t: first(t)["chunks"][0].update(key=first(t)["chunks"][1]["key"]), "used twice"),
+    ],
+)
 def test_forged_manifests_are_one_clear_error(change, words):
     assert parse(forged(lambda table: None), "there") == example()
     with pytest.raises(CheckpointError) as caught:
@@ -111,25 +149,38 @@ def test_nonsense_with_a_right_checksum():
 
 def part(rank: int, tensors: dict) -> Manifest:
     file = f"weights_{rank:05d}.safetensors"
-    records = {name: TensorRecord(shape, dtype, tuple(chunk(box, file, key=f"{name}{box}") for box in some))
-               for name, (shape, dtype, some) in tensors.items()}
+    records = {
+        name: TensorRecord(
+            shape, dtype, tuple(chunk(box, file, key=f"{name}{box}") for box in some)
+        )
+        for name, (shape, dtype, some) in tensors.items()
+    }
     return Manifest(20, {file: FileRecord(100, "00000000")}, records, source=f"part {rank}")
 
 
 def test_merge_joins_the_parts_by_name():
-    parts = [part(0, {"b": ((4,), "F32", [((0, 2),)]), "a": ((), "F32", [()])}),
-             part(1, {"b": ((4,), "F32", [((2, 4),)]), "none": ((0,), "F32", [])})]
+    parts = [
+        part(0, {"b": ((4,), "F32", [((0, 2),)]), "a": ((), "F32", [()])}),
+        part(1, {"b": ((4,), "F32", [((2, 4),)]), "none": ((0,), "F32", [])}),
+    ]
     merged = merge(parts, {"args": FileRecord(1, "0")}, "all")
     assert list(merged.tensors) == ["a", "b", "none"] and len(merged.files) == 3
     assert [one.box for one in merged.tensors["b"].chunks] == [((0, 2),), ((2, 4),)]
     assert parse(merged.dump(), "x") == merged
 
 
-@pytest.mark.parametrize(("second", "words"), [
-    (((4,), "F32", [((3, 4),)]), "hold 3 of 4 elements"), (((4,), "F32", [((1, 4),)]), r"\[0:2\] and \[1:4\] overlap"),
-    (((5,), "F32", [((2, 4),)]), r"part 1, tensor b: F32 \[5\] here, F32 \[4\] on another rank"),
-    (((4,), "F16", [((2, 4),)]), r"F16 \[4\] here"),
-])
+@pytest.mark.parametrize(
+    ("second", "words"),
+    [
+        (((4,), "F32", [((3, 4),)]), "hold 3 of 4 elements"),
+        (((4,), "F32", [((1, 4),)]), r"\[0:2\] and \[1:4\] overlap"),
+        (
+            ((5,), "F32", [((2, 4),)]),
+            r"part 1, tensor b: F32 \[5\] here, F32 \[4\] on another rank",
+        ),
+        (((4,), "F16", [((2, 4),)]), r"F16 \[4\] here"),
+    ],
+)
 def test_parts_that_do_not_fit_together(second, words):
     with pytest.raises(CheckpointError, match=words):
         merge([part(0, {"b": ((4,), "F32", [((0, 2),)])}), part(1, {"b": second})], {}, "all")

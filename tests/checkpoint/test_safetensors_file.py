@@ -1,4 +1,6 @@
-"""The safetensors layout: what we write comes back bit for bit, and every damage is an error naming file and tensor."""
+"""The safetensors layout: what we write comes back bit for bit, and every damage is an error naming
+file and tensor."""
+
 from __future__ import annotations
 
 import json
@@ -10,7 +12,13 @@ import torch
 from megatron.checkpoint import safetensors_file as st
 from megatron.checkpoint.checksums import BLOCK_BYTES, block_sum, block_sums
 from megatron.checkpoint.disk import CheckpointError
-from megatron.checkpoint.safetensors_file import DTYPES, Entry, SafetensorsFile, bytes_of, write_file
+from megatron.checkpoint.safetensors_file import (
+    DTYPES,
+    Entry,
+    SafetensorsFile,
+    bytes_of,
+    write_file,
+)
 
 
 def random_tensor(dtype: torch.dtype, shape: tuple[int, ...], seed: int = 0) -> torch.Tensor:
@@ -19,7 +27,11 @@ def random_tensor(dtype: torch.dtype, shape: tuple[int, ...], seed: int = 0) -> 
     if dtype == torch.bool:
         return torch.randint(0, 2, shape, generator=generator).bool()
     length = torch.Size(shape).numel() * dtype.itemsize
-    return torch.randint(0, 256, (length,), generator=generator, dtype=torch.uint8).view(dtype).reshape(shape)
+    return (
+        torch.randint(0, 256, (length,), generator=generator, dtype=torch.uint8)
+        .view(dtype)
+        .reshape(shape)
+    )
 
 
 def entry(key: str, tensor: torch.Tensor) -> Entry:
@@ -27,14 +39,22 @@ def entry(key: str, tensor: torch.Tensor) -> Entry:
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.dtype == b.dtype and a.shape == b.shape and bytes_of(a.contiguous()) == bytes_of(b.contiguous())
+    return (
+        a.dtype == b.dtype
+        and a.shape == b.shape
+        and bytes_of(a.contiguous()) == bytes_of(b.contiguous())
+    )
 
 
 SHAPES = [(), (0,), (1,), (3, 5), (7, 0, 2), (2, 3, 4), (129,)]
 
 
 def test_every_dtype_and_shape_comes_back_bit_for_bit(tmp_path):
-    tensors = {f"{name}.{shape}": random_tensor(dtype, shape, 7) for name, dtype in DTYPES.items() for shape in SHAPES}
+    tensors = {
+        f"{name}.{shape}": random_tensor(dtype, shape, 7)
+        for name, dtype in DTYPES.items()
+        for shape in SHAPES
+    }
     written = write_file(tmp_path / "x", [entry(key, tensor) for key, tensor in tensors.items()])
     with SafetensorsFile(tmp_path / "x") as file:
         assert file.metadata == {"format": "pt"} and file.places.keys() == tensors.keys()
@@ -48,13 +68,17 @@ def test_every_dtype_and_shape_comes_back_bit_for_bit(tmp_path):
 
 
 def test_header_is_eight_byte_aligned_json(tmp_path):
-    write_file(tmp_path / "x", [entry("a", torch.ones(3)), entry("ü", torch.ones(2, dtype=torch.int8))])
+    write_file(
+        tmp_path / "x", [entry("a", torch.ones(3)), entry("ü", torch.ones(2, dtype=torch.int8))]
+    )
     raw = (tmp_path / "x").read_bytes()
     length = int.from_bytes(raw[:8], "little")
     assert length % 8 == 0
-    assert json.loads(raw[8:8 + length]) == {
-        "__metadata__": {"format": "pt"}, "a": {"dtype": "F32", "shape": [3], "data_offsets": [0, 12]},
-        "ü": {"dtype": "I8", "shape": [2], "data_offsets": [12, 14]}}
+    assert json.loads(raw[8 : 8 + length]) == {
+        "__metadata__": {"format": "pt"},
+        "a": {"dtype": "F32", "shape": [3], "data_offsets": [0, 12]},
+        "ü": {"dtype": "I8", "shape": [2], "data_offsets": [12, 14]},
+    }
     assert len(raw) == 8 + length + 14
 
 
@@ -67,45 +91,66 @@ def test_strided_lazy_and_grad_tensors_are_written_as_they_look(tmp_path):
         return base * 2
 
     parameter = torch.nn.Parameter(base.clone())
-    write_file(tmp_path / "x", [entry("t", base.t()), entry("column", base[:, 3]),
-                                entry("expanded", base[:1].expand(4, 8)),
-                                Entry("lazy", torch.float32, (6, 8), lazy), entry("parameter", parameter)])
+    write_file(
+        tmp_path / "x",
+        [
+            entry("t", base.t()),
+            entry("column", base[:, 3]),
+            entry("expanded", base[:1].expand(4, 8)),
+            Entry("lazy", torch.float32, (6, 8), lazy),
+            entry("parameter", parameter),
+        ],
+    )
     with SafetensorsFile(tmp_path / "x") as file:
-        assert torch.equal(file.read("t"), base.t()) and torch.equal(file.read("column"), base[:, 3])
-        assert torch.equal(file.read("expanded"), base[:1].expand(4, 8)) and torch.equal(file.read("lazy"), base * 2)
+        assert torch.equal(file.read("t"), base.t()) and torch.equal(
+            file.read("column"), base[:, 3]
+        )
+        assert torch.equal(file.read("expanded"), base[:1].expand(4, 8)) and torch.equal(
+            file.read("lazy"), base * 2
+        )
         assert torch.equal(file.read("parameter"), base) and made == [1]
 
 
 def test_contiguous_tensors_are_not_copied(tmp_path, monkeypatch):
     seen = []
     real = st.bytes_of
-    monkeypatch.setattr(st, "bytes_of", lambda tensor: seen.append(tensor.data_ptr()) or real(tensor))
+    monkeypatch.setattr(
+        st, "bytes_of", lambda tensor: seen.append(tensor.data_ptr()) or real(tensor)
+    )
     tensors = [torch.randn(100, 10), torch.randn(5).bfloat16()]
-    write_file(tmp_path / "x", [entry(str(number), tensor) for number, tensor in enumerate(tensors)])
+    write_file(
+        tmp_path / "x", [entry(str(number), tensor) for number, tensor in enumerate(tensors)]
+    )
     assert seen == [tensor.data_ptr() for tensor in tensors]
 
 
 def test_large_tensors_go_by_sections_and_sums_are_those_of_blocks(tmp_path, monkeypatch):
     monkeypatch.setattr(st, "SECTION_BYTES", 2 * BLOCK_BYTES)
     monkeypatch.setattr(st, "_IN_FLIGHT_BYTES", 3 * BLOCK_BYTES)
-    tensors = {str(n): random_tensor(torch.uint8, (size,), n)
-               for n, size in enumerate([5 * BLOCK_BYTES + 17, 3, BLOCK_BYTES, 7 * BLOCK_BYTES])}
+    tensors = {
+        str(n): random_tensor(torch.uint8, (size,), n)
+        for n, size in enumerate([5 * BLOCK_BYTES + 17, 3, BLOCK_BYTES, 7 * BLOCK_BYTES])
+    }
     written = write_file(tmp_path / "x", [entry(key, tensor) for key, tensor in tensors.items()])
     with SafetensorsFile(tmp_path / "x") as file:
         for key, tensor in tensors.items():
             raw = bytes(bytes_of(tensor))
             assert written.sums[key] == tuple(
-                block_sum(raw[at:at + 1048576]) for at in range(0, len(raw), 1048576))
+                block_sum(raw[at : at + 1048576]) for at in range(0, len(raw), 1048576)
+            )
             assert torch.equal(file.read(key), tensor)
         part = torch.empty(2 * BLOCK_BYTES + 17, dtype=torch.uint8)
         file.read_into("0", bytes_of(part), 3 * BLOCK_BYTES, written.sums["0"])
-        assert torch.equal(part, tensors["0"][3 * BLOCK_BYTES:])
+        assert torch.equal(part, tensors["0"][3 * BLOCK_BYTES :])
 
 
 def sample(tmp_path):
     """A file of three tensors, its path and bytes and what was written."""
-    tensors = {"first": random_tensor(torch.float32, (40, 10), 1), "second": random_tensor(torch.bfloat16, (33,), 2),
-               "third": random_tensor(torch.uint8, (BLOCK_BYTES + 9,), 3)}
+    tensors = {
+        "first": random_tensor(torch.float32, (40, 10), 1),
+        "second": random_tensor(torch.bfloat16, (33,), 2),
+        "third": random_tensor(torch.uint8, (BLOCK_BYTES + 9,), 3),
+    }
     written = write_file(tmp_path / "x", [entry(key, tensor) for key, tensor in tensors.items()])
     return tmp_path / "x", (tmp_path / "x").read_bytes(), written
 
@@ -116,7 +161,9 @@ def read_checked(path, written) -> None:
         if (file.bytes, file.header_crc32) != (written.bytes, written.header_crc32):
             raise CheckpointError(f"{path}: header")
         for key, place in file.places.items():
-            file.read_into(key, memoryview(bytearray(place.stop - place.start)), 0, written.sums[key])
+            file.read_into(
+                key, memoryview(bytearray(place.stop - place.start)), 0, written.sums[key]
+            )
 
 
 def test_random_flips_and_truncations_are_noticed(tmp_path):
@@ -126,7 +173,7 @@ def test_random_flips_and_truncations_are_noticed(tmp_path):
     for case in range(150):
         bad = bytearray(good)
         if case % 5 == 0:
-            del bad[rng.randrange(len(bad)):]
+            del bad[rng.randrange(len(bad)) :]
         else:
             at = rng.randrange(header_end) if case % 2 else rng.randrange(header_end, len(bad))
             bad[at] ^= 1 << rng.randrange(8)
@@ -144,9 +191,12 @@ def test_a_flip_is_placed_in_its_tensor_and_block(tmp_path):
     path.write_bytes(bad)
     with SafetensorsFile(path) as file:
         whole = memoryview(bytearray(BLOCK_BYTES + 9))
-        with pytest.raises(CheckpointError, match=f"{path}, tensor third: checksum of bytes from 1048576 on is"):
+        with pytest.raises(
+            CheckpointError, match=f"{path}, tensor third: checksum of bytes from 1048576 on is"
+        ):
             file.read_into("third", whole, 0, written.sums["third"])
-        file.read_into("third", whole[:BLOCK_BYTES], 0, written.sums["third"])  # the block before is sound
+        # the block before is sound
+        file.read_into("third", whole[:BLOCK_BYTES], 0, written.sums["third"])
 
 
 def test_a_file_cut_while_open_is_noticed(tmp_path):
@@ -169,28 +219,52 @@ def f32(low: int, high: int, shape: list) -> dict:
     return {"dtype": "F32", "shape": shape, "data_offsets": [low, high]}
 
 
-@pytest.mark.parametrize(("raw", "words"), [
-    (b"", "0 bytes with a header of 0"), (b"1234567", "7 bytes with a header"),
-    ((1 << 62).to_bytes(8, "little") + b"{}", "a header of 4611686018427387904"),
-    ((200_000_000).to_bytes(8, "little") + b"{}", "at most 100000000 allowed"),
-    (with_header(b"{}", b"data"), "its header speaks of"),
-    (with_header(b"{]"), "not JSON"), (with_header(b"[]"), "not a JSON object"), (with_header(b"\xff\xfe"), "not JSON"),
-    (with_header(b"[" * 100_000), "not JSON"), (with_header(b'{"a":1' + b"0" * 5000 + b"}"), "not JSON"),
-    (with_header(table(__metadata__=[1])), "__metadata__"), (with_header(table(__metadata__={"a": 1})), "__metadata__"),
-    (with_header(table(a=[1, 2])), "tensor a: the header lacks"),
-    (with_header(table(a={"dtype": "F32", "shape": [1]})), "tensor a: the header lacks"),
-    (with_header(table(a={**f32(0, 4, [1]), "dtype": "F33"}), b"1234"), "tensor a: unknown dtype 'F33'"),
-    (with_header(table(a={**f32(0, 4, [1]), "dtype": ["F32"]}), b"1234"), "tensor a: unknown dtype"),
-    (with_header(table(a=f32(0, 4, [1.0])), b"1234"), "whole numbers"),
-    (with_header(table(a=f32(0, 4, [True])), b"1234"), "whole numbers"),
-    (with_header(table(a=f32(0, 4, [-1])), b"1234"), "whole numbers"),
-    (with_header(table(a=f32(0, 0, [0, 1 << 64]))), "whole numbers"),
-    (with_header(table(a=f32(0, 4, [1] * 65)), b"1234"), "at most 64 dims"),
-    (with_header(table(a=f32(0, 4, [2])), b"1234"), "does not take 4 bytes"),
-    (with_header(table(a=f32(0, 4, [1]), b=f32(2, 6, [1])), b"123456"), "tensor b: starts at byte"),
-    (with_header(table(a=f32(0, 4, [1]), b=f32(8, 12, [1])), b"1" * 12), "tensor b: starts at byte"),
-    (with_header(table(a=f32(0, 1 << 40, [1 << 38])), b"1234"), "tensor a: the file ends at byte"),
-], ids=lambda value: value if isinstance(value, str) else "file")
+@pytest.mark.parametrize(
+    ("raw", "words"),
+    [
+        (b"", "0 bytes with a header of 0"),
+        (b"1234567", "7 bytes with a header"),
+        ((1 << 62).to_bytes(8, "little") + b"{}", "a header of 4611686018427387904"),
+        ((200_000_000).to_bytes(8, "little") + b"{}", "at most 100000000 allowed"),
+        (with_header(b"{}", b"data"), "its header speaks of"),
+        (with_header(b"{]"), "not JSON"),
+        (with_header(b"[]"), "not a JSON object"),
+        (with_header(b"\xff\xfe"), "not JSON"),
+        (with_header(b"[" * 100_000), "not JSON"),
+        (with_header(b'{"a":1' + b"0" * 5000 + b"}"), "not JSON"),
+        (with_header(table(__metadata__=[1])), "__metadata__"),
+        (with_header(table(__metadata__={"a": 1})), "__metadata__"),
+        (with_header(table(a=[1, 2])), "tensor a: the header lacks"),
+        (with_header(table(a={"dtype": "F32", "shape": [1]})), "tensor a: the header lacks"),
+        (
+            with_header(table(a={**f32(0, 4, [1]), "dtype": "F33"}), b"1234"),
+            "tensor a: unknown dtype 'F33'",
+        ),
+        (
+            with_header(table(a={**f32(0, 4, [1]), "dtype": ["F32"]}), b"1234"),
+            "tensor a: unknown dtype",
+        ),
+        (with_header(table(a=f32(0, 4, [1.0])), b"1234"), "whole numbers"),
+        (with_header(table(a=f32(0, 4, [True])), b"1234"), "whole numbers"),
+        (with_header(table(a=f32(0, 4, [-1])), b"1234"), "whole numbers"),
+        (with_header(table(a=f32(0, 0, [0, 1 << 64]))), "whole numbers"),
+        (with_header(table(a=f32(0, 4, [1] * 65)), b"1234"), "at most 64 dims"),
+        (with_header(table(a=f32(0, 4, [2])), b"1234"), "does not take 4 bytes"),
+        (
+            with_header(table(a=f32(0, 4, [1]), b=f32(2, 6, [1])), b"123456"),
+            "tensor b: starts at byte",
+        ),
+        (
+            with_header(table(a=f32(0, 4, [1]), b=f32(8, 12, [1])), b"1" * 12),
+            "tensor b: starts at byte",
+        ),
+        (
+            with_header(table(a=f32(0, 1 << 40, [1 << 38])), b"1234"),
+            "tensor a: the file ends at byte",
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "file",
+)
 def test_bad_files_are_one_clear_error(tmp_path, raw, words):
     (tmp_path / "bad").write_bytes(raw)
     with pytest.raises(CheckpointError) as caught:
@@ -202,7 +276,10 @@ def test_missing_file_and_missing_tensor(tmp_path):
     with pytest.raises(CheckpointError, match="cannot open .*nothing: No such file"):
         SafetensorsFile(tmp_path / "nothing")
     write_file(tmp_path / "x", [entry("a", torch.ones(1))])
-    with SafetensorsFile(tmp_path / "x") as file, pytest.raises(CheckpointError, match="has no tensor 'b'"):
+    with (
+        SafetensorsFile(tmp_path / "x") as file,
+        pytest.raises(CheckpointError, match="has no tensor 'b'"),
+    ):
         file.read("b")
 
 

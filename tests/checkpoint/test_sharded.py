@@ -1,4 +1,6 @@
-"""Any layout to any layout: slices written by some ranks come back as any box, checked, whoever asks."""
+"""Any layout to any layout: slices written by some ranks come back as any box, checked, whoever
+asks."""
+
 from __future__ import annotations
 
 import itertools
@@ -19,7 +21,11 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8
 def random_tensor(rng: random.Random, shape, dtype) -> torch.Tensor:
     generator = torch.Generator().manual_seed(rng.randrange(1 << 30))
     length = torch.Size(shape).numel() * dtype.itemsize
-    return torch.randint(0, 256, (length,), generator=generator, dtype=torch.uint8).view(dtype).reshape(shape)
+    return (
+        torch.randint(0, 256, (length,), generator=generator, dtype=torch.uint8)
+        .view(dtype)
+        .reshape(shape)
+    )
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -37,13 +43,15 @@ def grid(rng: random.Random, shape) -> list[boxes.Box]:
 
 
 def flat_range(shape, start: int, stop: int) -> list[boxes.Box]:
-    """The boxes of elements [start, stop) of a row-major tensor, as a ZeRO rank holds them: at most 2k - 1."""
+    """The boxes of elements [start, stop) of a row-major tensor, as a ZeRO rank holds them: at most
+    2k - 1."""
     if start >= stop:
         return []
     if start == 0 and stop == torch.Size(shape).numel():
         return [boxes.whole(shape)]
     row = torch.Size(shape[1:]).numel()
-    first, last = start // row, stop // row
+    first = start // row
+    last = stop // row
     if len(shape) == 1:
         return [((start, stop),)]
 
@@ -53,13 +61,20 @@ def flat_range(shape, start: int, stop: int) -> list[boxes.Box]:
     if first == last:
         return in_row(first, start - first * row, stop - first * row)
     head = in_row(first, start - first * row, row) if start % row else []
-    middle = [((first + bool(start % row), last), *boxes.whole(shape[1:]))] if first + bool(start % row) < last else []
+    middle = (
+        [((first + bool(start % row), last), *boxes.whole(shape[1:]))]
+        if first + bool(start % row) < last
+        else []
+    )
     return head + middle + in_row(last, 0, stop % row)
 
 
 def random_box(rng: random.Random, shape) -> boxes.Box:
-    return tuple(sorted((rng.randint(0, size), rng.randint(0, size))) for size in shape) if rng.random() < 0.9 else \
-        boxes.whole(shape)
+    return (
+        tuple(sorted((rng.randint(0, size), rng.randint(0, size))) for size in shape)
+        if rng.random() < 0.9
+        else boxes.whole(shape)
+    )
 
 
 def as_box(box) -> boxes.Box:
@@ -67,22 +82,31 @@ def as_box(box) -> boxes.Box:
 
 
 def save_cut(folder, rng, tensors, ranks: int, block: int) -> Manifest:
-    """Write `tensors`, each cut at random, by `ranks` ranks; the merged manifest as it was read back."""
+    """Write `tensors`, each cut at random, by `ranks` ranks; the merged manifest as it was read
+    back."""
     parts = [[] for _ in range(ranks)]
     for name, tensor in tensors.items():
         shape = tuple(tensor.shape)
         if shape and tensor.numel() and rng.random() < 0.4:
             cuts = sorted(rng.randint(0, tensor.numel()) for _ in range(ranks - 1))
             ranges = itertools.pairwise([0, *cuts, tensor.numel()])
-            cut = [(rank, box) for rank, (low, high) in enumerate(ranges) for box in flat_range(shape, low, high)]
+            cut = [
+                (rank, box)
+                for rank, (low, high) in enumerate(ranges)
+                for box in flat_range(shape, low, high)
+            ]
             assert len(cut) <= ranks * (2 * len(shape) - 1)
         else:
             cut = [(rng.randrange(ranks), box) for box in grid(rng, shape)]
             cut = cut if tensor.numel() else cut[:1]
         for rank, box in cut:
-            parts[rank].append(TensorSlice(name, shape, tensor.dtype, box, tensor[boxes.slices(box)]))
-    written = [write(folder, f"weights_{rank:05d}.safetensors", part, 7, block_bytes=block)
-               for rank, part in enumerate(parts)]
+            parts[rank].append(
+                TensorSlice(name, shape, tensor.dtype, box, tensor[boxes.slices(box)])
+            )
+    written = [
+        write(folder, f"weights_{rank:05d}.safetensors", part, 7, block_bytes=block)
+        for rank, part in enumerate(parts)
+    ]
     text = manifest.merge(written, {}, "all").dump()
     return manifest.parse(text, str(folder / "manifest.json"))
 
@@ -96,12 +120,17 @@ def test_any_cut_is_read_back_as_any_box(tmp_path, monkeypatch, seed):
         monkeypatch.setattr(safetensors_file, "SECTION_BYTES", 8192)
     tensors = {}
     for number in range(6):
-        shape = tuple(rng.randint(0 if rng.random() < 0.1 else 1, (9, 70)[seed % 2]) for _ in range(rng.randint(0, 3)))
+        shape = tuple(
+            rng.randint(0 if rng.random() < 0.1 else 1, (9, 70)[seed % 2])
+            for _ in range(rng.randint(0, 3))
+        )
         tensors[f"layer.{number}.weight"] = random_tensor(rng, shape, rng.choice(DTYPES))
     whole = save_cut(tmp_path, rng, tensors, rng.randint(1, 4), block)
     with Reader(tmp_path, whole) as reader:
         assert reader.names() == sorted(tensors)
-        assert reader.verify() == sum(tensor.numel() * tensor.dtype.itemsize for tensor in tensors.values())
+        assert reader.verify() == sum(
+            tensor.numel() * tensor.dtype.itemsize for tensor in tensors.values()
+        )
         for name, tensor in tensors.items():
             assert reader.shape(name) == tuple(tensor.shape) and reader.dtype(name) == tensor.dtype
             assert same_bits(reader.read(name), tensor)
@@ -121,7 +150,9 @@ def test_blocks_of_any_size_the_manifest_names(tmp_path, monkeypatch):
     raw = safetensors_file.bytes_of(tensor)
     for block in (4096, 16384, 65536):
         chunk = replace(part.tensors["w"].chunks[0], sums=checksums.block_sums(raw, block))
-        table = replace(part, block_bytes=block, tensors={"w": replace(part.tensors["w"], chunks=(chunk,))})
+        table = replace(
+            part, block_bytes=block, tensors={"w": replace(part.tensors["w"], chunks=(chunk,))}
+        )
         with Reader(tmp_path, manifest.parse(table.dump(), "x")) as reader:
             assert same_bits(reader.read("w"), tensor) and reader.verify() == 300 * 70 * 4
             assert same_bits(reader.read("w", ((17, 290), (3, 66))), tensor[17:290, 3:66])
@@ -140,9 +171,11 @@ def test_into_a_parameter_in_place(tmp_path):
 
 def test_the_file_is_plain_safetensors_with_readable_keys(tmp_path):
     tensor = torch.arange(12.0).reshape(4, 3)
-    slices = [TensorSlice("w", (4, 3), torch.float32, ((0, 2), (0, 3)), tensor[:2]),
-              TensorSlice("w", (4, 3), torch.float32, ((2, 4), (0, 3)), lambda: tensor[2:]),
-              TensorSlice.whole("b", torch.tensor(5))]
+    slices = [
+        TensorSlice("w", (4, 3), torch.float32, ((0, 2), (0, 3)), tensor[:2]),
+        TensorSlice("w", (4, 3), torch.float32, ((2, 4), (0, 3)), lambda: tensor[2:]),
+        TensorSlice.whole("b", torch.tensor(5)),
+    ]
     write(tmp_path, "weights_00000.safetensors", slices, 7)
     with safetensors_file.SafetensorsFile(tmp_path / "weights_00000.safetensors") as file:
         assert sorted(file.places) == ["b", "w[0:2,0:3]", "w[2:4,0:3]"]
@@ -150,22 +183,44 @@ def test_the_file_is_plain_safetensors_with_readable_keys(tmp_path):
 
 
 def test_a_rank_without_data_writes_no_file_but_its_names(tmp_path):
-    part = write(tmp_path, "w.safetensors", [TensorSlice("w", (4,), torch.float32, ((2, 2),), torch.empty(0))], 7)
+    part = write(
+        tmp_path,
+        "w.safetensors",
+        [TensorSlice("w", (4,), torch.float32, ((2, 2),), torch.empty(0))],
+        7,
+    )
     assert not list(tmp_path.iterdir()) and not part.files
     assert part.tensors["w"].shape == (4,) and part.tensors["w"].chunks == ()
 
 
 def two_ranks(folder):
     tensor = torch.arange(20_000, dtype=torch.float32).reshape(100, 200)
-    parts = [write(folder, f"w{rank}.safetensors", [TensorSlice(
-        "w", (100, 200), torch.float32, ((50 * rank, 50 * rank + 50), (0, 200)), tensor[50 * rank:50 * rank + 50])], 7)
-        for rank in range(2)]
+    parts = [
+        write(
+            folder,
+            f"w{rank}.safetensors",
+            [
+                TensorSlice(
+                    "w",
+                    (100, 200),
+                    torch.float32,
+                    ((50 * rank, 50 * rank + 50), (0, 200)),
+                    tensor[50 * rank : 50 * rank + 50],
+                )
+            ],
+            7,
+        )
+        for rank in range(2)
+    ]
     return tensor, parts
 
 
 def test_missing_coverage_and_overlap_are_errors_at_read_too(tmp_path):
     tensor, parts = two_ranks(tmp_path)
-    with Reader(tmp_path, parts[0]) as reader, pytest.raises(CheckpointError, match="chunks hold 10000 of"):
+    with (
+        Reader(tmp_path, parts[0]) as reader,
+        pytest.raises(CheckpointError, match="chunks hold 10000 of"),
+    ):
         reader.read("w", ((0, 10), (0, 200)))
     record = parts[0].tensors["w"]
     double = replace(parts[0], tensors={"w": replace(record, chunks=record.chunks * 2)})
@@ -179,11 +234,21 @@ def test_requests_that_do_not_fit_say_so(tmp_path):
     _, parts = two_ranks(tmp_path)
     with Reader(tmp_path, manifest.merge(parts, {}, "all")) as reader:
         for call, words in [
-            (lambda: reader.read("v"), "has no tensor 'v' among its 1"), (lambda: reader.shape("v"), "has no tensor"),
-            (lambda: reader.read("w", ((0, 101), (0, 200))), r"tensor w \[100, 200\]: box .* not within 0:100"),
+            (lambda: reader.read("v"), "has no tensor 'v' among its 1"),
+            (lambda: reader.shape("v"), "has no tensor"),
+            (
+                lambda: reader.read("w", ((0, 101), (0, 200))),
+                r"tensor w \[100, 200\]: box .* not within 0:100",
+            ),
             (lambda: reader.read("w", ((0, 1),)), "has 1 dims"),
-            (lambda: reader.read("w", into=torch.empty(100, 199)), r"cannot take torch.float32 \[0:100,0:200\]"),
-            (lambda: reader.read("w", into=torch.empty(100, 200).bfloat16()), "read it without `into` and convert"),
+            (
+                lambda: reader.read("w", into=torch.empty(100, 199)),
+                r"cannot take torch.float32 \[0:100,0:200\]",
+            ),
+            (
+                lambda: reader.read("w", into=torch.empty(100, 200).bfloat16()),
+                "read it without `into` and convert",
+            ),
         ]:
             with pytest.raises(CheckpointError, match=words):
                 call()
@@ -199,16 +264,23 @@ def test_damage_is_named_and_only_the_blocks_asked_for_are_judged(tmp_path):
     with Reader(tmp_path, part) as reader:
         assert torch.equal(reader.read("w", ((0, 500), (0, 1000))), tensor[:500])
         for box in (None, ((999, 1000), (0, 3))):
-            with pytest.raises(CheckpointError, match=f"{path}, tensor w: checksum of bytes from 3145728 on"):
+            with pytest.raises(
+                CheckpointError, match=f"{path}, tensor w: checksum of bytes from 3145728 on"
+            ):
                 reader.read("w", box)
         with pytest.raises(CheckpointError, match="tensor w: checksum"):
             reader.verify()
 
 
-@pytest.mark.parametrize(("change", "words"), [
-    (lambda raw: raw[:-1], "the file ends at byte"), (lambda raw: raw + b"x", "its header speaks of"),
-    (lambda raw: raw.replace(b'"pt"', b'"tp"'), "should be"), (lambda raw: b"", "0 bytes with a header of 0"),
-])
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda raw: raw[:-1], "the file ends at byte"),
+        (lambda raw: raw + b"x", "its header speaks of"),
+        (lambda raw: raw.replace(b'"pt"', b'"tp"'), "should be"),
+        (lambda raw: b"", "0 bytes with a header of 0"),
+    ],
+)
 def test_a_changed_file_is_not_trusted(tmp_path, change, words):
     _, parts = two_ranks(tmp_path)
     path = tmp_path / "w1.safetensors"
@@ -224,20 +296,36 @@ def test_files_of_two_ranks_swapped_or_gone(tmp_path):
     _, parts = two_ranks(tmp_path)
     merged = manifest.merge(parts, {}, "all")
     (tmp_path / "w0.safetensors").rename(tmp_path / "w2")
-    with Reader(tmp_path, merged) as reader, pytest.raises(CheckpointError, match="cannot open .*w0.safetensors"):
+    with (
+        Reader(tmp_path, merged) as reader,
+        pytest.raises(CheckpointError, match="cannot open .*w0.safetensors"),
+    ):
         reader.read("w")
     (tmp_path / "w1.safetensors").rename(tmp_path / "w0.safetensors")
     (tmp_path / "w2").rename(tmp_path / "w1.safetensors")
-    with Reader(tmp_path, merged) as reader, pytest.raises(CheckpointError, match=r"w0.safetensors, tensor w\[0:50"):
+    with (
+        Reader(tmp_path, merged) as reader,
+        pytest.raises(CheckpointError, match=r"w0.safetensors, tensor w\[0:50"),
+    ):
         reader.read("w")
 
 
 def test_a_manifest_that_lies_about_a_key_is_found_out(tmp_path):
-    part = write(tmp_path, "w.safetensors", [TensorSlice.whole("w", torch.ones(4)), TensorSlice.whole(
-        "v", torch.ones(4, dtype=torch.int32))], 7)
+    part = write(
+        tmp_path,
+        "w.safetensors",
+        [
+            TensorSlice.whole("w", torch.ones(4)),
+            TensorSlice.whole("v", torch.ones(4, dtype=torch.int32)),
+        ],
+        7,
+    )
     chunk = replace(part.tensors["w"].chunks[0], key="v")
     lying = replace(part, tensors={"w": replace(part.tensors["w"], chunks=(chunk,))})
-    with Reader(tmp_path, lying) as reader, pytest.raises(CheckpointError, match="its tensor v is not the one"):
+    with (
+        Reader(tmp_path, lying) as reader,
+        pytest.raises(CheckpointError, match="its tensor v is not the one"),
+    ):
         reader.read("w")
 
 

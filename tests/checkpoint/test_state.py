@@ -1,4 +1,6 @@
-"""A run state comes back exactly, and what would not come back exactly is refused when it is written."""
+"""A run state comes back exactly, and what would not come back exactly is refused when it is
+written."""
+
 from __future__ import annotations
 
 import json
@@ -16,11 +18,20 @@ from megatron.checkpoint.state import ABSENT, RunState, differences
 
 def full() -> RunState:
     return RunState(
-        iteration=20, consumed_train_samples=320, consumed_valid_samples=7, skipped_train_samples=16,
-        num_floating_point_operations=10**30 + 1, scheduler={"num_steps": 320, "max_lr": 0.1 + 0.2, "style": "cosine"},
-        scaler={"scale": 2.0**32, "growth_tracker": 3}, optimizer={"groups": [{"wd_mult": 1.0, "step": 20}]},
-        rng={"philox": (1 << 200) - 1}, data={"split": "969,30,1", "files": [["a", 1]]}, skips=[[3, 7], "loss"],
-        layout={"world": 4, "tp": 2}, versions={"torch": "2.13"})
+        iteration=20,
+        consumed_train_samples=320,
+        consumed_valid_samples=7,
+        skipped_train_samples=16,
+        num_floating_point_operations=10**30 + 1,
+        scheduler={"num_steps": 320, "max_lr": 0.1 + 0.2, "style": "cosine"},
+        scaler={"scale": 2.0**32, "growth_tracker": 3},
+        optimizer={"groups": [{"wd_mult": 1.0, "step": 20}]},
+        rng={"philox": (1 << 200) - 1},
+        data={"split": "969,30,1", "files": [["a", 1]]},
+        skips=[[3, 7], "loss"],
+        layout={"world": 4, "tp": 2},
+        versions={"torch": "2.13"},
+    )
 
 
 def test_round_trip_of_everything():
@@ -35,7 +46,15 @@ def test_round_trip_of_everything():
 def test_floats_come_back_bit_for_bit():
     rng = random.Random(3)
     values = [struct.unpack("<d", rng.randbytes(8))[0] for _ in range(2000)]
-    values = [value for value in values if not math.isnan(value)] + [0.0, -0.0, 5e-324, math.inf, -math.inf, 1e16, 3.0]
+    values = [value for value in values if not math.isnan(value)] + [
+        0.0,
+        -0.0,
+        5e-324,
+        math.inf,
+        -math.inf,
+        1e16,
+        3.0,
+    ]
     again = RunState.parse(RunState(scheduler={"v": values}).dump(), "x").scheduler["v"]
     assert [struct.pack("<d", one) for one in again] == [struct.pack("<d", one) for one in values]
     assert all(type(one) is float for one in again)
@@ -43,24 +62,38 @@ def test_floats_come_back_bit_for_bit():
     assert b"NaN" not in text and math.isnan(RunState.parse(text, "x").scheduler["best"])
 
 
-@pytest.mark.parametrize(("value", "words"), [
-    (np.float64(1), "scheduler.a is a numpy.float64"), (np.int64(1), "scheduler.a is a numpy.int64"),
-    (torch.tensor(1.0), "scheduler.a is a torch.Tensor"), ({1: 2}, "scheduler.a: key 1 is a int"),
-    ([{"x": {1}}], r"scheduler.a\[0\].x is a builtins.set"), (b"x", "is a builtins.bytes"),
-    ({"float": 1.0}, "only key"),
-])
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (np.float64(1), "scheduler.a is a numpy.float64"),
+        (np.int64(1), "scheduler.a is a numpy.int64"),
+        (torch.tensor(1.0), "scheduler.a is a torch.Tensor"),
+        ({1: 2}, "scheduler.a: key 1 is a int"),
+        ([{"x": {1}}], r"scheduler.a\[0\].x is a builtins.set"),
+        (b"x", "is a builtins.bytes"),
+        ({"float": 1.0}, "only key"),
+    ],
+)
 def test_what_would_come_back_changed_is_refused(value, words):
     with pytest.raises(TypeError, match=words):
         RunState(scheduler={"a": value}).dump()
 
 
-@pytest.mark.parametrize(("text", "words"), [
-    (b"", "is not a run state"), (b"[]", "is not a run state"), (b"{}", "is not a run state"), (b"\xff", "is not a"),
-    (b"[" * 100_000, "is not a run state"), (b'{"version": 2}', "version 2"),
-    (b'{"version": 1, "later": 1}', "unknown entries .'later'."),
-    (b'{"version": 1, "iteration": "3"}', "iteration is a str"),
-    (b'{"version": 1, "iteration": true}', "iteration is a bool"), (b'{"version": 1, "skips": {}}', "skips is a dict"),
-])
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (b"", "is not a run state"),
+        (b"[]", "is not a run state"),
+        (b"{}", "is not a run state"),
+        (b"\xff", "is not a"),
+        (b"[" * 100_000, "is not a run state"),
+        (b'{"version": 2}', "version 2"),
+        (b'{"version": 1, "later": 1}', "unknown entries .'later'."),
+        (b'{"version": 1, "iteration": "3"}', "iteration is a str"),
+        (b'{"version": 1, "iteration": true}', "iteration is a bool"),
+        (b'{"version": 1, "skips": {}}', "skips is a dict"),
+    ],
+)
 def test_bad_texts_are_one_clear_error(text, words):
     with pytest.raises(CheckpointError, match=words) as caught:
         RunState.parse(text, "/run/state.json")
@@ -76,4 +109,8 @@ def test_differences_names_both_sides_in_order():
     now = {"num_layers": 4, "lr": 1e-4, "betas": (0.9, 0.95), "split": None, "new": 2}
     names = ["split", "num_layers", "lr", "betas", "old", "new", "nowhere"]
     assert differences(saved, now, names) == [
-        ("split", "969,30,1", None), ("num_layers", 2, 4), ("old", 1, ABSENT), ("new", ABSENT, 2)]
+        ("split", "969,30,1", None),
+        ("num_layers", 2, 4),
+        ("old", 1, ABSENT),
+        ("new", ABSENT, 2),
+    ]

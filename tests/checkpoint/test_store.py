@@ -1,4 +1,5 @@
 """The run directory: what save leaves behind, what load believes, what every failure says."""
+
 from __future__ import annotations
 
 import errno
@@ -30,10 +31,12 @@ class Recording(Disk):
 
 
 class Failing(Disk):
-    """Raises OSError `error`, or KeyboardInterrupt for 0, at step `at` (counted from 0), and only there."""
+    """Raises OSError `error`, or KeyboardInterrupt for 0, at step `at` (counted from 0), and only
+    there."""
 
     def __init__(self, at: int, error: int) -> None:
-        self.left, self.error = at, error
+        self.left = at
+        self.error = error
 
     def step(self, action: str, path: Path) -> None:
         self.left -= 1
@@ -43,14 +46,24 @@ class Failing(Disk):
 
 def test_what_a_save_leaves(tmp_path):
     assert store.latest(tmp_path / "run") is None and store.load(tmp_path / "run") is None
-    assert save(tmp_path / "run", 20) == tmp_path / "run" / "iter_0000020" == store.iteration_directory(
-        tmp_path / "run", 20)
+    assert (
+        save(tmp_path / "run", 20)
+        == tmp_path / "run" / "iter_0000020"
+        == store.iteration_directory(tmp_path / "run", 20)
+    )
     save(tmp_path / "run", 40)
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [
-        "iter_0000020", "iter_0000040", "latest_checkpointed_iteration.txt"]
+        "iter_0000020",
+        "iter_0000040",
+        "latest_checkpointed_iteration.txt",
+    ]
     assert (tmp_path / "run" / "latest_checkpointed_iteration.txt").read_bytes() == b"40"
     assert sorted(path.name for path in (tmp_path / "run" / "iter_0000040").iterdir()) == [
-        "args", "manifest.json", "state.json", "weights_00000.safetensors"]
+        "args",
+        "manifest.json",
+        "state.json",
+        "weights_00000.safetensors",
+    ]
     assert (tmp_path / "run" / "iter_0000040" / "args").read_text(encoding="utf-8") == ARGS
     assert_good(tmp_path / "run", 40)
     assert_good(tmp_path / "run", 20, step=20)
@@ -62,7 +75,9 @@ def test_the_same_state_twice_is_the_same_bytes(tmp_path):
     for name in "ab":
         save(tmp_path / name, 20)
     for path in (tmp_path / "a" / "iter_0000020").iterdir():
-        assert path.read_bytes() == (tmp_path / "b" / "iter_0000020" / path.name).read_bytes(), path.name
+        assert path.read_bytes() == (tmp_path / "b" / "iter_0000020" / path.name).read_bytes(), (
+            path.name
+        )
 
 
 def test_order_of_the_steps(tmp_path):
@@ -74,10 +89,19 @@ def test_order_of_the_steps(tmp_path):
         own = [action for action, path in steps if path == name]
         assert own[0] == "create" and own[-1] == "fsync" and "write" in own, name
     created = [name for action, name in steps if action == "create"]
-    assert created[-2:] == ["manifest.json", ".tmp"]  # the manifest is the last file in, then the tracker's
-    tail = steps[steps.index(("fsync", "manifest.json")) + 1:]
-    assert tail == [("fsync_directory", ".tmp"), ("create", ".tmp"), ("write", ".tmp"), ("fsync", ".tmp"),
-                    ("rename", ".tmp"), ("fsync_directory", "run"), ("rename", ".tmp"), ("fsync_directory", "run")]
+    # the manifest is the last file in, then the tracker's
+    assert created[-2:] == ["manifest.json", ".tmp"]
+    tail = steps[steps.index(("fsync", "manifest.json")) + 1 :]
+    assert tail == [
+        ("fsync_directory", ".tmp"),
+        ("create", ".tmp"),
+        ("write", ".tmp"),
+        ("fsync", ".tmp"),
+        ("rename", ".tmp"),
+        ("fsync_directory", "run"),
+        ("rename", ".tmp"),
+        ("fsync_directory", "run"),
+    ]
 
 
 @pytest.mark.parametrize("disk", [Disk, NoExchange])
@@ -95,8 +119,11 @@ def count_steps(tmp_path, prepare, disk: type[Disk]) -> int:
     return len(recording.steps)
 
 
-START = {"empty": lambda root: None, "older": lambda root: save(root, 10, Unsynced()),
-         "same": lambda root: save(root, 20, Unsynced())}
+START = {
+    "empty": lambda root: None,
+    "older": lambda root: save(root, 10, Unsynced()),
+    "same": lambda root: save(root, 20, Unsynced()),
+}
 
 
 @pytest.mark.parametrize("start", START)
@@ -119,7 +146,8 @@ def test_an_error_at_any_step_leaves_a_good_checkpoint(memory_path, start, base,
         except KeyboardInterrupt:
             assert error == 0
         else:
-            assert disk.left < 0 and store.latest(root) == 20  # only removing what is old may fail in silence
+            # only removing what is old may fail in silence
+            assert disk.left < 0 and store.latest(root) == 20
         if store.latest(root) is None:
             assert before is None
         else:
@@ -127,7 +155,9 @@ def test_an_error_at_any_step_leaves_a_good_checkpoint(memory_path, start, base,
             assert store.latest(root) in (before, 20)
         save(root, 30, Unsynced())
         assert_good(root, 30)
-        assert not [path.name for path in root.iterdir() if path.name.startswith(".")], "leftovers stay"
+        assert not [path.name for path in root.iterdir() if path.name.startswith(".")], (
+            "leftovers stay"
+        )
 
 
 def test_failing_saves_free_their_space(tmp_path):
@@ -146,7 +176,9 @@ def test_a_refusal_where_none_was_expected_is_explained_too(tmp_path, monkeypatc
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
     monkeypatch.setattr(store, "finish", refuse)
-    with pytest.raises(CheckpointError, match=f"cannot save in {tmp_path}: Permission denied; give this user") as caught:
+    with pytest.raises(
+        CheckpointError, match=f"cannot save in {tmp_path}: Permission denied; give this user"
+    ) as caught:
         save(tmp_path, 20)
     assert caught.value.errno == errno.EACCES and not list(tmp_path.iterdir())
 
@@ -163,13 +195,28 @@ def save_under_a_size_limit(rank: int, world: int, root: str) -> str:
 
 def test_a_refusal_of_the_real_system(tmp_path):
     text = run_ranks(1, save_under_a_size_limit, str(tmp_path))[0]
-    assert text.startswith(f"{errno.EFBIG} cannot ") and "ulimit -f" in text and "previous checkpoint" in text
+    assert (
+        text.startswith(f"{errno.EFBIG} cannot ")
+        and "ulimit -f" in text
+        and "previous checkpoint" in text
+    )
     assert_good(tmp_path, 10)
 
 
 def test_only_our_own_leftovers_are_removed(tmp_path):
-    mine = [".iter_0000010.tmp-0123abcd", ".iter_0000010.old-0123abcd", f".{store.TRACKER}.tmp-0123abcd"]
-    others = [".iter_0000010.tmp-mine", "iter_0000010.tmp-0123abcd", ".iter_10.tmp-0123abcd", ".tmp", "notes", "iter_x"]
+    mine = [
+        ".iter_0000010.tmp-0123abcd",
+        ".iter_0000010.old-0123abcd",
+        f".{store.TRACKER}.tmp-0123abcd",
+    ]
+    others = [
+        ".iter_0000010.tmp-mine",
+        "iter_0000010.tmp-0123abcd",
+        ".iter_10.tmp-0123abcd",
+        ".tmp",
+        "notes",
+        "iter_x",
+    ]
     save(tmp_path, 10)
     for name in mine[:2] + others:
         (tmp_path / name).mkdir()
@@ -192,11 +239,16 @@ def test_a_replacement_cut_in_the_middle_is_readable_and_mended(tmp_path):
     assert_good(tmp_path, 20, step=20)
 
 
-@pytest.mark.parametrize("text", ["", "release", "-3", "2.0", "iter_0000020", "\x00\xff", "9" * 30, "²", "1 2"])
+@pytest.mark.parametrize(
+    "text", ["", "release", "-3", "2.0", "iter_0000020", "\x00\xff", "9" * 30, "²", "1 2"]
+)
 def test_a_strange_tracker_says_what_to_write(tmp_path, text):
     save(tmp_path, 20)
     (tmp_path / store.TRACKER).write_text(text, encoding="utf-8")
-    with pytest.raises(CheckpointError, match="write the number to resume from into it .complete here: 20. or remove"):
+    with pytest.raises(
+        CheckpointError,
+        match="write the number to resume from into it .complete here: 20. or remove",
+    ):
         store.load(tmp_path)
     assert_good(tmp_path, 20, step=20)
 
@@ -214,16 +266,20 @@ def test_what_cannot_be_resolved_says_what_is_there(tmp_path):
     (tmp_path / "iter_0000080" / "mp_rank_00").mkdir(parents=True)
     (tmp_path / "iter_0000099").mkdir()
     (tmp_path / "iter_0000099" / "metadata.json").write_text("{}")
-    for step, words in [(50, "does not exist; choose another one with --ckpt-step .complete here: 20, 40"),
-                        (60, "has no manifest.json, so it is not complete"),
-                        (80, "mp_rank_00 .*written by Megatron-LM"),
-                        (99, "metadata.json .*written by Megatron-LM")]:
+    for step, words in [
+        (50, "does not exist; choose another one with --ckpt-step .complete here: 20, 40"),
+        (60, "has no manifest.json, so it is not complete"),
+        (80, "mp_rank_00 .*written by Megatron-LM"),
+        (99, "metadata.json .*written by Megatron-LM"),
+    ]:
         with pytest.raises(CheckpointError, match=words):
             store.resolve(tmp_path, step)
         with pytest.raises(CheckpointError, match=words):
             store.resolve(tmp_path / f"iter_{step:07d}")
     (tmp_path / store.TRACKER).write_text("50")
-    with pytest.raises(CheckpointError, match="does not exist, though latest_checkpointed_iteration.txt names it"):
+    with pytest.raises(
+        CheckpointError, match="does not exist, though latest_checkpointed_iteration.txt names it"
+    ):
         store.resolve(tmp_path)
     with pytest.raises(CheckpointError, match="is iteration 20, but iteration 40 is asked for"):
         store.resolve(tmp_path / "iter_0000020", 40)
@@ -259,7 +315,7 @@ def test_random_damage_to_any_file_is_found_and_named(memory_path):
         bad = bytearray(good[path])
         kind = case % 4
         if kind == 0:
-            del bad[rng.randrange(len(bad)):]
+            del bad[rng.randrange(len(bad)) :]
         elif kind == 1:
             bad += b"x"
         else:
@@ -299,8 +355,12 @@ def test_prune_keeps_the_newest_the_multiples_and_the_trackers(tmp_path):
     for iteration in range(10, 80, 10):
         save(tmp_path, iteration)
     assert retention.prune(tmp_path, 2, keep_every=50) == [10, 20, 30, 40]
-    assert store.iterations(tmp_path) == [50, 60, 70] and retention.prune(tmp_path, 2, keep_every=50) == []
-    (tmp_path / store.TRACKER).write_text("60")         # what lies beyond it neither counts nor goes
+    assert (
+        store.iterations(tmp_path) == [50, 60, 70]
+        and retention.prune(tmp_path, 2, keep_every=50) == []
+    )
+    # what lies beyond it neither counts nor goes
+    (tmp_path / store.TRACKER).write_text("60")
     assert retention.prune(tmp_path, 1) == [50] and store.iterations(tmp_path) == [60, 70]
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
     assert_good(tmp_path, 60)
@@ -322,7 +382,11 @@ def test_a_prune_cut_short_leaves_nothing_that_looks_like_a_checkpoint(tmp_path,
     with pytest.raises(CheckpointError, match="does not exist"):
         store.load(tmp_path, 10)
     save(tmp_path, 30)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_0000020", "iter_0000030", store.TRACKER]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "iter_0000020",
+        "iter_0000030",
+        store.TRACKER,
+    ]
 
 
 def gather(value):
@@ -336,14 +400,24 @@ def save_together(rank: int, world: int, root: str, iteration: int, failing: int
     """Each rank writes rows of one tensor; rank `failing` cannot."""
     whole = torch.arange(40.0).reshape(10, 4) + iteration
     cuts = [10 * number // world for number in range(world + 1)]
-    low, high = cuts[rank], cuts[rank + 1]
+    low = cuts[rank]
+    high = cuts[rank + 1]
     slices = [TensorSlice("w", (10, 4), torch.float32, ((low, high), (0, 4)), whole[low:high])]
     if rank == 0:
         slices.append(TensorSlice.whole("b", torch.tensor(iteration)))
     disk = Failing(1, errno.EIO) if rank == failing else Disk()
     try:
-        return store.save(root, iteration, slices, RunState(iteration=iteration), ARGS, rank=rank, world_size=world,
-                          gather=gather, disk=disk).name
+        return store.save(
+            root,
+            iteration,
+            slices,
+            RunState(iteration=iteration),
+            ARGS,
+            rank=rank,
+            world_size=world,
+            gather=gather,
+            disk=disk,
+        ).name
     except CheckpointError as error:
         return f"{error.errno} {error}"
 
@@ -351,17 +425,26 @@ def save_together(rank: int, world: int, root: str, iteration: int, failing: int
 def test_several_ranks_save_and_fail_together(tmp_path):
     assert run_ranks(3, save_together, str(tmp_path), 20, -1) == ["iter_0000020"] * 3
     names = sorted(path.name for path in (tmp_path / "iter_0000020").iterdir())
-    assert names == ["args", "manifest.json", "state.json", *(f"weights_{rank:05d}.safetensors" for rank in range(3))]
+    assert names == [
+        "args",
+        "manifest.json",
+        "state.json",
+        *(f"weights_{rank:05d}.safetensors" for rank in range(3)),
+    ]
     for failing in (2, 0):
         said = run_ranks(3, save_together, str(tmp_path), 40, failing)
-        assert all(text.startswith(f"{errno.EIO} ") and "Input/output error" in text for text in said), said
+        assert all(
+            text.startswith(f"{errno.EIO} ") and "Input/output error" in text for text in said
+        ), said
         others = [text for rank, text in enumerate(said) if rank != failing]
         assert all(text.startswith(f"{errno.EIO} rank {failing}: ") for text in others)
         assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_0000020", store.TRACKER]
     found = store.load(tmp_path)
     with found.reader() as reader:
         assert torch.equal(reader.read("w"), torch.arange(40.0).reshape(10, 4) + 20)
-        assert torch.equal(reader.read("w", ((2, 5), (1, 3))), (torch.arange(40.0).reshape(10, 4) + 20)[2:5, 1:3])
+        assert torch.equal(
+            reader.read("w", ((2, 5), (1, 3))), (torch.arange(40.0).reshape(10, 4) + 20)[2:5, 1:3]
+        )
         assert reader.read("b").item() == 20
 
 
@@ -378,7 +461,9 @@ def test_permissions(tmp_path, monkeypatch):
 
     save(tmp_path, 20)
     monkeypatch.setattr(os, "open", refuse)
-    with pytest.raises(CheckpointError, match="cannot read .*latest_checkpointed_iteration.txt: Permission denied"):
+    with pytest.raises(
+        CheckpointError, match="cannot read .*latest_checkpointed_iteration.txt: Permission denied"
+    ):
         store.load(tmp_path)
     with pytest.raises(CheckpointError, match="cannot read .*manifest.json: Permission denied"):
         store.load(tmp_path / "iter_0000020")

@@ -1,4 +1,6 @@
-"""kill -9 in a save: at every step of it, and at random moments; what the tracker names always loads, bit for bit."""
+"""kill -9 in a save: at every step of it, and at random moments; what the tracker names always
+loads, bit for bit."""
+
 from __future__ import annotations
 
 import os
@@ -14,11 +16,13 @@ from megatron.checkpoint import retention, store
 from tests.checkpoint.saves import NoExchange, Unsynced, assert_good, save
 from tests.forkrun import run_ranks
 
-START = {"empty": [], "older": [10], "same": [20], "newer": [20, 40]}  # iterations there before the save of 20
+# iterations there before the save of 20
+START = {"empty": [], "older": [10], "same": [20], "newer": [20, 40]}
 
 
 class Deadly(Unsynced):
-    """Kills its own process at step `at`; writes are cut in half there. A kill loses no pages, synced or not."""
+    """Kills its own process at step `at`; writes are cut in half there. A kill loses no pages,
+    synced or not."""
 
     def __init__(self, at: int) -> None:
         self.left = at
@@ -30,7 +34,7 @@ class Deadly(Unsynced):
 
     def write(self, descriptor: int, path: Path, data: memoryview | bytes, offset: int) -> None:
         if self.left == 0:
-            os.pwrite(descriptor, memoryview(data)[:len(data) // 2], offset)
+            os.pwrite(descriptor, memoryview(data)[: len(data) // 2], offset)
         super().write(descriptor, path, data, offset)
 
 
@@ -50,9 +54,13 @@ def fork_and(action) -> int:
     return os.waitpid(child, 0)[1]
 
 
-def kill_at_every_step(rank: int, world: int, folder: str, kind: type[Deadly], start: list[int]) -> tuple[int, set]:
-    """Kill one save of iteration 20 per step, in a child; returns how many and what was found afterwards."""
-    template, root = Path(folder) / "template", Path(folder) / "run"
+def kill_at_every_step(
+    rank: int, world: int, folder: str, kind: type[Deadly], start: list[int]
+) -> tuple[int, set]:
+    """Kill one save of iteration 20 per step, in a child; returns how many and what was found
+    afterwards."""
+    template = Path(folder) / "template"
+    root = Path(folder) / "run"
     template.mkdir()
     for iteration in start:
         save(template, iteration, Unsynced())
@@ -77,15 +85,23 @@ def kill_at_every_step(rank: int, world: int, folder: str, kind: type[Deadly], s
     raise AssertionError("the save never ended")
 
 
-@pytest.mark.parametrize(("kind", "start"), [
-    pytest.param(Deadly, "empty", marks=pytest.mark.campaign), (Deadly, "older"),
-    pytest.param(Deadly, "same", marks=pytest.mark.campaign), (DeadlyNoExchange, "same"),
-    pytest.param(DeadlyNoExchange, "newer", marks=pytest.mark.campaign)])
+@pytest.mark.parametrize(
+    ("kind", "start"),
+    [
+        pytest.param(Deadly, "empty", marks=pytest.mark.campaign),
+        (Deadly, "older"),
+        pytest.param(Deadly, "same", marks=pytest.mark.campaign),
+        (DeadlyNoExchange, "same"),
+        pytest.param(DeadlyNoExchange, "newer", marks=pytest.mark.campaign),
+    ],
+)
 def test_killed_at_every_step(memory_path, kind, start):
     before = START[start]
     kills, found = run_ranks(1, kill_at_every_step, str(memory_path), kind, before)[0]
     assert kills > 20
-    assert found >= {(before[-1], 0) if before else (None, None), (20, 1)}, "both the old and the new were seen"
+    assert found >= {(before[-1], 0) if before else (None, None), (20, 1)}, (
+        "both the old and the new were seen"
+    )
 
 
 def save_for_ever(root: Path, first: int) -> None:
@@ -99,11 +115,15 @@ def save_for_ever(root: Path, first: int) -> None:
 
 
 def kill_at_random(rank: int, world: int, folder: str, kills: int) -> int:
-    """Real kill -9 at random moments of endless saves into one directory; the number of the last iteration.
+    """Real kill -9 at random moments of endless saves into one directory; the number of the last
+    iteration.
 
     After a saver that committed nothing the next one may live longer, however slow the machine is.
     """
-    root, rng, last, longest = Path(folder), random.Random(1), 0, 0.15
+    root = Path(folder)
+    rng = random.Random(1)
+    last = 0
+    longest = 0.15
     for _ in range(kills):
         child = os.fork()
         if child == 0:

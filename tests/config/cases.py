@@ -1,6 +1,8 @@
-"""Command lines that are refused or noted: the code of what each says, and the flags that the line names.
+"""Command lines that are refused or noted: the code of what each says, and the flags that the line
+names.
 
-The texts are in tests/golden/messages.txt, which `python -m tests.rewrite_messages` writes from cases.txt.
+The texts are in tests/golden/messages.txt, which `python -m tests.rewrite_messages` writes from
+cases.txt.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ BASES = {
 
 
 class Case(NamedTuple):
-    """`flags` added to `base` on `world` ranks, without the flag `drop`: a line with `code` that names `named`.
+    """`flags` added to `base` on `world` ranks, without the flag `drop`: a line with `code` that
+    names `named`.
 
     Words NAME=VALUE among the flags are set in the environment.
     """
@@ -67,7 +70,8 @@ class Case(NamedTuple):
 
 def cases() -> list[Case]:
     """All rows of cases.txt."""
-    base, found = "", []
+    base = ""
+    found = []
     for row in (Path(__file__).parent / "cases.txt").read_text().splitlines():
         if row.startswith("=="):
             base = row.rpartition("(")[2].rstrip(")") if row.endswith(")") else ""
@@ -96,7 +100,9 @@ def lay_out(folder: Path) -> None:
     _write(folder / "quote.args", "--seed 'open\n")
     _write(folder / "loop.args", "@loop.args")
     _write(folder / "run/latest_checkpointed_iteration.txt", "20")
-    args = BASE + " --vocab-file gone.json --tokenizer-type GPT2BPETokenizer --merge-file merges.txt"
+    args = (
+        BASE + " --vocab-file gone.json --tokenizer-type GPT2BPETokenizer --merge-file merges.txt"
+    )
     _write(folder / "ours/latest_checkpointed_iteration.txt", "10")
     _write(folder / "ours/iter_0000010/args", args.replace("--mock-data --vocab-size 100", ""))
     _write(folder / "older/latest_checkpointed_iteration.txt", "20")

@@ -1,4 +1,5 @@
-"""Batch sizes, micro-batches and S(n) against golden numbers and against walking iteration by iteration."""
+"""Batch sizes, micro-batches and S(n) against golden numbers and against walking iteration by
+iteration."""
 
 import pathlib
 import random
@@ -25,7 +26,8 @@ def build(**values):
 
 def walk(schedule, iterations):
     """S(n - 1) for n = 1 .. iterations, by adding up one batch after the other."""
-    consumed, found = 0, []
+    consumed = 0
+    found = []
     for _ in range(iterations):
         found.append(consumed)
         consumed += schedule.global_batch_size(consumed)
@@ -38,59 +40,92 @@ def test_constant_sizes_of_the_seed():
     assert (schedule.global_batch_size(0), schedule.num_microbatches(10**9)) == (8, 2)
     assert schedule.lines() == ["setting number of micro-batches to constant 2"]
     assert [schedule.samples_before(n) for n in (1, 2, 1001)] == [0, 8, 8000]
-    assert (schedule.train_iters_from_samples(8007), schedule.iterations_within(8000)) == (1000, 1000)
+    assert (schedule.train_iters_from_samples(8007), schedule.iterations_within(8000)) == (
+        1000,
+        1000,
+    )
     assert schedule.problems() == []
 
 
 def test_without_a_size_every_rank_takes_one_micro_batch():
     schedule = build(micro_batch_size=3, data_parallel_size=4)
-    assert schedule.lines() == ["setting global batch size to 12", "setting number of micro-batches to constant 1"]
+    assert schedule.lines() == [
+        "setting global batch size to 12",
+        "setting number of micro-batches to constant 1",
+    ]
 
 
 def test_rampup_golden_numbers():
     schedule = build(**GOLDEN_RAMP)
-    got = {c: (schedule.global_batch_size(c), schedule.num_microbatches(c)) for c in (0, 50, 100, 150, 300)}
+    got = {
+        c: (schedule.global_batch_size(c), schedule.num_microbatches(c))
+        for c in (0, 50, 100, 150, 300)
+    }
     assert got == {0: (16, 2), 50: (24, 3), 100: (32, 4), 150: (40, 5), 300: (64, 8)}
     assert schedule.global_batch_size(49) == 16 and schedule.global_batch_size(299) == 56
     assert schedule.lines()[0] == (
-        "will use batch size rampup starting from global batch size 16 to global batch size 64 with batch size "
-        "increments 8 over 300 samples."
+        "will use batch size rampup starting from global batch size 16 to global batch size 64 "
+        "with batch size increments 8 over 300 samples."
     )
     assert len(schedule.lines()) == 1 + len(schedule.phases)
 
 
 def test_rampup_thresholds_are_those_of_the_floating_point_rule():
-    """START + INC int(c / (SAMPLES / increments)) at every c, also where SAMPLES / p is a hair off a whole number."""
+    """START + INC int(c / (SAMPLES / increments)) at every c, also where SAMPLES / p is a hair off
+    a whole number."""
     for samples in range(1, 45):
         for increments in range(1, 45):
             schedule = build(global_batch_size=1 + increments, rampup_batch_size=[1, 1, samples])
             per_increment = samples / increments
             for consumed in range(samples + 3):
                 expected = 1 + (increments if consumed > samples else int(consumed / per_increment))
-                assert schedule.global_batch_size(consumed) == expected, (samples, increments, consumed)
+                assert schedule.global_batch_size(consumed) == expected, (
+                    samples,
+                    increments,
+                    consumed,
+                )
 
 
 def test_a_batch_keeps_the_size_it_began_with():
     assert [build(**GOLDEN_RAMP).samples_before(n) for n in range(1, 14)] == [
-        0, 16, 32, 48, 64, 88, 112, 144, 176, 216, 264, 320, 384,
-    ]  # fmt: skip
+        0,
+        16,
+        32,
+        48,
+        64,
+        88,
+        112,
+        144,
+        176,
+        216,
+        264,
+        320,
+        384,
+    ]
 
 
 def random_schedules(count, seed=0):
     rng = random.Random(seed)
     for _ in range(count):
         kind = rng.choice(["constant", "rampup", "steps", "decrease", "rampup-decrease"])
-        mbs, dp = rng.randint(1, 4), rng.randint(1, 4)
+        mbs = rng.randint(1, 4)
+        dp = rng.randint(1, 4)
         values = {"micro_batch_size": mbs, "data_parallel_size": dp}
         if kind == "constant":
             values["global_batch_size"] = rng.randint(1, 200)
         elif kind == "decrease":
-            values.update(global_batch_size=rng.randint(mbs * dp, 200), decrease_batch_size_if_needed=True)
+            values.update(
+                global_batch_size=rng.randint(mbs * dp, 200), decrease_batch_size_if_needed=True
+            )
         elif kind == "steps":
             at = sorted(rng.sample(range(1, 2000), rng.randint(0, 5)))
-            values["step_batch_size_schedule"] = " ".join(f"{t}:{rng.randint(1, 90)}" for t in [0, *at])
+            values["step_batch_size_schedule"] = " ".join(
+                f"{t}:{rng.randint(1, 90)}" for t in [0, *at]
+            )
         else:
-            start, increment, count_ = rng.randint(1, 40), rng.randint(1, 20), rng.randint(0, 9)
+            start = rng.randint(1, 40)
+            increment = rng.randint(1, 20)
+            count_ = rng.randint(0, 9)
             if kind == "rampup-decrease":
                 start = rng.randint(mbs * dp, 40)
                 values["decrease_batch_size_if_needed"] = True
@@ -121,7 +156,8 @@ def test_a_million_iterations_are_quick():
 
 
 def megatrons_rampup_iterations(start, increment, ramp, size, train_samples):
-    """Megatron's count (facts/megatron.md 5): simulate the ramp, then whole batches of the final size."""
+    """Megatron's count (facts/megatron.md 5): simulate the ramp, then whole batches of the final
+    size."""
     per_increment = ramp / ((size - start) // increment)
     consumed = iterations = 0
     while consumed <= ramp:
@@ -133,10 +169,15 @@ def megatrons_rampup_iterations(start, increment, ramp, size, train_samples):
 def test_train_iters_of_a_rampup_are_megatrons():
     rng = random.Random(2)
     for _ in range(200):
-        start, increment, count, ramp = rng.randint(1, 50), rng.randint(1, 20), rng.randint(1, 9), rng.randint(1, 5000)
+        start = rng.randint(1, 50)
+        increment = rng.randint(1, 20)
+        count = rng.randint(1, 9)
+        ramp = rng.randint(1, 5000)
         size = start + increment * count
         train_samples = rng.randint(ramp, 20 * ramp + 20000)
-        expected, ramp_end = megatrons_rampup_iterations(start, increment, ramp, size, train_samples)
+        expected, ramp_end = megatrons_rampup_iterations(
+            start, increment, ramp, size, train_samples
+        )
         schedule = build(global_batch_size=size, rampup_batch_size=[start, increment, ramp])
         if train_samples >= ramp_end:
             assert schedule.train_iters_from_samples(train_samples) == expected
@@ -146,7 +187,15 @@ def test_train_iters_of_a_rampup_are_megatrons():
 
 def test_train_iters_of_a_step_schedule_reach_the_target():
     schedule = build(step_batch_size_schedule="0:4 10:8")
-    assert [schedule.train_iters_from_samples(n) for n in (1, 4, 5, 12, 13, 20, 21)] == [1, 1, 2, 3, 4, 4, 5]
+    assert [schedule.train_iters_from_samples(n) for n in (1, 4, 5, 12, 13, 20, 21)] == [
+        1,
+        1,
+        2,
+        3,
+        4,
+        4,
+        5,
+    ]
 
 
 def test_step_schedule_grammar():
@@ -156,7 +205,12 @@ def test_step_schedule_grammar():
         (500 * 10**9 // 2048, 3072),
     ]
     assert parse_step_schedule(" 1.5k:2K,0:1k ") == [(0, 1000), (1500, 2000)]
-    assert parse_step_schedule("0:1 2e3:2 3T:3 4m:4") == [(0, 1), (2000, 2), (4 * 10**6, 4), (3 * 10**12, 3)]
+    assert parse_step_schedule("0:1 2e3:2 3T:3 4m:4") == [
+        (0, 1),
+        (2000, 2),
+        (4 * 10**6, 4),
+        (3 * 10**12, 3),
+    ]
     schedule = build(step_batch_size_schedule="0:8 1K:16", seq_length=10)
     assert [schedule.global_batch_size(c) for c in (0, 99, 100, 10**9)] == [8, 8, 16, 16]
     assert schedule.final_global_batch_size == 16
@@ -180,7 +234,8 @@ def test_bad_step_schedules(text, entries):
         build(step_batch_size_schedule=text)
 
 
-RAMP, FULL = "rampup_batch_size", {"global_batch_size": 64}
+RAMP = "rampup_batch_size"
+FULL = {"global_batch_size": 64}
 
 
 @pytest.mark.parametrize(
@@ -231,25 +286,50 @@ def test_a_ramp_from_the_full_size_is_constant():
 def test_sizes_that_do_not_divide_are_problems_with_a_remedy():
     schedule = build(micro_batch_size=4, data_parallel_size=2, global_batch_size=10)
     (problem,) = schedule.problems()
-    assert_problem(problem, "batch-not-divisible", "--global-batch-size", "(10)", "(4)", "(2)", "8 or 16")
+    assert_problem(
+        problem, "batch-not-divisible", "--global-batch-size", "(10)", "(4)", "(2)", "8 or 16"
+    )
     with raises(ValueError, "batch-not-divisible"):
         schedule.num_microbatches(0)
 
 
 def test_only_sizes_still_to_come_are_problems():
-    ramp = build(micro_batch_size=8, data_parallel_size=2, global_batch_size=64, rampup_batch_size=[16, 8, 300])
-    assert [problem.split("(")[1].split(")")[0] for problem in ramp.problems()] == ["24", "40", "56"]
+    ramp = build(
+        micro_batch_size=8,
+        data_parallel_size=2,
+        global_batch_size=64,
+        rampup_batch_size=[16, 8, 300],
+    )
+    assert [problem.split("(")[1].split(")")[0] for problem in ramp.problems()] == [
+        "24",
+        "40",
+        "56",
+    ]
     assert [ramp.problems(264)[0].split("(")[1].split(")")[0], len(ramp.problems(264))] == ["56", 1]
     assert ramp.problems(320) == []
 
 
 def test_decreasing_rounds_the_running_size_and_keeps_the_nominal_one():
-    schedule = build(micro_batch_size=4, data_parallel_size=3, global_batch_size=32, decrease_batch_size_if_needed=True)
+    schedule = build(
+        micro_batch_size=4,
+        data_parallel_size=3,
+        global_batch_size=32,
+        decrease_batch_size_if_needed=True,
+    )
     assert (schedule.global_batch_size(0), schedule.nominal_global_batch_size(0)) == (24, 32)
-    assert (schedule.num_microbatches(0), schedule.samples_before(11), schedule.problems()) == (2, 240, [])
+    assert (schedule.num_microbatches(0), schedule.samples_before(11), schedule.problems()) == (
+        2,
+        240,
+        [],
+    )
     assert schedule.train_iters_from_samples(250) == 10
     assert schedule.lines()[0].startswith("decreasing batch size from 32 to 24")
-    exact = build(micro_batch_size=4, data_parallel_size=2, global_batch_size=32, decrease_batch_size_if_needed=True)
+    exact = build(
+        micro_batch_size=4,
+        data_parallel_size=2,
+        global_batch_size=32,
+        decrease_batch_size_if_needed=True,
+    )
     assert exact.lines() == ["setting number of micro-batches to constant 4"]
 
 

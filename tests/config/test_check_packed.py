@@ -1,4 +1,6 @@
-"""What --packed-samples accepts, and what it finds in folders before anything is loaded (the rest: cases.txt)."""
+"""What --packed-samples accepts, and what it finds in folders before anything is loaded (the rest:
+cases.txt)."""
+
 from __future__ import annotations
 
 from pathlib import Path
@@ -12,13 +14,20 @@ PACKED = BASE.replace("--mock-data", "--packed-samples")
 
 def test_packed_rows_of_made_up_samples_need_nothing_else():
     assert checked("--dummy-data internlm", base=PACKED)[0] == []
-    assert command_line.read(f"{PACKED} --dummy-data internlm".split(), {}).config.data.tokenizer == "NullTokenizer"
+    assert (
+        command_line.read(f"{PACKED} --dummy-data internlm".split(), {}).config.data.tokenizer
+        == "NullTokenizer"
+    )
 
 
 def test_flags_of_packing_alone_have_no_effect():
     notes = checked("--pack-into-one --pad-samples --min-sample-length 5")[1]
     assert codes_of(notes) == ["flag-has-no-effect"] * 3
-    assert [note.split()[0].rstrip(":") for note in notes] == ["--pack-into-one", "--pad-samples", "--min-sample-length"]
+    assert [note.split()[0].rstrip(":") for note in notes] == [
+        "--pack-into-one",
+        "--pad-samples",
+        "--min-sample-length",
+    ]
 
 
 def test_made_up_samples_are_never_left_out():

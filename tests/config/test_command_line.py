@@ -1,4 +1,5 @@
-"""The command line as a user meets it: bad ones end at once with one line a problem, good ones show what they mean."""
+"""The command line as a user meets it: bad ones end at once with one line a problem, good ones show
+what they mean."""
 
 from __future__ import annotations
 
@@ -24,8 +25,14 @@ from tests.problems import assert_problem, codes_of
 
 ROOT = Path(__file__).resolve().parents[2]
 GOLDEN = ROOT / "tests" / "golden"
-SHAPE = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32"
-GOOD = f"{SHAPE} --micro-batch-size 2 --train-iters 10 --lr 1e-3 --log-format megatron --mock-data --vocab-size 100"
+SHAPE = (
+    "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 "
+    "--max-position-embeddings 32"
+)
+GOOD = (
+    f"{SHAPE} --micro-batch-size 2 --train-iters 10 --lr 1e-3 --log-format megatron "
+    "--mock-data --vocab-size 100"
+)
 # The seed's own command line (its launcher's part left out).
 SEED = """--tensor-model-parallel-size 1 --pipeline-model-parallel-size 1 --num-layers 24 --hidden-size 1024
     --num-attention-heads 16 --micro-batch-size 4 --global-batch-size 8 --seq-length 1024 --max-position-embeddings 1024
@@ -36,30 +43,41 @@ SEED = """--tensor-model-parallel-size 1 --pipeline-model-parallel-size 1 --num-
     --save-interval 1 --eval-interval 1 --eval-iters 10 --fp16 --log-format megatron"""
 
 
-def start(flags: str | list[str], cwd: Path, **environ: str) -> tuple[subprocess.CompletedProcess, float]:
+def start(
+    flags: str | list[str], cwd: Path, **environ: str
+) -> tuple[subprocess.CompletedProcess, float]:
     """`python pretrain_gpt.py FLAGS` and the seconds of CPU it took."""
     words = flags.split() if isinstance(flags, str) else flags
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    done = subprocess.run([sys.executable, str(ROOT / "pretrain_gpt.py"), *words], cwd=cwd, text=True,
-                          capture_output=True, env={"PATH": "/usr/bin:/bin", "PYTHONDONTWRITEBYTECODE": "", **environ})
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "pretrain_gpt.py"), *words],
+        cwd=cwd,
+        text=True,
+        capture_output=True,
+        env={"PATH": "/usr/bin:/bin", "PYTHONDONTWRITEBYTECODE": "", **environ},
+    )
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     return done, after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime
 
 
 # Whole command lines that cannot run: code and flag of each line that must come, in order.
 BAD = [
-    ("", [
-        "flag-missing --num-layers",
-        "flag-missing --hidden-size",
-        "flag-missing --num-attention-heads",
-        "flag-missing --seq-length",
-        "flag-missing --max-position-embeddings",
-        "flag-missing --micro-batch-size",
-        "flag-missing --lr",
-        "flag-missing --train-iters",
-        "data-missing --data-path",
-        "flag-missing --vocab-file",
-        "flag-missing --merge-file"]),
+    (
+        "",
+        [
+            "flag-missing --num-layers",
+            "flag-missing --hidden-size",
+            "flag-missing --num-attention-heads",
+            "flag-missing --seq-length",
+            "flag-missing --max-position-embeddings",
+            "flag-missing --micro-batch-size",
+            "flag-missing --lr",
+            "flag-missing --train-iters",
+            "data-missing --data-path",
+            "flag-missing --vocab-file",
+            "flag-missing --merge-file",
+        ],
+    ),
     (f"{GOOD} --num-layer 4", ["flag-unknown --num-layer"]),
     (f"{GOOD} --num_layers 4", ["flag-unknown --num_layers"]),
     (f"{GOOD} --learning-rate 1", ["flag-unknown --learning-rate"]),
@@ -73,8 +91,10 @@ BAD = [
     (f"{GOOD} --rampup-batch-size 1 2", ["value-count-wrong --rampup-batch-size"]),
     (f"{GOOD} @missing.args", ["file-not-readable @missing.args"]),
     (f"{GOOD} --hidden-size 63", ["hidden-size-not-divisible-by-heads --hidden-size"]),
-    (f"{GOOD} --max-position-embeddings 8",
-     ["position-embeddings-shorter-than-sequence --max-position-embeddings"]),
+    (
+        f"{GOOD} --max-position-embeddings 8",
+        ["position-embeddings-shorter-than-sequence --max-position-embeddings"],
+    ),
     (f"{GOOD} --global-batch-size 5", ["batch-not-divisible --global-batch-size"]),
     (f"{GOOD} --fp16 --bf16", ["flags-exclude-each-other --fp16"]),
     (f"{GOOD} --save ckpt", ["flag-missing --save-interval"]),
@@ -82,21 +102,38 @@ BAD = [
     (f"{GOOD} --lr-warmup-fraction 0.1 --lr-warmup-iters 1", ["two-warmups --lr-warmup-iters"]),
     (f"{GOOD} --min-lr 1", ["lr-above-peak --min-lr"]),
     (f"{GOOD} --attention-dropout 1.5", ["value-out-of-range --attention-dropout"]),
-    (f"{GOOD} --tensor-model-parallel-size 2",
-     ["world-size-does-not-fit-model --tensor-model-parallel-size"]),
-    (f"{GOOD} --overlap-param-gather",
-     ["flag-needs-other-flag --overlap-param-gather",
-      "flag-needs-other-flag --overlap-param-gather"]),
-    (f"{GOOD} --recompute-granularity full",
-     ["flag-missing --recompute-method",
-      "flag-missing --recompute-num-layers"]),
+    (
+        f"{GOOD} --tensor-model-parallel-size 2",
+        ["world-size-does-not-fit-model --tensor-model-parallel-size"],
+    ),
+    (
+        f"{GOOD} --overlap-param-gather",
+        [
+            "flag-needs-other-flag --overlap-param-gather",
+            "flag-needs-other-flag --overlap-param-gather",
+        ],
+    ),
+    (
+        f"{GOOD} --recompute-granularity full",
+        ["flag-missing --recompute-method", "flag-missing --recompute-num-layers"],
+    ),
     (f"{GOOD} --train-range-to-skip 5", ["skip-range-incomplete --train-range-to-skip"]),
     (f"{GOOD} --train-range-to-skip 9 4", ["skip-range-reversed --train-range-to-skip"]),
-    (f"{GOOD} --use-flash-attn --attention-dropout 0", ["flash-attention-needs-16-bit --use-flash-attn"]),
-    (f"{GOOD} --transformer-impl transformer_engine --device cpu", ["cuda-device-needed --transformer-impl"]),
-    (f"{GOOD} --num-experts 8 --moe-router-topk 4",
-     ["megatron-flag-not-supported --num-experts",
-      "megatron-flag-not-supported --moe-router-topk"]),
+    (
+        f"{GOOD} --use-flash-attn --attention-dropout 0",
+        ["flash-attention-needs-16-bit --use-flash-attn"],
+    ),
+    (
+        f"{GOOD} --transformer-impl transformer_engine --device cpu",
+        ["cuda-device-needed --transformer-impl"],
+    ),
+    (
+        f"{GOOD} --num-experts 8 --moe-router-topk 4",
+        [
+            "megatron-flag-not-supported --num-experts",
+            "megatron-flag-not-supported --moe-router-topk",
+        ],
+    ),
     (f"{GOOD} --vision-pretraining", ["megatron-flag-not-supported --vision-pretraining"]),
     (f"{GOOD} --batch-size 8", ["megatron-flag-not-supported --batch-size"]),
     (f"{GOOD} --checkpoint-activations", ["megatron-flag-not-supported --checkpoint-activations"]),
@@ -104,20 +141,33 @@ BAD = [
     (f"{GOOD} --split 0,1,1", ["split-without-training-data --split"]),
     (f"{GOOD} --tokenizer-type GPT2Tokenizer", ["tokenizer-unknown --tokenizer-type"]),
     (f"{GOOD} --load / --ckpt-step 7", ["checkpoint-step-missing --ckpt-step"]),
-    (SEED, ["data-not-found --data-path", "tokenizer-file-missing --vocab-file", "tokenizer-file-missing --merge-file"]),
-    (f"{SHAPE} --hidden-size x --fp16 1 --lr 2 --num-head 3 --train-iters 0 --mock-data --min-lr 3 --eod-maskloss",
-     ["value-malformed --hidden-size",
-      "value-not-expected --fp16",
-      "flag-unknown --num-head",
-      "flag-unknown --eod-maskloss",
-      "flag-missing --micro-batch-size",
-      "value-out-of-range --train-iters",
-      "lr-above-peak --min-lr",
-      "flag-missing --vocab-size"]),
+    (
+        SEED,
+        [
+            "data-not-found --data-path",
+            "tokenizer-file-missing --vocab-file",
+            "tokenizer-file-missing --merge-file",
+        ],
+    ),
+    (
+        f"{SHAPE} --hidden-size x --fp16 1 --lr 2 --num-head 3 --train-iters 0 --mock-data "
+        "--min-lr 3 --eod-maskloss",
+        [
+            "value-malformed --hidden-size",
+            "value-not-expected --fp16",
+            "flag-unknown --num-head",
+            "flag-unknown --eod-maskloss",
+            "flag-missing --micro-batch-size",
+            "value-out-of-range --train-iters",
+            "lr-above-peak --min-lr",
+            "flag-missing --vocab-size",
+        ],
+    ),
 ]
 
 
-# One interpreter gives the script's main each command line of argv[1]: [exit code, stdout, stderr, seconds of CPU].
+# One interpreter gives the script's main each command line of argv[1]: [exit code, stdout, stderr,
+# seconds of CPU].
 TRY_ALL = """
 import contextlib, io, json, runpy, sys, time
 main, found = runpy.run_path(PROGRAM)["main"], []
@@ -136,17 +186,24 @@ print(json.dumps(found))
 
 @pytest.fixture(scope="module")
 def tried(tmp_path_factory) -> list[list]:
-    """[exit code, stdout, stderr, seconds] of each of the bad command lines, in a directory with nothing in it."""
+    """[exit code, stdout, stderr, seconds] of each of the bad command lines, in a directory with
+    nothing in it."""
     code = TRY_ALL.replace("PROGRAM", repr(str(ROOT / "pretrain_gpt.py")))
-    done = subprocess.run([sys.executable, "-c", code, json.dumps([flags.split() for flags, _ in BAD])], text=True,
-                          cwd=tmp_path_factory.mktemp("empty"), capture_output=True, env={"PATH": "/usr/bin:/bin"})
+    done = subprocess.run(
+        [sys.executable, "-c", code, json.dumps([flags.split() for flags, _ in BAD])],
+        text=True,
+        cwd=tmp_path_factory.mktemp("empty"),
+        capture_output=True,
+        env={"PATH": "/usr/bin:/bin"},
+    )
     assert done.returncode == 0 and done.stderr == "", done.stderr
     return json.loads(done.stdout)
 
 
 @pytest.mark.parametrize("number", range(len(BAD)))
 def test_a_bad_command_line_ends_at_once_with_a_line_for_each_problem(number, tried):
-    lines, (code, out, err, seconds) = BAD[number][1], tried[number]
+    lines = BAD[number][1]
+    (code, out, err, seconds) = tried[number]
     assert code == 2 and out == "" and "Traceback" not in err
     found = err.splitlines()
     assert len(found) == len(lines), found
@@ -167,7 +224,10 @@ def test_there_are_enough_bad_command_lines():
 
 
 def test_only_rank_0_speaks(tmp_path):
-    for environ in ({"RANK": "1", "WORLD_SIZE": "2"}, {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"}):
+    for environ in (
+        {"RANK": "1", "WORLD_SIZE": "2"},
+        {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"},
+    ):
         done, _ = start(f"{GOOD} --lr x", tmp_path, **environ)
         assert (done.returncode, done.stdout, done.stderr) == (2, "", "")
         for flags in ("--help", f"{GOOD} --dry-run"):
@@ -175,8 +235,13 @@ def test_only_rank_0_speaks(tmp_path):
             assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
-@pytest.mark.parametrize(("environ", "code"), [
-    ({"WORLD_SIZE": "2", "RANK": "x"}, "launcher-variable-malformed"), ({"RANK": "1"}, "launcher-variables-incomplete")])
+@pytest.mark.parametrize(
+    ("environ", "code"),
+    [
+        ({"WORLD_SIZE": "2", "RANK": "x"}, "launcher-variable-malformed"),
+        ({"RANK": "1"}, "launcher-variables-incomplete"),
+    ],
+)
 def test_bad_ranks_are_a_problem_too(environ, code, tmp_path):
     done, _ = start(GOOD, tmp_path, **environ)
     assert done.returncode == 2
@@ -186,10 +251,15 @@ def test_bad_ranks_are_a_problem_too(environ, code, tmp_path):
 
 
 def test_help_is_quick_and_needs_no_torch(tmp_path):
-    code = ("import runpy, sys\nsys.argv = ['pretrain_gpt.py', '--help']\n"
-            f"try: runpy.run_path({str(ROOT / 'pretrain_gpt.py')!r}, run_name='__main__')\n"
-            "except SystemExit as left: print(left.code, 'torch' in sys.modules, 'numpy' in sys.modules)")
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    code = (
+        "import runpy, sys\nsys.argv = ['pretrain_gpt.py', '--help']\n"
+        f"try: runpy.run_path({str(ROOT / 'pretrain_gpt.py')!r}, run_name='__main__')\n"
+        "except SystemExit as left: print(left.code, 'torch' in sys.modules, 'numpy' in "
+        "sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
     assert done.stdout.splitlines()[-1] == "0 False False" and done.stderr == ""
     for flag in ("--num-layers", "--train-range-to-skip", "--dry-run", "--log-format"):
         assert flag in done.stdout
@@ -198,10 +268,14 @@ def test_help_is_quick_and_needs_no_torch(tmp_path):
     assert start(f"{GOOD} --wrong --help", tmp_path)[0].returncode == 0
 
 
-@pytest.mark.parametrize("launched", ["--local-rank=0", "--local_rank 0", "--local_rank=0", "--local-rank 0"])
+@pytest.mark.parametrize(
+    "launched", ["--local-rank=0", "--local_rank 0", "--local_rank=0", "--local-rank 0"]
+)
 def test_what_the_launcher_puts_before_the_flags_is_accepted(launched, tmp_path):
     if launched == "--local-rank=0":
-        done, _ = start(f"{launched} {GOOD} --dry-run", tmp_path, PYTHONPATH=without_torch(tmp_path))
+        done, _ = start(
+            f"{launched} {GOOD} --dry-run", tmp_path, PYTHONPATH=without_torch(tmp_path)
+        )
         assert done.returncode == 0 and done.stderr == ""
     assert command_line.read(f"{launched} {GOOD}".split(), {}).config.parallel.local_rank == 0
 
@@ -218,10 +292,17 @@ def test_a_dry_run_needs_nothing_and_prints_the_plan(tmp_path):
     assert done.returncode == 0 and done.stderr == "" and seconds < 4.0
     assert not list(tmp_path.iterdir()) and time.monotonic() - began < 60
     text = done.stdout
-    assert "parameters: 354871296" in text and "padded to 50304" in text and "world size 2 = data 2" in text
+    assert (
+        "parameters: 354871296" in text
+        and "padded to 50304" in text
+        and "world size 2 = data 2" in text
+    )
     for code in ("data-not-found", "flag-given-twice"):
         assert f"[{code}]" in text
-    assert "\ndata: cannot be read on this machine: ./data/meg-gpt2_text_document.idx: no such file; make it with" in text
+    assert (
+        "\ndata: cannot be read on this machine: ./data/meg-gpt2_text_document.idx: no such "
+        "file; make it with" in text
+    )
     plan, _, kernels = text.partition("kernels on this ")
     assert "samples, split 949,50,1" in plan and "\n  cross entropy: " in kernels
     assert kernels.splitlines()[-1].startswith("  off: ")
@@ -236,7 +317,8 @@ def test_a_dry_run_without_torch_prints_the_plan_at_once(tmp_path):
 
 def test_a_dry_run_shows_what_would_be_read(tmp_path):
     prefix = write_corpus(tmp_path / "a", [99] * 50)
-    words, path = f"{GOOD.replace('--mock-data', '')} --split 1,0,0 --data-path {prefix} --dry-run", without_torch(tmp_path)
+    words = f"{GOOD.replace('--mock-data', '')} --split 1,0,0 --data-path {prefix} --dry-run"
+    path = without_torch(tmp_path)
     before = sorted(tmp_path.rglob("*"))
     done, _ = start(words, tmp_path, PYTHONPATH=path, PYTHONDONTWRITEBYTECODE="1")
     assert done.returncode == 0, done
@@ -247,7 +329,9 @@ def test_a_dry_run_shows_what_would_be_read(tmp_path):
 
 def test_files_of_flags_and_who_wins(tmp_path):
     (tmp_path / "a.args").write_text(f"# small\n{GOOD} --seed 7\n")
-    done, _ = start("--seed 8 @a.args --dry-run --num-layers 3", tmp_path, PYTHONPATH=without_torch(tmp_path))
+    done, _ = start(
+        "--seed 8 @a.args --dry-run --num-layers 3", tmp_path, PYTHONPATH=without_torch(tmp_path)
+    )
     assert done.returncode == 0 and "3 layers" in done.stdout
 
 
@@ -268,22 +352,38 @@ def test_ranks_come_from_the_environment():
 
 
 def test_typed_and_foreign_flags_stay_apart_and_have_their_notes():
-    line = read(f"{GOOD} --no-persist-layer-norm --use-mcore-models --DDP-impl local --wandb-project x")
-    assert line.foreign == {"no_persist_layer_norm": True, "use_mcore_models": True, "DDP_impl": "local",
-                            "wandb_project": "x"}
-    assert line.typed["num_layers"] == 2 and "use_mcore_models" not in line.typed and "seed" not in line.typed
-    assert [note.split(":")[0] for note in line.notes] == ["--no-persist-layer-norm", "--use-mcore-models",
-                                                           "--wandb-project x"]
+    line = read(
+        f"{GOOD} --no-persist-layer-norm --use-mcore-models --DDP-impl local --wandb-project x"
+    )
+    assert line.foreign == {
+        "no_persist_layer_norm": True,
+        "use_mcore_models": True,
+        "DDP_impl": "local",
+        "wandb_project": "x",
+    }
+    assert (
+        line.typed["num_layers"] == 2
+        and "use_mcore_models" not in line.typed
+        and "seed" not in line.typed
+    )
+    assert [note.split(":")[0] for note in line.notes] == [
+        "--no-persist-layer-norm",
+        "--use-mcore-models",
+        "--wandb-project x",
+    ]
     assert line.config == read(GOOD).config
 
 
-@pytest.mark.parametrize(("right", "wrong", "code"), [
-    ("--num-layers 2", "--num-layers two", "value-malformed"),
-    ("--seq-length", "--seqlength", "flag-unknown"),
-    ("--train-iters 10", "--train-samples 10k", "value-malformed"),
-    ("--mock-data", "--mockdata", "flag-unknown"),
-    ("--mock-data", "--tokenizer-type NullTokenizer --data-path", "value-missing"),
-])
+@pytest.mark.parametrize(
+    ("right", "wrong", "code"),
+    [
+        ("--num-layers 2", "--num-layers two", "value-malformed"),
+        ("--seq-length", "--seqlength", "flag-unknown"),
+        ("--train-iters 10", "--train-samples 10k", "value-malformed"),
+        ("--mock-data", "--mockdata", "flag-unknown"),
+        ("--mock-data", "--tokenizer-type NullTokenizer --data-path", "value-missing"),
+    ],
+)
 def test_a_required_flag_that_could_not_be_read_is_not_called_missing(right, wrong, code, capsys):
     flags = GOOD.replace(right, wrong)
     if "mockdata" in wrong:
@@ -302,95 +402,203 @@ def seed_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> command_line.C
     """The seed's command line, read in a directory that has its files."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "data").mkdir()
-    for name in ("meg-gpt2_text_document.idx", "meg-gpt2_text_document.bin", "gpt2-vocab.json", "gpt2-merges.txt"):
+    for name in (
+        "meg-gpt2_text_document.idx",
+        "meg-gpt2_text_document.bin",
+        "gpt2-vocab.json",
+        "gpt2-merges.txt",
+    ):
         (tmp_path / "data" / name).touch()
     return read(SEED)
 
 
 def dump_of(line: command_line.CommandLine) -> dict[str, str]:
     """{name: value} of the dump that a run prints."""
-    text = next(text for text in command_line.start_lines(line, "gloo") if "end of arguments" in text)
+    text = next(
+        text for text in command_line.start_lines(line, "gloo") if "end of arguments" in text
+    )
     return {row.split()[0]: row.split(" ", 4)[4] for row in text.splitlines()[1:-1]}
 
 
 def test_the_seeds_command_line_gives_the_seeds_dump(seed_line):
-    """Every line of ours stands in the seed's, in its order; only names of models not trained here are left out."""
+    """Every line of ours stands in the seed's, in its order; only names of models not trained here
+    are left out."""
     seed = [row.rstrip() for row in (GOLDEN / "seed_dump.txt").read_text().splitlines()]
-    text = next(text for text in command_line.start_lines(seed_line, "gloo") if "end of arguments" in text)
+    text = next(
+        text for text in command_line.start_lines(seed_line, "gloo") if "end of arguments" in text
+    )
     ours = [row.rstrip() for row in text.splitlines()]
     assert ours == [row for row in seed if row in set(ours)]
     left_out = {row.split()[0] for row in seed if row not in set(ours)}
     foreign = command_line.megatron_flags.FOREIGN
-    assert left_out == {name for name, flag in foreign.items() if "trained here, only GPT" in flag.text}
+    assert left_out == {
+        name for name, flag in foreign.items() if "trained here, only GPT" in flag.text
+    }
     assert len(ours) == 262 - len(left_out) == 202
 
 
 def test_the_first_lines_are_megatrons(seed_line):
     lines = command_line.start_lines(seed_line, "gloo")
-    assert lines[0] == ("using world size: 1, data-parallel size: 1, context-parallel size: 1 tensor-model-parallel "
-                        "size: 1, pipeline-model-parallel size: 1 ")
+    assert lines[0] == (
+        "using world size: 1, data-parallel size: 1, context-parallel size: 1 "
+        "tensor-model-parallel size: 1, pipeline-model-parallel size: 1 "
+    )
     assert lines[1] == "using torch.float16 for parameters ..."
     assert lines[2].splitlines()[0] == "------------------------ arguments ------------------------"
-    assert lines[2].splitlines()[-1] == "-------------------- end of arguments ---------------------"
+    assert (
+        lines[2].splitlines()[-1] == "-------------------- end of arguments ---------------------"
+    )
     assert lines[3:] == ["setting number of micro-batches to constant 2"]
     lines = command_line.start_lines(read(GOOD + " --bf16", WORLD_SIZE="4", RANK="0"), "gloo")
-    assert lines[1:4] == ["setting global batch size to 8",
-                          "accumulate and all-reduce gradients in fp32 for bfloat16 data type.",
-                          "using torch.bfloat16 for parameters ..."]
+    assert lines[1:4] == [
+        "setting global batch size to 8",
+        "accumulate and all-reduce gradients in fp32 for bfloat16 data type.",
+        "using torch.bfloat16 for parameters ...",
+    ]
     assert lines[5:] == ["setting number of micro-batches to constant 1"]
 
 
-@pytest.mark.parametrize(("flags", "expected"), [
-    ("", {"params_dtype": "torch.float32", "ffn_hidden_size": "256", "kv_channels": "16", "global_batch_size": "2",
-          "dataloader_type": "single", "tokenizer_type": "NullTokenizer", "start_weight_decay": "0.01",
-          "end_weight_decay": "0.01", "recompute_granularity": "None", "no_load_optim": "None", "mock_data": "True",
-          "overlap_p2p_comm": "False", "encoder_num_layers": "2", "encoder_seq_length": "32", "rank": "0",
-          "world_size": "1", "wandb_project": "", "distributed_backend": "gloo", "split": "1,1,1"}),
-    ("--swiglu", {"ffn_hidden_size": "128", "swiglu": "True"}),
-    ("--bf16", {"params_dtype": "torch.bfloat16", "accumulate_allreduce_grads_in_fp32": "True"}),
-    ("--fp64", {"params_dtype": "torch.float64", "fp64": "True"}),
-    ("--use-rotary-position-embeddings --rotary-base 500000", {
-        "position_embedding_type": "rope", "use_rotary_position_embeddings": "True", "rotary_base": "500000"}),
-    ("--no-position-embedding", {"position_embedding_type": "none", "add_position_embedding": "False"}),
-    ("--disable-bias-linear", {"add_bias_linear": "False", "bias_gelu_fusion": "False"}),
-    ("--apply-query-key-layer-scaling", {"attention_softmax_in_fp32": "True"}),
-    ("--weight-decay-incr-style linear --start-weight-decay 0 --end-weight-decay 0.1", {
-        "start_weight_decay": "0.0", "end_weight_decay": "0.1"}),
-    ("--sequence-parallel", {"sequence_parallel": "False", "virtual_pipeline_model_parallel_size": "None"}),
-    ("--dry-run --world-size 2 --num-layers 8 --pipeline-model-parallel-size 2 --global-batch-size 8 "
-     "--num-layers-per-virtual-pipeline-stage 2", {
-         "overlap_p2p_comm": "True", "virtual_pipeline_model_parallel_size": "2",
-         "num_layers_per_virtual_pipeline_stage": "2", "transformer_pipeline_model_parallel_size": "2"}),
-    ("--dry-run --world-size 2 --pipeline-model-parallel-size 2 --no-overlap-p2p-communication", {
-        "overlap_p2p_comm": "False", "virtual_pipeline_model_parallel_size": "None"}),
-    ("--no-save-rng --load / --no-load-optim", {"no_save_rng": "True", "no_load_optim": "True", "no_load_rng": "None"}),
-    ("--device cuda --distributed-backend nccl", {"distributed_backend": "nccl", "device": "cuda"}),
-    ("--decoupled-lr 0.5 --decoupled-min-lr 0.1 --qk-layernorm --apply-wd-to-qk-layernorm", {
-        "decoupled_lr": "0.5", "decoupled_min_lr": "0.1", "apply_wd_to_qk_layernorm": "True"}),
-    ("--vocab-extra-ids 7 --tiktoken-pattern v1 --tiktoken-special-tokens a b", {
-        "vocab_extra_ids": "7", "tiktoken_pattern": "v1", "tiktoken_special_tokens": "['a', 'b']",
-        "tiktoken_num_special_tokens": None, "decoupled_lr": None}),
-    ("--no-persist-layer-norm --profile-ranks 1 --wandb-exp-name run", {
-        "no_persist_layer_norm": "True", "profile_ranks": "[1]", "wandb_exp_name": "run"}),
-    ("--train-range-to-skip 2 3", {"train_range_to_skip": "['2', '3']"}),
-    ("--recompute-granularity full --recompute-method block --recompute-num-layers 1", {
-        "recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": "1"}),
-    ("--initial-loss-scale 65536 --fp16", {"initial_loss_scale": "65536.0", "params_dtype": "torch.float16"}),
-])
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        (
+            "",
+            {
+                "params_dtype": "torch.float32",
+                "ffn_hidden_size": "256",
+                "kv_channels": "16",
+                "global_batch_size": "2",
+                "dataloader_type": "single",
+                "tokenizer_type": "NullTokenizer",
+                "start_weight_decay": "0.01",
+                "end_weight_decay": "0.01",
+                "recompute_granularity": "None",
+                "no_load_optim": "None",
+                "mock_data": "True",
+                "overlap_p2p_comm": "False",
+                "encoder_num_layers": "2",
+                "encoder_seq_length": "32",
+                "rank": "0",
+                "world_size": "1",
+                "wandb_project": "",
+                "distributed_backend": "gloo",
+                "split": "1,1,1",
+            },
+        ),
+        ("--swiglu", {"ffn_hidden_size": "128", "swiglu": "True"}),
+        (
+            "--bf16",
+            {"params_dtype": "torch.bfloat16", "accumulate_allreduce_grads_in_fp32": "True"},
+        ),
+        ("--fp64", {"params_dtype": "torch.float64", "fp64": "True"}),
+        (
+            "--use-rotary-position-embeddings --rotary-base 500000",
+            {
+                "position_embedding_type": "rope",
+                "use_rotary_position_embeddings": "True",
+                "rotary_base": "500000",
+            },
+        ),
+        (
+            "--no-position-embedding",
+            {"position_embedding_type": "none", "add_position_embedding": "False"},
+        ),
+        ("--disable-bias-linear", {"add_bias_linear": "False", "bias_gelu_fusion": "False"}),
+        ("--apply-query-key-layer-scaling", {"attention_softmax_in_fp32": "True"}),
+        (
+            "--weight-decay-incr-style linear --start-weight-decay 0 --end-weight-decay 0.1",
+            {"start_weight_decay": "0.0", "end_weight_decay": "0.1"},
+        ),
+        (
+            "--sequence-parallel",
+            {"sequence_parallel": "False", "virtual_pipeline_model_parallel_size": "None"},
+        ),
+        (
+            "--dry-run --world-size 2 --num-layers 8 --pipeline-model-parallel-size 2 "
+            "--global-batch-size 8 --num-layers-per-virtual-pipeline-stage 2",
+            {
+                "overlap_p2p_comm": "True",
+                "virtual_pipeline_model_parallel_size": "2",
+                "num_layers_per_virtual_pipeline_stage": "2",
+                "transformer_pipeline_model_parallel_size": "2",
+            },
+        ),
+        (
+            "--dry-run --world-size 2 --pipeline-model-parallel-size 2 "
+            "--no-overlap-p2p-communication",
+            {"overlap_p2p_comm": "False", "virtual_pipeline_model_parallel_size": "None"},
+        ),
+        (
+            "--no-save-rng --load / --no-load-optim",
+            {"no_save_rng": "True", "no_load_optim": "True", "no_load_rng": "None"},
+        ),
+        (
+            "--device cuda --distributed-backend nccl",
+            {"distributed_backend": "nccl", "device": "cuda"},
+        ),
+        (
+            "--decoupled-lr 0.5 --decoupled-min-lr 0.1 --qk-layernorm --apply-wd-to-qk-layernorm",
+            {"decoupled_lr": "0.5", "decoupled_min_lr": "0.1", "apply_wd_to_qk_layernorm": "True"},
+        ),
+        (
+            "--vocab-extra-ids 7 --tiktoken-pattern v1 --tiktoken-special-tokens a b",
+            {
+                "vocab_extra_ids": "7",
+                "tiktoken_pattern": "v1",
+                "tiktoken_special_tokens": "['a', 'b']",
+                "tiktoken_num_special_tokens": None,
+                "decoupled_lr": None,
+            },
+        ),
+        (
+            "--no-persist-layer-norm --profile-ranks 1 --wandb-exp-name run",
+            {"no_persist_layer_norm": "True", "profile_ranks": "[1]", "wandb_exp_name": "run"},
+        ),
+        ("--train-range-to-skip 2 3", {"train_range_to_skip": "['2', '3']"}),
+        (
+            "--recompute-granularity full --recompute-method block --recompute-num-layers 1",
+            {
+                "recompute_granularity": "full",
+                "recompute_method": "block",
+                "recompute_num_layers": "1",
+            },
+        ),
+        (
+            "--initial-loss-scale 65536 --fp16",
+            {"initial_loss_scale": "65536.0", "params_dtype": "torch.float16"},
+        ),
+    ],
+)
 def test_the_dump_has_megatrons_values_after_its_own_checks(flags, expected):
     found = dump_of(read(f"{GOOD} {flags}"))
     assert {name: found.get(name) for name in expected} == expected
 
 
 def test_new_names_stand_in_the_dump_only_when_set():
-    new = {"fp64", "mock_data", "device", "rotary_base", "geglu", "log_format", "metrics_file", "ddp_bucket_size"}
+    new = {
+        "fp64",
+        "mock_data",
+        "device",
+        "rotary_base",
+        "geglu",
+        "log_format",
+        "metrics_file",
+        "ddp_bucket_size",
+    }
     seed = {row.split()[0] for row in (GOLDEN / "seed_dump.txt").read_text().splitlines()[1:-1]}
     plain = dump_of(read(GOOD))
     assert set(plain) - seed == {"mock_data"}
-    more = dump_of(read(f"{GOOD} --fp64 --device cpu --rotary-base 7 --geglu --log-format aurora --metrics-file m "
-                        "--ddp-bucket-size 9 --ckpt-format torch"))
+    more = dump_of(
+        read(
+            f"{GOOD} --fp64 --device cpu --rotary-base 7 --geglu --log-format aurora "
+            "--metrics-file m --ddp-bucket-size 9 --ckpt-format torch"
+        )
+    )
     assert set(more) - seed == new | {"ckpt_format"}
-    ramp = GOOD.replace("--train-iters 10", "--train-samples 100") + " --rampup-batch-size 2 2 20 --global-batch-size 8"
+    ramp = (
+        GOOD.replace("--train-iters 10", "--train-samples 100")
+        + " --rampup-batch-size 2 2 20 --global-batch-size 8"
+    )
     found = dump_of(read(ramp))
     assert found["rampup_batch_size"] == "['2', '2', '20']" and found["train_iters"] == "None"
 
@@ -412,14 +620,21 @@ RUN = "--micro-batch-size 1 --train-iters 5 --lr 1e-4 --mock-data --log-format m
 
 
 def test_the_architecture_comes_from_the_newest_checkpoint(tmp_path):
-    shape = f"{GOOD} --swiglu --use-rotary-position-embeddings --normalization RMSNorm --disable-bias-linear --seed 99"
+    shape = (
+        f"{GOOD} --swiglu --use-rotary-position-embeddings --normalization RMSNorm "
+        "--disable-bias-linear --seed 99"
+    )
     checkpoint(tmp_path, GOOD, 10)
     checkpoint(tmp_path, shape, 20)
     line = read(f"{RUN} --load {tmp_path} --use-checkpoint-args")
     theirs = read(shape).config
     assert line.config.model == theirs.model
     assert line.config.data.vocab_size == 100
-    assert (line.config.training.seed, line.config.training.train_iters, line.config.optimizer.lr) == (1234, 5, 1e-4)
+    assert (
+        line.config.training.seed,
+        line.config.training.train_iters,
+        line.config.optimizer.lr,
+    ) == (1234, 5, 1e-4)
     assert "Setting num_layers to 2 from checkpoint" in line.notes
     assert "Setting swiglu to True from checkpoint" in line.notes
     assert not any("seed" in note for note in line.notes)
@@ -431,19 +646,24 @@ def test_the_architecture_comes_from_the_newest_checkpoint(tmp_path):
     assert line.config.model == read(GOOD).config.model
 
 
-@pytest.mark.parametrize(("typed", "values"), [
-    ("--hidden-size 128", ["128", "64"]),
-    ("--num-layers 3", ["3", "2"]),
-    ("--ffn-hidden-size 512", ["512", "256"]),
-    ("--num-query-groups 2 --group-query-attention", []),
-    ("--use-rotary-position-embeddings", ["rope", "learned_absolute"]),
-    ("--max-position-embeddings 64", ["64", "32"]),
-    ("--disable-bias-linear", ["(False, False, False)"]),
-    ("--normalization RMSNorm", ["RMSNorm", "LayerNorm"]),
-    ("--no-bias-gelu-fusion", ["gelu (erf)", "gelu (tanh)"]),
-    ("--untie-embeddings-and-output-weights", []),
-])
-def test_a_typed_shape_that_differs_from_the_checkpoints_is_an_error(typed, values, tmp_path, capsys):
+@pytest.mark.parametrize(
+    ("typed", "values"),
+    [
+        ("--hidden-size 128", ["128", "64"]),
+        ("--num-layers 3", ["3", "2"]),
+        ("--ffn-hidden-size 512", ["512", "256"]),
+        ("--num-query-groups 2 --group-query-attention", []),
+        ("--use-rotary-position-embeddings", ["rope", "learned_absolute"]),
+        ("--max-position-embeddings 64", ["64", "32"]),
+        ("--disable-bias-linear", ["(False, False, False)"]),
+        ("--normalization RMSNorm", ["RMSNorm", "LayerNorm"]),
+        ("--no-bias-gelu-fusion", ["gelu (erf)", "gelu (tanh)"]),
+        ("--untie-embeddings-and-output-weights", []),
+    ],
+)
+def test_a_typed_shape_that_differs_from_the_checkpoints_is_an_error(
+    typed, values, tmp_path, capsys
+):
     checkpoint(tmp_path, GOOD)
     with pytest.raises(SystemExit):
         read(f"{RUN} --load {tmp_path} --use-checkpoint-args {typed}")
@@ -454,32 +674,50 @@ def test_a_typed_shape_that_differs_from_the_checkpoints_is_an_error(typed, valu
 
 def test_what_fits_the_weights_may_be_typed(tmp_path):
     checkpoint(tmp_path, GOOD)
-    line = read(f"{RUN} --load {tmp_path} --use-checkpoint-args --seq-length 16 --hidden-dropout 0 --hidden-size 64 "
-                "--ffn-hidden-size 256 --position-embedding-type learned_absolute --kv-channels 16")
+    line = read(
+        f"{RUN} --load {tmp_path} --use-checkpoint-args --seq-length 16 --hidden-dropout 0 "
+        "--hidden-size 64 --ffn-hidden-size 256 --position-embedding-type learned_absolute "
+        "--kv-channels 16"
+    )
     assert (line.config.model.seq_length, line.config.model.hidden_dropout) == (16, 0.0)
 
 
 def test_what_decides_the_ids_comes_from_the_checkpoint_too(tmp_path):
-    checkpoint(tmp_path, f"{GOOD} --vocab-extra-ids 5 --tiktoken-pattern v1 --tiktoken-num-special-tokens 9 "
-                         "--tiktoken-special-tokens a b --tokenizer-model m")
+    checkpoint(
+        tmp_path,
+        f"{GOOD} --vocab-extra-ids 5 --tiktoken-pattern v1 --tiktoken-num-special-tokens 9 "
+        "--tiktoken-special-tokens a b --tokenizer-model m",
+    )
     line = read(f"{RUN} --load {tmp_path} --use-checkpoint-args --tiktoken-num-special-tokens 8")
     d = line.config.data
-    assert (d.vocab_extra_ids, d.tiktoken_pattern, d.tiktoken_special_tokens) == (5, "v1", ("a", "b"))
+    assert (d.vocab_extra_ids, d.tiktoken_pattern, d.tiktoken_special_tokens) == (
+        5,
+        "v1",
+        ("a", "b"),
+    )
     assert (d.tiktoken_num_special_tokens, d.tokenizer_model) == (8, None)
     assert "Setting tiktoken_pattern to v1 from checkpoint" in line.notes
 
 
-BPE = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 " \
-      "--micro-batch-size 1 --train-iters 5 --lr 1e-4 --tokenizer-type GPT2BPETokenizer"
+BPE = (
+    "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 "
+    "--max-position-embeddings 32 --micro-batch-size 1 --train-iters 5 --lr 1e-4 --tokenizer-type "
+    "GPT2BPETokenizer"
+)
 
 
-def test_the_files_of_the_tokenizer_come_from_the_checkpoint_where_they_still_exist(tmp_path, capsys):
+def test_the_files_of_the_tokenizer_come_from_the_checkpoint_where_they_still_exist(
+    tmp_path, capsys
+):
     vocab, merges = write_bpe(tmp_path)
     checkpoint(tmp_path / "run", f"{BPE} --vocab-file {vocab} --merge-file {merges}")
     argv = f"{RUN} --load {tmp_path}/run --use-checkpoint-args"
     line = read(argv)
     assert (line.config.data.vocab_file, line.config.data.merge_file) == (vocab, merges)
-    assert command_line.vocabulary(line.config) == (len(json.loads(Path(vocab).read_text())), f"--vocab-file {vocab}")
+    assert command_line.vocabulary(line.config) == (
+        len(json.loads(Path(vocab).read_text())),
+        f"--vocab-file {vocab}",
+    )
     other = shutil.copy(merges, tmp_path / "other.txt")
     assert read(f"{argv} --merge-file {other}").config.data.merge_file == str(other)
     line = read(f"{argv} --tokenizer-type NullTokenizer --vocab-size 9")
@@ -506,7 +744,9 @@ def test_without_a_checkpoint_the_command_line_counts(tmp_path, capsys):
 
 def test_args_of_a_checkpoint_that_cannot_be_read_are_problems(tmp_path, capsys):
     where = checkpoint(tmp_path, GOOD)
-    (where / "args").write_text("--num-layers 2 --hidden-size wide\n@/etc/passwd --from-the-future 3\n")
+    (where / "args").write_text(
+        "--num-layers 2 --hidden-size wide\n@/etc/passwd --from-the-future 3\n"
+    )
     with pytest.raises(SystemExit):
         read(f"{GOOD} --load {tmp_path} --use-checkpoint-args")
     lines = capsys.readouterr().err.splitlines()
@@ -523,7 +763,10 @@ def test_the_vocabulary_of_a_plan(tmp_path, monkeypatch):
     (tmp_path / "v.json").write_text('{"a": 0, "b": 1, "c": 2}')
     dry = f"{SHAPE} --micro-batch-size 1 --train-iters 5 --lr 1e-4 --dry-run"
     assert command_line.vocabulary(read(f"{dry} --vocab-size 77").config) == (77, "--vocab-size")
-    assert command_line.vocabulary(read(f"{dry} --vocab-file v.json").config) == (3, "--vocab-file v.json")
+    assert command_line.vocabulary(read(f"{dry} --vocab-file v.json").config) == (
+        3,
+        "--vocab-file v.json",
+    )
     assert command_line.vocabulary(read(f"{dry} --tokenizer-type TikTokenizer").config)[0] == 131072
     assert command_line.vocabulary(read(f"{dry} --tokenizer-type ByteTokenizer").config)[0] == 257
     for flags in ("", "--vocab-file none.json", "--tokenizer-type Llama2Tokenizer"):
@@ -532,8 +775,14 @@ def test_the_vocabulary_of_a_plan(tmp_path, monkeypatch):
     (tmp_path / "tokenizer.json").write_text(json.dumps(content))
     for path in (tmp_path, tmp_path / "tokenizer.json"):
         flags = f"--tokenizer-type HuggingFaceTokenizer --tokenizer-model {path}"
-        assert command_line.vocabulary(read(f"{dry} {flags}").config) == (6, f"--tokenizer-model {path}")
-    unigram = {"model": {"type": "Unigram", "vocab": [["a", -1.0], ["b", -2.0]]}, "added_tokens": []}
+        assert command_line.vocabulary(read(f"{dry} {flags}").config) == (
+            6,
+            f"--tokenizer-model {path}",
+        )
+    unigram = {
+        "model": {"type": "Unigram", "vocab": [["a", -1.0], ["b", -2.0]]},
+        "added_tokens": [],
+    }
     (tmp_path / "tokenizer.json").write_text(json.dumps(unigram))
     assert command_line.vocabulary(read(f"{dry} {flags}").config)[0] == 2
     (tmp_path / "v.json").write_text("no json")
@@ -546,7 +795,10 @@ def test_the_vocabulary_of_a_plan(tmp_path, monkeypatch):
 def test_the_vocabulary_of_a_plan_is_that_of_a_sentencepiece_model(tmp_path):
     path = write_sentencepiece(tmp_path)
     for kind in ("Llama2Tokenizer", "GPTSentencePieceTokenizer"):
-        assert ids_in_file(kind, path) == TokenizerFlags(tokenizer_type=kind, tokenizer_model=path).build().vocab_size
+        assert (
+            ids_in_file(kind, path)
+            == TokenizerFlags(tokenizer_type=kind, tokenizer_model=path).build().vocab_size
+        )
     (tmp_path / "cut.model").write_bytes(Path(path).read_bytes()[:-3])
     assert ids_in_file("Llama2Tokenizer", str(tmp_path / "cut.model")) is None
 

@@ -1,4 +1,5 @@
-"""The parameter table: counts of published models, names and shapes, what each option adds, first values."""
+"""The parameter table: counts of published models, names and shapes, what each option adds, first
+values."""
 
 import math
 
@@ -7,7 +8,9 @@ import pytest
 from megatron.config.model import ModelConfig
 from megatron.config.parameters import ParameterSpec, count_parameters, parameter_table, stage_table
 
-SMALL = dict(num_layers=2, hidden_size=32, num_attention_heads=4, seq_length=16, max_position_embeddings=16)
+SMALL = dict(
+    num_layers=2, hidden_size=32, num_attention_heads=4, seq_length=16, max_position_embeddings=16
+)
 
 
 def table(vocab=64, **flags):
@@ -19,30 +22,55 @@ def shapes(**flags):
 
 
 def test_seed_configuration():
-    gpt2_345m = ModelConfig(num_layers=24, hidden_size=1024, num_attention_heads=16, seq_length=1024,
-                            max_position_embeddings=1024)
+    gpt2_345m = ModelConfig(
+        num_layers=24,
+        hidden_size=1024,
+        num_attention_heads=16,
+        seq_length=1024,
+        max_position_embeddings=1024,
+    )
     assert count_parameters(parameter_table(gpt2_345m, 50304)) == 354871296
 
 
-@pytest.mark.parametrize("h, layers, heads, ffn, total", [
-    (4096, 32, 32, 11008, 7_321_948_160),
-    (5120, 60, 40, 13824, 20_089_943_040),
-    (6144, 60, 48, 16384, 28_449_036_288),
-])
+@pytest.mark.parametrize(
+    "h, layers, heads, ffn, total",
+    [
+        (4096, 32, 32, 11008, 7_321_948_160),
+        (5120, 60, 40, 13824, 20_089_943_040),
+        (6144, 60, 48, 16384, 28_449_036_288),
+    ],
+)
 def test_internlm_sizes(h, layers, heads, ffn, total):
     """Totals those models print: biases on qkv and attention output, none in the MLP."""
-    flags = dict(num_layers=layers, hidden_size=h, num_attention_heads=heads, ffn_hidden_size=ffn, seq_length=2048,
-                 max_position_embeddings=2048, swiglu=True, normalization="RMSNorm", position_embedding_type="rope",
-                 untie_embeddings_and_output_weights=True, add_bias_linear=False)
+    flags = dict(
+        num_layers=layers,
+        hidden_size=h,
+        num_attention_heads=heads,
+        ffn_hidden_size=ffn,
+        seq_length=2048,
+        max_position_embeddings=2048,
+        swiglu=True,
+        normalization="RMSNorm",
+        position_embedding_type="rope",
+        untie_embeddings_and_output_weights=True,
+        add_bias_linear=False,
+    )
     biased = ModelConfig(**flags, add_qkv_bias=True, add_attention_output_bias=True)
     assert count_parameters(parameter_table(biased, 103168)) == total
     assert count_parameters(parameter_table(ModelConfig(**flags), 103168)) == total - layers * 4 * h
 
 
-@pytest.mark.parametrize("h, layers, vocab, length", [(64, 1, 128, 32), (96, 5, 640, 48), (768, 12, 50304, 1024)])
+@pytest.mark.parametrize(
+    "h, layers, vocab, length", [(64, 1, 128, 32), (96, 5, 640, 48), (768, 12, 50304, 1024)]
+)
 def test_gpt2_formula(h, layers, vocab, length):
-    model = ModelConfig(num_layers=layers, hidden_size=h, num_attention_heads=4, seq_length=length,
-                        max_position_embeddings=length)
+    model = ModelConfig(
+        num_layers=layers,
+        hidden_size=h,
+        num_attention_heads=4,
+        seq_length=length,
+        max_position_embeddings=length,
+    )
     total = vocab * h + length * h + layers * (12 * h * h + 13 * h) + 2 * h
     assert count_parameters(parameter_table(model, vocab)) == total
 
@@ -68,11 +96,14 @@ def test_names_and_shapes_in_order():
     ]
 
 
-@pytest.mark.parametrize("flag, names", [
-    ("add_qkv_bias", {"self_attention.linear_qkv.bias"}),
-    ("add_attention_output_bias", {"self_attention.linear_proj.bias"}),
-    ("add_mlp_bias", {"mlp.linear_fc1.bias", "mlp.linear_fc2.bias"}),
-])
+@pytest.mark.parametrize(
+    "flag, names",
+    [
+        ("add_qkv_bias", {"self_attention.linear_qkv.bias"}),
+        ("add_attention_output_bias", {"self_attention.linear_proj.bias"}),
+        ("add_mlp_bias", {"mlp.linear_fc1.bias", "mlp.linear_fc2.bias"}),
+    ],
+)
 def test_each_bias_switch_adds_its_own(flag, names):
     bare = shapes(add_bias_linear=False)
     assert not [name for name in bare if ".linear_" in name and name.endswith(".bias")]
@@ -80,23 +111,32 @@ def test_each_bias_switch_adds_its_own(flag, names):
     assert added == {f"decoder.layers.{i}.{name}" for i in (0, 1) for name in names}
 
 
-@pytest.mark.parametrize("flags, name, shape", [
-    (dict(group_query_attention=True, num_query_groups=2), "self_attention.linear_qkv.weight", (64, 32)),
-    (dict(kv_channels=16), "self_attention.linear_qkv.weight", (192, 32)),
-    (dict(kv_channels=16), "self_attention.linear_proj.weight", (32, 64)),
-    (dict(swiglu=True, ffn_hidden_size=40), "mlp.linear_fc1.weight", (2, 40, 32)),
-    (dict(swiglu=True, ffn_hidden_size=40), "mlp.linear_fc1.bias", (2, 40)),
-    (dict(geglu=True), "mlp.linear_fc1.weight", (2, 64, 32)),
-    (dict(squared_relu=True, ffn_hidden_size=40), "mlp.linear_fc2.weight", (32, 40)),
-    (dict(qk_layernorm=True), "self_attention.q_layernorm.weight", (8,)),
-    (dict(qk_layernorm=True), "self_attention.k_layernorm.bias", (8,)),
-])
+@pytest.mark.parametrize(
+    "flags, name, shape",
+    [
+        (
+            dict(group_query_attention=True, num_query_groups=2),
+            "self_attention.linear_qkv.weight",
+            (64, 32),
+        ),
+        (dict(kv_channels=16), "self_attention.linear_qkv.weight", (192, 32)),
+        (dict(kv_channels=16), "self_attention.linear_proj.weight", (32, 64)),
+        (dict(swiglu=True, ffn_hidden_size=40), "mlp.linear_fc1.weight", (2, 40, 32)),
+        (dict(swiglu=True, ffn_hidden_size=40), "mlp.linear_fc1.bias", (2, 40)),
+        (dict(geglu=True), "mlp.linear_fc1.weight", (2, 64, 32)),
+        (dict(squared_relu=True, ffn_hidden_size=40), "mlp.linear_fc2.weight", (32, 40)),
+        (dict(qk_layernorm=True), "self_attention.q_layernorm.weight", (8,)),
+        (dict(qk_layernorm=True), "self_attention.k_layernorm.bias", (8,)),
+    ],
+)
 def test_options_shape_their_parameters(flags, name, shape):
     assert shapes(**flags)[f"decoder.layers.1.{name}"] == shape
 
 
 def test_gated_weights_are_split_inside_each_half():
-    spec = {s.name: s for s in table(swiglu=True, ffn_hidden_size=40)}["decoder.layers.0.mlp.linear_fc1.weight"]
+    spec = {s.name: s for s in table(swiglu=True, ffn_hidden_size=40)}[
+        "decoder.layers.0.mlp.linear_fc1.weight"
+    ]
     assert spec.splits == (("tp", 1),)
     assert spec.local_shape({"tp": 2}) == (2, 20, 32)
 
@@ -106,13 +146,20 @@ def test_positions_norm_and_output():
     assert shapes(max_position_embeddings=20)["embedding.position_embeddings.weight"] == (20, 32)
     for flags in (dict(position_embedding_type="rope"), dict(add_position_embedding=False)):
         assert set(plain) - set(shapes(**flags)) == {"embedding.position_embeddings.weight"}
-    assert all("layernorm.bias" not in name for name in shapes(normalization="RMSNorm", qk_layernorm=True))
+    assert all(
+        "layernorm.bias" not in name for name in shapes(normalization="RMSNorm", qk_layernorm=True)
+    )
     untied = shapes(untie_embeddings_and_output_weights=True)
-    assert set(untied) - set(plain) == {"output_layer.weight"} and untied["output_layer.weight"] == (64, 32)
+    assert set(untied) - set(plain) == {"output_layer.weight"} and untied[
+        "output_layer.weight"
+    ] == (64, 32)
 
 
 def test_megatron_first_values():
-    specs = {s.name: s for s in table(num_layers=8, init_method_std=0.01, untie_embeddings_and_output_weights=True)}
+    specs = {
+        s.name: s
+        for s in table(num_layers=8, init_method_std=0.01, untie_embeddings_and_output_weights=True)
+    }
     ends_a_branch = 0.01 / math.sqrt(2 * 8)
     for name, spec in specs.items():
         if name.endswith("bias"):
@@ -146,7 +193,9 @@ def test_padding_rows_are_named_on_both_ends():
     model = ModelConfig(**SMALL, untie_embeddings_and_output_weights=True)
     real = {s.name: s.real_rows for s in parameter_table(model, 64, 61)}
     assert {name for name, rows in real.items() if rows == 61} == {
-        "embedding.word_embeddings.weight", "output_layer.weight"}
+        "embedding.word_embeddings.weight",
+        "output_layer.weight",
+    }
     assert set(real.values()) == {61, None}
     assert {s.real_rows for s in parameter_table(model, 64, 64)} == {None}
 
@@ -166,7 +215,9 @@ def test_stages_cover_the_model(untied):
 
 def test_an_uneven_split_names_itself():
     spec = ParameterSpec("decoder.layers.0.mlp.linear_fc1.weight", (10, 4), (("tp", 0),))
-    with pytest.raises(ValueError, match=r"linear_fc1.weight: dim 0 of size 10 does not split over tp 4"):
+    with pytest.raises(
+        ValueError, match=r"linear_fc1.weight: dim 0 of size 10 does not split over tp 4"
+    ):
         spec.local_shape({"tp": 4})
 
 

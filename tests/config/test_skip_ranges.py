@@ -1,4 +1,5 @@
-"""The skip flags: every row of facts/spikes.md 4.2 that needs no ledger, and look-ups against a plain set."""
+"""The skip flags: every row of facts/spikes.md 4.2 that needs no ledger, and look-ups against a
+plain set."""
 
 import random
 import time
@@ -30,7 +31,13 @@ def test_both_ends_are_inclusive_and_pairs_go_by_position():
 
 def test_no_flag_skips_nothing():
     skips, warnings, infos = SkipRanges.parse(None, 1000)
-    assert (skips.ranges, warnings, infos, skips.is_skipped(1), skips.count_in(1, 1000)) == ((), [], [], False, 0)
+    assert (skips.ranges, warnings, infos, skips.is_skipped(1), skips.count_in(1, 1000)) == (
+        (),
+        [],
+        [],
+        False,
+        0,
+    )
 
 
 def test_integers_and_strings_are_the_same():
@@ -71,10 +78,13 @@ def test_all_problems_come_together():
     found = problems("20", "10", "0", "5", "2000", "2001", "7", iterations_to_skip=["1e2", "x"])
     assert len(found) == 6
     expected = [
-        ("value-malformed", "1e2"), ("value-malformed", "x"), ("skip-range-incomplete", "7"),
-        ("skip-range-reversed", "20 10"), ("skip-before-first-iteration", "0 5"),
+        ("value-malformed", "1e2"),
+        ("value-malformed", "x"),
+        ("skip-range-incomplete", "7"),
+        ("skip-range-reversed", "20 10"),
+        ("skip-before-first-iteration", "0 5"),
         ("skip-after-last-iteration", "2000 2001"),
-    ]  # fmt: skip
+    ]
     for line, (code, value) in zip(found, expected, strict=True):
         assert_problem(line, code, value)
     assert all("--iterations-to-skip" in line for line in found[:2])
@@ -103,7 +113,9 @@ def test_order_repetition_and_neighbours_are_normalised_with_an_info_line(values
 
 
 def test_overlaps_merge_with_a_warning_that_names_both():
-    skips, warnings, _ = parse("10", "20", "15", "25", "24", "26", "24", "26", "100", "110", "102", "103")
+    skips, warnings, _ = parse(
+        "10", "20", "15", "25", "24", "26", "24", "26", "100", "110", "102", "103"
+    )
     assert skips.ranges == ((10, 26), (100, 110))
     both = [("10 20", "15 25"), ("15 25", "24 26"), ("100 110", "102 103")]
     for line, ranges in zip(warnings, both, strict=True):
@@ -131,11 +143,15 @@ def test_single_iterations_join_the_union():
 
 
 def test_more_than_five_percent_warns_with_what_it_costs():
-    batches = build_batch_size_schedule(micro_batch_size=1, global_batch_size=8, rampup_batch_size=[2, 2, 8])
+    batches = build_batch_size_schedule(
+        micro_batch_size=1, global_batch_size=8, rampup_batch_size=[2, 2, 8]
+    )
     assert parse("951", "1000")[1] == []
     [line] = parse("950", "1000")[1]
     assert_problem(line, "skip-large-share", "51 of 1000", "5.1 %")
-    [line] = parse("2", "3", "6", "7", train_iters=10, samples_in=batches.samples_in, seq_length=128)[1]
+    [line] = parse(
+        "2", "3", "6", "7", train_iters=10, samples_in=batches.samples_in, seq_length=128
+    )[1]
     assert_problem(line, "skip-large-share", "4 of 10", "40.0 %", "22 samples", "2816 tokens")
 
 
@@ -143,8 +159,14 @@ def test_nothing_left_after_a_resume():
     [line] = problems("501", "1000", completed=500)
     assert_problem(line, "skip-leaves-nothing-to-train", "501 to 1000")
     skips = parse("501", "1000")[0]
-    assert [skips.nothing_to_train(done, 1000) for done in (499, 500, 750, 1000)] == [False, True, True, False]
-    assert parse("501", "1000", completed=1000)[0].ranges == ((501, 1000),)  # the same command on a finished run
+    assert [skips.nothing_to_train(done, 1000) for done in (499, 500, 750, 1000)] == [
+        False,
+        True,
+        True,
+        False,
+    ]
+    # the same command on a finished run
+    assert parse("501", "1000", completed=1000)[0].ranges == ((501, 1000),)
 
 
 def test_look_ups_equal_a_plain_set_on_random_ranges():
@@ -155,11 +177,19 @@ def test_look_ups_equal_a_plain_set_on_random_ranges():
             first = rng.randint(1, 60)
             values += [first, first + rng.randint(0, 12)]
         skips = parse(*values)[0]
-        plain = {n for first, last in zip(values[::2], values[1::2], strict=True) for n in range(first, last + 1)}
+        plain = {
+            n
+            for first, last in zip(values[::2], values[1::2], strict=True)
+            for n in range(first, last + 1)
+        }
         assert {n for n in range(0, 90) if skips.is_skipped(n)} == plain
-        assert all(last + 1 < first for (_, last), (first, _) in zip(skips.ranges, skips.ranges[1:], strict=False))
+        assert all(
+            last + 1 < first
+            for (_, last), (first, _) in zip(skips.ranges, skips.ranges[1:], strict=False)
+        )
         for _ in range(20):
-            low, high = rng.randint(0, 80), rng.randint(0, 80)
+            low = rng.randint(0, 80)
+            high = rng.randint(0, 80)
             assert skips.count_in(low, high) == len([n for n in plain if low <= n <= high])
         for n in plain:
             first, last = skips.containing(n)

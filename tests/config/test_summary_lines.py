@@ -34,7 +34,8 @@ def summary(flags: str, world_size: int = 1) -> str:
             1,
             [
                 "8 samples = micro-batch 2 x accumulation 4 x data-parallel 1; 256 tokens",
-                "10 iterations, 80 samples, 2,560 tokens; validation every 1,000 iterations: 800 samples",
+                "10 iterations, 80 samples, 2,560 tokens; validation every 1,000 iterations: 800 "
+                "samples",
                 "learning rate 0.001, linear decay to 0 at iteration 10; no warm-up",
                 "T, vocabulary 100, padded to 128",
                 "Adam (betas 0.9 0.999, eps 1e-08), weight decay 0.01, gradient clipping 1",
@@ -51,7 +52,8 @@ def summary(flags: str, world_size: int = 1) -> str:
             ["0.001, cosine decay to 0.0001 at sample 100; warm-up 10 samples"],
         ),
         (
-            "--train-iters 10 --lr-decay-style constant --optimizer sgd --clip-grad 0 --eval-iters 0",
+            "--train-iters 10 --lr-decay-style constant --optimizer sgd --clip-grad 0 "
+            "--eval-iters 0",
             1,
             ["SGD (momentum 0.9)", "no gradient clipping", "0.001, constant", "; no validation"],
         ),
@@ -66,7 +68,8 @@ def summary(flags: str, world_size: int = 1) -> str:
             ["(2 iterations will be skipped); exits at multiples of 5 iterations"],
         ),
         (
-            "--train-iters 10 --lr-warmup-fraction 0.1 --group-query-attention --num-query-groups 2",
+            "--train-iters 10 --lr-warmup-fraction 0.1 --group-query-attention "
+            "--num-query-groups 2",
             1,
             ["warm-up 0.1 of the decay", "4 heads (2 key/value) of 16"],
         ),
@@ -79,7 +82,8 @@ def test_numbers_of_the_flags(flags, world_size, texts):
 
 
 def test_changed_arguments_can_be_given_to_a_shell():
-    """They give the same configuration, also where a value has blanks; what has its default is not there."""
+    """They give the same configuration, also where a value has blanks; what has its default is not
+    there."""
     words = [
         *GOOD.split(),
         "--train-iters",

@@ -14,14 +14,21 @@ LENGTHS = [5, 3, 8, 2, 7, 4]  # the corpus of the golden vectors: 29 tokens
 
 
 def write_corpus(
-    prefix: Path, lengths: Sequence[int], dtype: type = np.uint16, seed: int | None = None, vocab: int = 1000
+    prefix: Path,
+    lengths: Sequence[int],
+    dtype: type = np.uint16,
+    seed: int | None = None,
+    vocab: int = 1000,
 ) -> str:
-    """One document per length. Tokens count up from 0 over the whole corpus, or are random below `vocab`."""
+    """One document per length. Tokens count up from 0 over the whole corpus, or are random below
+    `vocab`."""
     random = None if seed is None else np.random.default_rng(seed)
     at = 0
     with IndexedDatasetBuilder(prefix, dtype) as builder:
         for length in lengths:
-            tokens = np.arange(at, at + length) if random is None else random.integers(0, vocab, length)
+            tokens = (
+                np.arange(at, at + length) if random is None else random.integers(0, vocab, length)
+            )
             builder.add_document(tokens, [length])
             at += length
     return str(prefix)
@@ -30,11 +37,29 @@ def write_corpus(
 def data_flags(**given: object) -> types.SimpleNamespace:
     """The data flags with their defaults, changed by `given`."""
     flags = dict.fromkeys(
-        ("data_path", "train_data_path", "valid_data_path", "test_data_path", "data_args_path",
-         "per_split_data_args_path", "split", "data_cache_path")
-    )  # fmt: skip
-    return types.SimpleNamespace(**{**flags, "mock_data": False, "mid_level_dataset_surplus": 0.005,
-                                    "data_order": "megatron", "multiple_validation_sets": False, "packed_samples": False,
-                                    "pack_into_one": False, "pad_samples": False, "min_sample_length": 0,
-                                    "dummy_data": None,
-                                    **given})
+        (
+            "data_path",
+            "train_data_path",
+            "valid_data_path",
+            "test_data_path",
+            "data_args_path",
+            "per_split_data_args_path",
+            "split",
+            "data_cache_path",
+        )
+    )
+    return types.SimpleNamespace(
+        **{
+            **flags,
+            "mock_data": False,
+            "mid_level_dataset_surplus": 0.005,
+            "data_order": "megatron",
+            "multiple_validation_sets": False,
+            "packed_samples": False,
+            "pack_into_one": False,
+            "pad_samples": False,
+            "min_sample_length": 0,
+            "dummy_data": None,
+            **given,
+        }
+    )

@@ -1,4 +1,5 @@
-"""Compiles megatron/data/helpers.cpp for tests, so that they test this source and not an older build of it."""
+"""Compiles megatron/data/helpers.cpp for tests, so that they test this source and not an older
+build of it."""
 
 from __future__ import annotations
 
@@ -24,9 +25,18 @@ def compile_helpers(folder: Path, *flags: str) -> ModuleType:
 
     target = folder / f"helpers_cpp{sysconfig.get_config_var('EXT_SUFFIX')}"
     includes = [f"-I{pybind11.get_include()}", f"-I{sysconfig.get_paths()['include']}"]
-    # A third quicker to compile than -O2, and with gcc's pass that fuses multiplications and additions where it may.
+    # A third quicker to compile than -O2, and with gcc's pass that fuses multiplications and
+    # additions where it may.
     optimize = ["-O1", "-fexpensive-optimizations"]
-    words = [compiler(), *optimize, "-Wall", "-std=c++17", "-shared", "-fPIC", "-fvisibility=hidden"]
+    words = [
+        compiler(),
+        *optimize,
+        "-Wall",
+        "-std=c++17",
+        "-shared",
+        "-fPIC",
+        "-fvisibility=hidden",
+    ]
     subprocess.run([*words, *flags, *includes, str(SOURCE), "-o", str(target)], check=True)
     spec = importlib.util.spec_from_file_location("helpers_cpp", target)
     module = importlib.util.module_from_spec(spec)

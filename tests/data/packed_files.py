@@ -1,4 +1,6 @@
-"""Files of packed samples as InternLM's and Megatron's tools write them, and the data sets built of them."""
+"""Files of packed samples as InternLM's and Megatron's tools write them, and the data sets built of
+them."""
+
 from __future__ import annotations
 
 import json
@@ -17,7 +19,8 @@ class Listed:
     prefix = "listed"
 
     def __init__(self, samples):
-        self.samples, self.lengths = samples, np.array([len(sample) for sample in samples], np.int64)
+        self.samples = samples
+        self.lengths = np.array([len(sample) for sample in samples], np.int64)
 
     def read(self, sample, first, count):
         return np.array(self.samples[sample][first : first + count], np.int64)
@@ -32,7 +35,8 @@ class Listed:
 def write_lines(path: Path, samples: list[list[int]], dtype=np.int64) -> str:
     """X.bin and X.bin.meta as InternLM's tokenizer tools write them."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    at, meta = 0, []
+    at = 0
+    meta = []
     with open(path, "wb") as file:
         for sample in samples:
             line = json.dumps({"tokens": sample}).encode() + b"\n"
@@ -54,5 +58,11 @@ def write_pair(prefix: Path, samples: list[list[int]]) -> str:
 
 def build(words, sizes=(None, 0, 0), seq=4, rows=2, batch=2, vocab=1000, **given):
     flags = data_flags(packed_samples=True, train_data_path=words, **given)
-    return build_packed_datasets(flags, sequence_length=seq, micro_batch_size=rows, global_batch_size=batch, sizes=sizes,
-                                 vocab_size=vocab)
+    return build_packed_datasets(
+        flags,
+        sequence_length=seq,
+        micro_batch_size=rows,
+        global_batch_size=batch,
+        sizes=sizes,
+        vocab_size=vocab,
+    )

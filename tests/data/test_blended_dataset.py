@@ -1,4 +1,5 @@
-"""Blends: the words of --split and --data-path, sizes, the greedy choice, and what users hear about bad weights."""
+"""Blends: the words of --split and --data-path, sizes, the greedy choice, and what users hear about
+bad weights."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ from tests.data.corpora import write_corpus
 
 @pytest.fixture
 def members(tmp_path) -> list[GPTDataset]:
-    """Three datasets of 9, 24 and 4 samples (one epoch each) of 5 tokens; the tokens of the n-th begin at 1000 n."""
+    """Three datasets of 9, 24 and 4 samples (one epoch each) of 5 tokens; the tokens of the n-th
+    begin at 1000 n."""
     found = []
     for number, documents in enumerate((4, 10, 2)):
         path = tmp_path / f"part{number}"
@@ -61,7 +63,9 @@ def test_splits(split, matrix):
     assert parse_split(split) == matrix
 
 
-@pytest.mark.parametrize("split", ["", "a,b,c", "0,0,0", "1,2,3,4", "1.2.3,4", "-5,50,50", "1,nan,2", "inf,1,1", "8;2"])
+@pytest.mark.parametrize(
+    "split", ["", "a,b,c", "0,0,0", "1,2,3,4", "1.2.3,4", "-5,50,50", "1,nan,2", "inf,1,1", "8;2"]
+)
 def test_bad_splits(split):
     with pytest.raises(ValueError, match="--split .*three shares"):
         parse_split(split)
@@ -107,7 +111,8 @@ def test_bad_blends(items, words):
 
 
 def test_blend_files(tmp_path):
-    words, blends = tmp_path / "words", tmp_path / "blends.json"
+    words = tmp_path / "words"
+    blends = tmp_path / "blends.json"
     words.write_text("0.3 a\n  0.7\tb\n")
     assert read_blend_file(str(words)) == (["a", "b"], [0.3, 0.7])
     blends.write_text('{"train": ["0.3", "a", 0.7, "b"], "test": "c d"}')
@@ -143,7 +148,9 @@ def test_a_missing_blend_file():
 def test_sizes():
     assert blend_sizes([0.3, 0.7], 1000, 0.005) == ([300, 700], [302, 704])
     assert blend_sizes([1 / 3, 2 / 3], 100, 0.0) == ([34, 67], [34, 67])
-    assert all(type(size) is int for sizes in blend_sizes(np.array([0.5, 0.5]), 9, 0.5) for size in sizes)
+    assert all(
+        type(size) is int for sizes in blend_sizes(np.array([0.5, 0.5]), 9, 0.5) for size in sizes
+    )
 
 
 def test_weights_decide(members):
@@ -151,7 +158,10 @@ def test_weights_decide(members):
     assert len(blend) == 20 and blend.weights == normalize([5.0, 12.0, 3.0])
     for upto in range(1, 21):
         counts = np.bincount(blend.dataset_index[:upto], minlength=3)
-        assert all(abs(count - upto * weight) <= 1 for count, weight in zip(counts, blend.weights, strict=True))
+        assert all(
+            abs(count - upto * weight) <= 1
+            for count, weight in zip(counts, blend.weights, strict=True)
+        )
     for index in range(20):
         dataset, sample = blend.source(index)
         assert blend[index].tolist() == members[dataset][sample].tolist()
@@ -164,7 +174,9 @@ def test_weights_decide(members):
 def test_no_size_uses_everything_once(members):
     blend = BlendedDataset(members, [9, 24, 4], None)
     assert len(blend) == 37
-    assert sorted(blend.source(i) for i in range(37)) == [(d, s) for d, n in enumerate((9, 24, 4)) for s in range(n)]
+    assert sorted(blend.source(i) for i in range(37)) == [
+        (d, s) for d, n in enumerate((9, 24, 4)) for s in range(n)
+    ]
 
 
 def test_a_longer_blend_only_goes_on(members):
@@ -180,12 +192,15 @@ def test_the_blend_is_cached_where_asked(members, tmp_path, capsys):
     head = "INFO:megatron.core.datasets.blended_dataset:"
     first = BlendedDataset(members, [1, 2, 1], 12, cache=cache)
     assert capsys.readouterr().out.splitlines()[-2:] == [
-        f"{head}Build and save the BlendedDataset indices", f"{head}> BlendedDataset length: 12"
-    ]  # fmt: skip
+        f"{head}Build and save the BlendedDataset indices",
+        f"{head}> BlendedDataset length: 12",
+    ]
     second = BlendedDataset(members, [1, 2, 1], 12, cache=cache)
     assert capsys.readouterr().out.splitlines()[-2] == f"{head}Load the BlendedDataset indices"
     assert [first.source(i) for i in range(12)] == [second.source(i) for i in range(12)]
-    assert [second.source(i) for i in range(12)] == [pickle.loads(pickle.dumps(second)).source(i) for i in range(12)]
+    assert [second.source(i) for i in range(12)] == [
+        pickle.loads(pickle.dumps(second)).source(i) for i in range(12)
+    ]
     for weights, size in (([1, 2, 2], 12), ([1, 2, 1], 11), ([9, 24, 4], None)):
         capsys.readouterr()
         BlendedDataset(members, weights, size, cache=cache)
@@ -200,7 +215,9 @@ def test_asking_one_dataset_for_too_much(members):
     assert "part2, 4 were built" in text
 
 
-@pytest.mark.parametrize("weights", [[1, 0, 1], [1, -1, 1], [math.nan, 1, 1], [math.inf, 1, 1], [0, 0, 0]])
+@pytest.mark.parametrize(
+    "weights", [[1, 0, 1], [1, -1, 1], [math.nan, 1, 1], [math.inf, 1, 1], [0, 0, 0]]
+)
 def test_bad_weights(members, weights):
     with pytest.raises(ValueError, match="--data-path: weights"):
         BlendedDataset(members, weights, 5)

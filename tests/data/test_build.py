@@ -1,4 +1,5 @@
-"""From data flags to datasets: target sizes, splits and blends, the record of the data order, and bad requests."""
+"""From data flags to datasets: target sizes, splits and blends, the record of the data order, and
+bad requests."""
 
 from __future__ import annotations
 
@@ -30,16 +31,21 @@ def corpora(tmp_path) -> list[str]:
     """Three corpora of 40 to 60 documents."""
     random = np.random.default_rng(3)
     return [
-        write_corpus(tmp_path / name, random.integers(1, 40, 40 + 10 * n), seed=n) for n, name in enumerate("abc")
+        write_corpus(tmp_path / name, random.integers(1, 40, 40 + 10 * n), seed=n)
+        for n, name in enumerate("abc")
     ]
 
 
 def build(sizes=(50, 20, 4), changes=None, **flags):
-    return build_train_valid_test_datasets(data_flags(**flags), sizes=sizes, **{**COMMON, **(changes or {})})
+    return build_train_valid_test_datasets(
+        data_flags(**flags), sizes=sizes, **{**COMMON, **(changes or {})}
+    )
 
 
 def test_the_flags_are_those_of_the_configuration():
-    assert set(DataFlags.__annotations__) <= {field.name for field in dataclasses.fields(DataConfig)}
+    assert set(DataFlags.__annotations__) <= {
+        field.name for field in dataclasses.fields(DataConfig)
+    }
     with pytest.raises(ValueError, match="--data-path: no data is named"):
         read_blends(DataConfig())
 
@@ -53,10 +59,16 @@ def test_one_corpus(corpora, capsys):
     )
     assert sum("Load the _IndexReader" in line for line in out) == 1
     assert [d.index_split for d in (train, valid, test)] == ["train", "valid", "test"]
-    assert [d.sequences for d in (train, valid, test)] == [range(0, 32), range(32, 38), range(38, 40)]
+    assert [d.sequences for d in (train, valid, test)] == [
+        range(0, 32),
+        range(32, 38),
+        range(38, 40),
+    ]
     corpus = IndexedDataset(corpora[0])
     alone = GPTDataset(corpus, sequence_length=8, num_samples=20, seed=7, sequences=range(32, 38))
-    assert [valid[i].tolist() for i in range(len(valid))] == [alone[i].tolist() for i in range(len(alone))]
+    assert [valid[i].tolist() for i in range(len(valid))] == [
+        alone[i].tolist() for i in range(len(alone))
+    ]
 
 
 def test_the_default_split(corpora, capsys):
@@ -91,7 +103,9 @@ def test_splits_without_share_or_samples_are_none(corpora):
 
 
 def test_a_weighted_blend(corpora):
-    train, valid, test = build(data_path=["0.2", corpora[0], "0.5", corpora[1], "0.3", corpora[2]], split="80,15,5")
+    train, valid, test = build(
+        data_path=["0.2", corpora[0], "0.5", corpora[1], "0.3", corpora[2]], split="80,15,5"
+    )
     assert [len(d) for d in (train, valid, test)] == [10 + 25 + 15, 4 + 10 + 6, 1 + 2 + 2]
     assert [d.num_samples for d in train.datasets] == [11, 26, 16]
     assert np.bincount(train.dataset_index).tolist() == [10, 25, 15]
@@ -99,8 +113,14 @@ def test_a_weighted_blend(corpora):
 
 def test_a_blend_without_weights(corpora):
     train, valid, _ = build((50, 20, 0), data_path=corpora, split="80,20,0")
-    assert train.weights == pytest.approx([len(d) / sum(map(len, train.datasets)) for d in train.datasets])
-    assert [d.num_samples for d in train.datasets] == [None] * 3 and len(train) == 50 and len(valid) == 20
+    assert train.weights == pytest.approx(
+        [len(d) / sum(map(len, train.datasets)) for d in train.datasets]
+    )
+    assert (
+        [d.num_samples for d in train.datasets] == [None] * 3
+        and len(train) == 50
+        and len(valid) == 20
+    )
     everything, _, _ = build((None, 0, 0), data_path=corpora, split="100,0,0")
     assert everything.size is None and len(everything) == sum(len(d) for d in everything.datasets)
     capped, _, _ = build((10**6, 0, 0), data_path=corpora, split="100,0,0")
@@ -115,12 +135,20 @@ def test_one_weighted_corpus_is_a_blend_of_one(corpora):
 
 def test_data_of_each_split(corpora, tmp_path):
     train, valid, test = build(
-        (50, 20, 4), train_data_path=["0.5", corpora[0], "0.5", corpora[1]], valid_data_path=[corpora[2]]
+        (50, 20, 4),
+        train_data_path=["0.5", corpora[0], "0.5", corpora[1]],
+        valid_data_path=[corpora[2]],
     )
     assert isinstance(train, BlendedDataset) and len(train) == 50 and test is None
-    assert valid.sequences == range(60) and valid.index_split == "valid" and valid.description["split"] is None
+    assert (
+        valid.sequences == range(60)
+        and valid.index_split == "valid"
+        and valid.description["split"] is None
+    )
     path = tmp_path / "blends.json"
-    path.write_text(json.dumps({"train": ["0.5", corpora[0], "0.5", corpora[1]], "valid": corpora[2]}))
+    path.write_text(
+        json.dumps({"train": ["0.5", corpora[0], "0.5", corpora[1]], "valid": corpora[2]})
+    )
     again = build((50, 20, 4), per_split_data_args_path=str(path))
     assert [train[i].tolist() for i in range(50)] == [again[0][i].tolist() for i in range(50)]
     assert valid[3].tolist() == again[1][3].tolist()
@@ -136,7 +164,11 @@ def test_mock_data_needs_no_files(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     sets = build((100, 10, 10), {"sequence_length": 256}, mock_data=True)
     assert all(isinstance(d, MockGPTDataset) for d in sets) and list(tmp_path.iterdir()) == []
-    assert [d.sequences for d in sets] == [range(0, 33333), range(33333, 66667), range(66667, 100000)]
+    assert [d.sequences for d in sets] == [
+        range(0, 33333),
+        range(33333, 66667),
+        range(66667, 100000),
+    ]
     assert sets[0][0].max() < 1000 and len(sets[0]) >= 100
     assert "Let split_matrix = [(0, 0.333" in capsys.readouterr().out
     assert build((100, 0, 0), {"sequence_length": 256}, mock_data=True)[1] is None
@@ -146,11 +178,20 @@ def test_mock_data_needs_no_files(tmp_path, monkeypatch, capsys):
     ("flags", "words"),
     [
         ({}, "--data-path: no data is named"),
-        ({"data_path": ["a"], "mock_data": True}, "--data-path and --mock-data: each names the data"),
+        (
+            {"data_path": ["a"], "mock_data": True},
+            "--data-path and --mock-data: each names the data",
+        ),
         ({"data_path": ["a"], "train_data_path": ["b"]}, "--data-path and --train-data-path"),
         ({"data_path": ["a"], "data_args_path": "b"}, "--data-path and --data-args-path"),
-        ({"train_data_path": ["a"], "split": "1,1,1"}, "--split 1,1,1: has no meaning with --train-data-path"),
-        ({"per_split_data_args_path": "x", "split": "1"}, "--split 1: has no meaning with --per-split"),
+        (
+            {"train_data_path": ["a"], "split": "1,1,1"},
+            "--split 1,1,1: has no meaning with --train-data-path",
+        ),
+        (
+            {"per_split_data_args_path": "x", "split": "1"},
+            "--split 1: has no meaning with --per-split",
+        ),
         ({"valid_data_path": ["1", "a", "b", "c"]}, "--valid-data-path: b stands where a weight"),
     ],
 )
@@ -163,7 +204,12 @@ def test_flags_that_name_no_data_or_name_it_twice(flags, words):
     ("flags", "sizes", "changes", "words"),
     [
         ({"split": "80,15,5"}, (0, 0, 0), {}, "make 0 training samples"),
-        ({"split": "999,1,0"}, (50, 20, 4), {}, "--split 999,1,0: gives valid none of the 40 sequences"),
+        (
+            {"split": "999,1,0"},
+            (50, 20, 4),
+            {},
+            "--split 999,1,0: gives valid none of the 40 sequences",
+        ),
         ({"split": "x"}, (50, 20, 4), {}, "--split x: must be"),
         ({}, (50, 0, 0), {"sequence_length": 5000}, "--seq-length 5000 needs 5001"),
         ({}, (50, 0, 0), {"vocab_size": 500}, "the vocabulary has 500"),
@@ -195,7 +241,9 @@ def test_token_ids_are_not_looked_at_unless_asked(corpora):
 
 def fingerprint(sizes=(50, 20, 4), changes=None, **flags):
     train, valid, _ = build(sizes, changes, **flags)
-    return json.loads(json.dumps(data_order_fingerprint(train, valid, SequentialSampler(len(train), 2).order())))
+    return json.loads(
+        json.dumps(data_order_fingerprint(train, valid, SequentialSampler(len(train), 2).order()))
+    )
 
 
 def test_the_data_order_is_recorded(corpora, tmp_path):
@@ -204,7 +252,8 @@ def test_the_data_order_is_recorded(corpora, tmp_path):
     saved = fingerprint(**given)
     assert data_order_differences(saved, fingerprint(**given)) == []
     assert data_order_differences(saved, fingerprint((60, 20, 4), **given)) == []  # still one epoch
-    assert data_order_differences(saved, fingerprint((50, 0, 0), **given)) == []  # no validation: nothing to compare
+    # no validation: nothing to compare
+    assert data_order_differences(saved, fingerprint((50, 0, 0), **given)) == []
     cases = {
         "train.sequences": fingerprint(**{**given, "split": "70,30,0"}),
         "train.num_epochs": fingerprint((5000, 20, 4), **given),
@@ -227,7 +276,10 @@ def test_moved_data_is_the_same_data(corpora, tmp_path):
     saved = fingerprint((50, 0, 0), data_path=[corpora[0]])
     for end in (".bin", ".idx"):
         (tmp_path / f"a{end}").rename(tmp_path / f"moved{end}")
-    assert data_order_differences(saved, fingerprint((50, 0, 0), data_path=[str(tmp_path / "moved")])) == []
+    assert (
+        data_order_differences(saved, fingerprint((50, 0, 0), data_path=[str(tmp_path / "moved")]))
+        == []
+    )
 
 
 def test_the_order_of_a_blend(corpora):
@@ -235,9 +287,14 @@ def test_the_order_of_a_blend(corpora):
     saved = fingerprint((50, 0, 0), data_path=words)
     assert data_order_differences(saved, fingerprint((60, 0, 0), data_path=words)) == []
     weights = fingerprint((50, 0, 0), data_path=["0.3", corpora[0], "0.7", corpora[1]])
-    assert [line.split(":")[0] for line in data_order_differences(saved, weights)] == ["train.weights"]
+    assert [line.split(":")[0] for line in data_order_differences(saved, weights)] == [
+        "train.weights"
+    ]
     swapped = fingerprint((50, 0, 0), data_path=["0.2", corpora[0], "0.8", corpora[2]])
-    assert any(line.startswith("train.datasets.1.corpus") for line in data_order_differences(saved, swapped))
+    assert any(
+        line.startswith("train.datasets.1.corpus")
+        for line in data_order_differences(saved, swapped)
+    )
     more = fingerprint((50, 0, 0), data_path=[*words, "1", corpora[2]])
     assert any(line.startswith("train.datasets:") for line in data_order_differences(saved, more))
 
@@ -245,7 +302,8 @@ def test_the_order_of_a_blend(corpora):
 def test_the_cyclic_order_depends_on_the_layout(corpora):
     train, valid, _ = build(data_path=[corpora[0]], split="80,20,0")
     first, second = (
-        data_order_fingerprint(train, valid, CyclicSampler(len(train), 2, 0, dp).order()) for dp in (1, 2)
+        data_order_fingerprint(train, valid, CyclicSampler(len(train), 2, 0, dp).order())
+        for dp in (1, 2)
     )
     assert data_order_differences(first, second) == [
         "sampler.data_parallel_size: 1 in the checkpoint, 2 now (the number of ranks)"

@@ -1,8 +1,11 @@
-"""Damaged .idx, .bin and .jsonl by the thousand: refused with one line that names the file, or read as they stand.
+"""Damaged .idx, .bin and .jsonl by the thousand: refused with one line that names the file, or read
+as they stand.
 
-What "as they stand" is, a second reader says, written here with struct and json alone. Nothing may crash, hang, or take a
-size that does not fit. One seed makes one case, so a case that fails can be looked at alone: `one_pair(folder, seed)`.
+What "as they stand" is, a second reader says, written here with struct and json alone. Nothing may
+crash, hang, or take a size that does not fit. One seed makes one case, so a case that fails can be
+looked at alone: `one_pair(folder, seed)`.
 """
+
 from __future__ import annotations
 
 import contextlib
@@ -25,13 +28,37 @@ from tests.load_tool import load_tool
 
 PREPROCESS = load_tool("preprocess_data")
 INSPECT = load_tool("inspect_data")
-VOCAB, SECONDS = 1000, 20
+VOCAB = 1000
+SECONDS = 20
 FORMATS = {1: "B", 2: "b", 3: "h", 4: "i", 5: "q", 6: "d", 7: "f", 8: "H"}
-INTERESTING = [0, 1, 2, 3, 4, 6, 8, 10, 12, 255, 2**15, 2**31 - 1, 2**31, 2**32, 2**62, 2**63 - 4, 2**63 - 1, 2**64 - 4]
-COUNTS = [400, pytest.param(2000, marks=pytest.mark.campaign), pytest.param(20000, marks=pytest.mark.sweep)]
+INTERESTING = [
+    0,
+    1,
+    2,
+    3,
+    4,
+    6,
+    8,
+    10,
+    12,
+    255,
+    2**15,
+    2**31 - 1,
+    2**31,
+    2**32,
+    2**62,
+    2**63 - 4,
+    2**63 - 1,
+    2**64 - 4,
+]
+COUNTS = [
+    400,
+    pytest.param(2000, marks=pytest.mark.campaign),
+    pytest.param(20000, marks=pytest.mark.sweep),
+]
 
 
-# --- damage --------------------------------------------------------------------------------------------------------
+# --- damage
 
 
 def damaged(data: bytes, chance: random.Random, other: bytes) -> bytes:
@@ -42,35 +69,48 @@ def damaged(data: bytes, chance: random.Random, other: bytes) -> bytes:
             case 0:
                 data = data[:at]
             case 1:
-                data = data[:at] + bytes([chance.randrange(256)]) + data[at + 1:]
+                data = data[:at] + bytes([chance.randrange(256)]) + data[at + 1 :]
             case 2:
                 data = data[:at] + bytes(chance.randrange(1, 40)) + data[at:]
             case 3:
-                data = data[:at] + data[at + chance.randrange(1, 40):]
+                data = data[:at] + data[at + chance.randrange(1, 40) :]
             case 4:
-                data = data[:at] + bytes(min(len(data) - at, chance.choice([4, 8, 16]))) + data[at + chance.choice([4, 8]):]
+                data = (
+                    data[:at]
+                    + bytes(min(len(data) - at, chance.choice([4, 8, 16])))
+                    + data[at + chance.choice([4, 8]) :]
+                )
             case 5:
                 size = chance.choice([1, 4, 8])
                 value = chance.choice(INTERESTING) % (1 << 8 * size)
                 at = min(at, max(0, len(data) - size))
-                at = at if size < 8 or at < 34 else 34 + (at - 34) // 4 * 4         # where numbers of an index lie
-                data = data[:at] + value.to_bytes(size, "little") + data[at + size:]
+                # where numbers of an index lie
+                at = at if size < 8 or at < 34 else 34 + (at - 34) // 4 * 4
+                data = data[:at] + value.to_bytes(size, "little") + data[at + size :]
             case 6:
                 data = other
             case 7:
                 start = chance.randrange(len(data) + 1)
-                part = data[start:start + 16]
-                data = data[:at] + part + data[at + len(part):]
-            case 8 if len(data) >= 34:                      # a field of an index header, or what lies there
+                part = data[start : start + 16]
+                data = data[:at] + part + data[at + len(part) :]
+            # a field of an index header, or what lies there
+            case 8 if len(data) >= 34:
                 offset, size = chance.choice([(9, 8), (17, 1), (18, 8), (26, 8)])
-                value = int.from_bytes(data[offset:offset + size], "little") + chance.choice([-1, 1, 2, 1 << 40])
-                data = data[:offset] + (value % 256**size).to_bytes(size, "little") + data[offset + size:]
+                value = int.from_bytes(data[offset : offset + size], "little") + chance.choice(
+                    [-1, 1, 2, 1 << 40]
+                )
+                data = (
+                    data[:offset]
+                    + (value % 256**size).to_bytes(size, "little")
+                    + data[offset + size :]
+                )
     return data
 
 
 @contextlib.contextmanager
 def no_hang(seed: int) -> Iterator[None]:
     """Fail a case that takes longer than SECONDS."""
+
     def late(*_):
         raise AssertionError(f"case {seed} hangs")
 
@@ -83,7 +123,7 @@ def no_hang(seed: int) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-# --- pairs ---------------------------------------------------------------------------------------------------------
+# --- pairs
 
 
 def oracle(idx: bytes, bin_: bytes) -> list[bytes] | None:
@@ -92,27 +132,42 @@ def oracle(idx: bytes, bin_: bytes) -> list[bytes] | None:
         return None
     version, code, sequences, entries = struct.unpack("<QBQQ", idx[9:34])
     expected = 34 + 12 * sequences + 8 * entries
-    if version != 1 or code not in FORMATS or len(idx) not in (expected, expected + sequences) or not entries:
+    if (
+        version != 1
+        or code not in FORMATS
+        or len(idx) not in (expected, expected + sequences)
+        or not entries
+    ):
         return None
     at = 34 + 4 * sequences
     lengths = struct.unpack(f"<{sequences}i", idx[34:at])
-    pointers = struct.unpack(f"<{sequences}q", idx[at:at + 8 * sequences])
-    documents = struct.unpack(f"<{entries}q", idx[at + 8 * sequences:expected])
+    pointers = struct.unpack(f"<{sequences}q", idx[at : at + 8 * sequences])
+    documents = struct.unpack(f"<{entries}q", idx[at + 8 * sequences : expected])
     if documents[0] != 0 or documents[-1] != sequences or list(documents) != sorted(documents):
         return None
-    size, found, ends = struct.calcsize(FORMATS[code]), [], [0]
+    size = struct.calcsize(FORMATS[code])
+    found = []
+    ends = [0]
     for length, pointer in zip(lengths, pointers, strict=True):
         if length < 0 or pointer < 0 or pointer % size or pointer + length * size > len(bin_):
             return None
-        found.append(bin_[pointer:pointer + length * size])
+        found.append(bin_[pointer : pointer + length * size])
         ends += [pointer + length * size] if length else []
     return found if max(ends) == len(bin_) else None
 
 
 def seeds_of(folder: Path) -> list[tuple[bytes, bytes]]:
     """Sound pairs: two dtypes, sentences, empty documents, one sequence, none."""
-    chance, found = np.random.default_rng(5), []
-    shapes = [(np.uint16, 6, 1), (np.int32, 5, 1), (np.uint16, 5, 3), (np.int32, 4, 2), (np.uint16, 1, 1), (np.int32, 0, 1)]
+    chance = np.random.default_rng(5)
+    found = []
+    shapes = [
+        (np.uint16, 6, 1),
+        (np.int32, 5, 1),
+        (np.uint16, 5, 3),
+        (np.int32, 4, 2),
+        (np.uint16, 1, 1),
+        (np.int32, 0, 1),
+    ]
     for number, (dtype, documents, sentences) in enumerate(shapes):
         with IndexedDatasetBuilder(folder / f"seed-{number}", dtype) as builder:
             for _ in range(documents):
@@ -120,7 +175,9 @@ def seeds_of(folder: Path) -> list[tuple[bytes, bytes]]:
                 builder.add_document(chance.integers(0, VOCAB, int(lengths.sum())), lengths)
                 if chance.random() < 0.2:
                     builder.end_document()
-        found.append(tuple((folder / f"seed-{number}{end}").read_bytes() for end in (".idx", ".bin")))
+        found.append(
+            tuple((folder / f"seed-{number}{end}").read_bytes() for end in (".idx", ".bin"))
+        )
     return found
 
 
@@ -134,7 +191,8 @@ def one_pair(folder: Path, seed: int, sound: list[tuple[bytes, bytes]]) -> str:
     bin_ = damaged(bin_, chance, other[1]) if which in (1, 3) else bin_
     (folder / "d.idx").write_bytes(idx)
     (folder / "d.bin").write_bytes(bin_)
-    expected, prefix = oracle(idx, bin_), str(folder / "d")
+    expected = oracle(idx, bin_)
+    prefix = str(folder / "d")
     told = INSPECT.check_pair(prefix, VOCAB, all_tokens=True)
     assert expected is not None or "problem" in told, "inspect_data check takes it"
     try:
@@ -148,9 +206,16 @@ def one_pair(folder: Path, seed: int, sound: list[tuple[bytes, bytes]]) -> str:
     assert expected is not None, "a damaged pair is taken"
     assert [corpus[n].tobytes() for n in range(len(corpus))] == expected
     try:
-        dataset = Samples(GPTDataset(open_corpus(prefix, VOCAB), sequence_length=4, num_samples=None, seed=1), VOCAB)
+        dataset = Samples(
+            GPTDataset(open_corpus(prefix, VOCAB), sequence_length=4, num_samples=None, seed=1),
+            VOCAB,
+        )
         for sample in range(len(dataset)):
-            assert len(dataset[sample]) == 5 and 0 <= dataset[sample].min() and dataset[sample].max() < VOCAB
+            assert (
+                len(dataset[sample]) == 5
+                and 0 <= dataset[sample].min()
+                and dataset[sample].max() < VOCAB
+            )
     except ValueError as error:
         ids = np.frombuffer(b"".join(expected), f"<{FORMATS[idx[17]]}")
         usable = len(ids) > 4 and idx[17] not in (6, 7) and 0 <= ids.min() <= ids.max() < VOCAB
@@ -178,10 +243,12 @@ def test_pairs(tmp_path, count, capsys):
             raise
         seen[outcome] = seen.get(outcome, 0) + 1
         capsys.readouterr()
-    assert min(seen.get(outcome, 0) for outcome in ("refused", "read", "not trained on")) > count // 40, seen
+    assert (
+        min(seen.get(outcome, 0) for outcome in ("refused", "read", "not trained on")) > count // 40
+    ), seen
 
 
-# --- text ----------------------------------------------------------------------------------------------------------
+# --- text
 
 
 def texts(data: bytes) -> list[list[list[int]]]:
@@ -192,9 +259,15 @@ def texts(data: bytes) -> list[list[list[int]]]:
             record = json.loads(line.decode("utf-8"))
             value = record["text"]
             words = [text.split() for text in ([value] if isinstance(value, str) else value)]
-            if not isinstance(value, str | list) or not all(isinstance(text, str) for text in value):
+            if not isinstance(value, str | list) or not all(
+                isinstance(text, str) for text in value
+            ):
                 continue
-            if all(word.isascii() and word.isdigit() and int(word) < VOCAB for text in words for word in text):
+            if all(
+                word.isascii() and word.isdigit() and int(word) < VOCAB
+                for text in words
+                for word in text
+            ):
                 found.append([[int(word) for word in text] for text in words])
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             continue
@@ -204,8 +277,19 @@ def texts(data: bytes) -> list[list[list[int]]]:
 def one_text(folder: Path, seed: int) -> str:
     """Damage a file of texts and preprocess it with bad lines allowed; what became of it."""
     chance = random.Random(seed)
-    lines = [json.dumps({"text": " ".join(str(chance.randrange(VOCAB)) for _ in range(chance.randrange(1, 9))), "n": n,
-                         "url": "https://example.org/ü"}, ensure_ascii=chance.random() < 0.5) for n in range(6)]
+    lines = [
+        json.dumps(
+            {
+                "text": " ".join(
+                    str(chance.randrange(VOCAB)) for _ in range(chance.randrange(1, 9))
+                ),
+                "n": n,
+                "url": "https://example.org/ü",
+            },
+            ensure_ascii=chance.random() < 0.5,
+        )
+        for n in range(6)
+    ]
     lines.insert(3, json.dumps({"text": ["1 2", "3"]}))
     data = damaged("\n".join([*lines, ""]).encode(), chance, b'\xef\xbb\xbf{"text": "1"}\n')
     (folder / "d.jsonl").write_bytes(data)
@@ -213,8 +297,22 @@ def one_text(folder: Path, seed: int) -> str:
         (folder / f"d_text_document{end}").unlink(missing_ok=True)
     said = io.StringIO()
     with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()):
-        code = PREPROCESS.main(["--input", str(folder / "d.jsonl"), "--output-prefix", str(folder / "d"), "--workers", "1",
-                                "--tokenizer-type", "NullTokenizer", "--vocab-size", str(VOCAB), "--max-bad-records", "99"])
+        code = PREPROCESS.main(
+            [
+                "--input",
+                str(folder / "d.jsonl"),
+                "--output-prefix",
+                str(folder / "d"),
+                "--workers",
+                "1",
+                "--tokenizer-type",
+                "NullTokenizer",
+                "--vocab-size",
+                str(VOCAB),
+                "--max-bad-records",
+                "99",
+            ]
+        )
     expected = [document for document in texts(data) if any(document)]
     if code:
         assert code == 1 and "Traceback" not in said.getvalue() and not expected, said.getvalue()
@@ -225,7 +323,9 @@ def one_text(folder: Path, seed: int) -> str:
     corpus = IndexedDataset(folder / "d_text_document")
     corpus.check()
     starts = corpus.document_indices.tolist()
-    found = [[corpus[n].tolist() for n in range(a, b)] for a, b in zip(starts, starts[1:], strict=False)]
+    found = [
+        [corpus[n].tolist() for n in range(a, b)] for a, b in zip(starts, starts[1:], strict=False)
+    ]
     kept = [[part for part in document if part] for document in found if any(document)]
     assert kept == [[part for part in document if part] for document in expected]
     return "read"
@@ -233,7 +333,7 @@ def one_text(folder: Path, seed: int) -> str:
 
 @pytest.mark.parametrize("count", COUNTS)
 def test_texts(tmp_path, count, monkeypatch):
-    monkeypatch.setattr(os, "fsync", lambda _: None)        # a busy disk may take seconds for each
+    monkeypatch.setattr(os, "fsync", lambda _: None)  # a busy disk may take seconds for each
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     seen: dict[str, int] = {}
     try:

@@ -1,4 +1,5 @@
-"""GPTDataset: megatron-core's order by golden vectors, where its tokens lie, and what users hear when data is short."""
+"""GPTDataset: megatron-core's order by golden vectors, where its tokens lie, and what users hear
+when data is short."""
 
 from __future__ import annotations
 
@@ -23,20 +24,66 @@ from megatron.data.index_cache import IndexCache
 from megatron.data.indexed_dataset import IndexedDataset
 from tests.data.corpora import LENGTHS, write_corpus
 
-# requested samples -> epochs, samples, separate last epoch, document_index, sample_index, shuffle_index
+# requested samples -> epochs, samples, separate last epoch, document_index, sample_index,
+# shuffle_index
 GOLDEN = {
-    6: (1, 7, False, [2, 1, 5, 0, 4, 3],
+    6: (
+        1,
+        7,
+        False,
+        [2, 1, 5, 0, 4, 3],
         [[0, 0], [0, 4], [1, 0], [2, 1], [3, 1], [4, 0], [4, 4], [5, 1]],
-        [5, 0, 3, 4, 2, 6, 1]),
-    9: (2, 14, True, [2, 1, 5, 0, 4, 3, 0, 4, 3, 2, 5, 1],
-        [[0, 0], [0, 4], [1, 0], [2, 1], [3, 1], [4, 0], [4, 4], [5, 1], [6, 3], [7, 2], [7, 6], [9, 1], [9, 5],
-         [10, 1], [11, 1]],
-        [1, 0, 3, 2, 5, 4, 6, 9, 10, 12, 8, 11, 13, 7]),
-    13: (2, 14, False, [1, 2, 5, 2, 3, 4, 1, 0, 4, 5, 0, 3],
-         [[0, 0], [1, 1], [1, 5], [2, 1], [3, 1], [3, 5], [4, 1], [5, 3], [6, 0], [7, 1], [8, 0], [8, 4], [9, 1],
-          [10, 1], [11, 0]],
-         [7, 11, 2, 3, 1, 9, 5, 4, 0, 8, 6, 10, 13, 12]),
-}  # fmt: skip
+        [5, 0, 3, 4, 2, 6, 1],
+    ),
+    9: (
+        2,
+        14,
+        True,
+        [2, 1, 5, 0, 4, 3, 0, 4, 3, 2, 5, 1],
+        [
+            [0, 0],
+            [0, 4],
+            [1, 0],
+            [2, 1],
+            [3, 1],
+            [4, 0],
+            [4, 4],
+            [5, 1],
+            [6, 3],
+            [7, 2],
+            [7, 6],
+            [9, 1],
+            [9, 5],
+            [10, 1],
+            [11, 1],
+        ],
+        [1, 0, 3, 2, 5, 4, 6, 9, 10, 12, 8, 11, 13, 7],
+    ),
+    13: (
+        2,
+        14,
+        False,
+        [1, 2, 5, 2, 3, 4, 1, 0, 4, 5, 0, 3],
+        [
+            [0, 0],
+            [1, 1],
+            [1, 5],
+            [2, 1],
+            [3, 1],
+            [3, 5],
+            [4, 1],
+            [5, 3],
+            [6, 0],
+            [7, 1],
+            [8, 0],
+            [8, 4],
+            [9, 1],
+            [10, 1],
+            [11, 0],
+        ],
+        [7, 11, 2, 3, 1, 9, 5, 4, 0, 8, 6, 10, 13, 12],
+    ),
+}
 
 
 @pytest.fixture
@@ -49,7 +96,11 @@ def corpus(tmp_path) -> IndexedDataset:
 def test_golden_indices(corpus, requested):
     epochs, samples, separate, documents, starts, order = GOLDEN[requested]
     dataset = GPTDataset(corpus, sequence_length=4, num_samples=requested, seed=1234)
-    assert (dataset.plan.num_epochs, len(dataset), dataset.plan.separate_last_epoch) == (epochs, samples, separate)
+    assert (dataset.plan.num_epochs, len(dataset), dataset.plan.separate_last_epoch) == (
+        epochs,
+        samples,
+        separate,
+    )
     assert dataset.document_index.tolist() == documents
     assert dataset.sample_index.tolist() == starts
     assert dataset.shuffle_index.tolist() == order
@@ -59,7 +110,8 @@ def test_golden_indices(corpus, requested):
 
 @pytest.mark.parametrize("requested", GOLDEN)
 def test_samples_are_a_shuffle_of_the_shuffled_stream(corpus, requested):
-    """Neighbours in the stream of shuffled documents share one token; nothing else overlaps or is left out."""
+    """Neighbours in the stream of shuffled documents share one token; nothing else overlaps or is
+    left out."""
     dataset = GPTDataset(corpus, sequence_length=4, num_samples=requested, seed=1234)
     stream = np.concatenate([corpus[i] for i in dataset.document_index])
     for index, row in enumerate(dataset.shuffle_index):
@@ -107,7 +159,8 @@ def test_no_request_is_one_epoch(corpus):
 
 
 def test_epochs_are_the_fewest_that_suffice():
-    """Against counting up, as Megatron does; every sample asked for exists and the threshold is int(0.8 x epoch)."""
+    """Against counting up, as Megatron does; every sample asked for exists and the threshold is
+    int(0.8 x epoch)."""
     random = np.random.default_rng(0)
     for _ in range(500):
         sequence_length = int(random.integers(1, 30))
@@ -127,11 +180,21 @@ def test_epochs_are_the_fewest_that_suffice():
 
 def test_the_seeds_numbers():
     """234339484 tokens in the walk-through: samples 216895 / 81082 / 368 in 1 / 7 / 1 epochs."""
-    train, valid, test = 216895 * 1024 + 1, 11861200, 368 * 1024 + 1
+    train = 216895 * 1024 + 1
+    valid = 11861200
+    test = 368 * 1024 + 1
     assert train + valid + test <= 234339484
-    for tokens, requested, epochs, samples in ((train, 8000, 1, 216895), (valid, 80080, 7, 81082), (test, 80, 1, 368)):
+    for tokens, requested, epochs, samples in (
+        (train, 8000, 1, 216895),
+        (valid, 80080, 7, 81082),
+        (test, 80, 1, 368),
+    ):
         plan = plan_epochs(tokens, 1024, requested)
-        assert (plan.num_epochs, plan.num_samples, plan.separate_last_epoch) == (epochs, samples, False)
+        assert (plan.num_epochs, plan.num_samples, plan.separate_last_epoch) == (
+            epochs,
+            samples,
+            False,
+        )
 
 
 def test_old_megatrons_cache_hashes():
@@ -142,7 +205,8 @@ def test_old_megatrons_cache_hashes():
         ("test", 80): "4422b241e58c2eba0e87abb1077559e9",
     }
     for (name, samples), wanted in hashes.items():
-        prefix, split = "./data/meg-gpt2_text_document", "949,50,1"
+        prefix = "./data/meg-gpt2_text_document"
+        split = "949,50,1"
         keys = describe("GPTDataset", prefix, samples, name, 1234, 1024, split, parse_split(split))
         assert hashlib.md5(json.dumps(keys, indent=4).encode()).hexdigest() == wanted
 
@@ -153,7 +217,9 @@ def test_the_order_of_random_calls(corpus):
         plan = plan_epochs(29, 4, requested)
         arrays = build_indices(corpus.sequence_lengths, range(6), 4, 1234, plan)
         random = np.random.RandomState(1234)
-        parts = [6 * (plan.num_epochs - 1), 6] if plan.separate_last_epoch else [6 * plan.num_epochs]
+        parts = (
+            [6 * (plan.num_epochs - 1), 6] if plan.separate_last_epoch else [6 * plan.num_epochs]
+        )
         documents = []
         for size in parts:
             part = np.tile(np.arange(6), size // 6)
@@ -170,7 +236,13 @@ def test_the_order_of_random_calls(corpus):
 
 
 def build(corpus, cache, **changes):
-    given = dict(sequence_length=4, num_samples=9, seed=1234, split="1,0,0", split_matrix=[(0, 1.0), None, None])
+    given = dict(
+        sequence_length=4,
+        num_samples=9,
+        seed=1234,
+        split="1,0,0",
+        split_matrix=[(0, 1.0), None, None],
+    )
     return GPTDataset(corpus, cache=cache, **{**given, **changes})
 
 
@@ -193,15 +265,21 @@ def test_log_lines_of_building_and_loading(corpus, tmp_path, capsys):
         *ends,
     ]
     build(corpus, None)
-    assert capsys.readouterr().out.splitlines() == [f"{head}Build the GPTDataset train indices", *ends]
+    assert capsys.readouterr().out.splitlines() == [
+        f"{head}Build the GPTDataset train indices",
+        *ends,
+    ]
 
 
 def test_cached_and_built_are_the_same(corpus, tmp_path):
     cache = IndexCache(str(tmp_path / "cache"))
-    memory, built, loaded = build(corpus, None), build(corpus, cache), build(corpus, cache)
+    memory = build(corpus, None)
+    built = build(corpus, cache)
+    loaded = build(corpus, cache)
     for other in (built, loaded):
         for name in ("document_index", "sample_index", "shuffle_index"):
-            first, second = getattr(memory, name), getattr(other, name)
+            first = getattr(memory, name)
+            second = getattr(other, name)
             assert first.dtype == second.dtype and (first == second).all()
             assert not second.flags.writeable
         assert [other[i].tolist() for i in range(14)] == [memory[i].tolist() for i in range(14)]
@@ -213,12 +291,17 @@ def test_every_input_of_the_order_has_its_own_cache_entry(corpus, tmp_path):
     build(corpus, cache)
     seen = entries()
     for change in (
-        {"seed": 1}, {"sequence_length": 5}, {"num_samples": 8}, {"sequences": range(5)}, {"index_split": "valid"}
-    ):  # fmt: skip
+        {"seed": 1},
+        {"sequence_length": 5},
+        {"num_samples": 8},
+        {"sequences": range(5)},
+        {"index_split": "valid"},
+    ):
         build(corpus, cache, **change)
         assert len(entries() - seen) == 1, change
         seen = entries()
-    again = IndexedDataset(write_corpus(tmp_path / "golden", [*LENGTHS[1:], LENGTHS[0]]))  # same name, other documents
+    # same name, other documents
+    again = IndexedDataset(write_corpus(tmp_path / "golden", [*LENGTHS[1:], LENGTHS[0]]))
     fresh = build(again, cache)
     assert len(entries() - seen) == 1
     assert (fresh.sample_index == build(again, None).sample_index).all()
@@ -243,7 +326,9 @@ def test_pickled_with_paths_instead_of_arrays(tmp_path):
         dataset = build(corpus, cache, num_samples=4000)
         sent = pickle.dumps(dataset)
         sizes[name] = len(sent)
-        assert [pickle.loads(sent)[i].tolist() for i in (0, 77)] == [dataset[i].tolist() for i in (0, 77)]
+        assert [pickle.loads(sent)[i].tolist() for i in (0, 77)] == [
+            dataset[i].tolist() for i in (0, 77)
+        ]
     assert sizes["files"] < 5000 < 40000 < sizes["memory"]
 
 
@@ -255,7 +340,10 @@ def test_pickled_with_paths_instead_of_arrays(tmp_path):
         ({"sequence_length": 0}, "--seq-length 0: must be at least 1"),
         ({"seed": -1}, "--seed -1"),
         ({"seed": 1 << 32}, "--seed 4294967296"),
-        ({"sequences": range(3, 3), "index_split": "valid"}, "--split 1,0,0: gives valid none of the 6 sequences"),
+        (
+            {"sequences": range(3, 3), "index_split": "valid"},
+            "--split 1,0,0: gives valid none of the 6 sequences",
+        ),
         ({"sequences": range(3, 4)}, "hold 2 tokens, one sample of --seq-length 4 needs 5"),
         ({"sequence_length": 29}, "hold 29 tokens, one sample of --seq-length 29 needs 30"),
     ],
@@ -286,7 +374,10 @@ def test_a_damaged_index_is_found_when_the_order_is_built(corpus, tmp_path):
 
 
 def test_order_holds_what_the_order_depends_on(corpus):
-    orders = {n: GPTDataset(corpus, sequence_length=4, num_samples=n, seed=1).order() for n in (1, 6, 9, 13)}
+    orders = {
+        n: GPTDataset(corpus, sequence_length=4, num_samples=n, seed=1).order()
+        for n in (1, 6, 9, 13)
+    }
     assert orders[1] == orders[6]  # one epoch: more samples only go further
     assert orders[6] != orders[9] != orders[13]
     json.dumps(orders)
@@ -295,7 +386,9 @@ def test_order_holds_what_the_order_depends_on(corpus):
 def test_open_corpus_checks_the_vocabulary(tmp_path):
     prefix = write_corpus(tmp_path / "d", [5, 5])
     assert len(open_corpus(prefix, 10)) == len(open_corpus(prefix)) == 2
-    with pytest.raises(ValueError, match=r"d.bin: holds token ids 0 .. 9, the vocabulary has 9; give the tokenizer"):
+    with pytest.raises(
+        ValueError, match=r"d.bin: holds token ids 0 .. 9, the vocabulary has 9; give the tokenizer"
+    ):
         open_corpus(prefix, 9)
     with pytest.raises(ValueError, match="holds float32, not token ids"):
         open_corpus(write_corpus(tmp_path / "floats", [5], np.float32))
@@ -308,7 +401,12 @@ def test_mock_sequences():
     for index in (0, 1, 77, int(lengths.argmin()), int(lengths.argmax())):
         whole = np.concatenate([(np.arange(lengths[index] - 1) + 1) % 50, [49]])
         assert mock.get(index).tolist() == whole.tolist()
-        for offset, length in ((0, 1), (len(whole) - 1, 1), (len(whole) // 2, None), (len(whole), 0)):
+        for offset, length in (
+            (0, 1),
+            (len(whole) - 1, 1),
+            (len(whole) // 2, None),
+            (len(whole), 0),
+        ):
             end = len(whole) if length is None else offset + length
             assert mock.get(index, offset, length).tolist() == whole[offset:end].tolist()
     with pytest.raises(IndexError):
@@ -317,9 +415,15 @@ def test_mock_sequences():
 
 def test_mock_samples_are_a_pure_function(capsys):
     make = lambda seed: MockGPTDataset(  # noqa: E731
-        MockSequences(100, 99), sequence_length=64, num_samples=10, seed=seed, sequences=range(33_333)
+        MockSequences(100, 99),
+        sequence_length=64,
+        num_samples=10,
+        seed=seed,
+        sequences=range(33_333),
     )
-    first, again, other = make(1), make(1), make(2)
+    first = make(1)
+    again = make(1)
+    other = make(2)
     assert "Build the MockGPTDataset train indices" in capsys.readouterr().out
     assert [first[i].tolist() for i in range(5)] == [again[i].tolist() for i in range(5)]
     assert first[0].tolist() != other[0].tolist()

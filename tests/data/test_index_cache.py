@@ -1,4 +1,5 @@
-"""The index cache: whole entries or none, also with several builders at once, and directories nobody can write to."""
+"""The index cache: whole entries or none, also with several builders at once, and directories
+nobody can write to."""
 
 from __future__ import annotations
 
@@ -22,9 +23,17 @@ def test_what_is_stored_is_loaded(tmp_path):
     stored = cache.store("Kind", "text", ARRAYS)
     loaded = cache.load("Kind", "text", ARRAYS)
     for name, array in ARRAYS.items():
-        assert (loaded[name] == array).all() and loaded[name].dtype == array.dtype and (stored[name] == array).all()
+        assert (
+            (loaded[name] == array).all()
+            and loaded[name].dtype == array.dtype
+            and (stored[name] == array).all()
+        )
     stem = "1cb251ec0d568de6a929b520c4aed8d1-Kind"  # md5 of "text"
-    assert sorted(os.listdir(cache.folder)) == [f"{stem}-a.npy", f"{stem}-b.npy", f"{stem}-description.txt"]
+    assert sorted(os.listdir(cache.folder)) == [
+        f"{stem}-a.npy",
+        f"{stem}-b.npy",
+        f"{stem}-description.txt",
+    ]
 
 
 def test_an_entry_without_its_description_or_an_array_is_no_entry(tmp_path):
@@ -74,7 +83,8 @@ def test_an_unwritable_directory_the_user_asked_for_is_an_error(tmp_path):
 
 
 def test_a_directory_without_permission(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write anywhere, so chmod would not do
+    # root may write anywhere, so chmod would not do
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
     assert not IndexCache(str(tmp_path)).writable()
     assert "no permission" in capsys.readouterr().out
 
@@ -99,10 +109,13 @@ def test_files_are_pickled_as_paths(tmp_path):
 
 
 def _store_and_load(folder: str, rounds: int, found: multiprocessing.Queue) -> None:
-    cache, bad = IndexCache(folder), 0
+    cache = IndexCache(folder)
+    bad = 0
     for number in range(rounds):
         arrays = {"a": np.full(20_000, number), "b": np.full(20_000, number)}
-        loaded = cache.load("Kind", f"entry {number}", arrays) or cache.store("Kind", f"entry {number}", arrays)
+        loaded = cache.load("Kind", f"entry {number}", arrays) or cache.store(
+            "Kind", f"entry {number}", arrays
+        )
         bad += any((loaded[name] != number).any() or len(loaded[name]) != 20_000 for name in arrays)
     found.put(bad)
 
@@ -110,7 +123,9 @@ def _store_and_load(folder: str, rounds: int, found: multiprocessing.Queue) -> N
 def test_concurrent_builders_never_see_half_an_entry(tmp_path):
     context = multiprocessing.get_context("spawn")
     found = context.Queue()
-    workers = [context.Process(target=_store_and_load, args=(str(tmp_path), 40, found)) for _ in range(4)]
+    workers = [
+        context.Process(target=_store_and_load, args=(str(tmp_path), 40, found)) for _ in range(4)
+    ]
     for worker in workers:
         worker.start()
     assert [found.get(timeout=60) for _ in workers] == [0] * 4

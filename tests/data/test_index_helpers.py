@@ -1,4 +1,5 @@
-"""Sample index and blending: golden vectors, and C++ against its numpy twin and a plain loop on random input."""
+"""Sample index and blending: golden vectors, and C++ against its numpy twin and a plain loop on
+random input."""
 
 from __future__ import annotations
 
@@ -29,18 +30,23 @@ from tests.data import native
 def cpp(tmp_path_factory) -> ModuleType:
     """The C++ helpers, compiled from this tree's source where there is a compiler."""
     if native.compiler():
-        return native.compile_helpers(tmp_path_factory.mktemp("cpp"), "-march=native", "-ffp-contract=fast")
+        return native.compile_helpers(
+            tmp_path_factory.mktemp("cpp"), "-march=native", "-ffp-contract=fast"
+        )
     return pytest.importorskip("megatron.data.helpers_cpp")
 
 
 def sample_index_by_hand(lengths, documents, sequence_length, samples):
     """Every token's (place, offset), then each sequence_length-th of them."""
-    places = [(place, at) for place, document in enumerate(documents) for at in range(lengths[document])]
+    places = [
+        (place, at) for place, document in enumerate(documents) for at in range(lengths[document])
+    ]
     return [(0, 0)] + [places[row * sequence_length] for row in range(1, samples + 1)]
 
 
 def blend_by_hand(weights, size, limits=None):
-    taken, found = [0] * len(weights), []
+    taken = [0] * len(weights)
+    found = []
     for i in range(size):
         open_ = [d for d in range(len(weights)) if limits is None or taken[d] < limits[d]]
         lags = [weights[d] * max(i, 1) - taken[d] for d in open_]
@@ -53,7 +59,9 @@ def blend_by_hand(weights, size, limits=None):
 def random_corpora(cases: int, seed: int):
     random = np.random.default_rng(seed)
     while cases:
-        shortest, longest, count = random.integers(0, 2), random.integers(2, 60), random.integers(1, 40)
+        shortest = random.integers(0, 2)
+        longest = random.integers(2, 60)
+        count = random.integers(1, 40)
         lengths = random.integers(shortest, longest, count).astype(np.int32)
         entries = random.integers(0, len(lengths), random.integers(1, 90)).astype(np.int32)
         sequence_length = int(random.integers(1, 40))
@@ -65,10 +73,32 @@ def random_corpora(cases: int, seed: int):
 
 def test_golden_blends():
     ids, samples = build_blending_indices([0.3, 0.7], 10)
-    assert ids.tolist() == [1, 0, 1, 1, 0, 1, 1, 0, 1, 1] and samples.tolist() == [0, 0, 1, 2, 1, 3, 4, 2, 5, 6]
+    assert ids.tolist() == [1, 0, 1, 1, 0, 1, 1, 0, 1, 1] and samples.tolist() == [
+        0,
+        0,
+        1,
+        2,
+        1,
+        3,
+        4,
+        2,
+        5,
+        6,
+    ]
     ids, samples = build_blending_indices([0.5, 0.25, 0.25], 8)
     assert ids.tolist() == [0, 1, 2, 0, 0, 1, 2, 0] and samples.tolist() == [0, 0, 0, 1, 2, 1, 1, 3]
-    assert build_exhaustive_blending_indices([3, 5, 2])[0].tolist() == [1, 0, 2, 1, 0, 1, 2, 1, 0, 1]
+    assert build_exhaustive_blending_indices([3, 5, 2])[0].tolist() == [
+        1,
+        0,
+        2,
+        1,
+        0,
+        1,
+        2,
+        1,
+        0,
+        1,
+    ]
     assert (ids.dtype, samples.dtype) == (np.int16, np.int64)
 
 
@@ -87,11 +117,16 @@ def test_sample_index_equals_counting_tokens(cpp):
 def test_blending_equals_the_plain_loop(cpp):
     random = np.random.default_rng(2)
     for case in range(60):
-        weights = random.random(random.integers(1, 12)) if case % 3 else random.integers(1, 5, 6).astype(float)
+        weights = (
+            random.random(random.integers(1, 12))
+            if case % 3
+            else random.integers(1, 5, 6).astype(float)
+        )
         weights = weights / weights.sum()
         wanted = blend_by_hand(weights.tolist(), 200)
         for fill in (cpp.fill_blending, index_helpers.fill_blending):
-            ids, samples = np.empty(200, (np.int16, np.int32)[case % 2]), np.empty(200, np.int64)
+            ids = np.empty(200, (np.int16, np.int32)[case % 2])
+            samples = np.empty(200, np.int64)
             fill(weights, ids, samples)
             assert list(zip(ids.tolist(), samples.tolist(), strict=True)) == wanted
 
@@ -104,7 +139,8 @@ def test_exhaustive_blending_uses_every_sample_once(cpp):
         wanted = blend_by_hand((sizes / total).tolist(), total, sizes)
         assert sorted(wanted) == [(d, s) for d, size in enumerate(sizes) for s in range(size)]
         for fill in (cpp.fill_exhaustive_blending, index_helpers.fill_exhaustive_blending):
-            ids, samples = np.empty(total, np.int16), np.empty(total, np.int64)
+            ids = np.empty(total, np.int16)
+            samples = np.empty(total, np.int64)
             fill(sizes, ids, samples)
             assert list(zip(ids.tolist(), samples.tolist(), strict=True)) == wanted
 
@@ -114,7 +150,8 @@ def test_larger_input_is_the_same_in_both(cpp):
     lengths = random.integers(1, 2000, 200_000).astype(np.int32)
     entries = random.permutation(len(lengths)).astype(np.int32)
     samples = (int(lengths.sum()) - 1) // 512
-    rows, twin = np.empty((samples + 1, 2), np.int32), np.empty((samples + 1, 2), np.int32)
+    rows = np.empty((samples + 1, 2), np.int32)
+    twin = np.empty((samples + 1, 2), np.int32)
     cpp.fill_sample_index(lengths, entries, 512, rows)
     index_helpers.fill_sample_index(lengths, entries, 512, twin)
     assert (rows == twin).all()
@@ -127,7 +164,8 @@ def test_larger_input_is_the_same_in_both(cpp):
 
 
 def test_too_few_tokens_are_refused(cpp):
-    lengths, entries = np.array([3, 4], np.int32), np.array([0, 1], np.int32)
+    lengths = np.array([3, 4], np.int32)
+    entries = np.array([0, 1], np.int32)
     for fill in (cpp.fill_sample_index, index_helpers.fill_sample_index):
         fill(lengths, entries, 6, np.empty((2, 2), np.int32))
         with pytest.raises(ValueError, match="fewer tokens"):
@@ -149,8 +187,8 @@ def test_the_cpp_never_copies_or_overruns_its_output(cpp):
 
 
 def test_ties_fall_the_same_with_fused_multiply_add(cpp):
-    """`cpp` is built for this processor with fusing asked for; the greedy choice stays that of numpy, which rounds the
-    product first."""
+    """`cpp` is built for this processor with fusing asked for; the greedy choice stays that of
+    numpy, which rounds the product first."""
     random = np.random.default_rng(5)
     for _ in range(40):
         weights = random.integers(1, 4, 7).astype(float)
@@ -164,8 +202,10 @@ def test_ties_fall_the_same_with_fused_multiply_add(cpp):
 def test_the_cpp_releases_the_gil(cpp):
     """Another thread counts on while the C++ works."""
     weights = np.full(64, 1 / 64)
-    ids, samples = np.empty(3_000_000, np.int16), np.empty(3_000_000, np.int64)
-    ticks, done = [], threading.Event()
+    ids = np.empty(3_000_000, np.int16)
+    samples = np.empty(3_000_000, np.int64)
+    ticks = []
+    done = threading.Event()
 
     def count():
         while not done.is_set():
@@ -193,9 +233,11 @@ def test_sample_index_dtype_grows_only_when_it_must():
 @pytest.mark.parametrize("dtype", [np.int32, np.uint32, np.int64])
 def test_shuffles_are_numpys_and_leave_its_generator_alike(cpp, monkeypatch, size, dtype):
     monkeypatch.setattr(index_helpers, "_cpp", cpp)
-    ours, theirs = np.random.RandomState(size), np.random.RandomState(size)
+    ours = np.random.RandomState(size)
+    theirs = np.random.RandomState(size)
     for _ in range(2):
-        mine, other = np.arange(size, dtype=dtype), np.arange(size, dtype=dtype)
+        mine = np.arange(size, dtype=dtype)
+        other = np.arange(size, dtype=dtype)
         index_helpers.shuffle(ours, mine)
         theirs.shuffle(other)
         assert (mine == other).all()
@@ -204,7 +246,10 @@ def test_shuffles_are_numpys_and_leave_its_generator_alike(cpp, monkeypatch, siz
 
 def test_ids_grow_only_where_they_must(cpp):
     assert dataset_index_dtype(32_766) == np.int16 and dataset_index_dtype(32_767) == np.int32
-    assert document_index_dtype(1 << 31) == np.int32 and document_index_dtype((1 << 31) + 1) == np.int64
+    assert (
+        document_index_dtype(1 << 31) == np.int32
+        and document_index_dtype((1 << 31) + 1) == np.int64
+    )
     with pytest.raises(ValueError, match="at least one dataset"):
         cpp.fill_blending(np.ones(40_000), np.empty(3, np.int16), np.empty(3, np.int64))
     cpp.fill_blending(np.ones(40_000), np.empty(3, np.int32), np.empty(3, np.int64))
@@ -224,9 +269,13 @@ def test_the_implementation_in_use_is_named(cpp, monkeypatch):
     assert (found.IMPLEMENTATION, found.REASON) == ("C++", "")
     rows = found.build_sample_index(np.array([3, 4], np.int32), np.array([0, 1], np.int32), 2, 3)
     assert rows.tolist() == [[0, 0], [0, 2], [1, 1], [1, 3]]
-    monkeypatch.setattr(megatron.data, "helpers_cpp", types.SimpleNamespace(__file__="/old.so", INTERFACE=0))
+    monkeypatch.setattr(
+        megatron.data, "helpers_cpp", types.SimpleNamespace(__file__="/old.so", INTERFACE=0)
+    )
     found = imported_anew()
-    assert found.IMPLEMENTATION == "numpy" and found.REASON.startswith("/old.so was built from other source")
+    assert found.IMPLEMENTATION == "numpy" and found.REASON.startswith(
+        "/old.so was built from other source"
+    )
     monkeypatch.delattr(megatron.data, "helpers_cpp")
     monkeypatch.setitem(sys.modules, "megatron.data.helpers_cpp", None)
     found = imported_anew()

@@ -12,15 +12,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.data.indexed_dataset import CODES, IndexedDataset, IndexedDatasetBuilder, optimal_dtype
+from megatron.data.indexed_dataset import (
+    CODES,
+    IndexedDataset,
+    IndexedDatasetBuilder,
+    optimal_dtype,
+)
 from tests.data.corpora import write_corpus
 from tests.forkrun import run_ranks
 
 BIN = "0a000b000c00140015001e001f002000"
-IDX = (
-    "4d4d4944494458000001000000000000000803000000000000000300000000000000030000000200000003000000000000000000000006"
-    "000000000000000a00000000000000000000000000000001000000000000000300000000000000"
-)
+IDX = "4d4d4944494458000001000000000000000803000000000000000300000000000000030000000200000003000000000000000000000006000000000000000a00000000000000000000000000000001000000000000000300000000000000"
 
 
 def write_golden(prefix: Path) -> str:
@@ -73,7 +75,12 @@ def test_an_empty_document_has_no_sequence(tmp_path):
         builder.add_item([2, 3])
         builder.end_document()
     data = IndexedDataset(tmp_path / "d")
-    assert data.sequence_lengths.tolist() == [1, 2] and data.document_indices.tolist() == [0, 1, 1, 2]
+    assert data.sequence_lengths.tolist() == [1, 2] and data.document_indices.tolist() == [
+        0,
+        1,
+        1,
+        2,
+    ]
 
 
 def test_an_empty_corpus_and_empty_sequences(tmp_path):
@@ -102,7 +109,10 @@ def test_random_corpora_come_back(tmp_path):
     random = np.random.default_rng(0)
     for case in range(20):
         documents = [
-            [random.integers(0, 60000, random.integers(0, 30)) for _ in range(random.integers(0, 4))]
+            [
+                random.integers(0, 60000, random.integers(0, 30))
+                for _ in range(random.integers(0, 4))
+            ]
             for _ in range(random.integers(0, 12))
         ]
         with IndexedDatasetBuilder(tmp_path / f"{case}", np.uint16) as builder:
@@ -118,11 +128,15 @@ def test_random_corpora_come_back(tmp_path):
         data.check()
         flat = [part.tolist() for document in documents for part in document]
         assert [data[i].tolist() for i in range(len(data))] == flat
-        assert data.document_indices.tolist() == np.cumsum([0] + [len(document) for document in documents]).tolist()
+        assert (
+            data.document_indices.tolist()
+            == np.cumsum([0] + [len(document) for document in documents]).tolist()
+        )
 
 
 def test_pointers_are_64_bit(tmp_path):
-    """Pointers past 2**31 bytes, without writing that much: lengths of a corpus whose tokens are never written."""
+    """Pointers past 2**31 bytes, without writing that much: lengths of a corpus whose tokens are
+    never written."""
     builder = IndexedDatasetBuilder(tmp_path / "big", np.int64)
     builder._lengths.extend([2**28, 2**28, 2**28])
     builder.end_document()
@@ -140,12 +154,19 @@ def test_merging_unordered_sequences_keeps_them(tmp_path):
     prefix = tmp_path / "odd"
     prefix.with_suffix(".bin").write_bytes(np.array([9, 7, 8, 9, 5], "<u2").tobytes())
     header = struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, 8, 2, 2)
-    arrays = np.array([1, 2], "<i4").tobytes() + np.array([8, 2], "<i8").tobytes() + np.array([0, 2], "<i8").tobytes()
+    arrays = (
+        np.array([1, 2], "<i4").tobytes()
+        + np.array([8, 2], "<i8").tobytes()
+        + np.array([0, 2], "<i8").tobytes()
+    )
     prefix.with_suffix(".idx").write_bytes(header + arrays)
     with IndexedDatasetBuilder(tmp_path / "merged", np.uint16) as builder:
         builder.add_index(prefix)
     merged = IndexedDataset(tmp_path / "merged")
-    assert [merged[i].tolist() for i in range(2)] == [[5], [7, 8]] and merged.sequence_pointers.tolist() == [0, 2]
+    assert [merged[i].tolist() for i in range(2)] == [
+        [5],
+        [7, 8],
+    ] and merged.sequence_pointers.tolist() == [0, 2]
 
 
 def test_modes_of_multimodal_files_are_ignored(tmp_path):
@@ -208,19 +229,51 @@ def damage_cases() -> dict[str, tuple]:
         "dtype": (lambda idx, _: write_at(idx, 17, b"\x63"), ".idx: has the unknown dtype code 99"),
         "header cut": (lambda idx, _: idx.write_bytes(idx.read_bytes()[:20]), ".idx: has 20 bytes"),
         "empty idx": (lambda idx, _: idx.write_bytes(b""), ".idx: has 0 bytes"),
-        "idx cut": (lambda idx, _: idx.write_bytes(idx.read_bytes()[:-5]), ".idx: is cut short: 89 bytes, its header "),
-        "idx too long": (lambda idx, _: idx.write_bytes(idx.read_bytes() + b"12345"), ".idx: is too long"),
-        "count too big": (lambda idx, _: write_at(idx, 18, struct.pack("<Q", 1 << 60)), ".idx: is cut short"),
-        "documents": (lambda idx, _: write_at(idx, 86, struct.pack("<q", 4)), "does not run from 0 to its 3 sequences"),
-        "bin cut": (lambda _, bin_: bin_.write_bytes(bin_.read_bytes()[:-1]), ".bin: has 15 bytes, its index asks for"),
+        "idx cut": (
+            lambda idx, _: idx.write_bytes(idx.read_bytes()[:-5]),
+            ".idx: is cut short: 89 bytes, its header ",
+        ),
+        "idx too long": (
+            lambda idx, _: idx.write_bytes(idx.read_bytes() + b"12345"),
+            ".idx: is too long",
+        ),
+        "count too big": (
+            lambda idx, _: write_at(idx, 18, struct.pack("<Q", 1 << 60)),
+            ".idx: is cut short",
+        ),
+        "documents": (
+            lambda idx, _: write_at(idx, 86, struct.pack("<q", 4)),
+            "does not run from 0 to its 3 sequences",
+        ),
+        "bin cut": (
+            lambda _, bin_: bin_.write_bytes(bin_.read_bytes()[:-1]),
+            ".bin: has 15 bytes, its index asks for",
+        ),
         "bin empty": (lambda _, bin_: bin_.write_bytes(b""), ".bin: has 0 bytes"),
-        "pointer": (lambda idx, _: write_at(idx, 54, struct.pack("<q", 14)), "sequence 1 (2 tokens from byte 14)"),
-        "odd pointer": (lambda idx, _: write_at(idx, 54, struct.pack("<q", 7)), "sequence 1 (2 tokens from byte 7)"),
-        "negative pointer": (lambda idx, _: write_at(idx, 54, struct.pack("<q", -8)), "sequence 1 (2 tokens from"),
+        "pointer": (
+            lambda idx, _: write_at(idx, 54, struct.pack("<q", 14)),
+            "sequence 1 (2 tokens from byte 14)",
+        ),
+        "odd pointer": (
+            lambda idx, _: write_at(idx, 54, struct.pack("<q", 7)),
+            "sequence 1 (2 tokens from byte 7)",
+        ),
+        "negative pointer": (
+            lambda idx, _: write_at(idx, 54, struct.pack("<q", -8)),
+            "sequence 1 (2 tokens from",
+        ),
         "pointer that wraps": (
-            lambda idx, _: write_at(idx, 54, struct.pack("<q", 2**63 - 2)), "sequence 1 (2 tokens from byte 9223372036854"),
-        "negative length": (lambda idx, _: write_at(idx, 38, struct.pack("<i", -2)), "sequence 1 (-2 tokens"),
-        "documents backwards": (lambda idx, _: write_at(idx, 78, struct.pack("<q", 5)), "runs backwards"),
+            lambda idx, _: write_at(idx, 54, struct.pack("<q", 2**63 - 2)),
+            "sequence 1 (2 tokens from byte 9223372036854",
+        ),
+        "negative length": (
+            lambda idx, _: write_at(idx, 38, struct.pack("<i", -2)),
+            "sequence 1 (-2 tokens",
+        ),
+        "documents backwards": (
+            lambda idx, _: write_at(idx, 78, struct.pack("<q", 5)),
+            "runs backwards",
+        ),
     }
 
 
@@ -232,7 +285,12 @@ def test_damaged_files_give_one_message(tmp_path, case):
     with pytest.raises(ValueError) as caught:
         IndexedDataset(prefix).check()
     text = str(caught.value)
-    assert words in text and str(prefix) in text and "tools/preprocess_data.py" in text and "\n" not in text
+    assert (
+        words in text
+        and str(prefix) in text
+        and "tools/preprocess_data.py" in text
+        and "\n" not in text
+    )
 
 
 def test_a_damaged_pointer_never_reads_other_bytes(tmp_path):
@@ -274,8 +332,10 @@ def test_an_unreadable_file_is_one_message(tmp_path):
 
 
 def test_halves_of_two_pairs_are_refused(tmp_path):
-    """A .bin that is longer than its index uses, an index of another .bin, and one that says another dtype."""
-    prefix, other = write_golden(tmp_path / "golden"), write_corpus(tmp_path / "other", [4, 7, 0])
+    """A .bin that is longer than its index uses, an index of another .bin, and one that says
+    another dtype."""
+    prefix = write_golden(tmp_path / "golden")
+    other = write_corpus(tmp_path / "other", [4, 7, 0])
     with open(prefix + ".bin", "ab") as file:
         file.write(b"123")
     with pytest.raises(ValueError, match="golden.bin: has 19 bytes, its index asks for 16"):
@@ -295,7 +355,10 @@ def test_a_bin_cut_short_while_it_is_read_is_one_message(tmp_path):
     data = IndexedDataset(prefix)
     os.truncate(prefix + ".bin", 20000)
     assert data[0].tolist() == list(range(9000))
-    with pytest.raises(ValueError, match="d.bin: was cut short while it is in use: it has 20000 bytes, 36000 are needed"):
+    with pytest.raises(
+        ValueError,
+        match="d.bin: was cut short while it is in use: it has 20000 bytes, 36000 are needed",
+    ):
         data[1]
 
 
@@ -306,12 +369,16 @@ def test_a_failing_disk_is_one_message(tmp_path, monkeypatch):
         raise OSError(errno.EIO, "Input/output error")
 
     monkeypatch.setattr(os, "pread", fail)
-    with pytest.raises(ValueError, match=r"golden.bin: cannot be read \(Input/output error\); its disk or network fails"):
+    with pytest.raises(
+        ValueError,
+        match=r"golden.bin: cannot be read \(Input/output error\); its disk or network fails",
+    ):
         data[0]
 
 
 def open_many(rank: int, world: int, folder: str) -> int:
-    """Open more data sets than a process may open files at first; the descriptors go with the data sets."""
+    """Open more data sets than a process may open files at first; the descriptors go with the data
+    sets."""
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (40, hard))
     kept = [IndexedDataset(f"{folder}/golden") for _ in range(60)]
@@ -352,7 +419,8 @@ def test_a_reader_keeps_the_old_pair_while_a_new_one_is_written(tmp_path):
 
 
 def discard_under_a_size_limit(rank: int, world: int, folder: str) -> str:
-    """Throw away what was added, then fail inside a `with`: both while the system takes no more than 1000 bytes."""
+    """Throw away what was added, then fail inside a `with`: both while the system takes no more
+    than 1000 bytes."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
     builder = IndexedDatasetBuilder(f"{folder}/thrown", np.uint16)
     builder.add_item(np.zeros(5000, np.uint16))

@@ -1,4 +1,5 @@
-"""Input files in blocks: every kind of file gives the same lines, wherever reading begins, and a damaged one is named."""
+"""Input files in blocks: every kind of file gives the same lines, wherever reading begins, and a
+damaged one is named."""
 
 from __future__ import annotations
 
@@ -65,14 +66,19 @@ def test_blocks_are_whole_lines_wherever_reading_begins(tmp_path: Path, suffix: 
         mine = [block for block in blocks if block.file == number]
         assert b"".join(block.content() for block in mine) == content
         assert all(block.content().endswith(b"\n") for block in mine[:-1])
-        assert all(len(block.content()) < 1000 + 3600 for block in mine) and len(mine) > len(content) // 5000
+        assert (
+            all(len(block.content()) < 1000 + 3600 for block in mine)
+            and len(mine) > len(content) // 5000
+        )
         assert [block.start for block in mine[1:]] == [block.end for block in mine[:-1]]
     assert [block.number for block in blocks] == list(range(len(blocks)))
     assert blocks[-1].read == sum(Path(file).stat().st_size for file in files)
     for done in range(1, len(blocks)):
         last = blocks[done - 1]
         rest = read(files, Place(last.file, max(last.end, 1)))
-        assert [(b.file, b.start, b.content()) for b in rest] == [(b.file, b.start, b.content()) for b in blocks[done:]]
+        assert [(b.file, b.start, b.content()) for b in rest] == [
+            (b.file, b.start, b.content()) for b in blocks[done:]
+        ]
 
 
 def test_a_plain_file_is_left_to_who_encodes(tmp_path: Path) -> None:
@@ -86,7 +92,8 @@ def test_a_plain_file_is_left_to_who_encodes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("suffix", [".txt", ".txt.gz", ZST(".txt.zst")])
 def test_a_text_file_is_one_document_or_one_a_line(tmp_path: Path, suffix: str) -> None:
-    file, content = tmp_path / f"x{suffix}", lines_of(3)
+    file = tmp_path / f"x{suffix}"
+    content = lines_of(3)
     file.write_bytes(PACK[suffix.replace("txt", "jsonl")](content) if suffix != ".txt" else content)
     (whole,) = read([str(file)])
     assert whole.kind == "text" and whole.content() == content
@@ -97,14 +104,22 @@ def test_a_text_file_is_one_document_or_one_a_line(tmp_path: Path, suffix: str) 
 
 @pytest.mark.peers
 def test_parquet_rows_wherever_reading_begins(tmp_path: Path) -> None:
-    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
-    file, texts = str(tmp_path / "x.parquet"), [f"text {number}" for number in range(40)]
-    parquet.write_table(pyarrow.table({"id": list(range(40)), "text": texts}), file, row_group_size=16)
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    file = str(tmp_path / "x.parquet")
+    texts = [f"text {number}" for number in range(40)]
+    parquet.write_table(
+        pyarrow.table({"id": list(range(40)), "text": texts}), file, row_group_size=16
+    )
     blocks = read([file])
     assert [text for block in blocks for text in block.data[0]] == texts and len(blocks) > 4
     for done in range(1, len(blocks)):
-        assert [b.data for b in read([file], Place(0, blocks[done - 1].end))] == [b.data for b in blocks[done:]]
-    with pytest.raises(ValueError, match=r'x.parquet: has no column "body" \(its columns: id, text; choose'):
+        assert [b.data for b in read([file], Place(0, blocks[done - 1].end))] == [
+            b.data for b in blocks[done:]
+        ]
+    with pytest.raises(
+        ValueError, match=r'x.parquet: has no column "body" \(its columns: id, text; choose'
+    ):
         list(Reader([file], ("body",)).blocks(Place(), lambda name: None))
 
 
@@ -112,10 +127,22 @@ DAMAGED = {
     "gzip cut": (".jsonl.gz", lambda packed: packed[:-3], "the gzip file is damaged or cut short"),
     "xz cut": (".jsonl.xz", lambda packed: packed[:-3], "the xz file is damaged or cut short"),
     "zstd cut": (".jsonl.zst", lambda packed: packed[:-3], "the zstd file is damaged or cut short"),
-    "xz bit": (".jsonl.xz", lambda packed: packed[:60] + bytes([packed[60] ^ 4]) + packed[61:], "the xz file is damaged"),
-    "zstd bits": (".jsonl.zst", lambda packed: packed[:40] + b"\xff" * 9 + packed[49:], "the zstd file is damaged"),
+    "xz bit": (
+        ".jsonl.xz",
+        lambda packed: packed[:60] + bytes([packed[60] ^ 4]) + packed[61:],
+        "the xz file is damaged",
+    ),
+    "zstd bits": (
+        ".jsonl.zst",
+        lambda packed: packed[:40] + b"\xff" * 9 + packed[49:],
+        "the zstd file is damaged",
+    ),
     "gz that is none": (".jsonl.gz", lambda packed: b"{}", "it does not begin as a gzip file does"),
-    "zst that is none": (".jsonl.zst", lambda packed: b"{}", "it does not begin as a zstd file does"),
+    "zst that is none": (
+        ".jsonl.zst",
+        lambda packed: b"{}",
+        "it does not begin as a zstd file does",
+    ),
 }
 
 
@@ -129,9 +156,12 @@ def test_a_damaged_file_is_named(tmp_path: Path, what: str) -> None:
 
 
 @pytest.mark.peers
-@pytest.mark.parametrize("damage", [lambda p: p[: len(p) // 2], lambda p: p[:-4] + b"xxxx", lambda p: b"{}" + p])
+@pytest.mark.parametrize(
+    "damage", [lambda p: p[: len(p) // 2], lambda p: p[:-4] + b"xxxx", lambda p: b"{}" + p]
+)
 def test_a_damaged_parquet_file_is_named(tmp_path: Path, damage: Callable[[bytes], bytes]) -> None:
-    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
     file = tmp_path / "x.parquet"
     parquet.write_table(pyarrow.table({"text": ["a"] * 100}), file)
     file.write_bytes(damage(file.read_bytes()))
@@ -147,7 +177,10 @@ def test_what_is_missing_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     (tmp_path / "x.parquet").write_bytes(b"PAR1")
     monkeypatch.setattr(inputs.importlib, "import_module", no_library)
     for name, package in (("x.zst", "zstandard"), ("x.parquet", "pyarrow")):
-        with pytest.raises(ValueError, match=rf"{name}: reading it needs the package {package} .*pip install {package}"):
+        with pytest.raises(
+            ValueError,
+            match=rf"{name}: reading it needs the package {package} .*pip install {package}",
+        ):
             read([str(tmp_path / name)])
 
 

@@ -1,4 +1,6 @@
-"""Lines of JSON: orjson, where it is installed, gives what the standard library does, errors included."""
+"""Lines of JSON: orjson, where it is installed, gives what the standard library does, errors
+included."""
+
 from __future__ import annotations
 
 import pytest
@@ -6,13 +8,34 @@ import pytest
 from megatron.data import jsonl
 
 LINES = [
-    b'{"text": "plain"}', '{"text": "h\u00e9 \U0001f600 \\u00e9 \\ud83d\\ude00"}'.encode(), b'{"text": ["a", "b"]}',
-    b'{"text": []}', b'{"text": null}', b'{"text": 3}', b'{"other": "x"}', b'{"text": "a", "text": "b"}',
-    b'{"text": "x", "loss": NaN}', b'{"text": "x", "n": 1e999}', b'{"text": "x", "n": 123456789012345678901234567890}',
-    b'{"text": "lone \\ud800"}', b'{"text": "tab\there"}', b'{"text": "cut', b'{"text": "x"} more', b"", b"[1, 2]", b"text",
-    b'{"text": "\xff"}', b'\xef\xbb\xbf{"text": "x"}',
-    b'{"tokens": [1, 2, 3]}', b'{"tokens": []}', b'{"tokens": [1, 2.5]}', b'{"tokens": [[1], [2, 3]]}', b'{"tokens": "1 2"}',
-    b'{"tokens": [9223372036854775808]}', b'{"tokens": [-1]}', b'{"tokens": [true]}',
+    b'{"text": "plain"}',
+    '{"text": "h\u00e9 \U0001f600 \\u00e9 \\ud83d\\ude00"}'.encode(),
+    b'{"text": ["a", "b"]}',
+    b'{"text": []}',
+    b'{"text": null}',
+    b'{"text": 3}',
+    b'{"other": "x"}',
+    b'{"text": "a", "text": "b"}',
+    b'{"text": "x", "loss": NaN}',
+    b'{"text": "x", "n": 1e999}',
+    b'{"text": "x", "n": 123456789012345678901234567890}',
+    b'{"text": "lone \\ud800"}',
+    b'{"text": "tab\there"}',
+    b'{"text": "cut',
+    b'{"text": "x"} more',
+    b"",
+    b"[1, 2]",
+    b"text",
+    b'{"text": "\xff"}',
+    b'\xef\xbb\xbf{"text": "x"}',
+    b'{"tokens": [1, 2, 3]}',
+    b'{"tokens": []}',
+    b'{"tokens": [1, 2.5]}',
+    b'{"tokens": [[1], [2, 3]]}',
+    b'{"tokens": "1 2"}',
+    b'{"tokens": [9223372036854775808]}',
+    b'{"tokens": [-1]}',
+    b'{"tokens": [true]}',
 ]
 
 

@@ -1,4 +1,5 @@
 """The data ledger: its bytes, its hash, appending over resumes, and files that are none."""
+
 from __future__ import annotations
 
 import hashlib
@@ -9,7 +10,15 @@ import time
 import numpy as np
 import pytest
 
-from megatron.data.ledger import MASK, RECORD, Ledger, Recorder, read_ledger, sample_hash, tokens_hash
+from megatron.data.ledger import (
+    MASK,
+    RECORD,
+    Ledger,
+    Recorder,
+    read_ledger,
+    sample_hash,
+    tokens_hash,
+)
 
 
 def rows(path, iterations: range | None = None) -> list[tuple]:
@@ -20,15 +29,27 @@ def test_the_bytes_of_a_record(tmp_path):
     path = tmp_path / "ledger"
     Ledger(str(path), 32).record(2, 8, 8, 0xFEDCBA9876543210)
     data = path.read_bytes()
-    assert len(data) == 96 and data[:16] == b"data-ledger\r\n\x1a\0\0" and struct.unpack("<IIQ", data[16:32]) == (1, 32, 0)
-    assert data[32:64] == bytes(32) and data[64:] == struct.pack("<QQIIQ", 2, 8, 8, 0, 0xFEDCBA9876543210)
-    assert RECORD.itemsize == 32 and read_ledger(str(path)) [0] == 32 and rows(path) == [(2, 8, 8, 0, 0xFEDCBA9876543210)]
+    assert (
+        len(data) == 96
+        and data[:16] == b"data-ledger\r\n\x1a\0\0"
+        and struct.unpack("<IIQ", data[16:32]) == (1, 32, 0)
+    )
+    assert data[32:64] == bytes(32) and data[64:] == struct.pack(
+        "<QQIIQ", 2, 8, 8, 0, 0xFEDCBA9876543210
+    )
+    assert (
+        RECORD.itemsize == 32
+        and read_ledger(str(path))[0] == 32
+        and rows(path) == [(2, 8, 8, 0, 0xFEDCBA9876543210)]
+    )
 
 
 def test_the_hash_is_that_of_ids_and_number():
     """Worked out here with the standard library alone; how ids are kept does not matter."""
     ids = [5, 0, 50256, 2**31 - 1]
-    expected = int.from_bytes(hashlib.blake2b(struct.pack("<4i", *ids), digest_size=8).digest(), "little")
+    expected = int.from_bytes(
+        hashlib.blake2b(struct.pack("<4i", *ids), digest_size=8).digest(), "little"
+    )
     for dtype in (np.int64, np.int32, np.uint32, ">i4"):
         assert tokens_hash(np.array(ids, dtype)) == expected
     assert tokens_hash(np.array([5, 9, 0, 9, 50256, 9, 2**31 - 1])[::2]) == expected
@@ -42,7 +63,7 @@ def test_a_resumed_run_replaces_what_it_does_again(tmp_path):
     for n in range(1, 8):
         first.record(n, 2 * (n - 1), 2, 100 + n)
     again = Ledger(str(path), 4)
-    assert len(rows(path)) == 7                         # opening loses nothing
+    assert len(rows(path)) == 7  # opening loses nothing
     again.record(4, 6, 2, 204)
     assert [row[4] for row in rows(path)] == [101, 102, 103, 204]
     again.record(5, 8, 2, 205)
@@ -82,8 +103,10 @@ def test_ranks_add_up(tmp_path):
     recorders = [Recorder(ledger, True), Recorder(None, True), Recorder(None, False)]
     for number, value in enumerate(hashes):
         recorders[number % 2].add(value)
-        recorders[2].add(value)                         # reads the same as another: must not count
-    low, high = (sum(parts) for parts in zip(*(recorder.halves() for recorder in recorders), strict=True))
+        recorders[2].add(value)  # reads the same as another: must not count
+    low, high = (
+        sum(parts) for parts in zip(*(recorder.halves() for recorder in recorders), strict=True)
+    )
     for recorder in recorders:
         recorder.record(1, 0, len(hashes), low, high)
     assert rows(tmp_path / "ledger") == [(1, 0, len(hashes), 0, sum(hashes) & MASK)]
@@ -133,5 +156,7 @@ def test_a_damaged_ledger_is_not_believed(tmp_path):
 def test_a_full_disk_is_one_message(tmp_path, monkeypatch):
     ledger = Ledger(str(tmp_path / "ledger"), 4)
     monkeypatch.setattr(os, "pwrite", lambda *_: 3)
-    with pytest.raises(ValueError, match="cannot be written .the disk is full.; give a file on a disk"):
+    with pytest.raises(
+        ValueError, match="cannot be written .the disk is full.; give a file on a disk"
+    ):
         ledger.record(1, 0, 2, 5)

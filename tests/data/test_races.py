@@ -1,4 +1,5 @@
-"""Several processes build the same indices at once, in two cache directories, and one is killed: nobody notices."""
+"""Several processes build the same indices at once, in two cache directories, and one is killed:
+nobody notices."""
 
 from __future__ import annotations
 
@@ -17,12 +18,15 @@ from megatron.data.index_cache import IndexCache
 from tests.data.corpora import data_flags, write_corpus
 
 FORK = multiprocessing.get_context("fork")
-STEPS = 14  # writes, renames and locks of the entries that one start makes: killed before each of them in turn
+# writes, renames and locks of the entries that one start makes: killed before each of them in turn
+STEPS = 14
 
 
 def samples(prefixes: list[str], cache: str | None) -> str:
     """One hash of all training and validation samples of a weighted blend."""
-    flags = data_flags(data_path=["1", prefixes[0], "2", prefixes[1]], split="90,10,0", data_cache_path=cache)
+    flags = data_flags(
+        data_path=["1", prefixes[0], "2", prefixes[1]], split="90,10,0", data_cache_path=cache
+    )
     train, valid, _ = build_train_valid_test_datasets(
         flags, sequence_length=32, seed=3, vocab_size=1000, eod=999, sizes=(400, 40, 0)
     )
@@ -33,7 +37,9 @@ def samples(prefixes: list[str], cache: str | None) -> str:
     return digest.hexdigest()
 
 
-def start(prefixes: list[str], cache: str, results, die_at: int | None = None) -> multiprocessing.Process:
+def start(
+    prefixes: list[str], cache: str, results, die_at: int | None = None
+) -> multiprocessing.Process:
     process = FORK.Process(target=_run, args=(prefixes, cache, results, die_at))
     process.start()
     return process
@@ -49,26 +55,35 @@ def _run(prefixes, cache, results, die_at) -> None:
             if count == die_at:
                 os.kill(os.getpid(), signal.SIGKILL)
             return function(*args, **kwargs)
+
         return call
 
     if die_at is not None:  # in this process alone: it is a fork
-        os.replace, np.save, os.open = counting(os.replace), counting(np.save), counting(os.open)
+        os.replace = counting(os.replace)
+        np.save = counting(np.save)
+        os.open = counting(os.open)
     results.put(samples(prefixes, cache))
     results.close()
     results.join_thread()
 
 
 def one_round(folder: Path, number: int) -> None:
-    """New data at the same paths, caches kept from the round before; four processes, one is killed and started again."""
+    """New data at the same paths, caches kept from the round before; four processes, one is killed
+    and started again."""
     random = np.random.default_rng(number)
     lengths = [random.integers(1, 60, 300), random.integers(1, 60, 200)]
-    prefixes = [write_corpus(folder / name, some, seed=number) for name, some in zip("ab", lengths, strict=True)]
+    prefixes = [
+        write_corpus(folder / name, some, seed=number)
+        for name, some in zip("ab", lengths, strict=True)
+    ]
     expected = samples(prefixes, None)
     caches = [str(folder / name) for name in ("node0", "node1")]
     results = FORK.Queue()
     victim_results = FORK.Queue()
     by_step = number % 2 == 0
-    victim = start(prefixes, caches[0], victim_results, number // 2 % STEPS + 1 if by_step else None)
+    victim = start(
+        prefixes, caches[0], victim_results, number // 2 % STEPS + 1 if by_step else None
+    )
     others = [start(prefixes, caches[n % 2], results) for n in (1, 2, 3)]
     if not by_step:
         time.sleep(random.uniform(0, 0.05))
@@ -91,7 +106,8 @@ def test_one_of_four_is_killed_while_they_build(tmp_path, capfd, first, rounds):
 
 
 def test_one_builds_and_the_others_wait(tmp_path):
-    """Of four processes with one cache directory, one writes; the lock file is gone when they are done."""
+    """Of four processes with one cache directory, one writes; the lock file is gone when they are
+    done."""
     prefixes = [write_corpus(tmp_path / name, [9] * 200, seed=1) for name in "ab"]
     written = FORK.Value("i", 0)
 
@@ -114,11 +130,14 @@ def test_one_builds_and_the_others_wait(tmp_path):
         process.join(60)
         assert process.exitcode == 0
     assert written.value == 6  # two corpora and a blend, each for train and valid
-    assert not list((tmp_path / "cache").glob("*.lock")) and not list((tmp_path / "cache").glob("*.tmp"))
+    assert not list((tmp_path / "cache").glob("*.lock")) and not list(
+        (tmp_path / "cache").glob("*.tmp")
+    )
 
 
 def test_without_locks_all_build(tmp_path, monkeypatch):
     """Some network filesystems have none."""
+
     def refuse(*_):
         raise OSError(37, "No locks available")
 

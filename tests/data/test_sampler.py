@@ -21,12 +21,20 @@ def test_golden_sequential():
 
 def test_golden_cyclic():
     sharded = [CyclicSampler(14, 2, rank, 2, data_sharding=True) for rank in range(2)]
-    assert take(sharded[0], 4, 2) == [[3, 0], [1, 4]] and take(sharded[1], 4, 2) == [[9, 6], [7, 10]]
+    assert take(sharded[0], 4, 2) == [[3, 0], [1, 4]] and take(sharded[1], 4, 2) == [
+        [9, 6],
+        [7, 10],
+    ]
     shared = [CyclicSampler(14, 2, rank, 2, data_sharding=False) for rank in range(2)]
-    assert take(shared[0], 4, 2) == [[2, 9], [1, 5]] and take(shared[1], 4, 2) == [[11, 10], [12, 13]]
+    assert take(shared[0], 4, 2) == [[2, 9], [1, 5]] and take(shared[1], 4, 2) == [
+        [11, 10],
+        [12, 13],
+    ]
 
 
-@pytest.mark.parametrize(("dp_size", "micro_batch"), [(1, 1), (1, 4), (2, 1), (2, 2), (4, 1), (4, 2), (8, 1)])
+@pytest.mark.parametrize(
+    ("dp_size", "micro_batch"), [(1, 1), (1, 4), (2, 1), (2, 2), (4, 1), (4, 2), (8, 1)]
+)
 def test_a_global_batch_is_the_same_samples_in_every_layout(dp_size, micro_batch):
     """Eight samples a step: whatever the layout, step k takes samples 8k .. 8k + 7."""
     samplers = [SequentialSampler(100, micro_batch, rank, dp_size) for rank in range(dp_size)]
@@ -47,7 +55,8 @@ def test_the_last_incomplete_chunk_is_dropped():
 
 @pytest.mark.parametrize("data_sharding", [True, False])
 def test_cyclic_resumes_anywhere(data_sharding):
-    """A run resumed at any step draws what the straight run drew, over epoch ends; each epoch shows a sample once."""
+    """A run resumed at any step draws what the straight run drew, over epoch ends; each epoch shows
+    a sample once."""
     samplers = [CyclicSampler(29, 2, rank, 3, data_sharding) for rank in range(3)]
     assert samplers[0].samples_per_epoch == 24
     straight = [take(sampler, 0, 12) for sampler in samplers]
@@ -56,13 +65,16 @@ def test_cyclic_resumes_anywhere(data_sharding):
         rest = [take(sampler, 6 * resumed, 12 - resumed) for sampler in fresh]
         assert rest == [drawn[resumed:] for drawn in straight]
     for epoch in range(3):
-        seen = [n for drawn in straight for batch in drawn[4 * epoch : 4 * epoch + 4] for n in batch]
+        seen = [
+            n for drawn in straight for batch in drawn[4 * epoch : 4 * epoch + 4] for n in batch
+        ]
         assert len(set(seen)) == 24 and set(seen) <= set(range(29))
     assert straight[0][:4] != straight[0][4:8]
 
 
 def test_cyclic_ranks_end_an_epoch_together():
-    """15 samples, 4 ranks without sharding: Megatron's first ranks would take a fourth micro-batch of epoch 0."""
+    """15 samples, 4 ranks without sharding: Megatron's first ranks would take a fourth micro-batch
+    of epoch 0."""
     samplers = [CyclicSampler(15, 1, rank, 4, data_sharding=False) for rank in range(4)]
     drawn = [take(sampler, 0, 3) for sampler in samplers]
     assert len({n for rank in drawn for (n,) in rank}) == 12
@@ -72,14 +84,18 @@ def test_cyclic_ranks_end_an_epoch_together():
 
 
 def test_cyclic_refuses_another_layout():
-    with pytest.raises(ValueError, match="--dataloader-type cyclic: 6 consumed samples do not end at a multiple"):
+    with pytest.raises(
+        ValueError, match="--dataloader-type cyclic: 6 consumed samples do not end at a multiple"
+    ):
         CyclicSampler(40, 2, 0, 2).micro_batch(6)
 
 
 @pytest.mark.parametrize("kind", [SequentialSampler, CyclicSampler])
 def test_a_dataset_smaller_than_a_step(kind):
     assert take(kind(8, 2, 0, 4), 0, 1)
-    with pytest.raises(ValueError, match="--micro-batch-size 2 on 4 data-parallel ranks needs 8 samples, .* has 7"):
+    with pytest.raises(
+        ValueError, match="--micro-batch-size 2 on 4 data-parallel ranks needs 8 samples, .* has 7"
+    ):
         kind(7, 2, 0, 4)
 
 

@@ -1,4 +1,5 @@
 """What makes a piece of text stand out among its neighbours."""
+
 from __future__ import annotations
 
 import numpy as np
@@ -23,14 +24,18 @@ def test_repeats_are_counted_with_their_period(period):
     whole = np.tile(pattern, 40)
     assert (measure(whole, None).repeated, measure(whole, None).period) == (1.0, period)
     half = np.concatenate([np.arange(100, 100 + 40 * period), whole])
-    assert measure(half, None).repeated == pytest.approx(0.5) and measure(half, None).period == period
+    assert (
+        measure(half, None).repeated == pytest.approx(0.5) and measure(half, None).period == period
+    )
     assert measure(np.tile(pattern, 31), None).repeated == 0.0, "32 times count, fewer do not"
     assert measure(np.tile(np.arange(14), 40), None).repeated == 0.0, "14 tokens are no pattern"
 
 
 def test_characters_that_are_no_text():
     assert measure(prose(), "plain\ttext\nof ünïcödé 文字 😀").junk == 0.0
-    assert measure(prose(), "\x00\x01ab").junk == 0.5 and measure(prose(), "\ufffd\ufffd").junk == 1.0
+    assert (
+        measure(prose(), "\x00\x01ab").junk == 0.5 and measure(prose(), "\ufffd\ufffd").junk == 1.0
+    )
     assert measure(prose(), "").junk == measure(prose(), None).per_character == 0.0
 
 
@@ -56,7 +61,10 @@ def test_each_reason_stands_out_and_says_so():
 
 def test_short_pieces_are_compared_with_nothing():
     few = measure(np.arange(31), "x" * 1000)
-    assert rank([*(measure(ids, text_of(ids)) for ids in (prose(), prose())), few])[-1].reason == "nothing stands out"
+    assert (
+        rank([*(measure(ids, text_of(ids)) for ids in (prose(), prose())), few])[-1].reason
+        == "nothing stands out"
+    )
     assert rank([few])[0].score == 0.0
     assert rank([]) == []
     assert isinstance(measure(np.zeros(0, np.int64), ""), Measures)

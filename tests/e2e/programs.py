@@ -1,8 +1,11 @@
-"""Processes of pretrain_gpt.py as a user has them: started, watched, signalled, ended. Knows no flag and no number.
+"""Processes of pretrain_gpt.py as a user has them: started, watched, signalled, ended. Knows no
+flag and no number.
 
-`fork_program` runs the script as `__main__` in a fork of a process that has torch loaded (use it in a function that
-`tests.forkrun.run_ranks` calls), which takes a tenth of a second; `spawn_program` starts the interpreter anew.
+`fork_program` runs the script as `__main__` in a fork of a process that has torch loaded (use it in
+a function that `tests.forkrun.run_ranks` calls), which takes a tenth of a second; `spawn_program`
+starts the interpreter anew.
 """
+
 from __future__ import annotations
 
 import multiprocessing
@@ -20,7 +23,18 @@ from pathlib import Path
 from tests.forkrun import ROOT
 
 SCRIPT = str(ROOT / "pretrain_gpt.py")
-PLACES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_", "SLURM_", "OMPI_", "PMI_", "PMIX_", "PALS_", "TORCHELASTIC_")
+PLACES = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "MASTER_",
+    "SLURM_",
+    "OMPI_",
+    "PMI_",
+    "PMIX_",
+    "PALS_",
+    "TORCHELASTIC_",
+)
 
 
 DYING = '''"""pretrain_gpt.py whose rank 1 is killed in the first attempts, once it has trained a while."""
@@ -43,10 +57,13 @@ runpy.run_path({script!r}, run_name="__main__")
 
 
 class Program:
-    """A running process, leader of a session of its own; what it prints lies in `folder`/log.NAME and err.NAME."""
+    """A running process, leader of a session of its own; what it prints lies in `folder`/log.NAME
+    and err.NAME."""
 
     def __init__(self, pid: int, folder: Path, name: str):
-        self.pid, self.folder, self.name = pid, folder, name
+        self.pid = pid
+        self.folder = folder
+        self.name = name
         self.code: int | None = None
 
     @property
@@ -81,8 +98,10 @@ class Program:
         while not done():
             if time.monotonic() > deadline or self.poll() is not None and not done():
                 self.kill()
-                raise AssertionError(f"{complaint} (exit code {self.code})\n--- stdout\n{self.out[-3000:]}\n"
-                                     f"--- stderr\n{self.err[-3000:]}")
+                raise AssertionError(
+                    f"{complaint} (exit code {self.code})\n--- stdout\n{self.out[-3000:]}\n"
+                    f"--- stderr\n{self.err[-3000:]}"
+                )
             time.sleep(0.01)
 
     def signal(self, number: int) -> None:
@@ -99,7 +118,8 @@ class Program:
             os.kill(pid, signal.SIGKILL)
 
     def left_behind(self, seconds: float = 3.0) -> list[int]:
-        """Processes of its session that still live `seconds` after its end; they are killed then."""
+        """Processes of its session that still live `seconds` after its end; they are killed
+        then."""
         deadline = time.monotonic() + seconds
         while session(self.pid) and time.monotonic() < deadline:
             time.sleep(0.02)
@@ -129,8 +149,8 @@ def session(leader: int) -> list[int]:
 
 
 def write_dying(path: Path, kills: int) -> None:
-    """A program for torchrun --max-restarts: rank 1 is killed in its third step, so many times, and leaves a file
-    killed.PID each time. The script's folder belongs on PYTHONPATH."""
+    """A program for torchrun --max-restarts: rank 1 is killed in its third step, so many times, and
+    leaves a file killed.PID each time. The script's folder belongs on PYTHONPATH."""
     path.write_text(DYING.format(script=SCRIPT, kills=kills))
 
 
@@ -154,11 +174,20 @@ def environment(changes: Mapping[str, str] | None) -> dict[str, str]:
     return {**kept, "OMP_NUM_THREADS": "1", **(changes or {})}
 
 
-def fork_program(argv: Sequence[str], folder: Path, name: str = "0", environ: Mapping[str, str] | None = None,
-                 before: Callable[[], None] | None = None) -> Program:
-    """Run the script with `argv` in a forked process; `before` may change what is imported there."""
+def fork_program(
+    argv: Sequence[str],
+    folder: Path,
+    name: str = "0",
+    environ: Mapping[str, str] | None = None,
+    before: Callable[[], None] | None = None,
+) -> Program:
+    """Run the script with `argv` in a forked process; `before` may change what is imported
+    there."""
     folder.mkdir(exist_ok=True)
-    outputs = [os.open(folder / f"{kind}.{name}", os.O_WRONLY | os.O_CREAT | os.O_APPEND) for kind in ("log", "err")]
+    outputs = [
+        os.open(folder / f"{kind}.{name}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        for kind in ("log", "err")
+    ]
     pid = os.fork()
     if pid == 0:
         code = 1
@@ -169,7 +198,8 @@ def fork_program(argv: Sequence[str], folder: Path, name: str = "0", environ: Ma
             kept = environment(environ)
             os.environ.clear()
             os.environ.update(kept)
-            multiprocessing.process.current_process()._config["daemon"] = False     # it may have DataLoader workers
+            # it may have DataLoader workers
+            multiprocessing.process.current_process()._config["daemon"] = False
             sys.argv = [SCRIPT, *argv]
             if before:
                 before()
@@ -187,23 +217,50 @@ def fork_program(argv: Sequence[str], folder: Path, name: str = "0", environ: Ma
     return Program(pid, folder, name)
 
 
-def fork_ranks(argv: Sequence[str], folder: Path, world: int, environ: Mapping[str, str] | None = None,
-               before: Callable[[], None] | None = None, ranks: Sequence[int] | None = None) -> list[Program]:
-    """As srun would: processes, each in a session of its own, that meet at a free port; `ranks` of `world`, else all."""
+def fork_ranks(
+    argv: Sequence[str],
+    folder: Path,
+    world: int,
+    environ: Mapping[str, str] | None = None,
+    before: Callable[[], None] | None = None,
+    ranks: Sequence[int] | None = None,
+) -> list[Program]:
+    """As srun would: processes, each in a session of its own, that meet at a free port; `ranks` of
+    `world`, else all."""
     folder.mkdir(exist_ok=True)
-    common = {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), **(environ or {})}
-    return [fork_program(argv, folder, str(rank), {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}, before)
-            for rank in (range(world) if ranks is None else ranks)]
+    common = {
+        "WORLD_SIZE": str(world),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        **(environ or {}),
+    }
+    return [
+        fork_program(
+            argv, folder, str(rank), {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}, before
+        )
+        for rank in (range(world) if ranks is None else ranks)
+    ]
 
 
-def spawn_program(command: Sequence[str], folder: Path, environ: Mapping[str, str] | None = None,
-                  cwd: Path | None = None, program: Sequence[str] = (sys.executable,)) -> Program:
+def spawn_program(
+    command: Sequence[str],
+    folder: Path,
+    environ: Mapping[str, str] | None = None,
+    cwd: Path | None = None,
+    program: Sequence[str] = (sys.executable,),
+) -> Program:
     """Start `command` in a new interpreter, or with another `program` before it."""
     folder.mkdir(exist_ok=True)
     with open(folder / "log.0", "a") as out, open(folder / "err.0", "a") as err:
-        process = subprocess.Popen([*program, *command], stdout=out, stderr=err, start_new_session=True,
-                                   env=environment(environ), cwd=cwd or folder)
-    process.returncode = 0              # waited for by Program, not by Popen
+        process = subprocess.Popen(
+            [*program, *command],
+            stdout=out,
+            stderr=err,
+            start_new_session=True,
+            env=environment(environ),
+            cwd=cwd or folder,
+        )
+    process.returncode = 0  # waited for by Program, not by Popen
     return Program(process.pid, folder, "0")
 
 

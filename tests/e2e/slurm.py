@@ -1,8 +1,10 @@
-"""A SLURM cluster of two nodes and a login node for tests: Debian's daemons in network namespaces, gone at the end.
+"""A SLURM cluster of two nodes and a login node for tests: Debian's daemons in network namespaces,
+gone at the end.
 
-Needs root, and munged, slurmctld, slurmd, srun, unshare, nsenter and ip. Nothing leaves the namespaces; all files are in
-the given folder.
+Needs root, and munged, slurmctld, slurmd, srun, unshare, nsenter and ip. Nothing leaves the
+namespaces; all files are in the given folder.
 """
+
 from __future__ import annotations
 
 import contextlib
@@ -60,9 +62,12 @@ class Cluster:
     """A running cluster; `enter` makes a command run on one of its machines."""
 
     def __init__(self, folder: Path, machines: Mapping[str, int]):
-        self.folder, self.machines = folder, machines
-        self.environ = {"SLURM_CONF": str(folder / "slurm.conf"),
-                        "PATH": f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"}
+        self.folder = folder
+        self.machines = machines
+        self.environ = {
+            "SLURM_CONF": str(folder / "slurm.conf"),
+            "PATH": f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin",
+        }
 
     def enter(self, machine: str) -> list[str]:
         """The words before a command that is to run on `machine`."""
@@ -70,22 +75,36 @@ class Cluster:
 
     def call(self, *command: str, machine: str = LOGIN) -> str:
         """What a short command on `machine` prints."""
-        done = subprocess.run([*self.enter(machine), *command], env={**os.environ, **self.environ}, text=True,
-                              stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=60)
+        done = subprocess.run(
+            [*self.enter(machine), *command],
+            env={**os.environ, **self.environ},
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            timeout=60,
+        )
         return done.stdout
 
 
 def _run(*command: str) -> None:
-    done = subprocess.run(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=30)
+    done = subprocess.run(
+        command, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=30
+    )
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)}: {done.stdout}")
 
 
 def _machine(name: str, hosts: Path) -> subprocess.Popen[bytes]:
     """A process that holds a machine's namespaces, of network, host name and mounts."""
-    script = f"mount --bind {hosts} /etc/hosts && hostname {name} && ip link set lo up && echo ready && exec sleep 3600"
-    holder = subprocess.Popen(["unshare", "--net", "--uts", "--mount", "--propagation", "private", "sh", "-c", script],
-                              stdout=subprocess.PIPE, start_new_session=True)
+    script = (
+        f"mount --bind {hosts} /etc/hosts && hostname {name} && ip link set lo up && echo "
+        "ready && exec sleep 3600"
+    )
+    holder = subprocess.Popen(
+        ["unshare", "--net", "--uts", "--mount", "--propagation", "private", "sh", "-c", script],
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+    )
     if holder.stdout.readline() != b"ready\n":
         holder.kill()
         raise RuntimeError(f"no namespaces for {name}")
@@ -100,8 +119,20 @@ def _connect(machines: Mapping[str, int]) -> None:
     _run(*login, "ip", "link", "set", "br0", "up")
     for name in NODES:
         node = ["nsenter", "-t", str(machines[name]), "--net"]
-        _run(*login, "ip", "link", "add", f"to-{name}", "type", "veth", "peer", "name", "eth0", "netns",
-             str(machines[name]))
+        _run(
+            *login,
+            "ip",
+            "link",
+            "add",
+            f"to-{name}",
+            "type",
+            "veth",
+            "peer",
+            "name",
+            "eth0",
+            "netns",
+            str(machines[name]),
+        )
         _run(*login, "ip", "link", "set", f"to-{name}", "master", "br0", "up")
         _run(*node, "ip", "addr", "add", f"{ADDRESSES[name]}/24", "dev", "eth0")
         _run(*node, "ip", "link", "set", "eth0", "up")
@@ -110,8 +141,14 @@ def _connect(machines: Mapping[str, int]) -> None:
 def _start(cluster: Cluster, machine: str, *command: str) -> subprocess.Popen[bytes]:
     log = open(cluster.folder / f"{command[0]}.{machine}.out", "wb")
     with log:
-        return subprocess.Popen([*cluster.enter(machine), *command], stdout=log, stderr=log, stdin=subprocess.DEVNULL,
-                                env={**os.environ, **cluster.environ}, start_new_session=True)
+        return subprocess.Popen(
+            [*cluster.enter(machine), *command],
+            stdout=log,
+            stderr=log,
+            stdin=subprocess.DEVNULL,
+            env={**os.environ, **cluster.environ},
+            start_new_session=True,
+        )
 
 
 def _prepare(folder: Path) -> Path:
@@ -124,7 +161,9 @@ def _prepare(folder: Path) -> Path:
     (folder / "slurm.conf").write_text(CONF.format(folder=folder, address=ADDRESSES[LOGIN]))
     (folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
     hosts = folder / "hosts"
-    hosts.write_text("127.0.0.1 localhost\n" + "".join(f"{ip} {name}\n" for name, ip in ADDRESSES.items()))
+    hosts.write_text(
+        "127.0.0.1 localhost\n" + "".join(f"{ip} {name}\n" for name, ip in ADDRESSES.items())
+    )
     return hosts
 
 
@@ -141,14 +180,27 @@ def running(folder: Path) -> Iterator[Cluster]:
             machines[name] = holders[-1].pid
         _connect(machines)
         cluster = Cluster(folder, machines)
-        daemons.append(_start(
-            cluster, LOGIN, "munged", "--foreground", "--force", f"--key-file={folder}/munge.key",
-            f"--socket={folder}/munge/socket", f"--pid-file={folder}/munged.pid", f"--log-file={folder}/munged.log",
-            f"--seed-file={folder}/munged.seed"))
+        daemons.append(
+            _start(
+                cluster,
+                LOGIN,
+                "munged",
+                "--foreground",
+                "--force",
+                f"--key-file={folder}/munge.key",
+                f"--socket={folder}/munge/socket",
+                f"--pid-file={folder}/munged.pid",
+                f"--log-file={folder}/munged.log",
+                f"--seed-file={folder}/munged.seed",
+            )
+        )
         _until(lambda: (folder / "munge/socket").exists(), folder)
         daemons.append(_start(cluster, LOGIN, "slurmctld", "-D"))
         daemons += [_start(cluster, name, "slurmd", "-D") for name in NODES]
-        _until(lambda: cluster.call("sinfo", "-h", "-N", "-o", "%T").split() == ["idle", "idle"], folder)
+        _until(
+            lambda: cluster.call("sinfo", "-h", "-N", "-o", "%T").split() == ["idle", "idle"],
+            folder,
+        )
         yield cluster
         cluster.call("scancel", "--user=root")
         _until(lambda: not cluster.call("squeue", "-h").strip(), folder)
@@ -164,8 +216,10 @@ def _until(done, folder: Path, seconds: float = 30.0) -> None:
     deadline = time.monotonic() + seconds
     while not done():
         if time.monotonic() > deadline:
-            said = "".join(f"--- {file.name}\n{file.read_text(errors='replace')[-1500:]}"
-                           for file in [*folder.glob("*.out"), *folder.glob("*.log")])
+            said = "".join(
+                f"--- {file.name}\n{file.read_text(errors='replace')[-1500:]}"
+                for file in [*folder.glob("*.out"), *folder.glob("*.log")]
+            )
             raise RuntimeError(f"the cluster does not start\n{said}")
         time.sleep(0.2)
 

@@ -1,4 +1,5 @@
 """A rank that fails: its error is said once, the others end without noise, nothing is left."""
+
 from __future__ import annotations
 
 import os
@@ -13,7 +14,16 @@ from tests.runs import SMALL, write_text
 
 
 def argv(folder: Path, *extra: str) -> list[str]:
-    return [*SMALL, "--data-path", str(folder.parent / "text"), "--split", "90,10,0", "--train-iters", "6", *extra]
+    return [
+        *SMALL,
+        "--data-path",
+        str(folder.parent / "text"),
+        "--split",
+        "90,10,0",
+        "--train-iters",
+        "6",
+        *extra,
+    ]
 
 
 @pytest.fixture
@@ -24,6 +34,7 @@ def folder(tmp_path) -> Path:
 
 def failing(error: type[Exception], *ranks: int):
     """A hook: iteration 3 raises on these ranks."""
+
     def hook() -> None:
         right = loop.train_step
 
@@ -33,6 +44,7 @@ def failing(error: type[Exception], *ranks: int):
             return right(run, forward_step, samples, iteration, flag)
 
         loop.train_step = wrong
+
     return hook
 
 
@@ -49,9 +61,10 @@ def one_fails_alone(rank: int, world: int, folder: Path, error: type[Exception])
 
 
 def test_a_single_process_fails_with_one_line_or_a_traceback(folder):
-    """What the user can mend is a line; what is a fault of the program has its traceback. Data workers end too."""
+    """What the user can mend is a line; what is a fault of the program has its traceback. Data
+    workers end too."""
     assert run_ranks(1, one_fails_alone, folder, ValueError) == [[(1, "error: planted\n")]]
-    (code, text), = run_ranks(1, one_fails_alone, folder.with_name("again"), KeyError)[0]
+    ((code, text),) = run_ranks(1, one_fails_alone, folder.with_name("again"), KeyError)[0]
     assert code == 1 and text.startswith("Traceback") and text.endswith("KeyError: 'planted'\n")
     assert text.count("Traceback") == 1
 
@@ -63,7 +76,11 @@ def last_fails(rank: int, world: int, folder: Path, error: type[Exception]) -> l
 def test_a_lone_culprit_says_it_and_rank_0_points_to_it(folder):
     (code, other), culprit = run_ranks(1, last_fails, folder, OSError)[0]
     assert culprit == (1, "rank 1: error: planted\n")
-    assert code == 1 and other.startswith("rank 0 ends, because rank 1 (process ") and other.endswith(") failed: planted\n")
+    assert (
+        code == 1
+        and other.startswith("rank 0 ends, because rank 1 (process ")
+        and other.endswith(") failed: planted\n")
+    )
 
 
 def nan_hook() -> None:

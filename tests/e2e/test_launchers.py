@@ -1,7 +1,10 @@
-"""Every way to start a run: torchrun, torch.distributed.launch, srun's variables, one process; uninstalled, by path.
+"""Every way to start a run: torchrun, torch.distributed.launch, srun's variables, one process;
+uninstalled, by path.
 
-Real interpreters where the start itself is the matter (seconds each; most are campaign), forked ones elsewhere.
+Real interpreters where the start itself is the matter (seconds each; most are campaign), forked
+ones elsewhere.
 """
+
 from __future__ import annotations
 
 import os
@@ -31,15 +34,32 @@ from tests.runs import SMALL, Finished, same_tensors, train, write_text
 
 EXACT = ("iteration", "lm_loss", "grad_norm", "learning_rate", "consumed_samples")
 RUN = "-m torch.distributed.run --nproc-per-node 2 --master-port".split()
-LAUNCH = "-m torch.distributed.launch --nproc_per_node 2 --nnodes 1 --node_rank 0 --master_addr localhost --master_port"
+LAUNCH = (
+    "-m torch.distributed.launch --nproc_per_node 2 --nnodes 1 --node_rank 0 --master_addr "
+    "localhost --master_port"
+)
 SAYS = "interrupted: "
-OURS = ("megatron/", "pretrain_gpt.py\", line")      # of a traceback's lines
+OURS = ("megatron/", 'pretrain_gpt.py", line')  # of a traceback's lines
 
 
 def argv(folder: Path, iterations: int = 4, *extra: str) -> list[str]:
     """Relative paths: they count from where the command is given."""
-    return [*SMALL, "--data-path", "text", "--split", "90,10,0", "--train-iters", str(iterations), "--save", "save",
-            "--load", "save", "--save-interval", "2", *extra]
+    return [
+        *SMALL,
+        "--data-path",
+        "text",
+        "--split",
+        "90,10,0",
+        "--train-iters",
+        str(iterations),
+        "--save",
+        "save",
+        "--load",
+        "save",
+        "--save-interval",
+        "2",
+        *extra,
+    ]
 
 
 @pytest.fixture
@@ -52,8 +72,14 @@ def folder(tmp_path) -> Path:
 def two_ranks(tmp_path_factory) -> Finished:
     """What two ranks compute, here forked."""
     folder = tmp_path_factory.mktemp("two")
-    words = [*argv(folder), "--data-path", write_text(folder / "text", 260), "--save", str(folder / "two/save")]
-    del words[words.index("--load"):words.index("--save-interval")]
+    words = [
+        *argv(folder),
+        "--data-path",
+        write_text(folder / "text", 260),
+        "--save",
+        str(folder / "two/save"),
+    ]
+    del words[words.index("--load") : words.index("--save-interval")]
     return train(folder / "two", words, 2)
 
 
@@ -72,7 +98,9 @@ def test_torchrun(folder, two_ranks):
     assert program.end(120) == 0, program.err
     assert rows(folder) == two_ranks.series(*EXACT)
     same_tensors(Finished(folder, 1).tensors(), two_ranks.tensors())
-    assert not any(word in program.err for word in ("Error", "Traceback", "Warning: destroy_process_group"))
+    assert not any(
+        word in program.err for word in ("Error", "Traceback", "Warning: destroy_process_group")
+    )
     assert program.out.count("training ...") == 1 and program.out.count("lm loss value") == 1
 
 
@@ -88,16 +116,37 @@ def test_torch_distributed_launch(folder, two_ranks):
 def tasks(rank: int, world: int, folder: Path, environs: list[dict[str, str]]) -> list:
     os.chdir(folder)
     words = argv(folder, 4, "--metrics-file", "metrics.jsonl")
-    programs = [fork_program(words, folder, str(number), environ) for number, environ in enumerate(environs)]
+    programs = [
+        fork_program(words, folder, str(number), environ) for number, environ in enumerate(environs)
+    ]
     return [(p.end(), p.err) for p in programs]
 
 
-SRUN = [{"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank), "SLURM_STEP_NUM_TASKS": "2", "SLURM_NODEID": "0",
-         "SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_STEP_NODELIST": "not-asked-for", "SLURM_STEP_ID": "0",
-         "SLURM_LAUNCH_NODE_IPADDR": "192.0.2.1"} for rank in range(2)]
-OMPI = [{"OMPI_COMM_WORLD_RANK": str(rank), "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": str(rank),
-         "OMPI_COMM_WORLD_LOCAL_SIZE": "2"} for rank in range(2)]
-HYDRA = [{"PMI_RANK": str(rank), "PMI_SIZE": "2", "MPI_LOCALRANKID": str(rank)} for rank in range(2)]
+SRUN = [
+    {
+        "SLURM_PROCID": str(rank),
+        "SLURM_LOCALID": str(rank),
+        "SLURM_STEP_NUM_TASKS": "2",
+        "SLURM_NODEID": "0",
+        "SLURM_STEP_TASKS_PER_NODE": "2",
+        "SLURM_STEP_NODELIST": "not-asked-for",
+        "SLURM_STEP_ID": "0",
+        "SLURM_LAUNCH_NODE_IPADDR": "192.0.2.1",
+    }
+    for rank in range(2)
+]
+OMPI = [
+    {
+        "OMPI_COMM_WORLD_RANK": str(rank),
+        "OMPI_COMM_WORLD_SIZE": "2",
+        "OMPI_COMM_WORLD_LOCAL_RANK": str(rank),
+        "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    }
+    for rank in range(2)
+]
+HYDRA = [
+    {"PMI_RANK": str(rank), "PMI_SIZE": "2", "MPI_LOCALRANKID": str(rank)} for rank in range(2)
+]
 
 
 def job_number(variables: dict[str, str], name: str) -> str:
@@ -111,9 +160,15 @@ def job_number(variables: dict[str, str], name: str) -> str:
             continue
 
 
-@pytest.mark.parametrize("ranks, job", [
-    (SRUN, "SLURM_JOB_ID"), pytest.param(OMPI, "PMIX_NAMESPACE", marks=pytest.mark.campaign),
-    pytest.param(HYDRA, None, marks=pytest.mark.campaign)], ids=["srun", "Open MPI", "MPICH"])
+@pytest.mark.parametrize(
+    "ranks, job",
+    [
+        (SRUN, "SLURM_JOB_ID"),
+        pytest.param(OMPI, "PMIX_NAMESPACE", marks=pytest.mark.campaign),
+        pytest.param(HYDRA, None, marks=pytest.mark.campaign),
+    ],
+    ids=["srun", "Open MPI", "MPICH"],
+)
 def test_ranks_of_a_cluster(folder, two_ranks, ranks, job):
     """The meeting point is given, or made of the job's number; on one node it is this machine."""
     if job:
@@ -127,29 +182,60 @@ def test_ranks_of_a_cluster(folder, two_ranks, ranks, job):
 def alone(rank: int, world: int, folder: Path, environ: dict[str, str]) -> tuple:
     os.chdir(folder)
     started = time.monotonic()
-    program = fork_program(argv(folder), folder, environ={"RANK": "1", "WORLD_SIZE": "2", **environ})
+    program = fork_program(
+        argv(folder), folder, environ={"RANK": "1", "WORLD_SIZE": "2", **environ}
+    )
     return program.end(70), program.err, time.monotonic() - started
 
 
-@pytest.mark.parametrize("environ, code, seconds, named", [
-    ({"RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}, 2, 10, ["MASTER_PORT=0"]),
-    ({"MASTER_ADDR": "no-such-host.invalid", "MASTER_PORT": "29555"}, 1, 20, ["no-such-host.invalid", "29555"]),
-    ({"RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "taken"}, 1, 20, ["MASTER_PORT", "in use"]),
-    pytest.param({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "free"}, 1, 60, ["127.0.0.1", "refused"],
-                 marks=pytest.mark.campaign)],
-    ids=["port 0", "no such host", "port in use", "nobody answers"])
+@pytest.mark.parametrize(
+    "environ, code, seconds, named",
+    [
+        ({"RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}, 2, 10, ["MASTER_PORT=0"]),
+        (
+            {"MASTER_ADDR": "no-such-host.invalid", "MASTER_PORT": "29555"},
+            1,
+            20,
+            ["no-such-host.invalid", "29555"],
+        ),
+        (
+            {"RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "taken"},
+            1,
+            20,
+            ["MASTER_PORT", "in use"],
+        ),
+        pytest.param(
+            {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "free"},
+            1,
+            60,
+            ["127.0.0.1", "refused"],
+            marks=pytest.mark.campaign,
+        ),
+    ],
+    ids=["port 0", "no such host", "port in use", "nobody answers"],
+)
 def test_ranks_that_cannot_meet(folder, environ, code, seconds, named):
     """One line that names the address, within a minute."""
     with socket.create_server(("", 0)) as other:
         ports = {"taken": str(other.getsockname()[1]), "free": str(free_port())}
-        environ = {**environ, "MASTER_PORT": ports.get(environ["MASTER_PORT"], environ["MASTER_PORT"])}
+        environ = {
+            **environ,
+            "MASTER_PORT": ports.get(environ["MASTER_PORT"], environ["MASTER_PORT"]),
+        }
         [(left, text, took)] = run_ranks(1, alone, folder, environ)
-    assert left == code and took < seconds and text.count("\n") == 1 and all(word in text for word in named)
+    assert (
+        left == code
+        and took < seconds
+        and text.count("\n") == 1
+        and all(word in text for word in named)
+    )
 
 
 def without_meeting_point(rank: int, world: int, folder: Path) -> tuple:
     os.chdir(folder)
-    program = fork_program(argv(folder), folder, environ={"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2"})
+    program = fork_program(
+        argv(folder), folder, environ={"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2"}
+    )
     return program.end(), program.err
 
 
@@ -161,11 +247,15 @@ def test_ranks_need_a_meeting_point(folder):
 
 def inside_an_allocation(rank: int, world: int, folder: Path, environ: dict[str, str]) -> tuple:
     os.chdir(folder)
-    program = fork_program(argv(folder), folder, environ={"SLURM_NTASKS": "4", "SLURM_JOB_ID": "7", **environ})
+    program = fork_program(
+        argv(folder), folder, environ={"SLURM_NTASKS": "4", "SLURM_JOB_ID": "7", **environ}
+    )
     return program.end(), program.err
 
 
-@pytest.mark.parametrize("environ", [{}, {"SLURM_PROCID": "0", "SLURM_LOCALID": "0"}], ids=["shell", "batch script"])
+@pytest.mark.parametrize(
+    "environ", [{}, {"SLURM_PROCID": "0", "SLURM_LOCALID": "0"}], ids=["shell", "batch script"]
+)
 def test_without_srun_an_allocation_is_one_process(folder, environ):
     assert run_ranks(1, inside_an_allocation, folder, environ) == [(0, "")]
 
@@ -174,8 +264,18 @@ def workers(rank: int, world: int, folder: Path, ranks: int) -> list:
     os.chdir(folder)
     codes = []
     for name, number in (("none", "0"), ("some", "2")):
-        words = argv(folder, 4, "--num-workers", number, "--save", f"{name}/save", "--load", f"{name}/save",
-                     "--metrics-file", f"{name}/metrics.jsonl")
+        words = argv(
+            folder,
+            4,
+            "--num-workers",
+            number,
+            "--save",
+            f"{name}/save",
+            "--load",
+            f"{name}/save",
+            "--metrics-file",
+            f"{name}/metrics.jsonl",
+        )
         codes += [p.end() for p in fork_ranks(words, folder / name, ranks)]
     return codes
 
@@ -207,11 +307,22 @@ sys.meta_path[:] = [Block(finder) for finder in sys.meta_path]
 
 
 def test_mock_data_needs_torch_and_numpy_only(tmp_path):
-    """In a new interpreter in which every optional package is missing, from another directory, saved and resumed."""
+    """In a new interpreter in which every optional package is missing, from another directory,
+    saved and resumed."""
     hook = tmp_path / "hook"
     hook.mkdir()
     (hook / "sitecustomize.py").write_text(BLOCKER)
-    words = [SCRIPT, *SMALL, "--mock-data", "--train-iters", "4", "--save", "save", "--save-interval", "2"]
+    words = [
+        SCRIPT,
+        *SMALL,
+        "--mock-data",
+        "--train-iters",
+        "4",
+        "--save",
+        "save",
+        "--save-interval",
+        "2",
+    ]
     program = spawn_program(words, tmp_path / "run", {"PYTHONPATH": str(hook)})
     assert program.end(120) == 0, program.err
     assert store.latest(tmp_path / "run/save") == 4 and program.err == ""
@@ -219,37 +330,74 @@ def test_mock_data_needs_torch_and_numpy_only(tmp_path):
 
 def ours(text: str) -> list[str]:
     """Lines of tracebacks that point into this project."""
-    return [line for line in text.splitlines() if line.lstrip().startswith("File ") and any(o in line for o in OURS)]
+    return [
+        line
+        for line in text.splitlines()
+        if line.lstrip().startswith("File ") and any(o in line for o in OURS)
+    ]
 
 
 @pytest.mark.campaign
 @pytest.mark.parametrize("seconds", [0.0, 0.1, 0.3, 0.6, 1.0, 1.5, 2.5])
 def test_ctrl_c_while_it_starts(folder, seconds):
-    """While torch is imported, above all: from the script's first line on there is no moment for a traceback."""
+    """While torch is imported, above all: from the script's first line on there is no moment for a
+    traceback."""
     program = spawn(folder, [], 100000)
     deadline = time.monotonic() + 30
-    while "Threads:\t1\n" in Path(f"/proc/{program.pid}/status").read_text() and time.monotonic() < deadline:
-        time.sleep(0.002)                   # the second thread is the one that listens
+    while (
+        "Threads:\t1\n" in Path(f"/proc/{program.pid}/status").read_text()
+        and time.monotonic() < deadline
+    ):
+        time.sleep(0.002)  # the second thread is the one that listens
     time.sleep(seconds)
     program.interrupt()
     assert program.end(30) == 130
-    assert program.err.startswith(SAYS) and program.err.count("\n") == 1 and program.left_behind() == []
+    assert (
+        program.err.startswith(SAYS)
+        and program.err.count("\n") == 1
+        and program.left_behind() == []
+    )
 
 
 @pytest.mark.campaign
 def test_ctrl_c_under_torchrun(folder):
-    """The launcher has its own words (and exit code 1); from our ranks comes one line, and nobody is left."""
-    extra = ["--save-interval", "10", "--num-workers", "1", "--eval-interval", "1", "--eval-iters", "9"]
+    """The launcher has its own words (and exit code 1); from our ranks comes one line, and nobody
+    is left."""
+    extra = [
+        "--save-interval",
+        "10",
+        "--num-workers",
+        "1",
+        "--eval-interval",
+        "1",
+        "--eval-iters",
+        "9",
+    ]
     program = spawn(folder, [*RUN, str(free_port())], 40, *extra)
     program.wait_for("iteration       20/", 120)
     program.interrupt()
     program.end(60)
     assert program.err.count(SAYS) == 1 and ours(program.err) == []
-    assert "the same command goes on from the last checkpoint\n" in program.err and not left_in(folder)
+    assert "the same command goes on from the last checkpoint\n" in program.err and not left_in(
+        folder
+    )
     resumed = spawn(folder, [*RUN, str(free_port())], 40, *extra)
-    assert resumed.end(120) == 0 and "successfully loaded checkpoint from save at iteration" in resumed.out
-    words = [*argv(folder, 40), *extra, "--data-path", str(folder / "text"), "--load", str(folder / "two/save"),
-             "--save", str(folder / "two/save"), "--num-workers", "0"]
+    assert (
+        resumed.end(120) == 0
+        and "successfully loaded checkpoint from save at iteration" in resumed.out
+    )
+    words = [
+        *argv(folder, 40),
+        *extra,
+        "--data-path",
+        str(folder / "text"),
+        "--load",
+        str(folder / "two/save"),
+        "--save",
+        str(folder / "two/save"),
+        "--num-workers",
+        "0",
+    ]
     straight = train(folder / "two", words, 2)
     assert rows(folder) == straight.series(*EXACT)
     same_tensors(Finished(folder, 1).tensors(), straight.tensors())
@@ -258,15 +406,26 @@ def test_ctrl_c_under_torchrun(folder):
 @pytest.mark.campaign
 @pytest.mark.parametrize("to_launcher", [True, False])
 def test_request_under_torchrun(folder, to_launcher):
-    """SIGTERM to the launcher, which passes it on, or to one rank: saved and left. Only the second way it exits with 0."""
-    program = spawn(folder, [*RUN, str(free_port())], 100000, "--exit-signal-handler", "--save-interval", "1000000")
+    """SIGTERM to the launcher, which passes it on, or to one rank: saved and left. Only the second
+    way it exits with 0."""
+    program = spawn(
+        folder,
+        [*RUN, str(free_port())],
+        100000,
+        "--exit-signal-handler",
+        "--save-interval",
+        "1000000",
+    )
     program.wait_for("iteration       10/", 120)
     if to_launcher:
         program.signal(signal.SIGTERM)
     else:
         os.kill(ranks_of(program)[1], signal.SIGTERM)
     assert (program.end(60) == 0) is not to_launcher
-    assert "[exiting program after receiving SIGTERM.] datetime: " in program.out and ours(program.err) == []
+    assert (
+        "[exiting program after receiving SIGTERM.] datetime: " in program.out
+        and ours(program.err) == []
+    )
     assert store.latest(folder / "save") >= 10 and not left_in(folder)
 
 
@@ -284,34 +443,54 @@ runpy.run_path({script!r}, run_name="__main__")
 
 
 @pytest.mark.campaign
-@pytest.mark.parametrize("ranks, error, said", [       # torchrun shows it at the end of its report
-    ("01", "ValueError", "error: planted on rank 0"), ("1", "ValueError", "rank 1: error: planted on rank 1"),
-    ("01", "KeyError", "KeyError: 'planted on rank 0'")])
+@pytest.mark.parametrize(
+    "ranks, error, said",
+    [  # torchrun shows it at the end of its report
+        ("01", "ValueError", "error: planted on rank 0"),
+        ("1", "ValueError", "rank 1: error: planted on rank 1"),
+        ("01", "KeyError", "KeyError: 'planted on rank 0'"),
+    ],
+)
 def test_an_error_under_torchrun_is_said_once(folder, ranks, error, said):
     wrapper = folder / "wrapper.py"
     wrapper.write_text(FAILING.format(error=error, ranks=repr(ranks), script=SCRIPT))
-    program = spawn_program([*RUN, str(free_port()), str(wrapper), *argv(folder)], folder,
-                            {"PYTHONPATH": str(Path(SCRIPT).parent)})
+    program = spawn_program(
+        [*RUN, str(free_port()), str(wrapper), *argv(folder)],
+        folder,
+        {"PYTHONPATH": str(Path(SCRIPT).parent)},
+    )
     assert program.end(120) == 1
-    assert program.err.count("planted on rank 0") + program.err.count("planted on rank 1") == 1 and not left_in(folder)
+    assert program.err.count("planted on rank 0") + program.err.count(
+        "planted on rank 1"
+    ) == 1 and not left_in(folder)
     report = program.err.partition("Root Cause (first observed failure):")[2].rstrip("=\n")
     assert report.endswith(said) and f"rank      : {ranks[0]} (local_rank: {ranks[0]})" in report
-    assert program.err.count("Traceback (most recent call last):\n    File") == (error == "KeyError")
+    assert program.err.count("Traceback (most recent call last):\n    File") == (
+        error == "KeyError"
+    )
 
 
 @pytest.mark.campaign
 def test_a_bad_command_line_under_torchrun_is_said_once(folder):
     program = spawn(folder, [*RUN, str(free_port())], 4, "--lr-warmup-fraction", "0.1")
-    assert program.end(120) == 1 and program.err.count("error: --lr-warmup-iters 3 and --lr-warmup-fraction 0.1: ") == 1
+    assert (
+        program.end(120) == 1
+        and program.err.count("error: --lr-warmup-iters 3 and --lr-warmup-fraction 0.1: ") == 1
+    )
     report = program.err.partition("Root Cause (first observed failure):")[2]
-    assert "exitcode  : 2 " in report and "traceback : error: --lr-warmup-iters 3 and --lr-warmup-fraction 0.1: " in report
+    assert (
+        "exitcode  : 2 " in report
+        and "traceback : error: --lr-warmup-iters 3 and --lr-warmup-fraction 0.1: " in report
+    )
 
 
 @pytest.mark.campaign
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_killed_under_torchrun(folder, rank):
     """torchrun, its parent, knows the signal; nothing of ours stands below that or beside it."""
-    program = spawn(folder, [*RUN, str(free_port())], 100000, "--save-interval", "1000000", "--num-workers", "1")
+    program = spawn(
+        folder, [*RUN, str(free_port())], 100000, "--save-interval", "1000000", "--num-workers", "1"
+    )
     program.wait_for("iteration       10/", 120)
     victim = ranks_of(program)[rank]
     os.kill(victim, signal.SIGKILL)
@@ -323,16 +502,31 @@ def test_a_rank_killed_under_torchrun(folder, rank):
 
 
 @pytest.mark.campaign
-@pytest.mark.parametrize("how", [["--master-port", "free"], ["--standalone"]], ids=["port", "standalone"])
+@pytest.mark.parametrize(
+    "how", [["--master-port", "free"], ["--standalone"]], ids=["port", "standalone"]
+)
 def test_torchrun_restarts(folder, two_ranks, how):
-    """--max-restarts: a rank is killed three times, and the fourth attempt trains to the end from the checkpoint.
+    """--max-restarts: a rank is killed three times, and the fourth attempt trains to the end from
+    the checkpoint.
 
     The agent's store outlives the attempts, with the addresses of dead processes.
     """
     write_dying(folder / "wrapper.py", kills=3)
-    words = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "3",
-             *(str(free_port()) if word == "free" else word for word in how), str(folder / "wrapper.py"),
-             *argv(folder, 12, "--metrics-file", "metrics.jsonl")]
+    words = [
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "2",
+        "--max-restarts",
+        "3",
+        *(str(free_port()) if word == "free" else word for word in how),
+        str(folder / "wrapper.py"),
+        *argv(folder, 12, "--metrics-file", "metrics.jsonl"),
+    ]
     program = spawn_program(words, folder, {"PYTHONPATH": str(Path(SCRIPT).parent)})
     assert program.end(200) == 0, program.err
-    assert store.latest(folder / "save") == 12 and len(list(folder.glob("killed.*"))) == 3 and not left_in(folder)
+    assert (
+        store.latest(folder / "save") == 12
+        and len(list(folder.glob("killed.*"))) == 3
+        and not left_in(folder)
+    )

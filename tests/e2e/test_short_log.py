@@ -1,4 +1,5 @@
-"""What whole runs print with --log-format short: which lines, by which rank, how wide, without control characters."""
+"""What whole runs print with --log-format short: which lines, by which rank, how wide, without
+control characters."""
 
 from __future__ import annotations
 

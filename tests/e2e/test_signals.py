@@ -1,4 +1,6 @@
-"""Signals and Ctrl-C as they reach a run: what it says, its exit code, what it leaves, and that it goes on."""
+"""Signals and Ctrl-C as they reach a run: what it says, its exit code, what it leaves, and that it
+goes on."""
+
 from __future__ import annotations
 
 import functools
@@ -16,7 +18,8 @@ from tests.e2e.programs import Program, fork_program, fork_ranks
 from tests.forkrun import run_ranks
 from tests.runs import SMALL, Finished, same_tensors, train, write_text
 
-ITERATIONS, SAVE_EVERY = 12, 4
+ITERATIONS = 12
+SAVE_EVERY = 4
 EXACT = ("iteration", "lm_loss", "grad_norm", "learning_rate", "consumed_samples")
 SECOND = "second signal: leaving now, without a save\n"
 GOES_ON = "interrupted: the same command goes on from the last checkpoint\n"
@@ -24,8 +27,22 @@ GOES_ON = "interrupted: the same command goes on from the last checkpoint\n"
 
 def argv(folder: Path, *extra: str) -> list[str]:
     save = str(folder / "save")
-    return [*SMALL, "--data-path", str(folder.parent / "text"), "--split", "90,10,0", "--train-iters", str(ITERATIONS),
-            "--save", save, "--load", save, "--save-interval", str(SAVE_EVERY), *extra]
+    return [
+        *SMALL,
+        "--data-path",
+        str(folder.parent / "text"),
+        "--split",
+        "90,10,0",
+        "--train-iters",
+        str(ITERATIONS),
+        "--save",
+        save,
+        "--load",
+        save,
+        "--save-interval",
+        str(SAVE_EVERY),
+        *extra,
+    ]
 
 
 def measured(folder: Path, *extra: str) -> list[str]:
@@ -35,6 +52,7 @@ def measured(folder: Path, *extra: str) -> list[str]:
 
 def slow_from(iteration: int, seconds: float):
     """A hook that makes training steps slow from `iteration` on, and announces each."""
+
     def hook() -> None:
         step = loop.train_step
 
@@ -45,12 +63,15 @@ def slow_from(iteration: int, seconds: float):
             return step(run, forward_step, samples, number, flag)
 
         loop.train_step = slow
+
     return hook
 
 
 def slow_save() -> None:
-    """A hook: the second save takes forever, when its tensors are written and before they are named."""
-    finish, saves = store.finish, []
+    """A hook: the second save takes forever, when its tensors are written and before they are
+    named."""
+    finish = store.finish
+    saves = []
 
     def slow(*args, **kwargs) -> None:
         saves.append(1)
@@ -70,6 +91,7 @@ def ended(programs: list[Program]) -> list[tuple[int, str, list[int]]]:
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory) -> Callable[[int], Finished]:
     """The run on so many ranks that was never interrupted."""
+
     @functools.cache
     def run(world: int) -> Finished:
         folder = tmp_path_factory.mktemp("straight")
@@ -92,7 +114,7 @@ def folder(tmp_path) -> Path:
     return tmp_path / "run"
 
 
-# --- Ctrl-C --------------------------------------------------------------------------------------------------------
+# --- Ctrl-C
 
 
 def interrupt(rank: int, world: int, folder: Path, extra: list[str], hook, text: str) -> list:
@@ -111,8 +133,11 @@ def interrupt_in_save(rank: int, world: int, folder: Path) -> list:
 
 
 def test_ctrl_c_in_training(folder, straight):
-    """With data workers: one line, exit code 130, nobody left, and the same command goes on bit for bit."""
-    assert run_ranks(1, interrupt_in_training, folder, ["--num-workers", "2"]) == [[(130, GOES_ON, [])]]
+    """With data workers: one line, exit code 130, nobody left, and the same command goes on bit for
+    bit."""
+    assert run_ranks(1, interrupt_in_training, folder, ["--num-workers", "2"]) == [
+        [(130, GOES_ON, [])]
+    ]
     assert store.latest(folder / "save") == SAVE_EVERY
     assert_goes_on(folder, straight(1))
 
@@ -122,11 +147,16 @@ def test_ctrl_c_inside_a_save(folder, straight):
     assert store.latest(folder / "save") == SAVE_EVERY
     assert_goes_on(folder, straight(1))
     assert [path.name for path in sorted((folder / "save").iterdir())] == [
-        "iter_0000004", "iter_0000008", "iter_0000012", "latest_checkpointed_iteration.txt"]
+        "iter_0000004",
+        "iter_0000008",
+        "iter_0000012",
+        "latest_checkpointed_iteration.txt",
+    ]
 
 
 def interrupt_while_waiting(rank: int, world: int, folder: Path) -> tuple:
-    """Rank 1 stands still, so that rank 0 waits for it inside a collective, where Python runs no handler."""
+    """Rank 1 stands still, so that rank 0 waits for it inside a collective, where Python runs no
+    handler."""
     programs = fork_ranks(measured(folder), folder, 2, before=slow_from(6, 0.1))
     programs[1].wait_for("slow step 6")
     programs[1].signal(signal.SIGSTOP)
@@ -160,53 +190,82 @@ def test_ctrl_c_with_two_ranks_is_said_once(folder, straight):
 def interrupt_without(rank: int, world: int, folder: Path, dropped: list[str], at: int) -> list:
     words = argv(folder)
     for flag in dropped:
-        del words[words.index(flag):words.index(flag) + 2]
+        del words[words.index(flag) : words.index(flag) + 2]
     program = fork_program(words, folder, before=slow_from(at, 0.2))
     program.wait_for(f"slow step {at}")
     program.interrupt()
     return ended([program])
 
 
-@pytest.mark.parametrize("dropped, at, advice", [
-    ([], 2, "there is no checkpoint yet"), (["--load"], 6, "--load {}/save goes on from the last checkpoint"),
-    (["--load", "--save", "--save-interval"], 6, "nothing was saved (--save is not given)")])
+@pytest.mark.parametrize(
+    "dropped, at, advice",
+    [
+        ([], 2, "there is no checkpoint yet"),
+        (["--load"], 6, "--load {}/save goes on from the last checkpoint"),
+        (["--load", "--save", "--save-interval"], 6, "nothing was saved (--save is not given)"),
+    ],
+)
 def test_the_line_says_what_is_true(folder, dropped, at, advice):
     answer = run_ranks(1, interrupt_without, folder, dropped, at)[0]
     assert answer == [(130, f"interrupted: {advice.format(folder)}\n", [])]
 
 
-# --- SIGTERM and SIGUSR1 -------------------------------------------------------------------------------------------
+# --- SIGTERM and SIGUSR1
 
 
-def request(rank: int, world: int, folder: Path, ranks: int, to: list[int], number: int, extra: list[str]) -> list:
-    programs = fork_ranks(measured(folder, "--exit-signal-handler", *extra), folder, ranks, before=slow_from(6, 0.3))
+def request(
+    rank: int, world: int, folder: Path, ranks: int, to: list[int], number: int, extra: list[str]
+) -> list:
+    programs = fork_ranks(
+        measured(folder, "--exit-signal-handler", *extra), folder, ranks, before=slow_from(6, 0.3)
+    )
     programs[0].wait_for("slow step 6")
     for target in to:
         if "2" in extra:
-            os.killpg(programs[target].pid, number)             # its data workers too, as schedulers do
-        programs[target].signal(number)                         # ... and once more by its launcher
+            # its data workers too, as schedulers do
+            os.killpg(programs[target].pid, number)
+        programs[target].signal(number)  # ... and once more by its launcher
     return ended(programs)
 
 
-@pytest.mark.parametrize("ranks, to, number, extra", [
-    (1, [0], signal.SIGTERM, ["--num-workers", "2"]), (1, [0], signal.SIGUSR1, []), (2, [1], signal.SIGTERM, []),
-    pytest.param(2, [0, 1], signal.SIGTERM, [], marks=pytest.mark.campaign), (4, [0, 1, 2, 3], signal.SIGUSR1, [])],
-    ids=["whole process group with workers", "USR1", "only one of two", "both of two", "all of four"])
+@pytest.mark.parametrize(
+    "ranks, to, number, extra",
+    [
+        (1, [0], signal.SIGTERM, ["--num-workers", "2"]),
+        (1, [0], signal.SIGUSR1, []),
+        (2, [1], signal.SIGTERM, []),
+        pytest.param(2, [0, 1], signal.SIGTERM, [], marks=pytest.mark.campaign),
+        (4, [0, 1, 2, 3], signal.SIGUSR1, []),
+    ],
+    ids=[
+        "whole process group with workers",
+        "USR1",
+        "only one of two",
+        "both of two",
+        "all of four",
+    ],
+)
 def test_a_request_saves_and_leaves(folder, straight, ranks, to, number, extra):
-    """Every rank exits with 0 after the step that the request fell into; the line is Megatron's, with the signal."""
+    """Every rank exits with 0 after the step that the request fell into; the line is Megatron's,
+    with the signal."""
     assert run_ranks(1, request, folder, ranks, to, number, extra) == [[(0, "", [])] * ranks]
     assert store.latest(folder / "save") == 6
     log = (folder / "log.0").read_text()
-    assert log.splitlines()[-1].startswith(f"[exiting program after receiving {number.name}.] datetime: ")
+    assert log.splitlines()[-1].startswith(
+        f"[exiting program after receiving {number.name}.] datetime: "
+    )
     assert log.count("exiting program") == 1
     if to == [1]:
         assert_goes_on(folder, straight(2), world=2)
 
 
 def second_signal(rank: int, world: int, folder: Path) -> list:
-    """The main thread waits in a collective for a rank that stands still: no Python handler would ever run."""
-    signals.SAME_REQUEST_SECONDS = 0.2                 # in this process, which ends with the test
-    programs = fork_ranks(argv(folder, "--exit-signal-handler"), folder, 2, before=slow_from(6, 0.1))
+    """The main thread waits in a collective for a rank that stands still: no Python handler would
+    ever run."""
+    signals.SAME_REQUEST_SECONDS = 0.2  # in this process, which ends with the test
+    programs = fork_ranks(
+        argv(folder, "--exit-signal-handler"), folder, 2, before=slow_from(6, 0.1)
+    )
     programs[1].wait_for("slow step 6")
     programs[1].signal(signal.SIGSTOP)
     programs[0].signal(signal.SIGTERM)
@@ -245,7 +304,9 @@ def request_while_skipping(rank: int, world: int, folder: Path) -> list:
 
         loop.evaluate = slow
 
-    words = argv(folder, "--exit-signal-handler", "--train-range-to-skip", "2", "12", "--eval-interval", "1")
+    words = argv(
+        folder, "--exit-signal-handler", "--train-range-to-skip", "2", "12", "--eval-interval", "1"
+    )
     programs = fork_ranks(words, folder, 2, before=hook)
     programs[1].wait_for("at iteration 3 ")
     programs[1].signal(signal.SIGTERM)

@@ -1,5 +1,6 @@
-"""The skipping example with a smaller model: a bad document that is found, explained, left out and rewound (T14), and the
-seed's experiment of two iterations left out."""
+"""The skipping example with a smaller model: a bad document that is found, explained, left out and
+rewound (T14), and the seed's experiment of two iterations left out."""
+
 from __future__ import annotations
 
 import json
@@ -18,9 +19,23 @@ SMALL = "--num-layers 1 --hidden-size 64 --num-attention-heads 2 --train-iters 2
 
 def script(name: str, runs: Path, data: Path, *words: str) -> str:
     """What a script of the example printed."""
-    environ = {**os.environ, "PYTHON": sys.executable, "DATA": str(data), "RUNS": str(runs), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(["sh", str(EXAMPLE / name), *words], env=environ, capture_output=True, text=True, timeout=900)
-    assert done.returncode == 0, f"exit code {done.returncode}\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
+    environ = {
+        **os.environ,
+        "PYTHON": sys.executable,
+        "DATA": str(data),
+        "RUNS": str(runs),
+        "OMP_NUM_THREADS": "1",
+    }
+    done = subprocess.run(
+        ["sh", str(EXAMPLE / name), *words],
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+    assert done.returncode == 0, (
+        f"exit code {done.returncode}\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
+    )
     return done.stdout
 
 
@@ -35,12 +50,20 @@ def data(tmp_path_factory) -> Path:
 def spike_is_found_explained_and_left_out(kind: str, reason: str, data: Path, runs: Path) -> None:
     """Every step of spike.sh: it ends by comparing the bytes of the restart and of the rewind."""
     printed = script("spike.sh", runs, data, kind, *SMALL)
-    event, = json.loads((runs / kind / "events.json").read_text())["events"]
-    assert (event["start"], event["peak"], event["end"]) == (193, 194, 195), "the bad document is read in iteration 194"
-    assert event["restart"] == f"--load {runs}/{kind}/bad --ckpt-step 150 --train-range-to-skip 193 195"
+    (event,) = json.loads((runs / kind / "events.json").read_text())["events"]
+    assert (event["start"], event["peak"], event["end"]) == (193, 194, 195), (
+        "the bad document is read in iteration 194"
+    )
+    assert (
+        event["restart"]
+        == f"--load {runs}/{kind}/bad --ckpt-step 150 --train-range-to-skip 193 195"
+    )
     docs, replay, restart, rewind = re.split(r"== [3-6]\. ", printed)[1:]
     assert f"{kind}_text_document document 86, tokens " in docs.splitlines()[4] and reason in docs
-    assert "data: at iteration 50 it stands out too" in replay and f"{kind}_text_document document 86, tokens " in replay
+    assert (
+        "data: at iteration 50 it stands out too" in replay
+        and f"{kind}_text_document document 86, tokens " in replay
+    )
     assert restart.rstrip().endswith("no spike")
     assert "rewind from iteration 195 to 150" in rewind and "are the same bytes" in rewind
     assert (runs / kind / "spike.png").read_bytes().startswith(b"\x89PNG")
@@ -59,15 +82,25 @@ def test_t14_and_so_are_two_others(kind, data, tmp_path):
 
 @pytest.mark.campaign
 def test_the_posts_two_runs_and_tables(data, tmp_path):
-    printed = script("skip_two.sh", tmp_path / "new" / "runs", data, "--num-layers", "1")     # the script makes it
+    # the script makes it
+    printed = script("skip_two.sh", tmp_path / "new" / "runs", data, "--num-layers", "1")
     first, second = re.findall(r"(?:^\| \d.*\n)+", printed, re.M)
-    rows = [[[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()]
-            for table in (first, second)]
+    rows = [
+        [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()]
+        for table in (first, second)
+    ]
     assert [row[:4] for row in rows[0]] == [row[:4] for row in rows[1]]
     assert [row[1] for row in rows[0]] == ["32", "64", "96", "128"]
     assert [(row[4] == "", row[5] == "", row[6]) for row in rows[1]] == [
-        (False, False, "0"), (True, True, "1"), (True, True, "1"), (False, False, "0")]
+        (False, False, "0"),
+        (True, True, "1"),
+        (True, True, "1"),
+        (False, False, "0"),
+    ]
     assert rows[0][0][4:6] == rows[1][0][4:6], "the first iteration is the same to the digit"
     assert rows[0][3][4] != rows[1][3][4], "the fourth stands on other weights"
-    assert "the same in all 4 iterations: iteration, consumed_samples, consumed_tokens, learning_rate\n" in printed
+    assert (
+        "the same in all 4 iterations: iteration, consumed_samples, consumed_tokens, "
+        "learning_rate\n" in printed
+    )
     assert "skipped: not read" in printed and printed.count("\ngood: ") == 3

@@ -1,4 +1,5 @@
-"""Every script and argument file of examples/ and README.md says only what the programs understand."""
+"""Every script and argument file of examples/ and README.md says only what the programs
+understand."""
 
 from __future__ import annotations
 
@@ -17,15 +18,36 @@ from tests.forkrun import run_ranks
 from tests.runs import plot
 
 ROOT = Path(__file__).resolve().parents[2]
-SCRIPTS = sorted(path for path in (ROOT / "examples").rglob("*") if path.suffix in (".sh", ".sbatch"))
+SCRIPTS = sorted(
+    path for path in (ROOT / "examples").rglob("*") if path.suffix in (".sh", ".sbatch")
+)
 ARGS = sorted((ROOT / "examples").rglob("*.args"))
-PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "examples").rglob("*.md"))]
+PAGES = [
+    *sorted(ROOT.glob("*.md")),
+    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "examples").rglob("*.md")),
+]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.M | re.S)
 LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)]*)?\)")
 # A flag that carries one of these is not a flag of ours: the launcher's and make's words.
-LAUNCHER_FLAGS = {"--nproc-per-node", "--nproc_per_node", "--nnodes", "--node_rank", "--master_addr", "--master_port",
-                  "--node-rank", "--master-addr", "--master-port", "--standalone", "--local-addr", "--local_addr",
-                  "--kill-on-bad-exit", "--ntasks-per-node", "--gpus-per-task", "--max-restarts"}
+LAUNCHER_FLAGS = {
+    "--nproc-per-node",
+    "--nproc_per_node",
+    "--nnodes",
+    "--node_rank",
+    "--master_addr",
+    "--master_port",
+    "--node-rank",
+    "--master-addr",
+    "--master-port",
+    "--standalone",
+    "--local-addr",
+    "--local_addr",
+    "--kill-on-bad-exit",
+    "--ntasks-per-node",
+    "--gpus-per-task",
+    "--max-restarts",
+}
 
 
 def name(path: Path) -> str:
@@ -33,7 +55,8 @@ def name(path: Path) -> str:
 
 
 def commands(page: Path) -> list[list[str]]:
-    """The words of each command line in the page's sh blocks; a trailing backslash continues a line, # comments."""
+    """The words of each command line in the page's sh blocks; a trailing backslash continues a
+    line, # comments."""
     lines = []
     for language, body in FENCE.findall(page.read_text(encoding="utf-8")):
         if language == "sh":
@@ -56,12 +79,19 @@ def help_of(program: str, *command: str) -> str:
 
 
 def helps(rank: int, world: int, programs: list[str]) -> dict[str, set[str]]:
-    """The flags of each program and its commands, one after the other in a process that has torch loaded."""
+    """The flags of each program and its commands, one after the other in a process that has torch
+    loaded."""
     found = {}
     for program in programs:
         text = help_of(program)
         listed = text.partition("\nCommands (")[2]
-        texts = [text, *(help_of(program, command) for command in re.findall(r"^  ([a-z][a-z-]*)  ", listed, re.M))]
+        texts = [
+            text,
+            *(
+                help_of(program, command)
+                for command in re.findall(r"^  ([a-z][a-z-]*)  ", listed, re.M)
+            ),
+        ]
         found[program] = {flag for one in texts for flag in re.findall(r"(?<![\w-])--[\w-]+", one)}
     return found
 
@@ -75,7 +105,9 @@ def flags() -> dict[str, set[str]]:
 
 def check_flags(words: list[str], flags: dict[str, set[str]], where: str) -> None:
     """Every --flag after a program's name is one of that program's."""
-    program = next((p for word in words for p in flags if word == p or word.endswith("/" + p)), None)
+    program = next(
+        (p for word in words for p in flags if word == p or word.endswith("/" + p)), None
+    )
     if program is None:
         return
     for word in words:
@@ -114,7 +146,9 @@ def test_pages_name_things_that_exist(page, flags):
     text = page.read_text(encoding="utf-8")
     for link in LINK.findall(text):
         if "://" not in link:
-            assert (page.parent / link).exists(), f"{name(page)} links to {link}, which is not there"
+            assert (page.parent / link).exists(), (
+                f"{name(page)} links to {link}, which is not there"
+            )
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.M))
     for words in commands(page):
         if words[0] == "make":
@@ -140,7 +174,8 @@ def test_the_readme_says_the_two_commands():
 
 @pytest.mark.campaign
 def test_the_readmes_commands_run_as_they_stand(tmp_path):
-    """From the repository root and in their order, but for make, which runs this test; /tmp is a folder of its own."""
+    """From the repository root and in their order, but for make, which runs this test; /tmp is a
+    folder of its own."""
     python = Path(sys.executable).parent
     ran = 0
     for language, body in FENCE.findall((ROOT / "README.md").read_text(encoding="utf-8")):

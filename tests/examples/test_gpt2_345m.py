@@ -1,4 +1,5 @@
-"""examples/gpt2_345m is the walk-through's command line, and what it plans is what the walk-through's log printed."""
+"""examples/gpt2_345m is the walk-through's command line, and what it plans is what the
+walk-through's log printed."""
 
 from __future__ import annotations
 
@@ -10,9 +11,12 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 TRAIN = ROOT / "examples" / "gpt2_345m" / "train.sh"
 
-# The walk-through's own words, with --flag value pairs as it wrote them; only the script, the backend and --log-format,
-# which keeps Megatron's output, are ours.
-LAUNCHER = "-m torch.distributed.launch --nproc_per_node 1 --nnodes 1 --node_rank 0 --master_addr localhost"
+# The walk-through's own words, with --flag value pairs as it wrote them; only the script, the
+# backend and --log-format, which keeps Megatron's output, are ours.
+LAUNCHER = (
+    "-m torch.distributed.launch --nproc_per_node 1 --nnodes 1 --node_rank 0 --master_addr "
+    "localhost"
+)
 FLAGS = """
 --tensor-model-parallel-size 1 --pipeline-model-parallel-size 1 --num-layers 24 --hidden-size 1024
 --num-attention-heads 16 --micro-batch-size 4 --global-batch-size 8 --seq-length 1024 --max-position-embeddings 1024
@@ -25,9 +29,12 @@ FLAGS = """
 
 
 def started(tmp_path: Path, *extra: str, **environ: str) -> list[str]:
-    """The words that train.sh starts Python with, and two variables it must have set, from a Python that only notes."""
+    """The words that train.sh starts Python with, and two variables it must have set, from a Python
+    that only notes."""
     note = tmp_path / "python"
-    note.write_text('#!/bin/sh\nprintf "%s\\n" "$CUDA_DEVICE_MAX_CONNECTIONS" "$LOCAL_RANK" "$@" > "$0.words"\n')
+    note.write_text(
+        '#!/bin/sh\nprintf "%s\\n" "$CUDA_DEVICE_MAX_CONNECTIONS" "$LOCAL_RANK" "$@" > "$0.words"\n'
+    )
     note.chmod(0o755)
     environ = {**os.environ, "PYTHON": str(note), "WORK": str(tmp_path), **environ}
     subprocess.run(["sh", str(TRAIN), *extra], env=environ, check=True)
@@ -37,13 +44,21 @@ def started(tmp_path: Path, *extra: str, **environ: str) -> list[str]:
 def test_train_sh_is_the_walk_through_word_for_word(tmp_path):
     words = started(tmp_path, DISTRIBUTED_BACKEND="nccl", MASTER_PORT="6000")
     assert words[:2] == ["1", "0"]
-    assert words[2:] == [*LAUNCHER.split(), "--master_port", "6000", str(ROOT / "pretrain_gpt.py"), *FLAGS.split(),
-                         "--log-format", "megatron"]
+    assert words[2:] == [
+        *LAUNCHER.split(),
+        "--master_port",
+        "6000",
+        str(ROOT / "pretrain_gpt.py"),
+        *FLAGS.split(),
+        "--log-format",
+        "megatron",
+    ]
 
 
 def test_extra_words_come_last_and_the_backend_follows_the_variable(tmp_path):
     words = started(tmp_path, "--train-iters", "2", DISTRIBUTED_BACKEND="gloo", MASTER_PORT="")
-    assert "--standalone" in words and "--master_port" not in words         # a free port, of torchrun's own choice
+    # a free port, of torchrun's own choice
+    assert "--standalone" in words and "--master_port" not in words
     assert words[-2:] == ["--train-iters", "2"]
     assert words[words.index("--distributed-backend") + 1] == "gloo"
 

@@ -1,5 +1,5 @@
-"""examples/internlm as it stands, at 1/64 of the width: the arguments of each demo, and one demo by its script, give the
-numbers of one process."""
+"""examples/internlm as it stands, at 1/64 of the width: the arguments of each demo, and one demo by
+its script, give the numbers of one process."""
 
 from __future__ import annotations
 
@@ -35,18 +35,49 @@ def test_the_files_are_what_the_tool_makes(name, tmp_path, capsys):
 def small(name: str) -> list[str]:
     """What makes a demo small: 1/64 of width and vocabulary, few layers, short samples."""
     width = SIZES[name][0] // 64
-    return ["--num-layers", "4", "--hidden-size", str(width), "--num-attention-heads", "4", "--ffn-multiple-of", "4",
-            "--vocab-size", "1612", "--seq-length", "32", "--max-position-embeddings", "32", "--global-batch-size", "16",
-            "--train-iters", "20", "--lr-decay-iters", "20", "--lr-warmup-iters", "5", "--lr", "0.003", "--device", "cpu",
-            "--num-workers", "0"]
+    return [
+        "--num-layers",
+        "4",
+        "--hidden-size",
+        str(width),
+        "--num-attention-heads",
+        "4",
+        "--ffn-multiple-of",
+        "4",
+        "--vocab-size",
+        "1612",
+        "--seq-length",
+        "32",
+        "--max-position-embeddings",
+        "32",
+        "--global-batch-size",
+        "16",
+        "--train-iters",
+        "20",
+        "--lr-decay-iters",
+        "20",
+        "--lr-warmup-iters",
+        "5",
+        "--lr",
+        "0.003",
+        "--device",
+        "cpu",
+        "--num-workers",
+        "0",
+    ]
 
 
 def by_script(name: str, folder: Path) -> tuple[list[dict], str]:
-    """The demo whose arguments lie in `folder`, run by the example's script: its metrics and its log."""
+    """The demo whose arguments lie in `folder`, run by the example's script: its metrics and its
+    log."""
     metrics = folder / "metrics.jsonl"
-    run = spawn_program(["sh", str(EXAMPLES / "torchrun.sh"), name, *small(name), "--metrics-file", str(metrics)],
-                        folder / "log", {"PYTHON": sys.executable, "ARGS": str(folder), "NPROC": str(RANKS[name])},
-                        cwd=ROOT, program=())
+    run = spawn_program(
+        ["sh", str(EXAMPLES / "torchrun.sh"), name, *small(name), "--metrics-file", str(metrics)],
+        folder / "log",
+        {"PYTHON": sys.executable, "ARGS": str(folder), "NPROC": str(RANKS[name])},
+        cwd=ROOT,
+        program=(),
+    )
     assert run.end(400.0) == 0, run.err[-3000:]
     return [json.loads(line) for line in metrics.read_text().splitlines()], run.out
 
@@ -68,8 +99,11 @@ def test_a_demo_on_several_ranks_is_the_same_run_as_in_one_process(name, tmp_pat
     rows, log = by_script(name, tmp_path) if name == "7b" else by_forks(name, tmp_path, words)
     one = train(tmp_path / "one", with_flags(words, "--tensor-model-parallel-size", "1"))
     assert len(rows) == len(one.rows) == 20
-    worst = max(abs(row[key] - other[key]) / abs(other[key]) for row, other in zip(rows, one.rows, strict=True)
-                for key in ("lm_loss", "grad_norm"))
+    worst = max(
+        abs(row[key] - other[key]) / abs(other[key])
+        for row, other in zip(rows, one.rows, strict=True)
+        for key in ("lm_loss", "grad_norm")
+    )
     print(f"{name}: {worst:.1e}, loss {rows[0]['lm_loss']:.3f} to {rows[-1]['lm_loss']:.3f}")
     assert worst <= 1e-10
     for row, other in zip(rows, one.rows, strict=True):
@@ -86,28 +120,51 @@ def test_the_pages_recipe_makes_internlms_files_of_text_and_a_run_of_them(tmp_pa
         (tmp_path / name).symlink_to(ROOT / name)
     model = Path(write_sentencepiece(tmp_path))
     model.rename(tmp_path / "V7_sft.model")
-    texts = {"raw/en/web.jsonl": ["the cat"] * 40, "raw/cn/books.jsonl.gz": ["the other cat", "a cat"] * 20}
+    texts = {
+        "raw/en/web.jsonl": ["the cat"] * 40,
+        "raw/cn/books.jsonl.gz": ["the other cat", "a cat"] * 20,
+    }
     for name, documents in texts.items():
         path = tmp_path / name
         path.parent.mkdir(parents=True)
         data = "".join(json.dumps({"text": text}) + "\n" for text in documents).encode()
         path.write_bytes(gzip.compress(data) if name.endswith(".gz") else data)
     page = (ROOT / "docs/internlm.md").read_text(encoding="utf-8")
-    block = next(body for body in re.findall(r"^```sh\n(.*?)^```", page, re.M | re.S) if "to-internlm" in body)
+    block = next(
+        body
+        for body in re.findall(r"^```sh\n(.*?)^```", page, re.M | re.S)
+        if "to-internlm" in body
+    )
     script = f'python() {{ "{sys.executable}" "$@"; }}\n{block}'
     done = subprocess.run(["sh", "-eu", "-c", script], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    library = pytest.importorskip("sentencepiece").SentencePieceProcessor(model_file=str(tmp_path / "V7_sft.model"))
-    for name, documents in (("en/web", texts["raw/en/web.jsonl"]), ("cn/books", texts["raw/cn/books.jsonl.gz"])):
+    library = pytest.importorskip("sentencepiece").SentencePieceProcessor(
+        model_file=str(tmp_path / "V7_sft.model")
+    )
+    for name, documents in (
+        ("en/web", texts["raw/en/web.jsonl"]),
+        ("cn/books", texts["raw/cn/books.jsonl.gz"]),
+    ):
         file = tmp_path / "internlm" / f"{name}_text_document.bin"
         samples = [json.loads(line)["tokens"] for line in file.read_text().splitlines()]
-        assert samples == [[library.bos_id(), *library.encode(text), library.eos_id()] for text in documents]
+        assert samples == [
+            [library.bos_id(), *library.encode(text), library.eos_id()] for text in documents
+        ]
         meta = np.load(f"{file}.meta")
         assert [row[-1] for row in meta] == [len(sample) for sample in samples]
     text = demo("7b").replace('skip_batches="", ', f'train_folder="{tmp_path}/internlm", ')
     text = text.replace("min_length=50", "min_length=1").replace("torch.float16", "torch.float32")
     assert main([str(written(tmp_path, text)), "--world-size", "1"]) == 0
     (tmp_path / "run.args").write_text(capsys.readouterr().out)
-    words = with_flags(read_words(tmp_path / "run.args"), *small("7b"), "--global-batch-size", "2", "--seq-length", "16")
-    rows = train(tmp_path / "run", with_flags(words, "--max-position-embeddings", "16", "--train-iters", "2")).rows
+    words = with_flags(
+        read_words(tmp_path / "run.args"),
+        *small("7b"),
+        "--global-batch-size",
+        "2",
+        "--seq-length",
+        "16",
+    )
+    rows = train(
+        tmp_path / "run", with_flags(words, "--max-position-embeddings", "16", "--train-iters", "2")
+    ).rows
     assert len(rows) == 2 and sum(row["tokens/en"] + row["tokens/cn"] for row in rows) > 0

@@ -1,8 +1,10 @@
-"""examples/parallel as it stands, on a small model: one machine of 8, two machines of 4, SLURM; every way the same bytes.
+"""examples/parallel as it stands, on a small model: one machine of 8, two machines of 4, SLURM;
+every way the same bytes.
 
-Two machines are two network namespaces with an address each, so that nothing of the one is reached over the other's
-loopback; where the system makes none, two loopback addresses.
+Two machines are two network namespaces with an address each, so that nothing of the one is reached
+over the other's loopback; where the system makes none, two loopback addresses.
 """
+
 from __future__ import annotations
 
 import os
@@ -21,11 +23,37 @@ from tests.runs import NO_DROPOUT, SMALL, Finished, same_tensors, train, with_fl
 
 SCRIPTS = ROOT / "examples/parallel"
 EXACT = ("iteration", "lm_loss", "grad_norm", "learning_rate", "consumed_samples")
-LAYOUT = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --sequence-parallel --use-distributed-optimizer"
-FLAGS = with_flags([*SMALL, *NO_DROPOUT], "--train-iters", "6", "--save-interval", "3", "--eval-interval", "3",
-                   "--eval-iters", "1", "--min-lr", "0.0006", "--adam-beta2", "0.95", "--weight-decay", "0.1",
-                   "--lr-warmup-iters", "2", "--split", "95,5,0", "--position-embedding-type", "rope",
-                   "--normalization", "RMSNorm", "--swiglu", "--disable-bias-linear")
+LAYOUT = (
+    "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --sequence-parallel "
+    "--use-distributed-optimizer"
+)
+FLAGS = with_flags(
+    [*SMALL, *NO_DROPOUT],
+    "--train-iters",
+    "6",
+    "--save-interval",
+    "3",
+    "--eval-interval",
+    "3",
+    "--eval-iters",
+    "1",
+    "--min-lr",
+    "0.0006",
+    "--adam-beta2",
+    "0.95",
+    "--weight-decay",
+    "0.1",
+    "--lr-warmup-iters",
+    "2",
+    "--split",
+    "95,5,0",
+    "--position-embedding-type",
+    "rope",
+    "--normalization",
+    "RMSNorm",
+    "--swiglu",
+    "--disable-bias-linear",
+)
 FIRST_PART = ("--exit-interval", "3")
 
 
@@ -35,7 +63,8 @@ def folder(tmp_path_factory) -> Path:
     (folder / "data").mkdir()
     write_text(folder / "data/shakespeare_text_document", 400)
     for name in ("vocab.json", "merges.txt"):
-        (folder / "data" / name).write_text("{}")           # named by the scripts; the NullTokenizer reads none
+        # named by the scripts; the NullTokenizer reads none
+        (folder / "data" / name).write_text("{}")
     return folder
 
 
@@ -43,15 +72,33 @@ def folder(tmp_path_factory) -> Path:
 def straight(folder) -> Finished:
     """The run in one go, on forked ranks."""
     run = folder / "straight"
-    data = ["--data-path", str(folder / "data/shakespeare_text_document"), "--save", str(run / "save")]
+    data = [
+        "--data-path",
+        str(folder / "data/shakespeare_text_document"),
+        "--save",
+        str(run / "save"),
+    ]
     return train(run, [*FLAGS, *LAYOUT.split(), *data], 8)
 
 
-def start(folder: Path, out: str, script: str, *words: str, prefix: tuple[str, ...] = (), part: str = "0", flags=(),
-          **environ: str) -> Program:
+def start(
+    folder: Path,
+    out: str,
+    script: str,
+    *words: str,
+    prefix: tuple[str, ...] = (),
+    part: str = "0",
+    flags=(),
+    **environ: str,
+) -> Program:
     """A script of the folder, in the small."""
     run = folder / f"{out}-log-{part}"
-    changes = {"PYTHON": sys.executable, "DATA": str(folder / "data"), "OUT": str(folder / out), **environ}
+    changes = {
+        "PYTHON": sys.executable,
+        "DATA": str(folder / "data"),
+        "OUT": str(folder / out),
+        **environ,
+    }
     command = [*prefix, "sh", str(SCRIPTS / script), *words, *FLAGS, *flags]
     return spawn_program(command, run, changes, cwd=ROOT, program=())
 
@@ -63,7 +110,8 @@ def finished(programs: list[Program], seconds: float = 200.0) -> None:
 
 def assert_same(folder: Path, out: str, straight: Finished) -> None:
     done = Finished.__new__(Finished)
-    done.folder, done.save = folder / out, folder / out / "checkpoints"
+    done.folder = folder / out
+    done.save = folder / out / "checkpoints"
     assert done.series(*EXACT) == straight.series(*EXACT) and len(done.rows) == 6
     same_tensors(done.tensors(), straight.tensors())
 
@@ -73,15 +121,21 @@ def test_one_node(folder, straight):
     """Eight ranks train, evaluate, save, stop, and go on: the run that was not stopped."""
     program = start(folder, "one", "one_node.sh", flags=FIRST_PART)
     finished([program])
-    assert store.latest(folder / "one/checkpoints") == 3 and "validation loss at iteration 3 |" in program.out
-    assert "> layout: 8 ranks = pipeline 2 x data 2 x context 1 x tensor 2; rank 0 is in " in program.out
+    assert (
+        store.latest(folder / "one/checkpoints") == 3
+        and "validation loss at iteration 3 |" in program.out
+    )
+    assert (
+        "> layout: 8 ranks = pipeline 2 x data 2 x context 1 x tensor 2; rank 0 is in "
+        in program.out
+    )
     program = start(folder, "one", "one_node.sh", part="again")
     finished([program])
     assert "successfully loaded checkpoint" in program.out
     assert_same(folder, "one", straight)
 
 
-# --- two machines --------------------------------------------------------------------------------------------------
+# --- two machines
 
 
 def ip(*words: str) -> bool:
@@ -97,27 +151,51 @@ def machines() -> Iterator[list[tuple[tuple[str, ...], str]]]:
     names = [f"gpt{os.getpid()}{side}" for side in "ab"]
     addresses = ["10.213.7.1", "10.213.7.2"]
     links = [f"v{name}"[-15:] for name in names]
-    made = all(ip("netns", "add", name) and ip("-n", name, "link", "set", "lo", "up") for name in names)
+    made = all(
+        ip("netns", "add", name) and ip("-n", name, "link", "set", "lo", "up") for name in names
+    )
     veth = ["type", "veth", "peer", "name", links[1], "netns", names[1]]
     made = made and ip("link", "add", links[0], "netns", names[0], *veth)
     for name, link, address in zip(names, links, addresses, strict=True):
         made = made and ip("-n", name, "addr", "add", f"{address}/24", "dev", link)
         made = made and ip("-n", name, "link", "set", link, "up")
-    yield ([(("ip", "netns", "exec", name), address) for name, address in zip(names, addresses, strict=True)] if made
-           else [((), "127.0.0.2"), ((), "127.0.0.3")])
+    yield (
+        [
+            (("ip", "netns", "exec", name), address)
+            for name, address in zip(names, addresses, strict=True)
+        ]
+        if made
+        else [((), "127.0.0.2"), ((), "127.0.0.3")]
+    )
     for name in names:
         ip("netns", "del", name)
 
 
-def on_both(folder: Path, out: str, machines, part: str, *flags: str, **environ: str) -> list[Program]:
+def on_both(
+    folder: Path, out: str, machines, part: str, *flags: str, **environ: str
+) -> list[Program]:
     port = str(free_port())
-    return [start(folder, out, "two_nodes.sh", str(node), machines[0][1], prefix=prefix, part=f"{part}{node}", flags=flags,
-                  MASTER_PORT=port, **environ) for node, (prefix, _) in enumerate(machines)]
+    return [
+        start(
+            folder,
+            out,
+            "two_nodes.sh",
+            str(node),
+            machines[0][1],
+            prefix=prefix,
+            part=f"{part}{node}",
+            flags=flags,
+            MASTER_PORT=port,
+            **environ,
+        )
+        for node, (prefix, _) in enumerate(machines)
+    ]
 
 
 @pytest.mark.campaign
 def test_two_nodes(folder, straight, machines):
-    """Four ranks each, which share data, index cache, checkpoints and metrics file: the run of one node of eight."""
+    """Four ranks each, which share data, index cache, checkpoints and metrics file: the run of one
+    node of eight."""
     finished(on_both(folder, "two", machines, "first", *FIRST_PART))
     files = sorted((folder / "two/checkpoints/iter_0000003").glob("weights_*"))
     assert [path.name for path in files] == [f"weights_{rank:05d}.safetensors" for rank in range(8)]
@@ -127,31 +205,56 @@ def test_two_nodes(folder, straight, machines):
 
 @pytest.mark.campaign
 def test_a_rank_killed_on_one_of_two_nodes(folder, machines):
-    """Both launchers end, and each says last who died: its own with the signal, the other with rank, process and host."""
+    """Both launchers end, and each says last who died: its own with the signal, the other with
+    rank, process and host."""
     programs = on_both(folder, "killed", machines, "node", "--train-iters", "100000", NPROC="2")
     programs[1].wait_for("iteration        5/", 150)
     victim = ranks_of(programs[1])[1]
     os.kill(victim, 9)
     assert [program.end(15) for program in programs] == [1, 1]
-    there, here = (program.err.partition("Root Cause (first observed failure):")[2] for program in programs)
-    assert f"Signal 9 (SIGKILL) received by PID {victim}\n" in here and "rank      : 3 (local_rank: 1)" in here
-    assert f"traceback : rank 0 ends, because rank 3 (process {victim} on " in there and ") died without a word: " in there
+    there, here = (
+        program.err.partition("Root Cause (first observed failure):")[2] for program in programs
+    )
+    assert (
+        f"Signal 9 (SIGKILL) received by PID {victim}\n" in here
+        and "rank      : 3 (local_rank: 1)" in here
+    )
+    assert (
+        f"traceback : rank 0 ends, because rank 3 (process {victim} on " in there
+        and ") died without a word: " in there
+    )
     assert [program.left_behind() for program in programs] == [[], []]
 
 
 def test_a_port_in_use_is_one_line(tmp_path):
-    """Before torchrun, which would answer with a traceback; the second machine only connects to it."""
+    """Before torchrun, which would answer with a traceback; the second machine only connects to
+    it."""
     with socket.create_server(("", 0)) as other:
         port = str(other.getsockname()[1])
-        for script, words, environ in (("parallel/two_nodes.sh", ["0", "127.0.0.1"], {}),
-                                       ("internlm/torchrun.sh", ["7b"], {"NNODES": "2", "MASTER_ADDR": "127.0.0.1"})):
-            done = subprocess.run(["sh", str(ROOT / "examples" / script), *words], capture_output=True, text=True,
-                                  env={**os.environ, "PYTHON": sys.executable, "MASTER_PORT": port, **environ,
-                                       "OUT": str(tmp_path)})
-            assert done.returncode == 1 and done.stderr.count("\n") == 1 and f"port {port} " in done.stderr
+        for script, words, environ in (
+            ("parallel/two_nodes.sh", ["0", "127.0.0.1"], {}),
+            ("internlm/torchrun.sh", ["7b"], {"NNODES": "2", "MASTER_ADDR": "127.0.0.1"}),
+        ):
+            done = subprocess.run(
+                ["sh", str(ROOT / "examples" / script), *words],
+                capture_output=True,
+                text=True,
+                env={
+                    **os.environ,
+                    "PYTHON": sys.executable,
+                    "MASTER_PORT": port,
+                    **environ,
+                    "OUT": str(tmp_path),
+                },
+            )
+            assert (
+                done.returncode == 1
+                and done.stderr.count("\n") == 1
+                and f"port {port} " in done.stderr
+            )
 
 
-# --- SLURM ---------------------------------------------------------------------------------------------------------
+# --- SLURM
 
 
 SRUN = '''#!{python}
@@ -182,7 +285,13 @@ def test_slurm(folder, straight, tmp_path, script, tasks):
     port = free_port()
     while not 20000 <= port < 40000:
         port = free_port()
-    environ = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": str(port - 20000),
-               "SLURM_JOB_NODELIST": "127.0.0.1,other", "SLURM_NTASKS": str(tasks), "TASKS": str(tasks), "NODES": "2"}
+    environ = {
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "SLURM_JOB_ID": str(port - 20000),
+        "SLURM_JOB_NODELIST": "127.0.0.1,other",
+        "SLURM_NTASKS": str(tasks),
+        "TASKS": str(tasks),
+        "NODES": "2",
+    }
     finished([start(folder, script, script, **environ)])
     assert_same(folder, script, straight)

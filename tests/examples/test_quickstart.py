@@ -1,4 +1,5 @@
-"""The quickstart, every step of it, with a smaller model: it learns, is killed, resumes bit for bit and generates."""
+"""The quickstart, every step of it, with a smaller model: it learns, is killed, resumes bit for bit
+and generates."""
 
 from __future__ import annotations
 
@@ -13,8 +14,9 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = (
-    "--num-layers 1 --hidden-size 64 --num-attention-heads 2 --seq-length 64 --max-position-embeddings 64 "
-    "--train-iters 240 --save-interval 40 --eval-interval 60 --eval-iters 2 --lr-warmup-iters 2 --log-interval 20"
+    "--num-layers 1 --hidden-size 64 --num-attention-heads 2 --seq-length 64 "
+    "--max-position-embeddings 64 --train-iters 240 --save-interval 40 --eval-interval 60 "
+    "--eval-iters 2 --lr-warmup-iters 2 --log-interval 20"
 ).split()
 KILL = 110
 
@@ -37,7 +39,12 @@ def quickstart(tmp_path_factory) -> tuple[Path, str]:
     pytest.importorskip("tokenizers")
     pytest.importorskip("matplotlib")
     folder = tmp_path_factory.mktemp("quickstart")
-    environ = {**os.environ, "PYTHON": sys.executable, "QUICKSTART_DIR": str(folder), "QUICKSTART_KILL": str(KILL)}
+    environ = {
+        **os.environ,
+        "PYTHON": sys.executable,
+        "QUICKSTART_DIR": str(folder),
+        "QUICKSTART_KILL": str(KILL),
+    }
     command = ["sh", str(ROOT / "examples" / "quickstart" / "run.sh"), *SMALL]
     done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
@@ -50,12 +57,17 @@ def test_it_learns_and_says_how_much_in_bits_per_byte(quickstart):
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     found = [line for line in lines if line.get("split") == "validation"]
     said = json.loads((folder / "data" / "shakespeare_text_document.json").read_text())
-    texts = [json.loads(line)["text"] for line in (folder / "data" / "shakespeare.jsonl").open(encoding="utf-8")]
+    texts = [
+        json.loads(line)["text"]
+        for line in (folder / "data" / "shakespeare.jsonl").open(encoding="utf-8")
+    ]
     assert said["text_bytes"] == sum(len(text.encode("utf-8")) for text in texts)
     for line in found:
         expected = line["lm_loss"] / math.log(2) * said["tokens"] / said["text_bytes"]
         assert line["bits_per_byte"] == pytest.approx(expected, rel=1e-9)
-    assert found[-1]["iteration"] == 240 and found[-1]["bits_per_byte"] < found[0]["bits_per_byte"] < math.log2(2048)
+    assert found[-1]["iteration"] == 240 and found[-1]["bits_per_byte"] < found[0][
+        "bits_per_byte"
+    ] < math.log2(2048)
     assert f"bits per byte {found[-1]['bits_per_byte']:.4f}" in printed.partition("== What next")[2]
 
 
@@ -64,18 +76,39 @@ def test_a_kill_in_the_middle_costs_the_iterations_since_the_last_checkpoint(qui
     folder, printed = quickstart
     trained = rows(folder)
     cut = resumed_at(trained)
-    killed, resumed = trained[cut - 1]["iteration"], trained[cut]["iteration"]
+    killed = trained[cut - 1]["iteration"]
+    resumed = trained[cut]["iteration"]
     assert [row["iteration"] for row in trained] == [*range(1, killed + 1), *range(resumed, 241)]
     assert KILL <= killed < 240 and resumed % 40 == 1 and 0 < killed - resumed + 1 < 80
-    assert f"(kill -9) after iteration {killed}; " in printed and f"checkpoint of iteration {resumed - 1}\n" in printed
+    assert (
+        f"(kill -9) after iteration {killed}; " in printed
+        and f"checkpoint of iteration {resumed - 1}\n" in printed
+    )
 
 
 def train(folder: Path, metrics: Path, *more: str) -> list[dict]:
-    """The quickstart's training command on its data with other places to write to; the rows of its metrics file."""
+    """The quickstart's training command on its data with other places to write to; the rows of its
+    metrics file."""
     data = folder / "data"
-    command = [sys.executable, str(ROOT / "pretrain_gpt.py"), f"@{ROOT / 'examples' / 'quickstart' / 'gpt.args'}"]
-    command += ["--data-path", str(data / "shakespeare_text_document"), "--vocab-file", str(data / "vocab.json")]
-    command += ["--merge-file", str(data / "merges.txt"), "--metrics-file", str(metrics), *SMALL, *more]
+    command = [
+        sys.executable,
+        str(ROOT / "pretrain_gpt.py"),
+        f"@{ROOT / 'examples' / 'quickstart' / 'gpt.args'}",
+    ]
+    command += [
+        "--data-path",
+        str(data / "shakespeare_text_document"),
+        "--vocab-file",
+        str(data / "vocab.json"),
+    ]
+    command += [
+        "--merge-file",
+        str(data / "merges.txt"),
+        "--metrics-file",
+        str(metrics),
+        *SMALL,
+        *more,
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     return rows(metrics.parent)
@@ -83,12 +116,17 @@ def train(folder: Path, metrics: Path, *more: str) -> list[dict]:
 
 @pytest.mark.campaign
 def test_the_two_parts_are_bit_for_bit_one_straight_run(quickstart, tmp_path):
-    straight = train(quickstart[0], tmp_path / "metrics.jsonl", "--save", str(tmp_path / "checkpoints"))
+    straight = train(
+        quickstart[0], tmp_path / "metrics.jsonl", "--save", str(tmp_path / "checkpoints")
+    )
     by_iteration = {row["iteration"]: row for row in straight}
     assert len(by_iteration) == len(straight) == 240
-    for row in rows(quickstart[0]):     # those that were trained twice, too
+    for row in rows(quickstart[0]):  # those that were trained twice, too
         same = by_iteration[row["iteration"]]
-        assert all(row[key] == same[key] for key in ("lm_loss", "grad_norm", "learning_rate", "consumed_samples"))
+        assert all(
+            row[key] == same[key]
+            for key in ("lm_loss", "grad_norm", "learning_rate", "consumed_samples")
+        )
 
 
 @pytest.mark.campaign
@@ -97,8 +135,15 @@ def test_training_longer_works_as_it_says(quickstart, tmp_path):
     flags = ["--train-iters", "2000", "--override-opt_param-scheduler"]
     assert " ".join(flags) in printed
     flags[1] = "245"
-    more = train(folder, tmp_path / "metrics.jsonl", "--load", str(folder / "checkpoints"), "--save",
-                 str(tmp_path / "checkpoints"), *flags)
+    more = train(
+        folder,
+        tmp_path / "metrics.jsonl",
+        "--load",
+        str(folder / "checkpoints"),
+        "--save",
+        str(tmp_path / "checkpoints"),
+        *flags,
+    )
     assert [row["iteration"] for row in more] == [241, 242, 243, 244, 245]
 
 
@@ -108,7 +153,7 @@ def test_it_shows_samples_on_the_way_and_ends_with_one_a_picture_and_what_next(q
     before, _, ending = printed.partition("== What next")
     training, _, sample = before.partition("== 6. ")
     assert "-- generated at iteration " in training and "\nROMEO" in training
-    assert len(sample[sample.rindex("\nHAMLET"):]) > 50
+    assert len(sample[sample.rindex("\nHAMLET") :]) > 50
     for word in ("checkpoints", "metrics.jsonl", "tensorboard", "torchrun", "iteration 240"):
         assert word in ending
     assert any((folder / "tensorboard").iterdir()) and not (folder / "training").exists()
@@ -120,8 +165,12 @@ def test_a_run_that_ends_before_the_kill_is_not_killed_and_one_that_fails_ends_i
     environ = {**os.environ, "PYTHON": sys.executable, "QUICKSTART_DIR": str(quickstart[0])}
     command = ["sh", str(ROOT / "examples" / "quickstart" / "run.sh")]
     flags = [*SMALL, "--train-iters", "20", "--eval-iters", "0"]
-    done = subprocess.run([*command, *flags], env=environ, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [*command, *flags], env=environ, capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0 and "== 5." not in done.stdout and "== 6." in done.stdout
-    done = subprocess.run([*command, "--no-such-flag"], env=environ, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [*command, "--no-such-flag"], env=environ, capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 2
     assert "unknown flag --no-such-flag" in done.stdout and "== 5." not in done.stdout

@@ -1,4 +1,5 @@
-"""Every code of a message is documented, every documented code exists, and the texts are those of the golden file."""
+"""Every code of a message is documented, every documented code exists, and the texts are those of
+the golden file."""
 
 from __future__ import annotations
 
@@ -54,7 +55,9 @@ def test_the_texts_are_those_of_the_golden_file():
 
 
 def test_every_code_of_a_command_line_has_a_text():
-    shown = set(re.findall(r" \[([a-z0-9-]+)\]$", rewrite_messages.GOLDEN.read_text(), re.MULTILINE))
+    shown = set(
+        re.findall(r" \[([a-z0-9-]+)\]$", rewrite_messages.GOLDEN.read_text(), re.MULTILINE)
+    )
     config = {
         code
         for code, files in codes_in_source().items()

@@ -1,4 +1,5 @@
-"""The list of flags is frozen: adding, renaming or dropping one shows in flags.txt and in docs/flags.md, on purpose.
+"""The list of flags is frozen: adding, renaming or dropping one shows in flags.txt and in
+docs/flags.md, on purpose.
 
 To accept a change: python -m tests.house.test_flags && python tools/write_flags_page.py
 """
@@ -18,7 +19,9 @@ FROZEN = Path(__file__).with_name("flags.txt")
 
 def declared() -> str:
     """Every spelling with the verdict on it, one a line, sorted."""
-    lines = [f"{spelling} supported" for flag in flags_of(Config).values() for spelling in flag.spellings]
+    lines = [
+        f"{spelling} supported" for flag in flags_of(Config).values() for spelling in flag.spellings
+    ]
     lines += [f"{flag.spelling} {flag.verdict}" for flag in FOREIGN.values()]
     return "\n".join(sorted(lines)) + "\n"
 

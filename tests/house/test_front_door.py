@@ -1,4 +1,5 @@
-"""The Makefile, the requirement lists and the installation: what the two commands of the README stand on."""
+"""The Makefile, the requirement lists and the installation: what the two commands of the README
+stand on."""
 
 from __future__ import annotations
 
@@ -21,8 +22,14 @@ TOOLS = ("sh", "sed", "test", "expand", "make", "rm", "touch", "env")
 
 
 def make(*words: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    clean = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS")}
-    return subprocess.run(["make", *words], cwd=ROOT, env=clean | environ, capture_output=True, text=True)
+    clean = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS")
+    }
+    return subprocess.run(
+        ["make", *words], cwd=ROOT, env=clean | environ, capture_output=True, text=True
+    )
 
 
 def requirement_lines(name: str) -> dict[str, str]:
@@ -35,7 +42,16 @@ def requirement_lines(name: str) -> dict[str, str]:
 def test_make_alone_lists_what_there_is():
     done = make()
     assert done.returncode == 0
-    for target in ("help", "quickstart", "test", "test-peers", "test-ci", "test-all", "lint", "clean"):
+    for target in (
+        "help",
+        "quickstart",
+        "test",
+        "test-peers",
+        "test-ci",
+        "test-all",
+        "lint",
+        "clean",
+    ):
         assert f"make {target} " in done.stdout
 
 
@@ -44,7 +60,10 @@ def test_an_old_python_is_refused_with_a_way_out(tmp_path):
     old.write_text("#!/bin/sh\nexit 1\n")
     old.chmod(0o755)
     done = make("install", f"PYTHON={old}", f"VENV={tmp_path / 'venv'}")
-    assert done.returncode != 0 and "is not Python 3.11 or newer; say which: make PYTHON=" in done.stdout
+    assert (
+        done.returncode != 0
+        and "is not Python 3.11 or newer; say which: make PYTHON=" in done.stdout
+    )
     assert not (tmp_path / "venv").exists()
 
 
@@ -53,27 +72,36 @@ def test_every_direct_requirement_is_pinned_once_and_torch_within_the_supported_
     assert pins["torch"] == "==2.13.0" and requirement_lines("runtime")["torch"] == ">=2.11,<2.14"
     for name in ("runtime", "build", "dev", "peers"):
         for package, version in requirement_lines(name).items():
-            assert package in pins or version.startswith("=="), f"{package} in {name}.txt has no tested version"
+            assert package in pins or version.startswith("=="), (
+                f"{package} in {name}.txt has no tested version"
+            )
     assert all(version.startswith("==") for version in requirement_lines("files").values())
 
 
 def ci(folder: Path, fails: str = "none") -> tuple[int, list[str]]:
-    """Exit code of .ci/run in a copy of its own, and what it asked of a `make` that fails at the target `fails`."""
+    """Exit code of .ci/run in a copy of its own, and what it asked of a `make` that fails at the
+    target `fails`."""
     (folder / ".ci").mkdir()
     shutil.copy(ROOT / ".ci" / "run", folder / ".ci")
     (folder / ".venv-ci").mkdir()
     programs = folder / "bin"
     programs.mkdir()
-    for name, text in {"make": f'echo "$VENV $(ls -d .venv-ci 2>&-) $@" >>{folder}/asked; [ "$1" != {fails} ] || exit 5',
-                       "apt-get": "exit 100"}.items():  # fmt: skip
+    for name, text in {
+        "make": f'echo "$VENV $(ls -d .venv-ci 2>&-) $@" >>{folder}/asked; [ "$1" != {fails} ] || '
+        "exit 5",
+        "apt-get": "exit 100",
+    }.items():
         (programs / name).write_text(f"#!/bin/sh\n{text}\n")
         (programs / name).chmod(0o755)
-    done = subprocess.run([folder / ".ci" / "run"], env=os.environ | {"PATH": f"{programs}:{os.environ['PATH']}"})
+    done = subprocess.run(
+        [folder / ".ci" / "run"], env=os.environ | {"PATH": f"{programs}:{os.environ['PATH']}"}
+    )
     return done.returncode, (folder / "asked").read_text().splitlines()
 
 
 def test_ci_does_what_a_newcomer_does_and_then_the_rest(tmp_path):
-    """In an environment of its own, without what an earlier run left there, and whether or not apt works."""
+    """In an environment of its own, without what an earlier run left there, and whether or not apt
+    works."""
     targets = ["quickstart", "test", "peers", "lint test-peers", "test-ci"]
     assert ci(tmp_path) == (0, [f".venv-ci  {target}" for target in targets])
 
@@ -85,17 +113,36 @@ def test_ci_ends_with_the_code_of_what_failed(fails, asked, tmp_path):
 
 
 def built_wheel(folder: Path, path: str) -> Path:
-    """A wheel built of a copy of the tree with `path` as PATH, beside a megatron/core that is not ours."""
-    tree, out = folder / "tree", folder / "out"
+    """A wheel built of a copy of the tree with `path` as PATH, beside a megatron/core that is not
+    ours."""
+    tree = folder / "tree"
+    out = folder / "out"
     for name in ("requirements", "megatron", "tools"):
-        shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+        shutil.copytree(
+            ROOT / name, tree / name, ignore=shutil.ignore_patterns("*.so", "__pycache__")
+        )
     for name in ("setup.py", "pretrain_gpt.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, tree)
     (tree / "megatron" / "core").mkdir()
     (tree / "megatron" / "core" / "__init__.py").write_text('"""Another project\'s."""\n')
-    command = [sys.executable, "-m", "pip", "wheel", "-qq", "--no-deps", "--no-build-isolation", "--use-pep517"]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "-qq",
+        "--no-deps",
+        "--no-build-isolation",
+        "--use-pep517",
+    ]
     environ = {**os.environ, "PATH": path}
-    subprocess.run([*command, "-w", str(out), str(tree)], env=environ, check=True, capture_output=True, timeout=300)
+    subprocess.run(
+        [*command, "-w", str(out), str(tree)],
+        env=environ,
+        check=True,
+        capture_output=True,
+        timeout=300,
+    )
     return next(out.glob("*.whl"))
 
 
@@ -112,15 +159,33 @@ def test_it_installs_with_and_without_a_compiler(tmp_path):
         (bare / tool).symlink_to(shutil.which(tool))
     for compiler, path in ((True, os.environ["PATH"]), (False, str(bare))):
         names = names_in(built_wheel(tmp_path / f"compiler_{compiler}", path))
-        assert {"megatron/arguments.py", "megatron/config/tree.py", "megatron/data/index_helpers.py"} <= names
-        assert not [name for name in names if name.startswith("megatron/core") or name.endswith("megatron/__init__.py")]
-        for helper in ("helpers_cpp", "read_sums_cpp", "rows_v3", "rows_v4", "attention_v3", "attention_v4", "tiles_cpp"):
+        assert {
+            "megatron/arguments.py",
+            "megatron/config/tree.py",
+            "megatron/data/index_helpers.py",
+        } <= names
+        assert not [
+            name
+            for name in names
+            if name.startswith("megatron/core") or name.endswith("megatron/__init__.py")
+        ]
+        for helper in (
+            "helpers_cpp",
+            "read_sums_cpp",
+            "rows_v3",
+            "rows_v4",
+            "attention_v3",
+            "attention_v4",
+            "tiles_cpp",
+        ):
             assert any(helper in name for name in names) is compiler
 
 
-SHORT = ("--num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 16 --max-position-embeddings 16 --lr 1e-2 "
-         "--micro-batch-size 2 --train-iters 2 --eval-iters 0 --mock-data --vocab-size 50 --device cpu --num-workers 0 "
-         "--save run --save-interval 2").split()
+SHORT = (
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 16 "
+    "--max-position-embeddings 16 --lr 1e-2 --micro-batch-size 2 --train-iters 2 --eval-iters 0 "
+    "--mock-data --vocab-size 50 --device cpu --num-workers 0 --save run --save-interval 2"
+).split()
 
 
 @pytest.mark.campaign
@@ -128,32 +193,61 @@ def test_the_commands_of_an_installation_work_from_any_directory(tmp_path):
     """A wheel in a virtual environment of its own, which has the dependencies of this one."""
     wheel = built_wheel(tmp_path / "wheel", os.environ["PATH"])
     names = names_in(wheel)
-    assert not [name for name in names if name.split("/")[0] in ("tools", "tests", "docs", "examples")]
+    assert not [
+        name for name in names if name.split("/")[0] in ("tools", "tests", "docs", "examples")
+    ]
     assert "megatron/py.typed" in names and any(name.endswith("licenses/LICENSE") for name in names)
     venv.create(tmp_path / "venv", with_pip=False, system_site_packages=True)
-    scripts, here = tmp_path / "venv" / "bin", tmp_path / "here"
+    scripts = tmp_path / "venv" / "bin"
+    here = tmp_path / "here"
     here.mkdir()
-    pip = [sys.executable, "-m", "pip", "--python", str(scripts / "python"), "install", "-qq", "--no-deps", "--no-index"]
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "--python",
+        str(scripts / "python"),
+        "install",
+        "-qq",
+        "--no-deps",
+        "--no-index",
+    ]
     subprocess.run([*pip, str(wheel)], check=True, timeout=300)
     environ = {**os.environ, "PYTHONPATH": sysconfig.get_path("purelib"), "OMP_NUM_THREADS": "1"}
 
     def call(*words: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run([scripts / words[0], *words[1:]], cwd=here, env=environ, capture_output=True, text=True,
-                              timeout=300)
+        return subprocess.run(
+            [scripts / words[0], *words[1:]],
+            cwd=here,
+            env=environ,
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
 
-    for words in (["megatron-pretrain", "--version"], ["megatron-tools", "--version"],
-                  ["megatron-tools", "merge-datasets", "--version"]):
+    for words in (
+        ["megatron-pretrain", "--version"],
+        ["megatron-tools", "--version"],
+        ["megatron-tools", "merge-datasets", "--version"],
+    ):
         done = call(*words)
         assert done.returncode == 0 and VERSION in done.stdout, done.stderr
-    code = "import megatron.arguments, pretrain_gpt; print(megatron.arguments.__file__, pretrain_gpt.__file__)"
+    code = (
+        "import megatron.arguments, pretrain_gpt; print(megatron.arguments.__file__, "
+        "pretrain_gpt.__file__)"
+    )
     assert call("python", "-c", code).stdout.count(str(tmp_path / "venv")) == 2
     assert call("megatron-pretrain", "--lerning-rate", "1").returncode == 2
     done = call("megatron-pretrain", *SHORT)
     assert done.returncode == 0 and (here / "run" / "iter_0000002").is_dir(), done.stderr
-    done = call("megatron-tools", "generate", "run", "1 2 3", "--max-new-tokens", "3", "--device", "cpu")
+    done = call(
+        "megatron-tools", "generate", "run", "1 2 3", "--max-new-tokens", "3", "--device", "cpu"
+    )
     assert done.returncode == 0 and done.stdout.startswith("1 2 3 "), done.stderr
     listed = call("megatron-tools", "--help").stdout
     for tool in (ROOT / "tools").glob("*.py"):
         assert (f"\n  {tool.stem} " in listed) == (tool.stem != "write_flags_page")
         if f"\n  {tool.stem} " in listed:
-            assert call("megatron-tools", tool.stem, "--help").stdout.startswith(f"usage: {tool.name}")
+            assert call("megatron-tools", tool.stem, "--help").stdout.startswith(
+                f"usage: {tool.name}"
+            )

@@ -1,4 +1,5 @@
-"""The rule about skipped tests: a missing GPU or package, and where the peers are required only what a GPU is for."""
+"""The rule about skipped tests: a missing GPU or package, and where the peers are required only
+what a GPU is for."""
 
 from __future__ import annotations
 
@@ -25,7 +26,18 @@ def run_pytest(folder: Path, text: str, *flags: str) -> subprocess.CompletedProc
     shutil.copy(CONFTEST, folder / "conftest.py")
     (folder / "test_it.py").write_text(text)
     (folder / "pytest.ini").write_text("[pytest]\nmarkers = peers\n")
-    words = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", str(folder), str(folder), *flags]
+    words = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "--rootdir",
+        str(folder),
+        str(folder),
+        *flags,
+    ]
     return subprocess.run(words, cwd=folder, capture_output=True, text=True)
 
 
@@ -50,8 +62,18 @@ def test_which_reasons_count(reason, here, required):
 
 
 def test_only_a_marked_test_may_lack_a_peer():
-    for library, allowed in (("transformers", False), ("megatron.core.utils", False), ("tiktoken", True), ("apex", True)):
-        assert is_allowed(f"could not import '{library}': No module", peers_required=False, marked=False) is allowed
+    for library, allowed in (
+        ("transformers", False),
+        ("megatron.core.utils", False),
+        ("tiktoken", True),
+        ("apex", True),
+    ):
+        assert (
+            is_allowed(
+                f"could not import '{library}': No module", peers_required=False, marked=False
+            )
+            is allowed
+        )
 
 
 def test_an_unexplained_skip_fails_the_session_anywhere(tmp_path):
@@ -78,10 +100,13 @@ def bare(tmp_path, monkeypatch):
     """A machine without any peer, as the sessions of this test see it."""
     hook = tmp_path / "path" / "sitecustomize.py"
     hook.parent.mkdir()
-    hook.write_text("import sys\nfrom importlib.machinery import PathFinder\n\nfind = PathFinder.find_spec\n\n\n"
-                    "class Bare:\n    @staticmethod\n    def find_spec(name, path=None, target=None):\n"
-                    f"        return None if name in {sorted(PEERS)} else find(name, path, target)\n\n\n"
-                    "sys.meta_path[:] = [Bare if one is PathFinder else one for one in sys.meta_path]\n")
+    hook.write_text(
+        "import sys\nfrom importlib.machinery import PathFinder\n\nfind = "
+        "PathFinder.find_spec\n\n\n"
+        "class Bare:\n    @staticmethod\n    def find_spec(name, path=None, target=None):\n"
+        f"        return None if name in {sorted(PEERS)} else find(name, path, target)\n\n\n"
+        "sys.meta_path[:] = [Bare if one is PathFinder else one for one in sys.meta_path]\n"
+    )
     monkeypatch.setenv("PYTHONPATH", str(hook.parent))
 
 
@@ -89,6 +114,11 @@ def test_the_mark_is_for_tests_that_need_a_peer_and_for_all_of_these(bare, tmp_p
     done = run_pytest(tmp_path, MARKED.format(body="pytest.importorskip('orjson')"))
     assert done.returncode == 0 and "ran 0 tests, skipped 1" in done.stdout, done.stdout
     done = run_pytest(tmp_path, MARKED.format(body="assert True"))
-    assert done.returncode == 1 and "marked peers, but needs none: test_it.py::test_it" in done.stdout, done.stdout
-    done = run_pytest(tmp_path, MARKED.format(body="pytest.importorskip('orjson')").replace("@pytest.mark.peers\n", ""))
+    assert (
+        done.returncode == 1 and "marked peers, but needs none: test_it.py::test_it" in done.stdout
+    ), done.stdout
+    done = run_pytest(
+        tmp_path,
+        MARKED.format(body="pytest.importorskip('orjson')").replace("@pytest.mark.peers\n", ""),
+    )
     assert done.returncode == 1 and "(it lacks the mark peers)" in done.stdout, done.stdout

@@ -1,4 +1,5 @@
-"""The walls of the house as functions from a tree's root to its violations, by an ast walk; imports no product code."""
+"""The walls of the house as functions from a tree's root to its violations, by an ast walk; imports
+no product code."""
 
 from __future__ import annotations
 
@@ -13,15 +14,24 @@ from pathlib import Path
 from tests.conftest import is_peer
 
 FLOOR = {
-    "interrupt": 0, "launcher": 0, "version": 0,
-    "arguments": 1, "log": 1, "device": 1, "console": 1, "threads": 1,
-    "config": 2, "timers": 2,
+    "interrupt": 0,
+    "launcher": 0,
+    "version": 0,
+    "arguments": 1,
+    "log": 1,
+    "device": 1,
+    "console": 1,
+    "threads": 1,
+    "config": 2,
+    "timers": 2,
     "kernels": 3,
-    "parallel": 4, "data": 4,
+    "parallel": 4,
+    "data": 4,
     "checkpoint": 5,
-    "model": 6, "optimizer": 6,
+    "model": 6,
+    "optimizer": 6,
     "training": 7,
-}  # fmt: skip
+}
 # Each optional library has one file (relative to megatron/) that may import it.
 OPTIONAL = {
     "transformer_engine": "kernels/transformer_engine.py",
@@ -44,23 +54,44 @@ OPTIONAL = {
 }
 DISTRIBUTED = ("parallel/", "checkpoint/", "training/initialize.py", "device.py")
 TORCH_FREE = {
-    "interrupt.py": (), "launcher.py": (), "arguments.py": (), "log.py": (), "threads.py": (),
-    "config/": (), "data/": ("data/cyclic_sampler.py",),
-}  # fmt: skip
+    "interrupt.py": (),
+    "launcher.py": (),
+    "arguments.py": (),
+    "log.py": (),
+    "threads.py": (),
+    "config/": (),
+    "data/": ("data/cyclic_sampler.py",),
+}
 PICKLES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}
-# The one place that reads pickles: a process of its own, with an allow-list, for other suites' checkpoints.
+# The one place that reads pickles: a process of its own, with an allow-list, for other suites'
+# checkpoints.
 UNPICKLER = "checkpoint/unpickle_worker.py"
 # State on purpose: what this process has said once already.
 STATE = {("log.py", "_SAID")}
-MUTATORS = {"append", "add", "update", "setdefault", "pop", "popitem", "clear", "extend", "insert", "remove", "discard"}
-LAUNCHER = re.compile(r"RANK|WORLD_SIZE|LOCAL_RANK|MASTER_ADDR|MASTER_PORT|(SLURM|OMPI|PMIX?|PALS|TORCHELASTIC)_\w+")
+MUTATORS = {
+    "append",
+    "add",
+    "update",
+    "setdefault",
+    "pop",
+    "popitem",
+    "clear",
+    "extend",
+    "insert",
+    "remove",
+    "discard",
+}
+LAUNCHER = re.compile(
+    r"RANK|WORLD_SIZE|LOCAL_RANK|MASTER_ADDR|MASTER_PORT|(SLURM|OMPI|PMIX?|PALS|TORCHELASTIC)_\w+"
+)
 LEFTOVER = re.compile(r"\b(TODO|FIXME|XXX|HACK)\b")
 VAGUE_NAMES = {"utils.py", "util.py", "helpers.py", "common.py", "misc.py"}
 
 
 @dataclass(frozen=True)
 class Module:
-    """One parsed file: `path` in the tree, `inside` below megatron/ or empty, `home` the name its floor goes by."""
+    """One parsed file: `path` in the tree, `inside` below megatron/ or empty, `home` the name its
+    floor goes by."""
 
     path: str
     inside: str
@@ -81,7 +112,8 @@ def _parsed(text: str, path: str) -> ast.Module:
 
 
 def read(root: Path, *places: str) -> Iterator[Module]:
-    """Every Python file under the given folders (or the file itself), parsed; megatron/core is not ours."""
+    """Every Python file under the given folders (or the file itself), parsed; megatron/core is not
+    ours."""
     for place in places:
         start = root / place
         for file in sorted(start.rglob("*.py")) if start.is_dir() else [start] * start.is_file():
@@ -95,7 +127,8 @@ def read(root: Path, *places: str) -> Iterator[Module]:
 
 
 def imports(tree: ast.AST) -> Iterator[tuple[ast.stmt | ast.expr, str]]:
-    """(node, dotted name) of every import; `from a import b` is a.b, and relative ones keep their dots."""
+    """(node, dotted name) of every import; `from a import b` is a.b, and relative ones keep their
+    dots."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
@@ -104,7 +137,10 @@ def imports(tree: ast.AST) -> Iterator[tuple[ast.stmt | ast.expr, str]]:
             module = "." * node.level + (node.module or "")
             for alias in node.names:
                 yield node, f"{module}.{alias.name}"
-        elif isinstance(node, ast.Call) and dotted(node.func).rpartition(".")[2] in ("import_module", "__import__"):
+        elif isinstance(node, ast.Call) and dotted(node.func).rpartition(".")[2] in (
+            "import_module",
+            "__import__",
+        ):
             if node.args and isinstance(node.args[0], ast.Constant):
                 yield node, str(node.args[0].value)
 
@@ -125,11 +161,16 @@ def say(module: Module, node: ast.AST | None, text: str) -> str:
 
 def functions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda]:
     """Every function of a tree, nested ones too."""
-    yield from (n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda))
+    yield from (
+        n
+        for n in ast.walk(tree)
+        if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+    )
 
 
 def floors(root: Path) -> Iterator[str]:
-    """Imports of megatron modules go down; the same floor is not down; nothing is imported late to dodge this."""
+    """Imports of megatron modules go down; the same floor is not down; nothing is imported late to
+    dodge this."""
     for module in read(root, "megatron"):
         if module.home not in FLOOR:
             yield say(module, None, f"{module.home} stands on no floor")
@@ -145,9 +186,15 @@ def floors(root: Path) -> Iterator[str]:
             if there is None:
                 yield say(module, node, f"imports {name}, which stands on no floor")
             elif there >= FLOOR[module.home]:
-                yield say(module, node, f"imports {name}: floor {there} is not below floor {FLOOR[module.home]}")
+                yield say(
+                    module,
+                    node,
+                    f"imports {name}: floor {there} is not below floor {FLOOR[module.home]}",
+                )
             elif id(node) in late:
-                yield say(module, node, f"imports {name} inside a function; imports stand at the top")
+                yield say(
+                    module, node, f"imports {name} inside a function; imports stand at the top"
+                )
 
 
 def cycles(root: Path) -> Iterator[str]:
@@ -155,10 +202,15 @@ def cycles(root: Path) -> Iterator[str]:
     modules = {module.name: module for module in read(root, "megatron")}
     graph: dict[str, set[str]] = {}
     for name, module in modules.items():
-        wanted = {target for _, imported in imports(module.tree) for target in (imported, imported.rpartition(".")[0])}
+        wanted = {
+            target
+            for _, imported in imports(module.tree)
+            for target in (imported, imported.rpartition(".")[0])
+        }
         graph[name] = {target for target in wanted if target in modules and target != name}
     for start in graph:
-        seen, stack = set(), list(graph[start])
+        seen = set()
+        stack = list(graph[start])
         while stack:
             current = stack.pop()
             if current == start:
@@ -181,19 +233,34 @@ def cuda_in_one_file(root: Path) -> Iterator[str]:
         for node in ast.walk(module.tree):
             if isinstance(node, ast.Attribute) and dotted(node) in words:
                 yield say(module, node, f"uses {dotted(node)}; only megatron/device.py may")
-            elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "cuda":
-                yield say(module, node, "calls .cuda(); move tensors to a device that device.py named")
+            elif (
+                isinstance(node, ast.Call)
+                and isinstance(node.func, ast.Attribute)
+                and node.func.attr == "cuda"
+            ):
+                yield say(
+                    module, node, "calls .cuda(); move tensors to a device that device.py named"
+                )
 
 
 def distributed_where_allowed(root: Path) -> Iterator[str]:
-    """torch.distributed only in parallel/, checkpoint/, training/initialize.py, device.py, and where another suite runs."""
+    """torch.distributed only in parallel/, checkpoint/, training/initialize.py, device.py, and
+    where another suite runs."""
     for module in read(root, "megatron", "tools", "pretrain_gpt.py"):
         if module.inside.startswith(DISTRIBUTED) or module.name == "tools.benchmarks.peer":
             continue
         named = [(node, name) for node, name in imports(module.tree)]
-        named += [(node, dotted(node)) for node in ast.walk(module.tree) if isinstance(node, ast.Attribute)]
+        named += [
+            (node, dotted(node))
+            for node in ast.walk(module.tree)
+            if isinstance(node, ast.Attribute)
+        ]
         for node, name in named:
-            if name == "torch.distributed" or name.startswith("torch.distributed.") and isinstance(node, ast.stmt):
+            if (
+                name == "torch.distributed"
+                or name.startswith("torch.distributed.")
+                and isinstance(node, ast.stmt)
+            ):
                 yield say(module, node, "uses torch.distributed outside the places that may")
 
 
@@ -201,19 +268,34 @@ def launcher_in_one_file(root: Path) -> Iterator[str]:
     """launcher.py is the only file of megatron/ that names a launcher's variable."""
     for module in read(root, "megatron", "pretrain_gpt.py"):
         for node in ast.walk(module.tree) if module.inside != "launcher.py" else ():
-            if isinstance(node, ast.Constant) and isinstance(node.value, str) and LAUNCHER.fullmatch(node.value):
+            if (
+                isinstance(node, ast.Constant)
+                and isinstance(node.value, str)
+                and LAUNCHER.fullmatch(node.value)
+            ):
                 yield say(module, node, f"names {node.value}; only megatron/launcher.py may")
 
 
 def libraries_in_one_file(root: Path) -> Iterator[str]:
-    """megatron/ imports the standard library, torch, numpy, itself, and each optional library in its one file."""
+    """megatron/ imports the standard library, torch, numpy, itself, and each optional library in
+    its one file."""
     for module in read(root, "megatron"):
         for node, name in imports(module.tree):
-            library = "tensorboard" if name.startswith("torch.utils.tensorboard") else name.split(".")[0]
-            if library in sys.stdlib_module_names or library in ("torch", "numpy", "megatron", "", "__future__"):
+            library = (
+                "tensorboard" if name.startswith("torch.utils.tensorboard") else name.split(".")[0]
+            )
+            if library in sys.stdlib_module_names or library in (
+                "torch",
+                "numpy",
+                "megatron",
+                "",
+                "__future__",
+            ):
                 continue
             if library not in OPTIONAL:
-                yield say(module, node, f"imports {library}, which has no file of its own in OPTIONAL")
+                yield say(
+                    module, node, f"imports {library}, which has no file of its own in OPTIONAL"
+                )
             elif OPTIONAL[library] != module.inside:
                 yield say(module, node, f"imports {library}; only megatron/{OPTIONAL[library]} may")
 
@@ -231,10 +313,14 @@ def torch_free(root: Path) -> Iterator[str]:
 
 
 def argparse_in_one_file(root: Path) -> Iterator[str]:
-    """arguments.py is the only file of megatron/ that imports argparse (and the one that writes Megatron-LM's Namespace)."""
+    """arguments.py is the only file of megatron/ that imports argparse (and the one that writes
+    Megatron-LM's Namespace)."""
     for module in read(root, "megatron"):
         for node, name in imports(module.tree):
-            if name.split(".")[0] == "argparse" and module.inside not in ("arguments.py", UNPICKLER):
+            if name.split(".")[0] == "argparse" and module.inside not in (
+                "arguments.py",
+                UNPICKLER,
+            ):
                 yield say(module, node, "imports argparse; only megatron/arguments.py may")
 
 
@@ -246,39 +332,54 @@ def _module_level_names(tree: ast.Module) -> set[str]:
             targets += node.targets
         elif isinstance(node, ast.AnnAssign | ast.AugAssign):
             targets.append(node.target)
-    return {name.id for target in targets for name in ast.walk(target) if isinstance(name, ast.Name)}
+    return {
+        name.id for target in targets for name in ast.walk(target) if isinstance(name, ast.Name)
+    }
 
 
 def _stores(node: ast.AST) -> Iterator[ast.AST]:
-    """The places one statement or call writes to: assignment targets, deletions, and the owner of a mutating method."""
+    """The places one statement or call writes to: assignment targets, deletions, and the owner of a
+    mutating method."""
     if isinstance(node, ast.Assign | ast.Delete):
         yield from node.targets
     elif isinstance(node, ast.AugAssign | ast.AnnAssign):
         yield node.target
-    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in MUTATORS:
+    elif (
+        isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr in MUTATORS
+    ):
         yield ast.Subscript(value=node.func.value)
 
 
 def no_global_state(root: Path) -> Iterator[str]:
-    """No module global is assigned or changed after import, from inside its module or through another one."""
+    """No module global is assigned or changed after import, from inside its module or through
+    another one."""
     names = {module.name for module in read(root, "megatron")}
     for module in read(root, "megatron"):
         imported = {
             alias.asname or alias.name
-            for node in module.tree.body if isinstance(node, ast.ImportFrom)
-            for alias in node.names if f"{node.module}.{alias.name}" in names
-        }  # fmt: skip
+            for node in module.tree.body
+            if isinstance(node, ast.ImportFrom)
+            for alias in node.names
+            if f"{node.module}.{alias.name}" in names
+        }
         own = _module_level_names(module.tree)
         for node in ast.walk(module.tree):
             if isinstance(node, ast.Global):
                 yield say(module, node, f"global {', '.join(node.names)}")
             for target in _stores(node):
-                if isinstance(target, ast.Attribute) and dotted(target).rpartition(".")[0] in imported | names:
+                if (
+                    isinstance(target, ast.Attribute)
+                    and dotted(target).rpartition(".")[0] in imported | names
+                ):
                     yield say(module, node, f"assigns {dotted(target)} from outside its module")
         for function in functions(module.tree):
             names_inside = [node for node in ast.walk(function) if isinstance(node, ast.Name)]
             local = {name.id for name in names_inside if isinstance(name.ctx, ast.Store)}
-            local |= {argument.arg for argument in ast.walk(function) if isinstance(argument, ast.arg)}
+            local |= {
+                argument.arg for argument in ast.walk(function) if isinstance(argument, ast.arg)
+            }
             for node in ast.walk(function):
                 for target in _stores(node):
                     name = dotted(target.value) if isinstance(target, ast.Subscript) else ""
@@ -288,14 +389,16 @@ def no_global_state(root: Path) -> Iterator[str]:
 
 def docstring_first(root: Path) -> Iterator[str]:
     """Every module opens with a sentence: what it is for and what it must not know."""
-    for module in read(root, "megatron", "tools", "tests", "examples", "pretrain_gpt.py", "setup.py"):
+    for module in read(
+        root, "megatron", "tools", "tests", "examples", "pretrain_gpt.py", "setup.py"
+    ):
         if not ast.get_docstring(module.tree):
             yield say(module, None, "does not open with a docstring")
 
 
 def no_code_from_data(root: Path) -> Iterator[str]:
-    """No pickle, torch.load or torch.save, weights_only=False, allow_pickle=True, eval or exec in what we ship. One file,
-    which runs in a process of its own, may import pickle, and save."""
+    """No pickle, torch.load or torch.save, weights_only=False, allow_pickle=True, eval or exec in
+    what we ship. One file, which runs in a process of its own, may import pickle, and save."""
     for module in read(root, "megatron", "tools", "pretrain_gpt.py"):
         worker = module.inside == UNPICKLER
         for node, name in imports(module.tree):
@@ -309,7 +412,11 @@ def no_code_from_data(root: Path) -> Iterator[str]:
             if worker and dotted(node.func) == "torch.save":
                 continue
             if worker and dotted(node.func) in ("pickle.load", "pickle.loads", "pickle.Unpickler"):
-                yield say(module, node, f"calls {dotted(node.func)}; only the Unpickler that knows its names may load")
+                yield say(
+                    module,
+                    node,
+                    f"calls {dotted(node.func)}; only the Unpickler that knows its names may load",
+                )
             if dotted(node.func) in ("torch.load", "torch.save", "eval", "exec"):
                 yield say(module, node, f"calls {dotted(node.func)}; nothing we load may run code")
             for keyword in node.keywords:
@@ -341,17 +448,27 @@ def _is_test_module(name: str) -> bool:
 
 
 def tests_share_by_modules(root: Path) -> Iterator[str]:
-    """Nothing imports a test module: what tests share has a module of its own, named after what it holds."""
+    """Nothing imports a test module: what tests share has a module of its own, named after what it
+    holds."""
     for module in read(root, "tests"):
         for node, name in imports(module.tree):
             if name.partition(".")[0] in ("tests", "") and _is_test_module(name):
-                yield say(module, node, f"imports {name}; move what both need into a module that holds no tests")
+                yield say(
+                    module,
+                    node,
+                    f"imports {name}; move what both need into a module that holds no tests",
+                )
 
 
 def _skips_for_a_peer(node: ast.AST) -> bool:
     """Is this pytest.importorskip of a package that only comparisons need?"""
-    return (isinstance(node, ast.Call) and dotted(node.func) == "pytest.importorskip" and bool(node.args)
-            and isinstance(node.args[0], ast.Constant) and is_peer(str(node.args[0].value)))
+    return (
+        isinstance(node, ast.Call)
+        and dotted(node.func) == "pytest.importorskip"
+        and bool(node.args)
+        and isinstance(node.args[0], ast.Constant)
+        and is_peer(str(node.args[0].value))
+    )
 
 
 def _marked(nodes: list[ast.expr]) -> bool:
@@ -361,8 +478,14 @@ def _marked(nodes: list[ast.expr]) -> bool:
 
 def _pytestmark(body: list[ast.stmt]) -> list[ast.expr]:
     """The values of `pytestmark` in a module or class."""
-    return [node.value for node in body if isinstance(node, ast.Assign)
-            and any(isinstance(target, ast.Name) and target.id == "pytestmark" for target in node.targets)]
+    return [
+        node.value
+        for node in body
+        if isinstance(node, ast.Assign)
+        and any(
+            isinstance(target, ast.Name) and target.id == "pytestmark" for target in node.targets
+        )
+    ]
 
 
 def _unmarked(body: list[ast.stmt]) -> Iterator[ast.stmt]:
@@ -380,11 +503,14 @@ def _unmarked(body: list[ast.stmt]) -> Iterator[ast.stmt]:
 
 
 def peers_where_marked(root: Path) -> Iterator[str]:
-    """A test that needs a package of requirements/peers.txt carries the mark `peers` and skips where it is missing; so no
-    module of tests/ imports such a package when it is imported itself, unless its first word is pytest.importorskip."""
+    """A test that needs a package of requirements/peers.txt carries the mark `peers` and skips
+    where it is missing; so no module of tests/ imports such a package when it is imported itself,
+    unless its first word is pytest.importorskip."""
     for module in read(root, "tests"):
         late = {id(node) for function in functions(module.tree) for node in ast.walk(function)}
-        skips = [node.lineno for node in module.tree.body if any(map(_skips_for_a_peer, ast.walk(node)))]
+        skips = [
+            node.lineno for node in module.tree.body if any(map(_skips_for_a_peer, ast.walk(node)))
+        ]
         for node, name in imports(module.tree):
             if is_peer(name) and id(node) not in late and not (skips and skips[0] < node.lineno):
                 yield say(module, node, f"imports {name}; use pytest.importorskip in the test")
@@ -395,8 +521,20 @@ def peers_where_marked(root: Path) -> Iterator[str]:
 WALLS: dict[str, Callable[[Path], Iterator[str]]] = {
     wall.__name__: wall
     for wall in (
-        floors, cycles, cuda_in_one_file, distributed_where_allowed, launcher_in_one_file, libraries_in_one_file, torch_free,
-        argparse_in_one_file, no_global_state, docstring_first, no_code_from_data, namespace_package,
-        names_and_leftovers, tests_share_by_modules, peers_where_marked,
+        floors,
+        cycles,
+        cuda_in_one_file,
+        distributed_where_allowed,
+        launcher_in_one_file,
+        libraries_in_one_file,
+        torch_free,
+        argparse_in_one_file,
+        no_global_state,
+        docstring_first,
+        no_code_from_data,
+        namespace_package,
+        names_and_leftovers,
+        tests_share_by_modules,
+        peers_where_marked,
     )
-}  # fmt: skip
+}

@@ -1,20 +1,33 @@
 """Attention by its definition, and inputs to compare a kernel with it."""
+
 import torch
 
 SCALE = 0.3
 
 
-def inputs(s: int = 21, b: int = 2, n: int = 4, g: int = 2, d: int = 8, dtype: torch.dtype = torch.float64, seed=1):
-    """q, k, v as the views of one fused tensor that a model has, leaves of their own, and a gradient."""
+def inputs(
+    s: int = 21,
+    b: int = 2,
+    n: int = 4,
+    g: int = 2,
+    d: int = 8,
+    dtype: torch.dtype = torch.float64,
+    seed=1,
+):
+    """q, k, v as the views of one fused tensor that a model has, leaves of their own, and a
+    gradient."""
     generator = torch.Generator().manual_seed(seed)
-    fused = torch.randn(s, b, g, (n // g + 2) * d, generator=generator, dtype=torch.float64).to(dtype)
+    fused = torch.randn(s, b, g, (n // g + 2) * d, generator=generator, dtype=torch.float64).to(
+        dtype
+    )
     q, k, v = fused.split([n // g * d, d, d], -1)
     q, k, v = (t.detach().requires_grad_() for t in (q.reshape(s, b, n, d), k, v))
     return q, k, v, torch.randn(s, b, n, d, generator=generator, dtype=torch.float64).to(dtype)
 
 
 def documents(s: int, b: int = 2) -> torch.Tensor:
-    """Another cut in each sample; ids are no consecutive numbers, and in the last sample one comes again."""
+    """Another cut in each sample; ids are no consecutive numbers, and in the last sample one comes
+    again."""
     position = torch.arange(s).expand(b, s)
     ids = (position > s // 3).long() * 7 - 2 + (position >= 2 * s // 3) * torch.arange(b)[:, None]
     ids[-1, -2:] = ids[-1, 0]
@@ -37,9 +50,12 @@ def formula(q, k, v, ids=None, factors=None) -> torch.Tensor:
 def assert_same(call, reference, tensors, grad, **close) -> None:
     """Output and the gradients of q, k and v."""
     wide = [t.detach().double().requires_grad_() for t in tensors]
-    actual, exact = call(*tensors), reference(*wide)
+    actual = call(*tensors)
+    exact = reference(*wide)
     results = (actual, *torch.autograd.grad(actual, tensors, grad))
-    for got, wanted in zip(results, (exact, *torch.autograd.grad(exact, wide, grad.double())), strict=True):
+    for got, wanted in zip(
+        results, (exact, *torch.autograd.grad(exact, wide, grad.double())), strict=True
+    ):
         assert got.dtype == grad.dtype
         torch.testing.assert_close(got.double(), wanted, **close)
 

@@ -1,7 +1,8 @@
-"""Stand-ins for libraries that need CUDA: their signatures, and the numbers they should give, by torch's plain operations.
+"""Stand-ins for libraries that need CUDA: their signatures, and the numbers they should give, by
+torch's plain operations.
 
-Signatures are those of the pinned sources; test_signatures.py holds them to that. No code of ours is used here, so that what
-our adapters ask for is judged by somebody else.
+Signatures are those of the pinned sources; test_signatures.py holds them to that. No code of ours
+is used here, so that what our adapters ask for is judged by somebody else.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ def module(name: str, **content) -> ModuleType:
 
 
 def install(*modules: ModuleType) -> None:
-    """Put modules where imports find them, as attributes of their parents too. Only for processes of a test's own, or with
-    `monkeypatch.setitem` for each."""
+    """Put modules where imports find them, as attributes of their parents too. Only for processes
+    of a test's own, or with `monkeypatch.setitem` for each."""
     for one in modules:
         sys.modules[one.__name__] = one
         parent, _, child = one.__name__.rpartition(".")
@@ -53,20 +54,51 @@ def of_documents(q, k, v, scale, ends) -> torch.Tensor:
     """q [t, n, d], k and v [t, g, d], each document between two of `ends` by itself."""
     assert ends.dtype == torch.int32 and ends[0] == 0 and ends[-1] == len(q), ends
     spans = list(zip(ends.tolist(), ends.tolist()[1:], strict=False))
-    return torch.cat([formula(q[None, i:j], k[None, i:j], v[None, i:j], scale, later(j - i))[0] for i, j in spans])
+    return torch.cat(
+        [
+            formula(q[None, i:j], k[None, i:j], v[None, i:j], scale, later(j - i))[0]
+            for i, j in spans
+        ]
+    )
 
 
-# flash-attn ----------------------------------------------------------------------------------------------------------------
-def flash_attn_func(q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0,
-                    alibi_slopes=None, deterministic=False, return_attn_probs=False):
+# flash-attn
+def flash_attn_func(
+    q,
+    k,
+    v,
+    dropout_p=0.0,
+    softmax_scale=None,
+    causal=False,
+    window_size=(-1, -1),
+    softcap=0.0,
+    alibi_slopes=None,
+    deterministic=False,
+    return_attn_probs=False,
+):
     assert causal and dropout_p == 0.0
     CALLS.append(("flash_attn_func", {"deterministic": deterministic}))
     return formula(q, k, v, softmax_scale, later(q.shape[1]))
 
 
-def flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0,
-                           softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None,
-                           deterministic=False, return_attn_probs=False, block_table=None):
+def flash_attn_varlen_func(
+    q,
+    k,
+    v,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    max_seqlen_q,
+    max_seqlen_k,
+    dropout_p=0.0,
+    softmax_scale=None,
+    causal=False,
+    window_size=(-1, -1),
+    softcap=0.0,
+    alibi_slopes=None,
+    deterministic=False,
+    return_attn_probs=False,
+    block_table=None,
+):
     assert causal and dropout_p == 0.0 and cu_seqlens_q is cu_seqlens_k
     assert max_seqlen_q == max_seqlen_k >= int((cu_seqlens_q[1:] - cu_seqlens_q[:-1]).max())
     CALLS.append(("flash_attn_varlen_func", {"deterministic": deterministic}))
@@ -75,14 +107,22 @@ def flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, ma
 
 def flash_attn() -> list[ModuleType]:
     """The package."""
-    return [module("flash_attn", flash_attn_func=flash_attn_func, flash_attn_varlen_func=flash_attn_varlen_func)]
+    return [
+        module(
+            "flash_attn",
+            flash_attn_func=flash_attn_func,
+            flash_attn_varlen_func=flash_attn_varlen_func,
+        )
+    ]
 
 
-# apex ----------------------------------------------------------------------------------------------------------------------
+# apex
 def apex() -> list[ModuleType]:
     """NVIDIA's package and its two extensions."""
+
     def rows(x):
-        """What the kernel reads at a tensor's address: rows without gaps, whatever the strides say."""
+        """What the kernel reads at a tensor's address: rows without gaps, whatever the strides
+        say."""
         return x.as_strided(x.shape, (x.shape[1], 1)).float()
 
     def accumulate(inputs, grad_output, weight_grad):
@@ -95,12 +135,20 @@ def apex() -> list[ModuleType]:
     def rms(inputs, weight, normalized_shape, eps=1e-6, memory_efficient=False):
         return F.rms_norm(inputs, normalized_shape, weight, eps)
 
-    return [module("apex"), module("apex.normalization"), module("fused_layer_norm_cuda"),
-            module("apex.normalization.fused_layer_norm", fused_layer_norm_affine=layer, fused_rms_norm_affine=rms),
-            module("fused_weight_gradient_mlp_cuda", wgrad_gemm_accum_fp32=accumulate)]
+    return [
+        module("apex"),
+        module("apex.normalization"),
+        module("fused_layer_norm_cuda"),
+        module(
+            "apex.normalization.fused_layer_norm",
+            fused_layer_norm_affine=layer,
+            fused_rms_norm_affine=rms,
+        ),
+        module("fused_weight_gradient_mlp_cuda", wgrad_gemm_accum_fp32=accumulate),
+    ]
 
 
-# Transformer Engine --------------------------------------------------------------------------------------------------------
+# Transformer Engine
 def all_reduce(x, group):
     x = x.contiguous().clone()
     dist.all_reduce(x, group=group)
@@ -122,17 +170,24 @@ def to_8_bits(x: torch.Tensor, on: bool) -> torch.Tensor:
     if not on:
         return x
     scale = 448.0 / x.abs().max().clamp(min=1e-30)
-    return ((x * scale).to(torch.float8_e4m3fn).to(x.dtype) / scale)
+    return (x * scale).to(torch.float8_e4m3fn).to(x.dtype) / scale
 
 
 class LinearFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, layer):
-        many, sp = layer.tp_size > 1, layer.sequence_parallel
-        whole = gather(x, layer.tp_group, layer.tp_size) if many and sp and layer.parallel_mode == "column" else x
+        many = layer.tp_size > 1
+        sp = layer.sequence_parallel
+        whole = (
+            gather(x, layer.tp_group, layer.tp_size)
+            if many and sp and layer.parallel_mode == "column"
+            else x
+        )
         on = autocast.running is not None
         ctx.save_for_backward(whole, weight)
-        ctx.layer, ctx.weight, ctx.biased = layer, weight, bias is not None
+        ctx.layer = layer
+        ctx.weight = weight
+        ctx.biased = bias is not None
         y = to_8_bits(whole, on) @ to_8_bits(weight, on).t()
         if many and layer.parallel_mode == "row":
             y = scatter(y, layer.tp_group, layer.tp_size) if sp else all_reduce(y, layer.tp_group)
@@ -141,7 +196,8 @@ class LinearFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         whole, weight = ctx.saved_tensors
-        layer, many = ctx.layer, ctx.layer.tp_size > 1
+        layer = ctx.layer
+        many = ctx.layer.tp_size > 1
         bias = grad.flatten(0, -2).sum(0) if ctx.biased else None
         if many and layer.sequence_parallel and layer.parallel_mode == "row":
             grad = gather(grad, layer.tp_group, layer.tp_size)
@@ -157,18 +213,44 @@ class LinearFunction(torch.autograd.Function):
 
 
 class Linear(nn.Module):
-    def __init__(self, in_features, out_features, sequence_parallel=False, fuse_wgrad_accumulation=False, tp_group=None,
-                 tp_size=1, get_rng_state_tracker=None, rng_tracker_name=None, init_method=None, bias=True,
-                 return_bias=False, params_dtype=None, parallel_mode=None, parameters_split=None, device="cuda",
-                 ub_overlap_ag=False, ub_overlap_rs=False, ub_overlap_rs_dgrad=False, ub_bulk_dgrad=False,
-                 ub_bulk_wgrad=False, ub_name=None, delay_wgrad_compute=False, symmetric_ar_type=None,
-                 save_original_input=False, name=None):
+    def __init__(
+        self,
+        in_features,
+        out_features,
+        sequence_parallel=False,
+        fuse_wgrad_accumulation=False,
+        tp_group=None,
+        tp_size=1,
+        get_rng_state_tracker=None,
+        rng_tracker_name=None,
+        init_method=None,
+        bias=True,
+        return_bias=False,
+        params_dtype=None,
+        parallel_mode=None,
+        parameters_split=None,
+        device="cuda",
+        ub_overlap_ag=False,
+        ub_overlap_rs=False,
+        ub_overlap_rs_dgrad=False,
+        ub_bulk_dgrad=False,
+        ub_bulk_wgrad=False,
+        ub_name=None,
+        delay_wgrad_compute=False,
+        symmetric_ar_type=None,
+        save_original_input=False,
+        name=None,
+    ):
         super().__init__()
-        self.tp_group, self.tp_size, self.parallel_mode = tp_group, tp_size, parallel_mode
-        self.sequence_parallel, self.fuse_wgrad_accumulation = sequence_parallel and tp_size > 1, fuse_wgrad_accumulation
+        self.tp_group = tp_group
+        self.tp_size = tp_size
+        self.parallel_mode = parallel_mode
+        self.sequence_parallel = sequence_parallel and tp_size > 1
+        self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
         out_features //= tp_size if parallel_mode == "column" else 1
         in_features //= tp_size if parallel_mode == "row" else 1
-        self.shape, self.use_bias = (out_features, in_features), bias
+        self.shape = (out_features, in_features)
+        self.use_bias = bias
         self.weight = nn.Parameter(torch.empty(self.shape, device=device, dtype=params_dtype))
         if bias:
             self.bias = nn.Parameter(torch.empty(out_features, device=device, dtype=params_dtype))
@@ -179,10 +261,22 @@ class Linear(nn.Module):
 
 
 class RMSNorm(nn.Module):
-    def __init__(self, normalized_shape=None, eps=1e-5, sequence_parallel=None, params_dtype=None, zero_centered_gamma=False,
-                 hidden_size=None, *, device=None, dtype=None, sm_margin=0):
+    def __init__(
+        self,
+        normalized_shape=None,
+        eps=1e-5,
+        sequence_parallel=None,
+        params_dtype=None,
+        zero_centered_gamma=False,
+        hidden_size=None,
+        *,
+        device=None,
+        dtype=None,
+        sm_margin=0,
+    ):
         super().__init__()
-        self.eps, self.shift = eps, int(zero_centered_gamma)
+        self.eps = eps
+        self.shift = int(zero_centered_gamma)
         self.weight = nn.Parameter(torch.empty(normalized_shape, device=device, dtype=dtype))
 
     def forward(self, x):
@@ -190,9 +284,26 @@ class RMSNorm(nn.Module):
 
 
 class LayerNorm(RMSNorm):
-    def __init__(self, normalized_shape=None, eps=1e-5, sequence_parallel=None, params_dtype=None, zero_centered_gamma=False,
-                 hidden_size=None, *, device=None, dtype=None, sm_margin=0):
-        super().__init__(normalized_shape, eps, zero_centered_gamma=zero_centered_gamma, device=device, dtype=dtype)
+    def __init__(
+        self,
+        normalized_shape=None,
+        eps=1e-5,
+        sequence_parallel=None,
+        params_dtype=None,
+        zero_centered_gamma=False,
+        hidden_size=None,
+        *,
+        device=None,
+        dtype=None,
+        sm_margin=0,
+    ):
+        super().__init__(
+            normalized_shape,
+            eps,
+            zero_centered_gamma=zero_centered_gamma,
+            device=device,
+            dtype=dtype,
+        )
         self.bias = nn.Parameter(torch.empty(normalized_shape, device=device, dtype=dtype))
 
     def forward(self, x):
@@ -200,24 +311,72 @@ class LayerNorm(RMSNorm):
 
 
 class DotProductAttention(nn.Module):
-    def __init__(self, num_attention_heads, kv_channels, num_gqa_groups=None, attention_dropout=0.0, qkv_format="sbhd",
-                 attn_mask_type="causal", window_size=None, bottom_right_diagonal=None, softcap=0.0,
-                 sequence_parallel=False, tp_size=1, get_rng_state_tracker=None, tp_group=None, layer_number=None,
-                 attention_type="self", cp_group=None, cp_global_ranks=None, cp_stream=None, cp_comm_type="p2p",
-                 softmax_scale=None, softmax_type="vanilla", return_max_logit=False, name=None):
+    def __init__(
+        self,
+        num_attention_heads,
+        kv_channels,
+        num_gqa_groups=None,
+        attention_dropout=0.0,
+        qkv_format="sbhd",
+        attn_mask_type="causal",
+        window_size=None,
+        bottom_right_diagonal=None,
+        softcap=0.0,
+        sequence_parallel=False,
+        tp_size=1,
+        get_rng_state_tracker=None,
+        tp_group=None,
+        layer_number=None,
+        attention_type="self",
+        cp_group=None,
+        cp_global_ranks=None,
+        cp_stream=None,
+        cp_comm_type="p2p",
+        softmax_scale=None,
+        softmax_type="vanilla",
+        return_max_logit=False,
+        name=None,
+    ):
         super().__init__()
         assert attention_dropout == 0.0
-        self.heads, self.groups, self.width, self.scale = num_attention_heads, num_gqa_groups, kv_channels, softmax_scale
-        self.qkv_format, self.attn_mask_type = qkv_format, attn_mask_type
+        self.heads = num_attention_heads
+        self.groups = num_gqa_groups
+        self.width = kv_channels
+        self.scale = softmax_scale
+        self.qkv_format = qkv_format
+        self.attn_mask_type = attn_mask_type
 
-    def forward(self, query_layer=None, key_layer=None, value_layer=None, attention_mask=None, qkv_format=None,
-                cu_seqlens_q=None, cu_seqlens_kv=None, cu_seqlens_q_padded=None, cu_seqlens_kv_padded=None,
-                max_seqlen_q=None, max_seqlen_kv=None, attn_mask_type=None, **more):
-        form, mask = qkv_format or self.qkv_format, attn_mask_type or self.attn_mask_type
-        q, k, v = query_layer, key_layer, value_layer
-        assert q.shape[-2:] == (self.heads, self.width) and k.shape[-2:] == (self.groups, self.width)
+    def forward(
+        self,
+        query_layer=None,
+        key_layer=None,
+        value_layer=None,
+        attention_mask=None,
+        qkv_format=None,
+        cu_seqlens_q=None,
+        cu_seqlens_kv=None,
+        cu_seqlens_q_padded=None,
+        cu_seqlens_kv_padded=None,
+        max_seqlen_q=None,
+        max_seqlen_kv=None,
+        attn_mask_type=None,
+        **more,
+    ):
+        form = qkv_format or self.qkv_format
+        mask = attn_mask_type or self.attn_mask_type
+        q = query_layer
+        k = key_layer
+        v = value_layer
+        assert q.shape[-2:] == (self.heads, self.width) and k.shape[-2:] == (
+            self.groups,
+            self.width,
+        )
         if form == "thd":
-            assert mask == "padding_causal" and cu_seqlens_q is cu_seqlens_kv and max_seqlen_q == max_seqlen_kv
+            assert (
+                mask == "padding_causal"
+                and cu_seqlens_q is cu_seqlens_kv
+                and max_seqlen_q == max_seqlen_kv
+            )
             return of_documents(q, k, v, self.scale, cu_seqlens_q).flatten(-2)
         assert form == "sbhd" and mask == "causal"
         q, k, v = (t.transpose(0, 1) for t in (q, k, v))
@@ -227,8 +386,11 @@ class DotProductAttention(nn.Module):
 class autocast:  # noqa: N801
     running = None
 
-    def __init__(self, enabled=True, calibrating=False, recipe=None, amax_reduction_group=None, _graph=False):
-        self.recipe, self.group = recipe, amax_reduction_group
+    def __init__(
+        self, enabled=True, calibrating=False, recipe=None, amax_reduction_group=None, _graph=False
+    ):
+        self.recipe = recipe
+        self.group = amax_reduction_group
 
     def __enter__(self):
         assert autocast.running is None
@@ -241,18 +403,34 @@ class autocast:  # noqa: N801
 
 def transformer_engine() -> list[ModuleType]:
     """The package, as much of it as we call."""
+
     def recipe_of(kind):
         return lambda **options: SimpleNamespace(kind=kind, **options)
 
-    recipe = module("transformer_engine.common.recipe", Format=SimpleNamespace(E4M3="e4m3", HYBRID="hybrid"),
-                    DelayedScaling=recipe_of("DelayedScaling"), Float8CurrentScaling=recipe_of("Float8CurrentScaling"))
-    return [module("transformer_engine"), module("transformer_engine.common"), recipe,
-            module("transformer_engine.pytorch", Linear=Linear, RMSNorm=RMSNorm, LayerNorm=LayerNorm,
-                   DotProductAttention=DotProductAttention, autocast=autocast)]
+    recipe = module(
+        "transformer_engine.common.recipe",
+        Format=SimpleNamespace(E4M3="e4m3", HYBRID="hybrid"),
+        DelayedScaling=recipe_of("DelayedScaling"),
+        Float8CurrentScaling=recipe_of("Float8CurrentScaling"),
+    )
+    return [
+        module("transformer_engine"),
+        module("transformer_engine.common"),
+        recipe,
+        module(
+            "transformer_engine.pytorch",
+            Linear=Linear,
+            RMSNorm=RMSNorm,
+            LayerNorm=LayerNorm,
+            DotProductAttention=DotProductAttention,
+            autocast=autocast,
+        ),
+    ]
 
 
 def pretend_cuda() -> None:
-    """For a process of a test's own: all libraries are there, and a CPU counts as a device they run on."""
+    """For a process of a test's own: all libraries are there, and a CPU counts as a device they run
+    on."""
     from megatron.kernels import transformer_engine as adapter
 
     install(*transformer_engine(), *flash_attn(), *apex())

@@ -1,4 +1,5 @@
 """Activations against their formulas in fp64."""
+
 import math
 
 import pytest
@@ -29,7 +30,11 @@ CASES = {
     "gelu tanh": (lambda x: gelu(x, True), tanh_gelu, [(3, 4, 6)]),
     "gelu erf": (lambda x: gelu(x, False), erf_gelu, [(3, 4, 6)]),
     "bias gelu": (bias_gelu, lambda x, b: tanh_gelu(x + b), [(3, 4, 6), (6,)]),
-    "swiglu": (swiglu, lambda x: x[..., 0, :] * torch.sigmoid(x[..., 0, :]) * x[..., 1, :], [(3, 4, 2, 6)]),
+    "swiglu": (
+        swiglu,
+        lambda x: x[..., 0, :] * torch.sigmoid(x[..., 0, :]) * x[..., 1, :],
+        [(3, 4, 2, 6)],
+    ),
     "geglu": (geglu, lambda x: tanh_gelu(x[..., 0, :]) * x[..., 1, :], [(3, 4, 2, 6)]),
     "squared relu": (squared_relu, lambda x: torch.where(x > 0, x, 0) ** 2, [(3, 4, 6)]),
 }
@@ -37,8 +42,12 @@ CASES = {
 
 def inputs(name: str, dtype: torch.dtype):
     generator = torch.Generator().manual_seed(4)
-    return [(torch.randn(*shape, generator=generator, dtype=torch.float64) * 2).to(dtype).requires_grad_()
-            for shape in CASES[name][2]]
+    return [
+        (torch.randn(*shape, generator=generator, dtype=torch.float64) * 2)
+        .to(dtype)
+        .requires_grad_()
+        for shape in CASES[name][2]
+    ]
 
 
 @pytest.mark.parametrize("runs_pay_off", [True, False])
@@ -49,14 +58,19 @@ def test_value_and_gradient_are_the_formula(monkeypatch, name, dtype, runs_pay_o
     call, formula, _ = CASES[name]
     tensors = inputs(name, dtype)
     wide = [t.detach().double().requires_grad_() for t in tensors]
-    actual, exact = call(*tensors), formula(*wide)
-    grad = torch.randn(exact.shape, generator=torch.Generator().manual_seed(5), dtype=torch.float64).to(dtype)
+    actual = call(*tensors)
+    exact = formula(*wide)
+    grad = torch.randn(
+        exact.shape, generator=torch.Generator().manual_seed(5), dtype=torch.float64
+    ).to(dtype)
     results = (actual, *torch.autograd.grad(actual, tensors, grad))
     wanted = (exact, *torch.autograd.grad(exact, wide, grad.double()))
     unit = torch.finfo(dtype).eps
     for got, value in zip(results, wanted, strict=True):
         assert got.dtype == dtype
-        torch.testing.assert_close(got.double(), value, rtol=4 * unit, atol=(6 if unit > 1e-5 else 100) * unit)
+        torch.testing.assert_close(
+            got.double(), value, rtol=4 * unit, atol=(6 if unit > 1e-5 else 100) * unit
+        )
 
 
 @pytest.mark.parametrize("name", ["gelu erf", "swiglu", "squared relu"])
@@ -68,11 +82,18 @@ def test_gradcheck(name):
 def test_slope_is_the_numerical_one_and_a_second_backward_is_refused(name):
     tensors = inputs(name, torch.float64)
     value = CASES[name][0](*tensors)
-    weights, step = torch.linspace(-1, 1, value.numel(), dtype=torch.float64).view(value.shape), 1e-6
+    weights = torch.linspace(-1, 1, value.numel(), dtype=torch.float64).view(value.shape)
+    step = 1e-6
     grads = torch.autograd.grad(value, tensors, weights, retain_graph=True)
-    ahead, behind = (CASES[name][0](*(t.detach() + sign * step for t in tensors)) for sign in (1, -1))
-    torch.testing.assert_close(sum(g.sum() for g in grads), ((ahead - behind) * weights).sum() / (2 * step),
-                               rtol=1e-7, atol=1e-7)
+    ahead, behind = (
+        CASES[name][0](*(t.detach() + sign * step for t in tensors)) for sign in (1, -1)
+    )
+    torch.testing.assert_close(
+        sum(g.sum() for g in grads),
+        ((ahead - behind) * weights).sum() / (2 * step),
+        rtol=1e-7,
+        atol=1e-7,
+    )
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         torch.autograd.grad(value, tensors, weights)
 
@@ -90,6 +111,7 @@ def test_inputs_that_are_not_contiguous_and_scalars():
     x = torch.randn(6, 5, dtype=torch.float64)
     torch.testing.assert_close(gelu(x.t(), True), tanh_gelu(x.t()))
     gate_up = torch.randn(2, 7, 6, dtype=torch.float64)
-    torch.testing.assert_close(swiglu(gate_up.transpose(0, 1)),
-                               gate_up[0] * torch.sigmoid(gate_up[0]) * gate_up[1])
+    torch.testing.assert_close(
+        swiglu(gate_up.transpose(0, 1)), gate_up[0] * torch.sigmoid(gate_up[0]) * gate_up[1]
+    )
     torch.testing.assert_close(gelu(x[0, 0], True), tanh_gelu(x[0, 0]))

@@ -1,4 +1,6 @@
-"""Causal attention against the plain formula in fp64: groups, documents, dropout, formats, memory."""
+"""Causal attention against the plain formula in fp64: groups, documents, dropout, formats,
+memory."""
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -14,13 +16,19 @@ CPU = torch.device("cpu")
 
 
 def dropout_factors(q, k, **options) -> torch.Tensor:
-    """The dropout factors [b, n, s, s] of a call: with the identity for values it returns its probabilities."""
+    """The dropout factors [b, n, s, s] of a call: with the identity for values it returns its
+    probabilities."""
     s, b, _, _ = q.shape
     g = k.shape[2]
-    q, k = (torch.cat((t.detach(), torch.zeros(*t.shape[:-1], s - t.shape[-1], dtype=t.dtype)), -1) for t in (q, k))
+    q, k = (
+        torch.cat((t.detach(), torch.zeros(*t.shape[:-1], s - t.shape[-1], dtype=t.dtype)), -1)
+        for t in (q, k)
+    )
     eye = torch.eye(s, dtype=q.dtype).view(s, 1, 1, s).expand(s, b, g, s)
-    dropped, whole = (attention(q, k, eye, scale=SCALE, **{**options, **extra}).permute(1, 2, 0, 3)
-                      for extra in ({}, {"dropout_p": 0.0, "implementation": "chunked"}))
+    dropped, whole = (
+        attention(q, k, eye, scale=SCALE, **{**options, **extra}).permute(1, 2, 0, 3)
+        for extra in ({}, {"dropout_p": 0.0, "implementation": "chunked"})
+    )
     return torch.where(whole > 0, dropped / whole, 0)
 
 
@@ -35,7 +43,9 @@ def blocks(request, monkeypatch):
 @pytest.mark.parametrize("s", [1, 7, 21])
 def test_plain_causal_attention_is_the_formula(blocks, s, heads, groups):
     *tensors, grad = inputs(s=s, n=heads, g=groups)
-    assert_same(lambda *t: attention(*t, scale=SCALE), formula, tensors, grad, rtol=1e-12, atol=1e-13)
+    assert_same(
+        lambda *t: attention(*t, scale=SCALE), formula, tensors, grad, rtol=1e-12, atol=1e-13
+    )
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "chunked", "plain", "auto"])
@@ -43,8 +53,14 @@ def test_plain_causal_attention_is_the_formula(blocks, s, heads, groups):
 @pytest.mark.parametrize("s", [21, 130, 300])
 def test_both_implementations_in_fp32(implementation, groups, s):
     *tensors, grad = inputs(s=s, g=groups, dtype=torch.float32)
-    assert_same(lambda *t: attention(*t, scale=SCALE, implementation=implementation), formula, tensors, grad,
-                rtol=1e-4, atol=2e-5)
+    assert_same(
+        lambda *t: attention(*t, scale=SCALE, implementation=implementation),
+        formula,
+        tensors,
+        grad,
+        rtol=1e-4,
+        atol=2e-5,
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -52,15 +68,27 @@ def test_both_implementations_in_fp32(implementation, groups, s):
 def test_low_precision_is_near_the_formula(implementation, dtype):
     *tensors, grad = inputs(s=70, dtype=dtype)
     unit = torch.finfo(dtype).eps
-    assert_same(lambda *t: attention(*t, scale=SCALE, implementation=implementation), formula, tensors, grad,
-                rtol=2 * unit, atol=4 * unit)
+    assert_same(
+        lambda *t: attention(*t, scale=SCALE, implementation=implementation),
+        formula,
+        tensors,
+        grad,
+        rtol=2 * unit,
+        atol=4 * unit,
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_chunks_round_once(dtype):
     *tensors, grad = inputs(s=70, dtype=dtype)
-    assert_same(lambda *t: attention(*t, scale=SCALE, implementation="chunked"), formula, tensors, grad,
-                rtol=torch.finfo(dtype).eps * 0.501, atol=2e-6)
+    assert_same(
+        lambda *t: attention(*t, scale=SCALE, implementation="chunked"),
+        formula,
+        tensors,
+        grad,
+        rtol=torch.finfo(dtype).eps * 0.501,
+        atol=2e-6,
+    )
 
 
 @pytest.mark.parametrize("groups", [4, 2])
@@ -68,14 +96,22 @@ def test_chunks_round_once(dtype):
 def test_document_masks_are_exact(blocks, groups, implementation):
     *tensors, grad = inputs(g=groups)
     ids = documents(21)
-    assert_same(lambda *t: attention(*t, scale=SCALE, document_ids=ids, implementation=implementation),
-                lambda *t: formula(*t, ids), tensors, grad, rtol=1e-12, atol=1e-13)
+    assert_same(
+        lambda *t: attention(*t, scale=SCALE, document_ids=ids, implementation=implementation),
+        lambda *t: formula(*t, ids),
+        tensors,
+        grad,
+        rtol=1e-12,
+        atol=1e-13,
+    )
 
 
 def test_one_document_is_plain_attention(blocks):
     q, k, v, _ = inputs()
     ids = torch.zeros(2, 21, dtype=torch.int32)
-    torch.testing.assert_close(attention(q, k, v, scale=SCALE, document_ids=ids), attention(q, k, v, scale=SCALE))
+    torch.testing.assert_close(
+        attention(q, k, v, scale=SCALE, document_ids=ids), attention(q, k, v, scale=SCALE)
+    )
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "chunked", "plain"])
@@ -104,7 +140,12 @@ def test_no_position_sees_another_document():
 def test_key_blocks_of_other_documents_are_not_computed():
     q, k, v, _ = inputs(s=256, b=1)
     plan = module._Plan(q, k, (torch.arange(256) // 64).view(1, 256))
-    assert [(block.start, block.first) for block in plan.blocks((0, 1))] == [(0, 0), (64, 64), (128, 128), (192, 192)]
+    assert [(block.start, block.first) for block in plan.blocks((0, 1))] == [
+        (0, 0),
+        (64, 64),
+        (128, 128),
+        (192, 192),
+    ]
 
 
 @pytest.mark.parametrize("groups", [4, 2])
@@ -112,13 +153,24 @@ def test_key_blocks_of_other_documents_are_not_computed():
 @pytest.mark.parametrize("implementation", ["auto", "plain"])
 def test_dropout_zeroes_probabilities_and_scales_the_others(blocks, groups, masked, implementation):
     q, k, v, grad = inputs(g=groups)
-    options = {"dropout_p": 0.3, "dropout_seed": 12, "document_ids": documents(21) if masked else None,
-               "implementation": implementation}
+    options = {
+        "dropout_p": 0.3,
+        "dropout_seed": 12,
+        "document_ids": documents(21) if masked else None,
+        "implementation": implementation,
+    }
     factors = dropout_factors(q, k, **options)
-    zero, kept = factors.abs() < 1e-9, (factors - 1 / 0.7).abs() < 1e-9
+    zero = factors.abs() < 1e-9
+    kept = (factors - 1 / 0.7).abs() < 1e-9
     assert (zero | kept).all() and kept.any() and zero[..., 0][:, :, :5].any()
-    assert_same(lambda *t: attention(*t, scale=SCALE, **options),
-                lambda *t: formula(*t, options["document_ids"], factors), (q, k, v), grad, rtol=1e-11, atol=1e-12)
+    assert_same(
+        lambda *t: attention(*t, scale=SCALE, **options),
+        lambda *t: formula(*t, options["document_ids"], factors),
+        (q, k, v),
+        grad,
+        rtol=1e-11,
+        atol=1e-12,
+    )
 
 
 def test_the_dropout_rate_is_p():
@@ -134,7 +186,9 @@ def test_gradcheck_with_dropout(monkeypatch, masked):
     q, k, v, _ = inputs(s=7, n=2, g=1, d=2)
     ids = documents(7) if masked else None
     assert torch.autograd.gradcheck(
-        lambda *t: attention(*t, scale=SCALE, dropout_p=0.2, dropout_seed=5, document_ids=ids), (q, k, v))
+        lambda *t: attention(*t, scale=SCALE, dropout_p=0.2, dropout_seed=5, document_ids=ids),
+        (q, k, v),
+    )
 
 
 def test_dropout_is_a_pure_function_of_the_seed():
@@ -176,7 +230,8 @@ def test_ids_that_the_host_has_not_read_mask_as_well(monkeypatch):
 class Largest(TorchDispatchMode):
     """Elements of the largest tensor that any operation returns, and the operations seen."""
 
-    elements, names = 0, frozenset()
+    elements = 0
+    names = frozenset()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
@@ -187,10 +242,16 @@ class Largest(TorchDispatchMode):
         return out
 
 
-@pytest.mark.parametrize("options", [
-    {"implementation": "sdpa"}, {"implementation": "chunked"}, {"dropout_p": 0.1, "dropout_seed": 1},
-    {"document_ids": (torch.arange(1024) // 600).view(1, 1024)},
-], ids=["sdpa", "chunked", "dropout", "documents"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"implementation": "sdpa"},
+        {"implementation": "chunked"},
+        {"dropout_p": 0.1, "dropout_seed": 1},
+        {"document_ids": (torch.arange(1024) // 600).view(1, 1024)},
+    ],
+    ids=["sdpa", "chunked", "dropout", "documents"],
+)
 @pytest.mark.parametrize("groups", [1, 2])
 def test_nothing_of_size_s_by_s_is_ever_made(options, groups):
     s = 1024
@@ -204,13 +265,21 @@ def test_nothing_of_size_s_by_s_is_ever_made(options, groups):
 def test_only_the_inputs_are_kept_for_backward():
     q, k, v, _ = inputs(dtype=torch.bfloat16)
     sizes = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: sizes.append(t.nbytes) or t, lambda t: t):
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda t: sizes.append(t.nbytes) or t, lambda t: t
+    ):
         attention(q, k, v, scale=SCALE, dropout_p=0.1, dropout_seed=1)
     assert sum(sizes) == q.nbytes + k.nbytes + v.nbytes
 
 
-@pytest.mark.parametrize("dtype, dropout, masked, word", [
-    (torch.float32, 0.1, False, "dropout"), (torch.float32, 0.0, True, "document"), (torch.float64, 0.0, False, "fp64")])
+@pytest.mark.parametrize(
+    "dtype, dropout, masked, word",
+    [
+        (torch.float32, 0.1, False, "dropout"),
+        (torch.float32, 0.0, True, "document"),
+        (torch.float64, 0.0, False, "fp64"),
+    ],
+)
 def test_sdpa_is_refused_where_it_would_need_an_s_by_s_tensor(dtype, dropout, masked, word):
     with pytest.raises(ValueError, match=rf"'sdpa' cannot do .*{word}.*use 'auto' or 'chunked'"):
         select_attention(CPU, dtype, dropout, masked, "sdpa")
@@ -226,7 +295,9 @@ def test_requests_that_make_no_sense_are_refused():
 
 
 @pytest.mark.parametrize("native, chosen", [(True, "sdpa"), (False, "chunked")])
-def test_emulated_low_precision_goes_through_fp32_chunks(monkeypatch, no_vector_attention, native, chosen):
+def test_emulated_low_precision_goes_through_fp32_chunks(
+    monkeypatch, no_vector_attention, native, chosen
+):
     monkeypatch.setattr(module, "low_precision_is_native", lambda *_: native)
     assert select_attention(CPU, torch.bfloat16, 0.0, False)[0] == chosen
     assert select_attention(torch.device("cuda"), torch.bfloat16, 0.0, False)[0] == chosen

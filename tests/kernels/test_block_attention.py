@@ -1,11 +1,19 @@
-"""Attention of blocks against the plain formula in fp64: values, sums and gradients, masks, joins, formats, dropout."""
+"""Attention of blocks against the plain formula in fp64: values, sums and gradients, masks, joins,
+formats, dropout."""
+
 import dataclasses
 
 import pytest
 import torch
 
 from megatron.kernels import block_attention as module
-from megatron.kernels.block_attention import Block, block_attention, block_attention_grads, flash, join_
+from megatron.kernels.block_attention import (
+    Block,
+    block_attention,
+    block_attention_grads,
+    flash,
+    join_,
+)
 from tests.kernels.attention_formula import documents, inputs
 
 SCALE = 0.3
@@ -13,11 +21,16 @@ CLOSE = dict(rtol=1e-11, atol=1e-11)
 
 
 def formula(q, k, v, block, factors=None):
-    """(out, lse) by the definition, with whole matrices; `factors` [b, n, s_q, s_k] stand for dropout."""
+    """(out, lse) by the definition, with whole matrices; `factors` [b, n, s_q, s_k] stand for
+    dropout."""
     r = q.shape[2] // k.shape[2]
     k, v = (t.double().repeat_interleave(r, 2) for t in (k, v))
     scores = torch.einsum("ibnd,jbnd->bnij", q.double(), k) * block.scale
-    hidden = torch.ones(scores.shape[2:], dtype=torch.bool).triu(1) if block.causal else torch.zeros(scores.shape[2:]).bool()
+    hidden = (
+        torch.ones(scores.shape[2:], dtype=torch.bool).triu(1)
+        if block.causal
+        else torch.zeros(scores.shape[2:]).bool()
+    )
     hidden = hidden.expand_as(scores).clone()
     if block.query_ids is not None:
         hidden |= (block.query_ids[:, :, None] != block.key_ids[:, None, :])[:, None]
@@ -33,13 +46,19 @@ def blocks(q, k):
     square = len(q) == len(k)
     ids = documents(max(len(q), len(k)))
     yield Block(SCALE)
-    yield Block(SCALE, query_ids=ids[:, -len(q):], key_ids=ids.flip(0)[:, : len(k)])
+    yield Block(SCALE, query_ids=ids[:, -len(q) :], key_ids=ids.flip(0)[:, : len(k)])
     if square:
         yield Block(SCALE, causal=True)
         yield Block(SCALE, True, ids, ids)
 
 
-SHAPES = [(21, 21, 4, 2, 8), (130, 67, 4, 4, 5), (1, 3, 6, 1, 16), (67, 130, 2, 1, 8), (150, 150, 2, 2, 3)]
+SHAPES = [
+    (21, 21, 4, 2, 8),
+    (130, 67, 4, 4, 5),
+    (1, 3, 6, 1, 16),
+    (67, 130, 2, 1, 8),
+    (150, 150, 2, 2, 3),
+]
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -74,14 +93,19 @@ def test_parts_join_to_the_whole(cut, implementation):
     expected, logs = formula(q, k, v, block)
     wanted = torch.autograd.grad(expected, (q, k, v), grad)
     with torch.no_grad():
-        (out, lse), part = (block_attention(q, k[s], v[s], block) for s in (slice(0, cut), slice(cut, None)))
-        out, lse = out.clone(), lse.clone()
+        (out, lse), part = (
+            block_attention(q, k[s], v[s], block) for s in (slice(0, cut), slice(cut, None))
+        )
+        out = out.clone()
+        lse = lse.clone()
         join_(out, lse, *part)
         torch.testing.assert_close(out, expected, **CLOSE)
         torch.testing.assert_close(lse, logs, **CLOSE)
         delta = (out * grad).sum(-1)
-        first, second = (block_attention_grads((q, k[s], v[s]), grad, out, lse, delta, block)
-                         for s in (slice(0, cut), slice(cut, None)))
+        first, second = (
+            block_attention_grads((q, k[s], v[s]), grad, out, lse, delta, block)
+            for s in (slice(0, cut), slice(cut, None))
+        )
     torch.testing.assert_close(first[0] + second[0], wanted[0], **CLOSE)
     for i in (1, 2):
         torch.testing.assert_close(torch.cat((first[i], second[i])), wanted[i], **CLOSE)
@@ -109,13 +133,19 @@ def test_formats_compute_in_fp32(dtype):
     wanted = torch.autograd.grad(expected, (q, k, v), grad.double())
     torch.testing.assert_close(out.double(), expected, rtol=1e-4, atol=1e-5)
     for mine, theirs in zip(found, wanted, strict=True):
-        torch.testing.assert_close(mine.double(), theirs.double(), rtol=1e-2 if dtype != torch.float32 else 1e-4, atol=2e-2
-                                   if dtype != torch.float32 else 1e-5)
+        torch.testing.assert_close(
+            mine.double(),
+            theirs.double(),
+            rtol=1e-2 if dtype != torch.float32 else 1e-4,
+            atol=2e-2 if dtype != torch.float32 else 1e-5,
+        )
 
 
 def test_dropout_is_a_function_of_the_seed_and_its_gradient_knows_the_mask():
-    """With one-hot values the result shows every kept probability; with those as factors the formula must agree."""
-    s, p = 70, 0.4
+    """With one-hot values the result shows every kept probability; with those as factors the
+    formula must agree."""
+    s = 70
+    p = 0.4
     q, k, _, _ = inputs(s, n=4, g=2, d=s)
     ids = documents(s)
     block = Block(SCALE, True, ids, ids, p, 77)
@@ -131,7 +161,9 @@ def test_dropout_is_a_function_of_the_seed_and_its_gradient_knows_the_mask():
     assert set(factors[seen].round(decimals=9).unique().tolist()) == {0.0, round(1 / (1 - p), 9)}
     kept = (factors[seen] > 0).double().mean()
     assert abs(kept - (1 - p)) < 5 * (p * (1 - p) / seen.sum()) ** 0.5
-    assert not torch.equal(factors[:, 0], factors[:, 1]) and not torch.equal(factors[0], factors[1]), "heads and samples"
+    assert not torch.equal(factors[:, 0], factors[:, 1]) and not torch.equal(
+        factors[0], factors[1]
+    ), "heads and samples"
     _, _, v, grad = inputs(s, n=4, g=2, d=s, seed=5)
     expected, _ = formula(q, k, v, block, factors)
     wanted = torch.autograd.grad(expected, (q, k, v), grad)
@@ -147,25 +179,42 @@ def test_no_more_than_some_rows_of_scores_are_held(monkeypatch):
     """Scratch is bounded by SCRATCH_ELEMENTS, not by queries x keys."""
     sizes = []
     bmm = torch.bmm
-    monkeypatch.setattr(torch, "bmm", lambda a, b: sizes.append(a.shape[0] * a.shape[1] * b.shape[2]) or bmm(a, b))
+    monkeypatch.setattr(
+        torch, "bmm", lambda a, b: sizes.append(a.shape[0] * a.shape[1] * b.shape[2]) or bmm(a, b)
+    )
     q, k, v, _ = inputs(2048, b=1, n=2, g=1, d=4, dtype=torch.float32)
     with torch.no_grad():
         block_attention(q, k, v, Block(SCALE))
     assert max(sizes) <= module.SCRATCH_ELEMENTS < 2048 * 2048 * 2
 
 
-@pytest.mark.parametrize("device, dtype, d, p, documents, name, expected", [
-    ("cuda", torch.bfloat16, 128, 0.0, False, "auto", True), ("cuda", torch.float16, 64, 0.0, False, "auto", True),
-    ("cuda", torch.float32, 128, 0.0, False, "auto", False), ("cuda", torch.bfloat16, 100, 0.0, False, "auto", False),
-    ("cuda", torch.bfloat16, 512, 0.0, False, "auto", False), ("cuda", torch.bfloat16, 128, 0.1, False, "auto", False),
-    ("cuda", torch.bfloat16, 128, 0.0, True, "auto", False), ("cuda", torch.bfloat16, 128, 0.0, False, "chunked", False),
-    ("cpu", torch.float32, 128, 0.0, False, "auto", False), ("cpu", torch.float64, 5, 0.0, False, "sdpa", True)])
+@pytest.mark.parametrize(
+    "device, dtype, d, p, documents, name, expected",
+    [
+        ("cuda", torch.bfloat16, 128, 0.0, False, "auto", True),
+        ("cuda", torch.float16, 64, 0.0, False, "auto", True),
+        ("cuda", torch.float32, 128, 0.0, False, "auto", False),
+        ("cuda", torch.bfloat16, 100, 0.0, False, "auto", False),
+        ("cuda", torch.bfloat16, 512, 0.0, False, "auto", False),
+        ("cuda", torch.bfloat16, 128, 0.1, False, "auto", False),
+        ("cuda", torch.bfloat16, 128, 0.0, True, "auto", False),
+        ("cuda", torch.bfloat16, 128, 0.0, False, "chunked", False),
+        ("cpu", torch.float32, 128, 0.0, False, "auto", False),
+        ("cpu", torch.float64, 5, 0.0, False, "sdpa", True),
+    ],
+)
 def test_which_kernel_runs(device, dtype, d, p, documents, name, expected):
     assert flash(device, dtype, d, p, documents, name) is expected
 
 
-@pytest.mark.parametrize("more", [("cuda", torch.float32, 128, 0.0, False), ("cpu", torch.float32, 8, 0.1, False),
-                                  ("cpu", torch.float32, 8, 0.0, True)])
+@pytest.mark.parametrize(
+    "more",
+    [
+        ("cuda", torch.float32, 128, 0.0, False),
+        ("cpu", torch.float32, 8, 0.1, False),
+        ("cpu", torch.float32, 8, 0.0, True),
+    ],
+)
 def test_flash_asked_for_where_it_cannot_be(more):
     with pytest.raises(ValueError, match="use 'auto'"):
         flash(*more, "sdpa")

@@ -1,4 +1,6 @@
-"""Cross entropy against the formula in fp64: padding, chunks, split vocabularies, formats, memory."""
+"""Cross entropy against the formula in fp64: padding, chunks, split vocabularies, formats,
+memory."""
+
 import threading
 from dataclasses import dataclass
 
@@ -11,10 +13,14 @@ from megatron.kernels import cross_entropy as module
 from megatron.kernels import native
 from megatron.kernels.reference import cross_entropy
 
-ROWS, COLUMNS, VOCAB = 11, 16, 13
+ROWS = 11
+COLUMNS = 16
+VOCAB = 13
 
 
-@pytest.fixture(autouse=True, params=[1 << 19, 3 * COLUMNS, None], ids=["one chunk", "many chunks", "C++"])
+@pytest.fixture(
+    autouse=True, params=[1 << 19, 3 * COLUMNS, None], ids=["one chunk", "many chunks", "C++"]
+)
 def chunk_elements(request, monkeypatch):
     if request.param:
         monkeypatch.setattr(module, "CHUNK_ELEMENTS", request.param)
@@ -23,15 +29,20 @@ def chunk_elements(request, monkeypatch):
 
 def inputs(dtype: torch.dtype = torch.float64, spread: float = 2.0):
     generator = torch.Generator().manual_seed(2)
-    logits = (torch.randn(ROWS, COLUMNS, generator=generator, dtype=torch.float64) * spread).to(dtype)
+    logits = (torch.randn(ROWS, COLUMNS, generator=generator, dtype=torch.float64) * spread).to(
+        dtype
+    )
     labels = torch.randint(0, VOCAB, (ROWS,), generator=generator)
     labels[0], labels[1] = 0, VOCAB - 1
     weights = torch.randn(ROWS, generator=generator, dtype=torch.float64)
     return logits, labels, weights
 
 
-def formula(logits: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor, smoothing: float = 0.0):
-    """Loss of each row and the gradient of the weighted sum, in fp64, by softmax minus (smoothed) one-hot."""
+def formula(
+    logits: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor, smoothing: float = 0.0
+):
+    """Loss of each row and the gradient of the weighted sum, in fp64, by softmax minus (smoothed)
+    one-hot."""
     real = logits.double()[:, :VOCAB]
     target = F.one_hot(labels, VOCAB).double() * (1.0 - smoothing) + smoothing / VOCAB
     loss = real.exp().sum(-1).log() - (real * target).sum(-1)
@@ -50,11 +61,15 @@ def run(logits: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor, **opt
 
 def test_loss_and_gradient_are_the_formula():
     logits, labels, weights = inputs()
-    for actual, exact in zip(run(logits, labels, weights), formula(logits, labels, weights), strict=True):
+    for actual, exact in zip(
+        run(logits, labels, weights), formula(logits, labels, weights), strict=True
+    ):
         torch.testing.assert_close(actual, exact, rtol=1e-13, atol=1e-14)
 
 
-@pytest.mark.parametrize("dtype, unit", [(torch.float32, 2e-7), (torch.bfloat16, 2.0**-8), (torch.float16, 2.0**-11)])
+@pytest.mark.parametrize(
+    "dtype, unit", [(torch.float32, 2e-7), (torch.bfloat16, 2.0**-8), (torch.float16, 2.0**-11)]
+)
 def test_low_precision_logits_have_a_loss_in_fp32(dtype, unit):
     logits, labels, weights = inputs(dtype)
     loss, grad = run(logits, labels, weights)
@@ -88,7 +103,9 @@ def test_without_padding_it_is_torchs():
     labels = torch.arange(ROWS) % COLUMNS
     leaf = logits.clone().requires_grad_()
     loss = cross_entropy(leaf.clone(), labels, vocab_size=COLUMNS)
-    torch.testing.assert_close(loss, F.cross_entropy(leaf, labels, reduction="none"), rtol=1e-13, atol=1e-13)
+    torch.testing.assert_close(
+        loss, F.cross_entropy(leaf, labels, reduction="none"), rtol=1e-13, atol=1e-13
+    )
 
 
 def test_smoothing_is_torchs():
@@ -105,9 +122,11 @@ def test_which_labels_are_first():
     logits, labels, weights = inputs()
     labels[3] = logits[3, :VOCAB].argmax()
     right = torch.zeros(ROWS, dtype=torch.bool)
-    logits[:, VOCAB:] = 100.0                       # padding is never first
+    logits[:, VOCAB:] = 100.0  # padding is never first
     loss, _ = run(logits, labels, weights, right=right)
-    assert torch.equal(right, logits[:, :VOCAB].argmax(-1) == labels) and right[3] and not right.all()
+    assert (
+        torch.equal(right, logits[:, :VOCAB].argmax(-1) == labels) and right[3] and not right.all()
+    )
     assert torch.equal(loss, run(logits, labels, weights)[0])
 
 
@@ -115,7 +134,9 @@ def test_large_logits_neither_overflow_nor_lose_the_loss():
     logits, labels, weights = inputs(torch.float32, spread=1.0)
     loss, grad = run(logits + 3e4, labels, weights)
     assert torch.isfinite(loss).all() and torch.isfinite(grad).all()
-    torch.testing.assert_close(loss, run((logits + 3e4) - 3e4, labels, weights)[0], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        loss, run((logits + 3e4) - 3e4, labels, weights)[0], rtol=1e-5, atol=1e-5
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -144,7 +165,8 @@ class LargestNew(TorchDispatchMode):
 
     def __init__(self, *known: torch.Tensor):
         super().__init__()
-        self.known, self.bytes = {t.untyped_storage().data_ptr() for t in known}, 0
+        self.known = {t.untyped_storage().data_ptr() for t in known}
+        self.bytes = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
@@ -160,7 +182,9 @@ def test_there_is_never_a_second_copy_of_the_logits(monkeypatch, dtype):
     logits = torch.randn(64, 500).to(dtype).requires_grad_()
     middle = logits * 1
     with LargestNew(middle, logits) as largest:
-        (grad,) = torch.autograd.grad(cross_entropy(middle, torch.arange(64), vocab_size=490).sum(), middle)
+        (grad,) = torch.autograd.grad(
+            cross_entropy(middle, torch.arange(64), vocab_size=490).sum(), middle
+        )
     assert grad.data_ptr() == middle.data_ptr()
     assert 0 < largest.bytes <= 4 * 500 * 4
 
@@ -177,7 +201,9 @@ class Reduction:
     """All-reduce between threads, and how often it was called by each."""
 
     def __init__(self, size: int):
-        self.barrier, self.slots, self.calls = threading.Barrier(size), [None] * size, [0] * size
+        self.barrier = threading.Barrier(size)
+        self.slots = [None] * size
+        self.calls = [0] * size
 
     def __call__(self, tensor: torch.Tensor, op: str, axis: Part) -> torch.Tensor:
         self.calls[axis.rank] += 1
@@ -188,7 +214,8 @@ class Reduction:
         return stacked.amax(0) if op == "max" else stacked.sum(0)
 
 
-@pytest.mark.parametrize("size", [2, 4])  # with 4 the last part holds three columns of padding and one real one
+# with 4 the last part holds three columns of padding and one real one
+@pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("padding_part", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
@@ -197,16 +224,24 @@ def test_a_split_vocabulary_gives_the_same(size, padding_part, dtype, smoothing)
     parts = list(logits.split(COLUMNS // size, dim=1))
     if padding_part:  # one more rank whose columns are all padding
         parts.append(torch.full_like(parts[0], 7.0))
-    reduction, results = Reduction(len(parts)), [None] * len(parts)
+    reduction = Reduction(len(parts))
+    results = [None] * len(parts)
     labels[3] = logits[3, :VOCAB].double().argmax()
     right = [torch.zeros(ROWS, dtype=torch.bool) for _ in parts]
     plain = [torch.zeros(ROWS, dtype=torch.promote_types(dtype, torch.float32)) for _ in parts]
 
     def work(rank: int) -> None:
-        results[rank] = run(parts[rank], labels, weights, vocab_start=rank * parts[0].shape[1],
-                            tp=Part(len(parts), rank), all_reduce=reduction, smoothing=smoothing,
-                            right=right[rank] if smoothing else None,
-                            plain=plain[rank] if smoothing else None)
+        results[rank] = run(
+            parts[rank],
+            labels,
+            weights,
+            vocab_start=rank * parts[0].shape[1],
+            tp=Part(len(parts), rank),
+            all_reduce=reduction,
+            smoothing=smoothing,
+            right=right[rank] if smoothing else None,
+            plain=plain[rank] if smoothing else None,
+        )
 
     threads = [threading.Thread(target=work, args=(rank,)) for rank in range(len(parts))]
     for thread in threads:
@@ -215,14 +250,33 @@ def test_a_split_vocabulary_gives_the_same(size, padding_part, dtype, smoothing)
         thread.join(30)
     loss, grad = formula(logits, labels, weights, smoothing)
     if smoothing:
-        assert all(torch.equal(one, logits[:, :VOCAB].gather(1, labels[:, None]).squeeze(1) == logits[:, :VOCAB].amax(-1))
-                   for one in right) and right[0][3]
+        assert (
+            all(
+                torch.equal(
+                    one,
+                    logits[:, :VOCAB].gather(1, labels[:, None]).squeeze(1)
+                    == logits[:, :VOCAB].amax(-1),
+                )
+                for one in right
+            )
+            and right[0][3]
+        )
         for one in plain:
-            assert torch.allclose(one.double(), formula(logits, labels, weights)[0].double(), rtol=1e-5, atol=1e-6)
-    close = dict(rtol=1e-12, atol=1e-13) if dtype == torch.float64 else dict(rtol=2.0**-8 * 1.01, atol=1e-6)
+            assert torch.allclose(
+                one.double(), formula(logits, labels, weights)[0].double(), rtol=1e-5, atol=1e-6
+            )
+    close = (
+        dict(rtol=1e-12, atol=1e-13)
+        if dtype == torch.float64
+        else dict(rtol=2.0**-8 * 1.01, atol=1e-6)
+    )
     for result in results:
-        torch.testing.assert_close(result[0].double(), loss, rtol=1e-6 if dtype != torch.float64 else 1e-12, atol=1e-6)
-    torch.testing.assert_close(torch.cat([r[1] for r in results], 1)[:, :COLUMNS].double(), grad, **close)
+        torch.testing.assert_close(
+            result[0].double(), loss, rtol=1e-6 if dtype != torch.float64 else 1e-12, atol=1e-6
+        )
+    torch.testing.assert_close(
+        torch.cat([r[1] for r in results], 1)[:, :COLUMNS].double(), grad, **close
+    )
     if padding_part:
         assert not results[-1][1].any()
     assert reduction.calls == [2] * len(parts)

@@ -1,4 +1,6 @@
-"""Dropout: exact rates, masks that are pure functions of the seed, streams that have nothing to do with each other."""
+"""Dropout: exact rates, masks that are pure functions of the seed, streams that have nothing to do
+with each other."""
+
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -28,8 +30,11 @@ def test_the_cpp_and_torch_give_the_same_bits(monkeypatch, dtype, n):
     x = torch.randn(n, generator=torch.Generator().manual_seed(0)).to(dtype)
     if not native.runs(x):
         pytest.skip("needs the C++ built for this processor")
-    names, real = [], native._call
-    monkeypatch.setattr(native, "_call", lambda name, *arguments: names.append(name) or real(name, *arguments))
+    names = []
+    real = native._call
+    monkeypatch.setattr(
+        native, "_call", lambda name, *arguments: names.append(name) or real(name, *arguments)
+    )
     for p in (0.1, 0.5, 1e-5, 1 - 2**-16):
         with monkeypatch.context() as patch:
             patch.setattr(native, "runs", lambda x: False)
@@ -56,7 +61,9 @@ def test_the_rate_is_p_also_between_two_steps_of_sixteen_bits(p):
 
 def test_every_lane_and_position_of_a_draw_is_used_alike():
     keep = DropoutBits(8, 0.3, CPU).keep(1 << 20, torch.float32).view(-1, 4)
-    torch.testing.assert_close(keep.mean(0), torch.full((4,), 0.7), rtol=0, atol=5 * (0.21 / (1 << 18)) ** 0.5)
+    torch.testing.assert_close(
+        keep.mean(0), torch.full((4,), 0.7), rtol=0, atol=5 * (0.21 / (1 << 18)) ** 0.5
+    )
 
 
 def correlation(a: torch.Tensor, b: torch.Tensor) -> float:
@@ -102,7 +109,9 @@ def test_gradcheck():
 def test_recompute_repeats_the_mask_without_any_state():
     x = torch.randn(64, requires_grad=True)
     straight = torch.autograd.grad((dropout(x, 0.5, 4) * x).sum(), x)[0]
-    again = checkpoint(lambda x: (dropout(x, 0.5, 4) * x).sum(), x, use_reentrant=False, preserve_rng_state=False)
+    again = checkpoint(
+        lambda x: (dropout(x, 0.5, 4) * x).sum(), x, use_reentrant=False, preserve_rng_state=False
+    )
     assert torch.equal(torch.autograd.grad(again, x)[0], straight)
 
 

@@ -1,38 +1,56 @@
 """Linear layers in 8 bits against formats written out bit by bit in float64."""
+
 import pytest
 import torch
 
-from megatron.kernels.fp8 import FORMATS, Formats, fitting_scale, linear_fp8, native_product, product, quantize
+from megatron.kernels.fp8 import (
+    FORMATS,
+    Formats,
+    fitting_scale,
+    linear_fp8,
+    native_product,
+    product,
+    quantize,
+)
 
 E4M3, E5M2 = FORMATS["hybrid"]
 LARGEST = {E4M3: 448.0, E5M2: 57344.0}
 
 
 def numbers(dtype: torch.dtype) -> torch.Tensor:
-    """Every finite number that is not negative, in order of its bits, by the definition of the format."""
+    """Every finite number that is not negative, in order of its bits, by the definition of the
+    format."""
     mantissa, bias = (3, 7) if dtype == E4M3 else (2, 15)
     found = []
     for bits in range(128):
-        exponent, fraction = bits >> mantissa, bits & ((1 << mantissa) - 1)
-        value = (fraction / 2**mantissa * 2.0 ** (1 - bias) if exponent == 0
-                 else (1 + fraction / 2**mantissa) * 2.0 ** (exponent - bias))
+        exponent = bits >> mantissa
+        fraction = bits & ((1 << mantissa) - 1)
+        value = (
+            fraction / 2**mantissa * 2.0 ** (1 - bias)
+            if exponent == 0
+            else (1 + fraction / 2**mantissa) * 2.0 ** (exponent - bias)
+        )
         if value <= LARGEST[dtype]:
             found.append(value)
     return torch.tensor(found, dtype=torch.float64)
 
 
 def nearest(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """x (float64) to the nearest number of the format, halfway to that with an even last bit; large ones to the largest."""
-    grid, size = numbers(dtype), x.abs()
+    """x (float64) to the nearest number of the format, halfway to that with an even last bit; large
+    ones to the largest."""
+    grid = numbers(dtype)
+    size = x.abs()
     above = torch.searchsorted(grid, size).clamp(1, len(grid) - 1)
-    low, high = grid[above - 1], grid[above]
+    low = grid[above - 1]
+    high = grid[above]
     up = (size - low > high - size) | ((size - low == high - size) & (above % 2 == 0))
     return torch.where(up, high, low) * x.sign()
 
 
 def cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """What x stands for after its cast, scaled by itself; the scale and its inverse are fp32 as in the kernel."""
-    scale = (torch.tensor(LARGEST[dtype]) / x.abs().max().float())
+    """What x stands for after its cast, scaled by itself; the scale and its inverse are fp32 as in
+    the kernel."""
+    scale = torch.tensor(LARGEST[dtype]) / x.abs().max().float()
     return nearest((x.float() * scale).double(), dtype) * scale.reciprocal().double()
 
 
@@ -40,7 +58,8 @@ class Itself:
     """Scales every tensor by itself, and notes what it was asked."""
 
     def __init__(self, formats: Formats = FORMATS["hybrid"]):
-        self.formats, self.asked = formats, []
+        self.formats = formats
+        self.asked = []
 
     def forward(self, amax, training):
         self.asked.append((amax.tolist(), training))
@@ -54,16 +73,27 @@ class Itself:
 def inputs(dtype=torch.float32):
     generator = torch.Generator().manual_seed(5)
     shapes = (4, 8, 48), (64, 48), (64,), (4, 8, 64)
-    return [(torch.randn(shape, generator=generator) * size).to(dtype)
-            for shape, size in zip(shapes, (3.0, 0.02, 0.1, 1e-6), strict=True)]
+    return [
+        (torch.randn(shape, generator=generator) * size).to(dtype)
+        for shape, size in zip(shapes, (3.0, 0.02, 0.1, 1e-6), strict=True)
+    ]
 
 
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
 def test_casts_round_as_the_format_says(dtype):
     grid = numbers(dtype)
     assert grid[-1] == LARGEST[dtype] == torch.finfo(dtype).max
-    middle = (grid[1:] + grid[:-1]) / 2                                # ties; all of them are fp32 numbers
-    x = torch.cat([grid, middle, middle * (1 + 1e-6), middle * (1 - 1e-6), torch.tensor([1e9, LARGEST[dtype] * 1.05])])
+    # ties; all of them are fp32 numbers
+    middle = (grid[1:] + grid[:-1]) / 2
+    x = torch.cat(
+        [
+            grid,
+            middle,
+            middle * (1 + 1e-6),
+            middle * (1 - 1e-6),
+            torch.tensor([1e9, LARGEST[dtype] * 1.05]),
+        ]
+    )
     x = torch.cat([x, -x]).float()
     one = torch.tensor(1.0)
     assert torch.equal(quantize(x, dtype, one).double(), nearest(x.double(), dtype))
@@ -80,19 +110,30 @@ def test_a_layer_is_three_products_of_casts(kind, dtype):
     out = linear_fp8(*leaves, scaling=scaling)
     out.backward(grad)
     back = FORMATS[kind].backward
-    qx, qw, qg = cast(x, E4M3), cast(weight, E4M3), cast(grad, back)
-    close = dict(rtol=1e-5, atol=1e-5) if dtype == torch.float32 else dict(rtol=2.0**-7, atol=2.0**-8)
+    qx = cast(x, E4M3)
+    qw = cast(weight, E4M3)
+    qg = cast(grad, back)
+    close = (
+        dict(rtol=1e-5, atol=1e-5) if dtype == torch.float32 else dict(rtol=2.0**-7, atol=2.0**-8)
+    )
     torch.testing.assert_close(out.double(), qx @ qw.t() + bias.double(), **close)
     close["atol"] *= 1e-6
     torch.testing.assert_close(leaves[0].grad.double(), qg @ qw, **close)
-    torch.testing.assert_close(leaves[1].grad.double(), qg.flatten(0, 1).t() @ qx.flatten(0, 1),
-                               **close | {"atol": 40 * close["atol"]})
+    torch.testing.assert_close(
+        leaves[1].grad.double(),
+        qg.flatten(0, 1).t() @ qx.flatten(0, 1),
+        **close | {"atol": 40 * close["atol"]},
+    )
     assert torch.equal(leaves[2].grad, grad.flatten(0, 1).sum(0))
-    assert scaling.asked == [([x.abs().max().item(), weight.abs().max().item()], True), [grad.abs().max().item()]]
+    assert scaling.asked == [
+        ([x.abs().max().item(), weight.abs().max().item()], True),
+        [grad.abs().max().item()],
+    ]
 
 
 def test_gradients_are_within_the_bounds_of_the_formats():
-    """A cast moves a number by at most half a step: 2^-4 (e4m3) or 2^-3 (e5m2) of it, or half the smallest number."""
+    """A cast moves a number by at most half a step: 2^-4 (e4m3) or 2^-3 (e5m2) of it, or half the
+    smallest number."""
     x, weight, _, grad = inputs()
     leaves = [t.clone().requires_grad_() for t in (x, weight)]
     linear_fp8(*leaves, scaling=Itself()).backward(grad)
@@ -100,17 +141,23 @@ def test_gradients_are_within_the_bounds_of_the_formats():
 
     def moved(t, dtype):
         share, smallest = (2.0**-4, 2.0**-9) if dtype == E4M3 else (2.0**-3, 2.0**-16)
-        return torch.maximum(t.abs() * share, t.abs().max() / LARGEST[dtype] * smallest / 2) * (1 + 1e-5)
+        return torch.maximum(t.abs() * share, t.abs().max() / LARGEST[dtype] * smallest / 2) * (
+            1 + 1e-5
+        )
 
     def bound(a, moved_a, b, moved_b):
         return a.abs() @ moved_b + moved_a @ b.abs() + moved_a @ moved_b
 
-    dx, dw, dg = moved(x, E4M3), moved(weight, E4M3), moved(grad, E5M2)
-    for got, exact, most in ((leaves[0].grad.flatten(0, 1), grad @ weight, bound(grad, dg, weight, dw)),
-                             (leaves[1].grad, grad.t() @ x, bound(grad.t(), dg.t(), x, dx))):
+    dx = moved(x, E4M3)
+    dw = moved(weight, E4M3)
+    dg = moved(grad, E5M2)
+    for got, exact, most in (
+        (leaves[0].grad.flatten(0, 1), grad @ weight, bound(grad, dg, weight, dw)),
+        (leaves[1].grad, grad.t() @ x, bound(grad.t(), dg.t(), x, dx)),
+    ):
         error = (got.double() - exact).abs()
         assert (error <= most).all()
-        assert error.norm() > 0.005 * exact.norm()                      # they really are of 8 bits
+        assert error.norm() > 0.005 * exact.norm()  # they really are of 8 bits
 
 
 def test_the_weight_gradient_is_added_to_its_buffer():
@@ -149,7 +196,8 @@ class Fixed(Itself):
 
 def test_zeros_and_tiny_numbers():
     for size in (0.0, 1e-38, 1e-44):
-        x, weight = torch.full((16, 16), size), torch.eye(16)
+        x = torch.full((16, 16), size)
+        weight = torch.eye(16)
         assert linear_fp8(x, weight, scaling=Itself()).allclose(x, rtol=2.0**-4, atol=1e-40)
     assert fitting_scale(torch.tensor([0.0, 2.0]), 448.0).tolist() == [1.0, 224.0]
 
@@ -160,7 +208,12 @@ def test_torchs_product_of_8_bits_is_the_emulated_one(first):
     generator = torch.Generator().manual_seed(1)
     a, b = (torch.randn(32, 64, generator=generator).to(dtype) for dtype in (first, E4M3))
     inverses = torch.tensor(0.5), torch.tensor(0.125)
-    for left, right in ((a, b), (b.view(64, 32).t(), b)):               # the second as in the weight's gradient
+    # the second as in the weight's gradient
+    for left, right in ((a, b), (b.view(64, 32).t(), b)):
         for dtype in (torch.float32, torch.bfloat16):
-            torch.testing.assert_close(native_product(left, right, *inverses, dtype),
-                                       product(left, right, *inverses, dtype), rtol=2.0**-7, atol=1e-5)
+            torch.testing.assert_close(
+                native_product(left, right, *inverses, dtype),
+                product(left, right, *inverses, dtype),
+                rtol=2.0**-7,
+                atol=1e-5,
+            )

@@ -1,4 +1,5 @@
-"""The adapters of flash-attn, apex and Transformer Engine against our own kernels, over stand-ins that compute plainly."""
+"""The adapters of flash-attn, apex and Transformer Engine against our own kernels, over stand-ins
+that compute plainly."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ from tests.kernels import fake_libraries as fakes
 from tests.kernels.attention_formula import SCALE, assert_same, cut, formula, inputs
 from tests.model.tiny import MODELS, loss_and_grads, tiny_model, tokens
 
-CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+CPU = torch.device("cpu")
+CUDA = torch.device("cuda")
 CLOSE = dict(rtol=1e-10, atol=1e-12)
 
 
@@ -32,9 +34,16 @@ def test_where_documents_begin():
 def test_flash_attn_is_the_formula(libraries, groups, with_documents):
     *tensors, grad = inputs(g=groups)
     ids = cut(21) if with_documents else None
-    assert_same(lambda *t: flash_attention.flash_attention(*t, SCALE, ids), lambda *t: formula(*t, ids=ids), tensors, grad,
-                **CLOSE)
-    assert [name for name, _ in libraries] == ["flash_attn_varlen_func" if with_documents else "flash_attn_func"]
+    assert_same(
+        lambda *t: flash_attention.flash_attention(*t, SCALE, ids),
+        lambda *t: formula(*t, ids=ids),
+        tensors,
+        grad,
+        **CLOSE,
+    )
+    assert [name for name, _ in libraries] == [
+        "flash_attn_varlen_func" if with_documents else "flash_attn_func"
+    ]
 
 
 def test_deterministic_mode_reaches_flash_attn(libraries):
@@ -54,15 +63,21 @@ def test_transformer_engines_attention_is_the_formula(libraries, groups, with_do
     *tensors, grad = inputs(g=groups)
     ids = cut(21) if with_documents else None
     attention = transformer_engine.Engine().attention(4, groups, 8, SCALE)
-    assert_same(lambda *t: attention(*t, ids), lambda *t: formula(*t, ids=ids), tensors, grad, **CLOSE)
+    assert_same(
+        lambda *t: attention(*t, ids), lambda *t: formula(*t, ids=ids), tensors, grad, **CLOSE
+    )
 
 
 def test_apex_norms_and_weight_gradient(libraries):
     generator = torch.Generator().manual_seed(3)
     x, weight, bias = (torch.randn(*shape, generator=generator) for shape in ((5, 8), (8,), (8,)))
-    torch.testing.assert_close(apex.layer_norm(x, weight, bias, 1e-5), reference.layer_norm(x, weight, bias, 1e-5))
+    torch.testing.assert_close(
+        apex.layer_norm(x, weight, bias, 1e-5), reference.layer_norm(x, weight, bias, 1e-5)
+    )
     torch.testing.assert_close(apex.rms_norm(x, weight, 1e-5), reference.rms_norm(x, weight, 1e-5))
-    x, grad, total = x.bfloat16(), torch.randn(5, 3, generator=generator).bfloat16(), torch.ones(3, 8)
+    x = x.bfloat16()
+    grad = torch.randn(5, 3, generator=generator).bfloat16()
+    total = torch.ones(3, 8)
     wanted = reference.linear_weight_grad(grad, x, accumulate_into=torch.ones(3, 8))
     apex.accumulate_weight_grad(x, grad, total)
     torch.testing.assert_close(total, 1 + grad.float().t() @ x.float())
@@ -73,8 +88,11 @@ def test_apex_gets_rows_without_gaps(libraries):
     """Its kernel reads addresses and knows no strides; a part of a wider tensor has others."""
     generator = torch.Generator().manual_seed(3)
     wide_x, wide_grad = (torch.randn(5, 16, generator=generator).bfloat16() for _ in range(2))
-    for x, grad in ((wide_x[:, :8], wide_grad[:, 4:7]), (wide_x[:, ::2], wide_grad[:, ::4]),
-                    (wide_x[:4, :4].t(), wide_grad[:4, :3])):
+    for x, grad in (
+        (wide_x[:, :8], wide_grad[:, 4:7]),
+        (wide_x[:, ::2], wide_grad[:, ::4]),
+        (wide_x[:4, :4].t(), wide_grad[:4, :3]),
+    ):
         total = torch.ones(grad.shape[1], x.shape[1])
         apex.accumulate_weight_grad(x, grad, total)
         torch.testing.assert_close(total, 1 + grad.float().t() @ x.float())
@@ -83,8 +101,14 @@ def test_apex_gets_rows_without_gaps(libraries):
 def test_the_weight_gradient_goes_through_apex_where_it_can(libraries, monkeypatch):
     monkeypatch.setattr(apex, "gradient_obstacle", lambda *_: None)
     seen = []
-    monkeypatch.setattr(apex, "accumulate_weight_grad", lambda *tensors: seen.append([tuple(t.shape) for t in tensors]))
-    reference.linear_weight_grad(torch.ones(2, 5, 3), torch.ones(2, 5, 8), accumulate_into=torch.zeros(3, 8))
+    monkeypatch.setattr(
+        apex,
+        "accumulate_weight_grad",
+        lambda *tensors: seen.append([tuple(t.shape) for t in tensors]),
+    )
+    reference.linear_weight_grad(
+        torch.ones(2, 5, 3), torch.ones(2, 5, 8), accumulate_into=torch.zeros(3, 8)
+    )
     assert seen == [[(10, 8), (10, 3), (3, 8)]]
     assert reference.linear_weight_grad(torch.ones(2, 3), torch.ones(2, 8)) is not None
 
@@ -92,10 +116,14 @@ def test_the_weight_gradient_goes_through_apex_where_it_can(libraries, monkeypat
 @pytest.mark.parametrize("flags", MODELS.values(), ids=MODELS)
 @pytest.mark.parametrize("kernels", ["engine", "engine, own attention", "apex"])
 def test_a_model_of_library_kernels_is_our_model(libraries, flags, kernels):
-    made = {"engine": Kernels("engine", engine=transformer_engine.Engine(accumulate=False)),
-            "engine, own attention": Kernels(engine=transformer_engine.Engine(accumulate=False)),
-            "apex": Kernels(apex_norms=True)}[kernels]
-    ours, theirs = (tiny_model(torch.float64, scramble=True, kernels=one, **flags) for one in (None, made))
+    made = {
+        "engine": Kernels("engine", engine=transformer_engine.Engine(accumulate=False)),
+        "engine, own attention": Kernels(engine=transformer_engine.Engine(accumulate=False)),
+        "apex": Kernels(apex_norms=True),
+    }[kernels]
+    ours, theirs = (
+        tiny_model(torch.float64, scramble=True, kernels=one, **flags) for one in (None, made)
+    )
     ids = cut(16)
     for more in ({}, {"document_ids": ids}):
         loss, grads = loss_and_grads(ours, **more)
@@ -123,35 +151,62 @@ def test_weight_gradients_of_micro_batches_come_together_where_they_lie(librarie
         torch.testing.assert_close(other, sums[0], rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize(("recipe", "kind"), [("tensorwise", "Float8CurrentScaling"), ("delayed", "DelayedScaling")])
+@pytest.mark.parametrize(
+    ("recipe", "kind"), [("tensorwise", "Float8CurrentScaling"), ("delayed", "DelayedScaling")]
+)
 def test_fp8_surrounds_the_transformer_layers(libraries, recipe, kind):
-    fp8 = transformer_engine.Fp8("hybrid", recipe, margin=1, amax_history_len=5, amax_compute_algo="max")
-    plain, wide = (Kernels("engine", engine=transformer_engine.Engine(False, one)) for one in (None, fp8))
+    fp8 = transformer_engine.Fp8(
+        "hybrid", recipe, margin=1, amax_history_len=5, amax_compute_algo="max"
+    )
+    plain, wide = (
+        Kernels("engine", engine=transformer_engine.Engine(False, one)) for one in (None, fp8)
+    )
     loss, _ = loss_and_grads(tiny_model(kernels=plain))
     assert libraries == []
     rounded, _ = loss_and_grads(tiny_model(kernels=wide))
     [(name, more)] = libraries
-    assert name == "autocast" and more["recipe"].kind == kind and more["recipe"].fp8_format == "hybrid"
+    assert (
+        name == "autocast" and more["recipe"].kind == kind and more["recipe"].fp8_format == "hybrid"
+    )
     if recipe == "delayed":
-        assert (more["recipe"].margin, more["recipe"].amax_history_len, more["recipe"].amax_compute_algo) == (1, 5, "max")
+        assert (
+            more["recipe"].margin,
+            more["recipe"].amax_history_len,
+            more["recipe"].amax_compute_algo,
+        ) == (1, 5, "max")
     assert not torch.equal(loss, rounded)
     torch.testing.assert_close(rounded, loss, rtol=0.02, atol=0)
 
 
-@pytest.mark.parametrize(("call", "words"), [
-    (lambda: transformer_engine.obstacle(CUDA, torch.bfloat16), f"not installed; {transformer_engine.INSTALL}"),
-    (lambda: transformer_engine.obstacle(CUDA, torch.float64), "no fp64"),
-    (lambda: transformer_engine.obstacle(CPU, torch.bfloat16), "needs a CUDA device, and this is a cpu"),
-    (lambda: flash_attention.obstacle(CUDA, torch.bfloat16, 64), "not installed; pip install flash-attn"),
-    (lambda: flash_attention.obstacle(CUDA, torch.float32, 64), "fp16 and bf16 only"),
-    (lambda: flash_attention.obstacle(CUDA, torch.bfloat16, 512), "at most 256"),
-    (lambda: flash_attention.obstacle(CPU, torch.bfloat16, 64), "needs a CUDA device"),
-    (lambda: apex.obstacle(CUDA, torch.bfloat16), "PyPI's apex is not it"),
-    (lambda: apex.obstacle(CPU, torch.bfloat16), "needs a CUDA device"),
-    (lambda: apex.obstacle(CUDA, torch.float64), "not for fp64"),
-    (lambda: apex.gradient_obstacle(CUDA, torch.bfloat16, torch.float32), "fused_weight_gradient_mlp_cuda of apex"),
-    (lambda: apex.gradient_obstacle(CUDA, torch.float32, torch.float32), "weights of 16 bits"),
-])
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (
+            lambda: transformer_engine.obstacle(CUDA, torch.bfloat16),
+            f"not installed; {transformer_engine.INSTALL}",
+        ),
+        (lambda: transformer_engine.obstacle(CUDA, torch.float64), "no fp64"),
+        (
+            lambda: transformer_engine.obstacle(CPU, torch.bfloat16),
+            "needs a CUDA device, and this is a cpu",
+        ),
+        (
+            lambda: flash_attention.obstacle(CUDA, torch.bfloat16, 64),
+            "not installed; pip install flash-attn",
+        ),
+        (lambda: flash_attention.obstacle(CUDA, torch.float32, 64), "fp16 and bf16 only"),
+        (lambda: flash_attention.obstacle(CUDA, torch.bfloat16, 512), "at most 256"),
+        (lambda: flash_attention.obstacle(CPU, torch.bfloat16, 64), "needs a CUDA device"),
+        (lambda: apex.obstacle(CUDA, torch.bfloat16), "PyPI's apex is not it"),
+        (lambda: apex.obstacle(CPU, torch.bfloat16), "needs a CUDA device"),
+        (lambda: apex.obstacle(CUDA, torch.float64), "not for fp64"),
+        (
+            lambda: apex.gradient_obstacle(CUDA, torch.bfloat16, torch.float32),
+            "fused_weight_gradient_mlp_cuda of apex",
+        ),
+        (lambda: apex.gradient_obstacle(CUDA, torch.float32, torch.float32), "weights of 16 bits"),
+    ],
+)
 def test_what_keeps_a_library_from_running(monkeypatch, call, words):
     for module in (transformer_engine, flash_attention, apex):
         monkeypatch.setattr(module, "find_spec", lambda name: None)
@@ -170,5 +225,7 @@ def test_a_broken_library_is_one_clear_error(monkeypatch):
     broken = fakes.module("transformer_engine")
     monkeypatch.setitem(sys.modules, "transformer_engine", broken)
     monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", None)
-    with pytest.raises(ValueError, match="is installed but does not load .*; pip install --no-build-isolation '"):
+    with pytest.raises(
+        ValueError, match="is installed but does not load .*; pip install --no-build-isolation '"
+    ):
         transformer_engine.load()

@@ -1,4 +1,5 @@
 """Linear layers against the formulas in fp64, with and without native low-precision products."""
+
 import pytest
 import torch
 
@@ -12,20 +13,32 @@ DTYPES = [torch.float64, torch.float32, *LOW]
 def inputs(dtype: torch.dtype, out: int = 23, width: int = 12, lead: tuple[int, ...] = (5, 3)):
     generator = torch.Generator().manual_seed(1)
     draw = lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)  # noqa: E731
-    x, weight, bias, grad = draw(*lead, width), draw(out, width), draw(out), draw(*lead, out)
+    x = draw(*lead, width)
+    weight = draw(out, width)
+    bias = draw(out)
+    grad = draw(*lead, out)
     return x.requires_grad_(), weight.requires_grad_(), bias.requires_grad_(), grad
 
 
 def formulas(x, weight, bias, grad):
     """Output and gradients in fp64 of the values given."""
     x, weight, bias, grad = (t.detach().double() for t in (x, weight, bias, grad))
-    return (torch.einsum("abi,oi->abo", x, weight) + bias, torch.einsum("abo,oi->abi", grad, weight),
-            torch.einsum("abo,abi->oi", grad, x), grad.sum((0, 1)))
+    return (
+        torch.einsum("abi,oi->abo", x, weight) + bias,
+        torch.einsum("abo,oi->abi", grad, weight),
+        torch.einsum("abo,abi->oi", grad, x),
+        grad.sum((0, 1)),
+    )
 
 
 def assert_rounded_once(actual: torch.Tensor, exact: torch.Tensor) -> None:
     """Within half a unit in the last place of the dtype, and what fp32 sums may add."""
-    unit = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 1e-6, torch.float64: 1e-14}[actual.dtype]
+    unit = {
+        torch.bfloat16: 2.0**-8,
+        torch.float16: 2.0**-11,
+        torch.float32: 1e-6,
+        torch.float64: 1e-14,
+    }[actual.dtype]
     atol = 1e-13 if actual.dtype == torch.float64 else 5e-6
     torch.testing.assert_close(actual.double(), exact, rtol=unit * 1.001, atol=atol)
 
@@ -33,7 +46,9 @@ def assert_rounded_once(actual: torch.Tensor, exact: torch.Tensor) -> None:
 @pytest.fixture(params=[True, False], ids=["native", "through fp32"])
 def native(request, monkeypatch):
     """Low precision as on a machine that has, or has not, instructions for it."""
-    monkeypatch.setattr(module, "low_precision_is_native", lambda _, dtype: request.param or dtype not in LOW)
+    monkeypatch.setattr(
+        module, "low_precision_is_native", lambda _, dtype: request.param or dtype not in LOW
+    )
     return request.param
 
 
@@ -48,7 +63,9 @@ def test_output_and_gradients_are_the_formulas_rounded_once(dtype, native, block
     x, weight, bias, grad = inputs(dtype)
     out = linear(x, weight, bias)
     out.backward(grad)
-    for actual, exact in zip((out, x.grad, weight.grad, bias.grad), formulas(x, weight, bias, grad), strict=True):
+    for actual, exact in zip(
+        (out, x.grad, weight.grad, bias.grad), formulas(x, weight, bias, grad), strict=True
+    ):
         assert actual.dtype == dtype
         assert_rounded_once(actual.detach(), exact)
 
@@ -91,8 +108,17 @@ def test_accumulation_adds_to_the_buffer_and_leaves_grad_alone(dtype, native, bl
         linear(x, weight, bias, accumulate_into=main_grad).backward(grad)
     assert weight.grad is None and x.grad is not None and bias.grad is not None
     exact = formulas(x, weight, bias, grad)[2]
-    tolerance = 2e-6 if dtype not in LOW or not native else {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}[dtype]
-    torch.testing.assert_close(main_grad.double(), 3 + 2 * exact, rtol=2 * tolerance, atol=1e-4 if tolerance < 1e-4 else .1)
+    tolerance = (
+        2e-6
+        if dtype not in LOW or not native
+        else {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}[dtype]
+    )
+    torch.testing.assert_close(
+        main_grad.double(),
+        3 + 2 * exact,
+        rtol=2 * tolerance,
+        atol=1e-4 if tolerance < 1e-4 else 0.1,
+    )
 
 
 @pytest.mark.parametrize("dtype", LOW)
@@ -115,28 +141,43 @@ def test_a_low_precision_buffer_is_added_to_in_its_own_format(native):
 
 @pytest.mark.parametrize("view", [False, True])
 def test_post_accumulate_hooks_run_also_for_an_accumulated_weight(view):
-    """What overlaps communication with backward learns that main_grad is complete, although grad is None."""
+    """What overlaps communication with backward learns that main_grad is complete, although grad is
+    None."""
     x, weight, bias, grad = inputs(torch.float32)
-    main_grad, seen = torch.zeros(weight.shape), []
-    weight.register_post_accumulate_grad_hook(lambda p: seen.append((p.grad, main_grad.any().item())))
+    main_grad = torch.zeros(weight.shape)
+    seen = []
+    weight.register_post_accumulate_grad_hook(
+        lambda p: seen.append((p.grad, main_grad.any().item()))
+    )
     used = weight.view(1, *weight.shape).flatten(0, 1) if view else weight
     linear(x, used, bias, accumulate_into=main_grad).backward(grad)
     assert seen == [(None, True)]
 
 
 def test_the_capability_is_the_librarys_word():
-    assert module.low_precision_is_native("cpu", torch.float32) and module.low_precision_is_native("cpu", torch.float64)
+    assert module.low_precision_is_native("cpu", torch.float32) and module.low_precision_is_native(
+        "cpu", torch.float64
+    )
     assert module.low_precision_is_native("cuda", torch.bfloat16)
     if torch.backends.mkldnn.is_available():
-        assert module.low_precision_is_native("cpu", torch.bfloat16) == torch.ops.mkldnn._is_mkldnn_bf16_supported()
-        assert module.low_precision_is_native("cpu", torch.float16) == torch.ops.mkldnn._is_mkldnn_fp16_supported()
+        assert (
+            module.low_precision_is_native("cpu", torch.bfloat16)
+            == torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        )
+        assert (
+            module.low_precision_is_native("cpu", torch.float16)
+            == torch.ops.mkldnn._is_mkldnn_fp16_supported()
+        )
 
 
 @pytest.fixture
 def onednn_calls(monkeypatch):
     """The arguments of every linear layer that oneDNN computes."""
-    calls, real = [], torch.ops.mkldnn._linear_pointwise
-    monkeypatch.setattr(torch.ops.mkldnn, "_linear_pointwise", lambda *a: calls.append(a) or real(*a))
+    calls = []
+    real = torch.ops.mkldnn._linear_pointwise
+    monkeypatch.setattr(
+        torch.ops.mkldnn, "_linear_pointwise", lambda *a: calls.append(a) or real(*a)
+    )
     module._onednn_linear.cache_clear()
     yield calls
     module._onednn_linear.cache_clear()
@@ -148,29 +189,38 @@ def test_a_bias_added_by_onednn_is_addmms_to_the_bit(onednn_calls):
     native = module.low_precision_is_native("cpu", torch.bfloat16)
     for part in (rows, rows[::2], rows[:, :50], rows[:1], rows[:0]):
         matrix = weight.detach()[:, : part.shape[1]].contiguous()
-        found = module._product(part, matrix, bias)         # without oneDNN's bf16 in fp32, rounded once
+        # without oneDNN's bf16 in fp32, rounded once
+        found = module._product(part, matrix, bias)
         assert torch.equal(found, torch.addmm(bias, part, matrix.t())) or not native
     assert len(onednn_calls) == (4 if native else 0)
 
 
-@pytest.mark.parametrize("vendor, capability, calls", [
-    ("AuthenticAMD", "AVX512", 5), ("AuthenticAMD", "AVX2", 0), ("GenuineIntel", "AVX512", 0)])
-def test_fp32_goes_to_onednn_where_mkl_lacks_avx512(monkeypatch, onednn_calls, vendor, capability, calls):
+@pytest.mark.parametrize(
+    "vendor, capability, calls",
+    [("AuthenticAMD", "AVX512", 5), ("AuthenticAMD", "AVX2", 0), ("GenuineIntel", "AVX512", 0)],
+)
+def test_fp32_goes_to_onednn_where_mkl_lacks_avx512(
+    monkeypatch, onednn_calls, vendor, capability, calls
+):
     monkeypatch.setattr(module.devices, "cpu_vendor", lambda: vendor)
     monkeypatch.setattr(module, "ONEDNN_FROM", 1000)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
     x, weight, bias, grad = inputs(torch.float32, out=200, width=96, lead=(33, 2))
-    rows, rows_out = x.detach().flatten(0, 1), grad.flatten(0, 1)
-    weight, bias = weight.detach(), bias.detach()
+    rows = x.detach().flatten(0, 1)
+    rows_out = grad.flatten(0, 1)
+    weight = weight.detach()
+    bias = bias.detach()
     wide = rows.double() @ weight.double().t()
     for found, right in (
         (module._product(rows, weight, bias), wide + bias.double()),
         (module._product(rows, weight, None), wide),
         (module._product(rows[::2], weight, bias), wide[::2] + bias.double()),
         (module._input_grad(rows_out, weight), rows_out.double() @ weight.double()),
-        (module._input_grad(rows_out[:, :70], weight[:70]), rows_out[:, :70].double() @ weight[:70].double()),
+        (
+            module._input_grad(rows_out[:, :70], weight[:70]),
+            rows_out[:, :70].double() @ weight[:70].double(),
+        ),
     ):
         torch.testing.assert_close(found.double(), right, rtol=1e-5, atol=1e-5)
     assert module._product(rows[:0], weight, bias).shape == (0, 200)
     assert len(onednn_calls) == calls
-

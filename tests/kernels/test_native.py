@@ -1,4 +1,5 @@
 """The C++ over rows against formulas in fp64, and where it must not run."""
+
 import platform
 import sys
 import types
@@ -9,7 +10,9 @@ import torch.nn.functional as F
 
 from megatron.kernels import activations, linear, native, norms, rotary
 
-pytestmark = pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="needs a CPU with AVX2")
+pytestmark = pytest.mark.skipif(
+    platform.machine() not in ("x86_64", "AMD64"), reason="needs a CPU with AVX2"
+)
 DTYPES = [torch.float32, torch.bfloat16]
 EPS = 1e-5
 CPU = torch.device("cpu")
@@ -17,7 +20,8 @@ COS, SIN = rotary.rotary_tables(33, 6, dtype=torch.float64)
 
 
 def rotated(x):
-    cos, sin = COS[:, None, None], SIN[:, None, None]
+    cos = COS[:, None, None]
+    sin = SIN[:, None, None]
     first, second, rest = x.split((3, 3, x.shape[-1] - 6), -1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), -1)
 
@@ -25,19 +29,34 @@ def rotated(x):
 # Shapes of the inputs (rows, then what hangs on their width), what is called, its formula.
 WIDTHS = [1, 15, 16, 17, 37, 64, 130]
 CASES = {
-    "gelu": (lambda w: [(33, w)], lambda x: activations.gelu(x, True), lambda x: F.gelu(x, approximate="tanh")),
+    "gelu": (
+        lambda w: [(33, w)],
+        lambda x: activations.gelu(x, True),
+        lambda x: F.gelu(x, approximate="tanh"),
+    ),
     "swiglu": (lambda w: [(33, 2, w)], activations.swiglu, lambda x: F.silu(x[:, 0]) * x[:, 1]),
-    "rms_norm": (lambda w: [(33, w), (w,)], lambda x, w: norms.rms_norm(x, w, EPS),
-                 lambda x, w: F.rms_norm(x, w.shape, w, EPS)),
-    "rotary": (lambda w: [(33, 2, 3, w + 6)], lambda x: rotary.apply_rotary(x, COS.to(x.dtype), SIN.to(x.dtype)), rotated),
+    "rms_norm": (
+        lambda w: [(33, w), (w,)],
+        lambda x, w: norms.rms_norm(x, w, EPS),
+        lambda x, w: F.rms_norm(x, w.shape, w, EPS),
+    ),
+    "rotary": (
+        lambda w: [(33, 2, 3, w + 6)],
+        lambda x: rotary.apply_rotary(x, COS.to(x.dtype), SIN.to(x.dtype)),
+        rotated,
+    ),
     "linear": (lambda w: [(33, 5), (w, 5), (w,)], linear.linear, F.linear),
 }
 
 
 def draw(shapes, dtype, scale=2.0):
     generator = torch.Generator().manual_seed(7)
-    return [(torch.randn(shape, generator=generator, dtype=torch.float64) * scale).to(dtype).requires_grad_()
-            for shape in shapes]
+    return [
+        (torch.randn(shape, generator=generator, dtype=torch.float64) * scale)
+        .to(dtype)
+        .requires_grad_()
+        for shape in shapes
+    ]
 
 
 def results(call, tensors, grad):
@@ -48,7 +67,8 @@ def results(call, tensors, grad):
 @pytest.fixture
 def calls(monkeypatch):
     """The names of the C++ functions that were called."""
-    names, real = [], native._call
+    names = []
+    real = native._call
 
     def noted(name, *arguments):
         names.append(name)
@@ -67,7 +87,9 @@ def assert_formula(case, tensors, dtype):
     for got, wanted in zip(results(call, tensors, grad), results(formula, wide, grad), strict=True):
         assert got.dtype == dtype and got.shape == wanted.shape
         scale = max(1.0, wanted.abs().max().item()) if wanted.numel() else 1.0
-        torch.testing.assert_close(got.double(), wanted, rtol=0, atol=slack * (0.6 if unit > 1e-5 else 24) * unit * scale)
+        torch.testing.assert_close(
+            got.double(), wanted, rtol=0, atol=slack * (0.6 if unit > 1e-5 else 24) * unit * scale
+        )
 
 
 @pytest.mark.parametrize("width", WIDTHS)
@@ -82,7 +104,9 @@ def test_value_and_gradients_are_the_formula(calls, case, dtype, width):
 @pytest.mark.parametrize("case", CASES)
 def test_strides_do_not_matter(calls, case, dtype):
     tensors = draw(CASES[case][0](20), dtype)
-    odd = [t.detach().transpose(0, -1).contiguous().transpose(0, -1).requires_grad_() for t in tensors]
+    odd = [
+        t.detach().transpose(0, -1).contiguous().transpose(0, -1).requires_grad_() for t in tensors
+    ]
     assert not odd[0].is_contiguous()
     assert_formula(case, odd, dtype)
     assert calls
@@ -115,15 +139,22 @@ def test_the_number_of_threads_changes_no_bit(monkeypatch, case, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_large_numbers_infinities_and_nan(dtype):
-    x = torch.tensor([-torch.inf, -3e38, -1e4, -87, -11, -10, 10, 11, 87, 1e4, 3e38, torch.inf, torch.nan] * 3).to(dtype)
-    value, slope = native.gelu(x), native.gelu_grad(x, torch.ones_like(x))
+    x = torch.tensor(
+        [-torch.inf, -3e38, -1e4, -87, -11, -10, 10, 11, 87, 1e4, 3e38, torch.inf, torch.nan] * 3
+    ).to(dtype)
+    value = native.gelu(x)
+    slope = native.gelu_grad(x, torch.ones_like(x))
     wanted = torch.where(x > 0, x, 0).where(~x.isnan(), x)
     torch.testing.assert_close(value, wanted, rtol=0, atol=1e-21, equal_nan=True)
     rising = torch.where(x > 0, 1, 0).to(dtype)
-    torch.testing.assert_close(slope, rising.where(~x.isnan(), x), rtol=0, atol=1e-18, equal_nan=True)
+    torch.testing.assert_close(
+        slope, rising.where(~x.isnan(), x), rtol=0, atol=1e-18, equal_nan=True
+    )
     x = torch.where(x.abs() > 80, x, 0)[1:]
     gate_up = torch.stack((x, torch.ones_like(x)), 0)
-    torch.testing.assert_close(native.swiglu(gate_up), torch.where(x > 0, x, 0), rtol=0, atol=1e-30, equal_nan=True)
+    torch.testing.assert_close(
+        native.swiglu(gate_up), torch.where(x > 0, x, 0), rtol=0, atol=1e-30, equal_nan=True
+    )
     grad = native.swiglu_grad(gate_up, torch.ones_like(x))
     torch.testing.assert_close(grad[0], rising[1:].where(x != 0, 0.5), rtol=0, atol=1e-30)
 
@@ -133,8 +164,15 @@ def test_rounding_to_bf16_is_torchs():
     x = (bits - 2**31).to(torch.int32).view(torch.float32)
     x = x[(x.abs() > 1e-30) & x.isfinite()]
     ones = torch.ones(1)
-    assert torch.equal(native.rotate(x.view(-1, 1, 1, 1).bfloat16(), ones.expand(len(x), 1, 1, 1)[..., :0],
-                                     ones.expand(len(x), 1, 1, 1)[..., :0], 1).flatten(), x.bfloat16())
+    assert torch.equal(
+        native.rotate(
+            x.view(-1, 1, 1, 1).bfloat16(),
+            ones.expand(len(x), 1, 1, 1)[..., :0],
+            ones.expand(len(x), 1, 1, 1)[..., :0],
+            1,
+        ).flatten(),
+        x.bfloat16(),
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
@@ -156,13 +194,15 @@ def test_torch_compile_and_other_devices_do_not_come_here(monkeypatch):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_level_of_instructions_answers_alike(monkeypatch, dtype):
     mine = torch.backends.cpu.get_cpu_capability()
-    levels = list(native.LEVELS)[list(native.LEVELS).index(mine):]
+    levels = list(native.LEVELS)[list(native.LEVELS).index(mine) :]
     x, weight, grad = (t.detach() for t in draw([(50, 70), (70,), (50, 70)], dtype))
     found = []
     for level in levels:
         monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda level=level: level)
         assert native.runs(x), native.obstacle(CPU, dtype)
-        found.append((native.gelu(x), native.gelu_grad(x, grad), *native.rms_norm_grad(x, weight, grad, EPS)))
+        found.append(
+            (native.gelu(x), native.gelu_grad(x, grad), *native.rms_norm_grad(x, weight, grad, EPS))
+        )
     for other in found[1:]:
         for a, b in zip(found[0], other, strict=True):
             torch.testing.assert_close(a, b)

@@ -1,4 +1,5 @@
 """LayerNorm and RMSNorm against their formulas in fp64."""
+
 import pytest
 import torch
 
@@ -19,7 +20,10 @@ def run_of_rows(request, monkeypatch):
 def inputs(dtype: torch.dtype, zero_centered: bool = False):
     generator = torch.Generator().manual_seed(3)
     draw = lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64)  # noqa: E731
-    x, weight, bias, grad = draw(5, 2, 8) * 2 + 1, draw(8) * 0.3 + (0 if zero_centered else 1), draw(8), draw(5, 2, 8)
+    x = draw(5, 2, 8) * 2 + 1
+    weight = draw(8) * 0.3 + (0 if zero_centered else 1)
+    bias = draw(8)
+    grad = draw(5, 2, 8)
     x, weight, bias = (t.to(dtype).requires_grad_() for t in (x, weight, bias))
     return x, weight, bias, grad.to(dtype)
 
@@ -31,51 +35,76 @@ def layer_formula(x, weight, bias, zero_centered):
 
 
 def rms_formula(x, weight, zero_centered):
-    return x / (x.square().mean(-1, keepdim=True) + EPS).sqrt() * (weight + 1 if zero_centered else weight)
+    return (
+        x
+        / (x.square().mean(-1, keepdim=True) + EPS).sqrt()
+        * (weight + 1 if zero_centered else weight)
+    )
 
 
 def assert_same(call, formula, tensors, grad) -> None:
-    """Output and gradients, with the tolerance of one rounding (two for sums over rows in low precision)."""
+    """Output and gradients, with the tolerance of one rounding (two for sums over rows in low
+    precision)."""
     wide = tuple(t.detach().double().requires_grad_() for t in tensors)
-    actual, exact = call(*tensors), formula(*wide)
-    grads, exact_grads = torch.autograd.grad(actual, tensors, grad), torch.autograd.grad(exact, wide, grad.double())
+    actual = call(*tensors)
+    exact = formula(*wide)
+    grads = torch.autograd.grad(actual, tensors, grad)
+    exact_grads = torch.autograd.grad(exact, wide, grad.double())
     unit = torch.finfo(actual.dtype).eps
     for got, wanted in zip((actual, *grads), (exact, *exact_grads), strict=True):
         assert got.dtype == grad.dtype
-        torch.testing.assert_close(got.double(), wanted, rtol=2 * unit, atol=8 * max(unit, 1e-14) if unit < 1e-5 else unit)
+        torch.testing.assert_close(
+            got.double(), wanted, rtol=2 * unit, atol=8 * max(unit, 1e-14) if unit < 1e-5 else unit
+        )
 
 
 @pytest.mark.parametrize("zero_centered", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_layer_norm_is_the_formula(dtype, zero_centered):
     *tensors, grad = inputs(dtype, zero_centered)
-    assert_same(lambda x, w, b: layer_norm(x, w, b, EPS, zero_centered),
-                lambda x, w, b: layer_formula(x, w, b, zero_centered), tensors, grad)
+    assert_same(
+        lambda x, w, b: layer_norm(x, w, b, EPS, zero_centered),
+        lambda x, w, b: layer_formula(x, w, b, zero_centered),
+        tensors,
+        grad,
+    )
 
 
 @pytest.mark.parametrize("zero_centered", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rms_norm_is_the_formula(dtype, zero_centered):
     x, weight, _, grad = inputs(dtype, zero_centered)
-    assert_same(lambda x, w: rms_norm(x, w, EPS, zero_centered), lambda x, w: rms_formula(x, w, zero_centered),
-                (x, weight), grad)
+    assert_same(
+        lambda x, w: rms_norm(x, w, EPS, zero_centered),
+        lambda x, w: rms_formula(x, w, zero_centered),
+        (x, weight),
+        grad,
+    )
 
 
 @pytest.mark.parametrize("runs_pay_off", [True, False])
 def test_both_ways_of_rms_norm_agree(monkeypatch, runs_pay_off):
     monkeypatch.setattr("megatron.kernels.norms.pays_off", lambda _: runs_pay_off)
     x, weight, _, grad = inputs(torch.float64)
-    assert_same(lambda x, w: rms_norm(x, w, EPS), lambda x, w: rms_formula(x, w, False), (x, weight), grad)
+    assert_same(
+        lambda x, w: rms_norm(x, w, EPS), lambda x, w: rms_formula(x, w, False), (x, weight), grad
+    )
 
 
 def test_layer_norm_without_bias_and_gradchecks():
     x, weight, bias, _ = inputs(torch.float64)
-    torch.testing.assert_close(layer_norm(x, weight, None, EPS), layer_formula(x, weight, None, False))
+    torch.testing.assert_close(
+        layer_norm(x, weight, None, EPS), layer_formula(x, weight, None, False)
+    )
     assert torch.autograd.gradcheck(lambda x, w: rms_norm(x, w, EPS, True), (x, weight))
-    assert torch.autograd.gradcheck(lambda x, w, b: layer_norm(x, w, b, EPS, True), (x, weight, bias))
+    assert torch.autograd.gradcheck(
+        lambda x, w, b: layer_norm(x, w, b, EPS, True), (x, weight, bias)
+    )
 
 
-@pytest.mark.parametrize("norm", [rms_norm, lambda x, w, eps, zero_centered: layer_norm(x, w, None, eps, zero_centered)])
+@pytest.mark.parametrize(
+    "norm", [rms_norm, lambda x, w, eps, zero_centered: layer_norm(x, w, None, eps, zero_centered)]
+)
 def test_a_small_zero_centered_weight_is_not_rounded_away(norm):
     """1 + 2^-9 is no bf16 number: adding the one in bf16 would lose the weight."""
     x = torch.linspace(-2, 2, 64, dtype=torch.bfloat16).view(4, 16)

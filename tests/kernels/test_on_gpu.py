@@ -1,4 +1,5 @@
-"""Every library's kernels on a CUDA device against this suite's own; what ran there so far is in docs/performance.md."""
+"""Every library's kernels on a CUDA device against this suite's own; what ran there so far is in
+docs/performance.md."""
 
 from __future__ import annotations
 
@@ -17,13 +18,17 @@ DTYPE = torch.bfloat16
 def inputs(g: int, d: int = 64) -> tuple[torch.Tensor, ...]:
     """q, k, v and a gradient."""
     generator = torch.Generator("cuda").manual_seed(1)
-    return tuple(torch.randn(256, 2, heads, d, generator=generator, device="cuda").to(DTYPE).requires_grad_()
-                 for heads in (8, g, g, 8))
+    return tuple(
+        torch.randn(256, 2, heads, d, generator=generator, device="cuda").to(DTYPE).requires_grad_()
+        for heads in (8, g, g, 8)
+    )
 
 
 def same(call, reference_call, tensors, grad) -> None:
     """Output and gradients within what 16 bits allow."""
-    results = [(out, *torch.autograd.grad(out, tensors, grad)) for out in (call(), reference_call())]
+    results = [
+        (out, *torch.autograd.grad(out, tensors, grad)) for out in (call(), reference_call())
+    ]
     for got, wanted in zip(*results, strict=True):
         torch.testing.assert_close(got.float(), wanted.float(), rtol=0.02, atol=0.02)
 
@@ -43,35 +48,67 @@ def test_attention(library, with_documents, groups):
     pytest.importorskip(library)
     q, k, v, grad = inputs(groups)
     ids = cut(256).cuda() if with_documents else None
-    engine = transformer_engine.Engine().attention(8, groups, 64, 0.125) if library == "transformer_engine" else None
-    same(lambda: engine(q, k, v, ids) if engine else flash_attention.flash_attention(q, k, v, 0.125, ids),
-         lambda: reference.attention(q, k, v, scale=0.125, document_ids=ids, implementation="plain"), (q, k, v), grad)
+    engine = (
+        transformer_engine.Engine().attention(8, groups, 64, 0.125)
+        if library == "transformer_engine"
+        else None
+    )
+    same(
+        lambda: (
+            engine(q, k, v, ids) if engine else flash_attention.flash_attention(q, k, v, 0.125, ids)
+        ),
+        lambda: reference.attention(q, k, v, scale=0.125, document_ids=ids, implementation="plain"),
+        (q, k, v),
+        grad,
+    )
 
 
 def test_apex():
     pytest.importorskip("apex")
-    x, weight, bias, grad = (torch.randn(*shape, device="cuda", requires_grad=True)
-                             for shape in ((32, 512), (512,), (512,), (32, 512)))
-    same(lambda: apex.layer_norm(x, weight, bias, 1e-5), lambda: reference.layer_norm(x, weight, bias, 1e-5),
-         (x, weight, bias), grad)
-    same(lambda: apex.rms_norm(x, weight, 1e-5), lambda: reference.rms_norm(x, weight, 1e-5), (x, weight), grad)
+    x, weight, bias, grad = (
+        torch.randn(*shape, device="cuda", requires_grad=True)
+        for shape in ((32, 512), (512,), (512,), (32, 512))
+    )
+    same(
+        lambda: apex.layer_norm(x, weight, bias, 1e-5),
+        lambda: reference.layer_norm(x, weight, bias, 1e-5),
+        (x, weight, bias),
+        grad,
+    )
+    same(
+        lambda: apex.rms_norm(x, weight, 1e-5),
+        lambda: reference.rms_norm(x, weight, 1e-5),
+        (x, weight),
+        grad,
+    )
     pytest.importorskip("fused_weight_gradient_mlp_cuda")
-    x, grad = x.detach().to(DTYPE), grad.detach().to(DTYPE)
+    x = x.detach().to(DTYPE)
+    grad = grad.detach().to(DTYPE)
     total = torch.ones(512, 512, device="cuda")
     apex.accumulate_weight_grad(x, grad, total)
     torch.testing.assert_close(total, 1 + grad.float().t() @ x.float(), rtol=1e-2, atol=1e-2)
 
 
 @pytest.mark.parametrize("flags", MODELS.values(), ids=MODELS)
-@pytest.mark.parametrize("fp8", [None, transformer_engine.Fp8("hybrid", "tensorwise"),
-                                 transformer_engine.Fp8("e4m3", "delayed")])
+@pytest.mark.parametrize(
+    "fp8",
+    [
+        None,
+        transformer_engine.Fp8("hybrid", "tensorwise"),
+        transformer_engine.Fp8("e4m3", "delayed"),
+    ],
+)
 def test_a_model_of_transformer_engine(flags, fp8):
     pytest.importorskip("transformer_engine")
     kernels = Kernels("engine", engine=transformer_engine.Engine(False, fp8))
     shape = {"hidden_size": 256, "num_attention_heads": 4, **flags}
     ours, theirs = (tiny_model(DTYPE, kernels=one, **shape).cuda() for one in (None, kernels))
     (loss, grads), (their_loss, their_grads) = (step(model) for model in (ours, theirs))
-    torch.testing.assert_close(their_loss.float(), loss.float(), rtol=0.05 if fp8 else 0.02, atol=0.05)
+    torch.testing.assert_close(
+        their_loss.float(), loss.float(), rtol=0.05 if fp8 else 0.02, atol=0.05
+    )
     for name, grad in grads.items():
-        apart = (their_grads[name].float() - grad.float()).norm() / grad.float().norm().clamp(min=1e-6)
+        apart = (their_grads[name].float() - grad.float()).norm() / grad.float().norm().clamp(
+            min=1e-6
+        )
         assert apart < (0.3 if fp8 else 0.1), (name, apart)

@@ -1,4 +1,6 @@
-"""Queries, keys and values out of one tensor: the parts, and gradients that are or are not parts of one tensor."""
+"""Queries, keys and values out of one tensor: the parts, and gradients that are or are not parts of
+one tensor."""
+
 import pytest
 import torch
 
@@ -15,7 +17,8 @@ def parts(qkv, r):
 @pytest.mark.parametrize("placed", [True, False])
 def test_split_and_its_gradient(r, placed):
     qkv = torch.randn(5, 2, 3, r + 2, 4, dtype=torch.float64, requires_grad=True)
-    found, expected = split_qkv(qkv, r), parts(qkv, r)
+    found = split_qkv(qkv, r)
+    expected = parts(qkv, r)
     grads = [torch.randn_like(t) for t in expected]
     if placed:
         memory = gradients_like(*found)

@@ -1,4 +1,6 @@
-"""Rotary embedding against complex numbers in fp64, and its promise: scores depend on distances alone."""
+"""Rotary embedding against complex numbers in fp64, and its promise: scores depend on distances
+alone."""
+
 import pytest
 import torch
 
@@ -6,7 +8,10 @@ from megatron.kernels import blocks, native
 from megatron.kernels.reference import apply_rotary, rotary_tables
 from megatron.kernels.rotary import slowed
 
-S, B, N, D = 9, 2, 3, 8
+S = 9
+B = 2
+N = 3
+D = 8
 
 
 @pytest.fixture(autouse=True, params=[1 << 18, 100, None], ids=["one run", "many runs", "C++"])
@@ -16,7 +21,9 @@ def run_of_rows(request, monkeypatch):
         monkeypatch.setattr(native, "runs", lambda x: False)
 
 
-def formula(x: torch.Tensor, positions: torch.Tensor, dim: int, base: float, interleaved: bool) -> torch.Tensor:
+def formula(
+    x: torch.Tensor, positions: torch.Tensor, dim: int, base: float, interleaved: bool
+) -> torch.Tensor:
     """Pairs as complex numbers times exp(i position base^(-2 j / dim)); positions [b, s]."""
     x, out = x.double(), x.double().clone()
     for pair in range(dim // 2):
@@ -37,8 +44,12 @@ def test_rotation_is_the_formula(monkeypatch, per_sample, dim, interleaved, runs
     positions = torch.randint(0, 5000, (B, S)) if per_sample else torch.arange(S).expand(B, S)
     tables = rotary_tables(positions if per_sample else S, dim, base=500.0, dtype=torch.float64)
     assert tables[0].shape == ((S, B, dim // 2) if per_sample else (S, dim // 2))
-    torch.testing.assert_close(apply_rotary(x, *tables, interleaved), formula(x, positions, dim, 500.0, interleaved),
-                               rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(
+        apply_rotary(x, *tables, interleaved),
+        formula(x, positions, dim, 500.0, interleaved),
+        rtol=1e-12,
+        atol=1e-12,
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -57,8 +68,10 @@ def test_gradcheck_and_views_of_a_fused_tensor(interleaved):
     x = torch.randn(4, 1, 2, 6, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(lambda x: apply_rotary(x, *tables, interleaved), x)
     fused = torch.randn(4, 1, 2, 18, dtype=torch.float64)
-    assert torch.equal(apply_rotary(fused[..., 6:12], *tables, interleaved),
-                       apply_rotary(fused[..., 6:12].contiguous(), *tables, interleaved))
+    assert torch.equal(
+        apply_rotary(fused[..., 6:12], *tables, interleaved),
+        apply_rotary(fused[..., 6:12].contiguous(), *tables, interleaved),
+    )
 
 
 def test_scores_depend_on_the_distance_alone():
@@ -75,7 +88,11 @@ def test_positions_one_by_one_are_the_length():
 
 
 def test_positions_are_divided_by_the_interpolation_factor():
-    for one, other in zip(rotary_tables(S, D, interpolation_factor=4), rotary_tables(torch.arange(S) / 4, D), strict=True):
+    for one, other in zip(
+        rotary_tables(S, D, interpolation_factor=4),
+        rotary_tables(torch.arange(S) / 4, D),
+        strict=True,
+    ):
         assert torch.equal(one, other)
 
 
@@ -93,10 +110,15 @@ def test_an_odd_number_of_dimensions_is_refused():
 
 
 def test_slow_frequencies_are_slowed_and_fast_ones_kept():
-    """By turns in 8,192 positions: under 1 a factor of 8 slower, over 4 as they were, between them linear in the turns."""
+    """By turns in 8,192 positions: under 1 a factor of 8 slower, over 4 as they were, between them
+    linear in the turns."""
     turns = torch.tensor([0.1, 0.99, 1.0, 2.5, 4.0, 4.01, 900.0], dtype=torch.float64)
     frequencies = turns * 2 * torch.pi / 8192
     wanted = torch.tensor([1 / 8, 1 / 8, 1 / 8, (1 / 8 + 1) / 2, 1, 1, 1], dtype=torch.float64)
     torch.testing.assert_close(slowed(frequencies, 8.0) / frequencies, wanted, rtol=1e-12, atol=0)
-    plain, scaled = (rotary_tables(torch.tensor([1000]), 8, scaling_factor=factor) for factor in (None, 8.0))
-    assert torch.equal(plain[0][:, :2], scaled[0][:, :2]) and not torch.equal(plain[0][:, -1], scaled[0][:, -1])
+    plain, scaled = (
+        rotary_tables(torch.tensor([1000]), 8, scaling_factor=factor) for factor in (None, 8.0)
+    )
+    assert torch.equal(plain[0][:, :2], scaled[0][:, :2]) and not torch.equal(
+        plain[0][:, -1], scaled[0][:, -1]
+    )

@@ -1,4 +1,5 @@
 """The table of kernels says what really runs."""
+
 import pytest
 import torch
 
@@ -21,15 +22,24 @@ def table(dtype: torch.dtype = torch.float32, **values) -> dict[str, KernelRow]:
 
 
 def test_dropout_puts_training_and_evaluation_on_rows_of_their_own():
-    assert table(attention_dropout=0.1)["attention (training)"].implementation == "blocks of query rows"
+    assert (
+        table(attention_dropout=0.1)["attention (training)"].implementation
+        == "blocks of query rows"
+    )
     assert "attention dropout" in table(attention_dropout=0.1)["attention (training)"].reason
     assert "attention (evaluation)" in table(attention_dropout=0.1)
     assert "attention" in table(attention_dropout=0.0)
 
 
 def test_document_masks_and_short_sequences_change_the_attention(no_vector_attention):
-    assert "document masks" in table(attention_dropout=0.0, reset_attention_mask=True)["attention"].reason
-    assert table(attention_dropout=0.0, seq_length=32)["attention"].implementation == "torch's fused attention"
+    assert (
+        "document masks"
+        in table(attention_dropout=0.0, reset_attention_mask=True)["attention"].reason
+    )
+    assert (
+        table(attention_dropout=0.0, seq_length=32)["attention"].implementation
+        == "torch's fused attention"
+    )
 
 
 @pytest.mark.parametrize("built", [True, False])
@@ -39,9 +49,17 @@ def test_bf16_attention_in_cpp_takes_dropout_and_documents(monkeypatch, built):
     values = {"attention_dropout": 0.1, "reset_attention_mask": True, "hidden_size": 128}
     on = table(torch.bfloat16, **values)["attention (training)"]
     assert on.implementation == select.NAMES["tiles" if built else "chunked"]
-    assert on.reason.startswith("this CPU has AVX512-BF16" if built else "needed for attention dropout and document masks")
-    rows = kernel_table(CPU, torch.bfloat16, config_from(Config, {"seq_length": 512, "num_attention_heads": 4} | values))
-    reasons = {row.implementation: row.reason for row in rows if row.operation == "attention (training)"}
+    assert on.reason.startswith(
+        "this CPU has AVX512-BF16" if built else "needed for attention dropout and document masks"
+    )
+    rows = kernel_table(
+        CPU,
+        torch.bfloat16,
+        config_from(Config, {"seq_length": 512, "num_attention_heads": 4} | values),
+    )
+    reasons = {
+        row.implementation: row.reason for row in rows if row.operation == "attention (training)"
+    }
     assert "attention dropout and document masks" in reasons[select.NAMES["sdpa"]] or not built
     assert built or reasons[select.NAMES["tiles"]] == "not built"
 
@@ -55,25 +73,39 @@ def test_linear_follows_the_capability(monkeypatch, native):
 
 
 @pytest.mark.parametrize("cpu_pays_off, built", [(True, True), (True, False), (False, True)])
-@pytest.mark.parametrize("values, operation, call", [
-    ({"swiglu": True}, "swiglu", lambda x: reference.swiglu(x)),
-    ({"geglu": True}, "geglu", lambda x: reference.geglu(x)),
-    ({"squared_relu": True}, "squared_relu", lambda x: reference.squared_relu(x)),
-    ({}, "gelu (tanh)", lambda x: reference.gelu(x, True)),
-    ({"bias_gelu_fusion": False}, "gelu (erf)", lambda x: reference.gelu(x, False)),
-    ({"normalization": "RMSNorm"}, "RMSNorm", lambda x: reference.rms_norm(x, torch.ones(4), 1e-5)),
-    ({}, "LayerNorm", lambda x: reference.layer_norm(x, torch.ones(4), None, 1e-5)),
-])
-def test_the_row_that_is_on_is_what_autograd_sees(monkeypatch, cpu_pays_off, built, values, operation, call):
+@pytest.mark.parametrize(
+    "values, operation, call",
+    [
+        ({"swiglu": True}, "swiglu", lambda x: reference.swiglu(x)),
+        ({"geglu": True}, "geglu", lambda x: reference.geglu(x)),
+        ({"squared_relu": True}, "squared_relu", lambda x: reference.squared_relu(x)),
+        ({}, "gelu (tanh)", lambda x: reference.gelu(x, True)),
+        ({"bias_gelu_fusion": False}, "gelu (erf)", lambda x: reference.gelu(x, False)),
+        (
+            {"normalization": "RMSNorm"},
+            "RMSNorm",
+            lambda x: reference.rms_norm(x, torch.ones(4), 1e-5),
+        ),
+        ({}, "LayerNorm", lambda x: reference.layer_norm(x, torch.ones(4), None, 1e-5)),
+    ],
+)
+def test_the_row_that_is_on_is_what_autograd_sees(
+    monkeypatch, cpu_pays_off, built, values, operation, call
+):
     for module in ("activations", "norms", "select"):
         monkeypatch.setattr(f"megatron.kernels.{module}.pays_off", lambda _: cpu_pays_off)
-    called, real = [], native._call
+    called = []
+    real = native._call
     monkeypatch.setattr(native, "_call", lambda *arguments: called.append(real(*arguments)))
     if not built:
         monkeypatch.setattr(native, "load", lambda capability: "not built")
     implementation = table(**values)[operation].implementation
     node = call(torch.ones(3, 2, 4, requires_grad=True)).grad_fn
-    ours = isinstance(node, torch.autograd.function.BackwardCFunction) or operation == "geglu" and cpu_pays_off
+    ours = (
+        isinstance(node, torch.autograd.function.BackwardCFunction)
+        or operation == "geglu"
+        and cpu_pays_off
+    )
     assert implementation == (select.NATIVE if called else "runs of rows" if ours else "torch")
     assert built or not called
 
@@ -90,7 +122,9 @@ def test_fp8_is_native_emulated_or_refused(monkeypatch, capable):
         row = next(row for row in select.fp8_rows(torch.device("cuda"), config) if row.on)
         assert row.implementation == "products in 8 bits (hybrid)"
     else:
-        with pytest.raises(ValueError, match="--fp8-format hybrid: this device cannot multiply numbers of 8 bits"):
+        with pytest.raises(
+            ValueError, match="--fp8-format hybrid: this device cannot multiply numbers of 8 bits"
+        ):
             select.fp8_rows(torch.device("cuda"), config)
 
 
@@ -107,8 +141,14 @@ def test_runs_of_rows_pay_off_on_a_cpu_only():
 
 
 def test_compiled_layers_have_no_calls_into_cpp():
-    config = config_from(Config, {"seq_length": 64, "hidden_size": 128, "num_attention_heads": 2, "torch_compile": True})
-    rows = {(row.operation, row.implementation): row for row in kernel_table(CPU, torch.bfloat16, config)}
+    config = config_from(
+        Config,
+        {"seq_length": 64, "hidden_size": 128, "num_attention_heads": 2, "torch_compile": True},
+    )
+    rows = {
+        (row.operation, row.implementation): row
+        for row in kernel_table(CPU, torch.bfloat16, config)
+    }
     for key in (("gelu (tanh)", select.NATIVE), ("attention", select.NAMES["tiles"])):
         found = rows.get(key) or rows[f"{key[0]} (training)", key[1]]
         assert not found.on and found.reason

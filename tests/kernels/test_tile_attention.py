@@ -1,4 +1,6 @@
-"""Attention in C++ against the formula in fp64: documents, dropout and its masks, and where it does not run."""
+"""Attention in C++ against the formula in fp64: documents, dropout and its masks, and where it does
+not run."""
+
 import importlib.util
 import shutil
 import subprocess
@@ -43,7 +45,8 @@ def inputs(s, b, n, g, d, seed=1):
 
 
 def documents(s: int, b: int, lengths=(1, 31, 33, 2, 64, 5)) -> torch.Tensor:
-    """Runs of ids that neither rise nor are consecutive; each sample begins at another of the lengths."""
+    """Runs of ids that neither rise nor are consecutive; each sample begins at another of the
+    lengths."""
     rows = []
     for sample in range(b):
         runs = [lengths[(sample + i) % len(lengths)] for i in range(s)]
@@ -67,7 +70,8 @@ def assert_near(call, reference, tensors, grad):
     for got, wanted in zip(results(call, tensors, grad), exact, strict=True):
         assert got.dtype == torch.bfloat16 and got.shape == wanted.shape
         # Each number is a sum of terms rounded to 8 bits: the error goes with the largest of them.
-        largest, wrong = max(1.0, wanted.abs().max().item()), (got.double() - wanted).abs()
+        largest = max(1.0, wanted.abs().max().item())
+        wrong = (got.double() - wanted).abs()
         assert wrong.max() < 2**-6 * largest and wrong.mean() < 2**-10 * largest
 
 
@@ -86,7 +90,8 @@ def test_long_lines_and_large_scores(kernel):
     out, *grads = results(lambda *t: tiles(*t, scale=300.0), tensors, grad)
     exact, *_ = results(lambda *t: plain_attention(*t, 300.0, 0.0, None, None), tensors, grad)
     assert out.isfinite().all() and all(g.isfinite().all() for g in grads)
-    assert ((out - exact).abs() < 0.05).float().mean() > 0.97  # one key takes nearly all; ties of rounded scores may differ
+    # one key takes nearly all; ties of rounded scores may differ
+    assert ((out - exact).abs() < 0.05).float().mean() > 0.97
 
 
 def test_a_lost_scale_is_seen(kernel):
@@ -114,8 +119,11 @@ def test_document_masks_are_the_formula(kernel, s, heads, groups, width):
 def test_one_document_is_plain_causal_attention(kernel):
     tensors, grad = inputs(100, 2, 2, 1, 64)
     ids = torch.full((2, 100), 5)
-    for one, two in zip(results(tiles, tensors, grad),
-                        results(lambda *t: tiles(*t, document_ids=ids), tensors, grad), strict=True):
+    for one, two in zip(
+        results(tiles, tensors, grad),
+        results(lambda *t: tiles(*t, document_ids=ids), tensors, grad),
+        strict=True,
+    ):
         assert torch.equal(one, two)
 
 
@@ -128,7 +136,9 @@ def test_blocks_of_other_documents_are_not_computed(kernel):
         spoilt.append(t.detach().clone())
         spoilt[-1][:64], spoilt[-1][192:] = torch.nan, torch.nan
     *spoilt, grad = spoilt
-    found = results(lambda *t: tiles(*t, document_ids=ids), [t.requires_grad_() for t in spoilt], grad)
+    found = results(
+        lambda *t: tiles(*t, document_ids=ids), [t.requires_grad_() for t in spoilt], grad
+    )
     for one, two in zip(whole, found, strict=True):
         assert torch.equal(one[64:192], two[64:192])
 
@@ -137,27 +147,50 @@ def test_an_id_that_returns_is_one_document_still():
     tensors, grad = inputs(100, 2, 2, 1, 32)
     ids = documents(100, 2)
     ids[1, -7:] = ids[1, 0]
-    assert_near(lambda *t: attention(*t, scale=SCALE, document_ids=ids), lambda *t: formula(*t, ids), tensors, grad)
+    assert_near(
+        lambda *t: attention(*t, scale=SCALE, document_ids=ids),
+        lambda *t: formula(*t, ids),
+        tensors,
+        grad,
+    )
 
 
 @needs_kernel
 def test_an_id_that_returns_is_refused_by_name():
     (q, k, v), _ = inputs(8, 1, 1, 1, 32)
-    with pytest.raises(ValueError, match="'tiles' needs documents that are runs of one id.* use 'auto' or 'chunked'"):
+    with pytest.raises(
+        ValueError,
+        match="'tiles' needs documents that are runs of one id.* use 'auto' or 'chunked'",
+    ):
         tiles(q, k, v, document_ids=torch.tensor([[1, 1, 2, 2, 1, 1, 3, 3]]))
 
 
 @pytest.mark.parametrize("p", [0.1, 0.6])
 @pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("s, heads, groups, width", [(9, 1, 1, 32), (45, 4, 2, 32), (150, 2, 1, 64), (97, 1, 1, 256)])
+@pytest.mark.parametrize(
+    "s, heads, groups, width", [(9, 1, 1, 32), (45, 4, 2, 32), (150, 2, 1, 64), (97, 1, 1, 256)]
+)
 def test_dropout_is_the_formula_with_its_mask(kernel, s, heads, groups, width, masked, p):
     tensors, grad = inputs(s, 2, heads, groups, width)
-    options = {"dropout_p": p, "dropout_seed": 2**40 + 17, "document_ids": documents(s, 2) if masked else None}
+    options = {
+        "dropout_p": p,
+        "dropout_seed": 2**40 + 17,
+        "document_ids": documents(s, 2) if masked else None,
+    }
     factors = module.keep_mask(s, 2, heads, p, options["dropout_seed"]).double() / (1.0 - p)
-    assert_near(lambda *t: tiles(*t, **options), lambda *t: formula(*t, options["document_ids"], factors), tensors, grad)
+    assert_near(
+        lambda *t: tiles(*t, **options),
+        lambda *t: formula(*t, options["document_ids"], factors),
+        tensors,
+        grad,
+    )
     with pytest.raises(AssertionError):
-        assert_near(lambda *t: tiles(*t, **options | {"dropout_seed": 18}),
-                    lambda *t: formula(*t, options["document_ids"], factors), tensors, grad)
+        assert_near(
+            lambda *t: tiles(*t, **options | {"dropout_seed": 18}),
+            lambda *t: formula(*t, options["document_ids"], factors),
+            tensors,
+            grad,
+        )
 
 
 @pytest.mark.parametrize("options", [{}, {"dropout_p": 0.3, "dropout_seed": 4}])
@@ -165,10 +198,17 @@ def test_threads_strides_and_recompute_change_no_bit(kernel, monkeypatch, option
     tensors, grad = inputs(100, 3, 4, 2, 64)
     call = lambda *t: tiles(*t, document_ids=documents(100, 3), **options)  # noqa: E731
     first = results(call, tensors, grad)
-    plain = [t.detach().clone(memory_format=torch.contiguous_format).requires_grad_() for t in tensors]
-    odd = [t.detach().transpose(0, 3).contiguous().transpose(0, 3).requires_grad_() for t in tensors]
-    runs = [results(call, plain, grad.contiguous()), results(call, odd, grad),
-            results(lambda *t: checkpoint(call, *t, use_reentrant=False), tensors, grad)]
+    plain = [
+        t.detach().clone(memory_format=torch.contiguous_format).requires_grad_() for t in tensors
+    ]
+    odd = [
+        t.detach().transpose(0, 3).contiguous().transpose(0, 3).requires_grad_() for t in tensors
+    ]
+    runs = [
+        results(call, plain, grad.contiguous()),
+        results(call, odd, grad),
+        results(lambda *t: checkpoint(call, *t, use_reentrant=False), tensors, grad),
+    ]
     for threads in (1, 3, 7):
         monkeypatch.setattr(module.torch, "get_num_threads", lambda threads=threads: threads)
         runs.append(results(call, tensors, grad))
@@ -178,9 +218,11 @@ def test_threads_strides_and_recompute_change_no_bit(kernel, monkeypatch, option
 
 def philox(counter, key, rounds):
     """Philox 4x32 with integers."""
-    c, k = list(counter), list(key)
+    c = list(counter)
+    k = list(key)
     for _ in range(rounds):
-        one, two = 0xD2511F53 * c[0], 0xCD9E8D57 * c[2]
+        one = 0xD2511F53 * c[0]
+        two = 0xCD9E8D57 * c[2]
         c = [two >> 32 ^ c[1] ^ k[0], two % 2**32, one >> 32 ^ c[3] ^ k[1], one % 2**32]
         k = [(k[0] + 0x9E3779B9) % 2**32, (k[1] + 0xBB67AE85) % 2**32]
     return c
@@ -189,8 +231,12 @@ def philox(counter, key, rounds):
 @needs_kernel
 @pytest.mark.parametrize("p", [0.3, 2**-20, 1 - 2**-16])
 def test_the_mask_is_philox_of_head_query_and_key(p):
-    assert philox([0] * 4, [0] * 2, 10) == [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]  # as its authors publish
-    s, b, n, seed = 35, 2, 3, 0xFEDCBA9876543210
+    # as its authors publish
+    assert philox([0] * 4, [0] * 2, 10) == [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
+    s = 35
+    b = 2
+    n = 3
+    seed = 0xFEDCBA9876543210
     key = (seed % 2**32, seed >> 32)
     wanted = torch.empty(b * n, s, s, dtype=torch.bool)
     for head in range(b * n):
@@ -218,11 +264,18 @@ def correlation(a: torch.Tensor, b: torch.Tensor) -> float:
 @needs_kernel
 def test_masks_of_heads_rows_keys_and_seeds_are_independent():
     first = module.keep_mask(512, 2, 2, 0.5, 7)
-    pairs = [(first[0, 0], first[0, 1]), (first[0, 0], first[1, 0]), (first[0, 1], first[1, 0]),
-             (first[0, 0], first[0, 0].t())]
+    pairs = [
+        (first[0, 0], first[0, 1]),
+        (first[0, 0], first[1, 0]),
+        (first[0, 1], first[1, 0]),
+        (first[0, 0], first[0, 0].t()),
+    ]
     pairs += [(first[..., lag:, :], first[..., :-lag, :]) for lag in (1, 2, 16, 32)]
     pairs += [(first[..., lag:], first[..., :-lag]) for lag in (1, 2, 4, 8, 32)]
-    pairs += [(first, module.keep_mask(512, 2, 2, 0.5, seed)) for seed in (8, 7 + 2**32, 7 + 2**62, 7 * 2**31)]
+    pairs += [
+        (first, module.keep_mask(512, 2, 2, 0.5, seed))
+        for seed in (8, 7 + 2**32, 7 + 2**62, 7 * 2**31)
+    ]
     for one, two in pairs:
         assert abs(correlation(one, two)) < 5 / one.numel() ** 0.5
 
@@ -231,9 +284,16 @@ def test_masks_of_heads_rows_keys_and_seeds_are_independent():
 @pytest.mark.parametrize("shape", [(8, 1), (1, 8), (2, 4)])
 def test_patterns_of_neighbours_are_as_frequent_as_chance_has_it(shape):
     height, width = shape
-    kept = module.keep_mask(1024, 1, 4, 0.5, 11).view(4, 1024 // height, height, 1024 // width, width)
+    kept = module.keep_mask(1024, 1, 4, 0.5, 11).view(
+        4, 1024 // height, height, 1024 // width, width
+    )
     powers = 2 ** torch.arange(8)
-    counts = (kept.permute(0, 1, 3, 2, 4).reshape(-1, 8) * powers).sum(1).bincount(minlength=256).double()
+    counts = (
+        (kept.permute(0, 1, 3, 2, 4).reshape(-1, 8) * powers)
+        .sum(1)
+        .bincount(minlength=256)
+        .double()
+    )
     expected = counts.sum() / 256
     chi_square = ((counts - expected) ** 2 / expected).sum().item()
     assert abs(chi_square - 255) < 5 * (2 * 255) ** 0.5
@@ -250,9 +310,13 @@ def test_it_is_the_choice_for_bf16_and_for_nothing_else(kernel, monkeypatch):
 
     for asked in ((0.0, False), (0.1, False), (0.0, True), (0.1, True)):
         assert choice(CPU, torch.bfloat16, *asked) == "tiles"
-    others = [choice(CPU, torch.float32, 0.0, False), choice(CPU, torch.float16, 0.0, False),
-              choice(torch.device("cuda"), torch.bfloat16, 0.0, False), choice(CPU, torch.bfloat16, 0.0, False, head_dim=40),
-              choice(CPU, torch.bfloat16, 0.0, False, seq_length=module.LONGEST + 1)]
+    others = [
+        choice(CPU, torch.float32, 0.0, False),
+        choice(CPU, torch.float16, 0.0, False),
+        choice(torch.device("cuda"), torch.bfloat16, 0.0, False),
+        choice(CPU, torch.bfloat16, 0.0, False, head_dim=40),
+        choice(CPU, torch.bfloat16, 0.0, False, seq_length=module.LONGEST + 1),
+    ]
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     assert "tiles" not in [*others, choice(CPU, torch.bfloat16, 0.0, False)]
     with pytest.raises(ValueError, match="'tiles' cannot run: for bf16 on a CPU; use 'auto'"):
@@ -294,10 +358,31 @@ def test_the_code_for_amx_is_the_formula_with_emulated_tiles(tmp_path, monkeypat
     pybind11 = pytest.importorskip("pybind11")
     compiler = shutil.which("g++") or pytest.skip("needs g++")
     target = tmp_path / f"tiles_cpp{sysconfig.get_config_var('EXT_SUFFIX')}"
-    flags = ["-O2", "-march=x86-64-v4", "-mavx512bf16", "-mamx-tile", "-mamx-bf16", "-Wno-psabi", "-std=c++17", "-shared",
-             "-fPIC", f"-I{pybind11.get_include()}", f"-I{sysconfig.get_paths()['include']}"]
-    subprocess.run([compiler, *flags, "-include", str(HERE / "emulated_tiles.h"), "-o", str(target),
-                    str(Path(module.__file__).with_name("tiles.cpp"))], check=True)
+    flags = [
+        "-O2",
+        "-march=x86-64-v4",
+        "-mavx512bf16",
+        "-mamx-tile",
+        "-mamx-bf16",
+        "-Wno-psabi",
+        "-std=c++17",
+        "-shared",
+        "-fPIC",
+        f"-I{pybind11.get_include()}",
+        f"-I{sysconfig.get_paths()['include']}",
+    ]
+    subprocess.run(
+        [
+            compiler,
+            *flags,
+            "-include",
+            str(HERE / "emulated_tiles.h"),
+            "-o",
+            str(target),
+            str(Path(module.__file__).with_name("tiles.cpp")),
+        ],
+        check=True,
+    )
     spec = importlib.util.spec_from_file_location("tiles_cpp", target)
     emulated = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(emulated)
@@ -306,5 +391,9 @@ def test_the_code_for_amx_is_the_formula_with_emulated_tiles(tmp_path, monkeypat
     factors = module.keep_mask(150, 2, 4, 0.2, 6).double() / 0.8
     monkeypatch.setattr(module, "_load", lambda: module._Kernel(emulated, True))
     assert_near(tiles, formula, tensors, grad)
-    assert_near(lambda *t: tiles(*t, document_ids=ids, dropout_p=0.2, dropout_seed=6),
-                lambda *t: formula(*t, ids, factors), tensors, grad)
+    assert_near(
+        lambda *t: tiles(*t, document_ids=ids, dropout_p=0.2, dropout_seed=6),
+        lambda *t: formula(*t, ids, factors),
+        tensors,
+        grad,
+    )

@@ -1,4 +1,6 @@
-"""Attention in C++ with fp32 arithmetic against the formula in fp64, for each set of instructions this processor has."""
+"""Attention in C++ with fp32 arithmetic against the formula in fp64, for each set of instructions
+this processor has."""
+
 import math
 import subprocess
 import sys
@@ -45,17 +47,27 @@ def results(call, tensors, grad):
 
 def expected(tensors, grad):
     wide = [t.detach().double().requires_grad_() for t in tensors]
-    return results(lambda *t: plain_attention(*t, 1.0 / math.sqrt(t[0].shape[-1])), wide, grad.double())
+    return results(
+        lambda *t: plain_attention(*t, 1.0 / math.sqrt(t[0].shape[-1])), wide, grad.double()
+    )
 
 
 def vectors(q, k, v):
     return attention(q, k, v, scale=1.0 / math.sqrt(q.shape[-1]), implementation="vectors")
 
 
-@pytest.mark.parametrize("s, b, n, g, d", [
-    (64, 12, 4, 4, 32), (33, 2, 4, 2, 48), (2, 1, 1, 1, 16), (100, 2, 2, 1, 20), (131, 1, 6, 2, 64), (256, 1, 1, 1, 128),
-    (31, 3, 2, 2, 5),
-])
+@pytest.mark.parametrize(
+    "s, b, n, g, d",
+    [
+        (64, 12, 4, 4, 32),
+        (33, 2, 4, 2, 48),
+        (2, 1, 1, 1, 16),
+        (100, 2, 2, 1, 20),
+        (131, 1, 6, 2, 64),
+        (256, 1, 1, 1, 128),
+        (31, 3, 2, 2, 5),
+    ],
+)
 def test_fp32_agrees_with_fp64(level, s, b, n, g, d):
     tensors, grad = inputs(s, b, n, g, d)
     for mine, right in zip(results(vectors, tensors, grad), expected(tensors, grad), strict=True):
@@ -80,7 +92,8 @@ def test_large_scores_do_not_overflow(level):
 def test_later_keys_are_not_read(level):
     (q, k, v), _ = inputs(50, 2, 2, 2, 32)
     before = vectors(q, k, v)
-    k, v = k.detach().clone(), v.detach().clone()
+    k = k.detach().clone()
+    v = v.detach().clone()
     k[20:], v[20:] = 1e4, -1e4
     assert torch.equal(vectors(q, k, v)[:20], before[:20])
 
@@ -113,7 +126,10 @@ def test_it_is_chosen_for_fp32_and_emulated_bf16_alone():
     assert select_attention(CPU, torch.float32, 0.1, False, seq_length=256)[0] == "chunked"
     assert select_attention(CPU, torch.float32, 0.0, True, seq_length=256)[0] == "chunked"
     assert select_attention(CPU, torch.float32, 0.0, False, seq_length=10**6)[0] == "sdpa"
-    assert select_attention(torch.device("cuda"), torch.float32, 0.0, False, seq_length=256)[0] == "sdpa"
+    assert (
+        select_attention(torch.device("cuda"), torch.float32, 0.0, False, seq_length=256)[0]
+        == "sdpa"
+    )
 
 
 NO_MEMORY = """
@@ -136,7 +152,9 @@ except MemoryError:
 @needs_kernel
 @pytest.mark.campaign
 def test_no_memory_for_a_thread_is_an_error_and_no_crash():
-    done = subprocess.run([sys.executable, "-c", NO_MEMORY], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", NO_MEMORY], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
     assert (done.returncode, done.stdout.strip()) == (0, "MemoryError"), done.stderr[-2000:]
 
 
@@ -151,9 +169,15 @@ def test_values_of_another_width_go_elsewhere():
 
 
 @needs_kernel
-@pytest.mark.parametrize("dtype, dropout, documents", [
-    (torch.float64, 0.0, False), (torch.float32, 0.1, False), (torch.float32, 0.0, True), (torch.float16, 0.0, False),
-])
+@pytest.mark.parametrize(
+    "dtype, dropout, documents",
+    [
+        (torch.float64, 0.0, False),
+        (torch.float32, 0.1, False),
+        (torch.float32, 0.0, True),
+        (torch.float16, 0.0, False),
+    ],
+)
 def test_what_it_cannot_do_is_refused(dtype, dropout, documents):
     with pytest.raises(ValueError, match="'vectors'"):
         select_attention(CPU, dtype, dropout, documents, "vectors")

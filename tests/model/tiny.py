@@ -16,16 +16,30 @@ from megatron.parallel.context import ParallelContext
 from megatron.parallel.random import DropoutSeeds
 from megatron.parallel.sharding import init_parameters
 
-VOCAB, PADDED = 61, 64
-DEFAULTS = dict(num_layers=3, hidden_size=32, num_attention_heads=4, seq_length=16, max_position_embeddings=16,
-                attention_dropout=0.0, hidden_dropout=0.0)
+VOCAB = 61
+PADDED = 64
+DEFAULTS = dict(
+    num_layers=3,
+    hidden_size=32,
+    num_attention_heads=4,
+    seq_length=16,
+    max_position_embeddings=16,
+    attention_dropout=0.0,
+    hidden_dropout=0.0,
+)
 SEEDS = DropoutSeeds(1234, 1, 0)
 MODELS = {
     "gpt": {},
-    "llama": {"swiglu": True, "normalization": "RMSNorm", "add_bias_linear": False, "position_embedding_type": "rope",
-              "group_query_attention": True, "num_query_groups": 2},
+    "llama": {
+        "swiglu": True,
+        "normalization": "RMSNorm",
+        "add_bias_linear": False,
+        "position_embedding_type": "rope",
+        "group_query_attention": True,
+        "num_query_groups": 2,
+    },
     "gated with biases": {"geglu": True, "apply_layernorm_1p": True, "qk_layernorm": True},
-}  # fmt: skip
+}
 
 
 def tiny_config(**flags: Any) -> ModelConfig:
@@ -33,14 +47,34 @@ def tiny_config(**flags: Any) -> ModelConfig:
     return ModelConfig(**{**DEFAULTS, **flags})
 
 
-def tiny_model(dtype: torch.dtype = torch.float32, *, recompute: Recompute | None = None, seed: int = 1234,
-               ctx: ParallelContext | None = None, vocab: int = VOCAB, padded: int = PADDED,
-               precision: PrecisionConfig | None = None, kernels: Kernels | None = None, scramble: bool = False,
-               layers: range | None = None, **flags: Any) -> GPTModel:
-    """The model (its part with `layers`), filled; `scramble` moves norms and biases off their first values 1 and 0."""
+def tiny_model(
+    dtype: torch.dtype = torch.float32,
+    *,
+    recompute: Recompute | None = None,
+    seed: int = 1234,
+    ctx: ParallelContext | None = None,
+    vocab: int = VOCAB,
+    padded: int = PADDED,
+    precision: PrecisionConfig | None = None,
+    kernels: Kernels | None = None,
+    scramble: bool = False,
+    layers: range | None = None,
+    **flags: Any,
+) -> GPTModel:
+    """The model (its part with `layers`), filled; `scramble` moves norms and biases off their first
+    values 1 and 0."""
     ctx = ctx or ParallelContext(ParallelConfig())
-    model = GPTModel(tiny_config(**flags), precision or PrecisionConfig(), ctx, padded, vocab, dtype,
-                     layers=layers, recompute=recompute, kernels=kernels)
+    model = GPTModel(
+        tiny_config(**flags),
+        precision or PrecisionConfig(),
+        ctx,
+        padded,
+        vocab,
+        dtype,
+        layers=layers,
+        recompute=recompute,
+        kernels=kernels,
+    )
     init_parameters(model.parameters(), ctx, seed)
     if scramble:
         generator = torch.Generator().manual_seed(5)
@@ -50,7 +84,9 @@ def tiny_model(dtype: torch.dtype = torch.float32, *, recompute: Recompute | Non
     return model
 
 
-def tokens(batch: int = 2, length: int = 16, vocab: int = VOCAB) -> tuple[torch.Tensor, torch.Tensor]:
+def tokens(
+    batch: int = 2, length: int = 16, vocab: int = VOCAB
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Random (tokens, labels), each [batch, length]."""
     ids = torch.randint(0, vocab, (batch, length + 1), generator=torch.Generator().manual_seed(7))
     return ids[:, :-1], ids[:, 1:]

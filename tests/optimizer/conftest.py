@@ -1,4 +1,5 @@
-"""Small sets of named parameters with gradients, as the model and the gradient buffers hand them to the optimizer."""
+"""Small sets of named parameters with gradients, as the model and the gradient buffers hand them to
+the optimizer."""
 
 from types import SimpleNamespace
 
@@ -28,9 +29,13 @@ def make_params():
         generator = torch.Generator().manual_seed(seed)
         params = []
         for name, shape in shapes.items():
-            param = torch.nn.Parameter(torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype))
+            param = torch.nn.Parameter(
+                torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+            )
             param.sharding = SimpleNamespace(name=name, shape=shape)
-            kept = grad_dtype or (torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype)
+            kept = grad_dtype or (
+                torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
+            )
             param.main_grad = torch.zeros(shape, dtype=kept)
             params.append(param)
         return params
@@ -40,7 +45,8 @@ def make_params():
 
 @pytest.fixture
 def fill_grads():
-    """Writes the gradients of one step into main_grad, in place as backward does, and returns them in float64."""
+    """Writes the gradients of one step into main_grad, in place as backward does, and returns them
+    in float64."""
 
     def fill(params, seed, size=1.0):
         generator = torch.Generator().manual_seed(1000 + seed)

@@ -1,4 +1,5 @@
-"""The inner updates against formulas written out in float64, and their state before the first step."""
+"""The inner updates against formulas written out in float64, and their state before the first
+step."""
 
 import inspect
 import json
@@ -14,7 +15,8 @@ from tests.forkrun import ROOT
 
 
 def adamw_in_float64(weight, grads, lr, wd, beta1, beta2, eps):
-    """AdamW as in Loshchilov and Hutter, algorithm 2, with Kingma and Ba's bias correction, step by step."""
+    """AdamW as in Loshchilov and Hutter, algorithm 2, with Kingma and Ba's bias correction, step by
+    step."""
     weight, m, v = weight.clone(), torch.zeros_like(weight), torch.zeros_like(weight)
     for t, grad in enumerate(grads, start=1):
         weight = weight - lr * wd * weight
@@ -84,7 +86,8 @@ def test_sgd_adds_decay_to_the_gradient_and_keeps_momentum():
     optimizer = adam.build_sgd([{"params": [param]}], momentum=0.5)
     assert torch.count_nonzero(optimizer.state[param]["momentum_buffer"]) == 0
     optimizer.param_groups[0].update(lr=0.1, weight_decay=0.25)
-    weight, buffer = 2.0, 0.0
+    weight = 2.0
+    buffer = 0.0
     for grad in (1.0, -3.0, 2.0):
         param.grad = torch.full_like(param, grad)
         optimizer.step()
@@ -123,14 +126,19 @@ except ImportError:
 
 
 def test_updates_are_torchs_and_load_no_compiler():
-    """Bit for bit, in a process of its own, which has never loaded torch.compile's modules when they are made."""
-    done = subprocess.run([sys.executable, "-c", UPDATES], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    """Bit for bit, in a process of its own, which has never loaded torch.compile's modules when
+    they are made."""
+    done = subprocess.run(
+        [sys.executable, "-c", UPDATES], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0, (done.returncode, done.stdout, done.stderr)
     adam_and_sgd, last = done.stdout.splitlines()
     assert last == "torch's own loads it"
     params = [torch.linspace(-1, 1, 50).requires_grad_() for _ in range(2)]
-    torchs = [torch.optim.AdamW(params[:1], lr=0.0, fused=True),
-              torch.optim.SGD(params[1:], lr=0.0, momentum=0.9, fused=True)]
+    torchs = [
+        torch.optim.AdamW(params[:1], lr=0.0, fused=True),
+        torch.optim.SGD(params[1:], lr=0.0, momentum=0.9, fused=True),
+    ]
     assert json.loads(adam_and_sgd) == [update(*pair) for pair in zip(torchs, params, strict=True)]
 
 
@@ -159,7 +167,11 @@ def test_without_fused_kernels_the_foreach_ones_give_the_same(monkeypatch):
 
 @pytest.mark.parametrize(
     ("values", "flag"),
-    [({"beta1": 1.0}, "--adam-beta1 1.0"), ({"beta2": -0.1}, "--adam-beta2 -0.1"), ({"eps": -1e-8}, "--adam-eps")],
+    [
+        ({"beta1": 1.0}, "--adam-beta1 1.0"),
+        ({"beta2": -0.1}, "--adam-beta2 -0.1"),
+        ({"eps": -1e-8}, "--adam-eps"),
+    ],
 )
 def test_bad_adam_values_name_their_flag(values, flag):
     with pytest.raises(ValueError, match=flag):

@@ -1,4 +1,5 @@
-"""Norm, clipping and zero count against torch and float64, and the accuracy that layouts rely on."""
+"""Norm, clipping and zero count against torch and float64, and the accuracy that layouts rely
+on."""
 
 import copy
 import math
@@ -12,7 +13,9 @@ from megatron.optimizer import clip_grads
 def tensors(seed=0, dtype=torch.float32):
     generator = torch.Generator().manual_seed(seed)
     shapes = [(3,), (), (1024,), (1025,), (7, 13), (2, 40, 33), (300, 77), (2048,)]
-    return [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]
+    return [
+        torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes
+    ]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -31,7 +34,9 @@ def test_norm_and_clipping_equal_torch(dtype, max_norm):
     assert (coefficient == 1.0) is (norm + 1e-6 <= max_norm)
     clip_grads.scale_gradients(mine, coefficient)
     for grad, old, param in zip(mine, before, theirs, strict=True):
-        torch.testing.assert_close(grad, param.grad, rtol=2e-6 if dtype is torch.float32 else 1e-12, atol=0.0)
+        torch.testing.assert_close(
+            grad, param.grad, rtol=2e-6 if dtype is torch.float32 else 1e-12, atol=0.0
+        )
         assert torch.equal(grad, old) is (coefficient == 1.0)
 
 
@@ -44,15 +49,21 @@ def test_a_norm_over_millions_of_fp32_elements_keeps_its_digits():
 def test_the_norm_does_not_depend_on_how_tensors_are_cut():
     whole = torch.randn(4096, 33, generator=torch.Generator().manual_seed(4))
     cut = [piece.contiguous() for piece in whole.split([1000, 1, 2000, 1095])]
-    assert clip_grads.global_norm(cut).item() == pytest.approx(clip_grads.global_norm([whole]).item(), rel=1e-8)
+    assert clip_grads.global_norm(cut).item() == pytest.approx(
+        clip_grads.global_norm([whole]).item(), rel=1e-8
+    )
 
 
 def test_other_ranks_come_in_through_the_reduction():
     parts = [tensors(seed) for seed in range(3)]
     alone = math.sqrt(sum(grad.double().square().sum().item() for part in parts for grad in part))
     total = sum(clip_grads.sum_of_squares(part) for part in parts)
-    assert clip_grads.global_norm(parts[0], lambda mine: total).item() == pytest.approx(alone, rel=1e-7)
-    assert clip_grads.global_norm([], lambda mine: mine + total).item() == pytest.approx(alone, rel=1e-7)
+    assert clip_grads.global_norm(parts[0], lambda mine: total).item() == pytest.approx(
+        alone, rel=1e-7
+    )
+    assert clip_grads.global_norm([], lambda mine: mine + total).item() == pytest.approx(
+        alone, rel=1e-7
+    )
     assert clip_grads.count_zeros([torch.zeros(3), torch.ones(2)], lambda mine: mine + 4) == 7
     assert clip_grads.count_zeros([], lambda mine: mine + 4) == 4
 

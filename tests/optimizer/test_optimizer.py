@@ -1,4 +1,5 @@
-"""The whole step: order of its parts, precision, what an overflow leaves alone, and state there and back."""
+"""The whole step: order of its parts, precision, what an overflow leaves alone, and state there and
+back."""
 
 import json
 import math
@@ -18,9 +19,13 @@ def build(params, lr=1e-2, weight_decay=0.1, **values):
     return optimizer
 
 
-def adamw_in_float64(weights, decayed, steps, lr=1e-2, wd=0.1, clip=1.0, betas=(0.9, 0.999), eps=1e-8):
-    """AdamW with global clipping over lists of float64 weights; the norms before clipping beside the weights."""
-    weights, norms = [weight.clone() for weight in weights], []
+def adamw_in_float64(
+    weights, decayed, steps, lr=1e-2, wd=0.1, clip=1.0, betas=(0.9, 0.999), eps=1e-8
+):
+    """AdamW with global clipping over lists of float64 weights; the norms before clipping beside
+    the weights."""
+    weights = [weight.clone() for weight in weights]
+    norms = []
     moments = [(torch.zeros_like(weight), torch.zeros_like(weight)) for weight in weights]
     for t, grads in enumerate(steps, start=1):
         norm = math.sqrt(sum(grad.square().sum().item() for grad in grads))
@@ -42,7 +47,8 @@ def test_float64_training_equals_the_formula(make_params, fill_grads, decayed_na
     params = make_params(torch.float64)
     start = [param.detach().clone() for param in params]
     optimizer = build(params, clip_grad=clip)
-    steps, norms = [], []
+    steps = []
+    norms = []
     for number in range(6):
         steps.append(fill_grads(params, number))
         result = optimizer.step()
@@ -69,13 +75,20 @@ def test_the_norm_reported_is_the_one_before_clipping(make_params, fill_grads):
 
 
 def test_fp32_step_equals_torch_adamw_over_one_list(make_params, fill_grads, decayed_names):
-    params, theirs = make_params(), make_params()
+    params = make_params()
+    theirs = make_params()
     optimizer = build(params)
     assert optimizer.implementation == "fused"
     torchs = torch.optim.AdamW(
         [
-            {"params": [p for p in theirs if p.sharding.name in decayed_names], "weight_decay": 0.1},
-            {"params": [p for p in theirs if p.sharding.name not in decayed_names], "weight_decay": 0.0},
+            {
+                "params": [p for p in theirs if p.sharding.name in decayed_names],
+                "weight_decay": 0.1,
+            },
+            {
+                "params": [p for p in theirs if p.sharding.name not in decayed_names],
+                "weight_decay": 0.0,
+            },
         ],
         lr=1e-2,
         fused=True,
@@ -94,10 +107,12 @@ def test_fp32_step_equals_torch_adamw_over_one_list(make_params, fill_grads, dec
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_low_precision_weights_are_the_rounded_main_weights(make_params, fill_grads, dtype):
-    params, exact = make_params(dtype), make_params(torch.float32)
+    params = make_params(dtype)
+    exact = make_params(torch.float32)
     for param, twin in zip(params, exact, strict=True):
         twin.data.copy_(param.data)
-    optimizer, reference = build(params, lr=1e-4), build(exact, lr=1e-4)
+    optimizer = build(params, lr=1e-4)
+    reference = build(exact, lr=1e-4)
     for number in range(20):
         fill_grads(params, number)
         fill_grads(exact, number)
@@ -113,8 +128,10 @@ def test_low_precision_weights_are_the_rounded_main_weights(make_params, fill_gr
 
 
 def test_half_precision_gradient_buffers_are_widened_before_anything_else(make_params, fill_grads):
-    narrow, wide = make_params(torch.float16, grad_dtype=torch.float16), make_params(torch.float16)
-    first, second = build(narrow), build(wide)
+    narrow = make_params(torch.float16, grad_dtype=torch.float16)
+    wide = make_params(torch.float16)
+    first = build(narrow)
+    second = build(wide)
     for number in range(3):
         fill_grads(narrow, number, size=30.0)  # squares of these overflow fp16
         for param, twin in zip(wide, narrow, strict=True):
@@ -131,7 +148,10 @@ def test_fp32_gradients_are_used_where_they_lie(make_params, fill_grads):
     before = [param.main_grad.data_ptr() for param in params]
     seen = []
     real = optimizer.inner.step
-    optimizer.inner.step = lambda: (seen.extend(main.grad.data_ptr() for main in optimizer._main), real())
+    optimizer.inner.step = lambda: (
+        seen.extend(main.grad.data_ptr() for main in optimizer._main),
+        real(),
+    )
     optimizer.step()
     assert sorted(seen) == sorted(before)
     assert all(param.grad is None for param in params)
@@ -158,26 +178,31 @@ def test_an_overflow_changes_nothing_but_the_scale(make_params, fill_grads, bad)
 
 
 def test_scaled_gradients_give_the_unscaled_step(make_params, fill_grads):
-    plain, scaled = make_params(), make_params()
+    plain = make_params()
+    scaled = make_params()
     first = build(plain)
     second = build(scaled, grad_scaler=ConstantGradScaler(2.0**20))
     for number in range(4):
         fill_grads(plain, number)
         fill_grads(scaled, number, size=2.0**20)
-        one, two = first.step(), second.step()
+        one = first.step()
+        two = second.step()
         assert two.grad_norm == pytest.approx(one.grad_norm, rel=1e-6)
     for one, two in zip(plain, scaled, strict=True):
         torch.testing.assert_close(one, two, rtol=1e-6, atol=1e-7)
 
 
 def test_a_gradient_factor_is_the_same_as_scaling_beforehand(make_params, fill_grads):
-    params, twins = make_params(torch.float64), make_params(torch.float64)
-    first, second = build(params, clip_grad=100.0), build(twins, clip_grad=100.0)
+    params = make_params(torch.float64)
+    twins = make_params(torch.float64)
+    first = build(params, clip_grad=100.0)
+    second = build(twins, clip_grad=100.0)
     fill_grads(params, 0)
     fill_grads(twins, 0)
     for param in params:
         param.main_grad.mul_(1 / 24)
-    one, two = first.step(), second.step(grad_factor=1 / 24)
+    one = first.step()
+    two = second.step(grad_factor=1 / 24)
     assert two.grad_norm == pytest.approx(one.grad_norm, rel=1e-13)
     for mine, other in zip(params, twins, strict=True):
         torch.testing.assert_close(mine, other, rtol=1e-13, atol=1e-14)
@@ -186,7 +211,9 @@ def test_a_gradient_factor_is_the_same_as_scaling_beforehand(make_params, fill_g
 def test_copies_that_do_not_count_are_clipped_but_not_measured(make_params, fill_grads):
     params = make_params()
     optimizer = build(
-        params, counts=lambda param: param.sharding.name != "output_layer.weight", log_num_zeros_in_grad=True
+        params,
+        counts=lambda param: param.sharding.name != "output_layer.weight",
+        log_num_zeros_in_grad=True,
     )
     fill_grads(params, 0)
     params[-1].main_grad[:10] = 0.0
@@ -208,7 +235,8 @@ def test_zeros_are_counted_after_unscaling_and_clipping(make_params):
     optimizer = build(params, clip_grad=1.0, log_num_zeros_in_grad=True)
     for param in params:
         param.main_grad.fill_(1e10)
-    params[0].main_grad[0, 0] = 1e-36  # clipping by about 1e-12 takes this below fp32's smallest number
+    # clipping by about 1e-12 takes this below fp32's smallest number
+    params[0].main_grad[0, 0] = 1e-36
     assert optimizer.step().num_zeros == 1
 
 
@@ -225,7 +253,9 @@ def test_other_ranks_are_asked_for_sum_and_overflow(make_params, fill_grads):
         assert found.item() == 0.0
         return torch.ones_like(found)
 
-    optimizer = build(params, grad_scaler=ConstantGradScaler(1.0), reduce_sum=reduce_sum, reduce_max=reduce_max)
+    optimizer = build(
+        params, grad_scaler=ConstantGradScaler(1.0), reduce_sum=reduce_sum, reduce_max=reduce_max
+    )
     fill_grads(params, 0)
     assert optimizer.step() == (False, None, None)  # the overflow was another rank's
     assert asked == ["sum", "max"]
@@ -237,7 +267,9 @@ def test_other_ranks_are_asked_for_sum_and_overflow(make_params, fill_grads):
 
 def test_an_overflow_in_a_copy_that_does_not_count_is_found(make_params, fill_grads):
     params = make_params(torch.float16)
-    optimizer = build(params, grad_scaler=ConstantGradScaler(1.0), counts=lambda param: param is not params[-1])
+    optimizer = build(
+        params, grad_scaler=ConstantGradScaler(1.0), counts=lambda param: param is not params[-1]
+    )
     fill_grads(params, 0)
     params[-1].main_grad[3, 3] = math.inf
     assert not optimizer.step().ok
@@ -258,7 +290,11 @@ def test_without_a_scaler_a_nan_norm_is_reported_as_it_is(make_params, fill_grad
 def test_a_loaded_run_goes_on_bit_for_bit(make_params, fill_grads, kind, dtype, done):
     def fresh(seed):
         params = make_params(dtype, seed=seed)
-        scaler = DynamicGradScaler(2.0**16, growth_interval=2, hysteresis=2) if dtype == torch.float16 else None
+        scaler = (
+            DynamicGradScaler(2.0**16, growth_interval=2, hysteresis=2)
+            if dtype == torch.float16
+            else None
+        )
         return params, build(params, optimizer=kind, grad_scaler=scaler)
 
     def train(params, optimizer, numbers):
@@ -281,16 +317,22 @@ def test_a_loaded_run_goes_on_bit_for_bit(make_params, fill_grads, kind, dtype, 
     train(others, resumed, range(done, 7))
     assert all(torch.equal(one, two) for one, two in zip(params, others, strict=True))
     assert resumed.counters() == optimizer.counters()
-    assert all(torch.equal(tensor, resumed.tensors()[name]) for name, tensor in optimizer.tensors().items())
+    assert all(
+        torch.equal(tensor, resumed.tensors()[name]) for name, tensor in optimizer.tensors().items()
+    )
 
 
 def test_state_has_one_tensor_per_name_and_kind_before_any_step(make_params):
     params = make_params(torch.bfloat16)
     tensors, counters = build(params).state()
     kinds = ("exp_avg", "exp_avg_sq", "fp32_param")
-    assert set(tensors) == {f"optimizer.{kind}.{param.sharding.name}" for kind in kinds for param in params}
+    assert set(tensors) == {
+        f"optimizer.{kind}.{param.sharding.name}" for kind in kinds for param in params
+    }
     assert counters == {"optimizer": "adam", "step": 0, "grad_scaler": None}
-    assert not any(name.startswith("optimizer.fp32_param.") for name in build(make_params()).tensors())
+    assert not any(
+        name.startswith("optimizer.fp32_param.") for name in build(make_params()).tensors()
+    )
     assert build(make_params(), optimizer="sgd", sgd_momentum=0.0).tensors() == {}
 
 
@@ -311,14 +353,18 @@ def test_a_state_that_does_not_fit_is_refused_whole(make_params):
         "--no-load-optim",
     ):
         assert part in str(caught.value)
-    assert all(torch.count_nonzero(t) == 0 for name, t in optimizer.tensors().items() if ".exp_avg" in name)
+    assert all(
+        torch.count_nonzero(t) == 0 for name, t in optimizer.tensors().items() if ".exp_avg" in name
+    )
     with pytest.raises(ValueError, match="--optimizer adam cannot take the state of sgd"):
         optimizer.load_state(tensors, {**counters, "optimizer": "sgd"})
 
 
 def test_weights_loaded_without_optimizer_state_become_the_main_weights(make_params, fill_grads):
-    params, twins = make_params(torch.bfloat16, seed=1), make_params(torch.bfloat16, seed=2)
-    optimizer, expected = build(params), build(twins)
+    params = make_params(torch.bfloat16, seed=1)
+    twins = make_params(torch.bfloat16, seed=2)
+    optimizer = build(params)
+    expected = build(twins)
     for param, twin in zip(params, twins, strict=True):
         param.data.copy_(twin.data)
     optimizer.reload_model_params()
@@ -338,10 +384,18 @@ def test_the_parts_of_a_step_are_named_in_megatrons_order(make_params, fill_grad
         yield
 
     params = make_params(torch.float16)
-    optimizer = build(params, grad_scaler=ConstantGradScaler(1.0), log_num_zeros_in_grad=True, span=span)
+    optimizer = build(
+        params, grad_scaler=ConstantGradScaler(1.0), log_num_zeros_in_grad=True, span=span
+    )
     fill_grads(params, 0)
     optimizer.step()
-    parts = ("copy-to-main-grad", "unscale-and-check-inf", "clip-main-grad", "count-zeros", "inner-step")
+    parts = (
+        "copy-to-main-grad",
+        "unscale-and-check-inf",
+        "clip-main-grad",
+        "count-zeros",
+        "inner-step",
+    )
     assert names == [f"optimizer-{part}" for part in (*parts, "copy-main-to-model-params")]
 
 
@@ -358,7 +412,10 @@ def test_backward_after_a_step_starts_from_no_gradient(make_params, fill_grads):
 
 @pytest.mark.parametrize(
     ("values", "message"),
-    [({"clip_grad": -1.0}, "--clip-grad -1.0"), ({"optimizer": "lion"}, "--optimizer lion is not known")],
+    [
+        ({"clip_grad": -1.0}, "--clip-grad -1.0"),
+        ({"optimizer": "lion"}, "--optimizer lion is not known"),
+    ],
 )
 def test_bad_values_name_their_flag(make_params, values, message):
     with pytest.raises(ValueError, match=message):

@@ -49,7 +49,8 @@ def test_groups_cover_all_parameters_decayed_first(make_params, decayed_names):
 
 
 def test_one_dimension_is_judged_on_the_global_shape():
-    sliced = torch.nn.Parameter(torch.zeros(8))  # a flat piece of a matrix is still a matrix's weight
+    # a flat piece of a matrix is still a matrix's weight
+    sliced = torch.nn.Parameter(torch.zeros(8))
     sliced.sharding = SimpleNamespace(name="decoder.layers.0.mlp.linear_fc2.weight", shape=(4, 4))
     (group,) = build_param_groups([sliced])
     assert group["wd_mult"] == 1.0

@@ -6,13 +6,16 @@ import pytest
 
 from megatron.optimizer.scaler import ConstantGradScaler, DynamicGradScaler, build_grad_scaler
 
-G, INF = False, True
+G = False
+INF = True
 
-# step, scale after it, growth tracker, hysteresis tracker; window 3, hysteresis 2, start 2**32, floor 2**29
+# step, scale after it, growth tracker, hysteresis tracker; window 3, hysteresis 2, start 2**32,
+# floor 2**29
 TRACE = [
     (INF, 2.0**32, 0, 1),  # the first overflow is tolerated
     (INF, 2.0**31, 0, 0),  # the second halves
-    (INF, 2.0**30, 0, -1),  # hysteresis is not replenished by a backoff: every further one halves at once
+    # hysteresis is not replenished by a backoff: every further one halves at once
+    (INF, 2.0**30, 0, -1),
     (G, 2.0**30, 1, -1),
     (G, 2.0**30, 2, -1),
     (INF, 2.0**29, 0, -2),  # an overflow restarts the window
@@ -47,13 +50,22 @@ def test_state_goes_through_json_and_continues_the_trace():
         second.load_state_dict(json.loads(json.dumps(first.state_dict())))
         for row in TRACE[cut:]:
             second.update(row[0])
-        assert second.state_dict() == {"scale": 2.0**30, "growth_tracker": 0, "hysteresis_tracker": 0}
+        assert second.state_dict() == {
+            "scale": 2.0**30,
+            "growth_tracker": 0,
+            "hysteresis_tracker": 0,
+        }
 
 
 def test_defaults_are_megatrons():
     scaler = build_grad_scaler(fp16=True, loss_scale=None)
     assert isinstance(scaler, DynamicGradScaler)
-    assert (scaler.scale, scaler.min_scale, scaler.growth_interval, scaler.hysteresis) == (4294967296.0, 1.0, 1000, 2)
+    assert (scaler.scale, scaler.min_scale, scaler.growth_interval, scaler.hysteresis) == (
+        4294967296.0,
+        1.0,
+        1000,
+        2,
+    )
     for _ in range(1000):
         scaler.update(False)
     assert scaler.scale == 2.0**33

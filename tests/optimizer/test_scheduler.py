@@ -1,4 +1,5 @@
-"""Schedules against Megatron's golden numbers, their load rules with the printed lines, and bad values."""
+"""Schedules against Megatron's golden numbers, their load rules with the printed lines, and bad
+values."""
 
 import json
 import math
@@ -53,12 +54,16 @@ def lr_at(scheduler, samples):
             },
         ),
         ("linear", {25608: 0.00014999955808080807, 1000000: 9.617424242424241e-05, 2560008: 1e-05}),
-        ("inverse-square-root", {25608: 0.00014997656799173393, 1000000: 2.3999999999999997e-05, 2560008: 1e-05}),
+        (
+            "inverse-square-root",
+            {25608: 0.00014997656799173393, 1000000: 2.3999999999999997e-05, 2560008: 1e-05},
+        ),
         ("constant", {8: 4.6874999999999995e-08, 25608: 1.5e-4, 10**9: 1.5e-4}),
     ],
 )
 def test_the_seeds_schedule_to_the_last_digit(style, golden):
-    """facts/megatron.md 6; where it prints 4.6875e-08 and 2.4e-05 the double is one ulp below (peers agree)."""
+    """facts/megatron.md 6; where it prints 4.6875e-08 and 2.4e-05 the double is one ulp below
+    (peers agree)."""
     scheduler = build(lr_decay_style=style)
     assert {samples: lr_at(scheduler, samples) for samples in golden} == golden
 
@@ -73,7 +78,13 @@ def test_the_seeds_schedule_to_the_last_digit(style, golden):
     ],
 )
 def test_wsd_stays_at_the_peak_and_anneals(style, golden):
-    wsd = {"max_lr": 1.0, "min_lr": 0.1, "lr_warmup_steps": 10, "lr_decay_steps": 100, "wsd_decay_steps": 20}
+    wsd = {
+        "max_lr": 1.0,
+        "min_lr": 0.1,
+        "lr_warmup_steps": 10,
+        "lr_decay_steps": 100,
+        "wsd_decay_steps": 20,
+    }
     scheduler = build(lr_decay_style="WSD", lr_wsd_decay_style=style, **wsd)
     assert [lr_at(scheduler, n) for n in (10, 11, 80)] == [1.0, 1.0, 1.0]
     assert [lr_at(scheduler, n) for n in (81, 90, 100)] == pytest.approx(golden, abs=6e-7)
@@ -84,7 +95,10 @@ def test_the_skip_seeds_four_rates():
     """facts/spikes.md 1.6: lr(n) = 3e-4 n / (0.05 * 635782), printed with .6g."""
     steps = schedule_steps(global_batch_size=768, train_iters=635782, lr_warmup_fraction=0.05)
     scheduler = build(
-        max_lr=3e-4, min_lr=0.0, lr_warmup_steps=steps.lr_warmup_steps, lr_decay_steps=steps.lr_decay_steps
+        max_lr=3e-4,
+        min_lr=0.0,
+        lr_warmup_steps=steps.lr_warmup_steps,
+        lr_decay_steps=steps.lr_decay_steps,
     )
     rates = [f"{lr_at(scheduler, 768 * n):.6g}" for n in (1, 2, 3, 4)]
     assert rates == ["9.4372e-09", "1.88744e-08", "2.83116e-08", "3.77488e-08"]
@@ -92,12 +106,19 @@ def test_the_skip_seeds_four_rates():
 
 def test_warmup_starts_at_its_own_rate():
     scheduler = build(init_lr=1e-5, lr_warmup_steps=100, lr_decay_steps=1000)
-    assert [lr_at(scheduler, n) for n in (0, 50, 100)] == [1e-5, 1e-5 + (1.5e-4 - 1e-5) * 50 / 100, 1.5e-4]
+    assert [lr_at(scheduler, n) for n in (0, 50, 100)] == [
+        1e-5,
+        1e-5 + (1.5e-4 - 1e-5) * 50 / 100,
+        1.5e-4,
+    ]
 
 
 def test_weight_decay_styles_and_multipliers():
     for style, expected in (
-        ("linear", {0: 0.01, 25: 0.01 + 0.25 * (0.1 - 0.01), 100: 0.01 + 1.0 * (0.1 - 0.01), 101: 0.1}),
+        (
+            "linear",
+            {0: 0.01, 25: 0.01 + 0.25 * (0.1 - 0.01), 100: 0.01 + 1.0 * (0.1 - 0.01), 101: 0.1},
+        ),
         (
             "cosine",
             {
@@ -110,7 +131,10 @@ def test_weight_decay_styles_and_multipliers():
         scheduler = build(start_wd=0.01, end_wd=0.1, wd_incr_steps=100, wd_incr_style=style)
         for samples, value in expected.items():
             scheduler.step(samples - scheduler.num_steps)
-            assert [group["weight_decay"] for group in scheduler.optimizer.param_groups] == [value, 0.0]
+            assert [group["weight_decay"] for group in scheduler.optimizer.param_groups] == [
+                value,
+                0.0,
+            ]
     scheduler = build()
     scheduler.step(10**7)
     assert [group["weight_decay"] for group in scheduler.optimizer.param_groups] == [0.01, 0.0]
@@ -127,7 +151,11 @@ def test_groups_may_have_their_own_limits_and_multiplier():
 
 def test_steps_of_the_seed_are_samples_with_a_float_warmup():
     steps = schedule_steps(
-        global_batch_size=8, train_iters=1000, lr_decay_iters=320000, lr_warmup_fraction=0.01, lr_warmup_iters=7
+        global_batch_size=8,
+        train_iters=1000,
+        lr_decay_iters=320000,
+        lr_warmup_fraction=0.01,
+        lr_warmup_iters=7,
     )
     assert steps == ScheduleSteps(25600.0, 2560000, 8000, None)
     assert isinstance(steps.lr_warmup_steps, float)
@@ -140,7 +168,10 @@ def test_steps_in_iterations_and_in_samples():
     assert schedule_steps(
         global_batch_size=8, train_samples=1001, lr_warmup_samples=50, lr_wsd_decay_samples=30
     ) == ScheduleSteps(50, 1001, 1001, 30)
-    assert schedule_steps(global_batch_size=8, train_samples=1001, lr_decay_samples=900).lr_decay_steps == 900
+    assert (
+        schedule_steps(global_batch_size=8, train_samples=1001, lr_decay_samples=900).lr_decay_steps
+        == 900
+    )
     with pytest.raises(ValueError, match="--train-iters nor --train-samples"):
         schedule_steps(global_batch_size=8)
 
@@ -209,7 +240,8 @@ def test_different_values_are_refused_all_at_once():
         other.load_state_dict(state)
     for part in (
         "learning rate is 0.0002 (--lr) and 0.00015 in the checkpoint",
-        " is 1280000 samples (--lr-decay-iters, by default --train-iters) and 2560000 samples in the checkpoint",
+        " is 1280000 samples (--lr-decay-iters, by default --train-iters) and 2560000 samples in "
+        "the checkpoint",
         " is 4000 samples (--train-iters) and 8000 samples in the checkpoint",
         "--override-opt_param-scheduler",
         "--use-checkpoint-opt_param-scheduler",
@@ -219,8 +251,13 @@ def test_different_values_are_refused_all_at_once():
     assert (other.num_steps, other.max_lr) == (0, 2e-4)
 
 
-@pytest.mark.parametrize(("change", "constant"), [
-    ({"wd_incr_steps": 16000}, {}), ({"lr_decay_steps": 5120000}, {"lr_decay_style": "constant"})])  # fmt: skip
+@pytest.mark.parametrize(
+    ("change", "constant"),
+    [
+        ({"wd_incr_steps": 16000}, {}),
+        ({"lr_decay_steps": 5120000}, {"lr_decay_style": "constant"}),
+    ],
+)
 def test_the_length_of_what_stays_constant_may_change(change, constant):
     """--train-iters may be raised where nothing follows from it; with a slope it may not."""
     source = build(**constant)
@@ -228,14 +265,18 @@ def test_the_length_of_what_stays_constant_may_change(change, constant):
     other = build(**change, **constant)
     other.load_state_dict(source.state_dict())
     assert other.optimizer.param_groups == source.optimizer.param_groups
-    slope = {"lr_decay_style": "linear"} if constant else {"wd_incr_style": "linear", "end_wd": 0.02}
+    slope = (
+        {"lr_decay_style": "linear"} if constant else {"wd_incr_style": "linear", "end_wd": 0.02}
+    )
     with pytest.raises(ValueError, match="the schedule differs"):
         build(**change, **slope).load_state_dict(build(**slope).state_dict())
 
 
 def test_override_keeps_this_runs_values(capsys):
     state = {**build().state_dict(), "num_steps": 30000}
-    other = build(max_lr=2e-4, end_wd=0.1, wd_incr_style="linear", override_opt_param_scheduler=True)
+    other = build(
+        max_lr=2e-4, end_wd=0.1, wd_incr_style="linear", override_opt_param_scheduler=True
+    )
     capsys.readouterr()
     other.load_state_dict(state)
     lines = capsys.readouterr().out.splitlines()
@@ -255,7 +296,13 @@ def test_use_checkpoint_takes_its_values_for_the_very_next_update():
 
 
 def test_old_key_names_are_understood():
-    state = {"start_lr": 1.5e-4, "min_lr": 1e-5, "warmup_iter": 25600, "end_iter": 2560000, "decay_style": "cosine"}
+    state = {
+        "start_lr": 1.5e-4,
+        "min_lr": 1e-5,
+        "warmup_iter": 25600,
+        "end_iter": 2560000,
+        "decay_style": "cosine",
+    }
     for old in (state, {**state, "warmup_steps": 25600, "decay_steps": 2560000}):
         scheduler = build()
         scheduler.load_state_dict({**old, "num_iters": 8000})
@@ -275,7 +322,10 @@ def test_old_key_names_are_understood():
         ({"lr_decay_steps": 0}, "--lr-decay-iters or -samples give 0"),
         ({"lr_warmup_steps": 2560000}, "warmup of 2560000 samples"),
         ({"lr_warmup_steps": -1}, "warmup of -1 samples"),
-        ({"lr_decay_style": "polynomial"}, "--lr-decay-style polynomial is not one of constant, linear"),
+        (
+            {"lr_decay_style": "polynomial"},
+            "--lr-decay-style polynomial is not one of constant, linear",
+        ),
         ({"start_wd": -0.1, "end_wd": -0.1}, "--start-weight-decay -0.1"),
         ({"start_wd": 0.2}, "--start-weight-decay 0.2, --end-weight-decay 0.01"),
         ({"end_wd": 0.2}, "--weight-decay-incr-style constant cannot go from 0.01 to 0.2"),
@@ -284,7 +334,10 @@ def test_old_key_names_are_understood():
         ({"lr_decay_style": "WSD"}, "--lr-wsd-decay-iters"),
         ({"lr_decay_style": "WSD", "wsd_decay_steps": 0}, "anneals over 0 samples"),
         ({"lr_decay_style": "WSD", "wsd_decay_steps": 2560001}, "anneals over 2560001 samples"),
-        ({"lr_decay_style": "WSD", "wsd_decay_steps": 5, "lr_wsd_decay_style": "flat"}, "--lr-wsd-decay-style flat"),
+        (
+            {"lr_decay_style": "WSD", "wsd_decay_steps": 5, "lr_wsd_decay_style": "flat"},
+            "--lr-wsd-decay-style flat",
+        ),
         ({"max_lr": math.nan}, "--lr nan"),
     ],
 )

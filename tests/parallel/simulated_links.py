@@ -1,8 +1,10 @@
-"""Plays the lists of all stages of a pipeline over links that behave as NCCL's may; knows no torch and no process.
+"""Plays the lists of all stages of a pipeline over links that behave as NCCL's may; knows no torch
+and no process.
 
-No tags: on each directed link the first send meets the first receive. A send ends only with its receive (rendezvous).
-Transfers of one stage that wait in one queue take their turns.
+No tags: on each directed link the first send meets the first receive. A send ends only with its
+receive (rendezvous). Transfers of one stage that wait in one queue take their turns.
 """
+
 from __future__ import annotations
 
 from collections import defaultdict, deque
@@ -15,7 +17,9 @@ RULES = ("blocking", "batches", "pairs")
 
 
 class Played(NamedTuple):
-    """What was seen: time of the last end; per stage, most forwards without their backward and most unused inputs."""
+    """What was seen: time of the last end; per stage, most forwards without their backward and most
+    unused inputs."""
+
     seconds: float
     alive: list[int]
     waiting_inputs: list[int]
@@ -25,8 +29,12 @@ class Unit:
     """Transfers that one stage starts together: over when all are."""
 
     def __init__(self, stage: int, steps: list[Step], queue: deque[Unit], issued: float):
-        self.stage, self.steps, self.queue, self.issued = stage, steps, queue, issued
-        self.missing, self.end = len(steps), issued
+        self.stage = stage
+        self.steps = steps
+        self.queue = queue
+        self.issued = issued
+        self.missing = len(steps)
+        self.end = issued
 
 
 def is_transfer(step: Step) -> bool:
@@ -36,24 +44,39 @@ def is_transfer(step: Step) -> bool:
 class Pipeline:
     """The stages at work.
 
-    rule: "blocking", each transfer is waited for where it stands, one by one; "batches", transfers side by side in a
-    list start together, the batches of a stage one after the other, and a computation waits for the batch that holds
-    its input; "pairs", the transfers between two stages one after the other, activations apart from gradients, and a
-    computation waits for its input alone.
+    rule: "blocking", each transfer is waited for where it stands, one by one; "batches", transfers
+    side by side in a list start together, the batches of a stage one after the other, and a
+    computation waits for the batch that holds its input; "pairs", the transfers between two stages
+    one after the other, activations apart from gradients, and a computation waits for its input
+    alone.
     """
 
-    def __init__(self, lists: list[Order], chunks: int, rule: str, forward: float, backward: float, latency: float):
-        self.lists, self.chunks, self.rule, self.latency = lists, chunks, rule, latency
+    def __init__(
+        self,
+        lists: list[Order],
+        chunks: int,
+        rule: str,
+        forward: float,
+        backward: float,
+        latency: float,
+    ):
+        self.lists = lists
+        self.chunks = chunks
+        self.rule = rule
+        self.latency = latency
         self.cost = {"forward": forward, "backward": backward}
         stages = len(lists)
         self.programs = [self.grouped(steps) for steps in lists]
-        self.at, self.clock = [0] * stages, [0.0] * stages
+        self.at = [0] * stages
+        self.clock = [0.0] * stages
         self.queues: dict[tuple, deque[Unit]] = defaultdict(deque)
         self.posted: dict[tuple, deque[tuple[float, Step, Unit]]] = defaultdict(deque)
         self.arrived: dict[tuple, float] = {}
         self.blocked_on: list[Unit | None] = [None] * stages
-        self.alive, self.most_alive = [set() for _ in lists], [0] * stages
-        self.unused, self.most_unused = [0] * stages, [0] * stages
+        self.alive = [set() for _ in lists]
+        self.most_alive = [0] * stages
+        self.unused = [0] * stages
+        self.most_unused = [0] * stages
         self.awake = deque(range(stages))
         self.last = 0.0
 
@@ -62,10 +85,15 @@ class Pipeline:
         if self.rule != "batches":
             return [[step] for step in steps]
         groups = ((moves, list(group)) for moves, group in groupby(steps, is_transfer))
-        return [part for moves, group in groups for part in ([group] if moves else [[step] for step in group])]
+        return [
+            part
+            for moves, group in groups
+            for part in ([group] if moves else [[step] for step in group])
+        ]
 
     def play(self) -> Played:
-        """AssertionError if all wait for ever, two ends mean different tensors, or an input or output is lacking."""
+        """AssertionError if all wait for ever, two ends mean different tensors, or an input or
+        output is lacking."""
         while self.awake:
             self.advance(self.awake.popleft())
         stuck = {s: self.programs[s][i] for s, i in enumerate(self.at) if i < len(self.programs[s])}
@@ -94,7 +122,8 @@ class Pipeline:
     def compute(self, stage: int, step: Step) -> bool:
         """Is its input there? Then the step is done."""
         virtual = step.chunk * len(self.lists) + stage
-        forward, mine = step.kind == "forward", (step.micro_batch, step.chunk)
+        forward = step.kind == "forward"
+        mine = (step.micro_batch, step.chunk)
         if virtual > 0 if forward else virtual < len(self.lists) * self.chunks - 1:
             key = (stage, "activation" if forward else "gradient", *mine)
             if key not in self.arrived:
@@ -112,7 +141,11 @@ class Pipeline:
 
     def issue(self, stage: int, steps: list[Step]) -> None:
         """Start transfers: they join the queue, and begin when they are its head."""
-        pairs = (stage, steps[0].peer, steps[0].kind.split("_")[1]) if self.rule == "pairs" else (stage,)
+        pairs = (
+            (stage, steps[0].peer, steps[0].kind.split("_")[1])
+            if self.rule == "pairs"
+            else (stage,)
+        )
         unit = Unit(stage, steps, self.queues[pairs], self.clock[stage])
         if self.rule == "blocking":
             self.blocked_on[stage] = unit
@@ -132,7 +165,8 @@ class Pipeline:
                 continue
             then, other, its_unit = others.popleft()
             sent, sender, taken, taker = (
-                (step, unit, other, its_unit) if verb == "send" else (other, its_unit, step, unit))
+                (step, unit, other, its_unit) if verb == "send" else (other, its_unit, step, unit)
+            )
             self.check(sent, sender.stage, taken, taker.stage)
             for part in (unit, its_unit):
                 part.missing -= 1
@@ -144,29 +178,48 @@ class Pipeline:
         """Do both ends mean one tensor, and has the sender made it?"""
         ahead = 1 if sent.kind == "send_activation" else -1
         virtual = sent.chunk * len(self.lists) + source + ahead
-        want = Step(sent.kind.replace("send", "receive"), sent.micro_batch, virtual // len(self.lists), source)
-        assert virtual % len(self.lists) == target and taken == want, f"{source} sends {sent}, {target} takes {taken}"
+        want = Step(
+            sent.kind.replace("send", "receive"),
+            sent.micro_batch,
+            virtual // len(self.lists),
+            source,
+        )
+        assert virtual % len(self.lists) == target and taken == want, (
+            f"{source} sends {sent}, {target} takes {taken}"
+        )
         maker = Step("forward" if ahead == 1 else "backward", sent.micro_batch, sent.chunk)
         place = self.lists[source].index(maker)
         assert place < self.lists[source].index(sent), f"{source} sends {sent} before it is made"
 
     def finish(self, unit: Unit) -> None:
-        """Once all its transfers are over, the unit's inputs may be used and the next one begins."""
+        """Once all its transfers are over, the unit's inputs may be used and the next one
+        begins."""
         if unit.missing or not unit.queue or unit.queue[0] is not unit:
             return
         unit.queue.popleft()
         self.last = max(self.last, unit.end)
         for step in unit.steps:
             if step.kind.startswith("receive"):
-                self.arrived[unit.stage, step.kind.split("_")[1], step.micro_batch, step.chunk] = unit.end
+                self.arrived[unit.stage, step.kind.split("_")[1], step.micro_batch, step.chunk] = (
+                    unit.end
+                )
                 self.unused[unit.stage] += 1
-                self.most_unused[unit.stage] = max(self.most_unused[unit.stage], self.unused[unit.stage])
+                self.most_unused[unit.stage] = max(
+                    self.most_unused[unit.stage], self.unused[unit.stage]
+                )
         self.awake.append(unit.stage)
         if unit.queue:
             self.begin(unit.queue[0], max(unit.queue[0].issued, unit.end))
 
 
-def play(lists: list[Order], chunks: int = 1, rule: str = "blocking", forward: float = 1, backward: float = 2,
-         latency: float = 0) -> Played:
-    """Play the lists; `forward`, `backward` and `latency` are the seconds of a computation and of a transfer."""
+def play(
+    lists: list[Order],
+    chunks: int = 1,
+    rule: str = "blocking",
+    forward: float = 1,
+    backward: float = 2,
+    latency: float = 0,
+) -> Played:
+    """Play the lists; `forward`, `backward` and `latency` are the seconds of a computation and of a
+    transfer."""
     return Pipeline(lists, chunks, rule, forward, backward, latency).play()

@@ -1,4 +1,6 @@
-"""Each collective and its adjoint on real gloo ranks: values, and gradients against the whole computation on one."""
+"""Each collective and its adjoint on real gloo ranks: values, and gradients against the whole
+computation on one."""
+
 from __future__ import annotations
 
 import pytest
@@ -15,17 +17,25 @@ WORLDS = [2, 4]
 
 def part(rank: int, seed: int = 0, shape: tuple[int, ...] = SHAPE) -> torch.Tensor:
     """A tensor that every rank can make for every rank."""
-    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(100 * seed + rank))
+    return torch.randn(
+        shape, dtype=torch.float64, generator=torch.Generator().manual_seed(100 * seed + rank)
+    )
 
 
 def world_axis(rank: int, world: int) -> Axis:
     return ParallelContext(ParallelConfig(), world, rank).world
 
 
-def call(rank: int, world: int, names: tuple[str, ...], *args) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def call(
+    rank: int, world: int, names: tuple[str, ...], *args
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """(result, the input afterwards) of each of these collectives on this rank's part."""
-    axis, parts = world_axis(rank, world), [part(rank) for _ in names]
-    return [(getattr(collectives, name)(x, axis, *args), x) for name, x in zip(names, parts, strict=True)]
+    axis = world_axis(rank, world)
+    parts = [part(rank) for _ in names]
+    return [
+        (getattr(collectives, name)(x, axis, *args), x)
+        for name, x in zip(names, parts, strict=True)
+    ]
 
 
 @pytest.mark.parametrize("world", WORLDS)
@@ -46,7 +56,9 @@ def test_all_reduce(world, op):
 def test_gather_scatter_and_slice(world, dim):
     parts = [part(rank) for rank in range(world)]
     shards = sum(parts).chunk(world, dim)
-    for rank, results in enumerate(run_ranks(world, call, ("all_gather", "reduce_scatter", "my_slice"), dim)):
+    for rank, results in enumerate(
+        run_ranks(world, call, ("all_gather", "reduce_scatter", "my_slice"), dim)
+    ):
         (gathered, _), (scattered, _), (mine, _) = results
         assert torch.equal(gathered, torch.cat(parts, dim))
         torch.testing.assert_close(scattered, shards[rank])
@@ -67,8 +79,11 @@ def test_the_backends_own_reduce_scatter_gives_the_same(world):
         torch.testing.assert_close(exchanged, own)
 
 
-def in_place(rank: int, world: int, dtype: torch.dtype, backend: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """(sum of my part, everything once it is gathered), in one buffer, with several of each under way at a time."""
+def in_place(
+    rank: int, world: int, dtype: torch.dtype, backend: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(sum of my part, everything once it is gathered), in one buffer, with several of each under
+    way at a time."""
     axis = world_axis(rank, world)
     collectives.dist.get_backend = lambda group: backend
     buffers = [part(rank, seed).flatten().to(dtype) for seed in range(3)]
@@ -86,9 +101,13 @@ def in_place(rank: int, world: int, dtype: torch.dtype, backend: str) -> tuple[t
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_reduce_scatter_and_gather_in_place(world, dtype):
-    """The sum goes over the ranks in order, in fp32 for short formats: the same bytes whatever the bucket."""
+    """The sum goes over the ranks in order, in fp32 for short formats: the same bytes whatever the
+    bucket."""
     wide = torch.promote_types(dtype, torch.float32)
-    whole = [torch.stack([part(rank, seed).flatten().to(dtype) for rank in range(world)]) for seed in range(3)]
+    whole = [
+        torch.stack([part(rank, seed).flatten().to(dtype) for rank in range(world)])
+        for seed in range(3)
+    ]
     expected = torch.stack([x.to(wide).sum(0).to(dtype) for x in whole])
     for rank, (sums, gathered) in enumerate(run_ranks(world, in_place, dtype, "gloo")):
         torch.testing.assert_close(gathered, expected)
@@ -102,7 +121,10 @@ def test_reduce_scatter_and_gather_in_place(world, dtype):
 def test_broadcast_and_objects(world):
     for [(result, after)] in run_ranks(world, call, ("broadcast_",), 1):
         assert torch.equal(result, part(1)) and torch.equal(after, part(1))
-    assert run_ranks(world, gather) == [[{"rank": rank, "text": "x" * rank} for rank in range(world)]] * world
+    assert (
+        run_ranks(world, gather)
+        == [[{"rank": rank, "text": "x" * rank} for rank in range(world)]] * world
+    )
 
 
 def gather(rank: int, world: int) -> list:
@@ -112,7 +134,8 @@ def gather(rank: int, world: int) -> list:
 
 
 def differentiate(rank: int, world: int, name: str, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Value on this rank, and the gradient that this rank gets of sum over ranks of <weight_r, value_r>."""
+    """Value on this rank, and the gradient that this rank gets of sum over ranks of <weight_r,
+    value_r>."""
     x = part(rank).requires_grad_()
     value = getattr(collectives, name)(x, world_axis(rank, world), dim)
     (value * part(rank, 1, tuple(value.shape))).sum().backward()
@@ -127,7 +150,8 @@ def whole(name: str, world: int, dim: int) -> list[tuple[torch.Tensor, torch.Ten
         "scatter_sequence": lambda: list(sum(inputs).chunk(world, dim)),
     }[name]()
     weights = [part(rank, 1, tuple(value.shape)) for rank, value in enumerate(values)]
-    if name == "reduce_from":            # what follows is the same on all ranks, so one of the equal losses counts
+    # what follows is the same on all ranks, so one of the equal losses counts
+    if name == "reduce_from":
         weights = [weights[0]] + [torch.zeros_like(w) for w in weights[1:]]
     sum((value * weight).sum() for value, weight in zip(values, weights, strict=True)).backward()
     return [(value.detach(), x.grad) for value, x in zip(values, inputs, strict=True)]
@@ -138,34 +162,56 @@ def test_scatter_sequence(world):
     """What each rank's input receives is the gradient of all ranks' losses together."""
     for dim in (0, 1):
         expected = whole("scatter_sequence", world, dim)
-        for got, wanted in zip(run_ranks(world, differentiate, "scatter_sequence", dim), expected, strict=True):
+        for got, wanted in zip(
+            run_ranks(world, differentiate, "scatter_sequence", dim), expected, strict=True
+        ):
             torch.testing.assert_close(got[0], wanted[0])
             torch.testing.assert_close(got[1], wanted[1])
 
 
 @pytest.mark.parametrize("world", WORLDS)
 def test_reduce_from(world):
-    """Its result is one and the same on all ranks, and so is what follows: each rank's gradient passes as it is."""
+    """Its result is one and the same on all ranks, and so is what follows: each rank's gradient
+    passes as it is."""
     got = run_ranks(world, differentiate, "reduce_from", 0)
-    for rank, ((value, grad), (expected, _)) in enumerate(zip(got, whole("reduce_from", world, 0), strict=True)):
+    for rank, ((value, grad), (expected, _)) in enumerate(
+        zip(got, whole("reduce_from", world, 0), strict=True)
+    ):
         torch.testing.assert_close(value, expected)
         assert torch.equal(grad, part(rank, 1, SHAPE))
     first = whole("reduce_from", world, 0)[0][1]
     assert torch.equal(got[0][1], first)
 
 
-@pytest.mark.parametrize("name", ["all_reduce", "all_reduce_", "all_gather", "reduce_scatter", "my_slice", "broadcast_",
-                                  "reduce_from", "scatter_sequence"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "all_reduce",
+        "all_reduce_",
+        "all_gather",
+        "reduce_scatter",
+        "my_slice",
+        "broadcast_",
+        "reduce_from",
+        "scatter_sequence",
+    ],
+)
 def test_an_axis_of_one_returns_its_input(name):
     """The very tensor, and no process group is there."""
     x = part(0)
     assert getattr(collectives, name)(x, Axis("tp")) is x
-    assert collectives.gather_objects("x", Axis("tp")) == ["x"] and collectives.barrier(Axis("tp")) is None
+    assert (
+        collectives.gather_objects("x", Axis("tp")) == ["x"]
+        and collectives.barrier(Axis("tp")) is None
+    )
 
 
 def test_both_spellings_of_torch_are_known():
     """2.13's names where there are any, the older ones elsewhere."""
     names = {collectives._gather_into.__name__, collectives._scatter_into.__name__}
     new = hasattr(torch.distributed, "all_gather_single")
-    assert names == ({"all_gather_single", "reduce_scatter_single"} if new else
-                     {"all_gather_into_tensor", "reduce_scatter_tensor"})
+    assert names == (
+        {"all_gather_single", "reduce_scatter_single"}
+        if new
+        else {"all_gather_into_tensor", "reduce_scatter_tensor"}
+    )

@@ -1,4 +1,6 @@
-"""The rank grid: Megatron's order, every axis a partition, the same groups in the same order on every rank."""
+"""The rank grid: Megatron's order, every axis a partition, the same groups in the same order on
+every rank."""
+
 from __future__ import annotations
 
 import itertools
@@ -29,7 +31,9 @@ def made(monkeypatch) -> list[tuple[int, ...]]:
 
 
 def grid(world: int, tp: int = 1, pp: int = 1, cp: int = 1) -> list[ParallelContext]:
-    config = ParallelConfig(tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, context_parallel_size=cp)
+    config = ParallelConfig(
+        tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, context_parallel_size=cp
+    )
     return [ParallelContext(config, world, rank) for rank in range(world)]
 
 
@@ -45,7 +49,9 @@ def test_sixteen_ranks_as_megatron_orders_them(made):
     assert groups_of(ranks, "pp") == [(0, 4, 8, 12), (1, 5, 9, 13), (2, 6, 10, 14), (3, 7, 11, 15)]
     assert groups_of(ranks, "ends")[:4] == [(0, 12), (1, 13), (2, 14), (3, 15)]
     assert groups_of(ranks, "model") == [(0, 1, 4, 5, 8, 9, 12, 13), (2, 3, 6, 7, 10, 11, 14, 15)]
-    assert groups_of(ranks, "dp_cp") == groups_of(ranks, "dp") and groups_of(ranks, "cp") == [(n,) for n in range(16)]
+    assert groups_of(ranks, "dp_cp") == groups_of(ranks, "dp") and groups_of(ranks, "cp") == [
+        (n,) for n in range(16)
+    ]
     assert groups_of(ranks, "world") == [tuple(range(16))]
 
 
@@ -56,11 +62,17 @@ def test_context_parallel_lies_between_tensor_and_data(made):
     assert groups_of(ranks, "dp_cp") == [(0, 2, 4, 6), (1, 3, 5, 7)]
 
 
-@pytest.mark.parametrize("tp, cp, dp, pp", [*itertools.product((1, 2), (1, 2), (1, 3), (1, 2)), (4, 1, 2, 3)])
+@pytest.mark.parametrize(
+    "tp, cp, dp, pp", [*itertools.product((1, 2), (1, 2), (1, 3), (1, 2)), (4, 1, 2, 3)]
+)
 def test_every_grid(made, tp, cp, dp, pp):
-    """rank = tp + TP (cp + CP (dp + DP pp)); each axis cuts the world into equal groups, the same on all ranks."""
-    world, each = tp * cp * dp * pp, []
-    config = ParallelConfig(tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, context_parallel_size=cp)
+    """rank = tp + TP (cp + CP (dp + DP pp)); each axis cuts the world into equal groups, the same
+    on all ranks."""
+    world = tp * cp * dp * pp
+    each = []
+    config = ParallelConfig(
+        tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, context_parallel_size=cp
+    )
     for rank in range(world):
         made.clear()
         c = ParallelContext(config, world, rank)
@@ -80,7 +92,9 @@ def test_every_grid(made, tp, cp, dp, pp):
 
 def test_one_process_needs_no_process_group():
     c = ParallelContext(ParallelConfig())
-    assert [c.axis(name) for name in AXES] == [Axis(name) for name in AXES] and not c.sequence_parallel
+    assert [c.axis(name) for name in AXES] == [
+        Axis(name) for name in AXES
+    ] and not c.sequence_parallel
 
 
 def test_sequence_parallel_is_off_without_tensor_parallel(made):
@@ -105,4 +119,6 @@ def test_real_groups_reach_their_own_ranks_only():
     assert [f["dp"] for f in found] == [101.0, 1010.0, 101.0, 1010.0]
     assert [f["dp_cp"] for f in found] == [f["dp"] for f in found]
     assert [f["model"] for f in found] == [f["tp"] for f in found]
-    assert [f["pp"] for f in found] == [1.0, 10.0, 100.0, 1000.0] and {f["world"] for f in found} == {1111.0}
+    assert [f["pp"] for f in found] == [1.0, 10.0, 100.0, 1000.0] and {
+        f["world"] for f in found
+    } == {1111.0}

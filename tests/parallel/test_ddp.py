@@ -1,4 +1,6 @@
-"""Gradient buffers: where gradients lie, in which format they add up, what the ranks sum, and when."""
+"""Gradient buffers: where gradients lie, in which format they add up, what the ranks sum, and
+when."""
+
 from __future__ import annotations
 
 import queue
@@ -24,7 +26,8 @@ ALONE = ParallelContext(ParallelConfig())
 
 
 def parameters(dtype: torch.dtype, partial: tuple[int, ...] = ()) -> list[torch.nn.Parameter]:
-    """Ones of all shapes; those of the numbers in `partial` see part of their gradient on each tensor-parallel rank."""
+    """Ones of all shapes; those of the numbers in `partial` see part of their gradient on each
+    tensor-parallel rank."""
     params = [torch.nn.Parameter(torch.ones(shape, dtype=dtype)) for shape in SHAPES]
     for n, p in enumerate(params):
         p.sharding = Sharding(f"p{n}", SHAPES[n], partial=("tp",) if n in partial else ())
@@ -38,16 +41,23 @@ def loss(params: list[torch.nn.Parameter], factor: float) -> torch.Tensor:
 
 @pytest.mark.parametrize("grad_dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_layout(grad_dtype):
-    """One buffer, last parameters first; every view starts at a multiple of 64 bytes of the smaller format, none overlap."""
+    """One buffer, last parameters first; every view starts at a multiple of 64 bytes of the smaller
+    format, none overlap."""
     params = parameters(torch.float32)
     frozen = torch.nn.Parameter(torch.ones(9), requires_grad=False)
     buffers = GradBuffers([params[0], frozen, *params[1:]], ALONE, grad_dtype)
     assert all(a is b for a, b in zip(buffers.params, reversed(params), strict=True))
     assert not hasattr(frozen, "main_grad")
-    ends, itemsize = 0, min(4, grad_dtype.itemsize)
+    ends = 0
+    itemsize = min(4, grad_dtype.itemsize)
     for p in buffers.params:
         start = p.main_grad.storage_offset() * itemsize
-        assert start % 64 == 0 and start == ends and p.main_grad.shape == p.shape and p.main_grad.dtype == grad_dtype
+        assert (
+            start % 64 == 0
+            and start == ends
+            and p.main_grad.shape == p.shape
+            and p.main_grad.dtype == grad_dtype
+        )
         assert p.main_grad.untyped_storage().data_ptr() == buffers.flat.untyped_storage().data_ptr()
         ends = start + -(-p.numel() * itemsize // 64) * 64
     assert buffers.flat.numel() * itemsize == ends and buffers.flat.data_ptr() % 64 == 0
@@ -55,7 +65,8 @@ def test_layout(grad_dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_equal_formats_share_memory(dtype):
-    """p.grad is the buffer's view: autograd adds in place; zero() gives back what a step took away."""
+    """p.grad is the buffer's view: autograd adds in place; zero() gives back what a step took
+    away."""
     params = parameters(dtype)
     buffers = GradBuffers(params, ALONE, dtype)
     for _ in range(3):
@@ -71,7 +82,8 @@ def test_equal_formats_share_memory(dtype):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_low_precision_adds_up_in_fp32(dtype):
-    """1000 micro-batches of 1/1024 make 1000/1024 (bf16 would stop at 1/4); p.grad is let go each time."""
+    """1000 micro-batches of 1/1024 make 1000/1024 (bf16 would stop at 1/4); p.grad is let go each
+    time."""
     params = parameters(dtype)
     buffers = GradBuffers(params, ALONE, torch.float32)
     for _ in range(1000):
@@ -89,7 +101,8 @@ def test_low_precision_adds_up_in_fp32(dtype):
 
 
 def test_what_a_kernel_added_itself_is_kept():
-    """A weight-gradient kernel writes to main_grad and gives autograd nothing; other parameters may go unused."""
+    """A weight-gradient kernel writes to main_grad and gives autograd nothing; other parameters may
+    go unused."""
     params = parameters(torch.bfloat16)
     GradBuffers(params, ALONE, torch.float32)
     params[0].main_grad += 3.0
@@ -100,7 +113,8 @@ def test_what_a_kernel_added_itself_is_kept():
 def reduced(rank: int, world: int, dtype: torch.dtype) -> list[float]:
     params = parameters(dtype)
     buffers = GradBuffers(params, ParallelContext(ParallelConfig(), world, rank), torch.float32)
-    for _ in range(2):                                   # two steps: the first must not shine through
+    # two steps: the first must not shine through
+    for _ in range(2):
         buffers.zero()
         loss(params, 10.0**rank).backward()
         buffers.reduce()
@@ -127,22 +141,27 @@ def tensor_parallel(rank: int, world: int) -> list[float]:
 
 
 def test_shards_are_summed_over_other_data_and_parts_over_their_axis_too():
-    """TP 2 x DP 2: ranks 0 and 2 hold the same shard, as do 1 and 3; copies that saw a part are summed over all four."""
+    """TP 2 x DP 2: ranks 0 and 2 hold the same shard, as do 1 and 3; copies that saw a part are
+    summed over all four."""
     shards = {0: 101.0, 1: 1010.0, 2: 101.0, 3: 1010.0}
     for rank, grads in enumerate(run_ranks(4, tensor_parallel)):
         assert grads == [shards[rank], 1111.0, shards[rank], 1111.0, shards[rank]]
 
 
-LAYERS, WIDTH = 5, 12
+LAYERS = 5
+WIDTH = 12
 
 
 def layered(dtype: torch.dtype, rank: int) -> nn.Sequential:
-    """Linear layers whose kernel adds the weight's gradient to main_grad itself; the same on each rank, bias included."""
+    """Linear layers whose kernel adds the weight's gradient to main_grad itself; the same on each
+    rank, bias included."""
     generator = torch.Generator().manual_seed(0)
     layers = []
     for number in range(LAYERS):
-        weight, bias = (nn.Parameter(torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype))
-                        for shape in ((WIDTH, WIDTH), (WIDTH,)))
+        weight, bias = (
+            nn.Parameter(torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype))
+            for shape in ((WIDTH, WIDTH), (WIDTH,))
+        )
         weight.sharding = Sharding(f"{number}.weight", (WIDTH, WIDTH))
         bias.sharding = Sharding(f"{number}.bias", (WIDTH,))
         layers.append(ColumnParallelLinear(weight, bias, ALONE))
@@ -150,11 +169,15 @@ def layered(dtype: torch.dtype, rank: int) -> nn.Sequential:
 
 
 def micro_batch(rank: int, number: int, dtype: torch.dtype) -> torch.Tensor:
-    return torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(100 * rank + number), dtype=torch.float64).to(dtype)
+    return torch.randn(
+        3, WIDTH, generator=torch.Generator().manual_seed(100 * rank + number), dtype=torch.float64
+    ).to(dtype)
 
 
 def config_of(shards: bool, instances: int) -> ParallelConfig:
-    return ParallelConfig(use_distributed_optimizer=shards, num_distributed_optimizer_instances=instances)
+    return ParallelConfig(
+        use_distributed_optimizer=shards, num_distributed_optimizer_instances=instances
+    )
 
 
 class Spy:
@@ -173,13 +196,24 @@ class Spy:
         return spy
 
 
-def accumulated(rank: int, world: int, dtype: torch.dtype, overlap: bool, shards: bool, instances: int,
-                micro_batches: int, bucket_size: int | None) -> tuple[list[Any], dict[str, Any]]:
-    """(what happened when, {name: (span, sums)} of what this rank owns) in the second of two steps."""
+def accumulated(
+    rank: int,
+    world: int,
+    dtype: torch.dtype,
+    overlap: bool,
+    shards: bool,
+    instances: int,
+    micro_batches: int,
+    bucket_size: int | None,
+) -> tuple[list[Any], dict[str, Any]]:
+    """(what happened when, {name: (span, sums)} of what this rank owns) in the second of two
+    steps."""
     model = layered(dtype, rank)
     ctx = ParallelContext(config_of(shards, instances), world, rank)
     wide = torch.promote_types(dtype, torch.float32)
-    buffers = GradBuffers(model.parameters(), ctx, wide, bucket_size=bucket_size, overlap_grad_reduce=overlap)
+    buffers = GradBuffers(
+        model.parameters(), ctx, wide, bucket_size=bucket_size, overlap_grad_reduce=overlap
+    )
     events: list[Any] = []
     Spy(events)
     for _ in range(2):
@@ -190,7 +224,10 @@ def accumulated(rank: int, world: int, dtype: torch.dtype, overlap: bool, shards
             model(micro_batch(rank, number, dtype)).double().square().sum().backward()
         events.append("end")
         buffers.reduce()
-    owned = {p.sharding.name: (getattr(p, "span", (0, p.numel())), p.main_grad.flatten().clone()) for p in buffers.owned}
+    owned = {
+        p.sharding.name: (getattr(p, "span", (0, p.numel())), p.main_grad.flatten().clone())
+        for p in buffers.owned
+    }
     return events, owned
 
 
@@ -203,20 +240,34 @@ def expected_sums(world: int, micro_batches: int) -> dict[str, torch.Tensor]:
     return {p.sharding.name: p.grad.flatten() for p in model.parameters()}
 
 
-@pytest.mark.parametrize("world, shards, instances, micro_batches, bucket_size", [
-    (2, False, 1, 3, 100), (2, True, 1, 1, 100), (2, True, 1, 3, None), (4, True, 1, 2, 20), (4, True, 2, 2, 100),
-    (4, True, 4, 1, 200), (4, False, 1, 1, 20)])
+@pytest.mark.parametrize(
+    "world, shards, instances, micro_batches, bucket_size",
+    [
+        (2, False, 1, 3, 100),
+        (2, True, 1, 1, 100),
+        (2, True, 1, 3, None),
+        (4, True, 1, 2, 20),
+        (4, True, 2, 2, 100),
+        (4, True, 4, 1, 200),
+        (4, False, 1, 1, 20),
+    ],
+)
 def test_sums_with_and_without_overlap(world, shards, instances, micro_batches, bucket_size):
-    """The ranks of an instance own every element once; the sums are autograd's, and overlap changes no bit."""
+    """The ranks of an instance own every element once; the sums are autograd's, and overlap changes
+    no bit."""
     args = shards, instances, micro_batches, bucket_size
     whole = expected_sums(world, micro_batches)
-    runs = [run_ranks(world, accumulated, torch.float64, overlap, *args) for overlap in (False, True)]
+    runs = [
+        run_ranks(world, accumulated, torch.float64, overlap, *args) for overlap in (False, True)
+    ]
     parts = world // instances if shards else 1
     for run in runs:
         for rank, (_, owned) in enumerate(run):
             for name, ((start, stop), sums) in owned.items():
                 torch.testing.assert_close(sums, whole[name][start:stop], rtol=1e-12, atol=1e-12)
-                assert torch.equal(sums, runs[0][rank % parts if shards else 0][1][name][1]), "copies are equal, bit for bit"
+                assert torch.equal(sums, runs[0][rank % parts if shards else 0][1][name][1]), (
+                    "copies are equal, bit for bit"
+                )
         for name, values in whole.items():
             spans = sorted(run[rank][1][name][0] for rank in range(parts))
             held = [span for span in spans if span[0] < span[1]]
@@ -226,12 +277,17 @@ def test_sums_with_and_without_overlap(world, shards, instances, micro_batches, 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_buckets_are_sent_in_the_last_micro_batch_in_order(dtype):
-    """A bucket for each layer, from the last to the first; each as soon as it is complete, not before."""
+    """A bucket for each layer, from the last to the first; each as soon as it is complete, not
+    before."""
     for events, _ in run_ranks(2, accumulated, dtype, True, True, 1, 3, WIDTH * WIDTH + WIDTH):
         sums = [event for event in events if isinstance(event, tuple)]
-        assert events == [0, 1, 2, *sums, "end"] and len(sums) == LAYERS, "although kernels return no gradient"
+        assert events == [0, 1, 2, *sums, "end"] and len(sums) == LAYERS, (
+            "although kernels return no gradient"
+        )
         places = [place for _, _, place in sums]
-        assert places == sorted(set(places)) and {name for name, *_ in sums} == {"start_reduce_scatter_"}
+        assert places == sorted(set(places)) and {name for name, *_ in sums} == {
+            "start_reduce_scatter_"
+        }
     for events, _ in run_ranks(2, accumulated, dtype, False, True, 1, 3, WIDTH * WIDTH + WIDTH):
         assert events[:4] == [0, 1, 2, "end"] and len(events) == 4 + LAYERS
 
@@ -239,8 +295,13 @@ def test_buckets_are_sent_in_the_last_micro_batch_in_order(dtype):
 def unusual(rank: int, world: int) -> tuple[str, list[float]]:
     """(what is said of one micro-batch too many, sums when some parameters get no gradient)"""
     params = parameters(torch.float32)
-    buffers = GradBuffers(params, ParallelContext(ParallelConfig(), world, rank), torch.float32, bucket_size=1,
-                          overlap_grad_reduce=True)
+    buffers = GradBuffers(
+        params,
+        ParallelContext(ParallelConfig(), world, rank),
+        torch.float32,
+        bucket_size=1,
+        overlap_grad_reduce=True,
+    )
     buffers.zero(1)
     loss(params[:2], 1.0).backward()
     buffers.reduce()
@@ -262,23 +323,32 @@ def test_parameters_without_gradient_and_a_micro_batch_too_many():
 def test_one_process_and_no_overlap_have_no_hooks():
     for config in (ParallelConfig(), ParallelConfig(use_distributed_optimizer=True)):
         model = layered(torch.float32, 0)
-        buffers = GradBuffers(model.parameters(), ParallelContext(config), torch.float32, overlap_grad_reduce=True,
-                              overlap_param_gather=True)
+        buffers = GradBuffers(
+            model.parameters(),
+            ParallelContext(config),
+            torch.float32,
+            overlap_grad_reduce=True,
+            overlap_param_gather=True,
+        )
         buffers.wait_in_forward(model)
         assert not any(p._post_accumulate_grad_hooks for p in buffers.params)
         assert not any(module._forward_pre_hooks for module in model.modules())
-        assert all(a is b for a, b in zip(buffers.owned, model.parameters(), strict=True)), "nothing is copied or cut"
+        assert all(a is b for a, b in zip(buffers.owned, model.parameters(), strict=True)), (
+            "nothing is copied or cut"
+        )
         buffers.gather_weights()
         buffers.wait_for_weights()
 
 
 class Slow(Pending):
-    """A gather whose values are there only once it was waited for; until then others' parts are NaN."""
+    """A gather whose values are there only once it was waited for; until then others' parts are
+    NaN."""
 
     waited: list[int] = []
 
     def __init__(self, x: torch.Tensor, axis: Axis, start: Any):
-        self.x, self.place = x, x.storage_offset()
+        self.x = x
+        self.place = x.storage_offset()
         mine = x.chunk(axis.size)[axis.rank].clone()
         self.values = start(x.clone(), axis)()
         x.fill_(float("nan"))
@@ -294,25 +364,38 @@ def paired(model: nn.Sequential) -> nn.Sequential:
     return nn.Sequential(model[:2], *model[2:])
 
 
-def updated(rank: int, world: int, overlap: bool, instances: int, compiled: bool) -> tuple[list[torch.Tensor], list[int]]:
-    """(outputs of each part after each rank has added 1 to what it owns, twice, how many buckets had arrived then)."""
+def updated(
+    rank: int, world: int, overlap: bool, instances: int, compiled: bool
+) -> tuple[list[torch.Tensor], list[int]]:
+    """(outputs of each part after each rank has added 1 to what it owns, twice, how many buckets
+    had arrived then)."""
     model = paired(layered(torch.float32, rank))
     if compiled:
         model[0].compile(backend="eager")
-    buffers = GradBuffers(model.parameters(), ParallelContext(config_of(True, instances), world, rank), torch.float32,
-                          bucket_size=WIDTH * WIDTH, overlap_grad_reduce=overlap, overlap_param_gather=overlap)
+    buffers = GradBuffers(
+        model.parameters(),
+        ParallelContext(config_of(True, instances), world, rank),
+        torch.float32,
+        bucket_size=WIDTH * WIDTH,
+        overlap_grad_reduce=overlap,
+        overlap_param_gather=overlap,
+    )
     buffers.wait_in_forward(model)
     start = ddp.start_all_gather_
     ddp.start_all_gather_ = lambda x, axis: Slow(x, axis, start)
     for _ in range(2):
         buffers.zero()
         buffers.reduce()
-        assert len(Slow.waited) in (0, LAYERS), "nothing is under way any more when the update begins"
+        assert len(Slow.waited) in (0, LAYERS), (
+            "nothing is under way any more when the update begins"
+        )
         Slow.waited.clear()
         for part in buffers.owned:
             part.add_(1.0)
         buffers.gather_weights()
-    outputs, waited, x = [], [], micro_batch(0, 0, torch.float32)
+    outputs = []
+    waited = []
+    x = micro_batch(0, 0, torch.float32)
     for part in model:
         x = part(x).detach()
         outputs.append(x)
@@ -320,11 +403,16 @@ def updated(rank: int, world: int, overlap: bool, instances: int, compiled: bool
     return outputs, waited
 
 
-@pytest.mark.parametrize("world, instances, compiled", [
-    (2, 1, False), (4, 2, False), pytest.param(2, 1, True, marks=pytest.mark.campaign)])
+@pytest.mark.parametrize(
+    "world, instances, compiled",
+    [(2, 1, False), (4, 2, False), pytest.param(2, 1, True, marks=pytest.mark.campaign)],
+)
 def test_weights_arrive_before_they_are_used(world, instances, compiled):
-    """Each module waits for its own buckets and no other; without overlap all have arrived before."""
-    model, expected, x = paired(layered(torch.float32, 0)), [], micro_batch(0, 0, torch.float32)
+    """Each module waits for its own buckets and no other; without overlap all have arrived
+    before."""
+    model = paired(layered(torch.float32, 0))
+    expected = []
+    x = micro_batch(0, 0, torch.float32)
     with torch.no_grad():
         for p in model.parameters():
             p.add_(1.0).add_(1.0)
@@ -341,10 +429,16 @@ def memory(rank: int, world: int) -> tuple[bool, int, int]:
     model = layered(torch.bfloat16, rank)
     ctx = ParallelContext(config_of(True, 1), world, rank)
     buffers = GradBuffers(model.parameters(), ctx, torch.float32)
-    weights = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in model.parameters()}
-    inside = all(part.untyped_storage().data_ptr() in weights and part.data_ptr() % 64 == 0 and
-                 part.main_grad.untyped_storage().data_ptr() == buffers.flat.untyped_storage().data_ptr()
-                 for part in buffers.owned if part.numel())
+    weights = {
+        p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in model.parameters()
+    }
+    inside = all(
+        part.untyped_storage().data_ptr() in weights
+        and part.data_ptr() % 64 == 0
+        and part.main_grad.untyped_storage().data_ptr() == buffers.flat.untyped_storage().data_ptr()
+        for part in buffers.owned
+        if part.numel()
+    )
     return inside, len(weights), sum(weights.values()) - 2 * buffers.flat.numel()
 
 
@@ -368,10 +462,12 @@ class SlowBackward(torch.autograd.Function):
 
 
 class SlowLink:
-    """Does one collective after another in a thread, each after `seconds`: a link that is busy for so long."""
+    """Does one collective after another in a thread, each after `seconds`: a link that is busy for
+    so long."""
 
     def __init__(self, seconds: float):
-        self.seconds, self.jobs = seconds, queue.Queue()
+        self.seconds = seconds
+        self.jobs = queue.Queue()
         threading.Thread(target=self.work, daemon=True).start()
 
     def work(self) -> None:
@@ -398,14 +494,20 @@ DEPTH = 30
 
 def step_times(rank: int, world: int, compute: float, communication: float) -> dict[bool, float]:
     """Seconds of backward and reduction with and without overlap; one bucket a layer."""
-    link, found = SlowLink(communication), {}
+    link = SlowLink(communication)
+    found = {}
     ddp.start_reduce_scatter_ = link.over(ddp.start_reduce_scatter_)
     for overlap in (False, True):
         params = [nn.Parameter(torch.ones(16)) for _ in range(DEPTH)]
         for number, p in enumerate(params):
             p.sharding = Sharding(f"p{number}", (16,))
-        buffers = GradBuffers(params, ParallelContext(config_of(True, 1), world, rank), torch.float32, bucket_size=1,
-                              overlap_grad_reduce=overlap)
+        buffers = GradBuffers(
+            params,
+            ParallelContext(config_of(True, 1), world, rank),
+            torch.float32,
+            bucket_size=1,
+            overlap_grad_reduce=overlap,
+        )
         best = float("inf")
         for _ in range(3 if overlap else 1):
             buffers.zero(1)
@@ -426,7 +528,11 @@ def step_times(rank: int, world: int, compute: float, communication: float) -> d
 @pytest.mark.parametrize("compute, communication", [(0.05, 0.025), (0.025, 0.05), (0.05, 0.05)])
 def test_overlapped_reduction_costs_a_tenth_more_than_the_longer_of_the_two(compute, communication):
     for found in run_ranks(2, step_times, compute, communication):
-        longer, together = DEPTH * max(compute, communication), DEPTH * (compute + communication)
-        print(f"compute {DEPTH * compute:.2f} s, communication {DEPTH * communication:.2f} s: one after the other "
-              f"{found[False]:.3f} s, overlapped {found[True]:.3f} s, {found[True] / longer:.3f} of the longer")
+        longer = DEPTH * max(compute, communication)
+        together = DEPTH * (compute + communication)
+        print(
+            f"compute {DEPTH * compute:.2f} s, communication {DEPTH * communication:.2f} s: one "
+            f"after the other {found[False]:.3f} s, overlapped {found[True]:.3f} s, "
+            f"{found[True] / longer:.3f} of the longer"
+        )
         assert together <= found[False] and longer <= found[True] <= 1.10 * longer

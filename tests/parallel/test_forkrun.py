@@ -1,4 +1,5 @@
-"""The rank runner itself: real collectives, results in rank order, and every way a rank can fail."""
+"""The rank runner itself: real collectives, results in rank order, and every way a rank can
+fail."""
 
 from __future__ import annotations
 
@@ -21,7 +22,12 @@ def add_up(rank: int, world: int, base: torch.Tensor) -> torch.Tensor:
 
 def surroundings(rank: int, world: int) -> tuple:
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "FORKRUN_TEST")
-    return [os.environ.get(name) for name in names], os.getcwd(), torch.get_num_threads(), dist.is_initialized()
+    return (
+        [os.environ.get(name) for name in names],
+        os.getcwd(),
+        torch.get_num_threads(),
+        dist.is_initialized(),
+    )
 
 
 def rank_one_fails(rank: int, world: int) -> None:

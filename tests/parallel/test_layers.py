@@ -1,4 +1,5 @@
-"""The split layers on two real ranks give the numbers of one, forward and backward, with and without sequence split."""
+"""The split layers on two real ranks give the numbers of one, forward and backward, with and
+without sequence split."""
 
 from types import SimpleNamespace
 
@@ -9,22 +10,35 @@ from megatron.config.parallel import ParallelConfig
 from megatron.config.parameters import ParameterSpec
 from megatron.parallel.context import Axis, ParallelContext
 from megatron.parallel.cross_entropy import vocab_parallel_cross_entropy
-from megatron.parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding, embedding
+from megatron.parallel.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    embedding,
+)
 from megatron.parallel.random import DropoutSeeds
 from megatron.parallel.sharding import ParameterFactory, init_parameters, local_box
 from tests.forkrun import run_ranks
 from tests.model.tiny import tiny_model, tokens
 
-S, B, H, FFN, VOCAB, PADDED = 8, 2, 8, 12, 13, 16
-TABLE = [ParameterSpec("embedding", (PADDED, H), (("tp", 0),), "normal", 1.0, real_rows=VOCAB),
-         ParameterSpec("up.weight", (2, FFN, H), (("tp", 1),), "normal", 1.0),
-         ParameterSpec("up.bias", (2, FFN), (("tp", 1),), "normal", 1.0),
-         ParameterSpec("down.weight", (H, FFN), (("tp", 1),), "normal", 1.0),
-         ParameterSpec("down.bias", (H,), (), "normal", 1.0)]
+S = 8
+B = 2
+H = 8
+FFN = 12
+VOCAB = 13
+PADDED = 16
+TABLE = [
+    ParameterSpec("embedding", (PADDED, H), (("tp", 0),), "normal", 1.0, real_rows=VOCAB),
+    ParameterSpec("up.weight", (2, FFN, H), (("tp", 1),), "normal", 1.0),
+    ParameterSpec("up.bias", (2, FFN), (("tp", 1),), "normal", 1.0),
+    ParameterSpec("down.weight", (H, FFN), (("tp", 1),), "normal", 1.0),
+    ParameterSpec("down.bias", (H,), (), "normal", 1.0),
+]
 
 
 def step(ctx):
-    """Loss, logits of an embedding -> gated MLP -> tied output, and each parameter's (box, gradient)."""
+    """Loss, logits of an embedding -> gated MLP -> tied output, and each parameter's (box,
+    gradient)."""
     params = ParameterFactory(TABLE, ctx, torch.float64)
     embedding = VocabParallelEmbedding(params("embedding"), ctx)
     up = ColumnParallelLinear(params("up.weight"), params("up.bias"), ctx)
@@ -38,7 +52,9 @@ def step(ctx):
     loss = vocab_parallel_cross_entropy(logits, ids[:, 1:], vocab_size=VOCAB, tp=ctx.tp)
     values = loss.detach().clone(), logits.detach().clone()
     loss.sum().backward()
-    return *values, {w.sharding.name: (local_box(w.sharding, ctx), w.sharding.partial, w.grad) for w in weights}
+    return *values, {
+        w.sharding.name: (local_box(w.sharding, ctx), w.sharding.partial, w.grad) for w in weights
+    }
 
 
 def ranks_step(rank, world, sequence_parallel):
@@ -68,8 +84,11 @@ def kept_elements(rank, world, sequence_parallel):
     config = ParallelConfig(tensor_model_parallel_size=world, sequence_parallel=sequence_parallel)
     ctx = ParallelContext(config, world, rank)
     params = ParameterFactory(TABLE, ctx, torch.float64)
-    up, kept = ColumnParallelLinear(params("up.weight"), None, ctx), []
-    x = torch.ones(S // world if sequence_parallel else S, B, H, dtype=torch.float64, requires_grad=True)
+    up = ColumnParallelLinear(params("up.weight"), None, ctx)
+    kept = []
+    x = torch.ones(
+        S // world if sequence_parallel else S, B, H, dtype=torch.float64, requires_grad=True
+    )
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
         assert up(x * 1).shape == (S, B, 2 * FFN // world)
     return sum(t.numel() for t in kept if t.shape[-1] == H and t.numel() != up.weight.numel())
@@ -81,8 +100,15 @@ def test_only_the_own_part_of_a_gathered_input_is_kept(world):
     assert run_ranks(world, kept_elements, False) == [S * B * H] * world
 
 
-GATED = dict(position_embedding_type="rope", normalization="RMSNorm", swiglu=True, add_bias_linear=False,
-             add_qkv_bias=True, group_query_attention=True, num_query_groups=2)
+GATED = dict(
+    position_embedding_type="rope",
+    normalization="RMSNorm",
+    swiglu=True,
+    add_bias_linear=False,
+    add_qkv_bias=True,
+    group_query_attention=True,
+    num_query_groups=2,
+)
 
 
 def gpt_losses(rank, world, sequence_parallel, flags):
@@ -116,21 +142,27 @@ class WatchedSeeds(DropoutSeeds):
 
 def dropped_losses(rank, world, sequence_parallel):
     config = ParallelConfig(tensor_model_parallel_size=world, sequence_parallel=sequence_parallel)
-    model = tiny_model(ctx=ParallelContext(config, world, rank), hidden_dropout=0.1, attention_dropout=0.1)
-    seeds, (ids, labels) = WatchedSeeds(), tokens()
+    model = tiny_model(
+        ctx=ParallelContext(config, world, rank), hidden_dropout=0.1, attention_dropout=0.1
+    )
+    seeds = WatchedSeeds()
+    (ids, labels) = tokens()
     with torch.no_grad():
         return model(ids, labels=labels, dropout=seeds), seeds.parts
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_ranks_drop_alike_where_they_hold_the_same(sequence_parallel):
-    """Heads differ by rank, so do their masks; the residual stream is the same on both unless it is split too."""
+    """Heads differ by rank, so do their masks; the residual stream is the same on both unless it is
+    split too."""
     results = run_ranks(2, dropped_losses, sequence_parallel)
     assert torch.equal(results[0][0], results[1][0])
     for rank, (_, parts) in enumerate(results):
         hidden = rank if sequence_parallel else 0
-        assert parts == {("attention", rank), *((site, hidden) for site in
-                                                ("embedding", "attention_output", "mlp_output"))}
+        assert parts == {
+            ("attention", rank),
+            *((site, hidden) for site in ("embedding", "attention_output", "mlp_output")),
+        }
 
 
 def one_rank_of(tp, tp_rank):
@@ -139,29 +171,49 @@ def one_rank_of(tp, tp_rank):
 
 def test_a_gated_matrix_keeps_gate_and_up_together():
     """Each rank's part of [2, ffn, h] holds matching rows of both halves."""
-    parts = [ParameterFactory(TABLE, one_rank_of(2, rank), torch.float32)("up.weight") for rank in (0, 1)]
+    parts = [
+        ParameterFactory(TABLE, one_rank_of(2, rank), torch.float32)("up.weight") for rank in (0, 1)
+    ]
     assert [tuple(p.shape) for p in parts] == [(2, FFN // 2, H)] * 2
-    assert [local_box(p.sharding, one_rank_of(2, rank))[1] for rank, p in enumerate(parts)] == [(0, 6), (6, 12)]
+    assert [local_box(p.sharding, one_rank_of(2, rank))[1] for rank, p in enumerate(parts)] == [
+        (0, 6),
+        (6, 12),
+    ]
 
 
-
-
-@pytest.mark.parametrize("dtype, buffer", [
-    (torch.float32, None), (torch.float32, torch.float32), (torch.float64, torch.float64), (torch.bfloat16, None),
-    (torch.bfloat16, torch.float32), (torch.float16, torch.float16)], ids=str)
+@pytest.mark.parametrize(
+    "dtype, buffer",
+    [
+        (torch.float32, None),
+        (torch.float32, torch.float32),
+        (torch.float64, torch.float64),
+        (torch.bfloat16, None),
+        (torch.bfloat16, torch.float32),
+        (torch.float16, torch.float16),
+    ],
+    ids=str,
+)
 def test_a_frequent_token_gets_its_whole_gradient(dtype, buffer):
-    """2000 small gradients of one row, 20 of another: summed as in fp64 and rounded once, also when added to more."""
+    """2000 small gradients of one row, 20 of another: summed as in fp64 and rounded once, also when
+    added to more."""
     weight = torch.nn.Parameter(torch.zeros(7, 4, dtype=dtype))
     if buffer is not None:
         weight.main_grad = torch.ones(7, 4, dtype=buffer)
     ids = (torch.arange(2020) < 20).long().view(20, 101) * 3
     grad = (1e-3 * torch.rand(20, 101, 4, generator=torch.Generator().manual_seed(1))).to(dtype)
     embedding(ids, weight).backward(grad)
-    expected = torch.zeros(7, 4, dtype=torch.float64).index_add_(0, ids.flatten(), grad.double().flatten(0, 1))
+    expected = torch.zeros(7, 4, dtype=torch.float64).index_add_(
+        0, ids.flatten(), grad.double().flatten(0, 1)
+    )
     if buffer is None:
-        got, step = weight.grad, torch.finfo(dtype).eps
+        got = weight.grad
+        step = torch.finfo(dtype).eps
     else:
         assert weight.grad is None
-        got, step, expected = weight.main_grad, torch.finfo(buffer).eps, expected + 1
+        got = weight.main_grad
+        step = torch.finfo(buffer).eps
+        expected = expected + 1
     assert expected[0].min() > 0.5 and not got.isnan().any()
-    torch.testing.assert_close(got.double(), expected, rtol=max(step, 1e-5 if dtype != torch.float64 else 0), atol=1e-9)
+    torch.testing.assert_close(
+        got.double(), expected, rtol=max(step, 1e-5 if dtype != torch.float64 else 0), atol=1e-9
+    )

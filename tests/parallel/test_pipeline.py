@@ -1,4 +1,6 @@
-"""The runner of schedules: what it calls in which order, what it keeps, what it sends, and how long stages idle."""
+"""The runner of schedules: what it calls in which order, what it keeps, what it sends, and how long
+stages idle."""
+
 from __future__ import annotations
 
 import gc
@@ -55,8 +57,11 @@ def test_an_output_is_let_go_after_its_backward():
 
 def test_a_forgotten_backward_is_noticed():
     with pytest.raises(AssertionError, match=r"had no backward': \[\(1, 0\)\]"):
-        run_schedule([Step("forward", 0), Step("forward", 1), Step("backward", 0)], lambda *_: torch.zeros(()),
-                     lambda *_: None)
+        run_schedule(
+            [Step("forward", 0), Step("forward", 1), Step("backward", 0)],
+            lambda *_: torch.zeros(()),
+            lambda *_: None,
+        )
 
 
 def test_lists_are_made_once():
@@ -67,14 +72,19 @@ SHAPE = (3, 2)
 
 
 class Toy:
-    """A chain of virtual stages x -> tanh(x * weight) in float64; the last one's sum is the loss."""
+    """A chain of virtual stages x -> tanh(x * weight) in float64; the last one's sum is the
+    loss."""
 
     def __init__(self, rank: int, world: int, chunks: int, overlap: bool = True):
         ctx = ParallelContext(ParallelConfig(pipeline_model_parallel_size=world), world, rank)
         self.pipeline = Pipeline(ctx, chunks, SHAPE, torch.float64, CPU, overlap)
         self.first = rank == 0
-        self.weights = [torch.full((), 1.0 + 0.1 * (chunk * world + rank), dtype=torch.float64, requires_grad=True)
-                        for chunk in range(chunks)]
+        self.weights = [
+            torch.full(
+                (), 1.0 + 0.1 * (chunk * world + rank), dtype=torch.float64, requires_grad=True
+            )
+            for chunk in range(chunks)
+        ]
         self.losses: list[float] = []
         self.order: list[tuple] = []
         self.made: dict[tuple, weakref.ref] = {}
@@ -82,14 +92,20 @@ class Toy:
 
     def forward(self, micro_batch: int, chunk: int, hidden: torch.Tensor | None) -> torch.Tensor:
         assert (hidden is None) == (self.first and chunk == 0)
-        x = torch.full(SHAPE, 0.1 * (micro_batch + 1), dtype=torch.float64) if hidden is None else hidden
+        x = (
+            torch.full(SHAPE, 0.1 * (micro_batch + 1), dtype=torch.float64)
+            if hidden is None
+            else hidden
+        )
         y = torch.tanh(x * self.weights[chunk])
         self.order.append(("forward", micro_batch, chunk))
         if self.pipeline.is_last(chunk):
             self.losses.append(y.sum().item())
             return y.sum()
-        self.most_outputs = max(self.most_outputs, sum(made() is not None for made in self.made.values()))
-        y = y + 0                     # nobody's saved tensor
+        self.most_outputs = max(
+            self.most_outputs, sum(made() is not None for made in self.made.values())
+        )
+        y = y + 0  # nobody's saved tensor
         self.made[micro_batch, chunk] = weakref.ref(y)
         return y
 
@@ -101,9 +117,11 @@ class Toy:
 def toy_run(rank: int, world: int, micro_batches: int, chunks: int, overlap: bool) -> tuple:
     toy = Toy(rank, world, chunks, overlap)
     toy.pipeline.run(micro_batches, toy.forward, toy.backward)
-    train_order, toy.order = toy.order, []
+    train_order = toy.order
+    toy.order = []
     gradients = [weight.grad.item() for weight in toy.weights]
-    losses, toy.losses = toy.losses, []
+    losses = toy.losses
+    toy.losses = []
     with torch.no_grad():
         toy.pipeline.run(micro_batches, toy.forward)
     assert toy.losses == losses and all(order[0] == "forward" for order in toy.order)
@@ -112,7 +130,10 @@ def toy_run(rank: int, world: int, micro_batches: int, chunks: int, overlap: boo
 
 def toy_alone(virtual: int, micro_batches: int) -> tuple[list[float], list[float]]:
     """(losses, gradients by virtual stage) in one piece."""
-    weights = [torch.full((), 1.0 + 0.1 * i, dtype=torch.float64, requires_grad=True) for i in range(virtual)]
+    weights = [
+        torch.full((), 1.0 + 0.1 * i, dtype=torch.float64, requires_grad=True)
+        for i in range(virtual)
+    ]
     losses = []
     for m in range(micro_batches):
         x = torch.full(SHAPE, 0.1 * (m + 1), dtype=torch.float64)
@@ -124,10 +145,13 @@ def toy_alone(virtual: int, micro_batches: int) -> tuple[list[float], list[float
 
 
 @pytest.mark.parametrize("overlap", [True, False])
-@pytest.mark.parametrize("stages, micro_batches, chunks", [(2, 1, 1), (2, 5, 1), (4, 2, 1), (4, 9, 1), (2, 2, 2), (2, 4, 3),
-                                                           (3, 6, 2)])
+@pytest.mark.parametrize(
+    "stages, micro_batches, chunks",
+    [(2, 1, 1), (2, 5, 1), (4, 2, 1), (4, 9, 1), (2, 2, 2), (2, 4, 3), (3, 6, 2)],
+)
 def test_gradients_of_a_pipeline_are_those_of_the_whole(stages, micro_batches, chunks, overlap):
-    """In the order of the list; training, then evaluation; the outputs that were sent are not kept for backward."""
+    """In the order of the list; training, then evaluation; the outputs that were sent are not kept
+    for backward."""
     ranks = run_ranks(stages, toy_run, micro_batches, chunks, overlap, seconds=60)
     losses, gradients = toy_alone(stages * chunks, micro_batches)
     assert ranks[-1][0] == losses and all(rank[0] == [] for rank in ranks[:-1])
@@ -136,7 +160,9 @@ def test_gradients_of_a_pipeline_are_those_of_the_whole(stages, micro_batches, c
     for stage, (_, _, order, most_outputs) in enumerate(ranks):
         want = compute_order(stage, stages, micro_batches, chunks)
         assert [step[0] for step in order] == [step.kind for step in want]
-        assert [step[1:] for step in order if len(step) > 1] == [step[1:3] for step in want if step.kind == "forward"]
+        assert [step[1:] for step in order if len(step) > 1] == [
+            step[1:3] for step in want if step.kind == "forward"
+        ]
         assert most_outputs <= (pipeline.SENDS_UNDER_WAY if overlap else 0) + 1
 
 
@@ -162,7 +188,7 @@ def sleeping_run(rank: int, world: int, micro_batches: int, chunks: int, seconds
         time.sleep(2 * seconds / 3 / chunks)
         torch.autograd.backward(output, gradient)
 
-    toy.pipeline.run(micro_batches, toy.forward, toy.backward)      # makes connections and threads
+    toy.pipeline.run(micro_batches, toy.forward, toy.backward)  # makes connections and threads
     dist.barrier()
     start = time.perf_counter()
     toy.pipeline.run(micro_batches, forward, backward)
@@ -174,9 +200,13 @@ def sleeping_run(rank: int, world: int, micro_batches: int, chunks: int, seconds
 @pytest.mark.alone
 @pytest.mark.parametrize("chunks", [1, 2])
 def test_the_measured_bubble_is_that_of_the_formula(chunks):
-    """8 stages, 8 micro-batches, within 5 % of (p - 1) / (v m); the best of some tries, since others may use the machine."""
-    stages, micro_batches, seconds = 8, 8, 1.0
-    formula, bubble = bubble_fraction(stages, micro_batches, chunks), float("inf")
+    """8 stages, 8 micro-batches, within 5 % of (p - 1) / (v m); the best of some tries, since
+    others may use the machine."""
+    stages = 8
+    micro_batches = 8
+    seconds = 1.0
+    formula = bubble_fraction(stages, micro_batches, chunks)
+    bubble = float("inf")
     for _ in range(4):
         taken = max(run_ranks(stages, sleeping_run, micro_batches, chunks, seconds))
         bubble = min(bubble, taken / (micro_batches * seconds) - 1)

@@ -1,4 +1,6 @@
-"""Attention over context-parallel ranks against one process in fp64: values, gradients, masks, memory, work, repeats."""
+"""Attention over context-parallel ranks against one process in fp64: values, gradients, masks,
+memory, work, repeats."""
+
 import functools
 
 import pytest
@@ -27,7 +29,9 @@ def cp_axis(rank, world):
 
 def mine(rank, world, *tensors):
     """This rank's chunks of whole tensors [s, ...], as leaves."""
-    return [chunks_of(t.detach(), rank, world, dim=0).requires_grad_(t.requires_grad) for t in tensors]
+    return [
+        chunks_of(t.detach(), rank, world, dim=0).requires_grad_(t.requires_grad) for t in tensors
+    ]
 
 
 def attend(rank, world, shape, dtype, ids, more):
@@ -54,18 +58,34 @@ def expected(shape, ids):
 
 
 def shapes(world):
-    """(s, b, n, g, d): chunks of one row and odd ones, one group, one head, one sample, odd widths, several row blocks."""
-    return [(2 * world, 2, 4, 2, 8), (6 * world, 1, 6, 1, 5), (10 * world, 3, 2, 2, 16), (280, 1, 1, 1, 3)]
+    """(s, b, n, g, d): chunks of one row and odd ones, one group, one head, one sample, odd widths,
+    several row blocks."""
+    return [
+        (2 * world, 2, 4, 2, 8),
+        (6 * world, 1, 6, 1, 5),
+        (10 * world, 3, 2, 2, 16),
+        (280, 1, 1, 1, 3),
+    ]
 
 
-@pytest.mark.parametrize("world", [2, 4, *(pytest.param(n, marks=pytest.mark.campaign) for n in (7, 8))])
+@pytest.mark.parametrize(
+    "world", [2, 4, *(pytest.param(n, marks=pytest.mark.campaign) for n in (7, 8))]
+)
 def test_values_and_gradients_of_one_process(world):
-    """In float64, both ways of communication, with and without documents that begin and end anywhere."""
-    jobs = [(shape, torch.float64, ids, {"comm_type": way}) for shape in shapes(world) if shape[0] % (2 * world) == 0
-            for ids in (None, documents(shape[0], shape[1])) for way in COMM_TYPES]
+    """In float64, both ways of communication, with and without documents that begin and end
+    anywhere."""
+    jobs = [
+        (shape, torch.float64, ids, {"comm_type": way})
+        for shape in shapes(world)
+        if shape[0] % (2 * world) == 0
+        for ids in (None, documents(shape[0], shape[1]))
+        for way in COMM_TYPES
+    ]
     results = run_ranks(world, ranks_attend, jobs)
     for i, (shape, _, ids, _) in enumerate(jobs):
-        for parts, wanted in zip(zip(*(result[i] for result in results), strict=True), expected(shape, ids), strict=True):
+        for parts, wanted in zip(
+            zip(*(result[i] for result in results), strict=True), expected(shape, ids), strict=True
+        ):
             torch.testing.assert_close(whole(parts), wanted, **CLOSE)
 
 
@@ -76,7 +96,9 @@ def test_other_formats(dtype, rtol):
     jobs = [(shape, dtype, None, {"comm_type": way}) for way in COMM_TYPES]
     results = run_ranks(4, ranks_attend, jobs)
     for i in range(len(jobs)):
-        for parts, wanted in zip(zip(*(result[i] for result in results), strict=True), expected(shape, None), strict=True):
+        for parts, wanted in zip(
+            zip(*(result[i] for result in results), strict=True), expected(shape, None), strict=True
+        ):
             got = whole(parts)
             assert got.dtype == dtype
             assert (got.double() - wanted).norm() <= rtol * wanted.norm()
@@ -86,20 +108,26 @@ def test_the_flash_kernel_gives_the_same():
     """torch's own kernel of blocks, which runs on CUDA, has a twin on the CPU."""
     job = ((48, 2, 4, 2, 8), torch.float64, None, {"implementation": "sdpa"})
     results = run_ranks(2, ranks_attend, [job])
-    for parts, wanted in zip(zip(*(result[0] for result in results), strict=True), expected(job[0], None), strict=True):
+    for parts, wanted in zip(
+        zip(*(result[0] for result in results), strict=True), expected(job[0], None), strict=True
+    ):
         torch.testing.assert_close(whole(parts), wanted, **CLOSE)
 
 
 class LiveKeys(TorchDispatchMode):
-    """The most bytes alive at once in keys and values: storages first seen as [..., g, d] in their own format.
+    """The most bytes alive at once in keys and values: storages first seen as [..., g, d] in their
+    own format.
 
-    (Gradients, and what the kernel loads of a few heads at a time, are fp32 where keys are bf16. No other size is g.)
+    (Gradients, and what the kernel loads of a few heads at a time, are fp32 where keys are bf16. No
+    other size is g.)
     """
 
     def __init__(self, k):
         super().__init__()
-        self.last, self.dtype = k.shape[-2:], k.dtype
-        self.alive, self.peak = {}, 0
+        self.last = k.shape[-2:]
+        self.dtype = k.dtype
+        self.alive = {}
+        self.peak = 0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
@@ -127,7 +155,8 @@ def most_keys(rank, world, shape, way):
 
 @pytest.mark.parametrize("world", [2, 4, pytest.param(8, marks=pytest.mark.campaign)])
 def test_no_rank_ever_holds_more_than_two_shares_of_keys_and_values(world):
-    """Its own, and a part at work and a part on its way, half as much each; gathering holds them all, which shows."""
+    """Its own, and a part at work and a part on its way, half as much each; gathering holds them
+    all, which shows."""
     for shape in ((10 * world, 2, 6, 3, 8), (14 * world, 1, 2, 1, 8)):
         assert run_ranks(world, most_keys, shape, "p2p") == [[2.0, 2.0]] * world
     gathered = run_ranks(world, most_keys, shape, "all_gather")
@@ -146,8 +175,12 @@ def turns(rank, world, way):
 
         return noted
 
-    for name, letter in (("start_shift", "t"), ("start_all_gather", "t"), ("block_attention", "c"),
-                         ("block_attention_grads", "c")):
+    for name, letter in (
+        ("start_shift", "t"),
+        ("start_all_gather", "t"),
+        ("block_attention", "c"),
+        ("block_attention_grads", "c"),
+    ):
         setattr(module, name, noting(getattr(module, name), letter))
     q, k, v, grad = mine(rank, world, *inputs(8 * world))
     out = ring_attention(q, k, v, cp_axis(rank, world), scale=SCALE, comm_type=way)
@@ -159,24 +192,37 @@ def turns(rank, world, way):
 
 def test_the_next_block_is_on_its_way_while_one_is_computed():
     for forward, backward in run_ranks(3, turns, "p2p"):
-        assert forward == "tccw" "tcw" "c" "tcw" "tcw" "c"
-        assert backward == "tccw" "tct" "w" "cwt" "tcw" "w" "tct" "w" "cwt" "w"
-    assert {forward for forward, _ in run_ranks(3, turns, "all_gather")} == {"tccc" "w" "cccc"}
+        assert forward == "tccwtcwctcwtcwc"
+        assert backward == "tccwtctwcwttcwwtctwcwtw"
+    assert {forward for forward, _ in run_ranks(3, turns, "all_gather")} == {"tcccwcccc"}
 
 
 P = 0.25
 
 
 def dropped(rank, world, shape, ids, way, again):
-    """(out, dq, dk, dv), with dropout, of a one-hot V and of a random one; each rank has a seed of its own."""
+    """(out, dq, dk, dv), with dropout, of a one-hot V and of a random one; each rank has a seed of
+    its own."""
     q, k, v, grad = mine(rank, world, *inputs(*shape))
     s, b, _, g, _ = shape
     eye = torch.eye(s, dtype=torch.float64)[:, None, None].expand(s, b, g, s)
-    cp, found = cp_axis(rank, world), []
+    cp = cp_axis(rank, world)
+    found = []
     for values in (*mine(rank, world, eye), v):
+
         def core(q, k, v):
-            return ring_attention(q, k, v, cp, scale=SCALE, document_ids=ids, comm_type=way, dropout_p=P,
-                                  dropout_seed=100 + rank)
+            return ring_attention(
+                q,
+                k,
+                v,
+                cp,
+                scale=SCALE,
+                document_ids=ids,
+                comm_type=way,
+                dropout_p=P,
+                dropout_seed=100 + rank,
+            )
+
         out = recompute(core, q, k, values) if again else core(q, k, values)
         found.append(out.detach())
     return *found, *torch.autograd.grad(out, (q, k, v), grad)
@@ -184,8 +230,10 @@ def dropped(rank, world, shape, ids, way, again):
 
 @pytest.mark.parametrize("way", COMM_TYPES)
 def test_dropout(way):
-    """Each probability is kept or not, by a mask that repeats in backward and in recompute and is another everywhere."""
-    world, chunk = 4, 16
+    """Each probability is kept or not, by a mask that repeats in backward and in recompute and is
+    another everywhere."""
+    world = 4
+    chunk = 16
     shape = (2 * world * chunk, 1, 2, 1, 2 * world * chunk)
     ids = torch.zeros(1, shape[0], dtype=torch.long) if way == "p2p" else None
     results = run_ranks(world, dropped, shape, ids, way, False)
@@ -198,10 +246,21 @@ def test_dropout(way):
     factors = torch.where(plain > 0, shown / plain, 0.0).permute(1, 2, 0, 3)
     seen = (plain > 0).permute(1, 2, 0, 3)
     assert set(factors[seen].round(decimals=9).unique().tolist()) == {0.0, round(1 / (1 - P), 9)}
-    assert abs((factors[seen] > 0).double().mean() - (1 - P)) < 5 * (P * (1 - P) / seen.sum()) ** 0.5
-    masks = (factors > 0).unflatten(3, (-1, chunk)).unflatten(2, (-1, chunk)).permute(0, 1, 2, 4, 3, 5)
-    below = [masks[0, head, i, j].flatten().tolist() for head in range(2) for i in range(2 * world) for j in range(i)]
-    assert len({tuple(mask) for mask in below}) == len(below), "no two pairs of chunks, and no two heads, drop alike"
+    assert (
+        abs((factors[seen] > 0).double().mean() - (1 - P)) < 5 * (P * (1 - P) / seen.sum()) ** 0.5
+    )
+    masks = (
+        (factors > 0).unflatten(3, (-1, chunk)).unflatten(2, (-1, chunk)).permute(0, 1, 2, 4, 3, 5)
+    )
+    below = [
+        masks[0, head, i, j].flatten().tolist()
+        for head in range(2)
+        for i in range(2 * world)
+        for j in range(i)
+    ]
+    assert len({tuple(mask) for mask in below}) == len(below), (
+        "no two pairs of chunks, and no two heads, drop alike"
+    )
     out = formula(q, k, v, factors=factors)
     wanted = (out.detach(), *torch.autograd.grad(out, (q, k, v), grad))
     for got, exact in zip(rest, wanted, strict=True):

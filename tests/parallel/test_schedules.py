@@ -1,4 +1,6 @@
-"""Pipeline schedules played through without a tensor: nobody waits for ever, few activations live, the bubble is right."""
+"""Pipeline schedules played through without a tensor: nobody waits for ever, few activations live,
+the bubble is right."""
+
 from __future__ import annotations
 
 from collections import Counter
@@ -16,16 +18,22 @@ from megatron.parallel.schedules import (
 )
 from tests.parallel.simulated_links import RULES, is_transfer, play
 
-STAGES, CHUNKS = range(1, 17), range(1, 5)
-COSTS = ((1, 1), (1, 2))                     # seconds of a forward and of a backward of one chunk
+STAGES = range(1, 17)
+CHUNKS = range(1, 5)
+COSTS = ((1, 1), (1, 2))  # seconds of a forward and of a backward of one chunk
 
 
 def micro_batch_numbers(stages: int, chunks: int, every: bool) -> list[int]:
-    """Numbers of micro-batches to try, up to 64; interleaving takes multiples of the stages only."""
+    """Numbers of micro-batches to try, up to 64; interleaving takes multiples of the stages
+    only."""
     if chunks > 1:
         groups = range(1, 64 // stages + 1)
         return [stages * n for n in (groups if every else (1, 2)) if n in groups and stages > 1]
-    return list(range(1, 65)) if every else sorted({1, 2, stages - 1, stages, stages + 1, 2 * stages + 1} - {0})
+    return (
+        list(range(1, 65))
+        if every
+        else sorted({1, 2, stages - 1, stages, stages + 1, 2 * stages + 1} - {0})
+    )
 
 
 def grid(stages: int, every: bool = False) -> list[tuple[int, int]]:
@@ -33,13 +41,16 @@ def grid(stages: int, every: bool = False) -> list[tuple[int, int]]:
     return [(m, chunks) for chunks in CHUNKS for m in micro_batch_numbers(stages, chunks, every)]
 
 
-def bubble(seconds: float, micro_batches: int, chunks: int, forward: float, backward: float) -> float:
+def bubble(
+    seconds: float, micro_batches: int, chunks: int, forward: float, backward: float
+) -> float:
     """Idle share of the ideal time."""
     return seconds / (micro_batches * chunks * (forward + backward)) - 1
 
 
 def check_lists(stages: int, micro_batches: int, chunks: int) -> None:
-    """Each (micro-batch, chunk) forward and backward once on each stage, the backward later; every tensor moved once."""
+    """Each (micro-batch, chunk) forward and backward once on each stage, the backward later; every
+    tensor moved once."""
     want = {(m, chunk) for m in range(micro_batches) for chunk in range(chunks)}
     sent: Counter = Counter()
     for stage, steps in enumerate(schedule(stages, micro_batches, chunks)):
@@ -47,20 +58,32 @@ def check_lists(stages: int, micro_batches: int, chunks: int) -> None:
         assert computed == compute_order(stage, stages, micro_batches, chunks)
         places = {step: i for i, step in enumerate(computed)}
         assert len(places) == len(computed) == 2 * len(want)
-        assert all(places[Step("forward", *pair)] < places[Step("backward", *pair)] for pair in want)
+        assert all(
+            places[Step("forward", *pair)] < places[Step("backward", *pair)] for pair in want
+        )
         moved = Counter(step.kind for step in steps if is_transfer(step))
-        assert all(step.peer == (stage + 1 if step.kind in ("send_activation", "receive_gradient") else stage - 1) % stages
-                   for step in steps if is_transfer(step))
+        assert all(
+            step.peer
+            == (stage + 1 if step.kind in ("send_activation", "receive_gradient") else stage - 1)
+            % stages
+            for step in steps
+            if is_transfer(step)
+        )
         inputs = len(want) - micro_batches * (stage == 0)
         outputs = len(want) - micro_batches * (stage == stages - 1)
         assert moved["receive_activation"] == moved["send_gradient"] == inputs
         assert moved["send_activation"] == moved["receive_gradient"] == outputs
         sent += moved
-    assert sent["send_activation"] == sent["receive_activation"] == micro_batches * (stages * chunks - 1)
+    assert (
+        sent["send_activation"]
+        == sent["receive_activation"]
+        == micro_batches * (stages * chunks - 1)
+    )
 
 
 def check_playing(stages: int, micro_batches: int, chunks: int) -> None:
-    """No deadlock under any rule; activations within the formula; the bubble of the formula where nothing blocks."""
+    """No deadlock under any rule; activations within the formula; the bubble of the formula where
+    nothing blocks."""
     alive = [activations_alive(stage, stages, micro_batches, chunks) for stage in range(stages)]
     if chunks == 1:
         assert alive == [min(stages - stage, micro_batches) for stage in range(stages)]
@@ -74,7 +97,11 @@ def check_playing(stages: int, micro_batches: int, chunks: int) -> None:
                 found = bubble(played.seconds, micro_batches, chunks, forward, backward)
                 formula = bubble_fraction(stages, micro_batches, chunks)
                 if overlap and (rule != "blocking" or chunks == 1):
-                    assert found == pytest.approx(formula, rel=1e-9, abs=1e-12), (rule, forward, backward)
+                    assert found == pytest.approx(formula, rel=1e-9, abs=1e-12), (
+                        rule,
+                        forward,
+                        backward,
+                    )
                 if not overlap:
                     assert formula - 1e-9 <= found <= 1.2 * formula, (rule, forward, backward)
 
@@ -111,22 +138,32 @@ def test_64_micro_batches(stages, chunks):
 
 @pytest.mark.parametrize("stages, chunks", [(2, 2), (4, 2), (3, 3)])
 def test_interleaving_hides_what_a_transfer_takes(stages, chunks):
-    """Seconds lost to transfers of 2 % of a forward stay those of filling and draining, whatever the micro-batches."""
+    """Seconds lost to transfers of 2 % of a forward stay those of filling and draining, whatever
+    the micro-batches."""
     lost = {}
     for overlap, rule in ((True, "pairs"), (False, "blocking")):
         for groups in (2, 8):
             lists = schedule(stages, groups * stages, chunks, overlap=overlap)
-            fast, slow = (play(lists, chunks, rule, latency=latency).seconds for latency in (0, 0.02))
+            fast, slow = (
+                play(lists, chunks, rule, latency=latency).seconds for latency in (0, 0.02)
+            )
             lost[overlap, groups] = slow - fast
     assert lost[True, 2] == pytest.approx(lost[True, 8], abs=1e-9)
     assert lost[False, 8] > 3 * lost[False, 2] > 3 * lost[True, 2]
 
 
-@pytest.mark.parametrize("stages, micro_batches, chunks", [(1, 3, 1), (2, 3, 1), (4, 8, 1), (2, 4, 2), (4, 8, 3), (7, 7, 2)])
+@pytest.mark.parametrize(
+    "stages, micro_batches, chunks",
+    [(1, 3, 1), (2, 3, 1), (4, 8, 1), (2, 4, 2), (4, 8, 3), (7, 7, 2)],
+)
 def test_forward_only(stages, micro_batches, chunks):
     """Evaluation: no gradient moves, the pipeline is filled once."""
     lists = schedule(stages, micro_batches, chunks, forward_only=True)
-    assert {step.kind for steps in lists for step in steps} <= {"forward", "send_activation", "receive_activation"}
+    assert {step.kind for steps in lists for step in steps} <= {
+        "forward",
+        "send_activation",
+        "receive_activation",
+    }
     for rule in RULES:
         played = play(lists, chunks, rule)
         assert played.alive == [micro_batches * chunks] * stages
@@ -145,8 +182,11 @@ def test_warm_up_of_the_first_of_three_stages():
 
 
 def test_interleaved_by_hand():
-    """Figure 4 of Narayanan et al. 2021 in small: 2 stages, 2 chunks, 4 micro-batches, the last stage."""
-    said = " ".join(f"{step.kind[0]}{step.micro_batch}{'ab'[step.chunk]}" for step in interleaved(1, 2, 4, 2))
+    """Figure 4 of Narayanan et al. 2021 in small: 2 stages, 2 chunks, 4 micro-batches, the last
+    stage."""
+    said = " ".join(
+        f"{step.kind[0]}{step.micro_batch}{'ab'[step.chunk]}" for step in interleaved(1, 2, 4, 2)
+    )
     assert said == "f0a f1a f0b b0b f1b b1b f2a b0a f3a b1a f2b b2b f3b b3b b2a b3a"
     assert [warm_up_forwards(stage, 4, 8, 2) for stage in range(4)] == [10, 8, 6, 4]
     assert [warm_up_forwards(stage, 4, 4, 2) for stage in range(4)] == [8, 8, 6, 4]
@@ -155,11 +195,25 @@ def test_interleaved_by_hand():
 def test_transfers_by_hand():
     first, last = schedule(2, 2)
     assert first == [
-        Step("forward", 0), Step("send_activation", 0, 0, 1), Step("forward", 1), Step("send_activation", 1, 0, 1),
-        Step("receive_gradient", 0, 0, 1), Step("backward", 0), Step("receive_gradient", 1, 0, 1), Step("backward", 1)]
+        Step("forward", 0),
+        Step("send_activation", 0, 0, 1),
+        Step("forward", 1),
+        Step("send_activation", 1, 0, 1),
+        Step("receive_gradient", 0, 0, 1),
+        Step("backward", 0),
+        Step("receive_gradient", 1, 0, 1),
+        Step("backward", 1),
+    ]
     assert last == [
-        Step("receive_activation", 0, 0, 0), Step("forward", 0), Step("receive_activation", 1, 0, 0), Step("backward", 0),
-        Step("send_gradient", 0, 0, 0), Step("forward", 1), Step("backward", 1), Step("send_gradient", 1, 0, 0)]
+        Step("receive_activation", 0, 0, 0),
+        Step("forward", 0),
+        Step("receive_activation", 1, 0, 0),
+        Step("backward", 0),
+        Step("send_gradient", 0, 0, 0),
+        Step("forward", 1),
+        Step("backward", 1),
+        Step("send_gradient", 1, 0, 0),
+    ]
 
 
 def test_a_chunk_hands_over_to_the_next_chunk_around_the_ring():
@@ -176,7 +230,10 @@ def test_timetable():
 
 @pytest.mark.parametrize("forward_only", [False, True])
 def test_micro_batches_that_do_not_fit(forward_only):
-    with pytest.raises(ValueError, match=r"6 micro-batches are not a multiple of --pipeline-model-parallel-size 4.*for 8"):
+    with pytest.raises(
+        ValueError,
+        match=r"6 micro-batches are not a multiple of --pipeline-model-parallel-size 4.*for 8",
+    ):
         schedule(4, 6, 2, forward_only=forward_only)
 
 
@@ -194,7 +251,9 @@ def swapped(steps: list[Step], one: int, other: int) -> list[Step]:
 
 def index(steps: list[Step], kind: str, micro_batch: int) -> int:
     """Where the step of that kind and micro-batch stands."""
-    return next(i for i, step in enumerate(steps) if (step.kind, step.micro_batch) == (kind, micro_batch))
+    return next(
+        i for i, step in enumerate(steps) if (step.kind, step.micro_batch) == (kind, micro_batch)
+    )
 
 
 def test_the_player_notices_a_swapped_pair_of_receives():
@@ -207,7 +266,7 @@ def test_the_player_notices_a_swapped_pair_of_receives():
 def test_the_player_notices_two_that_send_to_each_other():
     lists = schedule(2, 4)
     at = index(lists[1], "receive_activation", 2)
-    late = lists[1][:at] + lists[1][at + 1:at + 4] + [lists[1][at]] + lists[1][at + 4:]
+    late = lists[1][:at] + lists[1][at + 1 : at + 4] + [lists[1][at]] + lists[1][at + 4 :]
     with pytest.raises(AssertionError, match="all wait"):
         play([lists[0], late])
 
@@ -218,7 +277,7 @@ def test_the_player_notices_a_forgotten_transfer(kind):
     at = index(lists[0], kind, 3)
     for rule in RULES:
         with pytest.raises(AssertionError, match="all wait"):
-            play([lists[0][:at] + lists[0][at + 1:], lists[1]], rule=rule)
+            play([lists[0][:at] + lists[0][at + 1 :], lists[1]], rule=rule)
 
 
 def test_the_player_notices_a_tensor_sent_before_it_is_made():

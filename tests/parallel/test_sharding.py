@@ -8,7 +8,13 @@ import torch
 
 from megatron.config.parameters import ParameterSpec
 from megatron.parallel.context import Axis
-from megatron.parallel.sharding import ParameterFactory, counts, init_parameters, local_box, parameter
+from megatron.parallel.sharding import (
+    ParameterFactory,
+    counts,
+    init_parameters,
+    local_box,
+    parameter,
+)
 
 VOCAB = "embedding.word_embeddings.weight"
 
@@ -16,8 +22,12 @@ VOCAB = "embedding.word_embeddings.weight"
 def rank_of(tp=1, tp_rank=0, pp=1, pp_rank=0, sequence_parallel=False):
     """What sharding reads of a rank's context, without a process group."""
     ends = Axis("ends", min(pp, 2), int(pp_rank > 0))
-    return SimpleNamespace(tp=Axis("tp", tp, tp_rank), pp=Axis("pp", pp, pp_rank), ends=ends,
-                           sequence_parallel=sequence_parallel)
+    return SimpleNamespace(
+        tp=Axis("tp", tp, tp_rank),
+        pp=Axis("pp", pp, pp_rank),
+        ends=ends,
+        sequence_parallel=sequence_parallel,
+    )
 
 
 def filled(spec, ctx=None, seed=1234, dtype=torch.float32, **options):
@@ -40,7 +50,8 @@ def test_slices_of_every_layout_join_to_the_whole(shape, split, init):
 
 
 def test_vocabulary_padding_changes_no_real_row():
-    """50257-like: 61 real rows; padded to 64 on one rank, to 66 on three, with a rank that has real and dummy rows."""
+    """50257-like: 61 real rows; padded to 64 on one rank, to 66 on three, with a rank that has real
+    and dummy rows."""
     one = filled(ParameterSpec(VOCAB, (64, 8), (("tp", 0),), "normal", 0.02, real_rows=61))
     spec = ParameterSpec(VOCAB, (66, 8), (("tp", 0),), "normal", 0.02, real_rows=61)
     three = torch.cat([filled(spec, rank_of(3, rank)) for rank in range(3)])
@@ -85,13 +96,18 @@ def test_distributions():
     assert normal.mean().abs() < 5e-5 and abs(normal.std().item() / 0.005 - 1) < 0.01
     bound = (6 / (30 + 2 * 60)) ** 0.5
     xavier = filled(ParameterSpec("w", (2, 60, 30), (("tp", 1),), "xavier_uniform"))
-    assert 0.98 * bound < xavier.abs().max() <= bound and abs(xavier.std().item() / (bound / 3**0.5) - 1) < 0.03
+    assert (
+        0.98 * bound < xavier.abs().max() <= bound
+        and abs(xavier.std().item() / (bound / 3**0.5) - 1) < 0.03
+    )
 
 
 def test_constants_and_no_initialization():
     assert torch.equal(filled(ParameterSpec("b", (5,))), torch.zeros(5))
     assert torch.equal(filled(ParameterSpec("n", (5,), init="ones"), draw=False), torch.ones(5))
-    assert torch.equal(filled(ParameterSpec("w", (5, 5), (), "normal", 1.0), draw=False), torch.zeros(5, 5))
+    assert torch.equal(
+        filled(ParameterSpec("w", (5, 5), (), "normal", 1.0), draw=False), torch.zeros(5, 5)
+    )
 
 
 def test_an_unknown_initialisation_is_refused():
@@ -110,12 +126,17 @@ def test_boxes_tile_the_tensor():
 
 
 def test_one_copy_counts():
-    """Over a tp 2 x pp 2 grid: a split tensor counts on both tp ranks, a whole one and a tied one only once."""
+    """Over a tp 2 x pp 2 grid: a split tensor counts on both tp ranks, a whole one and a tied one
+    only once."""
     grid = [rank_of(2, t, 2, p) for t, p in product((0, 1), (0, 1))]
-    whole, split = ParameterSpec("n", (4,)), ParameterSpec("w", (4, 4), (("tp", 0),))
+    whole = ParameterSpec("n", (4,))
+    split = ParameterSpec("w", (4, 4), (("tp", 0),))
 
     def ranks(spec, partial=(), ctxs=grid):
-        return sum(counts(parameter(spec, ctx, torch.float32, partial=partial).sharding, ctx) for ctx in ctxs)
+        return sum(
+            counts(parameter(spec, ctx, torch.float32, partial=partial).sharding, ctx)
+            for ctx in ctxs
+        )
 
     first_stage = [ctx for ctx in grid if ctx.pp.rank == 0]
     assert ranks(whole, ctxs=first_stage) == 1

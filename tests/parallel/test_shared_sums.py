@@ -1,4 +1,6 @@
-"""Sums through shared memory on real ranks: values and bits, ranks that are late, memory that is not to be had."""
+"""Sums through shared memory on real ranks: values and bits, ranks that are late, memory that is
+not to be had."""
+
 from __future__ import annotations
 
 import os
@@ -31,7 +33,8 @@ def part(rank: int, turn: int, dtype: torch.dtype) -> torch.Tensor:
 
 def count(sums: SharedSums) -> list[int]:
     """A list that grows by the size of every sum through shared memory."""
-    seen, start = [], sums.start
+    seen = []
+    start = sums.start
 
     def counted(x: torch.Tensor):
         seen.append(x.numel())
@@ -42,8 +45,10 @@ def count(sums: SharedSums) -> list[int]:
 
 
 def many(rank: int, world: int, dtype: torch.dtype) -> tuple[list[torch.Tensor], list[int]]:
-    """Nine sums one after the other, each rank late at another place: before it begins, and before it reads."""
-    axis, totals = shared_axis(rank, world), []
+    """Nine sums one after the other, each rank late at another place: before it begins, and before
+    it reads."""
+    axis = shared_axis(rank, world)
+    totals = []
     seen = count(axis.shared)
     for turn in range(9):
         time.sleep(0.01 * ((rank + turn) % world))
@@ -83,14 +88,27 @@ def test_nothing_is_overwritten_before_all_have_read_it():
 
 
 def through_gloo(rank: int, world: int) -> tuple[list[torch.Tensor], list[int]]:
-    """What is too small, too large, of whole numbers, not contiguous, or begun before the last has ended."""
+    """What is too small, too large, of whole numbers, not contiguous, or begun before the last has
+    ended."""
     axis = shared_axis(rank, world)
     seen = count(axis.shared)
-    inputs = [torch.ones(LEAST_BYTES // 4 - 1), torch.ones(SLOT_BYTES // 4 + 1), torch.ones(LEAST_BYTES, dtype=torch.int64),
-              torch.ones(LEAST_BYTES, 2).t()]
+    inputs = [
+        torch.ones(LEAST_BYTES // 4 - 1),
+        torch.ones(SLOT_BYTES // 4 + 1),
+        torch.ones(LEAST_BYTES, dtype=torch.int64),
+        torch.ones(LEAST_BYTES, 2).t(),
+    ]
     totals = [collectives.all_reduce(x, axis) for x in inputs]
-    first, second = (collectives.start_all_reduce(torch.full((LEAST_BYTES,), value), axis) for value in (2.0, 3.0))
-    return [*totals, second(), first(), collectives.all_reduce(torch.ones(LEAST_BYTES), axis, "max")], seen
+    first, second = (
+        collectives.start_all_reduce(torch.full((LEAST_BYTES,), value), axis)
+        for value in (2.0, 3.0)
+    )
+    return [
+        *totals,
+        second(),
+        first(),
+        collectives.all_reduce(torch.ones(LEAST_BYTES), axis, "max"),
+    ], seen
 
 
 def test_what_does_not_fit_goes_through_gloo():
@@ -101,7 +119,9 @@ def test_what_does_not_fit_goes_through_gloo():
 
 
 def opened(rank: int, world: int, fails: str) -> tuple[bool, float]:
-    """Whether there is shared memory where something is not as it should be on one rank; a sum all the same."""
+    """Whether there is shared memory where something is not as it should be on one rank; a sum all
+    the same."""
+
     def refuse(*_: object) -> None:
         raise OSError("not here")
 
@@ -122,8 +142,10 @@ def opened(rank: int, world: int, fails: str) -> tuple[bool, float]:
     return axis.shared is not None, float(collectives.all_reduce_(torch.ones(LEAST_BYTES), axis)[0])
 
 
-@pytest.mark.parametrize("fails", ["out of reach", "another file", "no memory", "no such call", "another processor", "nccl",
-                                   ""])
+@pytest.mark.parametrize(
+    "fails",
+    ["out of reach", "another file", "no memory", "no such call", "another processor", "nccl", ""],
+)
 def test_all_ranks_share_memory_or_none(fails):
     assert run_ranks(2, opened, fails) == [(fails == "", 2.0)] * 2
 

@@ -1,4 +1,5 @@
-"""Layers of Transformer Engine (a stand-in for it) on real ranks: one rank of ours, and exchanged checkpoints."""
+"""Layers of Transformer Engine (a stand-in for it) on real ranks: one rank of ours, and exchanged
+checkpoints."""
 
 from __future__ import annotations
 
@@ -19,12 +20,22 @@ FLAGS = {"swiglu": True, "normalization": "RMSNorm", "position_embedding_type": 
 
 
 def ranks_step(rank, world, sequence_parallel):
-    """Loss and each parameter's (box, partial axes, gradient) of a model whose layers are Transformer Engine's."""
+    """Loss and each parameter's (box, partial axes, gradient) of a model whose layers are
+    Transformer Engine's."""
     pretend_cuda()
-    ctx = ParallelContext(ParallelConfig(tensor_model_parallel_size=world, sequence_parallel=sequence_parallel), world, rank)
-    model = tiny_model(torch.float64, ctx=ctx, kernels=Kernels("engine", engine=Engine(accumulate=False)), **FLAGS)
+    ctx = ParallelContext(
+        ParallelConfig(tensor_model_parallel_size=world, sequence_parallel=sequence_parallel),
+        world,
+        rank,
+    )
+    model = tiny_model(
+        torch.float64, ctx=ctx, kernels=Kernels("engine", engine=Engine(accumulate=False)), **FLAGS
+    )
     loss, grads = loss_and_grads(model)
-    boxes = {p.sharding.name: (local_box(p.sharding, ctx), p.sharding.partial) for p in model.parameters()}
+    boxes = {
+        p.sharding.name: (local_box(p.sharding, ctx), p.sharding.partial)
+        for p in model.parameters()
+    }
     return loss, {name: (*boxes[name], grad) for name, grad in grads.items()}
 
 
@@ -45,8 +56,10 @@ def test_two_ranks_of_its_layers_give_the_numbers_of_one_of_ours(sequence_parall
         torch.testing.assert_close(joined, grad, rtol=1e-8, atol=1e-11)
 
 
-LLAMA = ("--swiglu --normalization RMSNorm --disable-bias-linear --position-embedding-type rope "
-         "--untie-embeddings-and-output-weights --mock-data").split()
+LLAMA = (
+    "--swiglu --normalization RMSNorm --disable-bias-linear --position-embedding-type rope "
+    "--untie-embeddings-and-output-weights --mock-data"
+).split()
 ENGINE = "--transformer-impl transformer_engine --device auto".split()
 
 
@@ -55,15 +68,30 @@ def test_checkpoints_go_from_one_to_the_other_and_back(tmp_path):
     base = with_flags([*SMALL, *NO_DROPOUT, *LLAMA], "--save-interval", "3")
 
     def run(name: str, iterations: int, *more: str, world: int = 1, load: str = ""):
-        flags = with_flags(base, "--train-iters", "9", "--exit-interval", str(iterations), *more,
-                           "--save", str(tmp_path / name / "save"))
+        flags = with_flags(
+            base,
+            "--train-iters",
+            "9",
+            "--exit-interval",
+            str(iterations),
+            *more,
+            "--save",
+            str(tmp_path / name / "save"),
+        )
         if load:
             flags += ["--load", str(tmp_path / load / "save")]
-        return train(tmp_path / name, flags, world, hook=pretend_cuda if "--transformer-impl" in more else None)
+        return train(
+            tmp_path / name,
+            flags,
+            world,
+            hook=pretend_cuda if "--transformer-impl" in more else None,
+        )
 
     ours = run("ours", 6)
     theirs = run("theirs", 6, *ENGINE)
-    split = run("split", 6, *ENGINE, "--tensor-model-parallel-size", "2", "--sequence-parallel", world=2)
+    split = run(
+        "split", 6, *ENGINE, "--tensor-model-parallel-size", "2", "--sequence-parallel", world=2
+    )
     assert "linear of transformer layers: Transformer Engine (asked for)" in theirs.first_rank_log
     assert ours.tensors(6).keys() == theirs.tensors(6).keys() == split.tensors(6).keys()
     for other in (theirs, split):

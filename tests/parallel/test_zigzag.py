@@ -1,4 +1,6 @@
-"""Which positions a context-parallel rank holds and computes with: every pair once, in the right place, as many on each."""
+"""Which positions a context-parallel rank holds and computes with: every pair once, in the right
+place, as many on each."""
+
 import pytest
 import torch
 
@@ -11,14 +13,22 @@ SIZES = [(cp, chunk) for cp in (1, 2, 3, 4, 8) for chunk in (1, 2, 3, 5, 8)]
 def test_a_rank_holds_an_early_and_a_late_chunk():
     x = torch.arange(16).expand(2, 16)
     assert [chunks_of(x, rank, 4)[0].tolist() for rank in range(4)] == [
-        [0, 1, 14, 15], [2, 3, 12, 13], [4, 5, 10, 11], [6, 7, 8, 9]]
-    assert torch.equal(my_chunks(x, Axis("cp", 4, 2)), chunks_of(x, 2, 4)) and my_chunks(x, Axis("cp")) is x
+        [0, 1, 14, 15],
+        [2, 3, 12, 13],
+        [4, 5, 10, 11],
+        [6, 7, 8, 9],
+    ]
+    assert (
+        torch.equal(my_chunks(x, Axis("cp", 4, 2)), chunks_of(x, 2, 4))
+        and my_chunks(x, Axis("cp")) is x
+    )
     assert chunks_of(torch.arange(8)[:, None], 1, 2, dim=0).flatten().tolist() == [2, 3, 4, 5]
 
 
 @pytest.mark.parametrize("cp, chunk", SIZES)
 def test_tiles_cover_what_a_causal_mask_lets_through_once(cp, chunk):
-    """Every (query, key) pair of positions with key <= query, and no other, is computed by the rank of the query."""
+    """Every (query, key) pair of positions with key <= query, and no other, is computed by the rank
+    of the query."""
     s = 2 * cp * chunk
     positions = [chunks_of(torch.arange(s), rank, cp, dim=0) for rank in range(cp)]
     seen = torch.zeros(s, s, dtype=torch.int64)
@@ -30,7 +40,8 @@ def test_tiles_cover_what_a_causal_mask_lets_through_once(cp, chunk):
                     keys = torch.cat([keys[rows] for rows in part_rows(chunk, part)])
                     assert len(keys) == chunk
                 for tile in tiles(rank, source, chunk, part):
-                    rows, columns = positions[rank][tile.queries], keys[tile.keys]
+                    rows = positions[rank][tile.queries]
+                    columns = keys[tile.keys]
                     mask = torch.ones(len(rows), len(columns), dtype=torch.int64)
                     seen[rows[:, None], columns] += mask.tril() if tile.causal else mask
     assert torch.equal(seen, torch.ones(s, s, dtype=torch.int64).tril())
@@ -38,14 +49,19 @@ def test_tiles_cover_what_a_causal_mask_lets_through_once(cp, chunk):
 
 @pytest.mark.parametrize("cp, chunk", SIZES)
 def test_every_rank_has_the_same_work_in_every_turn(cp, chunk):
-    """Scores computed, a causal square whole: chunk^2 in each turn of the ring (2 chunk^2 where a rank starts), to the row
-    that an odd chunk leaves over; together the same on every rank."""
+    """Scores computed, a causal square whole: chunk^2 in each turn of the ring (2 chunk^2 where a
+    rank starts), to the row that an odd chunk leaves over; together the same on every rank."""
+
     def area(rank, source, part):
-        return sum((tile.queries.stop - tile.queries.start) * (tile.keys.stop - tile.keys.start)
-                   for tile in tiles(rank, source, chunk, part))
+        return sum(
+            (tile.queries.stop - tile.queries.start) * (tile.keys.stop - tile.keys.start)
+            for tile in tiles(rank, source, chunk, part)
+        )
 
     for rank in range(cp):
         assert [area(rank, rank, part) for part in PARTS] == [2 * chunk**2, chunk**2]
         for source in set(range(cp)) - {rank}:
             turns = [area(rank, source, part) for part in PARTS]
-            assert sum(turns) == 2 * chunk**2 and abs(turns[0] - turns[1]) <= 2 * chunk * (chunk % 2)
+            assert sum(turns) == 2 * chunk**2 and abs(turns[0] - turns[1]) <= 2 * chunk * (
+                chunk % 2
+            )

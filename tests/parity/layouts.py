@@ -1,4 +1,5 @@
 """The layouts that are compared with one process, with the flags that make them. Runs nothing."""
+
 from __future__ import annotations
 
 from pathlib import Path
@@ -6,22 +7,49 @@ from typing import NamedTuple
 
 from tests.runs import NO_DROPOUT, SMALL, with_flags
 
-TP, SP, CP = "--tensor-model-parallel-size", "--sequence-parallel", "--context-parallel-size"
+TP = "--tensor-model-parallel-size"
+SP = "--sequence-parallel"
+CP = "--context-parallel-size"
 GATHER = ("--cp-comm-type", "all_gather")
-PP, CHUNKS = "--pipeline-model-parallel-size", "--num-virtual-stages-per-pipeline-rank"
-PER_CHUNK, NO_OVERLAP = "--num-layers-per-virtual-pipeline-stage", "--no-overlap-p2p-communication"
+PP = "--pipeline-model-parallel-size"
+CHUNKS = "--num-virtual-stages-per-pipeline-rank"
+PER_CHUNK = "--num-layers-per-virtual-pipeline-stage"
+NO_OVERLAP = "--no-overlap-p2p-communication"
 GPT2 = ()
-UNTIED = ("--untie-embeddings-and-output-weights", "--qk-layernorm", "--reset-attention-mask", "--reset-position-ids",
-          "--eod-mask-loss")
-LLAMA = ("--untie-embeddings-and-output-weights", "--position-embedding-type", "rope", "--swiglu", "--normalization",
-         "RMSNorm", "--disable-bias-linear", "--group-query-attention", "--num-query-groups", "4", "--num-attention-heads",
-         "8")
+UNTIED = (
+    "--untie-embeddings-and-output-weights",
+    "--qk-layernorm",
+    "--reset-attention-mask",
+    "--reset-position-ids",
+    "--eod-mask-loss",
+)
+LLAMA = (
+    "--untie-embeddings-and-output-weights",
+    "--position-embedding-type",
+    "rope",
+    "--swiglu",
+    "--normalization",
+    "RMSNorm",
+    "--disable-bias-linear",
+    "--group-query-attention",
+    "--num-query-groups",
+    "4",
+    "--num-attention-heads",
+    "8",
+)
 DEEP = ("--num-layers", "4")
 DEEPER = ("--num-layers", "8")
 ODD = ("--num-layers", "7")
 DROPOUT = ("--hidden-dropout", "0.1", "--attention-dropout", "0.1")
 SELECTIVE = ("--recompute-activations",)
-FULL = ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1")
+FULL = (
+    "--recompute-granularity",
+    "full",
+    "--recompute-method",
+    "uniform",
+    "--recompute-num-layers",
+    "1",
+)
 DISTRIBUTED = ("--use-distributed-optimizer",)
 BUCKETS = (*DISTRIBUTED, "--overlap-grad-reduce", "--ddp-bucket-size", "3000")
 OVERLAP = (*BUCKETS, "--overlap-param-gather")
@@ -32,7 +60,9 @@ EXACT = ("iteration", "lm_loss", "grad_norm", "loss_scale", "consumed_samples")
 
 
 class Case(NamedTuple):
-    """`layout` on `world` ranks against the same `model` in one process; `only` are flags of the layout's run alone."""
+    """`layout` on `world` ranks against the same `model` in one process; `only` are flags of the
+    layout's run alone."""
+
     model: tuple[str, ...]
     world: int
     layout: tuple[str, ...]
@@ -46,8 +76,9 @@ CASES = {
     "tp4 sp, untied, masked documents": Case(UNTIED, 4, (TP, "4", SP), steps=10),
     "tp2 sp dp2, rotary swiglu RMSNorm GQA": Case(LLAMA, 4, (TP, "2", SP), steps=10),
     "dp2, distributed optimizer": Case(GPT2, 2, DISTRIBUTED, steps=10),
-    "dp4, distributed optimizer in 2 instances, overlap": Case(UNTIED, 4, (*OVERLAP, *INSTANCES, "--micro-batch-size",
-                                                                                       "1"), steps=10),
+    "dp4, distributed optimizer in 2 instances, overlap": Case(
+        UNTIED, 4, (*OVERLAP, *INSTANCES, "--micro-batch-size", "1"), steps=10
+    ),
     "cp2, untied, masked documents": Case(UNTIED, 2, (CP, "2"), steps=10),
     "pp2": Case(GPT2, 2, (PP, "2"), steps=10),
     "pp2 vpp2": Case(DEEP, 2, (PP, "2", CHUNKS, "2"), steps=10),
@@ -62,20 +93,32 @@ CAMPAIGN = {
     "dp4, distributed optimizer": Case(GPT2, 4, DISTRIBUTED),
     "dp4, distributed optimizer in 2 instances": Case(GPT2, 4, (*DISTRIBUTED, *INSTANCES)),
     "dp4, whole parameters, overlap, rotary swiglu RMSNorm GQA": Case(LLAMA, 4, (*OVERLAP, *WHOLE)),
-    "dp4, whole parameters in 2 instances": Case(GPT2, 4, (*DISTRIBUTED, *INSTANCES, *WHOLE), steps=10),
-    "tp2 sp dp2, whole parameters, rotary swiglu RMSNorm GQA":
-        Case(LLAMA, 4, (TP, "2", SP, *DISTRIBUTED, *WHOLE), steps=10),
-    "dp2, distributed optimizer, overlap, 1 micro-batch": Case(GPT2, 2, (*OVERLAP, "--micro-batch-size", "4")),
-    "dp2, distributed optimizer, overlap, 4 micro-batches": Case(GPT2, 2, (*OVERLAP, "--micro-batch-size", "1")),
-    "tp2 sp dp2, distributed optimizer, overlap, rotary swiglu RMSNorm GQA": Case(LLAMA, 4, (TP, "2", SP, *OVERLAP)),
-    "dp4, distributed optimizer in 2 instances, overlap, rotary swiglu RMSNorm GQA, fp32":
-        Case(LLAMA, 4, (*OVERLAP, *INSTANCES), precision=""),
+    "dp4, whole parameters in 2 instances": Case(
+        GPT2, 4, (*DISTRIBUTED, *INSTANCES, *WHOLE), steps=10
+    ),
+    "tp2 sp dp2, whole parameters, rotary swiglu RMSNorm GQA": Case(
+        LLAMA, 4, (TP, "2", SP, *DISTRIBUTED, *WHOLE), steps=10
+    ),
+    "dp2, distributed optimizer, overlap, 1 micro-batch": Case(
+        GPT2, 2, (*OVERLAP, "--micro-batch-size", "4")
+    ),
+    "dp2, distributed optimizer, overlap, 4 micro-batches": Case(
+        GPT2, 2, (*OVERLAP, "--micro-batch-size", "1")
+    ),
+    "tp2 sp dp2, distributed optimizer, overlap, rotary swiglu RMSNorm GQA": Case(
+        LLAMA, 4, (TP, "2", SP, *OVERLAP)
+    ),
+    "dp4, distributed optimizer in 2 instances, overlap, rotary swiglu RMSNorm GQA, fp32": Case(
+        LLAMA, 4, (*OVERLAP, *INSTANCES), precision=""
+    ),
     "cp2": Case(GPT2, 2, (CP, "2")),
     "cp2 all_gather": Case(GPT2, 2, (CP, "2", *GATHER)),
     "cp2 tp2 sp": Case(GPT2, 4, (CP, "2", TP, "2", SP)),
     "cp4, untied, masked documents": Case(UNTIED, 4, (CP, "4")),
     "cp2, selective recompute": Case(UNTIED, 2, (CP, "2"), only=SELECTIVE),
-    "cp2 tp2 sp, rotary swiglu RMSNorm GQA, fp32": Case(LLAMA, 4, (CP, "2", TP, "2", SP), precision=""),
+    "cp2 tp2 sp, rotary swiglu RMSNorm GQA, fp32": Case(
+        LLAMA, 4, (CP, "2", TP, "2", SP), precision=""
+    ),
     "pp2": Case(GPT2, 2, (PP, "2")),
     "pp4": Case(DEEP, 4, (PP, "4")),
     "pp2 vpp2": Case(DEEP, 2, (PP, "2", CHUNKS, "2")),
@@ -88,8 +131,12 @@ CAMPAIGN = {
     "tp2 sp pp2, rotary swiglu RMSNorm GQA": Case(LLAMA, 4, (TP, "2", SP, PP, "2")),
     "pp2 vpp2, full recompute": Case(DEEP, 2, (PP, "2", CHUNKS, "2"), only=FULL),
     "pp2 vpp2, dropout": Case(DEEP + DROPOUT, 2, (PP, "2", CHUNKS, "2")),
-    "tp2 sp pp2 dp2, distributed optimizer, overlap": Case(GPT2, 8, (TP, "2", SP, PP, "2", *OVERLAP)),
-    "cp2 tp2 sp pp2 vpp2, untied, masked documents": Case(UNTIED + DEEP, 8, (CP, "2", TP, "2", SP, PP, "2", CHUNKS, "2")),
+    "tp2 sp pp2 dp2, distributed optimizer, overlap": Case(
+        GPT2, 8, (TP, "2", SP, PP, "2", *OVERLAP)
+    ),
+    "cp2 tp2 sp pp2 vpp2, untied, masked documents": Case(
+        UNTIED + DEEP, 8, (CP, "2", TP, "2", SP, PP, "2", CHUNKS, "2")
+    ),
     "pp4 vpp2, fp32": Case(DEEPER, 4, (PP, "4", CHUNKS, "2"), precision=""),
 }
 SWEEP = {
@@ -102,28 +149,40 @@ SWEEP = {
     "tp2 sp, selective recompute": Case(GPT2, 2, (TP, "2", SP), only=SELECTIVE),
     "tp2 sp, one large micro-batch": Case(GPT2, 2, (TP, "2", SP, "--micro-batch-size", "8")),
     "tp4, rotary swiglu RMSNorm GQA, fp32": Case(LLAMA, 4, (TP, "4"), precision=""),
-    "dp4, overlapped gradient reduction": Case(GPT2, 4, ("--overlap-grad-reduce", "--ddp-bucket-size", "3000")),
+    "dp4, overlapped gradient reduction": Case(
+        GPT2, 4, ("--overlap-grad-reduce", "--ddp-bucket-size", "3000")
+    ),
     "dp4, distributed optimizer, overlap": Case(GPT2, 4, OVERLAP),
     "dp2, distributed optimizer, overlap, full recompute": Case(GPT2, 2, OVERLAP, only=FULL),
     "tp2 sp dp2, distributed optimizer, overlap": Case(GPT2, 4, (TP, "2", SP, *OVERLAP)),
     "pp2 dp2, distributed optimizer, overlap": Case(GPT2, 4, (PP, "2", *OVERLAP)),
-    "cp2 dp2, distributed optimizer in 2 instances, overlap": Case(UNTIED, 4, (CP, "2", *OVERLAP, *INSTANCES)),
-    "cp2, distributed optimizer, untied, masked documents": Case(UNTIED, 2, (CP, "2", *DISTRIBUTED)),
+    "cp2 dp2, distributed optimizer in 2 instances, overlap": Case(
+        UNTIED, 4, (CP, "2", *OVERLAP, *INSTANCES)
+    ),
+    "cp2, distributed optimizer, untied, masked documents": Case(
+        UNTIED, 2, (CP, "2", *DISTRIBUTED)
+    ),
     "cp4": Case(GPT2, 4, (CP, "4")),
     "cp2 dp2": Case(GPT2, 4, (CP, "2")),
     "cp2 tp2 sp dp2": Case(GPT2, 8, (CP, "2", TP, "2", SP)),
     "cp8, one large micro-batch": Case(GPT2, 8, (CP, "8", "--micro-batch-size", "8")),
     "cp2, rotary swiglu RMSNorm GQA": Case(LLAMA, 2, (CP, "2")),
     "cp2 tp2, rotary swiglu RMSNorm GQA, all_gather": Case(LLAMA, 4, (CP, "2", TP, "2", *GATHER)),
-    "cp2 tp2 sp, untied, masked documents, all_gather": Case(UNTIED, 4, (CP, "2", TP, "2", SP, *GATHER)),
+    "cp2 tp2 sp, untied, masked documents, all_gather": Case(
+        UNTIED, 4, (CP, "2", TP, "2", SP, *GATHER)
+    ),
     "cp2 tp2 sp, full recompute": Case(LLAMA, 4, (CP, "2", TP, "2", SP), only=FULL),
     "cp4, fp32": Case(GPT2, 4, (CP, "4"), precision=""),
     "pp2 vpp4": Case(DEEPER, 2, (PP, "2", PER_CHUNK, "1")),
     "pp2, no overlap": Case(GPT2, 2, (PP, "2", NO_OVERLAP)),
     "pp2 dp2": Case(GPT2, 4, (PP, "2")),
     "tp2 sp pp2 vpp2 dp2": Case(DEEP, 8, (TP, "2", SP, PP, "2", CHUNKS, "2")),
-    "pp2, uneven: 2 and 5 layers": Case(ODD, 2, (PP, "2", "--decoder-first-pipeline-num-layers", "2")),
-    "pp4, uneven: 2, 2, 2 and 1 layers": Case(ODD, 4, (PP, "4", "--decoder-last-pipeline-num-layers", "1")),
+    "pp2, uneven: 2 and 5 layers": Case(
+        ODD, 2, (PP, "2", "--decoder-first-pipeline-num-layers", "2")
+    ),
+    "pp4, uneven: 2, 2, 2 and 1 layers": Case(
+        ODD, 4, (PP, "4", "--decoder-last-pipeline-num-layers", "1")
+    ),
     "pp2 vpp2, untied, masked documents": Case(UNTIED + DEEP, 2, (PP, "2", CHUNKS, "2")),
     "pp2, rotary swiglu RMSNorm GQA": Case(LLAMA, 2, (PP, "2")),
     "pp2 vpp2, selective recompute": Case(DEEP, 2, (PP, "2", CHUNKS, "2"), only=SELECTIVE),
@@ -137,9 +196,27 @@ SWEEP = {
 
 
 def argv(data: str, model: tuple[str, ...], steps: int, *more: str) -> list[str]:
-    """The flags of one process. Gradients are clipped in every step, so that a wrong norm changes the loss too."""
-    return with_flags([*SMALL, *NO_DROPOUT, "--clip-grad", "0.25", "--eval-interval", "1000", "--log-num-zeros-in-grad",
-                       "--data-path", data, "--split", "90,10,0", "--train-iters", str(steps)], *model, *more)
+    """The flags of one process. Gradients are clipped in every step, so that a wrong norm changes
+    the loss too."""
+    return with_flags(
+        [
+            *SMALL,
+            *NO_DROPOUT,
+            "--clip-grad",
+            "0.25",
+            "--eval-interval",
+            "1000",
+            "--log-num-zeros-in-grad",
+            "--data-path",
+            data,
+            "--split",
+            "90,10,0",
+            "--train-iters",
+            str(steps),
+        ],
+        *model,
+        *more,
+    )
 
 
 def saved(folder: Path) -> tuple[str, ...]:

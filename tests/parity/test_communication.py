@@ -1,13 +1,17 @@
-"""What every rank of real runs sends in a step: against numbers worked out by hand, and the plan's formulas against that.
+"""What every rank of real runs sends in a step: against numbers worked out by hand, and the plan's
+formulas against that.
 
-The model: 2 layers of width h = 32 (4 heads of 8, MLP 128), sequence 32, micro-batches of 2 samples: 64 tokens; hidden
-states of a micro-batch are 64 x 32 x 4 = 8192 bytes in float32. 8 samples a step are 4 micro-batches on one replica.
+The model: 2 layers of width h = 32 (4 heads of 8, MLP 128), sequence 32, micro-batches of 2
+samples: 64 tokens; hidden states of a micro-batch are 64 x 32 x 4 = 8192 bytes in float32. 8
+samples a step are 4 micro-batches on one replica.
 
-Parameters of a layer, split over tensor-parallel ranks: QKV 96 x 32 and 96, projection 32 x 32, MLP 128 x 32 and 128 and
-32 x 128, together 12512; whole on every rank: two norms 4 x 32, biases 32 + 32, together 192. Embedding: 216 rows of 32
-(211 padded to a multiple of 8; 224 with TP 2 and 4) = 6912, positions 32 x 32 = 1024, final norm 64. All:
-6912 + 1024 + 2 x 12704 + 64 = 33408 elements = 133632 bytes.
+Parameters of a layer, split over tensor-parallel ranks: QKV 96 x 32 and 96, projection 32 x 32, MLP
+128 x 32 and 128 and 32 x 128, together 12512; whole on every rank: two norms 4 x 32, biases 32 +
+32, together 192. Embedding: 216 rows of 32 (211 padded to a multiple of 8; 224 with TP 2 and 4) =
+6912, positions 32 x 32 = 1024, final norm 64. All: 6912 + 1024 + 2 x 12704 + 64 = 33408 elements =
+133632 bytes.
 """
+
 from __future__ import annotations
 
 import os
@@ -23,16 +27,27 @@ from megatron.config.tree import Config
 from tests import recorder
 from tests.runs import NO_DROPOUT, SMALL, train, with_flags, write_text
 
-TP, PP, CP, SP = ("--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--context-parallel-size",
-                  "--sequence-parallel")
+TP = "--tensor-model-parallel-size"
+PP = "--pipeline-model-parallel-size"
+CP = "--context-parallel-size"
+SP = "--sequence-parallel"
 SHARDED = ("--use-distributed-optimizer",)
-FULL = ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers")
-Sent = dict[tuple[str, tuple[int, ...], str, int], int]       # (operation, ranks, dtype, bytes): calls in a step
-F32, F64 = "float32", "float64"
+FULL = (
+    "--recompute-granularity",
+    "full",
+    "--recompute-method",
+    "uniform",
+    "--recompute-num-layers",
+)
+# (operation, ranks, dtype, bytes): calls in a step
+Sent = dict[tuple[str, tuple[int, ...], str, int], int]
+F32 = "float32"
+F64 = "float64"
 
 
 class Case(NamedTuple):
     """`flags` on `world` ranks; `sent`: all that a rank of these sends and receives in a step."""
+
     world: int
     flags: tuple[str, ...]
     sent: dict[int, Sent]
@@ -44,13 +59,22 @@ def sums(ranks: tuple[int, ...], *nbytes: int, dtype: str = F32) -> Sent:
 
 
 def loss_of(ranks: tuple[int, ...], micro_batches: int, tokens: int = 64) -> Sent:
-    """Of a vocabulary in parts: the largest logit of each token, then its sum and its label's logit, in float32."""
-    return {("all-reduce", ranks, F32, 4 * tokens): micro_batches, ("all-reduce", ranks, F32, 8 * tokens): micro_batches}
+    """Of a vocabulary in parts: the largest logit of each token, then its sum and its label's
+    logit, in float32."""
+    return {
+        ("all-reduce", ranks, F32, 4 * tokens): micro_batches,
+        ("all-reduce", ranks, F32, 8 * tokens): micro_batches,
+    }
 
 
-def links(me: int, peer: int, nbytes: int, sends: int, receives: int | None = None, dtype: str = F32) -> Sent:
+def links(
+    me: int, peer: int, nbytes: int, sends: int, receives: int | None = None, dtype: str = F32
+) -> Sent:
     """Messages to and from a neighbour."""
-    return {("send", (me, peer), dtype, nbytes): sends, ("receive", (me, peer), dtype, nbytes): receives or sends}
+    return {
+        ("send", (me, peer), dtype, nbytes): sends,
+        ("receive", (me, peer), dtype, nbytes): receives or sends,
+    }
 
 
 def world(ranks: int) -> tuple[int, ...]:
@@ -58,7 +82,8 @@ def world(ranks: int) -> tuple[int, ...]:
 
 
 def ends_of(ranks: tuple[int, ...], everyone: int) -> Sent:
-    """The gradient norm's square (8 bytes) over the ranks that share a model; loss, tokens and flag (24) over all."""
+    """The gradient norm's square (8 bytes) over the ranks that share a model; loss, tokens and flag
+    (24) over all."""
     return dict(Counter(sums(ranks, 8, dtype=F64)) + Counter(sums(world(everyone), 24, dtype=F64)))
 
 
@@ -66,100 +91,270 @@ TWO = (0, 1)
 CASES = {
     # One sum of all gradients.
     "dp2": Case(2, (), {1: sums(TWO, 133632) | sums(TWO, 24, dtype=F64)}),
-    # A micro-batch sums 2 results forward and 2 gradients backward in each of 2 layers, the embedding's result and the
-    # output layer's gradient: 10, times 4 micro-batches.
-    "tp2": Case(2, (TP, "2"), {0: {("all-reduce", TWO, F32, 8192): 40} | loss_of(TWO, 4) | ends_of(TWO, 2)}),
-    # Each layer gathers 2 inputs forward and the same again backward, and 2 gradients: 6; the embedding 1 gradient, the
-    # output layer its input twice: 15. Scattered sums: 2 results and 2 gradients of a layer, 1 + 1: 10. Gradients of what
-    # is whole on both ranks: 2 x 192 + 1024 + 64 = 1472 elements.
-    "tp2 sp": Case(2, (TP, "2", SP), {1: {("all-gather", TWO, F32, 8192): 60, ("reduce-scatter", TWO, F32, 8192): 40}
-                                      | sums(TWO, 5888) | loss_of(TWO, 4) | ends_of(TWO, 2)}),
-    # Forward again, but for the last sum of a layer: one more for each of 2 layers: 12, times 4. In bf16 hidden states are
-    # half as large, the loss is in float32.
-    "tp2, full recompute, bf16": Case(2, (TP, "2", *FULL, "1", "--bf16"), {
-        0: {("all-reduce", TWO, "bfloat16", 4096): 48} | loss_of(TWO, 4) | ends_of(TWO, 2)}),
-    # 216 rows of the embedding on both stages are summed: 27648 bytes. 4 hidden states there, 4 gradients back.
-    "pp2": Case(2, (PP, "2"), {0: links(0, 1, 8192, 4) | sums(TWO, 27648) | ends_of(TWO, 2),
-                               1: links(1, 0, 8192, 4) | sums(TWO, 27648) | ends_of(TWO, 2)}),
-    # All gradients go to where they are needed, each rank's half of the weights to the other (gloo gathers by messages).
-    "dp2, distributed optimizer": Case(2, SHARDED, {0: {("reduce-scatter", TWO, F32, 133632): 1} | links(0, 1, 66816, 1)
-                                                    | ends_of(TWO, 2)}),
-    # K and V of 16 positions of 2 samples, 2 x 16 x 2 x 32 elements, go over in 2 parts of 4096 bytes: forward, backward
-    # and the gradients of them: 6 a layer, times 2 layers and 4 micro-batches.
-    "cp2": Case(2, (CP, "2"), {0: links(0, 1, 4096, 48) | sums(TWO, 133632) | sums(TWO, 24, dtype=F64)}),
+    # A micro-batch sums 2 results forward and 2 gradients backward in each of 2 layers, the
+    # embedding's result and the output layer's gradient: 10, times 4 micro-batches.
+    "tp2": Case(
+        2, (TP, "2"), {0: {("all-reduce", TWO, F32, 8192): 40} | loss_of(TWO, 4) | ends_of(TWO, 2)}
+    ),
+    # Each layer gathers 2 inputs forward and the same again backward, and 2 gradients: 6; the
+    # embedding 1 gradient, the output layer its input twice: 15. Scattered sums: 2 results and 2
+    # gradients of a layer, 1 + 1: 10. Gradients of what is whole on both ranks: 2 x 192 + 1024 + 64
+    # = 1472 elements.
+    "tp2 sp": Case(
+        2,
+        (TP, "2", SP),
+        {
+            1: {("all-gather", TWO, F32, 8192): 60, ("reduce-scatter", TWO, F32, 8192): 40}
+            | sums(TWO, 5888)
+            | loss_of(TWO, 4)
+            | ends_of(TWO, 2)
+        },
+    ),
+    # Forward again, but for the last sum of a layer: one more for each of 2 layers: 12, times 4. In
+    # bf16 hidden states are half as large, the loss is in float32.
+    "tp2, full recompute, bf16": Case(
+        2,
+        (TP, "2", *FULL, "1", "--bf16"),
+        {0: {("all-reduce", TWO, "bfloat16", 4096): 48} | loss_of(TWO, 4) | ends_of(TWO, 2)},
+    ),
+    # 216 rows of the embedding on both stages are summed: 27648 bytes. 4 hidden states there, 4
+    # gradients back.
+    "pp2": Case(
+        2,
+        (PP, "2"),
+        {
+            0: links(0, 1, 8192, 4) | sums(TWO, 27648) | ends_of(TWO, 2),
+            1: links(1, 0, 8192, 4) | sums(TWO, 27648) | ends_of(TWO, 2),
+        },
+    ),
+    # All gradients go to where they are needed, each rank's half of the weights to the other (gloo
+    # gathers by messages).
+    "dp2, distributed optimizer": Case(
+        2,
+        SHARDED,
+        {0: {("reduce-scatter", TWO, F32, 133632): 1} | links(0, 1, 66816, 1) | ends_of(TWO, 2)},
+    ),
+    # K and V of 16 positions of 2 samples, 2 x 16 x 2 x 32 elements, go over in 2 parts of 4096
+    # bytes: forward, backward and the gradients of them: 6 a layer, times 2 layers and 4
+    # micro-batches.
+    "cp2": Case(
+        2, (CP, "2"), {0: links(0, 1, 4096, 48) | sums(TWO, 133632) | sums(TWO, 24, dtype=F64)}
+    ),
 }
 MORE = {
-    "dp8": Case(8, ("--global-batch-size", "16"), {5: sums(world(8), 133632) | sums(world(8), 24, dtype=F64)}),
+    "dp8": Case(
+        8,
+        ("--global-batch-size", "16"),
+        {5: sums(world(8), 133632) | sums(world(8), 24, dtype=F64)},
+    ),
     # One run of 2 layers: 4 gathers and 3 scattered sums again.
-    "tp2 sp, full recompute of 2 layers": Case(2, (TP, "2", SP, *FULL, "2"), {
-        0: {("all-gather", TWO, F32, 8192): 76, ("reduce-scatter", TWO, F32, 8192): 52} | sums(TWO, 5888)
-        | loss_of(TWO, 4) | ends_of(TWO, 2)}),
-    "tp2 sp, selective recompute": Case(2, (TP, "2", SP, "--recompute-activations"), {
-        0: {("all-gather", TWO, F32, 8192): 60, ("reduce-scatter", TWO, F32, 8192): 40} | sums(TWO, 5888)
-        | loss_of(TWO, 4) | ends_of(TWO, 2)}),
-    # fp16: the ranks also agree on the largest overflow flag, and with --log-num-zeros-in-grad on the zeros.
-    "tp2, fp16, zeros counted": Case(2, (TP, "2", "--fp16", "--initial-loss-scale", "16", "--log-num-zeros-in-grad"), {
-        0: {("all-reduce", TWO, "float16", 4096): 40} | loss_of(TWO, 4)
-        | {("all-reduce", TWO, F64, 8): 3, ("all-reduce", TWO, F64, 24): 1}}),
-    # 2 replicas of 4 ranks, 2 micro-batches each. A quarter of the embedding 224 x 32 and of what is split of 2 layers;
-    # 24 of the 96 QKV biases take the room of 32: 1792 + 2 x (768 + 32 + 256 + 1024 + 32 + 1024) = 8064 elements.
-    "tp4 sp dp2": Case(8, (TP, "4", SP), {
-        6: {("all-gather", (4, 5, 6, 7), F32, 8192): 30, ("reduce-scatter", (4, 5, 6, 7), F32, 8192): 20}
-        | sums((4, 5, 6, 7), 5888) | sums((2, 6), 32256, 5888) | loss_of((4, 5, 6, 7), 2) | ends_of((4, 5, 6, 7), 8)}),
-    "tp4 dp1": Case(4, (TP, "4"), {3: {("all-reduce", world(4), F32, 8192): 40} | loss_of(world(4), 4)
-                                   | ends_of(world(4), 4)}),
-    # 8 layers in 4 stages of 2 chunks: 8 hidden states (of 2 chunks and 4 micro-batches) to the next stage; the last one
-    # sends those of its first chunk to the first, and so on with gradients.
-    "pp4 vpp2, untied": Case(4, (PP, "4", "--num-layers", "8", "--num-layers-per-virtual-pipeline-stage", "1",
-                                 "--untie-embeddings-and-output-weights"), {
-        0: links(0, 1, 8192, 8) | links(0, 3, 8192, 4) | ends_of(world(4), 4),
-        1: links(1, 2, 8192, 8) | links(1, 0, 8192, 8) | ends_of(world(4), 4),
-        3: links(3, 2, 8192, 8) | links(3, 0, 8192, 4) | ends_of(world(4), 4)}),
+    "tp2 sp, full recompute of 2 layers": Case(
+        2,
+        (TP, "2", SP, *FULL, "2"),
+        {
+            0: {("all-gather", TWO, F32, 8192): 76, ("reduce-scatter", TWO, F32, 8192): 52}
+            | sums(TWO, 5888)
+            | loss_of(TWO, 4)
+            | ends_of(TWO, 2)
+        },
+    ),
+    "tp2 sp, selective recompute": Case(
+        2,
+        (TP, "2", SP, "--recompute-activations"),
+        {
+            0: {("all-gather", TWO, F32, 8192): 60, ("reduce-scatter", TWO, F32, 8192): 40}
+            | sums(TWO, 5888)
+            | loss_of(TWO, 4)
+            | ends_of(TWO, 2)
+        },
+    ),
+    # fp16: the ranks also agree on the largest overflow flag, and with --log-num-zeros-in-grad on
+    # the zeros.
+    "tp2, fp16, zeros counted": Case(
+        2,
+        (TP, "2", "--fp16", "--initial-loss-scale", "16", "--log-num-zeros-in-grad"),
+        {
+            0: {("all-reduce", TWO, "float16", 4096): 40}
+            | loss_of(TWO, 4)
+            | {("all-reduce", TWO, F64, 8): 3, ("all-reduce", TWO, F64, 24): 1}
+        },
+    ),
+    # 2 replicas of 4 ranks, 2 micro-batches each. A quarter of the embedding 224 x 32 and of what
+    # is split of 2 layers; 24 of the 96 QKV biases take the room of 32: 1792 + 2 x (768 + 32 + 256
+    # + 1024 + 32 + 1024) = 8064 elements.
+    "tp4 sp dp2": Case(
+        8,
+        (TP, "4", SP),
+        {
+            6: {
+                ("all-gather", (4, 5, 6, 7), F32, 8192): 30,
+                ("reduce-scatter", (4, 5, 6, 7), F32, 8192): 20,
+            }
+            | sums((4, 5, 6, 7), 5888)
+            | sums((2, 6), 32256, 5888)
+            | loss_of((4, 5, 6, 7), 2)
+            | ends_of((4, 5, 6, 7), 8)
+        },
+    ),
+    "tp4 dp1": Case(
+        4,
+        (TP, "4"),
+        {
+            3: {("all-reduce", world(4), F32, 8192): 40}
+            | loss_of(world(4), 4)
+            | ends_of(world(4), 4)
+        },
+    ),
+    # 8 layers in 4 stages of 2 chunks: 8 hidden states (of 2 chunks and 4 micro-batches) to the
+    # next stage; the last one sends those of its first chunk to the first, and so on with
+    # gradients.
+    "pp4 vpp2, untied": Case(
+        4,
+        (
+            PP,
+            "4",
+            "--num-layers",
+            "8",
+            "--num-layers-per-virtual-pipeline-stage",
+            "1",
+            "--untie-embeddings-and-output-weights",
+        ),
+        {
+            0: links(0, 1, 8192, 8) | links(0, 3, 8192, 4) | ends_of(world(4), 4),
+            1: links(1, 2, 8192, 8) | links(1, 0, 8192, 8) | ends_of(world(4), 4),
+            3: links(3, 2, 8192, 8) | links(3, 0, 8192, 4) | ends_of(world(4), 4),
+        },
+    ),
     # Hidden states between stages are split over the tensor-parallel ranks too: 4096 bytes.
-    "tp2 sp pp2": Case(4, (TP, "2", SP, PP, "2"), {
-        # stage 0, per micro-batch: gathers 6 + 1, scattered sums 4 + 1. Its whole parameters: 192 + 1024; embedding 112 x 32
-        0: {("all-gather", TWO, F32, 8192): 28, ("reduce-scatter", TWO, F32, 8192): 20} | links(0, 2, 4096, 4)
-        | sums(TWO, 4864) | sums((0, 2), 14336) | ends_of(world(4), 4),
-        # stage 1: gathers 6 + 2, scattered sums 4 + 1, the loss. Whole: 192 + 64
-        3: {("all-gather", (2, 3), F32, 8192): 32, ("reduce-scatter", (2, 3), F32, 8192): 20} | links(3, 1, 4096, 4)
-        | sums((2, 3), 1024) | sums((1, 3), 14336) | loss_of((2, 3), 4) | ends_of(world(4), 4)}),
+    "tp2 sp pp2": Case(
+        4,
+        (TP, "2", SP, PP, "2"),
+        {
+            # stage 0, per micro-batch: gathers 6 + 1, scattered sums 4 + 1. Its whole parameters:
+            # 192 + 1024; embedding 112 x 32
+            0: {("all-gather", TWO, F32, 8192): 28, ("reduce-scatter", TWO, F32, 8192): 20}
+            | links(0, 2, 4096, 4)
+            | sums(TWO, 4864)
+            | sums((0, 2), 14336)
+            | ends_of(world(4), 4),
+            # stage 1: gathers 6 + 2, scattered sums 4 + 1, the loss. Whole: 192 + 64
+            3: {("all-gather", (2, 3), F32, 8192): 32, ("reduce-scatter", (2, 3), F32, 8192): 20}
+            | links(3, 1, 4096, 4)
+            | sums((2, 3), 1024)
+            | sums((1, 3), 14336)
+            | loss_of((2, 3), 4)
+            | ends_of(world(4), 4),
+        },
+    ),
     # Gradients in float32, weights in bf16: a quarter of 66816 bytes to each of 3 others.
-    "dp4, distributed optimizer, bf16": Case(4, (*SHARDED, "--bf16"), {
-        2: {("reduce-scatter", world(4), F32, 133632): 1} | ends_of(world(4), 4)
-        | {(kind, (2, peer), "bfloat16", 16704): 1 for kind in ("send", "receive") for peer in (0, 1, 3)}}),
-    "dp8, distributed optimizer": Case(8, (*SHARDED, "--global-batch-size", "16"), {
-        0: {("reduce-scatter", world(8), F32, 133632): 1} | ends_of(world(8), 8)
-        | {(kind, (0, peer), F32, 16704): 1 for kind in ("send", "receive") for peer in range(1, 8)}}),
-    # Two pairs; the halves of the sums are added up between the pairs. The model's norm is summed in a pair.
-    "dp4, distributed optimizer in 2 instances": Case(4, (*SHARDED, "--num-distributed-optimizer-instances", "2"), {
-        3: {("reduce-scatter", (2, 3), F32, 133632): 1} | sums((1, 3), 66816) | links(3, 2, 66816, 1)
-        | ends_of((2, 3), 4)}),
+    "dp4, distributed optimizer, bf16": Case(
+        4,
+        (*SHARDED, "--bf16"),
+        {
+            2: {("reduce-scatter", world(4), F32, 133632): 1}
+            | ends_of(world(4), 4)
+            | {
+                (kind, (2, peer), "bfloat16", 16704): 1
+                for kind in ("send", "receive")
+                for peer in (0, 1, 3)
+            }
+        },
+    ),
+    "dp8, distributed optimizer": Case(
+        8,
+        (*SHARDED, "--global-batch-size", "16"),
+        {
+            0: {("reduce-scatter", world(8), F32, 133632): 1}
+            | ends_of(world(8), 8)
+            | {
+                (kind, (0, peer), F32, 16704): 1
+                for kind in ("send", "receive")
+                for peer in range(1, 8)
+            }
+        },
+    ),
+    # Two pairs; the halves of the sums are added up between the pairs. The model's norm is summed
+    # in a pair.
+    "dp4, distributed optimizer in 2 instances": Case(
+        4,
+        (*SHARDED, "--num-distributed-optimizer-instances", "2"),
+        {
+            3: {("reduce-scatter", (2, 3), F32, 133632): 1}
+            | sums((1, 3), 66816)
+            | links(3, 2, 66816, 1)
+            | ends_of((2, 3), 4)
+        },
+    ),
     # The same bytes, whether they travel during backward and forward or after.
-    "dp2, distributed optimizer, overlap": Case(2, (*SHARDED, "--overlap-grad-reduce", "--overlap-param-gather"), {
-        0: {("reduce-scatter", TWO, F32, 133632): 1} | links(0, 1, 66816, 1) | ends_of(TWO, 2)}),
+    "dp2, distributed optimizer, overlap": Case(
+        2,
+        (*SHARDED, "--overlap-grad-reduce", "--overlap-param-gather"),
+        {0: {("reduce-scatter", TWO, F32, 133632): 1} | links(0, 1, 66816, 1) | ends_of(TWO, 2)},
+    ),
     # Each rank's range goes to it once and comes from it once, however large it is.
-    "dp2, whole parameters": Case(2, (*SHARDED, "--zero-partition", "whole-params", "--overlap-grad-reduce",
-                                      "--ddp-bucket-size", "9000"), {}),
-    # Parts of 8 positions: 2048 bytes, 3 hops: 2 x 3 forward, twice that backward, 2 layers, 4 micro-batches.
-    "cp4": Case(4, (CP, "4"), {1: {("send", (1, 2), F32, 2048): 144, ("receive", (1, 0), F32, 2048): 144}
-                               | sums(world(4), 133632) | sums(world(4), 24, dtype=F64)}),
+    "dp2, whole parameters": Case(
+        2,
+        (
+            *SHARDED,
+            "--zero-partition",
+            "whole-params",
+            "--overlap-grad-reduce",
+            "--ddp-bucket-size",
+            "9000",
+        ),
+        {},
+    ),
+    # Parts of 8 positions: 2048 bytes, 3 hops: 2 x 3 forward, twice that backward, 2 layers, 4
+    # micro-batches.
+    "cp4": Case(
+        4,
+        (CP, "4"),
+        {
+            1: {("send", (1, 2), F32, 2048): 144, ("receive", (1, 0), F32, 2048): 144}
+            | sums(world(4), 133632)
+            | sums(world(4), 24, dtype=F64)
+        },
+    ),
     # K and V of both ranks, 16384 bytes, forward and backward; their gradients back once.
-    "cp2, all_gather": Case(2, (CP, "2", "--cp-comm-type", "all_gather"), {
-        1: {("all-gather", TWO, F32, 16384): 16, ("reduce-scatter", TWO, F32, 16384): 8} | sums(TWO, 133632)
-        | sums(TWO, 24, dtype=F64)}),
+    "cp2, all_gather": Case(
+        2,
+        (CP, "2", "--cp-comm-type", "all_gather"),
+        {
+            1: {("all-gather", TWO, F32, 16384): 16, ("reduce-scatter", TWO, F32, 16384): 8}
+            | sums(TWO, 133632)
+            | sums(TWO, 24, dtype=F64)
+        },
+    ),
     # 2 key/value heads instead of 4: half as much to send; in bf16 half again, but not gradients.
-    "cp2, GQA, bf16, full recompute": Case(2, (CP, "2", "--group-query-attention", "--num-query-groups", "2", "--bf16",
-                                               *FULL, "1"), {
-        # forward twice and backward once: 3 x 2 parts of 1024 bytes; gradients in float32 2 x 2048. QKV has 64 rows instead
-        # of 96: 2 x 32 x 33 parameters less, 31296
-        0: links(0, 1, 1024, 48, dtype="bfloat16") | links(0, 1, 2048, 16) | sums(TWO, 125184)
-        | sums(TWO, 24, dtype=F64)}),
-    # 2 micro-batches. Buckets of stage 0: split weights 6256 padded to 2 x 16: 6272 elements; embedding 3584; whole 1216.
-    "tp2 sp pp2 dp2, distributed optimizer": Case(8, (TP, "2", SP, PP, "2", *SHARDED), {
-        0: {("all-gather", TWO, F32, 8192): 14, ("reduce-scatter", TWO, F32, 8192): 10} | links(0, 4, 4096, 2)
-        | sums(TWO, 4864) | sums((0, 4), 14336)
-        | {("reduce-scatter", (0, 2), F32, size): 1 for size in (25088, 14336, 4864)}
-        | links(0, 2, 12544, 1) | links(0, 2, 7168, 1) | links(0, 2, 2432, 1) | ends_of(world(8), 8)}),
+    "cp2, GQA, bf16, full recompute": Case(
+        2,
+        (CP, "2", "--group-query-attention", "--num-query-groups", "2", "--bf16", *FULL, "1"),
+        {
+            # forward twice and backward once: 3 x 2 parts of 1024 bytes; gradients in float32 2 x
+            # 2048. QKV has 64 rows instead of 96: 2 x 32 x 33 parameters less, 31296
+            0: links(0, 1, 1024, 48, dtype="bfloat16")
+            | links(0, 1, 2048, 16)
+            | sums(TWO, 125184)
+            | sums(TWO, 24, dtype=F64)
+        },
+    ),
+    # 2 micro-batches. Buckets of stage 0: split weights 6256 padded to 2 x 16: 6272 elements;
+    # embedding 3584; whole 1216.
+    "tp2 sp pp2 dp2, distributed optimizer": Case(
+        8,
+        (TP, "2", SP, PP, "2", *SHARDED),
+        {
+            0: {("all-gather", TWO, F32, 8192): 14, ("reduce-scatter", TWO, F32, 8192): 10}
+            | links(0, 4, 4096, 2)
+            | sums(TWO, 4864)
+            | sums((0, 4), 14336)
+            | {("reduce-scatter", (0, 2), F32, size): 1 for size in (25088, 14336, 4864)}
+            | links(0, 2, 12544, 1)
+            | links(0, 2, 7168, 1)
+            | links(0, 2, 2432, 1)
+            | ends_of(world(8), 8)
+        },
+    ),
 }
 
 
@@ -170,28 +365,51 @@ def data(tmp_path_factory) -> str:
 
 def check(case: Case, folder: Any, data: str) -> None:
     """Each step of the run sends what the case says, and every rank what the plan says."""
-    flags = with_flags([*SMALL, *NO_DROPOUT, "--data-path", data, "--split", "90,10,0", "--train-iters", "2",
-                        "--lr-warmup-iters", "0"], *case.flags)
+    flags = with_flags(
+        [
+            *SMALL,
+            *NO_DROPOUT,
+            "--data-path",
+            data,
+            "--split",
+            "90,10,0",
+            "--train-iters",
+            "2",
+            "--lr-warmup-iters",
+            "0",
+        ],
+        *case.flags,
+    )
     train(folder, flags, case.world, hook=recorder.watch)
     for rank in range(case.world):
         first, second = map(recorder.totals, recorder.read(folder, rank))
         assert first == second
         if rank in case.sent:
             assert dict(second) == case.sent[rank], f"rank {rank}"
-        assert wire(second) == planned(flags, case.world, rank), f"rank {rank}: the plan says something else"
+        assert wire(second) == planned(flags, case.world, rank), (
+            f"rank {rank}: the plan says something else"
+        )
 
 
 def wire(calls: Counter) -> tuple[Counter, int]:
     """Bytes that a rank sends in collectives, by the ranks that take part, and in messages.
 
-    In a ring of d ranks each sends 2 n (d - 1) / d of an all-reduce of n bytes, and half of it to gather or scatter.
+    In a ring of d ranks each sends 2 n (d - 1) / d of an all-reduce of n bytes, and half of it to
+    gather or scatter.
     """
-    groups, messages = Counter(), 0
+    groups = Counter()
+    messages = 0
     for (operation, ranks, _, nbytes), count in calls.items():
         if operation == "send":
             messages += count * nbytes
         elif operation != "receive":
-            groups[ranks] += count * nbytes * (len(ranks) - 1) * (2 if operation == "all-reduce" else 1) // len(ranks)
+            groups[ranks] += (
+                count
+                * nbytes
+                * (len(ranks) - 1)
+                * (2 if operation == "all-reduce" else 1)
+                // len(ranks)
+            )
     return groups, messages
 
 
@@ -199,27 +417,43 @@ def planned(flags: list[str], world: int, rank: int) -> tuple[Counter, int]:
     """The same by config/costs.py; gloo gathers the weights of a sharded optimizer by messages."""
     config = config_from(Config, parse_typed(command_line.parser(), flags))
     plan = make_plan(config, world, 211)
-    p, axes = config.parallel, costs.axis_sizes(config, plan)
-    tp, replicas = p.tensor_model_parallel_size, axes["shard"] * axes["instances"]
-    stage, place, part = rank // (tp * replicas), rank // tp % replicas, rank % tp
+    p = config.parallel
+    axes = costs.axis_sizes(config, plan)
+    tp = p.tensor_model_parallel_size
+    replicas = axes["shard"] * axes["instances"]
+    stage = rank // (tp * replicas)
+    place = rank // tp % replicas
+    part = rank % tp
     assert axes["optimizer"] in (world, tp * axes["pp"] * axes["shard"])
 
     def among(axis: str) -> tuple[int, ...]:
-        """The ranks of an axis, in Megatron's order: tensor, replicas (context, then data), pipeline."""
+        """The ranks of an axis, in Megatron's order: tensor, replicas (context, then data),
+        pipeline."""
         first = place - place % axes["shard"]
         shard = range(first, first + axes["shard"])
-        found = {"tp": [(stage, place, i) for i in range(tp)], "shard": [(stage, i, part) for i in shard],
-                 "cp": [(stage, place - place % axes["cp"] + i, part) for i in range(axes["cp"])],
-                 "instances": [(stage, i, part) for i in range(place % axes["shard"], replicas, axes["shard"])],
-                 "ends": [(i, place, part) for i in (0, axes["pp"] - 1)],
-                 "optimizer": [(i, j, k) for i in range(axes["pp"]) for j in shard for k in range(tp)],
-                 "world": [(i, j, k) for i in range(axes["pp"]) for j in range(replicas) for k in range(tp)]}[axis]
+        found = {
+            "tp": [(stage, place, i) for i in range(tp)],
+            "shard": [(stage, i, part) for i in shard],
+            "cp": [(stage, place - place % axes["cp"] + i, part) for i in range(axes["cp"])],
+            "instances": [
+                (stage, i, part) for i in range(place % axes["shard"], replicas, axes["shard"])
+            ],
+            "ends": [(i, place, part) for i in (0, axes["pp"] - 1)],
+            "optimizer": [(i, j, k) for i in range(axes["pp"]) for j in shard for k in range(tp)],
+            "world": [
+                (i, j, k) for i in range(axes["pp"]) for j in range(replicas) for k in range(tp)
+            ],
+        }[axis]
         return tuple((i * replicas + j) * tp + k for i, j, k in found)
 
-    groups, messages = Counter(), 0
+    groups = Counter()
+    messages = 0
     for transfer in costs.transfers(config, plan, stage):
         sent = transfer.sent(axes[transfer.axis])
-        if transfer.operation == "send" or (transfer.axis, transfer.operation) == ("shard", "all-gather"):
+        if transfer.operation == "send" or (transfer.axis, transfer.operation) == (
+            "shard",
+            "all-gather",
+        ):
             messages += sent
         else:
             groups[among(transfer.axis)] += sent
@@ -262,13 +496,18 @@ def unseen_call() -> None:
 
     def gathering(self: ddp.GradBuffers) -> None:
         reduce(self)
-        dist.all_gather([torch.empty(1) for _ in range(int(os.environ["WORLD_SIZE"]))], torch.zeros(1))
+        dist.all_gather(
+            [torch.empty(1) for _ in range(int(os.environ["WORLD_SIZE"]))], torch.zeros(1)
+        )
 
     ddp.GradBuffers.reduce = gathering
     recorder.watch()
 
 
-@pytest.mark.parametrize(("hook", "says"), [(another_reduction, "rank 0"), (unseen_call, "all_gather in a training step")])
+@pytest.mark.parametrize(
+    ("hook", "says"),
+    [(another_reduction, "rank 0"), (unseen_call, "all_gather in a training step")],
+)
 def test_a_call_too_many_is_seen(hook, says, tmp_path, data, monkeypatch):
     monkeypatch.setattr(recorder, "watch", hook)
     with pytest.raises(AssertionError, match=says):

@@ -1,4 +1,6 @@
-"""The same numbers in every layout: whole runs of pretrain_gpt.main on gloo ranks against one process, step by step."""
+"""The same numbers in every layout: whole runs of pretrain_gpt.main on gloo ranks against one
+process, step by step."""
+
 from __future__ import annotations
 
 import os
@@ -56,7 +58,8 @@ tests/parity/layouts.py).
 | layout | ranks | steps | loss | gradient norm |
 |---|---|---|---|---|
 """
-TOLERANCE = {"--fp64": (1e-10, 1e-10), "": (1e-5, 1e-3)}        # relative, of loss and gradient norm
+# relative, of loss and gradient norm
+TOLERANCE = {"--fp64": (1e-10, 1e-10), "": (1e-5, 1e-3)}
 
 Reference = Callable[[Case], Finished]
 Table = dict[str, tuple[float, float]]
@@ -75,7 +78,10 @@ def reference(data, tmp_path_factory) -> Reference:
     def run(case: Case) -> Finished:
         key = (case.model, case.steps, case.precision)
         if key not in found:
-            found[key] = train(tmp_path_factory.mktemp("one"), argv(data, case.model, case.steps, *case.precision.split()))
+            found[key] = train(
+                tmp_path_factory.mktemp("one"),
+                argv(data, case.model, case.steps, *case.precision.split()),
+            )
         return found[key]
 
     return run
@@ -83,11 +89,17 @@ def reference(data, tmp_path_factory) -> Reference:
 
 @pytest.fixture(scope="module")
 def table() -> Iterator[Table]:
-    """Largest differences of loss and gradient norm by layout; those of a whole campaign make the page."""
+    """Largest differences of loss and gradient norm by layout; those of a whole campaign make the
+    page."""
     found: Table = {}
     yield found
     if found.keys() >= CAMPAIGN.keys():
-        PAGE.write_text(HEAD + "".join(ROW.format(name, c.world, c.steps, *found[name]) for name, c in CAMPAIGN.items()))
+        PAGE.write_text(
+            HEAD
+            + "".join(
+                ROW.format(name, c.world, c.steps, *found[name]) for name, c in CAMPAIGN.items()
+            )
+        )
 
 
 def largest_difference(run: Finished, other: Finished, key: str) -> float:
@@ -106,42 +118,71 @@ def said(run: Finished, word: str) -> list[str]:
     return [part for part in parts if word in part]
 
 
-KEY_BIASES = 2 * 32     # their gradients are 0 but for rounding, which may make any of them exactly 0
+# their gradients are 0 but for rounding, which may make any of them exactly 0
+KEY_BIASES = 2 * 32
 
 
-def check(case: Case, folder: Path, data: str, reference: Reference,
-          hook: Callable[[], None] | None = None) -> tuple[float, float]:
-    """Assert that the layout trains like one process; the largest differences of loss and gradient norm."""
+def check(
+    case: Case,
+    folder: Path,
+    data: str,
+    reference: Reference,
+    hook: Callable[[], None] | None = None,
+) -> tuple[float, float]:
+    """Assert that the layout trains like one process; the largest differences of loss and gradient
+    norm."""
     one = reference(case)
-    run = train(folder / "run", argv(data, case.model, case.steps, *case.precision.split(), *case.layout, *case.only),
-                case.world, hook=hook)
+    run = train(
+        folder / "run",
+        argv(data, case.model, case.steps, *case.precision.split(), *case.layout, *case.only),
+        case.world,
+        hook=hook,
+    )
     assert [row["iteration"] for row in run.rows] == list(range(1, case.steps + 1))
     losses, norms = (largest_difference(run, one, key) for key in ("lm_loss", "grad_norm"))
-    print(f"largest relative difference over {case.steps} steps: loss {losses:.1e}, gradient norm {norms:.1e}")
+    print(
+        f"largest relative difference over {case.steps} steps: loss {losses:.1e}, gradient norm "
+        f"{norms:.1e}"
+    )
     limit, norm_limit = TOLERANCE[case.precision]
     assert losses <= limit and norms <= norm_limit
     assert one.rows[0]["grad_norm"] > 0.25, "clipping must be on"
-    assert run.series("consumed_samples", "learning_rate") == one.series("consumed_samples", "learning_rate")
+    assert run.series("consumed_samples", "learning_rate") == one.series(
+        "consumed_samples", "learning_rate"
+    )
     if case.precision == "--fp64":
         assert said(run, "lm loss value") == said(one, "lm loss value") != []
-        zeros = [(float(a.split()[2]), float(b.split()[2])) for a, b in
-                 zip(said(run, "num zeros"), said(one, "num zeros"), strict=True)]
-        assert zeros and max(abs(a - b) for a, b in zeros) <= KEY_BIASES, "a wrong count is off by a row at least"
+        zeros = [
+            (float(a.split()[2]), float(b.split()[2]))
+            for a, b in zip(said(run, "num zeros"), said(one, "num zeros"), strict=True)
+        ]
+        assert zeros and max(abs(a - b) for a, b in zeros) <= KEY_BIASES, (
+            "a wrong count is off by a row at least"
+        )
     return losses, norms
 
 
-FOUR = ("tp2 sp dp2, rotary swiglu RMSNorm GQA",)       # the one on four ranks that make test has, too
+# the one on four ranks that make test has, too
+FOUR = ("tp2 sp dp2, rotary swiglu RMSNorm GQA",)
 
 
-@pytest.mark.parametrize("name", [
-    pytest.param(name, marks=pytest.mark.campaign) if case.world > 2 and name not in FOUR else name
-    for name, case in CASES.items()])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.campaign)
+        if case.world > 2 and name not in FOUR
+        else name
+        for name, case in CASES.items()
+    ],
+)
 def test_a_layout_gives_the_numbers_of_one_process(name, tmp_path, data, reference):
     check(CASES[name], tmp_path, data, reference)
 
 
 def only_shared_sums() -> None:
-    """Hook: every sum of tensor-parallel ranks, small ones too, goes through the memory they share."""
+    """Hook: every sum of tensor-parallel ranks, small ones too, goes through the memory they
+    share."""
+
     def opened(axis: Axis, timeout: timedelta) -> shared_sums.SharedSums:
         sums = open_shared(axis, timeout)
         assert sums is not None, "this machine's ranks share no memory"
@@ -151,14 +192,22 @@ def only_shared_sums() -> None:
         assert takes(sums, x), f"{x.dtype} {tuple(x.shape)} {x.stride()} goes through gloo"
         return True
 
-    open_shared, takes = initialize.open_shared, shared_sums.SharedSums.takes
+    open_shared = initialize.open_shared
+    takes = shared_sums.SharedSums.takes
     shared_sums.LEAST_BYTES = 0
-    initialize.open_shared, shared_sums.SharedSums.takes = opened, taken
+    initialize.open_shared = opened
+    shared_sums.SharedSums.takes = taken
 
 
-@pytest.mark.parametrize(("model", "world"), [(GPT2, 2), pytest.param(LLAMA, 4, marks=pytest.mark.campaign)])
-def test_sums_through_shared_memory_give_the_numbers_of_one_process(model, world, tmp_path, data, reference):
-    check(Case(model, world, (TP, str(world)), steps=10), tmp_path, data, reference, only_shared_sums)
+@pytest.mark.parametrize(
+    ("model", "world"), [(GPT2, 2), pytest.param(LLAMA, 4, marks=pytest.mark.campaign)]
+)
+def test_sums_through_shared_memory_give_the_numbers_of_one_process(
+    model, world, tmp_path, data, reference
+):
+    check(
+        Case(model, world, (TP, str(world)), steps=10), tmp_path, data, reference, only_shared_sums
+    )
 
 
 @pytest.mark.campaign
@@ -175,10 +224,21 @@ def test_more_layouts_give_the_numbers_of_one_process(name, tmp_path, data, refe
 
 @pytest.mark.campaign
 def test_a_vocabulary_that_pads_otherwise_on_every_number_of_ranks(tmp_path):
-    """50257 ids are 50304, 50432 and 50688 rows at TP 1, 2 and 4: dummies are outside the softmax."""
+    """50257 ids are 50304, 50432 and 50688 rows at TP 1, 2 and 4: dummies are outside the
+    softmax."""
     text = write_text(tmp_path / "text", 100, vocab=50256)
-    flags = argv(text, (), 5, "--fp64", "--vocab-size", "50257", "--make-vocab-size-divisible-by", "128", "--hidden-size",
-                 "16")
+    flags = argv(
+        text,
+        (),
+        5,
+        "--fp64",
+        "--vocab-size",
+        "50257",
+        "--make-vocab-size-divisible-by",
+        "128",
+        "--hidden-size",
+        "16",
+    )
     one = train(tmp_path / "one", flags)
     assert "with 47 dummy tokens (new size: 50304)" in one.first_rank_log
     for ranks, dummies in ((2, 175), (4, 431)):
@@ -189,18 +249,41 @@ def test_a_vocabulary_that_pads_otherwise_on_every_number_of_ranks(tmp_path):
         assert max(worst) <= 1e-10
 
 
-@pytest.mark.parametrize("layout", [(TP, "2"), *(pytest.param(layout, marks=pytest.mark.campaign) for layout in (
-    (TP, "2", SP), (PP, "2"))), OVERLAP], ids="-".join)
+@pytest.mark.parametrize(
+    "layout",
+    [
+        (TP, "2"),
+        *(
+            pytest.param(layout, marks=pytest.mark.campaign)
+            for layout in ((TP, "2", SP), (PP, "2"))
+        ),
+        OVERLAP,
+    ],
+    ids="-".join,
+)
 def test_overflows_are_agreed_upon(layout, data, tmp_path):
-    """fp16: the same steps are skipped and the loss scales are the same, whichever rank's part overflows."""
-    flags = argv(data, (), 14, "--fp16", "--initial-loss-scale", str(2.0**24), "--hysteresis", "1", "--loss-scale-window",
-                 "2")
+    """fp16: the same steps are skipped and the loss scales are the same, whichever rank's part
+    overflows."""
+    flags = argv(
+        data,
+        (),
+        14,
+        "--fp16",
+        "--initial-loss-scale",
+        str(2.0**24),
+        "--hysteresis",
+        "1",
+        "--loss-scale-window",
+        "2",
+    )
     one = train(tmp_path / "one", flags)
     run = train(tmp_path / "run", [*flags, *layout], 2)
     keys = ("iteration", "loss_scale", "skipped", "skip_reason", "learning_rate")
     assert run.series(*keys) == one.series(*keys)
     skipped = [row["skipped"] for row in one.rows]
-    assert skipped[0] == 1 and 0 in skipped and 1 in skipped[skipped.index(0):], "first many, then one after a rise"
+    assert skipped[0] == 1 and 0 in skipped and 1 in skipped[skipped.index(0) :], (
+        "first many, then one after a rise"
+    )
     assert largest_difference(run, one, "lm_loss") < 5e-3
 
 
@@ -216,23 +299,33 @@ def overflow_on_rank_0() -> None:
 
 def overflow(rank: str, where: Callable[[torch.nn.Parameter], object]) -> None:
     """Plant the infinite value."""
-    reduce, steps = ddp.GradBuffers.reduce, []
+    reduce = ddp.GradBuffers.reduce
+    steps = []
 
     def reduced(self: ddp.GradBuffers) -> None:
         reduce(self)
         steps.append(1)
         if len(steps) == 2 and os.environ["RANK"] == rank:
-            next(p for p in self.owned if p.numel() and where(p)).main_grad.view(-1)[3] = float("inf")
+            next(p for p in self.owned if p.numel() and where(p)).main_grad.view(-1)[3] = float(
+                "inf"
+            )
 
     ddp.GradBuffers.reduce = reduced
 
 
-@pytest.mark.parametrize("layout, hook", [
-    ((TP, "2"), overflow_on_rank_1), (DISTRIBUTED, overflow_on_rank_1),
-    pytest.param((PP, "2"), overflow_on_rank_0, marks=pytest.mark.campaign)])
+@pytest.mark.parametrize(
+    "layout, hook",
+    [
+        ((TP, "2"), overflow_on_rank_1),
+        (DISTRIBUTED, overflow_on_rank_1),
+        pytest.param((PP, "2"), overflow_on_rank_0, marks=pytest.mark.campaign),
+    ],
+)
 def test_an_overflow_on_one_rank_skips_the_step_on_all(layout, hook, data, tmp_path):
     """Rank 1 writes the metrics, rank 0 the counters of the checkpoint: both have skipped."""
-    flags = argv(data, (), 4, "--fp16", "--initial-loss-scale", "1024", "--hysteresis", "1", *layout)
+    flags = argv(
+        data, (), 4, "--fp16", "--initial-loss-scale", "1024", "--hysteresis", "1", *layout
+    )
     run = train(tmp_path / "run", [*flags, *saved(tmp_path / "run")], 2, hook=hook)
     assert [row["skipped"] for row in run.rows] == [0, 1, 0, 0]
     counters = store.load(run.save).state.optimizer
@@ -240,37 +333,51 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(layout, hook, data, tmp_p
 
 
 @pytest.mark.campaign
-@pytest.mark.parametrize("model, layout", [
-    (UNTIED, (TP, "2", SP)), (DEEP, (PP, "2", CHUNKS, "2")), (UNTIED, (CP, "2"))])
+@pytest.mark.parametrize(
+    "model, layout", [(UNTIED, (TP, "2", SP)), (DEEP, (PP, "2", CHUNKS, "2")), (UNTIED, (CP, "2"))]
+)
 def test_a_resume_in_the_same_layout_is_exact(model, layout, data, tmp_path):
     """With dropout, stopped in the middle: bit for bit the run that was not."""
     flags = with_flags(argv(data, model, 8, *layout), *DROPOUT)
     straight = train(tmp_path / "a", [*flags, *saved(tmp_path / "a")], 2)
     train(tmp_path / "b", [*flags, *saved(tmp_path / "b"), "--exit-interval", "4"], 2)
-    resumed = train(tmp_path / "b", [*flags, *saved(tmp_path / "b"), "--load", str(tmp_path / "b/save")], 2)
-    assert f"successfully loaded checkpoint from {tmp_path}/b/save at iteration 4\n" in resumed.first_rank_log
+    resumed = train(
+        tmp_path / "b", [*flags, *saved(tmp_path / "b"), "--load", str(tmp_path / "b/save")], 2
+    )
+    assert (
+        f"successfully loaded checkpoint from {tmp_path}/b/save at iteration 4\n"
+        in resumed.first_rank_log
+    )
     assert resumed.series(*EXACT) == straight.series(*EXACT)
     same_tensors(resumed.tensors(), straight.tensors())
 
 
 @pytest.mark.campaign
 def test_a_resume_in_another_layout_gives_the_same_numbers(data, tmp_path):
-    """Saved at TP 2, where the vocabulary has other padding: gone on with at TP 1, TP 4, and TP 2 x DP 2."""
+    """Saved at TP 2, where the vocabulary has other padding: gone on with at TP 1, TP 4, and TP 2 x
+    DP 2."""
     case = Case(GPT2, 1, (), steps=8)
     flags = argv(data, case.model, case.steps, case.precision)
     one = train(tmp_path / "one", [*flags, *saved(tmp_path / "one")])
-    train(tmp_path / "two", [*flags, *saved(tmp_path / "two"), "--exit-interval", "4", TP, "2", SP], 2)
+    train(
+        tmp_path / "two", [*flags, *saved(tmp_path / "two"), "--exit-interval", "4", TP, "2", SP], 2
+    )
     padded = "embedding.word_embeddings.weight"
-    read = open_trained_model(str(tmp_path / "two/save"), device="cpu").model.embedding.word_embeddings.weight
+    read = open_trained_model(
+        str(tmp_path / "two/save"), device="cpu"
+    ).model.embedding.word_embeddings.weight
     written = store.load(tmp_path / "two/save").reader().read(padded)
-    assert len(read) == 216 and len(written) == 224 and torch.equal(read[:211], written[:211].float())
+    assert (
+        len(read) == 216 and len(written) == 224 and torch.equal(read[:211], written[:211].float())
+    )
     layouts = ((1, ()), (4, (TP, "4", SP)), (4, (TP, "2")), (4, (TP, "2", SP, CP, "2")))
     go_on(one, flags, tmp_path / "two/save", "data 1 x tensor 2 x pipeline 1 x context 1", layouts)
 
 
 @pytest.mark.campaign
 def test_a_resume_with_another_split_of_the_sequence_gives_the_same_numbers(data, tmp_path):
-    """Saved at CP 2: read by one process that generates, gone on with at CP 1, CP 4, TP 2, and DP 2 x CP 2."""
+    """Saved at CP 2: read by one process that generates, gone on with at CP 1, CP 4, TP 2, and DP 2
+    x CP 2."""
     case = Case(UNTIED, 1, (), steps=8)
     flags = argv(data, case.model, case.steps, case.precision)
     one = train(tmp_path / "one", [*flags, *saved(tmp_path / "one")])
@@ -282,8 +389,11 @@ def test_a_resume_with_another_split_of_the_sequence_gives_the_same_numbers(data
     go_on(one, flags, tmp_path / "two/save", "data 1 x tensor 1 x pipeline 1 x context 2", layouts)
 
 
-def go_on(one: Finished, flags: list[str], checkpoint: Path, written_by: str, layouts: tuple) -> None:
-    """Assert that in each of the layouts a checkpoint of the fourth step trains on as one process did."""
+def go_on(
+    one: Finished, flags: list[str], checkpoint: Path, written_by: str, layouts: tuple
+) -> None:
+    """Assert that in each of the layouts a checkpoint of the fourth step trains on as one process
+    did."""
     padded = ("embedding.word_embeddings.weight", "output_layer.weight")
     for world, layout in layouts:
         folder = checkpoint.parent.parent / f"on-{world}{''.join(layout)}"
@@ -302,30 +412,52 @@ def go_on(one: Finished, flags: list[str], checkpoint: Path, written_by: str, la
 
 
 @pytest.mark.campaign
-@pytest.mark.parametrize("before, after", [
-    ((PP, "2"), [(1, ()), (2, (TP, "2")), (2, (PP, "2", CHUNKS, "2"))]),
-    ((PP, "2", CHUNKS, "2"), [(1, ()), (2, (PP, "2")), (4, (PP, "4"))]),
-    ((TP, "2", SP), [(2, (PP, "2"))]), ((), [(2, (PP, "2", CHUNKS, "2"))])], ids=lambda value: "-".join(map(str, value)))
+@pytest.mark.parametrize(
+    "before, after",
+    [
+        ((PP, "2"), [(1, ()), (2, (TP, "2")), (2, (PP, "2", CHUNKS, "2"))]),
+        ((PP, "2", CHUNKS, "2"), [(1, ()), (2, (PP, "2")), (4, (PP, "4"))]),
+        ((TP, "2", SP), [(2, (PP, "2"))]),
+        ((), [(2, (PP, "2", CHUNKS, "2"))]),
+    ],
+    ids=lambda value: "-".join(map(str, value)),
+)
 def test_a_resume_with_other_stages_gives_the_same_numbers(before, after, data, tmp_path):
     """... and a checkpoint of stages opens as a model; of tied ends one copy is written."""
     flags = argv(data, DEEP, 8, "--fp64")
     one = train(tmp_path / "one", [*flags, *saved(tmp_path / "one")])
-    train(tmp_path / "two", [*flags, *saved(tmp_path / "two"), "--exit-interval", "4", *before], 2 if before else 1)
-    parts = [dict(open_trained_model(str(tmp_path / name / "save"), 4, device="cpu").model.named_parameters())
-             for name in ("one", "two")]
+    train(
+        tmp_path / "two",
+        [*flags, *saved(tmp_path / "two"), "--exit-interval", "4", *before],
+        2 if before else 1,
+    )
+    parts = [
+        dict(
+            open_trained_model(
+                str(tmp_path / name / "save"), 4, device="cpu"
+            ).model.named_parameters()
+        )
+        for name in ("one", "two")
+    ]
     assert parts[0].keys() == parts[1].keys() and all(
-        p.allclose(parts[1][name], rtol=1e-6, atol=1e-7) for name, p in parts[0].items())
+        p.allclose(parts[1][name], rtol=1e-6, atol=1e-7) for name, p in parts[0].items()
+    )
     for world, layout in after:
         folder = tmp_path / f"{world}-{len(layout)}"
-        run = train(folder, [*flags, *layout, *saved(folder), "--load", str(tmp_path / "two/save")], world)
+        run = train(
+            folder, [*flags, *layout, *saved(folder), "--load", str(tmp_path / "two/save")], world
+        )
         assert [row["iteration"] for row in run.rows] == [5, 6, 7, 8]
         for row, expected in zip(run.rows, one.rows[4:], strict=True):
             assert row["lm_loss"] == pytest.approx(expected["lm_loss"], rel=1e-10)
             assert row["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-10)
         tensors = run.tensors()
         assert tensors.keys() == one.tensors().keys()
-        assert all(tensors[name].shape[1:] == tensor.shape[1:] and tensors[name][:211].allclose(
-            tensor[:211], rtol=1e-7, atol=1e-12) for name, tensor in one.tensors().items())
+        assert all(
+            tensors[name].shape[1:] == tensor.shape[1:]
+            and tensors[name][:211].allclose(tensor[:211], rtol=1e-7, atol=1e-12)
+            for name, tensor in one.tensors().items()
+        )
 
 
 @pytest.mark.campaign
@@ -333,21 +465,49 @@ def test_a_batch_that_grows_in_a_pipeline(data, tmp_path):
     """4 samples a step, then 8: two and four micro-batches, both of which interleaving takes."""
     flags = argv(data, DEEP, 8, "--fp64")
     at = flags.index("--train-iters")
-    flags = [*flags[:at], *flags[at + 2:], "--train-samples", "64", "--rampup-batch-size", "4", "4", "24"]
+    flags = [
+        *flags[:at],
+        *flags[at + 2 :],
+        "--train-samples",
+        "64",
+        "--rampup-batch-size",
+        "4",
+        "4",
+        "24",
+    ]
     at = flags.index("--lr-warmup-iters")
-    flags = [*flags[:at], *flags[at + 2:]]
-    one, run = train(tmp_path / "one", flags), train(tmp_path / "run", [*flags, PP, "2", CHUNKS, "2"], 2)
-    assert [size for [size] in run.series("global_batch_size")][:1] == [4] and run.rows[-1]["global_batch_size"] == 8
+    flags = [*flags[:at], *flags[at + 2 :]]
+    one = train(tmp_path / "one", flags)
+    run = train(tmp_path / "run", [*flags, PP, "2", CHUNKS, "2"], 2)
+    assert [size for [size] in run.series("global_batch_size")][:1] == [4] and run.rows[-1][
+        "global_batch_size"
+    ] == 8
     assert max(largest_difference(run, one, key) for key in ("lm_loss", "grad_norm")) <= 1e-10
 
 
 @pytest.mark.campaign
-@pytest.mark.parametrize("layout", [(TP, "2"), (TP, "2", SP), (PP, "2"), (PP, "2", CHUNKS, "2", *DEEP), (CP, "2"),
-                                    (CP, "2", *GATHER)], ids="-".join)
+@pytest.mark.parametrize(
+    "layout",
+    [
+        (TP, "2"),
+        (TP, "2", SP),
+        (PP, "2"),
+        (PP, "2", CHUNKS, "2", *DEEP),
+        (CP, "2"),
+        (CP, "2", *GATHER),
+    ],
+    ids="-".join,
+)
 def test_dropout_repeats_in_a_layout_with_and_without_recompute(layout, data, tmp_path):
     flags = with_flags(argv(data, GPT2, 6, *layout), *DROPOUT)
-    runs = [train(tmp_path / str(n), [*flags, *again, "--save", str(tmp_path / str(n) / "save"), "--save-interval", "6"], 2)
-            for n, again in enumerate(((), (), SELECTIVE, FULL))]
+    runs = [
+        train(
+            tmp_path / str(n),
+            [*flags, *again, "--save", str(tmp_path / str(n) / "save"), "--save-interval", "6"],
+            2,
+        )
+        for n, again in enumerate(((), (), SELECTIVE, FULL))
+    ]
     for run in runs[1:]:
         assert run.series(*EXACT) == runs[0].series(*EXACT)
         same_tensors(run.tensors(), runs[0].tensors())

@@ -1,4 +1,6 @@
-"""Which samples an iteration trains on: the same for every layout, reader and length of the run (one epoch)."""
+"""Which samples an iteration trains on: the same for every layout, reader and length of the run
+(one epoch)."""
+
 from types import SimpleNamespace
 
 import pytest
@@ -22,12 +24,30 @@ def corpus(tmp_path_factory):
     return write_text(tmp_path_factory.mktemp("order") / "text", 4800)
 
 
-def trained_on(corpus: str, ranks: int = 1, micro_batch: int = 2, workers: int = 0, train_iters: int = 50) -> list:
-    """The tokens of each iteration's global batch in order, put together from what every rank reads."""
-    config = config_from(Config, dict(
-        num_layers=1, hidden_size=8, num_attention_heads=1, seq_length=16, max_position_embeddings=16, lr=0.1,
-        micro_batch_size=micro_batch, global_batch_size=16, train_iters=train_iters, data_path=(corpus,),
-        split="95,5,0", eval_iters=0, tokenizer_type="NullTokenizer", vocab_size=211))
+def trained_on(
+    corpus: str, ranks: int = 1, micro_batch: int = 2, workers: int = 0, train_iters: int = 50
+) -> list:
+    """The tokens of each iteration's global batch in order, put together from what every rank
+    reads."""
+    config = config_from(
+        Config,
+        dict(
+            num_layers=1,
+            hidden_size=8,
+            num_attention_heads=1,
+            seq_length=16,
+            max_position_embeddings=16,
+            lr=0.1,
+            micro_batch_size=micro_batch,
+            global_batch_size=16,
+            train_iters=train_iters,
+            data_path=(corpus,),
+            split="95,5,0",
+            eval_iters=0,
+            tokenizer_type="NullTokenizer",
+            vocab_size=211,
+        ),
+    )
     tokenizer = build_tokenizer("NullTokenizer", vocab_size=211)
     plan = make_plan(config, ranks, 211)
     read = []
@@ -36,15 +56,23 @@ def trained_on(corpus: str, ranks: int = 1, micro_batch: int = 2, workers: int =
         ctx = SimpleNamespace(dp=axis, world=Axis("world"))
         data = build_data(config, plan, SimpleNamespace(ctx=ctx, rank=0), tokenizer)
         numbers = training_samples(data.train_sampler, plan.batch, plan.skips, 1, ITERATIONS)
-        read.append([rows.tolist() for rows in load_samples(data.train, numbers, workers, torch.device("cpu"))])
+        read.append(
+            [
+                rows.tolist()
+                for rows in load_samples(data.train, numbers, workers, torch.device("cpu"))
+            ]
+        )
     order = [row for parts in zip(*read, strict=True) for part in parts for row in part]
-    return [order[i:i + 16] for i in range(0, len(order), 16)]
+    return [order[i : i + 16] for i in range(0, len(order), 16)]
 
 
 @pytest.fixture(scope="module")
 def reference(corpus):
     found = trained_on(corpus)
-    assert len(found) == ITERATIONS and len({str(row) for batch in found for row in batch}) == 16 * ITERATIONS
+    assert (
+        len(found) == ITERATIONS
+        and len({str(row) for batch in found for row in batch}) == 16 * ITERATIONS
+    )
     return found
 
 

@@ -1,7 +1,8 @@
-"""Logits, losses and gradients equal those of megatron-core's GPTModel with the same weights, option by option.
+"""Logits, losses and gradients equal those of megatron-core's GPTModel with the same weights,
+option by option.
 
-megatron-core asks for CUDA in four places even on a CPU; they are patched for these tests (a scratch buffer, a random
-number tracker, the current device, the process groups of one rank).
+megatron-core asks for CUDA in four places even on a CPU; they are patched for these tests (a
+scratch buffer, a random number tracker, the current device, the process groups of one rank).
 """
 
 import copy
@@ -19,7 +20,9 @@ from tests.peers.megatron_core_models import VOCAB, let_it_run_on_a_cpu, mcore_m
 pytest.importorskip("megatron.core")
 pytestmark = [pytest.mark.peers, pytest.mark.filterwarnings("ignore")]
 
-SIZE = dict(hidden_size=64, num_attention_heads=8, num_layers=3, seq_length=16, max_position_embeddings=32)
+SIZE = dict(
+    hidden_size=64, num_attention_heads=8, num_layers=3, seq_length=16, max_position_embeddings=32
+)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -62,8 +65,15 @@ OPTIONS = {
     "geglu": dict(geglu=True, ffn_hidden_size=176),
     "squared relu": dict(squared_relu=True),
     "score scaling": dict(apply_query_key_layer_scaling=True, attention_softmax_in_fp32=True),
-    "llama": dict(ROPE, swiglu=True, normalization="RMSNorm", add_bias_linear=False, group_query_attention=True,
-                  num_query_groups=2, untie_embeddings_and_output_weights=True),
+    "llama": dict(
+        ROPE,
+        swiglu=True,
+        normalization="RMSNorm",
+        add_bias_linear=False,
+        group_query_attention=True,
+        num_query_groups=2,
+        untie_embeddings_and_output_weights=True,
+    ),
 }
 
 
@@ -96,14 +106,20 @@ def same_loss_and_gradients(ours, theirs, finished=lambda name, grad: grad):
     ids, labels = tokens(vocab=VOCAB)
     positions = torch.arange(16).expand(2, 16)
     hidden = torch.ones(1, 1, 16, 16, dtype=torch.bool).triu(1)
-    losses, expected = ours(ids, labels=labels), theirs(ids, positions, hidden, labels=labels)
+    losses = ours(ids, labels=labels)
+    expected = theirs(ids, positions, hidden, labels=labels)
     torch.testing.assert_close(losses, expected, rtol=1e-5, atol=1e-5)
     losses.mean().backward()
     expected.mean().backward()
     mine = {name: finished(name, p.grad) for name, p in ours.named_parameters()}
     for name, p in theirs.named_parameters():
-        torch.testing.assert_close(mine[name].view(p.shape), p.grad, rtol=1e-4, atol=1e-6,
-                                   msg=lambda m, name=name: f"{name}: {m}")
+        torch.testing.assert_close(
+            mine[name].view(p.shape),
+            p.grad,
+            rtol=1e-4,
+            atol=1e-6,
+            msg=lambda m, name=name: f"{name}: {m}",
+        )
 
 
 def on_a_rank(rank, world, cases):
@@ -116,7 +132,8 @@ def on_a_rank(rank, world, cases):
     new_norm = torch_norm.WrappedTorchNorm.__new__
 
     def norm(cls, config, *args, **options):
-        """Its torch norm refuses sequence parallelism, whose part it has no part in: that is who sums the gradients."""
+        """Its torch norm refuses sequence parallelism, whose part it has no part in: that is who
+        sums the gradients."""
         config = copy.copy(config)
         config.sequence_parallel = False
         return new_norm(cls, config, *args, **options)
@@ -125,15 +142,19 @@ def on_a_rank(rank, world, cases):
     parallel_state.initialize_model_parallel(world)
     for name, sequence_parallel in cases:
         print(name, sequence_parallel)
-        same_on_a_rank(rank, OPTIONS[name], ParallelConfig(tensor_model_parallel_size=world,
-                                                           sequence_parallel=sequence_parallel))
+        same_on_a_rank(
+            rank,
+            OPTIONS[name],
+            ParallelConfig(tensor_model_parallel_size=world, sequence_parallel=sequence_parallel),
+        )
 
 
 def same_on_a_rank(rank, flags, parallel):
     ours, theirs = pair(flags, parallel, rank)
 
     def sum_positions(name, grad):
-        """They gather the positions' gradient while they go back; here it is summed with the norms', after that."""
+        """They gather the positions' gradient while they go back; here it is summed with the
+        norms', after that."""
         if parallel.sequence_parallel and "position_embeddings" in name:
             dist.all_reduce(grad)
         return grad
@@ -141,23 +162,35 @@ def same_on_a_rank(rank, flags, parallel):
     same_loss_and_gradients(ours, theirs, sum_positions)
 
 
-@pytest.mark.parametrize("cases", [
-    (("gpt2", True), ("llama", False)),
-    pytest.param((("gpt2", False), ("qk layernorm", False), ("qk layernorm", True), ("llama", True)),
-                 marks=pytest.mark.campaign)], ids=["some", "others"])
+@pytest.mark.parametrize(
+    "cases",
+    [
+        (("gpt2", True), ("llama", False)),
+        pytest.param(
+            (("gpt2", False), ("qk layernorm", False), ("qk layernorm", True), ("llama", True)),
+            marks=pytest.mark.campaign,
+        ),
+    ],
+    ids=["some", "others"],
+)
 def test_same_numbers_on_two_tensor_parallel_ranks(cases):
-    """Each rank's part of every gradient, before anything is summed over ranks, is theirs (but see the positions)."""
+    """Each rank's part of every gradient, before anything is summed over ranks, is theirs (but see
+    the positions)."""
     run_ranks(2, on_a_rank, cases)
 
 
 def test_documents():
-    """Our document ids against a dense mask of theirs, with positions that start again in each document."""
+    """Our document ids against a dense mask of theirs, with positions that start again in each
+    document."""
     ours, theirs = pair({})
     ids, _ = tokens(vocab=VOCAB)
     documents = (torch.arange(16) >= torch.tensor([[5], [11]])).long()
     starts = torch.tensor([[5], [11]])
     positions = torch.arange(16) - documents * starts
-    hidden = torch.ones(16, 16, dtype=torch.bool).triu(1) | (documents[:, :, None] != documents[:, None, :])
+    hidden = torch.ones(16, 16, dtype=torch.bool).triu(1) | (
+        documents[:, :, None] != documents[:, None, :]
+    )
     expected = theirs(ids, positions, hidden[:, None])
-    torch.testing.assert_close(ours(ids, position_ids=positions, document_ids=documents), expected,
-                               rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        ours(ids, position_ids=positions, document_ids=documents), expected, rtol=1e-5, atol=1e-5
+    )

@@ -1,4 +1,5 @@
-"""Our data pipeline against megatron-core's on random cases: files both ways, indices, samples, blends, helpers."""
+"""Our data pipeline against megatron-core's on random cases: files both ways, indices, samples,
+blends, helpers."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ from tests.data.corpora import data_flags, write_corpus
 
 pytestmark = [
     pytest.mark.peers,
-    pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning"),  # megatron-core's, with numpy 2
+    # megatron-core's, with numpy 2
+    pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning"),
 ]
 pytest.importorskip("megatron.core")
 
@@ -38,15 +40,22 @@ SPLITS = ("train", "valid", "test")
 class Tokenizer:
     """As much of a tokenizer as megatron-core's datasets ask for."""
 
-    vocab_size, eod, pad = 1000, 999, -1
+    vocab_size = 1000
+    eod = 999
+    pad = -1
     unique_identifiers = {"class": "Tokenizer"}  # noqa: RUF012
 
 
 def peer_config(sequence_length, seed, **more):
     return gpt_dataset.GPTDatasetConfig(
-        random_seed=seed, sequence_length=sequence_length, tokenizer=Tokenizer(), reset_position_ids=False,
-        reset_attention_mask=False, eod_mask_loss=False, **more
-    )  # fmt: skip
+        random_seed=seed,
+        sequence_length=sequence_length,
+        tokenizer=Tokenizer(),
+        reset_position_ids=False,
+        reset_attention_mask=False,
+        eod_mask_loss=False,
+        **more,
+    )
 
 
 def peer_dataset(prefix, sequences, samples, split, sequence_length, seed):
@@ -81,10 +90,15 @@ def test_files_are_byte_equal_and_read_both_ways(tmp_path, dtype):
                 peer.add_document(torch.from_numpy(flat), lengths)
         peer.finalize(str(tmp_path / "peer.idx"))
         for end in (".bin", ".idx"):
-            assert (tmp_path / f"ours{end}").read_bytes() == (tmp_path / f"peer{end}").read_bytes(), case
+            assert (tmp_path / f"ours{end}").read_bytes() == (
+                tmp_path / f"peer{end}"
+            ).read_bytes(), case
         if not any(documents):
             continue
-        read = IndexedDataset(tmp_path / "peer"), indexed_dataset.IndexedDataset(str(tmp_path / "ours"))
+        read = (
+            IndexedDataset(tmp_path / "peer"),
+            indexed_dataset.IndexedDataset(str(tmp_path / "ours")),
+        )
         assert len(read[0]) == len(read[1]) == sum(map(len, documents))
         for index in range(len(read[0])):
             assert read[0][index].tolist() == read[1][index].tolist()
@@ -96,7 +110,12 @@ def test_merging_is_byte_equal(tmp_path):
     random = np.random.default_rng(1)
     for case in range(3):
         prefixes = [
-            write_corpus(tmp_path / f"{case}-{n}", random.integers(1, 20, random.integers(1, 9)), np.int32, seed=n)
+            write_corpus(
+                tmp_path / f"{case}-{n}",
+                random.integers(1, 20, random.integers(1, 9)),
+                np.int32,
+                seed=n,
+            )
             for n in range(3)
         ]
         peer = indexed_dataset.IndexedDatasetBuilder(str(tmp_path / "peer.bin"), dtype=np.int32)
@@ -115,7 +134,8 @@ def test_the_dtype_of_a_vocabulary():
 
 
 def test_gpt_dataset_on_random_cases(tmp_path):
-    """Documents, samples and shuffles, and every sample's tokens: 1 to many epochs, the last one separate or not."""
+    """Documents, samples and shuffles, and every sample's tokens: 1 to many epochs, the last one
+    separate or not."""
     random = np.random.default_rng(2)
     seen = {"separate": 0, "several": 0, "one": 0}
     for case in range(60):
@@ -132,19 +152,26 @@ def test_gpt_dataset_on_random_cases(tmp_path):
         split = SPLITS[case % 3]
         peer = peer_dataset(prefix, sequences, samples, split, sequence_length, case)
         ours = GPTDataset(
-            IndexedDataset(prefix), sequence_length=sequence_length, num_samples=samples, seed=case,
-            sequences=sequences, index_split=split,
-        )  # fmt: skip
+            IndexedDataset(prefix),
+            sequence_length=sequence_length,
+            num_samples=samples,
+            seed=case,
+            sequences=sequences,
+            index_split=split,
+        )
         assert len(ours) == len(peer)
         for name in ("document_index", "sample_index", "shuffle_index"):
-            mine, theirs = getattr(ours, name), getattr(peer, name)
+            mine = getattr(ours, name)
+            theirs = getattr(peer, name)
             assert mine.dtype == theirs.dtype and (mine == theirs).all(), (case, name)
         for index in range(len(ours)):
             assert ours[index].tolist() == tokens_of(peer[index])
             query = peer._query_document_sample_shuffle_indices(index)
             assert [piece[0] for piece in ours.locate(index)] == query[1].tolist()
         plan = ours.plan
-        seen["separate" if plan.separate_last_epoch else "several" if plan.num_epochs > 1 else "one"] += 1
+        seen[
+            "separate" if plan.separate_last_epoch else "several" if plan.num_epochs > 1 else "one"
+        ] += 1
     assert all(count > 5 for count in seen.values()), seen
 
 
@@ -156,7 +183,9 @@ def test_mock_data():
     sequences = split_range(parse_split("1,1,1")[1], 100_000)
     indices = np.arange(sequences.start, sequences.stop, dtype=np.int32)
     peer = gpt_dataset.MockGPTDataset(peer_low, None, indices, 100, utils.Split.valid, config)
-    ours = MockGPTDataset(ours_low, sequence_length=512, num_samples=100, seed=1234, sequences=sequences)
+    ours = MockGPTDataset(
+        ours_low, sequence_length=512, num_samples=100, seed=1234, sequences=sequences
+    )
     assert len(peer) == len(ours)
     for index in range(0, len(ours), 5000):
         assert ours[index].tolist() == tokens_of(peer[index])
@@ -167,23 +196,32 @@ def test_index_helpers(tmp_path):
     random = np.random.default_rng(3)
     for _ in range(40):
         lengths = random.integers(1, 50, random.integers(1, 60)).astype(np.int32)
-        epochs, sequence_length = int(random.integers(1, 5)), int(random.integers(2, 30))
-        entries = np.concatenate([random.permutation(len(lengths)) for _ in range(epochs)]).astype(np.int32)
+        epochs = int(random.integers(1, 5))
+        sequence_length = int(random.integers(2, 30))
+        entries = np.concatenate([random.permutation(len(lengths)) for _ in range(epochs)]).astype(
+            np.int32
+        )
         tokens = int(lengths.sum())
         samples = (epochs * tokens - 1) // sequence_length
         if samples < 1:
             continue
-        peer = helpers.build_sample_idx(lengths, entries, sequence_length, epochs, tokens, True, True)
+        peer = helpers.build_sample_idx(
+            lengths, entries, sequence_length, epochs, tokens, True, True
+        )
         twin = np.empty_like(peer)
         index_helpers.fill_sample_index(lengths, entries, sequence_length, twin)
-        assert (index_helpers.build_sample_index(lengths, entries, sequence_length, samples) == peer).all()
+        assert (
+            index_helpers.build_sample_index(lengths, entries, sequence_length, samples) == peer
+        ).all()
         assert (twin == peer).all()
     for _ in range(40):
         weights = np.array(utils.normalize(random.random(random.integers(1, 10)).tolist()))
         size = int(random.integers(1, 500))
         check_blend(
             size,
-            lambda ids, at, w=weights, n=size: helpers.build_blending_indices(ids, at, w, len(w), n, False),
+            lambda ids, at, w=weights, n=size: helpers.build_blending_indices(
+                ids, at, w, len(w), n, False
+            ),
             lambda ids, at, w=weights: index_helpers.fill_blending(w, ids, at),
             lambda w=weights, n=size: index_helpers.build_blending_indices(w, n),
         )
@@ -206,16 +244,38 @@ def check_blend(size, peer, twin, chosen):
 
 
 def test_split_and_blend_grammar():
-    for split in ("949,50,1", "969, 30, 1", "1,1,1", "0.5,0.25", "7", "98/2", "0,3,5", "1,0,1", "33.3,33.3,33.4"):
+    for split in (
+        "949,50,1",
+        "969, 30, 1",
+        "1,1,1",
+        "0.5,0.25",
+        "7",
+        "98/2",
+        "0,3,5",
+        "1,0,1",
+        "33.3,33.3,33.4",
+    ):
         vector = blended_megatron_dataset_config.parse_and_normalize_split(split)
-        assert parse_split(split) == blended_megatron_dataset_config.convert_split_vector_to_split_matrix(vector)
-    for blend in (["a"], ["a", "b"], ["1", "a"], ["0.3", "a", "0.7", "b"], ["3", "a", "b"], [" 5", "a ", "1e2", "b"]):
+        assert parse_split(
+            split
+        ) == blended_megatron_dataset_config.convert_split_vector_to_split_matrix(vector)
+    for blend in (
+        ["a"],
+        ["a", "b"],
+        ["1", "a"],
+        ["0.3", "a", "0.7", "b"],
+        ["3", "a", "b"],
+        [" 5", "a ", "1e2", "b"],
+    ):
         assert parse_blend(blend) == tuple(utils.get_blend_from_list(blend))
 
 
 def peer_build(sizes, sequence_length, seed, **config):
     builder = blended_megatron_dataset_builder.BlendedMegatronDatasetBuilder(
-        gpt_dataset.GPTDataset, list(sizes), lambda: True, peer_config(sequence_length, seed, **config)
+        gpt_dataset.GPTDataset,
+        list(sizes),
+        lambda: True,
+        peer_config(sequence_length, seed, **config),
     )
     return builder.build()
 
@@ -238,12 +298,20 @@ def test_whole_builds_on_random_cases(tmp_path):
     random = np.random.default_rng(4)
     for case in range(24):
         prefixes = [
-            write_corpus(tmp_path / f"{case}-{part}", random.integers(2, 60, random.integers(30, 90)), seed=part)
+            write_corpus(
+                tmp_path / f"{case}-{part}",
+                random.integers(2, 60, random.integers(30, 90)),
+                seed=part,
+            )
             for part in range(random.integers(1, 5))
         ]
         words = list(prefixes)
         if case % 2:
-            words = [w for prefix in prefixes for w in (str(round(float(random.random()) + 0.05, 3)), prefix)]
+            words = [
+                w
+                for prefix in prefixes
+                for w in (str(round(float(random.random()) + 0.05, 3)), prefix)
+            ]
         sizes = tuple(int(n) for n in random.integers(1, 400, 3))
         if case % 2 == 0 and case % 4:
             sizes = (None, sizes[1], None)
@@ -254,7 +322,12 @@ def test_whole_builds_on_random_cases(tmp_path):
             ours = build(data_flags(data_path=words, split=split), sizes, sequence_length, case)
             peer = peer_build(sizes, sequence_length, case, blend=blend, split=split)
         else:
-            ours = build(data_flags(train_data_path=words, valid_data_path=words[-1:]), sizes, sequence_length, case)
+            ours = build(
+                data_flags(train_data_path=words, valid_data_path=words[-1:]),
+                sizes,
+                sequence_length,
+                case,
+            )
             per_split = [blend, utils.get_blend_from_list(words[-1:]), None]
             peer = peer_build(sizes, sequence_length, case, blend_per_split=per_split)
         for mine, theirs in zip(ours, peer, strict=True):
@@ -268,7 +341,10 @@ def build(flags: types.SimpleNamespace, sizes, sequence_length, seed):
 
 
 def test_an_exhaustive_blend_equals_the_peers(tmp_path):
-    prefixes = [write_corpus(tmp_path / name, [9] * n, seed=n) for name, n in (("a", 30), ("b", 11), ("c", 70))]
+    prefixes = [
+        write_corpus(tmp_path / name, [9] * n, seed=n)
+        for name, n in (("a", 30), ("b", 11), ("c", 70))
+    ]
     ours = build(data_flags(data_path=prefixes, split="60,20,20"), (None, None, None), 5, 3)
     peer = peer_build((None, None, None), 5, 3, blend=(prefixes, None), split="60,20,20")
     for mine, theirs in zip(ours, peer, strict=True):

@@ -19,7 +19,9 @@ layer = pytest.importorskip("megatron.core.transformer.transformer_layer")
 def communicator(stage: int, stages: int, chunks: int) -> SimpleNamespace:
     """What megatron-core asks for its place in the pipeline."""
     group = SimpleNamespace(size=lambda: stages, rank=lambda: stage)
-    return SimpleNamespace(pp_group=group, virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None)
+    return SimpleNamespace(
+        pp_group=group, virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None
+    )
 
 
 @pytest.mark.parametrize("chunks", [1, 2, 3, 4])
@@ -29,10 +31,14 @@ def test_order_and_warm_up(stages, chunks):
         table = theirs.get_schedule_table(micro_batches, chunks, stages)
         for stage in range(stages):
             total, _, warm_up, _ = theirs.get_pp_rank_microbatches(
-                micro_batches, chunks, stages, p2p_communicator=communicator(stage, stages, chunks))
+                micro_batches, chunks, stages, p2p_communicator=communicator(stage, stages, chunks)
+            )
             assert warm_up_forwards(stage, stages, micro_batches, chunks) == warm_up
             order = compute_order(stage, stages, micro_batches, chunks)
-            forwards, backwards = ([step[1:3] for step in order if step.kind == kind] for kind in ("forward", "backward"))
+            forwards, backwards = (
+                [step[1:3] for step in order if step.kind == kind]
+                for kind in ("forward", "backward")
+            )
             assert forwards == table and len(order) == 2 * total
             assert backwards == [(micro_batch, chunks - 1 - chunk) for micro_batch, chunk in table]
             kinds = "".join(step.kind[0] for step in order)
@@ -46,18 +52,29 @@ def test_layers_of_each_stage():
     for stages in (2, 3, 4, 8):
         for chunks in (1, 2, 3):
             for num_layers in range(stages * chunks, 73):
-                for first, last in ((None, None), (chunks, None), (None, 2 * chunks), (2 * chunks, 3 * chunks)):
+                for first, last in (
+                    (None, None),
+                    (chunks, None),
+                    (None, 2 * chunks),
+                    (2 * chunks, 3 * chunks),
+                ):
                     middle = num_layers - (first or 0) - (last or 0)
                     places = (stages - (first is not None) - (last is not None)) * chunks
                     if middle < places or (middle % places if places else middle):
                         continue
-                    if not places and chunks > 1:  # megatron-core divides by the number of stages in between
+                    # megatron-core divides by the number of stages in between
+                    if not places and chunks > 1:
                         continue
                     config = SimpleNamespace(
-                        num_layers=num_layers, pipeline_model_parallel_size=stages, pipeline_model_parallel_layout=None,
+                        num_layers=num_layers,
+                        pipeline_model_parallel_size=stages,
+                        pipeline_model_parallel_layout=None,
                         virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None,
-                        num_layers_in_first_pipeline_stage=first, num_layers_in_last_pipeline_stage=last,
-                        account_for_embedding_in_pipeline_split=False, account_for_loss_in_pipeline_split=False)
+                        num_layers_in_first_pipeline_stage=first,
+                        num_layers_in_last_pipeline_stage=last,
+                        account_for_embedding_in_pipeline_split=False,
+                        account_for_loss_in_pipeline_split=False,
+                    )
                     split = split_layers(num_layers, stages, chunks, first, last)
                     for stage in range(stages):
                         for chunk in range(chunks):

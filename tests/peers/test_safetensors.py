@@ -1,11 +1,19 @@
-"""Our safetensors files against the safetensors package: it reads ours, we read its, bit for bit in every dtype."""
+"""Our safetensors files against the safetensors package: it reads ours, we read its, bit for bit in
+every dtype."""
+
 from __future__ import annotations
 
 import pytest
 import torch
 
 from megatron.checkpoint.disk import CheckpointError
-from megatron.checkpoint.safetensors_file import DTYPES, Entry, SafetensorsFile, bytes_of, write_file
+from megatron.checkpoint.safetensors_file import (
+    DTYPES,
+    Entry,
+    SafetensorsFile,
+    bytes_of,
+    write_file,
+)
 from megatron.checkpoint.sharded import TensorSlice, write
 
 safetensors = pytest.importorskip("safetensors")
@@ -21,9 +29,12 @@ def tensors_of(names) -> dict[str, torch.Tensor]:
     made = {}
     for name in names:
         for shape in SHAPES:
-            dtype, count = DTYPES[name], torch.Size(shape).numel()
+            dtype = DTYPES[name]
+            count = torch.Size(shape).numel()
             high = 2 if dtype == torch.bool else 256
-            raw = torch.randint(0, high, (count * dtype.itemsize,), generator=generator, dtype=torch.uint8)
+            raw = torch.randint(
+                0, high, (count * dtype.itemsize,), generator=generator, dtype=torch.uint8
+            )
             made[f"layer é {name} {shape}"] = raw.view(dtype).reshape(shape)
     return made
 
@@ -36,16 +47,22 @@ def assert_same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor])
 
 
 def test_we_know_every_dtype_of_the_package():
-    # The package's own table, by what it accepts: each of ours goes through it, so a dtype it lacks fails here.
+    # The package's own table, by what it accepts: each of ours goes through it, so a dtype it lacks
+    # fails here.
     for name, dtype in DTYPES.items():
-        data = safetensors_torch.save({"x": torch.zeros(4, dtype=torch.uint8).repeat(8).view(dtype)})
+        data = safetensors_torch.save(
+            {"x": torch.zeros(4, dtype=torch.uint8).repeat(8).view(dtype)}
+        )
         assert f'"dtype":"{name}"'.encode() in data
 
 
 @pytest.mark.parametrize("name", DTYPES)
 def test_the_package_reads_ours(tmp_path, name):
     tensors = tensors_of([name])
-    write_file(tmp_path / "x", [Entry(key, one.dtype, tuple(one.shape), one) for key, one in tensors.items()])
+    write_file(
+        tmp_path / "x",
+        [Entry(key, one.dtype, tuple(one.shape), one) for key, one in tensors.items()],
+    )
     assert_same(safetensors_torch.load_file(tmp_path / "x"), tensors)
 
 
@@ -60,8 +77,11 @@ def test_we_read_the_packages(tmp_path, name):
 
 def test_mixed_dtypes_and_metadata_both_ways(tmp_path):
     tensors = tensors_of(DTYPES)
-    write_file(tmp_path / "ours", [Entry(key, one.dtype, tuple(one.shape), one) for key, one in tensors.items()],
-               metadata={"a": "b"})
+    write_file(
+        tmp_path / "ours",
+        [Entry(key, one.dtype, tuple(one.shape), one) for key, one in tensors.items()],
+        metadata={"a": "b"},
+    )
     safetensors_torch.save_file(tensors, tmp_path / "theirs")
     assert_same(safetensors_torch.load_file(tmp_path / "ours"), tensors)
     with safetensors.safe_open(tmp_path / "ours", framework="pt") as file:
@@ -72,8 +92,15 @@ def test_mixed_dtypes_and_metadata_both_ways(tmp_path):
 
 def test_slices_of_a_rank_are_readable_by_the_package_alone(tmp_path):
     tensor = torch.randn(6, 4)
-    write(tmp_path, "w.safetensors", [TensorSlice("w", (6, 4), tensor.dtype, ((0, 3), (0, 4)), tensor[:3]),
-                                      TensorSlice("w", (6, 4), tensor.dtype, ((3, 6), (0, 4)), tensor[3:])], 1)
+    write(
+        tmp_path,
+        "w.safetensors",
+        [
+            TensorSlice("w", (6, 4), tensor.dtype, ((0, 3), (0, 4)), tensor[:3]),
+            TensorSlice("w", (6, 4), tensor.dtype, ((3, 6), (0, 4)), tensor[3:]),
+        ],
+        1,
+    )
     loaded = safetensors_torch.load_file(tmp_path / "w.safetensors")
     assert torch.equal(torch.cat([loaded["w[0:3,0:4]"], loaded["w[3:6,0:4]"]]), tensor)
 

@@ -1,4 +1,5 @@
-"""Schedules and batch sizes equal to megatron-core 0.16.1, double for double and sample for sample."""
+"""Schedules and batch sizes equal to megatron-core 0.16.1, double for double and sample for
+sample."""
 
 import random
 from types import SimpleNamespace
@@ -15,7 +16,7 @@ batches_module = pytest.importorskip("megatron.core.num_microbatches_calculator"
 
 
 def random_config(rng):
-    decay = rng.randint(2, 10**rng.randint(1, 9))
+    decay = rng.randint(2, 10 ** rng.randint(1, 9))
     warmup = rng.choice([0, rng.randrange(decay), rng.random() * decay])
     max_lr = 10 ** rng.uniform(-6, 0)
     style = rng.choice(["constant", "linear", "cosine", "inverse-square-root", "WSD"])
@@ -39,15 +40,23 @@ def random_config(rng):
 
 def random_groups(rng, max_lr):
     decoupled = {"wd_mult": 1.0, "max_lr": 0.5 * max_lr, "min_lr": 0.25 * max_lr}
-    return [{"wd_mult": 1.0, "lr_mult": 1.0}, {"wd_mult": 0.0, "lr_mult": 1.0}, decoupled][: rng.randint(1, 3)]
+    return [{"wd_mult": 1.0, "lr_mult": 1.0}, {"wd_mult": 0.0, "lr_mult": 1.0}, decoupled][
+        : rng.randint(1, 3)
+    ]
 
 
 def both(config, groups, **flags):
     mine, theirs = ([dict(group) for group in groups] for _ in range(2))
-    flags = {"use_checkpoint_opt_param_scheduler": False, "override_opt_param_scheduler": False, **flags}
+    flags = {
+        "use_checkpoint_opt_param_scheduler": False,
+        "override_opt_param_scheduler": False,
+        **flags,
+    }
     return (
         OptimizerParamScheduler(SimpleNamespace(param_groups=mine), **config, **flags),
-        scheduler_module.OptimizerParamScheduler(SimpleNamespace(param_groups=theirs), **config, **flags),
+        scheduler_module.OptimizerParamScheduler(
+            SimpleNamespace(param_groups=theirs), **config, **flags
+        ),
     )
 
 
@@ -56,9 +65,18 @@ def test_rates_and_decay_are_equal_over_random_schedules():
     for _ in range(500):
         config = random_config(rng)
         mine, theirs = both(config, random_groups(rng, config["max_lr"]))
-        decay, wd = config["lr_decay_steps"], config["wd_incr_steps"]
-        edges = {0, int(config["lr_warmup_steps"]), decay, decay - (config["wsd_decay_steps"] or 0), wd}
-        steps = {edge + near for edge in edges for near in (-1, 0, 1)} | {rng.randint(0, 2 * decay) for _ in range(30)}
+        decay = config["lr_decay_steps"]
+        wd = config["wd_incr_steps"]
+        edges = {
+            0,
+            int(config["lr_warmup_steps"]),
+            decay,
+            decay - (config["wsd_decay_steps"] or 0),
+            wd,
+        }
+        steps = {edge + near for edge in edges for near in (-1, 0, 1)} | {
+            rng.randint(0, 2 * decay) for _ in range(30)
+        }
         for samples in sorted(n for n in steps if n >= 0):
             theirs.step(samples - theirs.num_steps)
             mine.step(samples - mine.num_steps)
@@ -66,12 +84,17 @@ def test_rates_and_decay_are_equal_over_random_schedules():
         assert mine.state_dict() == theirs.state_dict()
 
 
-@pytest.mark.parametrize("flag", ["use_checkpoint_opt_param_scheduler", "override_opt_param_scheduler"])
+@pytest.mark.parametrize(
+    "flag", ["use_checkpoint_opt_param_scheduler", "override_opt_param_scheduler"]
+)
 def test_loading_megatron_cores_state_goes_on_alike(flag):
     rng = random.Random(1)
     for _ in range(200):
-        saved, running = random_config(rng), random_config(rng)
-        running.update({key: saved[key] for key in ("lr_decay_style", "wd_incr_style", "wsd_decay_steps")})
+        saved = random_config(rng)
+        running = random_config(rng)
+        running.update(
+            {key: saved[key] for key in ("lr_decay_style", "wd_incr_style", "wsd_decay_steps")}
+        )
         for key in ("start_wd", "end_wd"):
             running[key] = saved[key]
         running["lr_decay_steps"] = max(running["lr_decay_steps"], saved["lr_decay_steps"])
@@ -84,7 +107,8 @@ def test_loading_megatron_cores_state_goes_on_alike(flag):
         mine.load_state_dict(source.state_dict())
         theirs.load_state_dict(source.state_dict())
         assert mine.state_dict() == theirs.state_dict()
-        for _ in range(5):  # theirs applies a loaded weight decay from the next step on, ours at once
+        # theirs applies a loaded weight decay from the next step on, ours at once
+        for _ in range(5):
             mine.step(7)
             theirs.step(7)
             assert mine.optimizer.param_groups == theirs.optimizer.param_groups
@@ -94,7 +118,14 @@ def test_unequal_values_are_refused_by_both():
     rng = random.Random(2)
     config = random_config(rng)
     mine, theirs = both(config, [{}])
-    for key in ("max_lr", "min_lr", "lr_warmup_steps", "lr_decay_steps", "lr_decay_style", "wd_incr_steps"):
+    for key in (
+        "max_lr",
+        "min_lr",
+        "lr_warmup_steps",
+        "lr_decay_steps",
+        "lr_decay_style",
+        "wd_incr_steps",
+    ):
         state = {**theirs.state_dict(), key: "other"}
         with pytest.raises(ValueError, match="and other .*in the checkpoint"):
             mine.load_state_dict(state)
@@ -105,12 +136,16 @@ def test_unequal_values_are_refused_by_both():
 def test_rampup_sizes_and_micro_batches_are_equal():
     rng = random.Random(3)
     for _ in range(300):
-        mbs, dp = rng.randint(1, 4), rng.randint(1, 4)
+        mbs = rng.randint(1, 4)
+        dp = rng.randint(1, 4)
         decrease = rng.random() < 0.3
-        start, increment = rng.randint(1, 12) * mbs * dp, rng.randint(1, 6) * mbs * dp
+        start = rng.randint(1, 12) * mbs * dp
+        increment = rng.randint(1, 6) * mbs * dp
         if decrease:
-            start, increment = start + rng.randrange(mbs * dp), rng.randint(1, 40)
-        size, ramp = start + increment * rng.randint(1, 40), rng.randint(1, 10 ** rng.randint(1, 6))
+            start = start + rng.randrange(mbs * dp)
+            increment = rng.randint(1, 40)
+        size = start + increment * rng.randint(1, 40)
+        ramp = rng.randint(1, 10 ** rng.randint(1, 6))
         theirs = batches_module.RampupBatchsizeNumMicroBatchesCalculator(
             size, mbs, dp, decrease, 1, start, increment, ramp
         )
@@ -125,21 +160,33 @@ def test_rampup_sizes_and_micro_batches_are_equal():
         for iteration in range(1, 200):
             theirs.update(consumed, consistency_check=True)
             assert mine.samples_before(iteration) == consumed
-            assert mine.nominal_global_batch_size(consumed) == theirs.get_current_global_batch_size()
-            assert mine.global_batch_size(consumed) == theirs.get_current_running_global_batch_size()
+            assert (
+                mine.nominal_global_batch_size(consumed) == theirs.get_current_global_batch_size()
+            )
+            assert (
+                mine.global_batch_size(consumed) == theirs.get_current_running_global_batch_size()
+            )
             assert mine.num_microbatches(consumed) == theirs.get()
             consumed += mbs * dp * theirs.get()
-        edges = {threshold + near for threshold, _ in mine.steps for near in (-1, 0, 1)} | {ramp, ramp + 1}
+        edges = {threshold + near for threshold, _ in mine.steps for near in (-1, 0, 1)} | {
+            ramp,
+            ramp + 1,
+        }
         for consumed in sorted(edge for edge in edges if edge >= 0):
             theirs.update(consumed, consistency_check=False)
-            assert mine.nominal_global_batch_size(consumed) == theirs.get_current_global_batch_size()
+            assert (
+                mine.nominal_global_batch_size(consumed) == theirs.get_current_global_batch_size()
+            )
 
 
 def test_constant_sizes_are_equal_and_refused_alike():
     rng = random.Random(4)
     refused = 0
     for _ in range(300):
-        size, mbs, dp, decrease = rng.randint(1, 64), rng.randint(1, 4), rng.randint(1, 4), rng.random() < 0.5
+        size = rng.randint(1, 64)
+        mbs = rng.randint(1, 4)
+        dp = rng.randint(1, 4)
+        decrease = rng.random() < 0.5
         flags = {"decrease_batch_size_if_needed": decrease}
         try:
             theirs = batches_module.ConstantNumMicroBatchesCalculator(size, mbs, dp, decrease, 1)
@@ -150,7 +197,9 @@ def test_constant_sizes_are_equal_and_refused_alike():
                     micro_batch_size=mbs, data_parallel_size=dp, global_batch_size=size, **flags
                 ).num_microbatches(0)
             continue
-        mine = build_batch_size_schedule(micro_batch_size=mbs, data_parallel_size=dp, global_batch_size=size, **flags)
+        mine = build_batch_size_schedule(
+            micro_batch_size=mbs, data_parallel_size=dp, global_batch_size=size, **flags
+        )
         assert mine.num_microbatches(0) == theirs.get()
         assert mine.global_batch_size(0) == theirs.get_current_running_global_batch_size()
         assert mine.final_global_batch_size == theirs.get_current_global_batch_size()

@@ -1,4 +1,5 @@
-"""Ids against the packages that define them: tiktoken, tokenizers, transformers, sentencepiece, megatron-core."""
+"""Ids against the packages that define them: tiktoken, tokenizers, transformers, sentencepiece,
+megatron-core."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ ALPHABETS = [
 
 
 def random_texts(count: int, seed: int) -> list[str]:
-    """Texts from one alphabet each, or from any characters at all (surrogates apart, which are no text)."""
+    """Texts from one alphabet each, or from any characters at all (surrogates apart, which are no
+    text)."""
     draw = random.Random(seed)
     anything = [*range(0xD800), *range(0xE000, 0x110000)]
     texts = []
@@ -43,25 +45,33 @@ def random_texts(count: int, seed: int) -> list[str]:
 TEXTS = ADVERSARIAL + random_texts(700, seed=2)
 
 
-def differing(tokenizer: Tokenizer, encode: Callable[[str], list[int]], texts: list[str] = TEXTS) -> list[str]:
+def differing(
+    tokenizer: Tokenizer, encode: Callable[[str], list[int]], texts: list[str] = TEXTS
+) -> list[str]:
     """The texts that the two encode differently."""
     return [text for text in texts if tokenizer.tokenize(text) != list(encode(text))]
 
 
 class TestGPT2:
-    @pytest.mark.parametrize("engine", [pytest.param("gigatoken", marks=pytest.mark.peers), "tiktoken", "tokenizers"])
+    @pytest.mark.parametrize(
+        "engine", [pytest.param("gigatoken", marks=pytest.mark.peers), "tiktoken", "tokenizers"]
+    )
     @pytest.mark.parametrize("files", ["published", "tiny"])
-    def test_engines_equal_the_plain_implementation(self, engine: str, files: str, tmp_path: Path) -> None:
+    def test_engines_equal_the_plain_implementation(
+        self, engine: str, files: str, tmp_path: Path
+    ) -> None:
         pytest.importorskip(engine)
         paths = gpt2_files() if files == "published" else write_bpe(tmp_path)
-        fast, plain = GPT2BPETokenizer(*paths, engine=engine), GPT2BPETokenizer(*paths, engine="plain")
+        fast = GPT2BPETokenizer(*paths, engine=engine)
+        plain = GPT2BPETokenizer(*paths, engine="plain")
         assert fast.engine == engine
         assert differing(fast, plain.tokenize) == []
 
     @pytest.mark.peers
     @pytest.mark.campaign
     def test_every_character_is_cut_alike(self) -> None:
-        """All that `has_newer_characters` does not keep from an engine: alone, in a word, behind a space, before a digit."""
+        """All that `has_newer_characters` does not keep from an engine: alone, in a word, behind a
+        space, before a digit."""
         characters = [chr(code) for code in range(0x40000) if not 0xD800 <= code < 0xE000]
         old = [char for char in characters if not bpe.has_newer_characters(char)]
         around = [f"{char} a{char}b {char}1{char}{char}!{char}\n{char}" for char in old]
@@ -69,10 +79,14 @@ class TestGPT2:
         plain = GPT2BPETokenizer(*gpt2_files(), engine="plain")
         for engine in ("gigatoken", "tiktoken"):
             pytest.importorskip(engine)
-            assert differing(GPT2BPETokenizer(*gpt2_files(), engine=engine), plain.tokenize, texts) == [], engine
+            assert (
+                differing(GPT2BPETokenizer(*gpt2_files(), engine=engine), plain.tokenize, texts)
+                == []
+            ), engine
 
     def test_the_plain_implementation_equals_tiktokens_own_gpt2(self, tmp_path: Path) -> None:
-        """tiktoken's public "gpt2" with its own pattern and its own reading of the same two files."""
+        """tiktoken's public "gpt2" with its own pattern and its own reading of the same two
+        files."""
         public = pytest.importorskip("tiktoken_ext.openai_public")
         load = pytest.importorskip("tiktoken.load").data_gym_to_mergeable_bpe_ranks
         vocab, merges = gpt2_files()
@@ -94,7 +108,8 @@ class TestGPT2:
         draw = random.Random(3)
         canonical = set()
         for _ in range(60):
-            known, merges = ["a", "b", "c", "Ġ"], []
+            known = ["a", "b", "c", "Ġ"]
+            merges = []
             while len(merges) < 12:
                 pair = (draw.choice(known), draw.choice(known))
                 if "".join(pair) not in known:
@@ -103,10 +118,14 @@ class TestGPT2:
             paths = write_bpe(tmp_path, merges)
             plain = GPT2BPETokenizer(*paths, engine="plain")
             texts = ["".join(draw.choices("abc ", k=40)) for _ in range(20)]
-            for_tiktoken = bpe.is_canonical(bpe.read_vocabulary(paths[0]), bpe.read_merges(paths[1]))
+            for_tiktoken = bpe.is_canonical(
+                bpe.read_vocabulary(paths[0]), bpe.read_merges(paths[1])
+            )
             canonical.add(for_tiktoken)
             for engine in ["gigatoken", "tokenizers", *["tiktoken"] * for_tiktoken]:
-                assert differing(GPT2BPETokenizer(*paths, engine=engine), plain.tokenize, texts) == [], (engine, merges)
+                assert (
+                    differing(GPT2BPETokenizer(*paths, engine=engine), plain.tokenize, texts) == []
+                ), (engine, merges)
         assert canonical == {True, False}  # both kinds of merges have come up
 
     @pytest.mark.peers
@@ -114,14 +133,16 @@ class TestGPT2:
         transformers = pytest.importorskip("transformers")
         vocab, merges = gpt2_files()
         oracle = transformers.GPT2TokenizerFast(vocab=vocab, merges=merges)
-        texts = [text for text in TEXTS if "<|endoftext|>" not in text]  # special there, text here as in Megatron
+        # special there, text here as in Megatron
+        texts = [text for text in TEXTS if "<|endoftext|>" not in text]
         plain = GPT2BPETokenizer(vocab, merges)
         assert differing(plain, lambda text: oracle(text).input_ids, texts) == []
 
     @pytest.mark.peers
     @pytest.mark.campaign
     def test_transformers_on_a_document_of_10_mb(self) -> None:
-        """Texts of all kinds, real files and long runs in one document: every engine's ids are transformers'."""
+        """Texts of all kinds, real files and long runs in one document: every engine's ids are
+        transformers'."""
         transformers = pytest.importorskip("transformers")
         vocab, merges = gpt2_files()
         text = mixed_text(10_000_000)
@@ -132,12 +153,14 @@ class TestGPT2:
 
 
 def mixed_text(size: int) -> str:
-    """At least `size` bytes of UTF-8: this suite's own files, and texts that tokenizers disagree on, in random order."""
+    """At least `size` bytes of UTF-8: this suite's own files, and texts that tokenizers disagree
+    on, in random order."""
     draw = random.Random(5)
     paths = sorted(ROOT.glob("megatron/**/*.py")) + sorted(ROOT.glob("docs/*.md"))
     kinds = [path.read_text(encoding="utf-8") for path in paths] + TEXTS
     kinds = [text for text in kinds if text and "<|endoftext|>" not in text]
-    parts, length = [], 0
+    parts = []
+    length = 0
     while length < size:
         parts.append(draw.choice(kinds) + draw.choice(["", "\n", " "]))
         length += len(parts[-1].encode())
@@ -152,7 +175,9 @@ class TestHuggingFace:
         transformers.GPT2TokenizerFast(vocab=vocab, merges=merges).save_pretrained(tmp_path)
         oracle = transformers.AutoTokenizer.from_pretrained(tmp_path)
         tokenizer = build_tokenizer("HuggingFaceTokenizer", tokenizer_model=str(tmp_path))
-        assert differing(tokenizer, lambda text: oracle.encode(text, add_special_tokens=False)) == []
+        assert (
+            differing(tokenizer, lambda text: oracle.encode(text, add_special_tokens=False)) == []
+        )
         assert (tokenizer.vocab_size, tokenizer.eod) == (len(oracle), oracle.eos_token_id)
         assert tokenizer.detokenize(tokenizer.tokenize("Hello wörld")) == "Hello wörld"
 
@@ -187,7 +212,9 @@ class TestSentencePiece:
 
     @pytest.mark.peers
     def test_megatron_cores_special_pieces(self, model: str) -> None:
-        library = pytest.importorskip("megatron.core.tokenizers.text.libraries.sentencepiece_tokenizer")
+        library = pytest.importorskip(
+            "megatron.core.tokenizers.text.libraries.sentencepiece_tokenizer"
+        )
         ours = build_tokenizer("SentencePieceTokenizer", tokenizer_model=model, vocab_extra_ids=3)
         names = ["<CLS>", "<SEP>", "<EOD>", "<MASK>", "<PAD>", "<s>", "</s>"]
         names += [f"<extra_id_{number}>" for number in range(3)]
@@ -195,7 +222,10 @@ class TestSentencePiece:
             model, special_tokens=names, legacy=True, trim_spm_separator_after_special_token=False
         )
         draw = random.Random(4)
-        texts = ["".join(draw.choices([*names, "a", " b", "word ", " ", "é", "<"], k=12)) for _ in range(200)]
+        texts = [
+            "".join(draw.choices([*names, "a", " b", "word ", " ", "é", "<"], k=12))
+            for _ in range(200)
+        ]
         assert differing(ours, oracle.text_to_ids, ADVERSARIAL + texts) == []
         assert ours.vocab_size == oracle.vocab_size and ours.eod == oracle.token_to_id("<EOD>")
 
@@ -208,23 +238,43 @@ class TestTikToken:
         source = package_file("mistral-common", "tekken_240911.json")
         pieces = json.loads(Path(source).read_text(encoding="utf-8"))["vocab"][:20_000]
         (tmp_path / "v.json").write_text(json.dumps(pieces))
-        texts = [text for text in TEXTS if "<" not in text]  # special there, text here as in Megatron's older class
+        # special there, text here as in Megatron's older class
+        texts = [text for text in TEXTS if "<" not in text]
         for pattern in ("v1", "v2"):
-            oracle = library.TikTokenTokenizer(str(tmp_path / "v.json"), pattern=pattern, vocab_size=21_000)
+            oracle = library.TikTokenTokenizer(
+                str(tmp_path / "v.json"), pattern=pattern, vocab_size=21_000
+            )
             tokenizer = build_tokenizer(
-                "TikTokenizer", tokenizer_model=str(tmp_path / "v.json"), tiktoken_pattern=pattern, vocab_size=21_000
+                "TikTokenizer",
+                tokenizer_model=str(tmp_path / "v.json"),
+                tiktoken_pattern=pattern,
+                vocab_size=21_000,
             )
             assert differing(tokenizer, oracle.text_to_ids, texts) == []
-            assert (tokenizer.eod, tokenizer.bos, tokenizer.pad) == (oracle.eod, oracle.bos_id, oracle.pad_id)
+            assert (tokenizer.eod, tokenizer.bos, tokenizer.pad) == (
+                oracle.eod,
+                oracle.bos_id,
+                oracle.pad_id,
+            )
 
 
 @pytest.mark.peers
 def test_a_trained_tokenizer_gives_the_librarys_own_ids(tmp_path: Path) -> None:
-    """tools/train_tokenizer.py: every engine of ours against the tokenizers library's own reading of what was trained."""
+    """tools/train_tokenizer.py: every engine of ours against the tokenizers library's own reading
+    of what was trained."""
     tokenizers = pytest.importorskip("tokenizers")
-    (tmp_path / "x.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS * 3))
+    (tmp_path / "x.jsonl").write_text(
+        "".join(json.dumps({"text": text}) + "\n" for text in TEXTS * 3)
+    )
     for kind in ("gpt2", "huggingface"):
-        words = ["--input", str(tmp_path / "x.jsonl"), "--vocab-size", "1000", "--output-dir", str(tmp_path / kind)]
+        words = [
+            "--input",
+            str(tmp_path / "x.jsonl"),
+            "--vocab-size",
+            "1000",
+            "--output-dir",
+            str(tmp_path / kind),
+        ]
         assert load_tool("train_tokenizer").main([*words, "--format", kind]) == 0
     paths = [str(tmp_path / "gpt2" / name) for name in ("vocab.json", "merges.txt")]
     known = [text for text in TEXTS if not bpe.has_newer_characters(text)]
@@ -237,4 +287,6 @@ def test_a_trained_tokenizer_gives_the_librarys_own_ids(tmp_path: Path) -> None:
         assert mine.engine == engine and mine.vocab_size == 1000
         for library in (of_files, of_json):
             texts = [text for text in known if library is of_files or "<|endoftext|>" not in text]
-            assert differing(mine, lambda text, library=library: library.encode(text).ids, texts) == []
+            assert (
+                differing(mine, lambda text, library=library: library.encode(text).ids, texts) == []
+            )

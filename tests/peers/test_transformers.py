@@ -1,4 +1,5 @@
-"""Logits, losses and gradients equal those of transformers' GPT-2 and Llama with the same weights."""
+"""Logits, losses and gradients equal those of transformers' GPT-2 and Llama with the same
+weights."""
 
 import pytest
 import torch
@@ -9,28 +10,58 @@ from tests.peers.huggingface import gpt2_state, llama_state
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.peers
 
-VOCAB, PADDED = 61, 64
-SIZE = dict(hidden_size=64, num_attention_heads=8, num_layers=3, seq_length=16, max_position_embeddings=32)
+VOCAB = 61
+PADDED = 64
+SIZE = dict(
+    hidden_size=64, num_attention_heads=8, num_layers=3, seq_length=16, max_position_embeddings=32
+)
 
 
 def gpt2_pair(activation, **flags):
     ours = tiny_model(scramble=True, **SIZE, **flags)
     config = transformers.GPT2Config(
-        vocab_size=VOCAB, n_positions=32, n_embd=64, n_layer=3, n_head=8, activation_function=activation,
-        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, layer_norm_epsilon=1e-5, attn_implementation="eager")
+        vocab_size=VOCAB,
+        n_positions=32,
+        n_embd=64,
+        n_layer=3,
+        n_head=8,
+        activation_function=activation,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        layer_norm_epsilon=1e-5,
+        attn_implementation="eager",
+    )
     return ours, load(transformers.GPT2LMHeadModel(config), gpt2_state, ours, flags)
 
 
 def llama_pair(**flags):
-    flags = dict(position_embedding_type="rope", normalization="RMSNorm", swiglu=True, ffn_hidden_size=176,
-                 untie_embeddings_and_output_weights=True, **{"add_bias_linear": False, **flags})
-    ours, model = tiny_model(scramble=True, **SIZE, **flags), tiny_config(**SIZE, **flags)
+    flags = dict(
+        position_embedding_type="rope",
+        normalization="RMSNorm",
+        swiglu=True,
+        ffn_hidden_size=176,
+        untie_embeddings_and_output_weights=True,
+        **{"add_bias_linear": False, **flags},
+    )
+    ours = tiny_model(scramble=True, **SIZE, **flags)
+    model = tiny_config(**SIZE, **flags)
     config = transformers.LlamaConfig(
-        vocab_size=VOCAB, hidden_size=64, intermediate_size=176, num_hidden_layers=3, num_attention_heads=8,
-        num_key_value_heads=model.query_groups, max_position_embeddings=32, rms_norm_eps=1e-5,
+        vocab_size=VOCAB,
+        hidden_size=64,
+        intermediate_size=176,
+        num_hidden_layers=3,
+        num_attention_heads=8,
+        num_key_value_heads=model.query_groups,
+        max_position_embeddings=32,
+        rms_norm_eps=1e-5,
         rope_parameters={"rope_type": "default", "rope_theta": float(model.rotary_base)},
-        attention_bias=model.qkv_bias, mlp_bias=model.mlp_bias, head_dim=model.head_dim,
-        tie_word_embeddings=False, attn_implementation="eager")
+        attention_bias=model.qkv_bias,
+        mlp_bias=model.mlp_bias,
+        head_dim=model.head_dim,
+        tie_word_embeddings=False,
+        attn_implementation="eager",
+    )
     return ours, load(transformers.LlamaForCausalLM(config), llama_state, ours, flags)
 
 
@@ -49,14 +80,24 @@ def check_equal(ours, theirs, state, flags):
     torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
     ours(ids, labels=labels).mean().backward()
     torch.nn.functional.cross_entropy(expected.flatten(0, 1), labels.flatten()).backward()
-    grads = state({name: p.grad for name, p in ours.named_parameters()}, tiny_config(**SIZE, **flags), VOCAB)
+    grads = state(
+        {name: p.grad for name, p in ours.named_parameters()}, tiny_config(**SIZE, **flags), VOCAB
+    )
     for name, p in theirs.named_parameters():
-        torch.testing.assert_close(grads[name], p.grad, rtol=1e-4, atol=1e-6, msg=lambda m, name=name: f"{name}: {m}")
+        torch.testing.assert_close(
+            grads[name], p.grad, rtol=1e-4, atol=1e-6, msg=lambda m, name=name: f"{name}: {m}"
+        )
 
 
-@pytest.mark.parametrize("activation, flags", [
-    ("gelu_new", {}), ("gelu", dict(bias_gelu_fusion=False)),
-    ("gelu_new", dict(bias_gelu_fusion=False, openai_gelu=True))], ids=["tanh", "erf", "openai"])
+@pytest.mark.parametrize(
+    "activation, flags",
+    [
+        ("gelu_new", {}),
+        ("gelu", dict(bias_gelu_fusion=False)),
+        ("gelu_new", dict(bias_gelu_fusion=False, openai_gelu=True)),
+    ],
+    ids=["tanh", "erf", "openai"],
+)
 def test_gpt2(activation, flags):
     ours, theirs = gpt2_pair(activation, **flags)
     check_equal(ours, theirs, gpt2_state, flags)
@@ -79,7 +120,8 @@ def test_llama(flags):
 
 
 def test_the_document_mask_of_a_left_padded_batch():
-    """transformers' attention mask hides padding; our document ids do the same for the real tokens."""
+    """transformers' attention mask hides padding; our document ids do the same for the real
+    tokens."""
     ours, theirs = llama_pair(group_query_attention=True, num_query_groups=2)
     ids, _ = tokens()
     mask = torch.ones_like(ids)

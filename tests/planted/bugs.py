@@ -167,7 +167,8 @@ def run(copy: Path, *tests: str, seconds: int = 300) -> subprocess.CompletedProc
 def caught(bug: Bug, copy: Path) -> None:
     """Assert that the bug's test fails on a copy that has the bug; the copy is restored."""
     path = copy / source_of(bug.where)[0]
-    text, status = path.read_text(), path.stat()
+    text = path.read_text()
+    status = path.stat()
     tree = ast.parse(text)
     [place] = places(bug, tree)
     place.replace()

@@ -1,4 +1,5 @@
 """Spikes put into runs of tests: a hook for `tests.runs.train`. Knows no action."""
+
 from __future__ import annotations
 
 import math
@@ -11,8 +12,9 @@ from tests.runs import allow_workers
 
 
 def inject(bad: Mapping[int, float], least: int = 24) -> None:
-    """A hook: in iteration n the loss, and so its gradient, is `bad[n]` times what it is. `least` accepted values are
-    enough to compare with, so that runs may be short. The rank may have data workers."""
+    """A hook: in iteration n the loss, and so its gradient, is `bad[n]` times what it is. `least`
+    accepted values are enough to compare with, so that runs may be short. The rank may have data
+    workers."""
     allow_workers()
     spikes.LEAST = least
     train_step = loop.train_step
@@ -32,5 +34,6 @@ def inject(bad: Mapping[int, float], least: int = 24) -> None:
 
 def noisy(count: int) -> list[tuple[float, float]]:
     """Losses and gradient norms of iterations without a spike."""
-    values = np.random.default_rng(1).uniform(-0.01, 0.01, (count, 2))       # so that nothing is a mark
+    # so that nothing is a mark
+    values = np.random.default_rng(1).uniform(-0.01, 0.01, (count, 2))
     return [(3.0 + a, math.exp(b)) for a, b in values.tolist()]

@@ -1,4 +1,6 @@
-"""Runs that leave out iterations, watched from outside: what they fetch, what they train on, and a fault."""
+"""Runs that leave out iterations, watched from outside: what they fetch, what they train on, and a
+fault."""
+
 from __future__ import annotations
 
 import functools
@@ -21,20 +23,48 @@ from tests.runs import SMALL, Finished, train, with_flags
 
 ITERATIONS = 6
 COLUMNS = ("learning_rate", "consumed_samples", "consumed_tokens")
-EXACT = ("iteration", "lm_loss", "grad_norm", "learning_rate", "loss_scale", "consumed_samples", "skipped",
-         "skipped_iterations_total", "skipped_samples")
+EXACT = (
+    "iteration",
+    "lm_loss",
+    "grad_norm",
+    "learning_rate",
+    "loss_scale",
+    "consumed_samples",
+    "skipped",
+    "skipped_iterations_total",
+    "skipped_samples",
+)
 
 
 def argv(text: str, folder: Path, *extra: str) -> list[str]:
     save = str(folder / "save")
-    mine = ["--data-path", text, "--split", "90,10,0", "--train-iters", str(ITERATIONS), "--save", save, "--load", save,
-            "--save-interval", "1", "--eval-iters", "0"]
+    mine = [
+        "--data-path",
+        text,
+        "--split",
+        "90,10,0",
+        "--train-iters",
+        str(ITERATIONS),
+        "--save",
+        save,
+        "--load",
+        save,
+        "--save-interval",
+        "1",
+        "--eval-iters",
+        "0",
+    ]
     return with_flags(with_flags(SMALL, *mine), *extra)
 
 
 def watched(text: str, folder: Path, *extra: str, world: int = 1, hook=None) -> Finished:
     folder.mkdir(exist_ok=True)
-    return train(folder, argv(text, folder, *extra), world, hook=functools.partial(hook or note_batches, str(folder)))
+    return train(
+        folder,
+        argv(text, folder, *extra),
+        world,
+        hook=functools.partial(hook or note_batches, str(folder)),
+    )
 
 
 def killed(text: str, folder: Path, hook, *extra: str) -> None:
@@ -51,7 +81,7 @@ def refused(text: str, folder: Path, *extra: str, world: int = 1) -> str:
     return str(failure.value)
 
 
-# --- what is seen from outside ---------------------------------------------------------------------------------------
+# --- what is seen from outside
 
 
 def note_reads(folder: str) -> None:
@@ -82,11 +112,12 @@ def note_bytes(folder: str) -> None:
 
 
 def note_batches(folder: str) -> None:
-    """Each sample fetched, and of each iteration the sums and heads of the rows it trains on. Forked ranks may have data
-    workers."""
+    """Each sample fetched, and of each iteration the sums and heads of the rows it trains on.
+    Forked ranks may have data workers."""
     multiprocessing.process.current_process()._config["daemon"] = False
     note_reads(folder)
-    make, train_step = step.make_batch, loop.train_step
+    make = step.make_batch
+    train_step = loop.train_step
     now = []
 
     def noted_step(run, forward_step, samples, iteration, flag):
@@ -96,15 +127,19 @@ def note_batches(folder: str) -> None:
     def noted_batch(samples, rules, device, dropout=None, *rest):
         if dropout is not None:
             with open(f"{folder}/batches", "a") as file:
-                file.write(json.dumps([now[0], samples.sum(1).tolist(), samples[:, :3].tolist()]) + "\n")
+                file.write(
+                    json.dumps([now[0], samples.sum(1).tolist(), samples[:, :3].tolist()]) + "\n"
+                )
         return make(samples, rules, device, dropout, *rest)
 
-    step.make_batch, loop.train_step = noted_batch, noted_step
+    step.make_batch = noted_batch
+    loop.train_step = noted_step
 
 
 def note_masks(folder: str) -> None:
     """The seeds of every dropout mask of iteration 4."""
-    train_step, seed_of = loop.train_step, DropoutSeeds.seed
+    train_step = loop.train_step
+    seed_of = DropoutSeeds.seed
     now = []
 
     def noted_step(run, forward_step, samples, iteration, flag):
@@ -118,13 +153,16 @@ def note_masks(folder: str) -> None:
                 file.write(f"{layer} {site} {seed}\n")
         return seed
 
-    loop.train_step, DropoutSeeds.seed = noted_step, noted_seed
+    loop.train_step = noted_step
+    DropoutSeeds.seed = noted_seed
 
 
 def note_seconds(folder: str) -> None:
-    """The CPU seconds of this thread in the loop, training apart, and which samples and bytes were fetched."""
+    """The CPU seconds of this thread in the loop, training apart, and which samples and bytes were
+    fetched."""
     note_bytes(folder)
-    train_all, train_one = loop.Trainer.train, loop.Trainer.train_one
+    train_all = loop.Trainer.train
+    train_one = loop.Trainer.train_one
     trained = []
 
     def timed_one(self, *args):
@@ -134,13 +172,14 @@ def note_seconds(folder: str) -> None:
         return result
 
     def timed(self):
-        Path(folder, "bytes").unlink(missing_ok=True)       # what a start looks at
+        Path(folder, "bytes").unlink(missing_ok=True)  # what a start looks at
         start = time.thread_time()
         result = train_all(self)
         Path(folder, "seconds").write_text(f"{time.thread_time() - start - sum(trained)}")
         return result
 
-    loop.Trainer.train, loop.Trainer.train_one = timed, timed_one
+    loop.Trainer.train = timed
+    loop.Trainer.train_one = timed_one
 
 
 def note_set_up(folder: str) -> None:
@@ -187,7 +226,8 @@ def batches(folder: Path) -> dict[int, list]:
 
 
 def keep_position(folder: str) -> None:
-    """T5, a hook: a fault, that skipped iterations do not move the data, as in the first version of the seed."""
+    """T5, a hook: a fault, that skipped iterations do not move the data, as in the first version of
+    the seed."""
     note_batches(folder)
     right = loop.training_samples
 

@@ -1,4 +1,6 @@
-"""The detector on made-up runs (facts/spikes.md 3.3): what it flags, what it must not, and what it forgets."""
+"""The detector on made-up runs (facts/spikes.md 3.3): what it flags, what it must not, and what it
+forgets."""
+
 from __future__ import annotations
 
 import json
@@ -14,16 +16,25 @@ SIGMA = 0.02
 
 def curve(seed: int, steps: int = 2500) -> np.ndarray:
     """The losses of a healthy run: a power law with normal noise."""
-    return 1.7 + 10 * np.arange(1, steps + 1) ** -0.25 + np.random.default_rng(seed).normal(0, SIGMA, steps)
+    return (
+        1.7
+        + 10 * np.arange(1, steps + 1) ** -0.25
+        + np.random.default_rng(seed).normal(0, SIGMA, steps)
+    )
 
 
 def judged(losses: np.ndarray, norms: np.ndarray | None = None) -> list[Finding]:
     detector = SpikeDetector()
-    return [detector.judge(float(y), None if norms is None else float(norms[i])) for i, y in enumerate(losses)]
+    return [
+        detector.judge(float(y), None if norms is None else float(norms[i]))
+        for i, y in enumerate(losses)
+    ]
 
 
 def test_t13_a_healthy_run_has_no_spike():
-    assert not any(finding.spike for seed in range(5) for finding in judged(curve(seed, 20_000)[:5000]))
+    assert not any(
+        finding.spike for seed in range(5) for finding in judged(curve(seed, 20_000)[:5000])
+    )
 
 
 @pytest.mark.parametrize(("height", "least"), [(7, 15), (10, 20), (25, 20)])
@@ -49,20 +60,27 @@ def test_t13_a_large_spike_does_not_hide_a_smaller_one_behind_it():
 def test_t13_every_iteration_of_a_cluster_is_found():
     losses = curve(300)
     losses[2000:2030] += 0.5
-    assert [i for i, finding in enumerate(judged(losses)) if finding.spike] == list(range(2000, 2030))
+    assert [i for i, finding in enumerate(judged(losses)) if finding.spike] == list(
+        range(2000, 2030)
+    )
 
 
 def test_t13_t17_a_new_level_is_taken_for_what_it_is():
     losses = curve(400)
     losses[2000:] *= 1.2
     findings = judged(losses)
-    assert [i for i, finding in enumerate(findings) if finding.spike] == list(range(2000, 2000 + LEVEL_SHIFT))
+    assert [i for i, finding in enumerate(findings) if finding.spike] == list(
+        range(2000, 2000 + LEVEL_SHIFT)
+    )
     assert findings[2000 + LEVEL_SHIFT].kind == "level shift"
 
 
-@pytest.mark.parametrize("loss, norm", [(math.nan, 1.0), (math.inf, 1.0), (5.0, math.nan), (5.0, math.inf)])
+@pytest.mark.parametrize(
+    "loss, norm", [(math.nan, 1.0), (math.inf, 1.0), (5.0, math.nan), (5.0, math.inf)]
+)
 def test_t13_what_is_not_finite_is_a_spike_and_leaves_no_trace(loss, norm):
-    detector, untouched = SpikeDetector(), SpikeDetector()
+    detector = SpikeDetector()
+    untouched = SpikeDetector()
     for y in curve(500)[:1000]:
         assert detector.judge(float(y), 1.0) == untouched.judge(float(y), 1.0)
     assert detector.judge(loss, norm) == Finding("non-finite")
@@ -71,7 +89,8 @@ def test_t13_what_is_not_finite_is_a_spike_and_leaves_no_trace(loss, norm):
 
 
 def test_the_gradient_norm_alone_is_enough_and_only_upwards():
-    losses, norms = curve(600), np.exp(np.random.default_rng(0).normal(0, 0.1, 2500))
+    losses = curve(600)
+    norms = np.exp(np.random.default_rng(0).normal(0, 0.1, 2500))
     norms[1500], norms[2000] = 12.0, 1 / 12.0
     found = {i: finding.kind for i, finding in enumerate(judged(losses, norms)) if finding.spike}
     assert found == {1500: "grad-norm"}
@@ -87,7 +106,10 @@ def test_small_excess_and_small_ratio_are_no_spikes_however_quiet_the_run():
     assert not any(finding.spike for finding in findings)
     assert findings[200].kind == findings[250].kind == "precursor"
     losses[200], norms[250] = 3.06, 10.2
-    assert [finding.kind for finding in judged(losses, norms) if finding.spike] == ["loss", "grad-norm"]
+    assert [finding.kind for finding in judged(losses, norms) if finding.spike] == [
+        "loss",
+        "grad-norm",
+    ]
 
 
 def test_nothing_is_said_while_there_is_too_little_to_compare_with():
@@ -100,11 +122,13 @@ def test_nothing_is_said_while_there_is_too_little_to_compare_with():
 
 
 def test_its_state_goes_through_json_and_on():
-    losses, norms = curve(700), np.exp(np.random.default_rng(3).normal(0, 0.1, 2500))
+    losses = curve(700)
+    norms = np.exp(np.random.default_rng(3).normal(0, 0.1, 2500))
     losses[1200:1210] += 1.0
     whole = judged(losses, norms)
     for cut in (1, LEAST, 1205, 2000):
-        first, second = SpikeDetector(), SpikeDetector()
+        first = SpikeDetector()
+        second = SpikeDetector()
         parts = [first.judge(float(losses[i]), float(norms[i])) for i in range(cut)]
         second.load_state_dict(json.loads(json.dumps(first.state_dict())))
         parts += [second.judge(float(losses[i]), float(norms[i])) for i in range(cut, 2500)]

@@ -1,4 +1,6 @@
-"""What is made of findings: ranges to skip, attempts, budgets, and what a checkpoint keeps of that."""
+"""What is made of findings: ranges to skip, attempts, budgets, and what a checkpoint keeps of
+that."""
+
 from __future__ import annotations
 
 import json
@@ -11,7 +13,9 @@ from megatron.training.spike_policy import EXIT_CODE, Rewind, SpikePolicy
 from tests.spikes.injected import noisy
 
 
-def fed(policy: SpikePolicy, numbers: list[tuple[float, float]], first: int = 1) -> list[Rewind | None]:
+def fed(
+    policy: SpikePolicy, numbers: list[tuple[float, float]], first: int = 1
+) -> list[Rewind | None]:
     """What `due` says after each iteration."""
     found = []
     for n, (loss, norm) in enumerate(numbers, first):
@@ -31,7 +35,8 @@ def test_what_is_skipped_begins_before_the_first_mark_and_ends_after_the_last():
 
 
 def test_the_last_iteration_and_a_nan_are_not_waited_for():
-    policy, numbers = SpikePolicy("rewind"), noisy(200)
+    policy = SpikePolicy("rewind")
+    numbers = noisy(200)
     fed(policy, numbers[:150])
     policy.judge(151, 5.0, 1.0)
     assert policy.due(200, 151) is None and policy.unsettled
@@ -53,10 +58,16 @@ def test_an_event_elsewhere_is_a_first_attempt_again():
             policy.rewinds.append(asked)
             attempts.append(asked)
     assert [(one.attempt, one.start, one.end) for one in attempts] == [
-        (1, 299, 301), (2, 200, 500), (1, 700, 702), (2, 601, 903)]
+        (1, 299, 301),
+        (2, 200, 500),
+        (1, 700, 702),
+        (2, 601, 903),
+    ]
     with pytest.raises(Refusal) as caught:
         fed(policy, [(5.0, 1.0), (3.0, 1.0)], 1103)
-    assert caught.value.code == EXIT_CODE and "skipped 700 to 702 and then 601 to 903" in str(caught.value)
+    assert caught.value.code == EXIT_CODE and "skipped 700 to 702 and then 601 to 903" in str(
+        caught.value
+    )
 
 
 def test_a_level_shift_is_no_reason_to_go_back_and_costs_one_of_the_budget():
@@ -71,7 +82,8 @@ def test_its_state_goes_through_json_and_on_and_an_empty_one_is_a_fresh_start():
     numbers = noisy(400)
     for n in (150, 151, 160, 161, 300, 320, 321):
         numbers[n - 1] = 3.6, 1.0
-    whole, states = SpikePolicy("rewind"), []
+    whole = SpikePolicy("rewind")
+    states = []
     for n, (loss, norm) in enumerate(numbers, 1):
         states.append(json.dumps(whole.state_dict()))
         whole.judge(n, loss, norm)
@@ -79,7 +91,7 @@ def test_its_state_goes_through_json_and_on_and_an_empty_one_is_a_fresh_start():
         whole.rewinds += [asked] if asked and asked.attempt == 1 else []
     for cut in (1, 100, 150, 151, 156, 320, 399):
         policy = SpikePolicy("rewind")
-        policy.judge(1, math.nan, math.nan)         # which a load forgets
+        policy.judge(1, math.nan, math.nan)  # which a load forgets
         policy.load_state_dict(json.loads(states[cut]))
         for n, (loss, norm) in enumerate(numbers[cut:], cut + 1):
             policy.judge(n, loss, norm)
@@ -95,7 +107,8 @@ def test_its_state_goes_through_json_and_on_and_an_empty_one_is_a_fresh_start():
 
 def test_a_state_that_was_given_does_not_change():
     """A save that is under way writes it later."""
-    policy, numbers = SpikePolicy("rewind"), noisy(300)
+    policy = SpikePolicy("rewind")
+    numbers = noisy(300)
     numbers[200] = 3.6, 1.0
     fed(policy, numbers[:201])
     state = policy.state_dict()

@@ -1,4 +1,6 @@
-"""T18: the two runs of the seed's log, read back and written again by the code that writes a run's log."""
+"""T18: the two runs of the seed's log, read back and written again by the code that writes a run's
+log."""
+
 from __future__ import annotations
 
 import re
@@ -16,7 +18,8 @@ from megatron.training.schedule import build_scheduler
 from tests.forkrun import ROOT
 
 SEED = (ROOT / "tests/golden/seed_log.txt").read_text()
-RANKS, VOCABULARY = 24, 32000
+RANKS = 24
+VOCABULARY = 32000
 # The configuration that the printed numbers follow from (facts/spikes.md 1.6).
 FLAGS = """--num-layers 3 --hidden-size 4096 --ffn-hidden-size 11008 --swiglu --num-attention-heads 32
  --group-query-attention
@@ -30,8 +33,18 @@ FLAGS = """--num-layers 3 --hidden-size 4096 --ffn-hidden-size 11008 --swiglu --
 def test_t18_the_seeds_log_is_read():
     records = read_text(SEED)
     assert [r.iteration for r in records] == [1, 2, 3, 4, 1, 2, 3]
-    assert [r.loss for r in records] == [11.167250, 11.164009, 11.164038, 11.171233, 11.167250, None, None]
-    assert [r.grad_norm for r in records] == [6.363, 6.271, 6.279, 6.272, 6.363, None, None], "stale norms are not taken"
+    assert [r.loss for r in records] == [
+        11.167250,
+        11.164009,
+        11.164038,
+        11.171233,
+        11.167250,
+        None,
+        None,
+    ]
+    assert [r.grad_norm for r in records] == [6.363, 6.271, 6.279, 6.272, 6.363, None, None], (
+        "stale norms are not taken"
+    )
     assert [r.skipped for r in records] == [0, 0, 0, 0, 0, 1, 1]
     assert {(r.train_iters, r.global_batch_size) for r in records} == {(635782, 768)}
     assert records[1].numbers["lm_tflops"] == 70.98 and records[1].numbers["ds_tflops"] == 91.53
@@ -39,16 +52,22 @@ def test_t18_the_seeds_log_is_read():
 
 class Optimizer:
     """What the scheduler moves."""
+
     def __init__(self) -> None:
         self.param_groups = [{"lr": 0.0, "weight_decay": 0.0}]
 
 
-def printed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, records: list[Record],
-            all_trained: bool) -> list[str]:
-    """The lines of a run of 24 ranks with the losses, norms and times of `records`, blanks folded as the page folded them.
+def printed(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    records: list[Record],
+    all_trained: bool,
+) -> list[str]:
+    """The lines of a run of 24 ranks with the losses, norms and times of `records`, blanks folded
+    as the page folded them.
 
-    Learning rate and counters are the scheduler's and the plan's. With `all_trained` the skipped iterations are rated as
-    work, as the seed's loop did."""
+    Learning rate and counters are the scheduler's and the plan's. With `all_trained` the skipped
+    iterations are rated as work, as the seed's loop did."""
     monkeypatch.setenv("WORLD_SIZE", str(RANKS))
     monkeypatch.setenv("RANK", str(RANKS - 1))
     config = command_line.read(FLAGS, {"WORLD_SIZE": str(RANKS), "RANK": "0"}).config
@@ -60,16 +79,32 @@ def printed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
     for r in records:
         scheduler.after_iteration(plan.global_batch_size(r.iteration))
         seconds = plan.global_batch_size(r.iteration) * 4096 / (RANKS * r.numbers["tokens_per_gpu"])
-        result = IterationResult(r.iteration, plan.global_batch_size(r.iteration), plan.consumed_samples(r.iteration),
-                                 optimizer.param_groups[0]["lr"], 1.0, seconds, loss=r.loss, grad_norm=r.grad_norm)
+        result = IterationResult(
+            r.iteration,
+            plan.global_batch_size(r.iteration),
+            plan.consumed_samples(r.iteration),
+            optimizer.param_groups[0]["lr"],
+            1.0,
+            seconds,
+            loss=r.loss,
+            grad_norm=r.grad_norm,
+        )
         skipped = not r.trained and not all_trained
         log.add(replace(result, skipped="user", seconds=0.0) if skipped else result)
-    return [re.sub(r" +", " ", line).partition(" - ")[2] for line in capsys.readouterr().out.splitlines()]
+    return [
+        re.sub(r" +", " ", line).partition(" - ")[2]
+        for line in capsys.readouterr().out.splitlines()
+    ]
 
 
 def seed_lines() -> list[str]:
-    """The seed's iteration lines up to their last figure, its two ways of writing a number made one."""
-    text = SEED.replace("global_batch_size=768", "global_batch_size= 768").replace("| [DS]", " | [DS]").replace("  ", " ")
+    """The seed's iteration lines up to their last figure, its two ways of writing a number made
+    one."""
+    text = (
+        SEED.replace("global_batch_size=768", "global_batch_size= 768")
+        .replace("| [DS]", " | [DS]")
+        .replace("  ", " ")
+    )
     return re.findall(r"iteration= \d/ 635782 .*?\[DS\]TFLOPs=[\d.]+", text)
 
 
@@ -79,20 +114,27 @@ def test_t18_the_seeds_lines_are_written_to_the_digit(records, capsys, monkeypat
     theirs = seed_lines()[records]
     assert len(ours) == len(theirs) == records.stop - records.start
     for mine, seeds in zip(ours, theirs, strict=True):
-        if "lm loss" not in seeds:      # the two things that the seed's loop got from the line before or from its skip
-            seeds = re.sub(r"grad_norm=\S+ \| ", "", seeds).replace("skipped_iterations= 1", "skipped_iterations= 0")
+        # the two things that the seed's loop got from the line before or from its skip
+        if "lm loss" not in seeds:
+            seeds = re.sub(r"grad_norm=\S+ \| ", "", seeds).replace(
+                "skipped_iterations= 1", "skipped_iterations= 0"
+            )
         assert mine == seeds + " |"
 
 
 def test_t18_a_skipped_line_of_ours_has_no_stale_norm_and_no_rate(capsys, monkeypatch):
-    ours, theirs = printed(capsys, monkeypatch, read_text(SEED)[4:], all_trained=False), seed_lines()[4:]
+    ours = printed(capsys, monkeypatch, read_text(SEED)[4:], all_trained=False)
+    theirs = seed_lines()[4:]
     for mine, seeds in zip(ours[1:], theirs[1:], strict=True):
         seeds = re.sub(r"grad_norm=\S+ \| | \| samples_per_second.*", "", seeds)
         assert mine == re.sub(r"ms=[\d.]+", "ms=0.0", seeds) + " |"
 
 
 def test_t18_the_seeds_tflops_follow_from_its_rates(capsys, monkeypatch):
-    for mine, record in zip(read_text("\n".join(printed(capsys, monkeypatch, read_text(SEED), all_trained=True))),
-                            read_text(SEED), strict=True):
+    for mine, record in zip(
+        read_text("\n".join(printed(capsys, monkeypatch, read_text(SEED), all_trained=True))),
+        read_text(SEED),
+        strict=True,
+    ):
         for name in ("lm_tflops", "ds_tflops"):
             assert mine.numbers[name] == pytest.approx(record.numbers[name], abs=0.01)

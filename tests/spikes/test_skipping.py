@@ -1,5 +1,6 @@
-"""--train-range-to-skip on small runs: T1 to T9, T11, T12 and T20 of facts/spikes.md 4.6 (T10: test_bad_skips.py), and a
-fault that they must catch."""
+"""--train-range-to-skip on small runs: T1 to T9, T11, T12 and T20 of facts/spikes.md 4.6 (T10:
+test_bad_skips.py), and a fault that they must catch."""
+
 from __future__ import annotations
 
 import functools
@@ -11,7 +12,16 @@ import pytest
 from megatron.checkpoint import skip_records, store
 from megatron.data.ledger import read_ledger
 from tests.forkrun import run_ranks
-from tests.runs import NO_DROPOUT, SMALL, Finished, _rank, same_tensors, train, with_flags, write_text
+from tests.runs import (
+    NO_DROPOUT,
+    SMALL,
+    Finished,
+    _rank,
+    same_tensors,
+    train,
+    with_flags,
+    write_text,
+)
 from tests.spikes import skip_runs
 from tests.spikes.skip_runs import COLUMNS, EXACT, argv, batches, note_seconds, reads, watched
 
@@ -41,7 +51,7 @@ def skips(text, tmp_path_factory) -> Finished:
     return watched(text, folder, *SKIP, "--num-workers", "2", *with_ledger(folder))
 
 
-# --- T1 to T5 ------------------------------------------------------------------------------------------------------
+# --- T1 to T5
 
 
 def check_columns(whole: Finished, skips: Finished) -> None:
@@ -54,8 +64,22 @@ def check_silence(skips: Finished) -> None:
     lines = [line for line in skips.log.splitlines() if line.startswith(" iteration ")]
     assert ["lm loss" in line for line in lines] == [True, False, False, True, True, True]
     assert ["grad norm" in line for line in lines] == [True, False, False, True, True, True]
-    assert [row["lm_loss"] is None for row in skips.rows] == [False, True, True, False, False, False]
-    assert [row["grad_norm"] is None for row in skips.rows] == [False, True, True, False, False, False]
+    assert [row["lm_loss"] is None for row in skips.rows] == [
+        False,
+        True,
+        True,
+        False,
+        False,
+        False,
+    ]
+    assert [row["grad_norm"] is None for row in skips.rows] == [
+        False,
+        True,
+        True,
+        False,
+        False,
+        False,
+    ]
 
 
 def check_state(skips: Finished) -> None:
@@ -84,19 +108,37 @@ def test_t01_columns_are_those_of_the_whole_run(whole, skips):
     assert skips.first_rank_log.count("skipping iterations 2 to 3: 16 samples (512 tokens)\n") == 1
 
 
-@pytest.mark.parametrize("ranges", [pytest.param([], marks=pytest.mark.campaign), [*SKIP]], ids=["whole", "skips"])
+@pytest.mark.parametrize(
+    "ranges", [pytest.param([], marks=pytest.mark.campaign), [*SKIP]], ids=["whole", "skips"]
+)
 def test_t01_the_learning_rates_of_the_seed(text, tmp_path, ranges):
     """Its batch size, length, peak and warm-up: what its two logs print at iterations 1 to 4."""
-    words = with_flags(SMALL, *("--data-order epoch --train-iters 635782 --global-batch-size 768 --micro-batch-size 768 "
-                                "--lr 3e-4 --lr-warmup-fraction 0.05 --log-format aurora --seq-length 2 "
-                                "--max-position-embeddings 2 --eval-iters 0 --exit-interval 4").split(),
-                       "--data-path", text, *ranges)
+    words = with_flags(
+        SMALL,
+        *(
+            "--data-order epoch --train-iters 635782 --global-batch-size 768 --micro-batch-size "
+            "768 --lr 3e-4 --lr-warmup-fraction 0.05 --log-format aurora --seq-length 2 "
+            "--max-position-embeddings 2 --eval-iters 0 --exit-interval 4"
+        ).split(),
+        "--data-path",
+        text,
+        *ranges,
+    )
     at = words.index("--lr-warmup-iters")
-    done = train(tmp_path / "run", words[:at] + words[at + 2:])
-    assert re.findall(r"learning_rate=(\S+)", done.log) == ["9.4372e-09", "1.88744e-08", "2.83116e-08", "3.77488e-08"]
+    done = train(tmp_path / "run", words[:at] + words[at + 2 :])
+    assert re.findall(r"learning_rate=(\S+)", done.log) == [
+        "9.4372e-09",
+        "1.88744e-08",
+        "2.83116e-08",
+        "3.77488e-08",
+    ]
     assert re.findall(r"consumed_samples= *(\d+)", done.log) == ["768", "1536", "2304", "3072"]
     assert ["lm loss=" in line for line in done.log.splitlines() if "[training_log]" in line] == [
-        True, not ranges, not ranges, True]
+        True,
+        not ranges,
+        not ranges,
+        True,
+    ]
 
 
 def test_t02_lines_of_skipped_iterations_have_no_loss_and_no_norm(skips):
@@ -105,8 +147,11 @@ def test_t02_lines_of_skipped_iterations_have_no_loss_and_no_norm(skips):
 
 def test_t03_nothing_of_the_state_changes(skips):
     check_state(skips)
-    assert not any(a.equal(b) for (name, a), b in zip(skips.tensors(4).items(), skips.tensors(1).values(), strict=True)
-                   if "fc1.weight" in name)
+    assert not any(
+        a.equal(b)
+        for (name, a), b in zip(skips.tensors(4).items(), skips.tensors(1).values(), strict=True)
+        if "fc1.weight" in name
+    )
 
 
 def test_t04_the_data_are_those_of_the_whole_run_and_skipped_ones_unread(whole, skips):
@@ -119,28 +164,31 @@ def test_t04_the_data_are_those_of_the_whole_run_and_skipped_ones_unread(whole, 
 
 def test_t05_a_position_that_stays_is_noticed(text, tmp_path, whole):
     mutant = watched(text, tmp_path / "run", *SKIP, hook=skip_runs.keep_position)
-    check_columns(whole, mutant)                            # these do not see it
+    check_columns(whole, mutant)  # these do not see it
     assert batches(mutant.folder)[4] == batches(whole.folder)[2]
     with pytest.raises(AssertionError):
         check_data(whole, mutant)
 
 
-# --- T6 ------------------------------------------------------------------------------------------------------------
+# --- T6
 
-LAYOUTS = [(1, "1", "0"), (1, "2", "2"), (2, "1", "0"), (2, "2", "0")]       # ranks, micro-batch, workers
+# ranks, micro-batch, workers
+LAYOUTS = [(1, "1", "0"), (1, "2", "2"), (2, "1", "0"), (2, "2", "0")]
 RAMP = ["--rampup-batch-size", "2", "2", "12", "--train-samples", "38"]
 
 
 @pytest.mark.campaign
 @pytest.mark.parametrize("ramp", [[], RAMP], ids=["constant", "ramp"])
 def test_t06_same_data_after_the_range_in_every_layout(text, tmp_path, ramp):
-    """Iterations after the range train on what they would have; samples of the range are fetched nowhere, nor ahead."""
+    """Iterations after the range train on what they would have; samples of the range are fetched
+    nowhere, nor ahead."""
     whole, _ = layout(text, tmp_path / "whole", ramp, 1, "2", "0", [])
     seen = []
     for number, place in enumerate(LAYOUTS):
         folder = tmp_path / str(number)
         if ramp and place[0] == 2 and place[1] == "2":
-            continue                                     # a batch of 2 is one micro-batch of 1 on each of two ranks
+            # a batch of 2 is one micro-batch of 1 on each of two ranks
+            continue
         got, done = layout(text, folder, ramp, *place, ["--train-range-to-skip", "3", "4"])
         assert got == {n: rows for n, rows in whole.items() if n not in (3, 4)}
         seen.append((reads(folder), [row["consumed_samples"] for row in done.rows]))
@@ -150,18 +198,35 @@ def test_t06_same_data_after_the_range_in_every_layout(text, tmp_path, ramp):
     assert len(everything) - len(seen[0][0]) == sum(len(whole[n]) for n in (3, 4))
 
 
-def layout(text: str, folder: Path, ramp: list[str], ranks: int, micro_batch: str, workers: str,
-           skips: list[str]) -> tuple[dict[int, list], Finished]:
-    words = argv(text, folder, *NO_DROPOUT, *ramp, "--micro-batch-size", micro_batch, "--num-workers", workers, *skips)
+def layout(
+    text: str,
+    folder: Path,
+    ramp: list[str],
+    ranks: int,
+    micro_batch: str,
+    workers: str,
+    skips: list[str],
+) -> tuple[dict[int, list], Finished]:
+    words = argv(
+        text,
+        folder,
+        *NO_DROPOUT,
+        *ramp,
+        "--micro-batch-size",
+        micro_batch,
+        "--num-workers",
+        workers,
+        *skips,
+    )
     for flag in ("--train-iters", "--lr-warmup-iters") if ramp else ():
         at = words.index(flag)
-        del words[at:at + 2]
+        del words[at : at + 2]
     folder.mkdir()
     done = train(folder, words, ranks, hook=functools.partial(skip_runs.note_batches, str(folder)))
     return batches(folder), done
 
 
-# --- T7, T8, T20 ---------------------------------------------------------------------------------------------------
+# --- T7, T8, T20
 
 TWELVE = ["--train-iters", "12", "--train-range-to-skip", "5", "8"]
 LONG = ["--train-iters", "22", "--train-range-to-skip", "10", "20", "--save-interval", "4"]
@@ -186,7 +251,10 @@ def same_end(one: Finished, other: Finished) -> None:
     assert one.series(*EXACT) == other.series(*EXACT)
     same_tensors(one.tensors(), other.tensors())
     mine, theirs = (store.load(run.save).state for run in (one, other))
-    assert mine.skipped == theirs.skipped and mine.skipped_train_samples == theirs.skipped_train_samples
+    assert (
+        mine.skipped == theirs.skipped
+        and mine.skipped_train_samples == theirs.skipped_train_samples
+    )
 
 
 @pytest.mark.campaign
@@ -199,7 +267,9 @@ def test_t07_killed_and_resumed(text, tmp_path, long, iteration):
     same_end(train(folder, argv(text, folder, *LONG)), long)
 
 
-@pytest.mark.parametrize("stop", [6, *(pytest.param(n, marks=pytest.mark.campaign) for n in (4, 5, 8, 9))])
+@pytest.mark.parametrize(
+    "stop", [6, *(pytest.param(n, marks=pytest.mark.campaign) for n in (4, 5, 8, 9))]
+)
 def test_t08_stopped_at_each_boundary_and_resumed(text, tmp_path, straight, stop):
     """On each side of both ends and inside: a save at a skipped iteration is as good as any."""
     folder = tmp_path / "run"
@@ -211,14 +281,21 @@ def test_t08_stopped_at_each_boundary_and_resumed(text, tmp_path, straight, stop
 
 
 def test_t20_the_same_command_line_on_a_third_resume(text, tmp_path, straight):
-    """No error, no double skip, one entry; and without the flag the ranges are skipped all the same."""
+    """No error, no double skip, one entry; and without the flag the ranges are skipped all the
+    same."""
     folder = tmp_path / "run"
     for stop in ("3", "6", "7"):
         train(folder, argv(text, folder, *TWELVE, "--exit-interval", stop))
     path = folder / "save" / skip_records.FILE_NAME
     assert len(path.read_text().splitlines()) == 1
     record = skip_runs.records(folder / "save")["5-8"]
-    assert (record.s0, record.s1, record.tokens, record.reason, record.source) == (32, 64, 1024, "user", "command line")
+    assert (record.s0, record.s1, record.tokens, record.reason, record.source) == (
+        32,
+        64,
+        1024,
+        "user",
+        "command line",
+    )
     last = train(folder, argv(text, folder, "--train-iters", "12"))
     same_end(last, straight)
     assert f"iterations to skip: 5-8 (user, {folder}/save/skips.jsonl)\n" in last.first_rank_log
@@ -229,7 +306,8 @@ def test_t20_the_same_command_line_on_a_third_resume(text, tmp_path, straight):
 @pytest.mark.campaign
 def test_t20_thousands_of_ranges_are_one_record(text, tmp_path):
     """From the flag's file to the resumed run: what they leave out is left out, once."""
-    folder, ranges = tmp_path / "run", [(2 * n, 2 * n) for n in range(1, 1501)]
+    folder = tmp_path / "run"
+    ranges = [(2 * n, 2 * n) for n in range(1, 1501)]
     file = tmp_path / "ranges.args"
     file.write_text("--train-range-to-skip\n" + "\n".join(f"{a} {b}" for a, b in ranges))
     flags = ["--train-iters", "4000", f"@{file}"]
@@ -239,18 +317,31 @@ def test_t20_thousands_of_ranges_are_one_record(text, tmp_path):
     trained = [(row["iteration"], row["skipped"]) for row in alone.rows]
     assert trained == [(n, n % 2 == 0) for n in range(1, 9)]
     (kept,) = skip_runs.records(folder / "save").values()
-    assert (kept.id, kept.parts.ranges, kept.tokens) == ("2-3000x1500", tuple(ranges), 1500 * 8 * 32)
+    assert (kept.id, kept.parts.ranges, kept.tokens) == (
+        "2-3000x1500",
+        tuple(ranges),
+        1500 * 8 * 32,
+    )
     assert len((folder / "save" / skip_records.FILE_NAME).read_text().splitlines()) == 1
     assert "iterations to skip: 2-3000x1500 (user, command line, new)\n" in first.first_rank_log
-    assert f"iterations to skip: 2-3000x1500 (user, {folder}/save/skips.jsonl)\n" in again.first_rank_log
+    assert (
+        f"iterations to skip: 2-3000x1500 (user, {folder}/save/skips.jsonl)\n"
+        in again.first_rank_log
+    )
 
 
-# --- T9 ------------------------------------------------------------------------------------------------------------
+# --- T9
 
-GRIDS = {"tp2": (2, ["--tensor-model-parallel-size", "2"]), "pp2": (2, ["--pipeline-model-parallel-size", "2"]),
-         "pp4": (4, ["--pipeline-model-parallel-size", "4"]),
-         "vpp": (2, ["--pipeline-model-parallel-size", "2", "--num-layers-per-virtual-pipeline-stage", "1"]),
-         "dp2": (2, [])}
+GRIDS = {
+    "tp2": (2, ["--tensor-model-parallel-size", "2"]),
+    "pp2": (2, ["--pipeline-model-parallel-size", "2"]),
+    "pp4": (4, ["--pipeline-model-parallel-size", "4"]),
+    "vpp": (
+        2,
+        ["--pipeline-model-parallel-size", "2", "--num-layers-per-virtual-pipeline-stage", "1"],
+    ),
+    "dp2": (2, []),
+}
 FOUR_LAYERS = ["--num-layers", "4", "--fp64", *NO_DROPOUT, "--train-range-to-skip", "2", "4"]
 
 
@@ -265,8 +356,9 @@ def test_t09_every_layout_skips_alike(text, tmp_path, one_rank, grid):
     """Equal losses and data, no hang; no stage reads what is skipped."""
     world, flags = GRIDS[grid]
     done = watched(text, tmp_path / "run", *FOUR_LAYERS, *flags, world=world)
-    assert done.series("iteration", "skipped", "skipped_iterations_total", *COLUMNS) == one_rank.series(
-        "iteration", "skipped", "skipped_iterations_total", *COLUMNS)
+    assert done.series(
+        "iteration", "skipped", "skipped_iterations_total", *COLUMNS
+    ) == one_rank.series("iteration", "skipped", "skipped_iterations_total", *COLUMNS)
     for a, b in zip(done.rows, one_rank.rows, strict=True):
         assert a["skipped"] or a["lm_loss"] == pytest.approx(b["lm_loss"], rel=1e-10)
     assert set(reads(done.folder)) == set(reads(one_rank.folder)) == {*range(8), *range(32, 48)}
@@ -276,9 +368,21 @@ def test_t09_every_layout_skips_alike(text, tmp_path, one_rank, grid):
 
 
 def test_t09_two_ranks_and_evaluations_on_skipped_iterations(text, tmp_path):
-    """Ranks stay together; what is due on a skipped iteration happens; weights there are those of before."""
-    flags = ["--train-range-to-skip", "2", "5", "--eval-interval", "1", "--eval-iters", "2", "--fp64", *NO_DROPOUT,
-             "--save-interval", "3"]
+    """Ranks stay together; what is due on a skipped iteration happens; weights there are those of
+    before."""
+    flags = [
+        "--train-range-to-skip",
+        "2",
+        "5",
+        "--eval-interval",
+        "1",
+        "--eval-iters",
+        "2",
+        "--fp64",
+        *NO_DROPOUT,
+        "--save-interval",
+        "3",
+    ]
     one = watched(text, tmp_path / "one", *flags)
     two = watched(text, tmp_path / "two", *flags, world=2)
     for a, b in zip(one.rows, two.rows, strict=True):
@@ -290,19 +394,38 @@ def test_t09_two_ranks_and_evaluations_on_skipped_iterations(text, tmp_path):
     assert two.first_rank_log.count("skipping iterations 2 to 5: 32 samples (1024 tokens)\n") == 1
 
 
-# --- T11, T12 ------------------------------------------------------------------------------------------------------
+# --- T11, T12
 
 
 def test_t11_a_million_iterations_in_a_second(tmp_path):
-    """And not a byte of theirs is read: 2 iterations of 2 samples of 33 tokens, of the 2 million that were consumed."""
+    """And not a byte of theirs is read: 2 iterations of 2 samples of 33 tokens, of the 2 million
+    that were consumed."""
     folder = tmp_path / "run"
     folder.mkdir()
     text = write_text(tmp_path / "text", 2000)
     last = 1_000_001
-    words = argv(text, folder, "--train-iters", str(last + 1), "--train-range-to-skip", "2", str(last),
-                 "--log-interval", "100000", "--save-interval", "10000000", "--global-batch-size", "2",
-                 "--split", "100,0,0", "--dataloader-type", "cyclic")
-    assert run_ranks(1, _rank, words, f"{folder}/log", None, functools.partial(note_seconds, str(folder))) == [0]
+    words = argv(
+        text,
+        folder,
+        "--train-iters",
+        str(last + 1),
+        "--train-range-to-skip",
+        "2",
+        str(last),
+        "--log-interval",
+        "100000",
+        "--save-interval",
+        "10000000",
+        "--global-batch-size",
+        "2",
+        "--split",
+        "100,0,0",
+        "--dataloader-type",
+        "cyclic",
+    )
+    assert run_ranks(
+        1, _rank, words, f"{folder}/log", None, functools.partial(note_seconds, str(folder))
+    ) == [0]
     said = (folder / "log.0").read_text()
     assert len(reads(folder)) == 4
     assert sum(map(int, (folder / "bytes").read_text().split())) == 4 * 2 * 33
@@ -318,4 +441,5 @@ def test_t12_masks_after_the_range_are_the_same(text, tmp_path):
     watched(text, tmp_path / "skips", *SKIP, hook=skip_runs.note_masks)
     masks = (tmp_path / "whole/masks").read_text()
     assert (tmp_path / "skips/masks").read_text() == masks
-    assert masks.count("\n") == 4 * (1 + 2 * 3)         # micro-batches x (embedding, and three sites of each layer)
+    # micro-batches x (embedding, and three sites of each layer)
+    assert masks.count("\n") == 4 * (1 + 2 * 3)

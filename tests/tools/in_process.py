@@ -1,4 +1,6 @@
-"""The converter's unpickling without a process of its own, which takes seconds to start. Knows no format."""
+"""The converter's unpickling without a process of its own, which takes seconds to start. Knows no
+format."""
+
 from __future__ import annotations
 
 from pathlib import Path
@@ -12,7 +14,9 @@ class InProcess(Unpickler):
     """Does the jobs of the other process here, by the same functions."""
 
     def __init__(self, folder: Path):
-        self.folder, self._count, self._files = folder, 0, []
+        self.folder = folder
+        self._count = 0
+        self._files = []
 
     def _ask(self, source: Path, *job: object) -> None:
         wrong = unpickle_worker.answer([str(word) for word in job])

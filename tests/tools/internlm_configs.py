@@ -1,4 +1,5 @@
 """InternLM's configuration files in the form of its demos, made for tests."""
+
 from __future__ import annotations
 
 from pathlib import Path
@@ -49,13 +50,18 @@ parallel = dict(zero1={zero}, {tensor}pipeline=dict(size=1, interleaved_overlap=
 cudnn_deterministic = False
 cudnn_benchmark = False
 """
-SIZES = {"7b": (4096, 32, 32, 8, "", 8, 7_321_948_160, 64), "20b": (5120, 40, 60, -1, "tensor=4, ", 16, 20_089_943_040, 32),
-         "30b": (6144, 48, 60, -1, "tensor=4, ", 16, 28_449_036_288, 32)}
+SIZES = {
+    "7b": (4096, 32, 32, 8, "", 8, 7_321_948_160, 64),
+    "20b": (5120, 40, 60, -1, "tensor=4, ", 16, 20_089_943_040, 32),
+    "30b": (6144, 48, 60, -1, "tensor=4, ", 16, 28_449_036_288, 32),
+}
 
 
 def demo(name: str) -> str:
     hidden, heads, layers, zero, tensor, *_ = SIZES[name]
-    return DEMO.format(name=name, hidden=hidden, heads=heads, layers=layers, zero=zero, tensor=tensor)
+    return DEMO.format(
+        name=name, hidden=hidden, heads=heads, layers=layers, zero=zero, tensor=tensor
+    )
 
 
 def written(folder: Path, text: str) -> Path:
@@ -64,7 +70,8 @@ def written(folder: Path, text: str) -> Path:
     return path
 
 
-# The keys and values of InternEvo's 7B_sft.py, of all its versions that are public, comments left out.
+# The keys and values of InternEvo's 7B_sft.py, of all its versions that are public, comments left
+# out.
 INTERNEVO_7B = """
 JOB_NAME = "7b_train"
 DO_ALERT = False

@@ -1,4 +1,5 @@
-"""tools/convert_data.py: ids, samples, places and subsets stay what they are, both ways; what cannot be is said first."""
+"""tools/convert_data.py: ids, samples, places and subsets stay what they are, both ways; what
+cannot be is said first."""
 
 from __future__ import annotations
 
@@ -20,7 +21,11 @@ NAMES = ("en/a", "en/deep/b", "cn/a", "z_cn/a")
 
 
 def content(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
 
 
 @pytest.fixture
@@ -48,9 +53,12 @@ def refused(capsys, *words: str | Path) -> str:
 
 def test_there_and_back_gives_the_same_bytes(lines, tmp_path, capsys):
     said = run(capsys, "to-megatron", lines, tmp_path / "pairs")
-    assert sorted(content(tmp_path / "pairs")) == sorted(f"{name}.{end}" for name in NAMES for end in ("bin", "idx"))
+    assert sorted(content(tmp_path / "pairs")) == sorted(
+        f"{name}.{end}" for name in NAMES for end in ("bin", "idx")
+    )
     for name in NAMES:
-        samples, pair = JsonlTokens(f"{lines}/{name}.bin"), IndexedDataset(f"{tmp_path}/pairs/{name}")
+        samples = JsonlTokens(f"{lines}/{name}.bin")
+        pair = IndexedDataset(f"{tmp_path}/pairs/{name}")
         assert pair.num_documents == 50 and pair.dtype == np.int32
         starts = pair.document_indices.tolist()
         for number in range(50):
@@ -75,27 +83,41 @@ def test_pairs_there_and_back(tmp_path, capsys):
     run(capsys, "to-megatron", tmp_path / "lines", tmp_path / "half", "--dtype", "uint16")
     assert IndexedDataset(f"{tmp_path}/half/code/x").dtype == np.uint16
     run(capsys, "to-megatron", tmp_path / "lines", tmp_path / "again")
-    again, before = content(tmp_path / "again"), content(tmp_path / "pairs")
-    assert all(again[name] == before[name] for name in ("code/x.bin", "code/x.idx")) and again.keys() == before.keys()
+    again = content(tmp_path / "again")
+    before = content(tmp_path / "pairs")
+    assert (
+        all(again[name] == before[name] for name in ("code/x.bin", "code/x.idx"))
+        and again.keys() == before.keys()
+    )
 
 
 def test_progress_within_a_long_file(lines, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(progress, "SECONDS", 0.0)
     assert TOOL.main(["to-megatron", str(lines), str(tmp_path / "pairs")]) == 0
     told = capsys.readouterr().err.splitlines()
-    assert len(told) == 200 and "file 1 of 4, 50 of 50 samples" in told[49] and told[-1].startswith("100.0%")
+    assert (
+        len(told) == 200
+        and "file 1 of 4, 50 of 50 samples" in told[49]
+        and told[-1].startswith("100.0%")
+    )
 
 
 def test_what_cannot_be_converted_is_said(lines, tmp_path, capsys):
     (tmp_path / "empty").mkdir()
-    assert "the directory holds no .bin" in refused(capsys, "to-megatron", tmp_path / "empty", tmp_path / "out")
+    assert "the directory holds no .bin" in refused(
+        capsys, "to-megatron", tmp_path / "empty", tmp_path / "out"
+    )
     assert "is no directory" in refused(capsys, "to-megatron", tmp_path / "none", tmp_path / "out")
-    assert "holds no .bin with a .idx beside it" in refused(capsys, "to-internlm", lines, tmp_path / "out")
+    assert "holds no .bin with a .idx beside it" in refused(
+        capsys, "to-internlm", lines, tmp_path / "out"
+    )
     assert "give a directory apart from it" in refused(capsys, "to-megatron", lines, lines / "out")
     assert "give a directory apart from it" in refused(capsys, "to-megatron", lines, lines)
     write_lines(tmp_path / "one/en/a.bin", [[1, 2]])
     write_lines(tmp_path / "there/en/a.bin", [[3]])
-    assert "a.bin: is there already" in refused(capsys, "to-megatron", tmp_path / "one", tmp_path / "there")
+    assert "a.bin: is there already" in refused(
+        capsys, "to-megatron", tmp_path / "one", tmp_path / "there"
+    )
     assert JsonlTokens(f"{tmp_path}/there/en/a.bin").ids(0).tolist() == [3]
     error = refused(capsys, "to-megatron", lines, tmp_path / "out", "--dtype", "uint16")
     assert "cn/a.bin: sample " in error and "do not fit uint16" in error
@@ -107,7 +129,8 @@ def test_a_damaged_line_leaves_nothing_half_done(lines, tmp_path, capsys):
     path = lines / "en/a.bin"
     path.write_bytes(path.read_bytes().replace(b"]}", b"]]", 1))
     assert "en/a.bin: sample " in refused(capsys, "to-megatron", lines, tmp_path / "out")
-    assert sorted(content(tmp_path / "out")) == ["cn/a.bin", "cn/a.idx"]        # whole, and the damaged one not at all
+    # whole, and the damaged one not at all
+    assert sorted(content(tmp_path / "out")) == ["cn/a.bin", "cn/a.idx"]
 
 
 def test_a_full_disk_leaves_nothing_half_done(tmp_path, capsys, monkeypatch):
@@ -117,5 +140,7 @@ def test_a_full_disk_leaves_nothing_half_done(tmp_path, capsys, monkeypatch):
         raise OSError(28, os.strerror(28), target)
 
     monkeypatch.setattr(jsonl_tokens.os, "replace", full)
-    assert "No space left on device" in refused(capsys, "to-internlm", tmp_path / "pairs", tmp_path / "out")
+    assert "No space left on device" in refused(
+        capsys, "to-internlm", tmp_path / "pairs", tmp_path / "out"
+    )
     assert content(tmp_path / "out") == {}

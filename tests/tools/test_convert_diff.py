@@ -1,4 +1,5 @@
-"""tools/convert_checkpoint.py diff: two checkpoints of the same weights, one with an optimizer, one without."""
+"""tools/convert_checkpoint.py diff: two checkpoints of the same weights, one with an optimizer, one
+without."""
 
 from __future__ import annotations
 
@@ -20,11 +21,22 @@ NAME = "embedding.word_embeddings.weight"
 
 def write(folder: Path, tensors: dict[str, torch.Tensor]) -> str:
     folder.mkdir()
-    shape = {"num_layers": 1, "hidden_size": 4, "num_attention_heads": 1, "seq_length": 4, "max_position_embeddings": 4}
+    shape = {
+        "num_layers": 1,
+        "hidden_size": 4,
+        "num_attention_heads": 1,
+        "seq_length": 4,
+        "max_position_embeddings": 4,
+    }
     config = config_from(Config, {**shape, "tokenizer_type": "NullTokenizer", "vocab_size": 8})
-    slices = [TensorSlice(name, tuple(one.shape), one.dtype, whole(one.shape), one) for name, one in tensors.items()]
+    slices = [
+        TensorSlice(name, tuple(one.shape), one.dtype, whole(one.shape), one)
+        for name, one in tensors.items()
+    ]
     layout = dict.fromkeys(("world_size", "tp", "pp", "cp", "dp"), 1)
-    store.save(folder, 1, slices, RunState(iteration=1, data={}, layout=layout), to_args_text(config))
+    store.save(
+        folder, 1, slices, RunState(iteration=1, data={}, layout=layout), to_args_text(config)
+    )
     return str(folder)
 
 

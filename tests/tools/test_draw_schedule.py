@@ -33,9 +33,14 @@ def draw(tool, capsys):
 
 
 def test_1f1b_from_any_folder_without_torch(tmp_path):
-    code = f"import runpy, sys; sys.argv = ['x', *{FOUR}, '--num-microbatches', '8']; sys.modules['torch'] = None\n" \
-           f"runpy.run_path({str(TOOL)!r}, run_name='__main__')"
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    code = (
+        f"import runpy, sys; sys.argv = ['x', *{FOUR}, '--num-microbatches', '8']; "
+        "sys.modules['torch'] = None\n"
+        f"runpy.run_path({str(TOOL)!r}, run_name='__main__')"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [
         "1F1B: 4 stages, 8 micro-batches",
@@ -44,28 +49,46 @@ def test_1f1b_from_any_folder_without_torch(tmp_path):
         "stage 2|....0 1 ....(0) 2 (1) 3 (2) 4 (3) 5 (4) 6 (5) 7 (6) ..(7) ........|",
         "stage 3|......0 (0) 1 (1) 2 (2) 3 (3) 4 (4) 5 (5) 6 (6) 7 (7) ............|",
         "time 33, of which a stage works 24: bubble 37.50% of the ideal time (formula: 37.50%)",
-        "activations alive (micro-batch x chunk), by stage: 4 3 2 1"]
+        "activations alive (micro-batch x chunk), by stage: 4 3 2 1",
+    ]
 
 
 def test_interleaved(draw):
-    code, text, _ = draw(*FOUR, "--num-virtual-stages-per-pipeline-rank", 2, "--num-microbatches", 8)
+    code, text, _ = draw(
+        *FOUR, "--num-virtual-stages-per-pipeline-rank", 2, "--num-microbatches", 8
+    )
     lines = text.splitlines()
     assert code == 0 and lines[1].startswith("stage 0|0a 1a 2a 3a 0b 1b 2b 3b 4a 5a 6a ....")
     assert len({len(line) for line in lines[1:5]}) == 1
-    assert lines[5:] == ["time 57, of which a stage works 48: bubble 18.75% of the ideal time (formula: 18.75%)",
-                         "activations alive (micro-batch x chunk), by stage: 11 9 7 5"]
+    assert lines[5:] == [
+        "time 57, of which a stage works 48: bubble 18.75% of the ideal time (formula: 18.75%)",
+        "activations alive (micro-batch x chunk), by stage: 11 9 7 5",
+    ]
 
 
 def test_other_costs_and_evaluation(draw):
     _, text, _ = draw(*FOUR, "--num-microbatches", 2, "--forward-time", 2, "--backward-time", 3)
     assert "time 25, of which a stage works 10: bubble 150.00%" in text
-    _, text, _ = draw("--pipeline-model-parallel-size", 2, "--num-microbatches", 2, "--forward-only")
-    assert text.splitlines()[1:3] == ["stage 0|0 1 ..|", "stage 1|..0 1 |"] and "activations" not in text
+    _, text, _ = draw(
+        "--pipeline-model-parallel-size", 2, "--num-microbatches", 2, "--forward-only"
+    )
+    assert (
+        text.splitlines()[1:3] == ["stage 0|0 1 ..|", "stage 1|..0 1 |"]
+        and "activations" not in text
+    )
 
 
 def test_the_picture_holds_every_computation(draw, tmp_path):
     file = tmp_path / "a.svg"
-    code, text, _ = draw(*FOUR, "--num-virtual-stages-per-pipeline-rank", 2, "--num-microbatches", 8, "--output", file)
+    code, text, _ = draw(
+        *FOUR,
+        "--num-virtual-stages-per-pipeline-rank",
+        2,
+        "--num-microbatches",
+        8,
+        "--output",
+        file,
+    )
     assert code == 0 and text.splitlines()[-1] == f"wrote {file}" and "bubble 18.75%" in text
     root = ElementTree.parse(file).getroot()
     boxes = [box for box in root if box.tag.endswith("rect")]
@@ -73,32 +96,59 @@ def test_the_picture_holds_every_computation(draw, tmp_path):
     rows = {float(box.get("y")) for box in boxes[1:]}
     assert len(rows) == 4
     for y in rows:
-        spans = sorted((float(box.get("x")), float(box.get("width"))) for box in boxes[1:]
-                       if float(box.get("y")) == y and box.get("fill").startswith("hsl"))
+        spans = sorted(
+            (float(box.get("x")), float(box.get("width")))
+            for box in boxes[1:]
+            if float(box.get("y")) == y and box.get("fill").startswith("hsl")
+        )
         assert len(spans) == 2 * 2 * 8
-        assert all(x + wide <= after for (x, wide), (after, _) in zip(spans, spans[1:], strict=False))
+        assert all(
+            x + wide <= after for (x, wide), (after, _) in zip(spans, spans[1:], strict=False)
+        )
         assert spans[-1][0] + spans[-1][1] <= float(root.get("width"))
     said = [node.text for node in root if node.tag.endswith("text")]
-    assert sum(word == "7" for word in said) == 4 * 2 * 2 and any("bubble 18.75%" in word for word in said)
+    assert sum(word == "7" for word in said) == 4 * 2 * 2 and any(
+        "bubble 18.75%" in word for word in said
+    )
 
 
-@pytest.mark.parametrize("words, message", [
-    (["--num-microbatches", "6", "--num-virtual-stages-per-pipeline-rank", "2"],
-     "6 micro-batches are not a multiple of --pipeline-model-parallel-size 4"),
-    (["--num-microbatches", "0"], "--num-microbatches 0: must be at least 1"),
-    (["--num-microbatches", "8", "--num-virtual-stages-per-pipeline-rank", "27"], "at most 26"),
-    (["--num-microbatches", "8", "--backward-time", "-1"], "--backward-time -1: must be at least 1"),
-    (["--num-microbatches", "8", "--output", "a.png"], "--output a.png: only SVG is written")])
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (
+            ["--num-microbatches", "6", "--num-virtual-stages-per-pipeline-rank", "2"],
+            "6 micro-batches are not a multiple of --pipeline-model-parallel-size 4",
+        ),
+        (["--num-microbatches", "0"], "--num-microbatches 0: must be at least 1"),
+        (["--num-microbatches", "8", "--num-virtual-stages-per-pipeline-rank", "27"], "at most 26"),
+        (
+            ["--num-microbatches", "8", "--backward-time", "-1"],
+            "--backward-time -1: must be at least 1",
+        ),
+        (["--num-microbatches", "8", "--output", "a.png"], "--output a.png: only SVG is written"),
+    ],
+)
 def test_a_wrong_command_line_is_one_message(draw, words, message):
     code, text, errors = draw(*FOUR, *words)
-    assert (code, text) == (2, "") and errors.startswith("error: ") and message in errors and errors.count("\n") == 1
+    assert (
+        (code, text) == (2, "")
+        and errors.startswith("error: ")
+        and message in errors
+        and errors.count("\n") == 1
+    )
 
 
 def test_one_stage(draw):
     code, text, _ = draw("--pipeline-model-parallel-size", 1, "--num-microbatches", 2)
     assert code == 0 and "stage 0|0 (0) 1 (1) |" in text and "bubble 0.00%" in text
-    code, _, errors = draw("--pipeline-model-parallel-size", 1, "--num-microbatches", 2,
-                           "--num-virtual-stages-per-pipeline-rank", 2)
+    code, _, errors = draw(
+        "--pipeline-model-parallel-size",
+        1,
+        "--num-microbatches",
+        2,
+        "--num-virtual-stages-per-pipeline-rank",
+        2,
+    )
     assert code == 2 and "must be 1 with one stage" in errors
 
 

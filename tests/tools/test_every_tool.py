@@ -1,4 +1,5 @@
-"""Every program of tools/: its help without torch, its version, and a misspelled flag. A new file there is tested too."""
+"""Every program of tools/: its help without torch, its version, and a misspelled flag. A new file
+there is tested too."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ from tests.problems import assert_problem
 
 ROOT = Path(__file__).resolve().parents[2]
 TOOLS = sorted(path.stem for path in (ROOT / "tools").glob("*.py"))
-# Calls a tool's main() with each command line on stdin; prints [exit code, stdout, stderr] of each, and its commands.
+# Calls a tool's main() with each command line on stdin; prints [exit code, stdout, stderr] of each,
+# and its commands.
 CALLS = """
 import contextlib, importlib.util, io, json, sys
 spec = importlib.util.spec_from_file_location("tool", sys.argv[1])
@@ -42,7 +44,8 @@ print(json.dumps([found, commands, sorted(sys.modules)]))
 
 
 def called(name: str, *more: list[str]) -> tuple[list, list[str], list[str]]:
-    """([argv, exit code, stdout, stderr] of --help, --version and `more`, commands, modules that were loaded)."""
+    """([argv, exit code, stdout, stderr] of --help, --version and `more`, commands, modules that
+    were loaded)."""
     words = [sys.executable, "-c", CALLS, str(ROOT / "tools" / f"{name}.py"), json.dumps(more)]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
@@ -55,10 +58,16 @@ def test_the_program_prints_its_help_from_any_directory_without_torch(name, tmp_
     before = (ROOT / "docs" / "flags.md").stat().st_mtime_ns
     done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0 and done.stdout.startswith(f"usage: {name}.py"), done.stderr[-500:]
-    modules = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines() if line.startswith("import time")}
+    modules = {
+        line.rpartition("|")[2].strip()
+        for line in done.stderr.splitlines()
+        if line.startswith("import time")
+    }
     assert "megatron.arguments" in modules
     assert not {"torch", "transformers", "matplotlib", "tokenizers"} & modules
-    assert not list(tmp_path.iterdir()) and (ROOT / "docs" / "flags.md").stat().st_mtime_ns == before
+    assert (
+        not list(tmp_path.iterdir()) and (ROOT / "docs" / "flags.md").stat().st_mtime_ns == before
+    )
 
 
 @pytest.mark.parametrize("name", TOOLS)
@@ -77,29 +86,49 @@ def test_every_command_has_help_and_version_and_suggests_the_flag_that_was_meant
         typos.append(([*argv[:-1], meant[:-2] + meant[-1]], meant))
     asked, _, modules = called(name, *(argv for argv, _ in typos))
     assert "torch" not in modules
-    for (argv, code, out, err), (typed, meant) in zip(asked[-len(typos):], typos, strict=True):
+    for (argv, code, out, err), (typed, meant) in zip(asked[-len(typos) :], typos, strict=True):
         assert argv == typed and code == 2 and out == ""
         lines = err.splitlines()
         assert all(line.startswith("error: ") for line in lines), err
-        assert_problem(lines[0], "command-unknown" if commands and not typed[:-1] else "flag-unknown", f"{meant}?")
+        assert_problem(
+            lines[0],
+            "command-unknown" if commands and not typed[:-1] else "flag-unknown",
+            f"{meant}?",
+        )
 
 
 def test_training_prints_its_version_too():
-    done = subprocess.run([sys.executable, "pretrain_gpt.py", "--version"], cwd=ROOT, capture_output=True, text=True,
-                          env={**os.environ, "RANK": "0"})
+    done = subprocess.run(
+        [sys.executable, "pretrain_gpt.py", "--version"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "RANK": "0"},
+    )
     assert done.returncode == 0 and VERSION in done.stdout and done.stderr == ""
 
 
 def test_the_command_of_an_installation_runs_each_tool_by_its_name(tmp_path):
     def call(*words: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run([sys.executable, "-c", "from megatron.console import tools; tools()", *words], cwd=tmp_path,
-                              env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
+        return subprocess.run(
+            [sys.executable, "-c", "from megatron.console import tools; tools()", *words],
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+        )
 
     listed = call("--help")
-    assert listed.returncode == 0 and re.findall(r"^  (\w+)  ", listed.stdout, re.MULTILINE) == TOOLS
+    assert (
+        listed.returncode == 0 and re.findall(r"^  (\w+)  ", listed.stdout, re.MULTILINE) == TOOLS
+    )
     assert call("--version").stdout.split()[-1] == VERSION
     assert call("draw-schedule", "--help").stdout == call("draw_schedule", "--help").stdout != ""
     assert call("draw_schedule", "--forward-tme", "1").returncode == 2
-    for words, hint in ((["genrate", "x"], "did you mean generate?"), (["--hlp"], "did you mean --help?"), ([], "generate")):
+    for words, hint in (
+        (["genrate", "x"], "did you mean generate?"),
+        (["--hlp"], "did you mean --help?"),
+        ([], "generate"),
+    ):
         done = call(*words)
         assert done.returncode == 2 and done.stdout == "" and hint in done.stderr

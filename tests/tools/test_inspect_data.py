@@ -1,4 +1,6 @@
-"""tools/inspect_data.py: what it says of iterations, documents and files is what training reads and what lies there."""
+"""tools/inspect_data.py: what it says of iterations, documents and files is what training reads and
+what lies there."""
+
 from __future__ import annotations
 
 import json
@@ -27,7 +29,8 @@ TOOL = load_tool("inspect_data")
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory) -> tuple[str, str]:
     folder = tmp_path_factory.mktemp("data")
-    with IndexedDatasetBuilder(folder / "b", np.int32) as builder:      # documents of sentences, some empty
+    # documents of sentences, some empty
+    with IndexedDatasetBuilder(folder / "b", np.int32) as builder:
         random = np.random.default_rng(1)
         for _ in range(300):
             lengths = random.integers(0, 20, int(random.integers(0, 4)))
@@ -36,7 +39,10 @@ def texts(tmp_path_factory) -> tuple[str, str]:
 
 
 def flags(*more: str) -> list[str]:
-    return with_flags([*SMALL, *NO_DROPOUT, "--split", "90,10,0", "--train-iters", "12", "--eval-iters", "0"], *more)
+    return with_flags(
+        [*SMALL, *NO_DROPOUT, "--split", "90,10,0", "--train-iters", "12", "--eval-iters", "0"],
+        *more,
+    )
 
 
 def ask(capsys, *words: str, code: int = 0) -> dict:
@@ -51,36 +57,64 @@ def refused(capsys, *words: str) -> str:
     return out + error
 
 
-KINDS = [kind + order for kind in ("one", "weighted", "all", "sentences") for order in ("", " in epochs")]
+KINDS = [
+    kind + order for kind in ("one", "weighted", "all", "sentences") for order in ("", " in epochs")
+]
 
 
 def blends(texts, kind: str) -> list[str]:
     a, b = texts
     kind, epochs, _ = kind.partition(" in epochs")
     data = {"one": [a], "weighted": ["1", a, "3", b], "all": [a, b], "sentences": [b]}[kind]
-    return ["--data-path", *data, "--mid-level-dataset-surplus", "0.1", *(["--data-order", "epoch"] if epochs else [])]
+    return [
+        "--data-path",
+        *data,
+        "--mid-level-dataset-surplus",
+        "0.1",
+        *(["--data-order", "epoch"] if epochs else []),
+    ]
 
 
-# --- at ------------------------------------------------------------------------------------------------------------
+# --- at
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_bytes_it_names_are_the_samples(texts, capsys, kind):
-    """The tokens at the printed byte ranges, joined, have the printed hash; documents and offsets name the same bytes."""
+    """The tokens at the printed byte ranges, joined, have the printed hash; documents and offsets
+    name the same bytes."""
     for iteration in (1, 7):
-        found = ask(capsys, "at", "--iteration", str(iteration), "--world-size", "2", "--", *flags(*blends(texts, kind)))
-        assert [row["sample"] for row in found["batch"]] == [8 * (iteration - 1) + n for n in (0, 1, 4, 5, 2, 3, 6, 7)]
+        found = ask(
+            capsys,
+            "at",
+            "--iteration",
+            str(iteration),
+            "--world-size",
+            "2",
+            "--",
+            *flags(*blends(texts, kind)),
+        )
+        assert [row["sample"] for row in found["batch"]] == [
+            8 * (iteration - 1) + n for n in (0, 1, 4, 5, 2, 3, 6, 7)
+        ]
         assert [(row["dp_rank"], row["micro_batch"]) for row in found["batch"]] == [
-            (0, 0), (0, 0), (0, 1), (0, 1), (1, 0), (1, 0), (1, 1), (1, 1)]
+            (0, 0),
+            (0, 0),
+            (0, 1),
+            (0, 1),
+            (1, 0),
+            (1, 0),
+            (1, 1),
+            (1, 1),
+        ]
         for row in found["batch"]:
             tokens = []
             for piece in row["pieces"]:
                 corpus = IndexedDataset(piece["dataset"])
                 data = Path(piece["dataset"] + ".bin").read_bytes()[slice(*piece["bytes"])]
                 tokens.append(np.frombuffer(data, corpus.dtype).astype(np.int64))
-                first, last = corpus.document_indices[piece["document"]:piece["document"] + 2]
+                first, last = corpus.document_indices[piece["document"] : piece["document"] + 2]
                 document = np.concatenate([corpus[n] for n in range(first, last)])
-                part = document[piece["offset"]:piece["offset"] + piece["tokens"]]
+                part = document[piece["offset"] : piece["offset"] + piece["tokens"]]
                 assert part.tolist() == tokens[-1].tolist() and len(part) == piece["tokens"] > 0
                 assert piece["text"].split() == [str(token) for token in part[:16]]
             joined = np.concatenate(tokens)
@@ -96,21 +130,41 @@ def test_a_blend_names_the_data_set(texts, capsys):
 def test_made_up_data(capsys):
     words = [word for word in flags("--mock-data") if word not in ("--split", "90,10,0")]
     found = ask(capsys, "at", "--iteration", "2", "--", *words)
-    assert {piece["dataset"] for row in found["batch"] for piece in row["pieces"]} == {"--mock-data"}
+    assert {piece["dataset"] for row in found["batch"] for piece in row["pieces"]} == {
+        "--mock-data"
+    }
     assert all(piece["bytes"] is None for row in found["batch"] for piece in row["pieces"])
 
 
-ORDERS = {"single": [], "cyclic": ["--dataloader-type", "cyclic"],
-          "shared": ["--dataloader-type", "cyclic", "--no-data-sharding"], "epochs": ["--data-order", "epoch"],
-          "skips": ["--train-range-to-skip", "3", "4"]}
+ORDERS = {
+    "single": [],
+    "cyclic": ["--dataloader-type", "cyclic"],
+    "shared": ["--dataloader-type", "cyclic", "--no-data-sharding"],
+    "epochs": ["--data-order", "epoch"],
+    "skips": ["--train-range-to-skip", "3", "4"],
+}
 
 
 @pytest.mark.parametrize("extra", ORDERS.values(), ids=ORDERS)
 def test_the_ledger_of_a_run_agrees(texts, tmp_path, capsys, extra):
-    """Two ranks, three micro-batches: each iteration's hash is the recorded one, from flags as from the run directory."""
-    words = flags(*blends(texts, "weighted"), "--global-batch-size", "6", "--micro-batch-size", "1", "--train-iters", "5",
-                  "--data-ledger", str(tmp_path / "ledger"), "--save", str(tmp_path / "save"), "--save-interval", "2",
-                  *extra)
+    """Two ranks, three micro-batches: each iteration's hash is the recorded one, from flags as from
+    the run directory."""
+    words = flags(
+        *blends(texts, "weighted"),
+        "--global-batch-size",
+        "6",
+        "--micro-batch-size",
+        "1",
+        "--train-iters",
+        "5",
+        "--data-ledger",
+        str(tmp_path / "ledger"),
+        "--save",
+        str(tmp_path / "save"),
+        "--save-interval",
+        "2",
+        *extra,
+    )
     train(tmp_path, words, world=2)
     records = {row[0]: row for row in read_ledger(str(tmp_path / "ledger"))[1].tolist()}
     assert list(records) == [1, 2, 3, 4, 5]
@@ -118,18 +172,39 @@ def test_the_ledger_of_a_run_agrees(texts, tmp_path, capsys, extra):
         typed = ask(capsys, "at", "--iteration", str(iteration), "--world-size", "2", "--", *words)
         assert typed == ask(capsys, "at", "--iteration", str(iteration), str(tmp_path / "save"))
         skipped = bool(extra) and extra[0] == "--train-range-to-skip" and iteration in (3, 4)
-        assert typed["ledger"]["agrees"] and typed["skipped"] == skipped == bool(records[iteration][3])
+        assert typed["ledger"]["agrees"] and typed["skipped"] == skipped == bool(
+            records[iteration][3]
+        )
         assert records[iteration][4] == (0 if skipped else int(typed["hash"], 16))
         assert (typed["first_sample"], typed["samples"]) == (6 * iteration - 6, 6)
 
 
 @pytest.mark.campaign
 def test_iteration_37_of_a_run_on_two_ranks(tmp_path, capsys):
-    """The ledger of a real run of 40 iterations, killed at 25 and resumed, with a ramp: asked without training."""
+    """The ledger of a real run of 40 iterations, killed at 25 and resumed, with a ramp: asked
+    without training."""
     text = write_text(tmp_path / "text", 3000)
     save = str(tmp_path / "save")
-    words = [*SMALL, *NO_DROPOUT, "--data-path", text, "--train-iters", "40", "--eval-iters", "0", "--save", save, "--load",
-             save, "--save-interval", "10", "--num-workers", "0", "--data-ledger", str(tmp_path / "ledger")]
+    words = [
+        *SMALL,
+        *NO_DROPOUT,
+        "--data-path",
+        text,
+        "--train-iters",
+        "40",
+        "--eval-iters",
+        "0",
+        "--save",
+        save,
+        "--load",
+        save,
+        "--save-interval",
+        "10",
+        "--num-workers",
+        "0",
+        "--data-ledger",
+        str(tmp_path / "ledger"),
+    ]
     train(tmp_path, words, world=2, kill_at=25)
     train(tmp_path, words, world=2)
     _, records = read_ledger(str(tmp_path / "ledger"))
@@ -138,9 +213,18 @@ def test_iteration_37_of_a_run_on_two_ranks(tmp_path, capsys):
     assert found["ledger"]["agrees"] and int(found["hash"], 16) == int(records["hash"][36])
     assert {row["dp_rank"] for row in found["batch"]} == {0, 1} and found["first_sample"] == 36 * 8
     started = time.perf_counter()
-    done = subprocess.run([sys.executable, "tools/inspect_data.py", "at", "--iteration", "37", save], cwd=ROOT,
-                          capture_output=True, text=True, check=True)
-    assert time.perf_counter() - started < 5 and "the ledger" in done.stdout and "agrees" in done.stdout
+    done = subprocess.run(
+        [sys.executable, "tools/inspect_data.py", "at", "--iteration", "37", save],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert (
+        time.perf_counter() - started < 5
+        and "the ledger" in done.stdout
+        and "agrees" in done.stdout
+    )
 
 
 def test_a_ledger_that_differs_is_said(texts, tmp_path, capsys):
@@ -152,34 +236,50 @@ def test_a_ledger_that_differs_is_said(texts, tmp_path, capsys):
     at = ["at", "--data-ledger", str(tmp_path / "ledger"), "--iteration"]
     assert ask(capsys, *at, "2", "--", *words)["ledger"]["agrees"]
     assert not ask(capsys, *at, "3", "--", *words, code=1)["ledger"]["agrees"]
-    assert ask(capsys, *at, "4", "--", *words)["ledger"] == {"file": str(tmp_path / "ledger"), "recorded": False}
+    assert ask(capsys, *at, "4", "--", *words)["ledger"] == {
+        "file": str(tmp_path / "ledger"),
+        "recorded": False,
+    }
     assert TOOL.main([*at, "3", "--", *words]) == 1
     assert "differs: 8 samples from 16 on, hash 0000000000000005" in capsys.readouterr().out
 
 
 def test_no_torch_is_loaded(texts):
-    code = ("import sys; sys.argv[0] = 'x'; sys.path.insert(0, 'tools'); import inspect_data; "
-            "assert inspect_data.main(sys.argv[1:]) == 0; assert 'torch' not in sys.modules")
+    code = (
+        "import sys; sys.argv[0] = 'x'; sys.path.insert(0, 'tools'); import inspect_data; "
+        "assert inspect_data.main(sys.argv[1:]) == 0; assert 'torch' not in sys.modules"
+    )
     for words in (["at", "--iteration", "3"], ["find", "--document", "3"]):
-        subprocess.run([sys.executable, "-c", code, *words, "--", *flags(*blends(texts, "one"))], cwd=ROOT, check=True,
-                       capture_output=True)
+        subprocess.run(
+            [sys.executable, "-c", code, *words, "--", *flags(*blends(texts, "one"))],
+            cwd=ROOT,
+            check=True,
+            capture_output=True,
+        )
 
 
 def test_what_cannot_be_told(texts, tmp_path, capsys):
     words = flags(*blends(texts, "weighted"))
-    assert "the run has the iterations 1 to 12" in refused(capsys, "at", "--iteration", "13", "--", *words)
+    assert "the run has the iterations 1 to 12" in refused(
+        capsys, "at", "--iteration", "13", "--", *words
+    )
     assert "no run: give the directory" in refused(capsys, "at", "--iteration", "1")
     assert "no checkpoint there" in refused(capsys, "at", "--iteration", "1", str(tmp_path))
-    assert "--prefix is missing: the run reads" in refused(capsys, "find", "--document", "1", "--", *words)
-    assert "has the documents 0 to 299" in refused(capsys, "find", "--document", "300", "--prefix", texts[0], "--", *words)
+    assert "--prefix is missing: the run reads" in refused(
+        capsys, "find", "--document", "1", "--", *words
+    )
+    assert "has the documents 0 to 299" in refused(
+        capsys, "find", "--document", "300", "--prefix", texts[0], "--", *words
+    )
 
 
-# --- find ----------------------------------------------------------------------------------------------------------
+# --- find
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_find_is_the_inverse_of_at(texts, capsys, kind):
-    """Every document of the run, found by reading all iterations, is found by asking for it, and no more."""
+    """Every document of the run, found by reading all iterations, is found by asking for it, and no
+    more."""
     several_epochs = ["--global-batch-size", "64"] if "in epochs" in kind else []
     words = flags(*blends(texts, kind), "--train-range-to-skip", "5", "5", *several_epochs)
     shown: dict[tuple[str, int], dict[int, list]] = {}
@@ -190,7 +290,10 @@ def test_find_is_the_inverse_of_at(texts, capsys, kind):
                 one = shown.setdefault(key, {}).setdefault(row["sample"], [iteration, 0])
                 one[1] += piece["tokens"]
     assert len(shown) > 100
-    asked = [*list(shown)[::7], *((prefix, n) for prefix in {key[0] for key in shown} for n in (0, 1, 2, 299))]
+    asked = [
+        *list(shown)[::7],
+        *((prefix, n) for prefix in {key[0] for key in shown} for n in (0, 1, 2, 299)),
+    ]
     for prefix, document in asked:
         found = ask(capsys, "find", "--document", str(document), "--prefix", prefix, "--", *words)
         got = {one["sample"]: [one["iteration"], one["tokens"]] for one in found["shown"]}
@@ -201,26 +304,37 @@ def test_find_is_the_inverse_of_at(texts, capsys, kind):
 def test_find_in_a_cyclic_order(texts, capsys):
     words = flags(*blends(texts, "one"), "--dataloader-type", "cyclic", "--train-iters", "60")
     sample = ask(capsys, "at", "--iteration", "2", "--", *words)["batch"][3]
-    found = ask(capsys, "find", "--document", str(sample["pieces"][0]["document"]), "--", *words)["shown"]
+    found = ask(capsys, "find", "--document", str(sample["pieces"][0]["document"]), "--", *words)[
+        "shown"
+    ]
     assert (2, sample["sample"]) in [(one["iteration"], one["sample"]) for one in found]
 
 
-# --- check ---------------------------------------------------------------------------------------------------------
+# --- check
 
 
 def test_check_tells_sound_pairs(texts, tmp_path, capsys):
     found = ask(capsys, "check", *texts)
     a, b = found["pairs"]
     assert found["problems"] == 0
-    assert (a["documents"], a["dtype"], a["smallest_id"], a["largest_id"]) == (300, "uint16", 0, 210)
+    assert (a["documents"], a["dtype"], a["smallest_id"], a["largest_id"]) == (
+        300,
+        "uint16",
+        0,
+        210,
+    )
     assert b["tokens"] * 4 == b["bin_bytes"] and b["empty_documents"] > 0
     assert TOOL.main(["check", *texts]) == 0
-    assert capsys.readouterr().out.splitlines()[-1] == f"2 pairs, {a['tokens'] + b['tokens']} tokens, 0 with a problem"
+    assert (
+        capsys.readouterr().out.splitlines()[-1]
+        == f"2 pairs, {a['tokens'] + b['tokens']} tokens, 0 with a problem"
+    )
 
 
 def damage(kind: str, prefix: Path) -> list[str]:
     """Damage a sound pair; more words for the command line."""
-    idx, bin_ = Path(f"{prefix}.idx"), Path(f"{prefix}.bin")
+    idx = Path(f"{prefix}.idx")
+    bin_ = Path(f"{prefix}.bin")
     data = bytearray(idx.read_bytes())
     if kind == "cut":
         os.truncate(bin_, 100)
@@ -242,11 +356,17 @@ def damage(kind: str, prefix: Path) -> list[str]:
     return []
 
 
-@pytest.mark.parametrize(("kind", "words"), [
-    ("cut", ".bin: has 100 bytes, its index asks for"), ("magic", ".idx: is no index file"),
-    ("pointers", "sequence 20 (10000 tokens from byte 1099511627776) lies outside"),
-    ("overlap", ".bin: 19976 of its bytes are in no sequence"),
-    ("id", ".bin: holds token ids 0 .. 65000, the vocabulary has 1000"), ("gone", ".bin: no such file")])
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("cut", ".bin: has 100 bytes, its index asks for"),
+        ("magic", ".idx: is no index file"),
+        ("pointers", "sequence 20 (10000 tokens from byte 1099511627776) lies outside"),
+        ("overlap", ".bin: 19976 of its bytes are in no sequence"),
+        ("id", ".bin: holds token ids 0 .. 65000, the vocabulary has 1000"),
+        ("gone", ".bin: no such file"),
+    ],
+)
 def test_check_finds(tmp_path, capsys, kind, words):
     prefix = write_corpus(tmp_path / "d", [10000] * 50, seed=3)
     shutil.copy(prefix + ".idx", tmp_path / "good.idx")
@@ -254,43 +374,71 @@ def test_check_finds(tmp_path, capsys, kind, words):
     more = damage(kind, Path(prefix))
     assert TOOL.main(["check", prefix, str(tmp_path / "good"), *more]) == 1
     out, error = capsys.readouterr()
-    assert words in error and error.count("error: ") == 1 and "good: 50 documents" in out and "1 with a problem" in out
+    assert (
+        words in error
+        and error.count("error: ") == 1
+        and "good: 50 documents" in out
+        and "1 with a problem" in out
+    )
 
 
 def noted(prefix: Path, **changed: object) -> str:
     """A pair of 50 documents and 500,000 tokens with a PREFIX.json beside it."""
     path = write_corpus(prefix, [10000] * 50, seed=3)
     tokens = int(IndexedDataset(path).sequence_lengths.sum())
-    note = {"tokenizer": {"class": "GPT2BPETokenizer", "fingerprint": "f" * 64, "vocab_size": 65000},
-            "tokens": tokens, "documents": 50}
+    note = {
+        "tokenizer": {"class": "GPT2BPETokenizer", "fingerprint": "f" * 64, "vocab_size": 65000},
+        "tokens": tokens,
+        "documents": 50,
+    }
     Path(f"{path}.json").write_text(json.dumps({**note, **changed}))
     return path
 
 
 def test_check_names_the_tokenizer(tmp_path, capsys):
-    one, none = noted(tmp_path / "one"), write_corpus(tmp_path / "none", [10000] * 50, seed=3)
+    one = noted(tmp_path / "one")
+    none = write_corpus(tmp_path / "none", [10000] * 50, seed=3)
     assert TOOL.main(["check", one, none]) == 0
     out, error = capsys.readouterr()
-    assert "made by GPT2BPETokenizer of 65000 ids (ffffffffffff)" in out.splitlines()[0] and not error
+    assert (
+        "made by GPT2BPETokenizer of 65000 ids (ffffffffffff)" in out.splitlines()[0] and not error
+    )
     assert "no .json that says which tokenizer made it" in out.splitlines()[1]
-    assert [pair["tokenizer"] and pair["tokenizer"]["class"] for pair in ask(capsys, "check", one, none)["pairs"]] == [
-        "GPT2BPETokenizer", None]
-    two = noted(tmp_path / "two", tokenizer={"class": "TikTokenizer", "fingerprint": "e" * 64, "vocab_size": 70000})
+    assert [
+        pair["tokenizer"] and pair["tokenizer"]["class"]
+        for pair in ask(capsys, "check", one, none)["pairs"]
+    ] == ["GPT2BPETokenizer", None]
+    two = noted(
+        tmp_path / "two",
+        tokenizer={"class": "TikTokenizer", "fingerprint": "e" * 64, "vocab_size": 70000},
+    )
     assert TOOL.main(["check", one, two]) == 0
-    assert f"warning: {two}: was made by TikTokenizer (fingerprint eeeeeeeeeeee)" in capsys.readouterr().err
+    assert (
+        f"warning: {two}: was made by TikTokenizer (fingerprint eeeeeeeeeeee)"
+        in capsys.readouterr().err
+    )
 
 
-@pytest.mark.parametrize(("changed", "words"), [
-    ({"tokens": 7}, "says 7 tokens, the pair has"), ({"documents": 7}, "says 7 documents, the pair has 50"),
-    ({"tokenizer": {"class": "Null", "fingerprint": "f", "vocab_size": 3}}, "says that Null has 3 ids, "),
-    ({"tokenizer": 3}, "does not say which tokenizer made")])
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"tokens": 7}, "says 7 tokens, the pair has"),
+        ({"documents": 7}, "says 7 documents, the pair has 50"),
+        (
+            {"tokenizer": {"class": "Null", "fingerprint": "f", "vocab_size": 3}},
+            "says that Null has 3 ids, ",
+        ),
+        ({"tokenizer": 3}, "does not say which tokenizer made"),
+    ],
+)
 def test_check_finds_a_note_of_another_pair(tmp_path, capsys, changed, words):
     prefix = noted(tmp_path / "d", **changed)
     assert f"error: {prefix}.json: " in (said := refused(capsys, "check", prefix)) and words in said
 
 
 def test_check_of_2419_files(tmp_path, capsys):
-    """2,419 pairs of a thousand documents; the figure of 2 s is measured apart, here a loaded machine may take longer."""
+    """2,419 pairs of a thousand documents; the figure of 2 s is measured apart, here a loaded
+    machine may take longer."""
     write_corpus(tmp_path / "0", [7] * 1000, seed=1)
     for n in range(1, 2419):
         for end in (".idx", ".bin"):
@@ -298,18 +446,31 @@ def test_check_of_2419_files(tmp_path, capsys):
     started = time.process_time()
     assert TOOL.main(["check", *(str(tmp_path / str(n)) for n in range(2419))]) == 0
     seconds = time.process_time() - started
-    assert capsys.readouterr().out.endswith(f"2419 pairs, {2419 * 7000} tokens, 0 with a problem\n") and seconds < 8
+    assert (
+        capsys.readouterr().out.endswith(f"2419 pairs, {2419 * 7000} tokens, 0 with a problem\n")
+        and seconds < 8
+    )
 
 
 @pytest.mark.campaign
 def test_packed_samples(tmp_path, capsys):
-    """Rows of InternLM's files: the ledger of a run on two ranks agrees, over epochs, and find is the inverse of at."""
+    """Rows of InternLM's files: the ledger of a run on two ranks agrees, over epochs, and find is
+    the inverse of at."""
     random = np.random.default_rng(3)
     for name in ("en/a", "cn/b"):
         samples = [random.integers(1, 200, random.integers(1, 60)).tolist() for _ in range(30)]
         write_lines(tmp_path / f"data/{name}.bin", samples)
-    words = flags("--packed-samples", "--train-data-path", str(tmp_path / "data"), "--data-ledger", str(tmp_path / "ledger"),
-                  "--save", str(tmp_path / "save"), "--save-interval", "12")
+    words = flags(
+        "--packed-samples",
+        "--train-data-path",
+        str(tmp_path / "data"),
+        "--data-ledger",
+        str(tmp_path / "ledger"),
+        "--save",
+        str(tmp_path / "save"),
+        "--save-interval",
+        "12",
+    )
     words = [word for word in words if word not in ("--split", "90,10,0")]
     train(tmp_path, words, world=2)
     records = {row[0]: row for row in read_ledger(str(tmp_path / "ledger"))[1].tolist()}
@@ -318,8 +479,17 @@ def test_packed_samples(tmp_path, capsys):
     for iteration in range(1, 13):
         typed = ask(capsys, "at", "--iteration", str(iteration), "--world-size", "2", "--", *words)
         assert typed == ask(capsys, "at", "--iteration", str(iteration), str(tmp_path / "save"))
-        assert typed["ledger"]["agrees"] and records[iteration][:3] == (iteration, 8 * iteration - 8, 8)
-        assert len(typed["batch"]) == 4 and [row["dp_rank"] for row in typed["batch"]] == [0, 0, 1, 1]
+        assert typed["ledger"]["agrees"] and records[iteration][:3] == (
+            iteration,
+            8 * iteration - 8,
+            8,
+        )
+        assert len(typed["batch"]) == 4 and [row["dp_rank"] for row in typed["batch"]] == [
+            0,
+            0,
+            1,
+            1,
+        ]
         for row in typed["batch"]:
             assert sum(piece["tokens"] for piece in row["pieces"]) == 64
             for piece in row["pieces"]:
@@ -327,7 +497,9 @@ def test_packed_samples(tmp_path, capsys):
                     of_row = shown.setdefault(piece["document"], {})
                     of_row[row["sample"]] = of_row.get(row["sample"], 0) + piece["tokens"]
     for document in range(30):
-        found = ask(capsys, "find", "--document", str(document), "--prefix", prefix, str(tmp_path / "save"))
+        found = ask(
+            capsys, "find", "--document", str(document), "--prefix", prefix, str(tmp_path / "save")
+        )
         assert {one["sample"]: one["tokens"] for one in found["shown"]} == shown.get(document, {})
         assert all(one["iteration"] == one["sample"] // 4 + 1 for one in found["shown"])
     said = refused(capsys, "find", "--document", "30", "--prefix", prefix, str(tmp_path / "save"))
@@ -339,9 +511,15 @@ def test_files_of_internlm_are_checked_line_by_line(tmp_path, capsys):
     found = ask(capsys, "check", path, "--vocab-size", "71")["pairs"][0]
     assert (found["documents"], found["tokens"], found["empty_documents"]) == (3, 5, 1)
     assert (found["smallest_id"], found["largest_id"]) == (-5, 70)
-    assert "the vocabulary has 70" in ask(capsys, "check", path, "--vocab-size", "70", code=1)["pairs"][0]["problem"]
+    assert (
+        "the vocabulary has 70"
+        in ask(capsys, "check", path, "--vocab-size", "70", code=1)["pairs"][0]["problem"]
+    )
     assert TOOL.main(["check", path]) == 0
-    assert f"{path}: 3 documents, 1 of them empty, 5 tokens of JSON, ids -5 .. 70 at its head" in capsys.readouterr().out
+    assert (
+        f"{path}: 3 documents, 1 of them empty, 5 tokens of JSON, ids -5 .. 70 at its head"
+        in capsys.readouterr().out
+    )
     with open(path, "r+b") as file:
         file.write(b"[")
     assert "sample 0, at byte 0: is no" in ask(capsys, "check", path, code=1)["pairs"][0]["problem"]

@@ -1,4 +1,5 @@
-"""tools/internlm_config.py: the demos' configs become runs of the right size, and nothing is executed."""
+"""tools/internlm_config.py: the demos' configs become runs of the right size, and nothing is
+executed."""
 
 from __future__ import annotations
 
@@ -20,7 +21,9 @@ from tools.internlm_config import main
 
 def converted(folder: Path, text: str, world: int, capsys: pytest.CaptureFixture[str]) -> Config:
     """The configuration that the printed .args file gives."""
-    assert main([str(written(folder, text)), "--world-size", str(world)]) == 0, capsys.readouterr().err
+    assert main([str(written(folder, text)), "--world-size", str(world)]) == 0, (
+        capsys.readouterr().err
+    )
     (folder / "run.args").write_text(capsys.readouterr().out)
     return config_from(Config, parse_typed(command_line.parser(), read_words(folder / "run.args")))
 
@@ -31,15 +34,35 @@ def test_a_demo_becomes_the_same_run(name, tmp_path, capsys):
     config = converted(tmp_path, demo(name), world, capsys)
     plan = make_plan(config, world, 103168)
     assert plan.num_parameters == size and plan.padded_vocab_size == 103168
-    t, o, p = config.training, config.optimizer, config.precision
-    assert (t.global_batch_size, t.micro_batch_size, t.train_iters, config.model.seq_length) == (batch, 2, 50000, 2048)
-    assert (o.lr, o.min_lr, o.lr_warmup_iters, o.lr_warmup_first_step, o.adam_beta2) == (1e-4, 1e-5, 500, True, 0.95)
-    assert (p.fp16, p.initial_loss_scale, p.max_loss_scale, p.loss_scale_window) == (True, 65536, 2**24, 1000)
+    t = config.training
+    o = config.optimizer
+    p = config.precision
+    assert (t.global_batch_size, t.micro_batch_size, t.train_iters, config.model.seq_length) == (
+        batch,
+        2,
+        50000,
+        2048,
+    )
+    assert (o.lr, o.min_lr, o.lr_warmup_iters, o.lr_warmup_first_step, o.adam_beta2) == (
+        1e-4,
+        1e-5,
+        500,
+        True,
+        0.95,
+    )
+    assert (p.fp16, p.initial_loss_scale, p.max_loss_scale, p.loss_scale_window) == (
+        True,
+        65536,
+        2**24,
+        1000,
+    )
     assert config.model.init_scheme == "internlm" and o.apply_wd_to_all and o.clip_grad == 1.0
     assert config.data.dummy_data == "internlm" and config.data.packed_samples
-    assert config.data.min_sample_length == 0       # the logs of the demos count short samples of the made-up data, too
+    # the logs of the demos count short samples of the made-up data, too
+    assert config.data.min_sample_length == 0
     assert config.parallel.use_distributed_optimizer and config.parallel.overlap_grad_reduce
-    assert config.parallel.zero_partition == "whole-params"         # as the logs' "Number of elements on ranks"
+    # as the logs' "Number of elements on ranks"
+    assert config.parallel.zero_partition == "whole-params"
     assert config.checkpoint.save is None
 
 
@@ -47,42 +70,88 @@ def test_internevos_7b_sft(tmp_path, capsys):
     """Its keys pass; with overlap_sync_param it has InternLM's shares of the optimizer state."""
     config = converted(tmp_path, INTERNEVO_7B, 8, capsys)
     assert make_plan(config, 8, 103168).num_parameters == SIZES["7b"][6]
-    assert config.precision.bf16 and config.training.global_batch_size == 64 and config.data.dummy_data == "internlm"
+    assert (
+        config.precision.bf16
+        and config.training.global_batch_size == 64
+        and config.data.dummy_data == "internlm"
+    )
     assert config.parallel.use_distributed_optimizer and config.parallel.zero_partition == "even"
     assert config.checkpoint.load is None and not config.model.rotary_interleaved
-    config = converted(tmp_path, INTERNEVO_7B.replace("overlap_sync_param=False", "overlap_sync_param=True").replace(
-        "qk_interleaved=False", "qk_interleaved=True"), 8, capsys)
+    config = converted(
+        tmp_path,
+        INTERNEVO_7B.replace("overlap_sync_param=False", "overlap_sync_param=True").replace(
+            "qk_interleaved=False", "qk_interleaved=True"
+        ),
+        8,
+        capsys,
+    )
     assert config.parallel.zero_partition == "whole-params" and config.model.rotary_interleaved
 
 
 LOADS = [
-    # what stands in ckpt, and --load, --finetune, --no-load-optim, --exit-on-missing-checkpoint of the run
+    # what stands in ckpt, and --load, --finetune, --no-load-optim, --exit-on-missing-checkpoint of
+    # the run
     ("auto_resume=True, load_ckpt_folder='local:a'", None, False, False, False),
-    ("load_model_only_folder='local:a'", None, False, False, False),            # auto_resume is on where it is not set
+    # auto_resume is on where it is not set
+    ("load_model_only_folder='local:a'", None, False, False, False),
     ("load_given_ckpt=False, load_ckpt_folder='local:a'", None, False, False, False),
-    ("auto_resume=True, load_given_ckpt=True, load_ckpt_folder='local:a'", None, False, False, False),
+    (
+        "auto_resume=True, load_given_ckpt=True, load_ckpt_folder='local:a'",
+        None,
+        False,
+        False,
+        False,
+    ),
     ("auto_resume=False, load_ckpt_folder='local:a'", "a", False, False, True),
     ("load_given_ckpt=True, load_ckpt_folder='local:a'", "a", False, False, True),
     ("auto_resume=False, load_ckpt_folder='local:a', load_optimizer=False", "a", False, True, True),
     ("auto_resume=False, load_model_only_folder='local:a'", "a", True, False, True),
-    ("auto_resume=False, load_ckpt_folder='local:a', load_ckpt_info=dict(path='local:b', content=('model',), "
-     "ckpt_type='internlm')", "b", True, False, True),
-    ("auto_resume=False, load_ckpt_info=dict(path='b', content=['model', 'scheduler'], ckpt_type='internevo')", "b", False,
-     True, True),
-    ("auto_resume=False, load_ckpt_info=dict(path='b', content=('all',), ckpt_type='internevo')", "b", False, False, True),
+    (
+        "auto_resume=False, load_ckpt_folder='local:a', load_ckpt_info=dict(path='local:b', "
+        "content=('model',), ckpt_type='internlm')",
+        "b",
+        True,
+        False,
+        True,
+    ),
+    (
+        "auto_resume=False, load_ckpt_info=dict(path='b', content=['model', 'scheduler'], "
+        "ckpt_type='internevo')",
+        "b",
+        False,
+        True,
+        True,
+    ),
+    (
+        "auto_resume=False, load_ckpt_info=dict(path='b', content=('all',), ckpt_type='internevo')",
+        "b",
+        False,
+        False,
+        True,
+    ),
     ("auto_resume=False, load_ckpt_info=None", None, False, False, False),
 ]
 
 
 @pytest.mark.parametrize("saves", [False, True])
-@pytest.mark.parametrize(("keys", "load", "finetune", "no_optimizer", "must"), LOADS, ids=[row[0][:60] for row in LOADS])
-def test_what_is_loaded_is_what_internlm_loads(saves, keys, load, finetune, no_optimizer, must, tmp_path, capsys):
+@pytest.mark.parametrize(
+    ("keys", "load", "finetune", "no_optimizer", "must"), LOADS, ids=[row[0][:60] for row in LOADS]
+)
+def test_what_is_loaded_is_what_internlm_loads(
+    saves, keys, load, finetune, no_optimizer, must, tmp_path, capsys
+):
     text = demo("7b").replace("enable_save_ckpt=False", f"enable_save_ckpt={saves}")
     text = text.replace("    load_optimizer=True,\n", "")
-    c = converted(tmp_path, text.replace("ckpt = dict(", f"ckpt = dict({keys}, "), 8, capsys).checkpoint
+    c = converted(
+        tmp_path, text.replace("ckpt = dict(", f"ckpt = dict({keys}, "), 8, capsys
+    ).checkpoint
     resumes = saves and load is None and "load_ckpt_info=None" not in keys
     assert c.load == ("llm_ckpts" if resumes else load)
-    assert (c.finetune, c.no_load_optim, c.exit_on_missing_checkpoint) == (finetune, no_optimizer, must)
+    assert (c.finetune, c.no_load_optim, c.exit_on_missing_checkpoint) == (
+        finetune,
+        no_optimizer,
+        must,
+    )
 
 
 # what is changed in the 7B demo, and words of the .args file that it comes to
@@ -97,18 +166,38 @@ CHANGES = [
     ("adam_beta2_c=0", "adam_beta2_c=0.8", "--adam-beta2-schedule-c 0.8"),
     ("init_steps=0", "init_steps=7", "--lr-init-iters 7"),
     ("zero1=8", "zero1=4", "--use-distributed-optimizer --num-distributed-optimizer-instances 2"),
-    ("zero1=8", "zero1=1", "--clip-grad 1\n--overlap-grad-reduce\n# hybrid_zero_optimizer.overlap_sync_param = True"),
+    (
+        "zero1=8",
+        "zero1=1",
+        "--clip-grad 1\n--overlap-grad-reduce\n# hybrid_zero_optimizer.overlap_sync_param = True",
+    ),
     ("mlp_ratio=MLP_RATIO", "mlp_ratio=4", "--swiglu --ffn-hidden-size 16384"),
-    ('dtype="torch.float16"', 'dtype="torch.bfloat16"', "--bf16"), ('dtype="torch.float16"', 'dtype="torch.tf32"', "--tf32"),
-    ("enable_save_ckpt=False", "enable_save_ckpt=True",
-     "--save llm_ckpts --save-interval 50\n--snapshot-interval 25 --snapshot-dir llm_ckpts/snapshot\n--load llm_ckpts"),
-    ("skip_batches", 'train_folder="data/train", skip_batches',
-     "--packed-samples\n--min-sample-length 50\n--train-data-path data/train\n"),
-    ("valid_every=50", 'valid_every=50, train_folder="data/train", valid_folder="data/valid"',
-     "--valid-data-path data/valid --multiple-validation-sets\n--train-iters 50000\n"
-     "# data.valid_micro_num = 4: a validation reads all of it, in batches of the training's size\n"
-     "--eval-interval 50 --full-validation\n"),
-    ("size=1, interleaved", "size=2, interleaved", "--tensor-model-parallel-size 1 --pipeline-model-parallel-size 2"),
+    ('dtype="torch.float16"', 'dtype="torch.bfloat16"', "--bf16"),
+    ('dtype="torch.float16"', 'dtype="torch.tf32"', "--tf32"),
+    (
+        "enable_save_ckpt=False",
+        "enable_save_ckpt=True",
+        "--save llm_ckpts --save-interval 50\n--snapshot-interval 25 --snapshot-dir "
+        "llm_ckpts/snapshot\n--load llm_ckpts",
+    ),
+    (
+        "skip_batches",
+        'train_folder="data/train", skip_batches',
+        "--packed-samples\n--min-sample-length 50\n--train-data-path data/train\n",
+    ),
+    (
+        "valid_every=50",
+        'valid_every=50, train_folder="data/train", valid_folder="data/valid"',
+        "--valid-data-path data/valid --multiple-validation-sets\n--train-iters 50000\n"
+        "# data.valid_micro_num = 4: a validation reads all of it, in batches of the training's "
+        "size\n"
+        "--eval-interval 50 --full-validation\n",
+    ),
+    (
+        "size=1, interleaved",
+        "size=2, interleaved",
+        "--tensor-model-parallel-size 1 --pipeline-model-parallel-size 2",
+    ),
     ("cudnn_deterministic = False", "cudnn_deterministic = True", "--cudnn-deterministic"),
 ]
 
@@ -117,30 +206,67 @@ CHANGES = [
 def test_each_key_reaches_its_flag(old, new, words, tmp_path, capsys):
     text = demo("7b")
     assert text.count(old) == 1
-    assert main([str(written(tmp_path, text.replace(old, new))), "--world-size", "8"]) == 0, capsys.readouterr().err
-    assert words in "\n".join(line.partition("   #")[0] for line in capsys.readouterr().out.splitlines())
+    assert main([str(written(tmp_path, text.replace(old, new))), "--world-size", "8"]) == 0, (
+        capsys.readouterr().err
+    )
+    assert words in "\n".join(
+        line.partition("   #")[0] for line in capsys.readouterr().out.splitlines()
+    )
 
 
 REFUSED = [
-    ("load_optimizer=True", "auto_resume=False, load_ckpt_folder='local:a', load_model_only_folder='local:b'",
-     "ckpt.load_ckpt_folder and ckpt.load_model_only_folder"),
-    ("load_optimizer=True", "auto_resume=False, load_ckpt_info=dict(path='a', content=('model',), ckpt_type='llama')",
-     "ckpt.load_ckpt_info.ckpt_type = 'llama'"),
-    ("load_optimizer=True", "auto_resume=False, load_ckpt_info=dict(path='a', content=('all',), ckpt_type='hf_llama')",
-     "ckpt.load_ckpt_info.content = ('all',)"),
+    (
+        "load_optimizer=True",
+        "auto_resume=False, load_ckpt_folder='local:a', load_model_only_folder='local:b'",
+        "ckpt.load_ckpt_folder and ckpt.load_model_only_folder",
+    ),
+    (
+        "load_optimizer=True",
+        "auto_resume=False, load_ckpt_info=dict(path='a', content=('model',), ckpt_type='llama')",
+        "ckpt.load_ckpt_info.ckpt_type = 'llama'",
+    ),
+    (
+        "load_optimizer=True",
+        "auto_resume=False, load_ckpt_info=dict(path='a', content=('all',), ckpt_type='hf_llama')",
+        "ckpt.load_ckpt_info.content = ('all',)",
+    ),
     ("use_flash_attn=True", "num_kv_attention_heads=8", "model.num_kv_attention_heads = 8"),
-    ("num_chunks=1", "num_chunks=1, num_expert=4", "model.num_expert: is no key that this tool knows"),
+    (
+        "num_chunks=1",
+        "num_chunks=1, num_expert=4",
+        "model.num_expert: is no key that this tool knows",
+    ),
     ("use_flash_attn=True", "use_scaled_init=False", "only the layer-wise deviations are built in"),
     ("use_flash_attn=True", "num_experts=4", "model.num_experts = 4: there are no experts"),
-    ('skip_batches=""', 'skip_batches="3-2"', "data.skip_batches = '3-2': '3-2' is neither a batch nor a range"),
-    ('dtype="torch.float16"', 'dtype="torch.int8"', "model.dtype = 'torch.int8': must be one of torch.float16"),
-    ("zero1=8", "zero1=3", "parallel.zero1 = 3: the 8 data-parallel ranks are not a multiple of it"),
+    (
+        'skip_batches=""',
+        'skip_batches="3-2"',
+        "data.skip_batches = '3-2': '3-2' is neither a batch nor a range",
+    ),
+    (
+        'dtype="torch.float16"',
+        'dtype="torch.int8"',
+        "model.dtype = 'torch.int8': must be one of torch.float16",
+    ),
+    (
+        "zero1=8",
+        "zero1=3",
+        "parallel.zero1 = 3: the 8 data-parallel ranks are not a multiple of it",
+    ),
     ("zero1=8", "zero1=dict(size=8, fsdp=True)", "fully sharded weights are not built in"),
     ("zero1=8", "tensor=3", "8 ranks (--world-size) are not a multiple of tensor 3 x pipeline 1"),
     ("zero1=8", 'tensor=dict(size=2, mode="isp")', "only mtp and msp"),
-    ("cudnn_benchmark = False", "cudnn_bench = False", "cudnn_bench: is no key that this tool knows"),
+    (
+        "cudnn_benchmark = False",
+        "cudnn_bench = False",
+        "cudnn_bench: is no key that this tool knows",
+    ),
     ("adam_eps=1e-8", 'adam_eps="small"', "adam.adam_eps = 'small': must be a number"),
-    ("HIDDEN_SIZE = 4096", "HIDDEN_SIZE = 4100", "--hidden-size 4100: not a multiple of --num-attention-heads 32"),
+    (
+        "HIDDEN_SIZE = 4096",
+        "HIDDEN_SIZE = 4100",
+        "--hidden-size 4100: not a multiple of --num-attention-heads 32",
+    ),
 ]
 
 
@@ -153,18 +279,72 @@ def test_what_cannot_be_honoured_is_an_error_with_its_line(old, new, text, tmp_p
 
 # None of these may run anything, write anything or take long.
 HOSTILE = [
-    "import subprocess", "import os, sys", "from os import system", "import os as o", "x = open('/etc/passwd').read()",
-    "x = __import__('os').system('touch {mark}')", "x = eval('1')", "x = (lambda: 1)()", "x = [y for y in (1, 2)]",
-    "import os\nx = os.system('touch {mark}')", "import os\nos.environ['HOME'] = '/'", "x = os.environ['HOME']",
-    "import os\nx = os.environ['NO_SUCH_VARIABLE_HERE']", "exec('1')", "def f():\n    pass", "class A:\n    pass",
-    "while True:\n    pass", "for i in range(3):\n    pass", "with open('{mark}', 'w') as f:\n    pass", "x = ().__class__",
-    "x = 'a'.format(1)", "x = 9 ** 9 ** 9 ** 9", "x = 'a' * 10 ** 9", "x = [0] * 10 ** 9", "x = 2 ** 100000", "x = y",
-    "x = x", "a = b\nb = a", "x: int", "x[0] = 1", "x.y = 1", "x, y = 1, 2", "x = {{**dict(a=1)}}", "x = dict(**dict(a=1))",
-    "x = 1 if True else 2", "x = 1 and 2", "x = f'{{1!r}}'", "x = f'{{1:>9999999999}}'", "x = 1j", "x = b'bytes'", "x = ...",
-    "x = 1 / 0", "x = int('a')", "x = dict(a=1)['b']", "x = [1][5]", "assert False", "raise SystemExit(0)", "del x", "x = (",
-    "x = '\\0'\0", "global x", "x = print('hello')", "x = '/'.join(open('/etc/passwd'))", "x = int.__subclasses__()",
-    "x = " + "(" * 3000 + "1" + ")" * 3000, "x = " + "-" * 50000 + "1", "x = " + "+".join(["1"] * 40000), "x = str(b=1)",
-    "x = @", "async def f(): pass", "x = await y", "x = (y := 1)", "print(1)", "x = min()", "x = -'a'", "x = not 1",
+    "import subprocess",
+    "import os, sys",
+    "from os import system",
+    "import os as o",
+    "x = open('/etc/passwd').read()",
+    "x = __import__('os').system('touch {mark}')",
+    "x = eval('1')",
+    "x = (lambda: 1)()",
+    "x = [y for y in (1, 2)]",
+    "import os\nx = os.system('touch {mark}')",
+    "import os\nos.environ['HOME'] = '/'",
+    "x = os.environ['HOME']",
+    "import os\nx = os.environ['NO_SUCH_VARIABLE_HERE']",
+    "exec('1')",
+    "def f():\n    pass",
+    "class A:\n    pass",
+    "while True:\n    pass",
+    "for i in range(3):\n    pass",
+    "with open('{mark}', 'w') as f:\n    pass",
+    "x = ().__class__",
+    "x = 'a'.format(1)",
+    "x = 9 ** 9 ** 9 ** 9",
+    "x = 'a' * 10 ** 9",
+    "x = [0] * 10 ** 9",
+    "x = 2 ** 100000",
+    "x = y",
+    "x = x",
+    "a = b\nb = a",
+    "x: int",
+    "x[0] = 1",
+    "x.y = 1",
+    "x, y = 1, 2",
+    "x = {{**dict(a=1)}}",
+    "x = dict(**dict(a=1))",
+    "x = 1 if True else 2",
+    "x = 1 and 2",
+    "x = f'{{1!r}}'",
+    "x = f'{{1:>9999999999}}'",
+    "x = 1j",
+    "x = b'bytes'",
+    "x = ...",
+    "x = 1 / 0",
+    "x = int('a')",
+    "x = dict(a=1)['b']",
+    "x = [1][5]",
+    "assert False",
+    "raise SystemExit(0)",
+    "del x",
+    "x = (",
+    "x = '\\0'\0",
+    "global x",
+    "x = print('hello')",
+    "x = '/'.join(open('/etc/passwd'))",
+    "x = int.__subclasses__()",
+    "x = " + "(" * 3000 + "1" + ")" * 3000,
+    "x = " + "-" * 50000 + "1",
+    "x = " + "+".join(["1"] * 40000),
+    "x = str(b=1)",
+    "x = @",
+    "async def f(): pass",
+    "x = await y",
+    "x = (y := 1)",
+    "print(1)",
+    "x = min()",
+    "x = -'a'",
+    "x = not 1",
 ]
 
 
@@ -172,18 +352,37 @@ HOSTILE = [
 def test_nothing_is_executed(text, tmp_path):
     mark = tmp_path / "mark"
     with pytest.raises(ConfigError, match=r"config.py") as refused:
-        read_config(written(tmp_path, text.replace("{mark}", str(mark)).replace("{{", "{").replace("}}", "}")))
+        read_config(
+            written(
+                tmp_path, text.replace("{mark}", str(mark)).replace("{{", "{").replace("}}", "}")
+            )
+        )
     assert not mark.exists() and len(str(refused.value)) < 400
 
 
 def test_what_may_stand_there(tmp_path):
-    path = written(tmp_path, 'import os\nA: int = -2 ** 4 // 3\nB = f"{A}/x" + "y"\n'
-                             'C = dict(a=[1, (2.5, None)], b={"k": True})\n'
-                             'D = C["a"][1][0] * 2\nE = os.environ.get("NAME", "other")\nF = os.environ["HERE"]\n'
-                             'G = "-".join(["p", B])\nH = max(1, int(7.9), 3) % 5\n')
+    path = written(
+        tmp_path,
+        'import os\nA: int = -2 ** 4 // 3\nB = f"{A}/x" + "y"\n'
+        'C = dict(a=[1, (2.5, None)], b={"k": True})\n'
+        'D = C["a"][1][0] * 2\nE = os.environ.get("NAME", "other")\nF = os.environ["HERE"]\n'
+        'G = "-".join(["p", B])\nH = max(1, int(7.9), 3) % 5\n',
+    )
     values, lines = read_config(path, {"HERE": "yes"})
-    assert values == {"A": -6, "B": "-6/xy", "C": {"a": [1, (2.5, None)], "b": {"k": True}}, "D": 5.0, "E": "other",
-                      "F": "yes", "G": "p--6/xy", "H": 2} and lines["D"] == 5
+    assert (
+        values
+        == {
+            "A": -6,
+            "B": "-6/xy",
+            "C": {"a": [1, (2.5, None)], "b": {"k": True}},
+            "D": 5.0,
+            "E": "other",
+            "F": "yes",
+            "G": "p--6/xy",
+            "H": 2,
+        }
+        and lines["D"] == 5
+    )
 
 
 def test_missing_parts_are_all_named_at_once():
@@ -204,8 +403,12 @@ def test_command_line(tmp_path, capsys):
 def test_every_key_of_the_demos_is_documented_with_flags_that_exist(tmp_path):
     page, flags = ((ROOT / "docs" / name).read_text() for name in ("internlm.md", "flags.md"))
     values, _ = read_config(written(tmp_path, demo("20b")))
-    keys = [f"{key}.{inner}" if inner else key for key, value in values.items() if not key.isupper()
-            for inner in (value if isinstance(value, dict) else (None,))]
+    keys = [
+        f"{key}.{inner}" if inner else key
+        for key, value in values.items()
+        if not key.isupper()
+        for inner in (value if isinstance(value, dict) else (None,))
+    ]
     assert len(keys) > 50
     assert [key for key in keys if f"`{key}" not in page] == []
     table = page.partition("## Keys")[2].partition("\n## ")[0]

@@ -1,4 +1,6 @@
-"""tools/benchmarks/kernels.py on few tokens: its table, what it refuses, and that no clock runs for a wrong kernel."""
+"""tools/benchmarks/kernels.py on few tokens: its table, what it refuses, and that no clock runs for
+a wrong kernel."""
+
 from __future__ import annotations
 
 import re
@@ -21,12 +23,22 @@ def test_a_row_for_each_race(monkeypatch, capsys, built):
         pytest.skip("needs AVX2 and a compiler")
     assert load_tool("benchmarks/kernels").main(SMALL) == 0
     head, titles, *rows = capsys.readouterr().out.splitlines()
-    assert re.match(r"date .*, torch .*, \d+ threads, load average .*; fp32, forward \+ backward$", head)
+    assert re.match(
+        r"date .*, torch .*, \d+ threads, load average .*; fp32, forward \+ backward$", head
+    )
     assert titles.split() == ["ours", "ms", "torch", "ms", "x", "torch", "here", "runs"]
-    names = [re.match(r"(.+?) +[\d.]+ +[\d.]+ +[\d.]+  (ours|torch)$", row).groups() for row in rows]
+    names = [
+        re.match(r"(.+?) +[\d.]+ +[\d.]+ +[\d.]+  (ours|torch)$", row).groups() for row in rows
+    ]
     short = "ours" if built else "torch"
-    assert names == [("attention, sequence 16", short), ("attention, sequence 512", "ours"), ("tanh GELU", "ours"),
-                     ("RMSNorm", "ours"), ("swiglu", "ours"), ("rotary", "ours")]
+    assert names == [
+        ("attention, sequence 16", short),
+        ("attention, sequence 512", "ours"),
+        ("tanh GELU", "ours"),
+        ("RMSNorm", "ours"),
+        ("swiglu", "ours"),
+        ("rotary", "ours"),
+    ]
 
 
 @pytest.mark.parametrize("kernel", ["gelu", "rms_norm", "swiglu", "apply_rotary", "attention"])
@@ -39,7 +51,9 @@ def test_a_wrong_kernel_does_not_race(monkeypatch, capsys, kernel):
     monkeypatch.setattr(reference, kernel, wrong)
     with pytest.raises(AssertionError, match="not close"):
         load_tool("benchmarks/kernels").main(SMALL)
-    word = {"rms_norm": "RMSNorm", "apply_rotary": "rotary", "gelu": "tanh GELU"}.get(kernel, kernel)
+    word = {"rms_norm": "RMSNorm", "apply_rotary": "rotary", "gelu": "tanh GELU"}.get(
+        kernel, kernel
+    )
     assert not any(line.startswith(word) for line in capsys.readouterr().out.splitlines())
 
 

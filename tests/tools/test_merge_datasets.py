@@ -1,4 +1,5 @@
-"""tools/merge_datasets.py: the documents of all inputs in their order, whatever their size, or one clear message."""
+"""tools/merge_datasets.py: the documents of all inputs in their order, whatever their size, or one
+clear message."""
 
 from __future__ import annotations
 
@@ -12,7 +13,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.data.indexed_dataset import HEADER, MAGIC, IndexedDataset, IndexedDatasetBuilder, bin_path, idx_path
+from megatron.data.indexed_dataset import (
+    HEADER,
+    MAGIC,
+    IndexedDataset,
+    IndexedDatasetBuilder,
+    bin_path,
+    idx_path,
+)
 from tests.data.corpora import write_corpus
 from tests.load_tool import exit_code, load_tool
 from tools.shared import progress
@@ -25,7 +33,10 @@ def documents(prefix) -> list[list[list[int]]]:
     """Every document as its sequences, every sequence as its tokens."""
     data = IndexedDataset(prefix)
     bounds = data.document_indices.tolist()
-    return [[data[s].tolist() for s in range(low, high)] for low, high in zip(bounds[:-1], bounds[1:], strict=True)]
+    return [
+        [data[s].tolist() for s in range(low, high)]
+        for low, high in zip(bounds[:-1], bounds[1:], strict=True)
+    ]
 
 
 def test_documents_follow_each_other(tmp_path, capsys):
@@ -45,12 +56,16 @@ def test_documents_follow_each_other(tmp_path, capsys):
         for word in words:
             builder.add_index(word)
     for suffix in (".idx", ".bin"):
-        assert (tmp_path / f"all{suffix}").read_bytes() == (tmp_path / f"builder{suffix}").read_bytes()
+        assert (tmp_path / f"all{suffix}").read_bytes() == (
+            tmp_path / f"builder{suffix}"
+        ).read_bytes()
     assert "4 data sets, 8 documents, 8 sequences, 22 tokens" in capsys.readouterr().out
 
 
 def test_a_finished_pair_is_replaced_only_if_asked(tmp_path, capsys):
-    one, two = (write_corpus(tmp_path / name, lengths) for name, lengths in (("a", [3, 4]), ("b", [5])))
+    one, two = (
+        write_corpus(tmp_path / name, lengths) for name, lengths in (("a", [3, 4]), ("b", [5]))
+    )
     words = ["--output-prefix", str(tmp_path / "all"), "--input"]
     assert exit_code(TOOL.main, *words, one, two) == 0
     before = documents(tmp_path / "all")
@@ -68,43 +83,64 @@ def test_progress_is_by_bytes(tmp_path, capsys, monkeypatch):
     prefixes = [write_corpus(tmp_path / name, [30] * 50, np.int32) for name in ("a", "b")]
     monkeypatch.setattr(progress, "SECONDS", 0.0)
     assert exit_code(TOOL.main, "--output-prefix", tmp_path / "all", "--input", *prefixes) == 0
-    shares = [float(re.match(r" *([\d.]+)%,.* MB/s, ETA \d+:\d\d:\d\d$", line)[1])
-              for line in capsys.readouterr().err.splitlines()]
+    shares = [
+        float(re.match(r" *([\d.]+)%,.* MB/s, ETA \d+:\d\d:\d\d$", line)[1])
+        for line in capsys.readouterr().err.splitlines()
+    ]
     assert len(shares) > 2 and shares == sorted(shares) and 95 < shares[-1] <= 100
 
 
 def made_by(prefix, name: str, mark: str) -> None:
-    Path(f"{prefix}.json").write_text(json.dumps({"tokenizer": {"class": name, "fingerprint": mark}, "tokens": 1}))
+    Path(f"{prefix}.json").write_text(
+        json.dumps({"tokenizer": {"class": name, "fingerprint": mark}, "tokens": 1})
+    )
 
 
 def test_the_tokenizer_goes_with_the_pair_and_two_are_refused(tmp_path, capsys):
-    prefixes = [write_corpus(tmp_path / name, [5, 2], np.int32, seed) for seed, name in enumerate("abcd")]
-    output, note = tmp_path / "all", tmp_path / "all.json"
+    prefixes = [
+        write_corpus(tmp_path / name, [5, 2], np.int32, seed) for seed, name in enumerate("abcd")
+    ]
+    output = tmp_path / "all"
+    note = tmp_path / "all.json"
     words = ["--input", *map(str, prefixes), "--output-prefix", str(output), "--overwrite"]
     made_by(prefixes[1], "NullTokenizer", "0" * 64)
     made_by(prefixes[2], "GPT2BPETokenizer", "1" * 64)
     TOOL.main(words)
-    assert json.loads(note.read_text()) == {"tokenizer": {"class": "GPT2BPETokenizer", "fingerprint": "1" * 64}}
+    assert json.loads(note.read_text()) == {
+        "tokenizer": {"class": "GPT2BPETokenizer", "fingerprint": "1" * 64}
+    }
     before = [path.read_bytes() for path in (output.with_suffix(".idx"), note)]
     made_by(prefixes[3], "GPT2BPETokenizer", "2" * 64)
     assert TOOL.main(words) == 1
-    assert re.search(r"/d: was made by GPT2BPETokenizer \(fingerprint 2{12}\), .*/c by GPT2BPETokenizer \(1{12}\)",
-                     capsys.readouterr().err)
+    assert re.search(
+        r"/d: was made by GPT2BPETokenizer \(fingerprint 2{12}\), .*/c by GPT2BPETokenizer "
+        r"\(1{12}\)",
+        capsys.readouterr().err,
+    )
     assert [path.read_bytes() for path in (output.with_suffix(".idx"), note)] == before
     for prefix in prefixes[1:]:
         Path(f"{prefix}.json").unlink()
     TOOL.main(words)
-    assert not note.exists()                            # what it said was of other data
+    assert not note.exists()  # what it said was of other data
 
 
 def test_the_bytes_of_text_are_added_up(tmp_path):
-    prefixes = [write_corpus(tmp_path / name, [5, 2], np.int32, seed) for seed, name in enumerate("ab")]
+    prefixes = [
+        write_corpus(tmp_path / name, [5, 2], np.int32, seed) for seed, name in enumerate("ab")
+    ]
     for prefix, text_bytes in zip(prefixes, (30, 12), strict=True):
-        said = {"tokenizer": {"class": "ByteTokenizer", "fingerprint": "1" * 64}, "tokens": 7, "text_bytes": text_bytes}
+        said = {
+            "tokenizer": {"class": "ByteTokenizer", "fingerprint": "1" * 64},
+            "tokens": 7,
+            "text_bytes": text_bytes,
+        }
         Path(f"{prefix}.json").write_text(json.dumps(said))
     TOOL.main(["--input", *map(str, prefixes), "--output-prefix", str(tmp_path / "all")])
-    assert json.loads((tmp_path / "all.json").read_text()) == said | {"tokens": 14, "text_bytes": 42}
-    made_by(prefixes[1], "ByteTokenizer", "1" * 64)     # as an older version wrote it
+    assert json.loads((tmp_path / "all.json").read_text()) == said | {
+        "tokens": 14,
+        "text_bytes": 42,
+    }
+    made_by(prefixes[1], "ByteTokenizer", "1" * 64)  # as an older version wrote it
     TOOL.main(["--input", *map(str, prefixes), "--output-prefix", str(tmp_path / "old")])
     assert json.loads((tmp_path / "old.json").read_text()) == {"tokenizer": said["tokenizer"]}
 
@@ -112,31 +148,42 @@ def test_the_bytes_of_text_are_added_up(tmp_path):
 @pytest.mark.peers
 def test_the_bytes_are_those_of_megatron_core(tmp_path):
     peer = pytest.importorskip("megatron.core.datasets.indexed_dataset")
-    prefixes = [write_corpus(tmp_path / name, [5, 1, 9, 2], np.int32, seed) for seed, name in enumerate("abc")]
+    prefixes = [
+        write_corpus(tmp_path / name, [5, 1, 9, 2], np.int32, seed)
+        for seed, name in enumerate("abc")
+    ]
     builder = peer.IndexedDatasetBuilder(str(tmp_path / "peer.bin"), dtype=np.int32)
     for prefix in prefixes:
         builder.add_index(prefix)
     builder.finalize(str(tmp_path / "peer.idx"))
     TOOL.main(["--input", str(tmp_path / "[abc]"), "--output-prefix", str(tmp_path / "ours")])
     for suffix in (".idx", ".bin"):
-        assert (tmp_path / f"ours{suffix}").read_bytes() == (tmp_path / f"peer{suffix}").read_bytes()
+        assert (tmp_path / f"ours{suffix}").read_bytes() == (
+            tmp_path / f"peer{suffix}"
+        ).read_bytes()
 
 
 def test_sequences_out_of_order_and_with_gaps(tmp_path):
     """Legal in the format, never written by us: the result is in order and without gaps."""
-    lengths, pointers = [3, 2, 4, 1], [8, 0, 14, 24]
+    lengths = [3, 2, 4, 1]
+    pointers = [8, 0, 14, 24]
     with open(tmp_path / "a.idx", "wb") as file:
         file.write(HEADER.pack(MAGIC, 1, 8, 4, 5))
         for values, dtype in ((lengths, "<i4"), (pointers, "<i8"), (range(5), "<i8")):
             file.write(np.array(values, dtype).tobytes())
     np.arange(13, dtype=np.uint16).tofile(tmp_path / "a.bin")
     TOOL.main(["--input", str(tmp_path / "a"), "--output-prefix", str(tmp_path / "b")])
-    assert documents(tmp_path / "b") == documents(tmp_path / "a") == [[[4, 5, 6]], [[0, 1]], [[7, 8, 9, 10]], [[12]]]
+    assert (
+        documents(tmp_path / "b")
+        == documents(tmp_path / "a")
+        == [[[4, 5, 6]], [[0, 1]], [[7, 8, 9, 10]], [[12]]]
+    )
     assert np.fromfile(tmp_path / "b.bin", np.uint16).tolist() == [4, 5, 6, 0, 1, 7, 8, 9, 10, 12]
 
 
 def sparse(prefix: Path, sequences: int, length: int) -> None:
-    """A pair of int32 whose .bin is a hole but for the last token of each sequence: its number, 1, 2, ..."""
+    """A pair of int32 whose .bin is a hole but for the last token of each sequence: its number, 1,
+    2, ..."""
     with open(idx_path(prefix), "wb") as file:
         file.write(HEADER.pack(MAGIC, 1, 4, sequences, sequences + 1))
         file.write(np.full(sequences, length, "<i4").tobytes())
@@ -149,14 +196,26 @@ def sparse(prefix: Path, sequences: int, length: int) -> None:
 
 
 def test_more_than_two_to_the_31_tokens_in_little_memory(tmp_path):
-    """Sparse files: 4e9 tokens, 16 GB of .bin, of which the disk holds some kilobytes; so does the result."""
+    """Sparse files: 4e9 tokens, 16 GB of .bin, of which the disk holds some kilobytes; so does the
+    result."""
     length = 500_000_000
     sparse(tmp_path / "a", 3, length)
     sparse(tmp_path / "b", 5, length)
-    words = ["--input", str(tmp_path / "a"), str(tmp_path / "b"), "--output-prefix", str(tmp_path / "all")]
-    code = "import re, sys; from tools import merge_datasets; assert merge_datasets.main(sys.argv[1:]) == 0; " \
-           "print(re.search(r'VmHWM:\\s*(\\d+)', open('/proc/self/status').read())[1])"
-    done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, cwd=ROOT)
+    words = [
+        "--input",
+        str(tmp_path / "a"),
+        str(tmp_path / "b"),
+        "--output-prefix",
+        str(tmp_path / "all"),
+    ]
+    code = (
+        "import re, sys; from tools import merge_datasets; assert "
+        "merge_datasets.main(sys.argv[1:]) == 0; print(re.search(r'VmHWM:\\s*(\\d+)', "
+        "open('/proc/self/status').read())[1])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, *words], capture_output=True, text=True, cwd=ROOT
+    )
     assert done.returncode == 0 and "4,000,000,000 tokens" in done.stdout, done.stderr
     assert int(done.stdout.split()[-1]) < 200 << 10  # KB
     data = IndexedDataset(tmp_path / "all")
@@ -185,7 +244,9 @@ def test_what_cannot_be_merged(tmp_path, capsys, words, message):
     (tmp_path / "cut.idx").write_bytes((tmp_path / "cut.idx").read_bytes()[:-1])
     before = (tmp_path / "out.bin").read_bytes()
     paths = [str(tmp_path / word) for word in words]
-    assert TOOL.main(["--input", *paths, "--output-prefix", str(tmp_path / "out"), "--overwrite"]) == 1
+    assert (
+        TOOL.main(["--input", *paths, "--output-prefix", str(tmp_path / "out"), "--overwrite"]) == 1
+    )
     error = capsys.readouterr().err
     assert error.count("\n") == 1
     assert re.search(message, error), error
@@ -196,7 +257,9 @@ def test_a_full_disk_and_no_directory(tmp_path, capsys, monkeypatch):
     prefix = write_corpus(tmp_path / "a", [3, 4])
     assert TOOL.main(["--input", prefix, "--output-prefix", str(tmp_path / "no" / "b")]) == 1
     assert "there is no directory" in capsys.readouterr().err
-    monkeypatch.setattr(os, "statvfs", lambda path: type("Disk", (), {"f_bavail": 1, "f_frsize": 8})())
+    monkeypatch.setattr(
+        os, "statvfs", lambda path: type("Disk", (), {"f_bavail": 1, "f_frsize": 8})()
+    )
     assert TOOL.main(["--input", prefix, "--output-prefix", str(tmp_path / "b")]) == 1
     assert "has 8 bytes free" in capsys.readouterr().err
     monkeypatch.undo()
@@ -207,4 +270,6 @@ def test_a_full_disk_and_no_directory(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(os, "write", full)
     assert TOOL.main(["--input", prefix, "--output-prefix", str(tmp_path / "b")]) == 1
     monkeypatch.undo()
-    assert "No space left" in capsys.readouterr().err and sorted(p.name for p in tmp_path.iterdir()) == ["a.bin", "a.idx"]
+    assert "No space left" in capsys.readouterr().err and sorted(
+        p.name for p in tmp_path.iterdir()
+    ) == ["a.bin", "a.idx"]

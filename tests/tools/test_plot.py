@@ -1,4 +1,5 @@
-"""tools/plot.py: what it reads, what counts where a run repeated iterations, what it prints and draws, what it refuses."""
+"""tools/plot.py: what it reads, what counts where a run repeated iterations, what it prints and
+draws, what it refuses."""
 
 from __future__ import annotations
 
@@ -110,7 +111,8 @@ def test_tensorboard(grouped, tmp_path):
 
 
 def test_of_repeated_iterations_the_last_counts(tmp_path):
-    """A run that went back to iteration 2 and ended at 3: neither the old 3 nor the old 4 is shown."""
+    """A run that went back to iteration 2 and ended at 3: neither the old 3 nor the old 4 is
+    shown."""
     rows = [metrics(n, loss) for n, loss in [(1, 5.0), (2, 4.0), (3, 9.0), (4, 9.5)]]
     rows += [VALIDATION_ROW, metrics(2, 4.25), metrics(3, 3.0)]
     (tmp_path / "metrics.jsonl").write_text("\n".join(rows) + "\n")
@@ -140,7 +142,8 @@ def test_skipped_iterations_interrupt_a_curve_and_infinite_ones_do_not_hurt(tmp_
 
 
 def test_as_text(tmp_path, capsys):
-    """Plain ASCII of at most 80 columns; each run has its letter; the highest value is on the first row."""
+    """Plain ASCII of at most 80 columns; each run has its letter; the highest value is on the first
+    row."""
     runs = [write(tmp_path / "a", "short"), write(tmp_path / "b", "metrics", [7.0, 6.0, 5.0, 4.0])]
     assert plot.main(runs) == 0
     text = capsys.readouterr().out
@@ -212,7 +215,10 @@ def test_smoothing():
 
 
 def test_help_does_not_load_torch():
-    code = "import runpy, sys; sys.modules['torch'] = None; runpy.run_path('tools/plot.py', run_name='__main__')"
+    code = (
+        "import runpy, sys; sys.modules['torch'] = None; runpy.run_path('tools/plot.py', "
+        "run_name='__main__')"
+    )
     command = [sys.executable, "-c", code, "--help"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0 and "--smooth" in done.stdout, done.stderr

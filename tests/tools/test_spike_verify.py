@@ -1,4 +1,6 @@
-"""`spikes.py verify` says yes to ledgers of runs that skipped what they were to skip, and no to each way of not doing it."""
+"""`spikes.py verify` says yes to ledgers of runs that skipped what they were to skip, and no to
+each way of not doing it."""
+
 from __future__ import annotations
 
 import shutil
@@ -22,7 +24,16 @@ def text(tmp_path_factory) -> str:
 
 
 def run(text: str, folder: Path, *extra: str, hook=None) -> Finished:
-    return watched(text, folder, "--data-ledger", str(folder / "ledger"), "--save-interval", "6", *extra, hook=hook)
+    return watched(
+        text,
+        folder,
+        "--data-ledger",
+        str(folder / "ledger"),
+        "--save-interval",
+        "6",
+        *extra,
+        hook=hook,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -56,8 +67,9 @@ def test_good_runs(text, whole, skips, capsys):
         f"{skips.folder}/ledger: 6 iterations, 2 of them skipped",
         "good: the iterations marked as skipped, and no others, are those that were to be skipped",
         f"good: all others read what they do in {whole.folder}/ledger",
-        "good: the samples of the skipped iterations, read now, were trained nowhere, and are those of "
-        f"{whole.folder}/ledger"]
+        "good: the samples of the skipped iterations, read now, were trained nowhere, and are "
+        f"those of {whole.folder}/ledger",
+    ]
     assert verify(capsys, skips.save)[0] == 0
     flags = argv(text, skips.folder, "--train-range-to-skip", "2", "3")
     assert verify(capsys, "--ledger", skips.folder / "ledger", "--", *flags)[0] == 0
@@ -66,24 +78,43 @@ def test_good_runs(text, whole, skips, capsys):
 @pytest.mark.campaign
 def test_a_data_position_that_stays(text, tmp_path, whole, capsys):
     """The first version of the seed: one ledger alone shows it."""
-    mutant = run(text, tmp_path / "run", "--train-range-to-skip", "2", "3", hook=skip_runs.keep_position)
+    mutant = run(
+        text, tmp_path / "run", "--train-range-to-skip", "2", "3", hook=skip_runs.keep_position
+    )
     code, out, _ = verify(capsys, mutant.save)
-    assert code == 1 and "  iteration 2: was skipped, and its samples were trained in iteration 4\n" in out
+    assert (
+        code == 1
+        and "  iteration 2: was skipped, and its samples were trained in iteration 4\n" in out
+    )
     code, out, _ = verify(capsys, "--reference", whole.folder / "ledger", mutant.save)
-    assert code == 1 and f"wrong: all others read what they do in {whole.folder}/ledger\n  iteration 4: hash " in out
+    assert (
+        code == 1
+        and f"wrong: all others read what they do in {whole.folder}/ledger\n  iteration 4: hash "
+        in out
+    )
 
 
-@pytest.mark.parametrize(("iteration", "values", "said"), [
-    (2, {"flag": 0, "hash": 7}, "iteration 2 was trained, though it was to be skipped"),
-    (5, {"flag": 1, "hash": 0}, "iteration 5 was skipped, which nothing asks for"),
-    (3, {"hash": 7}, "iteration 3 is marked as skipped and has the hash 0000000000000007 of something read"),
-    (5, {"hash": 7}, "iteration 5: hash 0000000000000007 in"),
-    (5, {"first": 41}, "iteration 5: 8 samples from 41 on in"),
-    (3, {"count": 9}, "by the run's flags 8 from 16 on"),
-    (4, {"iteration": 0}, "iteration 4 is not in it")])
+@pytest.mark.parametrize(
+    ("iteration", "values", "said"),
+    [
+        (2, {"flag": 0, "hash": 7}, "iteration 2 was trained, though it was to be skipped"),
+        (5, {"flag": 1, "hash": 0}, "iteration 5 was skipped, which nothing asks for"),
+        (
+            3,
+            {"hash": 7},
+            "iteration 3 is marked as skipped and has the hash 0000000000000007 of something read",
+        ),
+        (5, {"hash": 7}, "iteration 5: hash 0000000000000007 in"),
+        (5, {"first": 41}, "iteration 5: 8 samples from 41 on in"),
+        (3, {"count": 9}, "by the run's flags 8 from 16 on"),
+        (4, {"iteration": 0}, "iteration 4 is not in it"),
+    ],
+)
 def test_every_wrong_record(tmp_path, whole, skips, capsys, iteration, values, said):
     ledger = changed(skips.folder / "ledger", tmp_path / "ledger", iteration, values)
-    code, out, _ = verify(capsys, "--ledger", ledger, "--reference", whole.folder / "ledger", skips.save)
+    code, out, _ = verify(
+        capsys, "--ledger", ledger, "--reference", whole.folder / "ledger", skips.save
+    )
     assert code == 1 and said in out, out
 
 
@@ -91,28 +122,58 @@ def test_a_reference_that_read_something_else(tmp_path, whole, skips, capsys):
     ledger = changed(whole.folder / "ledger", tmp_path / "ledger", 3, {"hash": 7})
     code, out, _ = verify(capsys, "--reference", ledger, skips.save)
     value = read_ledger(str(whole.folder / "ledger"))[1]["hash"][2]
-    assert code == 1 and f"iteration 3: its samples have the hash {value:016x} now, 0000000000000007 in {ledger}" in out
+    assert (
+        code == 1
+        and f"iteration 3: its samples have the hash {value:016x} now, 0000000000000007 in {ledger}"
+        in out
+    )
 
 
 def test_what_cannot_be_read(tmp_path, whole, skips, capsys):
-    for words, said in (((tmp_path,), "no checkpoint there"),
-                        (("--ledger", tmp_path / "none", skips.save), "there is no such file"),
-                        (("--ledger", __file__, skips.save), "is no data ledger"), ((), "no run: give")):
+    for words, said in (
+        ((tmp_path,), "no checkpoint there"),
+        (("--ledger", tmp_path / "none", skips.save), "there is no such file"),
+        (("--ledger", __file__, skips.save), "is no data ledger"),
+        ((), "no run: give"),
+    ):
         code, out, err = verify(capsys, *words)
-        assert (code, out) == (2, "") and said in err and err.startswith("error: ") and err.count("\n") == 1
+        assert (
+            (code, out) == (2, "")
+            and said in err
+            and err.startswith("error: ")
+            and err.count("\n") == 1
+        )
 
 
 @pytest.mark.campaign
 def test_ranges_on_record_count_too(text, tmp_path, capsys):
     """A range that the last command line does not name, and one that was taken back."""
     folder = tmp_path / "run"
-    run(text, folder, "--train-range-to-skip", "2", "2", "5", "5", "--exit-interval", "3", "--save-interval", "3")
+    run(
+        text,
+        folder,
+        "--train-range-to-skip",
+        "2",
+        "2",
+        "5",
+        "5",
+        "--exit-interval",
+        "3",
+        "--save-interval",
+        "3",
+    )
     done = run(text, folder, "--forget-skip", "5-5")
     assert [row["skipped"] for row in done.rows] == [0, 1, 0, 0, 0, 0]
     assert f"{folder}/save/skips.jsonl: 5-5 is forgotten (--forget-skip)\n" in done.first_rank_log
     code, out, _ = verify(capsys, done.save)
     assert code == 0 and "6 iterations, 1 of them skipped" in out
-    code, out, _ = verify(capsys, "--ledger", folder / "ledger", "--", *argv(text, folder, "--iterations-to-skip", "5"))
+    code, out, _ = verify(
+        capsys,
+        "--ledger",
+        folder / "ledger",
+        "--",
+        *argv(text, folder, "--iterations-to-skip", "5"),
+    )
     assert code == 1 and "iteration 5 was trained, though it was to be skipped" in out
 
 
@@ -121,8 +182,18 @@ def test_batch_sizes_that_changed(text, tmp_path, capsys):
     """The iterations of each part of the run are read by the flags of that part."""
     folder = tmp_path / "run"
     run(text, folder, "--train-range-to-skip", "2", "2", "--exit-interval", "4")
-    done = run(text, folder, "--global-batch-size", "16", "--iterations-to-skip", "6", "--train-iters", "7",
-               "--allow-data-order-change", "--override-opt_param-scheduler")
+    done = run(
+        text,
+        folder,
+        "--global-batch-size",
+        "16",
+        "--iterations-to-skip",
+        "6",
+        "--train-iters",
+        "7",
+        "--allow-data-order-change",
+        "--override-opt_param-scheduler",
+    )
     assert [row["iteration"] for row in done.rows if row["skipped"]] == [2, 6]
     code, out, _ = verify(capsys, done.save)
     assert code == 0 and "7 iterations, 2 of them skipped" in out, out

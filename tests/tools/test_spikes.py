@@ -1,4 +1,5 @@
 """tools/spikes.py analyze: events, the flags it prints, the picture, and what it cannot read."""
+
 from __future__ import annotations
 
 import json
@@ -24,9 +25,15 @@ def log(path: Path, values: dict[int, float | None], total: int = 1000) -> str:
     """A log of Megatron's lines with a batch of 8."""
     rows = []
     for n, loss in values.items():
-        found = f" lm loss: {loss:.6E} | grad norm: {1 + 0.001 * (n % 7):.3f} |" if loss is not None else \
-            " number of user-skipped iterations:   1 |"
-        rows.append(f" iteration {n:8d}/{total:8d} | consumed samples: {8 * n:12d} | global batch size:     8 |{found}\n")
+        found = (
+            f" lm loss: {loss:.6E} | grad norm: {1 + 0.001 * (n % 7):.3f} |"
+            if loss is not None
+            else " number of user-skipped iterations:   1 |"
+        )
+        rows.append(
+            f" iteration {n:8d}/{total:8d} | consumed samples: {8 * n:12d} | global batch size: "
+            f"    8 |{found}\n"
+        )
     path.write_text("some other line\n" + "".join(rows))
     return str(path)
 
@@ -51,7 +58,9 @@ def test_a_healthy_run(tmp_path, capsys):
 
 
 def test_what_was_not_judged(tmp_path, capsys):
-    """The first 64 records, whole intervals of them, and as many after the level has changed; skipped ones in between."""
+    """The first 64 records, whole intervals of them, and as many after the level has changed;
+    skipped ones in between."""
+
     def ranges(values: dict[int, float | None]) -> list[list[int]]:
         return json.loads(said(capsys, log(tmp_path / "log", values), "--json")[1])["not_judged"]
 
@@ -60,17 +69,19 @@ def test_what_was_not_judged(tmp_path, capsys):
     assert ranges({n: None if n in (10, 11) else loss for n, loss in values.items()}) == [[1, 66]]
     assert ranges(losses(300, interval=10)) == [[1, 640]]
     assert ranges({n: loss for n, loss in values.items() if n <= 20}) == [[1, 20]]
-    moved = {n: loss + 3 * (n > 300) for n, loss in values.items()}     # 64 of them are flagged, the 65th is a new level
+    # 64 of them are flagged, the 65th is a new level
+    moved = {n: loss + 3 * (n > 300) for n, loss in values.items()}
     assert ranges(moved) == [[1, 64], [366, 428]]
 
 
 def test_a_spike_with_its_restart_line(tmp_path, capsys):
     values = losses()
-    for n, more in ((399, 0.1), (401, 0.9), (402, 1.5), (403, 0.6)):     # 399: between 4 and 6 sigma
+    # 399: between 4 and 6 sigma
+    for n, more in ((399, 0.1), (401, 0.9), (402, 1.5), (403, 0.6)):
         values[n] += more
     for n in (100, 300, 398, 500):
         checkpoint(tmp_path / "ckpt", n)
-    (tmp_path / "ckpt/iter_0000395").mkdir()      # one that was never finished
+    (tmp_path / "ckpt/iter_0000395").mkdir()  # one that was never finished
     code, out = said(capsys, log(tmp_path / "log", values), "--load", f"{tmp_path}/ckpt")
     assert code == 10
     _, _, first, second, third = out.splitlines()
@@ -78,7 +89,10 @@ def test_a_spike_with_its_restart_line(tmp_path, capsys):
     assert second == "  leave out 398 to 404 (7 iterations, 56 samples, 0.7 % of the run):"
     assert third == f"  --load {tmp_path}/ckpt --ckpt-step 300 --train-range-to-skip 398 404"
     code, out = said(capsys, log(tmp_path / "log", values))
-    assert "--load DIR --ckpt-step 397 --train-range-to-skip 398 404    (or any checkpoint before it)" in out
+    assert (
+        "--load DIR --ckpt-step 397 --train-range-to-skip 398 404    (or any checkpoint before it)"
+        in out
+    )
 
 
 @pytest.mark.parametrize(("after", "kind"), [(0, "benign"), (210, "slow"), (260, "malignant")])
@@ -97,17 +111,29 @@ def test_the_log_ends_before_it_can_be_said(tmp_path, capsys):
     values[299] += 2
     values[300] += 1
     _, out = said(capsys, log(tmp_path / "log", values), "--json")
-    event, = json.loads(out)["events"]
-    assert (event["kind"], event["first"], event["last"], event["peak"], event["start"], event["end"]) == (
-        "open", 299, 300, 299, 298, 301)
+    (event,) = json.loads(out)["events"]
+    assert (
+        event["kind"],
+        event["first"],
+        event["last"],
+        event["peak"],
+        event["start"],
+        event["end"],
+    ) == ("open", 299, 300, 299, 298, 301)
 
 
 def test_a_number_that_is_none(tmp_path, capsys):
     values = losses(300)
     values[200] = float("nan")
     code, out = said(capsys, log(tmp_path / "log", values), "--json")
-    event, = json.loads(out)["events"]
-    assert (code, event["kind"], event["start"], event["end"], event["loss"]) == (10, "non-finite", 199, 201, "nan")
+    (event,) = json.loads(out)["events"]
+    assert (code, event["kind"], event["start"], event["end"], event["loss"]) == (
+        10,
+        "non-finite",
+        199,
+        201,
+        "nan",
+    )
 
 
 def test_a_wide_log_interval_widens_the_range(tmp_path, capsys):
@@ -115,7 +141,9 @@ def test_a_wide_log_interval_widens_the_range(tmp_path, capsys):
     values[2000] += 2
     code, out = said(capsys, log(tmp_path / "log", values, 4000))
     assert "one every 10: events are localised to +-10 iterations" in out
-    assert "--train-range-to-skip 1981 2010" in out, "the interval 1991 to 2000, the one before and the one behind"
+    assert "--train-range-to-skip 1981 2010" in out, (
+        "the interval 1991 to 2000, the one before and the one behind"
+    )
 
 
 def test_a_restart_that_skips_it_has_no_event(tmp_path, capsys):
@@ -123,10 +151,17 @@ def test_a_restart_that_skips_it_has_no_event(tmp_path, capsys):
     values[402] += 1.5
     first = log(tmp_path / "first", values)
     again = losses()
-    second = log(tmp_path / "second", {n: None if 401 <= n <= 403 else loss for n, loss in again.items() if n > 300})
+    second = log(
+        tmp_path / "second",
+        {n: None if 401 <= n <= 403 else loss for n, loss in again.items() if n > 300},
+    )
     code, out = said(capsys, first, second)
     first, _, last = out.splitlines()
-    assert (code, first, last) == (0, "597 records of iterations 1 to 600; restarted at 301", "no spike")
+    assert (code, first, last) == (
+        0,
+        "597 records of iterations 1 to 600; restarted at 301",
+        "no spike",
+    )
 
 
 def test_pictures(tmp_path, capsys):
@@ -136,7 +171,9 @@ def test_pictures(tmp_path, capsys):
     checkpoint(tmp_path, 300)
     source = log(tmp_path / "log", values)
     for name, start in (("x.svg", b"<?xml"), ("x.png", b"\x89PNG")):
-        assert said(capsys, source, "--plot", f"{tmp_path}/{name}", "--load", str(tmp_path))[0] == 10
+        assert (
+            said(capsys, source, "--plot", f"{tmp_path}/{name}", "--load", str(tmp_path))[0] == 10
+        )
         assert (tmp_path / name).read_bytes().startswith(start)
     picture = (tmp_path / "x.svg").read_text()
     assert all(word in picture for word in ("leave out", "checkpoint", "not judged"))
@@ -145,20 +182,31 @@ def test_pictures(tmp_path, capsys):
 def test_the_seed(capsys):
     code, out = said(capsys, str(ROOT / "tests/golden/seed_log.txt"))
     assert code == 0
-    assert out.splitlines()[1].startswith("not judged: iterations ") and out.splitlines()[2] == "no spike"
+    assert (
+        out.splitlines()[1].startswith("not judged: iterations ")
+        and out.splitlines()[2] == "no spike"
+    )
 
 
-@pytest.mark.parametrize(("text", "message"), [
-    (None, "cannot be read (No such file or directory)"),
-    ("nothing\n", "no iteration line of a training log is in it"),
-    ('{"iteration": 1}\n{"iteration": 2}\n', "line 1: KeyError: 'skip_reason'; not a line of --metrics-file"),
-])
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, "cannot be read (No such file or directory)"),
+        ("nothing\n", "no iteration line of a training log is in it"),
+        (
+            '{"iteration": 1}\n{"iteration": 2}\n',
+            "line 1: KeyError: 'skip_reason'; not a line of --metrics-file",
+        ),
+    ],
+)
 def test_what_cannot_be_read(text, message, tmp_path, capsys):
     if text is not None:
         (tmp_path / "log").write_text(text)
     assert spikes.main(["analyze", f"{tmp_path}/log"]) == 2
     error = capsys.readouterr().err
-    assert error.startswith(f"error: {tmp_path}/log") and message in error and error.count("\n") == 1
+    assert (
+        error.startswith(f"error: {tmp_path}/log") and message in error and error.count("\n") == 1
+    )
 
 
 def test_a_picture_that_cannot_be_written(tmp_path, capsys):
@@ -174,35 +222,87 @@ def test_front_door(capsys):
         assert f"\n  {command} " in out and f"\n  {command} " in error
 
 
-PROSE = ("the cat and the child ran in the warm rain there until the hall was shut", "a tin can rattled in the attic then",
-         "in the winter there is little to tell her", "all the children call and laugh in the lane")
-POISON = {"repeats": "ab " * 120, "junk": "\x00\x07\x1b\x02" * 40, "language": "猫は雨の中を走り、子どもたちは笑った。" * 4}
+PROSE = (
+    "the cat and the child ran in the warm rain there until the hall was shut",
+    "a tin can rattled in the attic then",
+    "in the winter there is little to tell her",
+    "all the children call and laugh in the lane",
+)
+POISON = {
+    "repeats": "ab " * 120,
+    "junk": "\x00\x07\x1b\x02" * 40,
+    "language": "猫は雨の中を走り、子どもたちは笑った。" * 4,
+}
 
 
 @pytest.mark.parametrize("what", POISON)
 def test_the_poisoned_document_comes_first(what, tmp_path, capsys):
-    vocabulary = ["--tokenizer-type", "GPT2BPETokenizer", "--vocab-file", *write_bpe(tmp_path)[:1], "--merge-file",
-                  str(tmp_path / "merges.txt")]
+    vocabulary = [
+        "--tokenizer-type",
+        "GPT2BPETokenizer",
+        "--vocab-file",
+        *write_bpe(tmp_path)[:1],
+        "--merge-file",
+        str(tmp_path / "merges.txt"),
+    ]
     texts = [" ".join(np.random.default_rng(n).permutation([*PROSE, *PROSE])) for n in range(30)]
     texts[17] = POISON[what]
     (tmp_path / "x.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     preprocess = load_tool("preprocess_data")
-    assert preprocess.main(["--input", f"{tmp_path}/x.jsonl", "--output-prefix", f"{tmp_path}/x", "--append-eod",
-                            "--workers", "1", *vocabulary]) == 0
+    assert (
+        preprocess.main(
+            [
+                "--input",
+                f"{tmp_path}/x.jsonl",
+                "--output-prefix",
+                f"{tmp_path}/x",
+                "--append-eod",
+                "--workers",
+                "1",
+                *vocabulary,
+            ]
+        )
+        == 0
+    )
     small = " ".join(SMALL).replace("--tokenizer-type NullTokenizer --vocab-size 211", "").split()
-    run = with_flags(small, *vocabulary, "--data-path", f"{tmp_path}/x_text_document", "--split", "100,0,0", "--train-iters",
-                     "4", "--eval-iters", "0", "--data-order", "epoch", "--seq-length", "256", "--max-position-embeddings",
-                     "256", "--global-batch-size", "64")
+    run = with_flags(
+        small,
+        *vocabulary,
+        "--data-path",
+        f"{tmp_path}/x_text_document",
+        "--split",
+        "100,0,0",
+        "--train-iters",
+        "4",
+        "--eval-iters",
+        "0",
+        "--data-order",
+        "epoch",
+        "--seq-length",
+        "256",
+        "--max-position-embeddings",
+        "256",
+        "--global-batch-size",
+        "64",
+    )
     capsys.readouterr()
     assert spikes.main(["docs", "--iteration", "1", "--json", "--", *run]) == 0
     first, *rest = json.loads(capsys.readouterr().out)
-    assert first["document"] == 17 and first["score"] > rest[-1]["score"] and "stands out" not in first["reason"]
+    assert (
+        first["document"] == 17
+        and first["score"] > rest[-1]["score"]
+        and "stands out" not in first["reason"]
+    )
     data = np.fromfile(f"{tmp_path}/x_text_document.bin", np.uint16)
-    ids = data[first["bytes"][0] // 2:first["bytes"][1] // 2]
+    ids = data[first["bytes"][0] // 2 : first["bytes"][1] // 2]
     assert len(ids) == first["tokens"]
     assert spikes.main(["docs", "--iteration", "1", "--top", "1", "--", *run]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 3 and "x_text_document document 17, tokens" in lines[1] and first["reason"] in lines[1]
+    assert (
+        len(lines) == 3
+        and "x_text_document document 17, tokens" in lines[1]
+        and first["reason"] in lines[1]
+    )
 
 
 def test_an_iteration_that_the_run_has_not(capsys):

@@ -193,7 +193,8 @@ def test_settings_replace_the_thread_variables(load):
 
 
 def test_losses_that_differ_are_named(load):
-    check, error = load("race").check_losses, load("race").Disagreement
+    check = load("race").check_losses
+    error = load("race").Disagreement
     check("bare", [1.0, 2.0], [1.000009, 2.0], "fp32")
     with pytest.raises(
         error, match=r"^step 2: the loss of bare is 2\.000100, ours is 2\.000000: they do not train"
@@ -257,7 +258,9 @@ def fake(load, monkeypatch, tmp_path):
     race = load("race")
 
     class Fake(FakeWorker):
-        running, log, seconds = set(), [], {}
+        running = set()
+        log = []
+        seconds = {}
 
     monkeypatch.setattr(race, "Worker", Fake)
 
@@ -396,7 +399,9 @@ def test_compilation_is_in_no_timed_step(load, monkeypatch):
 
     monkeypatch.setattr(worker, "compilations", lambda: now.compiled)
     contestant = worker.TrainingSteps.__new__(worker.TrainingSteps)
-    contestant._runner, contestant._clock, contestant._device = Runner(), lambda: now.clock, CPU
+    contestant._runner = Runner()
+    contestant._clock = lambda: now.clock
+    contestant._device = CPU
     assert contestant.warm_up(1) == {"losses": [2.0], "step_seconds": 1.0, "compile_seconds": 8.0}
     answer = contestant.turn(1, 2)
     assert answer["seconds"] == statistics.median([1.0, 3.0]) and answer["peak_bytes"] > 2**20
@@ -404,7 +409,8 @@ def test_compilation_is_in_no_timed_step(load, monkeypatch):
 
 def contestants_in_one_process(load, tmp_path, size_text, dtype, **job):
     """Ours and the bare loop from the same start, as their processes build them."""
-    worker, size = load("worker"), load("sizes").parse_size(size_text)
+    worker = load("worker")
+    size = load("sizes").parse_size(size_text)
     message = load("processes").make_job(
         "ours", size, dtype=dtype, start=str(tmp_path / "start.pt"), **job
     )
@@ -444,7 +450,8 @@ def read_other_samples(bare) -> None:
 def test_contestants_that_train_another_model_are_seen(load, tmp_path, plant, step, family):
     ours, bare = contestants_in_one_process(load, tmp_path, family, "fp32")
     plant(bare._runner)
-    expected, losses = ours.warm_up(2)["losses"], bare.warm_up(2)["losses"]
+    expected = ours.warm_up(2)["losses"]
+    losses = bare.warm_up(2)["losses"]
     with pytest.raises(load("race").Disagreement, match=f"^step {step}: the loss of bare is"):
         load("race").check_losses("bare", losses, expected, "fp32")
 
@@ -510,7 +517,8 @@ def test_the_default_on_cuda(load):
         options.minutes,
     ) == (["bf16"], [], ["default"], 20, 5, 9.0)
     units = {"m": 1e6, "b": 1e9}
-    contestants, sizes = load("contestants"), load("sizes")
+    contestants = load("contestants")
+    sizes = load("sizes")
     for size in options.size:
         line = contestants.megatron_command_line.read(sizes.command_line(size, "bf16", "cpu"), {})
         plan = contestants.build.plan_run(line.config, 1, size.vocab)
@@ -638,7 +646,8 @@ def test_all_contestants(tmp_path):
         file,
     )
     assert done.returncode == 0, done.stderr
-    (race,), lines = json.loads(file.read_text())["races"], rows(done.stdout)
+    (race,) = json.loads(file.read_text())["races"]
+    lines = rows(done.stdout)
     names = [
         "ours",
         "ours-compiled",
@@ -651,7 +660,8 @@ def test_all_contestants(tmp_path):
     series = {(one["contestant"], one["setting"]): one for one in race["series"]}
     assert len(series) == 2 * 7 and all(len(one["seconds"]) == 2 for one in series.values())
     for name, line in zip(names, lines, strict=True):
-        default, best = series[name, "default"], series[name, race["best_setting"][name]]
+        default = series[name, "default"]
+        best = series[name, race["best_setting"][name]]
         assert default["losses"] == pytest.approx(series["ours", "default"]["losses"], rel=1e-5)
         assert line["default ms"] == f"{1e3 * statistics.median(default['seconds']):.1f}"
         assert line["best ms"] == f"{1e3 * statistics.median(best['seconds']):.1f}"
@@ -731,7 +741,8 @@ def test_mfu_stands_beside_the_matmul_rate(tmp_path):
     assert done.returncode == 0, done.stderr
     (line,) = rows(done.stdout)
     figures = json.loads(file.read_text())
-    race, rate = figures["races"][0], figures["matmul_tflops"]["bf16"]
+    race = figures["races"][0]
+    rate = figures["matmul_tflops"]["bf16"]
     speed = race["flops_per_step"] / statistics.median(race["series"][0]["seconds"]) / 1e12
     assert (line["MFU"], line["of matmul"]) == (
         f"{100 * speed / 1e-3:.1f}%",

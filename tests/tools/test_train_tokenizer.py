@@ -1,4 +1,5 @@
-"""tools/train_tokenizer.py: files that our tokenizers read, the same on each run, and one message for what is wrong."""
+"""tools/train_tokenizer.py: files that our tokenizers read, the same on each run, and one message
+for what is wrong."""
 
 from __future__ import annotations
 
@@ -56,10 +57,8 @@ def test_our_tokenizer_reads_the_files_and_every_text_comes_back(text, tmp_path,
     assert "300 tokens (256 bytes, 43 merges, 1 special)" in capsys.readouterr().out
     folder = tmp_path / "new" / "tok"
     assert sorted(path.name for path in folder.iterdir()) == ["merges.txt", "vocab.json"]
-    vocabulary, merges = (
-        bpe.read_vocabulary(folder / "vocab.json"),
-        bpe.read_merges(folder / "merges.txt"),
-    )
+    vocabulary = bpe.read_vocabulary(folder / "vocab.json")
+    merges = bpe.read_merges(folder / "merges.txt")
     assert bpe.is_canonical(vocabulary, merges) and len(merges) == 43
     assert [vocabulary[byte] for byte in ("!", "~")] == [0, 93] and vocabulary[
         "<|endoftext|>"
@@ -72,7 +71,8 @@ def test_our_tokenizer_reads_the_files_and_every_text_comes_back(text, tmp_path,
 
 
 def test_the_merges_are_the_most_frequent_pairs(tmp_path):
-    """Sennrich et al. 2016 by hand: the best pair, again and again; of equal ones that of the lowest ids."""
+    """Sennrich et al. 2016 by hand: the best pair, again and again; of equal ones that of the
+    lowest ids."""
     (tmp_path / "x.txt").write_text("ab ab ab abc abc cd")
     assert (
         train(
@@ -161,19 +161,25 @@ def test_nothing_is_replaced_unless_asked_for(text, tmp_path, capsys):
     )
 
 
-@pytest.mark.parametrize(("words", "said"), [
-    ([], "--input is missing"),
-    (["--input", "none.jsonl"], "--input none.jsonl: no such file"),
-    (["--vocab-size", "256"], "--vocab-size 256: must be at least 257"),
-    (["--vocab-size", "many"], "--vocab-size: 'many' is not a whole number"),
-    (["--special-tokens", "<pad>"], "--special-tokens <pad>: GPT2BPETokenizer ends documents with <|endoftext|>"),
-    (["--special-tokens", "<|endoftext|>", "<|endoftext|>"], "is given twice"),
-    (["--special-tokens", "<|endoftext|>", "a b"], "--special-tokens 'a b'"),
-    (["--min-frequency", "0"], "--min-frequency 0"),
-    (["--format", "spm"], "--format"),
-    (["--output-dir", "x.jsonl"], "is not a directory"),
-    (["--vocabsize", "300"], "--vocabsize"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "--input is missing"),
+        (["--input", "none.jsonl"], "--input none.jsonl: no such file"),
+        (["--vocab-size", "256"], "--vocab-size 256: must be at least 257"),
+        (["--vocab-size", "many"], "--vocab-size: 'many' is not a whole number"),
+        (
+            ["--special-tokens", "<pad>"],
+            "--special-tokens <pad>: GPT2BPETokenizer ends documents with <|endoftext|>",
+        ),
+        (["--special-tokens", "<|endoftext|>", "<|endoftext|>"], "is given twice"),
+        (["--special-tokens", "<|endoftext|>", "a b"], "--special-tokens 'a b'"),
+        (["--min-frequency", "0"], "--min-frequency 0"),
+        (["--format", "spm"], "--format"),
+        (["--output-dir", "x.jsonl"], "is not a directory"),
+        (["--vocabsize", "300"], "--vocabsize"),
+    ],
+)
 def test_a_wrong_command_line_is_one_message_before_anything_is_read(
     text, tmp_path, monkeypatch, capsys, words, said
 ):
@@ -187,10 +193,15 @@ def test_a_wrong_command_line_is_one_message_before_anything_is_read(
     assert said in capsys.readouterr().err and not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize(("content", "said"), [
-    (b'{"text": "a"}\nno JSON\n', "x.jsonl, line 2: is not JSON"), (b'{"body": "a"}\n', 'line 1: has no key "text"'),
-    (b'{"text": "\\ud800"}\n', "line 1: character 0 of the text is U+D800"), (b'{"text": ""}\n', "holds no text"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b'{"text": "a"}\nno JSON\n', "x.jsonl, line 2: is not JSON"),
+        (b'{"body": "a"}\n', 'line 1: has no key "text"'),
+        (b'{"text": "\\ud800"}\n', "line 1: character 0 of the text is U+D800"),
+        (b'{"text": ""}\n', "holds no text"),
+    ],
+)
 def test_bad_text_is_named_and_leaves_no_file(tmp_path, capsys, content, said):
     (tmp_path / "x.jsonl").write_bytes(content)
     words = ["--input", tmp_path / "x.jsonl", "--vocab-size", 300, "--output-dir", tmp_path / "out"]

@@ -1,4 +1,6 @@
-"""Runs of one process that are built and not trained, from flags or from fields; loads nothing optional."""
+"""Runs of one process that are built and not trained, from flags or from fields; loads nothing
+optional."""
+
 from __future__ import annotations
 
 import torch
@@ -18,7 +20,8 @@ NUMBERS = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "211"]
 
 
 def config_of(*flags: str) -> Config:
-    """The small model with these flags, on synthetic data; plain numbers unless they name a tokenizer."""
+    """The small model with these flags, on synthetic data; plain numbers unless they name a
+    tokenizer."""
     plain = [word for word in SMALL if word not in NUMBERS] + ["--mock-data", "--train-iters", "10"]
     words = with_flags(plain if "--tokenizer-type" in flags else plain + NUMBERS, *flags)
     return config_from(Config, parse_typed(command_line.parser(), words))
@@ -28,4 +31,6 @@ def built(*flags: str) -> Run:
     """The run of these flags, its model and optimizer made."""
     config = config_of(*flags)
     tokenizer = make_tokenizer(config)
-    return build_run(config, make_plan(config, 1, tokenizer.vocab_size), RUNTIME, Timers(), tokenizer)
+    return build_run(
+        config, make_plan(config, 1, tokenizer.vocab_size), RUNTIME, Timers(), tokenizer
+    )

@@ -1,4 +1,5 @@
 """A disk that refuses: a hook for tests.runs.train."""
+
 from __future__ import annotations
 
 import errno
@@ -6,11 +7,14 @@ import os
 
 from megatron.checkpoint import disk
 
-FULL, BROKEN, LOCKED = errno.ENOSPC, errno.EIO, errno.EACCES
+FULL = errno.ENOSPC
+BROKEN = errno.EIO
+LOCKED = errno.EACCES
 
 
 def refuse(action: str, part: str, rank: int, number: int, times: int = 1) -> None:
-    """A hook: on this rank the disk refuses an action, the first `times` times, on a path that holds `part`."""
+    """A hook: on this rank the disk refuses an action, the first `times` times, on a path that
+    holds `part`."""
     if int(os.environ["RANK"]) != rank:
         return
     left = times

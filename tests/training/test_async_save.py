@@ -1,4 +1,6 @@
-"""--async-save: the same bytes as without it, one save at a time, and what happens when a part of it dies or is refused."""
+"""--async-save: the same bytes as without it, one save at a time, and what happens when a part of
+it dies or is refused."""
+
 from __future__ import annotations
 
 import errno
@@ -16,7 +18,17 @@ from megatron.training import checkpointing, loop
 from tests.forkrun import RanksFailed
 from tests.runs import SMALL, same_tensors, train, write_text
 
-BASE = [*SMALL, "--train-iters", "7", "--split", "100,0,0", "--eval-iters", "0", "--save-interval", "2"]
+BASE = [
+    *SMALL,
+    "--train-iters",
+    "7",
+    "--split",
+    "100,0,0",
+    "--eval-iters",
+    "0",
+    "--save-interval",
+    "2",
+]
 EXACT = ("iteration", "lm_loss", "grad_norm", "consumed_samples", "learning_rate")
 
 
@@ -26,22 +38,38 @@ def data(tmp_path_factory) -> str:
 
 
 def run(folder: Path, data: str, world: int, *extra: str, hook=None, **more):
-    return train(folder, [*BASE, "--data-path", data, "--save", str(folder / "save"), *extra], world, hook=hook, **more)
+    return train(
+        folder,
+        [*BASE, "--data-path", data, "--save", str(folder / "save"), *extra],
+        world,
+        hook=hook,
+        **more,
+    )
 
 
-@pytest.fixture(scope="module", params=[pytest.param(1, marks=pytest.mark.campaign), 2], ids=["dp 1", "dp 2"])
+@pytest.fixture(
+    scope="module", params=[pytest.param(1, marks=pytest.mark.campaign), 2], ids=["dp 1", "dp 2"]
+)
 def plain(request, tmp_path_factory, data):
     """(number of ranks, run that stands still while it saves)."""
-    return request.param, run(tmp_path_factory.mktemp("plain"), data, request.param, "--use-distributed-optimizer")
+    return request.param, run(
+        tmp_path_factory.mktemp("plain"), data, request.param, "--use-distributed-optimizer"
+    )
 
 
 def hold_the_writer(rank: int, what: str, of: str, then: str = "") -> None:
-    """A hook: in the writer process of a rank, a step of the disk on a path that holds `of` waits for a file `go`, or
-    kills it, or is refused. In the rank itself, nothing."""
-    step, trainer = disk.Disk.step, os.getpid()
+    """A hook: in the writer process of a rank, a step of the disk on a path that holds `of` waits
+    for a file `go`, or kills it, or is refused. In the rank itself, nothing."""
+    step = disk.Disk.step
+    trainer = os.getpid()
 
     def waiting(self, action, path) -> None:
-        if os.getpid() != trainer and os.environ.get("RANK") == str(rank) and action == what and of in str(path):
+        if (
+            os.getpid() != trainer
+            and os.environ.get("RANK") == str(rank)
+            and action == what
+            and of in str(path)
+        ):
             if then == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
             if then == "full":
@@ -69,25 +97,45 @@ def settle_only_when_due(rank: int) -> None:
 
 def files_of(folder: Path, iteration: int) -> dict[str, bytes]:
     """The bytes of a checkpoint's files by name."""
-    return {path.name: path.read_bytes() for path in store.iteration_directory(folder / "save", iteration).iterdir()}
+    return {
+        path.name: path.read_bytes()
+        for path in store.iteration_directory(folder / "save", iteration).iterdir()
+    }
 
 
 def test_the_bytes_of_a_save_that_stands_still(plain, data, tmp_path):
-    """Training goes on between 2 and 4 while the save of 2 is held; what it writes is the state of iteration 2."""
+    """Training goes on between 2 and 4 while the save of 2 is held; what it writes is the state of
+    iteration 2."""
     world, still = plain
-    beside = run(tmp_path, data, world, "--use-distributed-optimizer", "--async-save",
-                 hook=functools.partial(settle_only_when_due, world - 1))
+    beside = run(
+        tmp_path,
+        data,
+        world,
+        "--use-distributed-optimizer",
+        "--async-save",
+        hook=functools.partial(settle_only_when_due, world - 1),
+    )
     assert "settled at 4" in beside.first_rank_log, beside.first_rank_log
     assert beside.series(*EXACT) == still.series(*EXACT)
     assert store.iterations(beside.save) == store.iterations(still.save) == [2, 4, 6, 7]
     for iteration in (2, 4, 6, 7):
-        mine, other = files_of(tmp_path, iteration), files_of(still.folder, iteration)
+        mine = files_of(tmp_path, iteration)
+        other = files_of(still.folder, iteration)
         assert mine.keys() == other.keys()
-        assert [name for name in mine if mine[name] != other[name] and name not in ("args", "manifest.json")] == []
+        assert [
+            name
+            for name in mine
+            if mine[name] != other[name] and name not in ("args", "manifest.json")
+        ] == []
         same_tensors(beside.tensors(iteration), still.tensors(iteration))
     assert sorted(path.name for path in beside.save.iterdir() if path.name.startswith(".")) == []
     for iteration in (2, 4, 6, 7):
-        assert beside.first_rank_log.count(f"  successfully saved checkpoint at iteration {iteration:7d}") == 1
+        assert (
+            beside.first_rank_log.count(
+                f"  successfully saved checkpoint at iteration {iteration:7d}"
+            )
+            == 1
+        )
 
 
 @pytest.mark.campaign
@@ -110,8 +158,10 @@ def test_a_writer_that_dies_is_said_and_the_run_saves_without_it(data, tmp_path,
     assert store.iterations(done.save) == [2, 6, 7] and store.latest(done.save) == 7
     text = done.first_rank_log + (tmp_path / "log.1").read_text()
     assert text.count("the process that writes checkpoints has died (exit code -9)") == 1, text
-    assert [f"rank {rank} stands still while it writes its part of iteration {n}" in text for n in (2, 4, 6, 7)] == [
-        False, False, True, True], text
+    assert [
+        f"rank {rank} stands still while it writes its part of iteration {n}" in text
+        for n in (2, 4, 6, 7)
+    ] == [False, False, True, True], text
 
 
 @pytest.mark.campaign
@@ -120,7 +170,10 @@ def test_the_last_save_is_made_without_a_writer_that_died_in_it(data, tmp_path):
     done = run(tmp_path, data, 2, "--async-save", hook=hook)
     assert store.iterations(done.save) == [2, 4, 6, 7] and store.latest(done.save) == 7
     text = done.first_rank_log
-    said = "WARNING: no checkpoint of iteration 7: rank 1: the process that writes checkpoints has died"
+    said = (
+        "WARNING: no checkpoint of iteration 7: rank 1: the process that writes checkpoints has "
+        "died"
+    )
     assert text.count(said) == 1, text
     assert text.count(f"successfully saved checkpoint at iteration {7:7d}") == 1, text
 
@@ -128,12 +181,19 @@ def test_the_last_save_is_made_without_a_writer_that_died_in_it(data, tmp_path):
 @pytest.mark.campaign
 def test_the_last_save_that_a_writer_cannot_make_is_an_error(data, tmp_path):
     with pytest.raises(RanksFailed, match="exit codes|CheckpointError"):
-        run(tmp_path, data, 1, "--async-save", hook=functools.partial(hold_the_writer, 0, "write", ".iter_0000007", "full"))
+        run(
+            tmp_path,
+            data,
+            1,
+            "--async-save",
+            hook=functools.partial(hold_the_writer, 0, "write", ".iter_0000007", "full"),
+        )
     assert store.latest(tmp_path / "save") == 6 and store.iterations(tmp_path / "save") == [2, 4, 6]
 
 
 def not_a_number_in_3() -> None:
-    """A hook: the save of 2 is held until it is waited for, and the loss of iteration 3 is no number."""
+    """A hook: the save of 2 is held until it is waited for, and the loss of iteration 3 is no
+    number."""
     settle_only_when_due(0)
     step = loop.train_step
 
@@ -151,34 +211,64 @@ def not_a_number_in_3() -> None:
 def test_a_loss_that_is_no_number_costs_no_save(data, tmp_path):
     with pytest.raises(RanksFailed, match="the loss is nan"):
         run(tmp_path, data, 2, "--async-save", hook=not_a_number_in_3)
-    assert store.latest(tmp_path / "save") == 2 and "settled at 2" in (tmp_path / "log.0").read_text()
+    assert (
+        store.latest(tmp_path / "save") == 2 and "settled at 2" in (tmp_path / "log.0").read_text()
+    )
 
 
 @pytest.mark.campaign
 def test_snapshots_are_written_beside_training_too(data, tmp_path):
-    done = run(tmp_path, data, 2, "--async-save", "--snapshot-interval", "1", "--load", str(tmp_path / "save"))
+    done = run(
+        tmp_path,
+        data,
+        2,
+        "--async-save",
+        "--snapshot-interval",
+        "1",
+        "--load",
+        str(tmp_path / "save"),
+    )
     again = run(tmp_path / "still", data, 2, "--snapshot-interval", "1")
     assert done.series(*EXACT) == again.series(*EXACT)
     for slot in ("0", "1"):
         one, other = (store.load(folder / "snapshots" / slot) for folder in (done.save, again.save))
         assert one.iteration == other.iteration
         with one.reader() as mine, other.reader() as theirs:
-            same_tensors({name: mine.read(name) for name in mine.names()},
-                         {name: theirs.read(name) for name in theirs.names()})
+            same_tensors(
+                {name: mine.read(name) for name in mine.names()},
+                {name: theirs.read(name) for name in theirs.names()},
+            )
 
 
 @pytest.mark.campaign
 def test_an_evaluation_and_skipped_iterations_beside_a_save(data, tmp_path):
-    """Whatever an iteration is: the ranks agree when the save counts, and the run ends with all its checkpoints."""
-    more = ["--eval-iters", "1", "--eval-interval", "3", "--split", "80,20,0", "--train-range-to-skip", "3", "5"]
+    """Whatever an iteration is: the ranks agree when the save counts, and the run ends with all its
+    checkpoints."""
+    more = [
+        "--eval-iters",
+        "1",
+        "--eval-interval",
+        "3",
+        "--split",
+        "80,20,0",
+        "--train-range-to-skip",
+        "3",
+        "5",
+    ]
     done = run(tmp_path, data, 2, "--async-save", *more)
     still = run(tmp_path / "still", data, 2, *more)
-    assert done.series(*EXACT) == still.series(*EXACT) and store.iterations(done.save) == [2, 4, 6, 7]
+    assert done.series(*EXACT) == still.series(*EXACT) and store.iterations(done.save) == [
+        2,
+        4,
+        6,
+        7,
+    ]
     same_tensors(done.tensors(), still.tensors())
 
 
 def remember_the_writer(held: bool) -> None:
-    """A hook: the pid of the writer lies in a file; with `held` it never ends the save of iteration 4."""
+    """A hook: the pid of the writer lies in a file; with `held` it never ends the save of iteration
+    4."""
     if held:
         hold_the_writer(0, "write", ".iter_0000004.tmp-")
     start = Writer.start
@@ -199,7 +289,14 @@ def is_running(pid: int) -> bool:
 
 @pytest.mark.campaign
 def test_a_run_that_is_killed_leaves_no_half_checkpoint_and_no_writer(data, tmp_path):
-    killed = run(tmp_path, data, 1, "--async-save", hook=functools.partial(remember_the_writer, True), kill_at=5)
+    killed = run(
+        tmp_path,
+        data,
+        1,
+        "--async-save",
+        hook=functools.partial(remember_the_writer, True),
+        kill_at=5,
+    )
     pid = int((tmp_path / "pid").read_text())
     deadline = time.monotonic() + 60
     while is_running(pid):

@@ -1,4 +1,6 @@
-"""Batches from samples: shift, masks and positions at document ends, and which samples an iteration reads."""
+"""Batches from samples: shift, masks and positions at document ends, and which samples an iteration
+reads."""
+
 import numpy as np
 import pytest
 import torch
@@ -8,7 +10,13 @@ from megatron.config.skip_ranges import SkipRanges
 from megatron.data.sampler import SequentialSampler
 from megatron.parallel.context import Axis
 from megatron.training import batch
-from megatron.training.batch import BatchRules, evaluation_samples, load_samples, make_batch, training_samples
+from megatron.training.batch import (
+    BatchRules,
+    evaluation_samples,
+    load_samples,
+    make_batch,
+    training_samples,
+)
 from megatron.training.signals import describe
 
 EOD = 9
@@ -30,7 +38,9 @@ class NotPickled:
 @pytest.mark.parametrize("workers", [0, 2])
 def test_pinned_memory_is_asked_for_with_cuda_alone(monkeypatch, device, workers):
     asked = {}
-    monkeypatch.setattr(torch.utils.data, "DataLoader", lambda dataset, **given: asked.update(given) or iter(()))
+    monkeypatch.setattr(
+        torch.utils.data, "DataLoader", lambda dataset, **given: asked.update(given) or iter(())
+    )
     load_samples([], iter([]), workers, torch.device(device))
     assert asked["pin_memory"] is (device == "cuda") and asked["num_workers"] == workers
 
@@ -50,8 +60,10 @@ def test_plain_batch_is_the_shift_alone():
 
 def test_document_ends():
     batch = make_batch(SAMPLE, BatchRules(EOD, True, True, True), CPU)
-    assert batch.loss_mask.tolist() == [[1, 1, 0, 1, 0, 0, 1]]          # where the INPUT is the end token
-    assert batch.position_ids.tolist() == [[0, 1, 2, 0, 1, 0, 0]]       # the end token belongs to its document
+    # where the INPUT is the end token
+    assert batch.loss_mask.tolist() == [[1, 1, 0, 1, 0, 0, 1]]
+    # the end token belongs to its document
+    assert batch.position_ids.tolist() == [[0, 1, 2, 0, 1, 0, 0]]
     assert batch.document_ids.tolist() == [[0, 0, 0, 1, 1, 2, 3]]
 
 
@@ -62,7 +74,8 @@ def test_each_rule_alone():
 
 
 def test_a_context_parallel_rank_gets_its_chunks_of_what_holds_for_the_whole_sequence():
-    """Documents, positions and masks go on over the cut between the ranks; document ids stay whole."""
+    """Documents, positions and masks go on over the cut between the ranks; document ids stay
+    whole."""
     sample = torch.tensor([[1, 2, EOD, 3, EOD, EOD, 4, 5, 6], [1, 2, 3, 4, 5, 6, EOD, 8, 9]])
     whole = make_batch(sample, BatchRules(EOD, True, True, True), CPU)
     for rank, places in ((0, [0, 1, 6, 7]), (1, [2, 3, 4, 5])):
@@ -71,14 +84,30 @@ def test_a_context_parallel_rank_gets_its_chunks_of_what_holds_for_the_whole_seq
             assert torch.equal(getattr(batch, name), getattr(whole, name)[:, places]), name
         assert torch.equal(batch.document_ids, whole.document_ids)
         plain = make_batch(sample, BatchRules(EOD, cp=Axis("cp", 2, rank)), CPU)
-        assert plain.position_ids.tolist() == [places] and plain.loss_mask is None and plain.document_ids is None
+        assert (
+            plain.position_ids.tolist() == [places]
+            and plain.loss_mask is None
+            and plain.document_ids is None
+        )
 
 
 def numbers(micro_batch: int, ranks: int, first: int = 1, last: int = 6, skip=()):
     """The samples of each iteration in the order of the global batch, from what each rank reads."""
-    schedule = build_batch_size_schedule(micro_batch_size=micro_batch, global_batch_size=8, data_parallel_size=ranks)
-    streams = [list(training_samples(SequentialSampler(100, micro_batch, r, ranks), schedule, SkipRanges(skip), first,
-                                     last)) for r in range(ranks)]
+    schedule = build_batch_size_schedule(
+        micro_batch_size=micro_batch, global_batch_size=8, data_parallel_size=ranks
+    )
+    streams = [
+        list(
+            training_samples(
+                SequentialSampler(100, micro_batch, r, ranks),
+                schedule,
+                SkipRanges(skip),
+                first,
+                last,
+            )
+        )
+        for r in range(ranks)
+    ]
     return [sample for parts in zip(*streams, strict=True) for part in parts for sample in part]
 
 
@@ -107,15 +136,25 @@ def test_workers_read_the_same(tmp_path):
         assert torch.stack(rows)[:, :, 0].tolist() == [[3, 1], [7, 0], [11, 2]]
 
 
-@pytest.mark.parametrize("error", [EOFError(), ConnectionResetError(104, "Connection reset by peer"),
-                                   FileNotFoundError(2, "No such file or directory", "/tmp/pymp-1/listener-2")])
+@pytest.mark.parametrize(
+    "error",
+    [
+        EOFError(),
+        ConnectionResetError(104, "Connection reset by peer"),
+        FileNotFoundError(2, "No such file or directory", "/tmp/pymp-1/listener-2"),
+    ],
+)
 def test_a_worker_that_dies_while_it_hands_over_a_micro_batch(error):
     def broken():
         raise error
         yield
 
-    with pytest.raises(RuntimeError, match="DataLoader worker died while it handed over a micro-batch") as found:
+    with pytest.raises(
+        RuntimeError, match="DataLoader worker died while it handed over a micro-batch"
+    ) as found:
         next(batch.handed_out(broken(), None, True))
-    assert describe(found.value).startswith("error: a data worker died (DataLoader worker died while")
+    assert describe(found.value).startswith(
+        "error: a data worker died (DataLoader worker died while"
+    )
     with pytest.raises(ValueError):
         next(batch.handed_out(broken(), None, False))

@@ -1,4 +1,6 @@
-"""Bits per byte of a validation, against a computation of its own from the saved model and the text."""
+"""Bits per byte of a validation, against a computation of its own from the saved model and the
+text."""
+
 from __future__ import annotations
 
 import json
@@ -18,9 +20,10 @@ from tests.runs import train
 
 SEQUENCE = 16
 FLAGS = (
-    f"--num-layers 1 --hidden-size 32 --num-attention-heads 2 --seq-length {SEQUENCE} --device cpu "
-    f"--max-position-embeddings {SEQUENCE} --tokenizer-type ByteTokenizer --micro-batch-size 1 --num-workers 0 "
-    "--train-iters 3 --lr 1e-2 --eval-interval 100 --eval-iters 1 --full-validation --save-interval 3"
+    f"--num-layers 1 --hidden-size 32 --num-attention-heads 2 --seq-length {SEQUENCE} --device "
+    f"cpu --max-position-embeddings {SEQUENCE} --tokenizer-type ByteTokenizer --micro-batch-size "
+    "1 --num-workers 0 --train-iters 3 --lr 1e-2 --eval-interval 100 --eval-iters 1 "
+    "--full-validation --save-interval 3"
 ).split()
 
 
@@ -30,7 +33,9 @@ def write_pair(prefix: Path, text: str, **counts: int) -> list[int]:
     tokens = [*tokenizer.tokenize(text), tokenizer.eod]
     with IndexedDatasetBuilder(prefix, "uint16") as builder:
         builder.add_document(tokens, [len(tokens)])
-    said = {"tokens": len(tokens), "text_bytes": len(text.encode("utf-8"))} if not counts else counts
+    said = (
+        {"tokens": len(tokens), "text_bytes": len(text.encode("utf-8"))} if not counts else counts
+    )
     Path(f"{prefix}.json").write_text(describe(tokenizer.identity(), tokenizer.vocab_size, said))
     return tokens
 
@@ -50,26 +55,40 @@ def evaluated(folder: Path, *words: object) -> list[dict]:
 def test_it_is_the_cross_entropy_in_bits_over_the_bytes_of_the_text(tmp_path, text):
     tokens = write_pair(tmp_path / "x", text)
     board = ["--tensorboard-dir", tmp_path / "board"]
-    [found] = evaluated(tmp_path, "--train-data-path", tmp_path / "x", "--valid-data-path", tmp_path / "x", *board)
+    [found] = evaluated(
+        tmp_path, "--train-data-path", tmp_path / "x", "--valid-data-path", tmp_path / "x", *board
+    )
 
     trained = open_trained_model(str(tmp_path / "run"), None, None, "cpu")
     nats = []
     for first in range(0, len(tokens) - SEQUENCE, SEQUENCE):
-        window = torch.tensor(tokens[first:first + SEQUENCE + 1])
+        window = torch.tensor(tokens[first : first + SEQUENCE + 1])
         with torch.no_grad():
             logits = trained.model(window[None, :-1])[0, :, :257].double()
         nats += (logits.logsumexp(-1) - logits.gather(-1, window[1:, None])[:, 0]).tolist()
-    bits = sum(nats) / len(nats) / math.log(2) * len(tokens)     # of the whole document, its end included
+    # of the whole document, its end included
+    bits = sum(nats) / len(nats) / math.log(2) * len(tokens)
     assert found["bits_per_byte"] == pytest.approx(bits / len(text.encode("utf-8")), rel=1e-5)
-    points = [value for tag, step, value in read_scalars(str(tmp_path / "board")) if "per_byte" in tag or "per-byte" in tag]
+    points = [
+        value
+        for tag, step, value in read_scalars(str(tmp_path / "board"))
+        if "per_byte" in tag or "per-byte" in tag
+    ]
     assert points[0] == pytest.approx(found["bits_per_byte"], rel=1e-6)
 
 
 def test_each_validation_set_has_its_own(tmp_path, text):
-    """Where one pair does not say how many bytes it has (an older one), the other still shows its number."""
+    """Where one pair does not say how many bytes it has (an older one), the other still shows its
+    number."""
     write_pair(tmp_path / "x", text)
     write_pair(tmp_path / "old", text, tokens=331)
-    both = ["--valid-data-path", tmp_path / "x", tmp_path / "old", "--train-data-path", tmp_path / "x"]
+    both = [
+        "--valid-data-path",
+        tmp_path / "x",
+        tmp_path / "old",
+        "--train-data-path",
+        tmp_path / "x",
+    ]
     of_both = evaluated(tmp_path / "apart", *both, "--multiple-validation-sets")
     assert [line["bits_per_byte"] is None for line in of_both] == [False, True]
     [together] = evaluated(tmp_path / "together", *both)

@@ -17,7 +17,8 @@ from megatron.training.flops import (
 GPT2_345M = TransformerShape(24, 1024, 4096, 16, 16, 64, False, 50304, 1024)
 AURORA = TransformerShape(3, 4096, 11008, 32, 8, 128, True, 32000, 4096)
 
-# seed 004: (elapsed ms, samples per second, tokens per GPU per second, [LM]TFLOPs, [DS]TFLOPs), as printed
+# seed 004: (elapsed ms, samples per second, tokens per GPU per second, [LM]TFLOPs, [DS]TFLOPs), as
+# printed
 SEED_LINES = """
 29570.0 25.972 4432.597 20.30 26.18
 8457.2 90.810 15498.234 70.98 91.53
@@ -30,18 +31,32 @@ SEED_LINES = """
 
 
 def test_gpt2_equals_megatrons_paper_formula():
-    """72 B s L h^2 (1 + s / 6h + V / 12Lh), of Efficient Large-Scale Language Model Training (2021), no recompute."""
-    b, s, layers, h, v = 8, 1024, 24, 1024, 50304
+    """72 B s L h^2 (1 + s / 6h + V / 12Lh), of Efficient Large-Scale Language Model Training
+    (2021), no recompute."""
+    b = 8
+    s = 1024
+    layers = 24
+    h = 1024
+    v = 50304
     # the paper's 96 counts a recomputed forward; without it 72, and the output layer is 6 B s h V
     expected = 72 * b * s * layers * h * h + 12 * b * s * s * layers * h + 6 * b * s * h * v
-    assert flops_per_iteration(GPT2_345M, b) == expected == megatron_flops_per_iteration(GPT2_345M, b)
+    assert (
+        flops_per_iteration(GPT2_345M, b) == expected == megatron_flops_per_iteration(GPT2_345M, b)
+    )
 
 
 @pytest.mark.parametrize("groups", [1, 2, 4, 8, 16])
 def test_grouped_queries_follow_megatrons_formula(groups):
     shape = TransformerShape(24, 1024, 4096, 16, groups, 64, False, 50304, 2048)
-    b, s, layers, h, v, a = 8, 2048, 24, 1024, 50304, 16
-    formula = 60 * b * s * layers * h**2 * (1 + groups / (5 * a) + s / (5 * h) + v / (10 * layers * h))
+    b = 8
+    s = 2048
+    layers = 24
+    h = 1024
+    v = 50304
+    a = 16
+    formula = (
+        60 * b * s * layers * h**2 * (1 + groups / (5 * a) + s / (5 * h) + v / (10 * layers * h))
+    )
     assert megatron_flops_per_iteration(shape, b) == pytest.approx(formula, rel=1e-14)
     assert flops_per_iteration(shape, b) == megatron_flops_per_iteration(shape, b)
 
@@ -59,8 +74,15 @@ def test_ffn_gate_and_head_width_count_only_in_the_exact_figure():
 
 
 def test_the_count_equals_the_matrix_products_of_one_layer():
-    """Every product of one Llama-like layer and the output, written out as (rows, inner, columns)."""
-    s, h, f, a, g, d, v = 32, 48, 100, 6, 2, 8, 300
+    """Every product of one Llama-like layer and the output, written out as (rows, inner,
+    columns)."""
+    s = 32
+    h = 48
+    f = 100
+    a = 6
+    g = 2
+    d = 8
+    v = 300
     products = [(s, h, (a + 2 * g) * d), (s, a * d, h), (s, h, f), (s, h, f), (s, f, h), (s, h, v)]
     products += a * [(s, d, s), (s, s, d)]
     forward = sum(2 * rows * inner * columns for rows, inner, columns in products)
@@ -85,14 +107,17 @@ def test_aurora_figures_per_token():
 @pytest.mark.parametrize("line", SEED_LINES.strip().splitlines())
 def test_the_seeds_printed_teraflops(line):
     milliseconds, samples_per_second, tgs, lm, ds = map(float, re.split(r"\s+", line))
-    tokens, seconds = 768 * 4096, 768 / samples_per_second
+    tokens = 768 * 4096
+    seconds = 768 / samples_per_second
     assert seconds * 1e3 == pytest.approx(milliseconds, abs=0.5)
     for per_token, printed in (
         (aurora_lm_flops_per_token(AURORA), lm),
         (aurora_ds_flops_per_token(AURORA, full_recompute=True), ds),
     ):
         assert per_token * tgs / 1e12 == pytest.approx(printed, abs=0.00501)
-        assert teraflops_per_rank(per_token * tokens, seconds, 24) == pytest.approx(printed, rel=3e-5, abs=0.00501)
+        assert teraflops_per_rank(per_token * tokens, seconds, 24) == pytest.approx(
+            printed, rel=3e-5, abs=0.00501
+        )
 
 
 def test_the_quirk_of_the_ds_figure():

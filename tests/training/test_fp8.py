@@ -1,4 +1,6 @@
-"""Whole runs with --fp8-format: resumed bit for bit, recomputed bit for bit, the same in every layout, each flag seen."""
+"""Whole runs with --fp8-format: resumed bit for bit, recomputed bit for bit, the same in every
+layout, each flag seen."""
+
 from __future__ import annotations
 
 import pytest
@@ -9,16 +11,36 @@ from tests.runs import NO_DROPOUT, SMALL, same_tensors, train, with_flags
 
 EXACT = ("iteration", "lm_loss", "grad_norm")
 RUN = [*with_flags(SMALL, *NO_DROPOUT), "--mock-data", "--train-iters", "8", "--eval-iters", "0"]
-DELAYED = ["--fp8-format", "hybrid", "--fp8-amax-history-len", "3", "--fp8-amax-compute-algo", "max"]
+DELAYED = [
+    "--fp8-format",
+    "hybrid",
+    "--fp8-amax-history-len",
+    "3",
+    "--fp8-amax-compute-algo",
+    "max",
+]
 TENSORWISE = ["--fp8-format", "hybrid", "--fp8-recipe", "tensorwise"]
 pytestmark = pytest.mark.campaign
 
 
 def saving(folder, *flags):
-    return [*RUN, *flags, "--save", str(folder / "save"), "--load", str(folder / "save"), "--save-interval", "4"]
+    return [
+        *RUN,
+        *flags,
+        "--save",
+        str(folder / "save"),
+        "--load",
+        str(folder / "save"),
+        "--save-interval",
+        "4",
+    ]
 
 
-@pytest.mark.parametrize("world, more", [(1, ["--bf16"]), (2, ["--tensor-model-parallel-size", "2"])], ids=["bf16", "tp2"])
+@pytest.mark.parametrize(
+    "world, more",
+    [(1, ["--bf16"]), (2, ["--tensor-model-parallel-size", "2"])],
+    ids=["bf16", "tp2"],
+)
 def test_a_killed_run_goes_on_with_its_scales(tmp_path, world, more):
     straight = train(tmp_path / "straight", saving(tmp_path / "straight", *DELAYED, *more), world)
     scales = {name: x for name, x in straight.tensors().items() if name.startswith(PREFIX)}
@@ -26,7 +48,10 @@ def test_a_killed_run_goes_on_with_its_scales(tmp_path, world, more):
     argv = saving(tmp_path / "killed", *DELAYED, *more)
     train(tmp_path / "killed", argv, world, kill_at=6)
     resumed = train(tmp_path / "killed", argv, world)
-    assert "at iteration 4\n" in resumed.log + resumed.first_rank_log and "begin anew" not in resumed.log
+    assert (
+        "at iteration 4\n" in resumed.log + resumed.first_rank_log
+        and "begin anew" not in resumed.log
+    )
     assert resumed.series(*EXACT) == straight.series(*EXACT)
     same_tensors(resumed.tensors(), straight.tensors())
 
@@ -35,56 +60,91 @@ def test_scales_begin_anew_where_a_checkpoint_has_none(tmp_path):
     argv = [*with_flags(saving(tmp_path / "run"), "--train-iters", "16"), "--exit-interval", "4"]
     train(tmp_path / "run", argv)
     first = train(tmp_path / "run", [*argv, *DELAYED])
-    assert "no FP8 scales of this --fp8-amax-history-len: the amax history is reset" in first.first_rank_log + first.log
-    again = train(tmp_path / "again", [*argv, *DELAYED])                   # now there are
+    assert (
+        "no FP8 scales of this --fp8-amax-history-len: the amax history is reset"
+        in first.first_rank_log + first.log
+    )
+    again = train(tmp_path / "again", [*argv, *DELAYED])  # now there are
     assert "begin anew" not in again.log + again.first_rank_log
-    assert train(tmp_path / "without", argv).rows[-1]["iteration"] == 16    # and without fp8 again
+    assert train(tmp_path / "without", argv).rows[-1]["iteration"] == 16  # and without fp8 again
 
 
 @pytest.mark.parametrize("recipe", [DELAYED, TENSORWISE], ids=["delayed", "tensorwise"])
 def test_layouts_and_recompute_give_the_same(tmp_path, recipe):
-    """Equal scales leave only the order of fp32 sums, and the casts that it tips over; recompute repeats every bit."""
+    """Equal scales leave only the order of fp32 sums, and the casts that it tips over; recompute
+    repeats every bit."""
     argv = [*with_flags(RUN, "--train-iters", "5"), *recipe, "--save-interval", "5"]
     one = train(tmp_path / "one", [*argv, "--save", str(tmp_path / "one/save")])
-    full = ["--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"]
+    full = [
+        "--recompute-granularity",
+        "full",
+        "--recompute-method",
+        "uniform",
+        "--recompute-num-layers",
+        "1",
+    ]
     again = train(tmp_path / "again", [*argv, *full, "--save", str(tmp_path / "again/save")])
     assert again.series(*EXACT) == one.series(*EXACT)
     same_tensors(again.tensors(), one.tensors())
     tp = ["--tensor-model-parallel-size", "2"]
-    layouts = {"tp": tp, "sp": [*tp, "--sequence-parallel"], "cp": ["--context-parallel-size", "2"],
-               "pp": ["--pipeline-model-parallel-size", "2"], "dp": ["--use-distributed-optimizer"]}
+    layouts = {
+        "tp": tp,
+        "sp": [*tp, "--sequence-parallel"],
+        "cp": ["--context-parallel-size", "2"],
+        "pp": ["--pipeline-model-parallel-size", "2"],
+        "dp": ["--use-distributed-optimizer"],
+    }
     for name, flags in layouts.items():
         other = train(tmp_path / name, [*argv, *flags, "--save", str(tmp_path / name / "save")], 2)
         for key, near in (("lm_loss", 3e-4), ("grad_norm", 1e-2)):
-            expected = [value for value, in one.series(key)]
-            assert [value for value, in other.series(key)] == pytest.approx(expected, rel=near), (name, key)
-        mine, theirs = other.tensors(), one.tensors()
+            expected = [value for (value,) in one.series(key)]
+            assert [value for (value,) in other.series(key)] == pytest.approx(expected, rel=near), (
+                name,
+                key,
+            )
+        mine = other.tensors()
+        theirs = one.tensors()
         assert mine.keys() == theirs.keys()
         for scale in (key for key in theirs if key.startswith(PREFIX)):
-            torch.testing.assert_close(mine[scale], theirs[scale], rtol=0.05, atol=0.0, msg=f"{name}: {scale}")
+            torch.testing.assert_close(
+                mine[scale], theirs[scale], rtol=0.05, atol=0.0, msg=f"{name}: {scale}"
+            )
 
 
 def test_every_flag_changes_the_numbers(tmp_path):
-    runs = {"none": [], "e4m3": ["--fp8-format", "e4m3"], "hybrid": ["--fp8-format", "hybrid"], "tensorwise": TENSORWISE,
-            "margin": ["--fp8-format", "hybrid", "--fp8-margin", "3"],
-            "newest of 3": ["--fp8-format", "hybrid", "--fp8-amax-history-len", "3"], "largest of 3": DELAYED}
+    runs = {
+        "none": [],
+        "e4m3": ["--fp8-format", "e4m3"],
+        "hybrid": ["--fp8-format", "hybrid"],
+        "tensorwise": TENSORWISE,
+        "margin": ["--fp8-format", "hybrid", "--fp8-margin", "3"],
+        "newest of 3": ["--fp8-format", "hybrid", "--fp8-amax-history-len", "3"],
+        "largest of 3": DELAYED,
+    }
     found = {name: train(tmp_path / name, [*RUN, *flags]) for name, flags in runs.items()}
     series = {name: run.series(*EXACT) for name, run in found.items()}
-    assert series.pop("newest of 3") == series["hybrid"]        # how many are kept counts only for the largest
+    # how many are kept counts only for the largest
+    assert series.pop("newest of 3") == series["hybrid"]
     assert len(set(map(tuple, series.values()))) == len(series)
     losses = {name: run.rows[-1]["lm_loss"] for name, run in found.items()}
     assert max(losses.values()) - min(losses.values()) < 0.01 * losses["none"]
     assert "EMULATED" not in found["none"].first_rank_log
-    assert "linear in transformer layers: casts to 8 bits (hybrid), products in fp32 (EMULATED" in found[
-        "hybrid"].first_rank_log
+    assert (
+        "linear in transformer layers: casts to 8 bits (hybrid), products in fp32 (EMULATED"
+        in found["hybrid"].first_rank_log
+    )
 
 
 def test_without_an_update_training_goes_on(tmp_path):
     """Steps that overflow leave no trace in the scales; the first that does not finds some."""
     for power, updates in ((40, False), (22, True)):
         folder = tmp_path / str(power)
-        run = train(folder, saving(folder, *DELAYED, "--fp16", "--initial-loss-scale", str(2.0**power)))
+        run = train(
+            folder, saving(folder, *DELAYED, "--fp16", "--initial-loss-scale", str(2.0**power))
+        )
         skipped = [row["skipped"] for row in run.rows]
         assert len(skipped) == 8 and skipped[0] and (0 in skipped) == updates
         scales = [x for name, x in run.tensors().items() if name.startswith(PREFIX)]
-        assert scales and all(x.isfinite().all() and (x[:, 0].gt(0).all() if updates else not x.any()) for x in scales)
+        assert scales and all(
+            x.isfinite().all() and (x[:, 0].gt(0).all() if updates else not x.any()) for x in scales
+        )

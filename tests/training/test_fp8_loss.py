@@ -1,4 +1,6 @@
-"""A model of 10 million parameters learns as well in 8 bits as in bf16: 500 steps on this repository's own text."""
+"""A model of 10 million parameters learns as well in 8 bits as in bf16: 500 steps on this
+repository's own text."""
+
 from __future__ import annotations
 
 from pathlib import Path
@@ -10,19 +12,35 @@ from megatron.data.indexed_dataset import IndexedDatasetBuilder
 from tests.forkrun import ROOT
 from tests.runs import NO_DROPOUT, train
 
-STEPS, LAST = 500, 50
-RUN = ("--num-layers 6 --hidden-size 384 --num-attention-heads 6 --seq-length 128 --max-position-embeddings 128 --bf16 "
-       "--tokenizer-type NullTokenizer --vocab-size 255 --micro-batch-size 8 --global-batch-size 8 --lr 6e-4 --min-lr 0 "
-       "--lr-decay-style cosine --lr-warmup-iters 50 --train-iters 500 --log-interval 1 --eval-iters 0 --split 95,5,0 "
-       "--num-workers 0 --device cpu").split()
-RECIPES = {"tensorwise": ["--fp8-format", "hybrid", "--fp8-recipe", "tensorwise"],
-           "delayed": ["--fp8-format", "hybrid", "--fp8-amax-history-len", "16", "--fp8-amax-compute-algo", "max"]}
+STEPS = 500
+LAST = 50
+RUN = (
+    "--num-layers 6 --hidden-size 384 --num-attention-heads 6 --seq-length 128 "
+    "--max-position-embeddings 128 --bf16 --tokenizer-type NullTokenizer --vocab-size 255 "
+    "--micro-batch-size 8 --global-batch-size 8 --lr 6e-4 --min-lr 0 --lr-decay-style cosine "
+    "--lr-warmup-iters 50 --train-iters 500 --log-interval 1 --eval-iters 0 --split 95,5,0 "
+    "--num-workers 0 --device cpu"
+).split()
+RECIPES = {
+    "tensorwise": ["--fp8-format", "hybrid", "--fp8-recipe", "tensorwise"],
+    "delayed": [
+        "--fp8-format",
+        "hybrid",
+        "--fp8-amax-history-len",
+        "16",
+        "--fp8-amax-compute-algo",
+        "max",
+    ],
+}
 
 
 def write_bytes(prefix: Path) -> str:
     """The bytes of this repository's pages and sources, a document a file."""
-    files = sorted(path for pattern in ("docs/*.md", "megatron/**/*.py", "tools/**/*.py", "tests/**/*.py")
-                   for path in ROOT.glob(pattern))
+    files = sorted(
+        path
+        for pattern in ("docs/*.md", "megatron/**/*.py", "tools/**/*.py", "tests/**/*.py")
+        for path in ROOT.glob(pattern)
+    )
     with IndexedDatasetBuilder(prefix, np.uint16) as builder:
         for path in files:
             tokens = np.frombuffer(path.read_bytes() + b"\0", np.uint8).astype(np.uint16)
@@ -34,13 +52,18 @@ def write_bytes(prefix: Path) -> str:
 def test_the_loss_is_within_half_a_percent_of_bf16(tmp_path):
     """Means of the last 50 steps, which see the same samples (about 20 minutes on two cores).
 
-    The rate falls to 0 and batches are not small: else weights still jump at the end, and two runs in bf16 that round
-    differently are as far from each other as those compared here.
+    The rate falls to 0 and batches are not small: else weights still jump at the end, and two runs
+    in bf16 that round differently are as far from each other as those compared here.
     """
     argv = [*RUN, *NO_DROPOUT, "--data-path", write_bytes(tmp_path / "text")]
 
     def mean(name: str, flags: list[str]) -> float:
-        losses = [value for value, in train(tmp_path / name, [*argv, *flags], seconds=3000.0).series("lm_loss")]
+        losses = [
+            value
+            for (value,) in train(tmp_path / name, [*argv, *flags], seconds=3000.0).series(
+                "lm_loss"
+            )
+        ]
         assert len(losses) == STEPS and losses[-1] < 0.6 * losses[0]
         return float(np.mean(losses[-LAST:]))
 

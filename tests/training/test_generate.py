@@ -1,4 +1,5 @@
-"""Choosing and generating tokens: greedy, top-p and seeds by hand-made logits, windows and stops on a small model."""
+"""Choosing and generating tokens: greedy, top-p and seeds by hand-made logits, windows and stops on
+a small model."""
 
 from __future__ import annotations
 
@@ -34,7 +35,9 @@ def test_a_low_temperature_sharpens():
     assert abs(draw(logits, Sampling(temperature=0.25))[0] / 2000 - share) < 0.03
 
 
-@pytest.mark.parametrize(("top_p", "kept"), [(1e-9, {3}), (0.5, {3}), (0.51, {3, 1}), (0.8, {3, 1}), (0.81, {0, 1, 3})])
+@pytest.mark.parametrize(
+    ("top_p", "kept"), [(1e-9, {3}), (0.5, {3}), (0.51, {3, 1}), (0.8, {3, 1}), (0.81, {0, 1, 3})]
+)
 def test_top_p_keeps_the_smallest_set_that_holds_the_share(top_p, kept):
     counts = draw([math.log(p) for p in (0.15, 0.3, 0.05, 0.5)], Sampling(top_p=top_p))
     assert set(counts) == kept
@@ -61,7 +64,8 @@ def test_a_long_text_is_read_through_the_window_of_the_model():
     model = tiny_model(scramble=True)
     prompt = [i % VOCAB for i in range(40)]
     assert list(generate(model, prompt, 3, Sampling(temperature=0.0))) == list(
-        generate(model, prompt[-16:], 3, Sampling(temperature=0.0)))
+        generate(model, prompt[-16:], 3, Sampling(temperature=0.0))
+    )
 
 
 def test_the_seed_decides_and_the_stop_token_ends_it_unseen():

@@ -1,4 +1,5 @@
 """The table of kernels as --dry-run prints it."""
+
 from __future__ import annotations
 
 import pytest
@@ -10,20 +11,39 @@ from megatron.training import kernel_lines
 
 
 def test_a_line_for_what_is_on_and_one_for_all_that_is_off():
-    rows = [KernelRow("linear", "fp32 products", True, "bf16 is emulated"),
-            KernelRow("linear", "bf16 products", False, "no instructions"),
-            KernelRow("norm", "torch", True, "fast"), KernelRow("norm", "loop", False, "slow"),
-            KernelRow("gelu", "loop", False, "slow"), KernelRow("fused", "apex", False, "not installed")]
+    rows = [
+        KernelRow("linear", "fp32 products", True, "bf16 is emulated"),
+        KernelRow("linear", "bf16 products", False, "no instructions"),
+        KernelRow("norm", "torch", True, "fast"),
+        KernelRow("norm", "loop", False, "slow"),
+        KernelRow("gelu", "loop", False, "slow"),
+        KernelRow("fused", "apex", False, "not installed"),
+    ]
     assert kernel_lines.describe(rows) == [
-        "linear: fp32 products (bf16 is emulated)", "norm: torch (fast)",
-        "off: linear by bf16 products (no instructions); norm by loop, gelu by loop (slow); fused by apex (not installed)"]
+        "linear: fp32 products (bf16 is emulated)",
+        "norm: torch (fast)",
+        "off: linear by bf16 products (no instructions); norm by loop, gelu by loop (slow); "
+        "fused by apex (not installed)",
+    ]
 
 
-@pytest.mark.parametrize(("values", "operation"), [
-    ({"swiglu": True}, "swiglu"), ({"normalization": "RMSNorm"}, "RMSNorm"), ({"hidden_dropout": 0.1}, "dropout")])
+@pytest.mark.parametrize(
+    ("values", "operation"),
+    [
+        ({"swiglu": True}, "swiglu"),
+        ({"normalization": "RMSNorm"}, "RMSNorm"),
+        ({"hidden_dropout": 0.1}, "dropout"),
+    ],
+)
 def test_the_flags_choose_the_operations(values, operation):
-    plain = {"hidden_size": 64, "num_attention_heads": 4, "seq_length": 64,
-             "hidden_dropout": 0.0, "attention_dropout": 0.0, "device": "cpu"}
+    plain = {
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "seq_length": 64,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "device": "cpu",
+    }
 
     def operations(flags: dict) -> set[str]:
         lines = kernel_lines.kernel_lines(config_from(Config, plain | flags))
@@ -35,8 +55,12 @@ def test_the_flags_choose_the_operations(values, operation):
 
 def test_the_precision_is_that_of_the_weights():
     flags = {"hidden_size": 64, "num_attention_heads": 4, "seq_length": 64, "device": "cpu"}
-    lines = {name: kernel_lines.kernel_lines(config_from(Config, flags | ({name: True} if name else {})))[1]
-             for name in ("", "fp64")}
+    lines = {
+        name: kernel_lines.kernel_lines(
+            config_from(Config, flags | ({name: True} if name else {}))
+        )[1]
+        for name in ("", "fp64")
+    }
     assert "float32 products" in lines[""] and "float64 products" in lines["fp64"]
 
 

@@ -1,4 +1,6 @@
-"""kill -9 again and again: any rank, inside saves and between them; the run that was killed ends as the one that was not."""
+"""kill -9 again and again: any rank, inside saves and between them; the run that was killed ends as
+the one that was not."""
+
 from __future__ import annotations
 
 import functools
@@ -18,8 +20,21 @@ from tests.parity.layouts import DISTRIBUTED, PP, SP, TP
 from tests.runs import SMALL, Finished, same_tensors, train, write_text
 
 EXACT = ("iteration", "lm_loss", "grad_norm", "learning_rate", "consumed_samples")
-BASE = [*SMALL, "--train-iters", "30", "--split", "100,0,0", "--eval-iters", "0", "--save-interval", "3",
-        "--snapshot-interval", "2", "--keep-last", "2"]
+BASE = [
+    *SMALL,
+    "--train-iters",
+    "30",
+    "--split",
+    "100,0,0",
+    "--eval-iters",
+    "0",
+    "--save-interval",
+    "3",
+    "--snapshot-interval",
+    "2",
+    "--keep-last",
+    "2",
+]
 LAYOUTS = [(1, ()), (2, DISTRIBUTED), (2, (TP, "2", SP)), (2, (PP, "2"))]
 
 
@@ -44,8 +59,10 @@ def kill_in_a_save(marker: str, rank: int, at: int) -> None:
 
 
 def kill_some_time(marker: str, rank: int, at: int, seconds: float) -> None:
-    """A hook: this rank dies so many seconds after its `at`-th iteration has begun, wherever it then is."""
-    step, count = loop.train_step, 0
+    """A hook: this rank dies so many seconds after its `at`-th iteration has begun, wherever it
+    then is."""
+    step = loop.train_step
+    count = 0
 
     def counted(*args):
         nonlocal count
@@ -71,22 +88,31 @@ class Campaign:
         return [*BASE, *layout, "--data-path", self.data, "--save", save, "--load", save, *more]
 
     def killed_run(self, seed: int) -> tuple[int, int]:
-        """One run; (how often it was killed, how often of these in a save). Every other one with --async-save, where
-        a kill in a save may be one of the process that writes."""
+        """One run; (how often it was killed, how often of these in a save). Every other one with
+        --async-save, where a kill in a save may be one of the process that writes."""
         rng = random.Random(seed)
         number = seed % len(LAYOUTS)
         world, layout = LAYOUTS[number]
         if number not in self.straight:
             whole = self.folder / f"straight-{number}"
             self.straight[number] = train(whole, self.argv(whole, layout), world)
-        folder, marker, kills, in_saves = self.folder / f"killed-{seed}", self.folder / "marker", 0, 0
-        argv = self.argv(folder, layout, *(["--async-save"] if (seed + seed // len(LAYOUTS)) % 2 else []))
+        folder = self.folder / f"killed-{seed}"
+        marker = self.folder / "marker"
+        kills = 0
+        in_saves = 0
+        argv = self.argv(
+            folder, layout, *(["--async-save"] if (seed + seed // len(LAYOUTS)) % 2 else [])
+        )
         while True:
-            rank, in_save = rng.randrange(world), 2 * in_saves <= kills
-            hook: Callable[[], None] = functools.partial(kill_some_time, str(marker), rank, rng.randint(1, 12),
-                                                         rng.random() * 0.03)
+            rank = rng.randrange(world)
+            in_save = 2 * in_saves <= kills
+            hook: Callable[[], None] = functools.partial(
+                kill_some_time, str(marker), rank, rng.randint(1, 12), rng.random() * 0.03
+            )
             if in_save:
-                hook = functools.partial(kill_in_a_save, str(marker), rank, rng.randint(1, 120 if rank == 0 else 60))
+                hook = functools.partial(
+                    kill_in_a_save, str(marker), rank, rng.randint(1, 120 if rank == 0 else 60)
+                )
             try:
                 done = train(folder, argv, world, hook=hook)
                 break
@@ -94,7 +120,8 @@ class Campaign:
                 if not marker.exists():
                     raise
                 marker.unlink()
-                kills, in_saves = kills + 1, in_saves + in_save
+                kills = kills + 1
+                in_saves = in_saves + in_save
         marker.unlink(missing_ok=True)
         assert "cannot load" not in done.first_rank_log, "a damaged checkpoint was met"
         whole = self.straight[number]
@@ -104,13 +131,19 @@ class Campaign:
         return kills, in_saves
 
 
-def run_campaign(campaign: Campaign, kills: int, state: tuple[int, int, int],
-                 note: Callable[[tuple[int, int, int]], None]) -> None:
+def run_campaign(
+    campaign: Campaign,
+    kills: int,
+    state: tuple[int, int, int],
+    note: Callable[[tuple[int, int, int]], None],
+) -> None:
     """Go on from `state` = (next seed, kills, kills in saves) until there were so many kills."""
     seed, done, in_saves = state
     while done < kills:
         more, inside = campaign.killed_run(seed)
-        seed, done, in_saves = seed + 1, done + more, in_saves + inside
+        seed = seed + 1
+        done = done + more
+        in_saves = in_saves + inside
         note((seed, done, in_saves))
         print(f"{seed} runs, {done} kills, {in_saves} of them in saves", flush=True)
     assert in_saves >= 0.4 * done and done - in_saves >= 0.3 * done
@@ -124,6 +157,12 @@ def test_forty_kills(tmp_path):
 @pytest.mark.sweep
 def test_a_thousand_kills(tmp_path, request):
     """Resumable: run again after an interruption, it goes on where it was (pytest's cache)."""
-    cache, key = request.config.cache, "kills/state"
-    run_campaign(Campaign(tmp_path), 1000, tuple(cache.get(key, (100, 0, 0))), lambda state: cache.set(key, list(state)))
+    cache = request.config.cache
+    key = "kills/state"
+    run_campaign(
+        Campaign(tmp_path),
+        1000,
+        tuple(cache.get(key, (100, 0, 0))),
+        lambda state: cache.set(key, list(state)),
+    )
     cache.set(key, [100, 0, 0])

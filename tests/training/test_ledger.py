@@ -1,4 +1,6 @@
-"""--data-ledger in whole small runs: the same numbers for every layout, over resumes, ramps and skipped iterations."""
+"""--data-ledger in whole small runs: the same numbers for every layout, over resumes, ramps and
+skipped iterations."""
+
 from __future__ import annotations
 
 import functools
@@ -27,8 +29,18 @@ def text(tmp_path_factory) -> str:
 
 
 def argv(text: str, folder: Path, *extra: str) -> list[str]:
-    mine = ["--data-path", text, "--split", "90,10,0", "--train-iters", "4", "--eval-iters", "0", "--data-ledger",
-            str(folder / "ledger")]
+    mine = [
+        "--data-path",
+        text,
+        "--split",
+        "90,10,0",
+        "--train-iters",
+        "4",
+        "--eval-iters",
+        "0",
+        "--data-ledger",
+        str(folder / "ledger"),
+    ]
     return with_flags([*SMALL, *NO_DROPOUT, *mine], *extra)
 
 
@@ -58,11 +70,20 @@ def note_samples(folder: str) -> None:
 
 
 def test_the_hash_is_that_of_what_was_trained_on(text, tmp_path, reference):
-    """The tokens that reach the model, seen from outside, make the hashes; sample numbers count up from 0."""
+    """The tokens that reach the model, seen from outside, make the hashes; sample numbers count up
+    from 0."""
     train(tmp_path, argv(text, tmp_path), hook=functools.partial(note_samples, str(tmp_path)))
     seen = np.fromfile(tmp_path / "tokens", "<i4").reshape(-1, 8, 33)
-    expected = [(n + 1, 8 * n, 8, 0, sum(sample_hash(8 * n + i, tokens_hash(row)) for i, row in enumerate(batch)) & MASK)
-                for n, batch in enumerate(seen)]
+    expected = [
+        (
+            n + 1,
+            8 * n,
+            8,
+            0,
+            sum(sample_hash(8 * n + i, tokens_hash(row)) for i, row in enumerate(batch)) & MASK,
+        )
+        for n, batch in enumerate(seen)
+    ]
     assert ledger(tmp_path) == reference == expected
 
 
@@ -79,7 +100,8 @@ def test_skipped_iterations_are_recorded_unread(text, tmp_path, reference):
 
 
 def test_a_run_killed_and_resumed_writes_each_iteration_once(text, tmp_path, reference):
-    """Killed in iteration 3, after the save of 1: 2 is done again, and the file is that of the straight run."""
+    """Killed in iteration 3, after the save of 1: 2 is done again, and the file is that of the
+    straight run."""
     save = str(tmp_path / "save")
     words = argv(text, tmp_path, "--save", save, "--load", save, "--save-interval", "1")
     train(tmp_path, words, kill_at=3)
@@ -91,12 +113,24 @@ def test_a_run_killed_and_resumed_writes_each_iteration_once(text, tmp_path, ref
 @pytest.mark.campaign
 def test_a_ramp_keeps_samples_apart(text, tmp_path):
     """Batches of 2, 4, 6, 8 samples: counts and first samples follow, for one rank as for two."""
-    ramp = ["--rampup-batch-size", "2", "2", "12", "--train-samples", "38", "--micro-batch-size", "1"]
+    ramp = [
+        "--rampup-batch-size",
+        "2",
+        "2",
+        "12",
+        "--train-samples",
+        "38",
+        "--micro-batch-size",
+        "1",
+    ]
     for world in (1, 2):
         folder = tmp_path / str(world)
         words = argv(text, folder, *ramp)
         at = words.index("--train-iters")
-        del words[at:at + 2], words[words.index("--lr-warmup-iters"):words.index("--lr-warmup-iters") + 2]
+        del (
+            words[at : at + 2],
+            words[words.index("--lr-warmup-iters") : words.index("--lr-warmup-iters") + 2],
+        )
         folder.mkdir()
         train(folder, words, world)
     one = ledger(tmp_path / "1")

@@ -1,4 +1,6 @@
-"""Hub and lines of several ranks, here threads of one process: who is chosen to speak, who is told, who is not believed."""
+"""Hub and lines of several ranks, here threads of one process: who is chosen to speak, who is told,
+who is not believed."""
+
 from __future__ import annotations
 
 import contextlib
@@ -62,7 +64,7 @@ def in_thread(call, *args) -> threading.Thread:
 def test_the_lowest_of_those_that_failed_speaks():
     ranks = Ranks(4, 4)
     in_thread(ranks.lines[3].tell, "the same", 1)
-    ranks.lines[1].tell("the same", 7)                              # returns: it is to speak
+    ranks.lines[1].tell("the same", 7)  # returns: it is to speak
     end = End(ranks.places[1], "the same", 7)
     assert ranks.told(3) == {0: end, 2: end, 3: end}
 
@@ -86,8 +88,11 @@ def test_the_end_of_rank_0_is_seen_by_the_others(monkeypatch):
     monkeypatch.setattr(lifeline, "OTHERS_GO_WITHIN", 0.1)
     for wire in list(ranks.hub._wires.values())[1:]:
         wire.socket.shutdown(socket.SHUT_RDWR)
-    told = ranks.told(3)        # rank 0's own line still stands: the hub tells it of the others, sooner or later
-    assert {rank: told[rank] for rank in (1, 2)} == dict.fromkeys((1, 2), End(ranks.places[0], DIED, silent=True))
+    # rank 0's own line still stands: the hub tells it of the others, sooner or later
+    told = ranks.told(3)
+    assert {rank: told[rank] for rank in (1, 2)} == dict.fromkeys(
+        (1, 2), End(ranks.places[0], DIED, silent=True)
+    )
 
 
 def test_a_run_that_is_over_is_no_death(monkeypatch):
@@ -103,7 +108,7 @@ def test_a_run_that_is_over_is_no_death(monkeypatch):
     assert ranks.ended.empty()
     ranks.hub._thread.join(10.0)
     assert not ranks.hub._thread.is_alive()
-    ranks = Ranks(3, 3)                                # rank 0 is done first
+    ranks = Ranks(3, 3)  # rank 0 is done first
     ranks.lines[0].close()
     ranks.hub.finish()
     time.sleep(0.4)
@@ -114,7 +119,8 @@ def test_a_rank_that_comes_after_a_failure_is_told():
     ranks = Ranks(3, 2)
     speaks = in_thread(ranks.lines[1].tell, "early", 1)
     time.sleep(0.6)
-    assert speaks.is_alive() and ranks.ended.empty()                # rank 0 and the hub stay until all have come
+    # rank 0 and the hub stay until all have come
+    assert speaks.is_alive() and ranks.ended.empty()
     ranks.join(2)
     assert ranks.told(2) == dict.fromkeys((0, 2), End(ranks.places[1], "early"))
 
@@ -122,7 +128,8 @@ def test_a_rank_that_comes_after_a_failure_is_told():
 def test_who_is_missing_is_said(monkeypatch, capsys):
     monkeypatch.setattr(lifeline, "ABSENCE_SAID_EVERY", 0.2)
     ranks = Ranks(9, 2)
-    said, patience = "", time.monotonic() + 10.0
+    said = ""
+    patience = time.monotonic() + 10.0
     while "waiting for 7 of 9 ranks to join: 2-8\n" not in said and time.monotonic() < patience:
         time.sleep(0.1)
         said += capsys.readouterr().out
@@ -131,12 +138,20 @@ def test_who_is_missing_is_said(monkeypatch, capsys):
     assert answers[-1] == "ranks 2-8 never joined"
     this_thread = r"rank 0 \(process 100 on here\): (ask|send) \(megatron/training/lifeline\.py:"
     assert re.match(this_thread, answers[0])
-    ranks.lines[0]._told = True                                     # it waits itself, for its turn
+    ranks.lines[0]._told = True  # it waits itself, for its turn
     assert [text for text in ranks.lines[1].ask() if text.startswith("rank 0")] == []
 
 
-@pytest.mark.parametrize("said", [b"GET / HTTP/1.1\r\n\r\n", b"[]\n", b"{}\n", b"\xff\xff\n",
-                                  json.dumps({"kind": "hello", "token": "guess", "place": {}}).encode() + b"\n"])
+@pytest.mark.parametrize(
+    "said",
+    [
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"[]\n",
+        b"{}\n",
+        b"\xff\xff\n",
+        json.dumps({"kind": "hello", "token": "guess", "place": {}}).encode() + b"\n",
+    ],
+)
 def test_strangers_on_the_port_are_shown_out(monkeypatch, said):
     monkeypatch.setattr(lifeline, "SPOKEN_COUNTS_AFTER", 0.05)
     ranks = Ranks(2, 2)
@@ -153,10 +168,13 @@ def test_a_line_needs_the_right_hub():
     with pytest.raises(OSError):
         Line([("127.0.0.1", 1), ("127.0.0.1", hub.port)], "wrong", lifeline.my_place(), print)
     place = replace(lifeline.my_place(), rank=0)
-    assert Line([("127.0.0.1", 1), ("127.0.0.1", hub.port)], hub.token, place, print).place.pid == place.pid
+    assert (
+        Line([("127.0.0.1", 1), ("127.0.0.1", hub.port)], hub.token, place, print).place.pid
+        == place.pid
+    )
 
 
-# --- ways ----------------------------------------------------------------------------------------------------------
+# --- ways
 
 
 ROUTES = """Iface\tDestination\tGateway \tFlags\tRefCnt\tUse\tMetric\tMask\t\tMTU\tWindow\tIRTT
@@ -167,11 +185,19 @@ eth1\t00050A0A\t00000000\t0001\t0\t0\t0\t00FFFFFF\t0\t0\t0
 """
 
 
-@pytest.mark.parametrize("host, name", [
-    ("127.0.0.3", None), ("localhost", None), ("10.10.7.1", "ib0"), ("10.10.5.9", "eth1"), ("8.8.8.8", "eth0")])
+@pytest.mark.parametrize(
+    "host, name",
+    [
+        ("127.0.0.3", None),
+        ("localhost", None),
+        ("10.10.7.1", "ib0"),
+        ("10.10.5.9", "eth1"),
+        ("8.8.8.8", "eth0"),
+    ],
+)
 def test_the_interface_is_that_of_the_longest_route(tmp_path, monkeypatch, host, name):
     monkeypatch.setattr(network, "ROUTES", tmp_path / "route")
-    assert network.interface_towards(host) is None                  # no such table: another system
+    assert network.interface_towards(host) is None  # no such table: another system
     (tmp_path / "route").write_text(ROUTES)
     assert network.interface_towards(host) == name
 

@@ -1,4 +1,6 @@
-"""The loop on whole small runs: where it stops, saves and evaluates, how batches grow, what switches change."""
+"""The loop on whole small runs: where it stops, saves and evaluates, how batches grow, what
+switches change."""
+
 from __future__ import annotations
 
 import functools
@@ -30,17 +32,32 @@ def plain(text, tmp_path_factory) -> Finished:
 
 def argv(text: str, folder: Path, iterations: int | None, *extra: str) -> list[str]:
     length = [] if iterations is None else ["--train-iters", str(iterations)]
-    return [*SMALL, "--data-path", text, "--split", "80,10,10", *length, "--save", str(folder / "save"), "--load",
-            str(folder / "save"), "--save-interval", "100", *extra]
+    return [
+        *SMALL,
+        "--data-path",
+        text,
+        "--split",
+        "80,10,10",
+        *length,
+        "--save",
+        str(folder / "save"),
+        "--load",
+        str(folder / "save"),
+        "--save-interval",
+        "100",
+        *extra,
+    ]
 
 
 def without(words: list[str], flag: str) -> list[str]:
     """A command line less one flag and its value."""
     at = words.index(flag)
-    return words[:at] + words[at + 2:]
+    return words[:at] + words[at + 2 :]
 
 
-def run(text: str, folder: Path, iterations: int | None, *extra: str, world: int = 1, hook=None) -> Finished:
+def run(
+    text: str, folder: Path, iterations: int | None, *extra: str, world: int = 1, hook=None
+) -> Finished:
     return train(folder, argv(text, folder, iterations, *extra), world, hook=hook)
 
 
@@ -74,34 +91,65 @@ def test_a_checkpoint_is_written_once(text, tmp_path):
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_exit_duration(text, tmp_path, world):
-    flags = ["--exit-duration-in-mins", "0.000001" if world == 1 else "60", "--save-interval", "100"]
-    hook = functools.partial(late_from, 3, 1) if world == 2 else None           # rank 1 alone
+    flags = [
+        "--exit-duration-in-mins",
+        "0.000001" if world == 1 else "60",
+        "--save-interval",
+        "100",
+    ]
+    hook = functools.partial(late_from, 3, 1) if world == 2 else None  # rank 1 alone
     done = run(text, tmp_path / "run", 9, *flags, world=world, hook=hook)
     assert [row["iteration"] for row in done.rows] == list(range(1, 2 if world == 1 else 4))
     line = last_line(done.first_rank_log)
-    minutes = re.fullmatch(r"\[exiting program after (\d+\.\d+(?:e-\d+)?) minutes\] datetime: [-\d]+ [:\d]+ ", line)
+    minutes = re.fullmatch(
+        r"\[exiting program after (\d+\.\d+(?:e-\d+)?) minutes\] datetime: [-\d]+ [:\d]+ ", line
+    )
     assert minutes and 0.0 < float(minutes[1]) < 5.0, line
     assert store.latest(done.save) == len(done.rows)
 
 
 def test_exit_during_evaluation(text, tmp_path):
-    """The time is over after the second global batch of the evaluation at 3: the run leaves. The resumed run is the one
-    that had time."""
+    """The time is over after the second global batch of the evaluation at 3: the run leaves. The
+    resumed run is the one that had time."""
     flags = ["--eval-interval", "3", "--eval-iters", "4", "--save-interval", "100"]
-    first = run(text, tmp_path / "run", 9, *flags, "--exit-duration-in-mins", "60", hook=functools.partial(late_from, 5))
+    first = run(
+        text,
+        tmp_path / "run",
+        9,
+        *flags,
+        "--exit-duration-in-mins",
+        "60",
+        hook=functools.partial(late_from, 5),
+    )
     assert "Exiting during evaluation, timelimit reached\n" in first.log and blocks(first.log) == []
-    assert last_line(first.log).startswith("[exiting program after ") and store.latest(first.save) == 3
+    assert (
+        last_line(first.log).startswith("[exiting program after ") and store.latest(first.save) == 3
+    )
     resumed = run(text, tmp_path / "run", 9, *flags)
     straight = run(text, tmp_path / "straight", 9, *flags)
     assert resumed.series(*EXACT) == straight.series(*EXACT)
-    last = [log.partition("validation loss at iteration 6 ")[2] for log in (resumed.log, straight.log)]
-    assert [re.findall(r"lm loss value: (\S+)", log) for log in last][0] == re.findall(r"value: (\S+)", last[1])
+    last = [
+        log.partition("validation loss at iteration 6 ")[2] for log in (resumed.log, straight.log)
+    ]
+    assert [re.findall(r"lm loss value: (\S+)", log) for log in last][0] == re.findall(
+        r"value: (\S+)", last[1]
+    )
     assert straight.log.count("lm loss value") == 5
 
 
 def test_end_of_a_run(text, tmp_path):
     """Validation at its interval and at the end, then the test set, said as Megatron says it."""
-    done = run(text, tmp_path / "run", 5, "--eval-interval", "2", "--eval-iters", "2", "--save-interval", "100")
+    done = run(
+        text,
+        tmp_path / "run",
+        5,
+        "--eval-interval",
+        "2",
+        "--eval-iters",
+        "2",
+        "--save-interval",
+        "100",
+    )
     last = ["iteration 5 on validation set", "iteration 5 on test set"]
     assert blocks(done.log) == ["iteration 2", "iteration 4", *last]
     end = done.log.partition("[after training is done] datetime: ")[2]
@@ -113,7 +161,11 @@ def test_end_of_a_run(text, tmp_path):
 def test_without_evaluation(text, tmp_path):
     """--eval-iters 0, and also a split that has nothing for it."""
     done = run(text, tmp_path / "run", 4, "--eval-iters", "0", "--eval-interval", "1")
-    assert blocks(done.log) == [] and "Evaluating" not in done.log and "    validation: 0\n" in done.log
+    assert (
+        blocks(done.log) == []
+        and "Evaluating" not in done.log
+        and "    validation: 0\n" in done.log
+    )
     done = run(text, tmp_path / "other", 4, "--split", "100,0,0", "--eval-interval", "1")
     assert blocks(done.log) == [] and len(done.rows) == 4
 
@@ -128,21 +180,32 @@ def test_skip_train(text, tmp_path):
     assert only.rows == [] and sorted(os.listdir(trained.save)) == before
     assert blocks(log) == ["iteration 4 on validation set", "iteration 4 on test set"]
     assert "training ..." not in log and "datetime" not in log
-    test_losses = [re.findall(r"on test set \| lm loss value: (\S+)", done.log)[-1] for done in (trained, only)]
+    test_losses = [
+        re.findall(r"on test set \| lm loss value: (\S+)", done.log)[-1] for done in (trained, only)
+    ]
     assert test_losses[0] == test_losses[1]
 
 
-@pytest.mark.parametrize("flags, sizes", [
-    (["--rampup-batch-size", "2", "2", "12"], [2, 2, 4, 6, 8, 8]),
-    (["--step-batch-size-schedule", "0:4 0.000000256B:8"], [4, 4, 8, 8, 8, 8, 8, 8])])
+@pytest.mark.parametrize(
+    "flags, sizes",
+    [
+        (["--rampup-batch-size", "2", "2", "12"], [2, 2, 4, 6, 8, 8]),
+        (["--step-batch-size-schedule", "0:4 0.000000256B:8"], [4, 4, 8, 8, 8, 8, 8, 8]),
+    ],
+)
 def test_batches_that_grow(text, tmp_path, flags, sizes):
     """A run that is stopped while the batch grows goes on with the sizes it would have had."""
-    words = without(argv(text, tmp_path / "run", None, *flags, "--train-samples", str(sum(sizes))), "--lr-warmup-iters")
+    words = without(
+        argv(text, tmp_path / "run", None, *flags, "--train-samples", str(sum(sizes))),
+        "--lr-warmup-iters",
+    )
     if "step" in flags[0]:
         words = without(words, "--global-batch-size")
     straight = train(tmp_path / "run", words)
     assert [row["global_batch_size"] for row in straight.rows] == sizes
-    assert [row["consumed_samples"] for row in straight.rows] == [sum(sizes[:n]) for n in range(1, len(sizes) + 1)]
+    assert [row["consumed_samples"] for row in straight.rows] == [
+        sum(sizes[:n]) for n in range(1, len(sizes) + 1)
+    ]
     assert re.findall(r"global batch size: +(\d+) \|", straight.log) == list(map(str, sizes))
     again = [word.replace(str(tmp_path / "run"), str(tmp_path / "again")) for word in words]
     train(tmp_path / "again", [*again, "--exit-interval", "3"])
@@ -171,8 +234,14 @@ def count_collections(folder: str) -> None:
     gc.collect = counted
 
 
-@pytest.mark.parametrize("extra, count", [
-    ([], 0), (["--manual-gc", "--manual-gc-interval", "2"], 6), (["--manual-gc", "--no-manual-gc-eval"], 0)])
+@pytest.mark.parametrize(
+    "extra, count",
+    [
+        ([], 0),
+        (["--manual-gc", "--manual-gc-interval", "2"], 6),
+        (["--manual-gc", "--no-manual-gc-eval"], 0),
+    ],
+)
 def test_manual_gc(text, tmp_path, extra, count):
     """Collections at the interval and around the 3 evaluations, and no automatic ones."""
     hook = functools.partial(count_collections, str(tmp_path))
@@ -186,19 +255,30 @@ def note_switches(folder: str) -> None:
     step = loop.train_step
 
     def noting(*args):
-        switches = (torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark,
-                    torch.backends.cudnn.deterministic)
+        switches = (
+            torch.are_deterministic_algorithms_enabled(),
+            torch.backends.cudnn.benchmark,
+            torch.backends.cudnn.deterministic,
+        )
         Path(f"{folder}/switches").write_text(" ".join(map(str, switches)))
         return step(*args)
 
     loop.train_step = noting
 
 
-@pytest.mark.parametrize("flags, switches", [
-    (["--deterministic-mode"], "True False True"), (["--cudnn-benchmark"], "False True False"),
-    (["--cudnn-deterministic"], "False False True"), ([], "False False False")])
+@pytest.mark.parametrize(
+    "flags, switches",
+    [
+        (["--deterministic-mode"], "True False True"),
+        (["--cudnn-benchmark"], "False True False"),
+        (["--cudnn-deterministic"], "False False True"),
+        ([], "False False False"),
+    ],
+)
 def test_switches_of_torch(text, tmp_path, plain, flags, switches):
-    done = run(text, tmp_path / "run", 4, *flags, hook=functools.partial(note_switches, str(tmp_path)))
+    done = run(
+        text, tmp_path / "run", 4, *flags, hook=functools.partial(note_switches, str(tmp_path))
+    )
     assert (tmp_path / "switches").read_text() == switches
     assert done.series(*EXACT) == plain.series(*EXACT)
 
@@ -208,9 +288,12 @@ def test_torch_compile(text, tmp_path, plain):
     """Compiled layers compute the same; the compiler is really used."""
     compiled = run(text, tmp_path / "compiled", 4, "--torch-compile", hook=count_compilations)
     assert "compiled frames: " in compiled.log and "compiled frames: 0\n" not in compiled.log
-    for (loss, norm), (other_loss, other_norm) in zip(plain.series("lm_loss", "grad_norm"),
-                                                      compiled.series("lm_loss", "grad_norm"), strict=True):
-        assert other_loss == pytest.approx(loss, rel=1e-5) and other_norm == pytest.approx(norm, rel=1e-3)
+    for (loss, norm), (other_loss, other_norm) in zip(
+        plain.series("lm_loss", "grad_norm"), compiled.series("lm_loss", "grad_norm"), strict=True
+    ):
+        assert other_loss == pytest.approx(loss, rel=1e-5) and other_norm == pytest.approx(
+            norm, rel=1e-3
+        )
 
 
 def count_compilations() -> None:
@@ -228,5 +311,14 @@ def count_compilations() -> None:
 @pytest.mark.parametrize("minutes, last", [("1", 1), ("2", 4)])
 def test_time_is_counted_from_the_start_of_the_program(text, tmp_path, minutes, last):
     hook = functools.partial(late_from, 1, minutes=1.5)
-    done = run(text, tmp_path / "run", 4, "--exit-duration-in-mins", minutes, "--eval-iters", "0", hook=hook)
+    done = run(
+        text,
+        tmp_path / "run",
+        4,
+        "--exit-duration-in-mins",
+        minutes,
+        "--eval-iters",
+        "0",
+        hook=hook,
+    )
     assert [row["iteration"] for row in done.rows] == list(range(1, last + 1))

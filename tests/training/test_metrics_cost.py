@@ -1,4 +1,5 @@
-"""The metrics of subsets cost no collective and no wait for the device of their own; the benchmark of their time runs."""
+"""The metrics of subsets cost no collective and no wait for the device of their own; the benchmark
+of their time runs."""
 
 from __future__ import annotations
 
@@ -17,12 +18,14 @@ from tests.load_tool import load_tool
 from tests.runs import NO_DROPOUT, SMALL, train, with_flags, write_text
 
 COUNTED = ("--log-subsets", "--log-accuracy")
-WAITS = ("item", "tolist", "__bool__", "__int__", "__float__", "__index__", "cpu", "numpy")      # on a GPU
+# on a GPU
+WAITS = ("item", "tolist", "__bool__", "__int__", "__float__", "__index__", "cpu", "numpy")
 
 
 def note_waits(file: str) -> None:
     """Write down how often a training step asks a tensor for its value."""
-    counts, step = [], loop.train_step
+    counts = []
+    step = loop.train_step
 
     def watched(name):
         function = getattr(torch.Tensor, name)
@@ -51,20 +54,45 @@ def note_waits(file: str) -> None:
 
 def argv(folder: Path, *more: str) -> list[str]:
     blend = ["0.5", write_text(folder / "a", 200), "0.5", write_text(folder / "b", 200, seed=1)]
-    return with_flags([*SMALL, *NO_DROPOUT, "--data-path", *blend, "--split", "90,10,0", "--train-iters", "2",
-                       "--lr-warmup-iters", "0"], *more)
+    return with_flags(
+        [
+            *SMALL,
+            *NO_DROPOUT,
+            "--data-path",
+            *blend,
+            "--split",
+            "90,10,0",
+            "--train-iters",
+            "2",
+            "--lr-warmup-iters",
+            "0",
+        ],
+        *more,
+    )
 
 
 @pytest.mark.campaign
-@pytest.mark.parametrize("layout", ["--use-distributed-optimizer", "--tensor-model-parallel-size 2",
-                                    "--pipeline-model-parallel-size 2"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "--use-distributed-optimizer",
+        "--tensor-model-parallel-size 2",
+        "--pipeline-model-parallel-size 2",
+    ],
+)
 def test_no_collective_of_their_own(layout, tmp_path):
     """As many of each kind with as without; numbers travel in those that are there."""
     seen = []
     for name, more in (("plain", ()), ("counted", COUNTED)):
         train(tmp_path / name, argv(tmp_path, *layout.split(), *more), 2, hook=recorder.watch)
-        seen.append([Counter((call.operation, call.ranks) for call in recorder.read(tmp_path / name, rank)[1])
-                     for rank in range(2)])
+        seen.append(
+            [
+                Counter(
+                    (call.operation, call.ranks) for call in recorder.read(tmp_path / name, rank)[1]
+                )
+                for rank in range(2)
+            ]
+        )
     assert seen[0] == seen[1] and all(seen[0])
 
 
@@ -73,7 +101,11 @@ def test_no_wait_of_their_own(tmp_path):
     texts = []
     for name, more in (("plain", ()), ("counted", COUNTED)):
         (tmp_path / name).mkdir()
-        train(tmp_path / name, argv(tmp_path, *more), hook=functools.partial(note_waits, str(tmp_path / name / "waits")))
+        train(
+            tmp_path / name,
+            argv(tmp_path, *more),
+            hook=functools.partial(note_waits, str(tmp_path / name / "waits")),
+        )
         texts.append((tmp_path / name / "waits").read_text())
     assert texts[0] == texts[1] and "tolist" in texts[0]
 
@@ -86,6 +118,8 @@ def test_the_benchmark_of_their_time(capsys):
     assert load_tool("benchmarks/metrics").main(["--repeats", "2", "--size", tiny]) in (0, 1)
     head, *rows, last = capsys.readouterr().out.splitlines()
     assert head == "tiny: 1 x 2 samples of 16 tokens, one thread, 3 subsets" and len(rows) == 4
-    assert re.fullmatch(r"together [\d.]+ us of a step of \d+ us: [\d.]+ % \(goal: at most 1 %\)", last)
+    assert re.fullmatch(
+        r"together [\d.]+ us of a step of \d+ us: [\d.]+ % \(goal: at most 1 %\)", last
+    )
     assert load_tool("benchmarks/metrics").main(["--size", "none"]) == 2
     assert "error: --size" in capsys.readouterr().err

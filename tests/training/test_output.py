@@ -1,4 +1,6 @@
-"""Metrics file, TensorBoard and log where a disk is full or fails, or the reader has gone: one warning; training goes on."""
+"""Metrics file, TensorBoard and log where a disk is full or fails, or the reader has gone: one
+warning; training goes on."""
+
 from __future__ import annotations
 
 import errno
@@ -22,8 +24,12 @@ ARGV = [*SMALL, "--mock-data", "--train-iters", "4", "--eval-iters", "0"]
 full = pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no /dev/full")
 
 
-def program(rank: int, world: int, folder: Path, extra: list[str], stdout: str | None) -> tuple[int, str, str]:
-    """(exit code, stdout, stderr) of the run whose stdout is `stdout`: a path, or a pipe that nobody reads."""
+def program(
+    rank: int, world: int, folder: Path, extra: list[str], stdout: str | None
+) -> tuple[int, str, str]:
+    """(exit code, stdout, stderr) of the run whose stdout is `stdout`: a path, or a pipe that
+    nobody reads."""
+
     def redirect() -> None:
         reader, writer = os.pipe()
         os.close(reader)
@@ -45,21 +51,29 @@ def test_a_log_that_cannot_be_written(tmp_path, stdout):
     metrics = tmp_path / "metrics"
     code, _, (warning,) = run(tmp_path, "--metrics-file", str(metrics), stdout=stdout)
     assert code == 0 and warning.startswith("WARNING: log (stdout): cannot be written (")
-    assert [json.loads(row)["iteration"] for row in metrics.read_text().splitlines()] == [1, 2, 3, 4]
+    assert [json.loads(row)["iteration"] for row in metrics.read_text().splitlines()] == [
+        1,
+        2,
+        3,
+        4,
+    ]
 
 
 @full
 def test_metrics_on_a_full_disk(tmp_path):
     code, out, (warning,) = run(tmp_path, "--metrics-file", "/dev/full")
     assert code == 0 and "iteration        4/       4" in out
-    assert warning.startswith("WARNING: --metrics-file /dev/full: cannot be written (No space left on device)")
+    assert warning.startswith(
+        "WARNING: --metrics-file /dev/full: cannot be written (No space left on device)"
+    )
 
 
 @pytest.fixture
 def failing(monkeypatch) -> list[int]:
     """While the list holds an error number, os.write writes three bytes and then fails with it."""
     numbers: list[int] = []
-    right, begun = os.write, []
+    right = os.write
+    begun = []
 
     def write(file: int, data: bytes) -> int:
         if numbers and begun:
@@ -73,7 +87,8 @@ def failing(monkeypatch) -> list[int]:
 
 
 def test_a_piece_is_there_as_a_whole_or_not_at_all(tmp_path, failing, capsys):
-    """A failure within a piece leaves no part of it; when there is space again the next ones are written."""
+    """A failure within a piece leaves no part of it; when there is space again the next ones are
+    written."""
     file = OutputFile(str(tmp_path / "rows"), "--metrics-file")
     file.write("one\n")
     failing.append(errno.ENOSPC)
@@ -88,7 +103,8 @@ def test_a_piece_is_there_as_a_whole_or_not_at_all(tmp_path, failing, capsys):
 
 
 def test_tensorboard_on_a_failing_disk(tmp_path, failing, capsys):
-    """Events of the failure are lost, those before and after it are there; a close does not wait for anything."""
+    """Events of the failure are lost, those before and after it are there; a close does not wait
+    for anything."""
     board = TensorBoard(str(tmp_path / "board"), 2)
     board.scalar("loss", 1.0, 1)
     board.flush()
@@ -101,10 +117,14 @@ def test_tensorboard_on_a_failing_disk(tmp_path, failing, capsys):
     board.close()
     assert [step for _, step, _ in read_scalars(str(tmp_path / "board"))] == [1, 9]
     err = capsys.readouterr().err
-    assert err.count("\n") == 1 and f"--tensorboard-dir {tmp_path}/board/events.out.tfevents." in err
+    assert (
+        err.count("\n") == 1 and f"--tensorboard-dir {tmp_path}/board/events.out.tfevents." in err
+    )
 
 
-def test_a_path_that_cannot_be_is_an_error_and_a_full_disk_at_the_start_is_not(tmp_path, monkeypatch, capsys):
+def test_a_path_that_cannot_be_is_an_error_and_a_full_disk_at_the_start_is_not(
+    tmp_path, monkeypatch, capsys
+):
     with pytest.raises(OSError):
         OutputFile(str(tmp_path), "--metrics-file")
     right = os.open
@@ -135,5 +155,9 @@ def test_a_stream_is_otherwise_the_one_it_wraps(capsys):
 def test_the_whole_program_with_everything_on_a_full_disk(tmp_path):
     """stderr too: nothing is left to say it to, and the run ends well."""
     with open("/dev/full", "w") as nowhere:
-        done = subprocess.run([sys.executable, SCRIPT, *ARGV, "--metrics-file", "/dev/full"], stdout=nowhere, stderr=nowhere)
+        done = subprocess.run(
+            [sys.executable, SCRIPT, *ARGV, "--metrics-file", "/dev/full"],
+            stdout=nowhere,
+            stderr=nowhere,
+        )
     assert done.returncode == 0

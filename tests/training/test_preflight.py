@@ -1,4 +1,6 @@
-"""What files say against a command line before torch is loaded: one line each, exit code 2, in a fraction of a second."""
+"""What files say against a command line before torch is loaded: one line each, exit code 2, in a
+fraction of a second."""
+
 from __future__ import annotations
 
 import subprocess
@@ -22,8 +24,20 @@ def folder(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("preflight")
     for seed, name in enumerate(("a", "b")):
         write_text(folder / name, 300, seed)
-    train(folder, [*BASE, "--data-path", str(folder / "a"), "--save", str(folder / "save"), "--save-interval", "4",
-                   "--exit-interval", "4"])
+    train(
+        folder,
+        [
+            *BASE,
+            "--data-path",
+            str(folder / "a"),
+            "--save",
+            str(folder / "save"),
+            "--save-interval",
+            "4",
+            "--exit-interval",
+            "4",
+        ],
+    )
     return folder
 
 
@@ -39,60 +53,114 @@ def refused(capsys, argv: list[str]) -> list[str]:
 
 
 def resumed(folder: Path, *extra: str) -> list[str]:
-    return with_flags([*BASE, "--data-path", str(folder / "a"), "--load", str(folder / "save")], *extra)
+    return with_flags(
+        [*BASE, "--data-path", str(folder / "a"), "--load", str(folder / "save")], *extra
+    )
 
 
 def test_it_runs_before_torch_is_loaded(folder):
-    """The whole program: nothing of torch is imported where the schedule contradicts the checkpoint."""
-    code = ("import sys, pretrain_gpt\n"
-            "try:\n    pretrain_gpt.main(sys.argv[1:])\nexcept SystemExit as leave:\n"
-            "    print(leave.code, 'torch' in sys.modules)")
-    done = subprocess.run([sys.executable, "-c", code, *resumed(folder, "--lr-decay-iters", "9")], cwd=ROOT,
-                          capture_output=True, text=True)
+    """The whole program: nothing of torch is imported where the schedule contradicts the
+    checkpoint."""
+    code = (
+        "import sys, pretrain_gpt\n"
+        "try:\n    pretrain_gpt.main(sys.argv[1:])\nexcept SystemExit as leave:\n"
+        "    print(leave.code, 'torch' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, *resumed(folder, "--lr-decay-iters", "9")],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
     assert done.stdout == "2 False\n" and done.stderr.count("\n") == 1
-    assert "72 samples (--lr-decay-iters, by default --train-iters) and 64 samples in the checkpoint" in done.stderr
+    assert (
+        "72 samples (--lr-decay-iters, by default --train-iters) and 64 samples in the checkpoint"
+        in done.stderr
+    )
 
 
-@pytest.mark.parametrize(("extra", "said"), [
-    ([], []), (["--finetune", "--hidden-size", "64", "--lr", "1"], []),
-    (["--lr", "1", "--override-opt_param-scheduler"], []), (["--lr", "1", "--no-load-optim"], []),
-    (["--train-iters", "80"], []),      # of a constant weight decay
-    (["--hidden-size", "64"], ["hidden_size value from checkpoint (32)"]),
-    (["--lr", "1"], ["learning rate is 1.0 (--lr) and 0.003 in the checkpoint"]),
-    (["--global-batch-size", "16"], ["has consumed 32 samples", "the learning rate decay is 128 samples"]),
-    (["--vocab-size", "215", "--hidden-size", "64"], ["hidden_size value", "trained with the tokenizer"]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("extra", "said"),
+    [
+        ([], []),
+        (["--finetune", "--hidden-size", "64", "--lr", "1"], []),
+        (["--lr", "1", "--override-opt_param-scheduler"], []),
+        (["--lr", "1", "--no-load-optim"], []),
+        (["--train-iters", "80"], []),  # of a constant weight decay
+        (["--hidden-size", "64"], ["hidden_size value from checkpoint (32)"]),
+        (["--lr", "1"], ["learning rate is 1.0 (--lr) and 0.003 in the checkpoint"]),
+        (
+            ["--global-batch-size", "16"],
+            ["has consumed 32 samples", "the learning rate decay is 128 samples"],
+        ),
+        (
+            ["--vocab-size", "215", "--hidden-size", "64"],
+            ["hidden_size value", "trained with the tokenizer"],
+        ),
+    ],
+)
 def test_flags_against_a_checkpoint(folder, capsys, extra, said):
     lines = refused(capsys, resumed(folder, *extra))
-    assert len(lines) == len(said) and all(part in line for part, line in zip(said, lines, strict=True)), lines
+    assert len(lines) == len(said) and all(
+        part in line for part, line in zip(said, lines, strict=True)
+    ), lines
 
 
 def test_a_newer_snapshot_counts_and_what_is_damaged_does_not(folder, tmp_path, capsys):
     """The schedule to compare with is that of the checkpoint that a load would take."""
-    argv = [*BASE, "--mock-data", "--save", str(tmp_path / "save"), "--save-interval", "100", "--snapshot-interval", "3",
-            "--exit-interval", "4"]
+    argv = [
+        *BASE,
+        "--mock-data",
+        "--save",
+        str(tmp_path / "save"),
+        "--save-interval",
+        "100",
+        "--snapshot-interval",
+        "3",
+        "--exit-interval",
+        "4",
+    ]
     train(tmp_path, argv)
     loads = with_flags(argv, "--load", str(tmp_path / "save"), "--lr", "1")
     (tmp_path / "save/latest_checkpointed_iteration.txt").unlink()
     assert len(refused(capsys, loads)) == 1
-    slot, = (tmp_path / "save/snapshots").glob("*/iter_0000003")
+    (slot,) = (tmp_path / "save/snapshots").glob("*/iter_0000003")
     (slot / "state.json").write_text("{}")
     assert refused(capsys, loads) == []
 
 
 def test_a_blend_without_weights_that_is_too_small(folder, tmp_path, capsys):
     """Known at the start, with flags that help: those that are named do run."""
-    short = [*BASE, "--data-path", str(folder / "a"), str(folder / "b"), "--split", "80,10,10", "--train-iters", "400",
-             "--lr-decay-iters", "400", "--eval-iters", "2", "--eval-interval", "100"]
+    short = [
+        *BASE,
+        "--data-path",
+        str(folder / "a"),
+        str(folder / "b"),
+        "--split",
+        "80,10,10",
+        "--train-iters",
+        "400",
+        "--lr-decay-iters",
+        "400",
+        "--eval-iters",
+        "2",
+        "--eval-interval",
+        "100",
+    ]
     train_line, valid = refused(capsys, short)
     iterations = train_line.partition("lower --train-iters to ")[2].partition(",")[0]
-    assert "samples of train, and the run reads 3200" in train_line and "--data-order epoch" in train_line
+    assert (
+        "samples of train, and the run reads 3200" in train_line
+        and "--data-order epoch" in train_line
+    )
     assert "samples of valid, and the run reads 80" in valid and "--eval-iters" in valid
     assert len(refused(capsys, with_flags(short, "--eval-iters", "20"))) == 3
     assert refused(capsys, with_flags(short, "--data-order", "epoch")) == []
     weighted = with_flags(short, "--data-path", "1", str(folder / "a"), "1", str(folder / "b"))
     assert refused(capsys, weighted) == []
-    assert refused(capsys, with_flags(short, "--dataloader-type", "cyclic", "--eval-iters", "1")) == []
+    assert (
+        refused(capsys, with_flags(short, "--dataloader-type", "cyclic", "--eval-iters", "1")) == []
+    )
     fits = with_flags(short, "--train-iters", iterations, "--eval-iters", "0")
     assert refused(capsys, fits) == []
     done = train(tmp_path, fits)
@@ -101,8 +169,17 @@ def test_a_blend_without_weights_that_is_too_small(folder, tmp_path, capsys):
 
 
 def test_a_dry_run_shows_it(folder, capsys):
-    """The whole plan first, then what a run would be refused for; without data there is nothing to say."""
-    words = [*BASE, "--data-path", str(folder / "a"), str(folder / "b"), "--train-iters", "400", "--dry-run"]
+    """The whole plan first, then what a run would be refused for; without data there is nothing to
+    say."""
+    words = [
+        *BASE,
+        "--data-path",
+        str(folder / "a"),
+        str(folder / "b"),
+        "--train-iters",
+        "400",
+        "--dry-run",
+    ]
     line = command_line.read(words, {})
     plan = command_line.print_plan(line)
     with pytest.raises(SystemExit) as leave:

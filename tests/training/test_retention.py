@@ -1,4 +1,6 @@
-"""--keep-last and --keep-every, --snapshot-interval and --snapshot-dir, --control-file in whole runs."""
+"""--keep-last and --keep-every, --snapshot-interval and --snapshot-dir, --control-file in whole
+runs."""
+
 from __future__ import annotations
 
 import functools
@@ -28,7 +30,12 @@ def straight(data, tmp_path_factory) -> Finished:
 
 def run(data: str, folder: Path, *extra: str, world: int = 1, hook=None) -> Finished:
     save = str(folder / "save")
-    return train(folder, with_flags([*BASE, "--data-path", data, "--save", save, "--load", save], *extra), world, hook=hook)
+    return train(
+        folder,
+        with_flags([*BASE, "--data-path", data, "--save", save, "--load", save], *extra),
+        world,
+        hook=hook,
+    )
 
 
 def slots(folder: Path) -> list[int | None]:
@@ -46,10 +53,16 @@ def test_keep_last_and_keep_every(data, straight, tmp_path):
 def test_an_older_one_goes_only_when_a_newer_one_is_on_the_disk(data, tmp_path):
     """Saves from iteration 3 on fail: what was there before stays."""
     hook = functools.partial(refuse, "fsync", ".iter_0000003.tmp-", 0, FULL)
-    done = run(data, tmp_path, "--save-interval", "1", "--keep-last", "1", "--train-iters", "4", hook=hook)
+    done = run(
+        data, tmp_path, "--save-interval", "1", "--keep-last", "1", "--train-iters", "4", hook=hook
+    )
     log = done.first_rank_log
-    assert log.index("no checkpoint of iteration 3") < log.index("removed checkpoints of iterations 2")
-    assert log.index("successfully saved checkpoint at iteration       4") < log.index("removed checkpoints of iterations 2")
+    assert log.index("no checkpoint of iteration 3") < log.index(
+        "removed checkpoints of iterations 2"
+    )
+    assert log.index("successfully saved checkpoint at iteration       4") < log.index(
+        "removed checkpoints of iterations 2"
+    )
     assert store.iterations(done.save) == [4]
 
 
@@ -60,7 +73,9 @@ def test_a_resume_takes_the_newest_of_snapshots_and_checkpoints(data, straight, 
     save = str(tmp_path / "save")
     argv = with_flags([*BASE, "--data-path", data, "--save", save, "--load", save], *flags)
     train(tmp_path, argv, world, kill_at=8)
-    assert store.iterations(tmp_path / "save") == [4] and sorted(slots(tmp_path / "save/snapshots")) == [2, 6]
+    assert store.iterations(tmp_path / "save") == [4] and sorted(
+        slots(tmp_path / "save/snapshots")
+    ) == [2, 6]
     done = train(tmp_path, argv, world)
     assert f"successfully loaded checkpoint from {tmp_path}/save/snapshots/" in done.first_rank_log
     assert "at iteration 6\n" in done.first_rank_log and store.iterations(done.save) == [4, 8, 12]
@@ -87,7 +102,10 @@ def test_a_snapshot_elsewhere_that_is_damaged_or_cannot_be_written(data, straigh
     weights.write_bytes(weights.read_bytes()[:-7])
     done = run(data, tmp_path, *flags)
     assert f"cannot load iteration 9: {weights} has " in done.first_rank_log
-    assert "the checkpoint of iteration 8 is used instead of that of iteration 9" in done.first_rank_log
+    assert (
+        "the checkpoint of iteration 8 is used instead of that of iteration 9"
+        in done.first_rank_log
+    )
     assert done.series(*EXACT) == straight.series(*EXACT)
     same_tensors(done.tensors(), straight.tensors())
 
@@ -97,7 +115,18 @@ def test_snapshots_of_a_line_that_was_left_go(data, tmp_path):
     """Back to iteration 2 by hand: the first save after that ends the snapshot of 6."""
     run(data, tmp_path, "--save-interval", "2", "--snapshot-interval", "1", "--exit-interval", "7")
     assert sorted(slots(tmp_path / "save/snapshots")) == [5, 7]
-    run(data, tmp_path, "--save-interval", "4", "--snapshot-interval", "3", "--ckpt-step", "2", "--exit-interval", "4")
+    run(
+        data,
+        tmp_path,
+        "--save-interval",
+        "4",
+        "--snapshot-interval",
+        "3",
+        "--ckpt-step",
+        "2",
+        "--exit-interval",
+        "4",
+    )
     assert {*slots(tmp_path / "save/snapshots")} == {3, None}
 
 
@@ -119,13 +148,18 @@ def test_a_control_file_saves_and_stops(data, straight, tmp_path, world):
     file = tmp_path / "control"
     hook = functools.partial(ask, {2: "save", 4: "-6\n", 8: " +9"}, str(file))
     flags = ("--save-interval", "100", "--control-file", str(file))
-    if world == 2:                  # rank 1 writes: rank 0 may have read before in that iteration, not in the next one
+    # rank 1 writes: rank 0 may have read before in that iteration, not in the next one
+    if world == 2:
         hook = functools.partial(ask, {4: "-6\n", 8: " +9"}, str(file))
     first = run(data, tmp_path, *flags, world=world, hook=hook)
     assert store.iterations(first.save) == ([2] if world == 1 else []) + [6, 9]
     assert "[exiting program at iteration 9, as --control-file asks for]" in first.first_rank_log
-    assert file.read_text() == "0\n" and [row["iteration"] for row in first.rows] == list(range(1, 10))
-    second = run(data, tmp_path, *flags, world=world, hook=functools.partial(ask, {10: "halt"}, str(file)))
+    assert file.read_text() == "0\n" and [row["iteration"] for row in first.rows] == list(
+        range(1, 10)
+    )
+    second = run(
+        data, tmp_path, *flags, world=world, hook=functools.partial(ask, {10: "halt"}, str(file))
+    )
     assert "holds 'halt': write save, stop, N or -N into it" in second.first_rank_log
     assert [row["iteration"] for row in second.rows] == list(range(1, 13))
     if world == 1:
@@ -139,9 +173,16 @@ def test_requests_of_a_control_file(tmp_path, capsys):
     path = tmp_path / "control"
     control = ControlFile(str(path))
     assert path.read_text() == "0\n" and control.wish(5) is None
-    for text, before, after in [("save", "save", "save"), ("stop\n", "stop", "stop"), ("7", None, "stop"),
-                                ("+7", None, "stop"), ("-7", None, "save"), ("", None, None), ("0", None, None),
-                                ("-0", None, None)]:
+    for text, before, after in [
+        ("save", "save", "save"),
+        ("stop\n", "stop", "stop"),
+        ("7", None, "stop"),
+        ("+7", None, "stop"),
+        ("-7", None, "save"),
+        ("", None, None),
+        ("0", None, None),
+        ("-0", None, None),
+    ]:
         path.write_text(text)
         assert (control.wish(6), control.wish(7)) == (before, after), text
         assert control.wish(90) == after, "passed by skipped iterations"

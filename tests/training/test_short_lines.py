@@ -43,8 +43,8 @@ def row(interval: Interval, iteration: int = 100, of: int = 1300, **changes) -> 
 def test_an_ordinary_line_is_one_line_with_seven_numbers():
     line = iteration_line(row(Interval([4.0, 4.2468], 2, 0.236, 16)), 141.0)
     assert (
-        line
-        == " iter  100/1300 | loss 4.1234 | grad norm 0.812 | lr 3.00e-3 |  118 ms | 8.68k tok/s | ETA 2m21s"
+        line == " iter  100/1300 | loss 4.1234 | grad norm 0.812 | lr 3.00e-3 |  118 ms | 8.68k "
+        "tok/s | ETA 2m21s"
     )
     assert len(line) <= WIDTH
 
@@ -128,7 +128,8 @@ def test_evaluations_are_read_back():
         evaluation_line("validation-1", 300, {"lm loss": 3.5}),
         evaluation_line("test", 400, {"lm loss": 11.5}),
         " validation loss at iteration 7 | lm loss value: 1.500000E+00 | lm loss PPL: 4.5E+00 | ",
-        " validation loss at iteration 8 on test set | lm loss value: 1.250000E+00 | lm loss PPL: 3.5E+00 | ",
+        " validation loss at iteration 8 on test set | lm loss value: 1.250000E+00 | lm loss PPL: "
+        "3.5E+00 | ",
     ]
     assert (
         lines[0]
@@ -156,7 +157,8 @@ def test_status_and_summary():
         "no checkpoint",
     )
     assert text.startswith(
-        " stopped after 12.34 minutes | 26 of 1,300 iterations | elapsed 0:12:34 | 26.6k tokens | 8.68k tok/s"
+        " stopped after 12.34 minutes | 26 of 1,300 iterations | elapsed 0:12:34 | 26.6k "
+        "tokens | 8.68k tok/s"
     )
     assert "training finished" in last_line(None, 1, 1, 1.0, 1, 1.0, "")
 

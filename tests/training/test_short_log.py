@@ -1,4 +1,5 @@
-"""--log-format short, its state: the status line of a terminal, which iterations have a line, the time left."""
+"""--log-format short, its state: the status line of a terminal, which iterations have a line, the
+time left."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ class Terminal(io.StringIO):
 
 @pytest.fixture
 def printed(monkeypatch):
-    """Call it to make standard output a stream (a terminal), with --log-format short; it returns the stream."""
+    """Call it to make standard output a stream (a terminal), with --log-format short; it returns
+    the stream."""
 
     def start(stream: io.StringIO | None = None) -> io.StringIO:
         stream = stream or Terminal()
@@ -53,7 +55,8 @@ def row(iteration: int) -> IterationRow:
 
 
 def test_a_status_line_stands_between_lines_and_a_line_replaces_it(printed):
-    out, short = printed(), make()
+    out = printed()
+    short = make()
     short.count(1, 0.1)
     short.line(row(1))
     short.status(2, 0.1)
@@ -65,7 +68,8 @@ def test_a_status_line_stands_between_lines_and_a_line_replaces_it(printed):
 
 def test_it_is_not_written_more_often_than_can_be_read(printed):
     now = [1000.0]
-    out, short = printed(), make(clock=lambda: now[0])
+    out = printed()
+    short = make(clock=lambda: now[0])
     for _ in range(100):
         now[0] += REFRESH / 9
         short.status(2, 0.1)

@@ -1,4 +1,6 @@
-"""What is said of an error, and what a worker process does about signals; whole runs are in tests/e2e."""
+"""What is said of an error, and what a worker process does about signals; whole runs are in
+tests/e2e."""
+
 from __future__ import annotations
 
 import os
@@ -16,16 +18,28 @@ from tests.forkrun import ROOT
 LOST = "error: the connection to another rank is lost; its own message says why ("
 
 
-@pytest.mark.parametrize("error, text", [
-    (ValueError("--x 3: too large"), "error: --x 3: too large\n"),
-    (FileNotFoundError(2, "No such file", "/x"), "error: [Errno 2] No such file: '/x'\n"),
-    (CheckpointError("cannot write /x: No space left on device"), "error: cannot write /x: No space left on device\n"),
-    (ZeroDivisionError(), "error: ZeroDivisionError\n"),
-    (RuntimeError("[gloo/pair.cc:5] Connection closed by peer [::1]\nmore"),
-     LOST + "[gloo/pair.cc:5] Connection closed by peer [::1])\n"),
-    (type("DistBackendError", (RuntimeError,), {})("NCCL error"), LOST + "NCCL error)\n"),
-    (RuntimeError("InvalidCxxCompiler: No working C++ compiler found\nmore"),
-     "error: --torch-compile needs a C++ compiler that works; install one (say g++), or leave the flag out\n")])
+@pytest.mark.parametrize(
+    "error, text",
+    [
+        (ValueError("--x 3: too large"), "error: --x 3: too large\n"),
+        (FileNotFoundError(2, "No such file", "/x"), "error: [Errno 2] No such file: '/x'\n"),
+        (
+            CheckpointError("cannot write /x: No space left on device"),
+            "error: cannot write /x: No space left on device\n",
+        ),
+        (ZeroDivisionError(), "error: ZeroDivisionError\n"),
+        (
+            RuntimeError("[gloo/pair.cc:5] Connection closed by peer [::1]\nmore"),
+            LOST + "[gloo/pair.cc:5] Connection closed by peer [::1])\n",
+        ),
+        (type("DistBackendError", (RuntimeError,), {})("NCCL error"), LOST + "NCCL error)\n"),
+        (
+            RuntimeError("InvalidCxxCompiler: No working C++ compiler found\nmore"),
+            "error: --torch-compile needs a C++ compiler that works; install one (say g++), or "
+            "leave the flag out\n",
+        ),
+    ],
+)
 def test_one_line_for_what_needs_no_traceback(error, text):
     assert signals.describe(error) == text
 
@@ -48,7 +62,8 @@ def handlers():
 
 
 def test_a_worker_outlives_the_first_request(handlers):
-    """A request goes to the whole process group, perhaps twice; the parent needs its data until it has saved."""
+    """A request goes to the whole process group, perhaps twice; the parent needs its data until it
+    has saved."""
     for number in signals.WATCHED:
         signal.signal(number, signals.leave_to_listener)
     left = []
@@ -88,8 +103,12 @@ time.sleep(60)
 def test_ctrl_c_ends_a_process_whose_stderr_is_gone(program, tmp_path):
     """As in `pretrain_gpt.py ... 2>&1 | tee log`, where Ctrl-C ends tee, too."""
     reader, writer = os.pipe()
-    process = subprocess.Popen([sys.executable, "-c", program, str(tmp_path / "ready")], cwd=ROOT, stdout=writer,
-                               stderr=writer)
+    process = subprocess.Popen(
+        [sys.executable, "-c", program, str(tmp_path / "ready")],
+        cwd=ROOT,
+        stdout=writer,
+        stderr=writer,
+    )
     os.close(writer)
     os.close(reader)
     try:

@@ -1,4 +1,6 @@
-"""One training step against the same arithmetic written out in float64, and what it does with bad numbers."""
+"""One training step against the same arithmetic written out in float64, and what it does with bad
+numbers."""
+
 import math
 
 import pytest
@@ -14,8 +16,11 @@ from tests.training.tiny_run import EOD, make_run, samples
 
 def plain_loss(run: Run, tokens: torch.Tensor, masked: bool) -> torch.Tensor:
     """Mean over all tokens that count, from the model's logits, in one piece."""
-    inputs, labels = tokens[:, :-1], tokens[:, 1:]
-    losses = F.cross_entropy(run.model[0](inputs).flatten(0, 1), labels.flatten(), reduction="none").view_as(labels)
+    inputs = tokens[:, :-1]
+    labels = tokens[:, 1:]
+    losses = F.cross_entropy(
+        run.model[0](inputs).flatten(0, 1), labels.flatten(), reduction="none"
+    ).view_as(labels)
     keep = (inputs != EOD).double() if masked else torch.ones_like(losses)
     return (losses * keep).sum() / keep.sum()
 
@@ -41,14 +46,20 @@ def test_document_masks_reach_the_model():
     tokens = samples()
     losses = []
     for row in tokens:
-        inputs, labels, start = row[:-1], row[1:], 0
+        inputs = row[:-1]
+        labels = row[1:]
+        start = 0
         ends = [i + 1 for i, token in enumerate(inputs.tolist()) if token == EOD] + [len(inputs)]
         for end in ends:
             if end > start:
-                losses.append(run.model[0](inputs[None, start:end], labels=labels[None, start:end]).flatten())
+                losses.append(
+                    run.model[0](inputs[None, start:end], labels=labels[None, start:end]).flatten()
+                )
             start = end
     expected = torch.cat(losses).mean().item()
-    assert train_step(run, plot().forward_step, iter(tokens.split(2)), 1).loss == pytest.approx(expected, rel=1e-12)
+    assert train_step(run, plot().forward_step, iter(tokens.split(2)), 1).loss == pytest.approx(
+        expected, rel=1e-12
+    )
 
 
 def test_dropout_is_a_function_of_the_iteration():
@@ -74,7 +85,9 @@ def test_evaluation_has_no_dropout_and_averages_over_tokens():
 def test_constant_loss_scale_changes_nothing():
     """A power of two scales exactly."""
     plain = train_step(make_run(), plot().forward_step, iter(samples().split(2)), 1)
-    scaled = train_step(make_run(loss_scale=1024.0), plot().forward_step, iter(samples().split(2)), 1)
+    scaled = train_step(
+        make_run(loss_scale=1024.0), plot().forward_step, iter(samples().split(2)), 1
+    )
     assert (plain.loss, plain.grad_norm) == (scaled.loss, scaled.grad_norm)
 
 
@@ -86,7 +99,9 @@ def broken(batch, model):
 def test_nan_loss_stops_before_the_step():
     run = make_run()
     before = [p.detach().clone() for p in run.model.parameters()]
-    with pytest.raises(NotFinite, match="iteration 7: the loss is nan .found on rank 0.*--train-range-to-skip 7 7"):
+    with pytest.raises(
+        NotFinite, match="iteration 7: the loss is nan .found on rank 0.*--train-range-to-skip 7 7"
+    ):
         train_step(run, broken, iter(samples().split(2)), 7)
     assert all(torch.equal(a, b) for a, b in zip(before, run.model.parameters(), strict=True))
 
@@ -103,21 +118,37 @@ def test_nan_can_be_allowed():
 
 
 def test_flag_travels_with_the_loss():
-    assert train_step(make_run(), plot().forward_step, iter(samples().split(2)), 1, flag=lambda: 3).flag == 3
+    assert (
+        train_step(
+            make_run(), plot().forward_step, iter(samples().split(2)), 1, flag=lambda: 3
+        ).flag
+        == 3
+    )
 
 
 def step_of_rank(rank: int, world: int, changes: dict) -> tuple[float, float, float, int]:
     run = make_run(rank, world, **changes)
-    outcome = train_step(run, plot().forward_step, iter(samples().split(2)), 1, flag=lambda: 10**rank)
-    valid = evaluate(run, plot().forward_step, iter(samples(8, 1).split(2)), 4, lambda text: None)["lm loss"]
+    outcome = train_step(
+        run, plot().forward_step, iter(samples().split(2)), 1, flag=lambda: 10**rank
+    )
+    valid = evaluate(run, plot().forward_step, iter(samples(8, 1).split(2)), 4, lambda text: None)[
+        "lm loss"
+    ]
     return outcome.loss, outcome.grad_norm, valid, outcome.flag
 
 
-@pytest.mark.parametrize("changes", [
-    dict(tensor_model_parallel_size=2), dict(tensor_model_parallel_size=2, sequence_parallel=True),
-    dict(pipeline_model_parallel_size=2)], ids=str)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        dict(tensor_model_parallel_size=2),
+        dict(tensor_model_parallel_size=2, sequence_parallel=True),
+        dict(pipeline_model_parallel_size=2),
+    ],
+    ids=str,
+)
 def test_ranks_of_a_model_agree(changes):
-    """On the losses and norm of one process to the last bit among themselves, and on what either of them wishes."""
+    """On the losses and norm of one process to the last bit among themselves, and on what either of
+    them wishes."""
     first, second = run_ranks(2, step_of_rank, changes)
     assert first == second == pytest.approx((*step_of_rank(0, 1, {})[:3], 11), rel=1e-12)
 
@@ -136,7 +167,12 @@ def test_a_nan_loss_is_found_on_the_last_stage():
 
 def step_without_hidden(rank: int, world: int) -> None:
     run = make_run(rank, world, pipeline_model_parallel_size=2)
-    train_step(run, lambda batch, model: model(batch.tokens, labels=batch.labels), iter(samples().split(2)), 1)
+    train_step(
+        run,
+        lambda batch, model: model(batch.tokens, labels=batch.labels),
+        iter(samples().split(2)),
+        1,
+    )
 
 
 def test_a_forward_step_that_forgets_the_stage_before_is_told():

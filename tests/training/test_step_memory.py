@@ -1,4 +1,6 @@
-"""What a training step never holds: a second copy of the logits, and anything of sequence by sequence."""
+"""What a training step never holds: a second copy of the logits, and anything of sequence by
+sequence."""
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -13,7 +15,8 @@ from tests.live_memory import LiveMemory
 from tests.runs import plot
 from tests.training.tiny_run import make_run
 
-VOCAB, ROWS = 50304, 160
+VOCAB = 50304
+ROWS = 160
 LOGITS = ROWS * VOCAB
 
 
@@ -23,7 +26,10 @@ def step(**flags) -> tuple[LiveMemory, list[torch.Tensor], Run]:
     run = make_run(max_position_embeddings=length, global_batch_size=1, micro_batch_size=1, **flags)
     tokens = torch.randint(0, 50, (1, length + 1), generator=torch.Generator().manual_seed(0))
     saved = []
-    with LiveMemory() as memory, torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
+    with (
+        LiveMemory() as memory,
+        torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x),
+    ):
         outcome = train_step(run, plot().forward_step, iter([tokens]), 1)
     assert outcome.skipped is None and outcome.loss > 0
     return memory, saved, run
@@ -57,31 +63,48 @@ def test_the_loss_holds_a_chunk_and_a_sixteenth_of_the_logits(monkeypatch, dtype
         return reference.cross_entropy(logits, labels, **more, **parallel)
 
     chunk = loss_module.CHUNK_ELEMENTS * 4
-    assert chunk * (not built) < loss_memory(dtype, loss) + chunk // 2          # something was seen
+    assert chunk * (not built) < loss_memory(dtype, loss) + chunk // 2  # something was seen
     assert loss_memory(dtype, loss) <= chunk + LOGITS * dtype.itemsize // 16
     assert loss_memory(dtype, plain_loss) > LOGITS * dtype.itemsize
 
 
 @pytest.mark.parametrize("bf16", [False, True])
 def test_a_step_holds_the_logits_once(monkeypatch, bf16):
-    """Of the whole vocabulary there are the logits and a chunk; they are kept for backward once, as they are."""
-    flags = dict(vocab_size=VOCAB - 47, make_vocab_size_divisible_by=128, seq_length=ROWS, fp64=False, bf16=bf16)
+    """Of the whole vocabulary there are the logits and a chunk; they are kept for backward once, as
+    they are."""
+    flags = dict(
+        vocab_size=VOCAB - 47,
+        make_vocab_size_divisible_by=128,
+        seq_length=ROWS,
+        fp64=False,
+        bf16=bf16,
+    )
     memory, saved, run = step(**flags)
     item = 2 if bf16 else 4
-    logits, chunk = LOGITS * item, loss_module.CHUNK_ELEMENTS * 4
-    layers = chunk_activations(run.config, run.plan, 2) + 2**20       # and what a layer needs in passing
-    wide = BLOCK_ELEMENTS * 4 if bf16 else 0      # where bf16 is emulated: an fp32 copy of columns of logits or of weight
+    logits = LOGITS * item
+    chunk = loss_module.CHUNK_ELEMENTS * 4
+    # and what a layer needs in passing
+    layers = chunk_activations(run.config, run.plan, 2) + 2**20
+    # where bf16 is emulated: an fp32 copy of columns of logits or of weight
+    wide = BLOCK_ELEMENTS * 4 if bf16 else 0
     assert logits < memory.peak <= logits + logits // 16 + chunk + layers + wide
-    held = {x.untyped_storage()._cdata: x.untyped_storage().nbytes() for x in saved if x.shape[-1:] == (VOCAB,)}
+    held = {
+        x.untyped_storage()._cdata: x.untyped_storage().nbytes()
+        for x in saved
+        if x.shape[-1:] == (VOCAB,)
+    }
     assert list(held.values()) == [logits]
     if not bf16:
         monkeypatch.setattr(reference, "cross_entropy", plain_loss)
-        assert step(**flags)[0].peak > logits + logits // 2 + chunk + layers    # the bound sees torch's own loss
+        # the bound sees torch's own loss
+        assert step(**flags)[0].peak > logits + logits // 2 + chunk + layers
 
 
 def plain_attention(q, k, v, *, scale, **_):
     q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
-    scores = (q @ k.transpose(-1, -2) * scale).masked_fill(torch.ones(len(q[0, 0]), len(q[0, 0])).triu(1).bool(), -1e9)
+    scores = (q @ k.transpose(-1, -2) * scale).masked_fill(
+        torch.ones(len(q[0, 0]), len(q[0, 0])).triu(1).bool(), -1e9
+    )
     return (scores.softmax(-1) @ v).permute(2, 0, 1, 3)
 
 
@@ -91,13 +114,22 @@ def squares(memory: LiveMemory, saved: list[torch.Tensor], length: int) -> list[
     return [shape for shape in shapes if shape.count(length) > 1 or length * length in shape]
 
 
-CAUSAL = {"plain": {}, "bf16": dict(bf16=True), "dropout": dict(attention_dropout=0.1, hidden_dropout=0.1),
-          "documents": dict(reset_attention_mask=True, reset_position_ids=True), "fp64": dict(fp64=True),
-          "recompute": dict(recompute_granularity="selective"), "fp8": dict(fp8="hybrid", hidden_size=32),
-          "rotary, GQA": dict(position_embedding_type="rope", group_query_attention=True, num_query_groups=1)}
+CAUSAL = {
+    "plain": {},
+    "bf16": dict(bf16=True),
+    "dropout": dict(attention_dropout=0.1, hidden_dropout=0.1),
+    "documents": dict(reset_attention_mask=True, reset_position_ids=True),
+    "fp64": dict(fp64=True),
+    "recompute": dict(recompute_granularity="selective"),
+    "fp8": dict(fp8="hybrid", hidden_size=32),
+    "rotary, GQA": dict(
+        position_embedding_type="rope", group_query_attention=True, num_query_groups=1
+    ),
+}
 
 
-@pytest.mark.parametrize("name, length", [*((name, 352) for name in CAUSAL), ("plain", 544)])  # 544: in blocks of rows
+# 544: in blocks of rows
+@pytest.mark.parametrize("name, length", [*((name, 352) for name in CAUSAL), ("plain", 544)])
 def test_a_step_makes_nothing_of_sequence_by_sequence(name, length):
     memory, saved, _ = step(seq_length=length, **{"fp64": False, **CAUSAL[name]})
     assert saved and squares(memory, saved, length) == []
@@ -106,4 +138,6 @@ def test_a_step_makes_nothing_of_sequence_by_sequence(name, length):
 def test_a_matrix_of_scores_would_be_seen(monkeypatch):
     monkeypatch.setattr(reference, "attention", plain_attention)
     memory, saved, _ = step(seq_length=352, fp64=False)
-    assert (1, 2, 352, 352) in squares(memory, saved, 352) and (1, 2, 352, 352) in {tuple(x.shape) for x in saved}
+    assert (1, 2, 352, 352) in squares(memory, saved, 352) and (1, 2, 352, 352) in {
+        tuple(x.shape) for x in saved
+    }

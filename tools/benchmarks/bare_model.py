@@ -1,7 +1,8 @@
-"""A GPT and a small Llama in bare torch, the yardstick of the step benchmark; knows nothing of megatron/.
+"""A GPT and a small Llama in bare torch, the yardstick of the step benchmark; knows nothing of
+megatron/.
 
-Written for this benchmark, in the manner of nanoGPT: one class, fused query-key-value and gate-up matrices, torch's
-own kernels, nothing that a short training script would not have.
+Written for this benchmark, in the manner of nanoGPT: one class, fused query-key-value and gate-up
+matrices, torch's own kernels, nothing that a short training script would not have.
 """
 
 from __future__ import annotations
@@ -19,8 +20,10 @@ class Block(nn.Module):
         super().__init__()
         gpt = size.family == "gpt"
         norm = nn.LayerNorm if gpt else nn.RMSNorm
-        self.heads, self.gpt = size.heads, gpt
-        self.norm1, self.norm2 = norm(size.hidden, eps=1e-5), norm(size.hidden, eps=1e-5)
+        self.heads = size.heads
+        self.gpt = gpt
+        self.norm1 = norm(size.hidden, eps=1e-5)
+        self.norm2 = norm(size.hidden, eps=1e-5)
         self.qkv = nn.Linear(size.hidden, 3 * size.hidden, bias=gpt)
         self.proj = nn.Linear(size.hidden, size.hidden, bias=gpt)
         self.fc1 = nn.Linear(size.hidden, size.ffn_size * (1 if gpt else 2), bias=gpt)
@@ -29,9 +32,12 @@ class Block(nn.Module):
     def attend(self, x: Tensor, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
         """Causal self-attention."""
         b, s, h = x.shape
-        q, k, v = (t.view(b, s, self.heads, -1).transpose(1, 2) for t in self.qkv(x).split(h, dim=2))
+        q, k, v = (
+            t.view(b, s, self.heads, -1).transpose(1, 2) for t in self.qkv(x).split(h, dim=2)
+        )
         if rotary is not None:
-            q, k = rotate(q, *rotary), rotate(k, *rotary)
+            q = rotate(q, *rotary)
+            k = rotate(k, *rotary)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.proj(y.transpose(1, 2).contiguous().view(b, s, h))
 
@@ -69,7 +75,9 @@ class BareModel(nn.Module):
             self.head.weight = self.words.weight
         else:
             width = size.hidden // size.heads
-            angles = torch.outer(torch.arange(size.seq), 10000.0 ** (-torch.arange(0, width, 2) / width))
+            angles = torch.outer(
+                torch.arange(size.seq), 10000.0 ** (-torch.arange(0, width, 2) / width)
+            )
             self.register_buffer("cos", angles.cos())
             self.register_buffer("sin", angles.sin())
 
@@ -87,13 +95,24 @@ class BareModel(nn.Module):
 
 
 def megatron_to_bare(params: dict[str, Tensor], heads: int) -> dict[str, Tensor]:
-    """State of a BareModel from parameters by Megatron's global names (query-key-value rows by head there)."""
+    """State of a BareModel from parameters by Megatron's global names (query-key-value rows by head
+    there)."""
     state = {}
-    names = {"input_layernorm": "norm1", "pre_mlp_layernorm": "norm2", "linear_qkv": "qkv", "linear_proj": "proj",
-             "linear_fc1": "fc1", "linear_fc2": "fc2"}
-    tops = {"embedding.word_embeddings.weight": "words.weight", "output_layer.weight": "head.weight",
-            "embedding.position_embeddings.weight": "positions.weight", "decoder.final_layernorm.weight": "norm.weight",
-            "decoder.final_layernorm.bias": "norm.bias"}
+    names = {
+        "input_layernorm": "norm1",
+        "pre_mlp_layernorm": "norm2",
+        "linear_qkv": "qkv",
+        "linear_proj": "proj",
+        "linear_fc1": "fc1",
+        "linear_fc2": "fc2",
+    }
+    tops = {
+        "embedding.word_embeddings.weight": "words.weight",
+        "output_layer.weight": "head.weight",
+        "embedding.position_embeddings.weight": "positions.weight",
+        "decoder.final_layernorm.weight": "norm.weight",
+        "decoder.final_layernorm.bias": "norm.bias",
+    }
     for name, value in params.items():
         if name in tops:
             state[tops[name]] = value

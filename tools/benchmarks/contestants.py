@@ -42,10 +42,17 @@ class Ours:
     `weights()` are the parameters by Megatron's global names.
     """
 
-    def __init__(self, size: Size, dtype: str, device: str, extra: Sequence[str] = (),
-                 environ: Mapping[str, str] | None = None):
+    def __init__(
+        self,
+        size: Size,
+        dtype: str,
+        device: str,
+        extra: Sequence[str] = (),
+        environ: Mapping[str, str] | None = None,
+    ):
         line = megatron_command_line.read(command_line(size, dtype, device, extra), environ or {})
-        config, self.text = line.config, io.StringIO()
+        config = line.config
+        self.text = io.StringIO()
         with contextlib.redirect_stdout(self.text):
             tokenizer = build.make_tokenizer(config)
             plan = build.plan_run(config, line.world_size, tokenizer.vocab_size)
@@ -55,7 +62,8 @@ class Ours:
             self._log = KeepingLog(config, plan, timers, runtime.ctx.world)
             self.run = build.build_run(config, plan, runtime, timers, tokenizer)
             data = build.build_data(config, plan, runtime, tokenizer)
-        self.shape, self.device = model_shape(config, plan), runtime.device
+        self.shape = model_shape(config, plan)
+        self.device = runtime.device
         self._trainer = loop.Trainer(self.run, data, forward_step, self._log, time.time())
         self._samples = self._trainer.open_training_samples()
 

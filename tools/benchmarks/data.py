@@ -1,8 +1,9 @@
 #!/usr/bin/env python
-"""Speed and memory of the data tools, side by side with what Megatron does; `data.py tokenize --help` says more.
+"""Speed and memory of the data tools, side by side with what Megatron does; `data.py tokenize
+--help` says more.
 
-    python tools/benchmarks/data.py tokenize --input FILE.jsonl --vocab-file vocab.json --merge-file merges.txt
-    python tools/benchmarks/data.py start | resume | getitem [flags of data_startup.py]
+python tools/benchmarks/data.py tokenize --input FILE.jsonl --vocab-file vocab.json --merge-file
+merges.txt python tools/benchmarks/data.py start | resume | getitem [flags of data_startup.py]
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ sys.path.insert(0, sys.argv.pop(1))
 from tools import preprocess_data
 sys.exit(preprocess_data.main(sys.argv[1:]))
 """
-# As Megatron's preprocess_data.py does it: a pool that encodes with `tokenizers` and sends lists of ids to one writer.
+# As Megatron's preprocess_data.py does it: a pool that encodes with `tokenizers` and sends lists of
+# ids to one writer.
 LIKE_MEGATRON = """
 import json, multiprocessing, sys
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -56,7 +58,8 @@ with open(source, encoding="utf-8") as lines, multiprocessing.Pool(int(workers))
         for ids in pool.imap(encode, lines, 32):
             builder.add_document(ids, [len(ids)] if ids else [])
 """
-# The parts of Megatron's preprocess_data_fast.py that are to be had: gigatoken on whole files, megatron-core's builder.
+# The parts of Megatron's preprocess_data_fast.py that are to be had: gigatoken on whole files,
+# megatron-core's builder.
 FAST_MEGATRON = """
 import sys
 import awkward, gigatoken, numpy as np
@@ -76,19 +79,22 @@ for length in lengths.tolist():
 builder.finalize(prefix + "_text_document.idx")
 """
 FAST = "gigatoken as in Megatron's fast tool"
-# A process's peak begins with what its parent held when it forked, so a small one starts the run and says what it took.
+# A process's peak begins with what its parent held when it forked, so a small one starts the run
+# and says what it took.
 STARTER = """
 import json, os, subprocess, sys, time
 start = time.monotonic()
 process = subprocess.Popen(sys.argv[1:], stdout=subprocess.DEVNULL)
 _, status, usage = os.wait4(process.pid, 0)
-print(json.dumps([time.monotonic() - start, usage.ru_utime + usage.ru_stime, usage.ru_maxrss / 1024]))
+seconds = time.monotonic() - start
+print(json.dumps([seconds, usage.ru_utime + usage.ru_stime, usage.ru_maxrss / 1024]))
 sys.exit(os.waitstatus_to_exitcode(status) & 255)
 """
 
 
 class Measured(NamedTuple):
-    """One run: wall clock and CPU seconds of the whole process and its workers, peak memory of the largest, a hash."""
+    """One run: wall clock and CPU seconds of the whole process and its workers, peak memory of the
+    largest, a hash."""
 
     seconds: float
     cpu: float
@@ -97,10 +103,13 @@ class Measured(NamedTuple):
 
 
 def measure(command: Sequence[str], prefix: Path) -> Measured:
-    """Run a command that writes PREFIX_text_document. Raises CalledProcessError with what it said."""
+    """Run a command that writes PREFIX_text_document. Raises CalledProcessError with what it
+    said."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     starter = [sys.executable, "-S", "-c", STARTER, *command]
-    said = subprocess.run(starter, env=environment, capture_output=True, cwd=ROOT, check=True).stdout
+    said = subprocess.run(
+        starter, env=environment, capture_output=True, cwd=ROOT, check=True
+    ).stdout
     digest = hashlib.sha256()
     for end in ("bin", "idx"):
         with open(f"{prefix}_text_document.{end}", "rb") as file:
@@ -110,19 +119,61 @@ def measure(command: Sequence[str], prefix: Path) -> Measured:
 
 def commands(args: argparse.Namespace, prefix: Path, source: str) -> dict[str, list[str]]:
     """What is run, by name."""
-    flags = ["--input", source, "--output-prefix", str(prefix), "--overwrite", "--append-eod", "--log-interval", "100000000",
-             "--tokenizer-type", "GPT2BPETokenizer", "--vocab-file", args.vocab_file, "--merge-file", args.merge_file]
+    flags = [
+        "--input",
+        source,
+        "--output-prefix",
+        str(prefix),
+        "--overwrite",
+        "--append-eod",
+        "--log-interval",
+        "100000000",
+        "--tokenizer-type",
+        "GPT2BPETokenizer",
+        "--vocab-file",
+        args.vocab_file,
+        "--merge-file",
+        args.merge_file,
+    ]
     found = {}
     for workers in args.workers:
-        found[f"with the extra, {workers} workers"] = [sys.executable, str(TOOL), *flags, "--workers", str(workers)]
+        found[f"with the extra, {workers} workers"] = [
+            sys.executable,
+            str(TOOL),
+            *flags,
+            "--workers",
+            str(workers),
+        ]
     for workers in args.workers:
         found[f"without it, {workers} workers"] = [
-            sys.executable, "-c", WITHOUT, str(ROOT), *flags, "--workers", str(workers)]  # fmt: skip
+            sys.executable,
+            "-c",
+            WITHOUT,
+            str(ROOT),
+            *flags,
+            "--workers",
+            str(workers),
+        ]
     found[f"tokenizers as in Megatron, {max(args.workers)} workers"] = [
-        sys.executable, "-c", LIKE_MEGATRON, str(ROOT), source, str(prefix), args.vocab_file, args.merge_file,
-        str(max(args.workers))]  # fmt: skip
+        sys.executable,
+        "-c",
+        LIKE_MEGATRON,
+        str(ROOT),
+        source,
+        str(prefix),
+        args.vocab_file,
+        args.merge_file,
+        str(max(args.workers)),
+    ]
     if all(map(importlib.util.find_spec, ("awkward", "gigatoken", "megatron.core"))):
-        found[FAST] = [sys.executable, "-c", FAST_MEGATRON, source, str(prefix), vocabulary_in_one(args, prefix.parent)]
+        found[FAST] = [
+            sys.executable,
+            "-c",
+            FAST_MEGATRON,
+            source,
+            str(prefix),
+            vocabulary_in_one(args, prefix.parent),
+        ]
     return found
 
 
@@ -130,14 +181,19 @@ def vocabulary_in_one(args: argparse.Namespace, folder: Path) -> str:
     """The path of a tokenizer.json of the vocabulary, without special pieces."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
-    engine = Tokenizer(models.BPE(vocab=bpe.read_vocabulary(args.vocab_file), merges=bpe.read_merges(args.merge_file)))
+    engine = Tokenizer(
+        models.BPE(
+            vocab=bpe.read_vocabulary(args.vocab_file), merges=bpe.read_merges(args.merge_file)
+        )
+    )
     engine.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     engine.save(str(folder / "tokenizer.json"))
     return str(folder / "tokenizer.json")
 
 
 def head_of(source: str, size: int, folder: str) -> str:
-    """The first lines of a file, no more than `size` bytes: for what would take too long on all of it."""
+    """The first lines of a file, no more than `size` bytes: for what would take too long on all of
+    it."""
     if os.path.getsize(source) <= size:
         return source
     head = f"{folder}/head.jsonl"
@@ -157,7 +213,9 @@ def tokenize(argv: Sequence[str]) -> int:
     parser.add_argument("--merge-file", required=True)
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--slow-mb", type=int, default=20, help="MB of the input that the slower ones get")
+    parser.add_argument(
+        "--slow-mb", type=int, default=20, help="MB of the input that the slower ones get"
+    )
     parser.add_argument("--only", default="", help="only runs whose name holds this")
     parser.add_argument("--json", help="file to write the figures to")
     args = parser.parse_args(argv)
@@ -168,17 +226,25 @@ def tokenize(argv: Sequence[str]) -> int:
             source = args.input if name.startswith(("with the extra", FAST)) else head
             runs[name] = (source, commands(args, Path(folder, "x"), source)[name])
         runs["with the extra, on the slower ones' input"] = (
-            head, commands(args, Path(folder, "x"), head)[f"with the extra, {max(args.workers)} workers"])
+            head,
+            commands(args, Path(folder, "x"), head)[f"with the extra, {max(args.workers)} workers"],
+        )
         runs = {name: run for name, run in runs.items() if args.only in name}
         best: dict[str, Measured] = {}
         for _ in range(args.rounds):
             for name, (_, command) in runs.items():
                 found = measure(command, Path(folder, "x"))
                 best[name] = min(best.get(name, found), found)
-        report = {name: {**found._asdict(), "mb": os.path.getsize(runs[name][0]) / 1e6} for name, found in best.items()}
+        report = {
+            name: {**found._asdict(), "mb": os.path.getsize(runs[name][0]) / 1e6}
+            for name, found in best.items()
+        }
     for name, row in report.items():
-        print(f"{name:42} {row['mb']:6.0f} MB {row['seconds']:7.2f} s = {row['mb'] / row['seconds']:6.1f} MB/s, "
-              f"{row['cpu']:6.2f} s CPU, peak {row['peak_mb']:4.0f} MB, {row['digest']}")  # fmt: skip
+        print(
+            f"{name:42} {row['mb']:6.0f} MB {row['seconds']:7.2f} s = "
+            f"{row['mb'] / row['seconds']:6.1f} MB/s, {row['cpu']:6.2f} s CPU, peak "
+            f"{row['peak_mb']:4.0f} MB, {row['digest']}"
+        )
     if args.json:
         Path(args.json).write_text(json.dumps(report, indent=1), encoding="utf-8")
     for size in {row["mb"] for row in report.values()}:
@@ -193,7 +259,9 @@ def main(argv: Sequence[str]) -> int:
     if argv[:1] == ["tokenize"]:
         return tokenize(argv[1:])
     if argv[:1] in (["start"], ["resume"], ["getitem"]):
-        return subprocess.run([sys.executable, Path(__file__).with_name("data_startup.py"), *argv], check=False).returncode
+        return subprocess.run(
+            [sys.executable, Path(__file__).with_name("data_startup.py"), *argv], check=False
+        ).returncode
     print(__doc__, end="", file=sys.stdout if argv[:1] in (["-h"], ["--help"]) else sys.stderr)
     return 0 if argv[:1] in (["-h"], ["--help"]) else 2
 

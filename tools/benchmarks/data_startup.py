@@ -1,16 +1,21 @@
 #!/usr/bin/env python
-"""How long the data take to be ready, and how fast samples are read, beside megatron-core where it is installed.
+"""How soon data sets are ready and how fast samples are read, compared with megatron-core's.
 
-    data_startup.py start     a set of many files with 2e12 tokens in sparse .bin files, in epoch order: with --documents,
-                              then with a tenth of them; and one pair of 10 million documents in Megatron's order, without
-                              and with a cache, ours and megatron-core's. Every figure is a process of its own; before it the
-                              files are put out of the page cache (posix_fadvise), unless it says "cached".
-    data_startup.py resume    the first micro-batch of iteration 10^6, as a resumed run reads it: data sets, sampler and
-                              DataLoader are made anew (no optimizer, no checkpoint), without and with data workers.
-    data_startup.py getitem   samples a second of one process at --seq-length, in one process, in turns; best of --rounds.
+    data_startup.py start     a set of many files with 2e12 tokens in sparse .bin files, in epoch
+                              order: with --documents, then with a tenth of them; and one pair of 10
+                              million documents in Megatron's order, without and with a cache, ours
+                              and megatron-core's. Every figure is a process of its own; before it
+                              the files are dropped from the page cache (posix_fadvise), unless it
+                              says "cached".
+    data_startup.py resume    the first micro-batch of iteration 10^6, as a resumed run reads it:
+                              data sets, sampler and DataLoader are built again (no optimizer, no
+                              checkpoint), without and with data workers.
+    data_startup.py getitem   samples per second of one process at --seq-length, in turns; best of
+                              --rounds.
 
-Seconds are from after the imports to the first sample read, and of the whole process; memory is the peak resident size.
-Needs 2.3 GB of disk for 1e8 documents, in --folder, where the set stays for the next time.
+Seconds are from after the imports to the first sample read, and of the whole process; memory is the
+peak resident size. Needs 2.3 GB of disk for 1e8 documents, in --folder, where the set is kept for
+the next time.
 """
 
 from __future__ import annotations
@@ -47,7 +52,11 @@ def write_pair(prefix: str, lengths: np.ndarray, tokens: np.ndarray | None = Non
     total = int(pointers[-1]) + int(lengths[-1])
     with open(idx_path(prefix), "wb") as file:
         file.write(HEADER.pack(MAGIC, 1, 8, len(lengths), len(lengths) + 1))
-        for array in (lengths.astype("<i4"), pointers * 2, np.arange(len(lengths) + 1, dtype="<i8")):
+        for array in (
+            lengths.astype("<i4"),
+            pointers * 2,
+            np.arange(len(lengths) + 1, dtype="<i8"),
+        ):
             file.write(array.data)
         file.flush()
         os.fsync(file.fileno())  # what is not on the disk cannot be put out of the cache
@@ -58,13 +67,15 @@ def write_pair(prefix: str, lengths: np.ndarray, tokens: np.ndarray | None = Non
 
 
 def make_set(folder: Path, files: int, documents: int, tokens: int) -> Path:
-    """A directory of pairs whose lengths are even random numbers around their mean; kept if it is there."""
+    """A directory of pairs whose lengths are even random numbers around their mean; kept if it is
+    there."""
     target = folder / f"set-{files}-{documents}-{tokens}"
     if not target.exists():
         aside = target.with_suffix(".making")
         shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir(parents=True)
-        random, mean = np.random.default_rng(1), tokens // documents
+        random = np.random.default_rng(1)
+        mean = tokens // documents
         for number in range(files):
             count = documents * (number + 1) // files - documents * number // files
             lengths = random.integers(1, 2 * mean, count, dtype=np.int32)
@@ -84,10 +95,16 @@ def forget(folder: Path) -> None:
 
 def our_flags(**given: object) -> SimpleNamespace:
     """The data flags with their defaults, changed by `given`."""
-    names = ("data_path train_data_path valid_data_path test_data_path data_args_path per_split_data_args_path split "
-             "data_cache_path").split()  # fmt: skip
-    fixed = {"mock_data": False, "mid_level_dataset_surplus": 0.005, "data_order": "megatron",
-             "multiple_validation_sets": False}  # fmt: skip
+    names = (
+        "data_path train_data_path valid_data_path test_data_path data_args_path "
+        "per_split_data_args_path split data_cache_path"
+    ).split()
+    fixed = {
+        "mock_data": False,
+        "mid_level_dataset_surplus": 0.005,
+        "data_order": "megatron",
+        "multiple_validation_sets": False,
+    }
     return SimpleNamespace(**{**dict.fromkeys(names), **fixed, **given})
 
 
@@ -95,24 +112,35 @@ def megatron_core_dataset(prefix: str, seq_length: int, samples: int, cache: str
     """megatron-core's GPTDataset of a whole pair."""
     from megatron.core.datasets import gpt_dataset, indexed_dataset, utils
 
-    tokenizer = SimpleNamespace(vocab_size=VOCAB, eod=VOCAB - 1, pad=-1, unique_identifiers={"class": "none"})
+    tokenizer = SimpleNamespace(
+        vocab_size=VOCAB, eod=VOCAB - 1, pad=-1, unique_identifiers={"class": "none"}
+    )
     config = gpt_dataset.GPTDatasetConfig(
-        random_seed=1, sequence_length=seq_length, tokenizer=tokenizer, reset_position_ids=False,
-        reset_attention_mask=False, eod_mask_loss=False, split="1,0,0", blend=([prefix], None), path_to_cache=cache,
+        random_seed=1,
+        sequence_length=seq_length,
+        tokenizer=tokenizer,
+        reset_position_ids=False,
+        reset_attention_mask=False,
+        eod_mask_loss=False,
+        split="1,0,0",
+        blend=([prefix], None),
+        path_to_cache=cache,
         create_attention_mask=False,
-    )  # fmt: skip
+    )
     corpus = indexed_dataset.IndexedDataset(prefix)
     sequences = np.arange(len(corpus.sequence_lengths), dtype=np.int32)
     return gpt_dataset.GPTDataset(corpus, prefix, sequences, samples, utils.Split.train, config)
 
 
 def peak_kb() -> int:
-    """Peak resident KB of this process since it was started (getrusage would count its parent's too)."""
+    """Peak resident KB of this process since it was started (getrusage would count its parent's
+    too)."""
     return int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0])
 
 
 def first_of(dataset: object, iteration: int, workers: int) -> None:
-    """Read the first micro-batch of an iteration of 256 samples, as training does after a resume."""
+    """Read the first micro-batch of an iteration of 256 samples, as training does after a
+    resume."""
     import torch
 
     from megatron.config.batch_size import build_batch_size_schedule
@@ -126,35 +154,61 @@ def first_of(dataset: object, iteration: int, workers: int) -> None:
     next(load_samples(dataset, numbers, workers, torch.device("cpu")))
 
 
-def child(what: str, path: str, seq_length: int, samples: int, cache: str | None, iteration: int = 0,
-          workers: int = 0) -> dict[str, float]:  # fmt: skip
-    """Make the dataset in this process, read one sample, or an iteration's first; seconds since the imports and peak
-    resident bytes."""
+def child(
+    what: str,
+    path: str,
+    seq_length: int,
+    samples: int,
+    cache: str | None,
+    iteration: int = 0,
+    workers: int = 0,
+) -> dict[str, float]:
+    """Make the dataset in this process, read one sample, or an iteration's first; seconds since the
+    imports and peak resident bytes."""
     if iteration:
         import megatron.training.batch  # noqa: F401
     if what == "megatron-core":
         import torch  # noqa: F401
         from megatron.core.datasets import gpt_dataset  # noqa: F401
-    start, base = time.perf_counter(), peak_kb()
+    start = time.perf_counter()
+    base = peak_kb()
     if what == "megatron-core":
         megatron_core_dataset(path, seq_length, samples, cache)[0]
     else:
-        flags = our_flags(data_path=[path], split="100,0,0" if what == "megatron" else "98,1,1", data_order=what,
-                          data_cache_path=cache)  # fmt: skip
+        flags = our_flags(
+            data_path=[path],
+            split="100,0,0" if what == "megatron" else "98,1,1",
+            data_order=what,
+            data_cache_path=cache,
+        )
         datasets = build_train_valid_test_datasets(
-            flags, sequence_length=seq_length, seed=1, sizes=(samples, 0 if what == "megatron" else 1000, 0),
-            vocab_size=VOCAB, eod=VOCAB - 1,
-        )  # fmt: skip
+            flags,
+            sequence_length=seq_length,
+            seed=1,
+            sizes=(samples, 0 if what == "megatron" else 1000, 0),
+            vocab_size=VOCAB,
+            eod=VOCAB - 1,
+        )
         first_of(datasets[0], iteration, workers) if iteration else datasets[0][0]
-    return {"seconds": time.perf_counter() - start, "peak_mb": peak_kb() / 1024, "own_mb": (peak_kb() - base) / 1024}
+    return {
+        "seconds": time.perf_counter() - start,
+        "peak_mb": peak_kb() / 1024,
+        "own_mb": (peak_kb() - base) / 1024,
+    }
 
 
-def measured(what: str, path: Path, seq_length: int, samples: int, cache: Path | None = None,
-             *more: int) -> dict[str, float]:  # fmt: skip
+def measured(
+    what: str, path: Path, seq_length: int, samples: int, cache: Path | None = None, *more: int
+) -> dict[str, float]:
     """`child` in a process of its own, with the seconds of the whole process."""
     words = [what, path, seq_length, samples, cache or "-", *more]
     start = time.perf_counter()
-    done = subprocess.run([sys.executable, __file__, "child", *map(str, words)], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, __file__, "child", *map(str, words)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     whole = time.perf_counter() - start
     if done.returncode:
         raise SystemExit(f"{what}: {done.stderr}")
@@ -162,16 +216,23 @@ def measured(what: str, path: Path, seq_length: int, samples: int, cache: Path |
 
 
 def show(name: str, found: dict[str, float]) -> None:
-    print(f"{name:58s} {found['seconds']:7.3f} s   whole process {found['whole']:6.2f} s   peak {found['peak_mb']:6.0f} MB "
-          f"({found['own_mb']:.0f} after imports)", flush=True)  # fmt: skip
+    print(
+        f"{name:58s} {found['seconds']:7.3f} s   whole process {found['whole']:6.2f} s   peak "
+        f"{found['peak_mb']:6.0f} MB ({found['own_mb']:.0f} after imports)",
+        flush=True,
+    )
 
 
 def start(args: argparse.Namespace) -> None:
     """The start-up table."""
-    folder, best = Path(args.folder), {}
+    folder = Path(args.folder)
+    best = {}
     for documents in (args.documents, args.documents // 10):
         data = make_set(folder, args.files, documents, args.tokens)
-        name = f"epoch order, {args.files:,} files, {args.tokens:.0e} tokens, {documents:.0e} documents"
+        name = (
+            f"epoch order, {args.files:,} files, {args.tokens:.0e} tokens, {documents:.0e} "
+            "documents"
+        )
         for state in ("cold", "cached"):
             runs = []
             for _ in range(args.rounds):
@@ -181,7 +242,10 @@ def start(args: argparse.Namespace) -> None:
             best[documents, state] = min(runs, key=lambda run: run["seconds"])
             show(f"{name}, {state}", best[documents, state])
     for state in ("cold", "cached"):
-        times = [best[documents, state]["seconds"] for documents in (args.documents, args.documents // 10)]
+        times = [
+            best[documents, state]["seconds"]
+            for documents in (args.documents, args.documents // 10)
+        ]
         print(f"ten times the documents, {state}: {100 * (times[0] / times[1] - 1):+.1f} %")
     pair = make_set(folder, 1, args.pair_documents, 1000 * args.pair_documents) / "part-00000"
     samples = 1000 * args.pair_documents // args.seq_length * 99 // 100
@@ -205,11 +269,20 @@ def resume(args: argparse.Namespace) -> None:
     pair = make_set(folder, 1, args.pair_documents, 1000 * args.pair_documents) / "part-00000"
     of_pair = 1000 * args.pair_documents // args.seq_length * 99 // 100
     cache = folder / "cache-megatron"
-    measured("megatron", pair, args.seq_length, of_pair, cache)  # indices are there, as they are when a run is resumed
-    for what, path, samples in (("epoch", data, (args.iteration + 10) * BATCH), ("megatron", pair, of_pair)):
-        iteration = min(args.iteration, of_pair // BATCH - 10) if what == "megatron" else args.iteration
+    # indices are there, as they are when a run is resumed
+    measured("megatron", pair, args.seq_length, of_pair, cache)
+    for what, path, samples in (
+        ("epoch", data, (args.iteration + 10) * BATCH),
+        ("megatron", pair, of_pair),
+    ):
+        iteration = (
+            min(args.iteration, of_pair // BATCH - 10) if what == "megatron" else args.iteration
+        )
         for workers in (0, 2):
-            runs = [measured(what, path, args.seq_length, samples, cache, iteration, workers) for _ in range(args.rounds)]
+            runs = [
+                measured(what, path, args.seq_length, samples, cache, iteration, workers)
+                for _ in range(args.rounds)
+            ]
             best = min(runs, key=lambda run: run["seconds"])
             show(f"{what} order, resumed at iteration {iteration:,}, {workers} workers", best)
 
@@ -218,16 +291,25 @@ def getitem(args: argparse.Namespace) -> None:
     """Samples a second, in turns."""
     folder = Path(args.folder)
     folder.mkdir(parents=True, exist_ok=True)
-    random, prefix = np.random.default_rng(2), str(folder / "getitem")
+    random = np.random.default_rng(2)
+    prefix = str(folder / "getitem")
     lengths = random.integers(1, 2000, args.getitem_tokens // 1000, dtype=np.int32)
     if not IndexedDataset.exists(prefix):
-        write_pair(prefix, lengths, random.integers(0, VOCAB, int(lengths.sum(dtype=np.int64)), dtype=np.uint16))
+        write_pair(
+            prefix,
+            lengths,
+            random.integers(0, VOCAB, int(lengths.sum(dtype=np.int64)), dtype=np.uint16),
+        )
     corpus = IndexedDataset(prefix)
     count = (corpus.bin_bytes // 2 - 1) // args.seq_length
     epoch, *_ = build_train_valid_test_datasets(
-        our_flags(data_path=[prefix], split="1,0,0", data_order="epoch"), sequence_length=args.seq_length, seed=1,
-        sizes=(count, 0, 0), vocab_size=VOCAB, eod=VOCAB - 1,
-    )  # fmt: skip
+        our_flags(data_path=[prefix], split="1,0,0", data_order="epoch"),
+        sequence_length=args.seq_length,
+        seed=1,
+        sizes=(count, 0, 0),
+        vocab_size=VOCAB,
+        eod=VOCAB - 1,
+    )
     megatron = GPTDataset(corpus, sequence_length=args.seq_length, num_samples=count, seed=1)
     readers = {"epoch order": epoch.__getitem__, "Megatron order": megatron.__getitem__}
     if args.megatron_core:
@@ -249,9 +331,15 @@ def getitem(args: argparse.Namespace) -> None:
             times[name].append(laps)
     for name, rounds in times.items():
         best = min(sum(laps) for laps in rounds[1:]) / len(numbers)
-        middle, late = (min(float(np.percentile(laps, part)) for laps in rounds[1:]) for part in (50, 99))
-        print(f"__getitem__ at {args.seq_length}, {name:16s} {1e6 * best:6.1f} us = {args.seq_length / best / 1e6:6.1f} M "
-              f"tokens/s; median {1e6 * middle:.1f}, 99th percentile {1e6 * late:.0f} us", flush=True)  # fmt: skip
+        middle, late = (
+            min(float(np.percentile(laps, part)) for laps in rounds[1:]) for part in (50, 99)
+        )
+        print(
+            f"__getitem__ at {args.seq_length}, {name:16s} {1e6 * best:6.1f} us = "
+            f"{args.seq_length / best / 1e6:6.1f} M tokens/s; median {1e6 * middle:.1f}, 99th "
+            f"percentile {1e6 * late:.0f} us",
+            flush=True,
+        )
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -259,10 +347,19 @@ def main(argv: Sequence[str] | None = None) -> None:
     words = list(sys.argv[1:] if argv is None else argv)
     if words[:1] == ["child"]:
         what, path, seq_length, samples, cache, *more = words[1:]
-        found = child(what, path, int(seq_length), int(samples), None if cache == "-" else cache, *map(int, more))
+        found = child(
+            what,
+            path,
+            int(seq_length),
+            int(samples),
+            None if cache == "-" else cache,
+            *map(int, more),
+        )
         print(json.dumps(found))
         return
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("part", choices=["start", "resume", "getitem"])
     parser.add_argument("--folder", default=os.path.join(tempfile.gettempdir(), "data_startup"))
     parser.add_argument("--files", type=int, default=2419)

@@ -1,9 +1,11 @@
 #!/usr/bin/env python
-"""What the metrics of a step cost beside it: each part of --log-subsets, --log-accuracy and --log-format internlm alone.
+"""What the metrics of a step cost beside it: each part of --log-subsets, --log-accuracy and
+--log-format internlm alone.
 
-Every part is timed in processor time, again and again, of which the least counts: other work only ever adds. Where the step
-does something without metrics, too (the loss, a row of the metrics file), the difference counts. Goal: all together at most
-1 % of a step of the 10M model. Reading and summing on the host are counted as well, which a GPU would hide.
+Every part is timed in processor time, again and again, of which the least counts: other work only
+ever adds. Where the step does something without metrics, too (the loss, a row of the metrics file),
+the difference counts. Goal: all together at most 1 % of a step of the 10M model. Reading and
+summing on the host are counted as well, which a GPU would hide.
 """
 
 from __future__ import annotations
@@ -37,17 +39,25 @@ GOAL = 0.01
 NAMES = ("en", "cn", "code")
 
 
-def parts(step: Step, folder: str, opened: ExitStack) -> dict[str, tuple[Callable[[], Any], Callable[[], Any] | None]]:
+def parts(
+    step: Step, folder: str, opened: ExitStack
+) -> dict[str, tuple[Callable[[], Any], Callable[[], Any] | None]]:
     """By name, what a step does for its metrics, and what it would do without (None: nothing)."""
-    run, samples = step.run, step.samples
+    run = step.run
+    samples = step.samples
     rows = RowCounts(NAMES, run.runtime.ctx, accuracy=True, packed=False)
     slots = torch.zeros(rows.size, dtype=torch.float64)
-    micro_batch, length = samples[0].shape[0], samples[0].shape[1] - 1
+    micro_batch = samples[0].shape[0]
+    length = samples[0].shape[1] - 1
     ids = torch.arange(micro_batch)[:, None] % len(NAMES)
-    batch = make_batch(torch.cat((samples[0], ids), 1), run.rules, run.runtime.device, with_subset=True)
+    batch = make_batch(
+        torch.cat((samples[0], ids), 1), run.rules, run.runtime.device, with_subset=True
+    )
     losses = torch.rand(micro_batch, length)
-    logits, labels = torch.randn(micro_batch * length, run.plan.padded_vocab_size), batch.labels.reshape(-1)
-    right, one = torch.empty(len(labels), dtype=torch.bool), samples[0][0].numpy()
+    logits = torch.randn(micro_batch * length, run.plan.padded_vocab_size)
+    labels = batch.labels.reshape(-1)
+    right = torch.empty(len(labels), dtype=torch.bool)
+    one = samples[0][0].numpy()
 
     def loss(right: Any) -> None:
         with torch.no_grad():
@@ -64,17 +74,37 @@ def parts(step: Step, folder: str, opened: ExitStack) -> dict[str, tuple[Callabl
         for _ in range(len(samples) * micro_batch):
             np.append(one, 1)
 
-    config = replace(run.config, logging=replace(run.config.logging, log_format="internlm", metrics_file=f"{folder}/rows"))
-    result = IterationResult(1, run.plan.global_batch_size(1), 16, 1e-4, 1.0, 1.0, 3.0, 1.0, fwd_bwd_seconds=0.9,
-                             packed=rows.named([1.0] * rows.size), adam_beta2=0.95)
-    more, less = (_told(config, run, folder, each, opened) for each in (result, replace(result, packed=None)))
-    return {"ids of subsets behind samples": (ids_of_samples, None),
-            "which labels are first, in the loss": (lambda: loss(right), lambda: loss(None)),
-            "sums by subset": (sums, None),
-            "line, metrics file, TensorBoard": (more, less)}
+    config = replace(
+        run.config,
+        logging=replace(run.config.logging, log_format="internlm", metrics_file=f"{folder}/rows"),
+    )
+    result = IterationResult(
+        1,
+        run.plan.global_batch_size(1),
+        16,
+        1e-4,
+        1.0,
+        1.0,
+        3.0,
+        1.0,
+        fwd_bwd_seconds=0.9,
+        packed=rows.named([1.0] * rows.size),
+        adam_beta2=0.95,
+    )
+    more, less = (
+        _told(config, run, folder, each, opened) for each in (result, replace(result, packed=None))
+    )
+    return {
+        "ids of subsets behind samples": (ids_of_samples, None),
+        "which labels are first, in the loss": (lambda: loss(right), lambda: loss(None)),
+        "sums by subset": (sums, None),
+        "line, metrics file, TensorBoard": (more, less),
+    }
 
 
-def _told(config: Any, run: Any, folder: str, result: IterationResult, opened: ExitStack) -> Callable[[], None]:
+def _told(
+    config: Any, run: Any, folder: str, result: IterationResult, opened: ExitStack
+) -> Callable[[], None]:
     """One iteration written down everywhere."""
     writers = Writers(TensorBoard(folder, 1000), OutputFile(f"{folder}/rows", "--metrics-file"))
     lines = TrainingLog(config, run.plan, run.timers, run.runtime.ctx.world, writers, run.runtime)
@@ -89,10 +119,18 @@ def _told(config: Any, run: Any, folder: str, result: IterationResult, opened: E
 
 def build_parser() -> argparse.ArgumentParser:
     """The command line."""
-    parser = argparse.ArgumentParser(usage="%(prog)s [OPTION ...]", description=__doc__, allow_abbrev=False,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--size", default="gpt10m", help="as of train_step.py (default: %(default)s)")
-    parser.add_argument("--repeats", type=int, default=20, help="repeats of each timing (default: %(default)s)")
+    parser = argparse.ArgumentParser(
+        usage="%(prog)s [OPTION ...]",
+        description=__doc__,
+        allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--size", default="gpt10m", help="as of train_step.py (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--repeats", type=int, default=20, help="repeats of each timing (default: %(default)s)"
+    )
     return parser
 
 
@@ -105,10 +143,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ValueError as error:
         print(f"error: --size {error}", file=sys.stderr)
         return 2
-    step, total = Step(size), 0.0
+    step = Step(size)
+    total = 0.0
     whole = microseconds(step.with_parallel_code, max(2, options.repeats // 5), 1)
-    print(f"{size.name}: {size.micro_batches} x {size.micro_batch} samples of {size.seq} tokens, one thread, "
-          f"{len(NAMES)} subsets")
+    print(
+        f"{size.name}: {size.micro_batches} x {size.micro_batch} samples of {size.seq} tokens, "
+        f"one thread, {len(NAMES)} subsets"
+    )
     timed = functools.partial(microseconds, repeats=options.repeats, loops=3)
     with tempfile.TemporaryDirectory(prefix="metrics-") as folder, ExitStack() as opened:
         for name, (ours, other) in parts(step, folder, opened).items():
@@ -116,7 +157,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             total += taken
             print(f"  {name:40}{taken:10.1f} us a step")
     share = total / whole
-    print(f"together {total:.1f} us of a step of {whole:.0f} us: {100 * share:.2f} % (goal: at most {100 * GOAL:.0f} %)")
+    print(
+        f"together {total:.1f} us of a step of {whole:.0f} us: {100 * share:.2f} % (goal: at "
+        f"most {100 * GOAL:.0f} %)"
+    )
     return int(share > GOAL)
 
 

@@ -1,21 +1,28 @@
 #!/usr/bin/env python
-"""What one process pays for the parallel code being there: the training step against the same step without it.
+"""What one process pays for the parallel code being there: the training step against the same step
+without it.
 
-Both train one model object with the same kernels, batches, timers and optimizer. "With" is the product's `train_step`.
-"Without" is a loop written here, in which
-  - linear layers, embedding and loss call their kernel directly (no column- or row-parallel layer, no axis asked),
+Both train one model object with the same kernels, batches, timers and optimizer. "With" is the
+product's `train_step`. "Without" is a loop written here, in which
+  - linear layers, embedding and loss call their kernel directly (no column- or row-parallel layer,
+    no axis asked),
   - micro-batches run in a plain for loop (no schedule, no runner, no links between stages),
-  - gradients are not reduced, losses not summed, norms not added up over ranks, weights not gathered.
-So the difference is what rank 0 of 1 pays for code that 1,000 ranks need. The first two figures have a goal of at most 2 %:
-  - instructions of a step, counted by valgrind's callgrind (Python's included). They hardly depend on the machine or on
-    other work there, which a clock does. The model is tiny on purpose: a real one has the same number of calls and more
-    work in each, so its share is smaller.
-  - microseconds of processor time: each parallel piece timed alone, again and again, against the direct call it stands
-    for, on tensors so small that the kernel is all overhead; times its calls in a step, as a share of the time of a step.
+  - gradients are not reduced, losses not summed, norms not added up over ranks, weights not
+    gathered.
+So the difference is what rank 0 of 1 pays for code that 1,000 ranks need. The first two figures
+have a goal of at most 2 %:
+  - instructions of a step, counted by valgrind's callgrind (Python's included). They hardly depend
+    on the machine or on other work there, which a clock does. The model is tiny on purpose: a real
+    one has the same number of calls and more work in each, so its share is smaller.
+  - microseconds of processor time: each parallel piece timed alone, again and again, against the
+    direct call it stands for, on tensors so small that the kernel is all overhead; times its calls
+    in a step, as a share of the time of a step.
   - microseconds of processor time that the spike detector takes an iteration, beside the step.
-  - calls of Python and C functions in a step, for what they say where valgrind takes too long (it needs some ten minutes of
-    processor time to load torch): they count alike whatever a call costs, so they have no goal.
-Needs torch and numpy; valgrind and cc for the instructions (left out without them, --no-callgrind: not wanted).
+  - calls of Python and C functions in a step, for what they say where valgrind takes too long (it
+    needs some ten minutes of processor time to load torch): they count alike whatever a call costs,
+    so they have no goal.
+Needs torch and numpy; valgrind and cc for the instructions (left out without them, --no-callgrind:
+not wanted).
 """
 
 from __future__ import annotations
@@ -53,7 +60,12 @@ from megatron.kernels import reference as kernels  # noqa: E402
 from megatron.optimizer.optimizer import MixedPrecisionOptimizer  # noqa: E402
 from megatron.parallel.collectives import all_reduce, all_reduce_  # noqa: E402
 from megatron.parallel.cross_entropy import vocab_parallel_cross_entropy  # noqa: E402
-from megatron.parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding, embedding  # noqa: E402
+from megatron.parallel.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    embedding,
+)  # noqa: E402
 from megatron.parallel.random import DropoutSeeds  # noqa: E402
 from megatron.timers import Timers  # noqa: E402
 from megatron.training import build, initialize, spikes  # noqa: E402
@@ -62,9 +74,11 @@ from megatron.training.spike_policy import SpikePolicy  # noqa: E402
 from megatron.training.step import train_step  # noqa: E402
 from pretrain_gpt import forward_step  # noqa: E402
 
-DEFAULT_SIZE = "overhead:layers=4,hidden=128,heads=4,seq=128,micro_batch=2,micro_batches=4,vocab=1024"
+DEFAULT_SIZE = (
+    "overhead:layers=4,hidden=128,heads=4,seq=128,micro_batch=2,micro_batches=4,vocab=1024"
+)
 GOAL = 0.02
-SECONDS = 7200           # for valgrind
+SECONDS = 7200  # for valgrind
 HEADER = "/usr/include/valgrind/callgrind.h"
 # To count only what is wanted: everything before runs several times faster.
 SWITCH = f"""
@@ -82,15 +96,26 @@ class Step:
         with redirect_stdout(io.StringIO()):
             tokenizer = build.make_tokenizer(line.config)
             plan = build.plan_run(line.config, 1, tokenizer.vocab_size)
-            self.run = build.build_run(line.config, plan, initialize.initialize(line.config), Timers(0), tokenizer)
+            self.run = build.build_run(
+                line.config, plan, initialize.initialize(line.config), Timers(0), tokenizer
+            )
         steps = self.run.plan.num_microbatches(1)
         generator = torch.Generator().manual_seed(1)
-        self.samples = [torch.randint(0, size.vocab, (size.micro_batch, size.seq + 1), generator=generator)
-                        for _ in range(steps)]
+        self.samples = [
+            torch.randint(0, size.vocab, (size.micro_batch, size.seq + 1), generator=generator)
+            for _ in range(steps)
+        ]
         o = self.run.config.optimizer
-        self.optimizer = MixedPrecisionOptimizer(self.run.buffers.params, clip_grad=o.clip_grad, adam_beta1=o.adam_beta1,
-                                                 adam_beta2=o.adam_beta2, adam_eps=o.adam_eps)
-        for group, ours in zip(self.optimizer.param_groups, self.run.optimizer.param_groups, strict=True):
+        self.optimizer = MixedPrecisionOptimizer(
+            self.run.buffers.params,
+            clip_grad=o.clip_grad,
+            adam_beta1=o.adam_beta1,
+            adam_beta2=o.adam_beta2,
+            adam_eps=o.adam_eps,
+        )
+        for group, ours in zip(
+            self.optimizer.param_groups, self.run.optimizer.param_groups, strict=True
+        ):
             group["lr"] = ours["lr"]
 
     def with_parallel_code(self) -> float:
@@ -99,7 +124,9 @@ class Step:
 
     def without(self) -> float:
         """The same arithmetic and the same log spans; its loss."""
-        run, timers, model = self.run, self.run.timers, self.model
+        run = self.run
+        timers = self.run.timers
+        model = self.model
         nominal = run.plan.global_batch_size(1) * run.config.model.seq_length
         totals = torch.zeros(2, dtype=torch.float64)
         run.buffers.flat.zero_()
@@ -124,23 +151,33 @@ class Step:
     @property
     def model(self) -> torch.nn.Module:
         """The whole model."""
-        whole, = self.run.model
+        (whole,) = self.run.model
         return whole
 
     def strip(self) -> Callable[[], None]:
-        """Make layers and loss call their kernels directly; the function that is returned undoes it."""
-        model, vocab = self.model, self.run.plan.vocab_size
+        """Make layers and loss call their kernels directly; the function that is returned undoes
+        it."""
+        model = self.model
+        vocab = self.run.plan.vocab_size
         changed = [module for module in model.modules() if type(module) in DIRECT]
         for module in changed:
             module.forward = DIRECT[type(module)](module)
         whole = model.forward
 
-        def forward(tokens: Any, position_ids: Any, labels: Any, document_ids: Any, dropout: Any, **_: Any) -> Any:
+        def forward(
+            tokens: Any, position_ids: Any, labels: Any, document_ids: Any, dropout: Any, **_: Any
+        ) -> Any:
             x = model.embedding(tokens, position_ids, dropout)
             rotary = None if model.rotary is None else model.rotary(tokens.shape[1], position_ids)
             logits = model.output_layer(model.decoder(x, rotary, document_ids, dropout))
             s, b, v = logits.shape
-            return kernels.cross_entropy(logits.view(s * b, v), labels.t().reshape(s * b), vocab_size=vocab).view(s, b).t()
+            return (
+                kernels.cross_entropy(
+                    logits.view(s * b, v), labels.t().reshape(s * b), vocab_size=vocab
+                )
+                .view(s, b)
+                .t()
+            )
 
         model.forward = forward
 
@@ -153,13 +190,17 @@ class Step:
 
 
 def direct_linear(layer: Any) -> Callable[[torch.Tensor], torch.Tensor]:
-    """The kernel with the layer's weight and bias (of a gated layer as matrix and vector, as they lie there)."""
-    weight, bias, total = layer.weight, layer.bias, layer.weight.main_grad
+    """The kernel with the layer's weight and bias (of a gated layer as matrix and vector, as they
+    lie there)."""
+    weight = layer.weight
+    bias = layer.bias
+    total = layer.weight.main_grad
     if weight.dim() == 2:
         return lambda x: kernels.linear(x, weight, bias, accumulate_into=total)
     total = total.flatten(0, -2)
-    return lambda x: kernels.linear(x, weight.flatten(0, -2), None if bias is None else bias.flatten(),
-                                    accumulate_into=total)
+    return lambda x: kernels.linear(
+        x, weight.flatten(0, -2), None if bias is None else bias.flatten(), accumulate_into=total
+    )
 
 
 def direct_embedding(layer: VocabParallelEmbedding) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -167,12 +208,18 @@ def direct_embedding(layer: VocabParallelEmbedding) -> Callable[[torch.Tensor], 
     return lambda tokens: embedding(tokens.t(), layer.weight)
 
 
-DIRECT = {ColumnParallelLinear: direct_linear, RowParallelLinear: direct_linear, VocabParallelEmbedding: direct_embedding}
+DIRECT = {
+    ColumnParallelLinear: direct_linear,
+    RowParallelLinear: direct_linear,
+    VocabParallelEmbedding: direct_embedding,
+}
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A parallel piece: what is called, the direct call it stands for, and how often a step calls it."""
+    """A parallel piece: what is called, the direct call it stands for, and how often a step calls
+    it."""
+
     name: str
     ours: Callable[[], Any]
     direct: Callable[[], Any]
@@ -181,11 +228,15 @@ class Piece:
 
 def pieces(step: Step) -> list[Piece]:
     """Every place where a step of one process goes through code that is there for several."""
-    run, micro_batches = step.run, len(step.samples)
-    ctx, model = run.runtime.ctx, step.model
-    x, ids = torch.zeros(1, 1, run.config.model.hidden_size), torch.zeros(1, 1, dtype=torch.int64)
+    run = step.run
+    micro_batches = len(step.samples)
+    ctx = run.runtime.ctx
+    model = step.model
+    x = torch.zeros(1, 1, run.config.model.hidden_size)
+    ids = torch.zeros(1, 1, dtype=torch.int64)
     layer = next(iter(model.decoder.layers.values()))
-    norm, logits = torch.zeros(()), torch.zeros(1, 1, 8)
+    norm = torch.zeros(())
+    logits = torch.zeros(1, 1, 8)
 
     def linear(module: Any, x: torch.Tensor) -> tuple[Callable[[], Any], Callable[[], Any]]:
         plain = direct_linear(module)
@@ -193,26 +244,51 @@ def pieces(step: Step) -> list[Piece]:
 
     wide = torch.zeros(1, 1, layer.mlp.linear_fc2.weight.shape[1])
     count = {kind: micro_batches * sum(type(m) is kind for m in model.modules()) for kind in DIRECT}
-    table, rows = model.embedding.word_embeddings, direct_embedding(model.embedding.word_embeddings)
+    table = model.embedding.word_embeddings
+    rows = direct_embedding(model.embedding.word_embeddings)
 
     def plain_loop() -> None:
         for micro_batch in range(micro_batches):
             _no_backward(_no_forward(micro_batch, 0, None), None)
 
     def loss() -> torch.Tensor:
-        return kernels.cross_entropy(logits.view(1, 8), ids.t().reshape(1), vocab_size=8).view(1, 1).t()
+        return (
+            kernels.cross_entropy(logits.view(1, 8), ids.t().reshape(1), vocab_size=8)
+            .view(1, 1)
+            .t()
+        )
 
     return [
-        Piece("column-parallel linear", *linear(layer.mlp.linear_fc1, x), count[ColumnParallelLinear]),
+        Piece(
+            "column-parallel linear", *linear(layer.mlp.linear_fc1, x), count[ColumnParallelLinear]
+        ),
         Piece("row-parallel linear", *linear(layer.mlp.linear_fc2, wide), count[RowParallelLinear]),
-        Piece("vocabulary-parallel embedding", lambda: table.forward(ids), lambda: rows(ids), micro_batches),
-        Piece("vocabulary-parallel loss", lambda: vocab_parallel_cross_entropy(logits, ids, vocab_size=8, tp=ctx.tp), loss,
-              micro_batches),
-        Piece("schedule and runner", lambda: run.pipeline.run(micro_batches, _no_forward, _no_backward), plain_loop, 1),
+        Piece(
+            "vocabulary-parallel embedding",
+            lambda: table.forward(ids),
+            lambda: rows(ids),
+            micro_batches,
+        ),
+        Piece(
+            "vocabulary-parallel loss",
+            lambda: vocab_parallel_cross_entropy(logits, ids, vocab_size=8, tp=ctx.tp),
+            loss,
+            micro_batches,
+        ),
+        Piece(
+            "schedule and runner",
+            lambda: run.pipeline.run(micro_batches, _no_forward, _no_backward),
+            plain_loop,
+            1,
+        ),
         Piece("gradient reduction", run.buffers.reduce, _nothing, 1),
         Piece("gathering weights", run.buffers.gather_weights, _nothing, 1),
-        Piece("sums of loss and norm", lambda: (all_reduce_(norm, ctx.world), all_reduce(norm, ctx.optimizer)),
-              lambda: (norm, norm), 1),
+        Piece(
+            "sums of loss and norm",
+            lambda: (all_reduce_(norm, ctx.world), all_reduce(norm, ctx.optimizer)),
+            lambda: (norm, norm),
+            1,
+        ),
     ]
 
 
@@ -229,7 +305,8 @@ def _no_backward(output: Any, gradient: Any) -> None:
 
 
 def microseconds(function: Callable[[], Any], repeats: int, loops: int) -> float:
-    """The smallest mean of `loops` calls, over the repeats, in this thread's processor time: other work only ever adds."""
+    """The smallest mean of `loops` calls, over the repeats, in this thread's processor time: other
+    work only ever adds."""
     best = float("inf")
     for _ in range(repeats):
         start = time.thread_time()
@@ -241,7 +318,8 @@ def microseconds(function: Callable[[], Any], repeats: int, loops: int) -> float
 
 def detector_microseconds(repeats: int) -> float:
     """What the spike detector takes an iteration, with loss, norm and full windows."""
-    policy, numbers = SpikePolicy("log"), itertools.count(1)
+    policy = SpikePolicy("log")
+    numbers = itertools.count(1)
     values = itertools.cycle([3.0, 3.01, 2.99, 3.02, 2.98, 3.005, 2.995])
 
     def judge() -> None:
@@ -272,10 +350,27 @@ def instructions(size_text: str, steps: int) -> dict[str, int]:
     """Instructions of a step with and without, counted in a process of its own under callgrind."""
     with tempfile.TemporaryDirectory(prefix="overhead-") as folder:
         Path(folder, "switch.c").write_text(SWITCH)
-        subprocess.run(["cc", "-O1", "-shared", "-fPIC", "-o", f"{folder}/switch.so", f"{folder}/switch.c"], check=True)
-        words = ["valgrind", "--tool=callgrind", "--instr-atstart=no", "--dump-instr=no", "--separate-threads=no",
-                 f"--callgrind-out-file={folder}/out", sys.executable, __file__, "--inside", "--size", size_text,
-                 "--steps", str(steps), "--switch", f"{folder}/switch.so"]
+        subprocess.run(
+            ["cc", "-O1", "-shared", "-fPIC", "-o", f"{folder}/switch.so", f"{folder}/switch.c"],
+            check=True,
+        )
+        words = [
+            "valgrind",
+            "--tool=callgrind",
+            "--instr-atstart=no",
+            "--dump-instr=no",
+            "--separate-threads=no",
+            f"--callgrind-out-file={folder}/out",
+            sys.executable,
+            __file__,
+            "--inside",
+            "--size",
+            size_text,
+            "--steps",
+            str(steps),
+            "--switch",
+            f"{folder}/switch.so",
+        ]
         done = subprocess.run(words, capture_output=True, text=True, timeout=SECONDS, check=False)
         if done.returncode:
             raise RuntimeError(f"valgrind ended with {done.returncode}: {done.stderr[-2000:]}")
@@ -302,11 +397,21 @@ def inside(size: Size, steps: int, switch: ctypes.CDLL) -> None:
 
 def build_parser() -> argparse.ArgumentParser:
     """The command line."""
-    parser = argparse.ArgumentParser(usage="%(prog)s [OPTION ...]", description=__doc__, allow_abbrev=False,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--size", default=DEFAULT_SIZE, help="as of train_step.py (default: %(default)s)")
-    parser.add_argument("--steps", type=int, default=2, help="steps counted by callgrind (default: 2)")
-    parser.add_argument("--repeats", type=int, default=30, help="repeats of each timing, of which the best counts")
+    parser = argparse.ArgumentParser(
+        usage="%(prog)s [OPTION ...]",
+        description=__doc__,
+        allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--size", default=DEFAULT_SIZE, help="as of train_step.py (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--steps", type=int, default=2, help="steps counted by callgrind (default: 2)"
+    )
+    parser.add_argument(
+        "--repeats", type=int, default=30, help="repeats of each timing, of which the best counts"
+    )
     parser.add_argument("--no-callgrind", action="store_true", help="only microseconds")
     parser.add_argument("--json", metavar="FILE", type=Path, help="write all figures there")
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
@@ -328,17 +433,35 @@ def timed(size: Size, repeats: int) -> dict[str, Any]:
     undo()
     calls["with"] = function_calls(step.with_parallel_code)
     if ours != plain:
-        raise RuntimeError(f"the loss is {ours!r} with the parallel code and {plain!r} without: not the same step")
+        raise RuntimeError(
+            f"the loss is {ours!r} with the parallel code and {plain!r} without: not the same step"
+        )
     whole = microseconds(step.with_parallel_code, max(3, repeats // 6), 1)
     rows = []
     for piece in pieces(step):
         loops = 20 if piece.calls == 1 else 100
-        pairs = [(microseconds(piece.ours, 1, loops), microseconds(piece.direct, 1, loops)) for _ in range(repeats)]
+        pairs = [
+            (microseconds(piece.ours, 1, loops), microseconds(piece.direct, 1, loops))
+            for _ in range(repeats)
+        ]
         ours, direct = (min(values) for values in zip(*pairs, strict=True))
-        rows.append({"piece": piece.name, "us": ours, "direct_us": direct, "calls": piece.calls,
-                     "us_per_step": (ours - direct) * piece.calls, "spread": statistics.pstdev(a - b for a, b in pairs)})
-    return {"step_us": whole, "pieces": rows, "calls": calls, "detector_us": detector_microseconds(repeats),
-            "share": sum(row["us_per_step"] for row in rows) / whole}
+        rows.append(
+            {
+                "piece": piece.name,
+                "us": ours,
+                "direct_us": direct,
+                "calls": piece.calls,
+                "us_per_step": (ours - direct) * piece.calls,
+                "spread": statistics.pstdev(a - b for a, b in pairs),
+            }
+        )
+    return {
+        "step_us": whole,
+        "pieces": rows,
+        "calls": calls,
+        "detector_us": detector_microseconds(repeats),
+        "share": sum(row["us_per_step"] for row in rows) / whole,
+    }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -362,22 +485,34 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     shares = [report["share"]]
-    print(f"{size.name}: {size.layers} layers, hidden {size.hidden}, sequence {size.seq}, {size.micro_batches} x "
-          f"{size.micro_batch} samples, one thread, torch {torch.__version__}")
+    print(
+        f"{size.name}: {size.layers} layers, hidden {size.hidden}, sequence {size.seq}, "
+        f"{size.micro_batches} x {size.micro_batch} samples, one thread, torch {torch.__version__}"
+    )
     print(f"  {'piece':32}{'us a call':>10}{'direct':>9}{'calls':>7}{'us a step':>11}")
     for row in report["pieces"]:
-        print(f"  {row['piece']:32}{row['us']:10.2f}{row['direct_us']:9.2f}{row['calls']:7}{row['us_per_step']:11.1f}")
-    print(f"microseconds: {100 * report['share']:.2f} % of a step of {report['step_us']:.0f} us (goal: at most 2 %)")
+        print(
+            "  "
+            f"{row['piece']:32}{row['us']:10.2f}{row['direct_us']:9.2f}{row['calls']:7}{row['us_per_step']:11.1f}"
+        )
+    print(
+        f"microseconds: {100 * report['share']:.2f} % of a step of {report['step_us']:.0f} us "
+        "(goal: at most 2 %)"
+    )
     print(f"spike detector: {report['detector_us']:.1f} us an iteration, and no synchronisation")
     calls = report["calls"]
-    print(f"calls of functions: {calls['with']} a step with the parallel code, {calls['without']} without: "
-          f"{100 * (calls['with'] / calls['without'] - 1):+.1f} %")
+    print(
+        f"calls of functions: {calls['with']} a step with the parallel code, {calls['without']} "
+        f"without: {100 * (calls['with'] / calls['without'] - 1):+.1f} %"
+    )
     if report.get("instructions"):
         counts = report["instructions"]
         report["instruction_share"] = counts["with"] / counts["without"] - 1.0
         shares.append(report["instruction_share"])
-        print(f"instructions: {counts['with']:,} a step with the parallel code, {counts['without']:,} without: "
-              f"{100 * shares[-1]:+.2f} % (goal: at most 2 %)")
+        print(
+            f"instructions: {counts['with']:,} a step with the parallel code, "
+            f"{counts['without']:,} without: {100 * shares[-1]:+.2f} % (goal: at most 2 %)"
+        )
     if options.json:
         options.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     return int(max(shares) > GOAL)
@@ -386,7 +521,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 def counted(options: argparse.Namespace) -> dict[str, int] | None:
     """Instructions, or None with the reason said where they cannot be counted."""
     if shutil.which("valgrind") is None or shutil.which("cc") is None or not Path(HEADER).exists():
-        print(f"valgrind, its header {HEADER} or a C compiler is not there: instructions are not counted")
+        print(
+            f"valgrind, its header {HEADER} or a C compiler is not there: instructions are not "
+            "counted"
+        )
         return None
     return instructions(options.size, options.steps)
 

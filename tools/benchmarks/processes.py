@@ -35,7 +35,7 @@ class WorkerFailed(RuntimeError):
     """A process raised an exception, died or hung; the text says how."""
 
 
-def make_job(
+def make_job(  # noqa: PLR0913
     kind: str,
     size: Size | None = None,
     *,

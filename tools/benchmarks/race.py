@@ -21,7 +21,8 @@ from sizes import Size
 
 from tools.shared.memory import free_memory
 
-OURS, CEILING = "ours", "ceiling"
+OURS = "ours"
+CEILING = "ceiling"
 TOLERANCE = {"fp32": 1e-5, "bf16": 5e-3}  # of losses in the warm-up steps, relative
 CEILING_ROUNDS = 3
 SETTING_ROUNDS = 3  # after which a contestant keeps its default and its best setting
@@ -149,9 +150,8 @@ class Plan:
     device: str
     folder: Path  # of temporary files
     ceiling: bool = False
-    slow_rounds: int | None = (
-        None  # rounds of the contestants that are not this suite, with their defaults only
-    )
+    # of the contestants that are not this suite, with their defaults only
+    slow_rounds: int | None = None
     profile: bool = False
     busy: int = 0
     threads: int | None = None
@@ -177,7 +177,8 @@ class Entry:
         """Start its process; build and warm up, compare the losses, then stop it."""
         race = self.race
         plan = race.plan
-        size, dtype = race.result.size, race.result.dtype
+        size = race.result.size
+        dtype = race.result.dtype
         race.tell(f"{self.label}: start and warm-up")
         job = make_job(
             self.contestant.kind,
@@ -203,7 +204,8 @@ class Entry:
 
     def _warm_up(self, facts: dict[str, Any]) -> None:
         race = self.race
-        plan, result = race.plan, race.result
+        plan = race.plan
+        result = race.result
         if self is race.entries[0]:
             result.parameters = facts["parameters"]
             result.flops_per_step = facts["flops_per_step"]

@@ -1,17 +1,22 @@
-"""The models that the step benchmark trains: their sizes, and each as flags of pretrain_gpt.py. Knows no torch."""
+"""The models that the step benchmark trains: their sizes, and each as flags of pretrain_gpt.py.
+Knows no torch."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
-LEARNING_RATE, WEIGHT_DECAY, BETAS, CLIP = 3e-4, 0.1, (0.9, 0.95), 1.0
+LEARNING_RATE = 3e-4
+WEIGHT_DECAY = 0.1
+BETAS = (0.9, 0.95)
+CLIP = 1.0
 
 
 @dataclass(frozen=True)
 class Size:
-    """One model and one batch. family: `gpt` (GPT-2: learned positions, LayerNorm, tanh GELU, biases, tied output) or
-    `llama` (rotary positions, RMSNorm, SwiGLU, no biases, output matrix of its own)."""
+    """One model and one batch. family: `gpt` (GPT-2: learned positions, LayerNorm, tanh GELU,
+    biases, tied output) or `llama` (rotary positions, RMSNorm, SwiGLU, no biases, output matrix of
+    its own)."""
 
     name: str
     layers: int
@@ -47,7 +52,8 @@ CPU_SIZES = (
     Size("llama30m", 8, 512, 8, seq=512, micro_batch=8, vocab=4096, family="llama", ffn=1376),
     Size("gpt124m", 12, 768, 12, seq=1024, micro_batch=4, vocab=50304),
 )
-# The shapes of GPT-3 (Brown et al. 2020, table 2.1); 760M and 1.3B with 16 heads, as 24 do not divide their widths well.
+# The shapes of GPT-3 (Brown et al. 2020, table 2.1); 760M and 1.3B with 16 heads, as 24 do not
+# divide their widths well.
 CUDA_SIZES = (
     Size("125m", 12, 768, 12, seq=2048, micro_batch=32, vocab=50304, micro_batches=2),
     Size("350m", 24, 1024, 16, seq=2048, micro_batch=16, vocab=50304, micro_batches=4),
@@ -60,7 +66,8 @@ NAMED = {size.name: size for size in (*CPU_SIZES, *CUDA_SIZES)}
 
 
 def parse_size(text: str) -> Size:
-    """A size by name, changed or not (`gpt10m`, `gpt10m:layers=2,seq=128`), or a new one: `name:layers=..,hidden=..`.
+    """A size by name, changed or not (`gpt10m`, `gpt10m:layers=2,seq=128`), or a new one:
+    `name:layers=..,hidden=..`.
 
     Raises ValueError for a name or a field that does not exist and for a new size that lacks one.
     """
@@ -70,7 +77,9 @@ def parse_size(text: str) -> Size:
     for word in filter(None, rest.split(",")):
         key, _, value = word.partition("=")
         if key not in kinds or not value:
-            raise ValueError(f"{text}: {word!r} is not FIELD=VALUE with a field of {', '.join(kinds)}")
+            raise ValueError(
+                f"{text}: {word!r} is not FIELD=VALUE with a field of {', '.join(kinds)}"
+            )
         try:
             given[key] = kinds[key](value)
         except ValueError:
@@ -79,28 +88,38 @@ def parse_size(text: str) -> Size:
         raise ValueError(f"{text}: family is gpt or llama, not {given['family']!r}")
     if name in NAMED:
         return replace(NAMED[name], **given)
-    missing = [key for key in ("layers", "hidden", "heads", "seq", "micro_batch", "vocab") if key not in given]
+    missing = [
+        key
+        for key in ("layers", "hidden", "heads", "seq", "micro_batch", "vocab")
+        if key not in given
+    ]
     if missing:
-        raise ValueError(f"{text}: {name!r} is none of {', '.join(NAMED)}; for a new size give "
-                         f"{', '.join(missing)} too")
+        raise ValueError(
+            f"{text}: {name!r} is none of {', '.join(NAMED)}; for a new size give "
+            f"{', '.join(missing)} too"
+        )
     return Size(name, **given)
 
 
 def command_line(size: Size, dtype: str, device: str, extra: Sequence[str] = ()) -> list[str]:
-    """Flags of pretrain_gpt.py that train this size on mock data without dropout; `extra` ones are added."""
+    """Flags of pretrain_gpt.py that train this size on mock data without dropout; `extra` ones are
+    added."""
     words = (
-        f"--num-layers {size.layers} --hidden-size {size.hidden} --num-attention-heads {size.heads} "
-        f"--ffn-hidden-size {size.ffn_size} --seq-length {size.seq} --max-position-embeddings {size.seq} "
-        f"--mock-data --tokenizer-type NullTokenizer --vocab-size {size.vocab} --make-vocab-size-divisible-by 1 "
-        f"--micro-batch-size {size.micro_batch} --global-batch-size {size.micro_batch * size.micro_batches} "
-        f"--attention-dropout 0 --hidden-dropout 0 --train-iters 100000 --eval-iters 0 --log-interval 1 "
-        f"--lr {LEARNING_RATE} --lr-decay-style constant --weight-decay {WEIGHT_DECAY} --clip-grad {CLIP} "
-        f"--adam-beta1 {BETAS[0]} --adam-beta2 {BETAS[1]} --log-throughput --device {device} "
-        f"--num-workers {0 if device == 'cpu' else 2}"
+        f"--num-layers {size.layers} --hidden-size {size.hidden} --num-attention-heads "
+        f"{size.heads} --ffn-hidden-size {size.ffn_size} --seq-length {size.seq} "
+        f"--max-position-embeddings {size.seq} --mock-data --tokenizer-type NullTokenizer "
+        f"--vocab-size {size.vocab} --make-vocab-size-divisible-by 1 --micro-batch-size "
+        f"{size.micro_batch} --global-batch-size {size.micro_batch * size.micro_batches} "
+        "--attention-dropout 0 --hidden-dropout 0 --train-iters 100000 --eval-iters 0 "
+        f"--log-interval 1 --lr {LEARNING_RATE} --lr-decay-style constant --weight-decay "
+        f"{WEIGHT_DECAY} --clip-grad {CLIP} --adam-beta1 {BETAS[0]} --adam-beta2 {BETAS[1]} "
+        f"--log-throughput --device {device} --num-workers {0 if device == 'cpu' else 2}"
     ).split()
     if size.family == "llama":
-        words += ("--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear "
-                  "--untie-embeddings-and-output-weights").split()
+        words += (
+            "--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear "
+            "--untie-embeddings-and-output-weights"
+        ).split()
     if dtype == "bf16":
         words.append("--bf16")
     return [*words, *extra]

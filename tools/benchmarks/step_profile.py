@@ -1,4 +1,5 @@
-"""Where the time of our training step goes, by kinds of work beside the ceiling's. Knows torch's profiler, no table."""
+"""Where the time of our training step goes, by kinds of work beside the ceiling's. Knows torch's
+profiler, no table."""
 
 from __future__ import annotations
 
@@ -7,13 +8,25 @@ import statistics
 from collections.abc import Callable
 from typing import Any
 
-STEP, OPTIMIZER = "whole step", "optimizer and clipping"
-PRODUCTS, ATTENTION = "matrix products", "attention"
-# Kinds by a word in the name of an operation or of an autograd function; the first that fits an event's chain counts.
+STEP = "whole step"
+OPTIMIZER = "optimizer and clipping"
+PRODUCTS = "matrix products"
+ATTENTION = "attention"
+# Kinds by a word in the name of an operation or of an autograd function; the first that fits an
+# event's chain counts.
 KINDS = (
     (OPTIMIZER, (OPTIMIZER,)),
     ("loss", ("_CrossEntropy", "_ParallelCrossEntropy")),
-    (ATTENTION, ("_ChunkedAttention", "_TileAttention", "_VectorAttention", "scaled_dot_product", "ScaledDotProduct")),
+    (
+        ATTENTION,
+        (
+            "_ChunkedAttention",
+            "_TileAttention",
+            "_VectorAttention",
+            "scaled_dot_product",
+            "ScaledDotProduct",
+        ),
+    ),
     ("norms", ("_RmsNorm", "layer_norm", "LayerNorm", "rms_norm", "RmsNorm")),
     ("activation", ("TanhGelu", "_SwiGlu", "gelu", "Gelu", "silu", "Silu")),
     ("rotary", ("_Rotary",)),
@@ -22,11 +35,19 @@ KINDS = (
 )
 OTHER = "residual sums, copies and the rest"
 BETWEEN = "between operations (Python, page faults of the caller)"
-_MATMULS = ("mkldnn::_linear_pointwise", "aten::mm", "aten::addmm", "aten::addmm_", "aten::bmm", "aten::_scaled_mm")
+_MATMULS = (
+    "mkldnn::_linear_pointwise",
+    "aten::mm",
+    "aten::addmm",
+    "aten::addmm_",
+    "aten::bmm",
+    "aten::_scaled_mm",
+)
 
 
 def kind_of(chain: list[str]) -> str:
-    """The kind of work of an event, from its name and those of the events around it, the innermost first."""
+    """The kind of work of an event, from its name and those of the events around it, the innermost
+    first."""
     for kind, words in KINDS:
         if any(word in name for name in chain for word in words):
             return PRODUCTS if kind.startswith("linear") and chain[0] in _MATMULS else kind
@@ -34,11 +55,14 @@ def kind_of(chain: list[str]) -> str:
 
 
 def profiled(step: Callable[[], Any], optimizer: Any, steps: int = 3) -> dict[str, float]:
-    """Seconds of each kind of work in a step on the CPU, the median of `steps`; STEP is the step itself.
+    """Seconds of each kind of work in a step on the CPU, the median of `steps`; STEP is the step
+    itself.
 
-    Self times of all events, so that nothing counts twice. `optimizer.step` is what the optimizer's time is taken of.
+    Self times of all events, so that nothing counts twice. `optimizer.step` is what the optimizer's
+    time is taken of.
     """
-    torch_profiler = importlib.import_module("torch.profiler")  # the parent of the benchmark's processes has no torch
+    # the parent of the benchmark's processes has no torch
+    torch_profiler = importlib.import_module("torch.profiler")
     record_function = torch_profiler.record_function
     activities = [torch_profiler.ProfilerActivity.CPU]
     real = optimizer.step
@@ -63,7 +87,8 @@ def profiled(step: Callable[[], Any], optimizer: Any, steps: int = 3) -> dict[st
 def _by_kind(events: Any) -> dict[str, float]:
     seconds: dict[str, float] = {}
     for event in events:
-        chain, at = [], event
+        chain = []
+        at = event
         while at is not None:
             chain.append(at.name)
             at = at.cpu_parent
@@ -85,4 +110,7 @@ def lines(seconds: dict[str, float], ceiling: tuple[float, float] | None) -> lis
         top = f"{1e3 * best[kind]:.1f}" if kind in best else ""
         rows.append((kind, f"{1e3 * value:.1f}", f"{100 * value / whole:.1f}%", top))
     width = max(len(row[0]) for row in rows)
-    return [f"  {name.ljust(width)}  {ms:>9}  {share:>8}  {top:>10}".rstrip() for name, ms, share, top in rows]
+    return [
+        f"  {name.ljust(width)}  {ms:>9}  {share:>8}  {top:>10}".rstrip()
+        for name, ms, share, top in rows
+    ]

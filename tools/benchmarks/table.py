@@ -27,8 +27,7 @@ def heading(race: Race) -> str:
         f"{size.name} {race.dtype}: {size.family}, {size.layers} layers, hidden {size.hidden}, "
         f"ffn {size.ffn_size}, {size.heads} heads, sequence {size.seq}, vocabulary {size.vocab}, "
         f"{race.parameters / 1e6:.1f}M parameters; {size.micro_batches} x {size.micro_batch} "
-        f"samples = {size.tokens} tokens per step; "
-        f"{rounds} {'round' if rounds == 1 else 'rounds'}"
+        f"samples = {size.tokens} tokens per step; {rounds} {'round' if rounds == 1 else 'rounds'}"
         + f" ({fewer_text})" * bool(fewer_text)
         + f" of {turns} timed {'step' if turns == '1' else 'steps'}"
     )
@@ -41,7 +40,8 @@ def rows(race: Race, matmul_rate: float, peak: float | None) -> list[dict[str, s
     yardsticks = [name for name in race.contestants if name not in (OURS, "ours-compiled")]
     found = []
     for name in race.contestants:
-        default, best = race.default(name), race.best(name)
+        default = race.default(name)
+        best = race.best(name)
         rate = race.flops_per_step / best.median / 1e12
         ceiling = race.ceiling()
         row = {

@@ -96,8 +96,8 @@ def add_contestants(parser: argparse.ArgumentParser) -> None:
         type=_read(parse_size),
         metavar="SIZE",
         help="a size by name, with changes (gpt10m:seq=128), or a new one "
-        "(name:layers=2,hidden=64,...); may be repeated (default: the four CPU sizes, on CUDA 125m "
-        "to 6.7b)",
+        "(name:layers=2,hidden=64,...); may be repeated (default: the four CPU sizes, on CUDA "
+        "125m to 6.7b)",
     )
     add(
         "--dtype",
@@ -137,8 +137,8 @@ def add_measurement(parser: argparse.ArgumentParser) -> None:
     add(
         "--profile",
         action="store_true",
-        help="on a CPU: where the time of our step goes, by torch's profiler, in steps "
-        "after the race",
+        help="on a CPU: where the time of our step goes, by torch's profiler, in steps after the "
+        "race",
     )
     add(
         "--rounds",

@@ -1,4 +1,5 @@
-"""What the command line of tools/convert_checkpoint.py can name. Imports no torch, so that --help is immediate."""
+"""What the command line of tools/convert_checkpoint.py can name. Imports no torch, so that --help
+is immediate."""
 
 from __future__ import annotations
 

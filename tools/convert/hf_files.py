@@ -1,4 +1,6 @@
-"""A folder in Hugging Face's layout: its safetensors shards, index, config.json and tokenizer files. Knows no model."""
+"""A folder in Hugging Face's layout: its safetensors shards, index, config.json and tokenizer
+files. Knows no model."""
+
 from __future__ import annotations
 
 import json
@@ -21,18 +23,30 @@ CONFIG = "config.json"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 # Everything beside weights and code that belongs to a model: copied on import and on export.
-SIDE_FILES = ("generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
-              "added_tokens.json", "vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja")
+SIDE_FILES = (
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+    "chat_template.jinja",
+)
 _PLAIN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\.safetensors")
 
 
 class HFFolder:
-    """An open folder of weights: headers by tensor name, and the tensors, read one at a time. A context manager."""
+    """An open folder of weights: headers by tensor name, and the tensors, read one at a time. A
+    context manager."""
 
     def __init__(self, path: Path | str):
         self.path = Path(path)
         if not (self.path / CONFIG).is_file():
-            raise ConversionError(f"{self.path}: there is no {CONFIG}; give a folder that save_pretrained wrote")
+            raise ConversionError(
+                f"{self.path}: there is no {CONFIG}; give a folder that save_pretrained wrote"
+            )
         self.config = read_json(self.path / CONFIG)
         self._files: dict[str, SafetensorsFile] = {}
         self._home: dict[str, str] = {}
@@ -47,31 +61,50 @@ class HFFolder:
         index = self.path / INDEX
         if index.is_file():
             weight_map = read_json(index).get("weight_map")
-            if not isinstance(weight_map, dict) or not weight_map or not all(
-                    isinstance(file, str) and _PLAIN.fullmatch(file) for file in weight_map.values()):
-                raise ConversionError(f"{index}: weight_map must name a .safetensors file of this folder for each tensor")
+            if (
+                not isinstance(weight_map, dict)
+                or not weight_map
+                or not all(
+                    isinstance(file, str) and _PLAIN.fullmatch(file) for file in weight_map.values()
+                )
+            ):
+                raise ConversionError(
+                    f"{index}: weight_map must name a .safetensors file of this folder for each "
+                    "tensor"
+                )
             names = sorted(set(weight_map.values()))
         elif (self.path / SINGLE).is_file():
-            weight_map, names = None, [SINGLE]
+            weight_map = None
+            names = [SINGLE]
         else:
             raise ConversionError(self._no_weights())
         for name in names:
             self._files[name] = SafetensorsFile(self.path / name)
             for key in self._files[name].places:
                 if key in self._home:
-                    raise ConversionError(f"{self.path}: {key} is both in {self._home[key]} and in {name}")
+                    raise ConversionError(
+                        f"{self.path}: {key} is both in {self._home[key]} and in {name}"
+                    )
                 self._home[key] = name
         if weight_map is not None and weight_map != self._home:
-            wrong = sorted(key for key in weight_map.keys() | self._home.keys()
-                           if weight_map.get(key) != self._home.get(key))
-            raise ConversionError(f"{index}: says otherwise than the shards do about {', '.join(wrong[:5])}"
-                                  + (f" and {len(wrong) - 5} more" if len(wrong) > 5 else ""))
+            wrong = sorted(
+                key
+                for key in weight_map.keys() | self._home.keys()
+                if weight_map.get(key) != self._home.get(key)
+            )
+            raise ConversionError(
+                f"{index}: says otherwise than the shards do about {', '.join(wrong[:5])}"
+                + (f" and {len(wrong) - 5} more" if len(wrong) > 5 else "")
+            )
 
     def _no_weights(self) -> str:
         pickled = sorted(file.name for file in self.path.glob("*.bin"))
         if pickled:
-            return (f"{self.path}: {pickled[0]} is a pickle, which may run code when it is read, and there is no {SINGLE}; "
-                    "give the model as safetensors (in transformers: model.save_pretrained(DIR))")
+            return (
+                f"{self.path}: {pickled[0]} is a pickle, which may run code when it is read, and "
+                f"there is no {SINGLE}; give the model as safetensors (in transformers: "
+                "model.save_pretrained(DIR))"
+            )
         return f"{self.path}: neither {SINGLE} nor {INDEX} is there"
 
     @property
@@ -81,8 +114,12 @@ class HFFolder:
 
     def headers(self) -> dict[str, Header]:
         """Number format and shape of every tensor."""
-        return {key: (DTYPES[place.dtype], place.shape) for key, place in
-                ((key, self._files[name].places[key]) for key, name in self._home.items())}
+        return {
+            key: (DTYPES[place.dtype], place.shape)
+            for key, place in (
+                (key, self._files[name].places[key]) for key, name in self._home.items()
+            )
+        }
 
     def read(self, name: str) -> torch.Tensor:
         """One tensor, on the CPU."""
@@ -102,7 +139,8 @@ class HFFolder:
 
 @dataclass(frozen=True)
 class Outgoing:
-    """A tensor to write: its name, format and shape, and a function that makes it when its turn comes."""
+    """A tensor to write: its name, format and shape, and a function that makes it when its turn
+    comes."""
 
     name: str
     dtype: torch.dtype
@@ -116,7 +154,8 @@ class Outgoing:
 
 
 def shards_of(tensors: Sequence[Outgoing], limit: int) -> list[list[Outgoing]]:
-    """The tensors in their order, cut into shards of at most `limit` bytes (a larger tensor has one of its own)."""
+    """The tensors in their order, cut into shards of at most `limit` bytes (a larger tensor has one
+    of its own)."""
     shards: list[list[Outgoing]] = [[]]
     filled = 0
     for tensor in tensors:
@@ -131,15 +170,22 @@ def shards_of(tensors: Sequence[Outgoing], limit: int) -> list[list[Outgoing]]:
 def new_folder(path: Path) -> None:
     """Raise ConversionError unless `path` can become a new folder: it must not be there yet."""
     if path.exists():
-        raise ConversionError(f"{path}: is there already; nothing is overwritten, give another place")
+        raise ConversionError(
+            f"{path}: is there already; nothing is overwritten, give another place"
+        )
     if not path.parent.is_dir():
         raise ConversionError(f"{path}: there is no directory {path.parent}; make it first")
 
 
-def write_folder(path: Path, config: dict[str, Any], tensors: Sequence[Outgoing], files: Mapping[str, Path],
-                 limit: int) -> list[str]:
-    """Write the folder, whole or not at all: under a name of its own, then renamed. `files` are copied into it under these
-    names. Returns the names of the shards."""
+def write_folder(
+    path: Path,
+    config: dict[str, Any],
+    tensors: Sequence[Outgoing],
+    files: Mapping[str, Path],
+    limit: int,
+) -> list[str]:
+    """Write the folder, whole or not at all: under a name of its own, then renamed. `files` are
+    copied into it under these names. Returns the names of the shards."""
     new_folder(path)
     aside = path.with_name(f".{path.name}.partial")
     shutil.rmtree(aside, ignore_errors=True)
@@ -147,16 +193,29 @@ def write_folder(path: Path, config: dict[str, Any], tensors: Sequence[Outgoing]
     try:
         shards = shards_of(tensors, limit)
         count = len(shards)
-        names = [SINGLE] if count == 1 else [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
+        names = (
+            [SINGLE]
+            if count == 1
+            else [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
+        )
         progress = Progress(sum(one.bytes for one in tensors))
         for name, shard in zip(names, shards, strict=True):
-            write_file(aside / name, [Entry(one.name, one.dtype, one.shape, counted(one.make, one.bytes, progress))
-                                      for one in shard])
+            write_file(
+                aside / name,
+                [
+                    Entry(one.name, one.dtype, one.shape, counted(one.make, one.bytes, progress))
+                    for one in shard
+                ],
+            )
         progress.clear()
         if count > 1:
-            weight_map = {one.name: name for name, shard in zip(names, shards, strict=True) for one in shard}
+            weight_map = {
+                one.name: name for name, shard in zip(names, shards, strict=True) for one in shard
+            }
             total = sum(one.bytes for one in tensors)
-            _write_json(aside / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+            _write_json(
+                aside / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map}
+            )
         _write_json(aside / CONFIG, config)
         for name, file in files.items():
             DISK.write_file(aside / name, file.read_bytes())

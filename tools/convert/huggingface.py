@@ -1,4 +1,6 @@
-"""hf-import and hf-export: a Hugging Face folder to a checkpoint of ours and back, one tensor in memory at a time."""
+"""hf-import and hf-export: a Hugging Face folder to a checkpoint of ours and back, one tensor in
+memory at a time."""
+
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -15,9 +17,12 @@ from tools.convert.ours import Incoming, Ours, write_checkpoint
 
 
 class HFModel:
-    """An open Hugging Face model: its family, architecture, and links to our names, checked. A context manager."""
+    """An open Hugging Face model: its family, architecture, and links to our names, checked. A
+    context manager."""
 
-    def __init__(self, path: Path | str, ignored: tuple[str, ...] = (), max_positions: int | None = None):
+    def __init__(
+        self, path: Path | str, ignored: tuple[str, ...] = (), max_positions: int | None = None
+    ):
         self.folder = HFFolder(path)
         try:
             keys = Keys(self.folder.config, self.folder.path / CONFIG, ignored)
@@ -26,30 +31,45 @@ class HFModel:
             self.headers = self._headers()
             self.links = links_of(self.model, self.rows, self.family.names)
             self.copies = self._tied_copies()
-            check(self.links, {k: v for k, v in self.headers.items() if k not in self.copies}, str(path),
-                  self.family.buffers)
+            check(
+                self.links,
+                {k: v for k, v in self.headers.items() if k not in self.copies},
+                str(path),
+                self.family.buffers,
+            )
         except BaseException:
             self.folder.close()
             raise
 
     def _headers(self) -> dict[str, Header]:
-        """By full name, also where the file leaves the family's prefix away, as GPT-2's first files do."""
+        """By full name, also where the file leaves the family's prefix away, as GPT-2's first files
+        do."""
         found = self.folder.headers()
-        self.short = bool(self.family.optional) and not any(name.startswith(self.family.optional) for name in found)
+        self.short = bool(self.family.optional) and not any(
+            name.startswith(self.family.optional) for name in found
+        )
         return {self._full(name): header for name, header in found.items()}
 
     def _full(self, name: str) -> str:
         return self.family.optional + name if self.short and name != "lm_head.weight" else name
 
     def _tied_copies(self) -> set[str]:
-        """Output matrices of a tied model that the files hold too: they must be the embedding, bit for bit."""
-        names = {theirs[0] + ".weight" for ours, (theirs, _) in self.family.names.items() if ours == "output_layer"}
+        """Output matrices of a tied model that the files hold too: they must be the embedding, bit
+        for bit."""
+        names = {
+            theirs[0] + ".weight"
+            for ours, (theirs, _) in self.family.names.items()
+            if ours == "output_layer"
+        }
         copies = {name for name in names & self.headers.keys() if self.model.tied}
         embedding = self.family.names["embedding.word_embeddings"][0][0] + ".weight"
         for name in copies:
             if embedding in self.headers and not torch.equal(self.read(name), self.read(embedding)):
-                raise ConversionError(f"{self.folder.path}: {name} is not {embedding}, although config.json says "
-                                      "tie_word_embeddings; say false there if the model has an output matrix of its own")
+                raise ConversionError(
+                    f"{self.folder.path}: {name} is not {embedding}, although config.json says "
+                    "tie_word_embeddings; say false there if the model has an output matrix of "
+                    "its own"
+                )
         return copies
 
     def read(self, name: str) -> torch.Tensor:
@@ -58,11 +78,18 @@ class HFModel:
 
     def incoming(self) -> list[Incoming]:
         """Our tensors, made of its."""
-        return [Incoming(link.ours, self.headers[link.theirs[0]][0], link.shape, _Joined(self, link)) for link in self.links]
+        return [
+            Incoming(link.ours, self.headers[link.theirs[0]][0], link.shape, _Joined(self, link))
+            for link in self.links
+        ]
 
     def outgoing(self) -> list[Outgoing]:
         """Its own tensors under their full names, without buffers and copies."""
-        return [Outgoing(name, *self.headers[name], _Read(self, name)) for link in self.links for name in link.theirs]
+        return [
+            Outgoing(name, *self.headers[name], _Read(self, name))
+            for link in self.links
+            for name in link.theirs
+        ]
 
     def close(self) -> None:
         """Close all files."""
@@ -97,23 +124,39 @@ class _Read:
         return self.source.read(self.name)
 
 
-def hf_import(source: Path, target: Path, *, ignored: tuple[str, ...] = (), max_positions: int | None = None,
-              tokenizer: bool = True) -> str:
+def hf_import(
+    source: Path,
+    target: Path,
+    *,
+    ignored: tuple[str, ...] = (),
+    max_positions: int | None = None,
+    tokenizer: bool = True,
+) -> str:
     """Make a run directory of a Hugging Face folder. Returns what to say of it."""
     new_folder(target)
     with HFModel(source, ignored, max_positions) as model:
         files = [source / CONFIG, *(side_files(source) if tokenizer else [])]
-        flags: dict[str, Any] = {} if tokenizer else {"tokenizer_type": "NullTokenizer", "vocab_size": model.rows}
+        flags: dict[str, Any] = (
+            {} if tokenizer else {"tokenizer_type": "NullTokenizer", "vocab_size": model.rows}
+        )
         weights = model.incoming()
-        written = write_checkpoint(target, model.model, weights, model.rows, model.family.model_type, files, flags=flags)
+        written = write_checkpoint(
+            target, model.model, weights, model.rows, model.family.model_type, files, flags=flags
+        )
         count = sum(torch.Size(weight.shape).numel() for weight in weights)
-        return "\n".join([f"{written}: {model.family.model_type}, {len(weights)} tensors, {count:,} parameters",
-                          *(f"note: {note}" for note in model.notes)])
+        return "\n".join(
+            [
+                f"{written}: {model.family.model_type}, {len(weights)} tensors, {count:,} "
+                "parameters",
+                *(f"note: {note}" for note in model.notes),
+            ]
+        )
 
 
 @dataclass(frozen=True)
 class AsHF:
-    """A checkpoint of ours seen as a Hugging Face model: config.json, tensors, and the files beside them."""
+    """A checkpoint of ours seen as a Hugging Face model: config.json, tensors, and the files beside
+    them."""
 
     config: dict[str, Any]
     tensors: list[Outgoing]
@@ -121,8 +164,10 @@ class AsHF:
 
 
 def as_hf(ours: Ours, family_name: str | None = None, vocab_size: int | None = None) -> AsHF:
-    """What hf-export writes. Raises ConversionError where no family, or not this one, is this model."""
-    base, rows = ours.base, ours.vocab_size(vocab_size)
+    """What hf-export writes. Raises ConversionError where no family, or not this one, is this
+    model."""
+    base = ours.base
+    rows = ours.vocab_size(vocab_size)
     family = _family(ours, family_name, base)
     if base.get("model_type") != family.model_type:
         base = {key: base[key] for key in base if key.endswith("_token_id")} or ours.special_ids()
@@ -142,7 +187,8 @@ def _family(ours: Ours, asked: str | None, base: dict[str, Any]) -> Family:
 
 
 def _own_files(ours: Ours) -> dict[str, Path]:
-    """The tokenizer files of a model that was trained here, under the names that transformers knows."""
+    """The tokenizer files of a model that was trained here, under the names that transformers
+    knows."""
     d = ours.config.data
     named: dict[str, str | None] = {}
     if d.tokenizer == "HuggingFaceTokenizer" and d.tokenizer_model:
@@ -155,14 +201,23 @@ def _own_files(ours: Ours) -> dict[str, Path]:
     return {name: Path(path) for name, path in named.items() if path and Path(path).is_file()}
 
 
-def hf_export(source: Path, target: Path, *, step: int | None = None, family: str | None = None,
-              vocab_size: int | None = None, shard_bytes: int) -> str:
+def hf_export(
+    source: Path,
+    target: Path,
+    *,
+    step: int | None = None,
+    family: str | None = None,
+    vocab_size: int | None = None,
+    shard_bytes: int,
+) -> str:
     """Write a Hugging Face folder of a checkpoint of ours. Returns what to say of it."""
     new_folder(target)
     with Ours(source, step) as ours:
         made = as_hf(ours, family, vocab_size)
         names = write_folder(target, made.config, made.tensors, made.files, shard_bytes)
         copied = ", ".join(made.files) or "no tokenizer files"
-        said = (f"{target}: {made.config['model_type']}, {len(made.tensors)} tensors in {len(names)} file"
-                f"{'s' * (len(names) > 1)}; with it: {copied}")
+        said = (
+            f"{target}: {made.config['model_type']}, {len(made.tensors)} tensors in {len(names)} "
+            f"file{'s' * (len(names) > 1)}; with it: {copied}"
+        )
         return "\n".join([said, *(f"note: {note}" for note in notes_on(made.config, ours.model))])

@@ -1,4 +1,5 @@
 """inspect and diff: what a checkpoint holds, and where two differ."""
+
 from __future__ import annotations
 
 from collections import Counter
@@ -29,17 +30,22 @@ def inspect(path: Path, step: int | None = None, tensors: bool = False) -> str:
 
 
 def _inspect_ours(ours: Ours, tensors: bool) -> Iterable[str]:
-    state, reader = ours.found.state, ours.reader
+    state = ours.found.state
+    reader = ours.reader
     yield f"{ours.found.directory}: checkpoint of this suite, iteration {ours.found.iteration}"
-    yield f"  consumed samples: {state.consumed_train_samples}; written by: " + (", ".join(
-        f"{name} {size}" for name, size in state.layout.items()) or "unknown")
+    yield f"  consumed samples: {state.consumed_train_samples}; written by: " + (
+        ", ".join(f"{name} {size}" for name, size in state.layout.items()) or "unknown"
+    )
     yield f"  architecture: {_flags(ours.model)}"
     names = reader.names()
     table = {name: (reader.dtype(name), reader.shape(name)) for name in names}
     yield from _sums("weights", [table[name] for name in ours.weights()])
     rest = [table[name] for name in names if name.startswith("optimizer.")]
     yield from _sums("optimizer", rest) if rest else ["  optimizer: none"]
-    yield f"  files: {len(ours.found.manifest.files)}, {sum(f.bytes for f in ours.found.manifest.files.values()):,} bytes"
+    yield (
+        f"  files: {len(ours.found.manifest.files)}, "
+        f"{sum(f.bytes for f in ours.found.manifest.files.values()):,} bytes"
+    )
     if tensors:
         yield from (f"  {name} {_format(*table[name])}" for name in names)
 
@@ -61,7 +67,11 @@ def _inspect_hf(path: Path, tensors: bool) -> Iterable[str]:
 
 def _flags(model: ModelConfig) -> str:
     """The architecture's fields that are not the default."""
-    return ", ".join(f"{f.name}={getattr(model, f.name)}" for f in fields(model) if getattr(model, f.name) != f.default)
+    return ", ".join(
+        f"{f.name}={getattr(model, f.name)}"
+        for f in fields(model)
+        if getattr(model, f.name) != f.default
+    )
 
 
 def _format(dtype: torch.dtype, shape: Sequence[int]) -> str:
@@ -76,12 +86,13 @@ def _sums(what: str, headers: Sequence[tuple[torch.dtype, Sequence[int]]]) -> It
     yield f"  {what}: {len(headers)} tensors, {sum(count.values()):,} values ({formats})"
 
 
-# --- diff -----------------------------------------------------------------------------------------------------------
+# --- diff
 
 
 def diff(a: Path, b: Path, step: int | None = None, weights_only: bool = False) -> tuple[str, bool]:
-    """(lines, are they the same). Two checkpoints of ours are compared tensor by tensor, the optimizer's too unless
-    `weights_only`; with a Hugging Face folder on either side, the weights as that folder names them."""
+    """(lines, are they the same). Two checkpoints of ours are compared tensor by tensor, the
+    optimizer's too unless `weights_only`; with a Hugging Face folder on either side, the weights as
+    that folder names them."""
     if is_hf(a) and is_hf(b):
         with HFModel(a) as one, HFModel(b) as other:
             return _compare(one.outgoing(), other.outgoing())
@@ -131,16 +142,23 @@ def _compare(a: Sequence[Outgoing], b: Sequence[Outgoing]) -> tuple[str, bool]:
     total = len(lines)
     if total > TENSORS_SHOWN:
         lines[TENSORS_SHOWN:] = [f"and {total - TENSORS_SHOWN} more"]
-    lines.append(f"{total} of {len(one.keys() | other.keys())} tensors differ" if total else f"same: {len(both)} tensors, "
-                 "bit for bit")
+    lines.append(
+        f"{total} of {len(one.keys() | other.keys())} tensors differ"
+        if total
+        else f"same: {len(both)} tensors, bit for bit"
+    )
     return "\n".join(lines), not total
 
 
 def _difference(a: Outgoing, b: Outgoing) -> list[str]:
     if a.shape != b.shape or a.dtype != b.dtype:
         return [f"{a.name}: {_format(a.dtype, a.shape)} and {_format(b.dtype, b.shape)}"]
-    x, y = a.make().contiguous(), b.make().contiguous()
+    x = a.make().contiguous()
+    y = b.make().contiguous()
     if torch.equal(x.view(-1).view(torch.uint8), y.view(-1).view(torch.uint8)):
         return []
     unlike = (x != y).sum().item()
-    return [f"{a.name}: {unlike:,} of {x.numel():,} values differ, by {(x.double() - y.double()).abs().max():.3g} at most"]
+    return [
+        f"{a.name}: {unlike:,} of {x.numel():,} values differ, by "
+        f"{(x.double() - y.double()).abs().max():.3g} at most"
+    ]

@@ -1,9 +1,12 @@
-"""internlm-import: the folders of InternLM's and InternEvo's training, model_tp{t}_pp{p}.pt and model_config.pt.
+"""internlm-import: the folders of InternLM's and InternEvo's training, model_tp{t}_pp{p}.pt and
+model_config.pt.
 
-Layout: facts of InternLM's sheet, sections 1.6, 2.2 and 4. Queries, keys and values of a rank lie one behind the other, so
-ranks are merged head by head; the bias of the attention's output is on tensor rank 0 alone; which of w2 and w3 is the up
-matrix changed in February 2024, and the user must say. Models of the first kind (model_type INTERNLM) only.
+Layout: facts of InternLM's sheet, sections 1.6, 2.2 and 4. Queries, keys and values of a rank lie
+one behind the other, so ranks are merged head by head; the bias of the attention's output is on
+tensor rank 0 alone; which of w2 and w3 is the up matrix changed in February 2024, and the user must
+say. Models of the first kind (model_type INTERNLM) only.
 """
+
 from __future__ import annotations
 
 import re
@@ -28,8 +31,14 @@ _FILE = re.compile(r"model_tp(\d+)_pp(\d+)\.pt")
 _LAYER = re.compile(r"(blocks\.)(\d+)(\..+)")
 # Keys of model_config.pt under whose other values it would be another model.
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    "use_swiglu": (True,), "norm_type": ("rmsnorm",), "num_experts": (1, 0), "use_dynamic_ntk_rope": (False,),
-    "is_reward": (False,), "rope_scaling_factor": (1, 1.0), "adapt_hf": (False,), "multiple_of": (256,),
+    "use_swiglu": (True,),
+    "norm_type": ("rmsnorm",),
+    "num_experts": (1, 0),
+    "use_dynamic_ntk_rope": (False,),
+    "is_reward": (False,),
+    "rope_scaling_factor": (1, 1.0),
+    "adapt_hf": (False,),
+    "multiple_of": (256,),
     "tie_embeddings_and_output_weights": (False,),
 }
 
@@ -70,7 +79,10 @@ class _Merge:
         tail = self.name.split(".", 3)[3] if self.name.startswith(LAYER_PREFIX) else self.name
         match tail.rsplit(".", 1):
             case ["self_attention.linear_qkv", _]:
-                whole = [torch.cat(pieces) for pieces in zip(*(part.chunk(3) for part in parts[0]), strict=True)]
+                whole = [
+                    torch.cat(pieces)
+                    for pieces in zip(*(part.chunk(3) for part in parts[0]), strict=True)
+                ]
                 return QKV.join(whole, self.model)
             case ["mlp.linear_fc1", _]:
                 return torch.stack([torch.cat(pieces) for pieces in parts])
@@ -94,28 +106,41 @@ def _sources(name: str, order: str) -> list[str]:
         return ["norm.weight"]
     layer, rest = name.removeprefix(LAYER_PREFIX).split(".", 1)
     stem, kind = rest.rsplit(".", 1)
-    names = {"input_layernorm": ["norm1"], "pre_mlp_layernorm": ["norm2"], "self_attention.linear_qkv": ["mixer.Wqkv"],
-             "self_attention.linear_proj": ["mixer.out_proj"], "mlp.linear_fc1": ["mlp.w1", f"mlp.{up}"],
-             "mlp.linear_fc2": [f"mlp.{down}"]}
+    names = {
+        "input_layernorm": ["norm1"],
+        "pre_mlp_layernorm": ["norm2"],
+        "self_attention.linear_qkv": ["mixer.Wqkv"],
+        "self_attention.linear_proj": ["mixer.out_proj"],
+        "mlp.linear_fc1": ["mlp.w1", f"mlp.{up}"],
+        "mlp.linear_fc2": [f"mlp.{down}"],
+    }
     return [f"blocks.{layer}.{one}.{kind}" for one in names[stem]]
 
 
 def _open(source: Path, unpickler: Unpickler) -> tuple[dict[str, Any], dict[str, _Place], int]:
     """(model_config.pt, tensors by their name with global layer numbers, tensor ranks)."""
-    files = {(int(m[1]), int(m[2])): path for path in (source.iterdir() if source.is_dir() else [])
-             if (m := _FILE.fullmatch(path.name))}
+    files = {
+        (int(m[1]), int(m[2])): path
+        for path in (source.iterdir() if source.is_dir() else [])
+        if (m := _FILE.fullmatch(path.name))
+    }
     if not files or not (source / MODEL_CONFIG).is_file():
-        raise ConversionError(f"{source}: needs model_tp0_pp0.pt and {MODEL_CONFIG}; give the folder of one step")
+        raise ConversionError(
+            f"{source}: needs model_tp0_pp0.pt and {MODEL_CONFIG}; give the folder of one step"
+        )
     tp, pp = (1 + max(numbers) for numbers in zip(*files, strict=True))
     missing = [f"model_tp{t}_pp{p}.pt" for t in range(tp) for p in range(pp) if (t, p) not in files]
     if missing:
-        raise ConversionError(f"{source}: {', '.join(missing)} missing of {tp} tensor x {pp} pipeline ranks")
+        raise ConversionError(
+            f"{source}: {', '.join(missing)} missing of {tp} tensor x {pp} pipeline ranks"
+        )
     config = unpickler.read(source / MODEL_CONFIG).values
     found: dict[str, list[tuple[TorchFile, str]]] = {}
     for t in range(tp):
         offset = 0
         for p in range(pp):
-            file, layers = unpickler.read(files[t, p]), set()
+            file = unpickler.read(files[t, p])
+            layers = set()
             for path in file.headers():
                 name = path.removeprefix("model.")
                 if name.endswith(".inv_freq"):
@@ -130,37 +155,72 @@ def _open(source: Path, unpickler: Unpickler) -> tuple[dict[str, Any], dict[str,
     return config, {name: _Place(parts) for name, parts in found.items()}, tp
 
 
-def _model(config: Mapping[str, Any], places: Mapping[str, _Place], where: Path, positions: int) -> ModelConfig:
+def _model(
+    config: Mapping[str, Any], places: Mapping[str, _Place], where: Path, positions: int
+) -> ModelConfig:
     """The architecture. Raises ConversionError for what cannot be represented."""
-    problems = [f"{where}: {name} {config[name]!r} cannot be represented here" for name, neutral in _NEUTRAL.items()
-                if config.get(name) is not None and config[name] not in neutral]
-    problems += [f"{where}: {name} is {config.get(name)!r}, must be a whole number" for name in (
-        "num_layers", "hidden_size", "num_attention_heads", "vocab_size") if type(config.get(name)) is not int]
+    problems = [
+        f"{where}: {name} {config[name]!r} cannot be represented here"
+        for name, neutral in _NEUTRAL.items()
+        if config.get(name) is not None and config[name] not in neutral
+    ]
+    problems += [
+        f"{where}: {name} is {config.get(name)!r}, must be a whole number"
+        for name in ("num_layers", "hidden_size", "num_attention_heads", "vocab_size")
+        if type(config.get(name)) is not int
+    ]
     if "blocks.0.mlp.w1.weight" not in places:
-        problems.append(f"{where.parent}: blocks.0.mlp.w1.weight is missing; models of type INTERNLM are imported")
+        problems.append(
+            f"{where.parent}: blocks.0.mlp.w1.weight is missing; models of type INTERNLM are "
+            "imported"
+        )
     if problems:
         raise ConversionError("\n".join(problems))
     return ModelConfig(
-        num_layers=config["num_layers"], hidden_size=config["hidden_size"],
-        num_attention_heads=config["num_attention_heads"], seq_length=positions, max_position_embeddings=positions,
-        ffn_hidden_size=sum(shape[0] for shape in places["blocks.0.mlp.w1.weight"].shapes), swiglu=True,
-        position_embedding_type="rope", rotary_base=int(config.get("rope_base") or 10000), normalization="RMSNorm",
-        norm_epsilon=config.get("layer_norm_epsilon") or 1e-5, untie_embeddings_and_output_weights=True,
-        add_bias_linear=False, add_qkv_bias="blocks.0.mixer.Wqkv.bias" in places,
-        add_attention_output_bias="blocks.0.mixer.out_proj.bias" in places, attention_dropout=0.0, hidden_dropout=0.0)
+        num_layers=config["num_layers"],
+        hidden_size=config["hidden_size"],
+        num_attention_heads=config["num_attention_heads"],
+        seq_length=positions,
+        max_position_embeddings=positions,
+        ffn_hidden_size=sum(shape[0] for shape in places["blocks.0.mlp.w1.weight"].shapes),
+        swiglu=True,
+        position_embedding_type="rope",
+        rotary_base=int(config.get("rope_base") or 10000),
+        normalization="RMSNorm",
+        norm_epsilon=config.get("layer_norm_epsilon") or 1e-5,
+        untie_embeddings_and_output_weights=True,
+        add_bias_linear=False,
+        add_qkv_bias="blocks.0.mixer.Wqkv.bias" in places,
+        add_attention_output_bias="blocks.0.mixer.out_proj.bias" in places,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+    )
 
 
-def internlm_import(source: Path, target: Path, *, order: str, positions: int | None = None,
-                    tokenizer: Path | None = None) -> str:
-    """Make a run directory of a step's folder. `order`: a key of MLP_ORDERS; `positions`: the context, if the file does not
-    say; `tokenizer`: its SentencePiece model, else ids are numbers. Returns what to say of it."""
+def internlm_import(
+    source: Path,
+    target: Path,
+    *,
+    order: str,
+    positions: int | None = None,
+    tokenizer: Path | None = None,
+) -> str:
+    """Make a run directory of a step's folder. `order`: a key of MLP_ORDERS; `positions`: the
+    context, if the file does not say; `tokenizer`: its SentencePiece model, else ids are numbers.
+    Returns what to say of it."""
     new_folder(target)
-    with tempfile.TemporaryDirectory(prefix=".convert-", dir=target.parent) as folder, Unpickler(Path(folder)) as unpickler:
+    with (
+        tempfile.TemporaryDirectory(prefix=".convert-", dir=target.parent) as folder,
+        Unpickler(Path(folder)) as unpickler,
+    ):
         config, places, tp = _open(source, unpickler)
         positions = positions or config.get("max_position_embeddings") or 2048
         model = _model(config, places, source / MODEL_CONFIG, positions)
-        rows, split = config["vocab_size"], bool(config.get("embed_split_hidden"))
-        weights, used, problems = [], set(), []
+        rows = config["vocab_size"]
+        split = bool(config.get("embed_split_hidden"))
+        weights = []
+        used = set()
+        problems = []
         for spec in parameter_table(model, rows, rows):
             names = _sources(spec.name, order)
             used |= set(names)
@@ -170,22 +230,41 @@ def internlm_import(source: Path, target: Path, *, order: str, positions: int | 
                 continue
             there = [places[name] for name in names]
             problems += _misfits(spec.name, spec.shape, there, names, tp, split, source)
-            weights.append(Incoming(spec.name, there[0].dtype, spec.shape, _Merge(model, spec.name, there, split)))
-        problems += [f"{source}: {name} is not a part of this model" for name in sorted(places.keys() - used)]
+            weights.append(
+                Incoming(
+                    spec.name, there[0].dtype, spec.shape, _Merge(model, spec.name, there, split)
+                )
+            )
+        problems += [
+            f"{source}: {name} is not a part of this model" for name in sorted(places.keys() - used)
+        ]
         if problems:
             raise ConversionError("\n".join(problems[:20]))
         flags: dict[str, Any] = {"tokenizer_type": "NullTokenizer", "vocab_size": rows}
         if tokenizer:
-            flags = {"tokenizer_type": "Llama2Tokenizer", "tokenizer_model": str(tokenizer.absolute())}
+            flags = {
+                "tokenizer_type": "Llama2Tokenizer",
+                "tokenizer_model": str(tokenizer.absolute()),
+            }
         written = write_checkpoint(target, model, weights, rows, "internlm", [], flags=flags)
     return f"{written}: {len(weights)} tensors from {tp} tensor ranks"
 
 
-def _misfits(name: str, shape: Sequence[int], places: Sequence[_Place], names: Sequence[str], tp: int, split_hidden: bool,
-             source: Path) -> list[str]:
+def _misfits(
+    name: str,
+    shape: Sequence[int],
+    places: Sequence[_Place],
+    names: Sequence[str],
+    tp: int,
+    split_hidden: bool,
+    source: Path,
+) -> list[str]:
     """What is wrong with the shapes of the parts of one tensor of ours."""
-    alone = name.endswith("linear_proj.bias")           # on tensor rank 0 only; some files have it everywhere
-    by_columns = name.endswith(("linear_proj.weight", "linear_fc2.weight")) or (name == WORD_EMBEDDING and split_hidden)
+    # on tensor rank 0 only; some files have it everywhere
+    alone = name.endswith("linear_proj.bias")
+    by_columns = name.endswith(("linear_proj.weight", "linear_fc2.weight")) or (
+        name == WORD_EMBEDDING and split_hidden
+    )
     whole = list(shape[1:] if ".linear_fc1." in name else shape)
     if "layernorm" not in name and not alone:
         dim = 1 if by_columns else 0
@@ -195,6 +274,9 @@ def _misfits(name: str, shape: Sequence[int], places: Sequence[_Place], names: S
         if len(place.parts) != tp and not (alone and len(place.parts) == 1):
             lines.append(f"{source}: {theirs} is on {len(place.parts)} of {tp} tensor ranks")
         hint = "; is --mlp-weights the other one?" if ".mlp.w" in theirs else ""
-        lines += [f"{source}: {theirs} has shape {list(found)}, should be {whole}{hint}" for found in place.shapes
-                  if list(found) != whole]
+        lines += [
+            f"{source}: {theirs} has shape {list(found)}, should be {whole}{hint}"
+            for found in place.shapes
+            if list(found) != whole
+        ]
     return lines

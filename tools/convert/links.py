@@ -1,8 +1,11 @@
-"""How our tensors correspond to those of another format: names and small transforms, each tensor used exactly once.
+"""How our tensors correspond to those of another format: names and small transforms, each tensor
+used exactly once.
 
-Knows no file format and no family of models. A `Names` table maps our parameter names, without `.weight` / `.bias` and with
-{} for the layer's number, to the other side's name or names. Shapes of the other side follow from ours by the transform.
+Knows no file format and no family of models. A `Names` table maps our parameter names, without
+`.weight` / `.bias` and with {} for the layer's number, to the other side's name or names. Shapes of
+the other side follow from ours by the transform.
 """
+
 from __future__ import annotations
 
 import re
@@ -56,8 +59,10 @@ SAME = Transform(lambda x, m: [x], lambda parts, m: parts[0])
 TRANSPOSED = Transform(lambda x, m: [_matrix_t(x)], lambda parts, m: _matrix_t(parts[0]))
 QKV = Transform(_split_qkv, _join_qkv)
 # Queries, keys and values one behind the other as columns of one matrix (GPT-2).
-FUSED_QKV = Transform(lambda x, m: [_matrix_t(torch.cat(_split_qkv(x, m)))],
-                        lambda parts, m: _join_qkv(_matrix_t(parts[0]).split(_heads(m)), m))
+FUSED_QKV = Transform(
+    lambda x, m: [_matrix_t(torch.cat(_split_qkv(x, m)))],
+    lambda parts, m: _join_qkv(_matrix_t(parts[0]).split(_heads(m)), m),
+)
 GATE_UP = Transform(lambda x, m: list(x.unbind(0)), lambda parts, m: torch.stack(list(parts)))
 
 Names = Mapping[str, tuple[tuple[str, ...], Transform]]
@@ -65,7 +70,8 @@ Names = Mapping[str, tuple[tuple[str, ...], Transform]]
 
 @dataclass(frozen=True)
 class Link:
-    """One tensor of ours, the other side's tensors that it is made of, and how. Shapes are global, without padding rows."""
+    """One tensor of ours, the other side's tensors that it is made of, and how. Shapes are global,
+    without padding rows."""
 
     ours: str
     shape: Shape
@@ -87,7 +93,8 @@ class Link:
 
 
 def links_of(model: ModelConfig, vocab_size: int, names: Names) -> list[Link]:
-    """One link for every parameter of the model. Raises ConversionError for one that the format has no name for."""
+    """One link for every parameter of the model. Raises ConversionError for one that the format has
+    no name for."""
     found = []
     for spec in parameter_table(model, vocab_size, vocab_size):
         stem, kind = spec.name.rsplit(".", 1)
@@ -100,29 +107,48 @@ def links_of(model: ModelConfig, vocab_size: int, names: Names) -> list[Link]:
     return found
 
 
-def check(links: Iterable[Link], there: Mapping[str, Header], where: str, ignored: re.Pattern[str] | None = None) -> None:
-    """Raise ConversionError unless the other side's tensors are exactly those of the links, with their shapes, and of
-    one floating-point format each; every one that is missing, left over or of another shape is named."""
+def check(
+    links: Iterable[Link],
+    there: Mapping[str, Header],
+    where: str,
+    ignored: re.Pattern[str] | None = None,
+) -> None:
+    """Raise ConversionError unless the other side's tensors are exactly those of the links, with
+    their shapes, and of one floating-point format each; every one that is missing, left over or of
+    another shape is named."""
     wanted: dict[str, Shape] = {}
     for link in links:
         for name, shape in zip(link.theirs, link.their_shapes(), strict=True):
             assert name not in wanted, f"{name} is assigned twice"
             wanted[name] = shape
-    extra = sorted(name for name in there.keys() - wanted.keys() if not (ignored and ignored.fullmatch(name)))
+    extra = sorted(
+        name for name in there.keys() - wanted.keys() if not (ignored and ignored.fullmatch(name))
+    )
     missing = sorted(wanted.keys() - there.keys())
-    lines = [_named(missing, "is missing", "are missing", where), _named(extra, "is not a part of this model",
-                                                                        "are no part of this model", where)]
+    lines = [
+        _named(missing, "is missing", "are missing", where),
+        _named(extra, "is not a part of this model", "are no part of this model", where),
+    ]
     wrong = []
     for name in sorted(wanted.keys() & there.keys()):
         dtype, shape = there[name]
         if shape != wanted[name]:
-            wrong.append(f"{where}: {name} has shape {list(shape)}, should have {list(wanted[name])} by the configuration")
+            wrong.append(
+                f"{where}: {name} has shape {list(shape)}, should have {list(wanted[name])} by "
+                "the configuration"
+            )
         elif not dtype.is_floating_point or dtype.itemsize == 1:
-            wrong.append(f"{where}: {name} is {dtype}; quantized weights are not converted: give the full-precision model")
+            wrong.append(
+                f"{where}: {name} is {dtype}; quantized weights are not converted: give the "
+                "full-precision model"
+            )
     for link in links:
         formats = {there[name][0] for name in link.theirs if name in there}
         if len(formats) > 1:
-            wrong.append(f"{where}: {', '.join(link.theirs)} become one tensor, but are {sorted(map(str, formats))}")
+            wrong.append(
+                f"{where}: {', '.join(link.theirs)} become one tensor, but are "
+                f"{sorted(map(str, formats))}"
+            )
     if len(wrong) > SHOWN:
         wrong[SHOWN:] = [f"{where}: and {len(wrong) - SHOWN} more like these"]
     if any(lines) or wrong:
@@ -132,7 +158,9 @@ def check(links: Iterable[Link], there: Mapping[str, Header], where: str, ignore
 def _named(names: Sequence[str], one: str, several: str, where: str) -> str:
     if not names:
         return ""
-    shown = ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
+    shown = ", ".join(names[:SHOWN]) + (
+        f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    )
     return f"{where}: {shown} {one if len(names) == 1 else several}"
 
 

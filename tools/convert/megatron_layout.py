@@ -1,4 +1,6 @@
-"""megatron-import and megatron-export: Megatron-LM's mp_rank_XX folders (--ckpt-format torch), at any TP x PP."""
+"""megatron-import and megatron-export: Megatron-LM's mp_rank_XX folders (--ckpt-format torch), at
+any TP x PP."""
+
 from __future__ import annotations
 
 import re
@@ -53,34 +55,49 @@ class Part:
 
 
 def find_ranks(source: Path) -> tuple[Path, dict[tuple[int, int], Path]]:
-    """(the checkpoint's folder, {(tp rank, pp rank): file}) of a run directory or an iter_XXXXXXX / release folder."""
+    """(the checkpoint's folder, {(tp rank, pp rank): file}) of a run directory or an iter_XXXXXXX /
+    release folder."""
     tracker = source / TRACKER
     if tracker.is_file():
         word = tracker.read_text(encoding="utf-8", errors="replace").strip()
         if word != "release" and not word.isdecimal():
-            raise ConversionError(f"{tracker} holds {word[:40]!r}, neither an iteration nor release")
+            raise ConversionError(
+                f"{tracker} holds {word[:40]!r}, neither an iteration nor release"
+            )
         source = source / (word if word == "release" else f"iter_{int(word):07d}")
     found = {}
     for path in sorted(source.iterdir()) if source.is_dir() else []:
         match = _RANK.fullmatch(path.name)
         if match and match[3]:
-            raise ConversionError(f"{path}: the third number is an expert-parallel rank; experts are not converted")
+            raise ConversionError(
+                f"{path}: the third number is an expert-parallel rank; experts are not converted"
+            )
         if match:
             found[int(match[1]), int(match[2] or 0)] = path / FILE
     if not found:
-        raise ConversionError(f"{source}: holds no mp_rank_XX folders; a checkpoint of --ckpt-format torch_dist must be "
-                              "converted in Megatron-LM (--ckpt-convert-format torch) first")
+        raise ConversionError(
+            f"{source}: holds no mp_rank_XX folders; a checkpoint of --ckpt-format torch_dist "
+            "must be converted in Megatron-LM (--ckpt-convert-format torch) first"
+        )
     tp, pp = (1 + max(numbers) for numbers in zip(*found, strict=True))
-    missing = [f"mp_rank_{t:02d}" + f"_{p:03d}" * (pp > 1) for t in range(tp) for p in range(pp) if (t, p) not in found]
+    missing = [
+        f"mp_rank_{t:02d}" + f"_{p:03d}" * (pp > 1)
+        for t in range(tp)
+        for p in range(pp)
+        if (t, p) not in found
+    ]
     missing += [file.parent.name for file in found.values() if not file.is_file()]
     if missing:
-        raise ConversionError(f"{source}: missing or without {FILE}: {', '.join(missing)}, of {tp} tensor x {pp} pipeline "
-                              "ranks")
+        raise ConversionError(
+            f"{source}: missing or without {FILE}: {', '.join(missing)}, of {tp} tensor x {pp} "
+            "pipeline ranks"
+        )
     return source, found
 
 
 class MegatronCheckpoint:
-    """An open Megatron-LM checkpoint: arguments, and for each tensor of ours its parts by tensor rank."""
+    """An open Megatron-LM checkpoint: arguments, and for each tensor of ours its parts by tensor
+    rank."""
 
     def __init__(self, source: Path, unpickler: Unpickler):
         self.source, ranks = find_ranks(source)
@@ -90,8 +107,10 @@ class MegatronCheckpoint:
         self.args: dict[str, Any] = first["args"] if isinstance(first.get("args"), dict) else {}
         version = first.get("checkpoint_version", 0)
         if not isinstance(version, (int, float)) or version < 2.0:
-            raise ConversionError(f"{self.source}: checkpoint_version {version}: queries, keys and values lie in an older "
-                                  "order; save it again with Megatron-LM of 2021 or later")
+            raise ConversionError(
+                f"{self.source}: checkpoint_version {version}: queries, keys and values lie in an "
+                "older order; save it again with Megatron-LM of 2021 or later"
+            )
         self.parts: dict[str, list[Part]] = {}
         self.copies: dict[str, list[Part]] = {}
         for tp in range(self.tp):
@@ -99,7 +118,8 @@ class MegatronCheckpoint:
 
     def _sort(self, tp: int) -> None:
         """Note where the tensors of this tensor rank lie, layers under their global numbers."""
-        offset, tied = 0, not self.args.get("untie_embeddings_and_output_weights")
+        offset = 0
+        tied = not self.args.get("untie_embeddings_and_output_weights")
         for pp, names in self._chunks(tp):
             layers: set[int] = set()
             for path, name in names:
@@ -111,22 +131,28 @@ class MegatronCheckpoint:
                 table = self.copies if copy else self.parts
                 found = table.setdefault(WORD_EMBEDDING if copy else name, [])
                 if len(found) > tp:
-                    raise ConversionError(f"{self.source}: {name} is there twice for tensor rank {tp}")
+                    raise ConversionError(
+                        f"{self.source}: {name} is there twice for tensor rank {tp}"
+                    )
                 found.append(Part(self.files[tp, pp], path))
             if layers and layers != set(range(len(layers))):
-                raise ConversionError(f"{self.source}: stage {pp} has the layers {sorted(layers)}, not 0, 1, 2, ...")
+                raise ConversionError(
+                    f"{self.source}: stage {pp} has the layers {sorted(layers)}, not 0, 1, 2, ..."
+                )
             offset += len(layers)
 
     def _chunks(self, tp: int) -> Iterator[tuple[int, list[tuple[str, str]]]]:
-        """(pipeline rank, [(path, our name with the chunk's own layer numbers)]) in the order of the layers: virtual stage
-        by virtual stage, in each rank by rank."""
+        """(pipeline rank, [(path, our name with the chunk's own layer numbers)]) in the order of
+        the layers: virtual stage by virtual stage, in each rank by rank."""
         found: dict[tuple[int, int], list[tuple[str, str]]] = {}
         for pp in range(self.pp):
             for path in self.files[tp, pp].headers():
                 match = _CHUNK.fullmatch(path)
                 name = our_name(match[2]) if match else path
                 if name is not None:
-                    found.setdefault((int(match[1] or 0) if match else 0, pp), []).append((path, name))
+                    found.setdefault((int(match[1] or 0) if match else 0, pp), []).append(
+                        (path, name)
+                    )
         for (_, pp), names in sorted(found.items()):
             yield pp, names
 
@@ -152,27 +178,41 @@ class _Merged:
             return torch.cat(pieces, dim=dims[0])
         for rank, piece in enumerate(pieces):
             if not torch.equal(piece, pieces[0]):
-                raise ConversionError(f"{self.spec.name}: tensor ranks 0 and {rank} should hold the same, and do not")
+                raise ConversionError(
+                    f"{self.spec.name}: tensor ranks 0 and {rank} should hold the same, and do not"
+                )
         return pieces[0]
 
 
-def _check(there: MegatronCheckpoint, table: Mapping[str, ParameterSpec], model: ModelConfig) -> None:
-    """Raise ConversionError unless their tensors are exactly those of the table, on every tensor rank."""
+def _check(
+    there: MegatronCheckpoint, table: Mapping[str, ParameterSpec], model: ModelConfig
+) -> None:
+    """Raise ConversionError unless their tensors are exactly those of the table, on every tensor
+    rank."""
     where = there.source
     lines = [f"{where}: {name} is missing" for name in table if name not in there.parts]
-    lines += [f"{where}: {parts[0].path} is not a part of this model" for name, parts in there.parts.items()
-              if name not in table]
+    lines += [
+        f"{where}: {parts[0].path} is not a part of this model"
+        for name, parts in there.parts.items()
+        if name not in table
+    ]
     for name in table.keys() & there.parts.keys():
         parts = there.parts[name]
         want = _their_shape(table[name], table[name].local_shape({"tp": there.tp}), model)
         if len(parts) != there.tp:
             lines.append(f"{where}: {name} is on {len(parts)} of {there.tp} tensor ranks")
-        lines += [f"{part.file.path}: {part.path} has shape {list(part.header[1])}, should be {list(want)} by its arguments"
-                  for part in parts if part.header[1] != want]
+        lines += [
+            f"{part.file.path}: {part.path} has shape {list(part.header[1])}, should be "
+            f"{list(want)} by its arguments"
+            for part in parts
+            if part.header[1] != want
+        ]
         if len({part.header[0] for part in parts}) > 1:
             lines.append(f"{where}: {name} has another number format on each tensor rank")
     if lines:
-        raise ConversionError("\n".join(lines[:20] + [f"and {len(lines) - 20} more"] * (len(lines) > 20)))
+        raise ConversionError(
+            "\n".join(lines[:20] + [f"and {len(lines) - 20} more"] * (len(lines) > 20))
+        )
 
 
 def _check_copies(there: MegatronCheckpoint) -> None:
@@ -180,21 +220,39 @@ def _check_copies(there: MegatronCheckpoint) -> None:
     for name, copies in there.copies.items():
         for rank, (copy, part) in enumerate(zip(copies, there.parts.get(name, []), strict=True)):
             if not torch.equal(copy.file.read(copy.path), part.file.read(part.path)):
-                raise ConversionError(f"{copy.file.path}: {copy.path} is not the word embedding of the first stage "
-                                      f"(tensor rank {rank}), although the arguments say they are one")
+                raise ConversionError(
+                    f"{copy.file.path}: {copy.path} is not the word embedding of the first stage "
+                    f"(tensor rank {rank}), although the arguments say they are one"
+                )
 
 
-def megatron_import(source: Path, target: Path, *, args_file: Path | None = None, tokenizer: bool = True,
-                    vocab_size: int | None = None) -> str:
-    """Make a run directory of a Megatron-LM checkpoint. `args_file`: flags that count more than its arguments; without
-    `tokenizer` ids are plain numbers, `vocab_size` of them. Returns what to say of it."""
+def megatron_import(
+    source: Path,
+    target: Path,
+    *,
+    args_file: Path | None = None,
+    tokenizer: bool = True,
+    vocab_size: int | None = None,
+) -> str:
+    """Make a run directory of a Megatron-LM checkpoint. `args_file`: flags that count more than its
+    arguments; without `tokenizer` ids are plain numbers, `vocab_size` of them. Returns what to say
+    of it."""
     new_folder(target)
-    with tempfile.TemporaryDirectory(prefix=".convert-", dir=target.parent) as folder, Unpickler(Path(folder)) as unpickler:
+    with (
+        tempfile.TemporaryDirectory(prefix=".convert-", dir=target.parent) as folder,
+        Unpickler(Path(folder)) as unpickler,
+    ):
         there = MegatronCheckpoint(source, unpickler)
-        given = parse_typed(build_parser(Config, prog="args", description=""), [f"@{args_file}"]) if args_file else {}
+        given = (
+            parse_typed(build_parser(Config, prog="args", description=""), [f"@{args_file}"])
+            if args_file
+            else {}
+        )
         there.args |= given
         flags = flags_from(there.args, str(there.source))
-        model = ModelConfig(**{name: flags.pop(name) for name in list(flags) if name in vars(ModelConfig())})
+        model = ModelConfig(
+            **{name: flags.pop(name) for name in list(flags) if name in vars(ModelConfig())}
+        )
         embedding = there.parts.get(WORD_EMBEDDING)
         if not embedding:
             raise ConversionError(f"{there.source}: {WORD_EMBEDDING} is missing")
@@ -202,73 +260,124 @@ def megatron_import(source: Path, target: Path, *, args_file: Path | None = None
         table = {spec.name: spec for spec in parameter_table(model, rows, rows)}
         _check(there, table, model)
         _check_copies(there)
-        weights = [Incoming(name, there.parts[name][0].header[0], spec.shape, _Merged(spec, there.parts[name]))
-                   for name, spec in table.items()]
+        weights = [
+            Incoming(
+                name, there.parts[name][0].header[0], spec.shape, _Merged(spec, there.parts[name])
+            )
+            for name, spec in table.items()
+        ]
         if not tokenizer or "tokenizer_type" not in flags:
             flags = {"tokenizer_type": "NullTokenizer", "vocab_size": vocab_size or rows}
         elif flags["tokenizer_type"] == "NullTokenizer":
-            flags = {"tokenizer_type": "NullTokenizer", "vocab_size": there.args.get("vocab_size") or rows}
+            flags = {
+                "tokenizer_type": "NullTokenizer",
+                "vocab_size": there.args.get("vocab_size") or rows,
+            }
         written = write_checkpoint(target, model, weights, rows, "megatron", [], flags=flags)
-        return (f"{written}: {len(weights)} tensors from {there.tp} tensor x {there.pp} pipeline ranks, tokenizer "
-                f"{flags['tokenizer_type']}")
+        return (
+            f"{written}: {len(weights)} tensors from {there.tp} tensor x {there.pp} pipeline "
+            f"ranks, tokenizer {flags['tokenizer_type']}"
+        )
 
 
-# --- export ---------------------------------------------------------------------------------------------------------
+# --- export
 
 
-def megatron_export(source: Path, target: Path, *, tp: int = 1, pp: int = 1, kind: str = "core",
-                    step: int | None = None) -> str:
-    """Write a Megatron-LM run directory with a `release` checkpoint for tp x pp ranks; `kind` is core or legacy. One rank's
-    part is in memory at a time. Returns what to say of it."""
+def megatron_export(
+    source: Path,
+    target: Path,
+    *,
+    tp: int = 1,
+    pp: int = 1,
+    kind: str = "core",
+    step: int | None = None,
+) -> str:
+    """Write a Megatron-LM run directory with a `release` checkpoint for tp x pp ranks; `kind` is
+    core or legacy. One rank's part is in memory at a time. Returns what to say of it."""
     new_folder(target)
     with Ours(source, step) as ours:
         table, rows, args = _export_plan(ours, tp, pp)
-        with tempfile.TemporaryDirectory(prefix=".convert-", dir=target.parent) as name, Unpickler(Path(name)) as unpickler:
+        with (
+            tempfile.TemporaryDirectory(prefix=".convert-", dir=target.parent) as name,
+            Unpickler(Path(name)) as unpickler,
+        ):
             aside = Path(name)
             (aside / "run" / "release").mkdir(parents=True)
             total = sum(prod(spec.shape) * ours.reader.dtype(spec.name).itemsize for spec in table)
             progress = Progress(total)
             for p in range(pp):
-                layers = range(p * ours.model.num_layers // pp, (p + 1) * ours.model.num_layers // pp)
+                layers = range(
+                    p * ours.model.num_layers // pp, (p + 1) * ours.model.num_layers // pp
+                )
                 stage = stage_table(table, layers, p == 0, p == pp - 1)
                 for t in range(tp):
-                    folder = aside / "run" / "release" / (f"mp_rank_{t:02d}" + f"_{p:03d}" * (pp > 1))
+                    folder = (
+                        aside / "run" / "release" / (f"mp_rank_{t:02d}" + f"_{p:03d}" * (pp > 1))
+                    )
                     folder.mkdir()
                     entries, paths = _rank(ours, stage, layers.start, t, tp, p, kind)
-                    progress.update(total * (p * tp + t) // (pp * tp), f"rank {p * tp + t + 1} of {pp * tp}")
-                    unpickler.write(folder / FILE, entries, paths, {"checkpoint_version": 3.0, "iteration": 0}, args)
+                    progress.update(
+                        total * (p * tp + t) // (pp * tp), f"rank {p * tp + t + 1} of {pp * tp}"
+                    )
+                    unpickler.write(
+                        folder / FILE,
+                        entries,
+                        paths,
+                        {"checkpoint_version": 3.0, "iteration": 0},
+                        args,
+                    )
             progress.clear()
             (aside / "run" / TRACKER).write_text("release")
             DISK.rename(aside / "run", target)
-    return (f"{target}: {len(table)} tensors for {tp} tensor x {pp} pipeline ranks, {kind} model, {rows} rows of the "
-            "vocabulary")
+    return (
+        f"{target}: {len(table)} tensors for {tp} tensor x {pp} pipeline ranks, {kind} model, "
+        f"{rows} rows of the vocabulary"
+    )
 
 
 def _export_plan(ours: Ours, tp: int, pp: int) -> tuple[list[ParameterSpec], int, dict[str, Any]]:
-    """(our tensors, rows of the vocabulary padded for tp, their arguments). Raises ConversionError for a bad layout."""
-    model, size = ours.model, ours.vocab_size()
+    """(our tensors, rows of the vocabulary padded for tp, their arguments). Raises ConversionError
+    for a bad layout."""
+    model = ours.model
+    size = ours.vocab_size()
     if tp < 1 or pp < 1 or model.num_layers % pp or model.query_groups % tp or model.ffn % tp:
-        raise ConversionError(f"--tensor-model-parallel-size {tp} --pipeline-model-parallel-size {pp}: {model.num_layers} "
-                              f"layers, {model.query_groups} key/value heads and an MLP of {model.ffn} do not split so")
+        raise ConversionError(
+            f"--tensor-model-parallel-size {tp} --pipeline-model-parallel-size {pp}: "
+            f"{model.num_layers} layers, {model.query_groups} key/value heads and an MLP of "
+            f"{model.ffn} do not split so"
+        )
     unit = model.make_vocab_size_divisible_by * tp
     rows = -(-size // unit) * unit
     d = ours.config.data
-    args = args_for(model, {
-        "tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp, "padded_vocab_size": rows,
-        "tokenizer_type": d.tokenizer, "vocab_file": d.vocab_file, "merge_file": d.merge_file,
-        "tokenizer_model": d.tokenizer_model, "vocab_size": d.vocab_size})
+    args = args_for(
+        model,
+        {
+            "tensor_model_parallel_size": tp,
+            "pipeline_model_parallel_size": pp,
+            "padded_vocab_size": rows,
+            "tokenizer_type": d.tokenizer,
+            "vocab_file": d.vocab_file,
+            "merge_file": d.merge_file,
+            "tokenizer_model": d.tokenizer_model,
+            "vocab_size": d.vocab_size,
+        },
+    )
     table = parameter_table(model, rows, size)
     held = {spec.name for spec in table}
     strange = sorted(held ^ set(ours.weights()))
     if strange:
-        raise ConversionError(f"{ours.found.directory}: is not the model of its args: {', '.join(strange[:5])}")
+        raise ConversionError(
+            f"{ours.found.directory}: is not the model of its args: {', '.join(strange[:5])}"
+        )
     return table, rows, args
 
 
-def _rank(ours: Ours, stage: Sequence[ParameterSpec], first_layer: int, t: int, tp: int, p: int,
-          kind: str) -> tuple[list[Entry], dict[str, tuple[str, ...]]]:
+def _rank(
+    ours: Ours, stage: Sequence[ParameterSpec], first_layer: int, t: int, tp: int, p: int, kind: str
+) -> tuple[list[Entry], dict[str, tuple[str, ...]]]:
     """(tensors to write, the path of each) of one rank."""
-    entries, paths = [], {}
+    entries = []
+    paths = {}
     tied_copy = p > 0 and any(spec.name == WORD_EMBEDDING for spec in stage)
     for spec in stage:
         name = spec.name
@@ -280,13 +389,16 @@ def _rank(ours: Ours, stage: Sequence[ParameterSpec], first_layer: int, t: int, 
         path = ("model", *legacy_path(name)) if kind == "legacy" else ("model", name)
         shape = _their_shape(spec, spec.local_shape({"tp": tp}), ours.model)
         paths[name] = path
-        entries.append(Entry(name, ours.reader.dtype(spec.name), shape, _Slice(ours, spec, t, tp, shape)))
+        entries.append(
+            Entry(name, ours.reader.dtype(spec.name), shape, _Slice(ours, spec, t, tp, shape))
+        )
     return entries, paths
 
 
 @dataclass(frozen=True)
 class _Slice:
-    """Makes a tensor rank's part of one of our tensors, in their shape; rows that we do not hold are 0."""
+    """Makes a tensor rank's part of one of our tensors, in their shape; rows that we do not hold
+    are 0."""
 
     ours: Ours
     spec: ParameterSpec
@@ -301,10 +413,15 @@ class _Slice:
             box[dim] = (self.rank * part, (self.rank + 1) * part)
         there = self.ours.reader.shape(self.spec.name)
         if is_vocabulary(self.spec.name) and there[0] < self.spec.shape[0]:
-            (start, stop), width = box[0], box[1]
+            (start, stop) = box[0]
+            width = box[1]
             held = max(start, min(stop, there[0]))
-            found = torch.zeros(stop - start, width[1], dtype=self.ours.reader.dtype(self.spec.name))
+            found = torch.zeros(
+                stop - start, width[1], dtype=self.ours.reader.dtype(self.spec.name)
+            )
             if held > start:
-                found[:held - start] = self.ours.reader.read(self.spec.name, ((start, held), width))
+                found[: held - start] = self.ours.reader.read(
+                    self.spec.name, ((start, held), width)
+                )
             return found
         return self.ours.reader.read(self.spec.name, tuple(box)).reshape(self.shape)

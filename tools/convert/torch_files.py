@@ -1,5 +1,7 @@
-"""Pickled files by way of safetensors: they are read and written by megatron/checkpoint/unpickle_worker.py in a process of
-its own, so that nothing is unpickled here. Knows no model."""
+"""Pickled files by way of safetensors: they are read and written by
+megatron/checkpoint/unpickle_worker.py in a process of its own, so that nothing is unpickled here.
+Knows no model."""
+
 from __future__ import annotations
 
 import json
@@ -20,14 +22,23 @@ WORKER = Path(megatron.checkpoint.disk.__file__).with_name("unpickle_worker.py")
 
 
 class Unpickler:
-    """The process that unpickles, and a folder for its files, which are open until it is closed. A context manager."""
+    """The process that unpickles, and a folder for its files, which are open until it is closed. A
+    context manager."""
 
     def __init__(self, folder: Path):
-        self.folder, self._count = folder, 0
+        self.folder = folder
+        self._count = 0
         self._files: list[SafetensorsFile] = []
-        paths = os.pathsep.join(filter(None, [str(WORKER.parents[2]), os.environ.get("PYTHONPATH")]))
-        self._process = subprocess.Popen([sys.executable, str(WORKER)], env={**os.environ, "PYTHONPATH": paths}, text=True,
-                                         stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        paths = os.pathsep.join(
+            filter(None, [str(WORKER.parents[2]), os.environ.get("PYTHONPATH")])
+        )
+        self._process = subprocess.Popen(
+            [sys.executable, str(WORKER)],
+            env={**os.environ, "PYTHONPATH": paths},
+            text=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
 
     def _ask(self, source: Path, *job: object) -> None:
         """Have a job done; what is wrong with `source` becomes a ConversionError."""
@@ -37,7 +48,11 @@ class Unpickler:
             answer = self._process.stdout.readline()
         except BrokenPipeError:
             answer = ""
-        wrong = json.loads(answer) if answer else f"the process that reads it ended with {self._process.wait()}"
+        wrong = (
+            json.loads(answer)
+            if answer
+            else f"the process that reads it ended with {self._process.wait()}"
+        )
         if wrong is not None:
             raise ConversionError(f"{source}: {wrong}")
 
@@ -46,19 +61,31 @@ class Unpickler:
         return self.folder / f"{self._count}.safetensors", self.folder / f"{self._count}.json"
 
     def read(self, path: Path, prefixes: Sequence[str] = ("",)) -> TorchFile:
-        """Take a file apart: the tensors whose path begins with one of `prefixes`, and the plain values of its root."""
+        """Take a file apart: the tensors whose path begins with one of `prefixes`, and the plain
+        values of its root."""
         tensors, values = self._names()
         self._ask(path, "read", path, tensors, values, *prefixes)
         file = SafetensorsFile(tensors)
         self._files.append(file)
         return TorchFile(path, file, json.loads(values.read_text(encoding="utf-8")))
 
-    def write(self, path: Path, entries: Sequence[Entry], paths: Mapping[str, Sequence[str]], values: Mapping[str, Any],
-              args: Mapping[str, Any]) -> None:
-        """Write a file: `values` and an args Namespace at its root, and each tensor at its path of keys."""
+    def write(
+        self,
+        path: Path,
+        entries: Sequence[Entry],
+        paths: Mapping[str, Sequence[str]],
+        values: Mapping[str, Any],
+        args: Mapping[str, Any],
+    ) -> None:
+        """Write a file: `values` and an args Namespace at its root, and each tensor at its path of
+        keys."""
         tensors, table = self._names()
         write_file(tensors, entries)
-        what = {"paths": {name: list(one) for name, one in paths.items()}, "values": dict(values), "args": dict(args)}
+        what = {
+            "paths": {name: list(one) for name, one in paths.items()},
+            "values": dict(values),
+            "args": dict(args),
+        }
         table.write_text(json.dumps(what), encoding="utf-8")
         self._ask(path, "write", tensors, table, path)
         tensors.unlink()
@@ -79,10 +106,13 @@ class Unpickler:
 
 
 class TorchFile:
-    """A pickled file, taken apart: `values` (the plain ones of its root), and its tensors, by path."""
+    """A pickled file, taken apart: `values` (the plain ones of its root), and its tensors, by
+    path."""
 
     def __init__(self, path: Path, file: SafetensorsFile, values: dict[str, Any]):
-        self.path, self._file, self.values = path, file, values
+        self.path = path
+        self._file = file
+        self.values = values
 
     def headers(self) -> dict[str, Header]:
         """Number format and shape by path."""

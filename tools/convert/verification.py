@@ -1,7 +1,10 @@
-"""Does a converted model compute the same? Ours and transformers' on random ids, compared block by block.
+"""Does a converted model compute the same? Ours and transformers' on random ids, compared block by
+block.
 
-`verify` is the command; `verified` is what hf-import and hf-export do by themselves where transformers is installed.
+`verify` is the command; `verified` is what hf-import and hf-export do by themselves where
+transformers is installed.
 """
+
 from __future__ import annotations
 
 import contextlib
@@ -19,10 +22,10 @@ from tools.convert.hf_files import CONFIG, HFFolder
 from tools.convert.links import ConversionError
 from tools.shared.memory import free_memory
 
-TOLERANCE = 1e-4            # largest difference, as a share of the largest value
-LENGTH = 64                 # tokens of each of the two samples
-MEMORY_SHARE = 0.8          # of the free memory may go to the two models
-WORTH_SAYING = 10**9        # bytes of memory that a line announces
+TOLERANCE = 1e-4  # largest difference, as a share of the largest value
+LENGTH = 64  # tokens of each of the two samples
+MEMORY_SHARE = 0.8  # of the free memory may go to the two models
+WORTH_SAYING = 10**9  # bytes of memory that a line announces
 
 
 def is_hf(path: Path) -> bool:
@@ -30,16 +33,25 @@ def is_hf(path: Path) -> bool:
     return (path / CONFIG).is_file()
 
 
-def verify(ours: Path, theirs: Path, step: int | None = None, tolerance: float = TOLERANCE,
-           length: int = LENGTH) -> tuple[str, bool]:
-    """(lines, do they agree): the same random ids through our model and through transformers' of the folder, in
-    float32; after the embedding and after every block the largest difference, as a share of the largest value there.
+def verify(
+    ours: Path,
+    theirs: Path,
+    step: int | None = None,
+    tolerance: float = TOLERANCE,
+    length: int = LENGTH,
+) -> tuple[str, bool]:
+    """(lines, do they agree): the same random ids through our model and through transformers' of
+    the folder, in float32; after the embedding and after every block the largest difference, as a
+    share of the largest value there.
 
-    Both models are in memory. Raises ConversionError where transformers is missing or has no such model.
+    Both models are in memory. Raises ConversionError where transformers is missing or has no such
+    model.
     """
     if not is_hf(theirs):
-        raise ConversionError(f"{theirs}: no Hugging Face folder (there is no {CONFIG}); give what hf-export wrote, or "
-                              "what hf-import read")
+        raise ConversionError(
+            f"{theirs}: no Hugging Face folder (there is no {CONFIG}); give what hf-export wrote, "
+            "or what hf-import read"
+        )
     return _compare(*_open_both(ours, theirs, step), tolerance, length)
 
 
@@ -49,13 +61,20 @@ def _open_both(ours: Path, theirs: Path, step: int | None) -> tuple[TrainedModel
         return open_trained_model(str(ours), step, device="cpu"), their_model
 
 
-def _compare(trained: TrainedModel, their_model: torch.nn.Module, tolerance: float, length: int) -> tuple[str, bool]:
+def _compare(
+    trained: TrainedModel, their_model: torch.nn.Module, tolerance: float, length: int
+) -> tuple[str, bool]:
     rows = min(trained.tokenizer.vocab_size, their_model.config.vocab_size)
     length = min(length, trained.model.max_positions)
     ids = torch.randint(0, rows, (2, length), generator=torch.Generator().manual_seed(1234))
     here = _our_states(trained.model, ids)
     there = _their_states(their_model, ids)
-    names = ["embedding", *(f"block {i}" for i in range(len(there) - 3)), "last block and norm", "logits"]
+    names = [
+        "embedding",
+        *(f"block {i}" for i in range(len(there) - 3)),
+        "last block and norm",
+        "logits",
+    ]
     if len(here) != len(there):
         return f"{len(here) - 3} blocks here, {len(there) - 3} there", False
     lines: list[str] = []
@@ -64,20 +83,30 @@ def _compare(trained: TrainedModel, their_model: torch.nn.Module, tolerance: flo
         rows = min(x.shape[-1], y.shape[-1])
         gap = (x[..., :rows] - y[..., :rows]).abs().max().item()
         scale = y[..., :rows].abs().max().item()
-        fine = gap <= tolerance * scale             # NaN is not
+        fine = gap <= tolerance * scale  # NaN is not
         mark = "" if fine else "   TOO LARGE"
-        lines.append(f"{name:<20} largest value {scale:10.4g}   largest difference {gap:10.4g}{mark}")
+        lines.append(
+            f"{name:<20} largest value {scale:10.4g}   largest difference {gap:10.4g}{mark}"
+        )
         good = good and fine
-    verdict = "the models agree" if good else f"THE MODELS DIFFER (more than {tolerance} of the largest value)"
+    verdict = (
+        "the models agree"
+        if good
+        else f"THE MODELS DIFFER (more than {tolerance} of the largest value)"
+    )
     return "\n".join([*lines, verdict]), good
 
 
 def _our_states(model: torch.nn.Module, ids: torch.Tensor) -> list[torch.Tensor]:
-    """The residual stream after the embedding and each block but the last, the last one's normed, and the logits."""
+    """The residual stream after the embedding and each block but the last, the last one's normed,
+    and the logits."""
     found: list[torch.Tensor] = []
     layers = list(model.decoder.layers.values())
     modules = [model.embedding, *layers[:-1], model.decoder.final_layernorm]
-    hooks = [one.register_forward_hook(lambda module, args, out: found.append(out.transpose(0, 1))) for one in modules]
+    hooks = [
+        one.register_forward_hook(lambda module, args, out: found.append(out.transpose(0, 1)))
+        for one in modules
+    ]
     try:
         with torch.no_grad():
             logits = model(ids)
@@ -97,7 +126,9 @@ def _transformers() -> ModuleType:
     try:
         transformers = importlib.import_module("transformers")
     except ImportError as error:
-        raise ConversionError(f"needs the package transformers ({error}); run: pip install transformers") from None
+        raise ConversionError(
+            f"needs the package transformers ({error}); run: pip install transformers"
+        ) from None
     transformers.utils.logging.disable_progress_bar()
     return transformers
 
@@ -106,22 +137,28 @@ def _transformers_model(folder: Path) -> torch.nn.Module:
     transformers = _transformers()
     try:
         return transformers.AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.float32, local_files_only=True, trust_remote_code=False).eval()
-    except Exception as error:      # it has errors of its own, and its validators have others
+            folder, dtype=torch.float32, local_files_only=True, trust_remote_code=False
+        ).eval()
+    except Exception as error:  # it has errors of its own, and its validators have others
         reason = " ".join(str(error).split()) or type(error).__name__
-        raise ConversionError(f"{folder}: transformers cannot load it ({reason[:300]}); a family that it does not know "
-                              "can be written as a related one: hf-export --family llama") from None
+        raise ConversionError(
+            f"{folder}: transformers cannot load it ({reason[:300]}); a family that it does not "
+            "know can be written as a related one: hf-export --family llama"
+        ) from None
 
 
-# --- after a conversion -------------------------------------------------------------------------------------------------
+# --- after a conversion
 
 
 def verified(report: str, ours: Path, theirs: Path, made: Path, step: int | None = None) -> str:
-    """`report` of a conversion that wrote `made`, with a line on what the comparison found or why there was none.
+    """`report` of a conversion that wrote `made`, with a line on what the comparison found or why
+    there was none.
 
     Raises ConversionError if the models differ; `made` is removed then.
     """
-    again = f"convert_checkpoint.py verify {ours} {theirs}" + (f" --ckpt-step {step}" if step is not None else "")
+    again = f"convert_checkpoint.py verify {ours} {theirs}" + (
+        f" --ckpt-step {step}" if step is not None else ""
+    )
     try:
         _transformers()
         _needs_memory(theirs)
@@ -131,19 +168,32 @@ def verified(report: str, ours: Path, theirs: Path, made: Path, step: int | None
         return f"{report}\nnot verified: {reason}; later: {again}"
     text, good = _compare(trained, their_model, TOLERANCE, LENGTH)
     if good:
-        return f"{report}\nverified: every block computes what transformers' does, to {TOLERANCE} of the largest value"
+        return (
+            f"{report}\nverified: every block computes what transformers' does, to "
+            f"{TOLERANCE} of the largest value"
+        )
     shutil.rmtree(made)
-    raise ConversionError(f"{text}\n{made}: removed, since the two models do not compute the same; --no-verify keeps it")
+    raise ConversionError(
+        f"{text}\n{made}: removed, since the two models do not compute the same; --no-verify "
+        "keeps it"
+    )
 
 
 def _needs_memory(folder: Path) -> None:
-    """Raise ConversionError if the folder's model does not fit into the free memory twice, in float32."""
+    """Raise ConversionError if the folder's model does not fit into the free memory twice, in
+    float32."""
     with HFFolder(folder) as opened:
         values = sum(torch.Size(shape).numel() for _, shape in opened.headers().values())
     needed = 2 * torch.float32.itemsize * values
     free = free_memory()
     if needed > MEMORY_SHARE * free:
-        raise ConversionError(f"two models of {values:,} parameters in float32 need {needed / 1e9:.1f} GB of memory, and "
-                              f"{free / 1e9:.1f} GB are free")
+        raise ConversionError(
+            f"two models of {values:,} parameters in float32 need {needed / 1e9:.1f} GB of "
+            f"memory, and {free / 1e9:.1f} GB are free"
+        )
     if needed > WORTH_SAYING:
-        print(f"verifying on random ids: takes {needed / 1e9:.1f} GB of memory (--no-verify skips it)", file=sys.stderr)
+        print(
+            f"verifying on random ids: takes {needed / 1e9:.1f} GB of memory (--no-verify skips "
+            "it)",
+            file=sys.stderr,
+        )

@@ -1,7 +1,8 @@
-"""Values of an InternLM python config, worked out without running it: literals, arithmetic, names, dict(), join, os.environ.
+"""Values of an InternLM python config, worked out without running it: literals, arithmetic, names,
+dict(), join, os.environ.
 
-What else a file holds (imports but `import os`, calls, lambdas, comprehensions, attributes, loops) is refused by its line.
-It knows no key of InternLM.
+What else a file holds (imports but `import os`, calls, lambdas, comprehensions, attributes, loops)
+is refused by its line. It knows no key of InternLM.
 """
 
 from __future__ import annotations
@@ -14,14 +15,31 @@ from pathlib import Path
 from typing import Any
 
 MAX_BYTES = 1 << 20
-MAX_TEXT = 1 << 16          # characters of a text, elements of a list
+MAX_TEXT = 1 << 16  # characters of a text, elements of a list
 MAX_NUMBER = 1 << 128
 _BINARY: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
-    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
-    ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod, ast.Pow: operator.pow}
-_UNARY: dict[type[ast.unaryop], Callable[[Any], Any]] = {ast.USub: operator.neg, ast.UAdd: operator.pos}
-_CALLS: dict[str, Callable[..., Any]] = {"dict": dict, "int": int, "float": float, "str": str, "bool": bool, "round": round,
-                                         "min": min, "max": max}
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+    ast.Pow: operator.pow,
+}
+_UNARY: dict[type[ast.unaryop], Callable[[Any], Any]] = {
+    ast.USub: operator.neg,
+    ast.UAdd: operator.pos,
+}
+_CALLS: dict[str, Callable[..., Any]] = {
+    "dict": dict,
+    "int": int,
+    "float": float,
+    "str": str,
+    "bool": bool,
+    "round": round,
+    "min": min,
+    "max": max,
+}
 _SCALARS = (int, float, str, bool, type(None))
 
 
@@ -29,8 +47,11 @@ class ConfigError(ValueError):
     """The file cannot be read as a config; the text says line, what stands there and what may."""
 
 
-def read_config(path: Path, environment: Mapping[str, str] = os.environ) -> tuple[dict[str, Any], dict[str, int]]:
-    """(values by name, line of each name's last assignment) of a config file. Raises ConfigError; executes nothing."""
+def read_config(
+    path: Path, environment: Mapping[str, str] = os.environ
+) -> tuple[dict[str, Any], dict[str, int]]:
+    """(values by name, line of each name's last assignment) of a config file. Raises ConfigError;
+    executes nothing."""
     try:
         data = path.read_bytes()
         if len(data) > MAX_BYTES:
@@ -40,7 +61,9 @@ def read_config(path: Path, environment: Mapping[str, str] = os.environ) -> tupl
         raise ConfigError(f"{path}: {error.strerror}") from error
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         line = getattr(error, "lineno", None)
-        raise ConfigError(f"{path}{f', line {line}' if line else ''}: not Python: {getattr(error, 'msg', error)}") from error
+        raise ConfigError(
+            f"{path}{f', line {line}' if line else ''}: not Python: {getattr(error, 'msg', error)}"
+        ) from error
     reader = _Reader(path, environment)
     for statement in tree.body:
         try:
@@ -52,22 +75,33 @@ def read_config(path: Path, environment: Mapping[str, str] = os.environ) -> tupl
 
 class _Reader:
     def __init__(self, path: Path, environment: Mapping[str, str]):
-        self.path, self.environment = path, environment
+        self.path = path
+        self.environment = environment
         self.values: dict[str, Any] = {}
         self.lines: dict[str, int] = {}
         self.has_os = False
 
     def refuse(self, node: ast.AST, what: str) -> ConfigError:
         """The error for what stands at a node."""
-        return ConfigError(f"{self.path}, line {getattr(node, 'lineno', '?')}: {what}; a config is read, not run: it "
-                           "may hold literals, arithmetic, names given above, dict(...), \"...\".join([...]), os.environ")
+        return ConfigError(
+            f"{self.path}, line {getattr(node, 'lineno', '?')}: {what}; a config is read, not "
+            "run: it "
+            'may hold literals, arithmetic, names given above, dict(...), "...".join([...]), '
+            "os.environ"
+        )
 
     def take(self, node: ast.stmt) -> None:
         """One statement."""
-        if isinstance(node, ast.Import) and [(name.name, name.asname) for name in node.names] == [("os", None)]:
+        if isinstance(node, ast.Import) and [(name.name, name.asname) for name in node.names] == [
+            ("os", None)
+        ]:
             self.has_os = True
-        elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
-            pass                                        # a text alone is a comment
+        elif (
+            isinstance(node, ast.Expr)
+            and isinstance(node.value, ast.Constant)
+            and isinstance(node.value.value, str)
+        ):
+            pass  # a text alone is a comment
         elif isinstance(node, ast.Assign | ast.AnnAssign):
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
             if node.value is None or not all(isinstance(target, ast.Name) for target in targets):
@@ -81,9 +115,17 @@ class _Reader:
     def value(self, node: ast.expr) -> Any:
         """What an expression comes to."""
         kinds: dict[type[ast.expr], Callable[[Any], Any]] = {
-            ast.Constant: self._constant, ast.Name: self._name, ast.BinOp: self._binary, ast.UnaryOp: self._unary,
-            ast.List: self._sequence, ast.Tuple: self._sequence, ast.Dict: self._dict, ast.Subscript: self._subscript,
-            ast.Call: self._call, ast.JoinedStr: self._joined}
+            ast.Constant: self._constant,
+            ast.Name: self._name,
+            ast.BinOp: self._binary,
+            ast.UnaryOp: self._unary,
+            ast.List: self._sequence,
+            ast.Tuple: self._sequence,
+            ast.Dict: self._dict,
+            ast.Subscript: self._subscript,
+            ast.Call: self._call,
+            ast.JoinedStr: self._joined,
+        }
         work = kinds.get(type(node))
         if work is None:
             raise self.refuse(node, f"{ast.unparse(node)[:60]!r} is not allowed")
@@ -94,8 +136,12 @@ class _Reader:
         except (ArithmeticError, TypeError, ValueError, LookupError) as error:
             reason = f"no {error}" if isinstance(error, LookupError) else error
             raise self.refuse(node, f"{ast.unparse(node)[:60]!r}: {reason}") from error
-        if isinstance(found, str | list | tuple) and len(found) > MAX_TEXT or (
-                isinstance(found, int) and abs(found) > MAX_NUMBER) or isinstance(found, complex):
+        if (
+            isinstance(found, str | list | tuple)
+            and len(found) > MAX_TEXT
+            or (isinstance(found, int) and abs(found) > MAX_NUMBER)
+            or isinstance(found, complex)
+        ):
             raise self.refuse(node, f"{ast.unparse(node)[:60]!r} is too large")
         return found
 
@@ -111,9 +157,14 @@ class _Reader:
 
     def _binary(self, node: ast.BinOp) -> Any:
         work = _BINARY.get(type(node.op))
-        left, right = self.value(node.left), self.value(node.right)
+        left = self.value(node.left)
+        right = self.value(node.right)
         numbers = isinstance(left, int | float) and isinstance(right, int | float)
-        texts = isinstance(node.op, ast.Add) and type(left) is type(right) and isinstance(left, str | list | tuple)
+        texts = (
+            isinstance(node.op, ast.Add)
+            and type(left) is type(right)
+            and isinstance(left, str | list | tuple)
+        )
         if work is None or not (numbers or texts):
             raise self.refuse(node, f"{ast.unparse(node)[:60]!r} is not allowed")
         if isinstance(node.op, ast.Pow) and (abs(right) > 128 or abs(left) > 1 << 32):
@@ -132,7 +183,10 @@ class _Reader:
     def _dict(self, node: ast.Dict) -> dict[Any, Any]:
         if None in node.keys:
             raise self.refuse(node, "** within {} is not allowed")
-        return {self.value(key): self.value(one) for key, one in zip(node.keys, node.values, strict=True)}
+        return {
+            self.value(key): self.value(one)
+            for key, one in zip(node.keys, node.values, strict=True)
+        }
 
     def _subscript(self, node: ast.Subscript) -> Any:
         if ast.unparse(node.value) == "os.environ":
@@ -144,17 +198,25 @@ class _Reader:
 
     def _environment(self, node: ast.expr, name: Any, *default: Any) -> Any:
         if not self.has_os or not isinstance(name, str):
-            raise self.refuse(node, f"{ast.unparse(node)[:60]!r} needs `import os` above and a name")
+            raise self.refuse(
+                node, f"{ast.unparse(node)[:60]!r} needs `import os` above and a name"
+            )
         if name not in self.environment and not default:
             raise self.refuse(node, f"the environment variable {name} is not set")
         return self.environment.get(name, *default)
 
     def _call(self, node: ast.Call) -> Any:
         called = ast.unparse(node.func) if isinstance(node.func, ast.Name | ast.Attribute) else ""
-        if any(isinstance(one, ast.Starred) for one in node.args) or any(one.arg is None for one in node.keywords):
+        if any(isinstance(one, ast.Starred) for one in node.args) or any(
+            one.arg is None for one in node.keywords
+        ):
             raise self.refuse(node, f"* and ** in {ast.unparse(node)[:60]!r} are not allowed")
         function = node.func
-        joins = isinstance(function, ast.Attribute) and function.attr == "join" and isinstance(function.value, ast.Constant)
+        joins = (
+            isinstance(function, ast.Attribute)
+            and function.attr == "join"
+            and isinstance(function.value, ast.Constant)
+        )
         if called not in _CALLS and called not in ("os.environ.get", "os.getenv") and not joins:
             raise self.refuse(node, f"{ast.unparse(node)[:60]!r} is not allowed")
         values = [self.value(one) for one in node.args]

@@ -16,7 +16,8 @@ MISSING = object()
 
 @dataclass
 class Args:
-    """What a config comes to: lines of flags and comments, the flags alone, and what keeps it from being honoured."""
+    """What a config comes to: lines of flags and comments, the flags alone, and what keeps it from
+    being honoured."""
 
     lines: list[str] = field(default_factory=list)
     words: list[str] = field(default_factory=list)
@@ -30,7 +31,9 @@ class Args:
         """One line of flags; a text that begins with -- may hold several words."""
         parts: list[str] = []
         for word in words:
-            parts += word.split() if isinstance(word, str) and word.startswith("--") else [_text(word)]
+            parts += (
+                word.split() if isinstance(word, str) and word.startswith("--") else [_text(word)]
+            )
         self.words += parts
         text = " ".join(map(shlex.quote, parts))
         self.lines.append(f"{text}   # {why}" if why else text)
@@ -45,13 +48,23 @@ def _text(value: object) -> str:
 
 
 class Section:
-    """One dict of a config whose keys are taken one by one; those that nobody takes are problems."""
+    """One dict of a config whose keys are taken one by one; those that nobody takes are
+    problems."""
 
     def __init__(self, name: str, values: Mapping[str, Any], args: Args):
-        self.name, self.left, self.args = name, dict(values), args
+        self.name = name
+        self.left = dict(values)
+        self.args = args
 
-    def take(self, key: str, default: Any = None, check: Callable[[Any], bool] | None = None, wants: str = "") -> Any:
-        """The value of a key (gone from those left), or the default; one that `check` refuses is a problem."""
+    def take(
+        self,
+        key: str,
+        default: Any = None,
+        check: Callable[[Any], bool] | None = None,
+        wants: str = "",
+    ) -> Any:
+        """The value of a key (gone from those left), or the default; one that `check` refuses is a
+        problem."""
         value = self.left.pop(key, MISSING)
         if value is MISSING:
             return default
@@ -62,8 +75,12 @@ class Section:
 
     def integer(self, key: str, default: Any = None, least: int = 0) -> Any:
         """A whole number of at least so much (or None, which is the default)."""
-        return self.take(key, default, lambda v: v is None or type(v) is int and v >= least,
-                         f"a whole number, at least {least}")
+        return self.take(
+            key,
+            default,
+            lambda v: v is None or type(v) is int and v >= least,
+            f"a whole number, at least {least}",
+        )
 
     def number(self, key: str, default: Any = None) -> Any:
         """A number."""
@@ -97,5 +114,9 @@ class Section:
         """What is left is unknown."""
         for key in self.left:
             near = difflib.get_close_matches(key, known, 1)
-            hint = f"; did you mean {near[0]}?" if near else "; remove it if the run does not depend on it"
+            hint = (
+                f"; did you mean {near[0]}?"
+                if near
+                else "; remove it if the run does not depend on it"
+            )
             self.args.problems.append(f"{self.name}.{key}: is no key that this tool knows{hint}")

@@ -1,6 +1,8 @@
-"""From the values of an InternLM config to this suite's flags: each key has one rule here; a key without one is an error.
+"""From the values of an InternLM config to this suite's flags: each key has one rule here; a key
+without one is an error.
 
-It knows keys and flags (facts: InternLM's documents and sources); it must not know files, nor how a flag is parsed.
+It knows keys and flags (facts: InternLM's documents and sources); it must not know files, nor how a
+flag is parsed.
 """
 
 from __future__ import annotations
@@ -11,14 +13,34 @@ from typing import Any
 
 from tools.internlm.sections import Args, Section
 
-DTYPES = {"torch.float16": ["--fp16"], "torch.half": ["--fp16"], "torch.bfloat16": ["--bf16"], "torch.float32": [],
-          "torch.tf32": ["--tf32"]}
+DTYPES = {
+    "torch.float16": ["--fp16"],
+    "torch.half": ["--fp16"],
+    "torch.bfloat16": ["--bf16"],
+    "torch.float32": [],
+    "torch.tf32": ["--tf32"],
+}
 CONTENTS = ("model", "sampler", "optimizer", "scheduler", "all")
 # ckpt_type -> the converter's command
-CHECKPOINT_TYPES = {"internlm": "internlm-import", "internevo": "internlm-import", "hf": "hf-import",
-                    "hf_llama": "hf-import"}
-SECTIONS = ("ckpt", "data", "grad_scaler", "hybrid_zero_optimizer", "loss", "adam", "lr_scheduler", "beta2_scheduler",
-            "model", "parallel", "monitor")
+CHECKPOINT_TYPES = {
+    "internlm": "internlm-import",
+    "internevo": "internlm-import",
+    "hf": "hf-import",
+    "hf_llama": "hf-import",
+}
+SECTIONS = (
+    "ckpt",
+    "data",
+    "grad_scaler",
+    "hybrid_zero_optimizer",
+    "loss",
+    "adam",
+    "lr_scheduler",
+    "beta2_scheduler",
+    "model",
+    "parallel",
+    "monitor",
+)
 
 
 def to_flags(values: Mapping[str, Any], world_size: int) -> Args:
@@ -40,8 +62,12 @@ def to_flags(values: Mapping[str, Any], world_size: int) -> Args:
     _data(sections["data"], layout["dp"])
     _optimizer(sections, layout, dtype)
     _checkpoints(sections["ckpt"])
-    sections["monitor"].ignore("alert", why="no webhook here; logs and exit codes say what happened")
-    sections["monitor"].ignore("tensorboard", why="its queue has no counterpart; tensorboard_folder is --tensorboard-dir")
+    sections["monitor"].ignore(
+        "alert", why="no webhook here; logs and exit codes say what happened"
+    )
+    sections["monitor"].ignore(
+        "tensorboard", why="its queue has no counterpart; tensorboard_folder is --tensorboard-dir"
+    )
     for section in sections.values():
         section.done()
     return args
@@ -50,7 +76,11 @@ def to_flags(values: Mapping[str, Any], world_size: int) -> Args:
 def _top(values: Mapping[str, Any], args: Args) -> None:
     args.flag("--log-interval", 1, "--log-format internlm --log-accuracy")
     args.flag("--seed", 1024, why="train.py's own default")
-    top = Section("top level", {k: v for k, v in values.items() if k not in SECTIONS and not k.isupper()}, args)
+    top = Section(
+        "top level",
+        {k: v for k, v in values.items() if k not in SECTIONS and not k.isupper()},
+        args,
+    )
     if top.switch("cudnn_deterministic", False):
         args.flag("--cudnn-deterministic")
     if top.switch("cudnn_benchmark", False):
@@ -67,35 +97,64 @@ def _top(values: Mapping[str, Any], args: Args) -> None:
 def _model(model: Section) -> str:
     args = model.args
     args.section("Architecture: InternLM's, with biases on attention alone")
-    hidden, layers, heads = (model.integer(key, default, 1) for key, default in
-                             (("hidden_size", 2048), ("num_layers", 48), ("num_attention_heads", 32)))
+    hidden, layers, heads = (
+        model.integer(key, default, 1)
+        for key, default in (("hidden_size", 2048), ("num_layers", 48), ("num_attention_heads", 32))
+    )
     args.flag("--num-layers", layers, "--hidden-size", hidden, "--num-attention-heads", heads)
     ratio = model.number("mlp_ratio", 4.0)
     model.only("use_swiglu", True, "InternLM's gelu MLP is not translated")
     if ratio == 8 / 3:
         args.flag("--swiglu --ffn-multiple-of", 256)
     else:
-        args.flag("--swiglu --ffn-hidden-size", -(-int(hidden * ratio) // 256) * 256, why=f"mlp_ratio {ratio:g}")
+        args.flag(
+            "--swiglu --ffn-hidden-size",
+            -(-int(hidden * ratio) // 256) * 256,
+            why=f"mlp_ratio {ratio:g}",
+        )
     norm = model.text("norm_type", "rmsnorm")
-    args.flag("--normalization", "RMSNorm" if norm == "rmsnorm" else "LayerNorm", "--norm-epsilon",
-              float(model.number("layer_norm_epsilon", 1e-5)))
+    args.flag(
+        "--normalization",
+        "RMSNorm" if norm == "rmsnorm" else "LayerNorm",
+        "--norm-epsilon",
+        float(model.number("layer_norm_epsilon", 1e-5)),
+    )
     args.flag("--position-embedding-type rope --untie-embeddings-and-output-weights")
     args.flag("--disable-bias-linear --add-qkv-bias --add-attention-output-bias")
-    model.only("use_scaled_init", True, "only the layer-wise deviations are built in (--init-scheme internlm)")
+    model.only(
+        "use_scaled_init",
+        True,
+        "only the layer-wise deviations are built in (--init-scheme internlm)",
+    )
     args.flag("--init-scheme internlm")
-    args.flag("--tokenizer-type NullTokenizer --vocab-size", model.integer("vocab_size", 50304, 1),
-              "--make-vocab-size-divisible-by 1", why="samples are tokens already; no padding")
-    args.flag("--hidden-dropout", model.number("drop_rate", 0), "--attention-dropout", model.number("attn_drop_rate", 0))
+    args.flag(
+        "--tokenizer-type NullTokenizer --vocab-size",
+        model.integer("vocab_size", 50304, 1),
+        "--make-vocab-size-divisible-by 1",
+        why="samples are tokens already; no padding",
+    )
+    args.flag(
+        "--hidden-dropout",
+        model.number("drop_rate", 0),
+        "--attention-dropout",
+        model.number("attn_drop_rate", 0),
+    )
     scale = model.number("embed_grad_scale", 1)
     if scale != 1:
         args.flag("--embed-grad-scale", scale)
-    dtype = model.take("dtype", "torch.float16", lambda v: v in DTYPES, "one of " + ", ".join(DTYPES))
+    dtype = model.take(
+        "dtype", "torch.float16", lambda v: v in DTYPES, "one of " + ", ".join(DTYPES)
+    )
     for word in DTYPES[dtype]:
         args.flag(word)
     if model.switch("residual_in_fp32", False):
         args.flag("--fp32-residual-connection")
-    checkpoint = model.take("checkpoint", False, lambda v: isinstance(v, bool | int | float) and 0 <= v <= 1,
-                            "True, False or a share between 0 and 1")
+    checkpoint = model.take(
+        "checkpoint",
+        False,
+        lambda v: isinstance(v, bool | int | float) and 0 <= v <= 1,
+        "True, False or a share between 0 and 1",
+    )
     if checkpoint:
         args.flag("--recompute-fraction", float(checkpoint))
     chunks = model.integer("num_chunks", 1, 1)
@@ -103,12 +162,19 @@ def _model(model: Section) -> str:
         args.flag("--num-virtual-stages-per-pipeline-rank", chunks)
     if model.switch("qk_interleaved", False):
         args.flag("--rotary-interleaved")
-    model.only("num_kv_attention_heads", heads, "INTERNLM models have as many keys and values as num_attention_heads")
+    model.only(
+        "num_kv_attention_heads",
+        heads,
+        "INTERNLM models have as many keys and values as num_attention_heads",
+    )
     model.only("use_dynamic_ntk_rope", False, "is for inference")
     model.only("is_reward", False, "there is no reward head")
     model.only("num_experts", 1, "there are no experts")
     model.ignore("max_position_embeddings", why="the rotary table is as long as a sample")
-    model.ignore("embed_split_hidden", why="the table is split by vocabulary over tensor-parallel ranks: the same numbers")
+    model.ignore(
+        "embed_split_hidden",
+        why="the table is split by vocabulary over tensor-parallel ranks: the same numbers",
+    )
     model.ignore("parallel_output", why="logits stay split over tensor-parallel ranks")
     model.ignore("apply_post_layer_norm", "dropout_selective_checkpoint", why="changes no number")
     model.ignore("use_flash_attn", why="attention within samples is exact with every kernel")
@@ -116,12 +182,18 @@ def _model(model: Section) -> str:
 
 
 def _parallel(parallel: Section, world_size: int) -> dict[str, int]:
-    """{"dp": data-parallel size, "zero": ranks that share one optimizer (1: each has all of it)}."""
+    """{"dp": data-parallel size, "zero": ranks that share one optimizer (1: each has all of
+    it)}."""
     args = parallel.args
     args.section(f"Layout of {world_size} ranks")
 
     def size(key: str) -> int:
-        value = parallel.take(key, 1, lambda v: type(v) is int or isinstance(v, Mapping), "a number or a dict with a size")
+        value = parallel.take(
+            key,
+            1,
+            lambda v: type(v) is int or isinstance(v, Mapping),
+            "a number or a dict with a size",
+        )
         if not isinstance(value, Mapping):
             return max(1, value)
         inner = Section(f"parallel.{key}", value, args)
@@ -131,19 +203,40 @@ def _parallel(parallel: Section, world_size: int) -> dict[str, int]:
             if mode == "msp":
                 sequence.append(True)
             elif mode != "mtp":
-                inner.refuse("mode", mode, "only mtp and msp (Megatron's tensor and sequence parallelism) are built in")
-        inner.ignore("interleaved_overlap", why="sends and receives of an interleaved pipeline overlap by default")
+                inner.refuse(
+                    "mode",
+                    mode,
+                    "only mtp and msp (Megatron's tensor and sequence parallelism) are built in",
+                )
+        inner.ignore(
+            "interleaved_overlap",
+            why="sends and receives of an interleaved pipeline overlap by default",
+        )
         inner.ignore("overlap", "memory_pool", why="has no counterpart")
         inner.done()
         return found
 
     sequence: list[bool] = [True] if parallel.switch("sequence_parallel", False) else []
-    tensor, pipeline, weight = size("tensor"), size("pipeline"), size("weight")
+    tensor = size("tensor")
+    pipeline = size("pipeline")
+    weight = size("weight")
     if weight > 1:
-        parallel.refuse("weight", weight, "weight parallelism (isp) is not built in; use tensor with mtp or msp")
-    args.flag("--tensor-model-parallel-size", tensor, "--pipeline-model-parallel-size", pipeline,
-              *["--sequence-parallel"] * bool(sequence and tensor > 1))
-    zero = parallel.take("zero1", -1, lambda v: type(v) is int or isinstance(v, Mapping), "a number or a dict with a size")
+        parallel.refuse(
+            "weight", weight, "weight parallelism (isp) is not built in; use tensor with mtp or msp"
+        )
+    args.flag(
+        "--tensor-model-parallel-size",
+        tensor,
+        "--pipeline-model-parallel-size",
+        pipeline,
+        *["--sequence-parallel"] * bool(sequence and tensor > 1),
+    )
+    zero = parallel.take(
+        "zero1",
+        -1,
+        lambda v: type(v) is int or isinstance(v, Mapping),
+        "a number or a dict with a size",
+    )
     if isinstance(zero, Mapping):
         inner = Section("parallel.zero1", zero, args)
         zero = inner.integer("size", -1, -1)
@@ -151,8 +244,10 @@ def _parallel(parallel: Section, world_size: int) -> dict[str, int]:
         inner.done()
     dp, rest = divmod(world_size, tensor * pipeline)
     if rest or not dp:
-        args.problems.append(f"parallel: {world_size} ranks (--world-size) are not a multiple of tensor {tensor} x pipeline "
-                             f"{pipeline}; give the number of ranks of the run")
+        args.problems.append(
+            f"parallel: {world_size} ranks (--world-size) are not a multiple of tensor {tensor} x "
+            f"pipeline {pipeline}; give the number of ranks of the run"
+        )
         dp = 1
     zero = dp if zero <= 0 else min(zero, dp)
     if dp % zero:
@@ -167,54 +262,87 @@ def _data(data: Section, dp: int) -> None:
     args = data.args
     args.section("Data and batch")
     length = data.integer("seq_len", None, 1)
-    micro, count = data.integer("micro_bsz", 1, 1), data.integer("micro_num", 1, 1)
+    micro = data.integer("micro_bsz", 1, 1)
+    count = data.integer("micro_num", 1, 1)
     if length is None:
         args.problems.append("data.seq_len: is missing; give the tokens of one attention segment")
     args.flag("--seq-length", length, "--max-position-embeddings", length)
-    args.flag("--micro-batch-size", micro, "--global-batch-size", micro * count * dp,
-              why=f"micro_bsz {micro} x micro_num {count} x {dp} data-parallel ranks")
+    args.flag(
+        "--micro-batch-size",
+        micro,
+        "--global-batch-size",
+        micro * count * dp,
+        why=f"micro_bsz {micro} x micro_num {count} x {dp} data-parallel ranks",
+    )
     args.flag("--packed-samples", *["--pack-into-one"] * data.switch("pack_sample_into_one", False))
     least = data.integer("min_length", 0)
-    folder, validation = data.text("train_folder"), data.text("valid_folder")
+    folder = data.text("train_folder")
+    validation = data.text("valid_folder")
     if folder is None:
-        args.flag("--dummy-data internlm", why="no train_folder: the made-up samples of the demos, short ones too")
+        args.flag(
+            "--dummy-data internlm",
+            why="no train_folder: the made-up samples of the demos, short ones too",
+        )
     else:
         if least:
             args.flag("--min-sample-length", least)
         args.flag("--train-data-path", folder)
         if validation:
-            args.flag("--valid-data-path", validation, "--multiple-validation-sets",
-                      why="each directory with .bin files has a validation of its own")
+            args.flag(
+                "--valid-data-path",
+                validation,
+                "--multiple-validation-sets",
+                why="each directory with .bin files has a validation of its own",
+            )
     steps = data.integer("total_steps", None, 1)
     if steps is None:
         args.problems.append("data.total_steps: is missing; give the steps of the run")
     args.flag("--train-iters", steps)
     every = data.integer("valid_every", 0)
-    data.ignore("valid_micro_num", why="a validation reads all of it, in batches of the training's size")
+    data.ignore(
+        "valid_micro_num", why="a validation reads all of it, in batches of the training's size"
+    )
     if every and validation:
         args.flag("--eval-interval", every, "--full-validation")
     else:
-        args.flag("--eval-iters", 0, why="no valid_folder: no validation" if every else "valid_every 0")
+        args.flag(
+            "--eval-iters", 0, why="no valid_folder: no validation" if every else "valid_every 0"
+        )
     _skipped(data)
     ramp = data.text("rampup_batch_size", "")
     if ramp:
         if len(ramp.split()) != 3 or not all(word.isdecimal() for word in ramp.split()):
-            data.refuse("rampup_batch_size", ramp, "must be three whole numbers: start, increment, steps of each")
+            data.refuse(
+                "rampup_batch_size",
+                ramp,
+                "must be three whole numbers: start, increment, steps of each",
+            )
         else:
             args.flag("--rampup-micro-batches", *ramp.split())
     if gc := data.integer("empty_cache_and_diag_interval", 0):
         args.flag("--manual-gc --manual-gc-interval", gc)
     data.only("min_length_dict", {}, "lengths by file are not built in; use min_length")
     data.only("type", "tokenized", "only tokenized files are read")
-    data.ignore("packed_length", "gradient_accumulation", "batch_size", why="follows from the others")
+    data.ignore(
+        "packed_length", "gradient_accumulation", "batch_size", why="follows from the others"
+    )
     data.ignore("diag_outlier_ratio", "num_worker", "seed", why="has no counterpart")
-    data.ignore("use_packed_dataset", "fixed_random_dataset_seqlen", why="is InternEvo's later key and has no counterpart")
-    data.ignore("valid_pack_mode", why="validation rows are packed; the mean over tokens is the same")
-    data.ignore("use_shm", "shm_path", why="indices are memory maps, which the ranks of a node share")
+    data.ignore(
+        "use_packed_dataset",
+        "fixed_random_dataset_seqlen",
+        why="is InternEvo's later key and has no counterpart",
+    )
+    data.ignore(
+        "valid_pack_mode", why="validation rows are packed; the mean over tokens is the same"
+    )
+    data.ignore(
+        "use_shm", "shm_path", why="indices are memory maps, which the ranks of a node share"
+    )
 
 
 def _skipped(data: Section) -> None:
-    """skip_batches counts from 0, as the log of InternLM does; --train-range-to-skip counts from 1."""
+    """skip_batches counts from 0, as the log of InternLM does; --train-range-to-skip counts from
+    1."""
     text = data.text("skip_batches", "")
     if not text:
         return
@@ -229,36 +357,64 @@ def _skipped(data: Section) -> None:
 
 
 def _optimizer(sections: Mapping[str, Section], layout: Mapping[str, int], dtype: str) -> None:
-    adam, rate, beta2 = sections["adam"], sections["lr_scheduler"], sections["beta2_scheduler"]
+    adam = sections["adam"]
+    rate = sections["lr_scheduler"]
+    beta2 = sections["beta2_scheduler"]
     args = adam.args
     args.section("Optimizer")
-    args.flag("--lr", adam.number("lr", 1e-4), "--min-lr", rate.number("eta_min", 0.0), "--lr-decay-style cosine")
+    args.flag(
+        "--lr",
+        adam.number("lr", 1e-4),
+        "--min-lr",
+        rate.number("eta_min", 0.0),
+        "--lr-decay-style cosine",
+    )
     total = rate.integer("total_steps", None, 1)
     if total is None:
-        args.problems.append("lr_scheduler.total_steps: is missing; give the steps of the whole schedule")
+        args.problems.append(
+            "lr_scheduler.total_steps: is missing; give the steps of the whole schedule"
+        )
         total = 1
     args.flag("--lr-decay-iters", total)
     warmup = int(total * rate.number("warmup_ratio", 0.0))
     if warmup:
-        args.flag("--lr-warmup-iters", warmup, "--lr-warmup-first-step", why="InternLM's first step has lr / warm-up")
+        args.flag(
+            "--lr-warmup-iters",
+            warmup,
+            "--lr-warmup-first-step",
+            why="InternLM's first step has lr / warm-up",
+        )
     if init := rate.integer("init_steps", 0):
         args.flag("--lr-init-iters", init)
     rate.only("last_epoch", -1, "a schedule goes on by --load, not from a number")
     beta2_start = adam.number("adam_beta2", 0.95)
-    args.flag("--adam-beta1", adam.number("adam_beta1", 0.9), "--adam-beta2", beta2.number("init_beta2", beta2_start),
-              "--adam-eps", float(adam.number("adam_eps", 1e-8)))
+    args.flag(
+        "--adam-beta1",
+        adam.number("adam_beta1", 0.9),
+        "--adam-beta2",
+        beta2.number("init_beta2", beta2_start),
+        "--adam-eps",
+        float(adam.number("adam_eps", 1e-8)),
+    )
     c = beta2.number("c", adam.number("adam_beta2_c", 0))
     if c > 0:
         args.flag("--adam-beta2-schedule-c", c)
     beta2.take("cur_iter", -1, lambda v: v in (-1, 0), "-1: the schedule goes on by --load")
-    args.flag("--weight-decay", adam.number("weight_decay", 0.01), "--apply-wd-to-all", why="norms and biases, too")
+    args.flag(
+        "--weight-decay",
+        adam.number("weight_decay", 0.01),
+        "--apply-wd-to-all",
+        why="norms and biases, too",
+    )
     smoothing = sections["loss"].number("label_smoothing", 0)
     if smoothing:
         args.flag("--label-smoothing", smoothing)
     sections["loss"].ignore("moe_loss_coeff", why="there are no experts")
     zero = sections["hybrid_zero_optimizer"]
     args.flag("--clip-grad", float(zero.number("clip_grad_norm", 0.0)))
-    gradients = zero.switch("overlap_sync_grad", False) | zero.switch("zero_overlap_communication", False)
+    gradients = zero.switch("overlap_sync_grad", False) | zero.switch(
+        "zero_overlap_communication", False
+    )
     if gradients and layout["dp"] > 1:
         args.flag("--overlap-grad-reduce")
     _zero_partition(zero, layout, gradients)
@@ -273,40 +429,64 @@ def _zero_partition(zero: Section, layout: Mapping[str, int], gradients: bool) -
     if layout["zero"] <= 1:
         zero.ignore("overlap_sync_param", why="goes with a zero1 of more than 1 alone")
     elif zero.switch("overlap_sync_param", False):
-        args.flag("--zero-partition whole-params", why="overlap_sync_param: whole parameters in the model's order")
+        args.flag(
+            "--zero-partition whole-params",
+            why="overlap_sync_param: whole parameters in the model's order",
+        )
         if gradients:
             args.flag("--overlap-param-gather")
     else:
-        args.note("optimizer state is split evenly; InternLM without overlap_sync_param gives out whole parameters by size")
-    zero.ignore("use_split_tensor_optim", "all_gather_size", why="how InternEvo splits and gathers weights, no number")
+        args.note(
+            "optimizer state is split evenly; InternLM without overlap_sync_param gives out "
+            "whole parameters by size"
+        )
+    zero.ignore(
+        "use_split_tensor_optim",
+        "all_gather_size",
+        why="how InternEvo splits and gathers weights, no number",
+    )
 
 
 def _scaler(scaler: Section, dtype: str) -> None:
-    fp16 = Section("grad_scaler.fp16", scaler.take("fp16", {}, lambda v: isinstance(v, Mapping), "a dict"), scaler.args)
-    values = [("--initial-loss-scale", fp16.number("initial_scale", 2**16)),
-              ("--min-loss-scale", fp16.number("min_scale", 1)),
-              ("--loss-scale-window", fp16.integer("growth_interval", 1000, 1)),
-              ("--loss-scale-growth-factor", scaler.number("growth_factor", 2)),
-              ("--loss-scale-backoff-factor", scaler.number("backoff_factor", 0.5)),
-              ("--max-loss-scale", scaler.number("max_scale", 2**24)), ("--hysteresis", scaler.integer("hysteresis", 2, 1))]
+    fp16 = Section(
+        "grad_scaler.fp16",
+        scaler.take("fp16", {}, lambda v: isinstance(v, Mapping), "a dict"),
+        scaler.args,
+    )
+    values = [
+        ("--initial-loss-scale", fp16.number("initial_scale", 2**16)),
+        ("--min-loss-scale", fp16.number("min_scale", 1)),
+        ("--loss-scale-window", fp16.integer("growth_interval", 1000, 1)),
+        ("--loss-scale-growth-factor", scaler.number("growth_factor", 2)),
+        ("--loss-scale-backoff-factor", scaler.number("backoff_factor", 0.5)),
+        ("--max-loss-scale", scaler.number("max_scale", 2**24)),
+        ("--hysteresis", scaler.integer("hysteresis", 2, 1)),
+    ]
     fp16.done()
     if DTYPES[dtype] == ["--fp16"]:
         scaler.args.flag(*(word for pair in values for word in pair))
     elif dtype == "torch.bfloat16":
-        scaler.args.note("grad_scaler: bf16 needs no loss scale; InternLM multiplies by one all the same")
+        scaler.args.note(
+            "grad_scaler: bf16 needs no loss scale; InternLM multiplies by one all the same"
+        )
 
 
 def _checkpoints(ckpt: Section) -> None:
     args = ckpt.args
     args.section("Checkpoints")
     saves = ckpt.switch("enable_save_ckpt", True)
-    save, every = _folder(ckpt, "save_ckpt_folder"), ckpt.integer("checkpoint_every", 0)
-    snapshot, often = _folder(ckpt, "snapshot_ckpt_folder"), ckpt.integer("oss_snapshot_freq", 0)
-    given = ckpt.switch("load_given_ckpt", False)           # the older name of auto_resume=False
-    resume, ahead = ckpt.switch("auto_resume", not given), ckpt.switch("async_upload", False)
+    save = _folder(ckpt, "save_ckpt_folder")
+    every = ckpt.integer("checkpoint_every", 0)
+    snapshot = _folder(ckpt, "snapshot_ckpt_folder")
+    often = ckpt.integer("oss_snapshot_freq", 0)
+    given = ckpt.switch("load_given_ckpt", False)  # the older name of auto_resume=False
+    resume = ckpt.switch("auto_resume", not given)
+    ahead = ckpt.switch("async_upload", False)
     if saves and save:
         if not every:
-            args.problems.append("ckpt.checkpoint_every: is missing; give the steps between checkpoints")
+            args.problems.append(
+                "ckpt.checkpoint_every: is missing; give the steps between checkpoints"
+            )
         args.flag("--save", save, "--save-interval", every)
         if ahead and save.startswith("s3://"):
             args.flag("--async-save")
@@ -316,52 +496,95 @@ def _checkpoints(ckpt: Section) -> None:
         args.note("enable_save_ckpt is False: nothing is saved")
     if resume:
         if saves and save:
-            args.flag("--load", save, why="auto_resume: goes on where the last run stopped, if there was one")
-        ckpt.ignore("load_ckpt_info", "load_ckpt_folder", "load_model_only_folder", "load_optimizer",
-                    why="not read while auto_resume is on, as in InternLM (its default is True)")
+            args.flag(
+                "--load",
+                save,
+                why="auto_resume: goes on where the last run stopped, if there was one",
+            )
+        ckpt.ignore(
+            "load_ckpt_info",
+            "load_ckpt_folder",
+            "load_model_only_folder",
+            "load_optimizer",
+            why="not read while auto_resume is on, as in InternLM (its default is True)",
+        )
     else:
         _load(ckpt)
     if control := ckpt.text("stop_file_path"):
         args.flag("--control-file", control)
     ckpt.ignore("async_upload_tmp_folder", why="uploads are staged beside the run")
-    ckpt.ignore("enable_internevo2hf_ckpt", why="convert_checkpoint.py hf-export writes Hugging Face folders")
+    ckpt.ignore(
+        "enable_internevo2hf_ckpt",
+        why="convert_checkpoint.py hf-export writes Hugging Face folders",
+    )
     ckpt.ignore("universal_ckpt", why="every checkpoint here loads in every layout")
 
 
 def _load(ckpt: Section) -> None:
-    """What a run without auto_resume begins with: load_ckpt_info, else the older keys, as InternLM reads them."""
+    """What a run without auto_resume begins with: load_ckpt_info, else the older keys, as InternLM
+    reads them."""
     args = ckpt.args
-    info = ckpt.take("load_ckpt_info", None, lambda v: v is None or isinstance(v, Mapping), "a dict")
+    info = ckpt.take(
+        "load_ckpt_info", None, lambda v: v is None or isinstance(v, Mapping), "a dict"
+    )
     if info is not None:
         inner = Section("ckpt.load_ckpt_info", info, args)
         folder = _folder(inner, "path")
-        content = inner.take("content", ("all",), lambda v: isinstance(v, list | tuple) and set(v) <= set(CONTENTS),
-                             f"some of {', '.join(CONTENTS)}")
-        kind = inner.take("ckpt_type", "internlm", lambda v: v in CHECKPOINT_TYPES,
-                          f"one of {', '.join(CHECKPOINT_TYPES)}; convert others to a Hugging Face folder first")
+        content = inner.take(
+            "content",
+            ("all",),
+            lambda v: isinstance(v, list | tuple) and set(v) <= set(CONTENTS),
+            f"some of {', '.join(CONTENTS)}",
+        )
+        kind = inner.take(
+            "ckpt_type",
+            "internlm",
+            lambda v: v in CHECKPOINT_TYPES,
+            f"one of {', '.join(CHECKPOINT_TYPES)}; convert others to a Hugging Face folder first",
+        )
         inner.done()
-        ckpt.ignore("load_ckpt_folder", "load_model_only_folder", "load_optimizer", why="load_ckpt_info counts more")
+        ckpt.ignore(
+            "load_ckpt_folder",
+            "load_model_only_folder",
+            "load_optimizer",
+            why="load_ckpt_info counts more",
+        )
     else:
-        folder, weights = _folder(ckpt, "load_ckpt_folder"), _folder(ckpt, "load_model_only_folder")
+        folder = _folder(ckpt, "load_ckpt_folder")
+        weights = _folder(ckpt, "load_model_only_folder")
         kind = "internlm"
-        content = ("model", "optimizer") if ckpt.switch("load_optimizer", True) else ("model", "sampler")
+        content = (
+            ("model", "optimizer") if ckpt.switch("load_optimizer", True) else ("model", "sampler")
+        )
         if folder and weights:
-            args.problems.append("ckpt.load_ckpt_folder and ckpt.load_model_only_folder: InternLM takes one of them; "
-                                 "remove the other")
+            args.problems.append(
+                "ckpt.load_ckpt_folder and ckpt.load_model_only_folder: InternLM takes one of "
+                "them; remove the other"
+            )
         if weights:
-            folder, content = weights, ("model",)
+            folder = weights
+            content = ("model",)
     if not folder:
         return
     model_only = set(content) == {"model"}
     if CHECKPOINT_TYPES[kind] == "hf-import" and not model_only:
-        args.problems.append(f"ckpt.load_ckpt_info.content = {content!r}: a checkpoint of type {kind} has weights "
-                             "alone; give (\"model\",)")
+        args.problems.append(
+            f"ckpt.load_ckpt_info.content = {content!r}: a checkpoint of type {kind} has weights "
+            'alone; give ("model",)'
+        )
     optimizer = bool({"all", "optimizer"} & set(content))
-    args.flag("--load", folder, *["--finetune"] * model_only, *["--no-load-optim"] * (not model_only and not optimizer),
-              "--exit-on-missing-checkpoint")
+    args.flag(
+        "--load",
+        folder,
+        *["--finetune"] * model_only,
+        *["--no-load-optim"] * (not model_only and not optimizer),
+        "--exit-on-missing-checkpoint",
+    )
     tool = CHECKPOINT_TYPES[kind]
-    args.note(f"a checkpoint of another suite is converted first, its weights alone: python tools/convert_checkpoint.py "
-              f"{tool} {folder} DIR, and --load DIR here")
+    args.note(
+        "a checkpoint of another suite is converted first, its weights alone: python "
+        f"tools/convert_checkpoint.py {tool} {folder} DIR, and --load DIR here"
+    )
 
 
 def _folder(section: Section, key: str) -> str | None:

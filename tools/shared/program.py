@@ -1,6 +1,8 @@
-"""What the programs of tools/ share: a command line read into a dataclass, commands of a program, --help and --version.
+"""What the programs of tools/ share: a command line read into a dataclass, commands of a program,
+--help and --version.
 
-Flags are declared as fields (megatron/arguments.py). Imports no torch and no numpy, so that --help is immediate.
+Flags are declared as fields (megatron/arguments.py). Imports no torch and no numpy, so that --help
+is immediate.
 """
 
 from __future__ import annotations
@@ -26,13 +28,16 @@ def read(
     description: str,
     check: Callable[[Options], list[str]] = lambda found: [],
 ) -> Options:
-    """The options that a command line gives. `check` returns what is wrong with values that can be read.
+    """The options that a command line gives. `check` returns what is wrong with values that can be
+    read.
 
-    --help and --version raise SystemExit(0) after printing; every problem goes to stderr in a line of its own, and
-    SystemExit(2) is raised.
+    --help and --version raise SystemExit(0) after printing; every problem goes to stderr in a line
+    of its own, and SystemExit(2) is raised.
     """
     flags = flags_of_group(options, "options")
-    parser = Parser(flags.values(), prog=prog, description=description, sections={"options": "Options"})
+    parser = Parser(
+        flags.values(), prog=prog, description=description, sections={"options": "Options"}
+    )
     parsed = parse(parser, argv)
     if parsed.help:
         _print(parser.help())
@@ -55,8 +60,8 @@ def read(
 
 @dataclass(frozen=True)
 class Command:
-    """A command of a program: its help in one line, its options, what runs it (returns the exit code), and what checks
-    its options before it runs."""
+    """A command of a program: its help in one line, its options, what runs it (returns the exit
+    code), and what checks its options before it runs."""
 
     summary: str
     options: type
@@ -64,13 +69,23 @@ class Command:
     check: Callable[[Any], list[str]] = lambda found: []
 
 
-def run_command(commands: Mapping[str, Command], argv: Sequence[str], *, prog: str, description: str) -> int:
-    """Run the command that the first word names; the exit code. Raises SystemExit as `read` does."""
+def run_command(
+    commands: Mapping[str, Command], argv: Sequence[str], *, prog: str, description: str
+) -> int:
+    """Run the command that the first word names; the exit code. Raises SystemExit as `read`
+    does."""
     name = argv[0] if argv else ""
     if name in commands:
         command = commands[name]
-        return command.run(read(command.options, argv[1:], prog=f"{prog} {name}", description=command.summary,
-                                check=command.check))  # fmt: skip
+        return command.run(
+            read(
+                command.options,
+                argv[1:],
+                prog=f"{prog} {name}",
+                description=command.summary,
+                check=command.check,
+            )
+        )
     if name == "--version":
         print(version_line(prog), flush=True)
         return 0
@@ -80,8 +95,13 @@ def run_command(commands: Mapping[str, Command], argv: Sequence[str], *, prog: s
         text = f"error: unknown command {name}; {hint} [command-unknown]"
         print(text, file=sys.stderr, flush=True)
         return 2
-    lines = [f"usage: {prog} COMMAND ...", "", *description.strip().splitlines(), "",
-             f"Commands ({prog} COMMAND --help lists the flags of each)"]  # fmt: skip
+    lines = [
+        f"usage: {prog} COMMAND ...",
+        "",
+        *description.strip().splitlines(),
+        "",
+        f"Commands ({prog} COMMAND --help lists the flags of each)",
+    ]
     width = max(map(len, commands))
     lines += [f"  {each:<{width}}  {command.summary}" for each, command in commands.items()]
     _print("\n".join(lines) + "\n", sys.stdout if name else sys.stderr)

@@ -1,4 +1,5 @@
-"""How far a long piece of work is, on stderr: percent, rate and ETA, by elapsed time. Knows bytes and no formats."""
+"""How far a long piece of work is, on stderr: percent, rate and ETA, by elapsed time. Knows bytes
+and no formats."""
 
 from __future__ import annotations
 
@@ -14,11 +15,12 @@ TERMINAL_SECONDS = 0.2  # between two updates of the one line on a terminal
 
 
 class Progress:
-    """Progress of work on `total` bytes. On a terminal one line is updated; elsewhere a line is printed every SECONDS.
+    """Progress of work on `total` bytes. On a terminal one line is updated; elsewhere a line is
+    printed every SECONDS.
 
-    Of input without a size (`total` 0, a pipe) only the details are printed. With `resumed`, the first update says where
-    the work began, so that rate and ETA are those of this process. `shift` is added to every update, for work that counts
-    its bytes in several passes.
+    Of input without a size (`total` 0, a pipe) only the details are printed. With `resumed`, the
+    first update says where the work began, so that rate and ETA are those of this process. `shift`
+    is added to every update, for work that counts its bytes in several passes.
     """
 
     def __init__(self, total: int, resumed: bool = False) -> None:
@@ -43,7 +45,10 @@ class Progress:
             rate = (done - self._first) / max(now - self._start, 1e-9)
             left = max(self._total - done, 0) / rate
             share = min(1.0, done / self._total)
-            text = f"{share:6.1%}, {details + ', ' if details else ''}{rate / 1e6:.1f} MB/s, ETA {_clock(left)}"
+            text = (
+                f"{share:6.1%}, {details + ', ' if details else ''}{rate / 1e6:.1f} MB/s, ETA "
+                f"{_clock(left)}"
+            )
         self._shown = now
         sys.stderr.write(f"\r{text}\x1b[K" if self.terminal else f"{text}\n")
         sys.stderr.flush()

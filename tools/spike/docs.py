@@ -1,7 +1,10 @@
-"""`tools/spikes.py docs`: what an iteration read, the most suspicious first; and when a document is read.
+"""`tools/spikes.py docs`: what an iteration read, the most suspicious first; and when a document is
+read.
 
-It knows a run's data by tools/inspection; it must not know logs. With --order loss it asks a checkpoint of the run.
+It knows a run's data by tools/inspection; it must not know logs. With --order loss it asks a
+checkpoint of the run.
 """
+
 from __future__ import annotations
 
 import contextlib
@@ -23,13 +26,15 @@ from tools import inspect_data
 from tools.inspection.reading import Reading, open_run
 from tools.spike.options import DocsOptions
 
-HEAD = 16       # tokens shown
-ENOUGH = 64     # samples to compare with; neighbouring iterations give what an iteration lacks
+HEAD = 16  # tokens shown
+ENOUGH = 64  # samples to compare with; neighbouring iterations give what an iteration lacks
 
 
 @dataclass(frozen=True)
 class Place:
-    """A sample of an iteration: its number in the training data, and who reads it in which micro-batch."""
+    """A sample of an iteration: its number in the training data, and who reads it in which
+    micro-batch."""
+
     sample: int
     dp_rank: int
     micro_batch: int
@@ -37,8 +42,8 @@ class Place:
 
 @dataclass(frozen=True)
 class Suspect:
-    """A run of tokens that an iteration reads, and how it stands out. `bytes` are where it lies in `<dataset>.bin`; `loss`
-    is its mean in nats a token at a checkpoint, where one was asked."""
+    """A run of tokens that an iteration reads, and how it stands out. `bytes` are where it lies in
+    `<dataset>.bin`; `loss` is its mean in nats a token at a checkpoint, where one was asked."""
 
     score: float
     reason: str
@@ -56,66 +61,95 @@ class Suspect:
     def line(self) -> str:
         """Which it is and where it lies."""
         place = "" if self.bytes is None else f", bytes {self.bytes[0]} .. {self.bytes[1]}"
-        return f"{self.dataset} document {self.document}, tokens {self.offset} .. {self.offset + self.tokens}{place}"
+        return (
+            f"{self.dataset} document {self.document}, tokens {self.offset} .. "
+            f"{self.offset + self.tokens}{place}"
+        )
 
 
-def places(reading: Reading, iteration: int, micro_batch: int | None = None, dp_rank: int | None = None
-           ) -> list[Place]:
-    """The samples of an iteration, of all its micro-batches and ranks or of one. Raises ValueError where there are none."""
+def places(
+    reading: Reading, iteration: int, micro_batch: int | None = None, dp_rank: int | None = None
+) -> list[Place]:
+    """The samples of an iteration, of all its micro-batches and ranks or of one. Raises ValueError
+    where there are none."""
     if not 1 <= iteration <= reading.plan.train_iters:
-        raise ValueError(f"--iteration {iteration}: the run has the iterations 1 to {reading.plan.train_iters}")
-    for flag, value, count in (("--microbatch", micro_batch, reading.plan.num_microbatches(iteration)),
-                               ("--dp-rank", dp_rank, reading.plan.data_parallel_size)):
+        raise ValueError(
+            f"--iteration {iteration}: the run has the iterations 1 to {reading.plan.train_iters}"
+        )
+    for flag, value, count in (
+        ("--microbatch", micro_batch, reading.plan.num_microbatches(iteration)),
+        ("--dp-rank", dp_rank, reading.plan.data_parallel_size),
+    ):
         if value is not None and not 0 <= value < count:
             raise ValueError(f"{flag} {value}: iteration {iteration} has 0 to {count - 1}")
     found = [Place(*one) for one in reading.batch(iteration, reading.samplers())]
-    return [one for one in found if micro_batch in (None, one.micro_batch) and dp_rank in (None, one.dp_rank)]
+    return [
+        one
+        for one in found
+        if micro_batch in (None, one.micro_batch) and dp_rank in (None, one.dp_rank)
+    ]
 
 
 def neighbours(reading: Reading, first: int, last: int) -> list[int]:
     """Iterations around a range, as many as give enough samples to compare with."""
     found: list[int] = []
-    before, after = first - 1, last + 1
+    before = first - 1
+    after = last + 1
     count = sum(reading.plan.global_batch_size(n) for n in range(first, last + 1))
     while count < ENOUGH and (before >= 1 or after <= reading.plan.train_iters):
         for n in (before, after):
             if 1 <= n <= reading.plan.train_iters and count < ENOUGH:
                 found.append(n)
                 count += reading.plan.global_batch_size(n)
-        before, after = before - 1, after + 1
+        before = before - 1
+        after = after + 1
     return sorted(found)
 
 
 def usual(reading: Reading, iterations: Sequence[int]) -> list[suspicion.Measures]:
     """The measures of all that these iterations read, to compare with."""
     samples = (place.sample for iteration in iterations for place in places(reading, iteration))
-    return [suspicion.measure(ids, _text(reading, ids))
-            for sample in samples for _, _, ids in _cut(reading, sample, reading.tokens(sample))]
+    return [
+        suspicion.measure(ids, _text(reading, ids))
+        for sample in samples
+        for _, _, ids in _cut(reading, sample, reading.tokens(sample))
+    ]
 
 
-def _cut(reading: Reading, sample: int, tokens: np.ndarray) -> Iterator[tuple[Piece, int, np.ndarray]]:
+def _cut(
+    reading: Reading, sample: int, tokens: np.ndarray
+) -> Iterator[tuple[Piece, int, np.ndarray]]:
     """The pieces of a sample, each with its place in it and its ids."""
     at = 0
     for piece in pieces(reading.dataset, sample):
-        yield piece, at, tokens[at:at + piece.length]
+        yield piece, at, tokens[at : at + piece.length]
         at += piece.length
 
 
-def suspects(reading: Reading, read: Sequence[Place], others: Sequence[suspicion.Measures] = (),
-             losses: Callable[[Sequence[np.ndarray]], Iterator[np.ndarray]] | None = None) -> list[Suspect]:
-    """The pieces of documents in these samples, in their order, compared with each other and with `others`; `losses` gives
-    those of the tokens 1 .. of each sample."""
+def suspects(
+    reading: Reading,
+    read: Sequence[Place],
+    others: Sequence[suspicion.Measures] = (),
+    losses: Callable[[Sequence[np.ndarray]], Iterator[np.ndarray]] | None = None,
+) -> list[Suspect]:
+    """The pieces of documents in these samples, in their order, compared with each other and with
+    `others`; `losses` gives those of the tokens 1 .. of each sample."""
     samples = [reading.tokens(place.sample) for place in read]
     of_tokens = losses(samples) if losses else iter([None] * len(read))
-    found, measures = [], []
+    found = []
+    measures = []
     for place, tokens, each in zip(read, samples, of_tokens, strict=True):
         for piece, at, ids in _cut(reading, place.sample, tokens):
-            mine = None if each is None else each[max(0, at - 1):at - 1 + piece.length]     # a token's loss stands before it
+            # a token's loss stands before it
+            mine = None if each is None else each[max(0, at - 1) : at - 1 + piece.length]
             text = _text(reading, ids)
             measures.append(suspicion.measure(ids, text))
-            head = str(ids[:HEAD].tolist()) if text is None else text[:6 * HEAD]
+            head = str(ids[:HEAD].tolist()) if text is None else text[: 6 * HEAD]
             found.append((piece, place, head, mine))
-    return [_suspect(one, *rest) for one, rest in zip(suspicion.rank(measures, others), found, strict=True)]
+    return [
+        _suspect(one, *rest)
+        for one, rest in zip(suspicion.rank(measures, others), found, strict=True)
+    ]
 
 
 def _text(reading: Reading, ids: np.ndarray) -> str | None:
@@ -123,12 +157,25 @@ def _text(reading: Reading, ids: np.ndarray) -> str | None:
     return reading.tokenizer.detokenize(ids.tolist()) if known else None
 
 
-def _suspect(found: suspicion.Suspicion, piece: Piece, place: Place, head: str, losses: np.ndarray | None) -> Suspect:
+def _suspect(
+    found: suspicion.Suspicion, piece: Piece, place: Place, head: str, losses: np.ndarray | None
+) -> Suspect:
     counts = losses is not None and bool((losses != MASKED).any())
     where = None if piece.first_byte is None else (piece.first_byte, piece.end_byte)
-    return Suspect(found.score, found.reason, piece.prefix, piece.document, piece.offset, piece.length, where, place.sample,
-                   place.dp_rank, place.micro_batch, head,
-                   mean_loss(losses) if counts else None)
+    return Suspect(
+        found.score,
+        found.reason,
+        piece.prefix,
+        piece.document,
+        piece.offset,
+        piece.length,
+        where,
+        place.sample,
+        place.dp_rank,
+        place.micro_batch,
+        head,
+        mean_loss(losses) if counts else None,
+    )
 
 
 def height(loss: float | None) -> float:
@@ -137,12 +184,12 @@ def height(loss: float | None) -> float:
 
 
 def docs(args: DocsOptions) -> int:
-    """The documents that an iteration reads, those first that are least like the others; or the iterations that read a
-    document. Exit codes: 0, 2 unreadable."""
+    """The documents that an iteration reads, those first that are least like the others; or the
+    iterations that read a document. Exit codes: 0, 2 unreadable."""
     try:
         if args.order == "loss" and (args.doc is not None or args.run is None):
             raise ValueError("--order loss: needs --iteration and a run, whose checkpoints it asks")
-        with contextlib.redirect_stdout(io.StringIO()):     # what training would log of its data
+        with contextlib.redirect_stdout(io.StringIO()):  # what training would log of its data
             reading = open_run(args.run, args.flags, args.iteration, args.world_size)
             if args.doc is not None:
                 shown = inspect_data.find_document(reading, args.doc, args.prefix)
@@ -159,12 +206,23 @@ def docs(args: DocsOptions) -> int:
     elif args.json:
         print(json.dumps(without_nan([dataclasses.asdict(one) for one in found]), indent=1))
     else:
-        print(f"iteration {args.iteration} reads {len(found)} pieces of documents"
-              + (f"; losses in nats a token at {state}" if state else ""))
-        for one in found[:args.top]:
-            first = f"{one.score:5.1f}" if not state else "  -  " if one.loss is None else f"{one.loss:5.2f}"
-            print(f"{first}  {one.line()} (sample {one.sample}, rank {one.dp_rank}, micro-batch {one.micro_batch}): "
-                  f"{one.reason}\n       {json.dumps(one.head, ensure_ascii=False)}")
+        print(
+            f"iteration {args.iteration} reads {len(found)} pieces of documents"
+            + (f"; losses in nats a token at {state}" if state else "")
+        )
+        for one in found[: args.top]:
+            first = (
+                f"{one.score:5.1f}"
+                if not state
+                else "  -  "
+                if one.loss is None
+                else f"{one.loss:5.2f}"
+            )
+            print(
+                f"{first}  {one.line()} (sample {one.sample}, rank {one.dp_rank}, micro-batch "
+                f"{one.micro_batch}): {one.reason}\n       "
+                f"{json.dumps(one.head, ensure_ascii=False)}"
+            )
     return 0
 
 
@@ -174,7 +232,8 @@ def _ranked(reading: Reading, args: DocsOptions) -> tuple[list[Suspect], str]:
     others = usual(reading, neighbours(reading, args.iteration, args.iteration))
     if args.order == "suspicion":
         return sorted(suspects(reading, read, others), key=lambda one: -one.score), ""
-    from tools.spike.replay import check_replayable, state_before  # torch, which takes longer to load than all the rest
+    # torch, which takes longer to load than all the rest
+    from tools.spike.replay import check_replayable, state_before
 
     check_replayable(reading)
     state = state_before(args.run, args.iteration, args.ckpt_step)

@@ -1,4 +1,5 @@
-"""The flags of the commands of tools/spikes.py. Imports no torch and no numpy, so that --help is immediate."""
+"""The flags of the commands of tools/spikes.py. Imports no torch and no numpy, so that --help is
+immediate."""
 
 from __future__ import annotations
 
@@ -10,24 +11,40 @@ from megatron.arguments import arg
 
 def run_directory() -> Any:
     """RUN."""
-    return arg(None, place="positional", metavar="RUN", help="run directory (--save), or an iter_XXXXXXX in it")
+    return arg(
+        None,
+        place="positional",
+        metavar="RUN",
+        help="run directory (--save), or an iter_XXXXXXX in it",
+    )
 
 
 def run_flags() -> Any:
     """What may stand after `--`."""
-    return arg(None, place="after --", metavar="-- FLAGS", help="in place of RUN: flags of pretrain_gpt.py")
+    return arg(
+        None, place="after --", metavar="-- FLAGS", help="in place of RUN: flags of pretrain_gpt.py"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class AnalyzeOptions:
     """Options of analyze."""
 
-    logs: tuple[str, ...] = arg(place="positional", metavar="LOG",
-                                help="log, metrics file or TensorBoard directory; several of one run in their order")
-    load: str | None = arg(None, metavar="DIR", help="the run's checkpoints, to name the one to restart from")
+    logs: tuple[str, ...] = arg(
+        place="positional",
+        metavar="LOG",
+        help="log, metrics file or TensorBoard directory; several of one run in their order",
+    )
+    load: str | None = arg(
+        None, metavar="DIR", help="the run's checkpoints, to name the one to restart from"
+    )
     json: bool = arg(False, help="print the events as JSON")
-    plot: str | None = arg(None, metavar="FILE", help="draw loss, gradient norm, events, skipped ranges and checkpoints "
-                                                      "(.svg, .png or .pdf)")  # fmt: skip
+    plot: str | None = arg(
+        None,
+        metavar="FILE",
+        help="draw loss, gradient norm, events, skipped ranges and checkpoints "
+        "(.svg, .png or .pdf)",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,13 +54,21 @@ class DocsOptions:
     run: str | None = run_directory()
     flags: tuple[str, ...] | None = run_flags()
     iteration: int | None = arg(None, help="list the documents this iteration reads")
-    doc: int | None = arg(None, help="list the iterations that read this document; its number in its data set, from 0")
-    prefix: str | None = arg(None, help="with --doc: prefix of the data set, if the run reads several")
+    doc: int | None = arg(
+        None, help="list the iterations that read this document; its number in its data set, from 0"
+    )
+    prefix: str | None = arg(
+        None, help="with --doc: prefix of the data set, if the run reads several"
+    )
     microbatch: int | None = arg(None, help="only this micro-batch, from 0")
     dp_rank: int | None = arg(None, help="only samples of this data-parallel rank, from 0")
-    order: Literal["suspicion", "loss"] = arg("suspicion", help="order of the documents; loss: at the newest checkpoint "
-                                                                "before the iteration")  # fmt: skip
-    ckpt_step: int | None = arg(None, help="with --order loss: use the checkpoint of this iteration")
+    order: Literal["suspicion", "loss"] = arg(
+        "suspicion",
+        help="order of the documents; loss: at the newest checkpoint before the iteration",
+    )
+    ckpt_step: int | None = arg(
+        None, help="with --order loss: use the checkpoint of this iteration"
+    )
     world_size: int | None = arg(None, help="number of ranks (default: the run's; with flags: 1)")
     top: int = arg(10, help="number of documents to print")
     json: bool = arg(False, help="print all documents as JSON")
@@ -59,22 +84,40 @@ class DocsOptions:
 class ReplayOptions:
     """Options of replay."""
 
-    iterations: str = arg(metavar="A-B", help="iterations to replay, first and last, as numbered in the log")
-    ckpt: str | None = arg(None, metavar="DIR", help="checkpoint (iter_XXXXXXX) to replay at; or give --load")
+    iterations: str = arg(
+        metavar="A-B", help="iterations to replay, first and last, as numbered in the log"
+    )
+    ckpt: str | None = arg(
+        None, metavar="DIR", help="checkpoint (iter_XXXXXXX) to replay at; or give --load"
+    )
     load: str | None = arg(None, metavar="DIR", help="the run's checkpoints; or give --ckpt")
-    ckpt_step: int | None = arg(None, help="with --load: iteration of the checkpoint (default: the newest before the "
-                                           "replayed iterations)")  # fmt: skip
-    other_ckpt: str | None = arg(None, metavar="DIR|N", help="second checkpoint, or an iteration of the same directory, to "
-                                 "tell bad data from a bad combination of data and model state")  # fmt: skip
-    world_size: int | None = arg(None, help="number of ranks that read the data (default: the run's)")
+    ckpt_step: int | None = arg(
+        None,
+        help="with --load: iteration of the checkpoint (default: the newest before the "
+        "replayed iterations)",
+    )
+    other_ckpt: str | None = arg(
+        None,
+        metavar="DIR|N",
+        help="second checkpoint, or an iteration of the same directory, to "
+        "tell bad data from a bad combination of data and model state",
+    )
+    world_size: int | None = arg(
+        None, help="number of ranks that read the data (default: the run's)"
+    )
     top: int = arg(5, help="number of samples to print")
-    device: Literal["auto", "cpu", "cuda", "xpu"] = arg("auto", help="auto: the accelerator, if there is one")
+    device: Literal["auto", "cpu", "cuda", "xpu"] = arg(
+        "auto", help="auto: the accelerator, if there is one"
+    )
     json: bool = arg(False, help="print every sample as a JSON object as soon as it is computed")
 
     def problems(self) -> list[str]:
         """What is wrong with them."""
         if (self.ckpt is None) == (self.load is None):
-            return ["--ckpt or --load: give the checkpoint: --ckpt PATH/iter_XXXXXXX, or --load DIR and --ckpt-step N"]
+            return [
+                "--ckpt or --load: give the checkpoint: --ckpt PATH/iter_XXXXXXX, or --load "
+                "DIR and --ckpt-step N"
+            ]
         return []
 
 
@@ -84,8 +127,12 @@ class VerifyOptions:
 
     run: str | None = run_directory()
     flags: tuple[str, ...] | None = run_flags()
-    ledger: str | None = arg(None, metavar="FILE", help="the run's ledger (default: the run's --data-ledger)")
-    reference: str | None = arg(None, metavar="FILE", help="ledger of the same run without these skips")
+    ledger: str | None = arg(
+        None, metavar="FILE", help="the run's ledger (default: the run's --data-ledger)"
+    )
+    reference: str | None = arg(
+        None, metavar="FILE", help="ledger of the same run without these skips"
+    )
     world_size: int | None = arg(None, help="number of ranks (default: the run's; with flags: 1)")
 
     def problems(self) -> list[str]:

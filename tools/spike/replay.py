@@ -1,7 +1,10 @@
-"""`tools/spikes.py replay`: samples of some iterations at the state of a checkpoint, forward only, and which stand out.
+"""`tools/spikes.py replay`: samples of some iterations at the state of a checkpoint, forward only,
+and which stand out.
 
-It knows a run's checkpoints and data; it must not know logs. One process reads a checkpoint of any layout.
+It knows a run's checkpoints and data; it must not know logs. One process reads a checkpoint of any
+layout.
 """
+
 from __future__ import annotations
 
 import contextlib
@@ -31,12 +34,13 @@ from tools.inspection.reading import Reading, open_run
 from tools.spike.docs import Place, Suspect, height, neighbours, places, suspects, usual
 from tools.spike.options import ReplayOptions
 
-SECONDS = 5.0           # between two lines of progress
+SECONDS = 5.0  # between two lines of progress
 
 
 @dataclass(frozen=True)
 class State:
     """A checkpoint's model, to ask for losses."""
+
     trained: TrainedModel
     rules: BatchRules
 
@@ -47,14 +51,21 @@ class State:
 
     def losses(self, samples: Sequence[np.ndarray]) -> Iterator[np.ndarray]:
         """The losses [s] of the tokens 1 .. s of each sample [s+1]."""
-        return token_losses(self.trained.model, self.rules, samples, self.trained.config.training.micro_batch_size)
+        return token_losses(
+            self.trained.model, self.rules, samples, self.trained.config.training.micro_batch_size
+        )
 
 
 def open_state(path: str, step: int | None, device: str = "auto") -> State:
     """The model of a checkpoint. Raises ValueError or CheckpointError."""
     trained = open_trained_model(path, step, device=device)
     d = trained.config.data
-    return State(trained, BatchRules(trained.tokenizer.eod, d.reset_position_ids, d.reset_attention_mask, d.eod_mask_loss))
+    return State(
+        trained,
+        BatchRules(
+            trained.tokenizer.eod, d.reset_position_ids, d.reset_attention_mask, d.eod_mask_loss
+        ),
+    )
 
 
 def state_before(run: str, iteration: int, step: int | None, device: str = "auto") -> State:
@@ -62,7 +73,9 @@ def state_before(run: str, iteration: int, step: int | None, device: str = "auto
     root = str(Path(run).parent) if re.fullmatch(r"iter_\d{7,}", Path(run).name) else run
     before = [number for number in checkpoints(root) if number < iteration]
     if step is None and not before:
-        raise ValueError(f"{root}: no checkpoint before iteration {iteration}; give another one with --ckpt-step")
+        raise ValueError(
+            f"{root}: no checkpoint before iteration {iteration}; give another one with --ckpt-step"
+        )
     try:
         return open_state(root, before[-1] if step is None else step, device)
     except CheckpointError as error:
@@ -72,84 +85,114 @@ def state_before(run: str, iteration: int, step: int | None, device: str = "auto
 @dataclass(frozen=True)
 class Replayed:
     """A sample and its mean losses: at the checkpoint, and at the other one if there is one."""
+
     iteration: int
     place: Place
     loss: float
     other: float | None
 
 
-Row = tuple[Replayed, np.ndarray]       # with the loss of each token
+Row = tuple[Replayed, np.ndarray]  # with the loss of each token
 
 
 class Progress:
     """Lines on stderr, now and then."""
 
     def __init__(self, total: int):
-        self._total, self._done, self._start, self._told = total, 0, time.monotonic(), time.monotonic()
+        self._total = total
+        self._done = 0
+        self._start = time.monotonic()
+        self._told = time.monotonic()
 
     def step(self) -> None:
         """One more is done."""
-        self._done, now = self._done + 1, time.monotonic()
+        self._done = self._done + 1
+        now = time.monotonic()
         if now - self._told >= SECONDS:
             left = (now - self._start) / self._done * (self._total - self._done)
-            print(f"  {self._done} of {self._total} iterations, {left:.0f} s left", file=sys.stderr, flush=True)
+            print(
+                f"  {self._done} of {self._total} iterations, {left:.0f} s left",
+                file=sys.stderr,
+                flush=True,
+            )
             self._told = now
 
 
 def check_replayable(reading: Reading) -> None:
     """Raises ValueError for rows of packed samples."""
     if reading.config.data.packed_samples:
-        raise ValueError("rows of packed samples are not replayed: each has many samples, which have no loss of their own; "
-                         "`spikes.py docs --iteration N` ranks their documents by suspicion")
+        raise ValueError(
+            "rows of packed samples are not replayed: each has many samples, which have no loss "
+            "of their own; `spikes.py docs --iteration N` ranks their documents by suspicion"
+        )
 
 
-def replay_iteration(reading: Reading, iteration: int, state: State, other: State | None) -> list[Row]:
+def replay_iteration(
+    reading: Reading, iteration: int, state: State, other: State | None
+) -> list[Row]:
     """All samples of an iteration."""
     read = places(reading, iteration)
     check_replayable(reading)
     samples = [reading.dataset[place.sample] for place in read]
     theirs = [mean_loss(each) for each in other.losses(samples)] if other else [None] * len(read)
-    return [(Replayed(iteration, place, mean_loss(each), loss), each)
-            for place, each, loss in zip(read, state.losses(samples), theirs, strict=True)]
+    return [
+        (Replayed(iteration, place, mean_loss(each), loss), each)
+        for place, each, loss in zip(read, state.losses(samples), theirs, strict=True)
+    ]
 
 
 def verdict(one: Replayed, other: Scale | None, iteration: int) -> str:
-    """What a sample that stands out at the checkpoint is, by its loss at the other one, of `iteration`."""
+    """What a sample that stands out at the checkpoint is, by its loss at the other one, of
+    `iteration`."""
     if other is None:
         return "stands out here; --other-ckpt tells whether that is the data alone"
     z = other.z(one.other)
     if other.stands_out(one.other):
         return f"data: at iteration {iteration} it stands out too ({one.other:.2f}, {z:.1f} sigma)"
-    return f"data x state: at iteration {iteration} it is as others ({one.other:.2f}, {z:.1f} sigma)"
+    return (
+        f"data x state: at iteration {iteration} it is as others ({one.other:.2f}, {z:.1f} sigma)"
+    )
 
 
 def opened(args: ReplayOptions) -> tuple[Reading, range, State, State | None]:
     """What the command line names. Raises ValueError or CheckpointError."""
     match = re.fullmatch(r"(\d+)(?:-(\d+))?", args.iterations)
     if not match:
-        raise ValueError(f"--iterations {args.iterations}: give the first and the last as A-B, say 398-404")
-    first, last = int(match[1]), int(match[2] or match[1])
+        raise ValueError(
+            f"--iterations {args.iterations}: give the first and the last as A-B, say 398-404"
+        )
+    first = int(match[1])
+    last = int(match[2] or match[1])
     run = args.ckpt or args.load
     reading = open_run(run, None, first, args.world_size)
     if not 1 <= first <= last <= reading.plan.train_iters:
-        raise ValueError(f"--iterations {args.iterations}: the run has the iterations 1 to {reading.plan.train_iters}, and "
-                         "the first must not be behind the last")
-    state = (open_state(args.ckpt, args.ckpt_step, args.device) if args.ckpt
-             else state_before(args.load, first, args.ckpt_step, args.device))
+        raise ValueError(
+            f"--iterations {args.iterations}: the run has the iterations 1 to "
+            f"{reading.plan.train_iters}, and the first must not be behind the last"
+        )
+    state = (
+        open_state(args.ckpt, args.ckpt_step, args.device)
+        if args.ckpt
+        else state_before(args.load, first, args.ckpt_step, args.device)
+    )
     other = None
     if args.other_ckpt is not None:
         root = str(Path(state.directory).parent)
-        named = (root, int(args.other_ckpt)) if args.other_ckpt.isdecimal() else (args.other_ckpt, None)
+        named = (
+            (root, int(args.other_ckpt)) if args.other_ckpt.isdecimal() else (args.other_ckpt, None)
+        )
         other = open_state(*named, args.device)
     return reading, range(first, last + 1), state, other
 
 
 def replay(args: ReplayOptions) -> int:
-    """The samples of some iterations at a checkpoint's state, forward only: which of them have a loss far above the others,
-    what they hold, and whether another state finds that too. Exit codes: 0, 2 unreadable."""
+    """The samples of some iterations at a checkpoint's state, forward only: which of them have a
+    loss far above the others, what they hold, and whether another state finds that too. Exit codes:
+    0, 2 unreadable."""
     threads.set_waiting()
     try:
-        with contextlib.redirect_stdout(io.StringIO()):     # what training would log of its data and model
+        # what training would log of its data and model
+        with contextlib.redirect_stdout(io.StringIO()):
             reading, wanted, state, other = opened(args)
         around = neighbours(reading, wanted.start, wanted.stop - 1)
         samples, highest = _replayed(reading, wanted, around, state, other, args)
@@ -161,27 +204,43 @@ def replay(args: ReplayOptions) -> int:
     return 0
 
 
-def _replayed(reading: Reading, wanted: range, around: Sequence[int], state: State, other: State | None,
-              args: ReplayOptions) -> tuple[list[Replayed], list[Row]]:
-    """Every sample of the range and of its neighbours, and those of the range with the highest losses. Prints a line an
-    iteration, or a sample, as they come."""
+def _replayed(
+    reading: Reading,
+    wanted: range,
+    around: Sequence[int],
+    state: State,
+    other: State | None,
+    args: ReplayOptions,
+) -> tuple[list[Replayed], list[Row]]:
+    """Every sample of the range and of its neighbours, and those of the range with the highest
+    losses. Prints a line an iteration, or a sample, as they come."""
     progress = Progress(len(wanted) + len(around))
     found: list[Replayed] = []
     highest: list[Row] = []
     measures = usual(reading, around) if args.json else []
     if not args.json:
-        which = f"iterations {wanted.start} to {wanted.stop - 1}" if len(wanted) > 1 else f"iteration {wanted.start}"
-        print(f"{which} at {state.directory}{f' and {other.directory}' if other else ''}, forward only", flush=True)
+        which = (
+            f"iterations {wanted.start} to {wanted.stop - 1}"
+            if len(wanted) > 1
+            else f"iteration {wanted.start}"
+        )
+        print(
+            f"{which} at {state.directory}{f' and {other.directory}' if other else ''}, forward "
+            "only",
+            flush=True,
+        )
     for iteration in [*wanted, *([] if args.json else around)]:
         rows = replay_iteration(reading, iteration, state, other)
         found += [row for row, _ in rows]
         progress.step()
         if iteration not in wanted:
             continue
-        highest = sorted(highest + rows, key=lambda one: -height(one[0].loss))[:args.top]
+        highest = sorted(highest + rows, key=lambda one: -height(one[0].loss))[: args.top]
         if args.json:
             for row in rows:
-                print(json.dumps(log_reader.without_nan(_as_json(reading, row, measures))), flush=True)
+                print(
+                    json.dumps(log_reader.without_nan(_as_json(reading, row, measures))), flush=True
+                )
         else:
             print(_line(iteration, [row for row, _ in rows]), flush=True)
     return found, highest
@@ -190,7 +249,10 @@ def _replayed(reading: Reading, wanted: range, around: Sequence[int], state: Sta
 def _line(iteration: int, rows: Sequence[Replayed]) -> str:
     mean = float(np.mean([row.loss for row in rows]))
     also = "" if rows[0].other is None else f", {np.mean([row.other for row in rows]):.4f} there"
-    return f"iteration {iteration}: loss {mean:.4f}{also}; highest sample {max(height(row.loss) for row in rows):.4f}"
+    return (
+        f"iteration {iteration}: loss {mean:.4f}{also}; highest sample "
+        f"{max(height(row.loss) for row in rows):.4f}"
+    )
 
 
 def _pieces(reading: Reading, row: Row, measures: Sequence[Measures]) -> list[Suspect]:
@@ -199,19 +261,34 @@ def _pieces(reading: Reading, row: Row, measures: Sequence[Measures]) -> list[Su
 
 def _as_json(reading: Reading, row: Row, measures: Sequence[Measures]) -> dict[str, Any]:
     one = row[0]
-    return {"iteration": one.iteration, **dataclasses.asdict(one.place), "loss": one.loss, "other": one.other,
-            "pieces": [dataclasses.asdict(piece) for piece in _pieces(reading, row, measures)]}
+    return {
+        "iteration": one.iteration,
+        **dataclasses.asdict(one.place),
+        "loss": one.loss,
+        "other": one.other,
+        "pieces": [dataclasses.asdict(piece) for piece in _pieces(reading, row, measures)],
+    }
 
 
-def _show(reading: Reading, samples: Sequence[Replayed], highest: Sequence[Row], wanted: range,
-          around: Sequence[int], state: State, other: State | None) -> None:
+def _show(
+    reading: Reading,
+    samples: Sequence[Replayed],
+    highest: Sequence[Row],
+    wanted: range,
+    around: Sequence[int],
+    state: State,
+    other: State | None,
+) -> None:
     """Which samples stand out, for a reader."""
     scale = scale_of([one.loss for one in samples])
     there = scale_of([one.other for one in samples]) if other else None
     inside = [one for one in samples if one.iteration in wanted]
     out = sum(scale.stands_out(one.loss) for one in inside)
-    print(f"usual is {scale.median:.2f} +- {scale.sigma:.2f} ({len(samples)} samples, {len(samples) - len(inside)} of them "
-          f"of neighbouring iterations); {out} of {len(inside)} stand out")
+    print(
+        f"usual is {scale.median:.2f} +- {scale.sigma:.2f} ({len(samples)} samples, "
+        f"{len(samples) - len(inside)} of them of neighbouring iterations); {out} of "
+        f"{len(inside)} stand out"
+    )
     measures = usual(reading, around) if out else []
     for row in highest:
         one = row[0]
@@ -219,10 +296,15 @@ def _show(reading: Reading, samples: Sequence[Replayed], highest: Sequence[Row],
             break
         worst = max(_pieces(reading, row, measures), key=lambda piece: height(piece.loss))
         told = verdict(one, there, other.trained.iteration if other else 0)
-        print(f"{one.loss:6.2f}  {scale.z(one.loss):.1f} sigma: sample {one.place.sample} of iteration {one.iteration} "
-              f"(rank {one.place.dp_rank}, micro-batch {one.place.micro_batch})\n        {told}\n"
-              f"        worst in it: {worst.line()}: {worst.loss:.2f} nats a token; {worst.reason}\n"
-              f"        {json.dumps(worst.head, ensure_ascii=False)}")
+        print(
+            f"{one.loss:6.2f}  {scale.z(one.loss):.1f} sigma: sample {one.place.sample} of "
+            f"iteration {one.iteration} (rank {one.place.dp_rank}, micro-batch "
+            f"{one.place.micro_batch})\n        {told}\n"
+            f"        worst in it: {worst.line()}: {worst.loss:.2f} nats a token; {worst.reason}\n"
+            f"        {json.dumps(worst.head, ensure_ascii=False)}"
+        )
     if not out:
-        print("no sample stands out at this state: if the run spiked here, state and data made it together; try the newest "
-              "checkpoint before the spike, or a wider range")
+        print(
+            "no sample stands out at this state: if the run spiked here, state and data made it "
+            "together; try the newest checkpoint before the spike, or a wider range"
+        )

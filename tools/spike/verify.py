@@ -1,6 +1,7 @@
-"""`spikes.py verify`: does a run's data ledger show that exactly the ranges it was to leave out were left out? Reads ledgers
-and, of skipped iterations, the data; knows no model.
+"""`spikes.py verify`: does a run's data ledger show that exactly the ranges it was to leave out
+were left out? Reads ledgers and, of skipped iterations, the data; knows no model.
 """
+
 from __future__ import annotations
 
 import contextlib
@@ -17,13 +18,16 @@ from megatron.data.sampler import Sampler
 from tools.inspection.reading import Reading, checkpoint_after, hash_of, open_run
 from tools.spike.options import VerifyOptions
 
-GOOD, WRONG, UNREADABLE = 0, 1, 2
+GOOD = 0
+WRONG = 1
+UNREADABLE = 2
 SHOWN = 20
 
 
 @dataclass(frozen=True)
 class Table:
     """A ledger. `rows` by iteration: first sample, samples, skipped, hash."""
+
     path: str
     rows: dict[int, tuple[int, int, bool, int]]
 
@@ -34,35 +38,53 @@ def read(path: str, sequence_length: int) -> Table:
         raise ValueError(f"{path}: there is no such file; give a file that --data-ledger wrote")
     length, records = read_ledger(path)
     if length != sequence_length:
-        raise ValueError(f"{path}: is of samples of {length} tokens, the run's --seq-length is {sequence_length}; give the "
-                         "ledger of this run")
+        raise ValueError(
+            f"{path}: is of samples of {length} tokens, the run's --seq-length is "
+            f"{sequence_length}; give the ledger of this run"
+        )
     if not len(records):
         raise ValueError(f"{path}: has no iteration; give the ledger of a run that has trained")
-    return Table(path, {n: (first, count, flag == SKIPPED, value) for n, first, count, flag, value in records.tolist()})
+    return Table(
+        path,
+        {
+            n: (first, count, flag == SKIPPED, value)
+            for n, first, count, flag, value in records.tolist()
+        },
+    )
 
 
 def skipped_as_asked(table: Table, reading: Reading) -> Iterator[str]:
-    """Iterations that the ledger lacks, calls skipped though nobody asked for that, or trained though they were to be
-    skipped."""
+    """Iterations that the ledger lacks, calls skipped though nobody asked for that, or trained
+    though they were to be skipped."""
     for n in range(min(table.rows), max(table.rows) + 1):
         if n not in table.rows:
             yield f"{table.path}: iteration {n} is not in it"
             continue
         _, _, skipped, value = table.rows[n]
         if skipped != reading.plan.skips.is_skipped(n):
-            said = "skipped, which nothing asks for" if skipped else "trained, though it was to be skipped"
+            said = (
+                "skipped, which nothing asks for"
+                if skipped
+                else "trained, though it was to be skipped"
+            )
             yield f"{table.path}: iteration {n} was {said}"
         elif skipped and value:
-            yield f"{table.path}: iteration {n} is marked as skipped and has the hash {value:016x} of something read"
+            yield (
+                f"{table.path}: iteration {n} is marked as skipped and has the hash "
+                f"{value:016x} of something read"
+            )
 
 
 def same_but_skipped(table: Table, reference: Table) -> Iterator[str]:
     """Iterations that read something else than in the reference, or other places of the data."""
     for n in sorted(table.rows.keys() & reference.rows.keys()):
-        mine, other = table.rows[n], reference.rows[n]
+        mine = table.rows[n]
+        other = reference.rows[n]
         if mine[:2] != other[:2]:
-            yield (f"iteration {n}: {mine[1]} samples from {mine[0]} on in {table.path}, {other[1]} from {other[0]} on in "
-                   f"{reference.path}")
+            yield (
+                f"iteration {n}: {mine[1]} samples from {mine[0]} on in {table.path}, {other[1]} "
+                f"from {other[0]} on in {reference.path}"
+            )
         elif not mine[2] and mine != other:
             said = "skipped" if other[2] else f"hash {other[3]:016x}"
             yield f"iteration {n}: hash {mine[3]:016x} in {table.path}, {said} in {reference.path}"
@@ -72,19 +94,21 @@ Opened = tuple[Reading, list[Sampler]]
 
 
 class Data:
-    """The data of a run, opened by its flags at the end, and where these do not fit an iteration by those it ran with.
+    """The data of a run, opened by its flags at the end, and where these do not fit an iteration by
+    those it ran with.
 
     Raises ValueError.
     """
 
     def __init__(self, args: VerifyOptions) -> None:
-        self._args, self._opened = args, {}
+        self._args = args
+        self._opened = {}
         self._has_history = args.flags is None
         self._last = self._open(args.run, args.flags)
         self.last = self._last[0]
 
     def _open(self, run: str | None, flags: Sequence[str] | None = None) -> Opened:
-        with contextlib.redirect_stdout(io.StringIO()):     # what training would log of its data
+        with contextlib.redirect_stdout(io.StringIO()):  # what training would log of its data
             found = open_run(run, flags, None, self._args.world_size)
         return found, found.samplers()
 
@@ -99,7 +123,8 @@ class Data:
 
 
 def hashes_of_skipped(table: Table, reference: Table | None, data: Data) -> Iterator[str]:
-    """Skipped iterations whose samples, read now, are not what the reference read there, or were trained elsewhere."""
+    """Skipped iterations whose samples, read now, are not what the reference read there, or were
+    trained elsewhere."""
     trained = {value: n for n, (_, _, skipped, value) in table.rows.items() if not skipped}
     for n, (first, count, skipped, _) in sorted(table.rows.items()):
         if not skipped:
@@ -107,15 +132,23 @@ def hashes_of_skipped(table: Table, reference: Table | None, data: Data) -> Iter
         reading, samplers = data.at(n, (first, count))
         start, size = _place(reading, n)
         if (start, size) != (first, count):
-            yield (f"iteration {n}: {count} samples from {first} on in {table.path}, by the run's flags {size} from {start} "
-                   "on")
+            yield (
+                f"iteration {n}: {count} samples from {first} on in {table.path}, by the run's "
+                f"flags {size} from {start} on"
+            )
             continue
         value = hash_of(reading, n, samplers)
         other = reference.rows.get(n) if reference else None
         if other and not other[2] and other[3] != value:
-            yield f"iteration {n}: its samples have the hash {value:016x} now, {other[3]:016x} in {reference.path}"
+            yield (
+                f"iteration {n}: its samples have the hash {value:016x} now, {other[3]:016x} "
+                f"in {reference.path}"
+            )
         if value in trained:
-            yield f"iteration {n}: was skipped, and its samples were trained in iteration {trained[value]}"
+            yield (
+                f"iteration {n}: was skipped, and its samples were trained in iteration "
+                f"{trained[value]}"
+            )
 
 
 def _place(reading: Reading, iteration: int) -> tuple[int, int]:
@@ -135,23 +168,37 @@ def report(what: str, found: Iterator[str]) -> bool:
 
 
 def verify(args: VerifyOptions) -> int:
-    """Check by its data ledger that a run left out what it was to leave out, and nothing else. Exit codes: 0 it did, 1 it
-    did not, 2 unreadable."""
+    """Check by its data ledger that a run left out what it was to leave out, and nothing else. Exit
+    codes: 0 it did, 1 it did not, 2 unreadable."""
     try:
         data = Data(args)
         reading = data.last
-        length, path = reading.config.model.seq_length, args.ledger or reading.config.logging.data_ledger
+        length = reading.config.model.seq_length
+        path = args.ledger or reading.config.logging.data_ledger
         if path is None:
-            raise ValueError("--ledger is missing: the run's flags name no --data-ledger; give the file")
+            raise ValueError(
+                "--ledger is missing: the run's flags name no --data-ledger; give the file"
+            )
         table = read(path, length)
         reference = read(args.reference, length) if args.reference else None
-        print(f"{path}: {len(table.rows)} iterations, {sum(row[2] for row in table.rows.values())} of them skipped")
-        good = report("the iterations marked as skipped, and no others, are those that were to be skipped",
-                      skipped_as_asked(table, reading))
+        print(
+            f"{path}: {len(table.rows)} iterations, "
+            f"{sum(row[2] for row in table.rows.values())} of them skipped"
+        )
+        good = report(
+            "the iterations marked as skipped, and no others, are those that were to be skipped",
+            skipped_as_asked(table, reading),
+        )
         if reference:
-            good &= report(f"all others read what they do in {args.reference}", same_but_skipped(table, reference))
-        good &= report("the samples of the skipped iterations, read now, were trained nowhere" + (
-            f", and are those of {args.reference}" if reference else ""), hashes_of_skipped(table, reference, data))
+            good &= report(
+                f"all others read what they do in {args.reference}",
+                same_but_skipped(table, reference),
+            )
+        good &= report(
+            "the samples of the skipped iterations, read now, were trained nowhere"
+            + (f", and are those of {args.reference}" if reference else ""),
+            hashes_of_skipped(table, reference, data),
+        )
     except Problems as error:
         print("\n".join(f"error: {line}" for line in error.lines), file=sys.stderr)
         return UNREADABLE
