@@ -53,7 +53,7 @@ pretrained: $(VENV)/.peers requirements/pretrained.txt  ## ... and a real model 
 clean:  ## remove .venv, builds and caches (never runs/)
 	rm -rf $(VENV) build *.egg-info .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +
-	find megatron \( -name 'helpers_cpp*' -o -name 'read_sums_cpp*' -o -name 'rows_v[34]*' -o -name 'attention_v[34]*' -o -name 'tiles_cpp*' \) -type f \( -name '*.so' -o -name '*.pyd' \) -delete
+	find megatron \( -name 'helpers_cpp*' -o -name 'read_sums_cpp*' -o -name 'rows_v[34]*' -o -name '*_attention_v[34]*' -o -name 'bf16_attention_cpp*' \) -type f \( -name '*.so' -o -name '*.pyd' \) -delete
 
 $(PY):
 	@test -n "$(PYTHON)" || { echo "error: no Python 3.11 or newer found; say which: make PYTHON=/path/to/python3.11 ..."; exit 1; }
@@ -64,7 +64,7 @@ $(PY):
 	@echo "making $(VENV) with $(PYTHON)"
 	@$(PYTHON) -m venv $(VENV)
 
-$(VENV)/.runtime: $(PY) setup.py requirements/constraints.txt requirements/runtime.txt requirements/build.txt $(wildcard megatron/*/*.cpp megatron/*/*.h)
+$(VENV)/.runtime: $(PY) setup.py requirements/constraints.txt requirements/runtime.txt requirements/build.txt $(wildcard megatron/*/*.cpp megatron/*/*/*.cpp megatron/*/*/*.h)
 	@echo "installing torch, then what goes with it (once; some minutes on a slow network)"
 	@$(PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
 	@$(PIP) -r requirements/build.txt -r requirements/runtime.txt

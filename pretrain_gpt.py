@@ -11,7 +11,7 @@ import sys
 import time
 
 from megatron import threads
-from megatron.training.signals import SignalWatch, leave_with
+from megatron.training.launch.signals import SignalWatch, leave_with
 
 STARTED = time.time()
 USAGE_AT_START = threads.usage()
@@ -39,8 +39,8 @@ def forward_step(batch, model):
 
 def print_data(line, plan):
     """Of a dry run: what would be read of which data set, if the data are here."""
+    from megatron.data.dry_run import planned_rows
     from megatron.data.plan_table import plan_table
-    from megatron.data.planned import planned_rows
 
     data = line.config.data
     targets = plan.targets
@@ -63,7 +63,7 @@ def print_kernels(line):
     """The end of a dry run: which kernels a run would use here. It needs torch, which the plan does
     not."""
     try:
-        from megatron.training.kernel_lines import kernel_lines
+        from megatron.training.logging.kernel_report import kernel_lines
 
         lines = kernel_lines(line.config)
     except (ImportError, ValueError) as error:
@@ -90,7 +90,7 @@ def main(argv: list[str] | None = None, signals: SignalWatch | None = None, serv
         return
     tokenizer = preflight.check(line)
     from megatron.checkpoint import lock
-    from megatron.training import output
+    from megatron.training.logging import output
 
     if signals:  # the program; who calls main() has streams of its own
         output.tolerate_failing_streams()
@@ -126,19 +126,14 @@ def train(line, tokenizer, fence, writer, signals: SignalWatch | None, services=
     from megatron.device import default_backend
     from megatron.log import detail, print_rank_0
     from megatron.timers import Timers
-    from megatron.training import (
-        build,
-        checkpointing,
-        data_position,
-        initialize,
-        loop,
-        metrics,
-        preamble,
-        skip_history,
-    )
-    from megatron.training.kernel_lines import check_wishes, kernel_lines
-    from megatron.training.log_lines import datetime_line
+    from megatron.training import build, loop
+    from megatron.training.checkpointing import checkpointing, data_position
+    from megatron.training.launch import initialize
+    from megatron.training.logging import preamble, training_log
+    from megatron.training.logging.kernel_report import check_wishes, kernel_lines
+    from megatron.training.logging.megatron_format import datetime_line
     from megatron.training.services import Services
+    from megatron.training.skipping import skip_plan
 
     config = line.config
     backend = default_backend(line.config.training.device)
@@ -149,13 +144,13 @@ def train(line, tokenizer, fence, writer, signals: SignalWatch | None, services=
     check_wishes(config)
     tokenizer = build.make_tokenizer(config, tokenizer)
     plan = build.plan_run(config, line.world_size, tokenizer.vocab_size)
-    writers = metrics.open_writers(config)
+    writers = training_log.open_writers(config)
     runtime = initialize.initialize(config, meeting)
     for text in preamble.opening(line, plan, runtime, backend) if short else kernel_lines(config):
         print_rank_0(text)
-    plan, skips = skip_history.judge_skips(config, plan, runtime)
+    plan, skips = skip_plan.judge_skips(config, plan, runtime)
     timers = Timers(config.logging.timing_log_level, initialize.synchronizer(runtime))
-    log = metrics.TrainingLog(config, plan, timers, runtime.ctx.world, writers, runtime)
+    log = training_log.TrainingLog(config, plan, timers, runtime.ctx.world, writers, runtime)
     log.start(time.time() - STARTED, command_line.dumped_values(config, plan, backend))
 
     with timers("model-and-optimizer-setup"):
@@ -169,7 +164,7 @@ def train(line, tokenizer, fence, writer, signals: SignalWatch | None, services=
     with timers("train/valid/test-data-iterators-setup"):
         data = build.build_data(config, plan, runtime, tokenizer, run)
         data_position.check_data_order(run, data.order)
-        skip_history.start_skips(run, skips)
+        skip_plan.start_skips(run, skips)
     detail(datetime_line("after dataloaders are built"))
     detail("done with setup ...")
     if short:

@@ -53,13 +53,13 @@ if Pybind11Extension is not None:
         extensions.append(Pybind11Extension(name, [source], cxx_std=17, extra_compile_args=["-O3"]))
     # AVX2, AVX512; native.py takes one
     for level in ("v3", "v4") if platform.machine() in ("x86_64", "AMD64") else ():
-        for name in ("rows", "attention"):
+        for name in ("rows", "fp32_attention"):
             extensions.append(
                 Pybind11Extension(
-                    f"megatron.kernels.{name}_{level}",
-                    [f"megatron/kernels/{name}.cpp"],
+                    f"megatron.kernels.cpu.{name}_{level}",
+                    [f"megatron/kernels/cpu/{name}.cpp"],
                     cxx_std=17,
-                    depends=["megatron/kernels/vectors.h"],
+                    depends=["megatron/kernels/cpu/vectors.h"],
                     define_macros=[("MODULE", f"{name}_{level}")],
                     extra_compile_args=[
                         "-O3",
@@ -70,13 +70,13 @@ if Pybind11Extension is not None:
                     ],
                 )
             )
-    if platform.machine() in ("x86_64", "AMD64"):  # AMX: tile_attention.py asks the processor
+    if platform.machine() in ("x86_64", "AMD64"):  # bf16_attention.py asks the processor
         extensions.append(
             Pybind11Extension(
-                "megatron.kernels.tiles_cpp",
-                ["megatron/kernels/tiles.cpp"],
+                "megatron.kernels.cpu.bf16_attention_cpp",
+                ["megatron/kernels/cpu/bf16_attention.cpp"],
                 cxx_std=17,
-                depends=["megatron/kernels/vectors.h"],
+                depends=["megatron/kernels/cpu/vectors.h"],
                 extra_compile_args=[
                     "-O3",
                     "-march=x86-64-v4",

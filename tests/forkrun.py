@@ -52,7 +52,7 @@ def _context() -> multiprocessing.context.ForkServerContext:
         "numpy",
         "pytest",
         "megatron.training.loop",
-        "megatron.training.kernel_lines",
+        "megatron.training.logging.kernel_report",
         "megatron.config.command_line",
         "megatron.checkpoint.object_store",
         "tests.runs",

@@ -8,11 +8,11 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.config import cases
+from tests.config.checks import cases
 
 GOLDEN = Path(__file__).parent / "golden" / "messages.txt"
 HEADING = (
-    "What is said of each command line of tests/config/cases.txt. Written by python -m "
+    "What is said of each command line of tests/config/checks/cases.txt. Written by python -m "
     "tests.rewrite_messages."
 )
 

@@ -28,7 +28,7 @@ from megatron import threads
 
 threads.set_waiting()
 from megatron.arguments import arg
-from megatron.checkpoint.disk import CheckpointError
+from megatron.checkpoint.filesystem import CheckpointError
 from tools.convert.choices import FAMILY_NAMES, MLP_ORDERS
 from tools.shared.program import Command, run_command
 
@@ -239,7 +239,7 @@ class Inspect:
 
     def run(self) -> Answer:
         """Do it."""
-        from tools.convert.inspection import inspect
+        from tools.convert.inspect_checkpoint import inspect
 
         return inspect(self.path, self.ckpt_step, self.tensors)
 
@@ -255,7 +255,7 @@ class Diff:
 
     def run(self) -> Answer:
         """Do it."""
-        from tools.convert.inspection import diff
+        from tools.convert.inspect_checkpoint import diff
 
         return diff(self.a, self.b, self.ckpt_step, self.weights_only)
 

@@ -25,9 +25,9 @@ from typing import Literal
 import numpy as np
 
 from megatron.arguments import arg
-from megatron.data.documents import Documents
 from megatron.data.indexed_dataset import IndexedDatasetBuilder, idx_path
-from megatron.data.jsonl_tokens import JsonlTokens, JsonlWriter, meta_path, token_files
+from megatron.data.packed.documents import Documents
+from megatron.data.packed.internlm_files import JsonlTokens, JsonlWriter, meta_path, token_files
 from tools.shared.program import Command, run_command
 from tools.shared.progress import Progress
 

@@ -24,7 +24,7 @@ from typing import NamedTuple
 from xml.sax.saxutils import escape
 
 from megatron.arguments import arg
-from megatron.config.stages import bubble_fraction
+from megatron.config.plan.stages import bubble_fraction
 from megatron.parallel.schedules import Step, compute_order, timetable
 from tools.shared.program import read
 

@@ -25,8 +25,8 @@ from typing import Literal
 
 from megatron import threads
 from megatron.arguments import arg
-from megatron.checkpoint.disk import MANIFEST, CheckpointError
-from megatron.training.sampling import Sampling
+from megatron.checkpoint.filesystem import MANIFEST, CheckpointError
+from megatron.inference.sampling import Sampling
 from tools.shared.program import read
 
 FILES = ("vocab_file", "merge_file", "tokenizer_model")
@@ -116,8 +116,8 @@ def readable(
 def run(options: Options) -> None:
     """Load, generate, print. Raises ValueError where that cannot be done."""
     threads.set_waiting()
-    from megatron.training.generate import generate
-    from megatron.training.trained_model import open_trained_model
+    from megatron.inference.generate import generate
+    from megatron.inference.load_model import open_trained_model
 
     files = {name: getattr(options, name) for name in FILES}
     with contextlib.redirect_stdout(sys.stderr):

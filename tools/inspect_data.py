@@ -28,14 +28,14 @@ from typing import Any
 import numpy as np
 
 from megatron.arguments import Problems, arg
-from megatron.data import provenance
 from megatron.data.indexed_dataset import IndexedDataset
-from megatron.data.jsonl_tokens import JsonlTokens, meta_path
 from megatron.data.ledger import MASK, SKIPPED, read_ledger, sample_hash, tokens_hash
+from megatron.data.packed.internlm_files import JsonlTokens, meta_path
+from megatron.data.sample_lookup import pieces, prefixes, samples_showing
 from megatron.data.sampler import SequentialSampler
-from megatron.data.whereabouts import pieces, prefixes, samples_showing
-from tools.inspection.reading import Reading, open_run
+from megatron.data.tokenizers import metadata as provenance
 from tools.shared.program import Command, run_command
+from tools.shared.run_data import Reading, open_run
 
 HEAD = 16  # tokens of a piece that are shown as text
 THREADS = 4  # that check pairs side by side

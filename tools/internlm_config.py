@@ -23,7 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.arguments import Problems, arg, config_from, parse_typed
-from megatron.config import check, command_line
+from megatron.config import command_line
+from megatron.config.checks import rules as check
 from megatron.config.tree import Config
 from tools.internlm.read_config import ConfigError, read_config
 from tools.internlm.to_flags import to_flags

@@ -29,7 +29,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron.arguments import arg
-from megatron.data.data_paths import PARTIAL, expand
+from megatron.data.blend.paths import PARTIAL, expand
 from megatron.data.indexed_dataset import (
     BLOCK,
     CODES,
@@ -40,7 +40,7 @@ from megatron.data.indexed_dataset import (
     bin_path,
     idx_path,
 )
-from megatron.data.provenance import common_maker, joined_counts, json_path
+from megatron.data.tokenizers.metadata import common_maker, joined_counts, json_path
 from tools.shared.program import read
 from tools.shared.progress import Progress
 

@@ -16,10 +16,10 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from megatron.analysis.plots import draw_curves
+from megatron.analysis.run_curves import read_run
+from megatron.analysis.text_plot import text_plot
 from megatron.arguments import arg
-from megatron.training.plots import draw_curves
-from megatron.training.run_curves import read_run
-from megatron.training.text_plot import text_plot
 from tools.shared.program import read
 
 DESCRIPTION = (

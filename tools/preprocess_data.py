@@ -24,13 +24,13 @@ from typing import NoReturn
 # numpy's, which nothing here needs; read when it is imported
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 from megatron.arguments import Problems, arg, build_parser, config_from, parse
-from megatron.data import sentences
 from megatron.data.indexed_dataset import bin_path, idx_path, optimal_dtype
-from megatron.data.inputs import BLOCK_BYTES, Reader, input_files
-from megatron.data.preprocess import Encoded, Job, encode_all, tokenizer_of
-from megatron.data.provenance import describe, fingerprint, vocabulary_of
-from megatron.data.tokenizer import Tokenizer, TokenizerFlags
-from megatron.data.unfinished import BadRecords, Busy, Unfinished, is_finishing
+from megatron.data.preprocess import sentences
+from megatron.data.preprocess.encode import Encoded, Job, encode_all, tokenizer_of
+from megatron.data.preprocess.readers import BLOCK_BYTES, Reader, input_files
+from megatron.data.preprocess.resumable_writer import BadRecords, Busy, Unfinished, is_finishing
+from megatron.data.tokenizers.build import Tokenizer, TokenizerFlags
+from megatron.data.tokenizers.metadata import describe, fingerprint, vocabulary_of
 from megatron.version import version_line
 from tools.shared.progress import Progress
 

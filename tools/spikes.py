@@ -22,11 +22,11 @@ import dataclasses
 import json
 from collections.abc import Sequence
 
-from megatron.training.log_reader import History, without_nan
-from megatron.training.plots import draw
-from megatron.training.run_history import checkpoints, read_history
-from megatron.training.spike_events import Event, find_events, log_interval, not_judged
-from megatron.training.spikes import LEAST
+from megatron.analysis.log_reader import History, without_nan
+from megatron.analysis.plots import draw
+from megatron.analysis.run_history import checkpoints, read_history
+from megatron.analysis.spike_events import Event, find_events, log_interval, not_judged
+from megatron.training.spikes.detector import LEAST
 from tools.shared.program import Command, run_command
 from tools.spike.options import AnalyzeOptions, DocsOptions, ReplayOptions, VerifyOptions
 

@@ -76,7 +76,7 @@ class Options:
 
 def problems(options: Options) -> list[str]:
     """What is wrong with the options, one line each; no text is read."""
-    from megatron.data.inputs import input_files
+    from megatron.data.preprocess.readers import input_files
 
     found = []
     names = options.special_tokens
@@ -136,9 +136,9 @@ class Texts:
 
     def __iter__(self) -> Iterator[str]:
         """Raises ValueError (file, line, what is wrong) for text that cannot be read."""
-        from megatron.data.inputs import Place, Reader
-        from megatron.data.preprocess import records
-        from megatron.data.unfinished import BadRecords
+        from megatron.data.preprocess.encode import records
+        from megatron.data.preprocess.readers import Place, Reader
+        from megatron.data.preprocess.resumable_writer import BadRecords
 
         options = self._options
         bad = BadRecords(options.max_bad_records)
@@ -238,8 +238,8 @@ def in_thread(work: Callable[[], None], progress: Progress) -> None:
 
 def train(options: Options, texts: Texts) -> Any:
     """The trained tokenizers.Tokenizer: ids of the bytes, of the merges, of the special tokens."""
-    from megatron.data.bpe import byte_alphabet
-    from megatron.data.tokenizer_base import library
+    from megatron.data.tokenizers.base import library
+    from megatron.data.tokenizers.gpt2_bpe import byte_alphabet
 
     tokenizers = library("tokenizers", "train_tokenizer.py")
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
@@ -298,7 +298,7 @@ def write(paths: Sequence[Path], texts: Sequence[str]) -> None:
 
 def run(options: Options) -> list[str]:
     """Train and write; the lines to print. Raises ValueError and OSError."""
-    from megatron.data.inputs import input_files
+    from megatron.data.preprocess.readers import input_files
 
     start = time.monotonic()
     texts = Texts(options, input_files(options.input)[0])

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.arguments import Flag, build_parser, help_with_default
-from megatron.config.megatron_flags import FOREIGN, NO_EFFECT, REFUSED, ForeignFlag
+from megatron.config.megatron_compat.flags import FOREIGN, NO_EFFECT, REFUSED, ForeignFlag
 from megatron.config.tree import Config
 from tools.shared.program import read
 

@@ -12,8 +12,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from megatron.training.log_reader import Record  # noqa: E402
-from megatron.training.run_history import read_history  # noqa: E402
+from megatron.analysis.log_reader import Record  # noqa: E402
+from megatron.analysis.run_history import read_history  # noqa: E402
 
 COLUMNS: dict[str, Callable[[Record], str]] = {
     "iteration": lambda r: str(r.iteration),

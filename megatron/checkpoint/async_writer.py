@@ -21,11 +21,11 @@ from typing import NamedTuple
 import torch
 
 from megatron import device as devices
-from megatron.checkpoint import boxes, store
-from megatron.checkpoint.boxes import Box
-from megatron.checkpoint.disk import CheckpointError, explained
+from megatron.checkpoint import store, tensor_slices
+from megatron.checkpoint.filesystem import CheckpointError, explained
+from megatron.checkpoint.helper_process import SideProcess
 from megatron.checkpoint.sharded import TensorSlice
-from megatron.checkpoint.side_process import SideProcess
+from megatron.checkpoint.tensor_slices import Box
 
 ALIGNED = 64  # bytes
 Failure = tuple[str, int | None]
@@ -42,7 +42,7 @@ class Part(NamedTuple):
 
     def view(self, memory: torch.Tensor) -> torch.Tensor:
         """Its tensor in the memory (uint8)."""
-        shape = boxes.extent(self.box)
+        shape = tensor_slices.extent(self.box)
         return (
             memory[self.offset : self.offset + prod(shape) * self.dtype.itemsize]
             .view(self.dtype)
@@ -184,7 +184,7 @@ def _laid_out(slices: Sequence[TensorSlice]) -> tuple[list[Part], int]:
     offset = 0
     for one in slices:
         parts.append(Part(one.name, one.global_shape, one.dtype, one.box, offset))
-        offset += -(-boxes.volume(one.box) * one.dtype.itemsize // ALIGNED) * ALIGNED
+        offset += -(-tensor_slices.volume(one.box) * one.dtype.itemsize // ALIGNED) * ALIGNED
     return parts, offset
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.checkpoint import store
-from megatron.checkpoint.disk import CheckpointError
+from megatron.checkpoint.filesystem import CheckpointError
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from megatron import log
-from megatron.checkpoint.disk import DISK, CheckpointError, explained, read_small_file
+from megatron.checkpoint.filesystem import DISK, CheckpointError, explained, read_small_file
 
 BEAT_SECONDS = 5.0
 STALE_SECONDS = 60.0

@@ -14,11 +14,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron.checkpoint import boxes
-from megatron.checkpoint.boxes import Box
+from megatron.checkpoint import tensor_slices
 from megatron.checkpoint.checksums import ALGORITHM, BLOCK_BYTES, crc32
-from megatron.checkpoint.disk import MANIFEST, CheckpointError, ForeignCheckpoint
+from megatron.checkpoint.filesystem import MANIFEST, CheckpointError, ForeignCheckpoint
 from megatron.checkpoint.safetensors_file import DTYPES, MAX_DIMS
+from megatron.checkpoint.tensor_slices import Box
 
 FORMAT = "sharded-safetensors"
 VERSION = 1
@@ -49,7 +49,7 @@ class TensorRecord:
 
     def bytes_of(self, box: Box) -> int:
         """Length of a box of this tensor."""
-        return boxes.volume(box) * DTYPES[self.dtype].itemsize
+        return tensor_slices.volume(box) * DTYPES[self.dtype].itemsize
 
 
 @dataclass(frozen=True)
@@ -109,14 +109,15 @@ class Manifest:
     def check_cover(self, name: str) -> None:
         """Raise CheckpointError unless the chunks of `name` cover each element exactly once."""
         record = self.tensors[name]
-        pair = boxes.first_overlap([chunk.box for chunk in record.chunks])
+        pair = tensor_slices.first_overlap([chunk.box for chunk in record.chunks])
         if pair:
             raise CheckpointError(
-                f"{self.source}, tensor {name}: {boxes.text(pair[0])} and {boxes.text(pair[1])} "
-                "overlap; each element must be written once [checkpoint-damaged]"
+                f"{self.source}, tensor {name}: {tensor_slices.text(pair[0])} and "
+                f"{tensor_slices.text(pair[1])} overlap; each element must be written once "
+                "[checkpoint-damaged]"
             )
-        have = sum(boxes.volume(chunk.box) for chunk in record.chunks)
-        want = boxes.volume(boxes.whole(record.shape))
+        have = sum(tensor_slices.volume(chunk.box) for chunk in record.chunks)
+        want = tensor_slices.volume(tensor_slices.whole(record.shape))
         if have != want:
             raise CheckpointError(
                 f"{self.source}, tensor {name}: its chunks hold {have} of {want} elements of "
@@ -241,13 +242,13 @@ def _tensor(
         ),
     )
     for chunk, raw in zip(record.chunks, value["chunks"], strict=True):
-        problem = boxes.problem_of(chunk.box, shape)
+        problem = tensor_slices.problem_of(chunk.box, shape)
         if problem:
-            raise ValueError(f"tensor {name}: box {boxes.text(chunk.box)} {problem}")
+            raise ValueError(f"tensor {name}: box {tensor_slices.text(chunk.box)} {problem}")
         length = record.bytes_of(chunk.box)
         if not length or raw["bytes"] != length:
             raise ValueError(
-                f"tensor {name}: box {boxes.text(chunk.box)} has {length} bytes, not "
+                f"tensor {name}: box {tensor_slices.text(chunk.box)} has {length} bytes, not "
                 f"{raw['bytes']!r}"
             )
         if len(chunk.sums) != -(-length // block_bytes):
@@ -258,7 +259,7 @@ def _tensor(
             raise ValueError(f"tensor {name}: its file {chunk.file!r} is not in the list of files")
         if length > files[chunk.file].bytes:
             raise ValueError(
-                f"tensor {name}: box {boxes.text(chunk.box)} has more bytes than its file"
+                f"tensor {name}: box {tensor_slices.text(chunk.box)} has more bytes than its file"
             )
     return record
 

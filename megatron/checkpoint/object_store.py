@@ -23,9 +23,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron import log
-from megatron.checkpoint import manifest, retention, skip_records, store
-from megatron.checkpoint.disk import DISK, CheckpointError
-from megatron.checkpoint.side_process import SideProcess
+from megatron.checkpoint import manifest, retention, skip_log, store
+from megatron.checkpoint.filesystem import DISK, CheckpointError
+from megatron.checkpoint.helper_process import SideProcess
 
 TRIES = 5
 WAITS = 1.0  # seconds before the second try, twice as long before each further one
@@ -129,22 +129,22 @@ class Remote:
         try:
             text = self._patiently(
                 "read",
-                skip_records.FILE_NAME,
-                lambda: self.files.cat_file(f"{self._root}/{skip_records.FILE_NAME}"),
+                skip_log.FILE_NAME,
+                lambda: self.files.cat_file(f"{self._root}/{skip_log.FILE_NAME}"),
             )
         except FileNotFoundError:
             return
         theirs = text.decode(errors="replace").splitlines()
-        mine = skip_records.read(staging)[0]
+        mine = skip_log.read(staging)[0]
         known = set(theirs)
         # otherwise the store has nothing that is not here
         if mine[: len(theirs)] != theirs:
-            skip_records.replace(staging, [*theirs, *(line for line in mine if line not in known)])
+            skip_log.replace(staging, [*theirs, *(line for line in mine if line not in known)])
 
     def upload_skips(self, staging: Path) -> None:
         """Bring the records of skipped iterations into the store, where there are any. Raises
         CheckpointError."""
-        path = staging / skip_records.FILE_NAME
+        path = staging / skip_log.FILE_NAME
         if path.exists():
             self._patiently("upload", path.name, lambda: self.put(path, path.name))
 
@@ -394,7 +394,7 @@ class _Watched:
     def _bring_skips(self) -> None:
         """Upload the records of skipped iterations if they are others than those uploaded.
         Snapshots have none."""
-        path = self.place.staging / skip_records.FILE_NAME
+        path = self.place.staging / skip_log.FILE_NAME
         found = path.read_bytes() if path.exists() else b""
         if found != self._records:
             self._remote.upload_skips(self.place.staging)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from megatron.checkpoint import store
-from megatron.checkpoint.disk import DISK, CheckpointError, Disk
+from megatron.checkpoint.filesystem import DISK, CheckpointError, Disk
 
 SLOTS = ("0", "1")
 

@@ -15,10 +15,9 @@ from pathlib import Path
 
 import torch
 
-from megatron.checkpoint import boxes
-from megatron.checkpoint.boxes import Box
+from megatron.checkpoint import tensor_slices
 from megatron.checkpoint.checksums import BLOCK_BYTES
-from megatron.checkpoint.disk import DISK, CheckpointError, Disk, ForeignCheckpoint
+from megatron.checkpoint.filesystem import DISK, CheckpointError, Disk, ForeignCheckpoint
 from megatron.checkpoint.manifest import Chunk, FileRecord, Manifest, TensorRecord
 from megatron.checkpoint.safetensors_file import (
     DTYPE_NAMES,
@@ -30,6 +29,7 @@ from megatron.checkpoint.safetensors_file import (
     thread_count,
     write_file,
 )
+from megatron.checkpoint.tensor_slices import Box
 
 MOST_LATER = 1024  # sections that wait to be read
 
@@ -49,22 +49,22 @@ class TensorSlice:
     tensor: torch.Tensor | Callable[[], torch.Tensor]
 
     def __post_init__(self) -> None:
-        problem = boxes.problem_of(self.box, self.global_shape)
-        assert problem is None, f"{self.name}: box {boxes.text(self.box)} {problem}"
+        problem = tensor_slices.problem_of(self.box, self.global_shape)
+        assert problem is None, f"{self.name}: box {tensor_slices.text(self.box)} {problem}"
         if isinstance(self.tensor, torch.Tensor):
             assert (
-                tuple(self.tensor.shape) == boxes.extent(self.box)
+                tuple(self.tensor.shape) == tensor_slices.extent(self.box)
                 and self.tensor.dtype == self.dtype
             ), (
                 f"{self.name}: {self.tensor.dtype} {tuple(self.tensor.shape)} for {self.dtype} "
-                f"{boxes.text(self.box)}"
+                f"{tensor_slices.text(self.box)}"
             )
 
     @classmethod
     def whole(cls, name: str, tensor: torch.Tensor) -> TensorSlice:
         """The slice that is all of a tensor."""
         shape = tuple(tensor.shape)
-        return cls(name, shape, tensor.dtype, boxes.whole(shape), tensor)
+        return cls(name, shape, tensor.dtype, tensor_slices.whole(shape), tensor)
 
     @property
     def key(self) -> str:
@@ -72,8 +72,8 @@ class TensorSlice:
         tensor."""
         return (
             self.name
-            if self.box == boxes.whole(self.global_shape)
-            else self.name + boxes.text(self.box)
+            if self.box == tensor_slices.whole(self.global_shape)
+            else self.name + tensor_slices.text(self.box)
         )
 
 
@@ -91,12 +91,13 @@ def write(
 
     Empty slices are noted without data; without any data there is no file. Raises CheckpointError.
     """
-    filled = [part for part in slices if boxes.volume(part.box)]
+    filled = [part for part in slices if tensor_slices.volume(part.box)]
     files: dict[str, FileRecord] = {}
     sums: dict[str, tuple[str, ...]] = {}
     if filled:
         entries = [
-            Entry(part.key, part.dtype, boxes.extent(part.box), part.tensor) for part in filled
+            Entry(part.key, part.dtype, tensor_slices.extent(part.box), part.tensor)
+            for part in filled
         ]
         written = write_file(directory / file_name, entries, block_bytes=block_bytes, disk=disk)
         files[file_name] = FileRecord(written.bytes, written.header_crc32)
@@ -109,7 +110,7 @@ def write(
             f"{part.name}: two shapes"
         )
         chunks = known.chunks if known else ()
-        if boxes.volume(part.box):
+        if tensor_slices.volume(part.box):
             chunks += (Chunk(file_name, part.key, part.box, sums[part.key]),)
         tensors[part.name] = TensorRecord(part.global_shape, dtype, chunks)
     return Manifest(iteration, files, tensors, block_bytes, source=str(directory / file_name))
@@ -163,8 +164,8 @@ class Reader:
         file and tensor.
         """
         if into is None:
-            box = boxes.whole(self.shape(name)) if box is None else box
-            into = torch.empty(boxes.extent(box), dtype=self.dtype(name))
+            box = tensor_slices.whole(self.shape(name)) if box is None else box
+            into = torch.empty(tensor_slices.extent(box), dtype=self.dtype(name))
         self.read_later(name, box, into)
         self.wait()
         return into
@@ -173,28 +174,31 @@ class Reader:
         """As `read`, but `into` is filled only when `wait` returns: several tensors are read at a
         time, on all threads."""
         record = self._record(name)
-        box = boxes.whole(record.shape) if box is None else box
-        problem = boxes.problem_of(box, record.shape)
+        box = tensor_slices.whole(record.shape) if box is None else box
+        problem = tensor_slices.problem_of(box, record.shape)
         if problem:
             raise CheckpointError(
                 f"{self.directory}, tensor {name} {list(record.shape)}: "
-                f"box {boxes.text(box)} {problem}"
+                f"box {tensor_slices.text(box)} {problem}"
             )
         dtype = DTYPES[record.dtype]
-        if tuple(into.shape) != boxes.extent(box) or into.dtype != dtype:
+        if tuple(into.shape) != tensor_slices.extent(box) or into.dtype != dtype:
             raise CheckpointError(
                 f"{self.directory}, tensor {name}: {into.dtype} {tuple(into.shape)} cannot take "
-                f"{dtype} {boxes.text(box)}; read it without `into` and convert it"
+                f"{dtype} {tensor_slices.text(box)}; read it without `into` and convert it"
             )
         target = into.detach()
         for chunk in record.chunks:
-            common = boxes.intersection(chunk.box, box)
+            common = tensor_slices.intersection(chunk.box, box)
             if common is not None:
                 self._later.extend(
                     map(
                         self._pool.submit,
                         self._tasks(
-                            record, chunk, common, target[boxes.slices(boxes.relative(common, box))]
+                            record,
+                            chunk,
+                            common,
+                            target[tensor_slices.slices(tensor_slices.relative(common, box))],
                         ),
                     )
                 )
@@ -236,14 +240,19 @@ class Reader:
                 )
                 for low in range(0, len(view), section)
             ]
-        local = boxes.relative(common, chunk.box)
-        shape = boxes.extent(chunk.box)
+        local = tensor_slices.relative(common, chunk.box)
+        shape = tensor_slices.extent(chunk.box)
         limit = section_bytes(block) // target.dtype.itemsize
         return [
             lambda piece=piece: _copy_piece(
-                file, chunk, shape, piece, block, target[boxes.slices(boxes.relative(piece, local))]
+                file,
+                chunk,
+                shape,
+                piece,
+                block,
+                target[tensor_slices.slices(tensor_slices.relative(piece, local))],
             )
-            for piece in boxes.pieces(local, shape, limit)
+            for piece in tensor_slices.pieces(local, shape, limit)
         ]
 
     def _file(self, record: TensorRecord, chunk: Chunk) -> SafetensorsFile:
@@ -260,7 +269,10 @@ class Reader:
                 f"{file.bytes} bytes with header {file.header_crc32}, should be {want.bytes} with "
                 f"{want.crc32}"
             )
-        elif place is None or (place.dtype, place.shape) != (record.dtype, boxes.extent(chunk.box)):
+        elif place is None or (place.dtype, place.shape) != (
+            record.dtype,
+            tensor_slices.extent(chunk.box),
+        ):
             reason = f"its tensor {chunk.key} is not the one of the manifest"
         else:
             return file
@@ -311,7 +323,7 @@ def _copy_piece(
     """Copy `piece` of a chunk of `shape` into `target` by way of the whole blocks around it, which
     are checked."""
     size = target.dtype.itemsize
-    first, stop = boxes.span(piece, shape)
+    first, stop = tensor_slices.span(piece, shape)
     place = file.places[chunk.key]
     low = first * size // block * block
     high = min(-(-stop * size // block) * block, place.stop - place.start)
@@ -319,5 +331,7 @@ def _copy_piece(
     file.read_into(chunk.key, bytes_of(scratch), low, chunk.sums, block)
     values = scratch[first * size - low : stop * size - low].view(target.dtype)
     target.copy_(
-        values.as_strided(boxes.extent(piece), boxes.strides(shape), values.storage_offset())
+        values.as_strided(
+            tensor_slices.extent(piece), tensor_slices.strides(shape), values.storage_offset()
+        )
     )

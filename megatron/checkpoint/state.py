@@ -17,7 +17,7 @@ from typing import Any
 import numpy
 import torch
 
-from megatron.checkpoint.disk import CheckpointError, ForeignCheckpoint
+from megatron.checkpoint.filesystem import CheckpointError, ForeignCheckpoint
 
 VERSION = 1
 ABSENT = "(absent)"

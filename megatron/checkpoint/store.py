@@ -20,7 +20,7 @@ from typing import Any
 from megatron import log
 from megatron.checkpoint import manifest, sharded
 from megatron.checkpoint.checksums import crc32
-from megatron.checkpoint.disk import (
+from megatron.checkpoint.filesystem import (
     DISK,
     CheckpointError,
     Disk,

@@ -28,15 +28,17 @@ from megatron.arguments import (
     to_args_text,
     values_of,
 )
-from megatron.config import architecture, check, megatron_flags
-from megatron.config.check_paths import TOKENIZER_FILES, newest_checkpoint, newest_with_good_args
+from megatron.config import architecture
 from megatron.config.checkpoint import is_url, staged
+from megatron.config.checks import rules as check
+from megatron.config.checks.paths import TOKENIZER_FILES, newest_checkpoint, newest_with_good_args
+from megatron.config.checks.tokenizer import BYTE_VOCAB_SIZE, TIKTOKEN_VOCAB_SIZE, ids_in_file
 from megatron.config.logging import SHORT
+from megatron.config.megatron_compat import flags as megatron_flags
 from megatron.config.model import ModelConfig
-from megatron.config.plan import Plan, make_plan
-from megatron.config.plan_lines import describe
+from megatron.config.plan.plan import Plan, make_plan
+from megatron.config.plan.report import describe
 from megatron.config.summary_lines import changed_arguments
-from megatron.config.tokenizer import BYTE_VOCAB_SIZE, TIKTOKEN_VOCAB_SIZE, ids_in_file
 from megatron.config.tree import Config
 from megatron.version import version_line
 
@@ -392,7 +394,7 @@ def dump(
 
 def start_lines(line: CommandLine, distributed_backend: str) -> list[str]:
     """What a run prints first, in Megatron's order: sizes, notes, precision, arguments,
-    micro-batches. With --log-format short nothing, since `training/preamble.py` follows.
+    micro-batches. With --log-format short nothing, since `training/logging/preamble.py` follows.
 
     `distributed_backend`: as for `dumped_values`.
     """

@@ -7,8 +7,8 @@ import textwrap
 from collections.abc import Sequence
 
 from megatron.arguments import to_args_text
-from megatron.config.costs import activations
-from megatron.config.plan import Plan, bytes_per_rank, shards
+from megatron.config.plan.costs import activations
+from megatron.config.plan.plan import Plan, bytes_per_rank, shards
 from megatron.config.tree import Config
 
 WIDTH = 100

@@ -19,7 +19,7 @@ from megatron.config.training import TrainingConfig
 @dataclass(frozen=True)
 class Config:
     """What the user asked for, unchanged; what follows from it lives in
-    `megatron.config.plan.Plan`."""
+    `megatron.config.plan.plan.Plan`."""
 
     model: ModelConfig
     parallel: ParallelConfig

@@ -14,9 +14,7 @@ from typing import Protocol
 import numpy as np
 
 from megatron import log
-from megatron.data import provenance
-from megatron.data.blend_members import Member, members_of, read_in, weights_of
-from megatron.data.blended_dataset import (
+from megatron.data.blend.blended_dataset import (
     SPLITS,
     Blend,
     BlendedDataset,
@@ -28,9 +26,10 @@ from megatron.data.blended_dataset import (
     read_split_blends,
     split_range,
 )
-from megatron.data.data_paths import expand
-from megatron.data.epoch_build import Before, EpochBuilder
-from megatron.data.epoch_dataset import EpochBlend
+from megatron.data.blend.members import Member, members_of, read_in, weights_of
+from megatron.data.blend.paths import expand
+from megatron.data.epoch.build import Before, EpochBuilder
+from megatron.data.epoch.epoch_dataset import EpochBlend
 from megatron.data.gpt_dataset import (
     GPTDataset,
     MockGPTDataset,
@@ -40,6 +39,7 @@ from megatron.data.gpt_dataset import (
 )
 from megatron.data.index_cache import IndexCache
 from megatron.data.plan_table import Row
+from megatron.data.tokenizers import metadata as provenance
 
 LOGGER = "megatron.core.datasets.blended_megatron_dataset_config"
 DEFAULT_SPLIT = "969, 30, 1"
@@ -120,7 +120,7 @@ def build_train_valid_test_datasets(
     """The datasets of train, valid and test, None where the flags give a split nothing or `sizes`
     asks for 0 samples. With --multiple-validation-sets, valid is a list.
 
-    `sizes` are the samples needed (`megatron.config.plan.Targets`); None means one epoch.
+    `sizes` are the samples needed (`megatron.config.plan.plan.Targets`); None means one epoch.
     `vocab_size` is the tokenizer's and `eod` its end-of-document id: mock data is made of them, and
     with `check_tokens` the head of each corpus is compared with them. `before` is where a run in
     epoch order is resumed; `rows`, if given, gets the table of the plan.

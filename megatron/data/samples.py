@@ -9,9 +9,9 @@ from __future__ import annotations
 import numpy as np
 
 from megatron.data.ledger import sample_hash, tokens_hash
-from megatron.data.packed import LABELS
+from megatron.data.packed.packed_dataset import LABELS
+from megatron.data.sample_lookup import Dataset, pieces
 from megatron.data.subsets import subset_of
-from megatron.data.whereabouts import Dataset, pieces
 
 
 class Samples:

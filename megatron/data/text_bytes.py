@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron.data import provenance
+from megatron.data.tokenizers import metadata as provenance
 
 
 def bits_per_byte(loss: float | None, bytes_per_token: float | None) -> float | None:

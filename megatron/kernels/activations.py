@@ -7,8 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron.kernels import native
-from megatron.kernels.blocks import for_each, pays_off, row_blocks, wide_dtype
+from megatron.kernels.cpu import native
+from megatron.kernels.cpu.blocking import for_each, pays_off, row_blocks, wide_dtype
 
 GELU_LINEAR = 2 * math.sqrt(2 / math.pi)  # tanh GELU is x sigmoid(GELU_LINEAR x + GELU_CUBIC x^3)
 GELU_CUBIC = 0.044715 * GELU_LINEAR

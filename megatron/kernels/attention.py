@@ -7,12 +7,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.kernels import flash_attention, tile_attention, vector_attention
-from megatron.kernels.blocks import for_each
-from megatron.kernels.documents import run_starts
+from megatron.kernels import flash_attention
+from megatron.kernels.cpu import bf16_attention, fp32_attention
+from megatron.kernels.cpu.blocking import for_each
+from megatron.kernels.cu_seqlens import run_starts
 from megatron.kernels.dropout import DropoutBits
 from megatron.kernels.linear import low_precision_is_native
-from megatron.kernels.plain import plain_attention
+from megatron.kernels.reference_attention import plain_attention
 
 IMPLEMENTATIONS = ("auto", "sdpa", "chunked", "plain", "tiles", "vectors", "flash")
 QUERY_ROWS = 64  # of one block; few, so that little above the diagonal is computed in vain
@@ -59,7 +60,7 @@ def attention(
     if chosen == "sdpa":
         return _sdpa(q, k, v, scale)
     if chosen == "vectors":
-        return vector_attention.vector_attention(q, k, v, scale)
+        return fp32_attention.vector_attention(q, k, v, scale)
     if chosen == "flash":
         return flash_attention.flash_attention(q, k, v, scale, document_ids)
     if dropout_p > 0.0 and dropout_seed is None:
@@ -69,7 +70,7 @@ def attention(
     if chosen == "tiles":
         starts = None if document_ids is None else run_starts(document_ids)
         if document_ids is None or starts is not None:
-            return tile_attention.tile_attention(
+            return bf16_attention.tile_attention(
                 q, k, v, scale, dropout_p, dropout_seed or 0, starts
             )
         if implementation == "tiles":
@@ -111,12 +112,12 @@ def select_attention(
             f"attention implementation 'sdpa' cannot do {' and '.join(obstacles)} without an s x s "
             "tensor or a hidden generator: use 'auto' or 'chunked'"
         )
-    no_tiles = tile_attention.obstacle(device, dtype, head_dim, seq_length)
+    no_tiles = bf16_attention.obstacle(device, dtype, head_dim, seq_length)
     if implementation == "tiles" and no_tiles:
         raise ValueError(
             f"attention implementation 'tiles' cannot run: {no_tiles}; use 'auto' or 'chunked'"
         )
-    no_vectors = " and ".join(obstacles) or vector_attention.obstacle(
+    no_vectors = " and ".join(obstacles) or fp32_attention.obstacle(
         device, dtype, head_dim, seq_length
     )
     if implementation == "vectors" and no_vectors:
@@ -135,7 +136,7 @@ def select_attention(
         masks = "; dropout masks of its own" if dropout_p > 0.0 else ""
         return (
             "tiles",
-            f"this CPU has {tile_attention.instructions()}{masks}",
+            f"this CPU has {bf16_attention.instructions()}{masks}",
             f"slower in bf16 on this CPU{others}",
         )
     if obstacles:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron.kernels.blocks import for_each, wide_dtype
+from megatron.kernels.cpu.blocking import for_each, wide_dtype
 from megatron.kernels.dropout import DropoutBits
 
 QUERY_ROWS = 64  # scored at a time

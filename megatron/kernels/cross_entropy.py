@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from megatron.kernels import native
+from megatron.kernels.cpu import native
 
 CHUNK_ELEMENTS = 1 << 19  # of the rows taken at a time on a CPU, so that they stay in the cache
 LAUNCH_ELEMENTS = 1 << 26  # elsewhere, where each operation is a launch

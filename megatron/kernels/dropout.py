@@ -6,7 +6,7 @@ import random
 import torch
 from torch import Tensor
 
-from megatron.kernels import native
+from megatron.kernels.cpu import native
 
 CHUNK_ELEMENTS = 1 << 16  # drawn and applied at a time on a CPU, so that they stay in the cache
 LAUNCH_ELEMENTS = 1 << 24  # elsewhere, where each operation is a launch

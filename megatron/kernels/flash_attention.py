@@ -6,7 +6,7 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from megatron.kernels.documents import cumulative_lengths
+from megatron.kernels.cu_seqlens import cumulative_lengths
 
 INSTALL = "pip install flash-attn --no-build-isolation (it needs CUDA's compiler)"
 HEAD_DIM = 256  # the widest head it has

@@ -174,9 +174,9 @@ def linear_fp8(
     `scaling`.
 
     x [..., in], weight [out, in], bias [out] or None, all bf16, fp16 or fp32 -> [..., out]. in, out
-    and the number of rows are multiples of 16 (config/check_fp8.py sees to it; torch refuses others
-    on CUDA). Sums are fp32, the bias and its gradient are not cast. For backward x itself is kept
-    and cast again with the same scale.
+    and the number of rows are multiples of 16 (config/checks/fp8.py sees to it; torch refuses
+    others on CUDA). Sums are fp32, the bias and its gradient are not cast. For backward x itself is
+    kept and cast again with the same scale.
     """
     return _Fp8Linear.apply(
         x, weight, bias, accumulate_into, exchange, scaling, torch.is_grad_enabled()

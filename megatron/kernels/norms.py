@@ -4,8 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.kernels import native
-from megatron.kernels.blocks import for_each, pays_off, row_blocks, wide_dtype
+from megatron.kernels.cpu import native
+from megatron.kernels.cpu.blocking import for_each, pays_off, row_blocks, wide_dtype
 
 
 def layer_norm(

@@ -4,8 +4,8 @@ attention."""
 import torch
 from torch import Tensor
 
-from megatron.kernels import native
-from megatron.kernels.blocks import for_each, pays_off, row_blocks
+from megatron.kernels.cpu import native
+from megatron.kernels.cpu.blocking import for_each, pays_off, row_blocks
 
 # Llama 3.1's context before it was lengthened, and the turns in it between which frequencies go
 # over from slowed to kept.

@@ -9,18 +9,12 @@ import torch
 from megatron.config.precision import PrecisionConfig
 from megatron.config.tree import Config
 from megatron.device import multiplies_fp8
-from megatron.kernels import (
-    apex,
-    flash_attention,
-    native,
-    tile_attention,
-    transformer_engine,
-    vector_attention,
-)
+from megatron.kernels import apex, flash_attention, transformer_engine
 from megatron.kernels.attention import select_attention
 from megatron.kernels.block_attention import flash
-from megatron.kernels.blocks import pays_off
-from megatron.kernels.choice import Kernels
+from megatron.kernels.cpu import bf16_attention, fp32_attention, native
+from megatron.kernels.cpu.blocking import pays_off
+from megatron.kernels.kernels import Kernels
 from megatron.kernels.linear import compute_dtype
 
 ATTENTION = {
@@ -346,11 +340,11 @@ def _plain_attention_rows(
         why = "documents of any length, and nothing outside them"
         why_not = "computes what document masks hide"
     off = {"sdpa": why_not, "chunked": why_not, "plain": "holds an s x s tensor"}
-    no_tiles = tile_attention.obstacle(
+    no_tiles = bf16_attention.obstacle(
         device, dtype, length["head_dim"], length.get("seq_length", 1)
     )
     off["tiles"] = COMPILED if compiled else no_tiles or "not asked for"
-    no_vectors = vector_attention.obstacle(
+    no_vectors = fp32_attention.obstacle(
         device, dtype, length["head_dim"], length.get("seq_length", 1)
     )
     off["vectors"] = COMPILED if compiled else no_vectors or why_not

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron.kernels.documents import cumulative_lengths
+from megatron.kernels.cu_seqlens import cumulative_lengths
 
 INSTALL = "pip install --no-build-isolation 'transformer-engine[pytorch]'"
 

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from megatron.config.model import ModelConfig
-from megatron.kernels import reference as kernels
+from megatron.kernels import functional as kernels
 from megatron.parallel.collectives import my_slice
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.layers import VocabParallelEmbedding, embedding

@@ -11,14 +11,14 @@ import torch
 from torch import nn
 
 from megatron.config.model import ModelConfig
-from megatron.config.parameters import (
+from megatron.config.plan.parameters import (
     WORD_EMBEDDING,
     count_parameters,
     parameter_table,
     stage_table,
 )
 from megatron.config.precision import PrecisionConfig
-from megatron.kernels.choice import Kernels
+from megatron.kernels.kernels import Kernels
 from megatron.model.embedding import Embedding, RotaryTables
 from megatron.model.layer import Decoder, Recompute
 from megatron.parallel.collectives import all_gather
@@ -41,7 +41,7 @@ class GPTModel(nn.Module):
     """A GPT, or the chunk of one that has the (global) `layers`.
 
     The chunk with the first layer has the embedding, the one with the last layer final norm, output
-    layer and loss. Parameters are named as in `megatron.config.parameters.parameter_table` and
+    layer and loss. Parameters are named as in `megatron.config.plan.parameters.parameter_table` and
     their memory is not filled: `megatron.parallel.sharding.init_parameters` or a checkpoint does
     that. Weights are [out, in]; a tied output layer uses the embedding's very parameter, or in
     another chunk a copy of the same name. `kernels`: what layers compute with. With `keep_losses`

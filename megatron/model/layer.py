@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from megatron.config.model import ModelConfig
-from megatron.kernels.choice import Kernels
+from megatron.kernels.kernels import Kernels
 from megatron.model.attention import Rotary, SelfAttention
 from megatron.model.mlp import MLP
 from megatron.model.norm import Norm

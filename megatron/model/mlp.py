@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from megatron.config.model import ModelConfig
-from megatron.kernels import reference as kernels
-from megatron.kernels.choice import Kernels
+from megatron.kernels import functional as kernels
+from megatron.kernels.kernels import Kernels
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.parallel.sharding import ParameterFactory

@@ -8,8 +8,8 @@ from torch import nn
 
 from megatron.config.model import ModelConfig
 from megatron.kernels import apex
-from megatron.kernels import reference as kernels
-from megatron.kernels.choice import Kernels
+from megatron.kernels import functional as kernels
+from megatron.kernels.kernels import Kernels
 from megatron.parallel.sharding import ParameterFactory
 
 

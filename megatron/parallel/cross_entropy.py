@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from megatron.kernels import reference as kernels
+from megatron.kernels import functional as kernels
 from megatron.parallel.collectives import all_reduce
 from megatron.parallel.context import Axis
 

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron.config import buckets as flat_buckets
-from megatron.config.zero_partition import whole_parameters
+from megatron.config.plan import buckets as flat_buckets
+from megatron.config.plan.zero_partition import whole_parameters
 from megatron.parallel.collectives import (
     Pending,
     all_reduce_,

@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from megatron.kernels import reference as kernels
-from megatron.kernels.choice import Kernels
+from megatron.kernels import functional as kernels
+from megatron.kernels.kernels import Kernels
 from megatron.parallel.collectives import (
     reduce_from,
     scatter_sequence,

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from megatron.kernels import reference as kernels
+from megatron.kernels import functional as kernels
 
 
 def dropout_seed(

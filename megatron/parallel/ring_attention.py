@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from megatron.kernels.block_attention import Block, block_attention, block_attention_grads, join_
-from megatron.kernels.blocks import wide_dtype
+from megatron.kernels.cpu.blocking import wide_dtype
 from megatron.parallel.collectives import start_all_gather, start_reduce_scatter, start_shift
 from megatron.parallel.context import Axis
 from megatron.parallel.zigzag import PARTS, Tile, chunks_of, part_rows, tiles

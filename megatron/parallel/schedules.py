@@ -7,7 +7,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from megatron.config.stages import check_micro_batches, warm_up_forwards
+from megatron.config.plan.stages import check_micro_batches, warm_up_forwards
 
 
 class Step(NamedTuple):

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from megatron.config.parameters import ParameterSpec
+from megatron.config.plan.parameters import ParameterSpec
 from megatron.parallel.context import ParallelContext
 
 

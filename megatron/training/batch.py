@@ -10,13 +10,13 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from megatron.config.batch_size import BatchSizeSchedule
+from megatron.config.plan.batch_size import BatchSizeSchedule
 from megatron.config.skip_ranges import SkipRanges
-from megatron.data.packed import LABELS, POSITIONS, SUBSET, TOKENS
+from megatron.data.packed.packed_dataset import LABELS, POSITIONS, SUBSET, TOKENS
 from megatron.parallel.context import Axis
 from megatron.parallel.random import DropoutSeeds
 from megatron.parallel.zigzag import my_chunks
-from megatron.training.signals import WorkerSignals
+from megatron.training.launch.signals import WorkerSignals
 
 
 @dataclass(frozen=True)
@@ -100,9 +100,9 @@ def make_batch(
 
 
 def _packed_batch(lines: torch.Tensor, cp: Axis, dropout: DropoutSeeds | None) -> Batch:
-    """A row of packed samples, lines [1, 4, s] as `megatron.data.packed.PackedDataset` has them:
-    positions begin anew with each piece, attention stays inside it, and tokens without a label (0)
-    have no loss."""
+    """A row of packed samples, lines [1, 4, s] as
+    `megatron.data.packed.packed_dataset.PackedDataset` has them: positions begin anew with each
+    piece, attention stays inside it, and tokens without a label (0) have no loss."""
     positions = lines[:, POSITIONS]
     parts = (
         lines[:, TOKENS],

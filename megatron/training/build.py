@@ -14,9 +14,9 @@ from torch import nn
 
 from megatron import log
 from megatron.checkpoint.async_writer import Writer
-from megatron.checkpoint.skip_records import SkipHistory
+from megatron.checkpoint.skip_log import SkipHistory
 from megatron.checkpoint.state import RunState
-from megatron.config.plan import Plan, bucket_size, make_plan
+from megatron.config.plan.plan import Plan, bucket_size, make_plan
 from megatron.config.training import TrainingConfig
 from megatron.config.tree import Config
 from megatron.data import index_helpers
@@ -24,11 +24,11 @@ from megatron.data.build import Before, build_train_valid_test_datasets, check_t
 from megatron.data.cyclic_sampler import CyclicSampler
 from megatron.data.data_order import data_order_fingerprint
 from megatron.data.ledger import Ledger, Recorder
-from megatron.data.packed_build import build_packed_datasets
+from megatron.data.packed.build import build_packed_datasets
 from megatron.data.plan_table import Row, plan_table
 from megatron.data.sampler import PackedSampler, SequentialSampler
 from megatron.data.subsets import subset_names
-from megatron.data.tokenizer import Tokenizer
+from megatron.data.tokenizers.build import Tokenizer
 from megatron.kernels.select import choose_kernels, fp8_rows
 from megatron.model.gpt import GPTModel, hidden_dtype
 from megatron.model.layer import Recompute
@@ -43,13 +43,13 @@ from megatron.parallel.pipeline import Pipeline
 from megatron.parallel.sharding import counts, init_parameters
 from megatron.timers import Timers
 from megatron.training.batch import BatchRules
-from megatron.training.initialize import Runtime
-from megatron.training.internlm_lines import start_line
+from megatron.training.launch.initialize import Runtime
+from megatron.training.logging.internlm_format import start_line
+from megatron.training.logging.subset_metrics import RowCounts
 from megatron.training.preflight import build_tokenizer
-from megatron.training.row_counts import RowCounts
 from megatron.training.schedule import build_scheduler
 from megatron.training.services import Services
-from megatron.training.spike_policy import SpikePolicy
+from megatron.training.spikes.policy import SpikePolicy
 
 
 @dataclass

@@ -12,17 +12,17 @@ from typing import Any
 import torch
 
 from megatron import log
-from megatron.checkpoint.disk import CheckpointError
+from megatron.checkpoint.filesystem import CheckpointError
 from megatron.data.samples import Samples
 from megatron.data.text_bytes import bits_per_byte, bytes_per_token
-from megatron.training import checkpointing
 from megatron.training.batch import evaluation_samples, load_samples, training_samples
 from megatron.training.build import Data, Run
-from megatron.training.control_file import SAVE, STOP, ControlFile
-from megatron.training.log_lines import datetime_line
-from megatron.training.metrics import IterationResult, TrainingLog
-from megatron.training.rewind import Past
-from megatron.training.signals import Refusal
+from megatron.training.checkpointing import checkpointing
+from megatron.training.launch.control_file import SAVE, STOP, ControlFile
+from megatron.training.launch.signals import Refusal
+from megatron.training.logging.megatron_format import datetime_line
+from megatron.training.logging.training_log import IterationResult, TrainingLog
+from megatron.training.rollback import Past
 from megatron.training.step import ForwardStep, NotFinite, evaluate, train_step
 
 # What a rank asks for or tells, summed over the ranks; of fewer than 2^16 the sums stay apart, and

@@ -20,15 +20,15 @@ from typing import Any
 from megatron import launcher
 from megatron.arguments import Problems, config_from, parse, read_words
 from megatron.config import architecture, command_line
-from megatron.config.check_paths import newest_with_good_args, vouched_file
 from megatron.config.checkpoint import CheckpointConfig
+from megatron.config.checks.paths import newest_with_good_args, vouched_file
 from megatron.config.command_line import CommandLine
-from megatron.config.plan import Plan, make_plan
+from megatron.config.plan.plan import Plan, make_plan
 from megatron.config.tree import Config
 from megatron.data.build import check_tokenizer
-from megatron.data.planned import Shortage, check_ids, read_splits, shortages
-from megatron.data.tokenizer import Tokenizer, TokenizerFlags
-from megatron.training.resume_checks import (
+from megatron.data.dry_run import Shortage, check_ids, read_splits, shortages
+from megatron.data.tokenizers.build import Tokenizer, TokenizerFlags
+from megatron.training.checkpointing.resume_checks import (
     architecture_problem,
     position_problem,
     vocabulary_problem,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron.config.plan import Plan
+from megatron.config.plan.plan import Plan
 from megatron.config.tree import Config
 from megatron.optimizer.scheduler import HasParamGroups, OptimizerParamScheduler, schedule_steps
 

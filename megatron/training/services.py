@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 
 from megatron.parallel.collectives import all_reduce_
-from megatron.training.signals import SignalWatch
+from megatron.training.launch.signals import SignalWatch
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from megatron.checkpoint.disk import Disk
+from megatron.checkpoint.filesystem import Disk
 
 
 @dataclass

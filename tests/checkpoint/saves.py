@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from megatron.checkpoint import store
-from megatron.checkpoint.disk import Disk, explained
+from megatron.checkpoint.filesystem import Disk, explained
 from megatron.checkpoint.sharded import TensorSlice
 from megatron.checkpoint.state import RunState
 

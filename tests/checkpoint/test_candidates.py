@@ -6,7 +6,7 @@ import pytest
 
 from megatron.checkpoint import retention, store
 from megatron.checkpoint.candidates import Candidate, candidates
-from megatron.checkpoint.disk import CheckpointError
+from megatron.checkpoint.filesystem import CheckpointError
 from tests.checkpoint.saves import assert_good, save
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from megatron.checkpoint import retention, store
-from megatron.checkpoint.disk import CheckpointError, Disk
+from megatron.checkpoint.filesystem import CheckpointError, Disk
 from megatron.checkpoint.sharded import TensorSlice
 from megatron.checkpoint.state import RunState
 from tests.checkpoint.crash_model import Recorder, Tree, lay_out

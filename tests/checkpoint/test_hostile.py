@@ -23,13 +23,13 @@ import torch
 
 from megatron.checkpoint import lock, store
 from megatron.checkpoint.checksums import crc32
-from megatron.checkpoint.disk import CheckpointError
+from megatron.checkpoint.filesystem import CheckpointError
 from megatron.config import command_line
 from megatron.data.gpt_dataset import open_corpus
 from megatron.data.index_cache import IndexCache
-from megatron.data.tokenizer import build_tokenizer
-from megatron.training import checkpointing, saved_flags
-from megatron.training.control_file import ControlFile
+from megatron.data.tokenizers.build import build_tokenizer
+from megatron.training.checkpointing import checkpointing, saved_args
+from megatron.training.launch.control_file import ControlFile
 from tests.checkpoint.forged import (
     Gadget,
     checkpoint,
@@ -308,7 +308,7 @@ OTHERS: dict[str, Case] = {
     "args with a shell's substitution": (args(b"--num-layers $(touch canary)"), use_args),
     "args that include a file": (
         args(b"--num-layers 2 @/etc/passwd"),
-        lambda root: saved_flags.saved_config(store.load(root / "run")),
+        lambda root: saved_args.saved_config(store.load(root / "run")),
     ),
     "args that are a pickle": (args(b"\x80\x02cos\nsystem\n(S'touch canary'\ntR."), use_args),
     "args of an unknown flag": (args(b"--exec 'touch canary'"), use_args),

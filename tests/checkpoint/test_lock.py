@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from megatron.checkpoint import lock, store
-from megatron.checkpoint.disk import CheckpointError
+from megatron.checkpoint.filesystem import CheckpointError
 from tests.checkpoint.saves import ARGS, assert_good, tensors
 from tests.checkpoint.saves import save as plain_save
 from tests.forkrun import ROOT, run_ranks

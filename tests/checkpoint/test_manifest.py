@@ -8,7 +8,7 @@ import random
 import pytest
 
 from megatron.checkpoint.checksums import crc32
-from megatron.checkpoint.disk import CheckpointError
+from megatron.checkpoint.filesystem import CheckpointError
 from megatron.checkpoint.manifest import Chunk, FileRecord, Manifest, TensorRecord, merge, parse
 
 FILE = "weights_00000.safetensors"

@@ -11,7 +11,7 @@ import torch
 
 from megatron.checkpoint import safetensors_file as st
 from megatron.checkpoint.checksums import BLOCK_BYTES, block_sum, block_sums
-from megatron.checkpoint.disk import CheckpointError
+from megatron.checkpoint.filesystem import CheckpointError
 from megatron.checkpoint.safetensors_file import (
     DTYPES,
     Entry,

@@ -10,8 +10,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron.checkpoint import boxes, checksums, manifest, safetensors_file
-from megatron.checkpoint.disk import CheckpointError
+from megatron.checkpoint import checksums, manifest, safetensors_file, tensor_slices
+from megatron.checkpoint.filesystem import CheckpointError
 from megatron.checkpoint.manifest import FileRecord, Manifest
 from megatron.checkpoint.sharded import Reader, TensorSlice, write
 
@@ -33,7 +33,7 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.dtype == b.dtype and a.shape == b.shape and torch.equal(*flat)
 
 
-def grid(rng: random.Random, shape) -> list[boxes.Box]:
+def grid(rng: random.Random, shape) -> list[tensor_slices.Box]:
     """A random cut of `shape` into a grid of boxes, some of them empty."""
     pairs = []
     for size in shape:
@@ -42,42 +42,42 @@ def grid(rng: random.Random, shape) -> list[boxes.Box]:
     return list(itertools.product(*pairs))
 
 
-def flat_range(shape, start: int, stop: int) -> list[boxes.Box]:
+def flat_range(shape, start: int, stop: int) -> list[tensor_slices.Box]:
     """The boxes of elements [start, stop) of a row-major tensor, as a ZeRO rank holds them: at most
     2k - 1."""
     if start >= stop:
         return []
     if start == 0 and stop == torch.Size(shape).numel():
-        return [boxes.whole(shape)]
+        return [tensor_slices.whole(shape)]
     row = torch.Size(shape[1:]).numel()
     first = start // row
     last = stop // row
     if len(shape) == 1:
         return [((start, stop),)]
 
-    def in_row(index: int, low: int, high: int) -> list[boxes.Box]:
+    def in_row(index: int, low: int, high: int) -> list[tensor_slices.Box]:
         return [((index, index + 1), *box) for box in flat_range(shape[1:], low, high)]
 
     if first == last:
         return in_row(first, start - first * row, stop - first * row)
     head = in_row(first, start - first * row, row) if start % row else []
     middle = (
-        [((first + bool(start % row), last), *boxes.whole(shape[1:]))]
+        [((first + bool(start % row), last), *tensor_slices.whole(shape[1:]))]
         if first + bool(start % row) < last
         else []
     )
     return head + middle + in_row(last, 0, stop % row)
 
 
-def random_box(rng: random.Random, shape) -> boxes.Box:
+def random_box(rng: random.Random, shape) -> tensor_slices.Box:
     return (
         tuple(sorted((rng.randint(0, size), rng.randint(0, size))) for size in shape)
         if rng.random() < 0.9
-        else boxes.whole(shape)
+        else tensor_slices.whole(shape)
     )
 
 
-def as_box(box) -> boxes.Box:
+def as_box(box) -> tensor_slices.Box:
     return tuple((low, high) for low, high in box)
 
 
@@ -101,7 +101,7 @@ def save_cut(folder, rng, tensors, ranks: int, block: int) -> Manifest:
             cut = cut if tensor.numel() else cut[:1]
         for rank, box in cut:
             parts[rank].append(
-                TensorSlice(name, shape, tensor.dtype, box, tensor[boxes.slices(box)])
+                TensorSlice(name, shape, tensor.dtype, box, tensor[tensor_slices.slices(box)])
             )
     written = [
         write(folder, f"weights_{rank:05d}.safetensors", part, 7, block_bytes=block)
@@ -136,11 +136,14 @@ def test_any_cut_is_read_back_as_any_box(tmp_path, monkeypatch, seed):
             assert same_bits(reader.read(name), tensor)
             for _ in range(5):
                 box = as_box(random_box(rng, tensor.shape))
-                assert same_bits(reader.read(name, box), tensor[boxes.slices(box)]), (name, box)
-                turned = torch.zeros(boxes.extent(box)[::-1], dtype=tensor.dtype)
+                assert same_bits(reader.read(name, box), tensor[tensor_slices.slices(box)]), (
+                    name,
+                    box,
+                )
+                turned = torch.zeros(tensor_slices.extent(box)[::-1], dtype=tensor.dtype)
                 turned = turned.permute(tuple(reversed(range(tensor.dim()))))
                 assert reader.read(name, box, into=turned) is turned
-                assert same_bits(turned, tensor[boxes.slices(box)])
+                assert same_bits(turned, tensor[tensor_slices.slices(box)])
 
 
 def test_blocks_of_any_size_the_manifest_names(tmp_path, monkeypatch):

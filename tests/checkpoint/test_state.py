@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.checkpoint.disk import CheckpointError
+from megatron.checkpoint.filesystem import CheckpointError
 from megatron.checkpoint.state import ABSENT, RunState, differences
 
 

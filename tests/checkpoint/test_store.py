@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.checkpoint import manifest, retention, store
-from megatron.checkpoint.disk import CheckpointError, Disk
+from megatron.checkpoint.filesystem import CheckpointError, Disk
 from megatron.checkpoint.sharded import TensorSlice
 from megatron.checkpoint.state import RunState
 from tests.checkpoint.saves import ARGS, NoExchange, Unsynced, UnsyncedNoExchange, assert_good, save

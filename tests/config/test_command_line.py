@@ -16,9 +16,9 @@ import pytest
 
 from megatron.arguments import config_from, parse, to_args_text
 from megatron.config import command_line
-from megatron.config.tokenizer import ids_in_file
+from megatron.config.checks.tokenizer import ids_in_file
 from megatron.config.tree import Config
-from megatron.data.tokenizer import TokenizerFlags
+from megatron.data.tokenizers.build import TokenizerFlags
 from tests.data.corpora import write_corpus
 from tests.data.vocabularies import write_bpe, write_sentencepiece
 from tests.problems import assert_problem, codes_of

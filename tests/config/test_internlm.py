@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from megatron.arguments import config_from
-from megatron.config.batch_size import build_batch_size_schedule, micro_batch_steps
-from megatron.config.check import problems
+from megatron.config.checks.rules import problems
 from megatron.config.model import ModelConfig
-from megatron.config.parameters import count_parameters, parameter_table
+from megatron.config.plan.batch_size import build_batch_size_schedule, micro_batch_steps
+from megatron.config.plan.parameters import count_parameters, parameter_table
 from megatron.config.training import TrainingConfig
 from megatron.config.tree import Config
 from megatron.parallel.sharding import Sharding, draw_values

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from megatron.config.batch_size import build_batch_size_schedule
+from megatron.config.plan.batch_size import build_batch_size_schedule
 from megatron.config.skip_ranges import SkipRanges
 from tests.problems import assert_problem, codes_of, raises
 

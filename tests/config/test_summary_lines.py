@@ -8,7 +8,7 @@ import pytest
 
 from megatron.arguments import config_from, flags_of, parse, values_of
 from megatron.config import command_line, summary_lines
-from megatron.config.plan import make_plan
+from megatron.config.plan.plan import make_plan
 from megatron.config.tree import Config
 
 GOOD = (

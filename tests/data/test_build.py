@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from megatron.config.data import DataConfig
-from megatron.data.blended_dataset import BlendedDataset
+from megatron.data.blend.blended_dataset import BlendedDataset
 from megatron.data.build import (
     DataFlags,
     build_train_valid_test_datasets,

@@ -10,7 +10,7 @@ import pickle
 import numpy as np
 import pytest
 
-from megatron.data.blended_dataset import parse_split
+from megatron.data.blend.blended_dataset import parse_split
 from megatron.data.gpt_dataset import (
     GPTDataset,
     MockGPTDataset,

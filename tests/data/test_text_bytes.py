@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from megatron.data.build import build_train_valid_test_datasets
-from megatron.data.provenance import describe, joined_counts, text_size
 from megatron.data.text_bytes import bits_per_byte, bytes_per_token
-from megatron.data.tokenizer import ByteTokenizer, NullTokenizer
+from megatron.data.tokenizers.build import ByteTokenizer, NullTokenizer
+from megatron.data.tokenizers.metadata import describe, joined_counts, text_size
 from tests.data.corpora import data_flags, write_corpus
 
 SEQUENCE = 8

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.data.bpe import byte_alphabet
+from megatron.data.tokenizers.gpt2_bpe import byte_alphabet
 
 # Made from each other in the order of the list, as training makes them: ids rise with the merges.
 MERGES = [

@@ -20,7 +20,8 @@ from torch.utils.data._utils import worker as data_worker
 
 from megatron.checkpoint import store
 from megatron.parallel import context
-from megatron.training import build, initialize, loop, step
+from megatron.training import build, loop, step
+from megatron.training.launch import initialize
 from tests.e2e.programs import Program, fork_ranks
 from tests.forkrun import run_ranks
 from tests.runs import SMALL, write_text

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron.training.log_reader import read_evaluations, read_text
-from megatron.training.run_history import read_history
+from megatron.analysis.log_reader import read_evaluations, read_text
+from megatron.analysis.run_history import read_history
 from tests.runs import SMALL, Finished, stop_in, train, with_flags, write_text
 
 LABELS = (

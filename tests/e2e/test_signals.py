@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from megatron.checkpoint import store
-from megatron.training import loop, signals
+from megatron.training import loop
+from megatron.training.launch import signals
 from tests.e2e.programs import Program, fork_program, fork_ranks
 from tests.forkrun import run_ranks
 from tests.runs import SMALL, Finished, same_tensors, train, write_text

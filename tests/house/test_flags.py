@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from megatron.arguments import flags_of
-from megatron.config.megatron_flags import FOREIGN
+from megatron.config.megatron_compat.flags import FOREIGN
 from megatron.config.tree import Config
 from tests.load_tool import load_tool
 

@@ -174,9 +174,9 @@ def test_it_installs_with_and_without_a_compiler(tmp_path):
             "read_sums_cpp",
             "rows_v3",
             "rows_v4",
-            "attention_v3",
-            "attention_v4",
-            "tiles_cpp",
+            "fp32_attention_v3",
+            "fp32_attention_v4",
+            "bf16_attention_cpp",
         ):
             assert any(helper in name for name in names) is compiler
 

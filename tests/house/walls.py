@@ -31,6 +31,8 @@ FLOOR = {
     "model": 6,
     "optimizer": 6,
     "training": 7,
+    "inference": 8,
+    "analysis": 9,
 }
 # Each optional library has one file (relative to megatron/) that may import it.
 OPTIONAL = {
@@ -38,21 +40,21 @@ OPTIONAL = {
     "apex": "kernels/apex.py",
     "fused_weight_gradient_mlp_cuda": "kernels/apex.py",
     "flash_attn": "kernels/flash_attention.py",
-    "regex": "data/bpe.py",
-    "gigatoken": "data/tokenizer_gigatoken.py",
-    "orjson": "data/jsonl.py",
-    "zstandard": "data/inputs.py",
-    "pyarrow": "data/inputs.py",
-    "punkt": "data/sentences.py",
-    "tiktoken": "data/tokenizer_bpe.py",
-    "tokenizers": "data/tokenizer_bpe.py",
-    "transformers": "data/tokenizer_bpe.py",
-    "sentencepiece": "data/tokenizer_sentencepiece.py",
-    "tensorboard": "training/tensorboard.py",
+    "regex": "data/tokenizers/gpt2_bpe.py",
+    "gigatoken": "data/tokenizers/gigatoken.py",
+    "orjson": "data/preprocess/jsonl.py",
+    "zstandard": "data/preprocess/readers.py",
+    "pyarrow": "data/preprocess/readers.py",
+    "punkt": "data/preprocess/sentences.py",
+    "tiktoken": "data/tokenizers/bpe.py",
+    "tokenizers": "data/tokenizers/bpe.py",
+    "transformers": "data/tokenizers/bpe.py",
+    "sentencepiece": "data/tokenizers/sentencepiece.py",
+    "tensorboard": "training/logging/tensorboard.py",
     "fsspec": "checkpoint/object_store.py",
-    "matplotlib": "training/plots.py",
+    "matplotlib": "analysis/plots.py",
 }
-DISTRIBUTED = ("parallel/", "checkpoint/", "training/initialize.py", "device.py")
+DISTRIBUTED = ("parallel/", "checkpoint/", "training/launch/initialize.py", "device.py")
 TORCH_FREE = {
     "interrupt.py": (),
     "launcher.py": (),
@@ -65,7 +67,7 @@ TORCH_FREE = {
 PICKLES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}
 # The one place that reads pickles: a process of its own, with an allow-list, for other suites'
 # checkpoints.
-UNPICKLER = "checkpoint/unpickle_worker.py"
+UNPICKLER = "tools/convert/unpickle_worker.py"
 # State on purpose: what this process has said once already.
 STATE = {("log.py", "_SAID")}
 MUTATORS = {
@@ -244,10 +246,10 @@ def cuda_in_one_file(root: Path) -> Iterator[str]:
 
 
 def distributed_where_allowed(root: Path) -> Iterator[str]:
-    """torch.distributed only in parallel/, checkpoint/, training/initialize.py, device.py, and
+    """torch.distributed only in parallel/, checkpoint/, training/launch/initialize.py, device.py, and
     where another suite runs."""
     for module in read(root, "megatron", "tools", "pretrain_gpt.py"):
-        if module.inside.startswith(DISTRIBUTED) or module.name == "tools.benchmarks.peer":
+        if module.inside.startswith(DISTRIBUTED) or module.name == "tools.benchmarks.step.peer":
             continue
         named = [(node, name) for node, name in imports(module.tree)]
         named += [
@@ -317,10 +319,7 @@ def argparse_in_one_file(root: Path) -> Iterator[str]:
     Megatron-LM's Namespace)."""
     for module in read(root, "megatron"):
         for node, name in imports(module.tree):
-            if name.split(".")[0] == "argparse" and module.inside not in (
-                "arguments.py",
-                UNPICKLER,
-            ):
+            if name.split(".")[0] == "argparse" and module.inside != "arguments.py":
                 yield say(module, node, "imports argparse; only megatron/arguments.py may")
 
 
@@ -400,7 +399,7 @@ def no_code_from_data(root: Path) -> Iterator[str]:
     """No pickle, torch.load or torch.save, weights_only=False, allow_pickle=True, eval or exec in
     what we ship. One file, which runs in a process of its own, may import pickle, and save."""
     for module in read(root, "megatron", "tools", "pretrain_gpt.py"):
-        worker = module.inside == UNPICKLER
+        worker = module.path == UNPICKLER
         for node, name in imports(module.tree):
             if worker and name == "pickle":
                 continue

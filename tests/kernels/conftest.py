@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from megatron.kernels import vector_attention
+from megatron.kernels.cpu import fp32_attention
 from tests.kernels import fake_libraries as fakes
 
 
@@ -25,4 +25,4 @@ def libraries(monkeypatch):
 @pytest.fixture
 def no_vector_attention(monkeypatch):
     """As where the C++ for attention in fp32 was not built."""
-    monkeypatch.setattr(vector_attention, "load", lambda capability: "not built")
+    monkeypatch.setattr(fp32_attention, "load", lambda capability: "not built")

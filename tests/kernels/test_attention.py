@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 from megatron.kernels import attention as module
 from megatron.kernels import linear
 from megatron.kernels.attention import select_attention
-from megatron.kernels.reference import attention
+from megatron.kernels.functional import attention
 from tests.kernels.attention_formula import SCALE, assert_same, documents, formula, inputs
 
 CPU = torch.device("cpu")

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.kernels import cross_entropy as module
-from megatron.kernels import native
-from megatron.kernels.reference import cross_entropy
+from megatron.kernels.cpu import native
+from megatron.kernels.functional import cross_entropy
 
 ROWS = 11
 COLUMNS = 16

@@ -5,9 +5,9 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from megatron.kernels import native
+from megatron.kernels.cpu import native
 from megatron.kernels.dropout import CHUNK_ELEMENTS, DropoutBits
-from megatron.kernels.reference import dropout
+from megatron.kernels.functional import dropout
 
 CPU = torch.device("cpu")
 MANY = 3 * CHUNK_ELEMENTS + 17  # several chunks and a short last one that is no multiple of a draw

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from megatron.config.parallel import ParallelConfig
-from megatron.kernels import apex, documents, flash_attention, reference, transformer_engine
-from megatron.kernels.choice import Kernels
+from megatron.kernels import apex, cu_seqlens, flash_attention, functional, transformer_engine
+from megatron.kernels.kernels import Kernels
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.ddp import GradBuffers
 from tests.kernels import fake_libraries as fakes
@@ -24,9 +24,9 @@ CLOSE = dict(rtol=1e-10, atol=1e-12)
 
 def test_where_documents_begin():
     ids = torch.tensor([[4, 4, 7, 7], [7, 7, 7, 2]])
-    assert documents.cumulative_lengths(ids).tolist() == [0, 2, 4, 7, 8]
-    assert documents.cumulative_lengths(ids) is documents.cumulative_lengths(ids)
-    assert documents.cumulative_lengths(ids).dtype == torch.int32
+    assert cu_seqlens.cumulative_lengths(ids).tolist() == [0, 2, 4, 7, 8]
+    assert cu_seqlens.cumulative_lengths(ids) is cu_seqlens.cumulative_lengths(ids)
+    assert cu_seqlens.cumulative_lengths(ids).dtype == torch.int32
 
 
 @pytest.mark.parametrize("groups", [4, 2, 1])
@@ -72,13 +72,13 @@ def test_apex_norms_and_weight_gradient(libraries):
     generator = torch.Generator().manual_seed(3)
     x, weight, bias = (torch.randn(*shape, generator=generator) for shape in ((5, 8), (8,), (8,)))
     torch.testing.assert_close(
-        apex.layer_norm(x, weight, bias, 1e-5), reference.layer_norm(x, weight, bias, 1e-5)
+        apex.layer_norm(x, weight, bias, 1e-5), functional.layer_norm(x, weight, bias, 1e-5)
     )
-    torch.testing.assert_close(apex.rms_norm(x, weight, 1e-5), reference.rms_norm(x, weight, 1e-5))
+    torch.testing.assert_close(apex.rms_norm(x, weight, 1e-5), functional.rms_norm(x, weight, 1e-5))
     x = x.bfloat16()
     grad = torch.randn(5, 3, generator=generator).bfloat16()
     total = torch.ones(3, 8)
-    wanted = reference.linear_weight_grad(grad, x, accumulate_into=torch.ones(3, 8))
+    wanted = functional.linear_weight_grad(grad, x, accumulate_into=torch.ones(3, 8))
     apex.accumulate_weight_grad(x, grad, total)
     torch.testing.assert_close(total, 1 + grad.float().t() @ x.float())
     assert wanted is None
@@ -106,11 +106,11 @@ def test_the_weight_gradient_goes_through_apex_where_it_can(libraries, monkeypat
         "accumulate_weight_grad",
         lambda *tensors: seen.append([tuple(t.shape) for t in tensors]),
     )
-    reference.linear_weight_grad(
+    functional.linear_weight_grad(
         torch.ones(2, 5, 3), torch.ones(2, 5, 8), accumulate_into=torch.zeros(3, 8)
     )
     assert seen == [[(10, 8), (10, 3), (3, 8)]]
-    assert reference.linear_weight_grad(torch.ones(2, 3), torch.ones(2, 8)) is not None
+    assert functional.linear_weight_grad(torch.ones(2, 3), torch.ones(2, 8)) is not None
 
 
 @pytest.mark.parametrize("flags", MODELS.values(), ids=MODELS)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatron.kernels import linear as module
-from megatron.kernels.reference import linear, linear_weight_grad
+from megatron.kernels.functional import linear, linear_weight_grad
 
 LOW = [torch.bfloat16, torch.float16]
 DTYPES = [torch.float64, torch.float32, *LOW]

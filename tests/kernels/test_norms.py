@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from megatron.kernels import blocks, native
-from megatron.kernels.reference import layer_norm, rms_norm
+from megatron.kernels.cpu import blocking, native
+from megatron.kernels.functional import layer_norm, rms_norm
 
 EPS = 1e-3
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
@@ -13,7 +13,7 @@ DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 @pytest.fixture(autouse=True, params=[1 << 18, 24, None], ids=["one run", "many runs", "C++"])
 def run_of_rows(request, monkeypatch):
     if request.param:
-        monkeypatch.setattr(blocks, "BLOCK_ELEMENTS", request.param)
+        monkeypatch.setattr(blocking, "BLOCK_ELEMENTS", request.param)
         monkeypatch.setattr(native, "runs", lambda x: False)
 
 

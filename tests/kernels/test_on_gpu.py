@@ -6,8 +6,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron.kernels import apex, flash_attention, reference, transformer_engine
-from megatron.kernels.choice import Kernels
+from megatron.kernels import apex, flash_attention, functional, transformer_engine
+from megatron.kernels.kernels import Kernels
 from tests.kernels.attention_formula import cut
 from tests.model.tiny import MODELS, tiny_model, tokens
 
@@ -57,7 +57,9 @@ def test_attention(library, with_documents, groups):
         lambda: (
             engine(q, k, v, ids) if engine else flash_attention.flash_attention(q, k, v, 0.125, ids)
         ),
-        lambda: reference.attention(q, k, v, scale=0.125, document_ids=ids, implementation="plain"),
+        lambda: functional.attention(
+            q, k, v, scale=0.125, document_ids=ids, implementation="plain"
+        ),
         (q, k, v),
         grad,
     )
@@ -71,13 +73,13 @@ def test_apex():
     )
     same(
         lambda: apex.layer_norm(x, weight, bias, 1e-5),
-        lambda: reference.layer_norm(x, weight, bias, 1e-5),
+        lambda: functional.layer_norm(x, weight, bias, 1e-5),
         (x, weight, bias),
         grad,
     )
     same(
         lambda: apex.rms_norm(x, weight, 1e-5),
-        lambda: reference.rms_norm(x, weight, 1e-5),
+        lambda: functional.rms_norm(x, weight, 1e-5),
         (x, weight),
         grad,
     )

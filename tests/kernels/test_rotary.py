@@ -4,8 +4,8 @@ alone."""
 import pytest
 import torch
 
-from megatron.kernels import blocks, native
-from megatron.kernels.reference import apply_rotary, rotary_tables
+from megatron.kernels.cpu import blocking, native
+from megatron.kernels.functional import apply_rotary, rotary_tables
 from megatron.kernels.rotary import slowed
 
 S = 9
@@ -17,7 +17,7 @@ D = 8
 @pytest.fixture(autouse=True, params=[1 << 18, 100, None], ids=["one run", "many runs", "C++"])
 def run_of_rows(request, monkeypatch):
     if request.param:
-        monkeypatch.setattr(blocks, "BLOCK_ELEMENTS", request.param)
+        monkeypatch.setattr(blocking, "BLOCK_ELEMENTS", request.param)
         monkeypatch.setattr(native, "runs", lambda x: False)
 
 

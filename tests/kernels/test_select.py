@@ -5,7 +5,8 @@ import torch
 
 from megatron.arguments import config_from
 from megatron.config.tree import Config
-from megatron.kernels import blocks, linear, native, reference, select, tile_attention
+from megatron.kernels import functional, linear, select
+from megatron.kernels.cpu import bf16_attention, blocking, native
 from megatron.kernels.select import KernelRow, kernel_table
 
 CPU = torch.device("cpu")
@@ -44,8 +45,8 @@ def test_document_masks_and_short_sequences_change_the_attention(no_vector_atten
 
 @pytest.mark.parametrize("built", [True, False])
 def test_bf16_attention_in_cpp_takes_dropout_and_documents(monkeypatch, built):
-    monkeypatch.setattr(tile_attention, "obstacle", lambda *_: None if built else "not built")
-    monkeypatch.setattr(tile_attention, "instructions", lambda: "AVX512-BF16")
+    monkeypatch.setattr(bf16_attention, "obstacle", lambda *_: None if built else "not built")
+    monkeypatch.setattr(bf16_attention, "instructions", lambda: "AVX512-BF16")
     values = {"attention_dropout": 0.1, "reset_attention_mask": True, "hidden_size": 128}
     on = table(torch.bfloat16, **values)["attention (training)"]
     assert on.implementation == select.NAMES["tiles" if built else "chunked"]
@@ -76,17 +77,17 @@ def test_linear_follows_the_capability(monkeypatch, native):
 @pytest.mark.parametrize(
     "values, operation, call",
     [
-        ({"swiglu": True}, "swiglu", lambda x: reference.swiglu(x)),
-        ({"geglu": True}, "geglu", lambda x: reference.geglu(x)),
-        ({"squared_relu": True}, "squared_relu", lambda x: reference.squared_relu(x)),
-        ({}, "gelu (tanh)", lambda x: reference.gelu(x, True)),
-        ({"bias_gelu_fusion": False}, "gelu (erf)", lambda x: reference.gelu(x, False)),
+        ({"swiglu": True}, "swiglu", lambda x: functional.swiglu(x)),
+        ({"geglu": True}, "geglu", lambda x: functional.geglu(x)),
+        ({"squared_relu": True}, "squared_relu", lambda x: functional.squared_relu(x)),
+        ({}, "gelu (tanh)", lambda x: functional.gelu(x, True)),
+        ({"bias_gelu_fusion": False}, "gelu (erf)", lambda x: functional.gelu(x, False)),
         (
             {"normalization": "RMSNorm"},
             "RMSNorm",
-            lambda x: reference.rms_norm(x, torch.ones(4), 1e-5),
+            lambda x: functional.rms_norm(x, torch.ones(4), 1e-5),
         ),
-        ({}, "LayerNorm", lambda x: reference.layer_norm(x, torch.ones(4), None, 1e-5)),
+        ({}, "LayerNorm", lambda x: functional.layer_norm(x, torch.ones(4), None, 1e-5)),
     ],
 )
 def test_the_row_that_is_on_is_what_autograd_sees(
@@ -136,8 +137,8 @@ def test_libraries_are_off_and_say_why():
 
 
 def test_runs_of_rows_pay_off_on_a_cpu_only():
-    assert blocks.pays_off(torch.empty(1))
-    assert not blocks.pays_off(torch.empty(1, device="meta"))
+    assert blocking.pays_off(torch.empty(1))
+    assert not blocking.pays_off(torch.empty(1, device="meta"))
 
 
 def test_compiled_layers_have_no_calls_into_cpp():

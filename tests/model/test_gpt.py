@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from megatron.config.parallel import ParallelConfig
-from megatron.config.parameters import count_parameters, parameter_table
+from megatron.config.plan.parameters import count_parameters, parameter_table
 from megatron.config.precision import PrecisionConfig
 from megatron.model.gpt import GPTModel, hidden_dtype
 from megatron.model.layer import Recompute

@@ -9,7 +9,7 @@ import torch
 from megatron.config.model import ModelConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.config.precision import PrecisionConfig
-from megatron.kernels.choice import Kernels
+from megatron.kernels.kernels import Kernels
 from megatron.model.gpt import GPTModel
 from megatron.model.layer import Recompute
 from megatron.parallel.context import ParallelContext

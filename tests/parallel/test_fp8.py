@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatron.config.parallel import ParallelConfig
-from megatron.config.parameters import ParameterSpec
+from megatron.config.plan.parameters import ParameterSpec
 from megatron.config.precision import PrecisionConfig
 from megatron.parallel import fp8
 from megatron.parallel.context import ParallelContext

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatron.config.parallel import ParallelConfig
-from megatron.config.parameters import ParameterSpec
+from megatron.config.plan.parameters import ParameterSpec
 from megatron.parallel.context import Axis, ParallelContext
 from megatron.parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron.parallel.layers import (

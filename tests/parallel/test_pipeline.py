@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.config.parallel import ParallelConfig
-from megatron.config.stages import bubble_fraction
+from megatron.config.plan.stages import bubble_fraction
 from megatron.parallel import pipeline
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.pipeline import Pipeline, run_schedule, stage_schedule

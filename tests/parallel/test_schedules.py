@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from megatron.config.stages import activations_alive, bubble_fraction, warm_up_forwards
+from megatron.config.plan.stages import activations_alive, bubble_fraction, warm_up_forwards
 from megatron.parallel.schedules import (
     Step,
     compute_order,

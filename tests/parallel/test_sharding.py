@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron.config.parameters import ParameterSpec
+from megatron.config.plan.parameters import ParameterSpec
 from megatron.parallel.context import Axis
 from megatron.parallel.sharding import (
     ParameterFactory,

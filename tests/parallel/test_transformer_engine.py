@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatron.config.parallel import ParallelConfig
-from megatron.kernels.choice import Kernels
+from megatron.kernels.kernels import Kernels
 from megatron.kernels.transformer_engine import Engine
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.sharding import local_box

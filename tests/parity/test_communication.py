@@ -21,8 +21,9 @@ from typing import Any, NamedTuple
 import pytest
 
 from megatron.arguments import config_from, parse_typed
-from megatron.config import command_line, costs
-from megatron.config.plan import make_plan
+from megatron.config import command_line
+from megatron.config.plan import costs
+from megatron.config.plan.plan import make_plan
 from megatron.config.tree import Config
 from tests import recorder
 from tests.runs import NO_DROPOUT, SMALL, train, with_flags, write_text
@@ -414,7 +415,7 @@ def wire(calls: Counter) -> tuple[Counter, int]:
 
 
 def planned(flags: list[str], world: int, rank: int) -> tuple[Counter, int]:
-    """The same by config/costs.py; gloo gathers the weights of a sharded optimizer by messages."""
+    """The same by config/plan/costs.py; gloo gathers the weights of a sharded optimizer by messages."""
     config = config_from(Config, parse_typed(command_line.parser(), flags))
     plan = make_plan(config, world, 211)
     p = config.parallel

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from megatron.checkpoint import store
+from megatron.inference.load_model import open_trained_model
 from megatron.parallel import ddp, shared_sums
 from megatron.parallel.context import Axis
-from megatron.training import initialize
-from megatron.training.trained_model import open_trained_model
+from megatron.training.launch import initialize
 from tests.forkrun import ROOT
 from tests.parity.layouts import (
     CAMPAIGN,

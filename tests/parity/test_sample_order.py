@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from megatron.arguments import config_from
-from megatron.config.plan import make_plan
+from megatron.config.plan.plan import make_plan
 from megatron.config.tree import Config
-from megatron.data.tokenizer import build_tokenizer
+from megatron.data.tokenizers.build import build_tokenizer
 from megatron.parallel.context import Axis
 from megatron.training.batch import load_samples, training_samples
 from megatron.training.build import build_data

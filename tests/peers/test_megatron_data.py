@@ -11,7 +11,12 @@ import pytest
 import torch
 
 from megatron.data import index_helpers
-from megatron.data.blended_dataset import BlendedDataset, parse_blend, parse_split, split_range
+from megatron.data.blend.blended_dataset import (
+    BlendedDataset,
+    parse_blend,
+    parse_split,
+    split_range,
+)
 from megatron.data.build import build_train_valid_test_datasets
 from megatron.data.gpt_dataset import GPTDataset, MockGPTDataset, MockSequences
 from megatron.data.indexed_dataset import IndexedDataset, IndexedDatasetBuilder, optimal_dtype

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron.config.stages import split_layers, warm_up_forwards
+from megatron.config.plan.stages import split_layers, warm_up_forwards
 from megatron.parallel.schedules import compute_order
 
 pytestmark = pytest.mark.peers

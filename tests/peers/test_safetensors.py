@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron.checkpoint.disk import CheckpointError
+from megatron.checkpoint.filesystem import CheckpointError
 from megatron.checkpoint.safetensors_file import (
     DTYPES,
     Entry,

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron.config.batch_size import build_batch_size_schedule
+from megatron.config.plan.batch_size import build_batch_size_schedule
 from megatron.optimizer.scheduler import OptimizerParamScheduler
 
 pytestmark = pytest.mark.peers

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron.data import bpe
-from megatron.data.tokenizer import Tokenizer, build_tokenizer
-from megatron.data.tokenizer_bpe import GPT2BPETokenizer
+from megatron.data.tokenizers import gpt2_bpe
+from megatron.data.tokenizers.bpe import GPT2BPETokenizer
+from megatron.data.tokenizers.build import Tokenizer, build_tokenizer
 from tests.data.vocabularies import ADVERSARIAL, gpt2_files, package_file, write_bpe
 from tests.forkrun import ROOT
 from tests.load_tool import load_tool
@@ -73,7 +73,7 @@ class TestGPT2:
         """All that `has_newer_characters` does not keep from an engine: alone, in a word, behind a
         space, before a digit."""
         characters = [chr(code) for code in range(0x40000) if not 0xD800 <= code < 0xE000]
-        old = [char for char in characters if not bpe.has_newer_characters(char)]
+        old = [char for char in characters if not gpt2_bpe.has_newer_characters(char)]
         around = [f"{char} a{char}b {char}1{char}{char}!{char}\n{char}" for char in old]
         texts = ["".join(around[start : start + 64]) for start in range(0, len(old), 64)]
         plain = GPT2BPETokenizer(*gpt2_files(), engine="plain")
@@ -118,8 +118,8 @@ class TestGPT2:
             paths = write_bpe(tmp_path, merges)
             plain = GPT2BPETokenizer(*paths, engine="plain")
             texts = ["".join(draw.choices("abc ", k=40)) for _ in range(20)]
-            for_tiktoken = bpe.is_canonical(
-                bpe.read_vocabulary(paths[0]), bpe.read_merges(paths[1])
+            for_tiktoken = gpt2_bpe.is_canonical(
+                gpt2_bpe.read_vocabulary(paths[0]), gpt2_bpe.read_merges(paths[1])
             )
             canonical.add(for_tiktoken)
             for engine in ["gigatoken", "tokenizers", *["tiktoken"] * for_tiktoken]:
@@ -277,7 +277,7 @@ def test_a_trained_tokenizer_gives_the_librarys_own_ids(tmp_path: Path) -> None:
         ]
         assert load_tool("train_tokenizer").main([*words, "--format", kind]) == 0
     paths = [str(tmp_path / "gpt2" / name) for name in ("vocab.json", "merges.txt")]
-    known = [text for text in TEXTS if not bpe.has_newer_characters(text)]
+    known = [text for text in TEXTS if not gpt2_bpe.has_newer_characters(text)]
     of_files = tokenizers.ByteLevelBPETokenizer(*paths)
     of_json = tokenizers.Tokenizer.from_file(str(tmp_path / "huggingface" / "tokenizer.json"))
     for engine in ("gigatoken", "tiktoken", "tokenizers", "plain"):

@@ -11,7 +11,7 @@ MASKED = "cp2, untied, masked documents"
 SHARDS = "dp2, distributed optimizer"
 TWICE = "dp4, distributed optimizer in 2 instances, overlap"
 SEQUENCE_SHARDS = "tp2 sp dp2, distributed optimizer, overlap, rotary swiglu RMSNorm GQA"
-EPOCHS = "tests/data/test_epoch_order.py"
+EPOCHS = "tests/data/epoch/test_epoch_order.py"
 FP8 = "tests/kernels/test_fp8.py"
 SCALES = "tests/parallel/test_fp8.py"
 RUNS = "tests/training/test_fp8.py"
@@ -19,7 +19,7 @@ CRASH = (
     "tests/checkpoint/test_crashes.py::test_every_crash_leaves_the_old_or_the_new_one[two ranks]"
 )
 STORE = "tests/checkpoint/test_store.py"
-ROWS = "tests/data/test_packed.py"
+ROWS = "tests/data/packed/test_packed.py"
 PACKED_RUNS = "tests/training/test_packed.py"
 ADAPTERS = "tests/kernels/test_libraries.py"
 RANKS = "tests/parallel/test_transformer_engine.py"
@@ -140,7 +140,7 @@ BUGS = {
     ),
     # Pipeline parallelism.
     "a tied embedding not summed": Bug(
-        "megatron.config.parameters.parameter_table",
+        "megatron.config.plan.parameters.parameter_table",
         "('ends',) if model.tied else ()",
         "()",
         f"{LAYOUTS}[pp2]",
@@ -153,14 +153,14 @@ BUGS = {
         f"{LAYOUTS}[pp2]",
     ),
     "too few warm-up forwards": Bug(
-        "megatron.config.stages.warm_up_forwards",
+        "megatron.config.plan.stages.warm_up_forwards",
         "2 * after + (chunks - 1) * stages",
         "2 * after + chunks - 1",
         f"{LAYOUTS}[pp2 vpp2]",
         "campaign",
     ),
     "a warm-up that leaves stages idle": Bug(
-        "megatron.config.stages.warm_up_forwards",
+        "megatron.config.plan.stages.warm_up_forwards",
         "2 * after",
         "after",
         "tests/parallel/test_schedules.py",
@@ -284,7 +284,7 @@ BUGS = {
         f"{LAYOUTS}[{TWICE}]",
     ),
     "a shard begins one alignment late": Bug(
-        "megatron.config.buckets.Layout.spans",
+        "megatron.config.plan.buckets.Layout.spans",
         "low - self.starts[number]",
         "low + 8 - self.starts[number]",
         f"{LAYOUTS}[{SHARDS}]",
@@ -309,35 +309,35 @@ BUGS = {
         f"{ALL_LAYOUTS}[{SEQUENCE_SHARDS}]",
     ),
     "a shard is written as if tensor parallelism had not cut the tensor": Bug(
-        "megatron.training.checkpointing.parts",
+        "megatron.training.checkpointing.checkpointing.parts",
         "(start + low, start + high)",
         "(low, high)",
         "tests/parity/test_shards.py::test_shards_are_read_in_every_other_layout[tp2 dp2 to dp4]",
     ),
     # Epochs, blends and the index cache.
     "a sample that begins in an epoch counts for it": Bug(
-        "megatron.data.epoch_dataset.EpochDataset._turn_to",
+        "megatron.data.epoch.epoch_dataset.EpochDataset._turn_to",
         "(index + 1) * length - 1",
         "index * length",
         f"{EPOCHS}::test_epochs_show_each_document_exactly_so_often[200]",
         "campaign",
     ),
     "proportional draws without rounding": Bug(
-        "megatron.data.shares.Shares.source",
+        "megatron.data.epoch.proportional_draws.Shares.source",
         "draw * left + (total >> 1)",
         "draw * left",
         f"{EPOCHS}::test_shares_are_exact_and_every_draw_is_counted_once",
         "campaign",
     ),
     "a changed blend reads each data set from its start": Bug(
-        "megatron.data.epoch_dataset.EpochBlend.source",
+        "megatron.data.epoch.epoch_dataset.EpochBlend.source",
         "self._before[dataset] + draw",
         "draw",
         f"{EPOCHS}::test_another_mix_goes_on_where_each_data_set_was_left",
         "campaign",
     ),
     "the seed is ignored": Bug(
-        "megatron.data.epoch_dataset.EpochDataset._turn_to",
+        "megatron.data.epoch.epoch_dataset.EpochDataset._turn_to",
         "Permutation(size, self.seed, epoch, tokens, self.index_split)",
         "Permutation(size, epoch, tokens, self.index_split)",
         f"{EPOCHS}::test_the_order_does_not_depend_on_the_length_of_the_run",
@@ -410,7 +410,7 @@ BUGS = {
         f"{SCALES}::test_delayed_scales_by_hand",
     ),
     "FP8 scales not used after loading": Bug(
-        "megatron.training.checkpointing._read_tensors",
+        "megatron.training.checkpointing.checkpointing._read_tensors",
         "run.fp8.loaded()",
         "",
         f"{RUNS}::test_a_killed_run_goes_on_with_its_scales[bf16]",
@@ -441,13 +441,13 @@ BUGS = {
         "megatron.checkpoint.safetensors_file.SafetensorsFile.read_into",
         "have != sums[number]",
         "False",
-        "tests/training/test_damaged_checkpoints.py::test_a_hundred_damages",
+        "tests/training/checkpointing/test_damaged_checkpoints.py::test_a_hundred_damages",
     ),
     "a partly loaded model is kept": Bug(
-        "megatron.training.checkpointing._take_newest_good",
+        "megatron.training.checkpointing.checkpointing._take_newest_good",
         "if not failed:\n    break",
         "if found:\n    break",
-        "tests/training/test_damaged_checkpoints.py::test_a_hundred_damages",
+        "tests/training/checkpointing/test_damaged_checkpoints.py::test_a_hundred_damages",
     ),
     "a newest checkpoint that may be removed": Bug(
         "megatron.checkpoint.retention.prune",
@@ -457,28 +457,28 @@ BUGS = {
     ),
     # Packed samples.
     "the last token of a row has no label": Bug(
-        "megatron.data.packed.PackedFile.__getitem__",
+        "megatron.data.packed.packed_dataset.PackedFile.__getitem__",
         "count + more",
         "count",
         f"{ROWS}::test_the_worked_example_label_by_label",
         "campaign",
     ),
     "positions not restarted in the next row of a sample": Bug(
-        "megatron.data.packed.PackedFile.__getitem__",
+        "megatron.data.packed.packed_dataset.PackedFile.__getitem__",
         "np.arange(count)",
         "np.arange(first, first + count)",
         f"{ROWS}::test_the_worked_example_label_by_label",
         "campaign",
     ),
     "samples of exactly the minimum length omitted": Bug(
-        "megatron.data.packed.PackedFile.__init__",
+        "megatron.data.packed.packed_dataset.PackedFile.__init__",
         "lengths >= rule.min_length",
         "lengths > rule.min_length",
         f"{ROWS}::test_rows_are_those_of_a_plain_packer",
         "campaign",
     ),
     "each epoch in the order of the first": Bug(
-        "megatron.data.packed.PackedDataset._turn_to",
+        "megatron.data.packed.packed_dataset.PackedDataset._turn_to",
         "self._random",
         "np.random.RandomState(SEED)",
         f"{ROWS}::test_epochs_are_whole_batches_of_one_generator_that_goes_on",
@@ -498,7 +498,7 @@ BUGS = {
         f"{PACKED_RUNS}::test_the_twelve_steps_of_the_demo_logs",
     ),
     "losses of subsets counted on every tensor-parallel rank": Bug(
-        "megatron.training.row_counts.RowCounts.close",
+        "megatron.training.logging.subset_metrics.RowCounts.close",
         "not self._sums",
         "self._sums is None",
         f"{PACKED_RUNS}::test_every_layout_trains_alike_and_keeps_samples_apart[tp 2]",
@@ -519,7 +519,7 @@ BUGS = {
         "campaign",
     ),
     "document boundaries one token late": Bug(
-        "megatron.kernels.documents.cumulative_lengths",
+        "megatron.kernels.cu_seqlens.cumulative_lengths",
         "starts[:, 1:] = document_ids[:, 1:] != document_ids[:, :-1]",
         "starts[:, 2:] = document_ids[:, 1:-1] != document_ids[:, :-2]",
         f"{ADAPTERS}::test_flash_attn_is_the_formula",
@@ -547,7 +547,7 @@ BUGS = {
         "megatron.parallel.layers._linear",
         "getattr(weight, 'main_grad', None) if accumulate else None",
         "getattr(weight, 'main_grad', None)",
-        "tests/kernels/test_choice.py::test_who_adds_the_weight_gradient",
+        "tests/kernels/test_kernels.py::test_who_adds_the_weight_gradient",
     ),
     # Skipped iterations.
     "data of skipped iterations are read": Bug(
@@ -610,25 +610,25 @@ BUGS = {
         f"{T16}[no clipping]",
     ),
     "a flagged value enters the detector's window": Bug(
-        "megatron.training.spikes.SpikeDetector.judge",
+        "megatron.training.spikes.detector.SpikeDetector.judge",
         "kind not in ('loss', 'grad-norm')",
         "True",
         "tests/spikes/test_detector.py::test_t13_every_iteration_of_a_cluster_is_found",
     ),
     "the detector's state not loaded": Bug(
-        "megatron.training.spike_policy.SpikePolicy.load_state_dict",
+        "megatron.training.spikes.policy.SpikePolicy.load_state_dict",
         "self._detector.load_state_dict(state['detector'])",
         "",
         f"{POLICIES}::test_its_state_goes_through_json_and_on_and_an_empty_one_is_a_fresh_start",
     ),
     "a range that begins one iteration late": Bug(
-        "megatron.training.spike_policy.SpikePolicy.due",
+        "megatron.training.spikes.policy.SpikePolicy.due",
         "row.mark - 1",
         "row.mark",
         f"{POLICIES}::test_what_is_skipped_begins_before_the_first_mark_and_ends_after_the_last",
     ),
     "a detector state that changes during a save": Bug(
-        "megatron.training.spikes.SpikeDetector.state_dict",
+        "megatron.training.spikes.detector.SpikeDetector.state_dict",
         "list(self._loss.values)",
         "self._loss.values",
         f"{POLICIES}::test_a_state_that_was_given_does_not_change",
@@ -647,32 +647,32 @@ BUGS = {
         T15,
     ),
     "a snapshot without the optimizer": Bug(
-        "megatron.training.rewind._tensors",
+        "megatron.training.rollback._tensors",
         "[tensor for *_, own in checkpointing.own_tensors(run) for _, tensor in own]",
         "[tensor for name, *_, own in checkpointing.own_tensors(run) for _, tensor in own"
         " if name[:4] != 'opti']",
         T15,
     ),
     "the optimizer's counters not rolled back": Bug(
-        "megatron.training.checkpointing.take_counters",
+        "megatron.training.checkpointing.checkpointing.take_counters",
         "run.optimizer.load_counters(state.optimizer)",
         "run.optimizer.step_count = state.optimizer['step']",
         T15,
     ),
     "the detector not rolled back": Bug(
-        "megatron.training.checkpointing.take_counters",
+        "megatron.training.checkpointing.checkpointing.take_counters",
         "run.spikes.load_state_dict(state.spikes)",
         "",
         T15,
     ),
     "a snapshot taken during the spike is used": Bug(
-        "megatron.training.rewind.Past.rewind", "n < asked.start", "n <= asked.start", T15
+        "megatron.training.rollback.Past.rewind", "n < asked.start", "n <= asked.start", T15
     ),
     "checkpoints of a rolled-back segment left for resume": Bug(
         "megatron.training.loop.Trainer._went_back", "self._past.put_aside()", "", T15
     ),
     "a long spike charged to the limit iteration by iteration": Bug(
-        "megatron.training.spike_policy.SpikePolicy.judge",
+        "megatron.training.spikes.policy.SpikePolicy.judge",
         "if finding.kind == 'non-finite':\n    self._spent.append(iteration)",
         "self._spent.append(iteration)",
         f"{ACTIONS}::test_t17_a_lasting_shift_of_the_loss_ends_no_run",

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from megatron.training import loop, spikes
+from megatron.training import loop
+from megatron.training.spikes import detector as spikes
 from tests.runs import allow_workers
 
 

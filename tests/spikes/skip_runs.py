@@ -13,11 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from megatron.checkpoint import skip_records
+from megatron.checkpoint import skip_log
 from megatron.config.skip_ranges import SkipRanges
 from megatron.data import gpt_dataset, indexed_dataset
 from megatron.parallel.random import DropoutSeeds
-from megatron.training import build, loop, metrics, step
+from megatron.training import build, loop, step
+from megatron.training.logging import training_log
 from tests.forkrun import RanksFailed
 from tests.runs import SMALL, Finished, train, with_flags
 
@@ -196,19 +197,19 @@ def note_set_up(folder: str) -> None:
 
 def kill_after(iteration: int, folder: str) -> None:
     """Die when that iteration is done and told, before a save of it."""
-    add = metrics.TrainingLog.add
+    add = training_log.TrainingLog.add
 
     def adding(self, result):
         add(self, result)
         if result.iteration >= iteration:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    metrics.TrainingLog.add = adding
+    training_log.TrainingLog.add = adding
 
 
-def records(save: Path) -> dict[str, skip_records.SkipRecord]:
+def records(save: Path) -> dict[str, skip_log.SkipRecord]:
     """The records that count in `skips.jsonl` of a run directory."""
-    return skip_records.active(skip_records.parse(skip_records.read(save)[0], str(save)))
+    return skip_log.active(skip_log.parse(skip_log.read(save)[0], str(save)))
 
 
 def reads(folder: Path) -> list[int]:

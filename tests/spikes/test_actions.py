@@ -16,11 +16,11 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megatron.checkpoint import store
-from megatron.config.plan_lines import memory_lines
-from megatron.training.rewind import Past
-from megatron.training.signals import Refusal
-from megatron.training.spike_policy import BUDGET, EXIT_CODE, Rewind
-from megatron.training.spikes import LEVEL_SHIFT
+from megatron.config.plan.report import memory_lines
+from megatron.training.launch.signals import Refusal
+from megatron.training.rollback import Past
+from megatron.training.spikes.detector import LEVEL_SHIFT
+from megatron.training.spikes.policy import BUDGET, EXIT_CODE, Rewind
 from megatron.training.step import train_step
 from tests.e2e.programs import fork_program
 from tests.forkrun import run_ranks

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.checkpoint import skip_records
+from megatron.checkpoint import skip_log
 from megatron.config import command_line
 from megatron.config.skip_ranges import SkipRanges
 from tests.forkrun import ROOT, RanksFailed
@@ -134,7 +134,7 @@ def test_t10_iterations_that_were_trained_cannot_be_skipped(text, trained, tmp_p
     assert "has no checkpoint before them: start anew without --load" in refused(
         text, tmp_path / "run", *load, "--train-range-to-skip", "2", "2", world=2
     )
-    assert not (tmp_path / "run/save" / skip_records.FILE_NAME).exists()
+    assert not (tmp_path / "run/save" / skip_log.FILE_NAME).exists()
     back = watched(
         text, tmp_path / "back", *load, "--ckpt-step", "3", "--train-range-to-skip", "5", "9"
     )
@@ -267,7 +267,7 @@ def test_t10_damage_of_the_file(text, trained, tmp_path):
         "9",
     )
     watched(text, folder, *words, "--train-range-to-skip", "9", "10")
-    path = folder / "save" / skip_records.FILE_NAME
+    path = folder / "save" / skip_log.FILE_NAME
     whole = path.read_text()
     path.write_text(whole + whole[:50])
     said = watched(text, folder, *words, "--iterations-to-skip", "12").first_rank_log

@@ -10,15 +10,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.training.run_history import read_history
-from megatron.training.sample_losses import MASKED, scale_of
-from megatron.training.spike_events import find_events
-from megatron.training.tensorboard import TensorBoard
+from megatron.analysis.loss_outliers import MASKED, scale_of
+from megatron.analysis.run_history import read_history
+from megatron.analysis.spike_events import find_events
+from megatron.training.logging.tensorboard import TensorBoard
 from tests.data.vocabularies import write_bpe
 from tests.load_tool import exit_code, load_tool
 from tests.runs import NO_DROPOUT, SMALL, train, with_flags, write_text
 from tools import spikes
-from tools.inspection.reading import Reading, open_run
+from tools.shared.run_data import Reading, open_run
 from tools.spike import replay as spike_replay
 from tools.spike.docs import Place, neighbours, places
 from tools.spike.replay import Replayed, state_before, verdict

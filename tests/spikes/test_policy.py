@@ -8,8 +8,8 @@ import math
 
 import pytest
 
-from megatron.training.signals import Refusal
-from megatron.training.spike_policy import EXIT_CODE, Rewind, SpikePolicy
+from megatron.training.launch.signals import Refusal
+from megatron.training.spikes.policy import EXIT_CODE, Rewind, SpikePolicy
 from tests.spikes.injected import noisy
 
 

@@ -8,12 +8,12 @@ from dataclasses import replace
 
 import pytest
 
+from megatron.analysis.log_reader import Record, read_text
 from megatron.config import command_line
-from megatron.config.plan import make_plan
+from megatron.config.plan.plan import make_plan
 from megatron.parallel.context import Axis
 from megatron.timers import Timers
-from megatron.training.log_reader import Record, read_text
-from megatron.training.metrics import IterationResult, TrainingLog, Writers
+from megatron.training.logging.training_log import IterationResult, TrainingLog, Writers
 from megatron.training.schedule import build_scheduler
 from tests.forkrun import ROOT
 

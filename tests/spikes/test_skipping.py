@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.checkpoint import skip_records, store
+from megatron.checkpoint import skip_log, store
 from megatron.data.ledger import read_ledger
 from tests.forkrun import run_ranks
 from tests.runs import (
@@ -286,7 +286,7 @@ def test_t20_the_same_command_line_on_a_third_resume(text, tmp_path, straight):
     folder = tmp_path / "run"
     for stop in ("3", "6", "7"):
         train(folder, argv(text, folder, *TWELVE, "--exit-interval", stop))
-    path = folder / "save" / skip_records.FILE_NAME
+    path = folder / "save" / skip_log.FILE_NAME
     assert len(path.read_text().splitlines()) == 1
     record = skip_runs.records(folder / "save")["5-8"]
     assert (record.s0, record.s1, record.tokens, record.reason, record.source) == (
@@ -322,7 +322,7 @@ def test_t20_thousands_of_ranges_are_one_record(text, tmp_path):
         tuple(ranges),
         1500 * 8 * 32,
     )
-    assert len((folder / "save" / skip_records.FILE_NAME).read_text().splitlines()) == 1
+    assert len((folder / "save" / skip_log.FILE_NAME).read_text().splitlines()) == 1
     assert "iterations to skip: 2-3000x1500 (user, command line, new)\n" in first.first_rank_log
     assert (
         f"iterations to skip: 2-3000x1500 (user, {folder}/save/skips.jsonl)\n"
@@ -364,7 +364,7 @@ def test_t09_every_layout_skips_alike(text, tmp_path, one_rank, grid):
     assert set(reads(done.folder)) == set(reads(one_rank.folder)) == {*range(8), *range(32, 48)}
     same = {n: sorted(set(rows)) for n, rows in batches(done.folder).items()}
     assert same == {n: sorted(set(rows)) for n, rows in batches(one_rank.folder).items()}
-    assert len((done.save / skip_records.FILE_NAME).read_text().splitlines()) == 1
+    assert len((done.save / skip_log.FILE_NAME).read_text().splitlines()) == 1
 
 
 def test_t09_two_ranks_and_evaluations_on_skipped_iterations(text, tmp_path):

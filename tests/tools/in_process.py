@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megatron.checkpoint import unpickle_worker
+from tools.convert import unpickle_worker
 from tools.convert.links import ConversionError
 from tools.convert.torch_files import Unpickler
 

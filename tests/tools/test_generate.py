@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from megatron.data.indexed_dataset import IndexedDataset
-from megatron.training.trained_model import open_trained_model
+from megatron.inference.load_model import open_trained_model
 from tests.data.vocabularies import write_tiktoken
 from tests.load_tool import exit_code, load_tool
 from tests.runs import train, with_flags

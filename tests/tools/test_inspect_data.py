@@ -18,7 +18,7 @@ import pytest
 from megatron.data.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
 from megatron.data.ledger import Ledger, read_ledger, tokens_hash
 from tests.data.corpora import write_corpus
-from tests.data.packed_files import write_lines
+from tests.data.packed.packed_files import write_lines
 from tests.forkrun import ROOT
 from tests.load_tool import load_tool
 from tests.runs import NO_DROPOUT, SMALL, train, with_flags, write_text

@@ -10,7 +10,7 @@ import pytest
 
 from megatron.arguments import config_from, parse_typed, read_words
 from megatron.config import command_line
-from megatron.config.plan import make_plan
+from megatron.config.plan.plan import make_plan
 from megatron.config.tree import Config
 from tests.forkrun import ROOT
 from tests.tools.internlm_configs import INTERNEVO_7B, SIZES, demo, written

@@ -12,17 +12,17 @@ from pathlib import Path
 
 import pytest
 
-from megatron.training.internlm_lines import StepRow, internlm_line
-from megatron.training.log_lines import (
+from megatron.analysis.run_curves import read_run, smoothed
+from megatron.training.logging.internlm_format import StepRow, internlm_line
+from megatron.training.logging.megatron_format import (
     Interval,
     IterationRow,
     aurora_line,
     megatron_line,
     validation_block,
 )
-from megatron.training.run_curves import read_run, smoothed
-from megatron.training.short_lines import evaluation_line, iteration_line
-from megatron.training.tensorboard import TensorBoard
+from megatron.training.logging.short_format import evaluation_line, iteration_line
+from megatron.training.logging.tensorboard import TensorBoard
 from tests.forkrun import ROOT
 from tests.load_tool import load_tool
 

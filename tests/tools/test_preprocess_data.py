@@ -21,10 +21,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from megatron.data import inputs, preprocess, unfinished
 from megatron.data.indexed_dataset import IndexedDataset
-from megatron.data.tokenizer import TokenizerFlags
-from megatron.data.tokenizer_bpe import GPT2BPETokenizer
+from megatron.data.preprocess import encode as preprocess
+from megatron.data.preprocess import readers as inputs
+from megatron.data.preprocess import resumable_writer
+from megatron.data.tokenizers.bpe import GPT2BPETokenizer
+from megatron.data.tokenizers.build import TokenizerFlags
 from tests.data.vocabularies import ADVERSARIAL, write_bpe
 from tools import preprocess_data
 from tools.shared import progress
@@ -458,7 +460,7 @@ class TestBadData:
     @pytest.fixture(autouse=True)
     def no_note_of_unfinished_work(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """On a slow machine some work would be kept for the next run, as it should."""
-        monkeypatch.setattr(unfinished, "SECONDS", 1e9)
+        monkeypatch.setattr(resumable_writer, "SECONDS", 1e9)
 
     def check(
         self, file: Path, out: Path, says: str, capsys: pytest.CaptureFixture[str], *flags: str

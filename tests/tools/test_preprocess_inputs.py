@@ -12,9 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron.data import inputs, tokenizer_gigatoken
 from megatron.data.indexed_dataset import IndexedDataset
-from megatron.data.tokenizer_bpe import GPT2BPETokenizer
+from megatron.data.preprocess import readers as inputs
+from megatron.data.tokenizers import gigatoken
+from megatron.data.tokenizers.bpe import GPT2BPETokenizer
 from tests.data.vocabularies import ADVERSARIAL, gpt2_files, write_bpe
 from tools import preprocess_data
 
@@ -244,12 +245,12 @@ def test_pieces_are_cut_where_the_pattern_cuts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("gigatoken")
-    monkeypatch.setattr(tokenizer_gigatoken, "PIECE", 7)
+    monkeypatch.setattr(gigatoken, "PIECE", 7)
     files = write_bpe(tmp_path)
     fast = GPT2BPETokenizer(*files, engine="gigatoken")
     plain = GPT2BPETokenizer(*files, engine="plain")
     lines = "ab\nc\n\nd \ne\n f\ng\r\nh'll\n's\n" * 40
     texts = [*ADVERSARIAL, *(lines[start : start + 53] for start in range(0, len(lines), 41))]
     assert [list(fast.encode(text)) for text in texts] == [plain.encode(text) for text in texts]
-    assert len(list(tokenizer_gigatoken.pieces("abcd\nefghijkl\nm"))) == 2
-    assert "".join(tokenizer_gigatoken.pieces(ADVERSARIAL[19])) == ADVERSARIAL[19]
+    assert len(list(gigatoken.pieces("abcd\nefghijkl\nm"))) == 2
+    assert "".join(gigatoken.pieces(ADVERSARIAL[19])) == ADVERSARIAL[19]

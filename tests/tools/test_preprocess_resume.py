@@ -17,15 +17,15 @@ from pathlib import Path
 
 import pytest
 
-from megatron.data import inputs, unfinished
+from megatron.data.preprocess import readers, resumable_writer
 from tests.data.vocabularies import ADVERSARIAL, write_bpe
 from tools import preprocess_data
 
 # The tool with small blocks, that notes every 20 ms how far it is.
 DRIVER = """
 import sys
-from megatron.data import inputs, unfinished
-inputs.BLOCK_BYTES, unfinished.SECONDS = 1 << 14, 0.02
+from megatron.data.preprocess import readers, resumable_writer
+readers.BLOCK_BYTES, resumable_writer.SECONDS = 1 << 14, 0.02
 from tools import preprocess_data
 sys.exit(preprocess_data.main(sys.argv[1:]))
 """
@@ -39,8 +39,8 @@ class Killed(BaseException):
 @pytest.fixture(autouse=True)
 def quick_notes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    monkeypatch.setattr(inputs, "BLOCK_BYTES", 1 << 14)
-    monkeypatch.setattr(unfinished, "SECONDS", 0.0)
+    monkeypatch.setattr(readers, "BLOCK_BYTES", 1 << 14)
+    monkeypatch.setattr(resumable_writer, "SECONDS", 0.0)
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
@@ -124,7 +124,7 @@ def test_killed_after_any_note_it_goes_on(
             raise Killed
         replace(source, target)
 
-    monkeypatch.setattr(unfinished.os, "replace", killing)
+    monkeypatch.setattr(resumable_writer.os, "replace", killing)
     # each run gets a little further, the last ones through the renames of the end
     while runs < 200:
         left = 2 + runs % 13
@@ -219,7 +219,7 @@ def test_other_work_is_not_gone_on_with(
 
     prefix = f"{tmp_path}/out/x"
     with monkeypatch.context() as patch:
-        patch.setattr(unfinished.Unfinished, "finish", stop)
+        patch.setattr(resumable_writer.Unfinished, "finish", stop)
         with pytest.raises(Killed):
             run(*corpus, "--workers", "1", "--output-prefix", prefix)
     assert (tmp_path / "out/x.unfinished/state.json").exists()

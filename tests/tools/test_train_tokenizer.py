@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron.data import bpe
-from megatron.data.tokenizer import build_tokenizer
+from megatron.data.tokenizers import gpt2_bpe
+from megatron.data.tokenizers.build import build_tokenizer
 from tests.data.vocabularies import ADVERSARIAL
 from tests.load_tool import load_tool
 
@@ -57,9 +57,9 @@ def test_our_tokenizer_reads_the_files_and_every_text_comes_back(text, tmp_path,
     assert "300 tokens (256 bytes, 43 merges, 1 special)" in capsys.readouterr().out
     folder = tmp_path / "new" / "tok"
     assert sorted(path.name for path in folder.iterdir()) == ["merges.txt", "vocab.json"]
-    vocabulary = bpe.read_vocabulary(folder / "vocab.json")
-    merges = bpe.read_merges(folder / "merges.txt")
-    assert bpe.is_canonical(vocabulary, merges) and len(merges) == 43
+    vocabulary = gpt2_bpe.read_vocabulary(folder / "vocab.json")
+    merges = gpt2_bpe.read_merges(folder / "merges.txt")
+    assert gpt2_bpe.is_canonical(vocabulary, merges) and len(merges) == 43
     assert [vocabulary[byte] for byte in ("!", "~")] == [0, 93] and vocabulary[
         "<|endoftext|>"
     ] == 299
@@ -87,7 +87,7 @@ def test_the_merges_are_the_most_frequent_pairs(tmp_path):
         )
         == 0
     )
-    assert bpe.read_merges(tmp_path / "merges.txt") == [("a", "b"), ("Ġ", "ab"), ("Ġab", "c")]
+    assert gpt2_bpe.read_merges(tmp_path / "merges.txt") == [("a", "b"), ("Ġ", "ab"), ("Ġab", "c")]
 
 
 def test_input_is_what_preprocessing_reads_and_its_form_makes_no_difference(text, tmp_path):
@@ -113,7 +113,7 @@ def test_input_is_what_preprocessing_reads_and_its_form_makes_no_difference(text
         )
         == 0
     )
-    assert bpe.read_merges(tmp_path / "more" / "merges.txt") == [
+    assert gpt2_bpe.read_merges(tmp_path / "more" / "merges.txt") == [
         ("x", "y"),
         ("xy", "z"),
         ("xyz", "xyz"),

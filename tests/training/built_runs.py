@@ -7,12 +7,12 @@ import torch
 
 from megatron.arguments import config_from, parse_typed
 from megatron.config import command_line
-from megatron.config.plan import make_plan
+from megatron.config.plan.plan import make_plan
 from megatron.config.tree import Config
 from megatron.parallel.context import ParallelContext
 from megatron.timers import Timers
 from megatron.training.build import Run, build_run, make_tokenizer
-from megatron.training.initialize import Runtime
+from megatron.training.launch.initialize import Runtime
 from tests.runs import SMALL, with_flags
 
 RUNTIME = Runtime(torch.device("cpu"), ParallelContext(config_from(Config, {}).parallel), 1, 0)

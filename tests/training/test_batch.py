@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.config.batch_size import build_batch_size_schedule
+from megatron.config.plan.batch_size import build_batch_size_schedule
 from megatron.config.skip_ranges import SkipRanges
 from megatron.data.sampler import SequentialSampler
 from megatron.parallel.context import Axis
@@ -17,7 +17,7 @@ from megatron.training.batch import (
     make_batch,
     training_samples,
 )
-from megatron.training.signals import describe
+from megatron.training.launch.signals import describe
 
 EOD = 9
 SAMPLE = torch.tensor([[1, 2, EOD, 3, EOD, EOD, 4, 5]])

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from megatron.data.indexed_dataset import IndexedDatasetBuilder
-from megatron.data.provenance import describe
-from megatron.data.tokenizer import ByteTokenizer
-from megatron.training.tensorboard import read_scalars
-from megatron.training.trained_model import open_trained_model
+from megatron.data.tokenizers.build import ByteTokenizer
+from megatron.data.tokenizers.metadata import describe
+from megatron.inference.load_model import open_trained_model
+from megatron.training.logging.tensorboard import read_scalars
 from tests.runs import train
 
 SEQUENCE = 16

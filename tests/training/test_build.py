@@ -10,12 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.config.plan import bytes_per_rank, make_plan
+from megatron.config.plan.plan import bytes_per_rank, make_plan
 from megatron.data import index_helpers
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.sharding import local_box
 from megatron.timers import Timers
-from megatron.training import initialize
 from megatron.training.build import (
     Run,
     build_data,
@@ -24,7 +23,8 @@ from megatron.training.build import (
     make_tokenizer,
     plan_run,
 )
-from megatron.training.initialize import Runtime
+from megatron.training.launch import initialize
+from megatron.training.launch.initialize import Runtime
 from tests.data.vocabularies import write_sentencepiece, write_tiktoken
 from tests.forkrun import run_ranks
 from tests.runs import write_text

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.data.packed import LABELS, POSITIONS, TOKENS, PackedFile, PackingRule
+from megatron.data.packed.packed_dataset import LABELS, POSITIONS, TOKENS, PackedFile, PackingRule
 from megatron.data.sampler import PackedSampler
 from megatron.data.samples import Samples
 from megatron.kernels.select import kernel_table
@@ -22,9 +22,9 @@ from megatron.parallel.context import Axis
 from megatron.training import step
 from megatron.training.batch import BatchRules, load_samples, make_batch, training_samples
 from megatron.training.build import build_data, make_tokenizer, plan_run
-from megatron.training.row_counts import FILLED, RowCounts
-from megatron.training.tensorboard import read_scalars
-from tests.data.packed_files import Listed, build, write_lines, write_pair
+from megatron.training.logging.subset_metrics import FILLED, RowCounts
+from megatron.training.logging.tensorboard import read_scalars
+from tests.data.packed.packed_files import Listed, build, write_lines, write_pair
 from tests.forkrun import RanksFailed
 from tests.model.tiny import tiny_model
 from tests.parity.layouts import CP, DISTRIBUTED, GATHER, LLAMA, PP, SP, TP

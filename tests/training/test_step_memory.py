@@ -5,9 +5,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron.config.costs import chunk_activations
+from megatron.config.plan.costs import chunk_activations
 from megatron.kernels import cross_entropy as loss_module
-from megatron.kernels import native, reference
+from megatron.kernels import functional
+from megatron.kernels.cpu import native
 from megatron.kernels.linear import BLOCK_ELEMENTS
 from megatron.training.build import Run
 from megatron.training.step import train_step
@@ -60,7 +61,7 @@ def test_the_loss_holds_a_chunk_and_a_sixteenth_of_the_logits(monkeypatch, dtype
 
     def loss(logits, labels, **more):
         parallel = dict(tp=Two, all_reduce=lambda x, op, axis: x) if tp else {}
-        return reference.cross_entropy(logits, labels, **more, **parallel)
+        return functional.cross_entropy(logits, labels, **more, **parallel)
 
     chunk = loss_module.CHUNK_ELEMENTS * 4
     assert chunk * (not built) < loss_memory(dtype, loss) + chunk // 2  # something was seen
@@ -95,7 +96,7 @@ def test_a_step_holds_the_logits_once(monkeypatch, bf16):
     }
     assert list(held.values()) == [logits]
     if not bf16:
-        monkeypatch.setattr(reference, "cross_entropy", plain_loss)
+        monkeypatch.setattr(functional, "cross_entropy", plain_loss)
         # the bound sees torch's own loss
         assert step(**flags)[0].peak > logits + logits // 2 + chunk + layers
 
@@ -136,7 +137,7 @@ def test_a_step_makes_nothing_of_sequence_by_sequence(name, length):
 
 
 def test_a_matrix_of_scores_would_be_seen(monkeypatch):
-    monkeypatch.setattr(reference, "attention", plain_attention)
+    monkeypatch.setattr(functional, "attention", plain_attention)
     memory, saved, _ = step(seq_length=352, fp64=False)
     assert (1, 2, 352, 352) in squares(memory, saved, 352) and (1, 2, 352, 352) in {
         tuple(x.shape) for x in saved

@@ -3,13 +3,13 @@
 import torch
 
 from megatron.arguments import config_from
-from megatron.config.plan import make_plan
+from megatron.config.plan.plan import make_plan
 from megatron.config.tree import Config
-from megatron.data.tokenizer import build_tokenizer
+from megatron.data.tokenizers.build import build_tokenizer
 from megatron.parallel.context import ParallelContext
 from megatron.timers import Timers
 from megatron.training.build import Run, build_run
-from megatron.training.initialize import Runtime
+from megatron.training.launch.initialize import Runtime
 
 EOD = 52
 BASE = dict(

@@ -23,7 +23,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from megatron.data import bpe  # noqa: E402
+from megatron.data.tokenizers import gpt2_bpe  # noqa: E402
 
 TOOL = ROOT / "tools" / "preprocess_data.py"
 # The tool as it is where the extra "data" is not installed.
@@ -44,10 +44,10 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 import numpy as np
 root, source, prefix, vocab, merges, workers = sys.argv[1:]
 sys.path.insert(0, root)
-from megatron.data import bpe
+from megatron.data.tokenizers import gpt2_bpe
 from megatron.data.indexed_dataset import IndexedDatasetBuilder
-vocabulary = bpe.read_vocabulary(vocab)
-engine = Tokenizer(models.BPE(vocab=vocabulary, merges=bpe.read_merges(merges)))
+vocabulary = gpt2_bpe.read_vocabulary(vocab)
+engine = Tokenizer(models.BPE(vocab=vocabulary, merges=gpt2_bpe.read_merges(merges)))
 engine.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
 eod = vocabulary["<|endoftext|>"]
 def encode(line):
@@ -183,7 +183,8 @@ def vocabulary_in_one(args: argparse.Namespace, folder: Path) -> str:
 
     engine = Tokenizer(
         models.BPE(
-            vocab=bpe.read_vocabulary(args.vocab_file), merges=bpe.read_merges(args.merge_file)
+            vocab=gpt2_bpe.read_vocabulary(args.vocab_file),
+            merges=gpt2_bpe.read_merges(args.merge_file),
         )
     )
     engine.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -143,7 +143,7 @@ def first_of(dataset: object, iteration: int, workers: int) -> None:
     resume."""
     import torch
 
-    from megatron.config.batch_size import build_batch_size_schedule
+    from megatron.config.plan.batch_size import build_batch_size_schedule
     from megatron.config.skip_ranges import SkipRanges
     from megatron.data.sampler import SequentialSampler
     from megatron.training.batch import load_samples, training_samples

@@ -20,7 +20,10 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).resolve().parent)]
+sys.path[:0] = [
+    str(Path(__file__).resolve().parents[2]),
+    str(Path(__file__).resolve().parent / "step"),
+]
 
 from megatron import threads  # noqa: E402
 
@@ -32,9 +35,9 @@ from contestants import Ours  # noqa: E402
 from sizes import Size  # noqa: E402
 from torch import Tensor  # noqa: E402
 
-from megatron.kernels import reference as kernels  # noqa: E402
-from megatron.kernels import vector_attention  # noqa: E402
+from megatron.kernels import functional as kernels  # noqa: E402
 from megatron.kernels.attention import select_attention  # noqa: E402
+from megatron.kernels.cpu import fp32_attention  # noqa: E402
 
 Kernel = Callable[..., Tensor]
 TOKENS = 4096
@@ -76,7 +79,7 @@ def races(
         chosen, *_ = select_attention(torch.device("cpu"), torch.float32, 0.0, False, seq_length=s)
         way = (
             "vectors"
-            if vector_attention.obstacle(torch.device("cpu"), torch.float32, HEAD, s) is None
+            if fp32_attention.obstacle(torch.device("cpu"), torch.float32, HEAD, s) is None
             else "chunked"
         )
         ours = partial(kernels.attention, scale=HEAD**-0.5, implementation=way)

@@ -21,18 +21,21 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).resolve().parent)]
+sys.path[:0] = [
+    str(Path(__file__).resolve().parents[2]),
+    str(Path(__file__).resolve().parent / "step"),
+]
 
 import numpy as np  # noqa: E402
 from overhead import Step, microseconds  # noqa: E402
 from sizes import parse_size  # noqa: E402
 
-from megatron.kernels import reference as kernels  # noqa: E402  (after overhead.py, which sets threads)
+from megatron.kernels import functional as kernels  # noqa: E402  (after overhead.py, which sets threads)
 from megatron.training.batch import make_batch  # noqa: E402
-from megatron.training.metrics import IterationResult, TrainingLog, Writers  # noqa: E402
-from megatron.training.output import OutputFile  # noqa: E402
-from megatron.training.row_counts import RowCounts  # noqa: E402
-from megatron.training.tensorboard import TensorBoard  # noqa: E402
+from megatron.training.logging.output import OutputFile  # noqa: E402
+from megatron.training.logging.subset_metrics import RowCounts  # noqa: E402
+from megatron.training.logging.tensorboard import TensorBoard  # noqa: E402
+from megatron.training.logging.training_log import IterationResult, TrainingLog, Writers  # noqa: E402
 
 torch = sys.modules["torch"]
 GOAL = 0.01

@@ -47,7 +47,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(Path(__file__).resolve().parent)]
+sys.path[:0] = [str(ROOT), str(Path(__file__).resolve().parent / "step")]
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = "1"
@@ -56,7 +56,7 @@ import torch  # noqa: E402
 from sizes import Size, command_line, parse_size  # noqa: E402
 
 from megatron.config import command_line as megatron_command_line  # noqa: E402
-from megatron.kernels import reference as kernels  # noqa: E402
+from megatron.kernels import functional as kernels  # noqa: E402
 from megatron.optimizer.optimizer import MixedPrecisionOptimizer  # noqa: E402
 from megatron.parallel.collectives import all_reduce, all_reduce_  # noqa: E402
 from megatron.parallel.cross_entropy import vocab_parallel_cross_entropy  # noqa: E402
@@ -68,9 +68,11 @@ from megatron.parallel.layers import (
 )  # noqa: E402
 from megatron.parallel.random import DropoutSeeds  # noqa: E402
 from megatron.timers import Timers  # noqa: E402
-from megatron.training import build, initialize, spikes  # noqa: E402
+from megatron.training import build
 from megatron.training.batch import make_batch  # noqa: E402
-from megatron.training.spike_policy import SpikePolicy  # noqa: E402
+from megatron.training.launch import initialize
+from megatron.training.spikes import detector as spikes  # noqa: E402
+from megatron.training.spikes.policy import SpikePolicy  # noqa: E402
 from megatron.training.step import train_step  # noqa: E402
 from pretrain_gpt import forward_step  # noqa: E402
 

@@ -16,9 +16,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from megatron.training import spikes  # noqa: E402
-from megatron.training.run_history import read_history  # noqa: E402
-from megatron.training.spikes import Finding, SpikeDetector  # noqa: E402
+from megatron.analysis.run_history import read_history  # noqa: E402
+from megatron.training.spikes import detector as spikes  # noqa: E402
+from megatron.training.spikes.detector import Finding, SpikeDetector  # noqa: E402
 
 COLUMNS = (
     "run",

@@ -46,7 +46,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(Path(__file__).resolve().parent)]
+sys.path[:0] = [str(ROOT), str(Path(__file__).resolve().parent / "step")]
 
 import step_profile  # noqa: E402
 from checkouts import check_names, checkout_name, commit_of, parse_checkout  # noqa: E402

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from megatron.checkpoint.disk import DISK
+from megatron.checkpoint.filesystem import DISK
 from megatron.checkpoint.safetensors_file import DTYPES, Entry, SafetensorsFile, write_file
 from tools.convert.config_keys import read_json
 from tools.convert.links import ConversionError, Header, Shape

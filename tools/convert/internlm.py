@@ -19,11 +19,16 @@ from typing import Any
 import torch
 
 from megatron.config.model import ModelConfig
-from megatron.config.parameters import LAYER_PREFIX, OUTPUT_LAYER, WORD_EMBEDDING, parameter_table
+from megatron.config.plan.parameters import (
+    LAYER_PREFIX,
+    OUTPUT_LAYER,
+    WORD_EMBEDDING,
+    parameter_table,
+)
 from tools.convert.choices import MLP_ORDERS
 from tools.convert.hf_files import new_folder
 from tools.convert.links import QKV, ConversionError
-from tools.convert.ours import Incoming, write_checkpoint
+from tools.convert.native import Incoming, write_checkpoint
 from tools.convert.torch_files import TorchFile, Unpickler
 
 MODEL_CONFIG = "model_config.pt"

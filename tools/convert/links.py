@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from megatron.config.model import ModelConfig
-from megatron.config.parameters import OUTPUT_LAYER, WORD_EMBEDDING, parameter_table
+from megatron.config.plan.parameters import OUTPUT_LAYER, WORD_EMBEDDING, parameter_table
 
 _LAYER = re.compile(r"(decoder\.layers\.)(\d+)(\..*)")
 SHOWN = 5  # names of a kind that one error shows

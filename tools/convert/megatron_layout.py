@@ -14,11 +14,11 @@ from typing import Any
 import torch
 
 from megatron.arguments import build_parser, parse_typed
-from megatron.checkpoint import boxes
-from megatron.checkpoint.disk import DISK
+from megatron.checkpoint import tensor_slices
+from megatron.checkpoint.filesystem import DISK
 from megatron.checkpoint.safetensors_file import Entry
 from megatron.config.model import ModelConfig
-from megatron.config.parameters import (
+from megatron.config.plan.parameters import (
     LAYER_PREFIX,
     OUTPUT_LAYER,
     WORD_EMBEDDING,
@@ -30,7 +30,7 @@ from megatron.config.tree import Config
 from tools.convert.hf_files import new_folder
 from tools.convert.links import ConversionError, is_vocabulary
 from tools.convert.megatron_names import TIED_COPY, args_for, flags_from, legacy_path, our_name
-from tools.convert.ours import Incoming, Ours, write_checkpoint
+from tools.convert.native import Incoming, Ours, write_checkpoint
 from tools.convert.torch_files import TorchFile, Unpickler
 from tools.shared.progress import Progress
 
@@ -407,7 +407,7 @@ class _Slice:
     shape: tuple[int, ...]
 
     def __call__(self) -> torch.Tensor:
-        box = list(boxes.whole(self.spec.shape))
+        box = list(tensor_slices.whole(self.spec.shape))
         for _, dim in self.spec.splits:
             part = self.spec.shape[dim] // self.tp
             box[dim] = (self.rank * part, (self.rank + 1) * part)

@@ -1,5 +1,5 @@
 """Pickled files by way of safetensors: they are read and written by
-megatron/checkpoint/unpickle_worker.py in a process of its own, so that nothing is unpickled here.
+tools/convert/unpickle_worker.py in a process of its own, so that nothing is unpickled here.
 Knows no model."""
 
 from __future__ import annotations
@@ -14,11 +14,10 @@ from typing import Any
 
 import torch
 
-import megatron.checkpoint.disk
 from megatron.checkpoint.safetensors_file import DTYPES, Entry, SafetensorsFile, write_file
 from tools.convert.links import ConversionError, Header
 
-WORKER = Path(megatron.checkpoint.disk.__file__).with_name("unpickle_worker.py")
+WORKER = Path(__file__).resolve().with_name("unpickle_worker.py")
 
 
 class Unpickler:

@@ -16,8 +16,8 @@ from types import ModuleType
 
 import torch
 
-from megatron.checkpoint.disk import CheckpointError
-from megatron.training.trained_model import TrainedModel, open_trained_model
+from megatron.checkpoint.filesystem import CheckpointError
+from megatron.inference.load_model import TrainedModel, open_trained_model
 from tools.convert.hf_files import CONFIG, HFFolder
 from tools.convert.links import ConversionError
 from tools.shared.memory import free_memory

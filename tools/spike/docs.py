@@ -17,13 +17,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from megatron.analysis import text_anomalies
+from megatron.analysis.log_reader import without_nan
+from megatron.analysis.loss_outliers import MASKED, mean_loss
 from megatron.arguments import Problems
-from megatron.data import suspicion
-from megatron.data.whereabouts import Piece, pieces
-from megatron.training.log_reader import without_nan
-from megatron.training.sample_losses import MASKED, mean_loss
+from megatron.data.sample_lookup import Piece, pieces
 from tools import inspect_data
-from tools.inspection.reading import Reading, open_run
+from tools.shared.run_data import Reading, open_run
 from tools.spike.options import DocsOptions
 
 HEAD = 16  # tokens shown
@@ -106,11 +106,11 @@ def neighbours(reading: Reading, first: int, last: int) -> list[int]:
     return sorted(found)
 
 
-def usual(reading: Reading, iterations: Sequence[int]) -> list[suspicion.Measures]:
+def usual(reading: Reading, iterations: Sequence[int]) -> list[text_anomalies.Measures]:
     """The measures of all that these iterations read, to compare with."""
     samples = (place.sample for iteration in iterations for place in places(reading, iteration))
     return [
-        suspicion.measure(ids, _text(reading, ids))
+        text_anomalies.measure(ids, _text(reading, ids))
         for sample in samples
         for _, _, ids in _cut(reading, sample, reading.tokens(sample))
     ]
@@ -129,7 +129,7 @@ def _cut(
 def suspects(
     reading: Reading,
     read: Sequence[Place],
-    others: Sequence[suspicion.Measures] = (),
+    others: Sequence[text_anomalies.Measures] = (),
     losses: Callable[[Sequence[np.ndarray]], Iterator[np.ndarray]] | None = None,
 ) -> list[Suspect]:
     """The pieces of documents in these samples, in their order, compared with each other and with
@@ -143,12 +143,12 @@ def suspects(
             # a token's loss stands before it
             mine = None if each is None else each[max(0, at - 1) : at - 1 + piece.length]
             text = _text(reading, ids)
-            measures.append(suspicion.measure(ids, text))
+            measures.append(text_anomalies.measure(ids, text))
             head = str(ids[:HEAD].tolist()) if text is None else text[: 6 * HEAD]
             found.append((piece, place, head, mine))
     return [
         _suspect(one, *rest)
-        for one, rest in zip(suspicion.rank(measures, others), found, strict=True)
+        for one, rest in zip(text_anomalies.rank(measures, others), found, strict=True)
     ]
 
 
@@ -158,7 +158,11 @@ def _text(reading: Reading, ids: np.ndarray) -> str | None:
 
 
 def _suspect(
-    found: suspicion.Suspicion, piece: Piece, place: Place, head: str, losses: np.ndarray | None
+    found: text_anomalies.Suspicion,
+    piece: Piece,
+    place: Place,
+    head: str,
+    losses: np.ndarray | None,
 ) -> Suspect:
     counts = losses is not None and bool((losses != MASKED).any())
     where = None if piece.first_byte is None else (piece.first_byte, piece.end_byte)

@@ -22,15 +22,15 @@ from typing import Any
 import numpy as np
 
 from megatron import threads
-from megatron.checkpoint.disk import CheckpointError
-from megatron.data.suspicion import Measures
-from megatron.training import log_reader
+from megatron.analysis import log_reader
+from megatron.analysis.loss_outliers import Scale, mean_loss, scale_of
+from megatron.analysis.run_history import checkpoints
+from megatron.analysis.text_anomalies import Measures
+from megatron.analysis.token_losses import token_losses
+from megatron.checkpoint.filesystem import CheckpointError
+from megatron.inference.load_model import TrainedModel, open_trained_model
 from megatron.training.batch import BatchRules
-from megatron.training.replay import token_losses
-from megatron.training.run_history import checkpoints
-from megatron.training.sample_losses import Scale, mean_loss, scale_of
-from megatron.training.trained_model import TrainedModel, open_trained_model
-from tools.inspection.reading import Reading, open_run
+from tools.shared.run_data import Reading, open_run
 from tools.spike.docs import Place, Suspect, height, neighbours, places, suspects, usual
 from tools.spike.options import ReplayOptions
 

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.arguments import Problems
-from megatron.checkpoint.disk import CheckpointError
+from megatron.checkpoint.filesystem import CheckpointError
 from megatron.data.ledger import SKIPPED, read_ledger
 from megatron.data.sampler import Sampler
-from tools.inspection.reading import Reading, checkpoint_after, hash_of, open_run
+from tools.shared.run_data import Reading, checkpoint_after, hash_of, open_run
 from tools.spike.options import VerifyOptions
 
 GOOD = 0

@@ -1,0 +1,215 @@
+"""Runs as pictures: curves of several, spikes, skips, checkpoints and restarts of one. The only
+importer of matplotlib."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from megatron.analysis.log_reader import History, Record
+from megatron.analysis.run_curves import PANELS, Curve, Curves, smoothed
+from megatron.analysis.spike_events import Event, not_judged
+
+LOSS, NORM, SPIKE, SKIPPED, SAVED = "#1f4e79", "#5f6b76", "#d62728", "#2ca02c", "#2ca02c"
+NOT_JUDGED = "#9e9e9e"
+RUNS = ("#1f77b4", "#d95f02", "#2a9d4e", "#8e44ad", "#c0392b", "#16a2b8", "#7f6a00", "#555555")
+
+
+def skipped_bands(records: Sequence[Record]) -> list[tuple[int, int]]:
+    """The (first, last) iterations of each stretch that was not trained."""
+    bands: list[tuple[int, int]] = []
+    for r in records:
+        if r.trained or not (r.user_skipped or r.skipped):
+            continue
+        count = max(1, r.user_skipped)
+        if bands and bands[-1][1] == r.iteration - count:
+            bands[-1] = (bands[-1][0], r.iteration)
+        else:
+            bands.append((r.iteration - count + 1, r.iteration))
+    return bands
+
+
+def curves(records: Sequence[Record]) -> tuple[list[int], list[float], list[float]]:
+    """Iterations, losses and gradient norms; NaN, which interrupts a line, where a record has none
+    of its own."""
+    losses = [math.nan if r.loss is None or not r.trained else r.loss for r in records]
+    norms = [math.nan if r.grad_norm is None or not r.trained else r.grad_norm for r in records]
+    return [r.iteration for r in records], losses, norms
+
+
+def draw(path: str, history: History, events: Sequence[Event], saved: Sequence[int]) -> None:
+    """Draw the run into an .svg, .png or .pdf. Raises ValueError where that cannot be."""
+    try:
+        from matplotlib.figure import Figure
+        from matplotlib.ticker import LogFormatter
+    except ImportError:
+        raise ValueError(
+            f"--plot {path}: needs the package matplotlib; run: pip install matplotlib"
+        ) from None
+    figure = Figure(figsize=(10, 5.6), layout="constrained")
+    top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
+    iterations, losses, norms = curves(history.records)
+    top.plot(iterations, losses, color=LOSS, linewidth=1)
+    bottom.semilogy(iterations, norms, color=NORM, linewidth=1)
+    for which in (bottom.yaxis.set_major_formatter, bottom.yaxis.set_minor_formatter):
+        which(LogFormatter(minor_thresholds=(1.5, 0.6)))
+    top.set_ylabel("loss (nats a token)")
+    bottom.set_ylabel("gradient norm")
+    bottom.set_xlabel("iteration")
+    for axes in (top, bottom):
+        axes.grid(alpha=0.25)
+        axes.spines[["top", "right"]].set_visible(False)
+        _bands(axes, not_judged(history.records), NOT_JUDGED, "not judged")
+        _bands(axes, [(event.start, event.end) for event in events], SPIKE, "spike: leave out")
+        _bands(axes, skipped_bands(history.records), SKIPPED, "skipped")
+        for number, join in enumerate(history.joins):
+            axes.axvline(
+                join - 0.5,
+                color="black",
+                linewidth=0.8,
+                linestyle=":",
+                label=None if number else "restart",
+            )
+    _mark(top, events)
+    if saved:
+        shown = [n for n in saved if n <= history.records[-1].iteration]
+        bottom.plot(
+            shown,
+            [0.03] * len(shown),
+            "^",
+            color=SAVED,
+            markersize=5,
+            transform=bottom.get_xaxis_transform(),
+            label="checkpoint",
+            clip_on=False,
+        )
+    handles = {
+        name: handle
+        for axes in (bottom, top)
+        for handle, name in zip(*axes.get_legend_handles_labels(), strict=True)
+    }
+    if handles:
+        figure.legend(
+            handles.values(),
+            handles.keys(),
+            loc="outside upper right",
+            ncols=len(handles),
+            frameon=False,
+            fontsize=9,
+        )
+    _save(figure, path, "--plot")
+
+
+# matplotlib's Axes
+def _bands(axes, ranges: Sequence[tuple[int, int]], color: str, name: str) -> None:
+    for number, (first, last) in enumerate(ranges):
+        axes.axvspan(
+            first - 0.5,
+            last + 0.5,
+            color=color,
+            alpha=0.22,
+            linewidth=0,
+            label=None if number else name,
+        )
+
+
+def _mark(axes, events: Sequence[Event]) -> None:
+    """The worst iteration of each event beside its point; above the picture where the loss is no
+    number."""
+    for event in events:
+        finite = math.isfinite(event.loss)
+        text, height = (
+            (f"{event.peak}", event.loss) if finite else (f"{event.peak}: {event.loss}", 1)
+        )
+        axes.annotate(
+            text,
+            (event.peak, height),
+            xycoords="data" if finite else ("data", "axes fraction"),
+            textcoords="offset points",
+            xytext=(5, -2 if finite else -12),
+            fontsize=9,
+            color=SPIKE,
+        )
+
+
+def draw_curves(path: str, runs: Sequence[Curves], window: int = 1) -> None:
+    """Draw the panels of several runs, one above the other, into an .svg, .png or .pdf; with
+    `window` above 1 the mean over that many neighbouring points, and the points themselves faintly.
+    Raises ValueError where that cannot be."""
+    try:
+        from matplotlib.figure import Figure
+        from matplotlib.ticker import EngFormatter, StrMethodFormatter
+    except ImportError:
+        raise ValueError(
+            f"--output {path}: needs the package matplotlib; run: pip install matplotlib, or omit "
+            "--output to plot in the terminal"
+        ) from None
+    shown = [name for name in PANELS if any(run.panels.get(name) for run in runs)]
+    heights = [2.0 if name == "loss" else 1.0 for name in shown]
+    figure = Figure(figsize=(10, 1.2 + 1.55 * sum(heights)), layout="constrained")
+    grid = figure.subplots(len(shown), 1, sharex=True, height_ratios=heights, squeeze=False)[:, 0]
+    for name, axes in zip(shown, grid, strict=True):
+        for run, color in zip(runs, _colors(len(runs)), strict=True):
+            width = 1 if name == "learning_rate" else window
+            _curve(
+                axes, run.panels.get(name), color, width, run.name if len(runs) > 1 else "training"
+            )
+            for split, points in run.evaluations.items() if name == "loss" else ():
+                label = split if len(runs) == 1 else f"{run.name}: {split}"
+                axes.plot(
+                    *points,
+                    color=color if len(runs) > 1 else RUNS[1],
+                    markersize=4.5,
+                    linewidth=1.2,
+                    marker="s" if split == "test" else "o",
+                    linestyle="--" if len(points[0]) > 1 else "",
+                    label=label,
+                )
+        axes.set_ylabel(PANELS[name])
+        axes.grid(alpha=0.25)
+        axes.spines[["top", "right"]].set_visible(False)
+        values = [
+            y
+            for run in runs
+            if name in run.panels
+            for y in run.panels[name][1]
+            if y > 0 and math.isfinite(y)
+        ]
+        if name == "grad_norm" and values and max(values) > 20 * min(values):
+            axes.set_yscale("log")
+            axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+        if name == "tokens_per_second":
+            axes.yaxis.set_major_formatter(EngFormatter(sep=""))
+            axes.set_ylim(bottom=0)
+    grid[-1].set_xlabel("iteration")
+    grid[0].legend(loc="upper right", frameon=False, fontsize=9)
+    figure.align_ylabels(list(grid))
+    _save(figure, path, "--output")
+
+
+def _colors(count: int) -> list[str]:
+    return [RUNS[number % len(RUNS)] for number in range(count)]
+
+
+def _curve(axes, curve: Curve | None, color: str, window: int, label: str) -> None:
+    """A curve of matplotlib's `axes`; where it is smoothed its points stand behind it."""
+    if curve is None:
+        return
+    steps, values = curve
+    if window > 1:
+        axes.plot(steps, values, color=color, linewidth=0.8, alpha=0.25)
+    axes.plot(
+        steps,
+        smoothed(values, window),
+        color=color,
+        linewidth=1.4,
+        label=label,
+        marker="." if len(steps) == 1 else None,
+    )
+
+
+def _save(figure, path: str, flag: str) -> None:
+    try:
+        figure.savefig(path, dpi=150)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{flag} {path}: cannot be written ({error})") from None

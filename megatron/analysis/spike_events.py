@@ -1,0 +1,129 @@
+"""From a history of iterations to events: where loss or gradient norm left their trend, and what to
+skip. Knows no file."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron.analysis.log_reader import Record
+from megatron.training.spikes.detector import SIGMA, Finding, SpikeDetector
+
+# records: what is out of line within so many belongs to one event, marks before it too
+TOGETHER = 32
+RECOVERY = 200  # iterations in which a benign spike is over
+
+
+@dataclass(frozen=True)
+class Event:
+    """A spike. `first` and `last` are the iterations out of line, `peak` the worst of them; skip
+    `start` to `end`.
+
+    `kind`: `benign` (the loss is back on its line, to one median deviation, within 200 iterations
+    of the worst), `slow` (later), `malignant` (never), `open` (the log ends before that can be
+    said), `non-finite`.
+    """
+
+    first: int
+    last: int
+    peak: int
+    start: int
+    end: int
+    kind: str
+    finding: Finding
+    loss: float
+    grad_norm: float | None
+
+
+def log_interval(records: Sequence[Record]) -> int:
+    """Iterations from one record to the next, most often."""
+    steps = Counter(b.iteration - a.iteration for a, b in zip(records, records[1:], strict=False))
+    return steps.most_common(1)[0][0] if steps else 1
+
+
+def find_events(records: Sequence[Record]) -> list[Event]:
+    """All spikes of a run in order. Records without a loss, and updates that fp16 skipped, are not
+    looked at."""
+    interval = log_interval(records)
+    seen = _looked_at(records)
+    detector = SpikeDetector()
+    findings = [detector.judge(r.loss, r.grad_norm) for r in seen]
+    groups: list[list[int]] = []
+    for place, finding in enumerate(findings):
+        if finding.spike and groups and place - groups[-1][-1] <= TOGETHER:
+            groups[-1].append(place)
+        elif finding.spike:
+            groups.append([place])
+    before = [0, *(group[-1] + 1 for group in groups)]
+    return [
+        _event(seen, findings, group, start, interval)
+        for group, start in zip(groups, before, strict=False)
+    ]
+
+
+def not_judged(records: Sequence[Record]) -> list[tuple[int, int]]:
+    """(first, last) iterations in which only a number that is not finite would have been found: at
+    the start, and after the level of the loss has changed, the detector has too few accepted losses
+    to compare with."""
+    interval = log_interval(records)
+    detector = SpikeDetector()
+    found: list[tuple[int, int]] = []
+    warming_up = False
+    for record in _looked_at(records):
+        if not detector.ready:
+            first = found.pop()[0] if warming_up else max(1, record.iteration - interval + 1)
+            found.append((first, record.iteration))
+        warming_up = not detector.ready
+        detector.judge(record.loss, record.grad_norm)
+    return found
+
+
+def _looked_at(records: Sequence[Record]) -> list[Record]:
+    """Those with a loss that changed the weights, as far as the log tells."""
+    interval = log_interval(records)
+    return [r for r in records if r.trained and not (r.skipped and interval == 1)]
+
+
+def _event(
+    seen: Sequence[Record],
+    findings: Sequence[Finding],
+    group: Sequence[int],
+    free: int,
+    interval: int,
+) -> Event:
+    """The event of the records at places `group`; records before `free` belong to another."""
+    first = group[0]
+    last = group[-1]
+    marked = [place for place in range(max(free, first - TOGETHER), first) if findings[place].kind]
+    peak = max(
+        group, key=lambda place: (findings[place].kind == "non-finite", findings[place].loss_z)
+    )
+    start = seen[min([*marked, first])].iteration - 2 * interval + 1
+    return Event(
+        seen[first].iteration,
+        seen[last].iteration,
+        seen[peak].iteration,
+        max(1, start),
+        seen[last].iteration + interval,
+        _kind(seen, findings, group, peak),
+        findings[peak],
+        seen[peak].loss,
+        seen[peak].grad_norm,
+    )
+
+
+def _kind(
+    seen: Sequence[Record], findings: Sequence[Finding], group: Sequence[int], peak: int
+) -> str:
+    if any(findings[place].kind == "non-finite" for place in group):
+        return "non-finite"
+    first = group[0]
+    worst = seen[peak].iteration
+    f = findings[first]
+    deviation = f.excess / f.loss_z / SIGMA if f.loss_z else 0.0
+    limit = seen[first].loss - f.excess + abs(deviation)
+    for record in seen[peak + 1 :]:
+        if record.loss <= limit:
+            return "benign" if record.iteration - worst <= RECOVERY else "slow"
+    return "malignant" if seen[-1].iteration - worst > RECOVERY else "open"

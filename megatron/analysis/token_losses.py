@@ -1,0 +1,36 @@
+"""Samples that were read once, put through a trained model again: the loss of every token, forward
+only.
+
+It knows a model and token ids; it must not know files, datasets, iterations or an optimizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+
+from megatron.analysis.loss_outliers import MASKED
+from megatron.model.gpt import GPTModel
+from megatron.training.batch import BatchRules, make_batch
+
+
+@torch.inference_mode()
+def token_losses(
+    model: GPTModel, rules: BatchRules, samples: Sequence[np.ndarray], micro_batch_size: int
+) -> Iterator[np.ndarray]:
+    """The losses [s] in nats of the tokens 1 .. s of each of the samples [s+1], MASKED where
+    training masks the loss.
+
+    `micro_batch_size` samples go through the model at once; dropout is off.
+    """
+    device = next(model.parameters()).device
+    for first in range(0, len(samples), micro_batch_size):
+        batch = make_batch(
+            torch.from_numpy(np.stack(samples[first : first + micro_batch_size])), rules, device
+        )
+        losses = model(batch.tokens, batch.position_ids, batch.labels, batch.document_ids).float()
+        if batch.loss_mask is not None:
+            losses = losses.masked_fill(batch.loss_mask == 0, MASKED)
+        yield from losses.cpu().numpy()

@@ -1,0 +1,77 @@
+"""Rules of --fp8-format: what can multiply in 8 bits. Knows no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron.config.checks.facts import Facts
+
+MULTIPLE = 16  # of both inner dimensions of a product in 8 bits
+
+
+def rule(f: Facts) -> Iterator[str]:
+    """One line for each size of a rank's products that 16 does not divide, and for what fp8 cannot
+    go with."""
+    if f["fp8"] is None:
+        return
+    if f["fp64"]:
+        yield (
+            f"{f.say('fp8')}: rounds to 8 bits, which --fp64 is there to avoid; leave one of them "
+            "out [flags-exclude-each-other]"
+        )
+    if f["torch_compile"] and f["fp8_recipe"] == "delayed":
+        yield (
+            "--torch-compile: cannot follow delayed scales, which change every step; use "
+            "--fp8-recipe tensorwise [fp8-delayed-scaling-with-torch-compile]"
+        )
+    sizes = (
+        "hidden_size",
+        "num_attention_heads",
+        "num_query_groups",
+        "seq_length",
+        "micro_batch_size",
+        "tensor_model_parallel_size",
+        "context_parallel_size",
+    )
+    if not f.ok(*sizes) or f.bad & {"kv_channels", "ffn_hidden_size", "ffn_multiple_of"}:
+        return  # said already
+    m = f.config.model
+    tp = f["tensor_model_parallel_size"]
+    cp = f["context_parallel_size"]
+    heads = m.num_attention_heads
+    groups = m.query_groups
+    if (
+        heads % tp
+        or groups % tp
+        or m.ffn % tp
+        or m.seq_length % cp
+        or m.kv_channels is None
+        and m.hidden_size % heads
+    ):
+        return  # said by other rules
+    split = f" with --tensor-model-parallel-size {tp}" if tp > 1 else ""
+    chunk = f" with --context-parallel-size {cp}" if cp > 1 else ""
+    for size, what, remedy in (
+        (m.hidden_size, "the width of a layer", "change --hidden-size"),
+        (
+            heads * m.head_dim // tp,
+            f"the width of a rank's query heads{split}",
+            "change --kv-channels or the heads",
+        ),
+        (
+            (heads + 2 * groups) * m.head_dim // tp,
+            f"the width of a rank's queries, keys and values{split}",
+            "change --kv-channels or the heads",
+        ),
+        (m.ffn // tp, f"a rank's width of the MLP{split}", "change --ffn-hidden-size"),
+        (
+            m.seq_length // cp * f["micro_batch_size"],
+            f"the tokens of a rank's micro-batch{chunk}",
+            "change --seq-length or --micro-batch-size",
+        ),
+    ):
+        if size % MULTIPLE:
+            yield (
+                f"{f.say('fp8')}: {what} is {size}, and products in 8 bits need a multiple of "
+                f"{MULTIPLE}; {remedy}, or leave --fp8-format out [fp8-size-not-multiple-of-16]"
+            )

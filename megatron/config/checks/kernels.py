@@ -1,0 +1,113 @@
+"""Rules of the choices between kernels that follow from the command line alone. Knows no torch and
+no library."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron.config.checks.facts import Facts
+
+FLASH_HEAD_DIM = 256  # the widest head of flash-attn and of cuDNN
+
+
+def rule(f: Facts) -> Iterator[str]:
+    """One line for each wish that no machine can meet."""
+    asked = "--use-flash-attn" if f["use_flash_attn"] else f.say("attention_backend")
+    backend = f.config.kernels.attention
+    if f["use_flash_attn"] and f["attention_backend"] not in ("auto", "flash"):
+        yield (
+            f"--use-flash-attn and {f.say('attention_backend')}: two kinds of attention; leave "
+            "one of them out [flags-exclude-each-other]"
+        )
+    elif not f["masked_softmax_fusion"] and backend == "local":
+        yield (
+            f"--no-masked-softmax-fusion and {asked}: two kinds of attention; leave one of them "
+            "out [flags-exclude-each-other]"
+        )
+    elif backend != "auto" and f["context_parallel_size"] > 1:
+        asked = (
+            "--no-masked-softmax-fusion"
+            if f["attention_backend"] == "auto" and backend == "unfused"
+            else asked
+        )
+        yield (
+            f"{asked}: with --context-parallel-size {f['context_parallel_size']} blocks of keys "
+            "come from other ranks, which only the ring's own kernels can take in; leave it out "
+            "[attention-backend-with-context-parallel]"
+        )
+    elif backend in ("flash", "fused"):
+        yield from _fused(f, asked, backend)
+    if f["transformer_impl"] == "transformer_engine":
+        yield from _transformer_engine(f)
+
+
+def _fused(f: Facts, asked: str, backend: str) -> Iterator[str]:
+    """What one fused kernel over the whole sequence cannot do."""
+    if f["attention_dropout"] > 0:
+        yield (
+            f"{asked}: would drop by a generator of its own, whose masks a resumed run does not "
+            f"repeat, and there is {f.say('attention_dropout')}; add --attention-dropout 0 "
+            "[fused-attention-with-dropout]"
+        )
+    if backend == "flash" and not (f["fp16"] or f["bf16"]):
+        yield f"{asked}: computes in fp16 and bf16 only; add --bf16 [flash-attention-needs-16-bit]"
+    if backend == "flash" and f["device"] == "cpu":
+        yield (
+            f"{asked}: needs a CUDA device, and --device is cpu; leave it out [cuda-device-needed]"
+        )
+    if (
+        backend == "flash"
+        and f.ok("hidden_size", "num_attention_heads")
+        and f.config.model.head_dim > FLASH_HEAD_DIM
+    ):
+        yield (
+            f"{asked}: heads of {f.config.model.head_dim} channels, and it has at most "
+            f"{FLASH_HEAD_DIM}; use auto [flash-attention-head-too-wide]"
+        )
+    if backend == "fused" and f["transformer_impl"] == "local":
+        if f["fp64"]:
+            yield f"{asked}: has no fp64; use auto [fused-attention-has-no-fp64]"
+        if f["reset_attention_mask"] or f["packed_samples"]:
+            yield (
+                f"{asked}: torch's has no masks by document without a matrix of all scores; use "
+                "auto, or flash [fused-attention-has-no-document-masks]"
+            )
+
+
+def _transformer_engine(f: Facts) -> Iterator[str]:
+    """What Transformer Engine's modules cannot be asked for."""
+    asked = f.say("transformer_impl")
+    for name, why in (
+        ("fp64", "it has no fp64"),
+        ("torch_compile", "its modules are not traced"),
+        ("fp32_residual_connection", "its norms read the weights' format"),
+    ):
+        if f[name]:
+            yield (
+                f"{asked}: {why}; leave it or {f.flags[name].spelling} out "
+                "[flag-not-with-transformer-engine]"
+            )
+    if f["device"] == "cpu":
+        yield (
+            f"{asked}: needs a CUDA device, and --device is cpu; leave it out [cuda-device-needed]"
+        )
+    again = f["recompute_granularity"] == "full" or f["recompute_fraction"]
+    if again and f["fp8"] is not None and f["fp8_recipe"] == "delayed":
+        yield (
+            f"{asked}: its delayed scales would be others when a layer is computed again; add "
+            "--fp8-recipe tensorwise, or recompute less [fp8-delayed-scaling-with-recompute]"
+        )
+
+
+def notes(f: Facts) -> Iterator[str]:
+    """What a run should be told that no rule forbids."""
+    if (
+        f["transformer_impl"] == "transformer_engine"
+        and f["fp8"] is not None
+        and f["fp8_recipe"] == "delayed"
+    ):
+        yield (
+            "--fp8-recipe delayed: Transformer Engine keeps its history of maxima to itself, so a "
+            "resumed run begins it anew and is not the same bit for bit; with --fp8-recipe "
+            "tensorwise it is [fp8-history-not-saved]"
+        )

@@ -1,0 +1,192 @@
+"""Rules of how ranks share the model and the batch: tensor, sequence, context and pipeline
+parallelism. Knows no torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from megatron.config.checks.facts import Facts
+from megatron.config.plan.plan import batch_schedule, layer_split
+from megatron.config.plan.stages import check_micro_batches
+
+# Flags of features that come later, with the value that leaves them off.
+LATER = {
+    "expert_model_parallel_size": 1,
+}
+
+
+def rule(f: Facts) -> Iterator[str]:
+    """One line for each thing about the ranks that cannot be."""
+    for name, off in LATER.items():
+        if f[name] != off and name not in f.bad:
+            yield (
+                f"{f.say(name)}: not supported yet in this version; use data, tensor or pipeline "
+                "parallelism: torchrun --nproc-per-node N, with --tensor-model-parallel-size or "
+                "--pipeline-model-parallel-size where the model is split, and leave the flag out "
+                "[parallelism-not-supported]"
+            )
+    yield from _tensor_parallel(f)
+    yield from _sequence(f)
+    yield from _pipeline(f)
+    yield from _world_size(f)
+    if f["world_size"] is not None and not f["dry_run"]:
+        yield (
+            f"--world-size {f['world_size']}: only for --dry-run; the launcher (torchrun, srun) "
+            "sets the real one [world-size-only-for-dry-run]"
+        )
+    if f["distributed_backend"] == "nccl" and f["device"] == "cpu" and f.world_size > 1:
+        yield (
+            "--distributed-backend nccl: works between CUDA devices, not with --device cpu; use "
+            "gloo [nccl-on-cpu]"
+        )
+
+
+def _tensor_parallel(f: Facts) -> Iterator[str]:
+    """What is cut into equal parts must be a multiple of their number."""
+    tp = f["tensor_model_parallel_size"]
+    said = f.say("tensor_model_parallel_size")
+    if not f.ok("tensor_model_parallel_size") or tp == 1:
+        return
+    heads = f["num_attention_heads"]
+    groups = f.config.model.query_groups
+    if f.ok("num_attention_heads"):
+        if heads % tp:
+            yield (
+                f"{said}: --num-attention-heads {heads} is not a multiple of it; {_fit(heads)} "
+                "[tensor-parallel-does-not-divide-heads]"
+            )
+        elif f.ok("num_query_groups") and heads % groups == 0 and groups % tp:
+            few = "fewer key/value heads than ranks are" if groups < tp else "this is"
+            yield (
+                f"{said}: --num-query-groups {groups} is not a multiple of it, and {few} not "
+                f"supported yet; {_fit(groups)}, or more groups "
+                "[tensor-parallel-does-not-divide-query-groups]"
+            )
+    if f.ok("hidden_size", "num_attention_heads") and f.config.model.ffn % tp:
+        ffn = f.config.model.ffn
+        yield (
+            f"{said}: the MLP width {ffn} is not a multiple of it; {_fit(ffn)}, or give "
+            f"--ffn-hidden-size {(ffn // tp + 1) * tp} [tensor-parallel-does-not-divide-mlp]"
+        )
+
+
+def _sequence(f: Facts) -> Iterator[str]:
+    """Context parallelism cuts a sequence into two chunks for each rank, sequence parallelism a
+    rank's share once more."""
+    if f["cp_comm_type"] not in ("p2p", "all_gather"):
+        yield (
+            f"{f.say('cp_comm_type')}: not supported; use p2p (keys and values go round a ring "
+            "while blocks are computed) or all_gather [cp-comm-type-not-supported]"
+        )
+    sizes = ("tensor_model_parallel_size", "context_parallel_size")
+    if not f.ok("seq_length", *sizes):
+        return
+    tp, cp, seq = *(f[name] for name in sizes), f["seq_length"]
+    chunks = 2 * cp if cp > 1 else 1
+    parts = cp * tp if f["sequence_parallel"] else 1
+    unit = math.lcm(chunks, parts)
+    nearest = sorted({max(unit, seq // unit * unit), (seq // unit + 1) * unit})
+    use = f"use {' or '.join(map(str, nearest))}"
+    if seq % chunks:
+        yield (
+            f"{f.say('seq_length')}: {f.say(sizes[1])} cuts it into {chunks} chunks, of which it "
+            f"is not a multiple; {use}, or fewer context-parallel ranks "
+            "[context-parallel-does-not-divide-sequence]"
+        )
+    elif seq % unit:
+        ranks = " x ".join(f.say(name) for name in sizes if f[name] > 1)
+        yield (
+            f"{f.say('seq_length')}: --sequence-parallel splits it over {ranks}, of which it is "
+            f"not a multiple; {use}, or leave --sequence-parallel out "
+            "[sequence-parallel-does-not-divide-sequence]"
+        )
+
+
+def _pipeline(f: Facts) -> list[str]:
+    """Every (virtual) stage must have a layer, and interleaving needs its groups of micro-batches
+    in every phase."""
+    if not f.ok("num_layers", "pipeline_model_parallel_size"):
+        return []
+    try:
+        chunks = len(layer_split(f.config)[0])
+    except ValueError as error:
+        return [str(error)]
+    found = []
+    for size in _sizes(f) if chunks > 1 else ():
+        try:
+            check_micro_batches(size, f["pipeline_model_parallel_size"], chunks)
+        except ValueError as error:
+            found.append(str(error))
+    return found
+
+
+def _sizes(f: Facts) -> list[int]:
+    """Every number of micro-batches of a step that is still to come; [] where batch or world size
+    do not fit."""
+    if (
+        not f.ok("micro_batch_size")
+        or f.bad & {"global_batch_size", "seq_length"}
+        or [*_world_size(f), *batch(f)]
+    ):
+        return []
+    schedule = batch_schedule(f.config, max(1, f.world_size))
+    phases = schedule.phases[-1:] if f["load"] else schedule.phases
+    return list(dict.fromkeys(phase.global_batch_size // schedule.divisor for phase in phases))
+
+
+def _fit(size: int) -> str:
+    """Which numbers of ranks can share `size` equally."""
+    return f"use {', '.join([str(n) for n in range(1, size + 1) if size % n == 0][:12])}"
+
+
+def _world_size(f: Facts) -> Iterator[str]:
+    """The ranks must be whole copies of the model."""
+    names = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
+    if not f.ok(*names) or any(f[name] != LATER.get(name, f[name]) for name in names):
+        return
+    one = math.prod(f[name] for name in names)
+    if f.world_size % one:
+        product = " x ".join(f.say(name) for name in names if f[name] > 1)
+        near = " or ".join(map(str, _sizes_that_fit(f, one))) or one
+        how = (
+            f"--world-size {near}"
+            if f["dry_run"]
+            else (f"torchrun --nproc-per-node {near} (times --nnodes, where there are several)")
+        )
+        yield (
+            f"{product}: one copy of the model takes {one} ranks, and the {f.world_size} of this "
+            f"run are not a multiple; use {how} [world-size-does-not-fit-model]"
+        )
+
+
+def _sizes_that_fit(f: Facts, one: int) -> list[int]:
+    """The nearest numbers of ranks below and above that are whole copies of `one`, each with whole
+    micro-batches."""
+    batch = f["global_batch_size"]
+    micro = f["micro_batch_size"]
+    free = (
+        not f.ok("global_batch_size", "micro_batch_size")
+        or f["decrease_batch_size_if_needed"]
+        or batch % micro
+    )
+    copies = range(1, f.world_size // one + 2 if free else batch // micro + 1)
+    fit = [n * one for n in copies if free or batch // micro % n == 0]
+    return [*[n for n in fit if n < f.world_size][-1:], *[n for n in fit if n > f.world_size][:1]]
+
+
+def batch(f: Facts) -> list[str]:
+    """What is wrong with the batch sizes on this number of ranks."""
+    try:
+        schedule = batch_schedule(f.config, max(1, f.world_size))
+    except ValueError as error:
+        return str(error).splitlines()
+    # A resumed run may have passed the sizes of the ramp that do not fit; the last one comes in any
+    # case.
+    near = _sizes_that_fit(f, max(1, f.world_size // schedule.data_parallel_size))
+    ranks = (
+        f", or {' or '.join(map(str, near))} ranks"
+        if near and schedule.data_parallel_size > 1
+        else ""
+    )
+    return schedule.problems(schedule.phases[-1].consumed if f["load"] else 0, ranks)

@@ -1,0 +1,90 @@
+"""Rules of --packed-samples: what has no meaning beside it, and which folders it can read. Knows no
+torch; reads no file."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+from megatron.config.checks.facts import Facts
+
+# Flags that cannot stand beside --packed-samples, the value that leaves them off, and what to do.
+_APART = (
+    ("mock_data", False, "it is one long text; --dummy-data internlm makes up samples"),
+    (
+        "data_path",
+        None,
+        "it would be split, and packed data are read whole; give --train-data-path, and for "
+        "validation --valid-data-path",
+    ),
+    (
+        "data_args_path",
+        None,
+        "it would be split, and packed data are read whole; give --train-data-path",
+    ),
+    ("data_order", "megatron", "packed rows have an order of their own; leave it out"),
+    ("reset_position_ids", False, "positions restart with each sample anyway; leave it out"),
+    ("reset_attention_mask", False, "attention stays inside each sample anyway; leave it out"),
+    ("eod_mask_loss", False, "the last token of a sample has no label anyway; leave it out"),
+)
+
+
+def rule(f: Facts) -> Iterator[str]:
+    """One line for each."""
+    if not f["packed_samples"]:
+        if f["dummy_data"] is not None:
+            yield (
+                f"{f.say('dummy_data')}: makes samples of many lengths, which are packed; add "
+                "--packed-samples [flag-needs-other-flag]"
+            )
+        if f["log_accuracy"] and not (f["log_subsets"] or f["log_format"] == "internlm"):
+            yield (
+                "--log-accuracy: is counted by subset of the data; add --log-subsets, or leave it "
+                "out [flag-needs-other-flag]"
+            )
+        return
+    for name, off, why in _APART:
+        if f[name] != off:
+            yield (
+                f"{f.flags[name].spelling}: cannot stand beside --packed-samples: {why} "
+                "[flag-not-with-packed-samples]"
+            )
+    if f["dataloader_type"] == "cyclic":
+        yield (
+            "--dataloader-type cyclic: packed rows are shuffled each epoch anyway; leave it out "
+            "[flag-not-with-packed-samples]"
+        )
+    if f["pack_into_one"] and f["pad_samples"]:
+        yield (
+            "--pack-into-one and --pad-samples: two ways to fill a row; leave one of them out "
+            "[flags-exclude-each-other]"
+        )
+
+
+def word_problems(flag: str, word: str) -> list[str] | None:
+    """What is wrong with a word of a data flag that is a directory or a file of InternLM's; None if
+    it is neither, but a prefix or a pattern."""
+    if not os.path.isdir(word) or os.path.isfile(word + ".idx"):
+        return [] if os.path.isfile(word.removesuffix(".bin") + ".bin.meta") else None
+    files = [
+        os.path.join(path, name)
+        for path, _, names in os.walk(word, followlinks=True)
+        for name in names
+        if name.endswith(".bin")
+    ]
+    if not files:
+        return [
+            f"{flag}: {word} holds no .bin; give a folder of InternLM's (FOLDER/SUBSET/X.bin with "
+            "X.bin.meta), or a prefix written by tools/preprocess_data.py "
+            "[packed-folder-without-data]"
+        ]
+    bare = sorted(
+        path
+        for path in files
+        if not (os.path.isfile(path + ".meta") or os.path.isfile(path[:-4] + ".idx"))
+    )
+    return [
+        f"{flag}: {path} has no {os.path.basename(path)}.meta beside it (nor an .idx); copy it "
+        "too, or make both anew [packed-meta-missing]"
+        for path in bare[:3]
+    ]

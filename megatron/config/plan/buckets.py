@@ -1,0 +1,174 @@
+"""How a rank's parameters lie in flat buckets and which range of each is whose: integers only.
+Knows no torch, no name."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron.config.plan.zero_partition import Partition
+
+ALIGN_BYTES = 64
+# Megatron's max(40e6, 1e6 x ranks): smaller buckets are all latency on many ranks
+DEFAULT_ELEMENTS = 40_000_000
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Elements `start` to `stop` of the flat buffer: the parameters `members` (their numbers), then
+    padding.
+
+    `partial`: axes over which all of its gradients are summed before the ranks that saw other
+    tokens sum theirs. `cuts`: where in the flat buffer the range of each shard begins, and where
+    the last ends.
+    """
+
+    start: int
+    stop: int
+    members: tuple[int, ...]
+    partial: tuple[str, ...]
+    cuts: tuple[int, ...]
+
+    def shard(self, rank: int) -> tuple[int, int]:
+        """The range of the flat buffer that is rank `rank`'s."""
+        return self.cuts[rank], self.cuts[rank + 1]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """`sizes` and `starts` (in the flat buffer of `size` elements) of each parameter, by its
+    number, and the buckets."""
+
+    sizes: tuple[int, ...]
+    starts: tuple[int, ...]
+    buckets: tuple[Bucket, ...]
+
+    @property
+    def size(self) -> int:
+        """Elements of the flat buffer."""
+        return max((bucket.stop for bucket in self.buckets), default=0)
+
+    def spans(self, rank: int) -> list[tuple[int, int]]:
+        """By parameter, the range of its own elements that shard `rank` updates; (0, 0) for nothing
+        of it."""
+        found = [(0, 0)] * len(self.sizes)
+        for bucket in self.buckets:
+            low, high = bucket.shard(rank)
+            for number in bucket.members:
+                start = max(low - self.starts[number], 0)
+                stop = min(high - self.starts[number], self.sizes[number])
+                if start < stop:
+                    found[number] = (start, stop)
+        return found
+
+    def elements(self) -> list[int]:
+        """How many elements each shard updates."""
+        shards = len(self.buckets[0].cuts) - 1
+        return [sum(stop - start for start, stop in self.spans(rank)) for rank in range(shards)]
+
+
+def lay_out(
+    sizes: Sequence[int],
+    partial: Sequence[tuple[str, ...]],
+    *,
+    bucket_size: int | None,
+    shards: int,
+    itemsize: int,
+    partition: Partition | None = None,
+) -> Layout:
+    """Buckets of parameters in reverse order, about the order in which their gradients are ready.
+
+    A bucket is full with `bucket_size` elements or more (None: never). Each parameter starts at a
+    multiple of 64 bytes of elements of `itemsize` bytes, and so does each of the `shards` equal
+    ranges of a bucket: a range cut out of a tensor is then updated bit for bit as in the whole
+    tensor, whose vectors begin at the same elements. Parameters with `partial` axes come last,
+    those of equal axes together, and share no bucket with others.
+
+    With a `partition` the ranges are its whole parameters, which differ in size. What one rank owns
+    must be one range, so parameters lie in the partition's order then, and the first bucket has the
+    last of them.
+    """
+    if partition is not None:
+        return _by_owner(sizes, partial, bucket_size, ALIGN_BYTES // itemsize, shards, partition)
+    align = ALIGN_BYTES // itemsize
+    order = sorted(reversed(range(len(sizes))), key=lambda number: partial[number])
+    starts = [0] * len(sizes)
+    buckets = []
+    members = []
+    begin = 0
+    end = 0
+
+    def close() -> None:
+        nonlocal begin, end
+        end = begin + _round_up(end - begin, align * shards)
+        size = (end - begin) // shards
+        buckets.append(
+            Bucket(
+                begin,
+                end,
+                tuple(members),
+                partial[members[0]],
+                tuple(begin + rank * size for rank in range(shards + 1)),
+            )
+        )
+        members.clear()
+        begin = end
+
+    for number in order:
+        if members and partial[members[0]] != partial[number]:
+            close()
+        starts[number] = end
+        end += _round_up(sizes[number], align)
+        members.append(number)
+        if bucket_size is not None and end - begin >= bucket_size:
+            close()
+    if members:
+        close()
+    return Layout(tuple(sizes), tuple(starts), tuple(buckets))
+
+
+def _by_owner(
+    sizes: Sequence[int],
+    partial: Sequence[tuple[str, ...]],
+    bucket_size: int | None,
+    align: int,
+    shards: int,
+    partition: Partition,
+) -> Layout:
+    """`lay_out` with a partition."""
+    order = sorted(reversed(partition.order), key=lambda number: partial[number])
+    groups: list[list[int]] = []
+    held = 0
+    for number in order:
+        full = bucket_size is not None and held >= bucket_size
+        if not groups or full or partial[groups[-1][0]] != partial[number]:
+            groups.append([])
+            held = 0
+        groups[-1].append(number)
+        held += _round_up(sizes[number], align)
+    starts = [0] * len(sizes)
+    buckets = []
+    end = 0
+    for group in reversed(groups):
+        begin = end
+        cuts = []
+        for number in reversed(group):
+            starts[number] = at = end
+            for size, owner in partition.pieces[number]:
+                cuts += [at if cuts else begin] * (owner + 1 - len(cuts))
+                at += size
+            end += _round_up(sizes[number], align)
+        buckets.append(
+            Bucket(
+                begin,
+                end,
+                tuple(group),
+                partial[group[0]],
+                (*cuts, *[end] * (shards + 1 - len(cuts))),
+            )
+        )
+    return Layout(tuple(sizes), tuple(starts), tuple(reversed(buckets)))
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple

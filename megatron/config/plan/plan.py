@@ -1,0 +1,280 @@
+"""What follows from the command line, the number of ranks and the vocabulary size. Knows no torch
+and no file."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from megatron.config.plan import buckets
+from megatron.config.plan.batch_size import BatchSizeSchedule, build_batch_size_schedule
+from megatron.config.plan.parameters import (
+    ParameterSpec,
+    count_parameters,
+    parameter_table,
+    stage_table,
+)
+from megatron.config.plan.stages import Split, chunks_per_stage, split_layers
+from megatron.config.plan.zero_partition import whole_parameters
+from megatron.config.skip_ranges import SkipRanges
+from megatron.config.tree import Config
+
+BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
+
+
+@dataclass(frozen=True)
+class Targets:
+    """Samples that each split must hold."""
+
+    train: int
+    valid: int
+    test: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Derived facts: nothing here was typed, all of it follows."""
+
+    world_size: int
+    data_parallel_size: int
+    vocab_size: int
+    padded_vocab_size: int
+    parameters: tuple[ParameterSpec, ...]
+    batch: BatchSizeSchedule
+    train_iters: int
+    targets: Targets
+    skips: SkipRanges
+    by_iteration: bool
+    split: str | None
+    layers_per_stage: Split  # [stage][chunk], global numbers
+
+    @property
+    def num_parameters(self) -> int:
+        """Parameters of the whole model, padded vocabulary rows included."""
+        return sum(p.size for p in self.parameters)
+
+    @property
+    def num_padding(self) -> int:
+        """How many of them are padding: always 0, and as many as the layout asks for."""
+        return sum(p.padding for p in self.parameters)
+
+    def parameters_of(self, stage: int) -> list[ParameterSpec]:
+        """The parameters of a pipeline stage."""
+        layers = {layer for chunk in self.layers_per_stage[stage] for layer in chunk}
+        return stage_table(
+            self.parameters, layers, stage == 0, stage == len(self.layers_per_stage) - 1
+        )
+
+    def consumed_samples(self, iteration: int) -> int:
+        """Samples consumed after `iteration`: a function of the flags alone."""
+        return self.batch.samples_before(iteration + 1)
+
+    def global_batch_size(self, iteration: int) -> int:
+        """Samples of that iteration."""
+        return self.batch.global_batch_size(self.batch.samples_before(iteration))
+
+    def scheduled_samples(self, first: int, last: int) -> int:
+        """By how many samples iterations first..last move learning rate and weight decay: those
+        they consume, and with --rampup-micro-batches, which counts iterations, those of a full
+        batch each."""
+        if self.by_iteration:
+            return (last - first + 1) * self.batch.final_global_batch_size
+        return self.consumed_samples(last) - self.consumed_samples(first - 1)
+
+    def num_microbatches(self, iteration: int) -> int:
+        """Micro-batches of that iteration on each data-parallel rank."""
+        return self.batch.num_microbatches(self.batch.samples_before(iteration))
+
+
+def padded_vocab_size(vocab_size: int, divisible_by: int, tensor_parallel_size: int) -> int:
+    """The next multiple of `divisible_by` x TP, so that every rank holds as many rows."""
+    multiple = divisible_by * tensor_parallel_size
+    return -(-vocab_size // multiple) * multiple
+
+
+def data_parallel_size(config: Config, world_size: int) -> int:
+    """Ranks that see other data: world size / (TP x PP x CP)."""
+    p = config.parallel
+    model = p.tensor_model_parallel_size * p.pipeline_model_parallel_size * p.context_parallel_size
+    return max(1, world_size // model)
+
+
+def batch_schedule(config: Config, world_size: int) -> BatchSizeSchedule:
+    """The global batch size over the run. Raises ValueError as `build_batch_size_schedule` does."""
+    t = config.training
+    return build_batch_size_schedule(
+        micro_batch_size=t.micro_batch_size,
+        global_batch_size=t.global_batch_size,
+        data_parallel_size=data_parallel_size(config, world_size),
+        rampup_batch_size=t.rampup_batch_size,
+        rampup_micro_batches=t.rampup_micro_batches,
+        step_batch_size_schedule=t.step_batch_size_schedule,
+        seq_length=config.model.seq_length,
+        decrease_batch_size_if_needed=t.decrease_batch_size_if_needed,
+    )
+
+
+def split_string(config: Config) -> str | None:
+    """The split as Megatron prints it: None with per-split paths, equal parts of synthetic data."""
+    d = config.data
+    if (
+        d.packed_samples
+        or d.train_data_path
+        or d.valid_data_path
+        or d.test_data_path
+        or d.per_split_data_args_path
+    ):
+        return None
+    return "1,1,1" if d.mock_data else d.split or "969, 30, 1"
+
+
+def target_sizes(config: Config, batch: BatchSizeSchedule, train_iters: int) -> Targets:
+    """Samples needed: each validation reads new ones, every --eval-interval iterations and once at
+    the end."""
+    t = config.training
+    evaluation = t.eval_iters * batch.final_global_batch_size
+    evaluations = 1 if t.skip_train or not t.eval_iters else train_iters // t.eval_interval + 1
+    train = batch.samples_before(train_iters + 1) if t.train_samples is None else t.train_samples
+    return Targets(
+        max(train, batch.samples_before(train_iters + 1)), evaluations * evaluation, evaluation
+    )
+
+
+def layer_split(config: Config) -> Split:
+    """The layers of each stage's chunks. Raises ValueError with flags, values and remedy where
+    there is no such split."""
+    layers = config.model.num_layers
+    p = config.parallel
+    stages = p.pipeline_model_parallel_size
+    ends = (p.decoder_first_pipeline_num_layers, p.decoder_last_pipeline_num_layers)
+    chunks = chunks_per_stage(
+        layers,
+        stages,
+        p.num_layers_per_virtual_pipeline_stage,
+        p.num_virtual_stages_per_pipeline_rank,
+        uneven=ends != (None, None),
+    )
+    return split_layers(layers, stages, chunks, *ends)
+
+
+def make_plan(config: Config, world_size: int, vocab_size: int) -> Plan:
+    """The plan of a command line that `megatron.config.checks.rules` found no problem in."""
+    t = config.training
+    p = config.parallel
+    batch = batch_schedule(config, world_size)
+    train_iters = (
+        t.train_iters
+        if t.train_iters is not None
+        else batch.train_iters_from_samples(t.train_samples or 0)
+    )
+    padded = padded_vocab_size(
+        vocab_size, config.model.make_vocab_size_divisible_by, p.tensor_model_parallel_size
+    )
+    skips = SkipRanges.parse(
+        t.train_range_to_skip, train_iters=train_iters, iterations_to_skip=t.iterations_to_skip
+    ).ranges
+    return Plan(
+        world_size=world_size,
+        data_parallel_size=data_parallel_size(config, world_size),
+        vocab_size=vocab_size,
+        padded_vocab_size=padded,
+        parameters=tuple(parameter_table(config.model, padded, vocab_size)),
+        batch=batch,
+        train_iters=train_iters,
+        targets=target_sizes(config, batch, train_iters),
+        skips=skips,
+        by_iteration=config.training.rampup_micro_batches is not None,
+        split=split_string(config),
+        layers_per_stage=layer_split(config),
+    )
+
+
+def parameters_per_rank(config: Config, plan: Plan, stage: int = 0) -> int:
+    """Parameters on each tensor-parallel rank of a pipeline stage, padded vocabulary rows
+    included."""
+    return count_parameters(
+        plan.parameters_of(stage), {"tp": config.parallel.tensor_model_parallel_size}
+    )
+
+
+def bucket_size(config: Config, plan: Plan, stage: int = 0) -> int | None:
+    """Elements after which a gradient bucket of a pipeline stage is full; None: never.
+
+    Buckets help to overlap, and keep what a reduce-scatter takes beside the buffer small.
+    """
+    p = config.parallel
+    if p.ddp_num_buckets is not None:
+        return -(-parameters_per_rank(config, plan, stage) // p.ddp_num_buckets)
+    if p.ddp_bucket_size is None and (p.overlap_grad_reduce or p.use_distributed_optimizer):
+        return max(
+            buckets.DEFAULT_ELEMENTS, 1_000_000 * plan.data_parallel_size * p.context_parallel_size
+        )
+    return p.ddp_bucket_size
+
+
+def flat_layout(config: Config, plan: Plan, stage: int = 0) -> buckets.Layout:
+    """How the parameters of a rank of that stage lie in its flat buffers."""
+    p = config.parallel
+    axes = {"tp": p.tensor_model_parallel_size, "ends": min(2, p.pipeline_model_parallel_size)}
+
+    def partial(spec: ParameterSpec) -> tuple[str, ...]:
+        """As the model's parameters have it: see ParameterFactory."""
+        found = list(spec.partial)
+        if p.sequence_parallel and "tp" not in dict(spec.splits):
+            found.append("tp")
+        return tuple(axis for axis in dict.fromkeys(found) if axes[axis] > 1)
+
+    table = plan.parameters_of(stage)
+    parts = shards(config, plan)
+    shapes = [spec.local_shape(axes) for spec in table]
+    partition = None
+    if p.zero_partition == "whole-params" and parts > 1:
+        partition = whole_parameters([spec.name for spec in table], shapes, parts)
+    itemsize = min(BYTES[config.precision.params_dtype], BYTES[config.precision.grad_dtype])
+    return buckets.lay_out(
+        [math.prod(shape) for shape in shapes],
+        [partial(spec) for spec in table],
+        bucket_size=bucket_size(config, plan, stage),
+        shards=parts,
+        itemsize=itemsize,
+        partition=partition,
+    )
+
+
+def shards(config: Config, plan: Plan) -> int:
+    """Ranks that share one copy of main weights and optimizer state."""
+    p = config.parallel
+    ranks = plan.data_parallel_size * p.context_parallel_size
+    return ranks // p.num_distributed_optimizer_instances if p.use_distributed_optimizer else 1
+
+
+def bytes_per_rank(
+    config: Config, plan: Plan, stage: int = 0, shard: int | None = None
+) -> dict[str, int]:
+    """Bytes of weights, gradients, main weights and optimizer moments on one rank of a pipeline
+    stage.
+
+    `shard`: which of the ranks that share the last two; without it that with the most. Activations
+    are not counted, nor what aligns parameters and shards in flat buffers (less than 64 bytes
+    each).
+    """
+    precision = config.precision
+    n = owned = parameters_per_rank(config, plan, stage)
+    low = precision.fp16 or precision.bf16
+    parts = shards(config, plan)
+    if parts > 1:
+        layout = flat_layout(config, plan, stage)
+        if shard is None and config.parallel.zero_partition == "even":
+            shard = 0  # the others have as much, or less by what is padding
+        owned = (
+            max(layout.elements())
+            if shard is None
+            else sum(stop - start for start, stop in layout.spans(shard))
+        )
+    moments = 2 if config.optimizer.optimizer == "adam" else int(config.optimizer.sgd_momentum > 0)
+    return {
+        "weights": n * BYTES[precision.params_dtype],
+        "gradients": n * BYTES[precision.grad_dtype],
+        "main weights": owned * BYTES[precision.main_dtype] if low else 0,
+        "optimizer moments": moments * owned * BYTES[precision.main_dtype],
+    }

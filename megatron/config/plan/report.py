@@ -1,0 +1,182 @@
+"""The plan as text, for --dry-run: sizes, what each pipeline stage holds and sends, batch and run.
+Knows no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from megatron.config.plan.costs import activations, axis_sizes, sent_by_axis
+from megatron.config.plan.plan import Plan, bytes_per_rank, flat_layout, parameters_per_rank, shards
+from megatron.config.plan.stages import bubble_fraction
+from megatron.config.tree import Config
+
+GIB = 2**30
+_AXES = {"tp": "tensor", "cp": "context", "dp": "data", "pp": "pipeline"}
+
+
+def describe(config: Config, plan: Plan) -> list[str]:
+    """The plan in lines."""
+    p = config.parallel
+    m = config.model
+    t = config.training
+    dropped = plan.skips.count_in(1, plan.train_iters)
+    first = plan.batch.phases[0].global_batch_size
+    padding = f", {plan.num_padding} of them padding" if plan.num_padding else ""
+    return [
+        f"world size {plan.world_size} = data {plan.data_parallel_size} x tensor "
+        f"{p.tensor_model_parallel_size} x pipeline {p.pipeline_model_parallel_size} x context "
+        f"{p.context_parallel_size}",
+        f"model: {m.num_layers} layers, hidden {m.hidden_size}, ffn {m.ffn}, "
+        f"{m.num_attention_heads} heads of {m.head_dim}, {m.query_groups} key/value groups, "
+        f"sequence {m.seq_length}, positions {m.positions}",
+        f"vocabulary: {plan.vocab_size}, padded to {plan.padded_vocab_size}",
+        f"parameters: {plan.num_parameters}{padding}",
+        *memory_lines(config, plan),
+        *traffic_lines(config, plan),
+        f"batch: {first} samples = {t.micro_batch_size} x {plan.data_parallel_size} ranks x "
+        f"{plan.batch.num_microbatches(0)} micro-batches"
+        + ("" if plan.batch.is_constant else ", growing:"),
+        *(line for line in plan.batch.lines() if not plan.batch.is_constant),
+        f"run: {plan.train_iters} iterations, {plan.targets.train} samples, "
+        f"{plan.targets.train * m.seq_length:,} tokens"
+        + (f", {dropped} iterations skipped" if dropped else ""),
+        f"data: train {plan.targets.train}, validation {plan.targets.valid}, test "
+        f"{plan.targets.test} samples, split {plan.split or 'given per path'}",
+    ]
+
+
+def memory_lines(config: Config, plan: Plan) -> list[str]:
+    """A table of what a rank of each pipeline stage holds; stages that hold as much share a row."""
+    rows = []
+    stages = range(len(plan.layers_per_stage))
+    held = [activations(config, plan, stage) for stage in stages]
+    for stage in stages:
+        state = bytes_per_rank(config, plan, stage)
+        optimizer = state["main weights"] + state["optimizer moments"]
+        together = sum(state.values()) + held[stage].total
+        rows.append(
+            [
+                f"{number:,}"
+                for number in (
+                    parameters_per_rank(config, plan, stage),
+                    state["weights"],
+                    state["gradients"],
+                    optimizer,
+                    held[stage].total,
+                )
+            ]
+            + [f"{together / GIB:.2f}"]
+        )
+    titles = ("parameters", "weights", "gradients", "optimizer", "activations", "GiB together")
+    parts = shards(config, plan)
+    share = f" (optimizer: a share of {parts})" if parts > 1 else ""
+    lines = [f"bytes of one rank, by pipeline stage{share}:", *_table(titles, rows, plan)]
+    if parts > 1 and config.parallel.zero_partition == "whole-params":
+        for stage in stages:
+            where = f" of stage {stage}" if len(stages) > 1 else ""
+            lines.append(
+                f"  elements per ZeRO rank{where}: {flat_layout(config, plan, stage).elements()}"
+            )
+    alive = sorted({pairs.alive for pairs in held})
+    kept = f"{alive[0]} to {alive[-1]}" if len(alive) > 1 else f"{alive[0]}"
+    what = "chunks of micro-batches" if len(plan.layers_per_stage[0]) > 1 else "micro-batches"
+    device = "the CPU" if config.training.device == "cpu" else "CUDA"
+    again = max(pairs.again for pairs in held)
+    copied = config.spikes.copies * max(
+        sum(
+            size
+            for what, size in bytes_per_rank(config, plan, stage).items()
+            if what != "gradients"
+        )
+        for stage in stages
+    )
+    lines.append(
+        f"  activations on {device}: {kept} {what} at a time; {held[-1].head:,} on the last stage "
+        "are final norm, logits and loss"
+    )
+    if again:
+        lines.append(f"  {again:,} of them while layers are computed again")
+    if config.spikes.copies:
+        lines.append(
+            f"  in host memory: {config.spikes.copies} copies for --spike-action rewind, "
+            f"{copied:,} bytes ({copied / GIB:.2f} GiB) a rank"
+        )
+    return [
+        *lines,
+        "  not counted: padding of flat buffers, scratch memory of kernels and collectives, "
+        "what libraries take",
+    ]
+
+
+def traffic_lines(config: Config, plan: Plan) -> list[str]:
+    """The bubble, and a table of what a rank of each stage sends in a step by kind of
+    parallelism."""
+    split = plan.layers_per_stage
+    lines = []
+    stages = len(split)
+    chunks = len(split[0])
+    micro_batches = plan.num_microbatches(plan.train_iters)
+    if stages > 1:
+        of = (
+            f"({chunks} chunks x {micro_batches} micro-batches)"
+            if chunks > 1
+            else f"{micro_batches} micro-batches"
+        )
+        lines.append(
+            f"bubble: {bubble_fraction(stages, micro_batches, chunks):.3f} of a stage's working "
+            f"time = ({stages} stages - 1) / {of}"
+        )
+    sizes = axis_sizes(config, plan)
+    sizes["dp"] = sizes["shard"] * sizes["instances"]
+    used = [axis for axis in _AXES if sizes[axis] > 1]
+    if not used:
+        return lines
+    sent = [sent_by_axis(config, plan, stage) for stage in range(stages)]
+    rows = [[f"{row[axis] / 1e6:,.3f}" for axis in used] for row in sent]
+    return [
+        *lines,
+        "MB (million bytes) that one rank sends in a step, by kind of parallelism; as many it "
+        "receives:",
+        *_table([_AXES[axis] for axis in used], rows, plan),
+    ]
+
+
+def _table(titles: Sequence[str], rows: Sequence[Sequence[str]], plan: Plan) -> list[str]:
+    """Right-aligned columns; neighbouring stages of equal rows become one."""
+    groups: list[tuple[list[int], Sequence[str]]] = []
+    for stage, row in enumerate(rows):
+        layers = sum(map(len, plan.layers_per_stage[stage]))
+        if (
+            groups
+            and groups[-1][1] == row
+            and layers == sum(map(len, plan.layers_per_stage[groups[-1][0][0]]))
+        ):
+            groups[-1][0].append(stage)
+        else:
+            groups.append(([stage], row))
+    cells = [
+        ("stage", "layers", *titles),
+        *((_span(stages), _layers(plan, stages), *row) for stages, row in groups),
+    ]
+    width = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
+    return [
+        "  "
+        + "  ".join(
+            cell.ljust(width[i]) if i < 2 else cell.rjust(width[i]) for i, cell in enumerate(row)
+        )
+        for row in cells
+    ]
+
+
+def _span(numbers: Sequence[int] | range) -> str:
+    return f"{numbers[0]}" if len(numbers) == 1 else f"{numbers[0]}-{numbers[-1]}"
+
+
+def _layers(plan: Plan, stages: Iterable[int]) -> str:
+    """`0-4`; `0-1 + 8-9` of two chunks, `0-1 + 8-9 + ...` of more; `12 each` of several stages."""
+    stages = list(stages)
+    chunks = plan.layers_per_stage[stages[0]]
+    if len(stages) > 1:
+        each = sum(map(len, chunks))
+        return f"{each} each" + (f" in {len(chunks)} chunks" if len(chunks) > 1 else "")
+    return " + ".join([*map(_span, chunks[:2]), *["..."] * (len(chunks) > 2)])

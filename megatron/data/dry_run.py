@@ -1,0 +1,274 @@
+"""What a run would read of its data, for a dry run: from a few numbers of each index, without
+samples or a cache.
+
+It knows the data flags and sizes; it must not know tokenizers, process groups or batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from megatron.data.blend.blended_dataset import (
+    SPLITS,
+    Blend,
+    EpochCounts,
+    normalize,
+    parse_split,
+    split_range,
+)
+from megatron.data.blend.members import draws, members_of, read_in, samples_of_epoch, weights_of
+from megatron.data.blend.paths import expand
+from megatron.data.build import DEFAULT_SPLIT, DataFlags, read_blends
+from megatron.data.epoch.token_files import (
+    Part,
+    ScatteredTokens,
+    Span,
+    TokenFile,
+    check_heads,
+    read_token_files,
+)
+from megatron.data.indexed_dataset import IndexedDataset
+from megatron.data.packed.build import build_packed_datasets
+from megatron.data.plan_table import Row
+
+
+@dataclass(frozen=True)
+class Shortage:
+    """A blend without weights that is read to its end before the run is over: samples it has of a
+    split, and needs."""
+
+    split: str
+    samples: int
+    needed: int
+
+
+@dataclass(frozen=True)
+class SplitFiles:
+    """A split that is read: its blend, the samples needed (None: one epoch), and by prefix what a
+    start knows of its files, whose part for this split is `spans[number]`. `own`: its data are
+    named for it alone, and all of them are its."""
+
+    name: str
+    blend: Blend
+    size: int | None
+    files: Mapping[str, TokenFile]
+    number: int
+    own: bool
+
+    def span(self, prefix: str) -> Span:
+        """This split's part of a file."""
+        return self.files[prefix].spans[self.number]
+
+
+def planned_rows(
+    data: DataFlags,
+    sizes: Sequence[int | None],
+    sequence_length: int,
+    micro_batch_size: int = 1,
+    global_batch_size: int = 1,
+) -> list[Row]:
+    """A row for each data set and each split that is read, as the run prints them; none for
+    --mock-data. Of packed samples, for which the batch sizes are needed, a row for each subset.
+
+    `sizes`: samples needed of each split, None for one epoch. Samples of a mix in the epoch order,
+    and of a large one in Megatron's, are its shares to a fraction; a run gives whole ones. Raises
+    ValueError and FileNotFoundError for what would keep the run from starting, as it would.
+    """
+    if data.packed_samples:
+        found: list[Row] = []
+        build_packed_datasets(
+            data,
+            sequence_length=sequence_length,
+            micro_batch_size=micro_batch_size,
+            global_batch_size=global_batch_size,
+            sizes=sizes,
+            vocab_size=None,
+            rows=found,
+        )
+        return found
+    make = _rows_in_epochs if data.data_order == "epoch" else _rows
+    return [row for split in read_splits(data, sizes) for row in make(split, sequence_length)]
+
+
+def read_splits(data: DataFlags, sizes: Sequence[int | None]) -> list[SplitFiles]:
+    """The splits that are read, of --multiple-validation-sets each; none for --mock-data. A few
+    numbers of each index are read, once. Raises as `planned_rows` does for what cannot be read."""
+    blends = read_blends(data)
+    if blends is None:
+        return []
+    found: list[SplitFiles] = []
+    if isinstance(blends, list):
+        for name, blend, size in zip(SPLITS, blends, sizes, strict=True):
+            if blend is not None and size != 0:
+                found.append(
+                    SplitFiles(name, blend, size, _read(data, blend, [(0.0, 1.0)]), 0, True)
+                )
+    else:
+        parts = [
+            None if size == 0 else part
+            for part, size in zip(parse_split(data.split or DEFAULT_SPLIT), sizes, strict=True)
+        ]
+        files = _read(data, blends, parts)
+        found = [
+            SplitFiles(name, blends, size, files, number, False)
+            for number, (name, part, size) in enumerate(zip(SPLITS, parts, sizes, strict=True))
+            if part is not None
+        ]
+    if not data.multiple_validation_sets:
+        return found
+    return [one for split in found for one in (_sets(split) if split.name == "valid" else [split])]
+
+
+def _sets(split: SplitFiles) -> Iterator[SplitFiles]:
+    """The sets of --multiple-validation-sets."""
+    for number, word in enumerate(split.blend[0]):
+        yield replace(split, name=f"valid-{number}", blend=([word], None))
+
+
+def _read(data: DataFlags, blend: Blend, parts: Sequence[Part]) -> dict[str, TokenFile]:
+    """The numbers of all pairs of a blend by their prefixes, in Megatron's order also of those that
+    it alone can read."""
+    prefixes = [prefix for word in blend[0] for prefix in expand(word)]
+    try:
+        return dict(zip(prefixes, read_token_files(prefixes, parts), strict=True))
+    except ScatteredTokens:
+        if data.data_order == "epoch":
+            raise
+        return {prefix: _scattered(prefix, parts) for prefix in prefixes}
+
+
+def _scattered(prefix: str, parts: Sequence[Part]) -> TokenFile:
+    """The numbers of a pair whose sequences lie anywhere in it."""
+    corpus = IndexedDataset(prefix)
+
+    def span(sequences: range) -> Span:
+        ends = np.searchsorted(corpus.document_indices[:-1], (sequences.start, sequences.stop))
+        tokens = int(corpus.sequence_lengths[sequences.start : sequences.stop].sum(dtype=np.int64))
+        return Span(sequences, int(ends[1] - ends[0]), 0, tokens)
+
+    spans = tuple(None if part is None else span(split_range(part, len(corpus))) for part in parts)
+    size = span(range(len(corpus))).tokens * corpus.dtype.itemsize
+    return TokenFile(
+        prefix, corpus.dtype, len(corpus), len(corpus.document_indices) - 1, size, b"", spans
+    )
+
+
+def shortages(splits: Sequence[SplitFiles], sequence_length: int) -> list[Shortage]:
+    """The splits, in Megatron's order, that have fewer samples than the run needs. One data set,
+    and a blend with weights, are read as often as needed. Raises ValueError for a pair that fills
+    no sample."""
+    found = []
+    for split in splits:
+        samples = sum(row.samples for row in _rows(split, sequence_length, drawn=False))
+        if split.size is not None and round(samples) < split.size:
+            found.append(Shortage(split.name, round(samples), split.size))
+    return found
+
+
+def check_ids(splits: Sequence[SplitFiles], vocab_size: int) -> None:
+    """Raise ValueError for a file whose first tokens are no ids of the vocabulary."""
+    check_heads(
+        list({prefix: file for split in splits for prefix, file in split.files.items()}.values()),
+        vocab_size,
+    )
+
+
+def _rows(split: SplitFiles, sequence_length: int, drawn: bool = True) -> list[Row]:
+    """In Megatron's order; with `drawn` False the samples of a mix are its shares."""
+    members = members_of(split.blend)
+    name = split.name
+    size = split.size
+    spans = [split.span(member.prefix) for member in members]
+    numbers = read_in(name, members, [span.tokens for span in spans], sequence_length)
+    read = [members[n] for n in numbers]
+    for n in numbers:
+        _check_filled(name, members[n].prefix, spans[n], sequence_length)
+    there = [samples_of_epoch(spans[n].tokens, sequence_length) for n in numbers]
+    if len(members) == 1 and (read[0].weight is None or split.own):
+        samples: Sequence[float] = there if size is None else [size]
+    elif read[0].weight is None and (size is None or size >= sum(there)):
+        samples = there
+    elif size is None:
+        raise ValueError(
+            f"--data-path: weights need a number of {name} samples; drop the weights "
+            "[weights-without-number-of-samples]"
+        )
+    else:
+        tokens = [split.files[member.prefix].tokens for member in read]
+        weights = there if read[0].weight is None else weights_of(read, tokens)
+        samples = (
+            draws(weights, size) if drawn else [size * weight for weight in normalize(weights)]
+        )
+    return [
+        Row(name, member.prefix, spans[n].documents, spans[n].tokens, count, sequence_length)
+        for n, member, count in zip(numbers, read, samples, strict=True)
+    ]
+
+
+def _check_filled(split: str, prefix: str, span: Span, sequence_length: int) -> None:
+    if span.tokens <= sequence_length:
+        without = "" if split == "train" else ", set it to 0 to go without"
+        raise ValueError(
+            f"{prefix}: its {len(span.sequences)} {split} sequences hold {span.tokens} tokens, "
+            f"one sample of --seq-length {sequence_length} needs {sequence_length + 1}; raise the "
+            f"share of {split} in --split{without}, use more data, or lower --seq-length "
+            "[data-too-small]"
+        )
+
+
+def _rows_in_epochs(split: SplitFiles, sequence_length: int) -> Iterator[Row]:
+    """In the epoch order: a row for each word of the data flags."""
+    words, weights = split.blend
+    spans = [[split.span(prefix) for prefix in expand(word)] for word in words]
+    tokens = [sum(span.tokens for span in some) for some in spans]
+    for word, count in zip(words, tokens, strict=True):
+        if not count:
+            raise ValueError(
+                f"{word}: its part of {split.name} holds 0 tokens; give {split.name} more data "
+                "(--split) [split-leaves-no-data]"
+            )
+    for word, some, count, samples in zip(
+        words,
+        spans,
+        tokens,
+        _samples(split.name, weights, tokens, split.size, sequence_length),
+        strict=True,
+    ):
+        yield Row(
+            split.name, word, sum(span.documents for span in some), count, samples, sequence_length
+        )
+
+
+def _samples(
+    split: str,
+    weights: list[float] | None,
+    tokens: Sequence[int],
+    size: int | None,
+    sequence_length: int,
+) -> list[float]:
+    """How many samples are read under each word, in the epoch order."""
+    if isinstance(weights, EpochCounts) and split == "train":
+        there = [
+            count * epochs / sequence_length for count, epochs in zip(tokens, weights, strict=True)
+        ]
+        if size is not None and size > sum(there):
+            raise ValueError(
+                f"--data-path: the epochs asked for make {sum(there):.0f} samples of --seq-length "
+                f"{sequence_length}, the run reads {size}; raise epochs:, or lower --train-iters "
+                "or --train-samples [epochs-too-few]"
+            )
+        return there
+    if weights is None or isinstance(weights, EpochCounts):
+        shares = tokens
+        size = sum(tokens) / sequence_length if size is None else size
+    elif size is None:
+        raise ValueError(
+            f"--data-path: weights need a number of {split} samples; drop the weights "
+            "[weights-without-number-of-samples]"
+        )
+    else:
+        shares = normalize(weights)
+    return [size * share / sum(shares) for share in shares]

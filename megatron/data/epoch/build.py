@@ -1,0 +1,209 @@
+"""From blends to the datasets of `--data-order epoch`.
+
+It knows blends, splits and sizes; it must not know flags' objects, tokenizers, process groups or
+batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from megatron.data.blend.blended_dataset import SPLITS, Blend, EpochCounts, SplitMatrix
+from megatron.data.blend.paths import expand
+from megatron.data.epoch.epoch_dataset import EpochBlend, EpochDataset
+from megatron.data.epoch.proportional_draws import Shares, whole_weights
+from megatron.data.epoch.token_files import TokenReader, check_heads, read_token_files
+from megatron.data.plan_table import Row
+
+
+@dataclass(frozen=True)
+class Before:
+    """Where a run is resumed: the data order of the checkpoint's training split, the samples
+    consumed, and whether another mix may go on from there."""
+
+    order: dict[str, object]
+    consumed: int
+    other_mix: bool = False
+
+
+@dataclass(frozen=True)
+class Members:
+    """The files of a blend, and by the word that named them which of them are its."""
+
+    reader: TokenReader
+    named: list[tuple[str, range]]
+
+
+class EpochBuilder:
+    """Makes the datasets of all splits of one run."""
+
+    def __init__(
+        self,
+        sequence_length: int,
+        seed: int,
+        vocab_size: int | None,
+        before: Before | None,
+        rows: list[Row],
+    ) -> None:
+        """`rows` gets the table of the plan."""
+        self.sequence_length = sequence_length
+        self.seed = seed
+        self.vocab_size = vocab_size
+        self.before = before
+        self.rows = rows
+
+    def one_source(
+        self, blend: Blend, parts: SplitMatrix, sizes: Sequence[int | None]
+    ) -> list[EpochBlend | None]:
+        """All splits from the same data, each a part of every file."""
+        members = self._read(blend[0], parts)  # one for all splits, so that a file is open once
+        return [
+            None if part is None or size == 0 else self._split(blend, members, number, size)
+            for number, (part, size) in enumerate(zip(parts, sizes, strict=True))
+        ]
+
+    def one_split(self, blend: Blend, number: int, size: int | None) -> EpochBlend:
+        """One split from its own data, all of it."""
+        parts = [(0.0, 1.0) if place == number else None for place in range(len(SPLITS))]
+        return self._split(blend, self._read(blend[0], parts), number, size)
+
+    def _read(self, words: Sequence[str], parts: SplitMatrix) -> Members:
+        prefixes = [expand(word) for word in words]
+        files = read_token_files([prefix for some in prefixes for prefix in some], parts)
+        if self.vocab_size is not None:
+            check_heads(files, self.vocab_size)
+        ends = list(accumulate(len(some) for some in prefixes))
+        return Members(
+            TokenReader(files),
+            [
+                (word, range(end - len(some), end))
+                for word, some, end in zip(words, prefixes, ends, strict=True)
+            ],
+        )
+
+    def _split(self, blend: Blend, members: Members, number: int, size: int | None) -> EpochBlend:
+        weights = blend[1]
+        split = SPLITS[number]
+        repeats = isinstance(weights, EpochCounts)
+        if weights is None or (repeats and split != "train"):
+            return self._together(members, number, size)
+        datasets = [
+            self._dataset(name, members.reader, files, number) for name, files in members.named
+        ]
+        if repeats:
+            shares = [
+                dataset.samples(count) for dataset, count in zip(datasets, weights, strict=True)
+            ]
+            for dataset, count, samples in zip(datasets, weights, shares, strict=True):
+                if samples == 0:
+                    raise ValueError(
+                        f"--data-path: epochs:{count:g} of {dataset.name} make no "
+                        "sample; raise it, or leave it out [epochs-too-few]"
+                    )
+        elif size is None:
+            raise ValueError(
+                f"--data-path: weights need a number of {split} samples; drop the weights "
+                "[weights-without-number-of-samples]"
+            )
+        else:
+            shares = whole_weights(weights)
+        made = self._blend(datasets, shares, size, split, limited=repeats)
+        used = made.shares.taken(made.size - made.since)
+        for dataset, samples in zip(made.datasets, used, strict=True):
+            self.rows.append(
+                Row(
+                    split,
+                    dataset.name,
+                    dataset.documents,
+                    dataset.tokens,
+                    samples,
+                    self.sequence_length,
+                )
+            )
+        return made
+
+    def _together(self, members: Members, number: int, size: int | None) -> EpochBlend:
+        """Data without weights are one corpus: each is read in proportion to its tokens."""
+        split = SPLITS[number]
+        named = members.named
+        reader = members.reader
+        name = named[0][0] if len(named) == 1 else f"the {len(named)} data sets of --data-path"
+        dataset = self._dataset(name, reader, range(len(reader.files)), number)
+        made = self._blend([dataset], [1], dataset.samples() if size is None else size, split)
+        for name, files in named:
+            spans = [reader.files[file].spans[number] for file in files]
+            tokens = sum(span.tokens for span in spans)
+            samples = made.size * tokens / dataset.tokens
+            self.rows.append(
+                Row(
+                    split,
+                    name,
+                    sum(s.documents for s in spans),
+                    tokens,
+                    samples,
+                    self.sequence_length,
+                )
+            )
+        return made
+
+    def _dataset(self, name: str, reader: TokenReader, files: range, number: int) -> EpochDataset:
+        return EpochDataset(
+            name,
+            reader,
+            files,
+            number,
+            sequence_length=self.sequence_length,
+            seed=self.seed,
+            index_split=SPLITS[number],
+        )
+
+    def _blend(
+        self,
+        datasets: list[EpochDataset],
+        weights: list[int],
+        size: int | None,
+        split: str,
+        limited: bool = False,
+    ) -> EpochBlend:
+        """A mix from its start, or going on where the checkpoint left it. A `limited` one ends when
+        each data set has given its weight in samples."""
+        since, taken = self._position(datasets, weights) if split == "train" else (0, {})
+        available = since + sum(weights)
+        if limited and size is not None and size > available:
+            raise ValueError(
+                f"--data-path: the epochs asked for make {available} samples of --seq-length "
+                f"{self.sequence_length}, the run reads {size}; raise epochs:, or lower "
+                "--train-iters or --train-samples [epochs-too-few]"
+            )
+        return EpochBlend(
+            datasets, weights, available if limited else size, since=since, taken=taken
+        )
+
+    def _position(
+        self, datasets: list[EpochDataset], weights: list[int]
+    ) -> tuple[int, dict[str, int]]:
+        """(sample of the run at which this mix begins, samples that each data set gave before)."""
+        saved = self.before.order if self.before else {}
+        if saved.get("kind") != "EpochBlend":
+            return 0, {}
+        orders = [dataset.order() for dataset in datasets]
+        if (saved["weights"], saved["datasets"]) == (weights, orders):
+            return saved["since"], saved["taken"]
+        if not self.before.other_mix:
+            return 0, {}
+        known = {order["corpus"]["sha256"]: order for order in saved["datasets"]}
+        for dataset, order in zip(datasets, orders, strict=True):
+            if known.get(dataset.fingerprint, order) != order:
+                raise ValueError(
+                    f"--continue-data-mix: {dataset.name} was read with --seq-length and --seed "
+                    f"of {known[dataset.fingerprint]}; another mix can go on only with the same "
+                    "[data-mix-order-differs]"
+                )
+        draws = Shares(saved["weights"]).taken(self.before.consumed - saved["since"])
+        drawn = dict(zip(known, draws, strict=True))
+        before = saved["taken"]
+        return self.before.consumed, before | {
+            name: before.get(name, 0) + count for name, count in drawn.items()
+        }

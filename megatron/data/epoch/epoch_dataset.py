@@ -1,0 +1,244 @@
+"""`--data-order epoch`: sample k of a corpus, and of a mix of corpora, as a pure function with no
+index anywhere.
+
+The tokens of a corpus, file after file, are read as a circle: unshuffled, sample j holds tokens j *
+sequence_length to (j + 1) * sequence_length, the last one being only a label. Those that end in the
+same round are an epoch and come in the order of a permutation keyed by seed and epoch. So nothing
+is built or stored, no token is left out between epochs, the cuts move from epoch to epoch, and the
+order depends on the data, the seed and the sequence length alone: not on how long the run is. What
+Megatron's order has and this one has not: documents of one sample are neighbours in the file.
+
+It knows tokens by position, weights and one seed; it must not know flags, ranks or batches.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from fractions import Fraction
+from itertools import accumulate
+
+import numpy as np
+
+from megatron.data.epoch.permutation import Permutation
+from megatron.data.epoch.proportional_draws import Shares
+from megatron.data.epoch.token_files import TokenReader, fingerprint
+
+Piece = tuple[str, int, int]  # (prefix, token number in its .bin, tokens)
+
+
+class EpochDataset:
+    """Samples without end of one split (`split`: place in `TokenFile.spans`) of token files:
+    `ds[i]` is int64 [sequence_length + 1]. The files are those of `reader`, which data sets share,
+    with these `numbers`; `name` is what messages call the data. Raises ValueError if they cannot
+    fill one sample.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        reader: TokenReader,
+        numbers: Sequence[int],
+        split: int,
+        *,
+        sequence_length: int,
+        seed: int,
+        index_split: str,
+    ) -> None:
+        self.name = name
+        self.sequence_length = sequence_length
+        self.seed = seed
+        self.index_split = index_split
+        files = [reader.files[number] for number in numbers]
+        self.reader = reader
+        self._numbers = [number for number in numbers if reader.files[number].spans[split].tokens]
+        spans = [reader.files[number].spans[split] for number in self._numbers]
+        self.documents = sum(file.spans[split].documents for file in files)
+        self._first = [span.first for span in spans]
+        self._ends = [0, *accumulate(span.tokens for span in spans)]
+        self.tokens = self._ends[-1]
+        if self.tokens <= sequence_length:
+            raise ValueError(
+                f"{name}: its {index_split} part holds {self.tokens} tokens, one sample of "
+                f"--seq-length {sequence_length} needs {sequence_length + 1}; give {index_split} "
+                "more data (--split) or lower --seq-length [data-too-small]"
+            )
+        self.num_files = len(files)
+        self.fingerprint = fingerprint(files)
+        self._epoch = self._begin = -1
+        self._order = Permutation(1)
+
+    def samples(self, epochs: float = 1) -> int:
+        """Whole samples in that many epochs."""
+        return int(Fraction(str(epochs)) * self.tokens) // self.sequence_length
+
+    def prefixes(self) -> list[str]:
+        """Its token files that have a part in this split, in their order."""
+        return [self.reader.files[number].prefix for number in self._numbers]
+
+    def token_counts(self) -> dict[str, int]:
+        """How many tokens of this split each of its token files has, by prefix."""
+        ends = self._ends
+        return {
+            prefix: end - begin
+            for prefix, begin, end in zip(self.prefixes(), ends, ends[1:], strict=False)
+        }
+
+    def epoch_of(self, index: int) -> int:
+        """The epoch, from 0, that sample `index` belongs to."""
+        return ((index + 1) * self.sequence_length - 1) // self.tokens
+
+    def position(self, index: int) -> int:
+        """Which token of the corpus sample `index` begins with."""
+        self._turn_to(index)
+        return (self._begin + self._order[index - self._begin]) * self.sequence_length % self.tokens
+
+    def _turn_to(self, index: int) -> None:
+        """Have the permutation of the epoch of sample `index` at hand, shuffled or not."""
+        length = self.sequence_length
+        tokens = self.tokens
+        epoch = ((index + 1) * length - 1) // tokens
+        if epoch != self._epoch:
+            begin = epoch * tokens // length
+            size = (epoch + 1) * tokens // length - begin
+            self._epoch = epoch
+            self._begin = begin
+            self._order = Permutation(size, self.seed, epoch, tokens, self.index_split)
+
+    def showing(self, prefix: str, first: int, end: int, samples: int) -> set[int]:
+        """Of the first `samples` samples those that hold any of the tokens `first .. end` of
+        `prefix`.bin."""
+        found = set()
+        length = self.sequence_length
+        for number, place in enumerate(self._numbers):
+            shift = self._ends[number] - self._first[number]
+            low = max(first + shift, self._ends[number])
+            high = min(end + shift, self._ends[number + 1])
+            if self.reader.files[place].prefix != prefix or low >= high:
+                continue
+            for turn in range(0, samples * length + self.tokens + 1, self.tokens):
+                for unshuffled in range(
+                    max(0, -(-(low + turn) // length) - 1), (high - 1 + turn) // length + 1
+                ):
+                    self._turn_to(unshuffled)
+                    found.add(self._begin + self._order.index(unshuffled - self._begin))
+        return {sample for sample in found if sample < samples}
+
+    def pieces(self, index: int) -> list[Piece]:
+        """Where the tokens of sample `index` lie."""
+        found = []
+        at = self.position(index)
+        left = self.sequence_length + 1
+        while left:
+            file = bisect_right(self._ends, at) - 1
+            count = min(left, self._ends[file + 1] - at)
+            found.append(
+                (
+                    self.reader.files[self._numbers[file]].prefix,
+                    self._first[file] + at - self._ends[file],
+                    count,
+                )
+            )
+            left -= count
+            at = (at + count) % self.tokens
+        return found
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        at = self.position(index)
+        wanted = self.sequence_length + 1
+        ends = self._ends
+        file = bisect_right(ends, at) - 1
+        start = self._first[file] + at - ends[file]
+        if at + wanted <= ends[file + 1]:
+            return self.reader.read(self._numbers[file], start, wanted).astype(np.int64)
+        tokens = np.empty(wanted, np.int64)
+        filled = 0
+        while filled < wanted:
+            file = bisect_right(ends, at) - 1
+            start = self._first[file] + at - ends[file]
+            count = min(wanted - filled, ends[file + 1] - at)
+            tokens[filled : filled + count] = self.reader.read(self._numbers[file], start, count)
+            filled += count
+            at = (at + count) % self.tokens
+        return tokens
+
+    def order(self) -> dict[str, object]:
+        """Everything the order of the samples depends on, in JSON types."""
+        return {
+            "kind": "EpochDataset",
+            "corpus": {"files": self.num_files, "tokens": self.tokens, "sha256": self.fingerprint},
+            "sequence_length": self.sequence_length,
+            "seed": self.seed,
+        }
+
+
+class EpochBlend:
+    """`len(self)` samples drawn from EpochDatasets in exact proportion to whole-number `weights`.
+
+    A mix may begin at sample `since` of the run, after other mixes: `taken` is then how many
+    samples each data set gave before, by fingerprint (also of those it has no more), so that each
+    goes on where it was left.
+    """
+
+    def __init__(
+        self,
+        datasets: Sequence[EpochDataset],
+        weights: Sequence[int],
+        size: int,
+        *,
+        since: int = 0,
+        taken: dict[str, int] | None = None,
+    ) -> None:
+        assert len(datasets) == len(weights) > 0
+        self.datasets = list(datasets)
+        self.size = size
+        self.since = since
+        self.taken = dict(taken or {})
+        self.shares = Shares(weights)
+        self.index_split = self.datasets[0].index_split
+        self._before = [self.taken.get(dataset.fingerprint, 0) for dataset in self.datasets]
+
+    def __len__(self) -> int:
+        return self.size
+
+    def source(self, index: int) -> tuple[int, int]:
+        """(number of the data set, number of its sample) that sample `index` is."""
+        if not self.since <= index < self.size:
+            raise IndexError(f"{self.index_split} sample {index} of {self.since} .. {self.size}")
+        dataset, draw = self.shares.source(index - self.since)
+        return dataset, self._before[dataset] + draw
+
+    def showing(self, prefix: str, first: int, end: int) -> list[int]:
+        """The samples that hold any of the tokens `first .. end` of `prefix`.bin, in rising
+        order."""
+        found = []
+        for number, (dataset, before) in enumerate(zip(self.datasets, self._before, strict=True)):
+            draws = range(self.size - self.since)
+            given = self.shares.taken(len(draws))[number]
+            for sample in dataset.showing(prefix, first, end, before + given):
+                if sample >= before:
+                    count = sample - before + 1
+                    found.append(
+                        self.since
+                        + bisect_left(draws, count, key=lambda n: self.shares.taken(n + 1)[number])
+                    )  # noqa: B023
+        return sorted(found)
+
+    def pieces(self, index: int) -> list[Piece]:
+        """Where the tokens of sample `index` lie: (prefix, token number in its .bin, tokens)."""
+        dataset, sample = self.source(index)
+        return self.datasets[dataset].pieces(sample)
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        dataset, sample = self.source(index)
+        return self.datasets[dataset][sample]
+
+    def order(self) -> dict[str, object]:
+        """Everything the order of the samples depends on, in JSON types."""
+        return {
+            "kind": "EpochBlend",
+            "weights": self.shares.weights,
+            "since": self.since,
+            "taken": self.taken,
+            "datasets": [dataset.order() for dataset in self.datasets],
+        }

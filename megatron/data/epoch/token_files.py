@@ -1,0 +1,300 @@
+"""Token files as a start needs them: a few numbers of each index, read in a handful of small reads,
+and tokens on demand.
+
+It knows the .bin/.idx format and parts of a corpus; it must not know samples, epochs, weights or
+seeds. Whatever the number of documents, an index is not read: its pointers are running sums
+already, and the first and the last say enough.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import resource
+import weakref
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron.data.blend.blended_dataset import split_range
+from megatron.data.file_access import open_to_read, read_at
+from megatron.data.indexed_dataset import (
+    DTYPES,
+    HEADER,
+    MAGIC,
+    VERSION,
+    IndexedDataset,
+    bin_path,
+    idx_path,
+)
+
+THREADS = 8  # that read indexes side by side: a cold start waits for the disk
+BLOCK_BYTES = 16384  # of an index read at once
+HEAD_BYTES = 4096  # of a .bin, hashed to tell data of equal sizes apart
+MAX_OPEN = 30_000  # files that are kept open
+Part = tuple[float, float] | None  # of a corpus, as `blended_dataset.parse_split` makes them
+
+
+@dataclass(frozen=True)
+class Span:
+    """One split's part of a token file: its sequences and documents, and where its tokens lie in
+    the .bin."""
+
+    sequences: range
+    documents: int
+    first: int  # token number in the .bin
+    tokens: int
+
+
+@dataclass(frozen=True)
+class TokenFile:
+    """What a start knows of a pair. `spans` has one entry for each split asked for, None where it
+    was not."""
+
+    prefix: str
+    dtype: np.dtype
+    sequences: int
+    documents: int
+    bin_bytes: int
+    head: bytes
+    spans: tuple[Span | None, ...]
+
+    @property
+    def tokens(self) -> int:
+        """All tokens of the file."""
+        return self.bin_bytes // self.dtype.itemsize
+
+    def fingerprint(self) -> bytes:
+        """What tells it from other data, wherever it lies: sizes and the first tokens."""
+        return (
+            repr((self.sequences, self.documents, self.dtype.name, self.bin_bytes)).encode()
+            + self.head
+        )
+
+
+class ScatteredTokens(ValueError):
+    """A good pair whose sequences do not lie one behind the other, or whose .bin holds more than
+    them."""
+
+
+def _odd(prefix: str, what: str) -> ScatteredTokens:
+    """The reader's own message if it finds fault with the pair, else `what`."""
+    IndexedDataset(prefix)
+    return ScatteredTokens(
+        f"{prefix}: {what}; --data-order epoch reads tokens where they lie: write the pair anew "
+        "with tools/merge_datasets.py, or use --data-order megatron [data-not-contiguous]"
+    )
+
+
+class _Index:
+    """An open .idx, of which a few numbers are read."""
+
+    def __init__(self, prefix: str, file: int) -> None:
+        self.prefix = prefix
+        self._file = file
+        self._blocks = {}
+        header = os.pread(file, HEADER.size, 0)
+        magic, version, code, sequences, entries = (
+            HEADER.unpack(header) if len(header) == HEADER.size else (b"", 0, 0, 0, 0)
+        )
+        size = os.fstat(file).st_size
+        expected = HEADER.size + 12 * sequences + 8 * entries
+        if (
+            magic != MAGIC
+            or version != VERSION
+            or code not in DTYPES
+            or size not in (expected, expected + sequences)
+        ):
+            raise _odd(prefix, "its index has odd sizes")
+        self.dtype = np.dtype(DTYPES[code])
+        self.sequences = sequences
+        self.documents = entries - 1
+        if self.dtype.kind not in "iu":
+            raise ValueError(
+                f"{prefix}.idx: holds {self.dtype.name}, not token ids; preprocess text into it "
+                "[data-not-token-ids]"
+            )
+
+    def _number(self, at: int, size: int) -> int:
+        """The signed integer of `size` bytes at byte `at`. Read in blocks: numbers that are asked
+        for are neighbours."""
+        number, inside = divmod(at, BLOCK_BYTES)
+        if inside + size > BLOCK_BYTES:
+            return int.from_bytes(os.pread(self._file, size, at), "little", signed=True)
+        block = self._blocks.get(number)
+        if block is None:
+            block = self._blocks[number] = os.pread(self._file, BLOCK_BYTES, number * BLOCK_BYTES)
+        return int.from_bytes(block[inside : inside + size], "little", signed=True)
+
+    def pointer(self, sequence: int) -> int:
+        """The byte of the .bin where `sequence` starts."""
+        return self._number(HEADER.size + 4 * self.sequences + 8 * sequence, 8)
+
+    def start(self, document: int) -> int:
+        """An entry of the document index: the sequence where `document` starts."""
+        return self._number(HEADER.size + 12 * self.sequences + 8 * document, 8)
+
+    def end(self, sequence: int) -> int:
+        """The byte behind `sequence`."""
+        return (
+            self.pointer(sequence)
+            + self._number(HEADER.size + 4 * sequence, 4) * self.dtype.itemsize
+        )
+
+    def cut(self, sequence: int) -> int:
+        """The byte where `sequence` starts and the one before it ends."""
+        if sequence == 0:
+            return 0
+        end = self.end(sequence - 1)
+        if sequence < self.sequences and self.pointer(sequence) != end:
+            raise _odd(self.prefix, f"its sequence {sequence} does not lie behind the one before")
+        return end
+
+    def documents_before(self, sequence: int) -> int:
+        """How many documents begin before `sequence`."""
+        if self.documents == self.sequences and self.start(sequence) == sequence:
+            return sequence
+        low = 0
+        high = self.documents
+        while low < high:
+            middle = (low + high) // 2
+            low, high = (middle + 1, high) if self.start(middle) < sequence else (low, middle)
+        return low
+
+
+def read_token_file(prefix: str, parts: Sequence[Part]) -> TokenFile:
+    """The numbers of one pair. Raises FileNotFoundError or ValueError as IndexedDataset does, and
+    ValueError for sequences that do not lie one behind the other, as far as the ends of the parts
+    show it."""
+    try:
+        file = os.open(idx_path(prefix), os.O_RDONLY)
+    except OSError:
+        IndexedDataset(prefix)  # has the message
+        raise
+    try:
+        index = _Index(prefix, file)
+        count = index.sequences
+        tokens = os.open(bin_path(prefix), os.O_RDONLY) if os.path.exists(bin_path(prefix)) else -1
+        if tokens < 0:
+            raise _odd(prefix, "has no .bin")
+        try:
+            bin_bytes = os.fstat(tokens).st_size
+            head = os.pread(tokens, HEAD_BYTES, 0)
+        finally:
+            os.close(tokens)
+        ends = (index.start(0), index.start(index.documents)) if index.documents >= 0 else (1, 1)
+        if ends != (0, count) or (count and index.pointer(0) != 0):
+            raise _odd(prefix, "its first sequence does not begin the .bin")
+        if index.cut(count) != bin_bytes:
+            raise _odd(
+                prefix, f"its index ends at byte {index.cut(count)}, its .bin at {bin_bytes}"
+            )
+        spans = tuple(None if part is None else _span(index, part) for part in parts)
+        return TokenFile(prefix, index.dtype, count, index.documents, bin_bytes, head, spans)
+    finally:
+        os.close(file)
+
+
+def _span(index: _Index, part: tuple[float, float]) -> Span:
+    sequences = split_range(part, index.sequences)
+    size = index.dtype.itemsize
+    first = index.cut(sequences.start)
+    end = index.cut(sequences.stop)
+    documents = index.documents_before(sequences.stop) - index.documents_before(sequences.start)
+    return Span(sequences, documents, first // size, (end - first) // size)
+
+
+def read_token_files(prefixes: Sequence[str], parts: Sequence[Part]) -> list[TokenFile]:
+    """`read_token_file` of many, side by side; the first error in the order of `prefixes` is
+    raised."""
+    if len(prefixes) < 2 * THREADS:
+        return [read_token_file(prefix, parts) for prefix in prefixes]
+    with ThreadPoolExecutor(THREADS) as pool:
+        return list(pool.map(lambda prefix: read_token_file(prefix, parts), prefixes))
+
+
+def fingerprint(files: Sequence[TokenFile]) -> str:
+    """One sha256 of all files in their order."""
+    digest = hashlib.sha256()
+    for file in files:
+        digest.update(file.fingerprint())
+    return digest.hexdigest()
+
+
+class TokenReader:
+    """Reads tokens of files, which are opened when they are first read; beyond `limit` the one
+    opened first is closed.
+
+    The process's limit of open files is raised as far as it may be. Raises ValueError for a file
+    that has another size than at the start, and where it cannot be read.
+    """
+
+    def __init__(self, files: Sequence[TokenFile]) -> None:
+        self.files = list(files)
+        self._opened = {}
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        wanted = (
+            min(hard, len(self.files) + 4096)
+            if hard != resource.RLIM_INFINITY
+            else len(self.files) + 4096
+        )
+        if soft != resource.RLIM_INFINITY and soft < wanted:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+            soft = wanted
+        self.limit = (
+            MAX_OPEN if soft == resource.RLIM_INFINITY else max(16, min(MAX_OPEN, soft // 2))
+        )
+        weakref.finalize(self, _close, self._opened)
+
+    def read(self, number: int, first: int, count: int) -> np.ndarray:
+        """Tokens `first .. first + count` of file `number`, read-only."""
+        file = self.files[number]
+        size = self.files[number].dtype.itemsize
+        opened = self._opened.get(number)
+        if opened is None:
+            opened = self._open(number)
+        return np.frombuffer(
+            read_at(opened, bin_path(file.prefix), first * size, count * size), file.dtype
+        )
+
+    def _open(self, number: int) -> int:
+        file = self.files[number]
+        opened = open_to_read(bin_path(file.prefix))
+        size = os.fstat(opened).st_size
+        if size != file.bin_bytes:
+            os.close(opened)
+            raise ValueError(
+                f"{file.prefix}.bin: has {size} bytes, at the start of this run it had "
+                f"{file.bin_bytes}; start again, and leave data alone while they are read "
+                "[file-changed-while-read]"
+            )
+        if len(self._opened) >= self.limit:
+            os.close(self._opened.pop(next(iter(self._opened))))
+        self._opened[number] = opened
+        return opened
+
+    def __getstate__(self) -> list[TokenFile]:
+        return self.files
+
+    def __setstate__(self, files: list[TokenFile]) -> None:
+        self.__init__(files)
+
+
+def _close(opened: dict[int, int]) -> None:
+    for file in opened.values():
+        os.close(file)
+
+
+def check_heads(files: Sequence[TokenFile], vocab_size: int) -> None:
+    """The first ids of each file must be in the vocabulary. Raises ValueError with the file and its
+    ids."""
+    for file in files:
+        head = np.frombuffer(file.head, file.dtype, len(file.head) // file.dtype.itemsize)
+        if len(head) and (int(head.min()) < 0 or int(head.max()) >= vocab_size):
+            raise ValueError(
+                f"{file.prefix}.bin: holds token ids {head.min()} .. {head.max()}, the vocabulary "
+                f"has {vocab_size}; give the tokenizer it was preprocessed with "
+                "[token-id-out-of-range]"
+            )

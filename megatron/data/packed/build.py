@@ -1,0 +1,211 @@
+"""From the data flags to the packed data sets of train, validation and test.
+
+It knows flags, folders and formats; it must not know process groups, batches or training.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import numpy as np
+
+from megatron.data.blend.blended_dataset import SPLITS
+from megatron.data.blend.paths import expand
+from megatron.data.build import DataFlags, read_blends
+from megatron.data.indexed_dataset import idx_path
+from megatron.data.packed.documents import Documents
+from megatron.data.packed.internlm_dummy import SUBSETS, VOCABULARY, DummySamples
+from megatron.data.packed.internlm_files import (
+    JsonlTokens,
+    meta_path,
+    subset_names,
+    subset_of,
+    token_files,
+)
+from megatron.data.packed.packed_dataset import PackedDataset, PackedFile, PackingRule, SampleFile
+from megatron.data.plan_table import Row
+from megatron.data.subsets import shortened
+from megatron.data.tokenizers import metadata as provenance
+
+HEAD = 1024  # ids of a file's first sample that are compared with the vocabulary at the start
+
+
+class PackedFlags(DataFlags, Protocol):
+    """What this file reads beside them."""
+
+    pack_into_one: bool
+    pad_samples: bool
+    min_sample_length: int
+    dummy_data: str | None
+    multiple_validation_sets: bool
+
+
+def build_packed_datasets(
+    data: PackedFlags,
+    *,
+    sequence_length: int,
+    micro_batch_size: int,
+    global_batch_size: int,
+    sizes: Sequence[int | None],
+    vocab_size: int | None,
+    identity: Mapping[str, object] | None = None,
+    rows: list[Row] | None = None,
+) -> tuple[PackedDataset | None, PackedDataset | list[PackedDataset] | None, PackedDataset | None]:
+    """The data sets of train, valid and test, None where the flags give a split nothing or `sizes`
+    asks for nothing. With --multiple-validation-sets valid is a list, one of each directory with
+    files (and of each prefix), whose one subset has its name.
+
+    `sizes` are samples of `sequence_length` tokens, of which a row is `micro_batch_size`; None
+    means one epoch. With `vocab_size` the head of each file is compared with it, with `identity`
+    pairs must be made by that tokenizer. `rows` gets the table of the plan. Raises ValueError or
+    FileNotFoundError with flag or file, what is wrong and what to do.
+    """
+    mode = "blocks" if data.pack_into_one else "padded" if data.pad_samples else "pieces"
+    # InternLM's demos ask for samples of 50 tokens and more, but its made-up ones are never left
+    # out.
+    shortest = 0 if data.dummy_data else data.min_sample_length
+    rule = PackingRule(sequence_length, micro_batch_size, mode, shortest)
+    blends = [None] * len(SPLITS) if data.dummy_data else read_blends(data)
+    found: list[PackedDataset | list[PackedDataset] | None] = []
+
+    def made(
+        split: str,
+        name: str,
+        subsets: list[str],
+        files: list[tuple[str, SampleFile]],
+        size: int | None,
+    ) -> PackedDataset:
+        if vocab_size is not None:
+            for _, file in files:
+                _check_head(file, vocab_size)
+        packed = [PackedFile(file, subsets.index(subset), rule) for subset, file in files]
+        dataset = PackedDataset(
+            name,
+            packed,
+            subsets,
+            rule,
+            size=None if size is None else -(-size // micro_batch_size),
+            index_split=split,
+            rows_per_batch=global_batch_size // micro_batch_size if split == "train" else 1,
+        )
+        if rows is not None:
+            rows.extend(_plan_rows(dataset, packed))
+        return dataset
+
+    for split, blend, size in zip(SPLITS, blends, sizes, strict=True):
+        dummy = data.dummy_data and split == "train"
+        if size == 0 or not (blend or dummy):
+            found.append(None)
+            continue
+        if dummy:
+            if vocab_size is not None and vocab_size < VOCABULARY:
+                raise ValueError(
+                    f"--dummy-data internlm: has ids up to {VOCABULARY - 1}, the vocabulary has "
+                    f"{vocab_size}; give --vocab-size {VOCABULARY} or more [token-id-out-of-range]"
+                )
+            files = [(SUBSETS[0], DummySamples(sequence_length))]
+            found.append(made(split, DummySamples.prefix, list(SUBSETS), files, size))
+        elif split == "valid" and data.multiple_validation_sets:
+            found.append(
+                [
+                    made(
+                        f"valid-{name}",
+                        f"--valid-data-path {os.path.dirname(paths[0])}",
+                        [name],
+                        [(name, _open(path, identity)) for path in paths],
+                        size,
+                    )
+                    for name, paths in validation_sets(blend[0]).items()
+                ]
+            )
+        else:
+            found.append(
+                made(
+                    split,
+                    f"--{split}-data-path {' '.join(blend[0])}",
+                    *open_files(blend[0], identity),
+                    size,
+                )
+            )
+    return tuple(found)
+
+
+def validation_sets(words: Sequence[str]) -> dict[str, list[str]]:
+    """By name the files of each set: of a folder each directory with .bin files is one, as InternLM
+    has it, called by what its path has beyond the folder that all lie in; a prefix or a pattern is
+    one."""
+    found: dict[str, list[str]] = {}
+    for word in words:
+        if os.path.isdir(word) and not os.path.exists(idx_path(word)):
+            for path in token_files(word):
+                found.setdefault(os.path.dirname(path), []).append(path)
+        else:
+            found[word] = [f"{prefix}.bin" for prefix in expand(word.removesuffix(".bin"))]
+    return dict(zip(shortened(list(found)), found.values(), strict=True))
+
+
+def open_files(
+    words: Sequence[str], identity: Mapping[str, object] | None = None
+) -> tuple[list[str], list[tuple[str, SampleFile]]]:
+    """(names of the subsets, (subset, file) of each file) that the words of a data flag name.
+
+    A word is a folder, whose directories are the subsets and whose files may be InternLM's or
+    Megatron's; or a prefix or a pattern of pairs, of which each is a subset of its own name.
+    """
+    subsets: list[str] = []
+    files: list[tuple[str, SampleFile]] = []
+    for word in words:
+        if os.path.isdir(word) and not os.path.exists(idx_path(word)):
+            names = subset_names(word)
+            subsets += names
+            found = [(subset_of(path, word, names), path) for path in token_files(word)]
+        else:
+            paths = [f"{prefix}.bin" for prefix in expand(word.removesuffix(".bin"))]
+            found = [(os.path.basename(path)[:-4], path) for path in paths]
+            subsets += [name for name, _ in found]
+        files += [(subset, _open(path, identity)) for subset, path in found]
+    return list(dict.fromkeys(subsets)), files
+
+
+def _open(path: str, identity: Mapping[str, object] | None) -> SampleFile:
+    prefix = path[:-4]
+    pair = os.path.exists(idx_path(prefix))
+    lines = os.path.exists(meta_path(path))
+    if pair and lines:
+        raise ValueError(
+            f"{path}: has {idx_path(prefix)} (Megatron's) and {meta_path(path)} (InternLM's) "
+            "beside it; remove the one that is not its own [packed-format-ambiguous]"
+        )
+    if lines or (not pair and os.path.exists(path)):
+        return JsonlTokens(path)
+    if identity is not None:
+        provenance.check(prefix, identity)
+    return Documents(prefix)
+
+
+def _check_head(file: SampleFile, vocab_size: int) -> None:
+    """Raise ValueError if the first sample begins with ids that the vocabulary does not have."""
+    if not len(file.lengths):
+        return
+    ids = np.abs(file.read(0, 0, min(HEAD, int(file.lengths[0]))))
+    if len(ids) and int(ids.max()) >= vocab_size:
+        raise ValueError(
+            f"{file.prefix}.bin: its first sample holds the id {int(ids.max())}, the vocabulary "
+            f"has {vocab_size}; give the tokenizer it was made with [token-id-out-of-range]"
+        )
+
+
+def _plan_rows(dataset: PackedDataset, files: Sequence[PackedFile]) -> list[Row]:
+    """What a run reads of each subset; its samples are counted in --seq-length tokens."""
+    found = []
+    for number, subset in enumerate(dataset.subsets):
+        mine = [file for file in files if file.subset == number]
+        share = sum(map(len, mine)) * dataset.size * dataset.rule.rows / dataset.rows
+        tokens = sum(file.tokens for file in mine)
+        documents = sum(len(file.order) for file in mine)
+        found.append(
+            Row(dataset.index_split, subset, documents, tokens, share, dataset.rule.sequence_length)
+        )
+    return found

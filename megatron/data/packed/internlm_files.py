@@ -1,0 +1,242 @@
+"""InternLM's token files: X.bin has a sample a line, {"tokens": [ids]}, and X.bin.meta says where
+each begins.
+
+It reads and writes this format, and knows the folders it comes in; it must not know rows, flags or
+a vocabulary. Source: facts/internlm.md 1.2.2, 1.2.3. X.bin.meta is a .npy array of integers [n, 2
+or more]: in the first column the byte where a line begins, in the last one its tokens.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import uuid
+import weakref
+from array import array
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from megatron.data.blend.paths import PARTIAL
+from megatron.data.file_access import open_to_read, read_at
+from megatron.data.preprocess.jsonl import ids_of
+
+BLOCK_BYTES = 1 << 16  # read at once where the end of a line is not known
+
+
+def meta_path(bin_path: str) -> str:
+    """The file beside X.bin that says where its lines begin."""
+    return f"{bin_path}.meta"
+
+
+def _load_meta(path: str, bin_bytes: int) -> np.ndarray:
+    """The checked array of a .meta file of a .bin of so many bytes."""
+    how = "make it anew with the tokenizer that made it, or with tools/convert_data.py"
+    try:
+        meta = np.load(path, allow_pickle=False)
+    except (ValueError, EOFError, OSError) as error:
+        raise ValueError(
+            f"{path}: is no array in numpy's .npy format ({str(error).splitlines()[0]}); {how} "
+            "[packed-meta-malformed]"
+        ) from None
+    if (
+        not isinstance(meta, np.ndarray)
+        or meta.ndim != 2
+        or meta.shape[1] < 2
+        or meta.dtype.kind not in "iu"
+    ):
+        said = (
+            f"{meta.dtype} {list(meta.shape)}" if isinstance(meta, np.ndarray) else "several arrays"
+        )
+        raise ValueError(
+            f"{path}: holds {said}, not integers [samples, 2] (first byte of each line, its "
+            f"tokens); {how} [packed-meta-malformed]"
+        )
+    meta = np.stack((meta[:, 0], meta[:, -1]), 1).astype(np.int64)
+    outside = (meta[:, 0] < 0) | (meta[:, 0] >= bin_bytes)
+    for wrong, column, what in (
+        (outside, 0, f"line begins at byte {{}}, {path[:-5]} has {bin_bytes} bytes"),
+        (meta[:, 1] < 0, 1, "line has {} tokens"),
+    ):
+        if wrong.any():
+            at = int(wrong.argmax())
+            raise ValueError(
+                f"{path}: entry {at} says that its {what.format(meta[at, column])}; {how} "
+                "[packed-meta-malformed]"
+            )
+    return meta
+
+
+class JsonlTokens:
+    """The samples of one X.bin, whose `prefix` is the path without .bin. Raises FileNotFoundError
+    without X.bin.meta, ValueError for one that does not fit; reading a sample raises ValueError for
+    a line that is not what the meta says."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.prefix = path.removesuffix(".bin")
+        if not os.path.exists(meta_path(path)):
+            raise FileNotFoundError(
+                f"{meta_path(path)}: is missing beside {path}; copy it too, or make both anew "
+                "[packed-meta-missing]"
+            )
+        self._file = open_to_read(path)
+        weakref.finalize(self, os.close, self._file)
+        self.bin_bytes = os.fstat(self._file).st_size
+        self._meta = _load_meta(meta_path(path), self.bin_bytes)
+        self.lengths = self._meta[:, 1]
+
+    def line(self, sample: int) -> bytes:
+        """The line of a sample, without its end."""
+        start = int(self._meta[sample, 0])
+        after = int(self._meta[sample + 1, 0]) if sample + 1 < len(self._meta) else self.bin_bytes
+        found = b""
+        count = after - start if after > start else BLOCK_BYTES
+        while True:
+            count = min(count, self.bin_bytes - start - len(found))
+            if count <= 0:
+                return found
+            found += read_at(self._file, self.path, start + len(found), count)
+            end = found.find(b"\n")
+            if end >= 0:
+                return found[:end]
+            count = BLOCK_BYTES
+
+    def ids(self, sample: int) -> np.ndarray:
+        """All ids of a sample, int64."""
+        try:
+            ids = ids_of(self.line(sample))
+            if len(ids) != self.lengths[sample]:
+                raise ValueError(
+                    f"has {len(ids)} tokens, {meta_path(self.path)} says {self.lengths[sample]}"
+                )
+        except ValueError as error:
+            raise ValueError(
+                f"{self.path}: sample {sample}, at byte {self._meta[sample, 0]}: {error}; make "
+                "the file and its meta anew, or copy both again [data-file-damaged]"
+            ) from None
+        return ids
+
+    def id_range(self, limit: int | None = None) -> tuple[int, int]:
+        """(smallest, largest) id of the first lines until they have `limit` tokens (None: all), (0,
+        -1) without any."""
+        seen = 0
+        lows = []
+        highs = []
+        for sample in range(len(self.lengths)):
+            if limit is not None and seen >= limit:
+                break
+            ids = self.ids(sample)
+            seen += len(ids)
+            if len(ids):
+                lows = [min([*lows, int(ids.min())])]
+                highs = [max([*highs, int(ids.max())])]
+        return (lows[0], highs[0]) if seen else (0, -1)
+
+    def read(self, sample: int, first: int, count: int) -> np.ndarray:
+        """Ids `first .. first + count` of a sample, int64."""
+        return self.ids(sample)[first : first + count]
+
+    def bytes_of(self, sample: int, first: int, count: int) -> tuple[int, int]:
+        """The bytes of the sample's line: where in it a token stands is not known."""
+        start = int(self._meta[sample, 0])
+        return start, start + len(self.line(sample))
+
+    def fingerprint(self) -> bytes:
+        """What tells its samples from others: sizes, places and lengths."""
+        return hashlib.sha256(self._meta.tobytes()).digest() + repr(self.bin_bytes).encode()
+
+
+class JsonlWriter:
+    """Writes X.bin and X.bin.meta aside and, at the end of a `with`, gives both their names; after
+    an exception nothing is left of them. The meta is of int64, so that files may be larger than 2
+    GiB."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self._partial = f"{path}{PARTIAL}{uuid.uuid4().hex}"
+        self._file = open(self._partial, "wb", buffering=1 << 20)  # noqa: SIM115 (closed in __exit__)
+        self._at = 0
+        self._meta = array("q")
+
+    def add(self, ids: np.ndarray) -> None:
+        """Append a sample."""
+        line = json.dumps({"tokens": ids.tolist()}).encode() + b"\n"
+        self._file.write(line)
+        self._meta.extend((self._at, len(ids)))
+        self._at += len(line)
+
+    def __enter__(self) -> JsonlWriter:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        aside = self._partial, meta_path(self._partial)
+        try:
+            if kind is None:
+                self._file.flush()
+                os.fsync(self._file.fileno())
+                with open(aside[1], "wb") as file:
+                    np.save(file, np.frombuffer(self._meta, np.int64).reshape(-1, 2))
+                    file.flush()
+                    os.fsync(file.fileno())
+                os.replace(aside[1], meta_path(self.path))
+                os.replace(aside[0], self.path)
+        finally:
+            with contextlib.suppress(OSError):  # a full disk, which has been said
+                self._file.close()
+            for path in aside:
+                Path(path).unlink(missing_ok=True)
+
+
+def token_files(folder: str) -> list[str]:
+    """Every .bin file below a folder: directories and files in the order of their names, those of a
+    directory before its sub-directories; links are followed. Raises FileNotFoundError if there is
+    none."""
+    found = []
+    for path, directories, names in os.walk(folder, followlinks=True):
+        directories.sort()
+        found += [
+            os.path.join(path, name)
+            for name in sorted(names)
+            if name.endswith(".bin") and PARTIAL not in name
+        ]
+    if not found:
+        raise FileNotFoundError(
+            f"{folder}: the directory holds no .bin; give a folder of InternLM's "
+            "(FOLDER/SUBSET/X.bin with X.bin.meta), or a prefix written by "
+            "tools/preprocess_data.py [packed-folder-without-data]"
+        )
+    return found
+
+
+def subset_names(folder: str) -> list[str]:
+    """The subsets of a folder: its directories in the order of their names. One whose name is
+    another's behind z and _ (z_en beside en) is no subset of its own, it only sorts last."""
+    names = sorted(entry.name for entry in os.scandir(folder) if entry.is_dir())
+    return [
+        name for name in names if not (name.lstrip("z_") != name and name.lstrip("z_") in names)
+    ]
+
+
+def subset_of(path: str, folder: str, names: Sequence[str]) -> str:
+    """Which subset a file below `folder` belongs to: the one whose name a directory on the way has,
+    but for z and _ in front. Raises ValueError if that is none, or several."""
+    on_the_way = os.path.relpath(path, folder).split(os.sep)[:-1]
+    found = [
+        name for name in names if any(name in (part, part.lstrip("z_")) for part in on_the_way)
+    ]
+    if len(found) != 1:
+        which = (
+            f"belongs to {len(found)} of them ({', '.join(found)})"
+            if found
+            else "belongs to none of them"
+        )
+        known = ", ".join(names) or "there are none"
+        raise ValueError(
+            f"{path}: the subsets of {folder} are its directories ({known}), and this "
+            f"file {which}; move it, or rename a directory [packed-subset-unclear]"
+        )
+    return found[0]

@@ -1,0 +1,485 @@
+"""Blocks of documents to token arrays, in this process or in several, each of which writes its own
+ids to their place.
+
+Knows no flags but the tokenizer's, and not where a block's ids go: it is told.
+"""
+
+from __future__ import annotations
+
+import codecs
+import functools
+import gc
+import multiprocessing
+import os
+import re
+import selectors
+import signal
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from multiprocessing import connection
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from megatron.data.indexed_dataset import optimal_dtype
+from megatron.data.preprocess import sentences
+from megatron.data.preprocess.jsonl import texts_of, texts_under
+from megatron.data.preprocess.readers import Block
+from megatron.data.tokenizers.build import Tokenizer, TokenizerFlags
+
+# blocks of the usual size that a worker may have before it: so that it need not wait for this
+# process
+QUEUE = 4
+# blocks for each worker that may be on their way while one of them is at a long document: bounds
+# memory
+AHEAD = 64
+TOGETHER = 1024  # arrays that the system writes in one call
+LONGEST = np.iinfo(np.int32).max  # tokens of one sequence in the format
+
+
+@dataclass(frozen=True)
+class Job:
+    """What to make of each document. `language`: of the sentences it is split into, None for not at
+    all."""
+
+    tokenizer: TokenizerFlags
+    keys: tuple[str, ...]
+    append_eod: bool = False
+    allow_special_tokens: bool = False
+    language: str | None = None
+    keep_newlines: bool = False
+
+
+class Encoded(NamedTuple):
+    """What a block's ids are like; the ids wait where they were made.
+
+    For each key: `lengths`, int32 [sequences]; `counts`, int32 [documents], how many sequences each
+    document has; `text_bytes`, of the UTF-8 of the tokenized texts, special tokens not counted.
+    `lines` and `bytes` of the block. `bad`: (line, 0 for the block's first; what is wrong).
+    `empty`: documents without text.
+    """
+
+    lengths: list[np.ndarray]
+    counts: list[np.ndarray]
+    text_bytes: list[int]
+    lines: int
+    bytes: int
+    bad: list[tuple[int, str]]
+    blank: int
+    empty: int
+
+    @property
+    def documents(self) -> int:
+        """How many documents the block has."""
+        return len(self.counts[0])
+
+    def share(
+        self, key: int, first: int, part: int, parts: int
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray | slice]:
+        """Of the key: lengths, counts and ids (as an index) of the documents whose number % `parts`
+        is `part`.
+
+        `first` is the number of the block's first document.
+        """
+        lengths = self.lengths[key]
+        counts = self.counts[key]
+        if parts == 1:
+            return lengths, counts, slice(None)
+        documents = (first + np.arange(len(counts))) % parts == part
+        sequences = np.repeat(documents, counts)
+        return lengths[sequences], counts[documents], np.repeat(sequences, lengths)
+
+
+class Order(NamedTuple):
+    """Write the ids of block `number`: `first` is its first document's number, `offsets` bytes for
+    each key and part."""
+
+    number: int
+    first: int
+    offsets: list[list[int]]
+
+
+@functools.cache
+def tokenizer_of(flags: TokenizerFlags) -> Tokenizer:
+    """The tokenizer of these flags, made once in a process, ready to encode; a forked worker
+    inherits it."""
+    gc.disable()  # nothing that is made here goes before the process does
+    tokenizer = flags.build()
+    tokenizer.tokenize("0")  # wakes an engine that is made at the first text
+    gc.freeze()  # a worker that looked through it would get a copy of the memory
+    gc.enable()
+    return tokenizer
+
+
+class Encoder:
+    """Encodes blocks and keeps their ids until it is told where in `paths` (of each key and part)
+    they go."""
+
+    def __init__(self, job: Job, paths: Sequence[Sequence[str]]):
+        self._job = job
+        self._tokenizer = tokenizer_of(job.tokenizer)
+        self._dtype = optimal_dtype(self._tokenizer.vocab_size)
+        self._end = np.asarray([self._tokenizer.eod], self._dtype) if job.append_eod else None
+        self._special = None
+        if job.allow_special_tokens:
+            self._special = re.compile(
+                "(" + "|".join(map(re.escape, self._tokenizer.special)) + ")"
+            )
+        self._files = [[os.open(path, os.O_WRONLY) for path in parts] for parts in paths]
+        self._kept: dict[int, tuple[Encoded, list[list[np.ndarray]]]] = {}
+
+    def encode(self, block: Block) -> Encoded:
+        """Tokenize a block. A bad line is noted and skipped; a blank one is counted."""
+        keys = self._job.keys
+        ids: list[list[np.ndarray]] = [[] for _ in keys]
+        lengths: list[list[int]] = [[] for _ in keys]
+        counts: list[list[int]] = [[] for _ in keys]
+        text_bytes = [0 for _ in keys]
+        bad = []
+        blank = 0
+        empty = 0
+        lines = 0
+        size = 0
+        for texts_at, length in records(block, keys):
+            lines += 1
+            size += length
+            try:
+                texts = texts_at()
+                del texts_at
+                if texts is None:
+                    blank += 1
+                    continue
+                found = [self._sequences(texts.pop(0)) for _ in keys]
+            except ValueError as error:
+                bad.append((lines - 1, str(error)))
+                continue
+            for key, (sequences, text_size) in enumerate(found):
+                text_bytes[key] += text_size
+                counts[key].append(len(sequences))
+                lengths[key] += map(len, sequences)
+                ids[key] += sequences
+                empty += not sequences
+                if sequences and self._end is not None:
+                    lengths[key][-1] += 1
+                    ids[key].append(self._end)
+        if not lines:
+            bad.append((0, "the file is empty"))
+        small = [
+            [np.asarray(numbers, np.int32) for numbers in table] for table in (lengths, counts)
+        ]
+        encoded = Encoded(small[0], small[1], text_bytes, lines, size, bad, blank, empty)
+        self._kept[block.number] = (encoded, ids)
+        return encoded
+
+    def write(self, order: Order) -> None:
+        """Write the ids of a block where the order says. Raises OSError."""
+        encoded, ids = self._kept.pop(order.number)
+        for key, offsets in enumerate(order.offsets):
+            if len(offsets) == 1 or not ids[key]:
+                _write_at(self._files[key][0], ids[key], offsets[0])
+                continue
+            flat = np.concatenate(ids[key])
+            for part, offset in enumerate(offsets):
+                mine = flat[encoded.share(key, order.first, part, len(offsets))[2]]
+                _write_at(self._files[key][part], [mine], offset)
+
+    def close(self) -> None:
+        """Close the files."""
+        for file in [file for parts in self._files for file in parts]:
+            os.close(file)
+
+    def _sequences(self, texts: list[str]) -> tuple[list[np.ndarray], int]:
+        """The ids of each text of a document that has any, and the UTF-8 bytes that they stand
+        for."""
+        job = self._job
+        tokenizer = self._tokenizer
+        if job.language is not None:
+            texts = [
+                part
+                for text in texts
+                for part in sentences.split(text, job.language, job.keep_newlines)
+            ]
+        if self._special is None:
+            found = tokenizer.tokenize_batch(texts, self._dtype)
+            size = sum(map(_utf8_bytes, texts))
+        else:
+            parts = [self._special.split(text) for text in texts]
+            found = [self._with_special(some) for some in parts]
+            size = sum(_utf8_bytes(text) for some in parts for text in some[::2])
+        if any(len(ids) >= LONGEST for ids in found):
+            raise ValueError(
+                f"one sequence of {LONGEST} tokens or more, which the format cannot hold; cut it "
+                "in parts"
+            )
+        return [ids for ids in found if len(ids)], size
+
+    def _with_special(self, parts: Sequence[str]) -> np.ndarray:
+        """The ids of text and special tokens, which alternate."""
+        names = self._tokenizer.special
+        plain = self._tokenizer.tokenize_batch(parts[::2], self._dtype)
+        ids = [np.asarray([names[name]], self._dtype) for name in parts[1::2]]
+        return np.concatenate(
+            [plain[0], *(array for pair in zip(ids, plain[1:], strict=True) for array in pair)]
+        )
+
+
+def _utf8_bytes(text: str) -> int:
+    return len(text) if text.isascii() else len(text.encode("utf-8"))
+
+
+def _write_at(file: int, arrays: Sequence[np.ndarray], offset: int) -> None:
+    """Write arrays one after the other to a place in a file; they are not copied together first."""
+    for first in range(0, len(arrays), TOGETHER):
+        some = arrays[first : first + TOGETHER]
+        written = os.pwritev(file, some, offset)
+        size = sum(array.nbytes for array in some)
+        # a disk filled up, or more than 2 GB
+        left = memoryview(b"".join(some))[written:] if written < size else b""
+        while left:
+            left = left[os.pwrite(file, left, offset + size - len(left)) :]
+        offset += size
+
+
+def records(
+    block: Block, keys: Sequence[str]
+) -> Iterator[tuple[Callable[[], list[list[str]] | None], int]]:
+    """For each line or row what gives its texts under each key (None if it is blank; raises
+    ValueError), and its bytes."""
+    if block.kind == "rows":
+        for row in zip(*block.data, strict=True):
+            size = sum(len(value) for value in row if isinstance(value, str))
+            yield functools.partial(_row_texts, row, keys), size
+        return
+    data = block.content()
+    if block.kind == "text":
+        if data:
+            yield functools.partial(_plain_texts, data), len(data)
+        return
+    read = functools.partial(_line_texts, keys=keys) if block.kind == "jsonl" else _text_line
+    start = 0
+    end = data.find(b"\n")
+    rest = [memoryview(data)]  # views: a line is not copied
+    while 0 <= end < len(data) - 1:
+        yield functools.partial(read, rest[0][start:end]), end + 1 - start
+        start = end + 1
+        end = data.find(b"\n", end + 1)
+    if data:
+        rest[0] = rest[0][start : end if end >= 0 else len(data)]
+        size = len(rest[0]) + 1
+        # the last line alone holds it now, and goes when it is read: a document may be large
+        del data
+        yield functools.partial(read, rest.pop()), size
+
+
+def _line_texts(line: memoryview, keys: Sequence[str]) -> list[list[str]] | None:
+    return None if _is_blank(line) else texts_of(line, keys)
+
+
+def _is_blank(line: memoryview) -> bool:
+    return not line or (line[0] <= 0x20 and bytes(line).isspace())
+
+
+def _row_texts(row: Sequence[Any], keys: Sequence[str]) -> list[list[str]]:
+    record = dict(zip(keys, row, strict=True))
+    return [texts_under(record, key) for key in keys]
+
+
+def _text_line(line: memoryview) -> list[list[str]] | None:
+    return None if _is_blank(line) else _plain_texts(bytes(line).removesuffix(b"\r"))
+
+
+def _plain_texts(data: bytes) -> list[list[str]]:
+    if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        raise ValueError("is UTF-16; convert the file first (iconv -f UTF-16 -t UTF-8)")
+    try:
+        return [[data.decode("utf-8")]]
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"is not UTF-8 (byte {error.start + 1} is 0x{data[error.start]:02x})"
+        ) from None
+
+
+Place = Callable[[Block, Encoded], Order]
+
+
+def encode_all(
+    job: Job, paths: Sequence[Sequence[str]], blocks: Iterable[Block], workers: int, place: Place
+) -> Iterator[tuple[Block, Encoded]]:
+    """Each block with what became of it, in order, once its ids are in the files; by `workers`
+    processes (1: by this one).
+
+    `place` is called for the blocks in order and says where the ids go. Raises ValueError if a
+    worker dies, and what reading, encoding and writing raise. However it is left, no worker
+    outlives it.
+    """
+    if workers == 1:
+        encoder = Encoder(job, paths)
+        try:
+            for block in blocks:
+                encoded = encoder.encode(block)
+                encoder.write(place(block, encoded))
+                yield block, encoded
+        finally:
+            encoder.close()
+        return
+    forks = "fork" in multiprocessing.get_all_start_methods()
+    context = multiprocessing.get_context("fork" if forks else None)
+    team: list[_Worker] = []
+    try:
+        for _ in range(workers):
+            team.append(_Worker(context, job, paths))
+        yield from _work(team, iter(blocks), place)
+    except WorkerDied:
+        raise ValueError(
+            f"--workers {workers}: a worker process was killed, most often for want of memory; "
+            "use fewer workers [worker-killed]"
+        ) from None
+    finally:
+        for worker in team:
+            worker.process.kill()
+        for worker in team:
+            worker.process.join()
+
+
+@dataclass
+class _Ticket:
+    """A block on its way."""
+
+    block: Block
+    worker: _Worker
+    encoded: Encoded | None = None
+    placed: bool = False
+    written: bool = False
+
+
+def _work(  # noqa: C901
+    team: Sequence[_Worker], blocks: Iterator[Block], place: Place
+) -> Iterator[tuple[Block, Encoded]]:
+    flying: deque[_Ticket] = deque()
+    by_number: dict[int, _Ticket] = {}
+    answers = selectors.DefaultSelector()  # made once: `connection.wait` makes one for each answer
+    for worker in team:
+        answers.register(worker.pipe, selectors.EVENT_READ, worker)
+    ahead = next(blocks, None)
+    while ahead or flying:
+        while ahead and len(flying) < AHEAD * len(team):
+            worker = min(team, key=lambda worker: sum(worker.weights))
+            # bytes: to one who reads them now
+            if sum(worker.weights) >= QUEUE if ahead.data is None else worker.weights:
+                break
+            worker.send(ahead)
+            by_number[ahead.number] = _Ticket(ahead._replace(data=None), worker)
+            flying.append(by_number[ahead.number])
+            ahead = next(blocks, None)
+        for worker in team:
+            if worker.orders and not worker.weights:
+                worker.send(None)
+        for key, _ in answers.select():
+            number, encoded, written = key.data.receive()
+            if encoded is not None:
+                by_number[number].encoded = encoded
+            for done in written:
+                by_number.pop(done).written = True
+        for ticket in flying:
+            if ticket.encoded is None:
+                break
+            if not ticket.placed:
+                ticket.worker.orders.append(place(ticket.block, ticket.encoded))
+                ticket.placed = True
+        while flying and flying[0].written:
+            done = flying.popleft()
+            yield done.block, done.encoded
+
+
+class WorkerDied(Exception):
+    """A worker process is gone."""
+
+
+@dataclass
+class _Worker:
+    """A process that encodes and writes one block after the other.
+
+    It has a pipe of its own, whose other end it alone holds: whenever it dies, within a message
+    too, this side reads an end of file, and no lock is left behind. `weights`: of the blocks
+    without an answer, 0 for orders alone. `orders`: what the next message carries.
+    """
+
+    context: Any
+    job: Job
+    paths: Sequence[Sequence[str]]
+    weights: deque[int] = field(default_factory=deque)
+    orders: list[Order] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.pipe, theirs = self.context.Pipe()
+        self.process = self.context.Process(
+            target=_serve, args=(theirs, self.job, self.paths, os.getpid()), daemon=True
+        )
+        self.process.start()
+        theirs.close()
+
+    def send(self, block: Block | None) -> None:
+        """Have the orders carried out and then the block, if any, encoded. Raises WorkerDied."""
+        try:
+            self.pipe.send((self.orders, block))
+        except OSError:
+            raise WorkerDied from None
+        self.orders = []
+        self.weights.append(block.weight if block else 0)
+
+    def receive(self) -> tuple[int, Encoded | None, list[int]]:
+        """The answer: number and what became of the block, numbers of the blocks written. Raises
+        what was raised there."""
+        try:
+            found = self.pipe.recv()
+        except (EOFError, OSError):
+            raise WorkerDied from None
+        if isinstance(found, Exception):
+            raise found
+        self.weights.popleft()
+        return found
+
+
+def _serve(
+    pipe: connection.Connection, job: Job, paths: Sequence[Sequence[str]], parent: int
+) -> None:
+    """The life of a worker: orders and blocks in, what became of them out."""
+    _serve_quietly(parent)
+    encoder = Encoder(job, paths)
+    while True:
+        try:
+            orders, block = pipe.recv()
+        except EOFError:
+            return
+        try:
+            for order in orders:
+                encoder.write(order)
+            encoded = encoder.encode(block) if block else None
+            found: Any = (
+                block.number if block else -1,
+                encoded,
+                [order.number for order in orders],
+            )
+        except Exception as error:
+            found = error
+        try:
+            pipe.send(found)
+        except OSError:  # nobody is there any more
+            return
+
+
+def _serve_quietly(parent: int) -> None:
+    """In a worker: Ctrl-C is the parent's to answer, and a worker does not outlive a parent that
+    was killed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    threading.Thread(target=_leave_with, args=(parent,), daemon=True).start()
+
+
+def _leave_with(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(1)
+    os._exit(1)

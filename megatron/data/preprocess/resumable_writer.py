@@ -1,0 +1,359 @@
+"""Pairs of files that grow in a folder beside their names until they are whole, and survive a kill.
+Knows no tokenizer.
+
+PREFIX.unfinished/ holds, for each key and part, the ids and the numbers that the index is made of,
+and two small files: job.json says of what the work is, state.json how far it is known to be on
+disk. What lies behind that is cut off when the work goes on. Ids are written by others, at the
+offsets that are given out here in the order of the documents.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import shutil
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron.data.indexed_dataset import CODES, HEADER, MAGIC, VERSION, bin_path, idx_path
+from megatron.data.preprocess.encode import Encoded, Order
+from megatron.data.preprocess.readers import Block, Place
+from megatron.data.tokenizers.metadata import json_path
+
+# between two notes of how far the work is; the less it writes at a time, the shorter the wait at
+# the end
+SECONDS = 0.4
+PIECE = 1 << 20  # numbers of an index that are made at a time
+COPY = 1 << 30
+SHOWN = 20  # bad records that are named on the screen; the side file has all
+KINDS = ("bin", "lengths", "counts")
+
+
+class BadRecords:
+    """Counts bad lines against what is allowed."""
+
+    def __init__(self, allowed: int, count: int = 0) -> None:
+        self.count = count
+        self._allowed = allowed
+
+    def add(self, file: str, line: int, what: str) -> str:
+        """What the side file says of it; raises ValueError if it is one too many."""
+        self.count += 1
+        if self.count > self._allowed:
+            raise ValueError(
+                f"{file}, line {line}: {what}; fix it, or skip bad records with --max-bad-records "
+                f"(now {self._allowed}) [bad-record]"
+            )
+        if self.count <= SHOWN:
+            more = "; further ones only in the side file" if self.count == SHOWN else ""
+            print(f"skipped {file}, line {line}: {what}{more}", file=sys.stderr, flush=True)
+        return json.dumps({"file": file, "line": line, "what": what}, ensure_ascii=False) + "\n"
+
+
+class Busy(Exception):
+    """Another process works in the folder."""
+
+
+def is_finishing(prefix: str) -> bool:
+    """Has an earlier run of this prefix written everything, so that only names were left to be
+    given?"""
+    try:
+        return bool(
+            json.loads(Path(f"{prefix}.unfinished/state.json").read_text(encoding="utf-8"))[
+                "finishing"
+            ]
+        )
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+class Unfinished:
+    """The work on the pairs PREFIX_KEY_LEVEL. Raises Busy and OSError.
+
+    `place`: where reading goes on. Counts, over all runs: `documents`, `blank` lines, `empty`
+    texts, `tokens` and `text_bytes` for each key, `done` bytes of documents. `resumed`: whether
+    something was there to go on with; `discarded`: what of the job was another one's. `finishing`:
+    whether only names are left to be given. Work that is not `lasting` is removed however it ends.
+    """
+
+    def __init__(
+        self,
+        prefix: str,
+        pairs: Sequence[str],
+        dtype: np.dtype,
+        parts: int,
+        job: dict[str, Any],
+        lasting: bool = True,
+    ):
+        self.folder = f"{prefix}.unfinished"
+        self.pairs = list(pairs)
+        self.dtype = dtype
+        self._parts = parts
+        self.bad_path = f"{prefix}.bad_records.jsonl"
+        self.place = Place()
+        self.discarded = ""
+        self._noted = time.monotonic()
+        self.documents = self.blank = self.empty = self.bad = self.done = 0
+        self.tokens = [0] * len(pairs)
+        self.text_bytes = [0] * len(pairs)
+        self._sizes = [[[0, 0, 0] for _ in range(parts)] for _ in pairs]
+        self._bad_size = 0
+        self.finishing = False
+        self._lasting = lasting
+        self._files = []
+        self._bad_file = None
+        self._behind: dict[int, dict[str, Any]] = {}
+        self._aside = ThreadPoolExecutor(1)  # notes are made while the work goes on
+        self._noting: Future[None] | None = None
+        os.makedirs(self.folder, exist_ok=True)
+        self._lock = open(f"{self.folder}/lock", "w")  # noqa: SIM115 (closed in close)
+        try:
+            # ends with this process, whoever it has forked
+            fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            self._lock.close()
+            raise Busy(
+                f"another run writes in {self.folder}; wait for it, or choose another "
+                "--output-prefix [output-in-use]"
+            ) from None
+        self.resumed = self._read_state(job)
+        if not self.resumed:
+            self._start(job)
+        if not self.finishing:
+            self._open()
+
+    def paths(self) -> list[list[str]]:
+        """Where ids go, for each key and part."""
+        return [
+            [self._path(key, part, "bin") for part in range(self._parts)]
+            for key in range(len(self.pairs))
+        ]
+
+    def take(self, block: Block, encoded: Encoded, bad: BadRecords) -> Order:
+        """Give a block its places; its lengths and bad lines are put down. Raises ValueError for a
+        bad line too many."""
+        first_line = self.place.line if self.place.file == block.file else 1
+        lines = [bad.add(block.name, first_line + line, what) for line, what in encoded.bad]
+        self._bad_size += self._bad_file.write("".join(lines).encode())
+        offsets = []
+        for key, parts in enumerate(self._sizes):
+            self.text_bytes[key] += encoded.text_bytes[key]
+            offsets.append([sizes[0] for sizes in parts])
+            for part, sizes in enumerate(parts):
+                lengths, counts, _ = encoded.share(key, self.documents, part, self._parts)
+                tokens = int(lengths.sum(dtype=np.int64))
+                self.tokens[key] += tokens
+                sizes[0] += tokens * self.dtype.itemsize
+                for kind, numbers in ((1, lengths), (2, counts)):
+                    sizes[kind] += self._files[key][part][kind - 1].write(numbers.tobytes())
+        order = Order(block.number, self.documents, offsets)
+        self.documents += encoded.documents
+        self.blank += encoded.blank
+        self.empty += encoded.empty
+        self.done += encoded.bytes
+        self.bad = bad.count
+        self.place = Place(block.file, max(block.end, 1), first_line + encoded.lines)
+        self._behind[block.number] = self._state()
+        return order
+
+    def confirm(self, block: Block) -> None:
+        """All ids up to this block are in their places: make that last, now and then."""
+        state = self._behind.pop(block.number)
+        if time.monotonic() - self._noted > SECONDS:
+            if self._noting:
+                if not self._noting.done():
+                    return
+                self._noting.result()  # raises what writing raised
+            for file in self._open_files():
+                file.flush()
+            self._noting = self._aside.submit(self._make_last, state)
+            self._noted = time.monotonic()
+
+    def _make_last(self, state: dict[str, Any]) -> None:
+        for path in [path for parts in self.paths() for path in parts]:
+            _sync(path)
+        for file in self._open_files():
+            os.fsync(file.fileno())
+        self._note(state)
+
+    def finish(self, descriptions: Sequence[str]) -> list[str]:  # noqa: C901
+        """Make the pairs whole and give them their names; the files that were written.
+        `descriptions`: of each pair."""
+        self._aside.shutdown()
+        if self._noting:
+            self._noting.result()  # raises what writing raised
+        for file in self._open_files():
+            file.flush()
+        if not self.finishing:
+            for key, description in enumerate(descriptions):
+                for kind in KINDS:
+                    for part in range(1, self._parts):
+                        _append(self._path(key, part, kind), self._path(key, 0, kind))
+                self._write_index(key)
+                Path(self._path(key, 0, "json")).write_text(description, encoding="utf-8")
+                for kind in ("bin", "idx", "json"):
+                    _sync(self._path(key, 0, kind))
+            self.finishing = True
+            self._note(self._state())
+        for key, pair in enumerate(self.pairs):
+            if os.path.exists(self._path(key, 0, "bin")):
+                # The old index goes first: a reader meets the old pair, no index, or the new pair,
+                # never a mixture.
+                Path(idx_path(pair)).unlink(missing_ok=True)
+            for kind, path in (
+                ("bin", bin_path(pair)),
+                ("json", json_path(pair)),
+                ("idx", idx_path(pair)),
+            ):
+                # a run that was killed here had renamed it already
+                with contextlib.suppress(FileNotFoundError):
+                    os.replace(self._path(key, 0, kind), path)
+        if not self._bad_size:
+            Path(self.bad_path).unlink(missing_ok=True)
+        elif os.path.exists(f"{self.folder}/bad"):
+            os.replace(f"{self.folder}/bad", self.bad_path)
+        _sync(os.path.dirname(self.folder) or ".")
+        self._lasting = True
+        shutil.rmtree(self.folder)
+        return [path for pair in self.pairs for path in (bin_path(pair), idx_path(pair))]
+
+    def close(self) -> None:
+        """Wait for the last note, close the files, and remove the folder if there is nothing in it
+        to go on with."""
+        self._aside.shutdown()
+        for file in self._open_files():
+            # what is buffered may not fit on a full disk; the file is closed then too
+            with contextlib.suppress(OSError):
+                file.close()
+        if os.path.exists(f"{self.folder}/lock") and not (self._lasting and self.kept):
+            shutil.rmtree(self.folder, ignore_errors=True)
+        self._lock.close()
+
+    @property
+    def kept(self) -> bool:
+        """Whether there is something that a later run can go on with."""
+        return os.path.exists(f"{self.folder}/state.json")
+
+    def _path(self, key: int, part: int, kind: str) -> str:
+        return f"{self.folder}/{key}.{part}.{kind}"
+
+    def _open_files(self) -> list[Any]:
+        numbers = [file for parts in self._files for files in parts for file in files]
+        return [self._bad_file, *numbers] if self._bad_file else numbers
+
+    def _state(self) -> dict[str, Any]:
+        return {
+            "place": list(self.place),
+            "documents": self.documents,
+            "blank": self.blank,
+            "empty": self.empty,
+            "bad": self.bad,
+            "done": self.done,
+            "tokens": list(self.tokens),
+            "text_bytes": list(self.text_bytes),
+            "bad_size": self._bad_size,
+            "sizes": [[list(sizes) for sizes in parts] for parts in self._sizes],
+            "finishing": self.finishing,
+        }
+
+    def _note(self, state: dict[str, Any]) -> None:
+        with open(f"{self.folder}/state.new", "w", encoding="utf-8") as file:
+            json.dump(state, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(f"{self.folder}/state.new", f"{self.folder}/state.json")
+
+    def _read_state(self, job: dict[str, Any]) -> bool:
+        """Take up what a run before this one left; False if there is nothing to take up."""
+        try:
+            before = json.loads(Path(f"{self.folder}/job.json").read_text(encoding="utf-8"))
+            state = json.loads(Path(f"{self.folder}/state.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return False
+        differ = sorted(name for name in job if before.get(name) != job[name])
+        if differ:
+            self.discarded = ", ".join(differ)
+            return False
+        self.place = Place(*state["place"])
+        for name in ("documents", "blank", "empty", "bad", "done", "tokens", "text_bytes"):
+            setattr(self, name, state[name])
+        self._sizes = state["sizes"]
+        self._bad_size = state["bad_size"]
+        self.finishing = state["finishing"]
+        return True
+
+    def _start(self, job: dict[str, Any]) -> None:
+        for name in set(os.listdir(self.folder)) - {"lock"}:
+            os.unlink(f"{self.folder}/{name}")
+        for path in [path for parts in self.paths() for path in parts]:
+            Path(path).touch()
+        Path(f"{self.folder}/job.json").write_text(json.dumps(job), encoding="utf-8")
+
+    def _open(self) -> None:
+        """Open what is written here, and cut off what is not known to be on disk."""
+        self._bad_file = open(f"{self.folder}/bad", "ab")  # noqa: SIM115 (closed in close)
+        for key, parts in enumerate(self._sizes):
+            self._files.append([])
+            for part, sizes in enumerate(parts):
+                self._files[key].append(
+                    [open(self._path(key, part, kind), "ab") for kind in KINDS[1:]]
+                )
+                for kind, size in zip(KINDS, sizes, strict=True):
+                    os.truncate(self._path(key, part, kind), size)
+        os.truncate(f"{self.folder}/bad", self._bad_size)
+
+    def _write_index(self, key: int) -> None:
+        """The index of a pair out of its lengths and counts, a piece at a time. Source:
+        `indexed_dataset`."""
+        lengths, counts = (self._path(key, 0, kind) for kind in KINDS[1:])
+        sizes = [os.path.getsize(path) // 4 for path in (lengths, counts)]
+        with open(self._path(key, 0, "idx"), "wb") as file:
+            file.write(HEADER.pack(MAGIC, VERSION, CODES[self.dtype], sizes[0], sizes[1] + 1))
+            for numbers in _numbers(lengths):
+                file.write(numbers.astype("<i4").tobytes())
+            _write_starts(file, lengths, self.dtype.itemsize)
+            file.write(np.asarray([_write_starts(file, counts, 1)], "<i8").tobytes())
+
+
+def _numbers(path: str) -> Iterator[np.ndarray]:
+    with open(path, "rb") as file:
+        while len(numbers := np.fromfile(file, np.int32, PIECE)):
+            yield numbers
+
+
+def _write_starts(file: Any, path: str, unit: int) -> int:
+    """Where each of these sizes begins if they lie side by side, int64, times `unit`; where the
+    last one ends."""
+    before = 0
+    for numbers in _numbers(path):
+        ends = before + np.cumsum(numbers, dtype=np.int64)
+        file.write(((ends - numbers) * unit).astype("<i8").tobytes())
+        before = int(ends[-1])
+    return before * unit
+
+
+def _append(source: str, target: str) -> None:
+    """Append a file to another; the system does it, where it can without reading."""
+    with open(source, "rb", 0) as taken, open(target, "r+b", 0) as grown:
+        grown.seek(0, os.SEEK_END)
+        copy = getattr(os, "copy_file_range", None)
+        with contextlib.suppress(OSError):  # between some file systems it cannot
+            while copy and copy(taken.fileno(), grown.fileno(), COPY):
+                pass
+        shutil.copyfileobj(taken, grown, 16 << 20)
+
+
+def _sync(path: str) -> None:
+    file = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)

@@ -1,0 +1,341 @@
+"""Tokenizers that work in tiktoken, tokenizers or transformers. The only importer of these three.
+
+A library is imported when a tokenizer needs it, so training on tokenized data needs none.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import functools
+import importlib.util
+import json
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron import log
+from megatron.config.checks.tokenizer import TIKTOKEN_SPECIAL, TIKTOKEN_VOCAB_SIZE
+from megatron.data.tokenizers import gigatoken, gpt2_bpe
+from megatron.data.tokenizers.base import Ids, Tokenizer, library
+
+
+class GPT2BPETokenizer(Tokenizer):
+    """GPT-2's byte-level BPE from vocab.json and merges.txt; `<|endoftext|>` in a text is ordinary
+    text.
+
+    The engine is chosen at the first text: gigatoken if installed, else tiktoken, else tokenizers,
+    else `bpe.PlainBPE`; their ids are equal.
+    """
+
+    def __init__(self, vocab_file: str, merge_file: str, engine: str | None = None):
+        self.files = (vocab_file, merge_file)
+        vocabulary = gpt2_bpe.read_vocabulary(vocab_file)
+        merges = gpt2_bpe.read_merges(merge_file)
+        if "<|endoftext|>" not in vocabulary:
+            raise ValueError(
+                f"--vocab-file {vocab_file}: has no piece <|endoftext|>, which ends a document; "
+                'add "<|endoftext|>" with the next id [tokenizer-file-malformed]'
+            )
+        unknown = (
+            0 if self._published else sum(left + right not in vocabulary for left, right in merges)
+        )
+        if unknown:
+            log.warn_once(
+                f"{vocab_file} has no id for {unknown} of the {len(merges)} products of "
+                f"{merge_file}; they become id 0; if the two files were not made together, give a "
+                "pair that was"
+            )
+        self.vocab_size = len(vocabulary)
+        self.eod = self.eos = vocabulary["<|endoftext|>"]
+        self.special = {"<|endoftext|>": self.eod}
+        self._made_of = (vocabulary, merges)
+        self._asked = engine
+        self._plain = gpt2_bpe.PlainBPE(vocabulary, merges)
+
+    def encode(self, text: str) -> Ids:
+        """See `Tokenizer.encode`."""
+        if gpt2_bpe.has_newer_characters(text) or gpt2_bpe.has_endless_blank(text):
+            return self._plain.encode(text)
+        return self._engine[1](text)
+
+    def _encode_checked(self, text: str) -> Ids:
+        try:
+            return self.encode(text)
+        except UnicodeEncodeError:  # looking for newer characters found half of a pair
+            return super()._encode_checked(text)
+
+    def detokenize(self, ids: Iterable[int]) -> str:
+        """The text of ids; bytes that are no UTF-8 become U+FFFD."""
+        return self._plain.decode(ids)
+
+    @property
+    def engine(self) -> str:
+        """Which engine encodes: gigatoken, tiktoken, tokenizers or plain."""
+        return self._engine[0]
+
+    @functools.cached_property
+    def _engine(self) -> tuple[str, Callable[[str], Ids]]:
+        """The fastest engine that is installed and can take these files; raises ValueError if there
+        is none."""
+        makers = {
+            "gigatoken": self._gigatoken,
+            "tiktoken": self._tiktoken,
+            "tokenizers": self._tokenizers,
+            "plain": self._regex,
+        }
+        for name in [self._asked] if self._asked else makers:
+            encode = makers[name]()
+            if encode is not None:
+                return name, encode
+        raise ValueError(
+            f"GPT2BPETokenizer: the engine {self._asked} is not installed or cannot take these "
+            "files"
+        )
+
+    @functools.cached_property
+    def _published(self) -> bool:
+        """Whether these are GPT-2's own files, known to be canonical: spares the check, 1 s."""
+        return tuple(self.identity()["sha256"]) == gpt2_bpe.GPT2_SHA256
+
+    def _gigatoken(self) -> Callable[[str], Ids] | None:
+        if not (self._published or gpt2_bpe.is_well_formed(*self._made_of)):
+            return None
+        return gigatoken.engine(self._plain, self._made_of[1])
+
+    def _tiktoken(self) -> Callable[[str], Ids] | None:
+        if importlib.util.find_spec("tiktoken") is None:
+            return None
+        encoding = library("tiktoken", "GPT2BPETokenizer").Encoding
+        if not (self._published or gpt2_bpe.is_canonical(*self._made_of)):
+            return None
+        ranks = gpt2_bpe.piece_ranks(*self._made_of)
+        engine = encoding(
+            "gpt2-files", pat_str=gpt2_bpe.GPT2_PATTERN, mergeable_ranks=ranks, special_tokens={}
+        )
+        # encode_to_numpy looks for special pieces: slower, although it spares a list
+        return engine.encode_ordinary
+
+    def _tokenizers(self) -> Callable[[str], Ids] | None:
+        if importlib.util.find_spec("tokenizers") is None or not gpt2_bpe.is_well_formed(
+            *self._made_of
+        ):
+            return None
+        tokenizers = library("tokenizers", "GPT2BPETokenizer")
+        vocabulary, merges = self._made_of
+        engine = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=merges))
+        engine.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+        return lambda text: engine.encode(text).ids
+
+    def _regex(self) -> Callable[[str], Ids]:
+        gpt2_bpe.gpt2_cuts("")  # says what to install if it cannot be
+        return self._plain.encode
+
+
+class TikTokenizer(Tokenizer):
+    """A tiktoken vocabulary in JSON: a list of {"rank", "token_bytes" (base64), ...}, alone or
+    under the key "vocab".
+
+    Ids: `num_special` special pieces first (the named ones, then unnamed ones), then the pieces by
+    rank, `vocab_size` in all. A special piece that stands in a text is ordinary text. `eod` is
+    </s>. Source: Megatron-LM's format.
+    """
+
+    def __init__(
+        self,
+        tokenizer_model: str,
+        pattern: str = "v2",
+        vocab_size: int = TIKTOKEN_VOCAB_SIZE,
+        num_special: int = 1000,
+        special: Sequence[str] = TIKTOKEN_SPECIAL,
+    ):
+        self.files = (tokenizer_model,)
+        self.vocab_size = vocab_size
+        self._settings = {"pattern": pattern, "num_special": num_special, "special": list(special)}
+        self._names = [
+            *special,
+            *(f"<SPECIAL_{number}>" for number in range(len(special), num_special)),
+        ]
+        self.special = {name: index for index, name in enumerate(self._names)}
+        self.bos, self.eos, self.pad = (
+            self._names.index(name) for name in ("<s>", "</s>", "<pad>")
+        )
+        self.eod = self.eos
+        pieces = _tiktoken_pieces(tokenizer_model, vocab_size - num_special)
+        self._ranks = {piece: num_special + rank for rank, piece in enumerate(pieces)}
+        self._pieces = [name.encode("utf-8") for name in self._names] + pieces
+
+    def encode(self, text: str) -> Ids:
+        """See `Tokenizer.encode`. Raises ValueError for a run of a million like characters:
+        tiktoken gives up there."""
+        try:
+            return self._engine.encode_ordinary(text)
+        except BaseException as error:
+            # pyo3's, which no module exports and no Exception is
+            if type(error).__name__ != "PanicException":
+                raise
+            raise ValueError(
+                "tiktoken gives up on this text, which has an endless run; cut it in parts"
+            ) from None
+
+    def detokenize(self, ids: Iterable[int]) -> str:
+        """The text of ids, special pieces by name; bytes that are no UTF-8 become U+FFFD."""
+        return b"".join(self._pieces[int(index)] for index in ids).decode("utf-8", errors="replace")
+
+    def settings(self) -> dict[str, Any]:
+        """See `Tokenizer.settings`."""
+        return {"vocab_size": self.vocab_size, **self._settings}
+
+    @functools.cached_property
+    def _engine(self) -> Any:
+        pattern = tiktoken_patterns()[self._settings["pattern"]]
+        encoding = library("tiktoken", "TikTokenizer").Encoding
+        return encoding(
+            "tiktoken-file", pat_str=pattern, mergeable_ranks=self._ranks, special_tokens={}
+        )
+
+
+def tiktoken_patterns() -> dict[str, str]:
+    """Megatron's two ways to cut a text; v2 also breaks words at case changes and keeps slashes
+    with symbols."""
+    upper = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}"
+    lower = r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
+    lead = r"[^\r\n\p{L}\p{N}]?"
+    digit = r"\p{N}"
+    rest = r"\s+(?!\S)|\s+"
+    return {
+        "v1": rf"{lead}+\p{{L}}+|{digit}| ?[^\s\p{{L}}\p{{N}}]++[\r\n]*|\s*[\r\n]|{rest}",
+        "v2": rf"{lead}[{upper}]*[{lower}]+|{lead}[{upper}]+[{lower}]*|{digit}"
+        rf"| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|\s*[\r\n]+|{rest}",
+    }
+
+
+def _tiktoken_pieces(path: str, count: int) -> list[bytes]:
+    """The first `count` pieces of a tiktoken JSON file by rank; raises ValueError saying what is
+    wrong with it."""
+    try:
+        rows = json.loads(Path(path).read_text(encoding="utf-8"))
+        rows = rows["vocab"] if isinstance(rows, dict) else rows
+        pieces = [base64.b64decode(row["token_bytes"], validate=True) for row in rows]
+        ranks = [row["rank"] for row in rows]
+    except (UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError, binascii.Error) as error:
+        raise ValueError(
+            f"--tokenizer-model {path}: not a tiktoken vocabulary in JSON "
+            f"({type(error).__name__}: {error}); TikTokenizer reads a list of "
+            '{"rank": 0, "token_bytes": "AA==", "token_str": ...} [tokenizer-file-malformed]'
+        ) from None
+    if (
+        ranks != list(range(len(ranks)))
+        or len(set(pieces)) != len(pieces)
+        or not _has_all_bytes(pieces[:count])
+    ):
+        raise ValueError(
+            f"--tokenizer-model {path}: its pieces are not ranked 0, 1, 2, ..., each once, all "
+            "256 bytes among them; give the file as its maker published it "
+            "[tokenizer-file-malformed]"
+        )
+    if len(pieces) < count:
+        raise ValueError(
+            f"--vocab-size: {path} has {len(pieces)} pieces, but {count} are asked for beside the "
+            f"special ones; give --vocab-size {len(pieces)} plus --tiktoken-num-special-tokens "
+            "[vocab-size-not-that-of-tokenizer]"
+        )
+    return pieces[:count]
+
+
+def _has_all_bytes(pieces: Sequence[bytes]) -> bool:
+    return {piece for piece in pieces if len(piece) == 1} == {bytes([byte]) for byte in range(256)}
+
+
+class HuggingFaceTokenizer(Tokenizer):
+    """A Hugging Face tokenizer from a local folder or tokenizer.json, with nothing added before or
+    after a text.
+
+    tokenizer.json is read by `tokenizers`, a folder without one by `transformers`; no network, no
+    code from the folder. A special piece that stands in a text becomes its id, as Hugging Face has
+    it. `eod` is tokenizer_config.json's eos.
+    """
+
+    def __init__(self, tokenizer_model: str):
+        path = Path(tokenizer_model)
+        json_file = path if path.is_file() else path / "tokenizer.json"
+        if json_file.is_file():
+            self._read_json(json_file)
+        else:
+            self._read_folder(path)
+
+    def _read_json(self, path: Path) -> None:
+        read = library("tokenizers", "HuggingFaceTokenizer").Tokenizer.from_file
+        try:
+            engine = read(str(path))
+        except Exception as error:  # the library raises nothing narrower
+            raise ValueError(
+                f"--tokenizer-model {path}: not a Hugging Face tokenizer.json ({error}) "
+                "[tokenizer-file-malformed]"
+            ) from None
+        engine.no_truncation()
+        engine.no_padding()
+        ids = engine.get_vocab(with_added_tokens=True)
+        self.vocab_size = max(len(ids), max(ids.values()) + 1)
+        names, config_files = _special_names(path.parent)
+        self.eos, self.bos, self.pad = (
+            ids.get(names.get(f"{name}_token")) for name in ("eos", "bos", "pad")
+        )
+        self.eod = self.eos
+        self.files = (str(path), *config_files)
+        self._encode = lambda text: engine.encode(text, add_special_tokens=False).ids
+        self._decode = lambda ids: engine.decode(ids, skip_special_tokens=False)
+
+    def _read_folder(self, path: Path) -> None:
+        read = library("transformers", "HuggingFaceTokenizer").AutoTokenizer.from_pretrained
+        try:
+            engine = read(str(path), local_files_only=True, trust_remote_code=False)
+        except Exception as error:  # the library raises many kinds
+            reason = str(error).strip().split("\n")[0]
+            raise ValueError(
+                f"--tokenizer-model {path}: holds no Hugging Face tokenizer that can be loaded "
+                f"({reason}); give a folder made by save_pretrained, or a tokenizer.json "
+                "[tokenizer-file-malformed]"
+            ) from None
+        self.vocab_size = max(len(engine), max(engine.get_vocab().values()) + 1)
+        self.eos = engine.eos_token_id
+        self.bos = engine.bos_token_id
+        self.pad = engine.pad_token_id
+        self.eod = self.eos
+        self.files = tuple(
+            str(file)
+            for file in sorted(path.iterdir())
+            if file.suffix in (".json", ".txt", ".model")
+        )
+        self._encode = lambda text: engine.encode(text, add_special_tokens=False)
+        self._decode = lambda ids: engine.decode(ids, skip_special_tokens=False)
+
+    def encode(self, text: str) -> Ids:
+        """See `Tokenizer.encode`."""
+        return self._encode(text)
+
+    def detokenize(self, ids: Iterable[int]) -> str:
+        """The text of ids, special pieces by name."""
+        return self._decode([int(index) for index in ids])
+
+
+def _special_names(folder: Path) -> tuple[dict[str, str], list[str]]:
+    """Special pieces by name ("eos_token": "</s>"), and the files beside tokenizer.json that say
+    so."""
+    names = {}
+    files = []
+    for file in (folder / "special_tokens_map.json", folder / "tokenizer_config.json"):
+        if not file.is_file():
+            continue
+        try:
+            entries = json.loads(file.read_text(encoding="utf-8"))
+        except (UnicodeDecodeError, json.JSONDecodeError) as error:
+            raise ValueError(
+                f"--tokenizer-model {file}: not a JSON file ({error}) [tokenizer-file-malformed]"
+            ) from None
+        files.append(str(file))
+        for name, entry in entries.items():
+            entry = entry.get("content") if isinstance(entry, dict) else entry
+            if name.endswith("_token") and isinstance(entry, str):
+                names[name] = entry
+    return names, files

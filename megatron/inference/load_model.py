@@ -1,0 +1,106 @@
+"""A trained model and its tokenizer from a checkpoint directory alone. Knows no optimizer and no
+training data."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+
+from megatron.checkpoint import store
+from megatron.config.parallel import ParallelConfig
+from megatron.config.plan.plan import padded_vocab_size
+from megatron.config.precision import PrecisionConfig
+from megatron.config.tree import Config
+from megatron.data.tokenizers.build import Tokenizer
+from megatron.device import choose_device, device_notes
+from megatron.model.gpt import GPTModel
+from megatron.parallel.context import ParallelContext
+from megatron.parallel.sharding import local_box
+from megatron.training.build import make_tokenizer
+from megatron.training.checkpointing.checkpointing import read_into
+from megatron.training.checkpointing.saved_args import saved_config
+
+
+@dataclass(frozen=True)
+class TrainedModel:
+    """What a checkpoint holds for a reader: the model (float32), its tokenizer, and where they come
+    from."""
+
+    model: GPTModel
+    tokenizer: Tokenizer
+    config: Config
+    iteration: int
+    directory: str
+
+
+def open_trained_model(
+    path: str,
+    step: int | None = None,
+    tokenizer_files: Mapping[str, str] | None = None,
+    device: str = "auto",
+) -> TrainedModel:
+    """The newest checkpoint of the run directory `path` (or that of `step`, or the iter_XXXXXXX
+    that `path` is).
+
+    Flags come from the checkpoint's args file, the vocabulary from the files it names unless
+    `tokenizer_files` (vocab_file, merge_file, tokenizer_model) says others. Raises ValueError or
+    CheckpointError saying what to do.
+    """
+    found = store.load(path, step)
+    if found is None:
+        raise ValueError(
+            f"{path}: no checkpoint there ({store.TRACKER} is missing); give the directory that "
+            "--save named, or an iter_XXXXXXX in it"
+        )
+    saved = saved_config(found)
+    config = replace(
+        saved,
+        data=replace(saved.data, **(tokenizer_files or {})),
+        parallel=ParallelConfig(),
+        precision=PrecisionConfig(),
+    )
+    tokenizer = make_tokenizer(config)
+    _check_tokenizer(found.state.data.get("tokenizer"), tokenizer, str(found.directory))
+    for text in device_notes(device):
+        print(f"WARNING: {text}", file=sys.stderr)
+    padded = padded_vocab_size(tokenizer.vocab_size, config.model.make_vocab_size_divisible_by, 1)
+    model = GPTModel(
+        config.model,
+        config.precision,
+        ParallelContext(config.parallel),
+        padded,
+        tokenizer.vocab_size,
+        torch.float32,
+        choose_device(device, 0),
+    )
+    with found.reader() as reader, torch.no_grad():
+        for parameter in model.parameters():
+            sharding = parameter.sharding
+            read_into(
+                parameter,
+                reader,
+                sharding.name,
+                sharding,
+                local_box(sharding, model.ctx),
+                tokenizer.vocab_size,
+            )
+        reader.wait()
+    return TrainedModel(model.eval(), tokenizer, config, found.iteration, str(found.directory))
+
+
+def _check_tokenizer(trained: Mapping | None, now: Tokenizer, directory: str) -> None:
+    """The ids must mean what they meant in training; only the paths of the files may differ."""
+    if not trained:
+        return
+    here = now.identity()
+    differ = [
+        key for key in sorted({*trained, *here} - {"files"}) if trained.get(key) != here.get(key)
+    ]
+    if differ:
+        raise ValueError(
+            f"{directory} was trained with another tokenizer ({', '.join(differ)} differ); give "
+            "the files it was trained with: --vocab-file and --merge-file, or --tokenizer-model"
+        )

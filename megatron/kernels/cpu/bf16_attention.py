@@ -1,0 +1,153 @@
+"""Causal attention in bf16 on a CPU by this suite's C++ (tiles.cpp), on AMX or AVX512-BF16; knows
+tensors, no layer."""
+
+from functools import cache
+from types import ModuleType
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron.kernels.linear import low_precision_is_native
+from megatron.kernels.qkv import gradients_like
+
+NAME = "megatron.kernels.cpu.bf16_attention_cpp"
+INTERFACE = 2
+BLOCK = 32  # of queries and keys in the C++
+LONGEST = 8192  # scores of 32 lines of so many positions still lie in a core's second cache
+
+
+class _Kernel(NamedTuple):
+    library: ModuleType
+    amx: bool  # does it multiply on AMX tiles? else by AVX512-BF16
+
+
+@cache
+def _load() -> _Kernel | str:
+    """The C++ and what it multiplies with, or why it does not run here (a str)."""
+    amx = torch.cpu._is_amx_tile_supported()
+    if not (amx or getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)()):
+        return "needs AMX or AVX512-BF16, which this processor lacks"
+    try:
+        from megatron.kernels.cpu import bf16_attention_cpp as found
+    except ImportError as error:
+        return f"{NAME} is not built ({error}); pip install . builds it"
+    if getattr(found, "INTERFACE", None) != INTERFACE:
+        return f"{NAME} is of another version; pip install . rebuilds it"
+    return _Kernel(found, amx and found.tiles_are_there())
+
+
+def instructions() -> str:
+    """Which instructions multiply here; of a processor on which `obstacle` has found none."""
+    return "AMX" if _load().amx else "AVX512-BF16"
+
+
+def obstacle(
+    device: torch.device, dtype: torch.dtype, head_dim: int, seq_length: int
+) -> str | None:
+    """Why the C++ does not compute attention of heads so wide, None if it does."""
+    if torch.compiler.is_compiling():
+        return "not supported under torch.compile"
+    if device.type != "cpu" or dtype != torch.bfloat16:
+        return "for bf16 on a CPU"
+    if head_dim % 32 or not 0 < head_dim <= 256:
+        return f"needs heads of a multiple of 32 up to 256 wide, not {head_dim}"
+    if seq_length > LONGEST:
+        return f"needs at most {LONGEST} positions"
+    if not low_precision_is_native(device.type, dtype):
+        return "oneDNN has no bf16 here"
+    found = _load()
+    return found if isinstance(found, str) else None
+
+
+def tile_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    dropout_p: float = 0.0,
+    dropout_seed: int = 0,
+    run_starts: Tensor | None = None,
+) -> Tensor:
+    """softmax(scale q k^T, causal) v in bf16: q [s, b, n, d], k and v [s, b, g, d] -> [s, b, n, d].
+
+    `run_starts` int32 [b, s]: the first position that each one sees, None for 0 everywhere; it must
+    not fall. The dropout mask is a function of the seed and of each probability's sample, head,
+    query and key.
+    """
+    assert 0.0 <= dropout_p <= 1.0 - 2**-16, (
+        f"dropout probability must be in [0, 1), got {dropout_p}"
+    )
+    return _TileAttention.apply(q, k, v, scale, (dropout_p, dropout_seed % 2**64), run_starts)
+
+
+def keep_mask(s: int, b: int, n: int, dropout_p: float, dropout_seed: int) -> Tensor:
+    """What dropout of `tile_attention` keeps of n heads: bool [b, n, s, s]. For tests: nothing else
+    holds it."""
+    mask = torch.empty(b, n, s, s, dtype=torch.uint8)
+    _load().library.keep_mask(mask.data_ptr(), (s, b, n), dropout_p, dropout_seed % 2**64)
+    return mask.bool()
+
+
+def _steps(t: Tensor) -> tuple[int, int, int]:
+    return t.stride()[:3]
+
+
+def _lines(t: Tensor) -> Tensor:
+    """With the numbers of a head side by side."""
+    return t if t.stride(-1) == 1 or t.numel() == 0 else t.contiguous()
+
+
+def _sizes(q: Tensor, k: Tensor) -> tuple[int, ...]:
+    s, b, n, d = q.shape
+    return s, b, n, k.shape[2], d
+
+
+def _address(t: Tensor | None) -> int:
+    return 0 if t is None else t.data_ptr()
+
+
+class _TileAttention(torch.autograd.Function):
+    """Keeps q, k, v, the output, and of each query the logarithm of its sum; dropout masks are
+    drawn again."""
+
+    @staticmethod
+    def forward(
+        ctx,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float,
+        dropout: tuple[float, int],
+        run_starts: Tensor | None,
+    ):
+        q = _lines(q)
+        k = _lines(k)
+        v = _lines(v)
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        s, b, n, _ = q.shape
+        log_sums = torch.empty(b, n, -(-s // BLOCK) * BLOCK)
+        library, amx = _load()
+        addresses = [_address(t) for t in (q, k, v, out, log_sums, run_starts)]
+        steps = [_steps(t) for t in (q, k, v)]
+        library.forward(
+            addresses, steps, _sizes(q, k), scale, *dropout, amx, torch.get_num_threads()
+        )
+        ctx.save_for_backward(q, k, v, out, log_sums, run_starts)
+        ctx.scale = scale
+        ctx.dropout = dropout
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad_out: Tensor):
+        q, k, v, out, log_sums, run_starts = ctx.saved_tensors
+        grads = gradients_like(q, k, v)
+        tensors = [q, k, v, _lines(grad_out.to(q.dtype)), out, log_sums.unsqueeze(-1), *grads]
+        library, amx = _load()
+        addresses = [_address(t) for t in (*tensors, run_starts)]
+        steps = [_steps(t) for t in tensors]
+        library.backward(
+            addresses, steps, _sizes(q, k), ctx.scale, *ctx.dropout, amx, torch.get_num_threads()
+        )
+        return *grads, None, None, None

@@ -1,0 +1,332 @@
+// Causal attention in fp32 arithmetic, forward and backward; for megatron/kernels/cpu/fp32_attention.py, which checks shapes
+// and dtypes. Inputs are fp32 or bf16. Scores are kept transposed, [keys, queries], so that what belongs to a query (its
+// largest score, its sum) is a lane. One head at a time; its keys, values and queries are copied to scratch memory in fp32,
+// padded with zeros. Nothing depends on the number of threads. Built once for each level of x86-64 (setup.py). No thread
+// holds the GIL here.
+
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <cstdint>
+#include <limits>
+#include <string>
+#include <vector>
+
+#include "vectors.h"
+
+namespace py = pybind11;
+
+namespace {
+
+constexpr int64_t kBlock = 32;  // queries of a block in forward, keys of a block in backward
+constexpr int64_t kChunk = 64;  // queries that backward takes at a time: their scores stay in the first cache
+
+// ---- GEMM
+
+#ifdef __AVX512F__
+constexpr int kBytes = 64, kMostRows = 8;
+#else
+constexpr int kBytes = 32, kMostRows = 6;
+#endif
+typedef float W __attribute__((vector_size(kBytes)));  // one register
+constexpr int64_t kWidth = kBytes / sizeof(float);
+
+inline W load_register(const float* from) {
+  W v;
+  std::memcpy(&v, from, sizeof(v));
+  return v;
+}
+
+// A matrix whose element (i, l) is at i * row + l * column.
+struct Matrix {
+  const float* at;
+  int64_t row, column;
+};
+
+// out [R, C registers] (+)= a [R, k] b [k, C registers]; b and out have rows of the given widths.
+template <int R, int C>
+inline void multiply_tile(Matrix a, const float* b, int64_t b_width, float* out, int64_t out_width, int64_t k, bool add) {
+  W sums[R][C];
+  for (int i = 0; i < R; ++i) {
+    for (int j = 0; j < C; ++j) sums[i][j] = add ? load_register(out + i * out_width + j * kWidth) : W{};
+  }
+  for (int64_t l = 0; l < k; ++l) {
+    W columns[C];
+    for (int j = 0; j < C; ++j) columns[j] = load_register(b + l * b_width + j * kWidth);
+    for (int i = 0; i < R; ++i) {
+      const float factor = a.at[i * a.row + l * a.column];
+      for (int j = 0; j < C; ++j) sums[i][j] += factor * columns[j];
+    }
+  }
+  for (int i = 0; i < R; ++i) {
+    for (int j = 0; j < C; ++j) std::memcpy(out + i * out_width + j * kWidth, &sums[i][j], sizeof(W));
+  }
+}
+
+// As many rows at a time as there are registers for their sums; the last ones in groups of four.
+template <int C>
+inline void multiply_columns(Matrix a, const float* b, int64_t b_width, float* out, int64_t out_width, int64_t m,
+                             int64_t k, bool add) {
+  int64_t i = 0;
+  for (; m - i >= kMostRows + 4 || m - i == kMostRows; i += kMostRows) {
+    multiply_tile<kMostRows, C>({a.at + i * a.row, a.row, a.column}, b, b_width, out + i * out_width, out_width, k, add);
+  }
+  for (; i < m; i += 4) {
+    multiply_tile<4, C>({a.at + i * a.row, a.row, a.column}, b, b_width, out + i * out_width, out_width, k, add);
+  }
+}
+
+// out [m, n] (+)= a [m, k] b [k, n]; m is a multiple of 32, n of 16.
+void multiply(Matrix a, const float* b, int64_t b_width, float* out, int64_t out_width, int64_t m, int64_t n, int64_t k,
+              bool add) {
+  int64_t j = 0;
+  for (; j + 2 * kWidth <= n; j += 2 * kWidth) multiply_columns<2>(a, b + j, b_width, out + j, out_width, m, k, add);
+  for (; j < n; j += kWidth) multiply_columns<1>(a, b + j, b_width, out + j, out_width, m, k, add);
+}
+
+// ---- layouts
+
+struct Shape {
+  int64_t s, b, n, groups, d;
+  float scale;                                                               // of scores
+  int64_t rows() const { return (s + kBlock - 1) / kBlock * kBlock; }        // s, padded
+  int64_t width() const { return (d + kLanes - 1) / kLanes * kLanes; }       // d, padded
+};
+
+// The vectors of one head -> fp32 [rows, width] times `scale`, zero where there are none.
+template <class T>
+void copy_head(const Shape& x, const T* from, int64_t step, float scale, float* to) {
+  const int64_t width = x.width();
+  for (int64_t i = 0; i < x.s; ++i) {
+    for (int64_t j = 0; j < x.d; j += kLanes) store(to + i * width + j, load(from + i * step + j, x.d - j) * scale);
+  }
+  std::fill(to + x.s * width, to + x.rows() * width, 0.0f);
+}
+
+// [rows, width] -> [width, rows].
+void transpose(const Shape& x, const float* from, float* to) {
+  const int64_t rows = x.rows(), width = x.width();
+  for (int64_t i = 0; i < rows; i += kLanes) {
+    for (int64_t j = 0; j < width; ++j) {
+      V column;
+      for (int64_t l = 0; l < kLanes; ++l) column[l] = from[(i + l) * width + j];
+      store(to + j * rows + i, column);
+    }
+  }
+}
+
+template <class T>
+T* at(uintptr_t address) {
+  return reinterpret_cast<T*>(address);
+}
+
+// e^v, and 0 for v below -87; v is at most little above 0. NaN stays NaN.
+inline V exp_or_zero(V v) {
+  const V e = exp_of(larger(V{} - 87.0f, v));
+  return where_less(v, V{} - 87.0f, V{}, where_nan(v, v, e));
+}
+
+// Lanes of the queries from `query` on that see `key` keep their value, the others get `hidden`.
+inline V seen_or(V v, int64_t key, int64_t query, float hidden) {
+  const I unseen = first_lanes(std::clamp<int64_t>(key - query, 0, kLanes));
+  return same_bits<V>((same_bits<I>(v) & ~unseen) | (same_bits<I>(V{} + hidden) & unseen));
+}
+
+// ---- forward
+
+struct ForwardScratch {
+  std::vector<float> keys, values, lines, queries, scores, out;
+  explicit ForwardScratch(const Shape& x)
+      : keys(x.rows() * x.width()), values(keys.size()), lines(keys.size()), queries(keys.size()),
+        scores(x.rows() * kBlock), out(kBlock * x.width()) {}
+};
+
+// Softmax over the lines of scores [keys, kBlock] of the queries from `query` on, in place and not divided by its sum; of
+// each query 1 / that sum, and the logarithm of the sum of exponentials.
+void softmax(float* scores, int64_t keys, int64_t query, float* inverse, float* log_sum) {
+  constexpr float lowest = -std::numeric_limits<float>::infinity();
+  for (int64_t half = 0; half < kBlock; half += kLanes) {
+    const int64_t below = std::min(keys, query + half);  // keys that all of these queries see
+    float* line = scores + half;
+    V largest = V{} + lowest, sum = {};
+    for (int64_t key = 0; key < below; ++key) largest = larger(largest, load(line + key * kBlock));
+    for (int64_t key = below; key < keys; ++key) {
+      const V score = seen_or(load(line + key * kBlock), key, query + half, lowest);
+      store(line + key * kBlock, score);
+      largest = larger(largest, score);
+    }
+    for (int64_t key = 0; key < keys; ++key) {
+      const V p = exp_or_zero(load(line + key * kBlock) - largest);
+      store(line + key * kBlock, p);
+      sum += p;
+    }
+    for (int64_t i = 0; i < kLanes; ++i) {
+      inverse[half + i] = 1.0f / sum[i];
+      log_sum[half + i] = largest[i] + std::log(sum[i]);
+    }
+  }
+}
+
+template <class T>
+void forward_head(const Shape& x, ForwardScratch& to, const T* q, int64_t step_q, T* out, int64_t step_out,
+                  float* log_sums) {
+  const int64_t rows = x.rows(), width = x.width();
+  copy_head(x, q, step_q, x.scale, to.lines.data());
+  transpose(x, to.lines.data(), to.queries.data());
+  for (int64_t start = 0; start < x.s; start += kBlock) {
+    const int64_t keys = start + kBlock;
+    float inverse[kBlock];
+    multiply({to.keys.data(), width, 1}, to.queries.data() + start, rows, to.scores.data(), kBlock, keys, kBlock, width,
+             false);
+    softmax(to.scores.data(), keys, start, inverse, log_sums + start);
+    multiply({to.scores.data(), 1, kBlock}, to.values.data(), width, to.out.data(), width, kBlock, width, keys, false);
+    for (int64_t i = 0; i < std::min(kBlock, x.s - start); ++i) {
+      for (int64_t j = 0; j < x.d; j += kLanes) {
+        store(out + (start + i) * step_out + j, load(to.out.data() + i * width + j) * inverse[i], x.d - j);
+      }
+    }
+  }
+}
+
+// q [s, b, n, d], k and v [s, b, groups, d] with the given steps between positions, samples and heads, out [s, b, n, d]
+// contiguous; log_sums [b, n, rows] fp32.
+template <class T>
+void forward(std::array<uintptr_t, 5> addresses, std::array<std::array<int64_t, 3>, 3> steps, std::array<int64_t, 5> sizes,
+             float scale, int threads) {
+  const Shape x{sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], scale};
+  const int64_t heads = x.n / x.groups;
+  const auto work = [&](int64_t unit, int64_t, ForwardScratch& scratch) {
+    const int64_t sample = unit / x.groups, group = unit % x.groups;
+    const auto head_of = [&](int which, int64_t head) {
+      return at<const T>(addresses[which]) + sample * steps[which][1] + head * steps[which][2];
+    };
+    copy_head(x, head_of(1, group), steps[1][0], 1.0f, scratch.keys.data());
+    copy_head(x, head_of(2, group), steps[2][0], 1.0f, scratch.values.data());
+    for (int64_t head = group * heads; head < (group + 1) * heads; ++head) {
+      forward_head(x, scratch, head_of(0, head), steps[0][0], at<T>(addresses[3]) + (sample * x.n + head) * x.d,
+                   x.b * x.n * x.d, at<float>(addresses[4]) + (sample * x.n + head) * x.rows());
+    }
+  };
+  spread_with(x.b * x.groups, 1, threads, [&] { return ForwardScratch(x); }, work);
+}
+
+// ---- backward
+
+struct BackwardScratch {
+  std::vector<float> keys, values, queries, queries_across, above, above_across, grad_q, grad_k, grad_v, probs, grads, delta;
+  explicit BackwardScratch(const Shape& x) {
+    for (auto* all : {&keys, &values, &queries, &queries_across, &above, &above_across, &grad_q, &grad_k, &grad_v}) {
+      all->resize(x.rows() * x.width());
+    }
+    for (auto* chunk : {&probs, &grads}) chunk->resize(kBlock * kChunk);
+    delta.resize(x.rows());
+  }
+};
+
+// From transposed scores and gradients of probabilities of 32 keys from `key` on and so many queries from `start` on, in
+// their place: probabilities and gradients of scores.
+void softmax_grad(BackwardScratch& to, int64_t key, int64_t start, int64_t queries, const float* log_sums) {
+  for (int64_t query = 0; query < queries; query += kLanes) {
+    const V log_sum = load(log_sums + start + query), delta = load(to.delta.data() + start + query);
+    const bool all = key + kBlock - 1 <= start + query;  // these queries see every key
+    for (int64_t i = 0; i < kBlock; ++i) {
+      float *score = to.probs.data() + i * kChunk + query, *grad = to.grads.data() + i * kChunk + query;
+      V p = exp_or_zero(load(score) - log_sum);
+      if (!all) p = seen_or(p, key + i, start + query, 0.0f);
+      store(score, p);
+      store(grad, p * (load(grad) - delta));
+    }
+  }
+}
+
+// What 32 keys and so many queries add to each other's gradients, and to those of the values.
+void add_chunk(const Shape& x, BackwardScratch& to, int64_t key, int64_t start, int64_t queries, const float* log_sums) {
+  const int64_t rows = x.rows(), width = x.width();
+  const float *probs = to.probs.data(), *grads = to.grads.data();
+  multiply({to.keys.data() + key * width, width, 1}, to.queries_across.data() + start, rows, to.probs.data(), kChunk, kBlock,
+           queries, width, false);
+  multiply({to.values.data() + key * width, width, 1}, to.above_across.data() + start, rows, to.grads.data(), kChunk, kBlock,
+           queries, width, false);
+  softmax_grad(to, key, start, queries, log_sums);
+  multiply({probs, kChunk, 1}, to.above.data() + start * width, width, to.grad_v.data() + key * width, width, kBlock, width,
+           queries, true);
+  multiply({grads, kChunk, 1}, to.queries.data() + start * width, width, to.grad_k.data() + key * width, width, kBlock,
+           width, queries, true);
+  multiply({grads, 1, kChunk}, to.keys.data() + key * width, width, to.grad_q.data() + start * width, width, queries, width,
+           kBlock, true);
+}
+
+template <class T>
+void write_head(const Shape& x, const std::vector<float>& from, float scale, T* to, int64_t step) {
+  for (int64_t i = 0; i < x.s; ++i) {
+    for (int64_t j = 0; j < x.d; j += kLanes) {
+      store(to + i * step + j, load(from.data() + i * x.width() + j) * scale, x.d - j);
+    }
+  }
+}
+
+// Of each query the sum of out times its gradient.
+template <class T>
+void deltas(const Shape& x, const T* out, int64_t step, BackwardScratch& to) {
+  for (int64_t i = 0; i < x.rows(); ++i) {
+    const float* above = to.above.data() + i * x.width();
+    to.delta[i] = i >= x.s ? 0.0f : sum_over(x.d, [=](int64_t j) {
+      return load(out + i * step + j, x.d - j) * load(above + j);
+    });
+  }
+}
+
+// Inputs: q, k, v, the gradient above, out (contiguous), log_sums; then gradients of q, k and v. Steps of all but log_sums.
+template <class T>
+void backward(std::array<uintptr_t, 9> addresses, std::array<std::array<int64_t, 3>, 9> steps, std::array<int64_t, 5> sizes,
+              float scale, int threads) {
+  const Shape x{sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], scale};
+  const int64_t heads = x.n / x.groups;
+  const auto work = [&](int64_t unit, int64_t, BackwardScratch& scratch) {
+    const int64_t sample = unit / x.groups, group = unit % x.groups;
+    const auto head_of = [&](int which, int64_t head) {
+      return at<T>(addresses[which]) + sample * steps[which][1] + head * steps[which][2];
+    };
+    copy_head(x, head_of(1, group), steps[1][0], 1.0f, scratch.keys.data());
+    copy_head(x, head_of(2, group), steps[2][0], 1.0f, scratch.values.data());
+    std::fill(scratch.grad_k.begin(), scratch.grad_k.end(), 0.0f);
+    std::fill(scratch.grad_v.begin(), scratch.grad_v.end(), 0.0f);
+    for (int64_t head = group * heads; head < (group + 1) * heads; ++head) {
+      const float* log_sums = at<const float>(addresses[5]) + (sample * x.n + head) * x.rows();
+      copy_head(x, head_of(0, head), steps[0][0], x.scale, scratch.queries.data());
+      copy_head(x, head_of(3, head), steps[3][0], 1.0f, scratch.above.data());
+      transpose(x, scratch.queries.data(), scratch.queries_across.data());
+      transpose(x, scratch.above.data(), scratch.above_across.data());
+      deltas(x, head_of(4, head), steps[4][0], scratch);
+      std::fill(scratch.grad_q.begin(), scratch.grad_q.end(), 0.0f);
+      for (int64_t key = 0; key < x.s; key += kBlock) {
+        for (int64_t start = key; start < x.rows(); start += kChunk) {
+          add_chunk(x, scratch, key, start, std::min(kChunk, x.rows() - start), log_sums);
+        }
+      }
+      write_head(x, scratch.grad_q, x.scale, head_of(6, head), steps[6][0]);
+    }
+    write_head(x, scratch.grad_k, 1.0f, head_of(7, group), steps[7][0]);
+    write_head(x, scratch.grad_v, 1.0f, head_of(8, group), steps[8][0]);
+  };
+  spread_with(x.b * x.groups, 1, threads, [&] { return BackwardScratch(x); }, work);
+}
+
+template <class T>
+void define(py::module_& m, const std::string& dtype) {
+  const py::call_guard<py::gil_scoped_release> unlocked;
+  m.def(("forward_" + dtype).c_str(), &forward<T>, unlocked);
+  m.def(("backward_" + dtype).c_str(), &backward<T>, unlocked);
+}
+
+}  // namespace
+
+PYBIND11_MODULE(MODULE, m) {
+  m.doc() = "Causal attention; see megatron/kernels/cpu/fp32_attention.py.";
+  m.attr("INTERFACE") = 1;  // raise it here and in vector_attention.py when a function changes
+  define<float>(m, "float32");
+  define<Bf16>(m, "bfloat16");
+}

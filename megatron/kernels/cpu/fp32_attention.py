@@ -1,0 +1,99 @@
+"""Causal attention on a CPU in fp32 arithmetic by this suite's C++ (attention.cpp): tensors and
+addresses, no layer."""
+
+import torch
+from torch import Tensor
+
+from megatron.kernels.cpu.native import load_built
+from megatron.kernels.qkv import gradients_like
+
+INTERFACE = 1
+BLOCK = 32  # queries of a block in the C++
+# Up to so many positions: scores of BLOCK queries against more keys do not fit a core's second
+# cache, or (AVX2) torch's kernel is faster (docs/performance.md).
+LONGEST = {"AVX512": 8192, "AVX2": 1024}
+
+
+def load(capability: str):
+    """attention.cpp as built for this processor, or why there is none (a str)."""
+    return load_built("fp32_attention", INTERFACE, capability)
+
+
+def obstacle(
+    device: torch.device, dtype: torch.dtype, head_dim: int, seq_length: int
+) -> str | None:
+    """Why the C++ does not compute attention of such tensors, None if it does."""
+    if torch.compiler.is_compiling():
+        return "not under torch.compile"
+    if device.type != "cpu" or dtype not in (torch.float32, torch.bfloat16):
+        return "for fp32 and bf16 on a CPU"
+    if head_dim < 1:
+        return "needs queries, keys and values of one width"
+    capability = torch.backends.cpu.get_cpu_capability()
+    if seq_length > LONGEST.get(capability, seq_length):
+        return f"needs at most {LONGEST[capability]} positions"
+    found = load(capability)
+    return found if isinstance(found, str) else None
+
+
+def vector_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    """softmax(scale q k^T, causal) v: q [s, b, n, d], k and v [s, b, g, d] of one dtype, fp32 or
+    bf16 -> [s, b, n, d]."""
+    # The C++ reads memory by these sizes.
+    assert q.dtype == k.dtype == v.dtype, (q.dtype, k.dtype, v.dtype)
+    assert k.shape == v.shape == (*q.shape[:2], k.shape[2], q.shape[3]), (q.shape, k.shape, v.shape)
+    return _VectorAttention.apply(q, k, v, scale)
+
+
+def _call(name: str, dtype: torch.dtype, *arguments) -> None:
+    library = load(torch.backends.cpu.get_cpu_capability())
+    function = getattr(library, f"{name}_{str(dtype).removeprefix('torch.')}")
+    function(*arguments, torch.get_num_threads())
+
+
+def _contiguous_vectors(t: Tensor) -> Tensor:
+    """With the elements of a head's vector next to each other."""
+    return t if t.stride(-1) == 1 or t.numel() == 0 else t.contiguous()
+
+
+def _sizes(q: Tensor, k: Tensor) -> tuple[int, ...]:
+    s, b, n, d = q.shape
+    return s, b, n, k.shape[2], d
+
+
+class _VectorAttention(torch.autograd.Function):
+    """Keeps q, k, v, the output, and of each query the logarithm of its sum of exponentials."""
+
+    @staticmethod
+    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        q = _contiguous_vectors(q)
+        k = _contiguous_vectors(k)
+        v = _contiguous_vectors(v)
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        s, b, n, _ = q.shape
+        log_sums = torch.empty(b, n, -(-s // BLOCK) * BLOCK)
+        addresses = [t.data_ptr() for t in (q, k, v, out, log_sums)]
+        _call(
+            "forward", q.dtype, addresses, [t.stride()[:3] for t in (q, k, v)], _sizes(q, k), scale
+        )
+        ctx.save_for_backward(q, k, v, out, log_sums)
+        ctx.scale = scale
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad_out: Tensor):
+        q, k, v, out, log_sums = ctx.saved_tensors
+        grads = gradients_like(q, k, v)
+        grad_out = _contiguous_vectors(grad_out.to(q.dtype))
+        tensors = [q, k, v, grad_out, out, log_sums.unsqueeze(-1), *grads]
+        addresses = [t.data_ptr() for t in tensors]
+        _call(
+            "backward",
+            q.dtype,
+            addresses,
+            [t.stride()[:3] for t in tensors],
+            _sizes(q, k),
+            ctx.scale,
+        )
+        return *grads, None

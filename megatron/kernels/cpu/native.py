@@ -1,0 +1,180 @@
+"""Activations, RMSNorm, rotary positions, dropout and column sums of bf16 and fp32 on a CPU by this
+suite's C++ (rows.cpp), one pass over memory each; knows tensors and addresses, no formula of its
+own and no module."""
+
+from functools import cache
+from importlib import import_module
+
+import torch
+from torch import Tensor
+
+# torch's word for the processor's instructions, and the file built for them
+LEVELS = {"AVX512": "v4", "AVX2": "v3"}
+INTERFACE = 2
+
+
+@cache
+def load_built(file: str, interface: int, capability: str):
+    """The module built from `file`.cpp for a processor with this capability, or why there is none
+    (a str)."""
+    if capability not in LEVELS:
+        return f"needs AVX2, and this processor has {capability}"
+    name = f"megatron.kernels.cpu.{file}_{LEVELS[capability]}"
+    try:
+        found = import_module(name)
+    except ImportError as error:
+        return f"{name} is not built ({error}); pip install . builds it"
+    if getattr(found, "INTERFACE", None) != interface:
+        return f"{name} is of another version; pip install . rebuilds it"
+    return found
+
+
+def load(capability: str):
+    """rows.cpp as built for this processor, or why there is none (a str)."""
+    return load_built("rows", INTERFACE, capability)
+
+
+def obstacle(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why the C++ does not compute with such tensors, None if it does."""
+    if device.type != "cpu":
+        return f"for a CPU, and this is a {device.type}"
+    if dtype not in (torch.bfloat16, torch.float32):
+        return f"has no {str(dtype).removeprefix('torch.')}"
+    found = load(torch.backends.cpu.get_cpu_capability())
+    return found if isinstance(found, str) else None
+
+
+def runs(x: Tensor) -> bool:
+    """Whether the C++ can compute with `x`: contiguous or not, on a CPU, bf16 or fp32, outside
+    torch.compile."""
+    return not torch.compiler.is_compiling() and obstacle(x.device, x.dtype) is None
+
+
+def _call(name: str, x: Tensor, *arguments) -> None:
+    """The C++ function `name` for the dtype of `x`; tensors are given by their addresses."""
+    function = getattr(
+        load(torch.backends.cpu.get_cpu_capability()),
+        f"{name}_{str(x.dtype).removeprefix('torch.')}",
+    )
+    function(
+        *(a.data_ptr() if isinstance(a, Tensor) else a for a in arguments), torch.get_num_threads()
+    )
+
+
+def _like(x: Tensor) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def _alike(x: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+    """Both contiguous and of the dtype of x."""
+    return x.contiguous(), grad.to(x.dtype).contiguous()
+
+
+def gelu(x: Tensor) -> Tensor:
+    """tanh GELU. Any shape."""
+    x, out = x.contiguous(), _like(x)
+    _call("gelu", x, x, out, x.numel())
+    return out
+
+
+def gelu_grad(x: Tensor, grad_out: Tensor) -> Tensor:
+    """Gradient of `gelu`'s x, of its shape."""
+    (x, grad_out), grad = _alike(x, grad_out), _like(x)
+    _call("gelu_grad", x, x, grad_out, grad, x.numel())
+    return grad
+
+
+def swiglu(gate_up: Tensor) -> Tensor:
+    """silu(gate) * up: [..., 2, ffn] -> [..., ffn]."""
+    gate_up, out = gate_up.contiguous(), gate_up.new_empty(*gate_up.shape[:-2], gate_up.shape[-1])
+    width = gate_up.shape[-1]
+    _call("swiglu", gate_up, gate_up, out, out.numel() // max(1, width), width)
+    return out
+
+
+def swiglu_grad(gate_up: Tensor, grad_out: Tensor) -> Tensor:
+    """Gradient of `swiglu`'s gate_up, of its shape."""
+    (gate_up, grad_out), grad = _alike(gate_up, grad_out), _like(gate_up)
+    width = gate_up.shape[-1]
+    _call("swiglu_grad", gate_up, gate_up, grad_out, grad, grad_out.numel() // max(1, width), width)
+    return grad
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """RMSNorm over the last dimension: x [..., h], weight [h] of any float dtype."""
+    x, out, weight = x.contiguous(), _like(x), weight.float().contiguous()
+    width = x.shape[-1]
+    _call("rms_norm", x, x, weight, out, x.numel() // max(1, width), width, eps)
+    return out
+
+
+def rms_norm_grad(x: Tensor, weight: Tensor, grad_out: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Gradients of `rms_norm`: of x in its dtype, of weight in fp32 [h]."""
+    (x, grad_out), grad, weight = _alike(x, grad_out), _like(x), weight.float().contiguous()
+    grad_weight = torch.empty(x.shape[-1])
+    width = x.shape[-1]
+    _call(
+        "rms_norm_grad",
+        x,
+        x,
+        weight,
+        grad_out,
+        grad,
+        grad_weight,
+        x.numel() // max(1, width),
+        width,
+        eps,
+    )
+    return grad, grad_weight
+
+
+def column_sums(x: Tensor) -> Tensor:
+    """Sum over the rows of x [rows, width] -> fp32 [width]."""
+    x, out = x.contiguous(), torch.empty(x.shape[1])
+    _call("column_sums", x, x, out, *x.shape)
+    return out
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
+    """Turns the pairs (i, i + half) of x [s, b, n, d] by the tables' angles, the other way round
+    with `sign` -1.
+
+    cos and sin [s, 1 or b, 1, half]; numbers from 2 half on pass through. -> x's shape and dtype,
+    contiguous.
+    """
+    x, out = x if x.stride(-1) == 1 else x.contiguous(), _like(x)
+    tables = [t.float().contiguous() for t in (cos, sin)]
+    each = cos.shape[1] != 1
+    _call("rotate", x, x, *x.stride()[:3], out, *tables, *x.shape, cos.shape[-1], each, float(sign))
+    return out
+
+
+def drop(x: Tensor, bits: Tensor, most: int, factor: float, out: Tensor) -> None:
+    """out = x * factor where the int16 `bits` are at most `most`, else x * 0. All contiguous, of
+    x's number of elements."""
+    _call("drop", x, x, bits, out, x.numel(), most, factor)
+
+
+def log_sums(logits: Tensor, valid: int) -> Tensor:
+    """Of the first `valid` columns of each row of contiguous logits [n, v]: the largest, what the
+    logsumexp is above it, and the sum, fp32 [3, n]."""
+    out = torch.empty(3, len(logits))
+    _call("log_sums", logits, logits, out, *logits.shape, valid)
+    return out
+
+
+def loss_grad(
+    logits: Tensor,
+    valid: int,
+    largest: Tensor,
+    logs: Tensor,
+    columns: Tensor,
+    grads: Tensor,
+    hits: Tensor,
+    uniform: float,
+) -> None:
+    """Puts (exp(logits - largest - logs) - uniform) * grads - onehot(columns) * hits in the place
+    of contiguous logits [n, v], 0 in columns from `valid` on. largest, logs, grads, hits fp32 [n],
+    columns int64 [n], each below `valid`."""
+    rows = [t.contiguous() for t in (largest, logs, grads, hits, columns)]
+    _call("loss_grad", logits, logits, *rows, *logits.shape, valid, uniform)

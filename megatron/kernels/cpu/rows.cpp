@@ -1,0 +1,307 @@
+// Activations, RMSNorm, rotary positions, sums of columns, the loss and dropout in one pass over memory; for megatron/kernels/cpu/native.py, which
+// gives addresses of contiguous bf16 or fp32 numbers and checks shapes. The maths is fp32, rounded once. Work is cut into
+// blocks that do not depend on the number of threads, and sums over blocks are taken in their order.
+// Built once for each level of x86-64 (setup.py). No thread holds the GIL here.
+
+#include <pybind11/pybind11.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <string>
+#include <vector>
+
+#include "vectors.h"
+
+namespace py = pybind11;
+
+namespace {
+
+constexpr int64_t kRun = 1 << 15;  // numbers of one block of a flat tensor
+constexpr int64_t kRows = 32;      // of one block whose sums of columns are taken
+
+template <class T>
+T* at(uintptr_t address) {
+  return reinterpret_cast<T*>(address);
+}
+
+// ---- activations
+
+constexpr float kFar = 87.0f;  // sigmoids from there on are as good as 0 and 1
+
+// For |x| <= 87.5.
+inline V sigmoid(V x) { return inverse_of(1.0f + exp_of(-x)); }
+
+constexpr float kLinear = 1.5957691216057308f;  // 2 sqrt(2 / pi): tanh GELU is x sigmoid(kLinear x + kCubic x^3)
+constexpr float kCubic = 0.044715f * kLinear;
+constexpr float kEnd = 10.0f;  // beyond it tanh GELU is x or, to fp32, 0; the sigmoid there is of 87.3
+
+template <class T>
+void gelu(uintptr_t x_, uintptr_t out_, int64_t size, int threads) {
+  const T* x = at<const T>(x_);
+  T* out = at<T>(out_);
+  spread(size, kRun, threads, [=](int64_t start, int64_t stop) {
+    for (int64_t i = start; i < stop; i += kLanes) {
+      const V v = load(x + i, stop - i), c = clamp(v, kEnd);
+      store(out + i, where_less(v, V{} - kEnd, c, v) * sigmoid(c * (kLinear + kCubic * c * c)), stop - i);
+    }
+  });
+}
+
+template <class T>
+void gelu_grad(uintptr_t x_, uintptr_t above, uintptr_t grad_, int64_t size, int threads) {
+  const T *x = at<const T>(x_), *grad_out = at<const T>(above);
+  T* grad = at<T>(grad_);
+  spread(size, kRun, threads, [=](int64_t start, int64_t stop) {
+    for (int64_t i = start; i < stop; i += kLanes) {
+      const V c = clamp(load(x + i, stop - i), kEnd), square = c * c;
+      const V s = sigmoid(c * (kLinear + kCubic * square));
+      const V slope = s + s * (1.0f - s) * c * (kLinear + 3.0f * kCubic * square);
+      store(grad + i, slope * load(grad_out + i, stop - i), stop - i);
+    }
+  });
+}
+
+template <class T>
+void swiglu(uintptr_t x, uintptr_t out_, int64_t rows, int64_t width, int threads) {
+  const T* gate_up = at<const T>(x);
+  T* out = at<T>(out_);
+  spread(rows, std::max<int64_t>(1, kRun / (2 * width + 1)), threads, [=](int64_t start, int64_t stop) {
+    for (int64_t row = start; row < stop; ++row) {
+      const T *gate = gate_up + 2 * row * width, *up = gate + width;
+      for (int64_t i = 0; i < width; i += kLanes) {
+        const V v = load(gate + i, width - i), c = clamp(v, kFar), g = where_less(v, V{} - kFar, c, v);
+        store(out + row * width + i, g * sigmoid(c) * load(up + i, width - i), width - i);
+      }
+    }
+  });
+}
+
+template <class T>
+void swiglu_grad(uintptr_t x, uintptr_t above, uintptr_t grad_, int64_t rows, int64_t width, int threads) {
+  const T *gate_up = at<const T>(x), *grad_out = at<const T>(above);
+  T* grad = at<T>(grad_);
+  spread(rows, std::max<int64_t>(1, kRun / (2 * width + 1)), threads, [=](int64_t start, int64_t stop) {
+    for (int64_t row = start; row < stop; ++row) {
+      const T *gate = gate_up + 2 * row * width, *up = gate + width;
+      T* to = grad + 2 * row * width;
+      for (int64_t i = 0; i < width; i += kLanes) {
+        const V v = load(gate + i, width - i), c = clamp(v, kFar), g = where_less(v, V{} - kFar, c, v);
+        const V d = load(grad_out + row * width + i, width - i), s = sigmoid(c);
+        store(to + i, d * load(up + i, width - i) * s * (1.0f + c * (1.0f - s)), width - i);
+        store(to + width + i, d * g * s, width - i);
+      }
+    }
+  });
+}
+
+// ---- RMSNorm
+
+// 1 / sqrt(mean square + eps).
+template <class T>
+float inverse_rms(const T* x, int64_t width, float eps) {
+  const float squares = sum_over(width, [=](int64_t i) {
+    const V v = load(x + i, width - i);
+    return v * v;
+  });
+  return 1.0f / std::sqrt(squares / static_cast<float>(width) + eps);
+}
+
+template <class T>
+void rms_norm(uintptr_t x_, uintptr_t weight_, uintptr_t out_, int64_t rows, int64_t width, float eps, int threads) {
+  const T* x = at<const T>(x_);
+  const float* weight = at<const float>(weight_);
+  T* out = at<T>(out_);
+  spread(rows, kRows, threads, [=](int64_t start, int64_t stop) {
+    for (int64_t row = start; row < stop; ++row) {
+      const T* from = x + row * width;
+      const float inverse = inverse_rms(from, width, eps);
+      for (int64_t i = 0; i < width; i += kLanes) {
+        store(out + row * width + i, load(from + i, width - i) * inverse * load(weight + i, width - i), width - i);
+      }
+    }
+  });
+}
+
+// Adds up blocks [blocks, width] in their order.
+void add_blocks(const std::vector<float>& parts, int64_t width, float* out) {
+  std::fill_n(out, width, 0.0f);
+  for (size_t start = 0; start < parts.size(); start += width) {
+    for (int64_t i = 0; i < width; i += kLanes) {
+      store(out + i, load(out + i, width - i) + load(parts.data() + start + i, width - i), width - i);
+    }
+  }
+}
+
+inline void add_to(float* sums, V values, int64_t count) { store(sums, load(sums, count) + values, count); }
+
+// With y = x inverse the gradient of x is (g w - y mean(g w y)) inverse; grad_weight [width] is a sum over rows.
+template <class T>
+void rms_norm_grad(uintptr_t x_, uintptr_t weight_, uintptr_t grad_out_, uintptr_t grad_, uintptr_t grad_weight, int64_t rows,
+                   int64_t width, float eps, int threads) {
+  const T *x = at<const T>(x_), *grad_out = at<const T>(grad_out_);
+  const float* weight = at<const float>(weight_);
+  T* grad = at<T>(grad_);
+  std::vector<float> weights((rows + kRows - 1) / kRows * width);
+  spread(rows, kRows, threads, [&](int64_t start, int64_t stop) {
+    float* to_weight = weights.data() + start / kRows * width;
+    for (int64_t row = start; row < stop; ++row) {
+      const T *from = x + row * width, *above = grad_out + row * width;
+      const float inverse = inverse_rms(from, width, eps);
+      V sums = {};
+      for (int64_t i = 0; i < width; i += kLanes) {
+        const V y = load(from + i, width - i) * inverse, g = load(above + i, width - i);
+        add_to(to_weight + i, g * y, width - i);
+        sums += g * load(weight + i, width - i) * y;
+      }
+      const float along = total(sums) / static_cast<float>(width);
+      for (int64_t i = 0; i < width; i += kLanes) {
+        const V y = load(from + i, width - i) * inverse, g = load(above + i, width - i);
+        store(grad + row * width + i, (g * load(weight + i, width - i) - y * along) * inverse, width - i);
+      }
+    }
+  });
+  add_blocks(weights, width, at<float>(grad_weight));
+}
+
+template <class T>
+void column_sums(uintptr_t x_, uintptr_t out, int64_t rows, int64_t width, int threads) {
+  const T* x = at<const T>(x_);
+  const int64_t blocks = (rows + kRows - 1) / kRows;
+  std::vector<float> sums(blocks * width);
+  spread(rows, kRows, threads, [&](int64_t start, int64_t stop) {
+    float* to = sums.data() + start / kRows * width;
+    for (int64_t row = start; row < stop; ++row) {
+      for (int64_t i = 0; i < width; i += kLanes) add_to(to + i, load(x + row * width + i, width - i), width - i);
+    }
+  });
+  add_blocks(sums, width, at<float>(out));
+}
+
+// ---- rotary positions
+
+// x [s, b, n, d] with the given steps between s, b and n -> out, contiguous. The tables are [s, half], or [s, b, half] if
+// `each`; pairs are (i, i + half), numbers from 2 half on pass through. sign -1 turns back.
+template <class T>
+void rotate(uintptr_t x_, int64_t step_s, int64_t step_b, int64_t step_n, uintptr_t out_, uintptr_t cos_, uintptr_t sin_,
+            int64_t s, int64_t b, int64_t n, int64_t d, int64_t half, bool each, float sign, int threads) {
+  const T* x = at<const T>(x_);
+  const float *cos = at<const float>(cos_), *sin = at<const float>(sin_);
+  T* out = at<T>(out_);
+  spread(s, std::max<int64_t>(1, kRun / (b * n * d + 1)), threads, [=](int64_t start, int64_t stop) {
+    for (int64_t at = start * b * n; at < stop * b * n; ++at) {
+      const int64_t head = at % n, sample = at / n % b, position = at / n / b;
+      const T* from = x + position * step_s + sample * step_b + head * step_n;
+      const float *c = cos + (each ? position * b + sample : position) * half, *t = sin + (c - cos);
+      T* to = out + at * d;
+      for (int64_t i = 0; i < half; i += kLanes) {
+        const V u = load(from + i, half - i), v = load(from + half + i, half - i);
+        const V cosine = load(c + i, half - i), sine = load(t + i, half - i) * sign;
+        store(to + i, u * cosine - v * sine, half - i);
+        store(to + half + i, v * cosine + u * sine, half - i);
+      }
+      std::memcpy(to + 2 * half, from + 2 * half, (d - 2 * half) * sizeof(T));
+    }
+  });
+}
+
+// ---- loss
+
+// Of each row of logits [rows, width], its first `valid` numbers: the largest, the logarithm of the sum of exponentials of
+// what they are above the largest, and their sum.
+template <class T>
+void log_sums(uintptr_t x_, uintptr_t out, int64_t rows, int64_t width, int64_t valid, int threads) {
+  const T* x = at<const T>(x_);
+  float *tops = at<float>(out), *logs = tops + rows, *sums = logs + rows;
+  spread(rows, std::max<int64_t>(1, kRun / (width + 1)), threads, [=](int64_t start, int64_t stop) {
+    for (int64_t row = start; row < stop; ++row) {
+      const T* from = x + row * width;
+      V largest = V{} - std::numeric_limits<float>::infinity();
+      const int64_t whole = valid / kLanes * kLanes;
+      for (int64_t i = 0; i < whole; i += kLanes) largest = larger(largest, load(from + i));
+      float top = -std::numeric_limits<float>::infinity();
+      for (int64_t i = 0; i < kLanes; ++i) top = std::max(top, largest[i]);
+      for (int64_t i = whole; i < valid; ++i) top = std::max(top, load(from + i, 1)[0]);
+      const float of_exp = sum_over(valid, [=](int64_t i) {
+        return first(exp_of(clamp(load(from + i, valid - i) - top, kFar)), valid - i);
+      });
+      logs[row] = std::log(of_exp);
+      tops[row] = top;
+      sums[row] = sum_over(valid, [=](int64_t i) { return load(from + i, valid - i); });
+    }
+  });
+}
+
+// Puts (exp(x - top - log) - uniform) * grad, less `hit` in one column of each row, in the place of logits [rows, width];
+// columns from `valid` on become 0.
+template <class T>
+void loss_grad(uintptr_t x_, uintptr_t tops_, uintptr_t logs_, uintptr_t grads_, uintptr_t hits, uintptr_t columns,
+               int64_t rows, int64_t width, int64_t valid, float uniform, int threads) {
+  T* x = at<T>(x_);
+  const float *tops = at<const float>(tops_), *logs = at<const float>(logs_);
+  const float *grads = at<const float>(grads_), *off = at<const float>(hits);
+  const int64_t* column = at<const int64_t>(columns);
+  spread(rows, std::max<int64_t>(1, kRun / (width + 1)), threads, [=](int64_t start, int64_t stop) {
+    for (int64_t row = start; row < stop; ++row) {
+      T* line = x + row * width;
+      const float top = tops[row], log = logs[row], grad = grads[row];
+      const float hit = valid ? load(line + column[row], 1)[0] : 0.0f;
+      for (int64_t i = 0; i < valid; i += kLanes) {
+        const V p = exp_of(clamp(load(line + i, valid - i) - top - log, kFar));
+        store(line + i, (p - uniform) * grad, valid - i);
+      }
+      if (valid) {
+        const V p = exp_of(clamp(V{} + hit - top - log, kFar));
+        store(line + column[row], (p - uniform) * grad - off[row], 1);
+      }
+      std::memset(static_cast<void*>(line + valid), 0, (width - valid) * sizeof(T));
+    }
+  });
+}
+
+// ---- dropout
+
+// x times `factor` where the random bits (signed) are at most `most`, else times 0.
+template <class T>
+void drop(uintptr_t x_, uintptr_t bits_, uintptr_t out_, int64_t size, int32_t most, float factor, int threads) {
+  typedef int16_t Bits __attribute__((vector_size(32)));
+  const T* x = at<const T>(x_);
+  const int16_t* bits = at<const int16_t>(bits_);
+  T* out = at<T>(out_);
+  const I kept_factor = same_bits<I>(V{} + factor);
+  spread(size, 2 * kRun, threads, [=](int64_t start, int64_t stop) {
+    for (int64_t i = start; i < stop; i += kLanes) {
+      Bits some = {};
+      std::memcpy(&some, bits + i, std::min(kLanes, stop - i) * sizeof(int16_t));
+      const I kept = (__builtin_convertvector(some, I) - (most + 1)) >> 31;  // all ones or 0
+      store(out + i, load(x + i, stop - i) * same_bits<V>(kept & kept_factor), stop - i);
+    }
+  });
+}
+
+template <class T>
+void define(py::module_& m, const std::string& format) {
+  const py::call_guard<py::gil_scoped_release> unlocked;
+  m.def(("gelu_" + format).c_str(), &gelu<T>, unlocked);
+  m.def(("gelu_grad_" + format).c_str(), &gelu_grad<T>, unlocked);
+  m.def(("swiglu_" + format).c_str(), &swiglu<T>, unlocked);
+  m.def(("swiglu_grad_" + format).c_str(), &swiglu_grad<T>, unlocked);
+  m.def(("rms_norm_" + format).c_str(), &rms_norm<T>, unlocked);
+  m.def(("rms_norm_grad_" + format).c_str(), &rms_norm_grad<T>, unlocked);
+  m.def(("column_sums_" + format).c_str(), &column_sums<T>, unlocked);
+  m.def(("rotate_" + format).c_str(), &rotate<T>, unlocked);
+  m.def(("log_sums_" + format).c_str(), &log_sums<T>, unlocked);
+  m.def(("loss_grad_" + format).c_str(), &loss_grad<T>, unlocked);
+  m.def(("drop_" + format).c_str(), &drop<T>, unlocked);
+}
+
+}  // namespace
+
+PYBIND11_MODULE(MODULE, m) {
+  m.doc() = "One pass over rows; see megatron/kernels/cpu/native.py.";
+  m.attr("INTERFACE") = 2;  // raise it here and in native.py when a function changes
+  define<float>(m, "float32");
+  define<Bf16>(m, "bfloat16");
+}

@@ -1,0 +1,40 @@
+"""Attention as it is defined, with the whole matrix of scores: what is right, and slow. Knows no
+layer and no rank."""
+
+import torch
+from torch import Tensor
+
+from megatron.kernels.cpu.blocking import wide_dtype
+from megatron.kernels.dropout import DropoutBits
+
+
+def plain_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    dropout_p: float = 0.0,
+    dropout_seed: int | None = None,
+    document_ids: Tensor | None = None,
+) -> Tensor:
+    """As `megatron.kernels.attention.attention`: q [s, b, n, d], k and v [s, b, g, d] -> [s, b, n,
+    d].
+
+    Holds [b, n, s, s] scores and probabilities, in fp32 at least; the dropout mask is one draw over
+    all of them.
+    """
+    s, b, n, d = q.shape
+    wide = wide_dtype(q)
+    groups = k.shape[2]
+    # [b, g, r, s, d]
+    rows = q.to(wide).unflatten(2, (groups, n // groups)).permute(1, 2, 3, 0, 4)
+    # [b, g, 1, s, d]
+    keys, values = (t.to(wide).permute(1, 2, 0, 3).unsqueeze(2) for t in (k, v))
+    hidden = torch.ones(s, s, dtype=torch.bool, device=q.device).triu_(1)
+    if document_ids is not None:
+        hidden = (hidden | (document_ids[:, :, None] != document_ids[:, None, :]))[:, None, None]
+    probs = (rows @ keys.transpose(-1, -2) * scale).masked_fill(hidden, -torch.inf).softmax(-1)
+    if dropout_p > 0.0:
+        keep = DropoutBits(dropout_seed, dropout_p, q.device).keep(probs.numel(), wide)
+        probs = probs * keep.view_as(probs) / (1.0 - dropout_p)
+    return (probs @ values).permute(3, 0, 1, 2, 4).flatten(2, 3).to(q.dtype)

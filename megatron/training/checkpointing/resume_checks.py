@@ -1,0 +1,67 @@
+"""What keeps a command line from resuming a checkpoint, by its flags and counters alone. Knows no
+tensor; loads no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from megatron.config.architecture import Difference
+from megatron.config.plan.plan import Plan
+from megatron.config.tree import Config
+
+
+def architecture_problem(wrong: Sequence[Difference]) -> str | None:
+    """Weights of another model."""
+    if not wrong:
+        return None
+    lines = [
+        f"{name} value from checkpoint ({old}) is not equal to the input argument value ({new})."
+        for name, _, old, new in wrong
+    ]
+    return (
+        "--load: "
+        + " ".join(lines)
+        + " Give the values of the checkpoint (--use-checkpoint-args does), or --finetune "
+        "to start anew from its weights [flag-contradicts-checkpoint]"
+    )
+
+
+def position_problem(
+    config: Config, plan: Plan, saved: Config, iteration: int, consumed: int
+) -> str | None:
+    """The samples consumed must be those that this run's batch sizes give, or batches would overlap
+    or leave gaps."""
+    expected = plan.consumed_samples(iteration)
+    if consumed == expected or config.data.allow_data_order_change:
+        return None
+    return (
+        f"--load: after iteration {iteration} the checkpoint has consumed {consumed} samples, "
+        f"with this run's batch sizes it would be {expected} (--global-batch-size was "
+        f"{saved.training.global_batch_size}, is {config.training.global_batch_size}); give the "
+        "batch sizes of the checkpoint, or --allow-data-order-change to go on from sample "
+        f"{consumed} [consumed-samples-differ]"
+    )
+
+
+def vocabulary_problem(load: str, saved: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
+    """Ids of another tokenizer; both are what `Tokenizer.identity` gives, and an empty one is
+    any."""
+    before = _vocabulary(saved)
+    here = _vocabulary(now)
+    if not before or before == here:
+        return None
+    return (
+        f"--load {load}: it was trained with the tokenizer {_short(before)}, this run has "
+        f"{_short(here)}; give the same vocabulary, or --finetune to start anew from its weights "
+        "[checkpoint-of-another-tokenizer]"
+    )
+
+
+def _vocabulary(identity: Mapping[str, Any]) -> dict[str, Any]:
+    """What decides the ids: all of a tokenizer's identity but where its files lie."""
+    return {key: value for key, value in identity.items() if key != "files"}
+
+
+def _short(identity: Mapping[str, Any]) -> str:
+    return ", ".join(f"{key} {str(value)[:60]}" for key, value in identity.items())

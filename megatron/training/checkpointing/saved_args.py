@@ -1,0 +1,70 @@
+"""The flags a checkpoint was saved with, held against those of this run. Knows no tensor and no
+state of a run."""
+
+from __future__ import annotations
+
+from megatron import log
+from megatron.arguments import build_parser, config_from, parse_typed, read_words, values_of
+from megatron.checkpoint import store
+from megatron.checkpoint.filesystem import ForeignCheckpoint
+from megatron.checkpoint.state import differences
+from megatron.checkpoint.store import Checkpoint
+from megatron.config import architecture
+from megatron.config.tree import Config
+from megatron.training.checkpointing.resume_checks import architecture_problem
+
+# Differences that a resume makes all the time.
+_USUAL = {
+    "load",
+    "save",
+    "save_interval",
+    "local_rank",
+    "log_interval",
+    "exit_interval",
+    "exit_duration_in_mins",
+    "finetune",
+    "ckpt_step",
+    "allow_data_order_change",
+    "use_checkpoint_args",
+    "override_opt_param_scheduler",
+    "use_checkpoint_opt_param_scheduler",
+    "progress",
+    "metrics_file",
+    "data_ledger",
+    "tensorboard_dir",
+    "dry_run",
+    "world_size",
+    "async_save",
+    "staging_dir",
+    "spike_action",
+    "spike_snapshot_interval",
+    "forget_skip",
+    "log_format",
+    "print_arguments",
+}
+
+
+def saved_config(found: Checkpoint) -> Config:
+    """The configuration a checkpoint was saved with, from its `args` file."""
+    parser = build_parser(Config, prog="args", description="")
+    path = found.directory / store.ARGS
+    words = read_words(path)
+    if any(word.startswith("@") for word in words):
+        raise ForeignCheckpoint(
+            f"{path} includes another file, which no checkpoint of this suite does "
+            "[checkpoint-args-damaged]"
+        )
+    return config_from(Config, parse_typed(parser, words))
+
+
+def check_architecture(saved: Config, now: Config, strict: bool) -> None:
+    """Raise ValueError on every flag that makes it another model; say every other difference."""
+    wrong = architecture.differences(saved.model, now.model)
+    if wrong and strict:
+        raise ValueError(architecture_problem(wrong))
+    said = _USUAL | {field for one in wrong for field in one.fields}
+    rest = differences(
+        values_of(saved), values_of(now), [name for name in values_of(saved) if name not in said]
+    )
+    for name, old, new in [*((one.name, one.saved, one.now) for one in wrong), *rest]:
+        log.print_rank_0(f" differs from the checkpoint: {name} was {old}, is {new}")

@@ -1,0 +1,414 @@
+"""A line from every rank to rank 0, over which all learn within a moment that a rank has failed or
+died, and which one.
+
+It has sockets and threads of its own, because a rank that waits for the dead inside a collective
+hears nothing there: gloo tells it when a connection breaks, NCCL only when the time limit is over.
+Knows no torch, no signal and nothing of what is run; how the ranks come to know rank 0's address is
+the caller's affair.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import selectors
+import socket
+import sys
+import sysconfig
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron import launcher
+
+DIED = (
+    "died without a word: killed (kill -9, out of memory) or gone with its machine; its launcher, "
+    "or the system's log there, knows which"
+)
+# seconds, in which the same error of other ranks comes in; the lowest of them speaks
+SPOKEN_COUNTS_AFTER = 0.3
+# ... in which a request to end that went to all ranks reaches this one
+DEATH_COUNTS_AFTER = 0.7
+OTHERS_GO_WITHIN = 1.0
+# where a rank fails while others are still on their way: they are waited for, to be told
+OTHERS_JOIN_WITHIN = 8.0
+CONNECT_WITHIN = 5.0
+ANSWERS_WITHIN = 1.5
+ABSENCE_SAID_EVERY = 60.0
+LONGEST_TEXT = 20_000
+
+
+@dataclass(frozen=True)
+class Place:
+    """Which process a rank is; `node` tells the launcher's nodes apart, also where two are one
+    machine."""
+
+    rank: int
+    pid: int
+    host: str
+    node: str
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} (process {self.pid} on {self.host})"
+
+
+@dataclass(frozen=True)
+class End:
+    """Why a run ends before its end: what the rank at `place` met, in one line; every other rank
+    leaves with `code`.
+
+    `silent`: that rank is gone and cannot say it itself.
+    """
+
+    place: Place
+    text: str
+    code: int = 1
+    silent: bool = False
+
+
+def my_place() -> Place:
+    """The place of this process."""
+    host = socket.gethostname()
+    here = launcher.info()
+    return Place(here.rank, os.getpid(), host, here.node or host)
+
+
+def place_in_code(frames: Sequence[traceback.FrameSummary]) -> str:
+    """`function (file:line)` of the innermost frame that is neither torch's nor Python's."""
+    libraries = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "purelib"))
+    ours = [frame for frame in frames if not frame.filename.startswith((*libraries, "<"))]
+    frame = (ours or list(frames))[-1]
+    return f"{frame.name} ({_below_the_top(Path(frame.filename))}:{frame.lineno})"
+
+
+def _below_the_top(file: Path) -> str:
+    """The path from `megatron`, `tools` or `tests` on; of other code, its last three parts."""
+    tops = [
+        index for index, part in enumerate(file.parts) if part in ("megatron", "tools", "tests")
+    ]
+    return "/".join(file.parts[tops[-1] if tops else -3 :])
+
+
+class _Wire:
+    """JSON objects over a socket, one a line. A forked child closes its copy, so that a death is
+    seen in spite of it."""
+
+    def __init__(self, connection: socket.socket):
+        self.socket = connection
+        self._rest = b""
+        self._lock = threading.Lock()
+        os.register_at_fork(after_in_child=connection.close)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        # a lost machine: a minute
+        for name, value in (("TCP_KEEPIDLE", 20), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 4)):
+            if hasattr(socket, name):
+                connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+    def send(self, kind: str, **content: Any) -> None:
+        """A message; what cannot be sent is dropped, for the reader finds out who is gone."""
+        with contextlib.suppress(OSError), self._lock:
+            self.socket.sendall(json.dumps({"kind": kind, **content}).encode() + b"\n")
+
+    def receive(self) -> list[dict[str, Any]] | None:
+        """Wait for messages; None when the other end is gone."""
+        try:
+            data = self.socket.recv(1 << 16)
+        except OSError:
+            data = b""
+        *whole, self._rest = (self._rest + data).split(b"\n")
+        return [json.loads(line) for line in whole] if data else None
+
+
+class Hub:
+    """Rank 0's part: hears all ranks, decides whose failure counts, and tells everybody else to
+    go."""
+
+    def __init__(self, world_size: int, family: int = socket.AF_INET):
+        self.world_size = world_size
+        self.token = secrets.token_hex(16)
+        self._server = socket.create_server(("", 0), family=family, backlog=world_size)
+        os.register_at_fork(after_in_child=self._server.close)
+        self.port = self._server.getsockname()[1]
+        self._wires: dict[int, _Wire] = {}
+        self._places: dict[int, Place] = {}
+        self._ends: list[End] = []
+        self._decided: dict[str, Any] | None = None
+        self._asking: set[int] = set()
+        self._answers: dict[int, Any] = {}
+        self._deadlines = {"absent": time.monotonic() + ABSENCE_SAID_EVERY}
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._server, selectors.EVENT_READ)
+        self._thread = threading.Thread(target=self._run, name="hub", daemon=True)
+        self._thread.start()
+
+    def finish(self) -> None:
+        """After rank 0's own line was closed: wait until the others have heard that no watch is
+        kept any more."""
+        self._thread.join(OTHERS_GO_WITHIN)
+
+    def _run(self) -> None:
+        while 0 in self._wires or 0 not in self._places:
+            self._listen(min(self._deadlines.values(), default=None))
+            now = time.monotonic()
+            due = [name for name, at in self._deadlines.items() if at <= now]
+            for name in due:
+                del self._deadlines[name]
+                getattr(self, f"_{name}")()
+        self._tell_all("bye")
+        self._until_gone(())
+
+    def _listen(self, until: float | None) -> None:
+        wait = None if until is None else max(0.0, until - time.monotonic())
+        for key, _ in self._selector.select(wait):
+            if key.data is None:
+                with contextlib.suppress(OSError):
+                    connection, _ = self._server.accept()
+                    # of what a stranger sends, and of what is sent
+                    connection.settimeout(CONNECT_WITHIN)
+                    self._selector.register(
+                        connection, selectors.EVENT_READ, [_Wire(connection), None]
+                    )
+            else:
+                self._hear(key)
+
+    def _hear(self, key: selectors.SelectorKey) -> None:
+        wire, rank = key.data
+        try:
+            messages = wire.receive()
+            for message in messages or ():
+                if rank is None:
+                    rank = key.data[1] = self._welcome(wire, message)
+                else:
+                    self._take(rank, message)
+        except (ValueError, KeyError, TypeError):  # a stranger
+            messages = None
+        if messages is None:
+            self._selector.unregister(wire.socket)
+            wire.socket.close()
+            if self._wires.pop(rank, None):
+                self._note(End(self._places[rank], DIED, silent=True), DEATH_COUNTS_AFTER)
+
+    def _welcome(self, wire: _Wire, message: dict[str, Any]) -> int:
+        if not secrets.compare_digest(message["token"], self.token):
+            raise ValueError("a stranger")
+        place = Place(**message["place"])
+        self._places[place.rank], self._wires[place.rank] = place, wire
+        wire.send("welcome")
+        if self._decided:
+            wire.send("end", end=self._decided)
+        if len(self._places) == self.world_size:
+            self._deadlines.pop("absent", None)
+        return place.rank
+
+    def _take(self, rank: int, message: dict[str, Any]) -> None:
+        kind = message["kind"]
+        if kind == "bye":
+            self._wires.pop(rank, None)
+        elif kind == "failed":
+            self._note(
+                End(self._places[rank], message["text"], message["code"]), SPOKEN_COUNTS_AFTER
+            )
+        elif kind == "ask":
+            if not self._asking:
+                self._answers = {}
+                self._deadlines["answer"] = time.monotonic() + ANSWERS_WITHIN
+                self._tell_all("where")
+            self._asking.add(rank)
+        elif kind == "at":
+            self._answers[rank] = message["at"]
+            if len(self._answers) >= len(self._wires):
+                self._deadlines["answer"] = 0.0
+
+    def _note(self, end: End, seconds: float) -> None:
+        if self._decided:
+            return
+        self._ends.append(end)
+        at = time.monotonic() + seconds
+        self._deadlines["end"] = min(at, self._deadlines.get("end", at))
+
+    def _absent(self) -> None:
+        missing = sorted(set(range(self.world_size)) - set(self._places))
+        print(
+            f"waiting for {len(missing)} of {self.world_size} ranks to join: {_numbers(missing)}",
+            flush=True,
+        )
+        self._deadlines["absent"] = time.monotonic() + ABSENCE_SAID_EVERY
+
+    def _answer(self) -> None:
+        places = {rank: f"{place} does not answer" for rank, place in self._places.items()} | {
+            rank: f"{self._places[rank]}: {at}" if at else None
+            for rank, at in self._answers.items()
+        }
+        missing = [rank for rank in range(self.world_size) if rank not in self._places]
+        if missing:
+            places[missing[0]] = f"rank{'s' * (len(missing) > 1)} {_numbers(missing)} never joined"
+        for rank in self._asking:
+            if rank in self._wires:
+                self._wires[rank].send(
+                    "answer", places=[text for _, text in sorted(places.items()) if text]
+                )
+        self._asking.clear()
+
+    def _end(self) -> None:
+        """All but the one that failed go; rank 0, with this thread, after the others; who failed
+        speaks last.
+
+        Of several that died the first counts: a launcher kills its other ranks when it has seen one
+        die.
+        """
+        end = min(self._ends, key=lambda one: (one.silent, not one.silent and one.place.rank))
+        self._decided = asdict(end)
+        last = (end.place.rank, 0)
+        self._tell_all("end", but=last, end=self._decided)
+        deadline = time.monotonic() + OTHERS_JOIN_WITHIN
+        while len(self._places) < self.world_size and time.monotonic() < deadline:
+            self._listen(deadline)
+        self._until_gone(last)
+        if end.place.rank and 0 in self._wires:
+            self._wires[0].send("end", end=self._decided)
+            time.sleep(SPOKEN_COUNTS_AFTER)
+        if end.place.rank in self._wires:
+            self._wires[end.place.rank].send("speak")
+
+    def _tell_all(self, kind: str, but: Iterable[int] = (), **content: Any) -> None:
+        for rank, wire in self._wires.items():
+            if rank not in but:
+                wire.send(kind, **content)
+
+    def _until_gone(self, but: Iterable[int]) -> None:
+        deadline = time.monotonic() + OTHERS_GO_WITHIN
+        while set(self._wires) - set(but) and time.monotonic() < deadline:
+            self._listen(deadline)
+
+
+class Line:
+    """This rank's end of the line to the hub.
+
+    `on_end` is called, in a thread of its own, when another rank has failed or died; it is to end
+    the process. `place` is this process's, unless given.
+    """
+
+    def __init__(
+        self,
+        addresses: Iterable[tuple[str, int]],
+        token: str,
+        hub: Place,
+        on_end: Callable[[End], None],
+        place: Place | None = None,
+    ):
+        self.place = place or my_place()
+        self._hub = hub
+        self._on_end = on_end
+        self._main = threading.main_thread().ident
+        self._told = self._closed = self._ended = False
+        self._turn = threading.Event()
+        self._answered = threading.Event()
+        self._places: list[str] = []
+        self._early: list[dict[str, Any]] = []
+        self._wire = self._connect(addresses, token)
+        threading.Thread(target=self._run, name="line", daemon=True).start()
+
+    def _connect(self, addresses: Iterable[tuple[str, int]], token: str) -> _Wire:
+        problem = OSError("no address")
+        for address in addresses:
+            try:
+                wire = _Wire(socket.create_connection(address, CONNECT_WITHIN))
+                wire.send("hello", token=token, place=asdict(self.place))
+                if messages := wire.receive():
+                    self._early = messages[1:]
+                    wire.socket.settimeout(None)
+                    return wire
+            except (OSError, ValueError) as error:
+                problem = error
+        raise OSError(str(problem))
+
+    def tell(self, text: str, code: int = 1) -> None:
+        """Say that this rank has failed, and wait until it is its turn to tell the user; not if
+        another one does."""
+        self._told = True
+        self._wire.send("failed", text=text[:LONGEST_TEXT], code=code)
+        self._turn.wait(OTHERS_JOIN_WITHIN + OTHERS_GO_WITHIN + 2.0)
+        while self._ended:
+            time.sleep(1.0)  # the other thread ends this process
+
+    def ask(self) -> list[str]:
+        """Of each rank that does not wait for others: which it is and where in the code it
+        stands."""
+        self._answered.clear()
+        self._wire.send("ask")
+        self._answered.wait(2 * ANSWERS_WITHIN)
+        return self._places
+
+    def close(self) -> None:
+        """The run is over: from now on nobody minds if this process ends."""
+        self._closed = True
+        self._wire.send("bye")
+
+    def _run(self) -> None:
+        messages: list[dict[str, Any]] | None = self._early
+        while messages is not None:
+            for message in messages:
+                self._take(message)
+            messages = self._wire.receive()
+        if not self._closed and not self._told:
+            time.sleep(DEATH_COUNTS_AFTER)
+            self._leave(End(self._hub, DIED, silent=True))
+        self._wire.socket.close()
+        self._turn.set()
+        self._answered.set()
+
+    def _take(self, message: dict[str, Any]) -> None:
+        kind = message["kind"]
+        if kind == "end":
+            self._leave(End(**message["end"] | {"place": Place(**message["end"]["place"])}))
+        elif kind == "speak":
+            self._turn.set()
+        elif kind == "where":
+            self._wire.send("at", at=None if self._told else self._doing())
+        elif kind == "answer":
+            self._places = message["places"]
+            self._answered.set()
+        elif kind == "bye":
+            self._closed = True
+
+    def _leave(self, end: End) -> None:
+        self._ended = True
+        self._on_end(end)
+
+    def _doing(self) -> str | None:
+        """Where the main thread stands; None while any thread waits for other ranks."""
+        found = sys._current_frames()
+        stacks = {ident: traceback.extract_stack(frame) for ident, frame in found.items()}
+        if any(_waits(stack[-1]) for stack in stacks.values()) or any(
+            f.name == "leave_with" for f in stacks[self._main]
+        ):
+            return None
+        return place_in_code(stacks[self._main])
+
+
+def _waits(frame: traceback.FrameSummary) -> bool:
+    path = Path(frame.filename).as_posix()
+    return "/torch/distributed/" in path or path.endswith(
+        ("megatron/parallel/collectives.py", "megatron/parallel/pipeline.py")
+    )
+
+
+def _numbers(ranks: Sequence[int]) -> str:
+    """`0, 2-5`."""
+    return ", ".join(
+        str(first) if first == last else f"{first}-{last}" for first, last in _spans(ranks)
+    )
+
+
+def _spans(ranks: Sequence[int]) -> Iterator[tuple[int, int]]:
+    first = 0
+    for i in range(1, len(ranks) + 1):
+        if i == len(ranks) or ranks[i] != ranks[i - 1] + 1:
+            yield ranks[first], ranks[i - 1]
+            first = i

@@ -1,0 +1,264 @@
+"""How a run is left before its end: signals, Ctrl-C and errors. Knows nothing of what is run, and
+needs no torch."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from types import FrameType
+from typing import NoReturn
+
+from megatron import interrupt, launcher, log
+from megatron.checkpoint.filesystem import CheckpointError
+from megatron.training.launch.rank_monitor import End, Line, my_place, place_in_code
+
+WATCHED = (signal.SIGTERM, signal.SIGUSR1)
+SAME_REQUEST_SECONDS = 1.0  # a scheduler and a launcher both pass one request on
+LOST_WAITS = 10.0  # for the news why a connection is lost
+
+
+class Refusal(ValueError):
+    """Why a run ends, in one line for the user, and with which exit code. To be raised on all
+    ranks."""
+
+    def __init__(self, text: str, code: int):
+        super().__init__(text)
+        self.code = code
+
+
+class SignalWatch:
+    """Hears signals at once, also while the main thread waits inside a library: a thread of its own
+    reads them.
+
+    With `catch_interrupts`, Ctrl-C ends the process with one line and exit code 130; `advice` is
+    the line's second half. With `remember_requests`, the first SIGTERM or SIGUSR1 is kept in
+    `received`; a second one, at least a second later, ends the process. Both are to be called in
+    the main thread. Once the ranks have met they hear of each other's end over `line`; `limit` is
+    that of a collective, as a user types it.
+    """
+
+    def __init__(self) -> None:
+        self.received: signal.Signals | None = None
+        self.advice = "training had not begun"
+        self.line: Line | None = None
+        # what a process does before it ends at once
+        self.leaving: Callable[[], None] = lambda: None
+        self.limit = ""
+        self._received_at = 0.0
+        self._listener: threading.Thread | None = None
+
+    def catch_interrupts(self) -> None:
+        """From now on Ctrl-C means one line, no traceback, exit code 130; and a crash in a library
+        shows where it was."""
+        faulthandler.enable(all_threads=False)
+        self._listen(signal.SIGINT)
+
+    def remember_requests(self) -> None:
+        """From now on SIGTERM and SIGUSR1 mean: save and leave, when the loop comes to it."""
+        self._listen(*WATCHED)
+
+    def _listen(self, *numbers: signal.Signals) -> None:
+        first = self._listener is None
+        if first:
+            read_end, write_end = os.pipe()
+            os.set_blocking(write_end, False)
+            signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
+            os.register_at_fork(after_in_child=_deafen)
+            self._listener = threading.Thread(
+                target=self._hear, args=(read_end,), name="signals", daemon=True
+            )
+        for number in numbers:
+            signal.signal(number, leave_to_listener)
+        if first:
+            self._listener.start()
+
+    def _hear(self, read_end: int) -> None:
+        while True:
+            for number in os.read(read_end, 64):
+                if number == signal.SIGINT:
+                    start = "\n" if os.isatty(2) else ""  # below the terminal's ^C
+                    self._leave(interrupt.INTERRUPTED, f"{start}interrupted: {self.advice}\n")
+                elif number in WATCHED:
+                    self._request(signal.Signals(number))
+
+    def _request(self, number: signal.Signals) -> None:
+        if self.received is None:
+            self._received_at = time.monotonic()
+            self.received = number
+        elif time.monotonic() - self._received_at > SAME_REQUEST_SECONDS:
+            self._leave(128 + number, "second signal: leaving now, without a save\n")
+
+    def leave_for(self, end: End) -> NoReturn:
+        """Another rank has failed: end this process."""
+        self.leaving()
+        leave_for(end)
+
+    def _leave(self, code: int, text: str) -> NoReturn:
+        """End the run: of all ranks that are asked to, the lowest says so."""
+        self.leaving()
+        if self.line:
+            self.line.tell(text.strip(), code)
+            _exit(code, text)
+        _exit(code, text if launcher.rank() == 0 else "")
+
+
+def leave_to_listener(number: int, frame: FrameType | None) -> None:
+    """What Python itself does about a signal that the listener hears: nothing."""
+
+
+def _deafen() -> None:
+    """In a forked child: its signals are not the parent's."""
+    signal.set_wakeup_fd(-1)
+
+
+def _exit(code: int, text: str = "") -> NoReturn:
+    """End this process and its workers at once, with `text` on stderr."""
+    if text:
+        # Ctrl-C also ends the `tee` that stderr may be a pipe to
+        with contextlib.suppress(OSError):
+            os.write(2, text.encode(errors="replace"))
+    # where nobody loaded it there are no workers
+    processes = sys.modules.get("multiprocessing.process")
+    for child in getattr(processes, "active_children", list)():
+        child.kill()
+    os._exit(code)
+
+
+class WorkerSignals:
+    """Signals in a worker process: ending the run is the parent's affair, and the worker must not
+    die before it."""
+
+    def __init__(
+        self, clock: Callable[[], float] = time.monotonic, leave: Callable[[int], object] = os._exit
+    ) -> None:
+        self._clock = clock
+        self._leave = leave
+        self._first_at: float | None = None
+
+    def install(self) -> None:
+        """Ignore Ctrl-C and, where the parent catches them, the first SIGTERM and SIGUSR1."""
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        for number in WATCHED:
+            caught = signal.getsignal(number) is leave_to_listener
+            signal.signal(number, self._outlive if caught else signal.SIG_DFL)
+
+    def _outlive(self, number: int, frame: FrameType | None) -> None:
+        """A request to the whole process group must not cost the parent its data; asked again, the
+        worker goes."""
+        now = self._clock()
+        self._first_at = now if self._first_at is None else self._first_at
+        if now - self._first_at > SAME_REQUEST_SECONDS:
+            self._leave(128 + number)
+
+
+def leave_with(error: Exception | SystemExit, watch: SignalWatch) -> NoReturn:
+    """Say what went wrong and end this process with exit code 1 (of a SystemExit or a Refusal, with
+    its own).
+
+    What is wrong for one rank is mostly wrong for all, and a rank that fails breaks the connections
+    of the others. Over the line they agree on one to speak: the lowest of those that failed for
+    reasons of their own. Without it, rank 0 speaks first, and the others wait long enough for a
+    launcher to end them.
+    """
+    line = watch.line
+    if isinstance(error, SystemExit) and line is None:
+        raise error  # a bad command line, which has been said
+    rank = launcher.rank()
+    alone = launcher.world_size() == 1
+    code = error.code if isinstance(error, (SystemExit, Refusal)) else 1
+    code = code if isinstance(code, int) else int(code is not None)
+    text = describe(error)
+    if line is None:
+        time.sleep(log.OTHERS_WAIT if rank else 0.0)
+    elif _is_timeout(error):
+        text = _timeout(error, line, watch.limit)
+    elif _is_lost(error):
+        time.sleep(LOST_WAITS)  # the line's thread ends this process when it hears why
+    if line is not None:
+        line.tell(text.strip().rpartition("\n")[2].removeprefix("error: "), code)
+    sys.stdout.flush()
+    if not alone and text.startswith("Traceback"):
+        log.last_words(f"{my_place()} failed:\n{text}")
+    else:
+        log.last_words(f"rank {rank}: {text}" if rank else text)
+    _exit(code)
+
+
+def leave_for(end: End) -> NoReturn:
+    """Another rank has failed: end this process without noise, as that one is to be heard.
+
+    torchrun reports what it sees first on its node, so there the others wait to be ended by it; on
+    another node one rank tells torchrun what happened. Without it rank 0 (or 1) says in one line
+    whom to look at.
+    """
+    agent = launcher.under_torchrun()
+    if agent and (launcher.info().local_rank or end.place.node == my_place().node):
+        time.sleep(log.OTHERS_WAIT)
+        _exit(max(1, end.code))
+    if agent or launcher.rank() == (0 if end.place.rank else 1) and (end.silent or end.place.rank):
+        log.last_words(
+            f"rank {launcher.rank()} ends, because {end.place} "
+            f"{'' if end.silent else 'failed: '}{end.text}\n"
+        )
+    _exit(max(1, end.code))
+
+
+def _is_timeout(error: BaseException) -> bool:
+    text = str(error).lower()
+    return (
+        isinstance(error, RuntimeError)
+        and ("timed out" in text or "timeout" in text)
+        and "connect" not in text
+    )
+
+
+def _is_lost(error: BaseException) -> bool:
+    text = str(error)
+    return type(error).__name__.startswith("Dist") or any(
+        sign in text for sign in ("Connection closed by peer", "Connection reset", "Broken pipe")
+    )
+
+
+def _timeout(error: BaseException, line: Line, limit: str) -> str:
+    """Where this rank waited, and what the ranks do that do not wait."""
+    others = (
+        "; ".join(line.ask()[:8])
+        or "none (a slow network, or collectives that do not fit each other)"
+    )
+    return (
+        f"error: waited longer than {limit} allows in "
+        f"{place_in_code(traceback.extract_tb(error.__traceback__))}. Not waiting: {others}. Find "
+        "out what keeps them, or allow more where so long a wait is right\n"
+    )
+
+
+def describe(error: BaseException) -> str:
+    """One line where the user can mend it or another rank says it; otherwise the traceback."""
+    text = str(error) or type(error).__name__
+    if isinstance(error, (ValueError, OSError, ArithmeticError, CheckpointError)):
+        return f"error: {text}\n"
+    if _is_lost(error):
+        return (
+            "error: the connection to another rank is lost; its own message says why "
+            f"({text.splitlines()[0]})\n"
+        )
+    # killed; torch raises it wherever the run is just then
+    if text.startswith("DataLoader worker"):
+        return (
+            f"error: a data worker died ({text.partition('. ')[0]}): a file it had mapped was cut "
+            "short (tools/inspect_data.py check PREFIX... tells which), or memory or /dev/shm ran "
+            "out; start again from the last checkpoint\n"
+        )
+    if "InvalidCxxCompiler" in text:
+        return (
+            "error: --torch-compile needs a C++ compiler that works; install one (say g++), "
+            "or leave the flag out\n"
+        )
+    return "".join(traceback.format_exception(error))

@@ -1,0 +1,152 @@
+"""The iteration line of --log-format internlm, and the rates of tokens on it: pure functions of
+numbers.
+
+Fields, their order and meaning: facts/internlm.md 3 and the logs of the 7B and 20B demos. Steps
+count from 0 there.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any
+
+from megatron.training.logging.flops import TransformerShape
+
+WINDOW = 50  # steps of tgs_SMA
+BLOCKS = (10, 50)  # steps of the last_tgs_N
+# Where InternLM's lines come from in its own source, as the 20B demo's log names the places;
+# scripts look for them.
+_STEP = "[training_internlm.py, line 600, in record_current_batch_training_metrics]"
+_PLACES = {
+    "set_device": "parallel_context.py:555",
+    "launch": "launch.py:409",
+    "_partition_param_list": "hybrid_zero_optim.py:268",
+}
+_FILLED = ("num_samples_in_batch", "largest_length", "largest_batch", "smallest_batch")
+
+
+def flops_per_token(shape: TransformerShape, recompute: bool) -> int:
+    """InternLM's count: k L ((8 + 4 m) h^2 + 4 s h) + 6 h V with m = 1.5 x MLP ratio; k is 4 with
+    any recompute, else 3.
+
+    A width that is 8/3 h rounded up to a multiple of 256 counts as 8/3; attention counts the whole
+    square of s.
+    """
+    h = shape.hidden_size
+    f = shape.ffn_hidden_size
+    mlp = 16 * h * h if f == -(-int(h * 8 / 3) // 256) * 256 else 6 * f * h
+    layer = 8 * h * h + mlp + 4 * shape.seq_length * h
+    return (4 if recompute else 3) * shape.num_layers * layer + 6 * h * shape.vocab_size
+
+
+@dataclass
+class TokenRates:
+    """Tokens per rank and second: of the last step, of all since the start, their mean, over a
+    window, of whole blocks."""
+
+    tokens: float = 0.0
+    seconds: float = 0.0
+    rates: float = 0.0
+    steps: int = 0
+    window: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=WINDOW))
+    blocks: dict[int, float] = field(default_factory=lambda: dict.fromkeys(BLOCKS, 0))
+
+    def add(self, tokens: float, seconds: float) -> dict[str, float]:
+        """Take in a step of so many tokens a rank; the rates by name, to two digits."""
+        rate = tokens / seconds
+        self.tokens = self.tokens + tokens
+        self.seconds = self.seconds + seconds
+        self.rates = self.rates + rate
+        self.steps = self.steps + 1
+        self.window.append((tokens, seconds))
+        for size in BLOCKS:
+            if self.steps % size == 0:
+                self.blocks[size] = _over(list(self.window)[-size:])
+        found = {
+            "tgs (tokens/gpu/second)": rate,
+            "tgs/last_tgs_1": rate,
+            "tgs/tgs_all": self.tokens / self.seconds,
+            "tgs/tgs_avg": self.rates / self.steps,
+            "tgs/tgs_SMA": _over(self.window),
+        }
+        found |= {f"tgs/last_tgs_{size}": value for size, value in self.blocks.items()}
+        return {name: round(value, 2) for name, value in found.items()}
+
+
+def _over(steps: Any) -> float:
+    return sum(tokens for tokens, _ in steps) / sum(seconds for _, seconds in steps)
+
+
+@dataclass(frozen=True)
+class StepRow:
+    """The numbers of one line; `packed` has the counts of subsets and packed rows by name."""
+
+    step: int
+    loss: float | None
+    teraflops: float
+    rates: Mapping[str, float]
+    learning_rate: float
+    loss_scale: float
+    grad_norm: float | None
+    micro_num: int
+    consumed_tokens: int
+    failed_updates: int
+    adam_beta2: float | None
+    fwd_bwd_seconds: float
+    packed: Mapping[str, Any]
+
+
+def start_line(function: str, text: str, now: datetime) -> str:
+    """A line of a run's beginning, as the demos have it; `function` is InternLM's."""
+    stamp = f"{now:%Y-%m-%d %H:%M:%S},{now.microsecond // 1000:03d}"
+    return f"{stamp} INFO {_PLACES[function]} in {function} -- {text}"
+
+
+def internlm_line(row: StepRow, now: datetime, process: int) -> str:
+    """The line of a trained step."""
+    loss = math.nan if row.loss is None else row.loss
+    fields: dict[str, Any] = {
+        "tflops": row.teraflops,
+        "step": row.step,
+        "loss": loss,
+        **row.rates,
+        "lr": row.learning_rate,
+        "loss_scale": row.loss_scale,
+        "grad_norm": {"0_default": row.grad_norm},
+        "micro_num": row.micro_num,
+        "num_consumed_tokens": row.consumed_tokens,
+        "inf_nan_skip_batches": row.failed_updates,
+    }
+    fields |= {name: row.packed[name] for name in _FILLED if name in row.packed}
+    if row.adam_beta2 is not None:
+        fields["adam_beta2"] = row.adam_beta2
+    fields["fwd_bwd_time"] = round(row.fwd_bwd_seconds, 2)
+    if "acc" in row.packed:
+        fields["acc"] = round(row.packed["acc"], 4)
+    metric = row.packed.get("loss_from_metric", loss)  # never smoothed
+    fields["perplexity"] = round(math.exp(metric), 4) if metric < 700.0 else math.inf
+    for kind, digits in (("acc/", 4), ("tokens/", 0)):
+        fields |= {
+            name: round(value or 0.0, digits) if digits else int(value)
+            for name, value in row.packed.items()
+            if name.startswith(kind)
+        }
+    fields["loss_from_metric"] = round(metric, 4)
+    fields |= {
+        name: math.nan if value is None else round(value, 4)
+        for name, value in row.packed.items()
+        if name.startswith("loss/")
+    }
+    stamp = now.astimezone().isoformat(timespec="milliseconds")
+    shown = "".join(f"{name}={value} " for name, value in fields.items())
+    return f"{stamp} INFO {_STEP} - pid={process} : {shown}"
+
+
+def skipped_line(first: int, last: int, reason: str, now: datetime, process: int) -> str:
+    """The line of steps that are not trained."""
+    stamp = now.astimezone().isoformat(timespec="milliseconds")
+    return f"{stamp} INFO {_STEP} - pid={process} : skipped=1 reason={reason} step={first}-{last}"

@@ -1,0 +1,139 @@
+"""What a run prints first with --log-format short: what will be trained, on what, with what. Knows
+no model."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Sequence
+
+import torch
+
+from megatron import device as devices
+from megatron import log, threads
+from megatron.config import summary_lines
+from megatron.config.command_line import CommandLine, dump
+from megatron.config.plan.plan import Plan
+from megatron.config.summary_lines import entry
+from megatron.config.tree import Config
+from megatron.data.plan_table import Row
+from megatron.kernels.select import KernelRow, fp8_rows, kernel_table
+from megatron.training.launch.initialize import Runtime
+from megatron.version import NAME, VERSION
+
+# Implementations that are what a plain torch loop does, which are not worth a word.
+_PLAIN = {"torch", "the layer itself", "autograd, then a sum", "mask from a seed"}
+_NAMES = {
+    "torch's fused attention": "torch SDPA",
+    "one pass in C++": "fused C++",
+    "runs of rows": "row-blocked torch",
+    "fp32 products, rounded once": "fp32 GEMM (no native support for the weights' format)",
+}
+_SHOWN = 3  # data sets of a split that are named
+
+
+def opening(line: CommandLine, plan: Plan, runtime: Runtime, backend: str) -> list[str]:
+    """Everything that is known before data and checkpoint are there; `backend` is that of the
+    process groups."""
+    config = line.config
+    lines = [
+        _run_line(config, runtime),
+        *summary_lines.summary(config, plan, config.data.tokenizer),
+    ]
+    kernels = kernels_text(
+        kernel_table(runtime.device, getattr(torch, config.precision.params_dtype), config)
+        + fp8_rows(runtime.device, config)
+    )
+    lines += [entry("kernels", kernels)] * bool(kernels)
+    asked = config.logging.printed_arguments
+    if asked == "all":
+        lines.append(dump(config, plan, backend, line.foreign, rank=line.rank))
+    elif asked == "changed":
+        lines += [
+            " arguments that differ from their defaults",
+            *summary_lines.changed_arguments(config),
+        ]
+    return [*lines, *summary_lines.noted(line.notes)]
+
+
+def _run_line(config: Config, runtime: Runtime) -> str:
+    p = config.precision
+    device = runtime.device
+    name = (
+        f"CPU ({platform.machine()}), {_threads_text()}"
+        if device.type == "cpu"
+        else f"{device.type}, {devices.name(device)}"
+    )
+    if runtime.world_size > 1:
+        name = f"{runtime.world_size} ranks, each on {name}"
+    numbers = (
+        p.params_dtype
+        if p.params_dtype == p.grad_dtype
+        else f"{p.params_dtype}, gradients {p.grad_dtype}"
+    )
+    return entry("run", f"{NAME} {VERSION}, torch {torch.__version__}; {name}; {numbers}")
+
+
+def _threads_text() -> str:
+    """Number of CPU threads of this rank, and how they wait for work."""
+    count = torch.get_num_threads()
+    return "1 thread" if count == 1 else f"{count} threads ({threads.waiting()})"
+
+
+def kernels_text(rows: Sequence[KernelRow]) -> str:
+    """The implementations that are not plain torch, each with its operations."""
+    found: dict[str, list[str]] = {}
+    for row in rows:
+        if (
+            row.on
+            and row.implementation not in _PLAIN
+            and not row.implementation.endswith("32 products")
+        ):
+            name = _NAMES.get(row.implementation, row.implementation)
+            found.setdefault(name, []).append(row.operation)
+    return "; ".join(f"{name} for {', '.join(operations)}" for name, operations in found.items())
+
+
+def data_lines(config: Config, rows: Sequence[Row]) -> list[str]:
+    """What each split reads."""
+    if not rows:
+        return [
+            entry(
+                "data",
+                "mock data (--mock-data)"
+                if config.data.mock_data
+                else "mock samples (--dummy-data)",
+            )
+        ]
+    lines = []
+    for split in dict.fromkeys(row.split for row in rows):
+        mine = [row for row in rows if row.split == split]
+        names = ", ".join(row.name for row in mine[:_SHOWN]) + f" and {len(mine) - _SHOWN} more" * (
+            len(mine) > _SHOWN
+        )
+        tokens = sum(row.tokens for row in mine)
+        read = sum(row.samples for row in mine)
+        epochs = read * mine[0].sequence_length / tokens if tokens else 0.0
+        label = {"train": "data", "valid": "validation"}.get(split, split)
+        lines.append(
+            entry(label, f"{names}: {tokens:,} tokens; {read:,.0f} samples ({epochs:.3g} epochs)")
+        )
+    return lines
+
+
+def checkpoint_line(config: Config, loaded: str | None, iteration: int) -> str:
+    """Where the run starts and where it saves; `loaded`: the checkpoint it was loaded from, if
+    there is one."""
+    c = config.checkpoint
+    if loaded and iteration:
+        start = f"resumed from iteration {iteration} ({loaded})"
+    elif loaded:
+        start = f"weights of {loaded}, from iteration 0"
+    else:
+        start = f"no checkpoint in {c.load}, " * bool(c.load) + "starting from initial values"
+    return entry("checkpoints", f"{start}; {summary_lines.checkpoint_text(config)}")
+
+
+def print_loaded(config: Config, rows: Sequence[Row], loaded: str | None, iteration: int) -> None:
+    """The end of what is printed before the first iteration."""
+    for text in [*data_lines(config, rows), checkpoint_line(config, loaded, iteration), ""]:
+        log.print_rank_0(text)

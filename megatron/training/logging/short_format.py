@@ -1,0 +1,209 @@
+"""The lines of --log-format short, at most 100 columns wide: pure functions of numbers."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from megatron.training.logging.megatron_format import IterationRow
+from megatron.training.logging.megatron_format import clock as log_clock
+
+WIDTH = 100
+INDENT = "      "  # of a line that continues the one above it
+_DIGITS = re.compile(r"(\d\.\d\d)\d+")
+
+
+@dataclass(frozen=True)
+class Extras:
+    """What an iteration line shows only on request, or where it is not constant."""
+
+    teraflops: bool = False  # --log-throughput
+    loss_scale: bool = False  # dynamic, with --fp16, where it changed
+    batch_size: bool = False  # it grows during the run
+
+
+def iteration_line(row: IterationRow, eta: float | None, extras: Extras = Extras()) -> str:
+    """Iteration, mean loss, gradient norm, learning rate, time per iteration, tokens per second,
+    time left (`eta`, in seconds); then what is not constant or out of the ordinary. Without trained
+    iterations: no loss, norm and rates."""
+    i = row.interval
+    total = str(row.train_iters)
+    parts = [f" iter {row.iteration:{len(total)}d}/{total}"]
+    if i.losses:
+        parts.append(f"loss {decimal(i.loss)}")
+    if row.grad_norm is not None:
+        parts.append(f"grad norm {significant(row.grad_norm)}")
+    parts.append(f"lr {scientific(row.learning_rate)}")
+    if i.trained:
+        parts.append(f"{duration(i.seconds / i.trained):>7}")
+        if i.seconds > 0:
+            parts.append(f"{metric(i.samples * row.seq_length / i.seconds):>5} tok/s")
+    if eta:
+        parts.append(f"ETA {clock(eta)}")
+    return fold([*parts, *_extra_parts(row, extras)])
+
+
+def _extra_parts(row: IterationRow, extras: Extras) -> list[str]:
+    i = row.interval
+    parts = []
+    if extras.batch_size:
+        parts.append(f"batch {row.global_batch_size}")
+    if extras.loss_scale:
+        parts.append(f"loss scale {row.loss_scale:.10g}")
+    if extras.teraflops and row.teraflops is not None:
+        parts.append(f"{row.teraflops:.4g} TFLOP/s per rank")
+    if row.num_zeros is not None:
+        parts.append(f"zeros {row.num_zeros}")
+    if row.params_norm is not None:
+        parts.append(f"params norm {significant(row.params_norm)}")
+    if i.overflow_skips:
+        parts.append(f"skipped {i.overflow_skips} (fp16 overflow)")
+    if i.spike_skips:
+        parts.append(
+            f"spike-skipped {i.spike_skips} "
+            f"({', '.join(sorted(i.reasons & {'spike', 'nonfinite'}))})"
+        )
+    if i.user_skips:
+        reasons = (
+            i.reasons if not i.spike_skips else i.reasons - {"spike", "nonfinite"} or i.reasons
+        )
+        parts.append(f"user-skipped {i.user_skips} ({', '.join(sorted(reasons))})")
+    if i.nan_iterations:
+        parts.append(f"nan {i.nan_iterations}")
+    return parts
+
+
+def evaluation_line(
+    split: str, iteration: int, losses: Mapping[str, float], bits_per_byte: float | None = None
+) -> str:
+    """`split` is `validation` (with `-NAME` where there are several sets) or `test`; losses in nats
+    per token."""
+    parts = [f" {split} at iteration {iteration}"]
+    for key, loss in losses.items():
+        name = key.removeprefix("lm ")
+        parts += [f"{name} {decimal(loss)}", f"perplexity {significant(perplexity(loss))}"]
+    if bits_per_byte is not None:
+        parts.append(f"bits per byte {bits_per_byte:.4f}")
+    return fold(parts)
+
+
+def perplexity(loss: float) -> float:
+    """exp of the loss, which is cut off at 20 as Megatron does."""
+    return math.exp(min(20.0, loss))
+
+
+def status_line(iteration: int, train_iters: int, seconds: float, eta: float | None) -> str:
+    """What stands below the log on a terminal: how far the run is, time of the last iteration, time
+    left."""
+    parts = [
+        f" iter {iteration:{len(str(train_iters))}d}/{train_iters}",
+        f"{100 * iteration / max(1, train_iters):.1f} %",
+        duration(seconds),
+    ]
+    if eta:
+        parts.append(f"ETA {clock(eta)}")
+    return " | ".join(parts)
+
+
+def memory_line(rank: int, iteration: int, report: Mapping[str, float]) -> str:
+    """Device memory of a rank; `report` holds bytes."""
+    gib = {name: f"{value / 2**30:.2f} GiB" for name, value in report.items()}
+    return fold(
+        [
+            f" memory of rank {rank} after iteration {iteration}",
+            f"allocated {gib['allocated']}",
+            f"peak {gib['max allocated']}",
+            f"reserved {gib['reserved']}",
+        ]
+    )
+
+
+def last_line(
+    reason: str | None,
+    iteration: int,
+    train_iters: int,
+    seconds: float,
+    tokens: int,
+    rate: float,
+    checkpoint: str,
+) -> str:
+    """The summary of a run: why it ends, how far it is, `seconds` elapsed, `tokens` trained by this
+    process and their `rate` per second of training, the last checkpoint."""
+    how = "training finished"
+    if reason is not None:  # without the fifteen digits of "after 0.123456789012345 minutes"
+        how = "stopped " + _DIGITS.sub(r"\1", reason.removeprefix("exiting program ").rstrip("."))
+    parts = [
+        f" {how}",
+        f"{iteration:,} of {train_iters:,} iterations",
+        f"elapsed {log_clock(seconds)}",
+        f"{metric(tokens)} tokens",
+    ]
+    if rate:
+        parts.append(f"{metric(rate)} tok/s")
+    return fold([*parts, checkpoint])
+
+
+def fold(parts: Sequence[str]) -> str:
+    """Parts with bars between them, in lines of at most 100 columns where each part is shorter."""
+    lines = [parts[0]]
+    for part in parts[1:]:
+        if len(lines[-1]) + 3 + len(part) > WIDTH:
+            lines.append(INDENT + part)
+        else:
+            lines[-1] += f" | {part}"
+    return "\n".join(lines)
+
+
+def decimal(value: float) -> str:
+    """A loss: four decimals, or five digits of a large one."""
+    return f"{value:.4f}" if abs(value) < 9.99995 else f"{value:#.5g}".removesuffix(".")
+
+
+def significant(value: float) -> str:
+    """A norm: three decimals below 10, then four digits."""
+    return f"{value:.3f}" if value < 9.9995 else f"{value:#.4g}".removesuffix(".")
+
+
+def scientific(value: float) -> str:
+    """A learning rate: 3.00e-4."""
+    digits, _, exponent = f"{value:.2e}".partition("e")
+    return f"{digits}e{int(exponent)}" if exponent else digits
+
+
+def metric(value: float) -> str:
+    """A count or a rate in three digits: 868, 8.68k, 86.8k, 1.23M, 12.3B."""
+    for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if value >= size * 0.9995:
+            shown = f"{value / size:#.3g}".removesuffix(".")
+            return f"{shown}{letter}"
+    return f"{value:.0f}" if value >= 99.95 or value == int(value) else f"{value:.3g}"
+
+
+def duration(seconds: float) -> str:
+    """Time per iteration: 9.87 ms, 118 ms, 1.23 s, 61.2 s."""
+    value, unit = (seconds * 1000, "ms") if seconds < 0.9995 else (seconds, "s")
+    return (
+        f"{value:#.3g}".removesuffix(".") + f" {unit}" if value < 999.5 else f"{value:.0f} {unit}"
+    )
+
+
+def clock(seconds: float) -> str:
+    """Time left, to two digits or so: 45s, 2m21s, 14m, 5h03m, 14h, 3d04h, 14d."""
+    if not math.isfinite(seconds):
+        return "unknown"
+    whole = int(seconds + 0.5)
+    if whole < 60:
+        return f"{whole}s"
+    for size, unit, smaller, smaller_unit in (
+        (60, "m", 1, "s"),
+        (3600, "h", 60, "m"),
+        (86400, "d", 3600, "h"),
+    ):
+        count = whole // size
+        if count < 10:
+            return f"{count}{unit}{whole % size // smaller:02d}{smaller_unit}"
+        if size == 86400 or count < {60: 60, 3600: 24}[size]:
+            return f"{count}{unit}"
+    raise AssertionError("days have no end")

@@ -1,0 +1,116 @@
+"""The state behind --log-format short: which iterations have a line, the time left, the status
+line. It asks no device."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+from megatron import log
+from megatron.config.plan.plan import Plan
+from megatron.config.tree import Config
+from megatron.training.logging import short_format
+from megatron.training.logging.megatron_format import IterationRow
+
+REFRESH = 0.2  # seconds between two versions of the status line
+
+
+class ShortLog:
+    """Counts trained iterations of this process; prints its lines where `speaks` (on the last
+    rank).
+
+    `clock()` is the time in seconds.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        plan: Plan,
+        speaks: bool,
+        clock: Callable[[], float] = time.perf_counter,
+    ):
+        self._clock = clock
+        self._config = config
+        self._plan = plan
+        self._speaks = speaks
+        self._status = (
+            speaks and config.logging.progress != "off" and log.has_status_line(sys.stdout)
+        )
+        p = config.precision
+        self._extras = short_format.Extras(
+            config.logging.log_throughput,
+            p.fp16 and p.loss_scale is None,
+            not plan.batch.is_constant,
+        )
+        self._lines = self._trained = self._tokens = 0
+        self._seconds = 0.0  # of trained iterations
+        self._started = self._after_first = self._clock()
+        self._shown = 0.0
+        self._loss_scale: float | None = None  # on the last line
+
+    def count(self, samples: int, seconds: float) -> None:
+        """Take in a trained iteration."""
+        self._trained += 1
+        self._tokens += samples * self._config.model.seq_length
+        self._seconds += seconds
+        if self._trained == 1:
+            self._after_first = self._clock()
+
+    def line_due(self, iteration: int) -> bool:
+        """Has this iteration a line? The first and the last of a process have one too; the same on
+        all ranks."""
+        t = self._config.training
+        last = iteration == self._plan.train_iters or bool(
+            t.exit_interval and iteration % t.exit_interval == 0
+        )
+        return not self._lines or last or iteration % self._config.logging.log_interval == 0
+
+    def eta(self, iteration: int) -> float | None:
+        """Seconds until the end of training, from the pace since the first iteration of this
+        process."""
+        last = self._plan.train_iters
+        left = last - iteration - self._plan.skips.count_in(iteration + 1, last)
+        if not self._trained:
+            return None
+        if self._trained == 1:
+            return left * self._seconds
+        return left * (self._clock() - self._after_first) / (self._trained - 1)
+
+    def line(self, row: IterationRow) -> None:
+        """Print an iteration line."""
+        self._lines += 1
+        changed = self._extras.loss_scale and row.loss_scale != self._loss_scale
+        self._loss_scale = row.loss_scale
+        if self._speaks:
+            extras = replace(self._extras, loss_scale=changed)
+            log.print_line(short_format.iteration_line(row, self.eta(row.iteration), extras))
+
+    def status(self, iteration: int, seconds: float) -> None:
+        """Show on a terminal how far the run is; the next line that is printed replaces it."""
+        now = self._clock()
+        if self._status and now - self._shown > REFRESH:
+            self._shown = now
+            text = short_format.status_line(
+                iteration, self._plan.train_iters, seconds, self.eta(iteration)
+            )
+            sys.stdout.write(f"{log.CLEAR_LINE}{text}")
+            sys.stdout.flush()
+
+    def finish(self, reason: str | None, iteration: int, checkpoint: str) -> None:
+        """Print the summary of this process, if it trained; `reason` to stop before the end of
+        training."""
+        if self._speaks and self._lines:
+            rate = self._tokens / self._seconds if self._seconds else 0.0
+            log.print_line(
+                short_format.last_line(
+                    reason,
+                    iteration,
+                    self._plan.train_iters,
+                    self._clock() - self._started,
+                    self._tokens,
+                    rate,
+                    checkpoint,
+                )
+            )

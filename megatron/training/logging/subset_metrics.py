@@ -1,0 +1,104 @@
+"""What a step says beside its loss: loss and tokens of each subset of the data, and how packed rows
+are filled.
+
+It knows rows as the loader hands them out and sums; it must not know models, files or logs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from megatron.data.packed.packed_dataset import POSITIONS
+from megatron.parallel.context import ParallelContext
+from megatron.training.batch import Batch
+
+# Of the rows of data-parallel rank 0, as InternLM logs them: pieces, the longest one's tokens, the
+# most and the fewest pieces of a row (facts/internlm.md 3).
+FILLED = ("num_samples_in_batch", "largest_length", "largest_batch", "smallest_batch")
+
+
+class RowCounts:
+    """One rank's part of a step's counts; they travel with numbers that are summed anyway, in
+    `size` slots."""
+
+    def __init__(
+        self,
+        subsets: Sequence[str],
+        ctx: ParallelContext,
+        accuracy: bool = False,
+        packed: bool = True,
+    ) -> None:
+        self.subsets = tuple(subsets)
+        self.filled = FILLED if packed else ()
+        # losses, tokens, and labels that the model ranks first
+        self.kinds = 3 if accuracy else 2
+        self.size = len(self.filled) + self.kinds * len(self.subsets)
+        self._tells = not (ctx.dp.rank or ctx.cp.rank or ctx.tp.rank or ctx.pp.rank)
+        self._sums = ctx.tp.rank == 0  # the others have the same losses
+        self._rows: list[tuple[int, int]] = []
+
+    def see(self, lines: torch.Tensor) -> None:
+        """Take in a micro-batch of this rank, still on the host; of packed samples, where it is a
+        row [1, 4, s], how it is filled."""
+        if self._tells and self.filled:
+            positions = lines[0, POSITIONS]
+            self._rows.append((int((positions == 0).sum()), int(positions.max()) + 1))
+
+    def add(
+        self,
+        slots: torch.Tensor,
+        batch: Batch,
+        losses: torch.Tensor,
+        right: torch.Tensor | None = None,
+    ) -> None:
+        """Add a micro-batch's losses [b, s], tokens, and labels that are `right` (bool [b, s]), to
+        its subsets: all of a row is of one, which `batch.subset_ids` [b, 1 or s] tells."""
+        mask = batch.loss_mask
+        kinds = [losses, torch.ones_like(losses) if mask is None else mask, right][: self.kinds]
+        if mask is not None:
+            kinds[::2] = [kind * mask for kind in kinds[::2]]
+        sums = torch.stack([kind.sum(1, dtype=slots.dtype) for kind in kinds])
+        slots[len(self.filled) :].view(self.kinds, -1).index_add_(1, batch.subset_ids[:, 0], sums)
+
+    def close(self, slots: torch.Tensor) -> None:
+        """The step is over: complete this rank's slots, and begin anew."""
+        if not self._sums:
+            slots.zero_()
+        if self._tells and self.filled:
+            pieces, longest = zip(*self._rows, strict=True)
+            told = [sum(pieces), max(longest), max(pieces), min(pieces)]
+            slots[: len(told)] = torch.tensor(told, dtype=slots.dtype)
+        self._rows.clear()
+
+    def named(self, sums: Sequence[float]) -> dict[str, float | int | None]:
+        """The sums of all ranks by name; the loss of a subset without tokens is None."""
+        first = len(self.filled)
+        count = len(self.subsets)
+        found: dict[str, float | int | None] = {
+            name: int(value) for name, value in zip(self.filled, sums, strict=False)
+        }
+        losses, tokens, *right = (
+            sums[first + kind * count :][:count] for kind in range(self.kinds)
+        )
+        mean = sum(losses) / max(1.0, sum(tokens))
+        found |= {
+            "loss_from_metric": mean,
+            "perplexity": math.exp(mean) if mean < 700.0 else math.inf,
+        }
+        if right:
+            found["acc"] = sum(right[0]) / max(1.0, sum(tokens))
+            found |= {
+                f"acc/{name}": hits / value if value else None
+                for name, hits, value in zip(self.subsets, right[0], tokens, strict=True)
+            }
+        found |= {
+            f"tokens/{name}": int(value) for name, value in zip(self.subsets, tokens, strict=True)
+        }
+        found |= {
+            f"loss/{name}": loss / value if value else None
+            for name, loss, value in zip(self.subsets, losses, tokens, strict=True)
+        }
+        return found

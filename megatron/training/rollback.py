@@ -1,0 +1,201 @@
+"""Going back within a run: copies of it in host memory, and the way back to one of them or to a
+checkpoint.
+
+Knows a Run, its checkpoints and its list of skips; it must not know why a run goes back, nor
+samples, lines or signals.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from megatron import log
+from megatron.checkpoint import store
+from megatron.checkpoint.candidates import Candidate
+from megatron.checkpoint.filesystem import DISK, CheckpointError
+from megatron.checkpoint.state import RunState
+from megatron.parallel.collectives import gather_objects
+from megatron.training.build import Run
+from megatron.training.checkpointing import checkpointing
+from megatron.training.launch.signals import Refusal
+from megatron.training.skipping.skip_plan import record_skip
+from megatron.training.spikes.policy import EXIT_CODE, Rewind
+
+
+@dataclass
+class Copy:
+    """The run after `iteration` iterations on this rank: what a checkpoint has, tensors in the
+    order of `own_tensors`."""
+
+    iteration: int
+    state: bytes
+    tensors: list[torch.Tensor]
+
+
+class Past:
+    """What a run can go back to: the last copies in memory, and the checkpoints of its own line.
+    All ranks call alike."""
+
+    def __init__(self, run: Run):
+        self._run = run
+        self._loaded = run.progress.iteration
+        self._saved: set[int] = set()
+        self.copies: list[Copy] = []  # oldest first
+
+    def has_saved(self, iteration: int) -> None:
+        """A checkpoint of this iteration is on the disk."""
+        self._saved.add(iteration)
+
+    def copy_if_due(self) -> None:
+        """Copy the run as it stands, over the oldest copy, if that is due; never while a spike may
+        still grow."""
+        run = self._run
+        every = self._run.config.spikes.spike_snapshot_interval
+        newest = self.copies[-1].iteration if self.copies else -every
+        if (
+            not run.config.spikes.copies
+            or run.spikes.unsettled
+            or run.progress.iteration < newest + every
+        ):
+            return
+        tensors = _tensors(run)
+        if len(self.copies) == run.config.spikes.copies:
+            memory = self.copies.pop(0).tensors
+        else:
+            memory = [torch.empty_like(tensor, device="cpu") for tensor in tensors]
+        for mine, tensor in zip(memory, tensors, strict=True):
+            mine.copy_(tensor)
+        self.copies.append(Copy(run.progress.iteration, checkpointing.state_of(run).dump(), memory))
+
+    def rewind(self, asked: Rewind) -> None:
+        """Go back before `asked.start` and skip from there to `asked.end`; where nothing so old is
+        left, from the oldest there is on. Raises Refusal where nothing is older than the spike,
+        CheckpointError where a disk refuses."""
+        run = self._run
+        progress = self._run.progress
+        checkpoints = self._checkpoints()
+        there = [*checkpoints, *(one.iteration for one in self.copies)]
+        back = max((n for n in there if n < asked.start), default=min(there, default=asked.first))
+        if back >= asked.first:
+            raise Refusal(
+                (
+                    f"a spike at iteration {asked.first}, and nothing older to go back to: "
+                    "neither a copy in memory (--spike-snapshot-interval) nor a checkpoint of "
+                    f"this run; start again, with --train-range-to-skip {asked.start} {asked.end} "
+                    "[rewind-without-snapshot]"
+                ),
+                EXIT_CODE,
+            )
+        asked = replace(asked, start=max(asked.start, back + 1))
+        left = progress.iteration
+        rewinds = [*run.spikes.rewinds, asked]
+        order = run.data_order
+        where = self._take_back(back, checkpoints)
+        run.spikes.rewinds = rewinds
+        run.data_order = order
+        first = progress.iteration + 1
+        again = f"{first} to {asked.start - 1} are trained again, " if first < asked.start else ""
+        log.print_rank_0(
+            f"rewind from iteration {left} to {progress.iteration} ({where}), attempt "
+            f"{asked.attempt} for the spike at {asked.first}: iterations {again}{asked.start} to "
+            f"{asked.end} are skipped"
+        )
+        record_skip(
+            run, asked.start, asked.end, "spike", f"--spike-action rewind, attempt {asked.attempt}"
+        )
+        self.copies = [one for one in self.copies if one.iteration <= progress.iteration]
+        self.copy_if_due()
+        if run.recorder and run.recorder.ledger:
+            run.recorder.ledger.go_back()
+
+    def _take_back(self, iteration: int, checkpoints: dict[int, list[Candidate]]) -> str:
+        """Make the run what it was after `iteration`; from where."""
+        run = self._run
+        for copy in self.copies:
+            if copy.iteration == iteration:
+                for tensor, mine in zip(_tensors(run), copy.tensors, strict=True):
+                    tensor.copy_(mine)
+                checkpointing.take_counters(run, RunState.parse(copy.state, "a copy in memory"))
+                if run.fp8:
+                    run.fp8.loaded()
+                return "a copy in memory"
+        tries = [
+            one
+            for n in sorted(checkpoints, reverse=True)
+            if n <= iteration
+            for one in checkpoints[n]
+        ]
+        checkpointing.go_back(run, tries)
+        return "a checkpoint"
+
+    def _checkpoints(self) -> dict[int, list[Candidate]]:
+        """Checkpoints by iteration that are this run's own: it saved them, or they led to what it
+        loaded."""
+        found: dict[int, list[Candidate]] = {}
+        if self._run.runtime.rank == 0:
+            try:
+                for n, one in self._listed():
+                    found.setdefault(n, []).append(one)
+            except CheckpointError as error:
+                log.print_rank_0(f"WARNING: {error}")
+        return gather_objects(found, self._run.runtime.ctx.world)[0]
+
+    def _listed(self) -> Iterator[tuple[int, Candidate]]:
+        c = self._run.config.checkpoint
+        yield from (
+            (n, Candidate(c.save, n))
+            for n in (store.iterations(c.save) if c.save else ())
+            if n in self._saved
+        )
+        if c.load and self._loaded and not (c.finetune or c.no_load_optim):
+            if store.is_checkpoint(Path(c.load)):
+                yield self._loaded, Candidate(c.load, None)
+            else:
+                yield from (
+                    (n, Candidate(c.load, n)) for n in store.iterations(c.load) if n <= self._loaded
+                )
+
+    def put_aside(self) -> None:
+        """After the iteration gone back to has been saved: checkpoints beyond it get a name that
+        nobody loads by itself."""
+        run = self._run
+        c = self._run.config.checkpoint
+        now = self._run.progress.iteration
+        beyond = {n for n in self._saved if n > now}
+        if c.save and c.load and Path(c.load) == Path(c.save):
+            beyond |= set(range(now + 1, self._loaded + 1))
+        self._saved -= beyond
+        self._loaded = min(self._loaded, now)
+        if run.runtime.rank or not c.save:
+            return
+        try:
+            run.fence()
+            if store.latest(c.save) != now:
+                return  # it could not be saved, which has been said
+            for n in store.iterations(c.save):
+                if n in beyond:
+                    path = store.iteration_directory(c.save, n)
+                    names = (
+                        path.with_name(f"{path.name}.left-{number}")
+                        for number in itertools.count(1)
+                    )
+                    aside = next(name for name in names if not name.exists())
+                    DISK.rename(path, aside)
+                    log.print_rank_0(
+                        f"  {path} belongs to the iterations that were rolled back: renamed to "
+                        f"{aside.name}"
+                    )
+        except CheckpointError as error:
+            log.print_rank_0(
+                f"WARNING: checkpoints of the iterations that were rolled back remain: {error}"
+            )
+
+
+def _tensors(run: Run) -> list[torch.Tensor]:
+    """All that this rank holds of the run, live."""
+    return [tensor for *_, own in checkpointing.own_tensors(run) for _, tensor in own]

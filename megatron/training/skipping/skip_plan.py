@@ -1,0 +1,267 @@
+"""Which iterations a run leaves out and has left out: flags, `skips.jsonl` and checkpoints joined.
+Trains nothing.
+
+Rank 0 reads and writes the file and judges; what it found or wrote goes to all ranks, so that they
+hold one list. Source: facts/spikes.md 4.2 and 4.3.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from megatron import log
+from megatron.checkpoint import retention, skip_log, store
+from megatron.checkpoint.candidates import candidates
+from megatron.checkpoint.filesystem import CheckpointError
+from megatron.checkpoint.skip_log import Entry, SkipRecord
+from megatron.checkpoint.state import RunState
+from megatron.config.checkpoint import CheckpointConfig
+from megatron.config.plan.plan import Plan
+from megatron.config.skip_ranges import SkipRanges
+from megatron.config.tree import Config
+from megatron.parallel.collectives import gather_objects
+from megatron.training.build import Run
+from megatron.training.checkpointing.checkpointing import snapshot_directory
+from megatron.training.launch.initialize import Runtime
+from megatron.training.launch.signals import Refusal
+from megatron.training.skipping.resolve import Judgement, Known, Position, judge
+
+WRONG_FLAGS = 2  # the exit code
+
+
+@dataclass(frozen=True)
+class Skips:
+    """The judgement on what a run leaves out, and what it was made from, to be made again where
+    another checkpoint is loaded than expected. `saved`: ids that stand in the file of --save."""
+
+    typed: SkipRanges
+    known: Known
+    saved: frozenset[str]
+    judgement: Judgement
+
+
+def judge_skips(config: Config, plan: Plan, runtime: Runtime) -> tuple[Plan, Skips]:
+    """What a run that is about to be built leaves out, by flags, file and the checkpoint that
+    --load means.
+
+    Raises Refusal on all ranks for what cannot be, CheckpointError for a file that cannot be read.
+    """
+    c = config.checkpoint
+    found = None
+    failure = None
+    if runtime.rank == 0:
+        try:
+            known, saved, at = (
+                (Known(), frozenset(), Position()) if config.training.skip_train else _known(c)
+            )
+            found = Skips(
+                plan.skips,
+                known,
+                saved,
+                judge(plan, plan.skips, config.training.forget_skip or (), known, at),
+            )
+        except CheckpointError as error:
+            failure = str(error), error.errno
+    found, failure = gather_objects((found, failure), runtime.ctx.world)[0]
+    if failure:
+        raise CheckpointError(*failure)
+    if not config.training.skip_train:
+        _tell(found.judgement)
+    return replace(plan, skips=found.judgement.skips), found
+
+
+def _tell(judgement: Judgement) -> None:
+    if judgement.problems:
+        raise Refusal("\nerror: ".join(judgement.problems), WRONG_FLAGS)
+    for text in judgement.notes:
+        log.print_rank_0(text)
+
+
+def _known(c: CheckpointConfig) -> tuple[Known, frozenset[str], Position]:
+    """What lies on disk: records of the checkpoint, of the run it is of and of --save, the last one
+    counting; the ids that the last of these has; and where the run goes on."""
+    state = _expected(c)
+    at = Position()
+    entries: list[Entry] = []
+    origins: dict[str, str] = {}
+
+    def take(lines: list[str], source: str) -> list[Entry]:
+        new = skip_log.parse(lines, source)
+        origins.update((name, source) for name, _ in new)
+        entries.extend(new)
+        return new
+
+    root = None
+    if c.load and not c.finetune:
+        root = Path(c.load).parent if store.is_checkpoint(Path(c.load)) else Path(c.load)
+    if state is not None:
+        at = Position(state.iteration, state.consumed_train_samples, state.skipped_ranges())
+        take([one for one in state.skips if isinstance(one, str)], "the checkpoint")
+    saved: list[Entry] = []
+    for directory in dict.fromkeys(str(Path(path)) for path in (root, c.save) if path):
+        lines, torn = skip_log.read(directory)
+        source = f"{directory}/{skip_log.FILE_NAME}"
+        if torn:
+            log.print_rank_0(
+                f"WARNING: {source}: its last line was cut off while it was written and does not "
+                f"count: {torn[:80]!r}"
+            )
+        saved = take(lines, source)
+    known = Known(
+        skip_log.active(entries),
+        origins,
+        store.iterations(root) if root else (),
+        str(root or ""),
+    )
+    return known, frozenset(skip_log.active(saved) if c.save else ()), at
+
+
+def _expected(c: CheckpointConfig) -> RunState | None:
+    """The state of the checkpoint that a load takes, as far as one can know before reading its
+    tensors."""
+    if not c.load or c.finetune:
+        return None
+    try:
+        tries, _ = candidates(c.load, c.ckpt_step, retention.slots(snapshot_directory(c, c.load)))
+    except CheckpointError:
+        return None  # the load says why
+    for candidate in tries:
+        try:
+            return candidate.open().state
+        except CheckpointError:
+            continue  # ... and of this one too
+    return None
+
+
+def start_skips(run: Run, skips: Skips) -> None:
+    """When checkpoint and data are there: judge again if the checkpoint is another one than
+    expected, and write down what is new. Raises as `judge_skips` and `record_skip` do."""
+    if run.config.training.skip_train:
+        return
+    judgement = skips.judgement
+    progress = run.progress
+    if progress.iteration != judgement.iteration:
+        at = Position(
+            progress.iteration, progress.consumed_train_samples, run.skip_history.executed
+        )
+        judgement = judge(
+            run.plan, skips.typed, run.config.training.forget_skip or (), skips.known, at
+        )
+        _tell(judgement)
+        run.plan = replace(run.plan, skips=judgement.skips)
+    world = run.runtime.ctx.world
+    made = None
+    if run.runtime.rank == 0:
+        made = _changes(run, skips, judgement)
+    kept, lines, notes = gather_objects(made, world)[0]
+    run.skip_history.records = skip_log.active(skip_log.parse(kept, "the records that count"))
+    for text in notes:
+        log.print_rank_0(text)
+    _append(run, lines)
+
+
+def _changes(
+    run: Run, skips: Skips, judgement: Judgement
+) -> tuple[list[str], list[str], list[str]]:
+    """(the records that count from here on, the lines that the file of --save lacks of that, what
+    to print), on rank 0."""
+    kept = []
+    lines = []
+    notes = []
+    now = order_hash(run)
+    for name, record in judgement.kept.items():
+        line = record.line()
+        if record.hash != now and record.s1 > run.progress.consumed_train_samples:
+            line = new_record(
+                run,
+                record.parts,
+                record.reason,
+                f"{record.source}; the data order was {record.hash}",
+                now,
+            ).line()
+            notes.append(
+                f"WARNING: {skips.known.origins[name]}: {name} was recorded with another order of "
+                "the data (seed, sequence length, batch sizes or data set): it is samples "
+                f"{record.s0} to {record.s1 - 1} of the order that the data have now"
+            )
+            lines.append(line)
+        elif name not in skips.saved:
+            lines.append(line)
+        kept.append(line)
+    for name, reason, place in judgement.moved:
+        new = new_record(run, SkipRanges([place]), reason, f"was {name}", now).line()
+        kept.append(new)
+        lines += [skip_log.forget_line(name), new]
+    lines += [skip_log.forget_line(name) for name in judgement.forgotten]
+    new = [
+        new_record(run, one, "user", "command line", now).line()
+        for one in skip_log.grouped(judgement.new)
+    ]
+    return kept + new, lines + new, notes
+
+
+def order_hash(run: Run) -> str:
+    """16 digits of what decides which data a sample number means: batch sizes, sequence length,
+    seed, training data."""
+    order = {key: run.data_order.get(key) for key in ("train", "sampler")}
+    known = [run.plan.batch.steps, run.config.model.seq_length, run.config.training.seed, order]
+    return hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def new_record(run: Run, parts: SkipRanges, reason: str, source: str, order: str) -> SkipRecord:
+    """The record of these iterations, as of now; `order`: what `order_hash` gives."""
+    plan = run.plan
+    progress = run.progress
+    names = skip_log.named(parts)
+    shift = progress.consumed_train_samples - plan.consumed_samples(progress.iteration)
+    s0 = plan.consumed_samples(names["a"] - 1) + shift
+    s1 = plan.consumed_samples(names["b"]) + shift
+    tokens = plan.batch.samples_in(parts) * run.config.model.seq_length
+    return SkipRecord(
+        **names,
+        s0=s0,
+        s1=s1,
+        tokens=tokens,
+        reason=reason,
+        source=source,
+        time=skip_log.now(),
+        hash=order,
+    )
+
+
+def _append(run: Run, lines: list[str]) -> None:
+    """Write lines to `<save>/skips.jsonl` (nothing without --save). Raises CheckpointError on all
+    ranks."""
+    directory = run.config.checkpoint.save
+    failure = None
+    if run.runtime.rank == 0 and directory and lines:
+        try:
+            run.fence()
+            skip_log.append(directory, lines)
+        except CheckpointError as error:
+            failure = str(error), error.errno
+    failure = gather_objects(failure, run.runtime.ctx.world)[0]
+    if failure:
+        raise CheckpointError(*failure)
+
+
+def record_skip(run: Run, first: int, last: int, reason: str, source: str) -> None:
+    """From here on the run leaves out iterations first to last; `skips.jsonl` and the checkpoints
+    say so. For all ranks.
+
+    The samples that are open already know nothing of it: they must be opened anew. Raises
+    CheckpointError where it cannot be written.
+    """
+    new = new_record(run, SkipRanges([(first, last)]), reason, source, order_hash(run))
+    line = gather_objects(new.line(), run.runtime.ctx.world)[0]
+    _append(run, [line])
+    ((_, record),) = skip_log.parse([line], "the new record")
+    run.skip_history.records[record.id] = record
+    run.plan = replace(run.plan, skips=run.plan.skips.joined([(first, last)]))
+    log.print_rank_0(
+        f"iterations {first} to {last} will be skipped ({reason}, {source}): samples {record.s0} "
+        f"to {record.s1 - 1}, {record.tokens} tokens"
+    )

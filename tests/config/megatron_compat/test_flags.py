@@ -1,0 +1,225 @@
+"""Every flag of Megatron's is known here: ours, accepted without effect, or refused; and the
+verdict says why."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from megatron.arguments import flags_of, parse
+from megatron.config import command_line
+from megatron.config.megatron_compat import flags as megatron_flags
+from megatron.config.megatron_compat.flags import FOREIGN, NO_EFFECT, REFUSED
+from megatron.config.tree import Config
+from tests.problems import assert_problem, code_of
+
+GOLDEN = Path(__file__).resolve().parents[2] / "golden"
+ROWS = [
+    line.split("\t")
+    for line in (GOLDEN / "megatron_flags.txt").read_text().splitlines()
+    if line[0] != "#"
+]
+DUMP = (GOLDEN / "seed_dump.txt").read_text().splitlines()[1:-1]
+SEED = {line.split()[0]: " ".join(line.split()[2:]) for line in DUMP}
+PARSER = command_line.parser()
+OURS = flags_of(Config)
+ALIASED = {"encoder_num_layers": "num_layers", "encoder_seq_length": "seq_length"}
+# Derived by Megatron from the launcher or from other flags; our dump derives them too
+# (test_command_line).
+DERIVED = {
+    "consumed_train_samples",
+    "consumed_valid_samples",
+    "data_parallel_size",
+    "params_dtype",
+    "rank",
+    "transformer_pipeline_model_parallel_size",
+    "variable_seq_lengths",
+    "virtual_pipeline_model_parallel_size",
+    "world_size",
+}
+
+
+def test_the_tables_of_names_are_whole():
+    assert len(SEED) == 260 and {name for era, name, *_ in ROWS if era == "2024"} == set(SEED)
+    assert sum(era == "newer" for era, *_ in ROWS) == 109
+
+
+@pytest.mark.parametrize(
+    ("era", "name", "spelling", "default"), ROWS, ids=[f"{row[0]}-{row[1]}" for row in ROWS]
+)
+def test_every_name_is_known_under_its_spelling(era, name, spelling, default):
+    if spelling == "-":
+        assert name in DERIVED
+        return
+    flag = PARSER.by_spelling[spelling]
+    assert flag.name == ALIASED.get(name, name)
+    assert (name in FOREIGN) != (flag.name in OURS)
+
+
+def test_nothing_is_both_ours_and_foreign():
+    assert not set(OURS) & set(FOREIGN)
+    assert len(PARSER.flags) == len(OURS) + len(FOREIGN)
+
+
+# The default differs on purpose: the seed's is the older one, where the two versions disagree, or
+# both are accepted.
+OTHER_DEFAULT = {
+    ("newer", "transformer_impl"),
+    ("newer", "data_parallel_sharding_strategy"),
+    ("newer", "recompute_modules"),
+}
+
+
+@pytest.mark.parametrize(
+    ("era", "name", "spelling", "default"), [row for row in ROWS if row[1] in FOREIGN]
+)
+def test_the_default_is_megatrons_and_typing_it_is_silent(era, name, spelling, default):
+    flag = FOREIGN[name]
+    shown = list(flag.default) if isinstance(flag.default, tuple) else flag.default
+    if (era, name) not in OTHER_DEFAULT and name != "retriever_report_topk_accuracies":
+        assert str(shown) == ("" if default == '""' else default)
+    assert flag.line(flag.default) is None
+    if flag.takes in ("int", "float", "str") and flag.default is not None:
+        typed = parse(PARSER, [f"{spelling}={flag.default}"]).typed
+        assert not megatron_flags.refused(typed) and not megatron_flags.without_effect(typed)
+
+
+def test_the_seeds_dump_has_the_defaults_of_the_foreign_flags():
+    shown = {
+        name: str(list(f.default) if isinstance(f.default, tuple) else f.default)
+        for name, f in FOREIGN.items()
+    }
+    differ = {name for name in SEED if name in FOREIGN and shown[name] != SEED[name]}
+    assert differ == {"retriever_report_topk_accuracies"}  # left out
+
+
+def _typed_otherwise(flag: megatron_flags.ForeignFlag) -> list[str]:
+    """The flag as typed with a value that is neither its default nor one of the others that are
+    fine."""
+    words = {
+        "switch": [],
+        "off": [],
+        "int": ["77"],
+        "float": ["0.77"],
+        "str": ["other"],
+        "list": ["other", "words"],
+        "ints": ["7", "77"],
+    }[flag.takes]
+    return [flag.spelling, *words]
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_another_value_is_said_in_one_line(name):
+    flag = FOREIGN[name]
+    argv = _typed_otherwise(flag)
+    parsed = parse(PARSER, argv)
+    assert not parsed.problems and list(parsed.typed) == [name]
+    refused = megatron_flags.refused(parsed.typed)
+    noted = megatron_flags.without_effect(parsed.typed)
+    [line] = refused + noted
+    assert line.startswith(" ".join(argv) + ": ") and "\n" not in line and len(line) < 240
+    assert bool(refused) == (flag.verdict == REFUSED) and bool(noted) == (flag.verdict == NO_EFFECT)
+    if refused:
+        remedies = (
+            "use ",
+            "leave ",
+            "--",
+            "write ",
+            "watch ",
+            "set ",
+            "change ",
+            "must hold",
+            "copy ",
+            "convert ",
+        )
+        assert any(word in flag.text for word in remedies), "no remedy"
+    assert code_of(line) == (
+        "megatron-flag-not-supported" if refused else "megatron-flag-has-no-effect"
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [(flag.name, value) for flag in FOREIGN.values() for value in flag.fine]
+)
+def test_values_that_happen_here_anyway_are_silent(name, value):
+    assert FOREIGN[name].line(value) is None
+
+
+@pytest.mark.parametrize(
+    ("argv", "remedy"),
+    [
+        (["--batch-size", "4"], "--micro-batch-size"),
+        (["--model-parallel-size", "2"], "--tensor-model-parallel-size"),
+        (["--warmup", "0.01"], "--lr-warmup-fraction"),
+        (["--checkpoint-activations"], "--recompute-activations"),
+        (["--layernorm-epsilon", "1e-6"], "--norm-epsilon"),
+        (["--train-iters-to-skip", "3"], "--iterations-to-skip"),
+        (["--train-tokens", "3"], "--train-samples"),
+        (["--num-experts", "8"], "dense model"),
+        (["--fp8-param-gather"], "--fp8-recipe"),
+    ],
+)
+def test_what_a_refusal_recommends(argv, remedy):
+    [line] = megatron_flags.refused(parse(PARSER, argv).typed)
+    assert remedy in line
+
+
+def test_remedies_name_flags_that_exist():
+    for flag in FOREIGN.values():
+        for word in (
+            flag.text.replace("(", " ")
+            .replace(",", " ")
+            .replace(";", " ")
+            .replace(":", " ")
+            .split()
+        ):
+            if word.startswith("--") and word != "--nproc-per-node":
+                assert word in PARSER.by_spelling, f"{flag.name} recommends {word}"
+
+
+@pytest.mark.parametrize(
+    ("spelling", "word"),
+    [
+        ("--moe-new-thing", "mixture-of-experts"),
+        ("--retro_project_dir", "only GPT"),
+        ("--fp8-param", "fp8"),
+        ("--wandb-entity", "--tensorboard-dir"),
+        ("--use-flash-attn-v2", "--attention-backend flash"),
+        ("--zero-stage", "DeepSpeed"),
+        ("--rl-partial-rollouts", "only pretraining"),
+    ],
+)
+def test_other_flags_of_a_known_family_are_explained(spelling, word):
+    [line] = parse(PARSER, [spelling, "1"]).problems
+    assert_problem(line, "megatron-flag-not-supported", spelling, word)
+
+
+def test_an_ordinary_typing_error_is_not_taken_for_a_family():
+    [line] = parse(PARSER, ["--num-layer", "1"]).problems
+    assert_problem(line, "flag-unknown", "--num-layer", "--num-layers")
+
+
+def test_the_dump_has_the_flags_of_2024_and_those_that_were_typed():
+    plain = megatron_flags.dumped({})
+    assert set(plain) == {name for name in SEED if name in FOREIGN and FOREIGN[name].dump}
+    assert all(str(value) == SEED[name] for name, value in plain.items())
+    typed = parse(
+        PARSER, ["--wandb-project", "p", "--profile-ranks", "1", "2", "--ckpt-format", "torch"]
+    ).typed
+    more = megatron_flags.dumped(typed)
+    assert (more["wandb_project"], more["profile_ranks"], more["ckpt_format"]) == (
+        "p",
+        [1, 2],
+        "torch",
+    )
+
+
+def test_tables_hold_no_code():
+    path = Path(megatron_flags.__file__).with_name("tables.py")
+    tree = ast.parse(path.read_text())
+    assert [node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)] == [
+        "same",
+        "no",
+    ]

@@ -1,0 +1,180 @@
+"""Where parameters lie in flat buckets, by brute force over every element."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+
+from megatron.config import command_line
+from megatron.config.plan.buckets import Layout, lay_out
+from megatron.config.plan.zero_partition import whole_parameters
+
+PARTIAL = [(), (), (), ("tp",), ("ends",), ("tp", "ends")]
+
+
+def random_layout(
+    seed: int,
+) -> tuple[Layout, list[int], list[tuple[str, ...]], int, int, int | None]:
+    """(layout, sizes, partial, shards, itemsize, bucket size)"""
+    rng = random.Random(seed)
+    count = rng.randint(1, 30)
+    sizes = [rng.choice([1, 7, 16, 33, 64, 100, 1000]) for _ in range(count)]
+    partial = [rng.choice(PARTIAL) for _ in range(count)]
+    shards = rng.choice([1, 2, 3, 4, 8])
+    itemsize = rng.choice([2, 4, 8])
+    size = rng.choice([None, 1, 50, 300, 10**6])
+    layout = lay_out(sizes, partial, bucket_size=size, shards=shards, itemsize=itemsize)
+    return layout, sizes, partial, shards, itemsize, size
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_every_element_lies_once_and_belongs_to_one_shard(seed):
+    layout, sizes, partial, shards, itemsize, bucket_size = random_layout(seed)
+    align = 64 // itemsize
+    owner = [None] * layout.size
+    assert [n for bucket in layout.buckets for n in bucket.members] == sorted(
+        range(len(sizes)), key=lambda n: (partial[n], -n)
+    )
+    end = 0
+    for bucket in layout.buckets:
+        assert bucket.start == end and (bucket.stop - bucket.start) % (align * shards) == 0
+        assert {partial[n] for n in bucket.members} == {bucket.partial}
+        end = bucket.stop
+        used = 0
+        for n in bucket.members:
+            assert layout.starts[n] == bucket.start + used and layout.starts[n] % align == 0
+            assert bucket_size is None or used < bucket_size, "it was full before this one"
+            used += -(-sizes[n] // align) * align
+        assert 0 <= bucket.stop - bucket.start - used < align * shards, "no more padding than that"
+        ranges = [bucket.shard(rank) for rank in range(shards)]
+        assert [ranges[0][0], *(stop for _, stop in ranges)] == [
+            *(start for start, _ in ranges),
+            bucket.stop,
+        ]
+        for rank, (start, stop) in enumerate(ranges):
+            assert start % align == 0 and stop - start == (bucket.stop - bucket.start) // shards
+            owner[start:stop] = [rank] * (stop - start)
+    assert end == layout.size and None not in owner
+    for rank in range(shards):
+        for n, (start, stop) in enumerate(layout.spans(rank)):
+            mine = [i for i in range(sizes[n]) if owner[layout.starts[n] + i] == rank]
+            assert mine == list(range(start, stop))
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_whole_parameters_belong_to_one_rank_each(seed):
+    """As InternLM walks and gives them out, in flat buckets of any size: the two halves of a gated
+    matrix by themselves."""
+    rng = random.Random(seed)
+    block = (
+        "input_layernorm.weight",
+        "qkv.weight",
+        "proj.weight",
+        "pre_mlp_layernorm.weight",
+        "fc1.weight",
+        "fc2.weight",
+    )
+    names = [
+        "embedding",
+        *(f"layers.{n}.{name}" for n in range(rng.randint(1, 5)) for name in block),
+        "head",
+    ]
+    shapes = [
+        (2, rng.randint(1, 50), 3) if "fc1" in name else (rng.randint(1, 200),) for name in names
+    ]
+    partial = [("tp",) if "layernorm" in name and seed % 2 else () for name in names]
+    ranks = rng.choice([2, 3, 4, 8])
+    itemsize = rng.choice([2, 4, 8])
+    partition = whole_parameters(names, shapes, ranks)
+    sizes = [math.prod(shape) for shape in shapes]
+    size = rng.choice([None, 1, 100, 10**6])
+    layout = lay_out(
+        sizes, partial, bucket_size=size, shards=ranks, itemsize=itemsize, partition=partition
+    )
+    walked = sorted(
+        names,
+        key=lambda name: (names.index(name.replace("input_lay", "pre_mlp_lay")), "pre_mlp" in name),
+    )
+    assert [names[n] for n in partition.order] == walked
+    owned = [
+        [sum(size for size, owner in pieces if owner == rank) for pieces in partition.pieces]
+        for rank in range(ranks)
+    ]
+    assert [[stop - start for start, stop in layout.spans(rank)] for rank in range(ranks)] == owned
+    assert layout.elements() == list(map(sum, owned)) and sum(layout.elements()) == sum(sizes)
+    for pieces, shape in zip(partition.pieces, shapes, strict=True):
+        assert [size for size, _ in pieces] == (
+            [3 * shape[1]] * 2 if len(shape) == 3 else [shape[0]]
+        )
+    places = sorted((start, start + size) for start, size in zip(layout.starts, sizes, strict=True))
+    assert all(stop <= after for (_, stop), (after, _) in zip(places, places[1:], strict=False))
+    assert all(start % (64 // itemsize) == 0 for start in layout.starts)
+    assert [bucket.start for bucket in layout.buckets[:-1]] == [
+        bucket.stop for bucket in layout.buckets[1:]
+    ]
+    assert layout.buckets[-1].start == 0 and layout.size == layout.buckets[0].stop
+    for bucket in layout.buckets:
+        assert (
+            bucket.cuts[0] == bucket.start
+            and bucket.cuts[-1] == bucket.stop
+            and list(bucket.cuts) == sorted(bucket.cuts)
+        )
+
+
+LOGGED = {
+    ("7b", 8): [
+        894509056,
+        944865280,
+        966909952,
+        966909952,
+        966909952,
+        944865280,
+        966909952,
+        670068736,
+    ],
+    ("20b", 16): [1262168320, 1269084160, 1269084160, 1222844160],
+    ("30b", 16): [1782007296, 1812307968, 1812307968, 1706469888],
+}
+
+
+@pytest.mark.parametrize("demo", LOGGED, ids=str)
+def test_the_elements_that_internlms_demos_log(demo, capsys):
+    """Seeds 000 and 001 and the log of the older 30B page (facts/internlm.md 1.4), through a dry
+    run."""
+    name, world = demo
+    words = [
+        f"@examples/internlm/{name}.args",
+        "--zero-partition",
+        "whole-params",
+        "--dry-run",
+        "--world-size",
+        str(world),
+    ]
+    command_line.print_plan(command_line.read(words, {}))
+    assert f"  elements per ZeRO rank: {LOGGED[demo]}\n" in capsys.readouterr().out
+
+
+def test_a_bucket_of_everything_and_buckets_of_one():
+    sizes = [10, 20, 30]
+    partial = [()] * 3
+    whole = lay_out(sizes, partial, bucket_size=None, shards=1, itemsize=4)
+    assert (
+        [b.members for b in whole.buckets] == [(2, 1, 0)]
+        and whole.starts == (64, 32, 0)
+        and whole.size == 80
+    )
+    each = lay_out(sizes, partial, bucket_size=1, shards=1, itemsize=4)
+    assert [b.members for b in each.buckets] == [(2,), (1,), (0,)] and each.starts == whole.starts
+
+
+def test_what_is_summed_over_other_axes_first_comes_last():
+    layout = lay_out(
+        [16] * 5, [("tp",), (), ("ends",), ("tp",), ()], bucket_size=None, shards=2, itemsize=4
+    )
+    assert [(b.members, b.partial) for b in layout.buckets] == [
+        ((4, 1), ()),
+        ((2,), ("ends",)),
+        ((3, 0), ("tp",)),
+    ]

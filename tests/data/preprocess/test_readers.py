@@ -1,0 +1,189 @@
+"""Input files in blocks: every kind of file gives the same lines, wherever reading begins, and a
+damaged one is named."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import lzma
+import random
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from megatron.data.preprocess import readers as inputs
+from megatron.data.preprocess.readers import Block, Place, Reader
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inputs, "BLOCK_BYTES", 1000)
+    monkeypatch.setattr(inputs, "SCAN", 64)
+    monkeypatch.setattr(inputs, "ROWS", 7)
+
+
+def zst(content: bytes) -> bytes:
+    """Two frames, as `cat a.zst b.zst` has them, the first without its size in its head."""
+    zstandard = pytest.importorskip("zstandard")
+    half = len(content) // 2
+    machine = zstandard.ZstdCompressor(write_checksum=True).compressobj()
+    return machine.compress(content[:half]) + machine.flush() + zstandard.compress(content[half:])
+
+
+PACK: dict[str, Callable[[bytes], bytes]] = {
+    ".jsonl": bytes,
+    ".jsonl.gz": lambda content: gzip.compress(content[:500]) + gzip.compress(content[500:]),
+    ".jsonl.xz": lambda content: lzma.compress(content[:500]) + lzma.compress(content[500:]),
+    ".jsonl.zst": zst,
+}
+
+
+def lines_of(seed: int, count: int = 300) -> bytes:
+    """Lines of 0 to 400 bytes, one of them longer than three blocks, the last without its end."""
+    draw = random.Random(seed)
+    lines = [bytes(draw.choices(b"ab \xc3\xa9", k=draw.randint(0, 400))) for _ in range(count)]
+    lines[count // 2] = b"x" * 3500
+    return b"\n".join([*lines, b"end"])
+
+
+def read(files: list[str], place: Place | None = None, **flags: bool) -> list[Block]:
+    return list(Reader(files, ("text",), **flags).blocks(place or Place(), lambda name: None))
+
+
+ZST = partial(pytest.param, marks=pytest.mark.peers)
+
+
+@pytest.mark.parametrize("suffix", [ZST(suffix) if "zst" in suffix else suffix for suffix in PACK])
+def test_blocks_are_whole_lines_wherever_reading_begins(tmp_path: Path, suffix: str) -> None:
+    contents = [lines_of(1), b"", lines_of(2, 40) + b"\n"]
+    files = [str(tmp_path / f"{number}{suffix}") for number in range(3)]
+    for file, content in zip(files, contents, strict=True):
+        Path(file).write_bytes(PACK[suffix](content))
+    blocks = read(files)
+    for number, content in enumerate(contents):
+        mine = [block for block in blocks if block.file == number]
+        assert b"".join(block.content() for block in mine) == content
+        assert all(block.content().endswith(b"\n") for block in mine[:-1])
+        assert (
+            all(len(block.content()) < 1000 + 3600 for block in mine)
+            and len(mine) > len(content) // 5000
+        )
+        assert [block.start for block in mine[1:]] == [block.end for block in mine[:-1]]
+    assert [block.number for block in blocks] == list(range(len(blocks)))
+    assert blocks[-1].read == sum(Path(file).stat().st_size for file in files)
+    for done in range(1, len(blocks)):
+        last = blocks[done - 1]
+        rest = read(files, Place(last.file, max(last.end, 1)))
+        assert [(b.file, b.start, b.content()) for b in rest] == [
+            (b.file, b.start, b.content()) for b in blocks[done:]
+        ]
+
+
+def test_a_plain_file_is_left_to_who_encodes(tmp_path: Path) -> None:
+    (tmp_path / "x.jsonl").write_bytes(lines_of(1))
+    assert all(block.data is None for block in read([str(tmp_path / "x.jsonl")]))
+    block = read([str(tmp_path / "x.jsonl")])[-1]
+    (tmp_path / "x.jsonl").write_bytes(b"1\n")
+    with pytest.raises(ValueError, match="x.jsonl: became shorter while it was read"):
+        block.content()
+
+
+@pytest.mark.parametrize("suffix", [".txt", ".txt.gz", ZST(".txt.zst")])
+def test_a_text_file_is_one_document_or_one_a_line(tmp_path: Path, suffix: str) -> None:
+    file = tmp_path / f"x{suffix}"
+    content = lines_of(3)
+    file.write_bytes(PACK[suffix.replace("txt", "jsonl")](content) if suffix != ".txt" else content)
+    (whole,) = read([str(file)])
+    assert whole.kind == "text" and whole.content() == content
+    lines = read([str(file)], txt_lines=True)
+    assert {block.kind for block in lines} == {"lines"} and len(lines) > 10
+    assert b"".join(block.content() for block in lines) == content
+
+
+@pytest.mark.peers
+def test_parquet_rows_wherever_reading_begins(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    file = str(tmp_path / "x.parquet")
+    texts = [f"text {number}" for number in range(40)]
+    parquet.write_table(
+        pyarrow.table({"id": list(range(40)), "text": texts}), file, row_group_size=16
+    )
+    blocks = read([file])
+    assert [text for block in blocks for text in block.data[0]] == texts and len(blocks) > 4
+    for done in range(1, len(blocks)):
+        assert [b.data for b in read([file], Place(0, blocks[done - 1].end))] == [
+            b.data for b in blocks[done:]
+        ]
+    with pytest.raises(
+        ValueError, match=r'x.parquet: has no column "body" \(its columns: id, text; choose'
+    ):
+        list(Reader([file], ("body",)).blocks(Place(), lambda name: None))
+
+
+DAMAGED = {
+    "gzip cut": (".jsonl.gz", lambda packed: packed[:-3], "the gzip file is damaged or cut short"),
+    "xz cut": (".jsonl.xz", lambda packed: packed[:-3], "the xz file is damaged or cut short"),
+    "zstd cut": (".jsonl.zst", lambda packed: packed[:-3], "the zstd file is damaged or cut short"),
+    "xz bit": (
+        ".jsonl.xz",
+        lambda packed: packed[:60] + bytes([packed[60] ^ 4]) + packed[61:],
+        "the xz file is damaged",
+    ),
+    "zstd bits": (
+        ".jsonl.zst",
+        lambda packed: packed[:40] + b"\xff" * 9 + packed[49:],
+        "the zstd file is damaged",
+    ),
+    "gz that is none": (".jsonl.gz", lambda packed: b"{}", "it does not begin as a gzip file does"),
+    "zst that is none": (
+        ".jsonl.zst",
+        lambda packed: b"{}",
+        "it does not begin as a zstd file does",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", [ZST(what) if "zst" in what else what for what in DAMAGED])
+def test_a_damaged_file_is_named(tmp_path: Path, what: str) -> None:
+    suffix, damage, says = DAMAGED[what]
+    file = tmp_path / f"x{suffix}"
+    file.write_bytes(damage(PACK[suffix](lines_of(1))))
+    with pytest.raises(ValueError, match=f"{file}.*{says}"):
+        read([str(file)])
+
+
+@pytest.mark.peers
+@pytest.mark.parametrize(
+    "damage", [lambda p: p[: len(p) // 2], lambda p: p[:-4] + b"xxxx", lambda p: b"{}" + p]
+)
+def test_a_damaged_parquet_file_is_named(tmp_path: Path, damage: Callable[[bytes], bytes]) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    file = tmp_path / "x.parquet"
+    parquet.write_table(pyarrow.table({"text": ["a"] * 100}), file)
+    file.write_bytes(damage(file.read_bytes()))
+    with pytest.raises(ValueError, match=f"{file}.*the parquet file is damaged"):
+        read([str(file)])
+
+
+def test_what_is_missing_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_library(name: str) -> None:
+        raise ImportError(f"No module named {name!r}")
+
+    (tmp_path / "x.zst").write_bytes(b"\x28\xb5\x2f\xfd")
+    (tmp_path / "x.parquet").write_bytes(b"PAR1")
+    monkeypatch.setattr(inputs.importlib, "import_module", no_library)
+    for name, package in (("x.zst", "zstandard"), ("x.parquet", "pyarrow")):
+        with pytest.raises(
+            ValueError,
+            match=rf"{name}: reading it needs the package {package} .*pip install {package}",
+        ):
+            read([str(tmp_path / name)])
+
+
+def test_the_content_decides_not_the_name(tmp_path: Path) -> None:
+    (tmp_path / "x").write_bytes(gzip.compress(b'{"text": 1}\n'))
+    assert json.loads(read([str(tmp_path / "x")])[0].content()) == {"text": 1}

@@ -1,0 +1,160 @@
+"""Small random Hugging Face models of every family that is converted, and checkpoints of ours
+written as ranks would."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+
+from megatron.arguments import config_from, to_args_text
+from megatron.checkpoint import store
+from megatron.checkpoint.sharded import TensorSlice
+from megatron.checkpoint.state import RunState
+from megatron.config.plan.parameters import parameter_table, stage_table
+from megatron.config.tree import Config
+from megatron.parallel.sharding import counts, local_box, parameter
+from megatron.training.checkpointing.saved_args import saved_config
+
+VOCAB = 61
+POSITIONS = 32
+_LLAMA = dict(
+    vocab_size=VOCAB,
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=POSITIONS,
+    bos_token_id=1,
+    eos_token_id=2,
+    pad_token_id=None,
+)
+
+
+def configs(transformers):
+    """{name: (class of the model, its configuration)}."""
+    t = transformers
+    gpt2 = dict(
+        vocab_size=VOCAB,
+        n_embd=64,
+        n_layer=4,
+        n_head=4,
+        n_positions=POSITIONS,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    rope = {"rope_type": "default", "rope_theta": 1e6}
+    return {
+        "gpt2": (t.GPT2LMHeadModel, t.GPT2Config(**gpt2)),
+        "gpt2 erf": (
+            t.GPT2LMHeadModel,
+            t.GPT2Config(**gpt2, activation_function="gelu", n_inner=80),
+        ),
+        "gpt2 untied": (t.GPT2LMHeadModel, t.GPT2Config(**gpt2, tie_word_embeddings=False)),
+        "llama": (t.LlamaForCausalLM, t.LlamaConfig(**_LLAMA, rms_norm_eps=1e-5)),
+        "llama tied": (t.LlamaForCausalLM, t.LlamaConfig(**_LLAMA, tie_word_embeddings=True)),
+        "llama biases": (
+            t.LlamaForCausalLM,
+            t.LlamaConfig(**_LLAMA, attention_bias=True, mlp_bias=True),
+        ),
+        "llama linear": (
+            t.LlamaForCausalLM,
+            t.LlamaConfig(
+                **_LLAMA,
+                rope_parameters={"rope_type": "linear", "rope_theta": 500.0, "factor": 4.0},
+            ),
+        ),
+        "llama 3.1": (
+            t.LlamaForCausalLM,
+            t.LlamaConfig(
+                **_LLAMA,
+                rope_parameters={
+                    "rope_type": "llama3",
+                    "rope_theta": 10000.0,
+                    "factor": 32.0,
+                    "low_freq_factor": 1.0,
+                    "high_freq_factor": 4.0,
+                    "original_max_position_embeddings": 8192,
+                },
+            ),
+        ),
+        "llama heads": (
+            t.LlamaForCausalLM,
+            t.LlamaConfig(**_LLAMA | {"num_key_value_heads": 4}, head_dim=24),
+        ),
+        "mistral": (
+            t.MistralForCausalLM,
+            t.MistralConfig(**_LLAMA, sliding_window=None, rope_parameters=rope),
+        ),
+        "qwen2": (t.Qwen2ForCausalLM, t.Qwen2Config(**_LLAMA, rope_parameters=rope)),
+        "qwen2 tied": (t.Qwen2ForCausalLM, t.Qwen2Config(**_LLAMA, tie_word_embeddings=True)),
+        "qwen3": (t.Qwen3ForCausalLM, t.Qwen3Config(**_LLAMA, head_dim=24, rope_parameters=rope)),
+    }
+
+
+def make(transformers, name: str, folder: Path):
+    """The model of this name with weights, norms and biases that all matter, saved in `folder`."""
+    kind, config = configs(transformers)[name]
+    model = kind(config).eval()
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for p in model.parameters():
+            p += 0.1 * torch.randn(p.shape, generator=generator)
+    model.save_pretrained(folder)
+    return model
+
+
+def edit_config(folder: Path, **changes) -> None:
+    """Change keys of a folder's config.json; None removes one."""
+    path = folder / "config.json"
+    table = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({key: value for key, value in table.items() if value is not None}))
+
+
+def rewrite_on_ranks(
+    source: Path, target: Path, tp: int, pp: int, divisor: int = 8, **changes
+) -> None:
+    """The checkpoint `source` as tp x pp ranks write it, its vocabulary padded with rows that are
+    no zeros; `changes` are flags of its args file."""
+    found = store.load(source)
+    with found.reader() as reader:
+        weights = {name: reader.read(name) for name in reader.names()}
+    config = saved_config(found)
+    padded = -(-VOCAB // (divisor * tp)) * divisor * tp
+    for name in ("embedding.word_embeddings.weight", "output_layer.weight"):
+        if name in weights:
+            weights[name] = torch.cat(
+                [weights[name], torch.full((padded - VOCAB, weights[name].shape[1]), 7.0)]
+            )
+    temporary = target / ".iter_0000005.tmp-00000000"
+    store.prepare(target, temporary)
+    layers = config.model.num_layers // pp
+    for rank in range(tp * pp):
+        at = rank // tp
+        ctx = SimpleNamespace(
+            tp=SimpleNamespace(rank=rank % tp, size=tp), ends=SimpleNamespace(rank=at)
+        )
+        stage = range(at * layers, (at + 1) * layers)
+        table = stage_table(
+            parameter_table(config.model, padded, VOCAB), stage, at == 0, at == pp - 1
+        )
+        slices = []
+        for spec in table:
+            sharding = parameter(spec, ctx, torch.float32, "meta").sharding
+            box = local_box(sharding, ctx)
+            part = weights[spec.name][tuple(slice(*pair) for pair in box)]
+            if counts(sharding, ctx):
+                slices.append(TensorSlice(spec.name, spec.shape, part.dtype, box, part))
+        store.write_rank_files(temporary, rank, slices, 5)
+    values = {
+        f.name: getattr(group, f.name) for group in vars(config).values() for f in fields(group)
+    }
+    args = to_args_text(
+        config_from(Config, values | {"make_vocab_size_divisible_by": divisor} | changes)
+    )
+    store.finish(temporary, tp * pp, RunState(iteration=5), args)
+    store.publish(target, temporary, 5)

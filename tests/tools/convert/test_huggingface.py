@@ -1,0 +1,512 @@
+"""tools/convert_checkpoint.py hf-import and hf-export against transformers: bits, logits, and
+everything that is refused."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from megatron.inference.load_model import open_trained_model
+from tests.load_tool import load_tool
+from tests.tools.convert.hf_models import (
+    POSITIONS,
+    VOCAB,
+    configs,
+    edit_config,
+    make,
+    rewrite_on_ranks,
+)
+
+transformers = pytest.importorskip("transformers")
+safetensors = pytest.importorskip("safetensors.torch")
+pytestmark = pytest.mark.peers
+IDS = torch.randint(0, VOCAB, (2, POSITIONS), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture(scope="module")
+def tool():
+    """The tool as a module."""
+    return load_tool("convert_checkpoint")
+
+
+@pytest.fixture
+def convert(tool, capfd):
+    """Call the tool as its command line would: it must succeed, or fail with errors or
+    (fails="out") a verdict."""
+
+    def call(*words, fails: bool | str = False) -> str:
+        capfd.readouterr()
+        code = tool.main([str(word) for word in words])
+        out, errors = capfd.readouterr()
+        assert code == (1 if fails else 0), f"exit code {code}\n{out}{errors}"
+        return errors if fails is True else out
+
+    return call
+
+
+def logits_of(folder) -> torch.Tensor:
+    with torch.no_grad():
+        return open_trained_model(str(folder), device="cpu").model(IDS)
+
+
+def same_model(model, folder) -> None:
+    """The folder holds this model: every tensor bit for bit, and what transformers makes of its
+    config.json."""
+    back = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    assert type(back) is type(model)
+    ours = back.state_dict()
+    theirs = model.state_dict()
+    assert ours.keys() == theirs.keys()
+    different = [name for name in ours if not torch.equal(ours[name], theirs[name])]
+    assert not different, different
+    with torch.no_grad():
+        assert torch.equal(back(IDS).logits, model(IDS).logits)
+
+
+QUICK = ("gpt2", "llama", "qwen2 tied", "qwen3")
+NAMES = [
+    pytest.param(name, marks=[] if name in QUICK else pytest.mark.campaign)
+    for name in configs(transformers)
+]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_both_ways_and_from_four_ranks(name, tmp_path, convert):
+    model = make(transformers, name, tmp_path / "hf")
+    convert("hf-import", tmp_path / "hf", tmp_path / "ours")
+    with torch.no_grad():
+        expected = model(IDS).logits
+    assert expected.std() > 0.3
+    torch.testing.assert_close(logits_of(tmp_path / "ours"), expected, rtol=0, atol=1e-5)
+    convert("hf-export", tmp_path / "ours", tmp_path / "back")
+    same_model(model, tmp_path / "back")
+    rewrite_on_ranks(tmp_path / "ours", tmp_path / "ranks", tp=2, pp=2)
+    torch.testing.assert_close(logits_of(tmp_path / "ranks"), expected, rtol=0, atol=1e-5)
+    # This copy does not know where the model came from: the family and all of config.json follow
+    # from our flags.
+    family = (
+        [] if name.partition(" ")[0] in ("gpt2", "llama", "qwen2", "qwen3") else ["--family", name]
+    )
+    convert(
+        "hf-export",
+        tmp_path / "ranks",
+        tmp_path / "from_ranks",
+        "--max-shard-size",
+        "40KB",
+        *family,
+    )
+    assert len(list((tmp_path / "from_ranks").glob("*.safetensors"))) > 5
+    same_model(model, tmp_path / "from_ranks")
+
+
+def test_internlm_is_a_llama_with_attention_biases(tmp_path, convert):
+    config = configs(transformers)["llama biases"][1]
+    config.mlp_bias = False
+    config.num_key_value_heads = 4
+    model = transformers.LlamaForCausalLM(config).eval()
+    for p in model.parameters():
+        p.data += 0.1 * torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel()))
+    model.save_pretrained(tmp_path / "llama")
+    (tmp_path / "internlm").mkdir()
+    (tmp_path / "internlm" / "config.json").write_text(
+        json.dumps(
+            {
+                "model_type": "internlm",
+                "architectures": ["InternLMForCausalLM"],
+                "hidden_size": 64,
+                "intermediate_size": 96,
+                "num_hidden_layers": 4,
+                "num_attention_heads": 4,
+                "max_position_embeddings": 32,
+                "bias": True,
+                "vocab_size": VOCAB,
+                "rms_norm_eps": config.rms_norm_eps,
+                "hidden_act": "silu",
+                "tie_word_embeddings": False,
+                "rotary": {"base": 10000, "type": "dynamic"},
+                "torch_dtype": "float32",
+            }
+        )
+    )
+    state = safetensors.load_file(tmp_path / "llama" / "model.safetensors")
+    safetensors.save_file(state, tmp_path / "internlm" / "model.safetensors")
+    convert("hf-import", tmp_path / "internlm", tmp_path / "ours")
+    with torch.no_grad():
+        torch.testing.assert_close(
+            logits_of(tmp_path / "ours"), model(IDS).logits, rtol=0, atol=1e-5
+        )
+    convert("hf-export", tmp_path / "ours", tmp_path / "as_llama", "--family", "llama")
+    same_model(model, tmp_path / "as_llama")
+    convert("hf-export", tmp_path / "ours", tmp_path / "back")
+    back = safetensors.load_file(tmp_path / "back" / "model.safetensors")
+    assert back.keys() == state.keys() and all(
+        torch.equal(back[name], state[name]) for name in state
+    )
+    written = json.loads((tmp_path / "back" / "config.json").read_text())
+    assert (written["model_type"], written["bias"], written["rotary"]["type"]) == (
+        "internlm",
+        True,
+        "dynamic",
+    )
+
+
+def internlm2_state(
+    state: dict[str, torch.Tensor], heads: int, groups: int
+) -> dict[str, torch.Tensor]:
+    """Llama's weights under InternLM2's names: rows of wqkv are, for each group, its queries'
+    heads, its key, its value."""
+    names = {
+        "model.embed_tokens": "model.tok_embeddings",
+        "lm_head": "output",
+        "input_layernorm": "attention_norm",
+        "post_attention_layernorm": "ffn_norm",
+        "self_attn.o_proj": "attention.wo",
+        "mlp.gate_proj": "feed_forward.w1",
+        "mlp.up_proj": "feed_forward.w3",
+        "mlp.down_proj": "feed_forward.w2",
+    }
+    found = {}
+    for name, value in state.items():
+        for ours, theirs in names.items():
+            name = name.replace(ours, theirs)
+        if "q_proj" in name:
+            k, v = (state[name.replace("q_proj", f"{x}_proj")] for x in "kv")
+            d = value.shape[0] // heads
+            each = heads // groups
+            rows = []
+            for g in range(groups):
+                rows += [value[(g * each + i) * d : (g * each + i + 1) * d] for i in range(each)]
+                rows += [k[g * d : (g + 1) * d], v[g * d : (g + 1) * d]]
+            found[name.replace("self_attn.q_proj", "attention.wqkv")] = torch.cat(rows)
+        elif "k_proj" not in name and "v_proj" not in name:
+            found[name] = value.clone()
+    return found
+
+
+def test_internlm2_is_a_llama_with_one_matrix_for_queries_keys_and_values(tmp_path, convert):
+    model = make(transformers, "llama", tmp_path / "llama")
+    (tmp_path / "i2").mkdir()
+    (tmp_path / "i2" / "config.json").write_text(
+        json.dumps(
+            {
+                "model_type": "internlm2",
+                "architectures": ["InternLM2ForCausalLM"],
+                "hidden_size": 64,
+                "intermediate_size": 96,
+                "num_hidden_layers": 4,
+                "num_attention_heads": 4,
+                "num_key_value_heads": 2,
+                "max_position_embeddings": 32,
+                "bias": False,
+                "vocab_size": VOCAB,
+                "rms_norm_eps": 1e-5,
+                "rope_theta": 10000,
+                "attn_implementation": "eager",
+                "rope_scaling": {"type": "dynamic", "factor": 2.0},
+                "torch_dtype": "float32",
+            }
+        )
+    )
+    state = internlm2_state(
+        safetensors.load_file(tmp_path / "llama" / "model.safetensors"), heads=4, groups=2
+    )
+    safetensors.save_file(state, tmp_path / "i2" / "model.safetensors")
+    convert("hf-import", tmp_path / "i2", tmp_path / "ours")
+    with torch.no_grad():
+        torch.testing.assert_close(
+            logits_of(tmp_path / "ours"), model(IDS).logits, rtol=0, atol=1e-5
+        )
+    convert("hf-export", tmp_path / "ours", tmp_path / "back")
+    back = safetensors.load_file(tmp_path / "back" / "model.safetensors")
+    assert back.keys() == state.keys() and all(
+        torch.equal(back[name], state[name]) for name in state
+    )
+
+
+# --- what is refused
+
+
+def edit_tensors(folder, change) -> None:
+    path = folder / "model.safetensors"
+    state = safetensors.load_file(path)
+    change(state)
+    safetensors.save_file(state, path, {"format": "pt"})
+
+
+Q = "model.layers.1.self_attn.q_proj.weight"
+GATE = "model.layers.2.mlp.gate_proj.weight"
+BROKEN = {
+    "deleted": (lambda s: s.pop(Q), f"{Q} is missing"),
+    "renamed": (lambda s: s.update(other=s.pop(GATE)), f"{GATE} is missing"),
+    "renamed, the new name": (
+        lambda s: s.update(other=s.pop(GATE)),
+        "other is not a part of this model",
+    ),
+    "extra": (lambda s: s.update(extra=torch.zeros(3)), "extra is not a part of this model"),
+    "extra layer": (
+        lambda s: s.update({Q.replace("1", "4"): s[Q].clone()}),
+        "layers.4.self_attn.q_proj.weight is not",
+    ),
+    "shape": (
+        lambda s: s.update({Q: torch.zeros(64, 32)}),
+        f"{Q} has shape [64, 32], should have [64, 64]",
+    ),
+    "quantized": (
+        lambda s: s.update({Q: torch.zeros(64, 64, dtype=torch.int8)}),
+        f"{Q} is torch.int8",
+    ),
+    "two formats": (lambda s: s.update({Q: s[Q].half()}), "become one tensor, but are"),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_every_tensor_is_used_exactly_once(case, tmp_path, convert):
+    change, said = BROKEN[case]
+    make(transformers, "llama", tmp_path / "hf")
+    edit_tensors(tmp_path / "hf", change)
+    assert said in convert("hf-import", tmp_path / "hf", tmp_path / "ours", fails=True)
+    assert not (tmp_path / "ours").exists()
+
+
+def test_a_tied_model_may_hold_its_embedding_twice_but_not_something_else(tmp_path, convert):
+    model = make(transformers, "llama tied", tmp_path / "hf")
+    edit_tensors(
+        tmp_path / "hf",
+        lambda s: s.update({"lm_head.weight": s["model.embed_tokens.weight"].clone()}),
+    )
+    convert("hf-import", tmp_path / "hf", tmp_path / "ours")
+    convert("hf-export", tmp_path / "ours", tmp_path / "back")
+    same_model(model, tmp_path / "back")
+    edit_tensors(tmp_path / "hf", lambda s: s["lm_head.weight"].__setitem__((3, 3), 9.0))
+    errors = convert("hf-import", tmp_path / "hf", tmp_path / "no", fails=True)
+    assert "lm_head.weight is not model.embed_tokens.weight" in errors
+
+
+def test_old_gpt2_files_without_prefix_and_with_masks(tmp_path, convert):
+    model = make(transformers, "gpt2", tmp_path / "hf")
+
+    def old(state):
+        for name in list(state):
+            state[name.removeprefix("transformer.")] = state.pop(name)
+        state["h.0.attn.bias"] = torch.ones(1, 1, 32, 32).tril()
+
+    edit_tensors(tmp_path / "hf", old)
+    convert("hf-import", tmp_path / "hf", tmp_path / "ours")
+    convert("hf-export", tmp_path / "ours", tmp_path / "back")
+    same_model(model, tmp_path / "back")
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "said"),
+    [
+        (
+            "llama",
+            {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}},
+            "rope_parameters",
+        ),
+        (
+            "llama",
+            {"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 2.5}},
+            "rope_scaling",
+        ),
+        (
+            "llama",
+            {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.5}},
+            "rope_theta 10000.5",
+        ),
+        ("llama", {"hidden_act": "gelu"}, 'hidden_act "gelu"'),
+        ("llama", {"quantization_config": {"bits": 4}}, "quantization_config"),
+        ("llama", {"model_type": "gemma"}, "model_type 'gemma' is not converted"),
+        ("llama", {"num_local_experts": 8}, "num_local_experts: not known here"),
+        ("llama", {"num_hidden_layers": "four"}, "num_hidden_layers is 'four'"),
+        ("llama", {"num_hidden_layers": 5}, "model.layers.4"),
+        ("llama", {"num_attention_heads": 8}, "model.layers.0.self_attn.q_proj.weight has shape"),
+        (
+            "llama",
+            {"num_attention_heads": 3},
+            "num_attention_heads 3 is no multiple of its 2 groups",
+        ),
+        ("llama", {"hidden_size": -64}, "hidden_size is -64"),
+        ("llama", {"architectures": ["LlamaForSequenceClassification"]}, "architectures"),
+        ("mistral", {"sliding_window": 8}, "give --max-position-embeddings 8"),
+        (
+            "qwen2",
+            {
+                "use_sliding_window": True,
+                "sliding_window": 8,
+                "max_window_layers": 3,
+                "layer_types": None,
+            },
+            "sliding_window 8",
+        ),
+        (
+            "qwen3",
+            {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 8},
+            "layer_types",
+        ),
+        ("gpt2", {"activation_function": "relu"}, 'activation_function "relu"'),
+        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx true"),
+    ],
+)
+def test_what_cannot_be_represented_is_refused_by_name(name, changes, said, tmp_path, convert):
+    make(transformers, name, tmp_path / "hf")
+    edit_config(tmp_path / "hf", **changes)
+    errors = convert("hf-import", tmp_path / "hf", tmp_path / "ours", fails=True)
+    assert said in errors and all(line.startswith("error: ") for line in errors.splitlines()), (
+        errors
+    )
+    assert not (tmp_path / "ours").exists()
+
+
+def test_a_sliding_window_is_no_matter_in_a_context_as_short(tmp_path, convert):
+    make(transformers, "mistral", tmp_path / "hf")
+    edit_config(tmp_path / "hf", sliding_window=8)
+    convert("hf-import", tmp_path / "hf", tmp_path / "ours", "--max-position-embeddings", 8)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf").eval()
+    ours = open_trained_model(str(tmp_path / "ours"), device="cpu").model
+    with torch.no_grad():
+        torch.testing.assert_close(ours(IDS[:, :8]), model(IDS[:, :8]).logits, rtol=0, atol=1e-5)
+    with pytest.raises(ValueError, match="8"):
+        ours(IDS)
+
+
+def test_an_unknown_key_can_be_called_harmless(tmp_path, convert):
+    make(transformers, "llama", tmp_path / "hf")
+    edit_config(tmp_path / "hf", lucky_number=7)
+    convert("hf-import", tmp_path / "hf", tmp_path / "ours", "--ignore-config-key", "lucky_number")
+    convert("hf-export", tmp_path / "ours", tmp_path / "back")
+    assert json.loads((tmp_path / "back" / "config.json").read_text())["lucky_number"] == 7
+
+
+def test_a_model_that_a_family_cannot_express_is_not_written(tmp_path, convert):
+    make(transformers, "qwen3", tmp_path / "hf")
+    convert("hf-import", tmp_path / "hf", tmp_path / "ours")
+    errors = convert(
+        "hf-export", tmp_path / "ours", tmp_path / "no", "--family", "gpt2", fails=True
+    )
+    assert "error: " in errors and not (tmp_path / "no").exists()
+    errors = convert(
+        "hf-export", tmp_path / "ours", tmp_path / "no", "--family", "llama", fails=True
+    )
+    assert "a llama model cannot be this one: qk_layernorm is True, there it is False" in errors
+
+
+def test_shards_and_their_index_must_agree(tmp_path, convert):
+    model = make(transformers, "llama", tmp_path / "hf")
+    model.save_pretrained(tmp_path / "shards", max_shard_size="100KB")
+    index = tmp_path / "shards" / "model.safetensors.index.json"
+    convert("hf-import", tmp_path / "shards", tmp_path / "ours")
+    table = json.loads(index.read_text())
+    for change, said in (
+        ({Q: "../x.safetensors"}, "weight_map must name"),
+        ({Q: None}, "weight_map must name"),
+        ({"other": table["weight_map"][Q]}, "says otherwise than the shards do about other"),
+    ):
+        index.write_text(json.dumps({"weight_map": table["weight_map"] | change}))
+        assert said in convert("hf-import", tmp_path / "shards", tmp_path / "no", fails=True)
+
+
+def test_a_pickle_is_not_read_and_nothing_is_overwritten(tmp_path, convert):
+    make(transformers, "llama", tmp_path / "hf")
+    (tmp_path / "ours").mkdir()
+    assert "is there already" in convert(
+        "hf-import", tmp_path / "hf", tmp_path / "ours", fails=True
+    )
+    (tmp_path / "hf" / "model.safetensors").rename(tmp_path / "hf" / "pytorch_model.bin")
+    assert "pytorch_model.bin is a pickle" in convert(
+        "hf-import", tmp_path / "hf", tmp_path / "no", fails=True
+    )
+    assert "there is no config.json" in convert("hf-import", tmp_path, tmp_path / "no", fails=True)
+    assert "no checkpoint of this suite" in convert(
+        "hf-export", tmp_path / "hf", tmp_path / "no", fails=True
+    )
+
+
+# --- inspect, diff, verify
+
+
+def test_inspect_diff_and_verify(tmp_path, convert):
+    make(transformers, "llama", tmp_path / "hf")
+    convert("hf-import", tmp_path / "hf", tmp_path / "ours")
+    rewrite_on_ranks(tmp_path / "ours", tmp_path / "ranks", tp=2, pp=2)
+    said = convert("inspect", tmp_path / "ranks", "--tensors")
+    assert (
+        "iteration 5" in said
+        and "decoder.layers.3.mlp.linear_fc1.weight float32 [2, 96, 64]" in said
+    )
+    assert "num_query_groups=2" in said and "optimizer: none" in said
+    assert (
+        "model_type 'llama'" in convert("inspect", tmp_path / "hf")
+        and "cannot be imported" not in said
+    )
+    for a, b in (("ours", "ranks"), ("ours", "hf"), ("hf", "ranks"), ("hf", "hf")):
+        assert "same: " in convert("diff", tmp_path / a, tmp_path / b), (a, b)
+    assert "the models agree" in convert("verify", tmp_path / "ranks", tmp_path / "hf")
+    edit_tensors(tmp_path / "hf", lambda s: s[Q].__setitem__((3, 5), 4.0))
+    out = convert("diff", tmp_path / "ours", tmp_path / "hf", fails="out")
+    assert f"{Q}: 1 of 4,096 values differ" in out and "1 of 39 tensors differ" in out
+    lines = convert("verify", tmp_path / "ours", tmp_path / "hf", fails="out").splitlines()
+    wrong = ["TOO LARGE" in line for line in lines[:-1]]
+    assert wrong == [False, False, True, True, True, True] and "THE MODELS DIFFER" in lines[-1], (
+        lines
+    )
+
+
+def test_verify_says_what_it_cannot_do(tmp_path, convert):
+    make(transformers, "llama", tmp_path / "hf")
+    convert("hf-import", tmp_path / "hf", tmp_path / "ours")
+    edit_config(tmp_path / "hf", model_type="internlm2")
+    assert "hf-export --family llama" in convert(
+        "verify", tmp_path / "ours", tmp_path / "hf", fails=True
+    )
+    assert "no Hugging Face folder" in convert(
+        "verify", tmp_path / "ours", tmp_path / "ours", fails=True
+    )
+
+
+def test_a_tokenizer_with_fewer_ids_than_the_embedding_has_rows(tmp_path, convert):
+    """As Qwen's: the rows behind stay, through a run of the same layout too, and the tokenizer's
+    files go along."""
+    tokenizers = pytest.importorskip("tokenizers")
+    model = make(transformers, "llama", tmp_path / "hf")
+    words = {f"w{number}": number for number in range(49)} | {"<eos>": 49}
+    tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w0")).save(
+        str(tmp_path / "hf" / "tokenizer.json")
+    )
+    (tmp_path / "hf" / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<eos>"}))
+    convert("hf-import", tmp_path / "hf", tmp_path / "ours")
+    trained = open_trained_model(str(tmp_path / "ours"), device="cpu")
+    assert (trained.tokenizer.vocab_size, trained.tokenizer.eod) == (50, 49)
+    assert trained.model.embedding.word_embeddings.weight.shape[0] == VOCAB
+    with torch.no_grad():
+        ids = IDS % 50
+        torch.testing.assert_close(
+            trained.model(ids), model(ids).logits[..., :50], rtol=0, atol=1e-5
+        )
+    convert("hf-export", tmp_path / "ours", tmp_path / "back")
+    same_model(model, tmp_path / "back")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        assert (tmp_path / "hf" / name).read_bytes() == (tmp_path / "back" / name).read_bytes()
+    words |= {f"more{number}": number for number in range(50, 70)}
+    tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w0")).save(
+        str(tmp_path / "hf" / "tokenizer.json")
+    )
+    errors = convert("hf-import", tmp_path / "hf", tmp_path / "no", fails=True)
+    assert "has 70 ids, the model 61 rows" in errors and not (tmp_path / "no").exists()
+    convert("hf-import", tmp_path / "hf", tmp_path / "numbers", "--no-tokenizer")
+    assert open_trained_model(str(tmp_path / "numbers"), device="cpu").tokenizer.vocab_size == VOCAB
+
+
+def test_a_model_trained_here_gets_its_own_special_ids(tmp_path, convert):
+    make(transformers, "llama", tmp_path / "hf")
+    convert("hf-import", tmp_path / "hf", tmp_path / "ours")
+    rewrite_on_ranks(tmp_path / "ours", tmp_path / "ranks", tp=1, pp=1)
+    convert("hf-export", tmp_path / "ranks", tmp_path / "back")
+    config = transformers.AutoConfig.from_pretrained(tmp_path / "back")
+    assert (config.bos_token_id, config.eos_token_id, config.pad_token_id) == (
+        None,
+        VOCAB - 1,
+        None,
+    )

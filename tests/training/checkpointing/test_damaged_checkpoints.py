@@ -1,0 +1,365 @@
+"""A damaged checkpoint is noticed before the first step, named, and the newest good one is used, on
+all ranks."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import zlib
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron.checkpoint import filesystem, safetensors_file, store
+from megatron.checkpoint.filesystem import CheckpointError
+from megatron.training.build import Run
+from megatron.training.checkpointing import checkpointing
+from tests.forkrun import RanksFailed
+from tests.runs import SMALL, same_tensors, train, with_flags, write_text
+from tests.training.built_runs import built
+
+EXACT = ("iteration", "lm_loss", "grad_norm", "learning_rate", "consumed_samples")
+BASE = [
+    *SMALL,
+    "--train-iters",
+    "8",
+    "--split",
+    "100,0,0",
+    "--eval-iters",
+    "0",
+    "--save-interval",
+    "2",
+]
+
+
+def state_of(run: Run) -> dict[str, torch.Tensor]:
+    """Copies of all tensors of a run."""
+    return {
+        name: torch.cat([part.flatten() for _, part in own]).clone()
+        for name, _, _, own in checkpointing.own_tensors(run)
+    }
+
+
+def set_state(run: Run, seed: int) -> None:
+    """Other values, counters and schedule for the run."""
+    torch.manual_seed(seed)
+    for _, _, _, own in checkpointing.own_tensors(run):
+        for _, part in own:
+            part.copy_(torch.randn(part.shape))
+    run.progress.iteration = seed
+    run.progress.consumed_train_samples = 8 * seed
+    run.scheduler.num_steps = 8 * seed
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory) -> Iterator[tuple[Run, Path, dict[int, dict[str, torch.Tensor]]]]:
+    """(a tiny run that loads from a directory, the directory, its state at the iterations saved
+    there)."""
+    home = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else tmp_path_factory.mktemp("saved")
+    root = home / f"damaged-{os.getpid()}"
+    flags = (
+        "--num-layers",
+        "1",
+        "--hidden-size",
+        "8",
+        "--num-attention-heads",
+        "2",
+        "--vocab-size",
+        "60",
+    )
+    writer = built(*flags, "--save", str(root), "--save-interval", "10")
+    states = {}
+    for iteration in (10, 20):
+        set_state(writer, iteration)
+        states[iteration] = state_of(writer)
+        checkpointing.save(writer)
+    yield built(*flags, "--load", str(root)), root, states
+    shutil.rmtree(root)
+
+
+def damage(rng: random.Random, directory: Path) -> tuple[str, dict[Path, bytes]]:
+    """Damage a checkpoint: (how, the files as they were)."""
+    path = rng.choice(
+        [*sorted(directory.iterdir()), *[directory / "weights_00000.safetensors"] * 3]
+    )
+    good = path.read_bytes()
+    kind = rng.choice(
+        ["flip", "truncate", "append", "zeros", "swap parts", "swap files", "older", "remove"]
+    )
+    before = {path: good}
+    bad = bytearray(good)
+    at = rng.randrange(len(bad))
+    if kind == "flip":
+        bad[at] ^= 1 << rng.randrange(8)
+    elif kind == "truncate":
+        del bad[at:]
+    elif kind == "append":
+        bad += rng.randbytes(rng.randrange(1, 5000))
+    elif kind == "zeros":
+        bad[at : at + 512] = bytes(len(bad[at : at + 512]))
+    elif kind == "swap parts":
+        length = rng.randrange(1, len(bad) // 2)
+        first = rng.randrange(len(bad) // 2 - length + 1)
+        second = rng.randrange(len(bad) // 2, len(bad) - length + 1)
+        bad[first : first + length], bad[second : second + length] = (
+            bad[second : second + length],
+            bad[first : first + length],
+        )
+    elif kind == "swap files":
+        other = rng.choice([one for one in sorted(directory.iterdir()) if one != path])
+        before[other] = other.read_bytes()
+        bad = bytearray(before[other])
+        other.write_bytes(good)
+    elif kind == "older":
+        bad = bytearray((directory.parent / "iter_0000010" / path.name).read_bytes())
+    if kind == "remove":
+        path.unlink()
+    else:
+        path.write_bytes(bad)
+    return f"{kind} {path.name} at {at}", {
+        one: data for one, data in before.items() if not one.exists() or one.read_bytes() != data
+    }
+
+
+def campaign(saved, capsys, cases: int, seed: int) -> int:
+    """Damage, load, mend; returns how many cases hit the values of a tensor."""
+    run, root, states = saved
+    rng = random.Random(seed)
+    directory = root / "iter_0000020"
+    in_values = 0
+    weights = directory / "weights_00000.safetensors"
+    start = 8 + int.from_bytes(weights.read_bytes()[:8], "little")
+    length = weights.stat().st_size
+    done = 0
+    while done < cases:
+        how, before = damage(rng, directory)
+        # two equal parts swapped, args as they were before
+        if not before:
+            continue
+        done += 1
+        now = weights.read_bytes() if weights in before and weights.exists() else b""
+        values_alone = len(now) == length and now[:start] == before[weights][:start]
+        set_state(run, 99)
+        run.scheduler.num_steps = 0  # a load adds to it, once
+        run.data_order = {"left": "over"}
+        checkpointing.load(run)
+        text = capsys.readouterr().out
+        [said] = [line for line in text.splitlines() if "cannot load iteration 20: " in line]
+        assert any(
+            str(path) in said or f"{path.parent} has no {path.name}" in said for path in before
+        ), (how, said)
+        assert "is used instead of that of iteration 20, which is damaged" in text
+        if values_alone:
+            in_values += 1
+            assert f"{weights}, tensor " in said and "checksum of bytes from" in said, (how, said)
+        p = run.progress
+        assert (p.iteration, p.consumed_train_samples, run.scheduler.num_steps, run.data_order) == (
+            10,
+            80,
+            80,
+            {},
+        ), how
+        same_tensors(state_of(run), states[10])
+        for path, data in before.items():
+            path.write_bytes(data)
+    checkpointing.load(run)
+    assert run.progress.iteration == 20
+    capsys.readouterr()
+    same_tensors(state_of(run), states[20])
+    return in_values
+
+
+def test_a_hundred_damages(saved, capsys):
+    assert campaign(saved, capsys, 100, 1) > 10
+
+
+@pytest.mark.campaign
+def test_a_thousand_damages(saved, capsys):
+    assert campaign(saved, capsys, 1000, 2) > 100
+
+
+@pytest.mark.sweep
+def test_ten_thousand_damages(saved, capsys):
+    assert campaign(saved, capsys, 10_000, 3) > 1000
+
+
+def test_none_good_is_an_error_and_so_is_one_asked_for_by_name(saved, capsys):
+    """Neither starts from random weights or takes another one."""
+    run, root, _ = saved
+    weights = [root / f"iter_{n:07d}/weights_00000.safetensors" for n in (10, 20)]
+    good = [path.read_bytes() for path in weights]
+    for path, data in zip(weights, good, strict=True):
+        path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    with pytest.raises(
+        CheckpointError, match="none of its 2 checkpoints is good: .*iter_0000020.*iter_0000010"
+    ) as failed:
+        checkpointing.load(run)
+    assert failed.value.errno is None
+    weights[0].write_bytes(good[0])
+    flags = (
+        "--num-layers",
+        "1",
+        "--hidden-size",
+        "8",
+        "--num-attention-heads",
+        "2",
+        "--vocab-size",
+        "60",
+    )
+    for how in (("--load", str(root), "--ckpt-step", "20"), ("--load", str(root / "iter_0000020"))):
+        with pytest.raises(
+            CheckpointError, match="iter_0000020/weights_00000.safetensors, tensor .*checksum"
+        ):
+            checkpointing.load(built(*flags, *how))
+    weights[1].write_bytes(good[1])
+    capsys.readouterr()
+
+
+def test_what_is_no_damage_is_no_reason_to_go_back(saved, capsys, monkeypatch):
+    """A file this user may not read, a format of a newer program: an older checkpoint would
+    overwrite what is good."""
+    run, root, _ = saved
+    path = root / "iter_0000020/manifest.json"
+    text = path.read_bytes()
+    newer = text.replace(b'"version": 1', b'"version": 2')
+    newer = newer.replace(newer[11:19], b"00000000", 1)
+    path.write_bytes(newer.replace(b"00000000", disk_sum(newer), 1))
+    with pytest.raises(CheckpointError, match="use a newer program"):
+        checkpointing.load(run)
+    path.write_bytes(text)
+
+    def refuse(self, path):
+        raise CheckpointError(f"cannot open {path}: Permission denied", 13)
+
+    monkeypatch.setattr(safetensors_file.SafetensorsFile, "__init__", refuse)
+    with pytest.raises(CheckpointError, match="Permission denied"):
+        checkpointing.load(run)
+    capsys.readouterr()
+
+
+def disk_sum(data: bytes) -> bytes:
+    return f"{zlib.crc32(data):08x}".encode()
+
+
+def rank_1_reads_badly() -> None:
+    """The disk of rank 1's machine gives an input/output error for one tensor of the newest
+    checkpoint."""
+    if os.environ["RANK"] != "1":
+        return
+    read = safetensors_file.SafetensorsFile.read_into
+
+    def read_into(self, key, *rest):
+        if "iter_0000006" in str(self.path) and key.startswith("optimizer.exp_avg."):
+            raise filesystem.CheckpointError(
+                f"cannot read {self.path}, tensor {key}: Input/output error", 5
+            )
+        return read(self, key, *rest)
+
+    safetensors_file.SafetensorsFile.read_into = read_into
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory):
+    """(data, a run of two ranks that nothing happened to)."""
+    folder = tmp_path_factory.mktemp("straight")
+    data = write_text(folder / "text", 300)
+    return data, train(folder, [*BASE, "--data-path", data, "--save", str(folder / "save")], 2)
+
+
+def test_damage_that_one_rank_sees_sends_all_of_them_back(straight, tmp_path):
+    """... and the run is the one that nothing happened to, bit for bit."""
+    data, whole = straight
+    argv = [
+        *BASE,
+        "--data-path",
+        data,
+        "--save",
+        str(tmp_path / "save"),
+        "--load",
+        str(tmp_path / "save"),
+    ]
+    train(tmp_path, [*argv, "--exit-interval", "6"], 2)
+    for how in (["--ckpt-step", "6"], ["--load", str(tmp_path / "save/iter_0000006")]):
+        with pytest.raises(RanksFailed, match="rank 1: cannot read|Input/output error"):
+            train(tmp_path / "asked", with_flags(argv, *how), 2, hook=rank_1_reads_badly)
+    done = train(tmp_path, argv, 2, hook=rank_1_reads_badly)
+    lines = [line for line in done.first_rank_log.splitlines() if "WARNING" in line]
+    assert (
+        "WARNING: cannot load iteration 6: rank 1: cannot read "
+        f"{tmp_path}/save/iter_0000006/weights_" in lines[-2]
+    )
+    assert lines[-1].startswith(
+        "WARNING: the checkpoint of iteration 4 is used instead of that of iteration 6"
+    )
+    assert [row["iteration"] for row in done.rows] == list(range(1, 9))
+    assert done.series(*EXACT) == whole.series(*EXACT)
+    same_tensors(done.tensors(), whole.tensors())
+    assert store.iterations(done.save) == [2, 4, 6, 8]
+
+
+def another_checkpoint_on_rank_1() -> None:
+    """Rank 1 sees a directory of its own."""
+    read = store.read_metadata
+    if os.environ["RANK"] == "1":
+        store.read_metadata = lambda path: replace(
+            read(path), manifest=replace(read(path).manifest, crc32="01234567")
+        )
+
+
+@pytest.mark.campaign
+def test_ranks_that_see_different_checkpoints_do_not_train(straight, tmp_path):
+    data, whole = straight
+    argv = [*BASE, "--data-path", data, "--save", str(tmp_path / "save"), "--load", str(whole.save)]
+    with pytest.raises(
+        RanksFailed,
+        match="the ranks see different checkpoints of iteration 8; give a directory that all",
+    ):
+        train(tmp_path, argv, 2, hook=another_checkpoint_on_rank_1)
+
+
+def test_a_tracker_that_is_gone(saved, capsys):
+    """Nothing is loaded, as always; but what lies there is named."""
+    run, root, _ = saved
+    tracker = root / store.TRACKER
+    text = tracker.read_bytes()
+    tracker.unlink()
+    checkpointing.load(run)
+    said = capsys.readouterr().out
+    assert (
+        f"WARNING: {root} holds checkpoints, which {store.TRACKER} does not name: --ckpt-step 20"
+        in said
+    )
+    tracker.write_bytes(text)
+
+
+def test_flags_come_from_the_checkpoint_that_is_used(straight, tmp_path):
+    """--use-checkpoint-args with a flipped digit in the newest args."""
+    data, whole = straight
+    shutil.copytree(whole.save, tmp_path / "save")
+    args = tmp_path / "save/iter_0000008/args"
+    args.write_text(args.read_text().replace("--num-layers 2", "--num-layers 3"))
+    drop = BASE.index("--seq-length")
+    done = train(
+        tmp_path,
+        [
+            *BASE[drop:],
+            "--data-path",
+            data,
+            "--load",
+            str(tmp_path / "save"),
+            "--use-checkpoint-args",
+            "--save",
+            str(tmp_path / "new"),
+        ],
+    )
+    assert (
+        f"WARNING: --use-checkpoint-args: {args} is damaged; those of iter_0000006 are used"
+        in done.log
+    )
+    assert "Setting num_layers to 2 from checkpoint" in done.log
+    assert "iteration 6 is used instead of that of iteration 8" in done.log
+    assert [row["iteration"] for row in done.rows] == [7, 8]

@@ -1,0 +1,210 @@
+"""Hub and lines of several ranks, here threads of one process: who is chosen to speak, who is told,
+who is not believed."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import queue
+import re
+import socket
+import threading
+import time
+from dataclasses import replace
+
+import pytest
+
+from megatron.training.launch import network, rank_monitor
+from megatron.training.launch.rank_monitor import DIED, End, Hub, Line, Place
+
+
+class Ranks:
+    """A hub and the lines of some ranks; `ended` collects (rank, the end it was told)."""
+
+    def __init__(self, world: int, joined: int):
+        self.ended: queue.Queue[tuple[int, End]] = queue.Queue()
+        self.hub = Hub(world)
+        self.places = [Place(rank, 100 + rank, "here", str(rank)) for rank in range(world)]
+        self.dead: set[int] = set()
+        self.lines = [self.join(rank) for rank in range(joined)]
+
+    def join(self, rank: int) -> Line:
+        line: queue.Queue[Line] = queue.Queue()
+
+        def leave(end: End) -> None:
+            if rank not in self.dead:
+                self.ended.put((rank, end))
+                hang_up(line.get())
+
+        address = [("127.0.0.1", self.hub.port)]
+        found = Line(address, self.hub.token, self.places[0], leave, self.places[rank])
+        line.put(found)
+        return found
+
+    def die(self, rank: int) -> None:
+        self.dead.add(rank)
+        hang_up(self.lines[rank])
+
+    def told(self, count: int) -> dict[int, End]:
+        return dict(self.ended.get(timeout=10) for _ in range(count))
+
+
+def hang_up(line: Line) -> None:
+    """As the end of the process would."""
+    with contextlib.suppress(OSError):
+        line._wire.socket.shutdown(socket.SHUT_RDWR)
+
+
+def in_thread(call, *args) -> threading.Thread:
+    thread = threading.Thread(target=call, args=args, daemon=True)
+    thread.start()
+    return thread
+
+
+def test_the_lowest_of_those_that_failed_speaks():
+    ranks = Ranks(4, 4)
+    in_thread(ranks.lines[3].tell, "the same", 1)
+    ranks.lines[1].tell("the same", 7)  # returns: it is to speak
+    end = End(ranks.places[1], "the same", 7)
+    assert ranks.told(3) == {0: end, 2: end, 3: end}
+
+
+def test_a_failure_counts_before_a_death_and_the_first_death_before_others():
+    ranks = Ranks(4, 4)
+    ranks.die(1)
+    ranks.lines[3].tell("because", 1)
+    assert ranks.told(2) == dict.fromkeys((0, 2), End(ranks.places[3], "because"))
+    ranks = Ranks(4, 4)
+    ranks.die(3)
+    patience = time.monotonic() + 10.0
+    while not ranks.hub._ends and time.monotonic() < patience:
+        time.sleep(0.01)
+    ranks.die(1)
+    assert ranks.told(2) == dict.fromkeys((0, 2), End(ranks.places[3], DIED, silent=True))
+
+
+def test_the_end_of_rank_0_is_seen_by_the_others(monkeypatch):
+    ranks = Ranks(3, 3)
+    monkeypatch.setattr(rank_monitor, "OTHERS_GO_WITHIN", 0.1)
+    for wire in list(ranks.hub._wires.values())[1:]:
+        wire.socket.shutdown(socket.SHUT_RDWR)
+    # rank 0's own line still stands: the hub tells it of the others, sooner or later
+    told = ranks.told(3)
+    assert {rank: told[rank] for rank in (1, 2)} == dict.fromkeys(
+        (1, 2), End(ranks.places[0], DIED, silent=True)
+    )
+
+
+def test_a_run_that_is_over_is_no_death(monkeypatch):
+    monkeypatch.setattr(rank_monitor, "DEATH_COUNTS_AFTER", 0.1)
+    monkeypatch.setattr(rank_monitor, "OTHERS_GO_WITHIN", 0.2)
+    ranks = Ranks(3, 3)
+    for line in reversed(ranks.lines):
+        line.close()
+    ranks.hub.finish()
+    for rank in (2, 1, 0):
+        ranks.die(rank)
+    time.sleep(0.4)
+    assert ranks.ended.empty()
+    ranks.hub._thread.join(10.0)
+    assert not ranks.hub._thread.is_alive()
+    ranks = Ranks(3, 3)  # rank 0 is done first
+    ranks.lines[0].close()
+    ranks.hub.finish()
+    time.sleep(0.4)
+    assert ranks.ended.empty()
+
+
+def test_a_rank_that_comes_after_a_failure_is_told():
+    ranks = Ranks(3, 2)
+    speaks = in_thread(ranks.lines[1].tell, "early", 1)
+    time.sleep(0.6)
+    # rank 0 and the hub stay until all have come
+    assert speaks.is_alive() and ranks.ended.empty()
+    ranks.join(2)
+    assert ranks.told(2) == dict.fromkeys((0, 2), End(ranks.places[1], "early"))
+
+
+def test_who_is_missing_is_said(monkeypatch, capsys):
+    monkeypatch.setattr(rank_monitor, "ABSENCE_SAID_EVERY", 0.2)
+    ranks = Ranks(9, 2)
+    said = ""
+    patience = time.monotonic() + 10.0
+    while "waiting for 7 of 9 ranks to join: 2-8\n" not in said and time.monotonic() < patience:
+        time.sleep(0.1)
+        said += capsys.readouterr().out
+    assert "waiting for 7 of 9 ranks to join: 2-8\n" in said
+    answers = ranks.lines[1].ask()
+    assert answers[-1] == "ranks 2-8 never joined"
+    this_thread = (
+        r"rank 0 \(process 100 on here\): (ask|send) \(megatron/training/launch/rank_monitor\.py:"
+    )
+    assert re.match(this_thread, answers[0])
+    ranks.lines[0]._told = True  # it waits itself, for its turn
+    assert [text for text in ranks.lines[1].ask() if text.startswith("rank 0")] == []
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"[]\n",
+        b"{}\n",
+        b"\xff\xff\n",
+        json.dumps({"kind": "hello", "token": "guess", "place": {}}).encode() + b"\n",
+    ],
+)
+def test_strangers_on_the_port_are_shown_out(monkeypatch, said):
+    monkeypatch.setattr(rank_monitor, "SPOKEN_COUNTS_AFTER", 0.05)
+    ranks = Ranks(2, 2)
+    with socket.create_connection(("127.0.0.1", ranks.hub.port), 5) as stranger:
+        stranger.sendall(said)
+        assert stranger.recv(100) == b""
+    assert ranks.lines[1].ask() is not None and ranks.ended.empty()
+    ranks.lines[1].tell("still heard")
+    assert ranks.told(1) == {0: End(ranks.places[1], "still heard")}
+
+
+def test_a_line_needs_the_right_hub():
+    hub = Hub(2)
+    with pytest.raises(OSError):
+        Line([("127.0.0.1", 1), ("127.0.0.1", hub.port)], "wrong", rank_monitor.my_place(), print)
+    place = replace(rank_monitor.my_place(), rank=0)
+    assert (
+        Line([("127.0.0.1", 1), ("127.0.0.1", hub.port)], hub.token, place, print).place.pid
+        == place.pid
+    )
+
+
+# --- ways
+
+
+ROUTES = """Iface\tDestination\tGateway \tFlags\tRefCnt\tUse\tMetric\tMask\t\tMTU\tWindow\tIRTT
+eth0\t00000000\t0102A8C0\t0003\t0\t0\t100\t00000000\t0\t0\t0
+wifi\t00000000\t0103A8C0\t0003\t0\t0\t600\t00000000\t0\t0\t0
+ib0\t00000A0A\t00000000\t0001\t0\t0\t0\t0000FFFF\t0\t0\t0
+eth1\t00050A0A\t00000000\t0001\t0\t0\t0\t00FFFFFF\t0\t0\t0
+"""
+
+
+@pytest.mark.parametrize(
+    "host, name",
+    [
+        ("127.0.0.3", None),
+        ("localhost", None),
+        ("10.10.7.1", "ib0"),
+        ("10.10.5.9", "eth1"),
+        ("8.8.8.8", "eth0"),
+    ],
+)
+def test_the_interface_is_that_of_the_longest_route(tmp_path, monkeypatch, host, name):
+    monkeypatch.setattr(network, "ROUTES", tmp_path / "route")
+    assert network.interface_towards(host) is None  # no such table: another system
+    (tmp_path / "route").write_text(ROUTES)
+    assert network.interface_towards(host) == name
+
+
+def test_the_address_on_the_way():
+    assert network.address_towards("127.0.0.1", 9) == (socket.AF_INET, "127.0.0.1")
+    with pytest.raises(OSError):
+        network.address_towards("no-such-host.invalid", 9)

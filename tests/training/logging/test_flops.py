@@ -1,0 +1,128 @@
+"""FLOP counts against formulas of the papers and against the figures the seed printed."""
+
+import re
+
+import pytest
+
+from megatron.training.logging.flops import (
+    TransformerShape,
+    aurora_ds_flops_per_token,
+    aurora_lm_flops_per_token,
+    count_flops,
+    flops_per_iteration,
+    megatron_flops_per_iteration,
+    teraflops_per_rank,
+)
+
+GPT2_345M = TransformerShape(24, 1024, 4096, 16, 16, 64, False, 50304, 1024)
+AURORA = TransformerShape(3, 4096, 11008, 32, 8, 128, True, 32000, 4096)
+
+# seed 004: (elapsed ms, samples per second, tokens per GPU per second, [LM]TFLOPs, [DS]TFLOPs), as
+# printed
+SEED_LINES = """
+29570.0 25.972 4432.597 20.30 26.18
+8457.2 90.810 15498.234 70.98 91.53
+7136.5 107.615 18366.372 84.12 108.46
+7147.0 107.458 18339.524 84.00 108.31
+21224.4 36.185 6175.523 28.29 36.47
+106.8 7190.781 1227226.651 5620.92 7247.49
+84.7 9070.783 1548080.271 7090.49 9142.31
+"""
+
+
+def test_gpt2_equals_megatrons_paper_formula():
+    """72 B s L h^2 (1 + s / 6h + V / 12Lh), of Efficient Large-Scale Language Model Training
+    (2021), no recompute."""
+    b = 8
+    s = 1024
+    layers = 24
+    h = 1024
+    v = 50304
+    # the paper's 96 counts a recomputed forward; without it 72, and the output layer is 6 B s h V
+    expected = 72 * b * s * layers * h * h + 12 * b * s * s * layers * h + 6 * b * s * h * v
+    assert (
+        flops_per_iteration(GPT2_345M, b) == expected == megatron_flops_per_iteration(GPT2_345M, b)
+    )
+
+
+@pytest.mark.parametrize("groups", [1, 2, 4, 8, 16])
+def test_grouped_queries_follow_megatrons_formula(groups):
+    shape = TransformerShape(24, 1024, 4096, 16, groups, 64, False, 50304, 2048)
+    b = 8
+    s = 2048
+    layers = 24
+    h = 1024
+    v = 50304
+    a = 16
+    formula = (
+        60 * b * s * layers * h**2 * (1 + groups / (5 * a) + s / (5 * h) + v / (10 * layers * h))
+    )
+    assert megatron_flops_per_iteration(shape, b) == pytest.approx(formula, rel=1e-14)
+    assert flops_per_iteration(shape, b) == megatron_flops_per_iteration(shape, b)
+
+
+def test_ffn_gate_and_head_width_count_only_in_the_exact_figure():
+    wide = TransformerShape(2, 64, 1000, 4, 4, 16, False, 512, 128)
+    narrow = TransformerShape(2, 64, 256, 4, 4, 16, False, 512, 128)
+    gated = TransformerShape(2, 64, 1000, 4, 4, 16, True, 512, 128)
+    assert megatron_flops_per_iteration(wide, 1) == megatron_flops_per_iteration(gated, 1)
+    assert count_flops(wide).mlp - count_flops(narrow).mlp == 2 * 2 * 2 * 64 * (1000 - 256)
+    assert 2 * count_flops(gated).mlp == 3 * count_flops(wide).mlp
+    heads = TransformerShape(2, 64, 256, 4, 2, 32, False, 512, 128)
+    assert count_flops(heads).attention_linear == 2 * 2 * 64 * (128 + 2 * 64 + 128)
+    assert count_flops(heads).attention_core == 2 * 2 * (2 * 128 * 128)
+
+
+def test_the_count_equals_the_matrix_products_of_one_layer():
+    """Every product of one Llama-like layer and the output, written out as (rows, inner,
+    columns)."""
+    s = 32
+    h = 48
+    f = 100
+    a = 6
+    g = 2
+    d = 8
+    v = 300
+    products = [(s, h, (a + 2 * g) * d), (s, a * d, h), (s, h, f), (s, h, f), (s, f, h), (s, h, v)]
+    products += a * [(s, d, s), (s, s, d)]
+    forward = sum(2 * rows * inner * columns for rows, inner, columns in products)
+    count = count_flops(TransformerShape(1, h, f, a, g, d, True, v, s))
+    assert count.forward * s == forward
+    assert count.model == 3 * count.forward
+
+
+def test_recompute_counts_as_hardware_work_only():
+    count = count_flops(GPT2_345M)
+    assert count.hardware() == count.model
+    assert count.hardware("selective") - count.model == count.attention_core
+    assert count.hardware("full") - count.model == count.forward - count.logits
+
+
+def test_aurora_figures_per_token():
+    assert aurora_lm_flops_per_token(AURORA) == 4_580_179_968 == count_flops(AURORA).model
+    assert aurora_ds_flops_per_token(AURORA, full_recompute=True) == 5_905_580_032
+    assert aurora_ds_flops_per_token(AURORA, full_recompute=False) == 5_905_580_032 * 3 // 4
+
+
+@pytest.mark.parametrize("line", SEED_LINES.strip().splitlines())
+def test_the_seeds_printed_teraflops(line):
+    milliseconds, samples_per_second, tgs, lm, ds = map(float, re.split(r"\s+", line))
+    tokens = 768 * 4096
+    seconds = 768 / samples_per_second
+    assert seconds * 1e3 == pytest.approx(milliseconds, abs=0.5)
+    for per_token, printed in (
+        (aurora_lm_flops_per_token(AURORA), lm),
+        (aurora_ds_flops_per_token(AURORA, full_recompute=True), ds),
+    ):
+        assert per_token * tgs / 1e12 == pytest.approx(printed, abs=0.00501)
+        assert teraflops_per_rank(per_token * tokens, seconds, 24) == pytest.approx(
+            printed, rel=3e-5, abs=0.00501
+        )
+
+
+def test_the_quirk_of_the_ds_figure():
+    keys = {}
+    for groups in (8, 4, 2, 1):
+        shape = TransformerShape(1, 64, 128, 8, groups, 8, True, 0, 0)
+        keys[groups] = aurora_ds_flops_per_token(shape, False) // 6 - 2 * 64**2 - 3 * 128 * 64
+    assert keys == {8: 2 * 64**2, 4: 64**2, 2: 0, 1: 0}

@@ -1,0 +1,243 @@
+"""InternLM's log lines: the numbers of the demos' logs from their own times (facts/internlm.md 3,
+seeds 000 and 001)."""
+
+import math
+import time
+from dataclasses import replace
+from datetime import datetime
+
+import pytest
+
+from megatron.training.logging.flops import TransformerShape, teraflops_per_rank
+from megatron.training.logging.internlm_format import (
+    StepRow,
+    TokenRates,
+    flops_per_token,
+    internlm_line,
+    skipped_line,
+    start_line,
+)
+
+DEMOS = {
+    "7b": TransformerShape(32, 4096, 11008, 32, 32, 128, True, 103168, 2048),
+    "20b": TransformerShape(60, 5120, 13824, 40, 40, 128, True, 103168, 2048),
+    "30b": TransformerShape(60, 6144, 16384, 48, 48, 128, True, 103168, 2048),
+}
+
+
+@pytest.mark.parametrize(
+    ("demo", "plain", "again"),
+    [
+        ("7b", 44_411_387_904, 58_370_031_616),
+        ("20b", 123_965_276_160, 164_230_594_560),
+        ("30b", 175_937_421_312, 233_315_500_032),
+    ],
+)
+def test_operations_per_token(demo, plain, again):
+    assert (flops_per_token(DEMOS[demo], False), flops_per_token(DEMOS[demo], True)) == (
+        plain,
+        again,
+    )
+
+
+def test_another_mlp_ratio_counts_as_it_is():
+    # ratio 4: m = 6, so 32 h^2
+    shape = TransformerShape(2, 512, 2048, 8, 8, 64, True, 1000, 128)
+    assert (
+        flops_per_token(shape, False) == 3 * 2 * (32 * 512 * 512 + 4 * 128 * 512) + 6 * 512 * 1000
+    )
+
+
+@pytest.mark.parametrize(
+    ("demo", "rate", "teraflops"),
+    [
+        ("7b", 1424.93, 63.2831),
+        ("7b", 3871.11, 171.9214),
+        ("7b", 4189.39, 186.0566),
+        ("7b", 4176.61, 185.4890),
+        ("7b", 4185.31, 185.8754),
+        ("7b", 4179.64, 185.6236),
+        ("20b", 246.32, 30.535),
+        ("20b", 965.36, 119.671),
+        ("20b", 1024.65, 127.022),
+        ("30b", 227.37, 40.0029),
+    ],
+)
+def test_pairs_of_rate_and_teraflops_of_the_logs(demo, rate, teraflops):
+    assert teraflops_per_rank(flops_per_token(DEMOS[demo], False) * rate, 1.0, 1) == pytest.approx(
+        teraflops, rel=2e-5
+    )
+
+
+# the 20B log: tgs, tgs_all, tgs_avg (= SMA within the window)
+LOG = [
+    (246.32, 246.32, 246.32),
+    (965.36, 392.49, 605.85),
+    (1024.65, 494.11, 745.45),
+    (1025.42, 567.64, 815.45),
+    (1024.85, 623.25, 857.33),
+    (1016.03, 666.17, 883.78),
+]
+
+
+def test_the_rates_of_the_20b_log():
+    rates = TokenRates()
+    for tgs, overall, mean in LOG:
+        found = rates.add(4096, 4096 / tgs)
+        assert found["tgs (tokens/gpu/second)"] == found["tgs/last_tgs_1"] == tgs
+        assert found["tgs/tgs_all"] == found["tgs/tgs_SMA"] == pytest.approx(overall, abs=0.011)
+        assert found["tgs/tgs_avg"] == pytest.approx(mean, abs=0.011)
+        assert found["tgs/last_tgs_10"] == found["tgs/last_tgs_50"] == 0
+
+
+def test_windows_and_blocks():
+    rates = TokenRates()
+    found = [rates.add(100, 1.0 if step < 60 else 2.0) for step in range(115)]
+    assert [f["tgs/last_tgs_10"] for f in found[8:11]] == [0, 100, 100] and found[69][
+        "tgs/last_tgs_10"
+    ] == 50
+    assert (
+        found[59]["tgs/tgs_SMA"] == 100
+        and found[109]["tgs/tgs_SMA"] == 50
+        and found[84]["tgs/tgs_SMA"] == 66.67
+    )
+    assert [found[i]["tgs/last_tgs_50"] for i in (48, 49, 98, 99)] == [
+        0,
+        100,
+        100,
+        round(50 * 100 / (10 + 80), 2),
+    ]
+
+
+PACKED = {
+    "num_samples_in_batch": 19,
+    "largest_length": 2048,
+    "largest_batch": 6,
+    "smallest_batch": 3,
+    "acc": 0.0,
+    "tokens/en": 120836,
+    "tokens/cn": 0,
+    "loss/en": 11.6279,
+    "loss/cn": None,
+    "acc/en": 0.0,
+    "acc/cn": None,
+}
+
+
+def test_the_fields_are_those_of_the_log_in_its_order():
+    """Step 0 of the 7B log, with the 20B log's rates."""
+    row = StepRow(
+        0,
+        11.6279,
+        63.28,
+        TokenRates().add(16384, 11.5),
+        4e-07,
+        65536.0,
+        66.519,
+        4,
+        131072,
+        0,
+        0.95,
+        6.874,
+        PACKED,
+    )
+    line = internlm_line(row, datetime(2023, 9, 5, 11, 49, 58), 6794)
+    head, _, rest = line.partition(" - pid=6794 : ")
+    assert head.startswith("2023-09-05T11:49:58.000")
+    rest = rest.replace("tgs (tokens/gpu/second)", "tgs").replace(": ", ":")
+    fields = dict(part.split("=", 1) for part in rest.rstrip().split(" "))
+    assert list(fields) == [
+        "tflops",
+        "step",
+        "loss",
+        "tgs",
+        "tgs/last_tgs_1",
+        "tgs/tgs_all",
+        "tgs/tgs_avg",
+        "tgs/tgs_SMA",
+        "tgs/last_tgs_10",
+        "tgs/last_tgs_50",
+        "lr",
+        "loss_scale",
+        "grad_norm",
+        "micro_num",
+        "num_consumed_tokens",
+        "inf_nan_skip_batches",
+        "num_samples_in_batch",
+        "largest_length",
+        "largest_batch",
+        "smallest_batch",
+        "adam_beta2",
+        "fwd_bwd_time",
+        "acc",
+        "perplexity",
+        "acc/en",
+        "acc/cn",
+        "tokens/en",
+        "tokens/cn",
+        "loss_from_metric",
+        "loss/en",
+        "loss/cn",
+    ]
+    assert (
+        fields["tokens/en"] == "120836" and fields["loss/cn"] == "nan" and fields["acc/cn"] == "0.0"
+    )
+    assert (
+        fields["lr"] == "4e-07"
+        and fields["grad_norm"] == "{'0_default':66.519}"
+        and fields["fwd_bwd_time"] == "6.87"
+    )
+    assert float(fields["perplexity"]) == pytest.approx(112181.7, rel=2e-4)
+
+
+def test_an_infinite_perplexity_and_a_skipped_range():
+    row = StepRow(0, 800.0, 0.0, {}, 0.0, 1.0, None, 1, 1, 1, None, 0.0, {})
+    assert "perplexity=inf" in internlm_line(row, datetime.now(), 1)
+    assert "loss=nan" in internlm_line(replace(row, loss=math.nan), datetime.now(), 1)
+    assert skipped_line(2, 3, "user", datetime.now(), 1).endswith("skipped=1 reason=user step=2-3")
+
+
+@pytest.fixture
+def china(monkeypatch):
+    """The time zone of the demos."""
+    monkeypatch.setenv("TZ", "CST-8")
+    time.tzset()
+    yield
+    monkeypatch.undo()
+    time.tzset()
+
+
+def test_the_beginnings_and_ends_of_lines_are_those_of_the_20b_log(china):
+    """To the character: time, place in the source, process; every field has a blank behind it, the
+    last one too."""
+    row = StepRow(
+        0,
+        11.5,
+        30.535171880622176,
+        {},
+        4e-07,
+        65536.0,
+        87.3,
+        4,
+        65536,
+        0,
+        0.95,
+        13.47,
+        {"loss/en": None},
+    )
+    line = internlm_line(row, datetime(2023, 11, 10, 11, 46, 16, 409000), 117775)
+    assert line.startswith(
+        "2023-11-10T11:46:16.409+08:00 INFO [training_internlm.py, line 600, in "
+        "record_current_batch_training_metrics] - pid=117775 : tflops=30.535171880622176 step=0 "
+        "loss=11.5 "
+    )
+    assert line.endswith(" loss/en=nan ")
+    now = datetime(2023, 11, 10, 11, 45, 40, 621000)
+    assert [
+        start_line(function, "x", now)
+        for function in ("set_device", "launch", "_partition_param_list")
+    ] == [
+        "2023-11-10 11:45:40,621 INFO parallel_context.py:555 in set_device -- x",
+        "2023-11-10 11:45:40,621 INFO launch.py:409 in launch -- x",
+        "2023-11-10 11:45:40,621 INFO hybrid_zero_optim.py:268 in _partition_param_list -- x",
+    ]

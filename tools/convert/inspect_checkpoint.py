@@ -1,0 +1,164 @@
+"""inspect and diff: what a checkpoint holds, and where two differ."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
+from math import prod
+from pathlib import Path
+
+import torch
+
+from megatron.config.model import ModelConfig
+from tools.convert.hf_files import HFFolder, Outgoing
+from tools.convert.huggingface import HFModel, as_hf
+from tools.convert.links import ConversionError, is_vocabulary
+from tools.convert.native import Ours
+from tools.convert.verification import is_hf
+from tools.shared.progress import Progress
+
+TENSORS_SHOWN = 20
+
+
+def inspect(path: Path, step: int | None = None, tensors: bool = False) -> str:
+    """What lies in a folder, as lines."""
+    if is_hf(path):
+        return "\n".join(_inspect_hf(path, tensors))
+    with Ours(path, step) as ours:
+        return "\n".join(_inspect_ours(ours, tensors))
+
+
+def _inspect_ours(ours: Ours, tensors: bool) -> Iterable[str]:
+    state = ours.found.state
+    reader = ours.reader
+    yield f"{ours.found.directory}: checkpoint of this suite, iteration {ours.found.iteration}"
+    yield f"  consumed samples: {state.consumed_train_samples}; written by: " + (
+        ", ".join(f"{name} {size}" for name, size in state.layout.items()) or "unknown"
+    )
+    yield f"  architecture: {_flags(ours.model)}"
+    names = reader.names()
+    table = {name: (reader.dtype(name), reader.shape(name)) for name in names}
+    yield from _sums("weights", [table[name] for name in ours.weights()])
+    rest = [table[name] for name in names if name.startswith("optimizer.")]
+    yield from _sums("optimizer", rest) if rest else ["  optimizer: none"]
+    yield (
+        f"  files: {len(ours.found.manifest.files)}, "
+        f"{sum(f.bytes for f in ours.found.manifest.files.values()):,} bytes"
+    )
+    if tensors:
+        yield from (f"  {name} {_format(*table[name])}" for name in names)
+
+
+def _inspect_hf(path: Path, tensors: bool) -> Iterable[str]:
+    with HFFolder(path) as folder:
+        headers = folder.headers()
+        yield f"{path}: Hugging Face folder, model_type {folder.config.get('model_type')!r}"
+        yield from _sums("weights", list(headers.values()))
+        yield f"  largest file: {folder.largest_shard:,} bytes"
+    try:
+        with HFModel(path) as model:
+            yield f"  architecture: {_flags(model.model)}"
+    except ConversionError as error:
+        yield from (f"  cannot be imported: {line}" for line in str(error).splitlines())
+    if tensors:
+        yield from (f"  {name} {_format(*header)}" for name, header in sorted(headers.items()))
+
+
+def _flags(model: ModelConfig) -> str:
+    """The architecture's fields that are not the default."""
+    return ", ".join(
+        f"{f.name}={getattr(model, f.name)}"
+        for f in fields(model)
+        if getattr(model, f.name) != f.default
+    )
+
+
+def _format(dtype: torch.dtype, shape: Sequence[int]) -> str:
+    return f"{str(dtype).removeprefix('torch.')} {list(shape)}"
+
+
+def _sums(what: str, headers: Sequence[tuple[torch.dtype, Sequence[int]]]) -> Iterable[str]:
+    count = Counter()
+    for dtype, shape in headers:
+        count[str(dtype).removeprefix("torch.")] += prod(shape)
+    formats = ", ".join(f"{number:,} {name}" for name, number in count.items())
+    yield f"  {what}: {len(headers)} tensors, {sum(count.values()):,} values ({formats})"
+
+
+# --- diff
+
+
+def diff(a: Path, b: Path, step: int | None = None, weights_only: bool = False) -> tuple[str, bool]:
+    """(lines, are they the same). Two checkpoints of ours are compared tensor by tensor, the
+    optimizer's too unless `weights_only`; with a Hugging Face folder on either side, the weights as
+    that folder names them."""
+    if is_hf(a) and is_hf(b):
+        with HFModel(a) as one, HFModel(b) as other:
+            return _compare(one.outgoing(), other.outgoing())
+    if is_hf(a) or is_hf(b):
+        with HFModel(a if is_hf(a) else b) as model, Ours(b if is_hf(a) else a, step) as ours:
+            sides = as_hf(ours, model.family.model_type, model.rows).tensors, model.outgoing()
+            return _compare(*(sides[::-1] if is_hf(a) else sides))
+    with Ours(a, step) as one, Ours(b, step) as other:
+        return _compare(_all_of(one, weights_only), _all_of(other, weights_only))
+
+
+def _all_of(ours: Ours, weights_only: bool) -> list[Outgoing]:
+    """Every tensor of a checkpoint of ours (or its weights), vocabularies without padding rows."""
+    rows = ours.vocab_size()
+    found = []
+    for name in ours.weights() if weights_only else ours.reader.names():
+        shape = ours.reader.shape(name)
+        plain = name.split(".", 2)[2] if name.startswith("optimizer.") else name
+        shape = (rows, *shape[1:]) if is_vocabulary(plain) else shape
+        found.append(Outgoing(name, ours.reader.dtype(name), shape, _Read(ours, name, shape)))
+    return found
+
+
+@dataclass(frozen=True)
+class _Read:
+    """Reads the first rows of one of our tensors."""
+
+    ours: Ours
+    name: str
+    shape: tuple[int, ...]
+
+    def __call__(self) -> torch.Tensor:
+        return self.ours.read(self.name, self.shape)
+
+
+def _compare(a: Sequence[Outgoing], b: Sequence[Outgoing]) -> tuple[str, bool]:
+    one, other = ({tensor.name: tensor for tensor in side} for side in (a, b))
+    lines = [f"only in the first: {name}" for name in one if name not in other]
+    lines += [f"only in the second: {name}" for name in other if name not in one]
+    both = [name for name in one if name in other]
+    progress = Progress(sum(one[name].bytes for name in both))
+    for name in both:
+        lines += _difference(one[name], other[name])
+        progress.shift += one[name].bytes
+        progress.update(0)
+    progress.clear()
+    total = len(lines)
+    if total > TENSORS_SHOWN:
+        lines[TENSORS_SHOWN:] = [f"and {total - TENSORS_SHOWN} more"]
+    lines.append(
+        f"{total} of {len(one.keys() | other.keys())} tensors differ"
+        if total
+        else f"same: {len(both)} tensors, bit for bit"
+    )
+    return "\n".join(lines), not total
+
+
+def _difference(a: Outgoing, b: Outgoing) -> list[str]:
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return [f"{a.name}: {_format(a.dtype, a.shape)} and {_format(b.dtype, b.shape)}"]
+    x = a.make().contiguous()
+    y = b.make().contiguous()
+    if torch.equal(x.view(-1).view(torch.uint8), y.view(-1).view(torch.uint8)):
+        return []
+    unlike = (x != y).sum().item()
+    return [
+        f"{a.name}: {unlike:,} of {x.numel():,} values differ, by "
+        f"{(x.double() - y.double()).abs().max():.3g} at most"
+    ]

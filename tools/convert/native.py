@@ -1,0 +1,282 @@
+"""A checkpoint of this suite as the converter sees it: its architecture, its weights, and how a new
+one is written."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron.arguments import config_from, to_args_text
+from megatron.checkpoint import store
+from megatron.checkpoint.sharded import Reader, TensorSlice
+from megatron.checkpoint.state import RunState
+from megatron.checkpoint.store import Checkpoint
+from megatron.checkpoint.tensor_slices import whole
+from megatron.config.model import ModelConfig
+from megatron.config.tree import Config
+from megatron.data.tokenizers.build import Tokenizer, TokenizerFlags
+from megatron.training.build import make_tokenizer
+from megatron.training.checkpointing.saved_args import saved_config
+from tools.convert.config_keys import read_json
+from tools.convert.hf_files import CONFIG, Outgoing, new_folder, side_files
+from tools.convert.links import SAME, ConversionError, Header, Link, Shape, check, is_vocabulary
+from tools.shared.progress import Progress, counted
+
+# in the run directory of an imported model: its config.json and tokenizer files
+ORIGIN = "huggingface"
+
+
+class Ours:
+    """An open checkpoint: architecture, and the weights without the vocabulary's padding. A context
+    manager."""
+
+    def __init__(self, path: Path | str, step: int | None = None):
+        found = store.load(path, step)
+        if found is None:
+            raise ConversionError(
+                f"{path}: no checkpoint of this suite there ({store.TRACKER} is missing); give the "
+                "directory that --save named, or an iter_XXXXXXX in it"
+            )
+        self.found: Checkpoint = found
+        self.config: Config = saved_config(found)
+        self.reader: Reader = found.reader()
+
+    @property
+    def model(self) -> ModelConfig:
+        """The architecture."""
+        return self.config.model
+
+    @property
+    def base_folder(self) -> Path | None:
+        """The folder with config.json and tokenizer files of the model that this one was imported
+        from, if it is known."""
+        d = self.config.data
+        files = [Path(file) for file in (d.tokenizer_model, d.vocab_file) if file]
+        folders = [self.found.directory.parent / ORIGIN, *files, *(file.parent for file in files)]
+        return next((folder for folder in folders if (folder / CONFIG).is_file()), None)
+
+    @property
+    def base(self) -> dict[str, Any]:
+        """The config.json of the model that this one was imported from, or nothing."""
+        return read_json(self.base_folder / CONFIG) if self.base_folder else {}
+
+    def vocab_size(self, given: int | None = None) -> int:
+        """Rows of the vocabulary that count: as given, else the imported model's, else those of the
+        tokenizer."""
+        rows = given or self.base.get("vocab_size") or self._tokenizer().vocab_size
+        held = min(self.reader.shape(name)[0] for name in self.weights() if is_vocabulary(name))
+        if rows > held:
+            raise ConversionError(
+                f"{self.found.directory}: holds {held} rows of the vocabulary, {rows} are asked "
+                f"for; give --vocab-size {held} or less"
+            )
+        return rows
+
+    def _tokenizer(self) -> Tokenizer:
+        try:
+            with contextlib.redirect_stdout(sys.stderr):
+                return make_tokenizer(self.config)
+        except ValueError as error:
+            raise ConversionError(
+                f"{error}\n{self.found.directory}: its tokenizer says how many rows of the "
+                "vocabulary are no padding; give --vocab-size N instead"
+            ) from None
+
+    def special_ids(self) -> dict[str, int | None]:
+        """config.json's ids of special pieces; none where the tokenizer is not on this machine."""
+        try:
+            tokenizer = self._tokenizer()
+        except ConversionError:
+            return dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+        return {
+            "bos_token_id": tokenizer.bos,
+            "eos_token_id": tokenizer.eod,
+            "pad_token_id": tokenizer.pad,
+        }
+
+    def weights(self) -> list[str]:
+        """Names of the model's tensors."""
+        return [name for name in self.reader.names() if not name.startswith("optimizer.")]
+
+    def header(self, name: str, vocab_size: int) -> Header:
+        """Number format and shape of a tensor without padding rows."""
+        shape = self.reader.shape(name)
+        return self.reader.dtype(name), (vocab_size, *shape[1:]) if is_vocabulary(name) else shape
+
+    def read(self, name: str, shape: Shape) -> torch.Tensor:
+        """The first rows of a tensor."""
+        return self.reader.read(name, whole(shape))
+
+    def outgoing(self, links: Sequence[Link], vocab_size: int) -> list[Outgoing]:
+        """Every tensor of the other side, made of ours when its turn comes. Raises ConversionError
+        where ours are not those of the links."""
+        check(
+            [Link(link.ours, link.shape, (link.ours,), SAME, link.model) for link in links],
+            {name: self.header(name, vocab_size) for name in self.weights()},
+            str(self.found.directory),
+        )
+        return [
+            Outgoing(name, self.reader.dtype(link.ours), shape, _Part(self, link, index))
+            for link in links
+            for index, (name, shape) in enumerate(
+                zip(link.theirs, link.their_shapes(), strict=True)
+            )
+        ]
+
+    def close(self) -> None:
+        """Close all files."""
+        self.reader.close()
+
+    def __enter__(self) -> Ours:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Makes one of a link's tensors."""
+
+    ours: Ours
+    link: Link
+    index: int
+
+    def __call__(self) -> torch.Tensor:
+        return self.link.split(self.ours.read(self.link.ours, self.link.shape))[
+            self.index
+        ].contiguous()
+
+
+@dataclass(frozen=True)
+class TokenizerChoice:
+    """What a checkpoint keeps of its tokenizer, and the number of ids."""
+
+    identity: dict[str, Any]
+    size: int
+
+
+def tokenizer_flags(folder: Path, model_type: str, rows: int) -> dict[str, Any]:
+    """The tokenizer whose files lie in `folder`: GPT-2's own, tokenizer.json, or SentencePiece's;
+    numbers if none does."""
+    has = {file.name for file in side_files(folder)}
+    if model_type == "gpt2" and {"vocab.json", "merges.txt"} <= has:
+        flags = {
+            "tokenizer_type": "GPT2BPETokenizer",
+            "vocab_file": str(folder / "vocab.json"),
+            "merge_file": str(folder / "merges.txt"),
+        }
+    elif "tokenizer.json" in has:
+        flags = {"tokenizer_type": "HuggingFaceTokenizer"}
+    elif "tokenizer.model" in has:
+        flags = {
+            "tokenizer_type": "Llama2Tokenizer",
+            "tokenizer_model": str(folder / "tokenizer.model"),
+        }
+    else:
+        flags = {"tokenizer_type": "NullTokenizer", "vocab_size": rows}
+    if flags["tokenizer_type"] == "HuggingFaceTokenizer":
+        flags["tokenizer_model"] = str(folder)
+    return flags
+
+
+def choose_tokenizer(flags: dict[str, Any], rows: int) -> TokenizerChoice:
+    """The tokenizer that `flags` make, which is built once to know its size. Raises ConversionError
+    where it cannot be, or has more ids than the `rows` of the embedding."""
+    known = {flag.name for flag in fields(TokenizerFlags)}
+    try:
+        tokenizer = TokenizerFlags(
+            **{name: value for name, value in flags.items() if name in known}
+        ).build()
+    except ValueError as error:
+        raise ConversionError(
+            f"{error}\nthe tokenizer could not be made; --no-tokenizer leaves it behind"
+        ) from None
+    if tokenizer.vocab_size > rows:
+        raise ConversionError(
+            f"{flags['tokenizer_type']}: has {tokenizer.vocab_size} ids, the model {rows} rows; "
+            "give the tokenizer that the model was trained with, or --no-tokenizer"
+        )
+    return TokenizerChoice(tokenizer.identity(), tokenizer.vocab_size)
+
+
+def divisor(size: int, rows: int) -> int:
+    """The smallest --make-vocab-size-divisible-by that pads `size` ids to `rows` rows (the default
+    where none is needed)."""
+    for number in (128, *range(1, rows + 1)):
+        if rows % number == 0 and -(-size // number) * number == rows:
+            return number
+    raise AssertionError(f"{size} ids, {rows} rows")
+
+
+@dataclass(frozen=True)
+class Incoming:
+    """A weight to write: our name, format, shape, and a function that makes it when its turn
+    comes."""
+
+    name: str
+    dtype: torch.dtype
+    shape: Shape
+    make: Callable[[], torch.Tensor]
+
+    @property
+    def bytes(self) -> int:
+        """Length of its data."""
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+def write_checkpoint(
+    root: Path,
+    model: ModelConfig,
+    weights: Sequence[Incoming],
+    rows: int,
+    model_type: str,
+    tokenizer_files: Iterable[Path],
+    *,
+    iteration: int = 0,
+    flags: dict[str, Any] | None = None,
+) -> Path:
+    """Write a run directory with one checkpoint of these weights; `flags` choose the tokenizer,
+    which else is found among the copied `tokenizer_files`. Nothing stays behind when it fails.
+    """
+    new_folder(root)
+    root.mkdir()
+    try:
+        copies = root / ORIGIN
+        copies.mkdir()
+        for file in tokenizer_files:
+            shutil.copyfile(file, copies / file.name)
+        flags = flags or tokenizer_flags(copies.absolute(), model_type, rows)
+        choice = choose_tokenizer(flags, rows)
+        more = {"make_vocab_size_divisible_by": divisor(choice.size, rows)}
+        if not any(copies.iterdir()):
+            copies.rmdir()
+        formats = {weight.dtype for weight in weights}
+        precision = {"bf16": formats == {torch.bfloat16}, "fp16": formats == {torch.float16}}
+        config = config_from(Config, {**vars(model), **precision, **flags, **more})
+        progress = Progress(sum(one.bytes for one in weights))
+        slices = [
+            TensorSlice(
+                one.name,
+                one.shape,
+                one.dtype,
+                whole(one.shape),
+                counted(one.make, one.bytes, progress),
+            )
+            for one in weights
+        ]
+        layout = dict.fromkeys(("world_size", "tp", "pp", "cp", "dp"), 1)
+        state = RunState(iteration=iteration, data={"tokenizer": choice.identity}, layout=layout)
+        written = store.save(root, iteration, slices, state, to_args_text(config))
+        progress.clear()
+        return written
+    except BaseException:
+        shutil.rmtree(root, ignore_errors=True)
+        raise

@@ -1,0 +1,178 @@
+"""The training data of a run, opened from its directory or its flags: samples, their order, who
+reads them. Knows no command line of a tool and no model.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron.arguments import build_parser, config_from, parse_typed
+from megatron.checkpoint import skip_log
+from megatron.config import command_line
+from megatron.config.checks.paths import newest_checkpoint
+from megatron.config.plan.plan import Plan, make_plan
+from megatron.config.skip_ranges import SkipRanges
+from megatron.config.tree import Config
+from megatron.data.build import Before, build_train_valid_test_datasets
+from megatron.data.ledger import MASK, sample_hash, tokens_hash
+from megatron.data.packed.build import build_packed_datasets
+from megatron.data.sample_lookup import Dataset
+from megatron.data.sampler import PackedSampler, Sampler, SequentialSampler
+from megatron.data.tokenizers.build import Tokenizer, TokenizerFlags
+
+
+@dataclass(frozen=True)
+class Reading:
+    """The training data of a run and who reads them. `shift`: samples consumed beyond what the
+    batch sizes say."""
+
+    config: Config
+    plan: Plan
+    dataset: Dataset
+    tokenizer: Tokenizer
+    shift: int
+
+    def samplers(self) -> list[Sampler]:
+        """The sampler of each data-parallel rank."""
+        d = self.config.data
+        place = (len(self.dataset), self.config.training.micro_batch_size)
+        ranks = range(self.plan.data_parallel_size)
+        if d.packed_samples:
+            return [PackedSampler(*place, rank, len(ranks)) for rank in ranks]
+        if d.dataloader_type == "cyclic":
+            # torch, which takes longer to load than all the rest
+            from megatron.data.cyclic_sampler import CyclicSampler
+
+            return [CyclicSampler(*place, rank, len(ranks), d.data_sharding) for rank in ranks]
+        return [SequentialSampler(*place, rank, len(ranks)) for rank in ranks]
+
+    def tokens(self, sample: int) -> np.ndarray:
+        """The token ids of a sample; of packed samples, of that row."""
+        return np.atleast_2d(self.dataset[sample])[0]
+
+    def first_sample(self, iteration: int) -> int:
+        """Samples consumed before an iteration."""
+        return self.plan.batch.samples_before(iteration) + self.shift
+
+    def batch(self, iteration: int, samplers: Sequence[Sampler]) -> Iterator[tuple[int, int, int]]:
+        """(sample, rank, micro-batch) of a global batch, micro-batch by micro-batch and rank by
+        rank."""
+        first = self.first_sample(iteration)
+        for micro_batch in range(self.plan.num_microbatches(iteration)):
+            for rank, sampler in enumerate(samplers):
+                for sample in sampler.micro_batch(first + micro_batch * sampler.step):
+                    yield sample, rank, micro_batch
+
+
+def hash_of(reading: Reading, iteration: int, samplers: Sequence[Sampler]) -> int:
+    """The hash of an iteration's samples as the ledger has it, read from the data."""
+    return (
+        sum(
+            sample_hash(sample, tokens_hash(reading.dataset[sample]))
+            for sample, _, _ in reading.batch(iteration, samplers)
+        )
+        & MASK
+    )
+
+
+def open_run(
+    run: str | None,
+    flags: Sequence[str] | None,
+    iteration: int | None = None,
+    world_size: int | None = None,
+) -> Reading:
+    """The data of a run: of its directory `run`, as `iteration` was read, or of its `flags`;
+    `world_size`: number of ranks, if not the run's (with flags: 1). Raises ValueError."""
+    state: dict[str, Any] = {}
+    if flags is not None:
+        line = command_line.read(flags, {"WORLD_SIZE": str(world_size or 1), "RANK": "0"})
+        config = line.config
+        world_size = line.world_size
+    elif run is None:
+        raise ValueError(
+            "no run: give the directory that --save named, or -- and the flags of pretrain_gpt.py"
+        )
+    else:
+        folder = checkpoint_after(run, iteration)
+        state = json.loads((folder / "state.json").read_text(encoding="utf8"))
+        words = parse_typed(
+            build_parser(Config, prog="args", description=""), [f"@{folder / 'args'}"]
+        )
+        config = config_from(Config, words)
+        world_size = world_size or state["layout"]["world_size"]
+    d = config.data
+    flags_of_tokenizer = {flag.name: getattr(d, flag.name) for flag in fields(TokenizerFlags)}
+    tokenizer = TokenizerFlags(**flags_of_tokenizer | {"tokenizer_type": d.tokenizer}).build()
+    plan = make_plan(config, world_size, tokenizer.vocab_size)
+    if state.get("skipped") is not None:
+        plan = replace(plan, skips=_skips(folder, state, plan.skips))
+    order = state["data"]["order"]["train"] if state else None
+    before = Before(order, state["consumed_train_samples"]) if order else None
+    sizes = (plan.targets.train, 0, 0)
+    length = config.model.seq_length
+    if d.packed_samples:
+        dataset, _, _ = build_packed_datasets(
+            d,
+            sequence_length=length,
+            micro_batch_size=config.training.micro_batch_size,
+            global_batch_size=plan.batch.final_global_batch_size,
+            sizes=sizes,
+            vocab_size=None,
+        )
+    else:
+        dataset, _, _ = build_train_valid_test_datasets(
+            d,
+            sequence_length=length,
+            seed=config.training.seed,
+            vocab_size=tokenizer.vocab_size,
+            eod=tokenizer.eod,
+            sizes=sizes,
+            check_tokens=False,
+            before=before,
+        )
+    shift = (
+        state["consumed_train_samples"] - plan.consumed_samples(state["iteration"]) if state else 0
+    )
+    return Reading(config, plan, dataset, tokenizer, shift)
+
+
+def _skips(folder: Path, state: dict[str, Any], typed: SkipRanges) -> SkipRanges:
+    """What a run has left out up to a checkpoint, and from there on will leave out by flags and
+    records."""
+    lines, _ = skip_log.read(folder.parent)
+    found = skip_log.parse(
+        [*(one for one in state["skips"] if isinstance(one, str)), *lines], str(folder)
+    )
+    records = skip_log.active(found)
+    to_come = typed.joined(place for one in records.values() for place in one.parts.ranges).ranges
+    done = state["iteration"]
+    past = SkipRanges((first, last) for first, last in state["skipped"]).cut(done)
+    return past.joined((max(first, done + 1), last) for first, last in to_come if last > done)
+
+
+def checkpoint_after(run: str, iteration: int | None) -> Path:
+    """The checkpoint whose flags an iteration ran with: the first one that has it behind it, else
+    the newest."""
+    newest = newest_checkpoint(run)
+    if newest is None:
+        raise ValueError(
+            f"{run}: no checkpoint there, whose flags would say what was read; give the directory "
+            "that --save named, or -- and the flags of pretrain_gpt.py"
+        )
+    known = sorted(
+        int(name[5:]) for name in os.listdir(newest.parent) if re.fullmatch(r"iter_\d{7,}", name)
+    )
+    after = [
+        number
+        for number in known
+        if iteration is not None and iteration <= number <= int(newest.name[5:])
+    ]
+    return newest.parent / f"iter_{after[0]:07d}" if after and newest != Path(run) else newest
