@@ -41,6 +41,7 @@ PEERS = {
     "punkt",
     "s3fs",
     "moto",
+    "wandb",
 }
 MARKED = "peers_marked"
 

@@ -62,7 +62,9 @@ class LoggingConfig:
         "minmax", help="what the timers block shows of the ranks"
     )
     tensorboard_dir: str | None = arg(None, help="directory of TensorBoard events")
-    tensorboard_log_interval: int = arg(1, help="iterations between TensorBoard points")
+    tensorboard_log_interval: int = arg(
+        1, help="iterations between points in TensorBoard and Weights & Biases"
+    )
     tensorboard_queue_size: int = arg(1000, help="TensorBoard events kept before they are written")
     log_timers_to_tensorboard: bool = arg(False, help="timers as TensorBoard scalars")
     log_batch_size_to_tensorboard: bool = arg(False, help="batch size as a TensorBoard scalar")
@@ -79,6 +81,24 @@ class LoggingConfig:
     )
     log_memory_to_tensorboard: bool = arg(False, help="device memory in TensorBoard")
     log_world_size_to_tensorboard: bool = arg(False, help="world size in TensorBoard")
+
+    wandb_project: str = arg(
+        "", help="Weights & Biases project that gets the scalars of TensorBoard (pip install wandb)"
+    )
+    wandb_exp_name: str = arg(
+        "", help="name of the run at Weights & Biases (default: a random one)"
+    )
+    wandb_entity: str = arg(
+        "",
+        dump=False,
+        help="team or user at Weights & Biases (default: the account's)",
+    )
+    wandb_save_dir: str = arg("", help="directory of wandb's files (default: wandb in --save)")
+
+    @property
+    def has_boards(self) -> bool:
+        """Are scalars written to TensorBoard or Weights & Biases?"""
+        return bool(self.tensorboard_dir or self.wandb_project)
 
     def counts_subsets(self, packed: bool) -> bool:
         """Are tokens and losses of each subset counted, where samples are `packed` or not?"""

@@ -353,13 +353,13 @@ def test_ranks_come_from_the_environment():
 
 def test_typed_and_foreign_flags_stay_apart_and_have_their_notes():
     line = read(
-        f"{GOOD} --no-persist-layer-norm --use-mcore-models --DDP-impl local --wandb-project x"
+        f"{GOOD} --no-persist-layer-norm --use-mcore-models --DDP-impl local --tp-comm-overlap-cfg x"
     )
     assert line.foreign == {
         "no_persist_layer_norm": True,
         "use_mcore_models": True,
         "DDP_impl": "local",
-        "wandb_project": "x",
+        "tp_comm_overlap_cfg": "x",
     }
     assert (
         line.typed["num_layers"] == 2
@@ -369,7 +369,7 @@ def test_typed_and_foreign_flags_stay_apart_and_have_their_notes():
     assert [note.split(":")[0] for note in line.notes] == [
         "--no-persist-layer-norm",
         "--use-mcore-models",
-        "--wandb-project x",
+        "--tp-comm-overlap-cfg x",
     ]
     assert line.config == read(GOOD).config
 

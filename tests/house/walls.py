@@ -52,6 +52,7 @@ OPTIONAL = {
     "sentencepiece": "data/tokenizers/sentencepiece.py",
     "tensorboard": "training/logging/tensorboard.py",
     "fsspec": "checkpoint/object_store.py",
+    "wandb": "training/logging/wandb.py",
     "matplotlib": "analysis/plots.py",
 }
 DISTRIBUTED = ("parallel/", "checkpoint/", "training/launch/initialize.py", "device.py")

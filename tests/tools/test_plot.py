@@ -21,6 +21,7 @@ from megatron.training.logging.megatron_format import (
     megatron_line,
     validation_block,
 )
+from megatron.training.logging.points import Boards
 from megatron.training.logging.short_format import evaluation_line, iteration_line
 from megatron.training.logging.tensorboard import TensorBoard
 from tests.forkrun import ROOT
@@ -98,12 +99,13 @@ def test_every_format_gives_the_same_curves(source, tmp_path):
 @pytest.mark.parametrize("grouped", [True, False])
 def test_tensorboard(grouped, tmp_path):
     pytest.importorskip("tensorboard")
-    board = TensorBoard(str(tmp_path / "tb"), 10, grouped)
+    board = Boards([TensorBoard(str(tmp_path / "tb"), 10)], grouped)
     for n, loss in enumerate(LOSSES, 1):
         for tag, value in (("lm loss", loss), ("grad-norm", 1.5), ("learning-rate", 1e-3)):
             board.scalar(tag, value, n, 8 * n)
-    board.evaluation("lm loss", "validation", 4, 32, 2.25, 9.4, None)
-    board.evaluation("lm loss", "validation-en", 4, 32, 2.75, None, None)
+    values = {"loss": 2.25, "perplexity": 9.4, "bits_per_byte": None}
+    board.evaluation("lm loss", "validation", 4, 32, values)
+    board.evaluation("lm loss", "validation-en", 4, 32, {"loss": 2.75})
     board.close()
     run = read_run(str(tmp_path))
     assert run.panels["loss"] == ([1, 2, 3, 4], LOSSES) and run.panels["grad_norm"][1] == [1.5] * 4

@@ -33,6 +33,7 @@ from sizes import parse_size  # noqa: E402
 from megatron.kernels import functional as kernels  # noqa: E402  (after overhead.py, which sets threads)
 from megatron.training.batch import make_batch  # noqa: E402
 from megatron.training.logging.output import OutputFile  # noqa: E402
+from megatron.training.logging.points import Boards
 from megatron.training.logging.subset_metrics import RowCounts  # noqa: E402
 from megatron.training.logging.tensorboard import TensorBoard  # noqa: E402
 from megatron.training.logging.training_log import IterationResult, TrainingLog, Writers  # noqa: E402
@@ -109,7 +110,8 @@ def _told(
     config: Any, run: Any, folder: str, result: IterationResult, opened: ExitStack
 ) -> Callable[[], None]:
     """One iteration written down everywhere."""
-    writers = Writers(TensorBoard(folder, 1000), OutputFile(f"{folder}/rows", "--metrics-file"))
+    boards = Boards([TensorBoard(folder, 1000)])
+    writers = Writers(boards, OutputFile(f"{folder}/rows", "--metrics-file"))
     lines = TrainingLog(config, run.plan, run.timers, run.runtime.ctx.world, writers, run.runtime)
     opened.callback(lines.close)
 

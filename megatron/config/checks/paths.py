@@ -69,6 +69,7 @@ def missing(config: Config) -> list[str]:
         ),
         ("--data-cache-path", d.data_cache_path),
         ("--tensorboard-dir", config.logging.tensorboard_dir),
+        ("--wandb-save-dir", config.logging.wandb_save_dir or None),
     ):
         if path is not None:
             found += _directory_to_write(flag, path)

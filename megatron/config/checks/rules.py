@@ -84,12 +84,18 @@ _NEEDED = (
         lambda v: v["optimizer"] == "adam",
     ),
     (
-        "tensorboard_log_interval tensorboard_queue_size log_timers_to_tensorboard "
-        "log_batch_size_to_tensorboard log_learning_rate_to_tensorboard "
+        "tensorboard_log_interval log_timers_to_tensorboard log_batch_size_to_tensorboard "
+        "log_learning_rate_to_tensorboard "
         "log_loss_scale_to_tensorboard log_validation_ppl_to_tensorboard "
         "log_memory_to_tensorboard log_world_size_to_tensorboard",
-        "--tensorboard-dir",
-        lambda v: v["tensorboard_dir"],
+        "--tensorboard-dir or --wandb-project",
+        lambda v: v["tensorboard_dir"] or v["wandb_project"],
+    ),
+    ("tensorboard_queue_size", "--tensorboard-dir", lambda v: v["tensorboard_dir"]),
+    (
+        "wandb_exp_name wandb_entity wandb_save_dir",
+        "--wandb-project",
+        lambda v: v["wandb_project"],
     ),
     ("save_interval", "--save, so that no checkpoint will be written", lambda v: v["save"]),
     ("no_save_optim async_save keep_last snapshot_interval", "--save", lambda v: v["save"]),

@@ -195,9 +195,6 @@ OLD: tuple[Row, ...] = (
     ),
     same("use_mcore_models", False, "there is one model, with megatron-core's parameter names"),
     same("use_ring_exchange_p2p", False, _WHOLE_SENDS),
-    same("wandb_exp_name", "", _NO_WANDB),
-    same("wandb_project", "", _NO_WANDB),
-    same("wandb_save_dir", "", _NO_WANDB),
 )
 
 # Flags that came after January 2024.

@@ -32,6 +32,8 @@ _USUAL = {
     "metrics_file",
     "data_ledger",
     "tensorboard_dir",
+    "wandb_exp_name",
+    "wandb_save_dir",
     "dry_run",
     "world_size",
     "async_save",

@@ -1,5 +1,4 @@
-"""TensorBoard scalars, in groups or under Megatron's tags, written and read back. The only importer
-of tensorboard."""
+"""TensorBoard scalars, written and read back. The only importer of tensorboard."""
 
 from __future__ import annotations
 
@@ -14,32 +13,6 @@ from typing import Any
 from megatron.training.logging.output import OutputFile
 
 REFRESH = 60.0  # seconds after which queued events are written
-
-# What Megatron's tags are called with --log-format short.
-GROUPED = {
-    "lm loss": "train/loss",
-    "grad-norm": "train/grad_norm",
-    "learning-rate": "train/learning_rate",
-    "loss-scale": "train/loss_scale",
-    "batch-size": "train/batch_size",
-    "num-zeros": "train/num_zeros",
-    "params-norm": "train/params_norm",
-    "skipped": "train/skipped",
-    "spike": "train/spike_sigma",
-    "iteration-time": "perf/iteration_time",
-    "tokens-per-second": "perf/tokens_per_second",
-    "throughput": "perf/tflops_per_rank",
-    "world-size": "perf/world_size",
-    "mem-reserved-bytes": "memory/reserved_bytes",
-    "mem-allocated-bytes": "memory/allocated_bytes",
-    "mem-allocated-count": "memory/allocations",
-}
-
-
-def _grouped(tag: str) -> str:
-    if tag not in GROUPED and tag.endswith("-time"):
-        return f"timers/{tag.removesuffix('-time')}"
-    return GROUPED.get(tag) or (tag if "/" in tag else f"train/{tag}")
 
 
 class _EventFile:
@@ -89,20 +62,18 @@ class _EventFile:
 
 
 class TensorBoard:
-    """A writer of scalars against iterations: in groups, or under Megatron's tags and then against
-    samples, too."""
+    """A writer of scalars against iterations and, where they are given, against samples."""
 
-    def __init__(self, directory: str, queue_size: int, grouped: bool = False):
+    def __init__(self, directory: str, queue_size: int):
         """Opens an event file in `directory`; `queue_size` events are kept in memory before they
         are written. Raises ValueError where the package is missing, OSError for a directory that
         cannot be written."""
-        self._grouped = grouped
         try:
             from torch.utils.tensorboard import summary
         except ImportError:
             raise ValueError(
                 "--tensorboard-dir needs the package tensorboard: pip install tensorboard, or "
-                "leave the flag out (--metrics-file needs no package) [package-missing]"
+                "omit the flag (--metrics-file needs no package) [package-missing]"
             ) from None
         self._summary = summary
         self._events = _EventFile(directory, queue_size)
@@ -113,40 +84,10 @@ class TensorBoard:
             self._events.add(self._summary.text(name, str(value)), iteration)
 
     def scalar(self, tag: str, value: float, iteration: int, samples: int | None = None) -> None:
-        """A point at `iteration`, under Megatron's `tag` and under `tag vs samples` when the
-        samples are given; or in a group: tags that have none belong to `train`."""
-        if self._grouped:
-            tag = _grouped(tag)
-            samples = None
+        """A point under `tag` at `iteration`, and under `tag vs samples` at `samples`."""
         self._events.add(self._summary.scalar(tag, value), iteration)
         if samples is not None:
             self._events.add(self._summary.scalar(f"{tag} vs samples", value), samples)
-
-    def evaluation(
-        self,
-        key: str,
-        split: str,
-        iteration: int,
-        samples: int,
-        loss: float,
-        perplexity: float | None,
-        bits_per_byte: float | None,
-    ) -> None:
-        """Points of an evaluation; `key` is the loss's name, `split` validation, validation-NAME or
-        test."""
-        group = split.replace("validation", "valid") + "/"
-        values = {"loss": loss, "perplexity": perplexity, "bits_per_byte": bits_per_byte}
-        endings = {"loss": "", "perplexity": " ppl", "bits_per_byte": " bits per byte"}
-        # which writes both under one tag
-        megatron = f"{key} {split.replace('test', 'validation')}"
-        for name, value in values.items():
-            if value is not None:
-                self.scalar(
-                    f"{group}{name}" if self._grouped else f"{megatron}{endings[name]}",
-                    value,
-                    iteration,
-                    samples,
-                )
 
     def flush(self) -> None:
         """Write what is queued."""

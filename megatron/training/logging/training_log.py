@@ -24,8 +24,10 @@ from megatron.timers import Timers
 from megatron.training.launch.initialize import Runtime
 from megatron.training.logging import flops, internlm_format, megatron_format, short_format
 from megatron.training.logging.output import OutputFile
+from megatron.training.logging.points import Board, Boards, given
 from megatron.training.logging.short_log import ShortLog
 from megatron.training.logging.tensorboard import TensorBoard
+from megatron.training.logging.wandb import WandB
 from megatron.training.spikes.detector import Finding
 
 # Megatron's tags of what megatron.device.memory_report measures.
@@ -68,7 +70,7 @@ class IterationResult:
 class Writers:
     """The files of the last rank, where they are asked for."""
 
-    tensorboard: TensorBoard | None
+    boards: Boards
     metrics: OutputFile | None
 
 
@@ -76,18 +78,25 @@ def open_writers(config: Config) -> Writers:
     """Open them; on other ranks there are none. Raises ValueError or OSError where that cannot
     be."""
     logging = config.logging
-    tensorboard = None
+    boards: list[Board] = []
     metrics = None
     if launcher.rank() == launcher.world_size() - 1:
         if logging.tensorboard_dir:
             if log.shows_details():
                 log.print_rank_last("> setting tensorboard ...")
-            tensorboard = TensorBoard(
-                logging.tensorboard_dir, logging.tensorboard_queue_size, logging.is_short
+            boards.append(TensorBoard(logging.tensorboard_dir, logging.tensorboard_queue_size))
+        if logging.wandb_project:
+            boards.append(
+                WandB(
+                    logging.wandb_project,
+                    logging.wandb_exp_name,
+                    logging.wandb_entity,
+                    logging.wandb_save_dir or os.path.join(config.checkpoint.save or ".", "wandb"),
+                )
             )
         if logging.metrics_file:
             metrics = OutputFile(logging.metrics_file, "--metrics-file")
-    return Writers(tensorboard, metrics)
+    return Writers(Boards(boards, logging.is_short), metrics)
 
 
 class TrainingLog:
@@ -117,7 +126,7 @@ class TrainingLog:
         self._started = time.perf_counter()
         self._first: int | None = None
         writers = writers or open_writers(config)
-        self.tensorboard = writers.tensorboard
+        self._boards = writers.boards
         self._metrics = writers.metrics
         self._runtime = runtime
         self._memory_told = False
@@ -131,7 +140,7 @@ class TrainingLog:
         return (
             1 if logging.metrics_file else logging.log_interval,
             logging.log_interval,
-            *((logging.tensorboard_log_interval,) if logging.tensorboard_dir else ()),
+            *((logging.tensorboard_log_interval,) if logging.has_boards else ()),
         )
 
     def start(self, seconds: float, arguments: Mapping[str, Any]) -> None:
@@ -140,8 +149,7 @@ class TrainingLog:
         log.detail(megatron_format.datetime_line("after megatron is initialized"))
         if self._config.logging.log_format == "internlm":
             self._tell_layout()
-        if self.tensorboard:
-            self.tensorboard.arguments(arguments, 0)
+        self._boards.arguments(arguments, 0)
 
     def _tell_layout(self) -> None:
         """Where each rank runs, and the sizes of the layout, as InternLM's demos begin."""
@@ -194,14 +202,14 @@ class TrainingLog:
             if self._short:
                 self._short.count(result.global_batch_size, result.seconds)
         self._write_metrics(result)
-        self._write_tensorboard(result)
+        self._write_points(result)
         self._latest = result
         if self._line_due(result.iteration):
             self._print(result)
             self._tell_memory(result.iteration)
             self._interval = megatron_format.Interval()
             if self._config.logging.timing_log_level > 0:
-                self.timers(tensorboard_at=result.iteration)
+                self.timers(points_at=result.iteration)
         elif self._short:
             self._short.status(result.iteration, result.seconds)
 
@@ -387,56 +395,56 @@ class TrainingLog:
             "adam_beta2": r.adam_beta2,
         }
 
-    def _write_tensorboard(self, r: IterationResult) -> None:  # noqa: C901
-        board = self.tensorboard
+    def _write_points(self, r: IterationResult) -> None:
+        """The scalars of an iteration for TensorBoard and Weights & Biases."""
         logging = self._config.logging
         n = r.iteration
-        samples = r.consumed_samples
-        if board and r.finding.spike:
-            board.scalar("spike", r.finding.sigma, n, samples)
-        if board is None or n % logging.tensorboard_log_interval:
+        if self._boards and r.finding.spike:
+            self._boards.scalar("spike", r.finding.sigma, n, r.consumed_samples)
+        if not self._boards or n % logging.tensorboard_log_interval:
             return
-        if logging.log_learning_rate_to_tensorboard:
-            board.scalar("learning-rate", r.learning_rate, n, samples)
-        if logging.log_batch_size_to_tensorboard:
-            board.scalar("batch-size", r.global_batch_size, n, samples)
-        if r.loss is not None and r.skipped is None:
-            board.scalar("lm loss", r.loss, n, samples)
-        if r.skipped not in (None, "overflow"):
-            board.scalar("skipped", 1, n, samples)
-        if logging.log_loss_scale_to_tensorboard:
-            board.scalar("loss-scale", r.loss_scale, n, samples)
-        if logging.log_world_size_to_tensorboard:
-            board.scalar("world-size", self._plan.world_size, n, samples)
-        if logging.log_memory_to_tensorboard and self._runtime:
-            for key, value in devices.memory_report(self._runtime.device).items():
-                if key in _MEMORY_TAGS:
-                    board.scalar(_MEMORY_TAGS[key], value, n)
-        for tag, value in (
-            ("grad-norm", r.grad_norm),
-            ("num-zeros", r.num_zeros),
-            ("params-norm", r.params_norm),
-        ):
-            if value is not None:
-                board.scalar(tag, value, n, samples)
-        for tag, value in self._more(r).items():
-            if value is not None:
-                board.scalar(tag, value, n)
-        timed = r.skipped != "user" and r.seconds > 0
-        if timed and self._short:
-            board.scalar(
-                "tokens-per-second", r.global_batch_size * self._shape.seq_length / r.seconds, n
-            )
-        if timed and (logging.log_timers_to_tensorboard or self._short):
-            board.scalar("iteration-time", r.seconds, n)
+        for tag, value in given(self._training_points(r)):
+            self._boards.scalar(tag, value, n, r.consumed_samples)
+        points = {**self._memory_points(), **self._more(r), **self._speed_points(r)}
+        for tag, value in given(points):
+            self._boards.scalar(tag, value, n)
+
+    def _training_points(self, r: IterationResult) -> dict[str, float | None]:
+        """What Megatron writes against iterations and against samples."""
+        logging = self._config.logging
+        asked = {
+            "learning-rate": (logging.log_learning_rate_to_tensorboard, r.learning_rate),
+            "batch-size": (logging.log_batch_size_to_tensorboard, r.global_batch_size),
+            "lm loss": (r.skipped is None, r.loss),
+            "skipped": (r.skipped not in (None, "overflow"), 1),
+            "loss-scale": (logging.log_loss_scale_to_tensorboard, r.loss_scale),
+            "world-size": (logging.log_world_size_to_tensorboard, self._plan.world_size),
+            "grad-norm": (True, r.grad_norm),
+            "num-zeros": (True, r.num_zeros),
+            "params-norm": (True, r.params_norm),
+        }
+        return {tag: value for tag, (wanted, value) in asked.items() if wanted}
+
+    def _memory_points(self) -> dict[str, float]:
+        if not (self._config.logging.log_memory_to_tensorboard and self._runtime):
+            return {}
+        report = devices.memory_report(self._runtime.device)
+        return {_MEMORY_TAGS[key]: value for key, value in report.items() if key in _MEMORY_TAGS}
+
+    def _speed_points(self, r: IterationResult) -> dict[str, float]:
+        if r.skipped == "user" or r.seconds <= 0:
+            return {}
+        points = {}
+        logging = self._config.logging
+        if self._short:
+            tokens = r.global_batch_size * self._shape.seq_length
+            points["tokens-per-second"] = tokens / r.seconds
+        if logging.log_timers_to_tensorboard or self._short:
+            points["iteration-time"] = r.seconds
             if logging.log_throughput:
-                board.scalar(
-                    "throughput",
-                    self._rate(
-                        flops.flops_per_iteration(self._shape, r.global_batch_size), r.seconds
-                    ),
-                    n,
-                )
+                operations = flops.flops_per_iteration(self._shape, r.global_batch_size)
+                points["throughput"] = self._rate(operations, r.seconds)
+        return points
 
     def validation(
         self,
@@ -481,19 +489,20 @@ class TrainingLog:
                     )
                     + "\n"
                 )
-            if self.tensorboard:
-                ppl = self._short or self._config.logging.log_validation_ppl_to_tensorboard
-                self.tensorboard.evaluation(
-                    key,
-                    f"{split}{suffix}",
-                    iteration,
-                    samples,
-                    loss,
-                    perplexity if ppl else None,
-                    bits_per_byte,
-                )
+            ppl = self._short or self._config.logging.log_validation_ppl_to_tensorboard
+            self._boards.evaluation(
+                key,
+                f"{split}{suffix}",
+                iteration,
+                samples,
+                {
+                    "loss": loss,
+                    "perplexity": perplexity if ppl else None,
+                    "bits_per_byte": bits_per_byte,
+                },
+            )
 
-    def timers(self, names: list[str] | None = None, tensorboard_at: int | None = None) -> None:
+    def timers(self, names: list[str] | None = None, points_at: int | None = None) -> None:
         """Print the timers block of these names (all, without names) over all ranks, and start them
         again.
 
@@ -507,25 +516,17 @@ class TrainingLog:
         text = megatron_format.timers_block(order, ranks, self._config.logging.timing_log_option)
         if text:
             log.print_rank_last(text)
-        if (
-            tensorboard_at is not None
-            and self.tensorboard
-            and self._config.logging.log_timers_to_tensorboard
-        ):
+        if points_at is not None and self._config.logging.log_timers_to_tensorboard:
             for name in order:
-                self.tensorboard.scalar(
-                    f"{name}-time", max(r.get(name, 0.0) for r in ranks), tensorboard_at
-                )
+                self._boards.scalar(f"{name}-time", max(r.get(name, 0.0) for r in ranks), points_at)
 
     def flush(self) -> None:
         """Write what is still in memory."""
-        if self.tensorboard:
-            self.tensorboard.flush()
+        self._boards.flush()
 
     def close(self) -> None:
         """Write what is still in memory; no more will come."""
-        if self.tensorboard:
-            self.tensorboard.close()
+        self._boards.close()
         if self._metrics:
             self._metrics.close()
 

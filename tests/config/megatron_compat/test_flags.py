@@ -185,7 +185,7 @@ def test_remedies_name_flags_that_exist():
         ("--moe-new-thing", "mixture-of-experts"),
         ("--retro_project_dir", "only GPT"),
         ("--fp8-param", "fp8"),
-        ("--wandb-entity", "--tensorboard-dir"),
+        ("--wandb-host", "--tensorboard-dir"),
         ("--use-flash-attn-v2", "--attention-backend flash"),
         ("--zero-stage", "DeepSpeed"),
         ("--rl-partial-rollouts", "only pretraining"),
@@ -206,10 +206,11 @@ def test_the_dump_has_the_flags_of_2024_and_those_that_were_typed():
     assert set(plain) == {name for name in SEED if name in FOREIGN and FOREIGN[name].dump}
     assert all(str(value) == SEED[name] for name, value in plain.items())
     typed = parse(
-        PARSER, ["--wandb-project", "p", "--profile-ranks", "1", "2", "--ckpt-format", "torch"]
+        PARSER,
+        ["--tp-comm-overlap-cfg", "p", "--profile-ranks", "1", "2", "--ckpt-format", "torch"],
     ).typed
     more = megatron_flags.dumped(typed)
-    assert (more["wandb_project"], more["profile_ranks"], more["ckpt_format"]) == (
+    assert (more["tp_comm_overlap_cfg"], more["profile_ranks"], more["ckpt_format"]) == (
         "p",
         [1, 2],
         "torch",

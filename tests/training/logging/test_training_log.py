@@ -17,6 +17,7 @@ from megatron import device as devices
 from megatron.training.checkpointing import checkpointing
 from megatron.training.launch.initialize import Runtime
 from megatron.training.logging import training_log
+from megatron.training.logging.points import Boards
 from megatron.training.logging.tensorboard import TensorBoard
 from tests.forkrun import ROOT
 from tests.runs import NO_DROPOUT, SMALL, Finished, train, write_text
@@ -473,7 +474,7 @@ def test_memory_of_a_device(monkeypatch, capsys, dp_rank):
         test_run.plan,
         test_run.timers,
         test_run.runtime.ctx.world,
-        training_log.Writers(board, None),
+        training_log.Writers(Boards([board]), None),
         Runtime(torch.device("cpu"), ctx, 1, 0),
     )
     for iteration in (1, 2):
