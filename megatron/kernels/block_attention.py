@@ -60,7 +60,10 @@ def block_attention(q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tens
         block.implementation,
     ):
         return _flash(q, k, v, block)
-    return _chunked(q, k, v, block)
+    out = q.new_empty(q.shape, dtype=wide_dtype(q))
+    lse = out.new_empty(q.shape[:3])
+    _forward(q, k, v, block, out, lse)
+    return out, lse
 
 
 def block_attention_grads(
@@ -87,7 +90,27 @@ def block_attention_grads(
         block.implementation,
     ):
         return _flash_grads(q, k, v, grad_out, out, lse, block)
-    return _chunked_grads(q, k, v, grad_out, lse, delta, block)
+    grads = tuple(t.new_empty(t.shape, dtype=wide_dtype(q)) for t in tensors)
+    _backward((q, k, v, grad_out), (lse, delta), block, grads)
+    return grads
+
+
+def chunked(q: Tensor, k: Tensor, v: Tensor, block: Block) -> Tensor:
+    """Attention over this block alone, by rows of queries: [s_q, b, n, d] in the dtype of q. Every
+    query must see a key."""
+    out = q.new_empty(q.shape)
+    _forward(q, k, v, block, out, None)
+    return out
+
+
+def chunked_grads(
+    tensors: tuple[Tensor, Tensor, Tensor], grad_out: Tensor, block: Block
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of (q, k, v) of `chunked`, in their dtypes; the probabilities are computed
+    again."""
+    grads = tuple(t.new_empty(t.shape) for t in tensors)
+    _backward((*tensors, grad_out), None, block, grads)
+    return grads
 
 
 def join_(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
@@ -209,6 +232,12 @@ class _Plan:
             (QUERY_ROWS, QUERY_ROWS), -torch.inf, dtype=self.dtype, device=self.device
         )
         self.upper = upper.triu_(1)
+        self.rows = [
+            slice(start, min(start + QUERY_ROWS, self.queries))
+            for start in range(0, self.queries, QUERY_ROWS)
+        ]
+        read = block.query_ids is not None and read_ids(self.device)
+        self.ranges = [self._visible_keys(rows) for rows in self.rows] if read else None
         assert not block.causal or self.queries == self.keys, "a causal block is a square"
 
     def head_sets(self) -> list[tuple[int, int]]:
@@ -232,37 +261,40 @@ class _Plan:
             DropoutBits((seed + SEED_STEP * heads[0]) % 2**63, p, self.device) if p > 0.0 else None
         )
 
-    def rows(self, heads: tuple[int, int]) -> Iterator[_Rows]:
-        """The runs of queries that see any key."""
-        for start in range(0, self.queries, QUERY_ROWS):
-            stop = min(start + QUERY_ROWS, self.queries)
-            rows = slice(start, stop)
-            keys = slice(0, stop if self.block.causal else self.keys)
-            upper = self.upper[: stop - start, : stop - start] if self.block.causal else None
-            if self.block.query_ids is None:
-                yield _Rows(rows, keys, upper)
-            elif (found := self._documents(heads[0] // self.groups, rows, keys, upper)) is not None:
-                yield found
+    def keys_of(self, rows: slice) -> slice:
+        """The keys that the block lets these rows see, whatever their documents."""
+        return slice(0, rows.stop if self.block.causal else self.keys)
 
-    def _documents(
-        self, sample: int, rows: slice, keys: slice, upper: Tensor | None
-    ) -> _Rows | None:
-        """The same for the documents of a sample; on a CPU, where one may look, without the keys
-        that no row sees."""
+    def _visible_keys(self, rows: slice) -> list[slice]:
+        """For each sample the range of keys that share a document with any of these rows; causal
+        rows see themselves, so it ends with theirs."""
+        keys = self.keys_of(rows)
+        same = self.block.query_ids[:, rows, None] == self.block.key_ids[:, None, keys]
+        positions = [seen.nonzero() for seen in same.any(1)]
+        return [slice(int(at[0]), int(at[-1]) + 1) if len(at) else slice(0, 0) for at in positions]
+
+    def row_blocks(self, heads: tuple[int, int]) -> Iterator[_Rows]:
+        """The runs of queries that see any key."""
+        for i, rows in enumerate(self.rows):
+            count = rows.stop - rows.start
+            bias = self.upper[:count, :count] if self.block.causal else None
+            keys = self.keys_of(rows)
+            if self.block.query_ids is not None:
+                sample = heads[0] // self.groups
+                keys = keys if self.ranges is None else self.ranges[i][sample]
+                bias = self._document_bias(sample, rows, keys, bias)
+            if keys.start < keys.stop:
+                yield _Rows(rows, keys, bias)
+
+    def _document_bias(self, sample: int, rows: slice, keys: slice, upper: Tensor | None) -> Tensor:
+        """-inf [rows, keys] where the documents differ or the key is later."""
         other = self.block.query_ids[sample, rows, None] != self.block.key_ids[sample, None, keys]
-        if self.device.type == "cpu":
-            seen = (~other).any(0).nonzero()
-            if not len(seen):
-                return None
-            # Causal rows see themselves, so these keys hold the last ones, over which `upper` lies.
-            keys = slice(int(seen[0]), int(seen[-1]) + 1)
-            other = other[:, keys]
         bias = torch.zeros(other.shape, dtype=self.dtype, device=self.device).masked_fill_(
             other, -torch.inf
         )
         if upper is not None:
             bias[:, -upper.shape[1] :] += upper
-        return _Rows(rows, keys, bias)
+        return bias
 
     def load(self, t: Tensor, heads: tuple[int, int]) -> Tensor:
         """[s, b, g r, d] -> [heads, r, s, d] of a set of heads, contiguous, in the dtype of the
@@ -286,23 +318,32 @@ class _Plan:
         ).transpose(0, 1)
 
     def scores(self, rows: _Rows, queries: Tensor, keys: Tensor) -> Tensor:
-        """Scores of the queries of `rows`: queries [heads, r, s_q, d] (scaled), keys [heads, s_k,
+        """Scores of the queries of `rows`: queries [heads, r rows, d] (scaled), keys [heads, s_k,
         d]."""
-        scores = torch.bmm(
-            queries[:, :, rows.rows].flatten(1, 2), keys[:, rows.keys].transpose(1, 2)
-        )
+        scores = torch.bmm(queries, keys[:, rows.keys].transpose(1, 2))
         if rows.bias is not None:
             lines = scores.view(-1, *rows.bias.shape[:1], scores.shape[2])
             lines[:, :, -rows.bias.shape[1] :].add_(rows.bias)
         return scores
 
 
-def _chunked(q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Tensor]:
+def read_ids(device: torch.device) -> bool:
+    """Whether to read document ids on the host, to omit keys that no row of a block sees. Only a
+    CPU does not wait for that; elsewhere shapes do not depend on them, and the masks do it all."""
+    return device.type == "cpu"
+
+
+def _take(t: Tensor, rows: _Rows) -> Tensor:
+    """The queries of `rows`: [heads, r, s_q, ...] -> [heads, r rows, ...]."""
+    return t[:, :, rows.rows].flatten(1, 2)
+
+
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, block: Block, out: Tensor, lse: Tensor | None
+) -> None:
+    """Fill `out` [s_q, b, n, d], and `lse` [s_q, b, n] where wanted; without it every query must
+    see a key."""
     plan = _Plan(q, k, block)
-    documents = block.query_ids is not None
-    out = torch.empty(q.shape, dtype=plan.dtype, device=q.device)
-    lse = torch.empty(q.shape[:3], dtype=plan.dtype, device=q.device)
-    lowest = torch.finfo(plan.dtype).min
 
     def work(heads: tuple[int, int]) -> None:
         bits = plan.bits(heads)
@@ -311,46 +352,47 @@ def _chunked(q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Ten
         values = plan.load(v, heads).squeeze(1)
         result = torch.zeros_like(queries)
         sums = torch.full_like(queries[..., 0], -torch.inf)
-        for rows in plan.rows(heads):
-            scores = plan.scores(rows, queries, keys)
-            top = scores.amax(-1, keepdim=True)
-            if documents:
-                # a row may see no key: all its scores are -inf
-                top.clamp_(min=lowest)
-            total = scores.sub_(top).exp_().sum(-1, keepdim=True)
+        for rows in plan.row_blocks(heads):
+            scores = plan.scores(rows, _take(queries, rows), keys)
+            probs = torch.softmax(scores, -1)
+            if lse is not None:
+                logs = torch.logsumexp(scores, -1)
+                probs.masked_fill_(logs.isneginf().unsqueeze(-1), 0.0)  # of rows that see no key
+                sums[:, :, rows.rows] = logs.unflatten(1, (plan.repeats, -1))
             if bits is not None:
-                scores.mul_(bits.keep(scores.numel(), scores.dtype).view(scores.shape))
-            part = torch.bmm(scores, values[:, rows.keys]).div_(
-                total.clamp(min=1.0) if documents else total
-            )
+                probs.mul_(bits.keep(probs.numel(), probs.dtype).view(probs.shape))
+            part = torch.bmm(probs, values[:, rows.keys])
             result[:, :, rows.rows] = part.unflatten(1, (plan.repeats, -1))
-            sums[:, :, rows.rows] = (
-                total.log_().add_(top).squeeze(-1).unflatten(1, (plan.repeats, -1))
-            )
         plan.store(
             out, heads, result if bits is None else result.mul_(1.0 / (1.0 - block.dropout_p))
         )
-        plan.store(lse, heads, sums)
+        if lse is not None:
+            plan.store(lse, heads, sums)
 
     for_each(plan.head_sets(), q.device, work)
-    return out, lse
 
 
-def _chunked_grads(
-    q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor, lse: Tensor, delta: Tensor, block: Block
-) -> tuple[Tensor, Tensor, Tensor]:
-    plan = _Plan(q, k, block)
-    grads = tuple(torch.empty(t.shape, dtype=plan.dtype, device=q.device) for t in (q, k, v))
+def _backward(
+    tensors: tuple[Tensor, Tensor, Tensor, Tensor],
+    sums: tuple[Tensor, Tensor] | None,
+    block: Block,
+    grads: tuple[Tensor, Tensor, Tensor],
+) -> None:
+    """Fill the gradients of q, k and v. `tensors` are q, k, v and the gradient of the result,
+    `sums` (lse, delta) over all keys, or None where this block has them all."""
+    plan = _Plan(tensors[0], tensors[1], block)
 
     def work(heads: tuple[int, int]) -> None:
         found = _head_set_grads(
-            plan, heads, *(plan.load(t, heads) for t in (q, k, v, grad_out, lse, delta))
+            plan,
+            heads,
+            *(plan.load(t, heads) for t in tensors),
+            None if sums is None else tuple(plan.load(t, heads) for t in sums),
         )
         for target, values in zip(grads, found, strict=True):
             plan.store(target, heads, values)
 
-    for_each(plan.head_sets(), q.device, work)
-    return grads
+    for_each(plan.head_sets(), plan.device, work)
 
 
 def _head_set_grads(
@@ -360,8 +402,7 @@ def _head_set_grads(
     keys: Tensor,
     values: Tensor,
     grad_out: Tensor,
-    lse: Tensor,
-    delta: Tensor,
+    sums: tuple[Tensor, Tensor] | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v of one set of heads, each [heads, r, s, d]."""
     block = plan.block
@@ -369,28 +410,38 @@ def _head_set_grads(
     queries.mul_(block.scale)
     keys = keys.squeeze(1)
     values = values.squeeze(1)
+    if bits is not None:
+        grad_out.mul_(1.0 / (1.0 - block.dropout_p))
     grad_q = torch.zeros_like(queries)
-    grad_k = torch.zeros_like(keys)
-    grad_v = torch.zeros_like(values)
-    for rows in plan.rows(heads):
-        lines, grad_lines, logs, sums = (
-            t[:, :, rows.rows].flatten(1, 2) for t in (queries, grad_out, lse, delta)
+    # Kept transposed, [heads, d, s]: the product with the probabilities then reads them row by row.
+    grad_k, grad_v = (torch.zeros_like(keys).view(len(keys), -1, plan.keys) for _ in range(2))
+    for rows in plan.row_blocks(heads):
+        lines = _take(queries, rows)
+        grad_lines = _take(grad_out, rows)
+        scores = plan.scores(rows, lines, keys)
+        probs = (
+            torch.softmax(scores, -1)
+            if sums is None
+            else scores.sub_(_take(sums[0], rows).unsqueeze(-1)).exp_()
         )
-        probs = plan.scores(rows, queries, keys).sub_(logs.unsqueeze(-1)).exp_()
         grad_probs = torch.bmm(grad_lines, values[:, rows.keys].transpose(1, 2))
         dropped = probs
         if bits is not None:
-            keep = (
-                bits.keep(probs.numel(), probs.dtype)
-                .view(probs.shape)
-                .mul_(1.0 / (1.0 - block.dropout_p))
-            )
+            keep = bits.keep(probs.numel(), probs.dtype).view(probs.shape)
             dropped = probs * keep
             grad_probs.mul_(keep)
-        grad_v[:, rows.keys].baddbmm_(dropped.transpose(1, 2), grad_lines)
-        grad_scores = grad_probs.sub_(sums.unsqueeze(-1)).mul_(probs)
-        grad_k[:, rows.keys].baddbmm_(grad_scores.transpose(1, 2), lines)
+        grad_v[:, :, rows.keys].baddbmm_(grad_lines.transpose(1, 2), dropped)
+        grad_scores = (
+            torch._softmax_backward_data(grad_probs, probs, -1, probs.dtype)
+            if sums is None
+            else grad_probs.sub_(_take(sums[1], rows).unsqueeze(-1)).mul_(probs)
+        )
+        grad_k[:, :, rows.keys].baddbmm_(lines.transpose(1, 2), grad_scores)
         grad_q[:, :, rows.rows] = torch.bmm(grad_scores, keys[:, rows.keys]).unflatten(
             1, (plan.repeats, -1)
         )
-    return grad_q.mul_(block.scale), grad_k.unsqueeze(1), grad_v.unsqueeze(1)
+    return (
+        grad_q.mul_(block.scale),
+        grad_k.transpose(1, 2).unsqueeze(1),
+        grad_v.transpose(1, 2).unsqueeze(1),
+    )

@@ -6,7 +6,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from megatron.kernels import attention as module
+from megatron.kernels import attention as selection
+from megatron.kernels import block_attention as module
 from megatron.kernels import linear
 from megatron.kernels.attention import select_attention
 from megatron.kernels.functional import attention
@@ -36,7 +37,7 @@ def dropout_factors(q, k, **options) -> torch.Tensor:
 def blocks(request, monkeypatch):
     """The real block sizes, and ones that cut 21 rows and the heads of these tests unevenly."""
     monkeypatch.setattr(module, "QUERY_ROWS", request.param[0])
-    monkeypatch.setattr(module, "BLOCK_ELEMENTS", request.param[1])
+    monkeypatch.setattr(module, "SCRATCH_ELEMENTS", request.param[1])
 
 
 @pytest.mark.parametrize("heads, groups", [(4, 4), (4, 2), (6, 2), (3, 1)])
@@ -139,12 +140,10 @@ def test_no_position_sees_another_document():
 
 def test_key_blocks_of_other_documents_are_not_computed():
     q, k, v, _ = inputs(s=256, b=1)
-    plan = module._Plan(q, k, (torch.arange(256) // 64).view(1, 256))
-    assert [(block.start, block.first) for block in plan.blocks((0, 1))] == [
-        (0, 0),
-        (64, 64),
-        (128, 128),
-        (192, 192),
+    ids = (torch.arange(256) // 64).view(1, 256)
+    plan = module._Plan(q, k, module.Block(SCALE, True, ids, ids))
+    assert [(found.rows, found.keys) for found in plan.row_blocks((0, 1))] == [
+        (slice(start, start + 64),) * 2 for start in range(0, 256, 64)
     ]
 
 
@@ -221,7 +220,6 @@ def test_ids_that_the_host_has_not_read_mask_as_well(monkeypatch):
         return out.detach(), *(t.grad for t in leaves)
 
     read = run()
-    monkeypatch.setattr(module, "_first_keys", None)
     monkeypatch.setattr(module, "read_ids", lambda device: False)
     for got, expected in zip(run(), read, strict=True):
         torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-13)
@@ -298,7 +296,7 @@ def test_requests_that_make_no_sense_are_refused():
 def test_emulated_low_precision_goes_through_fp32_chunks(
     monkeypatch, no_vector_attention, native, chosen
 ):
-    monkeypatch.setattr(module, "low_precision_is_native", lambda *_: native)
+    monkeypatch.setattr(selection, "low_precision_is_native", lambda *_: native)
     assert select_attention(CPU, torch.bfloat16, 0.0, False)[0] == chosen
     assert select_attention(torch.device("cuda"), torch.bfloat16, 0.0, False)[0] == chosen
     assert linear.low_precision_is_native("cuda", torch.bfloat16)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron.kernels import attention
+from megatron.kernels import block_attention
 from megatron.training.step import train_step
 from tests.live_memory import LiveMemory
 from tests.runs import plot
@@ -134,7 +134,7 @@ STEPS = {
 @pytest.mark.parametrize("name", STEPS)
 def test_a_step_reads_its_loss_and_its_norm(monkeypatch, name):
     flags, expected = STEPS[name]
-    monkeypatch.setattr(attention, "read_ids", lambda device: False)  # as on CUDA
+    monkeypatch.setattr(block_attention, "read_ids", lambda device: False)  # as on CUDA
     assert reads(monkeypatch, **flags) == expected
 
 
@@ -191,5 +191,5 @@ def test_shapes_do_not_depend_on_the_tokens(monkeypatch):
     )
     shapes([5], 1)
     assert shapes([90], 2) != shapes([20, 70], 3)
-    monkeypatch.setattr(attention, "read_ids", lambda device: False)  # as on CUDA
+    monkeypatch.setattr(block_attention, "read_ids", lambda device: False)  # as on CUDA
     assert shapes([90], 4) == shapes([20, 70], 5) == shapes([], 6)
