@@ -16,7 +16,6 @@ from megatron.training.logging.wandb import WandB
 from tests.forkrun import ROOT
 from tests.problems import assert_problem, code_of
 
-
 BLOCK = 32768
 HEADER = 7  # bytes of a block's and of the file's header
 
