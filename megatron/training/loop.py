@@ -6,7 +6,6 @@ from __future__ import annotations
 import errno
 import gc
 from collections.abc import Callable, Iterator
-from signal import Signals
 from typing import Any
 
 import torch
@@ -15,24 +14,16 @@ from megatron import log
 from megatron.checkpoint.filesystem import CheckpointError
 from megatron.data.samples import Samples
 from megatron.data.text_bytes import bits_per_byte, bytes_per_token
+from megatron.training.agreement import Agreement, Requests
 from megatron.training.batch import evaluation_samples, load_samples, training_samples
 from megatron.training.build import Data, Run
 from megatron.training.checkpointing import checkpointing
-from megatron.training.launch.control_file import SAVE, STOP, ControlFile
 from megatron.training.launch.signals import Refusal
 from megatron.training.logging.megatron_format import datetime_line
 from megatron.training.logging.training_log import IterationResult, TrainingLog
 from megatron.training.rollback import Past
 from megatron.training.step import ForwardStep, NotFinite, evaluate, train_step
 
-# What a rank asks for or tells, summed over the ranks; of fewer than 2^16 the sums stay apart, and
-# exact in float64.
-SIGNAL = 1
-TIME_UP = 1 << 16
-SAVE_NOW = 1 << 32
-STOP_NOW = 1 << 33  # rank 0 alone, of --control-file
-# its part of what --async-save has under way is on the disk, or has failed
-WRITTEN = 1 << 34
 AGREE_EVERY = 1000  # iterations, where nothing but skipping goes on
 
 
@@ -47,12 +38,10 @@ class Trainer:
         self.data = data
         self.forward_step = forward_step
         self.lines = lines
-        self.started = started
+        self.agreement = Agreement(run, started)
         self.signals = run.services.signals
         if run.config.training.exit_signal_handler:
             self.signals.remember_requests()
-        control = run.config.checkpoint.control_file
-        self._control = ControlFile(control) if control and run.runtime.rank == 0 else None
         self._valid_samples: dict[int, Iterator[torch.Tensor]] = {}
         # of each data set that was evaluated, by its id()
         self._bytes_per_token: dict[int, float | None] = {}
@@ -77,10 +66,10 @@ class Trainer:
             iteration = progress.iteration + 1
             skipped = run.plan.skips.containing(iteration)
             if skipped:
-                iteration, flag = self._skip(iteration, skipped[1])
+                iteration, requests = self._skip(iteration, skipped[1])
             else:
                 try:
-                    flag = self.train_one(iteration, samples)
+                    requests = self.train_one(iteration, samples)
                     if self._went_back():
                         samples = self.open_training_samples()
                         continue
@@ -90,9 +79,9 @@ class Trainer:
                     if run.spikes.action == "skip-update":
                         self.save()
                     raise
-            if self._evaluation_due(iteration):
-                flag |= self.validate(f"iteration {iteration}")
-            reason = self._due(iteration, flag)
+            if self._evaluation_due(iteration) and self.validate(f"iteration {iteration}"):
+                requests = requests._replace(time_up=1)
+            reason = self._due(iteration, requests)
             if t.manual_gc and t.manual_gc_interval and iteration % t.manual_gc_interval == 0:
                 gc.collect()
             if reason:
@@ -138,49 +127,19 @@ class Trainer:
         c = self.run.config.checkpoint
         return bool(c.save and c.save_interval and iteration % c.save_interval == 0)
 
-    def _wish(self) -> int:
-        """What this rank asks for."""
-        return (SIGNAL if self.signals.received else 0) + (TIME_UP if self._time_is_up() else 0)
-
-    def _ordered(self, iteration: int) -> int:
-        """What the control file asks for after `iteration`, and whether this rank has written what
-        is under way."""
-        asked = {SAVE: SAVE_NOW, STOP: STOP_NOW, None: 0}[
-            self._control.wish(iteration) if self._control else None
-        ]
-        return asked + (WRITTEN if self.run.under_way and self.run.writer.done() else 0)
-
     def _snapshot_due(self, iteration: int) -> bool:
         c = self.run.config.checkpoint
         return bool(c.save and c.snapshot_interval and iteration % c.snapshot_interval == 0)
 
-    def _agreed_wish(self) -> int:
-        """What all ranks together ask for: their sum."""
-        wish = self._wish() + self._ordered(self.run.progress.iteration)
-        if self.run.runtime.world_size == 1:
-            return wish
-        flag = torch.tensor(wish, dtype=torch.float64, device=self.run.runtime.device)
-        return int(self.run.services.all_reduce(flag, self.run.runtime.ctx.world).item())
-
-    def _signal_name(self) -> str:
-        """The signal that this or another rank has received."""
-        number = torch.tensor(
-            float(self.signals.received or 0), dtype=torch.float64, device=self.run.runtime.device
-        )
-        return Signals(
-            int(self.run.services.all_reduce(number, self.run.runtime.ctx.world, "max").item())
-        ).name
-
-    def train_one(self, iteration: int, samples: Iterator[torch.Tensor]) -> int:
-        """One iteration with its counters, schedule and log line; the flag that the ranks agreed
-        on."""
+    def train_one(self, iteration: int, samples: Iterator[torch.Tensor]) -> Requests:
+        """One iteration with its counters, schedule and log line; the requests of all ranks."""
         run = self.run
         outcome = train_step(
             run,
             self.forward_step,
             samples,
             iteration,
-            lambda: self._wish() + self._ordered(iteration),
+            lambda: self.agreement.own(iteration),
         )
         size = run.plan.global_batch_size(iteration)
         run.progress.iteration = iteration
@@ -211,7 +170,7 @@ class Trainer:
                 skipped_samples=run.progress.skipped_train_samples,
             )
         )
-        return outcome.flag
+        return outcome.requests
 
     def _went_back(self) -> bool:
         """Do what --spike-action asks for now; True if the run stands at an earlier iteration then.
@@ -232,9 +191,9 @@ class Trainer:
         self._past.put_aside()
         return True
 
-    def _skip(self, first: int, last: int) -> tuple[int, int]:
+    def _skip(self, first: int, last: int) -> tuple[int, Requests]:
         """Skip from `first` to `last`, or to where something is due before: (iteration reached,
-        flag).
+        requests of all ranks).
 
         Samples are consumed unread, the schedule goes on, nothing else changes. The ranks need no
         agreement to skip; they come to one, so that a run can be asked to leave, where they
@@ -287,8 +246,8 @@ class Trainer:
             or self._snapshot_due(iteration)
             or iteration % AGREE_EVERY == 0
         ):
-            return iteration, self._agreed_wish()
-        return iteration, 0
+            return iteration, self.agreement.of_all(iteration)
+        return iteration, Requests()
 
     def _next_stop(self, first: int) -> int:
         """The first iteration from `first` on at which something besides skipping may be due; the
@@ -308,35 +267,29 @@ class Trainer:
     def _learning_rate(self) -> float:
         return self.run.optimizer.param_groups[0]["lr"]
 
-    def _time_is_up(self) -> bool:
-        minutes = self.run.config.training.exit_duration_in_mins
-        return minutes is not None and (self.run.services.clock() - self.started) / 60.0 > minutes
-
-    def _due(self, iteration: int, flag: int) -> str | None:
+    def _due(self, iteration: int, requests: Requests) -> str | None:
         """Save where a save is due; the reason to leave, if there is one (then it is saved too)."""
         interval = self.run.config.training.exit_interval
         exit_due = bool(interval and iteration % interval == 0)
-        asked = flag % WRITTEN // SAVE_NOW
-        time_up = flag % SAVE_NOW >= TIME_UP
-        stop = asked * SAVE_NOW >= STOP_NOW
-        if flag // WRITTEN == self.run.runtime.world_size:
+        stop = requests.stop_now
+        by_file = requests.save_now or stop
+        if requests.written == self.run.runtime.world_size:
             self._settle()
-        if flag % TIME_UP:
-            return self._leave(f"exiting program after receiving {self._signal_name()}.")
-        if self._save_due(iteration) or asked:
-            self.save(final=exit_due or time_up or stop or iteration == self.run.plan.train_iters)
+        if requests.signal:
+            return self._leave(f"exiting program after receiving {self.agreement.signal_name()}.")
+        if self._save_due(iteration) or by_file:
+            last = iteration == self.run.plan.train_iters
+            self.save(final=bool(exit_due or requests.time_up or stop or last))
         elif self._snapshot_due(iteration):
             self._snapshot()
-        if asked and self._control:
-            self._control.done()
+        if by_file:
+            self.agreement.done()
         if stop:
             return self._leave(
                 f"exiting program at iteration {iteration}, as --control-file asks for"
             )
-        if time_up:
-            return self._leave(
-                f"exiting program after {(self.run.services.clock() - self.started) / 60.0} minutes"
-            )
+        if requests.time_up:
+            return self._leave(f"exiting program after {self.agreement.minutes()} minutes")
         if exit_due:
             return self._leave(f"exiting program at iteration {iteration}")
         return None
@@ -461,10 +414,6 @@ class Trainer:
                 else "nothing was saved (--save is not given)"
             )
 
-    def _out_of_time(self) -> bool:
-        """Asked within evaluations: is the time of --exit-duration-in-mins over for any rank?"""
-        return self._agreed_wish() % SAVE_NOW >= TIME_UP
-
     def _evaluate(
         self,
         dataset: Any,
@@ -475,9 +424,9 @@ class Trainer:
         suffix: str = "",
         split: str = "validation",
         final: bool = False,
-    ) -> int:
-        """Evaluate `count` micro-batches of `dataset` and print the block; TIME_UP when the time
-        was over first, else 0.
+    ) -> bool:
+        """Evaluate `count` micro-batches of `dataset` and print the block; True when the time was
+        over first.
 
         `final`: after the last iteration.
         """
@@ -490,11 +439,11 @@ class Trainer:
                 samples,
                 count,
                 tell,
-                self._out_of_time if t.exit_duration_in_mins else None,
+                self.agreement.out_of_time if t.exit_duration_in_mins else None,
             )
         if losses is None:
             log.print_rank_0("Exiting during evaluation, timelimit reached")
-            return TIME_UP
+            return True
         self.lines.timers(["evaluate"])
         if id(dataset) not in self._bytes_per_token:
             self._bytes_per_token[id(dataset)] = bytes_per_token(dataset)
@@ -509,7 +458,7 @@ class Trainer:
             final=final,
             bits_per_byte=bits,
         )
-        return 0
+        return False
 
     def _eval_micro_batches(self) -> int:
         """Micro-batches of --eval-iters global batches on each data-parallel rank."""
@@ -541,8 +490,8 @@ class Trainer:
 
     def validate(
         self, prefix: str, tell: Callable[[str], None] = lambda text: None, final: bool = False
-    ) -> int:
-        """Evaluate on the next samples of each validation set and print its block; TIME_UP when the
+    ) -> bool:
+        """Evaluate on the next samples of each validation set and print its block; True when the
         time was over first.
 
         Its samples are consumed either way: where the next validation begins does not depend on
@@ -553,10 +502,10 @@ class Trainer:
         if t.manual_gc and t.manual_gc_eval:
             gc.collect()
         several = run.config.data.multiple_validation_sets
-        flag = 0
+        time_up = False
         for number, name in enumerate(self.data.valid_names):
             samples, count = self._validation_samples(number)
-            flag = flag or self._evaluate(
+            time_up = time_up or self._evaluate(
                 self.data.valid[number],
                 samples,
                 count,
@@ -569,7 +518,7 @@ class Trainer:
             run.progress.consumed_valid_samples += (
                 self._eval_micro_batches() * run.plan.batch.divisor
             )
-        return flag
+        return time_up
 
     def final_evaluation(self) -> None:
         """Validation and test losses of the finished run, as Megatron prints them."""

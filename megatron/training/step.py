@@ -18,6 +18,7 @@ from megatron.optimizer.optimizer import StepResult
 from megatron.parallel.collectives import gather_objects
 from megatron.parallel.pipeline import Forward
 from megatron.parallel.random import DropoutSeeds
+from megatron.training.agreement import Requests
 from megatron.training.batch import Batch, make_batch
 from megatron.training.build import Run
 
@@ -33,15 +34,15 @@ class NotFinite(ArithmeticError):
 class StepOutcome(NamedTuple):
     """What a training step measured; `skipped`: None, or why no update was made: `overflow` (fp16),
     `spike` or `nonfinite` (--spike-action); `num_zeros` is that of real parameters (those that are
-    padding always have zero gradients); `flag` is the sum of what the ranks handed in; `packed` are
-    the counts of subsets and packed rows."""
+    padding always have zero gradients); `requests` are those of all ranks; `packed` are the counts
+    of subsets and packed rows."""
 
     loss: float
     skipped: str | None
     grad_norm: float | None
     num_zeros: int | None
     seconds: float
-    flag: int
+    requests: Requests
     packed: dict[str, float | int | None] | None = None
     # up to the sum of losses over the ranks, which waits for the device
     fwd_bwd_seconds: float = 0.0
@@ -52,13 +53,13 @@ def train_step(
     forward_step: ForwardStep,
     samples: Iterator[torch.Tensor],
     iteration: int,
-    flag: Callable[[], int] = int,
+    requests: Callable[[], Requests] = Requests,
 ) -> StepOutcome:
     """Gradients of one global batch, divided by its true number of tokens, and one optimizer step.
 
     Each micro-batch's backward uses the nominal count, so that nothing overflows in fp16; the true
-    count, known at the end, corrects it. `flag()`, asked for then, travels with the loss, so that
-    all ranks agree on its sum without a collective of its own.
+    count, known at the end, corrects it. `requests()`, called then, travel with the loss, so
+    that all ranks agree on their sums without a collective of its own.
     """
     start = time.perf_counter()
     runtime = run.runtime
@@ -67,7 +68,8 @@ def train_step(
     nominal = run.plan.global_batch_size(iteration) * run.config.model.seq_length
     backward_scale = run.optimizer.loss_scale / nominal
     recorder = run.recorder
-    slots = 5 if recorder else 3
+    asks = 2 + len(Requests._fields)
+    slots = asks + 2 * bool(recorder)
     totals = torch.zeros(
         slots + (run.rows.size if run.rows else 0), dtype=torch.float64, device=runtime.device
     )
@@ -93,21 +95,23 @@ def train_step(
         )
     with timers("all-grads-sync", 1):
         run.buffers.reduce()
-        totals[2] = flag()
+        for slot, count in enumerate(requests(), start=2):
+            if count:
+                totals[slot] = count
         if recorder:
-            totals[3], totals[4] = recorder.halves()
+            totals[asks], totals[asks + 1] = recorder.halves()
         if run.rows:
             run.rows.close(totals[slots:])
         local = totals[0].clone()
         _sum_losses(run, totals)
-    loss_sum, tokens, flags, *more = totals.tolist()
+    loss_sum, tokens, *more = totals.tolist()
     fwd_bwd_seconds = time.perf_counter() - start
     if recorder:
         recorder.record(
             iteration,
             run.progress.consumed_train_samples,
             run.plan.global_batch_size(iteration),
-            *more[:2],
+            *more[asks - 2 : asks],
         )
     loss = loss_sum / max(1.0, tokens)
     _check_loss(run, iteration, loss, local)
@@ -121,7 +125,7 @@ def train_step(
             run.fp8.step(result.ok)
     _check_norm(run, iteration, result)
     zeros = None if result.num_zeros is None else result.num_zeros - run.plan.num_padding
-    packed = run.rows.named(more[slots - 3 :]) if run.rows else None
+    packed = run.rows.named(more[slots - 2 :]) if run.rows else None
     skipped = _why_skipped(run, result)
     return StepOutcome(
         loss,
@@ -129,7 +133,7 @@ def train_step(
         result.grad_norm,
         zeros,
         time.perf_counter() - start,
-        int(flags),
+        Requests(*map(int, more[: asks - 2])),
         packed,
         fwd_bwd_seconds,
     )

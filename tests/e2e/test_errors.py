@@ -38,10 +38,10 @@ def failing(error: type[Exception], *ranks: int):
     def hook() -> None:
         right = loop.train_step
 
-        def wrong(run, forward_step, samples, iteration, flag):
+        def wrong(run, forward_step, samples, iteration, own):
             if iteration == 3 and run.runtime.rank in ranks:
                 raise error("planted")
-            return right(run, forward_step, samples, iteration, flag)
+            return right(run, forward_step, samples, iteration, own)
 
         loop.train_step = wrong
 

@@ -20,7 +20,7 @@ def inject(bad: Mapping[int, float], least: int = 24) -> None:
     spikes.LEAST = least
     train_step = loop.train_step
 
-    def injected(run, forward_step, samples, iteration, flag):
+    def injected(run, forward_step, samples, iteration, own):
         def forward(batch, model):
             output = forward_step(batch, model)
             if model.output_layer is None or iteration not in bad:
@@ -28,7 +28,7 @@ def inject(bad: Mapping[int, float], least: int = 24) -> None:
             loss, tokens = output
             return loss * bad[iteration], tokens
 
-        return train_step(run, forward, samples, iteration, flag)
+        return train_step(run, forward, samples, iteration, own)
 
     loop.train_step = injected
 

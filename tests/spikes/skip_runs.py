@@ -121,9 +121,9 @@ def note_batches(folder: str) -> None:
     train_step = loop.train_step
     now = []
 
-    def noted_step(run, forward_step, samples, iteration, flag):
+    def noted_step(run, forward_step, samples, iteration, own):
         now[:] = [iteration]
-        return train_step(run, forward_step, samples, iteration, flag)
+        return train_step(run, forward_step, samples, iteration, own)
 
     def noted_batch(samples, rules, device, dropout=None, *rest):
         if dropout is not None:
@@ -143,9 +143,9 @@ def note_masks(folder: str) -> None:
     seed_of = DropoutSeeds.seed
     now = []
 
-    def noted_step(run, forward_step, samples, iteration, flag):
+    def noted_step(run, forward_step, samples, iteration, own):
         now[:] = [iteration]
-        return train_step(run, forward_step, samples, iteration, flag)
+        return train_step(run, forward_step, samples, iteration, own)
 
     def noted_seed(self, layer, site, part=0):
         seed = seed_of(self, layer, site, part)

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from megatron.training.agreement import Requests
 from megatron.training.build import Run
 from megatron.training.step import NotFinite, evaluate, next_samples, train_step
 from tests.forkrun import RanksFailed, run_ranks
@@ -117,24 +118,27 @@ def test_nan_can_be_allowed():
     assert math.isnan(train_step(run, broken, iter(samples().split(2)), 1).loss)
 
 
-def test_flag_travels_with_the_loss():
-    assert (
-        train_step(
-            make_run(), plot().forward_step, iter(samples().split(2)), 1, flag=lambda: 3
-        ).flag
-        == 3
+def test_requests_travel_with_the_loss():
+    asked = Requests(1, 0, 3, 0, 5)
+    outcome = train_step(
+        make_run(), plot().forward_step, iter(samples().split(2)), 1, requests=lambda: asked
     )
+    assert outcome.requests == asked
 
 
-def step_of_rank(rank: int, world: int, changes: dict) -> tuple[float, float, float, int]:
+def step_of_rank(rank: int, world: int, changes: dict) -> tuple[float, float, float, Requests]:
     run = make_run(rank, world, **changes)
     outcome = train_step(
-        run, plot().forward_step, iter(samples().split(2)), 1, flag=lambda: 10**rank
+        run,
+        plot().forward_step,
+        iter(samples().split(2)),
+        1,
+        requests=lambda: Requests(signal=1, stop_now=10**rank),
     )
     valid = evaluate(run, plot().forward_step, iter(samples(8, 1).split(2)), 4, lambda text: None)[
         "lm loss"
     ]
-    return outcome.loss, outcome.grad_norm, valid, outcome.flag
+    return outcome.loss, outcome.grad_norm, valid, outcome.requests
 
 
 @pytest.mark.parametrize(
@@ -147,10 +151,12 @@ def step_of_rank(rank: int, world: int, changes: dict) -> tuple[float, float, fl
     ids=str,
 )
 def test_ranks_of_a_model_agree(changes):
-    """On the losses and norm of one process to the last bit among themselves, and on what either of
-    them wishes."""
+    """On the losses and norm of one process to the last bit among themselves, and on the requests of
+    both."""
     first, second = run_ranks(2, step_of_rank, changes)
-    assert first == second == pytest.approx((*step_of_rank(0, 1, {})[:3], 11), rel=1e-12)
+    assert first == second
+    assert first[:3] == pytest.approx(step_of_rank(0, 1, {})[:3], rel=1e-12)
+    assert first[3] == Requests(signal=2, stop_now=11)
 
 
 def broken_step(rank: int, world: int) -> str:

@@ -198,12 +198,12 @@ def not_a_number_in_3() -> None:
     settle_only_when_due(0)
     step = loop.train_step
 
-    def bad(run, forward_step, samples, iteration, flag):
+    def bad(run, forward_step, samples, iteration, own):
         def forward(batch, model):
             total, count = forward_step(batch, model)
             return (total * float("nan"), count) if iteration == 3 else (total, count)
 
-        return step(run, forward, samples, iteration, flag)
+        return step(run, forward, samples, iteration, own)
 
     loop.train_step = bad
 

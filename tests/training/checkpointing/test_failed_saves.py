@@ -118,10 +118,10 @@ def terminate_at_5() -> None:
     """The last rank is asked to leave in iteration 5."""
     step = loop.train_step
 
-    def asked(run, forward_step, samples, iteration, flag):
+    def asked(run, forward_step, samples, iteration, own):
         if iteration == 5 and run.runtime.rank == run.runtime.world_size - 1:
             os.kill(os.getpid(), signal.SIGTERM)
-        return step(run, forward_step, samples, iteration, flag)
+        return step(run, forward_step, samples, iteration, own)
 
     loop.train_step = asked
 

@@ -134,10 +134,10 @@ def ask(requests: dict[int, str], path: str) -> None:
     """Write a request into the control file within these iterations."""
     step = loop.train_step
 
-    def asked(run, forward_step, samples, iteration, flag):
+    def asked(run, forward_step, samples, iteration, own):
         if iteration in requests and run.runtime.rank == run.runtime.world_size - 1:
             Path(path).write_text(requests[iteration])
-        return step(run, forward_step, samples, iteration, flag)
+        return step(run, forward_step, samples, iteration, own)
 
     loop.train_step = asked
 

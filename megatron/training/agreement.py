@@ -1,0 +1,89 @@
+"""What the ranks agree on in each iteration: the requests of all ranks, counted."""
+
+from __future__ import annotations
+
+from signal import Signals
+from typing import NamedTuple
+
+import torch
+
+from megatron.training.build import Run
+from megatron.training.launch.control_file import SAVE, STOP, ControlFile
+
+
+class Requests(NamedTuple):
+    """The ranks that request or report something; summed over the ranks, their numbers.
+
+    For another request, add a field here and set it in `Agreement.own`.
+    """
+
+    signal: int = 0  # has received the signal that ends the run
+    time_up: int = 0  # --exit-duration-in-mins is over
+    save_now: int = 0  # --control-file requests a checkpoint (rank 0)
+    stop_now: int = 0  # --control-file requests a checkpoint and the end of the run (rank 0)
+    written: int = 0  # has written its part of the asynchronous save, or failed to
+
+
+class Agreement:
+    """The requests of this rank and of all ranks. In a training step they travel with the loss
+    (`train_step`); elsewhere they take a collective, which all ranks must call."""
+
+    def __init__(self, run: Run, started: float):
+        """`started`: when the program began, in seconds of `run.services.clock`."""
+        self._run = run
+        self._started = started
+        path = run.config.checkpoint.control_file
+        self._control = ControlFile(path) if path and run.runtime.rank == 0 else None
+
+    def own(self, iteration: int) -> Requests:
+        """The requests of this rank after `iteration`."""
+        run = self._run
+        requested = self._control.wish(iteration) if self._control else None
+        return Requests(
+            signal=bool(run.services.signals.received),
+            time_up=self._time_is_up(),
+            save_now=requested == SAVE,
+            stop_now=requested == STOP,
+            written=bool(run.under_way and run.writer.done()),
+        )
+
+    def of_all(self, iteration: int) -> Requests:
+        """The requests of all ranks after `iteration`, by a collective."""
+        return self._sum(self.own(iteration))
+
+    def out_of_time(self) -> bool:
+        """Is the time over for any rank? By a collective, within evaluations."""
+        return self._sum(Requests(time_up=self._time_is_up())).time_up > 0
+
+    def signal_name(self) -> str:
+        """The signal that this or another rank has received, by a collective."""
+        run = self._run
+        number = torch.tensor(
+            float(run.services.signals.received or 0),
+            dtype=torch.float64,
+            device=run.runtime.device,
+        )
+        return Signals(
+            int(run.services.all_reduce(number, run.runtime.ctx.world, "max").item())
+        ).name
+
+    def done(self) -> None:
+        """What --control-file requested has been done."""
+        if self._control:
+            self._control.done()
+
+    def minutes(self) -> float:
+        """How long the program has run."""
+        return (self._run.services.clock() - self._started) / 60.0
+
+    def _time_is_up(self) -> bool:
+        limit = self._run.config.training.exit_duration_in_mins
+        return limit is not None and self.minutes() > limit
+
+    def _sum(self, requests: Requests) -> Requests:
+        run = self._run
+        if run.runtime.world_size == 1:
+            return requests
+        counts = torch.tensor(requests, dtype=torch.float64, device=run.runtime.device)
+        total = run.services.all_reduce(counts, run.runtime.ctx.world)
+        return Requests(*map(int, total.tolist()))
