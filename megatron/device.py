@@ -171,6 +171,18 @@ def synchronize(device: torch.device) -> None:
         getattr(torch, device.type).synchronize(device)
 
 
+def start_capture(device: torch.device) -> None:
+    """Open the range of an outside profiler (nsys -c cudaProfilerApi); nothing on other devices."""
+    if device.type == "cuda":
+        torch.cuda.profiler.start()
+
+
+def stop_capture(device: torch.device) -> None:
+    """Close the range of an outside profiler."""
+    if device.type == "cuda":
+        torch.cuda.profiler.stop()
+
+
 def pin(memory: torch.Tensor, device: torch.device) -> bool:
     """Lock CPU memory, so that CUDA copies to it by itself and at full speed; False where it
     cannot. Nothing on CPU."""

@@ -12,6 +12,7 @@ from megatron.config.model import ModelConfig
 from megatron.config.optimizer import OptimizerConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.config.precision import PrecisionConfig
+from megatron.config.profiling import ProfilingConfig
 from megatron.config.spikes import SpikeConfig
 from megatron.config.training import TrainingConfig
 
@@ -31,3 +32,4 @@ class Config:
     checkpoint: CheckpointConfig
     logging: LoggingConfig
     spikes: SpikeConfig
+    profiling: ProfilingConfig

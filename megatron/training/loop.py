@@ -21,6 +21,7 @@ from megatron.training.checkpointing import checkpointing
 from megatron.training.launch.signals import Refusal
 from megatron.training.logging.megatron_format import datetime_line
 from megatron.training.logging.training_log import IterationResult, TrainingLog
+from megatron.training.profiler import Profiler
 from megatron.training.rollback import Past
 from megatron.training.step import ForwardStep, NotFinite, evaluate, train_step
 
@@ -47,6 +48,7 @@ class Trainer:
         self._bytes_per_token: dict[int, float | None] = {}
         self._saved_at = self._loaded = run.progress.iteration
         self._past = Past(run)
+        self._profiler = Profiler(run.config, run.model, run.runtime.rank, run.runtime.device)
         self._skipping_to = 0
         self._advise()
 
@@ -86,6 +88,7 @@ class Trainer:
                 gc.collect()
             if reason:
                 return reason
+        self._profiler.close()
         return None
 
     def open_training_samples(self) -> Iterator[torch.Tensor]:
@@ -134,6 +137,7 @@ class Trainer:
     def train_one(self, iteration: int, samples: Iterator[torch.Tensor]) -> Requests:
         """One iteration with its counters, schedule and log line; the requests of all ranks."""
         run = self.run
+        self._profiler.before_step(iteration)
         outcome = train_step(
             run,
             self.forward_step,
@@ -141,6 +145,7 @@ class Trainer:
             iteration,
             lambda: self.agreement.own(iteration),
         )
+        self._profiler.after_step(iteration)
         size = run.plan.global_batch_size(iteration)
         run.progress.iteration = iteration
         run.progress.consumed_train_samples += size
@@ -306,6 +311,7 @@ class Trainer:
         )
 
     def _leave(self, reason: str) -> str:
+        self._profiler.close()
         self.lines.leave()
         self.save()
         return reason

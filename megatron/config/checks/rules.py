@@ -32,13 +32,14 @@ _AT_LEAST_ONE = (
     "lr_wsd_decay_samples lr_decay_iters lr_decay_samples micro_batch_size global_batch_size "
     "train_iters train_samples eval_interval exit_interval recompute_num_layers world_size "
     "save_interval keep_last keep_every snapshot_interval log_interval tensorboard_log_interval "
-    "tensorboard_queue_size fp8_amax_history_len"
+    "tensorboard_queue_size fp8_amax_history_len profile_step_end"
 ).split()
 _NOT_NEGATIVE = (
     "init_method_std mid_level_dataset_surplus lr min_lr lr_warmup_iters lr_warmup_samples "
     "lr_warmup_init weight_decay start_weight_decay end_weight_decay clip_grad eval_iters "
     "num_workers manual_gc_interval ckpt_step decoupled_lr decoupled_min_lr vocab_extra_ids "
-    "lr_init_iters adam_beta2_schedule_c spike_snapshot_interval min_sample_length"
+    "lr_init_iters adam_beta2_schedule_c spike_snapshot_interval min_sample_length "
+    "profile_step_start"
 ).split()
 _POSITIVE = (
     "norm_epsilon adam_eps loss_scale initial_loss_scale min_loss_scale exit_duration_in_mins "
@@ -168,6 +169,16 @@ _NEEDED = (
         "log_memory_to_tensorboard",
         "an accelerator (--device is cpu)",
         lambda v: v["device"] != "cpu",
+    ),
+    (
+        "use_pytorch_profiler profile_step_start profile_step_end profile_ranks",
+        "--profile",
+        lambda v: v["profile"],
+    ),
+    (
+        "profile",
+        "--use-pytorch-profiler (--device is cpu, without a CUDA profiler)",
+        lambda v: v["use_pytorch_profiler"] or v["device"] != "cpu",
     ),
     ("apply_wd_to_qk_layernorm", "--qk-layernorm", lambda v: v["qk_layernorm"]),
     (
@@ -629,6 +640,22 @@ def _loop(f: Facts) -> Iterator[str]:  # noqa: C901
             )
 
 
+def _profiling(f: Facts) -> Iterator[str]:
+    if f["profile"] and f.ok("profile_step_start", "profile_step_end"):
+        if f["profile_step_end"] <= f["profile_step_start"]:
+            yield (
+                f"{f.say('profile_step_end')}: profiles no iteration, because "
+                f"{f.say('profile_step_start')} is not less; iterations start + 1 to end are "
+                "profiled [profile-steps-empty]"
+            )
+        for rank in f["profile_ranks"]:
+            if not 0 <= rank < f.world_size:
+                yield (
+                    f"--profile-ranks {rank}: there are ranks 0 to {f.world_size - 1} "
+                    "[value-out-of-range]"
+                )
+
+
 def _skips(f: Facts) -> list[str]:
     return _skip_ranges(f)[0]
 
@@ -672,6 +699,7 @@ _RULES = (
     _schedule,
     _loop,
     _spikes,
+    _profiling,
     _skips,
     check_kernels.rule,
 )

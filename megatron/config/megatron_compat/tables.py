@@ -160,14 +160,6 @@ OLD: tuple[Row, ...] = (
         "weights are always drawn (--load overwrites them)",
         spelling="--no-initialization",
     ),
-    no(
-        "profile",
-        False,
-        "no CUDA profiler range is opened; use --timing-log-level 2, or a profiler from outside",
-    ),
-    same("profile_ranks", (0,), "there is no --profile", takes="ints"),
-    same("profile_step_end", 12, "there is no --profile"),
-    same("profile_step_start", 10, "there is no --profile"),
     same(
         "scatter_gather_tensors_in_pipeline",
         True,

@@ -1,0 +1,119 @@
+"""Profiles of some iterations: a trace of torch.profiler, or a range for an outside profiler."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.profiler import ProfilerActivity, profile, record_function
+from torch.utils.hooks import RemovableHandle
+
+from megatron import device as devices
+from megatron import log
+from megatron.config.tree import Config
+
+
+def trace_directory(config: Config) -> Path:
+    """Where traces are written: --tensorboard-dir, or `profile` in --save or here."""
+    if config.logging.tensorboard_dir:
+        return Path(config.logging.tensorboard_dir)
+    return Path(config.checkpoint.save or ".") / "profile"
+
+
+class Profiler:
+    """Profiles iterations --profile-step-start + 1 to --profile-step-end of this rank.
+
+    A trace has an event for every forward pass of a module, under the module's name.
+    """
+
+    def __init__(
+        self, config: Config, modules: Iterable[nn.Module], rank: int, device: torch.device
+    ):
+        """`modules`: the chunks of the model on this rank."""
+        flags = config.profiling
+        self._first = flags.profile_step_start + 1
+        self._last = flags.profile_step_end
+        self._chosen = flags.profile and rank in flags.profile_ranks
+        self._records = flags.use_pytorch_profiler
+        self._modules = list(modules)
+        self._rank = rank
+        self._device = device
+        self._directory = trace_directory(config)
+        self._running = False
+        self._profile: profile | None = None
+        self._hooks: list[RemovableHandle] = []
+
+    def before_step(self, iteration: int) -> None:
+        """Start, if this iteration is the first to be profiled (or a run resumes within them)."""
+        if self._chosen and not self._running and self._first <= iteration <= self._last:
+            self._running = True
+            self._start()
+
+    def after_step(self, iteration: int) -> None:
+        """Stop after the last profiled iteration."""
+        if self._running and iteration >= self._last:
+            self.close()
+
+    def close(self) -> None:
+        """Stop, and write what was recorded."""
+        if not self._running:
+            return
+        self._running = False
+        devices.synchronize(self._device)
+        if self._profile is None:
+            devices.stop_capture(self._device)
+            return
+        self._profile.stop()
+        for hook in self._hooks:
+            hook.remove()
+        self._write(self._profile)
+        self._profile = None
+
+    def _start(self) -> None:
+        devices.synchronize(self._device)
+        if not self._records:
+            devices.start_capture(self._device)
+            return
+        for module in self._modules:
+            self._hooks += _name_forward_passes(module)
+        activities = [ProfilerActivity.CPU]
+        if self._device.type == "cuda":
+            activities.append(ProfilerActivity.CUDA)
+        self._profile = profile(activities=activities, record_shapes=True)
+        self._profile.start()
+
+    def _write(self, trace: profile) -> None:
+        """A file that cannot be written is a warning: the run goes on."""
+        name = f"rank{self._rank}_iterations_{self._first}_{self._last}.pt.trace.json.gz"
+        path = self._directory / name
+        try:
+            os.makedirs(self._directory, exist_ok=True)
+            trace.export_chrome_trace(str(path))
+        except OSError as error:
+            log.warn_once(f"--profile: {path} cannot be written: {error.strerror or error}")
+        else:
+            log.print_line(f"profile written to {path}")
+
+
+def _name_forward_passes(root: nn.Module) -> list[RemovableHandle]:
+    """Hooks that open a profiler event with a module's name around its forward pass."""
+    open_events: list[record_function] = []
+    handles = []
+
+    def enter(name: str):
+        def hook(module: nn.Module, args: tuple) -> None:
+            open_events.append(record_function(name))
+            open_events[-1].__enter__()
+
+        return hook
+
+    def leave(module: nn.Module, args: tuple, output: object) -> None:
+        open_events.pop().__exit__(None, None, None)
+
+    for name, module in root.named_modules():
+        handles.append(module.register_forward_pre_hook(enter(name or type(root).__name__)))
+        handles.append(module.register_forward_hook(leave))
+    return handles
