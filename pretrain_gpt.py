@@ -126,13 +126,14 @@ def train(line, tokenizer, fence, writer, signals: SignalWatch | None, services=
     from megatron.device import default_backend
     from megatron.log import detail, print_rank_0
     from megatron.timers import Timers
-    from megatron.training import build, loop
-    from megatron.training.checkpointing import checkpointing, data_position
+    from megatron.training import build, build_data, loop
+    from megatron.training.checkpointing import data_position
+    from megatron.training.checkpointing.load import load_checkpoint
     from megatron.training.launch import initialize
     from megatron.training.logging import preamble, training_log
     from megatron.training.logging.kernel_report import check_wishes, kernel_lines
     from megatron.training.logging.megatron_format import datetime_line
-    from megatron.training.services import Services
+    from megatron.training.run import Services
     from megatron.training.skipping import skip_plan
 
     config = line.config
@@ -158,11 +159,11 @@ def train(line, tokenizer, fence, writer, signals: SignalWatch | None, services=
         run.fence = fence
         run.writer = writer
         run.services = services or Services(signals or SignalWatch())
-        loaded = checkpointing.load(run)
+        loaded = load_checkpoint(run)
     log.timers(["load-checkpoint"])
     detail(datetime_line("after model, optimizer, and learning rate scheduler are built"))
     with timers("train/valid/test-data-iterators-setup"):
-        data = build.build_data(config, plan, runtime, tokenizer, run)
+        data = build_data.build_data(config, plan, runtime, tokenizer, run)
         data_position.check_data_order(run, data.order)
         skip_plan.start_skips(run, skips)
     detail(datetime_line("after dataloaders are built"))

@@ -22,7 +22,7 @@ import torch
 from megatron.checkpoint import store
 from megatron.data.indexed_dataset import IndexedDatasetBuilder
 from megatron.training.agreement import Requests
-from megatron.training.services import Services
+from megatron.training.run import Services
 from tests.forkrun import ROOT, RanksFailed, run_ranks
 
 SMALL = (

@@ -20,7 +20,7 @@ from megatron.model.gpt import GPTModel
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.sharding import local_box
 from megatron.training.build import make_tokenizer
-from megatron.training.checkpointing.checkpointing import read_into
+from megatron.training.checkpointing.load import read_into
 from megatron.training.checkpointing.saved_args import saved_config
 
 

@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 import torch
 
-from megatron.training.build import Run
 from megatron.training.launch.control_file import SAVE, STOP, ControlFile
+from megatron.training.run import Run
 
 
 class Requests(NamedTuple):

@@ -1,109 +1,37 @@
-"""From configuration and plan to the things that train: tokenizer, model, optimizer, scheduler,
-data sets."""
+"""From configuration and plan to the things that train: tokenizer, model, optimizer, scheduler."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
 from datetime import datetime
-from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
 
 from megatron import log
-from megatron.checkpoint.async_writer import Writer
-from megatron.checkpoint.skip_log import SkipHistory
-from megatron.checkpoint.state import RunState
 from megatron.config.plan.plan import Plan, bucket_size, make_plan
 from megatron.config.training import TrainingConfig
 from megatron.config.tree import Config
-from megatron.data import index_helpers
-from megatron.data.build import Before, build_train_valid_test_datasets, check_tokenizer
-from megatron.data.cyclic_sampler import CyclicSampler
-from megatron.data.data_order import data_order_fingerprint
 from megatron.data.ledger import Ledger, Recorder
-from megatron.data.packed.build import build_packed_datasets
-from megatron.data.plan_table import Row, plan_table
-from megatron.data.sampler import PackedSampler, SequentialSampler
-from megatron.data.subsets import subset_names
 from megatron.data.tokenizers.build import Tokenizer
 from megatron.kernels.select import choose_kernels, fp8_rows
 from megatron.model.gpt import GPTModel, hidden_dtype
 from megatron.model.layer import Recompute
 from megatron.optimizer.optimizer import MixedPrecisionOptimizer
 from megatron.optimizer.scaler import build_grad_scaler
-from megatron.optimizer.scheduler import OptimizerParamScheduler
 from megatron.parallel.collectives import all_reduce, gather_objects
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.ddp import GradBuffers
-from megatron.parallel.fp8 import DelayedScaling, delayed_scaling
+from megatron.parallel.fp8 import delayed_scaling
 from megatron.parallel.pipeline import Pipeline
 from megatron.parallel.sharding import counts, init_parameters
 from megatron.timers import Timers
 from megatron.training.batch import BatchRules
 from megatron.training.launch.initialize import Runtime
 from megatron.training.logging.internlm_format import start_line
-from megatron.training.logging.subset_metrics import RowCounts
 from megatron.training.preflight import build_tokenizer
+from megatron.training.run import Run
 from megatron.training.schedule import build_scheduler
-from megatron.training.services import Services
 from megatron.training.spikes.policy import SpikePolicy
-
-
-@dataclass
-class Progress:
-    """How far a run is; everything else about its position follows from these."""
-
-    iteration: int = 0
-    consumed_train_samples: int = 0
-    consumed_valid_samples: int = 0
-    skipped_train_samples: int = 0
-
-
-@dataclass(frozen=True)
-class UnderWay:
-    """A save that has begun: all that is written of it but the tensors, and what is said when it is
-    done."""
-
-    temporary: Path
-    iteration: int
-    state: RunState
-    args: str
-    said: str
-    is_snapshot: bool
-
-
-@dataclass
-class Run:
-    """One training run: what was asked for, what follows, and what it is made of."""
-
-    config: Config
-    plan: Plan
-    runtime: Runtime
-    timers: Timers
-    # of GPTModel: this rank's chunks of it, one without virtual stages
-    model: nn.ModuleList
-    pipeline: Pipeline
-    buffers: GradBuffers
-    optimizer: MixedPrecisionOptimizer
-    scheduler: OptimizerParamScheduler
-    rules: BatchRules
-    tokenizer: dict[str, Any]
-    progress: Progress = field(default_factory=Progress)
-    spikes: SpikePolicy = field(default_factory=SpikePolicy)
-    data_order: dict[str, Any] = field(default_factory=dict)
-    recorder: Recorder | None = None  # of --data-ledger
-    rows: RowCounts | None = None  # of --packed-samples and --log-subsets
-    fp8: DelayedScaling | None = None  # of --fp8-recipe delayed
-    writer: Writer | None = None  # of --async-save
-    # `plan.skips` are the ranges to come
-    skip_history: SkipHistory = field(default_factory=SkipHistory)
-    under_way: UnderWay | None = None  # the save that --async-save has begun
-    services: Services = field(default_factory=Services)
-    # raises where another job has taken --save over; asked by rank 0
-    fence: Callable[[], None] = lambda: None
 
 
 def make_tokenizer(config: Config, made: Tokenizer | None = None) -> Tokenizer:
@@ -299,121 +227,3 @@ def build_recorder(config: Config, runtime: Runtime) -> Recorder | None:
         return None
     ledger = Ledger(path, config.model.seq_length) if runtime.rank == 0 else None
     return Recorder(ledger, counts=not (ctx.tp.rank or ctx.pp.rank or ctx.cp.rank))
-
-
-@dataclass(frozen=True)
-class Data:
-    """The data sets (None or none: not wanted or not there) and their samplers; of validation there
-    may be several."""
-
-    train: Any
-    valid: list[Any]
-    test: Any
-    valid_names: list[str]  # of several validation sets, what their lines call them
-    train_sampler: Any
-    valid_samplers: list[Any]
-    test_sampler: Any
-    order: dict[str, Any]
-    rows: list[Row] = field(default_factory=list)  # of the table of what each split reads
-
-
-def build_data(
-    config: Config, plan: Plan, runtime: Runtime, tokenizer: Tokenizer, run: Run | None = None
-) -> Data:
-    """The data sets of this rank. A checkpoint that `run` was loaded from says which mix of data it
-    had."""
-    d = config.data
-    t = config.training
-    ctx = runtime.ctx
-    targets = plan.targets
-    for line in (
-        "> building train, validation, and test datasets ...",
-        " > datasets target sizes (minimum size):",
-        f"    train:      {targets.train}",
-        f"    validation: {targets.valid}",
-        f"    test:       {targets.test}",
-        "> building train, validation, and test datasets for GPT ...",
-    ):
-        log.detail(line)
-    if index_helpers.REASON and not d.mock_data:
-        log.detail(
-            f" > index helpers: {index_helpers.IMPLEMENTATION}, because {index_helpers.REASON}"
-        )
-
-    rows: list[Row] = []
-    sizes = (
-        targets.train,
-        None if d.full_validation and targets.valid else targets.valid,
-        targets.test,
-    )
-    if d.packed_samples:
-        train, valid, test = build_packed_datasets(
-            d,
-            sequence_length=config.model.seq_length,
-            micro_batch_size=t.micro_batch_size,
-            global_batch_size=plan.batch.final_global_batch_size,
-            sizes=sizes,
-            vocab_size=tokenizer.vocab_size,
-            identity=tokenizer.identity(),
-            rows=rows,
-        )
-    else:
-        check_tokenizer(d, tokenizer.identity())
-        before = None
-        if run is not None and run.data_order.get("train"):
-            before = Before(
-                run.data_order["train"], run.progress.consumed_train_samples, d.continue_data_mix
-            )
-        train, valid, test = build_train_valid_test_datasets(
-            d,
-            sequence_length=config.model.seq_length,
-            seed=t.seed,
-            vocab_size=tokenizer.vocab_size,
-            eod=tokenizer.eod,
-            sizes=sizes,
-            before=before,
-            rows=rows,
-        )
-    if run is not None and train is not None and config.logging.counts_subsets(d.packed_samples):
-        run.rows = RowCounts(
-            subset_names(train), ctx, config.logging.log_accuracy, d.packed_samples
-        )
-        run.model[-1].keep_losses = True
-        run.model[-1].count_right = config.logging.log_accuracy
-    valids = valid if isinstance(valid, list) else [valid] if valid is not None else []
-    for line in plan_table(rows):
-        log.detail(line)
-    log.detail("> finished creating GPT datasets ...")
-    place = (t.micro_batch_size, ctx.dp.rank, ctx.dp.size)
-
-    def sampler(dataset: Any, cyclic: bool) -> Any:
-        if dataset is None:
-            return None
-        if d.packed_samples:
-            return PackedSampler(len(dataset), *place)
-        if cyclic:
-            return CyclicSampler(len(dataset), *place, d.data_sharding)
-        return SequentialSampler(len(dataset), *place)
-
-    cyclic = d.dataloader_type == "cyclic"
-    of_train = sampler(train, cyclic)
-    order = data_order_fingerprint(train, valid, None if of_train is None else of_train.order())
-    names = [
-        one.subsets[0] if d.packed_samples else str(number) for number, one in enumerate(valids)
-    ]
-    for name, one in zip(names, valids, strict=True) if d.multiple_validation_sets else ():
-        log.print_rank_0(
-            f" > validation-{name}: {len(one)} {'rows' if d.packed_samples else 'samples'} of "
-            f"{', '.join(subset_names(one))}"
-        )
-    return Data(
-        train,
-        valids,
-        test,
-        names,
-        of_train,
-        [sampler(one, cyclic and not d.full_validation) for one in valids],
-        sampler(test, False),
-        order,
-        rows,
-    )

@@ -16,13 +16,14 @@ from megatron.data.samples import Samples
 from megatron.data.text_bytes import bits_per_byte, bytes_per_token
 from megatron.training.agreement import Agreement, Requests
 from megatron.training.batch import evaluation_samples, load_samples, training_samples
-from megatron.training.build import Data, Run
-from megatron.training.checkpointing import checkpointing
+from megatron.training.build_data import Data
+from megatron.training.checkpointing import save
 from megatron.training.launch.signals import Refusal
 from megatron.training.logging.megatron_format import datetime_line
 from megatron.training.logging.training_log import IterationResult, TrainingLog
 from megatron.training.profiler import Profiler
 from megatron.training.rollback import Past
+from megatron.training.run import Run
 from megatron.training.step import ForwardStep, NotFinite, evaluate, train_step
 
 AGREE_EVERY = 1000  # iterations, where nothing but skipping goes on
@@ -61,7 +62,7 @@ class Trainer:
         self._past.copy_if_due()
         samples = self.open_training_samples()
         if run.writer:
-            run.writer.reserve(checkpointing.own_slices(run), run.runtime.device)
+            run.writer.reserve(save.own_slices(run), run.runtime.device)
         if t.manual_gc:
             gc.disable()
         while progress.iteration < plan.train_iters:
@@ -332,12 +333,12 @@ class Trainer:
             if self._saved_at == iteration:
                 return
             self._flush()
-            self._attempt(lambda: checkpointing.save(run), iteration, final)
+            self._attempt(lambda: save.save_checkpoint(run), iteration, final)
         if final:
             self._settle(final)
             # a process of --async-save has died: once more, without it
             if self._saved_at != iteration:
-                self._attempt(lambda: checkpointing.save(run), iteration, final)
+                self._attempt(lambda: save.save_checkpoint(run), iteration, final)
                 self._settle(final)
 
     def _snapshot(self) -> None:
@@ -345,7 +346,7 @@ class Trainer:
         self._settle()
         self._flush()
         self._attempt(
-            lambda: checkpointing.snapshot(self.run), self.run.progress.iteration, is_snapshot=True
+            lambda: save.save_snapshot(self.run), self.run.progress.iteration, is_snapshot=True
         )
 
     def _settle(self, final: bool = False) -> None:
@@ -353,7 +354,7 @@ class Trainer:
         begun = self.run.under_way
         if begun:
             self._attempt(
-                lambda: checkpointing.finish_save(self.run),
+                lambda: save.finish_save(self.run),
                 begun.iteration,
                 final,
                 begun.is_snapshot,
@@ -382,7 +383,7 @@ class Trainer:
                     ""
                     if is_snapshot
                     else (
-                        f". {checkpointing.what_remains(self.run)}; training goes on, the next "
+                        f". {save.what_remains(self.run)}; training goes on, the next "
                         f"save is tried at iteration {self._next_save(iteration)}"
                     )
                 )

@@ -20,9 +20,9 @@ from megatron.checkpoint.candidates import Candidate
 from megatron.checkpoint.filesystem import DISK, CheckpointError
 from megatron.checkpoint.state import RunState
 from megatron.parallel.collectives import gather_objects
-from megatron.training.build import Run
-from megatron.training.checkpointing import checkpointing
+from megatron.training.checkpointing import load, save
 from megatron.training.launch.signals import Refusal
+from megatron.training.run import Run
 from megatron.training.skipping.skip_plan import record_skip
 from megatron.training.spikes.policy import EXIT_CODE, Rewind
 
@@ -70,7 +70,7 @@ class Past:
             memory = [torch.empty_like(tensor, device="cpu") for tensor in tensors]
         for mine, tensor in zip(memory, tensors, strict=True):
             mine.copy_(tensor)
-        self.copies.append(Copy(run.progress.iteration, checkpointing.state_of(run).dump(), memory))
+        self.copies.append(Copy(run.progress.iteration, save.state_of(run).dump(), memory))
 
     def rewind(self, asked: Rewind) -> None:
         """Go back before `asked.start` and skip from there to `asked.end`; where nothing so old is
@@ -120,7 +120,7 @@ class Past:
             if copy.iteration == iteration:
                 for tensor, mine in zip(_tensors(run), copy.tensors, strict=True):
                     tensor.copy_(mine)
-                checkpointing.take_counters(run, RunState.parse(copy.state, "a copy in memory"))
+                load.restore_counters(run, RunState.parse(copy.state, "a copy in memory"))
                 if run.fp8:
                     run.fp8.loaded()
                 return "a copy in memory"
@@ -130,7 +130,7 @@ class Past:
             if n <= iteration
             for one in checkpoints[n]
         ]
-        checkpointing.go_back(run, tries)
+        load.load_own(run, tries)
         return "a checkpoint"
 
     def _checkpoints(self) -> dict[int, list[Candidate]]:
@@ -198,4 +198,4 @@ class Past:
 
 def _tensors(run: Run) -> list[torch.Tensor]:
     """All that this rank holds of the run, live."""
-    return [tensor for *_, own in checkpointing.own_tensors(run) for _, tensor in own]
+    return [tensor for *_, own in save.own_tensors(run) for _, tensor in own]

@@ -20,7 +20,7 @@ from megatron.parallel.pipeline import Forward
 from megatron.parallel.random import DropoutSeeds
 from megatron.training.agreement import Requests
 from megatron.training.batch import Batch, make_batch
-from megatron.training.build import Run
+from megatron.training.run import Run
 
 # (loss sum, number of tokens); of a chunk of the model before the last, hidden states.
 ForwardStep = Callable[[Batch, GPTModel], tuple[torch.Tensor, torch.Tensor | int] | torch.Tensor]

@@ -28,7 +28,7 @@ from megatron.config import command_line
 from megatron.data.gpt_dataset import open_corpus
 from megatron.data.index_cache import IndexCache
 from megatron.data.tokenizers.build import build_tokenizer
-from megatron.training.checkpointing import checkpointing, saved_args
+from megatron.training.checkpointing import load, save, saved_args
 from megatron.training.launch.control_file import ControlFile
 from tests.checkpoint.forged import (
     Gadget,
@@ -231,7 +231,7 @@ def resumed(change: Callable[[dict], object]) -> Case:
         run = built("--save", str(root / "run"), "--save-interval", "10")
         run.progress.iteration = 20
         run.progress.consumed_train_samples = 160
-        checkpointing.save(run)
+        save.save_checkpoint(run)
         path = root / "run/iter_0000020/state.json"
         table = json.loads(path.read_bytes())
         change(table)
@@ -244,7 +244,7 @@ def resumed(change: Callable[[dict], object]) -> Case:
         }
         listed.write_bytes(signed(names))
 
-    return make, lambda root: checkpointing.load(built("--load", str(root / "run")))
+    return make, lambda root: load.load_checkpoint(built("--load", str(root / "run")))
 
 
 def args(text: bytes) -> Callable[[Path], object]:

@@ -20,7 +20,7 @@ from torch.utils.data._utils import worker as data_worker
 
 from megatron.checkpoint import store
 from megatron.parallel import context
-from megatron.training import build, loop, step
+from megatron.training import build_data, loop, step
 from megatron.training.launch import initialize
 from tests.e2e.programs import Program, fork_ranks
 from tests.forkrun import run_ranks
@@ -167,7 +167,7 @@ FAULTS = {
     "in a step": (LOOP, "train_step", 3),
     "in forward, in the middle of a step": (step.__name__, "make_batch", 4),
     "before the process group": (initialize.__name__, "initialize", 1),
-    "while the data is built": (build.__name__, "build_train_valid_test_datasets", 1),
+    "while the data is built": (build_data.__name__, "build_train_valid_test_datasets", 1),
 }
 
 

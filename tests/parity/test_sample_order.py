@@ -12,7 +12,7 @@ from megatron.config.tree import Config
 from megatron.data.tokenizers.build import build_tokenizer
 from megatron.parallel.context import Axis
 from megatron.training.batch import load_samples, training_samples
-from megatron.training.build import build_data
+from megatron.training.build_data import build_data
 from tests.runs import write_text
 
 ITERATIONS = 12

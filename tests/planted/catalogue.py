@@ -309,7 +309,7 @@ BUGS = {
         f"{ALL_LAYOUTS}[{SEQUENCE_SHARDS}]",
     ),
     "a shard is written as if tensor parallelism had not cut the tensor": Bug(
-        "megatron.training.checkpointing.checkpointing.parts",
+        "megatron.training.checkpointing.save.parts",
         "(start + low, start + high)",
         "(low, high)",
         "tests/parity/test_shards.py::test_shards_are_read_in_every_other_layout[tp2 dp2 to dp4]",
@@ -410,7 +410,7 @@ BUGS = {
         f"{SCALES}::test_delayed_scales_by_hand",
     ),
     "FP8 scales not used after loading": Bug(
-        "megatron.training.checkpointing.checkpointing._read_tensors",
+        "megatron.training.checkpointing.load._read_tensors",
         "run.fp8.loaded()",
         "",
         f"{RUNS}::test_a_killed_run_goes_on_with_its_scales[bf16]",
@@ -444,7 +444,7 @@ BUGS = {
         "tests/training/checkpointing/test_damaged_checkpoints.py::test_a_hundred_damages",
     ),
     "a partly loaded model is kept": Bug(
-        "megatron.training.checkpointing.checkpointing._take_newest_good",
+        "megatron.training.checkpointing.load._take_newest_good",
         "if not failed:\n    break",
         "if found:\n    break",
         "tests/training/checkpointing/test_damaged_checkpoints.py::test_a_hundred_damages",
@@ -648,19 +648,19 @@ BUGS = {
     ),
     "a snapshot without the optimizer": Bug(
         "megatron.training.rollback._tensors",
-        "[tensor for *_, own in checkpointing.own_tensors(run) for _, tensor in own]",
-        "[tensor for name, *_, own in checkpointing.own_tensors(run) for _, tensor in own"
+        "[tensor for *_, own in save.own_tensors(run) for _, tensor in own]",
+        "[tensor for name, *_, own in save.own_tensors(run) for _, tensor in own"
         " if name[:4] != 'opti']",
         T15,
     ),
     "the optimizer's counters not rolled back": Bug(
-        "megatron.training.checkpointing.checkpointing.take_counters",
+        "megatron.training.checkpointing.load.restore_counters",
         "run.optimizer.load_counters(state.optimizer)",
         "run.optimizer.step_count = state.optimizer['step']",
         T15,
     ),
     "the detector not rolled back": Bug(
-        "megatron.training.checkpointing.checkpointing.take_counters",
+        "megatron.training.checkpointing.load.restore_counters",
         "run.spikes.load_state_dict(state.spikes)",
         "",
         T15,

@@ -17,7 +17,7 @@ from megatron.checkpoint import skip_log
 from megatron.config.skip_ranges import SkipRanges
 from megatron.data import gpt_dataset, indexed_dataset
 from megatron.parallel.random import DropoutSeeds
-from megatron.training import build, loop, step
+from megatron.training import build, build_data, loop, step
 from megatron.training.logging import training_log
 from tests.forkrun import RanksFailed
 from tests.runs import SMALL, Finished, train, with_flags
@@ -185,14 +185,14 @@ def note_seconds(folder: str) -> None:
 
 def note_set_up(folder: str) -> None:
     """Whether a model or data sets were begun to be built."""
-    for name in ("build_model", "build_data"):
-        right = getattr(build, name)
+    for module, name in ((build, "build_model"), (build_data, "build_data")):
+        right = getattr(module, name)
 
         def noted(*args, right=right):
             Path(folder, "set-up").touch()
             return right(*args)
 
-        setattr(build, name, noted)
+        setattr(module, name, noted)
 
 
 def kill_after(iteration: int, folder: str) -> None:

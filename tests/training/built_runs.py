@@ -11,8 +11,9 @@ from megatron.config.plan.plan import make_plan
 from megatron.config.tree import Config
 from megatron.parallel.context import ParallelContext
 from megatron.timers import Timers
-from megatron.training.build import Run, build_run, make_tokenizer
+from megatron.training.build import build_run, make_tokenizer
 from megatron.training.launch.initialize import Runtime
+from megatron.training.run import Run
 from tests.runs import SMALL, with_flags
 
 RUNTIME = Runtime(torch.device("cpu"), ParallelContext(config_from(Config, {}).parallel), 1, 0)

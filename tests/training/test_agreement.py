@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import torch
 
 from megatron.training.agreement import Agreement, Requests
-from megatron.training.services import Services
+from megatron.training.run import Services
 
 
 def of_many(ranks: int, **config) -> Agreement:

@@ -16,15 +16,15 @@ from megatron.parallel.context import ParallelContext
 from megatron.parallel.sharding import local_box
 from megatron.timers import Timers
 from megatron.training.build import (
-    Run,
-    build_data,
     build_model,
     build_run,
     make_tokenizer,
     plan_run,
 )
+from megatron.training.build_data import build_data
 from megatron.training.launch import initialize
 from megatron.training.launch.initialize import Runtime
+from megatron.training.run import Run
 from tests.data.vocabularies import write_sentencepiece, write_tiktoken
 from tests.forkrun import run_ranks
 from tests.runs import write_text

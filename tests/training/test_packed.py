@@ -21,7 +21,8 @@ from megatron.model import gpt
 from megatron.parallel.context import Axis
 from megatron.training import step
 from megatron.training.batch import BatchRules, load_samples, make_batch, training_samples
-from megatron.training.build import build_data, make_tokenizer, plan_run
+from megatron.training.build import make_tokenizer, plan_run
+from megatron.training.build_data import build_data
 from megatron.training.logging.subset_metrics import FILLED, RowCounts
 from megatron.training.logging.tensorboard import read_scalars
 from tests.data.packed.packed_files import Listed, build, write_lines, write_pair

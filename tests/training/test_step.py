@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from megatron.training.agreement import Requests
-from megatron.training.build import Run
+from megatron.training.run import Run
 from megatron.training.step import NotFinite, evaluate, next_samples, train_step
 from tests.forkrun import RanksFailed, run_ranks
 from tests.runs import plot

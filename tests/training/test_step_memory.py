@@ -10,7 +10,7 @@ from megatron.kernels import cross_entropy as loss_module
 from megatron.kernels import functional
 from megatron.kernels.cpu import native
 from megatron.kernels.linear import BLOCK_ELEMENTS
-from megatron.training.build import Run
+from megatron.training.run import Run
 from megatron.training.step import train_step
 from tests.live_memory import LiveMemory
 from tests.runs import plot

@@ -8,8 +8,9 @@ from megatron.config.tree import Config
 from megatron.data.tokenizers.build import build_tokenizer
 from megatron.parallel.context import ParallelContext
 from megatron.timers import Timers
-from megatron.training.build import Run, build_run
+from megatron.training.build import build_run
 from megatron.training.launch.initialize import Runtime
+from megatron.training.run import Run
 
 EOD = 52
 BASE = dict(

@@ -6,7 +6,7 @@ from typing import Any
 
 from megatron import log
 from megatron.data.data_order import data_order_differences
-from megatron.training.build import Run
+from megatron.training.run import Run
 
 
 def check_data_order(run: Run, order: dict[str, Any]) -> None:

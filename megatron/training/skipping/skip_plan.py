@@ -23,10 +23,10 @@ from megatron.config.plan.plan import Plan
 from megatron.config.skip_ranges import SkipRanges
 from megatron.config.tree import Config
 from megatron.parallel.collectives import gather_objects
-from megatron.training.build import Run
-from megatron.training.checkpointing.checkpointing import snapshot_directory
+from megatron.training.checkpointing.save import snapshot_directory
 from megatron.training.launch.initialize import Runtime
 from megatron.training.launch.signals import Refusal
+from megatron.training.run import Run
 from megatron.training.skipping.resolve import Judgement, Known, Position, judge
 
 WRONG_FLAGS = 2  # the exit code

@@ -15,7 +15,7 @@ import pytest
 from megatron.checkpoint import filesystem, store
 from megatron.checkpoint.async_writer import Writer
 from megatron.training import loop
-from megatron.training.checkpointing import checkpointing
+from megatron.training.checkpointing import save
 from tests.forkrun import RanksFailed
 from tests.runs import SMALL, same_tensors, train, write_text
 
@@ -85,7 +85,7 @@ def hold_the_writer(rank: int, what: str, of: str, then: str = "") -> None:
 def settle_only_when_due(rank: int) -> None:
     """A hook: the first save is held until another is due, so that training goes on beside it."""
     hold_the_writer(rank, "write", ".iter_0000002.tmp-")
-    finish_save = checkpointing.finish_save
+    finish_save = save.finish_save
 
     def noting(run):
         if run.under_way.iteration == 2:
@@ -93,7 +93,7 @@ def settle_only_when_due(rank: int) -> None:
             Path(run.config.checkpoint.save, "go").touch()
         finish_save(run)
 
-    checkpointing.finish_save = noting
+    save.finish_save = noting
 
 
 def files_of(folder: Path, iteration: int) -> dict[str, bytes]:

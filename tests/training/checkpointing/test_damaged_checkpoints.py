@@ -16,8 +16,8 @@ import torch
 
 from megatron.checkpoint import filesystem, safetensors_file, store
 from megatron.checkpoint.filesystem import CheckpointError
-from megatron.training.build import Run
-from megatron.training.checkpointing import checkpointing
+from megatron.training.checkpointing import load, save
+from megatron.training.run import Run
 from tests.forkrun import RanksFailed
 from tests.runs import SMALL, same_tensors, train, with_flags, write_text
 from tests.training.built_runs import built
@@ -40,14 +40,14 @@ def state_of(run: Run) -> dict[str, torch.Tensor]:
     """Copies of all tensors of a run."""
     return {
         name: torch.cat([part.flatten() for _, part in own]).clone()
-        for name, _, _, own in checkpointing.own_tensors(run)
+        for name, _, _, own in save.own_tensors(run)
     }
 
 
 def set_state(run: Run, seed: int) -> None:
     """Other values, counters and schedule for the run."""
     torch.manual_seed(seed)
-    for _, _, _, own in checkpointing.own_tensors(run):
+    for _, _, _, own in save.own_tensors(run):
         for _, part in own:
             part.copy_(torch.randn(part.shape))
     run.progress.iteration = seed
@@ -76,7 +76,7 @@ def saved(tmp_path_factory) -> Iterator[tuple[Run, Path, dict[int, dict[str, tor
     for iteration in (10, 20):
         set_state(writer, iteration)
         states[iteration] = state_of(writer)
-        checkpointing.save(writer)
+        save.save_checkpoint(writer)
     yield built(*flags, "--load", str(root)), root, states
     shutil.rmtree(root)
 
@@ -146,7 +146,7 @@ def campaign(saved, capsys, cases: int, seed: int) -> int:
         set_state(run, 99)
         run.scheduler.num_steps = 0  # a load adds to it, once
         run.data_order = {"left": "over"}
-        checkpointing.load(run)
+        load.load_checkpoint(run)
         text = capsys.readouterr().out
         [said] = [line for line in text.splitlines() if "cannot load iteration 20: " in line]
         assert any(
@@ -166,7 +166,7 @@ def campaign(saved, capsys, cases: int, seed: int) -> int:
         same_tensors(state_of(run), states[10])
         for path, data in before.items():
             path.write_bytes(data)
-    checkpointing.load(run)
+    load.load_checkpoint(run)
     assert run.progress.iteration == 20
     capsys.readouterr()
     same_tensors(state_of(run), states[20])
@@ -197,7 +197,7 @@ def test_none_good_is_an_error_and_so_is_one_asked_for_by_name(saved, capsys):
     with pytest.raises(
         CheckpointError, match="none of its 2 checkpoints is good: .*iter_0000020.*iter_0000010"
     ) as failed:
-        checkpointing.load(run)
+        load.load_checkpoint(run)
     assert failed.value.errno is None
     weights[0].write_bytes(good[0])
     flags = (
@@ -214,7 +214,7 @@ def test_none_good_is_an_error_and_so_is_one_asked_for_by_name(saved, capsys):
         with pytest.raises(
             CheckpointError, match="iter_0000020/weights_00000.safetensors, tensor .*checksum"
         ):
-            checkpointing.load(built(*flags, *how))
+            load.load_checkpoint(built(*flags, *how))
     weights[1].write_bytes(good[1])
     capsys.readouterr()
 
@@ -229,7 +229,7 @@ def test_what_is_no_damage_is_no_reason_to_go_back(saved, capsys, monkeypatch):
     newer = newer.replace(newer[11:19], b"00000000", 1)
     path.write_bytes(newer.replace(b"00000000", disk_sum(newer), 1))
     with pytest.raises(CheckpointError, match="use a newer program"):
-        checkpointing.load(run)
+        load.load_checkpoint(run)
     path.write_bytes(text)
 
     def refuse(self, path):
@@ -237,7 +237,7 @@ def test_what_is_no_damage_is_no_reason_to_go_back(saved, capsys, monkeypatch):
 
     monkeypatch.setattr(safetensors_file.SafetensorsFile, "__init__", refuse)
     with pytest.raises(CheckpointError, match="Permission denied"):
-        checkpointing.load(run)
+        load.load_checkpoint(run)
     capsys.readouterr()
 
 
@@ -327,7 +327,7 @@ def test_a_tracker_that_is_gone(saved, capsys):
     tracker = root / store.TRACKER
     text = tracker.read_bytes()
     tracker.unlink()
-    checkpointing.load(run)
+    load.load_checkpoint(run)
     said = capsys.readouterr().out
     assert (
         f"WARNING: {root} holds checkpoints, which {store.TRACKER} does not name: --ckpt-step 20"

@@ -12,8 +12,7 @@ import pytest
 
 from megatron.checkpoint import filesystem, manifest, store
 from megatron.training import loop
-from megatron.training.checkpointing import checkpointing
-from megatron.training.services import Services
+from megatron.training.run import Services
 from tests.forkrun import RanksFailed
 from tests.runs import SMALL, late_from, same_tensors, train, with_flags, write_text
 from tests.training.checkpointing.refusing_disk import BROKEN, FULL, LOCKED, refuse
@@ -187,7 +186,7 @@ def refuse_every_step(rank: int, save: str) -> None:
 
     After each of them the newest checkpoint must be whole.
     """
-    whole = checkpointing.save
+    whole = save.save_checkpoint
     refused = []
 
     def saved(run) -> None:
@@ -225,7 +224,7 @@ def refuse_every_step(rank: int, save: str) -> None:
         if wrong:
             raise wrong
 
-    checkpointing.save = saved
+    save.save_checkpoint = saved
 
 
 @pytest.mark.campaign

@@ -17,8 +17,7 @@ from megatron.checkpoint.filesystem import CheckpointError
 from megatron.checkpoint.object_store import Remote
 from megatron.checkpoint.state import RunState
 from megatron.config.checkpoint import CheckpointConfig, is_url, staged
-from megatron.training import loop
-from megatron.training.checkpointing import checkpointing
+from megatron.training.checkpointing import save
 from tests.forkrun import RanksFailed
 from tests.runs import SMALL, same_tensors, train, write_text
 
@@ -477,10 +476,10 @@ def upload_at_once() -> None:
     """A hook: a snapshot is in the store before training continues."""
     object_store.LOOKS = 0.02
     fsspec.config.conf["file"] = {"auto_mkdir": True}
-    save = checkpointing.snapshot
+    real = save.save_snapshot
 
     def slow(run) -> None:
-        save(run)
+        real(run)
         time.sleep(3.0)
 
-    loop.checkpointing.snapshot = slow
+    save.save_snapshot = slow

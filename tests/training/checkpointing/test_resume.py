@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.training.checkpointing.checkpointing import store
+from megatron.training.checkpointing.save import store
 from tests.runs import SMALL, same_tensors, train, write_text
 
 EXACT = (

@@ -11,7 +11,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megatron.data.subsets import shortened
-from megatron.training import build
+from megatron.training import build_data
 from tests.config.checks.checked_flags import checked
 from tests.parity.layouts import CP, DISTRIBUTED, PP, TP
 from tests.problems import code_of
@@ -71,14 +71,14 @@ def argv(blend: list[str], *more: str) -> list[str]:
 
 def note_samples(path: str) -> None:
     """Write down which data set each sample of the run is of."""
-    make = build.build_data
+    make = build_data.build_data
 
     def made(*args):
         data = make(*args)
         np.save(path, [data.train.source(index)[0] for index in range(40)])
         return data
 
-    build.build_data = made
+    build_data.build_data = made
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megatron import device as devices
-from megatron.training.checkpointing import checkpointing
+from megatron.training.checkpointing import save
 from megatron.training.launch.initialize import Runtime
 from megatron.training.logging import training_log
 from megatron.training.logging.points import Boards
@@ -493,7 +493,7 @@ def test_memory_of_a_device(monkeypatch, capsys, dp_rank):
 
 def note_order(folder: str) -> None:
     """Write down flushes of TensorBoard and saves, in their order."""
-    save = checkpointing.save
+    real = save.save_checkpoint
     flush = TensorBoard.flush
     close = TensorBoard.close
 
@@ -503,7 +503,7 @@ def note_order(folder: str) -> None:
 
     def noted_save(run):
         say(f"save {run.progress.iteration} ")
-        save(run)
+        real(run)
 
     def noted_flush(self):
         flush(self)
@@ -513,7 +513,7 @@ def note_order(folder: str) -> None:
         close(self)
         say("close ")
 
-    checkpointing.save = noted_save
+    save.save_checkpoint = noted_save
     TensorBoard.flush = noted_flush
     TensorBoard.close = noted_close
 

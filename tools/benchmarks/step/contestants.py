@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from megatron.config import command_line as megatron_command_line
 from megatron.timers import Timers
-from megatron.training import build, loop
+from megatron.training import build, build_data, loop
 from megatron.training.launch import initialize
 from megatron.training.logging.training_log import IterationResult, TrainingLog, model_shape
 from pretrain_gpt import forward_step
@@ -62,7 +62,7 @@ class Ours:
             timers = Timers(config.logging.timing_log_level, initialize.synchronizer(runtime))
             self._log = KeepingLog(config, plan, timers, runtime.ctx.world)
             self.run = build.build_run(config, plan, runtime, timers, tokenizer)
-            data = build.build_data(config, plan, runtime, tokenizer)
+            data = build_data.build_data(config, plan, runtime, tokenizer)
         self.shape = model_shape(config, plan)
         self.device = runtime.device
         self._trainer = loop.Trainer(self.run, data, forward_step, self._log, time.time())

@@ -1,0 +1,252 @@
+"""Saving a run: its tensors and its state, handed to the checkpoint store."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+
+from megatron import log
+from megatron.arguments import to_args_text
+from megatron.checkpoint import retention, store, tensor_slices
+from megatron.checkpoint.filesystem import CheckpointError
+from megatron.checkpoint.sharded import TensorSlice
+from megatron.checkpoint.state import RunState
+from megatron.config.checkpoint import CheckpointConfig
+from megatron.parallel.collectives import gather_objects
+from megatron.parallel.context import Axis, ParallelContext
+from megatron.parallel.sharding import Box, Sharding, counts, local_box
+from megatron.training.logging.flops import flops_per_iteration
+from megatron.training.logging.training_log import model_shape
+from megatron.training.run import Run, UnderWay
+
+
+def own_tensors(run: Run) -> Iterator[tuple[str, Sharding, Axis, list[tuple[Box, torch.Tensor]]]]:
+    """(name, how it lies, axis of the ranks that hold the same, its parts with their places in the
+    whole) of every tensor of the run on this rank: weights, then optimizer state."""
+    ctx = run.runtime.ctx
+    run.buffers.wait_for_weights()
+    for p in run.model.parameters():
+        yield p.sharding.name, p.sharding, ctx.dp_cp, parts(p.sharding, ctx, p.data)
+    owned = {part.sharding.name: part for part in run.buffers.owned}
+    for name, tensor in run.optimizer.tensors().items():
+        part = owned[name.split(".", 2)[2]]
+        yield (
+            name,
+            part.sharding,
+            ctx.instances,
+            parts(part.sharding, ctx, tensor, getattr(part, "span", None)),
+        )
+    for name, (sharding, tensor) in run.fp8.tensors().items() if run.fp8 else ():
+        yield name, sharding, ctx.dp_cp, parts(sharding, ctx, tensor)
+
+
+def parts(
+    sharding: Sharding,
+    ctx: ParallelContext,
+    tensor: torch.Tensor,
+    span: tuple[int, int] | None = None,
+) -> list[tuple[Box, torch.Tensor]]:
+    """(place in the whole tensor, view) of this rank's part, or of the elements `span` of it, which
+    `tensor` then holds."""
+    local = local_box(sharding, ctx)
+    if span is None:
+        return [(local, tensor)]
+    found = []
+    done = 0
+    for box in tensor_slices.of_range(*span, tensor_slices.extent(local)):
+        view = tensor[done : done + tensor_slices.volume(box)].view(tensor_slices.extent(box))
+        done += view.numel()
+        found.append(
+            (
+                tuple(
+                    (start + low, start + high)
+                    for (start, _), (low, high) in zip(local, box, strict=True)
+                ),
+                view,
+            )
+        )
+    return found
+
+
+def save_checkpoint(run: Run) -> None:
+    """Write the run as it stands under its iteration, or have a copy of it written (--async-save):
+    then `finish_save` is due. Raises CheckpointError when it cannot be written.
+    """
+    c = run.config.checkpoint
+    iteration = run.progress.iteration
+    log.detail(f"saving checkpoint at iteration {iteration:7d} to {c.save}")
+    _begin(
+        run,
+        c.save,
+        f" checkpoint of iteration {iteration} saved to {c.save}"
+        if run.config.logging.is_short
+        else f"  successfully saved checkpoint at iteration {iteration:7d} to {c.save}",
+    )
+
+
+def save_snapshot(run: Run) -> None:
+    """Like `save_checkpoint`, over the older of the two snapshots."""
+    iteration = run.progress.iteration
+    ctx = run.runtime.ctx
+    folder = snapshot_directory(run.config.checkpoint, run.config.checkpoint.save)
+    slot = None
+    failure = None
+    if run.runtime.rank == 0:
+        try:
+            run.fence()
+            slot = str(retention.free_slot(folder, iteration))
+        except CheckpointError as error:
+            failure = str(error), error.errno
+    slot, failure = gather_objects((slot, failure), ctx.world)[0]
+    if failure:
+        raise CheckpointError(*failure)
+    _begin(
+        run,
+        slot,
+        f" snapshot of iteration {iteration} saved to {slot}"
+        if run.config.logging.is_short
+        else f"  saved snapshot at iteration {iteration:7d} to {slot}",
+        is_snapshot=True,
+    )
+
+
+def snapshot_directory(c: CheckpointConfig, root: str) -> Path:
+    """Where the snapshots of the run directory `root` are."""
+    return Path(c.snapshot_dir or f"{root}/snapshots")
+
+
+def _begin(run: Run, directory: str, said: str, is_snapshot: bool = False) -> None:
+    """Write all tensors and the state into a run directory; with --async-save only the copy is made
+    here."""
+    ctx = run.runtime.ctx
+    slices = own_slices(run)
+    iteration = run.progress.iteration
+    assert run.under_way is None, "one save at a time"
+    temporary = store.begin(
+        directory, iteration, rank=ctx.rank, gather=lambda value: gather_objects(value, ctx.world)
+    )
+    args = to_args_text(run.config, leave_out=("local_rank",))
+    begun = UnderWay(temporary, iteration, state_of(run), args, said, is_snapshot)
+    if run.writer is None:
+        return _finish(
+            run, begun, lambda: store.write_rank_files(temporary, ctx.rank, slices, iteration)
+        )
+    run.writer.start(slices, temporary, ctx.rank, iteration, run.runtime.device)
+    run.under_way = begun
+    log.detail(f"  scheduled an async save at iteration {iteration:7d} to {directory}")
+
+
+def finish_save(run: Run) -> None:
+    """Wait until all ranks have written what --async-save has under way, and give it its name; all
+    ranks call this.
+
+    Raises CheckpointError when it could not be written; then nothing is under way either.
+    """
+    begun = run.under_way
+    run.under_way = None
+    _finish(run, begun, run.writer.result)
+
+
+def _finish(run: Run, begun: UnderWay, write: Callable[[], None]) -> None:
+    store.commit(
+        begun.temporary,
+        begun.iteration,
+        write,
+        begun.state,
+        begun.args,
+        rank=run.runtime.rank,
+        world_size=run.runtime.world_size,
+        gather=lambda value: gather_objects(value, run.runtime.ctx.world),
+        fence=run.fence,
+    )
+    log.print_rank_0(begun.said)
+    if run.runtime.rank == 0:
+        _clean_up(run)
+
+
+def own_slices(run: Run) -> list[TensorSlice]:
+    """What this rank saves: each tensor of the run is written by one rank."""
+    config = run.config
+    ctx = run.runtime.ctx
+    slices = []
+    for number, (name, sharding, copies, own) in enumerate(own_tensors(run)):
+        mine = counts(sharding, ctx) and number % copies.size == copies.rank
+        if mine and not (config.checkpoint.no_save_optim and name.startswith("optimizer.")):
+            slices += [
+                TensorSlice(name, sharding.shape, tensor.dtype, box, tensor) for box, tensor in own
+            ]
+    return slices
+
+
+def _clean_up(run: Run) -> None:
+    """What the checkpoint just written makes superfluous; it is on the disk. A failure is said and
+    costs nothing."""
+    c = run.config.checkpoint
+    try:
+        run.fence()
+        if c.keep_last:
+            removed = retention.prune(c.save, c.keep_last, c.keep_every)
+            if removed:
+                log.print_rank_0(
+                    f"  removed checkpoints of iterations {', '.join(map(str, removed))}"
+                )
+        retention.drop_beyond(snapshot_directory(c, c.save), run.progress.iteration)
+    except CheckpointError as error:
+        log.print_rank_0(f"WARNING: older checkpoints stay: {error}")
+
+
+def what_remains(run: Run) -> str:
+    """What there is to go on from after a save that failed, for a message."""
+    directory = run.config.checkpoint.save
+    try:
+        found = store.latest(directory)
+    except CheckpointError as error:
+        return str(error)
+    return (
+        f"{directory} holds none yet"
+        if found is None
+        else f"The last good one in {directory} is of iteration {found}"
+    )
+
+
+def state_of(run: Run) -> RunState:
+    progress = run.progress
+    samples = progress.consumed_train_samples - progress.skipped_train_samples
+    return RunState(
+        iteration=progress.iteration,
+        consumed_train_samples=progress.consumed_train_samples,
+        consumed_valid_samples=progress.consumed_valid_samples,
+        skipped_train_samples=progress.skipped_train_samples,
+        num_floating_point_operations=flops_per_iteration(
+            model_shape(run.config, run.plan), samples
+        ),
+        scheduler=run.scheduler.state_dict(),
+        optimizer=run.optimizer.counters(),
+        data={"order": run.data_order, "tokenizer": run.tokenizer},
+        skips=run.skip_history.lines(),
+        skipped=[list(one) for one in run.skip_history.executed],
+        spikes=run.spikes.state_dict(),
+        layout=layout_of(run),
+    )
+
+
+def layout_of(run: Run) -> dict[str, int]:
+    """How many ranks this run has along each axis."""
+    ctx = run.runtime.ctx
+    return {
+        "world_size": run.runtime.world_size,
+        "tp": ctx.tp.size,
+        "pp": ctx.pp.size,
+        "cp": ctx.cp.size,
+        "dp": ctx.dp.size,
+    }
+
+
+def ranks_text(layout: dict[str, int]) -> str:
+    """`layout` for a reader."""
+    return (
+        f"{layout['world_size']} ranks (data {layout['dp']} x tensor {layout['tp']} x pipeline "
+        f"{layout['pp']} x context {layout['cp']})"
+    )

@@ -1,0 +1,98 @@
+"""One training run: its state, its progress and the services it uses."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from megatron.checkpoint.async_writer import Writer
+from megatron.checkpoint.skip_log import SkipHistory
+from megatron.checkpoint.state import RunState
+from megatron.config.plan.plan import Plan
+from megatron.config.tree import Config
+from megatron.data.ledger import Recorder
+from megatron.optimizer.optimizer import MixedPrecisionOptimizer
+from megatron.optimizer.scheduler import OptimizerParamScheduler
+from megatron.parallel.collectives import all_reduce_
+from megatron.parallel.ddp import GradBuffers
+from megatron.parallel.fp8 import DelayedScaling
+from megatron.parallel.pipeline import Pipeline
+from megatron.timers import Timers
+from megatron.training.batch import BatchRules
+from megatron.training.launch.initialize import Runtime
+from megatron.training.launch.signals import SignalWatch
+from megatron.training.logging.subset_metrics import RowCounts
+from megatron.training.spikes.policy import SpikePolicy
+
+
+@dataclass(frozen=True)
+class Services:
+    """What the loop and the step call; a test gives its own.
+
+    `signals.received` is the signal that asks the run to stop, `clock()` the time in seconds,
+    `all_reduce(tensor, axis, op="sum")` works in place and returns the tensor.
+    """
+
+    signals: SignalWatch = field(default_factory=SignalWatch)
+    clock: Callable[[], float] = time.time
+    all_reduce: Callable[..., torch.Tensor] = all_reduce_
+
+
+@dataclass
+class Progress:
+    """How far a run is; everything else about its position follows from these."""
+
+    iteration: int = 0
+    consumed_train_samples: int = 0
+    consumed_valid_samples: int = 0
+    skipped_train_samples: int = 0
+
+
+@dataclass(frozen=True)
+class UnderWay:
+    """A save that has begun: all that is written of it but the tensors, and what is said when it is
+    done."""
+
+    temporary: Path
+    iteration: int
+    state: RunState
+    args: str
+    said: str
+    is_snapshot: bool
+
+
+@dataclass
+class Run:
+    """One training run: what was asked for, what follows, and what it is made of."""
+
+    config: Config
+    plan: Plan
+    runtime: Runtime
+    timers: Timers
+    # of GPTModel: this rank's chunks of it, one without virtual stages
+    model: nn.ModuleList
+    pipeline: Pipeline
+    buffers: GradBuffers
+    optimizer: MixedPrecisionOptimizer
+    scheduler: OptimizerParamScheduler
+    rules: BatchRules
+    tokenizer: dict[str, Any]
+    progress: Progress = field(default_factory=Progress)
+    spikes: SpikePolicy = field(default_factory=SpikePolicy)
+    data_order: dict[str, Any] = field(default_factory=dict)
+    recorder: Recorder | None = None  # of --data-ledger
+    rows: RowCounts | None = None  # of --packed-samples and --log-subsets
+    fp8: DelayedScaling | None = None  # of --fp8-recipe delayed
+    writer: Writer | None = None  # of --async-save
+    # `plan.skips` are the ranges to come
+    skip_history: SkipHistory = field(default_factory=SkipHistory)
+    under_way: UnderWay | None = None  # the save that --async-save has begun
+    services: Services = field(default_factory=Services)
+    # raises where another job has taken --save over; asked by rank 0
+    fence: Callable[[], None] = lambda: None
