@@ -53,7 +53,7 @@ pretrained: $(VENV)/.peers requirements/pretrained.txt  ## ... and a real model 
 clean:  ## remove .venv, builds and caches (never runs/)
 	rm -rf $(VENV) build *.egg-info .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +
-	find megatron \( -name 'helpers_cpp*' -o -name 'read_sums_cpp*' -o -name 'rows_v[34]*' -o -name '*_attention_v[34]*' -o -name 'bf16_attention_cpp*' \) -type f \( -name '*.so' -o -name '*.pyd' \) -delete
+	find megatron \( -name 'helpers_cpp*' -o -name 'rows_v[34]*' -o -name '*_attention_v[34]*' -o -name 'bf16_attention_cpp*' \) -type f \( -name '*.so' -o -name '*.pyd' \) -delete
 
 $(PY):
 	@test -n "$(PYTHON)" || { echo "error: no Python 3.11 or newer found; say which: make PYTHON=/path/to/python3.11 ..."; exit 1; }
@@ -69,7 +69,7 @@ $(VENV)/.runtime: $(PY) setup.py requirements/constraints.txt requirements/runti
 	@$(PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
 	@$(PIP) -r requirements/build.txt -r requirements/runtime.txt
 	@$(PIP) --no-deps --no-build-isolation --use-pep517 -e .
-	@$(PY) -c 'import megatron.data.helpers_cpp, megatron.checkpoint.read_sums_cpp' 2>/dev/null || \
+	@$(PY) -c 'import megatron.data.helpers_cpp' 2>/dev/null || \
 		echo "note: the C++ helpers were not built (no working C++ compiler?); numpy and torch answer instead, slower"
 	@touch $@
 

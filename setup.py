@@ -46,11 +46,14 @@ class BuildWithTools(build_py):
 
 extensions = []
 if Pybind11Extension is not None:
-    for name, source in (
-        ("megatron.data.helpers_cpp", "megatron/data/helpers.cpp"),
-        ("megatron.checkpoint.read_sums_cpp", "megatron/checkpoint/read_sums.cpp"),
-    ):
-        extensions.append(Pybind11Extension(name, [source], cxx_std=17, extra_compile_args=["-O3"]))
+    extensions.append(
+        Pybind11Extension(
+            "megatron.data.helpers_cpp",
+            ["megatron/data/helpers.cpp"],
+            cxx_std=17,
+            extra_compile_args=["-O3"],
+        )
+    )
     # AVX2, AVX512; native.py takes one
     for level in ("v3", "v4") if platform.machine() in ("x86_64", "AMD64") else ():
         for name in ("rows", "fp32_attention"):

@@ -8,7 +8,6 @@ import zlib
 
 import pytest
 
-from megatron.checkpoint import checksums
 from megatron.checkpoint.checksums import (
     BLOCK_BYTES,
     ROW_WORDS,
@@ -53,13 +52,8 @@ def test_blocks_are_summed_one_by_one():
     )
 
 
-@pytest.mark.parametrize("native", [True, False])
 @pytest.mark.parametrize("block_bytes", [4096, 8336, 1 << 18, BLOCK_BYTES])
-def test_what_is_read_is_summed_as_what_is_held(native, block_bytes, tmp_path, monkeypatch):
-    if native:
-        assert checksums._cpp is not None, "megatron.checkpoint.read_sums_cpp is not built"
-    else:
-        monkeypatch.setattr(checksums, "_cpp", None)
+def test_what_is_read_is_summed_as_what_is_held(block_bytes, tmp_path):
     data = random.Random(7).randbytes(3 * (1 << 20) + 4321)
     path = tmp_path / "data"
     path.write_bytes(data)

@@ -171,7 +171,6 @@ def test_it_installs_with_and_without_a_compiler(tmp_path):
         ]
         for helper in (
             "helpers_cpp",
-            "read_sums_cpp",
             "rows_v3",
             "rows_v4",
             "fp32_attention_v3",
