@@ -93,3 +93,11 @@ class OptimizerConfig:
         alias=("--use-checkpoint-opt-param-scheduler",),
         help="on resume the scheduler's values are the checkpoint's",
     )
+
+    @property
+    def weight_decay_range(self) -> tuple[float, float]:
+        """Weight decay at the start and at the end of the run; equal where it is constant."""
+        if self.weight_decay_incr_style == "constant":
+            return self.weight_decay, self.weight_decay
+        assert self.start_weight_decay is not None and self.end_weight_decay is not None, self
+        return self.start_weight_decay, self.end_weight_decay

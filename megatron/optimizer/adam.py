@@ -1,11 +1,12 @@
-"""The inner update: torch's AdamW or SGD over main weights, its state there from the start; knows
-no model."""
+"""torch's AdamW or SGD over the main weights, with its state allocated at construction."""
 
 import inspect
 from collections.abc import Callable
 from typing import Any
 
 import torch
+
+from megatron.config.optimizer import OptimizerConfig
 
 STATE_KEYS = {"adam": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",)}
 
@@ -36,9 +37,7 @@ def _fused_or_foreach(build: Callable[..., torch.optim.Optimizer]) -> torch.opti
         return build(foreach=True)
 
 
-def build_adam(
-    groups: list[dict[str, Any]], *, beta1: float = 0.9, beta2: float = 0.999, eps: float = 1e-8
-) -> torch.optim.AdamW:
+def build_adam(groups: list[dict[str, Any]], config: OptimizerConfig) -> torch.optim.AdamW:
     """AdamW (decoupled weight decay, bias correction) over `groups`, whose `params` are main
     weights.
 
@@ -46,13 +45,11 @@ def build_adam(
     taken then is an ordinary one. Learning rate and weight decay are 0 until a scheduler sets them
     per group.
     """
-    for flag, beta in (("--adam-beta1", beta1), ("--adam-beta2", beta2)):
-        if not 0.0 <= beta < 1.0:
-            raise ValueError(f"{flag} {beta} must be at least 0 and below 1")
-    if not eps >= 0.0:
-        raise ValueError(f"--adam-eps {eps} must not be negative")
+    betas = (config.adam_beta1, config.adam_beta2)
+    eps = config.adam_eps
+    assert all(0.0 <= beta < 1.0 for beta in betas) and eps >= 0.0, (betas, eps)
     optimizer = _fused_or_foreach(
-        lambda **how: _AdamW(groups, lr=0.0, betas=(beta1, beta2), eps=eps, weight_decay=0.0, **how)
+        lambda **how: _AdamW(groups, lr=0.0, betas=betas, eps=eps, weight_decay=0.0, **how)
     )
     for group in optimizer.param_groups:
         for param in group["params"]:
@@ -66,11 +63,11 @@ def build_adam(
     return optimizer
 
 
-def build_sgd(groups: list[dict[str, Any]], *, momentum: float = 0.9) -> torch.optim.SGD:
+def build_sgd(groups: list[dict[str, Any]], config: OptimizerConfig) -> torch.optim.SGD:
     """SGD over `groups` with weight decay added to the gradient; the momentum buffer (if any)
     starts as zeros."""
-    if not 0.0 <= momentum < 1.0:
-        raise ValueError(f"--sgd-momentum {momentum} must be at least 0 and below 1")
+    momentum = config.sgd_momentum
+    assert 0.0 <= momentum < 1.0, momentum
     optimizer = _fused_or_foreach(
         lambda **how: _SGD(groups, lr=0.0, momentum=momentum, weight_decay=0.0, **how)
     )

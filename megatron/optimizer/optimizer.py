@@ -1,8 +1,8 @@
 """One optimizer step in mixed precision: unscale, find overflows, clip, update main weights, copy
 them to the model.
 
-Knows parameters by `.main_grad` and `.sharding`, and other ranks only as functions to call; no
-schedule, no loop.
+It reads `.main_grad` and `.sharding` of the parameters; reductions over other ranks are passed in
+as functions.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from megatron.config.optimizer import OptimizerConfig
 from megatron.optimizer import adam, clip_grads
 from megatron.optimizer.param_groups import build_param_groups
 from megatron.optimizer.scaler import GradScaler
@@ -26,7 +27,7 @@ LOW_PRECISION = (torch.float16, torch.bfloat16)
 
 class StepResult(NamedTuple):
     """ok: an update was made. grad_norm: before clipping; None after an overflow, and with
-    --clip-grad 0 unless somebody is asked to admit the step. num_zeros: if asked for."""
+    --clip-grad 0 unless `admit` is given. num_zeros: with --log-num-zeros-in-grad."""
 
     ok: bool
     grad_norm: float | None
@@ -56,61 +57,36 @@ class MixedPrecisionOptimizer:
     same step.
     """
 
-    def __init__(  # noqa: PLR0913
+    def __init__(
         self,
         params: Sequence[torch.nn.Parameter],
+        config: OptimizerConfig,
         *,
-        optimizer: str = "adam",
-        adam_beta1: float = 0.9,
-        adam_beta2: float = 0.999,
-        adam_eps: float = 1e-8,
-        adam_beta2_schedule_c: float = 0.0,
-        sgd_momentum: float = 0.9,
-        clip_grad: float = 1.0,
-        log_num_zeros_in_grad: bool = False,
-        apply_wd_to_qk_layernorm: bool = False,
-        apply_wd_to_all: bool = False,
-        embed_grad_scale: float = 1.0,
-        decoupled_lr: float | None = None,
-        decoupled_min_lr: float | None = None,
         grad_scaler: GradScaler | None = None,
+        embed_grad_scale: float = 1.0,
+        log_num_zeros_in_grad: bool = False,
         counts: Callable[[torch.nn.Parameter], bool] | None = None,
         reduce_sum: clip_grads.Reduce = clip_grads.identity,
         reduce_max: clip_grads.Reduce = clip_grads.identity,
         span: Callable[[str], AbstractContextManager[Any]] = _no_span,
     ) -> None:
-        if not clip_grad >= 0.0:
-            raise ValueError(f"--clip-grad {clip_grad} must not be negative; 0 turns clipping off")
-        if optimizer not in adam.STATE_KEYS:
-            raise ValueError(
-                f"--optimizer {optimizer} is not known; use one of: "
-                f"{', '.join(sorted(adam.STATE_KEYS))}"
-            )
-        self.kind = optimizer
-        self.clip_grad = clip_grad
+        assert config.clip_grad >= 0.0 and config.optimizer in adam.STATE_KEYS, config
+        self.kind = config.optimizer
+        self.clip_grad = config.clip_grad
         self.log_num_zeros_in_grad = log_num_zeros_in_grad
         self.grad_scaler = grad_scaler
         self.step_count = 0
         self._reduce_sum = reduce_sum
         self._reduce_max = reduce_max
         self._span = span
-        groups = build_param_groups(
-            params,
-            apply_wd_to_qk_layernorm=apply_wd_to_qk_layernorm,
-            apply_wd_to_all=apply_wd_to_all,
-            decoupled_lr=decoupled_lr,
-            decoupled_min_lr=decoupled_min_lr,
-        )
-        if not groups:
-            raise ValueError("the optimizer was given no parameters")
+        groups = build_param_groups(params, config)
+        assert groups, "no parameters"
         self._device = groups[0]["params"][0].device
         # of a sharded parameter this rank may have nothing; the group stays
         for group in groups:
             held = [i for i, param in enumerate(group["params"]) if param.numel()]
-            group["params"], group["names"] = (
-                [group["params"][i] for i in held],
-                [group["names"][i] for i in held],
-            )
+            group["params"] = [group["params"][i] for i in held]
+            group["names"] = [group["names"][i] for i in held]
         self._params = [param for group in groups for param in group["params"]]
         self._names = [name for group in groups for name in group["names"]]
         self._scales = [embed_grad_scale if name in EMBEDDINGS else 1.0 for name in self._names]
@@ -119,11 +95,9 @@ class MixedPrecisionOptimizer:
         by_param = dict(zip(map(id, self._params), self._main, strict=True))
         for group in groups:
             group["params"] = [by_param[id(param)] for param in group["params"]]
-        self._beta2 = (adam_beta2, adam_beta2_schedule_c)
-        if optimizer == "adam":
-            self.inner = adam.build_adam(groups, beta1=adam_beta1, beta2=adam_beta2, eps=adam_eps)
-        else:
-            self.inner = adam.build_sgd(groups, momentum=sgd_momentum)
+        self._beta2 = (config.adam_beta2, config.adam_beta2_schedule_c)
+        build = adam.build_adam if config.optimizer == "adam" else adam.build_sgd
+        self.inner = build(groups, config)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -206,8 +180,8 @@ class MixedPrecisionOptimizer:
 
     @torch.no_grad()
     def reload_model_params(self) -> None:
-        """Take the main weights anew from the model: call it when weights were loaded without
-        optimizer state."""
+        """Copy the model's parameters to the main weights: call it when weights were loaded
+        without optimizer state."""
         pairs = self._low_precision_pairs()
         if pairs:
             torch._foreach_copy_(
@@ -252,7 +226,7 @@ class MixedPrecisionOptimizer:
         if counters["optimizer"] != self.kind:
             raise ValueError(
                 f"--optimizer {self.kind} cannot take the state of {counters['optimizer']}; use "
-                "that optimizer, or --no-load-optim to begin with a fresh state"
+                "that optimizer, or --no-load-optim to start with a fresh state"
             )
         problems = [f"{name} is missing" for name in mine if name not in tensors]
         problems += [

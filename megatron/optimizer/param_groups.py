@@ -1,10 +1,12 @@
-"""Sorts parameters into groups of equal weight decay and learning-rate limits; knows names and
-shapes, no model."""
+"""Sorts parameters into groups of equal weight decay and learning-rate limits, by name and global
+shape."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+
+from megatron.config.optimizer import OptimizerConfig
 
 DECOUPLED_LR_NAMES = ("embedding.word_embeddings.weight", "output_layer.weight")
 
@@ -19,8 +21,7 @@ def has_weight_decay(
 
     Biases (also the two-row bias [2, ffn] of a gated MLP) and every 1-D parameter are not;
     embeddings and position embeddings are. `apply_wd_to_qk_layernorm` puts the query and key norms
-    back among the decayed ones, `apply_wd_to_all` everything. Source: facts/megatron.md 6
-    (Megatron-LM's rule).
+    back among the decayed ones, `apply_wd_to_all` everything. The rule is Megatron-LM's.
     """
     if (
         apply_wd_to_all
@@ -33,19 +34,15 @@ def has_weight_decay(
 
 def build_param_groups(
     params: Iterable[torch.nn.Parameter],
-    *,
-    apply_wd_to_qk_layernorm: bool = False,
-    apply_wd_to_all: bool = False,
-    decoupled_lr: float | None = None,
-    decoupled_min_lr: float | None = None,
+    config: OptimizerConfig,
 ) -> list[dict[str, Any]]:
     """Groups of `params` in Megatron's order: decayed, not decayed, then the same two with the
     decoupled learning rate.
 
     Each parameter must carry `.sharding` with the global `.name` and `.shape`. A group is a dict of
-    `params`, `names` (same order), `wd_mult` (1.0 or 0.0), `lr_mult` (1.0) and, with `decoupled_lr`
-    (for the word embedding and the output layer), `max_lr` and perhaps `min_lr`. Empty groups are
-    left out. Raises ValueError on a name given twice.
+    `params`, `names` (same order), `wd_mult` (1.0 or 0.0), `lr_mult` (1.0) and, with
+    --decoupled-lr (for the word embedding and the output layer), `max_lr` and perhaps `min_lr`.
+    Empty groups are omitted. Raises ValueError on a name given twice.
     """
     groups: dict[tuple[bool, bool], dict[str, Any]] = {}
     seen: set[str] = set()
@@ -57,15 +54,17 @@ def build_param_groups(
                 f"parameter {name} was given to the optimizer twice; pass each parameter once"
             )
         seen.add(name)
-        decoupled = decoupled_lr is not None and name in DECOUPLED_LR_NAMES
-        decayed = has_weight_decay(name, shape, apply_wd_to_qk_layernorm, apply_wd_to_all)
+        decoupled = config.decoupled_lr is not None and name in DECOUPLED_LR_NAMES
+        decayed = has_weight_decay(
+            name, shape, config.apply_wd_to_qk_layernorm, config.apply_wd_to_all
+        )
         group = groups.get((decoupled, decayed))
         if group is None:
             group = {"params": [], "names": [], "wd_mult": 1.0 if decayed else 0.0, "lr_mult": 1.0}
             if decoupled:
-                group["max_lr"] = decoupled_lr
-                if decoupled_min_lr is not None:
-                    group["min_lr"] = decoupled_min_lr
+                group["max_lr"] = config.decoupled_lr
+                if config.decoupled_min_lr is not None:
+                    group["min_lr"] = config.decoupled_min_lr
             groups[decoupled, decayed] = group
         group["params"].append(param)
         group["names"].append(name)

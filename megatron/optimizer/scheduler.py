@@ -1,8 +1,7 @@
-"""Learning rate and weight decay as functions of samples consumed, written into param groups; knows
-no parameter.
+"""Learning rate and weight decay as functions of the samples consumed, written into param groups.
 
-Megatron's rules to the last digit (facts/megatron.md 6). The loop calls `after_iteration` once an
-iteration, which also holds the rule for iterations that make no update.
+The formulas give Megatron's numbers bit for bit. The loop calls `after_iteration` once per
+iteration, also for iterations that make no update.
 """
 
 import math
@@ -11,10 +10,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from megatron import log
-
-LR_DECAY_STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD")
-WSD_DECAY_STYLES = ("linear", "cosine", "exponential", "minus_sqrt")
-WD_INCR_STYLES = ("constant", "linear", "cosine")
+from megatron.config.optimizer import OptimizerConfig
+from megatron.config.training import TrainingConfig
 
 
 class HasParamGroups(Protocol):
@@ -34,42 +31,38 @@ class ScheduleSteps:
     wd_incr_steps: int
     wsd_decay_steps: int | None = None
     zero_lr_steps: int = 0
+    lr_warmup_lead: int = 0
 
 
-def schedule_steps(  # noqa: PLR0913
-    *,
-    global_batch_size: int,
-    train_iters: int | None = None,
-    train_samples: int | None = None,
-    lr_decay_iters: int | None = None,
-    lr_decay_samples: int | None = None,
-    lr_warmup_fraction: float | None = None,
-    lr_init_iters: int = 0,
-    lr_warmup_iters: int = 0,
-    lr_warmup_samples: int = 0,
-    lr_wsd_decay_iters: int | None = None,
-    lr_wsd_decay_samples: int | None = None,
+def schedule_steps(
+    config: OptimizerConfig, training: TrainingConfig, global_batch_size: int
 ) -> ScheduleSteps:
-    """The horizons that the flags give: from --train-samples and its kin if that is set, else
-    iterations x batch size.
-
-    Raises ValueError when neither --train-iters nor --train-samples is set.
-    """
-    if train_samples:
-        decay = train_samples if lr_decay_samples is None else lr_decay_samples
-        total = train_samples
-        warmup = lr_warmup_samples
-        wsd = lr_wsd_decay_samples
-    elif train_iters:
-        decay = (train_iters if lr_decay_iters is None else lr_decay_iters) * global_batch_size
-        total = train_iters * global_batch_size
-        warmup = lr_warmup_iters * global_batch_size
-        wsd = None if lr_wsd_decay_iters is None else lr_wsd_decay_iters * global_batch_size
+    """The horizons in samples: those of --train-samples where it is set, else iterations x
+    `global_batch_size`."""
+    if training.train_samples:
+        total = training.train_samples
+        decay = total if config.lr_decay_samples is None else config.lr_decay_samples
+        warmup = config.lr_warmup_samples
+        wsd = config.lr_wsd_decay_samples
     else:
-        raise ValueError("neither --train-iters nor --train-samples is set; give one of them")
-    if lr_warmup_fraction is not None:
-        warmup = lr_warmup_fraction * decay
-    return ScheduleSteps(warmup, decay, total, wsd, lr_init_iters * global_batch_size)
+        assert training.train_iters, training
+        iterations = training.train_iters
+        total = iterations * global_batch_size
+        decay_iters = iterations if config.lr_decay_iters is None else config.lr_decay_iters
+        decay = decay_iters * global_batch_size
+        warmup = config.lr_warmup_iters * global_batch_size
+        wsd_iters = config.lr_wsd_decay_iters
+        wsd = None if wsd_iters is None else wsd_iters * global_batch_size
+    if config.lr_warmup_fraction is not None:
+        warmup = config.lr_warmup_fraction * decay
+    return ScheduleSteps(
+        warmup,
+        decay,
+        total,
+        wsd,
+        zero_lr_steps=config.lr_init_iters * global_batch_size,
+        lr_warmup_lead=global_batch_size if config.lr_warmup_first_step else 0,
+    )
 
 
 def _decay_coefficient(style: str, ratio: float) -> float:
@@ -91,52 +84,35 @@ class OptimizerParamScheduler:
     All *_steps are samples. The rate is 0 for `zero_lr_steps`, then rises over `lr_warmup_steps`
     (its place in them is `lr_warmup_lead` ahead: InternLM counts from the first step, Megatron from
     0), then decays. A group may carry its own `max_lr`, `min_lr` (decoupled learning rate),
-    `lr_mult` and `wd_mult`. Raises ValueError listing every bad value.
+    `lr_mult` and `wd_mult`.
     """
 
-    def __init__(  # noqa: PLR0913
-        self,
-        optimizer: HasParamGroups,
-        *,
-        init_lr: float,
-        max_lr: float,
-        min_lr: float,
-        lr_warmup_steps: float,
-        lr_decay_steps: int,
-        lr_decay_style: str,
-        start_wd: float,
-        end_wd: float,
-        wd_incr_steps: int,
-        wd_incr_style: str,
-        wsd_decay_steps: int | None = None,
-        lr_wsd_decay_style: str = "exponential",
-        zero_lr_steps: int = 0,
-        lr_warmup_lead: int = 0,
-        use_checkpoint_opt_param_scheduler: bool = False,
-        override_opt_param_scheduler: bool = False,
+    def __init__(
+        self, optimizer: HasParamGroups, config: OptimizerConfig, steps: ScheduleSteps
     ) -> None:
+        assert config.lr is not None and config.lr_warmup_init <= config.lr, config
+        assert 0.0 <= config.min_lr <= config.lr, config
         self.optimizer = optimizer
-        self.init_lr = init_lr
-        self.max_lr = max_lr
-        self.min_lr = min_lr
-        self.lr_warmup_steps = lr_warmup_steps
-        self.lr_decay_steps = lr_decay_steps
-        self.lr_decay_style = lr_decay_style
-        self.start_wd = start_wd
-        self.end_wd = end_wd
-        self.wd_incr_steps = wd_incr_steps
-        self.wd_incr_style = wd_incr_style
-        self.wsd_decay_steps = wsd_decay_steps
-        self.lr_wsd_decay_style = lr_wsd_decay_style
-        self.zero_lr_steps = zero_lr_steps
-        self.lr_warmup_lead = lr_warmup_lead
-        self.use_checkpoint = use_checkpoint_opt_param_scheduler
-        self.override = override_opt_param_scheduler
+        self.init_lr = config.lr_warmup_init
+        self.max_lr = float(config.lr)
+        self.min_lr = config.min_lr
+        self.lr_decay_style = config.lr_decay_style
+        self.lr_wsd_decay_style = config.lr_wsd_decay_style
+        self.start_wd, self.end_wd = config.weight_decay_range
+        self.wd_incr_style = config.weight_decay_incr_style
+        self.use_checkpoint = config.use_checkpoint_opt_param_scheduler
+        self.override = config.override_opt_param_scheduler
+        self.lr_warmup_steps = steps.lr_warmup_steps
+        self.lr_decay_steps = steps.lr_decay_steps
+        self.wd_incr_steps = steps.wd_incr_steps
+        self.wsd_decay_steps = steps.wsd_decay_steps
+        self.zero_lr_steps = steps.zero_lr_steps
+        self.lr_warmup_lead = steps.lr_warmup_lead
         self.num_steps = 0
-        problems = self._problems()
-        if problems:
-            raise ValueError("; ".join(problems))
-        self.max_lr = float(max_lr)
+        assert 0 <= self.lr_warmup_steps < self.lr_decay_steps - self.zero_lr_steps, steps
+        assert 0.0 <= self.start_wd <= self.end_wd and self.wd_incr_steps > 0, config
+        if self.lr_decay_style == "WSD":
+            assert 0 < (self.wsd_decay_steps or 0) <= self.lr_decay_steps, steps
         self.step(0)
 
     def get_lr(self, group: Mapping[str, Any] | None = None) -> float:
@@ -182,7 +158,7 @@ class OptimizerParamScheduler:
         return self.start_wd + coefficient * (self.end_wd - self.start_wd)
 
     def step(self, increment: int) -> None:
-        """Go on by `increment` samples and write the rates of the NEXT update into the groups."""
+        """Advance by `increment` samples and write the rates of the NEXT update into the groups."""
         self.num_steps += increment
         weight_decay = self.get_wd()
         for group in self.optimizer.param_groups:
@@ -190,7 +166,7 @@ class OptimizerParamScheduler:
             group["weight_decay"] = weight_decay * group.get("wd_mult", 1.0)
 
     def after_iteration(self, samples: int, *, overflow: bool = False) -> None:
-        """Go on after an iteration whose batch is `samples` large, trained on or not.
+        """Advance past an iteration of `samples` samples, trained on or skipped.
 
         An iteration that made an update advances the schedule, and so does one the user skipped
         (--train-range-to-skip): the rate stays a function of the iteration. An fp16 `overflow` does
@@ -216,7 +192,7 @@ class OptimizerParamScheduler:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over a checkpoint's schedule and go on by its `num_steps`.
+        """Load a checkpoint's schedule and resume at its `num_steps`.
 
         Each value: with --override-opt_param-scheduler this run's stays; else, unless
         --use-checkpoint-opt_param-scheduler is given, the two must be equal (ValueError listing all
@@ -237,8 +213,8 @@ class OptimizerParamScheduler:
         self.step(_first(state, ("num_iters", "num_steps")))
 
     def problem(self, state: Mapping[str, Any]) -> str | None:
-        """Why this schedule cannot go on from the checkpoint's without a flag that says which of
-        the two counts."""
+        """Why this schedule cannot resume from the checkpoint's without a flag that chooses
+        between the two; None if it can."""
         unused = self._unused(state)
         different = [
             f"{_SAMPLES.get(name, label)} is {self._said(name, getattr(self, name))} ({flags}) and "
@@ -268,73 +244,6 @@ class OptimizerParamScheduler:
             for length, style in both.items()
             if getattr(self, style) == "constant" == theirs.get(style)
         }
-
-    def _problems(self) -> list[str]:
-        """Every value that cannot be a schedule, with its flag and what to do."""
-        found = []
-        if self.lr_decay_style not in LR_DECAY_STYLES:
-            found.append(
-                f"--lr-decay-style {self.lr_decay_style} is not one of {', '.join(LR_DECAY_STYLES)}"
-            )
-        if self.wd_incr_style not in WD_INCR_STYLES:
-            found.append(
-                f"--weight-decay-incr-style {self.wd_incr_style} is not one of "
-                f"{', '.join(WD_INCR_STYLES)}"
-            )
-        if self.max_lr is None:
-            found.append("--lr is not set; give the peak learning rate")
-        else:
-            if not 0.0 <= self.min_lr <= self.max_lr:
-                found.append(
-                    f"--min-lr {self.min_lr} must be at least 0 and at most --lr {self.max_lr}"
-                )
-            if not self.init_lr <= self.max_lr:
-                found.append(f"--lr-warmup-init {self.init_lr} must be at most --lr {self.max_lr}")
-        after = f", after {self.zero_lr_steps} of --lr-init-iters," if self.zero_lr_steps else ""
-        if not self.lr_decay_steps > 0:
-            found.append(
-                f"--lr-decay-iters or -samples give {self.lr_decay_steps} samples; they must be "
-                "positive"
-            )
-        elif not 0 <= self.lr_warmup_steps < self.lr_decay_steps - self.zero_lr_steps:
-            found.append(
-                f"the warmup of {self.lr_warmup_steps} samples (--lr-warmup-iters, -samples or "
-                f"-fraction){after} must end before the decay of {self.lr_decay_steps} samples "
-                "does (--lr-decay-iters, by default --train-iters)"
-            )
-        if not 0.0 <= self.start_wd <= self.end_wd:
-            found.append(
-                f"weight decay must rise from at least 0: --start-weight-decay {self.start_wd}, "
-                f"--end-weight-decay {self.end_wd}"
-            )
-        elif self.wd_incr_style == "constant" and self.start_wd != self.end_wd:
-            found.append(
-                f"--weight-decay-incr-style constant cannot go from {self.start_wd} to "
-                f"{self.end_wd}; use --weight-decay alone, or the style linear or cosine"
-            )
-        if self.wd_incr_style != "constant" and not self.wd_incr_steps > 0:
-            found.append(
-                f"weight decay rises over {self.wd_incr_steps} samples; --train-iters must be "
-                "positive"
-            )
-        return found + self._wsd_problems()
-
-    def _wsd_problems(self) -> list[str]:
-        if self.lr_decay_style != "WSD":
-            return []
-        found = []
-        if self.lr_wsd_decay_style not in WSD_DECAY_STYLES:
-            found.append(
-                f"--lr-wsd-decay-style {self.lr_wsd_decay_style} is not one of "
-                f"{', '.join(WSD_DECAY_STYLES)}"
-            )
-        if self.wsd_decay_steps is None or not 0 < self.wsd_decay_steps <= self.lr_decay_steps:
-            found.append(
-                f"--lr-decay-style WSD anneals over {self.wsd_decay_steps} samples; set "
-                "--lr-wsd-decay-iters (or -samples) to more than 0 and at most the decay of "
-                f"{self.lr_decay_steps} samples"
-            )
-        return found
 
 
 def _saved(state: Mapping[str, Any]) -> list[tuple[str, str, str, Any]]:

@@ -136,7 +136,6 @@ def build_run(
     """Model, gradient buffers, optimizer and scheduler."""
     model = build_model(config, plan, runtime)
     p = config.precision
-    o = config.optimizer
     ctx = runtime.ctx
     d = config.data
     params = list(model.parameters())
@@ -153,33 +152,12 @@ def build_run(
     if config.logging.log_format == "internlm" and ctx.shard.size > 1:
         shares = f"Number of elements on ranks: {buffers.layout.elements()}, rank:0"
         log.print_rank_0(start_line("_partition_param_list", shares, datetime.now()))
-    scaler = build_grad_scaler(
-        fp16=p.fp16,
-        loss_scale=p.loss_scale,
-        initial_loss_scale=p.initial_loss_scale,
-        min_loss_scale=p.min_loss_scale,
-        max_loss_scale=p.max_loss_scale,
-        loss_scale_window=int(p.loss_scale_window),
-        hysteresis=p.hysteresis,
-        growth_factor=p.loss_scale_growth_factor,
-        backoff_factor=p.loss_scale_backoff_factor,
-    )
     optimizer = MixedPrecisionOptimizer(
         buffers.owned,
-        optimizer=o.optimizer,
-        adam_beta1=o.adam_beta1,
-        adam_beta2=o.adam_beta2,
-        adam_eps=o.adam_eps,
-        adam_beta2_schedule_c=o.adam_beta2_schedule_c,
-        sgd_momentum=o.sgd_momentum,
-        clip_grad=o.clip_grad,
-        log_num_zeros_in_grad=config.logging.log_num_zeros_in_grad,
-        apply_wd_to_all=o.apply_wd_to_all,
-        apply_wd_to_qk_layernorm=o.apply_wd_to_qk_layernorm,
+        config.optimizer,
+        grad_scaler=build_grad_scaler(p),
         embed_grad_scale=config.model.embed_grad_scale,
-        decoupled_lr=o.decoupled_lr,
-        decoupled_min_lr=o.decoupled_min_lr,
-        grad_scaler=scaler,
+        log_num_zeros_in_grad=config.logging.log_num_zeros_in_grad,
         counts=lambda q: counts(q.sharding, ctx),
         reduce_sum=lambda x: all_reduce(x, ctx.optimizer),
         reduce_max=lambda x: all_reduce(x, ctx.optimizer, "max"),

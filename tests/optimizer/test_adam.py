@@ -10,6 +10,7 @@ import sys
 import pytest
 import torch
 
+from megatron.config.optimizer import OptimizerConfig
 from megatron.optimizer import adam
 from tests.forkrun import ROOT
 
@@ -32,7 +33,7 @@ def test_adam_equals_the_formula(dtype, tolerance):
     start = torch.randn(31, 17, generator=generator, dtype=torch.float64)
     grads = [torch.randn(31, 17, generator=generator, dtype=torch.float64) for _ in range(12)]
     param = start.to(dtype, copy=True).requires_grad_()
-    optimizer = adam.build_adam([{"params": [param]}], beta1=0.9, beta2=0.95, eps=1e-8)
+    optimizer = adam.build_adam([{"params": [param]}], OptimizerConfig(adam_beta2=0.95))
     optimizer.param_groups[0].update(lr=1e-2, weight_decay=0.1)
     for grad in grads:
         param.grad = grad.to(dtype)
@@ -46,7 +47,7 @@ def test_adam_equals_the_formula(dtype, tolerance):
 
 def test_state_is_there_and_zero_before_the_first_step():
     param = torch.ones(5, 3).requires_grad_()
-    state = adam.build_adam([{"params": [param]}]).state[param]
+    state = adam.build_adam([{"params": [param]}], OptimizerConfig()).state[param]
     assert sorted(state) == ["exp_avg", "exp_avg_sq", "step"]
     assert all(torch.count_nonzero(tensor) == 0 for tensor in state.values())
 
@@ -56,7 +57,7 @@ def test_eager_state_changes_no_bit_of_torchs_own_update():
     for eager in (True, False):
         param = torch.linspace(-1, 1, 333).requires_grad_()
         if eager:
-            optimizer = adam.build_adam([{"params": [param]}])
+            optimizer = adam.build_adam([{"params": [param]}], OptimizerConfig())
             optimizer.param_groups[0].update(lr=1e-2, weight_decay=0.1)
         else:
             optimizer = torch.optim.AdamW([param], lr=1e-2, weight_decay=0.1, fused=True)
@@ -71,7 +72,7 @@ def test_the_step_count_is_what_bias_correction_uses():
     updates = []
     for count in (0, 10_000):
         param = torch.zeros(4).requires_grad_()
-        optimizer = adam.build_adam([{"params": [param]}], beta1=0.9, beta2=0.999, eps=0.0)
+        optimizer = adam.build_adam([{"params": [param]}], OptimizerConfig(adam_eps=0.0))
         adam.set_step_count(optimizer, count)
         optimizer.param_groups[0]["lr"] = 1.0
         param.grad = torch.ones(4)
@@ -83,7 +84,7 @@ def test_the_step_count_is_what_bias_correction_uses():
 
 def test_sgd_adds_decay_to_the_gradient_and_keeps_momentum():
     param = torch.full((3,), 2.0, dtype=torch.float64).requires_grad_()
-    optimizer = adam.build_sgd([{"params": [param]}], momentum=0.5)
+    optimizer = adam.build_sgd([{"params": [param]}], OptimizerConfig(sgd_momentum=0.5))
     assert torch.count_nonzero(optimizer.state[param]["momentum_buffer"]) == 0
     optimizer.param_groups[0].update(lr=0.1, weight_decay=0.25)
     weight = 2.0
@@ -98,7 +99,7 @@ def test_sgd_adds_decay_to_the_gradient_and_keeps_momentum():
 
 def test_sgd_without_momentum_has_no_state():
     param = torch.ones(3).requires_grad_()
-    assert not adam.build_sgd([{"params": [param]}], momentum=0.0).state
+    assert not adam.build_sgd([{"params": [param]}], OptimizerConfig(sgd_momentum=0.0)).state
 
 
 def update(optimizer: torch.optim.Optimizer, param: torch.Tensor) -> list[float]:
@@ -112,11 +113,12 @@ def update(optimizer: torch.optim.Optimizer, param: torch.Tensor) -> list[float]
 
 UPDATES = f"""
 import json, sys, torch
+from megatron.config.optimizer import OptimizerConfig
 from megatron.optimizer import adam
 sys.modules["torch._dynamo"] = None             # who imports it fails
 {inspect.getsource(update)}
 params = [torch.linspace(-1, 1, 50).requires_grad_() for _ in range(3)]
-optimizers = [adam.build_adam([{{"params": params[:1]}}]), adam.build_sgd([{{"params": params[1:2]}}])]
+optimizers = [adam.build_adam([{{"params": params[:1]}}], OptimizerConfig()), adam.build_sgd([{{"params": params[1:2]}}], OptimizerConfig())]
 print(json.dumps([update(*pair) for pair in zip(optimizers, params)]))
 try:
     update(torch.optim.AdamW(params[2:], fused=True), params[2])
@@ -155,7 +157,7 @@ def test_without_fused_kernels_the_foreach_ones_give_the_same(monkeypatch):
         if patched:
             monkeypatch.setattr(adam, "_AdamW", without_fused)
         param = torch.linspace(-1, 1, 50, dtype=torch.float64).requires_grad_()
-        optimizer = adam.build_adam([{"params": [param]}])
+        optimizer = adam.build_adam([{"params": [param]}], OptimizerConfig())
         assert bool(optimizer.param_groups[0]["fused"]) is not patched
         optimizer.param_groups[0].update(lr=1e-2, weight_decay=0.1)
         for step in range(3):
@@ -163,21 +165,3 @@ def test_without_fused_kernels_the_foreach_ones_give_the_same(monkeypatch):
             optimizer.step()
         weights.append(param.detach().clone())
     torch.testing.assert_close(*weights, rtol=1e-13, atol=1e-13)
-
-
-@pytest.mark.parametrize(
-    ("values", "flag"),
-    [
-        ({"beta1": 1.0}, "--adam-beta1 1.0"),
-        ({"beta2": -0.1}, "--adam-beta2 -0.1"),
-        ({"eps": -1e-8}, "--adam-eps"),
-    ],
-)
-def test_bad_adam_values_name_their_flag(values, flag):
-    with pytest.raises(ValueError, match=flag):
-        adam.build_adam([{"params": [torch.ones(2).requires_grad_()]}], **values)
-
-
-def test_bad_momentum_names_its_flag():
-    with pytest.raises(ValueError, match="--sgd-momentum 1.5"):
-        adam.build_sgd([{"params": [torch.ones(2).requires_grad_()]}], momentum=1.5)

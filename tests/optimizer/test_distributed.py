@@ -9,13 +9,12 @@ import pytest
 import torch
 
 from megatron.config.parallel import ParallelConfig
-from megatron.optimizer.optimizer import MixedPrecisionOptimizer
-from megatron.optimizer.scaler import DynamicGradScaler
 from megatron.parallel.collectives import all_reduce
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.ddp import GradBuffers
 from megatron.parallel.sharding import Sharding, counts
 from tests.forkrun import run_ranks
+from tests.optimizer.builders import dynamic_scaler, optimizer_of
 
 SHAPES = {
     "embedding.word_embeddings.weight": (40, 8),
@@ -71,9 +70,9 @@ def trained(
         params[-1].sharding = Sharding(name, shape)
     buffers = GradBuffers(params, ctx, grad_dtype, bucket_size=300)
     scaler = (
-        DynamicGradScaler(1.0, growth_interval=2, hysteresis=1) if dtype == torch.float16 else None
+        dynamic_scaler(1.0, loss_scale_window=2, hysteresis=1) if dtype == torch.float16 else None
     )
-    optimizer = MixedPrecisionOptimizer(
+    optimizer = optimizer_of(
         buffers.owned,
         grad_scaler=scaler,
         log_num_zeros_in_grad=True,
@@ -211,7 +210,7 @@ def alone(rank: int, world: int) -> tuple[int, int, list[bool]]:
     p = torch.nn.Parameter(torch.ones(16))
     p.sharding = Sharding("one", (16,))
     buffers = GradBuffers([p], ctx, torch.float32)
-    optimizer = MixedPrecisionOptimizer(
+    optimizer = optimizer_of(
         buffers.owned, log_num_zeros_in_grad=True, reduce_sum=lambda x: all_reduce(x, ctx.optimizer)
     )
     done = []

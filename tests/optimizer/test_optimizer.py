@@ -8,12 +8,12 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from megatron.optimizer.optimizer import MixedPrecisionOptimizer
-from megatron.optimizer.scaler import ConstantGradScaler, DynamicGradScaler
+from megatron.optimizer.scaler import ConstantGradScaler
+from tests.optimizer.builders import dynamic_scaler, optimizer_of
 
 
 def build(params, lr=1e-2, weight_decay=0.1, **values):
-    optimizer = MixedPrecisionOptimizer(params, **values)
+    optimizer = optimizer_of(params, **values)
     for group in optimizer.param_groups:
         group["lr"], group["weight_decay"] = lr, weight_decay * group["wd_mult"]
     return optimizer
@@ -160,7 +160,7 @@ def test_fp32_gradients_are_used_where_they_lie(make_params, fill_grads):
 @pytest.mark.parametrize("bad", [math.inf, math.nan])
 def test_an_overflow_changes_nothing_but_the_scale(make_params, fill_grads, bad):
     params = make_params(torch.float16)
-    scaler = DynamicGradScaler(8.0, min_scale=1.0, growth_interval=100, hysteresis=1)
+    scaler = dynamic_scaler(8.0, min_loss_scale=1.0, loss_scale_window=100, hysteresis=1)
     optimizer = build(params, grad_scaler=scaler, log_num_zeros_in_grad=True)
     fill_grads(params, 0)
     assert optimizer.step().ok
@@ -291,7 +291,7 @@ def test_a_loaded_run_goes_on_bit_for_bit(make_params, fill_grads, kind, dtype, 
     def fresh(seed):
         params = make_params(dtype, seed=seed)
         scaler = (
-            DynamicGradScaler(2.0**16, growth_interval=2, hysteresis=2)
+            dynamic_scaler(2.0**16, loss_scale_window=2, hysteresis=2)
             if dtype == torch.float16
             else None
         )
@@ -408,20 +408,3 @@ def test_backward_after_a_step_starts_from_no_gradient(make_params, fill_grads):
     sum(param.sum() for param in params).backward()
     assert all(torch.equal(param.grad, torch.ones_like(param)) for param in params)
     assert all(torch.equal(param.main_grad, old) for param, old in zip(params, before, strict=True))
-
-
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"clip_grad": -1.0}, "--clip-grad -1.0"),
-        ({"optimizer": "lion"}, "--optimizer lion is not known"),
-    ],
-)
-def test_bad_values_name_their_flag(make_params, values, message):
-    with pytest.raises(ValueError, match=message):
-        MixedPrecisionOptimizer(make_params(), **values)
-
-
-def test_no_parameters_is_an_error():
-    with pytest.raises(ValueError, match="no parameters"):
-        MixedPrecisionOptimizer([])

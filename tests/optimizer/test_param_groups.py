@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from megatron.config.optimizer import OptimizerConfig
 from megatron.optimizer.param_groups import build_param_groups, has_weight_decay
 
 
@@ -40,7 +41,7 @@ def test_qk_layernorm_flag_touches_only_those_norms():
 
 def test_groups_cover_all_parameters_decayed_first(make_params, decayed_names):
     params = make_params()
-    decay, no_decay = build_param_groups(params)
+    decay, no_decay = build_param_groups(params, OptimizerConfig())
     assert (decay["wd_mult"], no_decay["wd_mult"]) == (1.0, 0.0)
     assert set(decay["names"]) == decayed_names
     assert set(decay["names"]) | set(no_decay["names"]) == {param.sharding.name for param in params}
@@ -52,22 +53,24 @@ def test_one_dimension_is_judged_on_the_global_shape():
     # a flat piece of a matrix is still a matrix's weight
     sliced = torch.nn.Parameter(torch.zeros(8))
     sliced.sharding = SimpleNamespace(name="decoder.layers.0.mlp.linear_fc2.weight", shape=(4, 4))
-    (group,) = build_param_groups([sliced])
+    (group,) = build_param_groups([sliced], OptimizerConfig())
     assert group["wd_mult"] == 1.0
 
 
 def test_decoupled_learning_rate_goes_to_embedding_and_output(make_params):
-    groups = build_param_groups(make_params(), decoupled_lr=1e-3, decoupled_min_lr=1e-4)
+    groups = build_param_groups(
+        make_params(), OptimizerConfig(decoupled_lr=1e-3, decoupled_min_lr=1e-4)
+    )
     assert [(g.get("max_lr"), g.get("min_lr"), g["wd_mult"]) for g in groups] == [
         (None, None, 1.0),
         (None, None, 0.0),
         (1e-3, 1e-4, 1.0),
     ]
     assert groups[2]["names"] == ["embedding.word_embeddings.weight", "output_layer.weight"]
-    assert "min_lr" not in build_param_groups(make_params(), decoupled_lr=1e-3)[2]
+    assert "min_lr" not in build_param_groups(make_params(), OptimizerConfig(decoupled_lr=1e-3))[2]
 
 
 def test_a_name_given_twice_is_refused(make_params):
     params = make_params()
     with pytest.raises(ValueError, match=r"output_layer\.weight was given to the optimizer twice"):
-        build_param_groups([*params, params[-1]])
+        build_param_groups([*params, params[-1]], OptimizerConfig())

@@ -2,9 +2,9 @@
 
 import json
 
-import pytest
-
+from megatron.config.precision import PrecisionConfig
 from megatron.optimizer.scaler import ConstantGradScaler, DynamicGradScaler, build_grad_scaler
+from tests.optimizer.builders import dynamic_scaler
 
 G = False
 INF = True
@@ -33,7 +33,7 @@ TRACE = [
 
 
 def test_dynamic_scale_follows_the_trace():
-    scaler = DynamicGradScaler(2.0**32, min_scale=2.0**29, growth_interval=3, hysteresis=2)
+    scaler = dynamic_scaler(2.0**32, min_loss_scale=2.0**29, loss_scale_window=3, hysteresis=2)
     for number, (found_inf, scale, growth, hysteresis) in enumerate(TRACE):
         scaler.update(found_inf)
         got = (scaler.scale, scaler.growth_tracker, scaler.hysteresis_tracker)
@@ -42,10 +42,10 @@ def test_dynamic_scale_follows_the_trace():
 
 def test_state_goes_through_json_and_continues_the_trace():
     for cut in range(len(TRACE)):
-        first = DynamicGradScaler(2.0**32, min_scale=2.0**29, growth_interval=3, hysteresis=2)
+        first = dynamic_scaler(2.0**32, min_loss_scale=2.0**29, loss_scale_window=3, hysteresis=2)
         for row in TRACE[:cut]:
             first.update(row[0])
-        second = DynamicGradScaler(2.0**16, min_scale=2.0**10, growth_interval=3, hysteresis=2)
+        second = dynamic_scaler(2.0**16, min_loss_scale=2.0**10, loss_scale_window=3, hysteresis=2)
         second.min_scale = 2.0**29
         second.load_state_dict(json.loads(json.dumps(first.state_dict())))
         for row in TRACE[cut:]:
@@ -58,7 +58,7 @@ def test_state_goes_through_json_and_continues_the_trace():
 
 
 def test_defaults_are_megatrons():
-    scaler = build_grad_scaler(fp16=True, loss_scale=None)
+    scaler = build_grad_scaler(PrecisionConfig(fp16=True))
     assert isinstance(scaler, DynamicGradScaler)
     assert (scaler.scale, scaler.min_scale, scaler.growth_interval, scaler.hysteresis) == (
         4294967296.0,
@@ -72,7 +72,7 @@ def test_defaults_are_megatrons():
 
 
 def test_constant_scale_never_moves():
-    scaler = build_grad_scaler(fp16=True, loss_scale=1024)
+    scaler = build_grad_scaler(PrecisionConfig(fp16=True, loss_scale=1024))
     assert isinstance(scaler, ConstantGradScaler)
     for found_inf in (INF, INF, INF, G):
         scaler.update(found_inf)
@@ -81,22 +81,5 @@ def test_constant_scale_never_moves():
 
 
 def test_only_fp16_or_a_given_scale_has_a_scaler():
-    assert build_grad_scaler(fp16=False, loss_scale=None) is None
-    assert build_grad_scaler(fp16=False, loss_scale=8.0).scale == 8.0
-
-
-@pytest.mark.parametrize(
-    ("values", "flag"),
-    [
-        ({"initial_loss_scale": 0.5}, "--initial-loss-scale 0.5 is below --min-loss-scale 1.0"),
-        ({"min_loss_scale": 0.0}, "--min-loss-scale 0.0"),
-        ({"loss_scale_window": 0}, "--loss-scale-window 0"),
-        ({"hysteresis": 0}, "--hysteresis 0"),
-        ({"loss_scale": 0.0}, "--loss-scale 0.0"),
-        ({"loss_scale": -1.0}, "--loss-scale -1.0"),
-        ({"initial_loss_scale": float("nan")}, "--initial-loss-scale nan"),
-    ],
-)
-def test_bad_values_name_their_flag(values, flag):
-    with pytest.raises(ValueError, match=flag):
-        build_grad_scaler(**{"fp16": True, "loss_scale": None, **values})
+    assert build_grad_scaler(PrecisionConfig()) is None
+    assert build_grad_scaler(PrecisionConfig(loss_scale=8.0)).scale == 8.0

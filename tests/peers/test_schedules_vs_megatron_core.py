@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from megatron.config.plan.batch_size import build_batch_size_schedule
-from megatron.optimizer.scheduler import OptimizerParamScheduler
+from tests.optimizer.builders import scheduler_of
 
 pytestmark = pytest.mark.peers
 
@@ -53,7 +53,7 @@ def both(config, groups, **flags):
         **flags,
     }
     return (
-        OptimizerParamScheduler(SimpleNamespace(param_groups=mine), **config, **flags),
+        scheduler_of(SimpleNamespace(param_groups=mine), **config, **flags),
         scheduler_module.OptimizerParamScheduler(
             SimpleNamespace(param_groups=theirs), **config, **flags
         ),

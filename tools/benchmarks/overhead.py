@@ -107,14 +107,7 @@ class Step:
             torch.randint(0, size.vocab, (size.micro_batch, size.seq + 1), generator=generator)
             for _ in range(steps)
         ]
-        o = self.run.config.optimizer
-        self.optimizer = MixedPrecisionOptimizer(
-            self.run.buffers.params,
-            clip_grad=o.clip_grad,
-            adam_beta1=o.adam_beta1,
-            adam_beta2=o.adam_beta2,
-            adam_eps=o.adam_eps,
-        )
+        self.optimizer = MixedPrecisionOptimizer(self.run.buffers.params, self.run.config.optimizer)
         for group, ours in zip(
             self.optimizer.param_groups, self.run.optimizer.param_groups, strict=True
         ):

@@ -490,8 +490,19 @@ def _run(f: Facts) -> Iterator[str]:
         yield from check_layout.batch(f)
 
 
-def _schedule(f: Facts) -> Iterator[str]:  # noqa: C901
+def _schedule(f: Facts) -> Iterator[str]:
     """Learning rate and weight decay."""
+    yield from _learning_rates(f)
+    unit = "iters" if f["train_samples"] is None else "samples"
+    horizon = f"lr_decay_{unit}" if f[f"lr_decay_{unit}"] is not None else f"train_{unit}"
+    if f.ok(horizon):
+        yield from _warm_up(f, unit, horizon)
+        yield from _wsd(f, unit, horizon)
+    yield from _weight_decay(f)
+    yield from _only_one(f, "override_opt_param_scheduler", "use_checkpoint_opt_param_scheduler")
+
+
+def _learning_rates(f: Facts) -> Iterator[str]:
     for name, peak in (
         ("min_lr", "lr"),
         ("lr_warmup_init", "lr"),
@@ -503,59 +514,69 @@ def _schedule(f: Facts) -> Iterator[str]:  # noqa: C901
     if f["decoupled_min_lr"] is not None and f["decoupled_lr"] is None:
         yield (
             f"{f.say('decoupled_min_lr')}: is the floor of --decoupled-lr; give that too, or "
-            "leave it out [flag-needs-other-flag]"
+            "omit it [flag-needs-other-flag]"
         )
-    unit = "iters" if f["train_samples"] is None else "samples"
-    horizon = f"lr_decay_{unit}" if f[f"lr_decay_{unit}"] is not None else f"train_{unit}"
-    if f.ok(horizon):
-        warmup = f"lr_warmup_{unit}"
-        if f.ok(warmup) and f[warmup] and f[warmup] >= f[horizon]:
-            yield (
-                f"{f.say(warmup)}: must be less than {f.say(horizon)}, the end of the decay "
-                "[lr-warmup-too-long]"
-            )
-        elif (
-            f.ok(warmup, "lr_init_iters")
-            and f["lr_init_iters"]
-            and unit == "iters"
-            and (f[warmup] + f["lr_init_iters"] >= f[horizon])
-        ):
-            yield (
-                f"{f.say(warmup)}: with {f.say('lr_init_iters')} must be less than "
-                f"{f.say(horizon)}, the end of the decay [lr-warmup-too-long]"
-            )
-        wsd = f"lr_wsd_decay_{unit}"
-        if f["lr_decay_style"] == "WSD" and f[wsd] is None:
-            yield (
-                "--lr-decay-style WSD: needs the length of its anneal; give "
-                f"{f.flags[wsd].spelling} [flag-missing]"
-            )
-        elif f["lr_decay_style"] == "WSD" and f.ok(wsd) and f[wsd] > f[horizon]:
-            yield (
-                f"{f.say(wsd)}: longer than {f.say(horizon)}, the whole schedule; use at most "
-                "that [wsd-decay-too-long]"
-            )
+
+
+def _warm_up(f: Facts, unit: str, horizon: str) -> Iterator[str]:
+    """The warm-up, which follows --lr-init-iters, must end before the decay does."""
+    fraction = f["lr_warmup_fraction"] is not None
+    name = "lr_warmup_fraction" if fraction else f"lr_warmup_{unit}"
+    if not f.ok(name, "lr_init_iters"):
+        return
+    warmup = f[name] * f[horizon] if fraction else f[name]
+    end = f"must be less than {f.say(horizon)}, the end of the decay [lr-warmup-too-long]"
+    if warmup >= f[horizon]:
+        yield f"{f.say(name)}: {end}"
+    elif f["lr_init_iters"] and (
+        warmup + f["lr_init_iters"] * (_batch_size(f) if unit == "samples" else 1) >= f[horizon]
+    ):
+        yield f"{f.say(name)}: with {f.say('lr_init_iters')} {end}"
+
+
+def _batch_size(f: Facts) -> int:
+    """The final global batch size; 0 where the batch flags have problems of their own."""
+    try:
+        return batch_schedule(f.config, max(1, f.world_size)).final_global_batch_size
+    except (ValueError, TypeError):
+        return 0
+
+
+def _wsd(f: Facts, unit: str, horizon: str) -> Iterator[str]:
+    if f["lr_decay_style"] != "WSD":
+        return
+    wsd = f"lr_wsd_decay_{unit}"
+    if f[wsd] is None:
+        yield (
+            "--lr-decay-style WSD: needs the length of its anneal; give "
+            f"{f.flags[wsd].spelling} [flag-missing]"
+        )
+    elif f.ok(wsd) and f[wsd] > f[horizon]:
+        yield (
+            f"{f.say(wsd)}: longer than {f.say(horizon)}, the whole schedule; use at most "
+            "that [wsd-decay-too-long]"
+        )
+
+
+def _weight_decay(f: Facts) -> Iterator[str]:
     ends = ("start_weight_decay", "end_weight_decay")
-    if f["weight_decay_incr_style"] == "constant":
-        for name in ends:
-            if f[name] is not None:
-                yield (
-                    f"{f.say(name)}: weight decay is constant; use --weight-decay, or "
-                    "--weight-decay-incr-style linear or cosine [weight-decay-is-constant]"
-                )
-    else:
-        for name in ends:
-            if f[name] is None:
-                yield (
-                    f"{f.flags[name].spelling} is missing: {f.say('weight_decay_incr_style')} "
-                    "needs start and end [flag-missing]"
-                )
-        if f.ok(*ends) and f[ends[0]] > f[ends[1]]:
+    constant = f["weight_decay_incr_style"] == "constant"
+    for name in ends:
+        if constant and f[name] is not None:
             yield (
-                f"{f.say(ends[0])}: greater than {f.say(ends[1])}; weight decay can only rise "
-                "[weight-decay-decreases]"
+                f"{f.say(name)}: weight decay is constant; use --weight-decay, or "
+                "--weight-decay-incr-style linear or cosine [weight-decay-is-constant]"
             )
-    yield from _only_one(f, "override_opt_param_scheduler", "use_checkpoint_opt_param_scheduler")
+        elif not constant and f[name] is None:
+            yield (
+                f"{f.flags[name].spelling} is missing: {f.say('weight_decay_incr_style')} "
+                "needs start and end [flag-missing]"
+            )
+    if not constant and f.ok(*ends) and f[ends[0]] > f[ends[1]]:
+        yield (
+            f"{f.say(ends[0])}: greater than {f.say(ends[1])}; weight decay can only rise "
+            "[weight-decay-decreases]"
+        )
 
 
 def _spikes(f: Facts) -> Iterator[str]:
@@ -574,58 +595,13 @@ def _spikes(f: Facts) -> Iterator[str]:
         )
 
 
-def _loop(f: Facts) -> Iterator[str]:  # noqa: C901
+def _loop(f: Facts) -> Iterator[str]:
     """Recompute, determinism, checkpoints."""
-    layers = f["recompute_num_layers"]
-    method = f["recompute_method"]
-    others = [
-        f.say(name)
-        for name in (
-            "recompute_activations",
-            "recompute_granularity",
-            "recompute_method",
-            "recompute_num_layers",
-        )
-        if f[name]
-    ]
-    if f["recompute_fraction"] is not None:
-        if others:
-            yield (
-                f"{f.say('recompute_fraction')}: says all about recompute; leave out "
-                f"{', '.join(others)} [flags-exclude-each-other]"
-            )
-    elif f["recompute_activations"] and f["recompute_granularity"] == "full":
-        yield (
-            "--recompute-granularity full: --recompute-activations means selective; leave one of "
-            "them out [flags-exclude-each-other]"
-        )
-    elif f["recompute_granularity"] == "full":
-        if method is None:
-            yield (
-                "--recompute-method is missing: --recompute-granularity full needs uniform or "
-                "block [flag-missing]"
-            )
-        if layers is None:
-            yield (
-                "--recompute-num-layers is missing: --recompute-granularity full needs it, 1 is "
-                "usual [flag-missing]"
-            )
-        elif f.ok("num_layers", "recompute_num_layers") and layers > f["num_layers"]:
-            yield (
-                f"--recompute-num-layers {layers}: there are only {f['num_layers']} layers; use "
-                "at most that [recompute-layers-above-num-layers]"
-            )
-    else:
-        for name in ("recompute_method", "recompute_num_layers"):
-            if f[name] is not None:
-                yield (
-                    f"{f.say(name)}: needs --recompute-granularity full; add that, or leave it "
-                    "out [flag-needs-other-flag]"
-                )
+    yield from _recompute(f)
     if f["cudnn_benchmark"] and (f["deterministic_mode"] or f["cudnn_deterministic"]):
         yield (
-            "--cudnn-benchmark: chooses kernels by their time, which is not deterministic; leave "
-            "one of the two out [flags-exclude-each-other]"
+            "--cudnn-benchmark: chooses kernels by their time, which is not deterministic; omit "
+            "one of the two [flags-exclude-each-other]"
         )
     if f["save"] is not None and f["save_interval"] is None:
         yield (
@@ -654,6 +630,57 @@ def _profiling(f: Facts) -> Iterator[str]:
                     f"--profile-ranks {rank}: there are ranks 0 to {f.world_size - 1} "
                     "[value-out-of-range]"
                 )
+
+
+_RECOMPUTE = (
+    "recompute_activations",
+    "recompute_granularity",
+    "recompute_method",
+    "recompute_num_layers",
+)
+
+
+def _recompute(f: Facts) -> Iterator[str]:
+    given = [f.say(name) for name in _RECOMPUTE if f[name]]
+    if f["recompute_fraction"] is not None:
+        if given:
+            yield (
+                f"{f.say('recompute_fraction')}: sets recompute completely; omit "
+                f"{', '.join(given)} [flags-exclude-each-other]"
+            )
+    elif f["recompute_activations"] and f["recompute_granularity"] == "full":
+        yield (
+            "--recompute-granularity full: --recompute-activations means selective; omit one of "
+            "them [flags-exclude-each-other]"
+        )
+    elif f["recompute_granularity"] == "full":
+        yield from _full_recompute(f)
+    else:
+        for name in ("recompute_method", "recompute_num_layers"):
+            if f[name] is not None:
+                yield (
+                    f"{f.say(name)}: needs --recompute-granularity full; add that, or omit it "
+                    "[flag-needs-other-flag]"
+                )
+
+
+def _full_recompute(f: Facts) -> Iterator[str]:
+    layers = f["recompute_num_layers"]
+    if f["recompute_method"] is None:
+        yield (
+            "--recompute-method is missing: --recompute-granularity full needs uniform or "
+            "block [flag-missing]"
+        )
+    if layers is None:
+        yield (
+            "--recompute-num-layers is missing: --recompute-granularity full needs it, 1 is "
+            "usual [flag-missing]"
+        )
+    elif f.ok("num_layers", "recompute_num_layers") and layers > f["num_layers"]:
+        yield (
+            f"--recompute-num-layers {layers}: there are only {f['num_layers']} layers; use "
+            "at most that [recompute-layers-above-num-layers]"
+        )
 
 
 def _skips(f: Facts) -> list[str]:
