@@ -54,7 +54,8 @@ def arg(  # noqa: PLR0913
 
     `flag` is the spelling when it is not the name with dashes; `off` is the spelling that turns a
     true-by-default bool off (then there is no on-switch); `nargs` is the number of a list's values
-    when it is fixed; `extend` collects repetitions into one tuple; `parse` converts one word (and
+    when it is fixed, or "words" for one text that may be typed as several words;
+    `extend` collects repetitions into one tuple; `parse` converts one word (and
     raises ValueError); `dump` says whether the name stands in the argument dump even at its default
     (new names stand there only when set); `metavar` stands for its value in help. `place` is
     "flag", or "positional" (values without a flag), or "after --" (a tuple of all words after
@@ -130,6 +131,8 @@ class Flag:
             return self.kind == "switch"
         if not words:
             raise ValueError(f"needs a value: {self.metavar} [value-missing]")
+        if self.nargs == "words":
+            words = [" ".join(words)]
         if self.kind == "value":
             if len(words) > 1:
                 raise ValueError(
@@ -259,7 +262,8 @@ class Problems(ValueError):
 
 class Parser:
     """All flags of a program by their spellings. Of an unknown spelling `explain` may know why
-    there is no such flag, and `synonyms` what it is called here."""
+    there is no such flag, `ignores` that it has no effect, and `synonyms` what it is called
+    here."""
 
     def __init__(
         self,
@@ -269,6 +273,7 @@ class Parser:
         description: str,
         sections: dict[str, str],
         explain: Callable[[str], str | None] = lambda spelling: None,
+        ignores: Callable[[str], bool] = lambda spelling: False,
         synonyms: Mapping[str, str] = types.MappingProxyType({}),
     ):
         self.flags = list(flags)
@@ -279,6 +284,7 @@ class Parser:
         self.description = description
         self.sections = sections
         self.explain = explain
+        self.ignores = ignores
         self.synonyms = synonyms
 
     def help(self) -> str:
@@ -346,6 +352,7 @@ def build_parser(
     description: str,
     extra: Iterable[Flag] = (),
     explain: Callable[[str], str | None] = lambda spelling: None,
+    ignores: Callable[[str], bool] = lambda spelling: False,
     synonyms: Mapping[str, str] = types.MappingProxyType({}),
 ) -> Parser:
     """A parser with one section a config class. `extra`: flags that belong to no field (help leaves
@@ -360,6 +367,7 @@ def build_parser(
         description=description,
         sections=sections,
         explain=explain,
+        ignores=ignores,
         synonyms=synonyms,
     )
 
@@ -367,13 +375,15 @@ def build_parser(
 @dataclasses.dataclass
 class Parsed:
     """What a command line says: values by field name, all that is wrong with it, what is worth a
-    line, and the names of flags that were meant but could not be read. `unread_file`: an @FILE
-    could not be read, so that nobody knows which flags are missing."""
+    line, and the names of flags that were meant but could not be read. `ignored`: unknown flags
+    without effect, as typed. `unread_file`: an @FILE could not be read, so that nobody knows which
+    flags are missing."""
 
     typed: dict[str, Any] = dataclasses.field(default_factory=dict)
     problems: list[str] = dataclasses.field(default_factory=list)
     notes: list[str] = dataclasses.field(default_factory=list)
     broken: set[str] = dataclasses.field(default_factory=set)
+    ignored: list[str] = dataclasses.field(default_factory=list)
     help: bool = False
     version: bool = False
     unread_file: bool = False
@@ -498,7 +508,10 @@ def _take(parser: Parser, words: list[str], seen: dict[str, list[str]], parsed: 
         return
     flag = parser.by_spelling.get(spelling)
     if flag is None:
-        _unknown(parser, spelling, parsed)
+        if parser.ignores(spelling):
+            parsed.ignored.append(" ".join(words))
+        else:
+            _unknown(parser, spelling, parsed)
         return
     before = parsed.typed.get(flag.name, ())
     if not _convert(flag, spelling, values, parsed):

@@ -22,7 +22,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.arguments import Flag, build_parser, help_with_default
-from megatron.config.megatron_compat.flags import FOREIGN, NO_EFFECT, REFUSED, ForeignFlag
+from megatron.config.megatron_compat.flags import (
+    FOREIGN,
+    MORE,
+    NO_EFFECT,
+    READ_AS,
+    REFUSED,
+    ForeignFlag,
+    prefixes,
+)
 from megatron.config.tree import Config
 from tools.shared.program import read
 
@@ -35,16 +43,30 @@ edit it. Flags may also be read from a file: `pretrain_gpt.py @my.args --lr 1e-4
 `#` comments; the command line wins over the file).
 A flag that is in no table below is an error that names the nearest ones.
 """
-NO_EFFECT_HEAD = """
-## Megatron's flags that are accepted and change nothing
+HEADS = {
+    NO_EFFECT: """
+## Flags of Megatron-LM that are accepted without effect
 
-Each says so in one line when it is given.
-"""
-REFUSED_HEAD = """
-## Megatron's flags that are refused
+The results are the same without them. A run lists those that were given in one paragraph at the
+start.
+""",
+    MORE: """
+## Flags of Megatron-LM that request less precision or memory than is used
 
-Ignoring them would train another model, or lose what was asked for. The error says what to use.
-"""
+They are accepted; the paragraph at the start of a run says what each costs, and `--dry-run` shows
+the bytes.
+""",
+    READ_AS: """
+## Flags of Megatron-LM that are read as others
+
+Older spellings, and flags of its forks. A flag of the right column that is given itself wins.
+""",
+    REFUSED: """
+## Flags of Megatron-LM that are refused
+
+Ignoring them would train another model or lose data. The error says what to use.
+""",
+}
 
 
 def cell(text: str) -> str:
@@ -64,9 +86,9 @@ def own_rows(flags: Iterable[Flag]) -> list[str]:
 
 def foreign_rows(flags: Iterable[ForeignFlag]) -> list[str]:
     """A table of Megatron's flags that are not ours."""
-    rows = ["", "| flag | why |", "|---|---|"]
+    rows = ["", "| flag | |", "|---|---|"]
     return rows + [
-        f"| `{flag.spelling}` | {cell(flag.text)} |"
+        f"| {', '.join(f'`{s}`' for s in (flag.spelling, *flag.aliases))} | {cell(flag.reason)} |"
         for flag in sorted(flags, key=lambda f: f.spelling)
     ]
 
@@ -79,10 +101,15 @@ def page() -> str:
         lines += ["", f"## {title.rstrip('.')}"] + own_rows(
             flag for flag in parser.flags if flag.group == group
         )
-    for head, verdict in ((NO_EFFECT_HEAD, NO_EFFECT), (REFUSED_HEAD, REFUSED)):
+    for verdict, head in HEADS.items():
         lines += [
             head.rstrip("\n"),
             *foreign_rows(flag for flag in FOREIGN.values() if flag.verdict == verdict),
+        ]
+        lines += [
+            f"| {', '.join(f'`{start}*`' for start in starts)} | {cell(text)} |"
+            for which, starts, text in prefixes()
+            if which == verdict
         ]
     return "\n".join(lines) + "\n"
 

@@ -14,7 +14,11 @@ class CheckpointConfig:
     """Saving and loading."""
 
     save: str | None = arg(None, help="directory to save checkpoints in")
-    save_interval: int | None = arg(None, help="iterations between checkpoints, needed with --save")
+    save_interval: int | None = arg(
+        None,
+        alias=("--persistent-save-interval",),
+        help="iterations between checkpoints, needed with --save",
+    )
     load: str | None = arg(None, help="directory (or iter_XXXXXXX inside one) to resume from")
     ckpt_step: int | None = arg(None, help="load this iteration instead of the newest", dump=False)
     finetune: bool = arg(False, help="load the weights alone and start from iteration 0")

@@ -98,6 +98,7 @@ def parser() -> Parser:
         description=DESCRIPTION,
         extra=megatron_flags.parser_flags(),
         explain=megatron_flags.explain,
+        ignores=megatron_flags.ignores,
         synonyms=megatron_flags.SYNONYMS,
     )
 
@@ -147,6 +148,8 @@ def _checked(
         name: value for name, value in parsed.typed.items() if name in megatron_flags.FOREIGN
     }
     typed = {name: value for name, value in parsed.typed.items() if name not in foreign}
+    for words in megatron_flags.replaced(foreign).values():
+        typed = parse(flags, words).typed | typed
     theirs = _Theirs() if parsed.unread_file else _from_checkpoint(flags, typed)
     config = config_from(Config, {**theirs.values, **typed})
     world_size = config.training.world_size if config.training.dry_run else None
@@ -164,7 +167,7 @@ def _checked(
         *theirs.problems,
         *(text for text in found if not text.startswith(unread)),
     ]
-    notes = [*parsed.notes, *megatron_flags.without_effect(foreign), *theirs.notes]
+    notes = [*parsed.notes, *megatron_flags.accepted(foreign, parsed.ignored), *theirs.notes]
     if not problems:
         notes += check.notes(config, world_size, typed)
     c = config.checkpoint

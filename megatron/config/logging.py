@@ -74,7 +74,10 @@ class LoggingConfig:
         help="no learning rate in TensorBoard (Megatron's spelling)",
     )
     log_loss_scale_to_tensorboard: bool = arg(
-        True, off="--no-log-loss-scale-to-tensorboard", help="no loss scale in TensorBoard"
+        True,
+        off="--no-log-loss-scale-to-tensorboard",
+        alias=("--disable-log-loss-scale-to-tensorboard",),
+        help="no loss scale in TensorBoard",
     )
     log_validation_ppl_to_tensorboard: bool = arg(
         False, help="validation perplexity in TensorBoard"

@@ -9,6 +9,11 @@ from typing import Literal
 from megatron.arguments import arg
 
 
+def _norm(word: str) -> str:
+    """Megatron-DeepSpeed writes `rmsnorm`."""
+    return {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}.get(word.lower(), word)
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """The architecture."""
@@ -64,7 +69,9 @@ class ModelConfig:
     make_vocab_size_divisible_by: int = arg(
         128, help="the vocabulary is padded to a multiple of this times TP"
     )
-    normalization: Literal["LayerNorm", "RMSNorm"] = arg("LayerNorm", help="norm of every block")
+    normalization: Literal["LayerNorm", "RMSNorm"] = arg(
+        "LayerNorm", parse=_norm, help="norm of every block"
+    )
     norm_epsilon: float = arg(1e-5, help="epsilon of the norms")
     apply_layernorm_1p: bool = arg(False, help="norm weights are stored minus one")
     apply_residual_connection_post_layernorm: bool = arg(

@@ -27,7 +27,10 @@ class TrainingConfig:
         "growing every so many iterations up to --global-batch-size (InternLM)",
     )
     step_batch_size_schedule: str | None = arg(
-        None, help='"0:768 250B:1536": global batch from so many tokens on', dump=False
+        None,
+        nargs="words",
+        help='"0:768 250B:1536": global batch from so many tokens on',
+        dump=False,
     )
     decrease_batch_size_if_needed: bool = arg(
         False, help="round a batch that does not fit down instead of failing", dump=False
@@ -72,7 +75,10 @@ class TrainingConfig:
     manual_gc: bool = arg(False, help="collect garbage only every --manual-gc-interval steps")
     manual_gc_interval: int = arg(0, help="steps between manual collections; 0: never")
     manual_gc_eval: bool = arg(
-        True, off="--no-manual-gc-eval", help="no manual collection around evaluation"
+        True,
+        off="--no-manual-gc-eval",
+        alias=("--disable-manual-gc-eval",),
+        help="no manual collection around evaluation",
     )
     train_range_to_skip: tuple[str, ...] | None = arg(
         None,

@@ -33,3 +33,9 @@ class Config:
     logging: LoggingConfig
     spikes: SpikeConfig
     profiling: ProfilingConfig
+
+    @property
+    def attention_backend(self) -> str:
+        """The kind of attention that is used: context parallelism has its own kernels, whatever
+        was requested."""
+        return "auto" if self.parallel.context_parallel_size > 1 else self.kernels.attention

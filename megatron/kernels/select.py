@@ -62,7 +62,7 @@ def choose_kernels(device: torch.device, dtype: torch.dtype, config: Config) -> 
     check_wishes(device, dtype, config)
     k = config.kernels
     engine = None
-    attention = ATTENTION[config.kernels.attention]
+    attention = ATTENTION[config.attention_backend]
     if k.transformer_impl == "transformer_engine":
         transformer_engine.load()
         engine = transformer_engine.Engine(k.gradient_accumulation_fusion, _fp8(config.precision))
@@ -74,7 +74,7 @@ def choose_kernels(device: torch.device, dtype: torch.dtype, config: Config) -> 
         attention = "flash"
     if engine is not None and _engine_attention_obstacle(dtype, config) is None:
         attention = "engine"
-        _tell_engine(k.attention)
+        _tell_engine(config.attention_backend)
     return Kernels(
         attention,
         k.bias_swiglu_fusion,
@@ -136,7 +136,7 @@ def check_wishes(device: torch.device, dtype: torch.dtype, config: Config) -> No
                 f"--transformer-impl transformer_engine: {why_not}; or use --transformer-impl "
                 "local [kernel-not-available]"
             )
-    if k.attention == "flash":
+    if config.attention_backend == "flash":
         if (why_not := _flash_obstacle(device, dtype, config, asked=True)) is not None:
             asked = "--use-flash-attn" if k.use_flash_attn else "--attention-backend flash"
             raise ValueError(
@@ -147,7 +147,7 @@ def check_wishes(device: torch.device, dtype: torch.dtype, config: Config) -> No
 def _engine_attention_obstacle(dtype: torch.dtype, config: Config) -> str | None:
     """Why attention stays with this suite under --transformer-impl transformer_engine; None if it
     does not."""
-    if config.kernels.attention == "local":
+    if config.attention_backend == "local":
         return "not asked for"
     why_not = None if dtype in (torch.float16, torch.bfloat16) else "needs fp16 or bf16"
     return why_not or _foreign_attention_obstacle(config)
@@ -320,7 +320,7 @@ def _plain_attention_rows(
     dropout: float,
 ) -> list[KernelRow]:
     """Attention of whole sequences on one rank."""
-    backend = config.kernels.attention
+    backend = config.attention_backend
     if kernels.attention == "engine":
         return [
             KernelRow(

@@ -22,7 +22,11 @@ def declared() -> str:
     lines = [
         f"{spelling} supported" for flag in flags_of(Config).values() for spelling in flag.spellings
     ]
-    lines += [f"{flag.spelling} {flag.verdict}" for flag in FOREIGN.values()]
+    lines += [
+        f"{spelling} {flag.verdict}"
+        for flag in FOREIGN.values()
+        for spelling in (flag.spelling, *flag.aliases)
+    ]
     return "\n".join(sorted(lines)) + "\n"
 
 

@@ -24,18 +24,7 @@ def rule(f: Facts) -> Iterator[str]:
             f"--no-masked-softmax-fusion and {asked}: two kinds of attention; leave one of them "
             "out [flags-exclude-each-other]"
         )
-    elif backend != "auto" and f["context_parallel_size"] > 1:
-        asked = (
-            "--no-masked-softmax-fusion"
-            if f["attention_backend"] == "auto" and backend == "unfused"
-            else asked
-        )
-        yield (
-            f"{asked}: with --context-parallel-size {f['context_parallel_size']} blocks of keys "
-            "come from other ranks, which only the ring's own kernels can take in; leave it out "
-            "[attention-backend-with-context-parallel]"
-        )
-    elif backend in ("flash", "fused"):
+    elif f.config.attention_backend in ("flash", "fused"):
         yield from _fused(f, asked, backend)
     if f["transformer_impl"] == "transformer_engine":
         yield from _transformer_engine(f)
@@ -101,6 +90,17 @@ def _transformer_engine(f: Facts) -> Iterator[str]:
 
 def notes(f: Facts) -> Iterator[str]:
     """What a run should be told that no rule forbids."""
+    if f.config.kernels.attention != f.config.attention_backend:
+        name = "attention_backend"
+        if f["use_flash_attn"]:
+            name = "use_flash_attn"
+        elif f[name] == "auto":
+            name = "masked_softmax_fusion"
+        yield (
+            f"{f.say(name)}: no effect with --context-parallel-size {f['context_parallel_size']}, "
+            "whose attention over blocks of keys has its own kernels and the same results "
+            "[attention-backend-with-context-parallel]"
+        )
     if (
         f["transformer_impl"] == "transformer_engine"
         and f["fp8"] is not None

@@ -1,128 +1,153 @@
-"""Megatron's flags that no config class declares: without effect, or refused with what to use.
-Knows no config.
+"""Megatron's flags that no config class declares: accepted without effect, read as flags of this
+suite, or refused. Knows no config.
 
-A flag is accepted when the numbers of the run are the ones that were asked for although it does
-nothing here; it is refused when ignoring it would train another model or lose something that was
-asked for. Names, spellings and defaults: facts/megatron.md 13 (the 260 names of January 2024, the
-newer ones, and removed ones that old scripts still have).
+A flag that requests less precision or less memory than is used is accepted, with its cost; a flag
+that would train another model or lose data is refused. The rows are in `tables.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from megatron.arguments import Flag
-from megatron.config.megatron_compat.tables import FAMILIES, NEWER, OLD, PREFIXES, REMOVED, SYNONYMS
+from megatron.config.megatron_compat.tables import PREFIXES, REASONS, SYNONYMS, TABLE
 
-NO_EFFECT = "no effect"
-REFUSED = "not supported"
+NO_EFFECT = "note"
+MORE = "more"
+READ_AS = "read-as"
+REFUSED = "refused"
 __all__ = [
     "FOREIGN",
+    "MORE",
     "NO_EFFECT",
+    "READ_AS",
     "REFUSED",
     "SYNONYMS",
     "ForeignFlag",
+    "accepted",
     "dumped",
     "explain",
+    "ignores",
     "parser_flags",
+    "prefixes",
     "refused",
-    "without_effect",
+    "replaced",
 ]
-_TYPES = {"int": int, "float": float, "str": str, "list": str, "ints": int}
+_TYPES = {"int": int, "float": float, "str": str, "list": str}
+_ROW = re.compile(r"(\w+)(?::(\w+))?=([^!?,]*)((?:[!?][^!?,]*)*)((?:,--[\w-]+)*)")
 
 
 @dataclass(frozen=True)
 class ForeignFlag:
     """One flag of Megatron's that is not ours.
 
-    `takes` is "switch", "off", "int", "float", "str", "list" or "ints"; `verdict` is NO_EFFECT
-    ("because `text`") or REFUSED (`text` says why, and what to use). `fine`: values beside the
-    default that say what happens here anyway. `dump`: its default stands in Megatron's argument
-    dump and is true here too. `era`: "2024", "newer" or "removed".
+    `takes` is "switch", "off", "int", "float", "str" or "list". `text`: why it has no
+    effect, what it costs, what is read in its place, or why it is refused and what to use. `fine`:
+    values beside the default that need no note; `only`: the values that are accepted beside it,
+    where not all are. `dump`: its default is in Megatron's argument dump of 2024.
     """
 
     name: str
     spelling: str
+    aliases: tuple[str, ...]
     default: Any
     takes: str
     verdict: str
     text: str
     fine: tuple = ()
+    only: tuple = ()
     dump: bool = False
-    era: str = "2024"
 
-    def line(self, value: Any) -> str | None:
-        """What to say when it is typed with `value`; None when that is what happens here anyway."""
+    def shown(self, value: Any) -> str | None:
+        """The flag as it is typed with `value`; None where that is what happens anyway."""
         if value == self.default or value in self.fine:
             return None
-        shown = (
-            self.spelling if self.takes in ("switch", "off") else f"{self.spelling} {_shown(value)}"
+        if self.takes in ("switch", "off"):
+            return self.spelling
+        words = value if isinstance(value, tuple) else (value,)
+        return " ".join([self.spelling, *map(str, words)])
+
+    def refuses(self, value: Any) -> bool:
+        """Is this value an error?"""
+        return self.verdict == REFUSED or bool(self.only) and value not in self.only
+
+    @property
+    def reason(self) -> str:
+        """What docs/flags.md says of it."""
+        if self.verdict != READ_AS:
+            return self.text
+        only = f" (for {', '.join(map(str, self.only))}; other values are refused)" * bool(
+            self.only
         )
-        if self.verdict == NO_EFFECT:
-            return f"{shown}: no effect here, because {self.text} [megatron-flag-has-no-effect]"
-        return f"{shown}: not supported: {self.text} [megatron-flag-not-supported]"
+        return f"`{self.text.format('VALUE')}`{only}"
 
 
-def _shown(value: Any) -> str:
-    return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
+def _rows(table: str) -> Iterator[tuple[list[str], str, str]]:
+    """(verdict and more, flags, reason) of each row of the table."""
+    head: list[str] = []
+    for row in re.split(r"\n(?! )", table.strip()):
+        if row.startswith("["):
+            head = row.strip("[]\n").split()
+        elif row:
+            flags, _, reason = re.sub(r"\s+", " ", row).partition(" | ")
+            yield head, flags.replace(", --", ",--"), _reason(reason)
 
 
-def _make(
-    verdict: str,
-    era: str,
-    name: str,
-    default: Any,
-    text: str,
-    *,
-    spelling: str | None = None,
-    takes: str | None = None,
-    fine: tuple = (),
-    dump: bool | None = None,
-) -> ForeignFlag:
-    if takes is None:
-        kinds = {bool: "off" if default else "switch", int: "int", float: "float", tuple: "list"}
-        takes = kinds.get(type(default), "str")
-    dumped = era == "2024" if dump is None else dump
-    spelling = spelling or "--" + name.replace("_", "-")
-    return ForeignFlag(name, spelling, default, takes, verdict, text, fine, dumped, era)
-
-
-def _from_families() -> list[ForeignFlag]:
-    """Whole families of 2024 for other models: one sentence each, a line of name=default words (or
-    name=spelling)."""
-    found = []
-    for text, words in FAMILIES:
-        for word in words.split():
-            name, _, default = word.partition("=")
-            spelling = default if default.startswith("--") else None
-            value = True if spelling else _literal(default)
-            takes = "list" if name == "retriever_report_topk_accuracies" else None
-            found.append(
-                _make(
-                    REFUSED, "2024", name, value, text, spelling=spelling, takes=takes, dump=False
-                )
-            )
-    return found
+def _reason(text: str) -> str:
+    return REASONS[text[1:]] if text.startswith("&") else text
 
 
 def _literal(word: str) -> Any:
-    if word in ("", "False"):
-        return None if word == "" else False
-    try:
-        return float(word) if "." in word else int(word)
-    except ValueError:
-        return word
+    if word in ("", "''", "False", "True"):
+        return {"": None, "''": "", "False": False, "True": True}[word]
+    if word.startswith("("):
+        return tuple(map(_literal, word[1:-1].split()))
+    for kind in (int, float):
+        try:
+            return kind(word)
+        except ValueError:
+            pass
+    return word
+
+
+def _flag(word: str, head: Sequence[str], text: str) -> ForeignFlag:
+    found = _ROW.fullmatch(word)
+    assert found, f"{word}: not NAME[:TYPE]=DEFAULT[!VALUE][?VALUE][,--SPELLING]"
+    name, takes, value, values, more = found.groups()
+    default = value if takes == "str" else _literal(value)
+    if takes is None:
+        kinds = {bool: "off" if default else "switch", int: "int", float: "float", tuple: "list"}
+        takes = kinds.get(type(default), "str")
+    dashed = name.replace("_", "-")
+    spelling, *aliases = more.split(",")[1:] or [
+        f"--no-{dashed}" if default is True else f"--{dashed}"
+    ]
+    fine, only = (
+        tuple(_literal(v) for mark, v in re.findall(r"([!?])([^!?]*)", values) if mark == which)
+        for which in "!?"
+    )
+    return ForeignFlag(
+        name,
+        spelling,
+        tuple(aliases),
+        default,
+        takes,
+        head[0],
+        text,
+        fine,
+        only,
+        "dumped" in head,
+    )
 
 
 def _table() -> dict[str, ForeignFlag]:
-    flags = _from_families()
-    for era, rows in (("2024", OLD), ("newer", NEWER), ("removed", REMOVED)):
-        for accepted, name, default, text, more in rows:
-            flags.append(
-                _make(NO_EFFECT if accepted else REFUSED, era, name, default, text, **more)
-            )
+    flags = [
+        _flag(word, head, text) for head, words, text in _rows(TABLE) for word in words.split()
+    ]
     found = {flag.name: flag for flag in flags}
     assert len(found) == len(flags), "a foreign flag stands twice"
     return found
@@ -133,54 +158,100 @@ FOREIGN: Mapping[str, ForeignFlag] = _table()
 
 def parser_flags() -> list[Flag]:
     """The foreign flags as `megatron.arguments` reads them."""
-    found = []
-    for flag in FOREIGN.values():
-        kind = {"switch": "switch", "off": "off", "list": "list", "ints": "list"}.get(
-            flag.takes, "value"
+    kinds = {"switch": "switch", "off": "off", "list": "list"}
+    return [
+        Flag(
+            flag.name,
+            "foreign",
+            flag.spelling,
+            flag.aliases,
+            kinds.get(flag.takes, "value"),
+            _TYPES.get(flag.takes, bool),
+            flag.default,
+            None,
+            flag.text,
         )
-        found.append(
-            Flag(
-                flag.name,
-                "foreign",
-                flag.spelling,
-                (),
-                kind,
-                _TYPES.get(flag.takes, bool),
-                flag.default,
-                None,
-                flag.text,
-            )
-        )
-    return found
+        for flag in FOREIGN.values()
+    ]
+
+
+def prefixes() -> list[tuple[str, tuple[str, ...], str]]:
+    """(verdict, beginnings of spellings, reason) of the families of flags."""
+    return [(verdict, tuple(words.split()), _reason(text)) for verdict, words, text in PREFIXES]
+
+
+def _family(spelling: str) -> tuple[str, str] | None:
+    dashed = "--" + spelling.lstrip("-").replace("_", "-")
+    for verdict, beginnings, text in prefixes():
+        if dashed.startswith(beginnings):
+            return verdict, text
+    return None
 
 
 def explain(spelling: str) -> str | None:
-    """What to say about an unknown spelling that belongs to a known family of flags; None for any
-    other."""
-    dashed = "--" + spelling.lstrip("-").replace("_", "-")
-    for prefixes, text in PREFIXES:
-        if dashed.startswith(tuple(prefixes.split())):
-            return f"{spelling}: not supported: {text} [megatron-flag-not-supported]"
-    return None
+    """What to say about an unknown spelling that belongs to a refused family of flags; None for
+    any other."""
+    family = _family(spelling)
+    if family is None or family[0] != REFUSED:
+        return None
+    return f"{spelling}: not supported: {family[1]} [megatron-flag-not-supported]"
+
+
+def ignores(spelling: str) -> bool:
+    """Does an unknown spelling belong to a family of flags that have no effect?"""
+    family = _family(spelling)
+    return family is not None and family[0] == NO_EFFECT
 
 
 def refused(typed: Mapping[str, Any]) -> list[str]:
     """A line for each typed flag that is not supported with the value it was given."""
-    return _lines(typed, REFUSED)
+    lines = []
+    for name, value in typed.items():
+        flag = FOREIGN[name]
+        if flag.refuses(value) and (shown := flag.shown(value)):
+            use = flag.text
+            if flag.only:
+                use = f"use {flag.spelling} {' or '.join(map(str, flag.only))}, or omit the flag"
+            lines.append(f"{shown}: not supported: {use} [megatron-flag-not-supported]")
+    return lines
 
 
-def without_effect(typed: Mapping[str, Any]) -> list[str]:
-    """A line for each typed flag that is accepted but changes nothing."""
-    return _lines(typed, NO_EFFECT)
+def replaced(typed: Mapping[str, Any]) -> dict[str, list[str]]:
+    """{flag as typed: words that are read in its place} of the flags that another one replaces."""
+    found = {}
+    for name, flag in FOREIGN.items():
+        value = typed.get(name, flag.default)
+        shown = flag.shown(value)
+        if flag.verdict == READ_AS and shown and not flag.refuses(value):
+            found[shown] = shlex.split(flag.text.format(shlex.quote(str(value))))
+    return found
 
 
-def _lines(typed: Mapping[str, Any], verdict: str) -> list[str]:
-    lines = [
-        FOREIGN[name].line(value)
-        for name, value in typed.items()
-        if name in FOREIGN and FOREIGN[name].verdict == verdict
-    ]
-    return [line for line in lines if line]
+def accepted(typed: Mapping[str, Any], ignored: Sequence[str] = ()) -> list[str]:
+    """One paragraph about all typed flags that do nothing, or something else than in Megatron; []
+    where there is none. `ignored`: flags as typed that only their family is known of."""
+    said: dict[str, list[str]] = {NO_EFFECT: [], MORE: [], READ_AS: []}
+    for name, value in typed.items():
+        flag = FOREIGN[name]
+        shown = flag.shown(value)
+        if shown and flag.verdict == MORE:
+            said[MORE].append(f"{shown} ({flag.text})")
+        elif shown and flag.verdict == NO_EFFECT:
+            said[NO_EFFECT].append(shown)
+    said[NO_EFFECT] += ignored
+    said[READ_AS] = [f"{was} = {' '.join(now)}" for was, now in replaced(typed).items()]
+    parts = (
+        ("no effect, since results are the same (reasons: docs/flags.md): ", ", ", NO_EFFECT),
+        ("more precision or memory than requested: ", "; ", MORE),
+        ("read as other flags: ", "; ", READ_AS),
+    )
+    text = ". ".join(
+        start + between.join(said[verdict]) for start, between, verdict in parts if said[verdict]
+    )
+    if not text:
+        return []
+    rule = "a flag that would train another model or lose data is an error"
+    return [f"flags of Megatron-LM: {text}; {rule} [megatron-flag-has-no-effect]"]
 
 
 def dumped(typed: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,503 +1,343 @@
-"""The rows of Megatron's flags that are not ours; `megatron_flags` says what a row means. Knows no
-code at all.
+"""Megatron's flags that are not flags of this suite, as data; `flags.py` reads the table.
 
-Rows are made by `same` (accepted without effect, "because ...") and `no` (refused, "...; what to
-use"): name, default, text, and where needed spelling=, takes=, fine= (other values that are what
-happens here anyway).
+A row is `FLAG ... | REASON`, and an indented line continues it. FLAG is `NAME=DEFAULT`, where an
+empty default is None, a default of True makes a flag that switches off (`--no-NAME`), `NAME:TYPE`
+gives the type where the default does not show it, `!VALUE` is another value that needs no note,
+`?VALUE` the only one that is accepted beside the default, and `,--SPELLING` replaces the spelling
+made from the name (several are aliases). REASON `&KEY` is the text in REASONS. A line `[VERDICT]`
+says what happens to the flags below it:
+
+note     accepted: the numbers of the run are the same without it
+more     accepted: less precision or memory was requested than is used; REASON is what it costs
+read-as  the flags of REASON are read in its place ({} is its value), where they are not typed
+         themselves; of two rows the upper one counts
+refused  an error: ignoring it would train another model or lose data; REASON says what to use
+
+`dumped`: in January 2024's argument dump of Megatron also where it was not given.
 """
 
 from __future__ import annotations
 
-from typing import Any
+REASONS: dict[str, str] = {
+    "bucket": "a bucket of gradients is reduced as soon as it is complete, on every stage",
+    "compiled": "CUDA graphs are not used; --torch-compile fuses operations where that helps",
+    "engine": "it steers Transformer Engine's kernels or buffers, which are not used",
+    "ends": "use --decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers to "
+    "give the ends fewer layers",
+    "fp8": "FP8 is --fp8-format with --fp8-recipe tensorwise or delayed; use those",
+    "gather": "weights are gathered right after the update, on every pipeline stage",
+    "gpt": "only GPT is trained here; omit the flag",
+    "layers": "only transformer layers are built; omit the flag",
+    "mla": "latent attention is not supported; use --group-query-attention",
+    "moe": "mixture-of-experts models are not supported; omit the flag for a dense model",
+    "muon": "the optimizers are adam and sgd; use --optimizer adam",
+    "nccl": "process groups have NCCL's defaults; NCCL_* variables apply",
+    "one": "there is one implementation, with the same numbers",
+    "restart": "a failed run is restarted by its launcher and resumes with the same command",
+    "sharding": "not supported; use data, tensor, pipeline or context parallelism, and "
+    "--use-distributed-optimizer",
+    "wandb": "it steers a part of Weights & Biases, or another service, that is not used",
+    "window": "attention reads all earlier tokens; omit the flag",
+}
 
-Row = tuple[bool, str, Any, str, dict[str, Any]]
+TABLE = """
+[refused]
+bert_binary_head=True,--bert-no-binary-head bert_embedder_type=megatron bert_load= mask_prob=0.15
+  output_bert_embeddings=False short_seq_prob=0.1
+  | BERT is not trained here, only GPT; omit the flag
+decoder_num_layers= decoder_seq_length= pipeline_model_parallel_split_rank=
+  | T5 is not trained here, only GPT; omit the flag
+classes_fraction=1.0 data_per_class_fraction=1.0 dino_bottleneck_size=256 dino_freeze_last_layer=1
+  dino_head_hidden_size=2048 dino_local_crops_number=10 dino_local_img_size=96
+  dino_norm_last_layer=False dino_teacher_temp=0.07 dino_warmup_teacher_temp=0.04
+  dino_warmup_teacher_temp_epochs=30 head_lr_mult=1.0 img_h=224 img_w=224 iter_per_epoch=1250
+  mask_factor=1.0 mask_type=random num_channels=3 num_classes=1000 patch_dim=16
+  swin_backbone_type=tiny vision_backbone_type=vit vision_pretraining=False
+  vision_pretraining_type=classify | vision models are not trained here, only GPT; omit the flag
+biencoder_projection_dim=0 biencoder_shared_query_context_model=False block_data_path=
+  embedding_path= evidence_data_path= ict_head_size= ict_load= indexer_batch_size=128
+  indexer_log_interval=1000 query_in_block_prob=0.1 retriever_report_topk_accuracies:list=
+  retriever_score_scaling=False retriever_seq_length=256 sample_rate=1.0 titles_data_path=
+  use_one_sent_docs=False
+  | retrievers (ICT, biencoder) are not trained here, only GPT; omit the flag
+retro_add_retriever=False retro_attention_gate=1 retro_cyclic_train_iters=
+  retro_encoder_attention_dropout=0.1 retro_encoder_hidden_dropout=0.1 retro_encoder_layers=2
+  retro_num_neighbors=2 retro_num_retrieved_chunks=2 retro_return_doc_ids=False
+  retro_verify_neighbor_count=True,--retro-no-verify-neighbor-count retro_workdir=
+  | Retro is not trained here, only GPT; omit the flag
 
+[refused dumped]
+adlr_autoresume=False
+  | that service runs on NVIDIA's cluster; use --exit-signal-handler and the same command again
+fp8_interval=1 | delayed scales follow every step; omit the flag
+fp8_wgrad=True,--no-fp8-wgrad,--disable-fp8-wgrad
+  | all three GEMMs of a linear layer run in FP8; omit the flag
+lazy_mpu_init= | process groups are always made at the start; omit the flag
+moe_grouped_gemm=False num_experts= | &moe
+spec:list= | the layers of the model are those of megatron/model; change them there
+standalone_embedding_stage=False | &ends
 
-def same(name: str, default: Any, text: str, **more: Any) -> Row:
-    """A row of a flag that is accepted without effect."""
-    return True, name, default, text, more
+[note dumped]
+adlr_autoresume_interval=1000 | there is no --adlr-autoresume
+async_tensor_model_parallel_allreduce=True
+  | they are always reduced while weight gradients are computed
+barrier_with_L1_time=True,--no-barrier-with-level-1-timing
+  | timers never make one rank wait for another
+bias_dropout_fusion=True no_persist_layer_norm=False | &one
+clone_scatter_output_in_embedding=True,--no-clone-scatter-output-in-embedding,
+  --disable-clone-scatter-output-in-embedding
+  | the slice is a tensor of its own and keeps no other memory
+data_parallel_random_init=False
+  | all ranks draw the same weights, from the seed and the name of each parameter
+delay_grad_reduce=True | &bucket
+delay_param_gather=False | &gather
+empty_unused_memory_level=0 | torch manages the cache of the device between steps
+inference_batch_times_seqlen_threshold=512 max_tokens_to_oom=12000
+  | training runs no inference server
+nccl_communicator_config_path= | &nccl
+onnx_safe= | nothing is exported to ONNX
+perform_initialization=True,--no-initialization | weights are always drawn (--load overwrites them)
+scatter_gather_tensors_in_pipeline=True use_ring_exchange_p2p=False
+  | stages exchange whole hidden states (with --sequence-parallel the part of each rank)
+tp_comm_bulk_dgrad=True,--disable-tp-comm-bulk-dgrad,--no-tp-comm-bulk-dgrad
+  tp_comm_bulk_wgrad=True,--disable-tp-comm-bulk-wgrad,--no-tp-comm-bulk-wgrad
+  tp_comm_split_ag=True,--disable-tp-comm-split-ag,--no-tp-comm-split-ag
+  tp_comm_split_rs=True,--disable-tp-comm-split-rs,--no-tp-comm-split-rs
+  tp_comm_overlap=False tp_comm_overlap_cfg= | &engine
+use_cpu_initialization:switch=
+  | weights are always drawn on the CPU, identically for any number of ranks
+use_mcore_models=False | there is one model, with megatron-core's parameter names
 
+[more dumped]
+distribute_saved_activations=False
+  | every tensor-parallel rank keeps the inputs of its layers whole; --sequence-parallel splits them
 
-def no(name: str, default: Any, text: str, **more: Any) -> Row:
-    """A row of a flag that is refused."""
-    return False, name, default, text, more
+[note]
+align_grad_reduce=True,--no-align-grad-reduce,--disable-align-grad-reduce | &bucket
+align_param_gather=True,--no-align-param-gather,--disable-align-param-gather
+  overlap_param_gather_with_optimizer_step=False | &gather
+app_tag_run_name= app_tag_run_version=0.0.0 config_logger_dir=''
+  enable_one_logger=True,--no-one-logger | nothing is sent to a logging service
+ddp_average_in_collective=False gradient_reduce_div_fusion=True
+  | gradients are divided by the global number of tokens after they are summed
+ddp_pad_buckets_for_high_nccl_busbw=False ddp_reduce_scatter_with_fp32_accumulation=False
+  disable_jit_fuser=False jit_fuser=True,--no-jit-fuser | &one
+calculate_per_token_loss=False
+  | loss and gradients are always divided by the global number of tokens
+cross_entropy_loss_fusion=False cross_entropy_fusion_impl=native
+  | the loss is always computed in chunks, exactly
+mmap_bin_files=True | the .bin file is never mapped
+create_attention_mask_in_dataloader=True | no attention mask matrix is ever made
+num_dataset_builder_threads=1 defer_npy_index_mmap=False dataloader_fast_cache_load=False
+  | the index is built by one thread
+valid_num_workers= | --num-workers applies to every split
+enable_experimental=False test_mode=False
+  | it selects experiments of Megatron's code, which are not here
+async_strategy=nvrx async_ckpt_use_cpu_shm=False async_ckpt_use_cached_metadata=False
+  auto_detect_ckpt_format=False ckpt_assume_constant_structure=False ckpt_format=torch_dist
+  ckpt_fully_parallel_load=False ckpt_fully_parallel_save=True
+  ckpt_fully_parallel_save_deprecated=False,--ckpt-fully-parallel-save
+  ckpt_convert_update_legacy_dist_opt_format=False dist_ckpt_format=torch_dist
+  dist_ckpt_optim_fully_reshardable=False dist_ckpt_save_pre_mcore_014=False
+  distrib_optim_fully_reshardable_mem_efficient=False use_dist_ckpt=False
+  use_mp_args_from_checkpoint_args=False strict_fsdp_dtensor_load=True
+  | checkpoints have one format, which any number of ranks can read
+cuda_graph_impl=none | &compiled
+use_persistent_ckpt_worker=False | the writer process of --async-save runs until the run ends
+dist_ckpt_strictness=assume_ok_unexpected
+  | a checkpoint must hold exactly what the model needs: every difference is an error
+verify_integrity=False | damage to a checkpoint is always detected before the first step
+replication=False replication_jump= replication_factor=2 non_persistent_ckpt_type=
+  non_persistent_local_ckpt_algo=fully_parallel
+  | every snapshot is a complete checkpoint and is not replicated
+check_for_large_grads=False check_for_spiky_loss=False
+  | every run looks for spikes of loss and gradients; --spike-action selects the reaction
+check_weight_hash_across_dp_replicas_interval=
+  | the weights of the replicas are not compared during training
+error_injection_rate=0 error_injection_type=transient_error rerun_mode=disabled
+  result_rejected_tracker_filename= | iterations are not repeated to look for hardware faults
+deepspeed_activation_checkpointing=False contigious_checkpointing=False
+  synchronize_each_layer=False profile_backward=False
+  | it steers DeepSpeed's recomputation; --recompute-granularity requests it here
+ds_inference=False | DeepSpeed is not used
+expert_tensor_parallel_size= | a dense model has no experts
+abort_on_unmet_fused_kernel_constraints=False use_te_activation_func=False
+  use_transformer_engine_op_fuser=False te_rng_tracker=False overlap_moe_expert_parallel_comm=False
+  | &one
+defer_embedding_wgrad_compute=False delay_wgrad_compute=False wgrad_deferral_limit=0
+  overlap_p2p_comm_warmup_flush=False,--overlap-p2p-communication-warmup-flush
+  | every gradient is computed and every message sent as soon as its input is there
+pipeline_model_parallel_comm_backend= | &nccl
+high_priority_stream_groups:list= disable_symmetric_registration=False sharp_enabled_group=
+  nccl_ub=False,--use-nccl-ub use_sharp=False | &nccl
+use_gloo_process_groups=True,--disable-gloo-process-groups
+  | no second set of process groups is made
+distributed_timeout_seconds_after_init= | --distributed-timeout-minutes applies to the whole run
+train_sync_interval= | no synchronization is added between iterations
+pytorch_profiler_collect_callstack=False pytorch_profiler_collect_shapes=False nvtx_ranges=False
+  memory_snapshot_path=snapshot.pickle record_memory_history=False
+  run_workload_inspector_server=False
+  | no memory history is recorded; --profile --use-pytorch-profiler traces operations
+log_progress=False | no progress.txt is written; --metrics-file has every iteration
+log_memory_interval= | memory goes to TensorBoard with --log-memory-to-tensorboard
+log_energy=False | energy is not measured
+log_straggler=False disable_straggler_on_startup=False
+  | stragglers are not detected; --timing-log-option all shows every rank
+log_optimizer_states_to_tensorboard=False structured_logs=False structured_logs_dir=
+  | they are not logged; --metrics-file has every iteration
+logging_level= | library lines are always printed at level INFO
+legacy_tokenizer=False | there is one set of tokenizers
+use_tokenizer_model_from_checkpoint_args=True
+  | --use-checkpoint-args takes the tokenizer file of the checkpoint only where none is given
+rope_type=!rope rotary_scaling_factor=1.0 original_max_position_embeddings=4096
+  | only YaRN and latent attention read it; --use-rope-scaling reads --rope-scaling-factor
+kill_switch_path= trigger_path= | no such path is watched; --control-file saves or stops a run
+sync_tp_duplicated_parameters=False
+  | parameters that tensor-parallel ranks share have equal gradients on all of them
 
+[more]
+fp8_param_gather=False
+  | weights are gathered in 16 bits and cast to FP8 by each rank: twice the bytes
+grad_reduce_in_bf16=False main_grads_dtype=fp32
+  | gradients are kept and reduced in fp32: twice the bytes
+use_precision_aware_optimizer=False exp_avg_dtype=fp32 exp_avg_sq_dtype=fp32 main_params_dtype=fp32
+  | main weights and moments are fp32
+reuse_grad_buf_for_mxfp8_param_ag=False
+  | buffers are not shared
+cpu_offloading_num_layers=0 fine_grained_activation_offloading=False offload_modules:list=
+  | activations stay on the device
+optimizer_cpu_offload=False optimizer_offload_fraction=1.0 use_torch_optimizer_for_cpu_offload=False
+  overlap_cpu_optimizer_d2h_h2d=False pin_cpu_grads=True pin_cpu_params=True cpu_optimizer=False
+  | optimizer states stay on the device
+init_model_with_meta_device=False
+  | each rank draws its part of the weights on the CPU first: as much host memory
+recompute_modules=(core_attn)
+  | selective recomputation is that of core attention: other modules keep their activations
+distribute_checkpointed_activations=False partition_activations=False
+  checkpoint_in_cpu=False,--checkpoint-in-cpu
+  | each rank keeps the inputs of its recomputed layers whole, on the device
 
-_DP = (
-    "not in this version; use data, tensor, pipeline or context parallelism, and "
-    "--use-distributed-optimizer"
-)
-_WHOLE_SENDS = (
-    "stages send whole hidden states (with --sequence-parallel each rank its part) by send and "
-    "receive"
-)
-_ENDS = (
-    "use --decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers to give "
-    "the ends fewer layers"
-)
-_WHEN_COMPLETE = "a bucket of gradients is sent as soon as it is complete, on every pipeline stage"
-_AT_ONCE = "weights are gathered right after the update, on every pipeline stage"
-_NO_TP_COMM = (
-    "it steers overlap inside Transformer Engine's kernels, whose shared buffers are not set up "
-    "here"
-)
-_ONE_KERNEL = "there is one implementation with the same numbers"
-_NO_FP8 = (
-    "fp8 is --fp8-format with --fp8-recipe tensorwise or delayed, and weights keep their "
-    "format; leave the flag out"
-)
-_NO_WANDB = (
-    "nothing is sent to Weights & Biases; --tensorboard-dir DIR or --metrics-file FILE keep the "
-    "same numbers"
-)
-_NO_MOE = "mixture-of-experts models are not built here; leave the flag out for a dense model"
-_ONLY_LAYERS = "only transformer layers are built; leave the flag out"
-_OWN_FORMAT = "checkpoints have one format, that any number of ranks reads"
+[read-as]
+activations_checkpoint_num_layers=1 checkpoint_num_layers=1 | --recompute-num-layers {}
+activations_checkpoint_granularity= checkpoint_granularity= | --recompute-granularity {}
+activations_checkpoint_method= checkpoint_method=
+  | --recompute-granularity full --recompute-method {} --recompute-num-layers 1
+checkpoint_activations=False
+  | --recompute-granularity full --recompute-method uniform --recompute-num-layers 1
+fp32_allreduce=False | --accumulate-allreduce-grads-in-fp32
+layernorm_epsilon:float= | --norm-epsilon {}
+non_persistent_save_interval:int= | --snapshot-interval {}
+non_persistent_global_ckpt_dir= non_persistent_local_ckpt_dir= | --snapshot-dir {}
+num_key_value_heads:int= | --group-query-attention --num-query-groups {}
+override_lr_scheduler=False | --override-opt_param-scheduler
+rotary_position_embeddings_theta:int= | --rotary-base {}
+save_retain_interval:int= | --keep-last 1 --keep-every {}
+attention_head_type=multihead?multiquery | --group-query-attention --num-query-groups 1
+use_checkpoint_lr_scheduler=False | --use-checkpoint-opt_param-scheduler
+use_flash_attn_v1=False,--use-flash-attn-v1,--use-flash-attn-v2,--use-flash-attn-builder,
+  --use-flash-attn-triton | --use-flash-attn
+zero_stage=0?1 | --use-distributed-optimizer
 
-# Flags of January 2024 for models that are not trained here.
-FAMILIES: tuple[tuple[str, str], ...] = (
+[refused]
+hierarchical_context_parallel_sizes:list= | context-parallel ranks form one ring; omit the flag
+ds_sequence_parallel_size=1 | use --context-parallel-size
+use_tp_pp_dp_mapping=False | ranks are numbered tensor, context, data, pipeline; omit the flag
+microbatch_group_size_per_vp_stage=,--microbatch-group-size-per-virtual-pipeline-stage
+  | as many micro-batches as stages pass a chunk in turn; omit the flag
+account_for_embedding_in_pipeline_split=False account_for_loss_in_pipeline_split=False
+  pipeline_model_parallel_layout= pp_partition_method= | &ends
+data_parallel_sharding_strategy=no_shard!optim_grads_params outer_dp_sharding_strategy=no_shard
+  use_megatron_fsdp=False use_torch_fsdp2=False | &sharding
+use_mup=False | muP is not supported; set --init-method-std and --lr yourself
+embedding_init_method_std=
+  | the embedding has the standard deviation of all matrices; use --init-method-std
+embed_layernorm=False post_self_attn_layernorm=False post_mlp_layernorm=False
+  attention_output_gate=False use_gated_attention=False
+  | layers have one norm before attention and one before the MLP, without gates; omit the flag
+alibi_attention=False,--alibi | use --position-embedding-type rope or learned_absolute
+moe_layer_freq:str=1 moe_ffn_hidden_size= moe_router_topk=2
+  moe_router_load_balancing_type=aux_loss moe_aux_loss_coeff=0.0 moe_z_loss_coeff=
+  moe_router_score_function=softmax moe_router_pre_softmax=False
+  moe_router_enable_expert_bias=False moe_router_bias_update_rate=0.001
+  moe_router_topk_scaling_factor= moe_router_num_groups= moe_token_dispatcher_type=allgather
+  moe_expert_capacity_factor= moe_shared_expert_intermediate_size= moe_permute_fusion=False | &moe
+multi_latent_attention=False q_lora_rank= kv_lora_rank=32 qk_head_dim=128 qk_pos_emb_head_dim=64
+  v_head_dim=128 mscale=1.0 mscale_all_dim=0.0 | &mla
+mtp_num_layers= mtp_loss_scaling_factor=0.1 | only the next token is predicted; omit the flag
+window_size= window_attn_skip_freq= | &window
+no_rope_freq= | every layer rotates its queries and keys; omit the flag
+softmax_type=vanilla | there are no attention sinks; omit the flag
+quick_geglu=False enable_gpt_oss=False activation_func_clamp_value= glu_linear_offset=0.0
+  | use --geglu (its GELU is the tanh form) or --swiglu
+disable_bf16_reduced_precision_matmul=False
+  | torch chooses how a GEMM sums; omit the flag, or use --device cpu
+fp4=,--fp4-format | there are no FP4 kernels; use --bf16
+first_last_layers_bf16=False num_layers_at_start_in_bf16=1 num_layers_at_end_in_bf16=1
+  | every layer runs in FP8 with --fp8-format; use --bf16 alone
+eval_global_batch_size= eval_micro_batch_size=
+  | validation has the batch size of training; set --eval-iters for its length
+start_eval_at_iter= | the first validation comes after --eval-interval; omit the flag
+dataloader_inter_document_masking=False | use --reset-attention-mask and --reset-position-ids
+fim_data=False | samples are plain left-to-right text; omit the flag
+object_storage_cache_path= | data are read from files; copy them to a disk first
+data_file_list= train_weighted_split_paths_path= valid_weighted_split_paths_path=
+  | use --data-args-path FILE, a file of `weight prefix` pairs
+train_tokens= lr_decay_tokens= lr_warmup_tokens=
+  | use --train-samples, --lr-decay-samples, --lr-warmup-samples: tokens divided by --seq-length
+tokenizer_file= tokenizer_name_or_path=
+  | use --tokenizer-type HuggingFaceTokenizer --tokenizer-model PATH
+padded_vocab_size= pad_vocab_size_to= | use --make-vocab-size-divisible-by
+pad_vocab_size=True,--no-pad-vocab-size,--disable-pad-vocab-size
+  | use --make-vocab-size-divisible-by 1
+ckpt_convert_format= ckpt_convert_save=
+  | use tools/convert_checkpoint.py, which needs no GPU and no launcher
+pretrained_checkpoint= | use --load DIR --finetune
+override_ckpt_iteration= | use --ckpt-step, or --finetune to start from iteration 0
+use_legacy_models=False | there is one model, with megatron-core's parameter names; omit the flag
+exit_signal=SIGTERM!SIGUSR1 | use --exit-signal-handler, which watches SIGTERM and SIGUSR1
+trust_remote_code=False | no code is taken from tokenizer files; convert the tokenizer first
+hybrid_layer_pattern= | &layers
+yaml_cfg= | write the flags into a text file and give @FILE
+sft=False perform_rl_step=False | only pretraining samples are made; omit the flag
+batch_size= | use --micro-batch-size (samples of one forward pass on one rank)
+model_parallel_size= | use --tensor-model-parallel-size
+warmup= | use --lr-warmup-fraction
+dynamic_loss_scale=False | use --fp16 without --loss-scale
+skip_train_iteration_range:list= | use --train-range-to-skip a b, whose numbers are absolute
+train_iters_to_skip:list= | use --iterations-to-skip, which counts from 1 as the log does
+deepspeed_config=,--deepspeed_config,--deepspeed-config
+  | use --micro-batch-size, --global-batch-size, --clip-grad, --bf16 and their kin for what it sets
+
+[note]
+data_impl=infer!mmap | there is one data format, Megatron's .bin and .idx
+DDP_impl=local use_contiguous_buffers_in_local_ddp=True,--no-contiguous-buffers-in-local-ddp
+  | gradients always live in flat buffers
+query_key_layer_scaling=True | it is numerically neutral
+no_pipeline_parallel=False | --pipeline-model-parallel-size sets the number of stages
+deepspeed=False | DeepSpeed is not used
+"""
+
+# What happens to any other flag that begins so, whatever its values.
+PREFIXES: tuple[tuple[str, str, str], ...] = (
+    ("refused", "--moe- --expert-", "&moe"),
+    ("refused", "--fp8- --fp4- --te- --keep-fp8-", "&fp8"),
+    ("refused", "--use-flash-attn", "use --use-flash-attn, or --attention-backend flash"),
+    ("note", "--tp-comm- --no-tp-comm- --disable-tp-comm-", "&engine"),
+    ("note", "--wandb- --one-logger- --no-one-logger-", "&wandb"),
+    ("refused", "--bert- --retro- --vision- --dino- --ict- --biencoder- --retriever-", "&gpt"),
+    ("refused", "--mamba- --hybrid- --heterogeneous- --linear-attention- --dsa-", "&layers"),
+    ("refused", "--experimental-attention- --kimi- --gated-delta-", "&layers"),
+    ("refused", "--muon- --soap- --lion- --adaptive-muon-", "&muon"),
+    ("refused", "--fim-", "samples are plain left-to-right text; omit the flag"),
     (
-        "BERT is not trained here, only GPT; leave the flag out",
-        "bert_binary_head=--bert-no-binary-head bert_embedder_type=megatron bert_load= "
-        "mask_prob=0.15 output_bert_embeddings=False short_seq_prob=0.1",
+        "refused",
+        "--rl- --grpo- --langrl- --inference- --export- --sft- --distillation-",
+        "only pretraining is done here; omit the flag",
     ),
-    (
-        "T5 is not trained here, only GPT; leave the flag out",
-        "decoder_num_layers= decoder_seq_length= pipeline_model_parallel_split_rank=",
-    ),
-    (
-        "vision models are not trained here, only GPT; leave the flag out",
-        "classes_fraction=1.0 data_per_class_fraction=1.0 dino_bottleneck_size=256 "
-        "dino_freeze_last_layer=1 dino_head_hidden_size=2048 dino_local_crops_number=10 "
-        "dino_local_img_size=96 dino_norm_last_layer=False dino_teacher_temp=0.07 "
-        "dino_warmup_teacher_temp=0.04 dino_warmup_teacher_temp_epochs=30 head_lr_mult=1.0 "
-        "img_h=224 img_w=224 iter_per_epoch=1250 mask_factor=1.0 mask_type=random num_channels=3 "
-        "num_classes=1000 patch_dim=16 swin_backbone_type=tiny vision_backbone_type=vit "
-        "vision_pretraining=False vision_pretraining_type=classify",
-    ),
-    (
-        "retrievers (ICT, biencoder) are not trained here, only GPT; leave the flag out",
-        "biencoder_projection_dim=0 biencoder_shared_query_context_model=False block_data_path= "
-        "embedding_path= evidence_data_path= ict_head_size= ict_load= indexer_batch_size=128 "
-        "indexer_log_interval=1000 query_in_block_prob=0.1 retriever_report_topk_accuracies= "
-        "retriever_score_scaling=False retriever_seq_length=256 sample_rate=1.0 titles_data_path= "
-        "use_one_sent_docs=False",
-    ),
-    (
-        "Retro is not trained here, only GPT; leave the flag out",
-        "retro_add_retriever=False retro_attention_gate=1 retro_cyclic_train_iters= "
-        "retro_encoder_attention_dropout=0.1 retro_encoder_hidden_dropout=0.1 "
-        "retro_encoder_layers=2 retro_num_neighbors=2 retro_num_retrieved_chunks=2 "
-        "retro_return_doc_ids=False retro_verify_neighbor_count=--retro-no-verify-neighbor-count "
-        "retro_workdir=",
-    ),
-)
-
-# The other flags of January 2024.
-OLD: tuple[Row, ...] = (
-    no(
-        "adlr_autoresume",
-        False,
-        "that service runs on NVIDIA's own cluster; use --exit-signal-handler and the same "
-        "command again",
-    ),
-    same("adlr_autoresume_interval", 1000, "there is no --adlr-autoresume"),
-    same(
-        "async_tensor_model_parallel_allreduce",
-        True,
-        "they are always reduced while weight gradients are computed",
-        spelling="--no-async-tensor-model-parallel-allreduce",
-    ),
-    same(
-        "barrier_with_L1_time",
-        True,
-        "timers never make one rank wait for another",
-        spelling="--no-barrier-with-level-1-timing",
-    ),
-    same("bias_dropout_fusion", True, _ONE_KERNEL, spelling="--no-bias-dropout-fusion"),
-    same(
-        "clone_scatter_output_in_embedding",
-        True,
-        "the slice is a tensor of its own, so nothing keeps the whole alive",
-        spelling="--no-clone-scatter-output-in-embedding",
-    ),
-    same(
-        "data_parallel_random_init",
-        False,
-        "all ranks draw the same weights, from the seed and each one's name",
-    ),
-    same("delay_grad_reduce", True, _WHEN_COMPLETE, spelling="--no-delay-grad-reduce"),
-    same("delay_param_gather", False, _AT_ONCE),
-    no(
-        "distribute_saved_activations",
-        False,
-        "with --sequence-parallel saved activations are spread over the "
-        "tensor-parallel ranks already; use that",
-    ),
-    same("empty_unused_memory_level", 0, "the device's cache is left to torch between steps"),
-    no("fp8_interval", 1, "delayed scales follow every step; leave the flag out"),
-    no(
-        "fp8_wgrad",
-        True,
-        "all three products of a layer are of 8 bits; leave the flag out",
-        spelling="--no-fp8-wgrad",
-    ),
-    same("inference_batch_times_seqlen_threshold", 512, "training runs no inference server"),
-    no("lazy_mpu_init", None, "process groups are always made at the start; leave the flag out"),
-    same("max_tokens_to_oom", 12000, "training runs no inference server"),
-    no("moe_grouped_gemm", False, _NO_MOE),
-    same(
-        "nccl_communicator_config_path",
-        None,
-        "process groups have NCCL's defaults; its NCCL_* variables count",
-    ),
-    same("no_persist_layer_norm", False, _ONE_KERNEL),
-    no("num_experts", None, _NO_MOE),
-    same("onnx_safe", None, "nothing is exported to ONNX"),
-    same(
-        "perform_initialization",
-        True,
-        "weights are always drawn (--load overwrites them)",
-        spelling="--no-initialization",
-    ),
-    same(
-        "scatter_gather_tensors_in_pipeline",
-        True,
-        _WHOLE_SENDS,
-        spelling="--no-scatter-gather-tensors-in-pipeline",
-    ),
-    no(
-        "spec",
-        None,
-        "the model's layers are those of megatron/model; change them there",
-        takes="list",
-    ),
-    no("standalone_embedding_stage", False, _ENDS),
-    same("tp_comm_bulk_dgrad", True, _NO_TP_COMM, spelling="--disable-tp-comm-bulk-dgrad"),
-    same("tp_comm_bulk_wgrad", True, _NO_TP_COMM, spelling="--disable-tp-comm-bulk-wgrad"),
-    no("tp_comm_overlap", False, _NO_TP_COMM + "; leave the flag out"),
-    same("tp_comm_overlap_cfg", None, _NO_TP_COMM),
-    same("tp_comm_split_ag", True, _NO_TP_COMM, spelling="--disable-tp-comm-split-ag"),
-    same("tp_comm_split_rs", True, _NO_TP_COMM, spelling="--disable-tp-comm-split-rs"),
-    same(
-        "use_cpu_initialization",
-        None,
-        "weights are always drawn on the CPU, alike for any number of ranks",
-        takes="switch",
-    ),
-    same("use_mcore_models", False, "there is one model, with megatron-core's parameter names"),
-    same("use_ring_exchange_p2p", False, _WHOLE_SENDS),
-)
-
-# Flags that came after January 2024.
-NEWER: tuple[Row, ...] = (
-    no(
-        "hierarchical_context_parallel_sizes",
-        None,
-        "context-parallel ranks form one ring; leave the flag out",
-        takes="list",
-    ),
-    no(
-        "use_tp_pp_dp_mapping",
-        False,
-        "ranks are numbered tensor, context, data, pipeline; leave the flag out",
-    ),
-    no(
-        "microbatch_group_size_per_vp_stage",
-        None,
-        "as many micro-batches as stages pass a chunk in turn; leave the flag out",
-        spelling="--microbatch-group-size-per-virtual-pipeline-stage",
-    ),
-    no("account_for_embedding_in_pipeline_split", False, _ENDS),
-    no("account_for_loss_in_pipeline_split", False, _ENDS),
-    no("pipeline_model_parallel_layout", None, _ENDS),
-    same(
-        "ddp_average_in_collective",
-        False,
-        "gradients are divided by the global count of tokens after the sum",
-    ),
-    no("use_megatron_fsdp", False, _DP),
-    no("data_parallel_sharding_strategy", "no_shard", _DP, fine=("optim_grads_params",)),
-    no("use_torch_fsdp2", False, _DP),
-    no(
-        "grad_reduce_in_bf16",
-        False,
-        "gradients are kept and reduced in fp32 with --bf16; leave the flag out",
-    ),
-    same("align_param_gather", True, _AT_ONCE, spelling="--no-align-param-gather"),
-    same("align_grad_reduce", True, _WHEN_COMPLETE, spelling="--no-align-grad-reduce"),
-    no(
-        "use_precision_aware_optimizer",
-        False,
-        "main weights and moments are fp32; leave the flag out",
-    ),
-    no("main_grads_dtype", "fp32", "main gradients are fp32; leave the flag out"),
-    no("main_params_dtype", "fp32", "main weights are fp32; leave the flag out"),
-    no("exp_avg_dtype", "fp32", "Adam's moments are fp32; leave the flag out"),
-    no("exp_avg_sq_dtype", "fp32", "Adam's moments are fp32; leave the flag out"),
-    no("optimizer_cpu_offload", False, "the optimizer stays on its device; leave the flag out"),
-    no("use_mup", False, "muP is not built in; set --init-method-std and --lr yourself"),
-    no(
-        "embedding_init_method_std",
-        None,
-        "the embedding has the deviation of all matrices; use --init-method-std",
-    ),
-    no("init_model_with_meta_device", False, "weights are drawn on the CPU; leave the flag out"),
-    no("moe_layer_freq", "1", _NO_MOE),
-    no("moe_ffn_hidden_size", None, _NO_MOE),
-    no("moe_router_topk", 2, _NO_MOE),
-    no("moe_router_load_balancing_type", "aux_loss", _NO_MOE),
-    no("moe_aux_loss_coeff", 0.0, _NO_MOE),
-    no("moe_z_loss_coeff", None, _NO_MOE),
-    no("moe_router_score_function", "softmax", _NO_MOE),
-    no("moe_router_pre_softmax", False, _NO_MOE),
-    no("moe_router_enable_expert_bias", False, _NO_MOE),
-    no("moe_router_bias_update_rate", 0.001, _NO_MOE),
-    no("moe_router_topk_scaling_factor", None, _NO_MOE),
-    no("moe_router_num_groups", None, _NO_MOE),
-    no("moe_token_dispatcher_type", "allgather", _NO_MOE),
-    no("moe_expert_capacity_factor", None, _NO_MOE),
-    no("moe_shared_expert_intermediate_size", None, _NO_MOE),
-    no("moe_permute_fusion", False, _NO_MOE),
-    no("expert_tensor_parallel_size", None, _NO_MOE),
-    no(
-        "multi_latent_attention",
-        False,
-        "latent attention is not built here; use --group-query-attention",
-    ),
-    no("q_lora_rank", None, "latent attention is not built here; use --group-query-attention"),
-    no("kv_lora_rank", 32, "latent attention is not built here; use --group-query-attention"),
-    no("mtp_num_layers", None, "only the next token is predicted; leave the flag out"),
-    no("mtp_loss_scaling_factor", 0.1, "only the next token is predicted; leave the flag out"),
-    no("window_size", None, "attention looks at all tokens before; leave the flag out"),
-    no("softmax_type", "vanilla", "there are no attention sinks; leave the flag out"),
-    no("quick_geglu", False, "use --geglu (its GELU is the tanh form) or --swiglu"),
-    same("cross_entropy_loss_fusion", False, "the loss is always computed in chunks, exactly"),
-    same("cross_entropy_fusion_impl", "native", "the loss is always computed in chunks, exactly"),
-    no("fp8_param_gather", False, _NO_FP8),
-    no("fp4", None, "there are no FP4 kernels here; use --bf16", spelling="--fp4-format"),
-    no(
-        "recompute_modules",
-        ("core_attn",),
-        "--recompute-granularity selective recomputes core attention; use full for more",
-        takes="list",
-    ),
-    no(
-        "cuda_graph_impl",
-        "none",
-        "CUDA graphs are not used; --torch-compile fuses where that gains",
-    ),
-    no("delay_wgrad_compute", False, _DP),
-    same(
-        "calculate_per_token_loss",
-        False,
-        "loss and gradients are always divided by the global count of tokens",
-    ),
-    no(
-        "check_for_spiky_loss",
-        False,
-        "every run looks for spikes; --spike-action says what is done about one",
-    ),
-    no(
-        "rerun_mode",
-        "disabled",
-        "iterations are not run twice to look for faults; leave the flag out",
-    ),
-    no(
-        "eval_global_batch_size",
-        None,
-        "validation has the batch size of training; set --eval-iters for its length",
-    ),
-    no(
-        "start_eval_at_iter",
-        None,
-        "the first validation comes after --eval-interval; leave the flag out",
-    ),
-    same("mmap_bin_files", True, "the .bin file is never mapped", spelling="--no-mmap-bin-files"),
-    same(
-        "create_attention_mask_in_dataloader",
-        True,
-        "no matrix of masks is ever made",
-        spelling="--no-create-attention-mask-in-dataloader",
-    ),
-    no(
-        "dataloader_inter_document_masking",
-        False,
-        "use --reset-attention-mask and --reset-position-ids",
-    ),
-    same("num_dataset_builder_threads", 1, "the index is built by one thread"),
-    no("fim_data", False, "samples are plain left-to-right text; leave the flag out"),
-    no("object_storage_cache_path", None, "data are read from files; copy them to a disk first"),
-    same("ckpt_format", "torch_dist", _OWN_FORMAT),
-    same("dist_ckpt_format", "torch_dist", _OWN_FORMAT),
-    same("use_dist_ckpt", False, _OWN_FORMAT),
-    same("async_strategy", "nvrx", _OWN_FORMAT),
-    same("ckpt_fully_parallel_save", True, _OWN_FORMAT, spelling="--no-ckpt-fully-parallel-save"),
-    same(
-        "ckpt_fully_parallel_save_deprecated",
-        False,
-        _OWN_FORMAT,
-        spelling="--ckpt-fully-parallel-save",
-    ),
-    same("ckpt_fully_parallel_load", False, _OWN_FORMAT),
-    same("ckpt_assume_constant_structure", False, _OWN_FORMAT),
-    same("auto_detect_ckpt_format", False, _OWN_FORMAT),
-    same("use_mp_args_from_checkpoint_args", False, _OWN_FORMAT),
-    no(
-        "dist_ckpt_strictness",
-        "assume_ok_unexpected",
-        "a checkpoint must hold exactly what the model needs, and every difference is an error",
-    ),
-    no("pretrained_checkpoint", None, "use --load DIR --finetune"),
-    no("save_retain_interval", None, "use --keep-last 1 --keep-every N"),
-    no("non_persistent_save_interval", None, "use --snapshot-interval"),
-    no("override_ckpt_iteration", None, "use --ckpt-step, or --finetune to start from iteration 0"),
-    no(
-        "use_legacy_models",
-        False,
-        "there is one model, with megatron-core's parameter names; leave the flag out",
-    ),
-    same("log_progress", False, "no progress.txt is written; --metrics-file has every iteration"),
-    same(
-        "log_memory_interval", None, "memory goes to TensorBoard with --log-memory-to-tensorboard"
-    ),
-    same("log_energy", False, "energy is not measured"),
-    same(
-        "log_straggler",
-        False,
-        "stragglers are not looked for; --timing-log-option all shows every rank",
-    ),
-    same("logging_level", None, "library lines are always printed at level INFO"),
-    same(
-        "enable_one_logger",
-        True,
-        "nothing is sent to a logging service",
-        spelling="--no-one-logger",
-    ),
-    same(
-        "distributed_timeout_seconds_after_init",
-        None,
-        "--distributed-timeout-minutes holds for the whole run",
-    ),
-    no(
-        "exit_signal",
-        "SIGTERM",
-        "--exit-signal-handler watches SIGTERM and SIGUSR1",
-        fine=("SIGUSR1",),
-    ),
-    no(
-        "trust_remote_code",
-        False,
-        "no code is taken from tokenizer files; convert the tokenizer first",
-    ),
-    same("legacy_tokenizer", False, "there is one set of tokenizers"),
-    no(
-        "pad_vocab_size",
-        True,
-        "use --make-vocab-size-divisible-by 1",
-        spelling="--no-pad-vocab-size",
-    ),
-    no("hybrid_layer_pattern", None, _ONLY_LAYERS),
-    no("yaml_cfg", None, "write the flags into a text file and give @FILE"),
-    same(
-        "use_gloo_process_groups",
-        True,
-        "no second set of process groups is made",
-        spelling="--disable-gloo-process-groups",
-    ),
-    no("sft", False, "only pretraining samples are made; leave the flag out"),
-)
-
-# Flags that Megatron dropped before January 2024, and those of its forks: scripts still have them.
-REMOVED: tuple[Row, ...] = (
-    no("batch_size", None, "use --micro-batch-size (samples of one forward pass on one rank)"),
-    no("model_parallel_size", None, "use --tensor-model-parallel-size"),
-    no("warmup", None, "use --lr-warmup-fraction"),
-    no(
-        "checkpoint_activations",
-        False,
-        "use --recompute-activations, or --recompute-granularity full with "
-        "--recompute-method uniform --recompute-num-layers 1",
-    ),
-    no("checkpoint_num_layers", 1, "use --recompute-num-layers"),
-    no("checkpoint_granularity", None, "use --recompute-granularity"),
-    no("checkpoint_method", None, "use --recompute-method"),
-    no("activations_checkpoint_method", None, "use --recompute-method"),
-    no("activations_checkpoint_num_layers", 1, "use --recompute-num-layers"),
-    no("distribute_checkpointed_activations", False, "use --recompute-granularity full alone"),
-    no("layernorm_epsilon", 1e-5, "use --norm-epsilon"),
-    no("override_lr_scheduler", False, "use --override-opt_param-scheduler"),
-    no("use_checkpoint_lr_scheduler", False, "use --use-checkpoint-opt_param-scheduler"),
-    no("fp32_allreduce", False, "use --accumulate-allreduce-grads-in-fp32"),
-    no("dynamic_loss_scale", False, "use --fp16 without --loss-scale"),
-    same(
-        "data_impl", "infer", "there is one data format, Megatron's .bin and .idx", fine=("mmap",)
-    ),
-    same("DDP_impl", "local", "gradients always live in flat buffers of our own"),
-    same(
-        "use_contiguous_buffers_in_local_ddp",
-        True,
-        "gradients always live in flat buffers of our own",
-        spelling="--no-contiguous-buffers-in-local-ddp",
-    ),
-    same(
-        "query_key_layer_scaling",
-        True,
-        "it is numerically neutral",
-        spelling="--no-query-key-layer-scaling",
-    ),
-    same(
-        "no_pipeline_parallel",
-        False,
-        "--pipeline-model-parallel-size alone says how many stages there are",
-    ),
-    no(
-        "tokenizer_name_or_path",
-        None,
-        "use --tokenizer-type HuggingFaceTokenizer --tokenizer-model PATH",
-    ),
-    no("train_tokens", None, "use --train-samples, the tokens divided by --seq-length"),
-    no(
-        "skip_train_iteration_range",
-        None,
-        "use --train-range-to-skip a b, whose numbers are absolute",
-        takes="list",
-    ),
-    no(
-        "train_iters_to_skip",
-        None,
-        "use --iterations-to-skip, which counts from 1 as the log does",
-        takes="list",
-    ),
-    no("deepspeed", False, "DeepSpeed is not used; leave its flags out"),
-)
-
-# What to say about any other flag that begins so.
-PREFIXES: tuple[tuple[str, str], ...] = (
-    ("--moe- --expert-", _NO_MOE),
-    ("--fp8- --fp4- --te- --keep-fp8-", _NO_FP8),
-    ("--use-flash-attn", "use --use-flash-attn, or --attention-backend flash"),
-    ("--tp-comm-", _NO_TP_COMM),
-    ("--wandb- --one-logger-", _NO_WANDB),
-    (
-        "--bert- --retro- --vision- --dino- --ict- --biencoder- --retriever-",
-        "only GPT is trained here; leave the flag out",
-    ),
-    ("--mamba- --hybrid- --heterogeneous- --linear-attention-", _ONLY_LAYERS),
-    (
-        "--rl- --grpo- --inference- --export- --sft- --distillation-",
-        "only pretraining is done here; leave the flag out",
-    ),
-    ("--deepspeed --zero- --ds-", "DeepSpeed is not used; leave its flags out"),
-    (
-        "--ft- --inprocess- --rerun- --straggler-",
-        "restarts are the launcher's; a run resumes by the same command",
-    ),
-    (
-        "--cuda-graph --enable-cuda-graph --external-cuda-graph",
-        "CUDA graphs are not used; --torch-compile fuses where that gains",
-    ),
-    ("--fsdp- --megatron-fsdp-", _DP),
+    ("refused", "--deepspeed --zero- --ds-", "DeepSpeed is not used; omit its flags"),
+    ("note", "--ft- --inprocess- --straggler- --enable-ft- --calc-ft-", "&restart"),
+    ("note", "--cuda-graph --enable-cuda-graph --external-cuda-graph", "&compiled"),
+    ("refused", "--fsdp- --megatron-fsdp- --torch-fsdp", "&sharding"),
 )
 
 # What other suites call our flags.

@@ -102,7 +102,7 @@ class _Sizes:
             nbytes += self.tokens * (
                 statistics + (self.wide * (self.query + self.key) if widened else 0)
             )
-        backend = self.config.kernels.attention
+        backend = self.config.attention_backend
         chunked = (
             m.attention_dropout > 0
             or self.config.data.reset_attention_mask
