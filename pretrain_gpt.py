@@ -9,6 +9,7 @@ if __name__ == "__main__":
 import os
 import sys
 import time
+from dataclasses import replace
 
 from megatron import threads
 from megatron.training.launch.signals import SignalWatch, leave_with
@@ -156,9 +157,8 @@ def train(line, tokenizer, fence, writer, signals: SignalWatch | None, services=
 
     with timers("model-and-optimizer-setup"):
         run = build.build_run(config, plan, runtime, timers, tokenizer)
-        run.fence = fence
-        run.writer = writer
-        run.services = services or Services(signals or SignalWatch())
+        services = services or Services(signals or SignalWatch())
+        run.services = replace(services, fence=fence, writer=writer)
         loaded = load_checkpoint(run)
     log.timers(["load-checkpoint"])
     detail(datetime_line("after model, optimizer, and learning rate scheduler are built"))

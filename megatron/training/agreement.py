@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Iterable
 from signal import Signals
 from typing import NamedTuple
 
 import torch
 
-from megatron.training.launch.control_file import SAVE, STOP, ControlFile
 from megatron.training.run import Run
 
 
 class Requests(NamedTuple):
     """The ranks that request or report something; summed over the ranks, their numbers.
 
-    For another request, add a field here and set it in `Agreement.own`.
+    For another request, add a field here and return it from a hook (hook.py).
     """
 
     signal: int = 0  # has received the signal that ends the run
@@ -32,28 +33,27 @@ class Agreement:
         """`started`: when the program began, in seconds of `run.services.clock`."""
         self._run = run
         self._started = started
-        path = run.config.checkpoint.control_file
-        self._control = ControlFile(path) if path and run.runtime.rank == 0 else None
 
-    def own(self, iteration: int) -> Requests:
-        """The requests of this rank after `iteration`."""
+    def own(self, others: Iterable[Requests | None] = ()) -> Requests:
+        """The requests of this rank: signal and time, and those of others (features) added."""
+        total = Requests(bool(self._run.services.signals.received), self._time_is_up())
+        for requests in others:
+            if requests:
+                total = Requests(*map(operator.add, total, requests))
+        return total
+
+    def of_all(self, requests: Requests) -> Requests:
+        """The requests of all ranks, by a collective; `requests` are those of this rank."""
         run = self._run
-        requested = self._control.wish(iteration) if self._control else None
-        return Requests(
-            signal=bool(run.services.signals.received),
-            time_up=self._time_is_up(),
-            save_now=requested == SAVE,
-            stop_now=requested == STOP,
-            written=bool(run.under_way and run.writer.done()),
-        )
-
-    def of_all(self, iteration: int) -> Requests:
-        """The requests of all ranks after `iteration`, by a collective."""
-        return self._sum(self.own(iteration))
+        if run.runtime.world_size == 1:
+            return requests
+        counts = torch.tensor(requests, dtype=torch.float64, device=run.runtime.device)
+        total = run.services.all_reduce(counts, run.runtime.ctx.world)
+        return Requests(*map(int, total.tolist()))
 
     def out_of_time(self) -> bool:
         """Is the time over for any rank? By a collective, within evaluations."""
-        return self._sum(Requests(time_up=self._time_is_up())).time_up > 0
+        return self.of_all(Requests(time_up=self._time_is_up())).time_up > 0
 
     def signal_name(self) -> str:
         """The signal that this or another rank has received, by a collective."""
@@ -67,11 +67,6 @@ class Agreement:
             int(run.services.all_reduce(number, run.runtime.ctx.world, "max").item())
         ).name
 
-    def done(self) -> None:
-        """What --control-file requested has been done."""
-        if self._control:
-            self._control.done()
-
     def minutes(self) -> float:
         """How long the program has run."""
         return (self._run.services.clock() - self._started) / 60.0
@@ -79,11 +74,3 @@ class Agreement:
     def _time_is_up(self) -> bool:
         limit = self._run.config.training.exit_duration_in_mins
         return limit is not None and self.minutes() > limit
-
-    def _sum(self, requests: Requests) -> Requests:
-        run = self._run
-        if run.runtime.world_size == 1:
-            return requests
-        counts = torch.tensor(requests, dtype=torch.float64, device=run.runtime.device)
-        total = run.services.all_reduce(counts, run.runtime.ctx.world)
-        return Requests(*map(int, total.tolist()))

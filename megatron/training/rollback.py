@@ -21,14 +21,17 @@ from megatron.checkpoint.filesystem import DISK, CheckpointError
 from megatron.checkpoint.state import RunState
 from megatron.parallel.collectives import gather_objects
 from megatron.training.checkpointing import load, save
+from megatron.training.hook import Hook
 from megatron.training.launch.signals import Refusal
+from megatron.training.logging.training_log import IterationResult
 from megatron.training.run import Run
+from megatron.training.save_policy import SavePolicy
 from megatron.training.skipping.skip_plan import record_skip
 from megatron.training.spikes.policy import EXIT_CODE, Rewind
 
 
 @dataclass
-class Copy:
+class Snapshot:
     """The run after `iteration` iterations on this rank: what a checkpoint has, tensors in the
     order of `own_tensors`."""
 
@@ -37,26 +40,40 @@ class Copy:
     tensors: list[torch.Tensor]
 
 
-class Past:
+class RollbackBuffer(Hook):
     """What a run can go back to: the last copies in memory, and the checkpoints of its own line.
     All ranks call alike."""
 
-    def __init__(self, run: Run):
+    def __init__(self, run: Run, saving: SavePolicy):
         self._run = run
+        self._saving = saving
         self._loaded = run.progress.iteration
         self._saved: set[int] = set()
-        self.copies: list[Copy] = []  # oldest first
+        self.snapshots: list[Snapshot] = []  # oldest first
 
-    def has_saved(self, iteration: int) -> None:
-        """A checkpoint of this iteration is on the disk."""
+    def after_save(self, iteration: int) -> None:
         self._saved.add(iteration)
 
-    def copy_if_due(self) -> None:
+    def on_start(self) -> None:
+        self.maybe_snapshot()
+
+    def after_step(self, result: IterationResult) -> None:
+        """Roll back if --spike-action requests it now, otherwise take a snapshot if that is due.
+        Raises Refusal."""
+        run = self._run
+        request = run.spikes.due(run.plan.train_iters, run.progress.iteration)
+        if request is None:
+            self.maybe_snapshot()
+            return
+        self._saving.settle()
+        self.roll_back(request)
+
+    def maybe_snapshot(self) -> None:
         """Copy the run as it stands, over the oldest copy, if that is due; never while a spike may
         still grow."""
         run = self._run
         every = self._run.config.spikes.spike_snapshot_interval
-        newest = self.copies[-1].iteration if self.copies else -every
+        newest = self.snapshots[-1].iteration if self.snapshots else -every
         if (
             not run.config.spikes.copies
             or run.spikes.unsettled
@@ -64,22 +81,22 @@ class Past:
         ):
             return
         tensors = _tensors(run)
-        if len(self.copies) == run.config.spikes.copies:
-            memory = self.copies.pop(0).tensors
+        if len(self.snapshots) == run.config.spikes.copies:
+            memory = self.snapshots.pop(0).tensors
         else:
             memory = [torch.empty_like(tensor, device="cpu") for tensor in tensors]
         for mine, tensor in zip(memory, tensors, strict=True):
             mine.copy_(tensor)
-        self.copies.append(Copy(run.progress.iteration, save.state_of(run).dump(), memory))
+        self.snapshots.append(Snapshot(run.progress.iteration, save.state_of(run).dump(), memory))
 
-    def rewind(self, asked: Rewind) -> None:
+    def roll_back(self, asked: Rewind) -> None:
         """Go back before `asked.start` and skip from there to `asked.end`; where nothing so old is
         left, from the oldest there is on. Raises Refusal where nothing is older than the spike,
         CheckpointError where a disk refuses."""
         run = self._run
         progress = self._run.progress
         checkpoints = self._checkpoints()
-        there = [*checkpoints, *(one.iteration for one in self.copies)]
+        there = [*checkpoints, *(one.iteration for one in self.snapshots)]
         back = max((n for n in there if n < asked.start), default=min(there, default=asked.first))
         if back >= asked.first:
             raise Refusal(
@@ -108,19 +125,17 @@ class Past:
         record_skip(
             run, asked.start, asked.end, "spike", f"--spike-action rewind, attempt {asked.attempt}"
         )
-        self.copies = [one for one in self.copies if one.iteration <= progress.iteration]
-        self.copy_if_due()
-        if run.recorder and run.recorder.ledger:
-            run.recorder.ledger.go_back()
+        self.snapshots = [one for one in self.snapshots if one.iteration <= progress.iteration]
+        self.maybe_snapshot()
 
     def _take_back(self, iteration: int, checkpoints: dict[int, list[Candidate]]) -> str:
         """Make the run what it was after `iteration`; from where."""
         run = self._run
-        for copy in self.copies:
-            if copy.iteration == iteration:
-                for tensor, mine in zip(_tensors(run), copy.tensors, strict=True):
+        for snapshot in self.snapshots:
+            if snapshot.iteration == iteration:
+                for tensor, mine in zip(_tensors(run), snapshot.tensors, strict=True):
                     tensor.copy_(mine)
-                load.restore_counters(run, RunState.parse(copy.state, "a copy in memory"))
+                load.restore_counters(run, RunState.parse(snapshot.state, "a copy in memory"))
                 if run.fp8:
                     run.fp8.loaded()
                 return "a copy in memory"
@@ -160,7 +175,7 @@ class Past:
                     (n, Candidate(c.load, n)) for n in store.iterations(c.load) if n <= self._loaded
                 )
 
-    def put_aside(self) -> None:
+    def on_rollback(self) -> None:
         """After the iteration gone back to has been saved: checkpoints beyond it get a name that
         nobody loads by itself."""
         run = self._run
@@ -174,7 +189,7 @@ class Past:
         if run.runtime.rank or not c.save:
             return
         try:
-            run.fence()
+            run.services.fence()
             if store.latest(c.save) != now:
                 return  # it could not be saved, which has been said
             for n in store.iterations(c.save):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,7 +12,6 @@ from torch import nn
 
 from megatron.checkpoint.async_writer import Writer
 from megatron.checkpoint.skip_log import SkipHistory
-from megatron.checkpoint.state import RunState
 from megatron.config.plan.plan import Plan
 from megatron.config.tree import Config
 from megatron.data.ledger import Recorder
@@ -42,6 +40,9 @@ class Services:
     signals: SignalWatch = field(default_factory=SignalWatch)
     clock: Callable[[], float] = time.time
     all_reduce: Callable[..., torch.Tensor] = all_reduce_
+    # raises where another job has taken --save over; called by rank 0
+    fence: Callable[[], None] = lambda: None
+    writer: Writer | None = None  # of --async-save
 
 
 @dataclass
@@ -52,19 +53,6 @@ class Progress:
     consumed_train_samples: int = 0
     consumed_valid_samples: int = 0
     skipped_train_samples: int = 0
-
-
-@dataclass(frozen=True)
-class UnderWay:
-    """A save that has begun: all that is written of it but the tensors, and what is said when it is
-    done."""
-
-    temporary: Path
-    iteration: int
-    state: RunState
-    args: str
-    said: str
-    is_snapshot: bool
 
 
 @dataclass
@@ -89,10 +77,6 @@ class Run:
     recorder: Recorder | None = None  # of --data-ledger
     rows: RowCounts | None = None  # of --packed-samples and --log-subsets
     fp8: DelayedScaling | None = None  # of --fp8-recipe delayed
-    writer: Writer | None = None  # of --async-save
     # `plan.skips` are the ranges to come
     skip_history: SkipHistory = field(default_factory=SkipHistory)
-    under_way: UnderWay | None = None  # the save that --async-save has begun
     services: Services = field(default_factory=Services)
-    # raises where another job has taken --save over; asked by rank 0
-    fence: Callable[[], None] = lambda: None

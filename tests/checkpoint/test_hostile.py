@@ -296,7 +296,7 @@ def refused_lock(root: Path) -> None:
 
 
 def control(root: Path) -> None:
-    if ControlFile(str(root / "control")).wish(9) is None:
+    if ControlFile(str(root / "control")).request(9) is None:
         raise ValueError("nothing asked for, and said so above")
 
 

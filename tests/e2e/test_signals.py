@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from megatron.checkpoint import store
-from megatron.training import loop
+from megatron.training import evaluation, loop
 from megatron.training.launch import signals
 from tests.e2e.programs import Program, fork_program, fork_ranks
 from tests.forkrun import run_ranks
@@ -295,7 +295,7 @@ def test_without_the_handler_sigterm_ends_everything(folder):
 
 
 def request_while_skipping(rank: int, world: int, folder: Path) -> list:
-    evaluate = loop.evaluate
+    evaluate = evaluation.evaluate
 
     def hook() -> None:
         def slow(*args, **kwargs):
@@ -303,7 +303,7 @@ def request_while_skipping(rank: int, world: int, folder: Path) -> list:
             time.sleep(0.3)
             return evaluate(*args, **kwargs)
 
-        loop.evaluate = slow
+        evaluation.evaluate = slow
 
     words = argv(
         folder, "--exit-signal-handler", "--train-range-to-skip", "2", "12", "--eval-interval", "1"

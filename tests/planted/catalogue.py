@@ -561,24 +561,24 @@ BUGS = {
         "campaign",
     ),
     "a learning rate that stands still where iterations are skipped": Bug(
-        "megatron.training.loop.Trainer._skip",
-        "run.scheduler.after_iteration(plan.scheduled_samples(first, iteration))",
+        "megatron.training.skipping.skip.Skipping.skip",
+        "run.scheduler.after_iteration(plan.scheduled_samples(first, last))",
         "",
         f"{SKIPPING}::test_t01_columns_are_those_of_the_whole_run",
         "campaign",
     ),
     "a gradient norm in the log of a skipped iteration": Bug(
-        "megatron.training.loop.Trainer._skip",
+        "megatron.training.skipping.skip.Skipping.skip",
         "skipped='user'",
         "skipped='user', grad_norm=1.0",
         f"{SKIPPING}::test_t02_lines_of_skipped_iterations_have_no_loss_and_no_norm",
         "campaign",
     ),
     "an update with zero gradients in place of a skipped iteration": Bug(
-        "megatron.training.loop.Trainer._skip",
-        "progress.iteration = iteration",
+        "megatron.training.skipping.skip.Skipping.skip",
+        "progress.iteration = last",
         "for part in run.buffers.owned:\n    part.main_grad.zero_()\n"
-        "run.optimizer.step()\nprogress.iteration = iteration",
+        "run.optimizer.step()\nprogress.iteration = last",
         f"{SKIPPING}::test_t03_nothing_of_the_state_changes",
         "campaign",
     ),
@@ -666,10 +666,16 @@ BUGS = {
         T15,
     ),
     "a snapshot taken during the spike is used": Bug(
-        "megatron.training.rollback.Past.rewind", "n < asked.start", "n <= asked.start", T15
+        "megatron.training.rollback.RollbackBuffer.roll_back",
+        "n < asked.start",
+        "n <= asked.start",
+        T15,
     ),
     "checkpoints of a rolled-back segment left for resume": Bug(
-        "megatron.training.loop.Trainer._went_back", "self._past.put_aside()", "", T15
+        "megatron.training.rollback.RollbackBuffer.on_rollback",
+        "DISK.rename(path, aside)",
+        "",
+        T15,
     ),
     "a long spike charged to the limit iteration by iteration": Bug(
         "megatron.training.spikes.policy.SpikePolicy.judge",

@@ -18,7 +18,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from megatron.checkpoint import store
 from megatron.config.plan.report import memory_lines
 from megatron.training.launch.signals import Refusal
-from megatron.training.rollback import Past
+from megatron.training.rollback import RollbackBuffer
 from megatron.training.spikes.detector import LEVEL_SHIFT
 from megatron.training.spikes.policy import BUDGET, EXIT_CODE, Rewind
 from megatron.training.step import train_step
@@ -320,40 +320,40 @@ def test_t15_the_second_attempt_is_larger_and_the_third_is_given_up(tmp_path, da
 )
 def test_two_copies_are_kept_of_the_size_that_a_dry_run_tells(kind):
     made = make_run(spike_action="rewind", spike_snapshot_interval=4, **kind)
-    past = Past(made)
+    buffer = RollbackBuffer(made, saving=None)
     begun = made.model[0].decoder.final_layernorm.weight.clone()
     for n in range(11):
         made.progress.iteration = n
-        past.copy_if_due()
+        buffer.maybe_snapshot()
         torch.nn.init.constant_(made.model[0].decoder.final_layernorm.weight, n)
-    copies = past.copies
+    copies = buffer.snapshots
     assert [one.iteration for one in copies] == [4, 8]
     (told,) = (line for line in memory_lines(made.config, made.plan) if "host memory" in line)
     nbytes = sum(tensor.nbytes for one in copies for tensor in one.tensors)
     assert f" {nbytes:,} bytes " in told
-    past.rewind(Rewind(1, 6, 10, 7))
+    buffer.roll_back(Rewind(1, 6, 10, 7))
     assert made.progress.iteration == 4 and not torch.equal(
         begun, made.model[0].decoder.final_layernorm.weight
     )
     assert set(made.model[0].decoder.final_layernorm.weight.tolist()) == {3.0}
     assert made.plan.skips.ranges == ((6, 10),) and [one.iteration for one in copies] == [4, 8]
-    assert [one.iteration for one in past.copies] == [4]
-    past.rewind(Rewind(2, 2, 30, 7))  # from the oldest there is on
+    assert [one.iteration for one in buffer.snapshots] == [4]
+    buffer.roll_back(Rewind(2, 2, 30, 7))  # from the oldest there is on
     assert made.plan.skips.ranges == ((5, 30),) and made.spikes.rewinds[-1] == Rewind(2, 5, 30, 7)
     with pytest.raises(Refusal, match="nothing older to go back to") as caught:
-        past.rewind(Rewind(1, 1, 3, 2))
+        buffer.roll_back(Rewind(1, 1, 3, 2))
     assert caught.value.code == EXIT_CODE
 
 
 def test_no_copy_is_made_while_a_spike_may_grow():
     made = make_run(spike_action="rewind", spike_snapshot_interval=1)
-    past = Past(made)
-    past.copy_if_due()
+    buffer = RollbackBuffer(made, saving=None)
+    buffer.maybe_snapshot()
     for n, (loss, norm) in enumerate([*noisy(100), (9.0, 1.0), (9.0, 1.0), (3.0, 1.0)], 1):
         made.progress.iteration = n
         made.spikes.judge(n, loss, norm)
-        past.copy_if_due()
-        assert past.copies[-1].iteration == (100 if n in (101, 102) else n)
+        buffer.maybe_snapshot()
+        assert buffer.snapshots[-1].iteration == (100 if n in (101, 102) else n)
 
 
 # --- skip-update

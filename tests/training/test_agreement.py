@@ -20,15 +20,12 @@ def of_many(ranks: int, **config) -> Agreement:
     )
     run = SimpleNamespace(
         config=SimpleNamespace(
-            checkpoint=SimpleNamespace(control_file=None),
             training=SimpleNamespace(exit_duration_in_mins=5),
         ),
         runtime=SimpleNamespace(
             rank=1, world_size=ranks, device=torch.device("cpu"), ctx=SimpleNamespace(world=None)
         ),
         services=services,
-        under_way=object(),
-        writer=SimpleNamespace(done=lambda: True),
     )
     return Agreement(run, started=0.0)
 
@@ -36,12 +33,14 @@ def of_many(ranks: int, **config) -> Agreement:
 def test_a_million_ranks_are_counted():
     """A count in one slot never reaches the next slot."""
     ranks = 1_000_000
-    agreed = of_many(ranks).of_all(7)
+    agreement = of_many(ranks)
+    agreed = agreement.of_all(agreement.own([Requests(written=1), None]))
     assert agreed == Requests(signal=ranks, time_up=ranks, written=ranks)
 
 
 def test_one_rank_needs_no_collective():
     agreement = of_many(1)
-    assert agreement.of_all(7) == agreement.own(7) == Requests(1, 1, 0, 0, 1)
+    assert agreement.of_all(agreement.own()) == Requests(signal=1, time_up=1)
+    assert agreement.own([Requests(save_now=1)]) == Requests(1, 1, save_now=1)
     assert agreement.signal_name() == "SIGTERM" and agreement.minutes() == 10.0
     assert agreement.out_of_time()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -19,7 +20,20 @@ from megatron.parallel.context import Axis, ParallelContext
 from megatron.parallel.sharding import Box, Sharding, counts, local_box
 from megatron.training.logging.flops import flops_per_iteration
 from megatron.training.logging.training_log import model_shape
-from megatron.training.run import Run, UnderWay
+from megatron.training.run import Run
+
+
+@dataclass(frozen=True)
+class PendingSave:
+    """A save that --async-save has started: all that is written of it except the tensors, and the
+    message when it is complete."""
+
+    temporary: Path
+    iteration: int
+    state: RunState
+    args: str
+    message: str
+    is_snapshot: bool
 
 
 def own_tensors(run: Run) -> Iterator[tuple[str, Sharding, Axis, list[tuple[Box, torch.Tensor]]]]:
@@ -70,14 +84,14 @@ def parts(
     return found
 
 
-def save_checkpoint(run: Run) -> None:
+def save_checkpoint(run: Run) -> PendingSave | None:
     """Write the run as it stands under its iteration, or have a copy of it written (--async-save):
     then `finish_save` is due. Raises CheckpointError when it cannot be written.
     """
     c = run.config.checkpoint
     iteration = run.progress.iteration
     log.detail(f"saving checkpoint at iteration {iteration:7d} to {c.save}")
-    _begin(
+    return _begin(
         run,
         c.save,
         f" checkpoint of iteration {iteration} saved to {c.save}"
@@ -86,7 +100,7 @@ def save_checkpoint(run: Run) -> None:
     )
 
 
-def save_snapshot(run: Run) -> None:
+def save_snapshot(run: Run) -> PendingSave | None:
     """Like `save_checkpoint`, over the older of the two snapshots."""
     iteration = run.progress.iteration
     ctx = run.runtime.ctx
@@ -95,14 +109,14 @@ def save_snapshot(run: Run) -> None:
     failure = None
     if run.runtime.rank == 0:
         try:
-            run.fence()
+            run.services.fence()
             slot = str(retention.free_slot(folder, iteration))
         except CheckpointError as error:
             failure = str(error), error.errno
     slot, failure = gather_objects((slot, failure), ctx.world)[0]
     if failure:
         raise CheckpointError(*failure)
-    _begin(
+    return _begin(
         run,
         slot,
         f" snapshot of iteration {iteration} saved to {slot}"
@@ -117,51 +131,49 @@ def snapshot_directory(c: CheckpointConfig, root: str) -> Path:
     return Path(c.snapshot_dir or f"{root}/snapshots")
 
 
-def _begin(run: Run, directory: str, said: str, is_snapshot: bool = False) -> None:
+def _begin(run: Run, directory: str, message: str, is_snapshot: bool = False) -> PendingSave | None:
     """Write all tensors and the state into a run directory; with --async-save only the copy is made
     here."""
     ctx = run.runtime.ctx
     slices = own_slices(run)
     iteration = run.progress.iteration
-    assert run.under_way is None, "one save at a time"
     temporary = store.begin(
         directory, iteration, rank=ctx.rank, gather=lambda value: gather_objects(value, ctx.world)
     )
     args = to_args_text(run.config, leave_out=("local_rank",))
-    begun = UnderWay(temporary, iteration, state_of(run), args, said, is_snapshot)
-    if run.writer is None:
-        return _finish(
-            run, begun, lambda: store.write_rank_files(temporary, ctx.rank, slices, iteration)
+    pending = PendingSave(temporary, iteration, state_of(run), args, message, is_snapshot)
+    if run.services.writer is None:
+        _finish(
+            run, pending, lambda: store.write_rank_files(temporary, ctx.rank, slices, iteration)
         )
-    run.writer.start(slices, temporary, ctx.rank, iteration, run.runtime.device)
-    run.under_way = begun
+        return None
+    run.services.writer.start(slices, temporary, ctx.rank, iteration, run.runtime.device)
     log.detail(f"  scheduled an async save at iteration {iteration:7d} to {directory}")
+    return pending
 
 
-def finish_save(run: Run) -> None:
+def finish_save(run: Run, pending: PendingSave) -> None:
     """Wait until all ranks have written what --async-save has under way, and give it its name; all
     ranks call this.
 
-    Raises CheckpointError when it could not be written; then nothing is under way either.
+    Raises CheckpointError when it could not be written; then it is not pending either.
     """
-    begun = run.under_way
-    run.under_way = None
-    _finish(run, begun, run.writer.result)
+    _finish(run, pending, run.services.writer.result)
 
 
-def _finish(run: Run, begun: UnderWay, write: Callable[[], None]) -> None:
+def _finish(run: Run, pending: PendingSave, write: Callable[[], None]) -> None:
     store.commit(
-        begun.temporary,
-        begun.iteration,
+        pending.temporary,
+        pending.iteration,
         write,
-        begun.state,
-        begun.args,
+        pending.state,
+        pending.args,
         rank=run.runtime.rank,
         world_size=run.runtime.world_size,
         gather=lambda value: gather_objects(value, run.runtime.ctx.world),
-        fence=run.fence,
+        fence=run.services.fence,
     )
-    log.print_rank_0(begun.said)
+    log.print_rank_0(pending.message)
     if run.runtime.rank == 0:
         _clean_up(run)
 
@@ -185,7 +197,7 @@ def _clean_up(run: Run) -> None:
     costs nothing."""
     c = run.config.checkpoint
     try:
-        run.fence()
+        run.services.fence()
         if c.keep_last:
             removed = retention.prune(c.save, c.keep_last, c.keep_every)
             if removed:

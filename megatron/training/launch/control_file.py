@@ -25,8 +25,8 @@ class ControlFile:
         if not self._path.exists():
             self._path.write_text(NOTHING + "\n")
 
-    def wish(self, iteration: int) -> str | None:
-        """SAVE or STOP where that is asked for after `iteration`."""
+    def request(self, iteration: int) -> str | None:
+        """SAVE or STOP where that is requested after `iteration`."""
         self._asked = text = self._read()
         if text == NOTHING:
             return None

@@ -38,7 +38,7 @@ _MEMORY_TAGS = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass
 class IterationResult:
     """What one iteration did. `skipped`: None, `user` (its data was not read), or no update was
     made: `overflow` (fp16), `spike` or `nonfinite` (--spike-action)."""

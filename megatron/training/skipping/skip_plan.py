@@ -239,7 +239,7 @@ def _append(run: Run, lines: list[str]) -> None:
     failure = None
     if run.runtime.rank == 0 and directory and lines:
         try:
-            run.fence()
+            run.services.fence()
             skip_log.append(directory, lines)
         except CheckpointError as error:
             failure = str(error), error.errno

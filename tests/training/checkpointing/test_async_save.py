@@ -87,11 +87,11 @@ def settle_only_when_due(rank: int) -> None:
     hold_the_writer(rank, "write", ".iter_0000002.tmp-")
     finish_save = save.finish_save
 
-    def noting(run):
-        if run.under_way.iteration == 2:
+    def noting(run, pending):
+        if pending.iteration == 2:
             print(f"settled at {run.progress.iteration}", flush=True)
             Path(run.config.checkpoint.save, "go").touch()
-        finish_save(run)
+        finish_save(run, pending)
 
     save.finish_save = noting
 

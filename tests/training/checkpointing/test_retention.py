@@ -172,7 +172,7 @@ def test_a_control_file_saves_and_stops(data, straight, tmp_path, world):
 def test_requests_of_a_control_file(tmp_path, capsys):
     path = tmp_path / "control"
     control = ControlFile(str(path))
-    assert path.read_text() == "0\n" and control.wish(5) is None
+    assert path.read_text() == "0\n" and control.request(5) is None
     for text, before, after in [
         ("save", "save", "save"),
         ("stop\n", "stop", "stop"),
@@ -184,19 +184,19 @@ def test_requests_of_a_control_file(tmp_path, capsys):
         ("-0", None, None),
     ]:
         path.write_text(text)
-        assert (control.wish(6), control.wish(7)) == (before, after), text
-        assert control.wish(90) == after, "passed by skipped iterations"
+        assert (control.request(6), control.request(7)) == (before, after), text
+        assert control.request(90) == after, "passed by skipped iterations"
     for text in ("7.0", "stop now", "\x00", "9" * 30, "__import__('os')"):
         path.write_text(text)
-        assert control.wish(7) is None
+        assert control.request(7) is None
     assert capsys.readouterr().out.count("write save, stop, N or -N into it") == 5
     path.write_text("save")
-    assert control.wish(7) == "save"
+    assert control.request(7) == "save"
     path.write_text("9")
     control.done()
     assert path.read_text() == "9", "a request made meanwhile"
-    assert control.wish(9) == "stop"
+    assert control.request(9) == "stop"
     control.done()
     assert path.read_text() == "0\n"
     path.unlink()
-    assert control.wish(7) is None
+    assert control.request(7) is None

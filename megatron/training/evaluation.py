@@ -1,0 +1,184 @@
+"""Validation and test: which samples, when, and what is printed of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from megatron import log
+from megatron.data.samples import Samples
+from megatron.data.text_bytes import bits_per_byte, bytes_per_token
+from megatron.training.agreement import Agreement
+from megatron.training.batch import evaluation_samples, load_samples
+from megatron.training.build_data import Data
+from megatron.training.hook import Hook
+from megatron.training.logging.training_log import TrainingLog
+from megatron.training.run import Run
+from megatron.training.step import ForwardStep, evaluate
+
+
+class Evaluation(Hook):
+    """Evaluates the validation sets at --eval-interval, and all sets after training."""
+
+    def __init__(
+        self,
+        run: Run,
+        data: Data,
+        forward_step: ForwardStep,
+        lines: TrainingLog,
+        agreement: Agreement,
+    ):
+        self._run = run
+        self._data = data
+        self._forward_step = forward_step
+        self._lines = lines
+        self._agreement = agreement
+        self.hooks: Sequence[Hook] = ()  # told before a validation starts
+        self._valid_samples: dict[int, Iterator[torch.Tensor]] = {}
+        # of each data set that was evaluated, by its id()
+        self._bytes_per_token: dict[int, float | None] = {}
+        self.enabled = bool(data.valid) and run.config.training.eval_iters > 0
+
+    def due(self, iteration: int) -> bool:
+        """Is there a validation after `iteration`?"""
+        return self.enabled and iteration % self._run.config.training.eval_interval == 0
+
+    def intervals(self) -> Sequence[int | None]:
+        return (self._run.config.training.eval_interval,) if self.enabled else ()
+
+    def on_rollback(self) -> None:
+        """The next validation reads the samples that it read at this iteration before."""
+        self._valid_samples.clear()
+
+    def _evaluate(
+        self,
+        dataset: Any,
+        samples: Iterator[torch.Tensor],
+        count: int,
+        prefix: str,
+        tell: Callable[[str], None],
+        suffix: str = "",
+        split: str = "validation",
+        final: bool = False,
+    ) -> bool:
+        """Evaluate `count` micro-batches of `dataset` and print the block; True when the time was
+        over first.
+
+        `final`: after the last iteration.
+        """
+        run = self._run
+        t = self._run.config.training
+        with run.timers("evaluate"):
+            losses = evaluate(
+                run,
+                self._forward_step,
+                samples,
+                count,
+                tell,
+                self._agreement.out_of_time if t.exit_duration_in_mins else None,
+            )
+        if losses is None:
+            log.print_rank_0("Exiting during evaluation, timelimit reached")
+            return True
+        self._lines.timers(["evaluate"])
+        if id(dataset) not in self._bytes_per_token:
+            self._bytes_per_token[id(dataset)] = bytes_per_token(dataset)
+        bits = bits_per_byte(losses.get("lm loss"), self._bytes_per_token[id(dataset)])
+        self._lines.validation(
+            prefix,
+            losses,
+            run.progress.iteration,
+            run.progress.consumed_train_samples,
+            suffix,
+            split=split,
+            final=final,
+            bits_per_byte=bits,
+        )
+        return False
+
+    def _eval_micro_batches(self) -> int:
+        """Micro-batches of --eval-iters global batches on each data-parallel rank."""
+        batch = self._run.plan.batch
+        return self._run.config.training.eval_iters * batch.final_global_batch_size // batch.divisor
+
+    def _validation_samples(self, number: int) -> tuple[Iterator[torch.Tensor], int]:
+        """The samples of a validation set, and how many micro-batches of them one validation
+        reads."""
+        run = self._run
+        t = self._run.config.training
+        sampler = self._data.valid_samplers[number]
+        full = run.config.data.full_validation
+        if full or number not in self._valid_samples:
+            first = 0 if full or t.skip_train else run.progress.consumed_valid_samples
+            samples = Samples(self._data.valid[number], run.plan.vocab_size)
+            self._valid_samples[number] = load_samples(
+                samples,
+                evaluation_samples(sampler, first),
+                run.config.data.num_workers,
+                run.runtime.device,
+            )
+        left = sampler.micro_batches_left(0)
+        # take micro-batches in rounds
+        stages = run.config.parallel.pipeline_model_parallel_size
+        return self._valid_samples[number], (
+            left // stages * stages if full else self._eval_micro_batches()
+        )
+
+    def validate(
+        self, prefix: str, tell: Callable[[str], None] = lambda text: None, final: bool = False
+    ) -> bool:
+        """Evaluate on the next samples of each validation set and print its block; True when the
+        time was over first.
+
+        Its samples are consumed either way: where the next validation begins does not depend on
+        clocks.
+        """
+        run = self._run
+        for hook in self.hooks:
+            hook.before_evaluation()
+        several = run.config.data.multiple_validation_sets
+        time_up = False
+        for number, name in enumerate(self._data.valid_names):
+            samples, count = self._validation_samples(number)
+            time_up = time_up or self._evaluate(
+                self._data.valid[number],
+                samples,
+                count,
+                prefix,
+                tell,
+                f"-{name}" if several else "",
+                final=final,
+            )
+        if not run.config.data.full_validation:
+            run.progress.consumed_valid_samples += (
+                self._eval_micro_batches() * run.plan.batch.divisor
+            )
+        return time_up
+
+    def final(self) -> None:
+        """Validation and test losses of the finished run, as Megatron prints them."""
+        run = self._run
+        t = self._run.config.training
+        iteration = run.progress.iteration
+        if self.enabled and self.validate(
+            f"iteration {iteration} on validation set", log.detail, final=True
+        ):
+            return
+        if self._data.test is not None and t.eval_iters > 0:
+            samples = load_samples(
+                Samples(self._data.test, run.plan.vocab_size),
+                evaluation_samples(self._data.test_sampler, 0),
+                run.config.data.num_workers,
+                run.runtime.device,
+            )
+            self._evaluate(
+                self._data.test,
+                samples,
+                self._eval_micro_batches(),
+                f"iteration {iteration} on test set",
+                log.detail,
+                split="test",
+                final=True,
+            )

@@ -1,0 +1,192 @@
+"""When a run saves, what happens when the disk refuses, and what a later run can resume from."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable, Sequence
+
+from megatron import log
+from megatron.checkpoint.filesystem import CheckpointError
+from megatron.training.agreement import Requests
+from megatron.training.checkpointing import save
+from megatron.training.hook import Hook
+from megatron.training.logging.training_log import TrainingLog
+from megatron.training.run import Run
+
+
+class SavePolicy(Hook):
+    """Checkpoints at --save-interval and at exits, snapshots at --snapshot-interval; with
+    --async-save one of them at a time is being written."""
+
+    def __init__(self, run: Run, lines: TrainingLog):
+        self._run = run
+        self._lines = lines
+        self.hooks: Sequence[Hook] = ()  # told before and after each save
+        self._pending: save.PendingSave | None = None
+        self._saved_at = self._loaded = run.progress.iteration
+        self._advise()
+
+    def on_start(self) -> None:
+        writer = self._run.services.writer
+        if writer:
+            writer.reserve(save.own_slices(self._run), self._run.runtime.device)
+
+    def requests(self, iteration: int) -> Requests | None:
+        done = self._pending and self._run.services.writer.done()
+        return Requests(written=1) if done else None
+
+    def due(self, iteration: int) -> bool:
+        """Is there a checkpoint or a snapshot at `iteration`?"""
+        return self._save_due(iteration) or self._snapshot_due(iteration)
+
+    def intervals(self) -> Sequence[int | None]:
+        c = self._run.config.checkpoint
+        return (c.save_interval, c.snapshot_interval) if c.save else ()
+
+    def _save_due(self, iteration: int) -> bool:
+        c = self._run.config.checkpoint
+        return bool(c.save and c.save_interval and iteration % c.save_interval == 0)
+
+    def _snapshot_due(self, iteration: int) -> bool:
+        c = self._run.config.checkpoint
+        return bool(c.save and c.snapshot_interval and iteration % c.snapshot_interval == 0)
+
+    def save_if_due(self, iteration: int, requested: bool, final: bool) -> None:
+        """Save after `iteration` if its interval, or else a snapshot, is due; `requested`: in any
+        case. `final`: no other save of this run follows."""
+        if requested or self._save_due(iteration):
+            self.save(final)
+        elif self._snapshot_due(iteration):
+            self._snapshot()
+
+    def after_failure(self) -> None:
+        """The run ends with an error that all ranks have; its last updates may be worth keeping."""
+        self.settle()
+        # no update was made of what is wrong
+        if self._run.spikes.action == "skip-update":
+            self.save()
+
+    def on_rollback(self) -> None:
+        """Save the run as it is now, since the newest checkpoint is of what was rolled back."""
+        self._saved_at = -1
+        self.save(final=False)
+        self.settle()
+
+    def save(self, final: bool = True) -> None:
+        """Save this iteration, if --save is given and it is not saved already.
+
+        Where the disk refuses, the `final` save of a run raises CheckpointError; any other is a
+        warning, since more follow. With --async-save only the `final` one is complete on return.
+        """
+        iteration = self._run.progress.iteration
+        if not self._run.config.checkpoint.save:
+            return
+        pending = self._pending
+        if pending is None or pending.is_snapshot or pending.iteration != iteration:
+            self.settle()
+            if self._saved_at == iteration:
+                return
+            self._tell_hooks()
+            self._attempt(self._save_checkpoint, iteration, final)
+        if final:
+            self.settle(final)
+            # a process of --async-save has died: once more, without it
+            if self._saved_at != iteration:
+                self._attempt(self._save_checkpoint, iteration, final)
+                self.settle(final)
+
+    def settle(self, final: bool = False) -> None:
+        """Wait for the save that is being written, if there is one, and complete it."""
+        pending = self._pending
+        if pending:
+            self._attempt(self._finish, pending.iteration, final, pending.is_snapshot)
+
+    def _snapshot(self) -> None:
+        """Write a snapshot, or start to; where the disk refuses, that is a warning."""
+        self.settle()
+        self._tell_hooks()
+        self._attempt(self._save_snapshot, self._run.progress.iteration, is_snapshot=True)
+
+    def _save_checkpoint(self) -> None:
+        self._pending = save.save_checkpoint(self._run)
+
+    def _save_snapshot(self) -> None:
+        self._pending = save.save_snapshot(self._run)
+
+    def _finish(self) -> None:
+        pending = self._pending
+        self._pending = None
+        save.finish_save(self._run, pending)
+
+    def _attempt(
+        self,
+        action: Callable[[], None],
+        iteration: int,
+        final: bool = False,
+        is_snapshot: bool = False,
+    ) -> None:
+        """Do a part of a save; one that is not `final` is a warning where the disk refuses, and
+        always where a process of --async-save has died."""
+        with self._run.timers("save-checkpoint"):
+            try:
+                action()
+                if not is_snapshot and not self._pending:
+                    self._saved_at = iteration
+                    for hook in self.hooks:
+                        hook.after_save(iteration)
+            except CheckpointError as error:
+                # no number: not the disk's fault
+                if error.errno is None or final and error.errno != errno.ECHILD:
+                    raise
+                follows = (
+                    ""
+                    if is_snapshot
+                    else (
+                        f". {save.what_remains(self._run)}; training goes on, the next "
+                        f"save is tried at iteration {self._next_save(iteration)}"
+                    )
+                )
+                what = "snapshot" if is_snapshot else "checkpoint"
+                log.print_rank_0(
+                    f"WARNING: no {what} of iteration {iteration}: "
+                    f"{error}{follows or '; training goes on'}"
+                )
+        self._advise()
+        self._lines.timers(["save-checkpoint"])
+
+    def _tell_hooks(self) -> None:
+        for hook in self.hooks:
+            hook.before_save()
+
+    def _next_save(self, iteration: int) -> int:
+        """The next iteration after this one that is saved if nobody interrupts the run."""
+        config = self._run.config
+        every = config.checkpoint.save_interval, config.training.exit_interval
+        return min(self._run.plan.train_iters, *((iteration // n + 1) * n for n in every if n))
+
+    def last_checkpoint(self) -> str:
+        """What a later run can resume from, for the last line."""
+        save_to = self._run.config.checkpoint.save
+        if not save_to:
+            return "no checkpoint (no --save)"
+        return (
+            f"last checkpoint: iteration {self._saved_at} in {save_to}"
+            if self._saved_at > 0
+            else "no checkpoint"
+        )
+
+    def _advise(self) -> None:
+        """Keep ready what to tell a user who interrupts."""
+        c = self._run.config.checkpoint
+        signals = self._run.services.signals
+        n = self._saved_at
+        if n and c.load and (c.load == c.save or n == self._loaded):
+            signals.advice = "the same command goes on from the last checkpoint"
+        elif n and c.save:
+            signals.advice = f"--load {c.save} goes on from the last checkpoint"
+        else:
+            signals.advice = (
+                "there is no checkpoint yet"
+                if c.save
+                else "nothing was saved (--save is not given)"
+            )

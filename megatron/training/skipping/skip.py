@@ -1,0 +1,63 @@
+"""Iterations that are skipped: samples are consumed unread, the schedule advances, nothing else
+changes."""
+
+from __future__ import annotations
+
+from megatron import log
+from megatron.training.hook import Hook
+from megatron.training.logging.training_log import IterationResult
+from megatron.training.run import Run
+
+
+class Skipping(Hook):
+    """Advances a run over the iterations that it skips."""
+
+    def __init__(self, run: Run):
+        self._run = run
+        self._announced = 0  # the last iteration of the range that was announced last
+
+    def skip(self, first: int, last: int) -> IterationResult:
+        """The run after the iterations from `first` to `last`, which are of one range of skipped
+        ones; needs no agreement of the ranks."""
+        run = self._run
+        plan = run.plan
+        progress = run.progress
+        samples = plan.consumed_samples(last) - plan.consumed_samples(first - 1)
+        progress.iteration = last
+        progress.consumed_train_samples += samples
+        progress.skipped_train_samples += samples
+        reason = run.skip_history.reason(first)
+        run.skip_history.note(first, last)
+        run.scheduler.after_iteration(plan.scheduled_samples(first, last))
+        return IterationResult(
+            last,
+            plan.global_batch_size(last),
+            progress.consumed_train_samples,
+            run.optimizer.param_groups[0]["lr"],
+            run.optimizer.loss_scale,
+            0.0,
+            skipped="user",
+            iterations=last - first + 1,
+            reason=reason,
+            skipped_iterations_total=run.skip_history.total,
+            skipped_samples=progress.skipped_train_samples,
+        )
+
+    def announce(self, first: int, last: int) -> None:
+        """Say once that a range is skipped; `last` is its end, `first` where the run comes to
+        it."""
+        run = self._run
+        if last == self._announced:
+            return
+        self._announced = last
+        reason = run.skip_history.reason(first)
+        samples = run.plan.consumed_samples(last) - run.plan.consumed_samples(first - 1)
+        why = "" if reason == "user" else f" ({reason})"
+        log.print_rank_0(
+            f"skipping iterations {first} to {last}{why}: {samples} samples "
+            f"({samples * run.config.model.seq_length} tokens)"
+        )
+
+    def on_rollback(self) -> None:
+        """What is skipped is announced again."""
+        self._announced = 0

@@ -1,0 +1,89 @@
+"""The points of the training loop at which hooks are called, and the order of the hooks."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from pathlib import Path
+from types import SimpleNamespace
+
+from megatron.training import hooks, loop
+from megatron.training.hook import Hook
+from tests.runs import SMALL, train, write_text
+
+POINTS = [name for name, _ in inspect.getmembers(Hook, inspect.isfunction)]
+
+
+def note_points(folder: str) -> None:
+    """A hook of `tests.runs.train`: write down each point that the loop comes to, with the
+    iteration that the run is at."""
+    build_hooks = loop.build_hooks
+
+    class Noting(Hook):
+        def __init__(self, run):
+            self.run = run
+
+        def __getattribute__(self, name):
+            if name in POINTS and name not in ("intervals", "requests"):
+                with open(f"{folder}/points", "a") as file:
+                    file.write(f"{name} {self.run.progress.iteration}\n")
+            return super().__getattribute__(name)
+
+    def with_noting(run, *args):
+        return [*build_hooks(run, *args), Noting(run)]
+
+    loop.build_hooks = with_noting
+
+
+def test_points_of_a_run(tmp_path):
+    """Within an iteration: step, evaluation, save, end; skipped ones have no step."""
+    text = write_text(tmp_path / "text", 100)
+    flags = "--train-iters 5 --eval-interval 2 --eval-iters 1 --save-interval 2 --split 80,20,0"
+    skip = ["--train-range-to-skip", "3", "4"]
+    words = [*SMALL, "--data-path", text, *flags.split(), *skip, "--save", str(tmp_path / "save")]
+    train(tmp_path / "run", words, hook=functools.partial(note_points, str(tmp_path)))
+    saved = ["before_save", "after_save"]
+    assert (tmp_path / "points").read_text().splitlines() == [
+        "on_start 0",
+        *("before_step 0", "after_step 1", "after_iteration 1"),
+        *("before_step 1", "after_step 2", "before_evaluation 2"),
+        *(f"{point} 2" for point in saved),
+        "after_iteration 2",
+        *("after_skip 3", "after_iteration 3", "after_skip 4", "before_evaluation 4"),
+        *(f"{point} 4" for point in saved),
+        "after_iteration 4",
+        *("before_step 4", "after_step 5", "after_iteration 5", "on_end 5"),
+        *(f"{point} 5" for point in saved),
+        "before_evaluation 5",
+    ]
+
+
+def test_the_order_of_the_hooks(tmp_path):
+    """All features on: each hook that depends on another comes after it."""
+    run = SimpleNamespace(
+        config=SimpleNamespace(
+            checkpoint=SimpleNamespace(control_file=str(tmp_path / "control")),
+            training=SimpleNamespace(manual_gc=True),
+            profiling=SimpleNamespace(
+                profile=False,
+                profile_step_start=0,
+                profile_step_end=0,
+                profile_ranks=(),
+                use_pytorch_profiler=False,
+            ),
+            logging=SimpleNamespace(tensorboard_dir=str(tmp_path)),
+        ),
+        runtime=SimpleNamespace(rank=0, device=None),
+        progress=SimpleNamespace(iteration=0),
+        model=[],
+        recorder=None,
+    )
+    skipping, evaluation, saving = Hook(), Hook(), Hook()
+    found = hooks.build_hooks(run, None, evaluation, saving, skipping)
+    kinds = [type(hook).__name__ for hook in found]
+    assert kinds.index("SpikeDetection") < kinds.index("IterationLog")  # which logs the finding
+    assert kinds.index("DataLedger") < found.index(saving)  # which saves after a rollback
+    assert found.index(evaluation) < found.index(saving)
+    assert found.index(saving) < kinds.index("RollbackBuffer")  # then old checkpoints are renamed
+    assert len(found) == len(set(map(id, found))) == 10 and skipping in found
+    assert Path(tmp_path / "control").read_text() == "0\n"
