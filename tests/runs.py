@@ -21,7 +21,7 @@ import torch
 
 from megatron.checkpoint import store
 from megatron.data.indexed_dataset import IndexedDatasetBuilder
-from megatron.training.agreement import Requests
+from megatron.training import loop
 from megatron.training.run import Services
 from tests.forkrun import ROOT, RanksFailed, run_ranks
 
@@ -102,19 +102,21 @@ def late_from(reading: int, *ranks: int, minutes: float = 1000.0) -> Services:
     return Services(clock=clock)
 
 
-def _killed_in(services: Services, iteration: int) -> Services:
-    """The same, but this process dies by SIGKILL in the n-th iteration that it begins, when losses
-    are summed."""
+def _kill_in(iteration: int) -> None:
+    """Let this process die by SIGKILL in the n-th iteration that it begins, when the sums of the
+    step are summed over the ranks."""
     count = itertools.count(1)
+    step = loop.train_step
 
     def all_reduce(x, axis, op="sum"):
-        # more than the requests, which travel alone elsewhere: a step's loss, tokens and requests
-        of_a_step = axis.name == "world" and x.numel() > len(Requests._fields)
-        if of_a_step and next(count) == iteration:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return services.all_reduce(x, axis, op)
+        os.kill(os.getpid(), signal.SIGKILL)
 
-    return replace(services, all_reduce=all_reduce)
+    def train_step(run, *args, **kwargs):
+        if next(count) == iteration:
+            run.services = replace(run.services, all_reduce=all_reduce)
+        return step(run, *args, **kwargs)
+
+    loop.train_step = train_step
 
 
 def _rank(
@@ -132,7 +134,7 @@ def _rank(
     """
     services = (hook() if hook else None) or Services()
     if kill_at is not None:
-        services = _killed_in(services, kill_at)
+        _kill_in(kill_at)
     with (
         open(f"{output}.{rank}", "a") as file,
         contextlib.redirect_stdout(file),

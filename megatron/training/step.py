@@ -1,5 +1,4 @@
-"""One training iteration and one evaluation, from samples to numbers. Knows no log, no file and no
-signal."""
+"""One training iteration and one evaluation, from samples to numbers."""
 
 from __future__ import annotations
 
@@ -20,7 +19,9 @@ from megatron.parallel.pipeline import Forward
 from megatron.parallel.random import DropoutSeeds
 from megatron.training.agreement import Requests
 from megatron.training.batch import Batch, make_batch
+from megatron.training.logging.subset_metrics import RowCounts
 from megatron.training.run import Run
+from megatron.training.step_sums import StepSums, Totals, set_counts
 
 # (loss sum, number of tokens); of a chunk of the model before the last, hidden states.
 ForwardStep = Callable[[Batch, GPTModel], tuple[torch.Tensor, torch.Tensor | int] | torch.Tensor]
@@ -58,24 +59,19 @@ def train_step(
     """Gradients of one global batch, divided by its true number of tokens, and one optimizer step.
 
     Each micro-batch's backward uses the nominal count, so that nothing overflows in fp16; the true
-    count, known at the end, corrects it. `requests()`, called then, travel with the loss, so
-    that all ranks agree on their sums without a collective of its own.
+    count, known at the end, corrects it. `requests()`, called then, are summed with the loss, so
+    that all ranks agree on them without a collective of its own.
     """
     start = time.perf_counter()
-    runtime = run.runtime
     timers = run.timers
-    seed = run.config.training.seed
-    nominal = run.plan.global_batch_size(iteration) * run.config.model.seq_length
-    backward_scale = run.optimizer.loss_scale / nominal
-    recorder = run.recorder
-    asks = 2 + len(Requests._fields)
-    slots = asks + 2 * bool(recorder)
-    totals = torch.zeros(
-        slots + (run.rows.size if run.rows else 0), dtype=torch.float64, device=runtime.device
-    )
+    num_microbatches = run.plan.num_microbatches(iteration)
+    nominal_tokens = run.plan.global_batch_size(iteration) * run.config.model.seq_length
+    backward_scale = run.optimizer.loss_scale / nominal_tokens
+    sums = StepSums(run.runtime.device, run.recorder is not None, run.rows.size if run.rows else 0)
 
-    def dropout(micro_batch: int) -> DropoutSeeds:
-        return DropoutSeeds(seed, iteration, micro_batch, runtime.ctx.dp_cp.rank)
+    def dropout_seeds(micro_batch: int) -> DropoutSeeds:
+        seed = run.config.training.seed
+        return DropoutSeeds(seed, iteration, micro_batch, run.runtime.ctx.dp_cp.rank)
 
     def backward(output: torch.Tensor | GradientEdge, gradient: torch.Tensor | None) -> None:
         with timers("backward-compute", 2):
@@ -84,59 +80,65 @@ def train_step(
             else:
                 torch.autograd.backward(output, gradient)
 
-    run.buffers.zero(run.plan.num_microbatches(iteration))
+    run.buffers.zero(num_microbatches)
     with timers("forward-backward", 1):
-        run.pipeline.run(
-            run.plan.num_microbatches(iteration),
-            _forwards(
-                run, forward_step, samples, totals, dropout, totals[slots:] if run.rows else None
-            ),
-            backward,
-        )
+        forward = _forwards(run, forward_step, samples, sums, dropout_seeds, run.rows)
+        run.pipeline.run(num_microbatches, forward, backward)
     with timers("all-grads-sync", 1):
         run.buffers.reduce()
-        for slot, count in enumerate(requests(), start=2):
-            if count:
-                totals[slot] = count
-        if recorder:
-            totals[asks], totals[asks + 1] = recorder.halves()
-        if run.rows:
-            run.rows.close(totals[slots:])
-        local = totals[0].clone()
-        _sum_losses(run, totals)
-    loss_sum, tokens, *more = totals.tolist()
+        local_loss = sums.loss.clone()
+        _add_counts(run, sums, requests())
+        _sum_over_ranks(run, sums)
+    totals = sums.totals()
     fwd_bwd_seconds = time.perf_counter() - start
-    if recorder:
-        recorder.record(
-            iteration,
-            run.progress.consumed_train_samples,
-            run.plan.global_batch_size(iteration),
-            *more[asks - 2 : asks],
-        )
-    loss = loss_sum / max(1.0, tokens)
-    _check_loss(run, iteration, loss, local)
+    if run.recorder:
+        _record_samples(run, iteration, totals)
+    loss = totals.loss / max(1.0, totals.tokens)
+    _check_loss(run, iteration, loss, local_loss)
+    result = _update(run, iteration, loss, nominal_tokens / max(1.0, totals.tokens))
+    _check_norm(run, iteration, result)
+    return StepOutcome(
+        loss,
+        _why_skipped(run, result),
+        result.grad_norm,
+        None if result.num_zeros is None else result.num_zeros - run.plan.num_padding,
+        time.perf_counter() - start,
+        totals.requests,
+        run.rows.named(totals.subsets) if run.rows else None,
+        fwd_bwd_seconds,
+    )
+
+
+def _add_counts(run: Run, sums: StepSums, requests: Requests) -> None:
+    """Add what this rank knows at the end of the step: requests, hash of the samples, subsets."""
+    set_counts(sums.requests, requests)
+    if run.recorder:
+        set_counts(sums.data_hash, run.recorder.halves())
+    if run.rows:
+        run.rows.close(sums.subsets)
+
+
+def _record_samples(run: Run, iteration: int, totals: Totals) -> None:
+    """Hand the hash of the samples of all ranks to --data-ledger."""
+    run.recorder.record(
+        iteration,
+        run.progress.consumed_train_samples,
+        run.plan.global_batch_size(iteration),
+        *totals.data_hash,
+    )
+
+
+def _update(run: Run, iteration: int, loss: float, gradient_scale: float) -> StepResult:
+    """One optimizer step, unless the gradients overflow or --spike-action refuses the update."""
     admit = functools.partial(run.spikes.admits, iteration, loss) if run.spikes.decides else None
-    with timers("optimizer", 1):
-        result = run.optimizer.step(nominal / max(1.0, tokens), admit)
+    with run.timers("optimizer", 1):
+        result = run.optimizer.step(gradient_scale, admit)
         if result.ok and run.runtime.ctx.shard.size > 1:
-            with timers("params-all-gather", 1):
+            with run.timers("params-all-gather", 1):
                 run.buffers.gather_weights()
         if run.fp8:
             run.fp8.step(result.ok)
-    _check_norm(run, iteration, result)
-    zeros = None if result.num_zeros is None else result.num_zeros - run.plan.num_padding
-    packed = run.rows.named(more[slots - 2 :]) if run.rows else None
-    skipped = _why_skipped(run, result)
-    return StepOutcome(
-        loss,
-        skipped,
-        result.grad_norm,
-        zeros,
-        time.perf_counter() - start,
-        Requests(*map(int, more[: asks - 2])),
-        packed,
-        fwd_bwd_seconds,
-    )
+    return result
 
 
 def _check_norm(run: Run, iteration: int, result: StepResult) -> None:
@@ -169,13 +171,13 @@ def _forwards(
     run: Run,
     forward_step: ForwardStep,
     samples: Iterator[torch.Tensor],
-    totals: torch.Tensor,
-    dropout: Callable[[int], DropoutSeeds | None],
-    slots: torch.Tensor | None = None,
+    sums: StepSums,
+    dropout_seeds: Callable[[int], DropoutSeeds | None],
+    rows: RowCounts | None = None,
 ) -> Forward:
     """The forward of a schedule: reads a micro-batch when it comes to this rank's first chunk,
-    keeps it for the others, and adds the last chunk's loss and tokens to `totals`, and with `slots`
-    to those of its subset."""
+    keeps it for the others, and adds the last chunk's loss and tokens to `sums`, with `rows` also
+    by subset."""
     batches: dict[int, Batch] = {}
     chunks = len(run.model)
     timers = run.timers
@@ -184,10 +186,14 @@ def _forwards(
         if chunk == 0:
             with timers("batch-generator", 2):
                 loaded = next_samples(samples)
-                if slots is not None:
-                    run.rows.see(loaded)
+                if rows:
+                    rows.see(loaded)
                 batches[micro_batch] = make_batch(
-                    loaded, run.rules, run.runtime.device, dropout(micro_batch), slots is not None
+                    loaded,
+                    run.rules,
+                    run.runtime.device,
+                    dropout_seeds(micro_batch),
+                    rows is not None,
                 )
         batch = batches.pop(micro_batch) if chunk == chunks - 1 else batches[micro_batch]
         with timers("forward-compute", 2):
@@ -197,21 +203,22 @@ def _forwards(
         if not run.pipeline.is_last(chunk):
             return output
         loss, tokens = output
-        totals[0] += loss.detach()
-        totals[1] += tokens
-        if slots is not None:
-            run.rows.add(slots, batch, run.model[chunk].losses, run.model[chunk].right)
+        sums.loss += loss.detach()
+        sums.tokens += tokens
+        if rows:
+            rows.add(sums.subsets, batch, run.model[chunk].losses, run.model[chunk].right)
         return loss
 
     return forward
 
 
-def _sum_losses(run: Run, totals: torch.Tensor) -> None:
-    """Sum (losses, tokens, more) over all ranks: stages before the last have none of the first two,
-    and tensor-parallel ranks have the same, which counts once."""
+def _sum_over_ranks(run: Run, sums: StepSums) -> None:
+    """One collective for all sums. Stages before the last have no loss and no tokens;
+    tensor-parallel ranks have the same, which count once."""
     if run.runtime.ctx.tp.rank:
-        totals[:2] = 0
-    run.services.all_reduce(totals, run.runtime.ctx.world)
+        sums.loss.zero_()
+        sums.tokens.zero_()
+    run.services.all_reduce(sums.values, run.runtime.ctx.world)
 
 
 def next_samples(samples: Iterator[torch.Tensor]) -> torch.Tensor:
@@ -271,14 +278,14 @@ def evaluate(
     """
     micro_batches = run.plan.batch.final_global_batch_size // run.plan.batch.divisor
     iterations = -(-count // micro_batches)
-    totals = torch.zeros(2, dtype=torch.float64, device=run.runtime.device)
-    forward = _forwards(run, forward_step, samples, totals, lambda micro_batch: None)
+    sums = StepSums(run.runtime.device)
+    forward = _forwards(run, forward_step, samples, sums, lambda micro_batch: None)
     tell(f"Evaluating on {count * run.plan.batch.divisor} samples")
     for iteration in range(1, iterations + 1):
         tell(f"Evaluating iter {iteration}/{iterations}")
         run.pipeline.run(min(micro_batches, count - (iteration - 1) * micro_batches), forward)
         if stop and stop():
             return None
-    _sum_losses(run, totals)
-    loss_sum, tokens = totals.tolist()
-    return {"lm loss": loss_sum / max(1.0, tokens)}
+    _sum_over_ranks(run, sums)
+    totals = sums.totals()
+    return {"lm loss": totals.loss / max(1.0, totals.tokens)}

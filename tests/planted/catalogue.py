@@ -64,8 +64,8 @@ BUGS = {
     ),
     "gradient not averaged over accumulation": Bug(
         "megatron.training.step.train_step",
-        "run.optimizer.loss_scale / nominal",
-        "run.optimizer.loss_scale / nominal * run.plan.num_microbatches(iteration)",
+        "run.optimizer.loss_scale / nominal_tokens",
+        "run.optimizer.loss_scale / nominal_tokens * num_microbatches",
         "tests/training/test_step.py::test_loss_and_norm_are_those_of_the_whole_batch",
         "campaign",
     ),
@@ -118,7 +118,10 @@ BUGS = {
         "campaign",
     ),
     "loss counted on every tensor-parallel rank": Bug(
-        "megatron.training.step._sum_losses", "run.runtime.ctx.tp.rank", "False", f"{LAYOUTS}[tp2]"
+        "megatron.training.step._sum_over_ranks",
+        "run.runtime.ctx.tp.rank",
+        "False",
+        f"{LAYOUTS}[tp2]",
     ),
     "input gradient not summed": Bug(
         "megatron.parallel.layers._exchange",
@@ -180,8 +183,8 @@ BUGS = {
     ),
     "the same dropout in every micro-batch of a pipeline": Bug(
         "megatron.training.step._forwards.forward",
-        "dropout(micro_batch)",
-        "dropout(micro_batch * (chunks == 1))",
+        "dropout_seeds(micro_batch)",
+        "dropout_seeds(micro_batch * (chunks == 1))",
         f"{ALL_LAYOUTS}[pp2 vpp2, dropout]",
     ),
     "a gradient sent to the previous stage without its residual branch": Bug(
@@ -197,7 +200,7 @@ BUGS = {
         f"{LAYOUTS}[pp2]",
     ),
     "sums of a step reduced over data-parallel ranks only": Bug(
-        "megatron.training.step._sum_losses",
+        "megatron.training.step._sum_over_ranks",
         "run.runtime.ctx.world",
         "run.runtime.ctx.dp_cp",
         "tests/training/test_step.py::test_ranks_of_a_model_agree",
@@ -290,7 +293,7 @@ BUGS = {
         f"{LAYOUTS}[{SHARDS}]",
     ),
     "weights not gathered": Bug(
-        "megatron.training.step.train_step",
+        "megatron.training.step._update",
         "run.buffers.gather_weights()",
         "",
         f"{LAYOUTS}[{SHARDS}]",
