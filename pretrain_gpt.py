@@ -19,23 +19,27 @@ USAGE_AT_START = threads.usage()
 
 
 def forward_step(batch, model):
-    """Loss of one micro-batch: (sum over its tokens that count, number of these tokens).
+    """Loss of one micro-batch: (sum over its tokens that count, number of these tokens, metrics).
 
-    On pipeline stages before the last: the hidden states for the next stage.
+    `metrics` are averaged over the global batch and logged with the loss: by name a tensor, whose
+    mean it is, or a pair (sum, count). On pipeline stages before the last: the hidden states for
+    the next stage.
     """
-    losses = model(
+    output = model(
         batch.tokens,
         batch.position_ids,
         batch.labels,
         batch.document_ids,
-        batch.dropout,
+        batch.dropout_seeds,
         hidden=batch.hidden,
+        token_metrics=batch.token_metrics,
     )
     if model.output_layer is None:
-        return losses
+        return output
+    losses, metrics = output
     if batch.loss_mask is None:
-        return losses.sum(), losses.numel()
-    return (losses * batch.loss_mask).sum(), batch.loss_mask.sum()
+        return losses.sum(), losses.numel(), metrics
+    return (losses * batch.loss_mask).sum(), batch.loss_mask.sum(), metrics
 
 
 def print_data(line, plan):

@@ -7,6 +7,8 @@ as if there were one device: what is parallel hides in the layers' names.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import nn
 
@@ -29,6 +31,11 @@ from megatron.parallel.layers import ColumnParallelLinear
 from megatron.parallel.random import DropoutSeeds
 from megatron.parallel.sharding import ParameterFactory
 
+# What `GPTModel.forward` can return of each token besides the loss that is trained on.
+UNSMOOTHED_LOSS = "token loss"  # without label smoothing
+CORRECT = "token correct"  # bool: the label has the largest logit
+TOKEN_METRICS = (UNSMOOTHED_LOSS, CORRECT)
+
 
 def hidden_dtype(model: ModelConfig, dtype: torch.dtype) -> torch.dtype:
     """The number format of the residual stream behind a layer of a model whose parameters are
@@ -44,10 +51,7 @@ class GPTModel(nn.Module):
     layer and loss. Parameters are named as in `megatron.config.plan.parameters.parameter_table` and
     their memory is not filled: `megatron.parallel.sharding.init_parameters` or a checkpoint does
     that. Weights are [out, in]; a tied output layer uses the embedding's very parameter, or in
-    another chunk a copy of the same name. `kernels`: what layers compute with. With `keep_losses`
-    the chunk with the loss leaves those of the last training forward, without label smoothing, in
-    `losses` [b, s], and with `count_right` in `right` (bool [b, s]) which labels had the largest
-    logit.
+    another chunk a copy of the same name. `kernels`: what layers compute with.
     """
 
     def __init__(
@@ -72,10 +76,6 @@ class GPTModel(nn.Module):
         self.vocab_size = vocab_size
         self.loss_dtype = torch.float16 if precision.fp16_lm_cross_entropy else None
         self.max_positions = model.max_position_embeddings or model.seq_length
-        self.keep_losses = False
-        self.losses = None
-        self.count_right = False
-        self.right = None
         self.positions = model.positions
         self.label_smoothing = model.label_smoothing
         table = stage_table(
@@ -128,16 +128,18 @@ class GPTModel(nn.Module):
         position_ids: torch.Tensor | None = None,
         labels: torch.Tensor | None = None,
         document_ids: torch.Tensor | None = None,
-        dropout: DropoutSeeds | None = None,
+        dropout_seeds: DropoutSeeds | None = None,
         *,
         hidden: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        token_metrics: Sequence[str] | None = None,
+    ) -> torch.Tensor | tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Per-token losses [b, s] (fp32) with labels, else logits [b, s, vocab_size] of the real
-        vocabulary.
+        vocabulary. With labels and `token_metrics`, names of `TOKEN_METRICS` (there may be none):
+        (losses, {name: its values [b, s], detached}).
 
         tokens, labels [b, s]. position_ids [b, s], or None for 0..s-1 (cheaper). document_ids [b,
-        s] keeps attention inside documents. dropout: the streams of this micro-batch, or None to
-        drop nothing. A chunk without the first layer needs `hidden` [s, b, h] ([s/tp, b, h] with
+        s] keeps attention inside documents. dropout_seeds: those of this micro-batch, or None for
+        no dropout. A chunk without the first layer needs `hidden` [s, b, h] ([s/tp, b, h] with
         sequence parallelism), the output of the one before; a chunk without the last layer returns
         such a tensor. Raises ValueError where `hidden` is missing and, without position_ids, on a
         sequence longer than the position table. With context parallelism each s but that of
@@ -152,46 +154,64 @@ class GPTModel(nn.Module):
                 "this part of the model has no embedding: forward_step must pass "
                 "hidden=batch.hidden to it"
             )
-        x = hidden if self.embedding is None else self.embedding(tokens, position_ids, dropout)
+        x = (
+            hidden
+            if self.embedding is None
+            else self.embedding(tokens, position_ids, dropout_seeds)
+        )
         rotary = None if self.rotary is None else self.rotary(s, position_ids)
-        x = self.decoder(x, rotary, document_ids, dropout)
+        x = self.decoder(x, rotary, document_ids, dropout_seeds)
         if self.output_layer is None:
             return x
         logits = self.output_layer(x)
         if labels is None:
             return all_gather(logits, self.ctx.tp, dim=-1)[..., : self.vocab_size].transpose(0, 1)
-        return self._losses(logits, labels)
+        if token_metrics is None:
+            return self._losses(logits, labels)
+        return self._losses_and_metrics(logits, labels, token_metrics)
 
-    def _losses(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """Losses [b, s], in training smoothed; leaves behind what `keep_losses` and `count_right`
-        ask for."""
-        right = plain = None
-        smoothing = self.label_smoothing if torch.is_grad_enabled() else 0.0
-        if self.count_right and torch.is_grad_enabled():
-            right = labels.new_empty(labels.numel(), dtype=torch.bool)
-        if self.keep_losses and smoothing:
-            dtype = (
-                torch.promote_types(logits.dtype, torch.float32)
-                if self.loss_dtype is None
-                else self.loss_dtype
-            )
-            plain = logits.new_empty(labels.numel(), dtype=dtype)
-        losses = vocab_parallel_cross_entropy(
+    def _losses(
+        self,
+        logits: torch.Tensor,
+        labels: torch.Tensor,
+        correct: torch.Tensor | None = None,
+        unsmoothed: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Losses [b, s], in training with label smoothing; fills `correct` and `unsmoothed`
+        [s b]."""
+        return vocab_parallel_cross_entropy(
             logits,
             labels,
             vocab_size=self.vocab_size,
             tp=self.ctx.tp,
             dtype=self.loss_dtype,
-            smoothing=smoothing,
-            right=right,
-            plain=plain,
+            smoothing=self._smoothing(),
+            right=correct,
+            plain=unsmoothed,
         )
-        self.right, kept = (
-            None if x is None else x.view(logits.shape[:2]).t() for x in (right, plain)
-        )
-        if self.keep_losses and torch.is_grad_enabled():
-            self.losses = losses.detach() if kept is None else kept
-        return losses
+
+    def _losses_and_metrics(
+        self, logits: torch.Tensor, labels: torch.Tensor, names: Sequence[str]
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Losses [b, s], and the values [b, s] of these `TOKEN_METRICS`."""
+        correct = unsmoothed = None
+        if CORRECT in names:
+            correct = labels.new_empty(labels.numel(), dtype=torch.bool)
+        if UNSMOOTHED_LOSS in names and self._smoothing():
+            dtype = self.loss_dtype or torch.promote_types(logits.dtype, torch.float32)
+            unsmoothed = logits.new_empty(labels.numel(), dtype=dtype)
+        losses = self._losses(logits, labels, correct, unsmoothed)
+        metrics = {}
+        for name, values in ((UNSMOOTHED_LOSS, unsmoothed), (CORRECT, correct)):
+            if values is not None:
+                metrics[name] = values.view(logits.shape[:2]).t()
+            elif name in names:  # without label smoothing
+                metrics[name] = losses.detach()
+        return losses, metrics
+
+    def _smoothing(self) -> float:
+        """Label smoothing is for training; evaluations are without."""
+        return self.label_smoothing if torch.is_grad_enabled() else 0.0
 
     def _length(
         self,

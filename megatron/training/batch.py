@@ -26,16 +26,18 @@ class Batch:
     are this rank's chunks, [b, s/cp], and position_ids are always there, [1, s/cp] where all rows
     have the same; document_ids stay whole. `hidden` [s, b, h] comes from the pipeline stage before,
     if there is one. Of packed samples b is 1 and s a whole row. `subset_ids`, where subsets of the
-    data are counted, say which each token is of: [b, 1], of packed samples [1, s/cp]."""
+    data are counted, say which each token is of: [b, 1], of packed samples [1, s/cp].
+    `token_metrics` name what the model is to return of each token besides its loss."""
 
     tokens: torch.Tensor
     labels: torch.Tensor
     loss_mask: torch.Tensor | None = None
     position_ids: torch.Tensor | None = None
     document_ids: torch.Tensor | None = None
-    dropout: DropoutSeeds | None = None
+    dropout_seeds: DropoutSeeds | None = None
     hidden: torch.Tensor | None = None
     subset_ids: torch.Tensor | None = None
+    token_metrics: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -55,8 +57,9 @@ def make_batch(
     samples: torch.Tensor,
     rules: BatchRules,
     device: torch.device,
-    dropout: DropoutSeeds | None = None,
+    dropout_seeds: DropoutSeeds | None = None,
     with_subset: bool = False,
+    token_metrics: tuple[str, ...] = (),
 ) -> Batch:
     """Samples [b, s+1] on the host -> Batch on the device: inputs and labels are the same tokens,
     one apart. `with_subset`: [b, s+2], the last being the number of a subset.
@@ -68,7 +71,7 @@ def make_batch(
     """
     samples = samples.to(device, non_blocking=True)
     if rules.packed:
-        return _packed_batch(samples, rules.cp, dropout)
+        return _packed_batch(samples, rules.cp, dropout_seeds, token_metrics)
     subset_ids = None
     if with_subset:
         samples, subset_ids = samples[:, :-1], samples[:, -1:]
@@ -96,10 +99,17 @@ def make_batch(
         None if x is None else my_chunks(x, rules.cp)
         for x in (tokens, labels, loss_mask, position_ids)
     )
-    return Batch(*mine, document_ids, dropout, subset_ids=subset_ids)
+    return Batch(
+        *mine, document_ids, dropout_seeds, subset_ids=subset_ids, token_metrics=token_metrics
+    )
 
 
-def _packed_batch(lines: torch.Tensor, cp: Axis, dropout: DropoutSeeds | None) -> Batch:
+def _packed_batch(
+    lines: torch.Tensor,
+    cp: Axis,
+    dropout_seeds: DropoutSeeds | None,
+    token_metrics: tuple[str, ...],
+) -> Batch:
     """A row of packed samples, lines [1, 4, s] as
     `megatron.data.packed.packed_dataset.PackedDataset` has them: positions begin anew with each
     piece, attention stays inside it, and tokens without a label (0) have no loss."""
@@ -120,8 +130,9 @@ def _packed_batch(lines: torch.Tensor, cp: Axis, dropout: DropoutSeeds | None) -
         loss_mask,
         position_ids,
         (positions == 0).cumsum(1),
-        dropout,
+        dropout_seeds,
         subset_ids=subset_ids,
+        token_metrics=token_metrics,
     )
 
 

@@ -99,8 +99,6 @@ def build_data(
         run.rows = RowCounts(
             subset_names(train), ctx, config.logging.log_accuracy, d.packed_samples
         )
-        run.model[-1].keep_losses = True
-        run.model[-1].count_right = config.logging.log_accuracy
     valids = valid if isinstance(valid, list) else [valid] if valid is not None else []
     for line in plan_table(rows):
         log.detail(line)

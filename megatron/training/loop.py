@@ -133,6 +133,7 @@ class Trainer:
             run.optimizer.params_norm() if run.config.logging.log_params_norm else None,
             outcome.skipped,
             packed=outcome.packed,
+            metrics=outcome.metrics,
             fwd_bwd_seconds=outcome.fwd_bwd_seconds,
             adam_beta2=run.optimizer.adam_beta2,
             skipped_iterations_total=run.skip_history.total,

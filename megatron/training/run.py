@@ -76,6 +76,8 @@ class Run:
     data_order: dict[str, Any] = field(default_factory=dict)
     recorder: Recorder | None = None  # of --data-ledger
     rows: RowCounts | None = None  # of --packed-samples and --log-subsets
+    # of the metrics that forward_step returns; None before the first step
+    metric_names: tuple[str, ...] | None = None
     fp8: DelayedScaling | None = None  # of --fp8-recipe delayed
     # `plan.skips` are the ranges to come
     skip_history: SkipHistory = field(default_factory=SkipHistory)

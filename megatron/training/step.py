@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -21,10 +21,16 @@ from megatron.training.agreement import Requests
 from megatron.training.batch import Batch, make_batch
 from megatron.training.logging.subset_metrics import RowCounts
 from megatron.training.run import Run
-from megatron.training.step_sums import StepSums, Totals, set_counts
+from megatron.training.step_sums import MetricValue, StepSums, Totals, set_counts
 
-# (loss sum, number of tokens); of a chunk of the model before the last, hidden states.
-ForwardStep = Callable[[Batch, GPTModel], tuple[torch.Tensor, torch.Tensor | int] | torch.Tensor]
+# (loss sum, number of tokens), or with metrics by name (loss sum, number of tokens, metrics); of a
+# chunk of the model before the last, hidden states.
+ForwardStep = Callable[
+    [Batch, GPTModel],
+    tuple[torch.Tensor, torch.Tensor | int]
+    | tuple[torch.Tensor, torch.Tensor | int, Mapping[str, MetricValue]]
+    | torch.Tensor,
+]
 
 
 class NotFinite(ArithmeticError):
@@ -36,7 +42,7 @@ class StepOutcome(NamedTuple):
     """What a training step measured; `skipped`: None, or why no update was made: `overflow` (fp16),
     `spike` or `nonfinite` (--spike-action); `num_zeros` is that of real parameters (those that are
     padding always have zero gradients); `requests` are those of all ranks; `packed` are the counts
-    of subsets and packed rows."""
+    of subsets and packed rows; `metrics` are those of `forward_step`."""
 
     loss: float
     skipped: str | None
@@ -47,6 +53,7 @@ class StepOutcome(NamedTuple):
     packed: dict[str, float | int | None] | None = None
     # up to the sum of losses over the ranks, which waits for the device
     fwd_bwd_seconds: float = 0.0
+    metrics: Mapping[str, float | None] = {}
 
 
 def train_step(
@@ -88,6 +95,7 @@ def train_step(
         run.buffers.reduce()
         local_loss = sums.loss.clone()
         _add_counts(run, sums, requests())
+        _agree_on_metrics(run, sums)
         _sum_over_ranks(run, sums)
     totals = sums.totals()
     fwd_bwd_seconds = time.perf_counter() - start
@@ -106,6 +114,7 @@ def train_step(
         totals.requests,
         run.rows.named(totals.subsets) if run.rows else None,
         fwd_bwd_seconds,
+        totals.metrics,
     )
 
 
@@ -116,6 +125,32 @@ def _add_counts(run: Run, sums: StepSums, requests: Requests) -> None:
         set_counts(sums.data_hash, run.recorder.halves())
     if run.rows:
         run.rows.close(sums.subsets)
+
+
+def _agree_on_metrics(run: Run, sums: StepSums) -> None:
+    """Reserve slots for the metrics of `forward_step`, the same on all ranks.
+
+    Only the last pipeline stage knows their names: all ranks learn them in the first step of a
+    process, by one more collective; later they may not change. Raises ValueError.
+    """
+    is_last = run.pipeline.is_last(len(run.model) - 1)
+    own = sums.metric_names if is_last else None
+    if run.metric_names is None:
+        names = {one for one in gather_objects(own, run.runtime.ctx.world) if one is not None}
+        run.metric_names = min(names)
+        if len(names) > 1:
+            raise ValueError(
+                "forward_step: returned other metrics on other ranks: "
+                f"{' / '.join(', '.join(one) or 'none' for one in sorted(names))}; "
+                "return the same names for every micro-batch [metrics-differ]"
+            )
+    elif is_last and own != run.metric_names:
+        raise ValueError(
+            f"forward_step: returned the metrics {', '.join(own) or 'none'}, in the first step "
+            f"{', '.join(run.metric_names) or 'none'}; return the same names for every "
+            "micro-batch [metrics-differ]"
+        )
+    sums.reserve_metrics(run.metric_names)
 
 
 def _record_samples(run: Run, iteration: int, totals: Totals) -> None:
@@ -194,6 +229,7 @@ def _forwards(
                     run.runtime.device,
                     dropout_seeds(micro_batch),
                     rows is not None,
+                    rows.token_metrics if rows else (),
                 )
         batch = batches.pop(micro_batch) if chunk == chunks - 1 else batches[micro_batch]
         with timers("forward-compute", 2):
@@ -202,11 +238,13 @@ def _forwards(
             )
         if not run.pipeline.is_last(chunk):
             return output
-        loss, tokens = output
+        loss, tokens, *rest = output
         sums.loss += loss.detach()
         sums.tokens += tokens
+        if rest:
+            sums.add_metrics(rest[0], omit=batch.token_metrics)
         if rows:
-            rows.add(sums.subsets, batch, run.model[chunk].losses, run.model[chunk].right)
+            rows.add(sums.subsets, batch, rest[0] if rest else {})
         return loss
 
     return forward
@@ -216,8 +254,7 @@ def _sum_over_ranks(run: Run, sums: StepSums) -> None:
     """One collective for all sums. Stages before the last have no loss and no tokens;
     tensor-parallel ranks have the same, which count once."""
     if run.runtime.ctx.tp.rank:
-        sums.loss.zero_()
-        sums.tokens.zero_()
+        sums.clear_losses()
     run.services.all_reduce(sums.values, run.runtime.ctx.world)
 
 

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 
 from megatron.training.agreement import Requests
 
+# Of a metric: a tensor, whose mean is logged, or (sum, count).
+MetricValue = torch.Tensor | float | tuple[torch.Tensor | float, torch.Tensor | float]
+
 
 class Totals(NamedTuple):
-    """The sums over micro-batches and ranks, on the host."""
+    """The sums over micro-batches and ranks, on the host; `metrics` are means, None without a
+    count."""
 
     loss: float
     tokens: float
     requests: Requests
     data_hash: tuple[float, ...]
     subsets: list[float]
+    metrics: dict[str, float | None]
 
 
 class StepSums:
@@ -24,16 +30,53 @@ class StepSums:
 
     Each name is a view [n] of `values`: `loss` and `tokens` [1], `requests` one per field of
     `Requests`, `data_hash` the low and the high 32 bits of the hash of --data-ledger (without
-    `data_hash` [0]), `subsets` the counts of `RowCounts` [`subsets`].
+    `data_hash` [0]), `subsets` the counts of `SubsetMetrics` [`subsets`]. The metrics of
+    `forward_step`, whose names the first micro-batch shows, follow once `reserve_metrics` has made
+    room for them.
     """
 
     def __init__(self, device: torch.device, data_hash: bool = False, subsets: int = 0) -> None:
-        sizes = [1, 1, len(Requests._fields), 2 * data_hash, subsets]
-        self.values = torch.zeros(sum(sizes), dtype=torch.float64, device=device)
-        self._sizes = sizes
-        self.loss, self.tokens, self.requests, self.data_hash, self.subsets = self.values.split(
-            sizes
+        self._sizes = [1, 1, len(Requests._fields), 2 * data_hash, subsets]
+        self._metrics: dict[str, torch.Tensor] = {}  # (sum, count) [2] each
+        self._names: Sequence[str] = ()
+        self.values = torch.zeros(sum(self._sizes), dtype=torch.float64, device=device)
+        self._name_views()
+
+    def _name_views(self) -> None:
+        self.loss, self.tokens, self.requests, self.data_hash, self.subsets, *metrics = (
+            self.values.split([*self._sizes, *(2 for _ in self._names)])
         )
+        self._metrics = dict(zip(self._names, metrics, strict=True))
+
+    @property
+    def metric_names(self) -> tuple[str, ...]:
+        """The metrics that were added."""
+        return tuple(sorted(self._metrics))
+
+    def add_metrics(self, metrics: Mapping[str, MetricValue], omit: Collection[str] = ()) -> None:
+        """Add those of a micro-batch, but for the names of `omit`."""
+        for name, value in metrics.items():
+            if name in omit:
+                continue
+            if isinstance(value, torch.Tensor):
+                value = (value.detach().sum(dtype=torch.float64), value.numel())
+            total, count = value if isinstance(value, tuple) else (value, 1)
+            pair = self._metrics.setdefault(name, self.values.new_zeros(2))
+            pair[0] += total.detach() if isinstance(total, torch.Tensor) else total
+            pair[1] += count
+
+    def reserve_metrics(self, names: Sequence[str]) -> None:
+        """Make room for these in `values`; what was added is kept, others are zeros."""
+        if names:
+            zeros = self.values.new_zeros(2)
+            self.values = torch.cat([self.values, *(self._metrics.get(n, zeros) for n in names)])
+            self._names = names
+            self._name_views()
+
+    def clear_losses(self) -> None:
+        """Forget loss, tokens and metrics: another rank has the same."""
+        for slots in (self.loss, self.tokens, *self._metrics.values()):
+            slots.zero_()
 
     def totals(self) -> Totals:
         """All sums by name. It waits for the device, once."""
@@ -41,10 +84,20 @@ class StepSums:
         loss, tokens, requests, data_hash, subsets = (
             [next(values) for _ in range(size)] for size in self._sizes
         )
-        return Totals(loss[0], tokens[0], Requests(*map(int, requests)), tuple(data_hash), subsets)
+        return Totals(
+            loss[0],
+            tokens[0],
+            Requests(*map(int, requests)),
+            tuple(data_hash),
+            subsets,
+            {
+                name: total / count if count else None
+                for name, total, count in zip(self._names, values, values, strict=True)
+            },
+        )
 
 
-def set_counts(slots: torch.Tensor, counts: tuple[float, ...]) -> None:
+def set_counts(slots: torch.Tensor, counts: Sequence[float]) -> None:
     """Write counts [n] into slots that are zeros; only those that are not 0, since on a GPU each
     one written takes a kernel."""
     for slot, count in enumerate(counts):

@@ -300,16 +300,16 @@ def test_dropout_sites():
     for flags in (dict(attention_dropout=0.1), dict(hidden_dropout=0.1)):
         model = tiny_model(**flags)
         assert torch.equal(logits_of(model), quiet)
-        first = logits_of(model, dropout=SEEDS)
+        first = logits_of(model, dropout_seeds=SEEDS)
         assert not torch.equal(first, quiet)
-        assert torch.equal(first, logits_of(model, dropout=DropoutSeeds(1234, 1, 0)))
+        assert torch.equal(first, logits_of(model, dropout_seeds=DropoutSeeds(1234, 1, 0)))
         for other in (
             DropoutSeeds(1235, 1, 0),
             DropoutSeeds(1234, 2, 0),
             DropoutSeeds(1234, 1, 1),
             DropoutSeeds(1234, 1, 0, 1),
         ):
-            assert not torch.equal(first, logits_of(model, dropout=other))
+            assert not torch.equal(first, logits_of(model, dropout_seeds=other))
 
 
 def test_embedding_dropout_drops_that_share():
@@ -329,7 +329,7 @@ def test_attention_and_both_branches_drop_in_every_layer():
             used.append((layer, site))
             return seeds.seed(layer, site, part)
 
-    tiny_model(**DROPOUT)(tokens()[0], dropout=Watched(1, 1, 0))
+    tiny_model(**DROPOUT)(tokens()[0], dropout_seeds=Watched(1, 1, 0))
     sites = ("attention", "attention_output", "mlp_output")
     assert used == [(-1, "embedding"), *((layer, site) for layer in range(3) for site in sites)]
 
@@ -346,8 +346,10 @@ RECOMPUTE = [
 @pytest.mark.parametrize("flags", [DROPOUT, {**LLAMA, **DROPOUT}], ids=["gpt2", "llama"])
 @pytest.mark.parametrize("recompute", RECOMPUTE, ids=str)
 def test_recompute_gives_the_same_bits(recompute, flags):
-    losses, grads = loss_and_grads(tiny_model(**flags), dropout=SEEDS)
-    again_losses, again = loss_and_grads(tiny_model(recompute=recompute, **flags), dropout=SEEDS)
+    losses, grads = loss_and_grads(tiny_model(**flags), dropout_seeds=SEEDS)
+    again_losses, again = loss_and_grads(
+        tiny_model(recompute=recompute, **flags), dropout_seeds=SEEDS
+    )
     assert torch.equal(losses, again_losses)
     for name, grad in grads.items():
         assert torch.equal(grad, again[name]), name

@@ -148,7 +148,7 @@ def dropped_losses(rank, world, sequence_parallel):
     seeds = WatchedSeeds()
     (ids, labels) = tokens()
     with torch.no_grad():
-        return model(ids, labels=labels, dropout=seeds), seeds.parts
+        return model(ids, labels=labels, dropout_seeds=seeds), seeds.parts
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])

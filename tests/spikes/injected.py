@@ -25,8 +25,8 @@ def inject(bad: Mapping[int, float], least: int = 24) -> None:
             output = forward_step(batch, model)
             if model.output_layer is None or iteration not in bad:
                 return output
-            loss, tokens = output
-            return loss * bad[iteration], tokens
+            loss, *rest = output
+            return loss * bad[iteration], *rest
 
         return train_step(run, forward, samples, iteration, own)
 

@@ -125,13 +125,13 @@ def note_batches(folder: str) -> None:
         now[:] = [iteration]
         return train_step(run, forward_step, samples, iteration, own)
 
-    def noted_batch(samples, rules, device, dropout=None, *rest):
-        if dropout is not None:
+    def noted_batch(samples, rules, device, dropout_seeds=None, *rest):
+        if dropout_seeds is not None:
             with open(f"{folder}/batches", "a") as file:
                 file.write(
                     json.dumps([now[0], samples.sum(1).tolist(), samples[:, :3].tolist()]) + "\n"
                 )
-        return make(samples, rules, device, dropout, *rest)
+        return make(samples, rules, device, dropout_seeds, *rest)
 
     step.make_batch = noted_batch
     loop.train_step = noted_step

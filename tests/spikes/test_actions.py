@@ -375,7 +375,7 @@ def contents(one) -> dict[str, bytes]:
 
 def nan_gradient(batch, model):
     """A forward step whose loss is finite and its gradient is not."""
-    loss, tokens = plot().forward_step(batch, model)
+    loss, tokens, _ = plot().forward_step(batch, model)
     loss = loss * 1.0
     loss.register_hook(lambda gradient: gradient * math.nan)
     return loss, tokens
@@ -423,7 +423,7 @@ def test_t16_a_nan_gradient_or_a_spike_changes_nothing(kind):
     for times in (3.0, math.nan) if "fp16" not in kind else (3.0,):
 
         def worse(batch, model, times=times):
-            loss, tokens = plot().forward_step(batch, model)
+            loss, tokens, _ = plot().forward_step(batch, model)
             return loss * times, tokens
 
         outcome = train_step(one, worse, iter(samples(seed=2).split(2)), 201)

@@ -205,7 +205,7 @@ def test_a_row_has_the_loss_of_its_pieces_one_by_one(mode, positions):
     lines = a_row(mode)
     batch = make_batch(lines, BatchRules(None, packed=True), CPU)
     assert batch.tokens.shape == (1, 48) and int((lines[0, POSITIONS] == 0).sum()) > 2
-    loss, tokens = plot().forward_step(batch, model)
+    loss, tokens, _ = plot().forward_step(batch, model)
     assert tokens == (lines[:, LABELS] > 0).sum() < 48
     alone = one_by_one(model, lines)
     assert abs(loss.item() - alone.item()) <= 1e-10 * abs(alone.item())
@@ -232,7 +232,7 @@ BUGS = {
 def test_that_comparison_notices(bug):
     model = tiny_model(torch.float64, scramble=True)
     batch = make_batch(a_row(), BatchRules(None, packed=True), CPU)
-    loss, _ = plot().forward_step(BUGS[bug](batch), model)
+    loss, *_ = plot().forward_step(BUGS[bug](batch), model)
     alone = one_by_one(model, a_row())
     assert abs(loss.item() - alone.item()) > 1e-5 * abs(alone.item())
 

@@ -154,7 +154,7 @@ def test_a_step_reads_its_loss_and_its_norm(monkeypatch, name):
 )
 def test_a_read_in_forward_and_in_backward_is_seen(monkeypatch, look, how):
     def forward_step(batch, model):
-        loss, tokens = plot().forward_step(batch, model)
+        loss, tokens, _ = plot().forward_step(batch, model)
         look(loss)
         loss.register_hook(hook)
         return loss, tokens

@@ -133,7 +133,7 @@ class Step:
                     seeds = DropoutSeeds(run.config.training.seed, 1, number, 0)
                     batch = make_batch(samples, run.rules, run.runtime.device, seeds)
                 with timers("forward-compute", 2):
-                    loss, tokens = forward_step(batch, model)
+                    loss, tokens, _ = forward_step(batch, model)
                 totals[0] += loss.detach()
                 totals[1] += tokens
                 with timers("backward-compute", 2):

@@ -98,6 +98,7 @@ class StepRow:
     adam_beta2: float | None
     fwd_bwd_seconds: float
     packed: Mapping[str, Any]
+    metrics: Mapping[str, float | None] = field(default_factory=dict)  # of forward_step
 
 
 def start_line(function: str, text: str, now: datetime) -> str:
@@ -140,6 +141,10 @@ def internlm_line(row: StepRow, now: datetime, process: int) -> str:
         name: math.nan if value is None else round(value, 4)
         for name, value in row.packed.items()
         if name.startswith("loss/")
+    }
+    fields |= {
+        name: math.nan if value is None else float(f"{value:.4g}")
+        for name, value in row.metrics.items()
     }
     stamp = now.astimezone().isoformat(timespec="milliseconds")
     shown = "".join(f"{name}={value} " for name, value in fields.items())

@@ -22,6 +22,20 @@ class Interval:
     spike_skips: int = 0
     nan_iterations: int = 0
     reasons: set[str] = field(default_factory=set)  # why the user or a spike skipped
+    metric_values: dict[str, list[float]] = field(default_factory=dict)  # of forward_step
+
+    def add_metrics(self, metrics: Mapping[str, float | None]) -> None:
+        """Take in those of an iteration that changed the weights; None is no value."""
+        for name, value in metrics.items():
+            if value is not None:
+                self.metric_values.setdefault(name, []).append(value)
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Means by name, in the order in which they came."""
+        return {
+            name: math.fsum(values) / len(values) for name, values in self.metric_values.items()
+        }
 
     @property
     def loss(self) -> float:
@@ -71,6 +85,7 @@ def megatron_line(row: IterationRow, log_throughput: bool) -> str:
     ]
     if i.losses:
         parts.append(f" lm loss: {i.loss:.6E}")
+    parts += [f" {name}: {value:.6E}" for name, value in i.metrics.items()]
     parts.append(f" loss scale: {row.loss_scale:.1f}")
     if row.grad_norm is not None:
         parts.append(f" grad norm: {row.grad_norm:.3f}")
@@ -105,6 +120,7 @@ def aurora_line(row: IterationRow, now: datetime) -> str:
     ]
     if i.losses:
         parts.append(f"lm loss={i.loss:.6f}")
+    parts += [f"{name}={value:.6g}" for name, value in i.metrics.items()]
     parts.append(f"loss_scale={row.loss_scale:.1f}")
     if row.grad_norm is not None:
         parts.append(f"grad_norm={row.grad_norm:.3f}")

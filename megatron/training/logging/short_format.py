@@ -47,7 +47,7 @@ def iteration_line(row: IterationRow, eta: float | None, extras: Extras = Extras
 
 def _extra_parts(row: IterationRow, extras: Extras) -> list[str]:
     i = row.interval
-    parts = []
+    parts = [f"{name} {value:.4g}" for name, value in i.metrics.items()]
     if extras.batch_size:
         parts.append(f"batch {row.global_batch_size}")
     if extras.loss_scale:

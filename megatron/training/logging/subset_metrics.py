@@ -7,11 +7,12 @@ It knows rows as the loader hands them out and sums; it must not know models, fi
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
 from megatron.data.packed.packed_dataset import POSITIONS
+from megatron.model.gpt import TOKEN_METRICS, UNSMOOTHED_LOSS
 from megatron.parallel.context import ParallelContext
 from megatron.training.batch import Batch
 
@@ -33,8 +34,9 @@ class RowCounts:
     ) -> None:
         self.subsets = tuple(subsets)
         self.filled = FILLED if packed else ()
-        # losses, tokens, and labels that the model ranks first
-        self.kinds = 3 if accuracy else 2
+        # what forward_step has to return of each token; with the number of tokens, the sums
+        self.token_metrics = TOKEN_METRICS if accuracy else (UNSMOOTHED_LOSS,)
+        self.kinds = 1 + len(self.token_metrics)
         self.size = len(self.filled) + self.kinds * len(self.subsets)
         self._tells = not (ctx.dp.rank or ctx.cp.rank or ctx.tp.rank or ctx.pp.rank)
         self._sums = ctx.tp.rank == 0  # the others have the same losses
@@ -51,13 +53,21 @@ class RowCounts:
         self,
         slots: torch.Tensor,
         batch: Batch,
-        losses: torch.Tensor,
-        right: torch.Tensor | None = None,
+        metrics: Mapping[str, torch.Tensor],
     ) -> None:
-        """Add a micro-batch's losses [b, s], tokens, and labels that are `right` (bool [b, s]), to
-        its subsets: all of a row is of one, which `batch.subset_ids` [b, 1 or s] tells."""
+        """Add a micro-batch's losses, tokens and correct labels to those of its subsets. `metrics`
+        has the `token_metrics` by name, [b, s] each; all tokens of a row are of one subset,
+        `batch.subset_ids` [b, 1 or s]."""
         mask = batch.loss_mask
-        kinds = [losses, torch.ones_like(losses) if mask is None else mask, right][: self.kinds]
+        missing = [name for name in self.token_metrics if name not in metrics]
+        if missing:
+            raise ValueError(
+                f"--log-subsets, --packed-samples: forward_step returned no {', '.join(missing)}; "
+                "pass token_metrics=batch.token_metrics to the model and return its metrics "
+                "[token-metrics-missing]"
+            )
+        losses, *correct = (metrics[name] for name in self.token_metrics)
+        kinds = [losses, torch.ones_like(losses) if mask is None else mask, *correct]
         if mask is not None:
             kinds[::2] = [kind * mask for kind in kinds[::2]]
         sums = torch.stack([kind.sum(1, dtype=slots.dtype) for kind in kinds])

@@ -10,7 +10,7 @@ import socket
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
@@ -62,6 +62,7 @@ class IterationResult:
     skipped_samples: int = 0
     finding: Finding = Finding()
     packed: Mapping[str, Any] | None = None  # counts of subsets and of packed rows, by name
+    metrics: Mapping[str, float | None] = field(default_factory=dict)  # of forward_step
     fwd_bwd_seconds: float = 0.0  # forward and backward with the sum of gradients
     adam_beta2: float | None = None
 
@@ -187,6 +188,7 @@ class TrainingLog:
             i.seconds += result.seconds
             if result.skipped is None and result.loss is not None:
                 i.losses.append(result.loss)
+                i.add_metrics(result.metrics)
             if result.skipped:
                 self._failed_updates += 1
                 i.overflow_skips += result.skipped == "overflow"
@@ -332,6 +334,7 @@ class TrainingLog:
                 r.adam_beta2,
                 r.fwd_bwd_seconds,
                 r.packed or {},
+                r.metrics,
             ),
             datetime.now(),
             process,
@@ -379,6 +382,13 @@ class TrainingLog:
             "spike": r.finding.kind or None,
             "spike_sigma": round(r.finding.sigma, 3),
         } | {key: _finite(value) for key, value in self._more(r).items()}
+        taken = row.keys() & r.metrics.keys()
+        if taken:
+            raise ValueError(
+                f"forward_step: --metrics-file has a column {min(taken)} already; give this metric "
+                "another name [metric-name-taken]"
+            )
+        row |= {name: _finite(value) for name, value in r.metrics.items()}
         self._metrics.write(json.dumps(row) + "\n")
 
     def _more(self, r: IterationResult) -> dict[str, Any]:
@@ -405,7 +415,7 @@ class TrainingLog:
             return
         for tag, value in given(self._training_points(r)):
             self._boards.scalar(tag, value, n, r.consumed_samples)
-        points = {**self._memory_points(), **self._more(r), **self._speed_points(r)}
+        points = {**self._memory_points(), **self._more(r), **self._speed_points(r), **r.metrics}
         for tag, value in given(points):
             self._boards.scalar(tag, value, n)
 
