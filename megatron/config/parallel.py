@@ -34,6 +34,12 @@ class ParallelConfig:
     decoder_last_pipeline_num_layers: int | None = arg(
         None, dump=False, help="layers of the last stage, likewise"
     )
+    use_tp_pp_dp_mapping: bool = arg(
+        False,
+        dump=False,
+        help="number ranks in the order tensor, context, pipeline, data, so that the stages of one "
+        "replica are neighbours; without it tensor, context, data, pipeline",
+    )
     overlap_p2p_comm: bool = arg(
         True,
         off="--no-overlap-p2p-communication",

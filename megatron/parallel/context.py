@@ -30,7 +30,8 @@ class Axis:
 
 
 class ParallelContext:
-    """The grid pp x dp x cp x tp in Megatron's order: rank = tp + TP * (cp + CP * (dp + DP * pp)).
+    """The grid pp x dp x cp x tp in Megatron's order: rank = tp + TP * (cp + CP * (dp + DP * pp)),
+    or with --use-tp-pp-dp-mapping tp + TP * (cp + CP * (pp + PP * dp)). Ranks of an axis ascend.
 
     Axes: tp, cp, dp, pp; pp_gradients (the ranks of pp in a group of their own); dp_cp (ranks that
     see other tokens and hold the same weights), ends (first and last pipeline stage), model (tp x
@@ -51,7 +52,10 @@ class ParallelContext:
         self._timeout = timedelta(minutes=config.distributed_timeout_minutes)
         self.sequence_parallel = config.sequence_parallel and tp > 1
         self.cp_comm_type = config.cp_comm_type
-        grid = torch.arange(world_size).view(pp, -1, cp, tp)
+        if config.use_tp_pp_dp_mapping:
+            grid = torch.arange(world_size).view(-1, pp, cp, tp).transpose(0, 1)
+        else:
+            grid = torch.arange(world_size).view(pp, -1, cp, tp)
         self.tp = self._axis("tp", grid, 3)
         self.cp = self._axis("cp", grid, 2)
         self.dp = self._axis("dp", grid, 1)
@@ -93,6 +97,7 @@ class ParallelContext:
         for ranks in grid.movedim(dim, -1).reshape(-1, grid.shape[dim]).tolist():
             if len(ranks) == 1:
                 continue
+            ranks.sort()
             # torch's own default is half an hour
             group = dist.new_group(ranks, timeout=self._timeout)
             if self.rank in ranks:

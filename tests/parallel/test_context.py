@@ -30,9 +30,12 @@ def made(monkeypatch) -> list[tuple[int, ...]]:
     return groups
 
 
-def grid(world: int, tp: int = 1, pp: int = 1, cp: int = 1) -> list[ParallelContext]:
+def grid(world: int, tp: int = 1, pp: int = 1, cp: int = 1, **more) -> list[ParallelContext]:
     config = ParallelConfig(
-        tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, context_parallel_size=cp
+        tensor_model_parallel_size=tp,
+        pipeline_model_parallel_size=pp,
+        context_parallel_size=cp,
+        **more,
     )
     return [ParallelContext(config, world, rank) for rank in range(world)]
 
@@ -60,6 +63,34 @@ def test_context_parallel_lies_between_tensor_and_data(made):
     assert groups_of(ranks, "cp") == [(0, 2), (1, 3), (4, 6), (5, 7)]
     assert groups_of(ranks, "dp") == [(0, 4), (1, 5), (2, 6), (3, 7)]
     assert groups_of(ranks, "dp_cp") == [(0, 2, 4, 6), (1, 3, 5, 7)]
+
+
+def test_stages_may_be_numbered_before_replicas(made):
+    ranks = grid(16, tp=2, pp=2, cp=2, use_tp_pp_dp_mapping=True)
+    for rank, c in enumerate(ranks):
+        assert rank == c.tp.rank + 2 * (c.cp.rank + 2 * (c.pp.rank + 2 * c.dp.rank))
+    assert groups_of(ranks, "tp") == [(n, n + 1) for n in range(0, 16, 2)]
+    assert groups_of(ranks, "pp")[:4] == [(0, 4), (1, 5), (2, 6), (3, 7)]
+    assert groups_of(ranks, "dp")[:2] == [(0, 8), (1, 9)]
+    assert groups_of(ranks, "model") == [(n, n + 1, n + 4, n + 5) for n in (0, 2, 8, 10)]
+    assert groups_of(ranks, "world") == [tuple(range(16))]
+
+
+def test_every_axis_of_instances_ascends_in_either_order(made):
+    for mapping in (False, True):
+        ranks = grid(
+            16,
+            tp=2,
+            pp=2,
+            use_tp_pp_dp_mapping=mapping,
+            use_distributed_optimizer=True,
+            num_distributed_optimizer_instances=2,
+        )
+        for c in ranks:
+            for name in (*AXES, "shard", "instances", "optimizer"):
+                axis = c.axis(name)
+                assert list(axis.ranks) == sorted(axis.ranks)
+            assert (c.shard.size, c.instances.size, c.optimizer.size) == (2, 2, 8)
 
 
 @pytest.mark.parametrize(

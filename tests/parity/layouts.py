@@ -82,6 +82,9 @@ CASES = {
     "cp2, untied, masked documents": Case(UNTIED, 2, (CP, "2"), steps=10),
     "pp2": Case(GPT2, 2, (PP, "2"), steps=10),
     "pp2 vpp2": Case(DEEP, 2, (PP, "2", CHUNKS, "2"), steps=10),
+    "pp2 dp2, stages numbered before replicas": Case(
+        UNTIED, 4, (PP, "2", *OVERLAP, "--use-tp-pp-dp-mapping"), steps=10
+    ),
 }
 CAMPAIGN = {
     "tp2": Case(GPT2, 2, (TP, "2")),

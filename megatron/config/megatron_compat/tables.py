@@ -241,7 +241,6 @@ zero_stage=0?1 | --use-distributed-optimizer
 [refused]
 hierarchical_context_parallel_sizes:list= | context-parallel ranks form one ring; omit the flag
 ds_sequence_parallel_size=1 | use --context-parallel-size
-use_tp_pp_dp_mapping=False | ranks are numbered tensor, context, data, pipeline; omit the flag
 microbatch_group_size_per_vp_stage=,--microbatch-group-size-per-virtual-pipeline-stage
   | as many micro-batches as stages pass a chunk in turn; omit the flag
 account_for_embedding_in_pipeline_split=False account_for_loss_in_pipeline_split=False
