@@ -1,0 +1,59 @@
+"""Whether all data-parallel ranks hold the same weights (memory or a processor may be faulty)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+from megatron.parallel.collectives import gather_objects
+from megatron.parallel.context import Axis
+
+_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class WeightsDiffer(ArithmeticError):
+    """Data-parallel ranks hold different weights; the text names ranks and parameters."""
+
+
+@torch.no_grad()
+def weight_hashes(parameters: Iterable[torch.Tensor]) -> list[tuple[int, int]]:
+    """Two sums of each parameter's bits, modulo 2^64: of its elements as integers, and of their
+    squares. One host sync.
+
+    Any one changed element changes the first sum.
+    """
+    sums = []
+    for parameter in parameters:
+        bits = parameter.detach().view(_INTEGERS[parameter.itemsize])
+        wide = bits.to(torch.int64)
+        sums.append(torch.stack([wide.sum(), (wide * wide).sum()]))
+    return [tuple(pair) for pair in torch.stack(sums).tolist()] if sums else []
+
+
+def check_replicas(modules: Iterable[nn.Module], replicas: Axis, iteration: int) -> None:
+    """Compare the weights of this rank's `modules` over the ranks that hold the same ones.
+
+    Raises WeightsDiffer, on all of these ranks alike.
+    """
+    if replicas.size == 1:
+        return
+    named = [pair for module in modules for pair in module.named_parameters()]
+    ranks = gather_objects(weight_hashes(parameter for _, parameter in named), replicas)
+    different = [index for index in range(len(named)) if len({rank[index] for rank in ranks}) > 1]
+    if not different:
+        return
+    first = different[0]
+    votes = Counter(rank[first] for rank in ranks)
+    usual, count = votes.most_common(1)[0]
+    odd = [rank for rank, mine in zip(replicas.ranks, ranks, strict=True) if mine[first] != usual]
+    suspects = odd if count > len(ranks) - count else list(replicas.ranks)
+    raise WeightsDiffer(
+        f"iteration {iteration}: {len(different)} of {len(named)} parameters differ between "
+        f"data-parallel ranks, first {named[first][0]}; "
+        f"rank{'s' * (len(suspects) > 1)} {', '.join(map(str, suspects))} "
+        f"{'differ' if len(suspects) > 1 else 'differs'}. Memory or a processor there may be "
+        "faulty: test it, and resume from a checkpoint of before [weights-differ]"
+    )
