@@ -72,6 +72,12 @@ class TrainingConfig:
     torch_compile: bool = arg(
         False, help="compile every transformer layer with torch.compile", dump=False
     )
+    check_weight_hash_across_dp_replicas_interval: int | None = arg(
+        None,
+        dump=False,
+        help="iterations between comparisons of the weights of data-parallel ranks by hash; the "
+        "run ends if they differ (default: never)",
+    )
     manual_gc: bool = arg(False, help="collect garbage only every --manual-gc-interval steps")
     manual_gc_interval: int = arg(0, help="steps between manual collections; 0: never")
     manual_gc_eval: bool = arg(

@@ -15,6 +15,7 @@ from megatron.training.rollback import RollbackBuffer
 from megatron.training.run import Run
 from megatron.training.save_policy import SavePolicy
 from megatron.training.skipping.skip import Skipping
+from megatron.training.weight_check import check_replicas
 
 
 def build_hooks(
@@ -37,6 +38,8 @@ def build_hooks(
         hooks.append(ControlFileRequests(ControlFile(control)))
     if run.config.training.manual_gc:
         hooks.append(GarbageCollection(run))
+    if run.config.training.check_weight_hash_across_dp_replicas_interval:
+        hooks.insert(1, WeightComparison(run))
     return hooks
 
 
@@ -54,6 +57,18 @@ class Profiling(Hook):
 
     def on_end(self) -> None:
         self._profiler.close()
+
+
+class WeightComparison(Hook):
+    """--check-weight-hash-across-dp-replicas-interval. It comes before anything is saved."""
+
+    def __init__(self, run: Run):
+        self._run = run
+        self._interval = run.config.training.check_weight_hash_across_dp_replicas_interval
+
+    def after_step(self, result: IterationResult) -> None:
+        if result.iteration % self._interval == 0:
+            check_replicas(self._run.model, self._run.runtime.ctx.dp_cp, result.iteration)
 
 
 class SpikeDetection(Hook):

@@ -6,11 +6,14 @@ import pytest
 import torch
 from torch import nn
 
+from megatron.checkpoint import store
 from megatron.config.parallel import ParallelConfig
 from megatron.parallel.context import ParallelContext
+from megatron.training import hooks
 from megatron.training.weight_check import WeightsDiffer, check_replicas, weight_hashes
-from tests.forkrun import run_ranks
+from tests.forkrun import RanksFailed, run_ranks
 from tests.problems import assert_problem
+from tests.runs import NO_DROPOUT, SMALL, train, with_flags
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
@@ -55,3 +58,23 @@ def test_of_two_ranks_both_are_named():
     for found in run_ranks(2, _differs, (1,)):
         [message] = found
         assert_problem(message, "weights-differ", "ranks 0, 1 ")
+
+
+def _break_rank_1() -> None:
+    """A hook: the weights of rank 1 change in iteration 4, as a faulty memory would change them."""
+    real = hooks.check_replicas
+
+    def check(modules, replicas, iteration):
+        if iteration == 4 and replicas.rank == 1:
+            next(iter(modules[0].parameters())).data.view(-1)[5] += 1.0
+        real(modules, replicas, iteration)
+
+    hooks.check_replicas = check
+
+
+def test_a_run_ends_before_it_saves_such_weights(tmp_path):
+    flags = "--train-iters 6 --mock-data --save-interval 2 --check-weight-hash-across-dp-replicas-"
+    words = [*with_flags(SMALL), *NO_DROPOUT, *f"{flags}interval 2".split()]
+    with pytest.raises(RanksFailed, match="weights-differ"):
+        train(tmp_path, [*words, "--save", str(tmp_path / "save")], world=2, hook=_break_rank_1)
+    assert store.iterations(tmp_path / "save") == [2]

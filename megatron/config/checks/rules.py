@@ -32,7 +32,8 @@ _AT_LEAST_ONE = (
     "lr_wsd_decay_samples lr_decay_iters lr_decay_samples micro_batch_size global_batch_size "
     "train_iters train_samples eval_interval exit_interval recompute_num_layers world_size "
     "save_interval keep_last keep_every snapshot_interval log_interval tensorboard_log_interval "
-    "tensorboard_queue_size fp8_amax_history_len profile_step_end"
+    "tensorboard_queue_size fp8_amax_history_len profile_step_end "
+    "check_weight_hash_across_dp_replicas_interval"
 ).split()
 _NOT_NEGATIVE = (
     "init_method_std mid_level_dataset_surplus lr min_lr lr_warmup_iters lr_warmup_samples "

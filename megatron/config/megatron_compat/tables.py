@@ -152,8 +152,6 @@ replication=False replication_jump= replication_factor=2 non_persistent_ckpt_typ
   | every snapshot is a complete checkpoint and is not replicated
 check_for_large_grads=False check_for_spiky_loss=False
   | every run looks for spikes of loss and gradients; --spike-action selects the reaction
-check_weight_hash_across_dp_replicas_interval=
-  | the weights of the replicas are not compared during training
 error_injection_rate=0 error_injection_type=transient_error rerun_mode=disabled
   result_rejected_tracker_filename= | iterations are not repeated to look for hardware faults
 deepspeed_activation_checkpointing=False contigious_checkpointing=False
