@@ -136,7 +136,7 @@ def train(line, tokenizer, fence, writer, signals: SignalWatch | None, services=
     from megatron.training.checkpointing.load import load_checkpoint
     from megatron.training.launch import initialize
     from megatron.training.logging import preamble, training_log
-    from megatron.training.logging.kernel_report import check_wishes, kernel_lines
+    from megatron.training.logging.kernel_report import check_requested, kernel_lines
     from megatron.training.logging.megatron_format import datetime_line
     from megatron.training.run import Services
     from megatron.training.skipping import skip_plan
@@ -147,7 +147,7 @@ def train(line, tokenizer, fence, writer, signals: SignalWatch | None, services=
     meeting = initialize.Meeting(config, signals)
     for text in command_line.start_lines(line, backend):
         print_rank_0(text)
-    check_wishes(config)
+    check_requested(config)
     tokenizer = build.make_tokenizer(config, tokenizer)
     plan = build.plan_run(config, line.world_size, tokenizer.vocab_size)
     writers = training_log.open_writers(config)

@@ -25,7 +25,7 @@ from xml.sax.saxutils import escape
 
 from megatron.arguments import arg
 from megatron.config.plan.stages import bubble_fraction
-from megatron.parallel.schedules import Step, compute_order, timetable
+from megatron.parallel.schedules import Action, compute_order, timetable
 from tools.shared.program import read
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
@@ -36,7 +36,7 @@ class Box(NamedTuple):
 
     start: int
     end: int
-    step: Step
+    step: Action
 
 
 Drawing = list[list[Box]]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 
-def obstacle(device: torch.device, dtype: torch.dtype) -> str | None:
+def unavailable_reason(device: torch.device, dtype: torch.dtype) -> str | None:
     """Why apex's norms cannot run here; None if they can."""
     if device.type != "cuda":
         return f"apex needs a CUDA device, and this is a {device.type}"
@@ -26,7 +26,7 @@ def obstacle(device: torch.device, dtype: torch.dtype) -> str | None:
     )
 
 
-def gradient_obstacle(
+def gradient_unavailable_reason(
     device: torch.device, dtype: torch.dtype, main_dtype: torch.dtype
 ) -> str | None:
     """Why apex's accumulating weight gradient cannot run here; None if it can."""

@@ -1,5 +1,5 @@
-"""Causal attention of local heads: torch's fused kernel, blocks of query rows, C++ or flash-attn;
-knows no layer."""
+"""Causal attention of local heads, and the selection among its implementations: torch's fused
+kernel, chunked attention, C++ or flash-attn."""
 
 import torch
 import torch.nn.functional as F
@@ -12,7 +12,7 @@ from megatron.kernels.cu_seqlens import run_starts
 from megatron.kernels.linear import low_precision_is_native
 from megatron.kernels.reference_attention import plain_attention
 
-IMPLEMENTATIONS = ("auto", "sdpa", "chunked", "plain", "tiles", "vectors", "flash")
+IMPLEMENTATIONS = ("auto", "sdpa", "chunked", "plain", "cpp_bf16", "cpp_fp32", "flash")
 # so many positions: chunks are faster than torch's kernel there (docs/performance.md)
 CHUNKS_ON_CPU = range(448, 768)
 
@@ -36,11 +36,11 @@ def attention(
     implementation) the mask is a pure function.
 
     `implementation`: "sdpa" (torch's fused kernel: plain causal, no dropout), "chunked" (blocks of
-    query rows, all cases), "tiles" (C++, bf16 on a CPU with AMX or AVX512-BF16; documents must be
-    runs of one id), "vectors" (C++, fp32 arithmetic on a CPU with AVX2: plain causal, no dropout),
-    "flash" (flash-attn: CUDA, 16 bits, no dropout), "plain" (the formula, all cases) or "auto".
-    None but "plain" holds an s x s tensor. Raises ValueError for a request that cannot be met.
-    """
+    query rows, all cases), "cpp_bf16" (C++, bf16 on a CPU with AMX or AVX512-BF16; documents must
+    be runs of one id), "cpp_fp32" (C++, fp32 arithmetic on a CPU with AVX2: plain causal, no
+    dropout), "flash" (flash-attn: CUDA, fp16 or bf16, no dropout), "plain" (the formula, all cases)
+    or "auto". Only "plain" allocates an s x s tensor. Raises ValueError if the requested one is
+    unavailable."""
     chosen, _, _ = select_attention(
         q.device,
         q.dtype,
@@ -52,7 +52,7 @@ def attention(
     )
     if chosen == "sdpa":
         return _sdpa(q, k, v, scale)
-    if chosen == "vectors":
+    if chosen == "cpp_fp32":
         return fp32_attention.vector_attention(q, k, v, scale)
     if chosen == "flash":
         return flash_attention.flash_attention(q, k, v, scale, document_ids)
@@ -60,16 +60,16 @@ def attention(
         raise ValueError(
             "attention with dropout_p > 0 needs dropout_seed: pass the seed of this layer and site"
         )
-    if chosen == "tiles":
+    if chosen == "cpp_bf16":
         starts = None if document_ids is None else run_starts(document_ids)
         if document_ids is None or starts is not None:
             return bf16_attention.tile_attention(
                 q, k, v, scale, dropout_p, dropout_seed or 0, starts
             )
-        if implementation == "tiles":
+        if implementation == "cpp_bf16":
             raise ValueError(
-                "attention implementation 'tiles' needs documents that are runs of one id, and "
-                "one of these ids returns after another: use 'auto' or 'chunked'"
+                "attention implementation 'cpp_bf16' needs contiguous documents, and "
+                "a document id occurs again after another one: use 'auto' or 'chunked'"
             )
     if chosen == "plain":
         return plain_attention(q, k, v, scale, dropout_p, dropout_seed, document_ids)
@@ -85,13 +85,13 @@ def select_attention(
     seq_length: int = CHUNKS_ON_CPU.start,
     head_dim: int = 1,
 ) -> tuple[str, str, str]:
-    """Which implementation runs, why, and why not the other of "sdpa" and "chunked". Raises
-    ValueError if the one asked for cannot (whether flash-attn is there, select.py has asked)."""
+    """The implementation that runs, why, and why not the other of "sdpa" and "chunked". Raises
+    ValueError if the requested one is unavailable (flash-attn is checked in select.py)."""
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(
             f"attention implementation {implementation!r} is unknown: use one of {IMPLEMENTATIONS}"
         )
-    obstacles = [
+    unsupported = [
         reason
         for reason, there in (
             ("attention dropout", dropout_p > 0.0),
@@ -100,56 +100,58 @@ def select_attention(
         )
         if there
     ]
-    if implementation == "sdpa" and obstacles:
+    if implementation == "sdpa" and unsupported:
         raise ValueError(
-            f"attention implementation 'sdpa' cannot do {' and '.join(obstacles)} without an s x s "
-            "tensor or a hidden generator: use 'auto' or 'chunked'"
+            f"attention implementation 'sdpa' does not support {' and '.join(unsupported)}: "
+            "use 'auto' or 'chunked'"
         )
-    no_tiles = bf16_attention.obstacle(device, dtype, head_dim, seq_length)
-    if implementation == "tiles" and no_tiles:
+    no_cpp_bf16 = bf16_attention.unavailable_reason(device, dtype, head_dim, seq_length)
+    if implementation == "cpp_bf16" and no_cpp_bf16:
         raise ValueError(
-            f"attention implementation 'tiles' cannot run: {no_tiles}; use 'auto' or 'chunked'"
+            f"attention implementation 'cpp_bf16' cannot run: {no_cpp_bf16}; "
+            "use 'auto' or 'chunked'"
         )
-    no_vectors = " and ".join(obstacles) or fp32_attention.obstacle(
+    no_cpp_fp32 = " and ".join(unsupported) or fp32_attention.unavailable_reason(
         device, dtype, head_dim, seq_length
     )
-    if implementation == "vectors" and no_vectors:
+    if implementation == "cpp_fp32" and no_cpp_fp32:
         raise ValueError(
-            f"attention implementation 'vectors' cannot run: {no_vectors}; use 'auto' or 'chunked'"
+            f"attention implementation 'cpp_fp32' cannot run: {no_cpp_fp32}; "
+            "use 'auto' or 'chunked'"
         )
     if implementation == "flash" and dropout_p > 0.0:
         raise ValueError(
-            "attention implementation 'flash' drops by a generator of its own: use 'auto' or "
-            "'chunked'"
+            "attention implementation 'flash' has its own dropout RNG, which is not "
+            "reproducible on resume: use 'auto' or 'chunked'"
         )
     if implementation != "auto":
-        return implementation, "asked for", "not asked for"
-    if no_tiles is None:
-        others = f", or cannot do {' and '.join(obstacles)}" if obstacles else ""
-        masks = "; dropout masks of its own" if dropout_p > 0.0 else ""
+        return implementation, "requested", "not selected"
+    if no_cpp_bf16 is None:
+        others = f", or no support for {' and '.join(unsupported)}" if unsupported else ""
+        masks = "; its own dropout mask" if dropout_p > 0.0 else ""
         return (
-            "tiles",
+            "cpp_bf16",
             f"this CPU has {bf16_attention.instructions()}{masks}",
             f"slower in bf16 on this CPU{others}",
         )
-    if obstacles:
+    if unsupported:
         return (
             "chunked",
-            f"needed for {' and '.join(obstacles)}",
-            "would hold an s x s tensor or a hidden generator",
+            f"needed for {' and '.join(unsupported)}",
+            "does not support it",
         )
     emulated = not low_precision_is_native(device.type, dtype)
-    if no_vectors is None and (emulated or dtype == torch.float32):
-        return "vectors", "this CPU has AVX512 or AVX2, computes in fp32", "slower here"
+    if no_cpp_fp32 is None and (emulated or dtype == torch.float32):
+        return "cpp_fp32", "this CPU has AVX512 or AVX2; fp32 arithmetic", "slower on this CPU"
     if emulated:
-        return "chunked", "computes in fp32", f"this {device.type} emulates {dtype}"
+        return "chunked", "fp32 arithmetic", f"{dtype} is emulated on this {device.type}"
     if device.type == "cpu" and dtype == torch.float32 and seq_length in CHUNKS_ON_CPU:
         return (
             "chunked",
-            f"a CPU, {CHUNKS_ON_CPU[0]} to {CHUNKS_ON_CPU[-1]} positions",
+            f"fastest on a CPU for {CHUNKS_ON_CPU[0]} to {CHUNKS_ON_CPU[-1]} positions",
             "slower at these lengths",
         )
-    return "sdpa", "plain causal attention", "needs more passes over memory"
+    return "sdpa", "plain causal attention", "multiple passes over memory"
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
@@ -161,8 +163,7 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
 
 
 class _ChunkedAttention(torch.autograd.Function):
-    """Probabilities are computed again in backward and dropout bits drawn again: only q, k and v
-    are kept."""
+    """Backward recomputes probabilities and dropout masks: only q, k and v are saved."""
 
     @staticmethod
     def forward(ctx, q, k, v, scale, dropout_p, seed, document_ids):

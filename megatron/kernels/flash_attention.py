@@ -12,7 +12,7 @@ INSTALL = "pip install flash-attn --no-build-isolation (it needs CUDA's compiler
 HEAD_DIM = 256  # the widest head it has
 
 
-def obstacle(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+def unavailable_reason(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
     """Why it cannot compute here; None if it can."""
     if device.type != "cuda":
         return f"flash-attn needs a CUDA device, and this is a {device.type}"

@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from megatron.kernels.linear import Exchange
+from megatron.kernels.linear import TpComm
 
 MULTIPLE = 16  # of both inner dimensions of every product: rows of 16 bytes
 
@@ -95,7 +95,7 @@ class _Fp8Linear(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         accumulate_into: Tensor | None,
-        exchange: Exchange | None,
+        tp_comm: TpComm | None,
         scaling: Scaling,
         training: bool,
     ) -> Tensor:
@@ -103,9 +103,9 @@ class _Fp8Linear(torch.autograd.Function):
         scales = _poisoned(scaling.forward(amax, training), amax)
         ctx.save_for_backward(x, weight, scales)
         ctx.accumulate_into = accumulate_into
-        ctx.exchange = exchange
+        ctx.tp_comm = tp_comm
         ctx.scaling = scaling
-        whole = exchange.gather(x)() if exchange else x
+        whole = tp_comm.gather(x)() if tp_comm else x
         format8 = scaling.formats.forward
         inverse = scales.reciprocal()
         out = product(
@@ -123,7 +123,7 @@ class _Fp8Linear(torch.autograd.Function):
     def backward(ctx, grad_out: Tensor):
         x, weight, scales = ctx.saved_tensors
         grad_x = grad_weight = grad_bias = reduced = None
-        gathered = ctx.exchange.gather(x) if ctx.exchange and ctx.needs_input_grad[1] else None
+        gathered = ctx.tp_comm.gather(x) if ctx.tp_comm and ctx.needs_input_grad[1] else None
         wide = grad_out.reshape(-1, grad_out.shape[-1])
         if ctx.needs_input_grad[2]:
             grad_bias = wide.sum(0)
@@ -137,7 +137,7 @@ class _Fp8Linear(torch.autograd.Function):
             columns = quantize(weight, formats.forward, scales[1]).t()
             grad_x = product(rows, columns, inverse_rows, inverse[1], x.dtype)
             grad_x = grad_x.view(*grad_out.shape[:-1], weight.shape[1])
-            reduced = ctx.exchange.reduce(grad_x) if ctx.exchange else None
+            reduced = ctx.tp_comm.reduce(grad_x) if ctx.tp_comm else None
         if ctx.needs_input_grad[1]:
             whole = gathered() if gathered else x
             columns = quantize(whole.reshape(-1, x.shape[-1]), formats.forward, scales[0]).t()
@@ -168,7 +168,7 @@ def linear_fp8(
     *,
     scaling: Scaling,
     accumulate_into: Tensor | None = None,
-    exchange: Exchange | None = None,
+    tp_comm: TpComm | None = None,
 ) -> Tensor:
     """y = x w^T + bias as `linear.linear`, its three products in 8 bits with the scales of
     `scaling`.
@@ -179,5 +179,5 @@ def linear_fp8(
     kept and cast again with the same scale.
     """
     return _Fp8Linear.apply(
-        x, weight, bias, accumulate_into, exchange, scaling, torch.is_grad_enabled()
+        x, weight, bias, accumulate_into, tp_comm, scaling, torch.is_grad_enabled()
     )

@@ -5,13 +5,13 @@ from megatron.kernels.attention import attention
 from megatron.kernels.cross_entropy import cross_entropy
 from megatron.kernels.dropout import dropout
 from megatron.kernels.fp8 import linear_fp8
-from megatron.kernels.linear import Exchange, linear, linear_weight_grad
+from megatron.kernels.linear import TpComm, linear, linear_weight_grad
 from megatron.kernels.norms import layer_norm, rms_norm
 from megatron.kernels.qkv import split_qkv
 from megatron.kernels.rotary import apply_rotary, rotary_tables
 
 __all__ = [
-    "Exchange",
+    "TpComm",
     "apply_rotary",
     "attention",
     "bias_gelu",

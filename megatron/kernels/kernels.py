@@ -3,16 +3,16 @@ Knows no layer."""
 
 from dataclasses import dataclass, replace
 
-from megatron.kernels.transformer_engine import Engine
+from megatron.kernels.transformer_engine import TransformerEngine
 
 
 @dataclass(frozen=True)
 class Kernels:
     """Which implementation each layer asks for; the defaults are this suite's and torch's own.
 
-    attention: "auto", "sdpa", "chunked", "plain" or "flash" (kernels/attention.py), or "engine".
-    accumulation: may a linear layer add its weight gradient to `main_grad` itself? apex_norms: are
-    norms apex's? engine: Transformer Engine's modules, or None.
+    attention: "auto", "sdpa", "chunked", "plain" or "flash" (kernels/attention.py), or
+    "transformer_engine". accumulation: may a linear layer add its weight gradient to `main_grad`
+    itself? apex_norms: are norms apex's? transformer_engine: Transformer Engine's modules, or None.
     """
 
     attention: str = "auto"
@@ -20,9 +20,9 @@ class Kernels:
     fused_rotary: bool = True
     accumulation: bool = True
     apex_norms: bool = False
-    engine: Engine | None = None
+    transformer_engine: TransformerEngine | None = None
 
-    def without_engine(self) -> "Kernels":
+    def without_transformer_engine(self) -> "Kernels":
         """The same for layers outside the transformer layers, which Transformer Engine has no part
         in."""
-        return replace(self, engine=None)
+        return replace(self, transformer_engine=None)

@@ -93,7 +93,7 @@ def _native_weight_grad(
         return torch.mm(rows_out.t(), rows_in)
     if (
         not torch.compiler.is_compiling()
-        and apex.gradient_obstacle(rows_in.device, dtype, accumulate_into.dtype) is None
+        and apex.gradient_unavailable_reason(rows_in.device, dtype, accumulate_into.dtype) is None
     ):
         apex.accumulate_weight_grad(rows_in, rows_out, accumulate_into)
     elif accumulate_into.dtype == dtype:
@@ -171,7 +171,7 @@ def _input_grad(rows: Tensor, weight: Tensor) -> Tensor:
 Start = Callable[[Tensor], Callable[[], Tensor]]
 
 
-class Exchange(NamedTuple):
+class TpComm(NamedTuple):
     """What the ranks that share a layer do with its input. Each function starts it and returns what
     waits for the result.
 
@@ -192,14 +192,14 @@ class _Linear(torch.autograd.Function):
         bias: Tensor | None,
         accumulate_into: Tensor | None,
         accumulate_bias_into: Tensor | None,
-        exchange: Exchange | None,
+        tp_comm: TpComm | None,
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.accumulate_into = accumulate_into
-        ctx.exchange = exchange
+        ctx.tp_comm = tp_comm
         ctx.accumulate_bias_into = accumulate_bias_into
-        if exchange:
-            x = exchange.gather(x)()
+        if tp_comm:
+            x = tp_comm.gather(x)()
         out = _product(x.reshape(-1, x.shape[-1]), weight, bias)
         return out.view(*x.shape[:-1], weight.shape[0])
 
@@ -209,7 +209,7 @@ class _Linear(torch.autograd.Function):
         rows = grad_out.reshape(-1, grad_out.shape[-1])
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         grad_x = grad_weight = grad_bias = reduced = None
-        gathered = ctx.exchange.gather(x) if ctx.exchange and needs_weight else None
+        gathered = ctx.tp_comm.gather(x) if ctx.tp_comm and needs_weight else None
         if needs_bias:
             grad_bias = _bias_grad(rows, ctx.accumulate_bias_into)
         dtype = compute_dtype(x)
@@ -217,7 +217,7 @@ class _Linear(torch.autograd.Function):
             rows = rows.to(dtype)  # once for both products
         if needs_x:
             grad_x = _input_grad(rows, weight).view(*grad_out.shape[:-1], weight.shape[1])
-            reduced = ctx.exchange.reduce(grad_x) if ctx.exchange else None
+            reduced = ctx.tp_comm.reduce(grad_x) if ctx.tp_comm else None
         if needs_weight:
             grad_weight = linear_weight_grad(
                 rows, gathered() if gathered else x, ctx.accumulate_into
@@ -242,7 +242,7 @@ def linear(
     *,
     accumulate_into: Tensor | None = None,
     accumulate_bias_into: Tensor | None = None,
-    exchange: Exchange | None = None,
+    tp_comm: TpComm | None = None,
 ) -> Tensor:
     """y = x w^T + bias.
 
@@ -255,9 +255,9 @@ def linear(
     left alone. Its post-accumulate hooks do run. `accumulate_bias_into` [out]: the same for the
     bias.
 
-    `exchange`: x is what this rank has of an input that ranks share. It is gathered for the
+    `tp_comm`: x is what this rank has of an input that ranks share. It is gathered for the
     product, and once more in backward, so that only this rank's part is kept; there gathering runs
     beside the product for the input's gradient, and the reduction of that beside the product for
     the weight's.
     """
-    return _Linear.apply(x, weight, bias, accumulate_into, accumulate_bias_into, exchange)
+    return _Linear.apply(x, weight, bias, accumulate_into, accumulate_bias_into, tp_comm)

@@ -1,5 +1,5 @@
-"""Which implementation of each kernel runs on a device and why each other one is off; knows no
-model and no rank."""
+"""Kernel selection: which implementation runs each operation on a device, and why the others are
+unavailable."""
 
 import os
 from dataclasses import dataclass
@@ -26,16 +26,17 @@ ATTENTION = {
 }
 NAMES = {
     "sdpa": "torch's fused attention",
-    "chunked": "blocks of query rows",
-    "plain": "one matrix of scores",
-    "tiles": "C++ kernel in bf16",
-    "vectors": "C++ kernel in fp32",
+    "chunked": "chunked attention",
+    "plain": "unfused attention",
+    "cpp_bf16": "bf16 C++",
+    "cpp_fp32": "fp32 C++",
     "flash": "flash-attn",
-    "engine": "Transformer Engine",
+    "transformer_engine": "Transformer Engine",
 }
-NATIVE = "one pass in C++"
-COMPILED = "--torch-compile fuses by itself"
-ENGINE_ATTENTION = {
+NATIVE = "fused C++"
+ROW_BLOCKED = "row-blocked torch"
+COMPILED = "not used with --torch-compile"
+TRANSFORMER_ENGINE_ATTENTION = {
     "flash": "NVTE_FLASH_ATTN",
     "fused": "NVTE_FUSED_ATTN",
     "unfused": "NVTE_UNFUSED_ATTN",
@@ -44,8 +45,8 @@ ENGINE_ATTENTION = {
 
 @dataclass(frozen=True)
 class KernelRow:
-    """One line of the table: an implementation of an operation, whether it is on, and why or why
-    not."""
+    """One row of the table: an implementation of an operation, whether it is selected, and the
+    reason."""
 
     operation: str
     implementation: str
@@ -54,68 +55,72 @@ class KernelRow:
 
 
 def choose_kernels(device: torch.device, dtype: torch.dtype, config: Config) -> Kernels:
-    """What the layers of this configuration compute with on `device` with weights of `dtype`.
+    """The kernels of this configuration on `device` with parameters of `dtype`.
 
-    `auto` takes the best that works. Raises ValueError, with what to install, where something asked
-    for by name is not possible here.
+    `auto` selects the fastest one that is available. Raises ValueError, with what to install, if a
+    kernel requested by name is unavailable.
     """
-    check_wishes(device, dtype, config)
+    check_requested(device, dtype, config)
     k = config.kernels
     engine = None
     attention = ATTENTION[config.attention_backend]
     if k.transformer_impl == "transformer_engine":
         transformer_engine.load()
-        engine = transformer_engine.Engine(k.gradient_accumulation_fusion, _fp8(config.precision))
+        engine = transformer_engine.TransformerEngine(
+            k.gradient_accumulation_fusion, _fp8(config.precision)
+        )
     if (
         attention == "auto"
         and _documents(config)
-        and _flash_obstacle(device, dtype, config) is None
+        and _flash_unavailable_reason(device, dtype, config) is None
     ):
         attention = "flash"
-    if engine is not None and _engine_attention_obstacle(dtype, config) is None:
-        attention = "engine"
-        _tell_engine(config.attention_backend)
+    if engine is not None and _te_attention_unavailable_reason(dtype, config) is None:
+        attention = "transformer_engine"
+        _set_transformer_engine_environment(config.attention_backend)
     return Kernels(
         attention,
         k.bias_swiglu_fusion,
         k.apply_rope_fusion,
         k.gradient_accumulation_fusion,
-        engine is None and _apex_obstacle(device, dtype, config) is None,
+        engine is None and _apex_unavailable_reason(device, dtype, config) is None,
         engine,
     )
 
 
 def _documents(config: Config) -> bool:
-    """Does attention stay inside documents?"""
+    """Whether attention uses document masks."""
     return config.data.reset_attention_mask or config.data.packed_samples
 
 
-def _flash_obstacle(
+def _flash_unavailable_reason(
     device: torch.device, dtype: torch.dtype, config: Config, asked: bool = False
 ) -> str | None:
-    """Why flash-attn does not run; `asked`: the command line's rules have spoken of what is not the
-    library's."""
-    why_not = flash_attention.obstacle(device, dtype, config.model.head_dim)
-    return why_not or (None if asked else _foreign_attention_obstacle(config))
+    """Why flash-attn is unavailable. `asked`: requested by name; the command line's rules have then
+    checked the other flags."""
+    why_not = flash_attention.unavailable_reason(device, dtype, config.model.head_dim)
+    return why_not or (None if asked else _library_attention_unavailable_reason(config))
 
 
-def _foreign_attention_obstacle(config: Config) -> str | None:
-    """Why attention stays with this suite's own kernels, whatever library there is."""
+def _library_attention_unavailable_reason(config: Config) -> str | None:
+    """Why attention needs this suite's own kernels."""
     if config.parallel.context_parallel_size > 1:
-        return "blocks of keys come round this suite's ring"
+        return "context parallelism uses the built-in ring attention"
     if config.model.attention_dropout:
-        return "drops by a generator of its own, whose masks a resumed run does not repeat"
+        return "has its own dropout RNG, which is not reproducible on resume"
     return None
 
 
-def _apex_obstacle(device: torch.device, dtype: torch.dtype, config: Config) -> str | None:
+def _apex_unavailable_reason(
+    device: torch.device, dtype: torch.dtype, config: Config
+) -> str | None:
     if config.training.torch_compile or config.model.apply_layernorm_1p:
         return (
-            "--torch-compile fuses norms itself"
+            "not used with --torch-compile"
             if config.training.torch_compile
-            else "would round 1 + weight (--apply-layernorm-1p)"
+            else "rounds 1 + weight to the parameter dtype (--apply-layernorm-1p)"
         )
-    return apex.obstacle(device, dtype)
+    return apex.unavailable_reason(device, dtype)
 
 
 def _fp8(p: PrecisionConfig) -> transformer_engine.Fp8 | None:
@@ -126,47 +131,49 @@ def _fp8(p: PrecisionConfig) -> transformer_engine.Fp8 | None:
     )
 
 
-def check_wishes(device: torch.device, dtype: torch.dtype, config: Config) -> None:
-    """Raise ValueError where something asked for by name is missing here; loads no library and
-    starts no device."""
+def check_requested(device: torch.device, dtype: torch.dtype, config: Config) -> None:
+    """Raise ValueError if a kernel requested by name is unavailable; loads no library and starts no
+    device."""
     k = config.kernels
     if k.transformer_impl == "transformer_engine":
-        if (why_not := transformer_engine.obstacle(device, dtype)) is not None:
+        if (why_not := transformer_engine.unavailable_reason(device, dtype)) is not None:
             raise ValueError(
                 f"--transformer-impl transformer_engine: {why_not}; or use --transformer-impl "
                 "local [kernel-not-available]"
             )
     if config.attention_backend == "flash":
-        if (why_not := _flash_obstacle(device, dtype, config, asked=True)) is not None:
+        if (why_not := _flash_unavailable_reason(device, dtype, config, asked=True)) is not None:
             asked = "--use-flash-attn" if k.use_flash_attn else "--attention-backend flash"
             raise ValueError(
                 f"{asked}: {why_not}; or use --attention-backend auto [kernel-not-available]"
             )
 
 
-def _engine_attention_obstacle(dtype: torch.dtype, config: Config) -> str | None:
-    """Why attention stays with this suite under --transformer-impl transformer_engine; None if it
-    does not."""
+def _te_attention_unavailable_reason(dtype: torch.dtype, config: Config) -> str | None:
+    """Why --transformer-impl transformer_engine does not use Transformer Engine's attention; None
+    if it does."""
     if config.attention_backend == "local":
-        return "not asked for"
+        return "not selected"
     why_not = None if dtype in (torch.float16, torch.bfloat16) else "needs fp16 or bf16"
-    return why_not or _foreign_attention_obstacle(config)
+    return why_not or _library_attention_unavailable_reason(config)
 
 
-def _tell_engine(backend: str) -> None:
-    """Transformer Engine reads its choice of attention from the environment, before the first
+def _set_transformer_engine_environment(backend: str) -> None:
+    """Transformer Engine reads its attention backend from environment variables before the first
     call."""
-    if backend in ENGINE_ATTENTION:
-        os.environ |= {name: str(int(key == backend)) for key, name in ENGINE_ATTENTION.items()}
+    if backend in TRANSFORMER_ENGINE_ATTENTION:
+        os.environ |= {
+            name: str(int(key == backend)) for key, name in TRANSFORMER_ENGINE_ATTENTION.items()
+        }
 
 
 def kernel_table(device: torch.device, dtype: torch.dtype, config: Config) -> list[KernelRow]:
     """The implementations of every operation that this configuration can use on `device` with
-    weights of `dtype`.
+    parameters of `dtype`.
 
-    One row of each operation is on. Nothing is run or timed: the choice follows from the kind of
-    device, the capabilities of torch, the libraries there and the configuration, so that a resumed
-    run chooses alike. Raises ValueError as `choose_kernels`.
+    One row of each operation is selected. Nothing is run or timed: the selection depends on the
+    kind of device, the capabilities of torch, the installed libraries and the configuration, so a
+    resumed run selects the same kernels. Raises ValueError as `choose_kernels`.
     """
     kernels = choose_kernels(device, dtype, config)
     return [
@@ -181,8 +188,8 @@ def kernel_table(device: torch.device, dtype: torch.dtype, config: Config) -> li
 def _pair(
     operation: str, names: tuple[str, str], first: bool, reasons: tuple[str, str]
 ) -> list[KernelRow]:
-    """Two rivals of which one is on: `reasons` if the first is on, why the first is and why the
-    second is not."""
+    """Two implementations, one of them selected (`first`: the first). `reasons`: why the selected
+    one is, and why the other is not."""
     chosen = 0 if first else 1
     why, why_not = reasons
     return [
@@ -192,36 +199,33 @@ def _pair(
 
 
 def _off(operation: str, name: str, why_not: str | None) -> list[KernelRow]:
-    """The row of an optional library that an operation does without; `why_not` None: it would work,
-    and is not asked for."""
-    return [KernelRow(operation, name, False, why_not or "not asked for")]
+    """The row of an optional library that is not used; `why_not` None: it is available and not
+    requested."""
+    return [KernelRow(operation, name, False, why_not or "not selected")]
 
 
 def _linear_rows(device: torch.device, dtype: torch.dtype, kernels: Kernels) -> list[KernelRow]:
     compute = compute_dtype(torch.empty(0, dtype=dtype, device=device))
     name = str(dtype).removeprefix("torch.")
-    why_not = transformer_engine.obstacle(device, dtype)
-    if kernels.engine is not None:
+    why_not = transformer_engine.unavailable_reason(device, dtype)
+    if kernels.transformer_engine is not None:
         return [
-            KernelRow("linear of transformer layers", "Transformer Engine", True, "asked for"),
-            KernelRow("output layer", f"{name} products", True, "the weights' own format"),
+            KernelRow("linear of transformer layers", "Transformer Engine", True, "requested"),
+            KernelRow("output layer", f"{name} GEMM", True, "parameter dtype"),
         ]
     rows = _off("linear", "Transformer Engine", why_not)
     if dtype not in (torch.bfloat16, torch.float16):
-        return [KernelRow("linear", f"{name} products", True, "the weights' own format"), *rows]
+        return [KernelRow("linear", f"{name} GEMM", True, "parameter dtype"), *rows]
     native = compute == dtype
     reasons = (
-        (f"this {device.type} has instructions for {name}", "not needed")
+        (f"native {name} support on this {device.type}", "not needed")
         if native
         else (
-            f"{name} is emulated on this {device.type}; fp32 is several times faster and rounds "
-            "once",
-            f"no instructions for {name}",
+            f"{name} GEMMs are emulated on this {device.type}; fp32 is several times faster",
+            f"no native {name} support",
         )
     )
-    return (
-        _pair("linear", (f"{name} products", "fp32 products, rounded once"), native, reasons) + rows
-    )
+    return _pair("linear", (f"{name} GEMM", "fp32 GEMM, rounded once"), native, reasons) + rows
 
 
 def _accumulation_rows(
@@ -229,37 +233,35 @@ def _accumulation_rows(
 ) -> list[KernelRow]:
     operation = "weight gradients"
     main = getattr(torch, config.precision.grad_dtype)
-    names = ("the layer itself", "autograd, then a sum")
+    names = ("accumulated in backward", "autograd, then added")
     if not kernels.accumulation:
-        return _pair(operation, names, False, ("--no-gradient-accumulation-fusion", "switched off"))
-    why_not = apex.gradient_obstacle(device, dtype, main)
-    rows = _pair(
-        operation, names, True, ("no second copy of them", "rounds them to the weights' format")
-    )
-    if why_not is None and kernels.engine is None:
+        return _pair(operation, names, False, ("--no-gradient-accumulation-fusion", "disabled"))
+    why_not = apex.gradient_unavailable_reason(device, dtype, main)
+    rows = _pair(operation, names, True, ("no temporary copy", "rounds to the parameter dtype"))
+    if why_not is None and kernels.transformer_engine is None:
         return [
-            KernelRow(operation, "apex's product", True, "one pass over memory less"),
+            KernelRow(operation, "apex", True, "fused into the GEMM"),
             *(KernelRow(row.operation, row.implementation, False, "slower") for row in rows),
         ]
     return rows + _off(operation, "apex", why_not)
 
 
 def fp8_rows(device: torch.device, config: Config) -> list[KernelRow]:
-    """How --fp8-format multiplies on `device`, none without it; ValueError where it cannot be
-    met."""
+    """The rows of --fp8-format on `device`, none without it. Raises ValueError if the device has no
+    FP8 support."""
     operation = "linear in transformer layers"
     kind = config.precision.fp8
     if kind is None:
         return []
     if device.type != "cpu" and not multiplies_fp8(device):
         raise ValueError(
-            f"--fp8-format {kind}: this device cannot multiply numbers of 8 bits (Ada, Hopper and "
-            "later can); leave it out [fp8-not-supported]"
+            f"--fp8-format {kind}: this device has no FP8 support (needs compute capability "
+            "8.9 or newer); omit it [fp8-not-supported]"
         )
     if config.kernels.transformer_impl == "transformer_engine":
         return _pair(
             operation,
-            (f"Transformer Engine's products in 8 bits ({kind})", f"products in 8 bits ({kind})"),
+            (f"Transformer Engine FP8 GEMM ({kind})", f"FP8 GEMM ({kind})"),
             True,
             (
                 f"--fp8-recipe {config.precision.fp8_recipe}",
@@ -269,14 +271,14 @@ def fp8_rows(device: torch.device, config: Config) -> list[KernelRow]:
     native = device.type != "cpu"
     return _pair(
         operation,
-        (f"products in 8 bits ({kind})", f"casts to 8 bits ({kind}), products in fp32"),
+        (f"FP8 GEMM ({kind})", f"FP8 casts ({kind}), fp32 GEMM"),
         native,
         (
-            f"this {device.type} has instructions for them"
+            f"native FP8 support on this {device.type}"
             if native
-            else f"EMULATED: a {device.type} has no products in 8 bits; the same casts, slower "
-            "than without --fp8-format",
-            "not needed" if native else f"no instructions for them on this {device.type}",
+            else f"EMULATED: a {device.type} has no FP8 GEMM; same casts and scales, but "
+            "slower than without --fp8-format",
+            "not needed" if native else f"no FP8 support on this {device.type}",
         ),
     )
 
@@ -297,11 +299,11 @@ def _attention_rows(
             on = flash(device.type, dtype, config.model.head_dim, p, documents)
             rows += _pair(
                 operation,
-                ("torch's flash kernel, block by block", "rows of queries, block by block"),
+                ("ring attention with torch's flash kernel", "ring attention, chunked"),
                 on,
                 (
-                    "blocks of keys come round the ring",
-                    "rows of queries need more passes over memory"
+                    "context parallelism",
+                    "multiple passes over memory"
                     if on
                     else "needs CUDA, fp16 or bf16, no attention dropout and no document masks",
                 ),
@@ -319,15 +321,15 @@ def _plain_attention_rows(
     kernels: Kernels,
     dropout: float,
 ) -> list[KernelRow]:
-    """Attention of whole sequences on one rank."""
+    """The rows of attention without context parallelism."""
     backend = config.attention_backend
-    if kernels.attention == "engine":
+    if kernels.attention == "transformer_engine":
         return [
             KernelRow(
                 operation,
-                NAMES["engine"],
+                NAMES["transformer_engine"],
                 True,
-                "asked for" + f", its {backend} one" * (backend != "auto"),
+                "requested" + f", {backend} backend" * (backend != "auto"),
             )
         ]
     length = {} if config.model.seq_length is None else {"seq_length": config.model.seq_length}
@@ -337,20 +339,20 @@ def _plain_attention_rows(
         device, dtype, dropout, _documents(config), kernels.attention, **length
     )
     if chosen == "flash" and backend == "auto":
-        why = "documents of any length, and nothing outside them"
-        why_not = "computes what document masks hide"
-    off = {"sdpa": why_not, "chunked": why_not, "plain": "holds an s x s tensor"}
-    no_tiles = bf16_attention.obstacle(
+        why = "computes only inside documents"
+        why_not = "computes masked blocks too"
+    off = {"sdpa": why_not, "chunked": why_not, "plain": "allocates an s x s tensor"}
+    no_cpp_bf16 = bf16_attention.unavailable_reason(
         device, dtype, length["head_dim"], length.get("seq_length", 1)
     )
-    off["tiles"] = COMPILED if compiled else no_tiles or "not asked for"
-    no_vectors = fp32_attention.obstacle(
+    off["cpp_bf16"] = COMPILED if compiled else no_cpp_bf16 or "not selected"
+    no_cpp_fp32 = fp32_attention.unavailable_reason(
         device, dtype, length["head_dim"], length.get("seq_length", 1)
     )
-    off["vectors"] = COMPILED if compiled else no_vectors or why_not
-    off["flash"] = _flash_obstacle(device, dtype, config) or "no better here"
-    if kernels.engine is not None:
-        off["engine"] = _engine_attention_obstacle(dtype, config)
+    off["cpp_fp32"] = COMPILED if compiled else no_cpp_fp32 or why_not
+    off["flash"] = _flash_unavailable_reason(device, dtype, config) or "no benefit on this device"
+    if kernels.transformer_engine is not None:
+        off["transformer_engine"] = _te_attention_unavailable_reason(dtype, config)
     return [
         KernelRow(operation, NAMES[chosen], True, why),
         *(
@@ -373,37 +375,39 @@ def _elementwise_rows(
     for operation in (model.activation, *["rotary"] * (model.positions == "rope")):
         wanted, flag = fused.get(operation, (True, ""))
         why_not = (
-            "pairs (2 i, 2 i + 1)" if operation == "rotary" and model.rotary_interleaved else None
+            "does not support --rotary-interleaved"
+            if operation == "rotary" and model.rotary_interleaved
+            else None
         )
         why_not = COMPILED if config.training.torch_compile else why_not
         if operation in ("geglu", "swiglu", "gelu (tanh)", "rotary"):
             rows += _row_rivals(operation, device, dtype, None if wanted else flag, why_not)
         else:
-            rows.append(KernelRow(operation, "torch", True, "there is no other one here"))
+            rows.append(KernelRow(operation, "torch", True, "only implementation"))
     why_not = (
         "--fp16-lm-cross-entropy"
         if config.precision.fp16_lm_cross_entropy
-        else native.obstacle(device, dtype)
+        else native.unavailable_reason(device, dtype)
     )
     rows += _pair(
         "cross entropy",
-        (NATIVE, "runs of rows"),
+        (NATIVE, ROW_BLOCKED),
         why_not is None,
         (
-            "never holds a second copy of the logits",
-            "more passes over the cache" if why_not is None else why_not,
+            "no second copy of the logits",
+            "multiple passes over the cache" if why_not is None else why_not,
         ),
     )
-    rows.append(KernelRow("cross entropy", "torch", False, "holds two more copies of the logits"))
+    rows.append(
+        KernelRow("cross entropy", "torch", False, "allocates two more copies of the logits")
+    )
     if model.hidden_dropout or model.attention_dropout:
         rows.append(
-            KernelRow(
-                "dropout", "mask from a seed", True, "recompute and resume repeat it without state"
-            )
+            KernelRow("dropout", "seeded mask", True, "reproducible in recomputation and on resume")
         )
         rows.append(
             KernelRow(
-                "dropout", "torch", False, "takes no generator: its mask depends on what ran before"
+                "dropout", "torch", False, "not reproducible: mask depends on the global RNG state"
             )
         )
     return rows
@@ -416,32 +420,32 @@ def _row_rivals(
     flag: str | None = None,
     why_not: str | None = None,
 ) -> list[KernelRow]:
-    """This suite's C++, formulas in runs of rows, and torch. `flag`: switches the first two off;
-    `why_not`: why the C++ cannot."""
+    """Fused C++, row-blocked torch, and torch operations. `flag`: disables the first two;
+    `why_not`: why the C++ is unavailable."""
     if flag is not None:
-        rest = [
-            KernelRow(operation, name, False, "switched off") for name in (NATIVE, "runs of rows")
-        ]
+        rest = [KernelRow(operation, name, False, "disabled") for name in (NATIVE, ROW_BLOCKED)]
         return [KernelRow(operation, "torch", True, flag), *rest]
     on_cpu = pays_off(torch.empty(0, device=device))
     why_not = why_not or (
-        native.obstacle(device, dtype) if on_cpu else f"for a CPU, and this is a {device.type}"
+        native.unavailable_reason(device, dtype)
+        if on_cpu
+        else f"CPU only; the device is {device.type}"
     )
     if why_not is None:
         return [
-            KernelRow(operation, NATIVE, True, "one trip to memory"),
-            KernelRow(operation, "runs of rows", False, "each operation is a pass over the cache"),
-            KernelRow(operation, "torch", False, "more trips to memory"),
+            KernelRow(operation, NATIVE, True, "single pass over memory"),
+            KernelRow(operation, ROW_BLOCKED, False, "multiple passes over the cache"),
+            KernelRow(operation, "torch", False, "multiple passes over memory"),
         ]
     rows = [KernelRow(operation, NATIVE, False, why_not)]
     return (
         _pair(
             operation,
-            ("runs of rows", "torch"),
+            (ROW_BLOCKED, "torch"),
             on_cpu,
-            ("passes over runs of rows stay in the cache", "a trip to memory for every operation")
+            ("row blocks stay in the cache", "multiple passes over memory")
             if on_cpu
-            else ("torch's own kernels are fused on this device", "every operation is a launch"),
+            else ("fused torch kernels on this device", "one launch per operation"),
         )
         + rows
     )
@@ -451,16 +455,16 @@ def _norm_rows(
     device: torch.device, dtype: torch.dtype, config: Config, kernels: Kernels
 ) -> list[KernelRow]:
     norm = config.model.normalization
-    if kernels.engine is not None:
-        return [KernelRow(norm, "Transformer Engine", True, "asked for")]
+    if kernels.transformer_engine is not None:
+        return [KernelRow(norm, "Transformer Engine", True, "requested")]
     if kernels.apex_norms:
         return [
-            KernelRow(norm, "apex", True, "fused with its gradients"),
-            *_off(norm, "torch", "apex is there"),
+            KernelRow(norm, "apex", True, "fused forward and backward"),
+            *_off(norm, "torch", "apex is selected"),
         ]
-    rows = _off(norm, "apex", _apex_obstacle(device, dtype, config))
+    rows = _off(norm, "apex", _apex_unavailable_reason(device, dtype, config))
     if norm == "LayerNorm":
-        return [KernelRow(norm, "torch", True, "there is no other one here"), *rows]
+        return [KernelRow(norm, "torch", True, "only implementation"), *rows]
     return (
         _row_rivals(
             norm, device, dtype, why_not=COMPILED if config.training.torch_compile else None

@@ -19,7 +19,7 @@ from megatron.kernels.cu_seqlens import cumulative_lengths
 INSTALL = "pip install --no-build-isolation 'transformer-engine[pytorch]'"
 
 
-def obstacle(device: torch.device, dtype: torch.dtype) -> str | None:
+def unavailable_reason(device: torch.device, dtype: torch.dtype) -> str | None:
     """Why Transformer Engine cannot run here; None if it can."""
     if device.type != "cuda":
         return f"Transformer Engine needs a CUDA device, and this is a {device.type}"
@@ -57,7 +57,7 @@ class Fp8:
 
 
 @dataclass(frozen=True)
-class Engine:
+class TransformerEngine:
     """Makes the modules of a model's transformer layers.
 
     accumulate: weight gradients are added to `main_grad` inside the product. fp8: None for products

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from megatron.config.model import ModelConfig
-from megatron.kernels import functional as kernels
+from megatron.kernels import functional
 from megatron.kernels.kernels import Kernels
 from megatron.model.norm import Norm
 from megatron.parallel.context import ParallelContext
@@ -54,7 +54,7 @@ class SelfAttention(nn.Module):
         self.interleaved = model.rotary_interleaved
         self.recompute_core = recompute_core
         self.kernels = Kernels()
-        self.engine = None
+        self.transformer_engine = None
         self.linear_qkv = ColumnParallelLinear(
             params("linear_qkv.weight"),
             params("linear_qkv.bias"),
@@ -70,12 +70,14 @@ class SelfAttention(nn.Module):
             params.scaling("linear_proj"),
         )
 
-    def use(self, kernels: Kernels) -> None:
+    def set_kernels(self, kernels: Kernels) -> None:
         """From now on compute as `kernels` says."""
         self.kernels = kernels
-        if kernels.attention == "engine":
+        if kernels.attention == "transformer_engine":
             heads = self.groups * self.queries_per_group
-            self.engine = kernels.engine.attention(heads, self.groups, self.head_dim, self.scale)
+            self.transformer_engine = kernels.transformer_engine.attention(
+                heads, self.groups, self.head_dim, self.scale
+            )
 
     def forward(
         self,
@@ -92,7 +94,7 @@ class SelfAttention(nn.Module):
             k = self.k_layernorm(k)
         if rotary is not None:
             q, k = (
-                kernels.apply_rotary(
+                functional.apply_rotary(
                     t, *rotary, interleaved=self.interleaved, fused=self.kernels.fused_rotary
                 )
                 for t in (q, k)
@@ -109,7 +111,7 @@ class SelfAttention(nn.Module):
         qkv = self.linear_qkv(x).unflatten(
             -1, (self.groups, self.queries_per_group + 2, self.head_dim)
         )
-        return kernels.split_qkv(qkv, self.queries_per_group)
+        return functional.split_qkv(qkv, self.queries_per_group)
 
     def core(
         self,
@@ -151,8 +153,8 @@ class SelfAttention(nn.Module):
         **more: Any,
     ) -> torch.Tensor:
         """To this rank's keys alone, or with those of the other context-parallel ranks."""
-        if self.engine is not None:
-            return self.engine(q, k, v, document_ids)
+        if self.transformer_engine is not None:
+            return self.transformer_engine(q, k, v, document_ids)
         more |= {
             "scale": self.scale,
             "document_ids": document_ids,
@@ -160,4 +162,4 @@ class SelfAttention(nn.Module):
         }
         if self.cp.size > 1:
             return ring_attention(q, k, v, self.cp, comm_type=self.cp_comm_type, **more)
-        return kernels.attention(q, k, v, **more)
+        return functional.attention(q, k, v, **more)

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from megatron.config.model import ModelConfig
-from megatron.kernels import functional as kernels
+from megatron.kernels import functional
 from megatron.parallel.collectives import my_slice
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.layers import VocabParallelEmbedding, embedding
@@ -69,7 +69,7 @@ class RotaryTables(nn.Module):
     def __init__(self, model: ModelConfig, dtype: torch.dtype, device: torch.device | str):
         super().__init__()
         dim = int(model.head_dim * model.rotary_percent)
-        cos, sin = kernels.rotary_tables(
+        cos, sin = functional.rotary_tables(
             model.max_position_embeddings or model.seq_length,
             dim,
             model.rotary_base,

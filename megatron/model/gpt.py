@@ -82,7 +82,7 @@ class GPTModel(nn.Module):
             parameter_table(model, padded_vocab_size, vocab_size), layers, first, last
         )
         kernels = kernels or Kernels()
-        ours = precision.fp8 is not None and kernels.engine is None
+        ours = precision.fp8 is not None and kernels.transformer_engine is None
         scaling = (lambda name: LayerScaling(name, precision, ctx, device)) if ours else None
         params = ParameterFactory(table, ctx, dtype, device, scaling)
         self.embedding = Embedding(model, params.at("embedding"), ctx) if first else None
@@ -108,10 +108,12 @@ class GPTModel(nn.Module):
     def _use(self, kernels: Kernels) -> None:
         """Tell every layer what to compute with; Transformer Engine has a part in the transformer
         layers alone."""
-        for module in [module for module in self.decoder.modules() if hasattr(module, "use")]:
-            module.use(kernels)
+        for module in [
+            module for module in self.decoder.modules() if hasattr(module, "set_kernels")
+        ]:
+            module.set_kernels(kernels)
         if self.output_layer is not None:
-            self.output_layer.use(kernels.without_engine())
+            self.output_layer.set_kernels(kernels.without_transformer_engine())
 
     def _check(self, size: int, names: set[str]) -> None:
         """Was built what was asked for, each parameter once?"""

@@ -131,12 +131,12 @@ class Decoder(nn.Module):
         )
         self.chunks = recompute.chunks(len(layers))
         self.group = ctx.tp.group
-        self.engine = None
+        self.transformer_engine = None
         self.final_layernorm = Norm(model, params.at("final_layernorm")) if last else None
 
-    def use(self, kernels: Kernels) -> None:
+    def set_kernels(self, kernels: Kernels) -> None:
         """From now on compute as `kernels` says; the layers are told themselves."""
-        self.engine = kernels.engine
+        self.transformer_engine = kernels.transformer_engine
 
     def forward(
         self,
@@ -149,7 +149,11 @@ class Decoder(nn.Module):
         layers = list(self.layers.values())
 
         def run(x: torch.Tensor, start: int, stop: int) -> torch.Tensor:
-            with self.engine.autocast(self.group) if self.engine is not None else nullcontext():
+            with (
+                self.transformer_engine.autocast(self.group)
+                if self.transformer_engine is not None
+                else nullcontext()
+            ):
                 for layer in layers[start:stop]:
                     x = layer(x, rotary, document_ids, seeds)
             return x

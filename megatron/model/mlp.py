@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from megatron.config.model import ModelConfig
-from megatron.kernels import functional as kernels
+from megatron.kernels import functional
 from megatron.kernels.kernels import Kernels
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.layers import ColumnParallelLinear, RowParallelLinear
@@ -20,11 +20,11 @@ def activation(model: ModelConfig, chosen: Kernels) -> Callable[[torch.Tensor], 
     """The function between the two matrices; gated ones take [..., 2, ffn] and return [...,
     ffn]."""
     return {
-        "swiglu": partial(kernels.swiglu, fused=chosen.fused_swiglu),
-        "geglu": kernels.geglu,
-        "squared_relu": kernels.squared_relu,
-        "gelu (tanh)": lambda x: kernels.gelu(x, True),
-        "gelu (erf)": lambda x: kernels.gelu(x, False),
+        "swiglu": partial(functional.swiglu, fused=chosen.fused_swiglu),
+        "geglu": functional.geglu,
+        "squared_relu": functional.squared_relu,
+        "gelu (tanh)": lambda x: functional.gelu(x, True),
+        "gelu (erf)": lambda x: functional.gelu(x, False),
     }[model.activation]
 
 
@@ -50,7 +50,7 @@ class MLP(nn.Module):
             params.scaling("linear_fc2"),
         )
 
-    def use(self, kernels: Kernels) -> None:
+    def set_kernels(self, kernels: Kernels) -> None:
         """From now on compute as `kernels` says."""
         self.activation = activation(self.model, kernels)
 

@@ -7,8 +7,7 @@ import torch
 from torch import nn
 
 from megatron.config.model import ModelConfig
-from megatron.kernels import apex
-from megatron.kernels import functional as kernels
+from megatron.kernels import apex, functional
 from megatron.kernels.kernels import Kernels
 from megatron.parallel.sharding import ParameterFactory
 
@@ -25,22 +24,22 @@ class Norm(nn.Module):
         self.eps = model.norm_epsilon
         self.zero_centered = model.apply_layernorm_1p
         self.apex = False
-        self.engine = None
+        self.transformer_engine = None
 
-    def use(self, kernels: Kernels) -> None:
+    def set_kernels(self, kernels: Kernels) -> None:
         """From now on compute as `kernels` says."""
         # 1 + weight would be rounded to 16 bits
         self.apex = kernels.apex_norms and not self.zero_centered
-        if kernels.engine is not None:
-            self.engine = kernels.engine.norm(
+        if kernels.transformer_engine is not None:
+            self.transformer_engine = kernels.transformer_engine.norm(
                 self.weight, self.bias, self.eps, self.zero_centered, self.rms
             )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., width] -> [..., width] in the weight's dtype (an fp32 residual stream comes out
         in the model's)."""
-        if self.engine is not None:
-            return self.engine(x)
+        if self.transformer_engine is not None:
+            return self.transformer_engine(x)
         weight = self.weight
         bias = self.bias
         if x.dtype != weight.dtype:
@@ -53,7 +52,7 @@ class Norm(nn.Module):
                 else apex.layer_norm(x, weight, bias, self.eps)
             )
         elif self.rms:
-            y = kernels.rms_norm(x, weight, self.eps, self.zero_centered)
+            y = functional.rms_norm(x, weight, self.eps, self.zero_centered)
         else:
-            y = kernels.layer_norm(x, weight, bias, self.eps, self.zero_centered)
+            y = functional.layer_norm(x, weight, bias, self.eps, self.zero_centered)
         return y.to(self.weight.dtype)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from megatron.kernels import functional as kernels
+from megatron.kernels import functional
 from megatron.parallel.collectives import all_reduce
 from megatron.parallel.context import Axis
 
@@ -33,7 +33,7 @@ def vocab_parallel_cross_entropy(
     def reduce(x: torch.Tensor, op: str, axis: Axis) -> torch.Tensor:
         return all_reduce(x, axis, op)
 
-    loss = kernels.cross_entropy(
+    loss = functional.cross_entropy(
         logits.view(s * b, v),
         labels.t().reshape(s * b),
         vocab_size=vocab_size,

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from megatron.kernels import functional as kernels
+from megatron.kernels import functional
 from megatron.kernels.kernels import Kernels
 from megatron.parallel.collectives import (
     reduce_from,
@@ -30,7 +30,7 @@ def _linear(
     x: torch.Tensor,
     weight: nn.Parameter,
     bias: nn.Parameter | None = None,
-    exchange: kernels.Exchange | None = None,
+    tp_comm: functional.TpComm | None = None,
     scaling: LayerScaling | None = None,
     *,
     accumulate: bool = True,
@@ -46,30 +46,30 @@ def _linear(
         bias = bias.flatten()
         bias_main_grad = None if bias_main_grad is None else bias_main_grad.flatten()
     if scaling is not None:
-        return kernels.linear_fp8(
-            x, weight, bias, scaling=scaling, accumulate_into=main_grad, exchange=exchange
+        return functional.linear_fp8(
+            x, weight, bias, scaling=scaling, accumulate_into=main_grad, tp_comm=tp_comm
         )
-    return kernels.linear(
+    return functional.linear(
         x,
         weight,
         bias,
         accumulate_into=main_grad,
         accumulate_bias_into=bias_main_grad,
-        exchange=exchange,
+        tp_comm=tp_comm,
     )
 
 
-def _exchange(ctx: ParallelContext) -> kernels.Exchange | None:
+def _tp_comm(ctx: ParallelContext) -> functional.TpComm | None:
     """From this rank's input of a layer split by output feature to the whole one, and back with its
     gradient."""
     tp = ctx.tp
     if tp.size == 1:
         return None
     if ctx.sequence_parallel:
-        return kernels.Exchange(
+        return functional.TpComm(
             lambda x: start_all_gather(x, tp), lambda grad: start_reduce_scatter(grad, tp)
         )
-    return kernels.Exchange(lambda x: lambda: x, lambda grad: start_all_reduce(grad, tp))
+    return functional.TpComm(lambda x: lambda: x, lambda grad: start_all_reduce(grad, tp))
 
 
 class _Embedding(torch.autograd.Function):
@@ -110,15 +110,15 @@ def embedding(ids: torch.Tensor, weight: nn.Parameter) -> torch.Tensor:
     return _Embedding.apply(ids, weight, getattr(weight, "main_grad", None))
 
 
-def _engine(
+def _transformer_engine_linear(
     kernels: Kernels, mode: str, layer: ColumnParallelLinear | RowParallelLinear
 ) -> nn.Module | None:
     """Transformer Engine's module in place of a layer, if it is chosen; it does the layer's
     collectives too."""
-    if kernels.engine is None:
+    if kernels.transformer_engine is None:
         return None
     tp = layer.ctx.tp
-    return kernels.engine.linear(
+    return kernels.transformer_engine.linear(
         mode,
         layer.weight,
         layer.bias,
@@ -146,23 +146,23 @@ class ColumnParallelLinear(nn.Module):
         super().__init__()
         self.weight = weight
         self.bias = bias
-        self.exchange = _exchange(ctx)
+        self.tp_comm = _tp_comm(ctx)
         self.scaling = scaling
         self.ctx = ctx
         self.accumulate = True
-        self.engine = None
+        self.transformer_engine = None
 
-    def use(self, kernels: Kernels) -> None:
+    def set_kernels(self, kernels: Kernels) -> None:
         """From now on compute as `kernels` says."""
         self.accumulate = kernels.accumulation
-        self.engine = _engine(kernels, "column", self)
+        self.transformer_engine = _transformer_engine_linear(kernels, "column", self)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [s, b, in] ([s/tp, b, in] with sequence parallelism) -> [s, b, out/tp]."""
-        if self.engine is not None:
-            return self.engine(x)
+        if self.transformer_engine is not None:
+            return self.transformer_engine(x)
         return _linear(
-            x, self.weight, self.bias, self.exchange, self.scaling, accumulate=self.accumulate
+            x, self.weight, self.bias, self.tp_comm, self.scaling, accumulate=self.accumulate
         )
 
 
@@ -186,18 +186,18 @@ class RowParallelLinear(nn.Module):
         self.ctx = ctx
         self.scaling = scaling
         self.accumulate = True
-        self.engine = None
+        self.transformer_engine = None
 
-    def use(self, kernels: Kernels) -> None:
+    def set_kernels(self, kernels: Kernels) -> None:
         """From now on compute as `kernels` says."""
         self.accumulate = kernels.accumulation
-        self.engine = _engine(kernels, "row", self)
+        self.transformer_engine = _transformer_engine_linear(kernels, "row", self)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [s, b, in/tp] -> [s, b, out] ([s/tp, b, out] with sequence parallelism)."""
         tp = self.ctx.tp
-        if self.engine is not None:
-            return self.engine(x)
+        if self.transformer_engine is not None:
+            return self.transformer_engine(x)
         if tp.size == 1:
             return _linear(
                 x, self.weight, self.bias, scaling=self.scaling, accumulate=self.accumulate

@@ -1,5 +1,5 @@
-"""The one runner of any schedule, and what moves between stages. Knows steps and two functions; no
-model and no data."""
+"""Runs the pipeline schedule of one stage: forward and backward of its micro-batches, and the
+point-to-point transfers between neighbouring stages."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megatron.parallel.collectives import start_receive, start_send
 from megatron.parallel.context import Axis, ParallelContext
-from megatron.parallel.schedules import Order, Step, schedule
+from megatron.parallel.schedules import Action, Schedule, schedule
 
 Key = tuple[int, int]  # (micro-batch, chunk)
 # (micro-batch, chunk, hidden states or None for the first chunk of all) -> hidden states, or the
@@ -25,7 +25,7 @@ Backward = Callable[[torch.Tensor | GradientEdge, torch.Tensor | None], None]
 SENDS_UNDER_WAY = 4
 
 
-class Links:
+class P2PLinks:
     """Transfers between a stage and its neighbours: hidden states of one shape in one group,
     gradients in another.
 
@@ -50,42 +50,41 @@ class Links:
         self._device = device
         self._sends: deque[Callable[[], torch.Tensor]] = deque()
 
-    def send(self, step: Step, x: torch.Tensor) -> None:
-        """Begin to send; the tensor is kept until it is gone, and no more than a few are on their
-        way."""
-        assert x.shape == self._shape and x.dtype == self._dtype, f"{step}: {x.shape} {x.dtype}"
-        self._sends.append(start_send(x, self._axis(step), step.peer))
+    def send(self, action: Action, x: torch.Tensor) -> None:
+        """Start an asynchronous send; the tensor is kept until it is sent, at most
+        SENDS_UNDER_WAY of them."""
+        assert x.shape == self._shape and x.dtype == self._dtype, f"{action}: {x.shape} {x.dtype}"
+        self._sends.append(start_send(x, self._axis(action), action.peer))
         while len(self._sends) > (SENDS_UNDER_WAY if self._overlap else 0):
             self._sends.popleft()()
 
-    def receive(self, step: Step) -> Callable[[], torch.Tensor]:
-        """Begin to receive; the function waits for the tensor and returns it."""
+    def receive(self, action: Action) -> Callable[[], torch.Tensor]:
+        """Start an asynchronous receive; the function waits for the tensor and returns it."""
         x = torch.empty(self._shape, dtype=self._dtype, device=self._device)
-        wait = start_receive(x, self._axis(step), step.peer)
+        wait = start_receive(x, self._axis(action), action.peer)
         if self._overlap:
             return wait
         wait()
         return lambda: x
 
     def finish(self) -> None:
-        """Wait for what is still on its way."""
+        """Wait for all sends."""
         while self._sends:
             self._sends.popleft()()
 
-    def _axis(self, step: Step) -> Axis:
-        return self._activations if step.kind.endswith("activation") else self._gradients
+    def _axis(self, action: Action) -> Axis:
+        return self._activations if action.kind.endswith("activation") else self._gradients
 
 
-class Work:
-    """What one stage holds while it does its steps: a method for each kind of step, of the same
-    name.
+class StageRunner:
+    """Executes the actions of one stage; the method for a kind of action has its name.
 
     Between a forward and its backward the graph, the input and a loss are kept; an output that was
     sent is not. Under no_grad there is no backward, and only outputs that are still to be sent and
     losses are kept.
     """
 
-    def __init__(self, forward: Forward, backward: Backward | None, links: Links | None):
+    def __init__(self, forward: Forward, backward: Backward | None, links: P2PLinks | None):
         self._forward = forward
         self._backward = backward
         self._links = links
@@ -94,18 +93,18 @@ class Work:
         self.output_gradients: dict[Key, Callable[[], torch.Tensor]] = {}
         self.input_gradients: dict[Key, torch.Tensor] = {}
 
-    def forward(self, step: Step) -> None:
+    def forward(self, action: Action) -> None:
         """Wait for the input, if it comes from elsewhere, and compute."""
-        key = step[1:3]
+        key = action[1:3]
         hidden = None
         if key in self.inputs:
             hidden = self.inputs.pop(key)().requires_grad_(torch.is_grad_enabled())
         output = self._forward(*key, hidden)
         self.alive[key] = hidden if torch.is_grad_enabled() else None, output
 
-    def backward(self, step: Step) -> None:
+    def backward(self, action: Action) -> None:
         """Wait for the gradient, if it comes from elsewhere, and compute."""
-        key = step[1:3]
+        key = action[1:3]
         gradient = None
         hidden, output = self.alive.pop(key)
         if key in self.output_gradients:
@@ -114,44 +113,44 @@ class Work:
         if hidden is not None:
             self.input_gradients[key] = hidden.grad
 
-    def send_activation(self, step: Step) -> None:
+    def send_activation(self, action: Action) -> None:
         """Send an output; where backward comes, only its edge of the graph stays."""
-        key = step[1:3]
+        key = action[1:3]
         hidden, output = self.alive.pop(key)
-        self._links.send(step, output.detach())
+        self._links.send(action, output.detach())
         if output.requires_grad:
             self.alive[key] = hidden, get_gradient_edge(output)
 
-    def receive_activation(self, step: Step) -> None:
-        """Begin to receive an input."""
-        self.inputs[step[1:3]] = self._links.receive(step)
+    def receive_activation(self, action: Action) -> None:
+        """Start to receive an input."""
+        self.inputs[action[1:3]] = self._links.receive(action)
 
-    def send_gradient(self, step: Step) -> None:
+    def send_gradient(self, action: Action) -> None:
         """Send the gradient of an input."""
-        self._links.send(step, self.input_gradients.pop(step[1:3]))
+        self._links.send(action, self.input_gradients.pop(action[1:3]))
 
-    def receive_gradient(self, step: Step) -> None:
-        """Begin to receive the gradient of an output."""
-        self.output_gradients[step[1:3]] = self._links.receive(step)
+    def receive_gradient(self, action: Action) -> None:
+        """Start to receive the gradient of an output."""
+        self.output_gradients[action[1:3]] = self._links.receive(action)
 
 
 def run_schedule(
-    steps: Iterable[Step],
+    actions: Iterable[Action],
     forward: Forward,
     backward: Backward | None = None,
-    links: Links | None = None,
+    links: P2PLinks | None = None,
 ) -> None:
-    """Do the steps of one stage in order. Nothing is waited for but the input of a computation and,
+    """Execute the actions of one stage in order. Only the input of a computation is waited for and,
     at the end, sends."""
-    work = Work(forward, backward, links)
-    for step in steps:
-        getattr(work, step.kind)(step)
+    runner = StageRunner(forward, backward, links)
+    for action in actions:
+        getattr(runner, action.kind)(action)
     if links is not None:
         links.finish()
     left = {
-        "forward": work.inputs,
-        "backward": (*work.output_gradients, *(work.alive if backward else ())),
-        "send": work.input_gradients,
+        "forward": runner.inputs,
+        "backward": (*runner.output_gradients, *(runner.alive if backward else ())),
+        "send": runner.input_gradients,
     }
     assert not any(left.values()), {
         f"had no {what}": list(keys) for what, keys in left.items() if keys
@@ -161,9 +160,8 @@ def run_schedule(
 @lru_cache(maxsize=8)
 def stage_schedule(
     stage: int, stages: int, micro_batches: int, chunks: int, forward_only: bool, overlap: bool
-) -> Order:
-    """The list of one stage; the last few are remembered, since a run asks for the same ones in
-    every iteration."""
+) -> Schedule:
+    """The schedule of one stage, cached: every iteration uses the same ones."""
     return schedule(stages, micro_batches, chunks, forward_only=forward_only, overlap=overlap)[
         stage
     ]
@@ -189,19 +187,19 @@ class Pipeline:
         self.chunks = chunks
         self._overlap = overlap
         self._links = (
-            Links(ctx.pp, ctx.pp_gradients, shape, dtype, device, overlap)
+            P2PLinks(ctx.pp, ctx.pp_gradients, shape, dtype, device, overlap)
             if ctx.pp.size > 1
             else None
         )
 
     def is_last(self, chunk: int) -> bool:
-        """Is it the chunk, of all stages', that ends in the loss?"""
+        """Whether this chunk of this stage computes the loss."""
         return self._pp.rank == self._pp.size - 1 and chunk == self.chunks - 1
 
     def run(self, micro_batches: int, forward: Forward, backward: Backward | None = None) -> None:
         """Forward and backward of that many micro-batches; without `backward` (and under no_grad)
         forward alone."""
-        steps = stage_schedule(
+        actions = stage_schedule(
             self._pp.rank,
             self._pp.size,
             micro_batches,
@@ -209,4 +207,4 @@ class Pipeline:
             backward is None,
             self._overlap,
         )
-        run_schedule(steps, forward, backward, self._links)
+        run_schedule(actions, forward, backward, self._links)

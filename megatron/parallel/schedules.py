@@ -1,5 +1,5 @@
-"""Pipeline schedules as pure functions from sizes to lists of steps. Knows no tensor and no
-process."""
+"""Pipeline schedules (1F1B, interleaved 1F1B, forward only) as pure functions from sizes to lists
+of actions per stage, without tensors or processes."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import NamedTuple
 from megatron.config.plan.stages import check_micro_batches, warm_up_forwards
 
 
-class Step(NamedTuple):
-    """One thing a stage does for one micro-batch in one of its chunks (virtual stages).
+class Action(NamedTuple):
+    """What a stage does for one micro-batch in one of its chunks (virtual stages).
 
     `forward` and `backward` compute; send_activation, receive_activation, send_gradient and
     receive_gradient move the output or input of `chunk` to or from the stage `peer`, or its
@@ -24,11 +24,11 @@ class Step(NamedTuple):
     peer: int | None = None
 
 
-Order = list[Step]
-Rounds = Sequence[Sequence[Step]]
+Schedule = list[Action]
+ActionGroups = Sequence[Sequence[Action]]
 
 
-def one_forward_one_backward(stage: int, stages: int, micro_batches: int) -> Order:
+def one_forward_one_backward(stage: int, stages: int, micro_batches: int) -> Schedule:
     """1F1B (Narayanan et al. 2021): a stage keeps the activations of at most `stages - stage`
     micro-batches alive.
 
@@ -39,7 +39,7 @@ def one_forward_one_backward(stage: int, stages: int, micro_batches: int) -> Ord
     )
 
 
-def interleaved(stage: int, stages: int, micro_batches: int, chunks: int) -> Order:
+def interleaved(stage: int, stages: int, micro_batches: int, chunks: int) -> Schedule:
     """Interleaved 1F1B (Narayanan et al. 2021): `stages` micro-batches pass a chunk, then the next
     chunk, and so on.
 
@@ -64,18 +64,22 @@ def _in_groups(stages: int, micro_batches: int, chunks: int) -> list[tuple[int, 
     ]
 
 
-def _alternate(order: list[tuple[int, int]], chunks: int, warm_up: int) -> Order:
+def _alternate(order: list[tuple[int, int]], chunks: int, warm_up: int) -> Schedule:
     """`warm_up` forwards, then forward and backward in turn, then the backwards that are left."""
-    forwards = [Step("forward", m, chunk) for m, chunk in order]
-    backwards = [Step("backward", m, chunks - 1 - chunk) for m, chunk in order]
+    forwards = [Action("forward", m, chunk) for m, chunk in order]
+    backwards = [Action("backward", m, chunks - 1 - chunk) for m, chunk in order]
     steady = len(order) - warm_up
     pairs = zip(forwards[warm_up:], backwards[:steady], strict=True)
-    return [*forwards[:warm_up], *(step for pair in pairs for step in pair), *backwards[steady:]]
+    return [
+        *forwards[:warm_up],
+        *(action for pair in pairs for action in pair),
+        *backwards[steady:],
+    ]
 
 
 def compute_order(
     stage: int, stages: int, micro_batches: int, chunks: int = 1, forward_only: bool = False
-) -> Order:
+) -> Schedule:
     """The forwards and backwards of a stage in order: interleaved with more than one chunk, else
     1F1B."""
     if forward_only:
@@ -85,7 +89,7 @@ def compute_order(
             if chunks > 1
             else [(i, 0) for i in range(micro_batches)]
         )
-        return [Step("forward", m, chunk) for m, chunk in order]
+        return [Action("forward", m, chunk) for m, chunk in order]
     if chunks == 1:
         return one_forward_one_backward(stage, stages, micro_batches)
     return interleaved(stage, stages, micro_batches, chunks)
@@ -98,7 +102,7 @@ def schedule(
     *,
     forward_only: bool = False,
     overlap: bool = True,
-) -> list[Order]:
+) -> list[Schedule]:
     """All that each stage does, transfers too: `schedule(...)[stage]`.
 
     Every transfer has a moment in one timetable of the whole pipeline (a backward takes twice as
@@ -107,11 +111,10 @@ def schedule(
     stages that exchange tensors without tags name them in the same order. Transfers that stand side
     by side may be started together or one after the other.
 
-    With `overlap` a result is sent at once and a receive stands as early as it may, to run beside
-    the computations that follow: only the computation that takes it has to wait for it. Without, a
-    stage that alternates exchanges once per forward and backward of an interleaved schedule, and
-    then waiting for each transfer where it stands costs nothing.
-    """
+    With `overlap` a result is sent as soon as it is computed and a receive is posted as early as
+    possible, to overlap with the computations that follow: only the computation that takes it has
+    to wait for it. Without, a stage that alternates exchanges once per forward and backward of an
+    interleaved schedule, and then waiting for each transfer where it stands costs nothing."""
     if chunks > 1 and stages == 1:
         raise ValueError(
             f"{chunks} virtual stages on the only stage of a pipeline: give one, or at least 2 "
@@ -120,7 +123,7 @@ def schedule(
     orders = [
         compute_order(stage, stages, micro_batches, chunks, forward_only) for stage in range(stages)
     ]
-    rounds = [[(step,) for step in order] for order in orders]
+    rounds = [[(action,) for action in order] for order in orders]
     if chunks > 1 and not (overlap or forward_only):
         rounds = [
             _paired(order, warm_up_forwards(stage, stages, micro_batches, chunks))
@@ -129,27 +132,31 @@ def schedule(
     return _with_transfers(rounds, chunks)
 
 
-def _paired(order: Order, warm_up: int) -> Rounds:
-    """The steps of an order in rounds: one by one, and in pairs where forward and backward
+def _paired(order: Schedule, warm_up: int) -> ActionGroups:
+    """The actions of an order in rounds: one by one, and in pairs where forward and backward
     alternate."""
     end = len(order) - warm_up
     pairs = [tuple(order[i : i + 2]) for i in range(warm_up, end, 2)]
-    return [*((step,) for step in order[:warm_up]), *pairs, *((step,) for step in order[end:])]
+    return [
+        *((action,) for action in order[:warm_up]),
+        *pairs,
+        *((action,) for action in order[end:]),
+    ]
 
 
 def neighbour(
-    step: Step, stage: int, stages: int, chunks: int, ahead: int
-) -> tuple[int, Step] | None:
-    """(stage, step) that takes the result of a computation (`ahead` 1) or makes its input (-1);
+    action: Action, stage: int, stages: int, chunks: int, ahead: int
+) -> tuple[int, Action] | None:
+    """(stage, action) that takes the result of a computation (`ahead` 1) or makes its input (-1);
     None at the ends."""
-    virtual = step.chunk * stages + stage + (ahead if step.kind == "forward" else -ahead)
+    virtual = action.chunk * stages + stage + (ahead if action.kind == "forward" else -ahead)
     if not 0 <= virtual < stages * chunks:
         return None
-    return virtual % stages, step._replace(chunk=virtual // stages)
+    return virtual % stages, action._replace(chunk=virtual // stages)
 
 
 def timetable(
-    rounds: Sequence[Rounds], chunks: int, forward: float = 1, backward: float = 2
+    rounds: Sequence[ActionGroups], chunks: int, forward: float = 1, backward: float = 2
 ) -> list[list[tuple[float, float]]]:
     """(start, end) of each round of each stage, as early as can be: computations take so long,
     transfers no time.
@@ -159,54 +166,58 @@ def timetable(
     stages = len(rounds)
     at = [0] * len(rounds)
     times: list[list[tuple[float, float]]] = [[] for _ in rounds]
-    ready: dict[tuple[int, Step], float] = {}
+    ready: dict[tuple[int, Action], float] = {}
     while any(at[stage] < len(rounds[stage]) for stage in range(stages)):
         before = list(at)
         for stage, mine in enumerate(rounds):
             while at[stage] < len(mine):
-                steps = mine[at[stage]]
+                actions = mine[at[stage]]
                 inputs = [
                     source
-                    for step in steps
-                    if (source := neighbour(step, stage, stages, chunks, -1))
+                    for action in actions
+                    if (source := neighbour(action, stage, stages, chunks, -1))
                 ]
                 if not all(source in ready for source in inputs):
                     break
                 free = times[stage][-1][1] if times[stage] else 0
                 start = max([free, *(ready[source] for source in inputs)])
-                end = start + sum(forward if step.kind == "forward" else backward for step in steps)
-                ready |= {(stage, step): end for step in steps}
+                end = start + sum(
+                    forward if action.kind == "forward" else backward for action in actions
+                )
+                ready |= {(stage, action): end for action in actions}
                 times[stage].append((start, end))
                 at[stage] += 1
-        assert at != before, f"no stage can go on: {at}"
+        assert at != before, f"deadlock: no stage can proceed: {at}"
     return times
 
 
-def _with_transfers(rounds: Sequence[Rounds], chunks: int) -> list[Order]:
+def _with_transfers(rounds: Sequence[ActionGroups], chunks: int) -> list[Schedule]:
     """The rounds, and at the end of each its sends; there, or in the first gap after it, stand the
     receives."""
     times = timetable(rounds, chunks)
     starts = [[start for start, _ in mine] for mine in times]
-    gaps: list[list[Order]] = [[[] for _ in range(len(mine) + 1)] for mine in rounds]
+    gaps: list[list[Schedule]] = [[[] for _ in range(len(mine) + 1)] for mine in rounds]
     made = sorted(
         (end, stage, i) for stage, mine in enumerate(times) for i, (_, end) in enumerate(mine)
     )
     for end, stage, i in made:
-        for step in rounds[stage][i]:
-            if taker := neighbour(step, stage, len(rounds), chunks, 1):
+        for action in rounds[stage][i]:
+            if taker := neighbour(action, stage, len(rounds), chunks, 1):
                 peer, twin = taker
-                what = "activation" if step.kind == "forward" else "gradient"
-                gaps[stage][i + 1].append(Step(f"send_{what}", step.micro_batch, step.chunk, peer))
+                what = "activation" if action.kind == "forward" else "gradient"
+                gaps[stage][i + 1].append(
+                    Action(f"send_{what}", action.micro_batch, action.chunk, peer)
+                )
                 gaps[peer][bisect_left(starts[peer], end)].append(
-                    Step(f"receive_{what}", twin.micro_batch, twin.chunk, stage)
+                    Action(f"receive_{what}", twin.micro_batch, twin.chunk, stage)
                 )
     return [
         [
             *gap[0],
             *(
-                step
-                for steps, after in zip(mine, gap[1:], strict=True)
-                for step in [*steps, *after]
+                action
+                for actions, after in zip(mine, gap[1:], strict=True)
+                for action in [*actions, *after]
             ),
         ]
         for mine, gap in zip(rounds, gaps, strict=True)

@@ -55,7 +55,7 @@ def local_box(sharding: Sharding, ctx: ParallelContext) -> Box:
     return tuple(box)
 
 
-def counts(sharding: Sharding, ctx: ParallelContext) -> bool:
+def is_primary_copy(sharding: Sharding, ctx: ParallelContext) -> bool:
     """Is this, among the ranks that hold one replica of the model, the copy that counts in norms
     and checkpoints?
 

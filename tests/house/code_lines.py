@@ -4,9 +4,8 @@ The files are the static import closure of pretrain_gpt.py within the repository
 it imports, and those that these import, wherever the import statement stands. Modules that
 megatron/optional.py imports by name are counted separately, if that file exists.
 
-code        physical lines without blank lines, comments and docstrings
-statements  nodes of the syntax tree that are statements, docstrings apart; independent of the layout
-"""
+code        physical lines without blank lines, comments and docstrings statements  nodes of the
+syntax tree that are statements, docstrings apart; independent of the layout"""
 
 from __future__ import annotations
 

@@ -247,8 +247,8 @@ def cuda_in_one_file(root: Path) -> Iterator[str]:
 
 
 def distributed_where_allowed(root: Path) -> Iterator[str]:
-    """torch.distributed only in parallel/, checkpoint/, training/launch/initialize.py, device.py, and
-    where another suite runs."""
+    """torch.distributed only in parallel/, checkpoint/, training/launch/initialize.py, device.py,
+    and where another suite runs."""
     for module in read(root, "megatron", "tools", "pretrain_gpt.py"):
         if module.inside.startswith(DISTRIBUTED) or module.name == "tools.benchmarks.step.peer":
             continue

@@ -1,10 +1,10 @@
 """Counts words that the glossary of CONTRIBUTING.md replaces, in code and documents.
 
-`python tests/house/word_counts.py [ROOT ...]` prints one row per word and two columns per root: its occurrences in `megatron/`,
-`tools/`, `examples/` and the entry scripts ("code"), and in `README.md` and `docs/` ("docs"). Lines are counted as text,
-comments and docstrings included; a word that also has a right use (`file products.cpp`, "left out" of a quotation) is
-counted as well, so that small numbers are read, not taken for faults.
-"""
+`python tests/house/word_counts.py [ROOT ...]` prints one row per word and two columns per root: its
+occurrences in `megatron/`, `tools/`, `examples/` and the entry scripts ("code"), and in `README.md`
+and `docs/` ("docs"). Lines are counted as text, comments and docstrings included; a word that also
+has a right use (`file products.cpp`, "left out" of a quotation) is counted as well, so that small
+numbers are read, not taken for faults."""
 
 import re
 import sys

@@ -434,4 +434,4 @@ def pretend_cuda() -> None:
     from megatron.kernels import transformer_engine as adapter
 
     install(*transformer_engine(), *flash_attn(), *apex())
-    adapter.obstacle = lambda device, dtype: None
+    adapter.unavailable_reason = lambda device, dtype: None

@@ -279,7 +279,9 @@ def test_only_the_inputs_are_kept_for_backward():
     ],
 )
 def test_sdpa_is_refused_where_it_would_need_an_s_by_s_tensor(dtype, dropout, masked, word):
-    with pytest.raises(ValueError, match=rf"'sdpa' cannot do .*{word}.*use 'auto' or 'chunked'"):
+    with pytest.raises(
+        ValueError, match=rf"'sdpa' does not support .*{word}.*use 'auto' or 'chunked'"
+    ):
         select_attention(CPU, dtype, dropout, masked, "sdpa")
     assert select_attention(CPU, dtype, dropout, masked)[0] == "chunked"
 

@@ -45,13 +45,13 @@ def on(dtype: torch.dtype = torch.float32, **flags) -> dict[str, str]:
 def everything(libraries, monkeypatch):  # noqa: F811
     """All libraries are there, and a CPU counts as a device they run on."""
     for name, module in (
-        ("obstacle", transformer_engine),
-        ("obstacle", flash_attention),
-        ("obstacle", apex),
-        ("gradient_obstacle", apex),
+        ("unavailable_reason", transformer_engine),
+        ("unavailable_reason", flash_attention),
+        ("unavailable_reason", apex),
+        ("gradient_unavailable_reason", apex),
     ):
         monkeypatch.setattr(module, name, lambda *_: None)
-    for name in select.ENGINE_ATTENTION.values():
+    for name in select.TRANSFORMER_ENGINE_ATTENTION.values():
         monkeypatch.setenv(name, "before")
 
 
@@ -62,19 +62,19 @@ def everything(libraries, monkeypatch):  # noqa: F811
             {"attention_backend": "local"},
             "attention",
             "torch's fused attention",
-            "blocks of query rows",
+            "chunked attention",
         ),
         (
             {"attention_backend": "unfused"},
             "attention",
             "torch's fused attention",
-            "one matrix of scores",
+            "unfused attention",
         ),
         (
             {"masked_softmax_fusion": False},
             "attention",
             "torch's fused attention",
-            "one matrix of scores",
+            "unfused attention",
         ),
         ({"bias_swiglu_fusion": False}, "swiglu", select.NATIVE, "torch"),
         ({"apply_rope_fusion": False}, "rotary", select.NATIVE, "torch"),
@@ -82,8 +82,8 @@ def everything(libraries, monkeypatch):  # noqa: F811
         (
             {"gradient_accumulation_fusion": False},
             "weight gradients",
-            "the layer itself",
-            "autograd, then a sum",
+            "accumulated in backward",
+            "autograd, then added",
         ),
     ],
 )
@@ -92,7 +92,7 @@ def test_a_flag_switches_an_implementation(no_vector_attention, flags, operation
 
 
 def test_fused_attention_by_name_is_torchs_own_where_auto_takes_another(no_vector_attention):
-    assert on(seq_length=512)["attention"] == "blocks of query rows"
+    assert on(seq_length=512)["attention"] == "chunked attention"
     assert on(seq_length=512, attention_backend="fused")["attention"] == "torch's fused attention"
 
 
@@ -103,18 +103,18 @@ def test_fused_attention_by_name_is_torchs_own_where_auto_takes_another(no_vecto
         ({"use_flash_attn": True}, "attention", "flash-attn"),
         ({"reset_attention_mask": True}, "attention", "flash-attn"),
         ({}, "RMSNorm", "apex"),
-        ({}, "weight gradients", "apex's product"),
+        ({}, "weight gradients", "apex"),
         (TE, "linear of transformer layers", "Transformer Engine"),
         (TE, "RMSNorm", "Transformer Engine"),
         (TE, "attention", "Transformer Engine"),
-        (TE | {"attention_backend": "local"}, "attention", "blocks of query rows"),
-        (TE | {"attention_dropout": 0.1}, "attention (training)", "blocks of query rows"),
-        (TE, "output layer", "bfloat16 products"),
-        (TE, "weight gradients", "the layer itself"),
+        (TE | {"attention_backend": "local"}, "attention", "chunked attention"),
+        (TE | {"attention_dropout": 0.1}, "attention (training)", "chunked attention"),
+        (TE, "output layer", "bfloat16 GEMM"),
+        (TE, "weight gradients", "accumulated in backward"),
         (
             TE | {"fp8": "hybrid"},
             "linear in transformer layers",
-            "Transformer Engine's products in 8 bits (hybrid)",
+            "Transformer Engine FP8 GEMM (hybrid)",
         ),
     ],
 )
@@ -133,8 +133,8 @@ def test_libraries_that_are_there_are_on(everything, flags, operation, after):
 )
 def test_transformer_engine_is_told_which_attention(everything, backend, found):
     config = config_from(Config, SHAPE | TE | {"attention_backend": backend})
-    assert choose_kernels(CPU, torch.bfloat16, config).attention == "engine"
-    assert [os.environ[name] for name in select.ENGINE_ATTENTION.values()] == found
+    assert choose_kernels(CPU, torch.bfloat16, config).attention == "transformer_engine"
+    assert [os.environ[name] for name in select.TRANSFORMER_ENGINE_ATTENTION.values()] == found
 
 
 def test_what_was_asked_for_reaches_the_layers(everything):
@@ -160,7 +160,7 @@ def test_what_was_asked_for_reaches_the_layers(everything):
         False,
         False,
     )
-    assert chosen.engine == transformer_engine.Engine(
+    assert chosen.transformer_engine == transformer_engine.TransformerEngine(
         False, transformer_engine.Fp8("e4m3", "tensorwise")
     )
     layer = tiny_model(kernels=chosen, swiglu=True).decoder.layers["0"]
@@ -168,7 +168,7 @@ def test_what_was_asked_for_reaches_the_layers(everything):
         layer.mlp.activation.keywords == {"fused": False}
         and not layer.self_attention.kernels.fused_rotary
     )
-    assert isinstance(layer.mlp.linear_fc1.engine, transformer_engine.Linear)
+    assert isinstance(layer.mlp.linear_fc1.transformer_engine, transformer_engine.Linear)
 
 
 @pytest.mark.parametrize(
@@ -193,7 +193,7 @@ def test_a_missing_library_is_one_error_with_what_to_install(monkeypatch, flags,
     for module in (transformer_engine, flash_attention):
         monkeypatch.setattr(module, "find_spec", lambda name: None)
     with pytest.raises(ValueError) as error:
-        select.check_wishes(CUDA, torch.bfloat16, config_from(Config, SHAPE | flags))
+        select.check_requested(CUDA, torch.bfloat16, config_from(Config, SHAPE | flags))
     assert str(error.value).startswith(words) and "\n" not in str(error.value)
 
 
@@ -249,7 +249,7 @@ def test_the_error_is_one_line_and_an_exit_code():
 @pytest.mark.parametrize("flags", [{"torch_compile": True}, {"apply_layernorm_1p": True}])
 def test_apex_norms_stay_off_where_they_would_cost(everything, flags):
     norm = on(torch.bfloat16, normalization="RMSNorm", **flags)["RMSNorm"]
-    assert norm == ("runs of rows" if "torch_compile" in flags else select.NATIVE)
+    assert norm == (select.ROW_BLOCKED if "torch_compile" in flags else select.NATIVE)
 
 
 @pytest.mark.parametrize("accumulation", [True, False])

@@ -62,7 +62,7 @@ def test_deterministic_mode_reaches_flash_attn(libraries):
 def test_transformer_engines_attention_is_the_formula(libraries, groups, with_documents):
     *tensors, grad = inputs(g=groups)
     ids = cut(21) if with_documents else None
-    attention = transformer_engine.Engine().attention(4, groups, 8, SCALE)
+    attention = transformer_engine.TransformerEngine().attention(4, groups, 8, SCALE)
     assert_same(
         lambda *t: attention(*t, ids), lambda *t: formula(*t, ids=ids), tensors, grad, **CLOSE
     )
@@ -99,7 +99,7 @@ def test_apex_gets_rows_without_gaps(libraries):
 
 
 def test_the_weight_gradient_goes_through_apex_where_it_can(libraries, monkeypatch):
-    monkeypatch.setattr(apex, "gradient_obstacle", lambda *_: None)
+    monkeypatch.setattr(apex, "gradient_unavailable_reason", lambda *_: None)
     seen = []
     monkeypatch.setattr(
         apex,
@@ -114,11 +114,18 @@ def test_the_weight_gradient_goes_through_apex_where_it_can(libraries, monkeypat
 
 
 @pytest.mark.parametrize("flags", MODELS.values(), ids=MODELS)
-@pytest.mark.parametrize("kernels", ["engine", "engine, own attention", "apex"])
+@pytest.mark.parametrize(
+    "kernels", ["transformer_engine", "transformer_engine, own attention", "apex"]
+)
 def test_a_model_of_library_kernels_is_our_model(libraries, flags, kernels):
     made = {
-        "engine": Kernels("engine", engine=transformer_engine.Engine(accumulate=False)),
-        "engine, own attention": Kernels(engine=transformer_engine.Engine(accumulate=False)),
+        "transformer_engine": Kernels(
+            "transformer_engine",
+            transformer_engine=transformer_engine.TransformerEngine(accumulate=False),
+        ),
+        "transformer_engine, own attention": Kernels(
+            transformer_engine=transformer_engine.TransformerEngine(accumulate=False)
+        ),
         "apex": Kernels(apex_norms=True),
     }[kernels]
     ours, theirs = (
@@ -136,7 +143,9 @@ def test_a_model_of_library_kernels_is_our_model(libraries, flags, kernels):
 
 @pytest.mark.parametrize("accumulate", [True, False])
 def test_weight_gradients_of_micro_batches_come_together_where_they_lie(libraries, accumulate):
-    made = Kernels("engine", engine=transformer_engine.Engine(accumulate))
+    made = Kernels(
+        "transformer_engine", transformer_engine=transformer_engine.TransformerEngine(accumulate)
+    )
     ids, labels = tokens()
     sums = []
     for kernels in (None, made, Kernels(accumulation=False)):
@@ -159,7 +168,11 @@ def test_fp8_surrounds_the_transformer_layers(libraries, recipe, kind):
         "hybrid", recipe, margin=1, amax_history_len=5, amax_compute_algo="max"
     )
     plain, wide = (
-        Kernels("engine", engine=transformer_engine.Engine(False, one)) for one in (None, fp8)
+        Kernels(
+            "transformer_engine",
+            transformer_engine=transformer_engine.TransformerEngine(False, one),
+        )
+        for one in (None, fp8)
     )
     loss, _ = loss_and_grads(tiny_model(kernels=plain))
     assert libraries == []
@@ -182,29 +195,35 @@ def test_fp8_surrounds_the_transformer_layers(libraries, recipe, kind):
     ("call", "words"),
     [
         (
-            lambda: transformer_engine.obstacle(CUDA, torch.bfloat16),
+            lambda: transformer_engine.unavailable_reason(CUDA, torch.bfloat16),
             f"not installed; {transformer_engine.INSTALL}",
         ),
-        (lambda: transformer_engine.obstacle(CUDA, torch.float64), "no fp64"),
+        (lambda: transformer_engine.unavailable_reason(CUDA, torch.float64), "no fp64"),
         (
-            lambda: transformer_engine.obstacle(CPU, torch.bfloat16),
+            lambda: transformer_engine.unavailable_reason(CPU, torch.bfloat16),
             "needs a CUDA device, and this is a cpu",
         ),
         (
-            lambda: flash_attention.obstacle(CUDA, torch.bfloat16, 64),
+            lambda: flash_attention.unavailable_reason(CUDA, torch.bfloat16, 64),
             "not installed; pip install flash-attn",
         ),
-        (lambda: flash_attention.obstacle(CUDA, torch.float32, 64), "fp16 and bf16 only"),
-        (lambda: flash_attention.obstacle(CUDA, torch.bfloat16, 512), "at most 256"),
-        (lambda: flash_attention.obstacle(CPU, torch.bfloat16, 64), "needs a CUDA device"),
-        (lambda: apex.obstacle(CUDA, torch.bfloat16), "PyPI's apex is not it"),
-        (lambda: apex.obstacle(CPU, torch.bfloat16), "needs a CUDA device"),
-        (lambda: apex.obstacle(CUDA, torch.float64), "not for fp64"),
+        (lambda: flash_attention.unavailable_reason(CUDA, torch.float32, 64), "fp16 and bf16 only"),
+        (lambda: flash_attention.unavailable_reason(CUDA, torch.bfloat16, 512), "at most 256"),
         (
-            lambda: apex.gradient_obstacle(CUDA, torch.bfloat16, torch.float32),
+            lambda: flash_attention.unavailable_reason(CPU, torch.bfloat16, 64),
+            "needs a CUDA device",
+        ),
+        (lambda: apex.unavailable_reason(CUDA, torch.bfloat16), "PyPI's apex is not it"),
+        (lambda: apex.unavailable_reason(CPU, torch.bfloat16), "needs a CUDA device"),
+        (lambda: apex.unavailable_reason(CUDA, torch.float64), "not for fp64"),
+        (
+            lambda: apex.gradient_unavailable_reason(CUDA, torch.bfloat16, torch.float32),
             "fused_weight_gradient_mlp_cuda of apex",
         ),
-        (lambda: apex.gradient_obstacle(CUDA, torch.float32, torch.float32), "weights of 16 bits"),
+        (
+            lambda: apex.gradient_unavailable_reason(CUDA, torch.float32, torch.float32),
+            "weights of 16 bits",
+        ),
     ],
 )
 def test_what_keeps_a_library_from_running(monkeypatch, call, words):
@@ -214,10 +233,10 @@ def test_what_keeps_a_library_from_running(monkeypatch, call, words):
 
 
 def test_libraries_that_are_there_may_run(libraries):
-    assert transformer_engine.obstacle(CUDA, torch.bfloat16) is None
-    assert flash_attention.obstacle(CUDA, torch.float16, 128) is None
-    assert apex.obstacle(CUDA, torch.float32) is None
-    assert apex.gradient_obstacle(CUDA, torch.bfloat16, torch.float32) is None
+    assert transformer_engine.unavailable_reason(CUDA, torch.bfloat16) is None
+    assert flash_attention.unavailable_reason(CUDA, torch.float16, 128) is None
+    assert apex.unavailable_reason(CUDA, torch.float32) is None
+    assert apex.gradient_unavailable_reason(CUDA, torch.bfloat16, torch.float32) is None
     transformer_engine.load()
 
 

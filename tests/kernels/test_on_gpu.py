@@ -49,7 +49,7 @@ def test_attention(library, with_documents, groups):
     q, k, v, grad = inputs(groups)
     ids = cut(256).cuda() if with_documents else None
     engine = (
-        transformer_engine.Engine().attention(8, groups, 64, 0.125)
+        transformer_engine.TransformerEngine().attention(8, groups, 64, 0.125)
         if library == "transformer_engine"
         else None
     )
@@ -102,7 +102,9 @@ def test_apex():
 )
 def test_a_model_of_transformer_engine(flags, fp8):
     pytest.importorskip("transformer_engine")
-    kernels = Kernels("engine", engine=transformer_engine.Engine(False, fp8))
+    kernels = Kernels(
+        "transformer_engine", transformer_engine=transformer_engine.TransformerEngine(False, fp8)
+    )
     shape = {"hidden_size": 256, "num_attention_heads": 4, **flags}
     ours, theirs = (tiny_model(DTYPE, kernels=one, **shape).cuda() for one in (None, kernels))
     (loss, grads), (their_loss, their_grads) = (step(model) for model in (ours, theirs))

@@ -24,8 +24,7 @@ def table(dtype: torch.dtype = torch.float32, **values) -> dict[str, KernelRow]:
 
 def test_dropout_puts_training_and_evaluation_on_rows_of_their_own():
     assert (
-        table(attention_dropout=0.1)["attention (training)"].implementation
-        == "blocks of query rows"
+        table(attention_dropout=0.1)["attention (training)"].implementation == "chunked attention"
     )
     assert "attention dropout" in table(attention_dropout=0.1)["attention (training)"].reason
     assert "attention (evaluation)" in table(attention_dropout=0.1)
@@ -45,11 +44,13 @@ def test_document_masks_and_short_sequences_change_the_attention(no_vector_atten
 
 @pytest.mark.parametrize("built", [True, False])
 def test_bf16_attention_in_cpp_takes_dropout_and_documents(monkeypatch, built):
-    monkeypatch.setattr(bf16_attention, "obstacle", lambda *_: None if built else "not built")
+    monkeypatch.setattr(
+        bf16_attention, "unavailable_reason", lambda *_: None if built else "not built"
+    )
     monkeypatch.setattr(bf16_attention, "instructions", lambda: "AVX512-BF16")
     values = {"attention_dropout": 0.1, "reset_attention_mask": True, "hidden_size": 128}
     on = table(torch.bfloat16, **values)["attention (training)"]
-    assert on.implementation == select.NAMES["tiles" if built else "chunked"]
+    assert on.implementation == select.NAMES["cpp_bf16" if built else "chunked"]
     assert on.reason.startswith(
         "this CPU has AVX512-BF16" if built else "needed for attention dropout and document masks"
     )
@@ -62,15 +63,15 @@ def test_bf16_attention_in_cpp_takes_dropout_and_documents(monkeypatch, built):
         row.implementation: row.reason for row in rows if row.operation == "attention (training)"
     }
     assert "attention dropout and document masks" in reasons[select.NAMES["sdpa"]] or not built
-    assert built or reasons[select.NAMES["tiles"]] == "not built"
+    assert built or reasons[select.NAMES["cpp_bf16"]] == "not built"
 
 
 @pytest.mark.parametrize("native", [True, False])
 def test_linear_follows_the_capability(monkeypatch, native):
     monkeypatch.setattr(linear, "low_precision_is_native", lambda *_: native)
     row = table(torch.bfloat16)["linear"]
-    assert row.implementation == ("bfloat16 products" if native else "fp32 products, rounded once")
-    assert table(torch.float32)["linear"].implementation == "float32 products"
+    assert row.implementation == ("bfloat16 GEMM" if native else "fp32 GEMM, rounded once")
+    assert table(torch.float32)["linear"].implementation == "float32 GEMM"
 
 
 @pytest.mark.parametrize("cpu_pays_off, built", [(True, True), (True, False), (False, True)])
@@ -107,7 +108,7 @@ def test_the_row_that_is_on_is_what_autograd_sees(
         or operation == "geglu"
         and cpu_pays_off
     )
-    assert implementation == (select.NATIVE if called else "runs of rows" if ours else "torch")
+    assert implementation == (select.NATIVE if called else select.ROW_BLOCKED if ours else "torch")
     assert built or not called
 
 
@@ -117,15 +118,13 @@ def test_fp8_is_native_emulated_or_refused(monkeypatch, capable):
     config = config_from(Config, {"seq_length": 512, "fp8": "hybrid"})
     assert operation not in table()
     assert "EMULATED" in table(fp8="hybrid")[operation].reason
-    assert table(fp8="e4m3")[operation].implementation == "casts to 8 bits (e4m3), products in fp32"
+    assert table(fp8="e4m3")[operation].implementation == "FP8 casts (e4m3), fp32 GEMM"
     monkeypatch.setattr(select, "multiplies_fp8", lambda device: capable)
     if capable:
         row = next(row for row in select.fp8_rows(torch.device("cuda"), config) if row.on)
-        assert row.implementation == "products in 8 bits (hybrid)"
+        assert row.implementation == "FP8 GEMM (hybrid)"
     else:
-        with pytest.raises(
-            ValueError, match="--fp8-format hybrid: this device cannot multiply numbers of 8 bits"
-        ):
+        with pytest.raises(ValueError, match="--fp8-format hybrid: this device has no FP8 support"):
             select.fp8_rows(torch.device("cuda"), config)
 
 
@@ -150,7 +149,7 @@ def test_compiled_layers_have_no_calls_into_cpp():
         (row.operation, row.implementation): row
         for row in kernel_table(CPU, torch.bfloat16, config)
     }
-    for key in (("gelu (tanh)", select.NATIVE), ("attention", select.NAMES["tiles"])):
+    for key in (("gelu (tanh)", select.NATIVE), ("attention", select.NAMES["cpp_bf16"])):
         found = rows.get(key) or rows[f"{key[0]} (training)", key[1]]
         assert not found.on and found.reason
     assert rows["cross entropy", select.NATIVE].on

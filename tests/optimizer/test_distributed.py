@@ -12,7 +12,7 @@ from megatron.config.parallel import ParallelConfig
 from megatron.parallel.collectives import all_reduce
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.ddp import GradBuffers
-from megatron.parallel.sharding import Sharding, counts
+from megatron.parallel.sharding import Sharding, is_primary_copy
 from tests.forkrun import run_ranks
 from tests.optimizer.builders import dynamic_scaler, optimizer_of
 
@@ -76,7 +76,7 @@ def trained(
         buffers.owned,
         grad_scaler=scaler,
         log_num_zeros_in_grad=True,
-        counts=lambda p: counts(p.sharding, ctx),
+        counts=lambda p: is_primary_copy(p.sharding, ctx),
         reduce_sum=lambda x: all_reduce(x, ctx.optimizer),
         reduce_max=lambda x: all_reduce(x, ctx.optimizer, "max"),
         **flags,

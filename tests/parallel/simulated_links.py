@@ -11,7 +11,7 @@ from collections import defaultdict, deque
 from itertools import groupby
 from typing import NamedTuple
 
-from megatron.parallel.schedules import Order, Step
+from megatron.parallel.schedules import Action, Schedule
 
 RULES = ("blocking", "batches", "pairs")
 
@@ -28,7 +28,7 @@ class Played(NamedTuple):
 class Unit:
     """Transfers that one stage starts together: over when all are."""
 
-    def __init__(self, stage: int, steps: list[Step], queue: deque[Unit], issued: float):
+    def __init__(self, stage: int, steps: list[Action], queue: deque[Unit], issued: float):
         self.stage = stage
         self.steps = steps
         self.queue = queue
@@ -37,7 +37,7 @@ class Unit:
         self.end = issued
 
 
-def is_transfer(step: Step) -> bool:
+def is_transfer(step: Action) -> bool:
     return step.peer is not None
 
 
@@ -53,7 +53,7 @@ class Pipeline:
 
     def __init__(
         self,
-        lists: list[Order],
+        lists: list[Schedule],
         chunks: int,
         rule: str,
         forward: float,
@@ -70,7 +70,7 @@ class Pipeline:
         self.at = [0] * stages
         self.clock = [0.0] * stages
         self.queues: dict[tuple, deque[Unit]] = defaultdict(deque)
-        self.posted: dict[tuple, deque[tuple[float, Step, Unit]]] = defaultdict(deque)
+        self.posted: dict[tuple, deque[tuple[float, Action, Unit]]] = defaultdict(deque)
         self.arrived: dict[tuple, float] = {}
         self.blocked_on: list[Unit | None] = [None] * stages
         self.alive = [set() for _ in lists]
@@ -80,7 +80,7 @@ class Pipeline:
         self.awake = deque(range(stages))
         self.last = 0.0
 
-    def grouped(self, steps: Order) -> list[list[Step]]:
+    def grouped(self, steps: Schedule) -> list[list[Action]]:
         """A stage's list in parts that start together."""
         if self.rule != "batches":
             return [[step] for step in steps]
@@ -119,7 +119,7 @@ class Pipeline:
         if (unit := self.blocked_on[stage]) and not unit.missing:
             self.blocked_on[stage] = None
 
-    def compute(self, stage: int, step: Step) -> bool:
+    def compute(self, stage: int, step: Action) -> bool:
         """Is its input there? Then the step is done."""
         virtual = step.chunk * len(self.lists) + stage
         forward = step.kind == "forward"
@@ -139,7 +139,7 @@ class Pipeline:
         self.clock[stage] += self.cost[step.kind]
         return True
 
-    def issue(self, stage: int, steps: list[Step]) -> None:
+    def issue(self, stage: int, steps: list[Action]) -> None:
         """Start transfers: they join the queue, and begin when they are its head."""
         pairs = (
             (stage, steps[0].peer, steps[0].kind.split("_")[1])
@@ -174,11 +174,11 @@ class Pipeline:
             self.finish(its_unit)
         self.finish(unit)
 
-    def check(self, sent: Step, source: int, taken: Step, target: int) -> None:
+    def check(self, sent: Action, source: int, taken: Action, target: int) -> None:
         """Do both ends mean one tensor, and has the sender made it?"""
         ahead = 1 if sent.kind == "send_activation" else -1
         virtual = sent.chunk * len(self.lists) + source + ahead
-        want = Step(
+        want = Action(
             sent.kind.replace("send", "receive"),
             sent.micro_batch,
             virtual // len(self.lists),
@@ -187,7 +187,7 @@ class Pipeline:
         assert virtual % len(self.lists) == target and taken == want, (
             f"{source} sends {sent}, {target} takes {taken}"
         )
-        maker = Step("forward" if ahead == 1 else "backward", sent.micro_batch, sent.chunk)
+        maker = Action("forward" if ahead == 1 else "backward", sent.micro_batch, sent.chunk)
         place = self.lists[source].index(maker)
         assert place < self.lists[source].index(sent), f"{source} sends {sent} before it is made"
 
@@ -213,7 +213,7 @@ class Pipeline:
 
 
 def play(
-    lists: list[Order],
+    lists: list[Schedule],
     chunks: int = 1,
     rule: str = "blocking",
     forward: float = 1,

@@ -16,7 +16,7 @@ from megatron.config.plan.stages import bubble_fraction
 from megatron.parallel import pipeline
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.pipeline import Pipeline, run_schedule, stage_schedule
-from megatron.parallel.schedules import Step, compute_order, one_forward_one_backward
+from megatron.parallel.schedules import Action, compute_order, one_forward_one_backward
 from tests.forkrun import run_ranks
 
 CPU = torch.device("cpu")
@@ -27,11 +27,11 @@ def test_steps_run_in_order_and_backward_gets_its_own_forward(stage, stages):
     said = []
 
     def forward(micro_batch: int, chunk: int, hidden: None) -> torch.Tensor:
-        said.append(Step("forward", micro_batch, chunk))
+        said.append(Action("forward", micro_batch, chunk))
         return torch.tensor(micro_batch)
 
     def backward(output: torch.Tensor, gradient: None) -> None:
-        said.append(Step("backward", output.item()))
+        said.append(Action("backward", output.item()))
 
     steps = one_forward_one_backward(stage, stages, 5)
     run_schedule(iter(steps), forward, backward)
@@ -58,7 +58,7 @@ def test_an_output_is_let_go_after_its_backward():
 def test_a_forgotten_backward_is_noticed():
     with pytest.raises(AssertionError, match=r"had no backward': \[\(1, 0\)\]"):
         run_schedule(
-            [Step("forward", 0), Step("forward", 1), Step("backward", 0)],
+            [Action("forward", 0), Action("forward", 1), Action("backward", 0)],
             lambda *_: torch.zeros(()),
             lambda *_: None,
         )
@@ -171,9 +171,11 @@ def test_a_wrong_shape_is_not_sent():
         return torch.zeros(1, 2)
 
     ctx = ParallelContext(ParallelConfig())
-    links = pipeline.Links(ctx.pp, ctx.pp, SHAPE, torch.float32, CPU)
+    links = pipeline.P2PLinks(ctx.pp, ctx.pp, SHAPE, torch.float32, CPU)
     with pytest.raises(AssertionError, match="send_activation.*1, 2"):
-        run_schedule([Step("forward", 0), Step("send_activation", 0, 0, 1)], forward, None, links)
+        run_schedule(
+            [Action("forward", 0), Action("send_activation", 0, 0, 1)], forward, None, links
+        )
 
 
 def sleeping_run(rank: int, world: int, micro_batches: int, chunks: int, seconds: float) -> float:

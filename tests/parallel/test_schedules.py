@@ -9,7 +9,7 @@ import pytest
 
 from megatron.config.plan.stages import activations_alive, bubble_fraction, warm_up_forwards
 from megatron.parallel.schedules import (
-    Step,
+    Action,
     compute_order,
     interleaved,
     one_forward_one_backward,
@@ -59,7 +59,7 @@ def check_lists(stages: int, micro_batches: int, chunks: int) -> None:
         places = {step: i for i, step in enumerate(computed)}
         assert len(places) == len(computed) == 2 * len(want)
         assert all(
-            places[Step("forward", *pair)] < places[Step("backward", *pair)] for pair in want
+            places[Action("forward", *pair)] < places[Action("backward", *pair)] for pair in want
         )
         moved = Counter(step.kind for step in steps if is_transfer(step))
         assert all(
@@ -171,7 +171,12 @@ def test_forward_only(stages, micro_batches, chunks):
 
 
 def test_one_stage_is_gradient_accumulation():
-    both = [Step("forward", 0), Step("backward", 0), Step("forward", 1), Step("backward", 1)]
+    both = [
+        Action("forward", 0),
+        Action("backward", 0),
+        Action("forward", 1),
+        Action("backward", 1),
+    ]
     assert one_forward_one_backward(0, 1, 2) == both
     assert schedule(1, 2) == [both]
 
@@ -195,31 +200,34 @@ def test_interleaved_by_hand():
 def test_transfers_by_hand():
     first, last = schedule(2, 2)
     assert first == [
-        Step("forward", 0),
-        Step("send_activation", 0, 0, 1),
-        Step("forward", 1),
-        Step("send_activation", 1, 0, 1),
-        Step("receive_gradient", 0, 0, 1),
-        Step("backward", 0),
-        Step("receive_gradient", 1, 0, 1),
-        Step("backward", 1),
+        Action("forward", 0),
+        Action("send_activation", 0, 0, 1),
+        Action("forward", 1),
+        Action("send_activation", 1, 0, 1),
+        Action("receive_gradient", 0, 0, 1),
+        Action("backward", 0),
+        Action("receive_gradient", 1, 0, 1),
+        Action("backward", 1),
     ]
     assert last == [
-        Step("receive_activation", 0, 0, 0),
-        Step("forward", 0),
-        Step("receive_activation", 1, 0, 0),
-        Step("backward", 0),
-        Step("send_gradient", 0, 0, 0),
-        Step("forward", 1),
-        Step("backward", 1),
-        Step("send_gradient", 1, 0, 0),
+        Action("receive_activation", 0, 0, 0),
+        Action("forward", 0),
+        Action("receive_activation", 1, 0, 0),
+        Action("backward", 0),
+        Action("send_gradient", 0, 0, 0),
+        Action("forward", 1),
+        Action("backward", 1),
+        Action("send_gradient", 1, 0, 0),
     ]
 
 
 def test_a_chunk_hands_over_to_the_next_chunk_around_the_ring():
     first, last = schedule(2, 2, 2)
-    assert Step("send_activation", 0, 0, 0) in last and Step("receive_activation", 0, 1, 1) in first
-    assert Step("send_gradient", 0, 1, 1) in first and Step("receive_gradient", 0, 0, 0) in last
+    assert (
+        Action("send_activation", 0, 0, 0) in last
+        and Action("receive_activation", 0, 1, 1) in first
+    )
+    assert Action("send_gradient", 0, 1, 1) in first and Action("receive_gradient", 0, 0, 0) in last
 
 
 def test_timetable():
@@ -242,14 +250,14 @@ def test_virtual_stages_need_stages():
         schedule(1, 4, 2)
 
 
-def swapped(steps: list[Step], one: int, other: int) -> list[Step]:
+def swapped(steps: list[Action], one: int, other: int) -> list[Action]:
     """The list with two steps in each other's place."""
     steps = list(steps)
     steps[one], steps[other] = steps[other], steps[one]
     return steps
 
 
-def index(steps: list[Step], kind: str, micro_batch: int) -> int:
+def index(steps: list[Action], kind: str, micro_batch: int) -> int:
     """Where the step of that kind and micro-batch stands."""
     return next(
         i for i, step in enumerate(steps) if (step.kind, step.micro_batch) == (kind, micro_batch)
@@ -259,7 +267,7 @@ def index(steps: list[Step], kind: str, micro_batch: int) -> int:
 def test_the_player_notices_a_swapped_pair_of_receives():
     lists = schedule(2, 4)
     one, other = (index(lists[1], "receive_activation", m) for m in (0, 1))
-    with pytest.raises(AssertionError, match="takes Step"):
+    with pytest.raises(AssertionError, match="takes Action"):
         play([lists[0], swapped(lists[1], one, other)])
 
 
@@ -289,5 +297,10 @@ def test_the_player_notices_a_tensor_sent_before_it_is_made():
 
 def test_the_player_notices_a_late_backward():
     lists = schedule(1, 2)
-    late = [Step("forward", 0), Step("forward", 1), Step("backward", 0), Step("backward", 1)]
+    late = [
+        Action("forward", 0),
+        Action("forward", 1),
+        Action("backward", 0),
+        Action("backward", 1),
+    ]
     assert play(lists).alive == [1] and play([late]).alive == [2]

@@ -10,8 +10,8 @@ from megatron.config.plan.parameters import ParameterSpec
 from megatron.parallel.context import Axis
 from megatron.parallel.sharding import (
     ParameterFactory,
-    counts,
     init_parameters,
+    is_primary_copy,
     local_box,
     parameter,
 )
@@ -134,7 +134,7 @@ def test_one_copy_counts():
 
     def ranks(spec, partial=(), ctxs=grid):
         return sum(
-            counts(parameter(spec, ctx, torch.float32, partial=partial).sharding, ctx)
+            is_primary_copy(parameter(spec, ctx, torch.float32, partial=partial).sharding, ctx)
             for ctx in ctxs
         )
 

@@ -8,7 +8,7 @@ import torch
 
 from megatron.config.parallel import ParallelConfig
 from megatron.kernels.kernels import Kernels
-from megatron.kernels.transformer_engine import Engine
+from megatron.kernels.transformer_engine import TransformerEngine
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.sharding import local_box
 from tests.forkrun import run_ranks
@@ -29,7 +29,12 @@ def ranks_step(rank, world, sequence_parallel):
         rank,
     )
     model = tiny_model(
-        torch.float64, ctx=ctx, kernels=Kernels("engine", engine=Engine(accumulate=False)), **FLAGS
+        torch.float64,
+        ctx=ctx,
+        kernels=Kernels(
+            "transformer_engine", transformer_engine=TransformerEngine(accumulate=False)
+        ),
+        **FLAGS,
     )
     loss, grads = loss_and_grads(model)
     boxes = {
@@ -92,7 +97,7 @@ def test_checkpoints_go_from_one_to_the_other_and_back(tmp_path):
     split = run(
         "split", 6, *ENGINE, "--tensor-model-parallel-size", "2", "--sequence-parallel", world=2
     )
-    assert "linear of transformer layers: Transformer Engine (asked for)" in theirs.first_rank_log
+    assert "linear of transformer layers: Transformer Engine (requested)" in theirs.first_rank_log
     assert ours.tensors(6).keys() == theirs.tensors(6).keys() == split.tensors(6).keys()
     for other in (theirs, split):
         assert [row["iteration"] for row in other.rows] == list(range(1, 7))

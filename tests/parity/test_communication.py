@@ -415,7 +415,8 @@ def wire(calls: Counter) -> tuple[Counter, int]:
 
 
 def planned(flags: list[str], world: int, rank: int) -> tuple[Counter, int]:
-    """The same by config/plan/costs.py; gloo gathers the weights of a sharded optimizer by messages."""
+    """The same by config/plan/costs.py; gloo gathers the weights of a sharded optimizer by
+    messages."""
     config = config_from(Config, parse_typed(command_line.parser(), flags))
     plan = make_plan(config, world, 211)
     p = config.parallel

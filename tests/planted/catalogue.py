@@ -91,7 +91,7 @@ BUGS = {
         f"{LAYOUTS}[{SEQUENCE}]",
     ),
     "copies counted twice in the norm": Bug(
-        "megatron.parallel.sharding.counts",
+        "megatron.parallel.sharding.is_primary_copy",
         "all((getattr(ctx, axis).rank == 0 for axis in copies))",
         "True",
         f"{LAYOUTS}[tp2]",
@@ -124,7 +124,7 @@ BUGS = {
         f"{LAYOUTS}[tp2]",
     ),
     "input gradient not summed": Bug(
-        "megatron.parallel.layers._exchange",
+        "megatron.parallel.layers._tp_comm",
         "start_all_reduce(grad, tp)",
         "lambda: grad",
         f"{LAYOUTS}[tp2]",
@@ -150,7 +150,7 @@ BUGS = {
         "campaign",
     ),
     "a tied embedding counted twice in the norm": Bug(
-        "megatron.parallel.sharding.counts",
+        "megatron.parallel.sharding.is_primary_copy",
         "all(getattr(ctx, axis).rank == 0 for axis in copies)",
         "all(getattr(ctx, axis).rank == 0 for axis in copies - {'ends'})",
         f"{LAYOUTS}[pp2]",
@@ -188,7 +188,7 @@ BUGS = {
         f"{ALL_LAYOUTS}[pp2 vpp2, dropout]",
     ),
     "a gradient sent to the previous stage without its residual branch": Bug(
-        "megatron.parallel.pipeline.Work.backward",
+        "megatron.parallel.pipeline.StageRunner.backward",
         "self.input_gradients[key] = hidden.grad",
         "self.input_gradients[key] = hidden.grad - (0 if gradient is None else gradient)",
         f"{ALL_LAYOUTS}[pp4]",
@@ -535,7 +535,7 @@ BUGS = {
         f"{RANKS}::test_two_ranks_of_its_layers_give_the_numbers_of_one_of_ours[False]",
     ),
     "zero-centered norm weights not declared as such": Bug(
-        "megatron.kernels.transformer_engine.Engine.norm",
+        "megatron.kernels.transformer_engine.TransformerEngine.norm",
         f"{NORM}zero_centered_gamma=zero_centered)",
         f"{NORM}zero_centered_gamma=False)",
         f"{ADAPTERS}::test_a_model_of_library_kernels_is_our_model",

@@ -151,8 +151,8 @@ def step_of_rank(rank: int, world: int, changes: dict) -> tuple[float, float, fl
     ids=str,
 )
 def test_ranks_of_a_model_agree(changes):
-    """On the losses and norm of one process to the last bit among themselves, and on the requests of
-    both."""
+    """On the losses and norm of one process to the last bit among themselves, and on the requests
+    of both."""
     first, second = run_ranks(2, step_of_rank, changes)
     assert first == second
     assert first[:3] == pytest.approx(step_of_rank(0, 1, {})[:3], rel=1e-12)

@@ -78,8 +78,9 @@ def races(
         qkv = tuple(torch.randn(s, max(1, tokens // s), HIDDEN // HEAD, HEAD) for _ in range(3))
         chosen, *_ = select_attention(torch.device("cpu"), torch.float32, 0.0, False, seq_length=s)
         way = (
-            "vectors"
-            if fp32_attention.obstacle(torch.device("cpu"), torch.float32, HEAD, s) is None
+            "cpp_fp32"
+            if fp32_attention.unavailable_reason(torch.device("cpu"), torch.float32, HEAD, s)
+            is None
             else "chunked"
         )
         ours = partial(kernels.attention, scale=HEAD**-0.5, implementation=way)

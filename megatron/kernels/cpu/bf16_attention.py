@@ -1,5 +1,5 @@
-"""Causal attention in bf16 on a CPU by this suite's C++ (tiles.cpp), on AMX or AVX512-BF16; knows
-tensors, no layer."""
+"""Causal attention in bf16 on a CPU by this suite's C++ (bf16_attention.cpp), with AMX or
+AVX512-BF16 instructions."""
 
 from functools import cache
 from types import ModuleType
@@ -14,7 +14,7 @@ from megatron.kernels.qkv import gradients_like
 NAME = "megatron.kernels.cpu.bf16_attention_cpp"
 INTERFACE = 2
 BLOCK = 32  # of queries and keys in the C++
-LONGEST = 8192  # scores of 32 lines of so many positions still lie in a core's second cache
+LONGEST = 8192  # scores of 32 lines of so many positions still fit the L2 cache of a core
 
 
 class _Kernel(NamedTuple):
@@ -38,24 +38,25 @@ def _load() -> _Kernel | str:
 
 
 def instructions() -> str:
-    """Which instructions multiply here; of a processor on which `obstacle` has found none."""
+    """Which instructions multiply here; of a processor on which `unavailable_reason` has found
+    none."""
     return "AMX" if _load().amx else "AVX512-BF16"
 
 
-def obstacle(
+def unavailable_reason(
     device: torch.device, dtype: torch.dtype, head_dim: int, seq_length: int
 ) -> str | None:
     """Why the C++ does not compute attention of heads so wide, None if it does."""
     if torch.compiler.is_compiling():
         return "not supported under torch.compile"
     if device.type != "cpu" or dtype != torch.bfloat16:
-        return "for bf16 on a CPU"
+        return "only bf16 on a CPU"
     if head_dim % 32 or not 0 < head_dim <= 256:
-        return f"needs heads of a multiple of 32 up to 256 wide, not {head_dim}"
+        return f"needs a head width that is a multiple of 32 up to 256, not {head_dim}"
     if seq_length > LONGEST:
-        return f"needs at most {LONGEST} positions"
+        return f"supports at most {LONGEST} positions"
     if not low_precision_is_native(device.type, dtype):
-        return "oneDNN has no bf16 here"
+        return "oneDNN has no bf16 support on this CPU"
     found = _load()
     return found if isinstance(found, str) else None
 

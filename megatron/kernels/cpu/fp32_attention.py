@@ -1,5 +1,4 @@
-"""Causal attention on a CPU in fp32 arithmetic by this suite's C++ (attention.cpp): tensors and
-addresses, no layer."""
+"""Causal attention on a CPU in fp32 arithmetic by this suite's C++ (fp32_attention.cpp)."""
 
 import torch
 from torch import Tensor
@@ -15,23 +14,23 @@ LONGEST = {"AVX512": 8192, "AVX2": 1024}
 
 
 def load(capability: str):
-    """attention.cpp as built for this processor, or why there is none (a str)."""
+    """fp32_attention.cpp as built for this processor, or why there is none (a str)."""
     return load_built("fp32_attention", INTERFACE, capability)
 
 
-def obstacle(
+def unavailable_reason(
     device: torch.device, dtype: torch.dtype, head_dim: int, seq_length: int
 ) -> str | None:
-    """Why the C++ does not compute attention of such tensors, None if it does."""
+    """Why the C++ is unavailable for such tensors, None if it is available."""
     if torch.compiler.is_compiling():
-        return "not under torch.compile"
+        return "not supported under torch.compile"
     if device.type != "cpu" or dtype not in (torch.float32, torch.bfloat16):
-        return "for fp32 and bf16 on a CPU"
+        return "only fp32 and bf16 on a CPU"
     if head_dim < 1:
-        return "needs queries, keys and values of one width"
+        return "needs equal head widths of queries, keys and values"
     capability = torch.backends.cpu.get_cpu_capability()
     if seq_length > LONGEST.get(capability, seq_length):
-        return f"needs at most {LONGEST[capability]} positions"
+        return f"supports at most {LONGEST[capability]} positions"
     found = load(capability)
     return found if isinstance(found, str) else None
 

@@ -34,7 +34,7 @@ def load(capability: str):
     return load_built("rows", INTERFACE, capability)
 
 
-def obstacle(device: torch.device, dtype: torch.dtype) -> str | None:
+def unavailable_reason(device: torch.device, dtype: torch.dtype) -> str | None:
     """Why the C++ does not compute with such tensors, None if it does."""
     if device.type != "cpu":
         return f"for a CPU, and this is a {device.type}"
@@ -47,7 +47,7 @@ def obstacle(device: torch.device, dtype: torch.dtype) -> str | None:
 def runs(x: Tensor) -> bool:
     """Whether the C++ can compute with `x`: contiguous or not, on a CPU, bf16 or fp32, outside
     torch.compile."""
-    return not torch.compiler.is_compiling() and obstacle(x.device, x.dtype) is None
+    return not torch.compiler.is_compiling() and unavailable_reason(x.device, x.dtype) is None
 
 
 def _call(name: str, x: Tensor, *arguments) -> None:

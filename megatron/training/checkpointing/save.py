@@ -17,7 +17,7 @@ from megatron.checkpoint.state import RunState
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.parallel.collectives import gather_objects
 from megatron.parallel.context import Axis, ParallelContext
-from megatron.parallel.sharding import Box, Sharding, counts, local_box
+from megatron.parallel.sharding import Box, Sharding, is_primary_copy, local_box
 from megatron.training.logging.flops import flops_per_iteration
 from megatron.training.logging.training_log import model_shape
 from megatron.training.run import Run
@@ -184,7 +184,7 @@ def own_slices(run: Run) -> list[TensorSlice]:
     ctx = run.runtime.ctx
     slices = []
     for number, (name, sharding, copies, own) in enumerate(own_tensors(run)):
-        mine = counts(sharding, ctx) and number % copies.size == copies.rank
+        mine = is_primary_copy(sharding, ctx) and number % copies.size == copies.rank
         if mine and not (config.checkpoint.no_save_optim and name.startswith("optimizer.")):
             slices += [
                 TensorSlice(name, sharding.shape, tensor.dtype, box, tensor) for box, tensor in own

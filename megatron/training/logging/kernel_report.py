@@ -1,4 +1,4 @@
-"""The table of kernels as lines that a person reads. Knows no kernel."""
+"""The kernel report: the table of selected and unavailable kernels as log lines."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from megatron.kernels import select
 from megatron.kernels.select import KernelRow, kernel_table
 
 
-def check_wishes(config: Config) -> None:
-    """Raise ValueError, before CUDA starts, where a kernel asked for by name cannot run here."""
+def check_requested(config: Config) -> None:
+    """Raise ValueError, before CUDA starts, if a kernel requested by name is unavailable."""
     device = torch.device(device_type(config.training.device))
-    select.check_wishes(device, getattr(torch, config.precision.params_dtype), config)
+    select.check_requested(device, getattr(torch, config.precision.params_dtype), config)
 
 
 def kernel_lines(config: Config) -> list[str]:
-    """Which kernels a run uses on this machine. Raises ValueError if --device names one that is not
-    here."""
+    """Which kernels a run uses on this machine. Raises ValueError if the device of --device is not
+    available."""
     device = choose_device(config.training.device, launcher.info().local_rank)
     rows = kernel_table(device, getattr(torch, config.precision.params_dtype), config)
     return [f"kernels on this {device.type}", *(f"  {text}" for text in describe(rows))]
 
 
 def describe(rows: list[KernelRow]) -> list[str]:
-    """A line for each operation, and one for all that is off, by reasons."""
+    """One line per operation, and one for the kernels that are not used, by reason."""
     lines = [f"{row.operation}: {row.implementation} ({row.reason})" for row in rows if row.on]
     off: dict[str, list[str]] = {}
     for row in rows:
@@ -34,5 +34,5 @@ def describe(rows: list[KernelRow]) -> list[str]:
             off.setdefault(row.reason, []).append(f"{row.operation} by {row.implementation}")
     return [
         *lines,
-        "off: " + "; ".join(f"{', '.join(names)} ({reason})" for reason, names in off.items()),
+        "not used: " + "; ".join(f"{', '.join(names)} ({reason})" for reason, names in off.items()),
     ]

@@ -1,5 +1,5 @@
-"""What a run prints first with --log-format short: what will be trained, on what, with what. Knows
-no model."""
+"""The preamble of --log-format short: what is trained, on which devices, with which kernels and
+data."""
 
 from __future__ import annotations
 
@@ -20,13 +20,11 @@ from megatron.kernels.select import KernelRow, fp8_rows, kernel_table
 from megatron.training.launch.initialize import Runtime
 from megatron.version import NAME, VERSION
 
-# Implementations that are what a plain torch loop does, which are not worth a word.
-_PLAIN = {"torch", "the layer itself", "autograd, then a sum", "mask from a seed"}
+# Implementations that any torch loop uses; the preamble omits them.
+_PLAIN = {"torch", "accumulated in backward", "autograd, then added", "seeded mask"}
 _NAMES = {
     "torch's fused attention": "torch SDPA",
-    "one pass in C++": "fused C++",
-    "runs of rows": "row-blocked torch",
-    "fp32 products, rounded once": "fp32 GEMM (no native support for the weights' format)",
+    "fp32 GEMM, rounded once": "fp32 GEMM (no native support for the parameter dtype)",
 }
 _SHOWN = 3  # data sets of a split that are named
 
@@ -86,7 +84,7 @@ def kernels_text(rows: Sequence[KernelRow]) -> str:
         if (
             row.on
             and row.implementation not in _PLAIN
-            and not row.implementation.endswith("32 products")
+            and not row.implementation.endswith("32 GEMM")
         ):
             name = _NAMES.get(row.implementation, row.implementation)
             found.setdefault(name, []).append(row.operation)

@@ -61,7 +61,7 @@ def results(call, tensors, grad):
 
 
 def tiles(q, k, v, scale=SCALE, **options):
-    return attention(q, k, v, scale=scale, implementation="tiles", **options)
+    return attention(q, k, v, scale=scale, implementation="cpp_bf16", **options)
 
 
 def assert_near(call, reference, tensors, grad):
@@ -160,7 +160,7 @@ def test_an_id_that_returns_is_refused_by_name():
     (q, k, v), _ = inputs(8, 1, 1, 1, 32)
     with pytest.raises(
         ValueError,
-        match="'tiles' needs documents that are runs of one id.* use 'auto' or 'chunked'",
+        match="'cpp_bf16' needs contiguous documents.* use 'auto' or 'chunked'",
     ):
         tiles(q, k, v, document_ids=torch.tensor([[1, 1, 2, 2, 1, 1, 3, 3]]))
 
@@ -309,7 +309,7 @@ def test_it_is_the_choice_for_bf16_and_for_nothing_else(kernel, monkeypatch):
         return select_attention(*asked, seq_length=seq_length, head_dim=head_dim)[0]
 
     for asked in ((0.0, False), (0.1, False), (0.0, True), (0.1, True)):
-        assert choice(CPU, torch.bfloat16, *asked) == "tiles"
+        assert choice(CPU, torch.bfloat16, *asked) == "cpp_bf16"
     others = [
         choice(CPU, torch.float32, 0.0, False),
         choice(CPU, torch.float16, 0.0, False),
@@ -318,10 +318,10 @@ def test_it_is_the_choice_for_bf16_and_for_nothing_else(kernel, monkeypatch):
         choice(CPU, torch.bfloat16, 0.0, False, seq_length=module.LONGEST + 1),
     ]
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    assert "tiles" not in [*others, choice(CPU, torch.bfloat16, 0.0, False)]
-    with pytest.raises(ValueError, match="'tiles' cannot run: for bf16 on a CPU; use 'auto'"):
+    assert "cpp_bf16" not in [*others, choice(CPU, torch.bfloat16, 0.0, False)]
+    with pytest.raises(ValueError, match="'cpp_bf16' cannot run: only bf16 on a CPU; use 'auto'"):
         monkeypatch.undo()
-        select_attention(CPU, torch.float32, 0.0, False, "tiles")
+        select_attention(CPU, torch.float32, 0.0, False, "cpp_bf16")
 
 
 @needs_kernel

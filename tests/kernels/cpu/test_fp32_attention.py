@@ -53,7 +53,7 @@ def expected(tensors, grad):
 
 
 def vectors(q, k, v):
-    return attention(q, k, v, scale=1.0 / math.sqrt(q.shape[-1]), implementation="vectors")
+    return attention(q, k, v, scale=1.0 / math.sqrt(q.shape[-1]), implementation="cpp_fp32")
 
 
 @pytest.mark.parametrize(
@@ -121,7 +121,7 @@ def test_results_do_not_depend_on_the_number_of_threads(level):
 
 @needs_kernel
 def test_it_is_chosen_for_fp32_and_emulated_bf16_alone():
-    assert select_attention(CPU, torch.float32, 0.0, False, seq_length=256)[0] == "vectors"
+    assert select_attention(CPU, torch.float32, 0.0, False, seq_length=256)[0] == "cpp_fp32"
     assert select_attention(CPU, torch.float64, 0.0, False, seq_length=256)[0] == "chunked"
     assert select_attention(CPU, torch.float32, 0.1, False, seq_length=256)[0] == "chunked"
     assert select_attention(CPU, torch.float32, 0.0, True, seq_length=256)[0] == "chunked"
@@ -164,8 +164,8 @@ def test_values_of_another_width_go_elsewhere():
     v = torch.randn(40, 2, 2, 48)
     found = attention(q, k, v, scale=0.2)
     torch.testing.assert_close(found, plain_attention(q, k, v, 0.2))
-    with pytest.raises(ValueError, match="'vectors'"):
-        attention(q, k, v, scale=0.2, implementation="vectors")
+    with pytest.raises(ValueError, match="'cpp_fp32'"):
+        attention(q, k, v, scale=0.2, implementation="cpp_fp32")
 
 
 @needs_kernel
@@ -179,5 +179,5 @@ def test_values_of_another_width_go_elsewhere():
     ],
 )
 def test_what_it_cannot_do_is_refused(dtype, dropout, documents):
-    with pytest.raises(ValueError, match="'vectors'"):
-        select_attention(CPU, dtype, dropout, documents, "vectors")
+    with pytest.raises(ValueError, match="'cpp_fp32'"):
+        select_attention(CPU, dtype, dropout, documents, "cpp_fp32")

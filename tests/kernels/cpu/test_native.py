@@ -182,7 +182,7 @@ def test_other_formats_do_not_come_here(calls, dtype):
         tensors = draw(CASES[case][0](20), dtype)
         results(CASES[case][1], tensors, torch.ones(CASES[case][1](*tensors).shape, dtype=dtype))
     assert not calls
-    assert "has no float" in native.obstacle(CPU, dtype)
+    assert "has no float" in native.unavailable_reason(CPU, dtype)
 
 
 def test_torch_compile_and_other_devices_do_not_come_here(monkeypatch):
@@ -200,7 +200,7 @@ def test_every_level_of_instructions_answers_alike(monkeypatch, dtype):
     found = []
     for level in levels:
         monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda level=level: level)
-        assert native.runs(x), native.obstacle(CPU, dtype)
+        assert native.runs(x), native.unavailable_reason(CPU, dtype)
         found.append(
             (native.gelu(x), native.gelu_grad(x, grad), *native.rms_norm_grad(x, weight, grad, EPS))
         )

@@ -16,7 +16,7 @@ from megatron.checkpoint.sharded import TensorSlice
 from megatron.checkpoint.state import RunState
 from megatron.config.plan.parameters import parameter_table, stage_table
 from megatron.config.tree import Config
-from megatron.parallel.sharding import counts, local_box, parameter
+from megatron.parallel.sharding import is_primary_copy, local_box, parameter
 from megatron.training.checkpointing.saved_args import saved_config
 
 VOCAB = 61
@@ -147,7 +147,7 @@ def rewrite_on_ranks(
             sharding = parameter(spec, ctx, torch.float32, "meta").sharding
             box = local_box(sharding, ctx)
             part = weights[spec.name][tuple(slice(*pair) for pair in box)]
-            if counts(sharding, ctx):
+            if is_primary_copy(sharding, ctx):
                 slices.append(TensorSlice(spec.name, spec.shape, part.dtype, box, part))
         store.write_rank_files(temporary, rank, slices, 5)
     values = {

@@ -12,17 +12,17 @@ from megatron.training.logging import kernel_report
 
 def test_a_line_for_what_is_on_and_one_for_all_that_is_off():
     rows = [
-        KernelRow("linear", "fp32 products", True, "bf16 is emulated"),
-        KernelRow("linear", "bf16 products", False, "no instructions"),
+        KernelRow("linear", "fp32 GEMM", True, "bf16 is emulated"),
+        KernelRow("linear", "bf16 GEMM", False, "no instructions"),
         KernelRow("norm", "torch", True, "fast"),
         KernelRow("norm", "loop", False, "slow"),
         KernelRow("gelu", "loop", False, "slow"),
         KernelRow("fused", "apex", False, "not installed"),
     ]
     assert kernel_report.describe(rows) == [
-        "linear: fp32 products (bf16 is emulated)",
+        "linear: fp32 GEMM (bf16 is emulated)",
         "norm: torch (fast)",
-        "off: linear by bf16 products (no instructions); norm by loop, gelu by loop (slow); "
+        "not used: linear by bf16 GEMM (no instructions); norm by loop, gelu by loop (slow); "
         "fused by apex (not installed)",
     ]
 
@@ -47,7 +47,7 @@ def test_the_flags_choose_the_operations(values, operation):
 
     def operations(flags: dict) -> set[str]:
         lines = kernel_report.kernel_lines(config_from(Config, plain | flags))
-        assert lines[0] == "kernels on this cpu" and lines[-1].startswith("  off: ")
+        assert lines[0] == "kernels on this cpu" and lines[-1].startswith("  not used: ")
         return {line.strip().partition(":")[0] for line in lines[1:-1]}
 
     assert operation in operations(values) and operation not in operations({})
@@ -61,7 +61,7 @@ def test_the_precision_is_that_of_the_weights():
         )[1]
         for name in ("", "fp64")
     }
-    assert "float32 products" in lines[""] and "float64 products" in lines["fp64"]
+    assert "float32 GEMM" in lines[""] and "float64 GEMM" in lines["fp64"]
 
 
 def test_a_device_that_is_not_here(monkeypatch):
