@@ -144,17 +144,17 @@ def train(line, tokenizer, fence, writer, signals: SignalWatch | None, services=
     config = line.config
     backend = default_backend(line.config.training.device)
     short = config.logging.is_short
-    meeting = initialize.Meeting(config, signals)
+    rendezvous = initialize.Rendezvous(config, signals)
     for text in command_line.start_lines(line, backend):
         print_rank_0(text)
     check_requested(config)
     tokenizer = build.make_tokenizer(config, tokenizer)
     plan = build.plan_run(config, line.world_size, tokenizer.vocab_size)
     writers = training_log.open_writers(config)
-    runtime = initialize.initialize(config, meeting)
+    runtime = initialize.initialize(config, rendezvous)
     for text in preamble.opening(line, plan, runtime, backend) if short else kernel_lines(config):
         print_rank_0(text)
-    plan, skips = skip_plan.judge_skips(config, plan, runtime)
+    plan, skips = skip_plan.resolve_skips(config, plan, runtime)
     timers = Timers(config.logging.timing_log_level, initialize.synchronizer(runtime))
     log = training_log.TrainingLog(config, plan, timers, runtime.ctx.world, writers, runtime)
     log.start(time.time() - STARTED, command_line.dumped_values(config, plan, backend))
@@ -176,7 +176,7 @@ def train(line, tokenizer, fence, writer, signals: SignalWatch | None, services=
         preamble.print_loaded(config, data.rows, loaded, run.progress.iteration)
     log.timers(["model-and-optimizer-setup", "train/valid/test-data-iterators-setup"])
     loop.pretrain(run, data, forward_step, log, STARTED)
-    initialize.finish(meeting)
+    initialize.finish(rendezvous)
 
 
 if __name__ == "__main__":

@@ -48,7 +48,7 @@ def find_events(records: Sequence[Record]) -> list[Event]:
     interval = log_interval(records)
     seen = _looked_at(records)
     detector = SpikeDetector()
-    findings = [detector.judge(r.loss, r.grad_norm) for r in seen]
+    findings = [detector.check(r.loss, r.grad_norm) for r in seen]
     groups: list[list[int]] = []
     for place, finding in enumerate(findings):
         if finding.spike and groups and place - groups[-1][-1] <= TOGETHER:
@@ -75,7 +75,7 @@ def not_judged(records: Sequence[Record]) -> list[tuple[int, int]]:
             first = found.pop()[0] if warming_up else max(1, record.iteration - interval + 1)
             found.append((first, record.iteration))
         warming_up = not detector.ready
-        detector.judge(record.loss, record.grad_norm)
+        detector.check(record.loss, record.grad_norm)
     return found
 
 

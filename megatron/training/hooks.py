@@ -23,8 +23,10 @@ def build_hooks(
 ) -> list[Hook]:
     """The order is part of what the loop does: docs/design.md says why it is this one."""
     profiler = Profiler(run.config, run.model, run.runtime.rank, run.runtime.device)
+    compares = run.config.training.check_weight_hash_across_dp_replicas_interval
     hooks: list[Hook] = [
         Profiling(profiler),
+        *([WeightComparison(run)] if compares else []),
         SpikeDetection(run),
         IterationLog(lines),
         DataLedger(run),
@@ -38,8 +40,6 @@ def build_hooks(
         hooks.append(ControlFileRequests(ControlFile(control)))
     if run.config.training.manual_gc:
         hooks.append(GarbageCollection(run))
-    if run.config.training.check_weight_hash_across_dp_replicas_interval:
-        hooks.insert(1, WeightComparison(run))
     return hooks
 
 
@@ -78,7 +78,7 @@ class SpikeDetection(Hook):
         self._run = run
 
     def after_step(self, result: IterationResult) -> None:
-        result.finding = self._run.spikes.observe(
+        result.finding = self._run.spikes.record(
             result.iteration, result.loss, result.grad_norm, result.skipped
         )
 

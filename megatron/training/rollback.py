@@ -1,9 +1,5 @@
-"""Going back within a run: copies of it in host memory, and the way back to one of them or to a
-checkpoint.
-
-Knows a Run, its checkpoints and its list of skips; it must not know why a run goes back, nor
-samples, lines or signals.
-"""
+"""Rollback within a run: snapshots of it in host memory, and the return to one of them or to a
+checkpoint."""
 
 from __future__ import annotations
 
@@ -27,7 +23,7 @@ from megatron.training.logging.training_log import IterationResult
 from megatron.training.run import Run
 from megatron.training.save_policy import SavePolicy
 from megatron.training.skipping.skip_plan import record_skip
-from megatron.training.spikes.policy import EXIT_CODE, Rewind
+from megatron.training.spikes.policy import EXIT_CODE, Rollback
 
 
 @dataclass
@@ -41,8 +37,7 @@ class Snapshot:
 
 
 class RollbackBuffer(Hook):
-    """What a run can go back to: the last copies in memory, and the checkpoints of its own line.
-    All ranks call alike."""
+    """What a run can roll back to: the last snapshots in memory, and its own checkpoints."""
 
     def __init__(self, run: Run, saving: SavePolicy):
         self._run = run
@@ -69,14 +64,13 @@ class RollbackBuffer(Hook):
         self.roll_back(request)
 
     def maybe_snapshot(self) -> None:
-        """Copy the run as it stands, over the oldest copy, if that is due; never while a spike may
-        still grow."""
+        """Take a snapshot, over the oldest one, if that is due; never while a spike is open."""
         run = self._run
         every = self._run.config.spikes.spike_snapshot_interval
         newest = self.snapshots[-1].iteration if self.snapshots else -every
         if (
             not run.config.spikes.copies
-            or run.spikes.unsettled
+            or run.spikes.spike_open
             or run.progress.iteration < newest + every
         ):
             return
@@ -89,41 +83,49 @@ class RollbackBuffer(Hook):
             mine.copy_(tensor)
         self.snapshots.append(Snapshot(run.progress.iteration, save.state_of(run).dump(), memory))
 
-    def roll_back(self, asked: Rewind) -> None:
-        """Go back before `asked.start` and skip from there to `asked.end`; where nothing so old is
-        left, from the oldest there is on. Raises Refusal where nothing is older than the spike,
+    def roll_back(self, request: Rollback) -> None:
+        """Return to before `request.start` and skip from there to `request.end`; if nothing so old
+        is left, from the oldest there is. Raises Refusal where nothing is older than the spike,
         CheckpointError where a disk refuses."""
         run = self._run
         progress = self._run.progress
         checkpoints = self._checkpoints()
         there = [*checkpoints, *(one.iteration for one in self.snapshots)]
-        back = max((n for n in there if n < asked.start), default=min(there, default=asked.first))
-        if back >= asked.first:
+        back = max(
+            (n for n in there if n < request.start), default=min(there, default=request.first)
+        )
+        if back >= request.first:
             raise Refusal(
                 (
-                    f"a spike at iteration {asked.first}, and nothing older to go back to: "
+                    f"a spike at iteration {request.first}, and nothing older to go back to: "
                     "neither a copy in memory (--spike-snapshot-interval) nor a checkpoint of "
-                    f"this run; start again, with --train-range-to-skip {asked.start} {asked.end} "
-                    "[rewind-without-snapshot]"
+                    f"this run; start again, with --train-range-to-skip {request.start} "
+                    f"{request.end} [rewind-without-snapshot]"
                 ),
                 EXIT_CODE,
             )
-        asked = replace(asked, start=max(asked.start, back + 1))
+        request = replace(request, start=max(request.start, back + 1))
         left = progress.iteration
-        rewinds = [*run.spikes.rewinds, asked]
+        rewinds = [*run.spikes.rewinds, request]
         order = run.data_order
         where = self._take_back(back, checkpoints)
         run.spikes.rewinds = rewinds
         run.data_order = order
         first = progress.iteration + 1
-        again = f"{first} to {asked.start - 1} are trained again, " if first < asked.start else ""
+        again = (
+            f"{first} to {request.start - 1} are trained again, " if first < request.start else ""
+        )
         log.print_rank_0(
             f"rewind from iteration {left} to {progress.iteration} ({where}), attempt "
-            f"{asked.attempt} for the spike at {asked.first}: iterations {again}{asked.start} to "
-            f"{asked.end} are skipped"
+            f"{request.attempt} for the spike at {request.first}: iterations "
+            f"{again}{request.start} to {request.end} are skipped"
         )
         record_skip(
-            run, asked.start, asked.end, "spike", f"--spike-action rewind, attempt {asked.attempt}"
+            run,
+            request.start,
+            request.end,
+            "spike",
+            f"--spike-action rewind, attempt {request.attempt}",
         )
         self.snapshots = [one for one in self.snapshots if one.iteration <= progress.iteration]
         self.maybe_snapshot()

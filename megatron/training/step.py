@@ -165,7 +165,9 @@ def _record_samples(run: Run, iteration: int, totals: Totals) -> None:
 
 def _update(run: Run, iteration: int, loss: float, gradient_scale: float) -> StepResult:
     """One optimizer step, unless the gradients overflow or --spike-action refuses the update."""
-    admit = functools.partial(run.spikes.admits, iteration, loss) if run.spikes.decides else None
+    admit = (
+        functools.partial(run.spikes.should_update, iteration, loss) if run.spikes.decides else None
+    )
     with run.timers("optimizer", 1):
         result = run.optimizer.step(gradient_scale, admit)
         if result.ok and run.runtime.ctx.shard.size > 1:

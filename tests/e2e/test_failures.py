@@ -232,7 +232,7 @@ def test_a_killed_rank(folder, rank):
         f"rank {speaker} ends, because rank {rank} (process {found['pids'][rank]} on "
     ), line
     assert (
-        ") died without a word: killed (kill -9, out of memory) or gone with its machine; " in line
+        ") terminated without reporting an error: killed (SIGKILL, out of memory), or its " in line
     )
 
 

@@ -494,7 +494,9 @@ def test_a_rank_killed_under_torchrun(folder, rank):
     program.wait_for("iteration       10/", 120)
     victim = ranks_of(program)[rank]
     os.kill(victim, signal.SIGKILL)
-    assert program.end(15) == 1 and ours(program.err) == [] and "died without" not in program.err
+    assert (
+        program.end(15) == 1 and ours(program.err) == [] and "terminated without" not in program.err
+    )
     report = program.err.partition("Root Cause (first observed failure):")[2]
     assert f"rank      : {rank} (local_rank: {rank})" in report
     assert report.rstrip("=\n").endswith(f"traceback : Signal 9 (SIGKILL) received by PID {victim}")

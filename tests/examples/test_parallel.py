@@ -221,7 +221,7 @@ def test_a_rank_killed_on_one_of_two_nodes(folder, machines):
     )
     assert (
         f"traceback : rank 0 ends, because rank 3 (process {victim} on " in there
-        and ") died without a word: " in there
+        and ") terminated without reporting an error: " in there
     )
     assert [program.left_behind() for program in programs] == [[], []]
 

@@ -613,7 +613,7 @@ BUGS = {
         f"{T16}[no clipping]",
     ),
     "a flagged value enters the detector's window": Bug(
-        "megatron.training.spikes.detector.SpikeDetector.judge",
+        "megatron.training.spikes.detector.SpikeDetector.check",
         "kind not in ('loss', 'grad-norm')",
         "True",
         "tests/spikes/test_detector.py::test_t13_every_iteration_of_a_cluster_is_found",
@@ -670,8 +670,8 @@ BUGS = {
     ),
     "a snapshot taken during the spike is used": Bug(
         "megatron.training.rollback.RollbackBuffer.roll_back",
-        "n < asked.start",
-        "n <= asked.start",
+        "n < request.start",
+        "n <= request.start",
         T15,
     ),
     "checkpoints of a rolled-back segment left for resume": Bug(
@@ -681,7 +681,7 @@ BUGS = {
         T15,
     ),
     "a long spike charged to the limit iteration by iteration": Bug(
-        "megatron.training.spikes.policy.SpikePolicy.judge",
+        "megatron.training.spikes.policy.SpikePolicy.check",
         "if finding.kind == 'non-finite':\n    self._spent.append(iteration)",
         "self._spent.append(iteration)",
         f"{ACTIONS}::test_t17_a_lasting_shift_of_the_loss_ends_no_run",

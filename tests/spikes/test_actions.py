@@ -20,7 +20,7 @@ from megatron.config.plan.report import memory_lines
 from megatron.training.launch.signals import Refusal
 from megatron.training.rollback import RollbackBuffer
 from megatron.training.spikes.detector import LEVEL_SHIFT
-from megatron.training.spikes.policy import BUDGET, EXIT_CODE, Rewind
+from megatron.training.spikes.policy import BUDGET, EXIT_CODE, Rollback
 from megatron.training.step import train_step
 from tests.e2e.programs import fork_program
 from tests.forkrun import run_ranks
@@ -331,17 +331,17 @@ def test_two_copies_are_kept_of_the_size_that_a_dry_run_tells(kind):
     (told,) = (line for line in memory_lines(made.config, made.plan) if "host memory" in line)
     nbytes = sum(tensor.nbytes for one in copies for tensor in one.tensors)
     assert f" {nbytes:,} bytes " in told
-    buffer.roll_back(Rewind(1, 6, 10, 7))
+    buffer.roll_back(Rollback(1, 6, 10, 7))
     assert made.progress.iteration == 4 and not torch.equal(
         begun, made.model[0].decoder.final_layernorm.weight
     )
     assert set(made.model[0].decoder.final_layernorm.weight.tolist()) == {3.0}
     assert made.plan.skips.ranges == ((6, 10),) and [one.iteration for one in copies] == [4, 8]
     assert [one.iteration for one in buffer.snapshots] == [4]
-    buffer.roll_back(Rewind(2, 2, 30, 7))  # from the oldest there is on
-    assert made.plan.skips.ranges == ((5, 30),) and made.spikes.rewinds[-1] == Rewind(2, 5, 30, 7)
+    buffer.roll_back(Rollback(2, 2, 30, 7))  # from the oldest there is on
+    assert made.plan.skips.ranges == ((5, 30),) and made.spikes.rewinds[-1] == Rollback(2, 5, 30, 7)
     with pytest.raises(Refusal, match="nothing older to go back to") as caught:
-        buffer.roll_back(Rewind(1, 1, 3, 2))
+        buffer.roll_back(Rollback(1, 1, 3, 2))
     assert caught.value.code == EXIT_CODE
 
 
@@ -351,7 +351,7 @@ def test_no_copy_is_made_while_a_spike_may_grow():
     buffer.maybe_snapshot()
     for n, (loss, norm) in enumerate([*noisy(100), (9.0, 1.0), (9.0, 1.0), (3.0, 1.0)], 1):
         made.progress.iteration = n
-        made.spikes.judge(n, loss, norm)
+        made.spikes.check(n, loss, norm)
         buffer.maybe_snapshot()
         assert buffer.snapshots[-1].iteration == (100 if n in (101, 102) else n)
 
@@ -408,7 +408,7 @@ def test_t16_a_nan_gradient_or_a_spike_changes_nothing(kind):
         assert outcome.skipped is None
         noise = np.random.default_rng(0).normal(0, 0.01, (100, 2))
         for n in range(100):
-            made.spikes.judge(
+            made.spikes.check(
                 2 + n, outcome.loss + noise[n, 0], outcome.grad_norm * math.exp(noise[n, 1])
             )
     before = contents(one)

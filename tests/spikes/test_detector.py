@@ -26,7 +26,7 @@ def curve(seed: int, steps: int = 2500) -> np.ndarray:
 def judged(losses: np.ndarray, norms: np.ndarray | None = None) -> list[Finding]:
     detector = SpikeDetector()
     return [
-        detector.judge(float(y), None if norms is None else float(norms[i]))
+        detector.check(float(y), None if norms is None else float(norms[i]))
         for i, y in enumerate(losses)
     ]
 
@@ -82,10 +82,10 @@ def test_t13_what_is_not_finite_is_a_spike_and_leaves_no_trace(loss, norm):
     detector = SpikeDetector()
     untouched = SpikeDetector()
     for y in curve(500)[:1000]:
-        assert detector.judge(float(y), 1.0) == untouched.judge(float(y), 1.0)
-    assert detector.judge(loss, norm) == Finding("non-finite")
+        assert detector.check(float(y), 1.0) == untouched.check(float(y), 1.0)
+    assert detector.check(loss, norm) == Finding("non-finite")
     assert detector.state_dict() == untouched.state_dict()
-    assert SpikeDetector().judge(loss, norm).spike, "from the first iteration on"
+    assert SpikeDetector().check(loss, norm).spike, "from the first iteration on"
 
 
 def test_the_gradient_norm_alone_is_enough_and_only_upwards():
@@ -129,8 +129,8 @@ def test_its_state_goes_through_json_and_on():
     for cut in (1, LEAST, 1205, 2000):
         first = SpikeDetector()
         second = SpikeDetector()
-        parts = [first.judge(float(losses[i]), float(norms[i])) for i in range(cut)]
+        parts = [first.check(float(losses[i]), float(norms[i])) for i in range(cut)]
         second.load_state_dict(json.loads(json.dumps(first.state_dict())))
-        parts += [second.judge(float(losses[i]), float(norms[i])) for i in range(cut, 2500)]
+        parts += [second.check(float(losses[i]), float(norms[i])) for i in range(cut, 2500)]
         assert parts == whole
     assert len(first.state_dict()["loss"]) == WINDOW

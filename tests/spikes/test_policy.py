@@ -9,17 +9,17 @@ import math
 import pytest
 
 from megatron.training.launch.signals import Refusal
-from megatron.training.spikes.policy import EXIT_CODE, Rewind, SpikePolicy
+from megatron.training.spikes.policy import EXIT_CODE, Rollback, SpikePolicy
 from tests.spikes.injected import noisy
 
 
 def fed(
     policy: SpikePolicy, numbers: list[tuple[float, float]], first: int = 1
-) -> list[Rewind | None]:
+) -> list[Rollback | None]:
     """What `due` says after each iteration."""
     found = []
     for n, (loss, norm) in enumerate(numbers, first):
-        policy.judge(n, loss, norm)
+        policy.check(n, loss, norm)
         found.append(policy.due(10_000, n))
     return found
 
@@ -31,18 +31,18 @@ def test_what_is_skipped_begins_before_the_first_mark_and_ends_after_the_last():
     policy = SpikePolicy("rewind")
     due = fed(policy, numbers)
     marked = [n for n, one in enumerate(due, 1) if one]
-    assert marked == [252] and due[251] == Rewind(1, 229, 252, 250)
+    assert marked == [252] and due[251] == Rollback(1, 229, 252, 250)
 
 
 def test_the_last_iteration_and_a_nan_are_not_waited_for():
     policy = SpikePolicy("rewind")
     numbers = noisy(200)
     fed(policy, numbers[:150])
-    policy.judge(151, 5.0, 1.0)
-    assert policy.due(200, 151) is None and policy.unsettled
-    assert policy.due(151, 151) == Rewind(1, 150, 151, 151)
-    policy.judge(152, math.nan, 1.0)
-    assert policy.due(200, 152) == Rewind(1, 150, 153, 151)
+    policy.check(151, 5.0, 1.0)
+    assert policy.due(200, 151) is None and policy.spike_open
+    assert policy.due(151, 151) == Rollback(1, 150, 151, 151)
+    policy.check(152, math.nan, 1.0)
+    assert policy.due(200, 152) == Rollback(1, 150, 153, 151)
 
 
 def test_an_event_elsewhere_is_a_first_attempt_again():
@@ -52,7 +52,7 @@ def test_an_event_elsewhere_is_a_first_attempt_again():
         numbers[n - 1] = 5.0, 1.0
     attempts = []
     for n, (loss, norm) in enumerate(numbers, 1):
-        policy.judge(n, loss, norm)
+        policy.check(n, loss, norm)
         asked = policy.due(10_000, n)
         if asked:
             policy.rewinds.append(asked)
@@ -86,15 +86,15 @@ def test_its_state_goes_through_json_and_on_and_an_empty_one_is_a_fresh_start():
     states = []
     for n, (loss, norm) in enumerate(numbers, 1):
         states.append(json.dumps(whole.state_dict()))
-        whole.judge(n, loss, norm)
+        whole.check(n, loss, norm)
         asked = whole.due(10_000, n)
         whole.rewinds += [asked] if asked and asked.attempt == 1 else []
     for cut in (1, 100, 150, 151, 156, 320, 399):
         policy = SpikePolicy("rewind")
-        policy.judge(1, math.nan, math.nan)  # which a load forgets
+        policy.check(1, math.nan, math.nan)  # which a load forgets
         policy.load_state_dict(json.loads(states[cut]))
         for n, (loss, norm) in enumerate(numbers[cut:], cut + 1):
-            policy.judge(n, loss, norm)
+            policy.check(n, loss, norm)
             asked = policy.due(10_000, n)
             policy.rewinds += [asked] if asked and asked.attempt == 1 else []
         assert policy.state_dict() == whole.state_dict(), cut

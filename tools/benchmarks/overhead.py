@@ -319,7 +319,7 @@ def detector_microseconds(repeats: int) -> float:
 
     def judge() -> None:
         value = next(values)
-        policy.judge(next(numbers), value, value)
+        policy.check(next(numbers), value, value)
 
     microseconds(judge, 1, 2 * spikes.WINDOW)
     return microseconds(judge, repeats, 100)

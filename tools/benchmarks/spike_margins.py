@@ -46,7 +46,7 @@ def margins(path: str) -> list[str]:
     """The row of a run. Raises ValueError."""
     seen = [r for r in read_history([path]).records if r.trained]
     detector = SpikeDetector()
-    found = [detector.judge(r.loss, r.grad_norm) for r in seen]
+    found = [detector.check(r.loss, r.grad_norm) for r in seen]
     loss = max(found, key=lambda f: f.loss_z)
     norm = max(found, key=lambda f: f.norm_z)
     limits = spikes.LOSS_Z, spikes.LOSS_EXCESS, spikes.NORM_Z, spikes.NORM_RATIO

@@ -26,7 +26,12 @@ from megatron.training.launch.network import (
     listen_problem,
     unreachable,
 )
-from megatron.training.launch.rank_monitor import Hub, Line, Place, my_place
+from megatron.training.launch.rank_monitor import (
+    MonitorClient,
+    MonitorServer,
+    ProcessId,
+    this_process,
+)
 from megatron.training.launch.signals import SignalWatch
 
 CONNECT_WITHIN = 50.0  # seconds
@@ -44,19 +49,19 @@ class Runtime:
     rank: int
 
 
-class Meeting:
-    """How this rank has met the others: torch's key-value store, and the line over which they hear
-    of failures.
+class Rendezvous:
+    """The connections of this rank to the others before any process group: torch's key-value store
+    and the rank monitor.
 
     With one rank there is neither. Without `watch` (a caller that ends processes itself) there is
-    no line. Raises ValueError where the ranks cannot meet.
+    no monitor. Raises ValueError if the ranks cannot connect.
     """
 
     def __init__(self, config: Config, watch: SignalWatch | None = None):
         self.store: dist.Store | None = None
         self.master: tuple[str, int] | None = None
-        self._hub: Hub | None = None
-        self._line: Line | None = None
+        self._server: MonitorServer | None = None
+        self._monitor: MonitorClient | None = None
         if launcher.world_size() == 1 or dist.is_initialized():
             return
         minutes = config.parallel.distributed_timeout_minutes
@@ -64,37 +69,40 @@ class Meeting:
         self.store = open_store(*self.master, timedelta(minutes=minutes))
         if watch is not None:
             watch.limit = f"--distributed-timeout-minutes {minutes}"
-            self._line = watch.line = self._open_line(watch)
+            self._monitor = watch.monitor = self._connect(watch)
 
-    def _open_line(self, watch: SignalWatch) -> Line | None:
-        """Rank 0 opens a hub and leaves its address in the store."""
+    def _connect(self, watch: SignalWatch) -> MonitorClient | None:
+        """Rank 0 starts the server of the monitor and publishes its address in the store."""
         try:
             if launcher.rank() == 0:
                 family, address = address_towards(*self.master)
-                self._hub = Hub(launcher.world_size(), family)
-                told = [address, self._hub.port, self._hub.token, asdict(my_place())]
-                self.store.set("rank-monitor", json.dumps(told))
-            address, port, token, place = json.loads(self.store.get("rank-monitor"))
-            return Line(
-                [(address, port), (self.master[0], port)], token, Place(**place), watch.leave_for
+                self._server = MonitorServer(launcher.world_size(), family)
+                contact = [address, self._server.port, self._server.token, asdict(this_process())]
+                self.store.set("rank-monitor", json.dumps(contact))
+            address, port, token, process = json.loads(self.store.get("rank-monitor"))
+            return MonitorClient(
+                [(address, port), (self.master[0], port)],
+                token,
+                ProcessId(**process),
+                watch.leave_for,
             )
         except OSError as error:
             print(
-                f"WARNING: rank {launcher.rank()} has no line to rank 0 ({error}); should a rank "
-                "fail, this one hears of it only when a collective fails",
+                f"WARNING: rank {launcher.rank()} has no connection to the rank monitor on rank 0 "
+                f"({error}); if a rank fails, this one notices only when a collective fails",
                 flush=True,
             )
             return None
 
     def close(self) -> None:
-        """The run is over; from here on nobody minds if this process ends."""
-        if self._line:
-            self._line.close()
-        if self._hub:
-            self._hub.finish()
+        """The run is over: from now on the end of this process is no failure."""
+        if self._monitor:
+            self._monitor.close()
+        if self._server:
+            self._server.finish()
 
 
-def initialize(config: Config, meeting: Meeting | None = None) -> Runtime:
+def initialize(config: Config, rendezvous: Rendezvous | None = None) -> Runtime:
     """Choose the device, join the process group (only when there is more than one rank), build the
     grid."""
     here = launcher.info()
@@ -122,14 +130,14 @@ def initialize(config: Config, meeting: Meeting | None = None) -> Runtime:
     log.detail("> initializing torch distributed ...")
     if world_size > 1 and not dist.is_initialized():
         backend = parallel.distributed_backend or devices.default_backend(training.device)
-        meeting = meeting or Meeting(config)
-        interface = interface_towards(meeting.master[0])
+        rendezvous = rendezvous or Rendezvous(config)
+        interface = interface_towards(rendezvous.master[0])
         # gloo would take that of the machine's own name, which is often the loopback's
         if interface:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         dist.init_process_group(
             backend,
-            store=meeting.store,
+            store=rendezvous.store,
             rank=rank,
             world_size=world_size,
             timeout=timedelta(minutes=parallel.distributed_timeout_minutes),
@@ -166,10 +174,10 @@ def synchronizer(runtime: Runtime) -> Callable[[], None]:
     return lambda: devices.synchronize(runtime.device)
 
 
-def finish(meeting: Meeting) -> None:
-    """Leave the others: the line first, so that no end is taken for a death, then the process
-    group."""
-    meeting.close()
+def finish(rendezvous: Rendezvous) -> None:
+    """Disconnect: the monitor first, so that the end of this process is not reported as a death,
+    then the process group."""
+    rendezvous.close()
     if dist.is_initialized():
         dist.destroy_process_group()
 

@@ -1,10 +1,9 @@
-"""A line from every rank to rank 0, over which all learn within a moment that a rank has failed or
-died, and which one.
+"""The rank monitor: a connection from every rank to rank 0, over which all ranks are notified
+within a second that a rank has failed or died, and which one.
 
-It has sockets and threads of its own, because a rank that waits for the dead inside a collective
-hears nothing there: gloo tells it when a connection breaks, NCCL only when the time limit is over.
-Knows no torch, no signal and nothing of what is run; how the ranks come to know rank 0's address is
-the caller's affair.
+It has its own sockets and threads, because a rank that waits inside a collective is not notified
+there: gloo reports a broken connection, NCCL only the end of its time limit. How the ranks get the
+address of rank 0 is the caller's matter.
 """
 
 from __future__ import annotations
@@ -28,25 +27,25 @@ from typing import Any
 from megatron import launcher
 
 DIED = (
-    "died without a word: killed (kill -9, out of memory) or gone with its machine; its launcher, "
-    "or the system's log there, knows which"
+    "terminated without reporting an error: killed (SIGKILL, out of memory), or its machine was "
+    "lost; see the output of its launcher or the system log there"
 )
-# seconds, in which the same error of other ranks comes in; the lowest of them speaks
-SPOKEN_COUNTS_AFTER = 0.3
+# seconds, in which the same error of other ranks arrives; the lowest of them reports it
+REPORT_COUNTS_AFTER = 0.3
 # ... in which a request to end that went to all ranks reaches this one
 DEATH_COUNTS_AFTER = 0.7
-OTHERS_GO_WITHIN = 1.0
-# where a rank fails while others are still on their way: they are waited for, to be told
+OTHERS_EXIT_WITHIN = 1.0
+# where a rank fails while others are still starting: they are waited for, to be notified
 OTHERS_JOIN_WITHIN = 8.0
 CONNECT_WITHIN = 5.0
 ANSWERS_WITHIN = 1.5
-ABSENCE_SAID_EVERY = 60.0
+ABSENCE_REPORTED_EVERY = 60.0
 LONGEST_TEXT = 20_000
 
 
 @dataclass(frozen=True)
-class Place:
-    """Which process a rank is; `node` tells the launcher's nodes apart, also where two are one
+class ProcessId:
+    """The process of a rank; `node` tells the launcher's nodes apart, also where two are one
     machine."""
 
     rank: int
@@ -59,27 +58,27 @@ class Place:
 
 
 @dataclass(frozen=True)
-class End:
-    """Why a run ends before its end: what the rank at `place` met, in one line; every other rank
-    leaves with `code`.
+class Failure:
+    """Why a run ends early: the error of the rank `process`, in one line; every other rank exits
+    with `code`.
 
-    `silent`: that rank is gone and cannot say it itself.
+    `silent`: that rank died and cannot report it itself.
     """
 
-    place: Place
+    process: ProcessId
     text: str
     code: int = 1
     silent: bool = False
 
 
-def my_place() -> Place:
-    """The place of this process."""
+def this_process() -> ProcessId:
+    """The id of this process."""
     host = socket.gethostname()
     here = launcher.info()
-    return Place(here.rank, os.getpid(), host, here.node or host)
+    return ProcessId(here.rank, os.getpid(), host, here.node or host)
 
 
-def place_in_code(frames: Sequence[traceback.FrameSummary]) -> str:
+def code_location(frames: Sequence[traceback.FrameSummary]) -> str:
     """`function (file:line)` of the innermost frame that is neither torch's nor Python's."""
     libraries = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "purelib"))
     ours = [frame for frame in frames if not frame.filename.startswith((*libraries, "<"))]
@@ -96,8 +95,8 @@ def _below_the_top(file: Path) -> str:
 
 
 class _Wire:
-    """JSON objects over a socket, one a line. A forked child closes its copy, so that a death is
-    seen in spite of it."""
+    """JSON objects over a socket, one per line. A forked child closes its copy, so that the death
+    of its parent is noticed."""
 
     def __init__(self, connection: socket.socket):
         self.socket = connection
@@ -125,9 +124,9 @@ class _Wire:
         return [json.loads(line) for line in whole] if data else None
 
 
-class Hub:
-    """Rank 0's part: hears all ranks, decides whose failure counts, and tells everybody else to
-    go."""
+class MonitorServer:
+    """Rank 0's part: receives from all ranks, decides whose failure counts, and makes all others
+    exit."""
 
     def __init__(self, world_size: int, family: int = socket.AF_INET):
         self.world_size = world_size
@@ -136,32 +135,32 @@ class Hub:
         os.register_at_fork(after_in_child=self._server.close)
         self.port = self._server.getsockname()[1]
         self._wires: dict[int, _Wire] = {}
-        self._places: dict[int, Place] = {}
-        self._ends: list[End] = []
+        self._processes: dict[int, ProcessId] = {}
+        self._failures: list[Failure] = []
         self._decided: dict[str, Any] | None = None
         self._asking: set[int] = set()
         self._answers: dict[int, Any] = {}
-        self._deadlines = {"absent": time.monotonic() + ABSENCE_SAID_EVERY}
+        self._deadlines = {"absent": time.monotonic() + ABSENCE_REPORTED_EVERY}
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._server, selectors.EVENT_READ)
-        self._thread = threading.Thread(target=self._run, name="hub", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="rank monitor server", daemon=True)
         self._thread.start()
 
     def finish(self) -> None:
-        """After rank 0's own line was closed: wait until the others have heard that no watch is
-        kept any more."""
-        self._thread.join(OTHERS_GO_WITHIN)
+        """After rank 0's own client was closed: wait until the others know that the monitor has
+        ended."""
+        self._thread.join(OTHERS_EXIT_WITHIN)
 
     def _run(self) -> None:
-        while 0 in self._wires or 0 not in self._places:
+        while 0 in self._wires or 0 not in self._processes:
             self._listen(min(self._deadlines.values(), default=None))
             now = time.monotonic()
             due = [name for name, at in self._deadlines.items() if at <= now]
             for name in due:
                 del self._deadlines[name]
                 getattr(self, f"_{name}")()
-        self._tell_all("bye")
-        self._until_gone(())
+        self._send_all("bye")
+        self._wait_until_gone(())
 
     def _listen(self, until: float | None) -> None:
         wait = None if until is None else max(0.0, until - time.monotonic())
@@ -175,9 +174,9 @@ class Hub:
                         connection, selectors.EVENT_READ, [_Wire(connection), None]
                     )
             else:
-                self._hear(key)
+                self._receive(key)
 
-    def _hear(self, key: selectors.SelectorKey) -> None:
+    def _receive(self, key: selectors.SelectorKey) -> None:
         wire, rank = key.data
         try:
             messages = wire.receive()
@@ -186,25 +185,25 @@ class Hub:
                     rank = key.data[1] = self._welcome(wire, message)
                 else:
                     self._take(rank, message)
-        except (ValueError, KeyError, TypeError):  # a stranger
+        except (ValueError, KeyError, TypeError):  # not one of the ranks
             messages = None
         if messages is None:
             self._selector.unregister(wire.socket)
             wire.socket.close()
             if self._wires.pop(rank, None):
-                self._note(End(self._places[rank], DIED, silent=True), DEATH_COUNTS_AFTER)
+                self._note(Failure(self._processes[rank], DIED, silent=True), DEATH_COUNTS_AFTER)
 
     def _welcome(self, wire: _Wire, message: dict[str, Any]) -> int:
         if not secrets.compare_digest(message["token"], self.token):
             raise ValueError("a stranger")
-        place = Place(**message["place"])
-        self._places[place.rank], self._wires[place.rank] = place, wire
+        process = ProcessId(**message["process"])
+        self._processes[process.rank], self._wires[process.rank] = process, wire
         wire.send("welcome")
         if self._decided:
             wire.send("end", end=self._decided)
-        if len(self._places) == self.world_size:
+        if len(self._processes) == self.world_size:
             self._deadlines.pop("absent", None)
-        return place.rank
+        return process.rank
 
     def _take(self, rank: int, message: dict[str, Any]) -> None:
         kind = message["kind"]
@@ -212,114 +211,121 @@ class Hub:
             self._wires.pop(rank, None)
         elif kind == "failed":
             self._note(
-                End(self._places[rank], message["text"], message["code"]), SPOKEN_COUNTS_AFTER
+                Failure(self._processes[rank], message["text"], message["code"]),
+                REPORT_COUNTS_AFTER,
             )
         elif kind == "ask":
             if not self._asking:
                 self._answers = {}
                 self._deadlines["answer"] = time.monotonic() + ANSWERS_WITHIN
-                self._tell_all("where")
+                self._send_all("where")
             self._asking.add(rank)
         elif kind == "at":
             self._answers[rank] = message["at"]
             if len(self._answers) >= len(self._wires):
                 self._deadlines["answer"] = 0.0
 
-    def _note(self, end: End, seconds: float) -> None:
+    def _note(self, failure: Failure, seconds: float) -> None:
         if self._decided:
             return
-        self._ends.append(end)
+        self._failures.append(failure)
         at = time.monotonic() + seconds
         self._deadlines["end"] = min(at, self._deadlines.get("end", at))
 
     def _absent(self) -> None:
-        missing = sorted(set(range(self.world_size)) - set(self._places))
+        missing = sorted(set(range(self.world_size)) - set(self._processes))
         print(
             f"waiting for {len(missing)} of {self.world_size} ranks to join: {_numbers(missing)}",
             flush=True,
         )
-        self._deadlines["absent"] = time.monotonic() + ABSENCE_SAID_EVERY
+        self._deadlines["absent"] = time.monotonic() + ABSENCE_REPORTED_EVERY
 
     def _answer(self) -> None:
-        places = {rank: f"{place} does not answer" for rank, place in self._places.items()} | {
-            rank: f"{self._places[rank]}: {at}" if at else None
+        processes = {
+            rank: f"{process} does not answer" for rank, process in self._processes.items()
+        } | {
+            rank: f"{self._processes[rank]}: {at}" if at else None
             for rank, at in self._answers.items()
         }
-        missing = [rank for rank in range(self.world_size) if rank not in self._places]
+        missing = [rank for rank in range(self.world_size) if rank not in self._processes]
         if missing:
-            places[missing[0]] = f"rank{'s' * (len(missing) > 1)} {_numbers(missing)} never joined"
+            processes[missing[0]] = (
+                f"rank{'s' * (len(missing) > 1)} {_numbers(missing)} never joined"
+            )
         for rank in self._asking:
             if rank in self._wires:
                 self._wires[rank].send(
-                    "answer", places=[text for _, text in sorted(places.items()) if text]
+                    "answer", processes=[text for _, text in sorted(processes.items()) if text]
                 )
         self._asking.clear()
 
     def _end(self) -> None:
-        """All but the one that failed go; rank 0, with this thread, after the others; who failed
-        speaks last.
+        """All but the rank that failed exit; rank 0, with this thread, after the others; the rank
+        that failed reports last.
 
         Of several that died the first counts: a launcher kills its other ranks when it has seen one
         die.
         """
-        end = min(self._ends, key=lambda one: (one.silent, not one.silent and one.place.rank))
-        self._decided = asdict(end)
-        last = (end.place.rank, 0)
-        self._tell_all("end", but=last, end=self._decided)
+        failure = min(
+            self._failures, key=lambda one: (one.silent, not one.silent and one.process.rank)
+        )
+        self._decided = asdict(failure)
+        last = (failure.process.rank, 0)
+        self._send_all("end", but=last, end=self._decided)
         deadline = time.monotonic() + OTHERS_JOIN_WITHIN
-        while len(self._places) < self.world_size and time.monotonic() < deadline:
+        while len(self._processes) < self.world_size and time.monotonic() < deadline:
             self._listen(deadline)
-        self._until_gone(last)
-        if end.place.rank and 0 in self._wires:
+        self._wait_until_gone(last)
+        if failure.process.rank and 0 in self._wires:
             self._wires[0].send("end", end=self._decided)
-            time.sleep(SPOKEN_COUNTS_AFTER)
-        if end.place.rank in self._wires:
-            self._wires[end.place.rank].send("speak")
+            time.sleep(REPORT_COUNTS_AFTER)
+        if failure.process.rank in self._wires:
+            self._wires[failure.process.rank].send("speak")
 
-    def _tell_all(self, kind: str, but: Iterable[int] = (), **content: Any) -> None:
+    def _send_all(self, kind: str, but: Iterable[int] = (), **content: Any) -> None:
         for rank, wire in self._wires.items():
             if rank not in but:
                 wire.send(kind, **content)
 
-    def _until_gone(self, but: Iterable[int]) -> None:
-        deadline = time.monotonic() + OTHERS_GO_WITHIN
+    def _wait_until_gone(self, but: Iterable[int]) -> None:
+        deadline = time.monotonic() + OTHERS_EXIT_WITHIN
         while set(self._wires) - set(but) and time.monotonic() < deadline:
             self._listen(deadline)
 
 
-class Line:
-    """This rank's end of the line to the hub.
+class MonitorClient:
+    """This rank's connection to the server.
 
-    `on_end` is called, in a thread of its own, when another rank has failed or died; it is to end
-    the process. `place` is this process's, unless given.
+    `on_failure` is called, in a separate thread, when another rank has failed or died; it is to end
+    the process. `process` is this process, unless given.
     """
 
     def __init__(
         self,
         addresses: Iterable[tuple[str, int]],
         token: str,
-        hub: Place,
-        on_end: Callable[[End], None],
-        place: Place | None = None,
+        server: ProcessId,
+        on_failure: Callable[[Failure], None],
+        process: ProcessId | None = None,
     ):
-        self.place = place or my_place()
-        self._hub = hub
-        self._on_end = on_end
+        self.process = process or this_process()
+        self._server_process = server
+        self._on_failure = on_failure
         self._main = threading.main_thread().ident
-        self._told = self._closed = self._ended = False
+        self._reported = self._closed = self._ended = False
         self._turn = threading.Event()
         self._answered = threading.Event()
-        self._places: list[str] = []
+        self._locations: list[str] = []
         self._early: list[dict[str, Any]] = []
         self._wire = self._connect(addresses, token)
-        threading.Thread(target=self._run, name="line", daemon=True).start()
+        threading.Thread(target=self._run, name="rank monitor", daemon=True).start()
 
     def _connect(self, addresses: Iterable[tuple[str, int]], token: str) -> _Wire:
         problem = OSError("no address")
         for address in addresses:
             try:
                 wire = _Wire(socket.create_connection(address, CONNECT_WITHIN))
-                wire.send("hello", token=token, place=asdict(self.place))
+                wire.send("hello", token=token, process=asdict(self.process))
                 if messages := wire.receive():
                     self._early = messages[1:]
                     wire.socket.settimeout(None)
@@ -328,25 +334,25 @@ class Line:
                 problem = error
         raise OSError(str(problem))
 
-    def tell(self, text: str, code: int = 1) -> None:
-        """Say that this rank has failed, and wait until it is its turn to tell the user; not if
-        another one does."""
-        self._told = True
+    def report(self, text: str, code: int = 1) -> None:
+        """Report that this rank has failed, and wait until it is its turn to print the error; it
+        does not return if another rank prints it."""
+        self._reported = True
         self._wire.send("failed", text=text[:LONGEST_TEXT], code=code)
-        self._turn.wait(OTHERS_JOIN_WITHIN + OTHERS_GO_WITHIN + 2.0)
+        self._turn.wait(OTHERS_JOIN_WITHIN + OTHERS_EXIT_WITHIN + 2.0)
         while self._ended:
             time.sleep(1.0)  # the other thread ends this process
 
     def ask(self) -> list[str]:
-        """Of each rank that does not wait for others: which it is and where in the code it
-        stands."""
+        """Of each rank that does not wait for others: its process and the line of code it
+        executes."""
         self._answered.clear()
         self._wire.send("ask")
         self._answered.wait(2 * ANSWERS_WITHIN)
-        return self._places
+        return self._locations
 
     def close(self) -> None:
-        """The run is over: from now on nobody minds if this process ends."""
+        """The run is over: from now on the end of this process is no failure."""
         self._closed = True
         self._wire.send("bye")
 
@@ -356,9 +362,9 @@ class Line:
             for message in messages:
                 self._take(message)
             messages = self._wire.receive()
-        if not self._closed and not self._told:
+        if not self._closed and not self._reported:
             time.sleep(DEATH_COUNTS_AFTER)
-            self._leave(End(self._hub, DIED, silent=True))
+            self._leave(Failure(self._server_process, DIED, silent=True))
         self._wire.socket.close()
         self._turn.set()
         self._answered.set()
@@ -366,30 +372,32 @@ class Line:
     def _take(self, message: dict[str, Any]) -> None:
         kind = message["kind"]
         if kind == "end":
-            self._leave(End(**message["end"] | {"place": Place(**message["end"]["place"])}))
+            self._leave(
+                Failure(**message["end"] | {"process": ProcessId(**message["end"]["process"])})
+            )
         elif kind == "speak":
             self._turn.set()
         elif kind == "where":
-            self._wire.send("at", at=None if self._told else self._doing())
+            self._wire.send("at", at=None if self._reported else self._doing())
         elif kind == "answer":
-            self._places = message["places"]
+            self._locations = message["processes"]
             self._answered.set()
         elif kind == "bye":
             self._closed = True
 
-    def _leave(self, end: End) -> None:
+    def _leave(self, failure: Failure) -> None:
         self._ended = True
-        self._on_end(end)
+        self._on_failure(failure)
 
     def _doing(self) -> str | None:
-        """Where the main thread stands; None while any thread waits for other ranks."""
+        """The line of code of the main thread; None while any thread waits for other ranks."""
         found = sys._current_frames()
         stacks = {ident: traceback.extract_stack(frame) for ident, frame in found.items()}
         if any(_waits(stack[-1]) for stack in stacks.values()) or any(
             f.name == "leave_with" for f in stacks[self._main]
         ):
             return None
-        return place_in_code(stacks[self._main])
+        return code_location(stacks[self._main])
 
 
 def _waits(frame: traceback.FrameSummary) -> bool:

@@ -17,7 +17,12 @@ from typing import NoReturn
 
 from megatron import interrupt, launcher, log
 from megatron.checkpoint.filesystem import CheckpointError
-from megatron.training.launch.rank_monitor import End, Line, my_place, place_in_code
+from megatron.training.launch.rank_monitor import (
+    Failure,
+    MonitorClient,
+    code_location,
+    this_process,
+)
 
 WATCHED = (signal.SIGTERM, signal.SIGUSR1)
 SAME_REQUEST_SECONDS = 1.0  # a scheduler and a launcher both pass one request on
@@ -40,14 +45,14 @@ class SignalWatch:
     With `catch_interrupts`, Ctrl-C ends the process with one line and exit code 130; `advice` is
     the line's second half. With `remember_requests`, the first SIGTERM or SIGUSR1 is kept in
     `received`; a second one, at least a second later, ends the process. Both are to be called in
-    the main thread. Once the ranks have met they hear of each other's end over `line`; `limit` is
-    that of a collective, as a user types it.
+    the main thread. Once the ranks are connected, `monitor` notifies them of each other's failure;
+    `limit` is that of a collective, as a user types it.
     """
 
     def __init__(self) -> None:
         self.received: signal.Signals | None = None
         self.advice = "training had not begun"
-        self.line: Line | None = None
+        self.monitor: MonitorClient | None = None
         # what a process does before it ends at once
         self.leaving: Callable[[], None] = lambda: None
         self.limit = ""
@@ -95,16 +100,16 @@ class SignalWatch:
         elif time.monotonic() - self._received_at > SAME_REQUEST_SECONDS:
             self._leave(128 + number, "second signal: leaving now, without a save\n")
 
-    def leave_for(self, end: End) -> NoReturn:
+    def leave_for(self, failure: Failure) -> NoReturn:
         """Another rank has failed: end this process."""
         self.leaving()
-        leave_for(end)
+        leave_for(failure)
 
     def _leave(self, code: int, text: str) -> NoReturn:
-        """End the run: of all ranks that are asked to, the lowest says so."""
+        """Failure the run: of all ranks that are asked to, the lowest says so."""
         self.leaving()
-        if self.line:
-            self.line.tell(text.strip(), code)
+        if self.monitor:
+            self.monitor.report(text.strip(), code)
             _exit(code, text)
         _exit(code, text if launcher.rank() == 0 else "")
 
@@ -119,7 +124,7 @@ def _deafen() -> None:
 
 
 def _exit(code: int, text: str = "") -> NoReturn:
-    """End this process and its workers at once, with `text` on stderr."""
+    """Failure this process and its workers at once, with `text` on stderr."""
     if text:
         # Ctrl-C also ends the `tee` that stderr may be a pipe to
         with contextlib.suppress(OSError):
@@ -163,51 +168,55 @@ def leave_with(error: Exception | SystemExit, watch: SignalWatch) -> NoReturn:
     its own).
 
     What is wrong for one rank is mostly wrong for all, and a rank that fails breaks the connections
-    of the others. Over the line they agree on one to speak: the lowest of those that failed for
-    reasons of their own. Without it, rank 0 speaks first, and the others wait long enough for a
-    launcher to end them.
+    of the others. Over the rank monitor they agree on one to print its error: the lowest of those
+    that failed for reasons of their own. Without it, rank 0 prints first, and the others wait long
+    enough for a launcher to end them.
     """
-    line = watch.line
-    if isinstance(error, SystemExit) and line is None:
+    monitor = watch.monitor
+    if isinstance(error, SystemExit) and monitor is None:
         raise error  # a bad command line, which has been said
     rank = launcher.rank()
     alone = launcher.world_size() == 1
     code = error.code if isinstance(error, (SystemExit, Refusal)) else 1
     code = code if isinstance(code, int) else int(code is not None)
     text = describe(error)
-    if line is None:
+    if monitor is None:
         time.sleep(log.OTHERS_WAIT if rank else 0.0)
     elif _is_timeout(error):
-        text = _timeout(error, line, watch.limit)
+        text = _timeout(error, monitor, watch.limit)
     elif _is_lost(error):
-        time.sleep(LOST_WAITS)  # the line's thread ends this process when it hears why
-    if line is not None:
-        line.tell(text.strip().rpartition("\n")[2].removeprefix("error: "), code)
+        time.sleep(LOST_WAITS)  # the monitor's thread ends this process when it receives the reason
+    if monitor is not None:
+        monitor.report(text.strip().rpartition("\n")[2].removeprefix("error: "), code)
     sys.stdout.flush()
     if not alone and text.startswith("Traceback"):
-        log.last_words(f"{my_place()} failed:\n{text}")
+        log.last_words(f"{this_process()} failed:\n{text}")
     else:
         log.last_words(f"rank {rank}: {text}" if rank else text)
     _exit(code)
 
 
-def leave_for(end: End) -> NoReturn:
-    """Another rank has failed: end this process without noise, as that one is to be heard.
+def leave_for(failure: Failure) -> NoReturn:
+    """Another rank has failed: end this process without output, as that one prints the error.
 
     torchrun reports what it sees first on its node, so there the others wait to be ended by it; on
     another node one rank tells torchrun what happened. Without it rank 0 (or 1) says in one line
     whom to look at.
     """
     agent = launcher.under_torchrun()
-    if agent and (launcher.info().local_rank or end.place.node == my_place().node):
+    if agent and (launcher.info().local_rank or failure.process.node == this_process().node):
         time.sleep(log.OTHERS_WAIT)
-        _exit(max(1, end.code))
-    if agent or launcher.rank() == (0 if end.place.rank else 1) and (end.silent or end.place.rank):
+        _exit(max(1, failure.code))
+    if (
+        agent
+        or launcher.rank() == (0 if failure.process.rank else 1)
+        and (failure.silent or failure.process.rank)
+    ):
         log.last_words(
-            f"rank {launcher.rank()} ends, because {end.place} "
-            f"{'' if end.silent else 'failed: '}{end.text}\n"
+            f"rank {launcher.rank()} ends, because {failure.process} "
+            f"{'' if failure.silent else 'failed: '}{failure.text}\n"
         )
-    _exit(max(1, end.code))
+    _exit(max(1, failure.code))
 
 
 def _is_timeout(error: BaseException) -> bool:
@@ -226,15 +235,15 @@ def _is_lost(error: BaseException) -> bool:
     )
 
 
-def _timeout(error: BaseException, line: Line, limit: str) -> str:
-    """Where this rank waited, and what the ranks do that do not wait."""
+def _timeout(error: BaseException, monitor: MonitorClient, limit: str) -> str:
+    """Where this rank waited, and what the ranks that do not wait are doing."""
     others = (
-        "; ".join(line.ask()[:8])
+        "; ".join(monitor.ask()[:8])
         or "none (a slow network, or collectives that do not fit each other)"
     )
     return (
         f"error: waited longer than {limit} allows in "
-        f"{place_in_code(traceback.extract_tb(error.__traceback__))}. Not waiting: {others}. Find "
+        f"{code_location(traceback.extract_tb(error.__traceback__))}. Not waiting: {others}. Find "
         "out what keeps them, or allow more where so long a wait is right\n"
     )
 

@@ -1,9 +1,5 @@
-"""What a run that goes on from iteration n does with ranges to skip, asked for now or recorded
-before: a pure function of both, and of what the run has done so far. Knows no file, no process
-group and no tensor.
-
-Source: facts/spikes.md 4.2 (the rows on resuming) and 4.3.
-"""
+"""Which iterations a run that resumes at iteration n skips: a pure function of the ranges requested
+now, those recorded before, and what the run has done so far."""
 
 from __future__ import annotations
 
@@ -30,7 +26,7 @@ class Position:
 
 
 @dataclass(frozen=True)
-class Known:
+class Recorded:
     """What was found on disk. `records` count; `origins` says of each id ever recorded where it was
     found; `checkpoints` are those of `load`."""
 
@@ -41,7 +37,7 @@ class Known:
 
 
 @dataclass(frozen=True)
-class Judgement:
+class Resolution:
     """`problems` end the run, `notes` are printed. Otherwise `skips` is what the run leaves out:
     `kept` records, `moved` ones (old id, reason, new range) and `new` ranges of the command line;
     those of `forgotten` no more."""
@@ -56,22 +52,22 @@ class Judgement:
     new: list[Range]
 
 
-def judge(
-    plan: Plan, typed: SkipRanges, forget: Sequence[str], known: Known, at: Position
-) -> Judgement:
-    """The judgement on the ranges `typed` and those in `known`, of which `forget` names ids to
+def resolve(
+    plan: Plan, typed: SkipRanges, forget: Sequence[str], recorded: Recorded, at: Position
+) -> Resolution:
+    """What becomes of the ranges `typed` and those in `recorded`, of which `forget` names ids to
     drop, at a position."""
     problems: list[str] = []
     executed = SkipRanges().joined((first, last) for first, last in at.executed)
     asked = set(typed.ranges)
-    dropped = _forgotten(forget, typed, known, at, executed, problems)
-    records = {name: record for name, record in known.records.items() if name not in dropped}
+    dropped = _forgotten(forget, typed, recorded, at, executed, problems)
+    records = {name: record for name, record in recorded.records.items() if name not in dropped}
     for first, last in takewhile(lambda one: one[0] <= at.iteration, typed.ranges):
         problems += _trained(
             (first, last),
             f"{RANGE_FLAG} {first} {last}",
             "leave the range out",
-            known,
+            recorded,
             at,
             executed,
         )
@@ -80,13 +76,13 @@ def judge(
             if place not in asked:
                 problems += _trained(
                     place,
-                    f"{known.origins[name]}: {name}",
+                    f"{recorded.origins[name]}: {name}",
                     f"{FORGET_FLAG} {name}",
-                    known,
+                    recorded,
                     at,
                     executed,
                 )
-    moved = _moved(plan, records, known, at, problems)
+    moved = _moved(plan, records, recorded, at, problems)
     gone = {name for name, _, _ in moved}
     kept = {name: record for name, record in records.items() if name not in gone}
     persisted = SkipRanges().joined(
@@ -108,20 +104,20 @@ def judge(
             f"{RANGE_FLAG}: nothing to train, iterations {at.iteration + 1} to {plan.train_iters} "
             "are skipped; narrow the ranges [skip-leaves-nothing-to-train]"
         )
-    notes = [f"{known.origins[name]}: {name} is forgotten ({FORGET_FLAG})" for name in dropped]
+    notes = [f"{recorded.origins[name]}: {name} is forgotten ({FORGET_FLAG})" for name in dropped]
     notes += [
-        f"{known.origins[name]}: {name} is iterations {first} to {last} now, since batch sizes "
+        f"{recorded.origins[name]}: {name} is iterations {first} to {last} now, since batch sizes "
         "have changed"
         for name, _, (first, last) in moved
     ]
-    notes += _listed(kept, moved, new, known, at)
-    return Judgement(at.iteration, shorten(problems), notes, skips, kept, moved, dropped, new)
+    notes += _listed(kept, moved, new, recorded, at)
+    return Resolution(at.iteration, shorten(problems), notes, skips, kept, moved, dropped, new)
 
 
 def _forgotten(
     forget: Sequence[str],
     typed: SkipRanges,
-    known: Known,
+    recorded: Recorded,
     at: Position,
     executed: SkipRanges,
     problems: list[str],
@@ -129,13 +125,13 @@ def _forgotten(
     """The ids that go."""
     dropped = []
     for name in dict.fromkeys(forget):
-        record = known.records.get(name)
+        record = recorded.records.get(name)
         if record is None:
             # otherwise an earlier run with these flags has forgotten it
-            if name not in known.origins:
+            if name not in recorded.origins:
                 have = (
-                    f"there are {', '.join(list(known.records)[:SHOWN])}"
-                    if known.records
+                    f"there are {', '.join(list(recorded.records)[:SHOWN])}"
+                    if recorded.records
                     else "none is recorded"
                 )
                 problems.append(
@@ -149,7 +145,7 @@ def _forgotten(
         elif record.b <= at.iteration and _common(executed, record.parts) == len(record.parts):
             problems.append(
                 f"{FORGET_FLAG} {name}: these iterations have been skipped already, the run goes "
-                f"on from iteration {at.iteration}; {_earlier(known, record.a)}, or leave "
+                f"on from iteration {at.iteration}; {_earlier(recorded, record.a)}, or leave "
                 f"{FORGET_FLAG} {name} out [skip-already-done]"
             )
         else:
@@ -163,7 +159,12 @@ def _common(some: SkipRanges, others: SkipRanges) -> int:
 
 
 def _trained(
-    wanted: Range, named: str, otherwise: str, known: Known, at: Position, executed: SkipRanges
+    wanted: Range,
+    named: str,
+    otherwise: str,
+    recorded: Recorded,
+    at: Position,
+    executed: SkipRanges,
 ) -> list[str]:
     """The problem that iterations of a range have been trained already, if they have."""
     first = wanted[0]
@@ -172,21 +173,25 @@ def _trained(
         return []
     return [
         f"{named}: iterations of {first} to {last} have been trained already, the run goes on "
-        f"from iteration {at.iteration}; {_earlier(known, first)}, or {otherwise} "
+        f"from iteration {at.iteration}; {_earlier(recorded, first)}, or {otherwise} "
         "[skip-already-trained]"
     ]
 
 
-def _earlier(known: Known, first: int) -> str:
+def _earlier(recorded: Recorded, first: int) -> str:
     """How to go back to before an iteration."""
-    before = [number for number in known.checkpoints if number < first]
+    before = [number for number in recorded.checkpoints if number < first]
     if before:
         return f"go back with --ckpt-step {max(before)}, the newest checkpoint before them"
-    return f"{known.load or 'there'} has no checkpoint before them: start anew without --load"
+    return f"{recorded.load or 'there'} has no checkpoint before them: start anew without --load"
 
 
 def _moved(
-    plan: Plan, records: dict[str, SkipRecord], known: Known, at: Position, problems: list[str]
+    plan: Plan,
+    records: dict[str, SkipRecord],
+    recorded: Recorded,
+    at: Position,
+    problems: list[str],
 ) -> list[tuple[str, str, Range]]:
     """(id, reason, range now) of the records whose samples to come are other iterations with the
     batch sizes of `plan`."""
@@ -201,7 +206,7 @@ def _moved(
             continue
         if r.ranges:
             problems.append(
-                f"{known.origins[name]}: the {len(r.parts.ranges)} ranges of {name} are other "
+                f"{recorded.origins[name]}: the {len(r.parts.ranges)} ranges of {name} are other "
                 f"samples with these batch sizes; give those of before, or {FORGET_FLAG} {name} "
                 "and the ranges as they are now [skip-record-not-applicable]"
             )
@@ -215,7 +220,7 @@ def _moved(
             moved.append((name, r.reason, (first, last)))
         else:
             problems.append(
-                f"{known.origins[name]}: {name} leaves out samples {r.s0} to {r.s1 - 1}, which "
+                f"{recorded.origins[name]}: {name} leaves out samples {r.s0} to {r.s1 - 1}, which "
                 f"are parts of iterations {first} to {last} with these batch sizes; give those of "
                 f"before, or {FORGET_FLAG} {name} {RANGE_FLAG} {first} {last} "
                 "[skip-record-not-applicable]"
@@ -227,12 +232,12 @@ def _listed(
     kept: dict[str, SkipRecord],
     moved: list[tuple[str, str, Range]],
     new: list[Range],
-    known: Known,
+    recorded: Recorded,
     at: Position,
 ) -> list[str]:
     """A line with the ranges to come, their ids and where they come from."""
     shown = [
-        f"{name} ({r.reason}, {known.origins[name]})"
+        f"{name} ({r.reason}, {recorded.origins[name]})"
         for name, r in kept.items()
         if r.b > at.iteration
     ]

@@ -1,8 +1,7 @@
-"""Which iterations a run leaves out and has left out: flags, `skips.jsonl` and checkpoints joined.
-Trains nothing.
+"""Which iterations a run skips and has skipped: flags, `skips.jsonl` and checkpoints combined.
 
-Rank 0 reads and writes the file and judges; what it found or wrote goes to all ranks, so that they
-hold one list. Source: facts/spikes.md 4.2 and 4.3.
+Rank 0 reads and writes the file and resolves them; the result is sent to all ranks, so that they
+have one list.
 """
 
 from __future__ import annotations
@@ -27,23 +26,23 @@ from megatron.training.checkpointing.save import snapshot_directory
 from megatron.training.launch.initialize import Runtime
 from megatron.training.launch.signals import Refusal
 from megatron.training.run import Run
-from megatron.training.skipping.resolve import Judgement, Known, Position, judge
+from megatron.training.skipping.resolve import Position, Recorded, Resolution, resolve
 
 WRONG_FLAGS = 2  # the exit code
 
 
 @dataclass(frozen=True)
 class Skips:
-    """The judgement on what a run leaves out, and what it was made from, to be made again where
+    """The resolution of what a run skips, and what it was made from, to be made again where
     another checkpoint is loaded than expected. `saved`: ids that stand in the file of --save."""
 
     typed: SkipRanges
-    known: Known
+    recorded: Recorded
     saved: frozenset[str]
-    judgement: Judgement
+    resolution: Resolution
 
 
-def judge_skips(config: Config, plan: Plan, runtime: Runtime) -> tuple[Plan, Skips]:
+def resolve_skips(config: Config, plan: Plan, runtime: Runtime) -> tuple[Plan, Skips]:
     """What a run that is about to be built leaves out, by flags, file and the checkpoint that
     --load means.
 
@@ -54,14 +53,16 @@ def judge_skips(config: Config, plan: Plan, runtime: Runtime) -> tuple[Plan, Ski
     failure = None
     if runtime.rank == 0:
         try:
-            known, saved, at = (
-                (Known(), frozenset(), Position()) if config.training.skip_train else _known(c)
+            recorded, saved, at = (
+                (Recorded(), frozenset(), Position())
+                if config.training.skip_train
+                else _recorded(c)
             )
             found = Skips(
                 plan.skips,
-                known,
+                recorded,
                 saved,
-                judge(plan, plan.skips, config.training.forget_skip or (), known, at),
+                resolve(plan, plan.skips, config.training.forget_skip or (), recorded, at),
             )
         except CheckpointError as error:
             failure = str(error), error.errno
@@ -69,18 +70,18 @@ def judge_skips(config: Config, plan: Plan, runtime: Runtime) -> tuple[Plan, Ski
     if failure:
         raise CheckpointError(*failure)
     if not config.training.skip_train:
-        _tell(found.judgement)
-    return replace(plan, skips=found.judgement.skips), found
+        _tell(found.resolution)
+    return replace(plan, skips=found.resolution.skips), found
 
 
-def _tell(judgement: Judgement) -> None:
-    if judgement.problems:
-        raise Refusal("\nerror: ".join(judgement.problems), WRONG_FLAGS)
-    for text in judgement.notes:
+def _tell(resolution: Resolution) -> None:
+    if resolution.problems:
+        raise Refusal("\nerror: ".join(resolution.problems), WRONG_FLAGS)
+    for text in resolution.notes:
         log.print_rank_0(text)
 
 
-def _known(c: CheckpointConfig) -> tuple[Known, frozenset[str], Position]:
+def _recorded(c: CheckpointConfig) -> tuple[Recorded, frozenset[str], Position]:
     """What lies on disk: records of the checkpoint, of the run it is of and of --save, the last one
     counting; the ids that the last of these has; and where the run goes on."""
     state = _expected(c)
@@ -110,13 +111,13 @@ def _known(c: CheckpointConfig) -> tuple[Known, frozenset[str], Position]:
                 f"count: {torn[:80]!r}"
             )
         saved = take(lines, source)
-    known = Known(
+    recorded = Recorded(
         skip_log.active(entries),
         origins,
         store.iterations(root) if root else (),
         str(root or ""),
     )
-    return known, frozenset(skip_log.active(saved) if c.save else ()), at
+    return recorded, frozenset(skip_log.active(saved) if c.save else ()), at
 
 
 def _expected(c: CheckpointConfig) -> RunState | None:
@@ -137,25 +138,25 @@ def _expected(c: CheckpointConfig) -> RunState | None:
 
 
 def start_skips(run: Run, skips: Skips) -> None:
-    """When checkpoint and data are there: judge again if the checkpoint is another one than
-    expected, and write down what is new. Raises as `judge_skips` and `record_skip` do."""
+    """When checkpoint and data are there: resolve again if the checkpoint is another one than
+    expected, and write down what is new. Raises as `resolve_skips` and `record_skip` do."""
     if run.config.training.skip_train:
         return
-    judgement = skips.judgement
+    resolution = skips.resolution
     progress = run.progress
-    if progress.iteration != judgement.iteration:
+    if progress.iteration != resolution.iteration:
         at = Position(
             progress.iteration, progress.consumed_train_samples, run.skip_history.executed
         )
-        judgement = judge(
-            run.plan, skips.typed, run.config.training.forget_skip or (), skips.known, at
+        resolution = resolve(
+            run.plan, skips.typed, run.config.training.forget_skip or (), skips.recorded, at
         )
-        _tell(judgement)
-        run.plan = replace(run.plan, skips=judgement.skips)
+        _tell(resolution)
+        run.plan = replace(run.plan, skips=resolution.skips)
     world = run.runtime.ctx.world
     made = None
     if run.runtime.rank == 0:
-        made = _changes(run, skips, judgement)
+        made = _changes(run, skips, resolution)
     kept, lines, notes = gather_objects(made, world)[0]
     run.skip_history.records = skip_log.active(skip_log.parse(kept, "the records that count"))
     for text in notes:
@@ -164,7 +165,7 @@ def start_skips(run: Run, skips: Skips) -> None:
 
 
 def _changes(
-    run: Run, skips: Skips, judgement: Judgement
+    run: Run, skips: Skips, resolution: Resolution
 ) -> tuple[list[str], list[str], list[str]]:
     """(the records that count from here on, the lines that the file of --save lacks of that, what
     to print), on rank 0."""
@@ -172,7 +173,7 @@ def _changes(
     lines = []
     notes = []
     now = order_hash(run)
-    for name, record in judgement.kept.items():
+    for name, record in resolution.kept.items():
         line = record.line()
         if record.hash != now and record.s1 > run.progress.consumed_train_samples:
             line = new_record(
@@ -183,22 +184,22 @@ def _changes(
                 now,
             ).line()
             notes.append(
-                f"WARNING: {skips.known.origins[name]}: {name} was recorded with another order of "
-                "the data (seed, sequence length, batch sizes or data set): it is samples "
+                f"WARNING: {skips.recorded.origins[name]}: {name} was recorded with another order "
+                "of the data (seed, sequence length, batch sizes or data set): it is samples "
                 f"{record.s0} to {record.s1 - 1} of the order that the data have now"
             )
             lines.append(line)
         elif name not in skips.saved:
             lines.append(line)
         kept.append(line)
-    for name, reason, place in judgement.moved:
+    for name, reason, place in resolution.moved:
         new = new_record(run, SkipRanges([place]), reason, f"was {name}", now).line()
         kept.append(new)
         lines += [skip_log.forget_line(name), new]
-    lines += [skip_log.forget_line(name) for name in judgement.forgotten]
+    lines += [skip_log.forget_line(name) for name in resolution.forgotten]
     new = [
         new_record(run, one, "user", "command line", now).line()
-        for one in skip_log.grouped(judgement.new)
+        for one in skip_log.grouped(resolution.new)
     ]
     return kept + new, lines + new, notes
 
@@ -207,8 +208,8 @@ def order_hash(run: Run) -> str:
     """16 digits of what decides which data a sample number means: batch sizes, sequence length,
     seed, training data."""
     order = {key: run.data_order.get(key) for key in ("train", "sampler")}
-    known = [run.plan.batch.steps, run.config.model.seq_length, run.config.training.seed, order]
-    return hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:16]
+    recorded = [run.plan.batch.steps, run.config.model.seq_length, run.config.training.seed, order]
+    return hashlib.sha256(json.dumps(recorded, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def new_record(run: Run, parts: SkipRanges, reason: str, source: str, order: str) -> SkipRecord:

@@ -99,7 +99,7 @@ class SpikeDetector:
         finite are found."""
         return len(self._loss.values) >= LEAST
 
-    def judge(self, loss: float, grad_norm: float | None = None) -> Finding:
+    def check(self, loss: float, grad_norm: float | None = None) -> Finding:
         """What an iteration with this loss (nats a token, mean over all) and norm (before clipping)
         is."""
         if not math.isfinite(loss) or (grad_norm is not None and not math.isfinite(grad_norm)):

@@ -1,8 +1,7 @@
-"""What is done about spikes: which updates are left out, what is skipped after going back, when to
-give up.
+"""What is done about spikes: which updates are skipped, what is skipped after a rollback, when the
+run gives up.
 
-Iterations and their numbers in, decisions out, the same on every rank. It must not know a run, a
-checkpoint or torch. Source: facts/spikes.md 4.4.
+Iterations and their values in, decisions out, the same on every rank.
 """
 
 from __future__ import annotations
@@ -28,9 +27,9 @@ EXIT_CODE = 3  # of a run that gives up
 
 
 @dataclass(frozen=True)
-class Rewind:
-    """The run goes back before `start` and skips `start` to `end`. `first`: the iteration out of
-    line that began it all."""
+class Rollback:
+    """The run rolls back to before `start` and skips `start` to `end`. `first`: the first outlier
+    of the spike."""
 
     attempt: int
     start: int
@@ -39,9 +38,8 @@ class Rewind:
 
 
 @dataclass
-class Row:
-    """Iterations out of line one after the other: first and last, and the first mark of what led to
-    them."""
+class OpenSpike:
+    """Consecutive outliers: first and last, and the first precursor before them."""
 
     first: int
     last: int
@@ -49,18 +47,18 @@ class Row:
 
 
 class SpikePolicy:
-    """Judges trained iterations one after the other, and decides. Iterations that the user or an
-    overflow skipped are not shown to it and change nothing."""
+    """Checks trained iterations one after the other, and decides. Iterations skipped by the user or
+    by an overflow are not checked and change nothing."""
 
     def __init__(self, action: str = "log"):
         self.action = action
-        self.finding = Finding()  # of the iteration judged last
-        self.rewinds: list[Rewind] = []
+        self.finding = Finding()  # of the last iteration
+        self.rewinds: list[Rollback] = []
         self._detector = SpikeDetector()
         # iterations with a finding since the last row, at most TOGETHER old
         self._marks: list[int] = []
-        self._row: Row | None = None
-        self._over: Row | None = None  # the row that the iteration judged last has ended
+        self._row: OpenSpike | None = None
+        self._over: OpenSpike | None = None  # the row that the last iteration has ended
         self._spent: list[int] = []
 
     @property
@@ -69,18 +67,18 @@ class SpikePolicy:
         return self.action in ("skip-update", "rewind")
 
     @property
-    def unsettled(self) -> bool:
+    def spike_open(self) -> bool:
         """Is it still open how far a spike reaches?"""
         return self._row is not None
 
-    def judge(self, iteration: int, loss: float, grad_norm: float | None) -> Finding:
+    def check(self, iteration: int, loss: float, grad_norm: float | None) -> Finding:
         """Take in a trained iteration; what it is."""
-        self.finding = finding = self._detector.judge(loss, grad_norm)
+        self.finding = finding = self._detector.check(loss, grad_norm)
         self._over = None
         if finding.spike:
             if self._row is None:
                 marks = [n for n in self._marks if n >= iteration - TOGETHER]
-                self._row = Row(iteration, iteration, min([*marks, iteration]))
+                self._row = OpenSpike(iteration, iteration, min([*marks, iteration]))
                 self._marks = []
                 self._spent.append(iteration)
             elif finding.kind == "non-finite":
@@ -96,23 +94,23 @@ class SpikePolicy:
         self._spent = [n for n in self._spent if n > iteration - WITHIN]
         return finding
 
-    def observe(
+    def record(
         self, iteration: int, loss: float, grad_norm: float | None, skipped: str | None
     ) -> Finding:
-        """What a trained iteration is, and say so on the last rank; one that overflowed is not
-        looked at."""
+        """The finding on a trained iteration, printed on the last rank; one that overflowed is not
+        checked."""
         if self.action == "off" or skipped == "overflow":
             return Finding()
         if not self.decides:
-            self.judge(iteration, loss, grad_norm)
+            self.check(iteration, loss, grad_norm)
         line = self.line(iteration, loss, grad_norm)
         if line:
             log.print_rank_last(line)
         return self.finding
 
-    def admits(self, iteration: int, loss: float, grad_norm: float | None) -> bool:
+    def should_update(self, iteration: int, loss: float, grad_norm: float | None) -> bool:
         """Take in an iteration before its update; is that to be made?"""
-        finding = self.judge(iteration, loss, grad_norm)
+        finding = self.check(iteration, loss, grad_norm)
         return not (finding.spike if self.action == "skip-update" else finding.kind == "non-finite")
 
     def _check_budget(self) -> None:
@@ -131,7 +129,7 @@ class SpikePolicy:
                 EXIT_CODE,
             )
 
-    def due(self, train_iters: int, iteration: int) -> Rewind | None:
+    def due(self, train_iters: int, iteration: int) -> Rollback | None:
         """Is it time to go back, after `iteration`? A row of spikes is waited for until it is over.
         Raises Refusal where nothing helps any more."""
         self._check_budget()
@@ -159,7 +157,7 @@ class SpikePolicy:
             if attempt == 1
             else (first - BEFORE, max(first + AFTER, row.last + 1))
         )
-        return Rewind(attempt, max(1, start), min(end, train_iters), first)
+        return Rollback(attempt, max(1, start), min(end, train_iters), first)
 
     def tried(self, first: int) -> str:
         """What has been skipped because of a spike at `first`."""
@@ -170,7 +168,7 @@ class SpikePolicy:
         )
 
     def line(self, iteration: int, loss: float, grad_norm: float | None) -> str | None:
-        """What a reader is told about the iteration judged last; None where there is nothing to
+        """What a reader is told about the last iteration; None where there is nothing to
         tell."""
         found = self.finding
         if found.kind == "level shift":
@@ -215,5 +213,5 @@ class SpikePolicy:
             self._detector.load_state_dict(state["detector"])
             self._marks = list(map(int, state["marks"]))
             self._spent = list(map(int, state["spent"]))
-            self._row = state["row"] and Row(**state["row"])
-            self.rewinds = [Rewind(**one) for one in state["rewinds"]]
+            self._row = state["row"] and OpenSpike(**state["row"])
+            self.rewinds = [Rollback(**one) for one in state["rewinds"]]

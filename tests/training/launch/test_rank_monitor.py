@@ -1,4 +1,4 @@
-"""Hub and lines of several ranks, here threads of one process: who is chosen to speak, who is told,
+"""Server and clients of several ranks, here threads of one process: who is chosen to speak, who is told,
 who is not believed."""
 
 from __future__ import annotations
@@ -15,29 +15,35 @@ from dataclasses import replace
 import pytest
 
 from megatron.training.launch import network, rank_monitor
-from megatron.training.launch.rank_monitor import DIED, End, Hub, Line, Place
+from megatron.training.launch.rank_monitor import (
+    DIED,
+    Failure,
+    MonitorClient,
+    MonitorServer,
+    ProcessId,
+)
 
 
 class Ranks:
-    """A hub and the lines of some ranks; `ended` collects (rank, the end it was told)."""
+    """A server and the lines of some ranks; `ended` collects (rank, the end it was told)."""
 
     def __init__(self, world: int, joined: int):
-        self.ended: queue.Queue[tuple[int, End]] = queue.Queue()
-        self.hub = Hub(world)
-        self.places = [Place(rank, 100 + rank, "here", str(rank)) for rank in range(world)]
+        self.ended: queue.Queue[tuple[int, Failure]] = queue.Queue()
+        self.server = MonitorServer(world)
+        self.places = [ProcessId(rank, 100 + rank, "here", str(rank)) for rank in range(world)]
         self.dead: set[int] = set()
         self.lines = [self.join(rank) for rank in range(joined)]
 
-    def join(self, rank: int) -> Line:
-        line: queue.Queue[Line] = queue.Queue()
+    def join(self, rank: int) -> MonitorClient:
+        line: queue.Queue[MonitorClient] = queue.Queue()
 
-        def leave(end: End) -> None:
+        def leave(end: Failure) -> None:
             if rank not in self.dead:
                 self.ended.put((rank, end))
                 hang_up(line.get())
 
-        address = [("127.0.0.1", self.hub.port)]
-        found = Line(address, self.hub.token, self.places[0], leave, self.places[rank])
+        address = [("127.0.0.1", self.server.port)]
+        found = MonitorClient(address, self.server.token, self.places[0], leave, self.places[rank])
         line.put(found)
         return found
 
@@ -45,11 +51,11 @@ class Ranks:
         self.dead.add(rank)
         hang_up(self.lines[rank])
 
-    def told(self, count: int) -> dict[int, End]:
+    def told(self, count: int) -> dict[int, Failure]:
         return dict(self.ended.get(timeout=10) for _ in range(count))
 
 
-def hang_up(line: Line) -> None:
+def hang_up(line: MonitorClient) -> None:
     """As the end of the process would."""
     with contextlib.suppress(OSError):
         line._wire.socket.shutdown(socket.SHUT_RDWR)
@@ -63,70 +69,70 @@ def in_thread(call, *args) -> threading.Thread:
 
 def test_the_lowest_of_those_that_failed_speaks():
     ranks = Ranks(4, 4)
-    in_thread(ranks.lines[3].tell, "the same", 1)
-    ranks.lines[1].tell("the same", 7)  # returns: it is to speak
-    end = End(ranks.places[1], "the same", 7)
+    in_thread(ranks.lines[3].report, "the same", 1)
+    ranks.lines[1].report("the same", 7)  # returns: it is to speak
+    end = Failure(ranks.places[1], "the same", 7)
     assert ranks.told(3) == {0: end, 2: end, 3: end}
 
 
 def test_a_failure_counts_before_a_death_and_the_first_death_before_others():
     ranks = Ranks(4, 4)
     ranks.die(1)
-    ranks.lines[3].tell("because", 1)
-    assert ranks.told(2) == dict.fromkeys((0, 2), End(ranks.places[3], "because"))
+    ranks.lines[3].report("because", 1)
+    assert ranks.told(2) == dict.fromkeys((0, 2), Failure(ranks.places[3], "because"))
     ranks = Ranks(4, 4)
     ranks.die(3)
     patience = time.monotonic() + 10.0
-    while not ranks.hub._ends and time.monotonic() < patience:
+    while not ranks.server._failures and time.monotonic() < patience:
         time.sleep(0.01)
     ranks.die(1)
-    assert ranks.told(2) == dict.fromkeys((0, 2), End(ranks.places[3], DIED, silent=True))
+    assert ranks.told(2) == dict.fromkeys((0, 2), Failure(ranks.places[3], DIED, silent=True))
 
 
 def test_the_end_of_rank_0_is_seen_by_the_others(monkeypatch):
     ranks = Ranks(3, 3)
-    monkeypatch.setattr(rank_monitor, "OTHERS_GO_WITHIN", 0.1)
-    for wire in list(ranks.hub._wires.values())[1:]:
+    monkeypatch.setattr(rank_monitor, "OTHERS_EXIT_WITHIN", 0.1)
+    for wire in list(ranks.server._wires.values())[1:]:
         wire.socket.shutdown(socket.SHUT_RDWR)
-    # rank 0's own line still stands: the hub tells it of the others, sooner or later
+    # rank 0's own line still stands: the server tells it of the others, sooner or later
     told = ranks.told(3)
     assert {rank: told[rank] for rank in (1, 2)} == dict.fromkeys(
-        (1, 2), End(ranks.places[0], DIED, silent=True)
+        (1, 2), Failure(ranks.places[0], DIED, silent=True)
     )
 
 
 def test_a_run_that_is_over_is_no_death(monkeypatch):
     monkeypatch.setattr(rank_monitor, "DEATH_COUNTS_AFTER", 0.1)
-    monkeypatch.setattr(rank_monitor, "OTHERS_GO_WITHIN", 0.2)
+    monkeypatch.setattr(rank_monitor, "OTHERS_EXIT_WITHIN", 0.2)
     ranks = Ranks(3, 3)
     for line in reversed(ranks.lines):
         line.close()
-    ranks.hub.finish()
+    ranks.server.finish()
     for rank in (2, 1, 0):
         ranks.die(rank)
     time.sleep(0.4)
     assert ranks.ended.empty()
-    ranks.hub._thread.join(10.0)
-    assert not ranks.hub._thread.is_alive()
+    ranks.server._thread.join(10.0)
+    assert not ranks.server._thread.is_alive()
     ranks = Ranks(3, 3)  # rank 0 is done first
     ranks.lines[0].close()
-    ranks.hub.finish()
+    ranks.server.finish()
     time.sleep(0.4)
     assert ranks.ended.empty()
 
 
 def test_a_rank_that_comes_after_a_failure_is_told():
     ranks = Ranks(3, 2)
-    speaks = in_thread(ranks.lines[1].tell, "early", 1)
+    speaks = in_thread(ranks.lines[1].report, "early", 1)
     time.sleep(0.6)
-    # rank 0 and the hub stay until all have come
+    # rank 0 and the server stay until all have come
     assert speaks.is_alive() and ranks.ended.empty()
     ranks.join(2)
-    assert ranks.told(2) == dict.fromkeys((0, 2), End(ranks.places[1], "early"))
+    assert ranks.told(2) == dict.fromkeys((0, 2), Failure(ranks.places[1], "early"))
 
 
 def test_who_is_missing_is_said(monkeypatch, capsys):
-    monkeypatch.setattr(rank_monitor, "ABSENCE_SAID_EVERY", 0.2)
+    monkeypatch.setattr(rank_monitor, "ABSENCE_REPORTED_EVERY", 0.2)
     ranks = Ranks(9, 2)
     said = ""
     patience = time.monotonic() + 10.0
@@ -140,7 +146,7 @@ def test_who_is_missing_is_said(monkeypatch, capsys):
         r"rank 0 \(process 100 on here\): (ask|send) \(megatron/training/launch/rank_monitor\.py:"
     )
     assert re.match(this_thread, answers[0])
-    ranks.lines[0]._told = True  # it waits itself, for its turn
+    ranks.lines[0]._reported = True  # it waits itself, for its turn
     assert [text for text in ranks.lines[1].ask() if text.startswith("rank 0")] == []
 
 
@@ -155,23 +161,30 @@ def test_who_is_missing_is_said(monkeypatch, capsys):
     ],
 )
 def test_strangers_on_the_port_are_shown_out(monkeypatch, said):
-    monkeypatch.setattr(rank_monitor, "SPOKEN_COUNTS_AFTER", 0.05)
+    monkeypatch.setattr(rank_monitor, "REPORT_COUNTS_AFTER", 0.05)
     ranks = Ranks(2, 2)
-    with socket.create_connection(("127.0.0.1", ranks.hub.port), 5) as stranger:
+    with socket.create_connection(("127.0.0.1", ranks.server.port), 5) as stranger:
         stranger.sendall(said)
         assert stranger.recv(100) == b""
     assert ranks.lines[1].ask() is not None and ranks.ended.empty()
-    ranks.lines[1].tell("still heard")
-    assert ranks.told(1) == {0: End(ranks.places[1], "still heard")}
+    ranks.lines[1].report("still heard")
+    assert ranks.told(1) == {0: Failure(ranks.places[1], "still heard")}
 
 
 def test_a_line_needs_the_right_hub():
-    hub = Hub(2)
+    server = MonitorServer(2)
     with pytest.raises(OSError):
-        Line([("127.0.0.1", 1), ("127.0.0.1", hub.port)], "wrong", rank_monitor.my_place(), print)
-    place = replace(rank_monitor.my_place(), rank=0)
+        MonitorClient(
+            [("127.0.0.1", 1), ("127.0.0.1", server.port)],
+            "wrong",
+            rank_monitor.this_process(),
+            print,
+        )
+    place = replace(rank_monitor.this_process(), rank=0)
     assert (
-        Line([("127.0.0.1", 1), ("127.0.0.1", hub.port)], hub.token, place, print).place.pid
+        MonitorClient(
+            [("127.0.0.1", 1), ("127.0.0.1", server.port)], server.token, place, print
+        ).process.pid
         == place.pid
     )
 

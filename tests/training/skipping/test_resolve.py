@@ -13,7 +13,7 @@ from megatron.checkpoint.skip_log import SkipRecord
 from megatron.config import command_line
 from megatron.config.plan.plan import make_plan
 from megatron.config.skip_ranges import SkipRanges
-from megatron.training.skipping.resolve import Judgement, Known, Position, judge
+from megatron.training.skipping.resolve import Position, Recorded, Resolution, resolve
 from tests.problems import assert_problem
 
 WORDS = (
@@ -54,12 +54,12 @@ def judged(
     size: int = 8,
     consumed: int | None = None,
     iterations: int = 100,
-) -> Judgement:
-    known = Known(
+) -> Resolution:
+    recorded = Recorded(
         {one.id: one for one in records}, {one.id: "F" for one in records}, checkpoints, "D"
     )
     place = Position(at, 8 * at if consumed is None else consumed, executed)
-    return judge(plan(size, iterations), SkipRanges(typed), forget, known, place)
+    return resolve(plan(size, iterations), SkipRanges(typed), forget, recorded, place)
 
 
 def test_a_first_start_records_what_is_typed():
@@ -120,14 +120,14 @@ def test_the_past_that_was_trained_is_refused(at, executed):
 
 
 def test_forgetting():
-    known = [record(10, 20), record(15, 30)]
-    found = judged([], known, at=5, forget=["10-20"])
+    recorded = [record(10, 20), record(15, 30)]
+    found = judged([], recorded, at=5, forget=["10-20"])
     assert (found.problems, found.forgotten, found.skips.ranges) == ([], ["10-20"], ((15, 30),))
     assert found.notes[0] == "F: 10-20 is forgotten (--forget-skip)"
-    inside = judged([], known[:1], at=15, executed=[[10, 15]], forget=["10-20"])
+    inside = judged([], recorded[:1], at=15, executed=[[10, 15]], forget=["10-20"])
     assert (inside.problems, inside.skips.ranges) == ([], ())
     assert_problem(
-        judged([], known, forget=["1-2"]).problems[0],
+        judged([], recorded, forget=["1-2"]).problems[0],
         "skip-id-unknown",
         "--forget-skip 1-2",
         "10-20, 15-30",
@@ -135,9 +135,9 @@ def test_forgetting():
     assert_problem(
         judged([], [], forget=["1-2"]).problems[0], "skip-id-unknown", "--forget-skip 1-2"
     )
-    [line] = judged([(20, 22)], known[:1], forget=["10-20"]).problems
+    [line] = judged([(20, 22)], recorded[:1], forget=["10-20"]).problems
     assert_problem(line, "flags-exclude-each-other", "--forget-skip 10-20", "--train-range-to-skip")
-    done = judged([], known[:1], at=40, executed=[[10, 20]], checkpoints=[9], forget=["10-20"])
+    done = judged([], recorded[:1], at=40, executed=[[10, 20]], checkpoints=[9], forget=["10-20"])
     assert_problem(
         done.problems[0],
         "skip-already-done",
@@ -149,8 +149,8 @@ def test_forgetting():
 
 def test_forgetting_again_is_no_error():
     """The same command line must do after a restart."""
-    known = Known({}, {"10-20": "F"}, [], "D")
-    assert judge(plan(), SkipRanges(), ["10-20"], known, Position(15, 120)).problems == []
+    recorded = Recorded({}, {"10-20": "F"}, [], "D")
+    assert resolve(plan(), SkipRanges(), ["10-20"], recorded, Position(15, 120)).problems == []
 
 
 def test_other_batch_sizes():
