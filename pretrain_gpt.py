@@ -6,12 +6,13 @@ from megatron import interrupt
 if __name__ == "__main__":
     interrupt.exit_at_once()  # until the watch below takes over
 
+import contextlib
 import os
 import sys
 import time
 from dataclasses import replace
 
-from megatron import threads
+from megatron import optional, threads
 from megatron.training.launch.signals import SignalWatch, leave_with
 
 STARTED = time.time()
@@ -104,24 +105,37 @@ def main(argv: list[str] | None = None, signals: SignalWatch | None = None, serv
         if signals:
             signals.leaving = held.release
         threads.set_waiting(USAGE_AT_START)
-        from megatron.checkpoint import async_writer, object_store
-
-        c = line.config.checkpoint
-        if line.load_url and line.rank == 0:
-            object_store.fetch(
-                line.load_url, c.load, c.ckpt_step, required=line.load_url != line.save_url
-            )
-        if line.snapshot_url and line.rank == 0 and c.load and c.ckpt_step is None:
-            object_store.fetch_snapshot(line.snapshot_url, c.snapshot_dir, c.load)
-        beside = c.async_save and bool(c.save) and not line.config.training.skip_train
-        snapshots = c.snapshot_dir if c.snapshot_interval else None
-        places = (
-            object_store.places(c.save, line.save_url, snapshots, line.snapshot_url)
-            if writes and c.save
-            else []
-        )
-        with object_store.uploading(places, c.save), async_writer.started(beside) as writer:
+        with exchange_with_object_store(line, writes), started_async_writer(line) as writer:
             train(line, tokenizer, held.check, writer, signals, services)
+
+
+def exchange_with_object_store(line, writes):
+    """Fetch what --load names there; a context in which what is saved is uploaded."""
+    if not (line.load_url or line.save_url or line.snapshot_url):
+        return contextlib.nullcontext()
+    object_store = optional.load("megatron.checkpoint.object_store")
+    c = line.config.checkpoint
+    if line.load_url and line.rank == 0:
+        object_store.fetch(
+            line.load_url, c.load, c.ckpt_step, required=line.load_url != line.save_url
+        )
+    if line.snapshot_url and line.rank == 0 and c.load and c.ckpt_step is None:
+        object_store.fetch_snapshot(line.snapshot_url, c.snapshot_dir, c.load)
+    snapshots = c.snapshot_dir if c.snapshot_interval else None
+    places = (
+        object_store.places(c.save, line.save_url, snapshots, line.snapshot_url)
+        if writes and c.save
+        else []
+    )
+    return object_store.uploading(places, c.save)
+
+
+def started_async_writer(line):
+    """A context with the writing process of --async-save, if it is asked for."""
+    c = line.config.checkpoint
+    if not (c.async_save and c.save) or line.config.training.skip_train:
+        return contextlib.nullcontext()
+    return optional.load("megatron.checkpoint.async_writer").started()
 
 
 def train(line, tokenizer, fence, writer, signals: SignalWatch | None, services=None) -> None:
@@ -157,7 +171,8 @@ def train(line, tokenizer, fence, writer, signals: SignalWatch | None, services=
     plan, skips = skip_plan.resolve_skips(config, plan, runtime)
     timers = Timers(config.logging.timing_log_level, initialize.synchronizer(runtime))
     log = training_log.TrainingLog(config, plan, timers, runtime.ctx.world, writers, runtime)
-    log.start(time.time() - STARTED, command_line.dumped_values(config, plan, backend))
+    dumped = command_line.dumped_values(config, plan, backend) if config.logging.has_boards else {}
+    log.start(time.time() - STARTED, dumped)
 
     with timers("model-and-optimizer-setup"):
         run = build.build_run(config, plan, runtime, timers, tokenizer)

@@ -260,10 +260,21 @@ class Problems(ValueError):
         super().__init__("\n".join(self.lines))
 
 
+@dataclasses.dataclass(frozen=True)
+class OtherFlags:
+    """Flags that no config class declares: `flags` are read, but the help does not show them; of a
+    further spelling `explain` may know why there is no such flag, `ignores` that it has no effect,
+    and `synonyms` what it is called here."""
+
+    flags: Sequence[Flag] = ()
+    explain: Callable[[str], str | None] = lambda spelling: None
+    ignores: Callable[[str], bool] = lambda spelling: False
+    synonyms: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+
 class Parser:
-    """All flags of a program by their spellings. Of an unknown spelling `explain` may know why
-    there is no such flag, `ignores` that it has no effect, and `synonyms` what it is called
-    here."""
+    """All flags of a program by their spellings. `others` is called when a flag is met that is none
+    of them."""
 
     def __init__(
         self,
@@ -272,9 +283,7 @@ class Parser:
         prog: str,
         description: str,
         sections: dict[str, str],
-        explain: Callable[[str], str | None] = lambda spelling: None,
-        ignores: Callable[[str], bool] = lambda spelling: False,
-        synonyms: Mapping[str, str] = types.MappingProxyType({}),
+        others: Callable[[], OtherFlags] = OtherFlags,
     ):
         self.flags = list(flags)
         self.by_spelling = _by_spelling(flag for flag in self.flags if flag.place == "flag")
@@ -283,9 +292,23 @@ class Parser:
         self.prog = prog
         self.description = description
         self.sections = sections
-        self.explain = explain
-        self.ignores = ignores
-        self.synonyms = synonyms
+        self._load_others = others
+
+    @functools.cached_property
+    def others(self) -> OtherFlags:
+        """The flags that no config class declares."""
+        return self._load_others()
+
+    @functools.cached_property
+    def every_spelling(self) -> dict[str, Flag]:
+        """All flags, `others` too, by their spellings."""
+        return _by_spelling(
+            flag for flag in [*self.flags, *self.others.flags] if flag.place == "flag"
+        )
+
+    def find(self, spelling: str) -> Flag | None:
+        """The flag of that spelling."""
+        return self.by_spelling.get(spelling) or self.every_spelling.get(spelling)
 
     def help(self) -> str:
         """The text for --help: every flag of the sections, with its default."""
@@ -350,25 +373,19 @@ def build_parser(
     *,
     prog: str,
     description: str,
-    extra: Iterable[Flag] = (),
-    explain: Callable[[str], str | None] = lambda spelling: None,
-    ignores: Callable[[str], bool] = lambda spelling: False,
-    synonyms: Mapping[str, str] = types.MappingProxyType({}),
+    others: Callable[[], OtherFlags] = OtherFlags,
 ) -> Parser:
-    """A parser with one section a config class. `extra`: flags that belong to no field (help leaves
-    them out)."""
+    """A parser with one section per config class."""
     sections = {
         group: (owner.__doc__ or group).split("\n")[0]
         for group, owner in typing.get_type_hints(tree).items()
     }
     return Parser(
-        [*flags_of(tree).values(), *extra],
+        flags_of(tree).values(),
         prog=prog,
         description=description,
         sections=sections,
-        explain=explain,
-        ignores=ignores,
-        synonyms=synonyms,
+        others=others,
     )
 
 
@@ -456,7 +473,7 @@ def _most_values(parser: Parser, word: str) -> float:
     """How many of the words after a flag can be its values. Of an unknown flag all, so that none is
     taken for another's."""
     spelling, equals, _ = word.partition("=")
-    flag = parser.by_spelling.get(spelling)
+    flag = parser.find(spelling)
     if (
         equals
         or spelling in ("-h", "--help", "--version")
@@ -506,9 +523,9 @@ def _take(parser: Parser, words: list[str], seen: dict[str, list[str]], parsed: 
             "dash get lost? [value-without-flag]"
         )
         return
-    flag = parser.by_spelling.get(spelling)
+    flag = parser.find(spelling)
     if flag is None:
-        if parser.ignores(spelling):
+        if parser.others.ignores(spelling):
             parsed.ignored.append(" ".join(words))
         else:
             _unknown(parser, spelling, parsed)
@@ -544,18 +561,17 @@ def is_flag(word: str) -> bool:
 
 def _unknown(parser: Parser, spelling: str, parsed: Parsed) -> None:
     dashed = "--" + spelling.lstrip("-").replace("_", "-")
-    shown = sorted(s for s, flag in parser.by_spelling.items() if flag.group in parser.sections)
+    known = parser.every_spelling
+    shown = sorted(s for s, flag in known.items() if flag.group in parser.sections)
     shown += ["--help", "--version"]
-    if dashed in parser.by_spelling:
+    if dashed in known:
         close = [dashed]
-    elif dashed in parser.synonyms:
-        close = [parser.synonyms[dashed]]
+    elif dashed in parser.others.synonyms:
+        close = [parser.others.synonyms[dashed]]
     else:
-        close = _close(dashed, shown) or difflib.get_close_matches(
-            dashed, sorted(parser.by_spelling), 1, 0.75
-        )
-    parsed.broken |= {parser.by_spelling[s].name for s in close if s in parser.by_spelling}
-    if explained := parser.explain(spelling):
+        close = _close(dashed, shown) or difflib.get_close_matches(dashed, sorted(known), 1, 0.75)
+    parsed.broken |= {known[s].name for s in close if s in known}
+    if explained := parser.others.explain(spelling):
         parsed.problems.append(explained)
     elif close:
         parsed.problems.append(

@@ -25,6 +25,8 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
+from megatron import optional
+
 ROOT = Path(__file__).resolve().parent.parent
 OUTPUT_SHOWN = 4000  # characters of a failing rank's own output
 LOST_CONNECTION = re.compile(r"gloo|connection|\bpeer\b|socket|broken pipe", re.IGNORECASE)
@@ -54,7 +56,7 @@ def _context() -> multiprocessing.context.ForkServerContext:
         "megatron.training.loop",
         "megatron.training.logging.kernel_report",
         "megatron.config.command_line",
-        "megatron.checkpoint.object_store",
+        *optional.MODULES,
         "tests.runs",
         "tests.e2e.programs",
         "tensorboard.backend.event_processing.event_accumulator",

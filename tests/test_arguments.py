@@ -12,6 +12,7 @@ import pytest
 
 from megatron.arguments import (
     Flag,
+    OtherFlags,
     Problems,
     arg,
     build_parser,
@@ -345,7 +346,10 @@ def test_help_names_every_flag_with_type_and_default():
 
 def test_what_is_unknown_may_be_explained():
     parser = build_parser(
-        Tree, prog="x", description="d", explain=lambda s: f"{s}: gone" if s == "--old" else None
+        Tree,
+        prog="x",
+        description="d",
+        others=lambda: OtherFlags(explain=lambda s: f"{s}: gone" if s == "--old" else None),
     )
     old, wrong = parse(parser, ["--old", "1", "--widt", "2"]).problems
     assert old == "--old: gone"

@@ -23,7 +23,7 @@ from typing import NoReturn
 
 # numpy's, which nothing here needs; read when it is imported
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-from megatron.arguments import Problems, arg, build_parser, config_from, parse
+from megatron.arguments import OtherFlags, Problems, arg, build_parser, config_from, parse
 from megatron.data.indexed_dataset import bin_path, idx_path, optimal_dtype
 from megatron.data.preprocess import sentences
 from megatron.data.preprocess.encode import Encoded, Job, encode_all, tokenizer_of
@@ -173,7 +173,10 @@ class Speed:
 def read_command_line(argv: Sequence[str]) -> tuple[Config, list[str]]:
     """The command line and its input files. Raises Problems with everything that is wrong."""
     parser = build_parser(
-        Config, prog="preprocess_data.py", description=__doc__ or "", explain=_refused
+        Config,
+        prog="preprocess_data.py",
+        description=__doc__ or "",
+        others=lambda: OtherFlags(explain=_refused),
     )
     parsed = parse(parser, argv)
     if parsed.help:

@@ -168,14 +168,13 @@ class Writer:
 
 
 @contextmanager
-def started(wanted: bool) -> Iterator[Writer | None]:
-    """A writer within the block, if one is wanted."""
-    writer = Writer() if wanted else None
+def started() -> Iterator[Writer]:
+    """A writer within the block."""
+    writer = Writer()
     try:
         yield writer
     finally:
-        if writer:
-            writer.close()
+        writer.close()
 
 
 def _laid_out(slices: Sequence[TensorSlice]) -> tuple[list[Part], int]:

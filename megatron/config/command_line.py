@@ -15,8 +15,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-from megatron import launcher, log
+from megatron import launcher, log, optional
 from megatron.arguments import (
+    OtherFlags,
     Parsed,
     Parser,
     Problems,
@@ -34,10 +35,8 @@ from megatron.config.checks import rules as check
 from megatron.config.checks.paths import TOKENIZER_FILES, newest_checkpoint, newest_with_good_args
 from megatron.config.checks.tokenizer import BYTE_VOCAB_SIZE, TIKTOKEN_VOCAB_SIZE, ids_in_file
 from megatron.config.logging import SHORT
-from megatron.config.megatron_compat import flags as megatron_flags
 from megatron.config.model import ModelConfig
 from megatron.config.plan.plan import Plan, make_plan
-from megatron.config.plan.report import describe
 from megatron.config.summary_lines import changed_arguments
 from megatron.config.tree import Config
 from megatron.version import version_line
@@ -96,11 +95,26 @@ def parser() -> Parser:
         Config,
         prog="pretrain_gpt.py",
         description=DESCRIPTION,
-        extra=megatron_flags.parser_flags(),
-        explain=megatron_flags.explain,
-        ignores=megatron_flags.ignores,
-        synonyms=megatron_flags.SYNONYMS,
+        others=_other_flags,
     )
+
+
+def _other_flags() -> OtherFlags:
+    """The flags of Megatron-LM that have no field here."""
+    compat = optional.load("megatron.config.megatron_compat.flags")
+    return OtherFlags(compat.parser_flags(), compat.explain, compat.ignores, compat.SYNONYMS)
+
+
+def _judge_foreign(
+    foreign: Mapping[str, Any], ignored: Sequence[str]
+) -> tuple[list[str], list[str], list[list[str]]]:
+    """Of typed flags of Megatron-LM that have no field here: errors, notes, and the command lines
+    that replace some."""
+    if not foreign and not ignored:
+        return [], [], []
+    compat = optional.load("megatron.config.megatron_compat.flags")
+    replacements = list(compat.replaced(foreign).values())
+    return compat.refused(foreign), compat.accepted(foreign, ignored), replacements
 
 
 def read(argv: Sequence[str], environ: Mapping[str, str]) -> CommandLine:
@@ -144,11 +158,11 @@ def refuse(problems: list[str], here: launcher.LaunchInfo) -> NoReturn:
 def _checked(
     flags: Parser, parsed: Parsed, here: launcher.LaunchInfo
 ) -> tuple[CommandLine, list[str]]:
-    foreign = {
-        name: value for name, value in parsed.typed.items() if name in megatron_flags.FOREIGN
-    }
+    known = flags_of(Config)
+    foreign = {name: value for name, value in parsed.typed.items() if name not in known}
+    refused, accepted, replacements = _judge_foreign(foreign, parsed.ignored)
     typed = {name: value for name, value in parsed.typed.items() if name not in foreign}
-    for words in megatron_flags.replaced(foreign).values():
+    for words in replacements:
         typed = parse(flags, words).typed | typed
     theirs = _Theirs() if parsed.unread_file else _from_checkpoint(flags, typed)
     config = config_from(Config, {**theirs.values, **typed})
@@ -163,11 +177,11 @@ def _checked(
     )
     problems = [
         *parsed.problems,
-        *megatron_flags.refused(foreign),
+        *refused,
         *theirs.problems,
         *(text for text in found if not text.startswith(unread)),
     ]
-    notes = [*parsed.notes, *megatron_flags.accepted(foreign, parsed.ignored), *theirs.notes]
+    notes = [*parsed.notes, *accepted, *theirs.notes]
     if not problems:
         notes += check.notes(config, world_size, typed)
     c = config.checkpoint
@@ -331,7 +345,7 @@ def dumped_values(
         for name, value in found.items()
         if name.startswith(("no_load_", "no_save_"))
     }
-    found |= megatron_flags.dumped(foreign or {})
+    found |= optional.load("megatron.config.megatron_compat.flags").dumped(foreign or {})
     constant = o.weight_decay_incr_style == "constant"
     chunks = len(plan.layers_per_stage[0])
     return found | {
@@ -461,6 +475,7 @@ def print_plan(line: CommandLine) -> Plan:
     """What --dry-run prints first; the plan."""
     size, source = vocabulary(line.config)
     plan = make_plan(line.config, line.world_size, size)
+    describe = optional.load("megatron.config.plan.report").describe
     lines = [
         *line.notes,
         f"plan for {line.world_size} rank{'s' * (line.world_size > 1)} (vocabulary: {source})",

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from megatron import optional
 from megatron.config.model import ModelConfig
 from megatron.kernels import functional
 from megatron.kernels.kernels import Kernels
@@ -16,7 +17,6 @@ from megatron.model.norm import Norm
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.parallel.random import DropoutSeeds, recompute
-from megatron.parallel.ring_attention import ring_attention
 from megatron.parallel.sharding import ParameterFactory
 
 Rotary = tuple[torch.Tensor, torch.Tensor]
@@ -47,6 +47,8 @@ class SelfAttention(nn.Module):
         self.head_dim = model.head_dim
         self.cp = ctx.cp
         self.cp_comm_type = ctx.cp_comm_type
+        if self.cp.size > 1:
+            self._ring_attention = optional.load("megatron.parallel.ring_attention").ring_attention
         self.groups = model.query_groups // ctx.tp.size
         self.queries_per_group = model.num_attention_heads // model.query_groups
         self.scale = 1.0 / math.sqrt(model.head_dim)
@@ -161,5 +163,5 @@ class SelfAttention(nn.Module):
             "implementation": self.kernels.attention,
         }
         if self.cp.size > 1:
-            return ring_attention(q, k, v, self.cp, comm_type=self.cp_comm_type, **more)
+            return self._ring_attention(q, k, v, self.cp, comm_type=self.cp_comm_type, **more)
         return functional.attention(q, k, v, **more)

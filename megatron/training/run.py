@@ -5,12 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from megatron.checkpoint.async_writer import Writer
 from megatron.checkpoint.skip_log import SkipHistory
 from megatron.config.plan.plan import Plan
 from megatron.config.tree import Config
@@ -27,6 +26,9 @@ from megatron.training.launch.initialize import Runtime
 from megatron.training.launch.signals import SignalWatch
 from megatron.training.logging.subset_metrics import RowCounts
 from megatron.training.spikes.policy import SpikePolicy
+
+if TYPE_CHECKING:
+    from megatron.checkpoint.async_writer import Writer
 
 
 @dataclass(frozen=True)

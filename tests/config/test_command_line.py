@@ -17,6 +17,7 @@ import pytest
 from megatron.arguments import config_from, parse, to_args_text
 from megatron.config import command_line
 from megatron.config.checks.tokenizer import ids_in_file
+from megatron.config.megatron_compat.flags import FOREIGN
 from megatron.config.tree import Config
 from megatron.data.tokenizers.build import TokenizerFlags
 from tests.data.corpora import write_corpus
@@ -431,7 +432,7 @@ def test_the_seeds_command_line_gives_the_seeds_dump(seed_line):
     ours = [row.rstrip() for row in text.splitlines()]
     assert ours == [row for row in seed if row in set(ours)]
     left_out = {row.split()[0] for row in seed if row not in set(ours)}
-    foreign = command_line.megatron_flags.FOREIGN
+    foreign = FOREIGN
     assert left_out == {
         name for name, flag in foreign.items() if "trained here, only GPT" in flag.text
     }

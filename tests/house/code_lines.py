@@ -1,8 +1,9 @@
 """Counts the code that one training process imports: `python tests/house/code_lines.py [ROOT]`.
 
 The files are the static import closure of pretrain_gpt.py within the repository: every module that
-it imports, and those that these import, wherever the import statement stands. Modules that
-megatron/optional.py imports by name are counted separately, if that file exists.
+it imports, and those that these import, wherever the import statement stands, except below `if
+TYPE_CHECKING`, which is not executed. Modules that megatron/optional.py imports by name are counted
+separately.
 
 code        physical lines without blank lines, comments and docstrings statements  nodes of the
 syntax tree that are statements, docstrings apart; independent of the layout"""
@@ -47,7 +48,15 @@ class File:
 
 def imported_names(tree: ast.AST) -> Iterator[str]:
     """Dotted names that may be modules: `from a import b` gives a and a.b."""
+    unused = {
+        id(inner)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+        for inner in ast.walk(node)
+    }
     for node in ast.walk(tree):
+        if id(node) in unused:
+            continue
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:

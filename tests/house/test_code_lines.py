@@ -33,7 +33,8 @@ def test_code_lines_and_statements_by_the_definition():
 def test_the_closure_follows_imports_within_the_repository(tmp_path):
     sources = {
         "pretrain_gpt.py": "import os\nfrom megatron import a\n",
-        "megatron/a.py": "def f():\n    from megatron.b.c import d\n",
+        "megatron/a.py": "def f():\n    from megatron.b.c import d\n"
+        "if TYPE_CHECKING:\n    import megatron.unused\n",
         "megatron/b/c.py": "import megatron.a\n",
         "megatron/unused.py": "",
         "megatron/optional.py": "TABLE = {'x': 'megatron.chosen', 'y': 'nothing'}\n",
@@ -51,6 +52,12 @@ def test_the_closure_follows_imports_within_the_repository(tmp_path):
         "megatron/below.py",
         "megatron/chosen.py",
     ]
+
+
+def test_what_is_loaded_by_name_is_not_imported_always():
+    always = code_lines.closure(ROOT, ["pretrain_gpt.py"])
+    chosen = code_lines.optional_modules(ROOT)
+    assert chosen and not set(always) & set(chosen)
 
 
 def test_the_report_of_this_repository(capsys, monkeypatch):

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from megatron import optional
 from megatron.arguments import arg
 from megatron.config.checks.tokenizer import (
     BYTE_VOCAB_SIZE,
@@ -23,17 +24,6 @@ from megatron.config.checks.tokenizer import (
     tiktoken_problems,
 )
 from megatron.data.tokenizers.base import Ids, Tokenizer
-from megatron.data.tokenizers.bpe import (
-    GPT2BPETokenizer,
-    HuggingFaceTokenizer,
-    TikTokenizer,
-    tiktoken_patterns,
-)
-from megatron.data.tokenizers.sentencepiece import (
-    GPTSentencePieceTokenizer,
-    Llama2Tokenizer,
-    SentencePieceTokenizer,
-)
 
 __all__ = [
     "TOKENIZER_TYPES",
@@ -171,7 +161,7 @@ class TokenizerFlags:
                 f"--vocab-extra-ids {self.vocab_extra_ids}: must be 0 or more [value-out-of-range]"
             )
         if self.tokenizer_type == "TikTokenizer":
-            if self.tiktoken_pattern not in (None, *tiktoken_patterns()):
+            if self.tiktoken_pattern not in (None, "v1", "v2"):
                 problems.append(
                     f"--tiktoken-pattern {self.tiktoken_pattern}: give v1 or v2 "
                     "[value-not-a-choice]"
@@ -201,28 +191,27 @@ class TokenizerFlags:
         return tokenizer
 
     def _make(self) -> Tokenizer:
-        match self.tokenizer_type:
-            case "GPT2BPETokenizer":
-                return GPT2BPETokenizer(self.vocab_file, self.merge_file)
-            case "SentencePieceTokenizer":
-                return SentencePieceTokenizer(self.tokenizer_model, self.vocab_extra_ids)
-            case "GPTSentencePieceTokenizer":
-                return GPTSentencePieceTokenizer(self.tokenizer_model)
-            case "Llama2Tokenizer":
-                return Llama2Tokenizer(self.tokenizer_model)
-            case "HuggingFaceTokenizer":
-                return HuggingFaceTokenizer(self.tokenizer_model)
-            case "TikTokenizer":
-                return TikTokenizer(
-                    self.tokenizer_model,
-                    self.tiktoken_pattern or "v2",
-                    self.vocab_size or TIKTOKEN_VOCAB_SIZE,
-                    self.tiktoken_num_special_tokens,
-                    self.tiktoken_special_tokens or TIKTOKEN_SPECIAL,
-                )
-            case "ByteTokenizer":
-                return ByteTokenizer()
-        return NullTokenizer(self.vocab_size)
+        kind = self.tokenizer_type
+        if kind == "NullTokenizer":
+            return NullTokenizer(self.vocab_size)
+        if kind == "ByteTokenizer":
+            return ByteTokenizer()
+        if TOKENIZER_TYPES[kind] is _MODEL:
+            make = getattr(optional.load("megatron.data.tokenizers.sentencepiece"), kind)
+            extra = [self.vocab_extra_ids] * (kind == "SentencePieceTokenizer")
+            return make(self.tokenizer_model, *extra)
+        bpe = optional.load("megatron.data.tokenizers.bpe")
+        if kind == "GPT2BPETokenizer":
+            return bpe.GPT2BPETokenizer(self.vocab_file, self.merge_file)
+        if kind == "HuggingFaceTokenizer":
+            return bpe.HuggingFaceTokenizer(self.tokenizer_model)
+        return bpe.TikTokenizer(
+            self.tokenizer_model,
+            self.tiktoken_pattern or "v2",
+            self.vocab_size or TIKTOKEN_VOCAB_SIZE,
+            self.tiktoken_num_special_tokens,
+            self.tiktoken_special_tokens or TIKTOKEN_SPECIAL,
+        )
 
 
 def build_tokenizer(tokenizer_type: str | None, **flags: Any) -> Tokenizer:

@@ -16,10 +16,9 @@ import torch
 import torch.distributed as dist
 
 from megatron import device as devices
-from megatron import launcher, log
+from megatron import launcher, log, optional
 from megatron.config.tree import Config
 from megatron.parallel.context import ParallelContext
-from megatron.parallel.shared_sums import open_shared
 from megatron.training.launch.network import (
     address_towards,
     interface_towards,
@@ -143,9 +142,10 @@ def initialize(config: Config, rendezvous: Rendezvous | None = None) -> Runtime:
             timeout=timedelta(minutes=parallel.distributed_timeout_minutes),
         )
     ctx = ParallelContext(parallel, world_size, rank)
-    ctx.tp = replace(
-        ctx.tp, shared=open_shared(ctx.tp, timedelta(minutes=parallel.distributed_timeout_minutes))
-    )
+    if ctx.tp.size > 1:
+        open_shared = optional.load("megatron.parallel.shared_sums").open_shared
+        timeout = timedelta(minutes=parallel.distributed_timeout_minutes)
+        ctx.tp = replace(ctx.tp, shared=open_shared(ctx.tp, timeout))
     if world_size > 1:
         log.detail(layout_line(ctx))
     log.detail(f"> initialized tensor model parallel with size {ctx.tp.size}")

@@ -15,7 +15,7 @@ from datetime import datetime
 from typing import Any
 
 from megatron import device as devices
-from megatron import launcher, log
+from megatron import launcher, log, optional
 from megatron.config.plan.plan import Plan
 from megatron.config.tree import Config
 from megatron.parallel.collectives import gather_objects
@@ -26,8 +26,6 @@ from megatron.training.logging import flops, internlm_format, megatron_format, s
 from megatron.training.logging.output import OutputFile
 from megatron.training.logging.points import Board, Boards, given
 from megatron.training.logging.short_log import ShortLog
-from megatron.training.logging.tensorboard import TensorBoard
-from megatron.training.logging.wandb import WandB
 from megatron.training.spikes.detector import Finding
 
 # Megatron's tags of what megatron.device.memory_report measures.
@@ -85,10 +83,14 @@ def open_writers(config: Config) -> Writers:
         if logging.tensorboard_dir:
             if log.shows_details():
                 log.print_rank_last("> setting tensorboard ...")
-            boards.append(TensorBoard(logging.tensorboard_dir, logging.tensorboard_queue_size))
-        if logging.wandb_project:
+            tensorboard = optional.load("megatron.training.logging.tensorboard")
             boards.append(
-                WandB(
+                tensorboard.TensorBoard(logging.tensorboard_dir, logging.tensorboard_queue_size)
+            )
+        if logging.wandb_project:
+            wandb = optional.load("megatron.training.logging.wandb")
+            boards.append(
+                wandb.WandB(
                     logging.wandb_project,
                     logging.wandb_exp_name,
                     logging.wandb_entity,

@@ -1,0 +1,32 @@
+"""Modules that only some runs need: the one file of megatron/ that imports its own by name.
+
+A module is listed with the flags that need it, is loaded at the place that uses it, and is not
+imported by a statement anywhere on the way from pretrain_gpt.py. Whether a run can use it is
+checked before, with the other rules of the command line. tests/house/walls.py holds the table
+against the calls, and each call against the layers.
+"""
+
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+
+MODULES = {
+    "megatron.config.megatron_compat.flags": "a flag of Megatron-LM without a field; argument dump",
+    "megatron.config.plan.report": "--dry-run",
+    "megatron.checkpoint.object_store": "--save, --load or --snapshot-dir is a URL",
+    "megatron.data.tokenizers.bpe": "--tokenizer-type GPT2BPE, HuggingFace or TikTokenizer",
+    "megatron.data.tokenizers.sentencepiece": "the SentencePiece types of --tokenizer-type",
+    "megatron.training.logging.tensorboard": "--tensorboard-dir",
+    "megatron.training.logging.wandb": "--wandb-project",
+    "megatron.parallel.ring_attention": "--context-parallel-size above 1",
+    "megatron.parallel.shared_sums": "--tensor-model-parallel-size above 1",
+    "megatron.checkpoint.async_writer": "--async-save",
+}
+
+
+def load(name: str) -> ModuleType:
+    """The module of MODULES with that name, imported at its first use."""
+    if name not in MODULES:
+        raise KeyError(f"{name} is not in megatron.optional.MODULES")
+    return importlib.import_module(name)
