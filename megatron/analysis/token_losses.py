@@ -12,8 +12,9 @@ import numpy as np
 import torch
 
 from megatron.analysis.loss_outliers import MASKED
+from megatron.data.samples import sample_of
 from megatron.model.gpt import GPTModel
-from megatron.training.batch import BatchRules, make_batch
+from megatron.training.batch import BatchRules, MicroBatch, make_batch
 
 
 @torch.inference_mode()
@@ -27,9 +28,8 @@ def token_losses(
     """
     device = next(model.parameters()).device
     for first in range(0, len(samples), micro_batch_size):
-        batch = make_batch(
-            torch.from_numpy(np.stack(samples[first : first + micro_batch_size])), rules, device
-        )
+        rows = samples[first : first + micro_batch_size]
+        batch = make_batch(MicroBatch.pack([sample_of(row) for row in rows]), rules, device)
         losses = model(batch.tokens, batch.position_ids, batch.labels, batch.document_ids).float()
         if batch.loss_mask is not None:
             losses = losses.masked_fill(batch.loss_mask == 0, MASKED)

@@ -1,23 +1,44 @@
 """What a loader reads: the samples of a dataset, each checked against the vocabulary and, for a
-ledger, hashed.
-
-It knows datasets by index; it must not know batches, ranks or where a ledger is written.
-"""
+ledger, hashed."""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import numpy as np
 
 from megatron.data.ledger import sample_hash, tokens_hash
-from megatron.data.packed.packed_dataset import LABELS
+from megatron.data.packed.packed_dataset import LABELS, POSITIONS, SUBSET, TOKENS
 from megatron.data.sample_lookup import Dataset, pieces
 from megatron.data.subsets import subset_of
 
 
+class Sample(NamedTuple):
+    """One sample of a data set, int64.
+
+    A sequence of s + 1 `tokens`, in which each token's label is the next one, has no `labels` and
+    no `positions`. A row of packed samples has `tokens`, `labels` (0: none) and `positions` (0
+    where a sample begins), [s] each. `subset`: which data set of a blend, or of packed samples [s],
+    each token is of; None where nobody counts. `hash`: 0 where no ledger is written.
+    """
+
+    tokens: np.ndarray
+    labels: np.ndarray | None = None
+    positions: np.ndarray | None = None
+    subset: int | np.ndarray | None = None
+    hash: int = 0
+
+
+def sample_of(row: np.ndarray, subset: int | None = None, hash: int = 0) -> Sample:
+    """The sample that a data set gives as one array: [s + 1], or packed [4, s]."""
+    if row.ndim == 1:
+        return Sample(row, subset=subset, hash=hash)
+    return Sample(row[TOKENS], row[LABELS], row[POSITIONS], row[SUBSET], hash)
+
+
 class Samples:
-    """`samples[i]` is sample i, int64 [sequence_length + 1] (packed: a row, [4, tokens]); with
-    `hashed` a pair of it and its hash. With `with_subset` an id behind the tokens says which data
-    set of a blend the sample is of.
+    """`samples[i]` is sample i of `dataset`; with `hashed` it has its hash, with `with_subset` (of
+    packed samples always) its subset.
 
     Raises ValueError for an id that is not below `vocab_size`, with the file and the place where it
     stands.
@@ -34,16 +55,19 @@ class Samples:
     def __len__(self) -> int:
         return len(self.dataset)
 
-    def __getitem__(self, index: int) -> np.ndarray | tuple[np.ndarray, int]:
-        tokens = self.dataset[index]
+    def __getitem__(self, index: int) -> Sample:
+        row = self.dataset[index]
         # As unsigned numbers negative ids are large ones: one pass finds both.
-        if int(ids_of(tokens).view(np.uint64).max()) >= self.vocab_size:
-            raise self._outside(index, tokens)
-        sample = np.append(tokens, subset_of(self.dataset, index)) if self.with_subset else tokens
-        return (sample, sample_hash(index, tokens_hash(tokens))) if self.hashed else sample
+        if int(ids_of(row).view(np.uint64).max()) >= self.vocab_size:
+            raise self._outside(index, row)
+        return sample_of(
+            row,
+            subset_of(self.dataset, index) if self.with_subset and row.ndim == 1 else None,
+            sample_hash(index, tokens_hash(row)) if self.hashed else 0,
+        )
 
-    def _outside(self, index: int, tokens: np.ndarray) -> ValueError:
-        lines = np.atleast_2d(ids_of(tokens))
+    def _outside(self, index: int, row: np.ndarray) -> ValueError:
+        lines = np.atleast_2d(ids_of(row))
         line, place = np.argwhere(lines.view(np.uint64) >= self.vocab_size)[0].tolist()
         at = place
         for piece in pieces(self.dataset, index):
@@ -53,11 +77,11 @@ class Samples:
         return ValueError(
             f"{piece.prefix}.bin: token {piece.offset + at + line} of document {piece.document} "
             f"is the id {lines[line, place]}, the vocabulary has {self.vocab_size}; give the "
-            "tokenizer it was preprocessed with, or make the pair anew with "
+            "tokenizer it was preprocessed with, or preprocess it again with "
             "tools/preprocess_data.py"
         )
 
 
-def ids_of(sample: np.ndarray) -> np.ndarray:
+def ids_of(row: np.ndarray) -> np.ndarray:
     """What of a sample are token ids: all of it, of a packed row its tokens and labels."""
-    return sample if sample.ndim == 1 else sample[: LABELS + 1]
+    return row if row.ndim == 1 else row[: LABELS + 1]

@@ -1,18 +1,17 @@
-"""One micro-batch: which samples it holds, and from their tokens to what the model takes. Knows no
-process group."""
+"""One micro-batch: which samples it holds, and from their tokens to what the model takes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 
 from megatron.config.plan.batch_size import BatchSizeSchedule
 from megatron.config.skip_ranges import SkipRanges
-from megatron.data.packed.packed_dataset import LABELS, POSITIONS, SUBSET, TOKENS
+from megatron.data.samples import Sample
 from megatron.parallel.context import Axis
 from megatron.parallel.random import DropoutSeeds
 from megatron.parallel.zigzag import my_chunks
@@ -42,41 +41,118 @@ class Batch:
 
 @dataclass(frozen=True)
 class BatchRules:
-    """How end-of-document tokens are treated, over which ranks the sequence is split, and whether
-    samples are packed."""
+    """How end-of-document tokens are treated, and over which ranks the sequence is split."""
 
     eod: int | None
     reset_position_ids: bool = False
     reset_attention_mask: bool = False
     eod_mask_loss: bool = False
     cp: Axis = Axis("cp")
+
+
+class MicroBatch(NamedTuple):
+    """The samples of one micro-batch as a loader hands them out, int64.
+
+    One tensor holds them, since data workers and devices get one tensor faster than several: `rows`
+    [b, s + 1] of consecutive tokens, with `subset` [b, s + 2] whose last column is the subset, and
+    packed [b, 4, s] of tokens, labels, positions and subsets. This class alone packs and unpacks
+    them.
+    """
+
+    rows: torch.Tensor
     packed: bool = False
+    subset: bool = False
+    hash: int = 0  # the sum of those of the samples
+
+    @classmethod
+    def pack(cls, samples: Sequence[Sample]) -> MicroBatch:
+        """Samples of one kind and length in one tensor."""
+        first = samples[0]
+        packed = first.labels is not None
+        subset = first.subset is not None and not packed
+        if packed:
+            parts = [part for one in samples for part in one[:4]]
+            rows = np.stack(parts).reshape(len(samples), 4, -1)
+        else:
+            rows = np.stack([one.tokens for one in samples])
+        if subset:
+            rows = np.column_stack((rows, [one.subset for one in samples]))
+        return cls(torch.from_numpy(rows), packed, subset, sum(one.hash for one in samples))
+
+    def to(self, device: torch.device) -> MicroBatch:
+        """The same on `device`."""
+        return self._replace(rows=self.rows.to(device, non_blocking=True))
+
+    @property
+    def tokens(self) -> torch.Tensor:
+        """[b, s]."""
+        return self.rows[:, 0] if self.packed else self._sequences()[:, :-1].contiguous()
+
+    @property
+    def labels(self) -> torch.Tensor:
+        """[b, s]: the next tokens; of packed samples 0 where there is none."""
+        return self.rows[:, 1] if self.packed else self._sequences()[:, 1:].contiguous()
+
+    @property
+    def positions(self) -> torch.Tensor | None:
+        """[b, s] of packed samples, 0 where a sample begins; None: 0 to s - 1."""
+        return self.rows[:, 2] if self.packed else None
+
+    @property
+    def subset_ids(self) -> torch.Tensor | None:
+        """The subset of each row [b, 1], or of each token of packed samples [b, s]."""
+        if self.packed:
+            return self.rows[:, 3]
+        return self.rows[:, -1:] if self.subset else None
+
+    def _sequences(self) -> torch.Tensor:
+        """Consecutive tokens [b, s + 1]."""
+        return self.rows[:, :-1] if self.subset else self.rows
 
 
 def make_batch(
-    samples: torch.Tensor,
+    samples: MicroBatch,
     rules: BatchRules,
     device: torch.device,
     dropout_seeds: DropoutSeeds | None = None,
-    with_subset: bool = False,
     token_metrics: tuple[str, ...] = (),
 ) -> Batch:
-    """Samples [b, s+1] on the host -> Batch on the device: inputs and labels are the same tokens,
-    one apart. `with_subset`: [b, s+2], the last being the number of a subset.
+    """Samples on the host -> Batch on the device.
 
-    A document ends with its end-of-document token: the next position starts a new one.
-    `eod_mask_loss` drops the loss where the INPUT is that token (predicting the first token of the
-    next document), as Megatron does. A rank's chunks are taken last, since what holds for a token
-    depends on those before it. Of packed samples [1, 4, s] see `_packed_batch`.
+    Masks and positions are made for whole sequences; this rank's chunks of them are taken last.
     """
-    samples = samples.to(device, non_blocking=True)
-    if rules.packed:
-        return _packed_batch(samples, rules.cp, dropout_seeds, token_metrics)
-    subset_ids = None
-    if with_subset:
-        samples, subset_ids = samples[:, :-1], samples[:, -1:]
-    tokens = samples[:, :-1].contiguous()
-    labels = samples[:, 1:].contiguous()
+    samples = samples.to(device)
+    tokens = samples.tokens
+    labels = samples.labels
+    subset_ids = samples.subset_ids
+    if samples.packed:
+        loss_mask, position_ids, document_ids = _packed_masks(labels, samples.positions)
+        subset_ids = my_chunks(subset_ids, rules.cp).contiguous()
+    else:
+        loss_mask, position_ids, document_ids = _document_masks(tokens, rules)
+    if rules.cp.size > 1 and position_ids is None:
+        position_ids = torch.arange(tokens.shape[1], device=device).unsqueeze(0)
+    chunks = (
+        None if x is None else my_chunks(x, rules.cp).contiguous()
+        for x in (tokens, labels, loss_mask, position_ids)
+    )
+    return Batch(
+        *chunks,
+        document_ids,
+        dropout_seeds,
+        subset_ids=subset_ids,
+        token_metrics=token_metrics,
+    )
+
+
+# (loss mask, position ids, document ids), [b, s] each; None stands for the plain case.
+Masks = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
+
+
+def _document_masks(tokens: torch.Tensor, rules: BatchRules) -> Masks:
+    """Masks at the ends of documents. A document ends with its end-of-document token: the next
+    position starts a new one. `eod_mask_loss` masks the loss where the INPUT is that token
+    (predicting the first token of the next document), as Megatron does."""
     loss_mask = position_ids = document_ids = None
     if rules.reset_position_ids or rules.reset_attention_mask or rules.eod_mask_loss:
         ends = tokens == rules.eod
@@ -86,54 +162,20 @@ def make_batch(
         if rules.reset_attention_mask:
             document_ids = documents
         if rules.reset_position_ids:
-            positions = torch.arange(tokens.shape[1], device=device).expand_as(tokens)
+            positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
             starts = (
                 torch.where(torch.nn.functional.pad(ends[:, :-1], (1, 0)), positions, 0)
                 .cummax(1)
                 .values
             )
             position_ids = positions - starts
-    if rules.cp.size > 1 and position_ids is None:
-        position_ids = torch.arange(tokens.shape[1], device=device).unsqueeze(0)
-    mine = (
-        None if x is None else my_chunks(x, rules.cp)
-        for x in (tokens, labels, loss_mask, position_ids)
-    )
-    return Batch(
-        *mine, document_ids, dropout_seeds, subset_ids=subset_ids, token_metrics=token_metrics
-    )
+    return loss_mask, position_ids, document_ids
 
 
-def _packed_batch(
-    lines: torch.Tensor,
-    cp: Axis,
-    dropout_seeds: DropoutSeeds | None,
-    token_metrics: tuple[str, ...],
-) -> Batch:
-    """A row of packed samples, lines [1, 4, s] as
-    `megatron.data.packed.packed_dataset.PackedDataset` has them: positions begin anew with each
-    piece, attention stays inside it, and tokens without a label (0) have no loss."""
-    positions = lines[:, POSITIONS]
-    parts = (
-        lines[:, TOKENS],
-        lines[:, LABELS],
-        (lines[:, LABELS] > 0).float(),
-        positions,
-        lines[:, SUBSET],
-    )
-    tokens, labels, loss_mask, position_ids, subset_ids = (
-        my_chunks(x, cp).contiguous() for x in parts
-    )
-    return Batch(
-        tokens,
-        labels,
-        loss_mask,
-        position_ids,
-        (positions == 0).cumsum(1),
-        dropout_seeds,
-        subset_ids=subset_ids,
-        token_metrics=token_metrics,
-    )
+def _packed_masks(labels: torch.Tensor, positions: torch.Tensor) -> Masks:
+    """Masks of packed samples: attention stays inside a sample, and tokens without a label (0) have
+    no loss."""
+    return (labels > 0).float(), positions, (positions == 0).cumsum(1)
 
 
 class Sampler(Protocol):
@@ -180,14 +222,6 @@ def evaluation_samples(sampler: Sampler, consumed: int) -> Iterator[list[int]]:
         consumed += sampler.step
 
 
-def _stack(rows: list[np.ndarray]) -> torch.Tensor:
-    return torch.from_numpy(np.stack(rows))
-
-
-def _stack_hashed(rows: list[tuple[np.ndarray, int]]) -> tuple[torch.Tensor, int]:
-    return _stack([tokens for tokens, _ in rows]), sum(value for _, value in rows)
-
-
 def _start_worker(worker: int) -> None:
     WorkerSignals().install()
     torch.set_num_threads(1)
@@ -199,18 +233,18 @@ def load_samples(
     num_workers: int,
     device: torch.device,
     on_hash: Callable[[int], None] | None = None,
-) -> Iterator[torch.Tensor]:
-    """Read micro-batches [b, s+1] in order, `num_workers` processes ahead (0: in this process).
+) -> Iterator[MicroBatch]:
+    """Read micro-batches of a dataset of `Sample` in order, `num_workers` processes ahead (0: in
+    this process).
 
-    `on_hash`, for a dataset of pairs (tokens, hash), gets the sum of the hashes when a micro-batch
-    is handed out. Raises ValueError where data cannot be read, in one line also when it was a
-    worker that met it.
+    `on_hash` gets the hash of a micro-batch when it is handed out. Raises ValueError where data
+    cannot be read, in one line also when a worker met it.
     """
     loader = torch.utils.data.DataLoader(
         dataset,
         batch_sampler=micro_batches,
         num_workers=num_workers,
-        collate_fn=_stack_hashed if on_hash else _stack,
+        collate_fn=MicroBatch.pack,
         worker_init_fn=_start_worker,
         pin_memory=device.type == "cuda",
         multiprocessing_context="fork" if num_workers else None,
@@ -219,8 +253,9 @@ def load_samples(
 
 
 def handed_out(
-    batches: Iterator[Any], on_hash: Callable[[int], None] | None, workers: bool
-) -> Iterator[torch.Tensor]:
+    batches: Iterator[MicroBatch], on_hash: Callable[[int], None] | None, workers: bool
+) -> Iterator[MicroBatch]:
+    """The micro-batches of a DataLoader, whose errors become one line."""
     while True:
         try:
             batch = next(batches)
@@ -239,6 +274,5 @@ def handed_out(
                 text.strip().rpartition("\n")[2].partition(": ")[2] if caught else text
             ) from error
         if on_hash:
-            batch, value = batch
-            on_hash(value)
+            on_hash(batch.hash)
         yield batch

@@ -175,7 +175,6 @@ def build_run(
         d.reset_attention_mask,
         d.eod_mask_loss,
         ctx.cp,
-        d.packed_samples,
     )
     scheduler = build_scheduler(config, plan, optimizer)
     log.detail(f"> learning rate decay style: {scheduler.lr_decay_style}")

@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import torch
-
 from megatron import log
 from megatron.data.samples import Samples
 from megatron.data.text_bytes import bits_per_byte, bytes_per_token
 from megatron.training.agreement import Agreement
-from megatron.training.batch import evaluation_samples, load_samples
+from megatron.training.batch import MicroBatch, evaluation_samples, load_samples
 from megatron.training.build_data import Data
 from megatron.training.hook import Hook
 from megatron.training.logging.training_log import TrainingLog
@@ -36,7 +34,7 @@ class Evaluation(Hook):
         self._lines = lines
         self._agreement = agreement
         self.hooks: Sequence[Hook] = ()  # told before a validation starts
-        self._valid_samples: dict[int, Iterator[torch.Tensor]] = {}
+        self._valid_samples: dict[int, Iterator[MicroBatch]] = {}
         # of each data set that was evaluated, by its id()
         self._bytes_per_token: dict[int, float | None] = {}
         self.enabled = bool(data.valid) and run.config.training.eval_iters > 0
@@ -55,7 +53,7 @@ class Evaluation(Hook):
     def _evaluate(
         self,
         dataset: Any,
-        samples: Iterator[torch.Tensor],
+        samples: Iterator[MicroBatch],
         count: int,
         prefix: str,
         tell: Callable[[str], None],
@@ -103,7 +101,7 @@ class Evaluation(Hook):
         batch = self._run.plan.batch
         return self._run.config.training.eval_iters * batch.final_global_batch_size // batch.divisor
 
-    def _validation_samples(self, number: int) -> tuple[Iterator[torch.Tensor], int]:
+    def _validation_samples(self, number: int) -> tuple[Iterator[MicroBatch], int]:
         """The samples of a validation set, and how many micro-batches of them one validation
         reads."""
         run = self._run

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import torch
-
 from megatron import log
 from megatron.data.samples import Samples
 from megatron.training.agreement import Agreement, Requests
-from megatron.training.batch import load_samples, training_samples
+from megatron.training.batch import MicroBatch, load_samples, training_samples
 from megatron.training.build_data import Data
 from megatron.training.evaluation import Evaluation
 from megatron.training.hooks import build_hooks
@@ -76,7 +74,7 @@ class Trainer:
         self._end()
         return None
 
-    def open_training_samples(self) -> Iterator[torch.Tensor]:
+    def open_training_samples(self) -> Iterator[MicroBatch]:
         """The micro-batches [b, s+1] of all iterations that remain."""
         run = self.run
         first = run.progress.iteration + 1
@@ -95,7 +93,7 @@ class Trainer:
             self.data.train,
             run.plan.vocab_size,
             hashed=run.recorder is not None,
-            with_subset=run.rows is not None and not run.rules.packed,
+            with_subset=run.rows is not None,
         )
         return load_samples(
             samples,
@@ -105,7 +103,7 @@ class Trainer:
             run.recorder.add if run.recorder else None,
         )
 
-    def train_one(self, iteration: int, samples: Iterator[torch.Tensor]) -> Requests:
+    def train_one(self, iteration: int, samples: Iterator[MicroBatch]) -> Requests:
         """One iteration with its counters, schedule and log line; the requests of all ranks. A
         rollback leaves the run at an earlier iteration."""
         run = self.run

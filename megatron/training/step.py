@@ -18,7 +18,7 @@ from megatron.parallel.collectives import gather_objects
 from megatron.parallel.pipeline import Forward
 from megatron.parallel.random import DropoutSeeds
 from megatron.training.agreement import Requests
-from megatron.training.batch import Batch, make_batch
+from megatron.training.batch import Batch, MicroBatch, make_batch
 from megatron.training.logging.subset_metrics import RowCounts
 from megatron.training.run import Run
 from megatron.training.step_sums import MetricValue, StepSums, Totals, set_counts
@@ -59,7 +59,7 @@ class StepOutcome(NamedTuple):
 def train_step(
     run: Run,
     forward_step: ForwardStep,
-    samples: Iterator[torch.Tensor],
+    samples: Iterator[MicroBatch],
     iteration: int,
     requests: Callable[[], Requests] = Requests,
 ) -> StepOutcome:
@@ -207,7 +207,7 @@ def _why_skipped(run: Run, result: StepResult) -> str | None:
 def _forwards(
     run: Run,
     forward_step: ForwardStep,
-    samples: Iterator[torch.Tensor],
+    samples: Iterator[MicroBatch],
     sums: StepSums,
     dropout_seeds: Callable[[int], DropoutSeeds | None],
     rows: RowCounts | None = None,
@@ -230,7 +230,6 @@ def _forwards(
                     run.rules,
                     run.runtime.device,
                     dropout_seeds(micro_batch),
-                    rows is not None,
                     rows.token_metrics if rows else (),
                 )
         batch = batches.pop(micro_batch) if chunk == chunks - 1 else batches[micro_batch]
@@ -260,8 +259,8 @@ def _sum_over_ranks(run: Run, sums: StepSums) -> None:
     run.services.all_reduce(sums.values, run.runtime.ctx.world)
 
 
-def next_samples(samples: Iterator[torch.Tensor]) -> torch.Tensor:
-    """The next micro-batch [b, s+1]; an exhausted data set is an error that says what to do."""
+def next_samples(samples: Iterator[MicroBatch]) -> MicroBatch:
+    """The next micro-batch; an exhausted data set is an error that says what to do."""
     try:
         return next(samples)
     except StopIteration:
@@ -304,7 +303,7 @@ def _check_loss(run: Run, iteration: int, loss: float, local: torch.Tensor) -> N
 def evaluate(
     run: Run,
     forward_step: ForwardStep,
-    samples: Iterator[torch.Tensor],
+    samples: Iterator[MicroBatch],
     count: int,
     tell: Callable[[str], None],
     stop: Callable[[], bool] | None = None,

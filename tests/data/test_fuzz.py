@@ -212,9 +212,9 @@ def one_pair(folder: Path, seed: int, sound: list[tuple[bytes, bytes]]) -> str:
         )
         for sample in range(len(dataset)):
             assert (
-                len(dataset[sample]) == 5
-                and 0 <= dataset[sample].min()
-                and dataset[sample].max() < VOCAB
+                len(dataset[sample].tokens) == 5
+                and 0 <= dataset[sample].tokens.min()
+                and dataset[sample].tokens.max() < VOCAB
             )
     except ValueError as error:
         ids = np.frombuffer(b"".join(expected), f"<{FORMATS[idx[17]]}")

@@ -9,6 +9,7 @@ import torch
 from megatron.arguments import config_from
 from megatron.config.plan.plan import make_plan
 from megatron.config.tree import Config
+from megatron.data.samples import Samples
 from megatron.data.tokenizers.build import build_tokenizer
 from megatron.parallel.context import Axis
 from megatron.training.batch import load_samples, training_samples
@@ -58,8 +59,10 @@ def trained_on(
         numbers = training_samples(data.train_sampler, plan.batch, plan.skips, 1, ITERATIONS)
         read.append(
             [
-                rows.tolist()
-                for rows in load_samples(data.train, numbers, workers, torch.device("cpu"))
+                one.rows.tolist()
+                for one in load_samples(
+                    Samples(data.train, 211), numbers, workers, torch.device("cpu")
+                )
             ]
         )
     order = [row for parts in zip(*read, strict=True) for part in parts for row in part]

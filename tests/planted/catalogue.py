@@ -488,16 +488,16 @@ BUGS = {
         "campaign",
     ),
     "attention crosses pieces": Bug(
-        "megatron.training.batch._packed_batch",
+        "megatron.training.batch._packed_masks",
         "positions == 0",
         "positions < 0",
         f"{PACKED_RUNS}::test_another_sample_changes_no_bit",
         "campaign",
     ),
     "label 0 is a target": Bug(
-        "megatron.training.batch._packed_batch",
-        "lines[:, LABELS] > 0",
-        "lines[:, LABELS] >= 0",
+        "megatron.training.batch._packed_masks",
+        "labels > 0",
+        "labels >= 0",
         f"{PACKED_RUNS}::test_the_twelve_steps_of_the_demo_logs",
     ),
     "losses of subsets counted on every tensor-parallel rank": Bug(

@@ -129,7 +129,8 @@ def note_batches(folder: str) -> None:
         if dropout_seeds is not None:
             with open(f"{folder}/batches", "a") as file:
                 file.write(
-                    json.dumps([now[0], samples.sum(1).tolist(), samples[:, :3].tolist()]) + "\n"
+                    json.dumps([now[0], samples.rows.sum(1).tolist(), samples.rows[:, :3].tolist()])
+                    + "\n"
                 )
         return make(samples, rules, device, dropout_seeds, *rest)
 

@@ -26,7 +26,7 @@ from tests.e2e.programs import fork_program
 from tests.forkrun import run_ranks
 from tests.runs import SMALL, Finished, plot, same_tensors, train, with_flags, write_text
 from tests.spikes.injected import inject, noisy
-from tests.training.tiny_run import make_run, samples
+from tests.training.tiny_run import make_run, micro_batches, samples
 
 BASE = [*SMALL, "--split", "100,0,0", "--eval-iters", "0", "--save-interval", "15"]
 EXACT = (
@@ -404,7 +404,7 @@ def test_t16_a_nan_gradient_or_a_spike_changes_nothing(kind):
     for made in (one, other):
         for group in made.optimizer.param_groups:
             group["lr"] = 0.01
-        outcome = train_step(made, plot().forward_step, iter(samples().split(2)), 1)
+        outcome = train_step(made, plot().forward_step, micro_batches(samples(), 2), 1)
         assert outcome.skipped is None
         noise = np.random.default_rng(0).normal(0, 0.01, (100, 2))
         for n in range(100):
@@ -413,7 +413,7 @@ def test_t16_a_nan_gradient_or_a_spike_changes_nothing(kind):
             )
     before = contents(one)
     if "fp16" not in kind:  # where that is an overflow, and the scale's affair
-        outcome = train_step(one, nan_gradient, iter(samples(seed=1).split(2)), 200)
+        outcome = train_step(one, nan_gradient, micro_batches(samples(seed=1), 2), 200)
         assert (
             outcome.skipped == "nonfinite"
             and math.isfinite(outcome.loss)
@@ -426,12 +426,12 @@ def test_t16_a_nan_gradient_or_a_spike_changes_nothing(kind):
             loss, tokens, _ = plot().forward_step(batch, model)
             return loss * times, tokens
 
-        outcome = train_step(one, worse, iter(samples(seed=2).split(2)), 201)
+        outcome = train_step(one, worse, micro_batches(samples(seed=2), 2), 201)
         assert outcome.skipped == ("spike" if times == 3.0 else "nonfinite"), outcome
         assert contents(one) == before
     for made in (one, other):
         assert (
-            train_step(made, plot().forward_step, iter(samples(seed=3).split(2)), 202).skipped
+            train_step(made, plot().forward_step, micro_batches(samples(seed=3), 2), 202).skipped
             is None
         )
     assert contents(one) == contents(other) != before

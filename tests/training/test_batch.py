@@ -8,10 +8,12 @@ import torch
 from megatron.config.plan.batch_size import build_batch_size_schedule
 from megatron.config.skip_ranges import SkipRanges
 from megatron.data.sampler import SequentialSampler
+from megatron.data.samples import Sample, sample_of
 from megatron.parallel.context import Axis
 from megatron.training import batch
 from megatron.training.batch import (
     BatchRules,
+    MicroBatch,
     evaluation_samples,
     load_samples,
     make_batch,
@@ -20,7 +22,7 @@ from megatron.training.batch import (
 from megatron.training.launch.signals import describe
 
 EOD = 9
-SAMPLE = torch.tensor([[1, 2, EOD, 3, EOD, EOD, 4, 5]])
+SAMPLE = MicroBatch(torch.tensor([[1, 2, EOD, 3, EOD, EOD, 4, 5]]))
 CPU = torch.device("cpu")
 
 
@@ -28,7 +30,7 @@ class NotPickled:
     """A data set that cannot be pickled."""
 
     def __getitem__(self, index):
-        return np.full(5, index)
+        return Sample(np.full(5, index))
 
     def __reduce__(self):
         raise AssertionError("it is pickled")
@@ -48,7 +50,7 @@ def test_pinned_memory_is_asked_for_with_cuda_alone(monkeypatch, device, workers
 def test_workers_get_the_data_set_without_pickling_it():
     numbers = [[n, n + 1] for n in range(0, 20, 2)]
     found = list(load_samples(NotPickled(), iter(numbers), 2, CPU))
-    assert [rows[:, 0].tolist() for rows in found] == numbers
+    assert [one.rows[:, 0].tolist() for one in found] == numbers
 
 
 def test_plain_batch_is_the_shift_alone():
@@ -76,7 +78,8 @@ def test_each_rule_alone():
 def test_a_context_parallel_rank_gets_its_chunks_of_what_holds_for_the_whole_sequence():
     """Documents, positions and masks go on over the cut between the ranks; document ids stay
     whole."""
-    sample = torch.tensor([[1, 2, EOD, 3, EOD, EOD, 4, 5, 6], [1, 2, 3, 4, 5, 6, EOD, 8, 9]])
+    rows = [[1, 2, EOD, 3, EOD, EOD, 4, 5, 6], [1, 2, 3, 4, 5, 6, EOD, 8, 9]]
+    sample = MicroBatch(torch.tensor(rows))
     whole = make_batch(sample, BatchRules(EOD, True, True, True), CPU)
     for rank, places in ((0, [0, 1, 6, 7]), (1, [2, 3, 4, 5])):
         batch = make_batch(sample, BatchRules(EOD, True, True, True, Axis("cp", 2, rank)), CPU)
@@ -130,10 +133,32 @@ def test_evaluation_goes_on_where_it_was_and_ends():
 
 
 def test_workers_read_the_same(tmp_path):
-    data = [torch.full((3,), i).numpy() for i in range(12)]
+    data = [Sample(np.full(3, i), hash=i) for i in range(12)]
     for workers in (0, 2):
-        rows = list(load_samples(data, iter([[3, 1], [7, 0], [11, 2]]), workers, CPU))
-        assert torch.stack(rows)[:, :, 0].tolist() == [[3, 1], [7, 0], [11, 2]]
+        hashes = []
+        numbers = iter([[3, 1], [7, 0], [11, 2]])
+        found = list(load_samples(data, numbers, workers, CPU, hashes.append))
+        assert [one.rows[:, 0].tolist() for one in found] == [[3, 1], [7, 0], [11, 2]]
+        assert hashes == [4, 7, 13]
+
+
+def test_a_micro_batch_is_one_tensor_with_all_of_its_samples():
+    """What travels between processes; what is packed is what is unpacked."""
+    rows = np.arange(12).reshape(2, 6)
+    plain = MicroBatch.pack([Sample(row, hash=9) for row in rows])
+    assert plain.rows.tolist() == rows.tolist() and plain.hash == 18
+    of_blend = MicroBatch.pack([Sample(row, subset=n) for n, row in enumerate(rows, 5)])
+    assert of_blend.rows.tolist() == [[*rows[0], 5], [*rows[1], 6]]
+    for one in (plain, of_blend):
+        assert torch.equal(one.tokens, torch.from_numpy(rows[:, :-1]))
+        assert torch.equal(one.labels, torch.from_numpy(rows[:, 1:]))
+        assert one.positions is None
+    assert plain.subset_ids is None and of_blend.subset_ids.tolist() == [[5], [6]]
+    lines = np.arange(40).reshape(2, 4, 5)
+    packed = MicroBatch.pack([sample_of(one) for one in lines])
+    assert packed.rows.tolist() == lines.tolist()
+    found = (packed.tokens, packed.labels, packed.positions, packed.subset_ids)
+    assert torch.equal(torch.stack(found, 1), torch.from_numpy(lines))
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from megatron.training.step import train_step
 from tests.parity.layouts import CP, DISTRIBUTED, PP, TP
 from tests.problems import raises
 from tests.runs import NO_DROPOUT, SMALL, Finished, plot, train, with_flags
-from tests.training.tiny_run import EOD, make_run, samples
+from tests.training.tiny_run import EOD, make_run, micro_batches, samples
 
 FORMATS = ("short", "megatron", "aurora", "internlm")
 
@@ -111,7 +111,7 @@ def test_in_tensorboard(tmp_path):
 def test_a_pair_without_a_count_is_no_value():
     """As the mean over tokens of a kind that the batch has none of."""
     forward = functools.partial(with_metrics, lambda batch, loss, tokens: {"none": (0.0, 0)})
-    outcome = train_step(make_run(), forward, iter(samples().split(2)), 1)
+    outcome = train_step(make_run(), forward, micro_batches(samples(), 2), 1)
     assert outcome.metrics == {"none": None}
 
 
@@ -124,7 +124,7 @@ def test_masked_means_are_those_of_the_whole_batch():
 
     tokens = samples()
     outcome = train_step(
-        make_run(), functools.partial(with_metrics, last), iter(tokens.split(2)), 1
+        make_run(), functools.partial(with_metrics, last), micro_batches(tokens, 2), 1
     )
     ends = (tokens[:, 1:] == EOD).nonzero()[:, 1].double()
     assert outcome.metrics["ends"] == len(ends) / len(tokens)
@@ -135,15 +135,15 @@ def test_a_pair_of_loss_and_tokens_is_accepted():
     def two(batch, model):
         return plot().forward_step(batch, model)[:2]
 
-    one = train_step(make_run(), plot().forward_step, iter(samples().split(2)), 1)
-    other = train_step(make_run(), two, iter(samples().split(2)), 1)
+    one = train_step(make_run(), plot().forward_step, micro_batches(samples(), 2), 1)
+    other = train_step(make_run(), two, micro_batches(samples(), 2), 1)
     assert (one.loss, one.grad_norm, one.metrics) == (other.loss, other.grad_norm, {})
 
 
 def test_names_may_not_change():
     """The ranks reserve slots once."""
     made = make_run()
-    train_step(made, plot().forward_step, iter(samples().split(2)), 1)
+    train_step(made, plot().forward_step, micro_batches(samples(), 2), 1)
     forward = functools.partial(with_metrics, lambda batch, loss, tokens: {"new": 1.0})
     with raises(ValueError, "metrics-differ", "new"):
-        train_step(made, forward, iter(samples().split(2)), 2)
+        train_step(made, forward, micro_batches(samples(), 2), 2)

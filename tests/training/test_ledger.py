@@ -63,7 +63,7 @@ def note_samples(folder: str) -> None:
 
     def noted(samples, *rest):
         with open(f"{folder}/tokens", "ab") as file:
-            file.write(samples.numpy().astype("<i4").tobytes())
+            file.write(samples.rows.numpy().astype("<i4").tobytes())
         return make(samples, *rest)
 
     step.make_batch = noted

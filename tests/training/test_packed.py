@@ -18,9 +18,16 @@ from megatron.data.sampler import PackedSampler
 from megatron.data.samples import Samples
 from megatron.kernels.select import kernel_table
 from megatron.model import gpt
+from megatron.model.gpt import UNSMOOTHED_LOSS
 from megatron.parallel.context import Axis
 from megatron.training import step
-from megatron.training.batch import BatchRules, load_samples, make_batch, training_samples
+from megatron.training.batch import (
+    BatchRules,
+    MicroBatch,
+    load_samples,
+    make_batch,
+    training_samples,
+)
 from megatron.training.build import make_tokenizer, plan_run
 from megatron.training.build_data import build_data
 from megatron.training.logging.subset_metrics import FILLED, RowCounts
@@ -96,8 +103,9 @@ def test_the_twelve_steps_of_the_demo_logs():
                 for _ in range(4):
                     lines = next(samples)
                     counts.see(lines)
-                    batch = make_batch(lines, BatchRules(None, packed=True), CPU)
-                    counts.add(slots, batch, torch.full_like(batch.loss_mask, 2.0))
+                    batch = make_batch(lines, BatchRules(None), CPU)
+                    losses = torch.full_like(batch.loss_mask, 2.0)
+                    counts.add(slots, batch, {UNSMOOTHED_LOSS: losses})
                 counts.close(slots)
                 total[: counts.size] += slots
         found = [counts.named(total.tolist()[: counts.size]) for total in totals]
@@ -203,7 +211,7 @@ def gradients(model, loss: torch.Tensor) -> dict[str, torch.Tensor]:
 def test_a_row_has_the_loss_of_its_pieces_one_by_one(mode, positions):
     model = tiny_model(torch.float64, scramble=True, position_embedding_type=positions)
     lines = a_row(mode)
-    batch = make_batch(lines, BatchRules(None, packed=True), CPU)
+    batch = make_batch(MicroBatch(lines, packed=True), BatchRules(None), CPU)
     assert batch.tokens.shape == (1, 48) and int((lines[0, POSITIONS] == 0).sum()) > 2
     loss, tokens, _ = plot().forward_step(batch, model)
     assert tokens == (lines[:, LABELS] > 0).sum() < 48
@@ -231,7 +239,7 @@ BUGS = {
 @pytest.mark.parametrize("bug", BUGS)
 def test_that_comparison_notices(bug):
     model = tiny_model(torch.float64, scramble=True)
-    batch = make_batch(a_row(), BatchRules(None, packed=True), CPU)
+    batch = make_batch(MicroBatch(a_row(), packed=True), BatchRules(None), CPU)
     loss, *_ = plot().forward_step(BUGS[bug](batch), model)
     alone = one_by_one(model, a_row())
     assert abs(loss.item() - alone.item()) > 1e-5 * abs(alone.item())
@@ -240,9 +248,9 @@ def test_that_comparison_notices(bug):
 def test_another_sample_changes_no_bit():
     for dtype in (torch.float32, torch.float64):
         model = tiny_model(dtype, scramble=True)
-        rules = BatchRules(None, packed=True)
+        rules = BatchRules(None)
         lines = a_row()
-        batch = make_batch(lines, rules, CPU)
+        batch = make_batch(MicroBatch(lines, packed=True), rules, CPU)
         logits = model(batch.tokens, batch.position_ids, document_ids=batch.document_ids)
         pieces = np.cumsum(lines[0, POSITIONS].numpy() == 0)
         assert pieces[-1] > 3
@@ -257,9 +265,11 @@ def test_another_sample_changes_no_bit():
 
 def test_each_rank_of_context_parallelism_has_its_chunks():
     lines = a_row()
-    whole = make_batch(lines, BatchRules(None, packed=True), CPU)
+    whole = make_batch(MicroBatch(lines, packed=True), BatchRules(None), CPU)
     for rank in range(2):
-        part = make_batch(lines, BatchRules(None, cp=Axis("cp", 2, rank), packed=True), CPU)
+        part = make_batch(
+            MicroBatch(lines, packed=True), BatchRules(None, cp=Axis("cp", 2, rank)), CPU
+        )
         mine = [*range(12 * rank, 12 * rank + 12), *range(36 - 12 * rank, 48 - 12 * rank)]
         for name in ("tokens", "labels", "loss_mask", "position_ids", "subset_ids"):
             assert torch.equal(getattr(part, name), getattr(whole, name)[:, mine]), name

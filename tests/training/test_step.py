@@ -12,7 +12,7 @@ from megatron.training.run import Run
 from megatron.training.step import NotFinite, evaluate, next_samples, train_step
 from tests.forkrun import RanksFailed, run_ranks
 from tests.runs import plot
-from tests.training.tiny_run import EOD, make_run, samples
+from tests.training.tiny_run import EOD, make_run, micro_batches, samples
 
 
 def plain_loss(run: Run, tokens: torch.Tensor, masked: bool) -> torch.Tensor:
@@ -36,7 +36,7 @@ def test_loss_and_norm_are_those_of_the_whole_batch(masked, micro_batch):
     run.buffers.zero()
     expected.backward()
     norm = run.buffers.flat.norm().item()
-    outcome = train_step(run, plot().forward_step, iter(tokens.split(micro_batch)), 1)
+    outcome = train_step(run, plot().forward_step, micro_batches(tokens, micro_batch), 1)
     assert outcome.loss == pytest.approx(expected.item(), rel=1e-12)
     assert outcome.grad_norm == pytest.approx(norm, rel=1e-12)
 
@@ -58,7 +58,7 @@ def test_document_masks_reach_the_model():
                 )
             start = end
     expected = torch.cat(losses).mean().item()
-    assert train_step(run, plot().forward_step, iter(tokens.split(2)), 1).loss == pytest.approx(
+    assert train_step(run, plot().forward_step, micro_batches(tokens, 2), 1).loss == pytest.approx(
         expected, rel=1e-12
     )
 
@@ -68,7 +68,7 @@ def test_dropout_is_a_function_of_the_iteration():
 
     def loss(iteration: int, **changes) -> float:
         run = make_run(hidden_dropout=0.1, attention_dropout=0.1, **changes)
-        return train_step(run, plot().forward_step, iter(tokens.split(2)), iteration).loss
+        return train_step(run, plot().forward_step, micro_batches(tokens, 2), iteration).loss
 
     assert loss(3) == loss(3) != loss(4)
     assert loss(3) != loss(3, seed=5)
@@ -78,16 +78,16 @@ def test_evaluation_has_no_dropout_and_averages_over_tokens():
     run = make_run(hidden_dropout=0.5, attention_dropout=0.5, eod_mask_loss=True)
     tokens = samples(8)
     said = []
-    got = evaluate(run, plot().forward_step, iter(tokens.split(2)), 4, said.append)["lm loss"]
+    got = evaluate(run, plot().forward_step, micro_batches(tokens, 2), 4, said.append)["lm loss"]
     assert got == pytest.approx(plain_loss(run, tokens, True).item(), rel=1e-12)
     assert said == ["Evaluating on 8 samples", "Evaluating iter 1/2", "Evaluating iter 2/2"]
 
 
 def test_constant_loss_scale_changes_nothing():
     """A power of two scales exactly."""
-    plain = train_step(make_run(), plot().forward_step, iter(samples().split(2)), 1)
+    plain = train_step(make_run(), plot().forward_step, micro_batches(samples(), 2), 1)
     scaled = train_step(
-        make_run(loss_scale=1024.0), plot().forward_step, iter(samples().split(2)), 1
+        make_run(loss_scale=1024.0), plot().forward_step, micro_batches(samples(), 2), 1
     )
     assert (plain.loss, plain.grad_norm) == (scaled.loss, scaled.grad_norm)
 
@@ -103,25 +103,25 @@ def test_nan_loss_stops_before_the_step():
     with pytest.raises(
         NotFinite, match="iteration 7: the loss is nan .found on rank 0.*--train-range-to-skip 7 7"
     ):
-        train_step(run, broken, iter(samples().split(2)), 7)
+        train_step(run, broken, micro_batches(samples(), 2), 7)
     assert all(torch.equal(a, b) for a, b in zip(before, run.model.parameters(), strict=True))
 
 
 def test_nan_under_dynamic_scaling_is_an_overflow_not_an_error():
     run = make_run(fp64=False, fp16=True)
-    outcome = train_step(run, broken, iter(samples().split(2)), 1)
+    outcome = train_step(run, broken, micro_batches(samples(), 2), 1)
     assert outcome.skipped == "overflow" and math.isnan(outcome.loss) and outcome.grad_norm is None
 
 
 def test_nan_can_be_allowed():
     run = make_run(check_for_nan_in_loss_and_grad=False)
-    assert math.isnan(train_step(run, broken, iter(samples().split(2)), 1).loss)
+    assert math.isnan(train_step(run, broken, micro_batches(samples(), 2), 1).loss)
 
 
 def test_requests_travel_with_the_loss():
     asked = Requests(1, 0, 3, 0, 5)
     outcome = train_step(
-        make_run(), plot().forward_step, iter(samples().split(2)), 1, requests=lambda: asked
+        make_run(), plot().forward_step, micro_batches(samples(), 2), 1, requests=lambda: asked
     )
     assert outcome.requests == asked
 
@@ -131,13 +131,13 @@ def step_of_rank(rank: int, world: int, changes: dict) -> tuple[float, float, fl
     outcome = train_step(
         run,
         plot().forward_step,
-        iter(samples().split(2)),
+        micro_batches(samples(), 2),
         1,
         requests=lambda: Requests(signal=1, stop_now=10**rank),
     )
-    valid = evaluate(run, plot().forward_step, iter(samples(8, 1).split(2)), 4, lambda text: None)[
-        "lm loss"
-    ]
+    valid = evaluate(
+        run, plot().forward_step, micro_batches(samples(8, 1), 2), 4, lambda text: None
+    )["lm loss"]
     return outcome.loss, outcome.grad_norm, valid, outcome.requests
 
 
@@ -162,7 +162,7 @@ def test_ranks_of_a_model_agree(changes):
 def broken_step(rank: int, world: int) -> str:
     run = make_run(rank, world, pipeline_model_parallel_size=2)
     with pytest.raises(NotFinite) as caught:
-        train_step(run, broken, iter(samples().split(2)), 7)
+        train_step(run, broken, micro_batches(samples(), 2), 7)
     return str(caught.value)
 
 
@@ -176,7 +176,7 @@ def step_without_hidden(rank: int, world: int) -> None:
     train_step(
         run,
         lambda batch, model: model(batch.tokens, labels=batch.labels),
-        iter(samples().split(2)),
+        micro_batches(samples(), 2),
         1,
     )
 

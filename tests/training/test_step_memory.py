@@ -10,6 +10,7 @@ from megatron.kernels import cross_entropy as loss_module
 from megatron.kernels import functional
 from megatron.kernels.cpu import native
 from megatron.kernels.linear import BLOCK_ELEMENTS
+from megatron.training.batch import MicroBatch
 from megatron.training.run import Run
 from megatron.training.step import train_step
 from tests.live_memory import LiveMemory
@@ -31,7 +32,7 @@ def step(**flags) -> tuple[LiveMemory, list[torch.Tensor], Run]:
         LiveMemory() as memory,
         torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x),
     ):
-        outcome = train_step(run, plot().forward_step, iter([tokens]), 1)
+        outcome = train_step(run, plot().forward_step, iter([MicroBatch(tokens)]), 1)
     assert outcome.skipped is None and outcome.loss > 0
     return memory, saved, run
 

@@ -16,7 +16,7 @@ from megatron.kernels import block_attention
 from megatron.training.step import train_step
 from tests.live_memory import LiveMemory
 from tests.runs import plot
-from tests.training.tiny_run import EOD, make_run
+from tests.training.tiny_run import EOD, make_run, micro_batches
 
 # Operations that read values on the host, or give shapes that depend on them.
 READS = {
@@ -99,12 +99,12 @@ def reads(monkeypatch, forward_step=None, **flags) -> list[tuple[str, str]]:
         generator=torch.Generator().manual_seed(0),
     )
     with HostReads(monkeypatch) as host:
-        outcome = train_step(run, forward_step or plot().forward_step, iter(samples.split(2)), 1)
+        outcome = train_step(run, forward_step or plot().forward_step, micro_batches(samples, 2), 1)
     assert outcome.loss > 0
     return host.found
 
 
-TWO = [("training/step.py", "tolist"), ("optimizer/optimizer.py", "_local_scalar_dense")]
+TWO = [("training/step_sums.py", "tolist"), ("optimizer/optimizer.py", "_local_scalar_dense")]
 SCALED = [TWO[0], ("optimizer/optimizer.py", "tolist")]
 STEPS = {
     "plain": ({}, TWO),
@@ -176,7 +176,7 @@ def test_shapes_do_not_depend_on_the_tokens(monkeypatch):
         tokens = torch.zeros(4, 129, dtype=torch.long)
         tokens[:, ends] = EOD
         with LiveMemory() as memory:
-            train_step(run, plot().forward_step, iter(tokens.split(2)), iteration)
+            train_step(run, plot().forward_step, micro_batches(tokens, 2), iteration)
         return memory.shapes
 
     run = make_run(

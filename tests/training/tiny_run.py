@@ -1,5 +1,7 @@
 """A run of one rank in fp64, built for single steps, and samples for it."""
 
+from collections.abc import Iterator
+
 import torch
 
 from megatron.arguments import config_from
@@ -8,6 +10,7 @@ from megatron.config.tree import Config
 from megatron.data.tokenizers.build import build_tokenizer
 from megatron.parallel.context import ParallelContext
 from megatron.timers import Timers
+from megatron.training.batch import MicroBatch
 from megatron.training.build import build_run
 from megatron.training.launch.initialize import Runtime
 from megatron.training.run import Run
@@ -55,3 +58,8 @@ def samples(rows: int = 4, seed: int = 0) -> torch.Tensor:
     tokens[0, [2, 5, 9]] = EOD
     tokens[1, 7] = EOD
     return tokens
+
+
+def micro_batches(rows: torch.Tensor, size: int) -> Iterator[MicroBatch]:
+    """Samples [rows, s+1], `size` at a time."""
+    return iter([MicroBatch(some) for some in rows.split(size)])

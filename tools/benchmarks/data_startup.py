@@ -146,12 +146,14 @@ def first_of(dataset: object, iteration: int, workers: int) -> None:
     from megatron.config.plan.batch_size import build_batch_size_schedule
     from megatron.config.skip_ranges import SkipRanges
     from megatron.data.sampler import SequentialSampler
+    from megatron.data.samples import Samples
     from megatron.training.batch import load_samples, training_samples
 
     batch = build_batch_size_schedule(micro_batch_size=4, global_batch_size=BATCH)
     sampler = SequentialSampler(len(dataset), 4, 0, 1)
     numbers = training_samples(sampler, batch, SkipRanges(), iteration, iteration + 10)
-    next(load_samples(dataset, numbers, workers, torch.device("cpu")))
+    samples = Samples(dataset, 1 << 32)
+    next(load_samples(samples, numbers, workers, torch.device("cpu")))
 
 
 def child(

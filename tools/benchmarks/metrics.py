@@ -30,8 +30,10 @@ import numpy as np  # noqa: E402
 from overhead import Step, microseconds  # noqa: E402
 from sizes import parse_size  # noqa: E402
 
+from megatron.data.samples import Sample  # noqa: E402
 from megatron.kernels import functional as kernels  # noqa: E402  (after overhead.py, which sets threads)
-from megatron.training.batch import make_batch  # noqa: E402
+from megatron.model.gpt import CORRECT, UNSMOOTHED_LOSS  # noqa: E402
+from megatron.training.batch import MicroBatch, make_batch  # noqa: E402
 from megatron.training.logging.output import OutputFile  # noqa: E402
 from megatron.training.logging.points import Boards
 from megatron.training.logging.subset_metrics import RowCounts  # noqa: E402
@@ -51,17 +53,19 @@ def parts(
     samples = step.samples
     rows = RowCounts(NAMES, run.runtime.ctx, accuracy=True, packed=False)
     slots = torch.zeros(rows.size, dtype=torch.float64)
-    micro_batch = samples[0].shape[0]
-    length = samples[0].shape[1] - 1
-    ids = torch.arange(micro_batch)[:, None] % len(NAMES)
-    batch = make_batch(
-        torch.cat((samples[0], ids), 1), run.rules, run.runtime.device, with_subset=True
+    micro_batch, length = samples[0].tokens.shape
+    of_subsets = MicroBatch.pack(
+        [
+            Sample(row, subset=number % len(NAMES))
+            for number, row in enumerate(samples[0].rows.numpy())
+        ]
     )
+    batch = make_batch(of_subsets, run.rules, run.runtime.device)
     losses = torch.rand(micro_batch, length)
     logits = torch.randn(micro_batch * length, run.plan.padded_vocab_size)
     labels = batch.labels.reshape(-1)
     right = torch.empty(len(labels), dtype=torch.bool)
-    one = samples[0][0].numpy()
+    one = samples[0].rows[0].numpy()
 
     def loss(right: Any) -> None:
         with torch.no_grad():
@@ -70,7 +74,8 @@ def parts(
 
     def sums() -> None:
         for _ in samples:
-            rows.add(slots, batch, losses, right.view(micro_batch, length))
+            metrics = {UNSMOOTHED_LOSS: losses, CORRECT: right.view(micro_batch, length)}
+            rows.add(slots, batch, metrics)
         rows.close(slots)
         rows.named(slots.tolist())
 

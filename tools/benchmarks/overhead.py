@@ -69,7 +69,7 @@ from megatron.parallel.layers import (
 from megatron.parallel.random import DropoutSeeds  # noqa: E402
 from megatron.timers import Timers  # noqa: E402
 from megatron.training import build
-from megatron.training.batch import make_batch  # noqa: E402
+from megatron.training.batch import MicroBatch, make_batch  # noqa: E402
 from megatron.training.launch import initialize
 from megatron.training.spikes import detector as spikes  # noqa: E402
 from megatron.training.spikes.policy import SpikePolicy  # noqa: E402
@@ -104,7 +104,9 @@ class Step:
         steps = self.run.plan.num_microbatches(1)
         generator = torch.Generator().manual_seed(1)
         self.samples = [
-            torch.randint(0, size.vocab, (size.micro_batch, size.seq + 1), generator=generator)
+            MicroBatch(
+                torch.randint(0, size.vocab, (size.micro_batch, size.seq + 1), generator=generator)
+            )
             for _ in range(steps)
         ]
         self.optimizer = MixedPrecisionOptimizer(self.run.buffers.params, self.run.config.optimizer)

@@ -11,10 +11,9 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from megatron.data.packed.packed_dataset import POSITIONS
 from megatron.model.gpt import TOKEN_METRICS, UNSMOOTHED_LOSS
 from megatron.parallel.context import ParallelContext
-from megatron.training.batch import Batch
+from megatron.training.batch import Batch, MicroBatch
 
 # Of the rows of data-parallel rank 0, as InternLM logs them: pieces, the longest one's tokens, the
 # most and the fewest pieces of a row (facts/internlm.md 3).
@@ -42,11 +41,11 @@ class RowCounts:
         self._sums = ctx.tp.rank == 0  # the others have the same losses
         self._rows: list[tuple[int, int]] = []
 
-    def see(self, lines: torch.Tensor) -> None:
-        """Take in a micro-batch of this rank, still on the host; of packed samples, where it is a
-        row [1, 4, s], how it is filled."""
+    def see(self, samples: MicroBatch) -> None:
+        """Count how a micro-batch of this rank, still on the host, is filled, if its samples are
+        packed."""
         if self._tells and self.filled:
-            positions = lines[0, POSITIONS]
+            positions = samples.positions[0]
             self._rows.append((int((positions == 0).sum()), int(positions.max()) + 1))
 
     def add(

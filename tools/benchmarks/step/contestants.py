@@ -89,4 +89,5 @@ class Ours:
     def first_samples(self, steps: int) -> list[Tensor]:
         """The micro-batches [b, s+1] of the next `steps` steps; the run itself does not move."""
         count = steps * self.run.plan.num_microbatches(self.run.progress.iteration + 1)
-        return list(itertools.islice(self._trainer.open_training_samples(), count))
+        samples = itertools.islice(self._trainer.open_training_samples(), count)
+        return [micro_batch.rows for micro_batch in samples]
