@@ -13,6 +13,7 @@ from types import ModuleType
 
 MODULES = {
     "megatron.config.megatron_compat.flags": "a flag of Megatron-LM without a field; argument dump",
+    "megatron.config.megatron_compat.deepspeed": "--deepspeed_config",
     "megatron.config.plan.report": "--dry-run",
     "megatron.checkpoint.object_store": "--save, --load or --snapshot-dir is a URL",
     "megatron.data.tokenizers.bpe": "--tokenizer-type GPT2BPE, HuggingFace or TikTokenizer",

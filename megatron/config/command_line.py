@@ -141,6 +141,14 @@ def read(argv: Sequence[str], environ: Mapping[str, str]) -> CommandLine:
     return line
 
 
+def judge(argv: Sequence[str], world_size: int) -> tuple[list[str], list[str]]:
+    """(notes, problems) of a command line on `world_size` ranks, as a dry run would say them."""
+    flags = parser()
+    parsed = parse(flags, [*argv, "--dry-run", "--world-size", str(world_size)])
+    line, problems = _checked(flags, parsed, launcher.read({})[0])
+    return line.notes, problems
+
+
 def refuse(problems: list[str], here: launcher.LaunchInfo) -> NoReturn:
     """Say what is wrong with a command line and leave with 2.
 
@@ -164,6 +172,7 @@ def _checked(
     typed = {name: value for name, value in parsed.typed.items() if name not in foreign}
     for words in replacements:
         typed = parse(flags, words).typed | typed
+    typed, unsupported = _with_deepspeed(flags, typed, foreign.get("deepspeed_config"))
     theirs = _Theirs() if parsed.unread_file else _from_checkpoint(flags, typed)
     config = config_from(Config, {**theirs.values, **typed})
     world_size = config.training.world_size if config.training.dry_run else None
@@ -178,6 +187,7 @@ def _checked(
     problems = [
         *parsed.problems,
         *refused,
+        *unsupported,
         *theirs.problems,
         *(text for text in found if not text.startswith(unread)),
     ]
@@ -188,6 +198,30 @@ def _checked(
     urls = [path if is_url(path) else None for path in (c.save, c.load, c.snapshot_dir)]
     config = replace(config, checkpoint=staged(c))
     return CommandLine(config, typed, foreign, notes, world_size, here.rank, *urls), problems
+
+
+def _with_deepspeed(
+    flags: Parser, typed: dict[str, Any], path: str | None
+) -> tuple[dict[str, Any], list[str]]:
+    """(typed flags and those of the JSON file of --deepspeed_config, problems)."""
+    if path is None:
+        return typed, []
+    compat = optional.load("megatron.config.megatron_compat.deepspeed")
+    try:
+        words, problems = compat.read_deepspeed(path)
+    except OSError as error:
+        missing = f"--deepspeed_config {path}: {error.strerror or error}; give a JSON file"
+        return typed, [] if typed.get("dry_run") else [f"{missing} [file-not-readable]"]
+    theirs = parse(flags, words)
+    problems += [f"--deepspeed_config {path}: {line}" for line in theirs.problems]
+    for name, value in theirs.typed.items():
+        if typed.get(name, value) != value:
+            flag = flags_of(Config)[name].spelling
+            problems.append(
+                f"{flag} {typed[name]}: --deepspeed_config {path} says {value}; make them agree "
+                "[flag-contradicts-deepspeed-config]"
+            )
+    return theirs.typed | typed, problems
 
 
 @dataclass

@@ -302,8 +302,6 @@ warmup= | use --lr-warmup-fraction
 dynamic_loss_scale=False | use --fp16 without --loss-scale
 skip_train_iteration_range:list= | use --train-range-to-skip a b, whose numbers are absolute
 train_iters_to_skip:list= | use --iterations-to-skip, which counts from 1 as the log does
-deepspeed_config=,--deepspeed_config,--deepspeed-config
-  | use --micro-batch-size, --global-batch-size, --clip-grad, --bf16 and their kin for what it sets
 
 [note]
 data_impl=infer!mmap | there is one data format, Megatron's .bin and .idx
@@ -312,6 +310,8 @@ DDP_impl=local use_contiguous_buffers_in_local_ddp=True,--no-contiguous-buffers-
 query_key_layer_scaling=True | it is numerically neutral
 no_pipeline_parallel=False | --pipeline-model-parallel-size sets the number of stages
 deepspeed=False | DeepSpeed is not used
+deepspeed_config=,--deepspeed_config,--deepspeed-config
+  | read as the flags of what it sets: batch sizes, clipping, fp16, bf16, ZeRO stage 0 or 1
 """
 
 # What happens to any other flag that begins so, whatever its values.

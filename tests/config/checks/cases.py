@@ -93,6 +93,8 @@ def lay_out(folder: Path) -> None:
     _write(folder / "vocab.json", "{}")
     _write(folder / "bad.json", "{train: 1}")
     _write(folder / "keys.json", '{"training": ["a"]}')
+    _write(folder / "stage3.json", '{"zero_optimization": {"stage": 3}}')
+    _write(folder / "batch.json", '{"train_micro_batch_size_per_gpu": 8}')
     _write(folder / "list.json", '{"train": {"a": 1}}')
     for name in ("void", "packed/none", "run/iter_0000010", "run/iter_0000020"):
         (folder / name).mkdir(parents=True)
