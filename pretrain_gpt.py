@@ -59,7 +59,7 @@ def print_data(line, plan):
             line.config.training.micro_batch_size,
             plan.batch.final_global_batch_size,
         )
-        lines = ["data:", *plan_table(rows)] if rows else ["data: made up (--mock-data)"]
+        lines = ["data:", *plan_table(rows)] if rows else ["data: mock data (--mock-data)"]
     except (ValueError, OSError) as error:
         lines = [f"data: cannot be read on this machine: {error}"]
     print("\n".join(lines), flush=True)

@@ -1,5 +1,4 @@
-"""Flags are fields of small frozen dataclasses, written once; here they become a parser and come
-back. Knows no flag.
+"""The command-line parser: flags are fields of frozen dataclasses, declared once.
 
 What was typed stays apart from the defaults, so that precedence is a dictionary update:
 defaults < the checkpoint's args < @file < typed.
@@ -353,12 +352,12 @@ class Parser:
 
 def help_with_default(flag: Flag) -> str:
     """The help text, and the default where it says something."""
-    told = (
+    shown = (
         flag.default in (None, (), "") or flag.kind in ("off", "switch") or "(default" in flag.help
     )
     if flag.required and flag.place == "flag":
         return f"{flag.help} (required)"
-    return flag.help if told else f"{flag.help} (default: {flag.default})"
+    return flag.help if shown else f"{flag.help} (default: {flag.default})"
 
 
 def _help_lines(head: str, text: str) -> list[str]:

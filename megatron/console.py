@@ -1,7 +1,6 @@
 """The commands that `pip install` brings: megatron-pretrain and megatron-tools. They run
-pretrain_gpt.py and the programs of tools/ as scripts, from an installation or from a clone, in any
-directory. Knows no flag of theirs.
-"""
+pretrain_gpt.py and the programs of tools/ as scripts, from an installation or from a clone, in
+any directory."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The only file that says cuda or xpu: which device, which backend, memory, synchronisation,
-determinism. Knows no model."""
+"""Devices: CUDA, XPU or CPU, with their backend, memory, synchronization and determinism. The
+only file that names torch.cuda or torch.xpu."""
 
 from __future__ import annotations
 
@@ -17,30 +17,30 @@ M_TRIM_THRESHOLD = -1
 M_MMAP_THRESHOLD = -3  # of glibc's malloc.h
 
 
-def device_type(wish: str) -> str:
-    """`cpu`, `cuda` or `xpu`: what the wish (auto or one of these) comes to here. Does not start
-    the device.
+def device_type(requested: str) -> str:
+    """The device type (`cpu`, `cuda` or `xpu`) of --device `requested` (`auto` or one of these).
+    Does not start the device.
 
     Not `mps`: a step's sums are float64, which Apple's GPUs do not have.
     """
-    if wish != "auto":
-        return wish
+    if requested != "auto":
+        return requested
     if torch.cuda.is_available():
         return "cuda"
     found = torch.accelerator.current_accelerator(check_available=True)
     return found.type if found is not None and found.type in BACKENDS else "cpu"
 
 
-def device_notes(wish: str) -> list[str]:
-    """What a user must know of the device that `wish` comes to: an accelerator that is left unused,
-    and why; or that this suite has never run on this kind."""
-    kind = device_type(wish)
+def device_notes(requested: str) -> list[str]:
+    """Warnings about the device of --device `requested`: an accelerator that is not used, and why;
+    or a device type on which this suite is untested."""
+    kind = device_type(requested)
     if kind == "xpu":
         return [
-            "--device xpu (Intel GPUs) has never been tested with this suite; compare the "
+            "--device xpu (Intel GPUs) is untested with this suite; compare the "
             "first losses with a CPU's"
         ]
-    reason = unusable_accelerator() if wish == "auto" and kind == "cpu" else None
+    reason = unusable_accelerator() if requested == "auto" and kind == "cpu" else None
     return [f"training on the CPU: {reason} (--device cpu omits this warning)"] if reason else []
 
 
@@ -69,14 +69,14 @@ def unusable_accelerator() -> str | None:
     return f"torch cannot use the GPU of this machine ({trace}): {reason}"
 
 
-def choose_device(wish: str, local_rank: int | None) -> torch.device:
-    """The device of this rank: `auto` takes an accelerator when there is any. Raises ValueError
-    where there is not what the wish names.
+def choose_device(requested: str, local_rank: int | None) -> torch.device:
+    """The device of this rank: `auto` uses an accelerator if there is one. Raises ValueError if the
+    requested device is not available.
 
     Where the launcher shows each rank one device (srun --gpus-per-task=1), that is the one.
     `local_rank`: None where the launcher gives none.
     """
-    kind = device_type(wish)
+    kind = device_type(requested)
     if kind == "cpu":
         return torch.device("cpu")
     backend = getattr(torch, kind)
@@ -84,7 +84,7 @@ def choose_device(wish: str, local_rank: int | None) -> torch.device:
     if not backend.is_available():
         reason = unusable_accelerator()
         raise ValueError(
-            f"--device {wish}: torch sees no {name} device here; use --device cpu, or "
+            f"--device {requested}: no {name} device found; use --device cpu, or "
             f"{f'first: {reason}' if reason else f'install a {name} build'} [device-not-available]"
         )
     count = backend.device_count()
@@ -104,9 +104,9 @@ def choose_device(wish: str, local_rank: int | None) -> torch.device:
     return device
 
 
-def default_backend(wish: str) -> str:
-    """nccl on CUDA, xccl on Intel GPUs, gloo elsewhere; `wish` as for `device_type`."""
-    return BACKENDS.get(device_type(wish), "gloo")
+def default_backend(requested: str) -> str:
+    """nccl on CUDA, xccl on Intel GPUs, gloo elsewhere; `requested` as for `device_type`."""
+    return BACKENDS.get(device_type(requested), "gloo")
 
 
 def set_max_connections() -> bool:
@@ -150,23 +150,23 @@ def set_determinism(deterministic: bool, cudnn_benchmark: bool, cudnn_determinis
 
 
 def allow_tf32(device: torch.device) -> None:
-    """fp32 matrix products with TF32 inputs (10 bits of mantissa). Raises ValueError on a device
+    """fp32 GEMMs with TF32 inputs (10 bits of mantissa). Raises ValueError on a device
     without."""
     if device.type != "cuda":
         raise ValueError(
-            f"--tf32: needs a CUDA device, and this is a {device.type}; omit it "
+            f"--tf32: needs a CUDA device, but the device is {device.type}; omit it "
             "[cuda-device-needed]"
         )
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
 
 
-def multiplies_fp8(device: torch.device) -> bool:
-    """Whether this device has FP8 matrix products (CUDA: Ada, Hopper and later)."""
+def has_fp8(device: torch.device) -> bool:
+    """Whether this device has FP8 GEMMs (CUDA, compute capability 8.9 or newer)."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until the device has done all it was given; nothing to wait for on CPU."""
+    """Wait for all work on the device; nothing on CPU."""
     if device.type != "cpu":
         getattr(torch, device.type).synchronize(device)
 
@@ -231,12 +231,12 @@ def cpu_vendor() -> str:
 
 
 def name(device: torch.device) -> str:
-    """What the maker calls the device; `cpu` on CPU."""
+    """The product name of the device; `cpu` on CPU."""
     return "cpu" if device.type == "cpu" else getattr(torch, device.type).get_device_name(device)
 
 
 def release_memory(device: torch.device) -> None:
-    """Give unused memory of the device back and start its peak anew; nothing to do on CPU."""
+    """Release unused device memory and reset its peak; nothing on CPU."""
     if device.type != "cpu":
         getattr(torch, device.type).empty_cache()
         getattr(torch, device.type).reset_peak_memory_stats(device)

@@ -1,5 +1,4 @@
-"""What a person reads: lines of rank 0, of the last rank, and things said once. Knows no model and
-no process group."""
+"""Log lines of rank 0, of the last rank, and warnings that are printed once."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Named spans of this rank, in seconds; training/ reduces them over ranks and prints them. Knows no
-process group."""
+"""Named spans of this rank, in seconds; training/ reduces them over ranks and prints them."""
 
 from __future__ import annotations
 

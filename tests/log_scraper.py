@@ -1,7 +1,7 @@
 """Reads a log back: one regular expression for each line that Megatron-LM (January 2024) prints and
 we print too.
 
-Written from facts/megatron.md 11.1 to 11.7, whose numbers stand in the comments, and not from our
+Written from Megatron-LM's log formats, and not from our
 code, which this file does not import. A template's name says what the line is; its groups hold the
 numbers. `LAST` are printed by the last rank, every other line by rank 0 (the parameter count by the
 first rank of each model-parallel place).
@@ -28,7 +28,6 @@ def _info(module: str, text: str) -> str:
 
 
 TEMPLATES = {
-    # 11.1
     "world size": r"using world size: (?P<world>\d+), data-parallel size: (?P<dp>\d+), "
     r"context-parallel size: (?P<cp>\d+) tensor-model-parallel size: (?P<tp>\d+), "
     r"pipeline-model-parallel size: (?P<pp>\d+) ",
@@ -68,7 +67,6 @@ TEMPLATES = {
     "evaluating": r"Evaluating on (?P<samples>\d+) samples",
     "evaluating iteration": r"Evaluating iter (?P<i>\d+)/(?P<n>\d+)",
     "skip train": r"skipping training \(--skip-train is on\) \.\.\.",
-    # 11.2
     "iteration": rf" iteration {_wide(8, 'n')}/{_wide(8, 'of')} \| consumed samples: "
     rf"{_wide(12, 'samples')} \| "
     r"elapsed time per iteration \(ms\): (?P<ms>\d+\.\d) \|(?: throughput per GPU \(TFLOP/s/GPU\): "
@@ -79,7 +77,6 @@ TEMPLATES = {
     r"(?: params norm: (?P<params>\d+\.\d{3}) \|)?"
     rf" number of skipped iterations: {_wide(3, 'skipped')} \|"
     rf" number of nan iterations: {_wide(3, 'nan')} \|",
-    # 11.3
     "timers": r"\(min, max\) time across ranks \(ms\):",
     "timer": rf"    (?=.{{48}}:)(?P<name>[a-z/-]+) (?P<dots>\.+): \((?P<min>{TWO}), "
     rf"(?P<max>{TWO})\)",
@@ -88,7 +85,6 @@ TEMPLATES = {
     "timer rank": rf"     rank (?=.{{2}}:)(?P<rank> ?\d+): (?P<ms>{TWO})",
     "timers max": r"max time across ranks \(ms\):",
     "timer max": rf"    (?=.{{48}}:)(?P<name>[a-z/-]+) (?P<dots>\.+): (?P<max>{TWO})",
-    # 11.4
     "saving": rf"saving checkpoint at iteration {_wide(7, 'n')} to (?P<dir>\S+)",
     "saved": rf"  successfully saved checkpoint at iteration {_wide(7, 'n')} to (?P<dir>\S+)",
     "no tracker": r"WARNING: could not find the metadata file "
@@ -99,7 +95,6 @@ TEMPLATES = {
     "scheduler override": r" > overriding (?P<what>[a-z ]+) value to (?P<value>\S+)",
     "scheduler checkpoint": r" > using checkpoint value (?P<value>\S+) for (?P<what>[a-z ]+)",
     "loaded": r"  successfully loaded checkpoint from (?P<dir>\S+) at iteration (?P<n>\d+)",
-    # 11.5
     "split matrix": _info(
         "blended_megatron_dataset_config", r"Let split_matrix = (?P<matrix>\[.*\])"
     ),
@@ -129,11 +124,9 @@ TEMPLATES = {
     "samples": _info("gpt_dataset", r"> total number of samples: (?P<n>\d+)"),
     "epochs": _info("gpt_dataset", r"> total number of epochs: (?P<n>\d+)"),
     "blend": _info("blended_dataset", r"> BlendedDataset length: (?P<n>\d+)"),
-    # 11.6
     "dashes": r"-{40,}",
     "validation": rf" validation loss at (?P<prefix>iteration \d+(?: on (?:validation|test) set)?) \| "
     rf"lm loss value: (?P<loss>{E6}) \| lm loss PPL: (?P<ppl>{E6}) \| ",
-    # 11.7
     "exit signal": rf"\[exiting program after receiving SIGTERM\.\] datetime: {CLOCK} ",
     "exit duration": rf"\[exiting program after (?P<minutes>\S+) minutes\] datetime: {CLOCK} ",
     "exit interval": rf"\[exiting program at iteration (?P<n>\d+)\] datetime: {CLOCK} ",

@@ -1,6 +1,5 @@
 #!/usr/bin/env python
-"""Write docs/flags.md from the declarations of the flags, which stand in megatron/config; knows no
-flag itself.
+"""Write docs/flags.md from the declarations of the flags, which stand in megatron/config.
 
 Run it after a flag changed; tests/house/test_flags.py fails while the page and the declarations
 differ.

@@ -88,7 +88,7 @@ class Record:
     None or 0.
 
     `loss` is the mean over the interval in nats a token. On a line without a loss nothing was
-    trained, and the gradient norm that some loops print again there is left out.
+    trained, and the gradient norm that some loops print again there is omitted.
     """
 
     iteration: int
@@ -241,7 +241,7 @@ _READERS = ((_HEAD, _record), (_SHORT_HEAD, _short_record), (_INTERNLM_HEAD, _in
 
 def read_metrics(lines: Iterable[str], path: str) -> Iterator[Record]:
     """The records of a --metrics-file. Raises ValueError that names the file and the line; a torn
-    last line is left out."""
+    last line is omitted."""
     previous = None
     for number, line in enumerate(lines, 1):
         if previous is not None:

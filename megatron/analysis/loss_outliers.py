@@ -1,5 +1,4 @@
-"""Losses of single samples: their means, what is usual, and which stand out. Numpy alone; knows no
-model."""
+"""Losses of single samples: their means, the usual range, and outliers."""
 
 from __future__ import annotations
 
@@ -30,7 +29,7 @@ class Scale:
     sigma: float
 
     def z(self, loss: float) -> float:
-        """How far a loss lies above the median, in sigma."""
+        """How far a loss is above the median, in sigma."""
         return (loss - self.median) / max(self.sigma, 1e-12)
 
     def stands_out(self, loss: float) -> bool:

@@ -114,7 +114,7 @@ def _bands(axes, ranges: Sequence[tuple[int, int]], color: str, name: str) -> No
 
 
 def _mark(axes, events: Sequence[Event]) -> None:
-    """The worst iteration of each event beside its point; above the picture where the loss is no
+    """The worst iteration of each event next to its point; above the picture where the loss is no
     number."""
     for event in events:
         finite = math.isfinite(event.loss)

@@ -14,7 +14,7 @@ from megatron.analysis.log_reader import Evaluation, Record
 from megatron.analysis.run_history import is_metrics, read_file, read_history
 from megatron.training.logging.tensorboard import read_scalars
 
-# What can be drawn, and what stands beside its axis.
+# What can be drawn, and the label of its axis.
 PANELS = {
     "loss": "loss (nats per token)",
     "grad_norm": "gradient norm",
@@ -122,7 +122,7 @@ def _evaluations(source: str) -> tuple[list[Evaluation], str]:
 
 
 def _rate(record: Record, seq_length: int | None, world_size: int) -> float | None:
-    """Tokens per second of all ranks, as far as the record tells."""
+    """Tokens per second of all ranks, as far as it is recorded."""
     n = record.numbers
     if "tokens_per_second" in n:
         return n["tokens_per_second"]
@@ -146,7 +146,7 @@ def _curve(records: Sequence[Record], values: Sequence[float | None]) -> Curve |
 
 def smoothed(values: Sequence[float], window: int) -> list[float]:
     """The mean over `window` neighbouring values, centered; fewer at the ends. What is no number is
-    left out."""
+    omitted."""
     if window <= 1:
         return list(values)
     found = []

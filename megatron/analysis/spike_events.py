@@ -1,5 +1,4 @@
-"""From a history of iterations to events: where loss or gradient norm left their trend, and what to
-skip. Knows no file."""
+"""Groups iterations with spikes of loss or gradient norm into events, with the ranges to skip."""
 
 from __future__ import annotations
 
@@ -80,7 +79,7 @@ def not_judged(records: Sequence[Record]) -> list[tuple[int, int]]:
 
 
 def _looked_at(records: Sequence[Record]) -> list[Record]:
-    """Those with a loss that changed the weights, as far as the log tells."""
+    """Those with a loss that changed the weights, as far as the log shows."""
     interval = log_interval(records)
     return [r for r in records if r.trained and not (r.skipped and interval == 1)]
 

@@ -62,7 +62,7 @@ def measure(ids: np.ndarray, text: str | None) -> Measures:
 
 
 def _repeats(ids: np.ndarray) -> tuple[float, int]:
-    """(share of the tokens that lie in repeats of one pattern, its length); the pattern with the
+    """(share of the tokens that are in repeats of one pattern, its length); the pattern with the
     largest share."""
     best = (0.0, 0)
     for period in PERIODS:
@@ -78,7 +78,7 @@ def _repeats(ids: np.ndarray) -> tuple[float, int]:
 
 
 def rank(pieces: Sequence[Measures], others: Sequence[Measures] = ()) -> list[Suspicion]:
-    """How suspicious each of the pieces is, beside each other and `others`."""
+    """How suspicious each of the pieces is, compared with each other and `others`."""
     long = [piece for piece in (*pieces, *others) if piece.tokens >= FEW]
     return [_suspicion(piece, long) for piece in pieces]
 

@@ -1,4 +1,4 @@
-"""Curves of runs as plain characters, for a terminal. Knows no file."""
+"""Plots curves of runs as text, for a terminal."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megatron.analysis.run_curves import PANELS, Curve, Curves, smoothed
 from megatron.training.logging.short_format import metric, scientific
 
 HEIGHT = {"loss": 14}
-MARGIN = 10  # columns of the numbers beside an axis
+MARGIN = 10  # columns of the numbers next to an axis
 
 
 def text_plot(runs: Sequence[Curves], width: int = 80, window: int = 1) -> list[str]:

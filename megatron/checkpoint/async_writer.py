@@ -1,4 +1,5 @@
-"""A process beside a rank that writes the rank's part of a checkpoint while training goes on.
+"""Asynchronous checkpointing: a background process writes a rank's part of a checkpoint during
+training.
 
 It is forked before CUDA and process groups are started, gets the bytes through shared memory (a
 copy of all that the rank saves), has one save in hand at most, and ends with its rank. Knows slices
@@ -51,7 +52,7 @@ class Part(NamedTuple):
 
 
 class Job(NamedTuple):
-    """What to write where; `memory` bytes are to be mapped anew first, if not 0."""
+    """What to write where; `memory` bytes are to be mapped again first, if not 0."""
 
     parts: list[Part]
     temporary: Path
@@ -114,7 +115,7 @@ class Writer:
             self.process.pipe.send(Job(parts, temporary, rank, iteration, 0))
         except OSError as error:
             print(
-                f"WARNING: --async-save: not beside training ({error.strerror or error}): rank "
+                f"WARNING: --async-save: saving synchronously ({error.strerror or error}): rank "
                 f"{rank} stands still while it writes its part of iteration {iteration}",
                 flush=True,
             )
@@ -178,7 +179,7 @@ def started() -> Iterator[Writer]:
 
 
 def _laid_out(slices: Sequence[TensorSlice]) -> tuple[list[Part], int]:
-    """Where each slice lies in the memory, and how much they take together."""
+    """The offset of each slice in the shared memory, and their total size."""
     parts = []
     offset = 0
     for one in slices:
@@ -204,7 +205,7 @@ def _written(job: Job, slices: Sequence[TensorSlice]) -> Failure | None:
 
 
 def _serve(pipe: Connection) -> None:
-    """The process: write what is asked for until the rank is gone."""
+    """The background process: write what is requested until the rank exits."""
     memory = torch.empty(0, dtype=torch.uint8)
     while True:
         job = pipe.recv()

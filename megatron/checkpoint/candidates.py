@@ -1,5 +1,4 @@
-"""Which checkpoints a load tries, newest first, when the newest may be damaged. Knows no tensors
-and no process group."""
+"""The order in which a load tries checkpoints: the newest first, older ones if it is damaged."""
 
 from __future__ import annotations
 
@@ -34,7 +33,7 @@ def candidates(
     One alone where it is asked for by name: with `step`, or where `path` is no run directory.
     Otherwise what the tracker names and every older checkpoint, merged with those of the run
     directories `more` (snapshots) by iteration; nothing where there is no tracker. Raises
-    CheckpointError for a tracker that cannot be read where no checkpoint lies beside it.
+    CheckpointError for a tracker that cannot be read if there is no checkpoint next to it.
     """
     path = Path(path)
     if step is not None or store.is_checkpoint(path):
@@ -55,6 +54,6 @@ def candidates(
             if here and here[-1] > newest:
                 problems.append(
                     f"{root / store.TRACKER} names iteration {newest}, but a checkpoint of "
-                    f"iteration {here[-1]} lies there too; --ckpt-step {here[-1]} takes that one"
+                    f"iteration {here[-1]} exists as well; load it with --ckpt-step {here[-1]}"
                 )
     return sorted(found, key=lambda one: -one.step), problems

@@ -1,5 +1,4 @@
-"""Every change that saving makes to the file system, one method each, and this folder's one error;
-knows no tensors.
+"""Every change that saving makes to the file system, one method each, and `CheckpointError`.
 
 All writing goes through a `Disk`, so that a test (or a crash-consistency campaign) can count, fail
 or kill any single step by overriding `Disk.step`, or record the steps by overriding the methods
@@ -231,7 +230,7 @@ class Disk:
             path.unlink()
 
     def remove_tree(self, path: Path) -> None:
-        """Remove a directory of plain files; a name that is gone already is no error."""
+        """Remove a directory of plain files; a missing name is no error."""
         with explained("remove", path):
             self.step("remove_tree", path)
             with suppress(FileNotFoundError):

@@ -1,5 +1,4 @@
-"""A process beside a rank: forked from it, spoken to over a pipe, ended with it. Knows nothing of
-what it does."""
+"""A background process forked from a rank, controlled over a pipe, and ended with it."""
 
 from __future__ import annotations
 
@@ -65,7 +64,7 @@ def _run(
         if os.getppid() == parent:
             serve(pipe)
         code = 0
-    except (EOFError, OSError):  # the rank is gone
+    except (EOFError, OSError):  # the rank has exited
         code = 0
     except BaseException:
         os.write(2, traceback.format_exc().encode())

@@ -1,12 +1,10 @@
-"""Only one job at a time writes into a run directory: a lock file says which. Knows no checkpoint,
-and needs no torch.
+"""A lock file that allows only one job at a time to write into a run directory.
 
 The lock is the file `.lock.N` with the highest N; it names host, process and a secret token, and
-its time of change is the heartbeat. A job whose process is gone (same machine), or whose heartbeat
-is old by the clock of the file system (another machine), is dead: the next one makes `.lock.N+1`,
-which only one can, and removes the dead one's. Whoever wakes up after that finds its file gone, or
-a higher one, when it asks before a commit (`Lock.check`).
-"""
+its time of change is the heartbeat. A job whose process has ended (same machine), or whose
+heartbeat is old by the clock of the file system (another machine), is dead: the next one makes
+`.lock.N+1`, which only one can, and removes the dead one's. Whoever wakes up after that finds its
+file gone, or a higher one, when it asks before a commit (`Lock.check`)."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
-"""The manifest of a checkpoint: which boxes of which global tensors lie in which file, with lengths
-and checksums.
+"""The manifest of a checkpoint: which slices of which global tensors are stored in which file, with
+lengths and checksums.
 
 It is JSON whose first line holds the CRC-32 of the whole text (taken with eight zeros in its
-place), so that a damaged manifest is noticed however it is damaged. Knows no directories of a run
-and opens no tensor file.
+place), so that a damaged manifest is noticed however it is damaged.
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
-"""Run directories in object stores (s3://bucket/path): fetched before a run, uploaded beside it.
-The only user of fsspec.
+"""Run directories in object stores (s3://bucket/path): downloaded before a run, uploaded while it
+trains.
 
 A run saves into a directory of a local disk, the staging directory. A process of its own uploads
-the checkpoint that the tracker there names: file by file, each read back and compared, the manifest
-behind the tensors, the tracker last. So what the tracker in the store names is whole. `skips.jsonl`
-goes with them. The two slots of snapshots are run directories of their own. Knows no tensors and no
-process group.
+the checkpoint that the tracker there names: file by file, each read back and compared, the
+manifest behind the tensors, the tracker last. So what the tracker in the store names is whole.
+`skips.jsonl` goes with them. The two slots of snapshots are run directories of their own.
 """
 
 from __future__ import annotations
@@ -220,7 +219,7 @@ def fetch(url: str, staging: str, step: int | None = None, required: bool = Fals
     """Have the newest checkpoint of `url` (or that of iteration `step`) in the staging directory,
     if it is not there, and the records of skipped iterations.
 
-    A newer one that lies there, not uploaded yet, stays the newest. With none in either place a
+    A newer one there that is not uploaded yet stays the newest. With none in either place a
     `required` one is missed. Raises CheckpointError and ValueError.
     """
     remote = Remote(url)
@@ -335,7 +334,7 @@ class Uploader:
 
 @contextmanager
 def uploading(places: Sequence[Place], save: str) -> Iterator[None]:
-    """Upload beside the block what is saved in `places`, if there are any, and wait for that at its
+    """Upload during the block what is saved in `places`, if there are any, and wait for that at its
     end."""
     uploader = Uploader(places, save) if places else None
     try:

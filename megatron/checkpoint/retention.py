@@ -1,9 +1,7 @@
-"""Which checkpoints are removed, and the two slots of snapshots. Knows no tensors and no process
-group.
+"""Removal of old checkpoints (--keep-last, --keep-every), and the two rotating slots of snapshots.
 
-A slot is a run directory with one checkpoint: a new snapshot goes where the older one lies, so
-there is always a whole one beside the one being written, and never more than two.
-"""
+A slot is a run directory with one checkpoint: a new snapshot goes into the slot of the older one,
+so there is always a complete one in addition to the one being written, and never more than two."""
 
 from __future__ import annotations
 
@@ -26,10 +24,9 @@ def prune(
     """Remove checkpoints but the tracker's, the `keep_last` newest up to it, and multiples of
     `keep_every`.
 
-    Those beyond the tracker's belong to a line that was left (a run gone back to an older one):
-    they neither count nor go. Call it on rank 0 after a save has returned. Returns the iterations
-    removed.
-    """
+    Those beyond the tracker's belong to an abandoned history (a run that resumed from an older
+    one): they neither count nor go. Call it on rank 0 after a save has returned. Returns the
+    iterations removed."""
     if keep_last < 1:
         raise ValueError(f"keep_last {keep_last}: at least one checkpoint must be kept")
     root, newest = Path(root), store.latest(root)
@@ -65,7 +62,7 @@ def free_slot(directory: Path | str, iteration: int, disk: Disk = DISK) -> Path:
 
 
 def drop_beyond(directory: Path | str, iteration: int, disk: Disk = DISK) -> None:
-    """Empty the slots whose snapshot lies beyond `iteration`, which has just been saved: their line
+    """Empty the slots whose snapshot is beyond `iteration`, which has just been saved: their line
     was left."""
     for root in slots(directory):
         if (newest_in(root) or 0) > iteration:

@@ -1,10 +1,9 @@
-"""One file in the safetensors layout, written and read by our own code; knows neither names of a
-model nor ranks.
+"""Reads and writes one file in the safetensors format.
 
 Layout (github.com/huggingface/safetensors, README "Format"): 8 bytes little-endian header length, a
 JSON header {key: {dtype, shape, data_offsets}}, then the row-major tensors back to back. The header
-is padded with blanks to a multiple of 8 and tensors lie in falling order of element size, so every
-tensor is aligned to its element size.
+is padded with blanks to a multiple of 8 and tensors are stored in falling order of element size, so
+every tensor is aligned to its element size.
 
 Tensors are summed by blocks (checksums.py) on a few threads while others write.
 """
@@ -74,7 +73,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a tensor lies: dtype name, shape, and [start, stop) in bytes from the beginning of the
+    """Location of a tensor: dtype name, shape, and [start, stop) in bytes from the beginning of the
     file."""
 
     dtype: str

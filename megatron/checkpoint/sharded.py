@@ -1,8 +1,8 @@
 """Writes the slices of tensors that a rank holds and reads any box of any tensor back, whoever
 wrote it how.
 
-Everything is indexed by global tensor name, shape and box, so the layout at save and the layout at
-load need not agree. Knows no model class, no process group and no directories of a run.
+Everything is indexed by global tensor name, shape and box, so the layout at save and the layout
+at load need not agree.
 """
 
 from __future__ import annotations

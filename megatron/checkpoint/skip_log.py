@@ -1,9 +1,8 @@
-"""`skips.jsonl` of a run directory: which ranges of iterations are to be left out, one JSON object
+"""`skips.jsonl` of a run directory: which ranges of iterations are skipped, one JSON object
 a line; lines are only ever added.
 
-A line is a record of a range (or, where one command line has more than a thousand, of all of them),
-or `{"forget": id, ...}`, which takes one back; the last line about an id counts. Knows no run, no
-flag and no data.
+A line is a record of a range (or, where one command line has more than a thousand, of all of
+them), or `{"forget": id, ...}`, which takes one back; the last line about an id counts.
 """
 
 from __future__ import annotations
@@ -131,7 +130,7 @@ def parse(lines: Iterable[str], source: str) -> list[Entry]:
         except (ValueError, TypeError, RecursionError) as error:
             raise CheckpointError(
                 f"{source}, line {number}: is no record of skipped iterations ({error}): "
-                f"{line[:80]!r}; mend or remove that line [skip-record-malformed]"
+                f"{line[:80]!r}; fix or remove that line [skip-record-malformed]"
             ) from None
         found.append((record.id, record))
     return found
@@ -208,7 +207,7 @@ def replace(directory: Path | str, lines: Sequence[str]) -> None:
 
 @dataclass
 class SkipHistory:
-    """`records`: those that count, by id; `executed`: [first, last] of what a run has left out so
+    """`records`: those that count, by id; `executed`: [first, last] of what a run has skipped so
     far, ascending, in all `total` iterations."""
 
     records: dict[str, SkipRecord] = field(default_factory=dict)
@@ -220,12 +219,12 @@ class SkipHistory:
         return [record.line() for record in self.records.values()]
 
     def reason(self, iteration: int) -> str:
-        """Why an iteration is left out: `user`, unless a record says otherwise."""
+        """Why an iteration is skipped: `user`, unless a record says otherwise."""
         others = (r for r in self.records.values() if r.reason != "user")
         return next((r.reason for r in others if r.parts.is_skipped(iteration)), "user")
 
     def note(self, first: int, last: int) -> None:
-        """Iterations first to last have been left out just now."""
+        """Iterations first to last have just been skipped."""
         self.total += last - first + 1
         if self.executed and self.executed[-1][1] == first - 1:
             self.executed[-1][1] = last
@@ -233,7 +232,7 @@ class SkipHistory:
             self.executed.append([first, last])
 
     def take(self, executed: Iterable[Sequence[int]], iteration: int) -> None:
-        """The run goes on from `iteration` with this past; of later iterations nothing has
+        """The run resumes from `iteration` with this history; of later iterations nothing has
         happened."""
         self.executed = [
             [first, min(last, iteration)] for first, last in executed if first <= iteration

@@ -1,5 +1,4 @@
-"""What a run is besides its tensors, as plain data with an exact JSON form; knows neither tensors
-nor directories.
+"""The state of a run apart from its tensors, as plain data with an exact JSON form.
 
 Floats are written with Python's shortest exact spelling and come back bit for bit (the infinities
 and NaN as {"float": "inf"}), whole numbers in full. Nothing here is ever unpickled.
@@ -38,7 +37,7 @@ class RunState:
     """Counters and small states of a run after `iteration` iterations. Every value is None, bool,
     int, float, str, or a list or str-keyed dict of such; tuples come back as lists.
 
-    `skips`: the lines of `skips.jsonl` that count; `skipped`: the ranges [first, last] left out so
+    `skips`: the lines of `skips.jsonl` that count; `skipped`: the ranges [first, last] skipped so
     far. `layout`: world, tp, pp, dp ... at the save. `data`: fingerprint of the flags and files
     that fix the data order. `rng` is empty while all randomness is a pure function of counters.
     `spikes`: what the detector remembers.

@@ -178,7 +178,7 @@ def clear_leftovers(root: Path, disk: Disk = DISK) -> None:
     """Remove what killed saves left; a replacement that was cut in the middle gets its name back.
 
     Whoever has just taken a directory over does this before anything else: what its former owner,
-    should it wake up, is about to rename is then gone.
+    should it wake up, is about to rename no longer exists.
     """
     leftovers = [
         path
@@ -268,7 +268,7 @@ def publish(
 
 def discard(path: Path, disk: Disk) -> None:
     """Remove a directory or file of ours that nobody needs; a failure is said, not raised: the run
-    can go on."""
+    can continue."""
     try:
         # half-removed it must never look like a checkpoint
         if _TEMPORARY.fullmatch(path.name) is None:
@@ -310,7 +310,7 @@ class Checkpoint:
 
 
 def _entries(root: Path) -> Iterator[Path]:
-    """What lies in `root`, sorted; nothing when it is missing."""
+    """The entries of `root`, sorted; nothing when it is missing."""
     if root.is_dir():
         with explained("list", root):
             yield from sorted(root.iterdir())

@@ -1,5 +1,4 @@
-"""Boxes: which rectangular part of a tensor lies where, as integers; knows neither tensors nor
-files.
+"""Slices: rectangular parts of global tensors, as integers.
 
 A box is one (start, stop) pair per dim; the box of a 0-dim tensor is () and holds one element.
 """
@@ -53,7 +52,7 @@ def of_range(start: int, stop: int, shape: Sequence[int]) -> Iterator[Box]:
         return
     inner = prod(shape[1:])
     first = -(-start // inner)
-    last = stop // inner  # rows that lie in the range as a whole
+    last = stop // inner  # rows entirely in the range
     if first > last:  # inside one row
         yield from (
             ((last, first), *box)

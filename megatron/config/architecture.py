@@ -1,5 +1,5 @@
-"""Where two configurations are not the same trained model, however their flags spell it. Knows no
-torch."""
+"""Compares two configurations: do they describe the same trained model, whatever flags they are
+spelled with?"""
 
 from __future__ import annotations
 

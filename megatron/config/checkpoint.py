@@ -1,4 +1,4 @@
-"""What is saved, when, and what is loaded. Knows no torch."""
+"""Flags of saving and loading checkpoints."""
 
 from __future__ import annotations
 
@@ -20,57 +20,61 @@ class CheckpointConfig:
         help="iterations between checkpoints, needed with --save",
     )
     load: str | None = arg(None, help="directory (or iter_XXXXXXX inside one) to resume from")
-    ckpt_step: int | None = arg(None, help="load this iteration instead of the newest", dump=False)
-    finetune: bool = arg(False, help="load the weights alone and start from iteration 0")
-    no_load_optim: bool = arg(False, help="do not load optimizer and scheduler")
+    ckpt_step: int | None = arg(
+        None, help="load the checkpoint of this iteration instead of the newest", dump=False
+    )
+    finetune: bool = arg(False, help="load only the weights and start from iteration 0")
+    no_load_optim: bool = arg(False, help="do not load optimizer and scheduler state")
     no_load_rng: bool = arg(
         False,
-        help="do not load random state (there is none to load: masks are a function of "
-        "seed and iteration)",
+        help="accepted for compatibility: there is no RNG state to load (dropout masks "
+        "depend on seed and iteration)",
     )
-    no_save_optim: bool = arg(False, help="do not save the optimizer")
-    no_save_rng: bool = arg(False, help="do not save random state (there is none)")
+    no_save_optim: bool = arg(False, help="do not save optimizer state")
+    no_save_rng: bool = arg(False, help="accepted for compatibility: there is no RNG state to save")
     use_checkpoint_args: bool = arg(
-        False, help="take the architecture and the tokenizer from the checkpoint's args"
+        False, help="take architecture and tokenizer flags from the checkpoint"
     )
     exit_on_missing_checkpoint: bool = arg(
-        False, help="exit when --load finds nothing, instead of a random start"
+        False, help="exit if --load has no checkpoint, instead of starting from initial values"
     )
     staging_dir: str = arg(
         "staging",
-        help="with --save, --load or --snapshot-dir in an object store (s3://bucket/path): the "
-        "directory of a local disk (of one that all ranks share) in which checkpoints are written "
-        "and fetched; a process uploads them",
+        help="with --save, --load or --snapshot-dir in an object store (s3://bucket/path): "
+        "local directory in which checkpoints are written before upload and to which "
+        "they are downloaded; a directory that all ranks share",
         dump=False,
     )
     async_save: bool = arg(
         False,
-        help="training goes on while another process writes the checkpoint from a copy in shared "
-        "memory, which takes as much memory as a rank saves",
+        help="asynchronous checkpointing: a background process writes the checkpoint from a "
+        "copy in shared memory, as large as the rank's part of the checkpoint",
         dump=False,
     )
     keep_last: int | None = arg(
-        None, help="after each save, remove checkpoints but the N newest", dump=False
+        None, help="after each save, remove all but the N newest checkpoints", dump=False
     )
     keep_every: int | None = arg(
-        None, help="with --keep-last: multiples of N iterations are never removed", dump=False
+        None,
+        help="with --keep-last: never remove checkpoints of iterations that are multiples of N",
+        dump=False,
     )
     snapshot_interval: int | None = arg(
         None,
-        help="iterations between snapshots, of which the last two are kept; a resume "
-        "takes the newest of snapshots and checkpoints",
+        help="iterations between snapshots, of which the last two are kept; a resume loads "
+        "the newest snapshot or checkpoint",
         dump=False,
     )
     snapshot_dir: str | None = arg(
         None,
-        help="directory of the two snapshots, or their place in an object store "
-        "(s3://bucket/path); default: SAVE/snapshots",
+        help="directory or object-store URL (s3://bucket/path) of the two snapshots "
+        "(default: SAVE/snapshots)",
         dump=False,
     )
     control_file: str | None = arg(
         None,
-        help="file that is read in each step: 'save' or 'stop' (save, and leave) now, or "
-        "-N or N: the same at iteration N; it is set to 0 when that is done",
+        help="file read in each iteration: 'save' or 'stop' (save and exit) now, or N or -N:"
+        " save or stop at iteration N; reset to 0 when done",
         dump=False,
     )
 

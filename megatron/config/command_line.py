@@ -1,5 +1,5 @@
-"""From argv to a checked configuration, and back to the text that shows it: help, argument dump,
-plan. Knows no torch.
+"""The command line: from argv to a checked configuration, and from a configuration to help,
+argument dump and plan.
 
 Everything wrong with a command line is said at once, in well under a second, before anything large
 is imported.
@@ -426,7 +426,7 @@ def dump(
     *,
     rank: int = 0,
 ) -> str:
-    """The argument dump in Megatron's form (facts/megatron.md 11.1); arguments as for
+    """The argument dump in Megatron's form; arguments as for
     `dumped_values`."""
     lines = [
         f"  {name} {'.' * (48 - len(name))} {value}"

@@ -1,5 +1,4 @@
-"""Which implementation computes what, spelled as Megatron spells it. Knows no kernel and no
-torch."""
+"""Flags that select kernel implementations, in Megatron's spelling."""
 
 from __future__ import annotations
 
@@ -11,41 +10,42 @@ from megatron.arguments import arg
 
 @dataclass(frozen=True, kw_only=True)
 class KernelsConfig:
-    """Choices between implementations. They change speed, memory and rounding, never the model."""
+    """Kernels: implementations that differ in speed, memory and rounding, never in the model."""
 
     transformer_impl: Literal["local", "transformer_engine"] = arg(
         "local",
-        help="linear layers, norms and attention of the transformer layers: this suite's, or "
-        "NVIDIA's Transformer Engine (CUDA; pip install --no-build-isolation "
-        "'transformer-engine[pytorch]')",
+        help="implementation of linear layers, norms and attention of the transformer "
+        "layers: local (this suite's) or NVIDIA's Transformer Engine (CUDA; pip install"
+        " --no-build-isolation 'transformer-engine[pytorch]')",
     )
     attention_backend: Literal["auto", "flash", "fused", "unfused", "local"] = arg(
         "auto",
         dump=False,
         help=(
-            "auto: the best that works here; flash: the flash-attn package; fused: torch's fused "
-            "attention (cuDNN's under Transformer Engine); unfused: the whole matrix of scores; "
-            "local: this suite's blocks of query rows"
+            "attention kernel: auto (the fastest available), flash (the flash-attn "
+            "package), fused (torch's fused attention; with Transformer Engine cuDNN's), "
+            "unfused (allocates the matrix of scores) or local (this suite's chunked "
+            "attention)"
         ),
     )
     use_flash_attn: bool = arg(False, help="the same as --attention-backend flash")
     masked_softmax_fusion: bool = arg(
         True,
         off="--no-masked-softmax-fusion",
-        help="scores, mask and softmax one after the other, over the whole matrix of scores: "
-        "the same as --attention-backend unfused",
+        help="unfused attention, which allocates the matrix of scores: the same as "
+        "--attention-backend unfused",
     )
     bias_swiglu_fusion: bool = arg(
-        True, off="--no-bias-swiglu-fusion", help="SwiGLU operation by operation"
+        True, off="--no-bias-swiglu-fusion", help="disable the fused SwiGLU kernel"
     )
     apply_rope_fusion: bool = arg(
-        True, off="--no-rope-fusion", help="rotary positions operation by operation"
+        True, off="--no-rope-fusion", help="disable the fused kernel of rotary position embeddings"
     )
     gradient_accumulation_fusion: bool = arg(
         True,
         off="--no-gradient-accumulation-fusion",
-        help="autograd makes weight gradients in the weights' format, and only then are they "
-        "added to the fp32 ones",
+        help="compute weight gradients in the parameter dtype and add them to main_grad "
+        "afterwards, instead of accumulating in fp32 directly",
     )
 
     @property

@@ -1,4 +1,4 @@
-"""What is printed and where numbers are kept. Knows no torch."""
+"""Flags of the log, the metrics file, TensorBoard and Weights & Biases."""
 
 from __future__ import annotations
 
@@ -28,62 +28,69 @@ class LoggingConfig:
         help="arguments printed at the start: those that differ from their defaults, all, or none "
         "(default: changed with --log-format short, otherwise all)",
     )
-    metrics_file: str | None = arg(None, help="JSON lines, one an iteration", dump=False)
+    metrics_file: str | None = arg(
+        None, help="JSON Lines file with one object per iteration", dump=False
+    )
     data_ledger: str | None = arg(
         None,
-        help="file of 32 bytes an iteration: which samples it read, and their hash "
-        "(tools/inspect_data.py reads it)",
+        help="file with one 32-byte record per iteration: which samples it read, and their "
+        "hash (read by tools/inspect_data.py)",
         dump=False,
     )
     progress: Literal["auto", "on", "off"] = arg(
         "auto",
         dump=False,
-        help="progress and ETA. With --log-format short: a status line between log lines, if "
-        "stdout is a terminal and not with off. With other formats: a line on stderr after each "
-        "log line; auto: if stderr is a terminal",
+        help="progress and ETA. With --log-format short: a status line between log lines if "
+        "stdout is a terminal, unless off. With other formats: a line on stderr after "
+        "each log line; auto: if stderr is a terminal",
     )
     log_subsets: bool = arg(
         False,
-        help="tokens and loss of each data set of a blend in metrics file and TensorBoard; "
+        help="tokens and loss per data set of a blend, in metrics file and TensorBoard; "
         "always with --packed-samples and --log-format internlm",
         dump=False,
     )
     log_accuracy: bool = arg(
         False,
-        help="with --log-subsets: share of labels that the model ranks first, in all and of each "
-        "subset",
+        help="with --log-subsets: top-1 token accuracy, total and per data set",
         dump=False,
     )
-    log_throughput: bool = arg(False, help="TFLOP/s on the iteration line")
-    log_num_zeros_in_grad: bool = arg(False, help="count zeros in the gradients")
-    log_params_norm: bool = arg(False, help="norm of the parameters on the iteration line")
-    timing_log_level: Literal[0, 1, 2] = arg(0, help="detail of the timers block")
-    timing_log_option: Literal["max", "minmax", "all"] = arg(
-        "minmax", help="what the timers block shows of the ranks"
+    log_throughput: bool = arg(False, help="log TFLOP/s per rank on the iteration line")
+    log_num_zeros_in_grad: bool = arg(False, help="log the number of zeros in the gradients")
+    log_params_norm: bool = arg(
+        False, help="log the L2 norm of the parameters on the iteration line"
     )
-    tensorboard_dir: str | None = arg(None, help="directory of TensorBoard events")
+    timing_log_level: Literal[0, 1, 2] = arg(
+        0, help="detail of the timers in the log: 0 (fewest) to 2"
+    )
+    timing_log_option: Literal["max", "minmax", "all"] = arg(
+        "minmax", help="timers of the ranks in the log: max, minmax or all"
+    )
+    tensorboard_dir: str | None = arg(None, help="directory of TensorBoard event files")
     tensorboard_log_interval: int = arg(
         1, help="iterations between points in TensorBoard and Weights & Biases"
     )
-    tensorboard_queue_size: int = arg(1000, help="TensorBoard events kept before they are written")
-    log_timers_to_tensorboard: bool = arg(False, help="timers as TensorBoard scalars")
-    log_batch_size_to_tensorboard: bool = arg(False, help="batch size as a TensorBoard scalar")
+    tensorboard_queue_size: int = arg(
+        1000, help="number of TensorBoard events buffered before a write"
+    )
+    log_timers_to_tensorboard: bool = arg(False, help="write timers to TensorBoard")
+    log_batch_size_to_tensorboard: bool = arg(False, help="write the batch size to TensorBoard")
     log_learning_rate_to_tensorboard: bool = arg(
         True,
         off="--no-log-learnig-rate-to-tensorboard",
-        help="no learning rate in TensorBoard (Megatron's spelling)",
+        help="do not write the learning rate to TensorBoard (Megatron's spelling)",
     )
     log_loss_scale_to_tensorboard: bool = arg(
         True,
         off="--no-log-loss-scale-to-tensorboard",
         alias=("--disable-log-loss-scale-to-tensorboard",),
-        help="no loss scale in TensorBoard",
+        help="do not write the loss scale to TensorBoard",
     )
     log_validation_ppl_to_tensorboard: bool = arg(
-        False, help="validation perplexity in TensorBoard"
+        False, help="write validation perplexity to TensorBoard"
     )
-    log_memory_to_tensorboard: bool = arg(False, help="device memory in TensorBoard")
-    log_world_size_to_tensorboard: bool = arg(False, help="world size in TensorBoard")
+    log_memory_to_tensorboard: bool = arg(False, help="write device memory to TensorBoard")
+    log_world_size_to_tensorboard: bool = arg(False, help="write the world size to TensorBoard")
 
     wandb_project: str = arg(
         "", help="Weights & Biases project that gets the scalars of TensorBoard (pip install wandb)"

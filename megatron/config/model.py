@@ -1,5 +1,4 @@
-"""The architecture: everything a plain GPT on one device needs to know. Knows no rank, no data and
-no torch."""
+"""Flags of the model architecture, and the sizes that follow from them."""
 
 from __future__ import annotations
 
@@ -18,29 +17,35 @@ def _norm(word: str) -> str:
 class ModelConfig:
     """The architecture."""
 
-    num_layers: int | None = arg(None, alias=("--encoder-num-layers",), help="transformer layers")
-    hidden_size: int | None = arg(None, help="width of the residual stream")
+    num_layers: int | None = arg(
+        None, alias=("--encoder-num-layers",), help="number of transformer layers"
+    )
+    hidden_size: int | None = arg(None, help="hidden size (width of the residual stream)")
     ffn_hidden_size: int | None = arg(
         None,
-        help="MLP width; without it 4 x hidden size, or 8/3 x hidden size rounded "
-        "down to a multiple of 64 with --swiglu / --geglu",
+        help="MLP hidden size (default: 4 x hidden size, or with --swiglu / --geglu 8/3 x "
+        "hidden size rounded down to a multiple of 64)",
     )
     ffn_multiple_of: int | None = arg(
         None,
         dump=False,
-        help="with --swiglu / --geglu, in place of --ffn-hidden-size: 8/3 x "
-        "hidden size rounded UP to a multiple of this (InternLM: 256)",
+        help="with --swiglu / --geglu, instead of --ffn-hidden-size: MLP hidden size is 8/3 "
+        "x hidden size rounded UP to a multiple of this (InternLM: 256)",
     )
-    num_attention_heads: int | None = arg(None, help="query heads")
-    kv_channels: int | None = arg(None, help="width of one head; without it hidden size / heads")
-    group_query_attention: bool = arg(False, help="share key/value heads between query heads (GQA)")
-    num_query_groups: int = arg(1, help="key/value heads, with --group-query-attention")
-    seq_length: int | None = arg(None, alias=("--encoder-seq-length",), help="tokens of one sample")
+    num_attention_heads: int | None = arg(None, help="number of attention (query) heads")
+    kv_channels: int | None = arg(
+        None, help="head width (default: hidden size / number of attention heads)"
+    )
+    group_query_attention: bool = arg(False, help="grouped-query attention (GQA)")
+    num_query_groups: int = arg(1, help="number of key/value heads, with --group-query-attention")
+    seq_length: int | None = arg(
+        None, alias=("--encoder-seq-length",), help="sequence length: tokens per sample"
+    )
     max_position_embeddings: int | None = arg(
-        None, help="rows of the position table, at least the sequence length"
+        None, help="number of positions (rows of a learned position table), at least --seq-length"
     )
     position_embedding_type: Literal["learned_absolute", "rope", "none"] = arg(
-        "learned_absolute", help="positions"
+        "learned_absolute", help="position embeddings"
     )
     use_rotary_position_embeddings: bool = arg(
         False, help="the same as --position-embedding-type rope"
@@ -48,89 +53,109 @@ class ModelConfig:
     add_position_embedding: bool = arg(
         True,
         off="--no-position-embedding",
-        help="no learned position table (the same as --position-embedding-type none, "
-        "or rope where that is asked for)",
+        help="no learned position table: the same as --position-embedding-type none (or "
+        "rope, if requested)",
     )
     rotary_base: int = arg(10000, help="base of the rotary frequencies", dump=False)
-    rotary_percent: float = arg(1.0, help="share of each head's width that is rotated")
+    rotary_percent: float = arg(
+        1.0, help="fraction of each head's width to which rotary position embeddings are applied"
+    )
     rotary_interleaved: bool = arg(
-        False, dump=False, help="rotate neighbouring pairs instead of the two halves of a head"
+        False,
+        dump=False,
+        help="rotary position embeddings rotate neighbouring pairs instead of the two halves"
+        " of a head",
     )
     rotary_seq_len_interpolation_factor: int | None = arg(
-        None, help="divide rotary positions by this"
+        None, help="divide rotary positions by this (position interpolation)"
     )
     use_rope_scaling: bool = arg(
         False,
         dump=False,
-        help="Llama 3.1's rotary frequencies: those that turn less than once in "
-        "8,192 positions are slowed by --rope-scaling-factor",
+        help="Llama 3.1's RoPE scaling: frequencies with wavelengths above 8,192 positions "
+        "are divided by --rope-scaling-factor",
     )
-    rope_scaling_factor: float = arg(8.0, help="how much they are slowed", dump=False)
+    rope_scaling_factor: float = arg(
+        8.0,
+        help="with --use-rope-scaling: factor by which low rotary frequencies are divided",
+        dump=False,
+    )
     make_vocab_size_divisible_by: int = arg(
-        128, help="the vocabulary is padded to a multiple of this times TP"
+        128, help="pad the vocabulary size to a multiple of this x tensor-parallel size"
     )
     normalization: Literal["LayerNorm", "RMSNorm"] = arg(
-        "LayerNorm", parse=_norm, help="norm of every block"
+        "LayerNorm", parse=_norm, help="type of all norms"
     )
     norm_epsilon: float = arg(1e-5, help="epsilon of the norms")
-    apply_layernorm_1p: bool = arg(False, help="norm weights are stored minus one")
+    apply_layernorm_1p: bool = arg(False, help="store norm weights minus one (zero-centered)")
     apply_residual_connection_post_layernorm: bool = arg(
-        False, help="take the residual after the norm"
+        False, help="take the residual connection after the norm instead of before it"
     )
-    qk_layernorm: bool = arg(False, help="norm of every query and key head", dump=False)
-    openai_gelu: bool = arg(False, help="tanh form of GELU (also without the fusion)")
-    squared_relu: bool = arg(False, help="relu(x)^2 in the MLP")
-    swiglu: bool = arg(False, help="gated MLP with SiLU")
-    geglu: bool = arg(False, help="gated MLP with GELU", dump=False)
+    qk_layernorm: bool = arg(False, help="normalize each head of queries and keys", dump=False)
+    openai_gelu: bool = arg(
+        False, help="tanh approximation of GELU, also with --no-bias-gelu-fusion"
+    )
+    squared_relu: bool = arg(False, help="squared ReLU activation in the MLP")
+    swiglu: bool = arg(False, help="SwiGLU: gated MLP with SiLU")
+    geglu: bool = arg(False, help="GEGLU: gated MLP with GELU", dump=False)
     bias_gelu_fusion: bool = arg(
         True,
         off="--no-bias-gelu-fusion",
-        help="exact erf GELU instead of the tanh form that Megatron fuses with the bias",
+        help="exact (erf) GELU instead of the tanh approximation of Megatron's fused bias + GELU",
     )
     untie_embeddings_and_output_weights: bool = arg(
-        False, help="a matrix of its own for the output layer"
+        False, help="untied embeddings: the output layer has its own weight"
     )
     add_bias_linear: bool = arg(
         True, off="--disable-bias-linear", help="no biases in linear layers"
     )
     add_qkv_bias: bool = arg(
-        False, dump=False, help="a bias on queries, keys and values even with --disable-bias-linear"
+        False,
+        dump=False,
+        help="bias of the query/key/value projection even with --disable-bias-linear",
     )
     add_attention_output_bias: bool = arg(
-        False, dump=False, help="a bias on the attention output even with --disable-bias-linear"
+        False,
+        dump=False,
+        help="bias of the attention output projection even with --disable-bias-linear",
     )
     add_mlp_bias: bool = arg(
-        False, dump=False, help="biases in the MLP even with --disable-bias-linear"
+        False, dump=False, help="biases of the MLP even with --disable-bias-linear"
     )
-    attention_dropout: float = arg(0.1, help="dropout of attention probabilities")
-    hidden_dropout: float = arg(0.1, help="dropout of the embedding and of both residual branches")
-    init_method_std: float = arg(0.02, help="standard deviation of the normal initialisation")
-    init_method_xavier_uniform: bool = arg(False, help="Xavier uniform initialisation of matrices")
+    attention_dropout: float = arg(0.1, help="dropout probability of the attention probabilities")
+    hidden_dropout: float = arg(
+        0.1, help="dropout probability of the embedding and of both residual branches"
+    )
+    init_method_std: float = arg(
+        0.02, help="standard deviation of normally distributed initial values"
+    )
+    init_method_xavier_uniform: bool = arg(False, help="Xavier uniform initial values of matrices")
     init_scheme: Literal["megatron", "internlm"] = arg(
         "megatron",
         dump=False,
-        help="whose initial values: megatron, or "
-        "InternLM's fixed deviations, which depend on the layer",
+        help="initialization: megatron, or internlm (fixed standard deviations that depend "
+        "on the layer)",
     )
     embed_grad_scale: float = arg(
         1.0,
         dump=False,
-        help="multiply the gradients of the embedding and of the output layer by this (GLM-130B)",
+        help="factor on the gradients of the embedding and the output layer (GLM-130B)",
     )
     label_smoothing: float = arg(
         0.0,
         dump=False,
-        help="share of each label that goes to all ids alike, in training; "
-        "losses of subsets are without it",
+        help="label smoothing factor, in training; losses of subsets are without it",
     )
     apply_query_key_layer_scaling: bool = arg(
         False,
-        help="divide scores by the layer number and undo it in the "
-        "softmax; numerically neutral here",
+        help="divide attention scores by the layer number and undo it in the softmax; no "
+        "numerical effect in this suite",
     )
-    attention_softmax_in_fp32: bool = arg(False, help="softmax in fp32 (always so here)")
+    attention_softmax_in_fp32: bool = arg(
+        False, help="attention softmax in fp32 (always so in this suite)"
+    )
     fp32_residual_connection: bool = arg(
-        False, help="residual stream in fp32, with --fp16 or --bf16"
+        False, help="keep the residual stream in fp32, with --fp16 or --bf16"
     )
 
     @property

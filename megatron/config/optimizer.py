@@ -1,4 +1,4 @@
-"""The optimizer, learning rate and weight decay over the run. Knows no torch."""
+"""Flags of the optimizer, the learning rate and weight decay."""
 
 from __future__ import annotations
 
@@ -14,84 +14,90 @@ class OptimizerConfig:
 
     optimizer: Literal["adam", "sgd"] = arg("adam", help="adam (AdamW) or sgd")
     lr: float | None = arg(None, help="peak learning rate")
-    min_lr: float = arg(0.0, help="floor of the decay")
+    min_lr: float = arg(0.0, help="minimum learning rate, reached at the end of the decay")
     decoupled_lr: float | None = arg(
         None,
         help="peak learning rate of the word embedding and the output layer (default: --lr)",
         dump=False,
     )
     decoupled_min_lr: float | None = arg(
-        None, help="floor of --decoupled-lr (default: --min-lr)", dump=False
+        None, help="minimum of --decoupled-lr (default: --min-lr)", dump=False
     )
     lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = arg(
-        "linear", help="shape of the decay"
+        "linear", help="shape of the learning-rate decay"
     )
     lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = arg(
-        "exponential", help="shape of WSD's anneal", dump=False
+        "exponential", help="shape of the final decay of --lr-decay-style WSD", dump=False
     )
-    lr_wsd_decay_iters: int | None = arg(None, help="iterations of WSD's anneal", dump=False)
-    lr_wsd_decay_samples: int | None = arg(None, help="samples of WSD's anneal", dump=False)
+    lr_wsd_decay_iters: int | None = arg(
+        None, help="iterations of the final decay of --lr-decay-style WSD", dump=False
+    )
+    lr_wsd_decay_samples: int | None = arg(
+        None, help="samples of the final decay of --lr-decay-style WSD", dump=False
+    )
     lr_decay_iters: int | None = arg(
-        None, help="iterations until the floor (default: --train-iters)"
+        None, help="iterations until the learning rate reaches --min-lr (default: --train-iters)"
     )
     lr_decay_samples: int | None = arg(
-        None, help="samples until the floor (default: --train-samples)"
+        None, help="samples until the learning rate reaches --min-lr (default: --train-samples)"
     )
-    lr_warmup_fraction: float | None = arg(None, help="share of the decay horizon that warms up")
-    lr_warmup_iters: int = arg(0, help="iterations of warm-up")
-    lr_warmup_samples: int = arg(0, help="samples of warm-up")
-    lr_warmup_init: float = arg(0.0, help="learning rate where the warm-up starts")
+    lr_warmup_fraction: float | None = arg(
+        None, help="learning-rate warm-up as a fraction of --lr-decay-iters or --lr-decay-samples"
+    )
+    lr_warmup_iters: int = arg(0, help="iterations of linear learning-rate warm-up")
+    lr_warmup_samples: int = arg(0, help="samples of linear learning-rate warm-up")
+    lr_warmup_init: float = arg(0.0, help="learning rate at the start of the warm-up")
     lr_init_iters: int = arg(
-        0, dump=False, help="iterations at a learning rate of 0 before the warm-up (Adam's state)"
+        0,
+        dump=False,
+        help="iterations with learning rate 0 before the warm-up, in which Adam's state adapts",
     )
     lr_warmup_first_step: bool = arg(
         False,
         dump=False,
-        help="count the warm-up from its first step on: that of W "
-        "has lr / W, as InternLM's, where Megatron's has 0",
+        help="first warm-up iteration has learning rate lr / W for a warm-up of W "
+        "iterations, as in InternLM, instead of 0",
     )
     weight_decay: float = arg(
-        0.01, help="decoupled weight decay; none on biases and 1-D parameters"
+        0.01, help="decoupled weight decay; not applied to biases and 1-D parameters"
     )
     start_weight_decay: float | None = arg(
-        None, help="weight decay at the start, with an increment style"
+        None, help="initial weight decay, with --weight-decay-incr-style linear or cosine"
     )
     end_weight_decay: float | None = arg(
-        None, help="weight decay at the end, with an increment style"
+        None, help="final weight decay, with --weight-decay-incr-style linear or cosine"
     )
     weight_decay_incr_style: Literal["constant", "linear", "cosine"] = arg(
-        "constant", help="shape of its increase"
+        "constant", help="shape of the increase from --start-weight-decay to --end-weight-decay"
     )
     apply_wd_to_all: bool = arg(
-        False, help="weight decay on norms and biases, too (InternLM)", dump=False
+        False, help="apply weight decay to norms and biases, too (InternLM)", dump=False
     )
     apply_wd_to_qk_layernorm: bool = arg(
-        False, help="weight decay on the norms of queries and keys, too", dump=False
+        False, help="apply weight decay to the norms of queries and keys, too", dump=False
     )
-    adam_beta1: float = arg(0.9, help="decay of Adam's first moment")
-    adam_beta2: float = arg(0.999, help="decay of Adam's second moment")
+    adam_beta1: float = arg(0.9, help="Adam's beta1, decay of the first moment")
+    adam_beta2: float = arg(0.999, help="Adam's beta2, decay of the second moment")
     adam_beta2_schedule_c: float = arg(
         0.0,
         dump=False,
-        help="with c > 0 the second moment's decay is 1 - k^-c after k "
-        "updates, at least --adam-beta2 (PaLM: 0.8)",
+        help="with c > 0, Adam's beta2 is 1 - k^-c after k updates, at least --adam-beta2 "
+        "(PaLM: 0.8)",
     )
     adam_eps: float = arg(1e-8, help="Adam's epsilon")
-    sgd_momentum: float = arg(0.9, help="momentum of SGD")
-    clip_grad: float = arg(
-        1.0, help="global gradient norm at which gradients are clipped; 0 turns it off"
-    )
+    sgd_momentum: float = arg(0.9, help="momentum of --optimizer sgd")
+    clip_grad: float = arg(1.0, help="clip gradients to this global L2 norm; 0 disables clipping")
     override_opt_param_scheduler: bool = arg(
         False,
         flag="--override-opt_param-scheduler",
         alias=("--override-opt-param-scheduler",),
-        help="on resume the scheduler's values are the command line's",
+        help="on resume, use the command line's scheduler values instead of the checkpoint's",
     )
     use_checkpoint_opt_param_scheduler: bool = arg(
         False,
         flag="--use-checkpoint-opt_param-scheduler",
         alias=("--use-checkpoint-opt-param-scheduler",),
-        help="on resume the scheduler's values are the checkpoint's",
+        help="on resume, use the checkpoint's scheduler values instead of the command line's",
     )
 
     @property

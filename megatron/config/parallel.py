@@ -1,4 +1,4 @@
-"""How the work is split over ranks and how they talk. Knows no torch and no model."""
+"""Flags of parallelism: sizes of the parallel axes, sharding, and overlap of communication."""
 
 from __future__ import annotations
 
@@ -10,29 +10,30 @@ from megatron.arguments import arg
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
-    """How the work is split over ranks."""
+    """Parallelism."""
 
     tensor_model_parallel_size: int = arg(
         1,
-        help="ranks one layer is split over: attention by heads, the "
-        "MLP by width, the vocabulary by rows",
+        help="tensor-parallel size (TP): number of ranks that share each layer (attention "
+        "split by heads, MLP by width, vocabulary by rows)",
     )
-    pipeline_model_parallel_size: int = arg(
-        1, help="stages the depth is split over, as evenly as can be"
-    )
+    pipeline_model_parallel_size: int = arg(1, help="number of pipeline stages (PP)")
     num_layers_per_virtual_pipeline_stage: int | None = arg(
         None,
-        help="layers of a virtual stage: a rank has several "
-        "that are not neighbours, which shortens idle time",
+        help="layers per virtual pipeline stage (interleaved schedule, reduces the pipeline "
+        "bubble)",
     )
     num_virtual_stages_per_pipeline_rank: int | None = arg(
-        None, dump=False, help="the same by their number on a rank"
+        None,
+        dump=False,
+        help="virtual pipeline stages per rank (interleaved schedule), instead of "
+        "--num-layers-per-virtual-pipeline-stage",
     )
     decoder_first_pipeline_num_layers: int | None = arg(
-        None, dump=False, help="layers of the first stage, where it has others than the rest"
+        None, dump=False, help="layers of the first pipeline stage, if it differs from the others"
     )
     decoder_last_pipeline_num_layers: int | None = arg(
-        None, dump=False, help="layers of the last stage, likewise"
+        None, dump=False, help="layers of the last pipeline stage, if it differs from the others"
     )
     use_tp_pp_dp_mapping: bool = arg(
         False,
@@ -43,61 +44,64 @@ class ParallelConfig:
     overlap_p2p_comm: bool = arg(
         True,
         off="--no-overlap-p2p-communication",
-        help="wait for each transfer between stages where it starts, not where its tensor is used",
+        help="do not overlap the transfers between pipeline stages with computation",
     )
     context_parallel_size: int = arg(
-        1, help="ranks one sequence is split over, each with an early and a late part"
+        1,
+        help="context-parallel size (CP): number of ranks that share each sequence; each has"
+        " two chunks of it",
     )
     cp_comm_type: Literal["p2p", "all_gather", "a2a", "a2a+p2p"] = arg(
         "p2p",
         dump=False,
-        help="how keys and values reach the queries of the other context-parallel ranks: p2p "
-        "(round a ring, in parts) or all_gather (all at once); the others are not supported",
+        help="context-parallel communication of keys and values: p2p (ring attention) or "
+        "all_gather; the others are not supported",
     )
-    expert_model_parallel_size: int = arg(
-        1, help="ranks the experts are split over (only 1 in this version)"
-    )
+    expert_model_parallel_size: int = arg(1, help="expert-parallel size (only 1 is supported)")
     sequence_parallel: bool = arg(
         False,
-        help="split norms and dropout, by position, over the "
-        "tensor-parallel ranks too; off while there is only one",
+        help="sequence parallelism (SP): split norms and dropout along the sequence over the"
+        " tensor-parallel ranks; disabled with TP 1",
     )
     use_distributed_optimizer: bool = arg(
         False,
-        help="each data-parallel rank keeps and updates only its part of main "
-        "weights and optimizer state (ZeRO stage 1)",
+        help="shard master weights and optimizer state over the data-parallel ranks (ZeRO stage 1)",
     )
     num_distributed_optimizer_instances: int = arg(
         1,
         dump=False,
-        help="copies of the optimizer state, each shared by as many data-parallel ranks",
+        help="replicas of the sharded optimizer state; each is sharded over data-parallel "
+        "size / N ranks",
     )
     zero_partition: Literal["even", "whole-params"] = arg(
         "even",
         dump=False,
-        help="which part of them: even, or whole-params, as InternLM gives out whole parameters",
+        help="with --use-distributed-optimizer, how the state is sharded: even (equal "
+        "ranges) or whole-params (whole parameters, as InternLM does)",
     )
     overlap_grad_reduce: bool = arg(
-        False, help="sum gradient buckets over ranks while the backward pass runs"
+        False, help="overlap the reduction of gradient buckets with the backward pass"
     )
     overlap_param_gather: bool = arg(
         False,
-        help="gather weights while the next forward pass runs, with "
+        help="overlap the all-gather of parameters with the next forward pass; needs "
         "--use-distributed-optimizer and --overlap-grad-reduce",
     )
     ddp_bucket_size: int | None = arg(
         None,
         dump=False,
-        help="elements of a gradient bucket (default: one million a data-parallel rank, at least "
-        "40 million; without overlap and distributed optimizer all in one)",
+        help="elements per gradient bucket (default: 1 million per data-parallel rank, at "
+        "least 40 million; a single bucket without overlap and distributed optimizer)",
     )
     ddp_num_buckets: int | None = arg(
-        None, dump=False, help="number of gradient buckets, about, instead of their size"
+        None,
+        dump=False,
+        help="approximate number of gradient buckets, instead of --ddp-bucket-size",
     )
     distributed_backend: Literal["nccl", "gloo"] | None = arg(
-        None, help="process group backend; without it nccl on CUDA and gloo on CPU"
+        None, help="process group backend (default: nccl on CUDA, gloo on CPU)"
     )
-    distributed_timeout_minutes: int = arg(10, help="minutes a collective may wait")
+    distributed_timeout_minutes: int = arg(10, help="timeout of collectives, in minutes")
     local_rank: int | None = arg(
-        None, help="rank on this node, given by the launcher", alias=("--local_rank",)
+        None, help="rank on this node; set by the launcher", alias=("--local_rank",)
     )

@@ -1,4 +1,4 @@
-"""Number formats of weights, gradients and losses. Knows no torch."""
+"""Flags of precision: dtypes of parameters and gradients, loss scaling, FP8."""
 
 from __future__ import annotations
 
@@ -10,48 +10,59 @@ from megatron.arguments import arg
 
 @dataclass(frozen=True, kw_only=True)
 class PrecisionConfig:
-    """Number formats and loss scaling."""
+    """Precision and loss scaling."""
 
-    fp16: bool = arg(False, help="half precision with loss scaling")
-    bf16: bool = arg(False, help="bfloat16 parameters")
-    fp64: bool = arg(False, help="double precision, for proofs", dump=False)
+    fp16: bool = arg(False, help="fp16 parameters, with loss scaling")
+    bf16: bool = arg(False, help="bf16 parameters; gradients and optimizer state in fp32")
+    fp64: bool = arg(False, help="fp64 parameters, for numerical parity tests", dump=False)
     loss_scale: float | None = arg(
-        None, help="fixed loss scale, any positive number; without it --fp16 scales dynamically"
+        None,
+        help="static loss scale, any positive number; without it --fp16 uses a dynamic loss scale",
     )
-    initial_loss_scale: float = arg(2**32, help="first dynamic loss scale")
-    min_loss_scale: float = arg(1.0, help="lower bound of the dynamic loss scale")
+    initial_loss_scale: float = arg(2**32, help="initial value of the dynamic loss scale of --fp16")
+    min_loss_scale: float = arg(1.0, help="lower bound of the dynamic loss scale of --fp16")
     max_loss_scale: float | None = arg(
-        None, help="upper bound of the dynamic loss scale", dump=False
+        None, help="upper bound of the dynamic loss scale of --fp16", dump=False
     )
     loss_scale_growth_factor: float = arg(
-        2.0, help="what a window of good steps multiplies it by", dump=False
+        2.0,
+        help="factor by which the dynamic loss scale grows after --loss-scale-window "
+        "iterations without overflow",
+        dump=False,
     )
     loss_scale_backoff_factor: float = arg(
-        0.5, help="what an overflow multiplies it by", dump=False
+        0.5, help="factor by which the dynamic loss scale falls after an overflow", dump=False
     )
-    loss_scale_window: float = arg(1000, help="good steps before the loss scale grows")
-    hysteresis: int = arg(2, help="overflows until the loss scale falls")
-    tf32: bool = arg(False, help="fp32 matrix products with TF32 inputs, on CUDA", dump=False)
-    fp16_lm_cross_entropy: bool = arg(False, help="compute the loss in fp16, with --fp16")
+    loss_scale_window: float = arg(
+        1000, help="iterations without overflow before the dynamic loss scale grows"
+    )
+    hysteresis: int = arg(2, help="number of overflows before the dynamic loss scale falls")
+    tf32: bool = arg(False, help="fp32 GEMMs with TF32 inputs, on CUDA", dump=False)
+    fp16_lm_cross_entropy: bool = arg(False, help="compute the cross entropy in fp16, with --fp16")
     accumulate_allreduce_grads_in_fp32: bool = arg(
-        False, help="gradients are kept and reduced in fp32 (always so with --bf16)"
+        False, help="accumulate and reduce gradients in fp32 (always so with --bf16)"
     )
 
     fp8: Literal["e4m3", "hybrid"] | None = arg(
         None,
         flag="--fp8-format",
-        help="linear layers of the transformer layers multiply in 8 bits: e4m3, or "
-        "hybrid with gradients in e5m2; emulated on a CPU",
+        help="FP8 GEMMs in the linear layers of the transformer layers: e4m3, or hybrid "
+        "(E4M3 forward, E5M2 gradients); emulated on a CPU",
     )
     fp8_recipe: Literal["delayed", "tensorwise"] = arg(
         "delayed",
         dump=False,
-        help="scales of --fp8-format: from the maxima of the steps before, or of the tensor itself",
+        help="FP8 scaling with --fp8-format: delayed (from the amax history of earlier "
+        "iterations) or tensorwise (from the amax of the current tensor)",
     )
-    fp8_margin: int = arg(0, help="delayed scales leave room for numbers larger by 2 to this")
-    fp8_amax_history_len: int = arg(1, help="steps whose maxima are kept for delayed scales")
+    fp8_margin: int = arg(
+        0, help="FP8 delayed scaling: scale = largest FP8 number / (amax x 2^margin)"
+    )
+    fp8_amax_history_len: int = arg(1, help="FP8 delayed scaling: iterations in the amax history")
     fp8_amax_compute_algo: Literal["most_recent", "max"] = arg(
-        "most_recent", help="which of them count: the last, or the largest of all"
+        "most_recent",
+        help="FP8 delayed scaling: amax of the most recent iteration, or the maximum of the "
+        "amax history",
     )
 
     @property

@@ -1,4 +1,4 @@
-"""Flags of the profiler. Knows no torch."""
+"""Flags of the profiler."""
 
 from __future__ import annotations
 
@@ -11,7 +11,11 @@ from megatron.arguments import arg
 class ProfilingConfig:
     """Which iterations of which ranks are profiled."""
 
-    profile: bool = arg(False, help="profile some iterations: see --use-pytorch-profiler")
+    profile: bool = arg(
+        False,
+        help="profile iterations --profile-step-start to --profile-step-end: a CUDA profiler"
+        " range for nsys, or --use-pytorch-profiler",
+    )
     use_pytorch_profiler: bool = arg(
         False,
         dump=False,

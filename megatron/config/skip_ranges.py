@@ -1,7 +1,7 @@
-"""Which iterations the user skips: a pure function of the iteration number; knows no data, no loop
-and no ledger.
+"""Which iterations the user skips: `--train-range-to-skip`, `--iterations-to-skip` and the records
+of `skips.jsonl`.
 
-Sources: facts/spikes.md 4.1 (closed intervals, 1-based, the number printed on the log line) and 4.2
+Rules: closed intervals, 1-based, the number printed on the log line; docs/spikes.md
 (bad input).
 """
 

@@ -1,4 +1,4 @@
-"""What a run does about loss spikes. Knows no torch."""
+"""Flags of the spike detector."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ class SpikeConfig:
     spike_action: Literal["off", "log", "skip-update", "rewind"] = arg(
         "log",
         dump=False,
-        help="on a spike of loss or gradient norm: log says it; skip-update does not make that "
-        "update; rewind goes back before it and skips its iterations; off does not look",
+        help="on a spike of loss or gradient norm: log; skip-update (log, and skip the "
+        "optimizer update); rewind (roll back before the spike and skip its "
+        "iterations); off: no spike detection",
     )
     spike_snapshot_interval: int = arg(
         50,
         dump=False,
-        help="with --spike-action rewind: iterations between copies of the run in host memory, of "
-        "which two are kept; 0: none, go back to checkpoints",
+        help="with --spike-action rewind: iterations between in-memory snapshots, of which "
+        "two are kept; 0: none, roll back to checkpoints",
     )
 
     @property

@@ -1,5 +1,4 @@
-"""What will be trained, in ten to fifteen lines of at most 100 columns, for the start of a run.
-Knows no torch."""
+"""The summary of a run in the preamble: ten to fifteen lines of at most 100 columns."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ MIB = 2**20
 
 
 def entry(label: str, text: str) -> str:
-    """A label and its text, wrapped beside it."""
+    """A label and its text, wrapped next to it."""
     return textwrap.fill(
         text,
         WIDTH,
@@ -66,7 +65,7 @@ def _count(number: int, name: str) -> str:
 
 
 def batch_text(config: Config, plan: Plan) -> str:
-    """How a global batch is made up."""
+    """How a global batch is composed."""
     size = plan.batch.final_global_batch_size
     accumulation = plan.num_microbatches(plan.train_iters)
     text = (

@@ -1,4 +1,5 @@
-"""Batch, length of the run, evaluation, exits, recompute, skipping. Knows no torch."""
+"""Flags of the training loop: batch size, length of the run, evaluation, exits, recomputation,
+skipping."""
 
 from __future__ import annotations
 
@@ -12,63 +13,90 @@ from megatron.arguments import arg
 class TrainingConfig:
     """The training loop."""
 
-    micro_batch_size: int | None = arg(None, help="samples of one forward pass on one rank")
+    micro_batch_size: int | None = arg(
+        None, help="samples per micro-batch: one forward pass on one rank"
+    )
     global_batch_size: int | None = arg(
-        None, help="samples of one step (default: micro-batch size x data-parallel size)"
+        None,
+        help="samples per iteration, over all ranks and micro-batches (default: micro-batch "
+        "size x data-parallel size)",
     )
     rampup_batch_size: tuple[int, ...] | None = arg(
-        None, nargs=3, help="START INCREMENT SAMPLES: grow the global batch from START over SAMPLES"
+        None,
+        nargs=3,
+        help="START INCREMENT SAMPLES: increase the global batch size from START to "
+        "--global-batch-size in steps of INCREMENT over SAMPLES samples",
     )
     rampup_micro_batches: tuple[int, ...] | None = arg(
         None,
         nargs=3,
         dump=False,
-        help="START INCREMENT ITERATIONS: micro-batches of a step on each data-parallel rank, "
-        "growing every so many iterations up to --global-batch-size (InternLM)",
+        help="START INCREMENT ITERATIONS: micro-batches per iteration on each data-parallel "
+        "rank, increased by INCREMENT every ITERATIONS iterations up to "
+        "--global-batch-size (InternLM)",
     )
     step_batch_size_schedule: str | None = arg(
         None,
         nargs="words",
-        help='"0:768 250B:1536": global batch from so many tokens on',
+        help='"0:768 250B:1536": global batch sizes, each with the number of tokens from '
+        "which it applies",
         dump=False,
     )
     decrease_batch_size_if_needed: bool = arg(
-        False, help="round a batch that does not fit down instead of failing", dump=False
+        False,
+        help="round a global batch size down that is not divisible by micro-batch size x "
+        "data-parallel size, instead of failing",
+        dump=False,
     )
-    train_iters: int | None = arg(None, help="steps over all runs")
-    train_samples: int | None = arg(None, help="samples over all runs")
-    seed: int = arg(1234, help="the one seed: weights, data order, dropout")
-    eval_iters: int = arg(100, help="global batches of one validation, and of the test")
+    train_iters: int | None = arg(None, help="iterations to train, over all resumes")
+    train_samples: int | None = arg(
+        None, help="samples to train, over all resumes; instead of --train-iters"
+    )
+    seed: int = arg(1234, help="random seed of initial values, data order and dropout")
+    eval_iters: int = arg(100, help="global batches per validation, and of the test at the end")
     eval_interval: int = arg(1000, help="iterations between validations")
-    skip_train: bool = arg(False, help="evaluate only")
-    exit_interval: int | None = arg(None, help="leave when the iteration is a multiple of this")
-    exit_duration_in_mins: float | None = arg(None, help="leave after so many minutes")
+    skip_train: bool = arg(False, help="only evaluate; no training")
+    exit_interval: int | None = arg(None, help="exit when the iteration is a multiple of this")
+    exit_duration_in_mins: float | None = arg(None, help="exit after this many minutes")
     exit_signal_handler: bool = arg(
-        False, help="save and leave on SIGTERM or SIGUSR1; a second signal leaves at once"
+        False,
+        help="on SIGTERM or SIGUSR1 save a checkpoint and exit; a second signal exits immediately",
     )
     check_for_nan_in_loss_and_grad: bool = arg(
         True,
         off="--no-check-for-nan-in-loss-and-grad",
-        help="go on when a loss or gradient is not finite",
+        help="continue when a loss or gradient is NaN or infinite",
     )
     recompute_activations: bool = arg(False, help="the same as --recompute-granularity selective")
     recompute_granularity: Literal["full", "selective"] | None = arg(
-        None, help="recompute whole layers or core attention in the backward pass"
+        None,
+        help="activation recomputation in the backward pass: full (whole layers) or "
+        "selective (core attention)",
     )
     recompute_method: Literal["uniform", "block"] | None = arg(
-        None, help="with full: chunks of so many layers, or the first so many layers"
+        None,
+        help="with --recompute-granularity full: uniform (all layers, in units of "
+        "--recompute-num-layers) or block (only the first --recompute-num-layers layers"
+        " of each stage)",
     )
-    recompute_num_layers: int | None = arg(None, help="layers of one recompute unit")
+    recompute_num_layers: int | None = arg(
+        None,
+        help="with --recompute-granularity full: layers per recomputed unit (uniform), or "
+        "number of recomputed layers (block)",
+    )
     recompute_fraction: float | None = arg(
         None,
         dump=False,
-        help="recompute the first so much of each stage's layers (InternLM's model.checkpoint)",
+        help="fraction of each stage's layers to recompute, the first ones (InternLM's "
+        "model.checkpoint)",
     )
     deterministic_mode: bool = arg(
-        False, help="deterministic kernels only, or an error", dump=False
+        False,
+        help="use only deterministic kernels; an operation without one is an error",
+        dump=False,
     )
-    cudnn_benchmark: bool = arg(False, help="let cudnn choose kernels by timing them", dump=False)
-    cudnn_deterministic: bool = arg(False, help="deterministic cudnn kernels", dump=False)
+    cudnn_benchmark: bool = arg(False, help="let cuDNN select kernels by timing them", dump=False)
+    cudnn_deterministic: bool = arg(False, help="use only deterministic cuDNN kernels", dump=False)
     torch_compile: bool = arg(
         False, help="compile every transformer layer with torch.compile", dump=False
     )
@@ -78,31 +106,37 @@ class TrainingConfig:
         help="iterations between comparisons of the weights of data-parallel ranks by hash; the "
         "run ends if they differ (default: never)",
     )
-    manual_gc: bool = arg(False, help="collect garbage only every --manual-gc-interval steps")
-    manual_gc_interval: int = arg(0, help="steps between manual collections; 0: never")
+    manual_gc: bool = arg(
+        False,
+        help="disable Python's automatic garbage collection; collect every "
+        "--manual-gc-interval iterations",
+    )
+    manual_gc_interval: int = arg(
+        0, help="with --manual-gc: iterations between garbage collections; 0: never"
+    )
     manual_gc_eval: bool = arg(
         True,
         off="--no-manual-gc-eval",
         alias=("--disable-manual-gc-eval",),
-        help="no manual collection around evaluation",
+        help="with --manual-gc: no garbage collection before and after evaluation",
     )
     train_range_to_skip: tuple[str, ...] | None = arg(
         None,
         extend=True,
         dump=False,
-        help="a b [c d ...]: iterations a to b (both included) are not trained",
+        help="a b [c d ...]: skip iterations a to b, both included",
     )
     iterations_to_skip: tuple[str, ...] | None = arg(
         None,
         extend=True,
         dump=False,
-        help="iterations that are not trained, by their number in the log, from 1",
+        help="iterations to skip, by their number in the log, counted from 1",
     )
     forget_skip: tuple[str, ...] | None = arg(
         None,
         extend=True,
         dump=False,
-        help="ids of recorded ranges, which the start lists, that are to be trained after all",
+        help="ids of recorded skip ranges (listed at startup) that are no longer skipped",
     )
     device: Literal["auto", "cpu", "cuda", "xpu"] = arg(
         "auto",
@@ -111,12 +145,14 @@ class TrainingConfig:
     )
     dry_run: bool = arg(
         False,
-        help="print the plan, the data and the kernels, and exit; needs no data, checkpoint or "
-        "launcher",
+        help="print the plan, the data and the kernels, and exit; needs no data, checkpoint "
+        "or launcher",
         dump=False,
     )
     world_size: int | None = arg(
-        None, help="ranks to plan for, with --dry-run (otherwise the launcher's)", dump=False
+        None,
+        help="with --dry-run: number of ranks to plan for (default: the launcher's)",
+        dump=False,
     )
 
     @property

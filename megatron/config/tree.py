@@ -1,4 +1,4 @@
-"""All groups of the command line in one frozen tree. Knows no torch."""
+"""All groups of the command line in one frozen tree."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ training.
 
 Record n lies at byte 32 n and the header at byte 0, so that an iteration done again replaces its
 record, two ledgers can be compared with `cmp`, and iterations that nobody recorded are holes of
-zeros. Source: facts/spikes.md 4.3.
+zeros.
 """
 
 from __future__ import annotations

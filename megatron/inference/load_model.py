@@ -1,5 +1,4 @@
-"""A trained model and its tokenizer from a checkpoint directory alone. Knows no optimizer and no
-training data."""
+"""Loads a trained model and its tokenizer from a checkpoint directory."""
 
 from __future__ import annotations
 

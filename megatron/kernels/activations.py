@@ -37,10 +37,10 @@ class _NativeTanhGelu(torch.autograd.Function):
 
 
 class _TanhGelu(torch.autograd.Function):
-    """Computes the slope beside the value, while the sigmoid is at hand, and keeps it instead of
-    the input.
+    """Computes the slope together with the value, while the sigmoid is in registers, and keeps it
+    instead of the input.
 
-    Backward turns the slope into the gradient where it lies; torch refuses a second backward over
+    Backward turns the slope into the gradient in place; torch refuses a second backward over
     it.
     """
 

@@ -14,7 +14,7 @@ from torch import Tensor
 def unavailable_reason(device: torch.device, dtype: torch.dtype) -> str | None:
     """Why apex's norms cannot run here; None if they can."""
     if device.type != "cuda":
-        return f"apex needs a CUDA device, and this is a {device.type}"
+        return f"apex needs a CUDA device, but the device is {device.type}"
     if dtype == torch.float64:
         return "apex's norms are not for fp64"
     there = find_spec("fused_layer_norm_cuda") and find_spec("apex")

@@ -2,9 +2,8 @@
 tensors and no rank.
 
 softmax(scores) v over all keys is an average of the same over blocks of keys, weighted by the sums
-of exponentials of each block, whose logarithms (`lse`) travel beside the parts (Dao et al. 2022,
-Liu et al. 2023).
-"""
+of exponentials of each block, whose logarithms (`lse`) are returned with the parts (Dao et al.
+2022, Liu et al. 2023)."""
 
 from __future__ import annotations
 

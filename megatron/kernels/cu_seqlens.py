@@ -1,4 +1,4 @@
-"""Documents in a batch as kernels want them: where each begins. Knows no kernel."""
+"""Document boundaries of a batch as attention kernels take them (`cu_seqlens`)."""
 
 from functools import lru_cache
 

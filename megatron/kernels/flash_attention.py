@@ -1,5 +1,4 @@
-"""Attention by the flash-attn package. The only importer of flash_attn; it knows no layer and no
-flag."""
+"""Attention by the flash-attn package. The only importer of flash_attn."""
 
 from importlib.util import find_spec
 
@@ -15,7 +14,7 @@ HEAD_DIM = 256  # the widest head it has
 def unavailable_reason(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
     """Why it cannot compute here; None if it can."""
     if device.type != "cuda":
-        return f"flash-attn needs a CUDA device, and this is a {device.type}"
+        return f"flash-attn needs a CUDA device, but the device is {device.type}"
     if dtype not in (torch.float16, torch.bfloat16):
         return f"flash-attn has fp16 and bf16 only, no {dtype}"
     if head_dim > HEAD_DIM:

@@ -1,9 +1,8 @@
-"""Linear layers whose matrix products take numbers of 8 bits; knows local tensors, no module and no
-rank.
+"""Linear layers with FP8 GEMMs on local tensors.
 
 A tensor t is cast as q = round(clamp(t * scale)) and stands for q / scale; the scale maps the
 largest number that is expected onto the format's largest (Micikevicius et al. 2022). On CUDA the
-products are torch._scaled_mm; a CPU has none, so the casts there are the very same and the product
+GEMMs are torch._scaled_mm; a CPU has none, so the casts there are the same and the GEMM
 is computed in fp32 from what they leave.
 """
 
@@ -18,7 +17,7 @@ MULTIPLE = 16  # of both inner dimensions of every product: rows of 16 bytes
 
 
 class Formats(NamedTuple):
-    """The number formats of a layer's tensors: of its input and weight, and of its output's
+    """The dtypes of a layer's tensors: of its input and weight, and of its output's
     gradient."""
 
     forward: torch.dtype
@@ -61,7 +60,7 @@ def fitting_scale(amax: Tensor, largest: Tensor | float) -> Tensor:
 
 
 def quantize(x: Tensor, dtype: torch.dtype, scale: Tensor) -> Tensor:
-    """x * scale in `dtype`, rounded to nearest even; what lies outside the format becomes its
+    """x * scale in `dtype`, rounded to nearest even; values out of range become its
     largest number."""
     limit = torch.finfo(dtype).max
     return (x.float() * scale).clamp_(-limit, limit).to(dtype)
@@ -70,7 +69,7 @@ def quantize(x: Tensor, dtype: torch.dtype, scale: Tensor) -> Tensor:
 def product(
     a: Tensor, b: Tensor, inverse_a: Tensor, inverse_b: Tensor, dtype: torch.dtype
 ) -> Tensor:
-    """a [m, k] and b [n, k] of 8 bits and the inverses of their scales -> a b^T [m, n] in `dtype`,
+    """a [m, k] and b [n, k] in FP8 and the inverses of their scales -> a b^T [m, n] in `dtype`,
     summed in fp32."""
     if a.device.type == "cpu":
         return torch.mm(a.float(), b.float().t()).mul_(inverse_a * inverse_b).to(dtype)
@@ -170,7 +169,7 @@ def linear_fp8(
     accumulate_into: Tensor | None = None,
     tp_comm: TpComm | None = None,
 ) -> Tensor:
-    """y = x w^T + bias as `linear.linear`, its three products in 8 bits with the scales of
+    """y = x w^T + bias as `linear.linear`, its three GEMMs in FP8 with the scales of
     `scaling`.
 
     x [..., in], weight [out, in], bias [out] or None, all bf16, fp16 or fp32 -> [..., out]. in, out

@@ -1,5 +1,5 @@
-"""What the layers of a model are computed with: one record, made by select.py and handed down.
-Knows no layer."""
+"""`Kernels`: the record of the implementations that the layers of a model use, made by
+select.py."""
 
 from dataclasses import dataclass, replace
 

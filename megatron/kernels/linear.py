@@ -19,7 +19,7 @@ BLOCK_ELEMENTS = 1 << 24
 
 
 def low_precision_is_native(device_type: str, dtype: torch.dtype) -> bool:
-    """Whether matrix products of `dtype` run at full speed on this kind of device.
+    """Whether GEMMs of `dtype` run at full speed on this kind of device.
 
     Asked of the capability flags of the library, never of a clock: a resumed run must decide alike.
     fp32 and fp64 are always native; bf16 and fp16 on a CPU are so only where oneDNN has
@@ -38,7 +38,7 @@ def _onednn_has(dtype: torch.dtype) -> bool:
 
 
 def compute_dtype(tensor: Tensor) -> torch.dtype:
-    """The dtype in which matrix products of `tensor` are computed: its own, or fp32 where its own
+    """The dtype in which GEMMs of `tensor` are computed: its own, or fp32 where its own
     is emulated."""
     if tensor.dtype == torch.float32:
         return tensor.dtype
@@ -59,7 +59,7 @@ def linear_weight_grad(
 
     grad_out [..., out], x [..., in] -> [out, in] in x's dtype, rounded once. With `accumulate_into`
     (a buffer [out, in], as a rule fp32) the gradient is added there instead and None is returned;
-    where low-precision products are computed in fp32 it is then never rounded to x's dtype.
+    where low-precision GEMMs are computed in fp32 it is then never rounded to x's dtype.
     """
     dtype = compute_dtype(x)
     rows_out = grad_out.reshape(-1, grad_out.shape[-1])
@@ -86,7 +86,7 @@ def linear_weight_grad(
 def _native_weight_grad(
     rows_out: Tensor, rows_in: Tensor, accumulate_into: Tensor | None
 ) -> Tensor | None:
-    """`linear_weight_grad` where products of the dtype of rows_in [m, in] are computed in it;
+    """`linear_weight_grad` where GEMMs in the dtype of rows_in [m, in] are computed in it;
     rows_out [m, out]."""
     dtype = rows_in.dtype
     if accumulate_into is None:
@@ -214,7 +214,7 @@ class _Linear(torch.autograd.Function):
             grad_bias = _bias_grad(rows, ctx.accumulate_bias_into)
         dtype = compute_dtype(x)
         if rows.dtype != dtype and len(_column_blocks(*rows.shape)) == 1:
-            rows = rows.to(dtype)  # once for both products
+            rows = rows.to(dtype)  # once for both GEMMs
         if needs_x:
             grad_x = _input_grad(rows, weight).view(*grad_out.shape[:-1], weight.shape[1])
             reduced = ctx.tp_comm.reduce(grad_x) if ctx.tp_comm else None
@@ -257,7 +257,7 @@ def linear(
 
     `tp_comm`: x is what this rank has of an input that ranks share. It is gathered for the
     product, and once more in backward, so that only this rank's part is kept; there gathering runs
-    beside the product for the input's gradient, and the reduction of that beside the product for
+    during the GEMM of the input's gradient, and the reduction of that during the GEMM of
     the weight's.
     """
     return _Linear.apply(x, weight, bias, accumulate_into, accumulate_bias_into, tp_comm)

@@ -1,5 +1,4 @@
-"""Attention as it is defined, with the whole matrix of scores: what is right, and slow. Knows no
-layer and no rank."""
+"""Unfused attention, the definition: allocates the matrix of scores."""
 
 import torch
 from torch import Tensor

@@ -8,7 +8,7 @@ import torch
 
 from megatron.config.precision import PrecisionConfig
 from megatron.config.tree import Config
-from megatron.device import multiplies_fp8
+from megatron.device import has_fp8
 from megatron.kernels import apex, flash_attention, transformer_engine
 from megatron.kernels.attention import select_attention
 from megatron.kernels.block_attention import flash
@@ -253,7 +253,7 @@ def fp8_rows(device: torch.device, config: Config) -> list[KernelRow]:
     kind = config.precision.fp8
     if kind is None:
         return []
-    if device.type != "cpu" and not multiplies_fp8(device):
+    if device.type != "cpu" and not has_fp8(device):
         raise ValueError(
             f"--fp8-format {kind}: this device has no FP8 support (needs compute capability "
             "8.9 or newer); omit it [fp8-not-supported]"

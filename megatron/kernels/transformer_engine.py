@@ -1,8 +1,7 @@
-"""NVIDIA's Transformer Engine around our parameters. The only importer of transformer_engine; it
-knows no layer and no flag.
+"""NVIDIA's Transformer Engine around our parameters. The only importer of transformer_engine.
 
 Its modules are built without memory (device "meta") and then given our parameters, so that names,
-first values, gradients' buffers and checkpoints are those of every other run.
+initial values, gradients' buffers and checkpoints are those of every other run.
 tests/kernels/test_signatures.py holds each call against the sources of the pinned release.
 """
 
@@ -22,7 +21,7 @@ INSTALL = "pip install --no-build-isolation 'transformer-engine[pytorch]'"
 def unavailable_reason(device: torch.device, dtype: torch.dtype) -> str | None:
     """Why Transformer Engine cannot run here; None if it can."""
     if device.type != "cuda":
-        return f"Transformer Engine needs a CUDA device, and this is a {device.type}"
+        return f"Transformer Engine needs a CUDA device, but the device is {device.type}"
     if dtype == torch.float64:
         return "Transformer Engine has no fp64"
     return (
@@ -60,8 +59,8 @@ class Fp8:
 class TransformerEngine:
     """Makes the modules of a model's transformer layers.
 
-    accumulate: weight gradients are added to `main_grad` inside the product. fp8: None for products
-    in the weights' format.
+    accumulate: weight gradients are added to `main_grad` inside the GEMM. fp8: None for GEMMs in
+    the parameter dtype.
     """
 
     accumulate: bool = True
@@ -118,7 +117,7 @@ class TransformerEngine:
         return Attention(heads, groups, head_dim, scale)
 
     def autocast(self, group: Any) -> AbstractContextManager[Any]:
-        """The layers run inside have products in 8 bits; `group`: ranks that share a layer, whose
+        """The layers run inside have FP8 GEMMs; `group`: ranks that share a layer, whose
         scales must be alike."""
         if self.fp8 is None:
             return nullcontext()
@@ -177,7 +176,7 @@ class Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """As the forward of the layer in megatron/parallel/layers.py, its collectives included."""
-        # Set anew each time: a view belongs to one graph, and buffers of weights are made after the
+        # Set each time: a view belongs to one graph, and buffers of weights are made after the
         # model.
         weight = self.weight.flatten(0, -2)
         if weight is not self.weight and hasattr(self.weight, "main_grad"):

@@ -1,5 +1,4 @@
-"""Causal self-attention with multi-head or grouped queries. Knows no residual stream and no other
-layer."""
+"""Causal self-attention with multi-head or grouped queries."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From token ids to the residual stream, and the tables of rotary angles. Knows no layer."""
+"""Token and position embeddings, and the tables of rotary angles."""
 
 from __future__ import annotations
 

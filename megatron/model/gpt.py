@@ -1,5 +1,4 @@
-"""GPT: embedding, transformer layers, output layer, loss. Knows no optimizer, no data and no global
-state.
+"""GPT: embedding, transformer layers, output layer, loss.
 
 Architecture after Radford et al. 2019 (GPT-2) with the options of Megatron-LM and Llama; readable
 as if there were one device: what is parallel hides in the layers' names.

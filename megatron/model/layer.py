@@ -1,5 +1,4 @@
-"""One transformer layer, and the layers of one pipeline stage with their recompute. Knows no
-embedding and no loss."""
+"""One transformer layer, and the layers of one pipeline stage with activation recomputation."""
 
 from __future__ import annotations
 
@@ -135,7 +134,7 @@ class Decoder(nn.Module):
         self.final_layernorm = Norm(model, params.at("final_layernorm")) if last else None
 
     def set_kernels(self, kernels: Kernels) -> None:
-        """From now on compute as `kernels` says; the layers are told themselves."""
+        """From now on compute as `kernels` says; each layer has its own call."""
         self.transformer_engine = kernels.transformer_engine
 
     def forward(

@@ -1,4 +1,4 @@
-"""The feed-forward half of a layer, plain or gated. Knows no attention and no residual stream."""
+"""The MLP of a transformer layer, plain or gated."""
 
 from __future__ import annotations
 

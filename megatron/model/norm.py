@@ -1,5 +1,4 @@
-"""The norm of every block, of queries and keys, and of the end. Knows no attention and no residual
-stream."""
+"""Norms of layers, of query and key heads, and the final norm."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Every collective once, beside its adjoint. On an axis of size 1 each returns its input. Knows no
-model."""
+"""Collectives with their autograd adjoints: all-reduce, all-gather, reduce-scatter, broadcast,
+send and receive. On an axis of size 1 each returns its input."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ def start_shift(x: torch.Tensor, axis: Axis) -> Callable[[], torch.Tensor]:
 
 
 def start_send(x: torch.Tensor, axis: Axis, peer: int) -> Callable[[], torch.Tensor]:
-    """Begin to send `x` to the axis's rank `peer`; the function waits until it is gone and returns
+    """Start to send `x` to the axis's rank `peer`; the function waits until it is sent and returns
     what was sent."""
     x = x.contiguous()
     return _waiting(dist.isend(x, axis.ranks[peer], group=axis.group), lambda: x)

@@ -1,5 +1,4 @@
-"""Who am I along each axis of the rank grid. An axis of size 1 has no group. Knows no model; never
-a global."""
+"""Process groups and rank coordinates along each parallel axis. An axis of size 1 has no group."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The loss of each token from logits that may be split over the vocabulary. Knows no model."""
+"""The loss of each token from logits that may be split over the vocabulary."""
 
 from __future__ import annotations
 

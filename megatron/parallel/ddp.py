@@ -1,5 +1,5 @@
-"""Flat buffers of one replica's gradients (and, sharded, weights), summed and gathered by bucket.
-Knows no model."""
+"""Data parallelism: flat buffers of gradients (and, sharded, of parameters), reduced and
+gathered by bucket."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ class GradBuffers:
     """One flat buffer of `grad_dtype` in which every parameter has a 64-byte aligned view,
     `p.main_grad`.
 
-    Parameters lie in reverse order of registration, which is about the order in which their
+    Parameters are stored in reverse order of registration, which is about the order in which their
     gradients are ready. A kernel may add a weight gradient to `p.main_grad` itself; what autograd
-    delivers as `p.grad` is added by a hook (or, where the number formats agree, `p.grad` is the
+    delivers as `p.grad` is added by a hook (or, where the dtypes agree, `p.grad` is the
     view and autograd adds in place).
 
     A bucket's gradients are summed over the ranks that saw other tokens: reduce-scatter over
@@ -149,7 +149,7 @@ class GradBuffers:
         order on every rank."""
         self._expected[p] -= 1
         assert self._expected[p] >= 0, (
-            f"{p.sharding.name}: more gradients than the micro-batches that zero() was told"
+            f"{p.sharding.name}: more gradients than the micro-batches announced by zero()"
         )
         bucket.missing -= self._expected[p] == 0
         while self._next < len(self._buckets):
@@ -173,7 +173,7 @@ class GradBuffers:
             bucket.reduction = start_all_reduce(self.flat[bucket.range], ctx.instances)
 
     def _collect(self, wait: bool) -> None:
-        """Finish the sums that have arrived, or all: what they took besides the buffer is free
+        """Finish the sums that have arrived, or all: their additional memory is free
         again."""
         for bucket in self._buckets[: self._next]:
             if bucket.reduction is not None and (wait or bucket.reduction.arrived):
@@ -228,7 +228,7 @@ class GradBuffers:
 def _flatten(params: list[nn.Parameter], layout: flat_buckets.Layout) -> torch.Tensor:
     """The weights in one flat buffer, of which the parameters are views from then on; padding is
     0."""
-    assert len({p.dtype for p in params}) == 1, "one buffer holds one number format"
+    assert len({p.dtype for p in params}) == 1, "one buffer holds one dtype"
     flat = params[0].new_zeros(layout.size)
     for p, start in zip(params, layout.starts, strict=True):
         place = flat[start : start + p.numel()].view(p.shape)

@@ -1,5 +1,4 @@
-"""The scales of linear layers that multiply in 8 bits, equal on all ranks of a layer. Knows no
-layer and no model.
+"""FP8 scales of linear layers, equal on all ranks that share a layer.
 
 A scale belongs to a whole tensor: maxima are taken over the ranks that share it, so that every
 layout casts to the same numbers. tensorwise: from the tensor itself. delayed: from its maxima in
@@ -125,7 +124,7 @@ class DelayedScaling:
         self.forget_step(known=bool(self.state[..., 0].gt(0).all()))
 
     def forget_step(self, known: bool) -> None:
-        """Start a step anew. `known`: are there scales to use?"""
+        """Start an iteration. `known`: are there scales to use?"""
         self.seen.zero_()
         for layer in self.layers:
             layer.known = known

@@ -1,5 +1,4 @@
-"""Linear layers and the embedding, split over tensor-parallel ranks. Knows no attention, no MLP and
-no model.
+"""Linear layers and the embedding, split over tensor-parallel ranks.
 
 Split layers after Shoeybi et al. 2019 (Megatron-LM) and Korthikanti et al. 2022 (sequence
 parallelism). With one tensor-parallel rank every collective here is the identity.
@@ -36,7 +35,7 @@ def _linear(
     accumulate: bool = True,
 ) -> torch.Tensor:
     """x W^T + b with W and b as matrix and vector; backward adds to their `main_grad` itself where
-    they have one and `accumulate` allows it. With `scaling` the products are of 8 bits."""
+    they have one and `accumulate` allows it. With `scaling` the GEMMs are FP8."""
     main_grad = getattr(weight, "main_grad", None) if accumulate else None
     bias_main_grad = getattr(bias, "main_grad", None) if accumulate else None
     if weight.dim() > 2:
@@ -133,7 +132,7 @@ class ColumnParallelLinear(nn.Module):
     features.
 
     weight [out/tp, in] or, gated, [2, out/tp, in] (then the output is [..., 2 * out/tp], gate
-    first). `scaling`: of the layer's products in 8 bits, None for those of the weight's own format.
+    first). `scaling`: of the layer's FP8 GEMMs, None for GEMMs in the parameter dtype.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Dropout streams without state, and the recompute that repeats them. Knows no layer.
+"""Stateless dropout seeds, and activation recomputation that repeats the same dropout.
 
 A mask is a pure function of where it is used, so recompute, skipped ranges, rewinds and resumes in
 another layout have nothing to save and nothing to restore.

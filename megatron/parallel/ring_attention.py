@@ -28,7 +28,7 @@ Work = Callable[[int, int, torch.Tensor, torch.Tensor], None]
 
 @dataclass(frozen=True)
 class _Call:
-    """What one call of attention is given beside its tensors."""
+    """The arguments of one call of attention, apart from its tensors."""
 
     cp: Axis
     scale: float
@@ -177,7 +177,7 @@ def _visit_all(k: torch.Tensor, v: torch.Tensor, cp: Axis, work: Work) -> None:
 
 def _visit_ring(k: torch.Tensor, v: torch.Tensor, cp: Axis, work: Work) -> None:
     """Part by part once round the ring: what comes next is on its way while `work` runs. No name
-    outlives its turn here, so that beside k and v never more than two parts are alive."""
+    outlives its turn here, so that in addition to k and v never more than two parts are alive."""
     for part in PARTS:
         travelling = _pack(k, v, part)
         for hop in range(cp.size):

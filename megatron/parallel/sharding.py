@@ -1,5 +1,5 @@
-"""How one parameter lies on the ranks: built, filled and judged by one record. Knows no layer and
-no model."""
+"""Parameter sharding metadata: shape, split axes, initialization and which copies count, in one
+record per parameter."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Sharding:
     name, shape: the global ones; a tied copy has the name of the original. splits: (axis, dim)
     pairs that cut it. data: the axis whose ranks see other tokens (gradients are averaged over it).
     partial: axes whose ranks hold a copy that saw only part of its gradient (gradients are summed
-    over them). init, std: its first values ("normal", "xavier_uniform", "zeros", "ones").
+    over them). init, std: its initial values ("normal", "xavier_uniform", "zeros", "ones").
     real_rows: rows of dim 0 that are not padding, or None for all.
     """
 
@@ -74,7 +74,7 @@ def parameter(
 ) -> torch.nn.Parameter:
     """This rank's part of the parameter, its memory not yet filled, with its record as `.sharding`.
 
-    `partial`: axes beside the spec's own over which its gradient is summed.
+    `partial`: axes in addition to the spec's own over which its gradient is summed.
     """
     axes = tuple(dict.fromkeys((*spec.partial, *partial)))
     sharding = Sharding(
@@ -95,8 +95,8 @@ def parameter(
 class ParameterFactory:
     """Makes the parameters of a table by name; what the table lacks (a bias that is off) is None.
 
-    `make_scaling`: from a linear layer's name to the scales of its products in 8 bits, or None
-    without such products.
+    `make_scaling`: from a linear layer's name to its FP8 scales, or None without FP8
+    GEMMs.
     """
 
     def __init__(
@@ -133,14 +133,14 @@ class ParameterFactory:
         return parameter(spec, self._ctx, self._dtype, self._device, partial)
 
     def scaling(self, name: str) -> Any:
-        """What scales the products of the linear layer of this name, or None."""
+        """The FP8 scales of the linear layer of this name, or None."""
         return self._make_scaling and self._make_scaling(self._prefix + name)
 
 
 def init_parameters(
     params: Iterable[torch.nn.Parameter], ctx: ParallelContext, seed: int, *, draw: bool = True
 ) -> None:
-    """Fill parameters with their first values: a function of (seed, global name) and of nothing
+    """Fill parameters with their initial values: a function of (seed, global name) and of nothing
     else.
 
     Values are drawn in fp32 on the CPU, whole, then cut and cast, so every layout, device and dtype

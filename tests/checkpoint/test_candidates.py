@@ -27,7 +27,7 @@ def test_from_the_trackers_down(tmp_path):
     found, problems = candidates(tmp_path)
     assert [one.step for one in found] == [20, 10]
     assert (
-        "names iteration 20, but a checkpoint of iteration 40 lies there too; --ckpt-step 40"
+        "names iteration 20, but a checkpoint of iteration 40 exists as well; --ckpt-step 40"
         in problems[0]
     )
     # is named, is not there: it is tried, which says why it fails

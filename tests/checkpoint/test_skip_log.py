@@ -84,7 +84,7 @@ def test_a_line_cut_off_anywhere(tmp_path, keep):
 def test_damage_is_one_clear_error(bad):
     with pytest.raises(
         CheckpointError,
-        match=r"^F, line 2: is no record of skipped iterations \(.*; mend or remove that ",
+        match=r"^F, line 2: is no record of skipped iterations \(.*; fix or remove that ",
     ):
         skip_log.parse([ONE.line(), bad, TWO.line()], "F")
 

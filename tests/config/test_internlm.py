@@ -1,5 +1,4 @@
-"""InternLM's demos as this suite's flags: sizes, parameter counts, initial values and ramp, from
-facts/internlm.md."""
+"""InternLM's demos as this suite's flags: sizes, parameter counts, initial values and ramp."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""The skip flags: every row of facts/spikes.md 4.2 that needs no ledger, and look-ups against a
+"""The skip flags: all rules that need no ledger, and look-ups against a
 plain set."""
 
 import random

@@ -1,5 +1,5 @@
-"""The skipping example with a smaller model: a bad document that is found, explained, left out and
-rewound (T14), and the seed's experiment of two iterations left out."""
+"""The skipping example with a smaller model: a bad document that is found, explained, skipped and
+rolled back, and the seed's experiment of two skipped iterations."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def data(tmp_path_factory) -> Path:
     return folder
 
 
-def spike_is_found_explained_and_left_out(kind: str, reason: str, data: Path, runs: Path) -> None:
+def spike_is_found_explained_and_skipped(kind: str, reason: str, data: Path, runs: Path) -> None:
     """Every step of spike.sh: it ends by comparing the bytes of the restart and of the rewind."""
     printed = script("spike.sh", runs, data, kind, *SMALL)
     (event,) = json.loads((runs / kind / "events.json").read_text())["events"]
@@ -70,14 +70,14 @@ def spike_is_found_explained_and_left_out(kind: str, reason: str, data: Path, ru
 
 
 @pytest.mark.campaign
-def test_t14_a_bad_document_is_found_explained_and_left_out(data, tmp_path):
-    spike_is_found_explained_and_left_out("language", "tokens a character, where", data, tmp_path)
+def test_a_bad_document_is_found_explained_and_skipped(data, tmp_path):
+    spike_is_found_explained_and_skipped("language", "tokens a character, where", data, tmp_path)
 
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("kind", ["noise", "repeats"])
-def test_t14_and_so_are_two_others(kind, data, tmp_path):
-    spike_is_found_explained_and_left_out(kind, "tokens a character, where", data, tmp_path)
+def test_two_other_bad_documents_are_found_explained_and_skipped(kind, data, tmp_path):
+    spike_is_found_explained_and_skipped(kind, "tokens a character, where", data, tmp_path)
 
 
 @pytest.mark.campaign

@@ -165,7 +165,7 @@ def scatter(x, group, size):
     return all_reduce(x, group).chunk(size)[dist.get_rank(group)].clone()
 
 
-def to_8_bits(x: torch.Tensor, on: bool) -> torch.Tensor:
+def to_fp8(x: torch.Tensor, on: bool) -> torch.Tensor:
     """x rounded to e4m3 with a scale of its own."""
     if not on:
         return x
@@ -188,7 +188,7 @@ class LinearFunction(torch.autograd.Function):
         ctx.layer = layer
         ctx.weight = weight
         ctx.biased = bias is not None
-        y = to_8_bits(whole, on) @ to_8_bits(weight, on).t()
+        y = to_fp8(whole, on) @ to_fp8(weight, on).t()
         if many and layer.parallel_mode == "row":
             y = scatter(y, layer.tp_group, layer.tp_size) if sp else all_reduce(y, layer.tp_group)
         return y if bias is None else y + bias

@@ -203,7 +203,7 @@ def test_zeros_and_tiny_numbers():
 
 
 @pytest.mark.parametrize("first", [E4M3, E5M2])
-def test_torchs_product_of_8_bits_is_the_emulated_one(first):
+def test_torchs_fp8_gemm_is_the_emulated_one(first):
     """torch has it for CPUs too, which shows how it wants its arguments; both sum in fp32."""
     generator = torch.Generator().manual_seed(1)
     a, b = (torch.randn(32, 64, generator=generator).to(dtype) for dtype in (first, E4M3))

@@ -202,7 +202,7 @@ def test_a_missing_library_is_one_error_with_what_to_install(monkeypatch, flags,
 )
 def test_a_run_ends_before_anything_is_built(tmp_path, flags):
     with pytest.raises(
-        AssertionError, match="needs a CUDA device, and this is a cpu; or use"
+        AssertionError, match="needs a CUDA device, but the device is cpu; or use"
     ) as error:
         train(
             tmp_path,
@@ -241,7 +241,7 @@ def test_the_error_is_one_line_and_an_exit_code():
     assert done.returncode == 1, done.stdout + done.stderr
     [line] = [line for line in done.stderr.splitlines() if "error" in line.lower()]
     assert line.startswith(
-        "error: --use-flash-attn: flash-attn needs a CUDA device, and this is a cpu; or use "
+        "error: --use-flash-attn: flash-attn needs a CUDA device, but the device is cpu; or use "
     ), line
     assert "Traceback" not in done.stderr
 
@@ -253,7 +253,7 @@ def test_apex_norms_stay_off_where_they_would_cost(everything, flags):
 
 
 @pytest.mark.parametrize("accumulation", [True, False])
-def test_who_adds_the_weight_gradient(accumulation):
+def test_weight_gradients_are_added_by_the_layer_or_by_autograd(accumulation):
     model = tiny_model(kernels=Kernels(accumulation=accumulation))
     for p in model.parameters():
         p.main_grad = torch.zeros_like(p)

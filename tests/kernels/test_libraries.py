@@ -201,7 +201,7 @@ def test_fp8_surrounds_the_transformer_layers(libraries, recipe, kind):
         (lambda: transformer_engine.unavailable_reason(CUDA, torch.float64), "no fp64"),
         (
             lambda: transformer_engine.unavailable_reason(CPU, torch.bfloat16),
-            "needs a CUDA device, and this is a cpu",
+            "needs a CUDA device, but the device is cpu",
         ),
         (
             lambda: flash_attention.unavailable_reason(CUDA, torch.bfloat16, 64),

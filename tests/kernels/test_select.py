@@ -119,7 +119,7 @@ def test_fp8_is_native_emulated_or_refused(monkeypatch, capable):
     assert operation not in table()
     assert "EMULATED" in table(fp8="hybrid")[operation].reason
     assert table(fp8="e4m3")[operation].implementation == "FP8 casts (e4m3), fp32 GEMM"
-    monkeypatch.setattr(select, "multiplies_fp8", lambda device: capable)
+    monkeypatch.setattr(select, "has_fp8", lambda device: capable)
     if capable:
         row = next(row for row in select.fp8_rows(torch.device("cuda"), config) if row.on)
         assert row.implementation == "FP8 GEMM (hybrid)"
@@ -132,7 +132,7 @@ def test_libraries_are_off_and_say_why():
     config = config_from(Config, {"hidden_size": 64, "num_attention_heads": 4})
     rows = {row.implementation: row for row in kernel_table(CPU, torch.float32, config)}
     for name in ("Transformer Engine", "apex", "flash-attn"):
-        assert not rows[name].on and "CUDA device, and this is a cpu" in rows[name].reason
+        assert not rows[name].on and "CUDA device, but the device is cpu" in rows[name].reason
 
 
 def test_runs_of_rows_pay_off_on_a_cpu_only():

@@ -45,7 +45,7 @@ def groups_of(contexts: list[ParallelContext], name: str) -> list[tuple[int, ...
 
 
 def test_sixteen_ranks_as_megatron_orders_them(made):
-    """The example of facts/megatron.md 8: TP 2, PP 4, so DP 2."""
+    """Megatron-LM's example: TP 2, PP 4, so DP 2."""
     ranks = grid(16, tp=2, pp=4)
     assert groups_of(ranks, "tp") == [(n, n + 1) for n in range(0, 16, 2)]
     assert groups_of(ranks, "dp")[:4] == [(0, 2), (1, 3), (4, 6), (5, 7)]

@@ -26,8 +26,8 @@ RANKS = "tests/parallel/test_transformer_engine.py"
 SKIPPING = "tests/spikes/test_skipping.py"
 ACTIONS = "tests/spikes/test_actions.py"
 POLICIES = "tests/spikes/test_policy.py"
-T15 = f"{ACTIONS}::test_t15_rewind_from_memory_is_the_run_started_again[async save, a worker]"
-T16 = f"{ACTIONS}::test_t16_a_nan_gradient_or_a_spike_changes_nothing"
+REWIND = f"{ACTIONS}::test_rewind_from_memory_is_the_run_started_again[async save, a worker]"
+NO_UPDATE = f"{ACTIONS}::test_a_nan_gradient_or_a_spike_changes_nothing"
 
 # Source that several bugs share.
 LOAD = (
@@ -550,7 +550,7 @@ BUGS = {
         "megatron.parallel.layers._linear",
         "getattr(weight, 'main_grad', None) if accumulate else None",
         "getattr(weight, 'main_grad', None)",
-        "tests/kernels/test_kernels.py::test_who_adds_the_weight_gradient",
+        "tests/kernels/test_kernels.py::test_weight_gradients_are_added_by_the_layer_or_by_autograd",
     ),
     # Skipped iterations.
     "data of skipped iterations are read": Bug(
@@ -560,21 +560,21 @@ BUGS = {
         "    before = run.plan.consumed_samples\n"
         "    [self.data.train[n] for n in range(before(start - 1), before(end))]\n"
         "return " + LOAD,
-        f"{SKIPPING}::test_t04_the_data_are_those_of_the_whole_run_and_skipped_ones_unread",
+        f"{SKIPPING}::test_the_data_are_those_of_the_whole_run_and_skipped_ones_unread",
         "campaign",
     ),
     "a learning rate that stands still where iterations are skipped": Bug(
         "megatron.training.skipping.skip.Skipping.skip",
         "run.scheduler.after_iteration(plan.scheduled_samples(first, last))",
         "",
-        f"{SKIPPING}::test_t01_columns_are_those_of_the_whole_run",
+        f"{SKIPPING}::test_columns_are_those_of_the_whole_run",
         "campaign",
     ),
     "a gradient norm in the log of a skipped iteration": Bug(
         "megatron.training.skipping.skip.Skipping.skip",
         "skipped='user'",
         "skipped='user', grad_norm=1.0",
-        f"{SKIPPING}::test_t02_lines_of_skipped_iterations_have_no_loss_and_no_norm",
+        f"{SKIPPING}::test_lines_of_skipped_iterations_have_no_loss_and_no_norm",
         "campaign",
     ),
     "an update with zero gradients in place of a skipped iteration": Bug(
@@ -582,7 +582,7 @@ BUGS = {
         "progress.iteration = last",
         "for part in run.buffers.owned:\n    part.main_grad.zero_()\n"
         "run.optimizer.step()\nprogress.iteration = last",
-        f"{SKIPPING}::test_t03_nothing_of_the_state_changes",
+        f"{SKIPPING}::test_nothing_of_the_state_changes",
         "campaign",
     ),
     # Loss spikes: what one step does.
@@ -590,33 +590,33 @@ BUGS = {
         "megatron.optimizer.optimizer.MixedPrecisionOptimizer.step",
         SKIP,
         "factor = 0.0",
-        f"{T16}[adam]",
+        f"{NO_UPDATE}[adam]",
         "campaign",
     ),
     "moments that decay in a skipped update": Bug(
         "megatron.optimizer.optimizer.MixedPrecisionOptimizer.step",
         SKIP,
         "for state in self.inner.state.values():\n    state['exp_avg'].mul_(0.9)\n" + SKIP,
-        f"{T16}[adam]",
+        f"{NO_UPDATE}[adam]",
         "campaign",
     ),
     "a loss scale that counts a skipped update": Bug(
         "megatron.optimizer.optimizer.MixedPrecisionOptimizer.step",
         SKIP,
         "self.grad_scaler and self.grad_scaler.update(found_inf)\n" + SKIP,
-        f"{T16}[fp16 with its scale]",
+        f"{NO_UPDATE}[fp16 with its scale]",
     ),
     "no gradient norm without clipping": Bug(
         "megatron.optimizer.optimizer.MixedPrecisionOptimizer.step",
         "self.grad_scaler is not None or self.clip_grad > 0.0 or admit",
         "self.grad_scaler is not None or self.clip_grad > 0.0",
-        f"{T16}[no clipping]",
+        f"{NO_UPDATE}[no clipping]",
     ),
     "a flagged value enters the detector's window": Bug(
         "megatron.training.spikes.detector.SpikeDetector.check",
         "kind not in ('loss', 'grad-norm')",
         "True",
-        "tests/spikes/test_detector.py::test_t13_every_iteration_of_a_cluster_is_found",
+        "tests/spikes/test_detector.py::test_every_iteration_of_a_cluster_is_found",
     ),
     "the detector's state not loaded": Bug(
         "megatron.training.spikes.policy.SpikePolicy.load_state_dict",
@@ -641,49 +641,49 @@ BUGS = {
         "megatron.optimizer.scheduler.OptimizerParamScheduler.load_state_dict",
         "self.num_steps = 0",
         "",
-        T15,
+        REWIND,
     ),
     "samples not reopened after a rollback": Bug(
         "megatron.training.loop.Trainer.train",
         "samples = self.open_training_samples()\ncontinue",
         "continue",
-        T15,
+        REWIND,
     ),
     "a snapshot without the optimizer": Bug(
         "megatron.training.rollback._tensors",
         "[tensor for *_, own in save.own_tensors(run) for _, tensor in own]",
         "[tensor for name, *_, own in save.own_tensors(run) for _, tensor in own"
         " if name[:4] != 'opti']",
-        T15,
+        REWIND,
     ),
     "the optimizer's counters not rolled back": Bug(
         "megatron.training.checkpointing.load.restore_counters",
         "run.optimizer.load_counters(state.optimizer)",
         "run.optimizer.step_count = state.optimizer['step']",
-        T15,
+        REWIND,
     ),
     "the detector not rolled back": Bug(
         "megatron.training.checkpointing.load.restore_counters",
         "run.spikes.load_state_dict(state.spikes)",
         "",
-        T15,
+        REWIND,
     ),
     "a snapshot taken during the spike is used": Bug(
         "megatron.training.rollback.RollbackBuffer.roll_back",
         "n < request.start",
         "n <= request.start",
-        T15,
+        REWIND,
     ),
     "checkpoints of a rolled-back segment left for resume": Bug(
         "megatron.training.rollback.RollbackBuffer.on_rollback",
         "DISK.rename(path, aside)",
         "",
-        T15,
+        REWIND,
     ),
     "a long spike charged to the limit iteration by iteration": Bug(
         "megatron.training.spikes.policy.SpikePolicy.check",
         "if finding.kind == 'non-finite':\n    self._spent.append(iteration)",
         "self._spent.append(iteration)",
-        f"{ACTIONS}::test_t17_a_lasting_shift_of_the_loss_ends_no_run",
+        f"{ACTIONS}::test_a_lasting_shift_of_the_loss_ends_no_run",
     ),
 }

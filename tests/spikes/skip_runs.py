@@ -228,8 +228,8 @@ def batches(folder: Path) -> dict[int, list]:
 
 
 def keep_position(folder: str) -> None:
-    """T5, a hook: a fault, that skipped iterations do not move the data, as in the first version of
-    the seed."""
+    """A hook that plants a fault: that skipped iterations do not move the data, as in the first
+    version of the seed."""
     note_batches(folder)
     right = loop.training_samples
 

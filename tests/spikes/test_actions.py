@@ -1,5 +1,5 @@
-"""What a run does about spikes (facts/spikes.md 4.4): updates left out, going back, giving up. T13,
-the detector alone, is in test_detector, what it makes of findings in test_policy."""
+"""What a run does about spikes: skipped updates, rollback, giving up.
+The detector alone is in test_detector, the policy in test_policy."""
 
 from __future__ import annotations
 
@@ -181,14 +181,14 @@ def rewound_is_restarted(
         ),
     ],
 )
-def test_t15_rewind_from_memory_is_the_run_started_again(tmp_path, data, extra):
+def test_rewind_from_memory_is_the_run_started_again(tmp_path, data, extra):
     rewound_is_restarted(
         tmp_path, data, 20, "--spike-snapshot-interval", "10", *extra, source="a copy in memory"
     )
 
 
 @pytest.mark.campaign
-def test_t15_rewind_to_a_checkpoint_is_the_run_started_again(tmp_path, data):
+def test_rewind_to_a_checkpoint_is_the_run_started_again(tmp_path, data):
     """Also of fp16 with its scale."""
     extra = (
         "--spike-snapshot-interval",
@@ -204,7 +204,7 @@ def test_t15_rewind_to_a_checkpoint_is_the_run_started_again(tmp_path, data):
 
 
 @pytest.mark.campaign
-def test_t15_rewind_with_delayed_fp8_scales(tmp_path, data):
+def test_rewind_with_delayed_fp8_scales(tmp_path, data):
     """They go back too, and so does what the abandoned steps have seen."""
     extra = (
         "--spike-snapshot-interval",
@@ -244,7 +244,7 @@ PLACES = [
 
 
 @pytest.mark.parametrize(("layout", "place"), PLACES)
-def test_t15_rewind_in_parallel_layouts(tmp_path, data, layout, place):
+def test_rewind_in_parallel_layouts(tmp_path, data, layout, place):
     every, back, source = place
     rewound_is_restarted(
         tmp_path,
@@ -259,7 +259,7 @@ def test_t15_rewind_in_parallel_layouts(tmp_path, data, layout, place):
 
 
 @pytest.mark.campaign
-def test_t15_the_same_command_goes_on_after_a_rewind_and_a_kill(tmp_path, data):
+def test_the_same_command_goes_on_after_a_rewind_and_a_kill(tmp_path, data):
     """Killed between rewind and the next save it resumes where it went back to; nothing is trained
     or skipped twice."""
     straight = run(
@@ -290,7 +290,7 @@ def test_t15_the_same_command_goes_on_after_a_rewind_and_a_kill(tmp_path, data):
 
 
 @pytest.mark.sweep
-def test_t15_the_second_attempt_is_larger_and_the_third_is_given_up(tmp_path, data):
+def test_the_second_attempt_is_larger_and_the_third_is_given_up(tmp_path, data):
     bad = {31: 2.0, 36: 2.0}
     code, out, err = run_ranks(
         1,
@@ -397,7 +397,7 @@ KINDS = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_t16_a_nan_gradient_or_a_spike_changes_nothing(kind):
+def test_a_nan_gradient_or_a_spike_changes_nothing(kind):
     """Weights, moments, step count and scale stay, bit for bit; the next step is as if nothing had
     been."""
     one, other = (make_run(spike_action="skip-update", **KINDS[kind]) for _ in range(2))
@@ -438,7 +438,7 @@ def test_t16_a_nan_gradient_or_a_spike_changes_nothing(kind):
 
 
 @pytest.mark.campaign
-def test_t16_in_a_run_of_two_ranks_with_the_distributed_optimizer(tmp_path, data):
+def test_in_a_run_of_two_ranks_with_the_distributed_optimizer(tmp_path, data):
     """The schedule and the samples go on; the line says why; nothing else moves."""
     extra = (
         "--use-distributed-optimizer",
@@ -484,7 +484,7 @@ def test_t16_in_a_run_of_two_ranks_with_the_distributed_optimizer(tmp_path, data
 
 
 @pytest.mark.campaign
-def test_t17_a_lasting_shift_of_the_loss_ends_no_run(tmp_path, data):
+def test_a_lasting_shift_of_the_loss_ends_no_run(tmp_path, data):
     """Of a model that hardly learns, so that 20 % are out of line so early."""
     done = run(
         tmp_path,

@@ -1,5 +1,4 @@
-"""What is wrong with ranges to skip is said in one line, before anything is built: T10 of
-facts/spikes.md 4.6."""
+"""What is wrong with ranges to skip is said in one line, before anything is built."""
 
 from __future__ import annotations
 
@@ -55,7 +54,7 @@ ACCEPTED = {
 
 
 @pytest.mark.parametrize("words", REFUSED)
-def test_t10_bad_ranges(capsys, words):
+def test_bad_ranges(capsys, words):
     """Exit code 2 and one line that names flag, values and remedy; nothing was built or opened."""
     with pytest.raises(SystemExit) as leave:
         command_line.read([*GOOD, "--train-range-to-skip", *words.split()], {})
@@ -67,7 +66,7 @@ def test_t10_bad_ranges(capsys, words):
 
 
 @pytest.mark.parametrize("words", ACCEPTED)
-def test_t10_good_ranges(words):
+def test_good_ranges(words):
     ranges, warning = ACCEPTED[words]
     line = command_line.read([*GOOD, "--train-range-to-skip", *words.split()], {})
     count = sum(last - first + 1 for first, last in ranges)
@@ -78,14 +77,14 @@ def test_t10_good_ranges(words):
     assert command_line.read([*GOOD, "--train-range-to-skip", *said.split()], {}).config is not None
 
 
-def test_t10_single_iterations_are_ranges_too():
+def test_single_iterations_are_ranges_too():
     line = command_line.read(
         [*GOOD, "--iterations-to-skip", "9", "4", "--train-range-to-skip", "5", "6"], {}
     )
     assert "skipping 4 iterations: --train-range-to-skip 4 6 9 9" in line.notes
 
 
-def test_t10_refused_before_any_set_up():
+def test_refused_before_any_set_up():
     """In a new interpreter: not even torch or numpy is loaded."""
     code = (
         "import runpy, sys, atexit\n"
@@ -98,7 +97,7 @@ def test_t10_refused_before_any_set_up():
     assert (done.returncode, done.stdout.split()) == (2, [])
 
 
-def test_t10_a_hundred_thousand_ranges():
+def test_a_hundred_thousand_ranges():
     """Accepted; start-up and look-up cost nothing."""
     words = [str(n) for first in range(10, 2_000_000, 20) for n in (first, first + 1)]
     start = time.thread_time()
@@ -120,7 +119,7 @@ def trained(text, tmp_path_factory) -> Path:
     return folder
 
 
-def test_t10_iterations_that_were_trained_cannot_be_skipped(text, trained, tmp_path):
+def test_iterations_that_were_trained_cannot_be_skipped(text, trained, tmp_path):
     """It says so before anything is built, names the checkpoint to go back to, and records nothing;
     on all ranks."""
     (tmp_path / "run").mkdir()
@@ -142,7 +141,7 @@ def test_t10_iterations_that_were_trained_cannot_be_skipped(text, trained, tmp_p
 
 
 @pytest.mark.campaign
-def test_t10_the_exit_code_of_a_refused_resume(text, trained, tmp_path):
+def test_the_exit_code_of_a_refused_resume(text, trained, tmp_path):
     words = argv(
         text,
         tmp_path,
@@ -167,7 +166,7 @@ def test_t10_the_exit_code_of_a_refused_resume(text, trained, tmp_path):
 
 
 @pytest.mark.campaign
-def test_t10_changed_batch_sizes(text, tmp_path):
+def test_changed_batch_sizes(text, tmp_path):
     """A recorded range is other iterations where it can be, and otherwise an error before anything
     is built."""
     folder = tmp_path / "run"
@@ -198,7 +197,7 @@ def test_t10_changed_batch_sizes(text, tmp_path):
 
 
 @pytest.mark.campaign
-def test_t10_another_order_of_the_data(text, tmp_path):
+def test_another_order_of_the_data(text, tmp_path):
     """A new seed leaves the iterations as they are, with a warning, once; the record is that of the
     new order then."""
     folder = tmp_path / "run"
@@ -218,7 +217,7 @@ def test_t10_another_order_of_the_data(text, tmp_path):
 
 
 @pytest.mark.campaign
-def test_t10_judged_again_where_an_older_checkpoint_is_loaded(text, tmp_path):
+def test_judged_again_where_an_older_checkpoint_is_loaded(text, tmp_path):
     """The newest, which skipped 5, is damaged; the one before it is of a run that trained 5."""
     folder = tmp_path / "run"
     words = ("--train-iters", "9")
@@ -253,7 +252,7 @@ def test_t10_judged_again_where_an_older_checkpoint_is_loaded(text, tmp_path):
 
 
 @pytest.mark.campaign
-def test_t10_damage_of_the_file(text, trained, tmp_path):
+def test_damage_of_the_file(text, trained, tmp_path):
     """A line cut off is said and dropped; another one that is none is one error."""
     folder = tmp_path / "run"
     words = (

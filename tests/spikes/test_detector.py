@@ -1,4 +1,4 @@
-"""The detector on made-up runs (facts/spikes.md 3.3): what it flags, what it must not, and what it
+"""The detector on made-up runs: what it flags, what it must not, and what it
 forgets."""
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ def judged(losses: np.ndarray, norms: np.ndarray | None = None) -> list[Finding]
     ]
 
 
-def test_t13_a_healthy_run_has_no_spike():
+def test_a_healthy_run_has_no_spike():
     assert not any(
         finding.spike for seed in range(5) for finding in judged(curve(seed, 20_000)[:5000])
     )
 
 
 @pytest.mark.parametrize(("height", "least"), [(7, 15), (10, 20), (25, 20)])
-def test_t13_single_spikes_are_found(height, least):
+def test_single_spikes_are_found(height, least):
     found = 0
     for seed in range(20):
         losses = curve(100 + seed)
@@ -49,7 +49,7 @@ def test_t13_single_spikes_are_found(height, least):
     assert found >= least
 
 
-def test_t13_a_large_spike_does_not_hide_a_smaller_one_behind_it():
+def test_a_large_spike_does_not_hide_a_smaller_one_behind_it():
     for seed in range(20):
         losses = curve(200 + seed)
         losses[2000] += 100 * SIGMA
@@ -57,7 +57,7 @@ def test_t13_a_large_spike_does_not_hide_a_smaller_one_behind_it():
         assert [i for i, finding in enumerate(judged(losses)) if finding.spike] == [2000, 2050]
 
 
-def test_t13_every_iteration_of_a_cluster_is_found():
+def test_every_iteration_of_a_cluster_is_found():
     losses = curve(300)
     losses[2000:2030] += 0.5
     assert [i for i, finding in enumerate(judged(losses)) if finding.spike] == list(
@@ -65,7 +65,7 @@ def test_t13_every_iteration_of_a_cluster_is_found():
     )
 
 
-def test_t13_t17_a_new_level_is_taken_for_what_it_is():
+def test_a_new_level_is_taken_for_what_it_is():
     losses = curve(400)
     losses[2000:] *= 1.2
     findings = judged(losses)
@@ -78,7 +78,7 @@ def test_t13_t17_a_new_level_is_taken_for_what_it_is():
 @pytest.mark.parametrize(
     "loss, norm", [(math.nan, 1.0), (math.inf, 1.0), (5.0, math.nan), (5.0, math.inf)]
 )
-def test_t13_what_is_not_finite_is_a_spike_and_leaves_no_trace(loss, norm):
+def test_what_is_not_finite_is_a_spike_and_leaves_no_trace(loss, norm):
     detector = SpikeDetector()
     untouched = SpikeDetector()
     for y in curve(500)[:1000]:

@@ -1,4 +1,4 @@
-"""What tools/spikes.py says of a run after the fact, against the run: T19, replayed losses,
+"""What tools/spikes.py says of a run after the fact, against the run: replayed losses,
 TensorBoard, several spikes."""
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def reading_of(run: list[str], world_size: int) -> Reading:
 
 
 @pytest.mark.parametrize("order", [[], ["--data-order", "epoch"]], ids=["megatron", "epoch"])
-def test_t19_the_printed_bytes_are_the_batch(order, corpus, capsys):
+def test_the_printed_bytes_are_the_batch(order, corpus, capsys):
     """Read without any of our readers: two bytes a token, sample after sample; and the text makes
     the same ids again."""
     run = [*corpus, *order]

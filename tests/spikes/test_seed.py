@@ -1,4 +1,4 @@
-"""T18: the two runs of the seed's log, read back and written again by the code that writes a run's
+"""The two runs of the seed's log, read back and written again by the code that writes a run's
 log."""
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tests.forkrun import ROOT
 SEED = (ROOT / "tests/golden/seed_log.txt").read_text()
 RANKS = 24
 VOCABULARY = 32000
-# The configuration that the printed numbers follow from (facts/spikes.md 1.6).
+# The configuration that the printed numbers follow from.
 FLAGS = """--num-layers 3 --hidden-size 4096 --ffn-hidden-size 11008 --swiglu --num-attention-heads 32
  --group-query-attention
  --num-query-groups 8 --seq-length 4096 --max-position-embeddings 4096 --untie-embeddings-and-output-weights
@@ -31,7 +31,7 @@ FLAGS = """--num-layers 3 --hidden-size 4096 --ffn-hidden-size 11008 --swiglu --
  --make-vocab-size-divisible-by 1 --log-format aurora --log-interval 1""".split()
 
 
-def test_t18_the_seeds_log_is_read():
+def test_the_seeds_log_is_read():
     records = read_text(SEED)
     assert [r.iteration for r in records] == [1, 2, 3, 4, 1, 2, 3]
     assert [r.loss for r in records] == [
@@ -110,7 +110,7 @@ def seed_lines() -> list[str]:
 
 
 @pytest.mark.parametrize("records", [slice(0, 4), slice(4, 7)], ids=["unskipped", "skipped"])
-def test_t18_the_seeds_lines_are_written_to_the_digit(records, capsys, monkeypatch):
+def test_the_seeds_lines_are_written_to_the_digit(records, capsys, monkeypatch):
     ours = printed(capsys, monkeypatch, read_text(SEED)[records], all_trained=True)
     theirs = seed_lines()[records]
     assert len(ours) == len(theirs) == records.stop - records.start
@@ -123,7 +123,7 @@ def test_t18_the_seeds_lines_are_written_to_the_digit(records, capsys, monkeypat
         assert mine == seeds + " |"
 
 
-def test_t18_a_skipped_line_of_ours_has_no_stale_norm_and_no_rate(capsys, monkeypatch):
+def test_a_skipped_line_of_ours_has_no_stale_norm_and_no_rate(capsys, monkeypatch):
     ours = printed(capsys, monkeypatch, read_text(SEED)[4:], all_trained=False)
     theirs = seed_lines()[4:]
     for mine, seeds in zip(ours[1:], theirs[1:], strict=True):
@@ -131,7 +131,7 @@ def test_t18_a_skipped_line_of_ours_has_no_stale_norm_and_no_rate(capsys, monkey
         assert mine == re.sub(r"ms=[\d.]+", "ms=0.0", seeds) + " |"
 
 
-def test_t18_the_seeds_tflops_follow_from_its_rates(capsys, monkeypatch):
+def test_the_seeds_tflops_follow_from_its_rates(capsys, monkeypatch):
     for mine, record in zip(
         read_text("\n".join(printed(capsys, monkeypatch, read_text(SEED), all_trained=True))),
         read_text(SEED),

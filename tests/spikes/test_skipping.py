@@ -1,5 +1,5 @@
-"""--train-range-to-skip on small runs: T1 to T9, T11, T12 and T20 of facts/spikes.md 4.6 (T10:
-test_bad_skips.py), and a fault that they must catch."""
+"""--train-range-to-skip on small runs, and a fault that they must catch; bad ranges are in
+test_bad_skips.py."""
 
 from __future__ import annotations
 
@@ -51,16 +51,16 @@ def skips(text, tmp_path_factory) -> Finished:
     return watched(text, folder, *SKIP, "--num-workers", "2", *with_ledger(folder))
 
 
-# --- T1 to T5
+# --- the state after a skip
 
 
 def check_columns(whole: Finished, skips: Finished) -> None:
-    """T1"""
+    """Rates and positions are those of the run without skips."""
     assert skips.series(*COLUMNS) == whole.series(*COLUMNS)
 
 
 def check_silence(skips: Finished) -> None:
-    """T2"""
+    """Log lines of skipped iterations have neither loss nor norm."""
     lines = [line for line in skips.log.splitlines() if line.startswith(" iteration ")]
     assert ["lm loss" in line for line in lines] == [True, False, False, True, True, True]
     assert ["grad norm" in line for line in lines] == [True, False, False, True, True, True]
@@ -83,7 +83,7 @@ def check_silence(skips: Finished) -> None:
 
 
 def check_state(skips: Finished) -> None:
-    """T3"""
+    """Skipped iterations leave weights and optimizer state as they are."""
     for iteration in (2, 3):
         same_tensors(skips.tensors(iteration), skips.tensors(1))
         before, after = (store.load(skips.save, n).state for n in (1, iteration))
@@ -92,14 +92,14 @@ def check_state(skips: Finished) -> None:
 
 
 def check_data(whole: Finished, skips: Finished) -> None:
-    """T4"""
+    """Skipped iterations are not read; the others read what they read without skips."""
     everything = batches(whole.folder)
     assert {n: rows for n, rows in everything.items() if n not in (2, 3)} == batches(skips.folder)
     assert reads(whole.folder) == list(range(48))
     assert reads(skips.folder) == [*range(8), *range(24, 48)]
 
 
-def test_t01_columns_are_those_of_the_whole_run(whole, skips):
+def test_columns_are_those_of_the_whole_run(whole, skips):
     check_columns(whole, skips)
     assert [row["skipped"] for row in skips.rows] == [0, 1, 1, 0, 0, 0]
     assert [row["skip_reason"] for row in skips.rows] == [None, "user", "user", None, None, None]
@@ -111,7 +111,7 @@ def test_t01_columns_are_those_of_the_whole_run(whole, skips):
 @pytest.mark.parametrize(
     "ranges", [pytest.param([], marks=pytest.mark.campaign), [*SKIP]], ids=["whole", "skips"]
 )
-def test_t01_the_learning_rates_of_the_seed(text, tmp_path, ranges):
+def test_the_learning_rates_of_the_seed(text, tmp_path, ranges):
     """Its batch size, length, peak and warm-up: what its two logs print at iterations 1 to 4."""
     words = with_flags(
         SMALL,
@@ -141,11 +141,11 @@ def test_t01_the_learning_rates_of_the_seed(text, tmp_path, ranges):
     ]
 
 
-def test_t02_lines_of_skipped_iterations_have_no_loss_and_no_norm(skips):
+def test_lines_of_skipped_iterations_have_no_loss_and_no_norm(skips):
     check_silence(skips)
 
 
-def test_t03_nothing_of_the_state_changes(skips):
+def test_nothing_of_the_state_changes(skips):
     check_state(skips)
     assert not any(
         a.equal(b)
@@ -154,7 +154,7 @@ def test_t03_nothing_of_the_state_changes(skips):
     )
 
 
-def test_t04_the_data_are_those_of_the_whole_run_and_skipped_ones_unread(whole, skips):
+def test_the_data_are_those_of_the_whole_run_and_skipped_ones_unread(whole, skips):
     check_data(whole, skips)
     (_, mine), (_, other) = (read_ledger(str(run.folder / "ledger")) for run in (skips, whole))
     expected = other.copy()
@@ -162,7 +162,7 @@ def test_t04_the_data_are_those_of_the_whole_run_and_skipped_ones_unread(whole, 
     assert mine.tolist() == expected.tolist()
 
 
-def test_t05_a_position_that_stays_is_noticed(text, tmp_path, whole):
+def test_a_position_that_stays_is_noticed(text, tmp_path, whole):
     mutant = watched(text, tmp_path / "run", *SKIP, hook=skip_runs.keep_position)
     check_columns(whole, mutant)  # these do not see it
     assert batches(mutant.folder)[4] == batches(whole.folder)[2]
@@ -170,7 +170,7 @@ def test_t05_a_position_that_stays_is_noticed(text, tmp_path, whole):
         check_data(whole, mutant)
 
 
-# --- T6
+# --- layouts
 
 # ranks, micro-batch, workers
 LAYOUTS = [(1, "1", "0"), (1, "2", "2"), (2, "1", "0"), (2, "2", "0")]
@@ -179,7 +179,7 @@ RAMP = ["--rampup-batch-size", "2", "2", "12", "--train-samples", "38"]
 
 @pytest.mark.campaign
 @pytest.mark.parametrize("ramp", [[], RAMP], ids=["constant", "ramp"])
-def test_t06_same_data_after_the_range_in_every_layout(text, tmp_path, ramp):
+def test_same_data_after_the_range_in_every_layout(text, tmp_path, ramp):
     """Iterations after the range train on what they would have; samples of the range are fetched
     nowhere, nor ahead."""
     whole, _ = layout(text, tmp_path / "whole", ramp, 1, "2", "0", [])
@@ -226,7 +226,7 @@ def layout(
     return batches(folder), done
 
 
-# --- T7, T8, T20
+# --- kills and resumes
 
 TWELVE = ["--train-iters", "12", "--train-range-to-skip", "5", "8"]
 LONG = ["--train-iters", "22", "--train-range-to-skip", "10", "20", "--save-interval", "4"]
@@ -259,7 +259,7 @@ def same_end(one: Finished, other: Finished) -> None:
 
 @pytest.mark.campaign
 @pytest.mark.parametrize("iteration", [9, 10, 15, 20, 21])
-def test_t07_killed_and_resumed(text, tmp_path, long, iteration):
+def test_killed_and_resumed(text, tmp_path, long, iteration):
     """kill -9 after each of these iterations, before a save of it: the same run in the end."""
     folder = tmp_path / "run"
     skip_runs.killed(text, folder, functools.partial(skip_runs.kill_after, iteration), *LONG)
@@ -270,7 +270,7 @@ def test_t07_killed_and_resumed(text, tmp_path, long, iteration):
 @pytest.mark.parametrize(
     "stop", [6, *(pytest.param(n, marks=pytest.mark.campaign) for n in (4, 5, 8, 9))]
 )
-def test_t08_stopped_at_each_boundary_and_resumed(text, tmp_path, straight, stop):
+def test_stopped_at_each_boundary_and_resumed(text, tmp_path, straight, stop):
     """On each side of both ends and inside: a save at a skipped iteration is as good as any."""
     folder = tmp_path / "run"
     first = train(folder, argv(text, folder, *TWELVE, "--exit-interval", str(stop)))
@@ -280,7 +280,7 @@ def test_t08_stopped_at_each_boundary_and_resumed(text, tmp_path, straight, stop
     assert store.load(resumed.save).state.skipped == [[5, 8]]
 
 
-def test_t20_the_same_command_line_on_a_third_resume(text, tmp_path, straight):
+def test_the_same_command_line_on_a_third_resume(text, tmp_path, straight):
     """No error, no double skip, one entry; and without the flag the ranges are skipped all the
     same."""
     folder = tmp_path / "run"
@@ -304,7 +304,7 @@ def test_t20_the_same_command_line_on_a_third_resume(text, tmp_path, straight):
 
 
 @pytest.mark.campaign
-def test_t20_thousands_of_ranges_are_one_record(text, tmp_path):
+def test_thousands_of_ranges_are_one_record(text, tmp_path):
     """From the flag's file to the resumed run: what they leave out is left out, once."""
     folder = tmp_path / "run"
     ranges = [(2 * n, 2 * n) for n in range(1, 1501)]
@@ -330,7 +330,7 @@ def test_t20_thousands_of_ranges_are_one_record(text, tmp_path):
     )
 
 
-# --- T9
+# --- ranks
 
 GRIDS = {
     "tp2": (2, ["--tensor-model-parallel-size", "2"]),
@@ -352,7 +352,7 @@ def one_rank(text, tmp_path_factory) -> Finished:
 
 @pytest.mark.campaign
 @pytest.mark.parametrize("grid", GRIDS)
-def test_t09_every_layout_skips_alike(text, tmp_path, one_rank, grid):
+def test_every_layout_skips_alike(text, tmp_path, one_rank, grid):
     """Equal losses and data, no hang; no stage reads what is skipped."""
     world, flags = GRIDS[grid]
     done = watched(text, tmp_path / "run", *FOUR_LAYERS, *flags, world=world)
@@ -367,7 +367,7 @@ def test_t09_every_layout_skips_alike(text, tmp_path, one_rank, grid):
     assert len((done.save / skip_log.FILE_NAME).read_text().splitlines()) == 1
 
 
-def test_t09_two_ranks_and_evaluations_on_skipped_iterations(text, tmp_path):
+def test_two_ranks_and_evaluations_on_skipped_iterations(text, tmp_path):
     """Ranks stay together; what is due on a skipped iteration happens; weights there are those of
     before."""
     flags = [
@@ -394,10 +394,10 @@ def test_t09_two_ranks_and_evaluations_on_skipped_iterations(text, tmp_path):
     assert two.first_rank_log.count("skipping iterations 2 to 5: 32 samples (1024 tokens)\n") == 1
 
 
-# --- T11, T12
+# --- cost, and dropout
 
 
-def test_t11_a_million_iterations_in_a_second(tmp_path):
+def test_a_million_iterations_in_a_second(tmp_path):
     """And not a byte of theirs is read: 2 iterations of 2 samples of 33 tokens, of the 2 million
     that were consumed."""
     folder = tmp_path / "run"
@@ -435,7 +435,7 @@ def test_t11_a_million_iterations_in_a_second(tmp_path):
     assert store.load(folder / "save").state.consumed_train_samples == 2 * (last + 1)
 
 
-def test_t12_masks_after_the_range_are_the_same(text, tmp_path):
+def test_masks_after_the_range_are_the_same(text, tmp_path):
     """Dropout of iteration 4 does not depend on what was skipped before."""
     watched(text, tmp_path / "whole", hook=skip_runs.note_masks)
     watched(text, tmp_path / "skips", *SKIP, hook=skip_runs.note_masks)

@@ -33,7 +33,7 @@ from tools.shared import progress
 
 TOOL = Path(preprocess_data.__file__)
 NULL = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "60000"]
-# facts/megatron.md 1: documents [[10,11,12]] and [[20,21],[30,31,32]] in uint16, as Megatron's own
+# Documents [[10,11,12]] and [[20,21],[30,31,32]] in uint16, as Megatron's own
 # builder wrote them.
 GOLDEN_BIN = "0a000b000c00140015001e001f002000"
 GOLDEN_IDX = "4d4d4944494458000001000000000000000803000000000000000300000000000000030000000200000003000000000000000000000006000000000000000a00000000000000000000000000000001000000000000000300000000000000"

@@ -159,7 +159,7 @@ def test_a_fraction_of_recomputed_layers_changes_no_number(flags, plain, tmp_pat
 
 
 def test_the_first_loss_is_that_of_internlms_deviation(tmp_path: Path):
-    """ln V + 0.0052^2 h / 2 for a narrow stand-in (facts/internlm.md 2.3)."""
+    """ln V + 0.0052^2 h / 2 for a narrow stand-in."""
     words = with_flags(
         [*SMALL, *NO_DROPOUT, *LLAMA[:-2]],
         "--vocab-size",

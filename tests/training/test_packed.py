@@ -40,7 +40,7 @@ from tests.runs import NO_DROPOUT, SMALL, allow_workers, plot, same_tensors, tra
 from tests.training.built_runs import RUNTIME, config_of
 
 CPU = torch.device("cpu")
-# facts/internlm.md 1.2.9, from the logs of the 7B (DP 8) and 20B (DP 4) demos: tokens, then
+# From the logs of the 7B (DP 8) and 20B (DP 4) demos: tokens, then
 # samples, longest, most, fewest of data-parallel rank 0.
 DEMOS = {
     8: [

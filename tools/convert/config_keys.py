@@ -1,5 +1,4 @@
-"""Reads a config.json key by key, so that no key that changes the model goes unread. Knows no
-family."""
+"""Reads a config.json key by key, so that no key that changes the model goes unread."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
 """The families of Hugging Face models that are converted: names of their tensors, and config.json
 <-> our flags.
 
-One `Family` each. A model may be written as a family if reading the written config.json back gives
-the same model (`config_for`), so what a family cannot express is an error that names it. Knows no
-files.
+One `Family` each. A model may be written as a family if reading the written config.json back
+gives the same model (`config_for`), so what a family cannot express is an error that names it.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """A folder in Hugging Face's layout: its safetensors shards, index, config.json and tokenizer
-files. Knows no model."""
+files."""
 
 from __future__ import annotations
 

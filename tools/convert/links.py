@@ -1,9 +1,9 @@
 """How our tensors correspond to those of another format: names and small transforms, each tensor
 used exactly once.
 
-Knows no file format and no family of models. A `Names` table maps our parameter names, without
-`.weight` / `.bias` and with {} for the layer's number, to the other side's name or names. Shapes of
-the other side follow from ours by the transform.
+A `Names` table maps our parameter names, without `.weight` / `.bias` and with {} for the layer's
+number, to the other side's name or names. Shapes of the other side follow from ours by the
+transform.
 """
 
 from __future__ import annotations

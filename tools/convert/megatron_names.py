@@ -2,7 +2,7 @@
 checkpoint version 3.0).
 
 Their tensors are ours but for names: queries, keys and values lie by query group in both, and a
-gated matrix is gate rows, then up rows, on each rank. Knows no files.
+gated matrix is gate rows, then up rows, on each rank.
 """
 
 from __future__ import annotations

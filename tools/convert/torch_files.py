@@ -1,6 +1,5 @@
 """Pickled files by way of safetensors: they are read and written by
-tools/convert/unpickle_worker.py in a process of its own, so that nothing is unpickled here.
-Knows no model."""
+tools/convert/unpickle_worker.py in a process of its own, so that nothing is unpickled here."""
 
 from __future__ import annotations
 

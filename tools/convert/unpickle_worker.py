@@ -10,7 +10,7 @@ with the file:
 No name in a pickle leads to anything but the stand-ins below: `find_class` imports nothing, and a
 name that is not listed ends the program. Storages are read straight from the archive, by name and
 length, and nothing is unpacked to disk. So the worst file makes an error. `write` is the other
-direction, for files that Megatron-LM shall read. Knows no model.
+direction, for files that Megatron-LM shall read.
 
 read: tensors whose path in the nested dicts, joined by dots, begins with a PREFIX go to
 OUT.safetensors under that path; plain values (numbers, texts, lists; a Namespace is a dict) go to

@@ -1,8 +1,8 @@
 """Values of an InternLM python config, worked out without running it: literals, arithmetic, names,
 dict(), join, os.environ.
 
-What else a file holds (imports but `import os`, calls, lambdas, comprehensions, attributes, loops)
-is refused by its line. It knows no key of InternLM.
+What else a file holds (imports but `import os`, calls, lambdas, comprehensions, attributes,
+loops) is refused by its line.
 """
 
 from __future__ import annotations

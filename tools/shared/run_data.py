@@ -1,6 +1,5 @@
 """The training data of a run, opened from its directory or its flags: samples, their order, who
-reads them. Knows no command line of a tool and no model.
-"""
+reads them."""
 
 from __future__ import annotations
 

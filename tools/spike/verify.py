@@ -1,6 +1,5 @@
 """`spikes.py verify`: does a run's data ledger show that exactly the ranges it was to leave out
-were left out? Reads ledgers and, of skipped iterations, the data; knows no model.
-"""
+were left out? Reads ledgers and, of skipped iterations, the data."""
 
 from __future__ import annotations
 

@@ -335,7 +335,7 @@ def _split_file(path: str) -> list[tuple[str, list[str] | str]]:
 
 
 def blend_problem(words: Sequence[str]) -> str | None:
-    """What is wrong with the words of a blend, or None. Grammar: facts/megatron.md 3, as
+    """What is wrong with the words of a blend, or None. Grammar: Megatron-LM's, as
     megatron-core reads it, and `epochs:2` where a weight may stand."""
     if not words or not all(words):
         return "names no data; give a prefix, or pairs of weight and prefix [blend-malformed]"

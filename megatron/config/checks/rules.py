@@ -2,7 +2,7 @@
 Knows no torch.
 
 A problem is one line: flag and value, what is wrong, what to write instead. Rules are
-facts/megatron.md 6 and 13.3, and this suite's own where Megatron would build something else than
+Megatron-LM's, and this suite's own where Megatron would build something else than
 what was asked for. Files: `check_paths`.
 """
 

@@ -1,9 +1,8 @@
-"""How large the global batch is after any number of samples, as pure functions; knows no tensor and
-no process.
+"""The global batch size after any number of samples (constant, ramp-up, step schedule), and the
+iterations that are skipped, as pure functions.
 
 S(n), the samples consumed after iteration n, follows from these flags alone: never from what was
-skipped or restarted. Sources: facts/megatron.md 5 (constant, ramp-up, step schedule),
-facts/spikes.md 4.1 (S).
+skipped or restarted. Constant size, ramp-up and step schedule follow Megatron-LM.
 """
 
 import math
@@ -35,7 +34,7 @@ class BatchSizeSchedule:
 
     `nominal` is the size the flags ask for. With `decrease_batch_size_if_needed` the running size,
     which is what an iteration reads and what is counted, is the nominal one rounded down to whole
-    micro-batches on every data-parallel rank; otherwise the two are equal and `problems` tells
+    micro-batches on every data-parallel rank; otherwise the two are equal and `problems` reports
     where they cannot be run. Raises ValueError on sizes that leave an iteration without a sample.
     All look-ups are a bisection.
     """
@@ -137,7 +136,7 @@ class BatchSizeSchedule:
         """Every size the schedule reaches from `consumed` samples on that does not divide into
         micro-batches.
 
-        `remedy`: what could be done besides, as ", or 4 ranks".
+        `remedy`: another remedy, as ", or 4 ranks".
         """
         first = bisect_right(self._starts, consumed) - 1
         sizes = {phase.global_batch_size for phase in self.phases[first:]}
@@ -340,7 +339,7 @@ def micro_batch_steps(
     `global_batch_size`.
 
     Iteration n (1-based) has min(START + (n - 1) // ITERATIONS * INCREMENT, all) micro-batches on
-    each data-parallel rank, each of `divisor` samples over all of them (facts/internlm.md 1.2.7).
+    each data-parallel rank, each of `divisor` samples over all of them.
     Raises ValueError.
     """
     flag = f"--rampup-micro-batches {' '.join(map(str, values))}"

@@ -1,5 +1,5 @@
-"""How a rank's parameters lie in flat buckets and which range of each is whose: integers only.
-Knows no torch, no name."""
+"""Layout of a rank's parameters in flat buckets, and which range of each bucket every
+data-parallel rank owns, as integers."""
 
 from __future__ import annotations
 
@@ -85,9 +85,8 @@ def lay_out(
     those of equal axes together, and share no bucket with others.
 
     With a `partition` the ranges are its whole parameters, which differ in size. What one rank owns
-    must be one range, so parameters lie in the partition's order then, and the first bucket has the
-    last of them.
-    """
+    must be one range, so parameters are stored in the partition's order then, and the first bucket
+    has the last of them."""
     if partition is not None:
         return _by_owner(sizes, partial, bucket_size, ALIGN_BYTES // itemsize, shards, partition)
     align = ALIGN_BYTES // itemsize

@@ -1,5 +1,4 @@
-"""What a layout costs beside its states: bytes of activations and bytes on the wire, by formula.
-Knows no torch, no clock.
+"""Costs of a parallel layout, by formula: bytes of activation memory and of communication.
 
 Activations after Korthikanti et al. 2022, but of what this suite's kernels keep for backward
 (attention keeps no scores, dropout no masks); transfers are those of `parallel/`, call by call.
@@ -68,7 +67,7 @@ class _Sizes:
         self.key = m.query_groups * m.head_dim // self.tp
         self.vocab = plan.padded_vocab_size // self.tp
         self.loss = 2 if config.precision.fp16_lm_cross_entropy else self.wide
-        # Kernels that work in runs of rows keep less than torch's own; "auto" is taken for a CUDA
+        # Row-blocked kernels keep less than torch's own; "auto" is taken for a CUDA
         # device.
         self.on_cpu = config.training.device == "cpu"
         # The C++, where it is built: it widens nothing.
@@ -249,7 +248,7 @@ def sent_by_axis(config: Config, plan: Plan, stage: int) -> dict[str, int]:
     receives.
 
     dp has all that concerns gradients and weights of replicas, pp the tied embedding too; numbers
-    of a few bytes that all ranks sum (losses, norms) are left out.
+    of a few bytes that all ranks sum (losses, norms) are omitted.
     """
     names = {"shard": "dp", "instances": "dp", "ends": "pp", "pp_gradients": "pp"}
     found = dict.fromkeys(("tp", "cp", "dp", "pp"), 0)

@@ -1,5 +1,4 @@
-"""The table of all parameters of a model: name, global shape, splits and initial values. Knows no
-torch and no rank.
+"""The table of all parameters of a model: name, global shape, splits and initial values.
 
 It is the one truth from which the model is built, a plan counts bytes, and checkpoints know what to
 expect.
@@ -81,10 +80,9 @@ def megatron_scheme(model: ModelConfig) -> Scheme:
     """Megatron's initial values of matrices: (role, layer) -> (init, std).
 
     Roles: word_embedding, position_embedding, output_layer, qkv, attention_output, mlp_in, mlp_out.
-    The two that end a residual branch have std / sqrt(2 * num_layers) with the total depth
-    (facts/megatron.md 9); another suite's scheme is another function of the same form, of the layer
-    too where its std depends on it.
-    """
+    The two that end a residual branch have std / sqrt(2 * num_layers) with the total depth; another
+    suite's scheme is another function of the same form, of the layer too where its std depends on
+    it."""
     scaled = model.init_method_std / math.sqrt(2.0 * model.num_layers)
 
     def draw(role: str, layer: int) -> Draw:
@@ -99,7 +97,7 @@ def megatron_scheme(model: ModelConfig) -> Scheme:
 
 
 def internlm_scheme(model: ModelConfig) -> Scheme:
-    """InternLM's initial values, whatever the width (facts/internlm.md 2.3, the version whose logs
+    """InternLM's initial values, whatever the width (of the version whose logs
     the demos show).
 
     What ends the attention branch has 0.006 / sqrt(2 (layer + 1)), by its OWN layer; so has the up

@@ -1,5 +1,5 @@
-"""What follows from the command line, the number of ranks and the vocabulary size. Knows no torch
-and no file."""
+"""The plan: everything that follows from the command line, the number of ranks and the
+vocabulary size."""
 
 from __future__ import annotations
 
@@ -200,7 +200,7 @@ def parameters_per_rank(config: Config, plan: Plan, stage: int = 0) -> int:
 def bucket_size(config: Config, plan: Plan, stage: int = 0) -> int | None:
     """Elements after which a gradient bucket of a pipeline stage is full; None: never.
 
-    Buckets help to overlap, and keep what a reduce-scatter takes beside the buffer small.
+    Buckets help to overlap, and keep what a reduce-scatter takes in addition to the buffer small.
     """
     p = config.parallel
     if p.ddp_num_buckets is not None:
@@ -213,7 +213,7 @@ def bucket_size(config: Config, plan: Plan, stage: int = 0) -> int | None:
 
 
 def flat_layout(config: Config, plan: Plan, stage: int = 0) -> buckets.Layout:
-    """How the parameters of a rank of that stage lie in its flat buffers."""
+    """The layout of the parameters of a rank of that stage in its flat buffers."""
     p = config.parallel
     axes = {"tp": p.tensor_model_parallel_size, "ends": min(2, p.pipeline_model_parallel_size)}
 

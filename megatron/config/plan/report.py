@@ -1,5 +1,5 @@
-"""The plan as text, for --dry-run: sizes, what each pipeline stage holds and sends, batch and run.
-Knows no torch."""
+"""The plan as text, for --dry-run: sizes, what each pipeline stage holds and sends, batch and
+run."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""How the depth is cut into pipeline stages, and what a schedule of them costs by formula. Knows no
-torch and no step."""
+"""Assigns layers to pipeline stages, and gives warm-up, live activations and bubble of a
+schedule by formula."""
 
 from __future__ import annotations
 

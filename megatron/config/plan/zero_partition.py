@@ -1,7 +1,6 @@
-"""Which rank of the sharded optimizer owns which whole parameters: InternLM's rule. Integers and
-names; knows no torch.
+"""Assignment of whole parameters to the ranks of the sharded optimizer, by InternLM's rule.
 
-Source: facts/internlm.md 1.4, which reproduces the numbers of elements that the demos log.
+It reproduces the numbers of elements that the demos log.
 """
 
 from __future__ import annotations

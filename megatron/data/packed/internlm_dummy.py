@@ -1,7 +1,5 @@
 """`--dummy-data internlm`: the million made-up samples that InternLM's demos train on. Knows no
-file and no row.
-
-Source: facts/internlm.md 1.2.9. Tokens are computed when they are read; kept are two numbers of
+file and no row. Tokens are computed when they are read; kept are two numbers of
 each sample.
 """
 

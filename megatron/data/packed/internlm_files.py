@@ -2,7 +2,7 @@
 each begins.
 
 It reads and writes this format, and knows the folders it comes in; it must not know rows, flags or
-a vocabulary. Source: facts/internlm.md 1.2.2, 1.2.3. X.bin.meta is a .npy array of integers [n, 2
+a vocabulary. X.bin.meta is a .npy array of integers [n, 2
 or more]: in the first column the byte where a line begins, in the last one its tokens.
 """
 

@@ -1,8 +1,7 @@
-"""Work on a CPU in blocks whose scratch stays in the cache, spread over threads block by block;
-knows no kernel.
+"""Row-blocked work on a CPU: scratch stays in the cache, and blocks are spread over threads.
 
-torch does one operation at a time over the whole tensor, each a trip to memory and back, and all
-threads wait for each other after each; a formula of eight operations over runs of rows makes one
+torch does one operation at a time over the whole tensor, each a pass over memory, and all
+threads wait for each other after each; a formula of eight operations over row blocks makes one
 trip and waits once. On other devices, and where torch.compile fuses by itself, nothing is gained.
 """
 
@@ -22,7 +21,7 @@ Block = TypeVar("Block")
 
 
 def pays_off(x: Tensor) -> bool:
-    """Whether a formula over `x` is better computed in runs of rows than operation by operation."""
+    """Whether a formula over `x` is faster computed in row blocks than operation by operation."""
     return x.device.type == "cpu" and not torch.compiler.is_compiling()
 
 

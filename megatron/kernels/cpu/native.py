@@ -37,7 +37,7 @@ def load(capability: str):
 def unavailable_reason(device: torch.device, dtype: torch.dtype) -> str | None:
     """Why the C++ does not compute with such tensors, None if it does."""
     if device.type != "cpu":
-        return f"for a CPU, and this is a {device.type}"
+        return f"CPU only; the device is {device.type}"
     if dtype not in (torch.bfloat16, torch.float32):
         return f"has no {str(dtype).removeprefix('torch.')}"
     found = load(torch.backends.cpu.get_cpu_capability())

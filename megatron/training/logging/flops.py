@@ -1,7 +1,6 @@
-"""Floating-point operations of one pass over tokens, counted in integers from shapes; knows no
-model and no clock.
+"""Floating-point operations of one pass over tokens, counted in integers from shapes.
 
-Convention: a multiply and an add are 2 operations; only matrix products count; attention counts the
+Convention: a multiply and an add are 2 operations; only GEMMs count; attention counts the
 FULL s x s square (as Megatron's 2024 formula and most papers do), although a causal kernel does
 about half of it; backward is twice forward; recompute is not part of the model's FLOPs. TFLOP/s
 printed under another convention cannot be compared.
@@ -90,8 +89,7 @@ def megatron_flops_per_iteration(shape: TransformerShape, batch_size: int) -> in
     """Megatron-LM's formula of January 2024: as `flops_per_iteration`, but for ffn = 4 h and
     kv_channels = h / heads.
 
-    60 B s L h^2 (1 + g / 5a + s / 5h + V / 10Lh) with g query groups and a heads (facts/megatron.md
-    11.2).
+    60 B s L h^2 (1 + g / 5a + s / 5h + V / 10Lh) with g query groups and a heads.
     """
     h = shape.hidden_size
     layers = shape.num_layers
@@ -110,7 +108,7 @@ def aurora_lm_flops_per_token(shape: TransformerShape) -> int:
     """[LM]TFLOPs of the aurora log dialect: 12 L h^2 (1 + 1.5 f/h + kv/H + s/h + V/2Lh); f counted
     as gated.
 
-    Full attention, no recompute (facts/spikes.md 1.6); equals `count_flops(...).model` of a gated
+    Full attention, no recompute; equals `count_flops(...).model` of a gated
     model.
     """
     h = shape.hidden_size

@@ -1,7 +1,7 @@
 """The iteration line of --log-format internlm, and the rates of tokens on it: pure functions of
 numbers.
 
-Fields, their order and meaning: facts/internlm.md 3 and the logs of the 7B and 20B demos. Steps
+Fields, their order and meaning: InternLM's source and the logs of the 7B and 20B demos. Steps
 count from 0 there.
 """
 

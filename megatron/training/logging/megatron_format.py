@@ -107,7 +107,7 @@ def megatron_line(row: IterationRow, log_throughput: bool) -> str:
 
 
 def aurora_line(row: IterationRow, now: datetime) -> str:
-    """AuroraGPT's key=value iteration line; loss and gradient norm are left out where there is
+    """AuroraGPT's key=value iteration line; loss and gradient norm are omitted where there is
     none."""
     i = row.interval
     parts = [

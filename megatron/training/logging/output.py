@@ -1,8 +1,4 @@
-"""Output that may fail: a full or broken disk, or a reader that has gone, costs lines and one
-warning, never the run.
-
-Knows no training and no torch.
-"""
+"""Output that may fail: a full disk or a closed pipe costs lines and one warning, never the run."""
 
 from __future__ import annotations
 
@@ -18,7 +14,7 @@ _PASSING = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
 
 
 def _warn(text: str) -> None:
-    """Print a warning on stderr; where that fails too there is nobody to tell."""
+    """Print a warning on stderr; where that fails too there is nowhere to report it."""
     with contextlib.suppress(OSError, ValueError):
         sys.stderr.write(f"WARNING: {text}\n")
         sys.stderr.flush()

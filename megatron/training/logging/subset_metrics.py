@@ -16,7 +16,7 @@ from megatron.parallel.context import ParallelContext
 from megatron.training.batch import Batch, MicroBatch
 
 # Of the rows of data-parallel rank 0, as InternLM logs them: pieces, the longest one's tokens, the
-# most and the fewest pieces of a row (facts/internlm.md 3).
+# most and the fewest pieces of a row.
 FILLED = ("num_samples_in_batch", "largest_length", "largest_batch", "smallest_batch")
 
 

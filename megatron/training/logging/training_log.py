@@ -1,5 +1,4 @@
-"""What one iteration measured, and where it goes: log line, metrics file, TensorBoard. Knows no
-model."""
+"""Where the results of an iteration go: log line, metrics file, TensorBoard, Weights & Biases."""
 
 from __future__ import annotations
 

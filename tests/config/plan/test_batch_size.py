@@ -156,7 +156,7 @@ def test_a_million_iterations_are_quick():
 
 
 def megatrons_rampup_iterations(start, increment, ramp, size, train_samples):
-    """Megatron's count (facts/megatron.md 5): simulate the ramp, then whole batches of the final
+    """Megatron's count: simulate the ramp, then whole batches of the final
     size."""
     per_increment = ramp / ((size - start) // increment)
     consumed = iterations = 0

@@ -141,7 +141,7 @@ LOGGED = {
 
 @pytest.mark.parametrize("demo", LOGGED, ids=str)
 def test_the_elements_that_internlms_demos_log(demo, capsys):
-    """Seeds 000 and 001 and the log of the older 30B page (facts/internlm.md 1.4), through a dry
+    """Seeds 000 and 001 and the log of the older 30B page, through a dry
     run."""
     name, world = demo
     words = [

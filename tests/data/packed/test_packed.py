@@ -1,4 +1,4 @@
-"""Packed rows: the worked example of facts/internlm.md 1.2.4, a plain packer of lists, and folders
+"""Packed rows: InternLM's worked example, a plain packer of lists, and folders
 that are wrong."""
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""InternLM's log lines: the numbers of the demos' logs from their own times (facts/internlm.md 3,
-seeds 000 and 001)."""
+"""InternLM's log lines: the numbers of the demos' logs from their own times (seeds 000 and 001)."""
 
 import math
 import time

@@ -66,5 +66,5 @@ def test_the_precision_is_that_of_the_weights():
 
 def test_a_device_that_is_not_here(monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    with pytest.raises(ValueError, match="--device cuda: torch sees no CUDA device here"):
+    with pytest.raises(ValueError, match="--device cuda: no CUDA device found"):
         kernel_report.kernel_lines(config_from(Config, {"device": "cuda"}))

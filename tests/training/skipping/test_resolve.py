@@ -1,4 +1,4 @@
-"""What a resume makes of ranges to skip: every row of facts/spikes.md 4.2 on resuming, from numbers
+"""What a resume makes of ranges to skip: all rules of resuming, from numbers
 alone."""
 
 from __future__ import annotations

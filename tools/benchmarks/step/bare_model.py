@@ -1,5 +1,4 @@
-"""A GPT and a small Llama in bare torch, the yardstick of the step benchmark; knows nothing of
-megatron/.
+"""A GPT and a small Llama in bare torch, the yardstick of the step benchmark.
 
 Written for this benchmark, in the manner of nanoGPT: one class, fused query-key-value and gate-up
 matrices, torch's own kernels, nothing that a short training script would not have.

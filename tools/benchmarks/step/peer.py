@@ -1,5 +1,4 @@
-"""megatron-core's GPT on gloo ranks of a CPU, as a contestant of the layout benchmark; knows no
-clock and no table.
+"""megatron-core's GPT on gloo ranks of a CPU, as a contestant of the layout benchmark.
 
 megatron-core asks for CUDA in a few places even on a CPU; they are patched here, and its fusions,
 which need CUDA, are off.

@@ -1,5 +1,4 @@
-"""The models that the step benchmark trains: their sizes, and each as flags of pretrain_gpt.py.
-Knows no torch."""
+"""The models that the step benchmark trains: their sizes, and each as flags of pretrain_gpt.py."""
 
 from __future__ import annotations
 

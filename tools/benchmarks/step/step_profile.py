@@ -1,5 +1,4 @@
-"""Where the time of our training step goes, by kinds of work beside the ceiling's. Knows torch's
-profiler, no table."""
+"""Where the time of our training step goes, by kinds of work, compared with the ceiling."""
 
 from __future__ import annotations
 
