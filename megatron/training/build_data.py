@@ -18,7 +18,7 @@ from megatron.data.sampler import PackedSampler, SequentialSampler
 from megatron.data.subsets import subset_names
 from megatron.data.tokenizers.build import Tokenizer
 from megatron.training.launch.initialize import Runtime
-from megatron.training.logging.subset_metrics import RowCounts
+from megatron.training.logging.subset_metrics import SubsetMetrics
 from megatron.training.run import Run
 
 
@@ -96,7 +96,7 @@ def build_data(
             rows=rows,
         )
     if run is not None and train is not None and config.logging.counts_subsets(d.packed_samples):
-        run.rows = RowCounts(
+        run.rows = SubsetMetrics(
             subset_names(train), ctx, config.logging.log_accuracy, d.packed_samples
         )
     valids = valid if isinstance(valid, list) else [valid] if valid is not None else []

@@ -24,7 +24,7 @@ from megatron.timers import Timers
 from megatron.training.batch import BatchRules
 from megatron.training.launch.initialize import Runtime
 from megatron.training.launch.signals import SignalWatch
-from megatron.training.logging.subset_metrics import RowCounts
+from megatron.training.logging.subset_metrics import SubsetMetrics
 from megatron.training.spikes.policy import SpikePolicy
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ class Run:
     spikes: SpikePolicy = field(default_factory=SpikePolicy)
     data_order: dict[str, Any] = field(default_factory=dict)
     recorder: Recorder | None = None  # of --data-ledger
-    rows: RowCounts | None = None  # of --packed-samples and --log-subsets
+    rows: SubsetMetrics | None = None  # of --packed-samples and --log-subsets
     # of the metrics that forward_step returns; None before the first step
     metric_names: tuple[str, ...] | None = None
     fp8: DelayedScaling | None = None  # of --fp8-recipe delayed

@@ -19,7 +19,7 @@ from megatron.parallel.pipeline import Forward
 from megatron.parallel.random import DropoutSeeds
 from megatron.training.agreement import Requests
 from megatron.training.batch import Batch, MicroBatch, make_batch
-from megatron.training.logging.subset_metrics import RowCounts
+from megatron.training.logging.subset_metrics import SubsetMetrics
 from megatron.training.run import Run
 from megatron.training.step_sums import MetricValue, StepSums, Totals, set_counts
 
@@ -210,7 +210,7 @@ def _forwards(
     samples: Iterator[MicroBatch],
     sums: StepSums,
     dropout_seeds: Callable[[int], DropoutSeeds | None],
-    rows: RowCounts | None = None,
+    rows: SubsetMetrics | None = None,
 ) -> Forward:
     """The forward of a schedule: reads a micro-batch when it comes to this rank's first chunk,
     keeps it for the others, and adds the last chunk's loss and tokens to `sums`, with `rows` also

@@ -501,7 +501,7 @@ BUGS = {
         f"{PACKED_RUNS}::test_the_twelve_steps_of_the_demo_logs",
     ),
     "losses of subsets counted on every tensor-parallel rank": Bug(
-        "megatron.training.logging.subset_metrics.RowCounts.close",
+        "megatron.training.logging.subset_metrics.SubsetMetrics.close",
         "not self._sums",
         "self._sums is None",
         f"{PACKED_RUNS}::test_every_layout_trains_alike_and_keeps_samples_apart[tp 2]",

@@ -30,7 +30,7 @@ from megatron.training.batch import (
 )
 from megatron.training.build import make_tokenizer, plan_run
 from megatron.training.build_data import build_data
-from megatron.training.logging.subset_metrics import FILLED, RowCounts
+from megatron.training.logging.subset_metrics import FILLED, SubsetMetrics
 from megatron.training.logging.tensorboard import read_scalars
 from tests.data.packed.packed_files import Listed, build, write_lines, write_pair
 from tests.forkrun import RanksFailed
@@ -93,7 +93,7 @@ def test_the_twelve_steps_of_the_demo_logs():
             ctx = type(
                 "Ranks", (), {"dp": Axis("dp", dp, rank), "cp": ctx.cp, "tp": ctx.tp, "pp": ctx.pp}
             )
-            counts = RowCounts(data.train.subsets, ctx)
+            counts = SubsetMetrics(data.train.subsets, ctx)
             numbers = training_samples(
                 PackedSampler(len(data.train), 2, rank, dp), plan.batch, plan.skips, 1, len(rows)
             )

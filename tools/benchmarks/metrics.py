@@ -36,7 +36,7 @@ from megatron.model.gpt import CORRECT, UNSMOOTHED_LOSS  # noqa: E402
 from megatron.training.batch import MicroBatch, make_batch  # noqa: E402
 from megatron.training.logging.output import OutputFile  # noqa: E402
 from megatron.training.logging.points import Boards
-from megatron.training.logging.subset_metrics import RowCounts  # noqa: E402
+from megatron.training.logging.subset_metrics import SubsetMetrics  # noqa: E402
 from megatron.training.logging.tensorboard import TensorBoard  # noqa: E402
 from megatron.training.logging.training_log import IterationResult, TrainingLog, Writers  # noqa: E402
 
@@ -51,7 +51,7 @@ def parts(
     """By name, what a step does for its metrics, and what it would do without (None: nothing)."""
     run = step.run
     samples = step.samples
-    rows = RowCounts(NAMES, run.runtime.ctx, accuracy=True, packed=False)
+    rows = SubsetMetrics(NAMES, run.runtime.ctx, accuracy=True, packed=False)
     slots = torch.zeros(rows.size, dtype=torch.float64)
     micro_batch, length = samples[0].tokens.shape
     of_subsets = MicroBatch.pack(

@@ -1,8 +1,4 @@
-"""What a step says beside its loss: loss and tokens of each subset of the data, and how packed rows
-are filled.
-
-It knows rows as the loader hands them out and sums; it must not know models, files or logs.
-"""
+"""Metrics per subset of the data, and how packed rows are filled."""
 
 from __future__ import annotations
 
@@ -20,7 +16,7 @@ from megatron.training.batch import Batch, MicroBatch
 FILLED = ("num_samples_in_batch", "largest_length", "largest_batch", "smallest_batch")
 
 
-class RowCounts:
+class SubsetMetrics:
     """One rank's part of a step's counts; they travel with numbers that are summed anyway, in
     `size` slots."""
 
@@ -73,7 +69,7 @@ class RowCounts:
         slots[len(self.filled) :].view(self.kinds, -1).index_add_(1, batch.subset_ids[:, 0], sums)
 
     def close(self, slots: torch.Tensor) -> None:
-        """The step is over: complete this rank's slots, and begin anew."""
+        """The step is over: complete this rank's slots, and start the next step's."""
         if not self._sums:
             slots.zero_()
         if self._tells and self.filled:
