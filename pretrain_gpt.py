@@ -152,6 +152,7 @@ def train(line, tokenizer, fence, writer, signals: SignalWatch | None, services=
     from megatron.training.logging import preamble, training_log
     from megatron.training.logging.kernel_report import check_requested, kernel_lines
     from megatron.training.logging.megatron_format import datetime_line
+    from megatron.training.logging.straggler import COMPUTE
     from megatron.training.run import Services
     from megatron.training.skipping import skip_plan
 
@@ -169,7 +170,11 @@ def train(line, tokenizer, fence, writer, signals: SignalWatch | None, services=
     for text in preamble.opening(line, plan, runtime, backend) if short else kernel_lines(config):
         print_rank_0(text)
     plan, skips = skip_plan.resolve_skips(config, plan, runtime)
-    timers = Timers(config.logging.timing_log_level, initialize.synchronizer(runtime))
+    timers = Timers(
+        config.logging.timing_log_level,
+        initialize.synchronizer(runtime),
+        watched=COMPUTE if config.logging.log_straggler else (),
+    )
     log = training_log.TrainingLog(config, plan, timers, runtime.ctx.world, writers, runtime)
     dumped = command_line.dumped_values(config, plan, backend) if config.logging.has_boards else {}
     log.start(time.time() - STARTED, dumped)

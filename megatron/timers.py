@@ -3,35 +3,57 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 
 
 class Timers:
-    """Accumulating stopwatches by name; names above `level` cost nothing."""
+    """Accumulating stopwatches by name; names above `level` cost nothing.
 
-    def __init__(self, level: int = 0, synchronize: Callable[[], None] = lambda: None):
+    Names in `watched` are measured at every level and also summed apart, for `pop_watched`.
+    """
+
+    def __init__(
+        self,
+        level: int = 0,
+        synchronize: Callable[[], None] = lambda: None,
+        watched: Collection[str] = (),
+    ):
         self._level = level
         self._synchronize = synchronize
+        self._watched = frozenset(watched)
+        self._watched_seconds = 0.0
         self._elapsed: dict[str, float] = {}
 
     @contextmanager
     def __call__(self, name: str, level: int = 0) -> Iterator[None]:
         """Add the time of the block to `name`, when `level` is at most the level asked for."""
-        if level > self._level:
+        listed = level <= self._level
+        if not listed and name not in self._watched:
             yield
             return
-        # what begins first stands first, though it may end last
-        self._elapsed.setdefault(name, 0.0)
+        if listed:
+            # what begins first stands first, though it may end last
+            self._elapsed.setdefault(name, 0.0)
         self._synchronize()
         start = time.perf_counter()
         try:
             yield
         finally:
             self._synchronize()
-            self._elapsed[name] = self._elapsed.get(name, 0.0) + time.perf_counter() - start
+            seconds = time.perf_counter() - start
+            if listed:
+                self._elapsed[name] = self._elapsed.get(name, 0.0) + seconds
+            if name in self._watched:
+                self._watched_seconds += seconds
 
     def pop(self, names: list[str] | None = None) -> dict[str, float]:
         """Seconds by name, in the order of first use, and start them again from zero."""
         chosen = list(self._elapsed) if names is None else [n for n in names if n in self._elapsed]
         return {name: self._elapsed.pop(name) for name in chosen}
+
+    def pop_watched(self) -> float:
+        """Seconds in the watched names since the last call."""
+        seconds = self._watched_seconds
+        self._watched_seconds = 0.0
+        return seconds

@@ -66,6 +66,12 @@ class LoggingConfig:
     timing_log_option: Literal["max", "minmax", "all"] = arg(
         "minmax", help="timers of the ranks in the log: max, minmax or all"
     )
+    log_straggler: bool = arg(
+        False,
+        dump=False,
+        help="at each log interval, the rank with the longest forward and backward passes and "
+        "their share of the iteration",
+    )
     tensorboard_dir: str | None = arg(None, help="directory of TensorBoard event files")
     tensorboard_log_interval: int = arg(
         1, help="iterations between points in TensorBoard and Weights & Biases"

@@ -5,10 +5,13 @@ from __future__ import annotations
 import gc
 from collections.abc import Sequence
 
+from megatron import log
+from megatron.parallel.collectives import gather_objects
 from megatron.training.agreement import Requests
 from megatron.training.evaluation import Evaluation
 from megatron.training.hook import Hook
 from megatron.training.launch.control_file import SAVE, STOP, ControlFile
+from megatron.training.logging.straggler import straggler_line
 from megatron.training.logging.training_log import IterationResult, TrainingLog
 from megatron.training.profiler import Profiler
 from megatron.training.rollback import RollbackBuffer
@@ -29,6 +32,7 @@ def build_hooks(
         *([WeightComparison(run)] if compares else []),
         SpikeDetection(run),
         IterationLog(lines),
+        *([Stragglers(run)] if run.config.logging.log_straggler else []),
         DataLedger(run),
         skipping,
         evaluation,
@@ -104,6 +108,27 @@ class IterationLog(Hook):
 
     def intervals(self) -> Sequence[int | None]:
         return self._lines.intervals
+
+
+class Stragglers(Hook):
+    """--log-straggler: the rank that computes longest, at each log interval."""
+
+    def __init__(self, run: Run):
+        self._run = run
+        self._elapsed = 0.0
+        self._iterations = 0
+
+    def after_step(self, result: IterationResult) -> None:
+        self._elapsed += result.seconds
+        self._iterations += 1
+        if result.iteration % self._run.config.logging.log_interval:
+            return
+        seconds = gather_objects(self._run.timers.pop_watched(), self._run.runtime.ctx.world)
+        log.print_rank_last(
+            straggler_line(result.iteration, self._iterations, self._elapsed, seconds)
+        )
+        self._elapsed = 0.0
+        self._iterations = 0
 
 
 class DataLedger(Hook):

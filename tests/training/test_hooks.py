@@ -60,11 +60,18 @@ def test_points_of_a_run(tmp_path):
 
 def test_the_order_of_the_hooks(tmp_path):
     """All features on: each hook that depends on another comes after it."""
-    run = make_run(manual_gc=True, control_file=str(tmp_path / "control"))
+    run = make_run(
+        manual_gc=True,
+        control_file=str(tmp_path / "control"),
+        log_straggler=True,
+        check_weight_hash_across_dp_replicas_interval=1,
+    )
     skipping, evaluation, saving = Hook(), Hook(), Hook()
     found = hooks.build_hooks(run, None, evaluation, saving, skipping)
     kinds = [type(hook).__name__ for hook in found]
     assert kinds.index("SpikeDetection") < kinds.index("IterationLog")  # which logs the finding
+    assert kinds.index("IterationLog") < kinds.index("Stragglers")
+    assert kinds.index("WeightComparison") < found.index(saving)  # which saves no such weights
     assert kinds.index("DataLedger") < found.index(saving)  # which saves after a rollback
     assert found.index(evaluation) < found.index(saving)
     assert found.index(saving) < kinds.index("RollbackBuffer")  # then old checkpoints are renamed

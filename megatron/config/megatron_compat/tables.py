@@ -179,8 +179,7 @@ pytorch_profiler_collect_callstack=False pytorch_profiler_collect_shapes=False n
 log_progress=False | no progress.txt is written; --metrics-file has every iteration
 log_memory_interval= | memory goes to TensorBoard with --log-memory-to-tensorboard
 log_energy=False | energy is not measured
-log_straggler=False disable_straggler_on_startup=False
-  | stragglers are not detected; --timing-log-option all shows every rank
+disable_straggler_on_startup=False | --log-straggler is on from the start
 log_optimizer_states_to_tensorboard=False structured_logs=False structured_logs_dir=
   | they are not logged; --metrics-file has every iteration
 logging_level= | library lines are always printed at level INFO
