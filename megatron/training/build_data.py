@@ -81,9 +81,11 @@ def build_data(
     else:
         check_tokenizer(d, tokenizer.identity())
         before = None
-        if run is not None and run.data_order.get("train"):
+        if run is not None and run.progress.data_order.get("train"):
             before = Before(
-                run.data_order["train"], run.progress.consumed_train_samples, d.continue_data_mix
+                run.progress.data_order["train"],
+                run.progress.consumed_train_samples,
+                d.continue_data_mix,
             )
         train, valid, test = build_train_valid_test_datasets(
             d,

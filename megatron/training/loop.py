@@ -134,7 +134,7 @@ class Trainer:
             metrics=outcome.metrics,
             fwd_bwd_seconds=outcome.fwd_bwd_seconds,
             adam_beta2=run.optimizer.adam_beta2,
-            skipped_iterations_total=run.skip_history.total,
+            skipped_iterations_total=run.progress.skip_history.total,
             skipped_samples=run.progress.skipped_train_samples,
         )
         for hook in self.hooks:
@@ -191,7 +191,7 @@ class Trainer:
             hook.after_iteration(iteration, requests)
         if requests.stop_now:
             return self._exit(
-                f"exiting program at iteration {iteration}, as --control-file asks for"
+                f"exiting program at iteration {iteration}, as requested by --control-file"
             )
         if requests.time_up:
             return self._exit(f"exiting program after {self.agreement.minutes()} minutes")
@@ -216,7 +216,7 @@ def _finished(run: Run) -> str:
     flag = "--train-samples" if t.train_iters is None else "--train-iters"
     return (
         f"nothing left to train: the checkpoint is of iteration {run.progress.iteration}, the run "
-        f"has {run.plan.train_iters}{samples}; raise {flag} to train on"
+        f"has {run.plan.train_iters}{samples}; raise {flag} to train longer"
     )
 
 

@@ -97,8 +97,8 @@ class RollbackBuffer(Hook):
         if back >= request.first:
             raise Refusal(
                 (
-                    f"a spike at iteration {request.first}, and nothing older to go back to: "
-                    "neither a copy in memory (--spike-snapshot-interval) nor a checkpoint of "
+                    f"a spike at iteration {request.first}, and nothing older to roll back to: "
+                    "neither a snapshot in memory (--spike-snapshot-interval) nor a checkpoint of "
                     f"this run; start again, with --train-range-to-skip {request.start} "
                     f"{request.end} [rewind-without-snapshot]"
                 ),
@@ -107,10 +107,10 @@ class RollbackBuffer(Hook):
         request = replace(request, start=max(request.start, back + 1))
         left = progress.iteration
         rewinds = [*run.spikes.rewinds, request]
-        order = run.data_order
+        order = run.progress.data_order
         where = self._take_back(back, checkpoints)
         run.spikes.rewinds = rewinds
-        run.data_order = order
+        run.progress.data_order = order
         first = progress.iteration + 1
         again = (
             f"{first} to {request.start - 1} are trained again, " if first < request.start else ""
@@ -137,10 +137,10 @@ class RollbackBuffer(Hook):
             if snapshot.iteration == iteration:
                 for tensor, mine in zip(_tensors(run), snapshot.tensors, strict=True):
                     tensor.copy_(mine)
-                load.restore_counters(run, RunState.parse(snapshot.state, "a copy in memory"))
+                load.restore_counters(run, RunState.parse(snapshot.state, "a snapshot in memory"))
                 if run.fp8:
                     run.fp8.loaded()
-                return "a copy in memory"
+                return "a snapshot in memory"
         tries = [
             one
             for n in sorted(checkpoints, reverse=True)

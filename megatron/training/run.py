@@ -55,6 +55,9 @@ class Progress:
     consumed_train_samples: int = 0
     consumed_valid_samples: int = 0
     skipped_train_samples: int = 0
+    # the ranges already skipped; those to come are `Run.plan.skips`
+    skip_history: SkipHistory = field(default_factory=SkipHistory)
+    data_order: dict[str, Any] = field(default_factory=dict)  # which data the samples are of
 
 
 @dataclass
@@ -75,12 +78,9 @@ class Run:
     tokenizer: dict[str, Any]
     progress: Progress = field(default_factory=Progress)
     spikes: SpikePolicy = field(default_factory=SpikePolicy)
-    data_order: dict[str, Any] = field(default_factory=dict)
     recorder: Recorder | None = None  # of --data-ledger
     rows: SubsetMetrics | None = None  # of --packed-samples and --log-subsets
     # of the metrics that forward_step returns; None before the first step
     metric_names: tuple[str, ...] | None = None
     fp8: DelayedScaling | None = None  # of --fp8-recipe delayed
-    # `plan.skips` are the ranges to come
-    skip_history: SkipHistory = field(default_factory=SkipHistory)
     services: Services = field(default_factory=Services)

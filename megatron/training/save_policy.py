@@ -142,14 +142,14 @@ class SavePolicy(Hook):
                     ""
                     if is_snapshot
                     else (
-                        f". {save.what_remains(self._run)}; training goes on, the next "
+                        f". {save.what_remains(self._run)}; training continues, the next "
                         f"save is tried at iteration {self._next_save(iteration)}"
                     )
                 )
                 what = "snapshot" if is_snapshot else "checkpoint"
                 log.print_rank_0(
                     f"WARNING: no {what} of iteration {iteration}: "
-                    f"{error}{follows or '; training goes on'}"
+                    f"{error}{follows or '; training continues'}"
                 )
         self._advise()
         self._lines.timers(["save-checkpoint"])
@@ -181,9 +181,9 @@ class SavePolicy(Hook):
         signals = self._run.services.signals
         n = self._saved_at
         if n and c.load and (c.load == c.save or n == self._loaded):
-            signals.advice = "the same command goes on from the last checkpoint"
+            signals.advice = "the same command resumes from the last checkpoint"
         elif n and c.save:
-            signals.advice = f"--load {c.save} goes on from the last checkpoint"
+            signals.advice = f"--load {c.save} resumes from the last checkpoint"
         else:
             signals.advice = (
                 "there is no checkpoint yet"

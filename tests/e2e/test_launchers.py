@@ -378,7 +378,7 @@ def test_ctrl_c_under_torchrun(folder):
     program.interrupt()
     program.end(60)
     assert program.err.count(SAYS) == 1 and ours(program.err) == []
-    assert "the same command goes on from the last checkpoint\n" in program.err and not left_in(
+    assert "the same command resumes from the last checkpoint\n" in program.err and not left_in(
         folder
     )
     resumed = spawn(folder, [*RUN, str(free_port())], 40, *extra)

@@ -23,7 +23,7 @@ ITERATIONS = 12
 SAVE_EVERY = 4
 EXACT = ("iteration", "lm_loss", "grad_norm", "learning_rate", "consumed_samples")
 SECOND = "second signal: leaving now, without a save\n"
-GOES_ON = "interrupted: the same command goes on from the last checkpoint\n"
+GOES_ON = "interrupted: the same command resumes from the last checkpoint\n"
 
 
 def argv(folder: Path, *extra: str) -> list[str]:
@@ -202,7 +202,7 @@ def interrupt_without(rank: int, world: int, folder: Path, dropped: list[str], a
     "dropped, at, advice",
     [
         ([], 2, "there is no checkpoint yet"),
-        (["--load"], 6, "--load {}/save goes on from the last checkpoint"),
+        (["--load"], 6, "--load {}/save resumes from the last checkpoint"),
         (["--load", "--save", "--save-interval"], 6, "nothing was saved (--save is not given)"),
     ],
 )

@@ -183,7 +183,7 @@ def rewound_is_restarted(
 )
 def test_rewind_from_memory_is_the_run_started_again(tmp_path, data, extra):
     rewound_is_restarted(
-        tmp_path, data, 20, "--spike-snapshot-interval", "10", *extra, source="a copy in memory"
+        tmp_path, data, 20, "--spike-snapshot-interval", "10", *extra, source="a snapshot in memory"
     )
 
 
@@ -215,7 +215,7 @@ def test_rewind_with_delayed_fp8_scales(tmp_path, data):
         "--fp8-amax-history-len",
         "4",
     )
-    rewound_is_restarted(tmp_path, data, 20, *extra, source="a copy in memory")
+    rewound_is_restarted(tmp_path, data, 20, *extra, source="a snapshot in memory")
 
 
 LAYOUTS = {
@@ -228,7 +228,7 @@ LAYOUTS = {
     "tp2, sequence parallel": ("--tensor-model-parallel-size", "2", "--sequence-parallel"),
     "pp2": ("--pipeline-model-parallel-size", "2"),
 }
-MEMORY = ("10", 20, "a copy in memory")
+MEMORY = ("10", 20, "a snapshot in memory")
 DISK = ("0", 15, "a checkpoint")
 PLACES = [
     pytest.param(
@@ -340,7 +340,7 @@ def test_two_copies_are_kept_of_the_size_that_a_dry_run_tells(kind):
     assert [one.iteration for one in buffer.snapshots] == [4]
     buffer.roll_back(Rollback(2, 2, 30, 7))  # from the oldest there is on
     assert made.plan.skips.ranges == ((5, 30),) and made.spikes.rewinds[-1] == Rollback(2, 5, 30, 7)
-    with pytest.raises(Refusal, match="nothing older to go back to") as caught:
+    with pytest.raises(Refusal, match="nothing older to roll back to") as caught:
         buffer.roll_back(Rollback(1, 1, 3, 2))
     assert caught.value.code == EXIT_CODE
 

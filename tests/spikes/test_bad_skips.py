@@ -126,11 +126,11 @@ def test_iterations_that_were_trained_cannot_be_skipped(text, trained, tmp_path)
     load = ("--load", str(trained / "save"), "--train-iters", "12", "--save-interval", "100")
     said = refused(text, tmp_path / "run", *load, "--train-range-to-skip", "5", "9")
     assert (
-        "--train-range-to-skip 5 9: iterations of 5 to 8 have been trained already, the run goes "
-        "on from iteration 8; go back with --ckpt-step 3, the newest checkpoint before them, or "
-        "leave the range out"
+        "--train-range-to-skip 5 9: iterations of 5 to 8 have been trained already, the run "
+        "resumes from iteration 8; go back with --ckpt-step 3, the newest checkpoint before them, or "
+        "omit the range"
     ) in said
-    assert "has no checkpoint before them: start anew without --load" in refused(
+    assert "has no checkpoint before them: start a new run without --load" in refused(
         text, tmp_path / "run", *load, "--train-range-to-skip", "2", "2", world=2
     )
     assert not (tmp_path / "run/save" / skip_log.FILE_NAME).exists()
@@ -181,7 +181,7 @@ def test_changed_batch_sizes(text, tmp_path):
     watched(text, folder, *words, "--train-range-to-skip", "7", "8", "--exit-interval", "4")
     said = refused(text, folder, *words, "--global-batch-size", "32")
     assert (
-        "skips.jsonl: 7-8 leaves out samples 48 to 63, which are parts of iterations 5 to 5 with "
+        "skips.jsonl: 7-8 skips samples 48 to 63, which are parts of iterations 5 to 5 with "
         "these batch sizes; give those of before, or --forget-skip 7-8 --train-range-to-skip 5 5"
     ) in said
     done = watched(text, folder, *words, "--global-batch-size", "16")
@@ -243,7 +243,7 @@ def test_judged_again_where_an_older_checkpoint_is_loaded(text, tmp_path):
     with pytest.raises(RanksFailed, match="Refusal") as failure:
         watched(text, folder, *words, "--save-interval", "4")
     assert (
-        "skips.jsonl: 5-5: iterations of 5 to 5 have been trained already, the run goes on from "
+        "skips.jsonl: 5-5: iterations of 5 to 5 have been trained already, the run resumes from "
         "iteration 6; go back with --ckpt-step 3, the newest checkpoint before them, or "
         "--forget-skip 5-5"
     ) in str(failure.value)

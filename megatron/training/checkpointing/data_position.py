@@ -12,8 +12,8 @@ from megatron.training.run import Run
 def check_data_order(run: Run, order: dict[str, Any]) -> None:
     """Refuse to train on with another order of the data, unless that is asked for; then say what
     changes."""
-    saved = run.data_order
-    run.data_order = order
+    saved = run.progress.data_order
+    run.progress.data_order = order
     if not saved or run.config.training.skip_train:
         return
     changed = data_order_differences(saved, order, run.config.data.continue_data_mix)
@@ -21,7 +21,7 @@ def check_data_order(run: Run, order: dict[str, Any]) -> None:
         return
     text = "; ".join(changed)
     if not run.config.data.allow_data_order_change:
-        mix = ", --continue-data-mix to go on with another mix" * (
+        mix = ", --continue-data-mix to continue with another mix" * (
             run.config.data.data_order == "epoch"
         )
         raise ValueError(

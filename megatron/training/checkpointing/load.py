@@ -169,7 +169,7 @@ def _missing(directory: str, leave: bool) -> None:
     if here:
         log.print_rank_0(
             f"WARNING: {directory} holds checkpoints, which {store.TRACKER} does not name: "
-            f"--ckpt-step {here[-1]} goes on from the newest"
+            f"--ckpt-step {here[-1]} resumes from the newest"
         )
 
 
@@ -202,7 +202,7 @@ def _take_tensors(run: Run, found: Checkpoint, c: CheckpointConfig) -> Config:
     if _with_optimizer(c, found) and not _has_optimizer(found):
         raise ValueError(
             f"--load {c.load}: it was saved without its optimizer (--no-save-optim); give "
-            "--no-load-optim to go on with a fresh one, or --finetune to start anew from its "
+            "--no-load-optim to continue with a new one, or --finetune to start a new run from its "
             "weights [checkpoint-without-optimizer]"
         )
     with found.reader() as reader:
@@ -246,8 +246,8 @@ def restore_counters(
         p.consumed_train_samples = state.consumed_train_samples
         p.consumed_valid_samples = state.consumed_valid_samples
         p.skipped_train_samples = state.skipped_train_samples
-        run.skip_history.take(state.skipped_ranges(), state.iteration)
-        run.data_order = state.data.get("order", {})
+        run.progress.skip_history.take(state.skipped_ranges(), state.iteration)
+        run.progress.data_order = state.data.get("order", {})
         run.spikes.load_state_dict(state.spikes)
 
 

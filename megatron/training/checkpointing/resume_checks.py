@@ -23,7 +23,7 @@ def architecture_problem(wrong: Sequence[Difference]) -> str | None:
         "--load: "
         + " ".join(lines)
         + " Give the values of the checkpoint (--use-checkpoint-args does), or --finetune "
-        "to start anew from its weights [flag-contradicts-checkpoint]"
+        "to start a new run from its weights [flag-contradicts-checkpoint]"
     )
 
 
@@ -39,7 +39,7 @@ def position_problem(
         f"--load: after iteration {iteration} the checkpoint has consumed {consumed} samples, "
         f"with this run's batch sizes it would be {expected} (--global-batch-size was "
         f"{saved.training.global_batch_size}, is {config.training.global_batch_size}); give the "
-        "batch sizes of the checkpoint, or --allow-data-order-change to go on from sample "
+        "batch sizes of the checkpoint, or --allow-data-order-change to continue from sample "
         f"{consumed} [consumed-samples-differ]"
     )
 
@@ -53,8 +53,8 @@ def vocabulary_problem(load: str, saved: Mapping[str, Any], now: Mapping[str, An
         return None
     return (
         f"--load {load}: it was trained with the tokenizer {_short(before)}, this run has "
-        f"{_short(here)}; give the same vocabulary, or --finetune to start anew from its weights "
-        "[checkpoint-of-another-tokenizer]"
+        f"{_short(here)}; give the same vocabulary, or --finetune to start a new run from its "
+        "weights [checkpoint-of-another-tokenizer]"
     )
 
 

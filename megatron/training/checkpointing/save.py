@@ -236,9 +236,9 @@ def state_of(run: Run) -> RunState:
         ),
         scheduler=run.scheduler.state_dict(),
         optimizer=run.optimizer.counters(),
-        data={"order": run.data_order, "tokenizer": run.tokenizer},
-        skips=run.skip_history.lines(),
-        skipped=[list(one) for one in run.skip_history.executed],
+        data={"order": run.progress.data_order, "tokenizer": run.tokenizer},
+        skips=run.progress.skip_history.lines(),
+        skipped=[list(one) for one in run.progress.skip_history.executed],
         spikes=run.spikes.state_dict(),
         layout=layout_of(run),
     )

@@ -51,7 +51,7 @@ class SignalWatch:
 
     def __init__(self) -> None:
         self.received: signal.Signals | None = None
-        self.advice = "training had not begun"
+        self.advice = "training had not started"
         self.monitor: MonitorClient | None = None
         # what a process does before it ends at once
         self.leaving: Callable[[], None] = lambda: None
@@ -262,12 +262,12 @@ def describe(error: BaseException) -> str:
     if text.startswith("DataLoader worker"):
         return (
             f"error: a data worker died ({text.partition('. ')[0]}): a file it had mapped was cut "
-            "short (tools/inspect_data.py check PREFIX... tells which), or memory or /dev/shm ran "
+            "short (tools/inspect_data.py check PREFIX... shows which), or memory or /dev/shm ran "
             "out; start again from the last checkpoint\n"
         )
     if "InvalidCxxCompiler" in text:
         return (
             "error: --torch-compile needs a C++ compiler that works; install one (say g++), "
-            "or leave the flag out\n"
+            "or omit the flag\n"
         )
     return "".join(traceback.format_exception(error))

@@ -66,7 +66,7 @@ def resolve(
         problems += _trained(
             (first, last),
             f"{RANGE_FLAG} {first} {last}",
-            "leave the range out",
+            "omit the range",
             recorded,
             at,
             executed,
@@ -139,8 +139,8 @@ def _forgotten(
                 )
         elif _common(typed, record.parts):
             problems.append(
-                f"{FORGET_FLAG} {name}: {RANGE_FLAG} asks for iterations of it again; leave one "
-                "of the two out [flags-exclude-each-other]"
+                f"{FORGET_FLAG} {name}: {RANGE_FLAG} requests iterations of it again; omit one "
+                "of the two [flags-exclude-each-other]"
             )
         elif record.b <= at.iteration and _common(executed, record.parts) == len(record.parts):
             problems.append(
@@ -172,7 +172,7 @@ def _trained(
     if executed.count_in(first, last) >= last - first + 1:
         return []
     return [
-        f"{named}: iterations of {first} to {last} have been trained already, the run goes on "
+        f"{named}: iterations of {first} to {last} have been trained already, the run resumes "
         f"from iteration {at.iteration}; {_earlier(recorded, first)}, or {otherwise} "
         "[skip-already-trained]"
     ]
@@ -183,7 +183,9 @@ def _earlier(recorded: Recorded, first: int) -> str:
     before = [number for number in recorded.checkpoints if number < first]
     if before:
         return f"go back with --ckpt-step {max(before)}, the newest checkpoint before them"
-    return f"{recorded.load or 'there'} has no checkpoint before them: start anew without --load"
+    return (
+        f"{recorded.load or 'there'} has no checkpoint before them: start a new run without --load"
+    )
 
 
 def _moved(
@@ -220,7 +222,7 @@ def _moved(
             moved.append((name, r.reason, (first, last)))
         else:
             problems.append(
-                f"{recorded.origins[name]}: {name} leaves out samples {r.s0} to {r.s1 - 1}, which "
+                f"{recorded.origins[name]}: {name} skips samples {r.s0} to {r.s1 - 1}, which "
                 f"are parts of iterations {first} to {last} with these batch sizes; give those of "
                 f"before, or {FORGET_FLAG} {name} {RANGE_FLAG} {first} {last} "
                 "[skip-record-not-applicable]"
@@ -248,7 +250,7 @@ def _listed(
     behind = sum(r.b <= at.iteration for r in kept.values())
     if not shown and not behind:
         return []
-    more = [f"{len(shown) - SHOWN} more"] * (len(shown) > SHOWN) + [f"{behind} behind"] * bool(
-        behind
-    )
+    more = [f"{len(shown) - SHOWN} more"] * (len(shown) > SHOWN) + [
+        f"{behind} already past"
+    ] * bool(behind)
     return ["iterations to skip: " + ", ".join([*(shown[:SHOWN] or ["none to come"]), *more])]

@@ -26,8 +26,8 @@ class Skipping(Hook):
         progress.iteration = last
         progress.consumed_train_samples += samples
         progress.skipped_train_samples += samples
-        reason = run.skip_history.reason(first)
-        run.skip_history.note(first, last)
+        reason = run.progress.skip_history.reason(first)
+        run.progress.skip_history.note(first, last)
         run.scheduler.after_iteration(plan.scheduled_samples(first, last))
         return IterationResult(
             last,
@@ -39,7 +39,7 @@ class Skipping(Hook):
             skipped="user",
             iterations=last - first + 1,
             reason=reason,
-            skipped_iterations_total=run.skip_history.total,
+            skipped_iterations_total=run.progress.skip_history.total,
             skipped_samples=progress.skipped_train_samples,
         )
 
@@ -50,7 +50,7 @@ class Skipping(Hook):
         if last == self._announced:
             return
         self._announced = last
-        reason = run.skip_history.reason(first)
+        reason = run.progress.skip_history.reason(first)
         samples = run.plan.consumed_samples(last) - run.plan.consumed_samples(first - 1)
         why = "" if reason == "user" else f" ({reason})"
         log.print_rank_0(

@@ -146,7 +146,7 @@ def start_skips(run: Run, skips: Skips) -> None:
     progress = run.progress
     if progress.iteration != resolution.iteration:
         at = Position(
-            progress.iteration, progress.consumed_train_samples, run.skip_history.executed
+            progress.iteration, progress.consumed_train_samples, run.progress.skip_history.executed
         )
         resolution = resolve(
             run.plan, skips.typed, run.config.training.forget_skip or (), skips.recorded, at
@@ -158,7 +158,9 @@ def start_skips(run: Run, skips: Skips) -> None:
     if run.runtime.rank == 0:
         made = _changes(run, skips, resolution)
     kept, lines, notes = gather_objects(made, world)[0]
-    run.skip_history.records = skip_log.active(skip_log.parse(kept, "the records that count"))
+    run.progress.skip_history.records = skip_log.active(
+        skip_log.parse(kept, "the records that count")
+    )
     for text in notes:
         log.print_rank_0(text)
     _append(run, lines)
@@ -207,7 +209,7 @@ def _changes(
 def order_hash(run: Run) -> str:
     """16 digits of what decides which data a sample number means: batch sizes, sequence length,
     seed, training data."""
-    order = {key: run.data_order.get(key) for key in ("train", "sampler")}
+    order = {key: run.progress.data_order.get(key) for key in ("train", "sampler")}
     recorded = [run.plan.batch.steps, run.config.model.seq_length, run.config.training.seed, order]
     return hashlib.sha256(json.dumps(recorded, sort_keys=True).encode()).hexdigest()[:16]
 
@@ -260,7 +262,7 @@ def record_skip(run: Run, first: int, last: int, reason: str, source: str) -> No
     line = gather_objects(new.line(), run.runtime.ctx.world)[0]
     _append(run, [line])
     ((_, record),) = skip_log.parse([line], "the new record")
-    run.skip_history.records[record.id] = record
+    run.progress.skip_history.records[record.id] = record
     run.plan = replace(run.plan, skips=run.plan.skips.joined([(first, last)]))
     log.print_rank_0(
         f"iterations {first} to {last} will be skipped ({reason}, {source}): samples {record.s0} "

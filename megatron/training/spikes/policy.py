@@ -114,7 +114,7 @@ class SpikePolicy:
         return not (finding.spike if self.action == "skip-update" else finding.kind == "non-finite")
 
     def _check_budget(self) -> None:
-        """Raise Refusal when more updates have been left out than may be. A row counts as one,
+        """Raise Refusal when more updates were skipped than allowed. A spike counts as one,
         since it is the data or the level that has changed; numbers that are not finite count
         each."""
         if self.action == "skip-update" and self.finding.spike and len(self._spent) > BUDGET:
@@ -122,9 +122,9 @@ class SpikePolicy:
                 (
                     f"{len(self._spent)} spikes within {WITHIN} iterations (at "
                     f"{', '.join(map(str, self._spent))}), of which --spike-action skip-update "
-                    f"leaves out {BUDGET}: so many are no accident of the data. Go back before "
-                    "the first with a lower --lr or --clip-grad, or give --spike-action log to go "
-                    "on regardless [spike-limit-reached]"
+                    f"skips at most {BUDGET}: the data alone rarely cause so many. Resume from "
+                    "before the first with a lower --lr or --clip-grad, or continue regardless "
+                    "with --spike-action log [spike-limit-reached]"
                 ),
                 EXIT_CODE,
             )
@@ -146,7 +146,7 @@ class SpikePolicy:
             raise Refusal(
                 (
                     f"a spike at iteration {row.first}, though {self.tried(first)}. So it is not "
-                    "the data of these iterations: go on from a checkpoint before iteration "
+                    "the data of these iterations: resume from a checkpoint before iteration "
                     f"{self.rewinds[-1].start} with a lower --lr, or look at the data "
                     "(tools/spikes.py docs) [spike-not-caused-by-data]"
                 ),
@@ -163,7 +163,7 @@ class SpikePolicy:
         """What has been skipped because of a spike at `first`."""
         ranges = [f"{one.start} to {one.end}" for one in self.rewinds if one.first == first]
         return (
-            f"the run went back before the spike at iteration {first} and skipped "
+            f"the run rolled back to before the spike at iteration {first} and skipped "
             f"{' and then '.join(ranges)}"
         )
 
@@ -181,9 +181,9 @@ class SpikePolicy:
         norm = "" if grad_norm is None else f", gradient norm {grad_norm:.4g}"
         what = {
             "loss": f"loss {loss:.4f} is {found.excess:.3f} nats ({found.loss_z:.1f} sigma) above "
-            f"its line{norm}",
+            f"the trend{norm}",
             "grad-norm": f"gradient norm {grad_norm or math.nan:.4g} is {found.ratio:.3g} times "
-            f"its line ({found.norm_z:.1f} sigma), loss {loss:.4f}",
+            f"the trend ({found.norm_z:.1f} sigma), loss {loss:.4f}",
             "non-finite": f"loss {loss}{norm}",
         }[found.kind]
         done = {

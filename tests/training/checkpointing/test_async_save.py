@@ -148,7 +148,7 @@ def test_a_full_disk_in_the_writer_is_one_warning(data, tmp_path, rank):
     warnings = [line for line in done.first_rank_log.splitlines() if "WARNING" in line]
     assert len(warnings) == 1 and os.strerror(errno.ENOSPC) in warnings[0], done.first_rank_log
     assert warnings[0].startswith("WARNING: no checkpoint of iteration 4: ")
-    assert "is of iteration 2; training goes on" in warnings[0]
+    assert "is of iteration 2; training continues" in warnings[0]
     assert sorted(path.name for path in done.save.iterdir() if path.name.startswith(".")) == []
 
 

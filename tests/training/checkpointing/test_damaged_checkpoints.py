@@ -145,7 +145,7 @@ def campaign(saved, capsys, cases: int, seed: int) -> int:
         values_alone = len(now) == length and now[:start] == before[weights][:start]
         set_state(run, 99)
         run.scheduler.num_steps = 0  # a load adds to it, once
-        run.data_order = {"left": "over"}
+        run.progress.data_order = {"left": "over"}
         load.load_checkpoint(run)
         text = capsys.readouterr().out
         [said] = [line for line in text.splitlines() if "cannot load iteration 20: " in line]
@@ -157,7 +157,12 @@ def campaign(saved, capsys, cases: int, seed: int) -> int:
             in_values += 1
             assert f"{weights}, tensor " in said and "checksum of bytes from" in said, (how, said)
         p = run.progress
-        assert (p.iteration, p.consumed_train_samples, run.scheduler.num_steps, run.data_order) == (
+        assert (
+            p.iteration,
+            p.consumed_train_samples,
+            run.scheduler.num_steps,
+            run.progress.data_order,
+        ) == (
             10,
             80,
             80,

@@ -84,7 +84,7 @@ def test_a_periodic_save_that_fails_is_one_warning(plain, data, tmp_path, action
     )
     assert f"{tmp_path}/save/{part}" in lines[0] and f": {os.strerror(number)}; " in lines[0]
     assert lines[0].endswith(
-        f". The last good one in {tmp_path}/save is of iteration 2; training goes on, the next "
+        f". The last good one in {tmp_path}/save is of iteration 2; training continues, the next "
         "save is tried at iteration 6"
     )
     assert done.first_rank_log.count("successfully saved checkpoint") == 3
@@ -100,7 +100,7 @@ def test_the_tracker_that_cannot_be_written_names_what_it_named(data, tmp_path):
         run(tmp_path, data, 1, "--load", str(tmp_path / "save"), hook=hook)
     text = (tmp_path / "log.0").read_text()
     assert (
-        text.count(f"{tmp_path}/save holds none yet; training goes on") == 3
+        text.count(f"{tmp_path}/save holds none yet; training continues") == 3
         and store.latest(tmp_path / "save") is None
     )
     assert [line.rpartition(" ")[2] for line in text.splitlines() if "WARNING: no" in line] == [

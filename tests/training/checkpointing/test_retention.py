@@ -153,7 +153,9 @@ def test_a_control_file_saves_and_stops(data, straight, tmp_path, world):
         hook = functools.partial(ask, {4: "-6\n", 8: " +9"}, str(file))
     first = run(data, tmp_path, *flags, world=world, hook=hook)
     assert store.iterations(first.save) == ([2] if world == 1 else []) + [6, 9]
-    assert "[exiting program at iteration 9, as --control-file asks for]" in first.first_rank_log
+    assert (
+        "[exiting program at iteration 9, as requested by --control-file]" in first.first_rank_log
+    )
     assert file.read_text() == "0\n" and [row["iteration"] for row in first.rows] == list(
         range(1, 10)
     )

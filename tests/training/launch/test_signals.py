@@ -36,7 +36,7 @@ LOST = "error: the connection to another rank is lost; its own message says why 
         (
             RuntimeError("InvalidCxxCompiler: No working C++ compiler found\nmore"),
             "error: --torch-compile needs a C++ compiler that works; install one (say g++), or "
-            "leave the flag out\n",
+            "omit the flag\n",
         ),
     ],
 )

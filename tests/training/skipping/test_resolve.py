@@ -261,7 +261,7 @@ def test_a_record_of_many_ranges():
     gone = judged([], [many()], at=5, forget=["10-59x3"])
     assert (gone.problems, gone.forgotten, gone.skips.ranges) == ([], ["10-59x3"], ())
     assert (
-        "asks for iterations of it again"
+        "requests iterations of it again"
         in judged([(30, 30)], [many()], forget=["10-59x3"]).problems[0]
     )
     assert judged([(25, 26)], [many()], forget=["10-59x3"]).problems == []
