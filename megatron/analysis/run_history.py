@@ -3,16 +3,14 @@ checkpoints. Judges nothing."""
 
 from __future__ import annotations
 
-import re
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
 from megatron.analysis import log_reader
 from megatron.analysis.log_reader import History, Record
-from megatron.checkpoint.filesystem import MANIFEST
+from megatron.checkpoint.filesystem import iterations
 from megatron.training.logging.tensorboard import read_scalars
-
-_DIRECTORY = re.compile(r"iter_(\d{7,})")
 
 
 def read_history(paths: Sequence[str]) -> History:
@@ -68,13 +66,9 @@ def checkpoints(directory: str | None) -> list[int]:
     if directory is None:
         return []
     try:
-        found = list(Path(directory).iterdir())
+        os.listdir(directory)
     except OSError as error:
         raise ValueError(
             f"--load {directory}: cannot be read ({error.strerror or error}) [file-not-readable]"
         ) from None
-    return sorted(
-        int(match[1])
-        for path in found
-        if (match := _DIRECTORY.fullmatch(path.name)) and (path / MANIFEST).is_file()
-    )
+    return iterations(directory)

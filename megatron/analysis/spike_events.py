@@ -7,10 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron.analysis.log_reader import Record
-from megatron.training.spikes.detector import SIGMA, Finding, SpikeDetector
+from megatron.training.spikes.detector import SIGMA, TOGETHER, Finding, SpikeDetector
 
-# records: what is out of line within so many belongs to one event, marks before it too
-TOGETHER = 32
 RECOVERY = 200  # iterations in which a benign spike is over
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import re
 import shutil
 import stat
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 MANIFEST = "manifest.json"  # in each whole checkpoint; checkpoint/manifest.py reads and writes it
+FINAL = re.compile(r"iter_(\d{7,})")  # directory of a complete checkpoint
 _REMEDIES = {
     errno.ENOSPC: "free space there or point --save at another disk; the previous checkpoint is "
     "untouched",
@@ -238,3 +240,16 @@ class Disk:
 
 
 DISK = Disk()
+
+
+def entries(root: Path) -> Iterator[Path]:
+    """What is in `root`, sorted; nothing when it is missing."""
+    if root.is_dir():
+        with explained("list", root):
+            yield from sorted(root.iterdir())
+
+
+def iterations(root: Path | str) -> list[int]:
+    """Iterations of all complete checkpoints in `root`, ascending."""
+    found = [(path, FINAL.fullmatch(path.name)) for path in entries(Path(root))]
+    return sorted(int(match[1]) for path, match in found if match and (path / MANIFEST).is_file())

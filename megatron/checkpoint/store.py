@@ -22,10 +22,13 @@ from megatron.checkpoint import manifest, sharded
 from megatron.checkpoint.checksums import crc32
 from megatron.checkpoint.filesystem import (
     DISK,
+    FINAL,
     CheckpointError,
     Disk,
     ForeignCheckpoint,
+    entries,
     explained,
+    iterations,
     read_small_file,
 )
 from megatron.checkpoint.manifest import FileRecord, Manifest
@@ -35,7 +38,6 @@ from megatron.checkpoint.state import RunState
 TRACKER = "latest_checkpointed_iteration.txt"
 STATE = "state.json"
 ARGS = "args"
-_FINAL = re.compile(r"iter_(\d{7,})")
 _TEMPORARY = re.compile(r"\.(iter_\d{7,}|" + re.escape(TRACKER) + r")\.tmp-[0-9a-f]{8}")
 _ASIDE = re.compile(r"\.iter_(\d{7,})\.old-[0-9a-f]{8}")
 _FOREIGN = ("mp_rank_00", "mp_rank_00_000", "metadata.json", ".metadata")
@@ -182,7 +184,7 @@ def clear_leftovers(root: Path, disk: Disk = DISK) -> None:
     """
     leftovers = [
         path
-        for path in _entries(root)
+        for path in entries(root)
         if _ASIDE.fullmatch(path.name) or _TEMPORARY.fullmatch(path.name)
     ]
     if leftovers:
@@ -272,7 +274,7 @@ def discard(path: Path, disk: Disk) -> None:
     try:
         # half-removed it must never look like a checkpoint
         if _TEMPORARY.fullmatch(path.name) is None:
-            iteration = _ASIDE.fullmatch(path.name) or _FINAL.fullmatch(path.name)
+            iteration = _ASIDE.fullmatch(path.name) or FINAL.fullmatch(path.name)
             assert iteration is not None, f"{path} is not ours"
             hidden = path.with_name(f".iter_{int(iteration[1]):07d}.tmp-{secrets.token_hex(4)}")
             disk.rename(path, hidden)
@@ -309,21 +311,6 @@ class Checkpoint:
         return Reader(self.directory, self.manifest)
 
 
-def _entries(root: Path) -> Iterator[Path]:
-    """The entries of `root`, sorted; nothing when it is missing."""
-    if root.is_dir():
-        with explained("list", root):
-            yield from sorted(root.iterdir())
-
-
-def iterations(root: Path | str) -> list[int]:
-    """Iterations of all complete checkpoints in `root`, ascending."""
-    found = [(path, _FINAL.fullmatch(path.name)) for path in _entries(Path(root))]
-    return sorted(
-        int(match[1]) for path, match in found if match and (path / manifest.FILE_NAME).is_file()
-    )
-
-
 def latest(root: Path | str) -> int | None:
     """The iteration that the tracker names, or None where there is no tracker. Raises
     CheckpointError."""
@@ -349,7 +336,7 @@ def _choice(root: Path | str) -> str:
 
 def is_checkpoint(path: Path) -> bool:
     """Is `path` one checkpoint, by its name or by what it holds, and not a run directory?"""
-    return bool(_FINAL.fullmatch(path.name)) or (path / manifest.FILE_NAME).is_file()
+    return bool(FINAL.fullmatch(path.name)) or (path / manifest.FILE_NAME).is_file()
 
 
 def resolve(path: Path | str, step: int | None = None) -> Path | None:
@@ -360,7 +347,7 @@ def resolve(path: Path | str, step: int | None = None) -> Path | None:
     Raises CheckpointError where the checkpoint asked for is not there or not one of ours.
     """
     path = Path(path)
-    match = _FINAL.fullmatch(path.name)
+    match = FINAL.fullmatch(path.name)
     if match:
         if step is not None and step != int(match[1]):
             raise CheckpointError(
@@ -385,7 +372,7 @@ def resolve(path: Path | str, step: int | None = None) -> Path | None:
     if (final / manifest.FILE_NAME).is_file():
         return final
     if not final.exists():
-        for aside in _entries(root):  # see publish
+        for aside in entries(root):  # see publish
             named = _ASIDE.fullmatch(aside.name)
             if named and int(named[1]) == iteration and (aside / manifest.FILE_NAME).is_file():
                 return aside
@@ -426,7 +413,7 @@ def read_metadata(directory: Path | str) -> Checkpoint:
     """
     directory = Path(directory)
     table = _read_manifest(directory / manifest.FILE_NAME)
-    named = _FINAL.fullmatch(directory.name) or _ASIDE.fullmatch(directory.name)
+    named = FINAL.fullmatch(directory.name) or _ASIDE.fullmatch(directory.name)
     if named and int(named[1]) != table.iteration:
         raise CheckpointError(
             f"{table.source} is of iteration {table.iteration}, not of {directory.name}: the "

@@ -123,13 +123,11 @@ class ParameterFactory:
         return inner
 
     def __call__(self, name: str, partial: tuple[str, ...] = ()) -> torch.nn.Parameter | None:
-        """The parameter of this name, or None. With sequence parallelism every whole copy sees part
-        of the tokens."""
+        """The parameter of this name, or None. `partial`: see `parameter`."""
         spec = self._specs.get(self._prefix + name)
         if spec is None:
             return None
-        if self._ctx.sequence_parallel and "tp" not in dict(spec.splits):
-            partial = (*partial, "tp")
+        partial = (*spec.partial_axes(self._ctx.sequence_parallel), *partial)
         return parameter(spec, self._ctx, self._dtype, self._device, partial)
 
     def scaling(self, name: str) -> Any:

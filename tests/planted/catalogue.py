@@ -85,9 +85,9 @@ BUGS = {
         "campaign",
     ),
     "sequence parallelism forgets that whole parameters see part of the tokens": Bug(
-        "megatron.parallel.sharding.ParameterFactory.__call__",
-        "partial = (*partial, 'tp')",
-        "",
+        "megatron.config.plan.parameters.ParameterSpec.partial_axes",
+        "sequence_parallel and 'tp' not in dict(self.splits)",
+        "False",
         f"{LAYOUTS}[{SEQUENCE}]",
     ),
     "copies counted twice in the norm": Bug(

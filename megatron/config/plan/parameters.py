@@ -35,6 +35,12 @@ class ParameterSpec:
     partial: tuple[str, ...] = ()
     real_rows: int | None = None
 
+    def partial_axes(self, sequence_parallel: bool) -> tuple[str, ...]:
+        """Axes over which the gradients of copies are summed: `partial` and, with sequence
+        parallelism, tp unless it is split over tp: each copy then sees part of the tokens."""
+        whole = sequence_parallel and "tp" not in dict(self.splits)
+        return tuple(dict.fromkeys((*self.partial, *("tp",) * whole)))
+
     @property
     def size(self) -> int:
         """Number of elements over all ranks."""

@@ -218,11 +218,7 @@ def flat_layout(config: Config, plan: Plan, stage: int = 0) -> buckets.Layout:
     axes = {"tp": p.tensor_model_parallel_size, "ends": min(2, p.pipeline_model_parallel_size)}
 
     def partial(spec: ParameterSpec) -> tuple[str, ...]:
-        """As the model's parameters have it: see ParameterFactory."""
-        found = list(spec.partial)
-        if p.sequence_parallel and "tp" not in dict(spec.splits):
-            found.append("tp")
-        return tuple(axis for axis in dict.fromkeys(found) if axes[axis] > 1)
+        return tuple(axis for axis in spec.partial_axes(p.sequence_parallel) if axes[axis] > 1)
 
     table = plan.parameters_of(stage)
     parts = shards(config, plan)

@@ -23,6 +23,7 @@ LOSS_EXCESS = 0.05  # sigma, and nats above the line
 NORM_Z = 8.0
 NORM_RATIO = 10.0  # sigma of the logarithm, and times the line: docs/spikes.md says why
 PRECURSOR_Z = 4.0
+TOGETHER = 32  # iterations: findings that long before a spike belong to it
 LEVEL_SHIFT = 64  # out of line in a row: the level has changed
 # standard deviations of a normal distribution in its median absolute deviation
 SIGMA = 1.4826

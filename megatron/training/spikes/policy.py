@@ -13,11 +13,10 @@ from typing import Any
 
 from megatron import log
 from megatron.training.launch.signals import Refusal
-from megatron.training.spikes.detector import Finding, SpikeDetector
+from megatron.training.spikes.detector import TOGETHER, Finding, SpikeDetector
 
 BUDGET = 10
 WITHIN = 1000  # updates left out, in so many iterations
-TOGETHER = 32  # iterations: marks that long before a spike belong to it
 # iterations after what was skipped: a spike there is the same trouble
 AGAIN = 200
 BEFORE = 100
