@@ -24,12 +24,14 @@ from typing import NoReturn
 # numpy's, which nothing here needs; read when it is imported
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 from megatron.arguments import OtherFlags, Problems, arg, build_parser, config_from, parse
+from megatron.config.checks import tokenizer as check_tokenizer
+from megatron.config.tokenizer import TokenizerConfig
 from megatron.data.indexed_dataset import bin_path, idx_path, optimal_dtype
 from megatron.data.preprocess import sentences
 from megatron.data.preprocess.encode import Encoded, Job, encode_all, tokenizer_of
 from megatron.data.preprocess.readers import BLOCK_BYTES, Reader, input_files
 from megatron.data.preprocess.resumable_writer import BadRecords, Busy, Unfinished, is_finishing
-from megatron.data.tokenizers.build import Tokenizer, TokenizerFlags
+from megatron.data.tokenizers.build import Tokenizer
 from megatron.data.tokenizers.metadata import describe, fingerprint, vocabulary_of
 from megatron.version import version_line
 from tools.shared.progress import Progress
@@ -104,7 +106,7 @@ class Config:
     """The command line."""
 
     read: ReadConfig
-    tokenizer: TokenizerFlags
+    tokenizer: TokenizerConfig
     write: WriteConfig
     run: RunConfig
 
@@ -189,7 +191,11 @@ def read_command_line(argv: Sequence[str]) -> tuple[Config, list[str]]:
     files, problems = input_files(config.read.input)
     if not config.read.input:
         problems.append("--input: is needed; give one or more .jsonl files [flag-missing]")
-    problems += config.tokenizer.problems() + _output_problems(config) + _number_problems(config)
+    problems += (
+        list(check_tokenizer.problems(config.tokenizer))
+        + _output_problems(config)
+        + _number_problems(config)
+    )
     texts = [file for file in files if re.search(r"\.txt(\.\w+)?$", file)]
     if texts and len(config.read.json_keys) > 1:
         problems.append(

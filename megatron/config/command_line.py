@@ -32,12 +32,13 @@ from megatron.arguments import (
 from megatron.config import architecture
 from megatron.config.checkpoint import is_url, staged
 from megatron.config.checks import rules as check
-from megatron.config.checks.paths import TOKENIZER_FILES, newest_checkpoint, newest_with_good_args
+from megatron.config.checks.paths import newest_checkpoint, newest_with_good_args
 from megatron.config.checks.tokenizer import BYTE_VOCAB_SIZE, TIKTOKEN_VOCAB_SIZE, ids_in_file
 from megatron.config.logging import SHORT
 from megatron.config.model import ModelConfig
 from megatron.config.plan.plan import Plan, make_plan
 from megatron.config.summary_lines import changed_arguments
+from megatron.config.tokenizer import TOKENIZER_FILES
 from megatron.config.tree import Config
 from megatron.version import version_line
 

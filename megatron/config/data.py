@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megatron.arguments import arg
+from megatron.config.tokenizer import TokenizerConfig
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataConfig:
+class DataConfig(TokenizerConfig):
     """Data sets, their order, and the tokenizer."""
 
     data_path: tuple[str, ...] | None = arg(
@@ -117,33 +118,6 @@ class DataConfig:
     )
     mid_level_dataset_surplus: float = arg(
         0.005, help="fraction of extra samples built for each data set of a blend", dump=False
-    )
-    tokenizer_type: str | None = arg(
-        None,
-        help="GPT2BPETokenizer, SentencePieceTokenizer, GPTSentencePieceTokenizer, "
-        "Llama2Tokenizer, HuggingFaceTokenizer, TikTokenizer, ByteTokenizer (257 ids: the bytes "
-        "of UTF-8 and an end-of-document token) or NullTokenizer (default: GPT2BPETokenizer, or "
-        "NullTokenizer with --mock-data)",
-    )
-    vocab_file: str | None = arg(None, help="vocab.json of GPT2BPETokenizer")
-    merge_file: str | None = arg(None, help="merges.txt of GPT2BPETokenizer")
-    tokenizer_model: str | None = arg(None, help="model file or directory of the other tokenizers")
-    vocab_size: int | None = arg(
-        None,
-        help="vocabulary size of NullTokenizer and TikTokenizer; for other tokenizers it is "
-        "checked",
-    )
-    vocab_extra_ids: int = arg(
-        0, help="number of <extra_id_N> tokens that SentencePieceTokenizer adds"
-    )
-    tiktoken_pattern: Literal["v1", "v2"] | None = arg(
-        None, help="regular expression by which TikTokenizer splits text (default: v2)", dump=False
-    )
-    tiktoken_num_special_tokens: int = arg(
-        1000, help="number of ids that TikTokenizer reserves for special tokens", dump=False
-    )
-    tiktoken_special_tokens: tuple[str, ...] | None = arg(
-        None, help="names of TikTokenizer's first special tokens", dump=False
     )
     allow_data_order_change: bool = arg(
         False,

@@ -12,7 +12,6 @@ import contextlib
 import json
 import os
 from collections.abc import Iterator
-from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,7 +26,7 @@ from megatron.config.plan.plan import Plan, make_plan
 from megatron.config.tree import Config
 from megatron.data.build import check_tokenizer
 from megatron.data.dry_run import Shortage, check_ids, read_splits, shortages
-from megatron.data.tokenizers.build import Tokenizer, TokenizerFlags
+from megatron.data.tokenizers.build import Tokenizer, tokenizer_from
 from megatron.training.checkpointing.resume_checks import (
     architecture_problem,
     position_problem,
@@ -39,9 +38,7 @@ from megatron.training.schedule import build_scheduler
 def build_tokenizer(config: Config) -> Tokenizer:
     """The tokenizer of the command line; synthetic data without one has a vocabulary of plain
     numbers. Raises ValueError."""
-    d = config.data
-    flags = {flag.name: getattr(d, flag.name) for flag in fields(TokenizerFlags)}
-    return TokenizerFlags(**flags | {"tokenizer_type": d.tokenizer}).build()
+    return tokenizer_from(config.data)
 
 
 def check(line: CommandLine) -> Tokenizer:

@@ -19,7 +19,7 @@ from megatron.config import command_line
 from megatron.config.checks.tokenizer import ids_in_file
 from megatron.config.megatron_compat.flags import FOREIGN
 from megatron.config.tree import Config
-from megatron.data.tokenizers.build import TokenizerFlags
+from megatron.data.tokenizers.build import build_tokenizer
 from tests.data.corpora import write_corpus
 from tests.data.vocabularies import write_bpe, write_sentencepiece
 from tests.problems import assert_problem, codes_of
@@ -797,10 +797,7 @@ def test_the_vocabulary_of_a_plan(tmp_path, monkeypatch):
 def test_the_vocabulary_of_a_plan_is_that_of_a_sentencepiece_model(tmp_path):
     path = write_sentencepiece(tmp_path)
     for kind in ("Llama2Tokenizer", "GPTSentencePieceTokenizer"):
-        assert (
-            ids_in_file(kind, path)
-            == TokenizerFlags(tokenizer_type=kind, tokenizer_model=path).build().vocab_size
-        )
+        assert ids_in_file(kind, path) == build_tokenizer(kind, tokenizer_model=path).vocab_size
     (tmp_path / "cut.model").write_bytes(Path(path).read_bytes()[:-3])
     assert ids_in_file("Llama2Tokenizer", str(tmp_path / "cut.model")) is None
 

@@ -21,12 +21,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from megatron.config.tokenizer import TokenizerConfig
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.preprocess import encode as preprocess
 from megatron.data.preprocess import readers as inputs
 from megatron.data.preprocess import resumable_writer
 from megatron.data.tokenizers.bpe import GPT2BPETokenizer
-from megatron.data.tokenizers.build import TokenizerFlags
 from tests.data.vocabularies import ADVERSARIAL, write_bpe
 from tools import preprocess_data
 from tools.shared import progress
@@ -548,7 +548,7 @@ class TestBadData:
 BAD_COMMAND_LINES: dict[str, tuple[list[str], list[str]]] = {
     "nothing": (
         [],
-        ["--input: is needed", "--tokenizer-type: is needed", "--output-prefix: is needed"],
+        ["--input: is needed", "--tokenizer-type is missing", "--output-prefix: is needed"],
     ),
     "no such file": (
         ["--input", "no.jsonl", "--output-prefix", "x", *NULL],
@@ -644,7 +644,7 @@ BAD_COMMAND_LINES: dict[str, tuple[list[str], list[str]]] = {
             "--vocab-file",
             "v",
         ],
-        ["--vocab-file v: no such file", "--merge-file: GPT2BPETokenizer needs"],
+        ["--vocab-file v: no such file", "--merge-file is missing"],
     ),
     "all at once": (
         [
@@ -883,7 +883,7 @@ class TestInterruptions:
 
 
 def test_no_worker_is_waited_for_when_the_work_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    job = preprocess.Job(TokenizerFlags(tokenizer_type="NullTokenizer", vocab_size=10), ("text",))
+    job = preprocess.Job(TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=10), ("text",))
     monkeypatch.setattr(preprocess, "_serve_quietly", deaf)
     monkeypatch.setattr(preprocess.Encoder, "encode", slow)
 

@@ -20,8 +20,9 @@ from megatron.checkpoint.state import RunState
 from megatron.checkpoint.store import Checkpoint
 from megatron.checkpoint.tensor_slices import whole
 from megatron.config.model import ModelConfig
+from megatron.config.tokenizer import TokenizerConfig
 from megatron.config.tree import Config
-from megatron.data.tokenizers.build import Tokenizer, TokenizerFlags
+from megatron.data.tokenizers.build import Tokenizer, tokenizer_from
 from megatron.training.build import make_tokenizer
 from megatron.training.checkpointing.saved_args import saved_config
 from tools.convert.config_keys import read_json
@@ -190,11 +191,11 @@ def tokenizer_flags(folder: Path, model_type: str, rows: int) -> dict[str, Any]:
 def choose_tokenizer(flags: dict[str, Any], rows: int) -> TokenizerChoice:
     """The tokenizer that `flags` make, which is built once to know its size. Raises ConversionError
     where it cannot be, or has more ids than the `rows` of the embedding."""
-    known = {flag.name for flag in fields(TokenizerFlags)}
+    known = {flag.name for flag in fields(TokenizerConfig)}
     try:
-        tokenizer = TokenizerFlags(
-            **{name: value for name, value in flags.items() if name in known}
-        ).build()
+        tokenizer = tokenizer_from(
+            TokenizerConfig(**{name: value for name, value in flags.items() if name in known})
+        )
     except ValueError as error:
         raise ConversionError(
             f"{error}\nthe tokenizer could not be made; --no-tokenizer leaves it behind"

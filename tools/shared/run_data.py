@@ -4,10 +4,8 @@ reads them."""
 from __future__ import annotations
 
 import json
-import os
-import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +13,7 @@ import numpy as np
 
 from megatron.arguments import build_parser, config_from, parse_typed
 from megatron.checkpoint import skip_log
+from megatron.checkpoint.filesystem import iterations
 from megatron.config import command_line
 from megatron.config.checks.paths import newest_checkpoint
 from megatron.config.plan.plan import Plan, make_plan
@@ -25,7 +24,7 @@ from megatron.data.ledger import MASK, sample_hash, tokens_hash
 from megatron.data.packed.build import build_packed_datasets
 from megatron.data.sample_lookup import Dataset
 from megatron.data.sampler import PackedSampler, Sampler, SequentialSampler
-from megatron.data.tokenizers.build import Tokenizer, TokenizerFlags
+from megatron.data.tokenizers.build import Tokenizer, tokenizer_from
 
 
 @dataclass(frozen=True)
@@ -108,8 +107,7 @@ def open_run(
         config = config_from(Config, words)
         world_size = world_size or state["layout"]["world_size"]
     d = config.data
-    flags_of_tokenizer = {flag.name: getattr(d, flag.name) for flag in fields(TokenizerFlags)}
-    tokenizer = TokenizerFlags(**flags_of_tokenizer | {"tokenizer_type": d.tokenizer}).build()
+    tokenizer = tokenizer_from(d)
     plan = make_plan(config, world_size, tokenizer.vocab_size)
     if state.get("skipped") is not None:
         plan = replace(plan, skips=_skips(folder, state, plan.skips))
@@ -166,12 +164,9 @@ def checkpoint_after(run: str, iteration: int | None) -> Path:
             f"{run}: no checkpoint there, whose flags would say what was read; give the directory "
             "that --save named, or -- and the flags of pretrain_gpt.py"
         )
-    known = sorted(
-        int(name[5:]) for name in os.listdir(newest.parent) if re.fullmatch(r"iter_\d{7,}", name)
-    )
     after = [
         number
-        for number in known
+        for number in iterations(newest.parent)
         if iteration is not None and iteration <= number <= int(newest.name[5:])
     ]
     return newest.parent / f"iter_{after[0]:07d}" if after and newest != Path(run) else newest

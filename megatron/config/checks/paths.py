@@ -16,26 +16,14 @@ from pathlib import Path
 
 from megatron.config.checkpoint import CheckpointConfig, is_url, staged
 from megatron.config.checks import packed as check_packed
-from megatron.config.checks.tokenizer import BYTE_VOCAB_SIZE, tiktoken_problems
+from megatron.config.checks import tokenizer as check_tokenizer
+from megatron.config.checks.tokenizer import BYTE_VOCAB_SIZE
 from megatron.config.data import DataConfig
+from megatron.config.tokenizer import TOKENIZER_FILES
 from megatron.config.tree import Config
 
 SPLITS = ("train", "valid", "test")
 EPOCHS = "epochs:"
-# Files each tokenizer is built from (by megatron/data/tokenizers/build.py): flag, what it is.
-_MODEL = (("tokenizer_model", "its model file"),)
-TOKENIZER_FILES = {
-    "GPT2BPETokenizer": (("vocab_file", "vocab.json"), ("merge_file", "merges.txt")),
-    "SentencePieceTokenizer": _MODEL,
-    "GPTSentencePieceTokenizer": _MODEL,
-    "Llama2Tokenizer": _MODEL,
-    "HuggingFaceTokenizer": (
-        ("tokenizer_model", "a tokenizer.json, or the directory that holds it"),
-    ),
-    "TikTokenizer": _MODEL,
-    "ByteTokenizer": (),
-    "NullTokenizer": (),
-}
 
 
 def problems(config: Config) -> list[str]:
@@ -193,7 +181,7 @@ def _tokenizer(d: DataConfig) -> Iterator[str]:
     kind = d.tokenizer
     if kind in TOKENIZER_FILES:
         if kind == "TikTokenizer":
-            yield from tiktoken_problems(
+            yield from check_tokenizer.tiktoken_problems(
                 d.vocab_size, d.tiktoken_num_special_tokens, d.tiktoken_special_tokens
             )
         if kind == "ByteTokenizer" and d.vocab_size not in (None, BYTE_VOCAB_SIZE):
@@ -202,38 +190,12 @@ def _tokenizer(d: DataConfig) -> Iterator[str]:
                 "and the end of a document); omit --vocab-size [vocab-size-not-that-of-tokenizer]"
             )
         return
-    known = ", ".join(TOKENIZER_FILES)
-    if kind.startswith("BertWordPiece"):
-        yield (
-            f"--tokenizer-type {kind}: BERT is not trained here; use one of {known} "
-            "[tokenizer-unknown]"
-        )
-        return
-    close = difflib.get_close_matches(kind, TOKENIZER_FILES, 1, 0.5)
-    yield (
-        f"--tokenizer-type {kind}: there is no such tokenizer; "
-        + (f"did you mean {close[0]}?" if close else f"use one of {known}")
-        + " [tokenizer-unknown]"
-    )
+    yield check_tokenizer.unknown_type(kind)
 
 
 def _tokenizer_files(d: DataConfig) -> Iterator[str]:
     kind = d.tokenizer
-    for name, what in TOKENIZER_FILES.get(kind, ()):
-        flag = "--" + name.replace("_", "-")
-        path = getattr(d, name)
-        if path is None:
-            yield f"{flag} is missing: {kind} needs {what} [flag-missing]"
-        elif not os.path.exists(path):
-            yield (
-                f"{flag} {path}: no such file; {kind} needs {what} on this machine"
-                + _near_file(path)
-                + " [tokenizer-file-missing]"
-            )
-        elif os.path.isdir(path) and kind != "HuggingFaceTokenizer":
-            yield f"{flag} {path}: is a directory; {kind} needs {what} [path-is-a-directory]"
-        elif not os.access(path, os.R_OK):
-            yield f"{flag} {path}: cannot be read; change its permissions [file-not-readable]"
+    yield from check_tokenizer.file_problems(d, kind)
     if kind == "NullTokenizer" and d.vocab_size is None:
         synthetic = "--mock-data" if d.mock_data else "--dummy-data" if d.dummy_data else None
         why = (
@@ -245,12 +207,6 @@ def _tokenizer_files(d: DataConfig) -> Iterator[str]:
             f"--vocab-size is missing: {why} needs the number of ids, as in --vocab-size 50257 "
             "[flag-missing]"
         )
-
-
-def _near_file(path: str) -> str:
-    folder, name = os.path.split(path)
-    close = difflib.get_close_matches(name, _listing(folder or "."), 1, 0.6)
-    return f"; there is {os.path.join(folder, close[0])}" if close else ""
 
 
 def _listing(folder: str) -> list[str]:

@@ -20,6 +20,7 @@ from megatron.config.checks import paths as check_paths
 from megatron.config.checks.facts import Facts
 from megatron.config.plan.plan import batch_schedule
 from megatron.config.skip_ranges import SkipRanges
+from megatron.config.tokenizer import TOKENIZER_FILES
 from megatron.config.tree import Config
 
 _AT_LEAST_ONE = (
@@ -55,7 +56,7 @@ _BELOW_ONE = (
 def _reads(f: Facts, name: str) -> bool:
     """Is the tokenizer of this command line made from the file that this flag names? Unknown types
     are a problem of their own."""
-    files = check_paths.TOKENIZER_FILES.get(f.config.data.tokenizer)
+    files = TOKENIZER_FILES.get(f.config.data.tokenizer)
     return files is None or name in [flag for flag, _ in files]
 
 

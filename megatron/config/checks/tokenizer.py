@@ -1,16 +1,89 @@
-"""Rules of TikTokenizer's flags, for training and for tools/preprocess_data.py alike, and how many
-ids a tokenizer's file has. Builds no tokenizer."""
+"""Rules of the tokenizer's flags, of training and of tools/preprocess_data.py, and how many ids a
+tokenizer's file has. Builds no tokenizer."""
 
 from __future__ import annotations
 
+import contextlib
+import difflib
 import json
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+
+from megatron.config.tokenizer import TOKENIZER_FILES, TokenizerConfig
 
 # Special pieces that TikTokenizer's ids begin with, in this order, unless others are given.
 TIKTOKEN_SPECIAL = ("<unk>", "<s>", "</s>", "<mask>", "<pad>", "<cls>", "<sep>")
 TIKTOKEN_VOCAB_SIZE = 1 << 17
 BYTE_VOCAB_SIZE = 257  # ByteTokenizer: the 256 bytes and the end of a document
+
+
+def problems(config: TokenizerConfig) -> Iterator[str]:
+    """Everything that is wrong with these flags, one line each with flag, value and remedy; no file
+    is read."""
+    kind = config.tokenizer
+    if kind not in TOKENIZER_FILES:
+        yield unknown_type(kind)
+        return
+    yield from file_problems(config, kind)
+    if kind == "NullTokenizer" and config.vocab_size is None:
+        yield (
+            "--vocab-size is missing: NullTokenizer needs the number of ids; give --vocab-size N "
+            "[flag-missing]"
+        )
+    if config.vocab_size is not None and config.vocab_size < 1:
+        yield f"--vocab-size {config.vocab_size}: must be at least 1 [value-out-of-range]"
+    if config.vocab_extra_ids < 0:
+        yield (
+            f"--vocab-extra-ids {config.vocab_extra_ids}: must not be negative [value-out-of-range]"
+        )
+    if kind == "TikTokenizer":
+        yield from tiktoken_problems(
+            config.vocab_size, config.tiktoken_num_special_tokens, config.tiktoken_special_tokens
+        )
+
+
+def unknown_type(kind: str | None) -> str:
+    """The problem of a --tokenizer-type that does not exist, or of None where one is needed."""
+    known = ", ".join(TOKENIZER_FILES)
+    if kind is None:
+        return f"--tokenizer-type is missing: give one of {known} [flag-missing]"
+    if kind.startswith("BertWordPiece"):
+        return (
+            f"--tokenizer-type {kind}: BERT is not trained here; use one of {known} "
+            "[tokenizer-unknown]"
+        )
+    by_lower = {name.lower(): name for name in TOKENIZER_FILES}
+    close = difflib.get_close_matches(kind.lower(), by_lower, 1, 0.35)
+    hint = f"did you mean {by_lower[close[0]]}? Known: {known}" if close else f"use one of {known}"
+    return f"--tokenizer-type {kind}: there is no such tokenizer; {hint} [tokenizer-unknown]"
+
+
+def file_problems(config: TokenizerConfig, kind: str) -> Iterator[str]:
+    """The files of a tokenizer that are not given, or that cannot be read on this machine."""
+    for name, what in TOKENIZER_FILES.get(kind, ()):
+        flag = "--" + name.replace("_", "-")
+        path = getattr(config, name)
+        if not path:
+            yield f"{flag} is missing: {kind} needs {what}; give {flag} PATH [flag-missing]"
+        elif not os.path.exists(path):
+            yield (
+                f"{flag} {path}: no such file; {kind} needs {what} on this machine"
+                f"{_near_file(path)} [tokenizer-file-missing]"
+            )
+        elif os.path.isdir(path) and kind != "HuggingFaceTokenizer":
+            yield f"{flag} {path}: is a directory; {kind} needs {what} [path-is-a-directory]"
+        elif not os.access(path, os.R_OK):
+            yield f"{flag} {path}: cannot be read; change its permissions [file-not-readable]"
+
+
+def _near_file(path: str) -> str:
+    folder, name = os.path.split(path)
+    names: list[str] = []
+    with contextlib.suppress(OSError):
+        names = sorted(os.listdir(folder or "."))
+    close = difflib.get_close_matches(name, names, 1, 0.6)
+    return f"; there is {os.path.join(folder, close[0])}" if close else ""
 
 
 def tiktoken_problems(

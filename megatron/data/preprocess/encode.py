@@ -24,11 +24,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from megatron.config.tokenizer import TokenizerConfig
 from megatron.data.indexed_dataset import optimal_dtype
 from megatron.data.preprocess import sentences
 from megatron.data.preprocess.jsonl import texts_of, texts_under
 from megatron.data.preprocess.readers import Block
-from megatron.data.tokenizers.build import Tokenizer, TokenizerFlags
+from megatron.data.tokenizers.build import Tokenizer, tokenizer_from
 
 # blocks of the usual size that a worker may have before it: so that it need not wait for this
 # process
@@ -45,7 +46,7 @@ class Job:
     """What to make of each document. `language`: of the sentences it is split into, None for not at
     all."""
 
-    tokenizer: TokenizerFlags
+    tokenizer: TokenizerConfig
     keys: tuple[str, ...]
     append_eod: bool = False
     allow_special_tokens: bool = False
@@ -103,11 +104,11 @@ class Order(NamedTuple):
 
 
 @functools.cache
-def tokenizer_of(flags: TokenizerFlags) -> Tokenizer:
+def tokenizer_of(flags: TokenizerConfig) -> Tokenizer:
     """The tokenizer of these flags, made once in a process, ready to encode; a forked worker
     inherits it."""
     gc.disable()  # nothing that is made here goes before the process does
-    tokenizer = flags.build()
+    tokenizer = tokenizer_from(flags)
     tokenizer.tokenize("0")  # wakes an engine that is made at the first text
     gc.freeze()  # a worker that looked through it would get a copy of the memory
     gc.enable()

@@ -1,56 +1,26 @@
-"""Builds the tokenizer that the flags ask for. Knows which flags each type needs, and no tokenizer
-library.
-
-Types: Megatron's names. What each makes of a text stands at its class.
-"""
+"""Builds the tokenizer of a configuration; the types have Megatron's names."""
 
 from __future__ import annotations
 
-import difflib
-import os
 from collections.abc import Iterable
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
 from megatron import optional
-from megatron.arguments import arg
-from megatron.config.checks.tokenizer import (
-    BYTE_VOCAB_SIZE,
-    TIKTOKEN_SPECIAL,
-    TIKTOKEN_VOCAB_SIZE,
-    tiktoken_problems,
-)
+from megatron.config.checks import tokenizer as check_tokenizer
+from megatron.config.checks.tokenizer import BYTE_VOCAB_SIZE, TIKTOKEN_SPECIAL, TIKTOKEN_VOCAB_SIZE
+from megatron.config.tokenizer import SENTENCEPIECE, TOKENIZER_FILES, TokenizerConfig
 from megatron.data.tokenizers.base import Ids, Tokenizer
 
 __all__ = [
-    "TOKENIZER_TYPES",
     "ByteTokenizer",
     "NullTokenizer",
     "Tokenizer",
-    "TokenizerFlags",
     "build_tokenizer",
+    "tokenizer_from",
 ]
-
-# The files each type is made from: argument name and what it is.
-_MODEL = (("tokenizer_model", "a sentencepiece .model file"),)
-TOKENIZER_TYPES: dict[str, tuple[tuple[str, str], ...]] = {
-    "GPT2BPETokenizer": (
-        ("vocab_file", "GPT-2's vocab.json"),
-        ("merge_file", "GPT-2's merges.txt"),
-    ),
-    "SentencePieceTokenizer": _MODEL,
-    "GPTSentencePieceTokenizer": _MODEL,
-    "Llama2Tokenizer": _MODEL,
-    "HuggingFaceTokenizer": (
-        ("tokenizer_model", "a local tokenizer.json or the folder that holds it"),
-    ),
-    "TikTokenizer": (("tokenizer_model", "a tiktoken vocabulary in JSON"),),
-    "ByteTokenizer": (),
-    "NullTokenizer": (),
-}
 
 
 class ByteTokenizer(Tokenizer):
@@ -103,154 +73,51 @@ class NullTokenizer(Tokenizer):
         return {"vocab_size": self.vocab_size}
 
 
-@dataclass(frozen=True, kw_only=True)
-class TokenizerFlags:
-    """Tokenizer."""
+def tokenizer_from(config: TokenizerConfig) -> Tokenizer:
+    """The tokenizer of these flags. Raises ValueError with one line for each problem (flag, value,
+    remedy).
 
-    tokenizer_type: str | None = arg(None, help="one of " + ", ".join(TOKENIZER_TYPES))
-    vocab_file: str | None = arg(None, help="vocab.json of GPT2BPETokenizer")
-    merge_file: str | None = arg(None, help="merges.txt of GPT2BPETokenizer")
-    tokenizer_model: str | None = arg(
-        None,
-        help="model file of the other tokenizers; for HuggingFaceTokenizer "
-        "tokenizer.json or its directory",
-    )
-    vocab_size: int | None = arg(
-        None, help="number of ids of NullTokenizer and TikTokenizer; checked for the others"
-    )
-    vocab_extra_ids: int = arg(
-        0, help="number of <extra_id_N> pieces that SentencePieceTokenizer adds"
-    )
-    tiktoken_pattern: str | None = arg(
-        None, help="TikTokenizer's split pattern: v1 or v2 (default: v2)"
-    )
-    tiktoken_num_special_tokens: int = arg(
-        1000, help="number of ids that TikTokenizer reserves for special tokens"
-    )
-    tiktoken_special_tokens: tuple[str, ...] | None = arg(
-        None, help="names of TikTokenizer's first special tokens"
-    )
-
-    def problems(self) -> list[str]:
-        """Everything that is wrong with these flags, one line each with flag, value and remedy;
-        nothing is loaded."""
-        if self.tokenizer_type not in TOKENIZER_TYPES:
-            return [_unknown_type(self.tokenizer_type)]
-        problems = []
-        for name, what in TOKENIZER_TYPES[self.tokenizer_type]:
-            flag = "--" + name.replace("_", "-")
-            path = getattr(self, name)
-            if not path:
-                problems.append(
-                    f"{flag}: {self.tokenizer_type} needs {what}; give {flag} PATH [flag-missing]"
-                )
-            else:
-                folder_ok = self.tokenizer_type == "HuggingFaceTokenizer"
-                problems += _file_problems(f"{flag} {path}", path, what, folder_ok)
-        if self.tokenizer_type == "NullTokenizer" and self.vocab_size is None:
-            problems.append(
-                "--vocab-size: NullTokenizer needs the number of ids; give --vocab-size N "
-                "[flag-missing]"
-            )
-        if self.vocab_size is not None and self.vocab_size < 1:
-            problems.append(
-                f"--vocab-size {self.vocab_size}: must be at least 1 [value-out-of-range]"
-            )
-        if self.vocab_extra_ids < 0:
-            problems.append(
-                f"--vocab-extra-ids {self.vocab_extra_ids}: must be 0 or more [value-out-of-range]"
-            )
-        if self.tokenizer_type == "TikTokenizer":
-            if self.tiktoken_pattern not in (None, "v1", "v2"):
-                problems.append(
-                    f"--tiktoken-pattern {self.tiktoken_pattern}: give v1 or v2 "
-                    "[value-not-a-choice]"
-                )
-            problems += tiktoken_problems(
-                self.vocab_size, self.tiktoken_num_special_tokens, self.tiktoken_special_tokens
-            )
-        return problems
-
-    def build(self) -> Tokenizer:
-        """The tokenizer these flags ask for. Raises ValueError with one line for each problem
-        (flag, value, remedy).
-
-        `vocab_size` is NullTokenizer's and TikTokenizer's size; for the others it is checked
-        against the tokenizer's.
-        """
-        problems = self.problems()
-        if problems:
-            raise ValueError("\n".join(problems))
-        tokenizer = self._make()
-        if self.vocab_size not in (None, tokenizer.vocab_size):
-            raise ValueError(
-                f"--vocab-size {self.vocab_size}: {self.tokenizer_type} has "
-                f"{tokenizer.vocab_size} ids; leave --vocab-size away (padding for the model is "
-                "added later) [vocab-size-not-that-of-tokenizer]"
-            )
-        return tokenizer
-
-    def _make(self) -> Tokenizer:
-        kind = self.tokenizer_type
-        if kind == "NullTokenizer":
-            return NullTokenizer(self.vocab_size)
-        if kind == "ByteTokenizer":
-            return ByteTokenizer()
-        if TOKENIZER_TYPES[kind] is _MODEL:
-            make = getattr(optional.load("megatron.data.tokenizers.sentencepiece"), kind)
-            extra = [self.vocab_extra_ids] * (kind == "SentencePieceTokenizer")
-            return make(self.tokenizer_model, *extra)
-        bpe = optional.load("megatron.data.tokenizers.bpe")
-        if kind == "GPT2BPETokenizer":
-            return bpe.GPT2BPETokenizer(self.vocab_file, self.merge_file)
-        if kind == "HuggingFaceTokenizer":
-            return bpe.HuggingFaceTokenizer(self.tokenizer_model)
-        return bpe.TikTokenizer(
-            self.tokenizer_model,
-            self.tiktoken_pattern or "v2",
-            self.vocab_size or TIKTOKEN_VOCAB_SIZE,
-            self.tiktoken_num_special_tokens,
-            self.tiktoken_special_tokens or TIKTOKEN_SPECIAL,
+    `vocab_size` is NullTokenizer's and TikTokenizer's size; for the others it is checked against
+    the tokenizer's.
+    """
+    problems = list(check_tokenizer.problems(config))
+    if problems:
+        raise ValueError("\n".join(problems))
+    tokenizer = _make(config)
+    if config.vocab_size not in (None, tokenizer.vocab_size):
+        raise ValueError(
+            f"--vocab-size {config.vocab_size}: {config.tokenizer} has "
+            f"{tokenizer.vocab_size} ids; omit --vocab-size (padding for the model is "
+            "added later) [vocab-size-not-that-of-tokenizer]"
         )
+    return tokenizer
+
+
+def _make(config: TokenizerConfig) -> Tokenizer:
+    kind = config.tokenizer
+    if kind == "NullTokenizer":
+        return NullTokenizer(config.vocab_size)
+    if kind == "ByteTokenizer":
+        return ByteTokenizer()
+    if TOKENIZER_FILES[kind] is SENTENCEPIECE:
+        make = getattr(optional.load("megatron.data.tokenizers.sentencepiece"), kind)
+        extra = [config.vocab_extra_ids] * (kind == "SentencePieceTokenizer")
+        return make(config.tokenizer_model, *extra)
+    bpe = optional.load("megatron.data.tokenizers.bpe")
+    if kind == "GPT2BPETokenizer":
+        return bpe.GPT2BPETokenizer(config.vocab_file, config.merge_file)
+    if kind == "HuggingFaceTokenizer":
+        return bpe.HuggingFaceTokenizer(config.tokenizer_model)
+    return bpe.TikTokenizer(
+        config.tokenizer_model,
+        config.tiktoken_pattern or "v2",
+        config.vocab_size or TIKTOKEN_VOCAB_SIZE,
+        config.tiktoken_num_special_tokens,
+        config.tiktoken_special_tokens or TIKTOKEN_SPECIAL,
+    )
 
 
 def build_tokenizer(tokenizer_type: str | None, **flags: Any) -> Tokenizer:
-    """The tokenizer of this type; `flags` are the other fields of `TokenizerFlags`. Raises as its
-    `build`."""
-    return TokenizerFlags(tokenizer_type=tokenizer_type, **flags).build()
-
-
-def _unknown_type(tokenizer_type: str | None) -> str:
-    known = ", ".join(TOKENIZER_TYPES)
-    if tokenizer_type is None:
-        return f"--tokenizer-type: is needed; give one of {known} [flag-missing]"
-    if tokenizer_type.startswith("BertWordPiece"):
-        return (
-            f"--tokenizer-type {tokenizer_type}: BERT is not trained here; give one of {known} "
-            "[tokenizer-unknown]"
-        )
-    by_lower = {name.lower(): name for name in TOKENIZER_TYPES}
-    close = difflib.get_close_matches(tokenizer_type.lower(), by_lower, 1, 0.35)
-    hint = f"did you mean {by_lower[close[0]]}? Known: {known}" if close else f"give one of {known}"
-    return (
-        f"--tokenizer-type {tokenizer_type}: there is no such tokenizer here; {hint} "
-        "[tokenizer-unknown]"
-    )
-
-
-def _file_problems(flag: str, path: str, what: str, folder_ok: bool) -> list[str]:
-    if not os.path.exists(path):
-        where = (
-            f"no such file (looked in {os.getcwd()})" if not os.path.isabs(path) else "no such file"
-        )
-        return [
-            (
-                f"{flag}: {where}; give {what}, which must be on this machine: nothing is "
-                "downloaded [tokenizer-file-missing]"
-            )
-        ]
-    if os.path.isdir(path) and not folder_ok:
-        return [f"{flag}: is a directory; give {what} [path-is-a-directory]"]
-    if not os.access(path, os.R_OK):
-        return [f"{flag}: cannot be read; check its permissions [file-not-readable]"]
-    return []
+    """The tokenizer of this type; `flags` are the other fields of `TokenizerConfig`. Raises as
+    `tokenizer_from`."""
+    return tokenizer_from(TokenizerConfig(tokenizer_type=tokenizer_type, **flags))

@@ -10,7 +10,6 @@ import pytest
 
 from megatron.config.checks import paths as check_paths
 from megatron.data.blend.blended_dataset import parse_blend, parse_split
-from megatron.data.tokenizers.build import TOKENIZER_TYPES
 from tests.config.checks.checked_flags import BASE, checked
 from tests.problems import assert_problem, codes_of
 
@@ -110,14 +109,6 @@ def test_the_parent_of_a_directory_to_write_may_be_missing(data: Path):
     assert checked("--save new/deep/run --save-interval 1 --tensorboard-dir new/tb") == ([], [])
     [line] = checked("--tensorboard-dir merges.txt/tb")[0]
     assert_problem(line, "path-not-a-directory", "--tensorboard-dir", f"{data}/merges.txt")
-
-
-def test_the_tokenizers_are_those_of_the_data_folder():
-    assert list(check_paths.TOKENIZER_FILES) == list(TOKENIZER_TYPES)
-    for kind, files in TOKENIZER_TYPES.items():
-        assert [name for name, _ in files] == [
-            name for name, _ in check_paths.TOKENIZER_FILES[kind]
-        ]
 
 
 def test_bytes_need_no_file_and_have_their_own_number_of_ids(data: Path):
