@@ -31,7 +31,6 @@ from megatron.arguments import Problems, arg
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.ledger import MASK, SKIPPED, read_ledger, sample_hash, tokens_hash
 from megatron.data.packed.internlm_files import JsonlTokens, meta_path
-from megatron.data.sample_lookup import pieces, prefixes, samples_showing
 from megatron.data.sampler import SequentialSampler
 from megatron.data.tokenizers import metadata as provenance
 from tools.shared.program import Command, run_command
@@ -252,7 +251,7 @@ def describe_sample(reading: Reading, sample: int) -> dict[str, Any]:
     tokens = reading.tokens(sample)
     found = []
     at = 0
-    for piece in pieces(reading.dataset, sample):
+    for piece in reading.dataset.pieces_of(sample):
         head = tokens[at : at + min(HEAD, piece.length)].tolist()
         at += piece.length
         known = all(0 <= token < reading.tokenizer.vocab_size for token in head)
@@ -375,7 +374,7 @@ def show_iteration(found: dict[str, Any]) -> None:
 
 def find_document(reading: Reading, document: int, prefix: str | None) -> dict[str, Any]:
     """Every sample of the run that shows the document, with its iteration."""
-    known = prefixes(reading.dataset)
+    known = reading.dataset.prefixes()
     if prefix is None and len(known) == 1:
         prefix = known[0]
     if prefix not in known:
@@ -383,7 +382,7 @@ def find_document(reading: Reading, document: int, prefix: str | None) -> dict[s
             f"--prefix {prefix or 'is missing'}: the run reads {', '.join(known[:20])}; give one "
             "of them"
         )
-    shown = samples_showing(reading.dataset, prefix, document)
+    shown = reading.dataset.samples_showing(prefix, document)
     return {"document": document, "dataset": prefix, "shown": list(place_samples(reading, shown))}
 
 

@@ -155,7 +155,8 @@ def build_train_valid_test_datasets(
         table.extend(
             row
             for dataset, size in zip(found, sizes, strict=True)
-            for row in plan_rows(dataset, size)
+            if dataset is not None
+            for row in dataset.plan_rows(size)
         )
         return found
 
@@ -192,29 +193,6 @@ def _in_epochs(
             for number, (blend, size) in enumerate(zip(blends, sizes, strict=True))
         ]
     return tuple(found)
-
-
-def plan_rows(dataset: Dataset | None, size: int | None) -> list[Row]:
-    """What a run reads of each corpus of a dataset in Megatron's order, if it reads `size` samples
-    of it."""
-    if dataset is None or isinstance(dataset, MockGPTDataset):
-        return []
-    members = [dataset]
-    counts = [len(dataset) if size is None else size]
-    if isinstance(dataset, BlendedDataset):
-        members = dataset.datasets
-        counts = np.bincount(dataset.dataset_index[:size], minlength=len(members)).tolist()
-    return [
-        Row(
-            dataset.index_split,
-            member.corpus.path_prefix,
-            member.num_documents,
-            member.plan.tokens_per_epoch,
-            count,
-            member.sequence_length,
-        )
-        for member, count in zip(members, counts, strict=True)
-    ]
 
 
 class _Builder:

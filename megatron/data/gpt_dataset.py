@@ -17,6 +17,8 @@ from megatron import log
 from megatron.data.index_cache import IndexArrays, IndexCache
 from megatron.data.index_helpers import build_sample_index, document_index_dtype, shuffle
 from megatron.data.indexed_dataset import IndexedDataset
+from megatron.data.plan_table import Row
+from megatron.data.sample_lookup import Piece, check_document
 
 LOGGER = "megatron.core.datasets.gpt_dataset"
 CACHE_FORMAT = 1  # part of every cache key: raise it when the meaning of the cached arrays changes
@@ -40,6 +42,12 @@ class TokenSequences(Protocol):
 
     def check(self) -> None:
         """Raise ValueError if what `gather` would return is not what was written."""
+
+    def sequences_of(self, document: int) -> range:
+        """The sequences of a document. Raises ValueError for a document that does not exist."""
+
+    def piece(self, sequence: int, offset: int, length: int) -> Piece:
+        """Where tokens `offset .. offset + length` of a sequence are stored."""
 
 
 @dataclass(frozen=True)
@@ -346,6 +354,53 @@ class GPTDataset:
             "separate_last_epoch": self.plan.separate_last_epoch,
         }
 
+    def prefixes(self) -> list[str]:
+        """See `sample_lookup.Dataset`."""
+        return [self.corpus.path_prefix]
+
+    def pieces_of(self, index: int) -> list[Piece]:
+        """See `sample_lookup.Dataset`."""
+        return [self.corpus.piece(*part) for part in self.locate(index)]
+
+    def samples_showing(self, prefix: str, document: int) -> dict[int, int]:
+        """See `sample_lookup.Dataset`."""
+        if prefix != self.corpus.path_prefix:
+            return {}
+        sequences = self.corpus.sequences_of(document)
+        found = {
+            sample: sum(n for sequence, _, n in self.locate(sample) if sequence in sequences)
+            for sample in self._samples_near(sequences)
+        }
+        return {sample: count for sample, count in found.items() if count}
+
+    def _samples_near(self, sequences: range) -> list[int]:
+        """The samples that may hold tokens of these sequences, in rising order: all that do, and a
+        few more."""
+        order = self.document_index
+        starts = self.sample_index[:, 0]
+        places = np.flatnonzero((order >= sequences.start) & (order < sequences.stop))
+        # Row r reaches from the place where it starts to that where row r + 1 does, whose first
+        # token is its last label.
+        first = np.maximum(np.searchsorted(starts, places, side="left") - 1, 0)
+        last = np.searchsorted(starts, places, side="right") - 1
+        wanted = np.zeros(len(starts), bool)
+        for low, high in zip(first.tolist(), last.tolist(), strict=True):
+            wanted[low : high + 1] = True
+        return np.flatnonzero(wanted[self.shuffle_index]).tolist()
+
+    def plan_rows(self, size: int | None) -> list[Row]:
+        """The row of the data table if `size` samples (None: all) are read."""
+        return [
+            Row(
+                self.index_split,
+                self.corpus.path_prefix,
+                self.num_documents,
+                self.plan.tokens_per_epoch,
+                len(self) if size is None else size,
+                self.sequence_length,
+            )
+        ]
+
 
 class MockSequences:
     """A corpus of 100000 made-up sequences of 1 to 4095 tokens: 1, 2, 3, ... modulo the vocabulary,
@@ -400,10 +455,23 @@ class MockSequences:
     def check(self) -> None:
         """Nothing can be damaged."""
 
+    def sequences_of(self, document: int) -> range:
+        """Each sequence is a document. Raises ValueError for a document that does not exist."""
+        check_document(document, self.path_prefix, len(self))
+        return range(document, document + 1)
+
+    def piece(self, sequence: int, offset: int, length: int) -> Piece:
+        """Tokens of a sequence, which no file holds."""
+        return Piece(self.path_prefix, sequence, offset, length, None, None)
+
 
 class MockGPTDataset(GPTDataset):
     """GPTDataset over MockSequences: a pure function of (seed, index, split, vocabulary); needs no
     files."""
+
+    def plan_rows(self, size: int | None) -> list[Row]:
+        """No row: no file is read."""
+        return []
 
 
 def open_corpus(prefix: str, vocab_size: int | None = None) -> IndexedDataset:

@@ -22,6 +22,7 @@ import numpy as np
 
 from megatron import log
 from megatron.data.file_access import check_mapped, map_file, open_to_read, read_at
+from megatron.data.sample_lookup import Piece, check_document
 
 LOGGER = "megatron.core.datasets.indexed_dataset"
 MAGIC = b"MMIDIDX\x00\x00"
@@ -213,6 +214,35 @@ class IndexedDataset:
         return document, int(
             self.sequence_lengths[self.document_indices[document] : sequence].sum(dtype=np.int64)
         )
+
+    def sequences_of(self, document: int) -> range:
+        """The sequences of a document. Raises ValueError for a document that does not exist."""
+        check_document(document, self.path_prefix, self.num_documents)
+        return range(*self.document_indices[document : document + 2].tolist())
+
+    def piece(self, sequence: int, offset: int, length: int) -> Piece:
+        """Where tokens `offset .. offset + length` of a sequence are stored."""
+        document, before = self.document_of(sequence)
+        size = self.dtype.itemsize
+        first = int(self.sequence_pointers[sequence]) + offset * size
+        return Piece(
+            self.path_prefix, document, before + offset, length, first, first + length * size
+        )
+
+    def pieces_between(self, first: int, end: int) -> list[Piece]:
+        """Tokens `first .. end` of the .bin, document by document; its sequences must be stored one
+        after the other."""
+        found = []
+        size = self.dtype.itemsize
+        sequence = bisect_right(self.sequence_pointers, first * size) - 1
+        while first < end:
+            start = int(self.sequence_pointers[sequence]) // size
+            stop = min(end, start + int(self.sequence_lengths[sequence]))
+            if stop > first:
+                found.append(self.piece(sequence, first - start, stop - first))
+                first = stop
+            sequence += 1
+        return found
 
     def get(self, index: int, offset: int = 0, length: int | None = None) -> np.ndarray:
         """Tokens `offset .. offset + length` of sequence `index` (to its end without `length`),

@@ -9,7 +9,7 @@ import numpy as np
 
 from megatron.data.ledger import sample_hash, tokens_hash
 from megatron.data.packed.packed_dataset import LABELS, POSITIONS, SUBSET, TOKENS
-from megatron.data.sample_lookup import Dataset, pieces
+from megatron.data.sample_lookup import Dataset
 from megatron.data.subsets import subset_of
 
 
@@ -70,7 +70,7 @@ class Samples:
         lines = np.atleast_2d(ids_of(row))
         line, place = np.argwhere(lines.view(np.uint64) >= self.vocab_size)[0].tolist()
         at = place
-        for piece in pieces(self.dataset, index):
+        for piece in self.dataset.pieces_of(index):
             if at < piece.length:
                 break
             at -= piece.length

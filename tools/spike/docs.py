@@ -21,7 +21,7 @@ from megatron.analysis import text_anomalies
 from megatron.analysis.log_reader import without_nan
 from megatron.analysis.loss_outliers import MASKED, mean_loss
 from megatron.arguments import Problems
-from megatron.data.sample_lookup import Piece, pieces
+from megatron.data.sample_lookup import Piece
 from tools import inspect_data
 from tools.shared.run_data import Reading, open_run
 from tools.spike.options import DocsOptions
@@ -121,7 +121,7 @@ def _cut(
 ) -> Iterator[tuple[Piece, int, np.ndarray]]:
     """The pieces of a sample, each with its place in it and its ids."""
     at = 0
-    for piece in pieces(reading.dataset, sample):
+    for piece in reading.dataset.pieces_of(sample):
         yield piece, at, tokens[at : at + piece.length]
         at += piece.length
 

@@ -18,6 +18,8 @@ from megatron import log
 from megatron.data.gpt_dataset import CACHE_FORMAT, GPTDataset
 from megatron.data.index_cache import IndexArrays, IndexCache
 from megatron.data.index_helpers import build_blending_indices, build_exhaustive_blending_indices
+from megatron.data.plan_table import Row
+from megatron.data.sample_lookup import Piece
 
 LOGGER = "megatron.core.datasets.blended_dataset"
 INDEX_NAMES = ("dataset_index", "dataset_sample_index")
@@ -292,3 +294,33 @@ class BlendedDataset:
             "weights": self.weights,
             "datasets": [dataset.order() for dataset in self.datasets],
         }
+
+    def prefixes(self) -> list[str]:
+        """See `sample_lookup.Dataset`."""
+        return list(dict.fromkeys(dataset.corpus.path_prefix for dataset in self.datasets))
+
+    def pieces_of(self, index: int) -> list[Piece]:
+        """See `sample_lookup.Dataset`."""
+        dataset, sample = self.source(index)
+        return self.datasets[dataset].pieces_of(sample)
+
+    def samples_showing(self, prefix: str, document: int) -> dict[int, int]:
+        """See `sample_lookup.Dataset`."""
+        found: dict[int, int] = {}
+        for number, dataset in enumerate(self.datasets):
+            counts = dataset.samples_showing(prefix, document)
+            places = np.flatnonzero(
+                (self.dataset_index == number) & np.isin(self.dataset_sample_index, list(counts))
+            )
+            samples = self.dataset_sample_index[places].tolist()
+            found |= {p: counts[s] for p, s in zip(places.tolist(), samples, strict=True)}
+        return dict(sorted(found.items()))
+
+    def plan_rows(self, size: int | None) -> list[Row]:
+        """The rows of the data table if `size` samples (None: all) are read."""
+        counts = np.bincount(self.dataset_index[:size], minlength=len(self.datasets)).tolist()
+        return [
+            row
+            for dataset, count in zip(self.datasets, counts, strict=True)
+            for row in dataset.plan_rows(count)
+        ]

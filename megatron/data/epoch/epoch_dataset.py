@@ -20,9 +20,11 @@ from itertools import accumulate
 
 import numpy as np
 
+from megatron.data import sample_lookup as lookup
 from megatron.data.epoch.permutation import Permutation
 from megatron.data.epoch.proportional_draws import Shares
 from megatron.data.epoch.token_files import TokenReader, fingerprint
+from megatron.data.indexed_dataset import IndexedDataset
 
 Piece = tuple[str, int, int]  # (prefix, token number in its .bin, tokens)
 
@@ -241,4 +243,37 @@ class EpochBlend:
             "since": self.since,
             "taken": self.taken,
             "datasets": [dataset.order() for dataset in self.datasets],
+        }
+
+    def prefixes(self) -> list[str]:
+        """See `sample_lookup.Dataset`."""
+        return list(
+            dict.fromkeys(prefix for dataset in self.datasets for prefix in dataset.prefixes())
+        )
+
+    def pieces_of(self, index: int) -> list[lookup.Piece]:
+        """See `sample_lookup.Dataset`."""
+        return [
+            piece
+            for prefix, first, count in self.pieces(index)
+            for piece in IndexedDataset(prefix).pieces_between(first, first + count)
+        ]
+
+    def samples_showing(self, prefix: str, document: int) -> dict[int, int]:
+        """See `sample_lookup.Dataset`."""
+        corpus = IndexedDataset(prefix)
+        sequences = corpus.sequences_of(document)
+        if not sequences:
+            return {}
+        size = corpus.dtype.itemsize
+        last = sequences[-1]
+        first = int(corpus.sequence_pointers[sequences[0]]) // size
+        end = int(corpus.sequence_pointers[last]) // size + int(corpus.sequence_lengths[last])
+        return {
+            sample: sum(
+                max(0, min(at + count, end) - max(at, first))
+                for name, at, count in self.pieces(sample)
+                if name == prefix
+            )
+            for sample in self.showing(prefix, first, end)
         }

@@ -19,6 +19,7 @@ from typing import Literal, Protocol
 import numpy as np
 
 from megatron.data.index_helpers import shuffle
+from megatron.data.sample_lookup import Piece, check_document
 
 SEED = 1024  # of both shuffles, whatever --seed is: a file's samples lie alike in every run
 TOKENS, LABELS, POSITIONS, SUBSET = range(4)  # the lines of a row
@@ -218,6 +219,20 @@ class PackedDataset:
     def __getitem__(self, index: int) -> np.ndarray:
         file, row = self.source(index)
         return file[row]
+
+    def pieces_of(self, index: int) -> list[Piece]:
+        """See `sample_lookup.Dataset`."""
+        file, row = self.source(index)
+        return [
+            Piece(file.file.prefix, *part, *(file.file.bytes_of(*part) or (None, None)))
+            for part in file.parts(row)
+        ]
+
+    def samples_showing(self, prefix: str, document: int) -> dict[int, int]:
+        """See `sample_lookup.Dataset`; a sample of the run is a row."""
+        count = next(len(file.file.lengths) for file in self.files if file.file.prefix == prefix)
+        check_document(document, prefix, count)
+        return self.showing(prefix, document)
 
     def prefixes(self) -> list[str]:
         """Its files, each once, in their order."""

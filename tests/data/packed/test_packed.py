@@ -18,7 +18,6 @@ from megatron.data.packed.build import open_files
 from megatron.data.packed.internlm_dummy import DummySamples
 from megatron.data.packed.internlm_files import JsonlTokens
 from megatron.data.packed.packed_dataset import PackedDataset, PackedFile, PackingRule
-from megatron.data.sample_lookup import pieces, samples_showing
 from megatron.data.sampler import PackedSampler
 from megatron.data.samples import Samples
 from tests.data.packed.packed_files import Listed, build, write_lines, write_pair
@@ -262,7 +261,7 @@ def test_where_the_tokens_of_a_row_stand(tmp_path):
     held: dict[tuple[str, int], dict[int, int]] = {}
     for k in range(len(dataset)):
         tokens = []
-        for piece in pieces(dataset, k):
+        for piece in dataset.pieces_of(k):
             mine = samples[piece.document][piece.offset : piece.offset + piece.length]
             stored = raw[piece.prefix][piece.first_byte : piece.end_byte]
             assert (
@@ -276,12 +275,12 @@ def test_where_the_tokens_of_a_row_stand(tmp_path):
         assert tokens == dataset[k][packed_dataset.TOKENS].tolist()
     for prefix in dataset.prefixes():
         for document in range(30):
-            assert samples_showing(dataset, prefix, document) == held.get((prefix, document), {}), (
+            assert dataset.samples_showing(prefix, document) == held.get((prefix, document), {}), (
                 prefix,
                 document,
             )
     with pytest.raises(ValueError, match="--document 30: .*a has the documents 0 to 29"):
-        samples_showing(dataset, dataset.prefixes()[0], 30)
+        dataset.samples_showing(dataset.prefixes()[0], 30)
 
 
 def test_negative_ids_are_read_and_not_predicted(tmp_path):
