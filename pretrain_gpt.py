@@ -45,20 +45,21 @@ def forward_step(batch, model):
 
 def print_data(line, plan):
     """Of a dry run: what would be read of which data set, if the data are here."""
-    from megatron.data.dry_run import planned_rows
     from megatron.data.plan_table import plan_table
+    from megatron.data.request import DataRequest
+    from megatron.data.sources import source_of
 
     data = line.config.data
     targets = plan.targets
     valid = None if data.full_validation and targets.valid else targets.valid
     try:
-        rows = planned_rows(
-            data,
-            (targets.train, valid, targets.test),
-            line.config.model.seq_length,
-            line.config.training.micro_batch_size,
-            plan.batch.final_global_batch_size,
+        request = DataRequest(
+            sizes=(targets.train, valid, targets.test),
+            sequence_length=line.config.model.seq_length,
+            micro_batch_size=line.config.training.micro_batch_size,
+            global_batch_size=plan.batch.final_global_batch_size,
         )
+        rows = source_of(data).plan_rows(data, request)
         lines = ["data:", *plan_table(rows)] if rows else ["data: mock data (--mock-data)"]
     except (ValueError, OSError) as error:
         lines = [f"data: cannot be read on this machine: {error}"]

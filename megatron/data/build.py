@@ -1,13 +1,12 @@
 """From the data flags to the train, valid and test datasets.
 
-It knows flags, files and sizes, and of tokenizers only their identity; it must not know process
-groups, batches or training.
+One function for each source of `megatron.data.sources` that reads .bin/.idx pairs or mock data.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -28,8 +27,7 @@ from megatron.data.blend.blended_dataset import (
 )
 from megatron.data.blend.members import Member, members_of, read_in, weights_of
 from megatron.data.blend.paths import expand
-from megatron.data.epoch.build import Before, EpochBuilder
-from megatron.data.epoch.epoch_dataset import EpochBlend
+from megatron.data.epoch.build import EpochBuilder
 from megatron.data.gpt_dataset import (
     GPTDataset,
     MockGPTDataset,
@@ -39,12 +37,15 @@ from megatron.data.gpt_dataset import (
 )
 from megatron.data.index_cache import IndexCache
 from megatron.data.plan_table import Row
+from megatron.data.request import DataRequest, number_needed
+from megatron.data.sample_lookup import Dataset
 from megatron.data.tokenizers import metadata as provenance
 
 LOGGER = "megatron.core.datasets.blended_megatron_dataset_config"
 DEFAULT_SPLIT = "969, 30, 1"
 MOCK_SPLIT = "1,1,1"
-Dataset = GPTDataset | BlendedDataset | EpochBlend
+Blends = Blend | list[Blend | None] | None
+Splits = tuple[Dataset | None, Dataset | list[Dataset] | None, Dataset | None]
 
 
 class DataFlags(Protocol):
@@ -105,106 +106,97 @@ def read_blends(data: DataFlags) -> Blend | list[Blend | None] | None:
     return [parse_blend(items, flag) if items else None for flag, items in per_split.items()]
 
 
-def build_train_valid_test_datasets(
+def build_splits(
     data: DataFlags,
-    *,
-    sequence_length: int,
-    seed: int,
-    sizes: Sequence[int | None],
-    vocab_size: int,
-    eod: int,
-    check_tokens: bool = True,
-    before: Before | None = None,
-    rows: list[Row] | None = None,
-) -> tuple[Dataset | None, Dataset | list[Dataset] | None, Dataset | None]:
-    """The datasets of train, valid and test, None where the flags give a split nothing or `sizes`
-    asks for 0 samples. With --multiple-validation-sets, valid is a list.
+    request: DataRequest,
+    rows: list[Row],
+    make: Callable[[Blends, Sequence[int | None]], tuple[Dataset | None, ...]],
+) -> Splits:
+    """The data sets of train, valid and test that `make` gives, None where the flags give a split
+    nothing or 0 samples are requested. With --multiple-validation-sets, valid is a list: `make` is
+    called for each.
 
-    `sizes` are the samples needed (`megatron.config.plan.plan.Targets`); None means one epoch.
-    `vocab_size` is the tokenizer's and `eod` its end-of-document id: mock data is made of them, and
-    with `check_tokens` the head of each corpus is compared with them. `before` is where a run in
-    epoch order is resumed; `rows`, if given, gets the table of the plan.
-
-    Every rank may call this at once: of those that share a cache one builds, the others wait for
-    it. Raises ValueError or FileNotFoundError with flag or file, what is wrong and what to do.
+    `rows` gets the table of the plan, of which `make` appends its part. Every rank may call this at
+    once: of those that share a cache one builds, the others wait for it. Raises ValueError or
+    FileNotFoundError with flag or file, what is wrong and what to do.
     """
-    sizes = [None if size is None else int(size) for size in sizes]
+    sizes = [None if size is None else int(size) for size in request.sizes]
     if sizes[0] is not None and sizes[0] < 1:
         raise ValueError(
             f"--train-iters, --train-samples: make {sizes[0]} training samples; at least 1 is "
             "needed [value-out-of-range]"
         )
     blends = read_blends(data)
-    known = vocab_size if check_tokens else None
-    table = [] if rows is None else rows
-
-    def make(blends: Blend | list[Blend | None] | None) -> tuple[Dataset | None, ...]:
-        if data.data_order == "epoch" and blends is not None:
-            return _in_epochs(
-                data, blends, EpochBuilder(sequence_length, seed, known, before, table), sizes
-            )
-        builder = _Builder(data, sequence_length, seed, known)
-        if blends is None:
-            found = builder.mock(sizes, vocab_size, eod)
-        elif isinstance(blends, tuple):
-            found = builder.one_source(members_of(blends), sizes)
-        else:
-            found = builder.one_source_per_split(
-                [blend and members_of(blend) for blend in blends], sizes
-            )
-        table.extend(
-            row
-            for dataset, size in zip(found, sizes, strict=True)
-            if dataset is not None
-            for row in dataset.plan_rows(size)
-        )
-        return found
-
     if not data.multiple_validation_sets:
-        return make(blends)
+        return make(blends, sizes)
     if not isinstance(blends, list) or blends[1] is None or blends[1][1] is not None:
         raise ValueError(
             "--multiple-validation-sets: needs --valid-data-path, or per-split paths, without "
             "weights [validation-sets-not-named]"
         )
-    train, _, test = make([blends[0], None, blends[2]])
+    train, _, test = make([blends[0], None, blends[2]], sizes)
     valid = []
     for number, word in enumerate(blends[1][0]):
-        told = len(table)
-        valid.append(make([None, ([word], None), None])[1])
-        table[told:] = [replace(row, split=f"valid-{number}") for row in table[told:]]
+        start = len(rows)
+        valid.append(make([None, ([word], None), None], sizes)[1])
+        rows[start:] = [replace(row, split=f"valid-{number}") for row in rows[start:]]
     return train, valid, test
 
 
-def _in_epochs(
-    data: DataFlags,
-    blends: Blend | list[Blend | None],
-    builder: EpochBuilder,
-    sizes: Sequence[int | None],
-) -> tuple[EpochBlend | None, ...]:
-    """The datasets of `--data-order epoch`."""
-    if isinstance(blends, tuple):
-        matrix = parse_split(data.split or DEFAULT_SPLIT)
-        log.info(LOGGER, f"Let split_matrix = {matrix}")
-        found = builder.one_source(blends, matrix, sizes)
-    else:
-        found = [
+def build_mock(data: DataFlags, request: DataRequest, rows: list[Row]) -> Splits:
+    """The data sets of --mock-data."""
+
+    def make(blends: Blends, sizes: Sequence[int | None]) -> tuple[Dataset | None, ...]:
+        return _Builder(data, request).mock(sizes, request.vocab_size, request.eod)
+
+    return build_splits(data, request, rows, make)
+
+
+def build_in_megatron_order(data: DataFlags, request: DataRequest, rows: list[Row]) -> Splits:
+    """The data sets of `--data-order megatron`."""
+
+    def make(blends: Blends, sizes: Sequence[int | None]) -> tuple[Dataset | None, ...]:
+        builder = _Builder(data, request)
+        if isinstance(blends, tuple):
+            found = builder.one_source(members_of(blends), sizes)
+        else:
+            found = builder.one_source_per_split(
+                [blend and members_of(blend) for blend in blends], sizes
+            )
+        for dataset, size in zip(found, sizes, strict=True):
+            rows.extend([] if dataset is None else dataset.plan_rows(size))
+        return found
+
+    return build_splits(data, request, rows, make)
+
+
+def build_in_epoch_order(data: DataFlags, request: DataRequest, rows: list[Row]) -> Splits:
+    """The data sets of `--data-order epoch`."""
+    builder = EpochBuilder(
+        request.sequence_length, request.seed, request.checked_vocab_size, request.before, rows
+    )
+
+    def make(blends: Blends, sizes: Sequence[int | None]) -> tuple[Dataset | None, ...]:
+        if isinstance(blends, tuple):
+            matrix = parse_split(data.split or DEFAULT_SPLIT)
+            log.info(LOGGER, f"Let split_matrix = {matrix}")
+            return tuple(builder.one_source(blends, matrix, sizes))
+        return tuple(
             None if blend is None or size == 0 else builder.one_split(blend, number, size)
             for number, (blend, size) in enumerate(zip(blends, sizes, strict=True))
-        ]
-    return tuple(found)
+        )
+
+    return build_splits(data, request, rows, make)
 
 
 class _Builder:
     """What all splits have in common while they are built."""
 
-    def __init__(
-        self, data: DataFlags, sequence_length: int, seed: int, vocab_size: int | None
-    ) -> None:
+    def __init__(self, data: DataFlags, request: DataRequest) -> None:
         self.data = data
-        self.sequence_length = sequence_length
-        self.seed = seed
-        self.vocab_size = vocab_size
+        self.sequence_length = request.sequence_length
+        self.seed = request.seed
+        self.vocab_size = request.checked_vocab_size
         self.split: str | None = None
         self.matrix: SplitMatrix | None = None
 
@@ -302,12 +294,7 @@ class _Builder:
             weights = weights_of(
                 read, [_tokens(corpora[n], range(len(corpora[n]))) for n in numbers]
             )
-            if size is None:
-                raise ValueError(
-                    f"--data-path: weights need a number of {name} samples; drop the weights "
-                    "[weights-without-number-of-samples]"
-                )
-            used, built = blend_sizes(weights, size, surplus)
+            used, built = blend_sizes(weights, number_needed(size, name), surplus)
             size = sum(used)
         datasets = [
             self._dataset(GPTDataset, corpora[n], part, count, name, self._cache(member.prefix))

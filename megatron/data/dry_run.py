@@ -31,8 +31,8 @@ from megatron.data.epoch.token_files import (
     read_token_files,
 )
 from megatron.data.indexed_dataset import IndexedDataset
-from megatron.data.packed.build import build_packed_datasets
 from megatron.data.plan_table import Row
+from megatron.data.request import DataRequest, number_needed
 
 
 @dataclass(frozen=True)
@@ -63,39 +63,33 @@ class SplitFiles:
         return self.files[prefix].spans[self.number]
 
 
-def planned_rows(
-    data: DataFlags,
-    sizes: Sequence[int | None],
-    sequence_length: int,
-    micro_batch_size: int = 1,
-    global_batch_size: int = 1,
-) -> list[Row]:
+def rows_in_megatron_order(data: DataFlags, request: DataRequest) -> list[Row]:
     """A row for each data set and each split that is read, as the run prints them; none for
-    --mock-data. Of packed samples, for which the batch sizes are needed, a row for each subset.
+    --mock-data.
 
-    `sizes`: samples needed of each split, None for one epoch. Samples of a mix in the epoch order,
-    and of a large one in Megatron's, are its shares to a fraction; a run gives whole ones. Raises
-    ValueError and FileNotFoundError for what would keep the run from starting, as it would.
+    Samples of a large mix are its shares to a fraction; a run gives whole ones. Raises ValueError
+    and FileNotFoundError for what would keep the run from starting, as it would.
     """
-    if data.packed_samples:
-        found: list[Row] = []
-        build_packed_datasets(
-            data,
-            sequence_length=sequence_length,
-            micro_batch_size=micro_batch_size,
-            global_batch_size=global_batch_size,
-            sizes=sizes,
-            vocab_size=None,
-            rows=found,
-        )
-        return found
-    make = _rows_in_epochs if data.data_order == "epoch" else _rows
-    return [row for split in read_splits(data, sizes) for row in make(split, sequence_length)]
+    return [
+        row
+        for split in read_splits(data, request.sizes)
+        for row in _rows(split, request.sequence_length)
+    ]
+
+
+def rows_in_epoch_order(data: DataFlags, request: DataRequest) -> list[Row]:
+    """As `rows_in_megatron_order`, for `--data-order epoch`; a row for each word of the data
+    flags, samples to a fraction."""
+    return [
+        row
+        for split in read_splits(data, request.sizes)
+        for row in _rows_in_epochs(split, request.sequence_length)
+    ]
 
 
 def read_splits(data: DataFlags, sizes: Sequence[int | None]) -> list[SplitFiles]:
     """The splits that are read, of --multiple-validation-sets each; none for --mock-data. A few
-    numbers of each index are read, once. Raises as `planned_rows` does for what cannot be read."""
+    numbers of each index are read, once. Raises as `rows_in_megatron_order` does."""
     blends = read_blends(data)
     if blends is None:
         return []
@@ -191,12 +185,8 @@ def _rows(split: SplitFiles, sequence_length: int, drawn: bool = True) -> list[R
         samples: Sequence[float] = there if size is None else [size]
     elif read[0].weight is None and (size is None or size >= sum(there)):
         samples = there
-    elif size is None:
-        raise ValueError(
-            f"--data-path: weights need a number of {name} samples; drop the weights "
-            "[weights-without-number-of-samples]"
-        )
     else:
+        size = number_needed(size, name)
         tokens = [split.files[member.prefix].tokens for member in read]
         weights = there if read[0].weight is None else weights_of(read, tokens)
         samples = (
@@ -264,11 +254,7 @@ def _samples(
     if weights is None or isinstance(weights, EpochCounts):
         shares = tokens
         size = sum(tokens) / sequence_length if size is None else size
-    elif size is None:
-        raise ValueError(
-            f"--data-path: weights need a number of {split} samples; drop the weights "
-            "[weights-without-number-of-samples]"
-        )
     else:
+        size = number_needed(size, split)
         shares = normalize(weights)
     return [size * share / sum(shares) for share in shares]

@@ -9,12 +9,13 @@ from megatron import log
 from megatron.config.plan.plan import Plan
 from megatron.config.tree import Config
 from megatron.data import index_helpers
-from megatron.data.build import Before, build_train_valid_test_datasets, check_tokenizer
+from megatron.data.build import check_tokenizer
 from megatron.data.cyclic_sampler import CyclicSampler
 from megatron.data.data_order import data_order_fingerprint
-from megatron.data.packed.build import build_packed_datasets
 from megatron.data.plan_table import Row, plan_table
+from megatron.data.request import Before, DataRequest
 from megatron.data.sampler import PackedSampler, SequentialSampler
+from megatron.data.sources import source_of
 from megatron.data.subsets import subset_names
 from megatron.data.tokenizers.build import Tokenizer
 from megatron.training.launch.initialize import Runtime
@@ -67,36 +68,27 @@ def build_data(
         None if d.full_validation and targets.valid else targets.valid,
         targets.test,
     )
-    if d.packed_samples:
-        train, valid, test = build_packed_datasets(
-            d,
-            sequence_length=config.model.seq_length,
-            micro_batch_size=t.micro_batch_size,
-            global_batch_size=plan.batch.final_global_batch_size,
-            sizes=sizes,
-            vocab_size=tokenizer.vocab_size,
-            identity=tokenizer.identity(),
-            rows=rows,
+    before = None
+    if run is not None and run.progress.data_order.get("train"):
+        before = Before(
+            run.progress.data_order["train"],
+            run.progress.consumed_train_samples,
+            d.continue_data_mix,
         )
-    else:
+    if not d.packed_samples:
         check_tokenizer(d, tokenizer.identity())
-        before = None
-        if run is not None and run.progress.data_order.get("train"):
-            before = Before(
-                run.progress.data_order["train"],
-                run.progress.consumed_train_samples,
-                d.continue_data_mix,
-            )
-        train, valid, test = build_train_valid_test_datasets(
-            d,
-            sequence_length=config.model.seq_length,
-            seed=t.seed,
-            vocab_size=tokenizer.vocab_size,
-            eod=tokenizer.eod,
-            sizes=sizes,
-            before=before,
-            rows=rows,
-        )
+    request = DataRequest(
+        sizes=sizes,
+        sequence_length=config.model.seq_length,
+        seed=t.seed,
+        vocab_size=tokenizer.vocab_size,
+        eod=tokenizer.eod,
+        identity=tokenizer.identity(),
+        before=before,
+        micro_batch_size=t.micro_batch_size,
+        global_batch_size=plan.batch.final_global_batch_size,
+    )
+    train, valid, test = source_of(d).build(d, request, rows)
     if run is not None and train is not None and config.logging.counts_subsets(d.packed_samples):
         run.rows = SubsetMetrics(
             subset_names(train), ctx, config.logging.log_accuracy, d.packed_samples

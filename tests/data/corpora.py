@@ -8,7 +8,11 @@ from pathlib import Path
 
 import numpy as np
 
+from megatron.data.build import Splits
 from megatron.data.indexed_dataset import IndexedDatasetBuilder
+from megatron.data.plan_table import Row
+from megatron.data.request import DataRequest
+from megatron.data.sources import source_of
 
 LENGTHS = [5, 3, 8, 2, 7, 4]  # the corpus of the golden vectors: 29 tokens
 
@@ -63,3 +67,16 @@ def data_flags(**given: object) -> types.SimpleNamespace:
             **given,
         }
     )
+
+
+def build_datasets(data: object, rows: list[Row] | None = None, **request: object) -> Splits:
+    """The data sets of train, valid and test that these flags and this request give."""
+    return source_of(data).build(data, DataRequest(**request), [] if rows is None else rows)
+
+
+def planned_rows(
+    data: object, sizes: Sequence[int | None], sequence_length: int, **request: object
+) -> list[Row]:
+    """The table of a dry run."""
+    request = {"sizes": sizes, "sequence_length": sequence_length, **request}
+    return source_of(data).plan_rows(data, DataRequest(**request))

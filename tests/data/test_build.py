@@ -13,7 +13,6 @@ from megatron.config.data import DataConfig
 from megatron.data.blend.blended_dataset import BlendedDataset
 from megatron.data.build import (
     DataFlags,
-    build_train_valid_test_datasets,
     read_blends,
 )
 from megatron.data.cyclic_sampler import CyclicSampler
@@ -21,7 +20,7 @@ from megatron.data.data_order import data_order_differences, data_order_fingerpr
 from megatron.data.gpt_dataset import GPTDataset, MockGPTDataset
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.sampler import SequentialSampler
-from tests.data.corpora import data_flags, write_corpus
+from tests.data.corpora import build_datasets, data_flags, write_corpus
 
 COMMON = {"sequence_length": 8, "seed": 7, "vocab_size": 1000, "eod": 999}
 
@@ -37,9 +36,7 @@ def corpora(tmp_path) -> list[str]:
 
 
 def build(sizes=(50, 20, 4), changes=None, **flags):
-    return build_train_valid_test_datasets(
-        data_flags(**flags), sizes=sizes, **{**COMMON, **(changes or {})}
-    )
+    return build_datasets(data_flags(**flags), sizes=sizes, **{**COMMON, **(changes or {})})
 
 
 def test_the_flags_are_those_of_the_configuration():

@@ -8,11 +8,10 @@ import numpy as np
 import pytest
 
 from megatron.data.blend import members as blend_members
-from megatron.data.build import build_train_valid_test_datasets
-from megatron.data.dry_run import Shortage, planned_rows, read_splits, shortages
+from megatron.data.dry_run import Shortage, read_splits, shortages
 from megatron.data.indexed_dataset import HEADER
 from megatron.data.plan_table import Row
-from tests.data.corpora import data_flags, write_corpus
+from tests.data.corpora import build_datasets, data_flags, planned_rows, write_corpus
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +65,7 @@ def test_it_is_the_table_of_the_run(pairs: list[str], kind: str, order: str, siz
         sizes = (sizes[0] if kind != "epochs" else 400, 20, sizes[2])
     flags = of(pairs, kind, order)
     rows: list[Row] = []
-    build_train_valid_test_datasets(
+    build_datasets(
         flags, sequence_length=8, seed=1, sizes=sizes, vocab_size=9000, eod=8999, rows=rows
     )
     planned = planned_rows(flags, sizes, 8)
@@ -101,7 +100,7 @@ def test_what_keeps_the_run_from_starting(
     flags = of(pairs, kind, order)
     for make in (
         lambda: planned_rows(flags, sizes, 8),
-        lambda: build_train_valid_test_datasets(
+        lambda: build_datasets(
             flags, sequence_length=8, seed=1, sizes=sizes, vocab_size=9000, eod=8999
         ),
     ):
@@ -131,7 +130,7 @@ def test_a_blend_without_weights_that_is_too_small(
     """Exactly what a run finds when it is built: as many samples as it needs are enough, one more
     is not."""
     flags = of(pairs, kind, "megatron")
-    train, _, _ = build_train_valid_test_datasets(
+    train, _, _ = build_datasets(
         flags, sequence_length=8, seed=1, sizes=(10**5, 0, 0), vocab_size=9000, eod=8999
     )
     there = len(train) if short else 10**5
@@ -154,7 +153,7 @@ def test_scattered_sequences_are_planned_in_megatrons_order(tmp_path: Path) -> N
     Path(prefix + ".idx").write_bytes(index)
     flags = data_flags(data_path=[prefix], split="1,0,0")
     rows = []
-    build_train_valid_test_datasets(
+    build_datasets(
         flags, sequence_length=8, seed=1, sizes=(50, 0, 0), vocab_size=9000, eod=8999, rows=rows
     )
     assert planned_rows(flags, (50, 0, 0), 8) == rows

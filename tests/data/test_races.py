@@ -13,9 +13,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.data.build import build_train_valid_test_datasets
 from megatron.data.index_cache import IndexCache
-from tests.data.corpora import data_flags, write_corpus
+from tests.data.corpora import build_datasets, data_flags, write_corpus
 
 FORK = multiprocessing.get_context("fork")
 # writes, renames and locks of the entries that one start makes: killed before each of them in turn
@@ -27,7 +26,7 @@ def samples(prefixes: list[str], cache: str | None) -> str:
     flags = data_flags(
         data_path=["1", prefixes[0], "2", prefixes[1]], split="90,10,0", data_cache_path=cache
     )
-    train, valid, _ = build_train_valid_test_datasets(
+    train, valid, _ = build_datasets(
         flags, sequence_length=32, seed=3, vocab_size=1000, eod=999, sizes=(400, 40, 0)
     )
     digest = hashlib.sha256()

@@ -9,11 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron.data.build import build_train_valid_test_datasets
 from megatron.data.text_bytes import bits_per_byte, bytes_per_token
 from megatron.data.tokenizers.build import ByteTokenizer, NullTokenizer
 from megatron.data.tokenizers.metadata import describe, joined_counts, text_size
-from tests.data.corpora import data_flags, write_corpus
+from tests.data.corpora import build_datasets, data_flags, write_corpus
 
 SEQUENCE = 8
 TEXT_BYTES = {"a": 1500, "b": 700, "c": 4000}
@@ -36,7 +35,7 @@ def corpora(tmp_path: Path) -> dict[str, str]:
 
 
 def valid(size: int | None, **flags):
-    return build_train_valid_test_datasets(
+    return build_datasets(
         data_flags(**flags),
         sequence_length=SEQUENCE,
         seed=1,

@@ -17,10 +17,9 @@ from megatron.data.blend.blended_dataset import (
     parse_split,
     split_range,
 )
-from megatron.data.build import build_train_valid_test_datasets
 from megatron.data.gpt_dataset import GPTDataset, MockGPTDataset, MockSequences
 from megatron.data.indexed_dataset import IndexedDataset, IndexedDatasetBuilder, optimal_dtype
-from tests.data.corpora import data_flags, write_corpus
+from tests.data.corpora import build_datasets, data_flags, write_corpus
 
 pytestmark = [
     pytest.mark.peers,
@@ -340,7 +339,7 @@ def test_whole_builds_on_random_cases(tmp_path):
 
 
 def build(flags: types.SimpleNamespace, sizes, sequence_length, seed):
-    return build_train_valid_test_datasets(
+    return build_datasets(
         flags, sequence_length=sequence_length, seed=seed, sizes=sizes, vocab_size=1000, eod=999
     )
 

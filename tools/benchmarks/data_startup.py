@@ -37,9 +37,11 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT)]
 from megatron.data import index_helpers  # noqa: E402
-from megatron.data.build import build_train_valid_test_datasets  # noqa: E402
+from megatron.data.build import Splits  # noqa: E402
 from megatron.data.gpt_dataset import GPTDataset  # noqa: E402
 from megatron.data.indexed_dataset import HEADER, MAGIC, IndexedDataset, bin_path, idx_path  # noqa: E402
+from megatron.data.request import DataRequest  # noqa: E402
+from megatron.data.sources import source_of  # noqa: E402
 
 VOCAB = 50257
 BATCH = 256  # samples of an iteration
@@ -104,8 +106,17 @@ def our_flags(**given: object) -> SimpleNamespace:
         "mid_level_dataset_surplus": 0.005,
         "data_order": "megatron",
         "multiple_validation_sets": False,
+        "packed_samples": False,
     }
     return SimpleNamespace(**{**dict.fromkeys(names), **fixed, **given})
+
+
+def build(flags: SimpleNamespace, samples: Sequence[int], seq_length: int) -> Splits:
+    """This suite's data sets of train, valid and test."""
+    request = DataRequest(
+        sizes=samples, sequence_length=seq_length, seed=1, vocab_size=VOCAB, eod=VOCAB - 1
+    )
+    return source_of(flags).build(flags, request, [])
 
 
 def megatron_core_dataset(prefix: str, seq_length: int, samples: int, cache: str | None) -> object:
@@ -183,14 +194,7 @@ def child(
             data_order=what,
             data_cache_path=cache,
         )
-        datasets = build_train_valid_test_datasets(
-            flags,
-            sequence_length=seq_length,
-            seed=1,
-            sizes=(samples, 0 if what == "megatron" else 1000, 0),
-            vocab_size=VOCAB,
-            eod=VOCAB - 1,
-        )
+        datasets = build(flags, (samples, 0 if what == "megatron" else 1000, 0), seq_length)
         first_of(datasets[0], iteration, workers) if iteration else datasets[0][0]
     return {
         "seconds": time.perf_counter() - start,
@@ -304,13 +308,10 @@ def getitem(args: argparse.Namespace) -> None:
         )
     corpus = IndexedDataset(prefix)
     count = (corpus.bin_bytes // 2 - 1) // args.seq_length
-    epoch, *_ = build_train_valid_test_datasets(
+    epoch, *_ = build(
         our_flags(data_path=[prefix], split="1,0,0", data_order="epoch"),
-        sequence_length=args.seq_length,
-        seed=1,
-        sizes=(count, 0, 0),
-        vocab_size=VOCAB,
-        eod=VOCAB - 1,
+        (count, 0, 0),
+        args.seq_length,
     )
     megatron = GPTDataset(corpus, sequence_length=args.seq_length, num_samples=count, seed=1)
     readers = {"epoch order": epoch.__getitem__, "Megatron order": megatron.__getitem__}

@@ -19,11 +19,11 @@ from megatron.config.checks.paths import newest_checkpoint
 from megatron.config.plan.plan import Plan, make_plan
 from megatron.config.skip_ranges import SkipRanges
 from megatron.config.tree import Config
-from megatron.data.build import Before, build_train_valid_test_datasets
 from megatron.data.ledger import MASK, sample_hash, tokens_hash
-from megatron.data.packed.build import build_packed_datasets
+from megatron.data.request import Before, DataRequest
 from megatron.data.sample_lookup import Dataset
 from megatron.data.sampler import PackedSampler, Sampler, SequentialSampler
+from megatron.data.sources import source_of
 from megatron.data.tokenizers.build import Tokenizer, tokenizer_from
 
 
@@ -113,28 +113,18 @@ def open_run(
         plan = replace(plan, skips=_skips(folder, state, plan.skips))
     order = state["data"]["order"]["train"] if state else None
     before = Before(order, state["consumed_train_samples"]) if order else None
-    sizes = (plan.targets.train, 0, 0)
-    length = config.model.seq_length
-    if d.packed_samples:
-        dataset, _, _ = build_packed_datasets(
-            d,
-            sequence_length=length,
-            micro_batch_size=config.training.micro_batch_size,
-            global_batch_size=plan.batch.final_global_batch_size,
-            sizes=sizes,
-            vocab_size=None,
-        )
-    else:
-        dataset, _, _ = build_train_valid_test_datasets(
-            d,
-            sequence_length=length,
-            seed=config.training.seed,
-            vocab_size=tokenizer.vocab_size,
-            eod=tokenizer.eod,
-            sizes=sizes,
-            check_tokens=False,
-            before=before,
-        )
+    request = DataRequest(
+        sizes=(plan.targets.train, 0, 0),
+        sequence_length=config.model.seq_length,
+        seed=config.training.seed,
+        vocab_size=tokenizer.vocab_size,
+        eod=tokenizer.eod,
+        check_tokens=False,
+        before=before,
+        micro_batch_size=config.training.micro_batch_size,
+        global_batch_size=plan.batch.final_global_batch_size,
+    )
+    dataset, _, _ = source_of(d).build(d, request, [])
     shift = (
         state["consumed_train_samples"] - plan.consumed_samples(state["iteration"]) if state else 0
     )

@@ -16,16 +16,7 @@ from megatron.data.epoch.epoch_dataset import EpochBlend, EpochDataset
 from megatron.data.epoch.proportional_draws import Shares, whole_weights
 from megatron.data.epoch.token_files import TokenReader, check_heads, read_token_files
 from megatron.data.plan_table import Row
-
-
-@dataclass(frozen=True)
-class Before:
-    """Where a run is resumed: the data order of the checkpoint's training split, the samples
-    consumed, and whether another mix may go on from there."""
-
-    order: dict[str, object]
-    consumed: int
-    other_mix: bool = False
+from megatron.data.request import Before, number_needed
 
 
 @dataclass(frozen=True)
@@ -102,12 +93,8 @@ class EpochBuilder:
                         f"--data-path: epochs:{count:g} of {dataset.name} make no "
                         "sample; raise it, or leave it out [epochs-too-few]"
                     )
-        elif size is None:
-            raise ValueError(
-                f"--data-path: weights need a number of {split} samples; drop the weights "
-                "[weights-without-number-of-samples]"
-            )
         else:
+            number_needed(size, split)
             shares = whole_weights(weights)
         made = self._blend(datasets, shares, size, split, limited=repeats)
         used = made.shares.taken(made.size - made.since)

@@ -26,6 +26,7 @@ from megatron.data.packed.internlm_files import (
 )
 from megatron.data.packed.packed_dataset import PackedDataset, PackedFile, PackingRule, SampleFile
 from megatron.data.plan_table import Row
+from megatron.data.request import DataRequest
 from megatron.data.subsets import shortened
 from megatron.data.tokenizers import metadata as provenance
 
@@ -43,25 +44,20 @@ class PackedFlags(DataFlags, Protocol):
 
 
 def build_packed_datasets(
-    data: PackedFlags,
-    *,
-    sequence_length: int,
-    micro_batch_size: int,
-    global_batch_size: int,
-    sizes: Sequence[int | None],
-    vocab_size: int | None,
-    identity: Mapping[str, object] | None = None,
-    rows: list[Row] | None = None,
+    data: PackedFlags, request: DataRequest, rows: list[Row]
 ) -> tuple[PackedDataset | None, PackedDataset | list[PackedDataset] | None, PackedDataset | None]:
-    """The data sets of train, valid and test, None where the flags give a split nothing or `sizes`
-    asks for nothing. With --multiple-validation-sets valid is a list, one of each directory with
-    files (and of each prefix), whose one subset has its name.
+    """The data sets of train, valid and test, None where the flags give a split nothing or 0
+    samples are requested. With --multiple-validation-sets valid is a list, one of each directory
+    with files (and of each prefix), whose one subset has its name.
 
-    `sizes` are samples of `sequence_length` tokens, of which a row is `micro_batch_size`; None
-    means one epoch. With `vocab_size` the head of each file is compared with it, with `identity`
-    pairs must be made by that tokenizer. `rows` gets the table of the plan. Raises ValueError or
-    FileNotFoundError with flag or file, what is wrong and what to do.
+    `rows` gets the table of the plan. Raises ValueError or FileNotFoundError with flag or file,
+    what is wrong and what to do.
     """
+    sequence_length = request.sequence_length
+    micro_batch_size = request.micro_batch_size
+    global_batch_size = request.global_batch_size
+    vocab_size = request.checked_vocab_size
+    identity = request.identity
     mode = "blocks" if data.pack_into_one else "padded" if data.pad_samples else "pieces"
     # InternLM's demos ask for samples of 50 tokens and more, but its made-up ones are never left
     # out.
@@ -90,11 +86,10 @@ def build_packed_datasets(
             index_split=split,
             rows_per_batch=global_batch_size // micro_batch_size if split == "train" else 1,
         )
-        if rows is not None:
-            rows.extend(_plan_rows(dataset, packed))
+        rows.extend(_plan_rows(dataset, packed))
         return dataset
 
-    for split, blend, size in zip(SPLITS, blends, sizes, strict=True):
+    for split, blend, size in zip(SPLITS, blends, request.sizes, strict=True):
         dummy = data.dummy_data and split == "train"
         if size == 0 or not (blend or dummy):
             found.append(None)

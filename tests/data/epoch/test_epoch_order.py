@@ -11,16 +11,13 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from megatron.data.build import (
-    Before,
-    build_train_valid_test_datasets,
-)
 from megatron.data.data_order import data_order_differences, data_order_fingerprint
 from megatron.data.epoch.permutation import Permutation
 from megatron.data.epoch.proportional_draws import Shares, whole_weights
 from megatron.data.epoch.token_files import TokenReader, read_token_file
 from megatron.data.indexed_dataset import HEADER, MAGIC, IndexedDataset, bin_path, idx_path
-from tests.data.corpora import data_flags, write_corpus
+from megatron.data.request import Before
+from tests.data.corpora import build_datasets, data_flags, write_corpus
 
 COMMON = {"sequence_length": 8, "seed": 7, "vocab_size": 60_000, "eod": 999}
 
@@ -31,9 +28,7 @@ def build(sizes=(50, 0, 0), changes=None, **flags):
         "split": None if "train_data_path" in flags else "1,0,0",
         **flags,
     }
-    return build_train_valid_test_datasets(
-        data_flags(**flags), sizes=sizes, **{**COMMON, **(changes or {})}
-    )
+    return build_datasets(data_flags(**flags), sizes=sizes, **{**COMMON, **(changes or {})})
 
 
 def corpus(folder, name, documents, seed) -> str:

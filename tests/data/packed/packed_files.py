@@ -9,8 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron.data.indexed_dataset import IndexedDatasetBuilder
-from megatron.data.packed.build import build_packed_datasets
-from tests.data.corpora import data_flags
+from tests.data.corpora import build_datasets, data_flags
 
 
 class Listed:
@@ -58,7 +57,7 @@ def write_pair(prefix: Path, samples: list[list[int]]) -> str:
 
 def build(words, sizes=(None, 0, 0), seq=4, rows=2, batch=2, vocab=1000, **given):
     flags = data_flags(packed_samples=True, train_data_path=words, **given)
-    return build_packed_datasets(
+    return build_datasets(
         flags,
         sequence_length=seq,
         micro_batch_size=rows,

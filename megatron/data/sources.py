@@ -1,0 +1,103 @@
+"""The sources of samples and which flags choose them. A new source is a class in a file of its own
+and a row of SOURCES."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import NamedTuple, Protocol
+
+from megatron.config.data import DataConfig
+from megatron.data.build import (
+    Splits,
+    build_in_epoch_order,
+    build_in_megatron_order,
+    build_mock,
+)
+from megatron.data.dry_run import rows_in_epoch_order, rows_in_megatron_order
+from megatron.data.packed.build import build_packed_datasets
+from megatron.data.plan_table import Row
+from megatron.data.request import DataRequest
+
+
+class DataSource(Protocol):
+    """Where samples come from, and in which order. Its data sets are `sample_lookup.Dataset`s,
+    which locate their samples. Both methods raise ValueError or FileNotFoundError with flag or
+    file, what is wrong and what to do."""
+
+    def build(self, data: DataConfig, request: DataRequest, rows: list[Row]) -> Splits:
+        """Data sets of train, valid and test; `rows` gets the table of what is read."""
+
+    def plan_rows(self, data: DataConfig, request: DataRequest) -> list[Row]:
+        """The same table for a dry run, without samples and index caches."""
+
+
+class Mock:
+    """--mock-data: no files."""
+
+    def build(self, data: DataConfig, request: DataRequest, rows: list[Row]) -> Splits:
+        """See `DataSource`."""
+        return build_mock(data, request, rows)
+
+    def plan_rows(self, data: DataConfig, request: DataRequest) -> list[Row]:
+        """No file is read, so there is no row."""
+        return []
+
+
+class MegatronOrder:
+    """--data-order megatron: .bin/.idx pairs in Megatron's order, from cached indices."""
+
+    def build(self, data: DataConfig, request: DataRequest, rows: list[Row]) -> Splits:
+        """See `DataSource`."""
+        return build_in_megatron_order(data, request, rows)
+
+    def plan_rows(self, data: DataConfig, request: DataRequest) -> list[Row]:
+        """See `DataSource`."""
+        return rows_in_megatron_order(data, request)
+
+
+class EpochOrder:
+    """--data-order epoch: .bin/.idx pairs in a permutation of each epoch, without indices."""
+
+    def build(self, data: DataConfig, request: DataRequest, rows: list[Row]) -> Splits:
+        """See `DataSource`."""
+        return build_in_epoch_order(data, request, rows)
+
+    def plan_rows(self, data: DataConfig, request: DataRequest) -> list[Row]:
+        """See `DataSource`."""
+        return rows_in_epoch_order(data, request)
+
+
+class Packed:
+    """--packed-samples: rows of whole samples, from InternLM's or Megatron's files."""
+
+    def build(self, data: DataConfig, request: DataRequest, rows: list[Row]) -> Splits:
+        """See `DataSource`."""
+        return build_packed_datasets(data, request, rows)
+
+    def plan_rows(self, data: DataConfig, request: DataRequest) -> list[Row]:
+        """The data sets are built, which reads lengths only."""
+        rows: list[Row] = []
+        build_packed_datasets(data, replace(request, check_tokens=False, identity=None), rows)
+        return rows
+
+
+class Choice(NamedTuple):
+    """A source, and whether the flags choose it."""
+
+    chosen: Callable[[DataConfig], bool]
+    source: DataSource
+
+
+# The first whose condition holds is taken.
+SOURCES = (
+    Choice(lambda data: data.packed_samples, Packed()),
+    Choice(lambda data: data.mock_data, Mock()),
+    Choice(lambda data: data.data_order == "epoch", EpochOrder()),
+    Choice(lambda data: True, MegatronOrder()),
+)
+
+
+def source_of(data: DataConfig) -> DataSource:
+    """The source that these flags choose."""
+    return next(choice.source for choice in SOURCES if choice.chosen(data))
