@@ -83,15 +83,15 @@ def world(ranks: int) -> tuple[int, ...]:
 
 
 def ends_of(ranks: tuple[int, ...], everyone: int) -> Sent:
-    """The gradient norm's square (8 bytes) over the ranks that share a model; loss, tokens and flag
-    (24) over all."""
-    return dict(Counter(sums(ranks, 8, dtype=F64)) + Counter(sums(world(everyone), 24, dtype=F64)))
+    """The gradient norm's square (8 bytes) over the ranks that share a model; loss, tokens and 5
+    requests (56) over all."""
+    return dict(Counter(sums(ranks, 8, dtype=F64)) + Counter(sums(world(everyone), 56, dtype=F64)))
 
 
 TWO = (0, 1)
 CASES = {
     # One sum of all gradients.
-    "dp2": Case(2, (), {1: sums(TWO, 133632) | sums(TWO, 24, dtype=F64)}),
+    "dp2": Case(2, (), {1: sums(TWO, 133632) | sums(TWO, 56, dtype=F64)}),
     # A micro-batch sums 2 results forward and 2 gradients backward in each of 2 layers, the
     # embedding's result and the output layer's gradient: 10, times 4 micro-batches.
     "tp2": Case(
@@ -139,14 +139,14 @@ CASES = {
     # bytes: forward, backward and the gradients of them: 6 a layer, times 2 layers and 4
     # micro-batches.
     "cp2": Case(
-        2, (CP, "2"), {0: links(0, 1, 4096, 48) | sums(TWO, 133632) | sums(TWO, 24, dtype=F64)}
+        2, (CP, "2"), {0: links(0, 1, 4096, 48) | sums(TWO, 133632) | sums(TWO, 56, dtype=F64)}
     ),
 }
 MORE = {
     "dp8": Case(
         8,
         ("--global-batch-size", "16"),
-        {5: sums(world(8), 133632) | sums(world(8), 24, dtype=F64)},
+        {5: sums(world(8), 133632) | sums(world(8), 56, dtype=F64)},
     ),
     # One run of 2 layers: 4 gathers and 3 scattered sums again.
     "tp2 sp, full recompute of 2 layers": Case(
@@ -177,7 +177,7 @@ MORE = {
         {
             0: {("all-reduce", TWO, "float16", 4096): 40}
             | loss_of(TWO, 4)
-            | {("all-reduce", TWO, F64, 8): 3, ("all-reduce", TWO, F64, 24): 1}
+            | {("all-reduce", TWO, F64, 8): 3, ("all-reduce", TWO, F64, 56): 1}
         },
     ),
     # 2 replicas of 4 ranks, 2 micro-batches each. A quarter of the embedding 224 x 32 and of what
@@ -313,7 +313,7 @@ MORE = {
         {
             1: {("send", (1, 2), F32, 2048): 144, ("receive", (1, 0), F32, 2048): 144}
             | sums(world(4), 133632)
-            | sums(world(4), 24, dtype=F64)
+            | sums(world(4), 56, dtype=F64)
         },
     ),
     # K and V of both ranks, 16384 bytes, forward and backward; their gradients back once.
@@ -323,7 +323,7 @@ MORE = {
         {
             1: {("all-gather", TWO, F32, 16384): 16, ("reduce-scatter", TWO, F32, 16384): 8}
             | sums(TWO, 133632)
-            | sums(TWO, 24, dtype=F64)
+            | sums(TWO, 56, dtype=F64)
         },
     ),
     # 2 key/value heads instead of 4: half as much to send; in bf16 half again, but not gradients.
@@ -336,7 +336,7 @@ MORE = {
             0: links(0, 1, 1024, 48, dtype="bfloat16")
             | links(0, 1, 2048, 16)
             | sums(TWO, 125184)
-            | sums(TWO, 24, dtype=F64)
+            | sums(TWO, 56, dtype=F64)
         },
     ),
     # 2 micro-batches. Buckets of stage 0: split weights 6256 padded to 2 x 16: 6272 elements;

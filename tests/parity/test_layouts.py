@@ -15,7 +15,6 @@ from megatron.checkpoint import store
 from megatron.inference.load_model import open_trained_model
 from megatron.parallel import ddp, shared_sums
 from megatron.parallel.context import Axis
-from megatron.training.launch import initialize
 from tests.forkrun import ROOT
 from tests.parity.layouts import (
     CAMPAIGN,
@@ -192,10 +191,10 @@ def only_shared_sums() -> None:
         assert takes(sums, x), f"{x.dtype} {tuple(x.shape)} {x.stride()} goes through gloo"
         return True
 
-    open_shared = initialize.open_shared
+    open_shared = shared_sums.open_shared
     takes = shared_sums.SharedSums.takes
     shared_sums.LEAST_BYTES = 0
-    initialize.open_shared = opened
+    shared_sums.open_shared = opened
     shared_sums.SharedSums.takes = taken
 
 

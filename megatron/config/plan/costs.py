@@ -15,6 +15,9 @@ from megatron.config.tree import Config
 
 IDS = 8  # bytes of a token id
 
+# Kinds of requests that travel with the loss: the fields of training/agreement.py:Requests.
+REQUESTS = 5
+
 
 class Transfer(NamedTuple):
     """One kind of collective of a rank in one step: `calls` of it, over all ranks of `axis`, with
@@ -370,8 +373,8 @@ def _gradients(config: Config, plan: Plan, stage: int) -> list[Transfer]:
 
 
 def _scalars(config: Config, sizes: _Sizes) -> list[Transfer]:
-    """Loss, tokens and a flag over all ranks; norm, overflow and zeros over the ranks of one
-    optimizer."""
+    """Loss, tokens, requests and the ledger's hash over all ranks; norm, overflow and zeros over
+    the ranks of one optimizer."""
     scaled = config.precision.fp16 or config.precision.loss_scale is not None
     measured = (
         scaled
@@ -379,7 +382,7 @@ def _scalars(config: Config, sizes: _Sizes) -> list[Transfer]:
         or config.spikes.spike_action in ("skip-update", "rewind")
     )
     sums = measured + scaled + config.logging.log_num_zeros_in_grad
-    numbers = 5 if config.logging.data_ledger else 3
+    numbers = 2 + REQUESTS + 2 * bool(config.logging.data_ledger)
     return [
         Transfer("world", "all-reduce", 1, numbers * 8),
         Transfer("optimizer", "all-reduce", sums, sums * 8),
