@@ -46,6 +46,11 @@ class Evaluation(Hook):
     def intervals(self) -> Sequence[int | None]:
         return (self._run.config.training.eval_interval,) if self.enabled else ()
 
+    def close(self) -> None:
+        """No evaluation follows: end the data workers. Left to the end of the process, they are
+        killed there, and torch reports that as an error."""
+        self._valid_samples.clear()
+
     def on_rollback(self) -> None:
         """The next validation reads the samples that it read at this iteration before."""
         self._valid_samples.clear()

@@ -243,5 +243,6 @@ def pretrain(
         trainer.evaluation.final()
     else:
         log.detail(datetime_line(reason))
+    trainer.evaluation.close()
     lines.finish(reason, run.progress.iteration, trainer.saving.last_checkpoint())
     lines.close()

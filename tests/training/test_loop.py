@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import multiprocessing
 import os
 import re
 from pathlib import Path
@@ -14,7 +15,17 @@ import torch
 
 from megatron.checkpoint import store
 from megatron.training import loop
-from tests.runs import SMALL, Finished, late_from, same_tensors, train, write_text
+from tests.runs import (
+    NO_DROPOUT,
+    SMALL,
+    Finished,
+    allow_workers,
+    late_from,
+    same_tensors,
+    train,
+    with_flags,
+    write_text,
+)
 
 EXACT = ("iteration", "lm_loss", "grad_norm", "learning_rate", "consumed_samples")
 
@@ -322,3 +333,23 @@ def test_time_is_counted_from_the_start_of_the_program(text, tmp_path, minutes, 
         hook=hook,
     )
     assert [row["iteration"] for row in done.rows] == list(range(1, last + 1))
+
+
+def _no_workers_remain() -> None:
+    """A hook: when the run is over, no data worker is left for the end of the process to kill."""
+    allow_workers()
+    real = loop.pretrain
+
+    def pretrain(*args):
+        gc.disable()
+        real(*args)
+        assert multiprocessing.active_children() == []
+
+    loop.pretrain = pretrain
+
+
+@pytest.mark.parametrize("flags", ["", "--exit-interval 3"])
+def test_the_data_workers_have_ended(flags, tmp_path):
+    words = with_flags(SMALL, "--num-workers", "1", "--eval-interval", "2")
+    words += ["--train-iters", "4", "--mock-data", *NO_DROPOUT, *flags.split()]
+    train(tmp_path, words, hook=_no_workers_remain)

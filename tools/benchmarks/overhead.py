@@ -168,13 +168,10 @@ class Step:
             rotary = None if model.rotary is None else model.rotary(tokens.shape[1], position_ids)
             logits = model.output_layer(model.decoder(x, rotary, document_ids, dropout))
             s, b, v = logits.shape
-            return (
-                kernels.cross_entropy(
-                    logits.view(s * b, v), labels.t().reshape(s * b), vocab_size=vocab
-                )
-                .view(s, b)
-                .t()
+            losses = kernels.cross_entropy(
+                logits.view(s * b, v), labels.t().reshape(s * b), vocab_size=vocab
             )
+            return losses.view(s, b).t(), {}
 
         model.forward = forward
 
