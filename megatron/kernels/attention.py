@@ -13,7 +13,7 @@ from megatron.kernels.linear import low_precision_is_native
 from megatron.kernels.reference_attention import plain_attention
 
 IMPLEMENTATIONS = ("auto", "sdpa", "chunked", "plain", "cpp_bf16", "cpp_fp32", "flash")
-# so many positions: chunks are faster than torch's kernel there (docs/performance.md)
+# so many positions: chunks are faster than torch's kernel there (docs/benchmarks.md)
 CHUNKS_ON_CPU = range(448, 768)
 
 

@@ -1,5 +1,5 @@
 """Every library's kernels on a CUDA device against this suite's own; what ran there so far is in
-docs/performance.md."""
+docs/benchmarks.md."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ process.
 
 A row says how many times as fast as torch's is ours (the median over rounds), and which of the two
 a run takes here. Before any clock runs the two must agree. `--step DTYPE` times whole training
-steps instead: without dropout and document masks, and with each. docs/performance.md has figures.
+steps instead: without dropout and document masks, and with each. docs/benchmarks.md has figures.
 Needs torch and numpy only.
 """
 
