@@ -1,7 +1,5 @@
 """Samples that were read once, put through a trained model again: the loss of every token, forward
 only.
-
-It knows a model and token ids; it must not know files, datasets, iterations or an optimizer.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Checksums of tensor data and of small files; knows bytes only.
+"""Checksums of tensor data and of small files.
 
 Data is summed by blocks, so that several threads share a tensor and a reader of a part checks no
 more than it reads. A block's sum (ALGORITHM) is the CRC-32 of: its whole rows of 521 little-endian

@@ -1,8 +1,5 @@
 """`--dataloader-type cyclic`: as `sampler.py`, in an order that torch's random numbers shuffle anew
 each epoch.
-
-It knows counts and two ints (data-parallel rank and size); it must not know datasets, groups or
-loaders.
 """
 
 from __future__ import annotations

@@ -1,8 +1,5 @@
 """What the order of a run's samples depends on, for its checkpoint, and in which keys two such
 records differ.
-
-It knows what data sets and samplers say of themselves; it must not know flags but by name, files or
-tokens.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
 """What a run would read of its data, for a dry run: from a few numbers of each index, without
 samples or a cache.
-
-It knows the data flags and sizes; it must not know tokenizers, process groups or batches.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
 """Files that are read for long and from many places: opened, mapped, and read with errors that name
 file and remedy.
-
-It knows paths and bytes; it must not know what the bytes mean.
 """
 
 from __future__ import annotations

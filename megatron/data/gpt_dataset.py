@@ -1,8 +1,4 @@
-"""GPTDataset: sample k of a corpus as sequence_length + 1 tokens, in megatron-core's order.
-
-It knows token sequences, epochs and one seed; it must not know ranks, batches, masks or where a
-blend draws from it.
-"""
+"""GPTDataset: sample k of a corpus as sequence_length + 1 tokens, in megatron-core's order."""
 
 from __future__ import annotations
 

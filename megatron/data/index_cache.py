@@ -1,7 +1,7 @@
 """Keeps index arrays in files between runs, so that they are built once and shared through the page
 cache.
 
-It knows names, arrays and a description text; it must not know what the indices mean. An entry is
+An entry is
 written aside and renamed, its description last, so concurrent builders on one filesystem never show
 each other half an entry, and it is used only if its description equals the wanted one to the
 letter. No pickle is read.

@@ -1,7 +1,6 @@
 """Sample index and blending indices: takes the C++ (`megatron.data.helpers_cpp`) or its numpy twin,
 same answers.
 
-It knows lengths, weights and counts; it must not know files, splits, seeds or ranks.
 `IMPLEMENTATION` says which one is in use and `REASON` why it is not the C++; nothing is built at
 run time.
 """

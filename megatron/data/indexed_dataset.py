@@ -1,7 +1,4 @@
-"""The `.bin` / `.idx` pair of a tokenized corpus: read piece by piece, written whole or not at all.
-
-It knows bytes, sequences and documents; it must not know tokenizers, splits, epochs or samples.
-"""
+"""The `.bin` / `.idx` pair of a tokenized corpus: read in pieces, written whole or not at all."""
 
 from __future__ import annotations
 

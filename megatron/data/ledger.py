@@ -1,8 +1,5 @@
 """The data ledger: 32 bytes for each iteration that say which samples it read, and a hash of them.
 
-It knows sample numbers, token ids and one file; it must not know datasets, ranks, batch sizes or
-training.
-
 Record n lies at byte 32 n and the header at byte 0, so that an iteration done again replaces its
 record, two ledgers can be compared with `cmp`, and iterations that nobody recorded are holes of
 zeros.

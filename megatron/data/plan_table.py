@@ -1,7 +1,4 @@
-"""The table of what a run will read: documents, tokens, samples, share and epochs of each data set.
-
-It knows numbers; it must not know where they come from.
-"""
+"""The table of what a run will read: documents, tokens, samples, share and epochs per data set."""
 
 from __future__ import annotations
 

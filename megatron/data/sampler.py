@@ -1,8 +1,5 @@
 """Which samples make up a micro-batch on one data-parallel rank: pure functions of the samples
 consumed so far.
-
-It knows counts and two ints (data-parallel rank and size); it must not know datasets, groups or
-loaders.
 """
 
 from __future__ import annotations

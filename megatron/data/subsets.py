@@ -1,5 +1,4 @@
-"""Which data set of a mix a sample is of, and what the data sets are called in logs. Knows no file,
-no rank and no sum."""
+"""Which data set of a mix a sample is of, and what the data sets are called in logs."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""New tokens from a trained model, one at a time. Knows a model and token ids; no text, no file, no
-optimizer."""
+"""New tokens from a trained model, one at a time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Activation functions of the MLP, gated ones included; knows tensors, no module."""
+"""Activation functions of the MLP, gated ones included."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""LayerNorm and RMSNorm over the last dimension; knows tensors, no module."""
+"""LayerNorm and RMSNorm over the last dimension."""
 
 import torch
 import torch.nn.functional as F

@@ -1,5 +1,4 @@
-"""Rotary position embedding: tables of angles and their application; knows tensors, no
-attention."""
+"""Rotary position embedding: tables of angles and their application."""
 
 import torch
 from torch import Tensor

@@ -1,5 +1,4 @@
-"""Norms and zero counts over lists of gradients; knows tensors and a reduction to call, no
-parameter and no group."""
+"""Norms and zero counts over lists of gradients."""
 
 from collections.abc import Callable, Sequence
 

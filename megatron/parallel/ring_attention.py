@@ -3,7 +3,7 @@ sequence.
 
 Queries stay where they are; keys and values come by, part by part (Liu et al. 2023, "Ring
 Attention"), or all at once, and the results are joined by the logarithms of their sums of
-exponentials. Knows which positions lie where, and no layer.
+exponentials.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The keys of an InternLM config, taken one by one, and the .args file that comes of them.
-
-It knows dicts, comments and words; it must not know which keys there are.
-"""
+"""The keys of an InternLM config, taken one by one, and the .args file that comes of them."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
 """From the values of an InternLM config to this suite's flags: each key has one rule here; a key
 without one is an error.
-
-It knows keys and flags (facts: InternLM's documents and sources); it must not know files, nor how a
-flag is parsed.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""How far a long piece of work is, on stderr: percent, rate and ETA, by elapsed time. Knows bytes
-and no formats."""
+"""Progress of long work on stderr: percent, rate and ETA by elapsed time."""
 
 from __future__ import annotations
 

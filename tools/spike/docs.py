@@ -1,7 +1,7 @@
 """`tools/spikes.py docs`: what an iteration read, the most suspicious first; and when a document is
 read.
 
-It knows a run's data by tools/inspection; it must not know logs. With --order loss it asks a
+With --order loss it asks a
 checkpoint of the run.
 """
 

@@ -1,7 +1,7 @@
 """`tools/spikes.py replay`: samples of some iterations at the state of a checkpoint, forward only,
 and which stand out.
 
-It knows a run's checkpoints and data; it must not know logs. One process reads a checkpoint of any
+One process reads a checkpoint of any
 layout.
 """
 

@@ -1,5 +1,4 @@
-"""Rules of gradient buckets, their overlap and the sharded optimizer, as in Megatron. Knows no
-torch and no other rule."""
+"""Rules of gradient buckets, their overlap and the sharded optimizer, as in Megatron."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A command line as the rules of `check` see it. Knows no rule and no torch."""
+"""A command line as the rules see it: values, typed flags and those out of range."""
 
 from __future__ import annotations
 

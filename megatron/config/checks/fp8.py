@@ -1,4 +1,4 @@
-"""Rules of --fp8-format: what can multiply in 8 bits. Knows no torch."""
+"""Rules of --fp8-format and the flags that go with it."""
 
 from __future__ import annotations
 

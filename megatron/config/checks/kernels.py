@@ -1,5 +1,4 @@
-"""Rules of the choices between kernels that follow from the command line alone. Knows no torch and
-no library."""
+"""Rules of the choices between kernels that follow from the command line alone."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """Rules of how ranks share the model and the batch: tensor, sequence, context and pipeline
-parallelism. Knows no torch."""
+parallelism."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Rules of --packed-samples: what has no meaning beside it, and which folders it can read. Knows no
-torch; reads no file."""
+"""Rules of --packed-samples: what has no meaning beside it, and which folders it can read."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """Rules about data, tokenizer and files: which flags name them, and what is missing on this
-machine. Reads no content but lists of paths; knows no data format.
+machine. Reads no content but lists of paths.
 """
 
 from __future__ import annotations

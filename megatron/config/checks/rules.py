@@ -1,5 +1,4 @@
 """Every rule that restricts a value or spans fields, and ALL that a command line breaks at once.
-Knows no torch.
 
 A problem is one line: flag and value, what is wrong, what to write instead. Rules are
 Megatron-LM's, and this suite's own where Megatron would build something else than

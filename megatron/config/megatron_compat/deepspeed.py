@@ -1,5 +1,5 @@
 """What the JSON file of --deepspeed_config sets, as flags of this suite; what it sets that has no
-such flag is an error. Knows no config.
+such flag is an error.
 
 Keys that only steer how DeepSpeed communicates or what it prints have no effect.
 """

@@ -1,5 +1,5 @@
 """Megatron's flags that no config class declares: accepted without effect, read as flags of this
-suite, or refused. Knows no config.
+suite, or refused.
 
 A flag that requests less precision or less memory than is used is accepted, with its cost; a flag
 that would train another model or lose data is refused. The rows are in `tables.py`.

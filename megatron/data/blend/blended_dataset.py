@@ -1,7 +1,5 @@
 """BlendedDataset: one stream of samples drawn from several datasets by weight, and the words users
 say blends with.
-
-It knows datasets by length and index only; it must not know tokens, files' contents or ranks.
 """
 
 from __future__ import annotations

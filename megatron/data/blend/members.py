@@ -1,7 +1,5 @@
 """The pairs that the words of a blend name, in Megatron's order: which of them a split reads, and
 how many samples of each.
-
-It knows words, weights and counts; it must not know files, samples or ranks.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""A word of --data-path that is a directory or a pattern, as the prefixes it stands for.
-
-It knows names of files; it must not know what is in them.
-"""
+"""A word of --data-path that is a directory or a pattern, as the prefixes it stands for."""
 
 from __future__ import annotations
 

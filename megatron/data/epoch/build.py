@@ -1,8 +1,4 @@
-"""From blends to the datasets of `--data-order epoch`.
-
-It knows blends, splits and sizes; it must not know flags' objects, tokenizers, process groups or
-batches.
-"""
+"""From blends to the datasets of `--data-order epoch`."""
 
 from __future__ import annotations
 

@@ -7,8 +7,6 @@ same round are an epoch and come in the order of a permutation keyed by seed and
 is built or stored, no token is left out between epochs, the cuts move from epoch to epoch, and the
 order depends on the data, the seed and the sequence length alone: not on how long the run is. What
 Megatron's order has and this one has not: documents of one sample are neighbours in the file.
-
-It knows tokens by position, weights and one seed; it must not know flags, ranks or batches.
 """
 
 from __future__ import annotations

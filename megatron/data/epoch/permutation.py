@@ -1,7 +1,5 @@
 """A keyed permutation of 0 .. n-1 that is computed for one number at a time: nothing is stored,
 nothing is walked.
-
-It knows integers and a key; it must not know samples, files or epochs.
 """
 
 from __future__ import annotations

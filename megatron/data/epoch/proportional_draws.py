@@ -1,7 +1,5 @@
 """Draws from several sources in exact proportion to whole-number weights: source and place of draw
 i, from i alone.
-
-It knows counts; it must not know datasets, tokens or files.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Token files as a start needs them: a few numbers of each index, read in a handful of small reads,
 and tokens on demand.
 
-It knows the .bin/.idx format and parts of a corpus; it must not know samples, epochs, weights or
-seeds. Whatever the number of documents, an index is not read: its pointers are running sums
+Whatever the number of documents, an index is not read: its pointers are running sums
 already, and the first and the last say enough.
 """
 

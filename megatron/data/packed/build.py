@@ -1,7 +1,4 @@
-"""From the data flags to the packed data sets of train, validation and test.
-
-It knows flags, folders and formats; it must not know process groups, batches or training.
-"""
+"""From the data flags to the packed data sets of train, validation and test."""
 
 from __future__ import annotations
 

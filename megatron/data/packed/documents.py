@@ -1,5 +1,4 @@
-"""The documents of a pair of .bin and .idx as samples. Knows the pair's format; must not know what
-is made of them."""
+"""The documents of a pair of .bin and .idx as samples."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""`--dummy-data internlm`: the million made-up samples that InternLM's demos train on. Knows no
-file and no row. Tokens are computed when they are read; kept are two numbers of
-each sample.
-"""
+"""`--dummy-data internlm`: the million generated samples of InternLM's demos."""
 
 from __future__ import annotations
 

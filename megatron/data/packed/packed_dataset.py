@@ -1,8 +1,7 @@
 """Packed samples: rows of `rows` x `sequence_length` tokens, filled with whole samples one behind
 the other.
 
-It knows files of samples by length and index, and one rule; it must not know formats, flags, ranks
-or batches. The rule is InternLM's: the samples of a file are
+The rule is InternLM's: the samples of a file are
 shuffled, put end to end and cut every row; what is left of a file is dropped, so a row never mixes
 files. The rows of all files are shuffled anew each epoch.
 """

@@ -1,7 +1,5 @@
 """Blocks of documents to token arrays, in this process or in several, each of which writes its own
 ids to their place.
-
-Knows no flags but the tokenizer's, and not where a block's ids go: it is told.
 """
 
 from __future__ import annotations

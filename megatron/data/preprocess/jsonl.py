@@ -1,5 +1,4 @@
-"""The texts, or the token ids, in a line of JSON, and what is wrong with a line. Knows no files and
-no tokenizer."""
+"""The texts, or the token ids, in a line of JSON, and what is wrong with a line."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Input files of documents, cut into blocks that a worker encodes. Knows kinds of files, but no
-JSON and no tokenizer.
+"""Input files of documents, cut into blocks that a worker encodes.
 
 Where a file is cut depends on its content alone, so that a run that was killed goes on with the
 same blocks.

@@ -1,5 +1,4 @@
 """Pairs of files that grow in a folder beside their names until they are whole, and survive a kill.
-Knows no tokenizer.
 
 PREFIX.unfinished/ holds, for each key and part, the ids and the numbers that the index is made of,
 and two small files: job.json says of what the work is, state.json how far it is known to be on

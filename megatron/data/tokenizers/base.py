@@ -1,4 +1,4 @@
-"""The small interface that all tokenizers share. Knows no tokenizer and no library."""
+"""The small interface that all tokenizers share."""
 
 from __future__ import annotations
 

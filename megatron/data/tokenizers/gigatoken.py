@@ -1,5 +1,4 @@
-"""The gigatoken engine for GPT-2's byte-level BPE. The only importer of gigatoken; it knows no
-files and no flags."""
+"""The gigatoken engine for GPT-2's byte-level BPE. The only importer of gigatoken."""
 
 from __future__ import annotations
 

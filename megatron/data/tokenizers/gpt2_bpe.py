@@ -1,5 +1,4 @@
-"""GPT-2's byte-level BPE in plain Python: the definition that faster engines must equal. Knows none
-of them.
+"""GPT-2's byte-level BPE in plain Python: the definition that faster engines must equal.
 
 Source of the algorithm: Sennrich et al. 2016 (arXiv:1508.07909) over bytes, as Radford et al. 2019
 (GPT-2) apply it. Megatron's particulars: `<|endoftext|>` in a text is ordinary text, and a piece

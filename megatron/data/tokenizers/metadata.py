@@ -1,5 +1,4 @@
-"""Which tokenizer made a pair, and the size of its text, in a small JSON file with its prefix.
-Knows no tokenizer, only what one says of itself."""
+"""Which tokenizer made a pair, and the size of its text, in a small JSON file with its prefix."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
 """Activations, RMSNorm, rotary positions, dropout and column sums of bf16 and fp32 on a CPU by this
-suite's C++ (rows.cpp), one pass over memory each; knows tensors and addresses, no formula of its
-own and no module."""
+suite's C++ (rows.cpp), one pass over memory each."""
 
 from functools import cache
 from importlib import import_module

@@ -1,4 +1,4 @@
-"""Whether a resumed run has the order of the data that it had. Knows no file of a checkpoint."""
+"""Whether a resumed run reads its data in the order in which it was trained."""
 
 from __future__ import annotations
 

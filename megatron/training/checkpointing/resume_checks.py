@@ -1,5 +1,4 @@
-"""What keeps a command line from resuming a checkpoint, by its flags and counters alone. Knows no
-tensor; loads no torch."""
+"""What prevents a resume, by flags and counters alone."""
 
 from __future__ import annotations
 

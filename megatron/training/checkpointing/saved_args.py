@@ -1,5 +1,4 @@
-"""The flags a checkpoint was saved with, held against those of this run. Knows no tensor and no
-state of a run."""
+"""The flags a checkpoint was saved with, compared with those of this run."""
 
 from __future__ import annotations
 

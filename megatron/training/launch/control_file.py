@@ -1,5 +1,4 @@
-"""A file through which a person (or a scheduler) asks a run to save or to stop. Knows no loop and
-no checkpoint."""
+"""A file through which a person or a scheduler requests a save or the end of a run."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Addresses and interfaces of this machine, and whether another one answers. Knows no torch and no
-rank."""
+"""Addresses and interfaces of this machine, and whether another one answers."""
 
 from __future__ import annotations
 

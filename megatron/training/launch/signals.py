@@ -1,5 +1,4 @@
-"""How a run is left before its end: signals, Ctrl-C and errors. Knows nothing of what is run, and
-needs no torch."""
+"""Signal handling and abnormal exit: signals, Ctrl-C and errors."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
 """How fast the matrix products and the attention of a step are by themselves: what no step of this
 kind can be ahead of.
-
-Knows sizes, torch's kernels and a clock that is handed in; no model.
 """
 
 from __future__ import annotations
