@@ -124,7 +124,7 @@ class Flag:
         if self.kind in ("switch", "off"):
             if words:
                 raise ValueError(
-                    f"takes no value, but {' '.join(words)!r} follows; leave that out "
+                    f"takes no value, but {' '.join(words)!r} follows; omit that "
                     "[value-not-expected]"
                 )
             return self.kind == "switch"

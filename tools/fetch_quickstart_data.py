@@ -191,7 +191,7 @@ def main(argv: Sequence[str]) -> int:
         for source in missing:
             fetch(source, options.out, cache)
     except KeyboardInterrupt:
-        print("interrupted; run it again to go on", file=sys.stderr)
+        print("interrupted; run it again to continue", file=sys.stderr)
         return 130
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)

@@ -132,7 +132,7 @@ def check_pair(prefix: str, vocab_size: int | None, all_tokens: bool) -> dict[st
             limit = "ids begin at 0" if low < 0 else f"the vocabulary has {vocab_size}"
             raise ValueError(
                 f"{prefix}.bin: holds token ids {low} .. {high}, {limit}; give the vocabulary it "
-                "was preprocessed with, or make the pair anew with tools/preprocess_data.py"
+                "was preprocessed with, or make the pair again with tools/preprocess_data.py"
             )
         if tokens == 0:
             raise ValueError(f"{prefix}.bin: holds no tokens; preprocess a file that has text")
@@ -142,7 +142,7 @@ def check_pair(prefix: str, vocab_size: int | None, all_tokens: bool) -> dict[st
             raise ValueError(
                 f"{prefix}.bin: {abs(unused)} of its bytes are "
                 f"{'in no sequence' if unused > 0 else 'in two'}; if that is not meant, make the "
-                "pair anew with tools/preprocess_data.py"
+                "pair again with tools/preprocess_data.py"
             )
     except (ValueError, OSError) as error:
         found["problem"] = str(error)
@@ -196,7 +196,7 @@ def _tokenizer(prefix: str, found: dict[str, Any]) -> dict[str, Any] | None:
         if said.get(what, found[what]) != found[what]:
             raise ValueError(
                 f"{path}: says {said[what]} {what}, the pair has {found[what]}; it is of another "
-                "pair: copy all three files again, or make them anew with tools/preprocess_data.py"
+                "pair: copy all three files again, or make them again with tools/preprocess_data.py"
             )
     size = made_by.get("vocab_size")
     if size is not None and found["largest_id"] >= size:

@@ -60,7 +60,7 @@ def draw(path: str, history: History, events: Sequence[Event], saved: Sequence[i
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
         _bands(axes, not_judged(history.records), NOT_JUDGED, "not judged")
-        _bands(axes, [(event.start, event.end) for event in events], SPIKE, "spike: leave out")
+        _bands(axes, [(event.start, event.end) for event in events], SPIKE, "spike: skip")
         _bands(axes, skipped_bands(history.records), SKIPPED, "skipped")
         for number, join in enumerate(history.joins):
             axes.axvline(

@@ -331,7 +331,7 @@ class SafetensorsFile:
         """Fill `view` with the tensor's bytes from `start` on; with `sums`, those of the tensor's
         blocks, check them.
 
-        With `sums`, `start` and the end of the view must lie between blocks (or at the tensor's
+        With `sums`, `start` and the end of the view must be between blocks (or at the tensor's
         end). Thread-safe. Raises CheckpointError naming file and tensor.
         """
         place = self.places[key]

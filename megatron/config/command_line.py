@@ -342,7 +342,7 @@ def _contradictions(
             spelling = " ".join(flags_of(Config)[field].spelling for field in given)
             lines.append(
                 f"{spelling}: {name} is {mine} by it and {theirs} in the checkpoint {folder}; "
-                "leave it out, or load without --use-checkpoint-args [flag-contradicts-checkpoint]"
+                "omit it, or load without --use-checkpoint-args [flag-contradicts-checkpoint]"
             )
     return lines
 

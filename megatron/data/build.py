@@ -209,7 +209,7 @@ class _Builder:
     def mock(
         self, sizes: Sequence[int | None], vocab_size: int, eod: int
     ) -> tuple[Dataset | None, ...]:
-        """Three equal parts of the made-up corpus."""
+        """Three equal parts of the mock corpus."""
         corpus = MockSequences(vocab_size, eod)
         matrix = self._set_split(MOCK_SPLIT)
         return tuple(

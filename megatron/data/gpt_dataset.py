@@ -399,7 +399,7 @@ class GPTDataset:
 
 
 class MockSequences:
-    """A corpus of 100000 made-up sequences of 1 to 4095 tokens: 1, 2, 3, ... modulo the vocabulary,
+    """A corpus of 100000 sequences of 1 to 4095 tokens: 1, 2, 3, ... modulo the vocabulary,
     then EOD.
 
     Lengths are those of megatron-core's mock data. The next token is the last one plus one, so a

@@ -23,7 +23,7 @@ else:
     if getattr(_cpp, "INTERFACE", None) != INTERFACE:
         _cpp, REASON = (
             None,
-            f"{_cpp.__file__} was built from other source; pip install . builds it anew",
+            f"{_cpp.__file__} was built from other source; pip install . rebuilds it",
         )
 IMPLEMENTATION = "C++" if _cpp else "numpy"
 

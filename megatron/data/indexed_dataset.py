@@ -32,7 +32,7 @@ BLOCK = 1 << 20  # entries looked at together, so that a check of a huge index n
 PROBES = 16
 PROBE_BYTES = 4096
 MANY_BYTES = 64 << 20  # read together where all tokens are looked at
-REMEDY = "copy the file again, or make the pair anew with tools/preprocess_data.py"
+REMEDY = "copy the file again, or make the pair again with tools/preprocess_data.py"
 
 
 def optimal_dtype(vocab_size: int | None) -> np.dtype:

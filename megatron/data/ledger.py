@@ -112,7 +112,7 @@ class Ledger:
     def _refused(self, error: OSError) -> ValueError:
         return ValueError(
             f"--data-ledger {self.path}: cannot be written ({error.strerror}); give a file on a "
-            "disk that takes it, or leave the ledger out [path-not-writable]"
+            "disk that takes it, or omit --data-ledger [path-not-writable]"
         )
 
 

@@ -37,7 +37,7 @@ TOKEN_METRICS = (UNSMOOTHED_LOSS, CORRECT)
 
 
 def hidden_dtype(model: ModelConfig, dtype: torch.dtype) -> torch.dtype:
-    """The number format of the residual stream behind a layer of a model whose parameters are
+    """The dtype of the residual stream behind a layer of a model whose parameters are
     `dtype`."""
     wide = model.fp32_residual_connection and not model.apply_residual_connection_post_layernorm
     return torch.promote_types(dtype, torch.float32) if wide else dtype

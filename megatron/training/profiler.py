@@ -86,7 +86,7 @@ class Profiler:
         self._profile.start()
 
     def _write(self, trace: profile) -> None:
-        """A file that cannot be written is a warning: the run goes on."""
+        """A file that cannot be written is a warning: the run continues."""
         name = f"rank{self._rank}_iterations_{self._first}_{self._last}.pt.trace.json.gz"
         path = self._directory / name
         try:

@@ -141,8 +141,8 @@ def _agree_on_metrics(run: Run, sums: StepSums) -> None:
         if len(names) > 1:
             raise ValueError(
                 "forward_step: returned other metrics on other ranks: "
-                f"{' / '.join(', '.join(one) or 'none' for one in sorted(names))}; "
-                "return the same names for every micro-batch [metrics-differ]"
+                f"{' / '.join(', '.join(one) or 'none' for one in sorted(names))}; return the "
+                "same names for every micro-batch [metrics-differ]"
             )
     elif is_last and own != run.metric_names:
         raise ValueError(
@@ -295,7 +295,7 @@ def _check_loss(run: Run, iteration: int, loss: float, local: torch.Tensor) -> N
     raise NotFinite(
         f"iteration {iteration}: the loss is {loss}{where}; optimizer step skipped. Resume from "
         f"the last checkpoint with --train-range-to-skip {iteration} {iteration}, a lower --lr, "
-        "or --no-check-for-nan-in-loss-and-grad to go on regardless [loss-not-finite]"
+        "or --no-check-for-nan-in-loss-and-grad to continue regardless [loss-not-finite]"
     )
 
 

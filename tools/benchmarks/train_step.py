@@ -306,7 +306,7 @@ def _remove_contestants(options: argparse.Namespace, word: str, reason: str, usa
 
 
 def make_plan(options: argparse.Namespace, dtype: str, native: bool, folder: Path) -> Plan:
-    """How to run the races of a number format. `native`: the device has instructions for it."""
+    """How to run the races of a dtype. `native`: the device has instructions for it."""
     names = [OURS, *(name for name in CONTESTANTS if name in options.contestants)]
     contestants = [CONTESTANTS[name] for name in names]
     contestants += [
@@ -391,7 +391,7 @@ def print_machine(
 
 
 def run_all(options: argparse.Namespace, facts: dict[str, Any]) -> list[dict[str, Any]]:
-    """Run every size in every number format and print its table; the figures of each. Raises what
+    """Run every size in every dtype and print its table; the figures of each. Raises what
     run_race raises."""
     tell = teller()
     pairs = [(size, dtype) for size in options.size for dtype in options.dtype]

@@ -57,7 +57,7 @@ class HFFolder:
             raise
 
     def _open(self) -> None:
-        """Open every shard; the index, where there is one, must name exactly what lies in them."""
+        """Open every shard; the index, where there is one, must name exactly what is in them."""
         index = self.path / INDEX
         if index.is_file():
             weight_map = read_json(index).get("weight_map")

@@ -22,7 +22,7 @@ TENSORS_SHOWN = 20
 
 
 def inspect(path: Path, step: int | None = None, tensors: bool = False) -> str:
-    """What lies in a folder, as lines."""
+    """What is in a folder, as lines."""
     if is_hf(path):
         return "\n".join(_inspect_hf(path, tensors))
     with Ours(path, step) as ours:

@@ -65,7 +65,7 @@ class _Place:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The number format."""
+        """The dtype."""
         file, path = self.parts[0]
         return file.header(path)[0]
 

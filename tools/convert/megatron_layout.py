@@ -208,7 +208,7 @@ def _check(
             if part.header[1] != want
         ]
         if len({part.header[0] for part in parts}) > 1:
-            lines.append(f"{where}: {name} has another number format on each tensor rank")
+            lines.append(f"{where}: {name} has another dtype on each tensor rank")
     if lines:
         raise ConversionError(
             "\n".join(lines[:20] + [f"and {len(lines) - 20} more"] * (len(lines) > 20))

@@ -311,7 +311,7 @@ def read(source: Path, tensors: Path, values: Path, prefixes: list[str]) -> None
         if name in found:
             raise Refused(f"holds {name} twice")
         if place.storage.dtype not in DTYPE_NAMES:
-            raise Refused(f"{name} has a number format that is not converted")
+            raise Refused(f"{name} has a dtype that is not converted")
         file.check(place)
         found.add(name)
         entries.append(

@@ -278,7 +278,7 @@ def _data(data: Section, dp: int) -> None:
     if folder is None:
         args.flag(
             "--dummy-data internlm",
-            why="no train_folder: the made-up samples of the demos, short ones too",
+            why="no train_folder: the generated samples of the demos, short ones too",
         )
     else:
         if least:
@@ -383,7 +383,7 @@ def _optimizer(sections: Mapping[str, Section], layout: Mapping[str, int], dtype
         )
     if init := rate.integer("init_steps", 0):
         args.flag("--lr-init-iters", init)
-    rate.only("last_epoch", -1, "a schedule goes on by --load, not from a number")
+    rate.only("last_epoch", -1, "a schedule continues by --load, not from a number")
     beta2_start = adam.number("adam_beta2", 0.95)
     args.flag(
         "--adam-beta1",
@@ -396,7 +396,7 @@ def _optimizer(sections: Mapping[str, Section], layout: Mapping[str, int], dtype
     c = beta2.number("c", adam.number("adam_beta2_c", 0))
     if c > 0:
         args.flag("--adam-beta2-schedule-c", c)
-    beta2.take("cur_iter", -1, lambda v: v in (-1, 0), "-1: the schedule goes on by --load")
+    beta2.take("cur_iter", -1, lambda v: v in (-1, 0), "-1: the schedule continues by --load")
     args.flag(
         "--weight-decay",
         adam.number("weight_decay", 0.01),
@@ -496,7 +496,7 @@ def _checkpoints(ckpt: Section) -> None:
             args.flag(
                 "--load",
                 save,
-                why="auto_resume: goes on where the last run stopped, if there was one",
+                why="auto_resume: resumes where the last run stopped, if there was one",
             )
         ckpt.ignore(
             "load_ckpt_info",

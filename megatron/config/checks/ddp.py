@@ -16,13 +16,13 @@ def problems(p: ParallelConfig, world_size: int) -> Iterator[str]:
         ):
             if not given:
                 yield (
-                    f"--overlap-param-gather: needs {spelling}; add that, or leave it out "
+                    f"--overlap-param-gather: needs {spelling}; add that, or omit it "
                     "[flag-needs-other-flag]"
                 )
     if p.zero_partition != "even" and not p.use_distributed_optimizer:
         yield (
             f"--zero-partition {p.zero_partition}: says how --use-distributed-optimizer shares "
-            "its state; add that, or leave it out [flag-needs-other-flag]"
+            "its state; add that, or omit it [flag-needs-other-flag]"
         )
     if p.ddp_bucket_size is not None and p.ddp_num_buckets is not None:
         yield (
@@ -36,7 +36,7 @@ def problems(p: ParallelConfig, world_size: int) -> Iterator[str]:
     ranks = data_ranks(p, world_size)
     if not p.use_distributed_optimizer:
         yield (
-            f"{said}: needs --use-distributed-optimizer; add that, or leave it out "
+            f"{said}: needs --use-distributed-optimizer; add that, or omit it "
             "[flag-needs-other-flag]"
         )
     if ranks and ranks % instances:

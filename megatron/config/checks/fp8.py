@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from megatron.config.checks.facts import Facts
 
-MULTIPLE = 16  # of both inner dimensions of a product in 8 bits
+MULTIPLE = 16  # of both inner dimensions of an FP8 GEMM
 
 
 def rule(f: Facts) -> Iterator[str]:
@@ -16,7 +16,7 @@ def rule(f: Facts) -> Iterator[str]:
         return
     if f["fp64"]:
         yield (
-            f"{f.say('fp8')}: rounds to 8 bits, which --fp64 is there to avoid; leave one of them "
+            f"{f.say('fp8')}: rounds to FP8, which --fp64 is there to avoid; leave one of them "
             "out [flags-exclude-each-other]"
         )
     if f["torch_compile"] and f["fp8_recipe"] == "delayed":
@@ -72,6 +72,6 @@ def rule(f: Facts) -> Iterator[str]:
     ):
         if size % MULTIPLE:
             yield (
-                f"{f.say('fp8')}: {what} is {size}, and products in 8 bits need a multiple of "
-                f"{MULTIPLE}; {remedy}, or leave --fp8-format out [fp8-size-not-multiple-of-16]"
+                f"{f.say('fp8')}: {what} is {size}, and FP8 GEMMs need a multiple of "
+                f"{MULTIPLE}; {remedy}, or omit --fp8-format [fp8-size-not-multiple-of-16]"
             )

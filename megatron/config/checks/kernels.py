@@ -40,9 +40,7 @@ def _fused(f: Facts, asked: str, backend: str) -> Iterator[str]:
     if backend == "flash" and not (f["fp16"] or f["bf16"]):
         yield f"{asked}: computes in fp16 and bf16 only; add --bf16 [flash-attention-needs-16-bit]"
     if backend == "flash" and f["device"] == "cpu":
-        yield (
-            f"{asked}: needs a CUDA device, and --device is cpu; leave it out [cuda-device-needed]"
-        )
+        yield f"{asked}: needs a CUDA device, and --device is cpu; omit it [cuda-device-needed]"
     if (
         backend == "flash"
         and f.ok("hidden_size", "num_attention_heads")
@@ -72,13 +70,11 @@ def _transformer_engine(f: Facts) -> Iterator[str]:
     ):
         if f[name]:
             yield (
-                f"{asked}: {why}; leave it or {f.flags[name].spelling} out "
+                f"{asked}: {why}; omit it or {f.flags[name].spelling} "
                 "[flag-not-with-transformer-engine]"
             )
     if f["device"] == "cpu":
-        yield (
-            f"{asked}: needs a CUDA device, and --device is cpu; leave it out [cuda-device-needed]"
-        )
+        yield f"{asked}: needs a CUDA device, and --device is cpu; omit it [cuda-device-needed]"
     again = f["recompute_granularity"] == "full" or f["recompute_fraction"]
     if again and f["fp8"] is not None and f["fp8_recipe"] == "delayed":
         yield (
@@ -107,6 +103,6 @@ def notes(f: Facts) -> Iterator[str]:
     ):
         yield (
             "--fp8-recipe delayed: Transformer Engine keeps its history of maxima to itself, so a "
-            "resumed run begins it anew and is not the same bit for bit; with --fp8-recipe "
+            "resumed run starts it from zero and is not the same bit for bit; with --fp8-recipe "
             "tensorwise it is [fp8-history-not-saved]"
         )

@@ -23,7 +23,7 @@ def rule(f: Facts) -> Iterator[str]:
             yield (
                 f"{f.say(name)}: not supported yet in this version; use data, tensor or pipeline "
                 "parallelism: torchrun --nproc-per-node N, with --tensor-model-parallel-size or "
-                "--pipeline-model-parallel-size where the model is split, and leave the flag out "
+                "--pipeline-model-parallel-size where the model is split, and omit the flag "
                 "[parallelism-not-supported]"
             )
     yield from _tensor_parallel(f)
@@ -98,7 +98,7 @@ def _sequence(f: Facts) -> Iterator[str]:
         ranks = " x ".join(f.say(name) for name in sizes if f[name] > 1)
         yield (
             f"{f.say('seq_length')}: --sequence-parallel splits it over {ranks}, of which it is "
-            f"not a multiple; {use}, or leave --sequence-parallel out "
+            f"not a multiple; {use}, or omit --sequence-parallel "
             "[sequence-parallel-does-not-divide-sequence]"
         )
 

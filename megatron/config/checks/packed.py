@@ -21,10 +21,10 @@ _APART = (
         None,
         "it would be split, and packed data are read whole; give --train-data-path",
     ),
-    ("data_order", "megatron", "packed rows have an order of their own; leave it out"),
-    ("reset_position_ids", False, "positions restart with each sample anyway; leave it out"),
-    ("reset_attention_mask", False, "attention stays inside each sample anyway; leave it out"),
-    ("eod_mask_loss", False, "the last token of a sample has no label anyway; leave it out"),
+    ("data_order", "megatron", "packed rows have an order of their own; omit it"),
+    ("reset_position_ids", False, "positions restart with each sample anyway; omit it"),
+    ("reset_attention_mask", False, "attention stays inside each sample anyway; omit it"),
+    ("eod_mask_loss", False, "the last token of a sample has no label anyway; omit it"),
 )
 
 
@@ -50,12 +50,12 @@ def rule(f: Facts) -> Iterator[str]:
             )
     if f["dataloader_type"] == "cyclic":
         yield (
-            "--dataloader-type cyclic: packed rows are shuffled each epoch anyway; leave it out "
+            "--dataloader-type cyclic: packed rows are shuffled each epoch anyway; omit it "
             "[flag-not-with-packed-samples]"
         )
     if f["pack_into_one"] and f["pad_samples"]:
         yield (
-            "--pack-into-one and --pad-samples: two ways to fill a row; leave one of them out "
+            "--pack-into-one and --pad-samples: two ways to fill a row; omit one of them "
             "[flags-exclude-each-other]"
         )
 
@@ -84,6 +84,6 @@ def word_problems(flag: str, word: str) -> list[str] | None:
     )
     return [
         f"{flag}: {path} has no {os.path.basename(path)}.meta beside it (nor an .idx); copy it "
-        "too, or make both anew [packed-meta-missing]"
+        "too, or make both again [packed-meta-missing]"
         for path in bare[:3]
     ]

@@ -95,11 +95,11 @@ def _order(d: DataConfig) -> Iterator[str]:
     if d.data_order == "epoch" and d.dataloader_type == "cyclic":
         yield (
             "--data-order epoch: has its own order in each epoch, --dataloader-type cyclic would "
-            "shuffle it again; leave out one of the two [flags-exclude-each-other]"
+            "shuffle it again; omit one of the two [flags-exclude-each-other]"
         )
     if d.data_order == "epoch" and d.mock_data:
         yield (
-            "--data-order epoch: --mock-data has Megatron's order only; leave out one of the two "
+            "--data-order epoch: --mock-data has Megatron's order only; omit one of the two "
             "[flags-exclude-each-other]"
         )
 
@@ -150,7 +150,7 @@ def _split(config: Config) -> Iterator[str]:
     if per_split:
         yield (
             f"--split {d.split}: has no meaning with {per_split[0]}, which names the data of each "
-            "split; leave it out [split-with-data-per-split]"
+            "split; omit it [split-with-data-per-split]"
         )
     words = [word for word in re.split(r"[,/\s]+", d.split.strip()) if word]
     shares = [_number(word) for word in words]
@@ -263,7 +263,7 @@ def _split_file(path: str) -> list[tuple[str, list[str] | str]]:
             (
                 flag,
                 (
-                    "must be an object with the keys train, valid, test (some may be left out) "
+                    "must be an object with the keys train, valid, test (some may be omitted) "
                     "[blend-file-malformed]"
                 ),
             )
@@ -315,7 +315,7 @@ def blend_problem(words: Sequence[str]) -> str | None:
             )
         if not 0 < weight < math.inf:
             return (
-                f"the weight {word} must be a positive number; leave out data that is not wanted "
+                f"the weight {word} must be a positive number; omit data that is not wanted "
                 "[blend-malformed]"
             )
     return None
@@ -461,7 +461,7 @@ def _checkpoint(c: CheckpointConfig) -> Iterator[str]:
     ):
         yield (
             f"--load {c.load}: no checkpoint there, and --exit-on-missing-checkpoint is given; "
-            "leave that out to start from random weights [checkpoint-missing]"
+            "omit that to start from random weights [checkpoint-missing]"
         )
 
 

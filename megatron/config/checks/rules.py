@@ -87,9 +87,8 @@ _NEEDED = (
     ),
     (
         "tensorboard_log_interval log_timers_to_tensorboard log_batch_size_to_tensorboard "
-        "log_learning_rate_to_tensorboard "
-        "log_loss_scale_to_tensorboard log_validation_ppl_to_tensorboard "
-        "log_memory_to_tensorboard log_world_size_to_tensorboard",
+        "log_learning_rate_to_tensorboard log_loss_scale_to_tensorboard "
+        "log_validation_ppl_to_tensorboard log_memory_to_tensorboard log_world_size_to_tensorboard",
         "--tensorboard-dir or --wandb-project",
         lambda v: v["tensorboard_dir"] or v["wandb_project"],
     ),
@@ -379,7 +378,7 @@ def _shape(f: Facts) -> Iterator[str]:
         ):
             yield (
                 f"--num-query-groups {groups}: counts only with --group-query-attention; add "
-                "that, or leave it out [flag-needs-other-flag]"
+                "that, or omit it [flag-needs-other-flag]"
             )
     if (
         f.ok("seq_length", "max_position_embeddings")
@@ -405,7 +404,7 @@ def _shape(f: Facts) -> Iterator[str]:
     if f["use_rotary_position_embeddings"] and f["position_embedding_type"] == "none":
         yield (
             "--position-embedding-type none: --use-rotary-position-embeddings asks for rope; "
-            "leave one of them out [flags-exclude-each-other]"
+            "omit one of them [flags-exclude-each-other]"
         )
     yield from _only_one(f, "swiglu", "geglu", "squared_relu", "openai_gelu")
     yield from _only_one(f, "ffn_hidden_size", "ffn_multiple_of")
@@ -428,13 +427,13 @@ def _precision(f: Facts) -> Iterator[str]:
     if f["fp32_residual_connection"] and not (f["fp16"] or f["bf16"]):
         yield (
             "--fp32-residual-connection: needs --fp16 or --bf16; everything is in fp32 already, "
-            "so leave it out [flag-needs-other-flag]"
+            "so omit it [flag-needs-other-flag]"
         )
     if f["fp16_lm_cross_entropy"] and not f["fp16"]:
-        yield "--fp16-lm-cross-entropy: needs --fp16; leave it out [flag-needs-other-flag]"
+        yield "--fp16-lm-cross-entropy: needs --fp16; omit it [flag-needs-other-flag]"
     if f["tf32"] and (f["fp16"] or f["bf16"] or f["fp64"] or f["device"] == "cpu"):
         yield (
-            "--tf32: is a way to multiply fp32 matrices on CUDA; leave it out "
+            "--tf32: is a way to multiply fp32 matrices on CUDA; omit it "
             "[tf32-without-fp32-on-cuda]"
         )
     if (
@@ -592,7 +591,7 @@ def _spikes(f: Facts) -> Iterator[str]:
     if f["no_save_optim"]:
         yield (
             "--no-save-optim: --spike-action rewind saves where it goes back to, and needs the "
-            "optimizer there; leave one of them out [spike-action-needs-optimizer-state]"
+            "optimizer there; omit one of them [spike-action-needs-optimizer-state]"
         )
 
 

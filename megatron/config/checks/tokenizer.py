@@ -95,7 +95,7 @@ def tiktoken_problems(
     names = special or TIKTOKEN_SPECIAL
     if not 0 < reserved < size:
         yield (
-            f"--tiktoken-num-special-tokens {reserved}: must lie between 1 and --vocab-size "
+            f"--tiktoken-num-special-tokens {reserved}: must be between 1 and --vocab-size "
             f"({size}) [value-out-of-range]"
         )
     if (

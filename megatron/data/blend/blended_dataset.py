@@ -97,7 +97,7 @@ def parse_blend(items: Sequence[str], flag: str = "--data-path") -> Blend:
             )
         if not 0 < weight < math.inf:
             raise ValueError(
-                f"{flag}: weight {item} must be a positive number; leave out data that is not "
+                f"{flag}: weight {item} must be a positive number; omit data that is not "
                 "wanted [blend-malformed]"
             )
     return items[1::2], weights

@@ -87,7 +87,7 @@ class EpochBuilder:
                 if samples == 0:
                     raise ValueError(
                         f"--data-path: epochs:{count:g} of {dataset.name} make no "
-                        "sample; raise it, or leave it out [epochs-too-few]"
+                        "sample; raise it, or omit it [epochs-too-few]"
                     )
         else:
             number_needed(size, split)
@@ -181,8 +181,8 @@ class EpochBuilder:
             if known.get(dataset.fingerprint, order) != order:
                 raise ValueError(
                     f"--continue-data-mix: {dataset.name} was read with --seq-length and --seed "
-                    f"of {known[dataset.fingerprint]}; another mix can go on only with the same "
-                    "[data-mix-order-differs]"
+                    f"of {known[dataset.fingerprint]}; another mix can continue only with the "
+                    "same [data-mix-order-differs]"
                 )
         draws = Shares(saved["weights"]).taken(self.before.consumed - saved["since"])
         drawn = dict(zip(known, draws, strict=True))

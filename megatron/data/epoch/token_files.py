@@ -82,7 +82,7 @@ def _odd(prefix: str, what: str) -> ScatteredTokens:
     """The reader's own message if it finds fault with the pair, else `what`."""
     IndexedDataset(prefix)
     return ScatteredTokens(
-        f"{prefix}: {what}; --data-order epoch reads tokens where they lie: write the pair anew "
+        f"{prefix}: {what}; --data-order epoch reads tokens in place: write the pair again "
         "with tools/merge_datasets.py, or use --data-order megatron [data-not-contiguous]"
     )
 
@@ -148,7 +148,7 @@ class _Index:
             return 0
         end = self.end(sequence - 1)
         if sequence < self.sequences and self.pointer(sequence) != end:
-            raise _odd(self.prefix, f"its sequence {sequence} does not lie behind the one before")
+            raise _odd(self.prefix, f"its sequence {sequence} does not follow the one before")
         return end
 
     def documents_before(self, sequence: int) -> int:

@@ -56,7 +56,7 @@ def build_packed_datasets(
     vocab_size = request.checked_vocab_size
     identity = request.identity
     mode = "blocks" if data.pack_into_one else "padded" if data.pad_samples else "pieces"
-    # InternLM's demos ask for samples of 50 tokens and more, but its made-up ones are never left
+    # InternLM's demos ask for samples of 50 tokens and more, but its generated ones are never left
     # out.
     shortest = 0 if data.dummy_data else data.min_sample_length
     rule = PackingRule(sequence_length, micro_batch_size, mode, shortest)

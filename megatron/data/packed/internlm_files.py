@@ -34,7 +34,7 @@ def meta_path(bin_path: str) -> str:
 
 def _load_meta(path: str, bin_bytes: int) -> np.ndarray:
     """The checked array of a .meta file of a .bin of so many bytes."""
-    how = "make it anew with the tokenizer that made it, or with tools/convert_data.py"
+    how = "make it again with the tokenizer that made it, or with tools/convert_data.py"
     try:
         meta = np.load(path, allow_pickle=False)
     except (ValueError, EOFError, OSError) as error:
@@ -80,7 +80,7 @@ class JsonlTokens:
         self.prefix = path.removesuffix(".bin")
         if not os.path.exists(meta_path(path)):
             raise FileNotFoundError(
-                f"{meta_path(path)}: is missing beside {path}; copy it too, or make both anew "
+                f"{meta_path(path)}: is missing beside {path}; copy it too, or make both again "
                 "[packed-meta-missing]"
             )
         self._file = open_to_read(path)
@@ -116,7 +116,7 @@ class JsonlTokens:
         except ValueError as error:
             raise ValueError(
                 f"{self.path}: sample {sample}, at byte {self._meta[sample, 0]}: {error}; make "
-                "the file and its meta anew, or copy both again [data-file-damaged]"
+                "the file and its meta again, or copy both again [data-file-damaged]"
             ) from None
         return ids
 

@@ -3,7 +3,7 @@ the other.
 
 The rule is InternLM's: the samples of a file are
 shuffled, put end to end and cut every row; what is left of a file is dropped, so a row never mixes
-files. The rows of all files are shuffled anew each epoch.
+files. The rows of all files are reshuffled each epoch.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class SampleFile(Protocol):
         """Ids `first .. first + count` of a sample, int64."""
 
     def bytes_of(self, sample: int, first: int, count: int) -> tuple[int, int] | None:
-        """The bytes of the .bin that hold them; None for made-up data."""
+        """The bytes of the .bin that hold them; None for generated data."""
 
     def fingerprint(self) -> bytes:
         """What tells its samples and their order from others, wherever it lies."""

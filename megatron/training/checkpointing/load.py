@@ -126,9 +126,8 @@ def _take_newest_good(run: Run, tries: list[Candidate], c: CheckpointConfig) -> 
         log.print_rank_0(f"WARNING: cannot load iteration {candidate.step}: {text}")
     else:
         raise CheckpointError(
-            f"--load {c.load}: none of its {len(bad)} checkpoints is good: "
-            f"{'; '.join(bad[:3])}. Give another --load, or none to start from random weights "
-            "[no-good-checkpoint]"
+            f"--load {c.load}: none of its {len(bad)} checkpoints is good: {'; '.join(bad[:3])}. "
+            "Give another --load, or none to start from random weights [no-good-checkpoint]"
         )
     if bad:
         log.print_rank_0(
@@ -178,7 +177,7 @@ def _has_optimizer(found: Checkpoint) -> bool:
 
 
 def _with_optimizer(c: CheckpointConfig, found: Checkpoint) -> bool:
-    """Does the run go on with its optimizer? Weights that another suite trained came without
+    """Does the run continue with its optimizer? Weights that another suite trained came without
     one."""
     imported = found.state.iteration == 0 and not _has_optimizer(found)
     return not (c.finetune or c.no_load_optim or imported)
@@ -202,8 +201,8 @@ def _take_tensors(run: Run, found: Checkpoint, c: CheckpointConfig) -> Config:
     if _with_optimizer(c, found) and not _has_optimizer(found):
         raise ValueError(
             f"--load {c.load}: it was saved without its optimizer (--no-save-optim); give "
-            "--no-load-optim to continue with a new one, or --finetune to start a new run from its "
-            "weights [checkpoint-without-optimizer]"
+            "--no-load-optim to continue with a new one, or --finetune to start a new run from "
+            "its weights [checkpoint-without-optimizer]"
         )
     with found.reader() as reader:
         _read_tensors(run, reader, _with_optimizer(c, found))
@@ -252,7 +251,7 @@ def restore_counters(
 
 
 def _read_tensors(run: Run, reader: Reader, with_optimizer: bool) -> None:
-    """Copy every tensor of this rank from the checkpoint; number formats may differ, shapes may
+    """Copy every tensor of this rank from the checkpoint; dtypes may differ, shapes may
     not."""
     there = set(reader.names())
     scales = run.fp8.tensors() if run.fp8 and with_optimizer else {}

@@ -210,7 +210,7 @@ def _clean_up(run: Run) -> None:
 
 
 def what_remains(run: Run) -> str:
-    """What there is to go on from after a save that failed, for a message."""
+    """What can be resumed from after a save that failed, for a message."""
     directory = run.config.checkpoint.save
     try:
         found = store.latest(directory)

@@ -17,7 +17,7 @@ FORGET_FLAG = "--forget-skip"
 
 @dataclass(frozen=True)
 class Position:
-    """Where a run goes on: iterations done, samples consumed, and which of those iterations were
+    """Where a run continues: iterations done, samples consumed, and which of those iterations were
     left out."""
 
     iteration: int = 0
@@ -222,8 +222,8 @@ def _moved(
             moved.append((name, r.reason, (first, last)))
         else:
             problems.append(
-                f"{recorded.origins[name]}: {name} skips samples {r.s0} to {r.s1 - 1}, which "
-                f"are parts of iterations {first} to {last} with these batch sizes; give those of "
+                f"{recorded.origins[name]}: {name} skips samples {r.s0} to {r.s1 - 1}, which are "
+                f"parts of iterations {first} to {last} with these batch sizes; give those of "
                 f"before, or {FORGET_FLAG} {name} {RANGE_FLAG} {first} {last} "
                 "[skip-record-not-applicable]"
             )

@@ -82,8 +82,8 @@ def _tell(resolution: Resolution) -> None:
 
 
 def _recorded(c: CheckpointConfig) -> tuple[Recorded, frozenset[str], Position]:
-    """What lies on disk: records of the checkpoint, of the run it is of and of --save, the last one
-    counting; the ids that the last of these has; and where the run goes on."""
+    """What is on disk: records of the checkpoint, of the run it is of and of --save, the last one
+    counting; the ids that the last of these has; and where the run continues."""
     state = _expected(c)
     at = Position()
     entries: list[Entry] = []
@@ -255,7 +255,7 @@ def record_skip(run: Run, first: int, last: int, reason: str, source: str) -> No
     """From here on the run leaves out iterations first to last; `skips.jsonl` and the checkpoints
     say so. For all ranks.
 
-    The samples that are open already know nothing of it: they must be opened anew. Raises
+    The samples that are open already know nothing of it: they must be reopened. Raises
     CheckpointError where it cannot be written.
     """
     new = new_record(run, SkipRanges([(first, last)]), reason, source, order_hash(run))

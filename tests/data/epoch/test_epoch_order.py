@@ -294,7 +294,7 @@ def test_damaged_pairs(tmp_path):
         (
             "a.idx",
             index[: 34 + 4 * 60 + 8 * 30] + b"\4" + index[34 + 4 * 60 + 8 * 30 + 1 :],
-            "does not lie behind",
+            "does not follow",
         ),
     ):
         (tmp_path / path).write_bytes(damaged)

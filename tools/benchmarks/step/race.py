@@ -1,4 +1,4 @@
-"""One size in one number format: every contestant in its processes, in turns, and what their times
+"""One size in one dtype: every contestant in its processes, in turns, and what their times
 give.
 
 Each contestant has a process for each thread setting; all but one are stopped while that one has
@@ -70,7 +70,7 @@ class Series:
 
 @dataclass
 class Race:
-    """What one size in one number format gave."""
+    """What one size in one dtype gave."""
 
     size: Size
     dtype: str
