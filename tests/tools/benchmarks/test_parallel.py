@@ -127,7 +127,7 @@ def test_another_checkout_takes_part(tool, tmp_path, capsys):
 def test_a_checkout_that_trains_another_model_does_not_race(tool, tmp_path, capsys):
     tree = make_checkout(
         tmp_path / "before",
-        "sizes.py",
+        "step/sizes.py",
         "LEARNING_RATE, WEIGHT_DECAY, BETAS, CLIP = 3e-4",
         "LEARNING_RATE, WEIGHT_DECAY, BETAS, CLIP = 6e-4",
     )

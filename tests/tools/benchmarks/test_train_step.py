@@ -758,7 +758,7 @@ def test_another_checkout_takes_part(tmp_path):
     same = make_checkout(tmp_path / "before")
     faster = make_checkout(
         tmp_path / "faster",
-        "sizes.py",
+        "step/sizes.py",
         "LEARNING_RATE, WEIGHT_DECAY, BETAS, CLIP = 3e-4",
         "LEARNING_RATE, WEIGHT_DECAY, BETAS, CLIP = 6e-4",
     )

@@ -12,6 +12,7 @@ import pytest
 
 from megatron.checkpoint import filesystem, manifest, store
 from megatron.training import loop
+from megatron.training.checkpointing import save as saving
 from megatron.training.run import Services
 from tests.forkrun import RanksFailed
 from tests.runs import SMALL, late_from, same_tensors, train, with_flags, write_text
@@ -186,7 +187,7 @@ def refuse_every_step(rank: int, save: str) -> None:
 
     After each of them the newest checkpoint must be whole.
     """
-    whole = save.save_checkpoint
+    whole = saving.save_checkpoint
     refused = []
 
     def saved(run) -> None:
@@ -224,7 +225,7 @@ def refuse_every_step(rank: int, save: str) -> None:
         if wrong:
             raise wrong
 
-    save.save_checkpoint = saved
+    saving.save_checkpoint = saved
 
 
 @pytest.mark.campaign
