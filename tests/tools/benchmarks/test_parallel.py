@@ -128,8 +128,8 @@ def test_a_checkout_that_trains_another_model_does_not_race(tool, tmp_path, caps
     tree = make_checkout(
         tmp_path / "before",
         "step/sizes.py",
-        "LEARNING_RATE, WEIGHT_DECAY, BETAS, CLIP = 3e-4",
-        "LEARNING_RATE, WEIGHT_DECAY, BETAS, CLIP = 6e-4",
+        "LEARNING_RATE = 3e-4",
+        "LEARNING_RATE = 6e-4",
     )
     words = [
         "--size",

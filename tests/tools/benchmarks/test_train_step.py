@@ -759,8 +759,8 @@ def test_another_checkout_takes_part(tmp_path):
     faster = make_checkout(
         tmp_path / "faster",
         "step/sizes.py",
-        "LEARNING_RATE, WEIGHT_DECAY, BETAS, CLIP = 3e-4",
-        "LEARNING_RATE, WEIGHT_DECAY, BETAS, CLIP = 6e-4",
+        "LEARNING_RATE = 3e-4",
+        "LEARNING_RATE = 6e-4",
     )
     words = (
         "--size",
