@@ -157,7 +157,7 @@ def test_scattered_sequences_are_planned_in_megatrons_order(tmp_path: Path) -> N
         flags, sequence_length=8, seed=1, sizes=(50, 0, 0), vocab_size=9000, eod=8999, rows=rows
     )
     assert planned_rows(flags, (50, 0, 0), 8) == rows
-    with pytest.raises(ValueError, match="--data-order epoch reads tokens where they lie"):
+    with pytest.raises(ValueError, match="--data-order epoch reads tokens in place"):
         planned_rows(
             data_flags(data_path=[prefix], split="1,0,0", data_order="epoch"), (50, 0, 0), 8
         )

@@ -176,7 +176,7 @@ def test_pictures(tmp_path, capsys):
         )
         assert (tmp_path / name).read_bytes().startswith(start)
     picture = (tmp_path / "x.svg").read_text()
-    assert all(word in picture for word in ("leave out", "checkpoint", "not judged"))
+    assert all(word in picture for word in ("spike: skip", "checkpoint", "not judged"))
 
 
 def test_the_seed(capsys):

@@ -241,7 +241,7 @@ def test_another_mix_goes_on_where_each_data_set_was_left(tmp_path):
     assert fresh.since == 0 and fresh.order() != first.order()
     with pytest.raises(IndexError, match="sample 199 of 200"):
         second.source(199)
-    with pytest.raises(ValueError, match="can go on only with the same"):
+    with pytest.raises(ValueError, match="can continue only with the same"):
         build((1000, 0, 0), {**resumed(first, 200, True), "seed": 9}, data_path=["2", b, "1", c])
 
 
