@@ -159,19 +159,26 @@ def run_schedule(
 
 @lru_cache(maxsize=8)
 def stage_schedule(
-    stage: int, stages: int, micro_batches: int, chunks: int, forward_only: bool, overlap: bool
+    stage: int,
+    stages: int,
+    micro_batches: int,
+    chunks: int,
+    forward_only: bool,
+    overlap: bool,
+    group: int | None = None,
 ) -> Schedule:
     """The schedule of one stage, cached: every iteration uses the same ones."""
-    return schedule(stages, micro_batches, chunks, forward_only=forward_only, overlap=overlap)[
-        stage
-    ]
+    orders = schedule(
+        stages, micro_batches, chunks, forward_only=forward_only, overlap=overlap, group=group
+    )
+    return orders[stage]
 
 
 class Pipeline:
     """This rank's stage: `chunks` parts of the model, and links to the stages before and after.
 
     shape, dtype: the hidden states that pass between stages, [s, b, h] ([s/tp, b, h] with sequence
-    parallelism).
+    parallelism). group: micro-batches that pass a chunk in turn, by default as many as stages.
     """
 
     def __init__(
@@ -182,9 +189,11 @@ class Pipeline:
         dtype: torch.dtype,
         device: torch.device,
         overlap: bool = True,
+        group: int | None = None,
     ):
         self._pp = ctx.pp
         self.chunks = chunks
+        self._group = group
         self._overlap = overlap
         self._links = (
             P2PLinks(ctx.pp, ctx.pp_gradients, shape, dtype, device, overlap)
@@ -206,5 +215,6 @@ class Pipeline:
             self.chunks,
             backward is None,
             self._overlap,
+            self._group,
         )
         run_schedule(actions, forward, backward, self._links)

@@ -39,28 +39,31 @@ def one_forward_one_backward(stage: int, stages: int, micro_batches: int) -> Sch
     )
 
 
-def interleaved(stage: int, stages: int, micro_batches: int, chunks: int) -> Schedule:
-    """Interleaved 1F1B (Narayanan et al. 2021): `stages` micro-batches pass a chunk, then the next
-    chunk, and so on.
+def interleaved(
+    stage: int, stages: int, micro_batches: int, chunks: int, group: int | None = None
+) -> Schedule:
+    """Interleaved 1F1B (Narayanan et al. 2021): `group` micro-batches (default: `stages`) pass a
+    chunk, then the next chunk, and so on.
 
-    Backward takes the chunks from the last to the first. Raises ValueError unless micro_batches is
-    a multiple of stages.
+    Backward takes the chunks from the last to the first. Raises ValueError unless the groups fit
+    (`check_micro_batches`).
     """
-    check_micro_batches(micro_batches, stages, chunks)
+    check_micro_batches(micro_batches, stages, chunks, group)
     return _alternate(
-        _in_groups(stages, micro_batches, chunks),
+        _in_groups(group or stages, micro_batches, chunks),
         chunks,
-        warm_up_forwards(stage, stages, micro_batches, chunks),
+        warm_up_forwards(stage, stages, micro_batches, chunks, group),
     )
 
 
-def _in_groups(stages: int, micro_batches: int, chunks: int) -> list[tuple[int, int]]:
-    """(micro-batch, chunk) in the order of an interleaved schedule's forwards."""
+def _in_groups(group: int, micro_batches: int, chunks: int) -> list[tuple[int, int]]:
+    """(micro-batch, chunk) in the order of an interleaved schedule's forwards; the last group may
+    be smaller."""
     return [
-        (group + i, chunk)
-        for group in range(0, micro_batches, stages)
+        (i, chunk)
+        for start in range(0, micro_batches, group)
         for chunk in range(chunks)
-        for i in range(stages)
+        for i in range(start, min(start + group, micro_batches))
     ]
 
 
@@ -78,21 +81,26 @@ def _alternate(order: list[tuple[int, int]], chunks: int, warm_up: int) -> Sched
 
 
 def compute_order(
-    stage: int, stages: int, micro_batches: int, chunks: int = 1, forward_only: bool = False
+    stage: int,
+    stages: int,
+    micro_batches: int,
+    chunks: int = 1,
+    forward_only: bool = False,
+    group: int | None = None,
 ) -> Schedule:
     """The forwards and backwards of a stage in order: interleaved with more than one chunk, else
     1F1B."""
     if forward_only:
-        check_micro_batches(micro_batches, stages, chunks)
+        check_micro_batches(micro_batches, stages, chunks, group)
         order = (
-            _in_groups(stages, micro_batches, chunks)
+            _in_groups(group or stages, micro_batches, chunks)
             if chunks > 1
             else [(i, 0) for i in range(micro_batches)]
         )
         return [Action("forward", m, chunk) for m, chunk in order]
     if chunks == 1:
         return one_forward_one_backward(stage, stages, micro_batches)
-    return interleaved(stage, stages, micro_batches, chunks)
+    return interleaved(stage, stages, micro_batches, chunks, group)
 
 
 def schedule(
@@ -102,6 +110,7 @@ def schedule(
     *,
     forward_only: bool = False,
     overlap: bool = True,
+    group: int | None = None,
 ) -> list[Schedule]:
     """All that each stage does, transfers too: `schedule(...)[stage]`.
 
@@ -121,12 +130,13 @@ def schedule(
             "stages"
         )
     orders = [
-        compute_order(stage, stages, micro_batches, chunks, forward_only) for stage in range(stages)
+        compute_order(stage, stages, micro_batches, chunks, forward_only, group)
+        for stage in range(stages)
     ]
     rounds = [[(action,) for action in order] for order in orders]
     if chunks > 1 and not (overlap or forward_only):
         rounds = [
-            _paired(order, warm_up_forwards(stage, stages, micro_batches, chunks))
+            _paired(order, warm_up_forwards(stage, stages, micro_batches, chunks, group))
             for stage, order in enumerate(orders)
         ]
     return _with_transfers(rounds, chunks)

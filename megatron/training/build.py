@@ -128,6 +128,7 @@ def build_pipeline(config: Config, plan: Plan, runtime: Runtime) -> Pipeline:
         hidden_dtype(m, getattr(torch, config.precision.params_dtype)),
         runtime.device,
         config.parallel.overlap_p2p_comm,
+        config.parallel.microbatch_group_size_per_vp_stage,
     )
 
 

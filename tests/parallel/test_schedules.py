@@ -128,6 +128,38 @@ def test_the_whole_grid(stages):
         check_playing(stages, micro_batches, chunks)
 
 
+@pytest.mark.parametrize("stages", [2, 3, 4, 5])
+def test_groups_of_micro_batches(stages):
+    """Larger groups than stages, the last one smaller: no deadlock, activations and bubble of the
+    formulas."""
+    played = 0
+    for chunks in (2, 3):
+        for micro_batches in range(stages, 4 * stages):
+            for group in range(stages, micro_batches + 1):
+                if 0 < micro_batches % group < stages:
+                    continue
+                check_group(stages, micro_batches, chunks, group)
+                played += 1
+    assert played > 10
+
+
+def check_group(stages: int, micro_batches: int, chunks: int, group: int) -> None:
+    """Play a schedule of groups of `group`."""
+    alive = [activations_alive(s, stages, micro_batches, chunks, group) for s in range(stages)]
+    for overlap in (True, False):
+        lists = schedule(stages, micro_batches, chunks, overlap=overlap, group=group)
+        order = [step for step in lists[0] if step.kind == "forward"]
+        assert [step.micro_batch for step in order[:group]] == list(range(group))
+        assert [step.chunk for step in order[: group + 1]] == [0] * group + [1]
+        for rule in RULES:
+            played = play(lists, chunks, rule, 1, 2)
+            assert played.alive == alive
+            if overlap and rule != "blocking":
+                assert bubble(played.seconds, micro_batches, chunks, 1, 2) == pytest.approx(
+                    bubble_fraction(stages, micro_batches, chunks)
+                )
+
+
 @pytest.mark.parametrize("stages, chunks", [(1, 1), (4, 1), (2, 2), (4, 3), (16, 4)])
 def test_64_micro_batches(stages, chunks):
     lists = schedule(stages, 64, chunks)

@@ -14,6 +14,12 @@ GATHER = ("--cp-comm-type", "all_gather")
 PP = "--pipeline-model-parallel-size"
 CHUNKS = "--num-virtual-stages-per-pipeline-rank"
 PER_CHUNK = "--num-layers-per-virtual-pipeline-stage"
+LAYOUT = "--pipeline-model-parallel-layout"
+COUNTED = (
+    "--account-for-embedding-in-pipeline-split",
+    "--account-for-loss-in-pipeline-split",
+)
+GROUP = "--microbatch-group-size-per-virtual-pipeline-stage"
 NO_OVERLAP = "--no-overlap-p2p-communication"
 GPT2 = ()
 UNTIED = (
@@ -85,6 +91,7 @@ CASES = {
     "pp2 dp2, stages numbered before replicas": Case(
         UNTIED, 4, (PP, "2", *OVERLAP, "--use-tp-pp-dp-mapping"), steps=10
     ),
+    "pp2 vpp2, layout E|tt|t|tL": Case(DEEP, 2, (PP, "2", LAYOUT, "E|tt|t|tL"), steps=10),
 }
 CAMPAIGN = {
     "tp2": Case(GPT2, 2, (TP, "2")),
@@ -130,6 +137,27 @@ CAMPAIGN = {
     "tp2 sp pp2": Case(GPT2, 4, (TP, "2", SP, PP, "2")),
     "pp4, uneven: 1, 2, 2 and 2 layers": Case(ODD, 4, (PP, "4")),
     "pp2 vpp2, uneven: 1 + 2 and 2 + 2 layers": Case(ODD, 2, (PP, "2", CHUNKS, "2")),
+    "pp2, layout Ettt|tL": Case(DEEP, 2, (PP, "2", LAYOUT, "Ettt|tL")),
+    "pp2, layout E|t*4,L": Case(DEEP, 2, (PP, "2", LAYOUT, "E|t*4,L")),
+    "pp4, layout E|(tt|)*2,L": Case(DEEP, 4, (PP, "4", LAYOUT, "E|(tt|)*2,L")),
+    "pp2 vpp2, layout Et|t|t|tL, rotary swiglu RMSNorm GQA": Case(
+        LLAMA + DEEP, 2, (PP, "2", LAYOUT, "Et|t|t|tL")
+    ),
+    "tp2 sp pp2 vpp2 dp2, layout E|tt|tt|L, distributed optimizer, overlap": Case(
+        DEEP, 8, (TP, "2", SP, PP, "2", LAYOUT, "E|tt|tt|L", *OVERLAP)
+    ),
+    "pp2 vpp4, layout E|t*2|(t|)*5,L, full recompute": Case(
+        ODD, 2, (PP, "2", LAYOUT, "E|t*2|(t|)*5,L"), only=FULL
+    ),
+    "pp2 vpp2, embedding and loss counted": Case(
+        ("--num-layers", "6"), 2, (PP, "2", CHUNKS, "2", *COUNTED)
+    ),
+    "pp4, embedding and loss counted, untied, masked documents": Case(
+        UNTIED, 4, (PP, "4", *COUNTED)
+    ),
+    "pp2 vpp2, groups of 3 micro-batches": Case(
+        DEEP, 2, (PP, "2", CHUNKS, "2", GROUP, "3", "--micro-batch-size", "1")
+    ),
     "pp2, untied, masked documents": Case(UNTIED, 2, (PP, "2")),
     "tp2 sp pp2, rotary swiglu RMSNorm GQA": Case(LLAMA, 4, (TP, "2", SP, PP, "2")),
     "pp2 vpp2, full recompute": Case(DEEP, 2, (PP, "2", CHUNKS, "2"), only=FULL),

@@ -28,6 +28,7 @@ from tests.parity.layouts import (
     FULL,
     GATHER,
     GPT2,
+    LAYOUT,
     LLAMA,
     OVERLAP,
     PP,
@@ -418,6 +419,10 @@ def go_on(
         ((PP, "2", CHUNKS, "2"), [(1, ()), (2, (PP, "2")), (4, (PP, "4"))]),
         ((TP, "2", SP), [(2, (PP, "2"))]),
         ((), [(2, (PP, "2", CHUNKS, "2"))]),
+        (
+            (PP, "2", LAYOUT, "E|tt|t|tL"),
+            [(1, ()), (2, (PP, "2")), (4, (PP, "4", LAYOUT, "E|(tt|)*2,L"))],
+        ),
     ],
     ids=lambda value: "-".join(map(str, value)),
 )

@@ -6,13 +6,15 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron.config.plan.stages import split_layers, warm_up_forwards
+from megatron.config.plan.pipeline_layout import parse_layout
+from megatron.config.plan.stages import split_layers, split_with_ends, warm_up_forwards
 from megatron.parallel.schedules import compute_order
 
 pytestmark = pytest.mark.peers
 
 theirs = pytest.importorskip("megatron.core.pipeline_parallel.schedules")
 block = pytest.importorskip("megatron.core.transformer.transformer_block")
+layouts = pytest.importorskip("megatron.core.transformer.pipeline_parallel_layer_layout")
 layer = pytest.importorskip("megatron.core.transformer.transformer_layer")
 
 
@@ -45,6 +47,73 @@ def test_order_and_warm_up(stages, chunks):
             assert kinds == "f" * warm_up + "fb" * (total - warm_up) + "b" * warm_up
             evaluation = compute_order(stage, stages, micro_batches, chunks, forward_only=True)
             assert [step[1:3] for step in evaluation] == table
+
+
+@pytest.mark.parametrize("stages, chunks", [(2, 2), (3, 2), (4, 3)])
+def test_groups_of_micro_batches(stages, chunks):
+    for micro_batches in range(stages, 4 * stages):
+        for group in range(stages, micro_batches + 1):
+            if 0 < micro_batches % group < stages:
+                continue
+            table = theirs.get_schedule_table(micro_batches, chunks, group)
+            for stage in range(stages):
+                _, _, warm_up, _ = theirs.get_pp_rank_microbatches(
+                    micro_batches,
+                    chunks,
+                    group,
+                    p2p_communicator=communicator(stage, stages, chunks),
+                )
+                assert warm_up_forwards(stage, stages, micro_batches, chunks, group) == warm_up
+                order = compute_order(stage, stages, micro_batches, chunks, group=group)
+                assert [step[1:3] for step in order if step.kind == "forward"] == table
+
+
+LAYOUTS = (
+    ("Et*3|(tt|)*29,L", 61, 31, None),
+    ("E|(t|)*6,L", 6, 4, 2),
+    ("Ett|tt,tt|t*2|(tt|ttt)*2|ttL", 20, 7, None),
+    ("E(|t)*7L", 7, 2, None),
+    ("E|t*12|t|tL", 14, 4, None),
+)
+
+
+@pytest.mark.parametrize("layout, num_layers, stages, chunks", LAYOUTS)
+def test_layout_strings(layout, num_layers, stages, chunks):
+    want = layouts.PipelineParallelLayerLayout(layout, stages)
+    want.validate_layer_layout(num_layers, None)
+    split = parse_layout(layout, num_layers, stages, chunks)
+    assert [[len(chunk) for chunk in stage] for stage in split] == [
+        [chunk.count(layouts.LayerType.decoder) for chunk in stage] for stage in want.layout
+    ]
+
+
+def test_layers_where_embedding_and_loss_count():
+    compared = 0
+    for stages in (2, 3, 4):
+        for chunks in (1, 2, 3):
+            for num_layers in range(1, 73):
+                for embedding, loss in ((True, False), (False, True), (True, True)):
+                    if (num_layers + embedding + loss) % (stages * chunks):
+                        continue
+                    config = SimpleNamespace(
+                        num_layers=num_layers,
+                        pipeline_model_parallel_size=stages,
+                        pipeline_model_parallel_layout=None,
+                        virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None,
+                        num_layers_in_first_pipeline_stage=None,
+                        num_layers_in_last_pipeline_stage=None,
+                        account_for_embedding_in_pipeline_split=embedding,
+                        account_for_loss_in_pipeline_split=loss,
+                    )
+                    split = split_with_ends(num_layers, stages, chunks, embedding, loss)
+                    for stage in range(stages):
+                        for chunk in range(chunks):
+                            vp_stage = chunk if chunks > 1 else None
+                            start = layer.get_transformer_layer_offset(config, vp_stage, stage)
+                            count = block.get_num_layers_to_build(config, vp_stage, stage)
+                            assert split[stage][chunk] == range(start, start + count)
+                            compared += 1
+    assert compared > 1000
 
 
 def test_layers_of_each_stage():

@@ -157,8 +157,8 @@ BUGS = {
     ),
     "too few warm-up forwards": Bug(
         "megatron.config.plan.stages.warm_up_forwards",
-        "2 * after + (chunks - 1) * stages",
-        "2 * after + chunks - 1",
+        "(chunks - 1) * (group or stages)",
+        "chunks - 1",
         f"{LAYOUTS}[pp2 vpp2]",
         "campaign",
     ),

@@ -115,7 +115,12 @@ def _pipeline(f: Facts) -> list[str]:
     found = []
     for size in _sizes(f) if chunks > 1 else ():
         try:
-            check_micro_batches(size, f["pipeline_model_parallel_size"], chunks)
+            check_micro_batches(
+                size,
+                f["pipeline_model_parallel_size"],
+                chunks,
+                f["microbatch_group_size_per_vp_stage"],
+            )
         except ValueError as error:
             found.append(str(error))
     return found

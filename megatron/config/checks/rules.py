@@ -27,6 +27,7 @@ _AT_LEAST_ONE = (
     "num_query_groups seq_length max_position_embeddings rotary_base "
     "rotary_seq_len_interpolation_factor make_vocab_size_divisible_by tensor_model_parallel_size "
     "pipeline_model_parallel_size context_parallel_size expert_model_parallel_size "
+    "microbatch_group_size_per_vp_stage "
     "ddp_bucket_size ddp_num_buckets num_distributed_optimizer_instances "
     "distributed_timeout_minutes loss_scale_window hysteresis vocab_size lr_wsd_decay_iters "
     "lr_wsd_decay_samples lr_decay_iters lr_decay_samples micro_batch_size global_batch_size "
@@ -124,6 +125,23 @@ _NEEDED = (
         "use_rope_scaling",
         "--position-embedding-type rope",
         lambda v: v["position_embedding_type"] == "rope" or v["use_rotary_position_embeddings"],
+    ),
+    (
+        "account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split",
+        "--pipeline-model-parallel-size",
+        lambda v: v["pipeline_model_parallel_size"] > 1,
+    ),
+    (
+        "microbatch_group_size_per_vp_stage",
+        "virtual pipeline stages (--num-virtual-stages-per-pipeline-rank or a layout)",
+        lambda v: (
+            v["pipeline_model_parallel_size"] > 1
+            and (
+                v["num_virtual_stages_per_pipeline_rank"]
+                or v["num_layers_per_virtual_pipeline_stage"]
+                or v["pipeline_model_parallel_layout"]
+            )
+        ),
     ),
     ("cp_comm_type", "--context-parallel-size", lambda v: v["context_parallel_size"] > 1),
     (

@@ -238,10 +238,7 @@ zero_stage=0?1 | --use-distributed-optimizer
 [refused]
 hierarchical_context_parallel_sizes:list= | context-parallel ranks form one ring; omit the flag
 ds_sequence_parallel_size=1 | use --context-parallel-size
-microbatch_group_size_per_vp_stage=,--microbatch-group-size-per-virtual-pipeline-stage
-  | as many micro-batches as stages pass a chunk in turn; omit the flag
-account_for_embedding_in_pipeline_split=False account_for_loss_in_pipeline_split=False
-  pipeline_model_parallel_layout= pp_partition_method= | &ends
+pp_partition_method= | &ends
 data_parallel_sharding_strategy=no_shard!optim_grads_params outer_dp_sharding_strategy=no_shard
   use_megatron_fsdp=False use_torch_fsdp2=False | &sharding
 use_mup=False | muP is not supported; set --init-method-std and --lr yourself

@@ -190,7 +190,13 @@ def activations(config: Config, plan: Plan, stage: int) -> Activations:
     chunks = plan.layers_per_stage[stage]
     stages = len(plan.layers_per_stage)
     largest = max(len(chunk) for chunk in chunks)
-    alive = activations_alive(stage, stages, plan.num_microbatches(plan.train_iters), len(chunks))
+    alive = activations_alive(
+        stage,
+        stages,
+        plan.num_microbatches(plan.train_iters),
+        len(chunks),
+        config.parallel.microbatch_group_size_per_vp_stage,
+    )
     one = chunk_activations(config, plan, largest) + (
         embedding_activations(config, plan) if stage == 0 else 0
     )

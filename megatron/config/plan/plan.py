@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from megatron.config.parallel import ParallelConfig
 from megatron.config.plan import buckets
 from megatron.config.plan.batch_size import BatchSizeSchedule, build_batch_size_schedule
 from megatron.config.plan.parameters import (
@@ -14,7 +15,18 @@ from megatron.config.plan.parameters import (
     parameter_table,
     stage_table,
 )
-from megatron.config.plan.stages import Split, chunks_per_stage, split_layers
+from megatron.config.plan.pipeline_layout import LAYOUT, parse_layout
+from megatron.config.plan.stages import (
+    EMBEDDING,
+    FIRST,
+    LAST,
+    LOSS,
+    PER_CHUNK,
+    Split,
+    chunks_per_stage,
+    split_layers,
+    split_with_ends,
+)
 from megatron.config.plan.zero_partition import whole_parameters
 from megatron.config.skip_ranges import SkipRanges
 from megatron.config.tree import Config
@@ -147,14 +159,47 @@ def layer_split(config: Config) -> Split:
     p = config.parallel
     stages = p.pipeline_model_parallel_size
     ends = (p.decoder_first_pipeline_num_layers, p.decoder_last_pipeline_num_layers)
+    counted = (p.account_for_embedding_in_pipeline_split, p.account_for_loss_in_pipeline_split)
+    _only_one_split(p)
+    if p.pipeline_model_parallel_layout is not None:
+        return parse_layout(
+            p.pipeline_model_parallel_layout,
+            layers,
+            stages,
+            p.num_virtual_stages_per_pipeline_rank,
+        )
     chunks = chunks_per_stage(
         layers,
         stages,
         p.num_layers_per_virtual_pipeline_stage,
         p.num_virtual_stages_per_pipeline_rank,
         uneven=ends != (None, None),
+        counted=sum(counted),
     )
+    if any(counted):
+        return split_with_ends(layers, stages, chunks, *counted)
     return split_layers(layers, stages, chunks, *ends)
+
+
+def _only_one_split(p: ParallelConfig) -> None:
+    """Raise ValueError where two of the flags that split the layers over stages exclude each
+    other, as in Megatron."""
+    given = {
+        LAYOUT: p.pipeline_model_parallel_layout is not None,
+        PER_CHUNK: p.num_layers_per_virtual_pipeline_stage is not None,
+        FIRST: p.decoder_first_pipeline_num_layers is not None,
+        LAST: p.decoder_last_pipeline_num_layers is not None,
+        EMBEDDING: p.account_for_embedding_in_pipeline_split,
+        LOSS: p.account_for_loss_in_pipeline_split,
+    }
+    typed = [flag for flag, there in given.items() if there]
+    for one, others in ((LAYOUT, typed), (EMBEDDING, (FIRST, LAST)), (LOSS, (FIRST, LAST))):
+        against = [flag for flag in typed if flag in others and flag != one]
+        if one in typed and against:
+            raise ValueError(
+                f"{one} and {' and '.join(against)}: each says which layers a stage has; give "
+                "only one of them [flags-exclude-each-other]"
+            )
 
 
 def make_plan(config: Config, world_size: int, vocab_size: int) -> Plan:

@@ -169,6 +169,8 @@ def _table(titles: Sequence[str], rows: Sequence[Sequence[str]], plan: Plan) -> 
 
 
 def _span(numbers: Sequence[int] | range) -> str:
+    if not numbers:
+        return "none"
     return f"{numbers[0]}" if len(numbers) == 1 else f"{numbers[0]}-{numbers[-1]}"
 
 

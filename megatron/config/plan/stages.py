@@ -9,6 +9,9 @@ FIRST = "--decoder-first-pipeline-num-layers"
 LAST = "--decoder-last-pipeline-num-layers"
 PER_CHUNK = "--num-layers-per-virtual-pipeline-stage"
 CHUNKS = "--num-virtual-stages-per-pipeline-rank"
+GROUP = "--microbatch-group-size-per-virtual-pipeline-stage"
+EMBEDDING = "--account-for-embedding-in-pipeline-split"
+LOSS = "--account-for-loss-in-pipeline-split"
 
 
 def chunks_per_stage(
@@ -17,11 +20,13 @@ def chunks_per_stage(
     layers_per_chunk: int | None = None,
     chunks: int | None = None,
     uneven: bool = False,
+    counted: int = 0,
 ) -> int:
     """Virtual stages on each rank: 1, `chunks` as typed, or as many as hold `layers_per_chunk`
     layers each.
 
-    `uneven`: is the size of the first or the last stage given? Raises ValueError with the flags,
+    `uneven`: is the size of the first or the last stage given? `counted`: embedding and loss, where
+    they count as layers. Raises ValueError with the flags,
     values and remedy.
     """
     if layers_per_chunk is not None and chunks is not None:
@@ -40,19 +45,22 @@ def chunks_per_stage(
                 f"{typed} says that all stages are alike, {FIRST} and {LAST} that they are not: "
                 f"give {CHUNKS} instead [flags-exclude-each-other]"
             )
-        if num_layers % (stages * layers_per_chunk):
-            fits = [n for n in range(1, num_layers // stages + 1) if num_layers % (stages * n) == 0]
+        places = num_layers + counted
+        if places % (stages * layers_per_chunk):
+            fits = [n for n in range(1, places // stages + 1) if places % (stages * n) == 0]
             remedy = (
                 f"{PER_CHUNK} {' or '.join(map(str, fits))}"
                 if fits
                 else f"{CHUNKS} (stages may differ by a layer)"
             )
             raise ValueError(
-                f"{typed}: --num-layers {num_layers} is not a multiple of "
+                f"{typed}: --num-layers {num_layers}"
+                + f" + {counted}" * (counted > 0)
+                + " is not a multiple of "
                 f"--pipeline-model-parallel-size {stages} x {layers_per_chunk} = "
                 f"{stages * layers_per_chunk}; give {remedy} [layers-not-divisible-by-stages]"
             )
-        chunks = num_layers // (stages * layers_per_chunk)
+        chunks = places // (stages * layers_per_chunk)
     if chunks > 1 and stages == 1:
         raise ValueError(
             f"{typed} makes {chunks} virtual stages, which --pipeline-model-parallel-size 1 has "
@@ -121,10 +129,61 @@ def split_layers(
     return tuple(map(tuple, split))
 
 
-def check_micro_batches(micro_batches: int, stages: int, chunks: int = 1) -> None:
-    """Interleaving sends micro-batches through a chunk in groups of `stages`: raises ValueError if
-    that does not fit."""
-    if chunks > 1 and micro_batches % stages:
+def split_with_ends(
+    num_layers: int, stages: int, chunks: int, embedding: bool, loss: bool
+) -> Split:
+    """As `split_layers`, where the embedding, the loss or both count as a layer of the virtual
+    stage they are on, and all virtual stages are alike.
+
+    Raises ValueError with the flags, values and remedy.
+    """
+    counted = num_layers + embedding + loss
+    size, rest = divmod(counted, stages * chunks)
+    said = " and ".join([EMBEDDING] * embedding + [LOSS] * loss)
+    if rest or not size:
+        lower = counted - rest - embedding - loss
+        fits = [n for n in (lower, lower + stages * chunks) if n > 0]
+        raise ValueError(
+            f"{said}: --num-layers {num_layers} + {embedding + loss} is not a multiple of "
+            f"--pipeline-model-parallel-size {stages}"
+            + f" x {chunks} virtual stages"
+            * (chunks > 1)
+            + f"; use --num-layers {' or '.join(map(str, fits))}, or omit the flag "
+            "[layers-not-divisible-by-stages]"
+        )
+    split: list[list[range]] = [[] for _ in range(stages)]
+    start = 0
+    for place in range(stages * chunks):
+        stop = min(num_layers, (place + 1) * size - embedding)
+        split[place % stages].append(range(start, stop))
+        start = stop
+    return tuple(map(tuple, split))
+
+
+def check_micro_batches(
+    micro_batches: int, stages: int, chunks: int = 1, group: int | None = None
+) -> None:
+    """Interleaving sends micro-batches through a chunk in groups of `group` (default: `stages`):
+    raises ValueError if that does not fit.
+
+    As in Megatron a group has as many as there are stages, at least, and so has the last one.
+    """
+    if chunks > 1 and group is not None:
+        if not stages <= group <= micro_batches:
+            raise ValueError(
+                f"{GROUP} {group}: must be from --pipeline-model-parallel-size {stages} to the "
+                f"{micro_batches} micro-batches of a step [micro-batch-group-does-not-fit]"
+            )
+        if 0 < micro_batches % group < stages:
+            fits = [
+                n for n in range(stages, micro_batches + 1) if not 0 < micro_batches % n < stages
+            ]
+            raise ValueError(
+                f"{GROUP} {group}: of {micro_batches} micro-batches the last "
+                f"{micro_batches % group} are fewer than --pipeline-model-parallel-size {stages}; "
+                f"use {', '.join(map(str, fits[:8]))} [micro-batch-group-does-not-fit]"
+            )
+    elif chunks > 1 and micro_batches % stages:
         more = -(-micro_batches // stages) * stages
         raise ValueError(
             f"{micro_batches} micro-batches are not a multiple of --pipeline-model-parallel-size "
@@ -134,18 +193,25 @@ def check_micro_batches(micro_batches: int, stages: int, chunks: int = 1) -> Non
         )
 
 
-def warm_up_forwards(stage: int, stages: int, micro_batches: int, chunks: int = 1) -> int:
+def warm_up_forwards(
+    stage: int, stages: int, micro_batches: int, chunks: int = 1, group: int | None = None
+) -> int:
     """Forwards (of one chunk each) that a stage does before it alternates forward and backward.
 
-    1F1B and interleaved 1F1B of Narayanan et al. 2021, counted as Megatron does.
+    1F1B and interleaved 1F1B of Narayanan et al. 2021, counted as Megatron does. group:
+    micro-batches that pass a chunk in turn, by default as many as stages.
     """
     after = stages - stage - 1
-    return min(after if chunks == 1 else 2 * after + (chunks - 1) * stages, micro_batches * chunks)
+    turns = (chunks - 1) * (group or stages)
+    return min(after if chunks == 1 else 2 * after + turns, micro_batches * chunks)
 
 
-def activations_alive(stage: int, stages: int, micro_batches: int, chunks: int = 1) -> int:
+def activations_alive(
+    stage: int, stages: int, micro_batches: int, chunks: int = 1, group: int | None = None
+) -> int:
     """The most (micro-batch, chunk) pairs whose activations a stage holds at a time."""
-    return min(warm_up_forwards(stage, stages, micro_batches, chunks) + 1, micro_batches * chunks)
+    warm_up = warm_up_forwards(stage, stages, micro_batches, chunks, group)
+    return min(warm_up + 1, micro_batches * chunks)
 
 
 def bubble_fraction(stages: int, micro_batches: int, chunks: int = 1) -> float:

@@ -1,0 +1,139 @@
+"""The notation of --pipeline-model-parallel-layout, as in Megatron: read, checked and turned into
+the layers of each stage. Knows no torch."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, NoReturn
+
+from megatron.config.plan.stages import CHUNKS, Split
+
+LAYOUT = "--pipeline-model-parallel-layout"
+_WORDS = {"E": "the embedding", "t": "a transformer layer", "L": "the loss"}
+
+
+class Item(NamedTuple):
+    """A symbol of the expanded layout, and the character (from 1) it was typed at."""
+
+    symbol: str
+    position: int
+
+
+def _refuse(layout: str, position: int, problem: str) -> NoReturn:
+    """Raise ValueError: the flag, the character it is about, and a remedy."""
+    raise ValueError(
+        f"{LAYOUT} {layout}, character {position}: {problem} [pipeline-layout-not-valid]"
+    )
+
+
+def expand(layout: str) -> list[Item]:
+    """The symbols E, t, L and | of a layout in order, repetitions (`t*3`, `(tt|)*4`) written out;
+    commas mean nothing.
+
+    Raises ValueError with the position of the first character that cannot stand where it does.
+    """
+    found: list[Item] = []
+    group: tuple[int, int] | None = None  # of the open parenthesis: position, symbols before it
+    at = 0
+    while at < len(layout):
+        char = layout[at]
+        position = at + 1
+        start = len(found)
+        at += 1
+        if char == ",":
+            continue
+        if char == "m":
+            _refuse(
+                layout,
+                position,
+                "m is a multi-token prediction layer, which is not supported; remove it (and "
+                "its |, where it has a stage of its own)",
+            )
+        if char == "(" and group is None:
+            group = position, start
+            continue
+        if char == ")" and group is not None:
+            opened, start = group
+            group = None
+            if start == len(found) or layout[at : at + 1] != "*":
+                _refuse(layout, opened, "parentheses hold symbols to repeat, as in (tt|)*4")
+        elif char in "EtL|":
+            found.append(Item(char, position))
+        else:
+            _refuse(
+                layout, position, f"{char!r} is unexpected; symbols are E, t, L, |, (...)*N, *N"
+            )
+        if layout[at : at + 1] == "*":
+            stop = at + 1
+            while layout[stop : stop + 1].isdecimal():
+                stop += 1
+            digits = layout[at + 1 : stop]
+            if not digits or int(digits) < 1:
+                _refuse(layout, at + 1, "* needs a number of repetitions, at least 1")
+            found[start:] = found[start:] * int(digits)
+            at = stop
+    if group is not None:
+        _refuse(layout, group[0], "this parenthesis is not closed")
+    return found
+
+
+def _check(layout: str, items: list[Item], num_layers: int) -> None:
+    """The embedding once and first, the loss once and last, `num_layers` layers between."""
+    counts = {symbol: [i for i in items if i.symbol == symbol] for symbol in _WORDS}
+    for symbol, place in (("E", 0), ("L", -1)):
+        where = "first" if place == 0 else "last"
+        if not items or items[place].symbol != symbol:
+            position = items[place].position if items else 1
+            _refuse(layout, position, f"{_WORDS[symbol]} ({symbol}) must come {where}")
+        if len(counts[symbol]) > 1:
+            extra = counts[symbol][1 if place == 0 else 0]
+            _refuse(layout, extra.position, f"{_WORDS[symbol]} ({symbol}) must be there only once")
+    layers = counts["t"]
+    if len(layers) != num_layers:
+        extra = layers[num_layers] if len(layers) > num_layers else items[-1]
+        _refuse(
+            layout,
+            extra.position,
+            f"the layout has {len(layers)} transformer layers (t) and --num-layers is "
+            f"{num_layers}; make them equal",
+        )
+
+
+def parse_layout(layout: str, num_layers: int, stages: int, chunks: int | None = None) -> Split:
+    """The global layer numbers of each stage's chunks, `parse_layout(...)[stage][chunk]`.
+
+    A part between two | is a virtual stage, and part c x stages + s is chunk c of stage s. E and L
+    may have a virtual stage of their own. `chunks`: virtual stages of a rank, where given. Raises
+    ValueError with flag, position and remedy.
+    """
+    items = expand(layout)
+    _check(layout, items, num_layers)
+    sizes = [0]
+    empty = True
+    for item in items:
+        if item.symbol == "|" and empty:
+            _refuse(layout, item.position, "this virtual stage is empty; give it a layer")
+        empty = item.symbol == "|"
+        if empty:
+            sizes.append(0)
+        sizes[-1] += item.symbol == "t"
+    if len(sizes) % stages or (chunks is not None and len(sizes) != stages * chunks):
+        each = "" if chunks is None else f" x {CHUNKS} {chunks} = {stages * chunks}"
+        _refuse(
+            layout,
+            items[-1].position,
+            f"the layout ends after {len(sizes)} virtual stages, which must be "
+            + ("a multiple of " if chunks is None else "")
+            + f"--pipeline-model-parallel-size {stages}{each}",
+        )
+    split: list[list[range]] = [[] for _ in range(stages)]
+    start = 0
+    for number, size in enumerate(sizes):
+        split[number % stages].append(range(start, start + size))
+        start += size
+    if len(sizes) > stages == 1:
+        _refuse(
+            layout,
+            next(item.position for item in items if item.symbol == "|"),
+            "virtual stages need --pipeline-model-parallel-size 2 or more",
+        )
+    return tuple(map(tuple, split))
