@@ -50,10 +50,12 @@ class GPTModel(nn.Module):
     layer and loss. Parameters are named as in `megatron.config.plan.parameters.parameter_table` and
     their memory is not filled: `megatron.parallel.sharding.init_parameters` or a checkpoint does
     that. Weights are [out, in]; a tied output layer uses the embedding's very parameter, or in
-    another chunk a copy of the same name. `kernels`: what layers compute with.
+    another chunk a copy of the same name. `first`, `last`: does it hold the embedding, the output
+    layer? By default where its layers are the first or last ones; a chunk of an end alone has no
+    layers, and its neighbour must not have that end too. `kernels`: what layers compute with.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         model: ModelConfig,
         precision: PrecisionConfig,
@@ -64,13 +66,15 @@ class GPTModel(nn.Module):
         device: torch.device | str = "cpu",
         *,
         layers: range | None = None,
+        first: bool | None = None,
+        last: bool | None = None,
         recompute: Recompute | None = None,
         kernels: Kernels | None = None,
     ):
         super().__init__()
         layers = range(model.num_layers) if layers is None else layers
-        first = layers.start == 0
-        last = layers.stop == model.num_layers
+        first = layers.start == 0 if first is None else first
+        last = layers.stop == model.num_layers if last is None else last
         self.ctx = ctx
         self.vocab_size = vocab_size
         self.loss_dtype = torch.float16 if precision.fp16_lm_cross_entropy else None

@@ -61,6 +61,7 @@ def build_model(config: Config, plan: Plan, runtime: Runtime) -> nn.ModuleList:
     for row in fp8_rows(runtime.device, config):
         if row.on:
             log.detail(f" > {row.operation}: {row.implementation} ({row.reason})")
+    chunks = plan.layers_per_stage[ctx.pp.rank]
     model = nn.ModuleList(
         GPTModel(
             config.model,
@@ -71,10 +72,12 @@ def build_model(config: Config, plan: Plan, runtime: Runtime) -> nn.ModuleList:
             getattr(torch, config.precision.params_dtype),
             runtime.device,
             layers=layers,
+            first=ctx.pp.rank == 0 and chunk == 0,
+            last=ctx.pp.rank == ctx.pp.size - 1 and chunk == len(chunks) - 1,
             recompute=_recompute(t, len(layers)),
             kernels=kernels,
         )
-        for layers in plan.layers_per_stage[ctx.pp.rank]
+        for chunk, layers in enumerate(chunks)
     )
     init_parameters(model.parameters(), ctx, t.seed)
     if ctx.dp.rank == 0 and ctx.cp.rank == 0:
