@@ -44,27 +44,27 @@ class ParallelConfig:
     pipeline_model_parallel_layout: str | None = arg(
         None,
         dump=False,
-        help="which layers each (virtual) pipeline stage has, as in Et*3|(tt|)*2L: E embedding, t "
-        "a transformer layer, L loss, | between stages, *N repetition",
+        help="layers of each (virtual) pipeline stage, as in Et*3|(tt|)*2L: E embedding, t "
+        "transformer layer, L output layer and loss, | between stages, *N repetition",
     )
     account_for_embedding_in_pipeline_split: bool = arg(
         False,
         dump=False,
-        help="the embedding counts as a layer when layers are split over pipeline stages: the "
-        "first stage has one layer fewer",
+        help="count the embedding as a layer when layers are split over pipeline stages (the first "
+        "stage gets one layer less)",
     )
     account_for_loss_in_pipeline_split: bool = arg(
         False,
         dump=False,
-        help="output layer and loss count as a layer when layers are split over pipeline stages: "
-        "the last stage has one layer fewer",
+        help="count output layer and loss as a layer when layers are split over pipeline stages "
+        "(the last stage gets one layer less)",
     )
     microbatch_group_size_per_vp_stage: int | None = arg(
         None,
         flag="--microbatch-group-size-per-virtual-pipeline-stage",
         dump=False,
-        help="micro-batches that pass a virtual pipeline stage in turn, before the rank does its "
-        "next one (default: the number of pipeline stages)",
+        help="interleaved schedule: micro-batches that pass one virtual pipeline stage before the "
+        "rank continues with its next one (default: the number of pipeline stages)",
     )
     overlap_p2p_comm: bool = arg(
         True,

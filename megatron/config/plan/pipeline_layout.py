@@ -1,5 +1,5 @@
 """The notation of --pipeline-model-parallel-layout, as in Megatron: read, checked and turned into
-the layers of each stage. Knows no torch."""
+the layers of each stage."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import NamedTuple, NoReturn
 from megatron.config.plan.stages import CHUNKS, Split
 
 LAYOUT = "--pipeline-model-parallel-layout"
+MOST_SYMBOLS = 100_000
 _WORDS = {"E": "the embedding", "t": "a transformer layer", "L": "the loss"}
 
 
@@ -23,6 +24,19 @@ def _refuse(layout: str, position: int, problem: str) -> NoReturn:
     raise ValueError(
         f"{LAYOUT} {layout}, character {position}: {problem} [pipeline-layout-not-valid]"
     )
+
+
+def _repetitions(layout: str, star: int, symbols: int) -> tuple[int, int]:
+    """The number behind the `*` at index `star`, of so many symbols, and the index after it."""
+    stop = star + 1
+    while layout[stop : stop + 1].isdecimal():
+        stop += 1
+    digits = layout[star + 1 : stop]
+    if not digits or int(digits) < 1:
+        _refuse(layout, star + 1, "* needs a number of repetitions, at least 1")
+    if len(digits) > 6 or symbols * int(digits) > MOST_SYMBOLS:
+        _refuse(layout, star + 1, f"repeats to more than {MOST_SYMBOLS} symbols")
+    return int(digits), stop
 
 
 def expand(layout: str) -> list[Item]:
@@ -63,14 +77,8 @@ def expand(layout: str) -> list[Item]:
                 layout, position, f"{char!r} is unexpected; symbols are E, t, L, |, (...)*N, *N"
             )
         if layout[at : at + 1] == "*":
-            stop = at + 1
-            while layout[stop : stop + 1].isdecimal():
-                stop += 1
-            digits = layout[at + 1 : stop]
-            if not digits or int(digits) < 1:
-                _refuse(layout, at + 1, "* needs a number of repetitions, at least 1")
-            found[start:] = found[start:] * int(digits)
-            at = stop
+            count, at = _repetitions(layout, at, len(found) - start)
+            found[start:] = found[start:] * count
     if group is not None:
         _refuse(layout, group[0], "this parenthesis is not closed")
     return found

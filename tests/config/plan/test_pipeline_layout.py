@@ -65,6 +65,8 @@ def test_layers_of_each_stage(layout, num_layers, stages, want):
         ("Ett||tt|L", 5),
         ("Ett|t|tL", 8),
         ("Ett tt|L", 4),
+        ("Et*999999999|L", 3),
+        ("E(t*90000|)*90000L", 12),
     ],
 )
 def test_a_wrong_string_names_the_position(layout, position):
