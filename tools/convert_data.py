@@ -54,7 +54,7 @@ class ToMegatron(ToInternLM):
 
 
 def to_megatron(
-    path: str, out: str, dtype: str, told: Callable[[int, int], None]
+    path: str, out: str, dtype: str, progress: Callable[[int, int], None]
 ) -> tuple[int, int]:
     """One file; the number of its samples and of its tokens."""
     samples = JsonlTokens(path)
@@ -65,17 +65,17 @@ def to_megatron(
                 builder.add_document(ids, [len(ids)])
             except ValueError as error:
                 raise ValueError(f"{path}: sample {number}: {error}") from None
-            told(number + 1, len(samples.lengths))
+            progress(number + 1, len(samples.lengths))
     return len(samples.lengths), int(samples.lengths.sum())
 
 
-def to_internlm(path: str, out: str, told: Callable[[int, int], None]) -> tuple[int, int]:
+def to_internlm(path: str, out: str, progress: Callable[[int, int], None]) -> tuple[int, int]:
     """The same, the other way."""
     documents = Documents(path[:-4])
     with JsonlWriter(f"{out}.bin") as writer:
         for number, length in enumerate(documents.lengths.tolist()):
             writer.add(documents.read(number, 0, length) if length else np.empty(0, np.int64))
-            told(number + 1, len(documents.lengths))
+            progress(number + 1, len(documents.lengths))
     return len(documents.lengths), int(documents.lengths.sum())
 
 
@@ -88,13 +88,13 @@ def outputs(folder: str, out: str, to: type) -> Iterator[tuple[str, str]]:
     outside = os.path.realpath(out)
     if os.path.commonpath((inside, outside)) in (inside, outside):
         raise ValueError(
-            f"{out}: lies in {folder}, or the other way round; give a directory apart from it"
+            f"{out}: is inside {folder}, or the other way round; give a directory apart from it"
         )
     theirs, mine = (meta_path, lambda path: idx_path(path[:-4]))[:: 1 if to is ToMegatron else -1]
     found = [path for path in token_files(folder) if os.path.exists(theirs(path))]
     if not found:
         raise ValueError(
-            f"{folder}: holds no .bin with a {'.bin.meta' if to is ToMegatron else '.idx'} beside "
+            f"{folder}: holds no .bin with a {'.bin.meta' if to is ToMegatron else '.idx'} next to "
             "it; this command reads such files"
         )
     for path in found:
@@ -114,16 +114,16 @@ def convert(options: ToInternLM) -> None:
     for number, (path, out) in enumerate(jobs, 1):
         size = os.path.getsize(path)
 
-        def told(done: int, of: int, number: int = number, size: int = size) -> None:
+        def report(done: int, of: int, number: int = number, size: int = size) -> None:
             progress.update(
                 size * done // of, f"file {number} of {len(jobs)}, {done:,} of {of:,} samples"
             )
 
         os.makedirs(os.path.dirname(out), exist_ok=True)
         if isinstance(options, ToMegatron):
-            counts = to_megatron(path, out, options.dtype, told)
+            counts = to_megatron(path, out, options.dtype, report)
         else:
-            counts = to_internlm(path, out, told)
+            counts = to_internlm(path, out, report)
         totals += counts
         progress.shift += size
         progress.clear()

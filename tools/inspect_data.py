@@ -270,7 +270,7 @@ def describe_sample(reading: Reading, sample: int) -> dict[str, Any]:
 
 
 def describe_iteration(reading: Reading, iteration: int, ledger: str | None) -> dict[str, Any]:
-    """All that `at` tells. The hash is that of the ledger: of the samples with their numbers."""
+    """All that `at` reports. The hash is that of the ledger: of the samples with their numbers."""
     plan = reading.plan
     if not 1 <= iteration <= plan.train_iters:
         raise ValueError(

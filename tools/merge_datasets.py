@@ -104,10 +104,10 @@ def copy(
     target: int,
     start: int,
     count: int,
-    told: Callable[[int], None] = lambda copied: None,
+    progress: Callable[[int], None] = lambda copied: None,
 ) -> None:
-    """Append `count` bytes of one file to another; `told` hears how many are done. Holes stay
-    holes."""
+    """Append `count` bytes of one file to another; `progress` is called with how many are done.
+    Holes stay holes."""
     at = start
     stop = start + count
     while at < stop:
@@ -128,7 +128,7 @@ def copy(
             at += len(block)
             while view:
                 view = view[os.write(target, view) :]
-            told(at - start)
+            progress(at - start)
 
 
 def write_bin(prefixes: Sequence[str], path: str, progress: Progress) -> None:

@@ -204,7 +204,7 @@ def read_command_line(argv: Sequence[str]) -> tuple[Config, list[str]]:
         )
     if config.read.split_sentences:
         problems += sentences.problems(config.read.lang)
-    # their problem is told already
+    # their problem is reported already
     unread = tuple(f"--{name.replace('_', '-')}:" for name in parsed.broken)
     problems = parsed.problems + [problem for problem in problems if not problem.startswith(unread)]
     if problems:
@@ -424,7 +424,7 @@ def _check_tokenizer(job: Job, tokenizer: Tokenizer) -> None:
 def _job_identity(
     config: Config, files: Sequence[str], tokenizer: Tokenizer, parts: int
 ) -> dict[str, object]:
-    """What decides every byte that is written; equal ones may go on with each other's work."""
+    """What decides every byte that is written; equal ones may resume each other's work."""
     stats = [(os.path.abspath(file), os.stat(file)) for file in files]
     read = config.read
     write = config.write

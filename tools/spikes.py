@@ -50,7 +50,7 @@ def restart(events: Sequence[Event], directory: str | None, saved: Sequence[int]
 
 
 def cost(event: Event, history: History) -> dict[str, float]:
-    """How much it is to leave an event out: iterations and, as far as the log tells, samples,
+    """The cost of skipping an event: iterations and, as far as the log says, samples,
     tokens, percent of the run."""
     total = next((r.train_iters for r in reversed(history.records) if r.train_iters), None)
     at = next(r for r in history.records if r.iteration == event.peak)
@@ -189,7 +189,7 @@ COMMANDS = {
         ReplayOptions.problems,
     ),
     "verify": Command(
-        "check by its data ledger that a run skipped what it was told to skip, and nothing else; "
+        "check by its data ledger that a run skipped what it was asked to skip, and nothing else; "
         "exit code 1 if it did not",
         VerifyOptions,
         verify,

@@ -4,7 +4,7 @@ The lock is the file `.lock.N` with the highest N; it names host, process and a 
 its time of change is the heartbeat. A job whose process has ended (same machine), or whose
 heartbeat is old by the clock of the file system (another machine), is dead: the next one makes
 `.lock.N+1`, which only one can, and removes the dead one's. Whoever wakes up after that finds its
-file gone, or a higher one, when it asks before a commit (`Lock.check`)."""
+file missing, or a higher one, when it asks before a commit (`Lock.check`)."""
 
 from __future__ import annotations
 
@@ -155,7 +155,8 @@ def _locks(root: Path) -> list[Path]:
 
 
 def _owner(path: Path) -> Owner | None:
-    """Who holds a lock file; None where it is gone, or not written yet, or is not one of ours."""
+    """Who holds a lock file; None where it does not exist, is not written yet, or is not one of
+    ours."""
     try:
         return Owner(**json.loads(read_small_file(path, 10_000)))
     except (CheckpointError, ValueError, TypeError):
@@ -215,7 +216,7 @@ def _machine() -> str:
 
 def _started(pid: int) -> str | None:
     """When a process of this machine was started (Linux: in clock ticks since boot); None for one
-    that is gone."""
+    that has exited."""
     try:
         state, *rest = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return None if state in "ZX" else rest[18]

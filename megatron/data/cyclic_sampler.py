@@ -1,4 +1,4 @@
-"""`--dataloader-type cyclic`: as `sampler.py`, in an order that torch's random numbers shuffle anew
+"""`--dataloader-type cyclic`: as `sampler.py`, in an order that torch's random numbers reshuffle
 each epoch.
 """
 

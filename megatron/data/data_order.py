@@ -37,7 +37,7 @@ ORDER_REMEDIES = {
 
 
 class Ordered(Protocol):
-    """A data set that tells what its order depends on."""
+    """A data set that reports what its order depends on."""
 
     def order(self) -> dict[str, object]:
         """In JSON types."""

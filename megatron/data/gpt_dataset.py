@@ -296,7 +296,7 @@ class GPTDataset:
     @property
     def num_documents(self) -> int:
         """Documents that begin among the sequences of this split."""
-        # numpy's own search would copy it where it lies at odd bytes
+        # numpy's own search would copy it where it is not aligned
         starts = self.corpus.document_indices
         first, stop = (
             bisect_left(starts, end, hi=len(starts) - 1)

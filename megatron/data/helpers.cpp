@@ -29,7 +29,7 @@ using Array = py::array_t<T, py::array::c_style>;
 
 constexpr int64_t kAhead = 24;  // how far the lengths of shuffled documents are fetched ahead
 
-// Row r of `rows` [n + 1, 2] is where token r * sequence_length lies: (place in `documents`, offset in that document).
+// Row r of `rows` [n + 1, 2] is the position of token r * sequence_length: (place in `documents`, offset in that document).
 template <typename Document, typename Row>
 void fill_sample_index(const Array<int32_t>& lengths, const Array<Document>& documents, const int64_t sequence_length,
                        Array<Row>& rows) {
@@ -118,7 +118,7 @@ void fill_exhaustive_blending(const Array<int64_t>& sizes, Array<Id>& dataset_in
   fill_greedy(share, limit, size, dataset, sample);
 }
 
-// The swaps of numpy's RandomState.shuffle from entry `left` down, as far as the 32-bit numbers `raw` go: (the entry to go on
+// The swaps of numpy's RandomState.shuffle from entry `left` down, as far as the 32-bit numbers `raw` go: (the entry to continue
 // with, numbers used). Partners are drawn some time before the swap, so that the memory has time to bring them.
 template <typename T>
 std::pair<int64_t, int64_t> shuffle(Array<T>& values, int64_t left, const Array<uint32_t>& raw) {

@@ -1,10 +1,9 @@
 """Keeps index arrays in files between runs, so that they are built once and shared through the page
 cache.
 
-An entry is
-written aside and renamed, its description last, so concurrent builders on one filesystem never show
-each other half an entry, and it is used only if its description equals the wanted one to the
-letter. No pickle is read.
+An entry is written under temporary names and renamed, its description last, so concurrent builders
+on one filesystem never show each other half an entry, and it is used only if its description equals
+the wanted one to the letter. No pickle is read.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ def _map_array(path: str) -> np.ndarray:
 
 
 def _map_of(array: np.ndarray) -> mmap.mmap:
-    """The map that an array lies in."""
+    """The memory map that contains an array."""
     base = array.base
     while not isinstance(base, mmap.mmap):
         base = base.base
@@ -181,10 +180,10 @@ class IndexCache:
 
     @staticmethod
     def _write(path: str, write: Callable) -> None:
-        aside = f"{path}.{uuid.uuid4().hex}.tmp"
+        partial = f"{path}.{uuid.uuid4().hex}.tmp"
         try:
-            with open(aside, "xb") as file:
+            with open(partial, "xb") as file:
                 write(file)
-            os.replace(aside, path)
+            os.replace(partial, path)
         finally:
-            Path(aside).unlink(missing_ok=True)
+            Path(partial).unlink(missing_ok=True)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-INTERFACE = 3  # an installed build of an older helpers.cpp may be found beside a newer checkout
+INTERFACE = 3  # an installed build of an older helpers.cpp may be found with a newer checkout
 
 try:
     from megatron.data import helpers_cpp as _cpp
@@ -117,7 +117,7 @@ def build_exhaustive_blending_indices(sizes: Sequence[int]) -> tuple[np.ndarray,
 def fill_sample_index(
     lengths: np.ndarray, documents: np.ndarray, sequence_length: int, rows: np.ndarray
 ) -> None:
-    """The numpy twin: token r * sequence_length lies in the first document that ends behind it."""
+    """The numpy twin: token r * sequence_length is in the first document that ends behind it."""
     ends = np.cumsum(lengths[documents], dtype=np.int64)
     last = len(rows) - 1
     if last > 0 and (len(ends) == 0 or last * sequence_length >= ends[-1]):

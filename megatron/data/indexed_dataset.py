@@ -172,13 +172,13 @@ class IndexedDataset:
             )
 
     def _end(self, first: int, stop: int) -> int:
-        """The byte where the last token of sequences first .. stop lies before; 0 without any."""
+        """The byte where the last token of sequences first .. stop ends; 0 without any."""
         lengths = self.sequence_lengths[first:stop].astype(np.int64)
         ends = self.sequence_pointers[first:stop] + lengths * self.dtype.itemsize
         return int(ends.max(initial=0, where=lengths != 0))
 
     def check(self) -> None:
-        """Read the whole index and raise ValueError if any sequence lies outside the token file."""
+        """Read the whole index and raise ValueError if any sequence is outside the token file."""
         size = self.dtype.itemsize
         for first in range(0, len(self), BLOCK):
             lengths = self.sequence_lengths[first : first + BLOCK].astype(np.int64)
@@ -189,7 +189,7 @@ class IndexedDataset:
                 at = int(wrong.argmax())
                 where = f"sequence {first + at} ({lengths[at]} tokens from byte {pointers[at]})"
                 raise _damaged(
-                    self.idx_file, f"{where} lies outside {self.bin_file} ({self.bin_bytes} bytes)"
+                    self.idx_file, f"{where} is outside {self.bin_file} ({self.bin_bytes} bytes)"
                 )
         for first in range(0, len(self.document_indices) - 1, BLOCK):
             if (np.diff(self.document_indices[first : first + BLOCK + 1]) < 0).any():
@@ -261,7 +261,7 @@ class IndexedDataset:
             )
         start = int(self.sequence_pointers[index]) + offset * self.dtype.itemsize
         if start < 0 or start > self.bin_bytes - length * self.dtype.itemsize:
-            raise _damaged(self.idx_file, f"sequence {index} lies outside {self.bin_file}")
+            raise _damaged(self.idx_file, f"sequence {index} is outside {self.bin_file}")
         return self._read(start, length)
 
     def _read(self, start: int, length: int) -> np.ndarray:
@@ -287,7 +287,7 @@ class IndexedDataset:
             if start < 0 or length < 0 or start + length * size > self.bin_bytes:
                 raise _damaged(
                     self.idx_file,
-                    f"one of its sequences {sequences.tolist()} lies outside {self.bin_file}",
+                    f"one of its sequences {sequences.tolist()} is outside {self.bin_file}",
                 )
             parts.append(read_at(self._bin, self.bin_file, start, length * size))
         return np.frombuffer(b"".join(parts), self.dtype).astype(np.int64)
@@ -310,11 +310,11 @@ class IndexedDataset:
 
     @functools.cached_property
     def identity(self) -> dict[str, int | str]:
-        """What tells this corpus from another one, wherever its files lie.
+        """What distinguishes this corpus from another one, wherever its files are.
 
         `idx_sha256` is over the header and all lengths, which is all that the sample order is made
-        of; `bin_sha256` is over a few pages of the token file, to tell corpora of equal lengths
-        apart.
+        of; `bin_sha256` is over a few pages of the token file, to distinguish corpora of equal
+        lengths.
         """
         digest = hashlib.sha256(self._header)
         for first in range(0, len(self), BLOCK):
@@ -345,7 +345,7 @@ class IndexedDataset:
 
 
 class IndexedDatasetBuilder:
-    """Writes a pair beside its final names and renames it in `finalize`; as a context manager it
+    """Writes a pair under temporary names and renames it in `finalize`; as a context manager it
     finalizes on success and leaves nothing behind on an exception.
 
     Raises FileNotFoundError for a missing directory, ValueError for tokens that do not fit `dtype`.
@@ -475,7 +475,8 @@ class IndexedDatasetBuilder:
             if kind is None and not self._bin.closed:
                 self.finalize()
         finally:
-            # the partial files are gone once they are renamed: then there is nothing to throw away
+            # the partial files no longer exist once they are renamed: then there is nothing to
+            # throw away
             self.discard()
 
     def _append_length(self, length: int) -> None:

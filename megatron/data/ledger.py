@@ -1,6 +1,6 @@
 """The data ledger: 32 bytes for each iteration that say which samples it read, and a hash of them.
 
-Record n lies at byte 32 n and the header at byte 0, so that an iteration done again replaces its
+Record n is at byte 32 n and the header at byte 0, so that an iteration done again replaces its
 record, two ledgers can be compared with `cmp`, and iterations that nobody recorded are holes of
 zeros.
 """
@@ -136,7 +136,7 @@ def read_ledger(path: str, iterations: range | None = None) -> tuple[int, np.nda
     """(sequence length, the records (`RECORD`) of these iterations, without `iterations` of all) of
     a ledger.
 
-    Iterations that are not recorded are left out, and so is a last record cut short. Raises
+    Iterations that are not recorded are omitted, and so is a last record cut short. Raises
     ValueError.
     """
     try:

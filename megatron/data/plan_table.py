@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-SHOWN = 40  # rows of a split; the rest is told in one line
+SHOWN = 40  # rows of a split; the rest is summarized in one line
 TITLES = ("split", "data", "documents", "tokens", "samples", "share", "epochs")
 
 

@@ -1,5 +1,5 @@
-"""Where in its files a sample is stored: what every data set tells of its samples, and the parts of
-it that the data sets share."""
+"""Where in its files a sample is stored: what every data set reports about its samples, and the
+parts of it that the data sets share."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ def gradient_unavailable_reason(
 
 
 def accumulate_weight_grad(x: Tensor, grad_out: Tensor, main_grad: Tensor) -> None:
-    """main_grad [out, in] (fp32) += grad_out^T x, in one product: x [rows, in], grad_out [rows,
+    """main_grad [out, in] (fp32) += grad_out^T x, in one GEMM: x [rows, in], grad_out [rows,
     out], of 16 bits."""
     import fused_weight_gradient_mlp_cuda
 

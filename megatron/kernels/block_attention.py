@@ -412,7 +412,7 @@ def _head_set_grads(
     if bits is not None:
         grad_out.mul_(1.0 / (1.0 - block.dropout_p))
     grad_q = torch.zeros_like(queries)
-    # Kept transposed, [heads, d, s]: the product with the probabilities then reads them row by row.
+    # Kept transposed, [heads, d, s]: the GEMM with the probabilities then reads them row by row.
     grad_k, grad_v = (torch.zeros_like(keys).view(len(keys), -1, plan.keys) for _ in range(2))
     for rows in plan.row_blocks(heads):
         lines = _take(queries, rows)

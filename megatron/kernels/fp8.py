@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron.kernels.linear import TpComm
 
-MULTIPLE = 16  # of both inner dimensions of every product: rows of 16 bytes
+MULTIPLE = 16  # of both inner dimensions of every GEMM: rows of 16 bytes
 
 
 class Formats(NamedTuple):
@@ -66,20 +66,18 @@ def quantize(x: Tensor, dtype: torch.dtype, scale: Tensor) -> Tensor:
     return (x.float() * scale).clamp_(-limit, limit).to(dtype)
 
 
-def product(
-    a: Tensor, b: Tensor, inverse_a: Tensor, inverse_b: Tensor, dtype: torch.dtype
-) -> Tensor:
+def gemm(a: Tensor, b: Tensor, inverse_a: Tensor, inverse_b: Tensor, dtype: torch.dtype) -> Tensor:
     """a [m, k] and b [n, k] in FP8 and the inverses of their scales -> a b^T [m, n] in `dtype`,
     summed in fp32."""
     if a.device.type == "cpu":
         return torch.mm(a.float(), b.float().t()).mul_(inverse_a * inverse_b).to(dtype)
-    return native_product(a, b, inverse_a, inverse_b, dtype)
+    return native_gemm(a, b, inverse_a, inverse_b, dtype)
 
 
-def native_product(
+def native_gemm(
     a: Tensor, b: Tensor, inverse_a: Tensor, inverse_b: Tensor, dtype: torch.dtype
 ) -> Tensor:
-    """`product` by the device's own instructions, which want rows of the one and columns of the
+    """`gemm` by the device's own instructions, which want rows of the one and columns of the
     other."""
     return torch._scaled_mm(
         a.contiguous(), b.contiguous().t(), scale_a=inverse_a, scale_b=inverse_b, out_dtype=dtype
@@ -107,7 +105,7 @@ class _Fp8Linear(torch.autograd.Function):
         whole = tp_comm.gather(x)() if tp_comm else x
         format8 = scaling.formats.forward
         inverse = scales.reciprocal()
-        out = product(
+        out = gemm(
             quantize(whole.reshape(-1, x.shape[-1]), format8, scales[0]),
             quantize(weight, format8, scales[1]),
             inverse[0],
@@ -134,14 +132,14 @@ class _Fp8Linear(torch.autograd.Function):
         inverse_rows = scale.reciprocal()[0]
         if ctx.needs_input_grad[0]:
             columns = quantize(weight, formats.forward, scales[1]).t()
-            grad_x = product(rows, columns, inverse_rows, inverse[1], x.dtype)
+            grad_x = gemm(rows, columns, inverse_rows, inverse[1], x.dtype)
             grad_x = grad_x.view(*grad_out.shape[:-1], weight.shape[1])
             reduced = ctx.tp_comm.reduce(grad_x) if ctx.tp_comm else None
         if ctx.needs_input_grad[1]:
             whole = gathered() if gathered else x
             columns = quantize(whole.reshape(-1, x.shape[-1]), formats.forward, scales[0]).t()
             total = ctx.accumulate_into
-            grad_weight = product(
+            grad_weight = gemm(
                 rows.t(),
                 columns,
                 inverse_rows,

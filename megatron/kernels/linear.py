@@ -1,4 +1,4 @@
-"""Matrix products of linear layers with a separable weight gradient; knows local tensors, no module
+"""GEMMs of linear layers with a separable weight gradient; knows local tensors, no module
 and no rank."""
 
 from collections.abc import Callable
@@ -251,7 +251,7 @@ def linear(
 
     `accumulate_into`: None, or a buffer [out, in] (the parameter's fp32 `main_grad`). Then backward
     does `accumulate_into += weight gradient` itself, before any rounding to a low precision where
-    the product is computed in fp32, and autograd sees no gradient for the weight: its `.grad` is
+    the GEMM is computed in fp32, and autograd sees no gradient for the weight: its `.grad` is
     left alone. Its post-accumulate hooks do run. `accumulate_bias_into` [out]: the same for the
     bias.
 

@@ -33,7 +33,7 @@ class Evaluation(Hook):
         self._forward_step = forward_step
         self._lines = lines
         self._agreement = agreement
-        self.hooks: Sequence[Hook] = ()  # told before a validation starts
+        self.hooks: Sequence[Hook] = ()  # called before a validation starts
         self._valid_samples: dict[int, Iterator[MicroBatch]] = {}
         # of each data set that was evaluated, by its id()
         self._bytes_per_token: dict[int, float | None] = {}

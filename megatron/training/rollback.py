@@ -178,7 +178,7 @@ class RollbackBuffer(Hook):
                 )
 
     def on_rollback(self) -> None:
-        """After the iteration gone back to has been saved: checkpoints beyond it get a name that
+        """After the iteration rolled back to has been saved: checkpoints beyond it get a name that
         nobody loads by itself."""
         run = self._run
         c = self._run.config.checkpoint

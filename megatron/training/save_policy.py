@@ -21,7 +21,7 @@ class SavePolicy(Hook):
     def __init__(self, run: Run, lines: TrainingLog):
         self._run = run
         self._lines = lines
-        self.hooks: Sequence[Hook] = ()  # told before and after each save
+        self.hooks: Sequence[Hook] = ()  # called before and after each save
         self._pending: save.PendingSave | None = None
         self._saved_at = self._loaded = run.progress.iteration
         self._advise()
@@ -176,7 +176,7 @@ class SavePolicy(Hook):
         )
 
     def _advise(self) -> None:
-        """Keep ready what to tell a user who interrupts."""
+        """Prepare the message for a user who interrupts."""
         c = self._run.config.checkpoint
         signals = self._run.services.signals
         n = self._saved_at

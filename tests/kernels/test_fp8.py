@@ -7,9 +7,9 @@ from megatron.kernels.fp8 import (
     FORMATS,
     Formats,
     fitting_scale,
+    gemm,
     linear_fp8,
-    native_product,
-    product,
+    native_gemm,
     quantize,
 )
 
@@ -212,8 +212,8 @@ def test_torchs_fp8_gemm_is_the_emulated_one(first):
     for left, right in ((a, b), (b.view(64, 32).t(), b)):
         for dtype in (torch.float32, torch.bfloat16):
             torch.testing.assert_close(
-                native_product(left, right, *inverses, dtype),
-                product(left, right, *inverses, dtype),
+                native_gemm(left, right, *inverses, dtype),
+                gemm(left, right, *inverses, dtype),
                 rtol=2.0**-7,
                 atol=1e-5,
             )

@@ -7,7 +7,7 @@ Everything runs in one process, in turns; the best of --rounds counts.
             many threads
   stall     how long --async-save holds up training, and one copy of the same tensors to memory that
             is already allocated
-  beside    a loop of GEMMs while the other process writes, and the same loop alone
+  writing   a loop of GEMMs while the other process writes, and the same loop alone
   load      reading everything into existing tensors with every byte verified, and plain reads of
             the same files; from the page cache, and after the files were dropped from it
 
@@ -92,7 +92,7 @@ def sections(tensors: Sequence[torch.Tensor]) -> list[tuple[memoryview, int]]:
 
 def raw_write(path: Path, tensors: Sequence[torch.Tensor]) -> None:
     """Write and fsync a file of these bytes, nothing else, as fast as is known here: reserved, by
-    several threads, the system told at once that a piece may go to the disk."""
+    several threads, the system is notified immediately that a piece may go to the disk."""
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
     pieces = sections(tensors)
     os.posix_fallocate(file, 0, pieces[-1][1] + len(pieces[-1][0]))
@@ -173,7 +173,7 @@ def measure(
             "copy",
             lambda: [copy.copy_(tensor) for copy, tensor in zip(copies, tensors, strict=True)],
         )
-        best.measure("products alone", lambda: products(work))
+        best.measure("GEMMs alone", lambda: products(work))
         temporary = store.begin(folder, number)
         start = time.perf_counter()
         best.measure(
@@ -182,7 +182,7 @@ def measure(
                 slices, temporary, 0, number, CPU
             ),
         )
-        best.measure("products beside", lambda: products(work))
+        best.measure("GEMMs while writing", lambda: products(work))
         store.commit(temporary, number, writer.result, RunState(iteration=number), "")
         whole = time.perf_counter() - start
         best.times["async save"] = min(best.times.get("async save", whole), whole)
@@ -220,7 +220,7 @@ def report(times: dict[str, float], size: int) -> list[str]:
     for name, against in (
         ("save", "write and fsync"),
         ("stall", "copy"),
-        ("products beside", "products alone"),
+        ("GEMMs while writing", "GEMMs alone"),
         ("load, cached", "read, cached"),
         ("load, cold", "read, cold"),
     ):
@@ -233,7 +233,7 @@ def report(times: dict[str, float], size: int) -> list[str]:
         )
         what = "of the rate of" if name == "save" else "times"
         rates = [
-            f" = {size / one / 1e9:5.2f} GB/s" * ("products" not in name) for one in (mine, other)
+            f" = {size / one / 1e9:5.2f} GB/s" * ("GEMMs" not in name) for one in (mine, other)
         ]
         both = [f"{one:7.3f} s{rate}" for one, rate in zip((mine, other), rates, strict=True)]
         lines.append(
@@ -241,7 +241,7 @@ def report(times: dict[str, float], size: int) -> list[str]:
         )
     lines.append(
         f"an async save is on the disk {times['async save']:.3f} s after it was begun, or "
-        "before the products end"
+        "before the GEMMs end"
     )
     return lines
 

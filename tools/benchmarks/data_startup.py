@@ -73,16 +73,16 @@ def make_set(folder: Path, files: int, documents: int, tokens: int) -> Path:
     there."""
     target = folder / f"set-{files}-{documents}-{tokens}"
     if not target.exists():
-        aside = target.with_suffix(".making")
-        shutil.rmtree(aside, ignore_errors=True)
-        aside.mkdir(parents=True)
+        partial = target.with_suffix(".making")
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
         random = np.random.default_rng(1)
         mean = tokens // documents
         for number in range(files):
             count = documents * (number + 1) // files - documents * number // files
             lengths = random.integers(1, 2 * mean, count, dtype=np.int32)
-            write_pair(str(aside / f"part-{number:05d}"), lengths)
-        aside.rename(target)
+            write_pair(str(partial / f"part-{number:05d}"), lengths)
+        partial.rename(target)
     return target
 
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""What the metrics of a step cost beside it: each part of --log-subsets, --log-accuracy and
+"""What the metrics add to the time of a step: each part of --log-subsets, --log-accuracy and
 --log-format internlm alone.
 
 Every part is timed in processor time, again and again, of which the least counts: other work only

@@ -3,7 +3,7 @@
 without it.
 
 Both train one model object with the same kernels, batches, timers and optimizer. "With" is the
-product's `train_step`. "Without" is a loop written here, in which
+suite's `train_step`. "Without" is a loop written here, in which
   - linear layers, embedding and loss call their kernel directly (no column- or row-parallel layer,
     no axis asked),
   - micro-batches run in a plain for loop (no schedule, no runner, no links between stages),
@@ -17,11 +17,11 @@ have a goal of at most 2 %:
   - microseconds of processor time: each parallel piece timed alone, again and again, against the
     direct call it stands for, on tensors so small that the kernel is all overhead; times its calls
     in a step, as a share of the time of a step.
-  - microseconds of processor time that the spike detector takes an iteration, beside the step.
+  - microseconds of processor time that the spike detector takes per iteration, outside the step.
   - calls of Python and C functions in a step, for what they say where valgrind takes too long (it
     needs some ten minutes of processor time to load torch): they count alike whatever a call costs,
     so they have no goal.
-Needs torch and numpy; valgrind and cc for the instructions (left out without them, --no-callgrind:
+Needs torch and numpy; valgrind and cc for the instructions (omitted without them, --no-callgrind:
 not wanted).
 """
 
@@ -116,7 +116,7 @@ class Step:
             group["lr"] = ours["lr"]
 
     def with_parallel_code(self) -> float:
-        """The product's step; its loss."""
+        """This suite's step; its loss."""
         return train_step(self.run, forward_step, iter(self.samples), 1).loss
 
     def without(self) -> float:

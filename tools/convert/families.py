@@ -486,8 +486,10 @@ def config_for(
     _, back, _ = read_config(Keys(dict(config), "config.json", ignored=base))
     differ = architecture.differences(model, back)
     if differ:
-        told = "; ".join(f"{one.name} is {one.saved}, there it is {one.now}" for one in differ)
-        raise ConversionError(f"a {family.model_type} model cannot be this one: {told}")
+        differences = "; ".join(
+            f"{one.name} is {one.saved}, there it is {one.now}" for one in differ
+        )
+        raise ConversionError(f"a {family.model_type} model cannot express this one: {differences}")
     return config
 
 

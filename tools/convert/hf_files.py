@@ -22,7 +22,7 @@ from tools.shared.progress import Progress, counted
 CONFIG = "config.json"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-# Everything beside weights and code that belongs to a model: copied on import and on export.
+# All files of a model other than weights and code: copied on import and on export.
 SIDE_FILES = (
     "generation_config.json",
     "tokenizer.json",
@@ -187,9 +187,9 @@ def write_folder(
     """Write the folder, whole or not at all: under a name of its own, then renamed. `files` are
     copied into it under these names. Returns the names of the shards."""
     new_folder(path)
-    aside = path.with_name(f".{path.name}.partial")
-    shutil.rmtree(aside, ignore_errors=True)
-    DISK.make_directory(aside)
+    partial = path.with_name(f".{path.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    DISK.make_directory(partial)
     try:
         shards = shards_of(tensors, limit)
         count = len(shards)
@@ -201,7 +201,7 @@ def write_folder(
         progress = Progress(sum(one.bytes for one in tensors))
         for name, shard in zip(names, shards, strict=True):
             write_file(
-                aside / name,
+                partial / name,
                 [
                     Entry(one.name, one.dtype, one.shape, counted(one.make, one.bytes, progress))
                     for one in shard
@@ -214,16 +214,16 @@ def write_folder(
             }
             total = sum(one.bytes for one in tensors)
             _write_json(
-                aside / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map}
+                partial / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map}
             )
-        _write_json(aside / CONFIG, config)
+        _write_json(partial / CONFIG, config)
         for name, file in files.items():
-            DISK.write_file(aside / name, file.read_bytes())
-        DISK.fsync_directory(aside)
-        DISK.rename(aside, path)
+            DISK.write_file(partial / name, file.read_bytes())
+        DISK.fsync_directory(partial)
+        DISK.rename(partial, path)
         DISK.fsync_directory(path.parent)
     except BaseException:
-        shutil.rmtree(aside, ignore_errors=True)
+        shutil.rmtree(partial, ignore_errors=True)
         raise
     return names
 

@@ -155,7 +155,7 @@ def hf_import(
 
 @dataclass(frozen=True)
 class AsHF:
-    """A checkpoint of ours seen as a Hugging Face model: config.json, tensors, and the files beside
+    """A checkpoint of ours seen as a Hugging Face model: config.json, tensors, and the other files
     them."""
 
     config: dict[str, Any]

@@ -301,8 +301,8 @@ def megatron_export(
             tempfile.TemporaryDirectory(prefix=".convert-", dir=target.parent) as name,
             Unpickler(Path(name)) as unpickler,
         ):
-            aside = Path(name)
-            (aside / "run" / "release").mkdir(parents=True)
+            partial = Path(name)
+            (partial / "run" / "release").mkdir(parents=True)
             total = sum(prod(spec.shape) * ours.reader.dtype(spec.name).itemsize for spec in table)
             progress = Progress(total)
             for p in range(pp):
@@ -312,7 +312,7 @@ def megatron_export(
                 stage = stage_table(table, layers, p == 0, p == pp - 1)
                 for t in range(tp):
                     folder = (
-                        aside / "run" / "release" / (f"mp_rank_{t:02d}" + f"_{p:03d}" * (pp > 1))
+                        partial / "run" / "release" / (f"mp_rank_{t:02d}" + f"_{p:03d}" * (pp > 1))
                     )
                     folder.mkdir()
                     entries, paths = _rank(ours, stage, layers.start, t, tp, p, kind)
@@ -327,8 +327,8 @@ def megatron_export(
                         args,
                     )
             progress.clear()
-            (aside / "run" / TRACKER).write_text("release")
-            DISK.rename(aside / "run", target)
+            (partial / "run" / TRACKER).write_text("release")
+            DISK.rename(partial / "run", target)
     return (
         f"{target}: {len(table)} tensors for {tp} tensor x {pp} pipeline ranks, {kind} model, "
         f"{rows} rows of the vocabulary"

@@ -509,7 +509,10 @@ def _checkpoints(ckpt: Section) -> None:
         _load(ckpt)
     if control := ckpt.text("stop_file_path"):
         args.flag("--control-file", control)
-    ckpt.ignore("async_upload_tmp_folder", why="uploads are staged beside the run")
+    ckpt.ignore(
+        "async_upload_tmp_folder",
+        why="uploads are staged by the run itself",
+    )
     ckpt.ignore(
         "enable_internevo2hf_ckpt",
         why="convert_checkpoint.py hf-export writes Hugging Face folders",

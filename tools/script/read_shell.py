@@ -230,7 +230,7 @@ def _flag_of(flag: str, value: str) -> list[str]:
 
 
 def ranks(script: Script) -> int | None:
-    """The number of ranks that the launcher is told; None where it cannot be read."""
+    """The number of ranks given to the launcher; None where it cannot be read."""
     words = [part for word in script.launcher for part in word.split("=", 1)]
     found = dict(
         zip((word.lstrip("-").replace("_", "-") for word in words), words[1:], strict=False)

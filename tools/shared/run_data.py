@@ -132,7 +132,7 @@ def open_run(
 
 
 def _skips(folder: Path, state: dict[str, Any], typed: SkipRanges) -> SkipRanges:
-    """What a run has left out up to a checkpoint, and from there on will leave out by flags and
+    """What a run has skipped up to a checkpoint, and from there on will skip by flags and
     records."""
     lines, _ = skip_log.read(folder.parent)
     found = skip_log.parse(

@@ -42,7 +42,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Suspect:
-    """A run of tokens that an iteration reads, and how it stands out. `bytes` are where it lies in
+    """A run of tokens that an iteration reads, and how it stands out. `bytes` are its position in
     `<dataset>.bin`; `loss` is its mean in nats a token at a checkpoint, where one was asked."""
 
     score: float
@@ -59,7 +59,7 @@ class Suspect:
     loss: float | None = None
 
     def line(self) -> str:
-        """Which it is and where it lies."""
+        """Which it is and its position."""
         place = "" if self.bytes is None else f", bytes {self.bytes[0]} .. {self.bytes[1]}"
         return (
             f"{self.dataset} document {self.document}, tokens {self.offset} .. "

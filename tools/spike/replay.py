@@ -102,20 +102,20 @@ class Progress:
         self._total = total
         self._done = 0
         self._start = time.monotonic()
-        self._told = time.monotonic()
+        self._reported = time.monotonic()
 
     def step(self) -> None:
         """One more is done."""
         self._done = self._done + 1
         now = time.monotonic()
-        if now - self._told >= SECONDS:
+        if now - self._reported >= SECONDS:
             left = (now - self._start) / self._done * (self._total - self._done)
             print(
                 f"  {self._done} of {self._total} iterations, {left:.0f} s left",
                 file=sys.stderr,
                 flush=True,
             )
-            self._told = now
+            self._reported = now
 
 
 def check_replayable(reading: Reading) -> None:
@@ -145,7 +145,7 @@ def verdict(one: Replayed, other: Scale | None, iteration: int) -> str:
     """What a sample that stands out at the checkpoint is, by its loss at the other one, of
     `iteration`."""
     if other is None:
-        return "stands out here; --other-ckpt tells whether that is the data alone"
+        return "stands out here; --other-ckpt shows whether that is the data alone"
     z = other.z(one.other)
     if other.stands_out(one.other):
         return f"data: at iteration {iteration} it stands out too ({one.other:.2f}, {z:.1f} sigma)"
@@ -295,11 +295,11 @@ def _show(
         if not scale.stands_out(one.loss):
             break
         worst = max(_pieces(reading, row, measures), key=lambda piece: height(piece.loss))
-        told = verdict(one, there, other.trained.iteration if other else 0)
+        conclusion = verdict(one, there, other.trained.iteration if other else 0)
         print(
             f"{one.loss:6.2f}  {scale.z(one.loss):.1f} sigma: sample {one.place.sample} of "
             f"iteration {one.iteration} (rank {one.place.dp_rank}, micro-batch "
-            f"{one.place.micro_batch})\n        {told}\n"
+            f"{one.place.micro_batch})\n        {conclusion}\n"
             f"        worst in it: {worst.line()}: {worst.loss:.2f} nats a token; {worst.reason}\n"
             f"        {json.dumps(worst.head, ensure_ascii=False)}"
         )

@@ -1,5 +1,5 @@
 """`spikes.py verify`: does a run's data ledger show that exactly the ranges it was to leave out
-were left out? Reads ledgers and, of skipped iterations, the data."""
+were skipped? Reads ledgers and, of skipped iterations, the data."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ def report(what: str, found: Iterator[str]) -> bool:
 
 
 def verify(args: VerifyOptions) -> int:
-    """Check by its data ledger that a run left out what it was to leave out, and nothing else. Exit
+    """Check by its data ledger that a run skipped what it was to skip, and nothing else. Exit
     codes: 0 it did, 1 it did not, 2 unreadable."""
     try:
         data = Data(args)

@@ -10,7 +10,7 @@ MULTIPLE = 16  # of both inner dimensions of an FP8 GEMM
 
 
 def rule(f: Facts) -> Iterator[str]:
-    """One line for each size of a rank's products that 16 does not divide, and for what fp8 cannot
+    """One line for each size of a rank's GEMMs that 16 does not divide, and for what fp8 cannot
     go with."""
     if f["fp8"] is None:
         return

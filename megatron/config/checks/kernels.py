@@ -10,7 +10,7 @@ FLASH_HEAD_DIM = 256  # the widest head of flash-attn and of cuDNN
 
 
 def rule(f: Facts) -> Iterator[str]:
-    """One line for each wish that no machine can meet."""
+    """One line for each request that no machine can meet."""
     asked = "--use-flash-attn" if f["use_flash_attn"] else f.say("attention_backend")
     backend = f.config.kernels.attention
     if f["use_flash_attn"] and f["attention_backend"] not in ("auto", "flash"):
@@ -84,7 +84,7 @@ def _transformer_engine(f: Facts) -> Iterator[str]:
 
 
 def notes(f: Facts) -> Iterator[str]:
-    """What a run should be told that no rule forbids."""
+    """Warnings about settings that no rule forbids."""
     if f.config.kernels.attention != f.config.attention_backend:
         name = "attention_backend"
         if f["use_flash_attn"]:

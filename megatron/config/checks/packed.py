@@ -1,4 +1,4 @@
-"""Rules of --packed-samples: what has no meaning beside it, and which folders it can read."""
+"""Rules of --packed-samples: what has no meaning with it, and which folders it can read."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from megatron.config.checks.facts import Facts
 
-# Flags that cannot stand beside --packed-samples, the value that leaves them off, and what to do.
+# Flags that cannot be combined with --packed-samples, the value that disables them, what to do.
 _APART = (
     ("mock_data", False, "it is one long text; --dummy-data internlm makes up samples"),
     (
@@ -45,7 +45,7 @@ def rule(f: Facts) -> Iterator[str]:
     for name, off, why in _APART:
         if f[name] != off:
             yield (
-                f"{f.flags[name].spelling}: cannot stand beside --packed-samples: {why} "
+                f"{f.flags[name].spelling}: cannot be combined with --packed-samples: {why} "
                 "[flag-not-with-packed-samples]"
             )
     if f["dataloader_type"] == "cyclic":
@@ -83,7 +83,7 @@ def word_problems(flag: str, word: str) -> list[str] | None:
         if not (os.path.isfile(path + ".meta") or os.path.isfile(path[:-4] + ".idx"))
     )
     return [
-        f"{flag}: {path} has no {os.path.basename(path)}.meta beside it (nor an .idx); copy it "
+        f"{flag}: {path} has no {os.path.basename(path)}.meta next to it (nor an .idx); copy it "
         "too, or make both again [packed-meta-missing]"
         for path in bare[:3]
     ]

@@ -378,8 +378,8 @@ def _corpus(flag: str, prefix: str, words: int) -> Iterator[str]:
         )
     elif len(lost) == 1:
         yield (
-            f"{shown}: {prefix}{lost[0]} is missing beside its other half; preprocess again, or "
-            "copy it too [data-pair-incomplete]"
+            f"{shown}: {prefix}{lost[0]} is missing, the other half of the pair is there; "
+            "preprocess again, or copy it too [data-pair-incomplete]"
         )
     else:
         yield (
@@ -470,7 +470,7 @@ def _same_path(one: str, other: str | None) -> bool:
 
 
 def _of_another_suite(load: str) -> str | None:
-    """The converter's command for what lies in a folder, where that is no checkpoint of ours:
+    """The converter's command for the content of a folder, where that is no checkpoint of ours:
     without this, training would find none and start from random weights."""
     newest = newest_checkpoint(load)
     if newest is None and os.path.isfile(os.path.join(load, "config.json")):

@@ -271,8 +271,8 @@ def problems(config: Config, world_size: int, typed: Collection[str] = ()) -> li
     """Everything that keeps this command line from running on `world_size` ranks, one line each; []
     if nothing does.
 
-    `typed`: names of the fields the user gave (a value beside its default can be wrong only because
-    it was given). Missing files are problems only of a real run, not with --dry-run.
+    `typed`: names of the fields the user gave (a value other than its default can be wrong only
+    because it was given). Missing files are problems only of a real run, not with --dry-run.
     """
     facts = Facts(config, world_size, typed)
     found = [line for rule in _RULES for line in rule(facts)]
@@ -284,7 +284,7 @@ def problems(config: Config, world_size: int, typed: Collection[str] = ()) -> li
 
 
 def notes(config: Config, world_size: int, typed: Collection[str] = ()) -> list[str]:
-    """What a command line without problems should still be told, one line each."""
+    """Warnings for a command line without problems, one line each."""
     facts = Facts(config, world_size, typed)
     found = []
     for names, condition, met in _NEEDED:

@@ -45,9 +45,9 @@ _ROW = re.compile(r"(\w+)(?::(\w+))?=([^!?,]*)((?:[!?][^!?,]*)*)((?:,--[\w-]+)*)
 class ForeignFlag:
     """One flag of Megatron's that is not ours.
 
-    `takes` is "switch", "off", "int", "float", "str" or "list". `text`: why it has no
-    effect, what it costs, what is read in its place, or why it is refused and what to use. `fine`:
-    values beside the default that need no note; `only`: the values that are accepted beside it,
+    `takes` is "switch", "off", "int", "float", "str" or "list". `text`: why it has no effect, what
+    it costs, what is read in its place, or why it is refused and what to use. `fine`: values other
+    than the default that need no note; `only`: the values that are accepted in addition to it,
     where not all are. `dump`: its default is in Megatron's argument dump of 2024.
     """
 

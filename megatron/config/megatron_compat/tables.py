@@ -3,9 +3,9 @@
 A row is `FLAG ... | REASON`, and an indented line continues it. FLAG is `NAME=DEFAULT`, where an
 empty default is None, a default of True makes a flag that switches off (`--no-NAME`), `NAME:TYPE`
 gives the type where the default does not show it, `!VALUE` is another value that needs no note,
-`?VALUE` the only one that is accepted beside the default, and `,--SPELLING` replaces the spelling
-made from the name (several are aliases). REASON `&KEY` is the text in REASONS. A line `[VERDICT]`
-says what happens to the flags below it:
+`?VALUE` the only one that is accepted in addition to the default, and `,--SPELLING` replaces the
+spelling made from the name (several are aliases). REASON `&KEY` is the text in REASONS. A line
+`[VERDICT]` says what happens to the flags below it:
 
 note     accepted: the numbers of the run are the same without it
 more     accepted: less precision or memory was requested than is used; REASON is what it costs

@@ -4,7 +4,7 @@ index anywhere.
 The tokens of a corpus, file after file, are read as a circle: unshuffled, sample j holds tokens j *
 sequence_length to (j + 1) * sequence_length, the last one being only a label. Those that end in the
 same round are an epoch and come in the order of a permutation keyed by seed and epoch. So nothing
-is built or stored, no token is left out between epochs, the cuts move from epoch to epoch, and the
+is built or stored, no token is omitted between epochs, the cuts move from epoch to epoch, and the
 order depends on the data, the seed and the sequence length alone: not on how long the run is. What
 Megatron's order has and this one has not: documents of one sample are neighbours in the file.
 """
@@ -177,7 +177,7 @@ class EpochBlend:
 
     A mix may begin at sample `since` of the run, after other mixes: `taken` is then how many
     samples each data set gave before, by fingerprint (also of those it has no more), so that each
-    goes on where it was left.
+    resumes where it stopped.
     """
 
     def __init__(

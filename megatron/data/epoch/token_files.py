@@ -31,7 +31,7 @@ from megatron.data.indexed_dataset import (
 
 THREADS = 8  # that read indexes side by side: a cold start waits for the disk
 BLOCK_BYTES = 16384  # of an index read at once
-HEAD_BYTES = 4096  # of a .bin, hashed to tell data of equal sizes apart
+HEAD_BYTES = 4096  # of a .bin, hashed to distinguish data of equal sizes
 MAX_OPEN = 30_000  # files that are kept open
 Part = tuple[float, float] | None  # of a corpus, as `blended_dataset.parse_split` makes them
 
@@ -66,7 +66,7 @@ class TokenFile:
         return self.bin_bytes // self.dtype.itemsize
 
     def fingerprint(self) -> bytes:
-        """What tells it from other data, wherever it lies: sizes and the first tokens."""
+        """What distinguishes it from other data, in any directory: sizes and the first tokens."""
         return (
             repr((self.sequences, self.documents, self.dtype.name, self.bin_bytes)).encode()
             + self.head

@@ -168,7 +168,7 @@ def _open(path: str, identity: Mapping[str, object] | None) -> SampleFile:
     if pair and lines:
         raise ValueError(
             f"{path}: has {idx_path(prefix)} (Megatron's) and {meta_path(path)} (InternLM's) "
-            "beside it; remove the one that is not its own [packed-format-ambiguous]"
+            "next to it; remove the one that is not its own [packed-format-ambiguous]"
         )
     if lines or (not pair and os.path.exists(path)):
         return JsonlTokens(path)

@@ -39,5 +39,5 @@ class Documents:
         return begin, begin + count * size
 
     def fingerprint(self) -> bytes:
-        """What tells its documents from others."""
+        """What distinguishes its documents from others."""
         return repr(self._corpus.identity).encode()

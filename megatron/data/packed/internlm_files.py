@@ -28,7 +28,7 @@ BLOCK_BYTES = 1 << 16  # read at once where the end of a line is not known
 
 
 def meta_path(bin_path: str) -> str:
-    """The file beside X.bin that says where its lines begin."""
+    """The file next to X.bin that says where its lines begin."""
     return f"{bin_path}.meta"
 
 
@@ -80,7 +80,7 @@ class JsonlTokens:
         self.prefix = path.removesuffix(".bin")
         if not os.path.exists(meta_path(path)):
             raise FileNotFoundError(
-                f"{meta_path(path)}: is missing beside {path}; copy it too, or make both again "
+                f"{meta_path(path)}: is missing next to {path}; copy it too, or make both again "
                 "[packed-meta-missing]"
             )
         self._file = open_to_read(path)
@@ -146,14 +146,14 @@ class JsonlTokens:
         return start, start + len(self.line(sample))
 
     def fingerprint(self) -> bytes:
-        """What tells its samples from others: sizes, places and lengths."""
+        """What distinguishes its samples from others: sizes, places and lengths."""
         return hashlib.sha256(self._meta.tobytes()).digest() + repr(self.bin_bytes).encode()
 
 
 class JsonlWriter:
-    """Writes X.bin and X.bin.meta aside and, at the end of a `with`, gives both their names; after
-    an exception nothing is left of them. The meta is of int64, so that files may be larger than 2
-    GiB."""
+    """Writes X.bin and X.bin.meta under temporary names and, at the end of a `with`, gives both
+    their names; after an exception nothing is left of them. The meta is of int64, so that files may
+    be larger than 2 GiB."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -214,7 +214,7 @@ def token_files(folder: str) -> list[str]:
 
 def subset_names(folder: str) -> list[str]:
     """The subsets of a folder: its directories in the order of their names. One whose name is
-    another's behind z and _ (z_en beside en) is no subset of its own, it only sorts last."""
+    another's behind z and _ (z_en next to en) is no subset of its own, it only sorts last."""
     names = sorted(entry.name for entry in os.scandir(folder) if entry.is_dir())
     return [
         name for name in names if not (name.lstrip("z_") != name and name.lstrip("z_") in names)

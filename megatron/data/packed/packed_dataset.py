@@ -39,15 +39,15 @@ class SampleFile(Protocol):
         """The bytes of the .bin that hold them; None for generated data."""
 
     def fingerprint(self) -> bytes:
-        """What tells its samples and their order from others, wherever it lies."""
+        """What distinguishes its samples and their order from others, in any directory."""
 
 
 @dataclass(frozen=True)
 class PackingRule:
     """How samples fill a row of `rows` x `sequence_length` tokens; those of fewer than `min_length`
-    tokens are left out.
+    tokens are omitted.
 
-    mode "pieces": a sample that a row's end cuts goes on in the next row; what lies in one row is a
+    mode "pieces": a sample that a row's end cuts continues in the next row; what is in one row is a
     piece, cut again every `sequence_length` tokens, and attention stays inside a piece. "blocks":
     the same tokens, but attention stays inside the blocks of `sequence_length` tokens and crosses
     samples (InternLM's pack_sample_into_one=True). "padded": `rows` samples, each cut to
@@ -151,7 +151,7 @@ class PackedDataset:
 
     `dataset[k]` is int64 [4, tokens]: ids, labels (0: none), positions (0 where a piece begins),
     number of the subset. An epoch is as many whole global batches of `rows_per_batch` rows as there
-    are, in an order that one RandomState(1024) goes on shuffling from epoch to epoch. Raises
+    are, in an order that one RandomState(1024) continues to shuffle from epoch to epoch. Raises
     ValueError, in which `name` stands for the data, if there is none.
     """
 

@@ -114,7 +114,7 @@ def tokenizer_of(flags: TokenizerConfig) -> Tokenizer:
 
 
 class Encoder:
-    """Encodes blocks and keeps their ids until it is told where in `paths` (of each key and part)
+    """Encodes blocks and keeps their ids until it is given where in `paths` (of each key and part)
     they go."""
 
     def __init__(self, job: Job, paths: Sequence[Sequence[str]]):
@@ -394,7 +394,7 @@ def _work(  # noqa: C901
 
 
 class WorkerDied(Exception):
-    """A worker process is gone."""
+    """A worker process has died."""
 
 
 @dataclass

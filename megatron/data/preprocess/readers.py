@@ -1,6 +1,6 @@
 """Input files of documents, cut into blocks that a worker encodes.
 
-Where a file is cut depends on its content alone, so that a run that was killed goes on with the
+Where a file is cut depends on its content alone, so that a run that was killed resumes with the
 same blocks.
 """
 
@@ -47,7 +47,7 @@ class Block(NamedTuple):
 
     `start` to `end` are bytes of the unpacked file, or rows. `data` is None where a worker reads
     the bytes itself; else the bytes, or for rows a list of values for each key. `read`: bytes of
-    all files, as they lie on disk, up to here.
+    all files, as stored on disk, up to here.
     """
 
     number: int

@@ -1,8 +1,9 @@
-"""Pairs of files that grow in a folder beside their names until they are whole, and survive a kill.
+"""Pairs of files that grow under temporary names in a folder until they are whole, and survive a
+kill.
 
 PREFIX.unfinished/ holds, for each key and part, the ids and the numbers that the index is made of,
 and two small files: job.json says of what the work is, state.json how far it is known to be on
-disk. What lies behind that is cut off when the work goes on. Ids are written by others, at the
+disk. Anything after that is truncated when the work resumes. Ids are written by others, at the
 offsets that are given out here in the order of the documents.
 """
 
@@ -77,9 +78,9 @@ def is_finishing(prefix: str) -> bool:
 class Unfinished:
     """The work on the pairs PREFIX_KEY_LEVEL. Raises Busy and OSError.
 
-    `place`: where reading goes on. Counts, over all runs: `documents`, `blank` lines, `empty`
+    `place`: where reading resumes. Counts, over all runs: `documents`, `blank` lines, `empty`
     texts, `tokens` and `text_bytes` for each key, `done` bytes of documents. `resumed`: whether
-    something was there to go on with; `discarded`: what of the job was another one's. `finishing`:
+    there was something to resume; `discarded`: what of the job was another one's. `finishing`:
     whether only names are left to be given. Work that is not `lasting` is removed however it ends.
     """
 
@@ -110,7 +111,7 @@ class Unfinished:
         self._files = []
         self._bad_file = None
         self._behind: dict[int, dict[str, Any]] = {}
-        self._aside = ThreadPoolExecutor(1)  # notes are made while the work goes on
+        self._aside = ThreadPoolExecutor(1)  # notes are written while encoding continues
         self._noting: Future[None] | None = None
         os.makedirs(self.folder, exist_ok=True)
         self._lock = open(f"{self.folder}/lock", "w")  # noqa: SIM115 (closed in close)
@@ -226,7 +227,7 @@ class Unfinished:
 
     def close(self) -> None:
         """Wait for the last note, close the files, and remove the folder if there is nothing in it
-        to go on with."""
+        to resume."""
         self._aside.shutdown()
         for file in self._open_files():
             # what is buffered may not fit on a full disk; the file is closed then too
@@ -238,7 +239,7 @@ class Unfinished:
 
     @property
     def kept(self) -> bool:
-        """Whether there is something that a later run can go on with."""
+        """Whether there is something that a later run can resume."""
         return os.path.exists(f"{self.folder}/state.json")
 
     def _path(self, key: int, part: int, kind: str) -> str:

@@ -71,7 +71,7 @@ class Tokenizer(abc.ABC):
         return self.encode(text)
 
     def settings(self) -> dict[str, Any]:
-        """What beside the files decides about the ids."""
+        """What other than the files decides about the ids."""
         return {}
 
     def identity(self) -> dict[str, Any]:

@@ -236,7 +236,8 @@ def _tiktoken_pieces(path: str, count: int) -> list[bytes]:
         )
     if len(pieces) < count:
         raise ValueError(
-            f"--vocab-size: {path} has {len(pieces)} pieces, but {count} are asked for beside the "
+            f"--vocab-size: {path} has {len(pieces)} pieces, but {count} are asked for in "
+            "addition to the "
             f"special ones; give --vocab-size {len(pieces)} plus --tiktoken-num-special-tokens "
             "[vocab-size-not-that-of-tokenizer]"
         )
@@ -320,7 +321,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
 
 def _special_names(folder: Path) -> tuple[dict[str, str], list[str]]:
-    """Special pieces by name ("eos_token": "</s>"), and the files beside tokenizer.json that say
+    """Special pieces by name ("eos_token": "</s>"), and the files next to tokenizer.json that say
     so."""
     names = {}
     files = []

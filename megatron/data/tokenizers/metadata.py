@@ -13,7 +13,7 @@ TEXT_BYTES = "text_bytes"
 
 
 def json_path(path_prefix: str) -> str:
-    """The file beside the pair of this prefix."""
+    """The .json file of the pair of this prefix."""
     return f"{path_prefix}.json"
 
 

@@ -1,7 +1,7 @@
 // Causal attention in bf16, forward and backward, on the matrix tiles of AMX or, without them, by AVX512's dot products
 // of bf16 pairs; for megatron/kernels/cpu/bf16_attention.py, which checks shapes, dtypes and the processor. One head after
 // another: scores, probabilities and their gradients are stored transposed, [keys, queries], so that what belongs to a
-// query (its largest score, its sum) is a lane, and matrix products need no other transpose than those of the inputs. They
+// query (its largest score, its sum) is a lane, and GEMMs need no other transpose than those of the inputs. They
 // take bf16 and accumulate in fp32; softmax is fp32. Nothing depends on the number of threads. No thread holds the GIL.
 
 #include <pybind11/pybind11.h>

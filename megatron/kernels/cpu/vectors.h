@@ -1,5 +1,5 @@
 // Sixteen fp32 numbers at a time, read from and rounded to fp32 or bf16, and work spread over threads; for the C++ files
-// beside it. The compiler turns them into the registers that the level of x86-64 it builds for has.
+// next to it. The compiler turns them into the registers that the level of x86-64 it builds for has.
 #pragma once
 
 #include <dlfcn.h>

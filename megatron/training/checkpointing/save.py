@@ -37,7 +37,7 @@ class PendingSave:
 
 
 def own_tensors(run: Run) -> Iterator[tuple[str, Sharding, Axis, list[tuple[Box, torch.Tensor]]]]:
-    """(name, how it lies, axis of the ranks that hold the same, its parts with their places in the
+    """(name, its layout, axis of the ranks that hold the same, its parts with their places in the
     whole) of every tensor of the run on this rank: weights, then optimizer state."""
     ctx = run.runtime.ctx
     run.buffers.wait_for_weights()

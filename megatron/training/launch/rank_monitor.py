@@ -45,7 +45,7 @@ LONGEST_TEXT = 20_000
 
 @dataclass(frozen=True)
 class ProcessId:
-    """The process of a rank; `node` tells the launcher's nodes apart, also where two are one
+    """The process of a rank; `node` distinguishes the launcher's nodes, also where two are one
     machine."""
 
     rank: int
@@ -110,12 +110,12 @@ class _Wire:
                 connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
     def send(self, kind: str, **content: Any) -> None:
-        """A message; what cannot be sent is dropped, for the reader finds out who is gone."""
+        """A message; what cannot be sent is dropped, for the reader finds out who has exited."""
         with contextlib.suppress(OSError), self._lock:
             self.socket.sendall(json.dumps({"kind": kind, **content}).encode() + b"\n")
 
     def receive(self) -> list[dict[str, Any]] | None:
-        """Wait for messages; None when the other end is gone."""
+        """Wait for messages; None when the connection is closed."""
         try:
             data = self.socket.recv(1 << 16)
         except OSError:

@@ -199,8 +199,8 @@ def leave_for(failure: Failure) -> NoReturn:
     """Another rank has failed: end this process without output, as that one prints the error.
 
     torchrun reports what it sees first on its node, so there the others wait to be ended by it; on
-    another node one rank tells torchrun what happened. Without it rank 0 (or 1) says in one line
-    whom to look at.
+    another node one rank reports to torchrun what happened. Without it rank 0 (or 1) says in one
+    line whom to look at.
     """
     agent = launcher.under_torchrun()
     if agent and (launcher.info().local_rank or failure.process.node == this_process().node):
@@ -248,7 +248,7 @@ def _timeout(error: BaseException, monitor: MonitorClient, limit: str) -> str:
 
 
 def describe(error: BaseException) -> str:
-    """One line where the user can mend it or another rank says it; otherwise the traceback."""
+    """One line where the user can fix it or another rank says it; otherwise the traceback."""
     text = str(error) or type(error).__name__
     if isinstance(error, (ValueError, OSError, ArithmeticError, CheckpointError)):
         return f"error: {text}\n"

@@ -290,8 +290,8 @@ class TrainingLog:
             print(megatron_format.aurora_line(row, datetime.now()), flush=True)
         else:
             print(megatron_format.megatron_line(row, config.logging.log_throughput), flush=True)
-        wish = config.logging.progress
-        if wish == "on" or (wish == "auto" and sys.stderr.isatty()):
+        mode = config.logging.progress
+        if mode == "on" or (mode == "auto" and sys.stderr.isatty()):
             seconds = time.perf_counter() - self._started
             print(
                 megatron_format.progress_line(
@@ -393,7 +393,7 @@ class TrainingLog:
         self._metrics.write(json.dumps(row) + "\n")
 
     def _more(self, r: IterationResult) -> dict[str, Any]:
-        """What is told where subsets are counted: their numbers, InternLM's rates of tokens, and
+        """What is logged where subsets are counted: their numbers, InternLM's rates of tokens, and
         what its line has."""
         if r.packed is None:
             return {}
@@ -471,7 +471,7 @@ class TrainingLog:
     ) -> None:
         """The lines and points of an evaluation; `split` is validation or test, `suffix` says of
         which of several sets, `final` that no iteration follows (it is on other samples than the
-        last one of --eval-interval), `bits_per_byte` is there where the data tell how many bytes
+        last one of --eval-interval), `bits_per_byte` is there where the data say how many bytes
         their tokens are."""
         if self._short:
             name = f"{'final ' if final and split == 'validation' else ''}{split}{suffix}"

@@ -18,7 +18,7 @@ FORGET_FLAG = "--forget-skip"
 @dataclass(frozen=True)
 class Position:
     """Where a run continues: iterations done, samples consumed, and which of those iterations were
-    left out."""
+    omitted."""
 
     iteration: int = 0
     consumed: int = 0
@@ -83,8 +83,8 @@ def resolve(
                     executed,
                 )
     moved = _moved(plan, records, recorded, at, problems)
-    gone = {name for name, _, _ in moved}
-    kept = {name: record for name, record in records.items() if name not in gone}
+    removed = {name for name, _, _ in moved}
+    kept = {name: record for name, record in records.items() if name not in removed}
     persisted = SkipRanges().joined(
         [
             *chain.from_iterable(r.parts.ranges for r in kept.values()),

@@ -16,7 +16,7 @@ from megatron.training.launch.signals import Refusal
 from megatron.training.spikes.detector import TOGETHER, Finding, SpikeDetector
 
 BUDGET = 10
-WITHIN = 1000  # updates left out, in so many iterations
+WITHIN = 1000  # updates skipped, in so many iterations
 # iterations after what was skipped: a spike there is the same trouble
 AGAIN = 200
 BEFORE = 100

@@ -308,7 +308,7 @@ def put(row, column, value):
 DAMAGE = {
     "no meta": (
         lambda p: os.remove(f"{p}.meta"),
-        r"a\.bin\.meta: is missing beside .*a\.bin; copy it too",
+        r"a\.bin\.meta: is missing next to .*a\.bin; copy it too",
     ),
     "no array": (
         lambda p: Path(f"{p}.meta").write_bytes(b"[[0, 5]]"),

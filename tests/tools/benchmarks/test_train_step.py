@@ -480,7 +480,7 @@ def test_a_profile_accounts_for_the_step(load, tmp_path):
     found = ours.profile()
     lines = load("step_profile").lines(found, (0.123, 0.456))
     assert {
-        "matrix products",
+        "GEMMs",
         "attention",
         "norms",
         "activation",
@@ -489,8 +489,8 @@ def test_a_profile_accounts_for_the_step(load, tmp_path):
         "optimizer and clipping",
         "embedding",
     } < found.keys() and min(found.values()) > 0
-    products = next(line for line in lines if "matrix products" in line)
-    assert f"{1e3 * found['matrix products']:.1f}" in products and products.endswith(" 123.0")
+    gemms = next(line for line in lines if line.startswith("  GEMMs"))
+    assert f"{1e3 * found['GEMMs']:.1f}" in gemms and gemms.endswith(" 123.0")
     whole = found.pop("whole step")
     assert sum(found.values()) == pytest.approx(
         whole, rel=0.5

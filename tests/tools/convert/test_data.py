@@ -108,7 +108,7 @@ def test_what_cannot_be_converted_is_said(lines, tmp_path, capsys):
         capsys, "to-megatron", tmp_path / "empty", tmp_path / "out"
     )
     assert "is no directory" in refused(capsys, "to-megatron", tmp_path / "none", tmp_path / "out")
-    assert "holds no .bin with a .idx beside it" in refused(
+    assert "holds no .bin with a .idx next to it" in refused(
         capsys, "to-internlm", lines, tmp_path / "out"
     )
     assert "give a directory apart from it" in refused(capsys, "to-megatron", lines, lines / "out")

@@ -390,7 +390,9 @@ def test_a_model_that_a_family_cannot_express_is_not_written(tmp_path, convert):
     errors = convert(
         "hf-export", tmp_path / "ours", tmp_path / "no", "--family", "llama", fails=True
     )
-    assert "a llama model cannot be this one: qk_layernorm is True, there it is False" in errors
+    assert (
+        "a llama model cannot express this one: qk_layernorm is True, there it is False" in errors
+    )
 
 
 def test_shards_and_their_index_must_agree(tmp_path, convert):

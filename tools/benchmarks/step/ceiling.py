@@ -1,4 +1,4 @@
-"""How fast the matrix products and the attention of a step are by themselves: what no step of this
+"""How fast the GEMMs and the attention of a step are by themselves: what no step of this
 kind can be ahead of.
 """
 
@@ -84,7 +84,7 @@ def timed(run: Callable[[], object], clock: Clock) -> float:
 
 
 def faster_dtype(dtype: torch.dtype, device: torch.device, clock: Clock) -> torch.dtype:
-    """`dtype`, or fp32 where matrix products are faster in it (a CPU that emulates bf16)."""
+    """`dtype`, or fp32 where GEMMs are faster in it (a CPU that emulates bf16)."""
 
     def best(kind: torch.dtype) -> float:
         a = torch.randn((512, 512), dtype=kind, device=device)
@@ -128,7 +128,7 @@ class Ceiling:
         self._seconds.setdefault(piece, []).append(seconds)
 
     def seconds(self) -> tuple[float, float]:
-        """Seconds of all matrix products and of all attention calls of one step, each piece at its
+        """Seconds of all GEMMs and of all attention calls of one step, each piece at its
         best."""
         best = {piece: min(values) for piece, values in self._seconds.items()}
         layers = self._size.layers
@@ -142,7 +142,7 @@ class Ceiling:
 
 
 def matmul_rate(device: torch.device, dtype: torch.dtype, clock: Clock, times: int = 5) -> float:
-    """TFLOP/s of a large square product of random numbers (zeros would flatter it): the median of
+    """TFLOP/s of a large square GEMM of random numbers (zeros would flatter it): the median of
     `times`."""
     n = 8192 if device.type == "cuda" else 1024
     a, b = (torch.randn((n, n), dtype=dtype, device=device) for _ in range(2))

@@ -9,7 +9,7 @@ from typing import Any
 
 STEP = "whole step"
 OPTIMIZER = "optimizer and clipping"
-PRODUCTS = "matrix products"
+GEMMS = "GEMMs"
 ATTENTION = "attention"
 # Kinds by a word in the name of an operation or of an autograd function; the first that fits an
 # event's chain counts.
@@ -30,7 +30,7 @@ KINDS = (
     ("activation", ("TanhGelu", "_SwiGlu", "gelu", "Gelu", "silu", "Silu")),
     ("rotary", ("_Rotary",)),
     ("embedding", ("_Embedding", "aten::embedding")),
-    ("linear layers beside products", ("_Linear",)),
+    ("linear layers without GEMMs", ("_Linear",)),
 )
 OTHER = "residual sums, copies and the rest"
 BETWEEN = "between operations (Python, page faults of the caller)"
@@ -49,7 +49,7 @@ def kind_of(chain: list[str]) -> str:
     first."""
     for kind, words in KINDS:
         if any(word in name for name in chain for word in words):
-            return PRODUCTS if kind.startswith("linear") and chain[0] in _MATMULS else kind
+            return GEMMS if kind.startswith("linear") and chain[0] in _MATMULS else kind
     return OTHER
 
 
@@ -101,9 +101,9 @@ def _by_kind(events: Any) -> dict[str, float]:
 
 
 def lines(seconds: dict[str, float], ceiling: tuple[float, float] | None) -> list[str]:
-    """A row for each kind, the largest first, with the ceiling's time of products and attention."""
+    """A row for each kind, the largest first, with the ceiling's time of GEMMs and attention."""
     whole = seconds[STEP]
-    best = {} if ceiling is None else dict(zip((PRODUCTS, ATTENTION), ceiling, strict=True))
+    best = {} if ceiling is None else dict(zip((GEMMS, ATTENTION), ceiling, strict=True))
     rows = [("where a step's time goes", "ms", "of step", "ceiling ms")]
     for kind, value in sorted(seconds.items(), key=lambda pair: -pair[1]):
         top = f"{1e3 * best[kind]:.1f}" if kind in best else ""

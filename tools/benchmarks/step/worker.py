@@ -80,7 +80,7 @@ def compilations() -> int:
 
 
 class Machine:
-    """What the device is and how fast its matrix products are; it trains nothing."""
+    """What the device is and how fast its GEMMs are; it trains nothing."""
 
     def __init__(self, job: dict[str, Any]):
         torch = importlib.import_module("torch")
@@ -111,7 +111,7 @@ class Machine:
 
 
 class CeilingPieces:
-    """The matrix products and the attention of a step by themselves; a turn times each piece once
+    """The GEMMs and the attention of a step by themselves; a turn times each piece once
     more."""
 
     def __init__(self, job: dict[str, Any]):
@@ -124,7 +124,7 @@ class CeilingPieces:
         self.facts = {"dtype": str(self._ceiling.dtype).removeprefix("torch.")}
 
     def turn(self) -> tuple[float, float]:
-        """Seconds of all matrix products and of all attention of one step, each piece at its best
+        """Seconds of all GEMMs and of all attention of one step, each piece at its best
         so far."""
         self._ceiling.measure()
         return self._ceiling.seconds()
