@@ -117,9 +117,10 @@ def training_text(config: Config, plan: Plan) -> str:
         text = "none (--skip-train)"
     if not t.eval_iters:
         return f"{text}; no validation"
-    size = t.eval_iters * plan.batch.final_global_batch_size
+    size = t.eval_iters * plan.evaluation_batch.global_batch_size
     what = "all of the validation data" if config.data.full_validation else _count(size, "sample")
-    return f"{text}; validation every {_count(t.eval_interval, 'iteration')}: {what}"
+    start = f" from {t.start_eval_at_iter:,} on" if t.start_eval_at_iter else ""
+    return f"{text}; validation every {_count(t.eval_interval, 'iteration')}{start}: {what}"
 
 
 def optimizer_text(config: Config) -> str:

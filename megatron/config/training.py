@@ -55,6 +55,23 @@ class TrainingConfig:
     seed: int = arg(1234, help="random seed of initial values, data order and dropout")
     eval_iters: int = arg(100, help="global batches per validation, and of the test at the end")
     eval_interval: int = arg(1000, help="iterations between validations")
+    eval_global_batch_size: int | None = arg(
+        None,
+        dump=False,
+        help="samples per batch of validation and test, over all ranks (default: the global batch "
+        "size of training)",
+    )
+    eval_micro_batch_size: int | None = arg(
+        None,
+        dump=False,
+        help="samples per micro-batch of validation and test (default: --micro-batch-size)",
+    )
+    start_eval_at_iter: int | None = arg(
+        None,
+        dump=False,
+        help="no validation before this iteration, except the one after training (default: the "
+        "first is after --eval-interval iterations)",
+    )
     skip_train: bool = arg(False, help="only evaluate; no training")
     exit_interval: int | None = arg(None, help="exit when the iteration is a multiple of this")
     exit_duration_in_mins: float | None = arg(None, help="exit after this many minutes")

@@ -179,6 +179,7 @@ class Pipeline:
 
     shape, dtype: the hidden states that pass between stages, [s, b, h] ([s/tp, b, h] with sequence
     parallelism). group: micro-batches that pass a chunk in turn, by default as many as stages.
+    forward_shape: that of a run without backward, if it differs.
     """
 
     def __init__(
@@ -190,15 +191,17 @@ class Pipeline:
         device: torch.device,
         overlap: bool = True,
         group: int | None = None,
+        forward_shape: tuple[int, ...] | None = None,
     ):
         self._pp = ctx.pp
         self.chunks = chunks
         self._group = group
         self._overlap = overlap
-        self._links = (
-            P2PLinks(ctx.pp, ctx.pp_gradients, shape, dtype, device, overlap)
+        self._links, self._forward_links = (
+            P2PLinks(ctx.pp, ctx.pp_gradients, one, dtype, device, overlap)
             if ctx.pp.size > 1
             else None
+            for one in (shape, forward_shape or shape)
         )
 
     def is_last(self, chunk: int) -> bool:
@@ -217,4 +220,4 @@ class Pipeline:
             self._overlap,
             self._group,
         )
-        run_schedule(actions, forward, backward, self._links)
+        run_schedule(actions, forward, backward, self._links if backward else self._forward_links)

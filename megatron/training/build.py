@@ -119,19 +119,23 @@ def build_pipeline(config: Config, plan: Plan, runtime: Runtime) -> Pipeline:
     """This rank's stage, with links for hidden states of this model's shape."""
     m = config.model
     ctx = runtime.ctx
-    rows = config.training.micro_batch_size
-    length = m.seq_length
-    if config.data.packed_samples:
-        rows, length = 1, rows * length
-    length = length // ctx.cp.size // (ctx.tp.size if ctx.sequence_parallel else 1)
+
+    def shape(rows: int) -> tuple[int, ...]:
+        length = m.seq_length
+        if config.data.packed_samples:
+            rows, length = 1, rows * length
+        length = length // ctx.cp.size // (ctx.tp.size if ctx.sequence_parallel else 1)
+        return length, rows, m.hidden_size
+
     return Pipeline(
         ctx,
         len(plan.layers_per_stage[ctx.pp.rank]),
-        (length, rows, m.hidden_size),
+        shape(plan.batch.micro_batch_size),
         hidden_dtype(m, getattr(torch, config.precision.params_dtype)),
         runtime.device,
         config.parallel.overlap_p2p_comm,
         config.parallel.microbatch_group_size_per_vp_stage,
+        shape(plan.evaluation_batch.micro_batch_size),
     )
 
 

@@ -97,11 +97,11 @@ def build_data(
     for line in plan_table(rows):
         log.detail(line)
     log.detail("> finished creating GPT datasets ...")
-    place = (t.micro_batch_size, ctx.dp.rank, ctx.dp.size)
 
-    def sampler(dataset: Any, cyclic: bool) -> Any:
+    def sampler(dataset: Any, cyclic: bool, micro_batch_size: int) -> Any:
         if dataset is None:
             return None
+        place = (micro_batch_size, ctx.dp.rank, ctx.dp.size)
         if d.packed_samples:
             return PackedSampler(len(dataset), *place)
         if cyclic:
@@ -109,7 +109,8 @@ def build_data(
         return SequentialSampler(len(dataset), *place)
 
     cyclic = d.dataloader_type == "cyclic"
-    of_train = sampler(train, cyclic)
+    of_train = sampler(train, cyclic, plan.batch.micro_batch_size)
+    rows_evaluated = plan.evaluation_batch.micro_batch_size
     order = data_order_fingerprint(train, valid, None if of_train is None else of_train.order())
     names = [
         one.subsets[0] if d.packed_samples else str(number) for number, one in enumerate(valids)
@@ -125,8 +126,8 @@ def build_data(
         test,
         names,
         of_train,
-        [sampler(one, cyclic and not d.full_validation) for one in valids],
-        sampler(test, False),
+        [sampler(one, cyclic and not d.full_validation, rows_evaluated) for one in valids],
+        sampler(test, False, rows_evaluated),
         order,
         rows,
     )

@@ -41,7 +41,12 @@ class Evaluation(Hook):
 
     def due(self, iteration: int) -> bool:
         """Is there a validation after `iteration`?"""
-        return self.enabled and iteration % self._run.config.training.eval_interval == 0
+        t = self._run.config.training
+        return (
+            self.enabled
+            and iteration % t.eval_interval == 0
+            and iteration >= (t.start_eval_at_iter or 0)
+        )
 
     def intervals(self) -> Sequence[int | None]:
         return (self._run.config.training.eval_interval,) if self.enabled else ()
@@ -103,8 +108,8 @@ class Evaluation(Hook):
 
     def _eval_micro_batches(self) -> int:
         """Micro-batches of --eval-iters global batches on each data-parallel rank."""
-        batch = self._run.plan.batch
-        return self._run.config.training.eval_iters * batch.final_global_batch_size // batch.divisor
+        batch = self._run.plan.evaluation_batch
+        return self._run.config.training.eval_iters * batch.global_batch_size // batch.divisor
 
     def _validation_samples(self, number: int) -> tuple[Iterator[MicroBatch], int]:
         """The samples of a validation set, and how many micro-batches of them one validation
@@ -156,7 +161,7 @@ class Evaluation(Hook):
             )
         if not run.config.data.full_validation:
             run.progress.consumed_valid_samples += (
-                self._eval_micro_batches() * run.plan.batch.divisor
+                self._eval_micro_batches() * run.plan.evaluation_batch.divisor
             )
         return time_up
 

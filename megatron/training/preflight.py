@@ -107,7 +107,7 @@ def _runs_out(config: Config, split: str) -> bool:
 def _shortage(config: Config, plan: Plan, short: Shortage) -> str:
     """The line about a blend that is too small, with the flags that make it large enough."""
     t = config.training
-    batch = plan.batch.final_global_batch_size
+    batch = plan.evaluation_batch.global_batch_size
     text = (
         f"{_flag(config, short.split)}: without weights each data set is read at most once, which "
         f"makes {short.samples} samples of {short.split}, and the run reads {short.needed}; "

@@ -308,17 +308,18 @@ def evaluate(
     tell: Callable[[str], None],
     stop: Callable[[], bool] | None = None,
 ) -> dict[str, float] | None:
-    """Mean loss per token over `count` micro-batches, in global batches of the final size; dropout
-    is off. One sync at the end.
+    """Mean loss per token over `count` micro-batches, in global batches of evaluation's size;
+    dropout is off. One sync at the end.
 
     `stop`, if given, is asked after each global batch (its answer must be that of all ranks); then
     there is no result.
     """
-    micro_batches = run.plan.batch.final_global_batch_size // run.plan.batch.divisor
+    batch = run.plan.evaluation_batch
+    micro_batches = batch.num_microbatches
     iterations = -(-count // micro_batches)
     sums = StepSums(run.runtime.device)
     forward = _forwards(run, forward_step, samples, sums, lambda micro_batch: None)
-    tell(f"Evaluating on {count * run.plan.batch.divisor} samples")
+    tell(f"Evaluating on {count * batch.divisor} samples")
     for iteration in range(1, iterations + 1):
         tell(f"Evaluating iter {iteration}/{iterations}")
         run.pipeline.run(min(micro_batches, count - (iteration - 1) * micro_batches), forward)

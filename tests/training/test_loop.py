@@ -169,6 +169,33 @@ def test_end_of_a_run(text, tmp_path):
     assert store.load(done.save).state.consumed_valid_samples == 2 * 16
 
 
+def test_a_batch_of_its_own_for_evaluation(text, tmp_path):
+    """Twice 8 samples and four times 4 of them, one at a time, are the same samples: the same
+    losses, also through a pipeline, whose messages then have another size."""
+    fp64 = ["--fp64", *NO_DROPOUT, "--eval-interval", "2", "--save-interval", "100"]
+    whole = run(text, tmp_path / "whole", 5, *fp64, "--eval-iters", "2")
+    small = [*fp64, "--eval-iters", "4", "--eval-global-batch-size", "4"]
+    small += ["--eval-micro-batch-size", "1"]
+    losses = re.findall(r"lm loss value: (\S+)", whole.log)
+    assert len(losses) == 4
+    for world, layout in ((1, ()), (2, ("--pipeline-model-parallel-size", "2"))):
+        done = run(text, tmp_path / str(world), 5, *small, *layout, world=world)
+        assert re.findall(r"lm loss value: (\S+)", done.log) == losses
+        assert blocks(done.log) == blocks(whole.log)
+        assert "Evaluating on 16 samples\nEvaluating iter 1/4\n" in done.first_rank_log
+        assert store.load(done.save).state.consumed_valid_samples == 32
+
+
+def test_no_validation_before_an_iteration(text, tmp_path):
+    """--start-eval-at-iter: validations at multiples of the interval from there on; the data set
+    has samples for those alone."""
+    flags = ["--eval-interval", "2", "--start-eval-at-iter", "3", "--save-interval", "100"]
+    done = run(text, tmp_path / "run", 6, *flags)
+    last = ["iteration 6 on validation set", "iteration 6 on test set"]
+    assert blocks(done.log) == ["iteration 4", "iteration 6", *last]
+    assert "    validation: 24\n" in done.first_rank_log
+
+
 def test_without_evaluation(text, tmp_path):
     """--eval-iters 0, and also a split that has nothing for it."""
     done = run(text, tmp_path / "run", 4, "--eval-iters", "0", "--eval-interval", "1")

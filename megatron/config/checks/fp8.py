@@ -33,7 +33,12 @@ def rule(f: Facts) -> Iterator[str]:
         "tensor_model_parallel_size",
         "context_parallel_size",
     )
-    if not f.ok(*sizes) or f.bad & {"kv_channels", "ffn_hidden_size", "ffn_multiple_of"}:
+    if not f.ok(*sizes) or f.bad & {
+        "kv_channels",
+        "ffn_hidden_size",
+        "ffn_multiple_of",
+        "eval_micro_batch_size",
+    }:
         return  # said already
     m = f.config.model
     tp = f["tensor_model_parallel_size"]
@@ -68,6 +73,11 @@ def rule(f: Facts) -> Iterator[str]:
             m.seq_length // cp * f["micro_batch_size"],
             f"the tokens of a rank's micro-batch{chunk}",
             "change --seq-length or --micro-batch-size",
+        ),
+        (
+            m.seq_length // cp * (f["eval_micro_batch_size"] or MULTIPLE),
+            f"the tokens of a rank's micro-batch of validation{chunk}",
+            "change --seq-length or --eval-micro-batch-size",
         ),
     ):
         if size % MULTIPLE:

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator
 
 from megatron.config.checks.facts import Facts
-from megatron.config.plan.plan import batch_schedule, layer_split
+from megatron.config.plan.plan import batch_schedule, evaluation_batch, layer_split
 from megatron.config.plan.stages import check_micro_batches
 
 # Flags of features that come later, with the value that leaves them off.
@@ -113,7 +113,7 @@ def _pipeline(f: Facts) -> list[str]:
     except ValueError as error:
         return [str(error)]
     found = []
-    for size in _sizes(f) if chunks > 1 else ():
+    for size, evaluated in _sizes(f) if chunks > 1 else ():
         try:
             check_micro_batches(
                 size,
@@ -122,13 +122,16 @@ def _pipeline(f: Facts) -> list[str]:
                 f["microbatch_group_size_per_vp_stage"],
             )
         except ValueError as error:
-            found.append(str(error))
+            text = str(error)
+            if evaluated:
+                text = "in validation, " + text.replace(" --global", " --eval-global")
+            found.append(text)
     return found
 
 
-def _sizes(f: Facts) -> list[int]:
-    """Every number of micro-batches of a step that is still to come; [] where batch or world size
-    do not fit."""
+def _sizes(f: Facts) -> list[tuple[int, bool]]:
+    """Every number of micro-batches of a step that is still to come, and of a batch of validation
+    (True); [] where batch or world size do not fit."""
     if (
         not f.ok("micro_batch_size")
         or f.bad & {"global_batch_size", "seq_length"}
@@ -137,7 +140,16 @@ def _sizes(f: Facts) -> list[int]:
         return []
     schedule = batch_schedule(f.config, max(1, f.world_size))
     phases = schedule.phases[-1:] if f["load"] else schedule.phases
-    return list(dict.fromkeys(phase.global_batch_size // schedule.divisor for phase in phases))
+    sizes = [(phase.global_batch_size // schedule.divisor, False) for phase in phases]
+    if _evaluates_otherwise(f):
+        sizes.append((evaluation_batch(f.config, schedule).num_microbatches, True))
+    return list(dict.fromkeys(sizes))
+
+
+def _evaluates_otherwise(f: Facts) -> bool:
+    """Has validation a batch of its own?"""
+    flags = {"eval_global_batch_size", "eval_micro_batch_size"}
+    return f["eval_iters"] > 0 and not f.bad & flags and any(f.ok(name) for name in flags)
 
 
 def _fit(size: int) -> str:
@@ -194,4 +206,7 @@ def batch(f: Facts) -> list[str]:
         if near and schedule.data_parallel_size > 1
         else ""
     )
-    return schedule.problems(schedule.phases[-1].consumed if f["load"] else 0, ranks)
+    found = schedule.problems(schedule.phases[-1].consumed if f["load"] else 0, ranks)
+    if _evaluates_otherwise(f) and (said := evaluation_batch(f.config, schedule).problem()):
+        found.append(said)
+    return found

@@ -22,6 +22,11 @@ _APART = (
         "it would be split, and packed data are read whole; give --train-data-path",
     ),
     ("data_order", "megatron", "packed rows have an order of their own; omit it"),
+    (
+        "eval_micro_batch_size",
+        None,
+        "a row has the tokens of --micro-batch-size samples in validation too; omit it",
+    ),
     ("reset_position_ids", False, "positions restart with each sample anyway; omit it"),
     ("reset_attention_mask", False, "attention stays inside each sample anyway; omit it"),
     ("eod_mask_loss", False, "the last token of a sample has no label anyway; omit it"),

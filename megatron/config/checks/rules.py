@@ -31,6 +31,7 @@ _AT_LEAST_ONE = (
     "ddp_bucket_size ddp_num_buckets num_distributed_optimizer_instances "
     "distributed_timeout_minutes loss_scale_window hysteresis vocab_size lr_wsd_decay_iters "
     "lr_wsd_decay_samples lr_decay_iters lr_decay_samples micro_batch_size global_batch_size "
+    "eval_micro_batch_size eval_global_batch_size "
     "train_iters train_samples eval_interval exit_interval recompute_num_layers world_size "
     "save_interval keep_last keep_every snapshot_interval log_interval tensorboard_log_interval "
     "tensorboard_queue_size fp8_amax_history_len profile_step_end "
@@ -41,7 +42,7 @@ _NOT_NEGATIVE = (
     "lr_warmup_init weight_decay start_weight_decay end_weight_decay clip_grad eval_iters "
     "num_workers manual_gc_interval ckpt_step decoupled_lr decoupled_min_lr vocab_extra_ids "
     "lr_init_iters adam_beta2_schedule_c spike_snapshot_interval min_sample_length "
-    "profile_step_start"
+    "profile_step_start start_eval_at_iter"
 ).split()
 _POSITIVE = (
     "norm_epsilon adam_eps loss_scale initial_loss_scale min_loss_scale exit_duration_in_mins "
@@ -177,7 +178,11 @@ _NEEDED = (
         "a --tokenizer-type that is made from a model file",
         lambda v: _reads(v, "tokenizer_model"),
     ),
-    ("eval_interval", "validation (--eval-iters is 0)", lambda v: v["eval_iters"]),
+    (
+        "eval_interval eval_global_batch_size eval_micro_batch_size start_eval_at_iter",
+        "validation (--eval-iters is 0)",
+        lambda v: v["eval_iters"],
+    ),
     (
         "timing_log_option",
         "--timing-log-level 1 or 2",

@@ -267,9 +267,6 @@ disable_bf16_reduced_precision_matmul=False
 fp4=,--fp4-format | there are no FP4 kernels; use --bf16
 first_last_layers_bf16=False num_layers_at_start_in_bf16=1 num_layers_at_end_in_bf16=1
   | every layer runs in FP8 with --fp8-format; use --bf16 alone
-eval_global_batch_size= eval_micro_batch_size=
-  | validation has the batch size of training; set --eval-iters for its length
-start_eval_at_iter= | the first validation comes after --eval-interval; omit the flag
 dataloader_inter_document_masking=False | use --reset-attention-mask and --reset-position-ids
 fim_data=False | samples are plain left-to-right text; omit the flag
 object_storage_cache_path= | data are read from files; copy them to a disk first
@@ -285,7 +282,8 @@ pad_vocab_size=True,--no-pad-vocab-size,--disable-pad-vocab-size
 ckpt_convert_format= ckpt_convert_save=
   | use tools/convert_checkpoint.py, which needs no GPU and no launcher
 pretrained_checkpoint= | use --load DIR --finetune
-override_ckpt_iteration= | use --ckpt-step, or --finetune to start from iteration 0
+override_ckpt_iteration=
+  | iterations are not renumbered; use --ckpt-step, or --finetune to start from iteration 0
 use_legacy_models=False | there is one model, with megatron-core's parameter names; omit the flag
 exit_signal=SIGTERM!SIGUSR1 | use --exit-signal-handler, which watches SIGTERM and SIGUSR1
 trust_remote_code=False | no code is taken from tokenizer files; convert the tokenizer first

@@ -9,6 +9,7 @@ import math
 import re
 from bisect import bisect_right
 from collections.abc import Sequence
+from dataclasses import dataclass
 from decimal import Decimal
 from typing import NamedTuple
 
@@ -206,6 +207,39 @@ class BatchSizeSchedule:
             iterations = -(-(self._thresholds[at + 1] - consumed) // size)
             iteration += iterations
             consumed += iterations * size
+
+
+@dataclass(frozen=True)
+class EvaluationBatch:
+    """The batch of validation and test, in samples; `divisor` are those of one micro-batch on every
+    data-parallel rank."""
+
+    global_batch_size: int
+    micro_batch_size: int
+    data_parallel_size: int
+
+    @property
+    def divisor(self) -> int:
+        """Samples of one micro-batch on every data-parallel rank."""
+        return self.micro_batch_size * self.data_parallel_size
+
+    @property
+    def num_microbatches(self) -> int:
+        """Whole micro-batches of one batch on every data-parallel rank."""
+        return self.global_batch_size // self.divisor
+
+    def problem(self) -> str | None:
+        """What is wrong if the batch is not made of whole micro-batches."""
+        if self.global_batch_size % self.divisor == 0:
+            return None
+        above = -(-self.global_batch_size // self.divisor) * self.divisor
+        near = sorted({max(self.divisor, above - self.divisor), above})
+        return (
+            f"--eval-global-batch-size {self.global_batch_size}: is not divisible by "
+            f"--eval-micro-batch-size {self.micro_batch_size} times data parallel size "
+            f"{self.data_parallel_size}; use {' or '.join(map(str, near))}, or another "
+            "--eval-micro-batch-size [eval-batch-not-divisible]"
+        )
 
 
 def build_batch_size_schedule(

@@ -8,7 +8,11 @@ from dataclasses import dataclass
 
 from megatron.config.parallel import ParallelConfig
 from megatron.config.plan import buckets
-from megatron.config.plan.batch_size import BatchSizeSchedule, build_batch_size_schedule
+from megatron.config.plan.batch_size import (
+    BatchSizeSchedule,
+    EvaluationBatch,
+    build_batch_size_schedule,
+)
 from megatron.config.plan.parameters import (
     ParameterSpec,
     count_parameters,
@@ -53,6 +57,7 @@ class Plan:
     padded_vocab_size: int
     parameters: tuple[ParameterSpec, ...]
     batch: BatchSizeSchedule
+    evaluation_batch: EvaluationBatch
     train_iters: int
     targets: Targets
     skips: SkipRanges
@@ -126,6 +131,17 @@ def batch_schedule(config: Config, world_size: int) -> BatchSizeSchedule:
     )
 
 
+def evaluation_batch(config: Config, batch: BatchSizeSchedule) -> EvaluationBatch:
+    """The batch of validation and test: that of the end of training, where no flag says
+    otherwise."""
+    t = config.training
+    return EvaluationBatch(
+        t.eval_global_batch_size or batch.final_global_batch_size,
+        t.eval_micro_batch_size or batch.micro_batch_size,
+        batch.data_parallel_size,
+    )
+
+
 def split_string(config: Config) -> str | None:
     """The split as Megatron prints it: None with per-split paths, equal parts of synthetic data."""
     d = config.data
@@ -144,8 +160,11 @@ def target_sizes(config: Config, batch: BatchSizeSchedule, train_iters: int) -> 
     """Samples needed: each validation reads new ones, every --eval-interval iterations and once at
     the end."""
     t = config.training
-    evaluation = t.eval_iters * batch.final_global_batch_size
-    evaluations = 1 if t.skip_train or not t.eval_iters else train_iters // t.eval_interval + 1
+    evaluation = t.eval_iters * evaluation_batch(config, batch).global_batch_size
+    evaluations = 1
+    if t.eval_iters and not t.skip_train:
+        omitted = max(0, (t.start_eval_at_iter or 0) - 1) // t.eval_interval
+        evaluations += max(0, train_iters // t.eval_interval - omitted)
     train = batch.samples_before(train_iters + 1) if t.train_samples is None else t.train_samples
     return Targets(
         max(train, batch.samples_before(train_iters + 1)), evaluations * evaluation, evaluation
@@ -225,6 +244,7 @@ def make_plan(config: Config, world_size: int, vocab_size: int) -> Plan:
         padded_vocab_size=padded,
         parameters=tuple(parameter_table(config.model, padded, vocab_size)),
         batch=batch,
+        evaluation_batch=evaluation_batch(config, batch),
         train_iters=train_iters,
         targets=target_sizes(config, batch, train_iters),
         skips=skips,

@@ -47,6 +47,12 @@ def test_targets():
     _, p = plan(eval_interval=300, eval_iters=2)
     assert (p.targets.train, p.targets.valid, p.targets.test) == (8000, 4 * 2 * 8, 16)
     assert plan(skip_train=True)[1].targets.valid == 80
+    own = plan(eval_interval=300, eval_global_batch_size=16, eval_micro_batch_size=2)[1]
+    assert (own.targets.valid, own.targets.test) == (4 * 10 * 16, 160)
+    assert own.evaluation_batch.num_microbatches == 8
+    for start, validations in ((0, 4), (300, 4), (301, 3), (900, 2), (901, 1), (2000, 1)):
+        later = plan(eval_interval=300, start_eval_at_iter=start)[1]
+        assert later.targets.valid == validations * 80
     _, none = plan(eval_iters=0)
     assert (none.targets.valid, none.targets.test) == (0, 0)
     _, samples = plan(train_iters=None, train_samples=8005)
