@@ -158,6 +158,7 @@ def train(line, tokenizer, fence, writer, signals: SignalWatch | None, services=
     from megatron.training.skipping import skip_plan
 
     config = line.config
+    initialize.set_max_connections(config)
     backend = default_backend(line.config.training.device)
     short = config.logging.is_short
     rendezvous = initialize.Rendezvous(config, signals)

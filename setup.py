@@ -143,7 +143,6 @@ setup(
         "s3": requirements("s3"),
         "tensorboard": ["tensorboard"],
         "wandb": ["wandb"],
-        "transformer-engine": ["transformer-engine[pytorch]>=2.20,<3"],
     },
     zip_safe=False,
 )

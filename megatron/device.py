@@ -3,6 +3,7 @@ only file that names torch.cuda or torch.xpu."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import shutil
@@ -109,13 +110,14 @@ def default_backend(requested: str) -> str:
     return BACKENDS.get(device_type(requested), "gloo")
 
 
-def set_max_connections() -> bool:
-    """Kernels and collectives must start in order for overlap: one hardware queue, unless the user
-    chose otherwise.
+def set_max_connections(ordered: bool) -> bool:
+    """One hardware queue, unless the user chose otherwise, where kernels and collectives must start
+    in the order of their calls (`ordered`): a tensor- or context-parallel collective that overlaps
+    a GEMM must start before it. Elsewhere one queue would hold back data-parallel communication.
 
-    To be called before CUDA starts; whether the environment was changed.
+    To be called before anything asks CUDA for its devices; whether the environment was changed.
     """
-    if "CUDA_DEVICE_MAX_CONNECTIONS" in os.environ:
+    if not ordered or "CUDA_DEVICE_MAX_CONNECTIONS" in os.environ:
         return False
     os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
     return True
@@ -188,14 +190,13 @@ def pin(memory: torch.Tensor, device: torch.device) -> bool:
     cannot. Nothing on CPU."""
     if device.type != "cuda" or not memory.numel():
         return True
-    return (
-        int(
-            torch.cuda.cudart().cudaHostRegister(
-                memory.data_ptr(), memory.numel() * memory.itemsize, 0
-            )
-        )
-        == 0
-    )
+    size = memory.numel() * memory.itemsize
+    if int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), size, 0)) == 0:
+        return True
+    # CUDA keeps the error and reports it at the next kernel launch: that of this one
+    with contextlib.suppress(RuntimeError):
+        torch.ones(1, device=device)
+    return False
 
 
 def unpin(memory: torch.Tensor, device: torch.device) -> None:

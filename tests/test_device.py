@@ -161,9 +161,32 @@ def test_apple_gpus_have_no_float64(no_cuda, monkeypatch):
 def test_max_connections(monkeypatch):
     """Set when nobody has, and then it is worth a line; what the user set stays."""
     monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
-    assert device.set_max_connections() and os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
+    assert not device.set_max_connections(False)
+    assert "CUDA_DEVICE_MAX_CONNECTIONS" not in os.environ
+    assert device.set_max_connections(True) and os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "8")
-    assert not device.set_max_connections() and os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "8"
+    assert not device.set_max_connections(True)
+    assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "8"
+
+
+def test_memory_that_cannot_be_pinned_leaves_no_error_behind(monkeypatch):
+    """CUDA keeps the error of cudaHostRegister for the next launch: it is taken here."""
+    latched = []
+
+    class Runtime:
+        def cudaHostRegister(self, address, size, flags):
+            latched.append("cudaErrorMemoryAllocation")
+            return 2
+
+    def launch(*shape, device):
+        if latched:
+            raise RuntimeError(f"CUDA error: {latched.pop()}")
+
+    monkeypatch.setattr(torch.cuda, "cudart", Runtime)
+    memory = torch.zeros(8)
+    monkeypatch.setattr(torch, "ones", launch)
+    assert not device.pin(memory, torch.device("cuda", 0))
+    assert latched == []
 
 
 def test_waiting_and_memory(cuda):

@@ -5,10 +5,12 @@ PyPI's package of that name is another project's and must not be installed; apex
 repository, https://github.com/NVIDIA/apex, with --cpp_ext --cuda_ext.
 """
 
-from importlib.util import find_spec
-
 import torch
 from torch import Tensor
+
+from megatron.kernels.libraries import load_problem
+
+INSTALL = "build it from github.com/NVIDIA/apex (PyPI's apex is not it)"
 
 
 def unavailable_reason(device: torch.device, dtype: torch.dtype) -> str | None:
@@ -17,12 +19,8 @@ def unavailable_reason(device: torch.device, dtype: torch.dtype) -> str | None:
         return f"apex needs a CUDA device, but the device is {device.type}"
     if dtype == torch.float64:
         return "apex's norms are not for fp64"
-    there = find_spec("fused_layer_norm_cuda") and find_spec("apex")
-    return (
-        None
-        if there
-        else "NVIDIA's apex is not installed (build it from github.com/NVIDIA/apex; PyPI's apex "
-        "is not it)"
+    return load_problem("fused_layer_norm_cuda", "NVIDIA's apex", INSTALL) or load_problem(
+        "apex", "NVIDIA's apex", INSTALL
     )
 
 
@@ -36,10 +34,8 @@ def gradient_unavailable_reason(
         or main_dtype != torch.float32
     ):
         return "apex's kernel is for CUDA, weights of 16 bits and gradients in fp32"
-    return (
-        None
-        if find_spec("fused_weight_gradient_mlp_cuda")
-        else "fused_weight_gradient_mlp_cuda of apex is not installed"
+    return load_problem(
+        "fused_weight_gradient_mlp_cuda", "fused_weight_gradient_mlp_cuda of apex", INSTALL
     )
 
 

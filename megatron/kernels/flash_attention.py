@@ -1,11 +1,10 @@
 """Attention by the flash-attn package. The only importer of flash_attn."""
 
-from importlib.util import find_spec
-
 import torch
 from torch import Tensor
 
 from megatron.kernels.cu_seqlens import cumulative_lengths
+from megatron.kernels.libraries import load_problem
 
 INSTALL = "pip install flash-attn --no-build-isolation (it needs CUDA's compiler)"
 HEAD_DIM = 256  # the widest head it has
@@ -19,7 +18,7 @@ def unavailable_reason(device: torch.device, dtype: torch.dtype, head_dim: int) 
         return f"flash-attn has fp16 and bf16 only, no {dtype}"
     if head_dim > HEAD_DIM:
         return f"flash-attn has heads of at most {HEAD_DIM} channels, not {head_dim}"
-    return None if find_spec("flash_attn") else f"flash-attn is not installed; {INSTALL}"
+    return load_problem("flash_attn", "flash-attn", INSTALL)
 
 
 def flash_attention(

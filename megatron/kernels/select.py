@@ -33,6 +33,7 @@ NAMES = {
     "flash": "flash-attn",
     "transformer_engine": "Transformer Engine",
 }
+SINGLE_KERNELS = ("gelu (tanh)", "RMSNorm")  # of torch on an accelerator
 NATIVE = "fused C++"
 ROW_BLOCKED = "row-blocked torch"
 COMPILED = "not used with --torch-compile"
@@ -394,7 +395,9 @@ def _elementwise_rows(
         (NATIVE, ROW_BLOCKED),
         why_not is None,
         (
-            "no second copy of the logits",
+            "no second copy of the logits"
+            if device.type == "cpu"
+            else "no second copy of the logits beyond one block of rows; several kernels",
             "multiple passes over the cache" if why_not is None else why_not,
         ),
     )
@@ -445,7 +448,9 @@ def _row_rivals(
             on_cpu,
             ("row blocks stay in the cache", "multiple passes over memory")
             if on_cpu
-            else ("fused torch kernels on this device", "one launch per operation"),
+            else (f"single kernel on this {device.type}", "CPU only")
+            if operation in SINGLE_KERNELS
+            else ("several kernels; --torch-compile fuses them", "CPU only"),
         )
         + rows
     )

@@ -133,6 +133,8 @@ class TransformerEngine:
                 fp8_format=form,
                 amax_history_len=self.fp8.amax_history_len,
                 amax_compute_algo=self.fp8.amax_compute_algo,
+                # without a group Transformer Engine reduces over all ranks, also of other stages
+                reduce_amax=group is not None,
             )
         return te.autocast(enabled=True, recipe=made, amax_reduction_group=group)
 

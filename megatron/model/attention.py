@@ -125,6 +125,14 @@ class SelfAttention(nn.Module):
         """The part without weights: q [s, b, n, d], k and v [s, b, g, d] -> [s, b, n, d]."""
         if seeds is not None and self.dropout > 0.0:
             return self.dropping_core(q, k, v, document_ids, seeds)
+        if document_ids is not None:
+            return self.masked_core(q, k, v, document_ids)
+        return self.attend(q, k, v, None)
+
+    def masked_core(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, document_ids: torch.Tensor
+    ) -> torch.Tensor:
+        """`core` inside documents."""
         return self.attend(q, k, v, document_ids)
 
     def dropping_core(

@@ -92,10 +92,12 @@ class TransformerLayer(nn.Module):
 
     def compile(self, **options: Any) -> None:
         """As Module's. What takes a dropout seed stays out: a graph holds integers as constants,
-        and each seed is new."""
+        and each seed is new. So do document masks: attention in chunks would be unrolled into
+        thousands of operations, and the lengths of documents differ from batch to batch."""
         self._drop = torch.compiler.disable(self._drop)
         attention = self.self_attention
         attention.dropping_core = torch.compiler.disable(attention.dropping_core)
+        attention.masked_core = torch.compiler.disable(attention.masked_core)
         if attention.cp.size > 1:
             attention.attend = torch.compiler.disable(attention.attend)
         super().compile(**options)

@@ -88,6 +88,8 @@ class GradBuffers:
             _Bucket(place, [params[number] for number in place.members]) for place in layout.buckets
         ]
         self.params = [p for bucket in self._buckets for p in bucket.params]
+        # weights first: a parameter's own memory is free before the gradients take theirs
+        self._weights = _flatten(params, layout) if sharded else None
         self.flat = torch.zeros(layout.size, dtype=grad_dtype, device=params[0].device)
         for p, start in zip(params, layout.starts, strict=True):
             p.main_grad = self.flat[start : start + p.numel()].view(p.shape)
@@ -95,7 +97,6 @@ class GradBuffers:
                 p.grad = p.main_grad
             else:
                 p.register_post_accumulate_grad_hook(_add_to_main_grad)
-        self._weights = _flatten(params, layout) if sharded else None
         self.owned = _owned(params, layout.spans(ctx.shard.rank)) if sharded else params
         self._overlap_gather = overlap_param_gather
         # gradients still to come, when they are counted

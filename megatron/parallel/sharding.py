@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import os
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from typing import Any
 
 import torch
 
+from megatron import launcher
 from megatron.config.plan.parameters import ParameterSpec
 from megatron.parallel.context import ParallelContext
 
@@ -146,9 +148,15 @@ def init_parameters(
     matrices are 0 and only norms are set.
     """
     # The generators run outside the interpreter's lock and the order does not matter, so threads
-    # share the work.
-    with ThreadPoolExecutor(min(8, torch.get_num_threads())) as pool:
+    # share the work. Not torch's number of them: torchrun sets that to 1.
+    with ThreadPoolExecutor(_drawing_threads()) as pool:
         list(pool.map(lambda p: _fill(p, ctx, seed, draw), params))
+
+
+def _drawing_threads() -> int:
+    """This rank's share of the cores, at most 8: each thread holds a whole tensor in fp32."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return min(8, max(1, (cores or 1) // (launcher.info().local_world_size or 1)))
 
 
 @torch.no_grad()

@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from megatron.kernels.cpu import fp32_attention
+from megatron.kernels.libraries import load_problem
 from tests.kernels import fake_libraries as fakes
 
 
@@ -19,7 +20,9 @@ def libraries(monkeypatch):
         if parent:
             setattr(sys.modules[parent], child, module)
     fakes.CALLS.clear()
-    return fakes.CALLS
+    load_problem.cache_clear()
+    yield fakes.CALLS
+    load_problem.cache_clear()
 
 
 @pytest.fixture

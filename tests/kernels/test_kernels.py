@@ -12,7 +12,7 @@ import torch
 
 from megatron.arguments import config_from
 from megatron.config.tree import Config
-from megatron.kernels import apex, flash_attention, select, transformer_engine
+from megatron.kernels import apex, flash_attention, libraries, select, transformer_engine
 from megatron.kernels.kernels import Kernels
 from megatron.kernels.select import choose_kernels, kernel_table
 from megatron.training.logging import kernel_report
@@ -190,8 +190,9 @@ def test_what_was_asked_for_reaches_the_layers(everything):
     ],
 )
 def test_a_missing_library_is_one_error_with_what_to_install(monkeypatch, flags, words):
-    for module in (transformer_engine, flash_attention):
+    for module in (transformer_engine, libraries):
         monkeypatch.setattr(module, "find_spec", lambda name: None)
+    libraries.load_problem.cache_clear()
     with pytest.raises(ValueError) as error:
         select.check_requested(CUDA, torch.bfloat16, config_from(Config, SHAPE | flags))
     assert str(error.value).startswith(words) and "\n" not in str(error.value)

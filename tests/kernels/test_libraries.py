@@ -10,6 +10,7 @@ import torch
 
 from megatron.config.parallel import ParallelConfig
 from megatron.kernels import apex, cu_seqlens, flash_attention, functional, transformer_engine
+from megatron.kernels import libraries as load_problems
 from megatron.kernels.kernels import Kernels
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.ddp import GradBuffers
@@ -182,6 +183,8 @@ def test_fp8_surrounds_the_transformer_layers(libraries, recipe, kind):
         name == "autocast" and more["recipe"].kind == kind and more["recipe"].fp8_format == "hybrid"
     )
     if recipe == "delayed":
+        # one rank has no group: Transformer Engine must not reduce over all ranks instead
+        assert more["recipe"].reduce_amax is False
         assert (
             more["recipe"].margin,
             more["recipe"].amax_history_len,
@@ -227,9 +230,23 @@ def test_fp8_surrounds_the_transformer_layers(libraries, recipe, kind):
     ],
 )
 def test_what_keeps_a_library_from_running(monkeypatch, call, words):
-    for module in (transformer_engine, flash_attention, apex):
+    for module in (transformer_engine, load_problems):
         monkeypatch.setattr(module, "find_spec", lambda name: None)
+    load_problems.load_problem.cache_clear()
     assert words in call()
+    load_problems.load_problem.cache_clear()
+
+
+def test_a_library_whose_extension_does_not_load_is_not_there(monkeypatch, tmp_path):
+    """After an upgrade of torch: the package is found, and its import fails."""
+    (tmp_path / "flash_attn.py").write_text("raise ImportError('undefined symbol: _ZN3c10')")
+    (tmp_path / "fused_layer_norm_cuda.py").write_text("raise OSError('libcudart.so.12')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    load_problems.load_problem.cache_clear()
+    reason = flash_attention.unavailable_reason(CUDA, torch.bfloat16, 64)
+    assert "does not load" in reason and "undefined symbol" in reason
+    assert "libcudart" in apex.unavailable_reason(CUDA, torch.bfloat16)
+    load_problems.load_problem.cache_clear()
 
 
 def test_libraries_that_are_there_may_run(libraries):

@@ -20,6 +20,7 @@ from megatron.parallel.ddp import GradBuffers
 from megatron.parallel.layers import ColumnParallelLinear
 from megatron.parallel.sharding import Sharding
 from tests.forkrun import run_ranks
+from tests.live_memory import LiveMemory
 
 SHAPES = [(3, 5), (7,), (1,), (16, 16), (4, 2, 3)]
 ALONE = ParallelContext(ParallelConfig())
@@ -536,3 +537,17 @@ def test_overlapped_reduction_costs_a_tenth_more_than_the_longer_of_the_two(comp
             f"{found[True] / longer:.3f} of the longer"
         )
         assert together <= found[False] and longer <= found[True] <= 1.10 * longer
+
+
+def test_building_takes_no_more_memory_than_training():
+    """Weights of 2 bytes and gradients of 4: what the parameters had is free before the gradients
+    take theirs."""
+    ctx = ParallelContext(ParallelConfig())
+    ctx.shard = Axis("shard", 2, 0, (0, 1))
+    with LiveMemory() as memory:
+        params = [nn.Parameter(torch.empty(1 << 16, dtype=torch.bfloat16)) for _ in range(4)]
+        for number, p in enumerate(params):
+            p.sharding = Sharding(f"p{number}", (1 << 16,))
+        buffers = GradBuffers(params, ctx, torch.float32)
+        assert memory.live() == 6 * buffers.layout.size
+    assert memory.peak <= 6 * buffers.layout.size + 4 * 64

@@ -1,5 +1,6 @@
 """Sharding: first values do not depend on the layout, boxes tile the tensor, one copy counts."""
 
+import os
 from itertools import product
 from types import SimpleNamespace
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 
 from megatron.config.plan.parameters import ParameterSpec
+from megatron.parallel import sharding
 from megatron.parallel.context import Axis
 from megatron.parallel.sharding import (
     ParameterFactory,
@@ -154,3 +156,13 @@ def test_factory_knows_what_is_off_and_what_is_partial():
     sequence = ParameterFactory(table, rank_of(2, sequence_parallel=True), torch.float32).at("a")
     assert sequence("n").sharding.partial == ("tp",)
     assert sequence("w").sharding.partial == ()
+
+
+def test_initial_values_are_drawn_by_all_cores_of_a_rank(monkeypatch):
+    """torchrun sets torch's own number of threads to 1."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(64)))
+    for name, value in (("RANK", 3), ("WORLD_SIZE", 16), ("LOCAL_RANK", 3)):
+        monkeypatch.setenv(name, str(value))
+    for ranks, threads in ((8, 8), (16, 4), (200, 1)):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+        assert sharding._drawing_threads() == threads

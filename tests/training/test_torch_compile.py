@@ -45,7 +45,12 @@ OVERLAP = [
 @pytest.mark.campaign
 @pytest.mark.parametrize(
     "flags, graphs, frames",
-    [([], 5, 11), (["--recompute-granularity", "selective"], 5, 11), (NO_DROPOUT, 1, 1)],
+    [
+        ([], 5, 11),
+        (["--recompute-granularity", "selective"], 5, 11),
+        (NO_DROPOUT, 1, 1),
+        ([*NO_DROPOUT, "--reset-attention-mask"], 5, 11),
+    ],
 )
 def test_dropout_does_not_compile_again(tmp_path, flags, graphs, frames):
     """Torch gives a function up after 8 recompilations, so ten layers show what depends on layer,

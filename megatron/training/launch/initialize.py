@@ -21,6 +21,7 @@ from megatron.config.tree import Config
 from megatron.parallel.context import ParallelContext
 from megatron.training.launch.network import (
     address_towards,
+    allow_open_files,
     interface_towards,
     listen_problem,
     unreachable,
@@ -64,6 +65,8 @@ class Rendezvous:
         if launcher.world_size() == 1 or dist.is_initialized():
             return
         minutes = config.parallel.distributed_timeout_minutes
+        if launcher.rank() == 0:
+            allow_open_files()  # one connection per rank for the store and one for the monitor
         self.master = launcher.rendezvous(os.environ)
         self.store = open_store(*self.master, timedelta(minutes=minutes))
         if watch is not None:
@@ -109,8 +112,7 @@ def initialize(config: Config, rendezvous: Rendezvous | None = None) -> Runtime:
     rank = here.rank
     training = config.training
     parallel = config.parallel
-    if training.device != "cpu" and devices.set_max_connections():
-        log.detail("CUDA_DEVICE_MAX_CONNECTIONS was not set: set to 1 before CUDA starts")
+    set_max_connections(config)
     device = devices.choose_device(training.device, here.local_rank)
     for text in devices.device_notes(training.device):
         log.warn_once(text)
@@ -152,6 +154,15 @@ def initialize(config: Config, rendezvous: Rendezvous | None = None) -> Runtime:
     log.detail(f"> initialized pipeline model parallel with size {ctx.pp.size}")
     log.detail(f"> setting random seeds to {training.seed} ...")
     return Runtime(device, ctx, world_size, rank)
+
+
+def set_max_connections(config: Config) -> None:
+    """Set CUDA_DEVICE_MAX_CONNECTIONS as the layout needs it; before anything asks whether there is
+    a CUDA device."""
+    p = config.parallel
+    ordered = p.tensor_model_parallel_size > 1 or p.context_parallel_size > 1
+    if config.training.device != "cpu" and devices.set_max_connections(ordered):
+        log.detail("CUDA_DEVICE_MAX_CONNECTIONS was not set: set to 1 before CUDA starts")
 
 
 def layout_line(ctx: ParallelContext) -> str:

@@ -2,14 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import sys
 import time
 from pathlib import Path
 
+try:
+    import resource
+except ImportError:  # not on Windows
+    resource = None
+
 ROUTES = Path("/proc/net/route")
 CONNECT_SECONDS = 10.0  # for one attempt
 RETRY_SECONDS = 0.2
+
+
+def allow_open_files() -> None:
+    """Raise this process's soft limit of open files to the hard one: rank 0 has some connections
+    per rank, and the usual soft limit is 1,024."""
+    if resource is None:
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        with contextlib.suppress(OSError, ValueError):  # macOS: more than the kernel allows
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def address_towards(host: str, port: int) -> tuple[int, str]:

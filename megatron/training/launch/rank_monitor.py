@@ -9,6 +9,7 @@ address of rank 0 is the caller's matter.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import secrets
@@ -40,6 +41,7 @@ OTHERS_JOIN_WITHIN = 8.0
 CONNECT_WITHIN = 5.0
 ANSWERS_WITHIN = 1.5
 ABSENCE_REPORTED_EVERY = 60.0
+ACCEPTS_AGAIN_AFTER = 1.0  # where there was no file descriptor
 LONGEST_TEXT = 20_000
 
 
@@ -141,6 +143,7 @@ class MonitorServer:
         self._asking: set[int] = set()
         self._answers: dict[int, Any] = {}
         self._deadlines = {"absent": time.monotonic() + ABSENCE_REPORTED_EVERY}
+        self._reported_limit = False
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._server, selectors.EVENT_READ)
         self._thread = threading.Thread(target=self._run, name="rank monitor server", daemon=True)
@@ -166,15 +169,33 @@ class MonitorServer:
         wait = None if until is None else max(0.0, until - time.monotonic())
         for key, _ in self._selector.select(wait):
             if key.data is None:
-                with contextlib.suppress(OSError):
-                    connection, _ = self._server.accept()
-                    # of what a stranger sends, and of what is sent
-                    connection.settimeout(CONNECT_WITHIN)
-                    self._selector.register(
-                        connection, selectors.EVENT_READ, [_Wire(connection), None]
-                    )
+                self._connect()
             else:
                 self._receive(key)
+
+    def _connect(self) -> None:
+        """Accept a connection. Where this process has no file descriptor left for it, the next
+        attempt is in a second: the connection stays ready, and waiting for it would not wait."""
+        try:
+            connection, _ = self._server.accept()
+        except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                if not self._reported_limit:
+                    self._reported_limit = True
+                    print(
+                        f"WARNING: rank 0 has no file descriptor left for the connections of other "
+                        f"ranks ({error.strerror}); raise its limit (ulimit -n)",
+                        flush=True,
+                    )
+                self._selector.unregister(self._server)
+                self._deadlines["accept"] = time.monotonic() + ACCEPTS_AGAIN_AFTER
+            return
+        # of what a stranger sends, and of what is sent
+        connection.settimeout(CONNECT_WITHIN)
+        self._selector.register(connection, selectors.EVENT_READ, [_Wire(connection), None])
+
+    def _accept(self) -> None:
+        self._selector.register(self._server, selectors.EVENT_READ)
 
     def _receive(self, key: selectors.SelectorKey) -> None:
         wire, rank = key.data

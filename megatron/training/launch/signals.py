@@ -228,9 +228,17 @@ def _is_timeout(error: BaseException) -> bool:
 
 
 def _is_lost(error: BaseException) -> bool:
+    """Did the connection to another rank break? Other errors of NCCL (a device given to two ranks,
+    no memory) are this rank's own."""
     text = str(error)
-    return type(error).__name__.startswith("Dist") or any(
-        sign in text for sign in ("Connection closed by peer", "Connection reset", "Broken pipe")
+    return type(error).__name__ in ("DistNetworkError", "DistStoreError") or any(
+        sign in text
+        for sign in (
+            "Connection closed by peer",
+            "Connection reset",
+            "Broken pipe",
+            "ncclRemoteError",
+        )
     )
 
 

@@ -4,9 +4,11 @@ who is not believed."""
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import queue
 import re
+import resource
 import socket
 import threading
 import time
@@ -169,6 +171,43 @@ def test_strangers_on_the_port_are_shown_out(monkeypatch, said):
     assert ranks.lines[1].ask() is not None and ranks.ended.empty()
     ranks.lines[1].report("still heard")
     assert ranks.told(1) == {0: Failure(ranks.places[1], "still heard")}
+
+
+def test_rank_0_without_file_descriptors_waits_for_one(monkeypatch, capsys):
+    """It says so once, does not spin, and accepts the connection when there is one."""
+    monkeypatch.setattr(rank_monitor, "ACCEPTS_AGAIN_AFTER", 0.3)
+    server = MonitorServer(2)
+    attempts = []
+
+    class Full:
+        """The listening socket of a process at its limit for three attempts."""
+
+        def __init__(self, server: socket.socket):
+            self._server = server
+
+        def fileno(self) -> int:
+            return self._server.fileno()
+
+        def accept(self):
+            attempts.append(time.monotonic())
+            if len(attempts) <= 3:
+                raise OSError(errno.EMFILE, "Too many open files")
+            return self._server.accept()
+
+    monkeypatch.setattr(server, "_server", Full(server._server))
+    address = [("127.0.0.1", server.port)]
+    place = ProcessId(0, 100, "here", "0")
+    MonitorClient(address, server.token, place, lambda failure: None, place).close()
+    assert len(attempts) == 4 and attempts[3] - attempts[0] > 0.8
+    assert capsys.readouterr().out.count("no file descriptor left") == 1
+
+
+def test_the_limit_of_open_files_is_raised():
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 256), hard))
+    network.allow_open_files()
+    assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_a_line_needs_the_right_hub():

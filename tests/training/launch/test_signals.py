@@ -32,7 +32,11 @@ LOST = "error: the connection to another rank is lost; its own message says why 
             RuntimeError("[gloo/pair.cc:5] Connection closed by peer [::1]\nmore"),
             LOST + "[gloo/pair.cc:5] Connection closed by peer [::1])\n",
         ),
-        (type("DistBackendError", (RuntimeError,), {})("NCCL error"), LOST + "NCCL error)\n"),
+        (
+            type("DistBackendError", (RuntimeError,), {})("NCCL error\nncclRemoteError: closed"),
+            LOST + "NCCL error)\n",
+        ),
+        (type("DistNetworkError", (RuntimeError,), {})("reset"), LOST + "reset)\n"),
         (
             RuntimeError("InvalidCxxCompiler: No working C++ compiler found\nmore"),
             "error: --torch-compile needs a C++ compiler that works; install one (say g++), or "
@@ -42,6 +46,14 @@ LOST = "error: the connection to another rank is lost; its own message says why 
 )
 def test_one_line_for_what_needs_no_traceback(error, text):
     assert signals.describe(error) == text
+
+
+def test_what_nccl_refuses_is_no_lost_connection():
+    """Two ranks on one device: NCCL's own reason is printed whole, without a wait."""
+    error = type("DistBackendError", (RuntimeError,), {})(
+        "NCCL error\nDuplicate GPU detected : rank 1 and rank 0 both on CUDA device 1b000"
+    )
+    assert "Duplicate GPU detected" in signals.describe(error)
 
 
 def test_a_fault_of_the_program_keeps_its_traceback():
