@@ -34,6 +34,7 @@ def forward_step(batch, model):
         batch.dropout_seeds,
         hidden=batch.hidden,
         token_metrics=batch.token_metrics,
+        router_step=batch.router_step,
     )
     if model.output_layer is None:
         return output

@@ -22,11 +22,25 @@ FREE = {
     "attention_softmax_in_fp32",
     "apply_query_key_layer_scaling",
     "make_vocab_size_divisible_by",
+    "moe_aux_loss_coeff",
+    "moe_router_dtype",
+    "moe_router_load_balancing_type",
+    "moe_z_loss_coeff",
 }
 _ACTIVATIONS = ("swiglu", "geglu", "squared_relu", "bias_gelu_fusion", "openai_gelu")
 # Fields that say one thing together: (name in messages, all of them, what they say).
 _TOGETHER: tuple[tuple[str, tuple[str, ...], Callable[[ModelConfig], Any]], ...] = (
     ("ffn_hidden_size", ("ffn_hidden_size", "ffn_multiple_of"), lambda m: m.ffn),
+    (
+        "moe_ffn_hidden_size",
+        ("moe_ffn_hidden_size",),
+        lambda m: m.expert_ffn if m.num_experts else None,
+    ),
+    (
+        "moe_layer_freq",
+        ("moe_layer_freq",),
+        lambda m: m.num_experts and [m.is_moe_layer(layer) for layer in range(m.num_layers)],
+    ),
     ("kv_channels", ("kv_channels",), lambda m: m.head_dim),
     ("num_query_groups", ("num_query_groups", "group_query_attention"), lambda m: m.query_groups),
     (

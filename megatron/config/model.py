@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megatron.arguments import arg
+from megatron.config.moe import MoEConfig
 
 
 def _norm(word: str) -> str:
@@ -14,8 +15,8 @@ def _norm(word: str) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelConfig:
-    """The architecture."""
+class TransformerConfig:
+    """Embeddings, attention, norms and dense MLPs."""
 
     num_layers: int | None = arg(
         None, alias=("--encoder-num-layers",), help="number of transformer layers"
@@ -221,3 +222,36 @@ class ModelConfig:
     def tied(self) -> bool:
         """Does the output layer use the embedding's matrix?"""
         return not self.untie_embeddings_and_output_weights
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig(MoEConfig, TransformerConfig):
+    """The architecture."""
+
+    @property
+    def expert_ffn(self) -> int:
+        """Width of one expert."""
+        return self.moe_ffn_hidden_size or self.ffn
+
+    def active_width(self, layer: int) -> int:
+        """Width of all MLPs of a layer that compute a token: of an MoE layer its share of experts
+        and the shared one."""
+        if not self.is_moe_layer(layer):
+            return self.ffn
+        return self.moe_router_topk * self.expert_ffn + (
+            self.moe_shared_expert_intermediate_size or 0
+        )
+
+    @property
+    def mlp_text(self) -> str:
+        """The MLPs in words."""
+        if self.num_experts is None:
+            return f"FFN {self.ffn}"
+        moe = sum(map(self.is_moe_layer, range(self.num_layers)))
+        shared = self.moe_shared_expert_intermediate_size
+        return (
+            f"{self.num_experts} experts of FFN {self.expert_ffn} in {moe} layers, top "
+            f"{self.moe_router_topk}"
+            + (f", shared expert {shared}" if shared else "")
+            + (f", dense FFN {self.ffn}" if moe < self.num_layers else "")
+        )

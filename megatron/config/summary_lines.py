@@ -32,7 +32,8 @@ def summary(config: Config, plan: Plan, identity: str) -> list[str]:
     """The lines that follow from flags and plan; `identity` names the tokenizer as it was built."""
     m = config.model
     groups = "" if m.query_groups == m.num_attention_heads else f" ({m.query_groups} key/value)"
-    experts = f", {plan.num_padding:,} of them padding" if plan.num_padding else ""
+    active = f", {plan.num_active:,} active" if m.num_experts else ""
+    padding = f", {plan.num_padding:,} of them padding" if plan.num_padding else ""
     padded = (
         ""
         if plan.padded_vocab_size == plan.vocab_size
@@ -41,8 +42,8 @@ def summary(config: Config, plan: Plan, identity: str) -> list[str]:
     found = [
         entry(
             "model",
-            f"{plan.num_parameters:,} parameters{experts}: {_count(m.num_layers, 'layer')}, "
-            f"hidden {m.hidden_size}, FFN {m.ffn}, "
+            f"{plan.num_parameters:,} parameters{active}{padding}: "
+            f"{_count(m.num_layers, 'layer')}, hidden {m.hidden_size}, {m.mlp_text}, "
             f"{_count(m.num_attention_heads, 'head')}{groups} of {m.head_dim}, sequence "
             f"{m.seq_length}, {m.normalization}, {m.activation}, positions {m.positions}",
         ),

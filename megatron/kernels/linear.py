@@ -132,7 +132,7 @@ def _by_onednn(rows: Tensor, outputs: int):
     return _onednn_linear(rows.dtype)
 
 
-def _product(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def product(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """rows [m, in], weight [out, in] -> rows weight^T + bias, [m, out]."""
     dtype = compute_dtype(rows)
     if dtype == rows.dtype:
@@ -152,7 +152,7 @@ def _product(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return out
 
 
-def _input_grad(rows: Tensor, weight: Tensor) -> Tensor:
+def input_grad(rows: Tensor, weight: Tensor) -> Tensor:
     """rows [m, out] of the output's gradient, weight [out, in] -> [m, in] in weight's dtype."""
     dtype = compute_dtype(weight)
     if dtype == weight.dtype:
@@ -200,7 +200,7 @@ class _Linear(torch.autograd.Function):
         ctx.accumulate_bias_into = accumulate_bias_into
         if tp_comm:
             x = tp_comm.gather(x)()
-        out = _product(x.reshape(-1, x.shape[-1]), weight, bias)
+        out = product(x.reshape(-1, x.shape[-1]), weight, bias)
         return out.view(*x.shape[:-1], weight.shape[0])
 
     @staticmethod
@@ -216,7 +216,7 @@ class _Linear(torch.autograd.Function):
         if rows.dtype != dtype and len(_column_blocks(*rows.shape)) == 1:
             rows = rows.to(dtype)  # once for both GEMMs
         if needs_x:
-            grad_x = _input_grad(rows, weight).view(*grad_out.shape[:-1], weight.shape[1])
+            grad_x = input_grad(rows, weight).view(*grad_out.shape[:-1], weight.shape[1])
             reduced = ctx.tp_comm.reduce(grad_x) if ctx.tp_comm else None
         if needs_weight:
             grad_weight = linear_weight_grad(

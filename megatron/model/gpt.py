@@ -22,6 +22,7 @@ from megatron.config.precision import PrecisionConfig
 from megatron.kernels.kernels import Kernels
 from megatron.model.embedding import Embedding, RotaryTables
 from megatron.model.layer import Decoder, Recompute
+from megatron.model.moe import RouterStep
 from megatron.parallel.collectives import all_gather
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.cross_entropy import vocab_parallel_cross_entropy
@@ -137,6 +138,7 @@ class GPTModel(nn.Module):
         *,
         hidden: torch.Tensor | None = None,
         token_metrics: Sequence[str] | None = None,
+        router_step: RouterStep | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Per-token losses [b, s] (fp32) with labels, else logits [b, s, vocab_size] of the real
         vocabulary. With labels and `token_metrics`, names of `TOKEN_METRICS` (there may be none):
@@ -144,7 +146,8 @@ class GPTModel(nn.Module):
 
         tokens, labels [b, s]. position_ids [b, s], or None for 0..s-1 (cheaper). document_ids [b,
         s] keeps attention inside documents. dropout_seeds: those of this micro-batch, or None for
-        no dropout. A chunk without the first layer needs `hidden` [s, b, h] ([s/tp, b, h] with
+        no dropout. router_step: with experts, in training, what routers add to the step. A chunk
+        without the first layer needs `hidden` [s, b, h] ([s/tp, b, h] with
         sequence parallelism), the output of the one before; a chunk without the last layer returns
         such a tensor. Raises ValueError where `hidden` is missing and, without position_ids, on a
         sequence longer than the position table. With context parallelism each s but that of
@@ -165,7 +168,7 @@ class GPTModel(nn.Module):
             else self.embedding(tokens, position_ids, dropout_seeds)
         )
         rotary = None if self.rotary is None else self.rotary(s, position_ids)
-        x = self.decoder(x, rotary, document_ids, dropout_seeds)
+        x = self.decoder(x, rotary, document_ids, dropout_seeds, router_step)
         if self.output_layer is None:
             return x
         logits = self.output_layer(x)

@@ -13,6 +13,7 @@ from megatron.config.model import ModelConfig
 from megatron.kernels.kernels import Kernels
 from megatron.model.attention import Rotary, SelfAttention
 from megatron.model.mlp import MLP
+from megatron.model.moe import MoELayer, RouterStep
 from megatron.model.norm import Norm
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.random import DropoutSeeds, dropout, recompute
@@ -66,7 +67,12 @@ class TransformerLayer(nn.Module):
             model, params.at("self_attention"), ctx, number, recompute_core=recompute_core
         )
         self.pre_mlp_layernorm = Norm(model, params.at("pre_mlp_layernorm"))
-        self.mlp = MLP(model, params.at("mlp"), ctx)
+        self.moe = model.is_moe_layer(number)
+        self.mlp = (
+            MoELayer(model, params.at("mlp"), ctx, number)
+            if self.moe
+            else MLP(model, params.at("mlp"), ctx)
+        )
 
     def forward(
         self,
@@ -74,13 +80,14 @@ class TransformerLayer(nn.Module):
         rotary: Rotary | None = None,
         document_ids: torch.Tensor | None = None,
         seeds: DropoutSeeds | None = None,
+        router_step: RouterStep | None = None,
     ) -> torch.Tensor:
         """x [s, b, h] ([s/tp, b, h] with sequence parallelism) -> the same shape."""
         normed = self.input_layernorm(x)
         y = self.self_attention(normed, rotary, document_ids, seeds)
         x = (normed if self.residual_after_norm else x) + self.drop(y, seeds, "attention_output")
         normed = self.pre_mlp_layernorm(x)
-        y = self.mlp(normed)
+        y = self.mlp(normed, router_step) if self.moe else self.mlp(normed)
         return (normed if self.residual_after_norm else x) + self.drop(y, seeds, "mlp_output")
 
     def drop(self, x: torch.Tensor, seeds: DropoutSeeds | None, site: str) -> torch.Tensor:
@@ -130,6 +137,7 @@ class Decoder(nn.Module):
                 for i in layers
             }
         )
+        self.moe_layers = [i for i in layers if model.is_moe_layer(i)]
         self.chunks = recompute.chunks(len(layers))
         self.group = ctx.tp.group
         self.transformer_engine = None
@@ -145,6 +153,7 @@ class Decoder(nn.Module):
         rotary: Rotary | None = None,
         document_ids: torch.Tensor | None = None,
         seeds: DropoutSeeds | None = None,
+        router_step: RouterStep | None = None,
     ) -> torch.Tensor:
         """x [s, b, h] -> the same shape."""
         layers = list(self.layers.values())
@@ -156,7 +165,7 @@ class Decoder(nn.Module):
                 else nullcontext()
             ):
                 for layer in layers[start:stop]:
-                    x = layer(x, rotary, document_ids, seeds)
+                    x = layer(x, rotary, document_ids, seeds, router_step)
             return x
 
         for start, stop, again in self.chunks:

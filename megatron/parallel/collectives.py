@@ -247,3 +247,6 @@ def _sum(x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
 # g of the Megatron paper
 reduce_from = _pair("reduce_from", _sum, _same)
 scatter_sequence = _pair("scatter_sequence", reduce_scatter, all_gather)
+# f of the Megatron paper
+copy_to = _pair("copy_to", _same, _sum)
+gather_sequence = _pair("gather_sequence", all_gather, reduce_scatter)

@@ -12,6 +12,7 @@ import torch
 from megatron.config.plan.batch_size import BatchSizeSchedule
 from megatron.config.skip_ranges import SkipRanges
 from megatron.data.samples import Sample
+from megatron.model.moe import RouterStep
 from megatron.parallel.context import Axis
 from megatron.parallel.random import DropoutSeeds
 from megatron.parallel.zigzag import my_chunks
@@ -26,7 +27,8 @@ class Batch:
     have the same; document_ids stay whole. `hidden` [s, b, h] comes from the pipeline stage before,
     if there is one. Of packed samples b is 1 and s a whole row. `subset_ids`, where subsets of the
     data are counted, say which each token is of: [b, 1], of packed samples [1, s/cp].
-    `token_metrics` name what the model is to return of each token besides its loss."""
+    `token_metrics` name what the model is to return of each token besides its loss. `router_step`:
+    with experts, in training, what routers add to the step."""
 
     tokens: torch.Tensor
     labels: torch.Tensor
@@ -37,6 +39,7 @@ class Batch:
     hidden: torch.Tensor | None = None
     subset_ids: torch.Tensor | None = None
     token_metrics: tuple[str, ...] = ()
+    router_step: RouterStep | None = None
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -13,6 +13,7 @@ import torch
 from torch.autograd.graph import GradientEdge
 
 from megatron.model.gpt import GPTModel
+from megatron.model.moe import ROUTER_LOSSES, RouterStep
 from megatron.optimizer.optimizer import StepResult
 from megatron.parallel.collectives import gather_objects
 from megatron.parallel.pipeline import Forward
@@ -74,7 +75,12 @@ def train_step(
     num_microbatches = run.plan.num_microbatches(iteration)
     nominal_tokens = run.plan.global_batch_size(iteration) * run.config.model.seq_length
     backward_scale = run.optimizer.loss_scale / nominal_tokens
-    sums = StepSums(run.runtime.device, run.recorder is not None, run.rows.size if run.rows else 0)
+    sums = StepSums(
+        run.runtime.device,
+        run.recorder is not None,
+        run.rows.size if run.rows else 0,
+        len(ROUTER_LOSSES) if run.config.model.num_experts else 0,
+    )
 
     def dropout_seeds(micro_batch: int) -> DropoutSeeds:
         seed = run.config.training.seed
@@ -89,7 +95,9 @@ def train_step(
 
     run.buffers.zero(num_microbatches)
     with timers("forward-backward", 1):
-        forward = _forwards(run, forward_step, samples, sums, dropout_seeds, run.rows)
+        forward = _forwards(
+            run, forward_step, samples, sums, dropout_seeds, run.rows, backward_scale
+        )
         run.pipeline.run(num_microbatches, forward, backward)
     with timers("all-grads-sync", 1):
         run.buffers.reduce()
@@ -114,7 +122,7 @@ def train_step(
         totals.requests,
         run.rows.named(totals.subsets) if run.rows else None,
         fwd_bwd_seconds,
-        totals.metrics,
+        {**totals.metrics, **_router_losses(run, totals)},
     )
 
 
@@ -211,10 +219,11 @@ def _forwards(
     sums: StepSums,
     dropout_seeds: Callable[[int], DropoutSeeds | None],
     rows: SubsetMetrics | None = None,
+    backward_scale: float | None = None,
 ) -> Forward:
     """The forward of a schedule: reads a micro-batch when it comes to this rank's first chunk,
     keeps it for the others, and adds the last chunk's loss and tokens to `sums`, with `rows` also
-    by subset."""
+    by subset, and with `backward_scale` (that of the loss in training) the losses of routers."""
     batches: dict[int, Batch] = {}
     chunks = len(run.model)
     timers = run.timers
@@ -232,11 +241,18 @@ def _forwards(
                     dropout_seeds(micro_batch),
                     rows.token_metrics if rows else (),
                 )
+                if run.config.model.num_experts and backward_scale is not None:
+                    mask = batches[micro_batch].loss_mask
+                    batches[micro_batch] = replace(
+                        batches[micro_batch], router_step=RouterStep(mask, backward_scale)
+                    )
         batch = batches.pop(micro_batch) if chunk == chunks - 1 else batches[micro_batch]
         with timers("forward-compute", 2):
             output = forward_step(
                 batch if hidden is None else replace(batch, hidden=hidden), run.model[chunk]
             )
+        if batch.router_step is not None:
+            _add_router_losses(sums, batch.router_step, run.model[chunk].decoder.moe_layers)
         if not run.pipeline.is_last(chunk):
             return output
         loss, tokens, *rest = output
@@ -251,11 +267,42 @@ def _forwards(
     return forward
 
 
+def _add_router_losses(sums: StepSums, step: RouterStep, layers: Sequence[int]) -> None:
+    """Add the router losses of the MoE layers that have just computed a micro-batch."""
+    for layer in layers:
+        if layer not in step.losses:
+            raise ValueError(
+                "this model has experts: forward_step must pass router_step=batch.router_step to "
+                "it [router-step-missing]"
+            )
+        sums.router_losses += step.losses.pop(layer)
+
+
+def _router_losses(run: Run, totals: Totals) -> dict[str, float]:
+    """The router losses that are trained on, without their coefficients: means over tokens and MoE
+    layers."""
+    m = run.config.model
+    if m.num_experts is None:
+        return {}
+    coefficients = (m.aux_loss_coeff, m.moe_z_loss_coeff)
+    layers = sum(map(m.is_moe_layer, range(m.num_layers)))
+    return {
+        name: loss / (layers * max(1.0, totals.tokens))
+        for name, loss, coefficient in zip(
+            ROUTER_LOSSES, totals.router_losses, coefficients, strict=True
+        )
+        if coefficient
+    }
+
+
 def _sum_over_ranks(run: Run, sums: StepSums) -> None:
     """One collective for all sums. Stages before the last have no loss and no tokens;
     tensor-parallel ranks have the same, which count once."""
-    if run.runtime.ctx.tp.rank:
+    ctx = run.runtime.ctx
+    if ctx.tp.rank:
         sums.clear_losses()
+    if ctx.tp.rank and not ctx.sequence_parallel:
+        sums.router_losses.zero_()
     run.services.all_reduce(sums.values, run.runtime.ctx.world)
 
 

@@ -22,6 +22,7 @@ class Totals(NamedTuple):
     requests: Requests
     data_hash: tuple[float, ...]
     subsets: list[float]
+    router_losses: list[float]
     metrics: dict[str, float | None]
 
 
@@ -30,22 +31,29 @@ class StepSums:
 
     Each name is a view [n] of `values`: `loss` and `tokens` [1], `requests` one per field of
     `Requests`, `data_hash` the low and the high 32 bits of the hash of --data-ledger (without
-    `data_hash` [0]), `subsets` the counts of `SubsetMetrics` [`subsets`]. The metrics of
+    `data_hash` [0]), `subsets` the counts of `SubsetMetrics` [`subsets`],
+    `router_losses` those of `model.moe.ROUTER_LOSSES` [`router_losses`]. The metrics of
     `forward_step`, whose names the first micro-batch shows, follow once `reserve_metrics` has made
     room for them.
     """
 
-    def __init__(self, device: torch.device, data_hash: bool = False, subsets: int = 0) -> None:
-        self._sizes = [1, 1, len(Requests._fields), 2 * data_hash, subsets]
+    def __init__(
+        self,
+        device: torch.device,
+        data_hash: bool = False,
+        subsets: int = 0,
+        router_losses: int = 0,
+    ) -> None:
+        self._sizes = [1, 1, len(Requests._fields), 2 * data_hash, subsets, router_losses]
         self._metrics: dict[str, torch.Tensor] = {}  # (sum, count) [2] each
         self._names: Sequence[str] = ()
         self.values = torch.zeros(sum(self._sizes), dtype=torch.float64, device=device)
         self._name_views()
 
     def _name_views(self) -> None:
-        self.loss, self.tokens, self.requests, self.data_hash, self.subsets, *metrics = (
-            self.values.split([*self._sizes, *(2 for _ in self._names)])
-        )
+        views = self.values.split([*self._sizes, *(2 for _ in self._names)])
+        self.loss, self.tokens, self.requests, self.data_hash, self.subsets = views[:5]
+        self.router_losses, *metrics = views[5:]
         self._metrics = dict(zip(self._names, metrics, strict=True))
 
     @property
@@ -81,7 +89,7 @@ class StepSums:
     def totals(self) -> Totals:
         """All sums by name. It waits for the device, once."""
         values = iter(self.values.tolist())
-        loss, tokens, requests, data_hash, subsets = (
+        loss, tokens, requests, data_hash, subsets, router_losses = (
             [next(values) for _ in range(size)] for size in self._sizes
         )
         return Totals(
@@ -90,6 +98,7 @@ class StepSums:
             Requests(*map(int, requests)),
             tuple(data_hash),
             subsets,
+            router_losses,
             {
                 name: total / count if count else None
                 for name, total, count in zip(self._names, values, values, strict=True)

@@ -129,11 +129,8 @@ BAD = [
         ["cuda-device-needed --transformer-impl"],
     ),
     (
-        f"{GOOD} --num-experts 8 --moe-router-topk 4",
-        [
-            "megatron-flag-not-supported --num-experts",
-            "megatron-flag-not-supported --moe-router-topk",
-        ],
+        f"{GOOD} --num-experts 8 --moe-router-topk 9 --disable-bias-linear",
+        ["router-topk-above-num-experts --moe-router-topk"],
     ),
     (f"{GOOD} --vision-pretraining", ["megatron-flag-not-supported --vision-pretraining"]),
     (f"{GOOD} --batch-size 8", ["megatron-flag-not-supported --batch-size"]),

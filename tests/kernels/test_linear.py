@@ -190,7 +190,7 @@ def test_a_bias_added_by_onednn_is_addmms_to_the_bit(onednn_calls):
     for part in (rows, rows[::2], rows[:, :50], rows[:1], rows[:0]):
         matrix = weight.detach()[:, : part.shape[1]].contiguous()
         # without oneDNN's bf16 in fp32, rounded once
-        found = module._product(part, matrix, bias)
+        found = module.product(part, matrix, bias)
         assert torch.equal(found, torch.addmm(bias, part, matrix.t())) or not native
     assert len(onednn_calls) == (4 if native else 0)
 
@@ -212,9 +212,9 @@ def test_fp32_goes_to_onednn_where_mkl_lacks_avx512(
     bias = bias.detach()
     wide = rows.double() @ weight.double().t()
     for found, right in (
-        (module._product(rows, weight, bias), wide + bias.double()),
-        (module._product(rows, weight, None), wide),
-        (module._product(rows[::2], weight, bias), wide[::2] + bias.double()),
+        (module.product(rows, weight, bias), wide + bias.double()),
+        (module.product(rows, weight, None), wide),
+        (module.product(rows[::2], weight, bias), wide[::2] + bias.double()),
         (module._input_grad(rows_out, weight), rows_out.double() @ weight.double()),
         (
             module._input_grad(rows_out[:, :70], weight[:70]),
@@ -222,5 +222,5 @@ def test_fp32_goes_to_onednn_where_mkl_lacks_avx512(
         ),
     ):
         torch.testing.assert_close(found.double(), right, rtol=1e-5, atol=1e-5)
-    assert module._product(rows[:0], weight, bias).shape == (0, 200)
+    assert module.product(rows[:0], weight, bias).shape == (0, 200)
     assert len(onednn_calls) == calls

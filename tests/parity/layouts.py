@@ -43,6 +43,31 @@ LLAMA = (
     "--num-attention-heads",
     "8",
 )
+MOE = (
+    *LLAMA,
+    "--eod-mask-loss",
+    "--num-experts",
+    "6",
+    "--moe-layer-freq",
+    "[0,1]",
+    "--moe-ffn-hidden-size",
+    "24",
+    "--moe-shared-expert-intermediate-size",
+    "16",
+    "--moe-shared-expert-gate",
+    "--moe-aux-loss-coeff",
+    "0.05",
+    "--moe-z-loss-coeff",
+    "0.01",
+)
+DEEP_MOE = (*with_flags(MOE, "--moe-layer-freq", "1"), "--num-layers", "4")
+SIGMOID_MOE = (
+    *MOE,
+    "--moe-router-score-function",
+    "sigmoid",
+    "--moe-router-topk-scaling-factor",
+    "2",
+)
 DEEP = ("--num-layers", "4")
 DEEPER = ("--num-layers", "8")
 ODD = ("--num-layers", "7")
@@ -91,6 +116,11 @@ CASES = {
     "pp2 dp2, stages numbered before replicas": Case(
         UNTIED, 4, (PP, "2", *OVERLAP, "--use-tp-pp-dp-mapping"), steps=10
     ),
+    "tp2 sp, experts": Case(MOE, 2, (TP, "2", SP), steps=10),
+    "tp2, experts": Case(MOE, 2, (TP, "2"), steps=10),
+    "cp2, experts": Case(MOE, 2, (CP, "2"), steps=10),
+    "pp2 vpp2, experts": Case(DEEP_MOE, 2, (PP, "2", CHUNKS, "2"), steps=10),
+    "dp2, experts": Case(MOE, 2, OVERLAP, steps=10),
     "pp2 vpp2, layout E|tt|t|tL": Case(DEEP, 2, (PP, "2", LAYOUT, "E|tt|t|tL"), steps=10),
 }
 CAMPAIGN = {
@@ -162,6 +192,17 @@ CAMPAIGN = {
     "tp2 sp pp2, rotary swiglu RMSNorm GQA": Case(LLAMA, 4, (TP, "2", SP, PP, "2")),
     "pp2 vpp2, full recompute": Case(DEEP, 2, (PP, "2", CHUNKS, "2"), only=FULL),
     "pp2 vpp2, dropout": Case(DEEP + DROPOUT, 2, (PP, "2", CHUNKS, "2")),
+    "tp2 sp dp2, distributed optimizer, overlap, experts": Case(
+        SIGMOID_MOE, 4, (TP, "2", SP, *OVERLAP)
+    ),
+    "cp2 tp2 sp, experts, full recompute": Case(MOE, 4, (CP, "2", TP, "2", SP), only=FULL),
+    "tp2 sp pp2 vpp2 dp2, distributed optimizer, experts": Case(
+        DEEP_MOE, 8, (TP, "2", SP, PP, "2", CHUNKS, "2", *DISTRIBUTED)
+    ),
+    "tp2 cp2 pp2, experts": Case(SIGMOID_MOE, 8, (TP, "2", CP, "2", PP, "2"), steps=10),
+    "dp4, distributed optimizer in 2 instances, overlap, experts": Case(
+        MOE, 4, (*OVERLAP, *INSTANCES)
+    ),
     "tp2 sp pp2 dp2, distributed optimizer, overlap": Case(
         GPT2, 8, (TP, "2", SP, PP, "2", *OVERLAP)
     ),

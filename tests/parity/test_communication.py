@@ -33,6 +33,17 @@ PP = "--pipeline-model-parallel-size"
 CP = "--context-parallel-size"
 SP = "--sequence-parallel"
 SHARDED = ("--use-distributed-optimizer",)
+EXPERTS = (
+    "--disable-bias-linear",
+    "--num-experts",
+    "6",
+    "--moe-ffn-hidden-size",
+    "24",
+    "--moe-shared-expert-intermediate-size",
+    "16",
+    "--moe-aux-loss-coeff",
+    "0.1",
+)
 FULL = (
     "--recompute-granularity",
     "full",
@@ -286,6 +297,15 @@ MORE = {
             | ends_of((2, 3), 4)
         },
     ),
+    # Two layers of experts and a shared one: the plan's formulas.
+    **{
+        f"experts, {' '.join(flags)}": Case(world, (*flags, *EXPERTS), {})
+        for world, flags in (
+            (2, (TP, "2")),
+            (4, (TP, "2", SP, CP, "2")),
+            (4, (TP, "2", SP, PP, "2", *SHARDED)),
+        )
+    },
     # The same bytes, whether they travel during backward and forward or after.
     "dp2, distributed optimizer, overlap": Case(
         2,

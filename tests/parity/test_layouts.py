@@ -30,6 +30,7 @@ from tests.parity.layouts import (
     GPT2,
     LAYOUT,
     LLAMA,
+    MOE,
     OVERLAP,
     PP,
     SELECTIVE,
@@ -145,6 +146,9 @@ def check(
         f"{norms:.1e}"
     )
     limit, norm_limit = TOLERANCE[case.precision]
+    assert ("--num-experts" in case.model) == ("load_balancing_loss" in one.rows[0])
+    for name in {"load_balancing_loss", "z_loss"} & one.rows[0].keys():
+        assert largest_difference(run, one, name) <= limit, name
     assert losses <= limit and norms <= norm_limit
     assert one.rows[0]["grad_norm"] > 0.25, "clipping must be on"
     assert run.series("consumed_samples", "learning_rate") == one.series(
@@ -371,6 +375,18 @@ def test_a_resume_in_another_layout_gives_the_same_numbers(data, tmp_path):
         len(read) == 216 and len(written) == 224 and torch.equal(read[:211], written[:211].float())
     )
     layouts = ((1, ()), (4, (TP, "4", SP)), (4, (TP, "2")), (4, (TP, "2", SP, CP, "2")))
+    go_on(one, flags, tmp_path / "two/save", "data 1 x tensor 2 x pipeline 1 x context 1", layouts)
+
+
+@pytest.mark.campaign
+def test_experts_saved_in_one_layout_resume_in_another(data, tmp_path):
+    """Saved at TP 2: resumed at TP 1, TP 2 x PP 2 and DP 2 x CP 2 with the distributed
+    optimizer."""
+    flags = argv(data, MOE, 8, "--fp64")
+    one = train(tmp_path / "one", [*flags, *saved(tmp_path / "one")])
+    layout = ("--exit-interval", "4", TP, "2", SP)
+    train(tmp_path / "two", [*flags, *saved(tmp_path / "two"), *layout], 2)
+    layouts = ((1, ()), (4, (TP, "2", SP, PP, "2")), (4, (CP, "2", *DISTRIBUTED)))
     go_on(one, flags, tmp_path / "two/save", "data 1 x tensor 2 x pipeline 1 x context 1", layouts)
 
 

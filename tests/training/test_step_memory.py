@@ -86,7 +86,7 @@ def test_a_step_holds_the_logits_once(monkeypatch, bf16):
     logits = LOGITS * item
     chunk = loss_module.CHUNK_ELEMENTS * 4
     # and what a layer needs in passing
-    layers = chunk_activations(run.config, run.plan, 2) + 2**20
+    layers = chunk_activations(run.config, run.plan, range(2)) + 2**20
     # where bf16 is emulated: an fp32 copy of columns of logits or of weight
     wide = BLOCK_ELEMENTS * 4 if bf16 else 0
     assert logits < memory.peak <= logits + logits // 16 + chunk + layers + wide

@@ -154,6 +154,8 @@ def args_for(model: ModelConfig, data: Mapping[str, Any]) -> dict[str, Any]:
         problems.append(
             "--add-attention-output-bias, --add-mlp-bias: Megatron-LM has no such biases alone"
         )
+    if model.num_experts is not None:
+        problems.append("--num-experts: experts are not converted")
     if model.geglu:
         problems.append("--geglu: Megatron-LM has no argument for it")
     if problems:

@@ -14,6 +14,7 @@ from megatron.config.checks import ddp as check_ddp
 from megatron.config.checks import fp8 as check_fp8
 from megatron.config.checks import kernels as check_kernels
 from megatron.config.checks import layout as check_layout
+from megatron.config.checks import moe as check_moe
 from megatron.config.checks import packed as check_packed
 from megatron.config.checks import paths as check_paths
 from megatron.config.checks.facts import Facts
@@ -35,18 +36,19 @@ _AT_LEAST_ONE = (
     "train_iters train_samples eval_interval exit_interval recompute_num_layers world_size "
     "save_interval keep_last keep_every snapshot_interval log_interval tensorboard_log_interval "
     "tensorboard_queue_size fp8_amax_history_len profile_step_end "
-    "check_weight_hash_across_dp_replicas_interval"
+    "check_weight_hash_across_dp_replicas_interval num_experts moe_router_topk "
+    "moe_ffn_hidden_size moe_shared_expert_intermediate_size"
 ).split()
 _NOT_NEGATIVE = (
     "init_method_std mid_level_dataset_surplus lr min_lr lr_warmup_iters lr_warmup_samples "
     "lr_warmup_init weight_decay start_weight_decay end_weight_decay clip_grad eval_iters "
     "num_workers manual_gc_interval ckpt_step decoupled_lr decoupled_min_lr vocab_extra_ids "
     "lr_init_iters adam_beta2_schedule_c spike_snapshot_interval min_sample_length "
-    "profile_step_start start_eval_at_iter"
+    "profile_step_start start_eval_at_iter moe_aux_loss_coeff moe_z_loss_coeff"
 ).split()
 _POSITIVE = (
     "norm_epsilon adam_eps loss_scale initial_loss_scale min_loss_scale exit_duration_in_mins "
-    "rope_scaling_factor max_loss_scale embed_grad_scale"
+    "rope_scaling_factor max_loss_scale embed_grad_scale moe_router_topk_scaling_factor"
 ).split()
 _BELOW_ONE = (
     "attention_dropout hidden_dropout label_smoothing adam_beta1 adam_beta2 sgd_momentum "
@@ -145,6 +147,19 @@ _NEEDED = (
         ),
     ),
     ("cp_comm_type", "--context-parallel-size", lambda v: v["context_parallel_size"] > 1),
+    (
+        "moe_layer_freq moe_ffn_hidden_size moe_shared_expert_intermediate_size "
+        "moe_shared_expert_gate moe_router_topk moe_router_score_function moe_router_pre_softmax "
+        "moe_router_topk_scaling_factor moe_router_dtype moe_router_load_balancing_type "
+        "moe_aux_loss_coeff moe_z_loss_coeff",
+        "--num-experts",
+        lambda v: v["num_experts"],
+    ),
+    (
+        "moe_aux_loss_coeff",
+        "--moe-router-load-balancing-type aux_loss",
+        lambda v: v["moe_router_load_balancing_type"] == "aux_loss",
+    ),
     (
         "weight_decay",
         "--weight-decay-incr-style constant (--start-weight-decay and --end-weight-decay set it)",
@@ -740,6 +755,7 @@ def _skip_ranges(f: Facts) -> tuple[list[str], list[str]]:
 _RULES = (
     _required,
     _ranges,
+    check_moe.rule,
     _shape,
     _precision,
     check_fp8.rule,

@@ -29,7 +29,7 @@ REASONS: dict[str, str] = {
     "gpt": "only GPT is trained here; omit the flag",
     "layers": "only transformer layers are built; omit the flag",
     "mla": "latent attention is not supported; use --group-query-attention",
-    "moe": "mixture-of-experts models are not supported; omit the flag for a dense model",
+    "moe": "this option of mixture-of-experts models is not supported; omit the flag",
     "muon": "the optimizers are adam and sgd; use --optimizer adam",
     "nccl": "process groups have NCCL's defaults; NCCL_* variables apply",
     "one": "there is one implementation, with the same numbers",
@@ -73,11 +73,11 @@ fp8_interval=1 | delayed scales follow every step; omit the flag
 fp8_wgrad=True,--no-fp8-wgrad,--disable-fp8-wgrad
   | all three GEMMs of a linear layer run in FP8; omit the flag
 lazy_mpu_init= | process groups are always made at the start; omit the flag
-moe_grouped_gemm=False num_experts= | &moe
 spec:list= | the layers of the model are those of megatron/model; change them there
 standalone_embedding_stage=False | &ends
 
 [note dumped]
+moe_grouped_gemm=False | &one
 adlr_autoresume_interval=1000 | there is no --adlr-autoresume
 async_tensor_model_parallel_allreduce=True
   | they are always reduced while weight gradients are computed
@@ -158,10 +158,11 @@ deepspeed_activation_checkpointing=False contigious_checkpointing=False
   synchronize_each_layer=False profile_backward=False
   | it steers DeepSpeed's recomputation; --recompute-granularity requests it here
 ds_inference=False | DeepSpeed is not used
-expert_tensor_parallel_size= | a dense model has no experts
+expert_tensor_parallel_size= | experts are split over the tensor-parallel ranks
 abort_on_unmet_fused_kernel_constraints=False use_te_activation_func=False
   use_transformer_engine_op_fuser=False te_rng_tracker=False overlap_moe_expert_parallel_comm=False
-  | &one
+  moe_permute_fusion=False moe_router_fusion=False moe_shared_expert_overlap=False
+  moe_token_dispatcher_type=allgather!alltoall | &one
 defer_embedding_wgrad_compute=False delay_wgrad_compute=False wgrad_deferral_limit=0
   overlap_p2p_comm_warmup_flush=False,--overlap-p2p-communication-warmup-flush
   | every gradient is computed and every message sent as soon as its input is there
@@ -248,12 +249,8 @@ embed_layernorm=False post_self_attn_layernorm=False post_mlp_layernorm=False
   attention_output_gate=False use_gated_attention=False
   | layers have one norm before attention and one before the MLP, without gates; omit the flag
 alibi_attention=False,--alibi | use --position-embedding-type rope or learned_absolute
-moe_layer_freq:str=1 moe_ffn_hidden_size= moe_router_topk=2
-  moe_router_load_balancing_type=aux_loss moe_aux_loss_coeff=0.0 moe_z_loss_coeff=
-  moe_router_score_function=softmax moe_router_pre_softmax=False
-  moe_router_enable_expert_bias=False moe_router_bias_update_rate=0.001
-  moe_router_topk_scaling_factor= moe_router_num_groups= moe_token_dispatcher_type=allgather
-  moe_expert_capacity_factor= moe_shared_expert_intermediate_size= moe_permute_fusion=False | &moe
+moe_router_enable_expert_bias=False moe_router_bias_update_rate=0.001
+  moe_router_num_groups= moe_router_group_topk= moe_expert_capacity_factor= | &moe
 multi_latent_attention=False q_lora_rank= kv_lora_rank=32 qk_head_dim=128 qk_pos_emb_head_dim=64
   v_head_dim=128 mscale=1.0 mscale_all_dim=0.0 | &mla
 mtp_num_layers= mtp_loss_scaling_factor=0.1 | only the next token is predicted; omit the flag

@@ -7,6 +7,7 @@ Tests measure both in real runs.
 
 from __future__ import annotations
 
+from itertools import islice
 from typing import NamedTuple
 
 from megatron.config.plan.plan import BYTES, Plan, flat_layout, shards
@@ -120,24 +121,41 @@ class _Sizes:
             nbytes += self.tokens * heads * self.wide  # logarithms of the softmax's sums
         return nbytes
 
-    def mlp(self) -> int:
-        """Input (or slope) and result of the activation function, and what a gated one keeps
-        between."""
+    def mlp(self, layer: int) -> int:
+        """What the MLP of a layer keeps, or router, experts and shared expert.
+
+        Of experts: the copies of tokens that they compute, the activation function's and the
+        probability's results, and the order of the copies; of the router: its logits and scores.
+        """
+        m = self.config.model
+        if not m.is_moe_layer(layer):
+            return self.tokens * self._width(m.ffn)
+        copies = self.tokens * m.moe_router_topk
+        inner = self._width(m.expert_ffn) + self.item * m.expert_ffn // self.tp
+        kept = copies * (self.hidden * self.item + inner + 3 * IDS)
+        kept += self.rows * m.num_experts * 3 * self.wide
+        if m.moe_shared_expert_intermediate_size:
+            kept += self.tokens * self._width(m.moe_shared_expert_intermediate_size)
+        return kept
+
+    def _width(self, ffn: int) -> int:
+        """Of an MLP of this width and one token: input (or slope) and result of the activation
+        function, and what a gated one keeps between."""
         m = self.config.model
         runs = self.on_cpu and self.config.kernels.bias_swiglu_fusion
         widths = {
             "swiglu": 3 if runs else 4,
             "geglu": 5 if self.on_cpu and not self.native else 4,
         }.get(m.activation, 2)
-        return self.tokens * self.item * widths * (m.ffn // self.tp)
+        return self.item * widths * (ffn // self.tp)
 
-    def layer(self) -> int:
+    def layer(self, number: int) -> int:
         """All that a layer keeps: both norms' inputs and results, and the two blocks."""
         normed = self.rows * self.hidden * self.item
         return (
             2 * (self.norm(self.rows, self.hidden, self.residual) + normed)
             + self.attention()
-            + self.mlp()
+            + self.mlp(number)
         )
 
     def head(self) -> int:
@@ -165,13 +183,12 @@ class Activations(NamedTuple):
         return self.stored + self.head + self.again
 
 
-def chunk_activations(config: Config, plan: Plan, layers: int) -> int:
-    """Bytes that so many layers of one micro-batch keep between forward and backward."""
+def chunk_activations(config: Config, plan: Plan, layers: range) -> int:
+    """Bytes that these layers of one micro-batch keep between forward and backward."""
     sizes = _Sizes(config, plan)
-    runs = config.training.recomputed_runs(layers)
-    return (layers - sum(runs)) * sizes.layer() + len(
-        runs
-    ) * sizes.rows * sizes.hidden * sizes.residual
+    runs = config.training.recomputed_runs(len(layers))
+    kept = sum(map(sizes.layer, layers[sum(runs) :]))
+    return kept + len(runs) * sizes.rows * sizes.hidden * sizes.residual
 
 
 def embedding_activations(config: Config, plan: Plan) -> int:
@@ -189,7 +206,7 @@ def activations(config: Config, plan: Plan, stage: int) -> Activations:
     """Of a rank of a pipeline stage, in the step with the most micro-batches."""
     chunks = plan.layers_per_stage[stage]
     stages = len(plan.layers_per_stage)
-    largest = max(len(chunk) for chunk in chunks)
+    largest = max(chunks, key=lambda chunk: chunk_activations(config, plan, chunk))
     alive = activations_alive(
         stage,
         stages,
@@ -200,8 +217,9 @@ def activations(config: Config, plan: Plan, stage: int) -> Activations:
     one = chunk_activations(config, plan, largest) + (
         embedding_activations(config, plan) if stage == 0 else 0
     )
-    runs = config.training.recomputed_runs(largest)
-    again = max(runs) * _Sizes(config, plan).layer() if runs else 0
+    runs = config.training.recomputed_runs(len(largest))
+    layers = map(_Sizes(config, plan).layer, largest)
+    again = max(sum(islice(layers, run)) for run in runs) if runs else 0
     return Activations(
         alive * one, alive, head_activations(config, plan) if stage == stages - 1 else 0, again
     )
@@ -236,7 +254,7 @@ def transfers(config: Config, plan: Plan, stage: int) -> list[Transfer]:
     last = stage == len(plan.layers_per_stage) - 1
     found = [*_gradients(config, plan, stage), *_scalars(config, sizes)]
     per_micro_batch = [
-        *(t for chunk in chunks for t in _layers(config, sizes, len(chunk))),
+        *(t for chunk in chunks for t in _layers(config, sizes, chunk)),
         *_links(config, sizes, len(chunks), stage == 0, last),
     ]
     whole = sizes.tokens * sizes.hidden * sizes.item
@@ -296,7 +314,7 @@ def _tensor_parallel(
     ]
 
 
-def _layers(config: Config, sizes: _Sizes, layers: int) -> list[Transfer]:
+def _layers(config: Config, sizes: _Sizes, chunk: range) -> list[Transfer]:
     """Of a chunk's layers for one micro-batch: forward, backward, and forward again where it is
     recomputed.
 
@@ -304,10 +322,12 @@ def _layers(config: Config, sizes: _Sizes, layers: int) -> list[Transfer]:
     in backward. The second forward of a run ends before the last sum, whose result nothing needs.
     """
     whole = sizes.tokens * sizes.hidden * sizes.item
+    layers = len(chunk)
     runs = config.training.recomputed_runs(layers)
-    found = _tensor_parallel(
-        sizes, whole, forward=2 * layers, backward=2 * layers, gathered_grads=2 * layers
-    )
+    moe = sum(map(config.model.is_moe_layer, chunk))
+    blocks = 2 * layers - (0 if config.model.moe_shared_expert_intermediate_size else moe)
+    found = _tensor_parallel(sizes, whole, blocks, blocks, blocks)
+    found += _experts(config, sizes, moe)
     again = sum(runs)
     if sizes.sequence:
         found += [Transfer("tp", "all-gather", 2 * again, 2 * again * whole)]
@@ -317,6 +337,26 @@ def _layers(config: Config, sizes: _Sizes, layers: int) -> list[Transfer]:
     ]
     cores = 2 * layers + (layers if config.training.recompute == "selective" else again)
     return [*found, *_context_parallel(config, sizes, cores, layers)]
+
+
+def _experts(config: Config, sizes: _Sizes, layers: int) -> list[Transfer]:
+    """Of so many MLPs of experts: tokens, probabilities and numbers of experts go to the ranks
+    that share the experts, results come back, and the gradients of tokens, probabilities and
+    results; routers count the tokens of each expert."""
+    m = config.model
+    whole = sizes.tokens * sizes.hidden * sizes.item
+    probs = sizes.tokens * m.moe_router_topk * sizes.wide
+    numbers = sizes.tokens * m.moe_router_topk * IDS
+    counted = layers if m.aux_loss_coeff else 0
+    counts = [Transfer("cp", "all-reduce", counted, counted * (m.num_experts or 0) * sizes.wide)]
+    if not sizes.sequence:
+        return [*counts, Transfer("tp", "all-reduce", 3 * layers, layers * (2 * whole + probs))]
+    return [
+        *counts,
+        counts[0]._replace(axis="tp"),
+        Transfer("tp", "all-gather", 4 * layers, layers * (2 * whole + probs + numbers)),
+        Transfer("tp", "reduce-scatter", 3 * layers, layers * (2 * whole + probs)),
+    ]
 
 
 def _context_parallel(config: Config, sizes: _Sizes, cores: int, layers: int) -> list[Transfer]:
@@ -388,7 +428,8 @@ def _scalars(config: Config, sizes: _Sizes) -> list[Transfer]:
         or config.spikes.spike_action in ("skip-update", "rewind")
     )
     sums = measured + scaled + config.logging.log_num_zeros_in_grad
-    numbers = 2 + REQUESTS + 2 * bool(config.logging.data_ledger)
+    router_losses = 2 * bool(config.model.num_experts)
+    numbers = 2 + REQUESTS + 2 * bool(config.logging.data_ledger) + router_losses
     return [
         Transfer("world", "all-reduce", 1, numbers * 8),
         Transfer("optimizer", "all-reduce", sums, sums * 8),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron.config.model import ModelConfig
 
@@ -85,10 +85,10 @@ Scheme = Callable[[str, int], Draw]
 def megatron_scheme(model: ModelConfig) -> Scheme:
     """Megatron's initial values of matrices: (role, layer) -> (init, std).
 
-    Roles: word_embedding, position_embedding, output_layer, qkv, attention_output, mlp_in, mlp_out.
-    The two that end a residual branch have std / sqrt(2 * num_layers) with the total depth; another
-    suite's scheme is another function of the same form, of the layer too where its std depends on
-    it."""
+    Roles: word_embedding, position_embedding, output_layer, qkv, attention_output, mlp_in, mlp_out,
+    router. The two that end a residual branch have std / sqrt(2 * num_layers) with the total depth;
+    another suite's scheme is another function of the same form, of the layer too where its std
+    depends on it."""
     scaled = model.init_method_std / math.sqrt(2.0 * model.num_layers)
 
     def draw(role: str, layer: int) -> Draw:
@@ -224,10 +224,46 @@ def _layer_table(model: ModelConfig, layer: int, draw: Scheme) -> list[Parameter
         draw("attention_output", layer),
     )
     table += _norm(model, prefix + "pre_mlp_layernorm", h)
-    up = (2, model.ffn, h) if model.gated else (model.ffn, h)
-    table += _column(prefix + "mlp.linear_fc1", up, model.mlp_bias, draw("mlp_in", layer))
-    table += _row(prefix + "mlp.linear_fc2", (h, model.ffn), model.mlp_bias, draw("mlp_out", layer))
+    if model.is_moe_layer(layer):
+        return table + _moe_layer(model, prefix + "mlp.", layer, draw)
+    return table + _mlp(model, prefix + "mlp.", model.ffn, layer, draw)
+
+
+def _mlp(
+    model: ModelConfig, prefix: str, width: int, layer: int, draw: Scheme
+) -> list[ParameterSpec]:
+    h = model.hidden_size
+    up = (2, width, h) if model.gated else (width, h)
+    return [
+        *_column(prefix + "linear_fc1", up, model.mlp_bias, draw("mlp_in", layer)),
+        *_row(prefix + "linear_fc2", (h, width), model.mlp_bias, draw("mlp_out", layer)),
+    ]
+
+
+def _moe_layer(model: ModelConfig, prefix: str, layer: int, draw: Scheme) -> list[ParameterSpec]:
+    """Router, experts (each matrix of all of them in one tensor, experts first) and the shared
+    expert; experts have no biases."""
+    h = model.hidden_size
+    experts = model.num_experts
+    router = _drawn(draw("router", layer))
+    table = [ParameterSpec(prefix + "router.weight", (experts, h), **router)]
+    for spec in _mlp(model, prefix + "experts.", model.expert_ffn, layer, draw):
+        splits = tuple((axis, dim + 1) for axis, dim in spec.splits)
+        table.append(replace(spec, shape=(experts, *spec.shape), splits=splits))
+    shared = model.moe_shared_expert_intermediate_size
+    if shared:
+        table += _mlp(model, prefix + "shared_experts.", shared, layer, draw)
+        if model.moe_shared_expert_gate:
+            table.append(ParameterSpec(prefix + "shared_experts.gate_weight", (1, h), **router))
     return table
+
+
+def count_idle(model: ModelConfig, table: Iterable[ParameterSpec]) -> int:
+    """Number of parameters of the experts that are not selected for a token."""
+    experts = sum(spec.size for spec in table if ".mlp.experts." in spec.name)
+    if not experts:
+        return 0
+    return experts // model.num_experts * (model.num_experts - model.moe_router_topk)
 
 
 def _drawn(draw: Draw) -> dict:

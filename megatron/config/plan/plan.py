@@ -15,6 +15,7 @@ from megatron.config.plan.batch_size import (
 )
 from megatron.config.plan.parameters import (
     ParameterSpec,
+    count_idle,
     count_parameters,
     parameter_table,
     stage_table,
@@ -64,11 +65,17 @@ class Plan:
     by_iteration: bool
     split: str | None
     layers_per_stage: Split  # [stage][chunk], global numbers
+    num_idle: int = 0  # parameters of experts that are not selected for a token
 
     @property
     def num_parameters(self) -> int:
         """Parameters of the whole model, padded vocabulary rows included."""
         return sum(p.size for p in self.parameters)
+
+    @property
+    def num_active(self) -> int:
+        """Parameters that compute a token: of experts those that its router selects."""
+        return self.num_parameters - self.num_idle
 
     @property
     def num_padding(self) -> int:
@@ -234,6 +241,7 @@ def make_plan(config: Config, world_size: int, vocab_size: int) -> Plan:
     padded = padded_vocab_size(
         vocab_size, config.model.make_vocab_size_divisible_by, p.tensor_model_parallel_size
     )
+    parameters = parameter_table(config.model, padded, vocab_size)
     skips = SkipRanges.parse(
         t.train_range_to_skip, train_iters=train_iters, iterations_to_skip=t.iterations_to_skip
     ).ranges
@@ -242,7 +250,7 @@ def make_plan(config: Config, world_size: int, vocab_size: int) -> Plan:
         data_parallel_size=data_parallel_size(config, world_size),
         vocab_size=vocab_size,
         padded_vocab_size=padded,
-        parameters=tuple(parameter_table(config.model, padded, vocab_size)),
+        parameters=tuple(parameters),
         batch=batch,
         evaluation_batch=evaluation_batch(config, batch),
         train_iters=train_iters,
@@ -251,6 +259,7 @@ def make_plan(config: Config, world_size: int, vocab_size: int) -> Plan:
         by_iteration=config.training.rampup_micro_batches is not None,
         split=split_string(config),
         layers_per_stage=layer_split(config),
+        num_idle=count_idle(config.model, parameters),
     )
 
 

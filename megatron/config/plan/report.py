@@ -22,15 +22,17 @@ def describe(config: Config, plan: Plan) -> list[str]:
     dropped = plan.skips.count_in(1, plan.train_iters)
     first = plan.batch.phases[0].global_batch_size
     padding = f", {plan.num_padding} of them padding" if plan.num_padding else ""
+    active = f", {plan.num_active} active" if m.num_experts else ""
+    mlp = m.mlp_text if m.num_experts else f"ffn {m.ffn}"
     return [
         f"world size {plan.world_size} = data {plan.data_parallel_size} x tensor "
         f"{p.tensor_model_parallel_size} x pipeline {p.pipeline_model_parallel_size} x context "
         f"{p.context_parallel_size}",
-        f"model: {m.num_layers} layers, hidden {m.hidden_size}, ffn {m.ffn}, "
+        f"model: {m.num_layers} layers, hidden {m.hidden_size}, {mlp}, "
         f"{m.num_attention_heads} heads of {m.head_dim}, {m.query_groups} key/value groups, "
         f"sequence {m.seq_length}, positions {m.positions}",
         f"vocabulary: {plan.vocab_size}, padded to {plan.padded_vocab_size}",
-        f"parameters: {plan.num_parameters}{padding}",
+        f"parameters: {plan.num_parameters}{active}{padding}",
         *memory_lines(config, plan),
         *traffic_lines(config, plan),
         f"batch: {first} samples = {t.micro_batch_size} x {plan.data_parallel_size} ranks x "

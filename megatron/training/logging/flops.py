@@ -14,7 +14,8 @@ CONVENTION = "full s^2 attention, backward = 2 x forward, no recompute"
 @dataclass(frozen=True)
 class TransformerShape:
     """The sizes that matter: `gated` for swiglu or geglu, `vocab_size` as padded, `kv_channels` per
-    head."""
+    head. With experts, over all layers: `active_width` of the MLPs that compute a token,
+    `router_outputs`."""
 
     num_layers: int
     hidden_size: int
@@ -25,6 +26,8 @@ class TransformerShape:
     gated: bool
     vocab_size: int
     seq_length: int
+    active_width: int | None = None
+    router_outputs: int = 0
 
     @property
     def query_size(self) -> int:
@@ -71,10 +74,11 @@ def count_flops(shape: TransformerShape) -> FlopCount:
     """Exact count per token for any ffn width, grouped-query attention and gated MLPs."""
     h = shape.hidden_size
     layers = shape.num_layers
+    width = layers * shape.ffn_hidden_size if shape.active_width is None else shape.active_width
     return FlopCount(
         attention_linear=layers * 2 * h * (2 * shape.query_size + 2 * shape.key_size),
         attention_core=layers * 4 * shape.seq_length * shape.query_size,
-        mlp=layers * 2 * h * shape.ffn_hidden_size * (3 if shape.gated else 2),
+        mlp=2 * h * (width * (3 if shape.gated else 2) + shape.router_outputs),
         logits=2 * h * shape.vocab_size,
     )
 

@@ -107,7 +107,7 @@ def formula(world: int = 1, **flags) -> int:
     config, plan = planned(world, **flags)
     return (
         costs.embedding_activations(config, plan)
-        + costs.chunk_activations(config, plan, 4)
+        + costs.chunk_activations(config, plan, range(4))
         + costs.head_activations(config, plan)
     )
 

@@ -153,7 +153,7 @@ def test_traffic_by_hand():
 def test_alive_micro_batches_by_hand():
     """1F1B: the first of 4 stages holds 4 micro-batches of 6 layers, the last 1 and the logits."""
     config, p = plan(4, pipeline_model_parallel_size=4, global_batch_size=64)
-    one = costs.chunk_activations(config, p, 6)
+    one = costs.chunk_activations(config, p, range(6))
     held = [costs.activations(config, p, stage) for stage in range(4)]
     assert [(a.alive, a.stored) for a in held] == [(n, n * one) for n in (4, 3, 2, 1)]
     assert [a.head > 0 for a in held] == [False, False, False, True]

@@ -1,0 +1,94 @@
+"""Rules of mixture-of-experts models."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron.config.checks.facts import Facts
+from megatron.config.moe import parse_layer_pattern
+
+
+def rule(f: Facts) -> Iterator[str]:
+    """One line for each thing about experts that cannot be."""
+    if f["num_experts"] is None:
+        return
+    yield from _router(f)
+    yield from _layers(f)
+    yield from _widths(f)
+    if f.config.model.mlp_bias:
+        what = "--add-mlp-bias" if f["add_mlp_bias"] else "biases in linear layers"
+        yield (
+            f"{f.say('num_experts')}: experts have no biases, but the model has {what}; add "
+            "--disable-bias-linear, without --add-mlp-bias [experts-have-no-biases]"
+        )
+    for name, off, remedy in (
+        ("fp8", None, "use --bf16"),
+        ("torch_compile", False, "omit it: the number of tokens of an expert changes every step"),
+        ("init_method_xavier_uniform", False, "use --init-method-std"),
+        ("init_scheme", "megatron", "use --init-scheme megatron"),
+        ("zero_partition", "even", "use --zero-partition even"),
+    ):
+        if f[name] != off:
+            yield (
+                f"{f.say(name)}: not supported with --num-experts; {remedy} "
+                "[not-supported-with-experts]"
+            )
+
+
+def _router(f: Facts) -> Iterator[str]:
+    topk = f["moe_router_topk"]
+    if f.ok("num_experts", "moe_router_topk") and topk > f["num_experts"]:
+        yield (
+            f"{f.say('moe_router_topk')}: there are only {f['num_experts']} experts "
+            "(--num-experts); use at most that [router-topk-above-num-experts]"
+        )
+    if f["moe_router_score_function"] == "softmax":
+        if topk == 1 and not f["moe_router_pre_softmax"]:
+            yield (
+                "--moe-router-topk 1: the softmax over one selected expert is always 1, and the "
+                "router would not learn; add --moe-router-pre-softmax [router-does-not-learn]"
+            )
+    elif f["moe_router_pre_softmax"]:
+        yield (
+            f"--moe-router-pre-softmax: {f.say('moe_router_score_function')} has no softmax; omit "
+            "it [flags-exclude-each-other]"
+        )
+
+
+def _layers(f: Facts) -> Iterator[str]:
+    text = f["moe_layer_freq"]
+    if text.isdigit():
+        if int(text) < 1:
+            f.bad.add("moe_layer_freq")
+            yield f"{f.say('moe_layer_freq')}: must be at least 1 [value-out-of-range]"
+        return
+    try:
+        layers = len(parse_layer_pattern(text))
+    except ValueError as error:
+        f.bad.add("moe_layer_freq")
+        yield (
+            f"--moe-layer-freq {text}: {error}; write for example [0]*1+[1]*26 "
+            "[moe-layer-pattern-wrong]"
+        )
+        return
+    if f.ok("num_layers") and layers != f["num_layers"]:
+        f.bad.add("moe_layer_freq")
+        yield (
+            f"--moe-layer-freq {text}: names {layers} layers, --num-layers is {f['num_layers']}; "
+            "give one 0 or 1 for each layer [moe-layer-pattern-wrong]"
+        )
+
+
+def _widths(f: Facts) -> Iterator[str]:
+    tp = f["tensor_model_parallel_size"]
+    if f["moe_shared_expert_gate"] and not f["moe_shared_expert_intermediate_size"]:
+        yield (
+            "--moe-shared-expert-gate: there is no shared expert; give "
+            "--moe-shared-expert-intermediate-size [flag-needs-other-flag]"
+        )
+    for name in ("moe_ffn_hidden_size", "moe_shared_expert_intermediate_size"):
+        if f.ok(name, "tensor_model_parallel_size") and f[name] % tp:
+            yield (
+                f"{f.say(name)}: not a multiple of {f.say('tensor_model_parallel_size')}; use "
+                f"{(f[name] // tp + 1) * tp} [tensor-parallel-does-not-divide-experts]"
+            )

@@ -1,0 +1,93 @@
+"""Flags of mixture-of-experts layers: routers, experts and their auxiliary losses."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+from megatron.arguments import arg
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoEConfig:
+    """Mixture of experts."""
+
+    num_experts: int | None = arg(
+        None, help="mixture of experts (MoE): number of experts of each MoE layer"
+    )
+    moe_layer_freq: str = arg(
+        "1",
+        dump=False,
+        help="which layers are MoE layers: N for layers 0, N, 2N ..., or a pattern of 0 (dense) "
+        "and 1 (MoE) such as [0]*1+[1]*26",
+    )
+    moe_ffn_hidden_size: int | None = arg(
+        None, dump=False, help="MLP hidden size of one expert (default: --ffn-hidden-size)"
+    )
+    moe_shared_expert_intermediate_size: int | None = arg(
+        None,
+        dump=False,
+        help="MLP hidden size of the shared expert, which computes every token, of an MoE layer "
+        "(default: no shared expert)",
+    )
+    moe_shared_expert_gate: bool = arg(
+        False,
+        dump=False,
+        help="multiply the shared expert's output by the sigmoid of a learned gate (Qwen2-MoE)",
+    )
+    moe_router_topk: int = arg(2, dump=False, help="number of experts that compute each token")
+    moe_router_score_function: Literal["softmax", "sigmoid"] = arg(
+        "softmax", dump=False, help="function from router logits to the experts' probabilities"
+    )
+    moe_router_pre_softmax: bool = arg(
+        False,
+        dump=False,
+        help="softmax over all experts before the top-k selection, instead of over the selected "
+        "ones after it",
+    )
+    moe_router_topk_scaling_factor: float | None = arg(
+        None, dump=False, help="factor on the probabilities of the selected experts"
+    )
+    moe_router_dtype: Literal["fp32", "fp64"] | None = arg(
+        None, dump=False, help="dtype of the router's GEMM and of its logits (default: the model's)"
+    )
+    moe_router_load_balancing_type: Literal["aux_loss", "none"] = arg(
+        "aux_loss",
+        dump=False,
+        help="load balancing of MoE layers: aux_loss (Switch Transformer's loss over a "
+        "micro-batch, with --moe-aux-loss-coeff) or none",
+    )
+    moe_aux_loss_coeff: float = arg(
+        0.0, dump=False, help="coefficient of the load-balancing loss of MoE layers, e.g. 1e-2"
+    )
+    moe_z_loss_coeff: float | None = arg(
+        None, dump=False, help="coefficient of the z-loss of router logits, e.g. 1e-3"
+    )
+
+    def is_moe_layer(self, layer: int) -> bool:
+        """Has the layer of this (global) number experts?"""
+        if self.num_experts is None:
+            return False
+        if self.moe_layer_freq.isdigit():
+            return layer % int(self.moe_layer_freq) == 0
+        return parse_layer_pattern(self.moe_layer_freq)[layer]
+
+    @property
+    def aux_loss_coeff(self) -> float:
+        """Coefficient of the load-balancing loss that is trained on."""
+        balanced = self.moe_router_load_balancing_type == "aux_loss"
+        return self.moe_aux_loss_coeff if balanced else 0.0
+
+
+def parse_layer_pattern(text: str) -> list[bool]:
+    """Layer by layer, is it an MoE layer? `text` is a sum of lists of 0 and 1, each perhaps times a
+    number: "([0]*1+[1]*26)", "[1,0]*4". Raises ValueError."""
+    found: list[bool] = []
+    for term in re.sub(r"^\(([^()]*)\)$", r"\1", text.replace(" ", "")).split("+"):
+        term = re.sub(r"^\((.*)\)$", r"\1", term)
+        match = re.fullmatch(r"\[([01](?:,[01])*)\](?:\*(\d{1,5}))?", term)
+        if match is None:
+            raise ValueError(f"{term!r} is not a list of 0 and 1 such as [1] or [0,1]*4")
+        found += [digit == "1" for digit in match[1].split(",")] * int(match[2] or 1)
+    return found

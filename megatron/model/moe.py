@@ -1,0 +1,254 @@
+"""A mixture-of-experts layer: router, experts, shared expert, and the losses that balance them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from megatron.config.model import ModelConfig
+from megatron.kernels.grouped_linear import combine, dispatch, grouped_linear
+from megatron.kernels.kernels import Kernels
+from megatron.model.mlp import MLP, activation
+from megatron.parallel.collectives import (
+    all_gather,
+    all_reduce_,
+    copy_to,
+    gather_sequence,
+    my_slice,
+    reduce_from,
+    scatter_sequence,
+)
+from megatron.parallel.context import ParallelContext
+from megatron.parallel.sharding import ParameterFactory
+
+AUX_LOSS, Z_LOSS = ROUTER_LOSSES = ("load_balancing_loss", "z_loss")
+
+
+@dataclass(frozen=True)
+class RouterStep:
+    """What the routers of one micro-batch exchange with the training step.
+
+    loss_mask [b, s/cp]: tokens that train, None for all; only these count. loss_scale: what the
+    step multiplies its sum of token losses by; router losses, sums over tokens like it, have the
+    same factor. losses: by layer, this rank's part of the sums of `ROUTER_LOSSES` [2], without
+    coefficients. A recomputed layer writes the same values once more.
+    """
+
+    loss_mask: torch.Tensor | None
+    loss_scale: float
+    losses: dict[int, torch.Tensor] = field(default_factory=dict)
+
+
+class _AddLoss(torch.autograd.Function):
+    """`x` itself; in backward `loss` gets the gradient `scale`, as if it were added to the loss."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, loss: torch.Tensor, scale: float) -> torch.Tensor:
+        ctx.scale = scale
+        ctx.dtype = loss.dtype
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple:
+        return grad, torch.full((), ctx.scale, dtype=ctx.dtype, device=grad.device), None
+
+
+def select_experts(logits: torch.Tensor, model: ModelConfig) -> tuple[torch.Tensor, torch.Tensor]:
+    """Router logits [n, experts] -> (probabilities, numbers) [n, topk] of the selected experts."""
+    k = model.moe_router_topk
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    if model.moe_router_score_function == "sigmoid":
+        probs, experts = logits.to(wide).sigmoid().topk(k)
+        if k > 1:
+            probs = probs / (probs.sum(-1, keepdim=True) + 1e-20)
+    elif model.moe_router_pre_softmax:
+        probs, experts = logits.softmax(-1, dtype=wide).topk(k)
+    else:
+        selected, experts = logits.topk(k)
+        probs = selected.softmax(-1, dtype=wide)
+    return probs * (model.moe_router_topk_scaling_factor or 1.0), experts
+
+
+def balancing_scores(logits: torch.Tensor, model: ModelConfig) -> tuple[torch.Tensor, torch.Tensor]:
+    """(scores [n, experts] that sum to 1, numbers [n, topk] of the largest), of which the
+    load-balancing loss is made."""
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    if model.moe_router_score_function == "sigmoid":
+        scores = logits.to(wide).sigmoid()
+        scores = scores / (scores.sum(-1, keepdim=True) + 1e-20)
+    else:
+        scores = logits.softmax(-1, dtype=wide)
+    return scores, scores.topk(model.moe_router_topk).indices
+
+
+class Router(nn.Module):
+    """Selects the experts of each token (Shazeer et al. 2017): weight [experts, h].
+
+    Losses: load balancing (Fedus et al. 2021, Switch Transformer) over the tokens of a micro-batch,
+    wherever they are, and the z-loss of the logits (Zoph et al. 2022, ST-MoE).
+    """
+
+    def __init__(self, model: ModelConfig, params: ParameterFactory, ctx: ParallelContext, n: int):
+        super().__init__()
+        self.model = model
+        self.number = n
+        self.weight = params("weight")
+        self.dtype = {"fp32": torch.float32, "fp64": torch.float64, None: self.weight.dtype}[
+            model.moe_router_dtype
+        ]
+        # the ranks that have other tokens of the same samples
+        self.axes = (ctx.cp, ctx.tp) if ctx.sequence_parallel else (ctx.cp,)
+        self.split = ctx.tp if ctx.sequence_parallel else None
+
+    def forward(
+        self, x: torch.Tensor, step: RouterStep | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """x [s, b, h] -> (probabilities, numbers) [s b, topk] of the experts of each token."""
+        dtype = torch.promote_types(self.dtype, x.dtype)
+        logits = nn.functional.linear(x.flatten(0, 1).to(dtype), self.weight.to(dtype))
+        probs, experts = select_experts(logits, self.model)
+        if step is not None:
+            probs = self.add_losses(probs, logits, step)
+        return probs, experts
+
+    def add_losses(
+        self, probs: torch.Tensor, logits: torch.Tensor, step: RouterStep
+    ) -> torch.Tensor:
+        """`probs`, with the router's losses in their graph."""
+        mask = None if step.loss_mask is None else self.mask(step.loss_mask)
+        losses = [logits.new_zeros(()), logits.new_zeros(())]
+        coefficients = (self.model.aux_loss_coeff, self.model.moe_z_loss_coeff or 0.0)
+        functions = (self.balancing_loss, z_loss)
+        for i, (function, coefficient) in enumerate(zip(functions, coefficients, strict=True)):
+            if coefficient:
+                losses[i] = function(logits, mask)
+                probs = _AddLoss.apply(probs, losses[i], coefficient * step.loss_scale)
+        step.losses[self.number] = torch.stack([loss.detach().double() for loss in losses])
+        return probs
+
+    def balancing_loss(self, logits: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+        """Number of experts x (share of the selections that each expert has) . (sum of its scores
+        over tokens): Megatron's loss times the number of tokens."""
+        scores, selected = balancing_scores(logits, self.model)
+        ones = scores.new_ones(selected.shape)
+        if mask is not None:
+            scores = scores * mask.unsqueeze(-1)
+            ones = ones * mask.unsqueeze(-1)
+        counts = scores.new_zeros(scores.shape[1]).index_add_(0, selected.flatten(), ones.flatten())
+        for axis in self.axes:
+            all_reduce_(counts, axis)
+        return scores.shape[1] * (counts / counts.sum().clamp(min=1) * scores.sum(0)).sum()
+
+    def mask(self, loss_mask: torch.Tensor) -> torch.Tensor:
+        """Which of this rank's tokens train, [s b]."""
+        mask = loss_mask.t()
+        return (mask if self.split is None else my_slice(mask, self.split)).flatten()
+
+
+def z_loss(logits: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    """Sum over tokens of the squared logarithm of the softmax's denominator."""
+    z = logits.to(torch.promote_types(logits.dtype, torch.float32)).logsumexp(-1).square()
+    return (z if mask is None else z * mask).sum()
+
+
+class GroupedLinear(nn.Module):
+    """A linear layer of every expert: weight [experts, out, in] or, gated, [experts, 2, out, in]
+    (gate first)."""
+
+    def __init__(self, weight: nn.Parameter):
+        super().__init__()
+        self.weight = weight
+        self.accumulate = True
+
+    def set_kernels(self, kernels: Kernels) -> None:
+        """From now on compute as `kernels` says."""
+        self.accumulate = kernels.accumulation
+
+    def forward(self, x: torch.Tensor, counts: list[int]) -> torch.Tensor:
+        """x [n, in], sorted by expert, of which each has so many rows -> [n, out] or [n, 2 out]."""
+        weight = self.weight.flatten(1, -2)
+        main_grad = getattr(self.weight, "main_grad", None) if self.accumulate else None
+        if main_grad is not None:
+            main_grad = main_grad.flatten(1, -2)
+        return grouped_linear(x, weight, counts, main_grad)
+
+
+class Experts(nn.Module):
+    """The MLPs of all experts, each split over tensor-parallel ranks as a dense one is."""
+
+    def __init__(self, model: ModelConfig, params: ParameterFactory):
+        super().__init__()
+        self.model = model
+        self.activation = activation(model, Kernels())
+        self.linear_fc1 = GroupedLinear(params("linear_fc1.weight"))
+        self.linear_fc2 = GroupedLinear(params("linear_fc2.weight"))
+
+    def set_kernels(self, kernels: Kernels) -> None:
+        """From now on compute as `kernels` says."""
+        self.activation = activation(self.model, kernels)
+
+    def forward(self, x: torch.Tensor, probs: torch.Tensor, counts: list[int]) -> torch.Tensor:
+        """x [n, h], sorted by expert, probabilities [n] -> this rank's part of the results,
+        [n, h]."""
+        x = self.linear_fc1(x, counts)
+        x = self.activation(x.unflatten(-1, (2, -1)) if self.model.gated else x)
+        return self.linear_fc2((x * probs.unsqueeze(-1)).to(x.dtype), counts)
+
+
+class SharedExpert(MLP):
+    """An MLP that computes every token; gate_weight [1, h], if there is one, scales its output."""
+
+    def __init__(self, model: ModelConfig, params: ParameterFactory, ctx: ParallelContext):
+        super().__init__(model, params, ctx)
+        self.gate_weight = params("gate_weight")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [s, b, h] -> [s, b, h]."""
+        y = super().forward(x)
+        if self.gate_weight is None:
+            return y
+        return y * nn.functional.linear(x, self.gate_weight).sigmoid()
+
+
+class MoELayer(nn.Module):
+    """The experts that the router selects for a token, weighted by its probabilities, plus the
+    shared expert. No token is dropped: tokens are sorted by expert."""
+
+    def __init__(
+        self, model: ModelConfig, params: ParameterFactory, ctx: ParallelContext, number: int
+    ):
+        super().__init__()
+        self.ctx = ctx
+        self.topk = model.moe_router_topk
+        self.num_experts = model.num_experts
+        self.router = Router(model, params.at("router"), ctx, number)
+        self.experts = Experts(model, params.at("experts"))
+        self.shared_experts = (
+            SharedExpert(model, params.at("shared_experts"), ctx)
+            if model.moe_shared_expert_intermediate_size
+            else None
+        )
+
+    def forward(self, x: torch.Tensor, step: RouterStep | None = None) -> torch.Tensor:
+        """x [s, b, h] ([s/tp, b, h] with sequence parallelism) -> the same shape."""
+        y = self.route(x.flatten(0, 1), *self.router(x, step)).view(x.shape)
+        return y if self.shared_experts is None else y + self.shared_experts(x)
+
+    def route(self, x: torch.Tensor, probs: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
+        """Tokens [n, h], with probabilities and numbers [n, topk] of their experts -> [n, h]."""
+        tp = self.ctx.tp
+        if self.ctx.sequence_parallel:
+            x = gather_sequence(x, tp)
+            probs = gather_sequence(probs, tp)
+            experts = all_gather(experts, tp)
+        else:
+            x = copy_to(x, tp)
+            probs = copy_to(probs, tp)
+        order = experts.flatten().argsort(stable=True)
+        counts = experts.flatten().bincount(minlength=self.num_experts).tolist()
+        y = self.experts(dispatch(x, order, self.topk), probs.flatten()[order], counts)
+        y = combine(y, order, self.topk)
+        return scatter_sequence(y, tp) if self.ctx.sequence_parallel else reduce_from(y, tp)

@@ -1,0 +1,164 @@
+"""Experts, routers and their losses on one rank, against plain formulas."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron.config.moe import parse_layer_pattern
+from megatron.config.plan.parameters import count_idle, count_parameters, parameter_table
+from megatron.kernels.grouped_linear import combine, dispatch, grouped_linear
+from megatron.model.layer import Recompute
+from megatron.model.moe import RouterStep
+from tests.model.tiny import tiny_config, tiny_model, tokens
+
+FLAGS = dict(
+    num_experts=5,
+    moe_router_topk=2,
+    moe_ffn_hidden_size=24,
+    swiglu=True,
+    add_bias_linear=False,
+    moe_aux_loss_coeff=0.1,
+    moe_z_loss_coeff=0.01,
+)
+
+
+def test_a_layer_equals_a_loop_over_tokens():
+    """Each token is computed by its experts alone, weighted by their probabilities."""
+    layer = tiny_model(torch.float64, scramble=True, **FLAGS).decoder.layers["1"].mlp
+    x = torch.randn(7, 2, 32, dtype=torch.float64)
+    probs, experts = layer.router(x)
+    rows = []
+    for token, weights, numbers in zip(x.flatten(0, 1), probs, experts, strict=True):
+        y = 0
+        for p, e in zip(weights, numbers, strict=True):
+            gate, up = layer.experts.linear_fc1.weight[e] @ token
+            y = y + p * layer.experts.linear_fc2.weight[e] @ (torch.nn.functional.silu(gate) * up)
+        rows.append(y)
+    assert probs.sum(-1).allclose(torch.ones(14, dtype=torch.float64))
+    torch.testing.assert_close(layer(x), torch.stack(rows).view_as(x))
+
+
+@pytest.mark.parametrize("counts", [[3, 0, 4], [0, 0, 7], [0, 0, 0]])
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_the_products_of_groups(counts, accumulate):
+    n = sum(counts)
+    x = torch.randn(n, 6, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(3, 5, 6, dtype=torch.float64, requires_grad=True)
+    total = torch.ones_like(weight) if accumulate else None
+    arrived = []
+    weight.register_post_accumulate_grad_hook(lambda p: arrived.append(p))
+    y = grouped_linear(x, weight, counts, total)
+    parts = [r @ w.t() for r, w in zip(x.split(counts), weight, strict=True)]
+    torch.testing.assert_close(y, torch.cat(parts))
+    grads = torch.randn_like(y)
+    expected = torch.autograd.grad(
+        torch.cat(parts), (x, weight), grads, retain_graph=True, materialize_grads=True
+    )
+    y.backward(grads)
+    assert len(arrived) == 1, "the gradient of a step is counted once, rows or none"
+    torch.testing.assert_close(x.grad, expected[0])
+    torch.testing.assert_close(total - 1 if accumulate else weight.grad, expected[1])
+
+
+def test_copies_are_sent_and_gathered_by_adjoint_operations():
+    order = torch.randperm(12)
+    x = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
+    rows = dispatch(x, order, 3)
+    assert torch.equal(rows, x.repeat_interleave(3, 0)[order])
+    torch.testing.assert_close(combine(rows, order, 3), 3 * x)
+    y = torch.randn(12, 3, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda t: dispatch(t, order, 3), x)
+    assert torch.autograd.gradcheck(lambda t: combine(t, order, 3), y)
+
+
+def test_only_tokens_that_train_count_in_the_losses_of_routers():
+    """Masked positions may hold anything."""
+    router = tiny_model(scramble=True, **FLAGS).decoder.layers["0"].mlp.router
+    x = torch.randn(6, 2, 32)
+    mask = torch.ones(2, 6)
+    mask[1, 2:] = 0
+    found = []
+    for noise in (0.0, 100.0):
+        router.zero_grad()
+        step = RouterStep(mask, 1.0)
+        probs, _ = router(x + noise * torch.randn_like(x) * (1 - mask.t().unsqueeze(-1)), step)
+        (probs * 0).sum().backward()
+        found.append((step.losses[0], router.weight.grad))
+    torch.testing.assert_close(found[0], found[1])
+    assert found[0][0].min() > 0 and found[0][1].abs().max() > 0
+
+
+@pytest.mark.parametrize("again", [None, Recompute("full", "uniform", 1)])
+def test_recomputation_repeats_the_losses_of_routers(again):
+    model = tiny_model(torch.float64, recompute=again, **FLAGS)
+    ids, labels = tokens()
+    step = RouterStep(None, 1.0)
+    loss = model(ids, labels=labels, router_step=step).sum()
+    first = dict(step.losses)
+    loss.backward()
+    assert sorted(first) == [0, 1, 2]
+    for layer in first:
+        assert torch.equal(first[layer], step.losses[layer])
+
+
+def test_losses_of_routers_have_the_factor_of_the_loss():
+    """Their gradient is that of the sum of all losses, times the factor."""
+    model = tiny_model(torch.float64, scramble=True, **FLAGS)
+    ids, labels = tokens()
+    step = RouterStep(None, 0.25)
+    (model(ids, labels=labels, router_step=step).sum() * 0.25).backward()
+    got = model.decoder.layers["2"].mlp.router.weight.grad.clone()
+    model.zero_grad()
+    weight = model.decoder.layers["2"].mlp.router.weight
+    seen = {}
+    model.decoder.layers["2"].mlp.router.register_forward_pre_hook(
+        lambda module, args: seen.update(x=args[0])
+    )
+    main = model(ids, labels=labels).sum()
+    logits = seen["x"].flatten(0, 1) @ weight.t()
+    scores = logits.softmax(-1)
+    share = torch.bincount(logits.topk(2).indices.flatten(), minlength=5) / (2 * len(logits))
+    aux = 5 * (share * scores.sum(0)).sum()
+    z = logits.logsumexp(-1).square().sum()
+    (main * 0.25 + 0.25 * (0.1 * aux + 0.01 * z)).backward()
+    torch.testing.assert_close(got, weight.grad)
+
+
+def test_parameters_of_mixtral_8x7b():
+    model = tiny_config(
+        num_layers=32,
+        hidden_size=4096,
+        ffn_hidden_size=14336,
+        num_attention_heads=32,
+        group_query_attention=True,
+        num_query_groups=8,
+        position_embedding_type="rope",
+        untie_embeddings_and_output_weights=True,
+        normalization="RMSNorm",
+        swiglu=True,
+        add_bias_linear=False,
+        num_experts=8,
+    )
+    table = parameter_table(model, 32000)
+    size = count_parameters(table)
+    assert size == 46_702_792_704 and size - count_idle(model, table) == 12_879_925_248
+
+
+@pytest.mark.parametrize(
+    "text, layers",
+    [
+        ("[1]*3", [1, 1, 1]),
+        ("([0]*1+[1]*2)", [0, 1, 1]),
+        ("[0,1]*2 + [1]", [0, 1, 0, 1, 1]),
+        ("([1]*2)+([0])", [1, 1, 0]),
+    ],
+)
+def test_layer_patterns(text, layers):
+    assert parse_layer_pattern(text) == [bool(one) for one in layers]
+
+
+@pytest.mark.parametrize("text", ["[2]", "[1]*x", "1,0", "[1]*[2]", "__import__('os')", "[1]**2"])
+def test_layer_patterns_that_are_none(text):
+    with pytest.raises(ValueError, match="not a list of 0 and 1"):
+        parse_layer_pattern(text)

@@ -1,0 +1,208 @@
+"""Routers equal megatron-core's functions, and tiny models with experts those of transformers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron.model.moe import RouterStep
+from tests.model.tiny import tiny_config, tiny_model, tokens
+from tests.peers.huggingface import llama_state
+
+transformers = pytest.importorskip("transformers")
+pytestmark = pytest.mark.peers
+
+VOCAB = 61
+EXPERTS = 6
+TOPK = 2
+SIZE = dict(
+    hidden_size=64,
+    num_attention_heads=8,
+    num_layers=3,
+    seq_length=16,
+    max_position_embeddings=32,
+    position_embedding_type="rope",
+    normalization="RMSNorm",
+    swiglu=True,
+    ffn_hidden_size=88,
+    moe_ffn_hidden_size=40,
+    untie_embeddings_and_output_weights=True,
+    add_bias_linear=False,
+    num_experts=EXPERTS,
+    moe_router_topk=TOPK,
+)
+ROUTERS = {
+    "softmax": {},
+    "softmax first": dict(moe_router_pre_softmax=True),
+    "softmax first, one expert": dict(moe_router_pre_softmax=True, moe_router_topk=1),
+    "sigmoid": dict(moe_router_score_function="sigmoid"),
+    "sigmoid, scaled": dict(
+        moe_router_score_function="sigmoid", moe_router_topk=3, moe_router_topk_scaling_factor=2.5
+    ),
+}
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("flags", ROUTERS.values(), ids=ROUTERS)
+def test_a_router_and_its_losses_equal_those_of_megatron_core(flags, masked):
+    """Probabilities, both losses, and the gradients of all three."""
+    theirs = pytest.importorskip("megatron.core.transformer.moe.moe_utils")
+    model = tiny_model(
+        **SIZE | flags, moe_aux_loss_coeff=0.03, moe_z_loss_coeff=0.02, scramble=True
+    )
+    router = model.decoder.layers["1"].mlp.router
+    x = torch.randn(16, 2, 64, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    weight = router.weight
+    mask = torch.ones(2, 16)
+    if masked:
+        mask[0, 5:9] = 0
+    step = RouterStep(mask if masked else None, 0.5)
+    probs, experts = router(x, step)
+    out_grad = torch.randn(32, EXPERTS, generator=torch.Generator().manual_seed(2))
+    dense = torch.zeros(32, EXPERTS).scatter(1, experts, probs)
+    ours = torch.autograd.grad((dense * out_grad).sum(), (x, weight))
+
+    topk = flags.get("moe_router_topk", TOPK)
+    score = flags.get("moe_router_score_function", "softmax")
+    logits = x.flatten(0, 1) @ weight.t()
+    padding = mask.t().flatten() == 0
+    expected, _ = theirs.topk_routing_with_score_function(
+        logits,
+        topk,
+        use_pre_softmax=flags.get("moe_router_pre_softmax", False),
+        scaling_factor=flags.get("moe_router_topk_scaling_factor"),
+        score_function=score,
+    )
+    torch.testing.assert_close(dense, expected, rtol=1e-6, atol=1e-6)
+    chosen, scores = theirs.compute_routing_scores_for_aux_loss(
+        logits, topk, score, padding_mask=padding
+    )
+    tokens_that_train = int(mask.sum())
+    aux = theirs.switch_load_balancing_loss_func(
+        scores, chosen.sum(0), tokens_that_train, topk, EXPERTS, 1.0
+    )
+    z = theirs.z_loss_func(logits, 1.0, padding_mask=padding)
+    found = step.losses[1] / tokens_that_train
+    torch.testing.assert_close(found.float(), torch.stack((aux, z)), rtol=1e-6, atol=1e-6)
+    # what Megatron multiplies the losses by where gradients are divided by the number of tokens
+    loss = (expected * out_grad).sum() + 0.5 * tokens_that_train * (0.03 * aux + 0.02 * z)
+    for mine, other in zip(ours, torch.autograd.grad(loss, (x, weight)), strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-6)
+
+
+# by transformers' name (flags of ours, keys of theirs); OLMoE's query and key norms are over all
+# heads, of which this suite's are the case of one head
+FAMILIES = {
+    "Mixtral": (
+        dict(group_query_attention=True, num_query_groups=2),
+        dict(num_key_value_heads=2, intermediate_size=40, num_local_experts=EXPERTS),
+    ),
+    "Qwen2Moe": (
+        dict(
+            add_qkv_bias=True,
+            moe_router_pre_softmax=True,
+            moe_layer_freq="[0]+[1]*2",
+            moe_shared_expert_intermediate_size=48,
+            moe_shared_expert_gate=True,
+        ),
+        dict(
+            num_key_value_heads=8,
+            intermediate_size=88,
+            moe_intermediate_size=40,
+            shared_expert_intermediate_size=48,
+            num_experts=EXPERTS,
+            norm_topk_prob=False,
+            mlp_only_layers=[0],
+        ),
+    ),
+    "Qwen3Moe": (
+        dict(group_query_attention=True, num_query_groups=4, qk_layernorm=True, kv_channels=12),
+        dict(
+            num_key_value_heads=4,
+            head_dim=12,
+            intermediate_size=88,
+            moe_intermediate_size=40,
+            num_experts=EXPERTS,
+            norm_topk_prob=True,
+        ),
+    ),
+    "Olmoe": (
+        dict(num_attention_heads=1, qk_layernorm=True, moe_router_pre_softmax=True),
+        dict(
+            num_attention_heads=1,
+            num_key_value_heads=1,
+            intermediate_size=40,
+            num_experts=EXPERTS,
+            norm_topk_prob=False,
+        ),
+    ),
+}
+
+
+def state_of(params: dict[str, torch.Tensor], flags: dict) -> dict[str, torch.Tensor]:
+    """The state dict of transformers' models, in which the experts' gate and up are one matrix."""
+    special = (".router.", "experts.", "q_layernorm", "k_layernorm")
+    plain = {name: p for name, p in params.items() if not any(part in name for part in special)}
+    state = llama_state(plain, tiny_config(**flags), VOCAB)
+    for name in params.keys() - plain.keys():
+        value = params[name]
+        _, _, layer, block, *rest = name.split(".")
+        at = f"model.layers.{layer}.{'self_attn' if block == 'self_attention' else block}."
+        match rest:
+            case ["q_layernorm" | "k_layernorm", _]:
+                state[f"{at}{rest[0][0]}_norm.weight"] = value
+            case ["router", _]:
+                state[at + "gate.weight"] = value
+            case ["experts", "linear_fc1", _]:
+                state[at + "experts.gate_up_proj"] = value.flatten(1, 2)
+            case ["experts", "linear_fc2", _]:
+                state[at + "experts.down_proj"] = value
+            case ["shared_experts", "linear_fc1", _]:
+                for half, part in zip(("gate", "up"), value, strict=True):
+                    state[f"{at}shared_expert.{half}_proj.weight"] = part
+            case ["shared_experts", "linear_fc2", _]:
+                state[at + "shared_expert.down_proj.weight"] = value
+            case ["shared_experts", "gate_weight"]:
+                state[at + "shared_expert_gate.weight"] = value
+    return state
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_tiny_models_equal_those_of_transformers(name):
+    """Logits within 1e-5, and all gradients."""
+    flags, keys = FAMILIES[name]
+    flags = SIZE | flags
+    ours = tiny_model(scramble=True, **flags)
+    keys = (
+        dict(
+            vocab_size=VOCAB,
+            hidden_size=64,
+            num_hidden_layers=3,
+            num_attention_heads=8,
+            max_position_embeddings=32,
+            rms_norm_eps=1e-5,
+            rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+            tie_word_embeddings=False,
+            attn_implementation="eager",
+            num_experts_per_tok=TOPK,
+            pad_token_id=None,
+            bos_token_id=None,
+            eos_token_id=None,
+        )
+        | keys
+    )
+    config = getattr(transformers, f"{name}Config")(**keys)
+    theirs = getattr(transformers, f"{name}ForCausalLM")(config)
+    theirs.load_state_dict(state_of({n: p.detach() for n, p in ours.named_parameters()}, flags))
+    ids, labels = tokens()
+    logits = ours(ids)
+    expected = theirs(ids).logits
+    assert expected.std() > 0.5
+    torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
+    ours(ids, labels=labels).mean().backward()
+    torch.nn.functional.cross_entropy(expected.flatten(0, 1), labels.flatten()).backward()
+    grads = state_of({n: p.grad for n, p in ours.named_parameters()}, flags)
+    for n, p in theirs.named_parameters():
+        torch.testing.assert_close(
+            grads[n], p.grad, rtol=1e-4, atol=1e-6, msg=lambda m, n=n: f"{n}: {m}"
+        )
