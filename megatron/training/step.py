@@ -298,11 +298,8 @@ def _router_losses(run: Run, totals: Totals) -> dict[str, float]:
 def _sum_over_ranks(run: Run, sums: StepSums) -> None:
     """One collective for all sums. Stages before the last have no loss and no tokens;
     tensor-parallel ranks have the same, which count once."""
-    ctx = run.runtime.ctx
-    if ctx.tp.rank:
-        sums.clear_losses()
-    if ctx.tp.rank and not ctx.sequence_parallel:
-        sums.router_losses.zero_()
+    if run.runtime.ctx.tp.rank:
+        sums.clear_losses(of_routers=not run.runtime.ctx.sequence_parallel)
     run.services.all_reduce(sums.values, run.runtime.ctx.world)
 
 

@@ -81,8 +81,11 @@ class StepSums:
             self._names = names
             self._name_views()
 
-    def clear_losses(self) -> None:
-        """Forget loss, tokens and metrics: another rank has the same."""
+    def clear_losses(self, of_routers: bool = True) -> None:
+        """Forget loss, tokens and metrics: another rank has the same; so it has losses of routers,
+        unless they see other tokens."""
+        if of_routers:
+            self.router_losses.zero_()
         for slots in (self.loss, self.tokens, *self._metrics.values()):
             slots.zero_()
 

@@ -123,6 +123,48 @@ BUGS = {
         "False",
         f"{LAYOUTS}[tp2]",
     ),
+    # Experts.
+    "probabilities of experts applied twice": Bug(
+        "megatron.model.moe.Experts.forward",
+        "x * probs.unsqueeze(-1)",
+        "x * probs.unsqueeze(-1).square()",
+        "tests/model/test_moe.py::test_a_layer_equals_a_loop_over_tokens",
+        "",
+    ),
+    "padding in the statistics of routers": Bug(
+        "megatron.model.moe.Router.add_losses",
+        "self.mask(step.loss_mask)",
+        "torch.ones_like(self.mask(step.loss_mask))",
+        "tests/model/test_moe.py::test_only_tokens_that_train_count_in_the_losses_of_routers",
+        "",
+    ),
+    "tokens of experts counted on one context-parallel rank": Bug(
+        "megatron.model.moe.Router.balancing_loss",
+        "all_reduce_(counts, axis)",
+        "counts",
+        f"{LAYOUTS}[cp2, experts]",
+    ),
+    "router losses without the factor of the loss": Bug(
+        "megatron.model.moe.Router.add_losses",
+        "coefficient * step.loss_scale",
+        "coefficient",
+        "tests/model/test_moe.py::test_losses_of_routers_have_the_factor_of_the_loss",
+        "",
+    ),
+    "router gradients of one tensor-parallel rank": Bug(
+        "megatron.model.moe.MoELayer.route",
+        "copy_to(probs, tp)",
+        "probs",
+        f"{LAYOUTS}[tp2, experts]",
+    ),
+    "router losses of recomputed layers added once more": Bug(
+        "megatron.model.moe.Router.add_losses",
+        "step.losses[self.number] = torch.stack([loss.detach().double() for loss in losses])",
+        "step.losses[self.number] = step.losses.get(self.number, 0) + torch.stack("
+        "[loss.detach().double() for loss in losses])",
+        "tests/model/test_moe.py::test_recomputation_repeats_the_losses_of_routers",
+        "",
+    ),
     "input gradient not summed": Bug(
         "megatron.parallel.layers._tp_comm",
         "start_all_reduce(grad, tp)",
