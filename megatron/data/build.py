@@ -27,7 +27,6 @@ from megatron.data.blend.blended_dataset import (
 )
 from megatron.data.blend.members import Member, members_of, read_in, weights_of
 from megatron.data.blend.paths import expand
-from megatron.data.epoch.build import EpochBuilder
 from megatron.data.gpt_dataset import (
     GPTDataset,
     MockGPTDataset,
@@ -166,25 +165,6 @@ def build_in_megatron_order(data: DataFlags, request: DataRequest, rows: list[Ro
         for dataset, size in zip(found, sizes, strict=True):
             rows.extend([] if dataset is None else dataset.plan_rows(size))
         return found
-
-    return build_splits(data, request, rows, make)
-
-
-def build_in_epoch_order(data: DataFlags, request: DataRequest, rows: list[Row]) -> Splits:
-    """The data sets of `--data-order epoch`."""
-    builder = EpochBuilder(
-        request.sequence_length, request.seed, request.checked_vocab_size, request.before, rows
-    )
-
-    def make(blends: Blends, sizes: Sequence[int | None]) -> tuple[Dataset | None, ...]:
-        if isinstance(blends, tuple):
-            matrix = parse_split(data.split or DEFAULT_SPLIT)
-            log.info(LOGGER, f"Let split_matrix = {matrix}")
-            return tuple(builder.one_source(blends, matrix, sizes))
-        return tuple(
-            None if blend is None or size == 0 else builder.one_split(blend, number, size)
-            for number, (blend, size) in enumerate(zip(blends, sizes, strict=True))
-        )
 
     return build_splits(data, request, rows, make)
 

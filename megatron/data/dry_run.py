@@ -1,5 +1,5 @@
-"""What a run would read of its data, for a dry run: from a few numbers of each index, without
-samples or a cache.
+"""What a run would read of its data: from a few numbers of each index, without samples or a
+cache. For the checks before torch is imported, and for --dry-run.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import numpy as np
 from megatron.data.blend.blended_dataset import (
     SPLITS,
     Blend,
-    EpochCounts,
     normalize,
     parse_split,
     split_range,
@@ -72,16 +71,6 @@ def rows_in_megatron_order(data: DataFlags, request: DataRequest) -> list[Row]:
         row
         for split in read_splits(data, request.sizes)
         for row in _rows(split, request.sequence_length)
-    ]
-
-
-def rows_in_epoch_order(data: DataFlags, request: DataRequest) -> list[Row]:
-    """As `rows_in_megatron_order`, for `--data-order epoch`; a row for each word of the data
-    flags, samples to a fraction."""
-    return [
-        row
-        for split in read_splits(data, request.sizes)
-        for row in _rows_in_epochs(split, request.sequence_length)
     ]
 
 
@@ -205,54 +194,3 @@ def _check_filled(split: str, prefix: str, span: Span, sequence_length: int) -> 
             f"share of {split} in --split{without}, use more data, or lower --seq-length "
             "[data-too-small]"
         )
-
-
-def _rows_in_epochs(split: SplitFiles, sequence_length: int) -> Iterator[Row]:
-    """In the epoch order: a row for each word of the data flags."""
-    words, weights = split.blend
-    spans = [[split.span(prefix) for prefix in expand(word)] for word in words]
-    tokens = [sum(span.tokens for span in some) for some in spans]
-    for word, count in zip(words, tokens, strict=True):
-        if not count:
-            raise ValueError(
-                f"{word}: its part of {split.name} holds 0 tokens; give {split.name} more data "
-                "(--split) [split-leaves-no-data]"
-            )
-    for word, some, count, samples in zip(
-        words,
-        spans,
-        tokens,
-        _samples(split.name, weights, tokens, split.size, sequence_length),
-        strict=True,
-    ):
-        yield Row(
-            split.name, word, sum(span.documents for span in some), count, samples, sequence_length
-        )
-
-
-def _samples(
-    split: str,
-    weights: list[float] | None,
-    tokens: Sequence[int],
-    size: int | None,
-    sequence_length: int,
-) -> list[float]:
-    """How many samples are read under each word, in the epoch order."""
-    if isinstance(weights, EpochCounts) and split == "train":
-        there = [
-            count * epochs / sequence_length for count, epochs in zip(tokens, weights, strict=True)
-        ]
-        if size is not None and size > sum(there):
-            raise ValueError(
-                f"--data-path: the epochs asked for make {sum(there):.0f} samples of --seq-length "
-                f"{sequence_length}, the run reads {size}; raise epochs:, or lower --train-iters "
-                "or --train-samples [epochs-too-few]"
-            )
-        return there
-    if weights is None or isinstance(weights, EpochCounts):
-        shares = tokens
-        size = sum(tokens) / sequence_length if size is None else size
-    else:
-        size = number_needed(size, split)
-        shares = normalize(weights)
-    return [size * share / sum(shares) for share in shares]

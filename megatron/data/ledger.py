@@ -180,6 +180,11 @@ class Recorder:
         self._counts = counts
         self._sum = 0
 
+    @staticmethod
+    def hash_of(number: int, row: np.ndarray) -> int:
+        """The hash of sample `number`, as its data set gives it."""
+        return sample_hash(number, tokens_hash(row))
+
     def add(self, value: int) -> None:
         """Take in the hash of what was just read."""
         self._sum = (self._sum + value) & MASK

@@ -8,6 +8,8 @@ from typing import Protocol
 
 import numpy as np
 
+TOKENS, LABELS, POSITIONS, SUBSET = range(4)  # the lines of a row of packed samples
+
 
 @dataclass(frozen=True)
 class Piece:

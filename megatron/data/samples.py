@@ -3,13 +3,12 @@ ledger, hashed."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
 
-from megatron.data.ledger import sample_hash, tokens_hash
-from megatron.data.packed.packed_dataset import LABELS, POSITIONS, SUBSET, TOKENS
-from megatron.data.sample_lookup import Dataset
+from megatron.data.sample_lookup import LABELS, POSITIONS, SUBSET, TOKENS, Dataset
 from megatron.data.subsets import subset_of
 
 
@@ -37,19 +36,23 @@ def sample_of(row: np.ndarray, subset: int | None = None, hash: int = 0) -> Samp
 
 
 class Samples:
-    """`samples[i]` is sample i of `dataset`; with `hashed` it has its hash, with `with_subset` (of
-    packed samples always) its subset.
+    """`samples[i]` is sample i of `dataset`; with `hash_of`, a function of its number and its
+    array, it has its hash, with `with_subset` (of packed samples always) its subset.
 
     Raises ValueError for an id that is not below `vocab_size`, with the file and the place where it
     stands.
     """
 
     def __init__(
-        self, dataset: Dataset, vocab_size: int, hashed: bool = False, with_subset: bool = False
+        self,
+        dataset: Dataset,
+        vocab_size: int,
+        hash_of: Callable[[int, np.ndarray], int] | None = None,
+        with_subset: bool = False,
     ) -> None:
         self.dataset = dataset
         self.vocab_size = vocab_size
-        self.hashed = hashed
+        self.hash_of = hash_of
         self.with_subset = with_subset
 
     def __len__(self) -> int:
@@ -63,7 +66,7 @@ class Samples:
         return sample_of(
             row,
             subset_of(self.dataset, index) if self.with_subset and row.ndim == 1 else None,
-            sample_hash(index, tokens_hash(row)) if self.hashed else 0,
+            self.hash_of(index, row) if self.hash_of else 0,
         )
 
     def _outside(self, index: int, row: np.ndarray) -> ValueError:

@@ -7,15 +7,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple, Protocol
 
+from megatron import optional
 from megatron.config.data import DataConfig
-from megatron.data.build import (
-    Splits,
-    build_in_epoch_order,
-    build_in_megatron_order,
-    build_mock,
-)
-from megatron.data.dry_run import rows_in_epoch_order, rows_in_megatron_order
-from megatron.data.packed.build import build_packed_datasets
+from megatron.data.build import Splits, build_in_megatron_order, build_mock
+from megatron.data.dry_run import rows_in_megatron_order
 from megatron.data.plan_table import Row
 from megatron.data.request import DataRequest
 
@@ -61,11 +56,12 @@ class EpochOrder:
 
     def build(self, data: DataConfig, request: DataRequest, rows: list[Row]) -> Splits:
         """See `DataSource`."""
-        return build_in_epoch_order(data, request, rows)
+        epoch_order = optional.load("megatron.data.epoch.build")
+        return epoch_order.build_in_epoch_order(data, request, rows)
 
     def plan_rows(self, data: DataConfig, request: DataRequest) -> list[Row]:
         """See `DataSource`."""
-        return rows_in_epoch_order(data, request)
+        return optional.load("megatron.data.epoch.build").rows_in_epoch_order(data, request)
 
 
 class Packed:
@@ -73,12 +69,13 @@ class Packed:
 
     def build(self, data: DataConfig, request: DataRequest, rows: list[Row]) -> Splits:
         """See `DataSource`."""
-        return build_packed_datasets(data, request, rows)
+        packed = optional.load("megatron.data.packed.build")
+        return packed.build_packed_datasets(data, request, rows)
 
     def plan_rows(self, data: DataConfig, request: DataRequest) -> list[Row]:
         """The data sets are built, which reads lengths only."""
         rows: list[Row] = []
-        build_packed_datasets(data, replace(request, check_tokens=False, identity=None), rows)
+        self.build(data, replace(request, check_tokens=False, identity=None), rows)
         return rows
 
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from datetime import datetime
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
-from megatron import log
+from megatron import log, optional
 from megatron.config.plan.plan import Plan, bucket_size, make_plan
 from megatron.config.training import TrainingConfig
 from megatron.config.tree import Config
-from megatron.data.ledger import Ledger, Recorder
 from megatron.data.tokenizers.build import Tokenizer
 from megatron.kernels.select import choose_kernels, fp8_rows
 from megatron.model.gpt import GPTModel, hidden_dtype
@@ -32,6 +32,9 @@ from megatron.training.preflight import build_tokenizer
 from megatron.training.run import Run
 from megatron.training.schedule import build_scheduler
 from megatron.training.spikes.policy import SpikePolicy
+
+if TYPE_CHECKING:
+    from megatron.data.ledger import Recorder
 
 
 def make_tokenizer(config: Config, made: Tokenizer | None = None) -> Tokenizer:
@@ -211,5 +214,6 @@ def build_recorder(config: Config, runtime: Runtime) -> Recorder | None:
     ctx = runtime.ctx
     if path is None:
         return None
-    ledger = Ledger(path, config.model.seq_length) if runtime.rank == 0 else None
-    return Recorder(ledger, counts=not (ctx.tp.rank or ctx.pp.rank or ctx.cp.rank))
+    module = optional.load("megatron.data.ledger")
+    ledger = module.Ledger(path, config.model.seq_length) if runtime.rank == 0 else None
+    return module.Recorder(ledger, counts=not (ctx.tp.rank or ctx.pp.rank or ctx.cp.rank))

@@ -5,12 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron import log
+from megatron import log, optional
 from megatron.config.plan.plan import Plan
 from megatron.config.tree import Config
 from megatron.data import index_helpers
 from megatron.data.build import check_tokenizer
-from megatron.data.cyclic_sampler import CyclicSampler
 from megatron.data.data_order import data_order_fingerprint
 from megatron.data.plan_table import Row, plan_table
 from megatron.data.request import Before, DataRequest
@@ -105,7 +104,8 @@ def build_data(
         if d.packed_samples:
             return PackedSampler(len(dataset), *place)
         if cyclic:
-            return CyclicSampler(len(dataset), *place, d.data_sharding)
+            cyclic_sampler = optional.load("megatron.data.cyclic_sampler")
+            return cyclic_sampler.CyclicSampler(len(dataset), *place, d.data_sharding)
         return SequentialSampler(len(dataset), *place)
 
     cyclic = d.dataloader_type == "cyclic"

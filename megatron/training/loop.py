@@ -92,7 +92,7 @@ class Trainer:
         samples = Samples(
             self.data.train,
             run.plan.vocab_size,
-            hashed=run.recorder is not None,
+            run.recorder.hash_of if run.recorder else None,
             with_subset=run.rows is not None,
         )
         return load_samples(

@@ -13,7 +13,6 @@ from torch import nn
 from megatron.checkpoint.skip_log import SkipHistory
 from megatron.config.plan.plan import Plan
 from megatron.config.tree import Config
-from megatron.data.ledger import Recorder
 from megatron.optimizer.optimizer import MixedPrecisionOptimizer
 from megatron.optimizer.scheduler import OptimizerParamScheduler
 from megatron.parallel.collectives import all_reduce_
@@ -29,6 +28,7 @@ from megatron.training.spikes.policy import SpikePolicy
 
 if TYPE_CHECKING:
     from megatron.checkpoint.async_writer import Writer
+    from megatron.data.ledger import Recorder
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.data.packed.packed_dataset import LABELS, POSITIONS, TOKENS, PackedFile, PackingRule
+from megatron.data.packed.packed_dataset import PackedFile, PackingRule
+from megatron.data.sample_lookup import LABELS, POSITIONS, TOKENS
 from megatron.data.sampler import PackedSampler
 from megatron.data.samples import Samples
 from megatron.kernels.select import kernel_table

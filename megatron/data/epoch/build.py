@@ -1,18 +1,59 @@
-"""From blends to the datasets of `--data-order epoch`."""
+"""From the data flags to the datasets of `--data-order epoch`."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from megatron.data.blend.blended_dataset import SPLITS, Blend, EpochCounts, SplitMatrix
+from megatron import log
+from megatron.data.blend.blended_dataset import (
+    SPLITS,
+    Blend,
+    EpochCounts,
+    SplitMatrix,
+    normalize,
+    parse_split,
+)
 from megatron.data.blend.paths import expand
+from megatron.data.build import DEFAULT_SPLIT, LOGGER, Blends, DataFlags, Splits, build_splits
+from megatron.data.dry_run import SplitFiles, read_splits
 from megatron.data.epoch.epoch_dataset import EpochBlend, EpochDataset
 from megatron.data.epoch.proportional_draws import Shares, whole_weights
-from megatron.data.epoch.token_files import TokenReader, check_heads, read_token_files
+from megatron.data.epoch.token_files import check_heads, read_token_files
+from megatron.data.epoch.token_reader import TokenReader
 from megatron.data.plan_table import Row
-from megatron.data.request import Before, number_needed
+from megatron.data.request import Before, DataRequest, number_needed
+from megatron.data.sample_lookup import Dataset
+
+
+def build_in_epoch_order(data: DataFlags, request: DataRequest, rows: list[Row]) -> Splits:
+    """The data sets of `--data-order epoch`."""
+    builder = EpochBuilder(
+        request.sequence_length, request.seed, request.checked_vocab_size, request.before, rows
+    )
+
+    def make(blends: Blends, sizes: Sequence[int | None]) -> tuple[Dataset | None, ...]:
+        if isinstance(blends, tuple):
+            matrix = parse_split(data.split or DEFAULT_SPLIT)
+            log.info(LOGGER, f"Let split_matrix = {matrix}")
+            return tuple(builder.one_source(blends, matrix, sizes))
+        return tuple(
+            None if blend is None or size == 0 else builder.one_split(blend, number, size)
+            for number, (blend, size) in enumerate(zip(blends, sizes, strict=True))
+        )
+
+    return build_splits(data, request, rows, make)
+
+
+def rows_in_epoch_order(data: DataFlags, request: DataRequest) -> list[Row]:
+    """As `dry_run.rows_in_megatron_order`, for `--data-order epoch`; a row for each word of the
+    data flags, samples to a fraction."""
+    return [
+        row
+        for split in read_splits(data, request.sizes)
+        for row in _rows_in_epochs(split, request.sequence_length)
+    ]
 
 
 @dataclass(frozen=True)
@@ -190,3 +231,54 @@ class EpochBuilder:
         return self.before.consumed, before | {
             name: before.get(name, 0) + count for name, count in drawn.items()
         }
+
+
+def _rows_in_epochs(split: SplitFiles, sequence_length: int) -> Iterator[Row]:
+    """In the epoch order: a row for each word of the data flags."""
+    words, weights = split.blend
+    spans = [[split.span(prefix) for prefix in expand(word)] for word in words]
+    tokens = [sum(span.tokens for span in some) for some in spans]
+    for word, count in zip(words, tokens, strict=True):
+        if not count:
+            raise ValueError(
+                f"{word}: its part of {split.name} holds 0 tokens; give {split.name} more data "
+                "(--split) [split-leaves-no-data]"
+            )
+    for word, some, count, samples in zip(
+        words,
+        spans,
+        tokens,
+        _samples(split.name, weights, tokens, split.size, sequence_length),
+        strict=True,
+    ):
+        yield Row(
+            split.name, word, sum(span.documents for span in some), count, samples, sequence_length
+        )
+
+
+def _samples(
+    split: str,
+    weights: list[float] | None,
+    tokens: Sequence[int],
+    size: int | None,
+    sequence_length: int,
+) -> list[float]:
+    """How many samples are read under each word, in the epoch order."""
+    if isinstance(weights, EpochCounts) and split == "train":
+        there = [
+            count * epochs / sequence_length for count, epochs in zip(tokens, weights, strict=True)
+        ]
+        if size is not None and size > sum(there):
+            raise ValueError(
+                f"--data-path: the epochs asked for make {sum(there):.0f} samples of --seq-length "
+                f"{sequence_length}, the run reads {size}; raise epochs:, or lower --train-iters "
+                "or --train-samples [epochs-too-few]"
+            )
+        return there
+    if weights is None or isinstance(weights, EpochCounts):
+        shares = tokens
+        size = sum(tokens) / sequence_length if size is None else size
+    else:
+        size = number_needed(size, split)
+        shares = normalize(weights)
+    return [size * share / sum(shares) for share in shares]

@@ -21,7 +21,8 @@ import numpy as np
 from megatron.data import sample_lookup as lookup
 from megatron.data.epoch.permutation import Permutation
 from megatron.data.epoch.proportional_draws import Shares
-from megatron.data.epoch.token_files import TokenReader, fingerprint
+from megatron.data.epoch.token_files import fingerprint
+from megatron.data.epoch.token_reader import TokenReader
 from megatron.data.indexed_dataset import IndexedDataset
 
 Piece = tuple[str, int, int]  # (prefix, token number in its .bin, tokens)

@@ -18,10 +18,16 @@ from typing import Literal, Protocol
 import numpy as np
 
 from megatron.data.index_helpers import shuffle
-from megatron.data.sample_lookup import Piece, check_document
+from megatron.data.sample_lookup import (
+    LABELS,
+    POSITIONS,
+    SUBSET,
+    TOKENS,
+    Piece,
+    check_document,
+)
 
 SEED = 1024  # of both shuffles, whatever --seed is: a file's samples lie alike in every run
-TOKENS, LABELS, POSITIONS, SUBSET = range(4)  # the lines of a row
 IGNORED = 0  # the label of a token without one: ids <= 0 are never a target
 
 

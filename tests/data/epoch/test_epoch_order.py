@@ -14,7 +14,8 @@ import pytest
 from megatron.data.data_order import data_order_differences, data_order_fingerprint
 from megatron.data.epoch.permutation import Permutation
 from megatron.data.epoch.proportional_draws import Shares, whole_weights
-from megatron.data.epoch.token_files import TokenReader, read_token_file
+from megatron.data.epoch.token_files import read_token_file
+from megatron.data.epoch.token_reader import TokenReader
 from megatron.data.indexed_dataset import HEADER, MAGIC, IndexedDataset, bin_path, idx_path
 from megatron.data.request import Before
 from tests.data.corpora import build_datasets, data_flags, write_corpus
