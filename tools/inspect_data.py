@@ -1,6 +1,6 @@
 #!/usr/bin/env python
-"""Inspect training data: check .bin/.idx pairs, list the samples of an iteration, find the
-iterations of a document. Needs the data and the flags of a run, but no model.
+"""Inspect training data: check .bin/.idx pairs, show which tokens of a document are trained, list
+the samples of an iteration, find the iterations of a document. Needs no model.
 
 RUN is the directory that --save named, or an iter_XXXXXXX in it; or `--` and the flags of
 pretrain_gpt.py. Exit codes: 0 no problem found, 1 a problem with the data, 2 a wrong command line.
@@ -19,20 +19,27 @@ if __name__ == "__main__":
 
 import contextlib
 import io
+import itertools
 import json
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
 from megatron.arguments import Problems, arg
+from megatron.config.checks import tokenizer as check_tokenizer
+from megatron.config.tokenizer import TokenizerConfig
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.ledger import MASK, SKIPPED, read_ledger, sample_hash, tokens_hash
+from megatron.data.packed.build import open_files
 from megatron.data.packed.internlm_files import JsonlTokens, meta_path
+from megatron.data.packed.loss_mask import is_trained, tokens_of
+from megatron.data.packed.packed_dataset import SampleFile
 from megatron.data.sampler import SequentialSampler
 from megatron.data.tokenizers import metadata as provenance
+from megatron.data.tokenizers.build import Tokenizer, tokenizer_from
 from tools.shared.program import Command, run_command
 from tools.shared.run_data import Reading, open_run
 
@@ -52,6 +59,34 @@ class CheckOptions:
     vocab_size: int | None = arg(None, help="report token ids that are not below this number")
     all_tokens: bool = arg(False, help="read every token (default: the first 262144)")
     json: bool = arg(False, help="print one JSON object")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShowOptions(TokenizerConfig):
+    """Options of show."""
+
+    prefix: str = arg(
+        place="positional",
+        metavar="PREFIX",
+        help="path without .bin and .idx; or X.bin with X.bin.meta",
+    )
+    document: int = arg(0, help="number of the first document to show, from 0")
+    count: int = arg(1, help="number of documents to show")
+    color: Literal["auto", "always", "never"] = arg(
+        "auto",
+        help="trained tokens in green instead of [[...]]; auto: if stdout is a terminal and "
+        "NO_COLOR is not set",
+    )
+    json: bool = arg(False, help="print one JSON object")
+
+    def problems(self) -> list[str]:
+        """What is wrong with them."""
+        found = list(check_tokenizer.problems(self))
+        if self.document < 0:
+            found.append(f"--document {self.document}: must be 0 or more [value-out-of-range]")
+        if self.count < 1:
+            found.append(f"--count {self.count}: must be 1 or more [value-out-of-range]")
+        return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,6 +163,9 @@ def check_pair(prefix: str, vocab_size: int | None, all_tokens: bool) -> dict[st
             raise ValueError(
                 f"{prefix}.idx: holds {corpus.dtype.name}, not token ids; preprocess text into it"
             )
+        if "trained_tokens" in (provenance.note(prefix) or {}):
+            found |= _loss_mask(corpus, all_tokens)
+            low, high = found["smallest_id"], found["largest_id"]
         if low < 0 or (vocab_size is not None and high >= vocab_size):
             limit = "ids begin at 0" if low < 0 else f"the vocabulary has {vocab_size}"
             raise ValueError(
@@ -147,6 +185,33 @@ def check_pair(prefix: str, vocab_size: int | None, all_tokens: bool) -> dict[st
     except (ValueError, OSError) as error:
         found["problem"] = str(error)
     return found
+
+
+def _loss_mask(corpus: IndexedDataset, all_tokens: bool) -> dict[str, Any]:
+    """Of chat data: the range of the ids that the model reads, and with `all_tokens` how many are
+    trained. Raises ValueError if the .json has another number."""
+    said = provenance.note(corpus.path_prefix)["trained_tokens"]
+    low = None
+    high = -1
+    trained = 0
+    seen = 0
+    for number in range(len(corpus)):
+        if not all_tokens and seen >= 1 << 18:
+            break
+        stored = np.asarray(corpus[number], np.int64)
+        ids = tokens_of(stored)
+        seen += len(ids)
+        trained += int(is_trained(stored).sum())
+        if len(ids):
+            low = int(ids.min()) if low is None else min(low, int(ids.min()))
+            high = max(high, int(ids.max()))
+    if all_tokens and trained != said:
+        raise ValueError(
+            f"{provenance.json_path(corpus.path_prefix)}: says that {said} tokens are trained, the "
+            f".bin has {trained}; copy all three files again, or make them again with "
+            "tools/preprocess_data.py --chat"
+        )
+    return {"smallest_id": low or 0, "largest_id": high, "trained_tokens": said}
 
 
 def check_lines(path: str, vocab_size: int | None, all_tokens: bool) -> dict[str, Any]:
@@ -230,6 +295,8 @@ def check(options: CheckOptions) -> int:
     for pair in found:
         if "problem" not in pair:
             empty = f", {pair['empty_documents']} of them empty" if pair["empty_documents"] else ""
+            if "trained_tokens" in pair:
+                empty += f", {pair['trained_tokens']} tokens trained"
             print(
                 f"{pair['prefix']}: {pair['documents']} documents{empty}, {pair['tokens']} tokens "
                 f"of {pair['dtype']}, ids {pair['smallest_id']} .. "
@@ -241,6 +308,71 @@ def check(options: CheckOptions) -> int:
     for pair in bad:
         print(f"error: {pair['problem']}", file=sys.stderr)
     return int(bool(bad))
+
+
+# --- show
+
+
+def describe_document(samples: SampleFile, number: int, tokenizer: Tokenizer) -> dict[str, Any]:
+    """Its tokens, and its text in parts that are trained or not."""
+    stored = samples.read(number, 0, int(samples.lengths[number]))
+    ids = tokens_of(stored)
+    trained = is_trained(stored)
+    if len(ids) and int(ids.max()) >= tokenizer.vocab_size:
+        raise ValueError(
+            f"{samples.prefix}.bin: document {number} holds the id {int(ids.max())}, the "
+            f"vocabulary has {tokenizer.vocab_size}; give the tokenizer it was made with"
+        )
+    borders = [0, *(np.flatnonzero(np.diff(trained)) + 1).tolist(), len(ids)]
+    parts = [
+        {"trained": bool(trained[first]), "text": tokenizer.detokenize(ids[first:end].tolist())}
+        for first, end in itertools.pairwise(borders)
+        if first < end
+    ]
+    return {
+        "document": number,
+        "tokens": len(ids),
+        "trained_tokens": int(trained.sum()),
+        "parts": parts,
+    }
+
+
+def show(options: ShowOptions) -> int:
+    """`show`: the text of documents with the trained tokens marked."""
+    color = options.color == "always" or (
+        options.color == "auto" and sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+    )
+    before, after = ("\x1b[32m", "\x1b[0m") if color else ("[[", "]]")
+    try:
+        tokenizer = tokenizer_from(options)
+        _, files = open_files([options.prefix], tokenizer.identity())
+        samples = files[0][1]
+        if options.document >= len(samples.lengths):
+            raise ValueError(
+                f"--document {options.document}: {options.prefix} has {len(samples.lengths)} "
+                "documents, numbered from 0"
+            )
+        last = min(options.document + options.count, len(samples.lengths))
+        found = [
+            describe_document(samples, number, tokenizer)
+            for number in range(options.document, last)
+        ]
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    if options.json:
+        print(json.dumps({"documents": found}))
+        return 0
+    for one in found:
+        print(
+            f"document {one['document']}: {one['tokens']} tokens, {one['trained_tokens']} trained"
+        )
+        texts = (
+            f"{before}{part['text']}{after}" if part["trained"] else part["text"]
+            for part in one["parts"]
+        )
+        print("".join(texts))
+    return 0
 
 
 # --- at
@@ -463,6 +595,12 @@ def look(options: AtOptions | FindOptions) -> int:
 COMMANDS = {
     "check": Command(
         "check pairs of .bin and .idx: sizes, pointers, token ids", CheckOptions, check
+    ),
+    "show": Command(
+        "show documents as text with the trained tokens marked",
+        ShowOptions,
+        show,
+        ShowOptions.problems,
     ),
     "at": Command(
         "show the samples of an iteration: documents, bytes, hashes, text",

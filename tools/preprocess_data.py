@@ -17,16 +17,18 @@ import contextlib
 import re
 import signal
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import NoReturn
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NoReturn
 
 # numpy's, which nothing here needs; read when it is imported
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 from megatron.arguments import OtherFlags, Problems, arg, build_parser, config_from, parse
 from megatron.config.checks import tokenizer as check_tokenizer
 from megatron.config.tokenizer import TokenizerConfig
-from megatron.data.indexed_dataset import bin_path, idx_path, optimal_dtype
+from megatron.data.chat.encode import ChatEncoder, template_for
+from megatron.data.indexed_dataset import bin_path, idx_path
+from megatron.data.packed.loss_mask import count_trained
 from megatron.data.preprocess import sentences
 from megatron.data.preprocess.encode import Encoded, Job, encode_all, tokenizer_of
 from megatron.data.preprocess.readers import BLOCK_BYTES, Reader, input_files
@@ -67,6 +69,18 @@ class ReadConfig:
     lang: str = arg("english", help="with --split-sentences: language of the text")
     max_bad_records: int = arg(
         0, help="number of bad lines to report and skip before the run fails"
+    )
+    chat: bool = arg(
+        False,
+        help="documents are conversations: lists of messages with role and content (OpenAI), or "
+        "from and value (ShareGPT), under the key messages or conversations; writes token ids with "
+        "a loss mask for --packed-samples, in which only the assistant's turns are trained",
+    )
+    chat_template: str | None = arg(
+        None,
+        metavar="NAME",
+        help="with --chat: chatml, internlm2, llama3, zephyr, or a file with a Jinja template "
+        "(default: the chat template in the directory of --tokenizer-model)",
     )
 
 
@@ -193,6 +207,7 @@ def read_command_line(argv: Sequence[str]) -> tuple[Config, list[str]]:
         problems.append("--input: is needed; give one or more .jsonl files [flag-missing]")
     problems += (
         list(check_tokenizer.problems(config.tokenizer))
+        + _chat_problems(config, parsed.typed, files)
         + _output_problems(config)
         + _number_problems(config)
     )
@@ -212,6 +227,36 @@ def read_command_line(argv: Sequence[str]) -> tuple[Config, list[str]]:
     for note in parsed.notes:
         print(f"note: {note}", file=sys.stderr)
     return config, files
+
+
+def _chat_problems(config: Config, typed: Mapping[str, object], files: Sequence[str]) -> list[str]:
+    read = config.read
+    if not read.chat:
+        if read.chat_template is None:
+            return []
+        return ["--chat-template: only works with --chat; add it [flag-needs-other-flag]"]
+    found = [
+        f"{flag}: has no meaning with --chat, whose template ends each turn itself; remove it "
+        "[flags-exclude-each-other]"
+        for flag, given in (
+            ("--append-eod", config.write.append_eod),
+            ("--split-sentences", read.split_sentences),
+            ("--txt-lines", read.txt_lines),
+        )
+        if given
+    ]
+    if "json_keys" in typed and len(read.json_keys) > 1:
+        found.append(
+            f"--json-keys {' '.join(read.json_keys)}: --chat reads one conversation from each "
+            "record; give one key [json-keys-malformed]"
+        )
+    texts = [file for file in files if re.search(r"\.txt(\.\w+)?$", file)]
+    if texts:
+        found.append(
+            f"--input {texts[0]}: a text has no messages; give JSON Lines or parquet with --chat "
+            "[flags-exclude-each-other]"
+        )
+    return found
 
 
 def _refused(flag: str) -> str | None:
@@ -297,6 +342,8 @@ def _existing(config: Config) -> list[str]:
 
 
 def _pairs(config: Config) -> list[str]:
+    if config.read.chat:
+        return [f"{config.write.output_prefix}_chat_document"]
     level = "sentence" if config.read.split_sentences else "document"
     return [f"{config.write.output_prefix}_{key}_{level}" for key in config.read.json_keys]
 
@@ -328,6 +375,8 @@ def run(config: Config, files: Sequence[str], stop: Stop) -> str:
     )
     tokenizer = tokenizer_of(job.tokenizer)
     _check_tokenizer(job, tokenizer)
+    if read.chat:
+        job = _chat_job(job, config, tokenizer)
     cores = (
         len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     )
@@ -337,9 +386,9 @@ def run(config: Config, files: Sequence[str], stop: Stop) -> str:
         work = Unfinished(
             write.output_prefix,
             _pairs(config),
-            optimal_dtype(tokenizer.vocab_size),
+            job.dtype(tokenizer),
             parts,
-            _job_identity(config, files, tokenizer, parts),
+            _job_identity(config, files, tokenizer, parts, job),
             lasting,
         )
         stack.callback(work.close)
@@ -350,7 +399,8 @@ def run(config: Config, files: Sequence[str], stop: Stop) -> str:
         speed = Speed(config.run.log_interval, work.documents)
         progress = Progress(sum(map(os.path.getsize, files)), resumed=work.documents > 0)
         stack.callback(progress.clear)
-        reader = Reader(files, read.json_keys, read.txt_lines)
+        columns = (job.chat_key or "messages",) if job.chat else read.json_keys
+        reader = Reader(files, columns, read.txt_lines)
         before = sum(work.tokens)
         if not work.finishing:
             blocks = reader.blocks(work.place, lambda file: print("Opening", file, flush=True))
@@ -370,7 +420,9 @@ def run(config: Config, files: Sequence[str], stop: Stop) -> str:
                     _report(speed, progress, encoded, block.read)
         for key, tokens in zip(job.keys, work.tokens, strict=True):
             if not tokens:
-                what = f'no text under "{key}"' if work.documents else "no documents"
+                what = (
+                    f'no text under "{key}"' if work.documents and not job.chat else "no documents"
+                )
                 raise ValueError(
                     f"--input {' '.join(read.input)}: {what}, so there is nothing to write "
                     "[input-without-text]"
@@ -382,6 +434,8 @@ def run(config: Config, files: Sequence[str], stop: Stop) -> str:
             "blank_lines": work.blank,
             "input_bytes": work.done,
         }
+        if job.chat and not work.finishing:
+            counts |= _chat_counts(job, tokenizer, work)
         identity = tokenizer.identity()
         size = tokenizer.vocab_size
         described = [
@@ -393,6 +447,23 @@ def run(config: Config, files: Sequence[str], stop: Stop) -> str:
     return _summary(
         work, tokenizer, paths, sum(work.tokens) - before, speed.bytes, time.time() - started
     )
+
+
+def _chat_job(job: Job, config: Config, tokenizer: Tokenizer) -> Job:
+    """The job with its chat template, whose markers are looked up in the vocabulary."""
+    kind = job.tokenizer
+    folder = kind.tokenizer_model if kind.tokenizer == "HuggingFaceTokenizer" else None
+    template = template_for(tokenizer, config.read.chat_template, folder)
+    encoder = ChatEncoder(tokenizer, template)
+    encoder.end_of_turn  # noqa: B018 (raises if the template marks no turn)
+    if markers := encoder.text_markers():
+        print(
+            f"note: {', '.join(markers)} of the template {template.name} are no tokens of this "
+            f"{kind.tokenizer}; they are encoded as several tokens of ordinary text",
+            file=sys.stderr,
+        )
+    key = None if config.read.json_keys == ("text",) else config.read.json_keys[0]
+    return replace(job, keys=("chat",), chat=template, chat_key=key)
 
 
 def _report(speed: Speed, progress: Progress, encoded: Encoded, read: int) -> None:
@@ -414,15 +485,25 @@ def _check_tokenizer(job: Job, tokenizer: Tokenizer) -> None:
             f"--append-eod: this {kind} has no end-of-document token; omit the flag, or name an "
             "eos_token in the tokenizer's own files [flag-not-with-tokenizer]"
         )
-    if job.allow_special_tokens and not tokenizer.special:
+    if job.allow_special_tokens and not (tokenizer.special or tokenizer.control):
         raise ValueError(
             f"--allow-special-tokens: {kind} has no special tokens; omit the flag "
             "[flag-not-with-tokenizer]"
         )
 
 
+def _chat_counts(job: Job, tokenizer: Tokenizer, work: Unfinished) -> dict[str, Any]:
+    """What the pair's .json says of a chat data set; the trained tokens are printed, too."""
+    trained = sum(count_trained(path, job.dtype(tokenizer)) for path in work.paths()[0])
+    print(f"{trained} of {work.tokens[0]} tokens are trained (chat template {job.chat.name})")
+    return {
+        "trained_tokens": trained,
+        "chat_template": {"name": job.chat.name, "sha256": job.chat.fingerprint},
+    }
+
+
 def _job_identity(
-    config: Config, files: Sequence[str], tokenizer: Tokenizer, parts: int
+    config: Config, files: Sequence[str], tokenizer: Tokenizer, parts: int, job: Job
 ) -> dict[str, object]:
     """What decides every byte that is written; equal ones may resume each other's work."""
     stats = [(os.path.abspath(file), os.stat(file)) for file in files]
@@ -441,6 +522,7 @@ def _job_identity(
         "--append-eod": write.append_eod,
         "--allow-special-tokens": write.allow_special_tokens,
         "--partitions": parts,
+        "--chat": [job.chat.fingerprint, job.chat_key] if job.chat else [],
     }
 
 

@@ -484,7 +484,12 @@ def open_corpus(prefix: str, vocab_size: int | None = None) -> IndexedDataset:
         )
     if vocab_size is not None:
         low, high = corpus.id_range()
-        if low < 0 or high >= vocab_size:
+        if low < 0:
+            raise ValueError(
+                f"{prefix}.bin: holds ids below 0, which are tokens without loss (chat data); "
+                "train on it with --packed-samples [token-id-out-of-range]"
+            )
+        if high >= vocab_size:
             raise ValueError(
                 f"{prefix}.bin: holds token ids {low} .. {high}, the vocabulary has {vocab_size}; "
                 "give the tokenizer it was preprocessed with [token-id-out-of-range]"

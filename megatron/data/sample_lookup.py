@@ -9,6 +9,8 @@ from typing import Protocol
 import numpy as np
 
 TOKENS, LABELS, POSITIONS, SUBSET = range(4)  # the lines of a row of packed samples
+NO_LABEL = 0  # the label of a token that predicts nothing
+LABEL_OF_ZERO = -1  # the label whose id is 0
 
 
 @dataclass(frozen=True)

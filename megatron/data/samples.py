@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron.data.sample_lookup import LABELS, POSITIONS, SUBSET, TOKENS, Dataset
+from megatron.data.sample_lookup import LABELS, NO_LABEL, POSITIONS, SUBSET, TOKENS, Dataset
 from megatron.data.subsets import subset_of
 
 
@@ -16,9 +16,10 @@ class Sample(NamedTuple):
     """One sample of a data set, int64.
 
     A sequence of s + 1 `tokens`, in which each token's label is the next one, has no `labels` and
-    no `positions`. A row of packed samples has `tokens`, `labels` (0: none) and `positions` (0
-    where a sample begins), [s] each. `subset`: which data set of a blend, or of packed samples [s],
-    each token is of; None where nobody counts. `hash`: 0 where no ledger is written.
+    no `positions`. A row of packed samples has `tokens`, `labels` (0: none, -1: id 0) and
+    `positions` (0 where a sample begins), [s] each. `subset`: which data set of a blend, or of
+    packed samples [s], each token is of; None where nobody counts. `hash`: 0 where no ledger is
+    written.
     """
 
     tokens: np.ndarray
@@ -86,5 +87,8 @@ class Samples:
 
 
 def ids_of(row: np.ndarray) -> np.ndarray:
-    """What of a sample are token ids: all of it, of a packed row its tokens and labels."""
-    return row if row.ndim == 1 else row[: LABELS + 1]
+    """What of a sample are token ids: all of it, of a packed row its tokens and labels (the label
+    of id 0 as 0)."""
+    if row.ndim == 1:
+        return row
+    return np.stack((row[TOKENS], np.maximum(row[LABELS], NO_LABEL)))

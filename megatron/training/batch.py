@@ -11,6 +11,7 @@ import torch
 
 from megatron.config.plan.batch_size import BatchSizeSchedule
 from megatron.config.skip_ranges import SkipRanges
+from megatron.data.sample_lookup import NO_LABEL
 from megatron.data.samples import Sample
 from megatron.model.moe import RouterStep
 from megatron.parallel.context import Axis
@@ -93,7 +94,7 @@ class MicroBatch(NamedTuple):
 
     @property
     def labels(self) -> torch.Tensor:
-        """[b, s]: the next tokens; of packed samples 0 where there is none."""
+        """[b, s]: the next tokens; of packed samples 0 where there is none, -1 for id 0."""
         return self.rows[:, 1] if self.packed else self._sequences()[:, 1:].contiguous()
 
     @property
@@ -130,6 +131,7 @@ def make_batch(
     subset_ids = samples.subset_ids
     if samples.packed:
         loss_mask, position_ids, document_ids = _packed_masks(labels, samples.positions)
+        labels = labels.clamp(min=0)
         subset_ids = my_chunks(subset_ids, rules.cp).contiguous()
     else:
         loss_mask, position_ids, document_ids = _document_masks(tokens, rules)
@@ -176,9 +178,9 @@ def _document_masks(tokens: torch.Tensor, rules: BatchRules) -> Masks:
 
 
 def _packed_masks(labels: torch.Tensor, positions: torch.Tensor) -> Masks:
-    """Masks of packed samples: attention stays inside a sample, and tokens without a label (0) have
-    no loss."""
-    return (labels > 0).float(), positions, (positions == 0).cumsum(1)
+    """Masks of packed samples: attention stays inside a sample, and tokens without a label have no
+    loss."""
+    return (labels != NO_LABEL).float(), positions, (positions == 0).cumsum(1)
 
 
 class Sampler(Protocol):

@@ -47,6 +47,7 @@ OPTIONAL = {
     "zstandard": "data/preprocess/readers.py",
     "pyarrow": "data/preprocess/readers.py",
     "punkt": "data/preprocess/sentences.py",
+    "jinja2": "data/chat/templates.py",
     "tiktoken": "data/tokenizers/bpe.py",
     "tokenizers": "data/tokenizers/bpe.py",
     "transformers": "data/tokenizers/bpe.py",

@@ -20,6 +20,7 @@ CRASH = (
 )
 STORE = "tests/checkpoint/test_store.py"
 ROWS = "tests/data/packed/test_packed.py"
+CHAT = "tests/training/test_chat.py"
 PACKED_RUNS = "tests/training/test_packed.py"
 ADAPTERS = "tests/kernels/test_libraries.py"
 RANKS = "tests/parallel/test_transformer_engine.py"
@@ -538,9 +539,30 @@ BUGS = {
     ),
     "label 0 is a target": Bug(
         "megatron.training.batch._packed_masks",
-        "labels > 0",
-        "labels >= 0",
+        "labels != NO_LABEL",
+        "labels >= NO_LABEL",
         f"{PACKED_RUNS}::test_the_twelve_steps_of_the_demo_logs",
+    ),
+    "every token of a chat is trained": Bug(
+        "megatron.data.chat.encode.ChatEncoder.encode",
+        "return (ids, trained)",
+        "return (ids, np.ones_like(trained))",
+        f"{CHAT}::test_the_loss_is_that_of_the_assistants_tokens_alone[pad_samples]",
+    ),
+    "the end token of a chat's turn is not trained": Bug(
+        "megatron.data.chat.templates.ChatTemplate._derived",
+        "after[:end.end()]",
+        "after[:end.start()]",
+        "tests/data/chat/test_templates.py::"
+        "test_each_assistant_turn_and_its_end_token_and_nothing_else[chatml]",
+        "campaign",
+    ),
+    "id 0 in an answer is not trained": Bug(
+        "megatron.data.packed.loss_mask.mark",
+        "np.where(ids == 0, TRAINED_ZERO, ids)",
+        "ids",
+        f"{CHAT}::test_the_loss_is_that_of_the_assistants_tokens_alone[pad_samples]",
+        "campaign",
     ),
     "losses of subsets counted on every tensor-parallel rank": Bug(
         "megatron.training.logging.subset_metrics.SubsetMetrics.close",

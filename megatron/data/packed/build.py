@@ -6,8 +6,6 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-import numpy as np
-
 from megatron.data.blend.blended_dataset import SPLITS
 from megatron.data.blend.paths import expand
 from megatron.data.build import DataFlags, read_blends
@@ -21,6 +19,7 @@ from megatron.data.packed.internlm_files import (
     subset_of,
     token_files,
 )
+from megatron.data.packed.loss_mask import tokens_of
 from megatron.data.packed.packed_dataset import PackedDataset, PackedFile, PackingRule, SampleFile
 from megatron.data.plan_table import Row
 from megatron.data.request import DataRequest
@@ -181,7 +180,7 @@ def _check_head(file: SampleFile, vocab_size: int) -> None:
     """Raise ValueError if the first sample begins with ids that the vocabulary does not have."""
     if not len(file.lengths):
         return
-    ids = np.abs(file.read(0, 0, min(HEAD, int(file.lengths[0]))))
+    ids = tokens_of(file.read(0, 0, min(HEAD, int(file.lengths[0]))))
     if len(ids) and int(ids.max()) >= vocab_size:
         raise ValueError(
             f"{file.prefix}.bin: its first sample holds the id {int(ids.max())}, the vocabulary "

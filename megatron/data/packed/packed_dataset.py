@@ -18,8 +18,10 @@ from typing import Literal, Protocol
 import numpy as np
 
 from megatron.data.index_helpers import shuffle
+from megatron.data.packed.loss_mask import labels_of, tokens_of
 from megatron.data.sample_lookup import (
     LABELS,
+    NO_LABEL,
     POSITIONS,
     SUBSET,
     TOKENS,
@@ -28,12 +30,10 @@ from megatron.data.sample_lookup import (
 )
 
 SEED = 1024  # of both shuffles, whatever --seed is: a file's samples lie alike in every run
-IGNORED = 0  # the label of a token without one: ids <= 0 are never a target
 
 
 class SampleFile(Protocol):
-    """Samples of one file. Ids may be negative: then the token is a prompt's, -id is read and
-    nobody has to predict it."""
+    """Samples of one file. A negative id is a token without loss; see `loss_mask`."""
 
     prefix: str  # the path without .bin
     lengths: np.ndarray  # [n] tokens of each sample
@@ -140,13 +140,13 @@ class PackedFile:
             more = rule.mode != "padded" and first + count < self.file.lengths[sample]
             ids = self.file.read(sample, first, count + more)
             here = slice(at, at + count)
-            lines[TOKENS, here] = np.abs(ids[:count])
-            lines[LABELS, at : at + len(ids) - 1] = np.maximum(ids[1:], IGNORED)
+            lines[TOKENS, here] = tokens_of(ids[:count])
+            lines[LABELS, at : at + len(ids) - 1] = labels_of(ids[1:])
             lines[POSITIONS, here] = np.arange(count) % rule.sequence_length
             at += count
         lines[POSITIONS, at:] = np.arange(rule.length - at) % rule.sequence_length
         if rule.mode == "blocks":
-            lines[LABELS, -1] = IGNORED
+            lines[LABELS, -1] = NO_LABEL
             lines[POSITIONS] = np.arange(rule.length) % rule.sequence_length
         return lines
 
@@ -155,10 +155,10 @@ class PackedDataset:
     """Row k of a run, for k from 0 to `size` - 1 (None: one epoch), as a pure function of the
     files, the rule and k.
 
-    `dataset[k]` is int64 [4, tokens]: ids, labels (0: none), positions (0 where a piece begins),
-    number of the subset. An epoch is as many whole global batches of `rows_per_batch` rows as there
-    are, in an order that one RandomState(1024) continues to shuffle from epoch to epoch. Raises
-    ValueError, in which `name` stands for the data, if there is none.
+    `dataset[k]` is int64 [4, tokens]: ids, labels (0: none, -1: id 0), positions (0 where a piece
+    begins), number of the subset. An epoch is as many whole global batches of `rows_per_batch` rows
+    as there are, in an order that one RandomState(1024) continues to shuffle from epoch to
+    epoch. Raises ValueError, in which `name` stands for the data, if there is none.
     """
 
     def __init__(

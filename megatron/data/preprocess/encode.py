@@ -18,14 +18,18 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from multiprocessing import connection
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from megatron.config.tokenizer import TokenizerConfig
+from megatron.data.chat.encode import ChatEncoder
+from megatron.data.chat.messages import Message, conversation_of
+from megatron.data.chat.templates import ChatTemplate
 from megatron.data.indexed_dataset import optimal_dtype
+from megatron.data.packed.loss_mask import mark
 from megatron.data.preprocess import sentences
-from megatron.data.preprocess.jsonl import texts_of, texts_under
+from megatron.data.preprocess.jsonl import record_of, texts_of, texts_under
 from megatron.data.preprocess.readers import Block
 from megatron.data.tokenizers.build import Tokenizer, tokenizer_from
 
@@ -42,7 +46,7 @@ LONGEST = np.iinfo(np.int32).max  # tokens of one sequence in the format
 @dataclass(frozen=True)
 class Job:
     """What to make of each document. `language`: of the sentences it is split into, None for not at
-    all."""
+    all. `chat`: documents are conversations under `chat_key`, written by this template."""
 
     tokenizer: TokenizerConfig
     keys: tuple[str, ...]
@@ -50,6 +54,12 @@ class Job:
     allow_special_tokens: bool = False
     language: str | None = None
     keep_newlines: bool = False
+    chat: ChatTemplate | None = None
+    chat_key: str | None = None
+
+    def dtype(self, tokenizer: Tokenizer) -> np.dtype:
+        """Of the token ids in the .bin; a loss mask needs the sign."""
+        return np.dtype(np.int32) if self.chat else optimal_dtype(tokenizer.vocab_size)
 
 
 class Encoded(NamedTuple):
@@ -120,10 +130,13 @@ class Encoder:
     def __init__(self, job: Job, paths: Sequence[Sequence[str]]):
         self._job = job
         self._tokenizer = tokenizer_of(job.tokenizer)
-        self._dtype = optimal_dtype(self._tokenizer.vocab_size)
+        self._dtype = job.dtype(self._tokenizer)
         self._end = np.asarray([self._tokenizer.eod], self._dtype) if job.append_eod else None
+        self._chat = None
+        if job.chat:
+            self._chat = ChatEncoder(self._tokenizer, job.chat, job.allow_special_tokens)
         self._special = None
-        if job.allow_special_tokens:
+        if job.allow_special_tokens and not job.chat:
             self._special = re.compile(
                 "(" + "|".join(map(re.escape, self._tokenizer.special)) + ")"
             )
@@ -142,7 +155,9 @@ class Encoder:
         empty = 0
         lines = 0
         size = 0
-        for texts_at, length in records(block, keys):
+        for texts_at, length in (
+            conversations(block, self._job) if self._chat else records(block, keys)
+        ):
             lines += 1
             size += length
             try:
@@ -151,7 +166,7 @@ class Encoder:
                 if texts is None:
                     blank += 1
                     continue
-                found = [self._sequences(texts.pop(0)) for _ in keys]
+                found = [self._encode_one(texts.pop(0)) for _ in keys]
             except ValueError as error:
                 bad.append((lines - 1, str(error)))
                 continue
@@ -189,6 +204,15 @@ class Encoder:
         """Close the files."""
         for file in [file for parts in self._files for file in parts]:
             os.close(file)
+
+    def _encode_one(self, found: list[Any]) -> tuple[list[np.ndarray], int]:
+        """The sequences of a document (its texts, or the messages of a conversation), and the UTF-8
+        bytes that they stand for."""
+        if self._chat is None:
+            return self._sequences(found)
+        ids, trained = self._chat.encode(found)
+        size = sum(_utf8_bytes(message["content"]) for message in found)
+        return [mark(ids, trained)], size
 
     def _sequences(self, texts: list[str]) -> tuple[list[np.ndarray], int]:
         """The ids of each text of a document that has any, and the UTF-8 bytes that they stand
@@ -252,12 +276,44 @@ def records(
             size = sum(len(value) for value in row if isinstance(value, str))
             yield functools.partial(_row_texts, row, keys), size
         return
-    data = block.content()
     if block.kind == "text":
+        data = block.content()
         if data:
             yield functools.partial(_plain_texts, data), len(data)
         return
     read = functools.partial(_line_texts, keys=keys) if block.kind == "jsonl" else _text_line
+    yield from _lines(block, read)
+
+
+def conversations(
+    block: Block, job: Job
+) -> Iterator[tuple[Callable[[], list[list[Message]] | None], int]]:
+    """For each line or row what gives its conversation (None if it is blank; raises ValueError),
+    and its bytes."""
+    if block.kind == "rows":
+        for (messages,) in zip(*block.data, strict=True):
+            size = len(str(messages))
+            yield functools.partial(_conversation, messages, job.chat_key), size
+        return
+    yield from _lines(block, functools.partial(_line_conversation, key=job.chat_key))
+
+
+def _line_conversation(line: memoryview, key: str | None) -> list[list[Message]] | None:
+    return None if _is_blank(line) else _conversation(record_of(line), key)
+
+
+def _conversation(record: object, key: str | None) -> list[list[Message]]:
+    return [conversation_of(record, key)]
+
+
+Line = TypeVar("Line")
+
+
+def _lines(
+    block: Block, read: Callable[[memoryview], Line]
+) -> Iterator[tuple[Callable[[], Line], int]]:
+    """For each line of a block `read` of it, to be called, and its bytes."""
+    data = block.content()
     start = 0
     end = data.find(b"\n")
     rest = [memoryview(data)]  # views: a line is not copied

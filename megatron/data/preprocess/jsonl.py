@@ -20,7 +20,7 @@ except ImportError:
 def json_value(text: bytes) -> object:
     """What JSON in UTF-8 says. Raises json.JSONDecodeError and UnicodeDecodeError."""
     if orjson is not None:
-        with contextlib.suppress(orjson.JSONDecodeError):  # as in `_parse`
+        with contextlib.suppress(orjson.JSONDecodeError):  # as in `record_of`
             return orjson.loads(text)
     return json.loads(text.decode("utf-8"))
 
@@ -33,7 +33,7 @@ def json_text(value: object) -> bytes:
 def texts_of(line: bytes | memoryview, keys: Sequence[str]) -> list[list[str]]:
     """For each key the texts under it: one, or as many as its list has. Raises ValueError saying
     what is wrong."""
-    record = _parse(line)
+    record = record_of(line)
     if not isinstance(record, dict):
         raise ValueError(f"holds {_kind(record)}, not a JSON object")
     return [texts_under(record, key) for key in keys]
@@ -41,7 +41,7 @@ def texts_of(line: bytes | memoryview, keys: Sequence[str]) -> list[list[str]]:
 
 def ids_of(line: bytes) -> np.ndarray:
     """The token ids under "tokens", int64. Raises ValueError saying what is wrong."""
-    record = _parse(line)
+    record = record_of(line)
     if not isinstance(record, dict) or not isinstance(record.get("tokens"), list):
         raise ValueError('is no JSON object with a list of ids under "tokens"')
     values = record["tokens"]
@@ -54,7 +54,8 @@ def ids_of(line: bytes) -> np.ndarray:
     return ids
 
 
-def _parse(line: bytes | memoryview) -> object:
+def record_of(line: bytes | memoryview) -> object:
+    """The value of a line of JSON. Raises ValueError saying what is wrong."""
     if orjson is not None:
         # what it does not take (NaN), the other may, or say better
         with contextlib.suppress(orjson.JSONDecodeError):

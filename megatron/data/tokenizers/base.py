@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import abc
+import functools
 import hashlib
 import importlib
+import itertools
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType, ModuleType
@@ -58,16 +61,41 @@ class Tokenizer(abc.ABC):
         """The ids of each text: arrays [n] of `dtype`. Raises ValueError as `tokenize` does."""
         return [np.asarray(self._encode_checked(text), dtype=dtype) for text in texts]
 
+    @property
+    def control(self) -> Mapping[str, int]:
+        """The special tokens by the text that chat templates write them as."""
+        return self.special
+
+    def tokenize_spans(
+        self, text: str, spans: Sequence[tuple[int, int]]
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """The ids of a text in which special tokens are those tokens, int64 [n], and whether each
+        is in one of the spans (first, end) of characters, bool [n]. No token crosses the border of
+        a span; nothing is added. Raises ValueError as `tokenize` does."""
+        check_unicode(text)
+        ids: list[int] = []
+        inside: list[bool] = []
+        borders = [0, *(border for span in spans for border in span), len(text)]
+        for number, (first, end) in enumerate(itertools.pairwise(borders)):
+            for place, part in enumerate(self._control_pattern.split(text[first:end])):
+                if not part:
+                    continue
+                found = [self.control[part]] if place % 2 else self.encode_inside(part)
+                ids += [int(index) for index in found]
+            inside += [number % 2 == 1] * (len(ids) - len(inside))
+        return np.asarray(ids, np.int64), np.asarray(inside, bool)
+
+    def encode_inside(self, text: str) -> Ids:
+        """The ids of a part of a text: nothing is added before it."""
+        return self.encode(text)
+
+    @functools.cached_property
+    def _control_pattern(self) -> re.Pattern[str]:
+        names = sorted(self.control, key=len, reverse=True)
+        return re.compile("(" + ("|".join(map(re.escape, names)) or "$^") + ")")
+
     def _encode_checked(self, text: str) -> Ids:
-        if not text.isascii():
-            try:
-                text.encode("utf-8")
-            except UnicodeEncodeError as error:
-                code = f"U+{ord(text[error.start]):04X}"
-                raise ValueError(
-                    f"character {error.start} of the text is {code}, half of a surrogate pair; "
-                    "write the whole character, or drop it"
-                ) from None
+        check_unicode(text)
         return self.encode(text)
 
     def settings(self) -> dict[str, Any]:
@@ -84,3 +112,17 @@ class Tokenizer(abc.ABC):
             "files": list(self.files),
             "sha256": digests,
         }
+
+
+def check_unicode(text: str) -> None:
+    """Raise ValueError if a text holds half of a surrogate pair."""
+    if text.isascii():
+        return
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        code = f"U+{ord(text[error.start]):04X}"
+        raise ValueError(
+            f"character {error.start} of the text is {code}, half of a surrogate pair; write the "
+            "whole character, or drop it"
+        ) from None

@@ -14,10 +14,12 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from megatron import log
 from megatron.config.checks.tokenizer import TIKTOKEN_SPECIAL, TIKTOKEN_VOCAB_SIZE
 from megatron.data.tokenizers import gigatoken, gpt2_bpe
-from megatron.data.tokenizers.base import Ids, Tokenizer, library
+from megatron.data.tokenizers.base import Ids, Tokenizer, check_unicode, library
 
 
 class GPT2BPETokenizer(Tokenizer):
@@ -284,7 +286,13 @@ class HuggingFaceTokenizer(Tokenizer):
         )
         self.eod = self.eos
         self.files = (str(path), *config_files)
-        self._encode = lambda text: engine.encode(text, add_special_tokens=False).ids
+        self._control = {
+            token.content: index
+            for index, token in engine.get_added_tokens_decoder().items()
+            if token.special
+        }
+        self._with_offsets = lambda text: engine.encode(text, add_special_tokens=False)
+        self._encode = lambda text: self._with_offsets(text).ids
         self._decode = lambda ids: engine.decode(ids, skip_special_tokens=False)
 
     def _read_folder(self, path: Path) -> None:
@@ -308,12 +316,34 @@ class HuggingFaceTokenizer(Tokenizer):
             for file in sorted(path.iterdir())
             if file.suffix in (".json", ".txt", ".model")
         )
+        self._control = dict(zip(engine.all_special_tokens, engine.all_special_ids, strict=True))
+        self._with_offsets = None
         self._encode = lambda text: engine.encode(text, add_special_tokens=False)
         self._decode = lambda ids: engine.decode(ids, skip_special_tokens=False)
 
     def encode(self, text: str) -> Ids:
         """See `Tokenizer.encode`."""
         return self._encode(text)
+
+    @property
+    def control(self) -> dict[str, int]:
+        """See `Tokenizer.control`."""
+        return self._control
+
+    def tokenize_spans(
+        self, text: str, spans: Sequence[tuple[int, int]]
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """See `Tokenizer.tokenize_spans`, except that the text is encoded as a whole, as
+        transformers does: a token that crosses the border of a span belongs to it."""
+        if self._with_offsets is None:
+            return super().tokenize_spans(text, spans)
+        check_unicode(text)
+        found = self._with_offsets(text)
+        starts, ends = np.asarray(found.offsets, np.int64).reshape(-1, 2).T
+        inside = np.zeros(len(starts), bool)
+        for first, end in spans:
+            inside |= (starts < end) & (np.maximum(ends, starts + 1) > first)
+        return np.asarray(found.ids, np.int64), inside
 
     def detokenize(self, ids: Iterable[int]) -> str:
         """The text of ids, special pieces by name."""

@@ -27,7 +27,7 @@ def fingerprint(identity: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(vocabulary_of(identity), sort_keys=True).encode()).hexdigest()
 
 
-def describe(identity: Mapping[str, Any], vocab_size: int, counts: Mapping[str, int | bool]) -> str:
+def describe(identity: Mapping[str, Any], vocab_size: int, counts: Mapping[str, Any]) -> str:
     """The file's text: the tokenizer, and counts of what was written; numbers in a text
     (NullTokenizer) have no bytes."""
     tokenizer = {
@@ -49,12 +49,15 @@ def text_size(path_prefix: str) -> tuple[int, int] | None:
 
 
 def joined_counts(prefixes: Sequence[str]) -> dict[str, int]:
-    """Tokens and bytes of text of several pairs together; empty where one of them does not say."""
+    """Tokens, bytes of text and (of chat data) trained tokens of several pairs together; empty
+    where one of them does not say."""
     sizes = [text_size(prefix) for prefix in prefixes]
     if None in sizes:
         return {}
     tokens, text_bytes = (sum(column) for column in zip(*sizes, strict=True))
-    return {"tokens": tokens, TEXT_BYTES: text_bytes}
+    trained = [(note(prefix) or {}).get("trained_tokens") for prefix in prefixes]
+    more = {} if None in trained else {"trained_tokens": sum(trained)}
+    return {"tokens": tokens, TEXT_BYTES: text_bytes, **more}
 
 
 def maker(path_prefix: str) -> dict[str, Any] | None:

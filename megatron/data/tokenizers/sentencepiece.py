@@ -6,6 +6,7 @@ Source of what each reading adds: Megatron-LM's tokenizers of January 2024.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterable
 from typing import Any
@@ -31,6 +32,16 @@ class GPTSentencePieceTokenizer(Tokenizer):
         self.bos, self.eos, self.pad = (index if index >= 0 else None for index in ids)
         self.eod = self.eos
 
+    @functools.cached_property
+    def control(self) -> dict[str, int]:
+        """See `Tokenizer.control`: the model's control pieces, such as <s> and </s>."""
+        model = self._model
+        return {
+            model.id_to_piece(index): index
+            for index in range(model.get_piece_size())
+            if model.is_control(index)
+        }
+
     def encode(self, text: str) -> Ids:
         """See `Tokenizer.encode`."""
         return self._model.encode(text)
@@ -55,6 +66,10 @@ class Llama2Tokenizer(GPTSentencePieceTokenizer):
     def encode(self, text: str) -> Ids:
         """See `Tokenizer.encode`."""
         return [self.bos, *self._model.encode(text)]
+
+    def encode_inside(self, text: str) -> Ids:
+        """See `Tokenizer.encode_inside`: without `bos`, which a chat template writes itself."""
+        return self._model.encode(text)
 
 
 class SentencePieceTokenizer(GPTSentencePieceTokenizer):
@@ -82,6 +97,11 @@ class SentencePieceTokenizer(GPTSentencePieceTokenizer):
         # Of names that begin at one place Megatron takes the one listed first; so does an
         # alternation.
         self._cut = re.compile("(" + "|".join(re.escape(name) for name in names) + ")")
+
+    @property
+    def control(self) -> dict[str, int]:
+        """See `Tokenizer.control`."""
+        return self._special
 
     def encode(self, text: str) -> Ids:
         """See `Tokenizer.encode`."""

@@ -1,0 +1,56 @@
+"""Conversations out of records of three forms, and every bad record with what is said of it."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron.data.chat.messages import conversation_of
+
+GOOD = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+
+
+def test_three_forms_give_one_conversation():
+    sharegpt = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
+    parts = [GOOD[0], {"role": "assistant", "content": [{"type": "text", "text": "a"}]}]
+    for record in (
+        GOOD,
+        {"messages": GOOD, "id": 3},
+        {"conversations": sharegpt},
+        {"messages": sharegpt},
+        {"messages": parts},
+    ):
+        assert conversation_of(record) == GOOD
+    assert conversation_of({"talk": GOOD, "messages": []}, "talk") == GOOD
+
+
+def test_other_keys_of_a_message_are_kept_and_a_tool_call_needs_no_content():
+    call = {"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}
+    answer = {"role": "tool", "content": "4", "tool_call_id": "1"}
+    assert conversation_of([GOOD[0], call, answer]) == [GOOD[0], {**call, "content": ""}, answer]
+
+
+@pytest.mark.parametrize(
+    ("record", "what"),
+    [
+        (3, "is not a JSON object with a conversation"),
+        ([], "has no messages"),
+        ({"messages": []}, "has no messages"),
+        ({"messages": "q"}, '"messages" is not a list of messages'),
+        ({"text": "q"}, 'has no key "messages" or "conversations" .its keys: "text"'),
+        ([GOOD[0], "a"], "message 2 is not a JSON object"),
+        ([{"content": "q"}], 'message 1 has neither "role" nor "from"'),
+        ([{"role": "bot", "content": "q"}], "message 1 has the unknown role 'bot'"),
+        ([{"role": "gpt", "content": "q"}], "message 1 has the unknown role 'gpt'"),
+        ([{"role": ["user"], "content": "q"}], "message 1 has the unknown role"),
+        ([{"from": "bing", "value": "q"}], "message 1 has the unknown role 'bing'"),
+        ([{"from": {}, "value": "q"}], "message 1 has the unknown role"),
+        ([GOOD[0], {"role": "assistant"}], "the content of message 2 is not text"),
+        ([{"role": "user", "content": [{"type": "image_url"}]}], "content of message 1 is not"),
+        ([GOOD[0], {"role": "assistant", "content": " \n"}], "message 2 .assistant. is empty"),
+        ([GOOD[0], {**GOOD[1], "weight": 0.5}], '"weight" of message 2 is neither 0 nor 1'),
+        ([GOOD[0], {**GOOD[1], "weight": []}], '"weight" of message 2 is neither 0 nor 1'),
+    ],
+)
+def test_a_bad_record_is_described(record, what):
+    with pytest.raises(ValueError, match=what):
+        conversation_of(record)

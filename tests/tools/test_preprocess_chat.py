@@ -1,0 +1,231 @@
+"""tools/preprocess_data.py --chat: what it writes of good and bad conversations, and what
+tools/inspect_data.py shows of it."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron.data.indexed_dataset import IndexedDataset
+from megatron.data.packed.loss_mask import TRAINED_ZERO, is_trained, tokens_of
+from megatron.data.tokenizers.build import ByteTokenizer
+from tests.data.chat.conversations import CONVERSATIONS, EXPECTED
+from tests.load_tool import exit_code, load_tool
+
+PREPROCESS = load_tool("preprocess_data")
+INSPECT = load_tool("inspect_data")
+MERGE = load_tool("merge_datasets")
+BYTES = ["--tokenizer-type", "ByteTokenizer"]
+GOOD = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+
+
+@pytest.fixture(autouse=True)
+def signals_as_they_were() -> Iterator[None]:
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def run(folder: Path, records: list[object], *more: object) -> int:
+    (folder / "in.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    words = ["--input", folder / "in.jsonl", "--output-prefix", folder / "x", *BYTES, "--chat"]
+    if "--chat-template" not in more:
+        words += ["--chat-template", "zephyr"]
+    return exit_code(PREPROCESS.main, *words, *more)
+
+
+def texts(prefix: Path) -> list[str]:
+    """Each document with its trained tokens between « and »; the end of document is </s>."""
+    data = IndexedDataset(prefix)
+    data.check()
+    found = []
+    for number in range(len(data)):
+        stored = np.asarray(data[number], np.int64)
+        text = b""
+        inside = False
+        for token, trained in zip(tokens_of(stored), is_trained(stored), strict=True):
+            text += b"" if trained == inside else "«".encode() if trained else "»".encode()
+            inside = bool(trained)
+            text += b"</s>" if token == ByteTokenizer.eod else bytes([token])
+        found.append((text + "»".encode() * inside).decode())
+    return found
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_every_form_of_record_becomes_ids_with_a_mask(workers, tmp_path, capsys):
+    chats = list(CONVERSATIONS.values())
+    names = {"system": "system", "user": "human", "assistant": "gpt"}
+    sharegpt = [{"from": names[m["role"]], "value": m["content"]} for m in chats[2]]
+    records = [{"messages": chats[0]}, chats[1], {"conversations": sharegpt}]
+    assert run(tmp_path, records, "--workers", workers) == 0
+    assert texts(tmp_path / "x_chat_document") == list(EXPECTED["zephyr"])
+    said = json.loads((tmp_path / "x_chat_document.json").read_text())
+    data = IndexedDataset(tmp_path / "x_chat_document")
+    stored = np.concatenate([np.asarray(data[n], np.int64) for n in range(len(data))])
+    assert said["trained_tokens"] == int(is_trained(stored).sum()) == 7 + 8 + 20 + 2 + 2
+    assert said["tokens"] == len(stored) and said["chat_template"]["name"] == "zephyr"
+    assert data.dtype == np.int32
+    assert f"39 of {len(stored)} tokens are trained" in capsys.readouterr().out
+
+
+def test_id_0_in_an_answer_is_trained(tmp_path):
+    messages = [{"role": "user", "content": "\0"}, {"role": "assistant", "content": "\0"}]
+    assert run(tmp_path, [messages]) == 0
+    stored = np.asarray(IndexedDataset(tmp_path / "x_chat_document")[0])
+    assert (stored == TRAINED_ZERO).sum() == 1 and (stored == 0).sum() == 1
+
+
+BAD = {
+    "no assistant": ([GOOD[0]], "has no assistant message"),
+    "no messages": ({"messages": []}, "has no messages"),
+    "an unknown role": ([{"role": "bot", "content": "x"}], "unknown role 'bot'"),
+    "an empty answer": ([GOOD[0], {"role": "assistant", "content": ""}], "is empty"),
+    "no key": ({"text": "x"}, 'has no key "messages" or "conversations"'),
+    "a special token": (
+        [{"role": "user", "content": "x<|endoftext|>"}, GOOD[1]],
+        "message 1 contains the special token <|endoftext|>",
+    ),
+    "a marker": (
+        [{"role": "user", "content": "x\n<|assistant|>\n"}, GOOD[1]],
+        "message 1 contains the special token <|assistant|>",
+    ),
+    "a role of another template": (
+        [{"role": "tool", "content": "4"}, *GOOD],
+        "zephyr refuses it .TemplateError: zephyr has no role tool",
+    ),
+    "half a pair": ([GOOD[0], {"role": "assistant", "content": "\ud83d"}], "surrogate pair"),
+}
+
+
+@pytest.mark.parametrize("why", BAD)
+def test_a_bad_record_is_one_message_or_counted_and_skipped(why, tmp_path, capsys):
+    record, what = BAD[why]
+    assert run(tmp_path, [GOOD, record, GOOD]) == 1
+    error = capsys.readouterr().err
+    assert error.count("error: ") == 1 and f"{tmp_path}/in.jsonl, line 2: " in error
+    assert what.replace(" .", " (").split("(")[0] in error and "[bad-record]" in error
+    assert not (tmp_path / "x_chat_document.idx").exists()
+    assert run(tmp_path, [GOOD, record, GOOD], "--max-bad-records", 1) == 0
+    assert len(texts(tmp_path / "x_chat_document")) == 2
+    (bad,) = (tmp_path / "x.bad_records.jsonl").read_text().splitlines()
+    assert json.loads(bad)["line"] == 2
+
+
+def test_special_tokens_in_a_message_where_they_are_allowed(tmp_path):
+    messages = [{"role": "user", "content": "x<|endoftext|>y"}, GOOD[1]]
+    assert run(tmp_path, [messages], "--allow-special-tokens") == 0
+    assert texts(tmp_path / "x_chat_document") == ["<|user|>\nx</s>y</s>\n<|assistant|>\n«a</s>»\n"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "what"),
+    [
+        (["--append-eod"], "--append-eod: has no meaning with --chat"),
+        (["--split-sentences"], "--split-sentences: has no meaning with --chat"),
+        (["--json-keys", "a", "b"], "--json-keys a b: --chat reads one"),
+        (["--chat-template", "no_such"], "--chat-template no_such: cannot be read"),
+        (["--chat-template", "internlm2"], "internlm2: uses bos_token, which"),
+    ],
+)
+def test_flags_that_do_not_go_with_chat(flags, what, tmp_path, capsys):
+    assert run(tmp_path, [GOOD], *flags) in (1, 2)
+    assert what in capsys.readouterr().err
+
+
+def test_the_template_needs_chat_and_chat_needs_messages(tmp_path, capsys):
+    (tmp_path / "a.txt").write_text("x")
+    words = ["--input", tmp_path / "a.txt", "--output-prefix", tmp_path / "x", *BYTES]
+    assert exit_code(PREPROCESS.main, *words, "--chat-template", "zephyr") == 2
+    assert "--chat-template: only works with --chat" in capsys.readouterr().err
+    assert exit_code(PREPROCESS.main, *words, "--chat", "--chat-template", "zephyr") == 2
+    assert "a.txt: a text has no messages" in capsys.readouterr().err
+    assert exit_code(PREPROCESS.main, *words, "--chat") == 2
+
+
+def test_a_tokenizer_without_template_and_markers_that_are_text(tmp_path, capsys):
+    (tmp_path / "in.jsonl").write_text(json.dumps(GOOD) + "\n")
+    words = ["--input", tmp_path / "in.jsonl", "--output-prefix", tmp_path / "x", *BYTES, "--chat"]
+    assert exit_code(PREPROCESS.main, *words) == 1
+    assert "--chat-template is missing" in capsys.readouterr().err
+    assert run(tmp_path, [GOOD], "--chat-template", "chatml") == 0
+    assert (
+        "<|im_start|>, <|im_end|> of the template chatml are no tokens" in capsys.readouterr().err
+    )
+    assert texts(tmp_path / "x_chat_document") == [
+        "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n«a<|im_end|>»\n"
+    ]
+
+
+@pytest.mark.peers
+def test_parquet(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    parquet.write_table(pyarrow.table({"talk": [GOOD, GOOD]}), tmp_path / "a.parquet")
+    words = ["--input", tmp_path / "a.parquet", "--output-prefix", tmp_path / "x", *BYTES]
+    words += ["--chat", "--chat-template", "zephyr", "--json-keys", "talk"]
+    assert exit_code(PREPROCESS.main, *words) == 0
+    assert texts(tmp_path / "x_chat_document") == ["<|user|>\nq</s>\n<|assistant|>\n«a</s>»\n"] * 2
+
+
+def test_a_kind_of_text_is_not_resumed_by_another_command(tmp_path):
+    """The work of an interrupted plain run is not taken for that of a chat run."""
+    config, _ = PREPROCESS.read_command_line(
+        ["--input", __file__, "--output-prefix", f"{tmp_path}/x", *BYTES]
+    )
+    job = PREPROCESS.Job(config.tokenizer, ("text",))
+    plain = PREPROCESS._job_identity(config, [], ByteTokenizer(), 1, job)
+    chat = PREPROCESS.replace(job, chat=PREPROCESS.template_for(ByteTokenizer(), "zephyr", None))
+    assert plain.keys() == PREPROCESS._job_identity(config, [], ByteTokenizer(), 1, chat).keys()
+    assert plain != PREPROCESS._job_identity(config, [], ByteTokenizer(), 1, chat)
+
+
+def shown(capsys, *words: object) -> str:
+    assert exit_code(INSPECT.main, "show", *words, *BYTES) == 0
+    return capsys.readouterr().out
+
+
+def test_inspect_data_shows_what_is_trained(tmp_path, capsys):
+    assert run(tmp_path, list(CONVERSATIONS.values())) == 0
+    capsys.readouterr()
+    prefix = tmp_path / "x_chat_document"
+    texts_shown = [
+        text.replace("</s>", "<|endoftext|>").replace("«", "[[").replace("»", "]]")
+        for text in EXPECTED["zephyr"]
+    ]
+    out = shown(capsys, prefix, "--count", 9)
+    lines = "".join(out.splitlines(keepends=True))
+    for text in texts_shown:
+        assert text in lines
+    assert "document 1: " in out and out.count(" trained\n") == 3
+    green = shown(capsys, prefix, "--document", 2, "--color", "always")
+    text = texts_shown[2].replace("[[", "\x1b[32m").replace("]]", "\x1b[0m")
+    assert text in green and "[[" not in green
+    found = json.loads(shown(capsys, prefix, "--document", 2, "--json"))["documents"][0]
+    assert [part["text"] for part in found["parts"] if part["trained"]] == ["a<|endoftext|>"] * 2
+    assert found["trained_tokens"] == 4
+    assert exit_code(INSPECT.main, "show", prefix, "--document", 3, *BYTES) == 1
+    assert "--document 3: " in capsys.readouterr().err
+    assert exit_code(INSPECT.main, "show", prefix, "--document", -1, "--count", 0, *BYTES) == 2
+    assert exit_code(INSPECT.main, "show", prefix) == 2
+
+
+def test_check_and_merge_know_the_loss_mask(tmp_path, capsys):
+    assert run(tmp_path, [GOOD, [GOOD[0], {"role": "assistant", "content": "\0"}]]) == 0
+    prefix = tmp_path / "x_chat_document"
+    capsys.readouterr()
+    assert exit_code(INSPECT.main, "check", prefix, "--all-tokens", "--vocab-size", 257) == 0
+    assert "4 tokens trained" in capsys.readouterr().out
+    assert exit_code(INSPECT.main, "check", prefix, "--vocab-size", 200) == 1
+    merged = tmp_path / "merged"
+    assert exit_code(MERGE.main, "--input", prefix, prefix, "--output-prefix", merged) == 0
+    assert exit_code(INSPECT.main, "check", merged, "--all-tokens") == 0
+    said = json.loads((tmp_path / "x_chat_document.json").read_text())
+    (tmp_path / "x_chat_document.json").write_text(json.dumps({**said, "trained_tokens": 5}))
+    assert exit_code(INSPECT.main, "check", prefix, "--all-tokens") == 1
+    assert "says that 5 tokens are trained" in capsys.readouterr().err
