@@ -29,6 +29,7 @@ _TOKEN = re.compile(
     (?P<word>(?:[^\s'"\\]|\\(?!\r?\n).|'[^']*'|"(?:\\.|[^"\\])*")+)""",
     re.S | re.X,
 )
+_OFF = re.compile("--(no|disable)-")
 _NUMBER = re.compile(r"-(\d|\.\d|inf$|nan$)")
 _CALLED = {int: "a whole number", float: "a number"}
 _SHOWN = {int: "N", float: "X", str: "TEXT"}
@@ -306,8 +307,23 @@ class Parser:
         )
 
     def find(self, spelling: str) -> Flag | None:
-        """The flag of that spelling."""
-        return self.by_spelling.get(spelling) or self.every_spelling.get(spelling)
+        """The flag of that spelling. What switches something off may begin with --no- or
+        --disable-, followed by the rest of its spelling or the name of its field."""
+        found = self.by_spelling.get(spelling) or self.every_spelling.get(spelling)
+        match = _OFF.match(spelling)
+        return found or (self._off.get(spelling[match.end() :]) if match else None)
+
+    @functools.cached_property
+    def _off(self) -> dict[str, Flag]:
+        """The switches whose spelling begins with --no- or --disable-, by what follows."""
+        found = {}
+        for spelling, flag in self.every_spelling.items():
+            match = _OFF.match(spelling)
+            if match and flag.kind in ("switch", "off"):
+                found[spelling[match.end() :]] = flag
+                if flag.kind == "off":
+                    found.setdefault(flag.name.replace("_", "-"), flag)
+        return found
 
     def help(self) -> str:
         """The text for --help: every flag of the sections, with its default."""

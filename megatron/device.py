@@ -162,6 +162,11 @@ def allow_tf32(device: torch.device) -> None:
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
 
 
+def sum_bf16_in_fp32() -> None:
+    """On CUDA, bf16 GEMMs that are split sum their parts in fp32."""
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+
+
 def has_fp8(device: torch.device) -> bool:
     """Whether this device has FP8 GEMMs (CUDA, compute capability 8.9 or newer)."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)

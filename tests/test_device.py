@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import subprocess
 import sys
@@ -11,6 +13,8 @@ import pytest
 import torch
 
 from megatron import device
+from tests.forkrun import run_ranks
+from tests.runs import SMALL, plot, with_flags
 
 CPU = torch.device("cpu")
 
@@ -220,6 +224,19 @@ def test_determinism(monkeypatch, deterministic, benchmark, cudnn):
     assert torch.backends.cudnn.benchmark is benchmark
     assert torch.backends.cudnn.deterministic is (cudnn or deterministic)
     assert os.environ.get("CUBLAS_WORKSPACE_CONFIG") == (":4096:8" if deterministic else None)
+
+
+def bf16_sums(rank: int, world: int, flags: list[str]) -> bool:
+    """Train, and say whether bf16 GEMMs may then sum in bf16."""
+    words = [*with_flags(SMALL, "--eval-iters", "0"), "--mock-data", "--train-iters", "4"]
+    with contextlib.redirect_stdout(io.StringIO()):
+        plot().main([*words, *flags])
+    return torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction
+
+
+def test_bf16_sums_of_a_run():
+    assert run_ranks(1, bf16_sums, []) == [True]
+    assert run_ranks(1, bf16_sums, ["--disable-bf16-reduced-precision-matmul"]) == [False]
 
 
 FAULTS = """

@@ -89,7 +89,6 @@ class LoggingConfig:
     log_loss_scale_to_tensorboard: bool = arg(
         True,
         off="--no-log-loss-scale-to-tensorboard",
-        alias=("--disable-log-loss-scale-to-tensorboard",),
         help="do not write the loss scale to TensorBoard",
     )
     log_validation_ppl_to_tensorboard: bool = arg(

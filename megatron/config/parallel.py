@@ -80,7 +80,7 @@ class ParallelConfig:
         "p2p",
         dump=False,
         help="context-parallel communication of keys and values: p2p (ring attention) or "
-        "all_gather; the others are not supported",
+        "all_gather; with the others p2p is used",
     )
     expert_model_parallel_size: int = arg(1, help="expert-parallel size (only 1 is supported)")
     sequence_parallel: bool = arg(

@@ -38,6 +38,9 @@ class PrecisionConfig:
     )
     hysteresis: int = arg(2, help="number of overflows before the dynamic loss scale falls")
     tf32: bool = arg(False, help="fp32 GEMMs with TF32 inputs, on CUDA", dump=False)
+    disable_bf16_reduced_precision_matmul: bool = arg(
+        False, dump=False, help="on CUDA, bf16 GEMMs sum partial results in fp32 only"
+    )
     fp16_lm_cross_entropy: bool = arg(False, help="compute the cross entropy in fp16, with --fp16")
     accumulate_allreduce_grads_in_fp32: bool = arg(
         False, help="accumulate and reduce gradients in fp32 (always so with --bf16)"

@@ -134,7 +134,6 @@ class TrainingConfig:
     manual_gc_eval: bool = arg(
         True,
         off="--no-manual-gc-eval",
-        alias=("--disable-manual-gc-eval",),
         help="with --manual-gc: no garbage collection before and after evaluation",
     )
     train_range_to_skip: tuple[str, ...] | None = arg(

@@ -36,6 +36,10 @@ class Config:
 
     @property
     def attention_backend(self) -> str:
-        """The kind of attention that is used: context parallelism has its own kernels, whatever
-        was requested."""
-        return "auto" if self.parallel.context_parallel_size > 1 else self.kernels.attention
+        """The kind of attention that is used: context parallelism and dropout have kernels of their
+        own, whatever was requested."""
+        backend = self.kernels.attention
+        fused = backend in ("flash", "fused")
+        if self.parallel.context_parallel_size > 1 or fused and self.model.attention_dropout > 0:
+            return "auto"
+        return backend

@@ -50,7 +50,7 @@ class ParallelContext:
         self.rank = rank
         self._timeout = timedelta(minutes=config.distributed_timeout_minutes)
         self.sequence_parallel = config.sequence_parallel and tp > 1
-        self.cp_comm_type = config.cp_comm_type
+        self.cp_comm_type = "all_gather" if config.cp_comm_type == "all_gather" else "p2p"
         if config.use_tp_pp_dp_mapping:
             grid = torch.arange(world_size).view(-1, pp, cp, tp).transpose(0, 1)
         else:

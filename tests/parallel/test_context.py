@@ -128,6 +128,11 @@ def test_one_process_needs_no_process_group():
     ] and not c.sequence_parallel
 
 
+def test_all_to_all_of_context_parallel_ranks_is_the_ring(made):
+    for asked, used in (("a2a", "p2p"), ("a2a+p2p", "p2p"), ("all_gather", "all_gather")):
+        assert {c.cp_comm_type for c in grid(2, cp=2, cp_comm_type=asked)} == {used}
+
+
 def test_sequence_parallel_is_off_without_tensor_parallel(made):
     on = ParallelContext(ParallelConfig(tensor_model_parallel_size=2, sequence_parallel=True), 2, 0)
     off = ParallelContext(ParallelConfig(sequence_parallel=True), 2, 0)

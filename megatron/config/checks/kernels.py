@@ -31,12 +31,6 @@ def rule(f: Facts) -> Iterator[str]:
 
 def _fused(f: Facts, asked: str, backend: str) -> Iterator[str]:
     """What one fused kernel over the whole sequence cannot do."""
-    if f["attention_dropout"] > 0:
-        yield (
-            f"{asked}: would drop by a generator of its own, whose masks a resumed run does not "
-            f"repeat, and there is {f.say('attention_dropout')}; add --attention-dropout 0 "
-            "[fused-attention-with-dropout]"
-        )
     if backend == "flash" and not (f["fp16"] or f["bf16"]):
         yield f"{asked}: computes in fp16 and bf16 only; add --bf16 [flash-attention-needs-16-bit]"
     if backend == "flash" and f["device"] == "cpu":
@@ -91,11 +85,18 @@ def notes(f: Facts) -> Iterator[str]:
             name = "use_flash_attn"
         elif f[name] == "auto":
             name = "masked_softmax_fusion"
-        yield (
-            f"{f.say(name)}: no effect with --context-parallel-size {f['context_parallel_size']}, "
-            "whose attention over blocks of keys has its own kernels and the same results "
-            "[attention-backend-with-context-parallel]"
-        )
+        if f["context_parallel_size"] > 1:
+            yield (
+                f"{f.say(name)}: no effect with --context-parallel-size "
+                f"{f['context_parallel_size']}, whose attention over blocks of keys has its own "
+                "kernels and the same results [attention-backend-with-context-parallel]"
+            )
+        else:
+            yield (
+                f"{f.say(name)}: no effect with {f.say('attention_dropout')}: its dropout masks "
+                "could not be repeated by a resumed run; the built-in kernels are used, which are "
+                "slower (--attention-dropout 0 avoids them) [fused-attention-with-dropout]"
+            )
     if (
         f["transformer_impl"] == "transformer_engine"
         and f["fp8"] is not None

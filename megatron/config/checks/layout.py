@@ -42,6 +42,15 @@ def rule(f: Facts) -> Iterator[str]:
         )
 
 
+def notes(f: Facts) -> Iterator[str]:
+    """Warnings about settings that no rule forbids."""
+    if f["context_parallel_size"] > 1 and f["cp_comm_type"] in ("a2a", "a2a+p2p"):
+        yield (
+            f"{f.say('cp_comm_type')}: p2p is used (keys and values go round a ring while blocks "
+            "are computed), with the same results [cp-comm-type-not-supported]"
+        )
+
+
 def _tensor_parallel(f: Facts) -> Iterator[str]:
     """What is cut into equal parts must be a multiple of their number."""
     tp = f["tensor_model_parallel_size"]
@@ -74,11 +83,6 @@ def _tensor_parallel(f: Facts) -> Iterator[str]:
 def _sequence(f: Facts) -> Iterator[str]:
     """Context parallelism cuts a sequence into two chunks for each rank, sequence parallelism a
     rank's share once more."""
-    if f["cp_comm_type"] not in ("p2p", "all_gather"):
-        yield (
-            f"{f.say('cp_comm_type')}: not supported; use p2p (keys and values go round a ring "
-            "while blocks are computed) or all_gather [cp-comm-type-not-supported]"
-        )
     sizes = ("tensor_model_parallel_size", "context_parallel_size")
     if not f.ok("seq_length", *sizes):
         return

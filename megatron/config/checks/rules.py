@@ -161,6 +161,11 @@ _NEEDED = (
         lambda v: v["moe_router_load_balancing_type"] == "aux_loss",
     ),
     (
+        "recompute_method recompute_num_layers",
+        "--recompute-granularity full",
+        lambda v: v["recompute_granularity"] or v["recompute_activations"],
+    ),
+    (
         "weight_decay",
         "--weight-decay-incr-style constant (--start-weight-decay and --end-weight-decay set it)",
         lambda v: v["weight_decay_incr_style"] == "constant",
@@ -333,6 +338,7 @@ def notes(config: Config, world_size: int, typed: Collection[str] = ()) -> list[
             f"{facts.say('control_file')}: nothing can be saved without --save: save has no "
             "effect, and stop ends the run without a checkpoint [control-file-without-save]"
         )
+    found += check_layout.notes(facts)
     found += check_ddp.notes(config.parallel, world_size)
     found += check_kernels.notes(facts)
     found += _skip_ranges(facts)[1]
@@ -693,7 +699,7 @@ def _recompute(f: Facts) -> Iterator[str]:
         )
     elif f["recompute_granularity"] == "full":
         yield from _full_recompute(f)
-    else:
+    elif f["recompute_activations"] or f["recompute_granularity"]:
         for name in ("recompute_method", "recompute_num_layers"):
             if f[name] is not None:
                 yield (

@@ -1,11 +1,12 @@
 """Megatron's flags that are not flags of this suite, as data; `flags.py` reads the table.
 
 A row is `FLAG ... | REASON`, and an indented line continues it. FLAG is `NAME=DEFAULT`, where an
-empty default is None, a default of True makes a flag that switches off (`--no-NAME`), `NAME:TYPE`
-gives the type where the default does not show it, `!VALUE` is another value that needs no note,
-`?VALUE` the only one that is accepted in addition to the default, and `,--SPELLING` replaces the
-spelling made from the name (several are aliases). REASON `&KEY` is the text in REASONS. A line
-`[VERDICT]` says what happens to the flags below it:
+empty default is None, a default of True makes a flag that switches off (`--no-NAME`, which may
+always be written `--disable-NAME`, and the reverse), `NAME:TYPE` gives the type where the default
+does not show it, `!VALUE` is another value that needs no note, `?VALUE` the only one that is
+accepted beside the default, and `,--SPELLING` replaces the spelling made from the name (several
+are aliases). REASON `&KEY` is the text in REASONS. A line `[VERDICT]` says what happens to the
+flags below it:
 
 note     accepted: the numbers of the run are the same without it
 more     accepted: less precision or memory was requested than is used; REASON is what it costs
@@ -67,10 +68,7 @@ retro_add_retriever=False retro_attention_gate=1 retro_cyclic_train_iters=
   | Retro is not trained here, only GPT; omit the flag
 
 [refused dumped]
-adlr_autoresume=False
-  | that service runs on NVIDIA's cluster; use --exit-signal-handler and the same command again
-fp8_interval=1 | delayed scales follow every step; omit the flag
-fp8_wgrad=True,--no-fp8-wgrad,--disable-fp8-wgrad
+fp8_wgrad=True
   | all three GEMMs of a linear layer run in FP8; omit the flag
 lazy_mpu_init= | process groups are always made at the start; omit the flag
 spec:list= | the layers of the model are those of megatron/model; change them there
@@ -78,14 +76,15 @@ standalone_embedding_stage=False | &ends
 
 [note dumped]
 moe_grouped_gemm=False | &one
-adlr_autoresume_interval=1000 | there is no --adlr-autoresume
+adlr_autoresume=False adlr_autoresume_interval=1000
+  | that service runs on NVIDIA's cluster; --exit-signal-handler saves before a job ends
+fp8_interval=1 | delayed scales follow every step, as in Megatron, which ignores it too
 async_tensor_model_parallel_allreduce=True
   | they are always reduced while weight gradients are computed
 barrier_with_L1_time=True,--no-barrier-with-level-1-timing
   | timers never make one rank wait for another
 bias_dropout_fusion=True no_persist_layer_norm=False | &one
-clone_scatter_output_in_embedding=True,--no-clone-scatter-output-in-embedding,
-  --disable-clone-scatter-output-in-embedding
+clone_scatter_output_in_embedding=True
   | the slice is a tensor of its own and keeps no other memory
 data_parallel_random_init=False
   | all ranks draw the same weights, from the seed and the name of each parameter
@@ -99,10 +98,10 @@ onnx_safe= | nothing is exported to ONNX
 perform_initialization=True,--no-initialization | weights are always drawn (--load overwrites them)
 scatter_gather_tensors_in_pipeline=True use_ring_exchange_p2p=False
   | stages exchange whole hidden states (with --sequence-parallel the part of each rank)
-tp_comm_bulk_dgrad=True,--disable-tp-comm-bulk-dgrad,--no-tp-comm-bulk-dgrad
-  tp_comm_bulk_wgrad=True,--disable-tp-comm-bulk-wgrad,--no-tp-comm-bulk-wgrad
-  tp_comm_split_ag=True,--disable-tp-comm-split-ag,--no-tp-comm-split-ag
-  tp_comm_split_rs=True,--disable-tp-comm-split-rs,--no-tp-comm-split-rs
+tp_comm_bulk_dgrad=True,--disable-tp-comm-bulk-dgrad
+  tp_comm_bulk_wgrad=True,--disable-tp-comm-bulk-wgrad
+  tp_comm_split_ag=True,--disable-tp-comm-split-ag
+  tp_comm_split_rs=True,--disable-tp-comm-split-rs
   tp_comm_overlap=False tp_comm_overlap_cfg= | &engine
 use_cpu_initialization:switch=
   | weights are always drawn on the CPU, identically for any number of ranks
@@ -113,15 +112,63 @@ distribute_saved_activations=False
   | every tensor-parallel rank keeps the inputs of its layers whole; --sequence-parallel splits them
 
 [note]
-align_grad_reduce=True,--no-align-grad-reduce,--disable-align-grad-reduce | &bucket
-align_param_gather=True,--no-align-param-gather,--disable-align-param-gather
-  overlap_param_gather_with_optimizer_step=False | &gather
+use_legacy_models=False | there is one model, with megatron-core's parameter names
+trust_remote_code=False | no code of a tokenizer's folder is run; tokenizer.json is read
+hierarchical_context_parallel_sizes:list=
+  | context-parallel ranks form one ring, with the same results
+no_attention_softmax_in_fp32=False | the softmax is always computed in fp32
+relative_attention_num_buckets=32 relative_attention_max_distance=128 mrope_section:list=
+  | only positions of other kinds read it
+cache_mla_latents=False flash_decode=False use_legacy_static_engine=False mlp_chunks_for_prefill=1
+  symmetric_ar_type= | only Megatron's own generation reads it
+enable_msc=True,--disable-msc | data are read from files
+dump_param_to_param_group_map= save_config_filepath= save_params_interval:int=
+  save_activations_interval:int= save_wgrads_interval:int= save_dgrads_interval:int=
+  save_tokens_per_expert_interval:int= save_tokenizer_assets=True
+  | no such files are written; the log and every checkpoint have all flags
+gpu_sniff_test_interval:int= | devices are not tested during the run
+exit_signal_handler_for_dataloader=False exit_signal_handler_for_training=False
+  | data workers leave signals to the training process, which handles them
+validation_set_names:list= | validation sets are numbered in the order of --valid-data-path
+log_throughput_to_tensorboard=False throughput_window_size=100 memory_keys=
+  log_device_memory_used=False log_l2_norm_grad_to_tensorboard=False log_max_attention_logit=False
+  log_runtime_to_tensorboard=False runtime_time_unit=hours log_per_layer_resource_usage=False
+  log_per_layer_resource_usage_interval:int=
+  | it is not logged; --log-throughput and --metrics-file have the numbers of every iteration
+filter_warnings=True modules_to_filter:list= set_level_for_all_loggers=False
+  | warnings are always printed
+async_ckpt_cpu_priority=10 async_ckpt_io_priority=3
+  | the writer process of --async-save has the priority of its parent
+ckpt_fully_parallel_load_exchange_algo=broadcast ckpt_fully_parallel_save_process_group=dp
+  ckpt_fully_parallel_load_process_group=dp ckpt_fully_parallel_save_replicate_local=False
+  ckpt_fully_parallel_load_replicate_local=False ckpt_load_validate_sharding_integrity=True
+  hetereogenous_dist_checkpoint=False load_main_params_from_ckpt=False universal_checkpoint=False
+  | checkpoints have one format, which any number of ranks can read
+tokenizer_metadata= tokenizer_sentencepiece_legacy=False
+  tokenizer_sentencepiece_ignore_extra_whitespaces=True tokenizer_hf_no_use_fast=False
+  tokenizer_hf_no_include_special_tokens=False
+  | text was tokenized by tools/preprocess_data.py; training only reads the size of the vocabulary
+pytorch_profiler_collect_chakra=False | --profile --use-pytorch-profiler writes a Chrome trace
+high_priority_a2a_comm_stream=False | &nccl
+use_fused_weighted_squared_relu=False use_fused_mlp=False use_inference_optimized_layers=False
+  fallback_to_eager_attn=False mla_down_proj_fusion=False fused_single_qkv_rope=False
+  memory_efficient_layer_norm=False batch_p2p_comm=True batch_p2p_sync=True
+  deallocate_pipeline_outputs=False ep_overlap_early_attn_memory_release=False
+  overlap_dispatch_backward_with_experts_wgrad=False cpu_torch_adam=False | &one
+optimizer_cuda_graph=False | &compiled
+tp_only_amax_red=False | &engine
+store_param_remainders=True | main weights are whole fp32 numbers
+beta_fast=32.0 beta_slow=1.0 | only YaRN and latent attention read it
+max_padding_length= | samples are never padded
+codecarbon_dir= log_level= log_level_replica= | it is not logged
+align_grad_reduce=True | &bucket
+align_param_gather=True overlap_param_gather_with_optimizer_step=False | &gather
 app_tag_run_name= app_tag_run_version=0.0.0 config_logger_dir=''
   enable_one_logger=True,--no-one-logger | nothing is sent to a logging service
 ddp_average_in_collective=False gradient_reduce_div_fusion=True
   | gradients are divided by the global number of tokens after they are summed
 ddp_pad_buckets_for_high_nccl_busbw=False ddp_reduce_scatter_with_fp32_accumulation=False
-  disable_jit_fuser=False jit_fuser=True,--no-jit-fuser | &one
+  disable_jit_fuser=False | &one
 calculate_per_token_loss=False
   | loss and gradients are always divided by the global number of tokens
 cross_entropy_loss_fusion=False cross_entropy_fusion_impl=native
@@ -194,6 +241,13 @@ sync_tp_duplicated_parameters=False
   | parameters that tensor-parallel ranks share have equal gradients on all of them
 
 [more]
+activation_func_fp8_input_store=False | inputs of activation functions are kept in 16 bits
+cpu_offloading=False cpu_offloading_activations=True cpu_offloading_weights=False
+  cpu_offloading_double_buffering=False min_offloaded_tensor_size=1048576
+  activation_offload_fraction=1.0 delta_offload_bytes_across_pp_ranks=0
+  delay_offload_until_cuda_graph=False memory_centric_tiled_linear=False
+  | activations and weights stay on the device
+use_bnb_optimizer=False | moments are fp32, not 8 bits
 fp8_param_gather=False
   | weights are gathered in 16 bits and cast to FP8 by each rank: twice the bytes
 grad_reduce_in_bf16=False main_grads_dtype=fp32
@@ -223,7 +277,10 @@ activations_checkpoint_method= checkpoint_method=
 checkpoint_activations=False
   | --recompute-granularity full --recompute-method uniform --recompute-num-layers 1
 fp32_allreduce=False | --accumulate-allreduce-grads-in-fp32
+allgather_cp=False | --cp-comm-type all_gather
 layernorm_epsilon:float= | --norm-epsilon {}
+most_recent_k=-1 | --keep-last {}
+no_weight_decay_cond_type=?qwen3_next?apply_wd_to_qk_layernorm | --apply-wd-to-qk-layernorm
 non_persistent_save_interval:int= | --snapshot-interval {}
 non_persistent_global_ckpt_dir= non_persistent_local_ckpt_dir= | --snapshot-dir {}
 num_key_value_heads:int= | --group-query-attention --num-query-groups {}
@@ -237,7 +294,40 @@ use_flash_attn_v1=False,--use-flash-attn-v1,--use-flash-attn-v2,--use-flash-attn
 zero_stage=0?1 | --use-distributed-optimizer
 
 [refused]
-hierarchical_context_parallel_sizes:list= | context-parallel ranks form one ring; omit the flag
+hybrid_context_parallel=False dynamic_context_parallel=False max_seqlen_per_dp_cp_rank:int=
+  min_hybrid_context_parallel_size:int= min_dynamic_context_parallel_size:int=
+  sequence_packing_scheduler= | every sequence has --seq-length tokens; omit the flag
+suggested_communication_unit_size:int= enable_full_sharding_in_hsdp=False use_custom_fsdp=False
+  preserve_fp32_weights=True | &sharding
+encoder_tensor_model_parallel_size=0 encoder_pipeline_model_parallel_size=0
+  | there is no encoder; omit the flag
+qk_l2_norm=False qk_clip=False qk_clip_alpha=0.5 qk_clip_threshold=100.0
+  | use --qk-layernorm to keep attention scores small
+softmax_scale:float= | scores are divided by the square root of the head dimension; omit the flag
+glu_activation= | use --swiglu or --geglu
+is_hybrid_model=False mamba_mem_eff_path=True,--disable-mamba-mem-eff-path
+  use_mamba_mem_eff_path=True enable_hyper_connections=False num_residual_streams=1
+  mlp_type=standard | &layers
+use_kitchen=False use_kitchen_attention=False kitchen_attention_backend=
+  kitchen_config_file= kitchen_recipe_number:int= quant_recipe= | &fp8
+decoupled_weight_decay=True
+  | Adam decays weights apart from the gradient (AdamW); omit the flag
+use_layer_wise_distributed_optimizer=False
+  | use --use-distributed-optimizer --zero-partition whole-params
+batch_invariant_mode=False | use --deterministic-mode
+allow_ambiguous_pad_tokens=False
+  | no token is taken for padding; use --eod-mask-loss to leave out the loss of the end of documents
+tokenizer_special_tokens:list= | use --tiktoken-special-tokens
+phase_transition_iterations:list= | the data order has no phases; use --continue-data-mix
+freeze_all_layers=False freeze_base_model_for_mtp=False | all weights are trained; omit the flag
+blend_sample_in_corpus=False shuffle_sample_in_corpus=False
+  | samples of all data sets are mixed by their weights; use --data-path
+train_mode=pretrain | only pretraining is done here; omit the flag
+dataset=!MMAP | use --data-path with data of tools/preprocess_data.py
+patch_tokenizer_type= extra_vocab_size:int=
+  | use --tokenizer-type HuggingFaceTokenizer --tokenizer-model PATH, or --vocab-size
+reweight_loss_based_on_position_frequency=False loss_on_targets_only=False
+  | every token has the same weight in the loss; omit the flag
 ds_sequence_parallel_size=1 | use --context-parallel-size
 pp_partition_method= | &ends
 data_parallel_sharding_strategy=no_shard!optim_grads_params outer_dp_sharding_strategy=no_shard
@@ -259,31 +349,29 @@ no_rope_freq= | every layer rotates its queries and keys; omit the flag
 softmax_type=vanilla | there are no attention sinks; omit the flag
 quick_geglu=False enable_gpt_oss=False activation_func_clamp_value= glu_linear_offset=0.0
   | use --geglu (its GELU is the tanh form) or --swiglu
-disable_bf16_reduced_precision_matmul=False
-  | torch chooses how a GEMM sums; omit the flag, or use --device cpu
 fp4=,--fp4-format | there are no FP4 kernels; use --bf16
 first_last_layers_bf16=False num_layers_at_start_in_bf16=1 num_layers_at_end_in_bf16=1
   | every layer runs in FP8 with --fp8-format; use --bf16 alone
 dataloader_inter_document_masking=False | use --reset-attention-mask and --reset-position-ids
 fim_data=False | samples are plain left-to-right text; omit the flag
 object_storage_cache_path= | data are read from files; copy them to a disk first
-data_file_list= train_weighted_split_paths_path= valid_weighted_split_paths_path=
+data_file_list= train_weighted_split_paths:list= valid_weighted_split_paths:list=
+  test_weighted_split_paths:list= train_weighted_split_paths_path=
+  valid_weighted_split_paths_path= test_weighted_split_paths_path=
   | use --data-args-path FILE, a file of `weight prefix` pairs
 train_tokens= lr_decay_tokens= lr_warmup_tokens=
   | use --train-samples, --lr-decay-samples, --lr-warmup-samples: tokens divided by --seq-length
 tokenizer_file= tokenizer_name_or_path=
   | use --tokenizer-type HuggingFaceTokenizer --tokenizer-model PATH
 padded_vocab_size= pad_vocab_size_to= | use --make-vocab-size-divisible-by
-pad_vocab_size=True,--no-pad-vocab-size,--disable-pad-vocab-size
+pad_vocab_size=True
   | use --make-vocab-size-divisible-by 1
 ckpt_convert_format= ckpt_convert_save=
   | use tools/convert_checkpoint.py, which needs no GPU and no launcher
 pretrained_checkpoint= | use --load DIR --finetune
 override_ckpt_iteration=
   | iterations are not renumbered; use --ckpt-step, or --finetune to start from iteration 0
-use_legacy_models=False | there is one model, with megatron-core's parameter names; omit the flag
 exit_signal=SIGTERM!SIGUSR1 | use --exit-signal-handler, which watches SIGTERM and SIGUSR1
-trust_remote_code=False | no code is taken from tokenizer files; convert the tokenizer first
 hybrid_layer_pattern= | &layers
 yaml_cfg= | write the flags into a text file and give @FILE
 sft=False perform_rl_step=False | only pretraining samples are made; omit the flag
@@ -311,21 +399,34 @@ PREFIXES: tuple[tuple[str, str, str], ...] = (
     ("refused", "--fp8- --fp4- --te- --keep-fp8-", "&fp8"),
     ("refused", "--use-flash-attn", "use --use-flash-attn, or --attention-backend flash"),
     ("note", "--tp-comm- --no-tp-comm- --disable-tp-comm-", "&engine"),
+    ("note", "--yarn-", "only YaRN and latent attention read it"),
+    ("note", "--inference- --decode-only-cuda-", "only Megatron's own generation reads it"),
+    ("note", "--otel- --opentelemetry- --enable-otel", "nothing is sent to a logging service"),
+    ("note", "--fault-injector- --gpu-sniff-", "no faults are injected, and no devices are tested"),
     ("note", "--wandb- --one-logger- --no-one-logger-", "&wandb"),
     ("refused", "--bert- --retro- --vision- --dino- --ict- --biencoder- --retriever-", "&gpt"),
-    ("refused", "--mamba- --hybrid- --heterogeneous- --linear-attention- --dsa-", "&layers"),
+    ("refused", "--mamba- --hybrid- --heterogeneous- --linear- --dsa- --csa- --kda-", "&layers"),
+    ("refused", "--mhc- --hyper-connection- --engram-", "&layers"),
+    ("refused", "--mtp-", "only the next token is predicted; omit the flag"),
+    ("refused", "--mup-", "muP is not supported; set --init-method-std and --lr yourself"),
+    (
+        "refused",
+        "--curriculum- --data-efficiency- --random-ltd --compression-",
+        "every sample is read whole, in one order; omit the flag",
+    ),
     ("refused", "--experimental-attention- --kimi- --gated-delta-", "&layers"),
     ("refused", "--muon- --soap- --lion- --adaptive-muon-", "&muon"),
     ("refused", "--fim-", "samples are plain left-to-right text; omit the flag"),
     (
         "refused",
-        "--rl- --grpo- --langrl- --inference- --export- --sft- --distillation-",
+        "--rl- --no-rl- --grpo- --langrl- --no-langrl- --export- --sft- --distillation- --logits- "
+        "--kd- --mos",
         "only pretraining is done here; omit the flag",
     ),
     ("refused", "--deepspeed --zero- --ds-", "DeepSpeed is not used; omit its flags"),
     ("note", "--ft- --inprocess- --straggler- --enable-ft- --calc-ft-", "&restart"),
     ("note", "--cuda-graph --enable-cuda-graph --external-cuda-graph", "&compiled"),
-    ("refused", "--fsdp- --megatron-fsdp- --torch-fsdp", "&sharding"),
+    ("refused", "--fsdp- --megatron-fsdp- --torch-fsdp --gtp-", "&sharding"),
 )
 
 # What other suites call our flags.

@@ -128,6 +128,8 @@ def initialize(config: Config, rendezvous: Rendezvous | None = None) -> Runtime:
     )
     if config.precision.tf32:
         devices.allow_tf32(device)
+    if config.precision.disable_bf16_reduced_precision_matmul:
+        devices.sum_bf16_in_fp32()
     log.detail("> initializing torch distributed ...")
     if world_size > 1 and not dist.is_initialized():
         backend = parallel.distributed_backend or devices.default_backend(training.device)

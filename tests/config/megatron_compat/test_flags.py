@@ -264,6 +264,11 @@ BASE = (
         ("--disable-manual-gc-eval", "--no-manual-gc-eval"),
         ("--disable-log-loss-scale-to-tensorboard", "--no-log-loss-scale-to-tensorboard"),
         ("--normalization rmsnorm", "--normalization RMSNorm"),
+        ("--most-recent-k 3 --save s --save-interval 5", "--keep-last 3"),
+        (
+            "--no-weight-decay-cond-type qwen3_next --qk-layernorm",
+            "--apply-wd-to-qk-layernorm --qk-layernorm",
+        ),
     ],
 )
 def test_what_is_read_in_place_of_another_flag(typed, expected):
@@ -271,6 +276,37 @@ def test_what_is_read_in_place_of_another_flag(typed, expected):
     got = command_line.read([*BASE.split(), *typed.split(), "--dry-run"], {}).config
     want = command_line.read([*BASE.split(), *expected.split(), *kept.split(), "--dry-run"], {})
     assert got == want.config
+
+
+SWITCHED_OFF = [
+    flag
+    for flag in [*OURS.values(), *PARSER.others.flags]
+    if flag.kind in ("off", "switch") and flag.spelling.startswith(("--no-", "--disable-"))
+]
+
+
+@pytest.mark.parametrize("flag", SWITCHED_OFF, ids=[flag.spelling for flag in SWITCHED_OFF])
+def test_what_switches_off_has_both_spellings(flag):
+    """Megatron's newest versions accept --no-X and --disable-X, X also being the field's name."""
+    rest = flag.spelling.removeprefix("--no-").removeprefix("--disable-")
+    for word in {rest, flag.name.replace("_", "-") if flag.kind == "off" else rest}:
+        for start in ("--no-", "--disable-"):
+            parsed = parse(PARSER, [start + word])
+            assert not parsed.problems and parsed.typed == {flag.name: flag.kind == "switch"}
+
+
+def test_a_flag_with_a_value_has_one_spelling():
+    [line] = parse(PARSER, ["--disable-rope-freq", "4"]).problems
+    assert_problem(line, "flag-unknown", "--disable-rope-freq")
+
+
+def test_fused_attention_with_dropout_is_the_built_in_one():
+    for flags in (["--attention-backend", "fused"], ["--use-flash-attn", "--bf16"]):
+        line = command_line.read([*BASE.split(), *flags, "--dry-run"], {})
+        assert line.config.attention_backend == "auto"
+        assert [n for n in line.notes if code_of(n) == "fused-attention-with-dropout"]
+        line = command_line.read([*BASE.split(), *flags, "--attention-dropout", "0"], {})
+        assert line.config.attention_backend == line.config.kernels.attention != "auto"
 
 
 def test_a_schedule_of_batch_sizes_may_be_several_words():

@@ -11,6 +11,7 @@ import pytest
 
 from megatron.config import command_line
 from megatron.config.plan.plan import make_plan
+from megatron.config.plan.report import describe
 from tests.problems import code_of
 
 FLAGGED = ("megatron-flag-not-supported", "value-not-a-choice", "parallelism-not-supported")
@@ -64,16 +65,17 @@ def test_a_recipe_is_accepted_or_every_flag_that_stops_it_is_named(recipe, capsy
 
 
 def test_most_of_the_recipes_are_accepted():
-    assert len(RECIPES) == 30 and sum(not recipe.refused for recipe in RECIPES) == 21
+    assert len(RECIPES) == 33 and sum(not recipe.refused for recipe in RECIPES) == 24
 
 
 LLAMA = (
     "--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear "
     "--group-query-attention"
 )
+UNTIED = " --untie-embeddings-and-output-weights"
+FP8 = f"{LLAMA}{UNTIED} --kv-channels 128 --apply-layernorm-1p --bf16 --fp8-format hybrid"
 QWEN2 = f"{LLAMA} --add-qkv-bias"
 QWEN3 = f"{LLAMA} --qk-layernorm --kv-channels 128"
-UNTIED = " --untie-embeddings-and-output-weights"
 
 
 class Model(NamedTuple):
@@ -93,6 +95,7 @@ class Model(NamedTuple):
 MODELS = {
     "GPT-3 175B": Model(96, 12288, 49152, 96, 96, 51200, "", 174_615_846_912),
     "Llama 3 8B": Model(32, 4096, 14336, 32, 8, 128256, LLAMA + UNTIED, 8_030_261_248),
+    "Llama 3 8B, FP8": Model(32, 4096, 14336, 32, 8, 128256, FP8, 8_030_261_248),
     "Llama 3 70B": Model(80, 8192, 28672, 64, 8, 128256, LLAMA + UNTIED, 70_553_706_496),
     "Llama 3.2 3B": Model(28, 3072, 8192, 24, 8, 128256, LLAMA, 3_212_749_824),
     "Apertus script 8B": Model(32, 4096, 14336, 32, 8, 131072, LLAMA + UNTIED, 8_053_329_920),
@@ -101,6 +104,8 @@ MODELS = {
     "Qwen2.5 1.5B": Model(28, 1536, 8960, 12, 2, 151936, QWEN2, 1_543_714_304),
     "Qwen2.5 3B": Model(36, 2048, 11008, 16, 2, 151936, QWEN2, 3_085_938_688),
     "Qwen2.5 7B": Model(28, 3584, 18944, 28, 4, 152064, QWEN2 + UNTIED, 7_615_616_512),
+    "Qwen2.5 14B": Model(48, 5120, 13824, 40, 8, 152064, QWEN2 + UNTIED, 14_770_033_664),
+    "Qwen2.5 72B": Model(80, 8192, 29568, 64, 8, 152064, QWEN2 + UNTIED, 72_706_203_648),
     "Qwen2.5 32B": Model(64, 5120, 27648, 40, 8, 152064, QWEN2 + UNTIED, 32_763_876_352),
     "Qwen3 0.6B": Model(28, 1024, 3072, 16, 8, 151936, QWEN3, 596_049_920),
     "Qwen3 1.7B": Model(28, 2048, 6144, 16, 8, 151936, QWEN3, 1_720_574_976),
@@ -122,4 +127,6 @@ def test_a_known_model_has_its_published_number_of_parameters(name):
     ).split()
     if m.groups != m.heads:
         words += ["--num-query-groups", str(m.groups)]
-    assert plan_of(words, 1).num_parameters == m.parameters
+    line = command_line.read([*words, "--dry-run", "--world-size", "1"], {})
+    plan = make_plan(line.config, 1, command_line.vocabulary(line.config)[0])
+    assert f"parameters: {m.parameters}" in describe(line.config, plan)
