@@ -154,9 +154,8 @@ def train(line, tokenizer, fence, writer, signals: SignalWatch | None, services=
     from megatron.training.logging import preamble, training_log
     from megatron.training.logging.kernel_report import check_requested, kernel_lines
     from megatron.training.logging.megatron_format import datetime_line
-    from megatron.training.logging.straggler import COMPUTE
-    from megatron.training.run import Services
-    from megatron.training.skipping import skip_plan
+    from megatron.training.run import COMPUTE, Services
+    from megatron.training.skipping import skip
 
     config = line.config
     initialize.set_max_connections(config)
@@ -172,7 +171,7 @@ def train(line, tokenizer, fence, writer, signals: SignalWatch | None, services=
     runtime = initialize.initialize(config, rendezvous)
     for text in preamble.opening(line, plan, runtime, backend) if short else kernel_lines(config):
         print_rank_0(text)
-    plan, skips = skip_plan.resolve_skips(config, plan, runtime)
+    plan, skips = skip.resolve_skips(config, plan, runtime)
     timers = Timers(
         config.logging.timing_log_level,
         initialize.synchronizer(runtime),
@@ -192,7 +191,7 @@ def train(line, tokenizer, fence, writer, signals: SignalWatch | None, services=
     with timers("train/valid/test-data-iterators-setup"):
         data = build_data.build_data(config, plan, runtime, tokenizer, run)
         data_position.check_data_order(run, data.order)
-        skip_plan.start_skips(run, skips)
+        skip.start_skips(run, skips)
     detail(datetime_line("after dataloaders are built"))
     detail("done with setup ...")
     if short:

@@ -11,16 +11,15 @@ import json
 import os
 import secrets
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from megatron.checkpoint.filesystem import DISK, CheckpointError, explained, read_small_file
-from megatron.config.skip_ranges import Range, SkipRanges
+from megatron.config.skip_ranges import FILE_NAME, Range, SkipRanges
 
-FILE_NAME = "skips.jsonl"
 MANY = 1000  # new ranges of one command line that get a record each
 
 
@@ -203,38 +202,3 @@ def replace(directory: Path | str, lines: Sequence[str]) -> None:
     DISK.write_file(temporary, "".join(f"{line}\n" for line in lines).encode())
     DISK.rename(temporary, path)
     DISK.fsync_directory(path.parent)
-
-
-@dataclass
-class SkipHistory:
-    """`records`: those that count, by id; `executed`: [first, last] of what a run has skipped so
-    far, ascending, in all `total` iterations."""
-
-    records: dict[str, SkipRecord] = field(default_factory=dict)
-    executed: list[list[int]] = field(default_factory=list)
-    total: int = 0
-
-    def lines(self) -> list[str]:
-        """The records as lines of the file."""
-        return [record.line() for record in self.records.values()]
-
-    def reason(self, iteration: int) -> str:
-        """Why an iteration is skipped: `user`, unless a record says otherwise."""
-        others = (r for r in self.records.values() if r.reason != "user")
-        return next((r.reason for r in others if r.parts.is_skipped(iteration)), "user")
-
-    def note(self, first: int, last: int) -> None:
-        """Iterations first to last have just been skipped."""
-        self.total += last - first + 1
-        if self.executed and self.executed[-1][1] == first - 1:
-            self.executed[-1][1] = last
-        else:
-            self.executed.append([first, last])
-
-    def take(self, executed: Iterable[Sequence[int]], iteration: int) -> None:
-        """The run resumes from `iteration` with this history; of later iterations nothing has
-        happened."""
-        self.executed = [
-            [first, min(last, iteration)] for first, last in executed if first <= iteration
-        ]
-        self.total = sum(last - first + 1 for first, last in self.executed)

@@ -14,6 +14,9 @@ from torch.utils.hooks import RemovableHandle
 from megatron import device as devices
 from megatron import log
 from megatron.config.tree import Config
+from megatron.training.hook import Hook
+from megatron.training.logging.training_log import IterationResult
+from megatron.training.run import Run
 
 
 def trace_directory(config: Config) -> Path:
@@ -117,3 +120,19 @@ def _name_forward_passes(root: nn.Module) -> list[RemovableHandle]:
         handles.append(module.register_forward_pre_hook(enter(name or type(root).__name__)))
         handles.append(module.register_forward_hook(leave))
     return handles
+
+
+class Profiling(Hook):
+    """--profile. It comes first, so that a profile holds nothing of the other hooks."""
+
+    def __init__(self, run: Run):
+        self._profiler = Profiler(run.config, run.model, run.runtime.rank, run.runtime.device)
+
+    def before_step(self, iteration: int) -> None:
+        self._profiler.before_step(iteration)
+
+    def after_step(self, result: IterationResult) -> None:
+        self._profiler.after_step(result.iteration)
+
+    def on_end(self) -> None:
+        self._profiler.close()

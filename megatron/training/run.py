@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from megatron.checkpoint.skip_log import SkipHistory
 from megatron.config.plan.plan import Plan
 from megatron.config.tree import Config
 from megatron.optimizer.optimizer import MixedPrecisionOptimizer
@@ -24,11 +23,16 @@ from megatron.training.batch import BatchRules
 from megatron.training.launch.initialize import Runtime
 from megatron.training.launch.signals import SignalWatch
 from megatron.training.logging.subset_metrics import SubsetMetrics
+from megatron.training.skipping.history import SkipHistory
 from megatron.training.spikes.policy import SpikePolicy
 
 if TYPE_CHECKING:
     from megatron.checkpoint.async_writer import Writer
     from megatron.data.ledger import Recorder
+
+# The timers of a step that measure a rank's own work, without waiting for other ranks (but for
+# tensor and context parallelism, whose collectives are part of a layer).
+COMPUTE = ("forward-compute", "backward-compute")
 
 
 @dataclass(frozen=True)

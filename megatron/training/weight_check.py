@@ -10,6 +10,9 @@ from torch import nn
 
 from megatron.parallel.collectives import gather_objects
 from megatron.parallel.context import Axis
+from megatron.training.hook import Hook
+from megatron.training.logging.training_log import IterationResult
+from megatron.training.run import Run
 
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -57,3 +60,15 @@ def check_replicas(modules: Iterable[nn.Module], replicas: Axis, iteration: int)
         f"{'differ' if len(suspects) > 1 else 'differs'}. Memory or a processor there may be "
         "faulty: test it, and resume from a checkpoint of before [weights-differ]"
     )
+
+
+class WeightComparison(Hook):
+    """--check-weight-hash-across-dp-replicas-interval. It comes before anything is saved."""
+
+    def __init__(self, run: Run):
+        self._run = run
+        self._interval = run.config.training.check_weight_hash_across_dp_replicas_interval
+
+    def after_step(self, result: IterationResult) -> None:
+        if result.iteration % self._interval == 0:
+            check_replicas(self._run.model, self._run.runtime.ctx.dp_cp, result.iteration)

@@ -10,8 +10,9 @@ import pytest
 
 from megatron.checkpoint import skip_log
 from megatron.checkpoint.filesystem import CheckpointError
-from megatron.checkpoint.skip_log import SkipHistory, SkipRecord
+from megatron.checkpoint.skip_log import SkipRecord
 from megatron.checkpoint.state import RunState
+from megatron.training.skipping.history import SkipHistory
 
 
 def record(a: int, b: int, reason: str = "user") -> SkipRecord:

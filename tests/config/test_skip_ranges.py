@@ -7,18 +7,19 @@ import time
 import pytest
 
 from megatron.config.plan.batch_size import build_batch_size_schedule
+from megatron.config.skip_flags import describe, parse_skips
 from megatron.config.skip_ranges import SkipRanges
 from tests.problems import assert_problem, codes_of, raises
 
 
 def problems(*values, train_iters=1000, **more):
     with pytest.raises(ValueError) as caught:
-        SkipRanges.parse(list(values), train_iters, **more)
+        parse_skips(list(values), train_iters, **more)
     return str(caught.value).split("\n")
 
 
 def parse(*values, train_iters=1000, **more):
-    return SkipRanges.parse(list(values), train_iters, **more)
+    return parse_skips(list(values), train_iters, **more)
 
 
 def test_both_ends_are_inclusive_and_pairs_go_by_position():
@@ -30,7 +31,7 @@ def test_both_ends_are_inclusive_and_pairs_go_by_position():
 
 
 def test_no_flag_skips_nothing():
-    skips, warnings, infos = SkipRanges.parse(None, 1000)
+    skips, warnings, infos = parse_skips(None, 1000)
     assert (skips.ranges, warnings, infos, skips.is_skipped(1), skips.count_in(1, 1000)) == (
         (),
         [],
@@ -135,11 +136,11 @@ def test_single_iterations_join_the_union():
     assert skips.ranges == ((10, 13), (20, 20))
     [line] = warnings
     assert_problem(line, "skip-ranges-overlap", "10 12", "11 11")
-    assert SkipRanges.parse(None, 100, iterations_to_skip=[3])[0].ranges == ((3, 3),)
+    assert parse_skips(None, 100, iterations_to_skip=[3])[0].ranges == ((3, 3),)
     with raises(ValueError, "skip-after-last-iteration", "--iterations-to-skip 1001"):
-        SkipRanges.parse(None, 1000, iterations_to_skip=[1001])
+        parse_skips(None, 1000, iterations_to_skip=[1001])
     with raises(ValueError, "value-missing", "--iterations-to-skip"):
-        SkipRanges.parse(None, 1000, iterations_to_skip=[])
+        parse_skips(None, 1000, iterations_to_skip=[])
 
 
 def test_more_than_five_percent_warns_with_what_it_costs():
@@ -200,7 +201,7 @@ def test_the_hash_depends_on_the_normalised_ranges_only():
     one = parse("25", "30", "10", "20")[0]
     assert one.hash() == parse("10", "15", "16", "20", "25", "30")[0].hash()
     assert one.hash() != parse("10", "20", "25", "31")[0].hash()
-    assert one.hash() != SkipRanges().hash() == SkipRanges.parse(None, 5)[0].hash()
+    assert one.hash() != SkipRanges().hash() == parse_skips(None, 5)[0].hash()
     assert len(one.hash()) == 64
 
 
@@ -211,11 +212,11 @@ def test_a_hundred_thousand_ranges():
     times = []
     for _ in range(3):
         begin = time.process_time()
-        skips = SkipRanges.parse(values, 10**6)[0]
+        skips = parse_skips(values, 10**6)[0]
         times.append(time.process_time() - begin)
     assert len(skips.ranges) == 100_000
     assert min(times) < 1.0
     begin = time.process_time()
     assert sum(skips.is_skipped(n) for n in range(1, 200_001)) == 60_000
     assert time.process_time() - begin < 2.0
-    assert "(100000 ranges)" in skips.describe() and len(skips.describe()) < 400
+    assert "(100000 ranges)" in describe(skips) and len(describe(skips)) < 400

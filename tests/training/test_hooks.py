@@ -65,6 +65,9 @@ def test_the_order_of_the_hooks(tmp_path):
         control_file=str(tmp_path / "control"),
         log_straggler=True,
         check_weight_hash_across_dp_replicas_interval=1,
+        data_ledger=str(tmp_path / "ledger"),
+        profile=True,
+        spike_action="rewind",
     )
     skipping, evaluation, saving = Hook(), Hook(), Hook()
     found = hooks.build_hooks(run, None, evaluation, saving, skipping)

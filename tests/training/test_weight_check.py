@@ -9,7 +9,7 @@ from torch import nn
 from megatron.checkpoint import store
 from megatron.config.parallel import ParallelConfig
 from megatron.parallel.context import ParallelContext
-from megatron.training import hooks
+from megatron.training import weight_check
 from megatron.training.weight_check import WeightsDiffer, check_replicas, weight_hashes
 from tests.forkrun import RanksFailed, run_ranks
 from tests.problems import assert_problem
@@ -62,14 +62,14 @@ def test_of_two_ranks_both_are_named():
 
 def _break_rank_1() -> None:
     """A hook: the weights of rank 1 change in iteration 4, as a faulty memory would change them."""
-    real = hooks.check_replicas
+    real = weight_check.check_replicas
 
     def check(modules, replicas, iteration):
         if iteration == 4 and replicas.rank == 1:
             next(iter(modules[0].parameters())).data.view(-1)[5] += 1.0
         real(modules, replicas, iteration)
 
-    hooks.check_replicas = check
+    weight_check.check_replicas = check
 
 
 def test_a_run_ends_before_it_saves_such_weights(tmp_path):

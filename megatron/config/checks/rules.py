@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator
 
+from megatron import optional
 from megatron.config.checks import ddp as check_ddp
 from megatron.config.checks import fp8 as check_fp8
 from megatron.config.checks import kernels as check_kernels
@@ -19,7 +20,6 @@ from megatron.config.checks import packed as check_packed
 from megatron.config.checks import paths as check_paths
 from megatron.config.checks.facts import Facts
 from megatron.config.plan.plan import batch_schedule
-from megatron.config.skip_ranges import SkipRanges
 from megatron.config.tokenizer import TOKENIZER_FILES
 from megatron.config.tree import Config
 
@@ -746,7 +746,7 @@ def _skip_ranges(f: Facts) -> tuple[list[str], list[str]]:
         # the batch flags have problems of their own, said above
         pass
     try:
-        skips = SkipRanges.parse(
+        skips = optional.load("megatron.config.skip_flags").parse_skips(
             f["train_range_to_skip"],
             iterations,
             iterations_to_skip=f["iterations_to_skip"],

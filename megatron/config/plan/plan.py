@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from megatron import optional
 from megatron.config.parallel import ParallelConfig
 from megatron.config.plan import buckets
 from megatron.config.plan.batch_size import (
@@ -242,9 +243,12 @@ def make_plan(config: Config, world_size: int, vocab_size: int) -> Plan:
         vocab_size, config.model.make_vocab_size_divisible_by, p.tensor_model_parallel_size
     )
     parameters = parameter_table(config.model, padded, vocab_size)
-    skips = SkipRanges.parse(
-        t.train_range_to_skip, train_iters=train_iters, iterations_to_skip=t.iterations_to_skip
-    ).ranges
+    skips = SkipRanges()
+    if t.train_range_to_skip is not None or t.iterations_to_skip is not None:
+        skip_flags = optional.load("megatron.config.skip_flags")
+        skips = skip_flags.parse_skips(
+            t.train_range_to_skip, train_iters, iterations_to_skip=t.iterations_to_skip
+        ).ranges
     return Plan(
         world_size=world_size,
         data_parallel_size=data_parallel_size(config, world_size),

@@ -6,6 +6,8 @@ import re
 from pathlib import Path
 
 from megatron import log
+from megatron.training.agreement import Requests
+from megatron.training.hook import Hook
 
 SAVE = "save"
 STOP = "stop"
@@ -54,3 +56,20 @@ class ControlFile:
                 self._path.write_text(NOTHING + "\n")
         except OSError as error:
             log.warn_once(f"--control-file {self._path} cannot be set back: {error.strerror}")
+
+
+class ControlFileRequests(Hook):
+    """--control-file, on rank 0."""
+
+    def __init__(self, file: ControlFile):
+        self._file = file
+
+    def requests(self, iteration: int) -> Requests | None:
+        requested = self._file.request(iteration)
+        if requested is None:
+            return None
+        return Requests(save_now=requested == SAVE, stop_now=requested == STOP)
+
+    def after_iteration(self, iteration: int, requests: Requests) -> None:
+        if requests.save_now or requests.stop_now:
+            self._file.done()

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import median
 
-# The timers of a step that measure a rank's own work, without waiting for other ranks (but for
-# tensor and context parallelism, whose collectives are part of a layer).
-COMPUTE = ("forward-compute", "backward-compute")
+from megatron import log
+from megatron.parallel.collectives import gather_objects
+from megatron.training.hook import Hook
+from megatron.training.logging.training_log import IterationResult
+from megatron.training.run import Run
 
 
 def straggler_line(
@@ -27,3 +29,24 @@ def straggler_line(
 def _ms(seconds: float, iterations: int) -> str:
     milliseconds = 1e3 * seconds / iterations
     return f"{milliseconds:.{0 if milliseconds >= 100 else 1}f} ms"
+
+
+class Stragglers(Hook):
+    """--log-straggler: the rank that computes longest, at each log interval."""
+
+    def __init__(self, run: Run):
+        self._run = run
+        self._elapsed = 0.0
+        self._iterations = 0
+
+    def after_step(self, result: IterationResult) -> None:
+        self._elapsed += result.seconds
+        self._iterations += 1
+        if result.iteration % self._run.config.logging.log_interval:
+            return
+        seconds = gather_objects(self._run.timers.pop_watched(), self._run.runtime.ctx.world)
+        log.print_rank_last(
+            straggler_line(result.iteration, self._iterations, self._elapsed, seconds)
+        )
+        self._elapsed = 0.0
+        self._iterations = 0

@@ -10,7 +10,8 @@ from itertools import chain, takewhile
 from megatron.checkpoint import skip_log
 from megatron.checkpoint.skip_log import SkipRecord
 from megatron.config.plan.plan import Plan
-from megatron.config.skip_ranges import RANGE_FLAG, SHOWN, Range, SkipRanges, shorten
+from megatron.config.skip_flags import SHOWN, shorten
+from megatron.config.skip_ranges import RANGE_FLAG, Range, SkipRanges
 
 FORGET_FLAG = "--forget-skip"
 

@@ -1,0 +1,45 @@
+"""What a run has skipped so far, and the records that say why."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from megatron.checkpoint.skip_log import SkipRecord
+
+
+@dataclass
+class SkipHistory:
+    """`records`: those that count, by id; `executed`: [first, last] of what a run has skipped so
+    far, ascending, in all `total` iterations."""
+
+    records: dict[str, SkipRecord] = field(default_factory=dict)
+    executed: list[list[int]] = field(default_factory=list)
+    total: int = 0
+
+    def lines(self) -> list[str]:
+        """The records as lines of the file."""
+        return [record.line() for record in self.records.values()]
+
+    def reason(self, iteration: int) -> str:
+        """Why an iteration is skipped: `user`, unless a record says otherwise."""
+        others = (r for r in self.records.values() if r.reason != "user")
+        return next((r.reason for r in others if r.parts.is_skipped(iteration)), "user")
+
+    def note(self, first: int, last: int) -> None:
+        """Iterations first to last have just been skipped."""
+        self.total += last - first + 1
+        if self.executed and self.executed[-1][1] == first - 1:
+            self.executed[-1][1] = last
+        else:
+            self.executed.append([first, last])
+
+    def take(self, executed: Iterable[Sequence[int]], iteration: int) -> None:
+        """The run resumes from `iteration` with this history; of later iterations nothing has
+        happened."""
+        self.executed = [
+            [first, min(last, iteration)] for first, last in executed if first <= iteration
+        ]
+        self.total = sum(last - first + 1 for first, last in self.executed)
