@@ -1,9 +1,10 @@
 #!/usr/bin/env python
-"""Continue a text with a trained model: tools/generate.py CHECKPOINT "prompt". Needs the checkpoint
+"""Continue texts with a trained model: tools/generate.py CHECKPOINT "prompt". Needs the checkpoint
 and its vocabulary.
 
 CHECKPOINT is the directory of --save (its newest checkpoint is used) or an iter_XXXXXXX inside it,
-written by any number of ranks. The text goes to stdout, everything else to stderr.
+written by any number of ranks. Started by torchrun, the processes share the model (tensor
+parallelism). The text goes to stdout, everything else to stderr.
 """
 
 from __future__ import annotations
@@ -17,130 +18,254 @@ from megatron import interrupt
 if __name__ == "__main__":
     interrupt.exit_at_once()
 
-import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import json
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Any
 
-from megatron import threads
+from megatron import launcher, threads
 from megatron.arguments import arg
-from megatron.checkpoint.filesystem import MANIFEST, CheckpointError
+from megatron.checkpoint.filesystem import CheckpointError
 from megatron.inference.sampling import Sampling
+from megatron.inference.text import TextStream
 from tools.shared.program import read
+from tools.shared.trained_model import ModelOptions
 
-FILES = ("vocab_file", "merge_file", "tokenizer_model")
+if TYPE_CHECKING:
+    from megatron.inference.engine import Engine, Request
+    from megatron.inference.load_model import TrainedModel
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class Options(ModelOptions):
     """The command line."""
 
-    checkpoint: str = arg(
-        place="positional", metavar="CHECKPOINT", help="run directory, or an iter_XXXXXXX in it"
-    )
-    prompt: str = arg(
-        "",
+    prompts: tuple[str, ...] = arg(
+        (),
         place="positional",
         metavar="PROMPT",
-        help="text to continue (default: start a document)",
+        help="texts to continue (default: start a document)",
     )
+    prompt_file: str | None = arg(
+        None,
+        metavar="FILE",
+        help='prompts of a file, one per line; of a .jsonl file, the "prompt" of each line',
+    )
+    chat: bool = arg(False, help="chat in the terminal: answer line after line of stdin")
     max_new_tokens: int = arg(100, help="largest number of tokens to generate")
     temperature: float = arg(1.0, help="sampling temperature; 0 always takes the most likely token")
+    top_k: int = arg(0, help="sample from this many most likely tokens only (0: from all)")
     top_p: float = arg(
         1.0, help="nucleus sampling: sample from the most likely tokens with this total probability"
     )
+    repetition_penalty: float = arg(
+        1.0, help="above 1: make tokens less likely that have occurred, in the prompt too"
+    )
     seed: int = arg(1234, help="seed of the sampling; the same seed gives the same text")
-    ckpt_step: int | None = arg(None, help="load this iteration instead of the newest")
-    vocab_file: str | None = arg(
-        None, metavar="FILE", help="vocab.json (default: the path of training)"
+    stop: tuple[str, ...] = arg((), metavar="TEXT", help="end the text before any of these strings")
+    batch_size: int = arg(8, help="number of prompts decoded together")
+    json: bool = arg(
+        False,
+        dump=False,
+        help="print a JSON object per prompt: prompt, text, finish_reason, tokens",
     )
-    merge_file: str | None = arg(
-        None, metavar="FILE", help="merges.txt (default: the path of training)"
-    )
-    tokenizer_model: str | None = arg(
-        None, metavar="FILE", help="model file of another tokenizer (default: the path of training)"
-    )
-    device: Literal["auto", "cpu", "cuda", "xpu"] = arg(
-        "auto", help="auto: the accelerator, if there is one"
+    logprobs: int | None = arg(
+        None,
+        help="with --json: log-probabilities of the tokens and of this many most likely ones",
     )
 
     @property
     def sampling(self) -> Sampling:
         """How tokens are chosen."""
-        return Sampling(self.temperature, self.top_p, self.seed)
+        return Sampling(
+            self.temperature, self.top_p, self.seed, self.top_k, self.repetition_penalty
+        )
 
     def problems(self) -> list[str]:
         """Everything that can be found wrong before torch is loaded."""
-        found = self.sampling.problems()
-        if self.max_new_tokens < 1:
-            found.append(f"--max-new-tokens {self.max_new_tokens}: must be at least 1")
-        if not os.path.exists(self.checkpoint):
-            found.append(
-                f"CHECKPOINT: {self.checkpoint}: no such directory; give the directory that "
-                "--save named, or an iter_XXXXXXX in it"
-            )
-        elif self.ckpt_step is None and not _holds_a_checkpoint(Path(self.checkpoint)):
-            found.append(
-                f"CHECKPOINT: {self.checkpoint}: no checkpoint there "
-                "(latest_checkpointed_iteration.txt is missing); give the directory that --save "
-                "named, or an iter_XXXXXXX in it"
-            )
-        for name in FILES:
-            if (path := getattr(self, name)) and not os.path.exists(path):
-                found.append(f"--{name.replace('_', '-')} {path}: no such file")
+        found = [*self.sampling.problems(), *super().problems()]
+        for name in ("max_new_tokens", "batch_size"):
+            if (value := getattr(self, name)) < 1:
+                found.append(f"--{name.replace('_', '-')} {value}: must be at least 1")
+        if self.logprobs is not None and not (self.json and 0 <= self.logprobs <= 100):
+            found.append(f"--logprobs {self.logprobs}: must be from 0 to 100, with --json")
+        if self.prompt_file and not os.path.isfile(self.prompt_file):
+            found.append(f"--prompt-file {self.prompt_file}: no such file")
+        given = [bool(self.prompts), self.prompt_file is not None, self.chat]
+        if sum(given) > 1:
+            found.append("PROMPT, --prompt-file and --chat: give one of them")
+        if self.chat and self.json:
+            found.append("--chat and --json: give one of them")
         return found
 
 
-def _holds_a_checkpoint(path: Path) -> bool:
-    """Is it a run directory, an iter_XXXXXXX, or a copy of one?"""
-    names = ("latest_checkpointed_iteration.txt", MANIFEST)
-    return path.name.startswith("iter_") or any((path / name).exists() for name in names)
+def read_prompts(path: str) -> list[str]:
+    """The prompts of a file. Raises ValueError naming the line that cannot be read."""
+    prompts = []
+    with open(path, encoding="utf-8", errors="surrogateescape") as file:
+        for number, line in enumerate(file, 1):
+            line = line.rstrip("\n")
+            if path.endswith(".jsonl"):
+                try:
+                    line = json.loads(line)["prompt"]
+                    assert isinstance(line, str)
+                except (ValueError, KeyError, TypeError, AssertionError):
+                    raise ValueError(
+                        f'--prompt-file {path}, line {number}: not a JSON object with a "prompt"'
+                    ) from None
+            prompts.append(line)
+    if not prompts:
+        raise ValueError(f"--prompt-file {path}: has no line")
+    return prompts
 
 
-def readable(
-    prompt: Sequence[int], tokens: Iterable[int], detokenize: Callable[[Iterable[int]], str]
-) -> Iterator[str]:
-    """The text of `tokens` piece by piece; a piece waits until its bytes are whole characters."""
-    ids = list(prompt)
-    shown = detokenize(prompt)
-    for token in tokens:
-        ids.append(token)
-        text = detokenize(ids)
-        if not text.endswith("\ufffd"):
-            yield text[len(shown) :]
-            shown = text
-    yield detokenize(ids)[len(shown) :]
+@dataclass
+class Result:
+    """What was generated after one prompt: `pieces` of text as they came, and its tokens."""
+
+    stream: TextStream
+    pieces: list[str]
+    tokens: list[dict[str, Any]]
+    finish_reason: str | None = None
+
+
+def generate(
+    engine: Engine,
+    requests: Sequence[Request],
+    detokenize: Callable[..., str],
+    stop: Sequence[str],
+) -> Iterator[tuple[int, str, Result]]:
+    """(number of the prompt, new piece of text, all of its result so far), as they come; a result
+    is complete when it has a finish_reason."""
+    results = [Result(TextStream(request.prompt, detokenize, stop), [], []) for request in requests]
+    for number, generation, token in engine.run(requests):
+        result = results[number]
+        piece = result.stream.push(token.id) if token else ""
+        if token:
+            result.tokens.append(
+                {"id": token.id}
+                if token.logprob is None
+                else {
+                    "id": token.id,
+                    "logprob": token.logprob,
+                    "top_logprobs": {str(k): v for k, v in token.alternatives},
+                }
+            )
+        if result.stream.stopped:
+            engine.stop(generation)
+        if generation.finish_reason:
+            piece += result.stream.finish()
+            result.finish_reason = "stop" if result.stream.stopped else generation.finish_reason
+        result.pieces.append(piece)
+        yield number, piece, result
 
 
 def run(options: Options) -> None:
     """Load, generate, print. Raises ValueError where that cannot be done."""
+    prompts = list(options.prompts) or [""]
+    if options.prompt_file:
+        prompts = read_prompts(options.prompt_file)
     threads.set_waiting()
-    from megatron.inference.generate import generate
-    from megatron.inference.load_model import open_trained_model
+    from megatron.inference.engine import Engine, Request
 
-    files = {name: getattr(options, name) for name in FILES}
-    with contextlib.redirect_stdout(sys.stderr):
-        trained = open_trained_model(
-            options.checkpoint,
-            options.ckpt_step,
-            {k: v for k, v in files.items() if v},
-            options.device,
-        )
-        print(f"loaded {trained.directory} (iteration {trained.iteration})")
+    world = launcher.world_size()
+    trained = options.open(world)
     tokenizer = trained.tokenizer
-    prompt = [int(token) for token in tokenizer.tokenize(options.prompt)] if options.prompt else []
-    print(options.prompt, end="", flush=True)
-    tokens = generate(
-        trained.model,
-        prompt or [tokenizer.eod],
-        options.max_new_tokens,
-        options.sampling,
-        tokenizer.eod,
+    show = print if launcher.rank() == 0 else _silent
+    rows = min(options.batch_size, len(prompts))
+    if options.chat:
+        chat(options, Engine(trained.model, 1), trained, show)
+        return
+    ids = [[int(token) for token in tokenizer.tokenize(text)] for text in prompts]
+    if tokenizer.eod is None and not all(ids):
+        raise ValueError("PROMPT is empty, and this tokenizer has no token that starts a document")
+    requests = [
+        Request(
+            prompt or [tokenizer.eod],
+            options.max_new_tokens,
+            options.sampling,
+            () if tokenizer.eod is None else (tokenizer.eod,),
+            options.logprobs,
+        )
+        for prompt in ids
+    ]
+    longest = max(len(request.prompt) for request in requests) + options.max_new_tokens
+    engine = Engine(trained.model, rows, longest)
+    results = generate(engine, requests, tokenizer.detokenize, options.stop)
+    if len(prompts) == 1 and not options.json:
+        show(prompts[0], end="", flush=True)
+        for _, piece, _ in results:
+            show(piece, end="", flush=True)
+        show()
+        return
+    finished: dict[int, Result] = {}
+    shown = 0
+    for number, _, result in results:
+        if result.finish_reason:
+            finished[number] = result
+        while shown in finished:
+            show(_written(options, prompts[shown], finished.pop(shown), shown), flush=True)
+            shown += 1
+
+
+def _silent(*_: Any, **__: Any) -> None:
+    """Of the ranks, one prints."""
+
+
+def _written(options: Options, prompt: str, result: Result, number: int) -> str:
+    """A finished text as it is printed where there are several."""
+    text = "".join(result.pieces)
+    if not options.json:
+        return f"--- prompt {number + 1}\n{prompt}{text}"
+    return json.dumps(
+        {
+            "prompt": prompt,
+            "text": text,
+            "finish_reason": result.finish_reason,
+            "tokens": result.tokens,
+        }
     )
-    for piece in readable(prompt, tokens, tokenizer.detokenize):
-        print(piece, end="", flush=True)
-    print()
+
+
+def chat(
+    options: Options, engine: Engine, trained: TrainedModel, show: Callable[..., None]
+) -> None:
+    """Answer line after line of stdin (rank 0's) until it ends."""
+    from megatron.inference.chat import PlainChat
+    from megatron.inference.engine import Request
+    from megatron.parallel.collectives import gather_objects
+
+    encoder = PlainChat(trained.tokenizer)
+    messages: list[dict[str, str]] = []
+    tp = trained.model.ctx.tp
+    while True:
+        line = _ask() if tp.rank == 0 else None
+        line = gather_objects(line, tp)[0]
+        if line is None:
+            return
+        messages.append({"role": "user", "content": line})
+        prompt = encoder.prompt(messages)
+        request = Request(prompt, options.max_new_tokens, options.sampling, encoder.stop_ids)
+        stop = (*options.stop, *encoder.stop)
+        answer = ""
+        for _, piece, _ in generate(engine, [request], trained.tokenizer.detokenize, stop):
+            piece = piece if answer else piece.lstrip()
+            answer += piece
+            show(piece, end="", flush=True)
+        show(flush=True)
+        messages.append({"role": "assistant", "content": answer.strip()})
+
+
+def _ask() -> str | None:
+    """The next line of the user that is not empty, None at the end of stdin."""
+    while True:
+        print("> ", end="", file=sys.stderr, flush=True)
+        line = sys.stdin.readline()
+        if not line:
+            print(file=sys.stderr)
+            return None
+        if line.strip():
+            return line.strip()
 
 
 def main(argv: Sequence[str]) -> int:

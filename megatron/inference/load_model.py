@@ -21,6 +21,7 @@ from megatron.parallel.sharding import local_box
 from megatron.training.build import make_tokenizer
 from megatron.training.checkpointing.load import read_into
 from megatron.training.checkpointing.saved_args import saved_config
+from megatron.training.launch.initialize import initialize
 
 
 @dataclass(frozen=True)
@@ -40,13 +41,15 @@ def open_trained_model(
     step: int | None = None,
     tokenizer_files: Mapping[str, str] | None = None,
     device: str = "auto",
+    tensor_parallel: int = 1,
 ) -> TrainedModel:
     """The newest checkpoint of the run directory `path` (or that of `step`, or the iter_XXXXXXX
     that `path` is).
 
     Flags come from the checkpoint's args file, the vocabulary from the files it names unless
-    `tokenizer_files` (vocab_file, merge_file, tokenizer_model) says others. Raises ValueError or
-    CheckpointError saying what to do.
+    `tokenizer_files` (vocab_file, merge_file, tokenizer_model) says others. With `tensor_parallel`
+    above 1 so many ranks of one launcher call this together and each loads its part; the checkpoint
+    may have any layout. Raises ValueError or CheckpointError saying what to do.
     """
     found = store.load(path, step)
     if found is None:
@@ -58,22 +61,17 @@ def open_trained_model(
     config = replace(
         saved,
         data=replace(saved.data, **(tokenizer_files or {})),
-        parallel=ParallelConfig(),
+        parallel=ParallelConfig(tensor_model_parallel_size=tensor_parallel),
         precision=PrecisionConfig(),
     )
     tokenizer = make_tokenizer(config)
     _check_tokenizer(found.state.data.get("tokenizer"), tokenizer, str(found.directory))
-    for text in device_notes(device):
-        print(f"WARNING: {text}", file=sys.stderr)
-    padded = padded_vocab_size(tokenizer.vocab_size, config.model.make_vocab_size_divisible_by, 1)
+    padded = padded_vocab_size(
+        tokenizer.vocab_size, config.model.make_vocab_size_divisible_by, tensor_parallel
+    )
+    ctx, place = _grid(config, device)
     model = GPTModel(
-        config.model,
-        config.precision,
-        ParallelContext(config.parallel),
-        padded,
-        tokenizer.vocab_size,
-        torch.float32,
-        choose_device(device, 0),
+        config.model, config.precision, ctx, padded, tokenizer.vocab_size, torch.float32, place
     )
     with found.reader() as reader, torch.no_grad():
         for parameter in model.parameters():
@@ -88,6 +86,30 @@ def open_trained_model(
             )
         reader.wait()
     return TrainedModel(model.eval(), tokenizer, config, found.iteration, str(found.directory))
+
+
+def _grid(config: Config, device: str) -> tuple[ParallelContext, torch.device]:
+    """This process alone, or its place among the tensor-parallel ranks, which connect here; and its
+    device."""
+    tp = config.parallel.tensor_model_parallel_size
+    if tp == 1:
+        for text in device_notes(device):
+            print(f"WARNING: {text}", file=sys.stderr)
+        return ParallelContext(config.parallel), choose_device(device, 0)
+    model = config.model
+    sizes = {
+        "attention heads": model.num_attention_heads,
+        "key/value heads": model.query_groups,
+        "MLP hidden size": model.ffn,
+    }
+    for name, size in sizes.items():
+        if size % tp:
+            raise ValueError(
+                f"{tp} processes: {name} ({size}) must be divisible by the number of tensor-"
+                "parallel processes; start another number of them"
+            )
+    runtime = initialize(replace(config, training=replace(config.training, device=device)))
+    return runtime.ctx, runtime.device
 
 
 def _check_tokenizer(trained: Mapping | None, now: Tokenizer, directory: str) -> None:

@@ -8,22 +8,34 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is chosen: `temperature` 0 takes the likeliest, `top_p` keeps the
-    likeliest that hold that share of the probability (Holtzman et al. 2020), `seed` makes the draws
-    repeatable."""
+    """How the next token is chosen.
+
+    `temperature` 0 takes the most likely token. `top_k` (0: all) keeps the k most likely tokens,
+    then `top_p` the most likely that hold that share of the probability (Holtzman et al. 2020).
+    `repetition_penalty` divides positive logits of tokens that have occurred, in the prompt too,
+    and multiplies negative ones (Keskar et al. 2019). `seed` makes the draws repeatable.
+    """
 
     temperature: float = 1.0
     top_p: float = 1.0
     seed: int = 1234
+    top_k: int = 0
+    repetition_penalty: float = 1.0
 
     def problems(self) -> list[str]:
         """Everything that is wrong with these settings, one line each."""
         found = []
         if not 0.0 <= self.temperature < float("inf"):
             found.append(f"--temperature {self.temperature}: must be a number from 0 (greedy) on")
+        if self.top_k < 0:
+            found.append(f"--top-k {self.top_k}: must be 0 (every token) or more")
         if not 0.0 < self.top_p <= 1.0:
             found.append(
                 f"--top-p {self.top_p}: must be above 0 and at most 1 (1 keeps every token)"
+            )
+        if not 0.0 < self.repetition_penalty < float("inf"):
+            found.append(
+                f"--repetition-penalty {self.repetition_penalty}: must be above 0 (1: no penalty)"
             )
         if not 0 <= self.seed < 2**63:
             found.append(f"--seed {self.seed}: must be 0 or more, and below 2^63")

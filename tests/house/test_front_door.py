@@ -175,6 +175,8 @@ def test_it_installs_with_and_without_a_compiler(tmp_path):
             "rows_v4",
             "fp32_attention_v3",
             "fp32_attention_v4",
+            "few_rows_v3",
+            "few_rows_v4",
             "bf16_attention_cpp",
         ):
             assert any(helper in name for name in names) is compiler

@@ -207,15 +207,104 @@ def test_a_changed_args_file_is_noticed(run, talk, tmp_path):
     assert code == 1 and str(args) in errors
 
 
-def test_a_character_waits_until_all_its_bytes_are_there(tool):
-    text = "aé日🙂!"
-    pieces = list(
-        tool.readable(
-            [ord("a")], text.encode()[1:], lambda ids: bytes(ids).decode(errors="replace")
-        )
+def answers(text: str) -> list[dict]:
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def test_several_prompts_get_together_what_they_get_alone(run, talk, tmp_path):
+    prompts = ["1 2 3", "7", "4 5 6 7 8 9", "2 2"]
+    flags = ["--max-new-tokens", 6, "--json", "--logprobs", 2]
+    code, text, errors = talk(run, *prompts, *flags, "--batch-size", 3)
+    assert code == 0, errors
+    together = answers(text)
+    assert [each["prompt"] for each in together] == prompts
+    for prompt, found in zip(prompts, together, strict=True):
+        (alone,) = answers(talk(run, prompt, *flags)[1])
+        assert found["text"] == alone["text"] and found["finish_reason"] in ("stop", "length")
+        assert [token["id"] for token in found["tokens"]] == [int(w) for w in found["text"].split()]
+        for token in found["tokens"]:
+            assert token["logprob"] < 0 and len(token["top_logprobs"]) == 2
+    (tmp_path / "p.jsonl").write_text("".join(json.dumps({"prompt": p}) + "\n" for p in prompts))
+    (tmp_path / "p.txt").write_text("".join(p + "\n" for p in prompts))
+    for name in ("p.jsonl", "p.txt"):
+        found = answers(talk(run, "--prompt-file", tmp_path / name, *flags)[1])
+        assert [each["text"] for each in found] == [each["text"] for each in together]
+    plain = talk(run, *prompts, "--max-new-tokens", 6)[1]
+    assert all(
+        prompt + found["text"] in plain for prompt, found in zip(prompts, together, strict=True)
     )
-    assert "".join(pieces) == text[1:] and all("\ufffd" not in piece for piece in pieces)
-    torn = list(
-        tool.readable([], text.encode()[:-2], lambda ids: bytes(ids).decode(errors="replace"))
-    )
-    assert "".join(torn) == "aé日\ufffd"
+
+
+def test_a_stop_string_ends_the_text(run, talk):
+    (whole,) = answers(talk(run, "1 2 3", "--max-new-tokens", 8, "--json")[1])
+    word = whole["text"].split()[4]
+    code, text, _ = talk(run, "1 2 3", "--max-new-tokens", 8, "--json", "--stop", "x", f" {word}")
+    (found,) = answers(text)
+    assert code == 0 and found["finish_reason"] == "stop"
+    assert found["text"] == whole["text"][: whole["text"].index(f" {word}")]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["1", "--chat"], "--chat: give one of them"),
+        (["1", "--prompt-file", "none.txt"], "--prompt-file none.txt: no such file"),
+        (["1", "--logprobs", "3"], "--logprobs 3: must be"),
+        (["1", "--batch-size", "0"], "--batch-size 0: must be"),
+    ],
+)
+def test_options_that_do_not_go_together(run, talk, words, said):
+    code, _, errors = talk(run, *words)
+    assert code == 2 and said in errors
+
+
+def test_a_broken_line_of_the_prompt_file_is_named(run, talk, tmp_path):
+    (tmp_path / "p.jsonl").write_text('{"prompt": "1"}\n{"text": "1"}\n')
+    code, _, errors = talk(run, "--prompt-file", tmp_path / "p.jsonl")
+    assert code == 1 and "line 2" in errors
+
+
+@pytest.fixture(scope="module")
+def bytes_run(tmp_path_factory) -> Path:
+    """A run whose tokens are bytes."""
+    folder = tmp_path_factory.mktemp("bytes")
+    flags = [*"--tokenizer-type ByteTokenizer --vocab-size 257".split()]
+    sizes = with_flags(TRAIN, *flags, "--seq-length", "64", "--max-position-embeddings", "64")
+    train(folder / "log", [*sizes, "--save", str(folder / "run")])
+    return folder / "run"
+
+
+def test_chat_answers_each_line_of_stdin(bytes_run):
+    command = [sys.executable, str(TOOL), str(bytes_run), "--chat", "--max-new-tokens", "5"]
+    done = subprocess.run(command, input=b"Hello\n\nand you?\n", capture_output=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count(b"\n> > > > \n") == 1  # two answers, an empty line, the end
+    assert done.stdout.count(b"\n") >= 2
+
+
+@pytest.mark.campaign
+def test_the_processes_of_torchrun_share_the_model(run, tmp_path):
+    """Two of them print the text that one prints, from a checkpoint of one process."""
+    words = [str(TOOL), str(run), "1 2 3", "7", "--json", "--max-new-tokens", "6"]
+    words += ["--device", "cpu", "--temperature", "0"]
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+    texts = []
+    for command in ([sys.executable], [*launch, "2"]):
+        done = subprocess.run([*command, *words], capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stderr
+        texts.append([each["text"] for each in answers(done.stdout)])
+    assert texts[0] == texts[1] and len(texts[0]) == 2
+    three = subprocess.run([*launch, "3", *words], capture_output=True, text=True, timeout=120)
+    assert three.returncode != 0 and "attention heads (2) must be divisible" in three.stderr
+
+
+@pytest.mark.campaign
+def test_any_layout_of_a_checkpoint_gives_the_same_text(tmp_path, talk):
+    layouts = {"1": "", "tp2pp2": "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"}
+    texts = []
+    for name, flags in layouts.items():
+        argv = [*TRAIN, *"--hidden-dropout 0 --attention-dropout 0".split(), *flags.split()]
+        ranks = 4 if flags else 1
+        train(tmp_path / f"log{name}", [*argv, "--save", str(tmp_path / name)], world=ranks)
+        texts.append(talk(tmp_path / name, "1 2 3", "--temperature", 0, "--device", "cpu")[1])
+    assert texts[0] == texts[1]

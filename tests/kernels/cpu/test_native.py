@@ -209,7 +209,7 @@ def test_every_level_of_instructions_answers_alike(monkeypatch, dtype):
             torch.testing.assert_close(a, b)
 
 
-@pytest.mark.parametrize("file", ["rows", "fp32_attention"])
+@pytest.mark.parametrize("file", ["rows", "fp32_attention", "few_rows"])
 def test_without_the_right_build_there_is_a_reason(monkeypatch, file):
     load = native.load_built.__wrapped__
     assert "DEFAULT" in load(file, 1, "DEFAULT")

@@ -15,7 +15,9 @@ import pytest
 import torch
 
 from megatron.data.indexed_dataset import IndexedDatasetBuilder
+from megatron.inference.engine import Engine, Request
 from megatron.inference.load_model import open_trained_model
+from megatron.inference.sampling import Sampling
 from tests.forkrun import ROOT
 from tests.load_tool import load_tool
 from tests.runs import train
@@ -88,6 +90,34 @@ def test_the_loss_on_real_text_is_that_of_transformers(hf, ours):
         logits = theirs(ids[:, :-1]).logits
     expected = torch.nn.functional.cross_entropy(logits[0], ids[0, 1:]).item()
     assert loss == pytest.approx(expected, rel=1e-5) and 1.0 < loss < 6.0
+
+
+def test_logits_and_greedy_tokens_with_the_cache_are_those_of_transformers(hf, ours):
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(hf, dtype=torch.float32).eval()
+    trained = open_trained_model(str(ours), device="cpu")
+    prompts = [trained.tokenizer.tokenize(text()[start : start + 300]) for start in (0, 2000)]
+    engine = Engine(trained.model, 2, 512)
+    requests = [Request(ids, 50, Sampling(temperature=0.0), logprobs=5) for ids in prompts]
+    found = [[] for _ in prompts]
+    for number, _, token in engine.run(requests):
+        found[number].append(token)
+    for ids, tokens in zip(prompts, found, strict=True):
+        inputs = torch.tensor([ids])
+        right = theirs.generate(
+            inputs,
+            attention_mask=torch.ones_like(inputs),
+            max_new_tokens=50,
+            do_sample=False,
+            pad_token_id=0,
+            eos_token_id=None,
+        )[0]
+        assert [token.id for token in tokens] == right[len(ids) :].tolist()
+        with torch.no_grad():
+            expected = theirs(right[None, :-1]).logits[0, len(ids) - 1 :].log_softmax(-1)
+        for token, row in zip(tokens, expected, strict=True):
+            assert token.logprob == pytest.approx(float(row[token.id]), abs=1e-4)
+            for other, value in token.alternatives:
+                assert value == pytest.approx(float(row[other]), abs=1e-4)
 
 
 def test_the_models_agree_block_by_block(hf, ours, capfd):

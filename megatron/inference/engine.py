@@ -1,0 +1,206 @@
+"""Sequences that are decoded together: a sequence can join and leave before any step (continuous
+batching)."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from megatron.inference.cached_model import CachedModel
+from megatron.inference.choose import choose, log_probabilities
+from megatron.inference.sampling import Sampling
+from megatron.model.gpt import GPTModel
+from megatron.parallel.collectives import broadcast_
+
+PREFILL_TOKENS = 512  # of prompts in one step, so that a long one does not hold up the others
+
+
+@dataclass(frozen=True)
+class Request:
+    """A prompt and how to continue it.
+
+    `prompt`: one token at least. `stop_ids`: tokens that end the text and are not part of it.
+    `logprobs`: None, or so many most likely tokens are given with each token's log-probability.
+    """
+
+    prompt: Sequence[int]
+    max_new_tokens: int
+    sampling: Sampling
+    stop_ids: Collection[int] = ()
+    logprobs: int | None = None
+
+
+@dataclass(frozen=True)
+class NewToken:
+    """A token, its log-probability if asked for, and (token, log-probability) of the most likely
+    ones."""
+
+    id: int
+    logprob: float | None = None
+    alternatives: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(eq=False)
+class Generation:
+    """A request on its way: `tokens` with the prompt, of which the first `cached` are in the cache,
+    and `finish_reason` None, "stop" or "length"."""
+
+    request: Request
+    tokens: list[int]
+    generator: torch.Generator
+    cached: int = 0
+    count: int = 0
+    finish_reason: str | None = None
+
+
+class Engine:
+    """Decodes up to `rows` requests together, of up to `length` tokens each (default: as many as
+    the model has positions).
+
+    With tensor parallelism every rank does the same calls; rank 0 of the group chooses the tokens.
+    """
+
+    def __init__(self, model: GPTModel, rows: int, length: int | None = None):
+        self.length = min(length or model.max_positions, model.max_positions)
+        self.rows = rows
+        self._model = CachedModel(model, rows, self.length)
+        self._tp = model.ctx.tp
+        self._running: list[Generation] = []  # in the order of the rows of the cache
+
+    @property
+    def running(self) -> int:
+        """Requests on their way."""
+        return len(self._running)
+
+    def add(self, request: Request) -> Generation:
+        """Start a request with the next step; there must be a free row. Of a prompt that is longer
+        than the cache the end is read."""
+        assert len(self._running) < self.rows, "every row is taken"
+        assert request.prompt, "give the end-of-document token where there is no prompt"
+        generator = torch.Generator().manual_seed(request.sampling.seed)
+        added = Generation(request, list(request.prompt), generator)
+        self._running.append(added)
+        return added
+
+    def remove(self, generation: Generation) -> None:
+        """Free the row of a request, finished or not; the last row takes its place."""
+        row = self._running.index(generation)
+        last = self._running.pop()
+        if last is not generation:
+            self._model.move(len(self._running), row, last.cached)
+            self._running[row] = last
+
+    def run(self, requests: Iterable[Request]) -> Iterator[tuple[int, Generation, NewToken | None]]:
+        """Decode all requests, as many together as there are rows; (number of the request, its
+        state, new token) as `step` gives them."""
+        waiting = enumerate(requests)
+        numbers: dict[int, int] = {}
+        while True:
+            while self.running < self.rows and (following := next(waiting, None)):
+                number, request = following
+                numbers[id(self.add(request))] = number
+            if not self._running:
+                return
+            for generation, token in self.step():
+                yield numbers[id(generation)], generation, token
+
+    def stop(self, generation: Generation) -> None:
+        """End a request here, if it has not ended, because of what its text is."""
+        if generation.finish_reason is None:
+            generation.finish_reason = "stop"
+            self.remove(generation)
+
+    def step(self) -> list[tuple[Generation, NewToken | None]]:
+        """One new token for each request whose prompt has been read, after reading up to
+        PREFILL_TOKENS of prompts.
+
+        A request that ends with a stop token comes with None in place of it. Those that are
+        finished are removed.
+        """
+        new = self._prefill()
+        ready = {id(generation) for generation, _ in new}
+        decoding = [
+            generation
+            for generation in self._running
+            if len(generation.tokens) - generation.cached == 1 and id(generation) not in ready
+        ]
+        if decoding:
+            new += self._decode(decoding)
+        for generation, _ in new:
+            if generation.finish_reason:
+                self.remove(generation)
+        return new
+
+    def _prefill(self) -> list[tuple[Generation, NewToken | None]]:
+        """Read prompts, oldest first; the new tokens of those that were read to their end."""
+        new = []
+        budget = PREFILL_TOKENS
+        for row, generation in enumerate(self._running):
+            if len(generation.tokens) > self.length:
+                self._shorten(generation)
+            start = generation.cached
+            part = generation.tokens[start : start + budget]
+            if len(generation.tokens) - start < 2 or not part:
+                continue  # decoded, or for a later step
+            logits = self._model.forward([part], [start], row)
+            generation.cached += len(part)
+            budget -= len(part)
+            if generation.cached == len(generation.tokens):
+                new += self._choose(logits, [generation])
+        return new
+
+    def _shorten(self, generation: Generation) -> None:
+        """Where the cache is full, read the later half of the text again (or more, if that leaves
+        room for what is still to come)."""
+        missing = generation.request.max_new_tokens - generation.count
+        kept = max(self.length // 2, self.length - missing + 1, 1)
+        generation.tokens = generation.tokens[-kept:]
+        generation.cached = 0
+
+    def _decode(self, decoding: list[Generation]) -> list[tuple[Generation, NewToken | None]]:
+        """One token more. The rows are computed up to the last of these; what others have there
+        is overwritten when they are read on."""
+        rows = 1 + max(self._running.index(generation) for generation in decoding)
+        running = self._running[:rows]
+        starts = [min(generation.cached, self.length - 1) for generation in running]
+        tokens = [
+            [generation.tokens[start]] for generation, start in zip(running, starts, strict=True)
+        ]
+        logits = self._model.forward(tokens, starts)
+        if len(decoding) < rows:
+            logits = logits[[self._running.index(generation) for generation in decoding]]
+        for generation in decoding:
+            generation.cached += 1
+        return self._choose(logits, decoding)
+
+    def _choose(
+        self, logits: torch.Tensor, generations: list[Generation]
+    ) -> list[tuple[Generation, NewToken | None]]:
+        """The next token of each, from logits [b, vocab]."""
+        chosen = logits.argmax(-1).tolist()
+        for i, generation in enumerate(generations):
+            sampling = generation.request.sampling
+            if sampling.temperature or sampling.repetition_penalty != 1.0:
+                chosen[i] = choose(logits[i], sampling, generation.generator, generation.tokens)
+        if self._tp.size > 1:
+            device = logits.device
+            chosen = broadcast_(torch.tensor(chosen, device=device), self._tp).tolist()
+        return [
+            (generation, self._advance(generation, token, row))
+            for generation, token, row in zip(generations, chosen, logits, strict=True)
+        ]
+
+    def _advance(self, generation: Generation, token: int, logits: torch.Tensor) -> NewToken | None:
+        request = generation.request
+        if token in request.stop_ids:
+            generation.finish_reason = "stop"
+            return None
+        generation.tokens.append(token)
+        generation.count += 1
+        if generation.count >= request.max_new_tokens:
+            generation.finish_reason = "length"
+        if request.logprobs is None:
+            return NewToken(token)
+        return NewToken(token, *log_probabilities(logits, token, request.logprobs))

@@ -1,0 +1,68 @@
+"""Linear layers of a few rows by C++ against the formula in fp64, and where the C++ is not used."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from megatron.kernels.cpu import few_rows
+from megatron.kernels.cpu.native import LEVELS
+from megatron.kernels.inference_linear import InferenceLinear
+
+CPU = torch.device("cpu")
+SHAPES = [(1, 1), (3, 7), (33, 50), (64, 160), (130, 576), (17, 4001)]
+
+
+@pytest.fixture(params=list(LEVELS))
+def level(request, monkeypatch):
+    """The C++ as built for each kind of processor that this one is."""
+    real = torch.backends.cpu.get_cpu_capability()
+    if request.param == "AVX512" and real != "AVX512":
+        pytest.skip("this processor has no AVX512")
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: request.param)
+    reason = few_rows.unavailable_reason(CPU, torch.float32)
+    if reason:
+        pytest.skip(reason)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("bias", [False, True])
+def test_every_number_of_rows(level, shape, bias):
+    generator = torch.Generator().manual_seed(1)
+    weight = torch.randn(shape, generator=generator)
+    b = torch.randn(shape[0], generator=generator) if bias else None
+    for rows in range(1, few_rows.MOST_ROWS + 1):
+        x = torch.randn(rows, 1, shape[1], generator=generator)
+        right = F.linear(x.double(), weight.double(), None if b is None else b.double())
+        found = few_rows.linear(x, weight, b)
+        assert found.shape == right.shape
+        torch.testing.assert_close(found.double(), right, rtol=1e-5, atol=1e-5 * shape[1] ** 0.5)
+
+
+def test_threads_give_the_same_bits(level, monkeypatch):
+    weight = torch.randn(3000, 300)
+    x = torch.randn(5, 300)
+    one = few_rows.linear(x, weight, None)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
+    assert torch.equal(one, few_rows.linear(x, weight, None))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("rows", [1, 16, 17, 100])
+def test_the_layer_is_that_of_torch_in_every_dtype(dtype, rows):
+    weight = torch.randn(2, 24, 40).to(dtype)
+    bias = torch.randn(2, 24).to(dtype)
+    x = torch.randn(rows, 40).to(dtype)
+    found = InferenceLinear(weight, bias)(x)
+    assert found.dtype == dtype
+    torch.testing.assert_close(found, F.linear(x, weight.flatten(0, 1), bias.flatten()))
+    turned = InferenceLinear(weight[0].t(), None)(x[:, :24])
+    torch.testing.assert_close(turned, F.linear(x[:, :24], weight[0].t()))
+
+
+def test_without_the_build_torch_computes(monkeypatch):
+    monkeypatch.setattr(few_rows, "load", lambda capability: "not built")
+    weight = torch.randn(8, 8)
+    x = torch.randn(1, 8)
+    assert torch.equal(InferenceLinear(weight, None)(x), F.linear(x, weight))
