@@ -8,13 +8,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
 
-from megatron.kernels.inference_linear import InferenceLinear
+from megatron.inference.linear import replace_linear_layers
 from megatron.model.attention import SelfAttention
 from megatron.model.gpt import GPTModel
-from megatron.parallel.collectives import all_gather, reduce_from
-from megatron.parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.parallel.collectives import all_gather
 
 
 class CachedModel:
@@ -33,14 +31,15 @@ class CachedModel:
         self.model = model
         self.rows = rows
         self.length = length
-        self._keys = some.new_empty(shape, requires_grad=False)
-        self._values = torch.empty_like(self._keys)
+        # zeros: what is masked must be finite
+        self._keys = some.new_zeros(shape, requires_grad=False)
+        self._values = torch.zeros_like(self._keys)
         self._device = some.device
         caches = zip(self._keys, self._values, attentions, strict=True)
         self._attentions = [_CachedAttention(*parts) for parts in caches]
         for attention, cached in zip(attentions, self._attentions, strict=True):
             attention.attend = cached
-        _replace_linear_layers(model)
+        replace_linear_layers(model)
 
     @torch.inference_mode()
     def forward(
@@ -145,30 +144,3 @@ class _CachedAttention:
             enable_gqa=s > 1 and self._per_group > 1,
         )
         return y.reshape(1, b, n, d) if s == 1 else y.permute(2, 0, 1, 3)
-
-
-class _ParallelLinear(nn.Module):
-    """A linear layer split over tensor-parallel ranks as in training, forward only."""
-
-    def __init__(self, layer: ColumnParallelLinear | RowParallelLinear):
-        super().__init__()
-        self.sum_over = layer.ctx.tp if isinstance(layer, RowParallelLinear) else None
-        if self.sum_over is not None and self.sum_over.size == 1:
-            self.sum_over = None
-        self.bias = layer.bias if self.sum_over is not None else None
-        self.linear = InferenceLinear(layer.weight, None if self.bias is not None else layer.bias)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x [s, b, in] -> [s, b, out], of this rank's features as in training."""
-        y = self.linear(x)
-        if self.sum_over is not None:
-            y = reduce_from(y, self.sum_over)
-        return y if self.bias is None else y + self.bias
-
-
-def _replace_linear_layers(model: nn.Module) -> None:
-    """Each linear layer by one of the same weight that is faster without gradients."""
-    for module in list(model.modules()):
-        for name, child in list(module.named_children()):
-            if isinstance(child, ColumnParallelLinear | RowParallelLinear):
-                setattr(module, name, _ParallelLinear(child))

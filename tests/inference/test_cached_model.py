@@ -89,3 +89,17 @@ def test_logits_are_computed_of_the_last_position_only():
     cached.model.output_layer.register_forward_hook(lambda *parts: shapes.append(parts[2].shape))
     assert cached.forward([TEXT, TEXT[:4]], [0, 0]).shape == (2, VOCAB)
     assert shapes == [(1, 2, 64)]
+
+
+def test_memory_that_was_not_written_yet_is_not_seen():
+    """A batch of unequal lengths masks positions that no token has filled."""
+    cached = CachedModel(tiny_model(), 2, 16)
+    cached.forward([TEXT, TEXT[:2]], [0, 0])
+    expected = cached.forward([[1], [1]], [14, 2])
+    for _ in range(20):
+        garbage = [torch.full((3, 2, 16, 4, 8), float("nan")) for _ in range(4)]
+        del garbage
+        other = CachedModel(tiny_model(), 2, 16)
+        other.forward([TEXT], [0])
+        other.forward([TEXT[:2]], [0], 1)
+        assert torch.allclose(other.forward([[1], [1]], [14, 2]), expected, atol=1e-5)

@@ -6,9 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from megatron.inference.linear import InferenceLinear
 from megatron.kernels.cpu import few_rows
 from megatron.kernels.cpu.native import LEVELS
-from megatron.kernels.inference_linear import InferenceLinear
 
 CPU = torch.device("cpu")
 SHAPES = [(1, 1), (3, 7), (33, 50), (64, 160), (130, 576), (17, 4001)]
