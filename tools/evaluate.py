@@ -1,0 +1,214 @@
+#!/usr/bin/env python
+"""Perplexity and bits per byte of texts: tools/evaluate.py CHECKPOINT FILE... Needs the checkpoint
+and its vocabulary.
+
+CHECKPOINT is the directory of --save (its newest checkpoint is used) or an iter_XXXXXXX inside it,
+written by any number of ranks. Every token of a document is predicted once, from the tokens before
+it in the same document (the first one from the end-of-document token):
+  loss           mean of -ln p(token) over all predicted tokens (nats per token)
+  perplexity     e^loss; comparable only between models with the same tokenizer
+  bits per byte  loss / ln 2 * tokens / UTF-8 bytes of the text; comparable between tokenizers
+Exit codes: 0 done, 1 it could not be done, 2 wrong command line.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+from megatron import interrupt
+
+if __name__ == "__main__":
+    interrupt.exit_at_once()
+
+import contextlib
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from megatron import threads
+from megatron.arguments import arg
+from megatron.checkpoint.filesystem import CheckpointError
+from megatron.data.preprocess.encode import records
+from megatron.data.preprocess.readers import Place, Reader, input_files
+from megatron.data.preprocess.resumable_writer import BadRecords
+from tools.shared.program import read
+from tools.shared.progress import Progress
+
+FILES = ("vocab_file", "merge_file", "tokenizer_model")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """The command line."""
+
+    checkpoint: str = arg(
+        place="positional", metavar="CHECKPOINT", help="run directory, or an iter_XXXXXXX in it"
+    )
+    texts: tuple[str, ...] = arg(
+        place="positional",
+        metavar="FILE",
+        help="files or globs: JSON Lines, .txt (one document per file) or parquet, plain or "
+        "compressed (gzip, xz, zstd)",
+    )
+    stride: int | None = arg(
+        None,
+        help="tokens predicted in each window after a document's first one; the rest of the "
+        "window is context. Smaller is slower and gives each token more context (default: the "
+        "window, so that every token is read once)",
+    )
+    seq_length: int | None = arg(
+        None, help="tokens of a window (default: --seq-length of training)"
+    )
+    join_documents: bool = arg(
+        False,
+        help="read all documents as one text, each ended by the end-of-document token, which is "
+        "predicted too (default: each document by itself)",
+    )
+    json_keys: tuple[str, ...] = arg(
+        ("text",), help="keys or columns that hold the text (default: text)"
+    )
+    txt_lines: bool = arg(False, help="each line of a .txt file is a document")
+    max_documents: int | None = arg(None, help="evaluate the first N documents only")
+    max_bad_records: int = arg(
+        0, help="number of bad lines to report and skip before the program fails"
+    )
+    micro_batch_size: int = arg(8, help="windows that go through the model at once")
+    ckpt_step: int | None = arg(None, help="load this iteration instead of the newest")
+    vocab_file: str | None = arg(
+        None, metavar="FILE", help="vocab.json (default: the path of training)"
+    )
+    merge_file: str | None = arg(
+        None, metavar="FILE", help="merges.txt (default: the path of training)"
+    )
+    tokenizer_model: str | None = arg(
+        None, metavar="FILE", help="model file of another tokenizer (default: the path of training)"
+    )
+    device: Literal["auto", "cpu", "cuda", "xpu"] = arg(
+        "auto", help="auto: the accelerator, if there is one"
+    )
+    json: bool = arg(False, help="print one JSON object, with the score of each document")
+
+    def problems(self) -> list[str]:
+        """Everything that can be found wrong before torch is loaded."""
+        least = {
+            "stride": 1,
+            "seq_length": 1,
+            "max_documents": 1,
+            "max_bad_records": 0,
+            "micro_batch_size": 1,
+        }
+        found = [
+            f"--{name.replace('_', '-')} {value}: must be {low} or more"
+            for name, low in least.items()
+            if (value := getattr(self, name)) is not None and value < low
+        ]
+        if not os.path.exists(self.checkpoint):
+            found.append(
+                f"CHECKPOINT: {self.checkpoint}: no such directory; give the directory that "
+                "--save named, or an iter_XXXXXXX in it"
+            )
+        if self.seq_length and self.stride and self.stride > self.seq_length:
+            found.append(
+                f"--stride {self.stride}: must not be above --seq-length {self.seq_length}"
+            )
+        for name in FILES:
+            if (path := getattr(self, name)) and not os.path.exists(path):
+                found.append(f"--{name.replace('_', '-')} {path}: no such file")
+        return found + [
+            problem.replace("--input ", "FILE: ", 1) for problem in input_files(self.texts)[1]
+        ]
+
+
+def documents(options: Options) -> Iterator[str]:
+    """The texts of the files. Raises ValueError (file, line, what is wrong) for a bad one."""
+    files, _ = input_files(options.texts)
+    bad = BadRecords(options.max_bad_records)
+    line = 0
+    name = ""
+    for block in Reader(files, options.json_keys, options.txt_lines).blocks(
+        Place(), lambda file: None
+    ):
+        line = line if block.name == name else 0
+        name = block.name
+        for texts_at, _ in records(block, options.json_keys):
+            line += 1
+            try:
+                texts = [text for some in texts_at() or () for text in some if text]
+            except ValueError as error:
+                bad.add(name, line, str(error))
+                continue
+            yield from texts
+
+
+def run(options: Options) -> dict[str, object]:
+    """Load, score; what is to be printed. Raises ValueError where that cannot be done."""
+    threads.set_waiting()
+    import itertools
+
+    from megatron.analysis.perplexity import Reading, TextScore, score_texts
+    from megatron.inference.load_model import open_trained_model
+
+    files = {name: path for name in FILES if (path := getattr(options, name))}
+    with contextlib.redirect_stdout(sys.stderr):
+        trained = open_trained_model(options.checkpoint, options.ckpt_step, files, options.device)
+        print(f"loaded {trained.directory} (iteration {trained.iteration})")
+    length = options.seq_length or trained.config.model.seq_length
+    if trained.model.positions != "none" and length > trained.model.max_positions:
+        raise ValueError(
+            f"--seq-length {length}: the model has {trained.model.max_positions} positions; give "
+            "that number or less"
+        )
+    stride = options.stride or length
+    if stride > length:
+        raise ValueError(f"--stride {stride}: must not be above the window of {length} tokens")
+    how = Reading(length, stride, options.micro_batch_size, options.join_documents)
+    texts = itertools.islice(documents(options), options.max_documents)
+    scores = []
+    total = TextScore()
+    progress = Progress(0)
+    for one in score_texts(trained.model, trained.tokenizer, texts, how):
+        scores.append(one)
+        total += one
+        progress.update(0, f"{total.documents:,} documents, {total.tokens:,} tokens")
+    progress.clear()
+    if not total.tokens:
+        raise ValueError(f"{' '.join(options.texts)}: no text to evaluate")
+    found = {"iteration": trained.iteration, "seq_length": length, "stride": stride}
+    found |= _numbers(total)
+    if not options.join_documents:
+        found["per_document"] = [_numbers(one) for one in scores]
+    return found
+
+
+def _numbers(score: object) -> dict[str, object]:
+    names = ("documents", "tokens", "text_bytes", "loss", "perplexity", "bits_per_byte")
+    return {name: getattr(score, name) for name in names}
+
+
+def main(argv: Sequence[str]) -> int:
+    """Exit codes as above."""
+    options = read(
+        Options, argv, prog="evaluate.py", description=__doc__ or "", check=Options.problems
+    )
+    try:
+        found = run(options)
+    except (ValueError, OSError, CheckpointError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    if options.json:
+        print(json.dumps(found))
+    else:
+        print(
+            f"{found['documents']} documents, {found['tokens']} tokens, {found['text_bytes']} "
+            f"bytes, windows of {found['seq_length']} tokens, stride {found['stride']}\n"
+            f"loss {found['loss']:.6f} | perplexity {found['perplexity']:.4f} | bits per byte "
+            f"{found['bits_per_byte']:.6f}"
+        )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(interrupt.run(main, sys.argv[1:]))
