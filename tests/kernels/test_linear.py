@@ -215,9 +215,9 @@ def test_fp32_goes_to_onednn_where_mkl_lacks_avx512(
         (module.product(rows, weight, bias), wide + bias.double()),
         (module.product(rows, weight, None), wide),
         (module.product(rows[::2], weight, bias), wide[::2] + bias.double()),
-        (module._input_grad(rows_out, weight), rows_out.double() @ weight.double()),
+        (module.input_grad(rows_out, weight), rows_out.double() @ weight.double()),
         (
-            module._input_grad(rows_out[:, :70], weight[:70]),
+            module.input_grad(rows_out[:, :70], weight[:70]),
             rows_out[:, :70].double() @ weight[:70].double(),
         ),
     ):

@@ -39,9 +39,12 @@ def records(path) -> Iterator[bytes]:
 
 def stored(folder) -> tuple[dict[int, dict[str, float]], dict[str, str]]:
     """Rows by step and the configuration of the only run below a directory."""
+    import wandb
+    from wandb.proto import wandb_internal_pb2
+
+    wandb.teardown()  # its process has then written all
     wandb_files = list(folder.rglob("run-*.wandb"))
     assert len(wandb_files) == 1
-    from wandb.proto import wandb_internal_pb2
 
     rows = {}
     config = {}
