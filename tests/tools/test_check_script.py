@@ -129,7 +129,9 @@ def test_a_script_that_is_accepted(tmp_path, capsys):
 
 def test_a_script_that_is_refused_names_every_flag(tmp_path, capsys):
     path = tmp_path / "run.sh"
-    path.write_text(ARRAYS.replace("--use-mcore-models", "--multi-latent-attention --num-layer 3 --lr $LR"))
+    path.write_text(
+        ARRAYS.replace("--use-mcore-models", "--multi-latent-attention --num-layer 3 --lr $LR")
+    )
     assert check_script.main([str(path), "--world-size", "8"]) == 1
     out = capsys.readouterr().out
     for word in ("--multi-latent-attention", "--num-layer", "--lr", "LR"):
