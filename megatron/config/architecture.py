@@ -25,6 +25,7 @@ FREE = {
     "moe_aux_loss_coeff",
     "moe_router_dtype",
     "moe_router_load_balancing_type",
+    "moe_token_dispatcher_type",
     "moe_z_loss_coeff",
 }
 _ACTIVATIONS = ("swiglu", "geglu", "squared_relu", "bias_gelu_fusion", "openai_gelu")

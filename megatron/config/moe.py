@@ -58,6 +58,12 @@ class MoEConfig:
         help="load balancing of MoE layers: aux_loss (Switch Transformer's loss over a "
         "micro-batch, with --moe-aux-loss-coeff) or none",
     )
+    moe_token_dispatcher_type: Literal["allgather", "alltoall"] = arg(
+        "allgather",
+        dump=False,
+        help="expert parallelism: send all tokens to all expert-parallel ranks (allgather), or "
+        "each to those that have its experts (alltoall)",
+    )
     moe_aux_loss_coeff: float = arg(
         0.0, dump=False, help="coefficient of the load-balancing loss of MoE layers, e.g. 1e-2"
     )

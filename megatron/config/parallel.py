@@ -82,7 +82,11 @@ class ParallelConfig:
         help="context-parallel communication of keys and values: p2p (ring attention) or "
         "all_gather; with the others p2p is used",
     )
-    expert_model_parallel_size: int = arg(1, help="expert-parallel size (only 1 is supported)")
+    expert_model_parallel_size: int = arg(
+        1,
+        help="expert-parallel size (EP): number of data- and context-parallel ranks that share the "
+        "experts of each MoE layer",
+    )
     sequence_parallel: bool = arg(
         False,
         help="sequence parallelism (SP): split norms and dropout along the sequence over the"

@@ -61,41 +61,45 @@ class _Dispatch(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, order: Tensor, copies: int) -> Tensor:
         ctx.save_for_backward(order)
-        ctx.copies = copies
+        ctx.sizes = copies, len(x)
         return x[order // copies]
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        return _gather_copies(grad, *ctx.saved_tensors, ctx.copies), None, None
+        return _add_copies(grad, *ctx.saved_tensors, *ctx.sizes), None, None
 
 
 class _Combine(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: Tensor, order: Tensor, copies: int) -> Tensor:
+    def forward(ctx, x: Tensor, order: Tensor, copies: int, rows: int) -> Tensor:
         ctx.save_for_backward(order)
         ctx.copies = copies
-        return _gather_copies(x, order, copies)
+        return _add_copies(x, order, copies, rows)
 
     @staticmethod
     def backward(ctx, grad: Tensor):
         (order,) = ctx.saved_tensors
-        return grad[order // ctx.copies], None, None
+        return grad[order // ctx.copies], None, None, None
 
 
-def _gather_copies(x: Tensor, order: Tensor, copies: int) -> Tensor:
-    """Each row's copies, added up in their own order."""
-    inverse = torch.empty_like(order)
+def _add_copies(x: Tensor, order: Tensor, copies: int, rows: int) -> Tensor:
+    """The copies of each row, added up in their own order; those that are not there are 0."""
+    total = rows * copies
+    inverse = torch.full((total,), len(order), device=order.device)
     inverse[order] = torch.arange(len(order), device=order.device)
-    return x[inverse].view(-1, copies, x.shape[1]).sum(1)
+    if len(order) < total:
+        x = torch.cat((x, x.new_zeros(1, x.shape[1])))
+    return x[inverse].view(rows, copies, x.shape[1]).sum(1)
 
 
 def dispatch(x: Tensor, order: Tensor, copies: int) -> Tensor:
-    """`copies` copies of each row of x [n, h], in a given order [n copies], where copy c of row r
-    has the number r copies + c. -> [n copies, h]. Adjoint: combine. Deterministic on every
+    """Copies of the rows of x [n, h], in a given order: copy c of row r has the number r copies + c
+    and is there at most once. -> [len(order), h]. Adjoint: combine. Deterministic on every
     device."""
     return _Dispatch.apply(x, order, copies)
 
 
-def combine(x: Tensor, order: Tensor, copies: int) -> Tensor:
-    """Sum of each row's copies: x [n copies, h] as `dispatch` made it -> [n, h]."""
-    return _Combine.apply(x, order, copies)
+def combine(x: Tensor, order: Tensor, copies: int, rows: int | None = None) -> Tensor:
+    """Sum of each row's copies: x [len(order), h] as `dispatch` made it -> [rows, h], by default of
+    all copies."""
+    return _Combine.apply(x, order, copies, len(order) // copies if rows is None else rows)

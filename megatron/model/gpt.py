@@ -96,7 +96,10 @@ class GPTModel(nn.Module):
         )
         self.output_layer = self._build_output_layer(model, params) if last else None
         self._use(kernels)
-        self._check(count_parameters(table, {"tp": ctx.tp.size}), {spec.name for spec in table})
+        self._check(
+            count_parameters(table, {"tp": ctx.tp.size, "ep": ctx.ep.size}),
+            {spec.name for spec in table},
+        )
 
     def _build_output_layer(
         self, model: ModelConfig, params: ParameterFactory

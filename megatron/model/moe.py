@@ -15,6 +15,7 @@ from megatron.model.mlp import MLP, activation
 from megatron.parallel.collectives import (
     all_gather,
     all_reduce_,
+    all_to_all,
     copy_to,
     gather_sequence,
     my_slice,
@@ -215,7 +216,12 @@ class SharedExpert(MLP):
 
 class MoELayer(nn.Module):
     """The experts that the router selects for a token, weighted by its probabilities, plus the
-    shared expert. No token is dropped: tokens are sorted by expert."""
+    shared expert. No token is dropped.
+
+    Experts are split over ep and, as dense MLPs are, over tp. All tokens of a tensor-parallel
+    group go to each of its ranks. From there either copies of tokens go to the ranks that have
+    their experts (all-to-all), or all tokens to all ranks (all-gather).
+    """
 
     def __init__(
         self, model: ModelConfig, params: ParameterFactory, ctx: ParallelContext, number: int
@@ -224,6 +230,7 @@ class MoELayer(nn.Module):
         self.ctx = ctx
         self.topk = model.moe_router_topk
         self.num_experts = model.num_experts
+        self.exchange = model.moe_token_dispatcher_type == "alltoall" and ctx.ep.size > 1
         self.router = Router(model, params.at("router"), ctx, number)
         self.experts = Experts(model, params.at("experts"))
         self.shared_experts = (
@@ -240,15 +247,59 @@ class MoELayer(nn.Module):
     def route(self, x: torch.Tensor, probs: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
         """Tokens [n, h], with probabilities and numbers [n, topk] of their experts -> [n, h]."""
         tp = self.ctx.tp
+        compute = self.by_all_to_all if self.exchange else self.by_all_gather
         if self.ctx.sequence_parallel:
             x = gather_sequence(x, tp)
             probs = gather_sequence(probs, tp)
-            experts = all_gather(experts, tp)
-        else:
-            x = copy_to(x, tp)
-            probs = copy_to(probs, tp)
-        order = experts.flatten().argsort(stable=True)
-        counts = experts.flatten().bincount(minlength=self.num_experts).tolist()
-        y = self.experts(dispatch(x, order, self.topk), probs.flatten()[order], counts)
-        y = combine(y, order, self.topk)
-        return scatter_sequence(y, tp) if self.ctx.sequence_parallel else reduce_from(y, tp)
+            return scatter_sequence(compute(x, probs, all_gather(experts, tp)), tp)
+        return reduce_from(compute(copy_to(x, tp), copy_to(probs, tp), experts), tp)
+
+    def by_all_gather(
+        self, x: torch.Tensor, probs: torch.Tensor, experts: torch.Tensor
+    ) -> torch.Tensor:
+        """Every rank computes, of all tokens of ep, the copies for its own experts."""
+        ep = self.ctx.ep
+        x = gather_sequence(x, ep)
+        probs = gather_sequence(probs, ep)
+        order, counts = self.sort(all_gather(experts, ep))
+        counts = counts.view(ep.size, -1).tolist()
+        first = sum(map(sum, counts[: ep.rank]))
+        order = order[first : first + sum(counts[ep.rank])]
+        y = self.compute(x, probs, order, self.topk, counts[ep.rank])
+        return scatter_sequence(y, ep)
+
+    def by_all_to_all(
+        self, x: torch.Tensor, probs: torch.Tensor, experts: torch.Tensor
+    ) -> torch.Tensor:
+        """A rank gets the copies for its own experts and sends the results back."""
+        ep = self.ctx.ep
+        order, counts = self.sort(experts)
+        by_rank = all_gather(counts.unsqueeze(0), ep).view(ep.size, ep.size, -1)
+        send = by_rank[ep.rank].sum(-1).tolist()
+        received = by_rank[:, ep.rank]  # [source, expert]
+        receive = received.sum(-1).tolist()
+        rows = all_to_all(dispatch(x, order, self.topk), ep, send, receive)
+        weights = all_to_all(dispatch(probs.view(-1, 1), order, 1), ep, send, receive)
+        local = torch.arange(received.shape[1], device=x.device).repeat(ep.size)
+        inner = local.repeat_interleave(received.flatten()).argsort(stable=True)
+        y = self.compute(rows, weights, inner, 1, received.sum(0).tolist())
+        return combine(all_to_all(y, ep, receive, send), order, self.topk)
+
+    def sort(self, experts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(numbers of the copies [n topk] by expert, number of copies of each expert)."""
+        flat = experts.flatten()
+        return flat.argsort(stable=True), flat.bincount(minlength=self.num_experts)
+
+    def compute(
+        self,
+        x: torch.Tensor,
+        probs: torch.Tensor,
+        order: torch.Tensor,
+        copies: int,
+        counts: list[int],
+    ) -> torch.Tensor:
+        """Sum of the results of the copies `order`, sorted by expert, of tokens x [n, h] with
+        probabilities [n, copies] -> [n, h]."""
+        weights = dispatch(probs.reshape(-1, 1), order, 1).squeeze(1)
+        y = self.experts(dispatch(x, order, copies), weights, counts)
+        return combine(y, order, copies, len(x))

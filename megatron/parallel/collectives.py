@@ -63,6 +63,35 @@ def reduce_scatter(x: torch.Tensor, axis: Axis, dim: int = 0) -> torch.Tensor:
     return start_reduce_scatter(x.movedim(dim, 0), axis)().movedim(0, dim)
 
 
+def all_to_all(
+    x: torch.Tensor, axis: Axis, send: Sequence[int], receive: Sequence[int]
+) -> torch.Tensor:
+    """Give each rank of the axis as many rows of `x`, in order, as `send` says, and get as many as
+    `receive` says. Adjoint: the same the other way round."""
+    return x if axis.size == 1 else _AllToAll.apply(x, axis, list(send), list(receive))
+
+
+class _AllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, axis: Axis, send: list[int], receive: list[int]
+    ) -> torch.Tensor:
+        ctx.way = (axis, receive, send)
+        return _exchange_rows(x, axis, send, receive)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple:
+        return _exchange_rows(grad, *ctx.way), None, None, None
+
+
+def _exchange_rows(
+    x: torch.Tensor, axis: Axis, send: list[int], receive: list[int]
+) -> torch.Tensor:
+    out = x.new_empty((sum(receive), *x.shape[1:]))
+    dist.all_to_all_single(out, x.contiguous(), receive, send, group=axis.group)
+    return out
+
+
 def start_all_reduce(x: torch.Tensor, axis: Axis) -> Pending:
     """Begin to sum `x` in place over an axis of several ranks; the function waits for it and
     returns it."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,15 @@ class Axis:
     shared: Any = None
 
 
+class Replicas(NamedTuple):
+    """The ranks that hold the same weights: all of them, those of one instance of the distributed
+    optimizer, and those with the same share in each instance."""
+
+    data: Axis
+    shard: Axis
+    instances: Axis
+
+
 class ParallelContext:
     """The grid pp x dp x cp x tp in Megatron's order: rank = tp + TP * (cp + CP * (dp + DP * pp)),
     or with --use-tp-pp-dp-mapping tp + TP * (cp + CP * (pp + PP * dp)). Ranks of an axis ascend.
@@ -40,6 +49,10 @@ class ParallelContext:
     instance, which share one copy of the optimizer's state), instances (ranks with the same share
     in each), optimizer (tp x pp x shard: the ranks that together hold one whole state). Without it
     every rank is an instance of its own.
+
+    Experts are split over ep, consecutive ranks of dp_cp. The ranks that hold the same experts are
+    `experts`, Replicas as `dense` is of all other weights. With ep above 1 the optimizer's axis is
+    the world.
     """
 
     def __init__(self, config: ParallelConfig, world_size: int = 1, rank: int = 0):
@@ -65,6 +78,31 @@ class ParallelContext:
         self.ends = self._axis("ends", grid[[0, -1]] if pp > 1 else grid[:1], 0)
         self.world = self._axis("world", grid.flatten(), 0)
         self._cut_into_instances(grid.flatten(1, 2), config)
+        self._split_experts(grid.flatten(1, 2), config)
+
+    def _split_experts(self, grid: torch.Tensor, config: ParallelConfig) -> None:
+        """ep and the replicas of experts, of a grid [pp, dp x cp, tp]."""
+        ep = config.expert_model_parallel_size
+        self.dense = self.experts = Replicas(self.dp_cp, self.shard, self.instances)
+        self.ep = Axis("ep", ranks=(self.rank,))
+        if ep == 1:
+            return
+        assert grid.shape[1] % ep == 0, "config/checks/moe.py refuses this"
+        grid = grid.unflatten(1, (-1, ep))
+        self.ep = self._axis("ep", grid, 2)
+        data = self._axis("experts", grid, 1)
+        shard = Axis("alone", ranks=(self.rank,))
+        instances = data
+        if self.shard.size > 1:
+            cut = grid.unflatten(1, (config.num_distributed_optimizer_instances, -1))
+            shard = self._axis("expert_shard", cut, 2)
+            instances = self._axis("expert_instances", cut, 1)
+        self.experts = Replicas(data, shard, instances)
+        self.optimizer = replace(self.world, name="optimizer")
+
+    def replicas(self, name: str) -> Replicas:
+        """`dense` or `experts`."""
+        return getattr(self, name)
 
     def _cut_into_instances(self, grid: torch.Tensor, config: ParallelConfig) -> None:
         """shard, instances and optimizer of a grid [pp, dp x cp, tp]; axes of equal ranks share

@@ -21,14 +21,16 @@ from megatron.parallel.collectives import (
     start_reduce_parts_,
     start_reduce_scatter_,
 )
-from megatron.parallel.context import ParallelContext
+from megatron.parallel.context import ParallelContext, Replicas
 
 
 class _Bucket:
     """One bucket of a step: what is still missing of it and what is under way."""
 
-    def __init__(self, place: flat_buckets.Bucket, params: list[nn.Parameter]):
+    def __init__(self, place: flat_buckets.Bucket, params: list[nn.Parameter], replicas: Replicas):
         self.place = place
+        self.replicas = replicas
+        self.own = slice(*place.shard(replicas.shard.rank))
         self.params = params
         self.range = slice(place.start, place.stop)
         self.missing = 0  # parameters that wait for gradients of this step
@@ -46,9 +48,10 @@ class GradBuffers:
     view and autograd adds in place).
 
     A bucket's gradients are summed over the ranks that saw other tokens: reduce-scatter over
-    `ctx.shard`, all-reduce over `ctx.instances`. With `overlap_grad_reduce` that starts as soon as
-    each of its parameters has the gradients of all micro-batches. Without shards every rank then
-    has all sums and updates all weights (`owned` are the parameters). With shards it has those of
+    `ctx.shard`, all-reduce over `ctx.instances`; of experts, which fewer ranks hold, over those of
+    `ctx.experts`. With `overlap_grad_reduce` that starts as soon as each
+    of its parameters has the gradients of all micro-batches. Without shards every rank then has all
+    sums and updates all weights (`owned` are the parameters). With shards it has those of
     its range of each bucket: `owned` are flat views of that range, parameter by parameter, each
     with the `sharding` of its parameter and a `span` (start, stop) in its elements; weights live in
     a flat buffer too, and `gather_weights` brings them together after an update. With
@@ -81,11 +84,18 @@ class GradBuffers:
             )
             if whole_params and sharded
             else None,
+            experts=[ctx.ep.size > 1 and p.sharding.replicas == "experts" for p in params],
+            expert_shards=ctx.experts.shard.size,
         )
         self._uneven = whole_params and sharded
         self.layout = layout
         self._buckets = [
-            _Bucket(place, [params[number] for number in place.members]) for place in layout.buckets
+            _Bucket(
+                place,
+                [params[number] for number in place.members],
+                ctx.experts if place.experts else ctx.dense,
+            )
+            for place in layout.buckets
         ]
         self.params = [p for bucket in self._buckets for p in bucket.params]
         # weights first: a parameter's own memory is free before the gradients take theirs
@@ -138,12 +148,14 @@ class GradBuffers:
             self._collect(wait=not self._expected)
         self._collect(wait=True)
         self._next = 0
-        if ctx.shard.size > 1 and ctx.instances.size > 1:
-            mine = (
-                self.flat[slice(*bucket.place.shard(ctx.shard.rank))] for bucket in self._buckets
-            )
-            for pending in [start_all_reduce(part, ctx.instances) for part in mine if part.numel()]:
-                pending()
+        for pending in [
+            start_all_reduce(self.flat[bucket.own], bucket.replicas.instances)
+            for bucket in self._buckets
+            if bucket.replicas.shard.size > 1
+            and bucket.replicas.instances.size > 1
+            and bucket.own.start < bucket.own.stop
+        ]:
+            pending()
 
     def _arrived(self, bucket: _Bucket, p: nn.Parameter) -> None:
         """Count a micro-batch's gradient of `p`, and begin with the buckets that are complete, in
@@ -164,14 +176,14 @@ class GradBuffers:
         shard."""
         self._collect(wait=False)
         bucket = self._buckets[self._next]
-        ctx = self._ctx
+        _, shard, instances = bucket.replicas
         self._next += 1
         if self._uneven:
-            bucket.reduction = start_reduce_parts_(self._parts(bucket, self.flat), ctx.shard)
-        elif ctx.shard.size > 1:
-            bucket.reduction = start_reduce_scatter_(self.flat[bucket.range], ctx.shard)
-        elif ctx.instances.size > 1:
-            bucket.reduction = start_all_reduce(self.flat[bucket.range], ctx.instances)
+            bucket.reduction = start_reduce_parts_(self._parts(bucket, self.flat), shard)
+        elif shard.size > 1:
+            bucket.reduction = start_reduce_scatter_(self.flat[bucket.range], shard)
+        elif instances.size > 1:
+            bucket.reduction = start_all_reduce(self.flat[bucket.range], instances)
 
     def _collect(self, wait: bool) -> None:
         """Finish the sums that have arrived, or all: their additional memory is free
@@ -191,8 +203,10 @@ class GradBuffers:
                 bucket.gather = start_broadcast_parts_(
                     self._parts(bucket, self._weights), self._ctx.shard
                 )
-            else:
-                bucket.gather = start_all_gather_(self._weights[bucket.range], self._ctx.shard)
+            elif bucket.replicas.shard.size > 1:
+                bucket.gather = start_all_gather_(
+                    self._weights[bucket.range], bucket.replicas.shard
+                )
             if not self._overlap_gather:
                 _wait_for([bucket])
 

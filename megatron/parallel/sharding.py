@@ -24,7 +24,8 @@ class Sharding:
     (`p.sharding`).
 
     name, shape: the global ones; a tied copy has the name of the original. splits: (axis, dim)
-    pairs that cut it. data: the axis whose ranks see other tokens (gradients are averaged over it).
+    pairs that cut it. replicas: `dense` or `experts`, the ranks of ParallelContext that hold the
+    same part and see other tokens (gradients are summed over them).
     partial: axes whose ranks hold a copy that saw only part of its gradient (gradients are summed
     over them). init, std: its initial values ("normal", "xavier_uniform", "zeros", "ones").
     real_rows: rows of dim 0 that are not padding, or None for all.
@@ -33,7 +34,7 @@ class Sharding:
     name: str
     shape: tuple[int, ...]
     splits: tuple[tuple[str, int], ...] = ()
-    data: str = "dp_cp"
+    replicas: str = "dense"
     partial: tuple[str, ...] = ()
     init: str = "zeros"
     std: float | tuple[float, ...] = 0.0
@@ -67,6 +68,13 @@ def is_primary_copy(sharding: Sharding, ctx: ParallelContext) -> bool:
     return all(getattr(ctx, axis).rank == 0 for axis in copies)
 
 
+def counts_in_norm(sharding: Sharding, ctx: ParallelContext) -> bool:
+    """Is this the copy that counts among the ranks of the optimizer's axis? With expert parallelism
+    those are all ranks, and replicas count once."""
+    once = ctx.ep.size == 1 or ctx.replicas(sharding.replicas).instances.rank == 0
+    return once and is_primary_copy(sharding, ctx)
+
+
 def parameter(
     spec: ParameterSpec,
     ctx: ParallelContext,
@@ -83,6 +91,7 @@ def parameter(
         spec.name,
         spec.shape,
         spec.splits,
+        "experts" if "ep" in dict(spec.splits) else "dense",
         partial=axes,
         init=spec.init,
         std=spec.std,

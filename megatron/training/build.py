@@ -23,7 +23,7 @@ from megatron.parallel.context import ParallelContext
 from megatron.parallel.ddp import GradBuffers
 from megatron.parallel.fp8 import delayed_scaling
 from megatron.parallel.pipeline import Pipeline
-from megatron.parallel.sharding import init_parameters, is_primary_copy
+from megatron.parallel.sharding import counts_in_norm, init_parameters, is_primary_copy
 from megatron.timers import Timers
 from megatron.training.batch import BatchRules
 from megatron.training.launch.initialize import Runtime
@@ -109,7 +109,11 @@ def _check_whole(model: nn.ModuleList, config: Config, plan: Plan, ctx: Parallel
     assert built == list(range(config.model.num_layers)), f"layers {built} were built"
     size = sum(
         gather_objects(
-            sum(p.numel() for p in model.parameters() if is_primary_copy(p.sharding, ctx)),
+            sum(
+                p.numel() * (ctx.ep.size if p.sharding.replicas == "experts" else 1)
+                for p in model.parameters()
+                if is_primary_copy(p.sharding, ctx)
+            ),
             ctx.model,
         )
     )
@@ -170,7 +174,7 @@ def build_run(
         grad_scaler=build_grad_scaler(p),
         embed_grad_scale=config.model.embed_grad_scale,
         log_num_zeros_in_grad=config.logging.log_num_zeros_in_grad,
-        counts=lambda q: is_primary_copy(q.sharding, ctx),
+        counts=lambda q: counts_in_norm(q.sharding, ctx),
         reduce_sum=lambda x: all_reduce(x, ctx.optimizer),
         reduce_max=lambda x: all_reduce(x, ctx.optimizer, "max"),
         span=lambda name: timers(name, 1),

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
-from torch import nn
 
 from megatron.parallel.collectives import gather_objects
 from megatron.parallel.context import Axis
@@ -36,14 +35,15 @@ def weight_hashes(parameters: Iterable[torch.Tensor]) -> list[tuple[int, int]]:
     return [tuple(pair) for pair in torch.stack(sums).tolist()] if sums else []
 
 
-def check_replicas(modules: Iterable[nn.Module], replicas: Axis, iteration: int) -> None:
-    """Compare the weights of this rank's `modules` over the ranks that hold the same ones.
+def check_replicas(
+    named: Sequence[tuple[str, torch.Tensor]], replicas: Axis, iteration: int
+) -> None:
+    """Compare weights of this rank, with their names, over the ranks that hold the same ones.
 
     Raises WeightsDiffer, on all of these ranks alike.
     """
-    if replicas.size == 1:
+    if replicas.size == 1 or not named:
         return
-    named = [pair for module in modules for pair in module.named_parameters()]
     ranks = gather_objects(weight_hashes(parameter for _, parameter in named), replicas)
     different = [index for index in range(len(named)) if len({rank[index] for rank in ranks}) > 1]
     if not different:
@@ -71,4 +71,8 @@ class WeightComparison(Hook):
 
     def after_step(self, result: IterationResult) -> None:
         if result.iteration % self._interval == 0:
-            check_replicas(self._run.model, self._run.runtime.ctx.dp_cp, result.iteration)
+            ctx = self._run.runtime.ctx
+            named = [pair for chunk in self._run.model for pair in chunk.named_parameters()]
+            for kind in ("dense", "experts"):
+                same = [pair for pair in named if pair[1].sharding.replicas == kind]
+                check_replicas(same, ctx.replicas(kind).data, result.iteration)

@@ -9,6 +9,8 @@ from tests.runs import NO_DROPOUT, SMALL, with_flags
 
 TP = "--tensor-model-parallel-size"
 SP = "--sequence-parallel"
+EP = "--expert-model-parallel-size"
+A2A = ("--moe-token-dispatcher-type", "alltoall")
 CP = "--context-parallel-size"
 GATHER = ("--cp-comm-type", "all_gather")
 PP = "--pipeline-model-parallel-size"
@@ -68,6 +70,7 @@ SIGMOID_MOE = (
     "--moe-router-topk-scaling-factor",
     "2",
 )
+EP_MOE = tuple(with_flags(SIGMOID_MOE, "--num-experts", "8", "--moe-router-topk", "3"))
 DEEP = ("--num-layers", "4")
 DEEPER = ("--num-layers", "8")
 ODD = ("--num-layers", "7")
@@ -116,6 +119,8 @@ CASES = {
     "pp2 dp2, stages numbered before replicas": Case(
         UNTIED, 4, (PP, "2", *OVERLAP, "--use-tp-pp-dp-mapping"), steps=10
     ),
+    "ep2, experts, all-to-all": Case(MOE, 2, (EP, "2", *A2A), steps=10),
+    "ep2, experts, all-gather": Case(MOE, 2, (EP, "2"), steps=10),
     "tp2 sp, experts": Case(MOE, 2, (TP, "2", SP), steps=10),
     "tp2, experts": Case(MOE, 2, (TP, "2"), steps=10),
     "cp2, experts": Case(MOE, 2, (CP, "2"), steps=10),
@@ -203,6 +208,43 @@ CAMPAIGN = {
     "dp4, distributed optimizer in 2 instances, overlap, experts": Case(
         MOE, 4, (*OVERLAP, *INSTANCES)
     ),
+    "ep4 dp4, all-to-all, distributed optimizer, experts": Case(
+        EP_MOE, 4, (EP, "4", *A2A, *DISTRIBUTED)
+    ),
+    "ep2 dp4, all-to-all, distributed optimizer, overlap, experts": Case(
+        EP_MOE, 4, (EP, "2", *A2A, *OVERLAP)
+    ),
+    "ep2 dp4, distributed optimizer in 2 instances, overlap, experts": Case(
+        EP_MOE, 4, (EP, "2", *OVERLAP, *INSTANCES)
+    ),
+    "ep2 dp8, all-to-all, distributed optimizer in 2 instances, experts": Case(
+        (*EP_MOE, "--micro-batch-size", "1"),
+        8,
+        (EP, "2", *A2A, *DISTRIBUTED, *INSTANCES),
+        steps=10,
+    ),
+    "ep2 dp4, overlapped gradient reduction, experts": Case(
+        EP_MOE, 4, (EP, "2", "--overlap-grad-reduce", "--ddp-bucket-size", "3000"), steps=10
+    ),
+    "ep2 tp2 sp dp2, all-to-all, experts": Case(EP_MOE, 4, (EP, "2", *A2A, TP, "2", SP)),
+    "ep2 tp2 dp2, all-gather, experts": Case(EP_MOE, 4, (EP, "2", TP, "2")),
+    "ep2 cp2, all-to-all, experts": Case(EP_MOE, 2, (EP, "2", *A2A, CP, "2")),
+    "ep4 cp2 dp2, all-gather, distributed optimizer, experts": Case(
+        EP_MOE, 4, (EP, "4", CP, "2", *DISTRIBUTED)
+    ),
+    "ep2 pp2 vpp2 dp2, all-to-all, experts": Case(
+        DEEP_MOE, 4, (EP, "2", *A2A, PP, "2", CHUNKS, "2")
+    ),
+    "ep2 tp2 sp pp2 dp2, all-to-all, distributed optimizer, overlap, experts": Case(
+        EP_MOE, 8, (EP, "2", *A2A, TP, "2", SP, PP, "2", *OVERLAP)
+    ),
+    "ep2 tp2 sp cp2, all-to-all, experts, full recompute": Case(
+        EP_MOE, 4, (EP, "2", *A2A, TP, "2", SP, CP, "2"), only=FULL
+    ),
+    "ep2 tp2 cp2 pp2, experts, stages numbered before replicas": Case(
+        EP_MOE, 8, (EP, "2", TP, "2", CP, "2", PP, "2", "--use-tp-pp-dp-mapping"), steps=10
+    ),
+    "ep2 dp2, all-to-all, experts, fp32": Case(EP_MOE, 2, (EP, "2", *A2A), precision=""),
     "tp2 sp pp2 dp2, distributed optimizer, overlap": Case(
         GPT2, 8, (TP, "2", SP, PP, "2", *OVERLAP)
     ),

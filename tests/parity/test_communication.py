@@ -19,24 +19,28 @@ from collections import Counter
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 
 from megatron.arguments import config_from, parse_typed
 from megatron.config import command_line
 from megatron.config.plan import costs
 from megatron.config.plan.plan import make_plan
 from megatron.config.tree import Config
+from megatron.model import moe
 from tests import recorder
 from tests.runs import NO_DROPOUT, SMALL, train, with_flags, write_text
 
 TP = "--tensor-model-parallel-size"
 PP = "--pipeline-model-parallel-size"
+A2A = ("--moe-token-dispatcher-type", "alltoall")
+EP = "--expert-model-parallel-size"
 CP = "--context-parallel-size"
 SP = "--sequence-parallel"
 SHARDED = ("--use-distributed-optimizer",)
 EXPERTS = (
     "--disable-bias-linear",
     "--num-experts",
-    "6",
+    "8",
     "--moe-ffn-hidden-size",
     "24",
     "--moe-shared-expert-intermediate-size",
@@ -298,14 +302,14 @@ MORE = {
         },
     ),
     # Two layers of experts and a shared one: the plan's formulas.
-    **{
-        f"experts, {' '.join(flags)}": Case(world, (*flags, *EXPERTS), {})
-        for world, flags in (
-            (2, (TP, "2")),
-            (4, (TP, "2", SP, CP, "2")),
-            (4, (TP, "2", SP, PP, "2", *SHARDED)),
-        )
-    },
+    "experts, tp2": Case(2, (TP, "2", *EXPERTS), {}),
+    "experts, tp2 sp cp2": Case(4, (TP, "2", SP, CP, "2", *EXPERTS), {}),
+    "experts, tp2 sp pp2": Case(4, (TP, "2", SP, PP, "2", *SHARDED, *EXPERTS), {}),
+    "experts, ep2 dp4, all-to-all": Case(4, (EP, "2", *A2A, *SHARDED, *EXPERTS), {}),
+    "experts, ep2 cp2 dp2": Case(4, (EP, "2", CP, "2", *EXPERTS), {}),
+    "experts, ep2 tp2 sp dp4": Case(
+        8, (EP, "2", TP, "2", SP, *SHARDED, "--overlap-grad-reduce", *EXPERTS), {}
+    ),
     # The same bytes, whether they travel during backward and forward or after.
     "dp2, distributed optimizer, overlap": Case(
         2,
@@ -401,7 +405,7 @@ def check(case: Case, folder: Any, data: str) -> None:
         ],
         *case.flags,
     )
-    train(folder, flags, case.world, hook=recorder.watch)
+    train(folder, flags, case.world, hook=balanced if "--num-experts" in flags else recorder.watch)
     for rank in range(case.world):
         first, second = map(recorder.totals, recorder.read(folder, rank))
         assert first == second
@@ -410,6 +414,18 @@ def check(case: Case, folder: Any, data: str) -> None:
         assert wire(second) == planned(flags, case.world, rank), (
             f"rank {rank}: the plan says something else"
         )
+
+
+def balanced() -> None:
+    """A hook: every expert gets as many tokens, which is what the plan counts with."""
+
+    def select(logits, model):
+        k = model.moe_router_topk
+        experts = torch.arange(k * len(logits)).view(-1, k) % model.num_experts
+        return logits.softmax(-1).gather(1, experts), experts
+
+    moe.select_experts = select
+    recorder.watch()
 
 
 def wire(calls: Counter) -> tuple[Counter, int]:
@@ -446,6 +462,7 @@ def planned(flags: list[str], world: int, rank: int) -> tuple[Counter, int]:
     stage = rank // (tp * replicas)
     place = rank // tp % replicas
     part = rank % tp
+    ep = axes["ep"]
     assert axes["optimizer"] in (world, tp * axes["pp"] * axes["shard"])
 
     def among(axis: str) -> tuple[int, ...]:
@@ -456,12 +473,25 @@ def planned(flags: list[str], world: int, rank: int) -> tuple[Counter, int]:
         found = {
             "tp": [(stage, place, i) for i in range(tp)],
             "shard": [(stage, i, part) for i in shard],
+            "ep": [(stage, place - place % ep + i, part) for i in range(ep)],
+            "expert_shard": [(stage, i, part) for i in shard if i % ep == place % ep],
+            "expert_instances": [
+                (stage, i, part)
+                for i in range(replicas)
+                if i % ep == place % ep
+                and (i - first) % axes["shard"] // ep == (place - first) // ep
+            ],
             "cp": [(stage, place - place % axes["cp"] + i, part) for i in range(axes["cp"])],
             "instances": [
                 (stage, i, part) for i in range(place % axes["shard"], replicas, axes["shard"])
             ],
             "ends": [(i, place, part) for i in (0, axes["pp"] - 1)],
-            "optimizer": [(i, j, k) for i in range(axes["pp"]) for j in shard for k in range(tp)],
+            "optimizer": [
+                (i, j, k)
+                for i in range(axes["pp"])
+                for j in (range(replicas) if ep > 1 else shard)
+                for k in range(tp)
+            ],
             "world": [
                 (i, j, k) for i in range(axes["pp"]) for j in range(replicas) for k in range(tp)
             ],
@@ -472,10 +502,8 @@ def planned(flags: list[str], world: int, rank: int) -> tuple[Counter, int]:
     messages = 0
     for transfer in costs.transfers(config, plan, stage):
         sent = transfer.sent(axes[transfer.axis])
-        if transfer.operation == "send" or (transfer.axis, transfer.operation) == (
-            "shard",
-            "all-gather",
-        ):
+        weights = transfer.axis.endswith("shard") and transfer.operation == "all-gather"
+        if transfer.operation == "send" or weights:
             messages += sent
         else:
             groups[among(transfer.axis)] += sent

@@ -17,6 +17,7 @@ from megatron.parallel import ddp, shared_sums
 from megatron.parallel.context import Axis
 from tests.forkrun import ROOT
 from tests.parity.layouts import (
+    A2A,
     CAMPAIGN,
     CASES,
     CHUNKS,
@@ -24,6 +25,8 @@ from tests.parity.layouts import (
     DEEP,
     DISTRIBUTED,
     DROPOUT,
+    EP,
+    EP_MOE,
     EXACT,
     FULL,
     GATHER,
@@ -388,6 +391,18 @@ def test_experts_saved_in_one_layout_resume_in_another(data, tmp_path):
     train(tmp_path / "two", [*flags, *saved(tmp_path / "two"), *layout], 2)
     layouts = ((1, ()), (4, (TP, "2", SP, PP, "2")), (4, (CP, "2", *DISTRIBUTED)))
     go_on(one, flags, tmp_path / "two/save", "data 1 x tensor 2 x pipeline 1 x context 1", layouts)
+
+
+@pytest.mark.campaign
+def test_experts_saved_with_expert_parallelism_resume_in_any_layout(data, tmp_path):
+    """Saved at EP 2 with the distributed optimizer: resumed in one process, at TP 2 x PP 2, and at
+    EP 4."""
+    flags = argv(data, EP_MOE, 8, "--fp64")
+    one = train(tmp_path / "one", [*flags, *saved(tmp_path / "one")])
+    layout = ("--exit-interval", "4", EP, "2", *A2A, *DISTRIBUTED)
+    train(tmp_path / "two", [*flags, *saved(tmp_path / "two"), *layout], 2)
+    layouts = ((1, ()), (4, (TP, "2", SP, PP, "2")), (4, (EP, "4", *A2A, *OVERLAP)))
+    go_on(one, flags, tmp_path / "two/save", "data 2 x tensor 1 x pipeline 1 x context 1", layouts)
 
 
 @pytest.mark.campaign

@@ -158,6 +158,46 @@ BUGS = {
         "probs",
         f"{LAYOUTS}[tp2, experts]",
     ),
+    # Megatron-LM 5916 and 7165
+    "experts left out of the norm": Bug(
+        "megatron.parallel.sharding.counts_in_norm",
+        "return once and is_primary_copy(sharding, ctx)",
+        "left_out = ctx.ep.size > 1 and sharding.replicas == 'experts'\n"
+        "return once and is_primary_copy(sharding, ctx) and not left_out",
+        f"{LAYOUTS}[ep2, experts, all-to-all]",
+    ),
+    "replicas counted in the norm of a model with expert parallelism": Bug(
+        "megatron.parallel.sharding.counts_in_norm",
+        "ctx.replicas(sharding.replicas).instances.rank == 0",
+        "True",
+        f"{LAYOUTS}[ep2, experts, all-to-all]",
+    ),
+    # pytorch 160285
+    "expert parallelism doubles gradients": Bug(
+        "megatron.model.moe.MoELayer.by_all_gather",
+        "gather_sequence(x, ep)",
+        "all_gather(x, ep)",
+        f"{LAYOUTS}[ep2, experts, all-gather]",
+    ),
+    "gradients of experts summed over all data-parallel ranks": Bug(
+        "megatron.parallel.ddp.GradBuffers.__init__",
+        "ctx.experts if place.experts else ctx.dense",
+        "ctx.dense",
+        f"{LAYOUTS}[ep2, experts, all-to-all]",
+    ),
+    "gradients of experts divided by the data-parallel size": Bug(
+        "megatron.parallel.ddp.GradBuffers._start_next",
+        "bucket = self._buckets[self._next]",
+        "bucket = self._buckets[self._next]\n"
+        "self.flat[bucket.range] *= 1 / self._ctx.ep.size if bucket.place.experts else 1",
+        f"{LAYOUTS}[ep2, experts, all-to-all]",
+    ),
+    "copies of tokens mixed up between experts": Bug(
+        "megatron.model.moe.MoELayer.by_all_to_all",
+        "local.repeat_interleave(received.flatten()).argsort(stable=True)",
+        "torch.arange(len(rows))",
+        f"{LAYOUTS}[ep2, experts, all-to-all]",
+    ),
     "router losses of recomputed layers added once more": Bug(
         "megatron.model.moe.Router.add_losses",
         "step.losses[self.number] = torch.stack([loss.detach().double() for loss in losses])",
@@ -325,7 +365,8 @@ BUGS = {
     ),
     "gradients not summed over instances": Bug(
         "megatron.parallel.ddp.GradBuffers.reduce",
-        "ctx.shard.size > 1 and ctx.instances.size > 1",
+        "bucket.replicas.shard.size > 1 and bucket.replicas.instances.size > 1 and "
+        "(bucket.own.start < bucket.own.stop)",
         "False",
         f"{LAYOUTS}[{TWICE}]",
     ),

@@ -38,11 +38,11 @@ def _differs(rank: int, world: int, wrong: tuple[int, ...]) -> tuple[str, ...]:
     context = ParallelContext(ParallelConfig(), world, rank)
     torch.manual_seed(3)
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    check_replicas([model], context.dp_cp, 7)
+    check_replicas(list(model.named_parameters()), context.dp_cp, 7)
     if rank in wrong:
         model[1].weight.data[2, 3] += 1e-3
     try:
-        check_replicas([model], context.dp_cp, 8)
+        check_replicas(list(model.named_parameters()), context.dp_cp, 8)
     except WeightsDiffer as error:
         return (str(error),)
     return ()
@@ -64,10 +64,10 @@ def _break_rank_1() -> None:
     """A hook: the weights of rank 1 change in iteration 4, as a faulty memory would change them."""
     real = weight_check.check_replicas
 
-    def check(modules, replicas, iteration):
-        if iteration == 4 and replicas.rank == 1:
-            next(iter(modules[0].parameters())).data.view(-1)[5] += 1.0
-        real(modules, replicas, iteration)
+    def check(named, replicas, iteration):
+        if iteration == 4 and replicas.rank == 1 and named:
+            named[0][1].data.view(-1)[5] += 1.0
+        real(named, replicas, iteration)
 
     weight_check.check_replicas = check
 

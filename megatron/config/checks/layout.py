@@ -10,22 +10,9 @@ from megatron.config.checks.facts import Facts
 from megatron.config.plan.plan import batch_schedule, evaluation_batch, layer_split
 from megatron.config.plan.stages import check_micro_batches
 
-# Flags of features that come later, with the value that leaves them off.
-LATER = {
-    "expert_model_parallel_size": 1,
-}
-
 
 def rule(f: Facts) -> Iterator[str]:
     """One line for each thing about the ranks that cannot be."""
-    for name, off in LATER.items():
-        if f[name] != off and name not in f.bad:
-            yield (
-                f"{f.say(name)}: not supported yet in this version; use data, tensor or pipeline "
-                "parallelism: torchrun --nproc-per-node N, with --tensor-model-parallel-size or "
-                "--pipeline-model-parallel-size where the model is split, and omit the flag "
-                "[parallelism-not-supported]"
-            )
     yield from _tensor_parallel(f)
     yield from _sequence(f)
     yield from _pipeline(f)
@@ -164,7 +151,7 @@ def _fit(size: int) -> str:
 def _world_size(f: Facts) -> Iterator[str]:
     """The ranks must be whole copies of the model."""
     names = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
-    if not f.ok(*names) or any(f[name] != LATER.get(name, f[name]) for name in names):
+    if not f.ok(*names):
         return
     one = math.prod(f[name] for name in names)
     if f.world_size % one:

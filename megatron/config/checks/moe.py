@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megatron.config.checks.ddp import data_ranks
 from megatron.config.checks.facts import Facts
 from megatron.config.moe import parse_layer_pattern
 
@@ -11,7 +12,13 @@ from megatron.config.moe import parse_layer_pattern
 def rule(f: Facts) -> Iterator[str]:
     """One line for each thing about experts that cannot be."""
     if f["num_experts"] is None:
+        if f.ok("expert_model_parallel_size") and f["expert_model_parallel_size"] > 1:
+            yield (
+                f"{f.say('expert_model_parallel_size')}: splits experts, and the model has none; "
+                "give --num-experts, or omit it [flag-needs-other-flag]"
+            )
         return
+    yield from _expert_parallel(f)
     yield from _router(f)
     yield from _layers(f)
     yield from _widths(f)
@@ -33,6 +40,30 @@ def rule(f: Facts) -> Iterator[str]:
                 f"{f.say(name)}: not supported with --num-experts; {remedy} "
                 "[not-supported-with-experts]"
             )
+
+
+def _expert_parallel(f: Facts) -> Iterator[str]:
+    """Experts, and the ranks that see other data, must be multiples of it."""
+    ep = f["expert_model_parallel_size"]
+    said = f.say("expert_model_parallel_size")
+    names = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
+    if not f.ok("expert_model_parallel_size", *names) or ep == 1:
+        return
+    if f.ok("num_experts") and f["num_experts"] % ep:
+        yield (
+            f"{said}: {f.say('num_experts')} is not a multiple of it; use a divisor "
+            "[expert-parallel-does-not-divide-experts]"
+        )
+    ranks = data_ranks(f.config.parallel, f.world_size)
+    parts = 1
+    if f["use_distributed_optimizer"] and f.ok("num_distributed_optimizer_instances"):
+        parts = f["num_distributed_optimizer_instances"]
+    if ranks % (ep * parts):
+        each = f" in each of {parts} optimizer instances" if parts > 1 else ""
+        yield (
+            f"{said}: the {ranks // parts} data- and context-parallel ranks{each} are not a "
+            "multiple of it; use a divisor, or more ranks [expert-parallel-does-not-divide-ranks]"
+        )
 
 
 def _router(f: Facts) -> Iterator[str]:

@@ -156,6 +156,11 @@ _NEEDED = (
         lambda v: v["num_experts"],
     ),
     (
+        "moe_token_dispatcher_type",
+        "--expert-model-parallel-size",
+        lambda v: v["expert_model_parallel_size"] > 1,
+    ),
+    (
         "moe_aux_loss_coeff",
         "--moe-router-load-balancing-type aux_loss",
         lambda v: v["moe_router_load_balancing_type"] == "aux_loss",

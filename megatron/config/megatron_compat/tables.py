@@ -209,7 +209,7 @@ expert_tensor_parallel_size= | experts are split over the tensor-parallel ranks
 abort_on_unmet_fused_kernel_constraints=False use_te_activation_func=False
   use_transformer_engine_op_fuser=False te_rng_tracker=False overlap_moe_expert_parallel_comm=False
   moe_permute_fusion=False moe_router_fusion=False moe_shared_expert_overlap=False
-  moe_token_dispatcher_type=allgather!alltoall | &one
+  | &one
 defer_embedding_wgrad_compute=False delay_wgrad_compute=False wgrad_deferral_limit=0
   overlap_p2p_comm_warmup_flush=False,--overlap-p2p-communication-warmup-flush
   | every gradient is computed and every message sent as soon as its input is there

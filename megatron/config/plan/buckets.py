@@ -20,7 +20,8 @@ class Bucket:
 
     `partial`: axes over which all of its gradients are summed before the ranks that saw other
     tokens sum theirs. `cuts`: where in the flat buffer the range of each shard begins, and where
-    the last ends.
+    the last ends. `experts`: are they split over expert-parallel ranks, so that fewer ranks hold
+    the same ones?
     """
 
     start: int
@@ -28,6 +29,12 @@ class Bucket:
     members: tuple[int, ...]
     partial: tuple[str, ...]
     cuts: tuple[int, ...]
+    experts: bool = False
+
+    @property
+    def shards(self) -> int:
+        """Number of ranks that share it."""
+        return len(self.cuts) - 1
 
     def shard(self, rank: int) -> tuple[int, int]:
         """The range of the flat buffer that is rank `rank`'s."""
@@ -48,12 +55,18 @@ class Layout:
         """Elements of the flat buffer."""
         return max((bucket.stop for bucket in self.buckets), default=0)
 
+    @property
+    def shards(self) -> int:
+        """Ranks that share one copy of the optimizer's state. Those of a bucket of experts are
+        fewer: each of its ranges belongs to consecutive ones."""
+        return max(bucket.shards for bucket in self.buckets)
+
     def spans(self, rank: int) -> list[tuple[int, int]]:
         """By parameter, the range of its own elements that shard `rank` updates; (0, 0) for nothing
         of it."""
         found = [(0, 0)] * len(self.sizes)
         for bucket in self.buckets:
-            low, high = bucket.shard(rank)
+            low, high = bucket.shard(rank * bucket.shards // self.shards)
             for number in bucket.members:
                 start = max(low - self.starts[number], 0)
                 stop = min(high - self.starts[number], self.sizes[number])
@@ -63,8 +76,8 @@ class Layout:
 
     def elements(self) -> list[int]:
         """How many elements each shard updates."""
-        shards = len(self.buckets[0].cuts) - 1
-        return [sum(stop - start for start, stop in self.spans(rank)) for rank in range(shards)]
+        ranks = range(self.shards)
+        return [sum(stop - start for start, stop in self.spans(rank)) for rank in ranks]
 
 
 def lay_out(
@@ -75,6 +88,8 @@ def lay_out(
     shards: int,
     itemsize: int,
     partition: Partition | None = None,
+    experts: Sequence[bool] = (),
+    expert_shards: int = 1,
 ) -> Layout:
     """Buckets of parameters in reverse order, about the order in which their gradients are ready.
 
@@ -82,7 +97,8 @@ def lay_out(
     multiple of 64 bytes of elements of `itemsize` bytes, and so does each of the `shards` equal
     ranges of a bucket: a range cut out of a tensor is then updated bit for bit as in the whole
     tensor, whose vectors begin at the same elements. Parameters with `partial` axes come last,
-    those of equal axes together, and share no bucket with others.
+    those of equal axes together, and share no bucket with others; after them come those that
+    `experts` marks, which `expert_shards` ranks share.
 
     With a `partition` the ranges are its whole parameters, which differ in size. What one rank owns
     must be one range, so parameters are stored in the partition's order then, and the first bucket
@@ -90,7 +106,8 @@ def lay_out(
     if partition is not None:
         return _by_owner(sizes, partial, bucket_size, ALIGN_BYTES // itemsize, shards, partition)
     align = ALIGN_BYTES // itemsize
-    order = sorted(reversed(range(len(sizes))), key=lambda number: partial[number])
+    kinds = [(any(experts[number : number + 1]), axes) for number, axes in enumerate(partial)]
+    order = sorted(reversed(range(len(sizes))), key=lambda number: kinds[number])
     starts = [0] * len(sizes)
     buckets = []
     members = []
@@ -99,22 +116,25 @@ def lay_out(
 
     def close() -> None:
         nonlocal begin, end
-        end = begin + _round_up(end - begin, align * shards)
-        size = (end - begin) // shards
+        of_experts, axes = kinds[members[0]]
+        parts = expert_shards if of_experts else shards
+        end = begin + _round_up(end - begin, align * parts)
+        size = (end - begin) // parts
         buckets.append(
             Bucket(
                 begin,
                 end,
                 tuple(members),
-                partial[members[0]],
-                tuple(begin + rank * size for rank in range(shards + 1)),
+                axes,
+                tuple(begin + rank * size for rank in range(parts + 1)),
+                of_experts,
             )
         )
         members.clear()
         begin = end
 
     for number in order:
-        if members and partial[members[0]] != partial[number]:
+        if members and kinds[members[0]] != kinds[number]:
             close()
         starts[number] = end
         end += _round_up(sizes[number], align)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from itertools import islice
 from typing import NamedTuple
 
-from megatron.config.plan.plan import BYTES, Plan, flat_layout, shards
+from megatron.config.plan.plan import BYTES, Plan, expert_shards, flat_layout, shards
 from megatron.config.plan.stages import activations_alive
 from megatron.config.tree import Config
 
@@ -42,6 +42,7 @@ class Transfer(NamedTuple):
             "all-reduce": 2 * once,
             "all-gather": once,
             "reduce-scatter": once,
+            "all-to-all": once,
             "reduce": once,
             "broadcast": once,
             "send": size,
@@ -130,6 +131,7 @@ class _Sizes:
         m = self.config.model
         if not m.is_moe_layer(layer):
             return self.tokens * self._width(m.ffn)
+        # of all experts, as many tokens go to each rank
         copies = self.tokens * m.moe_router_topk
         inner = self._width(m.expert_ffn) + self.item * m.expert_ffn // self.tp
         kept = copies * (self.hidden * self.item + inner + 3 * IDS)
@@ -232,15 +234,20 @@ def axis_sizes(config: Config, plan: Plan) -> dict[str, int]:
     tp = p.tensor_model_parallel_size
     pp = p.pipeline_model_parallel_size
     shard = shards(config, plan)
+    ep = p.expert_model_parallel_size
+    expert_shard = expert_shards(config, plan)
     return {
         "tp": tp,
+        "ep": ep,
         "cp": p.context_parallel_size,
         "pp": pp,
         "pp_gradients": pp,
         "ends": min(2, pp),
         "shard": shard,
         "instances": replicas // shard,
-        "optimizer": tp * pp * shard,
+        "expert_shard": expert_shard,
+        "expert_instances": replicas // ep // expert_shard,
+        "optimizer": plan.world_size if ep > 1 else tp * pp * shard,
         "world": plan.world_size,
     }
 
@@ -277,9 +284,11 @@ def sent_by_axis(config: Config, plan: Plan, stage: int) -> dict[str, int]:
     dp has all that concerns gradients and weights of replicas, pp the tied embedding too; numbers
     of a few bytes that all ranks sum (losses, norms) are omitted.
     """
-    names = {"shard": "dp", "instances": "dp", "ends": "pp", "pp_gradients": "pp"}
-    found = dict.fromkeys(("tp", "cp", "dp", "pp"), 0)
+    names = {"ends": "pp", "pp_gradients": "pp"} | dict.fromkeys(
+        ("shard", "instances", "expert_shard", "expert_instances"), "dp"
+    )
     axes = axis_sizes(config, plan)
+    found = dict.fromkeys(("tp", "ep", "cp", "dp", "pp"), 0)
     for transfer in transfers(config, plan, stage):
         name = names.get(transfer.axis, transfer.axis)
         if name in found:
@@ -327,7 +336,8 @@ def _layers(config: Config, sizes: _Sizes, chunk: range) -> list[Transfer]:
     moe = sum(map(config.model.is_moe_layer, chunk))
     blocks = 2 * layers - (0 if config.model.moe_shared_expert_intermediate_size else moe)
     found = _tensor_parallel(sizes, whole, blocks, blocks, blocks)
-    found += _experts(config, sizes, moe)
+    if moe:
+        found += _experts(config, sizes, moe)
     again = sum(runs)
     if sizes.sequence:
         found += [Transfer("tp", "all-gather", 2 * again, 2 * again * whole)]
@@ -342,21 +352,39 @@ def _layers(config: Config, sizes: _Sizes, chunk: range) -> list[Transfer]:
 def _experts(config: Config, sizes: _Sizes, layers: int) -> list[Transfer]:
     """Of so many MLPs of experts: tokens, probabilities and numbers of experts go to the ranks
     that share the experts, results come back, and the gradients of tokens, probabilities and
-    results; routers count the tokens of each expert."""
+    results; routers count the tokens of each expert.
+
+    All-to-all sends a token once for each of its experts, here as many to each rank.
+    """
     m = config.model
+    copies = sizes.tokens * m.moe_router_topk
     whole = sizes.tokens * sizes.hidden * sizes.item
-    probs = sizes.tokens * m.moe_router_topk * sizes.wide
-    numbers = sizes.tokens * m.moe_router_topk * IDS
-    counted = layers if m.aux_loss_coeff else 0
-    counts = [Transfer("cp", "all-reduce", counted, counted * (m.num_experts or 0) * sizes.wide)]
-    if not sizes.sequence:
-        return [*counts, Transfer("tp", "all-reduce", 3 * layers, layers * (2 * whole + probs))]
-    return [
-        *counts,
-        counts[0]._replace(axis="tp"),
-        Transfer("tp", "all-gather", 4 * layers, layers * (2 * whole + probs + numbers)),
-        Transfer("tp", "reduce-scatter", 3 * layers, layers * (2 * whole + probs)),
-    ]
+    probs = copies * sizes.wide
+    numbers = copies * IDS
+    found = (
+        [Transfer("cp", "all-reduce", 1, m.num_experts * sizes.wide)] if m.aux_loss_coeff else []
+    )
+    if sizes.sequence:
+        found += [
+            *(t._replace(axis="tp") for t in found),
+            Transfer("tp", "all-gather", 4, 2 * whole + probs + numbers),
+            Transfer("tp", "reduce-scatter", 3, 2 * whole + probs),
+        ]
+    else:
+        found += [Transfer("tp", "all-reduce", 3, 2 * whole + probs)]
+    ep = config.parallel.expert_model_parallel_size
+    if m.moe_token_dispatcher_type == "alltoall":
+        rows = copies * sizes.hidden * sizes.item
+        found += [
+            Transfer("ep", "all-gather", 1, ep * m.num_experts * IDS),
+            Transfer("ep", "all-to-all", 6, 4 * rows + 2 * probs),
+        ]
+    else:
+        found += [
+            Transfer("ep", "all-gather", 4, ep * (2 * whole + probs + numbers)),
+            Transfer("ep", "reduce-scatter", 3, ep * (2 * whole + probs)),
+        ]
+    return [t._replace(calls=layers * t.calls, nbytes=layers * t.nbytes) for t in found]
 
 
 def _context_parallel(config: Config, sizes: _Sizes, cores: int, layers: int) -> list[Transfer]:
@@ -394,11 +422,12 @@ def _gradients(config: Config, plan: Plan, stage: int) -> list[Transfer]:
     """Bucket by bucket: copies that saw part of their gradient, then ranks that saw other tokens,
     then the weights."""
     p = config.precision
-    parts = shards(config, plan)
     found = []
     for bucket in flat_layout(config, plan, stage).buckets:
         elements = bucket.stop - bucket.start
         nbytes = elements * BYTES[p.grad_dtype]
+        parts = bucket.shards
+        of = "expert_" if bucket.experts else ""
         found += [Transfer(axis, "all-reduce", 1, nbytes) for axis in bucket.partial]
         kinds = ("reduce-scatter", "all-gather")
         calls = 1
@@ -411,9 +440,9 @@ def _gradients(config: Config, plan: Plan, stage: int) -> list[Transfer]:
             calls = len(owned)
             largest = max(owned) * BYTES[p.grad_dtype]
         found += [
-            Transfer("instances", "all-reduce", 1, largest),
-            Transfer("shard", kinds[0], calls, nbytes),
-            Transfer("shard", kinds[1], calls, elements * BYTES[p.params_dtype]),
+            Transfer(f"{of}instances", "all-reduce", 1, largest),
+            Transfer(f"{of}shard", kinds[0], calls, nbytes),
+            Transfer(f"{of}shard", kinds[1], calls, elements * BYTES[p.params_dtype]),
         ]
     return found
 

@@ -248,7 +248,7 @@ def _moe_layer(model: ModelConfig, prefix: str, layer: int, draw: Scheme) -> lis
     router = _drawn(draw("router", layer))
     table = [ParameterSpec(prefix + "router.weight", (experts, h), **router)]
     for spec in _mlp(model, prefix + "experts.", model.expert_ffn, layer, draw):
-        splits = tuple((axis, dim + 1) for axis, dim in spec.splits)
+        splits = (("ep", 0), *((axis, dim + 1) for axis, dim in spec.splits))
         table.append(replace(spec, shape=(experts, *spec.shape), splits=splits))
     shared = model.moe_shared_expert_intermediate_size
     if shared:

@@ -270,9 +270,9 @@ def make_plan(config: Config, world_size: int, vocab_size: int) -> Plan:
 def parameters_per_rank(config: Config, plan: Plan, stage: int = 0) -> int:
     """Parameters on each tensor-parallel rank of a pipeline stage, padded vocabulary rows
     included."""
-    return count_parameters(
-        plan.parameters_of(stage), {"tp": config.parallel.tensor_model_parallel_size}
-    )
+    p = config.parallel
+    axes = {"tp": p.tensor_model_parallel_size, "ep": p.expert_model_parallel_size}
+    return count_parameters(plan.parameters_of(stage), axes)
 
 
 def bucket_size(config: Config, plan: Plan, stage: int = 0) -> int | None:
@@ -293,7 +293,12 @@ def bucket_size(config: Config, plan: Plan, stage: int = 0) -> int | None:
 def flat_layout(config: Config, plan: Plan, stage: int = 0) -> buckets.Layout:
     """The layout of the parameters of a rank of that stage in its flat buffers."""
     p = config.parallel
-    axes = {"tp": p.tensor_model_parallel_size, "ends": min(2, p.pipeline_model_parallel_size)}
+    ep = p.expert_model_parallel_size
+    axes = {
+        "tp": p.tensor_model_parallel_size,
+        "ep": ep,
+        "ends": min(2, p.pipeline_model_parallel_size),
+    }
 
     def partial(spec: ParameterSpec) -> tuple[str, ...]:
         return tuple(axis for axis in spec.partial_axes(p.sequence_parallel) if axes[axis] > 1)
@@ -312,6 +317,8 @@ def flat_layout(config: Config, plan: Plan, stage: int = 0) -> buckets.Layout:
         shards=parts,
         itemsize=itemsize,
         partition=partition,
+        experts=[ep > 1 and "ep" in dict(spec.splits) for spec in table],
+        expert_shards=expert_shards(config, plan),
     )
 
 
@@ -320,6 +327,12 @@ def shards(config: Config, plan: Plan) -> int:
     p = config.parallel
     ranks = plan.data_parallel_size * p.context_parallel_size
     return ranks // p.num_distributed_optimizer_instances if p.use_distributed_optimizer else 1
+
+
+def expert_shards(config: Config, plan: Plan) -> int:
+    """The same of the weights of experts."""
+    parts = shards(config, plan)
+    return parts // config.parallel.expert_model_parallel_size if parts > 1 else 1
 
 
 def bytes_per_rank(

@@ -11,7 +11,7 @@ from megatron.config.plan.stages import bubble_fraction
 from megatron.config.tree import Config
 
 GIB = 2**30
-_AXES = {"tp": "tensor", "cp": "context", "dp": "data", "pp": "pipeline"}
+_AXES = {"tp": "tensor", "ep": "expert", "cp": "context", "dp": "data", "pp": "pipeline"}
 
 
 def describe(config: Config, plan: Plan) -> list[str]:
@@ -23,11 +23,13 @@ def describe(config: Config, plan: Plan) -> list[str]:
     first = plan.batch.phases[0].global_batch_size
     padding = f", {plan.num_padding} of them padding" if plan.num_padding else ""
     active = f", {plan.num_active} active" if m.num_experts else ""
+    ep = p.expert_model_parallel_size
+    experts = f"; experts over {ep} of the data and context ranks" if ep > 1 else ""
     mlp = m.mlp_text if m.num_experts else f"ffn {m.ffn}"
     return [
         f"world size {plan.world_size} = data {plan.data_parallel_size} x tensor "
         f"{p.tensor_model_parallel_size} x pipeline {p.pipeline_model_parallel_size} x context "
-        f"{p.context_parallel_size}",
+        f"{p.context_parallel_size}{experts}",
         f"model: {m.num_layers} layers, hidden {m.hidden_size}, {mlp}, "
         f"{m.num_attention_heads} heads of {m.head_dim}, {m.query_groups} key/value groups, "
         f"sequence {m.seq_length}, positions {m.positions}",

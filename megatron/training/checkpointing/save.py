@@ -42,14 +42,15 @@ def own_tensors(run: Run) -> Iterator[tuple[str, Sharding, Axis, list[tuple[Box,
     ctx = run.runtime.ctx
     run.buffers.wait_for_weights()
     for p in run.model.parameters():
-        yield p.sharding.name, p.sharding, ctx.dp_cp, parts(p.sharding, ctx, p.data)
+        same = ctx.replicas(p.sharding.replicas).data
+        yield p.sharding.name, p.sharding, same, parts(p.sharding, ctx, p.data)
     owned = {part.sharding.name: part for part in run.buffers.owned}
     for name, tensor in run.optimizer.tensors().items():
         part = owned[name.split(".", 2)[2]]
         yield (
             name,
             part.sharding,
-            ctx.instances,
+            ctx.replicas(part.sharding.replicas).instances,
             parts(part.sharding, ctx, tensor, getattr(part, "span", None)),
         )
     for name, (sharding, tensor) in run.fp8.tensors().items() if run.fp8 else ():
