@@ -141,6 +141,7 @@ setup(
         "dev": requirements("dev"),
         "peers": requirements("peers"),
         "s3": requirements("s3"),
+        "eval": ["lm-eval"],
         "tensorboard": ["tensorboard"],
         "wandb": ["wandb"],
     },

@@ -42,6 +42,8 @@ PEERS = {
     "s3fs",
     "moto",
     "wandb",
+    "lm_eval",
+    "accelerate",
 }
 MARKED = "peers_marked"
 

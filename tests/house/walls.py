@@ -47,6 +47,7 @@ OPTIONAL = {
     "zstandard": "data/preprocess/readers.py",
     "pyarrow": "data/preprocess/readers.py",
     "punkt": "data/preprocess/sentences.py",
+    "lm_eval": "analysis/lm_eval_model.py",
     "jinja2": "data/chat/templates.py",
     "tiktoken": "data/tokenizers/bpe.py",
     "tokenizers": "data/tokenizers/bpe.py",
