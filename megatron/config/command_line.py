@@ -384,8 +384,9 @@ def dumped_values(
     constant = o.weight_decay_incr_style == "constant"
     chunks = len(plan.layers_per_stage[0])
     return found | {
-        "accumulate_allreduce_grads_in_fp32": values["accumulate_allreduce_grads_in_fp32"]
-        or config.precision.bf16,
+        "accumulate_allreduce_grads_in_fp32": config.precision.grad_dtype == "float32"
+        if config.precision.bf16
+        else values["accumulate_allreduce_grads_in_fp32"],
         "attention_softmax_in_fp32": m.attention_softmax_in_fp32 or m.apply_query_key_layer_scaling,
         "bias_gelu_fusion": m.bias_gelu_fusion and m.add_bias_linear,
         "consumed_train_samples": 0,
@@ -464,7 +465,12 @@ def start_lines(line: CommandLine, distributed_backend: str) -> list[str]:
     ]
     batch = plan.batch.lines()
     found += [text for text in batch if text.startswith("setting global batch size")]
-    if config.precision.bf16 and not config.precision.accumulate_allreduce_grads_in_fp32:
+    numbers = config.precision
+    if (
+        numbers.bf16
+        and numbers.grad_dtype == "float32"
+        and not numbers.accumulate_allreduce_grads_in_fp32
+    ):
         found.append("accumulate and all-reduce gradients in fp32 for bfloat16 data type.")
     return [
         *found,

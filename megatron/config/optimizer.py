@@ -85,6 +85,24 @@ class OptimizerConfig:
         "(PaLM: 0.8)",
     )
     adam_eps: float = arg(1e-8, help="Adam's epsilon")
+    use_precision_aware_optimizer: bool = arg(
+        False,
+        dump=False,
+        help="Adam whose gradients and moments have the dtypes of --main-grads-dtype, "
+        "--exp-avg-dtype and --exp-avg-sq-dtype; computed in fp32",
+    )
+    exp_avg_dtype: Literal["fp32", "bf16", "fp16", "fp8"] = arg(
+        "fp32",
+        dump=False,
+        help="dtype in which --use-precision-aware-optimizer stores Adam's first moment "
+        "(fp8 is stored in bf16)",
+    )
+    exp_avg_sq_dtype: Literal["fp32", "bf16", "fp16", "fp8"] = arg(
+        "fp32",
+        dump=False,
+        help="dtype in which --use-precision-aware-optimizer stores Adam's second moment "
+        "(fp8 is stored in bf16)",
+    )
     sgd_momentum: float = arg(0.9, help="momentum of --optimizer sgd")
     clip_grad: float = arg(1.0, help="clip gradients to this global L2 norm; 0 disables clipping")
     override_opt_param_scheduler: bool = arg(
@@ -99,6 +117,14 @@ class OptimizerConfig:
         alias=("--use-checkpoint-opt-param-scheduler",),
         help="on resume, use the checkpoint's scheduler values instead of the command line's",
     )
+
+    @property
+    def moment_dtypes(self) -> dict[str, str]:
+        """{exp_avg or exp_avg_sq: torch dtype} of the moments that are stored in less than the
+        dtype of the main weights."""
+        narrow = {"bf16": "bfloat16", "fp16": "float16", "fp8": "bfloat16"}
+        typed = {"exp_avg": self.exp_avg_dtype, "exp_avg_sq": self.exp_avg_sq_dtype}
+        return {key: narrow[dtype] for key, dtype in typed.items() if dtype in narrow}
 
     @property
     def weight_decay_range(self) -> tuple[float, float]:

@@ -116,6 +116,12 @@ class ParallelConfig:
         help="overlap the all-gather of parameters with the next forward pass; needs "
         "--use-distributed-optimizer and --overlap-grad-reduce",
     )
+    ddp_reduce_scatter_with_fp32_accumulation: bool = arg(
+        False,
+        dump=False,
+        help="with --use-distributed-optimizer, add 16-bit gradients of several ranks in fp32 and "
+        "round once (always so on the CPU)",
+    )
     ddp_bucket_size: int | None = arg(
         None,
         dump=False,

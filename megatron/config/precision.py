@@ -13,7 +13,11 @@ class PrecisionConfig:
     """Precision and loss scaling."""
 
     fp16: bool = arg(False, help="fp16 parameters, with loss scaling")
-    bf16: bool = arg(False, help="bf16 parameters; gradients and optimizer state in fp32")
+    bf16: bool = arg(
+        False,
+        help="bf16 parameters; gradients and optimizer state in fp32 unless --grad-reduce-in-bf16 "
+        "or --use-precision-aware-optimizer says otherwise",
+    )
     fp64: bool = arg(False, help="fp64 parameters, for numerical parity tests", dump=False)
     loss_scale: float | None = arg(
         None,
@@ -43,7 +47,20 @@ class PrecisionConfig:
     )
     fp16_lm_cross_entropy: bool = arg(False, help="compute the cross entropy in fp16, with --fp16")
     accumulate_allreduce_grads_in_fp32: bool = arg(
-        False, help="accumulate and reduce gradients in fp32 (always so with --bf16)"
+        False,
+        help="accumulate and reduce gradients in fp32 (default with --bf16, where "
+        "--grad-reduce-in-bf16 overrides it)",
+    )
+    grad_reduce_in_bf16: bool = arg(
+        False,
+        dump=False,
+        help="accumulate and reduce gradients in bf16, with --bf16: half the bytes of gradients",
+    )
+    main_grads_dtype: Literal["fp32", "bf16"] = arg(
+        "fp32",
+        dump=False,
+        help="dtype of gradients with --use-precision-aware-optimizer; bf16 accumulates and "
+        "reduces them in bf16, with --bf16",
     )
 
     fp8: Literal["e4m3", "hybrid"] | None = arg(
@@ -91,4 +108,6 @@ class PrecisionConfig:
         """Name of the torch dtype in which gradients are accumulated and reduced."""
         if self.fp16 and not self.accumulate_allreduce_grads_in_fp32:
             return "float16"
+        if self.bf16 and (self.grad_reduce_in_bf16 or self.main_grads_dtype == "bf16"):
+            return "bfloat16"
         return self.main_dtype

@@ -20,26 +20,27 @@ def sum_of_squares(
 ) -> torch.Tensor:
     """Sum of all squares of `grads` as a float64 0-dim tensor on their device, without a host sync.
 
-    Read once; each tensor's norm is taken in its own precision (fp32 or fp64; over rows of 1024
+    Read once; each tensor's norm is taken in its own precision, at least fp32 (over rows of 1024
     elements on the CPU, whose long single-precision sums drift), squares are added in float64. Not
     finite if and only if some gradient is not finite or overflows when squared. An empty list gives
     0 on `device`.
     """
     if not grads:
         return torch.zeros((), dtype=torch.float64, device=device)
+    dtype = torch.promote_types(grads[0].dtype, torch.float32)
     if grads[0].device.type != "cpu":
-        return torch.stack(torch._foreach_norm(list(grads))).double().square().sum()
+        return torch.stack(torch._foreach_norm(list(grads), 2, dtype)).double().square().sum()
     pieces: list[torch.Tensor] = []
     norms: list[torch.Tensor] = []
     for grad in grads:
         flat = grad.reshape(-1)
         whole = flat.numel() // ROW * ROW
         if whole:
-            norms.append(torch.linalg.vector_norm(flat[:whole].view(-1, ROW), dim=1))
+            norms.append(torch.linalg.vector_norm(flat[:whole].view(-1, ROW), dim=1, dtype=dtype))
         if whole < flat.numel():
             pieces.append(flat[whole:])
     if pieces:
-        norms.append(torch.stack(torch._foreach_norm(pieces)))
+        norms.append(torch.stack(torch._foreach_norm(pieces, 2, dtype)))
     return torch.cat(norms).double().square().sum()
 
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from megatron.config.optimizer import OptimizerConfig
-from megatron.optimizer import adam, clip_grads
+from megatron.optimizer import adam, clip_grads, moments
 from megatron.optimizer.param_groups import build_param_groups
 from megatron.optimizer.scaler import GradScaler
 
@@ -44,7 +44,7 @@ class MixedPrecisionOptimizer:
     A bf16 or fp16 parameter gets an fp32 main copy; an fp32 or fp64 one is its own main weight (its
     storage is shared, so whoever loads weights must copy into the parameter and not rebind it).
     Gradients are read from `param.main_grad` at each step, without a copy unless its type differs
-    from the main weight's.
+    from the main weight's; with --use-precision-aware-optimizer then only a piece at a time.
 
     `params` may as well be flat views of parts of parameters (`GradBuffers.owned`): all that is
     read of them is `main_grad`, and of `sharding` the name and global shape. Empty ones stand for
@@ -98,6 +98,7 @@ class MixedPrecisionOptimizer:
         self._beta2 = (config.adam_beta2, config.adam_beta2_schedule_c)
         build = adam.build_adam if config.optimizer == "adam" else adam.build_sgd
         self.inner = build(groups, config)
+        self._precision_aware = isinstance(self.inner, adam.PrecisionAwareAdamW)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -154,8 +155,9 @@ class MixedPrecisionOptimizer:
                     return StepResult(False, None, None)
             if self.clip_grad > 0.0:
                 factor *= clip_grads.clip_coefficient(norm, self.clip_grad)
-        with self._span("optimizer-clip-main-grad"):
-            clip_grads.scale_gradients(grads, factor)
+        if not self._precision_aware:
+            with self._span("optimizer-clip-main-grad"):
+                clip_grads.scale_gradients(grads, factor)
         zeros = None
         if self.log_num_zeros_in_grad:
             with self._span("optimizer-count-zeros"):
@@ -164,7 +166,10 @@ class MixedPrecisionOptimizer:
             if self._beta2[1] > 0.0:
                 for group in self.param_groups:
                     group["betas"] = (group["betas"][0], self.adam_beta2)
-            self.inner.step()
+            if self._precision_aware:
+                self.inner.update(grads, factor)
+            else:
+                self.inner.step()
         self.step_count += 1
         self._release_gradients()
         with self._span("optimizer-copy-main-to-model-params"):
@@ -244,7 +249,7 @@ class MixedPrecisionOptimizer:
                 "with, or --no-load-optim"
             )
         for name, tensor in mine.items():
-            tensor.copy_(tensors[name])
+            tensor.copy_(moments.convert(name, tensors[name], tensor.dtype))
         self.load_counters(counters)
         self._copy_main_to_model()
 
@@ -267,7 +272,12 @@ class MixedPrecisionOptimizer:
 
     def _attach_gradients(self) -> list[torch.Tensor]:
         """Each main weight's `.grad`: the parameter's main_grad itself, or its copy in the main
-        weight's type."""
+        weight's type. The precision-aware update takes them as they are."""
+        if self._precision_aware:
+            grads = [param.main_grad for param in self._params]
+            for grad, scale in zip(grads, self._scales, strict=True):
+                clip_grads.scale_gradients([grad], scale)
+            return grads
         with self._span("optimizer-copy-to-main-grad"):
             for param, main in zip(self._params, self._main, strict=True):
                 grad = param.main_grad

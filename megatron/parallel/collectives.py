@@ -143,11 +143,16 @@ def start_reduce_scatter(x: torch.Tensor, axis: Axis) -> Pending:
     return _waiting(_scatter_into(out, x, group=axis.group, async_op=True), lambda: out)
 
 
-def start_reduce_scatter_(x: torch.Tensor, axis: Axis) -> Pending:
+def start_reduce_scatter_(x: torch.Tensor, axis: Axis, fp32_accumulation: bool = False) -> Pending:
     """Begin to sum over several ranks into this rank's part of the flat `x`, which is returned; the
-    rest is undefined."""
+    rest is undefined.
+
+    With gloo, and with `fp32_accumulation` of 16 bits, the ranks exchange the parts and sum them
+    here, where torch adds 16-bit numbers in fp32; NCCL rounds each partial sum.
+    """
     mine = x.chunk(axis.size)[axis.rank]
-    if dist.get_backend(axis.group) != "gloo":
+    exchange = fp32_accumulation and x.dtype.itemsize == 2
+    if dist.get_backend(axis.group) != "gloo" and not exchange:
         return Pending([_scatter_into(mine, x, group=axis.group, async_op=True)], lambda: mine)
     parts = torch.empty_like(x)
     work = dist.all_to_all_single(parts, x, group=axis.group, async_op=True)

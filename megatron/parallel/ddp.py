@@ -56,7 +56,8 @@ class GradBuffers:
     with the `sharding` of its parameter and a `span` (start, stop) in its elements; weights live in
     a flat buffer too, and `gather_weights` brings them together after an update. With
     `whole_params` a rank's range of each bucket are whole parameters, as InternLM gives them out;
-    its sums are then reduced to it, and its weights broadcast.
+    its sums are then reduced to it, and its weights broadcast. With `fp32_accumulation` a
+    reduce-scatter of 16-bit gradients adds in fp32 and rounds once.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class GradBuffers:
         overlap_grad_reduce: bool = False,
         overlap_param_gather: bool = False,
         whole_params: bool = False,
+        fp32_accumulation: bool = False,
     ):
         params = [p for p in params if p.requires_grad]
         self._ctx = ctx
@@ -109,6 +111,7 @@ class GradBuffers:
                 p.register_post_accumulate_grad_hook(_add_to_main_grad)
         self.owned = _owned(params, layout.spans(ctx.shard.rank)) if sharded else params
         self._overlap_gather = overlap_param_gather
+        self._fp32_accumulation = fp32_accumulation
         # gradients still to come, when they are counted
         self._expected: dict[nn.Parameter, int] = {}
         # the first bucket whose sum has not begun
@@ -181,7 +184,9 @@ class GradBuffers:
         if self._uneven:
             bucket.reduction = start_reduce_parts_(self._parts(bucket, self.flat), shard)
         elif shard.size > 1:
-            bucket.reduction = start_reduce_scatter_(self.flat[bucket.range], shard)
+            bucket.reduction = start_reduce_scatter_(
+                self.flat[bucket.range], shard, self._fp32_accumulation
+            )
         elif instances.size > 1:
             bucket.reduction = start_all_reduce(self.flat[bucket.range], instances)
 

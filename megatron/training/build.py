@@ -164,6 +164,7 @@ def build_run(
         overlap_grad_reduce=overlap.overlap_grad_reduce,
         overlap_param_gather=overlap.overlap_param_gather,
         whole_params=overlap.zero_partition == "whole-params",
+        fp32_accumulation=overlap.ddp_reduce_scatter_with_fp32_accumulation,
     )
     if config.logging.log_format == "internlm" and ctx.shard.size > 1:
         shares = f"Number of elements on ranks: {buffers.layout.elements()}, rank:0"

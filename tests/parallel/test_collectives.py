@@ -80,14 +80,14 @@ def test_the_backends_own_reduce_scatter_gives_the_same(world):
 
 
 def in_place(
-    rank: int, world: int, dtype: torch.dtype, backend: str
+    rank: int, world: int, dtype: torch.dtype, backend: str, *more: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(sum of my part, everything once it is gathered), in one buffer, with several of each under
     way at a time."""
     axis = world_axis(rank, world)
     collectives.dist.get_backend = lambda group: backend
     buffers = [part(rank, seed).flatten().to(dtype) for seed in range(3)]
-    reductions = [collectives.start_reduce_scatter_(x, axis) for x in buffers]
+    reductions = [collectives.start_reduce_scatter_(x, axis, *more) for x in buffers]
     sums = [pending() for pending in reductions]
     for x, mine in zip(buffers, sums, strict=True):
         assert mine.data_ptr() == x.chunk(world)[rank].data_ptr()
@@ -115,6 +115,13 @@ def test_reduce_scatter_and_gather_in_place(world, dtype):
     if dtype == torch.float64:
         for _, gathered in run_ranks(world, in_place, dtype, "nccl"):
             torch.testing.assert_close(gathered, expected)
+
+
+def test_16_bit_gradients_are_added_in_fp32_on_other_backends_too():
+    """--ddp-reduce-scatter-with-fp32-accumulation: the bits of the sum in fp32, rounded once."""
+    alike = [run_ranks(4, in_place, torch.bfloat16, name, True) for name in ("gloo", "nccl")]
+    for (sums, _), (others, _) in zip(*alike, strict=True):
+        assert torch.equal(sums, others)
 
 
 @pytest.mark.parametrize("world", WORLDS)

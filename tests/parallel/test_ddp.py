@@ -190,9 +190,9 @@ class Spy:
 
     @staticmethod
     def spied(start: Any, name: str, events: list[Any]) -> Any:
-        def spy(x: torch.Tensor, axis: Axis) -> Pending:
+        def spy(x: torch.Tensor, axis: Axis, *more: Any) -> Pending:
             events.append((name, axis.name, x.storage_offset()))
-            return start(x, axis)
+            return start(x, axis, *more)
 
         return spy
 
@@ -479,9 +479,9 @@ class SlowLink:
             done.set()
 
     def over(self, start: Any) -> Any:
-        def slow(x: torch.Tensor, axis: Axis) -> Pending:
+        def slow(x: torch.Tensor, axis: Axis, *more: Any) -> Pending:
             done = threading.Event()
-            self.jobs.put((lambda: start(x, axis)(), done))
+            self.jobs.put((lambda: start(x, axis, *more)(), done))
             pending = Pending([], lambda: x)
             pending._works = [done]
             done.is_completed = done.is_set

@@ -75,6 +75,9 @@ def rank_of_a_run(rank: int, world: int, flags: list[str]) -> tuple[dict, dict, 
             "--num-query-groups",
             "2",
         ],
+        ["--bf16", "--grad-reduce-in-bf16"],
+        ["--fp16", "--use-precision-aware-optimizer", "--exp-avg-sq-dtype", "fp16"],
+        ["--use-precision-aware-optimizer", "--exp-avg-dtype", "fp8"],
     ],
     ids=" ".join,
 )
@@ -98,6 +101,10 @@ def test_ranks_hold_what_the_plan_says_and_slices_of_the_same_weights(more):
 
 
 SHARDS = ["--use-distributed-optimizer"]
+PRECISION_AWARE = (
+    "--bf16 --use-precision-aware-optimizer --main-grads-dtype bf16 --exp-avg-dtype bf16 "
+    "--exp-avg-sq-dtype bf16"
+).split()
 SPLIT = ["--tensor-model-parallel-size", "2", "--sequence-parallel", *SHARDS]
 INSTANCES = [*SHARDS, "--num-distributed-optimizer-instances", "2"]
 
@@ -111,6 +118,7 @@ INSTANCES = [*SHARDS, "--num-distributed-optimizer-instances", "2"]
         (4, [*SPLIT, "--bf16", "--ddp-num-buckets", "3"]),
         (4, [*SPLIT, "--ddp-bucket-size", "2000"]),
         (2, [*SHARDS, "--fp16", "--optimizer", "sgd"]),
+        (4, [*INSTANCES, *PRECISION_AWARE]),
     ],
     ids=lambda x: " ".join(x) if isinstance(x, list) else None,
 )
@@ -387,3 +395,21 @@ def test_no_device_memory_on_a_machine_without_accelerator(capsys, monkeypatch):
     assert "--log-memory-to-tensorboard: no effect" in capsys.readouterr().out
     initialize.initialize(config_of("--device", "auto", "--tensorboard-dir", "x"))
     assert "no effect" not in capsys.readouterr().out
+
+
+def test_bf16_gradients_and_moments_take_half_the_bytes():
+    """The plan's bytes (which the tests above compare with a built run) per parameter."""
+
+    def per_parameter(*flags: str) -> dict[str, float]:
+        config = config_of("--bf16", *flags)
+        plan = make_plan(config, 1, 211)
+        return {
+            kind: size / plan.num_parameters for kind, size in bytes_per_rank(config, plan).items()
+        }
+
+    wide = {"weights": 2, "gradients": 4, "main weights": 4, "optimizer moments": 8}
+    assert per_parameter() == wide
+    assert per_parameter("--grad-reduce-in-bf16") == wide | {"gradients": 2}
+    assert per_parameter(*PRECISION_AWARE[1:]) == wide | {"gradients": 2, "optimizer moments": 4}
+    one = ("--use-precision-aware-optimizer", "--exp-avg-dtype", "fp16")
+    assert per_parameter(*one) == wide | {"optimizer moments": 6}

@@ -15,6 +15,7 @@ from megatron.config.checks import ddp as check_ddp
 from megatron.config.checks import fp8 as check_fp8
 from megatron.config.checks import kernels as check_kernels
 from megatron.config.checks import layout as check_layout
+from megatron.config.checks import low_precision as check_low_precision
 from megatron.config.checks import moe as check_moe
 from megatron.config.checks import packed as check_packed
 from megatron.config.checks import paths as check_paths
@@ -278,6 +279,12 @@ _NEEDED = (
         lambda v: v["attention_backend"] in ("auto", "unfused") and not v["use_flash_attn"],
     ),
     ("fp8_recipe", "--fp8-format", lambda v: v["fp8"]),
+    ("grad_reduce_in_bf16 main_grads_dtype", "--bf16", lambda v: v["bf16"]),
+    (
+        "ddp_reduce_scatter_with_fp32_accumulation",
+        "--use-distributed-optimizer and --zero-partition even",
+        lambda v: v["use_distributed_optimizer"] and v["zero_partition"] == "even",
+    ),
     (
         "fp8_margin fp8_amax_history_len fp8_amax_compute_algo",
         "--fp8-format and --fp8-recipe delayed",
@@ -346,6 +353,7 @@ def notes(config: Config, world_size: int, typed: Collection[str] = ()) -> list[
     found += check_layout.notes(facts)
     found += check_ddp.notes(config.parallel, world_size)
     found += check_kernels.notes(facts)
+    found += check_low_precision.notes(facts)
     found += _skip_ranges(facts)[1]
     if config.training.dry_run:
         found += [f"not here yet: {line}" for line in check_paths.missing(config)]
@@ -770,6 +778,7 @@ _RULES = (
     _shape,
     _precision,
     check_fp8.rule,
+    check_low_precision.rule,
     check_layout.rule,
     check_packed.rule,
     _run,

@@ -167,8 +167,7 @@ app_tag_run_name= app_tag_run_version=0.0.0 config_logger_dir=''
   enable_one_logger=True,--no-one-logger | nothing is sent to a logging service
 ddp_average_in_collective=False gradient_reduce_div_fusion=True
   | gradients are divided by the global number of tokens after they are summed
-ddp_pad_buckets_for_high_nccl_busbw=False ddp_reduce_scatter_with_fp32_accumulation=False
-  disable_jit_fuser=False | &one
+ddp_pad_buckets_for_high_nccl_busbw=False disable_jit_fuser=False | &one
 calculate_per_token_loss=False
   | loss and gradients are always divided by the global number of tokens
 cross_entropy_loss_fusion=False cross_entropy_fusion_impl=native
@@ -250,10 +249,8 @@ cpu_offloading=False cpu_offloading_activations=True cpu_offloading_weights=Fals
 use_bnb_optimizer=False | moments are fp32, not 8 bits
 fp8_param_gather=False
   | weights are gathered in 16 bits and cast to FP8 by each rank: twice the bytes
-grad_reduce_in_bf16=False main_grads_dtype=fp32
-  | gradients are kept and reduced in fp32: twice the bytes
-use_precision_aware_optimizer=False exp_avg_dtype=fp32 exp_avg_sq_dtype=fp32 main_params_dtype=fp32
-  | main weights and moments are fp32
+main_params_dtype=fp32
+  | main weights are fp32: twice the bytes
 reuse_grad_buf_for_mxfp8_param_ag=False
   | buffers are not shared
 cpu_offloading_num_layers=0 fine_grained_activation_offloading=False offload_modules:list=

@@ -358,10 +358,14 @@ def bytes_per_rank(
             if shard is None
             else sum(stop - start for start, stop in layout.spans(shard))
         )
-    moments = 2 if config.optimizer.optimizer == "adam" else int(config.optimizer.sgd_momentum > 0)
+    o = config.optimizer
+    keys = ("exp_avg", "exp_avg_sq") if o.optimizer == "adam" else ("momentum",)
+    if o.optimizer == "sgd" and not o.sgd_momentum:
+        keys = ()
     return {
         "weights": n * BYTES[precision.params_dtype],
         "gradients": n * BYTES[precision.grad_dtype],
         "main weights": owned * BYTES[precision.main_dtype] if low else 0,
-        "optimizer moments": moments * owned * BYTES[precision.main_dtype],
+        "optimizer moments": owned
+        * sum(BYTES[o.moment_dtypes.get(key, precision.main_dtype)] for key in keys),
     }

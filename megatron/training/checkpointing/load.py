@@ -17,6 +17,7 @@ from megatron.checkpoint.store import Checkpoint
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.plan.parameters import OUTPUT_LAYER, WORD_EMBEDDING
 from megatron.config.tree import Config
+from megatron.optimizer import moments
 from megatron.parallel.collectives import gather_objects
 from megatron.parallel.sharding import Box, Sharding
 from megatron.training.checkpointing.resume_checks import position_problem, vocabulary_problem
@@ -265,12 +266,19 @@ def _read_tensors(run: Run, reader: Reader, with_optimizer: bool) -> None:
             " the checkpoint has no FP8 scales of this --fp8-amax-history-len: the amax history "
             "is reset"
         )
+    changed = {}
     for name, sharding, _, own in own_tensors(run):
         if name.startswith("optimizer.") and not with_optimizer or name in unknown:
             continue
+        key = moments.moment_of(name)
+        if key and own and name in there and reader.dtype(name) != own[0][1].dtype:
+            changed[key] = (reader.dtype(name), own[0][1].dtype)
         for box, tensor in own:
             read_into(tensor, reader, _source(name, there), sharding, box, run.plan.vocab_size)
     reader.wait()
+    for key, dtypes in changed.items():
+        saved, now = (str(dtype).removeprefix("torch.") for dtype in dtypes)
+        log.print_rank_0(f" {key} of the checkpoint is {saved}: converted to {now}")
     if run.fp8:
         run.fp8.loaded()
 
@@ -297,7 +305,8 @@ def read_into(
     if reader.dtype(source) == tensor.dtype:
         reader.read_later(source, ((start, stop), *rest), tensor)
     else:
-        tensor.copy_(reader.read(source, ((start, stop), *rest)))
+        values = reader.read(source, ((start, stop), *rest))
+        tensor.copy_(moments.convert(source, values, tensor.dtype))
 
 
 def _source(name: str, there: set[str]) -> str:

@@ -1,0 +1,176 @@
+"""Whole runs with gradients and Adam moments in 16 bits: layouts, resumes, checkpoints of other
+dtypes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.runs import NO_DROPOUT, SMALL, Finished, same_tensors, train, with_flags, write_text
+
+BF16 = (
+    "--bf16 --use-precision-aware-optimizer --main-grads-dtype bf16 --exp-avg-dtype bf16 "
+    "--exp-avg-sq-dtype bf16 --adam-beta2 0.95"
+).split()
+FP16 = (
+    "--fp16 --initial-loss-scale 4096 --use-precision-aware-optimizer --exp-avg-dtype fp16 "
+    "--exp-avg-sq-dtype fp16 --adam-beta2 0.95"
+).split()
+SHARDED = ["--use-distributed-optimizer"]
+OVERLAP = [*SHARDED, "--overlap-grad-reduce", "--overlap-param-gather", "--ddp-bucket-size", "3000"]
+EXACT = ("iteration", "lm_loss", "loss_scale", "consumed_samples", "skipped")
+# Shards add the squares of the gradient norm in another order: where it clips nothing, all bits are
+# equal with and without them.
+UNCLIPPED = ["--clip-grad", "1000"]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> str:
+    return write_text(tmp_path_factory.mktemp("low-precision-data") / "text", 120)
+
+
+def run(folder: Path, data: str, world: int, *flags: str) -> Finished:
+    """Eight iterations of two micro-batches or more, saved at the end and at a stop."""
+    base = [*SMALL, *NO_DROPOUT, "--data-path", data, "--split", "90,10,0", "--train-iters", "8"]
+    where = ["--save", str(folder / "save"), "--save-interval", "100"]
+    return train(folder, with_flags([*base, *where], *flags), world)
+
+
+def steps(found: Finished) -> list[int]:
+    return [row["iteration"] for row in found.rows]
+
+
+def differences(found: Finished, other: Finished) -> list[float]:
+    """Relative differences of the losses of both runs."""
+    pairs = zip(found.series("lm_loss"), other.series("lm_loss"), strict=True)
+    return [abs(a - b) / b for (a,), (b,) in pairs]
+
+
+@pytest.mark.parametrize("flags", [BF16, pytest.param(FP16, marks=pytest.mark.campaign)])
+def test_layouts_agree(flags, data, tmp_path):
+    """Two ranks give the same bits sharded and overlapping or not; one process differs by the
+    rounding of its sums."""
+    unclipped = UNCLIPPED if flags is BF16 else []
+    sharded = run(tmp_path / "sharded", data, 2, *flags, *unclipped, *OVERLAP)
+    whole = run(tmp_path / "whole", data, 2, *flags, *unclipped)
+    one = run(tmp_path / "one", data, 1, *flags, *unclipped)
+    if unclipped:
+        assert sharded.series(*EXACT) == whole.series(*EXACT)
+        same_tensors(sharded.tensors(), whole.tensors())
+    assert max(differences(sharded, whole)) < 2e-3
+    assert max(differences(whole, one)) < 2e-3
+    assert not any(row["skipped"] for row in one.rows)
+    assert one.rows[-1]["lm_loss"] < one.rows[0]["lm_loss"] - 0.1
+    narrow = torch.bfloat16 if "--bf16" in flags else torch.float16
+    for name, tensor in sharded.tensors().items():
+        moment = name.startswith("optimizer.exp_avg")
+        wide = name.startswith("optimizer.fp32_param")
+        assert tensor.dtype == (narrow if moment or not wide else torch.float32), name
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize(
+    "layout",
+    [
+        ["--tensor-model-parallel-size", "2", "--sequence-parallel", *SHARDED],
+        ["--pipeline-model-parallel-size", "2", *SHARDED],
+        ["--context-parallel-size", "2", *OVERLAP],
+        [*OVERLAP, "--num-distributed-optimizer-instances", "2"],
+        [*OVERLAP, "--zero-partition", "whole-params"],
+    ],
+    ids=" ".join,
+)
+def test_more_layouts_agree_within_bf16(layout, data, tmp_path):
+    flags = [*BF16, "--micro-batch-size", "1"]
+    one = run(tmp_path / "one", data, 1, *flags)
+    many = run(tmp_path / "many", data, 4, *flags, *layout)
+    again = run(tmp_path / "again", data, 4, *flags, *layout)
+    assert many.series(*EXACT) == again.series(*EXACT)
+    assert max(differences(many, one)) < 5e-3
+
+
+@pytest.mark.parametrize(
+    ("flags", "first", "second"),
+    [
+        (BF16, OVERLAP, OVERLAP),
+        *(
+            pytest.param(flags, *layouts, marks=pytest.mark.campaign)
+            for flags, *layouts in (
+                (FP16, OVERLAP, OVERLAP),
+                ([*BF16, *UNCLIPPED], [], OVERLAP),
+                ([*BF16, *UNCLIPPED], OVERLAP, []),
+            )
+        ),
+    ],
+)
+def test_a_resume_is_exact_with_and_without_the_distributed_optimizer(
+    flags, first, second, data, tmp_path
+):
+    straight = run(tmp_path / "straight", data, 2, *flags, *first)
+    run(tmp_path / "parts", data, 2, *flags, *first, "--exit-interval", "4")
+    load = ["--load", str(tmp_path / "parts/save")]
+    resumed = run(tmp_path / "parts", data, 2, *flags, *second, *load)
+    assert resumed.series(*EXACT) == straight.series(*EXACT)
+    same_tensors(resumed.tensors(), straight.tensors())
+
+
+@pytest.mark.parametrize("flags", [BF16, pytest.param(FP16, marks=pytest.mark.campaign)])
+def test_another_number_of_ranks_takes_the_same_state(flags, data, tmp_path):
+    """Saved by two ranks with shards: one process trains on within rounding, and with a learning
+    rate of 0 saves the same weights."""
+    two = run(tmp_path / "two", data, 2, *flags, *OVERLAP)
+    run(tmp_path / "part", data, 2, *flags, *OVERLAP, "--exit-interval", "4")
+    load = ["--load", str(tmp_path / "part/save")]
+    one = run(tmp_path / "one", data, 1, *flags, *load)
+    assert steps(one) == [5, 6, 7, 8]
+    for (loss,), (expected,) in zip(one.series("lm_loss"), two.series("lm_loss")[4:], strict=True):
+        assert loss == pytest.approx(expected, rel=2e-3)
+    load = ["--load", str(tmp_path / "two/save")]
+    kept = run(
+        tmp_path / "kept",
+        data,
+        1,
+        *flags,
+        *load,
+        "--train-iters",
+        "9",
+        "--lr",
+        "0",
+        "--override-opt_param-scheduler",
+        "--min-lr",
+        "0",
+    )
+    assert steps(kept) == [9]
+    weights = {name: t for name, t in kept.tensors().items() if ".exp_avg" not in name}
+    same_tensors(weights, {name: t for name, t in two.tensors().items() if name in weights})
+
+
+@pytest.mark.parametrize("dtype", ["bf16", pytest.param("fp16", marks=pytest.mark.campaign)])
+def test_checkpoints_of_fp32_moments_are_converted_and_back(dtype, data, tmp_path):
+    wide = ["--bf16", "--adam-beta2", "0.95"]
+    narrow = [
+        *wide,
+        "--use-precision-aware-optimizer",
+        "--exp-avg-dtype",
+        dtype,
+        "--exp-avg-sq-dtype",
+        dtype,
+    ]
+    straight = run(tmp_path / "straight", data, 1, *wide)
+    run(tmp_path / "wide", data, 1, *wide, "--exit-interval", "3")
+    load = ["--load", str(tmp_path / "wide/save")]
+    low = run(tmp_path / "low", data, 1, *narrow, *load, "--exit-interval", "6")
+    load = ["--load", str(tmp_path / "low/save")]
+    back = run(tmp_path / "back", data, 1, *wide, *load)
+    assert steps(low) == [4, 5, 6] and steps(back) == [7, 8]
+    name = {"bf16": "bfloat16", "fp16": "float16"}[dtype]
+    for key in ("exp_avg", "exp_avg_sq"):
+        assert f" {key} of the checkpoint is float32: converted to {name}\n" in low.first_rank_log
+        assert f" {key} of the checkpoint is {name}: converted to float32\n" in back.first_rank_log
+    assert "converted" not in straight.first_rank_log
+    moments = [t for name, t in low.tensors().items() if ".exp_avg" in name]
+    assert {t.dtype for t in moments} == {getattr(torch, name)}
+    for row, expected in zip([*low.rows, *back.rows], straight.rows[3:], strict=True):
+        assert row["lm_loss"] == pytest.approx(expected["lm_loss"], rel=2e-3)
