@@ -142,6 +142,7 @@ setup(
         "peers": requirements("peers"),
         "s3": requirements("s3"),
         "eval": ["lm-eval"],
+        "serve": requirements("serve"),
         "tensorboard": ["tensorboard"],
         "wandb": ["wandb"],
     },

@@ -44,6 +44,10 @@ PEERS = {
     "wandb",
     "lm_eval",
     "accelerate",
+    "fastapi",
+    "uvicorn",
+    "openai",
+    "httpx",
 }
 MARKED = "peers_marked"
 

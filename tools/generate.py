@@ -52,6 +52,12 @@ class Options(ModelOptions):
         help='prompts of a file, one per line; of a .jsonl file, the "prompt" of each line',
     )
     chat: bool = arg(False, help="chat in the terminal: answer line after line of stdin")
+    chat_template: str | None = arg(
+        None,
+        metavar="NAME|FILE",
+        help="with --chat: chatml, internlm2, llama3, zephyr or a Jinja file (default: the "
+        "tokenizer's, or plain roles if it has none)",
+    )
     max_new_tokens: int = arg(100, help="largest number of tokens to generate")
     temperature: float = arg(1.0, help="sampling temperature; 0 always takes the most likely token")
     top_k: int = arg(0, help="sample from this many most likely tokens only (0: from all)")
@@ -231,11 +237,11 @@ def chat(
     options: Options, engine: Engine, trained: TrainedModel, show: Callable[..., None]
 ) -> None:
     """Answer line after line of stdin (rank 0's) until it ends."""
-    from megatron.inference.chat import PlainChat
+    from megatron.inference.chat import chat_of
     from megatron.inference.engine import Request
     from megatron.parallel.collectives import gather_objects
 
-    encoder = PlainChat(trained.tokenizer)
+    encoder = chat_of(trained, options.chat_template)
     messages: list[dict[str, str]] = []
     tp = trained.model.ctx.tp
     while True:

@@ -3,9 +3,11 @@ of the last position only."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
@@ -31,9 +33,8 @@ class CachedModel:
         self.model = model
         self.rows = rows
         self.length = length
-        # zeros: what is masked must be finite
-        self._keys = some.new_zeros(shape, requires_grad=False)
-        self._values = torch.zeros_like(self._keys)
+        self._keys = _zeros(shape, some)
+        self._values = _zeros(shape, some)
         self._device = some.device
         caches = zip(self._keys, self._values, attentions, strict=True)
         self._attentions = [_CachedAttention(*parts) for parts in caches]
@@ -77,6 +78,15 @@ class CachedModel:
         """Copy the first `length` positions of the sequence `source` to the sequence `target`."""
         for cache in (self._keys, self._values):
             cache[:, target, :length] = cache[:, source, :length]
+
+
+def _zeros(shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
+    """Zeros, because what is masked must be finite; on a CPU they take no memory before they are
+    written, so that a long context costs nothing until it is used."""
+    if like.device.type != "cpu":
+        return like.new_zeros(shape, requires_grad=False)
+    data = np.zeros(math.prod(shape) * like.element_size(), np.uint8)
+    return torch.from_numpy(data).view(like.dtype).view(shape)
 
 
 class _View:

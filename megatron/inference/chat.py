@@ -4,26 +4,54 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
+from megatron.data.chat.encode import ChatEncoder, template_for
+from megatron.data.chat.messages import checked
+from megatron.data.chat.templates import template_in_folder
 from megatron.data.tokenizers.base import Tokenizer
+from megatron.inference.load_model import TrainedModel
 
-Message = Mapping[str, str]
+PLAIN_END = "\nUser:"
 
 
 @dataclass(frozen=True)
-class PlainChat:
-    """`User: ...` and `Assistant: ...`, one message after another, for models without a chat
-    template. An answer ends where the model begins the user's next message."""
+class Chat:
+    """A tokenizer with a chat template or, without `encoder`, `User: ...` and `Assistant: ...` one
+    message after another, where an answer ends as the model begins the user's next message.
+
+    `stop_ids` and `stop`: tokens and strings that end an answer.
+    """
 
     tokenizer: Tokenizer
-    stop: tuple[str, ...] = ("\nUser:",)
+    encoder: ChatEncoder | None
+    stop_ids: tuple[int, ...]
+    stop: tuple[str, ...]
 
-    @property
-    def stop_ids(self) -> tuple[int, ...]:
-        """Tokens that end an answer."""
-        return () if self.tokenizer.eod is None else (self.tokenizer.eod,)
-
-    def prompt(self, messages: Sequence[Message]) -> list[int]:
-        """The ids after which the next answer begins."""
-        turns = [f"{each['role'].capitalize()}: {each['content']}\n" for each in messages]
+    def prompt(
+        self, messages: Sequence[object], tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> list[int]:
+        """The ids after which the next answer begins. Raises ValueError saying what is wrong with
+        the conversation."""
+        found = checked(messages)
+        if self.encoder is not None:
+            return self.encoder.prompt(found, tools)
+        turns = [f"{each['role'].capitalize()}: {each['content']}\n" for each in found]
         return [int(token) for token in self.tokenizer.tokenize("".join(turns) + "Assistant:")]
+
+
+def chat_of(trained: TrainedModel, template: str | None = None) -> Chat:
+    """The chat of a model with the template of this name or file, by default with that of its
+    tokenizer; plain roles if it has none. Raises ValueError."""
+    tokenizer = trained.tokenizer
+    flags = trained.config.data
+    folder = flags.tokenizer_model if flags.tokenizer_type == "HuggingFaceTokenizer" else None
+    eod = () if tokenizer.eod is None else (tokenizer.eod,)
+    if template is None and (folder is None or template_in_folder(Path(folder)) is None):
+        return Chat(tokenizer, None, eod, (PLAIN_END,))
+    encoder = ChatEncoder(tokenizer, template_for(tokenizer, template, folder))
+    end = encoder.end_of_turn_id
+    if end is None:
+        return Chat(tokenizer, encoder, eod, (encoder.end_of_turn,))
+    return Chat(tokenizer, encoder, tuple({*eod, end}), ())

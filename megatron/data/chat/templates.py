@@ -262,7 +262,7 @@ def find_template(
     elif name is not None:
         source = _read(Path(name), f"--chat-template {name}", f"; built in are {known}")
     else:
-        found = _in_folder(Path(folder)) if folder else None
+        found = template_in_folder(Path(folder)) if folder else None
         if found is None:
             raise ValueError(
                 "--chat-template is missing: the tokenizer has no chat template of its own; give "
@@ -272,7 +272,7 @@ def find_template(
     return ChatTemplate(name, source, tuple(sorted(variables.items())))
 
 
-def _in_folder(folder: Path) -> tuple[str, str] | None:
+def template_in_folder(folder: Path) -> tuple[str, str] | None:
     """(file, source) of a Hugging Face tokenizer's template; of several, the one named default."""
     folder = folder if folder.is_dir() else folder.parent
     file = folder / "chat_template.jinja"

@@ -1,0 +1,160 @@
+#!/usr/bin/env python
+"""Serve a trained model by OpenAI's HTTP API: tools/serve.py CHECKPOINT. Needs the extra `serve`
+(pip install '.[serve]').
+
+CHECKPOINT is the directory of --save (its newest checkpoint is served) or an iter_XXXXXXX inside
+it, written by any number of ranks. Endpoints: /v1/models, /v1/completions, /v1/chat/completions,
+/health, /metrics (Prometheus), and a chat page at /. Requests that arrive together are decoded
+together. SIGTERM finishes the requests that are on their way, then exits with 0.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+from megatron import interrupt
+
+if __name__ == "__main__":
+    interrupt.exit_at_once()
+
+import importlib.util
+import signal
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron import launcher, threads
+from megatron.arguments import arg
+from megatron.checkpoint.filesystem import CheckpointError
+from tools.shared.program import read
+from tools.shared.trained_model import ModelOptions
+
+LIBRARIES = ("fastapi", "uvicorn")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(ModelOptions):
+    """The command line."""
+
+    host: str = arg("127.0.0.1", help="address to listen on; 0.0.0.0: every interface")
+    port: int = arg(8000, help="port to listen on; 0: any free port")
+    api_key: str | None = arg(
+        None,
+        metavar="KEY",
+        help="clients must send this key (default: the environment variable MEGATRON_API_KEY)",
+    )
+    served_model_name: str | None = arg(
+        None, metavar="NAME", help="the model's name in the API (default: name of the directory)"
+    )
+    chat_template: str | None = arg(
+        None,
+        metavar="NAME|FILE",
+        help="chatml, internlm2, llama3, zephyr or a Jinja file (default: the tokenizer's, or "
+        "plain roles if it has none)",
+    )
+    batch_size: int = arg(8, help="number of answers decoded together")
+    queue_size: int = arg(64, help="answers that may wait for a place; more are refused with 429")
+    max_model_len: int | None = arg(
+        None, help="longest prompt and answer in tokens (default: the model's positions)"
+    )
+    max_tokens_limit: int = arg(4096, help="largest max_tokens that a request may ask for")
+    max_body_bytes: int = arg(1 << 20, help="largest body of a request in bytes")
+    drain_seconds: int = arg(
+        30, help="after SIGTERM, seconds in which requests on their way may finish"
+    )
+
+    def problems(self) -> list[str]:
+        """Everything that can be found wrong before torch is loaded."""
+        found = super().problems()
+        missing = [name for name in LIBRARIES if importlib.util.find_spec(name) is None]
+        if missing:
+            found.append(
+                f"{' and '.join(missing)} not installed: pip install '.[serve]', or pip install "
+                f"{' '.join(LIBRARIES)}"
+            )
+        for name in ("batch_size", "max_tokens_limit", "max_body_bytes", "max_model_len"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                found.append(f"--{name.replace('_', '-')} {value}: must be at least 1")
+        for name in ("queue_size", "drain_seconds"):
+            if (value := getattr(self, name)) < 0:
+                found.append(f"--{name.replace('_', '-')} {value}: must be 0 or more")
+        if not 0 <= self.port < 65536:
+            found.append(f"--port {self.port}: must be from 0 to 65535")
+        if launcher.world_size() > 1:
+            found.append(
+                f"{launcher.world_size()} processes: the server is one process; start it without "
+                "torchrun (a model too large for it: tools/convert_checkpoint.py hf-export, vLLM)"
+            )
+        return found
+
+
+def run(options: Options) -> None:
+    """Load the model and serve until a signal. Raises ValueError where that cannot be done."""
+    threads.set_waiting()
+    import uvicorn
+
+    from megatron.inference.chat import chat_of
+    from megatron.inference.engine import Engine
+    from tools.serving.app import Limits, Served, build_app
+    from tools.serving.worker import Worker
+
+    family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
+    listener = socket.socket(family)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((options.host, options.port))
+    except (OSError, OverflowError) as error:
+        raise ValueError(
+            f"--host {options.host} --port {options.port}: cannot listen there ({error}); choose "
+            "another port"
+        ) from None
+    trained = options.open()
+    chat = chat_of(trained, options.chat_template)
+    engine = Engine(trained.model, options.batch_size, options.max_model_len)
+    worker = Worker(engine, trained.tokenizer, options.queue_size)
+    name = options.served_model_name or Path(options.checkpoint).resolve().name
+    served = Served(
+        worker,
+        chat,
+        name,
+        Limits(options.max_body_bytes, options.max_tokens_limit),
+        options.api_key or os.environ.get("MEGATRON_API_KEY"),
+    )
+    config = uvicorn.Config(
+        build_app(served),
+        log_level="warning",
+        timeout_graceful_shutdown=options.drain_seconds,
+    )
+    address, port = listener.getsockname()[:2]
+    template = chat.encoder.template.name if chat.encoder else "none (plain roles)"
+    print(
+        f"serving {name} at http://{address}:{port} (context {engine.length}, batch size "
+        f"{engine.rows}, chat template {template})",
+        file=sys.stderr,
+        flush=True,
+    )
+    # uvicorn drains, then repeats the signal for whoever handled it before: nobody
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    uvicorn.Server(config).run(sockets=[listener])
+    worker.close()
+
+
+def main(argv: Sequence[str]) -> int:
+    """Exit codes: 0 ended by SIGTERM, 1 it could not be done, 2 a wrong command line, 130
+    Ctrl-C."""
+    options = read(
+        Options, argv, prog="serve.py", description=__doc__ or "", check=Options.problems
+    )
+    try:
+        run(options)
+    except (ValueError, OSError, CheckpointError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(interrupt.run(main, sys.argv[1:]))
