@@ -154,7 +154,8 @@ use_fused_weighted_squared_relu=False use_fused_mlp=False use_inference_optimize
   fallback_to_eager_attn=False mla_down_proj_fusion=False fused_single_qkv_rope=False
   memory_efficient_layer_norm=False batch_p2p_comm=True batch_p2p_sync=True
   deallocate_pipeline_outputs=False ep_overlap_early_attn_memory_release=False
-  overlap_dispatch_backward_with_experts_wgrad=False cpu_torch_adam=False | &one
+  overlap_dispatch_backward_with_experts_wgrad=False mem_efficient_ln=True
+  cpu_torch_adam=False,--cpu_torch_adam,--cpu-torch-adam use_layer_wise_param_layout=True | &one
 optimizer_cuda_graph=False | &compiled
 tp_only_amax_red=False | &engine
 store_param_remainders=True | main weights are whole fp32 numbers
@@ -245,6 +246,8 @@ cpu_offloading=False cpu_offloading_activations=True cpu_offloading_weights=Fals
   cpu_offloading_double_buffering=False min_offloaded_tensor_size=1048576
   activation_offload_fraction=1.0 delta_offload_bytes_across_pp_ranks=0
   delay_offload_until_cuda_graph=False memory_centric_tiled_linear=False
+  remote_device=none scattered_embeddings=False split_transformers=False tile_factor=1
+  use_pin_memory=False
   | activations and weights stay on the device
 use_bnb_optimizer=False | moments are fp32, not 8 bits
 fp8_param_gather=False
@@ -276,6 +279,7 @@ checkpoint_activations=False
 fp32_allreduce=False | --accumulate-allreduce-grads-in-fp32
 allgather_cp=False | --cp-comm-type all_gather
 layernorm_epsilon:float= | --norm-epsilon {}
+load_iteration:int= | --ckpt-step {}
 most_recent_k=-1 | --keep-last {}
 no_weight_decay_cond_type=?qwen3_next?apply_wd_to_qk_layernorm | --apply-wd-to-qk-layernorm
 non_persistent_save_interval:int= | --snapshot-interval {}
@@ -316,6 +320,17 @@ allow_ambiguous_pad_tokens=False
   | no token is taken for padding; use --eod-mask-loss to leave out the loss of the end of documents
 tokenizer_special_tokens:list= | use --tiktoken-special-tokens
 phase_transition_iterations:list= | the data order has no phases; use --continue-data-mix
+create_moe_param_group=False use_tutel=False topk=1 noisy_gate_policy=
+  enable_expert_tensor_parallelism=False disable_moe_token_dropping=False | &moe
+kd=False load_teacher= hidden_size_teacher:int= num_layers_teacher:int= num_experts_teacher:list=
+  num_attention_heads_teacher:int= | only pretraining is done here; omit the flag
+reset_iteration=False | use --finetune, which starts from iteration 0
+custom_token_counting=False | every sample has --seq-length tokens; omit the flag
+train_data_exact_num_epochs:int=
+  | use --data-order epoch with --data-path epochs:N PREFIX, which reads PREFIX N times
+return_data_index=False repeated_dataloader=False train_desc_path= train_doc_idx_path=
+  train_idx_path= train_sample_idx_path= train_shuffle_idx_path=
+  | the order of samples follows from --seed and --data-order; omit the flag
 freeze_all_layers=False freeze_base_model_for_mtp=False | all weights are trained; omit the flag
 blend_sample_in_corpus=False shuffle_sample_in_corpus=False
   | samples of all data sets are mixed by their weights; use --data-path
@@ -325,7 +340,7 @@ patch_tokenizer_type= extra_vocab_size:int=
   | use --tokenizer-type HuggingFaceTokenizer --tokenizer-model PATH, or --vocab-size
 reweight_loss_based_on_position_frequency=False loss_on_targets_only=False
   | every token has the same weight in the loss; omit the flag
-ds_sequence_parallel_size=1 | use --context-parallel-size
+ds_sequence_parallel_size=1 force_ds_sequence_parallel=False | use --context-parallel-size
 pp_partition_method= | &ends
 data_parallel_sharding_strategy=no_shard!optim_grads_params outer_dp_sharding_strategy=no_shard
   use_megatron_fsdp=False use_torch_fsdp2=False | &sharding
