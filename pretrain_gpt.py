@@ -161,7 +161,7 @@ def train(line, tokenizer, fence, writer, signals: SignalWatch | None, services=
     initialize.set_max_connections(config)
     backend = default_backend(line.config.training.device)
     short = config.logging.is_short
-    rendezvous = initialize.Rendezvous(config, signals)
+    rendezvous = initialize.connect(config, signals)
     for text in command_line.start_lines(line, backend):
         print_rank_0(text)
     check_requested(config)

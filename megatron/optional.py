@@ -24,6 +24,7 @@ MODULES = {
     "megatron.data.tokenizers.bpe": "--tokenizer-type GPT2BPE, HuggingFace or TikTokenizer",
     "megatron.data.tokenizers.sentencepiece": "the SentencePiece types of --tokenizer-type",
     "megatron.training.launch.control_file": "--control-file",
+    "megatron.training.launch.rendezvous": "more than one rank",
     "megatron.training.logging.straggler": "--log-straggler",
     "megatron.training.logging.tensorboard": "--tensorboard-dir",
     "megatron.training.logging.wandb": "--wandb-project",

@@ -58,7 +58,7 @@ OPTIONAL = {
     "wandb": "training/logging/wandb.py",
     "matplotlib": "analysis/plots.py",
 }
-DISTRIBUTED = ("parallel/", "checkpoint/", "training/launch/initialize.py", "device.py")
+DISTRIBUTED = ("parallel/", "checkpoint/", "training/launch/", "device.py")
 TORCH_FREE = {
     "interrupt.py": (),
     "launcher.py": (),
@@ -292,8 +292,8 @@ def cuda_in_one_file(root: Path) -> Iterator[str]:
 
 
 def distributed_where_allowed(root: Path) -> Iterator[str]:
-    """torch.distributed only in parallel/, checkpoint/, training/launch/initialize.py, device.py,
-    and where another suite runs."""
+    """torch.distributed only in parallel/, checkpoint/, training/launch/, device.py, and where
+    another suite runs."""
     for module in read(root, "megatron", "tools", "pretrain_gpt.py"):
         if module.inside.startswith(DISTRIBUTED) or module.name == "tools.benchmarks.step.peer":
             continue

@@ -16,16 +16,15 @@ import secrets
 import selectors
 import socket
 import sys
-import sysconfig
 import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from megatron import launcher
+from megatron.training.launch.process import Failure, ProcessId, code_location, this_process
 
 DIED = (
     "terminated without reporting an error: killed (SIGKILL, out of memory), or its machine was "
@@ -43,57 +42,6 @@ ANSWERS_WITHIN = 1.5
 ABSENCE_REPORTED_EVERY = 60.0
 ACCEPTS_AGAIN_AFTER = 1.0  # where there was no file descriptor
 LONGEST_TEXT = 20_000
-
-
-@dataclass(frozen=True)
-class ProcessId:
-    """The process of a rank; `node` distinguishes the launcher's nodes, also where two are one
-    machine."""
-
-    rank: int
-    pid: int
-    host: str
-    node: str
-
-    def __str__(self) -> str:
-        return f"rank {self.rank} (process {self.pid} on {self.host})"
-
-
-@dataclass(frozen=True)
-class Failure:
-    """Why a run ends early: the error of the rank `process`, in one line; every other rank exits
-    with `code`.
-
-    `silent`: that rank died and cannot report it itself.
-    """
-
-    process: ProcessId
-    text: str
-    code: int = 1
-    silent: bool = False
-
-
-def this_process() -> ProcessId:
-    """The id of this process."""
-    host = socket.gethostname()
-    here = launcher.info()
-    return ProcessId(here.rank, os.getpid(), host, here.node or host)
-
-
-def code_location(frames: Sequence[traceback.FrameSummary]) -> str:
-    """`function (file:line)` of the innermost frame that is neither torch's nor Python's."""
-    libraries = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "purelib"))
-    ours = [frame for frame in frames if not frame.filename.startswith((*libraries, "<"))]
-    frame = (ours or list(frames))[-1]
-    return f"{frame.name} ({_below_the_top(Path(frame.filename))}:{frame.lineno})"
-
-
-def _below_the_top(file: Path) -> str:
-    """The path from `megatron`, `tools` or `tests` on; of other code, its last three parts."""
-    tops = [
-        index for index, part in enumerate(file.parts) if part in ("megatron", "tools", "tests")
-    ]
-    return "/".join(file.parts[tops[-1] if tops else -3 :])
 
 
 class _Wire:

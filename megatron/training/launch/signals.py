@@ -12,16 +12,14 @@ import time
 import traceback
 from collections.abc import Callable
 from types import FrameType
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from megatron import interrupt, launcher, log
 from megatron.checkpoint.filesystem import CheckpointError
-from megatron.training.launch.rank_monitor import (
-    Failure,
-    MonitorClient,
-    code_location,
-    this_process,
-)
+from megatron.training.launch.process import Failure, code_location, this_process
+
+if TYPE_CHECKING:
+    from megatron.training.launch.rank_monitor import MonitorClient
 
 WATCHED = (signal.SIGTERM, signal.SIGUSR1)
 SAME_REQUEST_SECONDS = 1.0  # a scheduler and a launcher both pass one request on

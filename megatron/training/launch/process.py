@@ -1,0 +1,64 @@
+"""Which process a rank is, and why a run ends early."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sysconfig
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron import launcher
+
+
+@dataclass(frozen=True)
+class ProcessId:
+    """The process of a rank; `node` distinguishes the launcher's nodes, also where two are one
+    machine."""
+
+    rank: int
+    pid: int
+    host: str
+    node: str
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} (process {self.pid} on {self.host})"
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a run ends early: the error of the rank `process`, in one line; every other rank exits
+    with `code`.
+
+    `silent`: that rank died and cannot report it itself.
+    """
+
+    process: ProcessId
+    text: str
+    code: int = 1
+    silent: bool = False
+
+
+def this_process() -> ProcessId:
+    """The id of this process."""
+    host = socket.gethostname()
+    here = launcher.info()
+    return ProcessId(here.rank, os.getpid(), host, here.node or host)
+
+
+def code_location(frames: Sequence[traceback.FrameSummary]) -> str:
+    """`function (file:line)` of the innermost frame that is neither torch's nor Python's."""
+    libraries = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "purelib"))
+    ours = [frame for frame in frames if not frame.filename.startswith((*libraries, "<"))]
+    frame = (ours or list(frames))[-1]
+    return f"{frame.name} ({_below_the_top(Path(frame.filename))}:{frame.lineno})"
+
+
+def _below_the_top(file: Path) -> str:
+    """The path from `megatron`, `tools` or `tests` on; of other code, its last three parts."""
+    tops = [
+        index for index, part in enumerate(file.parts) if part in ("megatron", "tools", "tests")
+    ]
+    return "/".join(file.parts[tops[-1] if tops else -3 :])

@@ -1,0 +1,178 @@
+"""How the ranks of a run find each other: torch's key-value store, and the rank monitor."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import time
+from dataclasses import asdict
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from megatron import launcher
+from megatron.config.tree import Config
+from megatron.training.launch.network import (
+    address_towards,
+    allow_open_files,
+    interface_towards,
+    listen_problem,
+    unreachable,
+)
+from megatron.training.launch.process import ProcessId, this_process
+from megatron.training.launch.rank_monitor import MonitorClient, MonitorServer
+from megatron.training.launch.signals import SignalWatch
+
+CONNECT_WITHIN = 50.0  # seconds
+STRANGERS_ANSWER_WITHIN = 5.0
+RETRY_SECONDS = 0.2
+
+
+class Rendezvous:
+    """The connections of this rank to the others before any process group: torch's key-value store
+    and the rank monitor.
+
+    Without `watch` (a caller that ends processes itself) there is no monitor. Raises ValueError if
+    the ranks cannot connect.
+    """
+
+    def __init__(self, config: Config, watch: SignalWatch | None = None):
+        self._server: MonitorServer | None = None
+        self._monitor: MonitorClient | None = None
+        minutes = config.parallel.distributed_timeout_minutes
+        if launcher.rank() == 0:
+            allow_open_files()  # one connection per rank for the store and one for the monitor
+        self.master = launcher.rendezvous(os.environ)
+        self.store = open_store(*self.master, timedelta(minutes=minutes))
+        if watch is not None:
+            watch.limit = f"--distributed-timeout-minutes {minutes}"
+            self._monitor = watch.monitor = self._connect(watch)
+
+    def _connect(self, watch: SignalWatch) -> MonitorClient | None:
+        """Rank 0 starts the server of the monitor and publishes its address in the store."""
+        try:
+            if launcher.rank() == 0:
+                family, address = address_towards(*self.master)
+                self._server = MonitorServer(launcher.world_size(), family)
+                contact = [address, self._server.port, self._server.token, asdict(this_process())]
+                self.store.set("rank-monitor", json.dumps(contact))
+            address, port, token, process = json.loads(self.store.get("rank-monitor"))
+            return MonitorClient(
+                [(address, port), (self.master[0], port)],
+                token,
+                ProcessId(**process),
+                watch.leave_for,
+            )
+        except OSError as error:
+            print(
+                f"WARNING: rank {launcher.rank()} has no connection to the rank monitor on rank 0 "
+                f"({error}); if a rank fails, this one notices only when a collective fails",
+                flush=True,
+            )
+            return None
+
+    def use_interface(self) -> None:
+        """Let gloo use the interface that leads to rank 0: it would take that of the machine's own
+        name, which is often the loopback's."""
+        interface = interface_towards(self.master[0])
+        if interface:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+
+    def close(self) -> None:
+        """The run is over: from now on the end of this process is no failure."""
+        if self._monitor:
+            self._monitor.close()
+        if self._server:
+            self._server.finish()
+
+
+def open_store(host: str, port: int, limit: timedelta) -> dist.Store:
+    """The key-value store in which the ranks meet, served by rank 0.
+
+    Operations on it wait for `limit` at most, connections about a minute. Without torchrun it is at
+    `host` and `port`. torchrun's own store is there otherwise, and outlives the ranks that it
+    restarts (--max-restarts), with the addresses of dead ones: from it only the address of rank 0's
+    store is read, until that one answers. Raises ValueError where rank 0 cannot listen, or does not
+    answer.
+    """
+    here = launcher.info()
+    agent = launcher.agent_has_store()
+    seconds = _answer_limit(here.world_size, limit)
+    if here.rank == 0 and not agent and (reason := listen_problem(port)):
+        raise ValueError(
+            f"MASTER_PORT {port}: rank 0 cannot listen there ({reason}); choose a free port "
+            "[rendezvous-failed]"
+        )
+    if (here.rank or agent) and (reason := unreachable(host, port, seconds)):
+        who = "torchrun's agent" if agent else "rank 0"
+        raise ValueError(
+            f"MASTER_ADDR {host}, MASTER_PORT {port}: {who} did not answer there ({reason}); "
+            "MASTER_ADDR must be rank 0's node, and all ranks must be started and reach that port "
+            "[rendezvous-failed]"
+        )
+    try:
+        store = _store_at(host, port, here.rank == 0 and not agent, seconds)
+        if agent:
+            store = (
+                _serve_attempt(store, host, port)
+                if here.rank == 0
+                else _join_attempt(store, seconds)
+            )
+    except dist.DistError as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(
+            f"MASTER_ADDR {host}, MASTER_PORT {port}: rank {here.rank} cannot connect ({reason}); "
+            "MASTER_ADDR must be an address of rank 0's node [rendezvous-failed]"
+        ) from None
+    store.set_timeout(limit)
+    return store
+
+
+def _answer_limit(world_size: int, limit: timedelta) -> float:
+    """Seconds in which rank 0 has to answer: within a minute; many ranks do not load torch at the
+    same time."""
+    return min(CONNECT_WITHIN + world_size / 20, limit.total_seconds())
+
+
+def _store_at(host: str, port: int, serves: bool, seconds: float) -> dist.TCPStore:
+    return dist.TCPStore(
+        host,
+        port,
+        None,
+        serves,
+        timedelta(seconds=seconds),
+        wait_for_workers=False,
+        multi_tenant=serves and port > 0,
+    )
+
+
+def _serve_attempt(agent: dist.Store, host: str, port: int) -> dist.TCPStore:
+    """Rank 0's store for this attempt, on a free port; its address and a token are left in
+    torchrun's store."""
+    _, address = address_towards(host, port)
+    store = _store_at(address, 0, True, CONNECT_WITHIN)
+    token = secrets.token_hex(16)
+    store.set("token", token)
+    agent.set("store of rank 0", json.dumps([address, store.port, token]))
+    return store
+
+
+def _join_attempt(agent: dist.Store, seconds: float) -> dist.TCPStore:
+    """Rank 0's store for this attempt. Until rank 0 has come again, its last address leads nowhere,
+    or to a stranger."""
+    deadline = time.monotonic() + seconds
+    while True:
+        address, port, token = json.loads(agent.get("store of rank 0"))
+        if unreachable(address, port, 0.0) is None:
+            with contextlib.suppress(dist.DistError):
+                store = _store_at(address, port, False, STRANGERS_ANSWER_WITHIN)
+                if store.check(["token"]) and store.get("token").decode() == token:
+                    return store
+        if time.monotonic() > deadline:
+            raise ValueError(
+                f"rank 0's store at {address}, port {port}: no answer for {seconds:.0f} seconds; "
+                "let the nodes reach each other at any port [rendezvous-failed]"
+            )
+        time.sleep(RETRY_SECONDS)
