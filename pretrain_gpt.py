@@ -44,29 +44,6 @@ def forward_step(batch, model):
     return (losses * batch.loss_mask).sum(), batch.loss_mask.sum(), metrics
 
 
-def print_data(line, plan):
-    """Of a dry run: what would be read of which data set, if the data are here."""
-    from megatron.data.plan_table import plan_table
-    from megatron.data.request import DataRequest
-    from megatron.data.sources import source_of
-
-    data = line.config.data
-    targets = plan.targets
-    valid = None if data.full_validation and targets.valid else targets.valid
-    try:
-        request = DataRequest(
-            sizes=(targets.train, valid, targets.test),
-            sequence_length=line.config.model.seq_length,
-            micro_batch_size=line.config.training.micro_batch_size,
-            global_batch_size=plan.batch.final_global_batch_size,
-        )
-        rows = source_of(data).plan_rows(data, request)
-        lines = ["data:", *plan_table(rows)] if rows else ["data: mock data (--mock-data)"]
-    except (ValueError, OSError) as error:
-        lines = [f"data: cannot be read on this machine: {error}"]
-    print("\n".join(lines), flush=True)
-
-
 def print_kernels(line):
     """The end of a dry run: which kernels a run would use here. It needs torch, which the plan does
     not."""
@@ -91,8 +68,7 @@ def main(argv: list[str] | None = None, signals: SignalWatch | None = None, serv
     log.show_details(not line.config.logging.is_short)
     if line.config.training.dry_run:
         if line.rank == 0:
-            plan = command_line.print_plan(line)
-            print_data(line, plan)
+            plan = optional.load("megatron.training.dry_run").print_plan(line)
             print_kernels(line)
             preflight.check_dry(line, plan)
         return
@@ -143,7 +119,6 @@ def started_async_writer(line):
 def train(line, tokenizer, fence, writer, signals: SignalWatch | None, services=None) -> None:
     """Plan, build, load, train; `fence()` raises where another job has taken --save over; `writer`
     of --async-save."""
-    from megatron.config import command_line
     from megatron.device import default_backend
     from megatron.log import detail, print_rank_0
     from megatron.timers import Timers
@@ -162,8 +137,11 @@ def train(line, tokenizer, fence, writer, signals: SignalWatch | None, services=
     backend = default_backend(line.config.training.device)
     short = config.logging.is_short
     rendezvous = initialize.connect(config, signals)
-    for text in command_line.start_lines(line, backend):
-        print_rank_0(text)
+    if not short:
+        for text in optional.load("megatron.config.megatron_compat.argument_dump").start_lines(
+            line, backend
+        ):
+            print_rank_0(text)
     check_requested(config)
     tokenizer = build.make_tokenizer(config, tokenizer)
     plan = build.plan_run(config, line.world_size, tokenizer.vocab_size)
@@ -178,8 +156,7 @@ def train(line, tokenizer, fence, writer, signals: SignalWatch | None, services=
         watched=COMPUTE if config.logging.log_straggler else (),
     )
     log = training_log.TrainingLog(config, plan, timers, runtime.ctx.world, writers, runtime)
-    dumped = command_line.dumped_values(config, plan, backend) if config.logging.has_boards else {}
-    log.start(time.time() - STARTED, dumped)
+    log.start(time.time() - STARTED, backend)
 
     with timers("model-and-optimizer-setup"):
         run = build.build_run(config, plan, runtime, timers, tokenizer)

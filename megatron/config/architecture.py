@@ -4,6 +4,7 @@ spelled with?"""
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from megatron.config.model import ModelConfig
@@ -92,3 +93,16 @@ def differences(saved: ModelConfig, now: ModelConfig) -> list[Difference]:
         for name, names, value in (*plain, *_TOGETHER)
         if value(saved) != value(now)
     ]
+
+
+@dataclass
+class FromCheckpoint:
+    """What --use-checkpoint-args brings. `lost`: flags of files that the checkpoint names and that
+    are not there."""
+
+    values: dict[str, Any] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+    lost: set[str] = field(default_factory=set)
+    # those of the values that differ from their defaults
+    taken: dict[str, Any] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)

@@ -17,7 +17,9 @@ import pytest
 from megatron.arguments import config_from, parse, to_args_text
 from megatron.config import command_line
 from megatron.config.checks.tokenizer import ids_in_file
+from megatron.config.megatron_compat import argument_dump
 from megatron.config.megatron_compat.flags import FOREIGN
+from megatron.config.plan import report
 from megatron.config.tree import Config
 from megatron.data.tokenizers.build import build_tokenizer
 from tests.data.corpora import write_corpus
@@ -414,7 +416,7 @@ def seed_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> command_line.C
 def dump_of(line: command_line.CommandLine) -> dict[str, str]:
     """{name: value} of the dump that a run prints."""
     text = next(
-        text for text in command_line.start_lines(line, "gloo") if "end of arguments" in text
+        text for text in argument_dump.start_lines(line, "gloo") if "end of arguments" in text
     )
     return {row.split()[0]: row.split(" ", 4)[4] for row in text.splitlines()[1:-1]}
 
@@ -424,7 +426,7 @@ def test_the_seeds_command_line_gives_the_seeds_dump(seed_line):
     are left out."""
     seed = [row.rstrip() for row in (GOLDEN / "seed_dump.txt").read_text().splitlines()]
     text = next(
-        text for text in command_line.start_lines(seed_line, "gloo") if "end of arguments" in text
+        text for text in argument_dump.start_lines(seed_line, "gloo") if "end of arguments" in text
     )
     ours = [row.rstrip() for row in text.splitlines()]
     assert ours == [row for row in seed if row in set(ours)]
@@ -437,7 +439,7 @@ def test_the_seeds_command_line_gives_the_seeds_dump(seed_line):
 
 
 def test_the_first_lines_are_megatrons(seed_line):
-    lines = command_line.start_lines(seed_line, "gloo")
+    lines = argument_dump.start_lines(seed_line, "gloo")
     assert lines[0] == (
         "using world size: 1, data-parallel size: 1, context-parallel size: 1 "
         "tensor-model-parallel size: 1, pipeline-model-parallel size: 1 "
@@ -448,7 +450,7 @@ def test_the_first_lines_are_megatrons(seed_line):
         lines[2].splitlines()[-1] == "-------------------- end of arguments ---------------------"
     )
     assert lines[3:] == ["setting number of micro-batches to constant 2"]
-    lines = command_line.start_lines(read(GOOD + " --bf16", WORLD_SIZE="4", RANK="0"), "gloo")
+    lines = argument_dump.start_lines(read(GOOD + " --bf16", WORLD_SIZE="4", RANK="0"), "gloo")
     assert lines[1:4] == [
         "setting global batch size to 8",
         "accumulate and all-reduce gradients in fp32 for bfloat16 data type.",
@@ -713,7 +715,7 @@ def test_the_files_of_the_tokenizer_come_from_the_checkpoint_where_they_still_ex
     argv = f"{RUN} --load {tmp_path}/run --use-checkpoint-args"
     line = read(argv)
     assert (line.config.data.vocab_file, line.config.data.merge_file) == (vocab, merges)
-    assert command_line.vocabulary(line.config) == (
+    assert report.vocabulary(line.config) == (
         len(json.loads(Path(vocab).read_text())),
         f"--vocab-file {vocab}",
     )
@@ -761,20 +763,20 @@ def test_the_vocabulary_of_a_plan(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "v.json").write_text('{"a": 0, "b": 1, "c": 2}')
     dry = f"{SHAPE} --micro-batch-size 1 --train-iters 5 --lr 1e-4 --dry-run"
-    assert command_line.vocabulary(read(f"{dry} --vocab-size 77").config) == (77, "--vocab-size")
-    assert command_line.vocabulary(read(f"{dry} --vocab-file v.json").config) == (
+    assert report.vocabulary(read(f"{dry} --vocab-size 77").config) == (77, "--vocab-size")
+    assert report.vocabulary(read(f"{dry} --vocab-file v.json").config) == (
         3,
         "--vocab-file v.json",
     )
-    assert command_line.vocabulary(read(f"{dry} --tokenizer-type TikTokenizer").config)[0] == 131072
-    assert command_line.vocabulary(read(f"{dry} --tokenizer-type ByteTokenizer").config)[0] == 257
+    assert report.vocabulary(read(f"{dry} --tokenizer-type TikTokenizer").config)[0] == 131072
+    assert report.vocabulary(read(f"{dry} --tokenizer-type ByteTokenizer").config)[0] == 257
     for flags in ("", "--vocab-file none.json", "--tokenizer-type Llama2Tokenizer"):
-        assert command_line.vocabulary(read(f"{dry} {flags}").config)[0] == 50257
+        assert report.vocabulary(read(f"{dry} {flags}").config)[0] == 50257
     content = {"model": {"vocab": {"a": 0, "b": 1}}, "added_tokens": [{"id": 5, "content": "<s>"}]}
     (tmp_path / "tokenizer.json").write_text(json.dumps(content))
     for path in (tmp_path, tmp_path / "tokenizer.json"):
         flags = f"--tokenizer-type HuggingFaceTokenizer --tokenizer-model {path}"
-        assert command_line.vocabulary(read(f"{dry} {flags}").config) == (
+        assert report.vocabulary(read(f"{dry} {flags}").config) == (
             6,
             f"--tokenizer-model {path}",
         )
@@ -783,12 +785,12 @@ def test_the_vocabulary_of_a_plan(tmp_path, monkeypatch):
         "added_tokens": [],
     }
     (tmp_path / "tokenizer.json").write_text(json.dumps(unigram))
-    assert command_line.vocabulary(read(f"{dry} {flags}").config)[0] == 2
+    assert report.vocabulary(read(f"{dry} {flags}").config)[0] == 2
     (tmp_path / "v.json").write_text("no json")
-    assert command_line.vocabulary(read(f"{dry} --vocab-file v.json").config)[0] == 50257
+    assert report.vocabulary(read(f"{dry} --vocab-file v.json").config)[0] == 50257
     for kind in ("Llama2Tokenizer", "HuggingFaceTokenizer"):
         flags = f"--tokenizer-type {kind} --tokenizer-model v.json"
-        assert command_line.vocabulary(read(f"{dry} {flags}").config)[0] == 50257
+        assert report.vocabulary(read(f"{dry} {flags}").config)[0] == 50257
 
 
 def test_the_vocabulary_of_a_plan_is_that_of_a_sentencepiece_model(tmp_path):

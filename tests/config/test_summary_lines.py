@@ -8,6 +8,7 @@ import pytest
 
 from megatron.arguments import config_from, flags_of, parse, values_of
 from megatron.config import command_line, summary_lines
+from megatron.config.megatron_compat import argument_dump
 from megatron.config.plan.plan import make_plan
 from megatron.config.tree import Config
 
@@ -111,7 +112,7 @@ def test_changed_arguments_can_be_given_to_a_shell():
 )
 def test_print_arguments_with_megatrons_format(flags, dumped, changed):
     line = command_line.read(f"{GOOD} --train-iters 10 --log-format megatron {flags}".split(), {})
-    text = "\n".join(command_line.start_lines(line, "gloo"))
+    text = "\n".join(argument_dump.start_lines(line, "gloo"))
     assert text.count("end of arguments") == dumped and text.count("--num-layers 4") == changed
 
 

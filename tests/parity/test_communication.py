@@ -23,7 +23,7 @@ import torch
 
 from megatron.arguments import config_from, parse_typed
 from megatron.config import command_line
-from megatron.config.plan import costs
+from megatron.config.plan import transfers
 from megatron.config.plan.plan import make_plan
 from megatron.config.tree import Config
 from megatron.model import moe
@@ -451,12 +451,12 @@ def wire(calls: Counter) -> tuple[Counter, int]:
 
 
 def planned(flags: list[str], world: int, rank: int) -> tuple[Counter, int]:
-    """The same by config/plan/costs.py; gloo gathers the weights of a sharded optimizer by
+    """The same by config/plan/transfers.py; gloo gathers the weights of a sharded optimizer by
     messages."""
     config = config_from(Config, parse_typed(command_line.parser(), flags))
     plan = make_plan(config, world, 211)
     p = config.parallel
-    axes = costs.axis_sizes(config, plan)
+    axes = transfers.axis_sizes(config, plan)
     tp = p.tensor_model_parallel_size
     replicas = axes["shard"] * axes["instances"]
     stage = rank // (tp * replicas)
@@ -500,7 +500,7 @@ def planned(flags: list[str], world: int, rank: int) -> tuple[Counter, int]:
 
     groups = Counter()
     messages = 0
-    for transfer in costs.transfers(config, plan, stage):
+    for transfer in transfers.transfers(config, plan, stage):
         sent = transfer.sent(axes[transfer.axis])
         weights = transfer.axis.endswith("shard") and transfer.operation == "all-gather"
         if transfer.operation == "send" or weights:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron.config import command_line
+from megatron.config.plan import report
 from megatron.data.indexed_dataset import idx_path
 from megatron.training import preflight
 from tests.forkrun import ROOT
@@ -181,7 +182,7 @@ def test_a_dry_run_shows_it(folder, capsys):
         "--dry-run",
     ]
     line = command_line.read(words, {})
-    plan = command_line.print_plan(line)
+    plan = report.print_plan(line)
     with pytest.raises(SystemExit) as leave:
         preflight.check_dry(line, plan)
     assert leave.value.code == 2 and "samples of train" in capsys.readouterr().err

@@ -3,14 +3,31 @@ run."""
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-from megatron.config.plan.costs import activations, axis_sizes, sent_by_axis
-from megatron.config.plan.plan import Plan, bytes_per_rank, flat_layout, parameters_per_rank, shards
+from megatron.config.checks.tokenizer import BYTE_VOCAB_SIZE, TIKTOKEN_VOCAB_SIZE, ids_in_file
+from megatron.config.plan.costs import activations
+from megatron.config.plan.plan import (
+    Plan,
+    bytes_per_rank,
+    flat_layout,
+    make_plan,
+    parameters_per_rank,
+    shards,
+)
 from megatron.config.plan.stages import bubble_fraction
+from megatron.config.plan.transfers import axis_sizes, sent_by_axis
 from megatron.config.tree import Config
 
+if TYPE_CHECKING:
+    from megatron.config.command_line import CommandLine
+
 GIB = 2**30
+_GPT2_VOCABULARY = 50257
 _AXES = {"tp": "tensor", "ep": "expert", "cp": "context", "dp": "data", "pp": "pipeline"}
 
 
@@ -186,3 +203,37 @@ def _layers(plan: Plan, stages: Iterable[int]) -> str:
         each = sum(map(len, chunks))
         return f"{each} each" + (f" in {len(chunks)} chunks" if len(chunks) > 1 else "")
     return " + ".join([*map(_span, chunks[:2]), *["..."] * (len(chunks) > 2)])
+
+
+def vocabulary(config: Config) -> tuple[int, str]:
+    """(size, where it comes from) of the vocabulary as far as it is known without building the
+    tokenizer."""
+    d = config.data
+    if d.vocab_size is not None:
+        return d.vocab_size, "--vocab-size"
+    if d.tokenizer == "TikTokenizer":
+        return TIKTOKEN_VOCAB_SIZE, "TikTokenizer's, without --vocab-size"
+    if d.tokenizer == "ByteTokenizer":
+        return BYTE_VOCAB_SIZE, "ByteTokenizer's"
+    if d.tokenizer_model and (size := ids_in_file(d.tokenizer, d.tokenizer_model)):
+        return size, f"--tokenizer-model {d.tokenizer_model}"
+    if d.tokenizer == "GPT2BPETokenizer" and d.vocab_file and os.path.isfile(d.vocab_file):
+        try:
+            size = len(json.loads(Path(d.vocab_file).read_text(encoding="utf-8")))
+            return max(1, size), f"--vocab-file {d.vocab_file}"
+        except (OSError, ValueError, TypeError):
+            # building the tokenizer says what is wrong with it
+            pass
+    return _GPT2_VOCABULARY, "assumed, GPT-2's; give --vocab-size to plan for another"
+
+
+def print_plan(line: CommandLine) -> Plan:
+    """What --dry-run prints first; the plan."""
+    size, source = vocabulary(line.config)
+    plan = make_plan(line.config, line.world_size, size)
+    lines = [
+        *line.notes,
+        f"plan for {line.world_size} rank{'s' * (line.world_size > 1)} (vocabulary: {source})",
+    ]
+    print("\n".join([*lines, *(f"  {text}" for text in describe(line.config, plan))]), flush=True)
+    return plan

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 import torch
 
 from megatron import device as devices
-from megatron import log, threads
+from megatron import log, optional, threads
 from megatron.config import summary_lines
-from megatron.config.command_line import CommandLine, dump
+from megatron.config.command_line import CommandLine
 from megatron.config.plan.plan import Plan
 from megatron.config.summary_lines import entry
 from megatron.config.tree import Config
@@ -44,7 +44,8 @@ def opening(line: CommandLine, plan: Plan, runtime: Runtime, backend: str) -> li
     lines += [entry("kernels", kernels)] * bool(kernels)
     asked = config.logging.printed_arguments
     if asked == "all":
-        lines.append(dump(config, plan, backend, line.foreign, rank=line.rank))
+        argument_dump = optional.load("megatron.config.megatron_compat.argument_dump")
+        lines.append(argument_dump.dump(config, plan, backend, line.foreign, rank=line.rank))
     elif asked == "changed":
         lines += [
             " arguments that differ from their defaults",

@@ -145,13 +145,18 @@ class TrainingLog:
             *((logging.tensorboard_log_interval,) if logging.has_boards else ()),
         )
 
-    def start(self, seconds: float, arguments: Mapping[str, Any]) -> None:
-        """The lines that end Megatron's initialisation, and the arguments as TensorBoard text."""
+    def start(self, seconds: float, backend: str) -> None:
+        """The lines that end Megatron's initialisation, and the arguments as TensorBoard text;
+        `backend` is that of the process groups."""
         log.detail(f"time to initialize megatron (seconds): {seconds:.3f}")
         log.detail(megatron_format.datetime_line("after megatron is initialized"))
         if self._config.logging.log_format == "internlm":
             self._tell_layout()
-        self._boards.arguments(arguments, 0)
+        if self._boards:
+            argument_dump = optional.load("megatron.config.megatron_compat.argument_dump")
+            self._boards.arguments(
+                argument_dump.dumped_values(self._config, self._plan, backend), 0
+            )
 
     def _tell_layout(self) -> None:
         """Where each rank runs, and the sizes of the layout, as InternLM's demos begin."""

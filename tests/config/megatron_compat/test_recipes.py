@@ -10,6 +10,7 @@ from typing import NamedTuple
 import pytest
 
 from megatron.config import command_line
+from megatron.config.plan import report
 from megatron.config.plan.plan import make_plan
 from megatron.config.plan.report import describe
 from tests.problems import code_of
@@ -49,7 +50,7 @@ RECIPES = recipes()
 def plan_of(words: list[str], ranks: int):
     """The plan of a command line that is accepted."""
     line = command_line.read([*words, "--dry-run", "--world-size", str(ranks)], {})
-    return make_plan(line.config, ranks, command_line.vocabulary(line.config)[0])
+    return make_plan(line.config, ranks, report.vocabulary(line.config)[0])
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=[recipe.name for recipe in RECIPES])
@@ -128,5 +129,5 @@ def test_a_known_model_has_its_published_number_of_parameters(name):
     if m.groups != m.heads:
         words += ["--num-query-groups", str(m.groups)]
     line = command_line.read([*words, "--dry-run", "--world-size", "1"], {})
-    plan = make_plan(line.config, 1, command_line.vocabulary(line.config)[0])
+    plan = make_plan(line.config, 1, report.vocabulary(line.config)[0])
     assert f"parameters: {m.parameters}" in describe(line.config, plan)

@@ -8,6 +8,7 @@ import random
 import pytest
 
 from megatron.config import command_line
+from megatron.config.plan import report
 from megatron.config.plan.buckets import Layout, lay_out
 from megatron.config.plan.zero_partition import whole_parameters
 
@@ -152,7 +153,7 @@ def test_the_elements_that_internlms_demos_log(demo, capsys):
         "--world-size",
         str(world),
     ]
-    command_line.print_plan(command_line.read(words, {}))
+    report.print_plan(command_line.read(words, {}))
     assert f"  elements per ZeRO rank: {LOGGED[demo]}\n" in capsys.readouterr().out
 
 

@@ -6,7 +6,7 @@ import re
 import pytest
 
 from megatron.arguments import config_from
-from megatron.config.plan import costs
+from megatron.config.plan import costs, transfers
 from megatron.config.plan.plan import bytes_per_rank, make_plan, parameters_per_rank
 from megatron.config.plan.report import describe
 from megatron.config.tree import Config
@@ -125,7 +125,7 @@ def test_every_stage_is_there():
     for row in sent:
         stages = range(int(row[0].split("-")[0]), int(row[0].split("-")[-1]) + 1)
         for stage in stages:
-            expected = costs.sent_by_axis(config, p, stage)
+            expected = transfers.sent_by_axis(config, p, stage)
             assert numbers(row[2:]) == pytest.approx(
                 [expected[axis] / 1e6 for axis in ("tp", "dp", "pp")], abs=0.0005
             )
@@ -143,7 +143,7 @@ def test_traffic_by_hand():
     tokens = 4 * 1024
     # 4 a layer, embedding, output layer; the loss in fp32
     sums = (4 * 24 + 2) * hidden + 3 * 4 * tokens
-    sent = costs.sent_by_axis(config, p, 0)
+    sent = transfers.sent_by_axis(config, p, 0)
     assert sent["tp"] == sums  # 2 (2 - 1) / 2
     # fp16 gradients
     assert sent["dp"] == pytest.approx(2 * parameters_per_rank(config, p), rel=1e-6)

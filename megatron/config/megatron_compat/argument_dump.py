@@ -1,0 +1,157 @@
+"""Megatron's argument dump, and the first lines of a run in its log formats."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from megatron import optional
+from megatron.arguments import flags_of, values_of
+from megatron.config.plan.plan import Plan, make_plan
+from megatron.config.plan.report import vocabulary
+from megatron.config.summary_lines import changed_arguments
+from megatron.config.tree import Config
+
+if TYPE_CHECKING:
+    from megatron.config.command_line import CommandLine
+
+
+def dumped_values(
+    config: Config,
+    plan: Plan,
+    distributed_backend: str,
+    foreign: Mapping[str, Any] | None = None,
+    *,
+    rank: int = 0,
+) -> dict[str, Any]:
+    """{name: value} as Megatron's dump has them after its own checks: defaults filled in, derived
+    names added.
+
+    `distributed_backend`: the one in use, where the flag left it open; `foreign`: typed flags
+    without effect.
+    """
+    flags = flags_of(Config)
+    m = config.model
+    t = config.training
+    o = config.optimizer
+    values = values_of(config)
+    found = {
+        name: value
+        for name, value in values.items()
+        if flags[name].dump or value != flags[name].default
+    }
+    found = {name: list(v) if isinstance(v, tuple) else v for name, v in found.items()}
+    found.pop("recompute_activations", None)
+    if config.logging.log_format == "megatron":  # its dump has no such name
+        found.pop("log_format", None)
+    found |= {
+        name: value or None
+        for name, value in found.items()
+        if name.startswith(("no_load_", "no_save_"))
+    }
+    found |= optional.load("megatron.config.megatron_compat.flags").dumped(foreign or {})
+    constant = o.weight_decay_incr_style == "constant"
+    chunks = len(plan.layers_per_stage[0])
+    return found | {
+        "accumulate_allreduce_grads_in_fp32": config.precision.grad_dtype == "float32"
+        if config.precision.bf16
+        else values["accumulate_allreduce_grads_in_fp32"],
+        "attention_softmax_in_fp32": m.attention_softmax_in_fp32 or m.apply_query_key_layer_scaling,
+        "bias_gelu_fusion": m.bias_gelu_fusion and m.add_bias_linear,
+        "consumed_train_samples": 0,
+        "consumed_valid_samples": 0,
+        "data_parallel_size": plan.data_parallel_size,
+        "dataloader_type": config.data.dataloader_type or "single",
+        "distributed_backend": config.parallel.distributed_backend or distributed_backend,
+        "encoder_num_layers": m.num_layers,
+        "encoder_seq_length": m.seq_length,
+        "end_weight_decay": o.weight_decay if constant else o.end_weight_decay,
+        "start_weight_decay": o.weight_decay if constant else o.start_weight_decay,
+        "ffn_hidden_size": m.ffn,
+        "kv_channels": m.head_dim,
+        "position_embedding_type": m.positions,
+        "global_batch_size": plan.batch.final_global_batch_size,
+        "overlap_p2p_comm": config.parallel.overlap_p2p_comm and len(plan.layers_per_stage) > 1,
+        "params_dtype": f"torch.{config.precision.params_dtype}",
+        "rampup_batch_size": None
+        if t.rampup_batch_size is None
+        else list(map(str, t.rampup_batch_size)),
+        "rank": rank,
+        "world_size": plan.world_size,
+        "recompute_granularity": t.recompute,
+        "sequence_parallel": config.parallel.sequence_parallel
+        and config.parallel.tensor_model_parallel_size > 1,
+        "split": plan.split,
+        "tokenizer_type": config.data.tokenizer,
+        "transformer_pipeline_model_parallel_size": config.parallel.pipeline_model_parallel_size,
+        "variable_seq_lengths": False,
+        "virtual_pipeline_model_parallel_size": chunks if chunks > 1 else None,
+    }
+
+
+def dump(
+    config: Config,
+    plan: Plan,
+    distributed_backend: str,
+    foreign: Mapping[str, Any] | None = None,
+    *,
+    rank: int = 0,
+) -> str:
+    """The argument dump in Megatron's form; arguments as for
+    `dumped_values`."""
+    lines = [
+        f"  {name} {'.' * (48 - len(name))} {value}"
+        for name, value in dumped_values(
+            config, plan, distributed_backend, foreign, rank=rank
+        ).items()
+    ]
+    return "\n".join(
+        [
+            f"{'-' * 24} arguments {'-' * 24}",
+            *sorted(lines, key=str.lower),
+            f"{'-' * 20} end of arguments {'-' * 21}",
+        ]
+    )
+
+
+def start_lines(line: CommandLine, distributed_backend: str) -> list[str]:
+    """What a run prints first, in Megatron's order: sizes, notes, precision, arguments,
+    micro-batches.
+
+    `distributed_backend`: as for `dumped_values`.
+    """
+    config = line.config
+    p = line.config.parallel
+    plan = make_plan(config, line.world_size, vocabulary(config)[0])
+    found = [
+        f"using world size: {plan.world_size}, data-parallel size: {plan.data_parallel_size}, "
+        f"context-parallel size: {p.context_parallel_size} tensor-model-parallel size: "
+        f"{p.tensor_model_parallel_size}, pipeline-model-parallel size: "
+        f"{p.pipeline_model_parallel_size} ",
+        *line.notes,
+    ]
+    batch = plan.batch.lines()
+    found += [text for text in batch if text.startswith("setting global batch size")]
+    numbers = config.precision
+    if (
+        numbers.bf16
+        and numbers.grad_dtype == "float32"
+        and not numbers.accumulate_allreduce_grads_in_fp32
+    ):
+        found.append("accumulate and all-reduce gradients in fp32 for bfloat16 data type.")
+    return [
+        *found,
+        f"using torch.{config.precision.params_dtype} for parameters ...",
+        *_arguments(line, plan, distributed_backend),
+        *(text for text in batch if text not in found),
+    ]
+
+
+def _arguments(line: CommandLine, plan: Plan, distributed_backend: str) -> list[str]:
+    """What --print-arguments asks for."""
+    match line.config.logging.printed_arguments:
+        case "all":
+            return [dump(line.config, plan, distributed_backend, line.foreign, rank=line.rank)]
+        case "changed":
+            return changed_arguments(line.config)
+    return []
