@@ -56,6 +56,16 @@ def print_kernels(line):
     print("\n".join(lines), flush=True)
 
 
+def print_trace(line, plan):
+    """Of a dry run with --trace: the training step of some ranks, on tensors without values."""
+    if line.config.training.trace:
+        from megatron.training.preflight import build_tokenizer
+
+        dry_run = optional.load("megatron.analysis.trace.dry_run")
+        lines = dry_run.trace(line, plan, build_tokenizer(line.config), forward_step)
+        print("\n".join(lines), flush=True)
+
+
 def main(argv: list[str] | None = None, signals: SignalWatch | None = None, services=None) -> None:
     """Parse and check before torch is imported; then plan, build, load, train. Tests give
     `services` of their own."""
@@ -71,6 +81,7 @@ def main(argv: list[str] | None = None, signals: SignalWatch | None = None, serv
             plan = optional.load("megatron.training.dry_run").print_plan(line)
             print_kernels(line)
             preflight.check_dry(line, plan)
+            print_trace(line, plan)
         return
     tokenizer = preflight.check(line)
     from megatron.checkpoint import lock

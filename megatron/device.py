@@ -168,7 +168,10 @@ def sum_bf16_in_fp32() -> None:
 
 
 def has_fp8(device: torch.device) -> bool:
-    """Whether this device has FP8 GEMMs (CUDA, compute capability 8.9 or newer)."""
+    """Whether this device has FP8 GEMMs (CUDA, compute capability 8.9 or newer; the meta device
+    stands for such a one)."""
+    if device.type == "meta":
+        return True
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
 
 

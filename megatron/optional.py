@@ -34,6 +34,7 @@ MODULES = {
     "megatron.training.rollback": "--spike-action skip-update or rewind",
     "megatron.training.skipping.skip_plan": "flags that skip iterations, --load, or skips.jsonl",
     "megatron.training.weight_check": "--check-weight-hash-across-dp-replicas-interval",
+    "megatron.analysis.trace.dry_run": "--trace",
     "megatron.parallel.ring_attention": "--context-parallel-size above 1",
     "megatron.parallel.shared_sums": "--tensor-model-parallel-size above 1",
     "megatron.checkpoint.async_writer": "--async-save",

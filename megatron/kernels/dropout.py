@@ -25,14 +25,17 @@ class DropoutBits:
     def __init__(self, seed: int, p: float, device: torch.device):
         assert 0.0 <= p <= 1.0 - 2**-16, f"dropout probability must be in [0, 1), got {p}"
         # A CPU generator takes 32 bits of its seed: fold the upper ones in.
-        self.generator = torch.Generator(device=device).manual_seed(seed ^ (seed >> 32))
+        # The meta device (--dry-run --trace) draws nothing and has no generator.
+        self.device = device
+        kind = "cpu" if device.type == "meta" else device
+        self.generator = torch.Generator(device=kind).manual_seed(seed ^ (seed >> 32))
         self.dither = random.Random(seed)
         self.level = (1.0 - p) * 2**16
         self.chunk = CHUNK_ELEMENTS if device.type == "cpu" else LAUNCH_ELEMENTS
 
     def keep(self, elements: int, dtype: torch.dtype) -> Tensor:
         """The next `elements` of the stream as a flat tensor: 1 keep, 0 drop."""
-        out = torch.empty(elements, dtype=dtype, device=self.generator.device)
+        out = torch.empty(elements, dtype=dtype, device=self.device)
         for part in out.split(self.chunk):
             lanes, most = self.draw(part.numel())
             part.copy_(lanes.le_(most))
@@ -41,7 +44,7 @@ class DropoutBits:
     def draw(self, elements: int) -> tuple[Tensor, int]:
         """For the next `elements`, at most a chunk: 16 random bits each, int16, and the largest
         value that keeps one."""
-        draws = torch.empty(-(-elements // LANES), dtype=torch.int64, device=self.generator.device)
+        draws = torch.empty(-(-elements // LANES), dtype=torch.int64, device=self.device)
         draws.random_(-(2**63), None, generator=self.generator)
         below = int(self.level + self.dither.random()) - 2**15  # the lanes are signed
         # fits 16 bits even if every lane is below

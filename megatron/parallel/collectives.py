@@ -233,9 +233,9 @@ def broadcast_(x: torch.Tensor, axis: Axis, source: int = 0) -> torch.Tensor:
 
 def gather_objects(value: Any, axis: Axis) -> list[Any]:
     """What every rank of the axis holds, in rank order. For start-up and checkpoints, never in the
-    step."""
-    if axis.size == 1:
-        return [value]
+    step. Of a simulated group (simulated_group.py): this rank's value for every rank."""
+    if axis.size == 1 or "fake" in dist.get_backend(axis.group):
+        return [value] * axis.size
     out: list[Any] = [None] * axis.size
     dist.all_gather_object(out, value, group=axis.group)
     return out

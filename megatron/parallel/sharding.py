@@ -156,6 +156,7 @@ def init_parameters(
     starts alike; padding rows of a vocabulary are 0. With `draw` False (--no-initialization)
     matrices are 0 and only norms are set.
     """
+    params = [p for p in params if p.device.type != "meta"]  # of --dry-run --trace: no memory
     # The generators run outside the interpreter's lock and the order does not matter, so threads
     # share the work. Not torch's number of them: torchrun sets that to 1.
     with ThreadPoolExecutor(_drawing_threads()) as pool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from datetime import datetime
 from typing import TYPE_CHECKING
 
@@ -18,12 +19,12 @@ from megatron.model.gpt import GPTModel, hidden_dtype
 from megatron.model.layer import Recompute
 from megatron.optimizer.optimizer import MixedPrecisionOptimizer
 from megatron.optimizer.scaler import build_grad_scaler
-from megatron.parallel.collectives import all_reduce, gather_objects
+from megatron.parallel.collectives import all_reduce
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.ddp import GradBuffers
 from megatron.parallel.fp8 import delayed_scaling
 from megatron.parallel.pipeline import Pipeline
-from megatron.parallel.sharding import counts_in_norm, init_parameters, is_primary_copy
+from megatron.parallel.sharding import counts_in_norm, init_parameters
 from megatron.timers import Timers
 from megatron.training.batch import BatchRules
 from megatron.training.launch.initialize import Runtime
@@ -103,23 +104,17 @@ def _recompute(t: TrainingConfig, layers: int) -> Recompute:
 
 
 def _check_whole(model: nn.ModuleList, config: Config, plan: Plan, ctx: ParallelContext) -> None:
-    """Do all ranks together hold the layers and parameters that were asked for, each once?"""
+    """Does this rank's stage have the layers and parameters that the plan gives it, and the plan
+    every layer once? The plan is the same on all ranks, so no rank has to ask another."""
+    planned = sorted(layer for stage in plan.layers_per_stage for part in stage for layer in part)
+    assert planned == list(range(config.model.num_layers)), f"layers {planned} were built"
     layers = [int(name) for chunk in model for name in chunk.decoder.layers]
-    built = sorted(layer for rank in gather_objects(layers, ctx.pp) for layer in rank)
-    assert built == list(range(config.model.num_layers)), f"layers {built} were built"
-    size = sum(
-        gather_objects(
-            sum(
-                p.numel() * (ctx.ep.size if p.sharding.replicas == "experts" else 1)
-                for p in model.parameters()
-                if is_primary_copy(p.sharding, ctx)
-            ),
-            ctx.model,
-        )
-    )
-    assert size == plan.num_parameters, (
-        f"{size} parameters were built, {plan.num_parameters} asked for"
-    )
+    own = [layer for part in plan.layers_per_stage[ctx.pp.rank] for layer in part]
+    assert layers == own, f"layers {layers} were built, {own} asked for"
+    shapes = {p.sharding.name: p.sharding.shape for p in model.parameters()}
+    size = sum(map(math.prod, shapes.values()))
+    wanted = sum(spec.size for spec in plan.parameters_of(ctx.pp.rank))
+    assert size == wanted, f"{size} parameters were built, {wanted} asked for"
 
 
 def build_pipeline(config: Config, plan: Plan, runtime: Runtime) -> Pipeline:

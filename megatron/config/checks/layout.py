@@ -22,6 +22,8 @@ def rule(f: Facts) -> Iterator[str]:
             f"--world-size {f['world_size']}: only for --dry-run; the launcher (torchrun, srun) "
             "sets the real one [world-size-only-for-dry-run]"
         )
+    if f["trace"] and not f["dry_run"]:
+        yield "--trace: only for --dry-run; add it, or omit --trace [flag-needs-other-flag]"
     if f["distributed_backend"] == "nccl" and f["device"] == "cpu" and f.world_size > 1:
         yield (
             "--distributed-backend nccl: works between CUDA devices, not with --device cpu; use "

@@ -103,6 +103,7 @@ _NEEDED = (
         "--wandb-project",
         lambda v: v["wandb_project"],
     ),
+    ("trace_ranks trace_output", "--trace", lambda v: v["trace"]),
     ("save_interval", "--save, so that no checkpoint will be written", lambda v: v["save"]),
     ("no_save_optim async_save keep_last snapshot_interval", "--save", lambda v: v["save"]),
     ("keep_every", "--keep-last, without which nothing is removed", lambda v: v["keep_last"]),

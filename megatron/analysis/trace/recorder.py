@@ -1,0 +1,305 @@
+"""Records a training step on the meta device operation by operation: memory by kind, FLOPs,
+launches, collectives; refuses what would stall or break a step on a GPU."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from megatron.parallel.simulated_group import Message, message_of
+
+# Functions that may read a number from the device in a step: the sums of the step (loss, requests),
+# the gradient norm, and with --log-num-zeros-in-grad and --log-params-norm these.
+MAY_READ = {
+    ("step_sums.py", "totals"),
+    ("optimizer.py", "_measure"),
+    ("optimizer.py", "params_norm"),
+    ("clip_grads.py", "count_zeros"),
+}
+# ... and that may make large float64 tensors: angles of positions, sums of squares.
+MAY_WIDEN = {("rotary.py", None), ("clip_grads.py", None), ("step_sums.py", None)}
+WIDE_FROM = 1024  # elements; a float64 tensor of fewer costs nothing
+# Operations whose result depends on values on the device.
+READS = {
+    "nonzero",
+    "masked_select",
+    "_unique2",
+    "unique_dim",
+    "unique_consecutive",
+    "equal",
+    "is_nonzero",
+    "bincount",
+}
+COPIES = {"_to_copy", "copy_", "_foreach_copy_", "lift_fresh", "lift_fresh_copy"}
+# Operations without a kernel.
+NO_LAUNCH = {
+    "empty",
+    "empty_like",
+    "empty_strided",
+    "new_empty",
+    "new_empty_strided",
+    "detach",
+    "alias",
+    "_unsafe_view",
+    "_reshape_alias",
+    "lift_fresh",
+    "resize_",
+    "set_",
+    "device",
+    "record_stream",
+}
+KINDS = {
+    "batch-generator": "batch",
+    "forward-compute": "activations",
+    "backward-compute": "backward",
+    "forward-backward": "communication",
+    "all-grads-sync": "communication",
+    "params-all-gather": "communication",
+    "optimizer": "optimizer scratch",
+}
+
+
+HERE = f"{Path(__file__).parent}/"
+
+
+class TraceError(ValueError):
+    """What would stall or break a step on a GPU, in one line with its place in the code."""
+
+
+class Place(NamedTuple):
+    """A line of the suite's or the user's code."""
+
+    file: str
+    line: int
+    function: str
+
+    def __str__(self) -> str:
+        return f"{self.function} ({self.file}:{self.line})"
+
+
+class Kept(NamedTuple):
+    """Memory made in the step that outlives it."""
+
+    nbytes: int
+    operation: str
+    place: Place
+
+
+class _Piece(NamedTuple):
+    """One piece of memory that is alive; `reference` calls back when it is freed."""
+
+    reference: weakref.ref
+    kind: str
+    nbytes: int
+    operation: str
+    place: Place
+    in_step: bool
+
+
+class StepRecorder(TorchDispatchMode):
+    """While it is on, every operation of torch passes through it.
+
+    `live` and `at_peak`: bytes by kind now and at the peak, `peak_place`: where that was;
+    `kind_peaks`: the most bytes of each kind at any moment; `activations`: the most that forward
+    passes have left for backward; `operations`, `flops`: by name of the
+    operation; `launches`: kernels by phase of the step; `messages` in order.
+    """
+
+    def __init__(self, rank: int, allow_float64: bool = False):
+        super().__init__()
+        self.rank = rank
+        self.allow_float64 = allow_float64
+        self.in_step = False
+        self.live: Counter[str] = Counter()
+        self.total = 0
+        self.peak = 0
+        self.at_peak: dict[str, int] = {}
+        self.peak_place = ""
+        self.kind_peaks: dict[str, int] = {}
+        self.operations: Counter[str] = Counter()
+        self.flops: Counter[str] = Counter()
+        self.launches: Counter[str] = Counter()
+        self.messages: list[Message] = []
+        self.activations = 0
+        self.copies_to_device = 0
+        self._spans: list[str] = ["build"]
+        self._pieces: dict[int, _Piece] = {}
+
+    # The timers of the step say which phase it is in.
+    @contextmanager
+    def __call__(self, name: str, level: int = 0) -> Iterator[None]:
+        """As `megatron.timers.Timers`: the span `name` of the step."""
+        self._spans.append(name)
+        try:
+            yield
+        finally:
+            self._spans.pop()
+            if name == "forward-compute":
+                self.activations = max(self.activations, self.live["activations"])
+
+    def begin_step(self) -> None:
+        """From here on it is the step: counts begin again, and rules hold."""
+        self.in_step = True
+        self.peak = self.total
+        self.at_peak = dict(self.live)
+        self.kind_peaks = dict(self.live)
+        for counts in (self.operations, self.flops, self.launches, self.messages):
+            counts.clear()
+
+    def adopt(self, tensors: Iterable[torch.Tensor], kind: str) -> None:
+        """Memory that was made while building is of this kind."""
+        for tensor in tensors:
+            key = tensor.untyped_storage()._cdata
+            piece = self._pieces.get(key)
+            if piece is not None and piece.kind != kind:
+                self.live[piece.kind] -= piece.nbytes
+                self.live[kind] += piece.nbytes
+                self._pieces[key] = piece._replace(kind=kind)
+
+    def kept(self) -> list[Kept]:
+        """Memory made in the step that is still there, largest first."""
+        found = [
+            Kept(piece.nbytes, piece.operation, piece.place)
+            for piece in self._pieces.values()
+            if piece.in_step
+        ]
+        return sorted(found, reverse=True)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = func.overloadpacket.__name__
+        if func.namespace == "c10d":
+            self.messages.append(message_of(name, args, self.rank))
+            return func(*args, **kwargs)
+        inputs = list(_tensors((*args, *kwargs.values())))
+        if self.in_step:
+            self._check_devices(name, inputs)
+            if _reads(name, inputs, kwargs):
+                return self._read(name, inputs)
+        out = func(*args, **kwargs)
+        self._count(func, name, args, kwargs, out)
+        for tensor in _tensors((out,)):
+            if tensor.device.type == "meta":
+                self._made(name, tensor)
+        return out
+
+    def _count(self, func: Any, name: str, args: Any, kwargs: Any, out: Any) -> None:
+        if not func.is_view and name not in NO_LAUNCH and func.namespace != "prim":
+            self.operations[name] += 1
+            self.launches[self._spans[-1]] += 1
+        if func.overloadpacket in flop_registry:
+            self.flops[name] += flop_registry[func.overloadpacket](*args, **kwargs, out_val=out)
+
+    def _check_devices(self, name: str, inputs: list[torch.Tensor]) -> None:
+        """A number (0 dimensions) may come from the host, anything else only by a copy."""
+        kinds = {tensor.device.type for tensor in inputs}
+        if "meta" not in kinds or kinds == {"meta"}:
+            return
+        if name in COPIES:
+            self.copies_to_device += 1
+            return
+        strange = [tensor for tensor in inputs if tensor.device.type != "meta" and tensor.dim() > 0]
+        if strange:
+            shapes = ", ".join(f"{list(t.shape)} on {t.device.type}" for t in strange)
+            raise TraceError(
+                f"{_place()}: {name} of a tensor {shapes} with tensors of the device; make it "
+                "there (device=...) [trace-device-mixed]"
+            )
+
+    def _read(self, name: str, inputs: list[torch.Tensor]) -> Any:
+        """Zeros in place of the values that a listed function waits for."""
+        place = _place()
+        if (Path(place.file).name, place.function) not in MAY_READ:
+            raise TraceError(
+                f"{place}: {name} makes the host wait for the device in the training step; "
+                "keep the value on the device, or read it after the step [trace-host-sync]"
+            )
+        self.operations["host sync"] += 1
+        if name == "_local_scalar_dense":
+            return 0.0 if inputs[0].is_floating_point() else 0
+        return torch.zeros(inputs[0].shape, dtype=inputs[0].dtype)
+
+    def _made(self, name: str, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._pieces:
+            return
+        place = _place()
+        if self.in_step:
+            self._check_width(name, tensor, place)
+        nbytes = storage.nbytes()
+        kind = next((KINDS[span] for span in reversed(self._spans) if span in KINDS), "build")
+        reference = weakref.ref(storage, partial(self._freed, key))
+        self._pieces[key] = _Piece(reference, kind, nbytes, name, place, self.in_step)
+        self.live[kind] += nbytes
+        self.total += nbytes
+        self.kind_peaks[kind] = max(self.kind_peaks.get(kind, 0), self.live[kind])
+        if self.total > self.peak:
+            self.peak = self.total
+            self.at_peak = dict(self.live)
+            self.peak_place = f"{self._spans[-1]}: {name} in {place}"
+
+    def _check_width(self, name: str, tensor: torch.Tensor, place: Place) -> None:
+        file = Path(place.file).name
+        if (
+            tensor.dtype != torch.float64
+            or self.allow_float64
+            or tensor.numel() < WIDE_FROM
+            or (file, None) in MAY_WIDEN
+        ):
+            return
+        raise TraceError(
+            f"{place}: {name} makes a float64 tensor {list(tensor.shape)}; a GPU computes it many "
+            "times slower: give the dtype [trace-widened]"
+        )
+
+    def _freed(self, key: int, reference: weakref.ref) -> None:
+        piece = self._pieces.pop(key)
+        self.live[piece.kind] -= piece.nbytes
+        self.total -= piece.nbytes
+
+
+def _reads(name: str, inputs: list[torch.Tensor], kwargs: dict[str, Any]) -> bool:
+    """Whether the host would wait for the device."""
+    if not inputs or inputs[0].device.type != "meta":
+        return False
+    if name in ("_local_scalar_dense", *READS):
+        return True
+    device = kwargs.get("device")
+    return name == "_to_copy" and device is not None and torch.device(device).type == "cpu"
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors(value)
+
+
+def _place() -> Place:
+    """The innermost line of megatron/ (or of the program) that is running."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        path = frame.f_code.co_filename
+        if not path.startswith((HERE, "<")) and "/torch/" not in path and "/python3" not in path:
+            return Place(_below_the_top(path), frame.f_lineno, frame.f_code.co_name)
+        frame = frame.f_back
+    return Place("torch", 0, "unknown")
+
+
+def _below_the_top(path: str) -> str:
+    top, _, below = path.rpartition("/megatron/")
+    return f"megatron/{below}" if top else Path(path).name

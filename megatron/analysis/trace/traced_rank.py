@@ -1,0 +1,174 @@
+"""One rank of any cluster: the trainer's own build and training step on the meta device, in a
+simulated process group, recorded."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import itertools
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from megatron.analysis.trace.recorder import Kept, StepRecorder, TraceError
+from megatron.config.plan.plan import Plan
+from megatron.config.tree import Config
+from megatron.data.tokenizers.build import Tokenizer
+from megatron.parallel.context import ParallelContext
+from megatron.parallel.simulated_group import Message, serve_meta, simulated_ranks
+from megatron.training.batch import MicroBatch
+from megatron.training.build import build_run
+from megatron.training.launch.initialize import Runtime
+from megatron.training.run import Run
+from megatron.training.step import ForwardStep, train_step
+
+META = torch.device("meta")
+# Of several axes with the same ranks and group the first one counts.
+AXES = ("tp", "cp", "pp", "pp_gradients", "ends", "shard", "instances", "dp_cp", "dp")
+AXES += ("optimizer", "model", "world")
+# Memory made in a step that may outlive it: names of metrics, scales, a first use's tables.
+KEPT_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class RankTrace:
+    """What one rank does in a training step.
+
+    `memory`: bytes by kind at the peak of the step, `peak` their sum, `peak_place` where;
+    `kind_peaks`: the most of each kind at any moment; `activations`: the most that any forward pass
+    left for backward, its own temporaries gone; `build_peak`: the most while building.
+    `flops` and `operations` by operation, `launches` by phase, `messages` with the axis of each.
+    """
+
+    rank: int
+    stage: int
+    memory: dict[str, int]
+    peak: int
+    peak_place: str
+    kind_peaks: dict[str, int]
+    activations: int
+    build_peak: int
+    flops: dict[str, int]
+    operations: dict[str, int]
+    launches: dict[str, int]
+    messages: list[tuple[str, Message]] = field(repr=False)
+    metric_names: tuple[str, ...] = ()
+
+
+def traced_config(config: Config) -> Config:
+    """The configuration as it is traced: a GPU's, eager, without files that a run writes."""
+    return replace(
+        config,
+        training=replace(config.training, device="cuda", torch_compile=False),
+        logging=replace(config.logging, data_ledger=None, log_format="short"),
+    )
+
+
+def trace_rank(
+    config: Config,
+    plan: Plan,
+    rank: int,
+    tokenizer: Tokenizer,
+    forward_step: ForwardStep,
+    metric_names: tuple[str, ...] | None = None,
+) -> RankTrace:
+    """Build `rank` and run the step with the most micro-batches. `metric_names`: those that the
+    last pipeline stage returns, if they are known. Raises TraceError."""
+    recorder = StepRecorder(rank, allow_float64=config.precision.fp64)
+    with simulated_ranks(plan.world_size, rank), recorder:
+        ctx = ParallelContext(config.parallel, plan.world_size, rank)
+        serve_meta(ctx.cp.group)
+        runtime = Runtime(META, ctx, plan.world_size, rank)
+        with contextlib.redirect_stdout(io.StringIO()):
+            run = build_run(config, plan, runtime, recorder, tokenizer)
+        _use_fused_update(run)
+        _name_kinds(run, recorder)
+        build_peak = recorder.peak
+        is_last = run.pipeline.is_last(len(run.model) - 1)
+        if not is_last:
+            run.metric_names = metric_names or ()
+        recorder.begin_step()
+        train_step(run, forward_step, _samples(config), plan.train_iters)
+        recorder.in_step = False
+        _check_kept(recorder.kept())
+        names = _axis_names(ctx)
+        return RankTrace(
+            rank,
+            ctx.pp.rank,
+            recorder.at_peak,
+            recorder.peak,
+            recorder.peak_place,
+            recorder.kind_peaks,
+            recorder.activations,
+            build_peak,
+            dict(recorder.flops),
+            dict(recorder.operations.most_common()),
+            dict(recorder.launches),
+            [(names.get(one.group, "world"), one) for one in recorder.messages],
+            run.metric_names or (),
+        )
+
+
+def _samples(config: Config) -> Any:
+    """Micro-batches of one shape without values."""
+    rows = config.training.micro_batch_size
+    length = config.model.seq_length
+    if config.data.packed_samples:
+        one = MicroBatch(
+            torch.empty((1, 4, rows * length), dtype=torch.int64, device=META), packed=True
+        )
+    else:
+        one = MicroBatch(torch.empty((rows, length + 1), dtype=torch.int64, device=META))
+    return itertools.repeat(one)
+
+
+def _use_fused_update(run: Run) -> None:
+    """torch takes its fused optimizer kernels on a GPU, and the others on the meta device."""
+    inner = run.optimizer.inner
+    for group in inner.param_groups:
+        if "fused" in group:
+            group["fused"] = True
+            group["foreach"] = False
+    for state in inner.state.values():
+        if isinstance(state.get("step"), torch.Tensor):
+            state["step"] = state["step"].to(META)
+
+
+def _name_kinds(run: Run, recorder: StepRecorder) -> None:
+    """Which of the memory made while building is what."""
+    optimizer = run.optimizer
+    states = [
+        value
+        for state in optimizer.inner.state.values()
+        for value in state.values()
+        if isinstance(value, torch.Tensor)
+    ]
+    main = [weight for group in optimizer.param_groups for weight in group["params"]]
+    recorder.adopt([*main, *states], "optimizer")
+    recorder.adopt(run.model.buffers(), "buffers")
+    # of fp32 parameters main weights are the parameters themselves
+    recorder.adopt(run.model.parameters(), "weights")
+    recorder.adopt([run.buffers.flat], "gradients")
+
+
+def _check_kept(kept: list[Kept]) -> None:
+    """Raise TraceError for what a step leaves behind."""
+    together = sum(one.nbytes for one in kept)
+    if together > KEPT_BYTES:
+        largest = kept[0]
+        raise TraceError(
+            f"{largest.place}: {largest.operation} makes {largest.nbytes:,} bytes that are still "
+            f"alive after the step ({together:,} bytes in {len(kept)} tensors): something keeps a "
+            "reference [trace-memory-kept]"
+        )
+
+
+def _axis_names(ctx: ParallelContext) -> dict[str, str]:
+    """The axis of each process group by torch's name of the group."""
+    found: dict[str, str] = {}
+    for name in AXES:
+        axis = ctx.axis(name)
+        if axis.group is not None:
+            found.setdefault(axis.group.group_name, name)
+    return found

@@ -1,0 +1,52 @@
+"""The messages of a trace are those of the real run on gloo, one by one."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron.parallel import collectives
+from tests import recorder
+from tests.analysis.trace.tracing import Traced
+from tests.parity.layouts import CAMPAIGN, CASES, SWEEP, Case, argv
+from tests.runs import train, with_flags, write_text
+
+QUICK = ("tp4 sp, untied, masked documents", "dp4, distributed optimizer in 2 instances, overlap")
+LAYOUTS = SWEEP | CAMPAIGN | CASES
+
+
+class Gloo(str):
+    """The name of a simulated backend that takes the paths of gloo: gathers by messages, scattered
+    sums by an exchange of parts."""
+
+    def __eq__(self, other: object) -> bool:
+        return other == "gloo"
+
+    def __ne__(self, other: object) -> bool:
+        return other != "gloo"
+
+    __hash__ = str.__hash__
+
+
+def cases() -> list:
+    return [
+        pytest.param(case, id=name, marks=[] if name in QUICK else [pytest.mark.campaign])
+        for name, case in LAYOUTS.items()
+    ]
+
+
+@pytest.mark.parametrize("case", cases())
+def test_messages_are_those_of_the_real_run(tmp_path, monkeypatch, case: Case):
+    data = write_text(tmp_path / "text", 300)
+    flags = argv(data, case.model, 4, *case.layout, *case.only, *filter(None, [case.precision]))
+    train(tmp_path / "run", with_flags(flags, "--eval-iters", "0"), case.world, hook=recorder.watch)
+    monkeypatch.setattr(collectives.dist, "get_backend", lambda group=None: Gloo("fake"))
+    traced = Traced(flags, case.world)
+    for rank in range(case.world):
+        real = recorder.read(tmp_path / "run", rank)[-1]
+        found = [
+            recorder.Call(
+                "reduce-scatter" if one.operation == "all-to-all" else one.operation, *one[1:4]
+            )
+            for _, one in traced.rank(rank).messages
+        ]
+        assert found == real, f"rank {rank}"

@@ -1,0 +1,259 @@
+"""--dry-run --trace: memory and bytes next to the plan's, and what it refuses by name."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from megatron.analysis.trace import dry_run
+from megatron.analysis.trace.compare import check_agreement, figures, sent
+from megatron.analysis.trace.recorder import TraceError
+from megatron.config.plan.costs import sent_by_axis
+from megatron.model.mlp import MLP
+from megatron.parallel import collectives, ddp, pipeline
+from megatron.training import step
+from tests.analysis.trace.tracing import Traced
+from tests.runs import NO_DROPOUT, SMALL, plot, with_flags
+
+TP = "--tensor-model-parallel-size"
+PP = "--pipeline-model-parallel-size"
+SHARDED = ("--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather")
+# Wide enough that what the plan does not count is below 1 %, with 8 micro-batches on a replica.
+WIDE = (
+    "--hidden-size 512 --seq-length 512 --max-position-embeddings 512 --num-layers 4 "
+    "--global-batch-size 32 --mock-data --train-iters 2 --lr-warmup-iters 1 --bf16"
+).split()
+FLAGS = with_flags(SMALL, *NO_DROPOUT, *WIDE)
+
+
+def refused(code: str, forward_step=None, flags=(), world: int = 1, rank: int = 0) -> str:
+    """The message with which a trace ends."""
+    with pytest.raises(TraceError) as error:
+        Traced(with_flags(FLAGS, *flags), world).rank(rank, forward_step)
+    assert str(error.value).endswith(f"[{code}]"), error.value
+    return str(error.value)
+
+
+def plain(batch, model):
+    return plot().forward_step(batch, model)
+
+
+@pytest.mark.parametrize(
+    ("flags", "world"),
+    [
+        ((), 1),
+        ((*SHARDED, TP, "2", "--sequence-parallel", PP, "2"), 16),
+        ((PP, "2", "--num-layers-per-virtual-pipeline-stage", "1", "--swiglu"), 2),
+    ],
+)
+def test_memory_and_bytes_are_the_plans(flags, world):
+    traced = Traced(with_flags(FLAGS, *flags), world)
+    for rank in (0, world - 1):
+        trace = traced.rank(rank)
+        compared = {one.name: one for one in figures(traced.config, traced.plan, trace)}
+        for name in ("weights", "gradients", "optimizer"):
+            assert not compared[name].differs, compared[name]
+        assert abs(compared["activations"].traced / compared["activations"].planned - 1) < 0.08
+        assert 1.0 < compared["peak"].traced / compared["peak"].planned < 1.25
+        assert sent(trace) == sent_by_axis(traced.config, traced.plan, trace.stage)
+        assert trace.operations["host sync"] == 2
+
+
+def test_a_number_read_in_the_step():
+    def forward_step(batch, model):
+        losses, *rest = plain(batch, model)
+        if losses.item() > 10.0:
+            losses = losses * 2
+        return losses, *rest
+
+    message = refused("trace-host-sync", forward_step)
+    assert "forward_step" in message and "test_trace.py" in message
+
+
+def test_a_shape_that_depends_on_values():
+    def forward_step(batch, model):
+        batch.labels.nonzero()
+        return plain(batch, model)
+
+    assert "nonzero" in refused("trace-host-sync", forward_step)
+
+
+def test_a_copy_to_the_host():
+    def forward_step(batch, model):
+        batch.labels.cpu()
+        return plain(batch, model)
+
+    refused("trace-host-sync", forward_step)
+
+
+def test_a_mask_made_on_the_cpu():
+    def forward_step(batch, model):
+        return plain(replace(batch, loss_mask=torch.ones(batch.tokens.shape)), model)
+
+    assert "on cpu" in refused("trace-device-mixed", forward_step)
+
+
+def test_a_list_without_device():
+    def forward_step(batch, model):
+        losses, *rest = plain(batch, model)
+        return (losses * torch.tensor([1.0, 2.0])).sum(), *rest
+
+    refused("trace-device-mixed", forward_step)
+
+
+def test_a_float64_constant():
+    def forward_step(batch, model):
+        weights = torch.ones(batch.tokens.shape, dtype=torch.float64, device=batch.tokens.device)
+        return plain(replace(batch, loss_mask=weights), model)
+
+    assert "float64" in refused("trace-widened", forward_step)
+
+
+def test_activations_that_a_closure_keeps():
+    hidden = []
+    forward = MLP.forward
+
+    def keeping(self, x):
+        hidden.append(x)
+        return forward(self, x)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(MLP, "forward", keeping)
+        assert "alive after the step" in refused("trace-memory-kept")
+
+
+def test_logits_that_are_kept():
+    kept = []
+    product = F.linear
+
+    def forward_step(batch, model):
+        kept.append(
+            product(torch.empty_like(batch.tokens, dtype=torch.bfloat16)[..., None], model_row)
+        )
+        return plain(batch, model)
+
+    model_row = torch.empty((4096, 1), dtype=torch.bfloat16, device="meta")
+    assert "makes 8,388,608 bytes" in refused("trace-memory-kept", forward_step)
+
+
+def test_a_bucket_kept_twice(monkeypatch):
+    """Not an error by itself: the figure differs from the plan's."""
+    flatten = ddp._flatten
+    twice = []
+
+    def keeping(params, layout):
+        flat = flatten(params, layout)
+        twice.append(flat.clone())
+        return flat
+
+    flags = with_flags(FLAGS, *SHARDED)
+    traced = Traced(flags, 2)
+    before = traced.rank(0)
+    monkeypatch.setattr(ddp, "_flatten", keeping)
+    after = traced.rank(0)
+    assert after.peak - before.peak >= twice[0].nbytes
+    peak = {one.name: one for one in figures(traced.config, traced.plan, after)}["peak"]
+    assert peak.differs
+
+
+def test_a_collective_that_only_one_rank_calls(monkeypatch):
+    reduce = collectives.all_reduce_
+    own = step._add_counts
+
+    def on_rank_0(run, sums, requests):
+        if run.runtime.rank == 0:
+            reduce(sums.values, run.runtime.ctx.world)
+        own(run, sums, requests)
+
+    monkeypatch.setattr(step, "_add_counts", on_rank_0)
+    traced = Traced(FLAGS, 2)
+    with pytest.raises(TraceError, match=r"ranks 0 and 1 .*\[trace-collectives-differ\]"):
+        check_agreement([traced.rank(0), traced.rank(1)])
+
+
+def test_a_message_that_nobody_receives(monkeypatch):
+    send = pipeline.P2PLinks.send
+
+    def twice(links, action, x):
+        send(links, action, x)
+        if action.kind == "send_gradient":
+            send(links, action, x)
+
+    traced = Traced(with_flags(FLAGS, PP, "2"), 2)
+    check_agreement([traced.rank(0), traced.rank(1)])
+    monkeypatch.setattr(pipeline.P2PLinks, "send", twice)
+    with pytest.raises(TraceError, match="rank 1 sends and rank 0 receives"):
+        check_agreement([traced.rank(0), traced.rank(1)])
+
+
+def test_a_sum_over_the_wrong_group(monkeypatch):
+    """Gradients over all ranks instead of those with other data: the bytes of dp differ."""
+    start = ddp.start_all_reduce
+
+    monkeypatch.setattr(
+        ddp, "start_all_reduce", lambda x, axis: start(x, axes["tp"] if "tp" in axes else axis)
+    )
+    axes = {}
+    traced = Traced(with_flags(FLAGS, TP, "2"), 4)
+    assert sent(traced.rank(0)) == sent_by_axis(traced.config, traced.plan, 0)
+
+    def remembering(self, params, ctx, *args, **kwargs):
+        axes["tp"] = ctx.tp
+        built(self, params, ctx, *args, **kwargs)
+
+    built = ddp.GradBuffers.__init__
+    monkeypatch.setattr(ddp.GradBuffers, "__init__", remembering)
+    assert sent(traced.rank(0)) != sent_by_axis(traced.config, traced.plan, 0)
+
+
+def test_the_lines_and_the_file(tmp_path, capsys):
+    file = tmp_path / "trace.json"
+    flags = with_flags(FLAGS, TP, "2", PP, "2")
+    words = ["--dry-run", "--world-size", "8", "--trace", "--trace-output", str(file)]
+    plot().main([*flags, *words, "--trace-ranks", "all-stages", "1"])
+    text = capsys.readouterr().out
+    assert "trace of the step of iteration 2 on ranks 0, 1, 4" in text
+    content = json.loads(file.read_text())
+    assert content["world_size"] == 8 and [one["rank"] for one in content["ranks"]] == [0, 1, 4]
+    for one in content["ranks"]:
+        assert one["peak"] == sum(one["memory_at_peak"].values())
+        assert sum(row[-1] for row in one["messages"]) == sum(
+            row["calls"] for row in one["collectives"]
+        )
+
+
+@pytest.mark.parametrize(("word", "found"), [("8", None), ("middle", None), ("last", {7})])
+def test_ranks_by_name(word, found):
+    traced = Traced(with_flags(FLAGS, TP, "2", PP, "2"), 8)
+    if found is None:
+        with pytest.raises(ValueError, match="trace-ranks-not-valid"):
+            dry_run.chosen_ranks((word,), traced.config, traced.plan)
+        return
+    assert dry_run.chosen_ranks((word,), traced.config, traced.plan) == found
+
+
+def test_peers_share_a_group_with_rank_0():
+    traced = Traced(with_flags(FLAGS, TP, "2", PP, "2"), 8)
+    assert dry_run.chosen_ranks(("peers",), traced.config, traced.plan) == {0, 1, 2}
+
+
+LARGE = (
+    "--num-layers 96 --hidden-size 12288 --num-attention-heads 96 --seq-length 2048 "
+    "--max-position-embeddings 2048 --vocab-size 50257 --micro-batch-size 1 "
+    "--global-batch-size 1536 --mock-data --train-iters 2 --lr-warmup-iters 1 --bf16 --sequence-parallel "
+    "--num-virtual-stages-per-pipeline-rank 2 --recompute-granularity selective"
+).split()
+
+
+@pytest.mark.campaign
+def test_a_rank_of_a_thousand():
+    """175B parameters: bytes sent as planned, memory within 3 % of the plan."""
+    traced = Traced(with_flags([*SMALL, *NO_DROPOUT], *LARGE, *SHARDED, TP, "8", PP, "16"), 1024)
+    trace = traced.rank(1023)
+    assert sent(trace) == sent_by_axis(traced.config, traced.plan, 15)
+    peak = {one.name: one for one in figures(traced.config, traced.plan, trace)}["peak"]
+    assert abs(peak.traced / peak.planned - 1) < 0.03
