@@ -27,6 +27,8 @@ MODULES = {
     "megatron.training.launch.control_file": "--control-file",
     "megatron.training.launch.rendezvous": "more than one rank",
     "megatron.training.dry_run": "--dry-run",
+    "megatron.training.logging.aurora_format": "--log-format aurora",
+    "megatron.training.logging.internlm_format": "--log-format internlm, counts of subsets",
     "megatron.training.logging.straggler": "--log-straggler",
     "megatron.training.logging.tensorboard": "--tensorboard-dir",
     "megatron.training.logging.wandb": "--wandb-project",

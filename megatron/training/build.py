@@ -28,7 +28,6 @@ from megatron.parallel.sharding import counts_in_norm, init_parameters
 from megatron.timers import Timers
 from megatron.training.batch import BatchRules
 from megatron.training.launch.initialize import Runtime
-from megatron.training.logging.internlm_format import start_line
 from megatron.training.preflight import build_tokenizer
 from megatron.training.run import Run
 from megatron.training.schedule import build_scheduler
@@ -163,7 +162,8 @@ def build_run(
     )
     if config.logging.log_format == "internlm" and ctx.shard.size > 1:
         shares = f"Number of elements on ranks: {buffers.layout.elements()}, rank:0"
-        log.print_rank_0(start_line("_partition_param_list", shares, datetime.now()))
+        internlm = optional.load("megatron.training.logging.internlm_format")
+        log.print_rank_0(internlm.start_line("_partition_param_list", shares, datetime.now()))
     optimizer = MixedPrecisionOptimizer(
         buffers.owned,
         config.optimizer,

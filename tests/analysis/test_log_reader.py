@@ -9,10 +9,10 @@ from datetime import datetime
 import pytest
 
 from megatron.analysis.log_reader import joined, read_metrics, read_text
+from megatron.training.logging.aurora_format import aurora_line
 from megatron.training.logging.megatron_format import (
     Interval,
     IterationRow,
-    aurora_line,
     megatron_line,
 )
 

@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 
 from megatron.analysis.run_curves import read_run, smoothed
+from megatron.training.logging.aurora_format import aurora_line
 from megatron.training.logging.internlm_format import StepRow, internlm_line
 from megatron.training.logging.megatron_format import (
     Interval,
     IterationRow,
-    aurora_line,
     megatron_line,
     validation_block,
 )

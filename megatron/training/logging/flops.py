@@ -108,37 +108,6 @@ def megatron_flops_per_iteration(shape: TransformerShape, batch_size: int) -> in
     return per_token * batch_size * seq
 
 
-def aurora_lm_flops_per_token(shape: TransformerShape) -> int:
-    """[LM]TFLOPs of the aurora log dialect: 12 L h^2 (1 + 1.5 f/h + kv/H + s/h + V/2Lh); f counted
-    as gated.
-
-    Full attention, no recompute; equals `count_flops(...).model` of a gated
-    model.
-    """
-    h = shape.hidden_size
-    layers = shape.num_layers
-    keys = h * shape.num_query_groups // shape.num_attention_heads
-    attention = 12 * layers * h * (h + keys + shape.seq_length)
-    return attention + 18 * layers * h * shape.ffn_hidden_size + 6 * h * shape.vocab_size
-
-
-def aurora_ds_flops_per_token(shape: TransformerShape, full_recompute: bool) -> int:
-    """[DS]TFLOPs of the aurora log dialect: 2 x (4 with full recompute, else 3) x multiply-adds per
-    token.
-
-    Kept with its quirk: keys and values count 2 // (heads per group) squares of h, which is 0 from
-    3 heads a group on.
-    """
-    h = shape.hidden_size
-    heads_per_group = shape.num_attention_heads // shape.num_query_groups
-    per_layer = (
-        (2 + 2 // heads_per_group) * h * h
-        + 2 * shape.seq_length * h
-        + 3 * shape.ffn_hidden_size * h
-    )
-    return 2 * (4 if full_recompute else 3) * (shape.num_layers * per_layer + shape.vocab_size * h)
-
-
 def teraflops_per_rank(flops: int, seconds: float, world_size: int) -> float:
     """TFLOP/s of each of `world_size` ranks that did `flops` together in `seconds`."""
     return flops / (seconds * world_size * 1e12)

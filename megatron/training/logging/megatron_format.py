@@ -1,5 +1,4 @@
-"""The text of log lines, in Megatron's form (January 2024) and in AuroraGPT's: pure functions of
-numbers."""
+"""The text of log lines in Megatron's form (January 2024): pure functions of numbers."""
 
 from __future__ import annotations
 
@@ -104,40 +103,6 @@ def megatron_line(row: IterationRow, log_throughput: bool) -> str:
     if i.reasons - {"user"}:
         parts.append(f" skip reason: {' '.join(sorted(i.reasons))}")
     return " |".join(parts) + " |"
-
-
-def aurora_line(row: IterationRow, now: datetime) -> str:
-    """AuroraGPT's key=value iteration line; loss and gradient norm are omitted where there is
-    none."""
-    i = row.interval
-    parts = [
-        f"iteration={row.iteration:8d}/{row.train_iters:8d}",
-        f"consumed_samples={row.consumed_samples:12d}",
-        f"consumed_tokens={row.consumed_samples * row.seq_length:12d}",
-        f"elapsed_time_per_iteration_ms={i.milliseconds:.1f}",
-        f"learning_rate={row.learning_rate:.6g}",
-        f"global_batch_size={row.global_batch_size:5d}",
-    ]
-    if i.losses:
-        parts.append(f"lm loss={i.loss:.6f}")
-    parts += [f"{name}={value:.6g}" for name, value in i.metrics.items()]
-    parts.append(f"loss_scale={row.loss_scale:.1f}")
-    if row.grad_norm is not None:
-        parts.append(f"grad_norm={row.grad_norm:.3f}")
-    parts += [
-        f"actual_seqlen={row.seq_length:5d}",
-        f"number_of_skipped_iterations={i.overflow_skips + i.user_skips + i.spike_skips:3d}",
-        f"number_of_nan_iterations={i.nan_iterations:3d}",
-    ]
-    if i.trained and i.seconds > 0:
-        rate = i.samples / i.seconds
-        parts += [
-            f"samples_per_second={rate:.3f}",
-            f"tokens_per_gpu_per_second_tgs={rate * row.seq_length / row.world_size:.3f}",
-            f"[LM]TFLOPs={row.lm_teraflops:.2f}",
-            f"[DS]TFLOPs={row.ds_teraflops:.2f}",
-        ]
-    return f"[{now:%Y-%m-%d %H:%M:%S.%f}][INFO][training_log] - " + " | ".join(parts) + " |"
 
 
 def validation_block(prefix: str, losses: Mapping[str, float], suffix: str = "") -> str:

@@ -21,7 +21,7 @@ from megatron.parallel.collectives import gather_objects
 from megatron.parallel.context import Axis
 from megatron.timers import Timers
 from megatron.training.launch.initialize import Runtime
-from megatron.training.logging import flops, internlm_format, megatron_format, short_format
+from megatron.training.logging import flops, megatron_format, short_format
 from megatron.training.logging.output import OutputFile
 from megatron.training.logging.points import Board, Boards, given
 from megatron.training.logging.short_log import ShortLog
@@ -119,10 +119,14 @@ class TrainingLog:
         self._timers = timers
         self._world = world
         self._interval = megatron_format.Interval()
-        self._rates_of_tokens = internlm_format.TokenRates()
         self._failed_updates = 0
         self._tgs = {}
         self._counts_subsets = config.logging.counts_subsets(config.data.packed_samples)
+        if self._counts_subsets:
+            self._internlm = optional.load("megatron.training.logging.internlm_format")
+            self._rates_of_tokens = self._internlm.TokenRates()
+        if config.logging.log_format == "aurora":
+            self._aurora = optional.load("megatron.training.logging.aurora_format")
         self._last = launcher.rank() == launcher.world_size() - 1
         self._shape = model_shape(config, plan)
         self._started = time.perf_counter()
@@ -168,9 +172,9 @@ class TrainingLog:
             f"process rank {launcher.rank()} is bound to host:{socket.gethostname()} device: "
             f"{device}"
         )
-        print(internlm_format.start_line("set_device", here, datetime.now()), flush=True)
+        print(self._internlm.start_line("set_device", here, datetime.now()), flush=True)
         log.print_rank_0(
-            internlm_format.start_line(
+            self._internlm.start_line(
                 "launch",
                 "Distributed environment is initialized, data parallel size: "
                 f"{plan.data_parallel_size}, pipeline parallel size: "
@@ -252,16 +256,19 @@ class TrainingLog:
         )
 
     def _rates(self, tokens: int) -> tuple[float | None, float | None, float | None]:
-        """TFLOP/s of the interval a rank: ours, and the two of the aurora dialect."""
+        """TFLOP/s of the interval a rank: ours, and with --log-format aurora its two."""
         i = self._interval
         shape = self._shape
-        full = self._config.training.recompute == "full"
         if i.seconds <= 0:
             return None, None, None
+        ours = self._rate(flops.flops_per_iteration(shape, i.samples), i.seconds)
+        if self._config.logging.log_format != "aurora":
+            return ours, None, None
+        full = self._config.training.recompute == "full"
         return (
-            self._rate(flops.flops_per_iteration(shape, i.samples), i.seconds),
-            self._rate(flops.aurora_lm_flops_per_token(shape) * tokens, i.seconds),
-            self._rate(flops.aurora_ds_flops_per_token(shape, full) * tokens, i.seconds),
+            ours,
+            self._rate(self._aurora.aurora_lm_flops_per_token(shape) * tokens, i.seconds),
+            self._rate(self._aurora.aurora_ds_flops_per_token(shape, full) * tokens, i.seconds),
         )
 
     def _print(self, result: IterationResult) -> None:
@@ -292,7 +299,7 @@ class TrainingLog:
         if config.logging.log_format == "internlm":
             print(self._internlm_line(result), flush=True)
         elif config.logging.log_format == "aurora":
-            print(megatron_format.aurora_line(row, datetime.now()), flush=True)
+            print(self._aurora.aurora_line(row, datetime.now()), flush=True)
         else:
             print(megatron_format.megatron_line(row, config.logging.log_throughput), flush=True)
         mode = config.logging.progress
@@ -316,7 +323,7 @@ class TrainingLog:
         plan = self._plan
         full = self._config.training.recompute == "full"
         if r.skipped == "user":
-            return internlm_format.skipped_line(
+            return self._internlm.skipped_line(
                 r.iteration - r.iterations,
                 r.iteration - 1,
                 r.reason or "user",
@@ -324,9 +331,9 @@ class TrainingLog:
                 process,
             )
         tokens = r.global_batch_size * self._shape.seq_length
-        count = internlm_format.flops_per_token(self._shape, full) * tokens
-        return internlm_format.internlm_line(
-            internlm_format.StepRow(
+        count = self._internlm.flops_per_token(self._shape, full) * tokens
+        return self._internlm.internlm_line(
+            self._internlm.StepRow(
                 r.iteration - 1,
                 r.loss,
                 self._rate(count, r.seconds) or 0.0,

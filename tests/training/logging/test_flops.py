@@ -4,10 +4,12 @@ import re
 
 import pytest
 
-from megatron.training.logging.flops import (
-    TransformerShape,
+from megatron.training.logging.aurora_format import (
     aurora_ds_flops_per_token,
     aurora_lm_flops_per_token,
+)
+from megatron.training.logging.flops import (
+    TransformerShape,
     count_flops,
     flops_per_iteration,
     megatron_flops_per_iteration,

@@ -6,10 +6,10 @@ from datetime import datetime
 
 import pytest
 
+from megatron.training.logging.aurora_format import aurora_line
 from megatron.training.logging.megatron_format import (
     Interval,
     IterationRow,
-    aurora_line,
     megatron_line,
     progress_line,
     timers_block,

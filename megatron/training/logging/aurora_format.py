@@ -1,0 +1,74 @@
+"""The iteration line of --log-format aurora (AuroraGPT's), and its two counts of FLOPs: pure
+functions of numbers."""
+
+from __future__ import annotations
+
+from datetime import datetime
+
+from megatron.training.logging.flops import TransformerShape
+from megatron.training.logging.megatron_format import IterationRow
+
+
+def aurora_lm_flops_per_token(shape: TransformerShape) -> int:
+    """[LM]TFLOPs of the aurora log dialect: 12 L h^2 (1 + 1.5 f/h + kv/H + s/h + V/2Lh); f counted
+    as gated.
+
+    Full attention, no recompute; equals `count_flops(...).model` of a gated
+    model.
+    """
+    h = shape.hidden_size
+    layers = shape.num_layers
+    keys = h * shape.num_query_groups // shape.num_attention_heads
+    attention = 12 * layers * h * (h + keys + shape.seq_length)
+    return attention + 18 * layers * h * shape.ffn_hidden_size + 6 * h * shape.vocab_size
+
+
+def aurora_ds_flops_per_token(shape: TransformerShape, full_recompute: bool) -> int:
+    """[DS]TFLOPs of the aurora log dialect: 2 x (4 with full recompute, else 3) x multiply-adds per
+    token.
+
+    Kept with its quirk: keys and values count 2 // (heads per group) squares of h, which is 0 from
+    3 heads a group on.
+    """
+    h = shape.hidden_size
+    heads_per_group = shape.num_attention_heads // shape.num_query_groups
+    per_layer = (
+        (2 + 2 // heads_per_group) * h * h
+        + 2 * shape.seq_length * h
+        + 3 * shape.ffn_hidden_size * h
+    )
+    return 2 * (4 if full_recompute else 3) * (shape.num_layers * per_layer + shape.vocab_size * h)
+
+
+def aurora_line(row: IterationRow, now: datetime) -> str:
+    """AuroraGPT's key=value iteration line; loss and gradient norm are omitted where there is
+    none."""
+    i = row.interval
+    parts = [
+        f"iteration={row.iteration:8d}/{row.train_iters:8d}",
+        f"consumed_samples={row.consumed_samples:12d}",
+        f"consumed_tokens={row.consumed_samples * row.seq_length:12d}",
+        f"elapsed_time_per_iteration_ms={i.milliseconds:.1f}",
+        f"learning_rate={row.learning_rate:.6g}",
+        f"global_batch_size={row.global_batch_size:5d}",
+    ]
+    if i.losses:
+        parts.append(f"lm loss={i.loss:.6f}")
+    parts += [f"{name}={value:.6g}" for name, value in i.metrics.items()]
+    parts.append(f"loss_scale={row.loss_scale:.1f}")
+    if row.grad_norm is not None:
+        parts.append(f"grad_norm={row.grad_norm:.3f}")
+    parts += [
+        f"actual_seqlen={row.seq_length:5d}",
+        f"number_of_skipped_iterations={i.overflow_skips + i.user_skips + i.spike_skips:3d}",
+        f"number_of_nan_iterations={i.nan_iterations:3d}",
+    ]
+    if i.trained and i.seconds > 0:
+        rate = i.samples / i.seconds
+        parts += [
+            f"samples_per_second={rate:.3f}",
+            f"tokens_per_gpu_per_second_tgs={rate * row.seq_length / row.world_size:.3f}",
+            f"[LM]TFLOPs={row.lm_teraflops:.2f}",
+            f"[DS]TFLOPs={row.ds_teraflops:.2f}",
+        ]
+    return f"[{now:%Y-%m-%d %H:%M:%S.%f}][INFO][training_log] - " + " | ".join(parts) + " |"
