@@ -24,6 +24,7 @@ CHAT = "tests/training/test_chat.py"
 PACKED_RUNS = "tests/training/test_packed.py"
 ADAPTERS = "tests/kernels/test_libraries.py"
 RANKS = "tests/parallel/test_transformer_engine.py"
+SIXTEEN = "tests/optimizer/test_low_precision.py"
 SKIPPING = "tests/spikes/test_skipping.py"
 ACTIONS = "tests/spikes/test_actions.py"
 POLICIES = "tests/spikes/test_policy.py"
@@ -689,6 +690,25 @@ BUGS = {
         "run.optimizer.step()\nprogress.iteration = last",
         f"{SKIPPING}::test_nothing_of_the_state_changes",
         "campaign",
+    ),
+    # Gradients and moments in 16 bits.
+    "an fp16 second moment stored without its root": Bug(
+        "megatron.optimizer.moments.store",
+        "values.sqrt_() if key == 'exp_avg_sq' else values",
+        "values",
+        f"{SIXTEEN}::test_fp16_stores_moments_of_small_and_of_the_largest_gradients",
+    ),
+    "a step count that advances twice": Bug(
+        "megatron.optimizer.adam.PrecisionAwareAdamW.update",
+        "self.state[param]['step'].clone()",
+        "self.state[param]['step']",
+        f"{SIXTEEN}::test_loss_scale_and_overflow",
+    ),
+    "a norm of bf16 gradients added in bf16": Bug(
+        "megatron.optimizer.clip_grads.sum_of_squares",
+        "torch.promote_types(grads[0].dtype, torch.float32)",
+        "grads[0].dtype",
+        f"{SIXTEEN}::test_norm_of_16_bit_gradients_is_computed_in_fp32[dtype0]",
     ),
     # Loss spikes: what one step does.
     "a skipped update that is multiplied by zero instead": Bug(
