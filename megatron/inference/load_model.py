@@ -102,6 +102,9 @@ def _grid(config: Config, device: str) -> tuple[ParallelContext, torch.device]:
         "key/value heads": model.query_groups,
         "MLP hidden size": model.ffn,
     }
+    if model.num_experts:
+        sizes["expert MLP hidden size"] = model.expert_ffn
+        sizes["shared experts' MLP hidden size"] = model.moe_shared_expert_intermediate_size or 0
     for name, size in sizes.items():
         if size % tp:
             raise ValueError(

@@ -12,6 +12,12 @@ from megatron.parallel.context import ParallelContext
 from tests.forkrun import run_ranks
 from tests.model.tiny import MODELS, VOCAB, tiny_model
 
+MOE = {
+    **MODELS["llama"],
+    "num_experts": 4,
+    "moe_router_topk": 2,
+    "moe_shared_expert_intermediate_size": 16,
+}
 ROPE = {"position_embedding_type": "rope"}
 OPTIONS = {
     **MODELS,
@@ -30,6 +36,7 @@ OPTIONS = {
         "apply_residual_connection_post_layernorm": True,
     },
     "squared relu": {"squared_relu": True},
+    "experts": MOE,
 }
 TEXT = torch.randint(0, VOCAB, (14,), generator=torch.Generator().manual_seed(3)).tolist()
 
@@ -76,7 +83,7 @@ def test_logits_in_fp32(flags):
 
 def _on_two_ranks(rank: int, world: int) -> float:
     ctx = ParallelContext(ParallelConfig(tensor_model_parallel_size=world), world, rank)
-    return max(differences(flags, torch.float64, ctx) for flags in MODELS.values())
+    return max(differences(flags, torch.float64, ctx) for flags in (*MODELS.values(), MOE))
 
 
 def test_logits_of_tensor_parallel_ranks():
