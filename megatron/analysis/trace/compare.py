@@ -8,8 +8,9 @@ from typing import NamedTuple
 
 from megatron.analysis.trace.recorder import TraceError
 from megatron.analysis.trace.traced_rank import RankTrace
-from megatron.config.plan.costs import Transfer, activations, sent_by_axis
+from megatron.config.plan.costs import activations
 from megatron.config.plan.plan import Plan, bytes_per_rank
+from megatron.config.plan.transfers import Transfer, sent_by_axis
 from megatron.config.tree import Config
 from megatron.parallel.simulated_group import Message
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from megatron.analysis.trace import dry_run
 from megatron.analysis.trace.compare import check_agreement, figures, sent
 from megatron.analysis.trace.recorder import TraceError
-from megatron.config.plan.costs import sent_by_axis
+from megatron.config.plan.transfers import sent_by_axis
 from megatron.model.mlp import MLP
 from megatron.parallel import collectives, ddp, pipeline
 from megatron.training import step
